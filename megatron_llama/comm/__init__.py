@@ -1,0 +1,1 @@
+"""Collectives, with and without autograd, and point-to-point transfers."""

@@ -1,0 +1,83 @@
+"""Collectives on an axis of the mesh. Every function returns a handle; nothing has happened before its ``wait``.
+
+Tensors are handed over as ``.data``: a backend that writes them would otherwise bump the autograd version of every view of
+the buffer (gloo does), and weights that are views of a gathered buffer would then fail in backward.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron_llama.mesh import Axis
+
+
+@dataclass
+class Pending:
+    """A collective in flight. ``wait`` may be called once; on a device it only makes the current stream wait."""
+
+    axis: Axis
+    work: dist.Work | None
+    finish: Callable[[], None] | None = None
+
+    def wait(self) -> None:
+        """Make the result usable by what is issued next."""
+        if self.work is not None:
+            with self.axis.recorder.exposed():
+                self.work.wait()
+        if self.finish is not None:
+            self.finish()
+
+
+def _issue(axis: Axis, operation: str, tensor: Tensor) -> None:
+    axis.recorder.count(axis.name, operation, tensor.numel() * tensor.element_size())
+
+
+def all_reduce(tensor: Tensor, axis: Axis, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> Pending:
+    """Reduce in place over the axis, same result on every rank."""
+    if axis.size == 1:
+        return Pending(axis, None)
+    _issue(axis, "all_reduce", tensor)
+    return Pending(axis, dist.all_reduce(tensor.data, op, group=axis.group, async_op=True))
+
+
+def all_gather(full: Tensor, shard: Tensor, axis: Axis) -> Pending:
+    """Concatenate the shards of all ranks into ``full`` along the first dim. ``shard`` may be its place inside ``full``."""
+    if axis.size == 1:
+        if full.data_ptr() != shard.data_ptr():
+            full.data.copy_(shard.data)
+        return Pending(axis, None)
+    _issue(axis, "all_gather", full)
+    return Pending(axis, dist.all_gather_into_tensor(full.data, shard.data, group=axis.group, async_op=True))
+
+
+def reduce_scatter(shard: Tensor, full: Tensor, axis: Axis) -> Pending:
+    """Sum ``full`` over the ranks and keep this rank's part of its first dim. ``shard`` may be its place inside ``full``."""
+    if axis.size == 1:
+        if full.data_ptr() != shard.data_ptr():
+            shard.data.copy_(full.data)
+        return Pending(axis, None)
+    _issue(axis, "reduce_scatter", full)
+    if full.device.type == "cpu":
+        return _exchange_and_sum(shard.data, full.data, axis)
+    return Pending(axis, dist.reduce_scatter_tensor(shard.data, full.data, group=axis.group, async_op=True))
+
+
+def _exchange_and_sum(shard: Tensor, full: Tensor, axis: Axis) -> Pending:
+    """gloo's own reduce-scatter is an all-reduce: twice the volume, and a sum whose order depends on the message size.
+    A direct exchange summed in rank order sends the minimum and gives every element the same value in any bucket."""
+    received = torch.empty_like(full)
+    work = dist.all_to_all_single(received, full, group=axis.group, async_op=True)
+    parts = received.view(axis.size, -1)
+
+    def add_in_rank_order() -> None:
+        total = shard.view(-1)
+        total.copy_(parts[0])
+        for part in parts[1:]:
+            total.add_(part)
+
+    return Pending(axis, work, add_in_rank_order)

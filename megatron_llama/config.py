@@ -1,0 +1,198 @@
+"""Every option of the trainer, as frozen dataclasses.
+
+The string under a field is its help text, its line in ``docs/options.md`` and its YAML comment. Model fields carry the
+names of the HuggingFace ``config.json``; everything else carries Megatron's flag names (``--micro-batch-size`` is
+``micro_batch_size`` in YAML). Parsing lives in ``options.py``, cross-field checks in ``validate.py``.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """The shape of the model, in the words of the HuggingFace ``config.json``."""
+
+    preset: str | None = None
+    """Take all model fields from a known model (`--model llama3-8b`; `inspect presets` lists them). Flags given beside it win."""
+    vocab_size: int = 0
+    """Rows of the embedding, without padding. 0: the tokenizer's size."""
+    hidden_size: int = 0
+    """Width of the residual stream."""
+    intermediate_size: int = 0
+    """Width of the SwiGLU MLP."""
+    num_hidden_layers: int = 0
+    """Number of transformer blocks."""
+    num_attention_heads: int = 0
+    """Number of query heads."""
+    num_key_value_heads: int = 0
+    """Number of key/value heads (grouped-query attention). 0: as many as query heads."""
+    head_dim: int = 0
+    """Width of one attention head. 0: hidden_size / num_attention_heads."""
+    max_position_embeddings: int = 0
+    """Longest sequence the model is meant for. 0: --seq-length."""
+    rms_norm_eps: float = 1e-5
+    """Epsilon inside the square root of RMSNorm."""
+    rope_theta: float = 10000.0
+    """Base of the rotary frequencies."""
+    rope_scaling: dict[str, Any] | None = None
+    """Rotary scaling as in config.json: rope_type `llama3` (factor, low_freq_factor, high_freq_factor,
+    original_max_position_embeddings) or `linear` (factor)."""
+    tie_word_embeddings: bool = False
+    """Use the embedding as the output head."""
+    initializer_range: float = 0.02
+    """Standard deviation of the initial weights (normal; norm weights start at 1)."""
+    attention_bias: bool = False
+    """Biases in the attention projections. No LLaMA has them: true is refused."""
+    mlp_bias: bool = False
+    """Biases in the MLP projections. No LLaMA has them: true is refused."""
+    hidden_act: str = "silu"
+    """Activation of the gated MLP. LLaMA uses silu (SwiGLU); anything else is refused."""
+    bos_token_id: int | None = None
+    """Written to the exported config.json. Default: the tokenizer's."""
+    eos_token_id: int | None = None
+    """Written to the exported config.json; ends generation. Default: the tokenizer's."""
+    make_vocab_size_divisible_by: int = 128
+    """The embedding is padded inside to a multiple of this times the tensor-parallel size. Never exported."""
+
+
+@dataclass(frozen=True)
+class ParallelConfig:
+    """How the model is spread over processes. dp = processes / (tp x pp)."""
+
+    tensor_model_parallel_size: int = 1
+    """Processes that share each layer (tp)."""
+    pipeline_model_parallel_size: int = 1
+    """Pipeline stages (pp). num_hidden_layers must be a multiple."""
+    sequence_parallel: bool = False
+    """Split norms and residual stream along the sequence over the tp processes. Ignored with tp 1."""
+    pipeline_schedule: Literal["gpipe", "1f1b"] = "1f1b"
+    """Order of forward and backward passes over the pipeline stages."""
+    data_parallel_sharding_strategy: Literal["no_shard", "optim", "optim_grads"] = "optim"
+    """What each data-parallel rank holds a share of: nothing (plain DDP), the optimizer state (reduce once per step), or state
+    and gradients (reduce after every microbatch, two gradient buffers)."""
+    reduce_bucket_size: int = 40_000_000
+    """Elements in one data-parallel message. Messages hold whole parameters: one exceeds this only when a single parameter does."""
+    distributed_timeout_minutes: float = 10.0
+    """A collective that takes longer fails on every rank."""
+
+
+@dataclass(frozen=True)
+class TrainingConfig:
+    """Batches, length of the run, precision, seed."""
+
+    seq_length: int = 2048
+    """Tokens per sample."""
+    micro_batch_size: int = 1
+    """Samples in one forward pass of one data-parallel rank."""
+    global_batch_size: int = 0
+    """Samples in one optimizer step. 0: micro_batch_size x dp (no gradient accumulation)."""
+    train_iters: int = 0
+    """Optimizer steps in the whole run, resumed steps included."""
+    seed: int = 1234
+    """Seeds the initial weights and the order of the samples."""
+    bf16: bool = False
+    """Compute and communicate parameters in bfloat16; master weights, gradients and moments stay fp32. Off: fp32 throughout."""
+    fp64: bool = False
+    """Compute in double precision: the reference of the parity checks, not for training."""
+    eval_interval: int = 0
+    """Evaluate before the first iteration, every so many iterations and after the last. 0: never."""
+    eval_iters: int = 10
+    """Global batches per evaluation; the same validation samples every time, fewer when the split is smaller."""
+
+
+@dataclass(frozen=True)
+class OptimizerConfig:
+    """AdamW, learning-rate schedule, clipping."""
+
+    lr: float = 3e-4
+    """Peak learning rate."""
+    min_lr: float = 0.0
+    """Learning rate at the end of the decay."""
+    lr_decay_style: Literal["constant", "linear", "cosine"] = "linear"
+    """Shape of the decay from lr to min_lr."""
+    lr_decay_iters: int = 0
+    """Iterations over which the rate decays, warm-up included. 0: train_iters."""
+    lr_warmup_iters: int = 0
+    """Iterations of linear warm-up from 0."""
+    weight_decay: float = 0.01
+    """Decoupled weight decay, on every parameter of two or more dims (embeddings included, norms not)."""
+    adam_beta1: float = 0.9
+    """Decay of the first moment."""
+    adam_beta2: float = 0.999
+    """Decay of the second moment."""
+    adam_eps: float = 1e-8
+    """Added to the square root of the second moment."""
+    clip_grad: float = 1.0
+    """Largest global L2 norm of the gradient. 0: no clipping."""
+
+
+@dataclass(frozen=True)
+class DataConfig:
+    """The token stream and the tokenizer it was made with."""
+
+    data_path: str | None = None
+    """Prefix of an indexed dataset: PREFIX.bin and PREFIX.idx, without suffix."""
+    split: str = "969,30,1"
+    """Shares of the documents for training, validation and test, in file order. `100,0,0` means no evaluation."""
+    data_order: Literal["shuffled", "sequential"] = "shuffled"
+    """Order of the training samples: a pure function of seed and consumed samples, whatever the layout."""
+    tokenizer_model: str | None = None
+    """Sentencepiece `.model`, HF `tokenizer.json`, or a folder with one of them. Default: what the dataset or HF folder says.
+    Needed only to turn text into ids and back."""
+    reset_position_ids: bool = False
+    """Positions restart at 0 after each end-of-document token."""
+    reset_attention_mask: bool = False
+    """Tokens attend only within their own document."""
+    eod_mask_loss: bool = False
+    """Leave the positions whose input is the end-of-document token out of the loss."""
+
+
+@dataclass(frozen=True)
+class CheckpointConfig:
+    """Where weights come from and where they go."""
+
+    save: str | None = None
+    """Folder for checkpoints (`iter_0000100/`), `latest_checkpointed_iteration.txt` and `log.jsonl`."""
+    save_interval: int = 0
+    """Save every so many iterations. 0: once, at the end."""
+    load: str | None = None
+    """Resume from the newest complete checkpoint of this folder. An empty folder equal to --save is a fresh start."""
+    init_from_hf: str | None = None
+    """HuggingFace folder (config.json, *.safetensors): gives the model fields and the initial weights."""
+
+
+@dataclass(frozen=True)
+class LogConfig:
+    """What is printed and written while training."""
+
+    log_interval: int = 100
+    """Print and write a log line every so many iterations; the last iteration always."""
+    progress_bar: bool = True
+    """Show a progress bar when the output is a terminal."""
+
+
+@dataclass(frozen=True)
+class LaunchConfig:
+    """The machines a YAML is written for; only --dry-run reads it."""
+
+    nodes: int = 0
+    """Machines."""
+    gpus_per_node: int = 0
+    """Processes on each machine."""
+
+
+@dataclass(frozen=True)
+class Config:
+    """A whole run."""
+
+    model: ModelConfig = field(default_factory=ModelConfig)
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    training: TrainingConfig = field(default_factory=TrainingConfig)
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    log: LogConfig = field(default_factory=LogConfig)
+    launch: LaunchConfig = field(default_factory=LaunchConfig)

@@ -1,0 +1,58 @@
+"""The one module that knows which accelerator runs the model; everything else asks here."""
+
+from __future__ import annotations
+
+import os
+import platform
+import resource
+
+import torch
+
+
+def accelerator(local_rank: int) -> torch.device:
+    """This process's device: its GPU where there is one, else the CPU."""
+    if not torch.cuda.is_available():
+        return torch.device("cpu")
+    device = torch.device("cuda", local_rank % torch.cuda.device_count())
+    torch.cuda.set_device(device)
+    return device
+
+
+def accelerator_count() -> int:
+    """GPUs of this machine."""
+    return torch.cuda.device_count() if torch.cuda.is_available() else 0
+
+
+def backend(device: torch.device) -> str:
+    """The torch.distributed backend. CPU tensors (checkpoint metadata) always travel over gloo."""
+    return "gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl"
+
+
+def is_host(device: torch.device) -> bool:
+    """Whether the host itself computes, so that waiting for communication is time on the host's clock."""
+    return device.type == "cpu"
+
+
+def name(device: torch.device) -> str:
+    """What the vendor calls it."""
+    return platform.processor() or platform.machine() if is_host(device) else torch.cuda.get_device_name(device)
+
+
+def synchronize(device: torch.device) -> None:
+    """Wait until the device is idle. Only for timing at log lines, never inside a step."""
+    if not is_host(device):
+        torch.cuda.synchronize(device)
+
+
+def peak_memory_bytes(device: torch.device) -> int:
+    """Largest memory so far: allocated bytes on a GPU, resident set of the process on a CPU."""
+    if is_host(device):
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    return torch.cuda.max_memory_allocated(device)
+
+
+def memory_bytes(device: torch.device) -> int:
+    """Memory of the device; of the machine on a CPU."""
+    if is_host(device):
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return int(torch.cuda.get_device_properties(device).total_memory)

@@ -1,0 +1,39 @@
+"""What users can get wrong. Every message says which field, file or rank, what was found, what was expected, and the remedy."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+
+class UserError(ValueError):
+    """Base of everything a user can cause. The command line prints it as one message, without a traceback."""
+
+
+class ConfigError(UserError):
+    """A flag, a YAML key or a combination of them is wrong."""
+
+
+class DataError(UserError):
+    """A corpus, an indexed dataset or a tokenizer is missing, damaged or does not fit the model."""
+
+
+class CheckpointError(UserError):
+    """A checkpoint or a HuggingFace folder is missing, damaged, or belongs to another model."""
+
+
+class ClusterError(UserError):
+    """Processes, devices or the network do not fit what was asked for."""
+
+
+class TrainingError(UserError):
+    """Training cannot go on: the loss or the gradients are not finite."""
+
+
+def describe(where: str, *, got: object, expected: object, do: str) -> str:
+    """One sentence in the house form: ``where: got X, expected Y; do Z``."""
+    return f"{where}: got {got}, expected {expected}; {do}"
+
+
+def listing(title: str, problems: Iterable[str]) -> str:
+    """A title and one problem per line, so that a user mends everything in one go."""
+    return "\n".join([title, *(f"  - {problem}" for problem in problems)])

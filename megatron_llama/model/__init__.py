@@ -1,0 +1,1 @@
+"""LLaMA, and its initial weights."""

@@ -1,0 +1,43 @@
+"""Initial weights that do not depend on the layout: drawn per block of rows of each HuggingFace tensor."""
+
+from __future__ import annotations
+
+import hashlib
+
+import torch
+from torch import Tensor
+
+from megatron_llama.params import Rectangle
+
+BLOCK_ELEMENTS = 2**20
+"""A rank draws whole blocks and keeps its part, so it wastes at most two blocks per rectangle and holds one at a time."""
+
+
+class InitialWeights:
+    """A source of HuggingFace rectangles: normal(0, std) matrices and norm weights of 1.
+
+    Values are a pure function of (seed, tensor name, position), drawn in fp32 on the CPU.
+    """
+
+    def __init__(self, seed: int, std: float) -> None:
+        self.seed, self.std = seed, std
+
+    def __call__(self, rectangle: Rectangle, out: Tensor) -> None:
+        """Write the rectangle's values into ``out``, a tensor of its size."""
+        if len(rectangle.shape) == 1:
+            out.fill_(1.0)
+            return
+        (first, column), (rows, columns) = rectangle.offset, rectangle.size
+        per_block = max(1, BLOCK_ELEMENTS // rectangle.shape[1])
+        for block in range(first // per_block, (first + rows - 1) // per_block + 1):
+            start = max(first, block * per_block)
+            stop = min(first + rows, (block + 1) * per_block)
+            values = self._block(rectangle, block, per_block)[start - block * per_block : stop - block * per_block]
+            out[start - first : stop - first].copy_(values[:, column : column + columns])
+
+    def _block(self, rectangle: Rectangle, block: int, per_block: int) -> Tensor:
+        rows, columns = rectangle.shape
+        digest = hashlib.blake2b(f"{self.seed}/{rectangle.name}/{block}".encode(), digest_size=8).digest()
+        generator = torch.Generator().manual_seed(int.from_bytes(digest, "little") >> 1)
+        size = (min(per_block, rows - block * per_block), columns)
+        return torch.empty(size, dtype=torch.float32).normal_(0.0, self.std, generator=generator)

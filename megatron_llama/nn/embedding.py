@@ -1,0 +1,69 @@
+"""Vocabulary-parallel embedding (Shoeybi et al., 2019, section 3)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from megatron_llama import device as devices
+from megatron_llama.comm import autograd
+from megatron_llama.mesh import Axis
+from megatron_llama.nn.linear import empty_weight
+from megatron_llama.nn.sink import GradSink, sink_of
+
+
+class _Lookup(torch.autograd.Function):
+    """Rows of ids held by this rank, zeros for the others."""
+
+    @staticmethod
+    def forward(ctx: Any, ids: Tensor, weight: Tensor, first: int) -> Tensor:
+        local = ids - first
+        outside = (local < 0) | (local >= weight.shape[0])
+        local = local.masked_fill(outside, 0)
+        ctx.save_for_backward(local, outside)
+        ctx.weight_shape, ctx.sink = weight.shape, sink_of(weight)
+        return F.embedding(local, weight).masked_fill_(outside.unsqueeze(-1), 0.0)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[None, Tensor | None, None]:
+        local, outside = ctx.saved_tensors
+        grad = grad.masked_fill(outside.unsqueeze(-1), 0.0)
+        sink: GradSink | None = ctx.sink
+        if sink is None:
+            view, beta = grad.new_empty(ctx.weight_shape), 0.0
+        else:
+            view, beta = sink.buffer()
+        if beta == 0.0:
+            view.zero_()
+        _add_rows(view, local.flatten(), grad.flatten(0, -2).to(view.dtype))
+        if sink is None:
+            return None, view, None
+        sink.done()
+        return None, None, None
+
+
+def _add_rows(view: Tensor, rows: Tensor, values: Tensor) -> None:
+    """``view[rows] += values`` in a fixed order on either device: index_add_ uses atomics on a GPU, and an
+    accumulating index_put_ uses them on a CPU with several threads."""
+    if devices.is_host(view.device):
+        view.index_add_(0, rows, values)
+    else:
+        view.index_put_((rows,), values, accumulate=True)
+
+
+class VocabParallelEmbedding(nn.Module):
+    """ids [s, b] int64 -> [s or s/tp, b, h]; rank r holds rows [r, r + 1) * padded_vocab / tp."""
+
+    def __init__(self, padded_vocab: int, hidden: int, *, tp: Axis, sequence_parallel: bool) -> None:
+        super().__init__()
+        self.tp, self.sequence_parallel = tp, sequence_parallel
+        self.weight = empty_weight(padded_vocab // tp.size, hidden)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        """See the class."""
+        first = self.tp.rank * self.weight.shape[0]
+        partial = _Lookup.apply(ids, self.weight, first)  # type: ignore[no-untyped-call]
+        return autograd.scatter_sequence(partial, self.tp) if self.sequence_parallel else autograd.reduce(partial, self.tp)

@@ -1,0 +1,1 @@
+"""The overlapped distributed optimizer, its update rules and the learning-rate schedule."""

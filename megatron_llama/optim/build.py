@@ -1,0 +1,59 @@
+"""From configuration to engine: the one place that turns flags into the engine's two axes."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import torch
+from torch import nn
+
+from megatron_llama.config import Config
+from megatron_llama.layout import ShardLayout, layout_by_size, strategy_named
+from megatron_llama.mesh import Axis, Mesh
+from megatron_llama.optim.distributed import OverlappedDistributedOptimizer
+from megatron_llama.optim.update import AdamW
+from megatron_llama.params import stage_units
+
+
+def compute_dtype(config: Config) -> torch.dtype:
+    """The dtype of parameters and activations."""
+    if config.training.fp64:
+        return torch.float64
+    return torch.bfloat16 if config.training.bf16 else torch.float32
+
+
+def stage_layout(config: Config, *, dp: int, tp_rank: int = 0, stage: int = 0) -> ShardLayout:
+    """The layout of one pipeline stage on one tensor-parallel rank."""
+    parallel = config.parallel
+    strategy = strategy_named(parallel.data_parallel_sharding_strategy)
+    units = stage_units(
+        config.model,
+        tp=parallel.tensor_model_parallel_size,
+        tp_rank=tp_rank,
+        stages=parallel.pipeline_model_parallel_size,
+        stage=stage,
+    )
+    shards = dp if strategy.sharded else 1
+    return layout_by_size(units, shards=shards, cap=parallel.reduce_bucket_size, gradient_slots=strategy.gradient_slots)
+
+
+def build_optimizer(config: Config, stage: nn.Module, mesh: Mesh) -> OverlappedDistributedOptimizer:
+    """The engine of this rank's stage. Its parameters are zero until ``load_weights`` or a checkpoint fills them."""
+    strategy = strategy_named(config.parallel.data_parallel_sharding_strategy)
+    layout = stage_layout(config, dp=mesh.dp.size, tp_rank=mesh.tp.rank, stage=mesh.pp.rank)
+    alone = _alone(mesh.dp, mesh.rank)
+    return OverlappedDistributedOptimizer(
+        stage,
+        layout,
+        AdamW(config.optimizer),
+        mesh,
+        shard_axis=mesh.dp if strategy.sharded else alone,
+        replica_axis=alone if strategy.sharded else mesh.dp,
+        reduce_every_microbatch=strategy.reduce_every_microbatch,
+        sequence_parallel=config.parallel.sequence_parallel,
+        dtype=compute_dtype(config),
+    )
+
+
+def _alone(axis: Axis, rank: int) -> Axis:
+    return dataclasses.replace(axis, rank=0, ranks=(rank,), group=None)

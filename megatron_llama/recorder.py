@@ -1,0 +1,53 @@
+"""What a rank sent and how long it waited: exact counts for tests and reports, exposed time for the log."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+
+@dataclass
+class Traffic:
+    """Calls and payload bytes of one kind of collective on one axis. Bytes are those of the full (gathered) tensor."""
+
+    calls: int = 0
+    bytes: int = 0
+
+
+@dataclass
+class Recorder:
+    """One per rank, shared by all its axes."""
+
+    traffic: dict[tuple[str, str], Traffic] = field(default_factory=dict)
+    """By (axis, operation)."""
+    events: list[str] | None = None
+    """When a list: what happened, in issue order. Off by default."""
+    exposed_seconds: float = 0.0
+    """Host time spent waiting for communication. On a device the host does not wait: see ``measures_exposure``."""
+
+    def count(self, axis: str, operation: str, size: int) -> None:
+        """One collective of ``size`` bytes was issued."""
+        traffic = self.traffic.setdefault((axis, operation), Traffic())
+        traffic.calls += 1
+        traffic.bytes += size
+
+    def event(self, text: str) -> None:
+        """Note something in issue order, when a test asked for it."""
+        if self.events is not None:
+            self.events.append(text)
+
+    @contextmanager
+    def exposed(self) -> Iterator[None]:
+        """Time spent here counts as exposed communication."""
+        begin = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.exposed_seconds += time.perf_counter() - begin
+
+    def take_exposed_seconds(self) -> float:
+        """Exposed seconds since the last call."""
+        seconds, self.exposed_seconds = self.exposed_seconds, 0.0
+        return seconds
