@@ -100,7 +100,7 @@ class TrainingConfig:
     eval_interval: int = 0
     """Evaluate before the first iteration, every so many iterations and after the last. 0: never."""
     eval_iters: int = 10
-    """Global batches per evaluation; the same validation samples every time, fewer when the split is smaller."""
+    """Global batches per evaluation; the same validation samples every time, fewer when the split is smaller. 0: the whole split."""
 
 
 @dataclass(frozen=True)

@@ -8,9 +8,14 @@ from collections.abc import Iterable
 class UserError(ValueError):
     """Base of everything a user can cause. The command line prints it as one message, without a traceback."""
 
+    everywhere = False
+    """Every rank raises it, so that one of them is enough to print it."""
+
 
 class ConfigError(UserError):
     """A flag, a YAML key or a combination of them is wrong."""
+
+    everywhere = True
 
 
 class DataError(UserError):
@@ -27,6 +32,8 @@ class ClusterError(UserError):
 
 class TrainingError(UserError):
     """Training cannot go on: the loss or the gradients are not finite."""
+
+    everywhere = True
 
 
 def describe(where: str, *, got: object, expected: object, do: str) -> str:

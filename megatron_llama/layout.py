@@ -8,7 +8,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
-from megatron_llama.params import ParamSpec, Rectangle, UnitSpec, rectangles
+from megatron_llama.config import Config
+from megatron_llama.params import ParamSpec, Rectangle, UnitSpec, rectangles, stage_units
 
 ALIGN = 64
 """Elements: parameters and shards start at multiples of this. Keeps 128-byte alignment in bf16, and makes a fused CPU
@@ -184,3 +185,18 @@ def strategy_named(name: str) -> Strategy:
         "optim": Strategy(sharded=True, reduce_every_microbatch=False, gradient_slots=None),
         "optim_grads": Strategy(sharded=True, reduce_every_microbatch=True, gradient_slots=2),
     }[name]
+
+
+def stage_layout(config: Config, *, dp: int, tp_rank: int = 0, stage: int = 0) -> ShardLayout:
+    """The layout of one pipeline stage on one tensor-parallel rank of a resolved configuration."""
+    parallel = config.parallel
+    strategy = strategy_named(parallel.data_parallel_sharding_strategy)
+    units = stage_units(
+        config.model,
+        tp=parallel.tensor_model_parallel_size,
+        tp_rank=tp_rank,
+        stages=parallel.pipeline_model_parallel_size,
+        stage=stage,
+    )
+    shards = dp if strategy.sharded else 1
+    return layout_by_size(units, shards=shards, cap=parallel.reduce_bucket_size, gradient_slots=strategy.gradient_slots)

@@ -56,9 +56,9 @@ class _Scatter(torch.autograd.Function):
 
 def reduce(tensor: Tensor, axis: Axis) -> Tensor:
     """Sum over the axis, in place (g): identity in backward."""
-    return tensor if axis.size == 1 else _Reduce.apply(tensor, axis)  # type: ignore[no-any-return, no-untyped-call]
+    return tensor if axis.size == 1 else _Reduce.apply(tensor, axis)  # type: ignore[no-untyped-call]
 
 
 def scatter_sequence(full: Tensor, axis: Axis) -> Tensor:
     """[s, ...] partial sums to [s / size, ...] sums (g-bar): all-gather in backward."""
-    return full if axis.size == 1 else _Scatter.apply(full, axis)  # type: ignore[no-any-return, no-untyped-call]
+    return full if axis.size == 1 else _Scatter.apply(full, axis)  # type: ignore[no-untyped-call]

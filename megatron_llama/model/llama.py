@@ -58,8 +58,8 @@ class Attention(nn.Module):
     def forward(self, x: Tensor, positions: Positions) -> Tensor:
         """[s or s/tp, b, h] -> [s or s/tp, b, h]."""
         heads = self.qkv_proj(x).unflatten(-1, (-1, self.head_dim))
-        rotated, value = heads.split((self.heads + self.kv_heads, self.kv_heads), dim=2)
-        query, key = apply_rope(rotated, positions.cos, positions.sin).split((self.heads, self.kv_heads), dim=2)
+        rotated, value = torch.split(heads, [self.heads + self.kv_heads, self.kv_heads], dim=2)
+        query, key = torch.split(apply_rope(rotated, positions.cos, positions.sin), [self.heads, self.kv_heads], dim=2)
         return cast(Tensor, self.o_proj(attend(query, key, value, positions.mask)))
 
 
@@ -102,7 +102,7 @@ class Stage(nn.Module):
         self.sequence_parallel = sequence_parallel and mesh.tp.size > 1
         self.on_use: Callable[[int], None] = lambda unit: None
         """Called with the index of a unit right before its forward pass: the engine makes its weights current."""
-        padded, hidden, layers = padded_vocab_size(config, mesh.tp.size), config.hidden_size, range(0)
+        padded, hidden = padded_vocab_size(config, mesh.tp.size), config.hidden_size
         layers = stage_layers(config.num_hidden_layers, mesh.pp.size, mesh.pp.rank)
         self.model = nn.Module()
         if mesh.is_first_stage:

@@ -55,17 +55,14 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 def rope_frequencies(head_dim: int, theta: float, scaling: Mapping[str, Any] | None, device: torch.device) -> Tensor:
-    """Angular frequencies [head_dim / 2], fp32, in radians per position (Su et al., 2021, section 3.4.2)."""
+    """Angular frequencies [head_dim / 2], fp32, in radians per position (Su et al., 2021, section 3.4.2).
+
+    ``scaling`` as in a resolved ModelConfig: None, or rope_type ``linear`` or ``llama3`` with its numbers."""
     steps = torch.arange(0, head_dim, 2, dtype=torch.int64).to(device, torch.float32)
     frequencies = 1.0 / (theta ** (steps / head_dim))
     if scaling is None:
         return frequencies
-    kind = scaling.get("rope_type", scaling.get("type"))
-    return {"linear": _linear_scaled, "llama3": _llama3_scaled, "default": lambda value, _: value}[kind](frequencies, scaling)
-
-
-def _linear_scaled(frequencies: Tensor, scaling: Mapping[str, Any]) -> Tensor:
-    return frequencies / float(scaling["factor"])
+    return _llama3_scaled(frequencies, scaling) if scaling["rope_type"] == "llama3" else frequencies / float(scaling["factor"])
 
 
 def _llama3_scaled(frequencies: Tensor, scaling: Mapping[str, Any]) -> Tensor:

@@ -34,7 +34,7 @@ class _CrossEntropy(torch.autograd.Function):
         total, target = sums
         ctx.save_for_backward(probabilities.div_(total.unsqueeze(-1)), index, outside)
         ctx.dtype = logits.dtype
-        return total.log() - target
+        return torch.sub(total.log(), target)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:

@@ -8,11 +8,10 @@ import torch
 from torch import nn
 
 from megatron_llama.config import Config
-from megatron_llama.layout import ShardLayout, layout_by_size, strategy_named
+from megatron_llama.layout import stage_layout, strategy_named
 from megatron_llama.mesh import Axis, Mesh
 from megatron_llama.optim.distributed import OverlappedDistributedOptimizer
 from megatron_llama.optim.update import AdamW
-from megatron_llama.params import stage_units
 
 
 def compute_dtype(config: Config) -> torch.dtype:
@@ -20,21 +19,6 @@ def compute_dtype(config: Config) -> torch.dtype:
     if config.training.fp64:
         return torch.float64
     return torch.bfloat16 if config.training.bf16 else torch.float32
-
-
-def stage_layout(config: Config, *, dp: int, tp_rank: int = 0, stage: int = 0) -> ShardLayout:
-    """The layout of one pipeline stage on one tensor-parallel rank."""
-    parallel = config.parallel
-    strategy = strategy_named(parallel.data_parallel_sharding_strategy)
-    units = stage_units(
-        config.model,
-        tp=parallel.tensor_model_parallel_size,
-        tp_rank=tp_rank,
-        stages=parallel.pipeline_model_parallel_size,
-        stage=stage,
-    )
-    shards = dp if strategy.sharded else 1
-    return layout_by_size(units, shards=shards, cap=parallel.reduce_bucket_size, gradient_slots=strategy.gradient_slots)
 
 
 def build_optimizer(config: Config, stage: nn.Module, mesh: Mesh) -> OverlappedDistributedOptimizer:

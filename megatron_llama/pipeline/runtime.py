@@ -90,14 +90,14 @@ class PipelineRuntime:
         """Forward and backward of every microbatch; the engine reduces the gradients on the way.
 
         Returns the loss, a 0-dim fp64 tensor: the mean over all target tokens of the global batch, on every rank."""
-        return self._run(self.schedule_name, batches, training=True)
+        return self._run(self.schedule_name, batches, training=True)[0]
 
-    def evaluate(self, batches: Sequence[Microbatch]) -> Tensor:
-        """The same loss without backward."""
+    def evaluate(self, batches: Sequence[Microbatch]) -> tuple[Tensor, Tensor]:
+        """The same loss without backward, and the number of target tokens it is the mean of (0-dim fp64)."""
         with torch.no_grad():
             return self._run("forward_only", batches, training=False)
 
-    def _run(self, name: str, batches: Sequence[Microbatch], *, training: bool) -> Tensor:
+    def _run(self, name: str, batches: Sequence[Microbatch], *, training: bool) -> tuple[Tensor, Tensor]:
         loss = torch.zeros((), dtype=torch.float64, device=self.mesh.device)
         flight = _Flight(batches, self._target_tokens(batches), training, loss)
         for action in self._actions(name, len(batches)):
@@ -107,7 +107,7 @@ class PipelineRuntime:
         # The last stage of every data-parallel replica holds its part, once per tp rank.
         total = loss / self.mesh.tp.size
         all_reduce(total, self.mesh.world).wait()
-        return total
+        return total, flight.tokens
 
     def _actions(self, name: str, microbatches: int) -> tuple[Action, ...]:
         key, stages = (name, microbatches), self.mesh.pp.size

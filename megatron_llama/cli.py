@@ -1,0 +1,104 @@
+"""``python -m megatron_llama <command>``: finds the command, reads its options, and prints what went wrong in one message."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from importlib import import_module
+from types import MappingProxyType
+from typing import Any
+
+from megatron_llama import __version__
+from megatron_llama.errors import ConfigError, UserError, describe
+
+
+@dataclass(frozen=True)
+class Command:
+    """Where a command lives. Modules are imported only for the command that runs."""
+
+    module: str
+    function: str
+    sections: str
+    """Name of the sections in the module of options, ``module:attribute``."""
+    summary: str
+
+
+COMMANDS: Mapping[str, Command] = MappingProxyType(
+    {
+        "preprocess": Command("preprocess", "preprocess", "data.options:PreprocessConfig", "Turn text into an indexed dataset of tokens."),
+        "pretrain": Command("pretrain", "pretrain", "commands.pretrain:SECTIONS", "Train a LLaMA; start it with torchrun or srun to use several processes."),
+        "evaluate": Command("pretrain", "evaluate", "commands.pretrain:SECTIONS", "Loss and perplexity of --load or --init-from-hf on a dataset."),
+        "generate": Command("generate", "generate", "commands.options:GenerateConfig", "Continue prompts with a trained model."),
+        "export": Command("export", "export", "commands.options:ExportConfig", "Write a checkpoint as a HuggingFace folder."),
+        "inspect": Command("inspect", "inspect", "commands.options:NoOptions", "Look at a file: inspect config|checkpoint|dataset PATH, or presets."),
+        "env": Command("env", "env", "commands.options:NoOptions", "Versions and devices, for a bug report."),
+    }
+)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command and return the exit status: 0, 2 for a wrong command line or configuration, 1 for other errors."""
+    words = list(sys.argv[1:] if argv is None else argv)
+    try:
+        return run(words)
+    except UserError as error:
+        rank = os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0"))
+        if rank == "0" or not error.everywhere:
+            print(f"error{'' if rank == '0' else f' on rank {rank}'}: {error}", file=sys.stderr, flush=True)
+        return 2 if isinstance(error, ConfigError) else 1
+    except BrokenPipeError:  # the reader of our output left: head, less
+        return 1
+
+
+def run(words: list[str]) -> int:
+    """Dispatch. Raises UserError."""
+    if not words or words[0] in ("-h", "--help"):
+        print(overview())
+        return 0
+    if words[0] == "--version":
+        print(__version__)
+        return 0
+    name = words.pop(0)
+    if name not in COMMANDS:
+        from difflib import get_close_matches
+
+        near = get_close_matches(name, COMMANDS, 1)
+        do = f"did you mean {near[0]}?" if near else "see --help"
+        raise ConfigError(describe("command", got=name, expected=f"one of {', '.join(COMMANDS)}", do=do))
+    command = COMMANDS[name]
+    sections = _sections(command)
+    if {"-h", "--help"} & set(words):
+        from megatron_llama.manual import help_text
+
+        print(help_text(name, command.summary, sections), end="")
+        return 0
+    function: Callable[..., None] = getattr(import_module(f"megatron_llama.commands.{command.module}"), command.function)
+    if command.function == "inspect":
+        function(words)
+        return 0
+    from megatron_llama.aliases import MEGATRON
+    from megatron_llama.options import parse
+
+    # The only flag with an optional value: plain --dry-run means yes.
+    words = ["--dry-run=yes" if word in ("--dry-run", "--dry_run") else word for word in words]
+    function(parse(words, sections, aliases=MEGATRON))
+    return 0
+
+
+def _sections(command: Command) -> Sequence[type[Any]]:
+    module, _, attribute = command.sections.partition(":")
+    found = getattr(import_module(f"megatron_llama.{module}"), attribute)
+    return found if isinstance(found, tuple) else (found,)
+
+
+def overview() -> str:
+    """What ``--help`` prints without a command."""
+    lines = ["usage: python -m megatron_llama COMMAND [--config FILE.yaml] [--option value ...]", ""]
+    lines += [f"  {name:<11}{command.summary}" for name, command in COMMANDS.items()]
+    return "\n".join([*lines, "", "COMMAND --help lists the options of a command; docs/options.md has them all."])
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,64 @@
+"""``generate``: continue prompts with a checkpoint or a HuggingFace folder."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from megatron_llama.commands.options import GenerateConfig
+from megatron_llama.errors import ConfigError, DataError, describe
+from megatron_llama.options import Parsed
+
+if TYPE_CHECKING:
+    from megatron_llama.model.llama import Stage
+    from megatron_llama.tokenizer.base import Tokenizer
+
+
+def generate(parsed: Parsed) -> None:
+    """Print each prompt with its continuation."""
+    import torch
+
+    from megatron_llama.generation import Sampling
+    from megatron_llama.generation import generate as sample
+
+    options = parsed.get(GenerateConfig)
+    stage, tokenizer = _model(options)
+    sampling = Sampling(options.max_new_tokens, options.temperature, options.top_k, options.top_p)
+    eos = tokenizer.eos_id if tokenizer.eos_id is not None else stage.config.eos_token_id
+    for text in options.prompt:
+        prompt = [*([tokenizer.bos_id] if tokenizer.bos_id is not None else []), *tokenizer.encode(text)]
+        if not prompt:
+            raise DataError(describe("--prompt", got="no token", expected="some text, since this tokenizer has no begin token", do="give a prompt"))
+        generator = torch.Generator().manual_seed(options.seed)
+        new = list(sample(stage, prompt, sampling, eos=eos, generator=generator))
+        print(tokenizer.decode([*prompt, *new]), flush=True)
+
+
+def _model(options: GenerateConfig) -> tuple[Stage, Tokenizer]:
+    import torch
+
+    from megatron_llama import device as devices
+    from megatron_llama.checkpoint import native
+    from megatron_llama.checkpoint.hf import HFWeights
+    from megatron_llama.hf_config import read_hf_config
+    from megatron_llama.mesh import Mesh
+    from megatron_llama.model.llama import Stage
+    from megatron_llama.model.load import load_stage
+    from megatron_llama.tokenizer.load import load_tokenizer
+    from megatron_llama.vocabulary import FOLDER
+
+    if (options.load is None) == (options.init_from_hf is None):
+        found = "neither" if options.load is None else "both"
+        raise ConfigError(describe("--load, --init-from-hf", got=found, expected="one of them", do="give --load FOLDER or --init-from-hf FOLDER"))
+    if options.load is not None:
+        path = native.newest(Path(options.load))
+        model, beside = native.read_meta(path).model, Path(options.load) / FOLDER
+        source = native.open_weights(path)
+    else:
+        assert options.init_from_hf is not None
+        model, beside = read_hf_config(options.init_from_hf), Path(options.init_from_hf)
+        source = HFWeights(options.init_from_hf, model)
+    tokenizer = load_tokenizer(options.tokenizer_model or beside)
+    stage = Stage(model, Mesh.single(devices.accelerator(0)), sequence_parallel=False)
+    load_stage(stage, source, dtype=torch.bfloat16 if options.bf16 else torch.float32)
+    return stage, tokenizer

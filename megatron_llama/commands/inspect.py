@@ -1,0 +1,92 @@
+"""``inspect``: what a file holds."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from types import MappingProxyType
+
+from megatron_llama.errors import ConfigError, describe
+
+
+def inspect(words: list[str]) -> None:
+    """``inspect KIND PATH``. Raises UserError."""
+    if not words or words[0] not in KINDS:
+        found = words[0] if words else "nothing"
+        raise ConfigError(describe("inspect", got=found, expected=f"one of {', '.join(KINDS)}", do="write inspect KIND PATH"))
+    kind, *paths = words
+    if len(paths) != (kind != "presets"):
+        expected = "no path" if kind == "presets" else "one path"
+        raise ConfigError(describe(f"inspect {kind}", got=" ".join(paths) or "nothing", expected=expected, do=f"write inspect {kind} PATH"))
+    KINDS[kind](*paths)
+
+
+def _rows(rows: Mapping[str, object]) -> None:
+    for name, value in rows.items():
+        print(f"{name:<26}{value}")
+
+
+def _config(path: str) -> None:
+    """A YAML file of options, or a HuggingFace config.json."""
+    from megatron_llama.hf_config import read_hf_config
+    from megatron_llama.params import parameter_count
+
+    if path.endswith((".yaml", ".yml")):
+        from megatron_llama.aliases import MEGATRON
+        from megatron_llama.commands.pretrain import SECTIONS
+        from megatron_llama.options import parse
+
+        _rows(parse(["--config", path], SECTIONS, aliases=MEGATRON).differences())
+        return
+    model = read_hf_config(Path(path).parent if path.endswith(".json") else path)
+    _rows({**vars(model), "parameters": f"{parameter_count(model):,}"})
+
+
+def _checkpoint(path: str) -> None:
+    from megatron_llama.checkpoint import native
+    from megatron_llama.params import parameter_count
+
+    newest = native.newest(Path(path))
+    meta = native.read_meta(newest)
+    _rows(
+        {
+            "checkpoint": newest,
+            "iteration": meta.state.iteration,
+            "consumed_samples": meta.state.consumed_samples,
+            "parameters": f"{parameter_count(meta.model):,}",
+            **vars(meta.model),
+        }
+    )
+    for section in ("parallel", "training", "optimizer", "data"):
+        print(f"[{section}]")
+        _rows(meta.config[section])
+
+
+def _dataset(path: str) -> None:
+    from megatron_llama.data.indexed import IndexedDataset
+    from megatron_llama.data.meta import read_meta
+
+    dataset = IndexedDataset(path)
+    lengths = dataset.lengths
+    _rows(
+        {
+            "documents": f"{dataset.num_documents:,}",
+            "tokens": f"{dataset.num_tokens:,}",
+            "sequence lengths": f"{lengths.min()} to {lengths.max()}, mean {lengths.mean():.1f}",
+            **{name: value for name, value in (read_meta(path) or {}).items() if name not in ("documents", "tokens")},
+        }
+    )
+
+
+def _presets() -> None:
+    from megatron_llama.params import parameter_count
+    from megatron_llama.presets import PRESETS
+
+    for name, model in PRESETS.items():
+        layers = f"{model.num_hidden_layers} layers, hidden {model.hidden_size}, heads {model.num_attention_heads}/{model.num_key_value_heads}"
+        print(f"{name:<16}{parameter_count(model):>18,}  {layers}, vocabulary {model.vocab_size}")
+
+
+KINDS: Mapping[str, Callable[..., None]] = MappingProxyType(
+    {"config": _config, "checkpoint": _checkpoint, "dataset": _dataset, "presets": _presets}
+)

@@ -1,0 +1,61 @@
+"""Options of the commands beside the configuration of a run. Standard library only."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+
+@dataclass(frozen=True)
+class DryRunConfig:
+    """Check a run without starting it."""
+
+    dry_run: Literal["no", "yes", "strict"] = "no"
+    """Validate everything for a world size and print parameters, layout, memory, traffic and schedule; start nothing. What is missing on this machine (paths, devices, memory) is a warning, with `strict` an error."""
+    world_size: int = 0
+    """Processes that --dry-run plans for. 0: the `launch:` block of the YAML, else the environment."""
+
+
+@dataclass(frozen=True)
+class GenerateConfig:
+    """Continue prompts with a trained model, in one process."""
+
+    load: str | None = None
+    """Folder with checkpoints (any layout); the newest complete one is read."""
+    init_from_hf: str | None = None
+    """HuggingFace folder to read instead."""
+    prompt: tuple[str, ...] = ("",)
+    """One or more texts to continue."""
+    max_new_tokens: int = 64
+    """Tokens to add to each prompt; the end token ends it earlier."""
+    temperature: float = 0.8
+    """Divides the logits before sampling. 0: always the likeliest token."""
+    top_k: int = 0
+    """Sample among the k likeliest tokens. 0: no limit."""
+    top_p: float = 0.95
+    """Sample among the likeliest tokens that together have this probability."""
+    seed: int = 1234
+    """Same seed, same text."""
+    bf16: bool = False
+    """Compute in bfloat16."""
+    tokenizer_model: str | None = None
+    """Tokenizer file or folder. Default: the one saved with the checkpoint or lying in the HuggingFace folder."""
+
+
+@dataclass(frozen=True)
+class ExportConfig:
+    """Write a checkpoint as a HuggingFace folder, in one process."""
+
+    load: str = ""
+    """Folder with checkpoints (any layout); the newest complete one is read."""
+    output: str = ""
+    """Folder to write: model.safetensors (or shards with an index), config.json, generation_config.json and the tokenizer."""
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    """Of the written weights. auto: bfloat16 for a run with --bf16, else float32."""
+    tokenizer_model: str | None = None
+    """Tokenizer file or folder. Default: the one saved with the checkpoint."""
+
+
+@dataclass(frozen=True)
+class NoOptions:
+    """This command has no options."""

@@ -1,0 +1,83 @@
+"""``pretrain`` and ``evaluate``: from a command line to a running mesh."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from megatron_llama.commands.options import DryRunConfig
+from megatron_llama.config import Config
+from megatron_llama.manual import config_sections
+from megatron_llama.options import Parsed
+
+if TYPE_CHECKING:
+    from megatron_llama.mesh import Mesh
+    from megatron_llama.vocabulary import Vocabulary
+
+SECTIONS = (*config_sections(), DryRunConfig)
+
+
+def pretrain(parsed: Parsed) -> None:
+    """Train from random weights, a HuggingFace folder or a checkpoint."""
+    if parsed.get(DryRunConfig).dry_run != "no":
+        from megatron_llama.commands.dry_run import dry_run
+
+        dry_run(parsed)
+        return
+    with prepared(parsed) as (config, mesh, vocabulary):
+        from megatron_llama.train import train
+
+        train(config, mesh, eod=vocabulary.eod)
+
+
+def evaluate(parsed: Parsed) -> None:
+    """Measure loss and perplexity on the validation split of a dataset."""
+    with prepared(_for_evaluation(parsed)) as (config, mesh, vocabulary):
+        from megatron_llama.train import evaluate_only
+
+        evaluate_only(config, mesh, eod=vocabulary.eod)
+
+
+def _for_evaluation(parsed: Parsed) -> Parsed:
+    """Nothing is saved, all of the validation split counts unless --eval-iters says otherwise."""
+    config = Config(**{name: parsed.get(section) for name, section in zip(Config.__dataclass_fields__, config_sections(), strict=True)})
+    training = replace(config.training, train_iters=1, eval_interval=1)
+    if "eval_iters" not in parsed.explicit:
+        training = replace(training, eval_iters=0)
+    changed = {type(training): training, type(config.checkpoint): replace(config.checkpoint, save=None, save_interval=0)}
+    return replace(parsed, instances={**parsed.instances, **changed})
+
+
+@contextmanager
+def prepared(parsed: Parsed) -> Iterator[tuple[Config, Mesh, Vocabulary]]:
+    """Resolve and check the configuration, join the other processes, and leave them at the end."""
+    from megatron_llama.checkpoint.native import model_of
+    from megatron_llama.mesh import close_mesh, init_mesh, place_from_environment
+    from megatron_llama.validate import assemble, check
+    from megatron_llama.vocabulary import find_vocabulary, with_vocabulary
+
+    place = place_from_environment()
+    config = assemble(parsed, trained=model_of(parsed))
+    resolved = check(config, place.world_size, needs_data=True)
+    vocabulary = find_vocabulary(resolved.config)
+    config = with_vocabulary(resolved.config, vocabulary)
+    mesh = init_mesh(config.parallel, place)
+    if mesh.rank == 0:
+        for line in (*resolved.notes, *(f"warning: {text}" for text in resolved.warnings)):
+            print(f" {line}", flush=True)
+        keep_tokenizer(config, vocabulary)
+    yield config, mesh, vocabulary
+    close_mesh()
+
+
+def keep_tokenizer(config: Config, vocabulary: Vocabulary) -> None:
+    """Copy the tokenizer beside the checkpoints, so that they can be used on their own."""
+    from megatron_llama.vocabulary import FOLDER
+
+    if config.checkpoint.save is not None and vocabulary.tokenizer is not None:
+        folder = Path(config.checkpoint.save) / FOLDER
+        if not folder.exists():
+            vocabulary.tokenizer.save_hf(folder)

@@ -1,0 +1,1 @@
+"""Corpora, the indexed token file, the order of samples, and batches."""

@@ -1,0 +1,142 @@
+"""Input files as ordered chunks of documents, and what can be wrong with a line."""
+
+from __future__ import annotations
+
+import codecs
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from megatron_llama.errors import DataError, describe, listing
+
+CHUNK_BYTES = 1 << 20  # large against the cost of a task (0.1 ms), small against a file, so that all workers end together
+LISTED = 10
+JSON_LINES = (".jsonl", ".json")
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """Some lines of a JSON-lines file, or the whole of a text file."""
+
+    path: str
+    first_line: int | None
+    """Number of the first line, from 1; None for a text file."""
+    lines: Sequence[bytes]
+
+    @property
+    def size(self) -> int:
+        return sum(map(len, self.lines))
+
+
+@dataclass
+class Problems:
+    """What is wrong with the input: the first few in full, the rest counted."""
+
+    count: int = 0
+    listed: list[str] = field(default_factory=list)
+
+    def add(self, problem: str) -> None:
+        self.extend(Problems(1, [problem]))
+
+    def extend(self, other: Problems) -> None:
+        self.count += other.count
+        self.listed = (self.listed + other.listed)[:LISTED]
+
+    def raise_if_any(self) -> None:
+        """Errors: DataError with all of them, if there are any."""
+        if self.count:
+            more = f" (the first {LISTED} follow)" if self.count > LISTED else ""
+            raise DataError(listing(f"The input has {self.count} unusable documents{more}; nothing was written:", self.listed))
+
+
+def input_files(paths: Sequence[str]) -> list[Path]:
+    """The files of ``paths``, folders walked in sorted order. Errors: DataError naming every path that gives none."""
+    files: list[Path] = []
+    problems: list[str] = []
+    for path in map(Path, paths):
+        found = sorted(file for file in path.rglob("*") if file.is_file() and not _hidden(file, path)) if path.is_dir() else [path]
+        if not found:
+            problems.append(describe(str(path), got="an empty folder", expected="text files", do="check the path"))
+        elif not found[0].is_file():
+            problems.append(describe(str(path), got="no such file", expected="a file or a folder", do="check the path"))
+        files += found
+    if problems:
+        raise DataError(listing("These inputs cannot be read:", problems))
+    return files
+
+
+def _hidden(file: Path, folder: Path) -> bool:
+    return any(part.startswith(".") for part in file.relative_to(folder).parts)
+
+
+def chunks(files: Sequence[Path]) -> Iterator[Chunk]:
+    """The content of the files, in order, in pieces of about ``CHUNK_BYTES``; a text file is one piece."""
+    for file in files:
+        with open(file, "rb") as stream:
+            if file.suffix not in JSON_LINES:
+                yield Chunk(str(file), None, [stream.read()])
+                continue
+            line = 1
+            while lines := stream.readlines(CHUNK_BYTES):
+                yield Chunk(str(file), line, lines)
+                line += len(lines)
+
+
+def texts(chunk: Chunk, keys: Sequence[str], problems: Problems) -> dict[str, list[str]]:
+    """The chunk's documents for each key, in order, empty ones included. Problems go to ``problems``; blank lines are no documents."""
+    found: dict[str, list[str]] = {key: [] for key in keys}
+    for offset, raw in enumerate(chunk.lines):
+        where = chunk.path if chunk.first_line is None else f"{chunk.path}:{chunk.first_line + offset}"
+        if offset == 0 and chunk.first_line in (None, 1):
+            raw = raw.removeprefix(codecs.BOM_UTF8)
+        try:
+            text = raw.decode("utf-8")
+        except UnicodeDecodeError as error:
+            got = f"byte 0x{raw[error.start]:02x} at byte {error.start}"
+            problems.add(describe(where, got=got, expected="UTF-8", do="convert the file or leave it out"))
+            continue
+        if chunk.first_line is None:
+            found[keys[0]].append(text)
+        elif not text.isspace():
+            _read_line(text, where, found, problems)
+    return found
+
+
+def _read_line(line: str, where: str, found: dict[str, list[str]], problems: Problems) -> None:
+    try:
+        record = json.loads(line.rstrip())
+    except (ValueError, RecursionError) as error:
+        reason = f"{error.msg}, column {error.colno}" if isinstance(error, json.JSONDecodeError) else error
+        problems.add(describe(where, got=f"invalid JSON ({reason})", expected="one JSON object per line", do="mend the line"))
+        return
+    if not isinstance(record, dict):
+        got = f"a JSON {_json_type(record)}"
+        problems.add(describe(where, got=got, expected="one JSON object per line", do="mend the line"))
+        return
+    for key, documents in found.items():
+        value = record.get(key)
+        if isinstance(value, str) and not _has_surrogate(value):
+            documents.append(value)
+        elif key not in record:
+            names = ", ".join(map(repr, list(record)[:LISTED])) or "none"
+            got = f"no such field (fields: {names})"
+            problems.add(describe(f"{where}: field {key!r}", got=got, expected="a string", do="mend the line or change --json-keys"))
+        elif isinstance(value, str):
+            problems.add(describe(f"{where}: field {key!r}", got="half a surrogate pair", expected="Unicode text", do="mend the escape"))
+        else:
+            got = f"{_json_type(value)} {json.dumps(value)[:40]}"
+            problems.add(describe(f"{where}: field {key!r}", got=got, expected="a string", do="mend the line or change --json-keys"))
+
+
+def _has_surrogate(text: str) -> bool:
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError:
+        return True
+    return False
+
+
+def _json_type(value: object) -> str:
+    names = {dict: "object", list: "array", str: "string", bool: "boolean", int: "number", float: "number", type(None): "null"}
+    return names[type(value)]

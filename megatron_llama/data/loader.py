@@ -1,0 +1,114 @@
+"""Samples as batches, and the masks that document boundaries ask for."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from megatron_llama.config import DataConfig
+from megatron_llama.data.order import sample_index
+from megatron_llama.data.stream import TokenStream
+from megatron_llama.errors import DataError, describe
+
+
+@dataclass(frozen=True)
+class Batch:
+    """One microbatch, sequence first: s tokens of b samples."""
+
+    tokens: Tensor
+    """Input ids, int64 [s, b]."""
+    labels: Tensor
+    """The next ids, int64 [s, b]."""
+    loss_mask: Tensor | None = None
+    """1 where the label counts, else 0, float32 [s, b]. None: every label counts."""
+    position_ids: Tensor | None = None
+    """Positions, int64 [s, b]. None: 0, 1, ..., s - 1."""
+    document_ids: Tensor | None = None
+    """Number of the document within the sample, int32 [s, b]. None: attention crosses documents."""
+
+    @property
+    def document_mask(self) -> Tensor | None:
+        """True where a query (third dim) may attend to a key (fourth): earlier or same position of the same document; bool [b, 1, s, s].
+
+        Built on each call, on the batch's device: s * s bytes a sample would otherwise be held for every microbatch of a step.
+        """
+        if self.document_ids is None:
+            return None
+        ids = self.document_ids.t()
+        return (ids[:, :, None] == ids[:, None, :]).tril().unsqueeze(1)
+
+    def to(self, device: torch.device) -> Batch:
+        """The same batch on another device."""
+        move = [None if x is None else x.to(device, non_blocking=True) for x in (self.loss_mask, self.position_ids, self.document_ids)]
+        return Batch(self.tokens.to(device, non_blocking=True), self.labels.to(device, non_blocking=True), *move)
+
+
+class BatchLoader:
+    """This data-parallel rank's microbatches of each step. It has no state: the same consumed samples give the same batches.
+
+    A step's samples are those at positions consumed .. consumed + global_batch_size of the run, whatever the layout: rank r's
+    microbatch m holds positions consumed + (m * dp_size + r) * micro_batch_size + j. Errors: DataError if an option needs the
+    end-of-document id and ``eod`` is None.
+    """
+
+    def __init__(
+        self,
+        stream: TokenStream,
+        data: DataConfig,
+        *,
+        micro_batch_size: int,
+        global_batch_size: int,
+        seed: int,
+        dp_rank: int = 0,
+        dp_size: int = 1,
+        eod: int | None = None,
+    ) -> None:
+        assert global_batch_size % (micro_batch_size * dp_size) == 0, "global_batch_size is a multiple of micro_batch_size x dp"
+        needs = [name for name in ("reset_position_ids", "reset_attention_mask", "eod_mask_loss") if getattr(data, name)]
+        if needs and eod is None:
+            do = "give --tokenizer-model a tokenizer with an end token, or leave these options out"
+            raise DataError(describe(", ".join(needs), got="no end-of-document id", expected="a tokenizer that has one", do=do))
+        self.stream = stream
+        self.num_microbatches = global_batch_size // (micro_batch_size * dp_size)
+        self._data = data
+        self._micro_batch_size = micro_batch_size
+        self._seed = seed
+        self._dp_rank, self._dp_size = dp_rank, dp_size
+        self._eod = eod
+
+    def microbatches(self, consumed_samples: int) -> list[Batch]:
+        """The step that follows ``consumed_samples`` samples. Errors: DataError if a token id is outside the vocabulary."""
+        size = self._micro_batch_size
+        starts = (consumed_samples + (m * self._dp_size + self._dp_rank) * size for m in range(self.num_microbatches))
+        return [self._batch(range(start, start + size)) for start in starts]
+
+    def _batch(self, positions: range) -> Batch:
+        shuffled = self._data.data_order == "shuffled"
+        samples = np.stack([self.stream.sample(sample_index(p, len(self.stream), self._seed, shuffled)) for p in positions])
+        tokens = samples[:, :-1]
+        ends = tokens == self._eod
+        mask = _sequence_first(~ends).to(torch.float32) if self._data.eod_mask_loss else None
+        positions_in = _sequence_first(_positions(ends)) if self._data.reset_position_ids else None
+        documents = _sequence_first(_documents(ends)) if self._data.reset_attention_mask else None
+        return Batch(_sequence_first(tokens), _sequence_first(samples[:, 1:]), mask, positions_in, documents)
+
+
+def _documents(ends: NDArray[np.bool_]) -> NDArray[np.int32]:
+    """How many documents ended before each token, [b, s]: an end token belongs to the document it ends."""
+    return (np.cumsum(ends, axis=1) - ends).astype(np.int32)
+
+
+def _positions(ends: NDArray[np.bool_]) -> NDArray[np.int64]:
+    """Distance to the first token of the token's document, [b, s]."""
+    place = np.arange(ends.shape[1], dtype=np.int64)
+    first = np.zeros(ends.shape, np.int64)
+    first[:, 1:] = np.where(ends[:, :-1], place[1:], 0)
+    return place - np.maximum.accumulate(first, axis=1)
+
+
+def _sequence_first(array: NDArray[np.generic]) -> Tensor:
+    return torch.from_numpy(np.ascontiguousarray(array.T))

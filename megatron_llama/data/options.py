@@ -1,0 +1,32 @@
+"""Options of the ``preprocess`` command. Standard library only, so that its help appears at once."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+
+@dataclass(frozen=True)
+class PreprocessConfig:
+    """Which text becomes which indexed dataset, and with which tokenizer."""
+
+    input: tuple[str, ...] = ()
+    """Files or folders (walked in sorted order). `.jsonl`, `.json`: one JSON object per line; any other file: one plain-text document."""
+    output_prefix: str = ""
+    """Writes PREFIX.bin, PREFIX.idx and PREFIX.meta.json; PREFIX_KEY_document.* with several json_keys."""
+    json_keys: tuple[str, ...] = ("text",)
+    """Fields of each JSON object to tokenize, each into a dataset of its own."""
+    append_eod: bool = False
+    """End each document with the tokenizer's end token."""
+    workers: int = 0
+    """Worker processes. 0: one per core. The output is the same for any number."""
+    tokenizer_type: Literal["SentencePieceTokenizer", "Llama2Tokenizer", "HuggingFaceTokenizer", "PretrainedFromHF"] | None = None
+    """Megatron's name for the kind of tokenizer, checked against the file. Default: what the file is."""
+    tokenizer_model: str | None = None
+    """Sentencepiece `.model`, HF `tokenizer.json`, or a folder with one of them."""
+    train_tokenizer: bool = False
+    """First train a sentencepiece BPE on the input (above 256 MB on evenly spaced documents), written to PREFIX-tokenizer/."""
+    vocab_size: int = 32000
+    """Pieces of the tokenizer that --train-tokenizer makes."""
+    megatron_names: bool = False
+    """Name the outputs as Megatron's tool does, PREFIX_KEY_document.*, with a single key too."""

@@ -1,0 +1,260 @@
+"""Text files -> indexed datasets, in several processes, in the order of the input."""
+
+from __future__ import annotations
+
+import functools
+import multiprocessing
+import os
+import shutil
+import sys
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from tqdm import tqdm
+
+from megatron_llama.data.documents import CHUNK_BYTES, JSON_LINES, Chunk, Problems, chunks, input_files, texts
+from megatron_llama.data.indexed import IndexedDatasetWriter, token_dtype
+from megatron_llama.data.meta import write_meta
+from megatron_llama.data.options import PreprocessConfig
+from megatron_llama.errors import ConfigError, DataError, describe, listing
+from megatron_llama.tokenizer.base import Tokenizer
+from megatron_llama.tokenizer.load import load_tokenizer, tokenizer_file
+
+TRAINING_BYTES = 256 << 20
+
+
+@dataclass(frozen=True)
+class PreprocessReport:
+    """What was written."""
+
+    outputs: tuple[str, ...]
+    """Prefixes of the datasets."""
+    tokenizer: str
+    """The tokenizer's file."""
+    vocab_size: int
+    documents: int
+    """Documents written, over all outputs."""
+    tokens: int
+    """Tokens written, end-of-document tokens included."""
+    skipped: int
+    """Documents without a token, which are left out."""
+    bytes: int
+    """Bytes of input read."""
+    seconds: float
+
+    def summary(self) -> str:
+        """One line for people."""
+        skipped = f", {self.skipped:,} empty ones skipped" if self.skipped else ""
+        rate = self.bytes / 1e6 / max(self.seconds, 1e-9)
+        counts = f"{self.documents:,} documents, {self.tokens:,} tokens from {self.bytes:,} bytes{skipped}"
+        return f"{', '.join(self.outputs)}: {counts}; vocabulary {self.vocab_size:,}; {self.seconds:.1f} s ({rate:.1f} MB/s)"
+
+
+@dataclass(frozen=True)
+class _Job:
+    """What a worker needs to know besides its chunk."""
+
+    tokenizer: Path
+    keys: tuple[str, ...]
+    eod: int | None
+    dtype: np.dtype[Any]
+
+
+@dataclass(frozen=True)
+class _Encoded:
+    """One chunk as tokens: for each key the documents end to end and their lengths."""
+
+    size: int
+    skipped: int
+    problems: Problems
+    documents: Mapping[str, tuple[NDArray[Any], NDArray[np.int64]]]
+
+
+def preprocess(options: PreprocessConfig) -> PreprocessReport:
+    """Tokenize ``options.input`` into indexed datasets; the outputs appear, replacing older ones, when all of them are complete.
+
+    Errors: ConfigError for options that do not go together; DataError for unusable input, listing up to ten documents and
+    counting all, or for a tokenizer that does not fit. Nothing is written then.
+    """
+    started = time.perf_counter()
+    _check_options(options)
+    files = input_files(options.input)
+    if len(options.json_keys) > 1 and (plain := [str(file) for file in files if file.suffix not in JSON_LINES]):
+        expected = "only .jsonl files with several --json-keys"
+        raise DataError(describe(plain[0], got="a plain text file", expected=expected, do="leave it out or give one key"))
+    total = sum(file.stat().st_size for file in files)
+    with ExitStack() as stack:
+        if options.train_tokenizer:
+            staged, final = stack.enter_context(_trained(options, files, total))
+        else:
+            assert options.tokenizer_model is not None
+            staged = final = tokenizer_file(options.tokenizer_model, options.tokenizer_type)
+        tokenizer = load_tokenizer(staged)
+        if options.append_eod and tokenizer.eos_id is None:
+            raise DataError(
+                describe(str(final), got="no end token", expected="one, for --append-eod", do="use another tokenizer or leave it out")
+            )
+        eod = tokenizer.eos_id if options.append_eod else None
+        job = _Job(staged, options.json_keys, eod, token_dtype(tokenizer.vocab_size))
+        prefixes = _prefixes(options)
+        writers = {key: stack.enter_context(IndexedDatasetWriter(prefix, job.dtype)) for key, prefix in prefixes.items()}
+        skipped = _write(job, tokenizer, chunks(files), writers, workers=_workers(options.workers, total), total=total)
+        for prefix in prefixes.values():
+            Path(prefix + ".meta.json").unlink(missing_ok=True)
+    for writer in writers.values():
+        counts = {"documents": writer.num_documents, "tokens": writer.num_tokens}
+        write_meta(writer.prefix, tokenizer=final, vocab_size=tokenizer.vocab_size, eod=tokenizer.eos_id, **counts)
+    return PreprocessReport(
+        outputs=tuple(prefixes.values()),
+        tokenizer=str(final),
+        vocab_size=tokenizer.vocab_size,
+        documents=sum(writer.num_documents for writer in writers.values()),
+        tokens=sum(writer.num_tokens for writer in writers.values()),
+        skipped=skipped,
+        bytes=total,
+        seconds=time.perf_counter() - started,
+    )
+
+
+def _check_options(options: PreprocessConfig) -> None:
+    problems = []
+    if not options.input:
+        problems.append(describe("input", got="nothing", expected="files or folders", do="give --input"))
+    if not options.output_prefix or options.output_prefix.endswith("/"):
+        got = repr(options.output_prefix)
+        problems.append(describe("output_prefix", got=got, expected="a path without suffix", do="give --output-prefix such as data/corpus"))
+    if not options.json_keys or len(set(options.json_keys)) < len(options.json_keys):
+        problems.append(describe("json_keys", got=options.json_keys, expected="one or more different fields", do="change --json-keys"))
+    if options.workers < 0:
+        problems.append(describe("workers", got=options.workers, expected="0 (all cores) or more", do="change --workers"))
+    if options.train_tokenizer == (options.tokenizer_model is not None):
+        got = "both" if options.train_tokenizer else "neither"
+        expected = "exactly one of tokenizer_model and train_tokenizer"
+        problems.append(describe("tokenizer", got=got, expected=expected, do="give --tokenizer-model PATH or --train-tokenizer"))
+    if options.train_tokenizer and options.tokenizer_type not in (None, "SentencePieceTokenizer", "Llama2Tokenizer"):
+        expected = "SentencePieceTokenizer, which is what --train-tokenizer makes"
+        problems.append(describe("tokenizer_type", got=options.tokenizer_type, expected=expected, do="leave --tokenizer-type out"))
+    if problems:
+        raise ConfigError(listing("These options cannot be used:", problems))
+
+
+def _prefixes(options: PreprocessConfig) -> dict[str, str]:
+    """Output prefix of each key."""
+    if len(options.json_keys) == 1 and not options.megatron_names:
+        return {options.json_keys[0]: options.output_prefix}
+    return {key: f"{options.output_prefix}_{key}_document" for key in options.json_keys}
+
+
+def _workers(wanted: int, total: int) -> int:
+    """Processes that have a chunk each to work on."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return max(1, min(wanted or cores, total // CHUNK_BYTES))
+
+
+@contextmanager
+def _trained(options: PreprocessConfig, files: Sequence[Path], total: int) -> Iterator[tuple[Path, Path]]:
+    """Train a tokenizer into a temporary folder, which takes its final name if the block succeeds. Gives both paths of the model."""
+    from megatron_llama.tokenizer.spm import train_tokenizer
+
+    folder = Path(f"{options.output_prefix}-tokenizer")
+    staging = Path(f"{folder}.tmp-{os.getpid()}")
+    try:
+        model = train_tokenizer(_training_texts(files, options.json_keys, total), options.vocab_size, staging / "tokenizer.model")
+        model.save_hf(staging)
+        yield staging / "tokenizer.model", folder / "tokenizer.model"
+        folder.mkdir(exist_ok=True)
+        for file in staging.iterdir():
+            os.replace(file, folder / file.name)
+    finally:
+        shutil.rmtree(staging, ignore_errors=True)
+
+
+def _training_texts(files: Sequence[Path], keys: tuple[str, ...], total: int) -> list[str]:
+    """All documents, or evenly spaced ones that make up about ``TRAINING_BYTES``: sentencepiece holds its corpus in memory."""
+    stride = -(-total // TRAINING_BYTES)
+    problems = Problems()
+    found = (text for chunk in chunks(files) for of_key in texts(chunk, keys, problems).values() for text in of_key)
+    kept = [text for index, text in enumerate(found) if index % stride == 0]
+    problems.raise_if_any()
+    return kept
+
+
+def _write(
+    job: _Job, tokenizer: Tokenizer, work: Iterable[Chunk], writers: Mapping[str, IndexedDatasetWriter], *, workers: int, total: int
+) -> int:
+    """Tokenize and append everything; returns the number of skipped documents. Errors: DataError with the input's problems."""
+    problems, skipped = Problems(), 0
+    encoded = (
+        _in_processes(functools.partial(_encode_in_worker, job), work, workers)
+        if workers > 1
+        else (_encode(tokenizer, job, c) for c in work)
+    )
+    with tqdm(total=total, unit="B", unit_scale=True, desc="tokenizing", disable=not sys.stderr.isatty()) as bar:
+        for part in encoded:
+            problems.extend(part.problems)
+            skipped += part.skipped
+            for key, (tokens, lengths) in part.documents.items():
+                writers[key].add_many(tokens, lengths)
+            bar.update(part.size)
+    problems.raise_if_any()
+    for key, writer in writers.items():
+        if writer.num_tokens == 0:
+            raise DataError(
+                describe(f"field {key!r}", got="no text in the whole input", expected="text", do="check --input and --json-keys")
+            )
+    return skipped
+
+
+def _in_processes(encode: Callable[[Chunk], _Encoded], work: Iterable[Chunk], workers: int) -> Iterator[_Encoded]:
+    """``map`` over worker processes: results in the order of the work, few chunks in memory at a time."""
+    # spawn, not fork: the parent may have threads (progress bar, tokenizer library) whose locks a fork would copy.
+    context = multiprocessing.get_context("spawn")
+    pending: deque[Future[_Encoded]] = deque()
+    try:
+        with ProcessPoolExecutor(workers, mp_context=context) as pool:
+            for chunk in work:
+                pending.append(pool.submit(encode, chunk))
+                if len(pending) >= 4 * workers:
+                    yield pending.popleft().result()
+            while pending:
+                yield pending.popleft().result()
+    except BrokenProcessPool as error:
+        do = "give fewer --workers, or --workers 1 to see the cause"
+        raise DataError(describe("preprocess", got="a dead worker process", expected="enough memory for each", do=do)) from error
+
+
+def _encode_in_worker(job: _Job, chunk: Chunk) -> _Encoded:
+    return _encode(_worker_tokenizer(job.tokenizer), job, chunk)
+
+
+@functools.cache
+def _worker_tokenizer(path: Path) -> Tokenizer:
+    """Loaded once per worker process; a process lives for one call of ``preprocess``, so the file cannot change under it."""
+    return load_tokenizer(path)
+
+
+def _encode(tokenizer: Tokenizer, job: _Job, chunk: Chunk) -> _Encoded:
+    problems, skipped = Problems(), 0
+    found = texts(chunk, job.keys, problems)
+    if problems.count:
+        return _Encoded(chunk.size, 0, problems, {})
+    documents = {}
+    for key, of_key in found.items():
+        ids = [document for document in tokenizer.encode_batch(of_key) if document]
+        skipped += len(of_key) - len(ids)
+        if job.eod is not None:
+            for document in ids:
+                document.append(job.eod)
+        lengths = np.array([len(document) for document in ids], np.int64)
+        documents[key] = (np.fromiter(chain.from_iterable(ids), job.dtype, count=int(lengths.sum())), lengths)
+    return _Encoded(chunk.size, skipped, problems, documents)

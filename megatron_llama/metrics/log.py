@@ -1,0 +1,219 @@
+"""The log of a run: Megatron's line on the terminal, one JSON object per line in ``log.jsonl``."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import sys
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self, TextIO
+
+from megatron_llama.errors import TrainingError, describe
+
+FILE_NAME = "log.jsonl"
+
+
+@dataclass(frozen=True)
+class StepRecord:
+    """One log line of training. Times and rates are averages since the last line."""
+
+    iteration: int
+    """1-based: optimizer steps done."""
+    train_iters: int
+    consumed_samples: int
+    learning_rate: float
+    global_batch_size: int
+    lm_loss: float
+    grad_norm: float
+    elapsed_ms: float
+    """Per iteration."""
+    tokens_per_second: float
+    tokens_per_second_per_gpu: float
+    tflops_per_gpu: float
+    mfu: float | None
+    """Fraction of the device's peak. None: peak unknown."""
+    exposed_comm_ms: float | None
+    """Per iteration, communication that no computation hid. None: not measured."""
+    peak_memory_bytes: int | None
+    """None: the device does not count."""
+    eta_seconds: float | None
+    skipped_iterations: int = 0
+    nan_iterations: int = 0
+
+
+_JSON_KEYS = (
+    "iteration",
+    "lm_loss",
+    "grad_norm",
+    "learning_rate",
+    "consumed_samples",
+    "tokens_per_second",
+    "tokens_per_second_per_gpu",
+    "tflops_per_gpu",
+    "mfu",
+    "exposed_comm_ms",
+    "elapsed_ms",
+    "peak_memory_bytes",
+    "global_batch_size",
+    "eta_seconds",
+)
+
+
+def format_record(record: StepRecord, now: datetime) -> str:
+    """The line of Megatron's ``training_log``, which log readers parse, with our own fields appended."""
+    r = record
+    megatron = [
+        f" [{now:%Y-%m-%d %H:%M:%S}] iteration {r.iteration:8d}/{r.train_iters:8d}",
+        f"consumed samples: {r.consumed_samples:12d}",
+        f"elapsed time per iteration (ms): {r.elapsed_ms:.1f}",
+        f"throughput per GPU (TFLOP/s/GPU): {r.tflops_per_gpu:.1f}",
+        f"learning rate: {r.learning_rate:.6E}",
+        f"global batch size: {r.global_batch_size:5d}",
+        f"lm loss: {r.lm_loss:.6E}",
+        "loss scale: 1.0",
+        f"grad norm: {r.grad_norm:.3f}",
+        f"number of skipped iterations: {r.skipped_iterations:3d}",
+        f"number of nan iterations: {r.nan_iterations:3d}",
+    ]
+    ours = [
+        f"tokens/s/GPU: {r.tokens_per_second_per_gpu:.1f}",
+        "exposed comm (ms): " + ("n/a" if r.exposed_comm_ms is None else f"{r.exposed_comm_ms:.1f}"),
+        "MFU: " + ("n/a" if r.mfu is None else f"{r.mfu:.1%}"),
+        "peak memory (GiB): " + ("n/a" if r.peak_memory_bytes is None else f"{r.peak_memory_bytes / 2**30:.2f}"),
+        "ETA: " + ("n/a" if r.eta_seconds is None else format_duration(r.eta_seconds)),
+    ]
+    return " | ".join(megatron + ours) + " |"
+
+
+def format_validation(iteration: int, consumed_samples: int, loss: float, tokens: int) -> str:
+    """The line of an evaluation; perplexity is capped at e^20 as in Megatron."""
+    perplexity = math.exp(min(20.0, loss))
+    return (
+        f" validation loss at iteration {iteration} | consumed samples: {consumed_samples:12d} | lm loss value: {loss:.6E} "
+        f"| lm loss PPL: {perplexity:.6E} | validation tokens: {tokens} |"
+    )
+
+
+def format_duration(seconds: float) -> str:
+    """``1:02:03``; hours are not folded into days."""
+    minutes, rest = divmod(round(seconds), 60)
+    return f"{minutes // 60}:{minutes % 60:02d}:{rest:02d}"
+
+
+class MetricLog:
+    """Prints log lines and appends them to ``log.jsonl``; does neither on ranks that do not print.
+
+    The file is always one consistent curve: opening it for a run that continues after ``start_iteration`` drops what an
+    interrupted run wrote beyond that, and a last line that was cut off.
+    """
+
+    def __init__(
+        self,
+        folder: str | Path | None,
+        *,
+        prints: bool,
+        start_iteration: int,
+        train_iters: int,
+        progress_bar: bool,
+        out: TextIO | None = None,
+    ) -> None:
+        """``folder``: of ``log.jsonl``, made if need be; None: no file. ``prints``: this is the printing rank. ``out``: default stdout."""
+        self._prints = prints
+        self._out = sys.stdout if out is None else out
+        self._file: TextIO | None = None
+        self._evaluated: set[int] = set()
+        self._bar: Any = None
+        if not prints:
+            return
+        if folder is not None:
+            path = Path(folder) / FILE_NAME
+            path.parent.mkdir(parents=True, exist_ok=True)
+            kept = truncate(path, start_iteration)
+            self._evaluated = {entry["iteration"] for entry in kept if "validation_loss" in entry}
+            self._file = path.open("a", encoding="utf-8")
+        if progress_bar and self._out.isatty():
+            from tqdm import tqdm
+
+            self._bar = tqdm(total=train_iters, initial=start_iteration, file=self._out, unit="it", dynamic_ncols=True)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Close the file and leave the progress bar as it stands."""
+        if self._bar is not None:
+            self._bar.close()
+        if self._file is not None:
+            self._file.close()
+        self._bar = self._file = None
+
+    def advance(self) -> None:
+        """One optimizer step is done: moves the progress bar."""
+        if self._bar is not None:
+            self._bar.update(1)
+
+    def write(self, record: StepRecord) -> None:
+        """Log one interval. Raises TrainingError when a number in it is not finite: the run has to stop first."""
+        if self._prints:
+            self.say(format_record(record, datetime.now()))
+            self._append({key: getattr(record, key) for key in _JSON_KEYS})
+
+    def write_validation(self, iteration: int, consumed_samples: int, loss: float, tokens: int) -> None:
+        """Log one evaluation: mean ``loss`` over ``tokens`` tokens, after ``iteration`` steps.
+
+        A resumed run that repeats the evaluation of its first iteration prints it again, but the file keeps one.
+        """
+        if not self._prints:
+            return
+        self.say(format_validation(iteration, consumed_samples, loss, tokens))
+        if iteration not in self._evaluated:
+            self._evaluated.add(iteration)
+            entry = {"iteration": iteration, "consumed_samples": consumed_samples, "validation_loss": loss, "validation_tokens": tokens}
+            self._append(entry)
+
+    def say(self, line: str) -> None:
+        """Print a line above the progress bar, on the printing rank."""
+        if not self._prints:
+            return
+        if self._bar is not None:
+            self._bar.write(line, file=self._out)
+        else:
+            print(line, file=self._out, flush=True)
+
+    def _append(self, entry: dict[str, Any]) -> None:
+        for key, value in entry.items():
+            if isinstance(value, float) and not math.isfinite(value):
+                where, do = f"{key} at iteration {entry['iteration']}", "lower --lr or look at the data of this step"
+                raise TrainingError(describe(where, got=value, expected="a finite number", do=do))
+        if self._file is not None:
+            self._file.write(json.dumps(entry) + "\n")
+            self._file.flush()
+
+
+def truncate(path: Path, iteration: int) -> list[dict[str, Any]]:
+    """Drop the lines of ``path`` beyond ``iteration``, all of them for 0 (a fresh start), and any that is cut off.
+
+    Replaces the file in one step, and returns what is kept. A missing file is an empty one.
+    """
+    kept = []
+    for line in path.read_text(encoding="utf-8", errors="replace").splitlines() if path.exists() and iteration > 0 else []:
+        try:
+            entry = json.loads(line)
+        except json.JSONDecodeError:
+            continue
+        if isinstance(entry, dict) and isinstance(entry.get("iteration"), int) and entry["iteration"] <= iteration:
+            kept.append((line, entry))
+    beside = path.with_name(path.name + ".part")
+    with beside.open("w", encoding="utf-8") as file:
+        file.writelines(line + "\n" for line, _ in kept)
+        file.flush()
+        os.fsync(file.fileno())
+    beside.replace(path)
+    return [entry for _, entry in kept]

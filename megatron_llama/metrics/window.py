@@ -1,0 +1,60 @@
+"""Seconds and steps of a log interval -> the averages that a log line shows."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Interval:
+    """What happened since the last log line."""
+
+    steps: int
+    """Optimizer steps, at least 1."""
+    seconds: float
+    """Wall-clock time of these steps; evaluation and saving excluded."""
+    exposed_seconds: float | None
+    """Time in which the rank waited for communication. None: not measured."""
+
+
+@dataclass(frozen=True)
+class Work:
+    """What one optimizer step of the run amounts to."""
+
+    tokens_per_step: int
+    """global_batch_size x seq_length."""
+    flops_per_token: int
+    world_size: int
+    peak_flops: float | None
+    """Of one device, FLOP/s. None: unknown."""
+
+
+@dataclass(frozen=True)
+class Averages:
+    """Averages over an interval, in the units of a ``StepRecord``."""
+
+    elapsed_ms: float
+    tokens_per_second: float
+    tokens_per_second_per_gpu: float
+    tflops_per_gpu: float
+    mfu: float | None
+    exposed_comm_ms: float | None
+    eta_seconds: float
+
+
+def averages(interval: Interval, work: Work, *, steps_left: int) -> Averages:
+    """Average an interval. ``steps_left``: optimizer steps until the end of the run."""
+    per_step = interval.seconds / interval.steps
+    tokens_per_second = work.tokens_per_step / per_step
+    per_gpu = tokens_per_second / work.world_size
+    flops = per_gpu * work.flops_per_token
+    exposed = interval.exposed_seconds
+    return Averages(
+        elapsed_ms=per_step * 1e3,
+        tokens_per_second=tokens_per_second,
+        tokens_per_second_per_gpu=per_gpu,
+        tflops_per_gpu=flops / 1e12,
+        mfu=None if work.peak_flops is None else flops / work.peak_flops,
+        exposed_comm_ms=None if exposed is None else exposed * 1e3 / interval.steps,
+        eta_seconds=per_step * steps_left,
+    )

@@ -1,0 +1,161 @@
+"""The parts of a run, each built from the configuration: data, first state, log, evaluation, saving."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+from megatron_llama.checkpoint import native
+from megatron_llama.checkpoint.hf import HFWeights
+from megatron_llama.checkpoint.native import TrainState
+from megatron_llama.comm.agreement import together
+from megatron_llama.config import Config
+from megatron_llama.data.indexed import IndexedDataset
+from megatron_llama.data.loader import BatchLoader
+from megatron_llama.data.stream import TokenStream, split_documents
+from megatron_llama.errors import CheckpointError, describe
+from megatron_llama.mesh import Mesh
+from megatron_llama.metrics.log import MetricLog
+from megatron_llama.model.init import InitialWeights
+from megatron_llama.optim.distributed import OverlappedDistributedOptimizer
+from megatron_llama.pipeline.runtime import PipelineRuntime
+
+TRAINING, VALIDATION = 0, 1
+
+
+def open_stream(config: Config, part: int) -> TokenStream:
+    """The token stream of the training or the validation split. Raises DataError."""
+    assert config.data.data_path is not None
+    dataset = IndexedDataset(config.data.data_path)
+    documents = split_documents(config.data.split, dataset.num_documents)[part]
+    stream = TokenStream(dataset, documents, config.training.seq_length, config.model.vocab_size)
+    stream.require_samples(("training", "validation")[part])
+    return stream
+
+
+def build_loader(config: Config, mesh: Mesh, eod: int | None) -> BatchLoader:
+    """This rank's share of every training step."""
+    with together(mesh.world):
+        return BatchLoader(
+            open_stream(config, TRAINING),
+            config.data,
+            micro_batch_size=config.training.micro_batch_size,
+            global_batch_size=config.training.global_batch_size,
+            seed=config.training.seed,
+            dp_rank=mesh.dp.rank,
+            dp_size=mesh.dp.size,
+            eod=eod,
+        )
+
+
+def load_or_init(config: Config, optimizer: OverlappedDistributedOptimizer, mesh: Mesh) -> TrainState:
+    """The weights and the state a run starts from: a checkpoint, a HuggingFace folder, or the seed. Raises CheckpointError."""
+    options = config.checkpoint
+    with together(mesh.world):
+        start = find_start(config)
+    if start is not None:
+        return native.load(start, optimizer, mesh, config)
+    if options.init_from_hf is not None:
+        with together(mesh.world):
+            weights = HFWeights(options.init_from_hf, config.model)
+        optimizer.load_weights(weights)
+    else:
+        optimizer.load_weights(InitialWeights(config.training.seed, config.model.initializer_range))
+    return TrainState(0, 0)
+
+
+def find_start(config: Config) -> Path | None:
+    """The checkpoint to resume from; None for a fresh start. Raises CheckpointError rather than guess: a fresh run never
+    continues in a folder that already holds somebody's checkpoints, and a resumed one never starts over."""
+    save, load = config.checkpoint.save, config.checkpoint.load
+    if load is None:
+        present = native.latest(Path(save)) if save is not None else None
+        if present is not None:
+            do = f"give --load {save} to resume, or another --save"
+            raise CheckpointError(describe(f"--save {save}", got=present.name, expected="no checkpoint, since --load is not given", do=do))
+        return None
+    newest = native.latest(Path(load))
+    if newest is None and load != save:
+        found = "no complete checkpoint" if Path(load).is_dir() else "no such folder"
+        raise CheckpointError(describe(f"--load {load}", got=found, expected="iter_* folders", do="check the path, or leave --load out"))
+    return newest
+
+
+def open_log(config: Config, mesh: Mesh, state: TrainState) -> MetricLog:
+    """The log of this run; rank 0 writes it."""
+    return MetricLog(
+        config.checkpoint.save,
+        prints=mesh.rank == 0,
+        start_iteration=state.iteration,
+        train_iters=config.training.train_iters,
+        progress_bar=config.log.progress_bar,
+    )
+
+
+class Validation:
+    """The mean loss over the same validation samples every time."""
+
+    def __init__(self, config: Config, mesh: Mesh, runtime: PipelineRuntime, log: MetricLog, eod: int | None) -> None:
+        self._training, self._runtime, self._log = config.training, runtime, log
+        self._unit = config.training.micro_batch_size * mesh.dp.size
+        if self._training.eval_interval == 0:
+            return
+        with together(mesh.world):
+            stream = open_stream(config, VALIDATION)
+            # One microbatch per rank and call, so that an evaluation may end anywhere, not only after whole global batches.
+            self._loader = BatchLoader(
+                stream,
+                replace(config.data, data_order="sequential"),
+                micro_batch_size=self._training.micro_batch_size,
+                global_batch_size=self._unit,
+                seed=self._training.seed,
+                dp_rank=mesh.dp.rank,
+                dp_size=mesh.dp.size,
+                eod=eod,
+            )
+        units = max(1, len(stream) // self._unit)
+        self._per_batch = self._training.global_batch_size // self._unit
+        self._units = min(units, self._training.eval_iters * self._per_batch) if self._training.eval_iters else units
+
+    def due(self, state: TrainState) -> bool:
+        """Whether the run evaluates after this step."""
+        return _due(self._training.eval_interval, state.iteration, self._training.train_iters)
+
+    def run(self, state: TrainState) -> None:
+        """Evaluate and log, unless this run never evaluates."""
+        if self._training.eval_interval:
+            loss, tokens = self.measure()
+            self._log.write_validation(state.iteration, state.consumed_samples, loss, tokens)
+
+    def measure(self) -> tuple[float, int]:
+        """Mean loss and number of target tokens."""
+        total, tokens = 0.0, 0.0
+        for first in range(0, self._units, self._per_batch):
+            last = min(first + self._per_batch, self._units)
+            batches = [batch for unit in range(first, last) for batch in self._loader.microbatches(unit * self._unit)]
+            loss, count = self._runtime.evaluate(batches)
+            total, tokens = total + float(loss) * float(count), tokens + float(count)
+        return total / max(tokens, 1.0), int(tokens)
+
+
+class Saver:
+    """Writes checkpoints when they are due."""
+
+    def __init__(self, config: Config, mesh: Mesh, optimizer: OverlappedDistributedOptimizer, log: MetricLog) -> None:
+        self._config, self._mesh, self._optimizer, self._log = config, mesh, optimizer, log
+
+    def due(self, state: TrainState) -> bool:
+        """Whether the run saves after this step: at the interval, and at the end."""
+        options, last = self._config.checkpoint, self._config.training.train_iters
+        return options.save is not None and (state.iteration == last or _due(options.save_interval, state.iteration, last))
+
+    def save(self, state: TrainState) -> None:
+        """Save, unless the run has no --save. Raises CheckpointError on every rank; the last checkpoint stays as it was."""
+        folder = self._config.checkpoint.save
+        if folder is not None:
+            path = native.save(Path(folder), self._optimizer, self._mesh, state, self._config)
+            self._log.say(f" saved {path}")
+
+
+def _due(interval: int, iteration: int, last: int) -> bool:
+    return interval > 0 and (iteration % interval == 0 or iteration == last)

@@ -1,0 +1,78 @@
+"""HuggingFace ``tokenizer.json`` files: the tokenizers of LLaMA 3, and exported sentencepiece models."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import tokenizers
+
+from megatron_llama.errors import DataError, describe
+from megatron_llama.tokenizer.files import read_json_object, replace_file
+
+BOS_NAMES = ("<s>", "<|begin_of_text|>", "<bos>", "<|startoftext|>")
+EOS_NAMES = ("</s>", "<|end_of_text|>", "<|eot_id|>", "<|endoftext|>", "<eos>")
+COMPANIONS = ("tokenizer_config.json", "special_tokens_map.json", "tokenizer.model", "chat_template.jinja")
+
+
+class HFTokenizer:
+    """A ``tokenizer.json``. Ids are those of ``AutoTokenizer`` with ``add_special_tokens=False``: special tokens spelt in a text count.
+
+    Begin and end tokens are those of ``tokenizer_config.json`` beside the file, else the first well-known name in the vocabulary.
+    """
+
+    def __init__(self, path: str | Path) -> None:
+        self.path = Path(path)
+        try:
+            self._content = self.path.read_bytes()
+            self._tokenizer = tokenizers.Tokenizer.from_buffer(self._content)
+        except Exception as error:  # `tokenizers` raises bare Exception
+            message = describe(
+                str(path), got=error, expected="a HuggingFace tokenizer.json", do="restore the file or give a tokenizer.model"
+            )
+            raise DataError(message) from error
+        # A file may carry padding or truncation from the batch it was saved after; neither belongs in a corpus.
+        self._tokenizer.no_padding()
+        self._tokenizer.no_truncation()
+        self.vocab_size: int = max(self._tokenizer.get_vocab(with_added_tokens=True).values(), default=-1) + 1
+        beside = self.path.with_name("tokenizer_config.json")
+        config = read_json_object(beside) if beside.exists() else {}
+        self.bos_id = self._special("bos_token", config, beside, BOS_NAMES)
+        self.eos_id = self._special("eos_token", config, beside, EOS_NAMES)
+
+    def encode(self, text: str) -> list[int]:
+        ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False).ids
+        return ids
+
+    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
+        # Not the library's own batch call, which starts one thread per core in each of our worker processes.
+        return [self.encode(text) for text in texts]
+
+    def decode(self, ids: Sequence[int]) -> str:
+        text: str = self._tokenizer.decode(list(ids), skip_special_tokens=True)
+        return text
+
+    def save_hf(self, folder: str | Path) -> None:
+        """tokenizer.json as it was loaded and what lies beside it (configuration, special tokens, chat template)."""
+        files = {"tokenizer.json": self._content}
+        for name in COMPANIONS:
+            if (beside := self.path.with_name(name)).is_file():
+                files[name] = beside.read_bytes()
+        for name, content in files.items():
+            replace_file(Path(folder) / name, content)
+
+    def _special(self, field: str, config: dict[str, Any], where: Path, names: Sequence[str]) -> int | None:
+        """Id of the configured token, else of the first of ``names`` in the vocabulary, else None."""
+        token = config.get(field)
+        if isinstance(token, dict):
+            token = token.get("content")
+        if token is None:
+            return next((id for name in names if (id := self._tokenizer.token_to_id(name)) is not None), None)
+        id = self._tokenizer.token_to_id(str(token))
+        if id is None:
+            message = describe(
+                f"{where}: {field}", got=repr(token), expected="a token of tokenizer.json", do="restore the two files as a pair"
+            )
+            raise DataError(message)
+        return int(id)

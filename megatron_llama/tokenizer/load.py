@@ -1,0 +1,66 @@
+"""Find and load a tokenizer, whatever kind it is."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from types import MappingProxyType
+
+from megatron_llama.errors import DataError, describe
+from megatron_llama.tokenizer.base import Tokenizer
+
+# Megatron's --tokenizer-type names and the files each may be read from, preferred first.
+MEGATRON_TYPES: Mapping[str, tuple[str, ...]] = MappingProxyType(
+    {
+        "SentencePieceTokenizer": ("tokenizer.model",),
+        "Llama2Tokenizer": ("tokenizer.model",),
+        "HuggingFaceTokenizer": ("tokenizer.json", "tokenizer.model"),
+        "PretrainedFromHF": ("tokenizer.json", "tokenizer.model"),
+    }
+)
+
+
+def load_tokenizer(path: str | Path, tokenizer_type: str | None = None) -> Tokenizer:
+    """The tokenizer at ``path``: a sentencepiece ``.model``, a ``tokenizer.json``, or a folder with one (``tokenizer.json`` first).
+
+    ``tokenizer_type``: one of Megatron's names, which says what the file has to be. Errors: DataError.
+    """
+    file = tokenizer_file(path, tokenizer_type)
+    # Imported on use: a sentencepiece user need not have `tokenizers` loaded in every worker, nor the reverse.
+    if file.suffix == ".model":
+        from megatron_llama.tokenizer.spm import SentencePieceTokenizer
+
+        return SentencePieceTokenizer(file)
+    from megatron_llama.tokenizer.hf import HFTokenizer
+
+    return HFTokenizer(file)
+
+
+def tokenizer_file(path: str | Path, tokenizer_type: str | None = None) -> Path:
+    """The file that ``load_tokenizer`` reads. Errors: DataError if there is none, or it is of another type."""
+    path = Path(path)
+    names: tuple[str, ...] = ("tokenizer.json", "tokenizer.model")
+    if tokenizer_type is not None:
+        if tokenizer_type not in MEGATRON_TYPES:
+            expected = ", ".join(MEGATRON_TYPES)
+            raise DataError(describe("tokenizer_type", got=tokenizer_type, expected=f"one of {expected}", do="change it or leave it out"))
+        names = MEGATRON_TYPES[tokenizer_type]
+    if path.is_dir():
+        found = next((path / name for name in names if (path / name).is_file()), None)
+        if found is None:
+            raise DataError(
+                describe(str(path), got="a folder without them", expected=" or ".join(names), do="give the folder of a tokenizer")
+            )
+        return found
+    if not path.is_file():
+        expected = "a .model file, a tokenizer.json or a folder with one"
+        raise DataError(describe(str(path), got="no such file", expected=expected, do="check the path"))
+    suffixes = [Path(name).suffix for name in names]
+    if path.suffix not in suffixes:
+        by = f" for {tokenizer_type}" if tokenizer_type else ""
+        raise DataError(
+            describe(
+                str(path), got=f"a {path.suffix or 'nameless'} file", expected=f"{' or '.join(suffixes)}{by}", do="give the tokenizer file"
+            )
+        )
+    return path

@@ -1,0 +1,129 @@
+"""Sentencepiece models: the tokenizers of LLaMA 1 and 2, and those that ``train_tokenizer`` makes."""
+
+from __future__ import annotations
+
+import io
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+
+import sentencepiece
+
+from megatron_llama.errors import DataError, describe
+from megatron_llama.tokenizer.export import hf_tokenizer
+from megatron_llama.tokenizer.files import replace_file, to_json
+from megatron_llama.tokenizer.proto import parse_model
+
+FIRST_FREE_ID = 3 + 256  # unknown, begin, end, and one piece per byte
+
+
+class SentencePieceTokenizer:
+    """A ``.model`` file. Ids are sentencepiece's own, so a literal ``</s>`` in a text stays text.
+
+    ``decode(encode(text)) == text`` holds for models with identity normalization, except that sentencepiece spells a
+    space as U+2581 and so gives a literal U+2581 back as a space.
+    """
+
+    def __init__(self, path: str | Path) -> None:
+        self.path = Path(path)
+        try:
+            self._model = self.path.read_bytes()
+            self._processor = sentencepiece.SentencePieceProcessor(model_proto=self._model)
+        except (OSError, RuntimeError) as error:
+            message = describe(str(path), got=error, expected="a sentencepiece model", do="give the path of a tokenizer.model")
+            raise DataError(message) from error
+        self.vocab_size: int = self._processor.get_piece_size()
+        self.bos_id = _known(self._processor.bos_id())
+        self.eos_id = _known(self._processor.eos_id())
+
+    def encode(self, text: str) -> list[int]:
+        ids: list[int] = self._processor.encode(text)
+        return ids
+
+    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
+        ids: list[list[int]] = self._processor.encode(list(texts), num_threads=1)
+        return ids
+
+    def decode(self, ids: Sequence[int]) -> str:
+        text: str = self._processor.decode(list(ids))
+        return text
+
+    def save_hf(self, folder: str | Path) -> None:
+        """tokenizer.model, tokenizer.json and tokenizer_config.json. Errors: DataError if the model is not a BPE as LLaMA's."""
+        folder = Path(folder)
+        bos, eos = self._piece(self.bos_id), self._piece(self.eos_id)
+        tokenizer = hf_tokenizer(parse_model(self._model, str(self.path)), str(self.path), bos)
+        config = {
+            "tokenizer_class": "PreTrainedTokenizerFast",
+            "bos_token": bos,
+            "eos_token": eos,
+            "unk_token": self._piece(_known(self._processor.unk_id())),
+            "add_bos_token": bos is not None,
+            "add_eos_token": False,
+            "clean_up_tokenization_spaces": False,
+        }
+        replace_file(folder / "tokenizer.model", self._model)
+        replace_file(folder / "tokenizer.json", tokenizer.to_str().encode())
+        replace_file(folder / "tokenizer_config.json", to_json(config))
+
+    def _piece(self, id: int | None) -> str | None:
+        return None if id is None else str(self._processor.id_to_piece(id))
+
+
+def train_tokenizer(texts: Iterable[str], vocab_size: int, path: str | Path) -> SentencePieceTokenizer:
+    """Train a byte-fallback BPE of exactly ``vocab_size`` pieces as LLaMA's and write it to ``path`` (a ``.model`` file).
+
+    Pieces 0, 1, 2 are ``<unk>``, ``<s>``, ``</s>``; digits stand alone; a newline is its byte piece; text is not normalized.
+    The same texts give the same pieces. Errors: DataError if the texts are too few for ``vocab_size``.
+    """
+    if vocab_size <= FIRST_FREE_ID:
+        expected = f"more than {FIRST_FREE_ID} (three special pieces and one per byte)"
+        raise DataError(describe("vocab_size", got=vocab_size, expected=expected, do="raise --vocab-size"))
+    model = io.BytesIO()
+    try:
+        sentencepiece.SentencePieceTrainer.train(
+            sentence_iterator=_lines(texts),
+            model_writer=model,
+            model_type="bpe",
+            vocab_size=vocab_size,
+            character_coverage=0.99995,
+            byte_fallback=True,
+            split_digits=True,
+            allow_whitespace_only_pieces=True,
+            normalization_rule_name="identity",
+            remove_extra_whitespaces=False,
+            max_sentence_length=2**30,
+            unk_id=0,
+            bos_id=1,
+            eos_id=2,
+            pad_id=-1,
+            minloglevel=2,
+        )
+    except RuntimeError as error:
+        raise DataError(_training_problem(str(error), vocab_size)) from error
+    replace_file(Path(path), model.getvalue())
+    return SentencePieceTokenizer(path)
+
+
+def _lines(texts: Iterable[str]) -> Iterator[str]:
+    for text in texts:
+        yield from filter(None, text.split("\n"))
+
+
+def _training_problem(error: str, vocab_size: int) -> str:
+    where = "training a tokenizer"
+    if most := re.search(r"too high .*<= (\d+)", error):
+        got = f"too little text for vocab_size {vocab_size}"
+        expected = f"a vocab_size of at most {most[1]} for this text"
+        return describe(where, got=got, expected=expected, do="lower --vocab-size or give more text")
+    if least := re.search(r"required_chars\. \d+ vs (\d+)", error):
+        got = f"more distinct characters than vocab_size {vocab_size} holds"
+        return describe(where, got=got, expected=f"a vocab_size of at least {least[1]} for this text", do="raise --vocab-size")
+    if "sentences_.empty()" in error:
+        return describe(where, got="no text", expected="at least one line of text", do="check the input files")
+    return describe(where, got=f"a sentencepiece error ({error})", expected="a trained model", do="check the text and --vocab-size")
+
+
+def _known(id: int) -> int | None:
+    """Sentencepiece says -1 for a token that the model lacks."""
+    return id if id >= 0 else None

@@ -1,0 +1,52 @@
+"""The training loop: everything that happens in a run is visible in ``train``."""
+
+from __future__ import annotations
+
+from megatron_llama.checkpoint.native import TrainState
+from megatron_llama.config import Config
+from megatron_llama.feed import Feed, Interrupts
+from megatron_llama.mesh import Mesh
+from megatron_llama.model.llama import Stage
+from megatron_llama.optim.build import build_optimizer, compute_dtype
+from megatron_llama.optim.lr import learning_rate
+from megatron_llama.pipeline.runtime import PipelineRuntime
+from megatron_llama.progress import Progress
+from megatron_llama.setup import Saver, Validation, build_loader, load_or_init, open_log
+
+
+def train(config: Config, mesh: Mesh, *, eod: int | None = None) -> None:
+    """Train until ``train_iters``, or until some rank is asked to stop.
+
+    ``config`` is resolved (validate.check); ``eod`` is the end-of-document id where an option needs one. Raises UserError
+    of some kind, on every rank the same."""
+    training, clip = config.training, config.optimizer.clip_grad
+    stage = Stage(config.model, mesh, sequence_parallel=config.parallel.sequence_parallel)
+    optimizer = build_optimizer(config, stage, mesh)
+    loader = build_loader(config, mesh, eod)
+    runtime = PipelineRuntime(stage, optimizer, mesh, schedule=config.parallel.pipeline_schedule, dtype=compute_dtype(config))
+    state = load_or_init(config, optimizer, mesh)
+    with open_log(config, mesh, state) as log, Interrupts() as interrupts:
+        progress = Progress(config, mesh, log)
+        validation = Validation(config, mesh, runtime, log, eod)
+        saver = Saver(config, mesh, optimizer, log)
+        validation.run(state)
+        feed = Feed(loader, mesh.world, interrupts, first_sample=state.consumed_samples)
+        for iteration in range(state.iteration, training.train_iters):
+            lr = learning_rate(config.optimizer, training.train_iters, iteration)
+            batches = feed.take(following=state.consumed_samples + training.global_batch_size)
+            loss = runtime.step(batches)  # every microbatch: forward, backward, reduce
+            update = optimizer.step(lr, clip=clip)
+            state = TrainState(iteration + 1, state.consumed_samples + training.global_batch_size)
+            progress.step(state.iteration, lr, loss, update)
+            stopping = feed.stop_agreed()
+            if validation.due(state) or saver.due(state) or stopping:
+                progress.settle()  # never save or evaluate a step that went wrong
+                if validation.due(state):
+                    validation.run(state)
+                if saver.due(state) or stopping:
+                    saver.save(state)
+                progress.restart_clock()
+            if stopping:
+                log.say(f" stopped by a signal after iteration {state.iteration}")
+                break
+        progress.settle()

@@ -1,0 +1,300 @@
+"""Options -> a configuration that can run: precedence, derived values, and every cross-field problem at once.
+
+``assemble`` puts preset, HuggingFace folder, YAML and flags together; ``check`` fills in what is derived and refuses what
+cannot run. Nothing here starts a process or opens a dataset.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, fields, replace
+from typing import Any, get_type_hints
+
+from megatron_llama.config import Config, ModelConfig, OptimizerConfig
+from megatron_llama.errors import ConfigError, describe, listing
+from megatron_llama.hf_config import normal_rope, read_hf_config, rope_problems
+from megatron_llama.options import Parsed, flag
+from megatron_llama.presets import PRESETS
+
+SIZES = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
+"""Model fields that nothing derives."""
+SHAPE = ("vocab_size", *SIZES, "num_key_value_heads", "head_dim", "tie_word_embeddings")
+"""Model fields that decide the shapes of the weights."""
+
+_POSITIVE = (
+    ("parallel", ("tensor_model_parallel_size", "pipeline_model_parallel_size", "reduce_bucket_size", "distributed_timeout_minutes")),
+    ("training", ("seq_length", "micro_batch_size", "train_iters")),
+    ("model", ("rms_norm_eps", "rope_theta", "make_vocab_size_divisible_by")),
+    ("optimizer", ("adam_eps",)),
+    ("log", ("log_interval",)),
+)
+_NOT_NEGATIVE = (
+    ("model", ("vocab_size", *SIZES, "num_key_value_heads", "head_dim", "max_position_embeddings", "initializer_range")),
+    ("model", ("bos_token_id", "eos_token_id")),
+    ("training", ("global_batch_size", "eval_interval", "eval_iters", "seed")),
+    ("optimizer", ("lr", "min_lr", "lr_decay_iters", "lr_warmup_iters", "weight_decay", "clip_grad")),
+    ("checkpoint", ("save_interval",)),
+    ("launch", ("nodes", "gpus_per_node")),
+)
+
+
+@dataclass(frozen=True)
+class Resolved:
+    """A configuration that can run."""
+
+    config: Config
+    notes: tuple[str, ...]
+    """What was decided for the user, one line each."""
+    warnings: tuple[str, ...]
+    """What can run but is probably not meant, one line each."""
+
+
+def assemble(parsed: Parsed, trained: ModelConfig | None = None) -> Config:
+    """The whole configuration: the model fields of the preset, of the HuggingFace folder or of the checkpoint to load
+    (``trained``), then YAML, then flags.
+
+    ``parsed`` holds the sections of ``Config``. Raises ConfigError for an unknown preset, or when weights are to be read
+    from a folder whose shapes are not those asked for; CheckpointError when the folder cannot be read.
+    """
+    kinds = get_type_hints(Config)
+    config = Config(**{item.name: parsed.get(kinds[item.name]) for item in fields(Config)})
+    given = {item.name: getattr(config.model, item.name) for item in fields(ModelConfig) if item.name in parsed.explicit}
+    base = _preset(config.model.preset, given) if config.model.preset is not None else trained or ModelConfig()
+    folder = config.checkpoint.init_from_hf
+    if folder is not None:
+        from_folder = read_hf_config(folder)
+        asked = {name: getattr(base, name) for name in SHAPE} if config.model.preset is not None else {}
+        problems = [
+            describe(flag(name), got=value, expected=f"{getattr(from_folder, name)} as in {folder}/config.json", do=f"leave {name} out")
+            for name, value in (asked | given).items()
+            # A size of 0 means derived; the False of tie_word_embeddings is a value.
+            if name in SHAPE and (value is False or value != 0) and value != getattr(from_folder, name)
+        ]
+        if problems:
+            raise ConfigError(listing(f"The weights of {folder} have other shapes:", problems))
+        base = from_folder
+    return replace(config, model=replace(base, **given))
+
+
+def _preset(name: str, given: dict[str, Any]) -> ModelConfig:
+    if name not in PRESETS:
+        from difflib import get_close_matches
+
+        near = get_close_matches(name, PRESETS, 1)
+        do = f"did you mean {near[0]}?" if near else "give one of these or the model's fields"
+        raise ConfigError(describe("--model", got=name, expected=f"one of {', '.join(PRESETS)}", do=do))
+    preset = PRESETS[name]
+    if given.get("vocab_size", preset.vocab_size) != preset.vocab_size:
+        # Special tokens belong to the published vocabulary: with another one they are the tokenizer's.
+        preset = replace(preset, bos_token_id=None, eos_token_id=None)
+    return preset
+
+
+def check(config: Config, world_size: int, *, needs_data: bool = False) -> Resolved:
+    """Derive and check. ``needs_data``: the run reads a dataset, so --data-path must be there.
+
+    ``model.vocab_size`` may stay 0 (the tokenizer's) when a tokenizer or dataset is named: fill it in, then build.
+    Raises ConfigError with every problem.
+    """
+    found = problems(config, world_size)
+    if needs_data and config.data.data_path is None:
+        found.append(describe("--data-path", got="nothing", expected="PREFIX of PREFIX.bin and PREFIX.idx", do="give --data-path PREFIX"))
+    if found:
+        raise ConfigError(listing(f"This configuration cannot run on {world_size} processes:", found))
+    resolved = resolve(config, world_size)
+    return Resolved(resolved, tuple(_notes(config, resolved)), tuple(_warnings(resolved)))
+
+
+def dp_size(config: Config, world_size: int) -> int:
+    """Data-parallel ranks: processes / (tp x pp). Raises ConfigError when that is no whole number."""
+    problem = _world_problem(config, world_size)
+    if problem is not None:
+        raise ConfigError(problem)
+    return world_size // _model_parallel(config)
+
+
+def resolve(config: Config, world_size: int) -> Config:
+    """Fill in derived values. What cannot be derived from invalid values is left as it is, for ``problems`` to name."""
+    model, training, optimizer = config.model, config.training, config.optimizer
+    heads = model.num_attention_heads
+    divisible = heads > 0 and model.hidden_size % heads == 0
+    model = replace(
+        model,
+        num_key_value_heads=model.num_key_value_heads or heads,
+        head_dim=model.head_dim or (model.hidden_size // heads if divisible else 0),
+        max_position_embeddings=model.max_position_embeddings or training.seq_length,
+        rope_scaling=model.rope_scaling if rope_problems("", model.rope_scaling or {}) else normal_rope(model.rope_scaling),
+    )
+    if _world_problem(config, world_size) is None and training.micro_batch_size > 0:
+        dp = world_size // _model_parallel(config)
+        training = replace(training, global_batch_size=training.global_batch_size or training.micro_batch_size * dp)
+    if len(shares := _shares(config.data.split)) == 3 and shares[1] == 0:
+        training = replace(training, eval_interval=0)
+    optimizer = replace(optimizer, lr_decay_iters=optimizer.lr_decay_iters or training.train_iters)
+    sequence_parallel = config.parallel.sequence_parallel and config.parallel.tensor_model_parallel_size > 1
+    parallel = replace(config.parallel, sequence_parallel=sequence_parallel)
+    return replace(config, model=model, training=training, optimizer=optimizer, parallel=parallel)
+
+
+def _notes(given: Config, resolved: Config) -> Iterator[str]:
+    if given.parallel.sequence_parallel and not resolved.parallel.sequence_parallel:
+        yield "--sequence-parallel is ignored: it needs --tensor-model-parallel-size 2 or more"
+    if given.training.global_batch_size == 0:
+        size, micro = resolved.training.global_batch_size, given.training.micro_batch_size
+        yield f"--global-batch-size {size}: micro_batch_size {micro} x dp {size // micro}"
+    if given.training.eval_interval != resolved.training.eval_interval:
+        yield f"--eval-interval is ignored: --split {given.data.split} leaves nothing for validation"
+
+
+def _warnings(config: Config) -> Iterator[str]:
+    length, longest = config.training.seq_length, config.model.max_position_embeddings
+    if length > longest:
+        yield f"--seq-length {length} is beyond max_position_embeddings {longest}: the exported model will claim the shorter one"
+
+
+def problems(config: Config, world_size: int) -> list[str]:
+    """Every cross-field problem, one line each. ``config`` may be resolved or not."""
+    config = resolve(config, world_size)
+    return [
+        *_range_problems(config),
+        *_missing_problems(config),
+        *_model_problems(config.model),
+        *_parallel_problems(config, world_size),
+        *_batch_problems(config, world_size),
+        *_optimizer_problems(config.optimizer),
+        *_run_problems(config),
+    ]
+
+
+def _range_problems(config: Config) -> Iterator[str]:
+    for table, words, lowest in ((_POSITIVE, "a positive number", 1), (_NOT_NEGATIVE, "0 or more", 0)):
+        for section, names in table:
+            for name in names:
+                value = getattr(getattr(config, section), name)
+                if value is not None and (value < 0 or (lowest == 1 and value == 0)):
+                    yield describe(flag(name), got=value, expected=words, do=f"give {flag(name)} N")
+
+
+def _missing_problems(config: Config) -> Iterator[str]:
+    missing = [name for name in SIZES if getattr(config.model, name) == 0]
+    if config.model.vocab_size == 0 and config.data.tokenizer_model is None and config.data.data_path is None:
+        missing.append("vocab_size")
+    if missing:
+        remedy = f"give --model NAME (such as {next(iter(PRESETS))}), --init-from-hf FOLDER, or {' '.join(map(flag, missing))}"
+        yield describe("model", got=f"no {', '.join(missing)}", expected="the shape of a model", do=remedy)
+
+
+def _model_problems(model: ModelConfig) -> Iterator[str]:
+    heads, groups = model.num_attention_heads, model.num_key_value_heads
+    if model.hidden_size > 0 and heads > 0 and model.head_dim == 0:
+        do = "change one of them or give --head-dim"
+        yield describe("--hidden-size", got=model.hidden_size, expected=f"a multiple of num_attention_heads {heads}", do=do)
+    if model.head_dim > 0 and model.head_dim % 2:
+        do = "rotary embeddings turn pairs: change --head-dim or --num-attention-heads"
+        yield describe("--head-dim", got=model.head_dim, expected="an even number", do=do)
+    if heads > 0 and groups > 0 and heads % groups:
+        do = f"choose {nearest_divisors(heads, groups)}"
+        yield describe("--num-key-value-heads", got=groups, expected=f"a divisor of num_attention_heads {heads}", do=do)
+    for name, wanted in (("attention_bias", False), ("mlp_bias", False), ("hidden_act", "silu")):
+        if getattr(model, name) != wanted:
+            yield describe(flag(name), got=getattr(model, name), expected=f"{wanted}, as in every LLaMA", do=f"leave {name} out")
+    for name in ("bos_token_id", "eos_token_id"):
+        token = getattr(model, name)
+        if token is not None and token >= model.vocab_size > 0:
+            do = f"give {flag(name)} of your tokenizer"
+            yield describe(flag(name), got=token, expected=f"an id below vocab_size {model.vocab_size}", do=do)
+    if model.rope_scaling is not None:
+        yield from rope_problems("rope_scaling", model.rope_scaling)
+
+
+def _parallel_problems(config: Config, world_size: int) -> Iterator[str]:
+    model, parallel = config.model, config.parallel
+    tp, pp = parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size
+    world = _world_problem(config, world_size)
+    if world is not None and tp > 0 and pp > 0:
+        yield world
+    split = {name: getattr(model, name) for name in ("num_attention_heads", "num_key_value_heads", "intermediate_size")}
+    if parallel.sequence_parallel:
+        split["seq_length"] = config.training.seq_length
+    for name, size in split.items():
+        if tp > 0 and size > 0 and size % tp:
+            yield _not_a_divisor("tensor_model_parallel_size", tp, name, size)
+    layers = model.num_hidden_layers
+    if pp > 0 and layers > 0 and layers % pp:
+        yield _not_a_divisor("pipeline_model_parallel_size", pp, "num_hidden_layers", layers)
+
+
+def _not_a_divisor(name: str, value: int, whole: str, size: int) -> str:
+    return describe(flag(name), got=value, expected=f"a divisor of {whole} {size}", do=f"choose {nearest_divisors(size, value)}")
+
+
+def _model_parallel(config: Config) -> int:
+    return config.parallel.tensor_model_parallel_size * config.parallel.pipeline_model_parallel_size
+
+
+def _world_problem(config: Config, world_size: int) -> str | None:
+    tp, pp = config.parallel.tensor_model_parallel_size, config.parallel.pipeline_model_parallel_size
+    if tp <= 0 or pp <= 0:
+        return describe("tp x pp", got=f"{tp} x {pp}", expected="positive sizes", do="give positive sizes")
+    if world_size > 0 and world_size % (tp * pp) == 0:
+        return None
+    counts = nearest_multiples(world_size, tp * pp)
+    do = f"start {counts} processes, or change --tensor-model-parallel-size or --pipeline-model-parallel-size"
+    return describe("processes", got=world_size, expected=f"a multiple of tp {tp} x pp {pp} = {tp * pp}", do=do)
+
+
+def _batch_problems(config: Config, world_size: int) -> Iterator[str]:
+    training = config.training
+    if _world_problem(config, world_size) is None and training.micro_batch_size > 0 and training.global_batch_size > 0:
+        dp = world_size // _model_parallel(config)
+        unit = training.micro_batch_size * dp
+        if training.global_batch_size % unit:
+            wanted = f"a multiple of micro_batch_size {training.micro_batch_size} x dp {dp} = {unit}"
+            do = f"choose {nearest_multiples(training.global_batch_size, unit)}"
+            yield describe("--global-batch-size", got=training.global_batch_size, expected=wanted, do=do)
+    if training.bf16 and training.fp64:
+        yield describe("--bf16 --fp64", got="both", expected="at most one precision", do="leave one of them out")
+
+
+def _optimizer_problems(optimizer: OptimizerConfig) -> Iterator[str]:
+    for name in ("adam_beta1", "adam_beta2"):
+        beta = getattr(optimizer, name)
+        if not 0 <= beta < 1:
+            yield describe(flag(name), got=beta, expected="a number in [0, 1)", do=f"give {flag(name)} 0.9 or so")
+    if optimizer.min_lr > optimizer.lr >= 0:
+        yield describe("--min-lr", got=optimizer.min_lr, expected=f"at most lr {optimizer.lr}", do="lower --min-lr or raise --lr")
+    if optimizer.lr_decay_style != "constant" and 0 < optimizer.lr_decay_iters <= optimizer.lr_warmup_iters:
+        wanted = f"less than lr_decay_iters {optimizer.lr_decay_iters}, which includes the warm-up"
+        yield describe("--lr-warmup-iters", got=optimizer.lr_warmup_iters, expected=wanted, do="shorten the warm-up")
+
+
+def _run_problems(config: Config) -> Iterator[str]:
+    shares = _shares(config.data.split)
+    if len(shares) != 3 or not any(shares):
+        wanted = "three shares of 0 or more, not all 0, such as 969,30,1"
+        yield describe("--split", got=config.data.split, expected=wanted, do="give training,validation,test")
+    if config.checkpoint.save_interval > 0 and config.checkpoint.save is None:
+        got = f"{config.checkpoint.save_interval} without --save"
+        yield describe("--save-interval", got=got, expected="a folder to save to", do="give --save FOLDER")
+
+
+def _shares(split: str) -> list[float]:
+    """The shares of a split; empty when one is no finite number of 0 or more."""
+    try:
+        shares = [float(word) for word in split.split(",")]
+    except ValueError:
+        return []
+    return shares if all(0 <= share < float("inf") for share in shares) else []
+
+
+def nearest_divisors(whole: int, value: int) -> str:
+    """The divisors of ``whole`` next to ``value``, below and above: ``2 or 4``. Both positive."""
+    divisors = [n for n in range(1, whole + 1) if whole % n == 0]
+    below, above = [n for n in divisors if n < value], [n for n in divisors if n > value]
+    return " or ".join(map(str, below[-1:] + above[:1]))
+
+
+def nearest_multiples(value: int, unit: int) -> str:
+    """The positive multiples of ``unit`` next to ``value``: ``96 or 128``."""
+    below = max(value, 0) // unit * unit
+    return " or ".join(str(n) for n in (below, below + unit) if n > 0)

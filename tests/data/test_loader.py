@@ -1,0 +1,116 @@
+"""Batches: the same samples whatever the layout, and masks against their definition."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from megatron_llama.config import DataConfig
+from megatron_llama.data.indexed import IndexedDataset
+from megatron_llama.data.loader import Batch, BatchLoader
+from megatron_llama.data.order import sample_index
+from megatron_llama.data.stream import TokenStream
+from megatron_llama.errors import DataError
+
+SEQ, GLOBAL = 48, 16
+NO_MASK = DataConfig()
+EVERY_MASK = DataConfig(reset_position_ids=True, reset_attention_mask=True, eod_mask_loss=True)
+
+
+@pytest.fixture(scope="module")
+def stream(dataset: IndexedDataset) -> TokenStream:
+    return TokenStream(dataset, (0, 20), SEQ, 2000)
+
+
+def loader(stream: TokenStream, data: DataConfig = NO_MASK, *, mbs: int = 2, dp: tuple[int, int] = (0, 1), seed: int = 3) -> BatchLoader:
+    return BatchLoader(stream, data, micro_batch_size=mbs, global_batch_size=GLOBAL, seed=seed, dp_rank=dp[0], dp_size=dp[1], eod=2)
+
+
+def test_shapes_and_order(stream: TokenStream) -> None:
+    batches = loader(stream).microbatches(32)
+    assert len(batches) == 8
+    for m, batch in enumerate(batches):
+        assert batch.tokens.shape == batch.labels.shape == (SEQ, 2)
+        assert batch.tokens.dtype == batch.labels.dtype == torch.int64
+        assert batch.tokens.is_contiguous()
+        assert (batch.loss_mask, batch.position_ids, batch.document_ids, batch.document_mask) == (None,) * 4
+        for j in range(2):
+            sample = torch.from_numpy(stream.sample(sample_index(32 + 2 * m + j, len(stream), 3, True)))
+            assert torch.equal(batch.tokens[:, j], sample[:-1])
+            assert torch.equal(batch.labels[:, j], sample[1:])
+
+
+@pytest.mark.parametrize("dp_size", [1, 2, 4])
+@pytest.mark.parametrize("mbs", [1, 2, 4])
+def test_a_step_holds_the_same_samples_in_any_layout(stream: TokenStream, dp_size: int, mbs: int) -> None:
+    """Not only the set: position m * dp * mbs + r * mbs + j of the step, over the end of an epoch too."""
+    consumed = len(stream) - 5
+    reference = torch.cat([batch.tokens for batch in loader(stream, mbs=1).microbatches(consumed)], dim=1)
+    ranks = [loader(stream, mbs=mbs, dp=(rank, dp_size)).microbatches(consumed) for rank in range(dp_size)]
+    union = torch.cat([batch.tokens for step in zip(*ranks, strict=True) for batch in step], dim=1)
+    assert torch.equal(union, reference)
+
+
+def test_no_state(stream: TokenStream) -> None:
+    one, other = loader(stream), loader(stream)
+    one.microbatches(0)
+    assert all(torch.equal(a.tokens, b.tokens) for a, b in zip(one.microbatches(64), other.microbatches(64), strict=True))
+
+
+def test_seed_and_order(stream: TokenStream) -> None:
+    first = loader(stream).microbatches(0)[0].tokens
+    assert not torch.equal(first, loader(stream, seed=4).microbatches(0)[0].tokens)
+    sequential = loader(stream, DataConfig(data_order="sequential")).microbatches(0)[0].tokens
+    assert torch.equal(sequential[:, 1], torch.from_numpy(stream.sample(1)[:-1]))
+
+
+def test_masks_by_definition(stream: TokenStream) -> None:
+    batches = [b for consumed in range(0, len(stream) - GLOBAL, GLOBAL) for b in loader(stream, EVERY_MASK).microbatches(consumed)]
+    ends_seen = 0
+    for batch in batches:
+        check_masks(batch)
+        ends_seen += int((batch.tokens[:-1] == 2).sum())
+    assert ends_seen >= 5
+
+
+def check_masks(batch: Batch) -> None:
+    mask, positions, attend = batch.loss_mask, batch.position_ids, batch.document_mask
+    assert mask is not None and positions is not None and attend is not None
+    assert (mask.dtype, positions.dtype, attend.dtype) == (torch.float32, torch.int64, torch.bool)
+    s, b = batch.tokens.shape
+    assert mask.shape == positions.shape == (s, b)
+    assert attend.shape == (b, 1, s, s)
+    for j in range(b):
+        column = batch.tokens[:, j].tolist()
+        assert mask[:, j].tolist() == [float(id != 2) for id in column]
+        position, expected_positions, document, documents = 0, [], 0, []
+        for id in column:
+            expected_positions.append(position)
+            documents.append(document)
+            position += 1
+            if id == 2:
+                position, document = 0, document + 1
+        assert positions[:, j].tolist() == expected_positions
+        expected = [[documents[q] == documents[k] and k <= q for k in range(s)] for q in range(s)]
+        assert attend[j, 0].tolist() == expected
+
+
+@pytest.mark.parametrize("name", ["reset_position_ids", "reset_attention_mask", "eod_mask_loss"])
+def test_each_option_gives_its_own_mask(stream: TokenStream, name: str) -> None:
+    batch = loader(stream, DataConfig(**{name: True})).microbatches(0)[0]
+    given = {"reset_position_ids": batch.position_ids, "reset_attention_mask": batch.document_mask, "eod_mask_loss": batch.loss_mask}
+    assert [key for key, value in given.items() if value is not None] == [name]
+
+
+def test_end_id_is_needed(stream: TokenStream) -> None:
+    data = DataConfig(reset_position_ids=True, eod_mask_loss=True)
+    with pytest.raises(DataError, match="reset_position_ids, eod_mask_loss: got no end-of-document id"):
+        BatchLoader(stream, data, micro_batch_size=1, global_batch_size=1, seed=0)
+    assert BatchLoader(stream, DataConfig(), micro_batch_size=1, global_batch_size=1, seed=0).microbatches(0)[0].loss_mask is None
+
+
+def test_moving_to_a_device(stream: TokenStream) -> None:
+    batch = loader(stream, EVERY_MASK).microbatches(0)[0].to(torch.device("meta"))
+    assert {
+        x.device.type for x in (batch.tokens, batch.labels, batch.loss_mask, batch.position_ids, batch.document_mask) if x is not None
+    } == {"meta"}

@@ -1,0 +1,238 @@
+"""Text to indexed datasets: what is written, that workers do not matter, and what is refused."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from megatron.core.datasets import indexed_dataset as megatron
+
+from megatron_llama.data.documents import CHUNK_BYTES
+from megatron_llama.data.indexed import IndexedDataset
+from megatron_llama.data.meta import read_meta
+from megatron_llama.data.options import PreprocessConfig
+from megatron_llama.data.preprocess import PreprocessReport, preprocess
+from megatron_llama.errors import ConfigError, DataError
+from megatron_llama.tokenizer.load import load_tokenizer
+from megatron_llama.tokenizer.spm import SentencePieceTokenizer
+
+
+def write_jsonl(path: Path, records: list[Any]) -> Path:
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+    return path
+
+
+def run(inputs: list[Path], out: Path, tokenizer: SentencePieceTokenizer, **options: Any) -> PreprocessReport:
+    given = {"tokenizer_model": str(tokenizer.path), **options}
+    return preprocess(PreprocessConfig(input=tuple(map(str, inputs)), output_prefix=str(out), **given))
+
+
+def read(prefix: Path) -> list[list[int]]:
+    """Through Megatron's reader."""
+    dataset = megatron.IndexedDataset(str(prefix))
+    return [dataset[i].tolist() for i in range(len(dataset))]
+
+
+def test_jsonl(texts: list[str], tokenizer: SentencePieceTokenizer, tmp_path: Path) -> None:
+    source = write_jsonl(tmp_path / "in.jsonl", [{"text": text, "id": i} for i, text in enumerate(texts)])
+    report = run([source], tmp_path / "out" / "corpus", tokenizer)
+    expected = [tokenizer.encode(text) for text in texts]
+    assert read(tmp_path / "out" / "corpus") == expected
+    assert IndexedDataset(tmp_path / "out" / "corpus").dtype == np.uint16
+    assert (report.documents, report.tokens, report.skipped) == (len(texts), sum(map(len, expected)), 0)
+    assert report.bytes == source.stat().st_size
+    assert report.outputs == (str(tmp_path / "out" / "corpus"),)
+    assert sorted(p.name for p in (tmp_path / "out").iterdir()) == ["corpus.bin", "corpus.idx", "corpus.meta.json"]
+    assert f"{len(texts)} documents, {report.tokens:,} tokens" in report.summary()
+
+
+def test_append_eod_and_empty_documents(tokenizer: SentencePieceTokenizer, tmp_path: Path) -> None:
+    source = write_jsonl(tmp_path / "in.jsonl", [{"text": text} for text in ("one", "", "two", "", " ")])
+    report = run([source], tmp_path / "c", tokenizer, append_eod=True)
+    assert read(tmp_path / "c") == [[*tokenizer.encode(text), 2] for text in ("one", "two", " ")]
+    assert (report.documents, report.skipped) == (3, 2)
+
+
+def test_text_files_and_folders(tokenizer: SentencePieceTokenizer, tmp_path: Path) -> None:
+    folder = tmp_path / "in"
+    (folder / "b").mkdir(parents=True)
+    (folder / ".hidden").mkdir()
+    (folder / ".hidden" / "x.txt").write_text("hidden")
+    (folder / "b" / "2.md").write_bytes("\ufeffsecond\r\n\n  file é\n".encode())
+    (folder / "a.txt").write_text("first")
+    (folder / "empty.txt").write_text("")
+    write_jsonl(folder / "c.json", [{"text": "third"}, {"text": "fourth"}])
+    with (folder / "c.json").open("a") as stream:
+        stream.write("\n  \n")
+    last = tmp_path / "last.rst"
+    last.write_text("fifth")
+    report = run([folder, last], tmp_path / "c", tokenizer)
+    documents = [tokenizer.decode(ids) for ids in read(tmp_path / "c")]
+    assert documents == ["first", "second\r\n\n  file é\n", "third", "fourth", "fifth"]
+    assert report.skipped == 1
+
+
+def test_several_keys(tokenizer: SentencePieceTokenizer, tmp_path: Path) -> None:
+    source = write_jsonl(tmp_path / "in.jsonl", [{"text": "a b", "title": "A"}, {"text": "c", "title": ""}])
+    report = run([source], tmp_path / "c", tokenizer, json_keys=("text", "title"))
+    assert report.outputs == (str(tmp_path / "c_text_document"), str(tmp_path / "c_title_document"))
+    assert read(tmp_path / "c_text_document") == [tokenizer.encode("a b"), tokenizer.encode("c")]
+    assert read(tmp_path / "c_title_document") == [tokenizer.encode("A")]
+    (tmp_path / "plain.txt").write_text("x")
+    with pytest.raises(DataError, match=r"plain\.txt: got a plain text file, expected only \.jsonl files"):
+        run([tmp_path / "plain.txt"], tmp_path / "d", tokenizer, json_keys=("text", "title"))
+
+
+def test_megatron_names(tokenizer: SentencePieceTokenizer, tmp_path: Path) -> None:
+    source = write_jsonl(tmp_path / "in.jsonl", [{"text": "a b"}])
+    run([source], tmp_path / "c", tokenizer, megatron_names=True)
+    names = ["c_text_document.bin", "c_text_document.idx", "c_text_document.meta.json", "in.jsonl"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == names
+
+
+def test_any_number_of_workers_gives_the_same_files(texts: list[str], tokenizer: SentencePieceTokenizer, tmp_path: Path) -> None:
+    records = [{"text": text and f"{i} {text}"} for i in range(9) for text in [*texts, ""]]
+    source = write_jsonl(tmp_path / "in.jsonl", records)
+    assert source.stat().st_size > 3 * CHUNK_BYTES
+    reports = [run([source], tmp_path / f"w{n}", tokenizer, workers=n, append_eod=True) for n in (1, 2, 3)]
+    for suffix in (".bin", ".idx", ".meta.json"):
+        contents = {(tmp_path / f"w{n}{suffix}").read_bytes() for n in (1, 2, 3)}
+        assert len(contents) == 1
+    assert {(r.documents, r.tokens, r.skipped, r.bytes) for r in reports} == {
+        (9 * len(texts), IndexedDataset(tmp_path / "w1").num_tokens, 9, source.stat().st_size)
+    }
+
+
+def test_meta(tokenizer: SentencePieceTokenizer, tmp_path: Path) -> None:
+    source = write_jsonl(tmp_path / "in.jsonl", [{"text": "a b"}])
+    report = run([source], tmp_path / "c", tokenizer)
+    meta = {"tokenizer": str(tokenizer.path), "vocab_size": 2000, "eod": 2, "documents": 1, "tokens": report.tokens}
+    assert read_meta(tmp_path / "c") == meta
+    assert read_meta(tmp_path / "other") is None
+    (tmp_path / "c.meta.json").write_text("{")
+    with pytest.raises(DataError, match=r"c\.meta\.json: got .* expected a JSON file"):
+        read_meta(tmp_path / "c")
+
+
+def test_training_a_tokenizer(texts: list[str], tmp_path: Path) -> None:
+    source = write_jsonl(tmp_path / "in.jsonl", [{"text": text} for text in texts])
+    options = PreprocessConfig(input=(str(source),), output_prefix=str(tmp_path / "out" / "c"), train_tokenizer=True, vocab_size=900)
+    report = preprocess(options)
+    folder = tmp_path / "out" / "c-tokenizer"
+    assert sorted(path.name for path in folder.iterdir()) == ["tokenizer.json", "tokenizer.model", "tokenizer_config.json"]
+    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["c-tokenizer", "c.bin", "c.idx", "c.meta.json"]
+    meta = read_meta(tmp_path / "out" / "c")
+    assert meta is not None
+    assert meta["tokenizer"] == report.tokenizer == str(folder / "tokenizer.model")
+    assert json.loads((tmp_path / "out" / "c.meta.json").read_text())["tokenizer"] == "c-tokenizer/tokenizer.model"
+    tokenizer = load_tokenizer(folder)
+    assert tokenizer.vocab_size == meta["vocab_size"] == 900
+    assert [tokenizer.decode(ids) for ids in read(tmp_path / "out" / "c")] == texts
+
+
+def test_every_problem_of_the_input_is_told(tokenizer: SentencePieceTokenizer, tmp_path: Path) -> None:
+    lines = [
+        b'{"text": "fine"}',
+        b'{"text": "cut',
+        b'{"title": "x", "body": "y"}',
+        b'{"text": 7}',
+        b'{"text": null}',
+        b'["text"]',
+        b'{"text": "\xff"}',
+        b'{"text": "\\ud83d"}',
+    ]
+    source = tmp_path / "in.jsonl"
+    source.write_bytes(b"\n".join(lines))
+    with pytest.raises(DataError) as caught:
+        run([source], tmp_path / "out" / "c", tokenizer)
+    message = str(caught.value)
+    assert "The input has 7 unusable documents; nothing was written" in message
+    for part in (
+        "in.jsonl:2: got invalid JSON (Unterminated string starting at, column 10)",
+        "in.jsonl:3: field 'text': got no such field (fields: 'title', 'body'), expected a string",
+        "in.jsonl:4: field 'text': got number 7, expected a string",
+        "in.jsonl:5: field 'text': got null null, expected a string",
+        "in.jsonl:6: got a JSON array, expected one JSON object per line",
+        "in.jsonl:7: got byte 0xff at byte 10, expected UTF-8",
+        "in.jsonl:8: field 'text': got half a surrogate pair",
+    ):
+        assert part in message
+    assert list((tmp_path / "out").iterdir()) == []
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_ten_problems_are_listed_and_all_counted(workers: int, tokenizer: SentencePieceTokenizer, tmp_path: Path) -> None:
+    filler = {"text": "x " * 2000}
+    source = write_jsonl(tmp_path / "in.jsonl", [filler if i % 10 else {} for i in range(1000)])
+    with pytest.raises(DataError) as caught:
+        run([source], tmp_path / "c", tokenizer, workers=workers)
+    lines = str(caught.value).splitlines()
+    assert "100 unusable documents (the first 10 follow)" in lines[0]
+    assert [line.split(":")[1] for line in lines[1:]] == [str(i) for i in range(1, 100, 10)]
+    assert [path.name for path in tmp_path.iterdir()] == ["in.jsonl"]
+
+
+def test_failure_keeps_older_outputs(tokenizer: SentencePieceTokenizer, tmp_path: Path) -> None:
+    source = write_jsonl(tmp_path / "in.jsonl", [{"text": "a b"}])
+    run([source], tmp_path / "c", tokenizer)
+    before = {path.name: path.read_bytes() for path in tmp_path.iterdir() if path.name.startswith("c.")}
+    write_jsonl(source, [{"text": "another text"}, {"no": "text"}])
+    with pytest.raises(DataError):
+        run([source], tmp_path / "c", tokenizer)
+    with pytest.raises(DataError):
+        preprocess(PreprocessConfig(input=(str(source),), output_prefix=str(tmp_path / "c"), train_tokenizer=True, vocab_size=300))
+    assert {path.name: path.read_bytes() for path in tmp_path.iterdir() if path.name != "in.jsonl"} == before
+
+
+def test_inputs_that_give_nothing(tokenizer: SentencePieceTokenizer, tmp_path: Path) -> None:
+    (tmp_path / "folder").mkdir()
+    with pytest.raises(DataError) as caught:
+        run([tmp_path / "missing.txt", tmp_path / "folder"], tmp_path / "c", tokenizer)
+    assert "missing.txt: got no such file" in str(caught.value)
+    assert "folder: got an empty folder" in str(caught.value)
+    source = write_jsonl(tmp_path / "in.jsonl", [{"text": ""}])
+    with pytest.raises(DataError, match="field 'text': got no text in the whole input"):
+        run([source], tmp_path / "c", tokenizer)
+
+
+def test_options_that_do_not_go_together() -> None:
+    options = PreprocessConfig(output_prefix="out/", json_keys=("a", "a"), workers=-1)
+    with pytest.raises(ConfigError) as caught:
+        preprocess(options)
+    for part in ("input: got nothing", "output_prefix: got 'out/'", "json_keys: got", "workers: got -1", "tokenizer: got neither"):
+        assert part in str(caught.value)
+    options = PreprocessConfig(
+        input=("x",), output_prefix="o", train_tokenizer=True, tokenizer_model="t", tokenizer_type="HuggingFaceTokenizer", vocab_size=1000
+    )
+    with pytest.raises(ConfigError) as caught:
+        preprocess(options)
+    assert "tokenizer: got both" in str(caught.value)
+    assert "tokenizer_type: got HuggingFaceTokenizer" in str(caught.value)
+
+
+def test_end_token_is_needed_for_append_eod(tokenizer: SentencePieceTokenizer, tmp_path: Path) -> None:
+    tokenizer.save_hf(tmp_path / "hf")
+    (tmp_path / "hf" / "tokenizer_config.json").unlink()
+    bare = json.loads((tmp_path / "hf" / "tokenizer.json").read_text())
+    bare["added_tokens"] = []
+    vocabulary = bare["model"]["vocab"]
+    vocabulary["<end>"] = vocabulary.pop("</s>")
+    (tmp_path / "hf" / "tokenizer.json").write_text(json.dumps(bare))
+    source = write_jsonl(tmp_path / "in.jsonl", [{"text": "a b"}])
+    with pytest.raises(DataError, match=r"tokenizer\.json: got no end token, expected one, for --append-eod"):
+        run([source], tmp_path / "c", tokenizer, tokenizer_model=str(tmp_path / "hf"), append_eod=True)
+
+
+def test_large_vocabularies_take_four_bytes(texts: list[str], tokenizer: SentencePieceTokenizer, tmp_path: Path) -> None:
+    tokenizer.save_hf(tmp_path / "hf")
+    large = json.loads((tmp_path / "hf" / "tokenizer.json").read_text())
+    large["model"]["vocab"] |= {f"unused {id}": id for id in range(2000, 65500)}
+    (tmp_path / "hf" / "tokenizer.json").write_text(json.dumps(large))
+    source = write_jsonl(tmp_path / "in.jsonl", [{"text": texts[0]}])
+    report = run([source], tmp_path / "c", tokenizer, tokenizer_model=str(tmp_path / "hf"))
+    assert report.vocab_size == 65500
+    assert IndexedDataset(tmp_path / "c").dtype == np.int32
+    assert read(tmp_path / "c") == [tokenizer.encode(texts[0])]

@@ -1,0 +1,176 @@
+"""Real processes for tests: a pool of workers, started once, that joins a fresh gloo group for every job.
+
+``cluster.run(world_size, function, *args)`` calls ``function(place, *args)`` on the first ``world_size`` workers and returns
+their results in rank order. ``function`` is importable by name (module level); arguments and results are pickled.
+A worker that raises, dies or does not come back in time fails the job by rank; lost workers are replaced at the next job.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import pickle
+import time
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from datetime import timedelta
+from multiprocessing.connection import Connection, wait
+from multiprocessing.process import BaseProcess
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from megatron_llama.mesh import Place
+
+PRELOAD = ["megatron_llama.model.init", "megatron_llama.optim.build", "megatron_llama.pipeline.runtime", "tests.harness"]
+"""Imported once, by the server that the workers are forked from."""
+GRACE_SECONDS = 10.0
+"""After one worker failed, its peers lose their connections and fail too; those that do not are killed."""
+
+
+class WorkerError(AssertionError):
+    """A job failed. The message names the ranks and holds their tracebacks."""
+
+
+@dataclass(frozen=True)
+class _Job:
+    number: int
+    place: Place
+    function: Callable[..., Any]
+    args: tuple[Any, ...]
+    timeout: float
+
+
+@dataclass(frozen=True)
+class _Outcome:
+    """What a worker sent back; ``error`` alone when it failed."""
+
+    result: Any = None
+    error: str | None = None
+    at: float = field(default_factory=time.monotonic)
+
+
+@dataclass(frozen=True)
+class _Worker:
+    process: BaseProcess
+    connection: Connection
+
+
+class Cluster:
+    """The pool. Use as a context manager."""
+
+    def __init__(self) -> None:
+        self._context = multiprocessing.get_context("forkserver")
+        self._context.set_forkserver_preload(PRELOAD)
+        self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        self._workers: dict[int, _Worker] = {}
+        self._jobs = 0
+
+    def __enter__(self) -> Cluster:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        for rank in list(self._workers):
+            self._discard(rank)
+
+    def run(self, world_size: int, function: Callable[..., Any], *args: Any, timeout: float = 120.0) -> list[Any]:
+        """Results of ``function(place, *args)`` by rank. Raises WorkerError."""
+        self._jobs += 1
+        for rank in range(world_size):
+            self._start(rank)
+            job = _Job(self._jobs, Place(rank, world_size, rank), function, args, timeout)
+            self._workers[rank].connection.send_bytes(pickle.dumps(job))
+        outcomes = self._collect(world_size, timeout)
+        for rank in outcomes.keys() & self._workers.keys():
+            self._workers[rank].connection.send_bytes(b"leave the group")
+        in_time = sorted(outcomes.items(), key=lambda item: item[1].at)
+        errors = [f"--- rank {rank}: {outcome.error}" for rank, outcome in in_time if outcome.error is not None]
+        if errors:
+            raise WorkerError("\n".join([f"{function.__qualname__} failed on {len(errors)} of {world_size} ranks, first failure first", *errors]))
+        return [outcomes[rank].result for rank in range(world_size)]
+
+    def _collect(self, world_size: int, timeout: float) -> dict[int, _Outcome]:
+        """One outcome for every rank. Workers that died or came too late are discarded, which is their outcome."""
+        outcomes: dict[int, _Outcome] = {}
+        deadline = time.monotonic() + timeout
+        while waiting := {self._workers[rank].connection: rank for rank in range(world_size) if rank not in outcomes}:
+            ready = wait(list(waiting), timeout=max(0.0, deadline - time.monotonic()))
+            if not ready:
+                outcomes |= {rank: self._lost(rank, "did not come back in time, killed") for rank in waiting.values()}
+            for connection in ready:
+                rank = waiting[connection]
+                outcomes[rank] = self._receive(rank)
+                if outcomes[rank].error is not None:
+                    deadline = min(deadline, time.monotonic() + GRACE_SECONDS)
+        return outcomes
+
+    def _receive(self, rank: int) -> _Outcome:
+        try:
+            return pickle.loads(self._workers[rank].connection.recv_bytes())
+        except EOFError:
+            self._workers[rank].process.join()
+            return self._lost(rank, f"died with exit code {self._workers[rank].process.exitcode}")
+
+    def _lost(self, rank: int, reason: str) -> _Outcome:
+        self._discard(rank)
+        return _Outcome(error=reason)
+
+    def _start(self, rank: int) -> None:
+        if rank in self._workers:
+            return
+        here, there = self._context.Pipe()
+        process = self._context.Process(target=_serve, args=(there, self._store.port), name=f"rank {rank}", daemon=True)
+        process.start()
+        there.close()
+        self._workers[rank] = _Worker(process, here)
+
+    def _discard(self, rank: int) -> None:
+        worker = self._workers.pop(rank)
+        worker.connection.close()
+        worker.process.kill()
+        worker.process.join()
+
+
+def _serve(connection: Connection, store_port: int) -> None:
+    """A worker's life: one job after the other, until the pool closes the connection."""
+    torch.set_num_threads(1)
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    store = dist.TCPStore("127.0.0.1", store_port, is_master=False)
+    while True:
+        try:
+            job: _Job = pickle.loads(connection.recv_bytes())
+            outcome = _perform(job, store)
+            connection.send_bytes(pickle.dumps(outcome))
+            # Leaving the group closes its sockets. Success: when every rank has its result. Failure: at once, so that the
+            # peers learn that this rank will not answer.
+            if outcome.error is None:
+                connection.recv_bytes()
+                _leave()
+            else:
+                _leave()
+                connection.recv_bytes()
+        except EOFError:
+            return
+
+
+def _leave() -> None:
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def _perform(job: _Job, store: dist.Store) -> _Outcome:
+    place = job.place
+    try:
+        if place.world_size > 1:
+            dist.init_process_group(
+                "gloo",
+                store=dist.PrefixStore(f"job {job.number}", store),
+                rank=place.rank,
+                world_size=place.world_size,
+                timeout=timedelta(seconds=job.timeout),
+            )
+        return _Outcome(result=job.function(place, *job.args))
+    except Exception:
+        return _Outcome(error=traceback.format_exc())

@@ -1,0 +1,219 @@
+import contextlib
+import fcntl
+import io
+import json
+import os
+import pty
+import re
+import struct
+import termios
+from collections.abc import Callable
+from dataclasses import replace
+from datetime import datetime
+from pathlib import Path
+from typing import Any, TextIO
+
+import pytest
+
+from megatron_llama.errors import TrainingError
+from megatron_llama.metrics.log import MetricLog, StepRecord, format_duration, format_record, format_validation, truncate
+
+RECORD = StepRecord(
+    iteration=1,
+    train_iters=500_000,
+    consumed_samples=128,
+    learning_rate=1.5e-6,
+    global_batch_size=128,
+    lm_loss=12.34567,
+    grad_norm=1.2341,
+    elapsed_ms=1234.54321,
+    tokens_per_second=9876.04,
+    tokens_per_second_per_gpu=1234.505,
+    tflops_per_gpu=400.0123,
+    mfu=0.12345,
+    exposed_comm_ms=1.25,
+    peak_memory_bytes=1_320_702_444,
+    eta_seconds=3723.4,
+)
+KEYS = {
+    "iteration",
+    "lm_loss",
+    "grad_norm",
+    "learning_rate",
+    "consumed_samples",
+    "tokens_per_second",
+    "tokens_per_second_per_gpu",
+    "tflops_per_gpu",
+    "mfu",
+    "exposed_comm_ms",
+    "elapsed_ms",
+    "peak_memory_bytes",
+    "global_batch_size",
+    "eta_seconds",
+}
+NOW = datetime(2026, 8, 22, 15, 22, 22)
+MEGATRON = (
+    " [2026-08-22 15:22:22] iteration        1/  500000 | consumed samples:          128 | elapsed time per iteration (ms): 1234.5 | "
+    "throughput per GPU (TFLOP/s/GPU): 400.0 | learning rate: 1.500000E-06 | global batch size:   128 | lm loss: 1.234567E+01 | "
+    "loss scale: 1.0 | grad norm: 1.234 | number of skipped iterations:   0 | number of nan iterations:   0 |"
+)
+
+
+def opened(folder: Path | None, start: int = 0, **changes: Any) -> tuple[MetricLog, io.StringIO]:
+    out = io.StringIO()
+    options: dict[str, Any] = {"prints": True, "start_iteration": start, "train_iters": 500_000, "progress_bar": True, "out": out}
+    return MetricLog(folder, **(options | changes)), out
+
+
+def lines(folder: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (folder / "log.jsonl").read_text().splitlines()]
+
+
+def test_the_line_is_megatrons_with_ours_appended() -> None:
+    ours = " tokens/s/GPU: 1234.5 | exposed comm (ms): 1.2 | MFU: 12.3% | peak memory (GiB): 1.23 | ETA: 1:02:03 |"
+    assert format_record(RECORD, NOW) == MEGATRON + ours
+
+
+def test_unknown_values_are_named() -> None:
+    record = replace(RECORD, exposed_comm_ms=None, mfu=None, peak_memory_bytes=None, eta_seconds=None)
+    ours = " tokens/s/GPU: 1234.5 | exposed comm (ms): n/a | MFU: n/a | peak memory (GiB): n/a | ETA: n/a |"
+    assert format_record(record, NOW) == MEGATRON + ours
+
+
+@pytest.mark.parametrize(("seconds", "text"), [(0.4, "0:00:00"), (59.6, "0:01:00"), (3599.7, "1:00:00"), (100 * 3600 + 61, "100:01:01")])
+def test_durations(seconds: float, text: str) -> None:
+    assert format_duration(seconds) == text
+
+
+def test_the_validation_line() -> None:
+    assert format_validation(100, 12800, 2.0, 4096) == (
+        " validation loss at iteration 100 | consumed samples:        12800 | lm loss value: 2.000000E+00 | lm loss PPL: 7.389056E+00 "
+        "| validation tokens: 4096 |"
+    )
+    assert "lm loss PPL: 4.851652E+08" in format_validation(0, 0, 1e6, 1)
+
+
+def test_json_lines_are_unrounded(tmp_path: Path) -> None:
+    log, out = opened(tmp_path / "new" / "folder")
+    with log:
+        log.write_validation(0, 0, 10.123456789012345, 77)
+        log.write(RECORD)
+        log.write(replace(RECORD, iteration=2, mfu=None, exposed_comm_ms=None, peak_memory_bytes=None, eta_seconds=None))
+        # Lines are on disk at once: nothing is lost when the run is killed.
+        evaluation, first, second = lines(tmp_path / "new" / "folder")
+    assert evaluation == {"iteration": 0, "consumed_samples": 0, "validation_loss": 10.123456789012345, "validation_tokens": 77}
+    assert first == {key: getattr(RECORD, key) for key in KEYS}
+    assert second["iteration"] == 2
+    assert [key for key, value in second.items() if value is None] == ["mfu", "exposed_comm_ms", "peak_memory_bytes", "eta_seconds"]
+    printed = out.getvalue().splitlines()
+    assert len(printed) == 3
+    stamp = re.compile(r" \[\d{4}-\d\d-\d\d \d\d:\d\d:\d\d\]")
+    assert stamp.sub(" [2026-08-22 15:22:22]", printed[1]) == format_record(RECORD, NOW)
+
+
+def test_other_ranks_are_silent(tmp_path: Path) -> None:
+    log, out = opened(tmp_path / "never", prints=False)
+    with log:
+        log.advance()
+        log.write(RECORD)
+        log.write_validation(0, 0, 1.0, 1)
+        log.say("hello")
+    assert out.getvalue() == ""
+    assert not (tmp_path / "never").exists()
+
+
+def test_without_a_folder_lines_are_only_printed() -> None:
+    log, out = opened(None)
+    with log:
+        log.write(RECORD)
+    assert out.getvalue().count("\n") == 1
+
+
+def test_numbers_that_are_not_finite_stop_the_run(tmp_path: Path) -> None:
+    log, _ = opened(tmp_path)
+    with log, pytest.raises(TrainingError, match="lm_loss at iteration 1: got nan, expected a finite number"):
+        log.write(replace(RECORD, lm_loss=float("nan")))
+    assert lines(tmp_path) == []
+
+
+def test_a_resumed_run_continues_one_curve(tmp_path: Path) -> None:
+    log, _ = opened(tmp_path)
+    with log:
+        log.write_validation(0, 0, 9.0, 8)
+        for iteration in (1, 2, 3, 4):
+            log.write(replace(RECORD, iteration=iteration, lm_loss=10.0 - iteration))
+            if iteration % 2 == 0:
+                log.write_validation(iteration, iteration, 9.0 - iteration, 8)
+    whole = (tmp_path / "log.jsonl").read_text()
+    # Killed in the middle of a line, then resumed from the checkpoint at iteration 2.
+    with (tmp_path / "log.jsonl").open("a") as file:
+        file.write('{"iteration": 2, "lm_loss": 1.')
+    log, out = opened(tmp_path, start=2)
+    with log:
+        assert [line["iteration"] for line in lines(tmp_path)] == [0, 1, 2, 2]
+        log.write_validation(2, 2, 7.0, 8)
+        for iteration in (3, 4):
+            log.write(replace(RECORD, iteration=iteration, lm_loss=10.0 - iteration))
+        log.write_validation(4, 4, 5.0, 8)
+    assert (tmp_path / "log.jsonl").read_text() == whole
+    assert out.getvalue().count("validation loss at iteration 2 ") == 1
+    assert [path.name for path in tmp_path.iterdir()] == ["log.jsonl"]
+
+
+def test_a_fresh_start_begins_a_new_curve(tmp_path: Path) -> None:
+    for _ in range(2):
+        log, _ = opened(tmp_path)
+        with log:
+            log.write_validation(0, 0, 9.0, 8)
+            log.write(RECORD)
+    assert [line["iteration"] for line in lines(tmp_path)] == [0, 1]
+
+
+def test_truncation_keeps_lines_as_they_are(tmp_path: Path) -> None:
+    path = tmp_path / "log.jsonl"
+    kept = '{"iteration": 1, "lm_loss": 1.50}\n{"iteration":2}\n'
+    path.write_bytes(kept.encode() + b'\xff\xfe\n[1]\n{"lm_loss": 1}\n{"iteration": 3}\n{"itera')
+    assert truncate(path, 2) == [{"iteration": 1, "lm_loss": 1.5}, {"iteration": 2}]
+    assert path.read_text() == kept
+
+
+def on_a_terminal(use: Callable[[TextIO], None]) -> str:
+    """Everything that ``use`` writes to a terminal of 24 x 120."""
+    ours, theirs = pty.openpty()
+    fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 120, 0, 0))
+    with os.fdopen(theirs, "w") as terminal:
+        use(terminal)
+    shown = b""
+    # Linux ends the reading side of a closed terminal with an error, other systems with nothing.
+    with contextlib.suppress(OSError):
+        while chunk := os.read(ours, 65536):
+            shown += chunk
+    os.close(ours)
+    return shown.decode()
+
+
+def test_the_bar_is_on_a_terminal_and_text_stands_above_it(tmp_path: Path) -> None:
+    def use(terminal: TextIO) -> None:
+        with MetricLog(tmp_path, prints=True, start_iteration=3, train_iters=5, progress_bar=True, out=terminal) as log:
+            log.write(replace(RECORD, iteration=4))
+            log.advance()
+            log.advance()
+
+    shown = on_a_terminal(use)
+    assert "3/5" in shown and "5/5" in shown
+    [line] = [line for line in re.split(r"[\r\n]+", shown) if "lm loss" in line]
+    assert line.startswith(" [") and line.endswith(" |")
+
+
+def test_no_bar_when_not_asked_or_not_on_a_terminal(tmp_path: Path) -> None:
+    log, out = opened(tmp_path)
+    with log:
+        log.advance()
+    assert out.getvalue() == ""
+
+    def use(terminal: TextIO) -> None:
+        with MetricLog(tmp_path, prints=True, start_iteration=0, train_iters=5, progress_bar=False, out=terminal) as quiet:
+            quiet.advance()
+            quiet.say("only this")
+
+    assert on_a_terminal(use).split() == ["only", "this"]

@@ -1,0 +1,351 @@
+"""Twenty training steps of one small LLaMA under any layout, and the references they must equal.
+
+Shared by the parity tests and by ``tools/parity.py``, which prints the same numbers as a table.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import pydoc_data.topics
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from megatron_llama.config import Config, ModelConfig, OptimizerConfig, ParallelConfig, TrainingConfig
+from megatron_llama.data.loader import Batch
+from megatron_llama.mesh import Mesh, Place, build_mesh
+from megatron_llama.model.init import InitialWeights
+from megatron_llama.model.llama import Stage
+from megatron_llama.optim.build import build_optimizer, compute_dtype
+from megatron_llama.optim.distributed import OverlappedDistributedOptimizer
+from megatron_llama.params import Rectangle, hf_shapes
+from megatron_llama.pipeline.runtime import PipelineRuntime
+from tests.harness import Cluster
+
+MODEL = ModelConfig(
+    vocab_size=300,
+    hidden_size=64,
+    intermediate_size=160,
+    num_hidden_layers=4,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    head_dim=16,
+    max_position_embeddings=32,
+    initializer_range=0.05,
+)
+"""300 tokens are padded to 384, or to 512 over two tensor-parallel ranks: both hold real rows and the second holds padding."""
+OPTIMIZER = OptimizerConfig(lr=1e-3, weight_decay=0.1, clip_grad=1.0)
+SEQ_LENGTH, GLOBAL_BATCH_SIZE, STEPS = 32, 8, 20
+LOSS_BOUND, NORM_BOUND = 1e-6, 2e-5
+"""Relative. Where fp32 itself is further than half of this from fp64, twice that distance is the bound."""
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How one run is spread and what it trains."""
+
+    tp: int = 1
+    pp: int = 1
+    dp: int = 1
+    sp: bool = False
+    strategy: str = "optim"
+    microbatches: int = 1
+    """Of each data-parallel rank, in one step."""
+    schedule: str = "1f1b"
+    tied: bool = False
+    documents: bool = False
+    """Documents end at full stops: attention, positions and loss respect it."""
+    bucket: int = 20_000
+    fp64: bool = False
+    clip: float = 1.0
+    steps: int = STEPS
+
+    @property
+    def world_size(self) -> int:
+        """Processes."""
+        return self.tp * self.pp * self.dp
+
+    @property
+    def reference(self) -> Layout:
+        """The same training in one process, in one batch."""
+        return Layout(tied=self.tied, documents=self.documents, fp64=self.fp64, clip=self.clip, steps=self.steps)
+
+    @property
+    def name(self) -> str:
+        """What differs from one process."""
+        words = [f"{axis}{size}" for axis in ("tp", "pp", "dp") if (size := getattr(self, axis)) > 1] or ["one process"]
+        words += ["sp"] * self.sp + ([self.strategy] if self.dp > 1 else [])
+        words += [f"{self.microbatches} microbatches"] if self.microbatches > 1 else []
+        words += [self.schedule] if self.pp > 1 else []
+        return " ".join(words + ["tied"] * self.tied + ["documents"] * self.documents + ["fp64"] * self.fp64)
+
+    def config(self) -> Config:
+        """The trainer's configuration."""
+        parallel = ParallelConfig(
+            tensor_model_parallel_size=self.tp,
+            pipeline_model_parallel_size=self.pp,
+            sequence_parallel=self.sp,
+            pipeline_schedule=self.schedule,
+            data_parallel_sharding_strategy=self.strategy,
+            reduce_bucket_size=self.bucket,
+        )
+        return Config(
+            model=replace(MODEL, tie_word_embeddings=self.tied),
+            parallel=parallel,
+            training=TrainingConfig(fp64=self.fp64),
+            optimizer=replace(OPTIMIZER, clip_grad=self.clip),
+        )
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A rectangle of a HuggingFace tensor as one rank holds it after training."""
+
+    rectangle: Rectangle
+    master: Tensor
+    primary: bool
+
+
+@dataclass(frozen=True)
+class Record:
+    """One rank's account of a run."""
+
+    losses: tuple[float, ...]
+    norms: tuple[float, ...]
+    """Before clipping."""
+    pieces: tuple[Piece, ...] = ()
+    parameters: str = ""
+    """Digest of all compute parameters of this rank."""
+    dp_line: tuple[int, ...] = ()
+    """The ranks whose compute parameters must be the same."""
+
+
+@dataclass(frozen=True)
+class Trainer:
+    """The composition that a training run has, without its files."""
+
+    layout: Layout
+    mesh: Mesh
+    stage: Stage
+    optimizer: OverlappedDistributedOptimizer
+    runtime: PipelineRuntime
+
+    def step(self, index: int) -> tuple[Tensor, Tensor]:
+        """Loss and gradient norm of one step."""
+        loss = self.runtime.step(self.batches(index))
+        return loss, self.optimizer.step(OPTIMIZER.lr, clip=self.layout.clip).grad_norm
+
+    def batches(self, index: int) -> list[Batch]:
+        """This data-parallel rank's microbatches: the global batch is the same whatever the layout."""
+        size = GLOBAL_BATCH_SIZE // (self.layout.dp * self.layout.microbatches)
+        starts = (index * GLOBAL_BATCH_SIZE + (m * self.layout.dp + self.mesh.dp.rank) * size for m in range(self.layout.microbatches))
+        return [batch(range(start, start + size), documents=self.layout.documents) for start in starts]
+
+
+def trainer(place: Place, layout: Layout) -> Trainer:
+    """Build everything, with the initial weights that all layouts share."""
+    config = layout.config()
+    mesh = build_mesh(config.parallel, rank=place.rank, world_size=place.world_size, device=torch.device("cpu"))
+    stage = Stage(config.model, mesh, sequence_parallel=layout.sp)
+    optimizer = build_optimizer(config, stage, mesh)
+    optimizer.load_weights(initial_weights())
+    runtime = PipelineRuntime(stage, optimizer, mesh, schedule=layout.schedule, dtype=compute_dtype(config))
+    return Trainer(layout, mesh, stage, optimizer, runtime)
+
+
+def train(place: Place, layout: Layout) -> Record:
+    """Run all steps."""
+    run = trainer(place, layout)
+    steps = [run.step(index) for index in range(layout.steps)]
+    run.optimizer.settle()
+    pieces = (Piece(piece.rectangle, piece.tensors["master"].clone(), piece.primary) for piece in run.optimizer.pieces())
+    return Record(
+        losses=tuple(loss.item() for loss, _ in steps),
+        norms=tuple(norm.item() for _, norm in steps),
+        pieces=tuple(pieces),
+        parameters=_digest(run.stage.parameters()),
+        dp_line=run.mesh.dp.ranks,
+    )
+
+
+def _digest(tensors: Iterable[Tensor]) -> str:
+    total = hashlib.blake2b()
+    for tensor in tensors:
+        total.update(tensor.detach().numpy().tobytes())
+    return total.hexdigest()
+
+
+def initial_weights() -> InitialWeights:
+    """Seed and scale of every run here."""
+    return InitialWeights(1234, MODEL.initializer_range)
+
+
+def token_ids(count: int) -> Tensor:
+    """English text as ids below 300. Bytes times 7 modulo 300 are distinct, and text uses ids on both sides of 256."""
+    text = "".join(pydoc_data.topics.topics.values()).encode()
+    return torch.frombuffer(bytearray(text[:count]), dtype=torch.uint8).to(torch.int64) * 7 % MODEL.vocab_size
+
+
+def samples(positions: range) -> Tensor:
+    """[b, SEQ_LENGTH + 1] consecutive windows of the text."""
+    ids = token_ids(positions.stop * SEQ_LENGTH + 1)
+    return torch.stack([ids[p * SEQ_LENGTH : (p + 1) * SEQ_LENGTH + 1] for p in positions])
+
+
+def batch(positions: range, *, documents: bool = False) -> Batch:
+    """One microbatch, sequence first."""
+    text = samples(positions)
+    tokens, labels = text[:, :-1].t().contiguous(), text[:, 1:].t().contiguous()
+    if not documents:
+        return Batch(tokens, labels)
+    ends = tokens == ord(".") * 7 % MODEL.vocab_size
+    ids = ends.cumsum(0) - ends.to(torch.int64)
+    place = torch.arange(SEQ_LENGTH).unsqueeze(-1).expand_as(tokens)
+    starts = torch.where(torch.cat((torch.zeros_like(ends[:1]), ends[:-1])), place, 0).cummax(0).values
+    return Batch(tokens, labels, (~ends).float(), place - starts, ids.to(torch.int32))
+
+
+def hf_model(model: ModelConfig, dtype: torch.dtype = torch.float32) -> torch.nn.Module:
+    """transformers' LlamaForCausalLM with the initial weights."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    names = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads")
+    names += ("head_dim", "rms_norm_eps", "max_position_embeddings", "tie_word_embeddings")
+    rope = {"rope_type": "default", **(model.rope_scaling or {}), "rope_theta": model.rope_theta}
+    config = LlamaConfig(**{name: getattr(model, name) for name in names}, rope_parameters=rope, attn_implementation="sdpa")
+    twin = LlamaForCausalLM(config).to(dtype)
+    source, weights = InitialWeights(1234, model.initializer_range), {}
+    for name, shape in hf_shapes(model).items():
+        weights[name] = torch.empty(shape, dtype=dtype)
+        source(Rectangle(name, shape, (0,) * len(shape), shape, 0), weights[name])
+    missing, unexpected = twin.load_state_dict(weights, strict=False)
+    assert not unexpected and set(missing) <= {"lm_head.weight"} and model.tie_word_embeddings >= bool(missing), (missing, unexpected)
+    return twin
+
+
+def train_hf(layout: Layout) -> Record:
+    """The same steps with transformers, torch.optim.AdamW and clip_grad_norm_."""
+    model = hf_model(layout.config().model, torch.float64 if layout.fp64 else torch.float32)
+    groups = [[p for p in model.parameters() if (p.dim() > 1) is decay] for decay in (True, False)]
+    o = OPTIMIZER
+    options = [{"params": group, "weight_decay": decay} for group, decay in zip(groups, (o.weight_decay, 0.0), strict=True)]
+    optimizer = torch.optim.AdamW(options, lr=o.lr, betas=(o.adam_beta1, o.adam_beta2), eps=o.adam_eps)
+    losses, norms = [], []
+    for index in range(layout.steps):
+        text = samples(range(index * GLOBAL_BATCH_SIZE, (index + 1) * GLOBAL_BATCH_SIZE))
+        logits = model(text[:, :-1]).logits
+        loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), text[:, 1:].flatten())
+        optimizer.zero_grad()
+        loss.backward()
+        norms.append(torch.nn.utils.clip_grad_norm_(model.parameters(), layout.clip).item())
+        optimizer.step()
+        losses.append(loss.item())
+    return Record(tuple(losses), tuple(norms))
+
+
+def merged(records: Sequence[Record]) -> dict[str, Tensor]:
+    """The trained HuggingFace tensors. Asserts that every element is owned exactly once and that all copies are bitwise equal."""
+    pieces = [piece for record in records for piece in record.pieces]
+    shapes = {piece.rectangle.name: piece.rectangle.shape for piece in pieces}
+    weights = {name: torch.zeros(shape, dtype=pieces[0].master.dtype) for name, shape in shapes.items()}
+    owners = {name: torch.zeros(shape, dtype=torch.int64) for name, shape in shapes.items()}
+    for piece in pieces:
+        if piece.primary:
+            weights[piece.rectangle.name][_place(piece)] = piece.master
+            owners[piece.rectangle.name][_place(piece)] += 1
+    for name, count in owners.items():
+        assert bool((count == 1).all()), f"{name}: {int((count != 1).sum())} elements not owned exactly once"
+    for piece in pieces:
+        assert torch.equal(weights[piece.rectangle.name][_place(piece)], piece.master), f"{piece.rectangle}: copies differ"
+    return weights
+
+
+def _place(piece: Piece) -> tuple[slice, ...]:
+    return tuple(slice(start, start + size) for start, size in zip(piece.rectangle.offset, piece.rectangle.size, strict=True))
+
+
+def deviation(found: Sequence[float], expected: Sequence[float]) -> float:
+    """Largest relative difference over the steps."""
+    return max(abs(a - b) / abs(b) for a, b in zip(found, expected, strict=True))
+
+
+@dataclass(frozen=True)
+class Row:
+    """One line of the parity table: relative deviations over all steps, and their bounds."""
+
+    name: str
+    loss: float
+    norm: float
+    loss_hf: float
+    norm_hf: float
+    loss_bound: float
+    norm_bound: float
+
+    @property
+    def holds(self) -> bool:
+        """Whether every deviation is within its bound."""
+        return max(self.loss, self.loss_hf) <= self.loss_bound and max(self.norm, self.norm_hf) <= self.norm_bound
+
+
+@dataclass(frozen=True)
+class Reference:
+    """What a layout is compared with. ``hf`` is None where transformers has no counterpart."""
+
+    single: Record
+    exact: Record
+    """The single process in fp64."""
+    hf: Record | None
+
+    @property
+    def rounding(self) -> tuple[float, float]:
+        """How far fp32 itself is from fp64: loss, norm."""
+        return deviation(self.single.losses, self.exact.losses), deviation(self.single.norms, self.exact.norms)
+
+    def row(self, name: str, record: Record) -> Row:
+        """The comparison of one run."""
+        loss, norm = self.rounding
+        hf = self.hf or self.single
+        return Row(
+            name,
+            deviation(record.losses, self.single.losses),
+            deviation(record.norms, self.single.norms),
+            deviation(record.losses, hf.losses),
+            deviation(record.norms, hf.norms),
+            max(LOSS_BOUND, 2 * loss),
+            max(NORM_BOUND, 2 * norm),
+        )
+
+
+def reference(cluster: Cluster, layout: Layout) -> Reference:
+    """Train what a layout is compared with."""
+    alone = layout.reference
+    single, exact = (cluster.run(1, train, run)[0] for run in (alone, replace(alone, fp64=True)))
+    return Reference(single, exact, None if layout.documents else train_hf(alone))
+
+
+def _grid() -> list[Layout]:
+    """Every kind of parallelism, alone and together."""
+    full = Layout(tp=2, pp=2, dp=2, sp=True)
+    plain = [
+        Layout(microbatches=4),
+        Layout(tp=2),
+        Layout(tp=2, sp=True),
+        Layout(pp=2, microbatches=4),
+        Layout(pp=2, microbatches=4, schedule="gpipe"),
+        Layout(pp=4, microbatches=1),
+        Layout(pp=4, microbatches=8),
+        Layout(tp=2, pp=2, sp=True, microbatches=4),
+    ]
+    data = [Layout(dp=2, strategy=s, microbatches=m) for s in STRATEGIES for m in (1, 4)]
+    data += [replace(full, strategy=s, microbatches=m) for s in STRATEGIES for m in (1, 4)]
+    data += [Layout(dp=4), replace(full, schedule="gpipe", microbatches=4), Layout(tp=2, dp=2, microbatches=2)]
+    tied = [Layout(tied=True, microbatches=4), Layout(tp=2, tied=True), Layout(pp=2, tied=True, microbatches=4)]
+    tied += [replace(full, tied=True, strategy=s, microbatches=2) for s in STRATEGIES]
+    documents = [Layout(dp=2, microbatches=4), Layout(tp=2, sp=True), replace(full, microbatches=2)]
+    return plain + data + tied + [replace(layout, documents=True) for layout in documents]
+
+
+STRATEGIES = ("no_shard", "optim", "optim_grads")
+LAYOUTS = tuple(_grid())

@@ -1,0 +1,62 @@
+"""The worker pool reports every way in which a job can fail, and goes on."""
+
+from __future__ import annotations
+
+import os
+import threading
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from megatron_llama.mesh import Place
+from tests.harness import Cluster, WorkerError
+
+
+def total(place: Place, factor: int) -> tuple[int, float]:
+    value = torch.tensor(float(place.rank * factor))
+    dist.all_reduce(value)
+    return os.getpid(), value.item()
+
+
+def one_raises(place: Place) -> None:
+    if place.rank == 1:
+        raise ValueError("rank one has had enough")
+    dist.all_reduce(torch.zeros(1))
+
+
+def one_dies(place: Place) -> None:
+    if place.rank == 2:
+        os._exit(17)
+    dist.all_reduce(torch.zeros(1))
+
+
+def one_hangs(place: Place) -> None:
+    if place.rank == 0:
+        threading.Event().wait()
+
+
+def test_workers_are_reused_and_groups_are_fresh(cluster: Cluster) -> None:
+    first = cluster.run(8, total, 2)
+    second = cluster.run(3, total, 5)
+    assert [value for _, value in first] == [56.0] * 8
+    assert [value for _, value in second] == [15.0] * 3
+    assert [pid for pid, _ in second] == [pid for pid, _ in first][:3]
+
+
+def test_exception_comes_back_with_its_traceback(cluster: Cluster) -> None:
+    with pytest.raises(WorkerError, match=r"(?s)one_raises failed on 2 of 2.*--- rank 1:.*in one_raises.*rank one has had enough.*--- rank 0"):
+        cluster.run(2, one_raises)
+    assert cluster.run(2, total, 1)[0][1] == 1.0
+
+
+def test_dead_worker_is_named_and_replaced(cluster: Cluster) -> None:
+    with pytest.raises(WorkerError, match=r"rank 2: died with exit code 17"):
+        cluster.run(3, one_dies)
+    assert cluster.run(3, total, 1)[0][1] == 3.0
+
+
+def test_hanging_worker_is_named_and_replaced(cluster: Cluster) -> None:
+    with pytest.raises(WorkerError, match=r"one_hangs failed on 1 of 2.*\n--- rank 0: did not come back in time"):
+        cluster.run(2, one_hangs, timeout=1.0)
+    assert cluster.run(2, total, 1)[0][1] == 1.0

@@ -1,0 +1,103 @@
+"""Every layout trains the model that one process trains, and that HuggingFace with torch's own AdamW trains."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+import torch
+
+from tests.harness import Cluster
+from tests.parallel.cases import LAYOUTS, LOSS_BOUND, NORM_BOUND, OPTIMIZER, STEPS, Layout, Record, Reference, deviation, merged, train
+
+References = Callable[[Layout], Reference]
+FULL = Layout(tp=2, pp=2, dp=2, sp=True, microbatches=2, steps=5)
+
+
+@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
+def test_one_process_equals_huggingface(references: References, tied: bool) -> None:
+    reference = references(Layout(tied=tied))
+    assert reference.hf is not None
+    row = reference.row("one process", reference.single)
+    assert len(reference.single.losses) == len(reference.hf.losses) == STEPS
+    assert row.holds, row
+    # The comparison means something only if the run learns and the clipping is at work in every step.
+    assert reference.single.losses[-1] < 0.7 * reference.single.losses[0]
+    assert min(reference.single.norms) > OPTIMIZER.clip_grad
+
+
+def test_fp64_twins_agree_far_below_the_bounds(references: References, cluster: Cluster) -> None:
+    """In double precision only a difference in the mathematics would be left. (The rotary tables are fp32 in both, the clip
+    factor is fp32 in ours.)"""
+    from tests.parallel.cases import train_hf
+
+    ours, theirs = references(Layout()).exact, train_hf(Layout(fp64=True))
+    assert deviation(ours.losses, theirs.losses) < LOSS_BOUND / 10
+    assert deviation(ours.norms, theirs.norms) < NORM_BOUND / 100
+    spread = cluster.run(4, train, Layout(tp=2, pp=2, sp=True, fp64=True, microbatches=2))[0]
+    assert deviation(spread.losses, ours.losses) < LOSS_BOUND / 1000
+    assert deviation(spread.norms, ours.norms) < NORM_BOUND / 1000
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: layout.name)
+def test_layout_equals_one_process(references: References, cluster: Cluster, layout: Layout) -> None:
+    records = cluster.run(layout.world_size, train, layout)
+    assert all(record.losses == records[0].losses and record.norms == records[0].norms for record in records)
+    row = references(layout).row(layout.name, records[0])
+    print(row)
+    assert row.holds, row
+    _assert_replicas_equal(records)
+    trained, alone = merged(records), merged([references(layout).single])
+    assert trained.keys() == alone.keys()
+    for name, weight in trained.items():
+        # Adam turns a gradient that is all rounding noise into full steps, so single elements may differ, tensors may not.
+        assert float((weight - alone[name]).norm() / alone[name].norm()) < 1e-4, name
+
+
+def _assert_replicas_equal(records: list[Record]) -> None:
+    for record in records:
+        digests = {records[rank].parameters for rank in record.dp_line}
+        assert len(digests) == 1, f"data-parallel ranks {record.dp_line} hold different parameters"
+
+
+@pytest.mark.parametrize("layout", [FULL, replace(FULL, strategy="optim_grads", tied=True)], ids=lambda layout: layout.name)
+def test_same_layout_twice_is_bitwise_equal(cluster: Cluster, layout: Layout) -> None:
+    _assert_bitwise(cluster.run(8, train, layout), cluster.run(8, train, layout))
+
+
+@pytest.mark.parametrize("dp", [2, 4])
+def test_optim_and_optim_grads_are_bitwise_equal_with_one_microbatch(cluster: Cluster, dp: int) -> None:
+    layout = Layout(dp=dp, steps=5)
+    _assert_bitwise(cluster.run(dp, train, layout), cluster.run(dp, train, replace(layout, strategy="optim_grads")))
+
+
+@pytest.mark.parametrize("strategy", ["optim", "optim_grads"])
+@pytest.mark.parametrize("bucket", [1, 3_000, 10**9])
+def test_bucket_size_does_not_change_bits(cluster: Cluster, strategy: str, bucket: int) -> None:
+    """Without clipping: the norm sums squares per bucket, so its last bit may depend on where buckets end."""
+    layout = Layout(dp=4, strategy=strategy, microbatches=2, clip=0.0, steps=5)
+    one, other = cluster.run(4, train, layout), cluster.run(4, train, replace(layout, bucket=bucket))
+    assert one[0].losses == other[0].losses
+    assert one[0].parameters != "" and [r.parameters for r in one] == [r.parameters for r in other]
+    _assert_same_weights(one, other)
+
+
+def test_another_seed_of_rounding_is_seen(cluster: Cluster) -> None:
+    """The bitwise comparison can fail: two microbatches add in another order than one."""
+    one, two = (cluster.run(2, train, Layout(dp=2, microbatches=m, steps=5)) for m in (1, 2))
+    assert one[0].parameters != two[0].parameters
+
+
+def _assert_bitwise(one: list[Record], other: list[Record]) -> None:
+    for left, right in zip(one, other, strict=True):
+        assert left.losses == right.losses
+        assert left.norms == right.norms
+        assert left.parameters == right.parameters
+    _assert_same_weights(one, other)
+
+
+def _assert_same_weights(one: list[Record], other: list[Record]) -> None:
+    left, right = merged(one), merged(other)
+    assert left.keys() == right.keys()
+    assert all(torch.equal(left[name], right[name]) for name in left)

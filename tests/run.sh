@@ -1,0 +1,12 @@
+#!/usr/bin/env bash
+# All tests, from nothing: makes .venv, installs the tested versions, checks style and types, runs pytest.
+# Arguments go to pytest: bash tests/run.sh tests/test_layout.py -x
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+bash tools/venv.sh test
+export OMP_NUM_THREADS=1 # several processes share the cores; more threads in each only get in each other's way
+if [ $# -eq 0 ]; then
+    .venv/bin/ruff check .
+    .venv/bin/mypy
+fi
+exec .venv/bin/python -m pytest "$@"

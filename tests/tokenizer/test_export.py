@@ -1,0 +1,113 @@
+"""A sentencepiece model and its tokenizer.json give the same ids, in `tokenizers` and in transformers."""
+
+from __future__ import annotations
+
+import io
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+import sentencepiece
+from tokenizers import Tokenizer
+from transformers import AutoTokenizer
+
+from megatron_llama.errors import DataError
+from megatron_llama.tokenizer.export import hf_tokenizer
+from megatron_llama.tokenizer.proto import BYTE, CONTROL, NORMAL, UNKNOWN, parse_model
+from megatron_llama.tokenizer.spm import SentencePieceTokenizer
+
+EDGES = ["", " ", "  a  b ", "a\n ", " \n", "\n a", "\t", "😀é漢 x", "\uff41\uff42\uff43 ① ﬁ e\u0301", "\u3000 a\u00a0b", "\u2581x \u2581"]
+
+
+def train(texts: list[str], **options: Any) -> bytes:
+    model = io.BytesIO()
+    lines = iter("".join(texts).split("\n"))
+    defaults = {"model_type": "bpe", "vocab_size": 1500, "byte_fallback": True, "minloglevel": 2}
+    sentencepiece.SentencePieceTrainer.train(sentence_iterator=lines, model_writer=model, **{**defaults, **options})
+    return model.getvalue()
+
+
+def test_tokenizers_gives_the_same_ids(trained: SentencePieceTokenizer, folder: Path, chunks: list[str]) -> None:
+    twin = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    different = [text for text in [*chunks, *EDGES] if twin.encode(text, add_special_tokens=False).ids != trained.encode(text)]
+    assert different == []
+
+
+def test_runs_of_characters_merge_in_the_same_order(trained: SentencePieceTokenizer, folder: Path) -> None:
+    twin = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    draw = random.Random(0)
+    for _ in range(3000):
+        unit = draw.choice([" ", "-", "=", "* ", "ab ", " =", "  \n", "re"])
+        text = "".join(draw.choice([unit, unit, unit, "a", "."]) for _ in range(draw.randint(1, 60)))
+        assert twin.encode(text, add_special_tokens=False).ids == trained.encode(text), repr(text)
+
+
+@pytest.mark.parametrize("with_model_config", [False, True])
+def test_transformers_gives_the_same_ids(
+    trained: SentencePieceTokenizer, folder: Path, chunks: list[str], with_model_config: bool, tmp_path: Path
+) -> None:
+    trained.save_hf(tmp_path)
+    if with_model_config:  # as in an exported model, where transformers chooses the tokenizer class by model type
+        (tmp_path / "config.json").write_text('{"model_type": "llama", "architectures": ["LlamaForCausalLM"]}')
+    auto = AutoTokenizer.from_pretrained(tmp_path)
+    different = [text for text in [*chunks, *EDGES] if auto(text, add_special_tokens=False)["input_ids"] != trained.encode(text)]
+    assert different == []
+    assert auto("hello world")["input_ids"] == [1, *trained.encode("hello world")]
+    assert (auto.bos_token_id, auto.eos_token_id, auto.unk_token_id, len(auto)) == (1, 2, 0, 4000)
+    assert auto.decode(auto(chunks[7])["input_ids"], skip_special_tokens=True) == chunks[7]
+
+
+def test_decoding_agrees(trained: SentencePieceTokenizer, folder: Path, chunks: list[str]) -> None:
+    twin = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    for text in chunks:
+        ids = trained.encode(text)
+        assert twin.decode(ids) == trained.decode(ids)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"normalization_rule_name": "nmt_nfkc"},
+        {"normalization_rule_name": "nmt_nfkc", "remove_extra_whitespaces": False},
+        {"normalization_rule_name": "identity"},
+        {"normalization_rule_name": "identity", "remove_extra_whitespaces": False, "add_dummy_prefix": False},
+        {"byte_fallback": False, "character_coverage": 0.98},
+    ],
+    ids=lambda options: " ".join(map(str, options.values())),
+)
+def test_every_normalizer(options: dict[str, Any], texts: list[str], chunks: list[str]) -> None:
+    data = train(texts, **options)
+    processor = sentencepiece.SentencePieceProcessor(model_proto=data)
+    twin = hf_tokenizer(parse_model(data, "trained"), "trained", "<s>")
+    different = [text for text in [*chunks, *EDGES] if twin.encode(text, add_special_tokens=False).ids != processor.encode(text)]
+    assert different == []
+
+
+def test_models_without_a_counterpart_are_refused(texts: list[str]) -> None:
+    data = train(texts, model_type="unigram", user_defined_symbols=["<x>"], treat_whitespace_as_suffix=True)
+    with pytest.raises(DataError) as caught:
+        hf_tokenizer(parse_model(data, "other.model"), "other.model", None)
+    for word in ("other.model", "model_type is 1", "treat_whitespace_as_suffix", "user-defined"):
+        assert word in str(caught.value)
+
+
+def test_parsed_fields_are_sentencepieces(texts: list[str]) -> None:
+    data = train(texts, normalization_rule_name="nmt_nfkc", add_dummy_prefix=False)
+    processor = sentencepiece.SentencePieceProcessor(model_proto=data)
+    model = parse_model(data, "trained")
+    ids = range(processor.get_piece_size())
+    assert [piece.text for piece in model.pieces] == [processor.id_to_piece(id) for id in ids]
+    assert [piece.score for piece in model.pieces] == [processor.get_score(id) for id in ids]
+    assert [piece.type for piece in model.pieces] == [
+        UNKNOWN if processor.is_unknown(id) else CONTROL if processor.is_control(id) else BYTE if processor.is_byte(id) else NORMAL
+        for id in ids
+    ]
+    assert (model.add_dummy_prefix, model.remove_extra_whitespaces, model.byte_fallback) == (False, True, True)
+    assert len(model.charsmap) > 1000
+
+
+@pytest.mark.parametrize("data", [b"", b"garbage", b"\x0a\xff\xff\xff\x7fxx", b"\x0a\x02\x08"])
+def test_damaged_proto(data: bytes) -> None:
+    with pytest.raises(DataError, match=r"some\.model: got damaged content .* expected a sentencepiece model"):
+        parse_model(data, "some.model")

@@ -1,0 +1,118 @@
+"""tokenizer.json files, LLaMA 3's byte-level kind among them, and finding a tokenizer."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+from transformers import AutoTokenizer
+
+from megatron_llama.errors import DataError
+from megatron_llama.tokenizer.hf import HFTokenizer
+from megatron_llama.tokenizer.load import load_tokenizer
+from megatron_llama.tokenizer.spm import SentencePieceTokenizer
+
+
+@pytest.fixture(scope="module")
+def llama3_like(texts: list[str], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a byte-level BPE, special tokens behind the vocabulary and a begin token in the post-processor."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    tokenizer.train_from_iterator(texts, trainers.BpeTrainer(vocab_size=1200, initial_alphabet=alphabet, show_progress=False))
+    tokenizer.add_special_tokens(["<|begin_of_text|>", "<|end_of_text|>", "<|eot_id|>"])
+    tokenizer.post_processor = processors.TemplateProcessing(single="<|begin_of_text|> $A", special_tokens=[("<|begin_of_text|>", 1200)])
+    tokenizer.enable_truncation(16)
+    tokenizer.enable_padding(length=16)
+    folder = tmp_path_factory.mktemp("llama3")
+    tokenizer.save(str(folder / "tokenizer.json"))
+    config = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "bos_token": "<|begin_of_text|>",
+        "eos_token": {"__type": "AddedToken", "content": "<|eot_id|>"},
+    }
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    (folder / "special_tokens_map.json").write_text("{}")
+    return folder
+
+
+def test_ids_are_those_of_transformers(llama3_like: Path, chunks: list[str]) -> None:
+    ours = load_tokenizer(llama3_like)
+    auto = AutoTokenizer.from_pretrained(llama3_like)
+    assert ours.encode_batch(chunks) == [
+        auto(text, add_special_tokens=False, truncation=False, padding=False)["input_ids"] for text in chunks
+    ]
+    assert max(len(ids) for ids in ours.encode_batch(chunks)) > 16
+    for text in chunks:
+        assert ours.decode(ours.encode(text)) == text
+
+
+def test_special_tokens_from_the_config(llama3_like: Path) -> None:
+    tokenizer = load_tokenizer(llama3_like)
+    assert (tokenizer.vocab_size, tokenizer.bos_id, tokenizer.eos_id) == (1203, 1200, 1202)
+    assert tokenizer.decode([1200, *tokenizer.encode("def f"), 1202]) == "def f"
+
+
+def test_special_tokens_by_well_known_names(llama3_like: Path, tmp_path: Path) -> None:
+    shutil.copy(llama3_like / "tokenizer.json", tmp_path)
+    tokenizer = load_tokenizer(tmp_path / "tokenizer.json")
+    assert (tokenizer.bos_id, tokenizer.eos_id) == (1200, 1201)
+
+
+def test_config_that_names_an_unknown_token(llama3_like: Path, tmp_path: Path) -> None:
+    shutil.copy(llama3_like / "tokenizer.json", tmp_path)
+    (tmp_path / "tokenizer_config.json").write_text('{"eos_token": "<end>"}')
+    with pytest.raises(DataError, match=r"tokenizer_config\.json: eos_token: got '<end>', expected a token of tokenizer\.json"):
+        load_tokenizer(tmp_path)
+    (tmp_path / "tokenizer_config.json").write_text("[]")
+    with pytest.raises(DataError, match="got a JSON list, expected a JSON object"):
+        load_tokenizer(tmp_path)
+    (tmp_path / "tokenizer_config.json").write_text("{")
+    with pytest.raises(DataError, match="expected a JSON file"):
+        load_tokenizer(tmp_path)
+
+
+def test_save_copies_what_belongs_together(llama3_like: Path, tmp_path: Path) -> None:
+    load_tokenizer(llama3_like).save_hf(tmp_path / "new" / "folder")
+    copied = {path.name: path.read_bytes() for path in (tmp_path / "new" / "folder").iterdir()}
+    assert copied == {path.name: path.read_bytes() for path in llama3_like.iterdir()}
+
+
+def test_folder_prefers_tokenizer_json(folder: Path, tmp_path: Path) -> None:
+    assert isinstance(load_tokenizer(folder), HFTokenizer)
+    shutil.copy(folder / "tokenizer.model", tmp_path)
+    assert isinstance(load_tokenizer(tmp_path), SentencePieceTokenizer)
+
+
+@pytest.mark.parametrize("name", ["SentencePieceTokenizer", "Llama2Tokenizer"])
+def test_megatron_types_for_sentencepiece(name: str, folder: Path, llama3_like: Path) -> None:
+    assert isinstance(load_tokenizer(folder, name), SentencePieceTokenizer)
+    with pytest.raises(DataError, match=f"got a .json file, expected .model for {name}"):
+        load_tokenizer(folder / "tokenizer.json", name)
+    with pytest.raises(DataError, match=r"expected tokenizer\.model"):
+        load_tokenizer(llama3_like, name)
+
+
+@pytest.mark.parametrize("name", ["HuggingFaceTokenizer", "PretrainedFromHF"])
+def test_megatron_types_for_hugging_face(name: str, folder: Path, llama3_like: Path) -> None:
+    assert isinstance(load_tokenizer(folder, name), HFTokenizer)
+    assert isinstance(load_tokenizer(llama3_like / "tokenizer.json", name), HFTokenizer)
+
+
+def test_paths_that_hold_no_tokenizer(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"got no such file, expected a \.model file, a tokenizer\.json or a folder"):
+        load_tokenizer(tmp_path / "missing")
+    with pytest.raises(DataError, match=r"got a folder without them, expected tokenizer\.json or tokenizer\.model"):
+        load_tokenizer(tmp_path)
+    with pytest.raises(DataError, match="tokenizer_type: got GPT2BPETokenizer, expected one of SentencePieceTokenizer"):
+        load_tokenizer(tmp_path, "GPT2BPETokenizer")
+    (tmp_path / "vocab.txt").write_text("a")
+    with pytest.raises(DataError, match=r"got a \.txt file"):
+        load_tokenizer(tmp_path / "vocab.txt")
+    (tmp_path / "tokenizer.json").write_text('{"model": 3}')
+    with pytest.raises(DataError, match=r"expected a HuggingFace tokenizer\.json"):
+        load_tokenizer(tmp_path)
