@@ -9,15 +9,15 @@ from megatron_llama.checkpoint import native
 from megatron_llama.checkpoint.hf import HFWeights
 from megatron_llama.checkpoint.native import TrainState
 from megatron_llama.comm.agreement import together
-from megatron_llama.config import Config
+from megatron_llama.config import CheckpointConfig, Config, ModelConfig
 from megatron_llama.data.indexed import IndexedDataset
 from megatron_llama.data.loader import BatchLoader
 from megatron_llama.data.stream import TokenStream, split_documents
-from megatron_llama.errors import CheckpointError, describe
+from megatron_llama.errors import CheckpointError, ConfigError, describe
 from megatron_llama.mesh import Mesh
 from megatron_llama.metrics.log import MetricLog
 from megatron_llama.model.init import InitialWeights
-from megatron_llama.optim.distributed import OverlappedDistributedOptimizer
+from megatron_llama.optim.distributed import OverlappedDistributedOptimizer, WeightSource
 from megatron_llama.pipeline.runtime import PipelineRuntime
 
 TRAINING, VALIDATION = 0, 1
@@ -52,22 +52,40 @@ def load_or_init(config: Config, optimizer: OverlappedDistributedOptimizer, mesh
     """The weights and the state a run starts from: a checkpoint, a HuggingFace folder, or the seed. Raises CheckpointError."""
     options = config.checkpoint
     with together(mesh.world):
-        start = find_start(config)
+        start = find_start(config.checkpoint)
     if start is not None:
-        return native.load(start, optimizer, mesh, config)
+        return native.load(start, optimizer, mesh, config.model)
     if options.init_from_hf is not None:
         with together(mesh.world):
-            weights = HFWeights(options.init_from_hf, config.model)
+            weights = HFWeights(options.init_from_hf)
         optimizer.load_weights(weights)
     else:
         optimizer.load_weights(InitialWeights(config.training.seed, config.model.initializer_range))
     return TrainState(0, 0)
 
 
-def find_start(config: Config) -> Path | None:
+def trained_model(load: str | None) -> ModelConfig | None:
+    """The model of the checkpoint that a run is to load, if there is one."""
+    newest = native.latest(load) if load is not None else None
+    return native.read_meta(newest).model if newest is not None else None
+
+
+def trained_weights(config: Config) -> tuple[TrainState, WeightSource]:
+    """The weights to evaluate, and the iteration they are of. Raises CheckpointError, ConfigError."""
+    load, folder = config.checkpoint.load, config.checkpoint.init_from_hf
+    if load is not None:
+        meta = native.read_meta(load)
+        return meta.state, native.open_weights(meta.folder)
+    if folder is not None:
+        return TrainState(0, 0), HFWeights(folder)
+    do = "give --load FOLDER or --init-from-hf FOLDER"
+    raise ConfigError(describe("--load, --init-from-hf", got="neither", expected="the weights to evaluate", do=do))
+
+
+def find_start(options: CheckpointConfig) -> Path | None:
     """The checkpoint to resume from; None for a fresh start. Raises CheckpointError rather than guess: a fresh run never
     continues in a folder that already holds somebody's checkpoints, and a resumed one never starts over."""
-    save, load = config.checkpoint.save, config.checkpoint.load
+    save, load = options.save, options.load
     if load is None:
         present = native.latest(Path(save)) if save is not None else None
         if present is not None:

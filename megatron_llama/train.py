@@ -3,15 +3,30 @@
 from __future__ import annotations
 
 from megatron_llama.checkpoint.native import TrainState
+from megatron_llama.comm.agreement import together
 from megatron_llama.config import Config
 from megatron_llama.feed import Feed, Interrupts
 from megatron_llama.mesh import Mesh
 from megatron_llama.model.llama import Stage
+from megatron_llama.model.load import load_stage
 from megatron_llama.optim.build import build_optimizer, compute_dtype
 from megatron_llama.optim.lr import learning_rate
-from megatron_llama.pipeline.runtime import PipelineRuntime
+from megatron_llama.pipeline.runtime import FixedWeights, PipelineRuntime
 from megatron_llama.progress import Progress
-from megatron_llama.setup import Saver, Validation, build_loader, load_or_init, open_log
+from megatron_llama.setup import Saver, Validation, build_loader, load_or_init, open_log, trained_weights
+
+
+def evaluate_only(config: Config, mesh: Mesh, *, eod: int | None = None) -> None:
+    """Print the loss of a checkpoint or HuggingFace folder on the validation split. No optimizer is built: a rank holds
+    its share of the weights and nothing else."""
+    stage = Stage(config.model, mesh, sequence_parallel=config.parallel.sequence_parallel)
+    with together(mesh.world):
+        state, weights = trained_weights(config)
+        load_stage(stage, weights, dtype=compute_dtype(config))
+    schedule, dtype = config.parallel.pipeline_schedule, compute_dtype(config)
+    runtime = PipelineRuntime(stage, FixedWeights(), mesh, schedule=schedule, dtype=dtype)
+    with open_log(config, mesh, state) as log:
+        Validation(config, mesh, runtime, log, eod).run(state)
 
 
 def train(config: Config, mesh: Mesh, *, eod: int | None = None) -> None:

@@ -15,6 +15,10 @@ from torch import Tensor
 
 from megatron_llama.mesh import Axis
 
+# torch 2.13 renamed both and warns about the old names, the only ones that 2.11 has.
+_all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
 
 @dataclass
 class Pending:
@@ -52,7 +56,7 @@ def all_gather(full: Tensor, shard: Tensor, axis: Axis) -> Pending:
             full.data.copy_(shard.data)
         return Pending(axis, None)
     _issue(axis, "all_gather", full)
-    return Pending(axis, dist.all_gather_into_tensor(full.data, shard.data, group=axis.group, async_op=True))
+    return Pending(axis, _all_gather_single(full.data, shard.data, group=axis.group, async_op=True))
 
 
 def reduce_scatter(shard: Tensor, full: Tensor, axis: Axis) -> Pending:
@@ -64,7 +68,7 @@ def reduce_scatter(shard: Tensor, full: Tensor, axis: Axis) -> Pending:
     _issue(axis, "reduce_scatter", full)
     if full.device.type == "cpu":
         return _exchange_and_sum(shard.data, full.data, axis)
-    return Pending(axis, dist.reduce_scatter_tensor(shard.data, full.data, group=axis.group, async_op=True))
+    return Pending(axis, _reduce_scatter_single(shard.data, full.data, group=axis.group, async_op=True))
 
 
 def _exchange_and_sum(shard: Tensor, full: Tensor, axis: Axis) -> Pending:

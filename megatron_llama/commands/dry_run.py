@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from megatron_llama.commands.options import DryRunConfig
-from megatron_llama.config import Config, LaunchConfig
+from megatron_llama.config import CheckpointConfig, Config, LaunchConfig
 from megatron_llama.errors import ConfigError, UserError, listing
 from megatron_llama.layout import ShardLayout, stage_layout, strategy_named
 from megatron_llama.options import Parsed
@@ -22,11 +22,11 @@ SHOWN_ACTIONS = 40
 
 def dry_run(parsed: Parsed) -> None:
     """Print the plan. Raises ConfigError if the run cannot work, in strict mode also for what this machine lacks."""
-    from megatron_llama.checkpoint.native import model_of
+    from megatron_llama.setup import trained_model
 
     options = parsed.get(DryRunConfig)
     world = options.world_size or _launched(parsed.get(LaunchConfig)) or _environment()
-    config = assemble(parsed, trained=model_of(parsed, missing_ok=True))
+    config = assemble(parsed, trained=trained_model(parsed.get(CheckpointConfig).load))
     resolved = check(config, world, needs_data=False)
     config, warnings = _with_vocabulary(resolved.config)
     warnings = [*resolved.warnings, *warnings, *_missing_here(config, world)]

@@ -11,6 +11,8 @@ from megatron_llama.options import Parsed
 
 def export(parsed: Parsed) -> None:
     """Stream the weights tensor by tensor; the target appears whole or not at all."""
+    import torch
+
     from megatron_llama.checkpoint import native
     from megatron_llama.checkpoint.hf import export_hf
     from megatron_llama.tokenizer.load import load_tokenizer
@@ -20,7 +22,7 @@ def export(parsed: Parsed) -> None:
     missing = [describe(f"--{name}", got="nothing", expected="a folder", do=f"give --{name} FOLDER") for name in ("load", "output") if not getattr(options, name)]
     if missing:
         raise ConfigError("; ".join(missing))
-    path = native.newest(Path(options.load))
+    path = native.find(Path(options.load))
     meta = native.read_meta(path)
     dtype = options.dtype
     if dtype == "auto":
@@ -28,7 +30,7 @@ def export(parsed: Parsed) -> None:
     beside = Path(options.load) / FOLDER
     chosen = options.tokenizer_model or (beside if beside.is_dir() else None)
     tokenizer = load_tokenizer(chosen) if chosen is not None else None
-    export_hf(Path(options.output), meta.model, native.open_weights(path), dtype=dtype, tokenizer=tokenizer)
+    export_hf(options.output, meta.model, native.open_weights(path), getattr(torch, dtype), tokenizer)
     print(f"exported {path} to {options.output} ({dtype})")
     if tokenizer is None:
         print("warning: no tokenizer is known for this checkpoint; give --tokenizer-model to export one with it")

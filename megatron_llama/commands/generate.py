@@ -51,13 +51,13 @@ def _model(options: GenerateConfig) -> tuple[Stage, Tokenizer]:
         found = "neither" if options.load is None else "both"
         raise ConfigError(describe("--load, --init-from-hf", got=found, expected="one of them", do="give --load FOLDER or --init-from-hf FOLDER"))
     if options.load is not None:
-        path = native.newest(Path(options.load))
+        path = native.find(Path(options.load))
         model, beside = native.read_meta(path).model, Path(options.load) / FOLDER
         source = native.open_weights(path)
     else:
         assert options.init_from_hf is not None
         model, beside = read_hf_config(options.init_from_hf), Path(options.init_from_hf)
-        source = HFWeights(options.init_from_hf, model)
+        source = HFWeights(options.init_from_hf)
     tokenizer = load_tokenizer(options.tokenizer_model or beside)
     stage = Stage(model, Mesh.single(devices.accelerator(0)), sequence_parallel=False)
     load_stage(stage, source, dtype=torch.bfloat16 if options.bf16 else torch.float32)

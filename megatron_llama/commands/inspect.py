@@ -46,7 +46,7 @@ def _checkpoint(path: str) -> None:
     from megatron_llama.checkpoint import native
     from megatron_llama.params import parameter_count
 
-    newest = native.newest(Path(path))
+    newest = native.find(Path(path))
     meta = native.read_meta(newest)
     _rows(
         {

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megatron_llama.commands.options import DryRunConfig
-from megatron_llama.config import Config
+from megatron_llama.config import CheckpointConfig, Config
 from megatron_llama.manual import config_sections
 from megatron_llama.options import Parsed
 
@@ -54,13 +54,13 @@ def _for_evaluation(parsed: Parsed) -> Parsed:
 @contextmanager
 def prepared(parsed: Parsed) -> Iterator[tuple[Config, Mesh, Vocabulary]]:
     """Resolve and check the configuration, join the other processes, and leave them at the end."""
-    from megatron_llama.checkpoint.native import model_of
     from megatron_llama.mesh import close_mesh, init_mesh, place_from_environment
+    from megatron_llama.setup import trained_model
     from megatron_llama.validate import assemble, check
     from megatron_llama.vocabulary import find_vocabulary, with_vocabulary
 
     place = place_from_environment()
-    config = assemble(parsed, trained=model_of(parsed))
+    config = assemble(parsed, trained=trained_model(parsed.get(CheckpointConfig).load))
     resolved = check(config, place.world_size, needs_data=True)
     vocabulary = find_vocabulary(resolved.config)
     config = with_vocabulary(resolved.config, vocabulary)

@@ -52,7 +52,7 @@ class PreprocessReport:
     """Bytes of input read."""
     seconds: float
 
-    def summary(self) -> str:
+    def __str__(self) -> str:
         """One line for people."""
         skipped = f", {self.skipped:,} empty ones skipped" if self.skipped else ""
         rate = self.bytes / 1e6 / max(self.seconds, 1e-9)

@@ -54,6 +54,20 @@ class Engine(Protocol):
         """It has ended."""
 
 
+class FixedWeights:
+    """The engine of a model that is only evaluated: its weights are always there."""
+
+    def use(self, unit: int) -> None:
+        """See Engine."""
+
+    def begin_backward(self, *, first: bool, last: bool) -> None:
+        """See Engine."""
+        raise RuntimeError("a model without an optimizer has no backward pass")
+
+    def end_backward(self) -> None:
+        """See Engine."""
+
+
 @dataclass
 class _Flight:
     """What one run of a schedule holds."""

@@ -138,6 +138,8 @@ def damage(kind: str, idx: Path, bin: Path, n: int) -> None:
             overwrite(idx, offsets + 8, struct.pack("<q", 10**6))
         case "odd offset":
             overwrite(idx, offsets, struct.pack("<q", 1))
+        case "falling document index":
+            overwrite(idx, documents + 8, struct.pack("<q", 5))
         case "document indices":
             overwrite(idx, documents, struct.pack("<q", 3))
 
@@ -158,6 +160,7 @@ def damage(kind: str, idx: Path, bin: Path, n: int) -> None:
         ("negative length", r"c\.idx: got a negative length"),
         ("falling offset", r"c\.idx: got offsets that do not rise, expected rising multiples of 2 bytes"),
         ("odd offset", r"c\.idx: got offsets that do not rise"),
+        ("falling document index", r"c\.idx: got document indices that do not rise"),
         ("document indices", r"c\.idx: got document indices that do not rise, expected indices from 0 to 76"),
     ],
 )

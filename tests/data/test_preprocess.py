@@ -46,7 +46,7 @@ def test_jsonl(texts: list[str], tokenizer: SentencePieceTokenizer, tmp_path: Pa
     assert report.bytes == source.stat().st_size
     assert report.outputs == (str(tmp_path / "out" / "corpus"),)
     assert sorted(p.name for p in (tmp_path / "out").iterdir()) == ["corpus.bin", "corpus.idx", "corpus.meta.json"]
-    assert f"{len(texts)} documents, {report.tokens:,} tokens" in report.summary()
+    assert f"{len(texts)} documents, {report.tokens:,} tokens" in str(report)
 
 
 def test_append_eod_and_empty_documents(tokenizer: SentencePieceTokenizer, tmp_path: Path) -> None:
@@ -97,12 +97,17 @@ def test_any_number_of_workers_gives_the_same_files(texts: list[str], tokenizer:
     records = [{"text": text and f"{i} {text}"} for i in range(9) for text in [*texts, ""]]
     source = write_jsonl(tmp_path / "in.jsonl", records)
     assert source.stat().st_size > 3 * CHUNK_BYTES
-    reports = [run([source], tmp_path / f"w{n}", tokenizer, workers=n, append_eod=True) for n in (1, 2, 3)]
+    (tmp_path / "files").mkdir()  # a chunk each: many more than may wait for the writer at a time
+    for i, text in enumerate(texts):
+        (tmp_path / "files" / f"{i:03}.txt").write_text(text)
+    inputs = [source, tmp_path / "files"]
+    reports = [run(inputs, tmp_path / f"w{n}", tokenizer, workers=n, append_eod=True) for n in (1, 2, 3)]
     for suffix in (".bin", ".idx", ".meta.json"):
         contents = {(tmp_path / f"w{n}{suffix}").read_bytes() for n in (1, 2, 3)}
         assert len(contents) == 1
+    read_bytes = sum(path.stat().st_size for path in [source, *(tmp_path / "files").iterdir()])
     assert {(r.documents, r.tokens, r.skipped, r.bytes) for r in reports} == {
-        (9 * len(texts), IndexedDataset(tmp_path / "w1").num_tokens, 9, source.stat().st_size)
+        (10 * len(texts), IndexedDataset(tmp_path / "w1").num_tokens, 9, read_bytes)
     }
 
 

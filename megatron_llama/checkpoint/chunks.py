@@ -1,0 +1,142 @@
+"""Live shards as chunks of HuggingFace tensors, for torch's distributed checkpoint planners.
+
+Keys: ``NAME`` is the master weight, ``optimizer.STATE.NAME`` the update rule's state, NAME as in the HuggingFace model.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex, TensorProperties, TensorStorageMetadata
+from torch.distributed.checkpoint.planner import LoadPlan, ReadItem, SavePlan, TensorWriteData, WriteItem, WriteItemType
+from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
+
+from megatron_llama.errors import describe
+from megatron_llama.optim.distributed import ShardPiece
+from megatron_llama.params import Rectangle
+
+CHUNK_ELEMENTS = 2**22
+"""Chunks are read whole: this bounds what a rank of another layout reads beyond its own part, and the host memory of one
+chunk. At 16 MiB (fp32) reading a chunk costs the same per byte as reading a larger one."""
+
+
+@dataclass(frozen=True)
+class Region:
+    """A rectangle of a saved tensor with its live storage, a view of the rectangle's size."""
+
+    key: str
+    shape: tuple[int, ...]
+    offset: tuple[int, ...]
+    size: tuple[int, ...]
+    tensor: Tensor
+
+    @staticmethod
+    def of(rectangle: Rectangle, tensor: Tensor, key: str | None = None) -> Region:
+        """The region of a HuggingFace rectangle. ``key``: the HuggingFace name unless given."""
+        return Region(key or rectangle.name, rectangle.shape, rectangle.offset, rectangle.size, tensor)
+
+    @property
+    def index(self) -> MetadataIndex:
+        """What the planners call it."""
+        return MetadataIndex(self.key, self.offset)
+
+    @property
+    def chunk(self) -> ChunkStorageMetadata:
+        """Its place in the saved tensor."""
+        return ChunkStorageMetadata(torch.Size(self.offset), torch.Size(self.size))
+
+    def split(self) -> Iterator[Region]:
+        """The same rectangle in blocks of rows of at most CHUNK_ELEMENTS, but at least one row."""
+        rows = max(1, CHUNK_ELEMENTS // math.prod(self.size[1:]))
+        for row in range(0, self.size[0], rows):
+            part = self.tensor[row : row + rows]
+            yield Region(self.key, self.shape, (self.offset[0] + row, *self.offset[1:]), tuple(part.shape), part)
+
+    def write_item(self) -> WriteItem:
+        """The request to write it."""
+        properties = TensorProperties.create_from_tensor(self.tensor)
+        return WriteItem(self.index, WriteItemType.SHARD, tensor_data=TensorWriteData(self.chunk, properties, torch.Size(self.shape)))
+
+
+def state_key(state: str, name: str) -> str:
+    """The saved name of a piece's tensor."""
+    return name if state == "master" else f"optimizer.{state}.{name}"
+
+
+def regions(pieces: Iterable[ShardPiece]) -> Iterator[Region]:
+    """Every tensor of the pieces."""
+    for piece in pieces:
+        for state, tensor in piece.tensors.items():
+            yield Region.of(piece.rectangle, tensor, state_key(state, piece.rectangle.name))
+
+
+class SaveRegions(DefaultSavePlanner):
+    """Writes regions from where they live."""
+
+    def __init__(self, parts: Iterable[Region]) -> None:
+        super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
+        self._regions = {part.index: part for part in parts}
+
+    def create_local_plan(self) -> SavePlan:
+        """See SavePlanner."""
+        self.plan = SavePlan([part.write_item() for part in self._regions.values()])
+        return self.plan
+
+    def lookup_object(self, index: MetadataIndex) -> Tensor:
+        """See DefaultSavePlanner."""
+        return self._regions[index].tensor
+
+
+class LoadRegions(DefaultLoadPlanner):
+    """Reads regions into where they live, from whatever chunks were saved."""
+
+    def __init__(self, parts: Iterable[Region], metadata: Metadata) -> None:
+        super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
+        self._regions = {part.index: part for part in parts}
+        self._saved = metadata.state_dict_metadata
+
+    def create_local_plan(self) -> LoadPlan:
+        """See LoadPlanner."""
+        wanted: dict[str, list[ChunkStorageMetadata]] = {}
+        for part in self._regions.values():
+            wanted.setdefault(part.key, []).append(part.chunk)
+        items: list[ReadItem] = []
+        for key, chunks in wanted.items():
+            saved = self._saved.get(key)
+            if isinstance(saved, TensorStorageMetadata):
+                items += create_read_items_for_chunk_list(key, saved, chunks)
+        return LoadPlan(items)
+
+    def lookup_tensor(self, index: MetadataIndex) -> Tensor:
+        """See DefaultLoadPlanner."""
+        return self._regions[index].tensor
+
+    def problems(self, where: str, *, any_dtype: bool) -> list[str]:
+        """Regions that the saved tensors cannot fill. ``any_dtype``: values may be converted."""
+        found: dict[str, None] = {}
+        filled = dict.fromkeys(self._regions, 0)
+        for item in self.create_local_plan().items:
+            filled[item.dest_index] += math.prod(item.lengths)
+        for index, part in self._regions.items():
+            problem = self._problem(where, part, filled[index], any_dtype)
+            if problem is not None:
+                found[problem] = None
+        return list(found)
+
+    def _problem(self, where: str, part: Region, filled: int, any_dtype: bool) -> str | None:
+        saved, name = self._saved.get(part.key), f"{where} {part.key}"
+        do = "load another checkpoint"
+        if not isinstance(saved, TensorStorageMetadata):
+            return describe(name, got="no such tensor", expected=f"shape {part.shape}", do=do)
+        if tuple(saved.size) != part.shape:
+            return describe(name, got=f"shape {tuple(saved.size)}", expected=part.shape, do=do)
+        if saved.properties.dtype != part.tensor.dtype and not any_dtype:
+            return describe(name, got=saved.properties.dtype, expected=part.tensor.dtype, do="resume in the precision that it was saved in")
+        if filled != part.tensor.numel():
+            return describe(f"{name} at {part.offset}", got=f"{filled} elements", expected=part.tensor.numel(), do=do)
+        return None

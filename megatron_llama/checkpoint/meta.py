@@ -1,0 +1,116 @@
+"""``meta.json``: what a checkpoint holds besides tensors, and whether it belongs to the model at hand."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megatron_llama.config import Config, ModelConfig
+from megatron_llama.errors import CheckpointError, describe
+from megatron_llama.hf_config import hf_config_from_model, model_config_from_hf, normal_rope
+
+META = "meta.json"
+FORMAT_VERSION = 1
+WITHOUT_EFFECT = frozenset(
+    {"preset", "make_vocab_size_divisible_by", "max_position_embeddings", "initializer_range", "bos_token_id", "eos_token_id"}
+)
+"""Model fields that change nothing in what the trained weights compute: a run may resume with other ones."""
+ANOTHER_COPY = "restore the file from a copy, or load an earlier checkpoint"
+
+
+@dataclass(frozen=True)
+class TrainState:
+    """Where a run is. The order of the data and everything drawn at random follow from this and the seed."""
+
+    iteration: int
+    """Optimizer steps taken, skipped ones included."""
+    consumed_samples: int
+
+
+@dataclass(frozen=True)
+class CheckpointMeta:
+    """The content of ``meta.json``."""
+
+    folder: Path
+    """The checkpoint itself, ``iter_...``."""
+    state: TrainState
+    optimizer_step: int
+    """The update rule's counter: iterations that were not skipped."""
+    model: ModelConfig
+    seed: int
+    tokenizer_model: str | None
+    torch_version: str
+    config: dict[str, Any]
+    """The whole configuration of the run that saved it, section by section."""
+
+
+def meta_json(state: TrainState, optimizer_step: int, config: Config) -> bytes:
+    """The file's content. ``config``: derived model fields filled in."""
+    content = {
+        "format_version": FORMAT_VERSION,
+        "iteration": state.iteration,
+        "consumed_samples": state.consumed_samples,
+        "optimizer_step": optimizer_step,
+        "seed": config.training.seed,
+        "tokenizer_model": config.data.tokenizer_model,
+        "torch_version": torch.__version__,
+        "model": hf_config_from_model(config.model, dtype="float32"),
+        "config": dataclasses.asdict(config),
+    }
+    return (json.dumps(content, indent=2) + "\n").encode()
+
+
+def parse_meta(folder: Path) -> CheckpointMeta:
+    """Read ``meta.json`` of one checkpoint. Raises CheckpointError naming the file."""
+    path = folder / META
+    content = _read_object(path)
+    version = content.get("format_version")
+    if version != FORMAT_VERSION:
+        do = "load it with the version of this program that saved it, and export it to HuggingFace format"
+        raise CheckpointError(describe(f"{path} format_version", got=version, expected=FORMAT_VERSION, do=do))
+    try:
+        return CheckpointMeta(
+            folder=folder,
+            state=TrainState(int(content["iteration"]), int(content["consumed_samples"])),
+            optimizer_step=int(content["optimizer_step"]),
+            model=model_config_from_hf(content["model"], where=f"{path} model"),
+            seed=int(content["seed"]),
+            tokenizer_model=content["tokenizer_model"],
+            torch_version=str(content["torch_version"]),
+            config=dict(content["config"]),
+        )
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        if isinstance(error, CheckpointError):
+            raise
+        got = f"no field {error}" if isinstance(error, KeyError) else f"a field that cannot be read ({error})"
+        raise CheckpointError(describe(str(path), got=got, expected="the fields that saving writes", do=ANOTHER_COPY)) from error
+
+
+def _read_object(path: Path) -> dict[str, Any]:
+    try:
+        content = json.loads(path.read_bytes())
+    except OSError as error:
+        raise CheckpointError(describe(str(path), got=error.strerror, expected="a readable file", do=ANOTHER_COPY)) from error
+    except ValueError as error:
+        raise CheckpointError(describe(str(path), got=error, expected="valid JSON", do=ANOTHER_COPY)) from error
+    if not isinstance(content, dict):
+        raise CheckpointError(describe(str(path), got=type(content).__name__, expected="a JSON object", do=ANOTHER_COPY))
+    return content
+
+
+def model_differences(meta: CheckpointMeta, model: ModelConfig) -> list[str]:
+    """Every field in which the saved model computes something else than ``model``."""
+    problems = []
+    for field in dataclasses.fields(ModelConfig):
+        found, expected = getattr(meta.model, field.name), getattr(model, field.name)
+        if field.name == "rope_scaling":
+            expected = normal_rope(expected)
+        if field.name not in WITHOUT_EFFECT and found != expected:
+            do = "take the model fields from the checkpoint, or load another one"
+            problems.append(describe(f"{meta.folder / META} {field.name}", got=found, expected=expected, do=do))
+    return problems

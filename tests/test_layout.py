@@ -1,0 +1,201 @@
+"""Properties of the shard layout, over random models and layouts."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections import Counter
+
+import pytest
+import torch
+from torch import Tensor
+
+from megatron_llama.config import ModelConfig
+from megatron_llama.layout import ALIGN, ShardLayout, layout_by_size, strategy_named
+from megatron_llama.params import UnitSpec, hf_shapes, stage_units
+
+
+class Case:
+    """One random model, spread over a random grid."""
+
+    def __init__(self, seed: int) -> None:
+        draw = random.Random(seed)
+        self.tp, self.pp, self.dp = (draw.choice((1, 2, 3)) for _ in range(3))
+        kv = self.tp * draw.choice((1, 2))
+        self.model = ModelConfig(
+            vocab_size=draw.randint(5, 400),
+            hidden_size=draw.choice((8, 20, 36, 64)),
+            intermediate_size=self.tp * draw.randint(3, 50),
+            num_hidden_layers=self.pp * draw.choice((1, 2, 3)),
+            num_attention_heads=kv * draw.choice((1, 2)),
+            num_key_value_heads=kv,
+            head_dim=draw.choice((2, 6, 8)),
+            tie_word_embeddings=draw.random() < 0.5,
+            make_vocab_size_divisible_by=draw.choice((1, 8, 128)),
+        )
+        self.cap = draw.choice((1, 500, 5_000, 50_000, 10**9))
+        self.slots = draw.choice((None, 2, 3))
+
+    def units(self, tp_rank: int, stage: int) -> tuple[UnitSpec, ...]:
+        return stage_units(self.model, tp=self.tp, tp_rank=tp_rank, stages=self.pp, stage=stage)
+
+    def layout(self, tp_rank: int, stage: int) -> ShardLayout:
+        return layout_by_size(self.units(tp_rank, stage), shards=self.dp, cap=self.cap, gradient_slots=self.slots)
+
+    def all(self) -> list[tuple[tuple[UnitSpec, ...], ShardLayout]]:
+        places = itertools.product(range(self.tp), range(self.pp))
+        return [(self.units(*place), self.layout(*place)) for place in places]
+
+
+CASES = [Case(seed) for seed in range(40)]
+IDS = [str(seed) for seed in range(40)]
+cases = pytest.mark.parametrize("case", CASES, ids=IDS)
+
+
+def test_the_cases_cover_what_they_should() -> None:
+    assert {case.dp for case in CASES} == {1, 2, 3} and {case.tp * case.pp for case in CASES} >= {1, 2, 3, 4, 6, 9}
+    assert {case.model.tie_word_embeddings for case in CASES if case.pp > 1} == {True, False}
+    assert {len(case.layout(0, 0).buckets) > 5 for case in CASES} == {True, False}
+
+
+@cases
+def test_every_element_is_in_exactly_one_shard(case: Case) -> None:
+    for units, layout in case.all():
+        seen = {spec.name: torch.zeros(spec.numel, dtype=torch.int64) for unit in units for spec in unit.params}
+        for bucket, rank in itertools.product(layout.buckets, range(layout.shards)):
+            own = layout.shard(bucket.index, rank)
+            assert own.stop - own.start == layout.shard_numel(bucket.index)
+            for segment in layout.segments(bucket.index, rank):
+                seen[segment.spec.name][segment.in_param : segment.in_param + segment.length] += 1
+                placed = next(p for p in bucket.placements if p.spec is segment.spec)
+                assert segment.in_bucket - placed.start == segment.in_param
+                assert segment.in_shard + own.start == segment.in_bucket
+                assert segment.in_shard + segment.length <= own.stop - own.start
+        assert all(bool((count == 1).all()) for count in seen.values())
+
+
+@cases
+def test_starts_are_aligned_and_padding_is_small(case: Case) -> None:
+    for _, layout in case.all():
+        for bucket in layout.buckets:
+            assert bucket.numel == layout.shard_numel(bucket.index) * layout.shards
+            assert layout.shard_numel(bucket.index) % ALIGN == 0
+            assert all(placed.start % ALIGN == 0 for placed in bucket.placements)
+            edges = [edge for placed in bucket.placements for edge in (placed.start, placed.stop)]
+            assert edges == sorted(edges) and edges[-1] <= bucket.numel
+            used = sum(placed.spec.numel for placed in bucket.placements)
+            assert bucket.numel - used < ALIGN * (len(bucket.placements) + layout.shards)
+
+
+@cases
+def test_buckets_are_homogeneous_and_capped(case: Case) -> None:
+    for _, layout in case.all():
+        for bucket in layout.buckets:
+            specs = [placed.spec for placed in bucket.placements]
+            assert {(s.decay, s.replicated, s.tied) for s in specs} == {(bucket.kind.decay, bucket.kind.replicated, bucket.kind.tied)}
+            if bucket.kind.decay:
+                assert len(specs) == 1 or sum(spec.numel for spec in specs) <= case.cap
+        norms = [bucket for bucket in layout.buckets if not bucket.kind.decay]
+        assert len(norms) <= 1, "one message serves all norms"
+
+
+@cases
+def test_caps_are_used(case: Case) -> None:
+    """Two neighbours of one kind would not have fitted into one bucket."""
+    for _, layout in case.all():
+        for kind in {bucket.kind for bucket in layout.buckets}:
+            same = [[placed.spec.numel for placed in bucket.placements] for bucket in layout.buckets if bucket.kind == kind]
+            assert all(sum(one) + other[0] > case.cap for one, other in itertools.pairwise(same))
+
+
+def backward_writes(units: tuple[UnitSpec, ...]) -> list[str]:
+    """Parameters in the order in which backward writes them; an embedding that is also the head comes first and last."""
+    order = [spec.name for unit in reversed(units) for spec in reversed(unit.params)]
+    shared = [spec.name for unit in units for spec in unit.params if spec.contributions == 2]
+    return shared + order
+
+
+@cases
+def test_backward_completes_buckets_in_order_and_never_overwrites_a_slot(case: Case) -> None:
+    for units, layout in case.all():
+        home = {placed.spec.name: bucket.index for bucket in layout.buckets for placed in bucket.placements}
+        missing = [Counter({placed.spec.name: placed.spec.contributions for placed in b.placements}) for b in layout.buckets]
+        completed: list[int] = []
+        user: dict[tuple[int, int], int] = {}
+        for name in backward_writes(units):
+            bucket = home[name]
+            previous = user.setdefault(layout.gradient_slots[bucket], bucket)
+            assert previous == bucket or previous in completed, f"bucket {bucket} overwrites {previous}, which is not reduced yet"
+            user[layout.gradient_slots[bucket]] = bucket
+            missing[bucket][name] -= 1
+            if not +missing[bucket]:
+                completed.append(bucket)
+        assert completed == [bucket.index for bucket in layout.buckets]
+
+
+@cases
+def test_forward_order_and_unit_buckets(case: Case) -> None:
+    for units, layout in case.all():
+        home = {placed.spec.name: bucket.index for bucket in layout.buckets for placed in bucket.placements}
+        assert len(layout.unit_buckets) == len(units)
+        for unit, buckets in zip(units, layout.unit_buckets, strict=True):
+            assert set(buckets) == {home[spec.name] for spec in unit.params}
+        assert list(layout.forward_order) == list(dict.fromkeys(home[spec.name] for unit in units for spec in unit.params))
+        assert sorted(layout.forward_order) == [bucket.index for bucket in layout.buckets]
+
+
+@cases
+def test_slots_hold_their_largest_bucket(case: Case) -> None:
+    for _, layout in case.all():
+        sizes = layout.slot_numel()
+        for bucket, slot in zip(layout.buckets, layout.gradient_slots, strict=True):
+            assert sizes[slot] >= bucket.numel
+        assert all(size in {bucket.numel for bucket in layout.buckets} for size in sizes.values())
+        shared = {slot for slot in layout.gradient_slots if slot[0] == 0}
+        assert len(shared) <= (case.slots or 0)
+        if case.slots is None:
+            assert len(set(layout.gradient_slots)) == len(layout.buckets)
+
+
+@cases
+def test_rectangles_of_all_ranks_cover_every_huggingface_element_once(case: Case) -> None:
+    seen: dict[str, Tensor] = {name: torch.zeros(shape, dtype=torch.int64) for name, shape in hf_shapes(case.model).items()}
+    for tp_rank, stage in itertools.product(range(case.tp), range(case.pp)):
+        layout = case.layout(tp_rank, stage)
+        for bucket, rank in itertools.product(layout.buckets, range(case.dp)):
+            duplicate = (bucket.kind.replicated and tp_rank > 0) or (bucket.kind.tied and stage > 0)
+            filled = torch.zeros(layout.shard_numel(bucket.index), dtype=torch.int64)
+            for rectangle, place in layout.rectangles(bucket.index, rank):
+                filled[place] += 1
+                block = tuple(slice(o, o + s) for o, s in zip(rectangle.offset, rectangle.size, strict=True))
+                assert seen[rectangle.name][block].shape == rectangle.size
+                assert rectangle.shape == tuple(seen[rectangle.name].shape)
+                seen[rectangle.name][block] += 0 if duplicate else 1
+            assert int(filled.max()) <= 1
+            slices = sum(len(segment.spec.slices) for segment in layout.segments(bucket.index, rank))
+            assert len(list(layout.rectangles(bucket.index, rank))) <= 3 * slices
+    assert all(bool((count == 1).all()) for count in seen.values())
+
+
+def test_both_copies_of_a_tied_weight_have_one_layout() -> None:
+    model = CASES[0].model
+    model = ModelConfig(**(vars(model) | {"tie_word_embeddings": True, "num_hidden_layers": 4}))
+    ends = [layout_by_size(stage_units(model, stages=2, stage=s), shards=3, cap=5_000, gradient_slots=2) for s in (0, 1)]
+    first, last = ([b for b in layout.buckets if b.kind.tied] for layout in ends)
+    assert len(first) == len(last) == 1
+    assert [(p.start, p.stop, p.spec.slices) for p in first[0].placements] == [(p.start, p.stop, p.spec.slices) for p in last[0].placements]
+    assert first[0].numel == last[0].numel
+
+
+def test_total_is_the_sum_of_the_buckets() -> None:
+    layout = CASES[3].layout(0, 0)
+    assert layout.numel == sum(layout.shard_numel(b.index) * layout.shards for b in layout.buckets)
+
+
+def test_strategies() -> None:
+    table = {name: strategy_named(name) for name in ("no_shard", "optim", "optim_grads")}
+    assert [(s.sharded, s.reduce_every_microbatch, s.gradient_slots) for s in table.values()] == [
+        (False, False, None),
+        (True, False, None),
+        (True, True, 2),
+    ]
