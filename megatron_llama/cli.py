@@ -28,11 +28,17 @@ class Command:
 COMMANDS: Mapping[str, Command] = MappingProxyType(
     {
         "preprocess": Command("preprocess", "preprocess", "data.options:PreprocessConfig", "Turn text into an indexed dataset of tokens."),
-        "pretrain": Command("pretrain", "pretrain", "commands.pretrain:SECTIONS", "Train a LLaMA; start it with torchrun or srun to use several processes."),
-        "evaluate": Command("pretrain", "evaluate", "commands.pretrain:SECTIONS", "Loss and perplexity of --load or --init-from-hf on a dataset."),
+        "pretrain": Command(
+            "pretrain", "pretrain", "commands.pretrain:SECTIONS", "Train a LLaMA; torchrun or srun start it on several processes."
+        ),
+        "evaluate": Command(
+            "pretrain", "evaluate", "commands.pretrain:SECTIONS", "Loss and perplexity of --load or --init-from-hf on a dataset."
+        ),
         "generate": Command("generate", "generate", "commands.options:GenerateConfig", "Continue prompts with a trained model."),
         "export": Command("export", "export", "commands.options:ExportConfig", "Write a checkpoint as a HuggingFace folder."),
-        "inspect": Command("inspect", "inspect", "commands.options:NoOptions", "Look at a file: inspect config|checkpoint|dataset PATH, or presets."),
+        "inspect": Command(
+            "inspect", "inspect", "commands.options:NoOptions", "Look at a file: inspect config|checkpoint|dataset PATH, or presets."
+        ),
         "env": Command("env", "env", "commands.options:NoOptions", "Versions and devices, for a bug report."),
     }
 )

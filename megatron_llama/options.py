@@ -34,6 +34,7 @@ class Option:
 
     @property
     def flag(self) -> str:
+        """As written on a command line."""
         return flag(self.name)
 
 

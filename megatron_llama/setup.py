@@ -7,7 +7,7 @@ from pathlib import Path
 
 from megatron_llama.checkpoint import native
 from megatron_llama.checkpoint.hf import HFWeights
-from megatron_llama.checkpoint.native import TrainState
+from megatron_llama.checkpoint.meta import TrainState
 from megatron_llama.comm.agreement import together
 from megatron_llama.config import CheckpointConfig, Config, ModelConfig
 from megatron_llama.data.indexed import IndexedDataset

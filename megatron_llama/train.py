@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from megatron_llama.checkpoint.native import TrainState
+from megatron_llama.checkpoint.meta import TrainState
 from megatron_llama.comm.agreement import together
 from megatron_llama.config import Config
 from megatron_llama.feed import Feed, Interrupts

@@ -52,6 +52,7 @@ def with_vocabulary(config: Config, vocabulary: Vocabulary) -> Config:
     if size < vocabulary.size:
         do = f"give --vocab-size {vocabulary.size} or leave it out, or use this model's tokenizer"
         raise ConfigError(describe("--vocab-size", got=size, expected=f"at least the tokenizer's {vocabulary.size}", do=do))
-    special = {"bos_token_id": tokenizer.bos_id, "eos_token_id": tokenizer.eos_id} if tokenizer else {}
-    absent = {name: value for name, value in special.items() if getattr(model, name) is None}
-    return replace(config, model=replace(model, vocab_size=size, **absent))
+    bos, eos = model.bos_token_id, model.eos_token_id
+    if tokenizer is not None:
+        bos, eos = tokenizer.bos_id if bos is None else bos, tokenizer.eos_id if eos is None else eos
+    return replace(config, model=replace(model, vocab_size=size, bos_token_id=bos, eos_token_id=eos))

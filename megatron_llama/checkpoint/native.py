@@ -119,7 +119,7 @@ def latest(folder: str | Path) -> Path | None:
 def find(path: str | Path) -> Path:
     """The checkpoint at ``path``: itself an ``iter_...`` folder, or the latest one in it. Raises CheckpointError."""
     path = Path(path)
-    if (path.name.startswith("iter_") and path.is_dir()) or (path / META).is_file():
+    if (re.match(r"iter_\d{7}", path.name) and path.is_dir()) or (path / META).is_file():
         return path
     found = latest(path)
     if found is None:

@@ -109,7 +109,8 @@ def _report(config: Config, world: int) -> Iterator[str]:
     tp, pp = parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size
     microbatches = training.global_batch_size // (training.micro_batch_size * dp)
     padded = padded_vocab_size(model, tp)
-    yield f"parameters      {parameter_count(model):,} in {len(hf_shapes(model))} tensors; vocabulary {model.vocab_size:,}, padded to {padded:,}"
+    tensors = len(hf_shapes(model))
+    yield f"parameters      {parameter_count(model):,} in {tensors} tensors; vocabulary {model.vocab_size:,}, padded to {padded:,}"
     yield f"processes       {world} = tp {tp} x pp {pp} x dp {dp}{', sequence parallel' if parallel.sequence_parallel else ''}"
     yield (
         f"batch           {training.global_batch_size} samples = {microbatches} microbatches x {training.micro_batch_size} x dp {dp}; "
@@ -129,10 +130,15 @@ def _stage_report(config: Config, stage: int, layout: ShardLayout, microbatches:
     reductions = len(layout.buckets) * (microbatches if strategy.reduce_every_microbatch else 1)
     verb = "reduce-scatters" if strategy.sharded else "all-reduces"
     gathers = f", {len(layout.buckets)} all-gathers" if strategy.sharded else ""
-    yield f"stage {stage:<10}layers {layers.start}-{layers.stop - 1}{''.join(f', {end}' for end in ends)}: {layout.numel:,} elements per process, padding included"
-    largest = max(bucket.numel for bucket in layout.buckets)
-    yield f"  layout        {len(layout.buckets)} buckets, the largest {largest:,} elements, each in {layout.shards} shards; a step makes {reductions} {verb}{gathers}"
-    yield f"  state         {_gib(sum(sizes.values()))} per process: {', '.join(f'{name} {_gib(size)}' for name, size in sizes.items() if size)}; activations come on top"
+    held = ", ".join([f"layers {layers.start}-{layers.stop - 1}", *ends])
+    yield f"stage {stage:<10}{held}: {layout.numel:,} elements per process, padding included"
+    count, largest = len(layout.buckets), max(bucket.numel for bucket in layout.buckets)
+    yield (
+        f"  layout        {count} buckets, the largest {largest:,} elements, each in {layout.shards} shards; "
+        f"a step makes {reductions} {verb}{gathers}"
+    )
+    parts = ", ".join(f"{name} {_gib(size)}" for name, size in sizes.items() if size)
+    yield f"  state         {_gib(sum(sizes.values()))} per process: {parts}; activations come on top"
 
 
 def _schedule_report(name: str, stages: int, microbatches: int) -> Iterator[str]:

@@ -20,12 +20,13 @@ def env(parsed: Parsed) -> None:
     from megatron_llama import device as devices
 
     device = devices.accelerator(0)
+    host = devices.is_host(device)
     rows = {
         "megatron_llama": __version__,
         "python": sys.version.split()[0],
         "platform": platform.platform(),
         "torch": torch.__version__,
-        "device": f"{devices.accelerator_count()} x {devices.name(device)}" if not devices.is_host(device) else f"CPU, {devices.name(device)}",
+        "device": ("CPU, " if host else f"{devices.accelerator_count()} x ") + devices.name(device),
         "threads": str(torch.get_num_threads()),
         "memory": f"{devices.memory_bytes(device) / 2**30:.1f} GiB",
         "backends": ", ".join(name for name, found in (("gloo", dist.is_gloo_available()), ("nccl", dist.is_nccl_available())) if found),

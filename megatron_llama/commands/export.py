@@ -11,17 +11,16 @@ from megatron_llama.options import Parsed
 
 def export(parsed: Parsed) -> None:
     """Stream the weights tensor by tensor; the target appears whole or not at all."""
-    import torch
-
     from megatron_llama.checkpoint import native
     from megatron_llama.checkpoint.hf import export_hf
     from megatron_llama.tokenizer.load import load_tokenizer
     from megatron_llama.vocabulary import FOLDER
 
     options = parsed.get(ExportConfig)
-    missing = [describe(f"--{name}", got="nothing", expected="a folder", do=f"give --{name} FOLDER") for name in ("load", "output") if not getattr(options, name)]
+    missing = [f"--{name}" for name, value in (("load", options.load), ("output", options.output)) if not value]
     if missing:
-        raise ConfigError("; ".join(missing))
+        do = f"give {' FOLDER '.join(missing)} FOLDER"
+        raise ConfigError(describe(", ".join(missing), got="nothing", expected="a folder", do=do))
     path = native.find(Path(options.load))
     meta = native.read_meta(path)
     dtype = options.dtype
@@ -30,7 +29,7 @@ def export(parsed: Parsed) -> None:
     beside = Path(options.load) / FOLDER
     chosen = options.tokenizer_model or (beside if beside.is_dir() else None)
     tokenizer = load_tokenizer(chosen) if chosen is not None else None
-    export_hf(options.output, meta.model, native.open_weights(path), getattr(torch, dtype), tokenizer)
+    export_hf(options.output, meta.model, native.open_weights(path), dtype, tokenizer)
     print(f"exported {path} to {options.output} ({dtype})")
     if tokenizer is None:
         print("warning: no tokenizer is known for this checkpoint; give --tokenizer-model to export one with it")

@@ -28,7 +28,8 @@ def generate(parsed: Parsed) -> None:
     for text in options.prompt:
         prompt = [*([tokenizer.bos_id] if tokenizer.bos_id is not None else []), *tokenizer.encode(text)]
         if not prompt:
-            raise DataError(describe("--prompt", got="no token", expected="some text, since this tokenizer has no begin token", do="give a prompt"))
+            expected = "some text, since this tokenizer has no begin token"
+            raise DataError(describe("--prompt", got="no token", expected=expected, do="give a prompt"))
         generator = torch.Generator().manual_seed(options.seed)
         new = list(sample(stage, prompt, sampling, eos=eos, generator=generator))
         print(tokenizer.decode([*prompt, *new]), flush=True)
@@ -44,16 +45,18 @@ def _model(options: GenerateConfig) -> tuple[Stage, Tokenizer]:
     from megatron_llama.mesh import Mesh
     from megatron_llama.model.llama import Stage
     from megatron_llama.model.load import load_stage
+    from megatron_llama.optim.distributed import WeightSource
     from megatron_llama.tokenizer.load import load_tokenizer
     from megatron_llama.vocabulary import FOLDER
 
     if (options.load is None) == (options.init_from_hf is None):
         found = "neither" if options.load is None else "both"
-        raise ConfigError(describe("--load, --init-from-hf", got=found, expected="one of them", do="give --load FOLDER or --init-from-hf FOLDER"))
+        do = "give --load FOLDER or --init-from-hf FOLDER"
+        raise ConfigError(describe("--load, --init-from-hf", got=found, expected="one of them", do=do))
     if options.load is not None:
         path = native.find(Path(options.load))
         model, beside = native.read_meta(path).model, Path(options.load) / FOLDER
-        source = native.open_weights(path)
+        source: WeightSource = native.open_weights(path)
     else:
         assert options.init_from_hf is not None
         model, beside = read_hf_config(options.init_from_hf), Path(options.init_from_hf)

@@ -83,8 +83,9 @@ def _presets() -> None:
     from megatron_llama.presets import PRESETS
 
     for name, model in PRESETS.items():
-        layers = f"{model.num_hidden_layers} layers, hidden {model.hidden_size}, heads {model.num_attention_heads}/{model.num_key_value_heads}"
-        print(f"{name:<16}{parameter_count(model):>18,}  {layers}, vocabulary {model.vocab_size}")
+        heads = f"{model.num_attention_heads}/{model.num_key_value_heads}"
+        shape = f"{model.num_hidden_layers} layers, hidden {model.hidden_size}, heads {heads}, vocabulary {model.vocab_size}"
+        print(f"{name:<16}{parameter_count(model):>18,}  {shape}")
 
 
 KINDS: Mapping[str, Callable[..., None]] = MappingProxyType(

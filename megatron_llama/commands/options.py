@@ -11,7 +11,8 @@ class DryRunConfig:
     """Check a run without starting it."""
 
     dry_run: Literal["no", "yes", "strict"] = "no"
-    """Validate everything for a world size and print parameters, layout, memory, traffic and schedule; start nothing. What is missing on this machine (paths, devices, memory) is a warning, with `strict` an error."""
+    """Validate everything for a world size and print parameters, layout, memory and schedule; start nothing.
+    What is missing on this machine (paths, devices, memory) is a warning, with `strict` an error."""
     world_size: int = 0
     """Processes that --dry-run plans for. 0: the `launch:` block of the YAML, else the environment."""
 

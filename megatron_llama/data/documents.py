@@ -26,6 +26,7 @@ class Chunk:
 
     @property
     def size(self) -> int:
+        """Bytes."""
         return sum(map(len, self.lines))
 
 
@@ -37,9 +38,11 @@ class Problems:
     listed: list[str] = field(default_factory=list)
 
     def add(self, problem: str) -> None:
+        """One more."""
         self.extend(Problems(1, [problem]))
 
     def extend(self, other: Problems) -> None:
+        """Those of another part of the input."""
         self.count += other.count
         self.listed = (self.listed + other.listed)[:LISTED]
 

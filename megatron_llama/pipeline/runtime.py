@@ -40,6 +40,9 @@ class Microbatch(Protocol):
     def document_mask(self) -> Tensor | None:
         """bool [b, 1, s, s], True where a position may attend; None: causal."""
 
+    def to(self, device: torch.device) -> Microbatch:
+        """The same microbatch on another device."""
+
 
 class Engine(Protocol):
     """What the runtime needs of the optimizer."""
@@ -155,13 +158,12 @@ class PipelineRuntime:
         return torch.empty(length, batch, self.stage.config.hidden_size, dtype=self.dtype, device=self.mesh.device)
 
     def _forward(self, flight: _Flight, microbatch: int) -> None:
-        batch, device = flight.batches[microbatch], self.mesh.device
+        batch = flight.batches[microbatch].to(self.mesh.device)
         if self.mesh.is_first_stage:
-            inputs = batch.tokens.to(device)
+            inputs = batch.tokens
         else:
             inputs = flight.receives.pop((Op.FORWARD, microbatch)).wait().requires_grad_(flight.training)
-        ids, mask = (None if t is None else t.to(device) for t in (batch.position_ids, batch.document_mask))
-        positions = self.stage.positions(batch.tokens.shape[0], device, ids, mask)
+        positions = self.stage.positions(batch.tokens.shape[0], self.mesh.device, batch.position_ids, batch.document_mask)
         output = self.stage(inputs, positions)
         if self.mesh.is_last_stage:
             output = self._loss(output, batch, flight)
@@ -172,9 +174,9 @@ class PipelineRuntime:
 
     def _loss(self, logits: Tensor, batch: Microbatch, flight: _Flight) -> Tensor:
         """This microbatch's share of the mean over all target tokens of the global batch."""
-        losses = vocab_parallel_cross_entropy(logits, batch.labels.to(self.mesh.device), self.mesh.tp, self.stage.config.vocab_size)
+        losses = vocab_parallel_cross_entropy(logits, batch.labels, self.mesh.tp, self.stage.config.vocab_size)
         if batch.loss_mask is not None:
-            losses = losses * batch.loss_mask.to(self.mesh.device)
+            losses = losses * batch.loss_mask
         loss = losses.sum(dtype=torch.float64) / flight.tokens
         flight.loss += loss.detach()
         return loss

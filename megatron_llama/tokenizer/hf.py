@@ -42,14 +42,17 @@ class HFTokenizer:
         self.eos_id = self._special("eos_token", config, beside, EOS_NAMES)
 
     def encode(self, text: str) -> list[int]:
+        """See Tokenizer."""
         ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False).ids
         return ids
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
+        """See Tokenizer."""
         # Not the library's own batch call, which starts one thread per core in each of our worker processes.
         return [self.encode(text) for text in texts]
 
     def decode(self, ids: Sequence[int]) -> str:
+        """See Tokenizer."""
         text: str = self._tokenizer.decode(list(ids), skip_special_tokens=True)
         return text
 

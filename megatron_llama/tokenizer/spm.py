@@ -37,14 +37,17 @@ class SentencePieceTokenizer:
         self.eos_id = _known(self._processor.eos_id())
 
     def encode(self, text: str) -> list[int]:
+        """See Tokenizer."""
         ids: list[int] = self._processor.encode(text)
         return ids
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
+        """See Tokenizer."""
         ids: list[list[int]] = self._processor.encode(list(texts), num_threads=1)
         return ids
 
     def decode(self, ids: Sequence[int]) -> str:
+        """See Tokenizer."""
         text: str = self._processor.decode(list(ids))
         return text
 

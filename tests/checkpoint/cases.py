@@ -1,0 +1,97 @@
+"""Engines to save and load, and what they hold in HuggingFace coordinates."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from megatron_llama.checkpoint import native
+from megatron_llama.checkpoint.chunks import Region, regions
+from megatron_llama.checkpoint.native import TrainState
+from megatron_llama.mesh import Place
+from megatron_llama.optim.distributed import OverlappedDistributedOptimizer, WeightSource
+from megatron_llama.params import Rectangle, hf_shapes
+from tests.parallel.cases import GLOBAL_BATCH_SIZE, Layout, Trainer, trainer
+
+SINGLE = Place(0, 1, 0)
+TRAINED = 2
+"""Steps before a save: moments and step counter differ from their start."""
+
+
+@dataclass(frozen=True)
+class Held:
+    """One rank's state after a save or a load."""
+
+    regions: list[Region]
+    steps: set[float]
+    later_losses: list[float]
+    """Of the two steps that follow, where the layout can share their samples out."""
+
+
+def state_at(iteration: int) -> TrainState:
+    return TrainState(iteration, iteration * 8)
+
+
+def trained(place: Place, layout: Layout, steps: int = TRAINED) -> Trainer:
+    run = trainer(place, layout)
+    for index in range(steps):
+        run.step(index)
+    run.optimizer.settle()
+    return run
+
+
+def copies(engine: OverlappedDistributedOptimizer) -> list[Region]:
+    return [Region(part.key, part.shape, part.offset, part.size, part.tensor.clone()) for part in regions(engine.pieces())]
+
+
+def merged(parts: Iterable[Region]) -> dict[str, Tensor]:
+    """Whole tensors by key. Asserts that nothing is missing and that all copies are bitwise equal."""
+    parts = list(parts)
+    whole = {part.key: torch.full(part.shape, torch.nan) for part in parts}
+    for part in parts:
+        place = whole[part.key][tuple(slice(start, start + size) for start, size in zip(part.offset, part.size, strict=True))]
+        assert bool((place.isnan() | (place == part.tensor)).all()), f"copies of {part.key} differ"
+        place.copy_(part.tensor)
+    assert not any(bool(tensor.isnan().any()) for tensor in whole.values())
+    return whole
+
+
+def same(found: dict[str, Tensor], expected: dict[str, Tensor]) -> bool:
+    return found.keys() == expected.keys() and all(torch.equal(found[key], expected[key]) for key in expected)
+
+
+def held(run: Trainer) -> Held:
+    run.optimizer.settle()
+    before = copies(run.optimizer)
+    steps = {float(count) for count in run.optimizer.step_counts()}
+    later = range(TRAINED, TRAINED + 2) if GLOBAL_BATCH_SIZE % run.layout.dp == 0 else ()
+    return Held(before, steps, [run.step(index)[0].item() for index in later])
+
+
+def save_under(place: Place, layout: Layout, folder: Path) -> Held:
+    run = trained(place, layout)
+    path = native.save(folder, run.optimizer, run.mesh, state_at(TRAINED), layout.config())
+    assert path == folder / "iter_0000002"
+    return held(run)
+
+
+def load_under(place: Place, layout: Layout, folder: Path) -> Held:
+    run = trainer(place, layout)
+    assert native.load(folder, run.optimizer, run.mesh, layout.config().model) == state_at(TRAINED)
+    return held(run)
+
+
+def whole_weights(folder: Path) -> dict[str, Tensor]:
+    """All weights of the newest checkpoint, read without an engine."""
+    weights = native.open_weights(folder)
+    return {name: read_whole(weights, name, shape) for name, shape in hf_shapes(weights.model).items()}
+
+
+def read_whole(source: WeightSource, name: str, shape: tuple[int, ...]) -> Tensor:
+    out = torch.full(shape, torch.nan)
+    source(Rectangle(name, shape, (0,) * len(shape), shape, 0), out)
+    return out

@@ -1,0 +1,262 @@
+"""Damaged checkpoints, wrong models and full disks: one clear error on every rank, and nothing half done."""
+
+from __future__ import annotations
+
+import json
+import pickle
+import re
+import resource
+import shutil
+import subprocess
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from torch.distributed.checkpoint.filesystem import FileSystemReader
+
+from megatron_llama.checkpoint import native
+from megatron_llama.errors import CheckpointError
+from megatron_llama.mesh import Place
+from tests.checkpoint.cases import SINGLE, copies, load_under, merged, same, save_under, state_at, trained
+from tests.harness import Cluster
+from tests.parallel.cases import Layout, trainer
+
+ONE = Layout()
+
+
+@pytest.fixture(scope="module")
+def good(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("good")
+    save_under(SINGLE, ONE, folder)
+    return folder
+
+
+@pytest.fixture
+def copy(good: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(good, tmp_path / "copy")) / "iter_0000002"
+
+
+def data_file(path: Path) -> Path:
+    (file,) = path.glob("*.distcp")
+    return file
+
+
+def cut(path: Path, keep: int) -> None:
+    path.write_bytes(path.read_bytes()[:keep])
+
+
+def edit_meta(path: Path, **changes: object) -> None:
+    content = json.loads((path / "meta.json").read_text()) | changes
+    (path / "meta.json").write_text(json.dumps({name: value for name, value in content.items() if value != "gone"}))
+
+
+def edit_index(path: Path, change: Callable[[dict], object]) -> None:
+    metadata = FileSystemReader(path).read_metadata()
+    metadata.storage_meta = None
+    change(metadata.state_dict_metadata)
+    (path / ".metadata").write_bytes(pickle.dumps(metadata))
+
+
+def zero(path: Path) -> None:
+    file = data_file(path)
+    file.write_bytes(bytes(file.stat().st_size))
+
+
+class Bomb:
+    """What an attacker would put into a pickle."""
+
+    def __reduce__(self) -> tuple[object, tuple[str]]:
+        return subprocess.getoutput, ("touch exploded",)
+
+
+def plant_bomb(path: Path) -> None:
+    (path / ".metadata").write_bytes(pickle.dumps(Bomb()))
+
+
+DAMAGE = {
+    "no meta": (lambda path: (path / "meta.json").unlink(), r"meta\.json: got No such file or directory, .*; restore"),
+    "meta is not JSON": (lambda path: cut(path / "meta.json", 30), r"meta\.json: got .*line 3.*, expected valid JSON; restore"),
+    "meta is a list": (lambda path: (path / "meta.json").write_text("[]"), r"meta\.json: got list, expected a JSON object; restore"),
+    "meta lacks a field": (lambda path: edit_meta(path, seed="gone"), r"meta\.json: got no field 'seed'"),
+    "meta has a wrong type": (lambda path: edit_meta(path, iteration=None), r"meta\.json: got a field that cannot be read"),
+    "later format": (lambda path: edit_meta(path, format_version=2), r"format_version: got 2, expected 1; .*version of this program"),
+    "no index": (lambda path: (path / ".metadata").unlink(), r"\.metadata: got No such file or directory"),
+    "index cut off": (lambda path: cut(path / ".metadata", 500), r"\.metadata: got \w+: .*, expected the index .*; restore"),
+    "index of something else": (lambda path: (path / ".metadata").write_bytes(pickle.dumps([1])), r"\.metadata: got .*no metadata"),
+    "index with code": (plant_bomb, r"\.metadata: got .*subprocess\.getoutput does not belong there"),
+    "no data": (lambda path: data_file(path).unlink(), r"__0_0_0\.distcp: got No such file or directory, expected a file of \d+ bytes; restore"),
+    "data cut off": (lambda path: cut(data_file(path), 5000), r"__0_0_0\.distcp: got 5000 bytes, expected \d+: it was cut off; restore"),
+    "data lost": (zero, r"__0_0_0\.distcp: got .*, expected the tensors that were saved; restore"),
+    "tensor missing": (
+        lambda path: edit_index(path, lambda index: index.pop("optimizer.exp_avg.lm_head.weight")),
+        r"optimizer\.exp_avg\.lm_head\.weight: got no such tensor, expected shape \(300, 64\)",
+    ),
+    "part of a tensor missing": (
+        lambda path: edit_index(path, lambda index: index["model.embed_tokens.weight"].chunks.pop()),
+        r"model\.embed_tokens\.weight at \(0, 0\): got 0 elements, expected 19200",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", DAMAGE)
+def test_damage_is_named(copy: Path, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    damage, message = DAMAGE[name]
+    damage(copy)
+    run = trainer(SINGLE, ONE)
+    before = merged(copies(run.optimizer))
+    with pytest.raises(CheckpointError, match=message) as caught:
+        native.load(copy, run.optimizer, run.mesh, ONE.config().model)
+    assert str(copy) in str(caught.value)
+    # Only damage inside a file of the right size can show while tensors are being read.
+    assert same(merged(copies(run.optimizer)), before) or name == "data lost"
+    assert not (tmp_path / "exploded").exists()
+
+
+@pytest.mark.parametrize("name", [name for name in DAMAGE if "optimizer" not in DAMAGE[name][1]])
+def test_damage_is_named_without_an_engine(copy: Path, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    damage, message = DAMAGE[name]
+    damage(copy)
+    with pytest.raises(CheckpointError, match=message):
+        weights = native.open_weights(copy)
+        region = next(iter(copies(trainer(SINGLE, ONE).optimizer)))
+        weights(region, region.tensor)  # type: ignore[arg-type]
+
+
+def test_export_needs_no_optimizer_state(copy: Path) -> None:
+    edit_index(copy, lambda index: [index.pop(key) for key in list(index) if key.startswith("optimizer.")])
+    native.open_weights(copy)
+
+
+def test_another_model_is_refused_with_every_field(good: Path) -> None:
+    run = trainer(SINGLE, ONE)
+    scaling = {"rope_type": "linear", "factor": 2.0}
+    other = replace(ONE.config().model, rms_norm_eps=1e-6, rope_theta=5e5, rope_scaling=scaling, num_hidden_layers=8)
+    with pytest.raises(CheckpointError) as caught:
+        native.load(good, run.optimizer, run.mesh, other)
+    text = str(caught.value)
+    assert "another model" in text and text.count("meta.json") == 4
+    for line in ("num_hidden_layers: got 4, expected 8;", "rms_norm_eps: got 1e-05, expected 1e-06;", "rope_theta: got 10000.0, expected 500000.0;"):
+        assert line in text
+    assert "rope_scaling: got None, expected {'rope_type': 'linear', 'factor': 2.0};" in text
+
+
+def test_fields_without_effect_may_differ(good: Path) -> None:
+    run = trainer(SINGLE, ONE)
+    model = replace(ONE.config().model, preset="mine", max_position_embeddings=64, initializer_range=0.1, eos_token_id=2, bos_token_id=1)
+    assert native.load(good, run.optimizer, run.mesh, model) == state_at(2)
+
+
+def test_another_precision_is_refused(good: Path) -> None:
+    run = trainer(SINGLE, Layout(fp64=True))
+    with pytest.raises(CheckpointError, match=r"got torch\.float32, expected torch\.float64; resume in the precision"):
+        native.load(good, run.optimizer, run.mesh, ONE.config().model)
+
+
+def test_a_folder_without_checkpoints_is_named(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"missing: got no such folder, expected iter_NNNNNNN"):
+        native.read_meta(tmp_path / "missing")
+    (tmp_path / "iter_0000003.incomplete").mkdir()
+    with pytest.raises(CheckpointError, match="got a folder without complete checkpoints"):
+        native.find(tmp_path)
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(CheckpointError, match="give it as --init-from-hf"):
+        native.find(tmp_path)
+
+
+def message_of_load(place: Place, layout: Layout, folder: Path) -> str:
+    with pytest.raises(CheckpointError) as caught:
+        load_under(place, layout, folder)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("damage", [zero, lambda path: data_file(path).unlink()], ids=["content", "file"])
+def test_ranks_agree_on_damage_that_one_of_them_meets(cluster: Cluster, tmp_path: Path, damage: Callable[[Path], None]) -> None:
+    """The file of the second pipeline stage is read by that stage alone."""
+    layout = Layout(pp=2)
+    cluster.run(2, save_under, layout, tmp_path)
+    path = tmp_path / "iter_0000002"
+    (path / "__0_0_0.distcp").rename(tmp_path / "first")
+    damage(path)
+    (tmp_path / "first").rename(path / "__0_0_0.distcp")
+    messages = cluster.run(2, message_of_load, layout, tmp_path)
+    assert messages[0] == messages[1]
+    assert re.search(r"rank 1: .*__1_0_0\.distcp: got ", messages[0], re.DOTALL)
+
+
+@contextmanager
+def full_disk(size: int) -> Iterator[None]:
+    """The kernel refuses to make any file of this process larger."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
+
+
+@pytest.mark.parametrize(("size", "file"), [(100_000, r"__0_0_0\.distcp"), (0, r"__0_0_0\.distcp")])
+def test_a_full_disk_leaves_the_last_checkpoint(copy: Path, size: int, file: str) -> None:
+    folder = copy.parent
+    run = trained(SINGLE, ONE)
+    with full_disk(size), pytest.raises(CheckpointError, match=rf"iter_0000003\.incomplete/{file}: got File too large, .*; free space"):
+        native.save(folder, run.optimizer, run.mesh, state_at(3), ONE.config())
+    assert native.latest(folder) == copy
+    assert names(folder) == ["iter_0000002", "latest_checkpointed_iteration.txt"]
+    assert native.save(folder, run.optimizer, run.mesh, state_at(3), ONE.config()) == native.latest(folder)
+
+
+def test_a_disk_that_fills_up_at_the_end_leaves_the_last_checkpoint(copy: Path) -> None:
+    """Saving the same iteration again: what it replaces stays."""
+    run = trained(SINGLE, ONE, steps=0)
+    long = replace(ONE.config(), data=replace(ONE.config().data, tokenizer_model="x" * 10_000_000))
+    with full_disk(5_000_000), pytest.raises(CheckpointError, match=r"meta\.json|iter_0000002: got File too large"):
+        native.save(copy.parent, run.optimizer, run.mesh, state_at(2), long)
+    assert native.read_meta(copy).optimizer_step == 2
+    assert names(copy.parent) == ["iter_0000002", "latest_checkpointed_iteration.txt"]
+
+
+def message_of_save(place: Place, layout: Layout, folder: Path, full_rank: int) -> str:
+    run = trained(place, layout)
+    with full_disk(50_000 if place.rank == full_rank else resource.RLIM_INFINITY), pytest.raises(CheckpointError) as caught:
+        native.save(folder, run.optimizer, run.mesh, state_at(3), layout.config())
+    assert native.save(folder, run.optimizer, run.mesh, state_at(4), layout.config()) == folder / "iter_0000004"
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("full_rank", [0, 1])
+def test_ranks_agree_on_a_full_disk_of_one(cluster: Cluster, tmp_path: Path, full_rank: int) -> None:
+    messages = cluster.run(2, message_of_save, Layout(dp=2), tmp_path, full_rank)
+    assert messages[0] == messages[1]
+    assert re.fullmatch(rf"rank {full_rank}: .*__{full_rank}_0_0\.distcp: got File too large, .*", messages[0])
+    assert names(tmp_path) == ["iter_0000004", "latest_checkpointed_iteration.txt"]
+
+
+def test_a_file_in_the_way_is_named(tmp_path: Path) -> None:
+    (tmp_path / "save").write_text("not a folder")
+    run = trained(SINGLE, ONE, steps=0)
+    with pytest.raises(CheckpointError, match=r"save: got File exists, expected to write it"):
+        native.save(tmp_path / "save", run.optimizer, run.mesh, state_at(1), ONE.config())
+    assert (tmp_path / "save").read_text() == "not a folder"
+
+
+def save_apart(place: Place, layout: Layout, folder: Path) -> str:
+    run = trained(place, layout, steps=0)
+    with pytest.raises(CheckpointError) as caught:
+        native.save(folder / f"machine {place.rank}", run.optimizer, run.mesh, state_at(1), layout.config())
+    return str(caught.value)
+
+
+def test_a_folder_that_machines_do_not_share_is_noticed(cluster: Cluster, tmp_path: Path) -> None:
+    messages = cluster.run(2, save_apart, Layout(dp=2), tmp_path)
+    assert messages[0] == messages[1]
+    assert re.search(r"__1_0_0\.distcp: got No such file or directory, .* save to a folder that all machines share", messages[0])
+    assert native.latest(tmp_path / "machine 0") is None

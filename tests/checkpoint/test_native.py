@@ -1,0 +1,141 @@
+"""What is saved comes back bit for bit, under any layout, in this program and in others."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
+
+from megatron_llama.checkpoint import native
+from megatron_llama.checkpoint.chunks import CHUNK_ELEMENTS, Region
+from megatron_llama.checkpoint.storage import FILE_BYTES, _batches
+from megatron_llama.params import Rectangle, hf_shapes
+from tests.checkpoint.cases import SINGLE, TRAINED, load_under, merged, same, save_under, state_at, trained, whole_weights
+from tests.harness import Cluster
+from tests.parallel.cases import Layout, trainer
+
+ONE = Layout()
+
+
+@pytest.mark.parametrize(
+    "other", [ONE, Layout(bucket=3_000), Layout(strategy="no_shard"), Layout(strategy="optim_grads")], ids=["same", "buckets", "no", "grads"]
+)
+def test_one_process(tmp_path: Path, other: Layout) -> None:
+    saved = save_under(SINGLE, ONE, tmp_path)
+    found = load_under(SINGLE, other, tmp_path)
+    assert same(merged(found.regions), merged(saved.regions))
+    assert found.steps == saved.steps == {float(TRAINED)}
+    # With other buckets the gradient norm is summed in another order.
+    assert found.later_losses == pytest.approx(saved.later_losses, rel=1e-6 if other.bucket != ONE.bucket else 0)
+
+
+GRID = [
+    (Layout(tp=2, sp=True), ONE),
+    (ONE, Layout(tp=2, dp=2, strategy="no_shard", bucket=7_000)),
+    (Layout(pp=2, dp=2, strategy="optim_grads", tied=True), Layout(tp=2, sp=True, tied=True)),
+    (Layout(tp=2, pp=2, sp=True, tied=True), Layout(dp=3, tied=True, bucket=5_000)),
+    (Layout(tp=2, dp=2, sp=True), Layout(pp=4)),
+]
+
+
+@pytest.mark.parametrize(("before", "after"), GRID, ids=lambda layout: layout.name)
+def test_another_layout(cluster: Cluster, tmp_path: Path, before: Layout, after: Layout) -> None:
+    saved = cluster.run(before.world_size, save_under, before, tmp_path)
+    found = cluster.run(after.world_size, load_under, after, tmp_path)
+    state = merged(part for rank in saved for part in rank.regions)
+    assert same(merged(part for rank in found for part in rank.regions), state)
+    assert {step for rank in found for step in rank.steps} == {float(TRAINED)}
+    weights = whole_weights(tmp_path)
+    assert same(weights, {name: state[name] for name in weights})
+    # The loss is known to every rank, and the published weights give the one that follows.
+    expected = saved[0].later_losses
+    assert all(rank.later_losses in ([], pytest.approx(expected, rel=1e-6)) for rank in found)
+
+
+def test_the_same_layout_goes_on_bit_for_bit(cluster: Cluster, tmp_path: Path) -> None:
+    layout = Layout(tp=2, dp=2, sp=True)
+    saved = cluster.run(4, save_under, layout, tmp_path)
+    found = cluster.run(4, load_under, layout, tmp_path)
+    assert [rank.later_losses for rank in found] == [rank.later_losses for rank in saved]
+
+
+def test_weights_are_read_in_rectangles(tmp_path: Path) -> None:
+    save_under(SINGLE, Layout(bucket=3_000), tmp_path)
+    weights, expected = native.open_weights(tmp_path / "iter_0000002"), whole_weights(tmp_path)
+    name = "model.layers.3.mlp.down_proj.weight"
+    out = torch.empty(5, 17, dtype=torch.bfloat16)
+    weights(Rectangle(name, (64, 160), (33, 70), (5, 17), 0), out)
+    assert torch.equal(out, expected[name][33:38, 70:87].bfloat16())
+
+
+def test_any_tool_of_torch_reads_it(cluster: Cluster, tmp_path: Path) -> None:
+    """Keys and shapes are those of the HuggingFace model, and the planner is torch's own."""
+    layout = Layout(tp=2, pp=2)
+    saved = cluster.run(4, save_under, layout, tmp_path)
+    expected = merged(part for rank in saved for part in rank.regions)
+    shapes = hf_shapes(layout.config().model)
+    assert expected.keys() == {prefix + name for prefix in ("", "optimizer.exp_avg.", "optimizer.exp_avg_sq.") for name in shapes}
+    found: dict[str, Any] = {key: torch.full(tensor.shape, torch.nan) for key, tensor in expected.items()}
+    folder = tmp_path / "iter_0000002"
+    assert FileSystemReader(folder).read_metadata().state_dict_metadata.keys() == expected.keys()
+    dcp_load(found, checkpoint_id=folder, planner=DefaultLoadPlanner(), no_dist=True)
+    assert same(found, expected)
+
+
+def test_meta(tmp_path: Path) -> None:
+    run = trained(SINGLE, ONE)
+    config = ONE.config()
+    config = replace(config, data=replace(config.data, tokenizer_model="tokenizer.model"), training=replace(config.training, seed=7))
+    path = native.save(tmp_path / "new" / "folder", run.optimizer, run.mesh, state_at(12), config)
+    meta = native.read_meta(tmp_path / "new" / "folder")
+    assert (meta.folder, meta.state, meta.optimizer_step, meta.seed) == (path, state_at(12), TRAINED, 7)
+    assert (meta.tokenizer_model, meta.torch_version) == ("tokenizer.model", torch.__version__)
+    assert meta.config["optimizer"]["lr"] == config.optimizer.lr
+    assert replace(meta.model, make_vocab_size_divisible_by=128) == config.model
+    text = json.loads((path / "meta.json").read_text())
+    assert (text["model"]["model_type"], text["format_version"]) == ("llama", 1)
+
+
+def test_the_newest_complete_checkpoint_is_found(tmp_path: Path) -> None:
+    assert native.latest(tmp_path) is None and native.latest(tmp_path / "missing") is None
+    run = trained(SINGLE, ONE, steps=0)
+    first, second, third = (native.save(tmp_path, run.optimizer, run.mesh, state_at(i), ONE.config()) for i in (2, 10_000_000, 9))
+    tracker = tmp_path / "latest_checkpointed_iteration.txt"
+    assert tracker.read_text() == "9\n" and native.latest(tmp_path) == third
+    for text, expected in (("2", first), ("5", second), ("damaged", second)):
+        tracker.write_text(text)
+        assert native.latest(tmp_path) == expected
+    tracker.unlink()
+    (second / ".metadata").unlink()
+    assert native.latest(tmp_path) == third
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["iter_0000002", "iter_0000009", "iter_10000000"]
+
+
+def test_saving_the_same_iteration_again_replaces_it(tmp_path: Path) -> None:
+    run = trainer(SINGLE, ONE)
+    native.save(tmp_path, run.optimizer, run.mesh, state_at(TRAINED), ONE.config())
+    saved = save_under(SINGLE, Layout(bucket=3_000), tmp_path)
+    assert same(merged(load_under(SINGLE, ONE, tmp_path).regions), merged(saved.regions))
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["iter_0000002", "latest_checkpointed_iteration.txt"]
+
+
+def test_large_tensors_are_cut_into_chunks_and_files() -> None:
+    """No data is touched: an expanded scalar has the shape of LLaMA-3 70B's output head."""
+    shape = (128_256, 8_192)
+    part = Region("lm_head.weight", shape, (0, 0), shape, torch.zeros(()).expand(shape))
+    chunks = list(part.split())
+    rows = CHUNK_ELEMENTS // shape[1]
+    assert [chunk.offset for chunk in chunks] == [(row, 0) for row in range(0, shape[0], rows)]
+    assert sum(math.prod(chunk.size) for chunk in chunks) == math.prod(shape)
+    files = [sum(item.tensor_data.chunk.sizes.numel() * 4 for item in batch) for batch in _batches(chunk.write_item() for chunk in chunks)]
+    assert sum(files) == math.prod(shape) * 4 and len(files) == 4 and max(files) <= FILE_BYTES
+    row = Region("x", (2, 2 * CHUNK_ELEMENTS), (1, 0), (1, 2 * CHUNK_ELEMENTS), torch.zeros(()).expand(1, 2 * CHUNK_ELEMENTS))
+    assert [chunk.offset for chunk in row.split()] == [(1, 0)]

@@ -1,0 +1,82 @@
+"""Initial weights are a function of seed, tensor name and position: no layout changes them."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from megatron_llama.mesh import Place
+from megatron_llama.model.init import BLOCK_ELEMENTS, InitialWeights
+from megatron_llama.params import Rectangle, hf_shapes
+from tests.harness import Cluster
+from tests.parallel.cases import MODEL, Layout, Record, initial_weights, merged, train
+
+
+def whole(source: InitialWeights, name: str, shape: tuple[int, ...]) -> Tensor:
+    out = torch.full(shape, float("nan"))
+    source(Rectangle(name, shape, (0,) * len(shape), shape, 0), out)
+    return out
+
+
+def fresh(place: Place, layout: Layout) -> Record:
+    """The state before the first step."""
+    return train(place, replace(layout, steps=0))
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        Layout(tp=2, sp=True, bucket=1_000),
+        Layout(pp=4, tied=True),
+        Layout(dp=3, strategy="optim_grads", bucket=777),
+        Layout(dp=2, strategy="no_shard"),
+        Layout(tp=2, pp=2, dp=2, tied=True, bucket=10**9),
+    ],
+    ids=lambda layout: layout.name,
+)
+def test_all_layouts_start_from_the_same_weights(cluster: Cluster, layout: Layout) -> None:
+    found = merged(cluster.run(layout.world_size, fresh, layout))
+    shapes = hf_shapes(layout.config().model)
+    assert found.keys() == shapes.keys()
+    for name, shape in shapes.items():
+        assert torch.equal(found[name], whole(initial_weights(), name, shape)), name
+
+
+def test_any_rectangle_is_a_cut_of_the_whole() -> None:
+    """Also across the blocks in which the numbers are drawn, the last of which is short."""
+    source, columns = InitialWeights(7, 0.02), 3000
+    rows = 2 * (BLOCK_ELEMENTS // columns) + 11
+    full = whole(source, "w", (rows, columns))
+    edge = BLOCK_ELEMENTS // columns
+    for offset, size in (((0, 0), (1, 5)), ((edge - 1, 17), (2, 900)), ((edge, 0), (edge + 11, columns)), ((3, 2999), (rows - 3, 1))):
+        out = torch.empty(size)
+        source(Rectangle("w", (rows, columns), offset, size, 0), out)
+        assert torch.equal(out, full[offset[0] : offset[0] + size[0], offset[1] : offset[1] + size[1]])
+
+
+def test_distribution() -> None:
+    full = whole(InitialWeights(7, 0.02), "w", (1100, 1000))
+    assert abs(float(full.std()) / 0.02 - 1) < 5e-3
+    assert abs(float(full.mean())) < 4 * 0.02 / math.sqrt(full.numel())
+    assert float(full.abs().max()) > 4 * 0.02  # not truncated
+    # Neighbouring blocks of rows are drawn from generators of their own.
+    block = BLOCK_ELEMENTS // 1000
+    assert not torch.equal(full[:50], full[block : block + 50])
+
+
+def test_seed_name_and_norms() -> None:
+    one = whole(InitialWeights(1, 0.02), "a", (8, 8))
+    assert torch.equal(one, whole(InitialWeights(1, 0.02), "a", (8, 8)))
+    assert not torch.equal(one, whole(InitialWeights(2, 0.02), "a", (8, 8)))
+    assert not torch.equal(one, whole(InitialWeights(1, 0.02), "b", (8, 8)))
+    assert torch.equal(whole(InitialWeights(1, 0.02), "norm", (MODEL.hidden_size,)), torch.ones(MODEL.hidden_size))
+
+
+def test_wider_targets_hold_the_fp32_values() -> None:
+    wide = torch.empty(8, 8, dtype=torch.float64)
+    InitialWeights(1, 0.02)(Rectangle("a", (8, 8), (0, 0), (8, 8), 0), wide)
+    assert torch.equal(wide, whole(InitialWeights(1, 0.02), "a", (8, 8)).double())
