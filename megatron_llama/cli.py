@@ -56,6 +56,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2 if isinstance(error, ConfigError) else 1
     except BrokenPipeError:  # the reader of our output left: head, less
         return 1
+    finally:
+        if "torch.distributed" in sys.modules:
+            from megatron_llama.mesh import close_mesh
+
+            close_mesh()
 
 
 def run(words: list[str]) -> int:

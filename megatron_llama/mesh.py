@@ -5,6 +5,7 @@ Rank order, outermost to innermost: pp, dp, tp. Tensor-parallel ranks are neighb
 
 from __future__ import annotations
 
+import gc
 import os
 import re
 from collections.abc import Mapping
@@ -132,9 +133,13 @@ def init_mesh(config: ParallelConfig, place: Place) -> Mesh:
 
 
 def close_mesh() -> None:
-    """Leave the process group."""
+    """Leave the process group. Call it when no variable holds a Mesh any more.
+
+    A group's threads end when the last reference to it goes. Reference cycles (a runtime holds its own methods) would keep
+    groups until the interpreter shuts down, and a gloo thread that then frees a tensor aborts the process."""
     if dist.is_initialized():
         dist.destroy_process_group()
+        gc.collect()
 
 
 def build_mesh(config: ParallelConfig, *, rank: int, world_size: int, device: torch.device) -> Mesh:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from megatron_llama import device as devices
+from megatron_llama.checkpoint.meta import TrainState
 from megatron_llama.config import Config
 from megatron_llama.errors import TrainingError, describe
 from megatron_llama.mesh import Mesh
@@ -20,7 +21,7 @@ from megatron_llama.optim.distributed import StepResult
 
 @dataclass(frozen=True)
 class _Step:
-    iteration: int
+    state: TrainState
     lr: float
     loss: Tensor
     update: StepResult
@@ -41,13 +42,13 @@ class Progress:
         self._pending: _Step | None = None
         self._steps, self._since = 0, time.perf_counter()
 
-    def step(self, iteration: int, lr: float, loss: Tensor, update: StepResult) -> None:
-        """Step ``iteration`` (1-based) was issued. Raises TrainingError if the one before it was not finite."""
+    def step(self, state: TrainState, lr: float, loss: Tensor, update: StepResult) -> None:
+        """The step that leads to ``state`` was issued. Raises TrainingError if the one before it was not finite."""
         self.settle()
-        self._pending = _Step(iteration, lr, loss, update)
+        self._pending = _Step(state, lr, loss, update)
         self._steps += 1
         self._log.advance()
-        if iteration % self._config.log.log_interval == 0 or iteration == self._config.training.train_iters:
+        if state.iteration % self._config.log.log_interval == 0 or state.iteration == self._config.training.train_iters:
             self._write(self._pending)
 
     def settle(self) -> None:
@@ -58,7 +59,7 @@ class Progress:
         for name, value in (("loss", float(step.loss)), ("gradient norm", float(step.update.grad_norm))):
             if not math.isfinite(value):
                 do = "lower --lr, look at the data of this step, or resume from the last checkpoint; the weights were not changed by it"
-                raise TrainingError(describe(f"{name} at iteration {step.iteration}", got=value, expected="a finite number", do=do))
+                raise TrainingError(describe(f"{name} at iteration {step.state.iteration}", got=value, expected="a finite number", do=do))
 
     def _write(self, step: _Step) -> None:
         self.settle()
@@ -66,12 +67,12 @@ class Progress:
         devices.synchronize(mesh.device)
         exposed = mesh.recorder.take_exposed_seconds() if devices.is_host(mesh.device) else None
         interval = Interval(self._steps, time.perf_counter() - self._since, exposed)
-        mean = averages(interval, self._work, steps_left=training.train_iters - step.iteration)
+        mean = averages(interval, self._work, steps_left=training.train_iters - step.state.iteration)
         self._log.write(
             StepRecord(
-                iteration=step.iteration,
+                iteration=step.state.iteration,
                 train_iters=training.train_iters,
-                consumed_samples=step.iteration * training.global_batch_size,
+                consumed_samples=step.state.consumed_samples,
                 learning_rate=step.lr,
                 global_batch_size=training.global_batch_size,
                 lm_loss=float(step.loss),

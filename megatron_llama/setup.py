@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from pathlib import Path
 
 from megatron_llama.checkpoint import native
+from megatron_llama.checkpoint.failures import writing
+from megatron_llama.checkpoint.folders import commit, fresh_staging
 from megatron_llama.checkpoint.hf import HFWeights
 from megatron_llama.checkpoint.meta import TrainState
 from megatron_llama.comm.agreement import together
@@ -13,12 +16,14 @@ from megatron_llama.config import CheckpointConfig, Config, ModelConfig
 from megatron_llama.data.indexed import IndexedDataset
 from megatron_llama.data.loader import BatchLoader
 from megatron_llama.data.stream import TokenStream, split_documents
-from megatron_llama.errors import CheckpointError, ConfigError, describe
+from megatron_llama.errors import CheckpointError, ConfigError, TrainingError, describe
 from megatron_llama.mesh import Mesh
 from megatron_llama.metrics.log import MetricLog
 from megatron_llama.model.init import InitialWeights
 from megatron_llama.optim.distributed import OverlappedDistributedOptimizer, WeightSource
 from megatron_llama.pipeline.runtime import PipelineRuntime
+from megatron_llama.tokenizer.base import Tokenizer
+from megatron_llama.vocabulary import FOLDER
 
 TRAINING, VALIDATION = 0, 1
 
@@ -100,21 +105,23 @@ def find_start(options: CheckpointConfig) -> Path | None:
 
 
 def open_log(config: Config, mesh: Mesh, state: TrainState) -> MetricLog:
-    """The log of this run; rank 0 writes it."""
-    return MetricLog(
-        config.checkpoint.save,
-        prints=mesh.rank == 0,
-        start_iteration=state.iteration,
-        train_iters=config.training.train_iters,
-        progress_bar=config.log.progress_bar,
-    )
+    """The log of this run; rank 0 writes it. Raises CheckpointError if it cannot."""
+    folder = config.checkpoint.save
+    with together(mesh.world), writing(Path(folder or ".")):
+        return MetricLog(
+            folder,
+            prints=mesh.rank == 0,
+            start_iteration=state.iteration,
+            train_iters=config.training.train_iters,
+            progress_bar=config.log.progress_bar,
+        )
 
 
 class Validation:
     """The mean loss over the same validation samples every time."""
 
-    def __init__(self, config: Config, mesh: Mesh, runtime: PipelineRuntime, log: MetricLog, eod: int | None) -> None:
-        self._training, self._runtime, self._log = config.training, runtime, log
+    def __init__(self, config: Config, mesh: Mesh, runtime: PipelineRuntime, eod: int | None) -> None:
+        self._training, self._runtime = config.training, runtime
         self._unit = config.training.micro_batch_size * mesh.dp.size
         if self._training.eval_interval == 0:
             return
@@ -139,11 +146,14 @@ class Validation:
         """Whether the run evaluates after this step."""
         return _due(self._training.eval_interval, state.iteration, self._training.train_iters)
 
-    def run(self, state: TrainState) -> None:
-        """Evaluate and log, unless this run never evaluates."""
+    def run(self, state: TrainState, log: MetricLog) -> None:
+        """Evaluate and log, unless this run never evaluates. Raises TrainingError, on every rank, if the loss is not finite."""
         if self._training.eval_interval:
             loss, tokens = self.measure()
-            self._log.write_validation(state.iteration, state.consumed_samples, loss, tokens)
+            if not math.isfinite(loss):
+                where, do = f"validation loss at iteration {state.iteration}", "look at the weights, or go back to an earlier checkpoint"
+                raise TrainingError(describe(where, got=loss, expected="a finite number", do=do))
+            log.write_validation(state.iteration, state.consumed_samples, loss, tokens)
 
     def measure(self) -> tuple[float, int]:
         """Mean loss and number of target tokens."""
@@ -157,22 +167,30 @@ class Validation:
 
 
 class Saver:
-    """Writes checkpoints when they are due."""
+    """Writes checkpoints when they are due, beside a copy of the tokenizer, so that they can be used on their own.
 
-    def __init__(self, config: Config, mesh: Mesh, optimizer: OverlappedDistributedOptimizer, log: MetricLog) -> None:
-        self._config, self._mesh, self._optimizer, self._log = config, mesh, optimizer, log
+    Raises CheckpointError or DataError, on every rank, when the tokenizer cannot be kept: at the start, not at the first save."""
+
+    def __init__(self, config: Config, mesh: Mesh, optimizer: OverlappedDistributedOptimizer, tokenizer: Tokenizer | None) -> None:
+        self._config, self._mesh, self._optimizer = config, mesh, optimizer
+        if config.checkpoint.save is not None and tokenizer is not None:
+            target = Path(config.checkpoint.save) / FOLDER
+            with together(mesh.world), writing(target):
+                if mesh.rank == 0 and not target.exists():
+                    tokenizer.save_hf(fresh_staging(target))
+                    commit(target)
 
     def due(self, state: TrainState) -> bool:
         """Whether the run saves after this step: at the interval, and at the end."""
         options, last = self._config.checkpoint, self._config.training.train_iters
         return options.save is not None and (state.iteration == last or _due(options.save_interval, state.iteration, last))
 
-    def save(self, state: TrainState) -> None:
+    def save(self, state: TrainState, log: MetricLog) -> None:
         """Save, unless the run has no --save. Raises CheckpointError on every rank; the last checkpoint stays as it was."""
         folder = self._config.checkpoint.save
         if folder is not None:
             path = native.save(Path(folder), self._optimizer, self._mesh, state, self._config)
-            self._log.say(f" saved {path}")
+            log.say(f" saved {path}")
 
 
 def _due(interval: int, iteration: int, last: int) -> bool:

@@ -14,6 +14,7 @@ from megatron_llama.optim.lr import learning_rate
 from megatron_llama.pipeline.runtime import FixedWeights, PipelineRuntime
 from megatron_llama.progress import Progress
 from megatron_llama.setup import Saver, Validation, build_loader, load_or_init, open_log, trained_weights
+from megatron_llama.tokenizer.base import Tokenizer
 
 
 def evaluate_only(config: Config, mesh: Mesh, *, eod: int | None = None) -> None:
@@ -26,25 +27,25 @@ def evaluate_only(config: Config, mesh: Mesh, *, eod: int | None = None) -> None
     schedule, dtype = config.parallel.pipeline_schedule, compute_dtype(config)
     runtime = PipelineRuntime(stage, FixedWeights(), mesh, schedule=schedule, dtype=dtype)
     with open_log(config, mesh, state) as log:
-        Validation(config, mesh, runtime, log, eod).run(state)
+        Validation(config, mesh, runtime, eod).run(state, log)
 
 
-def train(config: Config, mesh: Mesh, *, eod: int | None = None) -> None:
+def train(config: Config, mesh: Mesh, *, eod: int | None = None, tokenizer: Tokenizer | None = None) -> None:
     """Train until ``train_iters``, or until some rank is asked to stop.
 
-    ``config`` is resolved (validate.check); ``eod`` is the end-of-document id where an option needs one. Raises UserError
-    of some kind, on every rank the same."""
+    ``config`` is resolved (validate.check); ``eod`` is the end-of-document id where an option needs one; ``tokenizer``
+    is kept beside the checkpoints. Raises UserError of some kind, on every rank the same."""
     training, clip = config.training, config.optimizer.clip_grad
     stage = Stage(config.model, mesh, sequence_parallel=config.parallel.sequence_parallel)
     optimizer = build_optimizer(config, stage, mesh)
     loader = build_loader(config, mesh, eod)
     runtime = PipelineRuntime(stage, optimizer, mesh, schedule=config.parallel.pipeline_schedule, dtype=compute_dtype(config))
+    validation = Validation(config, mesh, runtime, eod)
     state = load_or_init(config, optimizer, mesh)
+    saver = Saver(config, mesh, optimizer, tokenizer)  # writes to --save, as the log does: nothing before this line has
     with open_log(config, mesh, state) as log, Interrupts() as interrupts:
         progress = Progress(config, mesh, log)
-        validation = Validation(config, mesh, runtime, log, eod)
-        saver = Saver(config, mesh, optimizer, log)
-        validation.run(state)
+        validation.run(state, log)
         feed = Feed(loader, mesh.world, interrupts, first_sample=state.consumed_samples)
         for iteration in range(state.iteration, training.train_iters):
             lr = learning_rate(config.optimizer, training.train_iters, iteration)
@@ -52,16 +53,17 @@ def train(config: Config, mesh: Mesh, *, eod: int | None = None) -> None:
             loss = runtime.step(batches)  # every microbatch: forward, backward, reduce
             update = optimizer.step(lr, clip=clip)
             state = TrainState(iteration + 1, state.consumed_samples + training.global_batch_size)
-            progress.step(state.iteration, lr, loss, update)
+            progress.step(state, lr, loss, update)
             stopping = feed.stop_agreed()
             if validation.due(state) or saver.due(state) or stopping:
                 progress.settle()  # never save or evaluate a step that went wrong
                 if validation.due(state):
-                    validation.run(state)
+                    validation.run(state, log)
                 if saver.due(state) or stopping:
-                    saver.save(state)
+                    saver.save(state, log)
                 progress.restart_clock()
             if stopping:
                 log.say(f" stopped by a signal after iteration {state.iteration}")
                 break
         progress.settle()
+        optimizer.settle()

@@ -150,6 +150,8 @@ def _warnings(config: Config) -> Iterator[str]:
     length, longest = config.training.seq_length, config.model.max_position_embeddings
     if length > longest:
         yield f"--seq-length {length} is beyond max_position_embeddings {longest}: the exported model will claim the shorter one"
+    if config.checkpoint.save_interval > 0 and config.checkpoint.save is None:
+        yield f"--save-interval {config.checkpoint.save_interval} without --save: nothing will be saved"
 
 
 def problems(config: Config, world_size: int) -> list[str]:
@@ -273,9 +275,6 @@ def _run_problems(config: Config) -> Iterator[str]:
     if len(shares) != 3 or not any(shares):
         wanted = "three shares of 0 or more, not all 0, such as 969,30,1"
         yield describe("--split", got=config.data.split, expected=wanted, do="give training,validation,test")
-    if config.checkpoint.save_interval > 0 and config.checkpoint.save is None:
-        got = f"{config.checkpoint.save_interval} without --save"
-        yield describe("--save-interval", got=got, expected="a folder to save to", do="give --save FOLDER")
 
 
 def _shares(split: str) -> list[float]:

@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
 from megatron_llama.mesh import Place
 
@@ -64,7 +65,7 @@ class Cluster:
     def __init__(self) -> None:
         self._context = multiprocessing.get_context("forkserver")
         self._context.set_forkserver_preload(PRELOAD)
-        self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        self._store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         self._workers: dict[int, _Worker] = {}
         self._jobs = 0
 
@@ -88,7 +89,8 @@ class Cluster:
         in_time = sorted(outcomes.items(), key=lambda item: item[1].at)
         errors = [f"--- rank {rank}: {outcome.error}" for rank, outcome in in_time if outcome.error is not None]
         if errors:
-            raise WorkerError("\n".join([f"{function.__qualname__} failed on {len(errors)} of {world_size} ranks, first failure first", *errors]))
+            title = f"{function.__qualname__} failed on {len(errors)} of {world_size} ranks, first failure first"
+            raise WorkerError("\n".join([title, *errors]))
         return [outcomes[rank].result for rank in range(world_size)]
 
     def _collect(self, world_size: int, timeout: float) -> dict[int, _Outcome]:
@@ -99,8 +101,7 @@ class Cluster:
             ready = wait(list(waiting), timeout=max(0.0, deadline - time.monotonic()))
             if not ready:
                 outcomes |= {rank: self._lost(rank, "did not come back in time, killed") for rank in waiting.values()}
-            for connection in ready:
-                rank = waiting[connection]
+            for rank in [rank for connection, rank in waiting.items() if connection in ready]:
                 outcomes[rank] = self._receive(rank)
                 if outcomes[rank].error is not None:
                     deadline = min(deadline, time.monotonic() + GRACE_SECONDS)
@@ -108,7 +109,8 @@ class Cluster:
 
     def _receive(self, rank: int) -> _Outcome:
         try:
-            return pickle.loads(self._workers[rank].connection.recv_bytes())
+            outcome: _Outcome = pickle.loads(self._workers[rank].connection.recv_bytes())
+            return outcome
         except EOFError:
             self._workers[rank].process.join()
             return self._lost(rank, f"died with exit code {self._workers[rank].process.exitcode}")
@@ -137,15 +139,14 @@ def _serve(connection: Connection, store_port: int) -> None:
     """A worker's life: one job after the other, until the pool closes the connection."""
     torch.set_num_threads(1)
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-    store = dist.TCPStore("127.0.0.1", store_port, is_master=False)
+    store = TCPStore("127.0.0.1", store_port, is_master=False)
     while True:
         try:
-            job: _Job = pickle.loads(connection.recv_bytes())
-            outcome = _perform(job, store)
-            connection.send_bytes(pickle.dumps(outcome))
+            succeeded, answer = _attempt(connection.recv_bytes(), store)
+            connection.send_bytes(answer)
             # Leaving the group closes its sockets. Success: when every rank has its result. Failure: at once, so that the
             # peers learn that this rank will not answer.
-            if outcome.error is None:
+            if succeeded:
                 connection.recv_bytes()
                 _leave()
             else:
@@ -155,22 +156,26 @@ def _serve(connection: Connection, store_port: int) -> None:
             return
 
 
+def _attempt(message: bytes, store: Store) -> tuple[bool, bytes]:
+    try:
+        return True, pickle.dumps(_Outcome(result=_perform(pickle.loads(message), store)))
+    except Exception:
+        return False, pickle.dumps(_Outcome(error=traceback.format_exc()))
+
+
 def _leave() -> None:
     if dist.is_initialized():
         dist.destroy_process_group()
 
 
-def _perform(job: _Job, store: dist.Store) -> _Outcome:
+def _perform(job: _Job, store: Store) -> Any:
     place = job.place
-    try:
-        if place.world_size > 1:
-            dist.init_process_group(
-                "gloo",
-                store=dist.PrefixStore(f"job {job.number}", store),
-                rank=place.rank,
-                world_size=place.world_size,
-                timeout=timedelta(seconds=job.timeout),
-            )
-        return _Outcome(result=job.function(place, *job.args))
-    except Exception:
-        return _Outcome(error=traceback.format_exc())
+    if place.world_size > 1:
+        dist.init_process_group(
+            "gloo",
+            store=PrefixStore(f"job {job.number}", store),
+            rank=place.rank,
+            world_size=place.world_size,
+            timeout=timedelta(seconds=job.timeout),
+        )
+    return job.function(place, *job.args)

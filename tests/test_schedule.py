@@ -8,7 +8,17 @@ from dataclasses import replace
 
 import pytest
 
-from megatron_llama.schedule import Action, Op, Schedule, ScheduleError, forward_only, gpipe, one_forward_one_backward, schedule_named, validate
+from megatron_llama.schedule import (
+    Action,
+    Op,
+    Schedule,
+    ScheduleError,
+    forward_only,
+    gpipe,
+    one_forward_one_backward,
+    schedule_named,
+    validate,
+)
 
 Builder = Callable[[int, int], Schedule]
 BUILDERS: list[Builder] = [forward_only, gpipe, one_forward_one_backward]
@@ -180,7 +190,8 @@ def test_a_deadlock_of_full_links_is_refused() -> None:
 
     first = edited(gpipe(2, 4), 0, late(Op.BACKWARD)).ranks[0]
     second = edited(one_forward_one_backward(2, 4), 1, late(Op.FORWARD)).ranks[1]
-    refused(replace(gpipe(2, 4), ranks=(first, second)), "deadlock", "send_forward(stage 0, microbatch 3)", "send_backward(stage 1, microbatch 1)")
+    mixed = replace(gpipe(2, 4), ranks=(first, second))
+    refused(mixed, "deadlock", "send_forward(stage 0, microbatch 3)", "send_backward(stage 1, microbatch 1)")
 
 
 def test_wrong_number_of_ranks_is_refused() -> None:

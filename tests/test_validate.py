@@ -182,7 +182,6 @@ LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_fr
         ({"split": "1,-1,1"}, 1, "--split: got 1,-1,1, expected three shares"),
         ({"split": "0,0,0"}, 1, "--split: got 0,0,0, expected three shares"),
         ({"split": "a,b,c"}, 1, "--split: got a,b,c, expected three shares"),
-        ({"save_interval": 5}, 1, "--save-interval: got 5 without --save"),
     ],
 )
 def test_each_problem_is_named_alone(given: dict[str, Any], world_size: int, message: str | None) -> None:
@@ -275,3 +274,7 @@ def test_other_shapes_than_the_folder_has_are_refused(tmp_path: Path) -> None:
         assembled("--init-from-hf", folder, "--model", "llama3.2-3b")
     with pytest.raises(CheckpointError, match="No such file"):
         assembled("--init-from-hf", str(tmp_path / "none"))
+
+
+def test_an_interval_without_a_folder_is_a_warning() -> None:
+    assert check(config_of(save_interval=5), 1).warnings == ("--save-interval 5 without --save: nothing will be saved",)

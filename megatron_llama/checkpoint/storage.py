@@ -92,8 +92,10 @@ class ChunkReader(FileSystemReader):
             try:
                 super().read_data(LoadPlan(items), planner)
             except Exception as error:
+                # What torch says of damaged bytes is long, and advises to load them unsafely.
+                got = error.strerror if isinstance(error, OSError) else f"damaged content ({type(error).__name__})"
                 path = str(Path(self.path, name))
-                raise CheckpointError(describe(path, got=error, expected="the tensors that were saved", do=ANOTHER_COPY)) from error
+                raise CheckpointError(describe(path, got=got, expected="the tensors that were saved", do=ANOTHER_COPY)) from error
         future: Future[None] = Future()
         future.set_result(None)
         return future

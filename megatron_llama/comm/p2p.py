@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import torch.distributed as dist
 from torch import Tensor
 
+from megatron_llama.comm.collectives import Pending
 from megatron_llama.mesh import Axis
 
 
@@ -44,3 +45,21 @@ def receive(buffer: Tensor, axis: Axis, source: int) -> Transfer:
     work = dist.irecv(buffer, group=axis.group, group_src=source)
     assert work is not None
     return Transfer(axis, buffer, work)
+
+
+def exchange(tensor: Tensor, buffer: Tensor, axis: Axis, *, to: int, source: int) -> Pending:
+    """Start one step of a ring: send ``tensor`` to the rank at position ``to`` and receive ``buffer`` from that at ``source``.
+
+    As one batch: NCCL would otherwise run the two one after the other, and a ring in which everyone sends first stands still."""
+    axis.recorder.count(axis.name, "send", tensor.numel() * tensor.element_size())
+    axis.recorder.count(axis.name, "receive", buffer.numel() * buffer.element_size())
+    outgoing = dist.P2POp(dist.isend, tensor.data, group=axis.group, group_peer=to)
+    incoming = dist.P2POp(dist.irecv, buffer.data, group=axis.group, group_peer=source)
+    works = dist.batch_isend_irecv([outgoing, incoming])
+
+    def wait_for_both() -> None:
+        with axis.recorder.exposed():
+            for work in works:
+                work.wait()
+
+    return Pending(axis, None, wait_for_both)

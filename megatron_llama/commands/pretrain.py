@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megatron_llama.commands.options import DryRunConfig
 from megatron_llama.config import CheckpointConfig, Config
+from megatron_llama.errors import ConfigError, describe
 from megatron_llama.manual import config_sections
 from megatron_llama.options import Parsed
 
@@ -30,7 +30,7 @@ def pretrain(parsed: Parsed) -> None:
     with prepared(parsed) as (config, mesh, vocabulary):
         from megatron_llama.train import train
 
-        train(config, mesh, eod=vocabulary.eod)
+        train(config, mesh, eod=vocabulary.eod, tokenizer=vocabulary.tokenizer)
 
 
 def evaluate(parsed: Parsed) -> None:
@@ -38,6 +38,9 @@ def evaluate(parsed: Parsed) -> None:
     with prepared(_for_evaluation(parsed)) as (config, mesh, vocabulary):
         from megatron_llama.train import evaluate_only
 
+        if config.training.eval_interval == 0:  # validate.check switched it off
+            expected, do = "a share of documents for validation", "give --split 0,100,0 to evaluate on all of them"
+            raise ConfigError(describe("--split", got=config.data.split, expected=expected, do=do))
         evaluate_only(config, mesh, eod=vocabulary.eod)
 
 
@@ -53,8 +56,8 @@ def _for_evaluation(parsed: Parsed) -> Parsed:
 
 @contextmanager
 def prepared(parsed: Parsed) -> Iterator[tuple[Config, Mesh, Vocabulary]]:
-    """Resolve and check the configuration, join the other processes, and leave them at the end."""
-    from megatron_llama.mesh import close_mesh, init_mesh, place_from_environment
+    """Resolve and check the configuration, join the other processes, and print what was decided on the way."""
+    from megatron_llama.mesh import init_mesh, place_from_environment
     from megatron_llama.setup import trained_model
     from megatron_llama.validate import assemble, check
     from megatron_llama.vocabulary import find_vocabulary, with_vocabulary
@@ -68,16 +71,4 @@ def prepared(parsed: Parsed) -> Iterator[tuple[Config, Mesh, Vocabulary]]:
     if mesh.rank == 0:
         for line in (*resolved.notes, *(f"warning: {text}" for text in resolved.warnings)):
             print(f" {line}", flush=True)
-        keep_tokenizer(config, vocabulary)
     yield config, mesh, vocabulary
-    close_mesh()
-
-
-def keep_tokenizer(config: Config, vocabulary: Vocabulary) -> None:
-    """Copy the tokenizer beside the checkpoints, so that they can be used on their own."""
-    from megatron_llama.vocabulary import FOLDER
-
-    if config.checkpoint.save is not None and vocabulary.tokenizer is not None:
-        folder = Path(config.checkpoint.save) / FOLDER
-        if not folder.exists():
-            vocabulary.tokenizer.save_hf(folder)

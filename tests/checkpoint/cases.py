@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import resource
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -40,7 +42,6 @@ def trained(place: Place, layout: Layout, steps: int = TRAINED) -> Trainer:
     run = trainer(place, layout)
     for index in range(steps):
         run.step(index)
-    run.optimizer.settle()
     return run
 
 
@@ -95,3 +96,14 @@ def read_whole(source: WeightSource, name: str, shape: tuple[int, ...]) -> Tenso
     out = torch.full(shape, torch.nan)
     source(Rectangle(name, shape, (0,) * len(shape), shape, 0), out)
     return out
+
+
+@contextmanager
+def full_disk(size: int) -> Iterator[None]:
+    """The kernel refuses to make any file of this process larger."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)

@@ -8,19 +8,17 @@ import re
 import resource
 import shutil
 import subprocess
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
-import torch
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 
 from megatron_llama.checkpoint import native
 from megatron_llama.errors import CheckpointError
 from megatron_llama.mesh import Place
-from tests.checkpoint.cases import SINGLE, copies, load_under, merged, same, save_under, state_at, trained
+from tests.checkpoint.cases import SINGLE, copies, full_disk, load_under, merged, read_whole, same, save_under, state_at, trained
 from tests.harness import Cluster
 from tests.parallel.cases import Layout, trainer
 
@@ -87,9 +85,12 @@ DAMAGE = {
     "index cut off": (lambda path: cut(path / ".metadata", 500), r"\.metadata: got \w+: .*, expected the index .*; restore"),
     "index of something else": (lambda path: (path / ".metadata").write_bytes(pickle.dumps([1])), r"\.metadata: got .*no metadata"),
     "index with code": (plant_bomb, r"\.metadata: got .*subprocess\.getoutput does not belong there"),
-    "no data": (lambda path: data_file(path).unlink(), r"__0_0_0\.distcp: got No such file or directory, expected a file of \d+ bytes; restore"),
+    "no data": (
+        lambda path: data_file(path).unlink(),
+        r"__0_0_0\.distcp: got No such file or directory, expected a file of \d+ bytes; restore",
+    ),
     "data cut off": (lambda path: cut(data_file(path), 5000), r"__0_0_0\.distcp: got 5000 bytes, expected \d+: it was cut off; restore"),
-    "data lost": (zero, r"__0_0_0\.distcp: got .*, expected the tensors that were saved; restore"),
+    "data lost": (zero, r"__0_0_0\.distcp: got damaged content \(\w+\), expected the tensors that were saved; restore"),
     "tensor missing": (
         lambda path: edit_index(path, lambda index: index.pop("optimizer.exp_avg.lm_head.weight")),
         r"optimizer\.exp_avg\.lm_head\.weight: got no such tensor, expected shape \(300, 64\)",
@@ -122,9 +123,7 @@ def test_damage_is_named_without_an_engine(copy: Path, name: str, tmp_path: Path
     damage, message = DAMAGE[name]
     damage(copy)
     with pytest.raises(CheckpointError, match=message):
-        weights = native.open_weights(copy)
-        region = next(iter(copies(trainer(SINGLE, ONE).optimizer)))
-        weights(region, region.tensor)  # type: ignore[arg-type]
+        read_whole(native.open_weights(copy), "lm_head.weight", (300, 64))
 
 
 def test_export_needs_no_optimizer_state(copy: Path) -> None:
@@ -140,7 +139,11 @@ def test_another_model_is_refused_with_every_field(good: Path) -> None:
         native.load(good, run.optimizer, run.mesh, other)
     text = str(caught.value)
     assert "another model" in text and text.count("meta.json") == 4
-    for line in ("num_hidden_layers: got 4, expected 8;", "rms_norm_eps: got 1e-05, expected 1e-06;", "rope_theta: got 10000.0, expected 500000.0;"):
+    for line in (
+        "num_hidden_layers: got 4, expected 8;",
+        "rms_norm_eps: got 1e-05, expected 1e-06;",
+        "rope_theta: got 10000.0, expected 500000.0;",
+    ):
         assert line in text
     assert "rope_scaling: got None, expected {'rope_type': 'linear', 'factor': 2.0};" in text
 
@@ -186,17 +189,6 @@ def test_ranks_agree_on_damage_that_one_of_them_meets(cluster: Cluster, tmp_path
     messages = cluster.run(2, message_of_load, layout, tmp_path)
     assert messages[0] == messages[1]
     assert re.search(r"rank 1: .*__1_0_0\.distcp: got ", messages[0], re.DOTALL)
-
-
-@contextmanager
-def full_disk(size: int) -> Iterator[None]:
-    """The kernel refuses to make any file of this process larger."""
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
 def names(folder: Path) -> list[str]:
@@ -246,6 +238,15 @@ def test_a_file_in_the_way_is_named(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"save: got File exists, expected to write it"):
         native.save(tmp_path / "save", run.optimizer, run.mesh, state_at(1), ONE.config())
     assert (tmp_path / "save").read_text() == "not a folder"
+
+
+def test_a_folder_in_the_way_of_the_tracker_leaves_nothing(tmp_path: Path) -> None:
+    tracker = tmp_path / "latest_checkpointed_iteration.txt"
+    tracker.mkdir()
+    run = trained(SINGLE, ONE, steps=0)
+    with pytest.raises(CheckpointError, match=r"latest_checkpointed_iteration\.txt\S*: got Is a directory, expected to write it"):
+        native.save(tmp_path, run.optimizer, run.mesh, state_at(1), ONE.config())
+    assert names(tmp_path) == ["iter_0000001", tracker.name]
 
 
 def save_apart(place: Place, layout: Layout, folder: Path) -> str:

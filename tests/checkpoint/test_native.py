@@ -17,8 +17,11 @@ from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 from megatron_llama.checkpoint import native
 from megatron_llama.checkpoint.chunks import CHUNK_ELEMENTS, Region
 from megatron_llama.checkpoint.storage import FILE_BYTES, _batches
+from megatron_llama.mesh import Mesh, Place
+from megatron_llama.model.llama import Stage
+from megatron_llama.optim.build import build_optimizer
 from megatron_llama.params import Rectangle, hf_shapes
-from tests.checkpoint.cases import SINGLE, TRAINED, load_under, merged, same, save_under, state_at, trained, whole_weights
+from tests.checkpoint.cases import SINGLE, TRAINED, Held, copies, load_under, merged, same, save_under, state_at, trained, whole_weights
 from tests.harness import Cluster
 from tests.parallel.cases import Layout, trainer
 
@@ -26,7 +29,9 @@ ONE = Layout()
 
 
 @pytest.mark.parametrize(
-    "other", [ONE, Layout(bucket=3_000), Layout(strategy="no_shard"), Layout(strategy="optim_grads")], ids=["same", "buckets", "no", "grads"]
+    "other",
+    [ONE, Layout(bucket=3_000), Layout(strategy="no_shard"), Layout(strategy="optim_grads")],
+    ids=["same", "buckets", "no", "grads"],
 )
 def test_one_process(tmp_path: Path, other: Layout) -> None:
     saved = save_under(SINGLE, ONE, tmp_path)
@@ -67,6 +72,31 @@ def test_the_same_layout_goes_on_bit_for_bit(cluster: Cluster, tmp_path: Path) -
     assert [rank.later_losses for rank in found] == [rank.later_losses for rank in saved]
 
 
+def load_apart(place: Place, layout: Layout, folders: list[Path]) -> Held:
+    return load_under(place, layout, folders[place.rank])
+
+
+def test_all_ranks_load_what_rank_0_sees(cluster: Cluster, tmp_path: Path) -> None:
+    layout = Layout(dp=2)
+    saved = cluster.run(2, save_under, layout, tmp_path / "new")
+    run = trainer(SINGLE, ONE)
+    native.save(tmp_path / "stale", run.optimizer, run.mesh, state_at(1), ONE.config())
+    found = cluster.run(2, load_apart, layout, [tmp_path / "new", tmp_path / "stale"])
+    assert same(merged(part for rank in found for part in rank.regions), merged(part for rank in saved for part in rank.regions))
+
+
+def test_low_precision_parameters_follow_the_loaded_masters(tmp_path: Path) -> None:
+    saved = merged(save_under(SINGLE, ONE, tmp_path).regions)
+    config, mesh = ONE.config(), Mesh.single()
+    stage = Stage(config.model, mesh, sequence_parallel=False)
+    engine = build_optimizer(replace(config, training=replace(config.training, bf16=True)), stage, mesh)
+    native.load(tmp_path, engine, mesh, config.model)
+    engine.settle()
+    name = "model.layers.2.self_attn.o_proj.weight"
+    assert same(merged(copies(engine)), saved)
+    assert torch.equal(stage.get_parameter(name), saved[name].bfloat16())
+
+
 def test_weights_are_read_in_rectangles(tmp_path: Path) -> None:
     save_under(SINGLE, Layout(bucket=3_000), tmp_path)
     weights, expected = native.open_weights(tmp_path / "iter_0000002"), whole_weights(tmp_path)
@@ -76,6 +106,7 @@ def test_weights_are_read_in_rectangles(tmp_path: Path) -> None:
     assert torch.equal(out, expected[name][33:38, 70:87].bfloat16())
 
 
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 def test_any_tool_of_torch_reads_it(cluster: Cluster, tmp_path: Path) -> None:
     """Keys and shapes are those of the HuggingFace model, and the planner is torch's own."""
     layout = Layout(tp=2, pp=2)

@@ -6,9 +6,11 @@ Shared by the parity tests and by ``tools/parity.py``, which prints the same num
 from __future__ import annotations
 
 import hashlib
+import math
 import pydoc_data.topics
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -37,6 +39,8 @@ MODEL = ModelConfig(
 )
 """300 tokens are padded to 384, or to 512 over two tensor-parallel ranks: both hold real rows and the second holds padding."""
 OPTIMIZER = OptimizerConfig(lr=1e-3, weight_decay=0.1, clip_grad=1.0)
+Strategy = Literal["no_shard", "optim", "optim_grads"]
+STRATEGIES: tuple[Strategy, ...] = ("no_shard", "optim", "optim_grads")
 SEQ_LENGTH, GLOBAL_BATCH_SIZE, STEPS = 32, 8, 20
 LOSS_BOUND, NORM_BOUND = 1e-6, 2e-5
 """Relative. Where fp32 itself is further than half of this from fp64, twice that distance is the bound."""
@@ -50,15 +54,16 @@ class Layout:
     pp: int = 1
     dp: int = 1
     sp: bool = False
-    strategy: str = "optim"
+    strategy: Strategy = "optim"
     microbatches: int = 1
     """Of each data-parallel rank, in one step."""
-    schedule: str = "1f1b"
+    schedule: Literal["gpipe", "1f1b"] = "1f1b"
     tied: bool = False
     documents: bool = False
     """Documents end at full stops: attention, positions and loss respect it."""
     bucket: int = 20_000
     fp64: bool = False
+    bf16: bool = False
     clip: float = 1.0
     steps: int = STEPS
 
@@ -69,7 +74,7 @@ class Layout:
 
     @property
     def reference(self) -> Layout:
-        """The same training in one process, in one batch."""
+        """The same training in one process, in one batch, in fp32 or fp64."""
         return Layout(tied=self.tied, documents=self.documents, fp64=self.fp64, clip=self.clip, steps=self.steps)
 
     @property
@@ -79,7 +84,7 @@ class Layout:
         words += ["sp"] * self.sp + ([self.strategy] if self.dp > 1 else [])
         words += [f"{self.microbatches} microbatches"] if self.microbatches > 1 else []
         words += [self.schedule] if self.pp > 1 else []
-        return " ".join(words + ["tied"] * self.tied + ["documents"] * self.documents + ["fp64"] * self.fp64)
+        return " ".join(words + ["tied"] * self.tied + ["documents"] * self.documents + ["fp64"] * self.fp64 + ["bf16"] * self.bf16)
 
     def config(self) -> Config:
         """The trainer's configuration."""
@@ -94,7 +99,7 @@ class Layout:
         return Config(
             model=replace(MODEL, tie_word_embeddings=self.tied),
             parallel=parallel,
-            training=TrainingConfig(fp64=self.fp64),
+            training=TrainingConfig(fp64=self.fp64, bf16=self.bf16),
             optimizer=replace(OPTIMIZER, clip_grad=self.clip),
         )
 
@@ -173,7 +178,7 @@ def train(place: Place, layout: Layout) -> Record:
 def _digest(tensors: Iterable[Tensor]) -> str:
     total = hashlib.blake2b()
     for tensor in tensors:
-        total.update(tensor.detach().numpy().tobytes())
+        total.update(tensor.detach().contiguous().view(torch.uint8).numpy().tobytes())
     return total.hexdigest()
 
 
@@ -211,11 +216,13 @@ def hf_model(model: ModelConfig, dtype: torch.dtype = torch.float32) -> torch.nn
     """transformers' LlamaForCausalLM with the initial weights."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    names = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads")
-    names += ("head_dim", "rms_norm_eps", "max_position_embeddings", "tie_word_embeddings")
-    rope = {"rope_type": "default", **(model.rope_scaling or {}), "rope_theta": model.rope_theta}
-    config = LlamaConfig(**{name: getattr(model, name) for name in names}, rope_parameters=rope, attn_implementation="sdpa")
-    twin = LlamaForCausalLM(config).to(dtype)
+    names = ["vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads"]
+    names += ["head_dim", "rms_norm_eps", "max_position_embeddings", "tie_word_embeddings"]
+    options: dict[str, Any] = {name: getattr(model, name) for name in names}
+    options["rope_parameters"] = {"rope_type": "default", **(model.rope_scaling or {}), "rope_theta": model.rope_theta}
+    options["attn_implementation"] = "sdpa"
+    twin: torch.nn.Module = LlamaForCausalLM(LlamaConfig(**options))
+    twin = twin.to(dtype)
     source, weights = InitialWeights(1234, model.initializer_range), {}
     for name, shape in hf_shapes(model).items():
         weights[name] = torch.empty(shape, dtype=dtype)
@@ -238,7 +245,7 @@ def train_hf(layout: Layout) -> Record:
         logits = model(text[:, :-1]).logits
         loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), text[:, 1:].flatten())
         optimizer.zero_grad()
-        loss.backward()
+        loss.backward()  # type: ignore[no-untyped-call]
         norms.append(torch.nn.utils.clip_grad_norm_(model.parameters(), layout.clip).item())
         optimizer.step()
         losses.append(loss.item())
@@ -267,54 +274,66 @@ def _place(piece: Piece) -> tuple[slice, ...]:
 
 
 def deviation(found: Sequence[float], expected: Sequence[float]) -> float:
-    """Largest relative difference over the steps."""
-    return max(abs(a - b) / abs(b) for a, b in zip(found, expected, strict=True))
+    """Largest relative difference over the steps; NaN if any is."""
+    differences = [abs(a - b) / abs(b) for a, b in zip(found, expected, strict=True)]
+    return math.nan if any(map(math.isnan, differences)) else max(differences)
 
 
 @dataclass(frozen=True)
 class Row:
-    """One line of the parity table: relative deviations over all steps, and their bounds."""
+    """One line of the parity table: the largest relative deviations over all steps, and their bounds."""
 
     name: str
     loss: float
+    """From one process."""
     norm: float
-    loss_hf: float
-    norm_hf: float
-    loss_bound: float
-    norm_bound: float
+    loss_hf: float | None
+    """From HuggingFace; None where transformers has no counterpart."""
+    norm_hf: float | None
+    loss_rounding: float
+    """Of one process in fp32 from one process in fp64."""
+    norm_rounding: float
+    is_reference: bool
+
+    @property
+    def loss_bound(self) -> float:
+        """What both loss deviations must not exceed."""
+        return max(LOSS_BOUND, 2 * self.loss_rounding)
+
+    @property
+    def norm_bound(self) -> float:
+        """What both norm deviations must not exceed."""
+        return max(NORM_BOUND, 2 * self.norm_rounding)
 
     @property
     def holds(self) -> bool:
-        """Whether every deviation is within its bound."""
-        return max(self.loss, self.loss_hf) <= self.loss_bound and max(self.norm, self.norm_hf) <= self.norm_bound
+        """Whether every deviation is within its bound. False for NaN."""
+        losses, norms = (self.loss, self.loss_hf or 0.0), (self.norm, self.norm_hf or 0.0)
+        return all(loss <= self.loss_bound for loss in losses) and all(norm <= self.norm_bound for norm in norms)
 
 
 @dataclass(frozen=True)
 class Reference:
-    """What a layout is compared with. ``hf`` is None where transformers has no counterpart."""
+    """What a layout is compared with."""
 
     single: Record
+    """One process, one microbatch."""
     exact: Record
-    """The single process in fp64."""
+    """The same in fp64."""
     hf: Record | None
-
-    @property
-    def rounding(self) -> tuple[float, float]:
-        """How far fp32 itself is from fp64: loss, norm."""
-        return deviation(self.single.losses, self.exact.losses), deviation(self.single.norms, self.exact.norms)
+    """transformers; None where it has no counterpart."""
 
     def row(self, name: str, record: Record) -> Row:
         """The comparison of one run."""
-        loss, norm = self.rounding
-        hf = self.hf or self.single
         return Row(
             name,
             deviation(record.losses, self.single.losses),
             deviation(record.norms, self.single.norms),
-            deviation(record.losses, hf.losses),
-            deviation(record.norms, hf.norms),
-            max(LOSS_BOUND, 2 * loss),
-            max(NORM_BOUND, 2 * norm),
+            None if self.hf is None else deviation(record.losses, self.hf.losses),
+            None if self.hf is None else deviation(record.norms, self.hf.norms),
+            deviation(self.single.losses, self.exact.losses),
+            deviation(self.single.norms, self.exact.norms),
+            record is self.single,
         )
 
 
@@ -347,5 +366,4 @@ def _grid() -> list[Layout]:
     return plain + data + tied + [replace(layout, documents=True) for layout in documents]
 
 
-STRATEGIES = ("no_shard", "optim", "optim_grads")
 LAYOUTS = tuple(_grid())

@@ -31,6 +31,10 @@ def one_dies(place: Place) -> None:
     dist.all_reduce(torch.zeros(1))
 
 
+def not_picklable(place: Place) -> object:
+    return threading.Lock()
+
+
 def one_hangs(place: Place) -> None:
     if place.rank == 0:
         threading.Event().wait()
@@ -45,7 +49,8 @@ def test_workers_are_reused_and_groups_are_fresh(cluster: Cluster) -> None:
 
 
 def test_exception_comes_back_with_its_traceback(cluster: Cluster) -> None:
-    with pytest.raises(WorkerError, match=r"(?s)one_raises failed on 2 of 2.*--- rank 1:.*in one_raises.*rank one has had enough.*--- rank 0"):
+    story = r"(?s)one_raises failed on 2 of 2.*--- rank 1:.*in one_raises.*rank one has had enough.*--- rank 0"
+    with pytest.raises(WorkerError, match=story):
         cluster.run(2, one_raises)
     assert cluster.run(2, total, 1)[0][1] == 1.0
 
@@ -60,3 +65,8 @@ def test_hanging_worker_is_named_and_replaced(cluster: Cluster) -> None:
     with pytest.raises(WorkerError, match=r"one_hangs failed on 1 of 2.*\n--- rank 0: did not come back in time"):
         cluster.run(2, one_hangs, timeout=1.0)
     assert cluster.run(2, total, 1)[0][1] == 1.0
+
+
+def test_result_that_cannot_be_sent_is_explained(cluster: Cluster) -> None:
+    with pytest.raises(WorkerError, match=r"(?s)not_picklable failed on 1 of 1.*cannot pickle"):
+        cluster.run(1, not_picklable)

@@ -2,14 +2,32 @@
 
 from __future__ import annotations
 
+import math
+import subprocess
+import sys
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
 
 from tests.harness import Cluster
-from tests.parallel.cases import LAYOUTS, LOSS_BOUND, NORM_BOUND, OPTIMIZER, STEPS, Layout, Record, Reference, deviation, merged, train
+from tests.parallel.cases import (
+    LAYOUTS,
+    LOSS_BOUND,
+    NORM_BOUND,
+    OPTIMIZER,
+    STEPS,
+    Layout,
+    Record,
+    Reference,
+    Row,
+    deviation,
+    merged,
+    train,
+    train_hf,
+)
 
 References = Callable[[Layout], Reference]
 FULL = Layout(tp=2, pp=2, dp=2, sp=True, microbatches=2, steps=5)
@@ -30,8 +48,6 @@ def test_one_process_equals_huggingface(references: References, tied: bool) -> N
 def test_fp64_twins_agree_far_below_the_bounds(references: References, cluster: Cluster) -> None:
     """In double precision only a difference in the mathematics would be left. (The rotary tables are fp32 in both, the clip
     factor is fp32 in ours.)"""
-    from tests.parallel.cases import train_hf
-
     ours, theirs = references(Layout()).exact, train_hf(Layout(fp64=True))
     assert deviation(ours.losses, theirs.losses) < LOSS_BOUND / 10
     assert deviation(ours.norms, theirs.norms) < NORM_BOUND / 100
@@ -53,6 +69,39 @@ def test_layout_equals_one_process(references: References, cluster: Cluster, lay
     for name, weight in trained.items():
         # Adam turns a gradient that is all rounding noise into full steps, so single elements may differ, tensors may not.
         assert float((weight - alone[name]).norm() / alone[name].norm()) < 1e-4, name
+
+
+def test_a_row_holds_within_the_larger_of_bound_and_twice_the_rounding() -> None:
+    row = Row("x", LOSS_BOUND, NORM_BOUND, LOSS_BOUND, None, 0.0, 0.0, is_reference=False)
+    assert row.holds
+    for field in ("loss", "norm", "loss_hf", "norm_hf"):
+        assert not replace(row, **{field: 3e-5}).holds
+        assert not replace(row, **{field: math.nan}).holds
+    assert replace(row, loss=3e-5, loss_rounding=2e-5).holds
+    assert not replace(row, loss=3e-5, norm_rounding=2e-5).holds
+    assert math.isnan(deviation([1.0, math.nan], [1.0, 1.0])) and deviation([2.0, 1.0], [1.0, 1.0]) == 1.0
+
+
+def test_the_tool_prints_the_table() -> None:
+    tool = Path(__file__).parents[2] / "tools" / "parity.py"
+    done = subprocess.run([sys.executable, tool, "--only", "one process", "tied"], capture_output=True, text=True, check=True)
+    lines = [[cell.strip() for cell in line.strip("|").split("|")] for line in done.stdout.splitlines()]
+    assert [line[0] for line in lines[2:]] == ["one process tied", "one process 4 microbatches tied"]
+    assert lines[2][1:3] == ["0", "0"] and 0 < float(lines[3][1]) < LOSS_BOUND and lines[3][-1] == "1e-06, 2e-05"
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [Layout(tp=2, sp=True), Layout(tp=2, pp=2, dp=2, sp=True, tied=True, microbatches=2, strategy="optim_grads")],
+    ids=lambda layout: layout.name,
+)
+def test_bf16_layouts_follow_fp32(references: References, cluster: Cluster, layout: Layout) -> None:
+    """Rounding to 8 bits bounds what can be said: the masters follow, and all replicas round alike."""
+    records = cluster.run(layout.world_size, train, replace(layout, bf16=True))
+    row = references(layout).row(layout.name, records[0])
+    assert LOSS_BOUND < row.loss < 5e-3 and row.norm < 5e-2, row
+    _assert_replicas_equal(records)
+    assert all(weight.dtype is torch.float32 for weight in merged(records).values())
 
 
 def _assert_replicas_equal(records: list[Record]) -> None:

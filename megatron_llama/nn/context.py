@@ -1,0 +1,240 @@
+"""Context parallelism: attention over a sequence that is spread over ranks in zig-zag order (``zigzag.py``).
+
+Two algorithms share their kernels, their merge and their plan of pieces. ``all_gather``: keys and values of all ranks in one message
+(Dubey et al., 2024, section 3.3.2). ``ring``: they travel from rank to rank (Liu et al., 2023) and no rank ever holds them all.
+In both, messages travel under computation: forward starts with the pieces of the rank's own keys, and backward ends with one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, Protocol
+
+import torch
+from torch import Tensor
+
+from megatron_llama.comm.autograd import gathered, scattered
+from megatron_llama.comm.collectives import Pending
+from megatron_llama.comm.p2p import exchange
+from megatron_llama.mesh import Axis
+from megatron_llama.nn.attention import attend, attend_backward, causal_attention, merge
+from megatron_llama.nn.functional import at_least_fp32
+from megatron_llama.nn.zigzag import Piece, chunk_home, chunk_length, gathered_pieces, own_pieces, ring_pieces, zigzag_chunks
+
+Comm = Literal["all_gather", "ring"]
+
+
+def context_attention(
+    query: Tensor, key: Tensor, value: Tensor, *, cp: Axis, comm: Comm = "all_gather", document_ids: Tensor | None = None
+) -> Tensor:
+    """Causal attention. query [s / cp, b, n, d], key and value [s / cp, b, n_kv, d], in zig-zag order -> [s / cp, b, n * d].
+
+    Rotary positions are already applied, with global positions. ``document_ids``: int [s, b] of the whole sequence in its order;
+    a token attends within its document only. Raises ConfigError if the ranks' chunks are not equal. Collective over ``cp``.
+    """
+    if cp.size == 1:
+        return causal_attention(query, key, value, None if document_ids is None else causal_document_mask(document_ids))
+    chunk_length(query.shape[0] * cp.size, cp.size)
+    return _ContextAttention.apply(query, key, value, cp, comm, document_ids)  # type: ignore[no-any-return, no-untyped-call]
+
+
+def local_sequence(whole: Tensor, cp: Axis) -> Tensor:
+    """This rank's tokens [s / cp, ...] of a sequence [s, ...]. Raises ConfigError if the chunks are not equal."""
+    if cp.size == 1:
+        return whole
+    length = chunk_length(whole.shape[0], cp.size)
+    return torch.cat([whole.narrow(0, chunk * length, length) for chunk in zigzag_chunks(cp.rank, cp.size)])
+
+
+def causal_document_mask(document_ids: Tensor) -> Tensor:
+    """bool [b, 1, s, s] of ids [s, b]: True where a token may attend, which is to its document's tokens up to itself."""
+    return _same_document(document_ids, document_ids).tril_()
+
+
+def _same_document(queries: Tensor, keys: Tensor) -> Tensor:
+    return queries.t()[:, None, :, None] == keys.t()[:, None, None, :]
+
+
+@dataclass(frozen=True)
+class _Block:
+    """Keys and values that are here, [2, t, b, n_kv, d], which chunks of the sequence they are, and what to compute with them."""
+
+    key_value: Tensor
+    chunks: Sequence[int]
+    pieces: tuple[Piece, ...]
+
+
+@dataclass(frozen=True)
+class _Sequence:
+    """How the sequence is spread, and what of it may see what."""
+
+    cp: Axis
+    chunk: int
+    """Tokens per chunk."""
+    document_ids: Tensor | None
+
+    def tokens(self, chunks: tuple[int, int]) -> slice:
+        """Tokens of chunks [start, stop)."""
+        return slice(chunks[0] * self.chunk, chunks[1] * self.chunk)
+
+    def mask(self, piece: Piece, block: _Block) -> Tensor | None:
+        """bool [b, 1, s_q, s_k] of one piece, without causality."""
+        if self.document_ids is None:
+            return None
+        own = zigzag_chunks(self.cp.rank, self.cp.size)
+        return _same_document(self._ids(self.document_ids, own, piece.queries), self._ids(self.document_ids, block.chunks, piece.keys))
+
+    def _ids(self, whole: Tensor, chunks: Sequence[int], part: tuple[int, int]) -> Tensor:
+        return torch.cat([whole.narrow(0, chunk * self.chunk, self.chunk) for chunk in chunks[part[0] : part[1]]])
+
+
+def _heads_first(tensor: Tensor) -> Tensor:
+    """[s, b, n, d] as the kernels see it: [b, n, s, d]."""
+    return tensor.permute(1, 2, 0, 3)
+
+
+def _blocks(key_value: Tensor, cp: Axis, comm: Comm) -> Iterator[_Block]:
+    """The rank's own block, then the others' as they arrive. What comes next is on its way while the caller computes."""
+    rank, size = cp.rank, cp.size
+    if comm == "all_gather":
+        full, pending = gathered(key_value, cp)
+        yield _Block(key_value, zigzag_chunks(rank, size), own_pieces())
+        pending.wait()
+        yield _Block(_in_sequence_order(full, size), range(2 * size), gathered_pieces(rank, size))
+        return
+    current = key_value
+    for step in range(size - 1):
+        following = torch.empty_like(current)
+        pending = exchange(current, following, cp, to=(rank + 1) % size, source=(rank - 1) % size)
+        yield _ring_block(current, cp, step)
+        pending.wait()
+        current = following
+    yield _ring_block(current, cp, size - 1)
+
+
+def _ring_block(key_value: Tensor, cp: Axis, step: int) -> _Block:
+    source = (cp.rank - step) % cp.size
+    return _Block(key_value, zigzag_chunks(source, cp.size), ring_pieces(cp.rank, source))
+
+
+def _in_sequence_order(full: Tensor, size: int) -> Tensor:
+    """[size * 2, s / size, ...], rank after rank, to [2, s, ...]: one copy."""
+    parts = full.view(size, 2, 2, full.shape[1] // 2, *full.shape[2:])
+    homes = (chunk_home(chunk, size) for chunk in range(2 * size))
+    return torch.cat([parts[rank, :, half] for rank, half in homes], dim=1)
+
+
+def _in_rank_order(full: Tensor, size: int) -> Tensor:
+    """The inverse of ``_in_sequence_order``."""
+    parts = full.view(2, 2 * size, full.shape[1] // (2 * size), *full.shape[2:])
+    order = [(which, chunk) for rank in range(size) for which in (0, 1) for chunk in zigzag_chunks(rank, size)]
+    return torch.stack([parts[which, chunk] for which, chunk in order]).view(2 * size, -1, *full.shape[2:])
+
+
+class _Homecoming(Protocol):
+    """How gradients of other ranks' keys and values reach them."""
+
+    def send(self, grad: Tensor) -> None: ...
+
+    def arrived(self) -> Tensor: ...
+
+
+class _Scatter:
+    """All at once, in one reduce-scatter."""
+
+    def __init__(self, cp: Axis) -> None:
+        self.cp = cp
+
+    def send(self, grad: Tensor) -> None:
+        self.mine, self.pending = scattered(_in_rank_order(grad, self.cp.size), self.cp)
+
+    def arrived(self) -> Tensor:
+        self.pending.wait()
+        return self.mine
+
+
+class _Ring:
+    """A block's gradient follows the block from rank to rank, one step behind it; everyone adds its part, the last sends it home."""
+
+    def __init__(self, cp: Axis) -> None:
+        self.cp = cp
+        self.pending: Pending | None = None
+
+    def send(self, grad: Tensor) -> None:
+        if self.pending is not None:
+            grad += self.arrived()
+        self.mine = torch.empty_like(grad)
+        self.pending = exchange(grad, self.mine, self.cp, to=(self.cp.rank + 1) % self.cp.size, source=(self.cp.rank - 1) % self.cp.size)
+
+    def arrived(self) -> Tensor:
+        assert self.pending is not None
+        self.pending.wait()
+        return self.mine
+
+
+class _ContextAttention(torch.autograd.Function):
+    """Saves what the rank owns; keys and values of the others travel again in backward."""
+
+    @staticmethod
+    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, cp: Axis, comm: Comm, document_ids: Tensor | None) -> Tensor:
+        sequence, key_value = _Sequence(cp, query.shape[0] // 2, document_ids), torch.stack((key, value))
+        wide, q = at_least_fp32(query.dtype), _heads_first(query)
+        out, lse = torch.zeros_like(query, dtype=wide), q.new_full(q.shape[:3], float("-inf"), dtype=wide)
+        for block in _blocks(key_value, cp, comm):
+            k, v = (_heads_first(part) for part in block.key_value)
+            for piece in block.pieces:
+                rows, columns = sequence.tokens(piece.queries), sequence.tokens(piece.keys)
+                mask = sequence.mask(piece, block)
+                part = attend(q[:, :, rows], k[:, :, columns], v[:, :, columns], causal=piece.causal, mask=mask)
+                merge(_heads_first(out)[:, :, rows], lse[:, :, rows], *part)
+        out = out.to(query.dtype)
+        ctx.save_for_backward(query, key_value, out, lse)
+        ctx.sequence, ctx.comm = sequence, comm
+        return out.flatten(2)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        query, key_value, out, lse = ctx.saved_tensors
+        walk = _Backward(ctx.sequence, _heads_first(grad.contiguous().view_as(query)), query, out, lse)
+        cp, blocks = ctx.sequence.cp, _blocks(key_value, ctx.sequence.cp, ctx.comm)
+        home: _Homecoming = _Scatter(cp) if ctx.comm == "all_gather" else _Ring(cp)
+        own = next(blocks)
+        own_grad = walk.zeros(own)
+        walk.add(own, own.pieces[:-1], own_grad)
+        for block in blocks:
+            block_grad = walk.zeros(block)
+            walk.add(block, block.pieces, block_grad)
+            home.send(block_grad)
+        # One own piece is left for the time in which the last gradients travel.
+        walk.add(own, own.pieces[-1:], own_grad)
+        own_grad += home.arrived()
+        key_grad, value_grad = own_grad.to(key_value.dtype)
+        return walk.query_grad.to(query.dtype), key_grad, value_grad, None, None, None
+
+
+class _Backward:
+    """Sums, at least in fp32, of what the pieces give."""
+
+    def __init__(self, sequence: _Sequence, grad: Tensor, query: Tensor, out: Tensor, lse: Tensor) -> None:
+        self.sequence = sequence
+        self.grad, self.query, self.out, self.lse = grad, _heads_first(query), _heads_first(out), lse
+        self.query_grad = torch.zeros_like(query, dtype=lse.dtype)
+
+    def zeros(self, block: _Block) -> Tensor:
+        """Where the gradients of a block's keys and values are summed."""
+        return torch.zeros_like(block.key_value, dtype=self.lse.dtype)
+
+    def add(self, block: _Block, pieces: tuple[Piece, ...], block_grad: Tensor) -> None:
+        """Compute pieces, and add their gradients to the queries' and the block's."""
+        k, v = (_heads_first(part) for part in block.key_value)
+        for piece in pieces:
+            rows, columns = self.sequence.tokens(piece.queries), self.sequence.tokens(piece.keys)
+            grad, q, out = (part[:, :, rows] for part in (self.grad, self.query, self.out))
+            mask = self.sequence.mask(piece, block)
+            dq, dk, dv = attend_backward(
+                grad, q, k[:, :, columns], v[:, :, columns], out, self.lse[:, :, rows], causal=piece.causal, mask=mask
+            )
+            _heads_first(self.query_grad)[:, :, rows].add_(dq)
+            for total, part in zip(block_grad, (dk, dv), strict=True):
+                _heads_first(total)[:, :, columns].add_(part)

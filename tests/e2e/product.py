@@ -1,0 +1,144 @@
+"""What the end-to-end tests share: a tiny model's options, and readers of what runs leave behind."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import warnings
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import Tensor
+
+from tests.launch import Finished, Launcher, Run
+
+VOCAB_SIZE, SEQ_LENGTH, GLOBAL_BATCH_SIZE, ITERS = 512, 32, 8, 6
+TINY: Mapping[str, object] = {
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_layers": 4,
+    "num_attention_heads": 4,
+    "num_query_groups": 2,
+    "seq_length": SEQ_LENGTH,
+    "micro_batch_size": 2,
+    "global_batch_size": GLOBAL_BATCH_SIZE,
+    "train_iters": ITERS,
+    "lr_decay_iters": ITERS,
+    "lr": 3e-3,
+    "split": "90,10,0",
+    "log_interval": 1,
+}
+EVALUATED: Mapping[str, object] = {"eval_interval": 3, "eval_iters": 2}
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How a run is spread."""
+
+    processes: int
+    options: Mapping[str, object]
+
+
+ONE = Layout(1, {})
+TP2 = Layout(2, {"tensor_model_parallel_size": 2, "sequence_parallel": True})
+PP2 = Layout(2, {"pipeline_model_parallel_size": 2})
+DP2 = Layout(2, {"data_parallel_sharding_strategy": "optim_grads", "reduce_bucket_size": 20000})
+ALL8 = Layout(8, {"tensor_model_parallel_size": 2, "sequence_parallel": True, "pipeline_model_parallel_size": 2})
+LAYOUTS: Mapping[str, Layout] = {"one": ONE, "tp2 sp": TP2, "pp2": PP2, "dp2 optim_grads": DP2, "tp2 pp2 dp2 sp": ALL8}
+
+
+def words(options: Mapping[str, object]) -> list[str]:
+    """Options as they are written on a command line. None leaves one out, True writes the flag alone."""
+    line = []
+    for name, value in options.items():
+        if value is not None:
+            line += ["--" + name.replace("_", "-")] + ([] if value is True else [str(value)])
+    return line
+
+
+@dataclass(frozen=True)
+class Product:
+    """The command line, and the dataset it is tried on."""
+
+    launcher: Launcher
+    data: Path
+    """Prefix of the dataset."""
+    texts: tuple[str, ...]
+    """Its documents."""
+
+    def command(self, **changes: object) -> list[str]:
+        """The command line of a small training run."""
+        return ["pretrain", *words({**TINY, "data_path": self.data, **changes})]
+
+    def start(self, layout: Layout = ONE, **changes: object) -> Run:
+        """Start a small training run."""
+        return self.launcher.start(self.command(**layout.options, **changes), layout.processes)
+
+    def train(self, layout: Layout = ONE, **changes: object) -> Finished:
+        """Run one to its end, which is to be a good one."""
+        return self.start(layout, **changes).wait().ok()
+
+    def run(self, *argv: object) -> Finished:
+        """Any other command, in one process."""
+        return self.launcher.run(argv)
+
+
+def log(folder: Path) -> list[dict[str, Any]]:
+    """Complete lines of a run's log.jsonl; none before it is there."""
+    path = folder / "log.jsonl"
+    text = path.read_text() if path.exists() else ""
+    return [json.loads(line) for line in text.splitlines(keepends=True) if line.endswith("\n")]
+
+
+def steps(folder: Path) -> list[dict[str, Any]]:
+    """Those of training steps."""
+    return [entry for entry in log(folder) if "lm_loss" in entry]
+
+
+def column(folder: Path, name: str) -> list[Any]:
+    """One column of the steps."""
+    return [entry[name] for entry in steps(folder)]
+
+
+def exact_curve(folder: Path) -> list[tuple[object, ...]]:
+    """What must not change by a bit when a run is interrupted, lines of evaluations included."""
+    keys = ("iteration", "consumed_samples", "lm_loss", "grad_norm", "learning_rate", "validation_loss", "validation_tokens")
+    return [tuple(entry.get(key) for key in keys) for entry in log(folder)]
+
+
+def assert_same_curve(found: Path, expected: Path) -> None:
+    """Equal but for the order of fp32 sums: the loss to 1e-6, the norm of its gradient to 2e-5."""
+    assert len(log(found)) == len(log(expected))
+    for ours, theirs in zip(log(found), log(expected), strict=True):
+        assert ours.keys() == theirs.keys()
+        assert (ours["iteration"], ours["consumed_samples"]) == (theirs["iteration"], theirs["consumed_samples"])
+        for key, bound in (("lm_loss", 1e-6), ("validation_loss", 1e-6), ("grad_norm", 2e-5), ("learning_rate", 0.0)):
+            if key in theirs:
+                assert abs(ours[key] - theirs[key]) <= bound * theirs[key], (key, ours, theirs)
+
+
+def state(checkpoint: Path) -> dict[str, Tensor]:
+    """All tensors of a checkpoint, read with torch alone."""
+    reader = dcp.FileSystemReader(checkpoint)
+    tensors = {name: torch.empty(entry.size) for name, entry in reader.read_metadata().state_dict_metadata.items()}
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+        dcp.load(tensors, storage_reader=reader, no_dist=True)
+    return tensors
+
+
+def assert_same_state(found: Path, expected: Path) -> None:
+    """Bit for bit the same weights and moments."""
+    ours, theirs = state(found), state(expected)
+    assert ours.keys() == theirs.keys() and len(theirs) > 30
+    assert [name for name in theirs if not torch.equal(ours[name], theirs[name])] == []
+
+
+def contents(folder: Path) -> dict[str, tuple[int, str]]:
+    """Every file with its time and hash: equal when nobody touched anything."""
+    files = [path for path in sorted(folder.rglob("*")) if path.is_file()]
+    return {str(path.relative_to(folder)): (path.stat().st_mtime_ns, hashlib.sha256(path.read_bytes()).hexdigest()) for path in files}

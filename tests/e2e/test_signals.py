@@ -1,0 +1,110 @@
+"""What schedulers and bad luck do to a run: SIGTERM ends it orderly, SIGKILL at any moment costs no more than the steps since the last save."""
+
+from __future__ import annotations
+
+import random
+import time
+from pathlib import Path
+from signal import Signals
+
+import pytest
+
+from tests.e2e.product import DP2, PP2, TP2, Layout, Product, assert_same_state, exact_curve, steps
+
+LONG = 16
+"""Steps of a run that is stopped on its way."""
+
+
+def long_run(product: Product, folder: Path) -> dict[str, object]:
+    return {"save": folder, "load": folder, "train_iters": LONG, "lr_decay_iters": LONG, "num_layers": 2}
+
+
+@pytest.mark.parametrize(
+    ("layout", "number", "ranks"),
+    [(PP2, Signals.SIGTERM, [1]), (DP2, Signals.SIGTERM, [0]), (TP2, Signals.SIGTERM, None), (DP2, Signals.SIGINT, None)],
+    ids=["one pipeline stage", "one replica", "everyone", "control-C"],
+)
+def test_a_signal_saves_and_ends_every_rank(layout: Layout, number: Signals, ranks: list[int] | None, product: Product, tmp_path: Path) -> None:
+    product.train(layout, **long_run(product, tmp_path / "straight"))
+    folder = tmp_path / "stopped"
+    run = product.start(layout, **long_run(product, folder))
+    run.until(lambda: len(steps(folder)) >= 3)
+    run.signal(number, ranks)
+    stopped = run.wait().ok()
+    last = steps(folder)[-1]["iteration"]
+    assert 3 <= last < LONG
+    assert stopped.out.endswith(f" saved {folder}/iter_{last:07d}\n stopped by a signal after iteration {last}\n")
+    product.train(layout, **long_run(product, folder))
+    assert exact_curve(folder) == exact_curve(tmp_path / "straight")
+    assert_same_state(folder / f"iter_{LONG:07d}", tmp_path / "straight" / f"iter_{LONG:07d}")
+
+
+def test_a_signal_ends_a_run_that_saves_nothing(product: Product) -> None:
+    run = product.start(DP2, train_iters=100_000)
+    run.until(lambda: " iteration        2/" in run.text())
+    run.signal(Signals.SIGTERM, [1])
+    assert " stopped by a signal after iteration " in run.wait().ok().out.splitlines()[-1]
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+def test_the_death_of_one_rank_ends_the_others(victim: int, product: Product) -> None:
+    run = product.start(DP2, train_iters=100_000)
+    run.until(lambda: " iteration        2/" in run.text())
+    run.signal(Signals.SIGKILL, [victim])
+    ended = run.wait(timeout=30.0)
+    assert ended.codes[victim] == -9 and ended.codes[1 - victim] == 1
+
+
+def test_a_rank_that_hangs_is_noticed_after_the_timeout(product: Product) -> None:
+    run = product.start(DP2, train_iters=100_000, distributed_timeout_minutes=0.03)
+    run.until(lambda: " iteration        2/" in run.text())
+    run.signal(Signals.SIGSTOP, [1])
+    run.until(lambda: run.pids[0] in product.launcher.ended)
+    run.signal(Signals.SIGKILL, [1])
+    ended = run.wait()
+    assert ended.codes == (1, -9) and "imed out" in ended.errs[0]
+
+
+KILLS, IN_A_SAVE, MOST_RUNS = 30, 10, 90
+SHORT_STEPS = {"train_iters": 80, "lr_decay_iters": 80, "save_interval": 2, "micro_batch_size": 4, "seq_length": 8, "num_layers": 2}
+
+
+@pytest.mark.slow
+def test_killed_at_thirty_moments_and_resumed(product: Product, tmp_path: Path) -> None:
+    """Every other kill waits for the folder in which a save is written, the others for a step; then both ranks are struck, some
+    milliseconds later by chance. Curve and weights end up as if nothing had happened."""
+    product.train(DP2, save=tmp_path / "straight", **SHORT_STEPS)
+    folder, chance = tmp_path / "killed", random.Random(20)
+    kills = in_a_save = 0
+    while kills < KILLS or in_a_save < IN_A_SAVE:
+        assert kills < MOST_RUNS, f"only {in_a_save} of {kills} kills met a save"
+        started, lines, wanted, at_a_save = time.time_ns(), _lines(folder), chance.randrange(4), kills % 2 == 0
+        run = product.start(DP2, save=folder, load=folder, **SHORT_STEPS)
+        run.until(lambda: _saving(folder, started) if at_a_save else _lines(folder) - lines >= wanted)  # noqa: B023  asked at once
+        _spin(chance.uniform(0.0, 0.003 if at_a_save else 0.05))
+        run.signal(Signals.SIGKILL)
+        assert -9 in run.wait().codes
+        kills, in_a_save = kills + 1, in_a_save + _saving(folder, started)
+    product.train(DP2, save=folder, load=folder, **SHORT_STEPS)
+    assert exact_curve(folder) == exact_curve(tmp_path / "straight")
+    assert_same_state(folder / "iter_0000080", tmp_path / "straight" / "iter_0000080")
+    assert sorted(path.name for path in folder.iterdir()) == sorted(path.name for path in (tmp_path / "straight").iterdir())
+
+
+def _lines(folder: Path) -> int:
+    log = folder / "log.jsonl"
+    return log.read_bytes().count(b"\n") if log.exists() else 0
+
+
+def _saving(folder: Path, since: int) -> bool:
+    """Whether there is a folder in which a save after that time was or is at work."""
+    try:
+        return any(path.stat().st_mtime_ns > since for path in folder.glob("iter_*.incomplete"))
+    except FileNotFoundError:  # it got its name in this moment
+        return False
+
+
+def _spin(seconds: float) -> None:
+    end = time.perf_counter() + seconds
+    while time.perf_counter() < end:
+        pass

@@ -1,0 +1,163 @@
+"""What a trained model is for: evaluating, generating, leaving for HuggingFace and coming back from there."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors import safe_open
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from megatron_llama.checkpoint import native
+from megatron_llama.mesh import Mesh
+from megatron_llama.model.llama import Stage
+from megatron_llama.model.load import load_stage
+from tests.e2e.product import SEQ_LENGTH, TP2, Layout, Product, column, log, words
+from tests.launch import Finished
+
+PROMPT, NEW = "The statement is", 16
+TP2_PP2 = Layout(4, {"tensor_model_parallel_size": 2, "sequence_parallel": True, "pipeline_model_parallel_size": 2})
+
+
+@dataclass(frozen=True)
+class Trained:
+    """A run of four processes, and its export."""
+
+    folder: Path
+    hf: Path
+    validation: float
+    """The last validation loss of the run."""
+    exported: Finished
+
+
+@pytest.fixture(scope="module")
+def trained(product: Product, tmp_path_factory: pytest.TempPathFactory) -> Trained:
+    folder = tmp_path_factory.mktemp("trained")
+    product.train(TP2_PP2, save=folder / "run", train_iters=20, lr_decay_iters=20, lr=1e-2, eval_interval=20, eval_iters=0)
+    exported = product.run("export", "--load", folder / "run", "--output", folder / "hf").ok()
+    return Trained(folder / "run", folder / "hf", log(folder / "run")[-1]["validation_loss"], exported)
+
+
+def evaluation(product: Product, layout: Layout, source: str, folder: Path, **changes: object) -> tuple[int, float]:
+    """Iteration and loss that ``evaluate`` prints."""
+    data = {"data_path": product.data, "split": "90,10,0", "seq_length": SEQ_LENGTH, "micro_batch_size": 2, "global_batch_size": 8}
+    argv = ["evaluate", *words({source: folder, **data, **layout.options, **changes})]
+    printed = product.launcher.run(argv, layout.processes).ok().out
+    match = re.search(r"validation loss at iteration (\d+) .* lm loss value: (\S+) ", printed)
+    assert match is not None and printed.count("\n") == 1, printed
+    return int(match[1]), float(match[2])
+
+
+@pytest.mark.parametrize("layout", [Layout(1, {}), TP2], ids=["one process", "tp2 sp"])
+def test_evaluate_finds_the_loss_of_the_run(layout: Layout, product: Product, trained: Trained) -> None:
+    assert evaluation(product, layout, "load", trained.folder) == (20, pytest.approx(trained.validation, rel=1e-6))
+
+
+def test_evaluate_reads_one_checkpoint_and_huggingface_folders(product: Product, trained: Trained) -> None:
+    one = Layout(1, {})
+    assert evaluation(product, one, "load", trained.folder / "iter_0000020") == (20, pytest.approx(trained.validation, rel=1e-6))
+    assert evaluation(product, one, "init_from_hf", trained.hf) == (0, pytest.approx(trained.validation, rel=1e-6))
+
+
+def test_evaluate_on_part_of_the_split(product: Product, trained: Trained) -> None:
+    _, part = evaluation(product, Layout(1, {}), "load", trained.folder, eval_iters=1)
+    assert 0 < abs(part - trained.validation) < 0.5
+
+
+def test_training_goes_on_from_a_huggingface_folder(product: Product, trained: Trained, tmp_path: Path) -> None:
+    shape = dict.fromkeys(("hidden_size", "intermediate_size", "num_layers", "num_attention_heads", "num_query_groups"))
+    product.train(TP2, init_from_hf=trained.hf, save=tmp_path, train_iters=2, eval_interval=2, eval_iters=0, **shape)
+    assert log(tmp_path)[0]["validation_loss"] == pytest.approx(trained.validation, rel=1e-6)
+    assert log(tmp_path)[-1]["validation_loss"] < trained.validation
+
+
+def generated(product: Product, *options: object, prompt: str = PROMPT) -> str:
+    return product.run("generate", "--prompt", prompt, "--max-new-tokens", NEW, *options).ok().out
+
+
+def test_greedy_text_is_that_of_transformers(product: Product, trained: Trained) -> None:
+    text = generated(product, "--load", trained.folder, "--temperature", 0)
+    assert text == generated(product, "--init-from-hf", trained.hf, "--temperature", 0)
+    tokenizer, model = AutoTokenizer.from_pretrained(trained.hf), AutoModelForCausalLM.from_pretrained(trained.hf)
+    prompt = tokenizer(PROMPT, return_tensors="pt")
+    theirs = model.generate(**prompt, max_new_tokens=NEW, do_sample=False)[0]
+    assert text == tokenizer.decode(theirs, skip_special_tokens=True) + "\n"
+    assert text.startswith(PROMPT) and len(text) > len(PROMPT) + NEW / 2
+
+
+def test_sampled_text_depends_on_the_seed_alone(product: Product, trained: Trained) -> None:
+    texts = [generated(product, "--load", trained.folder, "--seed", seed, "--temperature", 1) for seed in (7, 7, 8)]
+    assert texts[0] == texts[1] != texts[2]
+
+
+def test_several_prompts(product: Product, trained: Trained) -> None:
+    printed = product.run("generate", "--load", trained.folder, "--max-new-tokens", 2, "--prompt", "An object", "A class").ok().out
+    assert "An object" in printed and "A class" in printed[printed.index("An object") :]
+
+
+def test_transformers_computes_the_same_logits(trained: Trained, product: Product) -> None:
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(trained.hf), AutoTokenizer.from_pretrained(trained.hf)
+    ids = torch.tensor(tokenizer(product.texts[1])["input_ids"])[:SEQ_LENGTH]
+    source = native.open_weights(trained.folder)
+    stage = Stage(source.model, Mesh.single(), sequence_parallel=False)
+    load_stage(stage, source, dtype=torch.float32)
+    with torch.no_grad():
+        ours = stage(ids.unsqueeze(-1), stage.positions(len(ids), torch.device("cpu")))[:, 0, : source.model.vocab_size]
+        theirs = model(ids.unsqueeze(0)).logits[0]
+    assert theirs.std() > 0.3, "an untrained model would agree whatever is wrong"
+    torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-4)
+
+
+def test_transformers_makes_the_same_tokens(trained: Trained, product: Product) -> None:
+    from megatron_llama.tokenizer.load import load_tokenizer
+
+    theirs, ours = AutoTokenizer.from_pretrained(trained.hf), load_tokenizer(f"{product.data}-tokenizer/tokenizer.model")
+    for text in product.texts[:100]:
+        assert theirs(text)["input_ids"] == [ours.bos_id, *ours.encode(text)]
+
+
+def test_export_says_what_it_wrote(product: Product, trained: Trained) -> None:
+    assert trained.exported.out == f"exported {trained.folder}/iter_0000020 to {trained.hf} (float32)\n"
+    files = {"config.json", "generation_config.json", "model.safetensors", "tokenizer.json", "tokenizer.model", "tokenizer_config.json"}
+    assert {path.name for path in trained.hf.iterdir()} == files
+
+
+def test_export_of_a_run_without_tokenizer(product: Product, tmp_path: Path) -> None:
+    """A dataset made elsewhere: tokens alone."""
+    for suffix in (".bin", ".idx"):
+        (tmp_path / f"tokens{suffix}").write_bytes(Path(f"{product.data}{suffix}").read_bytes())
+    product.train(data_path=tmp_path / "tokens", vocab_size=512, save=tmp_path / "run", train_iters=1)
+    exported = product.run("export", "--load", tmp_path / "run", "--output", tmp_path / "hf").ok()
+    assert "warning: no tokenizer is known for this checkpoint" in exported.out
+    assert not list((tmp_path / "hf").glob("tokenizer*"))
+    tokenizer = Path(f"{product.data}-tokenizer")
+    product.run("export", "--load", tmp_path / "run", "--output", tmp_path / "hf", "--tokenizer-model", tokenizer).ok()
+    assert AutoTokenizer.from_pretrained(tmp_path / "hf")("a statement")["input_ids"][0] == 1
+
+
+def test_bf16(product: Product, tmp_path: Path) -> None:
+    product.train(TP2, bf16=True, save=tmp_path / "run", train_iters=20, lr_decay_iters=20, lr=1e-2)
+    losses = column(tmp_path / "run", "lm_loss")
+    assert all(map(math.isfinite, losses)) and losses[-1] < losses[0] - 1.0
+    exported = product.run("export", "--load", tmp_path / "run", "--output", tmp_path / "hf").ok()
+    assert exported.out.endswith("(bfloat16)\n")
+    config = json.loads((tmp_path / "hf" / "config.json").read_text())
+    assert config.get("dtype", config.get("torch_dtype")) == "bfloat16"
+    with safe_open(tmp_path / "hf" / "model.safetensors", framework="pt") as file:
+        assert {file.get_slice(name).get_dtype() for name in file.keys()} == {"BF16"}  # noqa: SIM118  no mapping
+    product.run("export", "--load", tmp_path / "run", "--output", tmp_path / "hf", "--dtype", "float32").ok()
+    assert AutoModelForCausalLM.from_pretrained(tmp_path / "hf").dtype == torch.float32
+    assert generated(product, "--init-from-hf", tmp_path / "hf", "--bf16", "--temperature", 0).startswith(PROMPT)
+
+
+def test_fp64_is_closer_to_the_truth_than_fp32(product: Product, tmp_path: Path) -> None:
+    """Two layouts differ by rounding alone: 1e-6 in fp32, a millionth of that in fp64."""
+    for name, layout in (("one", Layout(1, {})), ("tp2", TP2)):
+        product.train(layout, fp64=True, save=tmp_path / name, train_iters=4)
+    for ours, theirs in zip(column(tmp_path / "one", "lm_loss"), column(tmp_path / "tp2", "lm_loss"), strict=True):
+        assert ours == pytest.approx(theirs, rel=1e-12)

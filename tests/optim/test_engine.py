@@ -1,0 +1,235 @@
+"""The engine on its own, with made-up gradients: against torch.optim.AdamW, with and without clipping, and when a gradient is
+not finite."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from megatron_llama.mesh import Mesh, Place
+from megatron_llama.model.llama import Stage
+from megatron_llama.nn.sink import sink_of
+from megatron_llama.optim.build import build_optimizer
+from megatron_llama.optim.distributed import OverlappedDistributedOptimizer
+from megatron_llama.params import Rectangle, parameter_count, stage_units
+from megatron_llama.pipeline.runtime import PipelineRuntime
+from tests.harness import Cluster
+from tests.parallel.cases import MODEL, OPTIMIZER, STRATEGIES, Layout, Trainer, initial_weights, trainer
+
+SINGLE = Place(0, 1, 0)
+Gradients = dict[str, Tensor]
+
+
+def gradients(stage: nn.Module, seed: int, scale: float) -> Gradients:
+    """Normal numbers for every parameter."""
+    generator = torch.Generator().manual_seed(seed)
+    return {name: torch.randn(p.shape, generator=generator) * scale for name, p in stage.named_parameters()}
+
+
+def deliver(run: Trainer, values: Gradients) -> None:
+    """One backward pass that finds exactly these gradients."""
+    specs = [spec for unit in reversed(stage_units(run.layout.config().model)) for spec in reversed(unit.params)]
+    parameters = dict(run.stage.named_parameters())
+    run.optimizer.begin_backward(first=True, last=True)
+    for spec in specs:
+        sink = sink_of(parameters[spec.name])
+        assert sink is not None
+        view, beta = sink.buffer()
+        assert beta == 0.0
+        view.copy_(values[spec.name])
+        sink.done()
+    run.optimizer.end_backward()
+
+
+def state_of(engine: OverlappedDistributedOptimizer) -> list[Tensor]:
+    """Copies of masters, moments and step counters."""
+    engine.settle()
+    pieces = [tensor.clone() for piece in engine.pieces() for tensor in piece.tensors.values()]
+    return pieces + [count.clone() for count in engine.step_counts()]
+
+
+def same(one: list[Tensor], other: list[Tensor]) -> bool:
+    return len(one) == len(other) and all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("clip", [0.0, 1.0, 1e9])
+def test_steps_equal_torch_adamw_with_clipping(clip: float, strategy: str) -> None:
+    run = trainer(SINGLE, Layout(strategy=strategy))
+    run.optimizer.settle()
+    twins = {name: nn.Parameter(p.detach().clone()) for name, p in run.stage.named_parameters()}
+    groups = [{"params": [p for p in twins.values() if (p.dim() > 1) is decay]} for decay in (True, False)]
+    groups[0]["weight_decay"], groups[1]["weight_decay"] = OPTIMIZER.weight_decay, 0.0
+    o = OPTIMIZER
+    adamw = torch.optim.AdamW(groups, betas=(o.adam_beta1, o.adam_beta2), eps=o.adam_eps)
+    for step, lr in enumerate((1e-3, 2e-3, 5e-4)):
+        values = gradients(run.stage, step, scale=0.1 * (step + 1))
+        deliver(run, values)
+        result = run.optimizer.step(lr, clip=clip)
+        for name, twin in twins.items():
+            twin.grad = values[name].clone()
+        norm = torch.nn.utils.clip_grad_norm_(twins.values(), clip or float("inf"))
+        for group in adamw.param_groups:
+            group["lr"] = lr
+        adamw.step()
+        assert float(result.skipped) == 0.0
+        torch.testing.assert_close(result.grad_norm, norm, rtol=1e-6, atol=0.0)
+        run.optimizer.settle()
+        for name, parameter in run.stage.named_parameters():
+            torch.testing.assert_close(parameter, twins[name], rtol=2e-6, atol=1e-7)
+
+
+def test_clipping_changes_the_step_and_only_above_the_threshold() -> None:
+    """Seen in the first moment: Adam's first update itself does not depend on the gradient's scale."""
+    norms, moments = [], []
+    for clip in (0.0, 1e9, 1.0):
+        run = trainer(SINGLE, Layout())
+        deliver(run, gradients(run.stage, 0, scale=0.1))
+        norms.append(run.optimizer.step(1e-3, clip=clip).grad_norm)
+        moments.append(torch.cat([piece.tensors["exp_avg"].flatten() for piece in run.optimizer.pieces()]))
+    assert norms[0] == norms[1] == norms[2] > 10
+    assert torch.equal(moments[0], moments[1])
+    torch.testing.assert_close(moments[2] * norms[0], moments[0], rtol=1e-5, atol=1e-9)
+
+
+def test_weight_decay_reaches_matrices_and_not_norms() -> None:
+    run = trainer(SINGLE, Layout())
+    run.optimizer.settle()
+    before = {name: p.detach().clone() for name, p in run.stage.named_parameters()}
+    deliver(run, {name: torch.zeros_like(p) for name, p in before.items()})
+    run.optimizer.step(0.5, clip=1.0)
+    run.optimizer.settle()
+    for name, parameter in run.stage.named_parameters():
+        factor = 1 - 0.5 * OPTIMIZER.weight_decay if parameter.dim() > 1 else 1.0
+        torch.testing.assert_close(parameter, before[name] * factor, rtol=1e-6, atol=0.0)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("clip", [0.0, 1.0])
+@pytest.mark.parametrize("poison", [float("nan"), float("inf"), -float("inf")])
+def test_a_gradient_that_is_not_finite_changes_nothing(poison: float, clip: float, strategy: str) -> None:
+    run = trainer(SINGLE, Layout(strategy=strategy))
+    deliver(run, gradients(run.stage, 0, scale=0.1))
+    run.optimizer.step(1e-3, clip=clip)
+    before = state_of(run.optimizer)
+    bad = gradients(run.stage, 1, scale=0.1)
+    bad["model.layers.2.mlp.down_proj.weight"][3, 4] = poison
+    deliver(run, bad)
+    result = run.optimizer.step(1e-3, clip=clip)
+    assert float(result.skipped) == 1.0 and not bool(result.grad_norm.isfinite())
+    assert same(before, state_of(run.optimizer))
+    # The next step goes on as if the bad one had not been.
+    deliver(run, gradients(run.stage, 2, scale=0.1))
+    assert float(run.optimizer.step(1e-3, clip=clip).skipped) == 0.0
+    twin = trainer(SINGLE, Layout(strategy=strategy))
+    for seed in (0, 2):
+        deliver(twin, gradients(twin.stage, seed, scale=0.1))
+        twin.optimizer.step(1e-3, clip=clip)
+    assert same(state_of(run.optimizer), state_of(twin.optimizer))
+
+
+def poisoned_rank(place: Place, layout: Layout) -> tuple[float, bool, bool]:
+    """The last rank alone finds a NaN. Returns skipped, state untouched, next step taken."""
+    run = trainer(place, layout)
+    run.step(0)
+    before = state_of(run.optimizer)
+    run.runtime.step(run.batches(1))
+    run.optimizer.gradients.finish_all()
+    if place.rank == place.world_size - 1:
+        run.optimizer.gradients.shards[0][0] = float("nan")
+    skipped = run.optimizer.step(1e-3, clip=1.0).skipped
+    untouched = same(before, state_of(run.optimizer))
+    run.step(2)
+    return float(skipped), untouched, not same(before, state_of(run.optimizer))
+
+
+@pytest.mark.parametrize(
+    "layout", [Layout(dp=2), Layout(pp=2), Layout(tp=2, sp=True, pp=2, microbatches=2)], ids=lambda layout: layout.name
+)
+def test_one_ranks_nan_stops_every_rank(cluster: Cluster, layout: Layout) -> None:
+    assert cluster.run(layout.world_size, poisoned_rank, layout) == [(1.0, True, True)] * layout.world_size
+
+
+def test_padding_stays_zero() -> None:
+    run = trainer(SINGLE, Layout())
+    for step in range(3):
+        run.step(step)
+    run.optimizer.settle()
+    embedding = dict(run.stage.named_parameters())["model.embed_tokens.weight"].detach()
+    assert embedding.shape[0] == 384 and float(embedding[MODEL.vocab_size :].abs().max()) == 0.0
+    assert float(embedding[: MODEL.vocab_size].abs().max()) > 0.0
+
+
+def test_parameters_never_move() -> None:
+    """They are views of buffers that are allocated once, and in fp32 the master is the view itself."""
+    run = trainer(SINGLE, Layout())
+    addresses = {name: p.data_ptr() for name, p in run.stage.named_parameters()}
+    run.step(0)
+    assert addresses == {name: p.data_ptr() for name, p in run.stage.named_parameters()}
+    assert all(p.grad is None for p in run.stage.parameters())
+    spans = [(master.data_ptr(), master.data_ptr() + master.numel() * 4) for master in run.optimizer.masters]
+    assert all(any(low <= address < high for low, high in spans) for address in addresses.values())
+
+
+def bf16_engine(steps: int) -> tuple[Trainer, OverlappedDistributedOptimizer]:
+    config = Layout().config()
+    config = replace(config, training=replace(config.training, bf16=True))
+    mesh = Mesh.single()
+    stage = Stage(config.model, mesh, sequence_parallel=False)
+    engine = build_optimizer(config, stage, mesh)
+    engine.load_weights(initial_weights())
+    runtime = PipelineRuntime(stage, engine, mesh, schedule="1f1b", dtype=torch.bfloat16)
+    run = Trainer(Layout(), mesh, stage, engine, runtime)
+    for step in range(steps):
+        run.step(step)
+    engine.settle()
+    return run, engine
+
+
+def test_bf16_parameters_are_the_rounded_fp32_masters() -> None:
+    run, engine = bf16_engine(3)
+    assert all(p.dtype is torch.bfloat16 for p in run.stage.parameters())
+    assert all(t.dtype is torch.float32 for piece in engine.pieces() for t in piece.tensors.values())
+    assert all(shard.dtype is torch.float32 for shard in engine.gradients.shards)
+    masters = {piece.rectangle.name: piece.tensors["master"] for piece in engine.pieces()}
+    down = "model.layers.0.mlp.down_proj.weight"
+    assert torch.equal(dict(run.stage.named_parameters())[down], masters[down].to(torch.bfloat16))
+    assert not torch.equal(masters[down], masters[down].to(torch.bfloat16).float()), "the master holds more than bf16"
+
+
+def test_bf16_training_follows_fp32() -> None:
+    (bf16, _), fp32 = bf16_engine(0), trainer(SINGLE, Layout())
+    for step in range(10):
+        (loss, norm), (exact_loss, exact_norm) = bf16.step(step), fp32.step(step)
+        assert float(loss) == pytest.approx(float(exact_loss), rel=5e-3)
+        assert float(norm) == pytest.approx(float(exact_norm), rel=5e-2)
+
+
+@dataclass(frozen=True)
+class Recorded:
+    """A source that remembers what it was asked for."""
+
+    asked: list[Rectangle]
+
+    def __call__(self, rectangle: Rectangle, out: Tensor) -> None:
+        self.asked.append(rectangle)
+        out.zero_()
+
+
+def asked_for(place: Place, layout: Layout) -> int:
+    run = trainer(place, layout)
+    source: Callable[[Rectangle, Tensor], None] = Recorded([])
+    run.optimizer.load_weights(source)
+    run.optimizer.settle()
+    return sum(rectangle.numel for rectangle in source.asked)
+
+
+def test_a_rank_loads_its_shard_only(cluster: Cluster) -> None:
+    total = parameter_count(MODEL)
+    asked = cluster.run(4, asked_for, Layout(dp=4))
+    assert sum(asked) == total and max(asked) < 0.3 * total
+    assert cluster.run(2, asked_for, Layout(dp=2, strategy="no_shard")) == [total, total]

@@ -1,0 +1,150 @@
+"""The runtime: evaluation is the loss of training, memory goes back, the loss is the mean over all target tokens."""
+
+from __future__ import annotations
+
+import weakref
+from dataclasses import dataclass, replace
+
+import pytest
+import torch
+
+from megatron_llama.config import ParallelConfig
+from megatron_llama.mesh import Mesh, Place, build_mesh
+from megatron_llama.model.llama import Stage
+from megatron_llama.model.load import load_stage
+from megatron_llama.pipeline.runtime import FixedWeights, PipelineRuntime
+from tests.harness import Cluster
+from tests.parallel.cases import GLOBAL_BATCH_SIZE, MODEL, SEQ_LENGTH, Layout, batch, initial_weights, trainer
+
+SINGLE = Place(0, 1, 0)
+SPREAD = [
+    Layout(microbatches=2),
+    Layout(tp=2, sp=True, microbatches=2),
+    Layout(pp=4, microbatches=4),
+    Layout(dp=2, strategy="optim_grads", microbatches=2),
+    Layout(tp=2, pp=2, dp=2, sp=True, microbatches=2, tied=True),
+]
+spread = pytest.mark.parametrize("layout", SPREAD, ids=lambda layout: layout.name)
+
+
+def evaluate_and_train(place: Place, layout: Layout) -> list[tuple[float, float]]:
+    """For three steps: the loss of the batch evaluated, then trained on."""
+    run, pairs = trainer(place, layout), []
+    for index in range(3):
+        evaluated, tokens = run.runtime.evaluate(run.batches(index))
+        assert not evaluated.requires_grad and tokens == GLOBAL_BATCH_SIZE * SEQ_LENGTH
+        pairs.append((evaluated.item(), run.step(index)[0].item()))
+    return pairs
+
+
+@spread
+def test_evaluation_sees_the_newest_weights_and_changes_nothing(cluster: Cluster, layout: Layout) -> None:
+    """The loss of a batch is the same evaluated right after an update and in the training step that follows."""
+    found = cluster.run(layout.world_size, evaluate_and_train, layout)
+    assert all(pairs == found[0] for pairs in found)
+    assert all(evaluated == trained for evaluated, trained in found[0])
+    assert len({trained for _, trained in found[0]}) == 3
+    alone = evaluate_and_train(SINGLE, layout.reference)
+    assert [trained for _, trained in found[0]] == pytest.approx([trained for _, trained in alone], rel=1e-6)
+
+
+def evaluate_fixed(place: Place, layout: Layout) -> float:
+    """Without an optimizer."""
+    config = layout.config()
+    mesh = build_mesh(config.parallel, rank=place.rank, world_size=place.world_size, device=torch.device("cpu"))
+    stage = Stage(config.model, mesh, sequence_parallel=layout.sp)
+    load_stage(stage, initial_weights(), dtype=torch.float32)
+    runtime = PipelineRuntime(stage, FixedWeights(), mesh, schedule="1f1b", dtype=torch.float32)
+    return runtime.evaluate(trainer(place, layout).batches(0))[0].item()
+
+
+@spread
+def test_a_model_without_optimizer_evaluates_alike(cluster: Cluster, layout: Layout) -> None:
+    assert cluster.run(layout.world_size, evaluate_fixed, layout) == pytest.approx(
+        [evaluate_and_train(SINGLE, layout.reference)[0][0]] * layout.world_size, rel=1e-6
+    )
+
+
+@dataclass(frozen=True)
+class Uneven:
+    """Loss over unequal numbers of tokens in each microbatch of each rank."""
+
+    layout: Layout
+    weights: tuple[int, ...]
+    """Counted tokens of each of the 8 samples, from the front."""
+
+
+def uneven_loss(place: Place, case: Uneven) -> tuple[float, float]:
+    run = trainer(place, case.layout)
+    size = 8 // (case.layout.dp * case.layout.microbatches)
+    batches = []
+    for microbatch in range(case.layout.microbatches):
+        first = (microbatch * case.layout.dp + run.mesh.dp.rank) * size
+        plain = batch(range(first, first + size))
+        counted = torch.tensor(case.weights[first : first + size])
+        batches.append(replace(plain, loss_mask=(torch.arange(SEQ_LENGTH).unsqueeze(-1) < counted).float()))
+    loss = run.runtime.step(batches)
+    return loss.item(), run.optimizer.step(1e-3, clip=1.0).grad_norm.item()
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [Layout(microbatches=8), Layout(dp=2, microbatches=4), Layout(dp=4), Layout(tp=2, pp=2, dp=2, sp=True, microbatches=2)],
+    ids=lambda layout: layout.name,
+)
+def test_loss_is_the_mean_over_tokens_not_a_mean_of_means(cluster: Cluster, layout: Layout) -> None:
+    weights = (1, 32, 0, 7, 30, 2, 0, 0)
+    found = cluster.run(layout.world_size, uneven_loss, Uneven(layout, weights))
+    expected = uneven_loss(SINGLE, Uneven(Layout(), weights))
+    for loss, norm in found:
+        assert loss == pytest.approx(expected[0], rel=1e-6)
+        assert norm == pytest.approx(expected[1], rel=2e-5)
+    # By hand, from the losses of single samples.
+    whole = [uneven_loss(SINGLE, Uneven(Layout(), tuple(n if i == s else 0 for i, n in enumerate(weights))))[0] for s in range(8)]
+    mean = sum(loss * count for loss, count in zip(whole, weights, strict=True)) / sum(weights)
+    assert expected[0] == pytest.approx(mean, rel=1e-6)
+
+
+def test_a_batch_without_targets_has_no_loss_and_no_gradient() -> None:
+    loss, norm = uneven_loss(SINGLE, Uneven(Layout(), (0,) * 8))
+    assert loss == norm == 0.0
+
+
+def live_activations(place: Place, layout: Layout) -> tuple[int, int]:
+    """Outputs of this rank's stage that something still holds: the most at the start of a forward pass, and after the step."""
+    run = trainer(place, layout)
+    outputs: list[weakref.ref[torch.Tensor]] = []
+    counts: list[int] = []
+
+    def alive() -> int:
+        return sum(output() is not None for output in outputs)
+
+    run.stage.register_forward_pre_hook(lambda stage, inputs: counts.append(alive()))
+    run.stage.register_forward_hook(lambda stage, inputs, output: outputs.append(weakref.ref(output)))
+    run.step(0)
+    assert len(outputs) == layout.microbatches
+    return max(counts), alive()
+
+
+def test_1f1b_holds_as_many_microbatches_as_stages_follow_and_gpipe_all(cluster: Cluster) -> None:
+    """At the start of a forward pass: the outputs of the microbatches in flight. Afterwards nothing is left."""
+    for schedule, expected in (("1f1b", [3, 2, 1, 0]), ("gpipe", [7, 7, 7, 7])):
+        found = cluster.run(4, live_activations, Layout(pp=4, microbatches=8, schedule=schedule))
+        assert found == [(count, 0) for count in expected], schedule
+
+
+def test_fixed_weights_refuse_training() -> None:
+    mesh = Mesh.single()
+    stage = Stage(MODEL, mesh, sequence_parallel=False)
+    load_stage(stage, initial_weights(), dtype=torch.float32)
+    for parameter in stage.parameters():
+        parameter.requires_grad_()
+    runtime = PipelineRuntime(stage, FixedWeights(), mesh, schedule="1f1b", dtype=torch.float32)
+    with pytest.raises(RuntimeError, match="no backward pass"):
+        runtime.step([batch(range(2))])
+
+
+def test_single_mesh_has_every_role() -> None:
+    mesh = build_mesh(ParallelConfig(), rank=0, world_size=1, device=torch.device("cpu"))
+    assert mesh.is_first_stage and mesh.is_last_stage and mesh.rank == 0
+    assert {axis.size for axis in (mesh.world, mesh.tp, mesh.dp, mesh.pp, mesh.embedding)} == {1}
