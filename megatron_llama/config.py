@@ -159,7 +159,8 @@ class CheckpointConfig:
     save_interval: int = 0
     """Save every so many iterations. 0: once, at the end."""
     load: str | None = None
-    """Resume from the newest complete checkpoint of this folder. An empty folder equal to --save is a fresh start."""
+    """Resume from the newest complete checkpoint of this folder, or from this `iter_...` folder itself. An empty
+    folder equal to --save is a fresh start."""
     init_from_hf: str | None = None
     """HuggingFace folder (config.json, *.safetensors): gives the model fields and the initial weights."""
 

@@ -10,7 +10,7 @@ from megatron_llama.checkpoint import native
 from megatron_llama.checkpoint.failures import writing
 from megatron_llama.checkpoint.folders import commit, fresh_staging
 from megatron_llama.checkpoint.hf import HFWeights
-from megatron_llama.checkpoint.meta import TrainState
+from megatron_llama.checkpoint.meta import META, TrainState
 from megatron_llama.comm.agreement import together
 from megatron_llama.config import CheckpointConfig, Config, ModelConfig
 from megatron_llama.data.indexed import IndexedDataset
@@ -71,8 +71,13 @@ def load_or_init(config: Config, optimizer: OverlappedDistributedOptimizer, mesh
 
 def trained_model(load: str | None) -> ModelConfig | None:
     """The model of the checkpoint that a run is to load, if there is one."""
-    newest = native.latest(load) if load is not None else None
-    return native.read_meta(newest).model if newest is not None else None
+    named = named_checkpoint(load) if load is not None else None
+    return native.read_meta(named).model if named is not None else None
+
+
+def named_checkpoint(load: str) -> Path | None:
+    """What ``--load`` names: a checkpoint, or the newest one in a folder of them; None without any."""
+    return Path(load) if (Path(load) / META).is_file() else native.latest(load)
 
 
 def trained_weights(config: Config) -> tuple[TrainState, WeightSource]:
@@ -97,7 +102,7 @@ def find_start(options: CheckpointConfig) -> Path | None:
             do = f"give --load {save} to resume, or another --save"
             raise CheckpointError(describe(f"--save {save}", got=present.name, expected="no checkpoint, since --load is not given", do=do))
         return None
-    newest = native.latest(Path(load))
+    newest = named_checkpoint(load)
     if newest is None and load != save:
         found = "no complete checkpoint" if Path(load).is_dir() else "no such folder"
         raise CheckpointError(describe(f"--load {load}", got=found, expected="iter_* folders", do="check the path, or leave --load out"))

@@ -1,12 +1,13 @@
 """The product as its users start it: processes of ``python -m megatron_llama ...``, without paying for the imports every time.
 
 A server imports torch and the package once. Every process is a fork of it with an environment, a working folder, files for
-its output and an exit status of its own, which runs ``megatron_llama.__main__`` and leaves through the interpreter's normal end.
+its output and an exit status of its own, which runs ``megatron_llama.__main__``.
 ``Launcher.start`` returns at once; what a run does is seen in its files, and its signals are real.
 """
 
 from __future__ import annotations
 
+import atexit
 import gc
 import json
 import os
@@ -40,7 +41,6 @@ class Job:
     out: str
     err: str
     file_bytes: int | None
-    """Largest file that the process can write: a disk that fills up."""
 
 
 @dataclass(frozen=True)
@@ -140,11 +140,19 @@ class Launcher:
         self._server.wait()
 
     def start(
-        self, argv: Sequence[object], processes: int = 1, *, environ: Mapping[str, str] | None = None, cwd: Path = ROOT, file_bytes: int | None = None
+        self,
+        argv: Sequence[object],
+        processes: int = 1,
+        *,
+        environ: Mapping[str, str] | None = None,
+        cwd: Path = ROOT,
+        place: Callable[[int], Mapping[str, str]] | None = None,
+        file_bytes: Mapping[int, int] | None = None,
     ) -> Run:
-        """Start ``processes`` ranks of one command; more than one as torchrun would."""
+        """Start ``processes`` ranks of one command. ``place``: what the launcher of a rank says in its environment, by default
+        torchrun if there is more than one. ``file_bytes``: by rank, the largest file that it can write: a disk that fills up."""
         self._runs += 1
-        place: Callable[[int], Mapping[str, str]] = torchrun(processes, free_port()) if processes > 1 else lambda rank: {}
+        place = place or (torchrun(processes, free_port()) if processes > 1 else lambda rank: {})
         jobs = [
             Job(
                 [str(word) for word in argv],
@@ -152,7 +160,7 @@ class Launcher:
                 str(cwd),
                 str(self.folder / f"{self._runs}.{rank}.out"),
                 str(self.folder / f"{self._runs}.{rank}.err"),
-                file_bytes,
+                (file_bytes or {}).get(rank),
             )
             for rank in range(processes)
         ]
@@ -250,7 +258,14 @@ def become(job: Job) -> None:
     if job.file_bytes is not None:
         resource.setrlimit(resource.RLIMIT_FSIZE, (job.file_bytes, job.file_bytes))
     sys.argv = ["megatron_llama", *job.argv]
-    runpy.run_module("megatron_llama", run_name="__main__", alter_sys=True)
+    try:
+        runpy.run_module("megatron_llama", run_name="__main__", alter_sys=True)
+    except SystemExit as end:
+        if end.code == 0:  # what is left is the interpreter taking torch apart, 0.2 s; a failure may hang there, so that is tried
+            atexit._run_exitfuncs()
+            sys.stdout.flush()
+            os._exit(0)
+        raise
 
 
 def preload() -> None:

@@ -16,8 +16,8 @@ def inspect(words: list[str]) -> None:
         raise ConfigError(describe("inspect", got=found, expected=f"one of {', '.join(KINDS)}", do="write inspect KIND PATH"))
     kind, *paths = words
     if len(paths) != (kind != "presets"):
-        expected = "no path" if kind == "presets" else "one path"
-        raise ConfigError(describe(f"inspect {kind}", got=" ".join(paths) or "nothing", expected=expected, do=f"write inspect {kind} PATH"))
+        expected, usage = ("no path", "inspect presets") if kind == "presets" else ("one path", f"inspect {kind} PATH")
+        raise ConfigError(describe(f"inspect {kind}", got=" ".join(paths) or "nothing", expected=expected, do=f"write {usage}"))
     KINDS[kind](*paths)
 
 

@@ -58,12 +58,16 @@ def _for_evaluation(parsed: Parsed) -> Parsed:
 def prepared(parsed: Parsed) -> Iterator[tuple[Config, Mesh, Vocabulary]]:
     """Resolve and check the configuration, join the other processes, and print what was decided on the way."""
     from megatron_llama.mesh import init_mesh, place_from_environment
-    from megatron_llama.setup import trained_model
+    from megatron_llama.setup import find_start, trained_model
     from megatron_llama.validate import assemble, check
     from megatron_llama.vocabulary import find_vocabulary, with_vocabulary
 
     place = place_from_environment()
-    config = assemble(parsed, trained=trained_model(parsed.get(CheckpointConfig).load))
+    options = parsed.get(CheckpointConfig)
+    trained = trained_model(options.load)
+    if trained is None and options.load is not None:
+        find_start(options)  # raises where a checkpoint is missing: better than asking for the model fields that it has
+    config = assemble(parsed, trained=trained)
     resolved = check(config, place.world_size, needs_data=True)
     vocabulary = find_vocabulary(resolved.config)
     config = with_vocabulary(resolved.config, vocabulary)

@@ -36,7 +36,8 @@ LINE = re.compile(
     rf"tokens/s/GPU: {NUMBER} \| exposed comm \(ms\): {NUMBER} \| MFU: n/a \| peak memory \(GiB\): {NUMBER} \| ETA: \d+:\d\d:\d\d \|"
 )
 VALIDATION = re.compile(
-    r" validation loss at iteration (\d+) \| consumed samples: +(\d+) \| lm loss value: (\S+) \| lm loss PPL: (\S+) \| validation tokens: (\d+) \|"
+    r" validation loss at iteration (\d+) \| consumed samples: +(\d+) \| lm loss value: (\S+) \| "
+    r"lm loss PPL: (\S+) \| validation tokens: (\d+) \|"
 )
 STEP_KEYS = (
     "iteration lm_loss grad_norm learning_rate consumed_samples tokens_per_second tokens_per_second_per_gpu tflops_per_gpu mfu "
@@ -116,7 +117,9 @@ def test_document_masks_under_every_axis(layout: Layout, product: Product, maske
 
 
 @pytest.mark.parametrize("mask", MASKS)
-def test_each_document_mask_changes_the_loss(mask: str, product: Product, masked: Path, straight: Callable[[str], Path], tmp_path: Path) -> None:
+def test_each_document_mask_changes_the_loss(
+    mask: str, product: Product, masked: Path, straight: Callable[[str], Path], tmp_path: Path
+) -> None:
     product.train(save=tmp_path, train_iters=1, **{mask: True})
     alone, none, together = (column(folder, "lm_loss")[0] for folder in (tmp_path, straight("one"), masked))
     assert len({alone, none, together}) == 3

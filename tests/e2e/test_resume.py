@@ -18,7 +18,6 @@ from tests.e2e.product import (
     PP2,
     TP2,
     Product,
-    assert_same_curve,
     assert_same_state,
     column,
     contents,
@@ -61,7 +60,9 @@ def test_resuming_a_finished_run_changes_nothing(product: Product, tmp_path: Pat
 
 
 @pytest.mark.parametrize("exists", [True, False])
-def test_loading_from_an_empty_save_folder_is_a_fresh_start(exists: bool, product: Product, straight: Callable[[str], Path], tmp_path: Path) -> None:
+def test_loading_from_an_empty_save_folder_is_a_fresh_start(
+    exists: bool, product: Product, straight: Callable[[str], Path], tmp_path: Path
+) -> None:
     folder = tmp_path if exists else tmp_path / "new"
     product.train(save=folder, load=folder, **EVALUATED)
     assert exact_curve(folder) == exact_curve(straight("one"))
@@ -87,6 +88,13 @@ def test_going_on_in_another_folder(product: Product, straight: Callable[[str], 
     expected = [line for line in exact_curve(straight("one")) if line[2] is not None]
     assert exact_curve(second) == expected[3:]
     assert_same_state(second / LAST, straight("one") / LAST)
+
+
+def test_going_back_to_an_earlier_checkpoint(product: Product, straight: Callable[[str], Path], tmp_path: Path) -> None:
+    product.train(save=tmp_path, save_interval=3, **EVALUATED)
+    product.train(save=tmp_path, load=tmp_path / "iter_0000003", **EVALUATED)
+    assert exact_curve(tmp_path) == exact_curve(straight("one"))
+    assert_same_state(tmp_path / LAST, straight("one") / LAST)
 
 
 def test_interrupted_log_is_cut_back_to_the_checkpoint(product: Product, straight: Callable[[str], Path], tmp_path: Path) -> None:

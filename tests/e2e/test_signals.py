@@ -1,8 +1,9 @@
-"""What schedulers and bad luck do to a run: SIGTERM ends it orderly, SIGKILL at any moment costs no more than the steps since the last save."""
+"""What schedulers and bad luck do to a run: SIGTERM ends it orderly, SIGKILL costs no more than the steps since the last save."""
 
 from __future__ import annotations
 
 import random
+import re
 import time
 from pathlib import Path
 from signal import Signals
@@ -24,7 +25,9 @@ def long_run(product: Product, folder: Path) -> dict[str, object]:
     [(PP2, Signals.SIGTERM, [1]), (DP2, Signals.SIGTERM, [0]), (TP2, Signals.SIGTERM, None), (DP2, Signals.SIGINT, None)],
     ids=["one pipeline stage", "one replica", "everyone", "control-C"],
 )
-def test_a_signal_saves_and_ends_every_rank(layout: Layout, number: Signals, ranks: list[int] | None, product: Product, tmp_path: Path) -> None:
+def test_a_signal_saves_and_ends_every_rank(
+    layout: Layout, number: Signals, ranks: list[int] | None, product: Product, tmp_path: Path
+) -> None:
     product.train(layout, **long_run(product, tmp_path / "straight"))
     folder = tmp_path / "stopped"
     run = product.start(layout, **long_run(product, folder))
@@ -56,13 +59,13 @@ def test_the_death_of_one_rank_ends_the_others(victim: int, product: Product) ->
 
 
 def test_a_rank_that_hangs_is_noticed_after_the_timeout(product: Product) -> None:
-    run = product.start(DP2, train_iters=100_000, distributed_timeout_minutes=0.03)
+    run = product.start(DP2, train_iters=100_000, distributed_timeout_minutes=0.05)
     run.until(lambda: " iteration        2/" in run.text())
     run.signal(Signals.SIGSTOP, [1])
     run.until(lambda: run.pids[0] in product.launcher.ended)
     run.signal(Signals.SIGKILL, [1])
     ended = run.wait()
-    assert ended.codes == (1, -9) and "imed out" in ended.errs[0]
+    assert ended.codes == (1, -9) and re.search("timeout|timed out", ended.errs[0], re.I)
 
 
 KILLS, IN_A_SAVE, MOST_RUNS = 30, 10, 90

@@ -73,7 +73,7 @@ def test_training_goes_on_from_a_huggingface_folder(product: Product, trained: T
     shape = dict.fromkeys(("hidden_size", "intermediate_size", "num_layers", "num_attention_heads", "num_query_groups"))
     product.train(TP2, init_from_hf=trained.hf, save=tmp_path, train_iters=2, eval_interval=2, eval_iters=0, **shape)
     assert log(tmp_path)[0]["validation_loss"] == pytest.approx(trained.validation, rel=1e-6)
-    assert log(tmp_path)[-1]["validation_loss"] < trained.validation
+    assert column(tmp_path, "lm_loss")[0] < log(tmp_path)[0]["validation_loss"] + 0.5, "from scratch it is 6.2"
 
 
 def generated(product: Product, *options: object, prompt: str = PROMPT) -> str:

@@ -1,0 +1,187 @@
+"""The real launchers, plans without a run, and looking at files."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from megatron_llama.cli import main
+from tests.e2e.product import EVALUATED, TP2, VOCAB_SIZE, Product, exact_curve, steps
+from tests.launch import LAUNCHERS, ROOT, free_port
+
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+
+
+def environment() -> dict[str, str]:
+    """That of a shell in which the package can be imported."""
+    environ = {name: value for name, value in os.environ.items() if name not in LAUNCHERS}
+    return environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+
+
+def shell(command: list[str], cwd: Path) -> subprocess.CompletedProcess[str]:
+    """A command as typed."""
+    return subprocess.run(command, cwd=cwd, env=environment(), capture_output=True, text=True, timeout=60)
+
+
+def test_torchrun(product: Product, straight: Callable[[str], Path], tmp_path: Path) -> None:
+    ended = shell([*TORCHRUN, "-m", "megatron_llama", *product.command(save="run", **TP2.options, **EVALUATED)], tmp_path)
+    assert ended.returncode == 0, ended.stderr
+    assert exact_curve(tmp_path / "run") == exact_curve(straight("tp2 sp"))
+
+
+def test_torchrun_reports_a_refused_run_once(product: Product, straight: Callable[[str], Path], tmp_path: Path) -> None:
+    shutil.copytree(straight("one"), tmp_path / "run")
+    ended = shell([*TORCHRUN, "-m", "megatron_llama", *product.command(save="run")], tmp_path)
+    assert ended.returncode == 1
+    assert ended.stderr.count("error: --save run: got iter_0000006, expected no checkpoint") == 1
+
+
+def test_sigterm_to_torchrun_saves(product: Product, tmp_path: Path) -> None:
+    """As schedulers send it when the time is over."""
+    command = [*TORCHRUN, "-m", "megatron_llama", *product.command(save="run", train_iters=100_000, **TP2.options)]
+    with (tmp_path / "output").open("w") as output:
+        agent = subprocess.Popen(command, cwd=tmp_path, env=environment(), stdout=output, stderr=output)
+        try:
+            deadline = time.monotonic() + 60
+            while len(steps(tmp_path / "run")) < 3 and time.monotonic() < deadline:
+                assert agent.poll() is None, (tmp_path / "output").read_text()
+                time.sleep(0.01)
+            agent.terminate()
+            agent.wait(timeout=30)
+        finally:
+            agent.kill()
+    last = steps(tmp_path / "run")[-1]["iteration"]
+    assert f" stopped by a signal after iteration {last}\n" in (tmp_path / "output").read_text()
+    assert [path.name for path in (tmp_path / "run").glob("iter_*")] == [f"iter_{last:07d}"]
+
+
+def test_plain_python_in_another_folder(product: Product, straight: Callable[[str], Path], tmp_path: Path) -> None:
+    for suffix in (".bin", ".idx", ".meta.json"):
+        shutil.copy(f"{product.data}{suffix}", tmp_path)
+    shutil.copytree(f"{product.data}-tokenizer", tmp_path / f"{product.data.name}-tokenizer")
+    shutil.copytree(straight("one"), tmp_path / "expected")
+    command = product.command(data_path=product.data.name, save="run", **EVALUATED)
+    ended = shell([sys.executable, "-m", "megatron_llama", *command], tmp_path)
+    assert (ended.returncode, ended.stderr) == (0, "")
+    assert exact_curve(tmp_path / "run") == exact_curve(tmp_path / "expected")
+    assert sorted(path.name for path in (tmp_path / "run" / "tokenizer").iterdir()) == [
+        "tokenizer.json",
+        "tokenizer.model",
+        "tokenizer_config.json",
+    ]
+
+
+def test_srun(product: Product, straight: Callable[[str], Path], tmp_path: Path) -> None:
+    """A WORLD_SIZE that a login script left behind changes nothing."""
+    step = {
+        "SLURM_NTASKS": "2",
+        "SLURM_JOB_ID": "77",
+        "SLURM_STEP_NODELIST": "localhost",
+        "WORLD_SIZE": "1",
+        "MASTER_PORT": str(free_port()),
+    }
+    command = product.command(save=tmp_path, **TP2.options, **EVALUATED)
+    run = product.launcher.start(command, 2, place=lambda rank: {**step, "SLURM_PROCID": str(rank), "SLURM_LOCALID": str(rank)})
+    run.wait().ok()
+    assert exact_curve(tmp_path) == exact_curve(straight("tp2 sp"))
+
+
+def test_a_yaml_file_is_the_command_line(product: Product, straight: Callable[[str], Path], tmp_path: Path) -> None:
+    """Flat keys, sections, Megatron's names; flags win over the file, and folders are those of the caller."""
+    (tmp_path / "run.yaml").write_text(
+        "model:\n  hidden_size: 64\n  intermediate_size: 128\n  num_hidden_layers: 4\nnum_attention_heads: 4\nnum-query-groups: 2\n"
+        "training: {seq_length: 32, micro_batch_size: 2, global_batch_size: 8, train_iters: 6}\n"
+        "optimizer:\n  lr: 1e-5  # a flag says otherwise\n  lr_decay_iters: 6\n"
+        f"data:\n  data_path: {product.data}\n  split: 90,10,0\nlog_interval: 1\neval_interval: 3\neval_iters: 2\n"
+    )
+    ended = product.launcher.run(["pretrain", "--config", "run.yaml", "--lr=3e-3", "--save", "run"], cwd=tmp_path).ok()
+    assert " iteration        6/       6 " in ended.out
+    assert exact_curve(tmp_path / "run") == exact_curve(straight("one"))
+
+
+@pytest.mark.parametrize("world_size", [1, 8, 64])
+def test_dry_run(world_size: int, product: Product, tmp_path: Path) -> None:
+    parallel = {} if world_size == 1 else {**TP2.options, "pipeline_model_parallel_size": 2}
+    command = product.command(save=tmp_path / "run", global_batch_size=128, world_size=world_size, dry_run=True, **parallel)
+    planned = product.run(*command).ok().out
+    tp, pp, dp = (1, 1, 1) if world_size == 1 else (2, 2, world_size // 4)
+    assert f"processes       {world_size} = tp {tp} x pp {pp} x dp {dp}" in planned
+    assert f"batch           128 samples = {64 // dp} microbatches x 2 x dp {dp}; 4,096 tokens a step, 6 steps\n" in planned
+    assert len(re.findall(r"^stage \d ", planned, re.M)) == pp
+    assert planned.endswith(f"valid for {world_size} process{'es' if world_size > 1 else ''}\n")
+    assert ("warning: devices:" in planned) == (world_size > max(2, os.cpu_count() or 1))
+    assert not list(tmp_path.iterdir())
+
+
+def test_dry_run_counts_what_the_launch_block_says(product: Product, tmp_path: Path) -> None:
+    (tmp_path / "run.yaml").write_text("launch:\n  nodes: 8\n  gpus_per_node: 8\nglobal_batch_size: 64\nmicro_batch_size: 1\n")
+    command = product.command(config=tmp_path / "run.yaml", global_batch_size=None, micro_batch_size=None)
+    assert product.run(*command, "--dry-run").ok().out.endswith("valid for 64 processes\n")
+    assert product.run(*command, "--dry-run", "--world-size", 16).ok().out.endswith("valid for 16 processes\n")
+
+
+def test_dry_run_joins_nobody(product: Product) -> None:
+    """It plans for the processes that its environment promises, though there is nobody at that address."""
+    environ = {"RANK": "0", "WORLD_SIZE": "8", "LOCAL_RANK": "0", "MASTER_ADDR": "192.0.2.1", "MASTER_PORT": "9"}
+    ended = product.launcher.run([*product.command(global_batch_size=16), "--dry-run"], environ=environ, timeout=10.0)
+    assert ended.ok().out.endswith("valid for 8 processes\n")
+
+
+def test_dry_run_refuses_what_the_run_refuses(product: Product) -> None:
+    ended = product.run(*product.command(tensor_model_parallel_size=3), "--dry-run", "--world-size", 64)
+    assert ended.codes == (2,) and "processes: got 64, expected a multiple of tp 3 x pp 1 = 3; start 63 or 66 processes" in ended.err
+    assert "valid for" not in ended.out
+
+
+def test_strict_dry_run_wants_this_machine(product: Product, tmp_path: Path) -> None:
+    assert product.run(*product.command(), "--dry-run=strict").ok().out.endswith("valid for 1 process\n")
+    ended = product.run(*product.command(data_path=tmp_path / "none", vocab_size=VOCAB_SIZE), "--dry-run=strict")
+    assert ended.codes == (2,) and "valid for" not in ended.out
+    assert ended.err.startswith("error: --dry-run=strict: this machine cannot run it as it is:\n  - --data-path .bin: ")
+    command = product.command(data_path=tmp_path / "none", vocab_size=VOCAB_SIZE)
+    lenient = product.run(*command, "--dry-run").ok().out
+    assert f"warning: --data-path .idx: {tmp_path}/none.idx is not on this machine\n" in lenient
+
+
+def test_dry_run_plans_with_the_tokenizer_it_finds(product: Product) -> None:
+    assert "vocabulary 512, padded to 512\n" in product.run(*product.command(), "--dry-run").ok().out
+    unknown = product.run(*product.command(data_path="/nowhere"), "--dry-run").ok().out
+    assert "planned with a vocabulary of 32000\n" in unknown and "vocabulary 32,000, padded to 32,000\n" in unknown
+
+
+def test_dry_run_of_the_quickstart(product: Product) -> None:
+    options = ["--data-path", product.data, "--tensor-model-parallel-size", 2, "--dry-run", "--world-size", 2]
+    planned = product.run("pretrain", "--config", ROOT / "examples" / "quickstart.yaml", *options).ok().out
+    assert planned.endswith("valid for 2 processes\n")
+
+
+def test_inspect(product: Product, straight: Callable[[str], Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def rows(*argv: object) -> dict[str, str]:
+        assert main(["inspect", *map(str, argv)]) == 0
+        lines = capsys.readouterr().out.splitlines()
+        return {name: value.strip() for name, value in ((line[:26].strip(), line[26:]) for line in lines)}
+
+    checkpoint = rows("checkpoint", straight("one"))
+    assert checkpoint["checkpoint"] == str(straight("one") / "iter_0000006")
+    assert (checkpoint["iteration"], checkpoint["consumed_samples"], checkpoint["parameters"]) == ("6", "48", "213,568")
+    assert (checkpoint["num_key_value_heads"], checkpoint["lr"], checkpoint["seq_length"]) == ("2", "0.003", "32")
+    assert rows("checkpoint", straight("one") / "iter_0000006") == checkpoint
+
+    dataset = rows("dataset", product.data)
+    assert dataset["documents"] == str(len(product.texts)) and dataset["vocab_size"] == "512"
+    assert int(dataset["tokens"].replace(",", "")) * 2 == Path(f"{product.data}.bin").stat().st_size
+
+    assert main(["export", "--load", str(straight("one")), "--output", str(tmp_path / "hf")]) == 0
+    capsys.readouterr()
+    for path in (tmp_path / "hf", tmp_path / "hf" / "config.json"):
+        config = rows("config", path)
+        assert (config["hidden_size"], config["vocab_size"], config["parameters"]) == ("64", "512", "213,568")
+    assert rows("config", ROOT / "examples" / "quickstart.yaml")["hidden_size"] == "256"

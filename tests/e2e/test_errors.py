@@ -1,0 +1,314 @@
+"""What users get wrong: one message with the remedy, the right exit status on every rank, and nothing touched."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from megatron_llama.data.indexed import IndexedDataset, IndexedDatasetWriter
+from tests.e2e.product import DP2, EVALUATED, ONE, SEQ_LENGTH, TP2, Layout, Product, assert_same_curve, contents, exact_curve, words
+from tests.launch import Finished
+
+TWO = Layout(2, {})
+SECONDS = 20.0
+"""In which every rank of a refused run must be gone; most are within one."""
+
+
+def refuse(product: Product, folder: Path, layout: Layout = ONE, *, code: int, **changes: Any) -> str:
+    """The complaint about a run with these options, which leaves ``folder`` as it was on every path."""
+    before = contents(folder), sorted(folder.rglob("*"))
+    ended = product.launcher.run(
+        product.command(**{**layout.options, "save": folder / "new", **changes}), layout.processes, timeout=SECONDS
+    )
+    assert set(ended.codes) == {code}, ended
+    assert (contents(folder), sorted(folder.rglob("*"))) == before
+    return complaint(ended)
+
+
+def complaint(ended: Finished) -> str:
+    assert "Traceback" not in ended.err and "Warning" not in ended.err, ended.err
+    return ended.err
+
+
+CONFIGURATIONS: Mapping[str, tuple[int, dict[str, object], str]] = {
+    "heads and tp": (
+        4,
+        {"tensor_model_parallel_size": 4},
+        "--tensor-model-parallel-size: got 4, expected a divisor of num_key_value_heads 2; choose 2",
+    ),
+    "width and heads": (
+        1,
+        {"num_attention_heads": 3, "num_query_groups": 3},
+        "--hidden-size: got 64, expected a multiple of num_attention_heads 3;",
+    ),
+    "layers and pp": (
+        3,
+        {"pipeline_model_parallel_size": 3},
+        "--pipeline-model-parallel-size: got 3, expected a divisor of num_hidden_layers 4; choose 2 or 4",
+    ),
+    "processes": (3, {"tensor_model_parallel_size": 2}, "processes: got 3, expected a multiple of tp 2 x pp 1 = 2; start 2 or 4 processes"),
+    "batch": (
+        2,
+        {"global_batch_size": 6},
+        "--global-batch-size: got 6, expected a multiple of micro_batch_size 2 x dp 2 = 4; choose 4 or 8",
+    ),
+    "sequence": (2, {**TP2.options, "seq_length": 33}, "--tensor-model-parallel-size: got 2, expected a divisor of seq_length 33"),
+    "no data": (1, {"data_path": None, "vocab_size": 512}, "--data-path: got nothing, expected PREFIX of PREFIX.bin and PREFIX.idx"),
+    "unknown flag": (
+        1,
+        {"micro_batchsize": 2},
+        "--micro-batchsize: got an unknown flag, expected an option of this command; did you mean --micro-batch-size?",
+    ),
+    "unknown model": (1, {"model": "llama3-8"}, "did you mean llama3-8b?"),
+    "two precisions": (1, {"bf16": True, "fp64": True}, "--bf16 --fp64: got both"),
+    "steps": (1, {"train_iters": 0}, "--train-iters: got 0, expected a positive number"),
+    "vocabulary": (
+        1,
+        {"vocab_size": 300},
+        "--vocab-size: got 300, expected at least the tokenizer's 512; give --vocab-size 512 or leave it out",
+    ),
+    "yaml": (1, {"config": "{folder}/bad.yaml"}, "bad.yaml:3: got expected ',' or ']', but got ':', expected valid YAML; mend that line"),
+    "no yaml": (1, {"config": "{folder}/none.yaml"}, "none.yaml: got [Errno 2] No such file or directory"),
+    "yaml key": (1, {"config": "{folder}/key.yaml"}, "key.yaml:1 learning_rat"),
+}
+
+
+@pytest.mark.parametrize("name", CONFIGURATIONS)
+def test_wrong_configurations_exit_with_2(name: str, product: Product, tmp_path: Path) -> None:
+    processes, changes, says = CONFIGURATIONS[name]
+    (tmp_path / "bad.yaml").write_text("lr: 1e-3\nseq_length: [32\nmicro_batch_size: 2\n")
+    (tmp_path / "key.yaml").write_text("learning_rat: 1e-3\n")
+    changes = {key: value.format(folder=tmp_path) if isinstance(value, str) else value for key, value in changes.items()}
+    text = refuse(product, tmp_path, Layout(processes, {}), code=2, **changes)
+    assert says in text and text.count(says) == 1, "said once, by rank 0"
+
+
+def test_all_problems_are_said_at_once(product: Product, tmp_path: Path) -> None:
+    text = refuse(
+        product, tmp_path, code=2, num_query_groups=3, pipeline_model_parallel_size=3, global_batch_size=0, train_iters=-1, adam_beta1=2
+    )
+    assert [
+        word for word in ("--num-key-value-heads", "--pipeline-model", "processes:", "--train-iters", "--adam-beta1") if word not in text
+    ] == []
+    assert len(re.findall(r"^  - .*: got .*, expected .*; ", text, re.M)) >= 5
+
+
+def copied(product: Product, prefix: Path) -> Path:
+    """The dataset without its tokenizer, to damage."""
+    for suffix in (".bin", ".idx", ".meta.json"):
+        shutil.copy(f"{product.data}{suffix}", f"{prefix}{suffix}")
+    return prefix
+
+
+def cut(path: Path, keep: int) -> None:
+    path.write_bytes(path.read_bytes()[:keep])
+
+
+def without_tokens(prefix: Path) -> None:
+    with IndexedDatasetWriter(prefix, np.uint16):
+        pass
+
+
+DAMAGES: Mapping[str, tuple[Callable[[Path], object], str]] = {
+    "no tokens": (without_tokens, "docs.bin: got no tokens, expected at least one document with text"),
+    "empty bin": (lambda prefix: cut(prefix.with_suffix(".bin"), 0), "docs.bin: got 0 bytes, expected "),
+    "short bin": (lambda prefix: cut(prefix.with_suffix(".bin"), 1000), "docs.bin: got 1000 bytes, expected "),
+    "empty idx": (lambda prefix: cut(prefix.with_suffix(".idx"), 0), "docs.idx: got "),
+    "short idx": (lambda prefix: cut(prefix.with_suffix(".idx"), 1000), "docs.idx: got 1000 bytes, expected "),
+    "strange idx": (lambda prefix: prefix.with_suffix(".idx").write_bytes(b"PK\3\4" * 1000), "docs.idx: got the first bytes "),
+    "no bin": (lambda prefix: prefix.with_suffix(".bin").unlink(), "docs.bin: got no such file"),
+    "strange meta": (lambda prefix: Path(f"{prefix}.meta.json").write_text("[1"), "docs.meta.json"),
+}
+
+
+@pytest.mark.parametrize("name", DAMAGES)
+@pytest.mark.parametrize("layout", [ONE, TWO], ids=["one process", "dp2"])
+def test_damaged_datasets_exit_with_1(name: str, layout: Layout, product: Product, tmp_path: Path) -> None:
+    damage, says = DAMAGES[name]
+    damage(copied(product, tmp_path / "docs"))
+    assert says in refuse(product, tmp_path, layout, code=1, data_path=tmp_path / "docs")
+
+
+def test_no_dataset(product: Product, tmp_path: Path) -> None:
+    text = refuse(product, tmp_path, code=1, data_path=f"{product.data}.bin", vocab_size=512)
+    assert "docs.bin.idx: got no such file, expected PREFIX.bin and PREFIX.idx; give --data-path the common prefix" in text
+
+
+def test_too_little_text_for_validation(product: Product, tmp_path: Path) -> None:
+    text = refuse(product, tmp_path, TWO, code=1, split="9999,1,0", **EVALUATED)
+    assert "tokens in the validation split, expected at least 33 tokens (seq_length + 1)" in text
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_wrong_token_that_one_rank_meets_in_the_middle(rank: int, product: Product, tmp_path: Path) -> None:
+    """Samples in file order: the two of the fourth step's first microbatch on that rank are 24 + 2 * rank and the next."""
+    prefix = copied(product, tmp_path / "docs")
+    at, dataset = (24 + 2 * rank) * SEQ_LENGTH + 7, IndexedDataset(prefix)
+    document = dataset.document_at(at)
+    token = at - dataset.document_start(document)
+    del dataset
+    tokens = np.memmap(f"{prefix}.bin", dtype=np.uint16, mode="r+")
+    tokens[at] = 777
+    tokens.flush()
+    ended = product.launcher.run(
+        product.command(data_path=prefix, data_order="sequential", save=tmp_path / "run", **DP2.options), 2, timeout=SECONDS
+    )
+    assert ended.codes == (1, 1)
+    says = f"rank {rank}: {prefix}.bin: document {document}, token {token}: got id 777, expected 0 to 511; "
+    assert says in complaint(ended) and ended.err.count(says) == 1
+    assert " iteration        3/" in ended.out and " iteration        4/" not in ended.out
+    assert not list((tmp_path / "run").glob("iter_*"))
+
+
+PREPROCESS: Mapping[str, tuple[str, int, list[str], str]] = {
+    "no field": (
+        '{"text": "one"}\n{"body": "two"}\n',
+        1,
+        [],
+        "docs.jsonl:2: field 'text': got no such field (fields: 'body'), expected a string",
+    ),
+    "no json": ('{"text": "one"}\n{"text": \n', 1, [], "docs.jsonl:2: got invalid JSON"),
+    "no text": ("\n\n", 1, [], "no text in the whole input"),
+    "two tokenizers": (
+        '{"text": "one"}\n',
+        2,
+        ["--train-tokenizer"],
+        "tokenizer: got both, expected exactly one of tokenizer_model and train_tokenizer",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", PREPROCESS)
+def test_preprocess_refuses(name: str, product: Product, tmp_path: Path) -> None:
+    content, code, more, says = PREPROCESS[name]
+    (tmp_path / "docs.jsonl").write_text(content)
+    tokenizer = ["--tokenizer-model", f"{product.data}-tokenizer"]
+    ended = product.run("preprocess", "--input", tmp_path / "docs.jsonl", "--output-prefix", tmp_path / "out", *tokenizer, *more)
+    assert ended.codes == (code,) and says in complaint(ended)
+    assert [path.name for path in tmp_path.iterdir()] == ["docs.jsonl"]
+
+
+@pytest.mark.parametrize("layout", [ONE, TP2], ids=["one process", "tp2 sp"])
+def test_the_checkpoint_of_another_model(layout: Layout, product: Product, straight: Callable[[str], Path], tmp_path: Path) -> None:
+    text = refuse(product, tmp_path, layout, code=1, load=straight("one"), num_layers=2, rms_norm_eps=1e-6)
+    assert "is a checkpoint of another model:" in text
+    assert "num_hidden_layers: got 4, expected 2;" in text and "rms_norm_eps: got 1e-05, expected 1e-06;" in text
+
+
+def test_a_damaged_checkpoint(product: Product, straight: Callable[[str], Path], tmp_path: Path) -> None:
+    shutil.copytree(straight("one"), tmp_path / "run")
+    (file,) = (tmp_path / "run" / "iter_0000006").glob("*.distcp")
+    cut(file, file.stat().st_size // 2)
+    text = refuse(product, tmp_path, TWO, code=1, save=tmp_path / "run", load=tmp_path / "run", train_iters=8)
+    assert f"{file}: got {file.stat().st_size} bytes" in text
+
+
+@pytest.mark.parametrize("full", [(0,), (1,), (0, 1)], ids=["on rank 0", "on rank 1", "everywhere"])
+def test_a_full_disk(full: tuple[int, ...], product: Product, straight: Callable[[str], Path], tmp_path: Path) -> None:
+    """The save fails on every rank, the checkpoint before it stays, and the run can go on from it when there is room."""
+    product.train(DP2, save=tmp_path, train_iters=3, **EVALUATED)
+    before = contents(tmp_path / "iter_0000003")
+    command = product.command(save=tmp_path, load=tmp_path, **EVALUATED, **DP2.options)
+    ended = product.launcher.start(command, 2, file_bytes=dict.fromkeys(full, 200_000)).wait(SECONDS)
+    assert ended.codes == (1, 1)
+    assert re.search(rf"{tmp_path}/iter_0000006\.incomplete/\S+: got File too large, expected to write it; free space", complaint(ended))
+    assert contents(tmp_path / "iter_0000003") == before
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        "iter_0000003",
+        "latest_checkpointed_iteration.txt",
+        "log.jsonl",
+        "tokenizer",
+    ]
+    product.train(DP2, save=tmp_path, load=tmp_path, **EVALUATED)
+    assert exact_curve(tmp_path) == exact_curve(straight("dp2 optim_grads"))
+
+
+def test_a_save_folder_that_is_a_file(product: Product, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("mine")
+    assert f"{tmp_path}/file" in refuse(product, tmp_path, TWO, code=1, save=tmp_path / "file")
+
+
+@pytest.mark.parametrize("layout", [ONE, TP2, DP2], ids=["one process", "tp2 sp", "dp2"])
+def test_a_loss_that_is_not_finite(layout: Layout, product: Product, straight: Callable[[str], Path], tmp_path: Path) -> None:
+    """The step is named, the weights of the last save stay, nothing is saved."""
+    shutil.copytree(straight("one"), tmp_path / "run")
+    before = contents(tmp_path / "run" / "iter_0000006")
+    command = product.command(
+        save=tmp_path / "run", load=tmp_path / "run", train_iters=12, lr=1e38, save_interval=3, lr_decay_style="constant", **layout.options
+    )
+    ended = product.launcher.run(command, layout.processes, timeout=SECONDS)
+    assert set(ended.codes) == {1}
+    assert re.fullmatch(
+        r"error: (loss|gradient norm) at iteration 8: got (nan|inf), expected a finite number; lower --lr, .*\n", complaint(ended)
+    )
+    assert contents(tmp_path / "run" / "iter_0000006") == before
+    assert [path.name for path in (tmp_path / "run").glob("iter_*")] == ["iter_0000006"]
+    again = tmp_path / "run" / "log.jsonl"
+    assert max(json.loads(line)["iteration"] for line in again.read_text().splitlines()) == 7
+
+
+@pytest.fixture(scope="module")
+def infinite(product: Product, straight: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A HuggingFace folder with one weight that is not finite."""
+    folder = tmp_path_factory.mktemp("infinite") / "hf"
+    product.run("export", "--load", straight("one"), "--output", folder).ok()
+    weights = load_file(folder / "model.safetensors")
+    weights["model.layers.1.mlp.down_proj.weight"][3, 5] = torch.inf
+    save_file(weights, folder / "model.safetensors", {"format": "pt"})
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("changes", "names"), [({}, "loss at iteration 1"), (EVALUATED, "validation loss at iteration 0")], ids=["step", "evaluation"]
+)
+def test_weights_that_are_not_finite(changes: dict[str, Any], names: str, product: Product, infinite: Path, tmp_path: Path) -> None:
+    shape = dict.fromkeys(("hidden_size", "intermediate_size", "num_layers", "num_attention_heads", "num_query_groups"))
+    ended = product.launcher.run(
+        product.command(init_from_hf=infinite, save=tmp_path, **shape, **changes, **DP2.options), 2, timeout=SECONDS
+    )
+    assert ended.codes == (1, 1) and f"error: {names}: got nan, expected a finite number; " in complaint(ended)
+    assert not list(tmp_path.glob("iter_*"))
+
+
+def test_evaluating_nothing(product: Product, straight: Callable[[str], Path]) -> None:
+    data = ["--data-path", product.data, "--seq-length", SEQ_LENGTH]
+    for code, says, argv in (
+        (2, "--split: got 100,0,0, expected a share of documents for validation", ["--load", straight("one"), "--split", "100,0,0"]),
+        (1, "no such folder, expected iter_* folders", ["--load", "nowhere"]),
+        (
+            2,
+            "--load, --init-from-hf: got neither",
+            words({"hidden_size": 64, "intermediate_size": 128, "num_layers": 4, "num_attention_heads": 4}),
+        ),
+    ):
+        ended = product.run("evaluate", *data, *argv)
+        assert ended.codes == (code,) and says in complaint(ended), argv
+
+
+def test_generating_and_exporting_nothing(product: Product, straight: Callable[[str], Path], tmp_path: Path) -> None:
+    for code, says, argv in (
+        (2, "--load, --init-from-hf: got neither", ["generate"]),
+        (2, "--load, --init-from-hf: got both", ["generate", "--load", "a", "--init-from-hf", "b"]),
+        (1, "nowhere: got no such folder", ["generate", "--load", "nowhere"]),
+        (2, "--output: got nothing", ["export", "--load", straight("one")]),
+        (1, "nowhere: got no such folder", ["export", "--load", "nowhere", "--output", tmp_path / "hf"]),
+    ):
+        ended = product.run(*argv)
+        assert ended.codes == (code,) and says in complaint(ended), argv
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_refused_run_can_be_mended(product: Product, straight: Callable[[str], Path], tmp_path: Path) -> None:
+    """Nothing that a refused run left behind is in the way of the right one."""
+    refuse(product, tmp_path, TWO, code=1, split="9999,1,0", **EVALUATED)
+    product.train(TP2, save=tmp_path / "new", load=tmp_path / "new", **EVALUATED)
+    assert_same_curve(tmp_path / "new", straight("one"))

@@ -1,0 +1,271 @@
+"""Every option does what it says: each is tried here or, where it is the subject of another test, named with that test."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from megatron_llama.cli import main
+from megatron_llama.commands.pretrain import SECTIONS
+from megatron_llama.options import options_of
+from tests.e2e.product import GLOBAL_BATCH_SIZE, SEQ_LENGTH, TINY, VOCAB_SIZE, Product, column, log, state, words
+
+ELSEWHERE: Mapping[str, str] = {
+    "tensor_model_parallel_size": "e2e/test_layouts.py::test_every_layout_trains_the_same_model",
+    "distributed_timeout_minutes": "e2e/test_signals.py::test_a_rank_that_hangs_is_noticed_after_the_timeout",
+    "bf16": "e2e/test_use.py::test_bf16",
+    "fp64": "e2e/test_use.py::test_fp64_is_closer_to_the_truth_than_fp32",
+    "data_order": "e2e/test_layouts.py::test_data_order",
+    "reset_position_ids": "e2e/test_layouts.py::test_each_document_mask_changes_the_loss",
+    "reset_attention_mask": "e2e/test_layouts.py::test_each_document_mask_changes_the_loss",
+    "eod_mask_loss": "e2e/test_layouts.py::test_each_document_mask_changes_the_loss",
+    "save": "e2e/test_resume.py::test_resuming_changes_no_bit",
+    "load": "e2e/test_resume.py::test_resuming_changes_no_bit",
+    "init_from_hf": "e2e/test_use.py::test_training_goes_on_from_a_huggingface_folder",
+    "progress_bar": "metrics/test_metric_log.py::test_no_bar_when_not_asked_or_not_on_a_terminal",
+    "nodes": "e2e/test_commands.py::test_dry_run_counts_what_the_launch_block_says",
+    "gpus_per_node": "e2e/test_commands.py::test_dry_run_counts_what_the_launch_block_says",
+    "world_size": "e2e/test_commands.py::test_dry_run_counts_what_the_launch_block_says",
+    "dry_run": "e2e/test_commands.py::test_strict_dry_run_wants_this_machine",
+}
+
+EIGHT = {"world_size": 8, "pipeline_model_parallel_size": 2, "global_batch_size": 16}
+PLANNED: Mapping[str, tuple[dict[str, object], str]] = {
+    "preset": ({"model": "llama3-8b", **dict.fromkeys(TINY), "train_iters": 1}, "parameters      8,030,261,248 in 291 tensors"),
+    "vocab_size": ({"vocab_size": 600}, "vocabulary 600, padded to 640"),
+    "make_vocab_size_divisible_by": ({"make_vocab_size_divisible_by": 200}, "vocabulary 512, padded to 600"),
+    "hidden_size": ({"hidden_size": 128}, f"parameters      {2 * 512 * 128 + 4 * (3 * 128 * 128 + 3 * 128 * 128 + 256) + 128:,} in 39"),
+    "intermediate_size": ({"intermediate_size": 256}, f"parameters      {213_568 + 4 * 3 * 64 * 128:,} in 39"),
+    "num_hidden_layers": ({"num_layers": 5}, f"parameters      {213_568 + 36_992:,} in 48"),
+    "num_key_value_heads": ({"num_query_groups": 4}, f"parameters      {213_568 + 4 * 2 * 32 * 64:,} in 39"),
+    "head_dim": ({"head_dim": 32}, f"parameters      {213_568 + 4 * 12 * 16 * 64:,} in 39"),
+    "tie_word_embeddings": ({"tie_word_embeddings": True}, f"parameters      {213_568 - 512 * 64:,} in 38"),
+    "pipeline_model_parallel_size": (EIGHT, "processes       8 = tp 1 x pp 2 x dp 4"),
+    "sequence_parallel": (
+        {**EIGHT, "tensor_model_parallel_size": 2, "sequence_parallel": True},
+        "8 = tp 2 x pp 2 x dp 2, sequence parallel",
+    ),
+    "pipeline_schedule": (
+        {**EIGHT, "pipeline_schedule": "gpipe"},
+        "schedule        gpipe, 2 stages, 2 microbatches (validated)\n  stage 0       F0 F1 B0 B1",
+    ),
+    "data_parallel_sharding_strategy": (
+        {**EIGHT, "data_parallel_sharding_strategy": "optim_grads"},
+        "a step makes 4 reduce-scatters, 2 all-gathers",
+    ),
+    "reduce_bucket_size": ({"reduce_bucket_size": 50_000}, "  layout        7 buckets, the largest 40,960 elements"),
+    "seq_length": ({"seq_length": 64}, "; 512 tokens a step, 6 steps"),
+    "micro_batch_size": ({"micro_batch_size": 4}, "batch           8 samples = 2 microbatches x 4 x dp 1"),
+    "global_batch_size": ({"global_batch_size": 24}, "batch           24 samples = 12 microbatches x 2 x dp 1"),
+    "train_iters": ({"train_iters": 1234}, " 1,234 steps"),
+    "data_path": ({"data_path": None, "vocab_size": 512}, "warning: --data-path is not given"),
+}
+
+
+@pytest.mark.parametrize("option", PLANNED)
+def test_options_that_the_plan_shows(option: str, product: Product, capsys: pytest.CaptureFixture[str]) -> None:
+    changes, says = PLANNED[option]
+
+    def planned(**given: object) -> str:
+        command = product.command(dry_run=True, **given)
+        assert main(command) == 0, capsys.readouterr().err
+        return capsys.readouterr().out
+
+    assert says in planned(**changes)
+    assert says not in planned(), "without the option"
+
+
+REFUSED = {"attention_bias": True, "mlp_bias": True, "hidden_act": "gelu"}
+
+
+@pytest.mark.parametrize("option", REFUSED)
+def test_what_no_llama_has_is_refused(option: str, product: Product, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(product.command(dry_run=True, **{option: REFUSED[option]})) == 2
+    assert f"--{option.replace('_', '-')}: got {REFUSED[option]}, expected " in capsys.readouterr().err
+
+
+RATES: Mapping[str, tuple[dict[str, object], list[float]]] = {
+    "lr": ({"lr": 2.0, "lr_decay_style": "constant"}, [2.0, 2.0, 2.0, 2.0]),
+    "min_lr": ({"lr": 1.0, "min_lr": 0.2}, [1.0, 0.8, 0.6, 0.4]),
+    "lr_decay_style": ({"lr": 1.0, "lr_decay_style": "cosine"}, [(1 + math.cos(math.pi * n / 4)) / 2 for n in range(4)]),
+    "lr_decay_iters": ({"lr": 1.0, "lr_decay_iters": 2, "min_lr": 0.1}, [1.0, 0.55, 0.1, 0.1]),
+    "lr_warmup_iters": ({"lr": 1.0, "lr_warmup_iters": 2}, [0.0, 0.5, 1.0, 0.5]),
+}
+
+
+@pytest.mark.parametrize("option", RATES)
+def test_options_that_the_learning_rate_shows(option: str, product: Product, tmp_path: Path) -> None:
+    changes, rates = RATES[option]
+    product.train(
+        **{"save": tmp_path, "train_iters": 4, "lr_decay_iters": 4, "seq_length": 8, "clip_grad": 1e-6, "adam_eps": 1e6, **changes}
+    )
+    assert column(tmp_path, "learning_rate") == pytest.approx(rates, rel=1e-12)
+
+
+FORWARD: Mapping[str, dict[str, object]] = {
+    "rms_norm_eps": {"rms_norm_eps": 1.0},
+    "rope_theta": {"rope_theta": 100.0},
+    "rope_scaling": {"rope_scaling": '{"rope_type": "linear", "factor": 4.0}'},
+    "num_attention_heads": {"num_attention_heads": 8},
+}
+
+
+@pytest.fixture(scope="module")
+def first_loss(product: Product, tmp_path_factory: pytest.TempPathFactory) -> float:
+    folder = tmp_path_factory.mktemp("first")
+    product.train(save=folder, train_iters=1, initializer_range=0.2)
+    return float(column(folder, "lm_loss")[0])
+
+
+@pytest.mark.parametrize("option", FORWARD)
+def test_options_that_the_loss_shows(option: str, product: Product, first_loss: float, tmp_path: Path) -> None:
+    product.train(save=tmp_path, train_iters=1, initializer_range=0.2, **FORWARD[option])
+    assert abs(column(tmp_path, "lm_loss")[0] - first_loss) > 1e-4
+
+
+def test_initializer_range(product: Product, tmp_path: Path) -> None:
+    for size in (0.0, 0.1):
+        product.train(save=tmp_path / str(size), train_iters=1, lr=0.0, initializer_range=size)
+    assert column(tmp_path / "0.0", "lm_loss")[0] == pytest.approx(math.log(VOCAB_SIZE), rel=1e-7)
+    weights = state(tmp_path / "0.1" / "iter_0000001")
+    for name in ("model.embed_tokens.weight", "model.layers.2.self_attn.q_proj.weight", "lm_head.weight"):
+        assert weights[name].std().item() == pytest.approx(0.1, rel=0.03)
+    assert torch.equal(weights["model.norm.weight"], torch.ones(64))
+
+
+def test_seed(product: Product, straight: Callable[[str], Path], tmp_path: Path) -> None:
+    """Of the weights, and of the order of the samples."""
+    for name, seed in (("a", 1), ("b", 2), ("again", 1)):
+        product.train(save=tmp_path / name, train_iters=1, lr=0.0, seed=seed)
+    weights = [state(tmp_path / name / "iter_0000001")["lm_head.weight"] for name in ("a", "b", "again")]
+    assert torch.equal(weights[0], weights[2]) and not torch.isclose(weights[0], weights[1], rtol=0, atol=1e-4).any(dim=1).all()
+    product.run("export", "--load", straight("one"), "--output", tmp_path / "hf").ok()
+    for seed in (1, 2):
+        product.train(init_from_hf=tmp_path / "hf", save=tmp_path / f"order{seed}", train_iters=1, seed=seed)
+    first, second = (column(tmp_path / f"order{seed}", "lm_loss")[0] for seed in (1, 2))
+    assert abs(first - second) > 1e-4
+
+
+@pytest.fixture(scope="module")
+def one_step(product: Product, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., tuple[Path, dict[str, Tensor]]]:
+    """Folder and tensors after one step, by changes of the options."""
+    done: dict[str, Path] = {}
+
+    def take(**changes: object) -> tuple[Path, dict[str, Tensor]]:
+        key = json.dumps(changes)
+        if key not in done:
+            done[key] = tmp_path_factory.mktemp("step")
+            product.train(**{"save": done[key], "train_iters": 1, "weight_decay": 0.0, "clip_grad": 0.0, **changes})
+        return done[key], state(done[key] / "iter_0000001")
+
+    return take
+
+
+OneStep = Callable[..., tuple[Path, dict[str, Tensor]]]
+MATRIX, NORM = "model.layers.1.mlp.up_proj.weight", "model.layers.1.input_layernorm.weight"
+
+
+def test_weight_decay(one_step: OneStep) -> None:
+    """lr 3e-3 x 0.5 of every matrix, of the embedding too; norms are left alone."""
+    (_, before), (_, without), (_, with_) = one_step(lr=0.0), one_step(), one_step(weight_decay=0.5)
+    for name in (MATRIX, "model.embed_tokens.weight"):
+        torch.testing.assert_close(with_[name], without[name] - 3e-3 * 0.5 * before[name], rtol=0, atol=1e-8)
+    assert torch.equal(with_[NORM], without[NORM]) and not torch.equal(before[NORM], without[NORM])
+
+
+def test_adam_betas(one_step: OneStep) -> None:
+    """After one step the moments are (1 - beta) times the gradient and its square."""
+    (_, base), (_, first), (_, second) = one_step(), one_step(adam_beta1=0.5), one_step(adam_beta2=0.9)
+    torch.testing.assert_close(first[f"optimizer.exp_avg.{MATRIX}"], base[f"optimizer.exp_avg.{MATRIX}"] * 5)
+    torch.testing.assert_close(second[f"optimizer.exp_avg_sq.{MATRIX}"], base[f"optimizer.exp_avg_sq.{MATRIX}"] * 100, rtol=1e-4, atol=0)
+    assert torch.equal(second[f"optimizer.exp_avg.{MATRIX}"], base[f"optimizer.exp_avg.{MATRIX}"])
+
+
+def test_adam_eps(one_step: OneStep) -> None:
+    """The first step is lr for every element; with an eps beyond every gradient almost nothing."""
+    (_, before), (_, base), (_, damped) = one_step(lr=0.0), one_step(), one_step(adam_eps=10.0)
+    assert (base[MATRIX] - before[MATRIX]).abs().median().item() == pytest.approx(3e-3, rel=1e-3)
+    assert 0 < (damped[MATRIX] - before[MATRIX]).abs().max().item() < 3e-4
+
+
+def test_clip_grad(one_step: OneStep) -> None:
+    """The logged norm is that before clipping, the moments hold the clipped gradient."""
+
+    def norm(tensors: dict[str, Tensor]) -> float:
+        return math.sqrt(sum(float(t.double().square().sum()) for name, t in tensors.items() if ".exp_avg." in name)) / 0.1
+
+    (folder, base), (clipped_folder, clipped) = one_step(), one_step(clip_grad=0.25)
+    logged = column(folder, "grad_norm")
+    assert logged == column(clipped_folder, "grad_norm") and logged[0] > 1.0
+    assert norm(base) == pytest.approx(logged[0], rel=1e-5) and norm(clipped) == pytest.approx(0.25, rel=1e-4)
+
+
+def test_when_to_log_evaluate_and_save(product: Product, tmp_path: Path) -> None:
+    product.train(save=tmp_path, train_iters=7, log_interval=3, eval_interval=4, eval_iters=3, save_interval=2)
+    assert column(tmp_path, "iteration") == [3, 6, 7]
+    evaluated = [(entry["iteration"], entry["validation_tokens"]) for entry in log(tmp_path) if "validation_loss" in entry]
+    assert evaluated == [(at, 3 * GLOBAL_BATCH_SIZE * SEQ_LENGTH) for at in (0, 4, 7)]
+    assert sorted(path.name for path in tmp_path.glob("iter_*")) == [f"iter_000000{at}" for at in (2, 4, 6, 7)]
+
+
+def test_split(product: Product, tmp_path: Path) -> None:
+    """The whole validation split is evaluated with --eval-iters 0: half of the documents, or a tenth."""
+    tokens = {}
+    for split in ("50,50,0", "90,10,0"):
+        product.train(save=tmp_path / split, train_iters=1, eval_interval=1, eval_iters=0, split=split)
+        tokens[split] = log(tmp_path / split)[0]["validation_tokens"]
+    whole = Path(f"{product.data}.bin").stat().st_size // 2
+    assert tokens["50,50,0"] / whole == pytest.approx(0.5, abs=0.15) and tokens["90,10,0"] / whole == pytest.approx(0.1, abs=0.05)
+    nothing = product.train(train_iters=1, eval_interval=1, split="100,0,0")
+    assert " --eval-interval is ignored: --split 100,0,0 leaves nothing for validation\n" in nothing.out
+
+
+def test_what_the_exported_config_says(product: Product, tmp_path: Path) -> None:
+    changes = {
+        "max_position_embeddings": 77,
+        "bos_token_id": 5,
+        "eos_token_id": 6,
+        "rope_theta": 5e5,
+        "rms_norm_eps": 1e-6,
+        "tie_word_embeddings": True,
+    }
+    product.train(save=tmp_path / "run", train_iters=1, **changes)
+    product.run("export", "--load", tmp_path / "run", "--output", tmp_path / "hf").ok()
+    config = json.loads((tmp_path / "hf" / "config.json").read_text())
+    assert {name: config[name] for name in changes if name != "rope_theta"} == {
+        name: value for name, value in changes.items() if name != "rope_theta"
+    }
+    assert config.get("rope_theta", config.get("rope_parameters", {}).get("rope_theta")) == 5e5
+
+
+def test_tokenizer_model(product: Product, tmp_path: Path) -> None:
+    """Says what the vocabulary is, and is kept beside the checkpoints, where the dataset knows no tokenizer."""
+    for suffix in (".bin", ".idx"):
+        (tmp_path / f"tokens{suffix}").write_bytes(Path(f"{product.data}{suffix}").read_bytes())
+    options = words({**TINY, "train_iters": 1, "data_path": tmp_path / "tokens", "save": tmp_path / "run"})
+    without = product.run("pretrain", *options)
+    assert without.codes == (2,) and "--vocab-size: got nothing" in without.err
+    product.run("pretrain", *options, "--tokenizer-model", f"{product.data}-tokenizer").ok()
+    kept, given = (folder / "tokenizer.model" for folder in (tmp_path / "run" / "tokenizer", Path(f"{product.data}-tokenizer")))
+    assert kept.read_bytes() == given.read_bytes()
+
+
+TRIED = {
+    *PLANNED, *REFUSED, *RATES, *FORWARD, "initializer_range", "seed", "weight_decay", "adam_beta1", "adam_beta2", "adam_eps",
+    "clip_grad", "log_interval", "eval_interval", "eval_iters", "save_interval", "split", "max_position_embeddings", "bos_token_id",
+    "eos_token_id", "tokenizer_model",
+}  # fmt: skip
+
+
+def test_no_option_is_forgotten() -> None:
+    assert not TRIED & ELSEWHERE.keys()
+    assert sorted(TRIED | ELSEWHERE.keys()) == sorted(options_of(SECTIONS))
+    for option, test in ELSEWHERE.items():
+        file, name = test.split("::")
+        assert f"def {name}(" in (Path(__file__).parent.parent / file).read_text(), f"{option} is tried nowhere: {test}"

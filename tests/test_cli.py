@@ -1,0 +1,138 @@
+"""Dispatch, help and exit status, without a run behind them."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from dataclasses import fields
+from pathlib import Path
+
+import pytest
+
+from megatron_llama import __version__
+from megatron_llama.cli import COMMANDS, main
+from megatron_llama.commands.options import ExportConfig, GenerateConfig
+from megatron_llama.data.options import PreprocessConfig
+from megatron_llama.manual import config_sections
+from megatron_llama.options import flag, options_of
+
+ROOT = Path(__file__).parent.parent
+
+
+def said(capsys: pytest.CaptureFixture[str], *argv: str) -> tuple[int, str, str]:
+    """Exit status, output and complaints of a command."""
+    status = main(argv)
+    captured = capsys.readouterr()
+    return status, captured.out, captured.err
+
+
+@pytest.mark.parametrize("argv", [(), ("--help",), ("-h",)])
+def test_the_overview_names_every_command(argv: tuple[str, ...], capsys: pytest.CaptureFixture[str]) -> None:
+    status, out, err = said(capsys, *argv)
+    assert (status, err) == (0, "")
+    for name, command in COMMANDS.items():
+        assert f"  {name:<11}{command.summary}\n" in out
+
+
+def test_version(capsys: pytest.CaptureFixture[str]) -> None:
+    assert said(capsys, "--version") == (0, f"{__version__}\n", "")
+
+
+@pytest.mark.parametrize(
+    ("command", "sections"),
+    [
+        ("pretrain", config_sections()),
+        ("evaluate", config_sections()),
+        ("preprocess", [PreprocessConfig]),
+        ("generate", [GenerateConfig]),
+        ("export", [ExportConfig]),
+    ],
+)
+def test_help_names_every_option(command: str, sections: list[type], capsys: pytest.CaptureFixture[str]) -> None:
+    status, out, err = said(capsys, command, "--help")
+    assert (status, err) == (0, "")
+    assert out.startswith(f"usage: python -m megatron_llama {command} ")
+    for section in sections:
+        for item in fields(section):
+            assert f"\n  {flag(item.name)} " in out
+
+
+def test_help_of_every_command_imports_nothing_heavy() -> None:
+    calls = [[name, "--help"] for name in COMMANDS] + [["--help"], ["--version"], ["pretrain", "-h"], ["pretrian"]]
+    heavy = ("torch", "numpy", "yaml", "tokenizers", "sentencepiece", "safetensors", "tqdm")
+    code = f"import sys\nfrom megatron_llama.cli import main\nfor argv in {calls}: main(argv)\nassert not set({heavy}) & set(sys.modules)"
+    ended = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert ended.returncode == 0, ended.stderr
+
+
+ALL = "expected one of preprocess, pretrain, evaluate, generate, export, inspect, env"
+UNKNOWN = "got an unknown flag, expected an option of this command"
+
+
+@pytest.mark.parametrize(
+    ("argv", "says"),
+    [
+        (["pretrian"], f"error: command: got pretrian, {ALL}; did you mean pretrain?\n"),
+        (["zzz"], f"error: command: got zzz, {ALL}; see --help\n"),
+        (["env", "--all"], f"error: These options cannot be used:\n  - --all: {UNKNOWN}; --help lists the options\n"),
+        (["generate", "--promt", "x"], f"--promt: {UNKNOWN}; did you mean --prompt?\n"),
+        (["inspect"], "error: inspect: got nothing, expected one of config, checkpoint, dataset, presets; write inspect KIND PATH\n"),
+        (["inspect", "dataset"], "error: inspect dataset: got nothing, expected one path; write inspect dataset PATH\n"),
+        (["inspect", "presets", "x"], "error: inspect presets: got x, expected no path; write inspect presets\n"),
+    ],
+)
+def test_wrong_command_lines_exit_with_2(argv: list[str], says: str, capsys: pytest.CaptureFixture[str]) -> None:
+    status, out, err = said(capsys, *argv)
+    assert (status, out) == (2, "") and err.endswith(says)
+
+
+def test_other_errors_exit_with_1(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    status, out, err = said(capsys, "inspect", "dataset", str(tmp_path / "none"))
+    assert (status, out) == (1, "")
+    assert err.startswith(f"error: {tmp_path}/none.idx: got no such file")
+
+
+def test_what_every_rank_sees_is_said_by_rank_0_alone(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RANK", "3")
+    assert said(capsys, "pretrain", "--lr", "fast") == (2, "", "")
+    status, out, err = said(capsys, "inspect", "dataset", "none")
+    assert (status, out) == (1, "") and err.startswith("error on rank 3: none.idx: got no such file")
+
+
+def test_slurm_ranks_keep_quiet_too(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SLURM_PROCID", "3")
+    assert said(capsys, "pretrain", "--lr", "fast") == (2, "", "")
+
+
+def test_a_reader_who_leaves_early_is_no_error() -> None:
+    """``pretrain --help | head -1``, on the reader's side closed before the first line."""
+    reading, writing = os.pipe()
+    os.close(reading)
+    command = [sys.executable, "-u", "-m", "megatron_llama", "pretrain", "--help"]
+    ended = subprocess.run(command, cwd=ROOT, stdout=writing, stderr=subprocess.PIPE, text=True)
+    os.close(writing)
+    assert (ended.returncode, ended.stderr) == (1, "")
+
+
+def test_option_names_are_unique_within_a_command() -> None:
+    from megatron_llama.commands.pretrain import SECTIONS
+
+    assert len(options_of(SECTIONS)) == sum(len(fields(section)) for section in SECTIONS)
+
+
+def test_presets_can_be_inspected(capsys: pytest.CaptureFixture[str]) -> None:
+    from megatron_llama.presets import PRESETS
+
+    status, out, _ = said(capsys, "inspect", "presets")
+    assert status == 0 and [line.split()[0] for line in out.splitlines()] == list(PRESETS)
+    assert "llama3-8b            8,030,261,248  32 layers, hidden 4096, heads 32/8, vocabulary 128256\n" in out
+
+
+def test_env_names_what_a_bug_report_needs(capsys: pytest.CaptureFixture[str]) -> None:
+    import torch
+
+    status, out, _ = said(capsys, "env")
+    rows = dict(line.split(maxsplit=1) for line in out.splitlines())
+    assert status == 0 and rows["torch"] == torch.__version__ and rows["megatron_llama"] == __version__ and "gloo" in rows["backends"]
+    assert {"python", "platform", "device", "memory", "numpy", "safetensors", "transformers", "apex"} <= rows.keys()
