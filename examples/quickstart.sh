@@ -54,9 +54,9 @@ cat <<TXT
 Next:
   source .venv/bin/activate && export OMP_NUM_THREADS=1
   # the same run under pipeline parallelism, without starting it
-  python -m megatron_llama pretrain --config examples/quickstart.yaml --data-path $out/docs --pipeline-model-parallel-size 2 --dry-run --world-size 4
+  python -m megatron_llama pretrain --config examples/quickstart.yaml --data-path $out/docs --pipeline-model-parallel-size 2 --micro-batch-size 4 --dry-run --world-size 4
   # four processes: two pipeline stages of two data-parallel ranks
-  torchrun --nproc-per-node 4 -m megatron_llama pretrain --config examples/quickstart.yaml --data-path $out/docs --pipeline-model-parallel-size 2 --train-iters 20 --log-interval 5
+  torchrun --nproc-per-node 4 -m megatron_llama pretrain --config examples/quickstart.yaml --data-path $out/docs --pipeline-model-parallel-size 2 --micro-batch-size 4 --train-iters 20 --log-interval 5
   # another prompt; all options
   python -m megatron_llama generate --load $out/checkpoints --prompt "If the argument is" --temperature 0.5
   python -m megatron_llama pretrain --help

@@ -7,6 +7,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import import_module
+from itertools import pairwise
 from types import MappingProxyType
 from typing import Any
 
@@ -92,10 +93,14 @@ def run(words: list[str]) -> int:
     from megatron_llama.aliases import MEGATRON
     from megatron_llama.options import parse
 
-    # The only flag with an optional value: plain --dry-run means yes.
-    words = ["--dry-run=yes" if word in ("--dry-run", "--dry_run") else word for word in words]
-    function(parse(words, sections, aliases=MEGATRON))
+    function(parse(_with_dry_run_value(words), sections, aliases=MEGATRON))
     return 0
+
+
+def _with_dry_run_value(words: list[str]) -> list[str]:
+    """--dry-run is the only flag with an optional value: alone it means yes."""
+    bare, values = ("--dry-run", "--dry_run"), ("no", "yes", "strict")
+    return [f"{word}=yes" if word in bare and after not in values else word for word, after in pairwise([*words, ""])]
 
 
 def _sections(command: Command) -> Sequence[type[Any]]:

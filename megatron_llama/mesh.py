@@ -96,6 +96,9 @@ def place_from_environment(environ: Mapping[str, str] | None = None) -> Place:
         names = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
     elif "SLURM_PROCID" in env and "SLURM_NTASKS" in env:
         names = ("SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID")
+    elif "RANK" in env and env.get("WORLD_SIZE", "1") != "1":
+        found = f"RANK={env['RANK']} WORLD_SIZE={env['WORLD_SIZE']} without MASTER_ADDR"
+        raise ClusterError(describe("environment", got=found, expected="all three", do="start with torchrun or srun, or set MASTER_ADDR"))
     else:
         return Place(0, 1, 0)
     rank, world_size = _integer(env, names[0]), _integer(env, names[1])
@@ -114,11 +117,9 @@ def _integer(env: Mapping[str, str], name: str) -> int:
 
 def first_host(nodelist: str) -> str:
     """The first machine of a Slurm node list: ``gpu[03-07,9],login`` gives ``gpu03``."""
-    head, bracket, rest = nodelist.partition("[")
-    if not bracket or "," in head:
-        return nodelist.split(",")[0]
-    first, _, tail = rest.partition("]")
-    return head + re.split(r"[-,]", first)[0] + tail.split(",")[0]
+    first_entry = re.match(r"(?:[^,\[]|\[[^\]]*\])*", nodelist)
+    assert first_entry is not None  # the pattern matches the empty string
+    return re.sub(r"\[([^\],-]*)[^\]]*\]", r"\1", first_entry[0])
 
 
 def init_mesh(config: ParallelConfig, place: Place) -> Mesh:

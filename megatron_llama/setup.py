@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from megatron_llama.checkpoint import native
 from megatron_llama.checkpoint.failures import writing
@@ -59,6 +61,9 @@ def load_or_init(config: Config, optimizer: OverlappedDistributedOptimizer, mesh
     with together(mesh.world):
         start = find_start(config.checkpoint)
     if start is not None:
+        if mesh.rank == 0:
+            for line in data_changes(native.read_meta(start).config, config):
+                print(f" warning: {line}", flush=True)
         return native.load(start, optimizer, mesh, config.model)
     if options.init_from_hf is not None:
         with together(mesh.world):
@@ -67,6 +72,16 @@ def load_or_init(config: Config, optimizer: OverlappedDistributedOptimizer, mesh
     else:
         optimizer.load_weights(InitialWeights(config.training.seed, config.model.initializer_range))
     return TrainState(0, 0)
+
+
+def data_changes(saved: Mapping[str, Any], config: Config) -> Iterator[str]:
+    """What makes a resumed run read other samples than the run that saved the checkpoint would have."""
+    sections = (("training", ("seed", "seq_length")), ("data", ("data_path", "split", "data_order")))
+    for section, names in sections:
+        for name in names:
+            before, now = saved.get(section, {}).get(name), getattr(getattr(config, section), name)
+            if before != now:
+                yield f"--{name.replace('_', '-')} was {before} when the checkpoint was saved and is {now}: the samples are others"
 
 
 def trained_model(load: str | None) -> ModelConfig | None:

@@ -27,8 +27,9 @@ def dry_run(parsed: Parsed) -> None:
     options = parsed.get(DryRunConfig)
     world = options.world_size or _launched(parsed.get(LaunchConfig)) or _environment()
     config = assemble(parsed, trained=trained_model(parsed.get(CheckpointConfig).load))
+    config, warnings = _with_vocabulary(config)
     resolved = check(config, world, needs_data=False)
-    config, warnings = _with_vocabulary(resolved.config)
+    config = resolved.config
     warnings = [*resolved.warnings, *warnings, *_missing_here(config, world)]
     print("\n".join([*resolved.notes, *_report(config, world)]))
     for line in warnings:
@@ -79,7 +80,8 @@ def _missing_here(config: Config, world: int) -> Iterator[str]:
     needed = max(sum(state_bytes(config, layout).values()) for layout in _layouts(config, world))
     here = devices.memory_bytes(device) // (world if devices.is_host(device) else 1)
     if needed > here:
-        yield f"memory: {_gib(needed)} per process for parameters, gradients and optimizer state, this machine has {_gib(here)}"
+        share = f"{_gib(here)} for each of {world}" if devices.is_host(device) and world > 1 else _gib(here)
+        yield f"memory: {_gib(needed)} per process for parameters, gradients and optimizer state, this machine has {share}"
 
 
 def _layouts(config: Config, world: int) -> list[ShardLayout]:

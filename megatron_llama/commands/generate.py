@@ -30,6 +30,10 @@ def generate(parsed: Parsed) -> None:
         if not prompt:
             expected = "some text, since this tokenizer has no begin token"
             raise DataError(describe("--prompt", got="no token", expected=expected, do="give a prompt"))
+        room = stage.config.max_position_embeddings - len(prompt)
+        if room < 1:
+            expected = f"at most {stage.config.max_position_embeddings - 1}, the model's max_position_embeddings less one"
+            raise DataError(describe("--prompt", got=f"{len(prompt)} tokens", expected=expected, do="shorten the prompt"))
         generator = torch.Generator().manual_seed(options.seed)
         new = list(sample(stage, prompt, sampling, eos=eos, generator=generator))
         print(tokenizer.decode([*prompt, *new]), flush=True)

@@ -57,6 +57,7 @@ def _for_evaluation(parsed: Parsed) -> Parsed:
 @contextmanager
 def prepared(parsed: Parsed) -> Iterator[tuple[Config, Mesh, Vocabulary]]:
     """Resolve and check the configuration, join the other processes, and print what was decided on the way."""
+    from megatron_llama.comm.agreement import together
     from megatron_llama.mesh import init_mesh, place_from_environment
     from megatron_llama.setup import find_start, trained_model
     from megatron_llama.validate import assemble, check
@@ -69,9 +70,10 @@ def prepared(parsed: Parsed) -> Iterator[tuple[Config, Mesh, Vocabulary]]:
         find_start(options)  # raises where a checkpoint is missing: better than asking for the model fields that it has
     config = assemble(parsed, trained=trained)
     resolved = check(config, place.world_size, needs_data=True)
-    vocabulary = find_vocabulary(resolved.config)
-    config = with_vocabulary(resolved.config, vocabulary)
-    mesh = init_mesh(config.parallel, place)
+    mesh = init_mesh(resolved.config.parallel, place)
+    with together(mesh.world):
+        vocabulary = find_vocabulary(resolved.config)
+        config = with_vocabulary(resolved.config, vocabulary)
     if mesh.rank == 0:
         for line in (*resolved.notes, *(f"warning: {text}" for text in resolved.warnings)):
             print(f" {line}", flush=True)

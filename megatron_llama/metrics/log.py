@@ -12,7 +12,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, TextIO
 
-from megatron_llama.errors import TrainingError, describe
+from megatron_llama.errors import CheckpointError, TrainingError, describe
 
 FILE_NAME = "log.jsonl"
 
@@ -193,8 +193,12 @@ class MetricLog:
                 where, do = f"{key} at iteration {entry['iteration']}", "lower --lr or look at the data of this step"
                 raise TrainingError(describe(where, got=value, expected="a finite number", do=do))
         if self._file is not None:
-            self._file.write(json.dumps(entry) + "\n")
-            self._file.flush()
+            try:
+                self._file.write(json.dumps(entry) + "\n")
+                self._file.flush()
+            except OSError as error:
+                do = "free space or mend the permissions, and resume with --load"
+                raise CheckpointError(describe(self._file.name, got=error.strerror, expected="to append a line", do=do)) from error
 
 
 def truncate(path: Path, iteration: int) -> list[dict[str, Any]]:
