@@ -1,0 +1,25 @@
+"""Pipeline schedules as data: a list of actions for every rank, their proof, and the time they take.
+
+``actions`` has the words, ``builders`` the schedules of ``--pipeline-schedule``, ``replay`` the clock, ``proof`` the checks.
+"""
+
+from megatron_llama.schedule.actions import Action, Op, Schedule, ScheduleError
+from megatron_llama.schedule.builders import forward_only, placement_of, schedule_named
+from megatron_llama.schedule.proof import Report, validate
+from megatron_llama.schedule.replay import Costs, TimedPass, Timeline, simulate
+
+__all__ = (
+    "Action",
+    "Costs",
+    "Op",
+    "Report",
+    "Schedule",
+    "ScheduleError",
+    "TimedPass",
+    "Timeline",
+    "forward_only",
+    "placement_of",
+    "schedule_named",
+    "simulate",
+    "validate",
+)

@@ -1,0 +1,142 @@
+"""What a pipeline rank can do, and which tensors travel between ranks.
+
+A *stage* is a chunk of the model; ``placement`` says on which pipeline rank each one runs. Tensors between neighbouring
+stages of one rank are handed over without a transfer. A *link* is one direction of the flow from one rank to another: its
+messages, of whichever stages, arrive in the order sent.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from megatron_llama.errors import ConfigError
+
+Placement = tuple[int, ...]
+
+
+class ScheduleError(ConfigError):
+    """A schedule cannot be built from these options, is incomplete, out of order, or would deadlock."""
+
+
+class Op(enum.Enum):
+    """What one action does. FORWARD tensors flow to the next stage, BACKWARD tensors to the previous one."""
+
+    RECV_FORWARD = "recv_forward"
+    FORWARD = "forward"
+    SEND_FORWARD = "send_forward"
+    RECV_BACKWARD = "recv_backward"
+    BACKWARD = "backward"
+    """Input and weight gradients together."""
+    BACKWARD_INPUT = "backward_input"
+    """The gradient that the previous stage waits for."""
+    BACKWARD_WEIGHT = "backward_weight"
+    """The rest, at any time after it: what fills the bubbles of the zero-bubble schedules."""
+    SEND_BACKWARD = "send_backward"
+
+    # Members are singletons; the default hashes the name, in Python, for every lookup of an action.
+    __hash__ = object.__hash__
+
+
+RECEIVES = (Op.RECV_FORWARD, Op.RECV_BACKWARD)
+SENDS = (Op.SEND_FORWARD, Op.SEND_BACKWARD)
+WHOLE = (Op.FORWARD, Op.BACKWARD)
+SPLIT = (Op.FORWARD, Op.BACKWARD_INPUT, Op.BACKWARD_WEIGHT)
+
+
+@dataclass(frozen=True)
+class Action:
+    """One step of a rank: an operation on one microbatch at one stage."""
+
+    op: Op
+    stage: int
+    microbatch: int
+
+    def __str__(self) -> str:
+        return f"{self.op.value}(stage {self.stage}, microbatch {self.microbatch})"
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """The actions of every pipeline rank, in the order in which the rank walks them."""
+
+    name: str
+    microbatches: int
+    placement: Placement
+    """Pipeline rank of each stage."""
+    ranks: tuple[tuple[Action, ...], ...]
+    passes: tuple[Op, ...]
+    """What each microbatch goes through at each stage."""
+
+    @property
+    def stages(self) -> int:
+        """Model chunks of the whole pipeline."""
+        return len(self.placement)
+
+    @property
+    def virtual(self) -> int:
+        """Model chunks of each rank."""
+        return len(self.placement) // len(self.ranks)
+
+
+def receive_of(action: Action, placement: Placement) -> Action | None:
+    """The receive that must come before this pass; None where its input is this rank's own."""
+    if action.op is Op.FORWARD:
+        op, source = Op.RECV_FORWARD, action.stage - 1
+    elif action.op in (Op.BACKWARD, Op.BACKWARD_INPUT):
+        op, source = Op.RECV_BACKWARD, action.stage + 1
+    else:
+        return None
+    return Action(op, action.stage, action.microbatch) if _elsewhere(action.stage, source, placement) else None
+
+
+def send_of(action: Action, placement: Placement) -> Action | None:
+    """The send that must come after this pass; None where its output stays on this rank."""
+    if action.op is Op.FORWARD:
+        op, to = Op.SEND_FORWARD, action.stage + 1
+    elif action.op in (Op.BACKWARD, Op.BACKWARD_INPUT):
+        op, to = Op.SEND_BACKWARD, action.stage - 1
+    else:
+        return None
+    return Action(op, action.stage, action.microbatch) if _elsewhere(action.stage, to, placement) else None
+
+
+def _elsewhere(stage: int, neighbour: int, placement: Placement) -> bool:
+    return 0 <= neighbour < len(placement) and placement[neighbour] != placement[stage]
+
+
+def other_end(action: Action) -> Action:
+    """The receive of a send, the send of a receive."""
+    if action.op is Op.SEND_FORWARD:
+        return Action(Op.RECV_FORWARD, action.stage + 1, action.microbatch)
+    if action.op is Op.RECV_FORWARD:
+        return Action(Op.SEND_FORWARD, action.stage - 1, action.microbatch)
+    if action.op is Op.SEND_BACKWARD:
+        return Action(Op.RECV_BACKWARD, action.stage - 1, action.microbatch)
+    return Action(Op.SEND_BACKWARD, action.stage + 1, action.microbatch)
+
+
+Link = tuple[Op, int, int]
+"""(SEND_FORWARD or SEND_BACKWARD, sending rank, receiving rank)."""
+
+
+def link_of(action: Action, placement: Placement) -> Link:
+    """The link that a send or a receive uses."""
+    send, receive = (action, other_end(action)) if action.op in SENDS else (other_end(action), action)
+    return send.op, placement[send.stage], placement[receive.stage]
+
+
+def with_transfers(passes: list[Action], placement: Placement) -> Iterator[Action]:
+    """Insert sends right after the pass that produces them and receives one pass ahead of their use, so that a
+    transfer has the whole previous pass to hide under."""
+    receives = [receive_of(action, placement) for action in passes]
+    if passes and receives[0] is not None:
+        yield receives[0]
+    for action, following in zip(passes, [*receives[1:], None], strict=True):
+        if following is not None:
+            yield following
+        yield action
+        send = send_of(action, placement)
+        if send is not None:
+            yield send
