@@ -75,6 +75,6 @@ MEGATRON: Mapping[str, Alias] = MappingProxyType(
         "position_embedding_type": Alias(convert=only("rope"), help=_LLAMA),
         "attention_dropout": Alias(convert=zero, help=_NO_DROPOUT),
         "hidden_dropout": Alias(convert=zero, help=_NO_DROPOUT),
-        "fp16": Alias(value="false", help="float16 is not supported, use --bf16"),
+        "num_virtual_stages_per_pipeline_rank": Alias("virtual_pipeline_model_parallel_size"),
     }
 )

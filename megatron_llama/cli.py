@@ -40,6 +40,9 @@ COMMANDS: Mapping[str, Command] = MappingProxyType(
         "inspect": Command(
             "inspect", "inspect", "commands.options:NoOptions", "Look at a file: inspect config|checkpoint|dataset PATH, or presets."
         ),
+        "schedule": Command(
+            "schedule", "schedule", "commands.options:ScheduleConfig", "Show a pipeline schedule: who does what when, bubbles, memory."
+        ),
         "env": Command("env", "env", "commands.options:NoOptions", "Versions and devices, for a bug report."),
     }
 )

@@ -60,21 +60,39 @@ class ModelConfig:
 
 @dataclass(frozen=True)
 class ParallelConfig:
-    """How the model is spread over processes. dp = processes / (tp x pp)."""
+    """How the model is spread over processes. dp = processes / (tp x cp x pp)."""
 
     tensor_model_parallel_size: int = 1
     """Processes that share each layer (tp)."""
     pipeline_model_parallel_size: int = 1
-    """Pipeline stages (pp). num_hidden_layers must be a multiple."""
+    """Processes that each hold a part of the layers (pp)."""
+    virtual_pipeline_model_parallel_size: int = 1
+    """Model chunks per pipeline process, for the interleaved schedule. zb-v always has 2."""
+    pipeline_layer_split: tuple[int, ...] = ()
+    """Transformer blocks of each stage, first to last (with virtual stages: of each chunk). Default: equal shares."""
+    account_for_embedding_in_pipeline_split: bool = False
+    """Count the embedding as one layer of the first stage when sharing out the layers."""
+    account_for_loss_in_pipeline_split: bool = False
+    """Count the head and loss as one layer of the last stage when sharing out the layers."""
+    context_parallel_size: int = 1
+    """Processes that share each sequence (cp)."""
+    cp_comm_type: Literal["all_gather", "ring"] = "all_gather"
+    """How context-parallel ranks see each other's keys and values: all at once, or around a ring in cp - 1 steps."""
     sequence_parallel: bool = False
     """Split norms and residual stream along the sequence over the tp processes. Ignored with tp 1."""
-    pipeline_schedule: Literal["gpipe", "1f1b"] = "1f1b"
-    """Order of forward and backward passes over the pipeline stages."""
+    pipeline_schedule: Literal["gpipe", "1f1b", "interleaved", "zb-h1", "zb-v"] = "1f1b"
+    """Order of forward and backward passes over the pipeline stages. zb-*: weight gradients fill the bubbles."""
     data_parallel_sharding_strategy: Literal["no_shard", "optim", "optim_grads"] = "optim"
     """What each data-parallel rank holds a share of: nothing (plain DDP), the optimizer state (reduce once per step), or state
     and gradients (reduce after every microbatch, two gradient buffers)."""
     reduce_bucket_size: int = 40_000_000
     """Elements in one data-parallel message. Messages hold whole parameters: one exceeds this only when a single parameter does."""
+    recompute_granularity: Literal["none", "selective", "full"] = "none"
+    """Activations to compute again in backward instead of keeping them: norm and SwiGLU outputs (selective), or whole blocks (full)."""
+    recompute_num_layers: str = "all"
+    """Blocks of each stage that recompute: `all`, a number, or `auto` (the fewest with which the run fits into the device's memory)."""
+    grad_reduce_in_bf16: bool = False
+    """Send gradients in bfloat16 between data-parallel ranks. Over microbatches they are still accumulated in fp32."""
     distributed_timeout_minutes: float = 10.0
     """A collective that takes longer fails on every rank."""
 
@@ -95,6 +113,16 @@ class TrainingConfig:
     """Seeds the initial weights and the order of the samples."""
     bf16: bool = False
     """Compute and communicate parameters in bfloat16; master weights, gradients and moments stay fp32. Off: fp32 throughout."""
+    fp16: bool = False
+    """Compute in float16 with a dynamic loss scale; master weights, gradients and moments stay fp32."""
+    initial_loss_scale: float = 65536.0
+    """Loss scale at the start, with --fp16."""
+    min_loss_scale: float = 1.0
+    """The loss scale never falls below this."""
+    loss_scale_window: int = 1000
+    """Steps without overflow after which the loss scale doubles."""
+    hysteresis: int = 2
+    """Overflows in a row before the loss scale halves. Each overflowing step is skipped."""
     fp64: bool = False
     """Compute in double precision: the reference of the parity checks, not for training."""
     eval_interval: int = 0

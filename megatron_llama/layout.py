@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from megatron_llama.config import Config
-from megatron_llama.params import ParamSpec, Rectangle, UnitSpec, rectangles, stage_units
+from megatron_llama.params import ParamSpec, Rectangle, UnitSpec, rank_units, rectangles
 
 ALIGN = 64
 """Elements: parameters and shards start at multiples of this. Keeps 128-byte alignment in bf16, and makes a fused CPU
@@ -21,8 +21,17 @@ class Kind:
     """What all parameters of one bucket have in common, so that one update call and one message serve the bucket."""
 
     decay: bool
-    replicated: bool
+    copies: int
+    partial: bool
     tied: bool
+    stage: int
+    """Stages finish their microbatches at different times; a bucket belongs to one."""
+    contributions: int
+
+    @staticmethod
+    def of(spec: ParamSpec) -> Kind:
+        """The kind of bucket that a parameter belongs to."""
+        return Kind(spec.decay, spec.copies, spec.partial, spec.tied, spec.stage, spec.contributions)
 
 
 @dataclass(frozen=True)
@@ -129,7 +138,7 @@ def _fill(specs: Iterable[ParamSpec], cap: int) -> list[list[ParamSpec]]:
     full: list[list[ParamSpec]] = []
     open_buckets: dict[Kind, list[ParamSpec]] = {}
     for spec in specs:
-        kind = Kind(spec.decay, spec.replicated, spec.tied)
+        kind = Kind.of(spec)
         bucket = open_buckets.get(kind)
         if bucket is None or (spec.decay and sum(other.numel for other in bucket) + spec.numel > cap):
             bucket = open_buckets[kind] = []
@@ -150,8 +159,7 @@ def _bucket(index: int, specs: Sequence[ParamSpec], shards: int) -> Bucket:
     for spec in specs:
         placements.append(Placement(spec, at, at + spec.numel))
         at = align_up(at + spec.numel, ALIGN)
-    kind = Kind(specs[0].decay, specs[0].replicated, specs[0].tied)
-    return Bucket(index, kind, align_up(at, shards * ALIGN), tuple(placements))
+    return Bucket(index, Kind.of(specs[0]), align_up(at, shards * ALIGN), tuple(placements))
 
 
 def _assign_slots(buckets: Sequence[Bucket], count: int | None) -> tuple[tuple[int, int], ...]:
@@ -159,7 +167,7 @@ def _assign_slots(buckets: Sequence[Bucket], count: int | None) -> tuple[tuple[i
     pass (norms of all layers, an embedding that is also the head), so it keeps a slot of its own."""
     slots, turn = [], 0
     for bucket in buckets:
-        lasting = not bucket.kind.decay or any(p.spec.tied or p.spec.contributions > 1 for p in bucket.placements)
+        lasting = not bucket.kind.decay or bucket.kind.tied or bucket.kind.contributions > 1 or bucket.kind.copies > 1
         if count is None or lasting:
             slots.append((1, bucket.index))
         else:
@@ -187,16 +195,11 @@ def strategy_named(name: str) -> Strategy:
     }[name]
 
 
-def stage_layout(config: Config, *, dp: int, tp_rank: int = 0, stage: int = 0) -> ShardLayout:
-    """The layout of one pipeline stage on one tensor-parallel rank of a resolved configuration."""
-    parallel = config.parallel
-    strategy = strategy_named(parallel.data_parallel_sharding_strategy)
-    units = stage_units(
-        config.model,
-        tp=parallel.tensor_model_parallel_size,
-        tp_rank=tp_rank,
-        stages=parallel.pipeline_model_parallel_size,
-        stage=stage,
-    )
+def rank_layout(config: Config, *, dp: int, tp_rank: int = 0, rank: int = 0) -> ShardLayout:
+    """The layout of one pipeline rank (all its stages) on one tensor-parallel rank of a resolved configuration.
+
+    ``dp``: data-parallel ranks, context-parallel ones included."""
+    strategy = strategy_named(config.parallel.data_parallel_sharding_strategy)
+    units = [unit for stage in rank_units(config, rank=rank, tp_rank=tp_rank) for unit in stage]
     shards = dp if strategy.sharded else 1
-    return layout_by_size(units, shards=shards, cap=parallel.reduce_bucket_size, gradient_slots=strategy.gradient_slots)
+    return layout_by_size(units, shards=shards, cap=config.parallel.reduce_bucket_size, gradient_slots=strategy.gradient_slots)

@@ -1,11 +1,12 @@
 """The grid of processes: a pure function of the rank, and the process groups of its axes.
 
-Rank order, outermost to innermost: pp, dp, tp. Tensor-parallel ranks are neighbours, so they share a machine.
+Rank order, outermost to innermost: pp, dp, cp, tp. Tensor-parallel ranks are neighbours, so they share a machine.
 """
 
 from __future__ import annotations
 
 import gc
+import math
 import os
 import re
 from collections.abc import Mapping
@@ -16,8 +17,10 @@ import torch
 import torch.distributed as dist
 
 from megatron_llama import device as devices
-from megatron_llama.config import ParallelConfig
+from megatron_llama.config import Config, ParallelConfig
 from megatron_llama.errors import ClusterError, describe
+from megatron_llama.layout import strategy_named
+from megatron_llama.params import kv_copies, partition_of
 from megatron_llama.recorder import Recorder
 
 
@@ -30,6 +33,10 @@ class Place:
     local_rank: int
     master_addr: str = "localhost"
     master_port: int = 29500
+    local_world_size: int = 0
+    """Processes on this machine; 0: unknown."""
+    attempt: int = 0
+    """How often torchrun has restarted the job."""
 
 
 @dataclass(frozen=True)
@@ -56,14 +63,29 @@ class Mesh:
 
     world: Axis
     tp: Axis
+    kv: Axis
+    """The tensor-parallel ranks that share a key/value head, where those are some of ``tp``; else size 1."""
+    cp: Axis
     dp: Axis
+    """All ranks that hold the same weights, data-parallel and context-parallel ones: shards and reductions span both."""
     dp_gather: Axis
     pp: Axis
     pp_backward: Axis
     embedding: Axis
-    """First and last pipeline stage, for tied embeddings; size 1 on the stages between."""
+    """First and last pipeline rank, for tied embeddings; size 1 on the ranks between."""
     device: torch.device
     recorder: Recorder = field(repr=False)
+    pp_return: Axis | None = None
+    pp_backward_return: Axis | None = None
+    """With virtual stages, also: transfers against the usual direction of ``pp`` and ``pp_backward``."""
+
+    def link(self, sender: int, receiver: int, *, backward: bool) -> Axis:
+        """The communicator for transfers between two pipeline ranks: one for each kind of tensor and direction. On NCCL
+        two ranks that each wait to receive from the other on one communicator would wait for ever."""
+        usual = (sender < receiver) is not backward
+        axis = (self.pp_backward if usual else self.pp_backward_return) if backward else (self.pp if usual else self.pp_return)
+        assert axis is not None, "only virtual stages send against the usual direction"
+        return axis
 
     @property
     def rank(self) -> int:
@@ -71,19 +93,19 @@ class Mesh:
         return self.world.rank
 
     @property
-    def is_first_stage(self) -> bool:
-        """Whether this process holds the embedding."""
-        return self.pp.rank == 0
+    def data_rank(self) -> int:
+        """Which share of a global batch this process reads: context-parallel ranks read the same samples."""
+        return self.dp.rank // self.cp.size
 
     @property
-    def is_last_stage(self) -> bool:
-        """Whether this process holds the head and computes the loss."""
-        return self.pp.rank == self.pp.size - 1
+    def data_size(self) -> int:
+        """Into how many shares a global batch is split."""
+        return self.dp.size // self.cp.size
 
     @staticmethod
     def single(device: torch.device | None = None) -> Mesh:
         """One process, no process groups."""
-        return build_mesh(ParallelConfig(), rank=0, world_size=1, device=device or torch.device("cpu"))
+        return build_mesh(Config(), rank=0, world_size=1, device=device or torch.device("cpu"))
 
 
 def place_from_environment(environ: Mapping[str, str] | None = None) -> Place:
@@ -105,7 +127,9 @@ def place_from_environment(environ: Mapping[str, str] | None = None) -> Place:
     local_rank = _integer(env, names[2]) if names[2] in env else rank
     nodes = env.get("SLURM_STEP_NODELIST", env.get("SLURM_JOB_NODELIST", "localhost"))
     port = _integer(env, "MASTER_PORT") if "MASTER_PORT" in env else 20000 + int(env.get("SLURM_JOB_ID", "9500")) % 20000
-    return Place(rank, world_size, local_rank, env.get("MASTER_ADDR") or first_host(nodes), port)
+    local = next((_integer(env, name) for name in ("LOCAL_WORLD_SIZE", "SLURM_NTASKS_PER_NODE") if name in env), 0)
+    attempt = _integer(env, "TORCHELASTIC_RESTART_COUNT") if "TORCHELASTIC_RESTART_COUNT" in env else 0
+    return Place(rank, world_size, local_rank, env.get("MASTER_ADDR") or first_host(nodes), port, local, attempt)
 
 
 def _integer(env: Mapping[str, str], name: str) -> int:
@@ -122,15 +146,23 @@ def first_host(nodelist: str) -> str:
     return re.sub(r"\[([^\],-]*)[^\]]*\]", r"\1", first_entry[0])
 
 
-def init_mesh(config: ParallelConfig, place: Place) -> Mesh:
+def init_mesh(config: Config, place: Place) -> Mesh:
     """Join the process group (if there is more than one process) and build the mesh. Pair with ``close_mesh``."""
     device = devices.accelerator(place.local_rank)
     if place.world_size > 1 and not dist.is_initialized():
         os.environ.setdefault("MASTER_ADDR", place.master_addr)
         os.environ.setdefault("MASTER_PORT", str(place.master_port))
-        timeout = timedelta(minutes=config.distributed_timeout_minutes)
+        timeout = timedelta(minutes=config.parallel.distributed_timeout_minutes)
         dist.init_process_group(devices.backend(device), rank=place.rank, world_size=place.world_size, timeout=timeout)
     return build_mesh(config, rank=place.rank, world_size=place.world_size, device=device)
+
+
+def placement_warnings(parallel: ParallelConfig, local_world_size: int) -> list[str]:
+    """What is slow about this layout on machines with so many processes each (0: unknown)."""
+    tp = parallel.tensor_model_parallel_size
+    if local_world_size and tp > 1 and local_world_size % tp:
+        return [f"tensor parallel size {tp} does not divide the {local_world_size} processes of a machine: its traffic leaves the machine"]
+    return []
 
 
 def close_mesh() -> None:
@@ -143,43 +175,52 @@ def close_mesh() -> None:
         gc.collect()
 
 
-def build_mesh(config: ParallelConfig, *, rank: int, world_size: int, device: torch.device) -> Mesh:
-    """The mesh of an already joined process group. Collective: every rank calls it."""
-    tp, pp = config.tensor_model_parallel_size, config.pipeline_model_parallel_size
-    if world_size % (tp * pp):
-        want = f"a multiple of tensor x pipeline parallel size ({tp} x {pp})"
-        raise ClusterError(describe("number of processes", got=world_size, expected=want, do="change one of the three"))
-    grid, recorder = _Grid(pp, world_size // (tp * pp), tp), Recorder()
-    builder = _AxisBuilder(rank, recorder, config.distributed_timeout_minutes)
-    everyone = tuple(range(world_size))
-    world = Axis("world", rank, everyone, dist.group.WORLD if world_size > 1 else None, recorder)
+def build_mesh(config: Config, *, rank: int, world_size: int, device: torch.device) -> Mesh:
+    """The mesh of an already joined process group. Collective: every rank calls it.
+
+    Communicators are made only for what the configuration uses."""
+    parallel, model = config.parallel, config.model
+    tp, cp, pp = parallel.tensor_model_parallel_size, parallel.context_parallel_size, parallel.pipeline_model_parallel_size
+    if world_size % (tp * cp * pp):
+        want = f"a multiple of tensor x context x pipeline parallel size ({tp} x {cp} x {pp})"
+        raise ClusterError(describe("number of processes", got=world_size, expected=want, do="change one of the four"))
+    grid, recorder = _Grid(pp, world_size // (tp * cp * pp), cp, tp), Recorder()
+    builder = _AxisBuilder(rank, recorder, parallel.distributed_timeout_minutes)
+    world = Axis("world", rank, tuple(range(world_size)), dist.group.WORLD if world_size > 1 else None, recorder)
+    data, stages = grid.lines(1, 2), grid.lines(0)
+    copies = kv_copies(model, tp) if model.num_key_value_heads else 1
+    sharing = [line[i : i + copies] for line in grid.lines(3) for i in range(0, tp, copies)] if copies < tp else []
+    partition = partition_of(config)
+    tied, virtual = model.tie_word_embeddings and not partition.ends_meet, partition.stages > pp
     return Mesh(
         world=world,
-        tp=builder.build("tp", grid.lines(2)),
-        dp=builder.build("dp", grid.lines(1)),
-        dp_gather=builder.build("dp_gather", grid.lines(1)),
-        pp=builder.build("pp", grid.lines(0)),
-        pp_backward=builder.build("pp_backward", grid.lines(0)),
-        embedding=builder.build("embedding", [_ends(line) for line in grid.lines(0)]),
+        tp=builder.build("tp", grid.lines(3)),
+        kv=builder.build("kv", sharing),
+        cp=builder.build("cp", grid.lines(2)),
+        dp=builder.build("dp", data),
+        dp_gather=builder.build("dp_gather", data if strategy_named(parallel.data_parallel_sharding_strategy).sharded else []),
+        pp=builder.build("pp", stages),
+        pp_backward=builder.build("pp_backward", stages),
+        pp_return=builder.build("pp_return", stages) if virtual else None,
+        pp_backward_return=builder.build("pp_backward_return", stages) if virtual else None,
+        embedding=builder.build("embedding", [(line[0], line[-1]) for line in stages] if tied else []),
         device=device,
         recorder=recorder,
     )
-
-
-def _ends(line: tuple[int, ...]) -> tuple[int, ...]:
-    return tuple(dict.fromkeys((line[0], line[-1])))
 
 
 @dataclass(frozen=True)
 class _Grid:
     pp: int
     dp: int
+    cp: int
     tp: int
 
-    def lines(self, dim: int) -> list[tuple[int, ...]]:
-        """All lines of ranks along one dim (0 pp, 1 dp, 2 tp)."""
-        ranks = torch.arange(self.pp * self.dp * self.tp).view(self.pp, self.dp, self.tp)
-        return [tuple(line) for line in ranks.movedim(dim, -1).reshape(-1, ranks.shape[dim]).tolist()]
+    def lines(self, *dims: int) -> list[tuple[int, ...]]:
+        """All lines of ranks along one or more dims (0 pp, 1 dp, 2 cp, 3 tp), the last of them innermost."""
+        ranks = torch.arange(self.pp * self.dp * self.cp * self.tp).view(self.pp, self.dp, self.cp, self.tp)
+        size = math.prod(ranks.shape[dim] for dim in dims)
+        return [tuple(line) for line in ranks.movedim(dims, tuple(range(-len(dims), 0))).reshape(-1, size).tolist()]
 
 
 @dataclass(frozen=True)

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from megatron_llama.config import ModelConfig
+from megatron_llama.config import Config, ModelConfig
+from megatron_llama.schedule import placement_of
 
 
 @dataclass(frozen=True)
@@ -34,12 +35,16 @@ class ParamSpec:
     slices: tuple[HFSlice, ...]
     decay: bool
     """Weight decay applies: two or more dims."""
-    replicated: bool
-    """Every tensor-parallel rank holds the same values."""
+    copies: int = 1
+    """So many consecutive tensor-parallel ranks hold the same values."""
+    partial: bool = False
+    """Each copy sees a part of the gradient: the copies' gradients have to be summed."""
     tied: bool = False
     """A copy of the same parameter lives on the other end of the pipeline."""
     contributions: int = 1
-    """Gradient contributions in one backward pass: 2 for an embedding that is also the head of the same stage."""
+    """Gradient contributions of one microbatch: 2 for an embedding that is also the head of the same process."""
+    stage: int = 0
+    """The pipeline stage whose backward passes write the gradient."""
 
     @property
     def numel(self) -> int:
@@ -107,12 +112,67 @@ def padded_vocab_size(model: ModelConfig, tp: int) -> int:
 
 
 @dataclass(frozen=True)
+class Partition:
+    """Which blocks each pipeline stage holds, and which pipeline rank runs it."""
+
+    layers: tuple[range, ...]
+    placement: tuple[int, ...]
+
+    @property
+    def stages(self) -> int:
+        """Number of stages, virtual ones counted."""
+        return len(self.layers)
+
+    def stages_of(self, rank: int) -> tuple[int, ...]:
+        """The stages of one pipeline rank, first to last."""
+        return tuple(stage for stage, owner in enumerate(self.placement) if owner == rank)
+
+    @property
+    def ends_meet(self) -> bool:
+        """The first and the last stage run on one rank: a tied head is the embedding itself."""
+        return self.placement[0] == self.placement[-1]
+
+
+def split_layers(layers: int, stages: int, *, explicit: Sequence[int] = (), first: int = 0, last: int = 0) -> tuple[range, ...]:
+    """Ranges of blocks: as listed, or equal shares in which the first and the last stage give up so many layers.
+
+    The caller has checked that the numbers fit (``split_problem``)."""
+    share = (layers + first + last) // stages
+    counts = list(explicit) or [share - (first if s == 0 else 0) - (last if s == stages - 1 else 0) for s in range(stages)]
+    stops = [sum(counts[: index + 1]) for index in range(stages)]
+    return tuple(range(stop - count, stop) for count, stop in zip(counts, stops, strict=True))
+
+
+def partition_of(config: Config) -> Partition:
+    """The partition of a resolved configuration."""
+    parallel = config.parallel
+    placement = placement_of(
+        parallel.pipeline_schedule, parallel.pipeline_model_parallel_size, parallel.virtual_pipeline_model_parallel_size
+    )
+    layers = split_layers(
+        config.model.num_hidden_layers,
+        len(placement),
+        explicit=parallel.pipeline_layer_split,
+        first=int(parallel.account_for_embedding_in_pipeline_split),
+        last=int(parallel.account_for_loss_in_pipeline_split),
+    )
+    return Partition(layers, placement)
+
+
+def kv_copies(model: ModelConfig, tp: int) -> int:
+    """Consecutive tensor-parallel ranks that share one key/value head: more than 1 when tp exceeds their number."""
+    return max(1, tp // model.num_key_value_heads)
+
+
+@dataclass(frozen=True)
 class Shapes:
-    """Builds the specs of one tensor-parallel rank of a model."""
+    """Builds the specs of one tensor-parallel rank of one pipeline stage."""
 
     model: ModelConfig
     tp: int = 1
     tp_rank: int = 0
+    sequence_parallel: bool = False
+    stage: int = 0
 
     def embedding(self, *, tied: bool, contributions: int) -> UnitSpec:
         """The token embedding, rows split over tp."""
@@ -122,14 +182,13 @@ class Shapes:
     def block(self, layer: int) -> UnitSpec:
         """One transformer block, in the order of its forward pass."""
         m, prefix = self.model, f"model.layers.{layer}"
-        query, key_value = m.num_attention_heads * m.head_dim, m.num_key_value_heads * m.head_dim
-        attention = f"{prefix}.self_attn"
+        query = m.num_attention_heads * m.head_dim
         return UnitSpec(
             f"layers.{layer}",
             (
                 self._norm(f"{prefix}.input_layernorm.weight"),
-                self._columns(f"{attention}.qkv_proj.weight", _qkv(attention, query, key_value)),
-                self._rows(f"{attention}.o_proj.weight", query),
+                *self._attention_inputs(f"{prefix}.self_attn"),
+                self._rows(f"{prefix}.self_attn.o_proj.weight", query),
                 self._norm(f"{prefix}.post_attention_layernorm.weight"),
                 self._columns(f"{prefix}.mlp.gate_up_proj.weight", _gate_up(prefix, m.intermediate_size)),
                 self._rows(f"{prefix}.mlp.down_proj.weight", m.intermediate_size),
@@ -137,16 +196,30 @@ class Shapes:
         )
 
     def head(self, *, tied: bool, shared: bool) -> UnitSpec:
-        """Final norm and output head. ``shared``: the head is the embedding of the same stage, and not listed again."""
+        """Final norm and output head. ``shared``: the head is the embedding of the same process, and not listed again."""
         norm = self._norm("model.norm.weight")
         if shared:
             return UnitSpec("head", (norm,))
         source = "model.embed_tokens.weight" if tied else "lm_head.weight"
         return UnitSpec("head", (norm, self._vocab("lm_head.weight", source, tied, 1)))
 
+    def _attention_inputs(self, prefix: str) -> tuple[ParamSpec, ...]:
+        """One fused weight, or, when several ranks share a key/value head, queries apart from keys and values: those are
+        copies, and each rank sees only the gradient through its own queries."""
+        m = self.model
+        query, key_value = m.num_attention_heads * m.head_dim, m.num_key_value_heads * m.head_dim
+        names = [f"{prefix}.{name}_proj.weight" for name in "qkv"]
+        copies = kv_copies(m, self.tp)
+        if copies == 1:
+            return (self._columns(f"{prefix}.qkv_proj.weight", list(zip(names, (query, key_value, key_value), strict=True))),)
+        shared = Shapes(m, m.num_key_value_heads, self.tp_rank // copies, self.sequence_parallel, self.stage)
+        kv = shared._columns(f"{prefix}.kv_proj.weight", [(name, key_value) for name in names[1:]])
+        return self._columns(names[0], [(names[0], query)]), replace(kv, copies=copies, partial=True)
+
     def _norm(self, name: str) -> ParamSpec:
-        size = self.model.hidden_size
-        return ParamSpec(name, (size,), (HFSlice(name, (size,), 0, size),), decay=False, replicated=True)
+        size, partial = self.model.hidden_size, self.sequence_parallel and self.tp > 1
+        part = HFSlice(name, (size,), 0, size)
+        return ParamSpec(name, (size,), (part,), decay=False, copies=self.tp, partial=partial, stage=self.stage)
 
     def _columns(self, name: str, parts: Sequence[tuple[str, int]]) -> ParamSpec:
         """A fused column-parallel weight: each part is split by rows over tp, and the parts are stacked."""
@@ -155,13 +228,13 @@ class Shapes:
             local = rows // self.tp
             slices.append(HFSlice(part, (rows, hidden), row, local, hf_row=self.tp_rank * local))
             row += local
-        return ParamSpec(name, (row, hidden), tuple(slices), decay=True, replicated=False)
+        return ParamSpec(name, (row, hidden), tuple(slices), decay=True, stage=self.stage)
 
     def _rows(self, name: str, inputs: int) -> ParamSpec:
         """A row-parallel weight: its input columns are split over tp."""
         hidden, local = self.model.hidden_size, inputs // self.tp
         part = HFSlice(name, (hidden, inputs), 0, hidden, hf_col=self.tp_rank * local)
-        return ParamSpec(name, (hidden, local), (part,), decay=True, replicated=False)
+        return ParamSpec(name, (hidden, local), (part,), decay=True, stage=self.stage)
 
     def _vocab(self, name: str, source: str, tied: bool, contributions: int) -> ParamSpec:
         m = self.model
@@ -169,39 +242,47 @@ class Shapes:
         first = self.tp_rank * local
         rows = max(0, min(m.vocab_size - first, local))
         part = HFSlice(source, (m.vocab_size, m.hidden_size), 0, rows, hf_row=min(first, m.vocab_size))
-        return ParamSpec(name, (local, m.hidden_size), (part,), True, False, tied, contributions)
-
-
-def _qkv(attention: str, query: int, key_value: int) -> list[tuple[str, int]]:
-    names = (("q_proj", query), ("k_proj", key_value), ("v_proj", key_value))
-    return [(f"{attention}.{name}.weight", rows) for name, rows in names]
+        shape = (local, m.hidden_size)
+        return ParamSpec(name, shape, (part,), decay=True, tied=tied, contributions=contributions, stage=self.stage)
 
 
 def _gate_up(prefix: str, size: int) -> list[tuple[str, int]]:
     return [(f"{prefix}.mlp.{name}.weight", size) for name in ("gate_proj", "up_proj")]
 
 
-def stage_layers(num_hidden_layers: int, stages: int, stage: int) -> range:
-    """The transformer blocks of one pipeline stage."""
-    each = num_hidden_layers // stages
-    return range(stage * each, (stage + 1) * each)
-
-
-def stage_units(model: ModelConfig, *, tp: int = 1, tp_rank: int = 0, stages: int = 1, stage: int = 0) -> tuple[UnitSpec, ...]:
+def stage_units(
+    model: ModelConfig, partition: Partition, stage: int, *, tp: int = 1, tp_rank: int = 0, sequence_parallel: bool = False
+) -> tuple[UnitSpec, ...]:
     """The units of one pipeline stage on one tensor-parallel rank, in forward order."""
-    shapes, tie = Shapes(model, tp, tp_rank), model.tie_word_embeddings
-    shared, apart = tie and stages == 1, tie and stages > 1
-    units = [shapes.block(layer) for layer in stage_layers(model.num_hidden_layers, stages, stage)]
+    shapes, tie = Shapes(model, tp, tp_rank, sequence_parallel, stage), model.tie_word_embeddings
+    shared, apart = tie and partition.ends_meet, tie and not partition.ends_meet
+    units = [shapes.block(layer) for layer in partition.layers[stage]]
     if stage == 0:
         units.insert(0, shapes.embedding(tied=apart, contributions=2 if shared else 1))
-    if stage == stages - 1:
+    if stage == partition.stages - 1:
         units.append(shapes.head(tied=apart, shared=shared))
     return tuple(units)
 
 
+def rank_units(config: Config, *, rank: int = 0, tp_rank: int = 0) -> tuple[tuple[UnitSpec, ...], ...]:
+    """The units of every stage of one pipeline rank of a resolved configuration."""
+    partition, parallel = partition_of(config), config.parallel
+    tp, sequence_parallel = parallel.tensor_model_parallel_size, parallel.sequence_parallel
+    return tuple(
+        stage_units(config.model, partition, stage, tp=tp, tp_rank=tp_rank, sequence_parallel=sequence_parallel)
+        for stage in partition.stages_of(rank)
+    )
+
+
+def whole_model(model: ModelConfig) -> Partition:
+    """One stage with everything."""
+    return Partition((range(model.num_hidden_layers),), (0,))
+
+
 def hf_shapes(model: ModelConfig) -> dict[str, tuple[int, ...]]:
     """Name and shape of every tensor of the HuggingFace model, in forward order."""
-    return {part.name: part.shape for unit in stage_units(model) for spec in unit.params for part in spec.slices}
+    units = stage_units(model, whole_model(model), 0)
+    return {part.name: part.shape for unit in units for spec in unit.params for part in spec.slices}
 
 
 def parameter_count(model: ModelConfig) -> int:

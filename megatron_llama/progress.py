@@ -40,7 +40,7 @@ class Progress:
             peak_flops=peak_flops(devices.name(mesh.device)),
         )
         self._pending: _Step | None = None
-        self._steps, self._since = 0, time.perf_counter()
+        self._steps, self._since, self._skipped = 0, time.perf_counter(), 0
 
     def step(self, state: TrainState, lr: float, loss: Tensor, update: StepResult) -> None:
         """The step that leads to ``state`` was issued. Raises TrainingError if the one before it was not finite."""
@@ -52,9 +52,15 @@ class Progress:
             self._write(self._pending)
 
     def settle(self) -> None:
-        """Look at the last step. Raises TrainingError, the same on every rank, if its loss or gradient was not finite."""
+        """Look at the last step. Raises TrainingError, the same on every rank, if its loss or gradient was not finite.
+
+        With --fp16 an overflowing gradient is part of the method: the step was skipped, and is counted."""
         step, self._pending = self._pending, None
         if step is None:
+            return
+        training = self._config.training
+        if training.fp16 and step.update.skipped and math.isfinite(float(step.loss)) and step.update.loss_scale > training.min_loss_scale:
+            self._skipped += 1
             return
         for name, value in (("loss", float(step.loss)), ("gradient norm", float(step.update.grad_norm))):
             if not math.isfinite(value):
@@ -76,7 +82,9 @@ class Progress:
                 learning_rate=step.lr,
                 global_batch_size=training.global_batch_size,
                 lm_loss=float(step.loss),
-                grad_norm=float(step.update.grad_norm),
+                grad_norm=None if step.update.skipped else float(step.update.grad_norm),
+                loss_scale=float(step.update.loss_scale),
+                skipped_iterations=self._skipped,
                 peak_memory_bytes=devices.peak_memory_bytes(mesh.device),
                 elapsed_ms=mean.elapsed_ms,
                 tokens_per_second=mean.tokens_per_second,
@@ -87,6 +95,7 @@ class Progress:
                 eta_seconds=mean.eta_seconds,
             )
         )
+        self._skipped = 0
         self.restart_clock()
 
     def restart_clock(self) -> None:

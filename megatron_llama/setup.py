@@ -49,8 +49,8 @@ def build_loader(config: Config, mesh: Mesh, eod: int | None) -> BatchLoader:
             micro_batch_size=config.training.micro_batch_size,
             global_batch_size=config.training.global_batch_size,
             seed=config.training.seed,
-            dp_rank=mesh.dp.rank,
-            dp_size=mesh.dp.size,
+            dp_rank=mesh.data_rank,
+            dp_size=mesh.data_size,
             eod=eod,
         )
 
@@ -142,7 +142,7 @@ class Validation:
 
     def __init__(self, config: Config, mesh: Mesh, runtime: PipelineRuntime, eod: int | None) -> None:
         self._training, self._runtime = config.training, runtime
-        self._unit = config.training.micro_batch_size * mesh.dp.size
+        self._unit = config.training.micro_batch_size * mesh.data_size
         if self._training.eval_interval == 0:
             return
         with together(mesh.world):
@@ -154,8 +154,8 @@ class Validation:
                 micro_batch_size=self._training.micro_batch_size,
                 global_batch_size=self._unit,
                 seed=self._training.seed,
-                dp_rank=mesh.dp.rank,
-                dp_size=mesh.dp.size,
+                dp_rank=mesh.data_rank,
+                dp_size=mesh.data_size,
                 eod=eod,
             )
         units = max(1, len(stream) // self._unit)

@@ -7,8 +7,8 @@ from megatron_llama.comm.agreement import together
 from megatron_llama.config import Config
 from megatron_llama.feed import Feed, Interrupts
 from megatron_llama.mesh import Mesh
-from megatron_llama.model.llama import Stage
-from megatron_llama.model.load import load_stage
+from megatron_llama.model.llama import build_stages
+from megatron_llama.model.load import load_stages, rank_specs
 from megatron_llama.optim.build import build_optimizer, compute_dtype
 from megatron_llama.optim.lr import learning_rate
 from megatron_llama.pipeline.runtime import FixedWeights, PipelineRuntime
@@ -20,12 +20,11 @@ from megatron_llama.tokenizer.base import Tokenizer
 def evaluate_only(config: Config, mesh: Mesh, *, eod: int | None = None) -> None:
     """Print the loss of a checkpoint or HuggingFace folder on the validation split. No optimizer is built: a rank holds
     its share of the weights and nothing else."""
-    stage = Stage(config.model, mesh, sequence_parallel=config.parallel.sequence_parallel)
+    stages, dtype = build_stages(config, mesh), compute_dtype(config)
     with together(mesh.world):
         state, weights = trained_weights(config)
-        load_stage(stage, weights, dtype=compute_dtype(config))
-    schedule, dtype = config.parallel.pipeline_schedule, compute_dtype(config)
-    runtime = PipelineRuntime(stage, FixedWeights(), mesh, schedule=schedule, dtype=dtype)
+        load_stages(stages.values(), rank_specs(config, mesh), weights, dtype=dtype, device=mesh.device)
+    runtime = PipelineRuntime(stages, FixedWeights(), mesh, config, dtype=dtype)
     with open_log(config, mesh, state) as log:
         Validation(config, mesh, runtime, eod).run(state, log)
 
@@ -36,10 +35,10 @@ def train(config: Config, mesh: Mesh, *, eod: int | None = None, tokenizer: Toke
     ``config`` is resolved (validate.check); ``eod`` is the end-of-document id where an option needs one; ``tokenizer``
     is kept beside the checkpoints. Raises UserError of some kind, on every rank the same."""
     training, clip = config.training, config.optimizer.clip_grad
-    stage = Stage(config.model, mesh, sequence_parallel=config.parallel.sequence_parallel)
-    optimizer = build_optimizer(config, stage, mesh)
+    stages = build_stages(config, mesh)
+    optimizer = build_optimizer(config, stages.values(), mesh)
     loader = build_loader(config, mesh, eod)
-    runtime = PipelineRuntime(stage, optimizer, mesh, schedule=config.parallel.pipeline_schedule, dtype=compute_dtype(config))
+    runtime = PipelineRuntime(stages, optimizer, mesh, config, dtype=compute_dtype(config))
     validation = Validation(config, mesh, runtime, eod)
     state = load_or_init(config, optimizer, mesh)
     saver = Saver(config, mesh, optimizer, tokenizer)  # writes to --save, as the log does: nothing before this line has

@@ -10,20 +10,31 @@ from collections.abc import Iterator
 from dataclasses import dataclass, fields, replace
 from typing import Any, get_type_hints
 
-from megatron_llama.config import Config, ModelConfig, OptimizerConfig
+from megatron_llama.config import Config, ModelConfig, OptimizerConfig, ParallelConfig
 from megatron_llama.errors import ConfigError, describe, listing
 from megatron_llama.hf_config import normal_rope, read_hf_config, rope_problems
 from megatron_llama.options import Parsed, flag
+from megatron_llama.params import partition_of
 from megatron_llama.presets import PRESETS
+from megatron_llama.schedule import ScheduleError, placement_of, schedule_named
 
 SIZES = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
 """Model fields that nothing derives."""
 SHAPE = ("vocab_size", *SIZES, "num_key_value_heads", "head_dim", "tie_word_embeddings")
 """Model fields that decide the shapes of the weights."""
 
+_PARALLEL_POSITIVE = (
+    "tensor_model_parallel_size",
+    "pipeline_model_parallel_size",
+    "virtual_pipeline_model_parallel_size",
+    "context_parallel_size",
+    "reduce_bucket_size",
+    "distributed_timeout_minutes",
+)
 _POSITIVE = (
-    ("parallel", ("tensor_model_parallel_size", "pipeline_model_parallel_size", "reduce_bucket_size", "distributed_timeout_minutes")),
+    ("parallel", _PARALLEL_POSITIVE),
     ("training", ("seq_length", "micro_batch_size", "train_iters")),
+    ("training", ("initial_loss_scale", "min_loss_scale", "loss_scale_window", "hysteresis")),
     ("model", ("rms_norm_eps", "rope_theta", "make_vocab_size_divisible_by")),
     ("optimizer", ("adam_eps",)),
     ("log", ("log_interval",)),
@@ -106,7 +117,7 @@ def check(config: Config, world_size: int, *, needs_data: bool = False) -> Resol
 
 
 def dp_size(config: Config, world_size: int) -> int:
-    """Data-parallel ranks: processes / (tp x pp). Raises ConfigError when that is no whole number."""
+    """Data-parallel ranks: processes / (tp x cp x pp). Raises ConfigError when that is no whole number."""
     problem = _world_problem(config, world_size)
     if problem is not None:
         raise ConfigError(problem)
@@ -150,6 +161,9 @@ def _warnings(config: Config) -> Iterator[str]:
     length, longest = config.training.seq_length, config.model.max_position_embeddings
     if length > longest:
         yield f"--seq-length {length} is beyond max_position_embeddings {longest}: the exported model will claim the shorter one"
+    if config.parallel.recompute_num_layers != "all" and config.parallel.recompute_granularity == "none":
+        wanted = config.parallel.recompute_num_layers
+        yield f"--recompute-num-layers {wanted} without --recompute-granularity selective or full: nothing is recomputed"
     if config.checkpoint.save_interval > 0 and config.checkpoint.save is None:
         yield f"--save-interval {config.checkpoint.save_interval} without --save: nothing will be saved"
 
@@ -211,19 +225,65 @@ def _model_problems(model: ModelConfig) -> Iterator[str]:
 
 def _parallel_problems(config: Config, world_size: int) -> Iterator[str]:
     model, parallel = config.model, config.parallel
-    tp, pp = parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size
+    tp, pp, cp = parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size, parallel.context_parallel_size
     world = _world_problem(config, world_size)
-    if world is not None and tp > 0 and pp > 0:
+    if world is not None and min(tp, pp, cp) > 0:
         yield world
-    split = {name: getattr(model, name) for name in ("num_attention_heads", "num_key_value_heads", "intermediate_size")}
-    if parallel.sequence_parallel:
-        split["seq_length"] = config.training.seq_length
-    for name, size in split.items():
-        if tp > 0 and size > 0 and size % tp:
+    if min(tp, pp, cp, parallel.virtual_pipeline_model_parallel_size) <= 0:
+        return
+    for name in ("num_attention_heads", "intermediate_size"):
+        size = getattr(model, name)
+        if size > 0 and size % tp:
             yield _not_a_divisor("tensor_model_parallel_size", tp, name, size)
-    layers = model.num_hidden_layers
-    if pp > 0 and layers > 0 and layers % pp:
-        yield _not_a_divisor("pipeline_model_parallel_size", pp, "num_hidden_layers", layers)
+    heads = model.num_key_value_heads
+    if heads > 0 and heads % tp and tp % heads:
+        wanted = f"a divisor or a multiple of num_key_value_heads {heads}"
+        do = f"choose {nearest_divisors(heads, tp) if tp < heads else nearest_multiples(tp, heads)}"
+        yield describe("--tensor-model-parallel-size", got=tp, expected=wanted, do=do)
+    yield from _sequence_problems(config)
+    if model.num_hidden_layers > 0:
+        yield from list(_pipeline_problems(config)) or _recompute_problems(config)
+
+
+def _recompute_problems(config: Config) -> Iterator[str]:
+    wanted, largest = config.parallel.recompute_num_layers, max(map(len, partition_of(config).layers))
+    if wanted not in ("all", "auto") and not (wanted.isascii() and wanted.isdecimal() and int(wanted) <= largest):
+        expected = f"all, auto, or a number from 0 to {largest}, the blocks of the largest stage"
+        yield describe("--recompute-num-layers", got=wanted, expected=expected, do="give one of these or leave it out")
+
+
+def _sequence_problems(config: Config) -> Iterator[str]:
+    parallel, length = config.parallel, config.training.seq_length
+    cp, tp = parallel.context_parallel_size, parallel.tensor_model_parallel_size
+    unit = (2 * cp if cp > 1 else 1) * (tp if parallel.sequence_parallel else 1)
+    if length > 0 and length % unit:
+        parts = [f"2 x cp {cp}"] * (cp > 1) + [f"tp {tp}"] * parallel.sequence_parallel
+        do = f"choose {nearest_multiples(length, unit)}"
+        yield describe("--seq-length", got=length, expected=f"a multiple of {' x '.join(parts)} = {unit}", do=do)
+
+
+def _pipeline_problems(config: Config) -> Iterator[str]:
+    parallel, layers = config.parallel, config.model.num_hidden_layers
+    ranks, virtual = parallel.pipeline_model_parallel_size, parallel.virtual_pipeline_model_parallel_size
+    try:
+        stages = len(placement_of(parallel.pipeline_schedule, ranks, virtual))
+    except ScheduleError as error:
+        yield str(error)
+        return
+    if parallel.pipeline_layer_split:
+        split = parallel.pipeline_layer_split
+        if len(split) != stages or sum(split) != layers or min(split) < 1:
+            wanted = f"{stages} numbers of 1 or more (one per stage) that add up to num_hidden_layers {layers}"
+            got = f"{' '.join(map(str, split))} (sum {sum(split)})"
+            yield describe("--pipeline-layer-split", got=got, expected=wanted, do="change the list")
+        return
+    ends = parallel.account_for_embedding_in_pipeline_split + parallel.account_for_loss_in_pipeline_split
+    if (layers + ends) % stages or layers + ends < 2 * stages * bool(ends) or layers < stages:
+        counted = f" + {ends} for embedding and loss" if ends else ""
+        counted += "" if (layers + ends) % stages else " that leaves every stage a block"
+        name = "virtual_pipeline_model_parallel_size" if virtual > 1 else "pipeline_model_parallel_size"
+        do = f"choose {nearest_divisors(layers + ends, stages)} stages, or give --pipeline-layer-split"
+        yield describe(flag(name), got=f"{stages} stages", expected=f"a divisor of num_hidden_layers {layers}{counted}", do=do)
 
 
 def _not_a_divisor(name: str, value: int, whole: str, size: int) -> str:
@@ -231,18 +291,21 @@ def _not_a_divisor(name: str, value: int, whole: str, size: int) -> str:
 
 
 def _model_parallel(config: Config) -> int:
-    return config.parallel.tensor_model_parallel_size * config.parallel.pipeline_model_parallel_size
+    parallel = config.parallel
+    return parallel.tensor_model_parallel_size * parallel.context_parallel_size * parallel.pipeline_model_parallel_size
 
 
 def _world_problem(config: Config, world_size: int) -> str | None:
-    tp, pp = config.parallel.tensor_model_parallel_size, config.parallel.pipeline_model_parallel_size
-    if tp <= 0 or pp <= 0:
-        return describe("tp x pp", got=f"{tp} x {pp}", expected="positive sizes", do="give positive sizes")
-    if world_size > 0 and world_size % (tp * pp) == 0:
+    tp, pp, cp = (
+        getattr(config.parallel, f"{name}_size") for name in ("tensor_model_parallel", "pipeline_model_parallel", "context_parallel")
+    )
+    if min(tp, pp, cp) <= 0:
+        return describe("tp x cp x pp", got=f"{tp} x {cp} x {pp}", expected="positive sizes", do="give positive sizes")
+    if world_size > 0 and world_size % (tp * cp * pp) == 0:
         return None
-    counts = nearest_multiples(world_size, tp * pp)
-    do = f"start {counts} processes, or change --tensor-model-parallel-size or --pipeline-model-parallel-size"
-    return describe("processes", got=world_size, expected=f"a multiple of tp {tp} x pp {pp} = {tp * pp}", do=do)
+    counts = nearest_multiples(world_size, tp * cp * pp)
+    do = f"start {counts} processes, or change --tensor-model-parallel-size, --context-parallel-size or --pipeline-model-parallel-size"
+    return describe("processes", got=world_size, expected=f"a multiple of tp {tp} x cp {cp} x pp {pp} = {tp * cp * pp}", do=do)
 
 
 def _batch_problems(config: Config, world_size: int) -> Iterator[str]:
@@ -254,8 +317,27 @@ def _batch_problems(config: Config, world_size: int) -> Iterator[str]:
             wanted = f"a multiple of micro_batch_size {training.micro_batch_size} x dp {dp} = {unit}"
             do = f"choose {nearest_multiples(training.global_batch_size, unit)}"
             yield describe("--global-batch-size", got=training.global_batch_size, expected=wanted, do=do)
-    if training.bf16 and training.fp64:
-        yield describe("--bf16 --fp64", got="both", expected="at most one precision", do="leave one of them out")
+        else:
+            yield from _schedule_problems(config.parallel, training.global_batch_size // unit)
+    precisions = [f"--{name}" for name in ("bf16", "fp16", "fp64") if getattr(training, name)]
+    if len(precisions) > 1:
+        yield describe(" ".join(precisions), got=f"{len(precisions)} precisions", expected="at most one", do="leave the others out")
+    lowest, first = training.min_loss_scale, training.initial_loss_scale
+    if lowest > first > 0:
+        yield describe("--min-loss-scale", got=lowest, expected=f"at most initial_loss_scale {first}", do="lower one or raise the other")
+
+
+def _schedule_problems(parallel: ParallelConfig, microbatches: int) -> Iterator[str]:
+    """What the schedule itself has to say about the number of microbatches."""
+    ranks, virtual = parallel.pipeline_model_parallel_size, parallel.virtual_pipeline_model_parallel_size
+    try:
+        placement_of(parallel.pipeline_schedule, ranks, virtual)
+    except ScheduleError:
+        return  # named with the pipeline's own problems
+    try:
+        schedule_named(parallel.pipeline_schedule, ranks=ranks, microbatches=microbatches, virtual=virtual)
+    except ScheduleError as error:
+        yield str(error)
 
 
 def _optimizer_problems(optimizer: OptimizerConfig) -> Iterator[str]:

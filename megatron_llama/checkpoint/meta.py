@@ -41,6 +41,8 @@ class CheckpointMeta:
     state: TrainState
     optimizer_step: int
     """The update rule's counter: iterations that were not skipped."""
+    loss_scale: list[float]
+    """Scale, steps without overflow, overflows in a row; 1, 0, 0 without --fp16."""
     model: ModelConfig
     seed: int
     tokenizer_model: str | None
@@ -49,13 +51,14 @@ class CheckpointMeta:
     """The whole configuration of the run that saved it, section by section."""
 
 
-def meta_json(state: TrainState, optimizer_step: int, config: Config) -> bytes:
+def meta_json(state: TrainState, optimizer_step: int, loss_scale: list[float], config: Config) -> bytes:
     """The file's content. ``config``: derived model fields filled in."""
     content = {
         "format_version": FORMAT_VERSION,
         "iteration": state.iteration,
         "consumed_samples": state.consumed_samples,
         "optimizer_step": optimizer_step,
+        "loss_scale": loss_scale,
         "seed": config.training.seed,
         "tokenizer_model": config.data.tokenizer_model,
         "torch_version": torch.__version__,
@@ -78,6 +81,7 @@ def parse_meta(folder: Path) -> CheckpointMeta:
             folder=folder,
             state=TrainState(int(content["iteration"]), int(content["consumed_samples"])),
             optimizer_step=int(content["optimizer_step"]),
+            loss_scale=[float(number) for number in content["loss_scale"]],
             model=model_config_from_hf(content["model"], where=f"{path} model"),
             seed=int(content["seed"]),
             tokenizer_model=content["tokenizer_model"],

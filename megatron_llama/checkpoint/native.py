@@ -51,7 +51,7 @@ def save(folder: str | Path, engine: OverlappedDistributedOptimizer, mesh: Mesh,
         _run(target, mesh, lambda no_dist: state_dict_saver.save({}, storage_writer=writer, planner=planner, no_dist=no_dist))
         with together(mesh.world), writing(target):
             if mesh.rank == 0:
-                _finish(target, meta_json(state, int(engine.step_counts()[0]), config), state.iteration)
+                _finish(target, meta_json(state, int(engine.step_counts()[0]), engine.loss_scale.state(), config), state.iteration)
     finally:
         if mesh.rank == 0:
             shutil.rmtree(staging(target), ignore_errors=True)
@@ -152,6 +152,7 @@ def load(path: str | Path, engine: OverlappedDistributedOptimizer, mesh: Mesh, m
     _run(folder, mesh, lambda no_dist: state_dict_loader.load({}, storage_reader=reader, planner=planner, no_dist=no_dist))
     for count in engine.step_counts():
         count.fill_(meta.optimizer_step)
+    engine.loss_scale.load(meta.loss_scale)
     engine.publish()
     return meta.state
 

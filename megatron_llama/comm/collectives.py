@@ -24,17 +24,21 @@ _reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.re
 class Pending:
     """A collective in flight. ``wait`` may be called once; on a device it only makes the current stream wait."""
 
-    axis: Axis
+    axis: Axis | None
     work: dist.Work | None
     finish: Callable[[], None] | None = None
 
     def wait(self) -> None:
         """Make the result usable by what is issued next."""
-        if self.work is not None:
+        if self.work is not None and self.axis is not None:
             with self.axis.recorder.exposed():
                 self.work.wait()
         if self.finish is not None:
             self.finish()
+
+
+DONE = Pending(None, None)
+"""Nothing to wait for."""
 
 
 def _issue(axis: Axis, operation: str, tensor: Tensor) -> None:
@@ -59,16 +63,37 @@ def all_gather(full: Tensor, shard: Tensor, axis: Axis) -> Pending:
     return Pending(axis, _all_gather_single(full.data, shard.data, group=axis.group, async_op=True))
 
 
-def reduce_scatter(shard: Tensor, full: Tensor, axis: Axis) -> Pending:
-    """Sum ``full`` over the ranks and keep this rank's part of its first dim. ``shard`` may be its place inside ``full``."""
+def reduce_scatter(shard: Tensor, full: Tensor, axis: Axis, *, wire: torch.dtype | None = None) -> Pending:
+    """Sum ``full`` over the ranks and keep this rank's part of its first dim. ``shard`` may be its place inside ``full``.
+
+    ``wire``: send in this dtype; the sum keeps the dtype of ``shard`` where the backend is ours, else it is the wire's."""
     if axis.size == 1:
         if full.data_ptr() != shard.data_ptr():
             shard.data.copy_(full.data)
         return Pending(axis, None)
-    _issue(axis, "reduce_scatter", full)
+    sent = full.data if wire is None else full.data.to(wire)
+    _issue(axis, "reduce_scatter", sent)
     if full.device.type == "cpu":
-        return _exchange_and_sum(shard.data, full.data, axis)
-    return Pending(axis, _reduce_scatter_single(shard.data, full.data, group=axis.group, async_op=True))
+        return _exchange_and_sum(shard.data, sent, axis)
+    if sent.dtype == shard.dtype:
+        return Pending(axis, _reduce_scatter_single(shard.data, sent, group=axis.group, async_op=True))
+    narrow = torch.empty_like(shard.data, dtype=wire)
+    work = _reduce_scatter_single(narrow, sent, group=axis.group, async_op=True)
+    return Pending(axis, work, lambda: _copy(shard.data, narrow))
+
+
+def all_reduce_through(tensor: Tensor, axis: Axis, wire: torch.dtype | None) -> Pending:
+    """Sum in place over the axis, sent in the dtype ``wire`` (None: its own)."""
+    if wire is None or wire == tensor.dtype or axis.size == 1:
+        return all_reduce(tensor, axis)
+    narrow = tensor.data.to(wire)
+    _issue(axis, "all_reduce", narrow)
+    work = dist.all_reduce(narrow, group=axis.group, async_op=True)
+    return Pending(axis, work, lambda: _copy(tensor.data, narrow))
+
+
+def _copy(target: Tensor, source: Tensor) -> None:
+    target.copy_(source)
 
 
 def _exchange_and_sum(shard: Tensor, full: Tensor, axis: Axis) -> Pending:

@@ -7,13 +7,15 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
+from megatron_llama.activations import GRANULARITIES
 from megatron_llama.commands.options import DryRunConfig
 from megatron_llama.config import CheckpointConfig, Config, LaunchConfig
 from megatron_llama.errors import ConfigError, UserError, listing
-from megatron_llama.layout import ShardLayout, stage_layout, strategy_named
+from megatron_llama.layout import strategy_named
+from megatron_llama.memory import MemoryPlan, decide_recompute, gib, state_bytes
 from megatron_llama.options import Parsed
-from megatron_llama.params import hf_shapes, padded_vocab_size, parameter_count, stage_layers
-from megatron_llama.schedule import Op, schedule_named
+from megatron_llama.params import hf_shapes, padded_vocab_size, parameter_count
+from megatron_llama.schedule import Op, Schedule
 from megatron_llama.validate import assemble, check, dp_size
 
 LLAMA_VOCABULARY = 32000
@@ -29,9 +31,10 @@ def dry_run(parsed: Parsed) -> None:
     config = assemble(parsed, trained=trained_model(parsed.get(CheckpointConfig).load))
     config, warnings = _with_vocabulary(config)
     resolved = check(config, world, needs_data=False)
-    config = resolved.config
-    warnings = [*resolved.warnings, *warnings, *_missing_here(config, world)]
-    print("\n".join([*resolved.notes, *_report(config, world)]))
+    config, decided = decide_recompute(resolved.config, world, _memory_here(world))
+    plan = MemoryPlan(config, world)
+    warnings = [*resolved.warnings, *warnings, *_missing_here(plan, world)]
+    print("\n".join([*resolved.notes, *decided, *_report(plan, world)]))
     for line in warnings:
         print(f"warning: {line}")
     if warnings and options.dry_run == "strict":
@@ -62,9 +65,18 @@ def _with_vocabulary(config: Config) -> tuple[Config, list[str]]:
         return assumed, [f"{error}; planned with a vocabulary of {LLAMA_VOCABULARY}"]
 
 
-def _missing_here(config: Config, world: int) -> Iterator[str]:
+def _memory_here(world: int) -> int:
+    """Bytes for each process on this machine."""
     from megatron_llama import device as devices
 
+    device = devices.accelerator(0)
+    return devices.memory_bytes(device) // (world if devices.is_host(device) else 1)
+
+
+def _missing_here(plan: MemoryPlan, world: int) -> Iterator[str]:
+    from megatron_llama import device as devices
+
+    config = plan.config
     paths = {"--load": config.checkpoint.load}
     if config.data.data_path is None:
         yield "--data-path is not given: the run itself needs one"
@@ -77,81 +89,76 @@ def _missing_here(config: Config, world: int) -> Iterator[str]:
     count = devices.accelerator_count()
     if count < world and not (devices.is_host(device) and world <= (os.cpu_count() or 1)):
         yield f"devices: {world} processes, this machine has {count} GPUs and {os.cpu_count()} cores"
-    needed = max(sum(state_bytes(config, layout).values()) for layout in _layouts(config, world))
-    here = devices.memory_bytes(device) // (world if devices.is_host(device) else 1)
+    needed, here = plan.needed(config.parallel.recompute_granularity, plan.chosen()), _memory_here(world)
     if needed > here:
-        share = f"{_gib(here)} for each of {world}" if devices.is_host(device) and world > 1 else _gib(here)
-        yield f"memory: {_gib(needed)} per process for parameters, gradients and optimizer state, this machine has {share}"
+        share = f"{gib(here)} for each of {world}" if devices.is_host(device) and world > 1 else gib(here)
+        yield f"memory: {gib(needed)} per process for parameters, gradients, optimizer state and activations, this machine has {share}"
 
 
-def _layouts(config: Config, world: int) -> list[ShardLayout]:
-    dp = dp_size(config, world)
-    return [stage_layout(config, dp=dp, stage=stage) for stage in range(config.parallel.pipeline_model_parallel_size)]
-
-
-def state_bytes(config: Config, layout: ShardLayout) -> dict[str, int]:
-    """Persistent bytes of one process, by component, as the engine allocates them."""
-    training = config.training
-    strategy = strategy_named(config.parallel.data_parallel_sharding_strategy)
-    wide = 8 if training.fp64 else 4
-    narrow = 2 if training.bf16 else wide
-    shard = layout.numel // layout.shards
-    slots = sum(layout.slot_numel().values())
-    return {
-        "parameters": layout.numel * narrow,
-        "gradients": slots * wide + (shard * wide if strategy.reduce_every_microbatch else 0),
-        "master weights": shard * wide if narrow != wide else 0,
-        "moments": 2 * shard * wide,
-    }
-
-
-def _report(config: Config, world: int) -> Iterator[str]:
+def _report(plan: MemoryPlan, world: int) -> Iterator[str]:
+    config = plan.config
     model, parallel, training = config.model, config.parallel, config.training
     dp = dp_size(config, world)
     tp, pp = parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size
-    microbatches = training.global_batch_size // (training.micro_batch_size * dp)
+    microbatches = plan.schedule.microbatches
     padded = padded_vocab_size(model, tp)
     tensors = len(hf_shapes(model))
     yield f"parameters      {parameter_count(model):,} in {tensors} tensors; vocabulary {model.vocab_size:,}, padded to {padded:,}"
-    yield f"processes       {world} = tp {tp} x pp {pp} x dp {dp}{', sequence parallel' if parallel.sequence_parallel else ''}"
+    sequence = ", sequence parallel" if parallel.sequence_parallel else ""
+    yield f"processes       {world} = tp {tp} x cp {parallel.context_parallel_size} x pp {pp} x dp {dp}{sequence}"
     yield (
         f"batch           {training.global_batch_size} samples = {microbatches} microbatches x {training.micro_batch_size} x dp {dp}; "
         f"{training.global_batch_size * training.seq_length:,} tokens a step, {training.train_iters:,} steps"
     )
-    for stage, layout in enumerate(_layouts(config, world)):
-        yield from _stage_report(config, stage, layout, microbatches)
-    yield from _schedule_report(parallel.pipeline_schedule, pp, microbatches)
+    for rank in range(pp):
+        yield from _rank_report(plan, rank)
+    yield from _schedule_report(plan.schedule)
 
 
-def _stage_report(config: Config, stage: int, layout: ShardLayout, microbatches: int) -> Iterator[str]:
+def _rank_report(plan: MemoryPlan, rank: int) -> Iterator[str]:
+    config, partition, layout, microbatches = plan.config, plan.partition, plan.layouts[rank], plan.schedule.microbatches
     strategy = strategy_named(config.parallel.data_parallel_sharding_strategy)
-    pp = config.parallel.pipeline_model_parallel_size
-    layers = stage_layers(config.model.num_hidden_layers, pp, stage)
-    ends = [name for name, here in (("embedding", stage == 0), ("head", stage == pp - 1)) if here]
+    stages = partition.stages_of(rank)
+    ends = [name for name, stage in (("embedding", 0), ("head", partition.stages - 1)) if stage in stages]
     sizes = state_bytes(config, layout)
     reductions = len(layout.buckets) * (microbatches if strategy.reduce_every_microbatch else 1)
     verb = "reduce-scatters" if strategy.sharded else "all-reduces"
     gathers = f", {len(layout.buckets)} all-gathers" if strategy.sharded else ""
-    held = ", ".join([f"layers {layers.start}-{layers.stop - 1}", *ends])
-    yield f"stage {stage:<10}{held}: {layout.numel:,} elements per process, padding included"
+    blocks = [partition.layers[stage] for stage in stages]
+    held = ", ".join([*(_layers(layers) for layers in blocks if layers), *ends])
+    yield f"pp rank {rank:<8}{held}: {layout.numel:,} elements per process, padding included"
     count, largest = len(layout.buckets), max(bucket.numel for bucket in layout.buckets)
     yield (
         f"  layout        {count} buckets, the largest {largest:,} elements, each in {layout.shards} shards; "
         f"a step makes {reductions} {verb}{gathers}"
     )
-    parts = ", ".join(f"{name} {_gib(size)}" for name, size in sizes.items() if size)
-    yield f"  state         {_gib(sum(sizes.values()))} per process: {parts}; activations come on top"
+    parts = ", ".join(f"{name} {gib(size)}" for name, size in sizes.items() if size)
+    yield f"  state         {gib(sum(sizes.values()))} per process: {parts}"
+    yield from _activation_report(plan, rank)
 
 
-def _schedule_report(name: str, stages: int, microbatches: int) -> Iterator[str]:
-    schedule = schedule_named(name, stages, microbatches)
-    yield f"schedule        {name}, {stages} stage{'s' if stages > 1 else ''}, {microbatches} microbatches (validated)"
-    letters = {Op.FORWARD: "F", Op.BACKWARD: "B"}
+def _activation_report(plan: MemoryPlan, rank: int) -> Iterator[str]:
+    """What recomputing would save, and what the run keeps."""
+    chosen, layers = plan.config.parallel.recompute_granularity, plan.chosen()
+    each = ", ".join(f"{name} {gib(plan.microbatch(rank, name, plan.largest_stage))}" for name in GRANULARITIES)
+    yield f"  activations   of a microbatch, by --recompute-granularity: {each}"
+    some = "" if chosen == "none" or layers >= plan.largest_stage else f" on {layers} blocks of each stage"
+    peak = plan.activations(rank, chosen, layers)
+    yield (
+        f"  peak          {gib(peak)} of activations with {plan.in_flight(rank):g} microbatches in flight, {chosen}{some}; "
+        f"with the state {gib(plan.state(rank) + peak)}"
+    )
+
+
+def _layers(layers: range) -> str:
+    return f"layer {layers[0]}" if len(layers) == 1 else f"layers {layers[0]}-{layers[-1]}"
+
+
+def _schedule_report(schedule: Schedule) -> Iterator[str]:
+    stages = f"{schedule.stages} stage{'s' if schedule.stages > 1 else ''}"
+    yield f"schedule        {schedule.name}, {stages}, {schedule.microbatches} microbatches (validated)"
+    letters = {Op.FORWARD: "F", Op.BACKWARD: "B", Op.BACKWARD_INPUT: "B", Op.BACKWARD_WEIGHT: "W"}
     for rank, actions in enumerate(schedule.ranks):
         passes = [f"{letters[action.op]}{action.microbatch}" for action in actions if action.op in letters]
         tail = f" ... ({len(passes)} passes)" if len(passes) > SHOWN_ACTIONS else ""
-        yield f"  stage {rank:<8}{' '.join(passes[:SHOWN_ACTIONS])}{tail}"
-
-
-def _gib(size: int) -> str:
-    return f"{size / 2**30:.2f} GiB" if size >= 2**30 else f"{size / 2**20:.1f} MiB"
+        yield f"  pp rank {rank:<6}{' '.join(passes[:SHOWN_ACTIONS])}{tail}"

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megatron_llama.commands.options import GenerateConfig
+from megatron_llama.config import Config
 from megatron_llama.errors import ConfigError, DataError, describe
 from megatron_llama.options import Parsed
 
@@ -47,8 +48,8 @@ def _model(options: GenerateConfig) -> tuple[Stage, Tokenizer]:
     from megatron_llama.checkpoint.hf import HFWeights
     from megatron_llama.hf_config import read_hf_config
     from megatron_llama.mesh import Mesh
-    from megatron_llama.model.llama import Stage
-    from megatron_llama.model.load import load_stage
+    from megatron_llama.model.llama import build_stages
+    from megatron_llama.model.load import load_stages, rank_specs
     from megatron_llama.optim.distributed import WeightSource
     from megatron_llama.tokenizer.load import load_tokenizer
     from megatron_llama.vocabulary import FOLDER
@@ -66,6 +67,8 @@ def _model(options: GenerateConfig) -> tuple[Stage, Tokenizer]:
         model, beside = read_hf_config(options.init_from_hf), Path(options.init_from_hf)
         source = HFWeights(options.init_from_hf)
     tokenizer = load_tokenizer(options.tokenizer_model or beside)
-    stage = Stage(model, Mesh.single(devices.accelerator(0)), sequence_parallel=False)
-    load_stage(stage, source, dtype=torch.bfloat16 if options.bf16 else torch.float32)
+    config, mesh = Config(model=model), Mesh.single(devices.accelerator(0))
+    [stage] = build_stages(config, mesh).values()
+    dtype = torch.bfloat16 if options.bf16 else torch.float32
+    load_stages([stage], rank_specs(config, mesh), source, dtype=dtype, device=mesh.device)
     return stage, tokenizer

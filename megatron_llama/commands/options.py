@@ -58,5 +58,21 @@ class ExportConfig:
 
 
 @dataclass(frozen=True)
+class ScheduleConfig:
+    """Show a pipeline schedule, for passes that all last equally long."""
+
+    pipeline_schedule: Literal["gpipe", "1f1b", "interleaved", "zb-h1", "zb-v"] = "1f1b"
+    """Order of forward and backward passes over the pipeline stages."""
+    pipeline_model_parallel_size: int = 4
+    """Pipeline ranks (pp)."""
+    virtual_pipeline_model_parallel_size: int = 1
+    """Model chunks per rank, for the interleaved schedule. zb-v always has 2."""
+    num_microbatches: int = 8
+    """Microbatches of a step: global_batch_size / (micro_batch_size x dp)."""
+    png: str | None = None
+    """Also draw the schedule into this file."""
+
+
+@dataclass(frozen=True)
 class NoOptions:
     """This command has no options."""

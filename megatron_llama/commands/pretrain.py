@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING
 
 from megatron_llama.commands.options import DryRunConfig
 from megatron_llama.config import CheckpointConfig, Config
-from megatron_llama.errors import ConfigError, describe
+from megatron_llama.errors import ClusterError, ConfigError, describe
 from megatron_llama.manual import config_sections
 from megatron_llama.options import Parsed
 
 if TYPE_CHECKING:
-    from megatron_llama.mesh import Mesh
+    from megatron_llama.mesh import Mesh, Place
     from megatron_llama.vocabulary import Vocabulary
 
 SECTIONS = (*config_sections(), DryRunConfig)
@@ -58,7 +58,8 @@ def _for_evaluation(parsed: Parsed) -> Parsed:
 def prepared(parsed: Parsed) -> Iterator[tuple[Config, Mesh, Vocabulary]]:
     """Resolve and check the configuration, join the other processes, and print what was decided on the way."""
     from megatron_llama.comm.agreement import together
-    from megatron_llama.mesh import init_mesh, place_from_environment
+    from megatron_llama.memory import decide_recompute
+    from megatron_llama.mesh import init_mesh, place_from_environment, placement_warnings
     from megatron_llama.setup import find_start, trained_model
     from megatron_llama.validate import assemble, check
     from megatron_llama.vocabulary import find_vocabulary, with_vocabulary
@@ -70,11 +71,50 @@ def prepared(parsed: Parsed) -> Iterator[tuple[Config, Mesh, Vocabulary]]:
         find_start(options)  # raises where a checkpoint is missing: better than asking for the model fields that it has
     config = assemble(parsed, trained=trained)
     resolved = check(config, place.world_size, needs_data=True)
-    mesh = init_mesh(resolved.config.parallel, place)
+    mesh = init_mesh(resolved.config, place)
     with together(mesh.world):
         vocabulary = find_vocabulary(resolved.config)
         config = with_vocabulary(resolved.config, vocabulary)
+    config, decided = decide_recompute(config, place.world_size, agreed_memory(mesh, place))
     if mesh.rank == 0:
-        for line in (*resolved.notes, *(f"warning: {text}" for text in resolved.warnings)):
+        warnings = (*resolved.warnings, *placement_warnings(config.parallel, place.local_world_size))
+        for line in (*resolved.notes, *decided, *(f"warning: {text}" for text in warnings)):
             print(f" {line}", flush=True)
-    yield config, mesh, vocabulary
+    with watched(place):
+        yield config, mesh, vocabulary
+
+
+def agreed_memory(mesh: Mesh, place: Place) -> int:
+    """Bytes that every process has: the least of all ranks, so that what is decided with it is the same everywhere. Collective."""
+    import torch
+    import torch.distributed as dist
+
+    from megatron_llama import device as devices
+    from megatron_llama.comm.collectives import all_reduce
+
+    sharing = (place.local_world_size or place.world_size) if devices.is_host(mesh.device) else 1
+    memory = torch.tensor(devices.memory_bytes(mesh.device) // sharing, device=mesh.device)
+    all_reduce(memory, mesh.world, dist.ReduceOp.MIN).wait()
+    return int(memory)
+
+
+@contextmanager
+def watched(place: Place) -> Iterator[None]:
+    """A section in which the death of a rank becomes a ClusterError that names it, on every other rank."""
+    from megatron_llama.comm.watch import Watch
+
+    if place.world_size == 1:
+        yield
+        return
+    watch = Watch(place)
+    try:
+        yield
+    except RuntimeError as error:
+        missing = watch.missing()
+        if not missing:
+            raise
+        names = ", ".join(map(str, missing))
+        do = "look at what that rank printed last and at its machine; resume with --load"
+        raise ClusterError(describe(f"rank {names}", got="no answer", expected="all ranks at work", do=do)) from error
+    finally:
+        watch.stop()

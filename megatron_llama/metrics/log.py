@@ -28,7 +28,8 @@ class StepRecord:
     learning_rate: float
     global_batch_size: int
     lm_loss: float
-    grad_norm: float
+    grad_norm: float | None
+    """Before clipping. None: not finite, the step was skipped (--fp16)."""
     elapsed_ms: float
     """Per iteration."""
     tokens_per_second: float
@@ -41,7 +42,9 @@ class StepRecord:
     peak_memory_bytes: int | None
     """None: the device does not count."""
     eta_seconds: float | None
+    loss_scale: float = 1.0
     skipped_iterations: int = 0
+    """Since the last line."""
     nan_iterations: int = 0
 
 
@@ -49,6 +52,8 @@ _JSON_KEYS = (
     "iteration",
     "lm_loss",
     "grad_norm",
+    "loss_scale",
+    "skipped_iterations",
     "learning_rate",
     "consumed_samples",
     "tokens_per_second",
@@ -74,8 +79,8 @@ def format_record(record: StepRecord, now: datetime) -> str:
         f"learning rate: {r.learning_rate:.6E}",
         f"global batch size: {r.global_batch_size:5d}",
         f"lm loss: {r.lm_loss:.6E}",
-        "loss scale: 1.0",
-        f"grad norm: {r.grad_norm:.3f}",
+        f"loss scale: {r.loss_scale:.1f}",
+        "grad norm: " + ("n/a" if r.grad_norm is None else f"{r.grad_norm:.3f}"),
         f"number of skipped iterations: {r.skipped_iterations:3d}",
         f"number of nan iterations: {r.nan_iterations:3d}",
     ]

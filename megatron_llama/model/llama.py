@@ -8,87 +8,147 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import cast
 
 import torch
 from torch import Tensor, nn
 
-from megatron_llama.config import ModelConfig
+from megatron_llama.activations import Granularity
+from megatron_llama.config import Config, ModelConfig, ParallelConfig
 from megatron_llama.mesh import Mesh
+from megatron_llama.nn.attention import causal_attention
+from megatron_llama.nn.context import Comm, causal_document_mask, context_attention, local_sequence
 from megatron_llama.nn.embedding import VocabParallelEmbedding
-from megatron_llama.nn.functional import apply_rope, attend, rms_norm, rope_frequencies, rope_table, swiglu
+from megatron_llama.nn.functional import (
+    recomputable_rms_norm,
+    recomputable_swiglu,
+    rms_norm,
+    rope_frequencies,
+    rope_table,
+    split_heads,
+    swiglu,
+)
 from megatron_llama.nn.linear import ColumnLinear, RowLinear, column_linear, empty_weight
-from megatron_llama.params import padded_vocab_size, stage_layers
+from megatron_llama.nn.recompute import Recomputable, recomputed
+from megatron_llama.params import Partition, kv_copies, padded_vocab_size, partition_of
+
+
+@dataclass(frozen=True)
+class StageOptions:
+    """How a stage computes, beside the shape of the model."""
+
+    sequence_parallel: bool = False
+    cp_comm_type: Comm = "all_gather"
+    recompute: Granularity = "none"
+    recompute_layers: int | None = None
+    """So many blocks recompute, from the first of the stage; None: all."""
+
+    @staticmethod
+    def of(parallel: ParallelConfig) -> StageOptions:
+        """From a resolved configuration, in which ``auto`` has been decided (memory.py)."""
+        layers = None if parallel.recompute_num_layers == "all" else int(parallel.recompute_num_layers)
+        return StageOptions(parallel.sequence_parallel, parallel.cp_comm_type, parallel.recompute_granularity, layers)
+
+    def recompute_of(self, position: int) -> Granularity:
+        """What the block at this position of the stage recomputes."""
+        return self.recompute if self.recompute_layers is None or position < self.recompute_layers else "none"
 
 
 @dataclass(frozen=True)
 class Positions:
-    """What attention needs to know of a microbatch: cos and sin [s, 1 or b, 1, head_dim / 2], mask bool [b, 1, s, s]."""
+    """What attention needs to know of a microbatch: cos and sin [s/cp, 1 or b, 1, head_dim / 2] of this rank's positions;
+    with documents, mask bool [b, 1, s, s] (without context parallelism) or document_ids int [s, b] of the whole sequence."""
 
     cos: Tensor
     sin: Tensor
-    mask: Tensor | None
+    mask: Tensor | None = None
+    document_ids: Tensor | None = None
 
 
 class RMSNorm(nn.Module):
-    """[..., h] -> [..., h]."""
+    """[..., h] -> [..., h]; ``recompute``: for a linear layer that makes it again in backward."""
 
-    def __init__(self, config: ModelConfig) -> None:
+    def __init__(self, config: ModelConfig, *, recompute: bool = False) -> None:
         super().__init__()
-        self.eps = config.rms_norm_eps
+        self.eps, self.recompute = config.rms_norm_eps, recompute
         self.weight = empty_weight(config.hidden_size)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor) -> Tensor | Recomputable:
         """See ``rms_norm``."""
-        return rms_norm(x, self.weight, self.eps)
+        return recomputable_rms_norm(x, self.weight, self.eps) if self.recompute else rms_norm(x, self.weight, self.eps)
 
 
 class Attention(nn.Module):
-    """Grouped-query attention with rotary positions; heads are split over tp."""
+    """Grouped-query attention with rotary positions; heads are split over tp, the sequence over cp.
 
-    def __init__(self, config: ModelConfig, mesh: Mesh, sequence_parallel: bool) -> None:
+    With more tp ranks than key/value heads several ranks hold one such head, in a weight of its own (``kv_proj``)."""
+
+    def __init__(self, config: ModelConfig, mesh: Mesh, options: StageOptions) -> None:
         super().__init__()
-        self.head_dim = config.head_dim
+        self.cp, self.comm = mesh.cp, options.cp_comm_type
+        copies, parallel = kv_copies(config, mesh.tp.size), options.sequence_parallel
         self.heads = config.num_attention_heads // mesh.tp.size
-        self.kv_heads = config.num_key_value_heads // mesh.tp.size
-        query, key_value = (n * config.head_dim for n in (config.num_attention_heads, config.num_key_value_heads))
-        self.qkv_proj = ColumnLinear(config.hidden_size, query + 2 * key_value, tp=mesh.tp, sequence_parallel=sequence_parallel)
-        self.o_proj = RowLinear(query, config.hidden_size, tp=mesh.tp, sequence_parallel=sequence_parallel)
+        self.kv_heads = config.num_key_value_heads * copies // mesh.tp.size
+        hidden, query = config.hidden_size, config.num_attention_heads * config.head_dim
+        key_value = 2 * config.num_key_value_heads * copies * config.head_dim
+        if copies == 1:
+            self.qkv_proj = ColumnLinear(hidden, query + key_value, tp=mesh.tp, sequence_parallel=parallel)
+        else:
+            self.q_proj = ColumnLinear(hidden, query, tp=mesh.tp, sequence_parallel=parallel)
+            self.kv_proj = ColumnLinear(hidden, key_value, tp=mesh.tp, sequence_parallel=parallel)
+        self.o_proj = RowLinear(query, hidden, tp=mesh.tp, sequence_parallel=parallel)
 
-    def forward(self, x: Tensor, positions: Positions) -> Tensor:
-        """[s or s/tp, b, h] -> [s or s/tp, b, h]."""
-        heads = self.qkv_proj(x).unflatten(-1, (-1, self.head_dim))
-        rotated, value = torch.split(heads, [self.heads + self.kv_heads, self.kv_heads], dim=2)
-        query, key = torch.split(apply_rope(rotated, positions.cos, positions.sin), [self.heads, self.kv_heads], dim=2)
-        return cast(Tensor, self.o_proj(attend(query, key, value, positions.mask)))
+    def _project(self, x: Tensor | Recomputable) -> Tensor:
+        if hasattr(self, "qkv_proj"):
+            return cast(Tensor, self.qkv_proj(x))
+        return torch.cat((self.q_proj(x), self.kv_proj(x)), dim=-1)
+
+    def forward(self, x: Tensor | Recomputable, positions: Positions) -> Tensor:
+        """[s or s/tp, b, h] -> [s or s/tp, b, h]; s is this rank's part of the sequence under context parallelism."""
+        query, key, value = split_heads(self._project(x), positions.cos, positions.sin, query=self.heads, key=self.kv_heads)
+        if self.cp.size == 1:
+            return cast(Tensor, self.o_proj(causal_attention(query, key, value, positions.mask)))
+        context = context_attention(query, key, value, cp=self.cp, comm=self.comm, document_ids=positions.document_ids)
+        return cast(Tensor, self.o_proj(context))
 
 
 class MLP(nn.Module):
-    """down(silu(gate(x)) * up(x)); the inner width is split over tp."""
+    """down(silu(gate(x)) * up(x)); the inner width is split over tp. ``recompute``: the product is made again in backward."""
 
-    def __init__(self, config: ModelConfig, mesh: Mesh, sequence_parallel: bool) -> None:
+    def __init__(self, config: ModelConfig, mesh: Mesh, options: StageOptions, *, recompute: bool = False) -> None:
         super().__init__()
-        hidden, inner = config.hidden_size, config.intermediate_size
-        self.gate_up_proj = ColumnLinear(hidden, 2 * inner, tp=mesh.tp, sequence_parallel=sequence_parallel)
-        self.down_proj = RowLinear(inner, hidden, tp=mesh.tp, sequence_parallel=sequence_parallel)
+        self.recompute = recompute
+        hidden, inner, parallel = config.hidden_size, config.intermediate_size, options.sequence_parallel
+        self.gate_up_proj = ColumnLinear(hidden, 2 * inner, tp=mesh.tp, sequence_parallel=parallel)
+        self.down_proj = RowLinear(inner, hidden, tp=mesh.tp, sequence_parallel=parallel)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor | Recomputable) -> Tensor:
         """[s or s/tp, b, h] -> [s or s/tp, b, h]."""
-        return cast(Tensor, self.down_proj(swiglu(self.gate_up_proj(x))))
+        gate_up = self.gate_up_proj(x)
+        return cast(Tensor, self.down_proj(recomputable_swiglu(gate_up) if self.recompute else swiglu(gate_up)))
 
 
 class Block(nn.Module):
-    """One pre-norm transformer block."""
+    """One pre-norm transformer block. What it keeps for backward, to the byte: ``activations.py``."""
 
-    def __init__(self, config: ModelConfig, mesh: Mesh, sequence_parallel: bool) -> None:
+    def __init__(self, config: ModelConfig, mesh: Mesh, options: StageOptions, *, recompute: Granularity = "none") -> None:
         super().__init__()
-        self.input_layernorm = RMSNorm(config)
-        self.self_attn = Attention(config, mesh, sequence_parallel)
-        self.post_attention_layernorm = RMSNorm(config)
-        self.mlp = MLP(config, mesh, sequence_parallel)
+        selective = recompute == "selective"
+        self.recompute_all = recompute == "full"
+        # With sequence parallelism ranks hold different parts of the input; without it, all hold all of it.
+        self.shared_input = None if options.sequence_parallel else mesh.tp
+        self.input_layernorm = RMSNorm(config, recompute=selective)
+        self.self_attn = Attention(config, mesh, options)
+        self.post_attention_layernorm = RMSNorm(config, recompute=selective)
+        self.mlp = MLP(config, mesh, options, recompute=selective)
 
     def forward(self, x: Tensor, positions: Positions) -> Tensor:
         """[s or s/tp, b, h] -> [s or s/tp, b, h]."""
+        compute = partial(self._compute, positions=positions)
+        return recomputed(compute, x, shared=self.shared_input) if self.recompute_all else compute(x)
+
+    def _compute(self, x: Tensor, positions: Positions) -> Tensor:
         x = x + self.self_attn(self.input_layernorm(x), positions)
         return cast(Tensor, x + self.mlp(self.post_attention_layernorm(x)))
 
@@ -96,49 +156,76 @@ class Block(nn.Module):
 class Stage(nn.Module):
     """The embedding (first stage), some blocks, and the final norm with the head (last stage)."""
 
-    def __init__(self, config: ModelConfig, mesh: Mesh, *, sequence_parallel: bool) -> None:
+    def __init__(self, config: ModelConfig, mesh: Mesh, options: StageOptions, *, partition: Partition, index: int) -> None:
         super().__init__()
-        self.config, self.mesh = config, mesh
-        self.sequence_parallel = sequence_parallel and mesh.tp.size > 1
+        self.config, self.mesh, self.options, self.index = config, mesh, options, index
+        self.is_first, self.is_last = index == 0, index == partition.stages - 1
         self.on_use: Callable[[int], None] = lambda unit: None
-        """Called with the index of a unit right before its forward pass: the engine makes its weights current."""
-        padded, hidden = padded_vocab_size(config, mesh.tp.size), config.hidden_size
-        layers = stage_layers(config.num_hidden_layers, mesh.pp.size, mesh.pp.rank)
+        """Called with the index of a unit of this stage right before its forward pass: the engine makes its weights current."""
+        padded, hidden, parallel = padded_vocab_size(config, mesh.tp.size), config.hidden_size, options.sequence_parallel
+        self._shared: list[Stage] = []
         self.model = nn.Module()
-        if mesh.is_first_stage:
-            self.model.embed_tokens = VocabParallelEmbedding(padded, hidden, tp=mesh.tp, sequence_parallel=self.sequence_parallel)
-        self.model.layers = nn.ModuleDict({str(layer): Block(config, mesh, self.sequence_parallel) for layer in layers})
-        if mesh.is_last_stage:
+        if self.is_first:
+            self.model.embed_tokens = VocabParallelEmbedding(padded, hidden, tp=mesh.tp, sequence_parallel=parallel)
+        layers = enumerate(partition.layers[index])
+        blocks = {str(layer): Block(config, mesh, options, recompute=options.recompute_of(position)) for position, layer in layers}
+        self.model.layers = nn.ModuleDict(blocks)
+        if self.is_last:
             self.model.norm = RMSNorm(config)
-            if not (config.tie_word_embeddings and mesh.is_first_stage):
+            if not (config.tie_word_embeddings and partition.ends_meet):
                 self.lm_head = nn.Module()
                 self.lm_head.weight = empty_weight(padded // mesh.tp.size, hidden)
 
+    @property
+    def units(self) -> int:
+        """Number of units: embedding, blocks, head."""
+        return len(cast(nn.ModuleDict, self.model.layers)) + self.is_first + self.is_last
+
+    def share_embedding_of(self, first: Stage) -> None:
+        """Use the embedding of another stage of this process as the head: tied weights when both ends are here."""
+        self._shared = [first]
+
     def forward(self, inputs: Tensor, positions: Positions) -> Tensor:
         """First stage: token ids [s, b] in, else activations [s or s/tp, b, h]. Last stage: logits
-        [s, b, padded_vocab / tp] out, else activations."""
+        [s, b, padded_vocab / tp] out, else activations. s is this rank's part of the sequence."""
         unit, x = 0, inputs
-        if self.mesh.is_first_stage:
+        if self.is_first:
             self.on_use(unit)
             x, unit = self.model.embed_tokens(x), unit + 1  # type: ignore[operator]
         for block in cast(nn.ModuleDict, self.model.layers).values():
             self.on_use(unit)
             x, unit = block(x, positions), unit + 1
-        if self.mesh.is_last_stage:
+        if self.is_last:
             self.on_use(unit)
-            x = column_linear(self.model.norm(x), self.head_weight, self.mesh.tp, sequence_parallel=self.sequence_parallel)  # type: ignore[operator]
+            normed, parallel = self.model.norm(x), self.options.sequence_parallel  # type: ignore[operator]
+            x = column_linear(normed, self.head_weight, self.mesh.tp, sequence_parallel=parallel)
         return x
 
     @property
     def head_weight(self) -> Tensor:
-        """The output head: a weight of its own, or the embedding of this stage."""
-        owner = self.lm_head if hasattr(self, "lm_head") else self.model.embed_tokens
+        """The output head: a weight of its own, or the embedding of this process."""
+        owner = self.lm_head if hasattr(self, "lm_head") else (self._shared or [self])[0].model.embed_tokens
         return cast(Tensor, cast(nn.Module, owner).weight)
 
-    def positions(self, length: int, device: torch.device, position_ids: Tensor | None = None, mask: Tensor | None = None) -> Positions:
-        """Tables for ``length`` positions from 0, or for given ids [s, b]."""
-        c = self.config
+    def positions(
+        self, length: int, device: torch.device, position_ids: Tensor | None = None, document_ids: Tensor | None = None
+    ) -> Positions:
+        """Tables for a whole sequence of ``length`` positions from 0, or for given ids [s, b]; with context parallelism
+        only of this rank's part."""
+        c, cp = self.config, self.mesh.cp
         ids = torch.arange(length, device=device).unsqueeze(-1) if position_ids is None else position_ids
         frequencies = rope_frequencies(c.head_dim, c.rope_theta, c.rope_scaling, device)
-        cos, sin = rope_table(ids, frequencies)
-        return Positions(cos, sin, mask)
+        cos, sin = rope_table(local_sequence(ids, cp), frequencies)
+        if cp.size > 1 or document_ids is None:
+            return Positions(cos, sin, document_ids=document_ids)
+        return Positions(cos, sin, mask=causal_document_mask(document_ids))
+
+
+def build_stages(config: Config, mesh: Mesh) -> dict[int, Stage]:
+    """This process's pipeline stages by index, on the meta device: the engine gives them weights."""
+    partition, options = partition_of(config), StageOptions.of(config.parallel)
+    indices = partition.stages_of(mesh.pp.rank)
+    stages = {i: Stage(config.model, mesh, options, partition=partition, index=i) for i in indices}
+    if partition.ends_meet and partition.stages > 1 and mesh.pp.rank == partition.placement[0]:
+        stages[partition.stages - 1].share_embedding_of(stages[0])
+    return stages

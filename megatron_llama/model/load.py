@@ -1,23 +1,36 @@
-"""A stage with weights but without an optimizer: for generation and evaluation in one process."""
+"""Stages with weights but without an optimizer: for generation and evaluation."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import torch
 from torch import Tensor, nn
 
-from megatron_llama.model.llama import Stage
-from megatron_llama.params import Rectangle, rectangles, stage_units
+from megatron_llama.config import Config
+from megatron_llama.mesh import Mesh
+from megatron_llama.params import ParamSpec, Rectangle, rank_units, rectangles
 
 
-def load_stage(stage: Stage, source: Callable[[Rectangle, Tensor], None], *, dtype: torch.dtype) -> None:
-    """Give every parameter of the stage storage on the mesh's device and the values of ``source``; padding is zero."""
-    mesh = stage.mesh
-    units = stage_units(stage.config, tp=mesh.tp.size, tp_rank=mesh.tp.rank, stages=mesh.pp.size, stage=mesh.pp.rank)
-    for spec in (spec for unit in units for spec in unit.params):
-        flat = torch.zeros(spec.numel, dtype=dtype, device=mesh.device)
+def rank_specs(config: Config, mesh: Mesh) -> list[ParamSpec]:
+    """Every parameter of this process."""
+    stages = rank_units(config, rank=mesh.pp.rank, tp_rank=mesh.tp.rank)
+    return [spec for units in stages for unit in units for spec in unit.params]
+
+
+def load_stages(
+    stages: Iterable[nn.Module],
+    specs: Iterable[ParamSpec],
+    source: Callable[[Rectangle, Tensor], None],
+    *,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> None:
+    """Give every parameter of the stages storage on the device and the values of ``source``; padding is zero."""
+    homes = {name: stage for stage in stages for name, _ in stage.named_parameters()}
+    for spec in specs:
+        flat = torch.zeros(spec.numel, dtype=dtype, device=device)
         for piece in rectangles(spec, 0, spec.numel):
             source(piece, flat[piece.start : piece.start + piece.numel].view(piece.size))
         owner, _, leaf = spec.name.rpartition(".")
-        setattr(stage.get_submodule(owner), leaf, nn.Parameter(flat.view(spec.shape), requires_grad=False))
+        setattr(homes[spec.name].get_submodule(owner), leaf, nn.Parameter(flat.view(spec.shape), requires_grad=False))

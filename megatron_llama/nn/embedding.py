@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -33,25 +34,27 @@ class _Lookup(torch.autograd.Function):
         grad = grad.masked_fill(outside.unsqueeze(-1), 0.0)
         sink: GradSink | None = ctx.sink
         if sink is None:
-            view, beta = grad.new_empty(ctx.weight_shape), 0.0
-        else:
-            view, beta = sink.buffer()
-        if beta == 0.0:
-            view.zero_()
-        _add_rows(view, local.flatten(), grad.flatten(0, -2).to(view.dtype))
-        if sink is None:
-            return None, view, None
-        sink.done()
+            return None, _add_rows(grad.new_zeros(ctx.weight_shape), local, grad), None
+        if not sink.defer(partial(_deliver, sink, local, grad)):
+            _deliver(sink, local, grad)
         return None, None, None
 
 
-def _add_rows(view: Tensor, rows: Tensor, values: Tensor) -> None:
-    """``view[rows] += values`` in a fixed order on either device: index_add_ uses atomics on a GPU, and an
-    accumulating index_put_ uses them on a CPU with several threads."""
+def _deliver(sink: GradSink, rows: Tensor, grad: Tensor) -> None:
+    view, beta = sink.buffer()
+    if beta == 0.0:
+        view.zero_()
+    _add_rows(view, rows, grad)
+    sink.done()
+
+
+def _add_rows(view: Tensor, rows: Tensor, grad: Tensor) -> Tensor:
+    """``view[rows] += grad`` in a fixed order on either device: index_add_ uses atomics on a GPU, and an accumulating
+    index_put_ uses them on a CPU with several threads. rows [s, b], grad [s, b, h]; returns the view."""
+    rows, values = rows.flatten(), grad.flatten(0, -2).to(view.dtype)
     if devices.is_host(view.device):
-        view.index_add_(0, rows, values)
-    else:
-        view.index_put_((rows,), values, accumulate=True)
+        return view.index_add_(0, rows, values)
+    return view.index_put_((rows,), values, accumulate=True)
 
 
 class VocabParallelEmbedding(nn.Module):

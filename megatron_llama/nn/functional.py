@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from megatron_llama.nn.recompute import Recomputable
 from megatron_llama.nn.sink import GradSink, accumulate, sink_of
 
 
@@ -20,17 +21,20 @@ def at_least_fp32(dtype: torch.dtype) -> torch.dtype:
 
 class _RMSNorm(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        wide = x.to(at_least_fp32(x.dtype))
-        scale = torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
+    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+        scale = torch.rsqrt(x.to(at_least_fp32(x.dtype)).square().mean(-1, keepdim=True) + eps)
         ctx.save_for_backward(x, weight, scale)
+        ctx.mark_non_differentiable(scale)
+        ctx.set_materialize_grads(False)
         ctx.sink = sink_of(weight)
-        return weight * (wide * scale).to(x.dtype)
+        return _scaled(x, weight, scale), scale
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor | None, None]:
+    def backward(ctx: Any, grad: Tensor | None, _: None) -> tuple[Tensor | None, Tensor | None, None]:
+        if grad is None:
+            return None, None, None
         x, weight, scale = ctx.saved_tensors
-        normed = x.to(scale.dtype) * scale
+        normed = x * scale
         product = grad.to(scale.dtype) * normed
         weight_grad = product.flatten(0, -2).sum(0)
         # d/dx of x * rsqrt(mean(x^2) + eps): remove the component along x, then rescale.
@@ -38,6 +42,11 @@ class _RMSNorm(torch.autograd.Function):
         along = (product * weight).mean(-1, keepdim=True)
         x_grad = (wide_grad - normed * along).mul_(scale).to(x.dtype)
         return x_grad, _deliver(ctx.sink, weight_grad, weight.dtype), None
+
+
+def _scaled(x: Tensor, weight: Tensor, scale: Tensor) -> Tensor:
+    """``scale`` is at least fp32, and so is its product with a narrower x."""
+    return weight * (x * scale).to(x.dtype)
 
 
 def _deliver(sink: GradSink | None, grad: Tensor, dtype: torch.dtype) -> Tensor | None:
@@ -51,7 +60,13 @@ def _deliver(sink: GradSink | None, grad: Tensor, dtype: torch.dtype) -> Tensor 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """x [..., h] scaled to unit root mean square, times weight [h]; sums in fp32 (Zhang and Sennrich, 2019)."""
-    return _RMSNorm.apply(x, weight, eps)  # type: ignore[no-any-return, no-untyped-call]
+    return _RMSNorm.apply(x, weight, eps)[0]  # type: ignore[no-any-return, no-untyped-call]
+
+
+def recomputable_rms_norm(x: Tensor, weight: Tensor, eps: float) -> Recomputable:
+    """``rms_norm``, and how to repeat it from its input and scale."""
+    normed, scale = _RMSNorm.apply(x, weight, eps)  # type: ignore[no-untyped-call]
+    return Recomputable(normed, _scaled, (x.detach(), weight.detach(), scale))
 
 
 def rope_frequencies(head_dim: int, theta: float, scaling: Mapping[str, Any] | None, device: torch.device) -> Tensor:
@@ -82,23 +97,73 @@ def rope_table(positions: Tensor, frequencies: Tensor) -> tuple[Tensor, Tensor]:
     return angles.cos().unsqueeze(-2), angles.sin().unsqueeze(-2)
 
 
-def apply_rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate x [s, b, heads, head_dim]; the two halves of a head are the two coordinates, as in HuggingFace."""
-    first, second = x.to(at_least_fp32(x.dtype)).chunk(2, dim=-1)
-    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(x.dtype)
+class _SplitHeads(torch.autograd.Function):
+    """Rotates in place, in the storage of the projection: queries, keys and values are then kept for backward as they lie there,
+    once. The projection's output must have no other reader."""
+
+    @staticmethod
+    def forward(ctx: Any, qkv: Tensor, cos: Tensor, sin: Tensor, sizes: tuple[int, int]) -> tuple[Tensor, ...]:
+        ctx.save_for_backward(cos, sin)
+        query, key = sizes
+        # Detached: to autograd the three are new tensors, not views of an input that has changed.
+        heads = qkv.detach().view(*qkv.shape[:2], -1, 2 * cos.shape[-1])
+        ctx.rotated = query + key
+        _rotate(heads[:, :, : ctx.rotated], cos, sin)
+        return torch.split(heads, [query, key, heads.shape[2] - query - key], dim=2)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
+        cos, sin = ctx.saved_tensors
+        grad = torch.cat(grads, dim=2)
+        _rotate(grad[:, :, : ctx.rotated], cos, -sin)
+        return grad.flatten(2), None, None, None
+
+
+def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> None:
+    """In place, computed at least in fp32, which the table is."""
+    first, second = x.chunk(2, dim=-1)
+    turned = first * cos - second * sin
+    second.copy_(second * cos + first * sin)
+    first.copy_(turned)
+
+
+def split_heads(qkv: Tensor, cos: Tensor, sin: Tensor, *, query: int, key: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Projections [s, b, (query + 2 key) * head_dim], which are overwritten, to queries [s, b, query, head_dim], keys and values
+    [s, b, key, head_dim], with queries and keys rotated; cos and sin [s, 1 or b, 1, head_dim / 2].
+
+    The two halves of a head are the two coordinates, as in HuggingFace."""
+    return _SplitHeads.apply(qkv, cos, sin, (query, key))  # type: ignore[no-any-return, no-untyped-call]
+
+
+class _SwiGLU(torch.autograd.Function):
+    """Keeps its input alone; silu(gate) is computed again."""
+
+    @staticmethod
+    def forward(ctx: Any, gate_up: Tensor) -> Tensor:
+        ctx.save_for_backward(gate_up)
+        return _swiglu(gate_up)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        (gate_up,) = ctx.saved_tensors
+        gate, up = gate_up.chunk(2, dim=-1)
+        result = torch.empty_like(gate_up)
+        gate_grad, up_grad = result.chunk(2, dim=-1)
+        torch.mul(grad, F.silu(gate), out=up_grad)
+        torch.ops.aten.silu_backward.grad_input(grad * up, gate, grad_input=gate_grad)
+        return result
+
+
+def _swiglu(gate_up: Tensor) -> Tensor:
+    gate, up = gate_up.chunk(2, dim=-1)
+    return F.silu(gate).mul_(up)
 
 
 def swiglu(gate_up: Tensor) -> Tensor:
     """silu(gate) * up of a [..., 2f] tensor whose halves are gate and up (Shazeer, 2020)."""
-    gate, up = gate_up.chunk(2, dim=-1)
-    return F.silu(gate) * up
+    return _SwiGLU.apply(gate_up)  # type: ignore[no-any-return, no-untyped-call]
 
 
-def attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
-    """Causal attention. query [s, b, n, d], key and value [s, b, n_kv, d] -> [s, b, n * d].
-
-    mask: bool [b, 1, s, s], True where a position may attend (causality included); None is plain causal.
-    """
-    q, k, v = (part.permute(1, 2, 0, 3) for part in (query, key, value))
-    out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None, enable_gqa=q.shape[1] != k.shape[1])
-    return out.permute(2, 0, 1, 3).flatten(2)
+def recomputable_swiglu(gate_up: Tensor) -> Recomputable:
+    """``swiglu``, and how to repeat it."""
+    return Recomputable(swiglu(gate_up), _swiglu, (gate_up.detach(),))

@@ -5,6 +5,8 @@ An axis of size 1 short-circuits every collective: the same classes are the sing
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,6 +15,7 @@ from torch import Tensor, nn
 
 from megatron_llama.comm import autograd, collectives
 from megatron_llama.mesh import Axis
+from megatron_llama.nn.recompute import Recomputable
 from megatron_llama.nn.sink import GradSink, accumulate_product, sink_of
 
 
@@ -23,11 +26,13 @@ def empty_weight(*shape: int) -> nn.Parameter:
 
 class _Linear(torch.autograd.Function):
     """x @ weight.T. ``column``: each rank holds some outputs, so the input's gradient is a partial sum over tp.
-    ``sequence``: the input is a sequence shard that is gathered for the product and again, not kept, for backward."""
+    ``sequence``: the input is a sequence shard that is gathered for the product and again, not kept, for backward.
+    ``kept``: the input, and what is kept to have it in backward."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, tp: Axis, column: bool, sequence: bool) -> Tensor:
-        ctx.save_for_backward(x, weight)
+    def forward(ctx: Any, x: Tensor, weight: Tensor, tp: Axis, column: bool, sequence: bool, kept: Recomputable) -> Tensor:
+        ctx.save_for_backward(weight, *kept.sources)
+        ctx.input = kept.function
         ctx.tp, ctx.column, ctx.sequence, ctx.sink = tp, column, sequence, sink_of(weight)
         if sequence:
             x, pending = autograd.gathered(x, tp)
@@ -35,25 +40,38 @@ class _Linear(torch.autograd.Function):
         return F.linear(x, weight)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None, None, None]:
-        x, weight = ctx.saved_tensors
-        gathering = None
-        if ctx.sequence and ctx.needs_input_grad[1]:
-            x, gathering = autograd.gathered(x, ctx.tp)
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None, None, None, None]:
+        weight, *sources = ctx.saved_tensors
+        make_input, gathering = partial(ctx.input, *sources), collectives.DONE
+        gather_axis = ctx.tp if ctx.sequence else None
+        sink, wanted = ctx.sink, ctx.needs_input_grad[1]
+        later = wanted and sink is not None and sink.defer(partial(_later, sink, grad, make_input, gather_axis))
+        now = wanted and not later
+        if now:
+            x, gathering = _gathered(make_input(), gather_axis)
         x_grad = torch.matmul(grad, weight) if ctx.needs_input_grad[0] else None
         # The input gradient travels while the weight gradient is computed.
         x_grad, reducing = _reduce_input_gradient(x_grad, ctx)
-        if gathering is not None:
-            gathering.wait()
-        weight_grad = _weight_gradient(ctx.sink, grad, x) if ctx.needs_input_grad[1] else None
-        if reducing is not None:
-            reducing.wait()
-        return x_grad, weight_grad, None, None, None
+        gathering.wait()
+        weight_grad = _weight_gradient(sink, grad, x) if now else None
+        reducing.wait()
+        return x_grad, weight_grad, None, None, None, None
 
 
-def _reduce_input_gradient(x_grad: Tensor | None, ctx: Any) -> tuple[Tensor | None, collectives.Pending | None]:
+def _later(sink: GradSink, grad: Tensor, make_input: Callable[[], Tensor], gather_axis: Axis | None) -> None:
+    """The weight gradient of a pass that was split: the input is made and gathered again only now."""
+    x, gathering = _gathered(make_input(), gather_axis)
+    gathering.wait()
+    _weight_gradient(sink, grad, x)
+
+
+def _gathered(x: Tensor, axis: Axis | None) -> tuple[Tensor, collectives.Pending]:
+    return (x, collectives.DONE) if axis is None else autograd.gathered(x, axis)
+
+
+def _reduce_input_gradient(x_grad: Tensor | None, ctx: Any) -> tuple[Tensor | None, collectives.Pending]:
     if x_grad is None or not ctx.column or ctx.tp.size == 1:
-        return x_grad, None
+        return x_grad, collectives.DONE
     if ctx.sequence:
         return autograd.scattered(x_grad, ctx.tp)
     return x_grad, collectives.all_reduce(x_grad, ctx.tp)
@@ -70,9 +88,14 @@ def _weight_gradient(sink: GradSink | None, grad: Tensor, x: Tensor) -> Tensor |
     return None
 
 
-def column_linear(x: Tensor, weight: Tensor, tp: Axis, *, sequence_parallel: bool) -> Tensor:
+def column_linear(x: Tensor | Recomputable, weight: Tensor, tp: Axis, *, sequence_parallel: bool) -> Tensor:
     """x [s or s/tp, b, d] and this rank's rows [f/tp, d] of the weight -> [s, b, f/tp]."""
-    return _Linear.apply(x, weight, tp, True, sequence_parallel and tp.size > 1)  # type: ignore[no-any-return, no-untyped-call]
+    return _linear(x, weight, tp, column=True, sequence=sequence_parallel and tp.size > 1)
+
+
+def _linear(x: Tensor | Recomputable, weight: Tensor, tp: Axis, *, column: bool, sequence: bool) -> Tensor:
+    kept = Recomputable.of(x)
+    return _Linear.apply(kept.value, weight, tp, column, sequence, kept)  # type: ignore[no-any-return, no-untyped-call]
 
 
 class ColumnLinear(nn.Module):
@@ -83,7 +106,7 @@ class ColumnLinear(nn.Module):
         self.tp, self.sequence_parallel = tp, sequence_parallel
         self.weight = empty_weight(outputs // tp.size, inputs)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor | Recomputable) -> Tensor:
         """See the class."""
         return column_linear(x, self.weight, self.tp, sequence_parallel=self.sequence_parallel)
 
@@ -96,7 +119,7 @@ class RowLinear(nn.Module):
         self.tp, self.sequence_parallel = tp, sequence_parallel
         self.weight = empty_weight(outputs, inputs // tp.size)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor | Recomputable) -> Tensor:
         """See the class."""
-        partial = _Linear.apply(x, self.weight, self.tp, False, False)  # type: ignore[no-untyped-call]
+        partial = _linear(x, self.weight, self.tp, column=False, sequence=False)
         return autograd.scatter_sequence(partial, self.tp) if self.sequence_parallel else autograd.reduce(partial, self.tp)

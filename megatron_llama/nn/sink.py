@@ -6,6 +6,7 @@ weight gradient, so nothing is copied, and a parameter is complete at a known mo
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Protocol
 
 import torch
@@ -20,6 +21,9 @@ class GradSink(Protocol):
 
     def done(self) -> None:
         """This contribution has been written."""
+
+    def defer(self, work: Callable[[], None]) -> bool:
+        """Keep ``work``, which writes this contribution, for a later weight pass; False: write it now."""
 
 
 def attach_sink(parameter: nn.Parameter, sink: GradSink) -> None:

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterable
 
 import torch
 from torch import nn
 
 from megatron_llama.config import Config
-from megatron_llama.layout import stage_layout, strategy_named
+from megatron_llama.layout import rank_layout, strategy_named
 from megatron_llama.mesh import Axis, Mesh
 from megatron_llama.optim.distributed import OverlappedDistributedOptimizer
+from megatron_llama.optim.loss_scale import LossScale
 from megatron_llama.optim.update import AdamW
 
 
@@ -18,24 +20,27 @@ def compute_dtype(config: Config) -> torch.dtype:
     """The dtype of parameters and activations."""
     if config.training.fp64:
         return torch.float64
+    if config.training.fp16:
+        return torch.float16
     return torch.bfloat16 if config.training.bf16 else torch.float32
 
 
-def build_optimizer(config: Config, stage: nn.Module, mesh: Mesh) -> OverlappedDistributedOptimizer:
-    """The engine of this rank's stage. Its parameters are zero until ``load_weights`` or a checkpoint fills them."""
+def build_optimizer(config: Config, stages: Iterable[nn.Module], mesh: Mesh) -> OverlappedDistributedOptimizer:
+    """The engine of this rank's stages. Its parameters are zero until ``load_weights`` or a checkpoint fills them."""
     strategy = strategy_named(config.parallel.data_parallel_sharding_strategy)
-    layout = stage_layout(config, dp=mesh.dp.size, tp_rank=mesh.tp.rank, stage=mesh.pp.rank)
+    layout = rank_layout(config, dp=mesh.dp.size, tp_rank=mesh.tp.rank, rank=mesh.pp.rank)
     alone = _alone(mesh.dp, mesh.rank)
     return OverlappedDistributedOptimizer(
-        stage,
+        stages,
         layout,
         AdamW(config.optimizer),
         mesh,
         shard_axis=mesh.dp if strategy.sharded else alone,
         replica_axis=alone if strategy.sharded else mesh.dp,
         reduce_every_microbatch=strategy.reduce_every_microbatch,
-        sequence_parallel=config.parallel.sequence_parallel,
         dtype=compute_dtype(config),
+        loss_scale=LossScale(config.training, mesh.device),
+        wire=torch.bfloat16 if config.parallel.grad_reduce_in_bf16 else None,
     )
 
 

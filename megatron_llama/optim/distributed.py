@@ -10,18 +10,19 @@ Parameters and gradients live in contiguous buffers allocated once; the modules'
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
 from megatron_llama.comm.collectives import Pending, all_gather, all_reduce
-from megatron_llama.layout import ShardLayout
+from megatron_llama.layout import Kind, ShardLayout
 from megatron_llama.mesh import Axis, Mesh
 from megatron_llama.nn.functional import at_least_fp32
 from megatron_llama.nn.sink import attach_sink
 from megatron_llama.optim.gradients import GradientBuckets
+from megatron_llama.optim.loss_scale import LossScale
 from megatron_llama.optim.update import ShardUpdate
 from megatron_llama.params import Rectangle
 
@@ -37,6 +38,8 @@ class StepResult:
     """Global L2 norm before clipping."""
     skipped: Tensor
     """1 if the gradient was not finite and nothing was changed, else 0."""
+    loss_scale: Tensor
+    """The factor the loss had in this step; 1 without --fp16."""
 
 
 @dataclass(frozen=True)
@@ -55,7 +58,7 @@ class OverlappedDistributedOptimizer:
 
     def __init__(
         self,
-        stage: nn.Module,
+        stages: Iterable[nn.Module],
         layout: ShardLayout,
         update: ShardUpdate,
         mesh: Mesh,
@@ -63,11 +66,13 @@ class OverlappedDistributedOptimizer:
         shard_axis: Axis,
         replica_axis: Axis,
         reduce_every_microbatch: bool,
-        sequence_parallel: bool,
         dtype: torch.dtype,
+        loss_scale: LossScale,
+        wire: torch.dtype | None = None,
     ) -> None:
         self.layout, self.update, self.mesh, self.dtype = layout, update, mesh, dtype
-        self._shard_axis, self._replica_axis, self._sequence_parallel = shard_axis, replica_axis, sequence_parallel
+        self._shard_axis, self._replica_axis = shard_axis, replica_axis
+        self.loss_scale = loss_scale
         wide = at_least_fp32(dtype)
         self._weights = [torch.zeros(b.numel, dtype=dtype, device=mesh.device) for b in layout.buckets]
         self._own = [w[layout.shard(b, shard_axis.rank)] for b, w in enumerate(self._weights)]
@@ -79,15 +84,17 @@ class OverlappedDistributedOptimizer:
             replica_axis=replica_axis,
             reduce_every_microbatch=reduce_every_microbatch,
             dtype=wide,
+            wire=wire,
             device=mesh.device,
         )
         self._gathers: dict[int, Pending] = {}
-        self._attach(stage)
+        self._attach(stages)
         for bucket, master in zip(layout.buckets, self.masters, strict=True):
             update.attach(bucket.index, master, decay=bucket.kind.decay)
 
-    def _attach(self, stage: nn.Module) -> None:
-        """Make every parameter of the stage a view of its bucket, with a sink for its gradient."""
+    def _attach(self, stages: Iterable[nn.Module]) -> None:
+        """Make every parameter of the stages a view of its bucket, with a sink for its gradient."""
+        homes = {name: stage for stage in stages for name, _ in stage.named_parameters()}
         for bucket, weights in zip(self.layout.buckets, self._weights, strict=True):
             for placed in bucket.placements:
                 # .data has a version counter of its own: gathers into the slot stay invisible to autograd.
@@ -95,7 +102,7 @@ class OverlappedDistributedOptimizer:
                 parameter = nn.Parameter(view)
                 attach_sink(parameter, self.gradients.sink(bucket.index, placed))
                 owner, _, leaf = placed.spec.name.rpartition(".")
-                setattr(stage.get_submodule(owner), leaf, parameter)
+                setattr(homes[placed.spec.name].get_submodule(owner), leaf, parameter)
 
     def load_weights(self, source: WeightSource) -> None:
         """Fill this rank's master shards from a source of HuggingFace rectangles, then publish them."""
@@ -135,16 +142,21 @@ class OverlappedDistributedOptimizer:
         if gather is not None:
             gather.wait()
 
-    def begin_backward(self, *, first: bool, last: bool) -> None:
-        """A microbatch's backward pass starts on this stage."""
-        self.gradients.begin_backward(first=first, last=last)
+    def begin_step(self, microbatches: int) -> Tensor:
+        """A step of so many microbatches starts. Returns the factor for the loss, 0-dim."""
+        self.gradients.begin_step(microbatches)
+        return self.loss_scale.value
 
-    def end_backward(self) -> None:
-        """It has ended; raises RuntimeError naming parameters without gradient."""
-        self.gradients.end_backward()
+    def defer(self, key: Hashable | None) -> None:
+        """Keep the weight gradients of the coming backward pass under ``key``; None: write them at once again."""
+        self.gradients.defer(key)
+
+    def run_deferred(self, key: Hashable) -> None:
+        """Write the weight gradients kept under ``key``."""
+        self.gradients.run_deferred(key)
 
     def grad_norm(self) -> Tensor:
-        """Global L2 norm of the step's gradient, counting no replicated, tied or repeated parameter twice."""
+        """Global L2 norm of the step's gradient (times the loss scale), counting no copied or tied parameter twice."""
         self.gradients.finish_all()
         self._sum_partial_shards()
         squares = [grad.square().sum() for bucket, grad in enumerate(self.gradients.shards) if self._is_primary(bucket)]
@@ -153,18 +165,21 @@ class OverlappedDistributedOptimizer:
         return total.sqrt()
 
     def _sum_partial_shards(self) -> None:
-        """Under sequence parallelism each tp rank saw its part of the sequence, and each copy of a tied weight one of
-        its two uses. Summing the reduced shards moves 1/dp of what summing whole gradients would."""
+        """Copies that saw a part of the gradient each: norms under sequence parallelism, shared key/value heads, tied
+        embeddings. Summing the reduced shards moves 1/dp of what summing whole gradients would."""
         for bucket, grad in zip(self.layout.buckets, self.gradients.shards, strict=True):
-            if bucket.kind.replicated and self._sequence_parallel:
-                all_reduce(grad, self.mesh.tp).wait()
+            if bucket.kind.partial:
+                all_reduce(grad, self._copies_axis(bucket.kind)).wait()
             if bucket.kind.tied:
                 all_reduce(grad, self.mesh.embedding).wait()
+
+    def _copies_axis(self, kind: Kind) -> Axis:
+        return self.mesh.tp if kind.copies == self.mesh.tp.size else self.mesh.kv
 
     def _is_primary(self, bucket: int) -> bool:
         kind, mesh = self.layout.buckets[bucket].kind, self.mesh
         copies = [self._replica_axis.rank]
-        copies += [mesh.tp.rank] if kind.replicated else []
+        copies += [mesh.tp.rank % kind.copies]
         copies += [mesh.embedding.rank] if kind.tied else []
         return not any(copies)
 
@@ -173,13 +188,16 @@ class OverlappedDistributedOptimizer:
 
         A gradient that is not finite changes nothing. No host synchronisation."""
         with torch.no_grad():
-            norm = self.grad_norm()
+            loss_scale = self.loss_scale.value
+            norm = self.grad_norm() / loss_scale
             skip = norm.isfinite().logical_not().to(torch.float32)
             scale = ((norm + 1e-6) / clip).clamp(min=1.0) if clip else torch.ones_like(norm)
+            scale = (scale * loss_scale).to(torch.float32)
             for bucket in self.layout.forward_order:
-                self.update.step(bucket, self.gradients.shards[bucket], scale=scale.to(torch.float32), skip=skip, lr=lr)
+                self.update.step(bucket, self.gradients.shards[bucket], scale=scale, skip=skip, lr=lr)
                 self._gather(bucket)
-        return StepResult(norm, skip)
+            self.loss_scale.update(skip)
+        return StepResult(norm, skip, loss_scale)
 
     def pieces(self) -> Iterator[ShardPiece]:
         """Everything a checkpoint holds of this rank, in HuggingFace coordinates. Call ``settle`` first."""

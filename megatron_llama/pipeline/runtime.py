@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Protocol
 
 import torch
@@ -11,14 +12,17 @@ from torch import Tensor
 
 from megatron_llama.comm import p2p
 from megatron_llama.comm.collectives import all_reduce
-from megatron_llama.mesh import Axis, Mesh
+from megatron_llama.config import Config
+from megatron_llama.mesh import Mesh
 from megatron_llama.model.llama import Stage
+from megatron_llama.nn.context import local_sequence
 from megatron_llama.nn.loss import vocab_parallel_cross_entropy
+from megatron_llama.params import partition_of
 from megatron_llama.schedule import Action, Op, Schedule, forward_only, schedule_named
 
 
 class Microbatch(Protocol):
-    """One microbatch, sequence first."""
+    """One microbatch, sequence first, the same on all ranks that share a sequence (cp) or a model (tp, pp)."""
 
     @property
     def tokens(self) -> Tensor:
@@ -37,8 +41,8 @@ class Microbatch(Protocol):
         """[s, b] int64; None: 0 to s - 1."""
 
     @property
-    def document_mask(self) -> Tensor | None:
-        """bool [b, 1, s, s], True where a position may attend; None: causal."""
+    def document_ids(self) -> Tensor | None:
+        """[s, b] int, number of the document within the sample; None: attention crosses documents."""
 
     def to(self, device: torch.device) -> Microbatch:
         """The same microbatch on another device."""
@@ -48,13 +52,16 @@ class Engine(Protocol):
     """What the runtime needs of the optimizer."""
 
     def use(self, unit: int) -> None:
-        """A unit is about to run forward."""
+        """A unit (counted over all stages of this process) is about to run forward."""
 
-    def begin_backward(self, *, first: bool, last: bool) -> None:
-        """A backward pass starts."""
+    def begin_step(self, microbatches: int) -> Tensor:
+        """A training step starts; returns the factor for the loss (0-dim)."""
 
-    def end_backward(self) -> None:
-        """It has ended."""
+    def defer(self, key: Hashable | None) -> None:
+        """Keep the weight gradients of the coming backward pass under ``key``; None: no longer."""
+
+    def run_deferred(self, key: Hashable) -> None:
+        """Compute the weight gradients kept under ``key``."""
 
 
 class FixedWeights:
@@ -63,12 +70,19 @@ class FixedWeights:
     def use(self, unit: int) -> None:
         """See Engine."""
 
-    def begin_backward(self, *, first: bool, last: bool) -> None:
+    def begin_step(self, microbatches: int) -> Tensor:
         """See Engine."""
-        raise RuntimeError("a model without an optimizer has no backward pass")
+        raise RuntimeError("a model without an optimizer has no training step")
 
-    def end_backward(self) -> None:
+    def defer(self, key: Hashable | None) -> None:
         """See Engine."""
+
+    def run_deferred(self, key: Hashable) -> None:
+        """See Engine."""
+
+
+Key = tuple[int, int]
+"""(stage, microbatch)."""
 
 
 @dataclass
@@ -78,28 +92,41 @@ class _Flight:
     batches: Sequence[Microbatch]
     tokens: Tensor
     """Target tokens of the global batch: the divisor of the loss."""
-    training: bool
+    loss_scale: Tensor | None
+    """None: no backward."""
     loss: Tensor
-    receives: dict[tuple[Op, int], p2p.Transfer] = field(default_factory=dict)
-    sends: dict[Op, p2p.Transfer] = field(default_factory=dict)
-    inputs: dict[int, Tensor] = field(default_factory=dict)
-    outputs: dict[int, Tensor] = field(default_factory=dict)
-    backwards: int = 0
+    receives: dict[tuple[Op, Key], p2p.Transfer] = field(default_factory=dict)
+    sends: dict[tuple[Op, int], p2p.Transfer] = field(default_factory=dict)
+    inputs: dict[Key, Tensor] = field(default_factory=dict)
+    outputs: dict[Key, Tensor] = field(default_factory=dict)
+    handed: dict[tuple[Op, Key], Tensor] = field(default_factory=dict)
+    """Tensors for a neighbouring stage of this process."""
+
+    @property
+    def training(self) -> bool:
+        """Whether there is a backward pass."""
+        return self.loss_scale is not None
 
 
 class PipelineRuntime:
-    """Forward and backward of one global batch on this rank's stage."""
+    """Forward and backward of one global batch on this process's stages."""
 
-    def __init__(self, stage: Stage, engine: Engine, mesh: Mesh, *, schedule: str, dtype: torch.dtype) -> None:
-        self.stage, self.engine, self.mesh, self.schedule_name, self.dtype = stage, engine, mesh, schedule, dtype
-        self._schedules: dict[tuple[str, int], Schedule] = {}
-        stage.on_use = engine.use
-        self._handlers: dict[Op, Callable[[_Flight, int], None]] = {
+    def __init__(self, stages: Mapping[int, Stage], engine: Engine, mesh: Mesh, config: Config, *, dtype: torch.dtype) -> None:
+        self.stages, self.engine, self.mesh, self.dtype = stages, engine, mesh, dtype
+        self._parallel, self._partition = config.parallel, partition_of(config)
+        self._schedules: dict[tuple[bool, int], Schedule] = {}
+        first = 0
+        for stage in stages.values():
+            stage.on_use = partial(_use, engine, first)
+            first += stage.units
+        self._handlers: dict[Op, Callable[[_Flight, Key], None]] = {
             Op.RECV_FORWARD: self._receive_forward,
             Op.FORWARD: self._forward,
             Op.SEND_FORWARD: self._send_forward,
             Op.RECV_BACKWARD: self._receive_backward,
             Op.BACKWARD: self._backward,
+            Op.BACKWARD_INPUT: self._backward_input,
+            Op.BACKWARD_WEIGHT: self._backward_weight,
             Op.SEND_BACKWARD: self._send_backward,
         }
 
@@ -107,18 +134,21 @@ class PipelineRuntime:
         """Forward and backward of every microbatch; the engine reduces the gradients on the way.
 
         Returns the loss, a 0-dim fp64 tensor: the mean over all target tokens of the global batch, on every rank."""
-        return self._run(self.schedule_name, batches, training=True)[0]
+        return self._run(batches, training=True)[0]
 
     def evaluate(self, batches: Sequence[Microbatch]) -> tuple[Tensor, Tensor]:
         """The same loss without backward, and the number of target tokens it is the mean of (0-dim fp64)."""
         with torch.no_grad():
-            return self._run("forward_only", batches, training=False)
+            return self._run(batches, training=False)
 
-    def _run(self, name: str, batches: Sequence[Microbatch], *, training: bool) -> tuple[Tensor, Tensor]:
+    def _run(self, batches: Sequence[Microbatch], *, training: bool) -> tuple[Tensor, Tensor]:
         loss = torch.zeros((), dtype=torch.float64, device=self.mesh.device)
-        flight = _Flight(batches, self._target_tokens(batches), training, loss)
-        for action in self._actions(name, len(batches)):
-            self._handlers[action.op](flight, action.microbatch)
+        loss_scale = self.engine.begin_step(len(batches)) if training else None
+        flight = _Flight(batches, self._target_tokens(batches), loss_scale, loss)
+        recorder = self.mesh.recorder
+        for action in self._actions(training, len(batches)):
+            recorder.event(str(action))
+            self._handlers[action.op](flight, (action.stage, action.microbatch))
         for transfer in flight.sends.values():
             transfer.wait()
         # The last stage of every data-parallel replica holds its part, once per tp rank.
@@ -126,83 +156,114 @@ class PipelineRuntime:
         all_reduce(total, self.mesh.world).wait()
         return total, flight.tokens
 
-    def _actions(self, name: str, microbatches: int) -> tuple[Action, ...]:
-        key, stages = (name, microbatches), self.mesh.pp.size
+    def _actions(self, training: bool, microbatches: int) -> tuple[Action, ...]:
+        key, ranks = (training, microbatches), self.mesh.pp.size
         if key not in self._schedules:
-            build = forward_only(stages, microbatches) if name == "forward_only" else schedule_named(name, stages, microbatches)
-            self._schedules[key] = build
+            name, virtual = self._parallel.pipeline_schedule, self._parallel.virtual_pipeline_model_parallel_size
+            if training:
+                self._schedules[key] = schedule_named(name, ranks=ranks, microbatches=microbatches, virtual=virtual)
+            else:
+                self._schedules[key] = forward_only(self._partition.placement, microbatches)
         return self._schedules[key].ranks[self.mesh.pp.rank]
 
     def _target_tokens(self, batches: Sequence[Microbatch]) -> Tensor:
         """Target tokens of the global batch. Counted before the first backward, since it divides every loss."""
         counts = [torch.tensor(float(b.labels.numel())) if b.loss_mask is None else b.loss_mask.sum() for b in batches]
-        count = torch.stack(counts).sum().to(self.mesh.device, torch.float64)
+        # Ranks that share a sequence count all of it, and are summed over too.
+        count = torch.stack(counts).sum().to(self.mesh.device, torch.float64) / self.mesh.cp.size
         if any(b.loss_mask is not None for b in batches):
             all_reduce(count, self.mesh.dp).wait()
             return count.clamp_(min=1.0)
         return count * self.mesh.dp.size
 
-    def _receive_forward(self, flight: _Flight, microbatch: int) -> None:
-        source = self.mesh.pp.rank - 1
-        flight.receives[Op.FORWARD, microbatch] = p2p.receive(self._activation(flight, microbatch), self.mesh.pp, source)
+    def _receive_forward(self, flight: _Flight, key: Key) -> None:
+        source = self._partition.placement[key[0] - 1]
+        link = self.mesh.link(source, self.mesh.pp.rank, backward=False)
+        flight.receives[Op.FORWARD, key] = p2p.receive(self._activation(flight, key), link, source)
 
-    def _receive_backward(self, flight: _Flight, microbatch: int) -> None:
-        source = self.mesh.pp.rank + 1
-        flight.receives[Op.BACKWARD, microbatch] = p2p.receive(self._activation(flight, microbatch), self.mesh.pp_backward, source)
+    def _receive_backward(self, flight: _Flight, key: Key) -> None:
+        source = self._partition.placement[key[0] + 1]
+        link = self.mesh.link(source, self.mesh.pp.rank, backward=True)
+        flight.receives[Op.BACKWARD, key] = p2p.receive(self._activation(flight, key), link, source)
 
-    def _activation(self, flight: _Flight, microbatch: int) -> Tensor:
-        """An empty tensor of the shape that crosses stages: [s or s/tp, b, h]."""
-        length, batch = flight.batches[microbatch].tokens.shape
-        if self.stage.sequence_parallel:
-            length //= self.mesh.tp.size
-        return torch.empty(length, batch, self.stage.config.hidden_size, dtype=self.dtype, device=self.mesh.device)
+    def _activation(self, flight: _Flight, key: Key) -> Tensor:
+        """An empty tensor of the shape that crosses stages: [s/cp or s/cp/tp, b, h]."""
+        length, batch = flight.batches[key[1]].tokens.shape
+        length //= self.mesh.cp.size * (self.mesh.tp.size if self._parallel.sequence_parallel else 1)
+        return torch.empty(length, batch, self.stages[key[0]].config.hidden_size, dtype=self.dtype, device=self.mesh.device)
 
-    def _forward(self, flight: _Flight, microbatch: int) -> None:
-        batch = flight.batches[microbatch].to(self.mesh.device)
-        if self.mesh.is_first_stage:
-            inputs = batch.tokens
+    def _arrived(self, flight: _Flight, op: Op, key: Key) -> Tensor:
+        """What a pass works on: received, or handed over by the neighbouring stage of this process."""
+        return flight.receives.pop((op, key)).wait() if (op, key) in flight.receives else flight.handed.pop((op, key))
+
+    def _forward(self, flight: _Flight, key: Key) -> None:
+        stage, batch = self.stages[key[0]], flight.batches[key[1]].to(self.mesh.device)
+        if stage.is_first:
+            inputs = local_sequence(batch.tokens, self.mesh.cp)
         else:
-            inputs = flight.receives.pop((Op.FORWARD, microbatch)).wait().requires_grad_(flight.training)
-        positions = self.stage.positions(batch.tokens.shape[0], self.mesh.device, batch.position_ids, batch.document_mask)
-        output = self.stage(inputs, positions)
-        if self.mesh.is_last_stage:
+            inputs = self._arrived(flight, Op.FORWARD, key).requires_grad_(flight.training)
+        positions = stage.positions(batch.tokens.shape[0], self.mesh.device, batch.position_ids, batch.document_ids)
+        output = stage(inputs, positions)
+        if stage.is_last:
             output = self._loss(output, batch, flight)
+        elif self._is_here(key[0] + 1):
+            flight.handed[Op.FORWARD, (key[0] + 1, key[1])] = output.detach()
         if flight.training:
-            flight.inputs[microbatch] = inputs
-        if flight.training or not self.mesh.is_last_stage:
-            flight.outputs[microbatch] = output
+            flight.inputs[key] = inputs
+        if flight.training or not (stage.is_last or self._is_here(key[0] + 1)):
+            flight.outputs[key] = output
+
+    def _is_here(self, stage: int) -> bool:
+        return stage in self.stages
 
     def _loss(self, logits: Tensor, batch: Microbatch, flight: _Flight) -> Tensor:
-        """This microbatch's share of the mean over all target tokens of the global batch."""
-        losses = vocab_parallel_cross_entropy(logits, batch.labels, self.mesh.tp, self.stage.config.vocab_size)
+        """This microbatch's share of the mean over all target tokens of the global batch, times the loss scale."""
+        cp, vocab_size = self.mesh.cp, self.stages[self._partition.stages - 1].config.vocab_size
+        losses = vocab_parallel_cross_entropy(logits, local_sequence(batch.labels, cp), self.mesh.tp, vocab_size)
         if batch.loss_mask is not None:
-            losses = losses * batch.loss_mask
+            losses = losses * local_sequence(batch.loss_mask, cp)
         loss = losses.sum(dtype=torch.float64) / flight.tokens
         flight.loss += loss.detach()
-        return loss
+        return loss if flight.loss_scale is None else loss * flight.loss_scale
 
-    def _send_forward(self, flight: _Flight, microbatch: int) -> None:
-        output = flight.outputs[microbatch] if flight.training else flight.outputs.pop(microbatch)
-        self._send(flight, Op.SEND_FORWARD, output.detach(), self.mesh.pp, self.mesh.pp.rank + 1)
+    def _send_forward(self, flight: _Flight, key: Key) -> None:
+        output = flight.outputs[key] if flight.training else flight.outputs.pop(key)
+        self._send(flight, Op.SEND_FORWARD, output.detach(), self._partition.placement[key[0] + 1])
 
-    def _backward(self, flight: _Flight, microbatch: int) -> None:
-        output, grad = flight.outputs.pop(microbatch), None
-        if not self.mesh.is_last_stage:
-            grad = flight.receives.pop((Op.BACKWARD, microbatch)).wait()
-        self.engine.begin_backward(first=flight.backwards == 0, last=flight.backwards == len(flight.batches) - 1)
+    def _backward(self, flight: _Flight, key: Key) -> None:
+        stage, output, grad = self.stages[key[0]], flight.outputs.pop(key), None
+        if not stage.is_last:
+            grad = self._arrived(flight, Op.BACKWARD, key)
         torch.autograd.backward(output, grad)
-        self.engine.end_backward()
-        flight.backwards += 1
-        if self.mesh.is_first_stage:
-            del flight.inputs[microbatch]
+        if stage.is_first:
+            del flight.inputs[key]
+        elif self._is_here(key[0] - 1):
+            flight.handed[Op.BACKWARD, (key[0] - 1, key[1])] = _gradient(flight.inputs.pop(key))
 
-    def _send_backward(self, flight: _Flight, microbatch: int) -> None:
-        grad = flight.inputs.pop(microbatch).grad
-        assert grad is not None
-        self._send(flight, Op.SEND_BACKWARD, grad, self.mesh.pp_backward, self.mesh.pp.rank - 1)
+    def _backward_input(self, flight: _Flight, key: Key) -> None:
+        self.engine.defer(key)
+        self._backward(flight, key)
+        self.engine.defer(None)
 
-    def _send(self, flight: _Flight, op: Op, tensor: Tensor, axis: Axis, to: int) -> None:
+    def _backward_weight(self, flight: _Flight, key: Key) -> None:
+        self.engine.run_deferred(key)
+
+    def _send_backward(self, flight: _Flight, key: Key) -> None:
+        grad = _gradient(flight.inputs.pop(key))
+        self._send(flight, Op.SEND_BACKWARD, grad, self._partition.placement[key[0] - 1])
+
+    def _send(self, flight: _Flight, op: Op, tensor: Tensor, to: int) -> None:
         """One sent tensor is kept per link: the previous one must have been taken (validate() proves that it will be)."""
-        if op in flight.sends:
-            flight.sends.pop(op).wait()
-        flight.sends[op] = p2p.send(tensor, axis, to)
+        if (op, to) in flight.sends:
+            flight.sends.pop((op, to)).wait()
+        link = self.mesh.link(self.mesh.pp.rank, to, backward=op is Op.SEND_BACKWARD)
+        flight.sends[op, to] = p2p.send(tensor, link, to)
+
+
+def _use(engine: Engine, first: int, unit: int) -> None:
+    engine.use(first + unit)
+
+
+def _gradient(inputs: Tensor) -> Tensor:
+    assert inputs.grad is not None
+    return inputs.grad

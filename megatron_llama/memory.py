@@ -1,0 +1,146 @@
+"""Memory of every process of a run, from the plans that the run uses: state, activations over the schedule, and what recomputing
+has to save of them."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+
+from megatron_llama.activations import Activations, Granularity, compute_bytes
+from megatron_llama.config import Config
+from megatron_llama.layout import ShardLayout, rank_layout, strategy_named
+from megatron_llama.params import partition_of
+from megatron_llama.schedule import Action, Op, schedule_named
+from megatron_llama.validate import dp_size
+
+USABLE = 0.9
+"""Of the device's memory: the rest is for the driver's context, communicators and the gaps between allocations."""
+
+
+def state_bytes(config: Config, layout: ShardLayout) -> dict[str, int]:
+    """Persistent bytes of one process, by component, as the engine allocates them."""
+    strategy = strategy_named(config.parallel.data_parallel_sharding_strategy)
+    narrow = compute_bytes(config)
+    wide = max(narrow, 4)
+    shard = layout.numel // layout.shards
+    slots = sum(layout.slot_numel().values())
+    return {
+        "parameters": layout.numel * narrow,
+        "gradients": slots * wide + (shard * wide if strategy.reduce_every_microbatch else 0),
+        "master weights": shard * wide if narrow != wide else 0,
+        "moments": 2 * shard * wide,
+    }
+
+
+def peak_of(actions: Iterable[Action], kept: Sequence[int], deferred: Sequence[int]) -> int:
+    """Most bytes that a rank holds: a microbatch at stage s keeps ``kept[s]`` from its forward pass to its backward pass,
+    and ``deferred[s]`` from there to its weight gradients if the pass is split."""
+    live = peak = 0
+    for action in actions:
+        if action.op is Op.FORWARD:
+            live += kept[action.stage]
+        elif action.op is Op.BACKWARD:
+            live -= kept[action.stage]
+        elif action.op is Op.BACKWARD_INPUT:
+            live += deferred[action.stage] - kept[action.stage]
+        elif action.op is Op.BACKWARD_WEIGHT:
+            live -= deferred[action.stage]
+        peak = max(peak, live)
+    return peak
+
+
+class MemoryPlan:
+    """Memory of the ranks of a resolved configuration with a known vocabulary."""
+
+    def __init__(self, config: Config, world_size: int) -> None:
+        parallel, training = config.parallel, config.training
+        self.config, self.shape, self.partition = config, Activations.of(config), partition_of(config)
+        dp, ranks = dp_size(config, world_size), parallel.pipeline_model_parallel_size
+        self.schedule = schedule_named(
+            parallel.pipeline_schedule,
+            ranks=ranks,
+            microbatches=training.global_batch_size // (training.micro_batch_size * dp),
+            virtual=parallel.virtual_pipeline_model_parallel_size,
+        )
+        self.layouts = [rank_layout(config, dp=dp * parallel.context_parallel_size, rank=rank) for rank in range(ranks)]
+        self.largest_stage = max(len(layers) for layers in self.partition.layers)
+
+    def chosen(self) -> int:
+        """Blocks of each stage that recompute by the configuration (``auto`` counts as all)."""
+        wanted = self.config.parallel.recompute_num_layers
+        return int(wanted) if wanted.isdecimal() else self.largest_stage
+
+    def kept(self, stage: int, granularity: Granularity, recomputing: int) -> int:
+        """Bytes that autograd keeps of one microbatch at one stage."""
+        blocks = len(self.partition.layers[stage])
+        return self.shape.stage(blocks, granularity, min(recomputing, blocks), **self._ends(stage))
+
+    def microbatch(self, rank: int, granularity: Granularity, recomputing: int) -> int:
+        """Bytes of one microbatch in all stages of a pipeline rank."""
+        return sum(self.kept(stage, granularity, recomputing) for stage in self.partition.stages_of(rank))
+
+    def in_flight(self, rank: int) -> float:
+        """Most microbatches a pipeline rank holds; one chunk of several is a fraction of one."""
+        ones = [1] * self.partition.stages
+        return peak_of(self.schedule.ranks[rank], ones, ones) / self.schedule.virtual
+
+    def activations(self, rank: int, granularity: Granularity, recomputing: int) -> int:
+        """Peak of what is neither state nor saved by nobody: kept by autograd and by the runtime, and the working memory of a pass."""
+        stages = range(self.partition.stages)
+        kept = [self.kept(stage, granularity, recomputing) + self._boundary(stage, granularity, recomputing) for stage in stages]
+        deferred = [self._deferred(stage, granularity, recomputing) for stage in stages]
+        return peak_of(self.schedule.ranks[rank], kept, deferred) + self._working(rank)
+
+    def state(self, rank: int) -> int:
+        """Parameters, gradients, optimizer."""
+        return sum(state_bytes(self.config, self.layouts[rank]).values())
+
+    def needed(self, granularity: Granularity, recomputing: int) -> int:
+        """Bytes of the process that needs most."""
+        ranks = range(len(self.layouts))
+        return max(self.state(rank) + self.activations(rank, granularity, recomputing) for rank in ranks)
+
+    def _ends(self, stage: int) -> dict[str, bool]:
+        return {"first": stage == 0, "last": stage == self.partition.stages - 1}
+
+    def _deferred(self, stage: int, granularity: Granularity, recomputing: int) -> int:
+        blocks = len(self.partition.layers[stage])
+        return self.shape.deferred_stage(blocks, granularity, min(recomputing, blocks), **self._ends(stage))
+
+    def _boundary(self, stage: int, granularity: Granularity, recomputing: int) -> int:
+        """What the runtime holds of a stage's ends until its backward pass: the output, unless it is the input of the next
+        stage here; and a received input of which the first block keeps only this rank's part."""
+        placement, shape = self.partition.placement, self.shape
+        sent = stage + 1 < self.partition.stages and placement[stage + 1] != placement[stage]
+        divided = stage > 0 and granularity == "full" and recomputing > 0 and shape.block("full") < shape.hidden
+        return (sent + divided) * shape.hidden
+
+    def _working(self, rank: int) -> int:
+        """An estimate: one block as it is computed again or its gradients, or the gradient of the logits."""
+        head = self.partition.placement[-1] == rank
+        return max(self.shape.block("none"), self.shape.logits * head)
+
+
+def decide_recompute(config: Config, world_size: int, memory: int) -> tuple[Config, tuple[str, ...]]:
+    """Replace ``--recompute-num-layers auto`` by the fewest blocks with which every process fits into ``memory`` bytes, with a note.
+
+    ``config`` is resolved and knows its vocabulary; all ranks must give the same memory, for all must decide alike."""
+    parallel = config.parallel
+    if parallel.recompute_num_layers != "auto":
+        return config, ()
+    plan, granularity, budget = MemoryPlan(config, world_size), parallel.recompute_granularity, int(memory * USABLE)
+    most = plan.largest_stage if granularity != "none" else 0
+    layers = min(most, bisect_left(range(most + 1), True, key=lambda count: plan.needed(granularity, count) <= budget))
+    needed = plan.needed(granularity, layers)
+    fits = "" if needed <= budget else ", which is not enough"
+    note = (
+        f"--recompute-num-layers auto: {layers} of up to {plan.largest_stage} blocks of a stage recompute ({granularity}); "
+        f"{gib(needed)} of {gib(budget)} usable per process{fits}"
+    )
+    return replace(config, parallel=replace(parallel, recompute_num_layers=str(layers))), (note,)
+
+
+def gib(size: int) -> str:
+    """Bytes for people."""
+    return f"{size / 2**30:.2f} GiB" if size >= 2**30 else f"{size / 2**20:.1f} MiB"

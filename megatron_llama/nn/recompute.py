@@ -1,0 +1,71 @@
+"""Activations that are computed again in backward instead of kept: one input of a linear layer, or all of a block.
+
+Nothing in a LLaMA block is random, so a second computation is the first one bit for bit, and no generator state is kept.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron_llama.comm.autograd import gathered
+from megatron_llama.mesh import Axis
+
+
+@dataclass(frozen=True)
+class Recomputable:
+    """A tensor, and how to make it again from tensors that are kept anyway: ``function(*sources)``, without autograd.
+
+    The consumer keeps the sources, which share their storage with what their own layers keep (Korthikanti et al., 2022, section 5)."""
+
+    value: Tensor
+    function: Callable[..., Tensor]
+    sources: tuple[Tensor, ...]
+
+    @staticmethod
+    def of(x: Tensor | Recomputable) -> Recomputable:
+        """A plain tensor is its own source, without its graph: a weight gradient that is put off must not keep that."""
+        return x if isinstance(x, Recomputable) else Recomputable(x, _itself, (x.detach(),))
+
+
+def _itself(x: Tensor) -> Tensor:
+    return x
+
+
+class _Recomputed(torch.autograd.Function):
+    """Keeps the input, or 1/size of it where the ranks of an axis have it in common, and runs the function twice."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, function: Callable[[Tensor], Tensor], shared: Axis | None) -> Tensor:
+        ctx.function, ctx.shared, ctx.shape = function, shared, x.shape
+        ctx.save_for_backward(x if shared is None else x.reshape(shared.size, -1)[shared.rank].clone())
+        return function(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, None, None]:
+        (x,) = ctx.saved_tensors
+        if ctx.shared is not None:
+            x, pending = gathered(x, ctx.shared)
+            pending.wait()
+        x = x.view(ctx.shape).detach().requires_grad_()
+        with torch.enable_grad():
+            output = ctx.function(x)
+        # Weights are reached from inside, once: through their sinks (now, or later when the pass is split) or into .grad.
+        torch.autograd.backward(output, grad)
+        return x.grad, None, None
+
+
+def recomputed(function: Callable[[Tensor], Tensor], x: Tensor, *, shared: Axis | None = None) -> Tensor:
+    """``function(x)``, of which only the input is kept (Chen et al., 2016).
+
+    ``shared``: an axis whose ranks all have this input and divide it among them until backward, when they gather it (collective);
+    a tensor that does not divide evenly is kept whole."""
+    if not (torch.is_grad_enabled() and x.requires_grad):
+        return function(x)
+    if shared is not None and (shared.size == 1 or x.numel() % shared.size):
+        shared = None
+    return _Recomputed.apply(x, function, shared)  # type: ignore[no-any-return, no-untyped-call]
