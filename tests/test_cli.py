@@ -12,7 +12,7 @@ import pytest
 
 from megatron_llama import __version__
 from megatron_llama.cli import COMMANDS, main
-from megatron_llama.commands.options import ExportConfig, GenerateConfig
+from megatron_llama.commands.options import ExportConfig, GenerateConfig, ScheduleConfig
 from megatron_llama.data.options import PreprocessConfig
 from megatron_llama.manual import config_sections
 from megatron_llama.options import flag, options_of
@@ -47,6 +47,7 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
         ("preprocess", [PreprocessConfig]),
         ("generate", [GenerateConfig]),
         ("export", [ExportConfig]),
+        ("schedule", [ScheduleConfig]),
     ],
 )
 def test_help_names_every_option(command: str, sections: list[type], capsys: pytest.CaptureFixture[str]) -> None:
@@ -66,7 +67,7 @@ def test_help_of_every_command_imports_nothing_heavy() -> None:
     assert ended.returncode == 0, ended.stderr
 
 
-ALL = "expected one of preprocess, pretrain, evaluate, generate, export, inspect, env"
+ALL = "expected one of preprocess, pretrain, evaluate, generate, export, inspect, schedule, env"
 UNKNOWN = "got an unknown flag, expected an option of this command"
 
 

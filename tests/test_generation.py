@@ -9,12 +9,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_llama.config import ModelConfig
+from megatron_llama.config import Config, ModelConfig
 from megatron_llama.generation import Sampling, draw, generate
 from megatron_llama.mesh import Mesh
 from megatron_llama.model.init import InitialWeights
-from megatron_llama.model.llama import Stage
-from megatron_llama.model.load import load_stage
+from megatron_llama.model.llama import Stage, build_stages
+from megatron_llama.model.load import load_stages, rank_specs
 
 GREEDY = Sampling(max_new_tokens=8, temperature=0.0, top_k=0, top_p=1.0)
 FREE = dataclasses.replace(GREEDY, temperature=1.0)
@@ -75,8 +75,9 @@ def test_only_the_likeliest_are_drawn(changes: dict[str, float], kept: list[int]
 
 @pytest.fixture(scope="module")
 def stage() -> Stage:
-    built = Stage(MODEL, Mesh.single(), sequence_parallel=False)
-    load_stage(built, InitialWeights(3, 0.3), dtype=torch.float32)
+    config, mesh = Config(model=MODEL), Mesh.single()
+    [built] = build_stages(config, mesh).values()
+    load_stages([built], rank_specs(config, mesh), InitialWeights(3, 0.3), dtype=torch.float32, device=mesh.device)
     return built
 
 

@@ -16,7 +16,10 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 MAX_FILE, MAX_FUNCTION = 500, 80
 
 LAYERS = (
-    ("errors", "config", "aliases", "options", "manual", "validate", "presets", "hf_config", "params", "layout", "schedule", "recorder"),
+    (
+        *("errors", "config", "aliases", "options", "manual", "validate", "presets", "hf_config", "params", "layout", "schedule"),
+        *("recorder", "activations", "memory"),
+    ),
     ("planner",),
     ("device",),
     ("mesh",),

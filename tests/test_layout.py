@@ -11,8 +11,9 @@ import torch
 from torch import Tensor
 
 from megatron_llama.config import ModelConfig
-from megatron_llama.layout import ALIGN, ShardLayout, layout_by_size, strategy_named
-from megatron_llama.params import UnitSpec, hf_shapes, stage_units
+from megatron_llama.layout import ALIGN, Kind, ShardLayout, layout_by_size, strategy_named
+from megatron_llama.params import Partition, UnitSpec, hf_shapes, split_layers, stage_units
+from tests.test_params import even
 
 
 class Case:
@@ -20,41 +21,56 @@ class Case:
 
     def __init__(self, seed: int) -> None:
         draw = random.Random(seed)
-        self.tp, self.pp, self.dp = (draw.choice((1, 2, 3)) for _ in range(3))
-        kv = self.tp * draw.choice((1, 2))
+        self.tp, self.pp, self.dp = draw.choice((1, 2, 3, 4)), draw.choice((1, 2, 3)), draw.choice((1, 2, 3))
+        kv = draw.choice((1, self.tp, self.tp, 2 * self.tp, max(1, self.tp // 2)))
+        kv = kv if self.tp % kv == 0 or kv % self.tp == 0 else self.tp
+        stages = self.pp * draw.choice((1, 1, 2))
+        straight = tuple(stage % self.pp for stage in range(stages))
+        there_and_back = (*range(self.pp), *reversed(range(self.pp)))
+        placement = there_and_back if stages > self.pp and draw.random() < 0.5 else straight
         self.model = ModelConfig(
             vocab_size=draw.randint(5, 400),
             hidden_size=draw.choice((8, 20, 36, 64)),
             intermediate_size=self.tp * draw.randint(3, 50),
-            num_hidden_layers=self.pp * draw.choice((1, 2, 3)),
-            num_attention_heads=kv * draw.choice((1, 2)),
+            num_hidden_layers=stages * draw.choice((1, 2, 3)),
+            num_attention_heads=max(kv, self.tp) * draw.choice((1, 2)),
             num_key_value_heads=kv,
             head_dim=draw.choice((2, 6, 8)),
             tie_word_embeddings=draw.random() < 0.5,
             make_vocab_size_divisible_by=draw.choice((1, 8, 128)),
         )
+        self.partition = Partition(split_layers(self.model.num_hidden_layers, stages), placement)
+        self.sequence_parallel = draw.random() < 0.5
         self.cap = draw.choice((1, 500, 5_000, 50_000, 10**9))
         self.slots = draw.choice((None, 2, 3))
 
-    def units(self, tp_rank: int, stage: int) -> tuple[UnitSpec, ...]:
-        return stage_units(self.model, tp=self.tp, tp_rank=tp_rank, stages=self.pp, stage=stage)
+    def units(self, tp_rank: int, rank: int) -> tuple[UnitSpec, ...]:
+        options = {"tp": self.tp, "tp_rank": tp_rank, "sequence_parallel": self.sequence_parallel}
+        stages = self.partition.stages_of(rank)
+        return tuple(unit for stage in stages for unit in stage_units(self.model, self.partition, stage, **options))
 
-    def layout(self, tp_rank: int, stage: int) -> ShardLayout:
-        return layout_by_size(self.units(tp_rank, stage), shards=self.dp, cap=self.cap, gradient_slots=self.slots)
+    def layout(self, tp_rank: int, rank: int) -> ShardLayout:
+        return layout_by_size(self.units(tp_rank, rank), shards=self.dp, cap=self.cap, gradient_slots=self.slots)
 
     def all(self) -> list[tuple[tuple[UnitSpec, ...], ShardLayout]]:
         places = itertools.product(range(self.tp), range(self.pp))
         return [(self.units(*place), self.layout(*place)) for place in places]
 
 
-CASES = [Case(seed) for seed in range(40)]
-IDS = [str(seed) for seed in range(40)]
+CASES = [Case(seed) for seed in range(60)]
+IDS = [str(seed) for seed in range(60)]
 cases = pytest.mark.parametrize("case", CASES, ids=IDS)
 
 
 def test_the_cases_cover_what_they_should() -> None:
     assert {case.dp for case in CASES} == {1, 2, 3} and {case.tp * case.pp for case in CASES} >= {1, 2, 3, 4, 6, 9}
     assert {case.model.tie_word_embeddings for case in CASES if case.pp > 1} == {True, False}
+    tied = [case.partition for case in CASES if case.model.tie_word_embeddings and case.pp > 1]
+    assert {partition.ends_meet for partition in tied} == {True, False}
+    assert {case.partition.stages // case.pp for case in CASES} == {1, 2}
+    assert {case.tp // case.model.num_key_value_heads for case in CASES} >= {0, 1, 2, 4}
+    kinds = {bucket.kind for case in CASES for bucket in case.layout(0, 0).buckets}
+    assert {(kind.copies > 1, kind.partial) for kind in kinds} == {(False, False), (True, False), (True, True)}
     assert {len(case.layout(0, 0).buckets) > 5 for case in CASES} == {True, False}
 
 
@@ -92,11 +108,11 @@ def test_buckets_are_homogeneous_and_capped(case: Case) -> None:
     for _, layout in case.all():
         for bucket in layout.buckets:
             specs = [placed.spec for placed in bucket.placements]
-            assert {(s.decay, s.replicated, s.tied) for s in specs} == {(bucket.kind.decay, bucket.kind.replicated, bucket.kind.tied)}
+            assert {Kind.of(spec) for spec in specs} == {bucket.kind}
             if bucket.kind.decay:
                 assert len(specs) == 1 or sum(spec.numel for spec in specs) <= case.cap
-        norms = [bucket for bucket in layout.buckets if not bucket.kind.decay]
-        assert len(norms) <= 1, "one message serves all norms"
+        norms = [bucket.kind.stage for bucket in layout.buckets if not bucket.kind.decay]
+        assert len(norms) == len(set(norms)), "one message serves all norms of a stage"
 
 
 @cases
@@ -160,10 +176,10 @@ def test_slots_hold_their_largest_bucket(case: Case) -> None:
 @cases
 def test_rectangles_of_all_ranks_cover_every_huggingface_element_once(case: Case) -> None:
     seen: dict[str, Tensor] = {name: torch.zeros(shape, dtype=torch.int64) for name, shape in hf_shapes(case.model).items()}
-    for tp_rank, stage in itertools.product(range(case.tp), range(case.pp)):
-        layout = case.layout(tp_rank, stage)
+    for tp_rank, pp_rank in itertools.product(range(case.tp), range(case.pp)):
+        layout = case.layout(tp_rank, pp_rank)
         for bucket, rank in itertools.product(layout.buckets, range(case.dp)):
-            duplicate = (bucket.kind.replicated and tp_rank > 0) or (bucket.kind.tied and stage > 0)
+            duplicate = tp_rank % bucket.kind.copies > 0 or (bucket.kind.tied and pp_rank > 0)
             filled = torch.zeros(layout.shard_numel(bucket.index), dtype=torch.int64)
             for rectangle, place in layout.rectangles(bucket.index, rank):
                 filled[place] += 1
@@ -180,7 +196,7 @@ def test_rectangles_of_all_ranks_cover_every_huggingface_element_once(case: Case
 def test_both_copies_of_a_tied_weight_have_one_layout() -> None:
     model = CASES[0].model
     model = ModelConfig(**(vars(model) | {"tie_word_embeddings": True, "num_hidden_layers": 4}))
-    ends = [layout_by_size(stage_units(model, stages=2, stage=s), shards=3, cap=5_000, gradient_slots=2) for s in (0, 1)]
+    ends = [layout_by_size(stage_units(model, even(4, 2), s), shards=3, cap=5_000, gradient_slots=2) for s in (0, 1)]
     first, last = ([b for b in layout.buckets if b.kind.tied] for layout in ends)
     assert len(first) == len(last) == 1
     assert [(p.start, p.stop, p.spec.slices) for p in first[0].placements] == [(p.start, p.stop, p.spec.slices) for p in last[0].placements]

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
-import pytest
+from dataclasses import dataclass, field, replace
 
-from megatron_llama.config import ParallelConfig
+import pytest
+import torch
+from torch.distributed import distributed_c10d
+
+from megatron_llama.config import Config, ModelConfig, ParallelConfig
 from megatron_llama.errors import ClusterError
-from megatron_llama.mesh import Mesh, Place, build_mesh, close_mesh, first_host, place_from_environment
+from megatron_llama.mesh import Axis, Mesh, Place, build_mesh, close_mesh, first_host, place_from_environment, placement_warnings
 from tests.harness import Cluster
 
 TORCHRUN = {"RANK": "13", "WORLD_SIZE": "32", "LOCAL_RANK": "5", "MASTER_ADDR": "node7", "MASTER_PORT": "1234"}
@@ -51,45 +55,184 @@ def test_first_host(nodes: str, host: str) -> None:
     assert first_host(nodes) == host
 
 
-def axes(place: Place, tp: int, pp: int) -> dict[str, tuple[int, tuple[int, ...]]]:
-    """Rank and members of every axis of one process."""
-    mesh = build_mesh(
-        ParallelConfig(tensor_model_parallel_size=tp, pipeline_model_parallel_size=pp),
-        rank=place.rank,
-        world_size=place.world_size,
-        device=Mesh.single().device,
-    )
+AXES = ("tp", "kv", "cp", "dp", "dp_gather", "pp", "pp_backward", "pp_return", "pp_backward_return", "embedding")
+
+
+@dataclass(frozen=True)
+class Case:
+    """A grid, and what is trained on it."""
+
+    pp: int = 1
+    dp: int = 1
+    cp: int = 1
+    tp: int = 1
+    kv_heads: int = 8
+    strategy: str = "optim"
+    tied: bool = False
+    schedule: str = "1f1b"
+    virtual: int = 1
+    groups: dict[str, int] = field(default_factory=dict)
+    """Communicators of each axis, on all ranks together."""
+
+    @property
+    def config(self) -> Config:
+        parallel = ParallelConfig(
+            tensor_model_parallel_size=self.tp,
+            pipeline_model_parallel_size=self.pp,
+            context_parallel_size=self.cp,
+            data_parallel_sharding_strategy=self.strategy,
+            pipeline_schedule=self.schedule,
+            virtual_pipeline_model_parallel_size=self.virtual,
+        )
+        model = ModelConfig(num_hidden_layers=8, num_attention_heads=8, num_key_value_heads=self.kv_heads, tie_word_embeddings=self.tied)
+        return Config(model=model, parallel=parallel)
+
+    @property
+    def world_size(self) -> int:
+        return self.pp * self.dp * self.cp * self.tp
+
+
+@dataclass(frozen=True)
+class Found:
+    """One rank's place on every axis: its position and the ranks of the axis."""
+
+    axes: dict[str, tuple[int, tuple[int, ...]]]
+    own_groups: int
+    all_groups: int
+    data: tuple[int, int]
+
+
+def build(place: Place, case: Case) -> Found:
+    before = distributed_c10d._world.group_count
+    mesh = build_mesh(case.config, rank=place.rank, world_size=place.world_size, device=torch.device("cpu"))
     assert (mesh.rank, mesh.world.rank, mesh.world.size) == (place.rank, place.rank, place.world_size)
-    assert mesh.dp_gather.ranks == mesh.dp.ranks and mesh.pp_backward.ranks == mesh.pp.ranks
-    assert mesh.is_first_stage == (mesh.pp.rank == 0) and mesh.is_last_stage == (mesh.pp.rank == pp - 1)
-    for axis in (mesh.tp, mesh.dp, mesh.dp_gather, mesh.pp, mesh.pp_backward, mesh.embedding):
+    own = len(distributed_c10d._world.pg_map) - (place.world_size > 1)
+    made = distributed_c10d._world.group_count - before
+    found: dict[str, Axis] = {name: axis for name in AXES if (axis := getattr(mesh, name)) is not None}
+    for axis in found.values():
         assert axis.ranks[axis.rank] == place.rank and (axis.group is None) == (axis.size == 1)
     close_mesh()
-    return {name: (getattr(mesh, name).rank, getattr(mesh, name).ranks) for name in ("pp", "dp", "tp", "embedding")}
+    return Found({name: (axis.rank, axis.ranks) for name, axis in found.items()}, own, made, (mesh.data_rank, mesh.data_size))
 
 
-@pytest.mark.parametrize(("pp", "dp", "tp"), [(2, 2, 2), (4, 1, 2), (1, 2, 4), (4, 2, 1), (1, 1, 8), (3, 2, 1), (1, 1, 1)])
-def test_neighbours(pp: int, dp: int, tp: int, cluster: Cluster) -> None:
-    """Global rank = (pipeline stage x dp + replica) x tp + tensor rank: tensor ranks share a machine, stages are farthest apart."""
-    for rank, found in enumerate(cluster.run(pp * dp * tp, axes, tp, pp)):
-        stage, replica, tensor = rank // (dp * tp), rank // tp % dp, rank % tp
-        line = tuple((s * dp + replica) * tp + tensor for s in range(pp))
-        ends = tuple(dict.fromkeys((line[0], line[-1])))
-        assert found == {
-            "tp": (tensor, tuple((stage * dp + replica) * tp + t for t in range(tp))),
-            "dp": (replica, tuple((stage * dp + r) * tp + tensor for r in range(dp))),
+GRIDS = [
+    (2, 2, 1, 2),
+    (4, 1, 1, 2),
+    (1, 2, 1, 4),
+    (4, 2, 1, 1),
+    (1, 1, 1, 8),
+    (3, 2, 1, 1),
+    (2, 1, 2, 2),
+    (1, 2, 2, 2),
+    (1, 1, 4, 2),
+    (1, 1, 1, 1),
+]
+
+
+@pytest.mark.parametrize(("pp", "dp", "cp", "tp"), GRIDS)
+def test_neighbours(pp: int, dp: int, cp: int, tp: int, cluster: Cluster) -> None:
+    """Global rank = ((pipeline rank x dp + replica) x cp + part of the sequence) x tp + tensor rank: tensor ranks share a
+    machine, pipeline ranks are farthest apart."""
+    for rank, found in enumerate(cluster.run(pp * dp * cp * tp, build, Case(pp, dp, cp, tp, tied=True))):
+        stage, replica, part, tensor = rank // (dp * cp * tp), rank // (cp * tp) % dp, rank // tp % cp, rank % tp
+
+        def at(stage: int, replica: int, part: int, tensor: int) -> int:
+            return ((stage * dp + replica) * cp + part) * tp + tensor
+
+        line = tuple(at(s, replica, part, tensor) for s in range(pp))
+        data = tuple(at(stage, r, c, tensor) for r in range(dp) for c in range(cp))
+        ends = tuple(dict.fromkeys((line[0], line[-1]))) if rank in (line[0], line[-1]) else (rank,)
+        assert found.axes == {
+            "tp": (tensor, tuple(at(stage, replica, part, t) for t in range(tp))),
+            "kv": (0, (rank,)),
+            "cp": (part, tuple(at(stage, replica, c, tensor) for c in range(cp))),
+            "dp": (replica * cp + part, data),
+            "dp_gather": (replica * cp + part, data),
             "pp": (stage, line),
-            "embedding": (ends.index(rank), ends) if rank in ends else (0, (rank,)),
+            "pp_backward": (stage, line),
+            "embedding": (ends.index(rank), ends),
         }
+        assert found.data == (replica, dp), "context-parallel ranks read the same samples"
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case(),
+        Case(dp=2, groups={"dp": 1, "dp_gather": 1}),
+        Case(dp=2, strategy="no_shard", groups={"dp": 1}),
+        Case(tp=2, dp=2, groups={"tp": 2, "dp": 2, "dp_gather": 2}),
+        Case(cp=2, groups={"cp": 1, "dp": 1, "dp_gather": 1}),
+        Case(cp=2, dp=2, strategy="optim_grads", groups={"cp": 2, "dp": 1, "dp_gather": 1}),
+        Case(pp=2, groups={"pp": 1, "pp_backward": 1}),
+        Case(pp=2, tied=True, groups={"pp": 1, "pp_backward": 1, "embedding": 1}),
+        Case(pp=4, tied=True, groups={"pp": 1, "pp_backward": 1, "embedding": 1}),
+        Case(
+            pp=2,
+            tied=True,
+            schedule="interleaved",
+            virtual=2,
+            groups={"pp": 1, "pp_backward": 1, "pp_return": 1, "pp_backward_return": 1, "embedding": 1},
+        ),
+        Case(pp=2, tied=True, schedule="zb-v", groups={"pp": 1, "pp_backward": 1, "pp_return": 1, "pp_backward_return": 1}),
+        Case(pp=2, schedule="zb-h1", groups={"pp": 1, "pp_backward": 1}),
+        Case(tp=4, kv_heads=4, groups={"tp": 1}),
+        Case(tp=4, kv_heads=2, groups={"tp": 1, "kv": 2}),
+        Case(tp=4, kv_heads=2, dp=2, groups={"tp": 2, "kv": 4, "dp": 4, "dp_gather": 4}),
+        Case(tp=4, kv_heads=1, groups={"tp": 1}),
+    ],
+    ids=lambda case: " ".join(
+        f"{name}={value}" for name, value in vars(case).items() if value != getattr(Case(), name) and name != "groups"
+    ),
+)
+def test_communicators_are_made_only_where_they_are_used(case: Case, cluster: Cluster) -> None:
+    for rank, found in enumerate(cluster.run(case.world_size, build, case)):
+        here = {name for name, (_, ranks) in found.axes.items() if len(ranks) > 1}
+        assert here <= case.groups.keys(), rank
+        # The ranks between the first and the last stage have no part in tied embeddings.
+        assert case.groups.keys() - here <= ({"embedding"} if 0 < rank < case.world_size - 1 else set()), rank
+        assert found.own_groups == len(here), "every communicator is on an axis"
+        assert found.all_groups == sum(case.groups.values())
+
+
+def test_ranks_that_share_a_key_value_head_are_neighbours(cluster: Cluster) -> None:
+    for rank, found in enumerate(cluster.run(8, build, Case(tp=8, kv_heads=2))):
+        first = rank // 4 * 4
+        assert found.axes["kv"] == (rank % 4, tuple(range(first, first + 4)))
 
 
 def test_a_world_that_does_not_factor() -> None:
-    parallel = ParallelConfig(tensor_model_parallel_size=2, pipeline_model_parallel_size=2)
-    with pytest.raises(ClusterError, match=r"number of processes: got 6, expected a multiple of tensor x pipeline parallel size \(2 x 2\)"):
-        build_mesh(parallel, rank=0, world_size=6, device=Mesh.single().device)
+    want = r"number of processes: got 6, expected a multiple of tensor x context x pipeline parallel size \(2 x 1 x 2\)"
+    with pytest.raises(ClusterError, match=want):
+        build_mesh(Case(tp=2, pp=2).config, rank=0, world_size=6, device=torch.device("cpu"))
 
 
 def test_a_single_process_has_no_groups() -> None:
     mesh = Mesh.single()
-    assert [axis.size for axis in (mesh.world, mesh.tp, mesh.dp, mesh.pp, mesh.embedding)] == [1] * 5
-    assert mesh.is_first_stage and mesh.is_last_stage and mesh.world.group is None
+    assert {axis.size for name in ("world", *AXES) if (axis := getattr(mesh, name)) is not None} == {1}
+    assert mesh.world.group is None and (mesh.rank, mesh.data_rank, mesh.data_size) == (0, 0, 1)
+
+
+@pytest.mark.parametrize(
+    ("tp", "per_machine", "warns"),
+    [(1, 3, False), (2, 8, False), (8, 8, False), (4, 6, True), (16, 8, True), (3, 8, True), (2, 1, True), (16, 0, False)],
+)
+def test_tensor_parallel_ranks_that_do_not_fit_a_machine_are_warned_about(tp: int, per_machine: int, warns: bool) -> None:
+    """0 processes per machine: the launcher did not say."""
+    warnings = placement_warnings(ParallelConfig(tensor_model_parallel_size=tp), per_machine)
+    expected = f"tensor parallel size {tp} does not divide the {per_machine} processes of a machine: its traffic leaves the machine"
+    assert warnings == ([expected] if warns else [])
+
+
+@pytest.mark.parametrize(
+    ("environ", "local_world_size", "attempt"),
+    [
+        (TORCHRUN, 0, 0),
+        ({**TORCHRUN, "LOCAL_WORLD_SIZE": "8", "TORCHELASTIC_RESTART_COUNT": "2"}, 8, 2),
+        ({**SLURM, "SLURM_NTASKS_PER_NODE": "4"}, 4, 0),
+    ],
+)
+def test_what_else_launchers_say(environ: dict[str, str], local_world_size: int, attempt: int) -> None:
+    place = place_from_environment(environ)
+    assert (place.local_world_size, place.attempt) == (local_world_size, attempt)
+    assert replace(place, local_world_size=0, attempt=0) == place_from_environment({**TORCHRUN} if "RANK" in environ else {**SLURM})

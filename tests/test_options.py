@@ -28,6 +28,8 @@ SECTIONS = config_sections()
 
 # Every option of a training run. Adding one here has to be argued for: each is a promise, a test and a line of the manual.
 NAMES = [
+    "account_for_embedding_in_pipeline_split",
+    "account_for_loss_in_pipeline_split",
     "adam_beta1",
     "adam_beta2",
     "adam_eps",
@@ -35,6 +37,8 @@ NAMES = [
     "bf16",
     "bos_token_id",
     "clip_grad",
+    "context_parallel_size",
+    "cp_comm_type",
     "data_order",
     "data_parallel_sharding_strategy",
     "data_path",
@@ -43,17 +47,22 @@ NAMES = [
     "eos_token_id",
     "eval_interval",
     "eval_iters",
+    "fp16",
     "fp64",
     "global_batch_size",
     "gpus_per_node",
+    "grad_reduce_in_bf16",
     "head_dim",
     "hidden_act",
     "hidden_size",
+    "hysteresis",
     "init_from_hf",
+    "initial_loss_scale",
     "initializer_range",
     "intermediate_size",
     "load",
     "log_interval",
+    "loss_scale_window",
     "lr",
     "lr_decay_iters",
     "lr_decay_style",
@@ -61,16 +70,20 @@ NAMES = [
     "make_vocab_size_divisible_by",
     "max_position_embeddings",
     "micro_batch_size",
+    "min_loss_scale",
     "min_lr",
     "mlp_bias",
     "nodes",
     "num_attention_heads",
     "num_hidden_layers",
     "num_key_value_heads",
+    "pipeline_layer_split",
     "pipeline_model_parallel_size",
     "pipeline_schedule",
     "preset",
     "progress_bar",
+    "recompute_granularity",
+    "recompute_num_layers",
     "reduce_bucket_size",
     "reset_attention_mask",
     "reset_position_ids",
@@ -87,6 +100,7 @@ NAMES = [
     "tie_word_embeddings",
     "tokenizer_model",
     "train_iters",
+    "virtual_pipeline_model_parallel_size",
     "vocab_size",
     "weight_decay",
 ]
@@ -277,6 +291,19 @@ def test_several_words(tmp_path: Path) -> None:
     ]
 
 
+def test_several_integers(tmp_path: Path) -> None:
+    assert run("--pipeline-layer-split", "3", "1").get(ParallelConfig).pipeline_layer_split == (3, 1)
+    parsed = run("--config", yaml_file(tmp_path, "pipeline_layer_split: [3, 1_0]\n"))
+    assert parsed.get(ParallelConfig).pipeline_layer_split == (3, 10)
+    assert refusal("--pipeline-layer-split", "3", "x")[0].startswith("--pipeline-layer-split: got 3 x, expected one or more of: an integer")
+
+
+def test_pipeline_and_precision_flags_of_megatron() -> None:
+    parsed = run("--num-virtual-stages-per-pipeline-rank", "2", "--fp16", "--initial-loss-scale", "4096")
+    assert parsed.get(ParallelConfig) == ParallelConfig(virtual_pipeline_model_parallel_size=2)
+    assert parsed.get(TrainingConfig) == TrainingConfig(fp16=True, initial_loss_scale=4096.0)
+
+
 def test_required_options_and_one_word_options() -> None:
     sections = [GenerateConfig]
     assert refusal(sections=sections) == ["--load: got nothing, expected text; give --load"]
@@ -369,7 +396,7 @@ def test_megatron_names() -> None:
         "--model llama3-8b --num-layers 4 --ffn-hidden-size 64 --num-query-groups 2 --group-query-attention --norm-epsilon 1e-6 "
         "--rotary-base 500000 --init-method-std 0.01 --untie-embeddings-and-output-weights --tokenizer-name-or-path t.model "
         "--overlapped-distributed-optimizer --swiglu --use-rotary-position-embeddings --no-position-embedding --disable-bias-linear "
-        "--normalization RMSNorm --position-embedding-type rope --attention-dropout 0 --hidden-dropout 0.0 --fp16 false"
+        "--normalization RMSNorm --position-embedding-type rope --attention-dropout 0 --hidden-dropout 0.0"
     )
     parsed = run(*argv.split())
     model = ModelConfig(
@@ -391,7 +418,7 @@ def test_megatron_names() -> None:
 
 
 def test_megatron_switches_in_yaml(tmp_path: Path) -> None:
-    path = yaml_file(tmp_path, "untie_embeddings_and_output_weights: false\nswiglu: true\nattention-dropout: 0.0\nfp16: false\n")
+    path = yaml_file(tmp_path, "untie_embeddings_and_output_weights: false\nswiglu: true\nattention-dropout: 0.0\n")
     parsed = run("--config", path)
     assert parsed.differences() == {"tie_word_embeddings": True}
     assert parsed.explicit == {"tie_word_embeddings"}
@@ -400,7 +427,6 @@ def test_megatron_switches_in_yaml(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
-        ("--fp16", "--fp16: got true, expected false; float16 is not supported, use --bf16"),
         ("--swiglu false", "--swiglu: got false, expected true; every LLaMA has it: accepted, changes nothing"),
         ("--swiglu perhaps", "--swiglu: got perhaps, expected true or false; correct the value"),
         ("--normalization LayerNorm", "--normalization: got LayerNorm, expected RMSNorm; every LLaMA has it: accepted, changes nothing"),
@@ -443,7 +469,7 @@ def test_one_configuration_file(argv: list[str]) -> None:
 
 def test_all_problems_come_at_once(tmp_path: Path) -> None:
     path = yaml_file(tmp_path, "lr: fast\nbogus: 1\n")
-    problems = refusal("stray", "--config", path, "--seed", "x", "--fp16", "--num-layer", "2")
+    problems = refusal("stray", "--config", path, "--seed", "x", "--no-swiglu", "--num-layer", "2")
     assert len(problems) == 6
 
 
@@ -470,4 +496,4 @@ def test_reading_options_loads_nothing_slow() -> None:
 
 def test_literals_are_held_by_annotations() -> None:
     # A reader of the manual sees the choices; they come from the annotation, not from a second list.
-    assert options_of([ParallelConfig])["pipeline_schedule"].kind == Literal["gpipe", "1f1b"]
+    assert options_of([ParallelConfig])["pipeline_schedule"].kind == Literal["gpipe", "1f1b", "interleaved", "zb-h1", "zb-v"]

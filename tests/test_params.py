@@ -3,15 +3,29 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 
 import pytest
 import torch
 from torch import Tensor
 
-from megatron_llama.config import ModelConfig
+from megatron_llama.config import Config, ModelConfig, ParallelConfig
 from megatron_llama.mesh import Axis, Mesh
-from megatron_llama.model.llama import Stage
-from megatron_llama.params import hf_shapes, padded_vocab_size, parameter_count, rectangles, stage_layers, stage_units
+from megatron_llama.model.llama import Stage, StageOptions
+from megatron_llama.params import (
+    ParamSpec,
+    Partition,
+    UnitSpec,
+    hf_shapes,
+    kv_copies,
+    padded_vocab_size,
+    parameter_count,
+    partition_of,
+    rank_units,
+    rectangles,
+    split_layers,
+    stage_units,
+)
 from megatron_llama.recorder import Recorder
 
 GQA = ModelConfig(
@@ -25,7 +39,23 @@ GQA = ModelConfig(
     make_vocab_size_divisible_by=16,
 )
 TIED = ModelConfig(**(vars(GQA) | {"tie_word_embeddings": True, "num_key_value_heads": 8, "vocab_size": 320}))
-GRIDS = [(tp, pp) for tp in (1, 2, 4) for pp in (1, 2, 4)]
+ONE_KV_HEAD = replace(GQA, num_key_value_heads=1)
+GRIDS = [(tp, pp) for tp in (1, 2, 4, 8) for pp in (1, 2, 4)]
+models = pytest.mark.parametrize("model", [GQA, TIED, ONE_KV_HEAD], ids=["gqa", "tied", "one kv head"])
+
+
+def even(layers: int, stages: int) -> Partition:
+    """Equal shares, a rank for every stage."""
+    return Partition(split_layers(layers, stages), tuple(range(stages)))
+
+
+def around(layers: int, ranks: int) -> Partition:
+    """Down the ranks and back up: both ends are on rank 0."""
+    return Partition(split_layers(layers, 2 * ranks), (*range(ranks), *reversed(range(ranks))))
+
+
+def specs_of(units: tuple[UnitSpec, ...]) -> list[ParamSpec]:
+    return [spec for unit in units for spec in unit.params]
 
 
 def paper_mesh(tp: int, tp_rank: int, stages: int, stage: int) -> Mesh:
@@ -37,19 +67,27 @@ def paper_mesh(tp: int, tp_rank: int, stages: int, stage: int) -> Mesh:
 
     alone = axis("alone", 0, 1)
     tensor, pipe = axis("tp", tp_rank, tp), axis("pp", stage, stages)
-    return Mesh(alone, tensor, alone, alone, pipe, pipe, alone, torch.device("cpu"), recorder)
+    return Mesh(alone, tensor, alone, alone, alone, alone, pipe, pipe, alone, torch.device("cpu"), recorder)
+
+
+def paper_stage(model: ModelConfig, partition: Partition, index: int, *, tp: int = 1, tp_rank: int = 0) -> Stage:
+    """The modules of a stage, without weights."""
+    mesh = paper_mesh(tp, tp_rank, max(partition.placement) + 1, partition.placement[index])
+    return Stage(model, mesh, StageOptions(), partition=partition, index=index)
 
 
 @pytest.mark.parametrize(("tp", "pp"), GRIDS)
-@pytest.mark.parametrize("model", [GQA, TIED], ids=["gqa", "tied"])
+@models
 def test_stage_parameters_are_those_of_the_modules(model: ModelConfig, tp: int, pp: int) -> None:
-    for tp_rank, stage in itertools.product(range(tp), range(pp)):
-        units = stage_units(model, tp=tp, tp_rank=tp_rank, stages=pp, stage=stage)
-        module = Stage(model, paper_mesh(tp, tp_rank, pp, stage), sequence_parallel=False)
-        planned = {spec.name: spec.shape for unit in units for spec in unit.params}
-        assert planned == {name: tuple(p.shape) for name, p in module.named_parameters()}
-        assert len(planned) == sum(len(unit.params) for unit in units), "a parameter is listed twice"
-        assert all(spec.decay == (len(spec.shape) > 1) for unit in units for spec in unit.params)
+    for partition in (even(4, pp), around(4, pp)) if pp < 4 else (even(4, pp),):
+        for tp_rank, stage in itertools.product(range(tp), range(partition.stages)):
+            specs = specs_of(stage_units(model, partition, stage, tp=tp, tp_rank=tp_rank))
+            module = paper_stage(model, partition, stage, tp=tp, tp_rank=tp_rank)
+            planned = {spec.name: spec.shape for spec in specs}
+            assert planned == {name: tuple(p.shape) for name, p in module.named_parameters()}
+            assert len(planned) == len(specs), "a parameter is listed twice"
+            assert all(spec.decay == (len(spec.shape) > 1) and spec.stage == stage for spec in specs)
+            assert module.units == len(stage_units(model, partition, stage, tp=tp, tp_rank=tp_rank))
 
 
 def hf_tensors(model: ModelConfig) -> dict[str, Tensor]:
@@ -70,6 +108,11 @@ def local_parameter(name: str, hf: dict[str, Tensor], model: ModelConfig, tp: in
 
     if name.endswith("qkv_proj.weight"):
         return torch.cat([rows(hf[name.replace("qkv_proj", part)]) for part in ("q_proj", "k_proj", "v_proj")])
+    if name.endswith("kv_proj.weight"):
+        heads = model.num_key_value_heads
+        return torch.cat([hf[name.replace("kv_proj", part)].chunk(heads)[rank * heads // tp] for part in ("k_proj", "v_proj")])
+    if name.endswith("q_proj.weight"):
+        return rows(hf[name])
     if name.endswith("gate_up_proj.weight"):
         return torch.cat([rows(hf[name.replace("gate_up_proj", part)]) for part in ("gate_proj", "up_proj")])
     if name.endswith(("o_proj.weight", "down_proj.weight")):
@@ -82,11 +125,11 @@ def local_parameter(name: str, hf: dict[str, Tensor], model: ModelConfig, tp: in
 
 
 @pytest.mark.parametrize(("tp", "pp"), GRIDS)
-@pytest.mark.parametrize("model", [GQA, TIED], ids=["gqa", "tied"])
+@models
 def test_rectangles_point_at_the_right_elements(model: ModelConfig, tp: int, pp: int) -> None:
     hf = hf_tensors(model)
     for rank, stage in itertools.product(range(tp), range(pp)):
-        for spec in (spec for unit in stage_units(model, tp=tp, tp_rank=rank, stages=pp, stage=stage) for spec in unit.params):
+        for spec in specs_of(stage_units(model, even(4, pp), stage, tp=tp, tp_rank=rank)):
             rebuilt = torch.full((spec.numel,), -1)
             # Uneven cuts: the pieces start and end inside rows.
             cuts = sorted({0, 1, spec.numel // 3, spec.numel // 2 + 1, spec.numel})
@@ -100,9 +143,86 @@ def test_rectangles_point_at_the_right_elements(model: ModelConfig, tp: int, pp:
             assert torch.equal(rebuilt.view(spec.shape), local_parameter(spec.name, hf, model, tp, rank)), spec.name
 
 
-def test_stages_partition_the_layers() -> None:
+def test_equal_shares() -> None:
     for layers, stages in ((4, 1), (4, 2), (12, 3), (80, 8)):
-        assert [layer for stage in range(stages) for layer in stage_layers(layers, stages, stage)] == list(range(layers))
+        ranges = split_layers(layers, stages)
+        assert [layer for part in ranges for layer in part] == list(range(layers))
+        assert {len(part) for part in ranges} == {layers // stages}
+
+
+@pytest.mark.parametrize(
+    ("layers", "stages", "options", "counts"),
+    [
+        (7, 3, {"explicit": (1, 4, 2)}, [1, 4, 2]),
+        (4, 1, {"explicit": (4,)}, [4]),
+        (7, 4, {"first": 1}, [1, 2, 2, 2]),
+        (7, 4, {"last": 1}, [2, 2, 2, 1]),
+        (14, 4, {"first": 1, "last": 1}, [3, 4, 4, 3]),
+        (126, 16, {"first": 1, "last": 1}, [7, *[8] * 14, 7]),  # Llama 3.1 405B (Dubey et al., 2024, section 3.3.2)
+        (5, 1, {"first": 1, "last": 1}, [5]),
+    ],
+)
+def test_uneven_shares(layers: int, stages: int, options: dict[str, object], counts: list[int]) -> None:
+    ranges = split_layers(layers, stages, **options)
+    assert [len(part) for part in ranges] == counts
+    assert [layer for part in ranges for layer in part] == list(range(layers))
+
+
+@pytest.mark.parametrize(
+    ("options", "layers", "held"),
+    [
+        ({"pipeline_model_parallel_size": 2}, 4, [[0, 1], [2, 3]]),
+        ({"pipeline_model_parallel_size": 2, "pipeline_layer_split": (3, 1)}, 4, [[0, 1, 2], [3]]),
+        (
+            {"pipeline_model_parallel_size": 2, "virtual_pipeline_model_parallel_size": 2, "pipeline_schedule": "interleaved"},
+            8,
+            [[0, 1, 4, 5], [2, 3, 6, 7]],
+        ),
+        (
+            {
+                "pipeline_model_parallel_size": 2,
+                "virtual_pipeline_model_parallel_size": 2,
+                "pipeline_schedule": "interleaved",
+                "account_for_embedding_in_pipeline_split": True,
+                "account_for_loss_in_pipeline_split": True,
+            },
+            6,
+            [[0, 3, 4], [1, 2, 5]],
+        ),
+        ({"pipeline_model_parallel_size": 2, "virtual_pipeline_model_parallel_size": 2, "pipeline_schedule": "zb-v"}, 4, [[0, 3], [1, 2]]),
+    ],
+    ids=["equal", "listed", "interleaved", "interleaved, ends counted", "zb-v"],
+)
+def test_a_rank_holds_the_blocks_of_all_its_stages(options: dict[str, object], layers: int, held: list[list[int]]) -> None:
+    config = Config(model=replace(TIED, num_hidden_layers=layers), parallel=ParallelConfig(**options))
+    for rank, blocks in enumerate(held):
+        names = [unit.name for units in rank_units(config, rank=rank) for unit in units]
+        assert [name for name in names if name.startswith("layers")] == [f"layers.{block}" for block in blocks]
+    partition = partition_of(config)
+    assert sorted(stage for rank in range(2) for stage in partition.stages_of(rank)) == list(range(partition.stages))
+    assert partition.ends_meet == (options.get("pipeline_schedule") == "zb-v")
+
+
+@pytest.mark.parametrize(("tp", "kv_heads", "copies"), [(4, 4, 1), (4, 8, 1), (4, 2, 2), (8, 2, 4), (4, 1, 4), (1, 1, 1)])
+def test_shared_key_value_heads_are_marked_as_copies_with_partial_gradients(tp: int, kv_heads: int, copies: int) -> None:
+    model = replace(GQA, num_key_value_heads=kv_heads)
+    assert kv_copies(model, tp) == copies
+    for rank in range(tp):
+        specs = {spec.name.split(".")[-2]: spec for spec in specs_of(stage_units(model, even(4, 1), 0, tp=tp, tp_rank=rank))}
+        assert ("kv_proj" in specs, "qkv_proj" in specs) == (copies > 1, copies == 1)
+        shared = {name for name, spec in specs.items() if spec.copies > 1 and spec.partial}
+        assert shared == ({"kv_proj"} if copies > 1 else set())
+        if copies > 1:
+            assert specs["kv_proj"].copies == copies and specs["q_proj"].copies == 1
+            assert specs["kv_proj"].shape == (2 * model.head_dim, model.hidden_size)
+            assert specs["q_proj"].shape == (8 * model.head_dim // tp, model.hidden_size)
+
+
+def test_norms_are_copies_whose_gradients_are_partial_only_under_sequence_parallelism() -> None:
+    for tp, sequence_parallel, expected in ((1, True, (1, False)), (2, False, (2, False)), (2, True, (2, True))):
+        specs = specs_of(stage_units(GQA, even(4, 1), 0, tp=tp, sequence_parallel=sequence_parallel))
+        assert {(spec.copies, spec.partial) for spec in specs if not spec.decay} == {expected}
+        assert {(spec.copies, spec.partial) for spec in specs if spec.decay} == {(1, False)}
 
 
 @pytest.mark.parametrize(
@@ -135,11 +255,12 @@ def test_padded_vocabulary() -> None:
     assert padded_vocab_size(TIED, 4) == 320
 
 
-def test_tied_embedding_is_one_parameter_on_one_stage_and_two_copies_on_several() -> None:
-    alone = [spec for unit in stage_units(TIED) for spec in unit.params]
-    assert [spec.contributions for spec in alone if spec.name == "model.embed_tokens.weight"] == [2]
-    assert not any(spec.tied or spec.name == "lm_head.weight" for spec in alone)
-    ends = [stage_units(TIED, stages=4, stage=stage) for stage in range(4)]
-    tied = [[spec for unit in units for spec in unit.params if spec.tied] for units in ends]
+def test_tied_embedding_is_one_parameter_on_one_rank_and_two_copies_on_several() -> None:
+    for partition in (even(4, 1), around(4, 2), around(4, 1)):
+        alone = [spec for stage in range(partition.stages) for spec in specs_of(stage_units(TIED, partition, stage))]
+        assert [spec.contributions for spec in alone if spec.name == "model.embed_tokens.weight"] == [2]
+        assert not any(spec.tied or spec.name == "lm_head.weight" for spec in alone)
+    ends = [stage_units(TIED, even(4, 4), stage) for stage in range(4)]
+    tied = [[spec for spec in specs_of(units) if spec.tied] for units in ends]
     assert [[spec.name for spec in specs] for specs in tied] == [["model.embed_tokens.weight"], [], [], ["lm_head.weight"]]
     assert tied[0][0].slices == tied[3][0].slices and tied[0][0].contributions == tied[3][0].contributions == 1

@@ -17,6 +17,10 @@ from megatron_llama.validate import assemble, check, dp_size, problems, resolve
 SMALL = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 4, "num_attention_heads": 8, "vocab_size": 100}
 
 
+INTERLEAVED = {"pipeline_model_parallel_size": 2, "pipeline_schedule": "interleaved", "global_batch_size": 2}
+ENDS = {"account_for_embedding_in_pipeline_split": True, "account_for_loss_in_pipeline_split": True}
+
+
 def config_of(**given: Any) -> Config:
     """A small model that can run, with fields of any section changed."""
     values = SMALL | {"train_iters": 10} | given
@@ -95,10 +99,39 @@ def test_every_preset_runs(name: str) -> None:
 def test_dp_size() -> None:
     config = config_of(tensor_model_parallel_size=2, pipeline_model_parallel_size=4)
     assert dp_size(config, 24) == 3
-    with pytest.raises(ConfigError, match=r"processes: got 12, expected a multiple of tp 2 x pp 4 = 8; start 8 or 16 processes"):
+    with pytest.raises(ConfigError, match=r"processes: got 12, expected a multiple of tp 2 x cp 1 x pp 4 = 8; start 8 or 16 processes"):
         dp_size(config, 12)
     with pytest.raises(ConfigError, match="expected positive sizes"):
         dp_size(config_of(tensor_model_parallel_size=0), 1)
+
+
+@pytest.mark.parametrize(
+    ("given", "world_size"),
+    [
+        ({"tensor_model_parallel_size": 4, "num_key_value_heads": 2}, 4),
+        ({"tensor_model_parallel_size": 8, "num_key_value_heads": 1}, 8),
+        ({"pipeline_model_parallel_size": 2, "pipeline_layer_split": (1, 3)}, 2),
+        ({"pipeline_model_parallel_size": 3, "account_for_embedding_in_pipeline_split": True, "num_hidden_layers": 5}, 3),
+        ({"pipeline_model_parallel_size": 4, "num_hidden_layers": 14} | ENDS, 4),
+        ({"num_hidden_layers": 3} | ENDS, 1),
+        ({"pipeline_model_parallel_size": 2, "pipeline_schedule": "zb-v"}, 2),
+        ({"pipeline_model_parallel_size": 2, "pipeline_schedule": "zb-v", "virtual_pipeline_model_parallel_size": 2}, 2),
+        (INTERLEAVED | {"virtual_pipeline_model_parallel_size": 2, "global_batch_size": 4, "pipeline_layer_split": (1, 1, 1, 1)}, 2),
+        ({"context_parallel_size": 2, "tensor_model_parallel_size": 2, "sequence_parallel": True, "seq_length": 24}, 8),
+        ({"fp16": True, "grad_reduce_in_bf16": True}, 2),
+    ],
+)
+def test_what_fits_is_accepted(given: dict[str, Any], world_size: int) -> None:
+    assert problems(config_of(**given), world_size) == []
+
+
+@pytest.mark.parametrize(("layers", "stages"), [(2, 4), (3, 4)])
+def test_a_stage_without_blocks_is_refused(layers: int, stages: int) -> None:
+    """Although the layers, with what is counted for the ends, are a multiple of the stages."""
+    counted = dict(list(ENDS.items())[: stages - layers])
+    [problem] = problems(config_of(pipeline_model_parallel_size=stages, num_hidden_layers=layers, **counted), stages)
+    assert f"got {stages} stages, expected a divisor of num_hidden_layers {layers} + {stages - layers}" in problem
+    assert "that leaves every stage a block" in problem
 
 
 LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
@@ -109,9 +142,14 @@ LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_fr
     [
         ({"tensor_model_parallel_size": 3, "intermediate_size": 99, "num_key_value_heads": 0, "num_attention_heads": 8}, 3, None),
         (
-            {"tensor_model_parallel_size": 4, "num_key_value_heads": 2},
+            {"tensor_model_parallel_size": 4, "num_attention_heads": 12, "head_dim": 8, "num_key_value_heads": 6},
             4,
-            "--tensor-model-parallel-size: got 4, expected a divisor of num_key_value_heads 2; choose 2",
+            "--tensor-model-parallel-size: got 4, expected a divisor or a multiple of num_key_value_heads 6; choose 3 or 6",
+        ),
+        (
+            {"tensor_model_parallel_size": 6, "num_attention_heads": 12, "head_dim": 8, "num_key_value_heads": 4},
+            6,
+            "--tensor-model-parallel-size: got 6, expected a divisor or a multiple of num_key_value_heads 4; choose 4 or 8",
         ),
         (
             {"tensor_model_parallel_size": 4, "intermediate_size": 98},
@@ -121,17 +159,73 @@ LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_fr
         (
             {"tensor_model_parallel_size": 2, "sequence_parallel": True, "seq_length": 33},
             2,
-            "--tensor-model-parallel-size: got 2, expected a divisor of seq_length 33; choose 1 or 3",
+            "--seq-length: got 33, expected a multiple of tp 2 = 2; choose 32 or 34",
+        ),
+        (
+            {"context_parallel_size": 2, "seq_length": 2046},
+            2,
+            "--seq-length: got 2046, expected a multiple of 2 x cp 2 = 4; choose 2044 or 2048",
+        ),
+        (
+            {"context_parallel_size": 3, "tensor_model_parallel_size": 2, "sequence_parallel": True, "seq_length": 128},
+            6,
+            "--seq-length: got 128, expected a multiple of 2 x cp 3 x tp 2 = 12; choose 120 or 132",
         ),
         (
             {"pipeline_model_parallel_size": 3, "num_hidden_layers": 32},
             3,
-            "--pipeline-model-parallel-size: got 3, expected a divisor of num_hidden_layers 32; choose 2 or 4",
+            "--pipeline-model-parallel-size: got 3 stages, expected a divisor of num_hidden_layers 32; choose 2 or 4 stages, or give",
+        ),
+        (
+            INTERLEAVED | {"virtual_pipeline_model_parallel_size": 3, "num_hidden_layers": 8},
+            2,
+            "--virtual-pipeline-model-parallel-size: got 6 stages, expected a divisor of num_hidden_layers 8; choose 4 or 8 stages",
+        ),
+        (
+            {"pipeline_model_parallel_size": 4, "num_hidden_layers": 8, "account_for_embedding_in_pipeline_split": True},
+            4,
+            "got 4 stages, expected a divisor of num_hidden_layers 8 + 1 for embedding and loss; choose 3 or 9 stages",
+        ),
+        (
+            {"pipeline_model_parallel_size": 4, "num_hidden_layers": 8} | ENDS,
+            4,
+            "got 4 stages, expected a divisor of num_hidden_layers 8 + 2 for embedding and loss; choose 2 or 5 stages",
+        ),
+        (
+            {"pipeline_model_parallel_size": 3, "num_hidden_layers": 4, "pipeline_layer_split": (2, 2)},
+            3,
+            "--pipeline-layer-split: got 2 2 (sum 4), expected 3 numbers of 1 or more (one per stage) that add up to num_hidden_layers 4",
+        ),
+        (
+            {"pipeline_model_parallel_size": 2, "num_hidden_layers": 4, "pipeline_layer_split": (2, 3)},
+            2,
+            "--pipeline-layer-split: got 2 3 (sum 5), expected 2 numbers of 1 or more (one per stage) that add up to num_hidden_layers 4",
+        ),
+        (
+            {"pipeline_model_parallel_size": 2, "pipeline_layer_split": (4, 0)},
+            2,
+            "--pipeline-layer-split: got 4 0 (sum 4), expected 2 numbers",
+        ),
+        (
+            INTERLEAVED | {"virtual_pipeline_model_parallel_size": 2, "pipeline_layer_split": (2, 2)},
+            2,
+            "--pipeline-layer-split: got 2 2 (sum 4), expected 4 numbers of 1 or more",
+        ),
+        (
+            {"pipeline_model_parallel_size": 2, "virtual_pipeline_model_parallel_size": 2},
+            2,
+            "--virtual-pipeline-model-parallel-size: got 2, expected 1 chunk per rank with --pipeline-schedule 1f1b",
+        ),
+        (INTERLEAVED, 2, "--virtual-pipeline-model-parallel-size: got 1, expected 2 or more chunks per rank"),
+        (
+            INTERLEAVED | {"virtual_pipeline_model_parallel_size": 2, "global_batch_size": 3},
+            2,
+            "global_batch_size / (micro_batch_size x dp): got 3, expected a multiple of --pipeline-model-parallel-size 2",
         ),
         (
             {"tensor_model_parallel_size": 2},
             3,
-            "processes: got 3, expected a multiple of tp 2 x pp 1 = 2; start 2 or 4 processes, or change",
+            "processes: got 3, expected a multiple of tp 2 x cp 1 x pp 1 = 2; start 2 or 4 processes, or change",
         ),
         ({}, 0, "processes: got 0"),
         (
@@ -159,7 +253,17 @@ LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_fr
         ({"rope_scaling": {"rope_type": "linear", "factor": 0}}, 1, "rope_scaling.factor: got 0, expected a positive number"),
         ({"rope_scaling": {"rope_type": "linear", "factor": "2"}}, 1, "rope_scaling.factor: got 2, expected a positive number"),
         ({"rope_scaling": LLAMA3}, 1, "rope_scaling.original_max_position_embeddings: got nothing"),
-        ({"bf16": True, "fp64": True}, 1, "--bf16 --fp64: got both"),
+        ({"context_parallel_size": 2}, 3, "processes: got 3, expected a multiple of tp 1 x cp 2 x pp 1 = 2; start 2 or 4 processes"),
+        ({"global_batch_size": 4, "context_parallel_size": 2}, 6, "expected a multiple of micro_batch_size 1 x dp 3 = 3; choose 3 or 6"),
+        ({"bf16": True, "fp64": True}, 1, "--bf16 --fp64: got 2 precisions, expected at most one; leave the others out"),
+        ({"bf16": True, "fp16": True, "fp64": True}, 1, "--bf16 --fp16 --fp64: got 3 precisions"),
+        ({"initial_loss_scale": 0.0}, 1, "--initial-loss-scale: got 0.0, expected a positive number"),
+        ({"min_loss_scale": -1.0}, 1, "--min-loss-scale: got -1.0, expected a positive number"),
+        ({"loss_scale_window": 0}, 1, "--loss-scale-window: got 0, expected a positive number"),
+        ({"hysteresis": 0}, 1, "--hysteresis: got 0, expected a positive number"),
+        ({"min_loss_scale": 8.0, "initial_loss_scale": 4.0}, 1, "--min-loss-scale: got 8.0, expected at most initial_loss_scale 4.0"),
+        ({"context_parallel_size": 0}, 1, "--context-parallel-size: got 0, expected a positive number"),
+        ({"virtual_pipeline_model_parallel_size": 0}, 1, "--virtual-pipeline-model-parallel-size: got 0, expected a positive number"),
         ({"train_iters": 0}, 1, "--train-iters: got 0, expected a positive number; give --train-iters N"),
         ({"micro_batch_size": 0}, 1, "--micro-batch-size: got 0"),
         ({"micro_batch_size": -1}, 1, "--micro-batch-size: got -1"),
@@ -187,7 +291,8 @@ LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_fr
 def test_each_problem_is_named_alone(given: dict[str, Any], world_size: int, message: str | None) -> None:
     found = problems(config_of(**given), world_size)
     if message is None:  # heads and groups alike are not divisible
-        assert [problem.split("; ")[0].split("divisor of ")[1] for problem in found] == ["num_attention_heads 8", "num_key_value_heads 8"]
+        wanted = [problem.split("; ")[0].split("expected ")[1] for problem in found]
+        assert wanted == ["a divisor of num_attention_heads 8", "a divisor or a multiple of num_key_value_heads 8"]
     else:
         assert len(found) == 1, found
         assert message in found[0]

@@ -79,6 +79,7 @@ DAMAGE = {
     "meta is not JSON": (lambda path: cut(path / "meta.json", 30), r"meta\.json: got .*line 3.*, expected valid JSON; restore"),
     "meta is a list": (lambda path: (path / "meta.json").write_text("[]"), r"meta\.json: got list, expected a JSON object; restore"),
     "meta lacks a field": (lambda path: edit_meta(path, seed="gone"), r"meta\.json: got no field 'seed'"),
+    "meta lacks the loss scale": (lambda path: edit_meta(path, loss_scale="gone"), r"meta\.json: got no field 'loss_scale'"),
     "meta has a wrong type": (lambda path: edit_meta(path, iteration=None), r"meta\.json: got a field that cannot be read"),
     "later format": (lambda path: edit_meta(path, format_version=2), r"format_version: got 2, expected 1; .*version of this program"),
     "no index": (lambda path: (path / ".metadata").unlink(), r"\.metadata: got No such file or directory"),

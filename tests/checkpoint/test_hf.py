@@ -19,15 +19,16 @@ from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 from megatron_llama.checkpoint import native
 from megatron_llama.checkpoint.hf import HFWeights, export_hf
 from megatron_llama.checkpoint.safetensors_file import BLOCK_ELEMENTS, row_blocks
-from megatron_llama.config import Config, ModelConfig, TrainingConfig
+from megatron_llama.config import Config, ModelConfig, ParallelConfig, TrainingConfig
 from megatron_llama.errors import CheckpointError
 from megatron_llama.hf_config import model_config_from_hf, read_hf_config
-from megatron_llama.mesh import Mesh
-from megatron_llama.model.llama import Stage
+from megatron_llama.mesh import Mesh, Place, build_mesh
+from megatron_llama.model.llama import build_stages
 from megatron_llama.optim.build import build_optimizer
 from megatron_llama.params import Rectangle, hf_shapes
 from megatron_llama.tokenizer.spm import SentencePieceTokenizer, train_tokenizer
 from tests.checkpoint.cases import full_disk, state_at
+from tests.harness import Cluster
 
 LLAMA3 = {
     "rope_type": "llama3",
@@ -75,12 +76,22 @@ def same(found: dict[str, Tensor], expected: dict[str, Tensor]) -> bool:
     return found.keys() == expected.keys() and all(equal)
 
 
+def save_imported(mesh: Mesh, config: Config, folder: Path, save: Path) -> Path:
+    """Read a folder into an engine and save its checkpoint."""
+    engine = build_optimizer(config, build_stages(config, mesh).values(), mesh)
+    engine.load_weights(HFWeights(folder))
+    return native.save(save, engine, mesh, state_at(0), config)
+
+
 def through_a_checkpoint(folder: Path, save: Path, *, bf16: bool) -> native.NativeWeights:
-    source = HFWeights(folder)
-    config, mesh = Config(model=source.model, training=TrainingConfig(bf16=bf16)), Mesh.single()
-    engine = build_optimizer(config, Stage(config.model, mesh, sequence_parallel=False), mesh)
-    engine.load_weights(source)
-    return native.open_weights(native.save(save, engine, mesh, state_at(0), config))
+    config = Config(model=read_hf_config(folder), training=TrainingConfig(bf16=bf16))
+    return native.open_weights(save_imported(Mesh.single(), config, folder, save))
+
+
+def save_spread(place: Place, parallel: ParallelConfig, folder: Path, save: Path) -> None:
+    config = Config(model=read_hf_config(folder), parallel=parallel)
+    mesh = build_mesh(config, rank=place.rank, world_size=place.world_size, device=torch.device("cpu"))
+    save_imported(mesh, config, folder, save)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
@@ -98,6 +109,36 @@ def test_round_trip(tmp_path: Path, name: str, dtype: torch.dtype) -> None:
     # Longer than original_max_position_embeddings.
     prompt = torch.arange(48).view(1, 48) * 5 % 251
     assert torch.equal(first(prompt).logits, second(prompt).logits)
+
+
+SPREAD = {
+    "two kv heads over four": (4, ParallelConfig(tensor_model_parallel_size=4), {}),
+    "one kv head over four": (4, ParallelConfig(tensor_model_parallel_size=4, sequence_parallel=True), {"num_key_value_heads": 1}),
+    "one kv head over two, replicated": (
+        4,
+        ParallelConfig(tensor_model_parallel_size=2, data_parallel_sharding_strategy="no_shard"),
+        {"num_key_value_heads": 1},
+    ),
+    "context": (4, ParallelConfig(context_parallel_size=2, reduce_bucket_size=5_000), {}),
+    "listed split, tied": (2, ParallelConfig(pipeline_model_parallel_size=2, pipeline_layer_split=(1, 2)), {"tie_word_embeddings": True}),
+    "both ends on one rank, tied": (
+        2,
+        ParallelConfig(pipeline_model_parallel_size=2, virtual_pipeline_model_parallel_size=2, pipeline_schedule="zb-v"),
+        {"tie_word_embeddings": True, "num_hidden_layers": 4},
+    ),
+}
+
+
+@pytest.mark.parametrize("name", SPREAD)
+def test_round_trip_through_many_processes(cluster: Cluster, tmp_path: Path, name: str) -> None:
+    """Copies of shared heads, of replicas and of tied weights are written once, and padding never."""
+    processes, parallel, fields = SPREAD[name]
+    original = written(tmp_path / "original", **{"num_hidden_layers": 3, **fields})
+    cluster.run(processes, save_spread, parallel, original, tmp_path / "save")
+    weights = native.open_weights(tmp_path / "save")
+    out = export_hf(tmp_path / "out", weights.model, weights, "float32")
+    assert same(tensors(out), tensors(original))
+    assert read_hf_config(out) == read_hf_config(original)
 
 
 def test_half_precision_is_read_and_written(tmp_path: Path) -> None:

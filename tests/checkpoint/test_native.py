@@ -17,9 +17,7 @@ from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 from megatron_llama.checkpoint import native
 from megatron_llama.checkpoint.chunks import CHUNK_ELEMENTS, Region
 from megatron_llama.checkpoint.storage import FILE_BYTES, _batches
-from megatron_llama.mesh import Mesh, Place
-from megatron_llama.model.llama import Stage
-from megatron_llama.optim.build import build_optimizer
+from megatron_llama.mesh import Place
 from megatron_llama.params import Rectangle, hf_shapes
 from tests.checkpoint.cases import SINGLE, TRAINED, Held, copies, load_under, merged, same, save_under, state_at, trained, whole_weights
 from tests.harness import Cluster
@@ -48,6 +46,10 @@ GRID = [
     (Layout(pp=2, dp=2, strategy="optim_grads", tied=True), Layout(tp=2, sp=True, tied=True)),
     (Layout(tp=2, pp=2, sp=True, tied=True), Layout(dp=3, tied=True, bucket=5_000)),
     (Layout(tp=2, dp=2, sp=True), Layout(pp=4)),
+    (Layout(tp=4), Layout(pp=2, virtual=2, schedule="interleaved", microbatches=2)),
+    (Layout(tp=4, kv_heads=1, sp=True), Layout(cp=2, dp=2, kv_heads=1, strategy="optim_grads")),
+    (Layout(pp=2, virtual=2, schedule="zb-v", microbatches=2, tied=True), Layout(tp=4, dp=2, tied=True, bucket=3_000)),
+    (Layout(pp=2, split=(3, 1), microbatches=2), Layout(tp=2, cp=2, cp_comm="ring")),
 ]
 
 
@@ -87,14 +89,12 @@ def test_all_ranks_load_what_rank_0_sees(cluster: Cluster, tmp_path: Path) -> No
 
 def test_low_precision_parameters_follow_the_loaded_masters(tmp_path: Path) -> None:
     saved = merged(save_under(SINGLE, ONE, tmp_path).regions)
-    config, mesh = ONE.config(), Mesh.single()
-    stage = Stage(config.model, mesh, sequence_parallel=False)
-    engine = build_optimizer(replace(config, training=replace(config.training, bf16=True)), stage, mesh)
-    native.load(tmp_path, engine, mesh, config.model)
-    engine.settle()
+    run = trainer(SINGLE, Layout(bf16=True))
+    native.load(tmp_path, run.optimizer, run.mesh, ONE.config().model)
+    run.optimizer.settle()
     name = "model.layers.2.self_attn.o_proj.weight"
-    assert same(merged(copies(engine)), saved)
-    assert torch.equal(stage.get_parameter(name), saved[name].bfloat16())
+    assert same(merged(copies(run.optimizer)), saved)
+    assert torch.equal(run.stages[0].get_parameter(name), saved[name].bfloat16())
 
 
 def test_weights_are_read_in_rectangles(tmp_path: Path) -> None:

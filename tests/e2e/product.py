@@ -47,16 +47,55 @@ ONE = Layout(1, {})
 TP2 = Layout(2, {"tensor_model_parallel_size": 2, "sequence_parallel": True})
 PP2 = Layout(2, {"pipeline_model_parallel_size": 2})
 DP2 = Layout(2, {"data_parallel_sharding_strategy": "optim_grads", "reduce_bucket_size": 20000})
-ALL8 = Layout(8, {"tensor_model_parallel_size": 2, "sequence_parallel": True, "pipeline_model_parallel_size": 2})
-LAYOUTS: Mapping[str, Layout] = {"one": ONE, "tp2 sp": TP2, "pp2": PP2, "dp2 optim_grads": DP2, "tp2 pp2 dp2 sp": ALL8}
+TP2_PP2 = Layout(4, {**TP2.options, **PP2.options})
+ALL8 = Layout(8, TP2_PP2.options)
+CP2 = Layout(2, {"context_parallel_size": 2})
+CP2_RING = Layout(2, {"context_parallel_size": 2, "cp_comm_type": "ring"})
+ZB_H1 = Layout(2, {"pipeline_model_parallel_size": 2, "pipeline_schedule": "zb-h1"})
+ZB_V = Layout(2, {"pipeline_model_parallel_size": 2, "pipeline_schedule": "zb-v"})
+INTERLEAVED = Layout(2, {"pipeline_model_parallel_size": 2, "pipeline_schedule": "interleaved", "virtual_pipeline_model_parallel_size": 2})
+UNEVEN = Layout(2, {"pipeline_model_parallel_size": 2, "pipeline_layer_split": (1, 3)})
+TP4 = Layout(4, {"tensor_model_parallel_size": 4})
+"""More ranks than key/value heads."""
+MIXED = Layout(
+    8,
+    {
+        "tensor_model_parallel_size": 2,
+        "sequence_parallel": True,
+        "context_parallel_size": 2,
+        "cp_comm_type": "ring",
+        "pipeline_model_parallel_size": 2,
+        "pipeline_schedule": "zb-v",
+        "data_parallel_sharding_strategy": "optim_grads",
+    },
+)
+LAYOUTS: Mapping[str, Layout] = {
+    "one": ONE,
+    "tp2 sp": TP2,
+    "pp2": PP2,
+    "dp2 optim_grads": DP2,
+    "tp2 pp2 dp2 sp": ALL8,
+    "cp2": CP2,
+    "cp2 ring": CP2_RING,
+    "tp2 sp cp2": Layout(4, {**TP2.options, **CP2.options}),
+    "tp2 sp cp2 ring": Layout(4, {**TP2.options, **CP2_RING.options}),
+    "pp2 zb-h1": ZB_H1,
+    "pp2 zb-v": ZB_V,
+    "pp2 interleaved": INTERLEAVED,
+    "pp2 1+3 layers": UNEVEN,
+    "tp4 of 2 kv heads": TP4,
+    "tp2 sp cp2 ring pp2 zb-v optim_grads": MIXED,
+}
 
 
 def words(options: Mapping[str, object]) -> list[str]:
-    """Options as they are written on a command line. None leaves one out, True writes the flag alone."""
+    """Options as they are written on a command line. None leaves one out, True writes the flag alone,
+    a tuple several words."""
     line = []
     for name, value in options.items():
         if value is not None:
-            line += ["--" + name.replace("_", "-")] + ([] if value is True else [str(value)])
+            given = value if isinstance(value, tuple) else () if value is True else (value,)
+            line += ["--" + name.replace("_", "-"), *map(str, given)]
     return line
 
 

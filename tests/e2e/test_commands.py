@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from megatron_llama.cli import main
-from tests.e2e.product import EVALUATED, TP2, VOCAB_SIZE, Product, exact_curve, steps
+from tests.e2e.product import EVALUATED, MIXED, TP2, VOCAB_SIZE, ZB_H1, Product, exact_curve, steps, words
 from tests.launch import LAUNCHERS, ROOT, free_port
 
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
@@ -113,12 +113,29 @@ def test_dry_run(world_size: int, product: Product, tmp_path: Path) -> None:
     command = product.command(save=tmp_path / "run", global_batch_size=128, world_size=world_size, dry_run=True, **parallel)
     planned = product.run(*command).ok().out
     tp, pp, dp = (1, 1, 1) if world_size == 1 else (2, 2, world_size // 4)
-    assert f"processes       {world_size} = tp {tp} x pp {pp} x dp {dp}" in planned
+    assert f"processes       {world_size} = tp {tp} x cp 1 x pp {pp} x dp {dp}" in planned
     assert f"batch           128 samples = {64 // dp} microbatches x 2 x dp {dp}; 4,096 tokens a step, 6 steps\n" in planned
-    assert len(re.findall(r"^stage \d ", planned, re.M)) == pp
+    assert len(re.findall(r"^pp rank \d ", planned, re.M)) == pp
     assert planned.endswith(f"valid for {world_size} process{'es' if world_size > 1 else ''}\n")
     assert ("warning: devices:" in planned) == (world_size > max(2, os.cpu_count() or 1))
     assert not list(tmp_path.iterdir())
+
+
+def test_dry_run_of_everything(product: Product) -> None:
+    """What the largest layout of the tests is planned to do, with more replicas: its parts add up to the model."""
+    changes = {"world_size": 32, "fp16": True, "grad_reduce_in_bf16": True, "global_batch_size": 24, **MIXED.options}
+    planned = product.run(*product.command(dry_run=True, **changes)).ok().out
+    assert "processes       32 = tp 2 x cp 2 x pp 2 x dp 4, sequence parallel\n" in planned
+    assert "batch           24 samples = 3 microbatches x 2 x dp 4; " in planned
+    ranks = re.findall(r"^pp rank (\d) +(.*): ([\d,]+) elements per process", planned, re.M)
+    assert [(rank, held) for rank, held, _ in ranks] == [("0", "layer 0, layer 3, embedding, head"), ("1", "layer 1, layer 2")]
+    assert sum(int(numel.replace(",", "")) for _, _, numel in ranks) == pytest.approx(213_568 / 2, rel=0.02)
+    assert re.findall(r"each in (\d+) shards", planned) == ["8", "8"], "context-parallel ranks hold shares too"
+    assert "schedule        zb-v, 4 stages, 3 microbatches (validated)\n" in planned
+    passes = re.findall(r"^  pp rank \d +(.*)$", planned, re.M)
+    labels = sorted(f"{letter}{microbatch}" for letter in "FBW" for microbatch in range(3))
+    assert [sorted(line.split()) for line in passes] == [sorted(labels * 2)] * 2, "each pass once for each of a rank's two chunks"
+    assert planned.count("\nwarning: devices: 32 processes") == 1 and planned.endswith("valid for 32 processes\n")
 
 
 def test_dry_run_counts_what_the_launch_block_says(product: Product, tmp_path: Path) -> None:
@@ -137,7 +154,7 @@ def test_dry_run_joins_nobody(product: Product) -> None:
 
 def test_dry_run_refuses_what_the_run_refuses(product: Product) -> None:
     ended = product.run(*product.command(tensor_model_parallel_size=3), "--dry-run", "--world-size", 64)
-    assert ended.codes == (2,) and "processes: got 64, expected a multiple of tp 3 x pp 1 = 3; start 63 or 66 processes" in ended.err
+    assert ended.codes == (2,) and "processes: got 64, expected a multiple of tp 3 x cp 1 x pp 1 = 3; start 63 or 66 processes" in ended.err
     assert "valid for" not in ended.out
 
 
@@ -161,6 +178,24 @@ def test_dry_run_of_the_quickstart(product: Product) -> None:
     options = ["--data-path", product.data, "--tensor-model-parallel-size", 2, "--dry-run", "--world-size", 2]
     planned = product.run("pretrain", "--config", ROOT / "examples" / "quickstart.yaml", *options).ok().out
     assert planned.endswith("valid for 2 processes\n")
+
+
+def test_dry_run_shows_the_passes_that_the_schedule_command_shows(product: Product) -> None:
+    planned = product.run(*product.command(dry_run=True, world_size=2, **ZB_H1.options)).ok().out
+    drawn = product.run("schedule", *words({**ZB_H1.options, "num_microbatches": 4})).ok().out
+    for rank, passes in enumerate(("F0 F1 B0 W0 F2 B1 W1 F3 B2 W2 B3 W3", "F0 B0 F1 B1 W0 F2 B2 W1 F3 B3 W2 W3")):
+        assert f"\n  pp rank {rank}     {passes}\n" in planned
+        (row,) = re.findall(rf"^rank {rank}  (.*)$", drawn, re.M)
+        assert " ".join(word for word in row.split() if word != ".") == passes
+
+
+def test_schedule_writes_a_picture(product: Product, tmp_path: Path) -> None:
+    options = words({**ZB_H1.options, "num_microbatches": 4, "png": tmp_path / "zb.png"})
+    ended = product.run("schedule", *options).ok()
+    assert ended.out.startswith("zb-h1: 2 pipeline ranks, 4 microbatches (validated)\n")
+    assert "bubble       7.69% of the makespan" in ended.out and ended.out.endswith(f"drawn in {tmp_path}/zb.png\n")
+    assert [path.name for path in tmp_path.iterdir()] == ["zb.png"]
+    assert (tmp_path / "zb.png").read_bytes().startswith(b"\x89PNG\r\n\x1a\n")
 
 
 def test_inspect(product: Product, straight: Callable[[str], Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -15,7 +15,23 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from megatron_llama.data.indexed import IndexedDataset, IndexedDatasetWriter
-from tests.e2e.product import DP2, EVALUATED, ONE, SEQ_LENGTH, TP2, Layout, Product, assert_same_curve, contents, exact_curve, words
+from tests.e2e.product import (
+    CP2,
+    DP2,
+    EVALUATED,
+    INTERLEAVED,
+    ONE,
+    PP2,
+    SEQ_LENGTH,
+    TP2,
+    ZB_V,
+    Layout,
+    Product,
+    assert_same_curve,
+    contents,
+    exact_curve,
+    words,
+)
 from tests.launch import Finished
 
 TWO = Layout(2, {})
@@ -41,9 +57,9 @@ def complaint(ended: Finished) -> str:
 
 CONFIGURATIONS: Mapping[str, tuple[int, dict[str, object], str]] = {
     "heads and tp": (
-        4,
-        {"tensor_model_parallel_size": 4},
-        "--tensor-model-parallel-size: got 4, expected a divisor of num_key_value_heads 2; choose 2",
+        3,
+        {"tensor_model_parallel_size": 3, "num_attention_heads": 6, "hidden_size": 96, "intermediate_size": 96},
+        "--tensor-model-parallel-size: got 3, expected a divisor or a multiple of num_key_value_heads 2; choose 2 or 4",
     ),
     "width and heads": (
         1,
@@ -53,15 +69,71 @@ CONFIGURATIONS: Mapping[str, tuple[int, dict[str, object], str]] = {
     "layers and pp": (
         3,
         {"pipeline_model_parallel_size": 3},
-        "--pipeline-model-parallel-size: got 3, expected a divisor of num_hidden_layers 4; choose 2 or 4",
+        "--pipeline-model-parallel-size: got 3 stages, expected a divisor of num_hidden_layers 4; choose 2 or 4 stages, or give "
+        "--pipeline-layer-split",
     ),
-    "processes": (3, {"tensor_model_parallel_size": 2}, "processes: got 3, expected a multiple of tp 2 x pp 1 = 2; start 2 or 4 processes"),
+    "layers and a V": (
+        2,
+        {**ZB_V.options, "num_layers": 6},
+        "--pipeline-model-parallel-size: got 4 stages, expected a divisor of num_hidden_layers 6; choose 3 or 6 stages",
+    ),
+    "layers and the head": (
+        2,
+        {**PP2.options, "account_for_loss_in_pipeline_split": True},
+        "--pipeline-model-parallel-size: got 2 stages, expected a divisor of num_hidden_layers 4 + 1 for embedding and loss; choose 1 or 5",
+    ),
+    "sum of a split": (
+        2,
+        {**PP2.options, "pipeline_layer_split": (2, 3)},
+        "--pipeline-layer-split: got 2 3 (sum 5), expected 2 numbers of 1 or more (one per stage) that add up to num_hidden_layers 4; "
+        "change the list",
+    ),
+    "length of a split": (
+        2,
+        {**PP2.options, "pipeline_layer_split": (1, 1, 2)},
+        "--pipeline-layer-split: got 1 1 2 (sum 4), expected 2 numbers of 1 or more (one per stage) that add up to num_hidden_layers 4;",
+    ),
+    "nothing in a split": (2, {**PP2.options, "pipeline_layer_split": (0, 4)}, "--pipeline-layer-split: got 0 4 (sum 4), expected 2 "),
+    "microbatches of an interleaved schedule": (
+        2,
+        {**INTERLEAVED.options, "global_batch_size": 6},
+        "number of microbatches, global_batch_size / (micro_batch_size x dp): got 3, expected a multiple of "
+        "--pipeline-model-parallel-size 2 with --pipeline-schedule interleaved; choose 2 or 4 (change --global-batch-size)",
+    ),
+    "chunks without interleaving": (
+        2,
+        {**PP2.options, "virtual_pipeline_model_parallel_size": 2},
+        "--virtual-pipeline-model-parallel-size: got 2, expected 1 chunk per rank with --pipeline-schedule 1f1b; leave it out, or choose "
+        "--pipeline-schedule interleaved",
+    ),
+    "interleaving without chunks": (
+        2,
+        {**PP2.options, "pipeline_schedule": "interleaved"},
+        "--virtual-pipeline-model-parallel-size: got 1, expected 2 or more chunks per rank with --pipeline-schedule interleaved; give",
+    ),
+    "chunks of a V": (
+        2,
+        {**ZB_V.options, "virtual_pipeline_model_parallel_size": 3},
+        "--virtual-pipeline-model-parallel-size: got 3, expected 2 chunks per rank with --pipeline-schedule zb-v; leave it out",
+    ),
+    "processes": (
+        3,
+        {"tensor_model_parallel_size": 2},
+        "processes: got 3, expected a multiple of tp 2 x cp 1 x pp 1 = 2; start 2 or 4 processes, or change --tensor-model-parallel-size, "
+        "--context-parallel-size or --pipeline-model-parallel-size",
+    ),
     "batch": (
         2,
         {"global_batch_size": 6},
         "--global-batch-size: got 6, expected a multiple of micro_batch_size 2 x dp 2 = 4; choose 4 or 8",
     ),
-    "sequence": (2, {**TP2.options, "seq_length": 33}, "--tensor-model-parallel-size: got 2, expected a divisor of seq_length 33"),
+    "sequence and tp": (2, {**TP2.options, "seq_length": 33}, "--seq-length: got 33, expected a multiple of tp 2 = 2; choose 32 or 34"),
+    "sequence and cp": (2, {**CP2.options, "seq_length": 34}, "--seq-length: got 34, expected a multiple of 2 x cp 2 = 4; choose 32 or 36"),
+    "sequence, cp and tp": (
+        4,
+        {**TP2.options, **CP2.options, "seq_length": 36},
+        "--seq-length: got 36, expected a multiple of 2 x cp 2 x tp 2 = 8; choose 32 or 40",
+    ),
     "no data": (1, {"data_path": None, "vocab_size": 512}, "--data-path: got nothing, expected PREFIX of PREFIX.bin and PREFIX.idx"),
     "unknown flag": (
         1,
@@ -69,7 +141,28 @@ CONFIGURATIONS: Mapping[str, tuple[int, dict[str, object], str]] = {
         "--micro-batchsize: got an unknown flag, expected an option of this command; did you mean --micro-batch-size?",
     ),
     "unknown model": (1, {"model": "llama3-8"}, "did you mean llama3-8b?"),
-    "two precisions": (1, {"bf16": True, "fp64": True}, "--bf16 --fp64: got both"),
+    "two precisions": (1, {"bf16": True, "fp16": True}, "--bf16 --fp16: got 2 precisions, expected at most one; leave the others out"),
+    "three precisions": (1, {"bf16": True, "fp16": True, "fp64": True}, "--bf16 --fp16 --fp64: got 3 precisions, expected at most one;"),
+    "loss scale": (1, {"fp16": True, "initial_loss_scale": 0}, "--initial-loss-scale: got 0.0, expected a positive number"),
+    "loss scales": (
+        1,
+        {"fp16": True, "initial_loss_scale": 8, "min_loss_scale": 16},
+        "--min-loss-scale: got 16.0, expected at most initial_loss_scale 8.0; lower one or raise the other",
+    ),
+    "hysteresis": (1, {"fp16": True, "hysteresis": 0}, "--hysteresis: got 0, expected a positive number"),
+    "window": (1, {"fp16": True, "loss_scale_window": 0}, "--loss-scale-window: got 0, expected a positive number"),
+    "cp": (1, {"context_parallel_size": 0}, "--context-parallel-size: got 0, expected a positive number"),
+    "recomputing some": (
+        1,
+        {"recompute_granularity": "full", "recompute_num_layers": "some"},
+        "--recompute-num-layers: got some, expected ",
+    ),
+    "recomputing too many": (
+        1,
+        {"recompute_granularity": "full", "recompute_num_layers": 5},
+        "--recompute-num-layers: got 5, expected ",
+    ),
+    "unknown schedule": (1, {"pipeline_schedule": "zb-v2"}, "--pipeline-schedule: got zb-v2, expected one of gpipe, 1f1b, interleaved, "),
     "steps": (1, {"train_iters": 0}, "--train-iters: got 0, expected a positive number"),
     "vocabulary": (
         1,

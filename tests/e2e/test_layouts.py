@@ -10,6 +10,8 @@ from pathlib import Path
 import pytest
 
 from tests.e2e.product import (
+    CP2,
+    CP2_RING,
     DP2,
     EVALUATED,
     GLOBAL_BATCH_SIZE,
@@ -19,6 +21,7 @@ from tests.e2e.product import (
     SEQ_LENGTH,
     TP2,
     VOCAB_SIZE,
+    ZB_V,
     Layout,
     Product,
     assert_same_curve,
@@ -40,8 +43,8 @@ VALIDATION = re.compile(
     r"lm loss PPL: (\S+) \| validation tokens: (\d+) \|"
 )
 STEP_KEYS = (
-    "iteration lm_loss grad_norm learning_rate consumed_samples tokens_per_second tokens_per_second_per_gpu tflops_per_gpu mfu "
-    "exposed_comm_ms elapsed_ms peak_memory_bytes global_batch_size eta_seconds"
+    "iteration lm_loss grad_norm loss_scale skipped_iterations learning_rate consumed_samples tokens_per_second "
+    "tokens_per_second_per_gpu tflops_per_gpu mfu exposed_comm_ms elapsed_ms peak_memory_bytes global_batch_size eta_seconds"
 )
 
 
@@ -70,6 +73,7 @@ def test_log_lines_and_log_file_say_the_same(product: Product, tmp_path: Path) -
         assert line["norm"] == f"{entry['grad_norm']:.3f}"
         assert math.isclose(entry["tokens_per_second"], GLOBAL_BATCH_SIZE * SEQ_LENGTH / entry["elapsed_ms"] * 1e3)
         assert math.isclose(entry["tokens_per_second"], 2 * entry["tokens_per_second_per_gpu"])
+        assert (entry["loss_scale"], entry["skipped_iterations"]) == (1.0, 0)
         assert entry["exposed_comm_ms"] > 0.0 and entry["peak_memory_bytes"] > 2**20 and entry["mfu"] is None
 
     written = [entry for entry in log(tmp_path) if "validation_loss" in entry]
@@ -110,7 +114,7 @@ def masked(product: Product, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("layout", [TP2, PP2, DP2], ids=["tp2 sp", "pp2", "dp2"])
+@pytest.mark.parametrize("layout", [TP2, PP2, DP2, CP2, CP2_RING, ZB_V], ids=["tp2 sp", "pp2", "dp2", "cp2", "cp2 ring", "zb-v"])
 def test_document_masks_under_every_axis(layout: Layout, product: Product, masked: Path, tmp_path: Path) -> None:
     product.train(layout, save=tmp_path, **dict.fromkeys(MASKS, True))
     assert_same_curve(tmp_path, masked)

@@ -14,11 +14,31 @@ from torch import Tensor
 from megatron_llama.cli import main
 from megatron_llama.commands.pretrain import SECTIONS
 from megatron_llama.options import options_of
-from tests.e2e.product import GLOBAL_BATCH_SIZE, SEQ_LENGTH, TINY, VOCAB_SIZE, Product, column, log, state, words
+from tests.e2e.product import (
+    DP2,
+    EVALUATED,
+    GLOBAL_BATCH_SIZE,
+    LAYOUTS,
+    ONE,
+    SEQ_LENGTH,
+    TINY,
+    VOCAB_SIZE,
+    Product,
+    column,
+    exact_curve,
+    log,
+    state,
+    words,
+)
 
 ELSEWHERE: Mapping[str, str] = {
     "tensor_model_parallel_size": "e2e/test_layouts.py::test_every_layout_trains_the_same_model",
     "distributed_timeout_minutes": "e2e/test_signals.py::test_a_rank_that_hangs_is_noticed_after_the_timeout",
+    "fp16": "e2e/test_fp16.py::test_the_loss_falls",
+    "initial_loss_scale": "e2e/test_fp16.py::test_resuming_goes_on_with_the_scale",
+    "loss_scale_window": "e2e/test_fp16.py::test_resuming_goes_on_with_the_scale",
+    "min_loss_scale": "e2e/test_fp16.py::test_overflow_at_the_smallest_scale_ends_the_run",
+    "hysteresis": "e2e/test_fp16.py::test_hysteresis",
     "bf16": "e2e/test_use.py::test_bf16",
     "fp64": "e2e/test_use.py::test_fp64_is_closer_to_the_truth_than_fp32",
     "data_order": "e2e/test_layouts.py::test_data_order",
@@ -46,14 +66,32 @@ PLANNED: Mapping[str, tuple[dict[str, object], str]] = {
     "num_key_value_heads": ({"num_query_groups": 4}, f"parameters      {213_568 + 4 * 2 * 32 * 64:,} in 39"),
     "head_dim": ({"head_dim": 32}, f"parameters      {213_568 + 4 * 12 * 16 * 64:,} in 39"),
     "tie_word_embeddings": ({"tie_word_embeddings": True}, f"parameters      {213_568 - 512 * 64:,} in 38"),
-    "pipeline_model_parallel_size": (EIGHT, "processes       8 = tp 1 x pp 2 x dp 4"),
+    "pipeline_model_parallel_size": (EIGHT, "processes       8 = tp 1 x cp 1 x pp 2 x dp 4"),
+    "context_parallel_size": ({**EIGHT, "context_parallel_size": 2}, "processes       8 = tp 1 x cp 2 x pp 2 x dp 2"),
     "sequence_parallel": (
         {**EIGHT, "tensor_model_parallel_size": 2, "sequence_parallel": True},
-        "8 = tp 2 x pp 2 x dp 2, sequence parallel",
+        "8 = tp 2 x cp 1 x pp 2 x dp 2, sequence parallel",
     ),
     "pipeline_schedule": (
         {**EIGHT, "pipeline_schedule": "gpipe"},
-        "schedule        gpipe, 2 stages, 2 microbatches (validated)\n  stage 0       F0 F1 B0 B1",
+        "schedule        gpipe, 2 stages, 2 microbatches (validated)\n  pp rank 0     F0 F1 B0 B1",
+    ),
+    "virtual_pipeline_model_parallel_size": (
+        {**EIGHT, "num_layers": 6, "pipeline_schedule": "interleaved", "virtual_pipeline_model_parallel_size": 3},
+        "pp rank 0       layer 0, layer 2, layer 4, embedding:",
+    ),
+    "pipeline_layer_split": ({**EIGHT, "pipeline_layer_split": (1, 3)}, "pp rank 1       layers 1-3, head:"),
+    "account_for_embedding_in_pipeline_split": (
+        {**EIGHT, "num_layers": 5, "account_for_embedding_in_pipeline_split": True},
+        "pp rank 0       layers 0-1, embedding:",
+    ),
+    "account_for_loss_in_pipeline_split": (
+        {**EIGHT, "num_layers": 5, "account_for_loss_in_pipeline_split": True},
+        "pp rank 1       layers 3-4, head:",
+    ),
+    "recompute_num_layers": (
+        {"recompute_granularity": "selective", "recompute_num_layers": 3},
+        " in flight, selective on 3 blocks of each stage;",
     ),
     "data_parallel_sharding_strategy": (
         {**EIGHT, "data_parallel_sharding_strategy": "optim_grads"},
@@ -256,10 +294,53 @@ def test_tokenizer_model(product: Product, tmp_path: Path) -> None:
     assert kept.read_bytes() == given.read_bytes()
 
 
+def test_cp_comm_type(straight: Callable[[str], Path]) -> None:
+    """A ring adds up the same attention in another order: equal to 1e-6, as another test demands, but not in every bit."""
+    whole, ring = (column(straight(name), "lm_loss") for name in ("cp2", "cp2 ring"))
+    assert whole != ring
+
+
+def test_grad_reduce_in_bf16(product: Product, tmp_path: Path) -> None:
+    """Halves the messages, and with them the digits of what two replicas add up; a single process has nobody to send to."""
+    for name, layout in (("one", ONE), ("dp2", DP2)):
+        for wire in (None, True):
+            product.train(layout, save=tmp_path / f"{name} {wire}", train_iters=3, grad_reduce_in_bf16=wire)
+    exact, coarse = (column(tmp_path / f"dp2 {wire}", "grad_norm") for wire in (None, True))
+    assert coarse == pytest.approx(exact, rel=1e-2)
+    assert all(abs(ours - theirs) > 1e-6 for ours, theirs in zip(coarse, exact, strict=True))
+    assert exact_curve(tmp_path / "one None") == exact_curve(tmp_path / "one True")
+
+
+def test_recompute_granularity(product: Product, tmp_path: Path) -> None:
+    """Less memory for the same run, to the bit: 4,096 tokens in four blocks keep 48 MiB, and 4 MiB when whole blocks recompute."""
+    kinds = ("none", "selective", "full")
+    for kind in kinds:
+        length = {"seq_length": 1024, "micro_batch_size": 4, "train_iters": 2}
+        product.train(save=tmp_path / kind, recompute_granularity=kind, **length)
+    curves = [exact_curve(tmp_path / kind) for kind in kinds]
+    peaks = [column(tmp_path / kind, "peak_memory_bytes")[-1] for kind in kinds]
+    assert curves[0] == curves[1] == curves[2]
+    assert peaks[0] - peaks[2] > 20 * 2**20 and peaks[0] > peaks[1] > peaks[2]
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"), [("tp2 sp", "full"), ("pp2 zb-v", "full"), ("pp2 zb-v", "selective"), ("tp2 sp cp2 ring", "selective")], ids=str
+)
+def test_recomputing_changes_no_bit(name: str, kind: str, product: Product, straight: Callable[[str], Path], tmp_path: Path) -> None:
+    product.train(LAYOUTS[name], save=tmp_path, recompute_granularity=kind, **EVALUATED)
+    assert exact_curve(tmp_path) == exact_curve(straight(name))
+
+
+def test_recomputing_no_more_than_needed(product: Product) -> None:
+    """On a machine that has room for everything."""
+    ended = product.train(DP2, train_iters=1, recompute_granularity="full", recompute_num_layers="auto")
+    assert ended.out.startswith(" --recompute-num-layers auto: 0 of up to 4 blocks of a stage recompute (full); ")
+
+
 TRIED = {
     *PLANNED, *REFUSED, *RATES, *FORWARD, "initializer_range", "seed", "weight_decay", "adam_beta1", "adam_beta2", "adam_eps",
     "clip_grad", "log_interval", "eval_interval", "eval_iters", "save_interval", "split", "max_position_embeddings", "bos_token_id",
-    "eos_token_id", "tokenizer_model",
+    "eos_token_id", "tokenizer_model", "cp_comm_type", "grad_reduce_in_bf16", "recompute_granularity",
 }  # fmt: skip
 
 

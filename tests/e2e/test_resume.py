@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from tests.e2e.product import (
     DP2,
@@ -18,6 +19,7 @@ from tests.e2e.product import (
     PP2,
     TP2,
     Product,
+    assert_same_curve,
     assert_same_state,
     column,
     contents,
@@ -28,7 +30,7 @@ from tests.e2e.product import (
 LAST = "iter_0000006"
 
 
-@pytest.mark.parametrize("name", ["one", "tp2 sp", "pp2", "dp2 optim_grads"])
+@pytest.mark.parametrize("name", ["one", "tp2 sp", "pp2", "dp2 optim_grads", "cp2 ring", "pp2 zb-v", "pp2 interleaved"])
 def test_resuming_changes_no_bit(name: str, product: Product, straight: Callable[[str], Path], tmp_path: Path) -> None:
     layout = LAYOUTS[name]
     product.train(layout, save=tmp_path, train_iters=3, **EVALUATED)
@@ -37,6 +39,54 @@ def test_resuming_changes_no_bit(name: str, product: Product, straight: Callable
     assert_same_state(tmp_path / LAST, straight(name) / LAST)
     rates = [3e-3 * (6 - done) / 6 for done in range(6)]
     assert column(tmp_path, "learning_rate") == pytest.approx(rates, rel=1e-12)
+
+
+@pytest.mark.parametrize("name", [name for name in LAYOUTS if name != "one"])
+def test_a_checkpoint_is_the_model_whatever_saved_it(name: str, product: Product, straight: Callable[[str], Path], tmp_path: Path) -> None:
+    """Equal to that of one process but for rounding, and exported as it is."""
+    ours, theirs = state(straight(name) / LAST), state(straight("one") / LAST)
+    assert {tensor: value.shape for tensor, value in ours.items()} == {tensor: value.shape for tensor, value in theirs.items()}
+    weights = {tensor: value for tensor, value in ours.items() if not tensor.startswith("optimizer.")}
+    for tensor, value in weights.items():
+        # Adam moves an element whose gradient is all rounding by a whole step; together they are few.
+        assert (value - theirs[tensor]).norm() < 1e-3 * theirs[tensor].norm(), tensor
+    product.run("export", "--load", straight(name), "--output", tmp_path / "hf").ok()
+    exported = load_file(tmp_path / "hf" / "model.safetensors")
+    assert exported.keys() == weights.keys()
+    assert [tensor for tensor, value in weights.items() if not torch.equal(exported[tensor], value)] == []
+
+
+CHAIN = (
+    "one",
+    "cp2 ring",
+    "tp4 of 2 kv heads",
+    "pp2 zb-v",
+    "tp2 sp cp2",
+    "pp2 1+3 layers",
+    "pp2 interleaved",
+    "dp2 optim_grads",
+    "pp2 zb-h1",
+    "one",
+)
+
+
+def test_no_layout_changes_what_it_loads(product: Product, straight: Callable[[str], Path], tmp_path: Path) -> None:
+    """A rate of 0 takes steps that move no weight: after every layout in turn each one has its bits, and one process ends with
+    moments that only rounding tells from those of a run that never left it."""
+    folders = {name: tmp_path / name for name in ("moving", "staying")}
+    load = dict.fromkeys(folders, straight("one"))
+    for step, name in enumerate(CHAIN[1:], start=7):
+        for kind, layout in (("moving", LAYOUTS[name]), ("staying", LAYOUTS["one"])):
+            product.train(layout, save=folders[kind], load=load[kind], train_iters=step, lr=0.0)
+            load[kind] = folders[kind]
+    assert_same_curve(folders["moving"], folders["staying"])
+    last = f"iter_{5 + len(CHAIN):07d}"
+    start, moved, stayed = state(straight("one") / LAST), state(folders["moving"] / last), state(folders["staying"] / last)
+    for tensor, value in moved.items():
+        if tensor.startswith("optimizer."):
+            torch.testing.assert_close(value, stayed[tensor], rtol=1e-4, atol=1e-7, msg=tensor)
+        else:
+            assert torch.equal(value, start[tensor]), tensor
 
 
 def test_resuming_under_other_layouts(product: Product, straight: Callable[[str], Path], tmp_path: Path) -> None:

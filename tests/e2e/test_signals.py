@@ -10,7 +10,7 @@ from signal import Signals
 
 import pytest
 
-from tests.e2e.product import DP2, PP2, TP2, Layout, Product, assert_same_state, exact_curve, steps
+from tests.e2e.product import CP2_RING, DP2, PP2, TP2, TP2_PP2, ZB_V, Layout, Product, assert_same_state, exact_curve, steps
 
 LONG = 16
 """Steps of a run that is stopped on its way."""
@@ -49,13 +49,23 @@ def test_a_signal_ends_a_run_that_saves_nothing(product: Product) -> None:
     assert " stopped by a signal after iteration " in run.wait().ok().out.splitlines()[-1]
 
 
-@pytest.mark.parametrize("victim", [0, 1])
-def test_the_death_of_one_rank_ends_the_others(victim: int, product: Product) -> None:
-    run = product.start(DP2, train_iters=100_000)
+@pytest.mark.parametrize(
+    ("layout", "victim"),
+    [(DP2, 0), (DP2, 1), (ZB_V, 1), (CP2_RING, 0), (TP2_PP2, 2)],
+    ids=["replica 0", "replica 1", "pipeline rank 1 of 2", "context rank 0 of 2", "rank 2 of 4"],
+)
+def test_the_death_of_one_rank_is_named_by_the_others(layout: Layout, victim: int, product: Product) -> None:
+    run = product.start(layout, train_iters=100_000)
     run.until(lambda: " iteration        2/" in run.text())
     run.signal(Signals.SIGKILL, [victim])
     ended = run.wait(timeout=30.0)
-    assert ended.codes[victim] == -9 and ended.codes[1 - victim] == 1
+    assert ended.codes[victim] == -9
+    for rank, (code, said) in enumerate(zip(ended.codes, ended.errs, strict=True)):
+        if rank != victim:
+            # A rank that is stuck in a message to a third one is ended by its watch.
+            named = rf"rank {victim}: got no answer, expected all ranks at work; |was stuck, and was ended: rank {victim} does not answer"
+            assert code == 1 and re.search(named, said.splitlines()[-1]), (rank, code, said)
+            assert "Traceback" not in said, said
 
 
 def test_a_rank_that_hangs_is_noticed_after_the_timeout(product: Product) -> None:

@@ -14,14 +14,14 @@ from safetensors import safe_open
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from megatron_llama.checkpoint import native
+from megatron_llama.config import Config
 from megatron_llama.mesh import Mesh
-from megatron_llama.model.llama import Stage
-from megatron_llama.model.load import load_stage
-from tests.e2e.product import SEQ_LENGTH, TP2, Layout, Product, column, log, words
+from megatron_llama.model.llama import build_stages
+from megatron_llama.model.load import load_stages, rank_specs
+from tests.e2e.product import SEQ_LENGTH, TP2, TP2_PP2, Layout, Product, column, log, words
 from tests.launch import Finished
 
 PROMPT, NEW = "The statement is", 16
-TP2_PP2 = Layout(4, {"tensor_model_parallel_size": 2, "sequence_parallel": True, "pipeline_model_parallel_size": 2})
 
 
 @dataclass(frozen=True)
@@ -104,8 +104,9 @@ def test_transformers_computes_the_same_logits(trained: Trained, product: Produc
     model, tokenizer = AutoModelForCausalLM.from_pretrained(trained.hf), AutoTokenizer.from_pretrained(trained.hf)
     ids = torch.tensor(tokenizer(product.texts[1])["input_ids"])[:SEQ_LENGTH]
     source = native.open_weights(trained.folder)
-    stage = Stage(source.model, Mesh.single(), sequence_parallel=False)
-    load_stage(stage, source, dtype=torch.float32)
+    config, mesh = Config(model=source.model), Mesh.single()
+    [stage] = build_stages(config, mesh).values()
+    load_stages([stage], rank_specs(config, mesh), source, dtype=torch.float32, device=mesh.device)
     with torch.no_grad():
         ours = stage(ids.unsqueeze(-1), stage.positions(len(ids), torch.device("cpu")))[:, 0, : source.model.vocab_size]
         theirs = model(ids.unsqueeze(0)).logits[0]

@@ -39,6 +39,8 @@ KEYS = {
     "iteration",
     "lm_loss",
     "grad_norm",
+    "loss_scale",
+    "skipped_iterations",
     "learning_rate",
     "consumed_samples",
     "tokens_per_second",
@@ -78,6 +80,20 @@ def test_unknown_values_are_named() -> None:
     record = replace(RECORD, exposed_comm_ms=None, mfu=None, peak_memory_bytes=None, eta_seconds=None)
     ours = " tokens/s/GPU: 1234.5 | exposed comm (ms): n/a | MFU: n/a | peak memory (GiB): n/a | ETA: n/a |"
     assert format_record(record, NOW) == MEGATRON + ours
+
+
+def test_skipped_steps_and_the_loss_scale_are_shown() -> None:
+    record = replace(RECORD, grad_norm=None, loss_scale=32768.0, skipped_iterations=2)
+    line = format_record(record, NOW)
+    assert "| loss scale: 32768.0 | grad norm: n/a | number of skipped iterations:   2 | number of nan iterations:   0 |" in line
+
+
+def test_a_skipped_step_is_written_without_a_norm(tmp_path: Path) -> None:
+    log, _ = opened(tmp_path)
+    with log:
+        log.write(replace(RECORD, grad_norm=None, loss_scale=32768.0, skipped_iterations=1))
+    [entry] = lines(tmp_path)
+    assert (entry["grad_norm"], entry["loss_scale"], entry["skipped_iterations"]) == (None, 32768.0, 1)
 
 
 @pytest.mark.parametrize(("seconds", "text"), [(0.4, "0:00:00"), (59.6, "0:01:00"), (3599.7, "1:00:00"), (100 * 3600 + 61, "100:01:01")])

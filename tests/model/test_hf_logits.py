@@ -12,11 +12,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_llama.config import ModelConfig, ParallelConfig
+from megatron_llama.config import Config, ModelConfig, ParallelConfig
 from megatron_llama.mesh import Mesh, Place, build_mesh
 from megatron_llama.model.init import InitialWeights
-from megatron_llama.model.llama import Stage
-from megatron_llama.model.load import load_stage
+from megatron_llama.model.llama import build_stages
+from megatron_llama.model.load import load_stages, rank_specs
 from megatron_llama.nn.functional import rope_frequencies
 from tests.harness import Cluster
 from tests.parallel.cases import hf_model, token_ids
@@ -36,6 +36,7 @@ LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_fr
 MODELS = {
     "mha": MHA,
     "gqa": replace(MHA, num_key_value_heads=2, rms_norm_eps=1e-6),
+    "one kv head": replace(MHA, num_key_value_heads=1),
     "tied": replace(MHA, tie_word_embeddings=True, num_key_value_heads=2),
     "llama3 scaling": replace(MHA, rope_scaling=LLAMA3, rope_theta=500000.0),
     "linear scaling": replace(MHA, rope_scaling={"rope_type": "linear", "factor": 4.0}),
@@ -51,18 +52,23 @@ def prompt() -> Tensor:
     return token_ids(LENGTH * BATCH).view(BATCH, LENGTH)
 
 
-def stage_logits(mesh: Mesh, model: ModelConfig, *, sequence_parallel: bool = False) -> Tensor:
+def config_of(model: ModelConfig, tp: int = 1, *, sequence_parallel: bool = False) -> Config:
+    return Config(model=model, parallel=ParallelConfig(tensor_model_parallel_size=tp, sequence_parallel=sequence_parallel))
+
+
+def stage_logits(mesh: Mesh, config: Config) -> Tensor:
     """[s, b, padded_vocab / tp] of a one-stage model."""
-    stage = Stage(model, mesh, sequence_parallel=sequence_parallel)
-    load_stage(stage, InitialWeights(1234, model.initializer_range), dtype=torch.float32)
+    [stage] = build_stages(config, mesh).values()
+    source = InitialWeights(1234, config.model.initializer_range)
+    load_stages([stage], rank_specs(config, mesh), source, dtype=torch.float32, device=mesh.device)
     with torch.no_grad():
         return stage(prompt().t(), stage.positions(LENGTH, torch.device("cpu")))
 
 
 def local_logits(place: Place, model: ModelConfig, sequence_parallel: bool) -> Tensor:
-    config = ParallelConfig(tensor_model_parallel_size=place.world_size)
+    config = config_of(model, place.world_size, sequence_parallel=sequence_parallel)
     mesh = build_mesh(config, rank=place.rank, world_size=place.world_size, device=torch.device("cpu"))
-    return stage_logits(mesh, model, sequence_parallel=sequence_parallel)
+    return stage_logits(mesh, config)
 
 
 def hf_logits(model: ModelConfig) -> Tensor:
@@ -79,17 +85,17 @@ def furthest(found: Tensor, expected: Tensor) -> float:
 def test_logits_are_huggingfaces(cluster: Cluster, model: ModelConfig) -> None:
     expected = hf_logits(model)
     assert expected.std() > 0.3, "logits that are all alike would prove nothing"
-    found = stage_logits(Mesh.single(), model)
+    found = stage_logits(Mesh.single(), config_of(model))
     assert furthest(found, expected) < 1e-4
-    for sequence_parallel in (False, True):
-        split = torch.cat(cluster.run(2, local_logits, model, sequence_parallel), dim=-1)
+    for tp, sequence_parallel in ((2, False), (2, True), (4, True)):
+        split = torch.cat(cluster.run(tp, local_logits, model, sequence_parallel), dim=-1)
         assert split.shape[-1] == 512
         assert furthest(split, expected) < 1e-4
 
 
 def test_the_bound_sees_a_missing_scaling() -> None:
     for name in ("llama3 scaling", "linear scaling"):
-        assert furthest(stage_logits(Mesh.single(), replace(MODELS[name], rope_scaling=None)), hf_logits(MODELS[name])) > 1e-2
+        assert furthest(stage_logits(Mesh.single(), config_of(replace(MODELS[name], rope_scaling=None))), hf_logits(MODELS[name])) > 1e-2
 
 
 @models

@@ -35,6 +35,11 @@ def fresh(place: Place, layout: Layout) -> Record:
         Layout(dp=3, strategy="optim_grads", bucket=777),
         Layout(dp=2, strategy="no_shard"),
         Layout(tp=2, pp=2, dp=2, tied=True, bucket=10**9),
+        Layout(tp=4, kv_heads=1, dp=2),
+        Layout(cp=2, dp=2, strategy="optim_grads"),
+        Layout(pp=2, virtual=2, schedule="interleaved", tied=True),
+        Layout(pp=2, virtual=2, schedule="zb-v", tied=True),
+        Layout(pp=3, split=(2, 1, 1)),
     ],
     ids=lambda layout: layout.name,
 )

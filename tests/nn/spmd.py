@@ -13,13 +13,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_llama.comm import autograd
-from megatron_llama.config import ParallelConfig
+from megatron_llama.config import Config, ParallelConfig
 from megatron_llama.mesh import Axis, Mesh, Place, build_mesh
 
 
 def tensor_mesh(place: Place) -> Mesh:
     """All ranks are tensor-parallel."""
-    config = ParallelConfig(tensor_model_parallel_size=place.world_size)
+    config = Config(parallel=ParallelConfig(tensor_model_parallel_size=place.world_size))
     return build_mesh(config, rank=place.rank, world_size=place.world_size, device=torch.device("cpu"))
 
 

@@ -10,8 +10,9 @@ from torch.autograd import gradcheck
 
 from megatron_llama.comm import autograd
 from megatron_llama.mesh import Mesh, Place
+from megatron_llama.nn.attention import causal_attention
 from megatron_llama.nn.embedding import VocabParallelEmbedding
-from megatron_llama.nn.functional import apply_rope, attend, rms_norm, rope_frequencies, rope_table, swiglu
+from megatron_llama.nn.functional import rms_norm, rope_frequencies, rope_table, split_heads, swiglu
 from megatron_llama.nn.linear import ColumnLinear, RowLinear, column_linear
 from megatron_llama.nn.loss import vocab_parallel_cross_entropy
 from tests.harness import Cluster
@@ -149,11 +150,11 @@ def test_functional_gradients() -> None:
     x, weight = numbers(S, B, D, seed=8), numbers(D, seed=9)
     assert gradcheck(lambda *inputs: rms_norm(*inputs, 1e-5), (x, weight))
     assert gradcheck(swiglu, (x,))
-    heads = numbers(S, B, 2, 4, seed=10)
+    qkv = numbers(S, B, 4 * 4, seed=10)
     cos, sin = rope_table(torch.arange(S).unsqueeze(-1), rope_frequencies(4, 100.0, None, torch.device("cpu")))
-    assert gradcheck(lambda value: apply_rope(value, cos, sin), (heads,))
+    assert gradcheck(lambda value: split_heads(value.clone(), cos, sin, query=2, key=1), (qkv,))
     query, key, value = numbers(S, B, 4, 4, seed=11), numbers(S, B, 2, 4, seed=12), numbers(S, B, 2, 4, seed=13)
-    assert gradcheck(lambda *inputs: attend(*inputs, None), (query, key, value))
+    assert gradcheck(lambda *inputs: causal_attention(*inputs, None), (query, key, value))
 
 
 def test_swiglu_is_gate_then_up() -> None:
@@ -164,7 +165,7 @@ def test_swiglu_is_gate_then_up() -> None:
 def test_attention_is_causal_grouped_and_scaled() -> None:
     """Against the textbook: every query head of a group with the group's key head."""
     query, key, value = numbers(S, B, 6, 4, seed=16), numbers(S, B, 2, 4, seed=17), numbers(S, B, 2, 4, seed=18)
-    found = attend(query, key, value, None).unflatten(-1, (6, 4))
+    found = causal_attention(query, key, value, None).unflatten(-1, (6, 4))
     future = torch.ones(S, S, dtype=torch.bool).triu(1)
     for head in range(6):
         scores = torch.einsum("sbd,tbd->bst", query[:, :, head], key[:, :, head // 3]) / 2.0
@@ -179,9 +180,11 @@ def test_rope_angles_stay_fp32() -> None:
     assert cos.dtype is sin.dtype is torch.float32
     assert len({*zip(cos[:, 0, 0].tolist(), sin[:, 0, 0].tolist(), strict=True)}) == 4096
     x = torch.randn(4096, 1, 1, 128, generator=torch.Generator().manual_seed(0)).to(torch.bfloat16)
-    rotated = apply_rope(x, cos.unsqueeze(1), sin.unsqueeze(1))
-    assert rotated.dtype is torch.bfloat16
-    torch.testing.assert_close(rotated.float().norm(dim=-1), x.float().norm(dim=-1), rtol=2e-3, atol=0.0)
+    rotated = split_heads(x.repeat(1, 1, 1, 3).flatten(2), cos.unsqueeze(1), sin.unsqueeze(1), query=1, key=1)
+    for turned in rotated[:2]:
+        assert turned.dtype is torch.bfloat16
+        torch.testing.assert_close(turned.float().norm(dim=-1), x.float().norm(dim=-1), rtol=2e-3, atol=0.0)
+    assert torch.equal(rotated[2], x)
 
 
 def test_linear_rope_scaling_divides_the_frequencies() -> None:

@@ -4,37 +4,40 @@ not finite."""
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from megatron_llama.mesh import Mesh, Place
-from megatron_llama.model.llama import Stage
+from megatron_llama.mesh import Place
 from megatron_llama.nn.sink import sink_of
-from megatron_llama.optim.build import build_optimizer
 from megatron_llama.optim.distributed import OverlappedDistributedOptimizer
-from megatron_llama.params import Rectangle, parameter_count, stage_units
-from megatron_llama.pipeline.runtime import PipelineRuntime
+from megatron_llama.params import Rectangle, parameter_count, rank_units
 from tests.harness import Cluster
-from tests.parallel.cases import MODEL, OPTIMIZER, STRATEGIES, Layout, Trainer, initial_weights, trainer
+from tests.parallel.cases import MODEL, OPTIMIZER, STRATEGIES, Layout, Trainer, trainer
 
 SINGLE = Place(0, 1, 0)
 Gradients = dict[str, Tensor]
 
 
-def gradients(stage: nn.Module, seed: int, scale: float) -> Gradients:
+def gradients(run: Trainer, seed: int, scale: float) -> Gradients:
     """Normal numbers for every parameter."""
     generator = torch.Generator().manual_seed(seed)
-    return {name: torch.randn(p.shape, generator=generator) * scale for name, p in stage.named_parameters()}
+    return {name: torch.randn(p.shape, generator=generator) * scale for name, p in parameters_of(run).items()}
+
+
+def parameters_of(run: Trainer) -> Gradients:
+    """By name."""
+    return {name: parameter for stage in run.stages.values() for name, parameter in stage.named_parameters()}
 
 
 def deliver(run: Trainer, values: Gradients) -> None:
     """One backward pass that finds exactly these gradients."""
-    specs = [spec for unit in reversed(stage_units(run.layout.config().model)) for spec in reversed(unit.params)]
-    parameters = dict(run.stage.named_parameters())
-    run.optimizer.begin_backward(first=True, last=True)
+    units = [unit for stage in rank_units(run.layout.config()) for unit in stage]
+    specs = [spec for unit in reversed(units) for spec in reversed(unit.params)]
+    parameters = parameters_of(run)
+    run.optimizer.begin_step(1)
     for spec in specs:
         sink = sink_of(parameters[spec.name])
         assert sink is not None
@@ -42,7 +45,6 @@ def deliver(run: Trainer, values: Gradients) -> None:
         assert beta == 0.0
         view.copy_(values[spec.name])
         sink.done()
-    run.optimizer.end_backward()
 
 
 def state_of(engine: OverlappedDistributedOptimizer) -> list[Tensor]:
@@ -61,13 +63,13 @@ def same(one: list[Tensor], other: list[Tensor]) -> bool:
 def test_steps_equal_torch_adamw_with_clipping(clip: float, strategy: str) -> None:
     run = trainer(SINGLE, Layout(strategy=strategy))
     run.optimizer.settle()
-    twins = {name: nn.Parameter(p.detach().clone()) for name, p in run.stage.named_parameters()}
+    twins = {name: nn.Parameter(p.detach().clone()) for name, p in parameters_of(run).items()}
     groups = [{"params": [p for p in twins.values() if (p.dim() > 1) is decay]} for decay in (True, False)]
     groups[0]["weight_decay"], groups[1]["weight_decay"] = OPTIMIZER.weight_decay, 0.0
     o = OPTIMIZER
     adamw = torch.optim.AdamW(groups, betas=(o.adam_beta1, o.adam_beta2), eps=o.adam_eps)
     for step, lr in enumerate((1e-3, 2e-3, 5e-4)):
-        values = gradients(run.stage, step, scale=0.1 * (step + 1))
+        values = gradients(run, step, scale=0.1 * (step + 1))
         deliver(run, values)
         result = run.optimizer.step(lr, clip=clip)
         for name, twin in twins.items():
@@ -79,7 +81,7 @@ def test_steps_equal_torch_adamw_with_clipping(clip: float, strategy: str) -> No
         assert float(result.skipped) == 0.0
         torch.testing.assert_close(result.grad_norm, norm, rtol=1e-6, atol=0.0)
         run.optimizer.settle()
-        for name, parameter in run.stage.named_parameters():
+        for name, parameter in parameters_of(run).items():
             torch.testing.assert_close(parameter, twins[name], rtol=2e-6, atol=1e-7)
 
 
@@ -88,7 +90,7 @@ def test_clipping_changes_the_step_and_only_above_the_threshold() -> None:
     norms, moments = [], []
     for clip in (0.0, 1e9, 1.0):
         run = trainer(SINGLE, Layout())
-        deliver(run, gradients(run.stage, 0, scale=0.1))
+        deliver(run, gradients(run, 0, scale=0.1))
         norms.append(run.optimizer.step(1e-3, clip=clip).grad_norm)
         moments.append(torch.cat([piece.tensors["exp_avg"].flatten() for piece in run.optimizer.pieces()]))
     assert norms[0] == norms[1] == norms[2] > 10
@@ -99,11 +101,11 @@ def test_clipping_changes_the_step_and_only_above_the_threshold() -> None:
 def test_weight_decay_reaches_matrices_and_not_norms() -> None:
     run = trainer(SINGLE, Layout())
     run.optimizer.settle()
-    before = {name: p.detach().clone() for name, p in run.stage.named_parameters()}
+    before = {name: p.detach().clone() for name, p in parameters_of(run).items()}
     deliver(run, {name: torch.zeros_like(p) for name, p in before.items()})
     run.optimizer.step(0.5, clip=1.0)
     run.optimizer.settle()
-    for name, parameter in run.stage.named_parameters():
+    for name, parameter in parameters_of(run).items():
         factor = 1 - 0.5 * OPTIMIZER.weight_decay if parameter.dim() > 1 else 1.0
         torch.testing.assert_close(parameter, before[name] * factor, rtol=1e-6, atol=0.0)
 
@@ -113,21 +115,21 @@ def test_weight_decay_reaches_matrices_and_not_norms() -> None:
 @pytest.mark.parametrize("poison", [float("nan"), float("inf"), -float("inf")])
 def test_a_gradient_that_is_not_finite_changes_nothing(poison: float, clip: float, strategy: str) -> None:
     run = trainer(SINGLE, Layout(strategy=strategy))
-    deliver(run, gradients(run.stage, 0, scale=0.1))
+    deliver(run, gradients(run, 0, scale=0.1))
     run.optimizer.step(1e-3, clip=clip)
     before = state_of(run.optimizer)
-    bad = gradients(run.stage, 1, scale=0.1)
+    bad = gradients(run, 1, scale=0.1)
     bad["model.layers.2.mlp.down_proj.weight"][3, 4] = poison
     deliver(run, bad)
     result = run.optimizer.step(1e-3, clip=clip)
     assert float(result.skipped) == 1.0 and not bool(result.grad_norm.isfinite())
     assert same(before, state_of(run.optimizer))
     # The next step goes on as if the bad one had not been.
-    deliver(run, gradients(run.stage, 2, scale=0.1))
+    deliver(run, gradients(run, 2, scale=0.1))
     assert float(run.optimizer.step(1e-3, clip=clip).skipped) == 0.0
     twin = trainer(SINGLE, Layout(strategy=strategy))
     for seed in (0, 2):
-        deliver(twin, gradients(twin.stage, seed, scale=0.1))
+        deliver(twin, gradients(twin, seed, scale=0.1))
         twin.optimizer.step(1e-3, clip=clip)
     assert same(state_of(run.optimizer), state_of(twin.optimizer))
 
@@ -159,7 +161,7 @@ def test_padding_stays_zero() -> None:
     for step in range(3):
         run.step(step)
     run.optimizer.settle()
-    embedding = dict(run.stage.named_parameters())["model.embed_tokens.weight"].detach()
+    embedding = parameters_of(run)["model.embed_tokens.weight"].detach()
     assert embedding.shape[0] == 384 and float(embedding[MODEL.vocab_size :].abs().max()) == 0.0
     assert float(embedding[: MODEL.vocab_size].abs().max()) > 0.0
 
@@ -167,42 +169,31 @@ def test_padding_stays_zero() -> None:
 def test_parameters_never_move() -> None:
     """They are views of buffers that are allocated once, and in fp32 the master is the view itself."""
     run = trainer(SINGLE, Layout())
-    addresses = {name: p.data_ptr() for name, p in run.stage.named_parameters()}
+    addresses = {name: p.data_ptr() for name, p in parameters_of(run).items()}
     run.step(0)
-    assert addresses == {name: p.data_ptr() for name, p in run.stage.named_parameters()}
-    assert all(p.grad is None for p in run.stage.parameters())
+    assert addresses == {name: p.data_ptr() for name, p in parameters_of(run).items()}
+    assert all(p.grad is None for p in parameters_of(run).values())
     spans = [(master.data_ptr(), master.data_ptr() + master.numel() * 4) for master in run.optimizer.masters]
     assert all(any(low <= address < high for low, high in spans) for address in addresses.values())
 
 
-def bf16_engine(steps: int) -> tuple[Trainer, OverlappedDistributedOptimizer]:
-    config = Layout().config()
-    config = replace(config, training=replace(config.training, bf16=True))
-    mesh = Mesh.single()
-    stage = Stage(config.model, mesh, sequence_parallel=False)
-    engine = build_optimizer(config, stage, mesh)
-    engine.load_weights(initial_weights())
-    runtime = PipelineRuntime(stage, engine, mesh, schedule="1f1b", dtype=torch.bfloat16)
-    run = Trainer(Layout(), mesh, stage, engine, runtime)
-    for step in range(steps):
-        run.step(step)
-    engine.settle()
-    return run, engine
-
-
 def test_bf16_parameters_are_the_rounded_fp32_masters() -> None:
-    run, engine = bf16_engine(3)
-    assert all(p.dtype is torch.bfloat16 for p in run.stage.parameters())
+    run = trainer(SINGLE, Layout(bf16=True))
+    for step in range(3):
+        run.step(step)
+    engine = run.optimizer
+    engine.settle()
+    assert all(p.dtype is torch.bfloat16 for p in parameters_of(run).values())
     assert all(t.dtype is torch.float32 for piece in engine.pieces() for t in piece.tensors.values())
     assert all(shard.dtype is torch.float32 for shard in engine.gradients.shards)
     masters = {piece.rectangle.name: piece.tensors["master"] for piece in engine.pieces()}
     down = "model.layers.0.mlp.down_proj.weight"
-    assert torch.equal(dict(run.stage.named_parameters())[down], masters[down].to(torch.bfloat16))
+    assert torch.equal(parameters_of(run)[down], masters[down].to(torch.bfloat16))
     assert not torch.equal(masters[down], masters[down].to(torch.bfloat16).float()), "the master holds more than bf16"
 
 
 def test_bf16_training_follows_fp32() -> None:
-    (bf16, _), fp32 = bf16_engine(0), trainer(SINGLE, Layout())
+    bf16, fp32 = (trainer(SINGLE, Layout(bf16=narrow)) for narrow in (True, False))
     for step in range(10):
         (loss, norm), (exact_loss, exact_norm) = bf16.step(step), fp32.step(step)
         assert float(loss) == pytest.approx(float(exact_loss), rel=5e-3)

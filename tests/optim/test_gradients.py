@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
-from megatron_llama.config import ParallelConfig
+from megatron_llama.config import Config, ParallelConfig
 from megatron_llama.layout import ShardLayout, layout_by_size, strategy_named
 from megatron_llama.mesh import Mesh, Place, build_mesh
 from megatron_llama.optim.gradients import GradientBuckets, ParameterSink
-from megatron_llama.params import UnitSpec, stage_units
+from megatron_llama.params import UnitSpec, stage_units, whole_model
 from tests.harness import Cluster
 from tests.parallel.cases import MODEL, STRATEGIES
 
@@ -22,10 +26,10 @@ TIED = replace(MODEL, tie_word_embeddings=True, num_hidden_layers=2)
 class Backward:
     """Writes made-up gradients in the order in which the model's backward pass would."""
 
-    def __init__(self, mesh: Mesh, strategy: str, *, cap: int = 20_000) -> None:
-        plan, self.mesh = strategy_named(strategy), mesh
-        alone = Mesh.single().dp
-        self.units: tuple[UnitSpec, ...] = stage_units(TIED)
+    def __init__(self, mesh: Mesh, strategy: str, *, cap: int = 20_000, wire: torch.dtype | None = None, rough: bool = False) -> None:
+        plan, self.mesh, self.rough = strategy_named(strategy), mesh, rough
+        alone = replace(mesh.dp, rank=0, ranks=(mesh.rank,), group=None)
+        self.units: tuple[UnitSpec, ...] = stage_units(TIED, whole_model(TIED), 0)
         self.layout: ShardLayout = layout_by_size(
             self.units, shards=mesh.dp.size if plan.sharded else 1, cap=cap, gradient_slots=plan.gradient_slots
         )
@@ -35,6 +39,7 @@ class Backward:
             replica_axis=alone if plan.sharded else mesh.dp,
             reduce_every_microbatch=plan.reduce_every_microbatch,
             dtype=torch.float32,
+            wire=wire,
             device=torch.device("cpu"),
         )
         placements = [(bucket.index, placed) for bucket in self.layout.buckets for placed in bucket.placements]
@@ -49,42 +54,65 @@ class Backward:
         self.sinks[name].done()
 
     def gradient(self, name: str, turn: int, microbatch: int) -> Tensor:
-        """What this rank contributes."""
+        """What this rank contributes: whole numbers, or (``rough``) some that bfloat16 cannot hold."""
         seed = hash((self.order.index(name), turn, microbatch, self.mesh.dp.rank)) % 2**31
         shape = self.sinks[name].placement.spec.shape
-        return torch.randint(-8, 9, shape, generator=torch.Generator().manual_seed(seed)).float()
+        whole = torch.randint(-8, 9, shape, generator=torch.Generator().manual_seed(seed)).float()
+        return whole / 3 + 2**-10 if self.rough else whole
 
-    def run(self, step: int, microbatches: int) -> dict[str, Tensor]:
-        """One step's backward passes; returns this rank's own total of every parameter."""
-        totals = {name: torch.zeros(sink.placement.spec.shape) for name, sink in self.sinks.items()}
+    def run(self, step: int, microbatches: int) -> dict[str, list[Tensor]]:
+        """One step's backward passes; returns this rank's own gradient of every parameter, microbatch by microbatch."""
+        totals = {name: [torch.zeros(sink.placement.spec.shape) for _ in range(microbatches)] for name, sink in self.sinks.items()}
+        self.buckets.begin_step(microbatches)
         for microbatch in range(microbatches):
-            self.buckets.begin_backward(first=microbatch == 0, last=microbatch == microbatches - 1)
             for turn, name in enumerate(self.order):
                 value = self.gradient(name, turn + 1000 * step, microbatch)
-                totals[name] += value
+                totals[name][microbatch] += value
                 self.write(name, value)
-            self.buckets.end_backward()
         return totals
+
+    def zeros(self, name: str) -> None:
+        """A contribution of nothing."""
+        self.write(name, torch.zeros(self.sinks[name].placement.spec.shape))
+
+
+def data_mesh(place: Place, strategy: str) -> Mesh:
+    """All ranks are data-parallel."""
+    config = Config(parallel=ParallelConfig(data_parallel_sharding_strategy=strategy))
+    return build_mesh(config, rank=place.rank, world_size=place.world_size, device=torch.device("cpu"))
+
+
+def over_ranks(own: Tensor) -> list[Tensor]:
+    """A tensor of every rank."""
+    if not dist.is_initialized():
+        return [own]
+    found = [torch.empty_like(own) for _ in range(dist.get_world_size())]
+    dist.all_gather(found, own)
+    return found
+
+
+def found_and_expected(backward: Backward, sums: dict[str, Tensor]) -> Iterator[tuple[str, Tensor, Tensor]]:
+    """This rank's reduced segments beside their part of the sums. Asserts that there is nothing between them."""
+    rank = backward.mesh.dp.rank if backward.layout.shards > 1 else 0
+    for bucket in backward.layout.buckets:
+        shard = backward.buckets.shards[bucket.index]
+        rest = shard.clone()
+        for segment in backward.layout.segments(bucket.index, rank):
+            own = slice(segment.in_shard, segment.in_shard + segment.length)
+            rest[own] = 0.0
+            yield segment.spec.name, shard[own], sums[segment.spec.name].flatten()[segment.in_param : segment.in_param + segment.length]
+        assert not bool(rest.any()), f"bucket {bucket.index}: the padding would count in the gradient norm"
 
 
 def check_sums(place: Place, strategy: str, microbatches: int) -> None:
     """Over two steps, the reduced shards hold the sums over ranks, microbatches and contributions: integers, so exactly."""
-    import torch.distributed as dist
-
-    mesh = build_mesh(ParallelConfig(), rank=place.rank, world_size=place.world_size, device=torch.device("cpu"))
-    backward = Backward(mesh, strategy)
+    backward = Backward(data_mesh(place, strategy), strategy)
     for step in range(2):
         totals = backward.run(step, microbatches)
         backward.buckets.finish_all()
-        for total in totals.values():
-            if place.world_size > 1:
-                dist.all_reduce(total)
-        rank = mesh.dp.rank if backward.layout.shards > 1 else 0
-        for bucket in backward.layout.buckets:
-            for segment in backward.layout.segments(bucket.index, rank):
-                found = backward.buckets.shards[bucket.index][segment.in_shard : segment.in_shard + segment.length]
-                expected = totals[segment.spec.name].flatten()[segment.in_param : segment.in_param + segment.length]
-                assert torch.equal(found, expected), (step, segment.spec.name)
+        sums = {name: torch.stack(over_ranks(sum(parts))).sum(0) for name, parts in totals.items()}
+        for name, found, expected in found_and_expected(backward, sums):
+            assert torch.equal(found, expected), (step, name)
 
 
 @pytest.mark.parametrize("microbatches", [1, 3])
@@ -94,74 +122,195 @@ def test_shards_hold_exact_sums(cluster: Cluster, world_size: int, strategy: str
     cluster.run(world_size, check_sums, strategy, microbatches)
 
 
+def check_bf16_on_the_wire(place: Place, strategy: str) -> dict[str, tuple[int, int]]:
+    """Sent in bfloat16, accumulated in fp32. Returns bytes by operation: as sent in fp32, and in bfloat16."""
+    sent, microbatches = [], 4
+    for wire in (None, torch.bfloat16):
+        backward = Backward(data_mesh(place, strategy), strategy, wire=wire, rough=True)
+        totals = backward.run(0, microbatches)
+        backward.buckets.finish_all()
+        traffic = backward.mesh.recorder.traffic
+        sent.append({operation: traffic["dp", operation].bytes for _, operation in traffic})
+        each = totals if strategy == "optim_grads" else {name: [sum(parts)] for name, parts in totals.items()}
+        exact = {name: sum(torch.stack(over_ranks(part)).double().sum(0) for part in parts) for name, parts in each.items()}
+        rounded = {name: sum(_in_rank_order(part) for part in parts) for name, parts in each.items()}
+        for name, found, expected in found_and_expected(backward, exact):
+            assert found.dtype is torch.float32
+            largest = max(float(part.abs().max()) for part in each[name]) * len(each[name])
+            bound = (2**-22 if wire is None else 2**-7) * place.world_size * largest
+            torch.testing.assert_close(found.double(), expected, rtol=0.0, atol=bound)
+            assert wire is None or not torch.equal(found, expected.float()), (name, "was never rounded")
+        if wire is not None and strategy != "no_shard":
+            for name, found, expected in found_and_expected(backward, rounded):
+                # The embedding's two contributions a microbatch are added one by one, which rounds otherwise.
+                assert torch.equal(found, expected) or "embed" in name, name
+    return {operation: (sent[0][operation], sent[1][operation]) for operation in sent[0]}
+
+
+def _in_rank_order(own: Tensor) -> Tensor:
+    """What arrives of a gradient that all ranks send in bfloat16, summed in fp32."""
+    total = torch.zeros_like(own)
+    for part in over_ranks(own):
+        total += part.bfloat16()
+    return total
+
+
+@pytest.mark.parametrize(
+    ("strategy", "operation"), [("no_shard", "all_reduce"), ("optim", "reduce_scatter"), ("optim_grads", "reduce_scatter")]
+)
+def test_bf16_on_the_wire_halves_the_bytes_and_sums_in_fp32(cluster: Cluster, strategy: str, operation: str) -> None:
+    for found in cluster.run(2, check_bf16_on_the_wire, strategy):
+        assert found.keys() == {operation}
+        assert found[operation][0] == 2 * found[operation][1] > 0
+
+
+def test_alone_nothing_is_rounded() -> None:
+    """There is no wire."""
+    one, other = (Backward(Mesh.single(), "optim", wire=wire, rough=True) for wire in (None, torch.bfloat16))
+    for backward in (one, other):
+        backward.run(0, 2)
+        backward.buckets.finish_all()
+    assert all(torch.equal(a, b) for a, b in zip(one.buckets.shards, other.buckets.shards, strict=True))
+
+
 @pytest.mark.parametrize(("strategy", "later"), [("no_shard", 1.0), ("optim", 1.0), ("optim_grads", 0.0)])
 def test_beta(strategy: str, later: float) -> None:
     """The first contribution of a step writes. Slots that live through the step accumulate; reused slots start anew."""
     backward = Backward(Mesh.single(), strategy)
-    for first, expected in ((True, 0.0), (False, later), (True, 0.0)):
-        backward.buckets.begin_backward(first=first, last=False)
-        seen: dict[str, list[float]] = {}
-        for name in backward.order:
-            view, beta = backward.sinks[name].buffer()
-            seen.setdefault(name, []).append(beta)
-            assert view.shape == backward.sinks[name].placement.spec.shape
-            backward.sinks[name].done()
-        backward.buckets.end_backward()
-        assert seen.pop("model.embed_tokens.weight") == [expected, 1.0]
-        assert all(betas == [expected] for betas in seen.values())
+    for _ in range(2):
+        backward.buckets.begin_step(3)
+        for expected in (0.0, later, later):
+            seen: dict[str, list[float]] = {}
+            for name in backward.order:
+                view, beta = backward.sinks[name].buffer()
+                seen.setdefault(name, []).append(beta)
+                assert view.shape == backward.sinks[name].placement.spec.shape
+                backward.sinks[name].done()
+            assert seen.pop("model.embed_tokens.weight") == [expected, 1.0]
+            assert all(betas == [expected] for betas in seen.values())
+        backward.buckets.finish_all()
 
 
-def test_reduction_starts_at_the_last_write_of_its_bucket_inside_backward() -> None:
-    backward = Backward(Mesh.single(), "optim")
-    events = backward.mesh.recorder.events = []
-    backward.buckets.begin_backward(first=True, last=True)
-    last = {placed.spec.name: bucket.index for bucket in backward.layout.buckets for placed in bucket.placements[-1:]}
-    written: set[str] = set()
-    for name in backward.order:
-        events.clear()
-        backward.write(name, torch.zeros(()).expand(backward.sinks[name].placement.spec.shape))
-        full_turn = name != "model.embed_tokens.weight" or name in written
-        written.add(name)
-        assert events == ([f"complete {last[name]}", f"reduce {last[name]}"] if name in last and full_turn else []), name
-    assert written == set(backward.sinks)
-
-
-def test_reductions_keep_bucket_order_when_completion_does_not() -> None:
-    """Whatever order layers finish in, all ranks issue the same sequence."""
-    backward = Backward(Mesh.single(), "optim")
-    events = backward.mesh.recorder.events = []
-    backward.buckets.begin_backward(first=True, last=True)
-    for name in reversed(backward.order):
-        backward.write(name, torch.zeros(()).expand(backward.sinks[name].placement.spec.shape))
-    backward.buckets.end_backward()
+@pytest.mark.parametrize(("strategy", "rounds"), [("no_shard", 1), ("optim", 1), ("optim_grads", 3)])
+def test_every_bucket_is_reduced_once_a_round(strategy: str, rounds: int) -> None:
+    """A round is the step, or one microbatch of it."""
+    backward = Backward(Mesh.single(), strategy)
     count = len(backward.layout.buckets)
-    assert [event for event in events if event.startswith("reduce")] == [f"reduce {bucket}" for bucket in range(count)]
-    completed = [event for event in events if event.startswith("complete")]
-    assert completed != sorted(completed) and events.index("reduce 0") > events.index(completed[4])
+    for step in range(2):
+        events = backward.mesh.recorder.events = []
+        backward.run(step, 3)
+        assert Counter(events) == {f"{what} {bucket}": rounds for bucket in range(count) for what in ("complete", "reduce")}
+        reduced = [event for event in events if event.startswith("reduce")]
+        assert reduced == [f"reduce {bucket}" for bucket in range(count)] * rounds
+        backward.buckets.finish_all()
 
 
+@pytest.mark.parametrize("microbatches", [1, 2])
+def test_reduction_starts_at_the_last_write_of_its_bucket_inside_backward(microbatches: int) -> None:
+    backward = Backward(Mesh.single(), "optim")
+    events = backward.mesh.recorder.events = []
+    backward.buckets.begin_step(microbatches)
+    last = {placed.spec.name: bucket.index for bucket in backward.layout.buckets for placed in bucket.placements[-1:]}
+    left = Counter(backward.order * microbatches)
+    for name in backward.order * microbatches:
+        events.clear()
+        backward.zeros(name)
+        left[name] -= 1
+        assert events == ([f"complete {last[name]}", f"reduce {last[name]}"] if name in last and not left[name] else []), name
+    assert left.keys() == backward.sinks.keys() and not left.total()
+
+
+def test_microbatches_may_overtake_each_other() -> None:
+    """Interleaved stages and split passes finish in an order of their own: what counts is how many contributions there were."""
+    straight, mixed = (Backward(Mesh.single(), "optim") for _ in range(2))
+    straight.run(0, 2)
+    mixed.buckets.begin_step(2)
+    for half in (mixed.order[:9], mixed.order[9:]):
+        for microbatch in range(2):
+            for name in half:
+                mixed.write(name, mixed.gradient(name, _turn(mixed, name, half), microbatch))
+    for backward in (straight, mixed):
+        backward.buckets.finish_all()
+    assert all(torch.equal(a, b) for a, b in zip(straight.buckets.shards, mixed.buckets.shards, strict=True))
+
+
+def _turn(backward: Backward, name: str, half: list[str]) -> int:
+    """The embedding contributes twice, first of all and last of all."""
+    return len(backward.order) - 1 if half[-1] == backward.order[-1] and name == backward.order[-1] else backward.order.index(name)
+
+
+def deferred_pass(backward: Backward, key: object, microbatch: int) -> None:
+    """The first half of a split pass: norms are written, matrices kept."""
+    backward.buckets.defer(key)
+    for turn, name in enumerate(backward.order):
+        value = backward.gradient(name, turn, microbatch)
+        work = partial(backward.write, name, value)
+        if "norm" in name or not backward.sinks[name].defer(work):
+            work()
+    backward.buckets.defer(None)
+
+
+def test_deferred_contributions_are_written_when_they_are_run_in_the_order_of_their_pass() -> None:
+    straight, split = (Backward(Mesh.single(), "optim") for _ in range(2))
+    straight.run(0, 2)
+    events = split.mesh.recorder.events = []
+    split.buckets.begin_step(2)
+    norms = next(bucket.index for bucket in split.layout.buckets if not bucket.kind.decay)
+    for microbatch in range(2):
+        deferred_pass(split, ("stage", microbatch), microbatch)
+    assert events == [f"complete {norms}", f"reduce {norms}"]
+    assert not any(bool(shard.any()) for bucket, shard in enumerate(split.buckets.shards) if bucket != norms)
+    with pytest.raises(RuntimeError, match=r"without gradient at the end of the step: .*model\.layers\.1\.mlp\.down_proj\.weight"):
+        split.buckets.finish_all()
+    split.buckets.run_deferred(("stage", 0))
+    assert len(events) == 2, "half of the contributions completes nothing"
+    split.buckets.run_deferred(("stage", 1))
+    matrices = [bucket.index for bucket in split.layout.buckets if bucket.kind.decay]
+    assert events[2:] == [f"{what} {bucket}" for bucket in matrices for what in ("complete", "reduce")]
+    for backward in (straight, split):
+        backward.buckets.finish_all()
+    assert all(torch.equal(a, b) for a, b in zip(straight.buckets.shards, split.buckets.shards, strict=True))
+
+
+def test_deferring_ends_and_a_pass_runs_once() -> None:
+    backward = Backward(Mesh.single(), "optim")
+    assert not backward.buckets.keep(lambda: None)
+    ran: list[int] = []
+    backward.buckets.defer("a")
+    assert backward.buckets.keep(lambda: ran.append(1))
+    backward.buckets.defer("b")
+    assert backward.buckets.keep(lambda: ran.append(2)) and backward.buckets.keep(lambda: ran.append(3))
+    backward.buckets.defer(None)
+    assert not backward.buckets.keep(lambda: ran.append(4))
+    for key, expected in (("b", [2, 3]), ("b", [2, 3]), ("a", [2, 3, 1]), ("c", [2, 3, 1])):
+        backward.buckets.run_deferred(key)
+        assert ran == expected
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("skipped", ["model.norm.weight", "model.embed_tokens.weight", "model.layers.1.mlp.down_proj.weight"])
-def test_a_parameter_without_gradient_is_named(skipped: str) -> None:
-    backward = Backward(Mesh.single(), "optim")
-    backward.buckets.begin_backward(first=True, last=True)
-    order = list(backward.order)
-    order.remove(skipped)  # of the embedding's two contributions, one is left
+def test_a_parameter_without_gradient_is_named(skipped: str, strategy: str) -> None:
+    """In the second microbatch alone."""
+    backward = Backward(Mesh.single(), strategy)
+    backward.buckets.begin_step(2)
+    order = backward.order * 2
+    del order[len(order) - 1 - order[::-1].index(skipped)]  # of the embedding's two contributions, one is left
     for name in order:
-        backward.write(name, torch.zeros(backward.sinks[name].placement.spec.shape))
+        backward.zeros(name)
     with pytest.raises(RuntimeError) as error:
-        backward.buckets.end_backward()
-    assert str(error.value) == f"parameters without gradient after backward: {skipped}"
+        backward.buckets.finish_all()
+    assert str(error.value) == f"parameters without gradient at the end of the step: {skipped}"
 
 
+@pytest.mark.parametrize("microbatches", [1, 3])
 @pytest.mark.parametrize(("name", "planned"), [("model.norm.weight", 1), ("model.embed_tokens.weight", 2)])
-def test_more_gradients_than_planned_are_refused(name: str, planned: int) -> None:
+def test_more_gradients_than_planned_are_refused(name: str, planned: int, microbatches: int) -> None:
     backward = Backward(Mesh.single(), "optim")
-    backward.buckets.begin_backward(first=True, last=True)
-    value = torch.zeros(backward.sinks[name].placement.spec.shape)
-    for _ in range(planned):
-        backward.write(name, value)
-    with pytest.raises(RuntimeError, match=f"{name}: more gradients in one backward pass than the {planned} planned"):
-        backward.write(name, value)
+    backward.buckets.begin_step(microbatches)
+    for _ in range(planned * microbatches):
+        backward.zeros(name)
+    with pytest.raises(RuntimeError, match=f"{name}: more gradients than the {planned} planned for each microbatch"):
+        backward.zeros(name)
 
 
 def test_two_slots_hold_all_weight_matrices_of_optim_grads() -> None:

@@ -19,7 +19,7 @@ from megatron_llama.config import Config, ModelConfig, OptimizerConfig, Parallel
 from megatron_llama.data.loader import Batch
 from megatron_llama.mesh import Mesh, Place, build_mesh
 from megatron_llama.model.init import InitialWeights
-from megatron_llama.model.llama import Stage
+from megatron_llama.model.llama import Stage, build_stages
 from megatron_llama.optim.build import build_optimizer, compute_dtype
 from megatron_llama.optim.distributed import OverlappedDistributedOptimizer
 from megatron_llama.params import Rectangle, hf_shapes
@@ -41,6 +41,7 @@ MODEL = ModelConfig(
 OPTIMIZER = OptimizerConfig(lr=1e-3, weight_decay=0.1, clip_grad=1.0)
 Strategy = Literal["no_shard", "optim", "optim_grads"]
 STRATEGIES: tuple[Strategy, ...] = ("no_shard", "optim", "optim_grads")
+Schedule = Literal["gpipe", "1f1b", "interleaved", "zb-h1", "zb-v"]
 SEQ_LENGTH, GLOBAL_BATCH_SIZE, STEPS = 32, 8, 20
 LOSS_BOUND, NORM_BOUND = 1e-6, 2e-5
 """Relative. Where fp32 itself is further than half of this from fp64, twice that distance is the bound."""
@@ -53,53 +54,79 @@ class Layout:
     tp: int = 1
     pp: int = 1
     dp: int = 1
+    cp: int = 1
+    virtual: int = 1
     sp: bool = False
+    cp_comm: Literal["all_gather", "ring"] = "all_gather"
     strategy: Strategy = "optim"
     microbatches: int = 1
     """Of each data-parallel rank, in one step."""
-    schedule: Literal["gpipe", "1f1b"] = "1f1b"
+    schedule: Schedule = "1f1b"
+    split: tuple[int, ...] = ()
+    """Blocks of each stage; default: equal shares."""
+    layers: int = MODEL.num_hidden_layers
+    kv_heads: int = MODEL.num_key_value_heads
+    recompute: Literal["none", "selective", "full"] = "none"
     tied: bool = False
     documents: bool = False
     """Documents end at full stops: attention, positions and loss respect it."""
     bucket: int = 20_000
     fp64: bool = False
     bf16: bool = False
+    fp16: bool = False
+    loss_scale: float = 65536.0
+    """At the start, with fp16."""
+    reduce_bf16: bool = False
+    """Gradients cross the wire in bfloat16."""
     clip: float = 1.0
     steps: int = STEPS
 
     @property
     def world_size(self) -> int:
         """Processes."""
-        return self.tp * self.pp * self.dp
+        return self.tp * self.pp * self.dp * self.cp
 
     @property
     def reference(self) -> Layout:
         """The same training in one process, in one batch, in fp32 or fp64."""
-        return Layout(tied=self.tied, documents=self.documents, fp64=self.fp64, clip=self.clip, steps=self.steps)
+        kept = ("tied", "documents", "fp64", "clip", "steps", "layers", "kv_heads")
+        return Layout(**{name: getattr(self, name) for name in kept})
 
     @property
     def name(self) -> str:
         """What differs from one process."""
-        words = [f"{axis}{size}" for axis in ("tp", "pp", "dp") if (size := getattr(self, axis)) > 1] or ["one process"]
-        words += ["sp"] * self.sp + ([self.strategy] if self.dp > 1 else [])
+        words = [f"{axis}{size}" for axis in ("tp", "cp", "pp", "dp") if (size := getattr(self, axis)) > 1] or ["one process"]
+        words += ["sp"] * self.sp + ([self.cp_comm] if self.cp > 1 else []) + ([self.strategy] if self.dp > 1 else [])
         words += [f"{self.microbatches} microbatches"] if self.microbatches > 1 else []
         words += [self.schedule] if self.pp > 1 else []
-        return " ".join(words + ["tied"] * self.tied + ["documents"] * self.documents + ["fp64"] * self.fp64 + ["bf16"] * self.bf16)
+        words += [f"virtual {self.virtual}"] if self.virtual > 1 else []
+        words += ["split " + "-".join(map(str, self.split))] if self.split else []
+        words += [f"{self.layers} layers"] if self.layers != MODEL.num_hidden_layers else []
+        words += [f"{self.kv_heads} kv heads"] if self.kv_heads != MODEL.num_key_value_heads else []
+        words += [f"recompute {self.recompute}"] if self.recompute != "none" else []
+        words += ["tied"] * self.tied + ["documents"] * self.documents + ["bf16 reduction"] * self.reduce_bf16
+        return " ".join(words + ["fp64"] * self.fp64 + ["bf16"] * self.bf16 + ["fp16"] * self.fp16)
 
     def config(self) -> Config:
         """The trainer's configuration."""
         parallel = ParallelConfig(
             tensor_model_parallel_size=self.tp,
             pipeline_model_parallel_size=self.pp,
+            context_parallel_size=self.cp,
+            cp_comm_type=self.cp_comm,
             sequence_parallel=self.sp,
             pipeline_schedule=self.schedule,
+            virtual_pipeline_model_parallel_size=self.virtual,
+            pipeline_layer_split=self.split,
+            recompute_granularity=self.recompute,
             data_parallel_sharding_strategy=self.strategy,
             reduce_bucket_size=self.bucket,
+            grad_reduce_in_bf16=self.reduce_bf16,
         )
         return Config(
-            model=replace(MODEL, tie_word_embeddings=self.tied),
+            model=replace(MODEL, tie_word_embeddings=self.tied, num_hidden_layers=self.layers, num_key_value_heads=self.kv_heads),
             parallel=parallel,
-            training=TrainingConfig(fp64=self.fp64, bf16=self.bf16),
+            training=TrainingConfig(fp64=self.fp64, bf16=self.bf16, fp16=self.fp16, initial_loss_scale=self.loss_scale),
             optimizer=replace(OPTIMIZER, clip_grad=self.clip),
         )
 
@@ -124,7 +151,7 @@ class Record:
     parameters: str = ""
     """Digest of all compute parameters of this rank."""
     dp_line: tuple[int, ...] = ()
-    """The ranks whose compute parameters must be the same."""
+    """Context-parallel ones included: the ranks whose compute parameters must be the same."""
 
 
 @dataclass(frozen=True)
@@ -133,7 +160,7 @@ class Trainer:
 
     layout: Layout
     mesh: Mesh
-    stage: Stage
+    stages: dict[int, Stage]
     optimizer: OverlappedDistributedOptimizer
     runtime: PipelineRuntime
 
@@ -145,19 +172,19 @@ class Trainer:
     def batches(self, index: int) -> list[Batch]:
         """This data-parallel rank's microbatches: the global batch is the same whatever the layout."""
         size = GLOBAL_BATCH_SIZE // (self.layout.dp * self.layout.microbatches)
-        starts = (index * GLOBAL_BATCH_SIZE + (m * self.layout.dp + self.mesh.dp.rank) * size for m in range(self.layout.microbatches))
+        starts = (index * GLOBAL_BATCH_SIZE + (m * self.layout.dp + self.mesh.data_rank) * size for m in range(self.layout.microbatches))
         return [batch(range(start, start + size), documents=self.layout.documents) for start in starts]
 
 
 def trainer(place: Place, layout: Layout) -> Trainer:
     """Build everything, with the initial weights that all layouts share."""
     config = layout.config()
-    mesh = build_mesh(config.parallel, rank=place.rank, world_size=place.world_size, device=torch.device("cpu"))
-    stage = Stage(config.model, mesh, sequence_parallel=layout.sp)
-    optimizer = build_optimizer(config, stage, mesh)
+    mesh = build_mesh(config, rank=place.rank, world_size=place.world_size, device=torch.device("cpu"))
+    stages = build_stages(config, mesh)
+    optimizer = build_optimizer(config, stages.values(), mesh)
     optimizer.load_weights(initial_weights())
-    runtime = PipelineRuntime(stage, optimizer, mesh, schedule=layout.schedule, dtype=compute_dtype(config))
-    return Trainer(layout, mesh, stage, optimizer, runtime)
+    runtime = PipelineRuntime(stages, optimizer, mesh, config, dtype=compute_dtype(config))
+    return Trainer(layout, mesh, stages, optimizer, runtime)
 
 
 def train(place: Place, layout: Layout) -> Record:
@@ -170,7 +197,7 @@ def train(place: Place, layout: Layout) -> Record:
         losses=tuple(loss.item() for loss, _ in steps),
         norms=tuple(norm.item() for _, norm in steps),
         pieces=tuple(pieces),
-        parameters=_digest(run.stage.parameters()),
+        parameters=_digest(parameter for stage in run.stages.values() for parameter in stage.parameters()),
         dp_line=run.mesh.dp.ranks,
     )
 
@@ -363,7 +390,29 @@ def _grid() -> list[Layout]:
     tied = [Layout(tied=True, microbatches=4), Layout(tp=2, tied=True), Layout(pp=2, tied=True, microbatches=4)]
     tied += [replace(full, tied=True, strategy=s, microbatches=2) for s in STRATEGIES]
     documents = [Layout(dp=2, microbatches=4), Layout(tp=2, sp=True), replace(full, microbatches=2)]
-    return plain + data + tied + [replace(layout, documents=True) for layout in documents]
+    context = [Layout(cp=2), Layout(cp=4, cp_comm="ring"), Layout(cp=2, dp=2, strategy="optim_grads", microbatches=2)]
+    context += [
+        Layout(tp=2, cp=2, pp=2, sp=True, microbatches=4),
+        Layout(cp=2, documents=True),
+        Layout(cp=2, cp_comm="ring", documents=True),
+    ]
+    shared = [
+        Layout(tp=4),
+        Layout(tp=4, sp=True, dp=2, strategy="optim_grads"),
+        Layout(tp=4, kv_heads=1, sp=True),
+        Layout(tp=2, kv_heads=1),
+    ]
+    chunks = [
+        Layout(pp=2, virtual=2, microbatches=4, schedule="interleaved"),
+        Layout(pp=2, virtual=3, layers=6, dp=2, microbatches=2, schedule="interleaved", tied=True, strategy="optim_grads"),
+        Layout(pp=4, microbatches=8, schedule="zb-h1"),
+        Layout(tp=2, sp=True, pp=2, dp=2, microbatches=4, schedule="zb-h1", tied=True, strategy="optim_grads"),
+        Layout(pp=2, virtual=2, microbatches=4, schedule="zb-v"),
+        Layout(pp=2, virtual=2, dp=2, microbatches=4, schedule="zb-v", tied=True, strategy="optim_grads"),
+        Layout(pp=2, split=(3, 1), microbatches=2),
+        Layout(pp=3, layers=5, split=(1, 3, 1), microbatches=4, tied=True),
+    ]
+    return plain + data + tied + [replace(layout, documents=True) for layout in documents] + context + shared + chunks
 
 
 LAYOUTS = tuple(_grid())

@@ -19,10 +19,12 @@ from tests.parallel.cases import (
     NORM_BOUND,
     OPTIMIZER,
     STEPS,
+    STRATEGIES,
     Layout,
     Record,
     Reference,
     Row,
+    Strategy,
     deviation,
     merged,
     train,
@@ -102,6 +104,32 @@ def test_bf16_layouts_follow_fp32(references: References, cluster: Cluster, layo
     assert LOSS_BOUND < row.loss < 5e-3 and row.norm < 5e-2, row
     _assert_replicas_equal(records)
     assert all(weight.dtype is torch.float32 for weight in merged(records).values())
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [Layout(dp=2), Layout(tp=2, pp=2, dp=2, sp=True, tied=True, microbatches=2, strategy="optim_grads")],
+    ids=lambda layout: layout.name,
+)
+def test_fp16_layouts_follow_fp32(references: References, cluster: Cluster, layout: Layout) -> None:
+    """The loss scale leaves loss and norm as they are. Eleven bits are nearer to fp32 than eight."""
+    records = cluster.run(layout.world_size, train, replace(layout, fp16=True, loss_scale=2.0**14))
+    row = references(layout).row(layout.name, records[0])
+    assert LOSS_BOUND < row.loss < 1e-3 and row.norm < 1e-2, row
+    _assert_replicas_equal(records)
+    assert all(weight.dtype is torch.float32 for weight in merged(records).values())
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_reductions_in_bf16_follow_fp32(references: References, cluster: Cluster, strategy: Strategy) -> None:
+    layout = Layout(dp=2, strategy=strategy, microbatches=4)
+    exact, records = (cluster.run(2, train, replace(layout, reduce_bf16=narrow)) for narrow in (False, True))
+    assert records[0].losses[0] == exact[0].losses[0], "the first forward pass knows no gradient yet"
+    row = references(layout).row(layout.name, records[0])
+    assert LOSS_BOUND < row.loss < 1e-3 and NORM_BOUND < row.norm < 1e-2, row
+    assert all(record.losses == records[0].losses and record.norms == records[0].norms for record in records)
+    _assert_replicas_equal(records)
+    merged(records)
 
 
 def _assert_replicas_equal(records: list[Record]) -> None:

@@ -7,9 +7,9 @@ from dataclasses import astuple, dataclass, replace
 
 import pytest
 
-from megatron_llama.layout import ShardLayout
+from megatron_llama.layout import Bucket, ShardLayout, rank_layout
 from megatron_llama.mesh import Place
-from megatron_llama.optim.build import stage_layout
+from megatron_llama.params import kv_copies, partition_of
 from tests.harness import Cluster
 from tests.parallel.cases import GLOBAL_BATCH_SIZE, MODEL, SEQ_LENGTH, STRATEGIES, Layout, trainer
 
@@ -24,7 +24,7 @@ class Counted:
     traffic: Counts
     events: list[str]
     tp_rank: int
-    stage: int
+    pp_rank: int
 
 
 def count(place: Place, layout: Layout) -> Counted:
@@ -35,20 +35,27 @@ def count(place: Place, layout: Layout) -> Counted:
     recorder.traffic.clear()
     recorder.events = []
     run.step(1)
+    events = [event for event in recorder.events if event.startswith(("complete", "reduce"))]
     traffic = {key: astuple(value) for key, value in recorder.traffic.items()}
-    return Counted(traffic, recorder.events, run.mesh.tp.rank, run.mesh.pp.rank)
+    return Counted(traffic, events, run.mesh.tp.rank, run.mesh.pp.rank)
 
 
 class Expected:
     """Counts of one rank, from the papers' formulas and the layout's integers."""
 
     def __init__(self, layout: Layout, rank: Counted) -> None:
-        self.layout, self.stage, self.counts = layout, rank.stage, Counter[tuple[str, str, str]]()
-        self.buckets = _buckets(layout, rank)
-        self.first, self.last = rank.stage == 0, rank.stage == layout.pp - 1
-        tokens = SEQ_LENGTH * GLOBAL_BATCH_SIZE // (layout.dp * layout.microbatches)
+        self.layout, self.counts = layout, Counter[tuple[str, str, str]]()
+        self.buckets, self.pp_rank = _buckets(layout, rank), rank.pp_rank
+        self.partition = partition_of(layout.config())
+        self.stages = self.partition.stages_of(rank.pp_rank)
+        self.layers = sum(len(self.partition.layers[stage]) for stage in self.stages)
+        self.first, self.last = 0 in self.stages, self.partition.stages - 1 in self.stages
+        self.copies = kv_copies(layout.config().model, layout.tp)
+        self.wire = 2 if layout.reduce_bf16 else FP32
+        tokens = SEQ_LENGTH * GLOBAL_BATCH_SIZE // (layout.dp * layout.cp * layout.microbatches)
         self.per_token = tokens * FP32
         self.activation = tokens * MODEL.hidden_size * FP32
+        self.key_value = 2 * tokens * (layout.kv_heads * self.copies // layout.tp) * MODEL.head_dim * FP32
 
     def add(self, axis: str, operation: str, size: int, calls: int = 1) -> None:
         """``calls`` messages of ``size`` bytes."""
@@ -60,6 +67,8 @@ class Expected:
         for _ in range(self.layout.microbatches):
             if self.layout.tp > 1:
                 (self.sequence_parallel if self.layout.sp else self.tensor_parallel)()
+            if self.layout.cp > 1:
+                self.context_parallel()
             self.pipeline()
         self.data_parallel()
         self.step()
@@ -67,17 +76,18 @@ class Expected:
         return {pair: (self.counts[*pair, "calls"], self.counts[*pair, "bytes"]) for pair in pairs}
 
     def tensor_parallel(self) -> None:
-        """Two all-reduces a layer forward, two backward (Shoeybi et al., 2019, figure 4); embedding forward; head backward."""
-        layers = MODEL.num_hidden_layers // self.layout.pp
-        self.add("tp", "all_reduce", self.activation, 4 * layers + self.first + self.last)
+        """Two all-reduces a layer forward, two backward (Shoeybi et al., 2019, figure 4), one more where keys and values have
+        a weight of their own; embedding forward; head backward."""
+        self.add("tp", "all_reduce", self.activation, (4 + (self.copies > 1)) * self.layers + self.first + self.last)
         self.cross_entropy()
 
     def sequence_parallel(self) -> None:
         """Forward a gather before and a scatter after each half layer; backward their conjugates, and the input gathered again
-        for the weight gradient (Korthikanti et al., 2022, section 4.2.2)."""
-        layers = MODEL.num_hidden_layers // self.layout.pp
-        self.add("tp", "all_gather", self.activation, 6 * layers + self.first + 2 * self.last)
-        self.add("tp", "reduce_scatter", self.activation, 4 * layers + self.first + self.last)
+        for the weight gradient (Korthikanti et al., 2022, section 4.2.2). Keys and values with a weight of their own are one
+        more column-parallel layer."""
+        extra = self.copies > 1
+        self.add("tp", "all_gather", self.activation, (6 + 2 * extra) * self.layers + self.first + 2 * self.last)
+        self.add("tp", "reduce_scatter", self.activation, (4 + extra) * self.layers + self.first + self.last)
         self.cross_entropy()
 
     def cross_entropy(self) -> None:
@@ -86,44 +96,57 @@ class Expected:
             self.add("tp", "all_reduce", self.per_token)
             self.add("tp", "all_reduce", 2 * self.per_token)
 
+    def context_parallel(self) -> None:
+        """Keys and values travel forward and again backward, then their gradients: in one message each, or around the ring."""
+        if self.layout.cp_comm == "all_gather":
+            self.add("cp", "all_gather", self.layout.cp * self.key_value, 2 * self.layers)
+            self.add("cp", "reduce_scatter", self.layout.cp * self.key_value, self.layers)
+            return
+        for operation in ("send", "receive"):
+            self.add("cp", operation, self.key_value, 3 * (self.layout.cp - 1) * self.layers)
+
     def pipeline(self) -> None:
-        """One activation and one gradient over every boundary."""
-        size = self.activation // (self.layout.tp if self.layout.sp else 1)
-        if not self.last:
-            self.add("pp", "send", size)
-            self.add("pp_backward", "receive", size)
-        if not self.first:
-            self.add("pp", "receive", size)
-            self.add("pp_backward", "send", size)
+        """One activation and one gradient over every boundary between stages of different ranks; apart from the others where
+        virtual stages lead from a later rank to an earlier one."""
+        size, placement = self.activation // (self.layout.tp if self.layout.sp else 1), self.partition.placement
+        for stage in self.stages:
+            if stage + 1 < self.partition.stages and placement[stage + 1] != self.pp_rank:
+                suffix = "" if placement[stage + 1] > self.pp_rank else "_return"
+                self.add(f"pp{suffix}", "send", size)
+                self.add(f"pp_backward{suffix}", "receive", size)
+            if stage > 0 and placement[stage - 1] != self.pp_rank:
+                suffix = "" if placement[stage - 1] < self.pp_rank else "_return"
+                self.add(f"pp{suffix}", "receive", size)
+                self.add(f"pp_backward{suffix}", "send", size)
 
     def data_parallel(self) -> None:
         """One reduction a bucket (a microbatch, for ``optim_grads``), one gather a bucket."""
-        if self.layout.dp == 1:
+        if self.layout.dp * self.layout.cp == 1:
             return
         for bucket in self.buckets.buckets:
             if self.layout.strategy == "no_shard":
-                self.add("dp", "all_reduce", bucket.numel * FP32)
+                self.add("dp", "all_reduce", bucket.numel * self.wire)
                 continue
             times = self.layout.microbatches if self.layout.strategy == "optim_grads" else 1
-            self.add("dp", "reduce_scatter", bucket.numel * FP32, times)
+            self.add("dp", "reduce_scatter", bucket.numel * self.wire, times)
             self.add("dp_gather", "all_gather", bucket.numel * FP32)
 
     def step(self) -> None:
-        """Loss and norm over everyone; reduced shards of replicated and tied parameters; the count of unmasked tokens."""
+        """Loss and norm over everyone; reduced shards of copies that saw a part; the count of unmasked tokens."""
         self.add("world", "all_reduce", FP64)
         self.add("world", "all_reduce", FP32)
         for bucket in self.buckets.buckets:
             shard = self.buckets.shard_numel(bucket.index) * FP32
-            if bucket.kind.replicated and self.layout.sp:
-                self.add("tp", "all_reduce", shard)
-            if bucket.kind.tied and (self.first or self.last):
+            if bucket.kind.partial:
+                self.add("tp" if bucket.kind.copies == self.layout.tp else "kv", "all_reduce", shard)
+            if bucket.kind.tied:
                 self.add("embedding", "all_reduce", shard)
-        if self.layout.documents and self.layout.dp > 1:
+        if self.layout.documents and self.layout.dp * self.layout.cp > 1:
             self.add("dp", "all_reduce", FP64)
 
 
 def _buckets(layout: Layout, rank: Counted) -> ShardLayout:
-    return stage_layout(layout.config(), dp=layout.dp, tp_rank=rank.tp_rank, stage=rank.stage)
+    return rank_layout(layout.config(), dp=layout.dp * layout.cp, tp_rank=rank.tp_rank, rank=rank.pp_rank)
 
 
 TENSOR = [Layout(tp=2), Layout(tp=2, microbatches=4), Layout(tp=2, sp=True), Layout(tp=2, sp=True, microbatches=4)]
@@ -132,24 +155,86 @@ DATA = [Layout(dp=2, strategy=s, microbatches=m) for s in STRATEGIES for m in (1
 FULL = [Layout(tp=2, pp=2, dp=2, sp=True, microbatches=2, tied=True, strategy=s) for s in STRATEGIES]
 
 
-@pytest.mark.parametrize("layout", TENSOR + PIPELINE + DATA + FULL, ids=lambda layout: layout.name)
+CONTEXT = [Layout(cp=2), Layout(cp=4, cp_comm="ring", microbatches=2), Layout(cp=2, dp=2, documents=True), Layout(tp=2, cp=2, sp=True)]
+SHARED = [Layout(tp=4, microbatches=2), Layout(tp=4, sp=True, dp=2), Layout(tp=4, kv_heads=1, sp=True)]
+CHUNKS = [
+    Layout(pp=2, virtual=2, microbatches=4, schedule="interleaved"),
+    Layout(pp=4, microbatches=4, schedule="zb-h1"),
+    Layout(pp=2, virtual=2, microbatches=4, schedule="zb-v", tied=True),
+    Layout(pp=2, virtual=2, dp=2, microbatches=2, schedule="interleaved", tied=True, strategy="optim_grads"),
+    Layout(tp=2, sp=True, pp=2, dp=2, microbatches=4, schedule="zb-h1", strategy="optim_grads"),
+    Layout(pp=2, split=(3, 1), microbatches=2),
+]
+NARROW = [Layout(dp=2, strategy=s, microbatches=2, reduce_bf16=True) for s in STRATEGIES]
+
+
+def test_every_axis_is_used_somewhere(cluster: Cluster) -> None:
+    """So that no count above is an empty promise."""
+    used = {
+        axis
+        for layout in (SHARED[1], FULL[1], CONTEXT[1], CHUNKS[0])
+        for rank in cluster.run(layout.world_size, count, layout)
+        for axis, _ in rank.traffic
+    }
+    assert used == {"world", "tp", "kv", "cp", "dp", "dp_gather", "pp", "pp_backward", "pp_return", "pp_backward_return", "embedding"}
+
+
+@pytest.mark.parametrize("layout", TENSOR + PIPELINE + DATA + FULL + CONTEXT + SHARED + CHUNKS + NARROW, ids=lambda layout: layout.name)
 def test_step_issues_exactly_the_planned_collectives(cluster: Cluster, layout: Layout) -> None:
     for rank, counted in enumerate(cluster.run(layout.world_size, count, layout)):
         assert counted.traffic == Expected(layout, counted).all(), f"rank {rank}"
 
 
-@pytest.mark.parametrize("layout", [*DATA, *FULL, Layout(dp=2, bucket=1), Layout(dp=2, bucket=10**9)], ids=lambda layout: layout.name)
+def _order(layout: Layout, buckets: ShardLayout, stage: int) -> list[str]:
+    """Events of one stage over a step of one-forward-one-backward: complete buckets in backward order, in every round."""
+    rounds = layout.microbatches if layout.strategy == "optim_grads" else 1
+    own: list[Bucket] = [bucket for bucket in buckets.buckets if bucket.kind.stage == stage]
+    return [f"{what} {bucket.index}" for _ in range(rounds) for bucket in own for what in ("complete", "reduce")]
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        *DATA,
+        *FULL,
+        Layout(dp=2, bucket=1),
+        Layout(dp=2, bucket=10**9),
+        Layout(cp=2, dp=2, strategy="optim_grads", microbatches=2),
+        CHUNKS[0],
+        CHUNKS[3],
+    ],
+    ids=lambda layout: layout.name,
+)
 def test_reduction_starts_as_soon_as_its_bucket_is_complete(cluster: Cluster, layout: Layout) -> None:
     """So it travels under the backward passes of all later buckets."""
     for rank, counted in enumerate(cluster.run(layout.world_size, count, layout)):
-        buckets = len(_buckets(layout, counted).buckets)
-        assert buckets > 1 and (buckets > 8 or layout.bucket != 1), "the order of one bucket says nothing"
-        expected = []
-        for microbatch in range(layout.microbatches):
-            reduces = layout.strategy == "optim_grads" or microbatch == layout.microbatches - 1
-            for bucket in range(buckets):
-                expected += [f"complete {bucket}"] + [f"reduce {bucket}"] * reduces
-        assert counted.events == expected, f"rank {rank}"
+        buckets = _buckets(layout, counted)
+        assert len(buckets.buckets) > 1 and (len(buckets.buckets) > 8 or layout.bucket != 1), "the order of one bucket says nothing"
+        stages = {bucket.kind.stage for bucket in buckets.buckets}
+        assert len(counted.events) == sum(len(_order(layout, buckets, stage)) for stage in stages)
+        for stage in stages:
+            own = {str(bucket.index) for bucket in buckets.buckets if bucket.kind.stage == stage}
+            events = [event for event in counted.events if event.split()[1] in own]
+            assert events == _order(layout, buckets, stage), f"rank {rank}, stage {stage}"
+
+
+def ordered(place: Place, layout: Layout) -> list[str]:
+    """What a rank reduced in a step, of which bucket, between which passes."""
+    run = trainer(place, layout)
+    run.mesh.recorder.events = []
+    run.step(0)
+    return run.mesh.recorder.events
+
+
+@pytest.mark.parametrize("layout", [CHUNKS[3], CHUNKS[4], FULL[2]], ids=lambda layout: layout.name)
+def test_all_ranks_of_a_reduction_issue_the_same_sequence(cluster: Cluster, layout: Layout) -> None:
+    """That is the argument against deadlock, also when stages and halves of passes interleave."""
+    events = cluster.run(layout.world_size, ordered, layout)
+    each = layout.world_size // layout.pp
+    for stage in range(layout.pp):
+        group = events[stage * each : (stage + 1) * each]
+        assert all(found == group[0] for found in group)
+        assert sum(event.startswith("reduce") for event in group[0]) > 4
 
 
 def test_volume_of_optim_does_not_grow_with_accumulation(cluster: Cluster) -> None:

@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
+import gc
 import weakref
 from dataclasses import dataclass, replace
 
 import pytest
 import torch
 
-from megatron_llama.config import ParallelConfig
+from megatron_llama.config import Config
 from megatron_llama.mesh import Mesh, Place, build_mesh
-from megatron_llama.model.llama import Stage
-from megatron_llama.model.load import load_stage
+from megatron_llama.model.llama import Stage, build_stages
+from megatron_llama.model.load import load_stages, rank_specs
 from megatron_llama.pipeline.runtime import FixedWeights, PipelineRuntime
 from tests.harness import Cluster
-from tests.parallel.cases import GLOBAL_BATCH_SIZE, MODEL, SEQ_LENGTH, Layout, batch, initial_weights, trainer
+from tests.parallel.cases import GLOBAL_BATCH_SIZE, SEQ_LENGTH, Layout, batch, initial_weights, trainer
 
 SINGLE = Place(0, 1, 0)
 SPREAD = [
@@ -23,6 +24,11 @@ SPREAD = [
     Layout(pp=4, microbatches=4),
     Layout(dp=2, strategy="optim_grads", microbatches=2),
     Layout(tp=2, pp=2, dp=2, sp=True, microbatches=2, tied=True),
+    Layout(cp=2, dp=2, microbatches=2),
+    Layout(pp=2, virtual=2, microbatches=4, schedule="interleaved", tied=True),
+    Layout(pp=2, virtual=2, microbatches=4, schedule="zb-v", tied=True),
+    Layout(pp=4, microbatches=4, schedule="zb-h1"),
+    Layout(tp=4, kv_heads=1, microbatches=2),
 ]
 spread = pytest.mark.parametrize("layout", SPREAD, ids=lambda layout: layout.name)
 
@@ -48,13 +54,17 @@ def test_evaluation_sees_the_newest_weights_and_changes_nothing(cluster: Cluster
     assert [trained for _, trained in found[0]] == pytest.approx([trained for _, trained in alone], rel=1e-6)
 
 
+def fixed(config: Config, mesh: Mesh) -> tuple[dict[int, Stage], PipelineRuntime]:
+    """A model without an optimizer."""
+    stages = build_stages(config, mesh)
+    load_stages(stages.values(), rank_specs(config, mesh), initial_weights(), dtype=torch.float32, device=mesh.device)
+    return stages, PipelineRuntime(stages, FixedWeights(), mesh, config, dtype=torch.float32)
+
+
 def evaluate_fixed(place: Place, layout: Layout) -> float:
-    """Without an optimizer."""
     config = layout.config()
-    mesh = build_mesh(config.parallel, rank=place.rank, world_size=place.world_size, device=torch.device("cpu"))
-    stage = Stage(config.model, mesh, sequence_parallel=layout.sp)
-    load_stage(stage, initial_weights(), dtype=torch.float32)
-    runtime = PipelineRuntime(stage, FixedWeights(), mesh, schedule="1f1b", dtype=torch.float32)
+    mesh = build_mesh(config, rank=place.rank, world_size=place.world_size, device=torch.device("cpu"))
+    _, runtime = fixed(config, mesh)
     return runtime.evaluate(trainer(place, layout).batches(0))[0].item()
 
 
@@ -79,7 +89,7 @@ def uneven_loss(place: Place, case: Uneven) -> tuple[float, float]:
     size = 8 // (case.layout.dp * case.layout.microbatches)
     batches = []
     for microbatch in range(case.layout.microbatches):
-        first = (microbatch * case.layout.dp + run.mesh.dp.rank) * size
+        first = (microbatch * case.layout.dp + run.mesh.data_rank) * size
         plain = batch(range(first, first + size))
         counted = torch.tensor(case.weights[first : first + size])
         batches.append(replace(plain, loss_mask=(torch.arange(SEQ_LENGTH).unsqueeze(-1) < counted).float()))
@@ -89,7 +99,14 @@ def uneven_loss(place: Place, case: Uneven) -> tuple[float, float]:
 
 @pytest.mark.parametrize(
     "layout",
-    [Layout(microbatches=8), Layout(dp=2, microbatches=4), Layout(dp=4), Layout(tp=2, pp=2, dp=2, sp=True, microbatches=2)],
+    [
+        Layout(microbatches=8),
+        Layout(dp=2, microbatches=4),
+        Layout(dp=4),
+        Layout(tp=2, pp=2, dp=2, sp=True, microbatches=2),
+        Layout(cp=2, dp=2, cp_comm="ring", microbatches=2),
+        Layout(pp=2, virtual=2, schedule="interleaved", microbatches=4),
+    ],
     ids=lambda layout: layout.name,
 )
 def test_loss_is_the_mean_over_tokens_not_a_mean_of_means(cluster: Cluster, layout: Layout) -> None:
@@ -119,8 +136,9 @@ def live_activations(place: Place, layout: Layout) -> tuple[int, int]:
     def alive() -> int:
         return sum(output() is not None for output in outputs)
 
-    run.stage.register_forward_pre_hook(lambda stage, inputs: counts.append(alive()))
-    run.stage.register_forward_hook(lambda stage, inputs, output: outputs.append(weakref.ref(output)))
+    [stage] = run.stages.values()
+    stage.register_forward_pre_hook(lambda stage, inputs: counts.append(alive()))
+    stage.register_forward_hook(lambda stage, inputs, output: outputs.append(weakref.ref(output)))
     run.step(0)
     assert len(outputs) == layout.microbatches
     return max(counts), alive()
@@ -134,17 +152,34 @@ def test_1f1b_holds_as_many_microbatches_as_stages_follow_and_gpipe_all(cluster:
 
 
 def test_fixed_weights_refuse_training() -> None:
-    mesh = Mesh.single()
-    stage = Stage(MODEL, mesh, sequence_parallel=False)
-    load_stage(stage, initial_weights(), dtype=torch.float32)
-    for parameter in stage.parameters():
-        parameter.requires_grad_()
-    runtime = PipelineRuntime(stage, FixedWeights(), mesh, schedule="1f1b", dtype=torch.float32)
-    with pytest.raises(RuntimeError, match="no backward pass"):
+    _, runtime = fixed(Layout().config(), Mesh.single())
+    with pytest.raises(RuntimeError, match="no training step"):
         runtime.step([batch(range(2))])
 
 
-def test_single_mesh_has_every_role() -> None:
-    mesh = build_mesh(ParallelConfig(), rank=0, world_size=1, device=torch.device("cpu"))
-    assert mesh.is_first_stage and mesh.is_last_stage and mesh.rank == 0
-    assert {axis.size for axis in (mesh.world, mesh.tp, mesh.dp, mesh.pp, mesh.embedding)} == {1}
+def leftovers(place: Place, layout: Layout) -> list[int]:
+    """Bytes of tensors that are alive before the first step and after each of three."""
+    run, sizes = trainer(place, layout), []
+    run.optimizer.settle()
+    for index in range(4):
+        gc.collect()
+        sizes.append(sum(thing.nbytes for thing in gc.get_objects() if isinstance(thing, torch.Tensor)))
+        run.step(index)
+        run.optimizer.settle()
+    return sizes
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        Layout(pp=2, microbatches=4),
+        Layout(pp=2, virtual=2, microbatches=4, schedule="interleaved"),
+        Layout(pp=2, microbatches=4, schedule="zb-h1"),
+        Layout(pp=2, virtual=2, microbatches=4, schedule="zb-v", tied=True),
+    ],
+    ids=lambda layout: layout.name,
+)
+def test_a_step_leaves_nothing_behind(cluster: Cluster, layout: Layout) -> None:
+    """Activations, messages and kept weight gradients are all gone: a step ends with as many bytes as there were before any."""
+    for sizes in cluster.run(layout.world_size, leftovers, layout):
+        assert len(set(sizes)) == 1, sizes

@@ -1,0 +1,124 @@
+"""Training in float16: the dynamic loss scale as it is logged, saved, resumed, and as it recovers."""
+
+from __future__ import annotations
+
+import json
+import re
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors import safe_open
+
+from tests.e2e.product import CP2, DP2, ONE, TP2, ZB_V, Layout, Product, assert_same_state, column, exact_curve, log, state, steps
+
+BEYOND = 2.0**40
+"""A scale with which the first gradients cannot be written as float16."""
+
+
+def scales(folder: Path) -> list[tuple[float, int]]:
+    return [(entry["loss_scale"], entry["skipped_iterations"]) for entry in steps(folder)]
+
+
+@pytest.mark.parametrize("layout", [TP2, ZB_V, CP2], ids=["tp2 sp", "pp2 zb-v", "cp2"])
+def test_the_loss_falls(layout: Layout, product: Product, tmp_path: Path) -> None:
+    printed = product.train(layout, fp16=True, save=tmp_path / "run", train_iters=20, lr_decay_iters=20, lr=1e-2)
+    losses = column(tmp_path / "run", "lm_loss")
+    assert losses[-1] < losses[0] - 1.0
+    assert scales(tmp_path / "run") == [(65536.0, 0)] * 20
+    assert len(re.findall(r" \| loss scale: 65536\.0 \| grad norm: \d+\.\d+ \| number of skipped iterations:   0 \|", printed.out)) == 20
+
+
+def test_the_gradient_norm_is_that_of_the_loss(product: Product, tmp_path: Path) -> None:
+    """Whatever the scale; float16 keeps three digits."""
+    for name, changes in (("fp32", {}), ("fp16", {"fp16": True}), ("small", {"fp16": True, "initial_loss_scale": 256})):
+        product.train(save=tmp_path / name, train_iters=1, **changes)
+    expected = column(tmp_path / "fp32", "grad_norm")
+    for name in ("fp16", "small"):
+        assert column(tmp_path / name, "grad_norm") == pytest.approx(expected, rel=1e-2)
+        assert column(tmp_path / name, "grad_norm") != expected, "not computed in float16"
+
+
+def test_export_keeps_the_masters(product: Product, tmp_path: Path) -> None:
+    product.train(fp16=True, save=tmp_path / "run", train_iters=2)
+    product.run("export", "--load", tmp_path / "run", "--output", tmp_path / "hf", "--dtype", "float16").ok()
+    masters = state(tmp_path / "run" / "iter_0000002")
+    with safe_open(tmp_path / "hf" / "model.safetensors", framework="pt") as file:
+        for name in file.keys():  # noqa: SIM118  no mapping
+            assert torch.equal(file.get_tensor(name), masters[name].half()) and not torch.equal(masters[name], masters[name].half().float())
+
+
+GROWING: dict[str, Any] = {"fp16": True, "initial_loss_scale": 1024, "loss_scale_window": 3, "train_iters": 8, "lr_decay_iters": 8}
+
+
+@pytest.mark.parametrize("layout", [ONE, DP2], ids=["one process", "dp2"])
+def test_resuming_goes_on_with_the_scale(layout: Layout, product: Product, tmp_path: Path) -> None:
+    """Also with the count of good steps: five are a window and two thirds."""
+    product.train(layout, save=tmp_path / "straight", **GROWING)
+    assert scales(tmp_path / "straight") == [(scale, 0) for scale in (1024.0,) * 3 + (2048.0,) * 3 + (4096.0,) * 2]
+    folder = tmp_path / "resumed"
+    product.train(layout, save=folder, **GROWING | {"train_iters": 5})
+    assert json.loads((folder / "iter_0000005" / "meta.json").read_text())["loss_scale"] == [2048.0, 2.0, 0.0]
+    product.train(layout, save=folder, load=folder, **GROWING | {"initial_loss_scale": 4})
+    assert scales(folder) == scales(tmp_path / "straight")
+    assert exact_curve(folder) == exact_curve(tmp_path / "straight")
+    assert_same_state(folder / "iter_0000008", tmp_path / "straight" / "iter_0000008")
+
+
+@pytest.fixture(scope="module")
+def recovered(product: Product, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
+    """Forty steps that begin with an impossible scale: the folder, and what was printed."""
+    folder = tmp_path_factory.mktemp("recovered")
+    options = {"fp16": True, "initial_loss_scale": BEYOND, "hysteresis": 1, "train_iters": 40, "lr_decay_style": "constant"}
+    return folder, product.train(DP2, save=folder, **options).out
+
+
+def test_an_impossible_scale_recovers_by_skipping(recovered: tuple[Path, str]) -> None:
+    folder, printed = recovered
+    found, losses, norms = scales(folder), column(folder, "lm_loss"), column(folder, "grad_norm")
+    first = next(index for index, (_, count) in enumerate(found) if count == 0)
+    assert 5 < first < 25 and found[0] == (BEYOND, 1) and found[-1][1] == 0
+    for (scale, count), (following, _) in pairwise(found):
+        assert following == (scale / 2 if count else scale)
+    assert max(losses[:first]) - min(losses[:first]) < 0.1, "nothing is learnt meanwhile"
+    assert losses[-1] < losses[0] - 0.5
+    assert [norm is None for norm in norms] == [count == 1 for _, count in found]
+    assert printed.count(" | grad norm: n/a | number of skipped iterations:   1 | ") == sum(count for _, count in found)
+    assert column(folder, "consumed_samples")[-1] == 40 * 8, "a skipped batch is consumed"
+
+
+def test_a_skipped_step_changes_nothing(recovered: tuple[Path, str], product: Product, tmp_path: Path) -> None:
+    product.train(save=tmp_path / "before", train_iters=1, lr=0.0)
+    product.train(fp16=True, initial_loss_scale=BEYOND, save=tmp_path / "skipped", train_iters=2)
+    before, after = state(tmp_path / "before" / "iter_0000001"), state(tmp_path / "skipped" / "iter_0000002")
+    assert len(before) > 30
+    for name, tensor in after.items():
+        assert torch.equal(tensor, torch.zeros_like(tensor) if name.startswith("optimizer.") else before[name]), name
+    folders = (tmp_path / "skipped" / "iter_0000002", recovered[0] / "iter_0000040")
+    counts = [json.loads((folder / "meta.json").read_text()) for folder in folders]
+    skipped = sum(column(recovered[0], "skipped_iterations"))
+    assert [(meta["iteration"], meta["optimizer_step"]) for meta in counts] == [(2, 0), (40, 40 - skipped)]
+
+
+def test_hysteresis(product: Product, tmp_path: Path) -> None:
+    """So many overflows in a row halve the scale."""
+    product.train(fp16=True, initial_loss_scale=BEYOND, hysteresis=3, save=tmp_path, train_iters=7)
+    assert scales(tmp_path) == [(scale, 1) for scale in (BEYOND,) * 3 + (BEYOND / 2,) * 3 + (BEYOND / 4,)]
+
+
+def test_overflow_at_the_smallest_scale_ends_the_run(product: Product, tmp_path: Path) -> None:
+    command = product.command(fp16=True, initial_loss_scale=BEYOND, min_loss_scale=BEYOND / 4, hysteresis=1, save=tmp_path, **DP2.options)
+    ended = product.launcher.run(command, 2)
+    assert ended.codes == (1, 1)
+    assert re.fullmatch(r"error: gradient norm at iteration 3: got (inf|nan), expected a finite number; .*\n", ended.err), ended.err
+    assert scales(tmp_path) == [(BEYOND, 1), (BEYOND / 2, 1)] and not list(tmp_path.glob("iter_*"))
+
+
+def test_every_skipped_step_is_counted_once(product: Product, tmp_path: Path) -> None:
+    """Also when saves and evaluations lie between two lines of the log."""
+    product.train(
+        fp16=True, initial_loss_scale=BEYOND, save=tmp_path, train_iters=9, log_interval=4, save_interval=3, eval_interval=2, eval_iters=1
+    )
+    assert [entry["skipped_iterations"] for entry in log(tmp_path) if "lm_loss" in entry] == [4, 4, 1]

@@ -1,0 +1,237 @@
+"""Recomputation changes memory and time, and not one bit of the result."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.autograd import gradcheck
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from megatron_llama.activations import GRANULARITIES, Activations, Granularity
+from megatron_llama.mesh import Place
+from megatron_llama.nn.functional import (
+    recomputable_rms_norm,
+    recomputable_swiglu,
+    rms_norm,
+    rope_frequencies,
+    rope_table,
+    split_heads,
+    swiglu,
+)
+from megatron_llama.nn.linear import column_linear
+from megatron_llama.nn.recompute import Recomputable, recomputed
+from megatron_llama.nn.sink import attach_sink
+from megatron_llama.optim.build import compute_dtype
+from megatron_llama.recorder import Traffic
+from tests.harness import Cluster
+from tests.nn.spmd import numbers, tensor_mesh
+from tests.parallel.cases import MODEL, SEQ_LENGTH, Layout, train, trainer
+from tests.test_activations import BATCH, Run, build, several, storage
+
+CPU = torch.device("cpu")
+LAYOUTS = [
+    Layout(microbatches=2),
+    Layout(microbatches=2, bf16=True),
+    Layout(tp=2),
+    Layout(tp=2, sp=True),
+    Layout(tp=2, kv_heads=1, sp=True),
+    Layout(cp=2),
+    Layout(dp=2, microbatches=2, strategy="optim_grads"),
+    Layout(pp=2, microbatches=4),
+    Layout(pp=2, microbatches=4, schedule="zb-h1"),
+    Layout(pp=2, microbatches=4, virtual=2, schedule="zb-v", tied=True),
+    Layout(tp=2, pp=2, microbatches=4, schedule="zb-h1"),
+    Layout(tp=2, pp=2, sp=True, microbatches=4, schedule="zb-h1"),
+    Layout(documents=True, microbatches=2),
+]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: layout.name)
+def test_training_is_the_same_to_the_bit(cluster: Cluster, layout: Layout) -> None:
+    layout = replace(layout, steps=3)
+    plain, selective, full = (cluster.run(layout.world_size, train, replace(layout, recompute=r)) for r in ("none", "selective", "full"))
+    for record, *others in zip(plain, selective, full, strict=True):
+        for other in others:
+            assert (other.losses, other.norms, other.parameters) == (record.losses, record.norms, record.parameters)
+            for piece, copy in zip(record.pieces, other.pieces, strict=True):
+                assert torch.equal(piece.master, copy.master), piece.rectangle
+
+
+class Calls(TorchDispatchMode):
+    """Counts matrix products and attention kernels, forward and backward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.products = self.attentions = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func.overloadpacket.__name__
+        self.products += name in ("mm", "addmm", "bmm", "baddbmm")
+        self.attentions += "flash_attention" in name
+        return func(*args, **(kwargs or {}))
+
+
+def calls(place: Place, layout: Run) -> tuple[int, int, dict[tuple[str, str], Traffic]]:
+    """Of one training step: matrix products, attention kernels, messages."""
+    run = trainer(place, layout)
+    run.step(0)
+    batches, recorder = run.batches(1), run.mesh.recorder
+    recorder.traffic.clear()
+    with Calls() as counted:
+        run.runtime.step(batches)
+    return counted.products, counted.attentions, recorder.traffic
+
+
+BLOCKS, MICROBATCHES = MODEL.num_hidden_layers, 2
+FORWARD = 4
+"""Matrix products of a block's forward pass."""
+
+
+@pytest.mark.parametrize("layers", ["all", "3", "0"])
+@pytest.mark.parametrize(("tp", "sp"), [(1, False), (2, False), (2, True)])
+def test_what_is_computed_and_sent_again(cluster: Cluster, tp: int, sp: bool, layers: str) -> None:
+    layout = Run(tp=tp, sp=sp, microbatches=MICROBATCHES, recompute_layers=layers)
+    again = MICROBATCHES * (BLOCKS if layers == "all" else int(layers))
+    plain, selective, full = (cluster.run(tp, calls, replace(layout, recompute=r)) for r in ("none", "selective", "full"))
+    assert selective == plain
+    for (products, attentions, traffic), (more, attended, messages) in zip(plain, full, strict=True):
+        # A head, and two products of gradients for each product forward.
+        assert products == 3 * MICROBATCHES * (FORWARD * BLOCKS + 1) and attentions == 2 * MICROBATCHES * BLOCKS
+        assert more - products == FORWARD * again and attended - attentions == again
+        extra = {key: value.calls - traffic.get(key, Traffic()).calls for key, value in messages.items()}
+        extra = {key: count for key, count in extra.items() if count}
+        # With sequence parallelism two gathers and two reductions; without it two sums, and the input that was divided.
+        kinds = {("tp", "all_gather"): 2 * again, ("tp", "reduce_scatter"): 2 * again} if sp else {}
+        kinds |= {("tp", "all_reduce"): 2 * again, ("tp", "all_gather"): again} if tp > 1 and not sp else {}
+        assert extra == {key: count for key, count in kinds.items() if count}
+
+
+class Kept:
+    """A sink that puts everything off."""
+
+    def __init__(self, weight: Tensor) -> None:
+        self.grad, self.work = torch.full_like(weight, torch.nan), list[Callable[[], None]]()
+        self.written = 0
+
+    def buffer(self) -> tuple[Tensor, float]:
+        return self.grad, float(self.written > 0)
+
+    def done(self) -> None:
+        self.written += 1
+
+    def defer(self, work: Callable[[], None]) -> bool:
+        self.work.append(work)
+        return True
+
+
+def tensors_of(work: Any) -> Iterator[Tensor]:
+    if isinstance(work, Tensor):
+        yield work
+    elif isinstance(work, partial):
+        for inner in (*work.args, *work.keywords.values()):
+            yield from tensors_of(inner)
+
+
+def deferred(place: Place, layout: Run) -> tuple[int, int]:
+    """Bytes held between the halves of a split backward pass of the blocks of a stage: found, expected."""
+    config = layout.config()
+    _, stage = build(place, config)
+    weights = {weight: Kept(weight) for weight in stage.model.layers.parameters()}
+    for weight, sink in weights.items():
+        attach_sink(weight, sink)
+    length = SEQ_LENGTH // (layout.tp if layout.sp else 1)
+    x = torch.randn(length, BATCH, MODEL.hidden_size, dtype=compute_dtype(config), requires_grad=True)
+    several(stage.model.layers, BLOCKS, x, stage.positions(SEQ_LENGTH, CPU)).square().sum().backward()
+    held = {storage(t): t.untyped_storage().nbytes() for sink in weights.values() for work in sink.work for t in tensors_of(work)}
+    parameters = {storage(weight) for weight in stage.parameters()}
+    found = sum(size for key, size in held.items() if key not in parameters)
+    for sink in weights.values():
+        for work in sink.work:
+            work()
+        assert sink.written == 1 and bool(sink.grad.isfinite().all())
+    return found, BLOCKS * Activations.of(config).deferred_block(layout.recompute)
+
+
+@pytest.mark.parametrize("bf16", [False, True])
+@pytest.mark.parametrize("recompute", GRANULARITIES)
+@pytest.mark.parametrize("layout", [Run(), Run(tp=2), Run(tp=2, sp=True), Run(kv_heads=4)], ids=lambda layout: layout.name)
+def test_a_split_pass_keeps_what_the_formula_says(cluster: Cluster, layout: Run, recompute: Granularity, bf16: bool) -> None:
+    found = cluster.run(layout.tp, deferred, replace(layout, recompute=recompute, bf16=bf16))
+    assert all(held == expected for held, expected in found), found
+
+
+def test_a_split_pass_makes_the_input_only_with_the_weight_gradient() -> None:
+    made: list[int] = []
+
+    def make(x: Tensor) -> Tensor:
+        made.append(1)
+        return x * 2
+
+    weight = torch.nn.Parameter(numbers(3, 4, seed=2).detach())
+    sink, x = Kept(weight), numbers(5, 2, 4, seed=1)
+    attach_sink(weight, sink)
+    tp = tensor_mesh(Place(0, 1, 0)).tp
+    column_linear(Recomputable(x * 2, make, (x.detach(),)), weight, tp, sequence_parallel=False).sum().backward()
+    assert made == [] and torch.equal(x.grad, 2 * weight.sum(0).expand_as(x))
+    sink.work[0]()
+    assert made == [1] and torch.allclose(sink.grad, (2 * x).sum((0, 1)).expand_as(weight))
+
+
+def test_recipes_make_the_same_tensor_without_the_graph() -> None:
+    x, scale = numbers(3, 2, 8, seed=3).detach().bfloat16().requires_grad_(), torch.linspace(0.5, 2, 8).bfloat16()
+    for kept, plain in (
+        (recomputable_rms_norm(x, scale, 1e-5), rms_norm(x, scale, 1e-5)),
+        (recomputable_swiglu(x), swiglu(x)),
+    ):
+        again = kept.function(*kept.sources)
+        assert torch.equal(kept.value, plain) and torch.equal(again, plain) and not again.requires_grad
+        assert kept.value.grad_fn is not None
+
+
+def test_gradients_of_the_functions() -> None:
+    cos, sin = rope_table(torch.arange(3).unsqueeze(-1), rope_frequencies(4, 100.0, None, CPU))
+    qkv = numbers(3, 2, 4 * 4, seed=4)
+    assert gradcheck(swiglu, (numbers(3, 2, 8, seed=5),))
+    assert gradcheck(lambda x: split_heads(x.clone(), cos, sin, query=2, key=1), (qkv,))
+    query, key, value = split_heads(qkv.clone(), cos, sin, query=2, key=1)
+    first, second = qkv.unflatten(-1, (4, 4)).chunk(2, -1)
+    turned = torch.cat((first * cos - second * sin, second * cos + first * sin), -1)
+    torch.testing.assert_close(torch.cat((query, key), 2), turned[:, :, :3])
+    assert torch.equal(value, qkv.unflatten(-1, (4, 4))[:, :, 3:])
+
+
+def test_no_graph_no_recomputation() -> None:
+    """Evaluation, and an input that needs no gradient while the weights inside do."""
+    weight, runs = numbers(4, 4, seed=6), list[bool]()
+
+    def function(x: Tensor) -> Tensor:
+        runs.append(torch.is_grad_enabled())
+        return x @ weight
+
+    x = numbers(2, 4, seed=7)
+    with torch.no_grad():
+        assert recomputed(function, x).grad_fn is None
+    recomputed(function, x.detach()).sum().backward()
+    assert runs == [False, True] and weight.grad is not None
+    expected = weight.grad
+    weight.grad = None
+    recomputed(function, x).sum().backward()
+    assert runs == [False, True, False, True] and torch.equal(weight.grad, expected)
+
+
+def uneven(place: Place) -> Tensor:
+    """An input of an odd number of elements cannot be divided: it is kept whole, and no rank waits for another."""
+    x = numbers(3, 3, seed=8)
+    recomputed(torch.sin, x, shared=tensor_mesh(place).tp).sum().backward()
+    return x.grad
+
+
+def test_an_input_that_does_not_divide(cluster: Cluster) -> None:
+    for grad in cluster.run(2, uneven):
+        assert torch.equal(grad, numbers(3, 3, seed=8).cos())

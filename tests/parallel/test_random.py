@@ -1,0 +1,233 @@
+"""Layouts drawn at random train what one process trains, execute what was planned, and a wrong one would be seen."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from megatron_llama.layout import Kind
+from megatron_llama.mesh import Place
+from megatron_llama.model.llama import Positions, Stage
+from megatron_llama.nn.context import local_sequence
+from megatron_llama.schedule import schedule_named
+from tests.harness import Cluster
+from tests.parallel.cases import (
+    GLOBAL_BATCH_SIZE,
+    LOSS_BOUND,
+    NORM_BOUND,
+    Layout,
+    Record,
+    Reference,
+    Schedule,
+    Trainer,
+    merged,
+    train,
+    trainer,
+)
+from tests.parallel.draw import COUNT, DOUBLINGS, EACH_SCHEDULE, SCHEDULES, SEED, STEPS, THREE_AXES, alone, axes, draw
+
+DRAWN = draw()
+References = Callable[[Layout], Reference]
+
+
+@pytest.fixture(scope="module")
+def references(cluster: Cluster) -> References:
+    """The single process of every kind of model, trained once."""
+    known: dict[Layout, Reference] = {}
+
+    def look_up(layout: Layout) -> Reference:
+        if layout.reference not in known:
+            known[layout.reference] = alone(cluster, layout)
+        return known[layout.reference]
+
+    return look_up
+
+
+@pytest.mark.parametrize("seed", [SEED, SEED + 1])
+def test_a_draw_keeps_its_promises(seed: int) -> None:
+    drawn = draw(seed)
+    assert len({layout.name for layout in drawn}) == len(drawn) == COUNT
+    assert max(layout.world_size for layout in drawn) <= 2**DOUBLINGS
+    assert sum(axes(layout) >= 3 for layout in drawn) >= THREE_AXES
+    schedules = Counter(layout.schedule for layout in drawn if layout.pp > 1)
+    assert all(schedules[name] >= EACH_SCHEDULE for name in SCHEDULES), schedules
+
+
+def test_a_draw_depends_on_the_seed_alone() -> None:
+    assert draw() == DRAWN and draw(SEED, 8) == draw(SEED, 8) != draw(SEED + 1, 8)
+
+
+CHOICES: dict[str, tuple[object, ...]] = {
+    "tp": (1, 2, 4),
+    "cp": (1, 2, 4),
+    "dp": (1, 2, 4),
+    "pp": (1, 2, 4, 8),
+    "virtual": (1, 2, 3),
+    "microbatches": (1, 2, 4, 8),
+    "kv_heads": (1, 2, 4),
+    "strategy": ("no_shard", "optim", "optim_grads"),
+    "recompute": ("none", "selective", "full"),
+    "sp": (False, True),
+    "tied": (False, True),
+    "documents": (False, True),
+}
+
+
+@pytest.mark.parametrize("field", CHOICES)
+def test_the_draw_meets_every_choice(field: str) -> None:
+    assert {getattr(layout, field) for layout in DRAWN} == set(CHOICES[field])
+
+
+def test_the_draw_meets_what_needs_two_choices() -> None:
+    assert {layout.cp_comm for layout in DRAWN if layout.cp > 1} == {"all_gather", "ring"}
+    assert any(layout.tp > layout.kv_heads for layout in DRAWN)
+    assert any(len(set(layout.split)) > 1 for layout in DRAWN)
+
+
+@pytest.mark.parametrize("layout", DRAWN, ids=lambda layout: layout.name)
+def test_drawn_layout_equals_one_process(references: References, cluster: Cluster, layout: Layout) -> None:
+    records, reference = cluster.run(layout.world_size, train, layout), references(layout)
+    assert len(records[0].losses) == STEPS
+    assert all(record.losses == records[0].losses and record.norms == records[0].norms for record in records)
+    row = reference.row(layout.name, records[0])
+    assert row.holds, (row, layout)
+    for record in records:
+        assert len({records[rank].parameters for rank in record.dp_line}) == 1, (record.dp_line, layout)
+    trained, single = merged(records), merged([reference.single])
+    assert trained.keys() == single.keys()
+    for name, weight in trained.items():
+        # Adam turns a gradient that is all rounding noise into full steps, so single elements may differ, tensors may not.
+        assert float((weight - single[name]).norm() / single[name].norm()) < 1e-4, (name, layout)
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_drawn_layout_twice_is_bitwise_equal(cluster: Cluster, schedule: Schedule) -> None:
+    layout = max((layout for layout in DRAWN if layout.pp > 1 and layout.schedule == schedule), key=axes)
+    one, other = (cluster.run(layout.world_size, train, layout) for _ in range(2))
+    assert _bits(one) == _bits(other), layout
+    left, right = merged(one), merged(other)
+    assert left.keys() == right.keys()
+    assert all(torch.equal(left[name], right[name]) for name in left)
+
+
+def _bits(records: list[Record]) -> list[tuple[tuple[float, ...], tuple[float, ...], str]]:
+    return [(record.losses, record.norms, record.parameters) for record in records]
+
+
+def executed(place: Place, layout: Layout) -> list[str]:
+    """What the runtime did in one step, in order, without the engine's own events."""
+    run, events = trainer(place, layout), list[str]()
+    run.mesh.recorder.events = events
+    run.step(0)
+    return [event for event in events if not event.startswith(("complete ", "reduce "))]
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("ranks", range(2, 9))
+def test_executed_order_is_the_plan(cluster: Cluster, schedule: Schedule, ranks: int) -> None:
+    virtual = 2 if schedule in ("interleaved", "zb-v") else 1
+    microbatches = ranks if schedule == "interleaved" else GLOBAL_BATCH_SIZE
+    plan = schedule_named(schedule, ranks=ranks, microbatches=microbatches, virtual=virtual)
+    layout = Layout(pp=ranks, virtual=virtual, schedule=schedule, microbatches=microbatches, layers=ranks * virtual, strategy="optim_grads")
+    done = cluster.run(ranks, executed, layout)
+    assert done == [[str(action) for action in actions] for actions in plan.ranks]
+    assert all(len(set(actions)) == len(actions) >= 2 * microbatches for actions in done)
+
+
+def positions_in_rank_order(run: Trainer) -> None:
+    """Rotary positions as if each rank held one consecutive part of the sequence."""
+    for stage in run.stages.values():
+        stage.positions = _consecutive(stage)  # type: ignore[method-assign]
+
+
+def _consecutive(stage: Stage) -> Callable[..., Positions]:
+    correct, cp = stage.positions, stage.mesh.cp
+
+    def positions(length: int, device: torch.device, *ids: torch.Tensor | None) -> Positions:
+        own = local_sequence(torch.arange(length), cp)
+        wrong = torch.zeros(length, 1, dtype=torch.int64)
+        wrong[own, 0] = torch.arange(len(own)) + cp.rank * len(own)
+        return correct(length, device, wrong, *ids[1:])
+
+    return positions
+
+
+def documents_forgotten(run: Trainer) -> None:
+    """Attention crosses documents."""
+    for stage in run.stages.values():
+        stage.positions = _without_documents(stage)  # type: ignore[method-assign]
+
+
+def _without_documents(stage: Stage) -> Callable[..., Positions]:
+    correct = stage.positions
+    return lambda length, device, position_ids, document_ids: correct(length, device, position_ids)
+
+
+def _mistake(run: Trainer, change: Callable[[Kind], Kind]) -> None:
+    buckets = (replace(bucket, kind=change(bucket.kind)) for bucket in run.optimizer.layout.buckets)
+    run.optimizer.layout = replace(run.optimizer.layout, buckets=tuple(buckets))
+
+
+def shared_heads_not_summed(run: Trainer) -> None:
+    """Each copy of a key/value head keeps the gradient through its own queries."""
+    _mistake(run, lambda kind: replace(kind, partial=kind.partial and not kind.decay))
+
+
+def norms_not_summed(run: Trainer) -> None:
+    """Each rank keeps the gradient of norms through its part of the sequence."""
+    _mistake(run, lambda kind: replace(kind, partial=kind.partial and kind.decay))
+
+
+def tied_ends_not_summed(run: Trainer) -> None:
+    """Embedding and head each keep their own gradient."""
+    _mistake(run, lambda kind: replace(kind, tied=False))
+
+
+def nothing_wrong(run: Trainer) -> None:
+    """The control of the control."""
+
+
+def train_with(place: Place, layout: Layout, mistake: Callable[[Trainer], None]) -> Record:
+    """Like ``train``, with a mistake built in."""
+    run = trainer(place, layout)
+    mistake(run)
+    steps = [run.step(index) for index in range(layout.steps)]
+    return Record(tuple(loss.item() for loss, _ in steps), tuple(norm.item() for _, norm in steps))
+
+
+MISTAKES: list[tuple[Layout, Callable[[Trainer], None]]] = [
+    (Layout(cp=2), positions_in_rank_order),
+    (Layout(cp=4, cp_comm="ring"), positions_in_rank_order),
+    (Layout(cp=2, cp_comm="ring", documents=True), documents_forgotten),
+    (Layout(tp=2, kv_heads=1), shared_heads_not_summed),
+    (Layout(tp=4, kv_heads=2, sp=True), shared_heads_not_summed),
+    (Layout(tp=2, sp=True), norms_not_summed),
+    (Layout(pp=2, tied=True), tied_ends_not_summed),
+]
+
+
+@pytest.mark.parametrize(("layout", "mistake"), MISTAKES, ids=lambda value: getattr(value, "__name__", None) or value.name)
+def test_a_mistake_exceeds_the_bounds(references: References, cluster: Cluster, layout: Layout, mistake: Callable[[Trainer], None]) -> None:
+    layout = replace(layout, steps=STEPS)
+    right, wrong = (
+        references(layout).row(layout.name, cluster.run(layout.world_size, train_with, layout, how)[0]) for how in (nothing_wrong, mistake)
+    )
+    assert right.holds, right
+    # By far: a smaller mistake of the same kind would be seen too.
+    assert max(wrong.loss / wrong.loss_bound, wrong.norm / wrong.norm_bound) > 10, wrong
+
+
+def test_the_tool_prints_the_drawn_table() -> None:
+    tool = Path(__file__).parents[2] / "tools" / "parity.py"
+    command = [sys.executable, tool, "--random", "--seed", "5", "--count", "2"]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    lines = [[cell.strip() for cell in line.strip("|").split("|")] for line in done.stdout.splitlines()]
+    assert [line[0] for line in lines[2:]] == [*(layout.name for layout in draw(5, 2)), "**largest of 2**"]
+    assert all(float(line[1]) < LOSS_BOUND and float(line[2]) < NORM_BOUND for line in lines[2:4])
