@@ -25,7 +25,7 @@ class Recorder:
     events: list[str] | None = None
     """When a list: what happened, in issue order. Off by default."""
     exposed_seconds: float = 0.0
-    """Host time spent waiting for communication. On a device the host does not wait: see ``measures_exposure``."""
+    """Host time spent waiting for communication. Meaningless on a GPU, where the host does not wait."""
 
     def count(self, axis: str, operation: str, size: int) -> None:
         """One collective of ``size`` bytes was issued."""
