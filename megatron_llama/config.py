@@ -82,9 +82,20 @@ class ParallelConfig:
     """Split norms and residual stream along the sequence over the tp processes. Ignored with tp 1."""
     pipeline_schedule: Literal["gpipe", "1f1b", "interleaved", "zb-h1", "zb-v"] = "1f1b"
     """Order of forward and backward passes over the pipeline stages. zb-*: weight gradients fill the bubbles."""
-    data_parallel_sharding_strategy: Literal["no_shard", "optim", "optim_grads"] = "optim"
-    """What each data-parallel rank holds a share of: nothing (plain DDP), the optimizer state (reduce once per step), or state
-    and gradients (reduce after every microbatch, two gradient buffers)."""
+    data_parallel_sharding_strategy: Literal["no_shard", "optim", "optim_grads", "optim_grads_params", "auto"] = "optim"
+    """What each data-parallel rank holds a share of: nothing (plain DDP), the optimizer state (reduce once per step), state
+    and gradients (reduce after every microbatch), or parameters as well (gather before use). auto: by memory and microbatches."""
+    data_parallel_shard_size: int = 0
+    """Shard within so many neighbouring data-parallel ranks and replicate across (hybrid sharding). 0: within all."""
+    param_slots: str = "default"
+    """Block-sized buffers for whole parameters under optim_grads_params: a number, `all`, `auto` (as many as fit into memory),
+    or `default` (2; all with pipeline stages). More buffers mean fewer gathers."""
+    grad_slots: int = 2
+    """Buffers for whole gradients that blocks take turns in, under optim_grads and optim_grads_params."""
+    prefetch_bytes: int = 0
+    """Most bytes of parameters that are gathered ahead of their use. 0: as many as the parameter slots hold."""
+    exchange_chunk_bytes: int = 1_048_576
+    """Largest piece in which the gloo backend sends gathers and reductions."""
     reduce_bucket_size: int = 40_000_000
     """Elements in one data-parallel message. Messages hold whole parameters: one exceeds this only when a single parameter does."""
     recompute_granularity: Literal["none", "selective", "full"] = "none"
@@ -155,6 +166,9 @@ class OptimizerConfig:
     """Added to the square root of the second moment."""
     clip_grad: float = 1.0
     """Largest global L2 norm of the gradient. 0: no clipping."""
+    freeze: tuple[str, ...] = ()
+    """Patterns (`*` and `?`) of HuggingFace parameter names that are not trained: `--freeze 'model.embed_tokens.*' 'model.layers.0.*'`.
+    Weights that are stored as one, such as q, k and v, are frozen together."""
 
 
 @dataclass(frozen=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import platform
 import resource
+from contextlib import AbstractContextManager
 
 import torch
 
@@ -56,3 +57,18 @@ def memory_bytes(device: torch.device) -> int:
     if is_host(device):
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     return int(torch.cuda.get_device_properties(device).total_memory)
+
+
+def new_stream(device: torch.device) -> torch.Stream:
+    """A stream of its own for work beside the computation."""
+    return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+
+
+def current_stream(device: torch.device) -> torch.Stream:
+    """The stream that the caller's work goes to."""
+    return torch.cuda.current_stream(device)
+
+
+def on_stream(stream: torch.Stream) -> AbstractContextManager[object]:
+    """Work issued inside goes to this stream."""
+    return torch.cuda.stream(stream)  # type: ignore[arg-type]

@@ -8,9 +8,16 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
-from megatron_llama.config import Config
+from megatron_llama.config import Config, ParallelConfig
 from megatron_llama.params import ParamSpec, Rectangle, UnitSpec, rank_units, rectangles
 
+Slot = tuple[int, int]
+"""(pool, number in the pool)."""
+AUTO = "auto"
+"""The strategy that ``memory.decide_sharding`` replaces by a real one."""
+NO_SHARD = "no_shard"
+OWN = 0
+"""The pool of slots with one user each."""
 ALIGN = 64
 """Elements: parameters and shards start at multiples of this. Keeps 128-byte alignment in bf16, and makes a fused CPU
 AdamW bit-equal for any chunking (its SIMD tail rounds differently)."""
@@ -27,11 +34,17 @@ class Kind:
     stage: int
     """Stages finish their microbatches at different times; a bucket belongs to one."""
     contributions: int
+    trainable: bool
 
     @staticmethod
     def of(spec: ParamSpec) -> Kind:
         """The kind of bucket that a parameter belongs to."""
-        return Kind(spec.decay, spec.copies, spec.partial, spec.tied, spec.stage, spec.contributions)
+        return Kind(spec.decay, spec.copies, spec.partial, spec.tied, spec.stage, spec.contributions, spec.trainable)
+
+    @property
+    def lasting(self) -> bool:
+        """Read or written all through a pass (norms of all layers, an embedding that is also the head): never shares a slot."""
+        return not self.decay or self.tied or self.contributions > 1
 
 
 @dataclass(frozen=True)
@@ -72,10 +85,13 @@ class ShardLayout:
     shards: int
     forward_order: tuple[int, ...]
     """Bucket indices by first use in the forward pass: the order of updates and gathers."""
+    unit_names: tuple[str, ...]
     unit_buckets: tuple[tuple[int, ...], ...]
     """For each unit, the buckets that hold its parameters."""
-    gradient_slots: tuple[tuple[int, int], ...]
-    """For each bucket, (pool, slot) of its gradients."""
+    parameter_slots: tuple[Slot, ...]
+    """For each bucket, the buffer of its whole parameters."""
+    gradient_slots: tuple[Slot, ...]
+    """For each bucket, the buffer of its whole gradients. Frozen buckets have one that nobody allocates."""
 
     def shard_numel(self, bucket: int) -> int:
         """Elements of one shard of a bucket."""
@@ -101,12 +117,24 @@ class ShardLayout:
                 start = segment.in_shard + piece.start - segment.in_param
                 yield piece, slice(start, start + piece.numel)
 
-    def slot_numel(self) -> dict[tuple[int, int], int]:
-        """Size of every gradient slot: the largest bucket that uses it."""
-        sizes: dict[tuple[int, int], int] = {}
-        for bucket, slot in zip(self.buckets, self.gradient_slots, strict=True):
-            sizes[slot] = max(sizes.get(slot, 0), bucket.numel)
-        return sizes
+    def parameter_slot_numel(self) -> dict[Slot, int]:
+        """Size of every parameter slot: the largest bucket that uses it."""
+        return _largest(zip(self.parameter_slots, self.buckets, strict=True))
+
+    def gradient_slot_numel(self) -> dict[Slot, int]:
+        """Size of every gradient slot: the largest trainable bucket that uses it."""
+        pairs = zip(self.gradient_slots, self.buckets, strict=True)
+        return _largest((slot, bucket) for slot, bucket in pairs if bucket.kind.trainable)
+
+    def resident(self, bucket: int) -> bool:
+        """Whether a bucket has its parameter slot to itself, so that one gather serves until its next update."""
+        return self.parameter_slots.count(self.parameter_slots[bucket]) == 1
+
+    def label(self, bucket: int) -> str:
+        """A bucket for people: its number, its units and its parameters."""
+        units = [name for name, buckets in zip(self.unit_names, self.unit_buckets, strict=True) if bucket in buckets]
+        names = [placed.spec.name for placed in self.buckets[bucket].placements]
+        return f"bucket {bucket} of {_range(units)} ({_range(names)})"
 
     @property
     def numel(self) -> int:
@@ -114,23 +142,60 @@ class ShardLayout:
         return sum(bucket.numel for bucket in self.buckets)
 
 
+def _largest(users: Iterable[tuple[Slot, Bucket]]) -> dict[Slot, int]:
+    sizes: dict[Slot, int] = {}
+    for slot, bucket in users:
+        sizes[slot] = max(sizes.get(slot, 0), bucket.numel)
+    return sizes
+
+
+def _range(names: Sequence[str]) -> str:
+    return names[0] if len(names) == 1 else f"{names[0]} ... {names[-1]}"
+
+
 def align_up(value: int, multiple: int) -> int:
     """The smallest multiple that is not below ``value``."""
     return -(-value // multiple) * multiple
 
 
-def layout_by_size(units: Sequence[UnitSpec], *, shards: int, cap: int, gradient_slots: int | None) -> ShardLayout:
+@dataclass(frozen=True)
+class Slots:
+    """How many buffers buckets that need them one after the other take turns in; None: every bucket has its own."""
+
+    parameters: int | None = None
+    gradients: int | None = None
+
+
+def layout_by_size(units: Sequence[UnitSpec], *, shards: int, cap: int, slots: Slots) -> ShardLayout:
     """Fill buckets of at most ``cap`` elements from the last layer to the first, one open bucket per kind.
 
-    Backward completes buckets in this order, and the small remainder of a kind is the last message, not the first.
-    ``gradient_slots``: buffers that the weight-matrix buckets take turns in; None gives every bucket its own.
-    """
+    Backward completes buckets in this order, and the small remainder of a kind is the last message, not the first. A bucket
+    may hold parameters of several units, so parameters cannot take turns."""
+    assert slots.parameters is None
     reverse = [spec for unit in reversed(units) for spec in reversed(unit.params)]
-    closed = _close(_fill(reverse, cap), reverse, shards)
+    return _layout(units, _close(_fill(reverse, cap), reverse, shards), shards, slots, ends=None)
+
+
+def layout_by_unit(units: Sequence[UnitSpec], *, shards: int, slots: Slots) -> ShardLayout:
+    """One bucket per unit (one more for shared key/value heads, and for frozen beside trainable parameters). What lasts
+    through a pass is small, or tied: one bucket per kind for all units."""
+    reverse = [spec for unit in reversed(units) for spec in reversed(unit.params)]
+    filled: dict[tuple[Kind, int], list[ParamSpec]] = {}
+    for index, unit in reversed(list(enumerate(units))):
+        for spec in reversed(unit.params):
+            kind = Kind.of(spec)
+            filled.setdefault((kind, -1 if kind.lasting else index), []).append(spec)
+    ends = frozenset(spec.name for unit in units if not unit.is_block for spec in unit.params)
+    return _layout(units, _close(filled.values(), reverse, shards), shards, slots, ends)
+
+
+def _layout(units: Sequence[UnitSpec], closed: tuple[Bucket, ...], shards: int, slots: Slots, ends: frozenset[str] | None) -> ShardLayout:
     home = {placed.spec.name: bucket.index for bucket in closed for placed in bucket.placements}
     unit_buckets = tuple(tuple(dict.fromkeys(home[spec.name] for spec in unit.params)) for unit in units)
     forward = tuple(dict.fromkeys(bucket for unit in unit_buckets for bucket in unit))
-    return ShardLayout(closed, shards, forward, unit_buckets, _assign_slots(closed, gradient_slots))
+    names = tuple(unit.name for unit in units)
+    parameters, gradients = (_assign_slots(closed, count, ends) for count in (slots.parameters, slots.gradients))
+    return ShardLayout(closed, shards, forward, names, unit_buckets, parameters, gradients)
 
 
 def _fill(specs: Iterable[ParamSpec], cap: int) -> list[list[ParamSpec]]:
@@ -147,7 +212,7 @@ def _fill(specs: Iterable[ParamSpec], cap: int) -> list[list[ParamSpec]]:
     return full
 
 
-def _close(filled: list[list[ParamSpec]], reverse: Sequence[ParamSpec], shards: int) -> tuple[Bucket, ...]:
+def _close(filled: Iterable[Sequence[ParamSpec]], reverse: Sequence[ParamSpec], shards: int) -> tuple[Bucket, ...]:
     """Order the buckets by their last parameter in backward order: that is when each is complete."""
     rank = {spec.name: position for position, spec in enumerate(reverse)}
     filled = sorted(filled, key=lambda specs: max(rank[spec.name] for spec in specs))
@@ -162,44 +227,81 @@ def _bucket(index: int, specs: Sequence[ParamSpec], shards: int) -> Bucket:
     return Bucket(index, Kind.of(specs[0]), align_up(at, shards * ALIGN), tuple(placements))
 
 
-def _assign_slots(buckets: Sequence[Bucket], count: int | None) -> tuple[tuple[int, int], ...]:
-    """Weight-matrix buckets share ``count`` slots in turn. Every other bucket stays open through the whole backward
-    pass (norms of all layers, an embedding that is also the head), so it keeps a slot of its own."""
-    slots, turn = [], 0
+def _assign_slots(buckets: Sequence[Bucket], count: int | None, ends: frozenset[str] | None) -> tuple[Slot, ...]:
+    """Buckets of weight matrices take turns in ``count`` slots of their pool, in the order of their use. Embedding and head
+    (``ends``) have a pool of their own, since a common size would waste memory on one of the two, and one slot less: the
+    embedding is not read again in backward, so the head may follow it. Every other bucket has a slot to itself, as have
+    buckets of shared key/value heads when a bucket may hold several layers: the last one stays open for long."""
+    slots, turns = [], dict[tuple[bool, ...], int]()
     for bucket in buckets:
-        lasting = not bucket.kind.decay or bucket.kind.tied or bucket.kind.contributions > 1 or bucket.kind.copies > 1
-        if count is None or lasting:
-            slots.append((1, bucket.index))
-        else:
-            slots.append((0, turn % count))
-            turn += 1
+        kind, end = bucket.kind, ends is not None and bucket.placements[0].spec.name in ends
+        if count is None or kind.lasting or (kind.copies > 1 and ends is None):
+            slots.append((OWN, bucket.index))
+            continue
+        pool = (end, kind.copies > 1, kind.trainable)
+        turn = turns[pool] = turns.get(pool, -1) + 1
+        slots.append((1 + int("".join(str(int(part)) for part in pool), 2), turn % max(1, count - end)))
     return tuple(slots)
 
 
 @dataclass(frozen=True)
 class Strategy:
-    """What a ``--data-parallel-sharding-strategy`` means, as the two axes of the engine."""
+    """What a ``--data-parallel-sharding-strategy`` means, as the axes of the engine."""
 
     sharded: bool
     """Each data-parallel rank owns 1/dp of every bucket; otherwise all of it."""
     reduce_every_microbatch: bool
-    gradient_slots: int | None
+    by_unit: bool = False
+    """One bucket per unit, gathered before its uses; otherwise buckets by size, gathered once per step."""
 
 
 def strategy_named(name: str) -> Strategy:
     """The only place that knows the strategies by name."""
     return {
-        "no_shard": Strategy(sharded=False, reduce_every_microbatch=False, gradient_slots=None),
-        "optim": Strategy(sharded=True, reduce_every_microbatch=False, gradient_slots=None),
-        "optim_grads": Strategy(sharded=True, reduce_every_microbatch=True, gradient_slots=2),
+        NO_SHARD: Strategy(sharded=False, reduce_every_microbatch=False),
+        "optim": Strategy(sharded=True, reduce_every_microbatch=False),
+        "optim_grads": Strategy(sharded=True, reduce_every_microbatch=True),
+        "optim_grads_params": Strategy(sharded=True, reduce_every_microbatch=True, by_unit=True),
     }[name]
+
+
+BY_TRAFFIC = ("optim", "optim_grads", "optim_grads_params")
+"""Sharding strategies by what they send in a step: parameters and gradients once; gradients once per microbatch; both."""
+
+
+def by_unit(parallel: ParallelConfig) -> bool:
+    """Whether parameters are gathered before their uses, or may yet be (``auto``)."""
+    name = parallel.data_parallel_sharding_strategy
+    return name == AUTO or strategy_named(name).by_unit
+
+
+def parameter_slots(parallel: ParallelConfig) -> int | None:
+    """Block-sized parameter slots of a resolved configuration; None: all.
+
+    With pipeline stages the default is all: each of m microbatches would gather everything twice, in a pipeline that waits."""
+    chosen, stages = parallel.param_slots, parallel.pipeline_model_parallel_size
+    if not strategy_named(parallel.data_parallel_sharding_strategy).by_unit or chosen == "all" or (chosen == "default" and stages > 1):
+        return None
+    return 2 if chosen == "default" else int(chosen)
+
+
+def shard_count(parallel: ParallelConfig, dp: int) -> int:
+    """Into how many shards a bucket is cut. ``dp``: data-parallel ranks, context-parallel ones included."""
+    name = parallel.data_parallel_sharding_strategy
+    # Process groups are made before ``auto`` is decided, by the memory of all processes; it always shards.
+    if name != AUTO and not strategy_named(name).sharded:
+        return 1
+    return parallel.data_parallel_shard_size or dp
 
 
 def rank_layout(config: Config, *, dp: int, tp_rank: int = 0, rank: int = 0) -> ShardLayout:
     """The layout of one pipeline rank (all its stages) on one tensor-parallel rank of a resolved configuration.
 
     ``dp``: data-parallel ranks, context-parallel ones included."""
-    strategy = strategy_named(config.parallel.data_parallel_sharding_strategy)
+    parallel = config.parallel
+    strategy, shards = strategy_named(parallel.data_parallel_sharding_strategy), shard_count(parallel, dp)
     units = [unit for stage in rank_units(config, rank=rank, tp_rank=tp_rank) for unit in stage]
-    shards = dp if strategy.sharded else 1
-    return layout_by_size(units, shards=shards, cap=config.parallel.reduce_bucket_size, gradient_slots=strategy.gradient_slots)
+    slots = Slots(parameter_slots(parallel), parallel.grad_slots if strategy.reduce_every_microbatch else None)
+    if strategy.by_unit:
+        return layout_by_unit(units, shards=shards, slots=slots)
+    return layout_by_size(units, shards=shards, cap=parallel.reduce_bucket_size, slots=slots)

@@ -1,17 +1,15 @@
-"""Memory of every process of a run, from the plans that the run uses: state, activations over the schedule, and what recomputing
-has to save of them."""
+"""Memory of every process of a run, from the plans that the run uses: state, and activations over the schedule."""
 
 from __future__ import annotations
 
-from bisect import bisect_left
 from collections.abc import Iterable, Sequence
-from dataclasses import replace
 
 from megatron_llama.activations import Activations, Granularity, compute_bytes
 from megatron_llama.config import Config
 from megatron_llama.layout import ShardLayout, rank_layout, strategy_named
 from megatron_llama.params import partition_of
 from megatron_llama.schedule import Action, Op, schedule_named
+from megatron_llama.traffic import StepTraffic, step_traffic
 from megatron_llama.validate import dp_size
 
 USABLE = 0.9
@@ -23,13 +21,15 @@ def state_bytes(config: Config, layout: ShardLayout) -> dict[str, int]:
     strategy = strategy_named(config.parallel.data_parallel_sharding_strategy)
     narrow = compute_bytes(config)
     wide = max(narrow, 4)
-    shard = layout.numel // layout.shards
-    slots = sum(layout.slot_numel().values())
+    trained = sum(layout.shard_numel(bucket.index) for bucket in layout.buckets if bucket.kind.trainable)
+    apart = sum(layout.shard_numel(bucket.index) for bucket in layout.buckets if not layout.resident(bucket.index))
+    slots = sum(layout.gradient_slot_numel().values())
     return {
-        "parameters": layout.numel * narrow,
-        "gradients": slots * wide + (shard * wide if strategy.reduce_every_microbatch else 0),
-        "master weights": shard * wide if narrow != wide else 0,
-        "moments": 2 * shard * wide,
+        "parameters": sum(layout.parameter_slot_numel().values()) * narrow,
+        "parameter shards": apart * narrow,
+        "gradients": slots * wide + (trained * wide if strategy.reduce_every_microbatch else 0),
+        "master weights": trained * wide if narrow != wide else 0,
+        "moments": 2 * trained * wide,
     }
 
 
@@ -63,7 +63,8 @@ class MemoryPlan:
             microbatches=training.global_batch_size // (training.micro_batch_size * dp),
             virtual=parallel.virtual_pipeline_model_parallel_size,
         )
-        self.layouts = [rank_layout(config, dp=dp * parallel.context_parallel_size, rank=rank) for rank in range(ranks)]
+        self._data = dp * parallel.context_parallel_size
+        self.layouts = [rank_layout(config, dp=self._data, rank=rank) for rank in range(ranks)]
         self.largest_stage = max(len(layers) for layers in self.partition.layers)
 
     def chosen(self) -> int:
@@ -96,6 +97,10 @@ class MemoryPlan:
         """Parameters, gradients, optimizer."""
         return sum(state_bytes(self.config, self.layouts[rank]).values())
 
+    def traffic(self, rank: int) -> StepTraffic:
+        """What a step of this pipeline rank sends to its data-parallel peers."""
+        return step_traffic(self.config, self.schedule, dp=self._data, rank=rank)
+
     def needed(self, granularity: Granularity, recomputing: int) -> int:
         """Bytes of the process that needs most."""
         ranks = range(len(self.layouts))
@@ -120,25 +125,6 @@ class MemoryPlan:
         """An estimate: one block as it is computed again or its gradients, or the gradient of the logits."""
         head = self.partition.placement[-1] == rank
         return max(self.shape.block("none"), self.shape.logits * head)
-
-
-def decide_recompute(config: Config, world_size: int, memory: int) -> tuple[Config, tuple[str, ...]]:
-    """Replace ``--recompute-num-layers auto`` by the fewest blocks with which every process fits into ``memory`` bytes, with a note.
-
-    ``config`` is resolved and knows its vocabulary; all ranks must give the same memory, for all must decide alike."""
-    parallel = config.parallel
-    if parallel.recompute_num_layers != "auto":
-        return config, ()
-    plan, granularity, budget = MemoryPlan(config, world_size), parallel.recompute_granularity, int(memory * USABLE)
-    most = plan.largest_stage if granularity != "none" else 0
-    layers = min(most, bisect_left(range(most + 1), True, key=lambda count: plan.needed(granularity, count) <= budget))
-    needed = plan.needed(granularity, layers)
-    fits = "" if needed <= budget else ", which is not enough"
-    note = (
-        f"--recompute-num-layers auto: {layers} of up to {plan.largest_stage} blocks of a stage recompute ({granularity}); "
-        f"{gib(needed)} of {gib(budget)} usable per process{fits}"
-    )
-    return replace(config, parallel=replace(parallel, recompute_num_layers=str(layers))), (note,)
 
 
 def gib(size: int) -> str:

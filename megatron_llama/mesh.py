@@ -19,7 +19,7 @@ import torch.distributed as dist
 from megatron_llama import device as devices
 from megatron_llama.config import Config, ParallelConfig
 from megatron_llama.errors import ClusterError, describe
-from megatron_llama.layout import strategy_named
+from megatron_llama.layout import shard_count
 from megatron_llama.params import kv_copies, partition_of
 from megatron_llama.recorder import Recorder
 
@@ -58,7 +58,7 @@ class Axis:
 
 @dataclass(frozen=True)
 class Mesh:
-    """This process's place on every axis. ``dp_gather`` and ``pp_backward`` span the ranks of ``dp`` and ``pp`` with a
+    """This process's place on every axis. ``dp_gather`` and ``pp_backward`` span the ranks of ``dp_shard`` and ``pp`` with a
     communicator of their own, so that traffic of opposite directions never queues behind each other."""
 
     world: Axis
@@ -68,6 +68,10 @@ class Mesh:
     cp: Axis
     dp: Axis
     """All ranks that hold the same weights, data-parallel and context-parallel ones: shards and reductions span both."""
+    dp_shard: Axis
+    """The ranks of ``dp`` that share a bucket, for its reductions: all, some neighbours (hybrid sharding), or one."""
+    dp_replica: Axis
+    """The ranks of ``dp`` that hold the same shard."""
     dp_gather: Axis
     pp: Axis
     pp_backward: Axis
@@ -188,17 +192,22 @@ def build_mesh(config: Config, *, rank: int, world_size: int, device: torch.devi
     builder = _AxisBuilder(rank, recorder, parallel.distributed_timeout_minutes)
     world = Axis("world", rank, tuple(range(world_size)), dist.group.WORLD if world_size > 1 else None, recorder)
     data, stages = grid.lines(1, 2), grid.lines(0)
+    shards = shard_count(parallel, len(data[0]))
+    together = [line[i : i + shards] for line in data for i in range(0, len(line), shards)]
+    replicas = [line[i::shards] for line in data for i in range(shards)]
     copies = kv_copies(model, tp) if model.num_key_value_heads else 1
     sharing = [line[i : i + copies] for line in grid.lines(3) for i in range(0, tp, copies)] if copies < tp else []
-    partition = partition_of(config)
+    partition, dp = partition_of(config), builder.build("dp", data)
     tied, virtual = model.tie_word_embeddings and not partition.ends_meet, partition.stages > pp
     return Mesh(
         world=world,
         tp=builder.build("tp", grid.lines(3)),
         kv=builder.build("kv", sharing),
         cp=builder.build("cp", grid.lines(2)),
-        dp=builder.build("dp", data),
-        dp_gather=builder.build("dp_gather", data if strategy_named(parallel.data_parallel_sharding_strategy).sharded else []),
+        dp=dp,
+        dp_shard=dp if shards == dp.size else builder.build("dp_shard", together),
+        dp_replica=dp if shards == 1 else builder.build("dp_replica", replicas),
+        dp_gather=builder.build("dp_gather", together),
         pp=builder.build("pp", stages),
         pp_backward=builder.build("pp_backward", stages),
         pp_return=builder.build("pp_return", stages) if virtual else None,

@@ -9,6 +9,8 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from fnmatch import fnmatchcase
+from functools import partial
 
 from megatron_llama.config import Config, ModelConfig
 from megatron_llama.schedule import placement_of
@@ -45,6 +47,8 @@ class ParamSpec:
     """Gradient contributions of one microbatch: 2 for an embedding that is also the head of the same process."""
     stage: int = 0
     """The pipeline stage whose backward passes write the gradient."""
+    trainable: bool = True
+    """Whether it is trained: none of the patterns of ``--freeze`` covers it."""
 
     @property
     def numel(self) -> int:
@@ -63,6 +67,11 @@ class UnitSpec:
 
     name: str
     params: tuple[ParamSpec, ...]
+
+    @property
+    def is_block(self) -> bool:
+        """Whether it is a transformer block."""
+        return self.name.startswith("layers.")
 
 
 @dataclass(frozen=True)
@@ -250,10 +259,28 @@ def _gate_up(prefix: str, size: int) -> list[tuple[str, int]]:
     return [(f"{prefix}.mlp.{name}.weight", size) for name in ("gate_proj", "up_proj")]
 
 
+def is_frozen(name: str, patterns: Sequence[str]) -> bool:
+    """Whether a HuggingFace parameter is not trained."""
+    return any(fnmatchcase(name, pattern) for pattern in patterns)
+
+
+def _with_frozen(unit: UnitSpec, patterns: Sequence[str]) -> UnitSpec:
+    """The same unit, with parameters frozen all of whose HuggingFace tensors are (validate.py refuses a part of them)."""
+    frozen = (all(is_frozen(part.name, patterns) for part in spec.slices) for spec in unit.params)
+    return replace(unit, params=tuple(replace(spec, trainable=not no) for spec, no in zip(unit.params, frozen, strict=True)))
+
+
 def stage_units(
-    model: ModelConfig, partition: Partition, stage: int, *, tp: int = 1, tp_rank: int = 0, sequence_parallel: bool = False
+    model: ModelConfig,
+    partition: Partition,
+    stage: int,
+    *,
+    tp: int = 1,
+    tp_rank: int = 0,
+    sequence_parallel: bool = False,
+    freeze: Sequence[str] = (),
 ) -> tuple[UnitSpec, ...]:
-    """The units of one pipeline stage on one tensor-parallel rank, in forward order."""
+    """The units of one pipeline stage on one tensor-parallel rank, in forward order. ``freeze``: patterns of HuggingFace names."""
     shapes, tie = Shapes(model, tp, tp_rank, sequence_parallel, stage), model.tie_word_embeddings
     shared, apart = tie and partition.ends_meet, tie and not partition.ends_meet
     units = [shapes.block(layer) for layer in partition.layers[stage]]
@@ -261,17 +288,22 @@ def stage_units(
         units.insert(0, shapes.embedding(tied=apart, contributions=2 if shared else 1))
     if stage == partition.stages - 1:
         units.append(shapes.head(tied=apart, shared=shared))
-    return tuple(units)
+    return tuple(_with_frozen(unit, freeze) for unit in units)
 
 
 def rank_units(config: Config, *, rank: int = 0, tp_rank: int = 0) -> tuple[tuple[UnitSpec, ...], ...]:
     """The units of every stage of one pipeline rank of a resolved configuration."""
     partition, parallel = partition_of(config), config.parallel
-    tp, sequence_parallel = parallel.tensor_model_parallel_size, parallel.sequence_parallel
-    return tuple(
-        stage_units(config.model, partition, stage, tp=tp, tp_rank=tp_rank, sequence_parallel=sequence_parallel)
-        for stage in partition.stages_of(rank)
+    build = partial(
+        stage_units,
+        config.model,
+        partition,
+        tp=parallel.tensor_model_parallel_size,
+        tp_rank=tp_rank,
+        sequence_parallel=parallel.sequence_parallel,
+        freeze=config.optimizer.freeze,
     )
+    return tuple(build(stage) for stage in partition.stages_of(rank))
 
 
 def whole_model(model: ModelConfig) -> Partition:

@@ -64,7 +64,12 @@ class Progress:
             return
         for name, value in (("loss", float(step.loss)), ("gradient norm", float(step.update.grad_norm))):
             if not math.isfinite(value):
-                do = "lower --lr, look at the data of this step, or resume from the last checkpoint; the weights were not changed by it"
+                kept = (
+                    "the weights were not changed by it"
+                    if self._config.optimizer.clip_grad
+                    else "without --clip-grad it changed some weights"
+                )
+                do = f"lower --lr, look at the data of this step, or resume from the last checkpoint; {kept}"
                 raise TrainingError(describe(f"{name} at iteration {step.state.iteration}", got=value, expected="a finite number", do=do))
 
     def _write(self, step: _Step) -> None:

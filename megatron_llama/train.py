@@ -49,6 +49,7 @@ def train(config: Config, mesh: Mesh, *, eod: int | None = None, tokenizer: Toke
         for iteration in range(state.iteration, training.train_iters):
             lr = learning_rate(config.optimizer, training.train_iters, iteration)
             batches = feed.take(following=state.consumed_samples + training.global_batch_size)
+            optimizer.begin_update(lr, clip=clip)
             loss = runtime.step(batches)  # every microbatch: forward, backward, reduce
             update = optimizer.step(lr, clip=clip)
             state = TrainState(iteration + 1, state.consumed_samples + training.global_batch_size)

@@ -13,8 +13,9 @@ from typing import Any, get_type_hints
 from megatron_llama.config import Config, ModelConfig, OptimizerConfig, ParallelConfig
 from megatron_llama.errors import ConfigError, describe, listing
 from megatron_llama.hf_config import normal_rope, read_hf_config, rope_problems
+from megatron_llama.layout import NO_SHARD, by_unit
 from megatron_llama.options import Parsed, flag
-from megatron_llama.params import partition_of
+from megatron_llama.params import is_frozen, partition_of, stage_units, whole_model
 from megatron_llama.presets import PRESETS
 from megatron_llama.schedule import ScheduleError, placement_of, schedule_named
 
@@ -29,6 +30,8 @@ _PARALLEL_POSITIVE = (
     "virtual_pipeline_model_parallel_size",
     "context_parallel_size",
     "reduce_bucket_size",
+    "grad_slots",
+    "exchange_chunk_bytes",
     "distributed_timeout_minutes",
 )
 _POSITIVE = (
@@ -46,6 +49,7 @@ _NOT_NEGATIVE = (
     ("optimizer", ("lr", "min_lr", "lr_decay_iters", "lr_warmup_iters", "weight_decay", "clip_grad")),
     ("checkpoint", ("save_interval",)),
     ("launch", ("nodes", "gpus_per_node")),
+    ("parallel", ("data_parallel_shard_size", "prefetch_bytes")),
 )
 
 
@@ -164,6 +168,10 @@ def _warnings(config: Config) -> Iterator[str]:
     if config.parallel.recompute_num_layers != "all" and config.parallel.recompute_granularity == "none":
         wanted = config.parallel.recompute_num_layers
         yield f"--recompute-num-layers {wanted} without --recompute-granularity selective or full: nothing is recomputed"
+    parallel = config.parallel
+    if parallel.param_slots != "default" and not by_unit(parallel):
+        strategy = parallel.data_parallel_sharding_strategy
+        yield f"--param-slots {parallel.param_slots} has no effect under {strategy}: parameters stay whole"
     if config.checkpoint.save_interval > 0 and config.checkpoint.save is None:
         yield f"--save-interval {config.checkpoint.save_interval} without --save: nothing will be saved"
 
@@ -178,6 +186,7 @@ def problems(config: Config, world_size: int) -> list[str]:
         *_parallel_problems(config, world_size),
         *_batch_problems(config, world_size),
         *_optimizer_problems(config.optimizer),
+        *_freeze_problems(config.model, config.optimizer.freeze),
         *_run_problems(config),
     ]
 
@@ -241,6 +250,7 @@ def _parallel_problems(config: Config, world_size: int) -> Iterator[str]:
         do = f"choose {nearest_divisors(heads, tp) if tp < heads else nearest_multiples(tp, heads)}"
         yield describe("--tensor-model-parallel-size", got=tp, expected=wanted, do=do)
     yield from _sequence_problems(config)
+    yield from _sharding_problems(config, 0 if world is not None else world_size // (tp * pp))
     if model.num_hidden_layers > 0:
         yield from list(_pipeline_problems(config)) or _recompute_problems(config)
 
@@ -250,6 +260,20 @@ def _recompute_problems(config: Config) -> Iterator[str]:
     if wanted not in ("all", "auto") and not (wanted.isascii() and wanted.isdecimal() and int(wanted) <= largest):
         expected = f"all, auto, or a number from 0 to {largest}, the blocks of the largest stage"
         yield describe("--recompute-num-layers", got=wanted, expected=expected, do="give one of these or leave it out")
+
+
+def _sharding_problems(config: Config, ranks: int) -> Iterator[str]:
+    """``ranks``: data-parallel ones, context-parallel ones included; 0: unknown."""
+    parallel = config.parallel
+    shards, slots, strategy = parallel.data_parallel_shard_size, parallel.param_slots, parallel.data_parallel_sharding_strategy
+    if shards > 0 and strategy == NO_SHARD:
+        do = "leave it out, or choose another --data-parallel-sharding-strategy"
+        yield describe("--data-parallel-shard-size", got=shards, expected=f"nothing, since {NO_SHARD} shards nothing", do=do)
+    elif shards > 0 and ranks and ranks % shards:
+        wanted = f"a divisor of the {ranks} data- and context-parallel ranks"
+        yield describe("--data-parallel-shard-size", got=shards, expected=wanted, do=f"choose {nearest_divisors(ranks, shards)}")
+    if slots not in ("default", "all", "auto") and not (slots.isascii() and slots.isdecimal() and int(slots) > 0):
+        yield describe("--param-slots", got=slots, expected="default, all, auto, or a number of 1 or more", do="give one of these")
 
 
 def _sequence_problems(config: Config) -> Iterator[str]:
@@ -350,6 +374,35 @@ def _optimizer_problems(optimizer: OptimizerConfig) -> Iterator[str]:
     if optimizer.lr_decay_style != "constant" and 0 < optimizer.lr_decay_iters <= optimizer.lr_warmup_iters:
         wanted = f"less than lr_decay_iters {optimizer.lr_decay_iters}, which includes the warm-up"
         yield describe("--lr-warmup-iters", got=optimizer.lr_warmup_iters, expected=wanted, do="shorten the warm-up")
+
+
+def _freeze_problems(model: ModelConfig, patterns: tuple[str, ...]) -> Iterator[str]:
+    """What is stored as one is frozen as one, in whatever layout: a checkpoint may be resumed in another."""
+    if not patterns or min(getattr(model, name) for name in (*SIZES, "make_vocab_size_divisible_by")) <= 0:
+        return
+    units = stage_units(model, whole_model(model), 0)
+    groups = [[part.name for part in spec.slices] for unit in units for spec in unit.params]
+    names = [name for group in groups for name in group]
+    for pattern in patterns:
+        if not any(is_frozen(name, (pattern,)) for name in names):
+            wanted = "a pattern of the model's parameters"
+            yield describe("--freeze", got=pattern, expected=wanted, do=f"did you mean {_nearest_parameter(model, pattern, names)}?")
+    if all(is_frozen(name, patterns) for name in names):
+        yield describe("--freeze", got=f"all {len(names)} parameters", expected="one or more that are trained", do="leave out a pattern")
+    apart = [group for group in groups if len({is_frozen(name, patterns) for name in group}) == 2]
+    missing = [name for group in apart for name in group if not is_frozen(name, patterns)]
+    if missing:
+        more = f" and {len(missing) - 4} more" if len(missing) > 4 else ""
+        wanted = f"also {', '.join(missing[:4])}{more}, which are stored with them"
+        yield describe("--freeze", got=" ".join(patterns), expected=wanted, do="freeze all or none of what is stored as one weight")
+
+
+def _nearest_parameter(model: ModelConfig, pattern: str, names: list[str]) -> str:
+    from difflib import get_close_matches
+
+    if model.tie_word_embeddings and is_frozen("lm_head.weight", (pattern,)):
+        return "model.embed_tokens.weight"  # the head is the embedding
+    return get_close_matches(pattern, names, 1, cutoff=0.0)[0]
 
 
 def _run_problems(config: Config) -> Iterator[str]:

@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_llama.config import ModelConfig
-from megatron_llama.layout import ALIGN, Kind, ShardLayout, layout_by_size, strategy_named
+from megatron_llama.config import ModelConfig, ParallelConfig
+from megatron_llama.layout import ALIGN, OWN, Kind, ShardLayout, Slots, layout_by_size, layout_by_unit, parameter_slots, strategy_named
 from megatron_llama.params import Partition, UnitSpec, hf_shapes, split_layers, stage_units
 from tests.test_params import even
 
@@ -42,7 +42,9 @@ class Case:
         self.partition = Partition(split_layers(self.model.num_hidden_layers, stages), placement)
         self.sequence_parallel = draw.random() < 0.5
         self.cap = draw.choice((1, 500, 5_000, 50_000, 10**9))
-        self.slots = draw.choice((None, 2, 3))
+        gradients = draw.choice((None, 2, 3))
+        self.by_unit = draw.random() < 0.4
+        self.slots = Slots(draw.choice((None, 1, 2, 3)) if self.by_unit else None, gradients)
 
     def units(self, tp_rank: int, rank: int) -> tuple[UnitSpec, ...]:
         options = {"tp": self.tp, "tp_rank": tp_rank, "sequence_parallel": self.sequence_parallel}
@@ -50,7 +52,9 @@ class Case:
         return tuple(unit for stage in stages for unit in stage_units(self.model, self.partition, stage, **options))
 
     def layout(self, tp_rank: int, rank: int) -> ShardLayout:
-        return layout_by_size(self.units(tp_rank, rank), shards=self.dp, cap=self.cap, gradient_slots=self.slots)
+        if self.by_unit:
+            return layout_by_unit(self.units(tp_rank, rank), shards=self.dp, slots=self.slots)
+        return layout_by_size(self.units(tp_rank, rank), shards=self.dp, cap=self.cap, slots=self.slots)
 
     def all(self) -> list[tuple[tuple[UnitSpec, ...], ShardLayout]]:
         places = itertools.product(range(self.tp), range(self.pp))
@@ -109,7 +113,7 @@ def test_buckets_are_homogeneous_and_capped(case: Case) -> None:
         for bucket in layout.buckets:
             specs = [placed.spec for placed in bucket.placements]
             assert {Kind.of(spec) for spec in specs} == {bucket.kind}
-            if bucket.kind.decay:
+            if bucket.kind.decay and not case.by_unit:
                 assert len(specs) == 1 or sum(spec.numel for spec in specs) <= case.cap
         norms = [bucket.kind.stage for bucket in layout.buckets if not bucket.kind.decay]
         assert len(norms) == len(set(norms)), "one message serves all norms of a stage"
@@ -118,7 +122,7 @@ def test_buckets_are_homogeneous_and_capped(case: Case) -> None:
 @cases
 def test_caps_are_used(case: Case) -> None:
     """Two neighbours of one kind would not have fitted into one bucket."""
-    for _, layout in case.all():
+    for _, layout in case.all() if not case.by_unit else ():
         for kind in {bucket.kind for bucket in layout.buckets}:
             same = [[placed.spec.numel for placed in bucket.placements] for bucket in layout.buckets if bucket.kind == kind]
             assert all(sum(one) + other[0] > case.cap for one, other in itertools.pairwise(same))
@@ -163,14 +167,45 @@ def test_forward_order_and_unit_buckets(case: Case) -> None:
 @cases
 def test_slots_hold_their_largest_bucket(case: Case) -> None:
     for _, layout in case.all():
-        sizes = layout.slot_numel()
-        for bucket, slot in zip(layout.buckets, layout.gradient_slots, strict=True):
-            assert sizes[slot] >= bucket.numel
-        assert all(size in {bucket.numel for bucket in layout.buckets} for size in sizes.values())
-        shared = {slot for slot in layout.gradient_slots if slot[0] == 0}
-        assert len(shared) <= (case.slots or 0)
-        if case.slots is None:
-            assert len(set(layout.gradient_slots)) == len(layout.buckets)
+        uses = [
+            (layout.parameter_slots, layout.parameter_slot_numel(), case.slots.parameters),
+            (layout.gradient_slots, layout.gradient_slot_numel(), case.slots.gradients),
+        ]
+        for slots, sizes, count in uses:
+            users = {slot: [b.numel for b, used in zip(layout.buckets, slots, strict=True) if used == slot] for slot in slots}
+            assert sizes == {slot: max(numels) for slot, numels in users.items()}
+            pools = Counter(pool for pool, _ in users if pool != OWN)
+            assert all(size <= (count or 0) for size in pools.values())
+            if count is None:
+                assert len(users) == len(layout.buckets)
+
+
+@cases
+def test_by_unit_every_block_has_a_bucket_and_its_neighbour_another_slot(case: Case) -> None:
+    for units, layout in case.all() if case.by_unit else ():
+        shared = [[b for b in buckets if not layout.resident(b)] for buckets in layout.unit_buckets]
+        for unit, buckets in zip(units, shared, strict=True):
+            slots = [layout.parameter_slots[b] for b in buckets]
+            assert len(set(slots)) == len(slots)
+            names = {placed.spec.name for b in buckets for placed in layout.buckets[b].placements}
+            assert names <= {spec.name for spec in unit.params}, "a bucket that takes turns belongs to one unit"
+        blocks = [buckets for unit, buckets in zip(units, shared, strict=True) if unit.is_block]
+        if case.slots.parameters not in (None, 1):
+            for one, other in itertools.pairwise(blocks):
+                assert not {layout.parameter_slots[b] for b in one} & {layout.parameter_slots[b] for b in other}
+
+
+def test_embedding_and_head_share_a_pool_of_their_own() -> None:
+    model = ModelConfig(**(vars(CASES[0].model) | {"tie_word_embeddings": False, "num_hidden_layers": 4}))
+    units = stage_units(model, even(4, 1), 0)
+    for count, ends in ((1, 1), (2, 1), (3, 2), (8, 2)):
+        layout = layout_by_unit(units, shards=3, slots=Slots(count, count))
+        for slots in (layout.parameter_slots, layout.gradient_slots):
+            embedding, head = (slots[layout.unit_buckets[unit][-1]] for unit in (0, -1))
+            block = slots[layout.unit_buckets[1][-1]]
+            assert embedding[0] == head[0] != block[0] and len({embedding, head}) == ends
+    sizes = layout_by_unit(units, shards=3, slots=Slots(2, 2)).parameter_slot_numel()
+    assert len([slot for slot in sizes if slot[0] != OWN]) == 3, "two for blocks, one for the ends"
 
 
 @cases
@@ -196,7 +231,7 @@ def test_rectangles_of_all_ranks_cover_every_huggingface_element_once(case: Case
 def test_both_copies_of_a_tied_weight_have_one_layout() -> None:
     model = CASES[0].model
     model = ModelConfig(**(vars(model) | {"tie_word_embeddings": True, "num_hidden_layers": 4}))
-    ends = [layout_by_size(stage_units(model, even(4, 2), s), shards=3, cap=5_000, gradient_slots=2) for s in (0, 1)]
+    ends = [layout_by_size(stage_units(model, even(4, 2), s), shards=3, cap=5_000, slots=Slots(None, 2)) for s in (0, 1)]
     first, last = ([b for b in layout.buckets if b.kind.tied] for layout in ends)
     assert len(first) == len(last) == 1
     assert [(p.start, p.stop, p.spec.slices) for p in first[0].placements] == [(p.start, p.stop, p.spec.slices) for p in last[0].placements]
@@ -209,9 +244,35 @@ def test_total_is_the_sum_of_the_buckets() -> None:
 
 
 def test_strategies() -> None:
-    table = {name: strategy_named(name) for name in ("no_shard", "optim", "optim_grads")}
-    assert [(s.sharded, s.reduce_every_microbatch, s.gradient_slots) for s in table.values()] == [
-        (False, False, None),
-        (True, False, None),
-        (True, True, 2),
+    table = [strategy_named(name) for name in ("no_shard", "optim", "optim_grads", "optim_grads_params")]
+    assert [(s.sharded, s.reduce_every_microbatch, s.by_unit) for s in table] == [
+        (False, False, False),
+        (True, False, False),
+        (True, True, False),
+        (True, True, True),
     ]
+
+
+@pytest.mark.parametrize(
+    ("strategy", "slots", "stages", "expected"),
+    [
+        ("optim", "2", 1, None),
+        ("optim_grads", "default", 1, None),
+        ("optim_grads_params", "default", 1, 2),
+        ("optim_grads_params", "default", 2, None),
+        ("optim_grads_params", "2", 2, 2),
+        ("optim_grads_params", "5", 1, 5),
+        ("optim_grads_params", "all", 1, None),
+    ],
+)
+def test_parameter_slots(strategy: str, slots: str, stages: int, expected: int | None) -> None:
+    parallel = ParallelConfig(data_parallel_sharding_strategy=strategy, param_slots=slots, pipeline_model_parallel_size=stages)
+    assert parameter_slots(parallel) == expected
+
+
+def test_labels_name_unit_and_parameters() -> None:
+    layout = layout_by_unit(stage_units(CASES[0].model, even(CASES[0].model.num_hidden_layers, 1), 0), shards=2, slots=Slots(2, 2))
+    (bucket,) = [b for b in layout.unit_buckets[1] if not layout.resident(b)]
+    assert layout.label(bucket) == (
+        f"bucket {bucket} of layers.0 (model.layers.0.mlp.down_proj.weight ... model.layers.0.self_attn.qkv_proj.weight)"
+    )

@@ -7,9 +7,10 @@ from itertools import product
 
 import pytest
 
+from megatron_llama.auto import decide_recompute
 from megatron_llama.config import Config, ParallelConfig, TrainingConfig
 from megatron_llama.errors import ConfigError
-from megatron_llama.memory import USABLE, MemoryPlan, decide_recompute, peak_of
+from megatron_llama.memory import USABLE, MemoryPlan, peak_of
 from megatron_llama.presets import PRESETS
 from megatron_llama.schedule import schedule_named
 from megatron_llama.validate import check, resolve

@@ -40,6 +40,7 @@ NAMES = [
     "context_parallel_size",
     "cp_comm_type",
     "data_order",
+    "data_parallel_shard_size",
     "data_parallel_sharding_strategy",
     "data_path",
     "distributed_timeout_minutes",
@@ -47,11 +48,14 @@ NAMES = [
     "eos_token_id",
     "eval_interval",
     "eval_iters",
+    "exchange_chunk_bytes",
     "fp16",
     "fp64",
+    "freeze",
     "global_batch_size",
     "gpus_per_node",
     "grad_reduce_in_bf16",
+    "grad_slots",
     "head_dim",
     "hidden_act",
     "hidden_size",
@@ -77,9 +81,11 @@ NAMES = [
     "num_attention_heads",
     "num_hidden_layers",
     "num_key_value_heads",
+    "param_slots",
     "pipeline_layer_split",
     "pipeline_model_parallel_size",
     "pipeline_schedule",
+    "prefetch_bytes",
     "preset",
     "progress_bar",
     "recompute_granularity",
@@ -296,6 +302,13 @@ def test_several_integers(tmp_path: Path) -> None:
     parsed = run("--config", yaml_file(tmp_path, "pipeline_layer_split: [3, 1_0]\n"))
     assert parsed.get(ParallelConfig).pipeline_layer_split == (3, 10)
     assert refusal("--pipeline-layer-split", "3", "x")[0].startswith("--pipeline-layer-split: got 3 x, expected one or more of: an integer")
+
+
+def test_several_patterns(tmp_path: Path) -> None:
+    assert run("--freeze", "model.embed_tokens.*", "*norm*").get(OptimizerConfig).freeze == ("model.embed_tokens.*", "*norm*")
+    parsed = run("--config", yaml_file(tmp_path, "freeze: ['*.mlp.*', model.norm.weight]\n"))
+    assert parsed.get(OptimizerConfig).freeze == ("*.mlp.*", "model.norm.weight")
+    assert run().get(OptimizerConfig).freeze == ()
 
 
 def test_pipeline_and_precision_flags_of_megatron() -> None:

@@ -9,7 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_llama.config import Config, ModelConfig, ParallelConfig
+from megatron_llama.activations import Granularity
+from megatron_llama.config import Config, ModelConfig, OptimizerConfig, ParallelConfig
 from megatron_llama.mesh import Axis, Mesh
 from megatron_llama.model.llama import Stage, StageOptions
 from megatron_llama.params import (
@@ -65,15 +66,16 @@ def paper_mesh(tp: int, tp_rank: int, stages: int, stage: int) -> Mesh:
     def axis(name: str, rank: int, size: int) -> Axis:
         return Axis(name, rank, tuple(range(size)), None, recorder)
 
-    alone = axis("alone", 0, 1)
-    tensor, pipe = axis("tp", tp_rank, tp), axis("pp", stage, stages)
-    return Mesh(alone, tensor, alone, alone, alone, alone, pipe, pipe, alone, torch.device("cpu"), recorder)
+    pipe = axis("pp", stage, stages)
+    return replace(Mesh.single(), tp=axis("tp", tp_rank, tp), pp=pipe, pp_backward=pipe)
 
 
-def paper_stage(model: ModelConfig, partition: Partition, index: int, *, tp: int = 1, tp_rank: int = 0) -> Stage:
+def paper_stage(
+    model: ModelConfig, partition: Partition, index: int, *, tp: int = 1, tp_rank: int = 0, recompute: Granularity = "none"
+) -> Stage:
     """The modules of a stage, without weights."""
     mesh = paper_mesh(tp, tp_rank, max(partition.placement) + 1, partition.placement[index])
-    return Stage(model, mesh, StageOptions(), partition=partition, index=index)
+    return Stage(model, mesh, StageOptions(recompute=recompute), partition=partition, index=index)
 
 
 @pytest.mark.parametrize(("tp", "pp"), GRIDS)
@@ -223,6 +225,54 @@ def test_norms_are_copies_whose_gradients_are_partial_only_under_sequence_parall
         specs = specs_of(stage_units(GQA, even(4, 1), 0, tp=tp, sequence_parallel=sequence_parallel))
         assert {(spec.copies, spec.partial) for spec in specs if not spec.decay} == {expected}
         assert {(spec.copies, spec.partial) for spec in specs if spec.decay} == {(1, False)}
+
+
+def frozen_of(model: ModelConfig, partition: Partition, tp: int, freeze: tuple[str, ...]) -> set[str]:
+    """The HuggingFace names of what is not trained, over all ranks. A name is either frozen everywhere or nowhere."""
+    places = itertools.product(range(tp), range(partition.stages))
+    specs = [s for rank, stage in places for s in specs_of(stage_units(model, partition, stage, tp=tp, tp_rank=rank, freeze=freeze))]
+    frozen, trained = ({part.name for s in specs if s.trainable is wanted for part in s.slices} for wanted in (False, True))
+    assert not frozen & trained and frozen | trained == set(hf_shapes(model))
+    return frozen
+
+
+@pytest.mark.parametrize("tp", [1, 2, 8])
+@pytest.mark.parametrize("stages", [1, 2, 4])
+@models
+def test_patterns_freeze_the_same_tensors_in_every_layout(model: ModelConfig, stages: int, tp: int) -> None:
+    names, partition = set(hf_shapes(model)), even(4, stages)
+    assert frozen_of(model, partition, tp, ()) == set()
+    first = {name for name in names if name.startswith(("model.layers.0.", "model.embed_tokens."))}
+    assert frozen_of(model, partition, tp, ("model.embed_tokens.*", "model.layers.0.*")) == first
+    assert frozen_of(model, partition, tp, ("model.layers.?.*norm.weight",)) == {name for name in names if "layernorm" in name}
+    assert frozen_of(model, partition, tp, ("*",)) == names
+    assert frozen_of(model, partition, tp, ("layers.0.*", "MODEL.*")) == set(), "whole names, as they are written"
+
+
+def test_the_embedding_decides_for_a_tied_head() -> None:
+    for partition, places in (
+        (even(4, 1), [(0, "model.embed_tokens.weight")]),
+        (even(4, 4), [(0, "model.embed_tokens.weight"), (3, "lm_head.weight")]),
+    ):
+        for stage, name in places:
+            [spec] = [s for s in specs_of(stage_units(TIED, partition, stage, freeze=("model.embed_tokens.*",))) if s.name == name]
+            assert not spec.trainable
+            assert all(s.trainable for s in specs_of(stage_units(TIED, partition, stage, freeze=("lm_head.*",))))
+
+
+def test_a_part_of_a_fused_weight_freezes_nothing() -> None:
+    specs = specs_of(stage_units(GQA, even(4, 1), 0, freeze=("*.q_proj.*", "*.up_proj.*")))
+    assert all(spec.trainable for spec in specs)
+
+
+def test_a_rank_reads_the_patterns_of_its_configuration() -> None:
+    config = Config(
+        model=GQA, parallel=ParallelConfig(pipeline_model_parallel_size=2), optimizer=OptimizerConfig(freeze=("model.layers.2.*",))
+    )
+    trained = [
+        [any(spec.trainable for spec in unit.params) for units in rank_units(config, rank=rank) for unit in units] for rank in (0, 1)
+    ]
+    assert trained == [[True, True, True], [False, True, True]]
 
 
 @pytest.mark.parametrize(

@@ -109,6 +109,8 @@ def test_dp_size() -> None:
     ("given", "world_size"),
     [
         ({"tensor_model_parallel_size": 4, "num_key_value_heads": 2}, 4),
+        ({"freeze": ("model.embed_tokens.*", "model.layers.?.self_attn.*", "*.mlp.*")}, 1),
+        ({"freeze": ("model.layers.*", "model.norm.weight", "lm_head.weight")}, 2),
         ({"tensor_model_parallel_size": 8, "num_key_value_heads": 1}, 8),
         ({"pipeline_model_parallel_size": 2, "pipeline_layer_split": (1, 3)}, 2),
         ({"pipeline_model_parallel_size": 3, "account_for_embedding_in_pipeline_split": True, "num_hidden_layers": 5}, 3),
@@ -282,6 +284,26 @@ LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_fr
         ({"adam_beta2": -0.1}, 1, "--adam-beta2: got -0.1, expected a number in [0, 1)"),
         ({"min_lr": 1.0}, 1, "--min-lr: got 1.0, expected at most lr 0.0003"),
         ({"lr_warmup_iters": 10}, 1, "--lr-warmup-iters: got 10, expected less than lr_decay_iters 10"),
+        (
+            {"freeze": ("model.layer.0.mlp.*", "model.norm.weight")},
+            1,
+            "--freeze: got model.layer.0.mlp.*, expected a pattern of the model's parameters; did you mean model.layers.0.mlp.",
+        ),
+        ({"freeze": ("lm_head.*",), "tie_word_embeddings": True}, 1, "did you mean model.embed_tokens.weight?"),
+        ({"freeze": ("model.*", "lm_head.*")}, 1, "--freeze: got all 39 parameters, expected one or more that are trained; leave out"),
+        (
+            {"freeze": ("model.layers.1.*.q_proj.*",), "tensor_model_parallel_size": 8, "num_key_value_heads": 1},
+            8,
+            "--freeze: got model.layers.1.*.q_proj.*, expected also model.layers.1.self_attn.k_proj.weight, "
+            "model.layers.1.self_attn.v_proj.weight, which are stored with them; freeze all or none of what is stored as one weight",
+        ),
+        (
+            {"freeze": ("*.k_proj.*", "*.v_proj.*", "*.up_proj.*")},
+            1,
+            "expected also model.layers.0.self_attn.q_proj.weight, model.layers.0.mlp.gate_proj.weight, "
+            "model.layers.1.self_attn.q_proj.weight, model.layers.1.mlp.gate_proj.weight and 4 more, which",
+        ),
+        ({"freeze": ("model.*",), "make_vocab_size_divisible_by": 0}, 1, "--make-vocab-size-divisible-by: got 0"),
         ({"split": "100,0"}, 1, "--split: got 100,0, expected three shares"),
         ({"split": "1,-1,1"}, 1, "--split: got 1,-1,1, expected three shares"),
         ({"split": "0,0,0"}, 1, "--split: got 0,0,0, expected three shares"),

@@ -16,8 +16,8 @@ from torch import Tensor
 from megatron_llama.mesh import Axis
 
 # torch 2.13 renamed both and warns about the old names, the only ones that 2.11 has.
-_all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-_reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
 @dataclass
@@ -60,7 +60,7 @@ def all_gather(full: Tensor, shard: Tensor, axis: Axis) -> Pending:
             full.data.copy_(shard.data)
         return Pending(axis, None)
     _issue(axis, "all_gather", full)
-    return Pending(axis, _all_gather_single(full.data, shard.data, group=axis.group, async_op=True))
+    return Pending(axis, all_gather_single(full.data, shard.data, group=axis.group, async_op=True))
 
 
 def reduce_scatter(shard: Tensor, full: Tensor, axis: Axis, *, wire: torch.dtype | None = None) -> Pending:
@@ -76,9 +76,9 @@ def reduce_scatter(shard: Tensor, full: Tensor, axis: Axis, *, wire: torch.dtype
     if full.device.type == "cpu":
         return _exchange_and_sum(shard.data, sent, axis)
     if sent.dtype == shard.dtype:
-        return Pending(axis, _reduce_scatter_single(shard.data, sent, group=axis.group, async_op=True))
+        return Pending(axis, reduce_scatter_single(shard.data, sent, group=axis.group, async_op=True))
     narrow = torch.empty_like(shard.data, dtype=wire)
-    work = _reduce_scatter_single(narrow, sent, group=axis.group, async_op=True)
+    work = reduce_scatter_single(narrow, sent, group=axis.group, async_op=True)
     return Pending(axis, work, lambda: _copy(shard.data, narrow))
 
 

@@ -8,11 +8,12 @@ from dataclasses import replace
 from pathlib import Path
 
 from megatron_llama.activations import GRANULARITIES
+from megatron_llama.auto import decide
 from megatron_llama.commands.options import DryRunConfig
 from megatron_llama.config import CheckpointConfig, Config, LaunchConfig
 from megatron_llama.errors import ConfigError, UserError, listing
-from megatron_llama.layout import strategy_named
-from megatron_llama.memory import MemoryPlan, decide_recompute, gib, state_bytes
+from megatron_llama.layout import BY_TRAFFIC, NO_SHARD, strategy_named
+from megatron_llama.memory import MemoryPlan, gib, state_bytes
 from megatron_llama.options import Parsed
 from megatron_llama.params import hf_shapes, padded_vocab_size, parameter_count
 from megatron_llama.schedule import Op, Schedule
@@ -31,7 +32,7 @@ def dry_run(parsed: Parsed) -> None:
     config = assemble(parsed, trained=trained_model(parsed.get(CheckpointConfig).load))
     config, warnings = _with_vocabulary(config)
     resolved = check(config, world, needs_data=False)
-    config, decided = decide_recompute(resolved.config, world, _memory_here(world))
+    config, decided = decide(resolved.config, world, _memory_here(world))
     plan = MemoryPlan(config, world)
     warnings = [*resolved.warnings, *warnings, *_missing_here(plan, world)]
     print("\n".join([*resolved.notes, *decided, *_report(plan, world)]))
@@ -112,29 +113,46 @@ def _report(plan: MemoryPlan, world: int) -> Iterator[str]:
     )
     for rank in range(pp):
         yield from _rank_report(plan, rank)
+    if dp * parallel.context_parallel_size > 1:
+        yield from _choices(plan, world)
     yield from _schedule_report(plan.schedule)
 
 
 def _rank_report(plan: MemoryPlan, rank: int) -> Iterator[str]:
-    config, partition, layout, microbatches = plan.config, plan.partition, plan.layouts[rank], plan.schedule.microbatches
+    config, partition, layout = plan.config, plan.partition, plan.layouts[rank]
     strategy = strategy_named(config.parallel.data_parallel_sharding_strategy)
     stages = partition.stages_of(rank)
     ends = [name for name, stage in (("embedding", 0), ("head", partition.stages - 1)) if stage in stages]
     sizes = state_bytes(config, layout)
-    reductions = len(layout.buckets) * (microbatches if strategy.reduce_every_microbatch else 1)
+    traffic = plan.traffic(rank)
     verb = "reduce-scatters" if strategy.sharded else "all-reduces"
-    gathers = f", {len(layout.buckets)} all-gathers" if strategy.sharded else ""
+    gathers = f", {traffic.gathers} all-gathers" if strategy.sharded else ""
+    replicas = f" and {traffic.replicas} replicas" if strategy.sharded and traffic.replicas > 1 else ""
     blocks = [partition.layers[stage] for stage in stages]
     held = ", ".join([*(_layers(layers) for layers in blocks if layers), *ends])
     yield f"pp rank {rank:<8}{held}: {layout.numel:,} elements per process, padding included"
     count, largest = len(layout.buckets), max(bucket.numel for bucket in layout.buckets)
     yield (
-        f"  layout        {count} buckets, the largest {largest:,} elements, each in {layout.shards} shards; "
-        f"a step makes {reductions} {verb}{gathers}"
+        f"  layout        {count} buckets, the largest {largest:,} elements, each in {layout.shards} shards{replicas}; "
+        f"a step makes {traffic.reductions} {verb}{gathers} and sends {gib(round(traffic.sent))}"
     )
     parts = ", ".join(f"{name} {gib(size)}" for name, size in sizes.items() if size)
     yield f"  state         {gib(sum(sizes.values()))} per process: {parts}"
     yield from _activation_report(plan, rank)
+
+
+def _choices(plan: MemoryPlan, world: int) -> Iterator[str]:
+    """What other ways to shard would cost the process that needs most."""
+    yield "sharding        per process, by --data-parallel-sharding-strategy (--param-slots):"
+    for name, slots in (*((name, "default") for name in ("no_shard", *BY_TRAFFIC[:-1])), (BY_TRAFFIC[-1], "2"), (BY_TRAFFIC[-1], "all")):
+        parallel = replace(plan.config.parallel, data_parallel_sharding_strategy=name, param_slots=slots)  # type: ignore[arg-type]
+        if name == NO_SHARD:
+            parallel = replace(parallel, data_parallel_shard_size=0)
+        other = MemoryPlan(replace(plan.config, parallel=parallel), world)
+        ranks = range(len(other.layouts))
+        state, sent = max(other.state(rank) for rank in ranks), max(other.traffic(rank).sent for rank in ranks)
+        label = name + (f" ({slots})" if slots != "default" else "")
+        yield f"  {label:<26}state {gib(state):>12}, sent in a step {gib(round(sent)):>12}"
 
 
 def _activation_report(plan: MemoryPlan, rank: int) -> Iterator[str]:

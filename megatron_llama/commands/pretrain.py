@@ -57,8 +57,8 @@ def _for_evaluation(parsed: Parsed) -> Parsed:
 @contextmanager
 def prepared(parsed: Parsed) -> Iterator[tuple[Config, Mesh, Vocabulary]]:
     """Resolve and check the configuration, join the other processes, and print what was decided on the way."""
+    from megatron_llama.auto import decide
     from megatron_llama.comm.agreement import together
-    from megatron_llama.memory import decide_recompute
     from megatron_llama.mesh import init_mesh, place_from_environment, placement_warnings
     from megatron_llama.setup import find_start, trained_model
     from megatron_llama.validate import assemble, check
@@ -75,7 +75,7 @@ def prepared(parsed: Parsed) -> Iterator[tuple[Config, Mesh, Vocabulary]]:
     with together(mesh.world):
         vocabulary = find_vocabulary(resolved.config)
         config = with_vocabulary(resolved.config, vocabulary)
-    config, decided = decide_recompute(config, place.world_size, agreed_memory(mesh, place))
+    config, decided = decide(config, place.world_size, agreed_memory(mesh, place))
     if mesh.rank == 0:
         warnings = (*resolved.warnings, *placement_warnings(config.parallel, place.local_world_size))
         for line in (*resolved.notes, *decided, *(f"warning: {text}" for text in warnings)):

@@ -30,6 +30,7 @@ from megatron_llama.nn.functional import (
     swiglu,
 )
 from megatron_llama.nn.linear import ColumnLinear, RowLinear, column_linear, empty_weight
+from megatron_llama.nn.marker import before_backward
 from megatron_llama.nn.recompute import Recomputable, recomputed
 from megatron_llama.params import Partition, kv_copies, padded_vocab_size, partition_of
 
@@ -146,7 +147,7 @@ class Block(nn.Module):
     def forward(self, x: Tensor, positions: Positions) -> Tensor:
         """[s or s/tp, b, h] -> [s or s/tp, b, h]."""
         compute = partial(self._compute, positions=positions)
-        return recomputed(compute, x, shared=self.shared_input) if self.recompute_all else compute(x)
+        return recomputed(compute, x, weights=self.parameters(), shared=self.shared_input) if self.recompute_all else compute(x)
 
     def _compute(self, x: Tensor, positions: Positions) -> Tensor:
         x = x + self.self_attn(self.input_layernorm(x), positions)
@@ -160,8 +161,9 @@ class Stage(nn.Module):
         super().__init__()
         self.config, self.mesh, self.options, self.index = config, mesh, options, index
         self.is_first, self.is_last = index == 0, index == partition.stages - 1
-        self.on_use: Callable[[int], None] = lambda unit: None
-        """Called with the index of a unit of this stage right before its forward pass: the engine makes its weights current."""
+        self.on_use: Callable[[int, bool], None] = lambda unit, backward: None
+        """Called with the index of a unit of this stage and False right before its forward pass, and with True right before its
+        backward pass: the engine brings its weights. The embedding's backward reads no weight and is not announced."""
         padded, hidden, parallel = padded_vocab_size(config, mesh.tp.size), config.hidden_size, options.sequence_parallel
         self._shared: list[Stage] = []
         self.model = nn.Module()
@@ -190,16 +192,20 @@ class Stage(nn.Module):
         [s, b, padded_vocab / tp] out, else activations. s is this rank's part of the sequence."""
         unit, x = 0, inputs
         if self.is_first:
-            self.on_use(unit)
+            self.on_use(unit, False)
             x, unit = self.model.embed_tokens(x), unit + 1  # type: ignore[operator]
         for block in cast(nn.ModuleDict, self.model.layers).values():
-            self.on_use(unit)
-            x, unit = block(x, positions), unit + 1
+            self.on_use(unit, False)
+            x, unit = self._marked(block(x, positions), unit), unit + 1
         if self.is_last:
-            self.on_use(unit)
+            self.on_use(unit, False)
             normed, parallel = self.model.norm(x), self.options.sequence_parallel  # type: ignore[operator]
-            x = column_linear(normed, self.head_weight, self.mesh.tp, sequence_parallel=parallel)
+            x = self._marked(column_linear(normed, self.head_weight, self.mesh.tp, sequence_parallel=parallel), unit)
         return x
+
+    def _marked(self, output: Tensor, unit: int) -> Tensor:
+        """The output of a unit, which announces the unit's backward pass."""
+        return before_backward(output, partial(self.on_use, unit, True))
 
     @property
     def head_weight(self) -> Tensor:

@@ -13,11 +13,12 @@ from megatron_llama import device as devices
 from megatron_llama.comm import autograd
 from megatron_llama.mesh import Axis
 from megatron_llama.nn.linear import empty_weight
-from megatron_llama.nn.sink import GradSink, sink_of
+from megatron_llama.nn.sink import Home, arrive
 
 
 class _Lookup(torch.autograd.Function):
-    """Rows of ids held by this rank, zeros for the others."""
+    """Rows of ids held by this rank, zeros for the others. Backward does not read the weight, and runs only if it is trained:
+    nothing else here has a gradient."""
 
     @staticmethod
     def forward(ctx: Any, ids: Tensor, weight: Tensor, first: int) -> Tensor:
@@ -25,27 +26,27 @@ class _Lookup(torch.autograd.Function):
         outside = (local < 0) | (local >= weight.shape[0])
         local = local.masked_fill(outside, 0)
         ctx.save_for_backward(local, outside)
-        ctx.weight_shape, ctx.sink = weight.shape, sink_of(weight)
+        ctx.weight_shape, ctx.home = weight.shape, arrive(weight).home
         return F.embedding(local, weight).masked_fill_(outside.unsqueeze(-1), 0.0)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[None, Tensor | None, None]:
         local, outside = ctx.saved_tensors
         grad = grad.masked_fill(outside.unsqueeze(-1), 0.0)
-        sink: GradSink | None = ctx.sink
-        if sink is None:
+        home: Home | None = ctx.home
+        if home is None:
             return None, _add_rows(grad.new_zeros(ctx.weight_shape), local, grad), None
-        if not sink.defer(partial(_deliver, sink, local, grad)):
-            _deliver(sink, local, grad)
+        if not home.defer(partial(_deliver, home, local, grad)):
+            _deliver(home, local, grad)
         return None, None, None
 
 
-def _deliver(sink: GradSink, rows: Tensor, grad: Tensor) -> None:
-    view, beta = sink.buffer()
+def _deliver(home: Home, rows: Tensor, grad: Tensor) -> None:
+    view, beta = home.buffer()
     if beta == 0.0:
         view.zero_()
     _add_rows(view, rows, grad)
-    sink.done()
+    home.done()
 
 
 def _add_rows(view: Tensor, rows: Tensor, grad: Tensor) -> Tensor:

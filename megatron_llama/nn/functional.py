@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -11,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megatron_llama.nn.recompute import Recomputable
-from megatron_llama.nn.sink import GradSink, accumulate, sink_of
+from megatron_llama.nn.sink import Arrived, Home, accumulate, arrive
 
 
 def at_least_fp32(dtype: torch.dtype) -> torch.dtype:
@@ -20,28 +21,34 @@ def at_least_fp32(dtype: torch.dtype) -> torch.dtype:
 
 
 class _RMSNorm(torch.autograd.Function):
+    """Also returns what repeating the product needs: the scale, and the weight's arrival."""
+
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor, Arrived]:
         scale = torch.rsqrt(x.to(at_least_fp32(x.dtype)).square().mean(-1, keepdim=True) + eps)
         ctx.save_for_backward(x, weight, scale)
         ctx.mark_non_differentiable(scale)
         ctx.set_materialize_grads(False)
-        ctx.sink = sink_of(weight)
-        return _scaled(x, weight, scale), scale
+        ctx.arrived = arrive(weight)
+        return _scaled(x, weight, scale), scale, ctx.arrived
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor | None, _: None) -> tuple[Tensor | None, Tensor | None, None]:
+    def backward(ctx: Any, grad: Tensor | None, *_: None) -> tuple[Tensor | None, Tensor | None, None]:
         if grad is None:
             return None, None, None
         x, weight, scale = ctx.saved_tensors
         normed = x * scale
         product = grad.to(scale.dtype) * normed
-        weight_grad = product.flatten(0, -2).sum(0)
-        # d/dx of x * rsqrt(mean(x^2) + eps): remove the component along x, then rescale.
-        wide_grad = grad.to(scale.dtype) * weight
-        along = (product * weight).mean(-1, keepdim=True)
-        x_grad = (wide_grad - normed * along).mul_(scale).to(x.dtype)
-        return x_grad, _deliver(ctx.sink, weight_grad, weight.dtype), None
+        x_grad = weight_grad = None
+        if ctx.needs_input_grad[0]:
+            ctx.arrived.check()
+            # d/dx of x * rsqrt(mean(x^2) + eps): remove the component along x, then rescale.
+            wide_grad = grad.to(scale.dtype) * weight
+            along = (product * weight).mean(-1, keepdim=True)
+            x_grad = (wide_grad - normed * along).mul_(scale).to(x.dtype)
+        if ctx.needs_input_grad[1]:
+            weight_grad = _deliver(ctx.arrived.home, product.flatten(0, -2).sum(0), weight.dtype)
+        return x_grad, weight_grad, None
 
 
 def _scaled(x: Tensor, weight: Tensor, scale: Tensor) -> Tensor:
@@ -49,12 +56,17 @@ def _scaled(x: Tensor, weight: Tensor, scale: Tensor) -> Tensor:
     return weight * (x * scale).to(x.dtype)
 
 
-def _deliver(sink: GradSink | None, grad: Tensor, dtype: torch.dtype) -> Tensor | None:
-    if sink is None:
+def _scaled_again(arrived: Arrived, x: Tensor, weight: Tensor, scale: Tensor) -> Tensor:
+    arrived.check()
+    return _scaled(x, weight, scale)
+
+
+def _deliver(home: Home | None, grad: Tensor, dtype: torch.dtype) -> Tensor | None:
+    if home is None:
         return grad.to(dtype)
-    view, beta = sink.buffer()
+    view, beta = home.buffer()
     accumulate(view, beta, grad)
-    sink.done()
+    home.done()
     return None
 
 
@@ -65,8 +77,8 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 def recomputable_rms_norm(x: Tensor, weight: Tensor, eps: float) -> Recomputable:
     """``rms_norm``, and how to repeat it from its input and scale."""
-    normed, scale = _RMSNorm.apply(x, weight, eps)  # type: ignore[no-untyped-call]
-    return Recomputable(normed, _scaled, (x.detach(), weight.detach(), scale))
+    normed, scale, arrived = _RMSNorm.apply(x, weight, eps)  # type: ignore[no-untyped-call]
+    return Recomputable(normed, partial(_scaled_again, arrived), (x.detach(), weight.detach(), scale))
 
 
 def rope_frequencies(head_dim: int, theta: float, scaling: Mapping[str, Any] | None, device: torch.device) -> Tensor:

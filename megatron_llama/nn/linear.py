@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from megatron_llama.comm import autograd, collectives
 from megatron_llama.mesh import Axis
 from megatron_llama.nn.recompute import Recomputable
-from megatron_llama.nn.sink import GradSink, accumulate_product, sink_of
+from megatron_llama.nn.sink import Home, accumulate_product, arrive
 
 
 def empty_weight(*shape: int) -> nn.Parameter:
@@ -31,12 +31,14 @@ class _Linear(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, tp: Axis, column: bool, sequence: bool, kept: Recomputable) -> Tensor:
-        ctx.save_for_backward(weight, *kept.sources)
+        # Only the weight gradient reads the input.
+        ctx.save_for_backward(weight, *(kept.sources if ctx.needs_input_grad[1] else ()))
         ctx.input = kept.function
-        ctx.tp, ctx.column, ctx.sequence, ctx.sink = tp, column, sequence, sink_of(weight)
+        ctx.tp, ctx.column, ctx.sequence = tp, column, sequence
         if sequence:
             x, pending = autograd.gathered(x, tp)
             pending.wait()
+        ctx.arrived = arrive(weight)
         return F.linear(x, weight)
 
     @staticmethod
@@ -44,25 +46,28 @@ class _Linear(torch.autograd.Function):
         weight, *sources = ctx.saved_tensors
         make_input, gathering = partial(ctx.input, *sources), collectives.DONE
         gather_axis = ctx.tp if ctx.sequence else None
-        sink, wanted = ctx.sink, ctx.needs_input_grad[1]
-        later = wanted and sink is not None and sink.defer(partial(_later, sink, grad, make_input, gather_axis))
+        home, wanted = ctx.arrived.home, ctx.needs_input_grad[1]
+        later = wanted and home is not None and home.defer(partial(_later, home, grad, make_input, gather_axis))
         now = wanted and not later
         if now:
             x, gathering = _gathered(make_input(), gather_axis)
-        x_grad = torch.matmul(grad, weight) if ctx.needs_input_grad[0] else None
+        x_grad = None
+        if ctx.needs_input_grad[0]:
+            ctx.arrived.check()
+            x_grad = torch.matmul(grad, weight)
         # The input gradient travels while the weight gradient is computed.
         x_grad, reducing = _reduce_input_gradient(x_grad, ctx)
         gathering.wait()
-        weight_grad = _weight_gradient(sink, grad, x) if now else None
+        weight_grad = _weight_gradient(home, grad, x) if now else None
         reducing.wait()
         return x_grad, weight_grad, None, None, None, None
 
 
-def _later(sink: GradSink, grad: Tensor, make_input: Callable[[], Tensor], gather_axis: Axis | None) -> None:
+def _later(home: Home, grad: Tensor, make_input: Callable[[], Tensor], gather_axis: Axis | None) -> None:
     """The weight gradient of a pass that was split: the input is made and gathered again only now."""
     x, gathering = _gathered(make_input(), gather_axis)
     gathering.wait()
-    _weight_gradient(sink, grad, x)
+    _weight_gradient(home, grad, x)
 
 
 def _gathered(x: Tensor, axis: Axis | None) -> tuple[Tensor, collectives.Pending]:
@@ -77,14 +82,14 @@ def _reduce_input_gradient(x_grad: Tensor | None, ctx: Any) -> tuple[Tensor | No
     return x_grad, collectives.all_reduce(x_grad, ctx.tp)
 
 
-def _weight_gradient(sink: GradSink | None, grad: Tensor, x: Tensor) -> Tensor | None:
-    """grad [..., f] and x [..., d] to [f, d]: into the sink, or returned when the weight has none."""
+def _weight_gradient(home: Home | None, grad: Tensor, x: Tensor) -> Tensor | None:
+    """grad [..., f] and x [..., d] to [f, d]: into its home, or returned when the weight has none."""
     left, right = grad.flatten(0, -2).t(), x.flatten(0, -2)
-    if sink is None:
+    if home is None:
         return left @ right
-    view, beta = sink.buffer()
+    view, beta = home.buffer()
     accumulate_product(view, beta, left, right)
-    sink.done()
+    home.done()
     return None
 
 

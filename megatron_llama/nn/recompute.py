@@ -5,7 +5,7 @@ Nothing in a LLaMA block is random, so a second computation is the first one bit
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -37,35 +37,40 @@ def _itself(x: Tensor) -> Tensor:
 
 
 class _Recomputed(torch.autograd.Function):
-    """Keeps the input, or 1/size of it where the ranks of an axis have it in common, and runs the function twice."""
+    """Keeps the input, or 1/size of it where the ranks of an axis have it in common, and runs the function twice.
+
+    ``anchor`` has no value and no gradient: it requires grad, so that backward comes here when the input does not."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, function: Callable[[Tensor], Tensor], shared: Axis | None) -> Tensor:
+    def forward(ctx: Any, x: Tensor, anchor: Tensor, function: Callable[[Tensor], Tensor], shared: Axis | None) -> Tensor:
         ctx.function, ctx.shared, ctx.shape = function, shared, x.shape
         ctx.save_for_backward(x if shared is None else x.reshape(shared.size, -1)[shared.rank].clone())
         return function(x)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, None, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, None, None, None]:
         (x,) = ctx.saved_tensors
         if ctx.shared is not None:
             x, pending = gathered(x, ctx.shared)
             pending.wait()
-        x = x.view(ctx.shape).detach().requires_grad_()
+        x = x.view(ctx.shape).detach().requires_grad_(ctx.needs_input_grad[0])
         with torch.enable_grad():
             output = ctx.function(x)
-        # Weights are reached from inside, once: through their sinks (now, or later when the pass is split) or into .grad.
+        # Weights are reached from inside, once: through their homes (now, or later when the pass is split) or into .grad.
         torch.autograd.backward(output, grad)
-        return x.grad, None, None
+        return x.grad, None, None, None
 
 
-def recomputed(function: Callable[[Tensor], Tensor], x: Tensor, *, shared: Axis | None = None) -> Tensor:
+def recomputed(function: Callable[[Tensor], Tensor], x: Tensor, *, weights: Iterable[Tensor] = (), shared: Axis | None = None) -> Tensor:
     """``function(x)``, of which only the input is kept (Chen et al., 2016).
 
+    ``weights``: those that the function reads. Nothing is kept when neither they nor the input require grad; an input that does
+    not (above frozen layers) gets no gradient, and is kept alike.
     ``shared``: an axis whose ranks all have this input and divide it among them until backward, when they gather it (collective);
     a tensor that does not divide evenly is kept whole."""
-    if not (torch.is_grad_enabled() and x.requires_grad):
+    if not (torch.is_grad_enabled() and (x.requires_grad or any(weight.requires_grad for weight in weights))):
         return function(x)
     if shared is not None and (shared.size == 1 or x.numel() % shared.size):
         shared = None
-    return _Recomputed.apply(x, function, shared)  # type: ignore[no-any-return, no-untyped-call]
+    anchor = torch.empty(0, requires_grad=not x.requires_grad)
+    return _Recomputed.apply(x, anchor, function, shared)  # type: ignore[no-any-return, no-untyped-call]

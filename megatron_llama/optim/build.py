@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterable
 
 import torch
@@ -10,8 +9,8 @@ from torch import nn
 
 from megatron_llama.config import Config
 from megatron_llama.layout import rank_layout, strategy_named
-from megatron_llama.mesh import Axis, Mesh
-from megatron_llama.optim.distributed import OverlappedDistributedOptimizer
+from megatron_llama.mesh import Mesh
+from megatron_llama.optim.distributed import DataAxes, OverlappedDistributedOptimizer, Transport
 from megatron_llama.optim.loss_scale import LossScale
 from megatron_llama.optim.update import AdamW
 
@@ -27,22 +26,20 @@ def compute_dtype(config: Config) -> torch.dtype:
 
 def build_optimizer(config: Config, stages: Iterable[nn.Module], mesh: Mesh) -> OverlappedDistributedOptimizer:
     """The engine of this rank's stages. Its parameters are zero until ``load_weights`` or a checkpoint fills them."""
-    strategy = strategy_named(config.parallel.data_parallel_sharding_strategy)
+    parallel = config.parallel
     layout = rank_layout(config, dp=mesh.dp.size, tp_rank=mesh.tp.rank, rank=mesh.pp.rank)
-    alone = _alone(mesh.dp, mesh.rank)
     return OverlappedDistributedOptimizer(
         stages,
         layout,
         AdamW(config.optimizer),
         mesh,
-        shard_axis=mesh.dp if strategy.sharded else alone,
-        replica_axis=alone if strategy.sharded else mesh.dp,
-        reduce_every_microbatch=strategy.reduce_every_microbatch,
+        axes=DataAxes(mesh.dp_shard, mesh.dp_replica, mesh.dp_gather),
+        reduce_every_microbatch=strategy_named(parallel.data_parallel_sharding_strategy).reduce_every_microbatch,
         dtype=compute_dtype(config),
         loss_scale=LossScale(config.training, mesh.device),
-        wire=torch.bfloat16 if config.parallel.grad_reduce_in_bf16 else None,
+        transport=Transport(
+            wire=torch.bfloat16 if parallel.grad_reduce_in_bf16 else None,
+            chunk_bytes=parallel.exchange_chunk_bytes,
+            prefetch_bytes=parallel.prefetch_bytes,
+        ),
     )
-
-
-def _alone(axis: Axis, rank: int) -> Axis:
-    return dataclasses.replace(axis, rank=0, ranks=(rank,), group=None)

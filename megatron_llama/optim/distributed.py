@@ -1,30 +1,34 @@
 """OverlappedDistributedOptimizer: THE engine.
 
-    forward     each unit waits for the gathers of its own buckets only: they were launched, in this order, after the
-                previous update, and travel under the forward passes of the units before it
-    backward    layers write gradients into slots; a complete bucket is reduced at once, under the rest of backward
-    step        global norm, clip factor (on the device), then bucket by bucket: update the shard, launch its gather
+    forward     each layer waits for the gather of its own bucket only; a unit's use launches the gathers of what comes next
+    backward    layers write gradients into slots; a complete bucket is reduced at once, under the rest of backward, and its
+                part of the norm taken; without clipping it is updated there and then, and gathered again
+    step        one scalar for the norm, clip factor (on the device), then bucket by bucket: update the shard, launch its gather
 
-Parameters and gradients live in contiguous buffers allocated once; the modules' parameters are views that never move.
+Parameters and gradients live in slots allocated once; the modules' parameters are views that never move.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Iterator
+import weakref
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
-from megatron_llama.comm.collectives import Pending, all_gather, all_reduce
-from megatron_llama.layout import Kind, ShardLayout
+from megatron_llama.comm.collectives import all_reduce
+from megatron_llama.comm.streams import Stream, open_stream
+from megatron_llama.layout import ALIGN, Kind, Placement, ShardLayout
 from megatron_llama.mesh import Axis, Mesh
 from megatron_llama.nn.functional import at_least_fp32
-from megatron_llama.nn.sink import attach_sink
+from megatron_llama.nn.sink import attach_home
 from megatron_llama.optim.gradients import GradientBuckets
 from megatron_llama.optim.loss_scale import LossScale
 from megatron_llama.optim.update import ShardUpdate
+from megatron_llama.optim.weights import Weights
 from megatron_llama.params import Rectangle
+from megatron_llama.uses import Use
 
 WeightSource = Callable[[Rectangle, Tensor], None]
 """Writes the values of a HuggingFace rectangle into a tensor of the rectangle's size (any float dtype)."""
@@ -37,7 +41,7 @@ class StepResult:
     grad_norm: Tensor
     """Global L2 norm before clipping."""
     skipped: Tensor
-    """1 if the gradient was not finite and nothing was changed, else 0."""
+    """1 if the gradient was not finite, else 0. Then nothing was changed (with early updates: no shard with such a gradient)."""
     loss_scale: Tensor
     """The factor the loss had in this step; 1 without --fp16."""
 
@@ -53,8 +57,54 @@ class ShardPiece:
     """Whether this rank is the one that writes it, when several ranks hold the same values."""
 
 
+@dataclass(frozen=True)
+class DataAxes:
+    """Who shares a bucket: ``shard`` splits it, ``replica`` repeats the shards, ``gather`` is ``shard`` with its own communicator."""
+
+    shard: Axis
+    replica: Axis
+    gather: Axis
+
+
+@dataclass(frozen=True)
+class Transport:
+    """How data-parallel messages travel."""
+
+    wire: torch.dtype | None = None
+    """The dtype of gradients on their way; None: that of the slot."""
+    chunk_bytes: int = 1 << 20
+    """Largest piece of a message, where the backend is gloo."""
+    prefetch_bytes: int = 0
+    """Most bytes gathered ahead of their use; 0: as many as the slots hold."""
+
+
+@dataclass(frozen=True)
+class _ParameterHome:
+    """The engine's side of one parameter; see ``nn.sink.Home``."""
+
+    weights: Weights
+    gradients: GradientBuckets
+    bucket: int
+    placement: Placement
+
+    def arrive(self) -> int:
+        return self.weights.arrive(self.bucket, self.placement.spec.name)
+
+    def check(self, generation: int) -> None:
+        self.weights.check(self.bucket, self.placement.spec.name, generation)
+
+    def buffer(self) -> tuple[Tensor, float]:
+        return self.gradients.write(self.bucket, self.placement)
+
+    def done(self) -> None:
+        self.gradients.written(self.bucket, self.placement)
+
+    def defer(self, work: Callable[[], None]) -> bool:
+        return self.gradients.keep(work)
+
+
 class OverlappedDistributedOptimizer:
-    """Owns the parameters, gradients and optimizer state of one rank's pipeline stage."""
+    """Owns the parameters, gradients and optimizer state of one rank's pipeline stages."""
 
     def __init__(
         self,
@@ -63,44 +113,58 @@ class OverlappedDistributedOptimizer:
         update: ShardUpdate,
         mesh: Mesh,
         *,
-        shard_axis: Axis,
-        replica_axis: Axis,
+        axes: DataAxes,
         reduce_every_microbatch: bool,
         dtype: torch.dtype,
         loss_scale: LossScale,
-        wire: torch.dtype | None = None,
+        transport: Transport,
     ) -> None:
         self.layout, self.update, self.mesh, self.dtype = layout, update, mesh, dtype
-        self._shard_axis, self._replica_axis = shard_axis, replica_axis
-        self.loss_scale = loss_scale
-        wide = at_least_fp32(dtype)
-        self._weights = [torch.zeros(b.numel, dtype=dtype, device=mesh.device) for b in layout.buckets]
-        self._own = [w[layout.shard(b, shard_axis.rank)] for b, w in enumerate(self._weights)]
-        # In the master's own dtype the shard of the slot is the master: nothing to copy after an update.
-        self.masters = self._own if wide == dtype else [torch.zeros_like(own, dtype=wide) for own in self._own]
+        self._axes, self.loss_scale = axes, loss_scale
+        wide, inline = at_least_fp32(dtype), axes.shard.size == 1 == axes.replica.size
+        streams = [open_stream(mesh.device, inline=inline) for _ in range(2)]
+        self._closing = weakref.finalize(self, _close, streams)
+        self.weights = Weights(
+            layout,
+            axes.gather,
+            dtype=dtype,
+            device=mesh.device,
+            stream=streams[0],
+            prefetch_bytes=transport.prefetch_bytes,
+            chunk_bytes=transport.chunk_bytes,
+        )
         self.gradients = GradientBuckets(
             layout,
-            shard_axis=shard_axis,
-            replica_axis=replica_axis,
+            shard_axis=axes.shard,
+            replica_axis=axes.replica,
             reduce_every_microbatch=reduce_every_microbatch,
             dtype=wide,
-            wire=wire,
+            wire=transport.wire,
             device=mesh.device,
+            stream=streams[1],
+            chunk_bytes=transport.chunk_bytes,
+            reduced=_weakly(self),
         )
-        self._gathers: dict[int, Pending] = {}
+        # In the master's own dtype the shard is the master: nothing to copy after an update. So it is when it never changes.
+        alike = [wide == dtype or not bucket.kind.trainable for bucket in layout.buckets]
+        self.masters = [own if same else torch.zeros_like(own, dtype=wide) for own, same in zip(self.weights.own, alike, strict=True)]
+        self._squares = torch.zeros(len(layout.buckets), dtype=torch.float64, device=mesh.device)
+        self._early_lr: float | None = None
+        self._updated: list[int] = []
+        self._waiting: list[int] = []
         self._attach(stages)
-        for bucket, master in zip(layout.buckets, self.masters, strict=True):
-            update.attach(bucket.index, master, decay=bucket.kind.decay)
+        for bucket in self.gradients.trainable:
+            update.attach(bucket, self.masters[bucket], decay=layout.buckets[bucket].kind.decay)
 
     def _attach(self, stages: Iterable[nn.Module]) -> None:
-        """Make every parameter of the stages a view of its bucket, with a sink for its gradient."""
+        """Make every parameter of the stages a view of its bucket, with a home."""
         homes = {name: stage for stage in stages for name, _ in stage.named_parameters()}
-        for bucket, weights in zip(self.layout.buckets, self._weights, strict=True):
+        for bucket, full in zip(self.layout.buckets, self.weights.full, strict=True):
             for placed in bucket.placements:
                 # .data has a version counter of its own: gathers into the slot stay invisible to autograd.
-                view = weights.data[placed.start : placed.stop].view(placed.spec.shape)
-                parameter = nn.Parameter(view)
-                attach_sink(parameter, self.gradients.sink(bucket.index, placed))
+                view = full.data[placed.start : placed.stop].view(placed.spec.shape)
+                parameter = nn.Parameter(view, requires_grad=bucket.kind.trainable)
+                attach_home(parameter, _ParameterHome(self.weights, self.gradients, bucket.index, placed))
                 owner, _, leaf = placed.spec.name.rpartition(".")
                 setattr(homes[placed.spec.name].get_submodule(owner), leaf, parameter)
 
@@ -108,44 +172,48 @@ class OverlappedDistributedOptimizer:
         """Fill this rank's master shards from a source of HuggingFace rectangles, then publish them."""
         with torch.no_grad():
             for bucket, master in enumerate(self.masters):
-                for rectangle, place in self.layout.rectangles(bucket, self._shard_axis.rank):
+                for rectangle, place in self.layout.rectangles(bucket, self._axes.shard.rank):
                     source(rectangle, master[place].view(rectangle.size))
         self.publish()
 
     def publish(self) -> None:
-        """Launch the gathers of all parameters, in the order of the next forward pass."""
+        """The masters were written: gather the parameters, in the order of the next forward pass."""
+        self.weights.changed(self.layout.forward_order)
         for bucket in self.layout.forward_order:
-            self._gather(bucket)
+            self._publish(bucket)
 
-    def _gather(self, bucket: int) -> None:
-        own, master = self._own[bucket], self.masters[bucket]
+    def _publish(self, bucket: int) -> None:
+        own, master = self.weights.own[bucket], self.masters[bucket]
         if own is not master:
             own.copy_(master)
-        self._gathers[bucket] = all_gather(self._weights[bucket], own, self._shard_axis_for_gathers)
+        self.weights.publish(bucket)
 
-    @property
-    def _shard_axis_for_gathers(self) -> Axis:
-        return self.mesh.dp_gather if self._shard_axis.size > 1 else self._shard_axis
-
-    def use(self, unit: int) -> None:
-        """A unit is about to run forward: its weights must have arrived."""
-        for bucket in self.layout.unit_buckets[unit]:
-            self._arrive(bucket)
+    def use(self, unit: int, backward: bool) -> None:
+        """A unit is about to run: what it and its successors need is gathered."""
+        self.weights.use(Use(unit, backward))
 
     def settle(self) -> None:
-        """Nothing in flight: before saving, and before the buffers are read by anything but ``use``."""
-        for bucket in list(self._gathers):
-            self._arrive(bucket)
+        """Nothing in flight: before saving, and before the buffers are read by anything but layers."""
+        self.weights.settle()
 
-    def _arrive(self, bucket: int) -> None:
-        gather = self._gathers.pop(bucket, None)
-        if gather is not None:
-            gather.wait()
+    def begin_update(self, lr: float, *, clip: float) -> None:
+        """Optional, before a step's first backward pass: announces the arguments of the ``step`` that will follow it.
 
-    def begin_step(self, microbatches: int) -> Tensor:
+        Without clipping every bucket is then updated as soon as it is reduced. (With a loss scale that may overflow a step can
+        still be called off, so nothing is early.)"""
+        self._early_lr = None if clip or self.loss_scale.dynamic else lr
+
+    def begin_step(self, microbatches: int, uses: Sequence[Use]) -> Tensor:
         """A step of so many microbatches starts. Returns the factor for the loss, 0-dim."""
+        self._updated, self._waiting = [], []
+        self._squares.zero_()
         self.gradients.begin_step(microbatches)
+        self.weights.begin(uses)
         return self.loss_scale.value
+
+    def begin_evaluation(self, uses: Sequence[Use]) -> None:
+        """Forward passes that no update follows."""
+        self.weights.begin(uses)
 
     def defer(self, key: Hashable | None) -> None:
         """Keep the weight gradients of the coming backward pass under ``key``; None: write them at once again."""
@@ -155,30 +223,63 @@ class OverlappedDistributedOptimizer:
         """Write the weight gradients kept under ``key``."""
         self.gradients.run_deferred(key)
 
+    def _on_reduced(self, bucket: int) -> None:
+        """On the reductions' stream: a bucket has its final gradient of the step, unless copies have to be summed."""
+        kind = self.layout.buckets[bucket].kind
+        if kind.partial or kind.tied:
+            return
+        self._take_square(bucket)
+        if self._early_lr is not None and not kind.lasting and self.layout.resident(bucket):
+            self._update_early(bucket, self._early_lr)
+
+    def _take_square(self, bucket: int) -> None:
+        """This rank's part of the squared norm. In blocks of ALIGN elements, which no bucket or shard boundary cuts, then in
+        fp64: so that the norm does not depend on the layout."""
+        if self._is_primary(bucket):
+            blocks = self.gradients.shards[bucket].view(-1, ALIGN)
+            self._squares[bucket] = blocks.square().sum(1).sum(dtype=torch.float64)
+
+    def _update_early(self, bucket: int, lr: float) -> None:
+        """Nobody reads these weights again before the next step: every gradient of the bucket is there.
+
+        Reductions go first on the link, so a gather starts only when none is in flight, and what the next forward pass needs
+        first goes first: that is the bucket reduced last."""
+        grad = self.gradients.shards[bucket]
+        finite = grad.sum().isfinite()
+        one = torch.ones((), dtype=torch.float32, device=grad.device)
+        self.update.step(bucket, grad, scale=one, skip=finite.logical_not().to(torch.float32), lr=lr)
+        self.weights.changed((bucket,))
+        self._updated.append(bucket)
+        self._waiting.append(bucket)
+        if self.gradients.in_flight == 0:
+            self._publish(self._waiting.pop())
+
     def grad_norm(self) -> Tensor:
         """Global L2 norm of the step's gradient (times the loss scale), counting no copied or tied parameter twice."""
         self.gradients.finish_all()
         self._sum_partial_shards()
-        squares = [grad.square().sum() for bucket, grad in enumerate(self.gradients.shards) if self._is_primary(bucket)]
-        total = torch.stack(squares).sum() if squares else torch.zeros((), dtype=at_least_fp32(self.dtype), device=self.mesh.device)
+        total = self._squares.sum()
         all_reduce(total, self.mesh.world).wait()
-        return total.sqrt()
+        return total.sqrt().to(at_least_fp32(self.dtype))
 
     def _sum_partial_shards(self) -> None:
         """Copies that saw a part of the gradient each: norms under sequence parallelism, shared key/value heads, tied
         embeddings. Summing the reduced shards moves 1/dp of what summing whole gradients would."""
-        for bucket, grad in zip(self.layout.buckets, self.gradients.shards, strict=True):
-            if bucket.kind.partial:
-                all_reduce(grad, self._copies_axis(bucket.kind)).wait()
-            if bucket.kind.tied:
+        for bucket, grad in self.gradients.shards.items():
+            kind = self.layout.buckets[bucket].kind
+            if kind.partial:
+                all_reduce(grad, self._copies_axis(kind)).wait()
+            if kind.tied:
                 all_reduce(grad, self.mesh.embedding).wait()
+            if kind.partial or kind.tied:
+                self._take_square(bucket)
 
     def _copies_axis(self, kind: Kind) -> Axis:
         return self.mesh.tp if kind.copies == self.mesh.tp.size else self.mesh.kv
 
     def _is_primary(self, bucket: int) -> bool:
         kind, mesh = self.layout.buckets[bucket].kind, self.mesh
-        copies = [self._replica_axis.rank]
+        copies = [self._axes.replica.rank]
         copies += [mesh.tp.rank % kind.copies]
         copies += [mesh.embedding.rank] if kind.tied else []
         return not any(copies)
@@ -187,28 +288,66 @@ class OverlappedDistributedOptimizer:
         """Update every shard with the gradient scaled to a norm of at most ``clip`` (0: as it is), and launch the gathers.
 
         A gradient that is not finite changes nothing. No host synchronisation."""
+        assert self._early_lr in (None, lr), "begin_update announced another learning rate"
         with torch.no_grad():
             loss_scale = self.loss_scale.value
+            self.gradients.finish_all()
+            late = self._prepare_late()
             norm = self.grad_norm() / loss_scale
             skip = norm.isfinite().logical_not().to(torch.float32)
             scale = ((norm + 1e-6) / clip).clamp(min=1.0) if clip else torch.ones_like(norm)
             scale = (scale * loss_scale).to(torch.float32)
             for bucket in self.layout.forward_order:
-                self.update.step(bucket, self.gradients.shards[bucket], scale=scale, skip=skip, lr=lr)
-                self._gather(bucket)
+                if bucket in late:
+                    self.update.step(bucket, self.gradients.shards[bucket], scale=scale, skip=skip, lr=lr)
+                if bucket in late or bucket in self._waiting:
+                    self._publish(bucket)
             self.loss_scale.update(skip)
+        self._early_lr = None
         return StepResult(norm, skip, loss_scale)
+
+    def _prepare_late(self) -> set[int]:
+        """The buckets not updated yet. Peers may send their new parts while this rank still waits for the norm."""
+        late = set(self.gradients.trainable) - set(self._updated)
+        self.weights.changed(sorted(late))
+        for bucket in self.layout.forward_order:
+            if bucket in late and self.layout.resident(bucket):
+                self.weights.expect(bucket)
+        return late
 
     def pieces(self) -> Iterator[ShardPiece]:
         """Everything a checkpoint holds of this rank, in HuggingFace coordinates. Call ``settle`` first."""
         for bucket, master in enumerate(self.masters):
-            state = {"master": master, **self.update.state(bucket)}
-            shards = {name: tensor for name, tensor in state.items() if tensor.dim() == 1}
+            shards = {"master": master, **{name: t for name, t in self._state(bucket).items() if t.dim() == 1}}
             primary = self._is_primary(bucket)
-            for rectangle, place in self.layout.rectangles(bucket, self._shard_axis.rank):
+            for rectangle, place in self.layout.rectangles(bucket, self._axes.shard.rank):
                 views = {name: tensor[place].view(rectangle.size) for name, tensor in shards.items()}
                 yield ShardPiece(rectangle, views, primary)
 
+    def _state(self, bucket: int) -> dict[str, Tensor]:
+        return self.update.state(bucket) if self.layout.buckets[bucket].kind.trainable else {}
+
     def step_counts(self) -> list[Tensor]:
         """The update rule's step counters (0-dim, live), equal on every rank."""
-        return [self.update.state(bucket.index)["step"] for bucket in self.layout.buckets]
+        return [self.update.state(bucket)["step"] for bucket in self.gradients.trainable]
+
+    def close(self) -> None:
+        """End the engine's threads; they end with the engine otherwise."""
+        self._closing()
+
+
+def _close(streams: Sequence[Stream]) -> None:
+    for stream in streams:
+        stream.close()
+
+
+def _weakly(engine: OverlappedDistributedOptimizer) -> Callable[[int], None]:
+    """A thread must not keep the engine alive that it works for."""
+    reference = weakref.ref(engine)
+
+    def reduced(bucket: int) -> None:
+        owner = reference()
+        if owner is not None:
+            owner._on_reduced(bucket)
+
+    return reduced

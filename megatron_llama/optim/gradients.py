@@ -1,9 +1,12 @@
 """Gradient buckets: where layers write, and the reductions that start as soon as a bucket is complete.
 
-Layers *write* contributions, one or two per parameter and microbatch. A bucket is *complete* when every parameter has all
-that are planned before its reduction: those of one microbatch, or of the whole step. It is then *launched* at once; the
-result is taken (*finished*) only when its slot is needed again or the step ends. All this follows from the schedule, never
-from when a message arrives: every rank issues the same collectives in the same sequence, so they cannot deadlock.
+    IDLE -> OPEN        the first contribution of a round is written; the slot's last user has been reduced
+    OPEN -> REDUCING    every planned contribution is there (those of one microbatch, or of the whole step): sent at once
+    REDUCING -> IDLE    somebody needs the slot or the result, and waits
+
+What follows a reduction (the sum, and whatever the engine wants of the result) runs on a stream, under the rest of backward.
+All this follows from the schedule, never from when a message arrives: every rank issues the same collectives in the same
+sequence, so they cannot deadlock.
 
 A pass may be split (zero-bubble schedules): between ``defer(key)`` and ``defer(None)`` the contributions of matrices are
 kept as closures, and ``run_deferred(key)`` writes them later.
@@ -11,44 +14,36 @@ kept as closures, and ``run_deferred(key)`` writes them later.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from enum import Enum
+from functools import partial
 
 import torch
 from torch import Tensor
 
-from megatron_llama.comm.collectives import Pending, all_reduce_through, reduce_scatter
-from megatron_llama.layout import Placement, ShardLayout
+from megatron_llama.comm.exchange import Exchange, Reductions, all_reduce
+from megatron_llama.comm.streams import Done, Stream
+from megatron_llama.layout import Placement, ShardLayout, Slot
 from megatron_llama.mesh import Axis
 
+IN_FLIGHT = 4
+"""Reductions whose parts may be on their way at once, where the backend is gloo: each has a receive buffer."""
 
-@dataclass(frozen=True)
-class ParameterSink:
-    """The GradSink of one parameter: its view in the bucket's slot."""
 
-    owner: GradientBuckets
-    bucket: int
-    placement: Placement
+class State(Enum):
+    """Of one bucket; see above."""
 
-    def buffer(self) -> tuple[Tensor, float]:
-        """See GradSink."""
-        return self.owner.write(self.bucket, self.placement)
-
-    def done(self) -> None:
-        """See GradSink."""
-        self.owner.written(self.bucket, self.placement)
-
-    def defer(self, work: Callable[[], None]) -> bool:
-        """See GradSink."""
-        return self.owner.keep(work)
+    IDLE = "idle"
+    OPEN = "open"
+    REDUCING = "being reduced"
 
 
 class GradientBuckets:
     """Slots for whole gradients and the reduced shards of one rank.
 
-    ``shard_axis`` splits buckets, ``replica_axis`` repeats them (plain data parallelism); one of them has size 1.
-    With ``reduce_every_microbatch`` slots are reused within a step and shards accumulate; otherwise the slots accumulate,
-    are reduced when the last microbatch has contributed, and the shard is the rank's part of the slot.
+    ``shard_axis`` splits buckets, ``replica_axis`` repeats the shards. With ``reduce_every_microbatch`` slots are reused within
+    a step and shards accumulate; otherwise the slots accumulate, are reduced when the last microbatch has contributed, and the
+    shard is the rank's part of the slot. ``reduced(bucket)`` runs on ``stream`` when a bucket has its final value of the step.
     """
 
     def __init__(
@@ -61,38 +56,52 @@ class GradientBuckets:
         dtype: torch.dtype,
         wire: torch.dtype | None,
         device: torch.device,
+        stream: Stream,
+        chunk_bytes: int,
+        reduced: Callable[[int], None],
     ) -> None:
-        self.layout, self.shard_axis, self.replica_axis = layout, shard_axis, replica_axis
-        self.reduce_every_microbatch = reduce_every_microbatch
-        self._wire = wire
-        self._recorder = shard_axis.recorder
-        self._slots = {slot: torch.zeros(size, dtype=dtype, device=device) for slot, size in layout.slot_numel().items()}
-        self._full = [self._slots[layout.gradient_slots[b.index]][: b.numel] for b in layout.buckets]
-        self._gaps = [_gaps(layout.buckets[b].placements, full) for b, full in enumerate(self._full)]
-        self._own = [full[layout.shard(b, shard_axis.rank)] for b, full in enumerate(self._full)]
-        self.shards = [torch.zeros_like(own) for own in self._own] if reduce_every_microbatch else self._own
-        """Reduced gradients of this rank, valid after ``finish_all``."""
-        self._slot_user: dict[tuple[int, int], int] = {}
-        self._pending: dict[int, Pending] = {}
-        self._accumulates: set[int] = set()
-        self._rounds_left = [0] * len(layout.buckets)
-        self._first_round = [True] * len(layout.buckets)
-        self._missing: list[dict[str, int]] = [{} for _ in layout.buckets]
+        self.layout, self.reduce_every_microbatch = layout, reduce_every_microbatch
+        self._recorder, self._stream, self._reduced = shard_axis.recorder, stream, reduced
+        self.trainable = tuple(bucket.index for bucket in layout.buckets if bucket.kind.trainable)
+        self._slots = {slot: torch.zeros(size, dtype=dtype, device=device) for slot, size in layout.gradient_slot_numel().items()}
+        self._full = {b: self._slots[layout.gradient_slots[b]][: layout.buckets[b].numel] for b in self.trainable}
+        self._gaps = {b: _gaps(layout.buckets[b].placements, full) for b, full in self._full.items()}
+        self._own = {b: full[layout.shard(b, shard_axis.rank)] for b, full in self._full.items()}
+        self.shards = {b: torch.zeros_like(own) if reduce_every_microbatch else own for b, own in self._own.items()}
+        """Reduced gradients of this rank by bucket, valid after ``finish_all``."""
+        self._exchanges = _Exchanges(self._full, self._own, self.shards, shard_axis, replica_axis, wire, chunk_bytes)
+        self._state = dict.fromkeys(self.trainable, State.IDLE)
+        self._slot_user: dict[Slot, int] = {}
+        self._done: dict[int, Done] = {}
+        self._rounds = 1
+        self._rounds_left = dict.fromkeys(self.trainable, 0)
+        self._missing: dict[int, dict[str, int]] = {b: {} for b in self.trainable}
         self._fresh: set[str] = set()
         self._deferring: Hashable | None = None
         self._deferred: dict[Hashable, list[Callable[[], None]]] = {}
+        self._launched: list[int] = []
+        self._followed_up = 0
+        self._orders: dict[int, list[int]] = {}
+        """The order of a step's reductions by its number of microbatches: the schedule fixes it."""
+        self._expected: list[int] = []
+        self._ahead: set[int] = set()
+        """Buckets whose parts may come in although they are not complete here."""
 
-    def sink(self, bucket: int, placement: Placement) -> ParameterSink:
-        """Where the layer of a parameter writes its gradient."""
-        return ParameterSink(self, bucket, placement)
+    @property
+    def in_flight(self) -> int:
+        """Reductions whose result is not there yet."""
+        return len(self._launched) - self._followed_up
 
     def begin_step(self, microbatches: int) -> None:
         """A step of so many microbatches starts."""
         each = 1 if self.reduce_every_microbatch else microbatches
-        for bucket in range(len(self.layout.buckets)):
-            self._rounds_left[bucket] = microbatches // each
-            self._first_round[bucket] = True
+        self._rounds = microbatches // each
+        self._launched, self._followed_up = [], 0
+        self._expected = self._orders.setdefault(microbatches, [])
+        for bucket in self.trainable:
+            self._rounds_left[bucket] = self._rounds
             self._begin_round(bucket, each)
+        self._expect_next()
 
     def _begin_round(self, bucket: int, microbatches: int) -> None:
         placements = self.layout.buckets[bucket].placements
@@ -117,26 +126,36 @@ class GradientBuckets:
                 work()
 
     def write(self, bucket: int, placement: Placement) -> tuple[Tensor, float]:
-        """The view a layer accumulates into. Opening a bucket first frees its slot from the reduction still in it."""
-        slot = self.layout.gradient_slots[bucket]
-        user = self._slot_user.get(slot)
-        if user is not None and (user != bucket or user in self._pending):
-            self._finish(user)
-        if user is not None and user != bucket:
-            # What another bucket left in the padding would count in the gradient norm.
-            for gap in self._gaps[bucket]:
-                gap.zero_()
-        self._slot_user[slot] = bucket
+        """The view a layer accumulates into, and the factor of what is there: 0 for the first contribution of a round."""
+        if self._state[bucket] is not State.OPEN:
+            self._open(bucket, placement.spec.name)
         name = placement.spec.name
         beta = 0.0 if name in self._fresh else 1.0
         self._fresh.discard(name)
         return self._full[bucket][placement.start : placement.stop].view(placement.spec.shape), beta
 
+    def _open(self, bucket: int, name: str) -> None:
+        """Take the slot: what is still being reduced from it is waited for."""
+        slot = self.layout.gradient_slots[bucket]
+        user = self._slot_user.get(slot)
+        if user is not None and self._state[user] is State.OPEN:
+            missing, label = ", ".join(self._missing[user]), self.layout.label
+            raise RuntimeError(f"{name}: {label(bucket)} needs gradient slot {slot} while {label(user)} still misses {missing}")
+        if user is not None and self._state[user] is State.REDUCING:
+            self.finish(user)
+        if user is not None and user != bucket:
+            # What another bucket left in the padding would count in the gradient norm.
+            for gap in self._gaps[bucket]:
+                gap.zero_()
+        self._slot_user[slot] = bucket
+        self._state[bucket] = State.OPEN
+
     def written(self, bucket: int, placement: Placement) -> None:
         """One contribution is in place; a complete bucket is reduced at once."""
         missing, name = self._missing[bucket], placement.spec.name
         if name not in missing:
-            raise RuntimeError(f"{name}: more gradients than the {placement.spec.contributions} planned for each microbatch")
+            planned = placement.spec.contributions
+            raise RuntimeError(f"{name}: more gradients than the {planned} planned for each microbatch, in {self.layout.label(bucket)}")
         missing[name] -= 1
         if missing[name] == 0:
             del missing[name]
@@ -146,37 +165,114 @@ class GradientBuckets:
 
     def _launch(self, bucket: int) -> None:
         self._recorder.event(f"reduce {bucket}")
-        full, target = self._full[bucket], self.shards[bucket]
-        if self.reduce_every_microbatch and not self._first_round[bucket]:
-            target = self._own[bucket]
-            self._accumulates.add(bucket)
-        if self.shard_axis.size > 1 or self.replica_axis.size == 1:
-            self._pending[bucket] = reduce_scatter(target, full, self.shard_axis, wire=self._wire)
-        else:
-            self._pending[bucket] = all_reduce_through(full, self.replica_axis, self._wire)
+        first = self._rounds_left[bucket] == self._rounds
         self._rounds_left[bucket] -= 1
-        self._first_round[bucket] = False
-        if self._rounds_left[bucket]:
+        self._state[bucket] = State.REDUCING
+        if bucket not in self._ahead and (user := self._exchanges.buffer_user(bucket)) is not None:
+            self._wait(user)
+        self._ahead.discard(bucket)
+        self._launched.append(bucket)
+        exchange = self._exchanges.take(bucket, first=first)
+        self._stream.issue(exchange.start)
+        final = self._rounds_left[bucket] == 0
+        self._done[bucket] = self._stream.run(partial(self._follow_up, bucket, exchange, first=first, final=final))
+        if not final:
             self._begin_round(bucket, 1)
+        self._expect_next()
 
-    def _finish(self, bucket: int) -> None:
-        pending = self._pending.pop(bucket, None)
-        if pending is None:
-            return
-        pending.wait()
-        if bucket in self._accumulates:
-            self._accumulates.discard(bucket)
+    def _expect_next(self) -> None:
+        """Let the parts of the coming reductions in: a rank that is ahead need not wait for this one to get there."""
+        for bucket in self._expected[len(self._launched) : len(self._launched) + IN_FLIGHT - 1]:
+            if bucket in self._ahead:
+                continue
+            if self._exchanges.buffer_user(bucket) is not None:
+                return
+            self._ahead.add(bucket)
+            self._exchanges.take(bucket, first=self._rounds_left[bucket] == self._rounds).expect()
+
+    def _follow_up(self, bucket: int, exchange: Exchange, *, first: bool, final: bool) -> None:
+        exchange.wait()
+        self._exchanges.release(bucket)
+        if self.reduce_every_microbatch and not first:
             self.shards[bucket].add_(self._own[bucket])
+        if final:
+            self._exchanges.sum_over_replicas(bucket)
+        self._followed_up += 1
+        if final:
+            self._reduced(bucket)
+
+    def finish(self, bucket: int) -> None:
+        """Wait for a bucket's reduction. RuntimeError if there is none: nobody may wait for one twice."""
+        if self._state[bucket] is not State.REDUCING:
+            raise RuntimeError(f"{self.layout.label(bucket)}: a reduction is waited for, but the bucket is {self._state[bucket].value}")
+        self._wait(bucket)
+        self._state[bucket] = State.IDLE
+
+    def _wait(self, bucket: int) -> None:
+        with self._recorder.exposed():
+            self._done[bucket].wait()
 
     def finish_all(self) -> None:
         """Wait for every reduction still in flight, in launch order.
 
         Every parameter must have had its gradient: a silent miss would train it with a stale one."""
-        missing = [name for bucket in self._missing for name in bucket]
+        missing = [f"{', '.join(names)} in {self.layout.label(bucket)}" for bucket, names in self._missing.items() if names]
         if missing or self._deferred:
-            raise RuntimeError(f"parameters without gradient at the end of the step: {', '.join(missing)}")
-        for bucket in list(self._pending):
-            self._finish(bucket)
+            raise RuntimeError(f"parameters without gradient at the end of the step: {'; '.join(missing)}")
+        for bucket in dict.fromkeys(self._launched):
+            if self._state[bucket] is State.REDUCING:
+                self.finish(bucket)
+        if not self._expected:
+            self._expected.extend(self._launched)
+
+
+class _Exchanges:
+    """The reductions of all buckets, made once, and which of them uses which receive buffer."""
+
+    def __init__(
+        self,
+        full: Mapping[int, Tensor],
+        own: Mapping[int, Tensor],
+        shards: Mapping[int, Tensor],
+        shard_axis: Axis,
+        replica_axis: Axis,
+        wire: torch.dtype | None,
+        chunk_bytes: int,
+    ) -> None:
+        self._users: dict[int, int] = {}
+        self._replicas: dict[int, Exchange] = {}
+        if shard_axis.size == 1 and replica_axis.size > 1:
+            whole = {b: all_reduce(f, replica_axis, index=b, chunk_bytes=chunk_bytes, wire=wire) for b, f in full.items()}
+            self._first = self._later = whole
+            return
+        largest = max((f.numel() for f in full.values()), default=0)
+        some = next(iter(full.values()), torch.empty(0))
+        reductions = Reductions(
+            shard_axis, largest=largest, dtype=some.dtype, wire=wire, device=some.device, chunk_bytes=chunk_bytes, in_flight=IN_FLIGHT
+        )
+        self._first = {b: reductions.scatter(f, shards[b], index=b) for b, f in full.items()}
+        self._later = {b: reductions.scatter(f, own[b], index=b) for b, f in full.items()}
+        if replica_axis.size > 1:
+            self._replicas = {b: all_reduce(s, replica_axis, index=b, chunk_bytes=chunk_bytes, wire=wire) for b, s in shards.items()}
+
+    def buffer_user(self, bucket: int) -> int | None:
+        """Whose parts are still coming into the buffer that this bucket receives into."""
+        return self._users.get(bucket % IN_FLIGHT)
+
+    def take(self, bucket: int, *, first: bool) -> Exchange:
+        """The exchange of a bucket's first or later round; its buffer is taken from now on."""
+        self._users[bucket % IN_FLIGHT] = bucket
+        return self._first[bucket] if first else self._later[bucket]
+
+    def release(self, bucket: int) -> None:
+        """What was received has been added up."""
+        self._users.pop(bucket % IN_FLIGHT)
+
+    def sum_over_replicas(self, bucket: int) -> None:
+        """Add up the shards of all replicas, in place."""
+        if bucket in self._replicas:
+            self._replicas[bucket].start()
+            self._replicas[bucket].wait()
 
 
 def _gaps(placements: Sequence[Placement], full: Tensor) -> list[Tensor]:

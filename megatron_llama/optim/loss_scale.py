@@ -18,7 +18,7 @@ class LossScale:
     """
 
     def __init__(self, config: TrainingConfig, device: torch.device) -> None:
-        self._config, self._dynamic = config, config.fp16
+        self._config, self.dynamic = config, config.fp16
         start = config.initial_loss_scale if config.fp16 else 1.0
         self.value = torch.tensor(start, dtype=torch.float32, device=device)
         """The current scale, 0-dim."""
@@ -27,7 +27,7 @@ class LossScale:
 
     def update(self, overflow: Tensor) -> None:
         """Take note of a step; ``overflow`` is 1 or 0, 0-dim on the device."""
-        if not self._dynamic:
+        if not self.dynamic:
             return
         c, zero = self._config, torch.zeros_like(self._clean)
         self._overflows = torch.where(overflow > 0, self._overflows + 1, zero)
@@ -43,5 +43,5 @@ class LossScale:
 
     def load(self, state: list[float]) -> None:
         """Continue from a checkpoint's state; that of a run without --fp16 has nothing to continue."""
-        if self._dynamic and state != [1.0, 0.0, 0.0]:
+        if self.dynamic and state != [1.0, 0.0, 0.0]:
             self.value, self._clean, self._overflows = (torch.full_like(self.value, number) for number in state)

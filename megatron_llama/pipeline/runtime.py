@@ -17,8 +17,9 @@ from megatron_llama.mesh import Mesh
 from megatron_llama.model.llama import Stage
 from megatron_llama.nn.context import local_sequence
 from megatron_llama.nn.loss import vocab_parallel_cross_entropy
-from megatron_llama.params import partition_of
+from megatron_llama.params import partition_of, rank_units
 from megatron_llama.schedule import Action, Op, Schedule, forward_only, schedule_named
+from megatron_llama.uses import Use, unit_uses, uses_of
 
 
 class Microbatch(Protocol):
@@ -51,11 +52,14 @@ class Microbatch(Protocol):
 class Engine(Protocol):
     """What the runtime needs of the optimizer."""
 
-    def use(self, unit: int) -> None:
-        """A unit (counted over all stages of this process) is about to run forward."""
+    def use(self, unit: int, backward: bool) -> None:
+        """A unit (counted over all stages of this process) is about to run forward or backward."""
 
-    def begin_step(self, microbatches: int) -> Tensor:
-        """A training step starts; returns the factor for the loss (0-dim)."""
+    def begin_step(self, microbatches: int, uses: Sequence[Use]) -> Tensor:
+        """A training step with these uses starts; returns the factor for the loss (0-dim)."""
+
+    def begin_evaluation(self, uses: Sequence[Use]) -> None:
+        """An evaluation with these uses starts."""
 
     def defer(self, key: Hashable | None) -> None:
         """Keep the weight gradients of the coming backward pass under ``key``; None: no longer."""
@@ -67,10 +71,13 @@ class Engine(Protocol):
 class FixedWeights:
     """The engine of a model that is only evaluated: its weights are always there."""
 
-    def use(self, unit: int) -> None:
+    def use(self, unit: int, backward: bool) -> None:
         """See Engine."""
 
-    def begin_step(self, microbatches: int) -> Tensor:
+    def begin_evaluation(self, uses: Sequence[Use]) -> None:
+        """See Engine."""
+
+    def begin_step(self, microbatches: int, uses: Sequence[Use]) -> Tensor:
         """See Engine."""
         raise RuntimeError("a model without an optimizer has no training step")
 
@@ -83,6 +90,14 @@ class FixedWeights:
 
 Key = tuple[int, int]
 """(stage, microbatch)."""
+
+
+@dataclass(frozen=True)
+class _Plan:
+    """What this rank does in one run: its actions, and the weights that they read."""
+
+    actions: tuple[Action, ...]
+    uses: tuple[Use, ...]
 
 
 @dataclass
@@ -114,7 +129,8 @@ class PipelineRuntime:
     def __init__(self, stages: Mapping[int, Stage], engine: Engine, mesh: Mesh, config: Config, *, dtype: torch.dtype) -> None:
         self.stages, self.engine, self.mesh, self.dtype = stages, engine, mesh, dtype
         self._parallel, self._partition = config.parallel, partition_of(config)
-        self._schedules: dict[tuple[bool, int], Schedule] = {}
+        self._unit_uses = unit_uses(rank_units(config, rank=mesh.pp.rank), self._partition, rank=mesh.pp.rank)
+        self._plans: dict[tuple[bool, int], _Plan] = {}
         first = 0
         for stage in stages.values():
             stage.on_use = partial(_use, engine, first)
@@ -142,11 +158,15 @@ class PipelineRuntime:
             return self._run(batches, training=False)
 
     def _run(self, batches: Sequence[Microbatch], *, training: bool) -> tuple[Tensor, Tensor]:
-        loss = torch.zeros((), dtype=torch.float64, device=self.mesh.device)
-        loss_scale = self.engine.begin_step(len(batches)) if training else None
+        loss, loss_scale = torch.zeros((), dtype=torch.float64, device=self.mesh.device), None
+        plan = self._plan(training, len(batches))
+        if training:
+            loss_scale = self.engine.begin_step(len(batches), plan.uses)
+        else:
+            self.engine.begin_evaluation(plan.uses)
         flight = _Flight(batches, self._target_tokens(batches), loss_scale, loss)
         recorder = self.mesh.recorder
-        for action in self._actions(training, len(batches)):
+        for action in plan.actions:
             recorder.event(str(action))
             self._handlers[action.op](flight, (action.stage, action.microbatch))
         for transfer in flight.sends.values():
@@ -156,15 +176,18 @@ class PipelineRuntime:
         all_reduce(total, self.mesh.world).wait()
         return total, flight.tokens
 
-    def _actions(self, training: bool, microbatches: int) -> tuple[Action, ...]:
-        key, ranks = (training, microbatches), self.mesh.pp.size
-        if key not in self._schedules:
-            name, virtual = self._parallel.pipeline_schedule, self._parallel.virtual_pipeline_model_parallel_size
-            if training:
-                self._schedules[key] = schedule_named(name, ranks=ranks, microbatches=microbatches, virtual=virtual)
-            else:
-                self._schedules[key] = forward_only(self._partition.placement, microbatches)
-        return self._schedules[key].ranks[self.mesh.pp.rank]
+    def _plan(self, training: bool, microbatches: int) -> _Plan:
+        key = (training, microbatches)
+        if key not in self._plans:
+            actions = self._schedule(training, microbatches).ranks[self.mesh.pp.rank]
+            self._plans[key] = _Plan(actions, uses_of(actions, *self._unit_uses))
+        return self._plans[key]
+
+    def _schedule(self, training: bool, microbatches: int) -> Schedule:
+        if not training:
+            return forward_only(self._partition.placement, microbatches)
+        name, virtual = self._parallel.pipeline_schedule, self._parallel.virtual_pipeline_model_parallel_size
+        return schedule_named(name, ranks=self.mesh.pp.size, microbatches=microbatches, virtual=virtual)
 
     def _target_tokens(self, batches: Sequence[Microbatch]) -> Tensor:
         """Target tokens of the global batch. Counted before the first backward, since it divides every loss."""
@@ -234,7 +257,9 @@ class PipelineRuntime:
         stage, output, grad = self.stages[key[0]], flight.outputs.pop(key), None
         if not stage.is_last:
             grad = self._arrived(flight, Op.BACKWARD, key)
-        torch.autograd.backward(output, grad)
+        # The first stage may have nothing to train; the others pass a gradient on.
+        if output.requires_grad:
+            torch.autograd.backward(output, grad)
         if stage.is_first:
             del flight.inputs[key]
         elif self._is_here(key[0] - 1):
@@ -260,8 +285,8 @@ class PipelineRuntime:
         flight.sends[op, to] = p2p.send(tensor, link, to)
 
 
-def _use(engine: Engine, first: int, unit: int) -> None:
-    engine.use(first + unit)
+def _use(engine: Engine, first: int, unit: int, backward: bool) -> None:
+    engine.use(first + unit, backward)
 
 
 def _gradient(inputs: Tensor) -> Tensor:

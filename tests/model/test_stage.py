@@ -2,20 +2,29 @@
 
 from __future__ import annotations
 
-import torch
+from collections.abc import Callable
+from functools import partial
 
+import pytest
+import torch
+from torch import Tensor, nn
+
+from megatron_llama.activations import GRANULARITIES, Granularity
 from megatron_llama.model.init import InitialWeights
 from megatron_llama.model.llama import Stage, build_stages
 from megatron_llama.model.load import load_stages, rank_specs
-from megatron_llama.params import Partition, stage_units, whole_model
+from megatron_llama.nn.sink import attach_home
+from megatron_llama.params import ParamSpec, Partition, stage_units, whole_model
+from megatron_llama.schedule import Action, Op
+from megatron_llama.uses import unit_uses, uses_of
 from tests.parallel.cases import MODEL, Layout, token_ids
 from tests.test_params import even, paper_mesh, paper_stage, specs_of
 
 CPU = torch.device("cpu")
 
 
-def loaded(partition: Partition, index: int) -> Stage:
-    stage = paper_stage(MODEL, partition, index)
+def loaded(partition: Partition, index: int, recompute: Granularity = "none") -> Stage:
+    stage = paper_stage(MODEL, partition, index, recompute=recompute)
     load_stages([stage], specs_of(stage_units(MODEL, partition, index)), InitialWeights(5, 0.1), dtype=torch.float32, device=CPU)
     return stage
 
@@ -24,15 +33,141 @@ def whole() -> Stage:
     return loaded(whole_model(MODEL), 0)
 
 
-def test_every_unit_is_announced_once_in_forward_order_before_it_runs() -> None:
-    for stages in (1, 2, 4):
-        for index in range(stages):
-            stage = loaded(even(MODEL.num_hidden_layers, stages), index)
-            used: list[int] = []
-            stage.on_use = used.append
-            x = token_ids(12).view(6, 2) if index == 0 else torch.randn(6, 2, MODEL.hidden_size)
-            stage(x, stage.positions(6, CPU))
-            assert used == list(range(len(stage_units(MODEL, even(MODEL.num_hidden_layers, stages), index))))
+class Asked:
+    """A home that writes down when its weight is asked for."""
+
+    def __init__(self, weight: nn.Parameter, log: Callable[[], None]) -> None:
+        self.log, self.grad, self.kept = log, torch.zeros_like(weight), list[Callable[[], None]]()
+        self.put_off = False
+        attach_home(weight, self)
+
+    def arrive(self) -> int:
+        self.log()
+        return 0
+
+    def check(self, generation: int) -> None:
+        self.log()
+
+    def buffer(self) -> tuple[Tensor, float]:
+        return self.grad, 1.0
+
+    def done(self) -> None:
+        pass
+
+    def defer(self, work: Callable[[], None]) -> bool:
+        self.kept += [work] * self.put_off
+        return self.put_off
+
+
+class Watched:
+    """A stage whose uses and reads of weights are written down: ``F1`` and ``B1`` announce unit 1, ``r1`` reads one of its weights."""
+
+    def __init__(self, stages: int, index: int, recompute: Granularity = "none", freeze: tuple[str, ...] = ()) -> None:
+        self.events = list[str]()
+        partition = even(MODEL.num_hidden_layers, stages)
+        self.stage = loaded(partition, index, recompute)
+        self.stage.on_use = lambda unit, backward: self.events.append(f"{'B' if backward else 'F'}{unit}")
+        self.homes = [
+            self.lived_in(unit, spec)
+            for unit, specs in enumerate(stage_units(MODEL, partition, index, freeze=freeze))
+            for spec in specs.params
+        ]
+        self.x = token_ids(12).view(6, 2) if index == 0 else torch.ones(6, 2, MODEL.hidden_size, requires_grad=True)
+
+    def lived_in(self, unit: int, spec: ParamSpec) -> Asked:
+        weight = self.stage.get_parameter(spec.name).requires_grad_(spec.trainable)
+        return Asked(weight, partial(self.events.append, f"r{unit}"))
+
+    def forward(self) -> Tensor:
+        return self.stage(self.x, self.stage.positions(6, CPU))
+
+    def seen(self) -> tuple[list[str], list[str]]:
+        """The uses; and what was read while the use was the newest, without repetition."""
+        uses = [event for event in self.events if event[0] != "r"]
+        order = [event for event, before in zip(self.events, ["", *self.events], strict=False) if event != before]
+        self.events.clear()
+        return uses, order
+
+
+@pytest.mark.parametrize("recompute", GRANULARITIES)
+@pytest.mark.parametrize(("stages", "index"), [(1, 0), (2, 0), (2, 1), (4, 0), (4, 2), (4, 3)])
+def test_every_unit_is_announced_before_any_of_its_weights_is_read(stages: int, index: int, recompute: Granularity) -> None:
+    watched = Watched(stages, index, recompute)
+    units = range(len(stage_units(MODEL, even(MODEL.num_hidden_layers, stages), index)))
+    output = watched.forward()
+    uses, order = watched.seen()
+    assert uses == [f"F{unit}" for unit in units]
+    assert order == [event for unit in units for event in (f"F{unit}", f"r{unit}")]
+    output.sum().backward()
+    uses, order = watched.seen()
+    read = units[1:] if index == 0 else units
+    assert uses == [f"B{unit}" for unit in reversed(read)]
+    assert order == [event for unit in reversed(read) for event in (f"B{unit}", f"r{unit}")]
+
+
+@pytest.mark.parametrize("recompute", GRANULARITIES)
+def test_a_split_pass_announces_what_a_whole_one_does(recompute: Granularity) -> None:
+    whole_pass, split = Watched(1, 0, recompute), Watched(1, 0, recompute)
+    for home in split.homes:
+        home.put_off = True
+    for watched in (whole_pass, split):
+        watched.forward().sum().backward()
+    assert split.seen()[0] == whole_pass.seen()[0]
+    with torch.no_grad():
+        for home in split.homes:
+            for work in home.kept:
+                work()
+    uses, reads = split.seen()
+    # Norms of blocks that recompute them for the input of a matrix: they are resident, so it is no use.
+    assert uses == [] and (reads == []) is (recompute != "selective")
+    assert all(torch.equal(one.grad, other.grad) for one, other in zip(split.homes, whole_pass.homes, strict=True))
+
+
+@pytest.mark.parametrize("recompute", GRANULARITIES)
+def test_evaluation_announces_forward_passes_only(recompute: Granularity) -> None:
+    for index in (0, 1):
+        watched = Watched(2, index, recompute)
+        with torch.no_grad():
+            output = watched.forward()
+        assert not output.requires_grad and output.grad_fn is None
+        assert watched.seen()[0] == ["F0", "F1", "F2"]
+
+
+@pytest.mark.parametrize("recompute", GRANULARITIES)
+@pytest.mark.parametrize(
+    ("freeze", "backward"),
+    [
+        (("model.embed_tokens.*",), "B5 B4 B3 B2 B1"),
+        (("model.embed_tokens.*", "model.layers.0.*"), "B5 B4 B3 B2"),
+        (("model.embed_tokens.*", "model.layers.[01].*", "model.layers.2.*attn*"), "B5 B4 B3"),
+        (("model.layers.0.*", "model.layers.2.*"), "B5 B4 B3 B2 B1"),
+        (("lm_head.*", "model.norm.*", "model.layers.3.*"), "B5 B4 B3 B2 B1"),
+        (("model.*",), "B5"),
+    ],
+)
+def test_backward_goes_down_to_the_first_unit_that_is_trained(freeze: tuple[str, ...], backward: str, recompute: Granularity) -> None:
+    """As the plan has it, which the engine gathers by. No frozen weight's gradient is written or put off."""
+    watched = Watched(1, 0, recompute, freeze)
+    units, partition = stage_units(MODEL, whole_model(MODEL), 0, freeze=freeze), whole_model(MODEL)
+    planned = uses_of([Action(Op.BACKWARD, 0, 0)], *unit_uses([units], partition))
+    for put_off in (False, True):
+        for home in watched.homes:
+            home.put_off = put_off
+        output = watched.forward()
+        watched.seen()
+        output.sum().backward()
+        assert " ".join(watched.seen()[0]) == backward == " ".join(map(str, planned))
+    specs = [spec for unit in units for spec in unit.params]
+    for home, spec in zip(watched.homes, specs, strict=True):
+        assert bool(home.grad.any()) is spec.trainable, spec.name
+        assert len(home.kept) == (spec.trainable and spec.decay), spec.name
+
+
+@pytest.mark.parametrize("recompute", GRANULARITIES)
+def test_a_frozen_first_stage_has_no_backward(recompute: Granularity) -> None:
+    watched = Watched(2, 0, recompute, ("model.*",))
+    assert not watched.forward().requires_grad
+    assert watched.seen()[0] == ["F0", "F1", "F2"]
 
 
 def test_stages_in_a_row_are_the_model() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
@@ -9,12 +10,13 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd import gradcheck
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron_llama.activations import GRANULARITIES, Activations, Granularity
 from megatron_llama.mesh import Place
+from megatron_llama.model.llama import Positions
 from megatron_llama.nn.functional import (
     recomputable_rms_norm,
     recomputable_swiglu,
@@ -26,13 +28,13 @@ from megatron_llama.nn.functional import (
 )
 from megatron_llama.nn.linear import column_linear
 from megatron_llama.nn.recompute import Recomputable, recomputed
-from megatron_llama.nn.sink import attach_sink
+from megatron_llama.nn.sink import attach_home
 from megatron_llama.optim.build import compute_dtype
 from megatron_llama.recorder import Traffic
 from tests.harness import Cluster
 from tests.nn.spmd import numbers, tensor_mesh
 from tests.parallel.cases import MODEL, SEQ_LENGTH, Layout, train, trainer
-from tests.test_activations import BATCH, Run, build, several, storage
+from tests.test_activations import BATCH, Run, build, kept, several, storage
 
 CPU = torch.device("cpu")
 LAYOUTS = [
@@ -113,11 +115,17 @@ def test_what_is_computed_and_sent_again(cluster: Cluster, tp: int, sp: bool, la
 
 
 class Kept:
-    """A sink that puts everything off."""
+    """A home that puts everything off."""
 
     def __init__(self, weight: Tensor) -> None:
         self.grad, self.work = torch.full_like(weight, torch.nan), list[Callable[[], None]]()
         self.written = 0
+
+    def arrive(self) -> int:
+        return 0
+
+    def check(self, generation: int) -> None:
+        assert generation == 0
 
     def buffer(self) -> tuple[Tensor, float]:
         return self.grad, float(self.written > 0)
@@ -143,18 +151,18 @@ def deferred(place: Place, layout: Run) -> tuple[int, int]:
     config = layout.config()
     _, stage = build(place, config)
     weights = {weight: Kept(weight) for weight in stage.model.layers.parameters()}
-    for weight, sink in weights.items():
-        attach_sink(weight, sink)
+    for weight, home in weights.items():
+        attach_home(weight, home)
     length = SEQ_LENGTH // (layout.tp if layout.sp else 1)
     x = torch.randn(length, BATCH, MODEL.hidden_size, dtype=compute_dtype(config), requires_grad=True)
     several(stage.model.layers, BLOCKS, x, stage.positions(SEQ_LENGTH, CPU)).square().sum().backward()
-    held = {storage(t): t.untyped_storage().nbytes() for sink in weights.values() for work in sink.work for t in tensors_of(work)}
+    held = {storage(t): t.untyped_storage().nbytes() for home in weights.values() for work in home.work for t in tensors_of(work)}
     parameters = {storage(weight) for weight in stage.parameters()}
     found = sum(size for key, size in held.items() if key not in parameters)
-    for sink in weights.values():
-        for work in sink.work:
+    for home in weights.values():
+        for work in home.work:
             work()
-        assert sink.written == 1 and bool(sink.grad.isfinite().all())
+        assert home.written == 1 and bool(home.grad.isfinite().all())
     return found, BLOCKS * Activations.of(config).deferred_block(layout.recompute)
 
 
@@ -174,24 +182,78 @@ def test_a_split_pass_makes_the_input_only_with_the_weight_gradient() -> None:
         return x * 2
 
     weight = torch.nn.Parameter(numbers(3, 4, seed=2).detach())
-    sink, x = Kept(weight), numbers(5, 2, 4, seed=1)
-    attach_sink(weight, sink)
+    home, x = Kept(weight), numbers(5, 2, 4, seed=1)
+    attach_home(weight, home)
     tp = tensor_mesh(Place(0, 1, 0)).tp
     column_linear(Recomputable(x * 2, make, (x.detach(),)), weight, tp, sequence_parallel=False).sum().backward()
     assert made == [] and torch.equal(x.grad, 2 * weight.sum(0).expand_as(x))
-    sink.work[0]()
-    assert made == [1] and torch.allclose(sink.grad, (2 * x).sum((0, 1)).expand_as(weight))
+    home.work[0]()
+    assert made == [1] and torch.allclose(home.grad, (2 * x).sum((0, 1)).expand_as(weight))
+
+
+Blocks = tuple[nn.Module, Positions, Tensor]
+
+
+def blocks_of(recompute: Granularity, place: Place, layout: Run) -> Blocks:
+    """The blocks of a stage with trainable weights, and an input that does not require grad, as above a frozen embedding."""
+    config = replace(layout, recompute=recompute).config()
+    mesh, stage = build(place, config)
+    length = SEQ_LENGTH // (layout.tp if layout.sp else 1)
+    seed = torch.Generator().manual_seed(mesh.tp.rank if layout.sp else 0)
+    return stage.model.layers, stage.positions(SEQ_LENGTH, CPU), torch.randn(length, BATCH, MODEL.hidden_size, generator=seed)
+
+
+def freeze(blocks: nn.Module, frozen: str) -> None:
+    for name, weight in blocks.named_parameters():
+        weight.requires_grad_(re.match(frozen, name) is None)
+
+
+def above_frozen(place: Place, layout: Run, frozen: str) -> tuple[list[int], list[bool]]:
+    """Bytes that blocks keep with each granularity; whether output and gradients are those without recomputation."""
+    sizes, outputs, gradients = [], [], []
+    for recompute in GRANULARITIES:
+        blocks, positions, x = blocks_of(recompute, place, layout)
+        freeze(blocks, frozen)
+        uncounted = {storage(tensor) for tensor in (*blocks.parameters(), positions.cos, positions.sin)}
+        sizes.append(kept(lambda blocks=blocks, x=x, p=positions: several(blocks, BLOCKS, x, p), uncounted))
+        output = several(blocks, BLOCKS, x, positions)
+        output.backward(torch.cos(torch.arange(output.numel(), dtype=output.dtype)).view(output.shape))
+        outputs.append(output.detach())
+        gradients.append({name: weight.grad for name, weight in blocks.named_parameters() if weight.grad is not None})
+        assert x.grad is None and gradients[-1].keys() == {n for n, w in blocks.named_parameters() if w.requires_grad}
+    pairs = zip(outputs[1:], gradients[1:], strict=True)
+    return sizes, [torch.equal(o, outputs[0]) and all(torch.equal(g[n], v) for n, v in gradients[0].items()) for o, g in pairs]
+
+
+@pytest.mark.parametrize("frozen", ["nothing", r"0\.", r"[01]\.", r"(0\.|1\.self_attn|1\.input)", r"\d\.mlp"])
+@pytest.mark.parametrize("layout", [Run(), Run(tp=2), Run(tp=2, sp=True)], ids=lambda layout: layout.name)
+def test_above_frozen_layers_recomputing_saves_memory_and_changes_nothing(cluster: Cluster, layout: Run, frozen: str) -> None:
+    full = Activations.of(layout.config()).block("full")
+    untouched = sum(re.match(frozen, f"{block}.") is not None for block in range(BLOCKS))
+    for sizes, same in cluster.run(layout.tp, above_frozen, layout, frozen):
+        assert same == [True, True]
+        assert sizes[0] > sizes[1] > sizes[2] == (BLOCKS - untouched) * full
+
+
+def test_frozen_blocks_without_gradient_of_their_input_have_no_backward() -> None:
+    for recompute in GRANULARITIES:
+        blocks, positions, x = blocks_of(recompute, Place(0, 1, 0), Run())
+        freeze(blocks, r"\d\.")
+        assert kept(lambda blocks=blocks, x=x, p=positions: several(blocks, BLOCKS, x, p), set()) == 0
+        assert not several(blocks, BLOCKS, x, positions).requires_grad
+        several(blocks, BLOCKS, x.requires_grad_(), positions).sum().backward()
+        assert x.grad is not None and all(weight.grad is None for weight in blocks.parameters())
 
 
 def test_recipes_make_the_same_tensor_without_the_graph() -> None:
     x, scale = numbers(3, 2, 8, seed=3).detach().bfloat16().requires_grad_(), torch.linspace(0.5, 2, 8).bfloat16()
-    for kept, plain in (
+    for recipe, plain in (
         (recomputable_rms_norm(x, scale, 1e-5), rms_norm(x, scale, 1e-5)),
         (recomputable_swiglu(x), swiglu(x)),
     ):
-        again = kept.function(*kept.sources)
-        assert torch.equal(kept.value, plain) and torch.equal(again, plain) and not again.requires_grad
-        assert kept.value.grad_fn is not None
+        again = recipe.function(*recipe.sources)
+        assert torch.equal(recipe.value, plain) and torch.equal(again, plain) and not again.requires_grad
+        assert recipe.value.grad_fn is not None
 
 
 def test_gradients_of_the_functions() -> None:

@@ -23,7 +23,7 @@ from megatron_llama.nn.context import local_sequence
 from megatron_llama.nn.embedding import VocabParallelEmbedding
 from megatron_llama.nn.linear import ColumnLinear, RowLinear
 from megatron_llama.nn.loss import vocab_parallel_cross_entropy
-from megatron_llama.nn.sink import attach_sink
+from megatron_llama.nn.sink import attach_home
 from megatron_llama.nn.zigzag import zigzag_chunks
 from megatron_llama.params import HFSlice, rank_units
 from tests.parallel.cases import Layout, batch, trainer
@@ -89,22 +89,29 @@ def check(kinds: Mapping[str, str], ranks: Sequence[Tensor], expected: Tensor, *
 
 
 @dataclass
-class Sink:
+class Delivered:
     """What the layers deliver for one parameter. The first contribution must write, not add."""
 
     total: Tensor
     beta: float = 0.0
 
+    def arrive(self) -> int:
+        """See Home."""
+        return 0
+
+    def check(self, generation: int) -> None:
+        """See Home."""
+
     def buffer(self) -> tuple[Tensor, float]:
-        """See GradSink."""
+        """See Home."""
         beta, self.beta = self.beta, 1.0
         return self.total, beta
 
     def done(self) -> None:
-        """See GradSink."""
+        """See Home."""
 
     def defer(self, work: object) -> bool:
-        """See GradSink."""
+        """See Home."""
         return False
 
 
@@ -137,11 +144,11 @@ class Probe:
     def _keep_columns(self, name: str, part: HFSlice, grad: Tensor) -> None:
         self._keep(name, grad[..., part.row : part.row + part.rows])
 
-    def see_weight(self, name: str, parameter: nn.Parameter, sink: Sink) -> None:
+    def see_weight(self, name: str, parameter: nn.Parameter, home: Delivered) -> None:
         """A parameter and what the layers delivered for it, apart as HuggingFace has them and without padding."""
         for part in self.slices[name]:
             rows = slice(part.row, part.row + part.rows)
-            self.values[part.name], self.gradients[part.name] = parameter.detach()[rows].clone(), sink.total[rows].clone()
+            self.values[part.name], self.gradients[part.name] = parameter.detach()[rows].clone(), home.total[rows].clone()
 
     def attach(self, stage: Stage) -> None:
         """Look at the inputs and outputs of every layer from now on."""
@@ -174,9 +181,9 @@ def observe(place: Place, layout: Layout) -> tuple[Values, Values]:
     specs = [spec for unit in rank_units(config, tp_rank=mesh.tp.rank)[0] for spec in unit.params]
     probe = Probe({spec.name: spec.slices for spec in specs})
     parameters = dict(stage.named_parameters())
-    sinks = {name: Sink(torch.full_like(parameter, float("nan"))) for name, parameter in parameters.items()}
+    homes = {name: Delivered(torch.full_like(parameter, float("nan"))) for name, parameter in parameters.items()}
     for name, parameter in parameters.items():
-        attach_sink(parameter, sinks[name])
+        attach_home(parameter, homes[name])
     probe.attach(stage)
 
     data = batch(SAMPLES, documents=True)
@@ -192,7 +199,7 @@ def observe(place: Place, layout: Layout) -> tuple[Values, Values]:
     probe.see("loss", loss)
     loss.backward()  # type: ignore[no-untyped-call]
     for name, parameter in parameters.items():
-        probe.see_weight(name, parameter, sinks[name])
+        probe.see_weight(name, parameter, homes[name])
     return probe.values, probe.gradients
 
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
-from dataclasses import replace
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
 from functools import partial
 
 import pytest
@@ -12,10 +12,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megatron_llama.comm.streams import open_stream
 from megatron_llama.config import Config, ParallelConfig
-from megatron_llama.layout import ShardLayout, layout_by_size, strategy_named
+from megatron_llama.layout import OWN, Placement, ShardLayout, Slots, layout_by_size, layout_by_unit, strategy_named
 from megatron_llama.mesh import Mesh, Place, build_mesh
-from megatron_llama.optim.gradients import GradientBuckets, ParameterSink
+from megatron_llama.optim.gradients import GradientBuckets
 from megatron_llama.params import UnitSpec, stage_units, whole_model
 from tests.harness import Cluster
 from tests.parallel.cases import MODEL, STRATEGIES
@@ -23,27 +24,51 @@ from tests.parallel.cases import MODEL, STRATEGIES
 TIED = replace(MODEL, tie_word_embeddings=True, num_hidden_layers=2)
 
 
+@dataclass(frozen=True)
+class Sink:
+    """What the home of one parameter does with gradients."""
+
+    buckets: GradientBuckets
+    bucket: int
+    placement: Placement
+
+    def buffer(self) -> tuple[Tensor, float]:
+        return self.buckets.write(self.bucket, self.placement)
+
+    def done(self) -> None:
+        self.buckets.written(self.bucket, self.placement)
+
+    def defer(self, work: Callable[[], None]) -> bool:
+        return self.buckets.keep(work)
+
+
 class Backward:
     """Writes made-up gradients in the order in which the model's backward pass would."""
 
     def __init__(self, mesh: Mesh, strategy: str, *, cap: int = 20_000, wire: torch.dtype | None = None, rough: bool = False) -> None:
         plan, self.mesh, self.rough = strategy_named(strategy), mesh, rough
-        alone = replace(mesh.dp, rank=0, ranks=(mesh.rank,), group=None)
         self.units: tuple[UnitSpec, ...] = stage_units(TIED, whole_model(TIED), 0)
-        self.layout: ShardLayout = layout_by_size(
-            self.units, shards=mesh.dp.size if plan.sharded else 1, cap=cap, gradient_slots=plan.gradient_slots
+        shards, slots = mesh.dp_shard.size, Slots(None, 2 if plan.reduce_every_microbatch else None)
+        self.layout: ShardLayout = (
+            layout_by_unit(self.units, shards=shards, slots=slots)
+            if plan.by_unit
+            else layout_by_size(self.units, shards=shards, cap=cap, slots=slots)
         )
+        self.reduced: list[int] = []
         self.buckets = GradientBuckets(
             self.layout,
-            shard_axis=mesh.dp if plan.sharded else alone,
-            replica_axis=alone if plan.sharded else mesh.dp,
+            shard_axis=mesh.dp_shard,
+            replica_axis=mesh.dp_replica,
             reduce_every_microbatch=plan.reduce_every_microbatch,
             dtype=torch.float32,
             wire=wire,
             device=torch.device("cpu"),
+            stream=open_stream(torch.device("cpu"), inline=mesh.dp.size == 1),
+            chunk_bytes=10_000,
+            reduced=self.reduced.append,
         )
         placements = [(bucket.index, placed) for bucket in self.layout.buckets for placed in bucket.placements]
-        self.sinks: dict[str, ParameterSink] = {placed.spec.name: self.buckets.sink(index, placed) for index, placed in placements}
+        self.sinks = {placed.spec.name: Sink(self.buckets, index, placed) for index, placed in placements}
         specs = [spec for unit in reversed(self.units) for spec in reversed(unit.params)]
         self.order = [spec.name for spec in specs if spec.contributions == 2] + [spec.name for spec in specs]
 
@@ -93,7 +118,7 @@ def over_ranks(own: Tensor) -> list[Tensor]:
 
 def found_and_expected(backward: Backward, sums: dict[str, Tensor]) -> Iterator[tuple[str, Tensor, Tensor]]:
     """This rank's reduced segments beside their part of the sums. Asserts that there is nothing between them."""
-    rank = backward.mesh.dp.rank if backward.layout.shards > 1 else 0
+    rank = backward.mesh.dp_shard.rank
     for bucket in backward.layout.buckets:
         shard = backward.buckets.shards[bucket.index]
         rest = shard.clone()
@@ -131,7 +156,7 @@ def check_bf16_on_the_wire(place: Place, strategy: str) -> dict[str, tuple[int, 
         backward.buckets.finish_all()
         traffic = backward.mesh.recorder.traffic
         sent.append({operation: traffic["dp", operation].bytes for _, operation in traffic})
-        each = totals if strategy == "optim_grads" else {name: [sum(parts)] for name, parts in totals.items()}
+        each = totals if strategy_named(strategy).reduce_every_microbatch else {name: [sum(parts)] for name, parts in totals.items()}
         exact = {name: sum(torch.stack(over_ranks(part)).double().sum(0) for part in parts) for name, parts in each.items()}
         rounded = {name: sum(_in_rank_order(part) for part in parts) for name, parts in each.items()}
         for name, found, expected in found_and_expected(backward, exact):
@@ -155,9 +180,7 @@ def _in_rank_order(own: Tensor) -> Tensor:
     return total
 
 
-@pytest.mark.parametrize(
-    ("strategy", "operation"), [("no_shard", "all_reduce"), ("optim", "reduce_scatter"), ("optim_grads", "reduce_scatter")]
-)
+@pytest.mark.parametrize(("strategy", "operation"), [(s, "all_reduce" if s == "no_shard" else "reduce_scatter") for s in STRATEGIES])
 def test_bf16_on_the_wire_halves_the_bytes_and_sums_in_fp32(cluster: Cluster, strategy: str, operation: str) -> None:
     for found in cluster.run(2, check_bf16_on_the_wire, strategy):
         assert found.keys() == {operation}
@@ -170,7 +193,7 @@ def test_alone_nothing_is_rounded() -> None:
     for backward in (one, other):
         backward.run(0, 2)
         backward.buckets.finish_all()
-    assert all(torch.equal(a, b) for a, b in zip(one.buckets.shards, other.buckets.shards, strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(one.buckets.shards.values(), other.buckets.shards.values(), strict=True))
 
 
 @pytest.mark.parametrize(("strategy", "later"), [("no_shard", 1.0), ("optim", 1.0), ("optim_grads", 0.0)])
@@ -231,7 +254,7 @@ def test_microbatches_may_overtake_each_other() -> None:
                 mixed.write(name, mixed.gradient(name, _turn(mixed, name, half), microbatch))
     for backward in (straight, mixed):
         backward.buckets.finish_all()
-    assert all(torch.equal(a, b) for a, b in zip(straight.buckets.shards, mixed.buckets.shards, strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(straight.buckets.shards.values(), mixed.buckets.shards.values(), strict=True))
 
 
 def _turn(backward: Backward, name: str, half: list[str]) -> int:
@@ -259,7 +282,7 @@ def test_deferred_contributions_are_written_when_they_are_run_in_the_order_of_th
     for microbatch in range(2):
         deferred_pass(split, ("stage", microbatch), microbatch)
     assert events == [f"complete {norms}", f"reduce {norms}"]
-    assert not any(bool(shard.any()) for bucket, shard in enumerate(split.buckets.shards) if bucket != norms)
+    assert not any(bool(shard.any()) for bucket, shard in split.buckets.shards.items() if bucket != norms)
     with pytest.raises(RuntimeError, match=r"without gradient at the end of the step: .*model\.layers\.1\.mlp\.down_proj\.weight"):
         split.buckets.finish_all()
     split.buckets.run_deferred(("stage", 0))
@@ -269,7 +292,7 @@ def test_deferred_contributions_are_written_when_they_are_run_in_the_order_of_th
     assert events[2:] == [f"{what} {bucket}" for bucket in matrices for what in ("complete", "reduce")]
     for backward in (straight, split):
         backward.buckets.finish_all()
-    assert all(torch.equal(a, b) for a, b in zip(straight.buckets.shards, split.buckets.shards, strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(straight.buckets.shards.values(), split.buckets.shards.values(), strict=True))
 
 
 def test_deferring_ends_and_a_pass_runs_once() -> None:
@@ -295,11 +318,12 @@ def test_a_parameter_without_gradient_is_named(skipped: str, strategy: str) -> N
     backward.buckets.begin_step(2)
     order = backward.order * 2
     del order[len(order) - 1 - order[::-1].index(skipped)]  # of the embedding's two contributions, one is left
-    for name in order:
-        backward.zeros(name)
     with pytest.raises(RuntimeError) as error:
+        for name in order:
+            backward.zeros(name)  # refuses already here to overwrite a slot that another bucket waits in
         backward.buckets.finish_all()
-    assert str(error.value) == f"parameters without gradient at the end of the step: {skipped}"
+    bucket = next(b.index for b in backward.layout.buckets for placed in b.placements if placed.spec.name == skipped)
+    assert skipped in str(error.value) and backward.layout.label(bucket) in str(error.value)
 
 
 @pytest.mark.parametrize("microbatches", [1, 3])
@@ -315,6 +339,46 @@ def test_more_gradients_than_planned_are_refused(name: str, planned: int, microb
 
 def test_two_slots_hold_all_weight_matrices_of_optim_grads() -> None:
     whole, two = (Backward(Mesh.single(), strategy).layout for strategy in ("optim", "optim_grads"))
-    assert len(whole.slot_numel()) == len(whole.buckets) > 4
-    assert len([slot for slot in two.slot_numel() if slot[0] == 0]) == 2
-    assert sum(two.slot_numel().values()) < 0.7 * sum(whole.slot_numel().values())
+    assert len(whole.gradient_slot_numel()) == len(whole.buckets) > 4
+    assert len([slot for slot in two.gradient_slot_numel() if slot[0] != OWN]) == 2
+    assert sum(two.gradient_slot_numel().values()) < 0.7 * sum(whole.gradient_slot_numel().values())
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_a_reduction_is_waited_for_once(strategy: str) -> None:
+    backward = Backward(Mesh.single(), strategy)
+    backward.run(0, 1)
+    last = backward.layout.buckets[-1].index
+    backward.buckets.finish(last)
+    with pytest.raises(RuntimeError) as error:
+        backward.buckets.finish(last)
+    assert str(error.value) == f"{backward.layout.label(last)}: a reduction is waited for, but the bucket is idle"
+    assert "model.embed_tokens.weight" in str(error.value)
+
+
+def test_a_slot_in_use_is_not_taken() -> None:
+    """Two buckets of one slot, the first of them half written."""
+    backward = Backward(Mesh.single(), "optim_grads")
+    slots, buckets = backward.layout.gradient_slots, backward.layout.buckets
+    pairs = ((one, other) for one in buckets for other in buckets if one is not other and slots[one.index] == slots[other.index])
+    first, second = next((one, other) for one, other in pairs if len(one.placements) > 1)
+    backward.buckets.begin_step(1)
+    written, *missing = [placed.spec.name for placed in first.placements]
+    backward.zeros(written)
+    with pytest.raises(RuntimeError) as error:
+        backward.zeros(second.placements[0].spec.name)
+    label = backward.layout.label
+    assert str(error.value) == (
+        f"{second.placements[0].spec.name}: {label(second.index)} needs gradient slot {slots[first.index]} "
+        f"while {label(first.index)} still misses {', '.join(missing)}"
+    )
+
+
+@pytest.mark.parametrize(("strategy", "microbatches"), [(s, m) for s in STRATEGIES for m in (1, 3)])
+def test_the_engine_hears_of_every_bucket_once_in_launch_order(strategy: str, microbatches: int) -> None:
+    backward = Backward(Mesh.single(), strategy)
+    for step in range(2):
+        backward.reduced.clear()
+        backward.run(step, microbatches)
+        backward.buckets.finish_all()
+        assert backward.reduced == [bucket.index for bucket in backward.layout.buckets]

@@ -8,9 +8,9 @@ from __future__ import annotations
 import hashlib
 import math
 import pydoc_data.topics
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor
@@ -20,10 +20,12 @@ from megatron_llama.data.loader import Batch
 from megatron_llama.mesh import Mesh, Place, build_mesh
 from megatron_llama.model.init import InitialWeights
 from megatron_llama.model.llama import Stage, build_stages
+from megatron_llama.nn.sink import home_of
 from megatron_llama.optim.build import build_optimizer, compute_dtype
 from megatron_llama.optim.distributed import OverlappedDistributedOptimizer
-from megatron_llama.params import Rectangle, hf_shapes
+from megatron_llama.params import Rectangle, hf_shapes, rank_units
 from megatron_llama.pipeline.runtime import PipelineRuntime
+from megatron_llama.uses import Use
 from tests.harness import Cluster
 
 MODEL = ModelConfig(
@@ -39,8 +41,8 @@ MODEL = ModelConfig(
 )
 """300 tokens are padded to 384, or to 512 over two tensor-parallel ranks: both hold real rows and the second holds padding."""
 OPTIMIZER = OptimizerConfig(lr=1e-3, weight_decay=0.1, clip_grad=1.0)
-Strategy = Literal["no_shard", "optim", "optim_grads"]
-STRATEGIES: tuple[Strategy, ...] = ("no_shard", "optim", "optim_grads")
+Strategy = Literal["no_shard", "optim", "optim_grads", "optim_grads_params"]
+STRATEGIES: tuple[Strategy, ...] = get_args(Strategy)
 Schedule = Literal["gpipe", "1f1b", "interleaved", "zb-h1", "zb-v"]
 SEQ_LENGTH, GLOBAL_BATCH_SIZE, STEPS = 32, 8, 20
 LOSS_BOUND, NORM_BOUND = 1e-6, 2e-5
@@ -59,6 +61,16 @@ class Layout:
     sp: bool = False
     cp_comm: Literal["all_gather", "ring"] = "all_gather"
     strategy: Strategy = "optim"
+    slots: str = "default"
+    """Parameter slots, with optim_grads_params."""
+    grad_slots: int = 2
+    shard_size: int = 0
+    """Ranks that share a bucket; 0: all."""
+    prefetch: int = 0
+    """Bytes; 0: no limit."""
+    freeze: tuple[str, ...] = ()
+    early: bool = False
+    """Announce the update, so that without clipping buckets are updated as they are reduced."""
     microbatches: int = 1
     """Of each data-parallel rank, in one step."""
     schedule: Schedule = "1f1b"
@@ -89,14 +101,19 @@ class Layout:
     @property
     def reference(self) -> Layout:
         """The same training in one process, in one batch, in fp32 or fp64."""
-        kept = ("tied", "documents", "fp64", "clip", "steps", "layers", "kv_heads")
+        kept = ("tied", "documents", "fp64", "clip", "steps", "layers", "kv_heads", "freeze")
         return Layout(**{name: getattr(self, name) for name in kept})
 
     @property
     def name(self) -> str:
         """What differs from one process."""
         words = [f"{axis}{size}" for axis in ("tp", "cp", "pp", "dp") if (size := getattr(self, axis)) > 1] or ["one process"]
-        words += ["sp"] * self.sp + ([self.cp_comm] if self.cp > 1 else []) + ([self.strategy] if self.dp > 1 else [])
+        words += ["sp"] * self.sp + ([self.cp_comm] if self.cp > 1 else []) + ([self.strategy] if self.dp * self.cp > 1 else [])
+        words += [f"{self.slots} slots"] if self.slots != "default" else []
+        words += [f"{self.grad_slots} gradient slots"] if self.grad_slots != 2 else []
+        words += [f"shards of {self.shard_size}"] if self.shard_size else []
+        words += [f"prefetch {self.prefetch}"] if self.prefetch else []
+        words += ["frozen"] * bool(self.freeze) + ["early"] * self.early
         words += [f"{self.microbatches} microbatches"] if self.microbatches > 1 else []
         words += [self.schedule] if self.pp > 1 else []
         words += [f"virtual {self.virtual}"] if self.virtual > 1 else []
@@ -122,12 +139,16 @@ class Layout:
             data_parallel_sharding_strategy=self.strategy,
             reduce_bucket_size=self.bucket,
             grad_reduce_in_bf16=self.reduce_bf16,
+            param_slots=self.slots,
+            grad_slots=self.grad_slots,
+            data_parallel_shard_size=self.shard_size,
+            prefetch_bytes=self.prefetch,
         )
         return Config(
             model=replace(MODEL, tie_word_embeddings=self.tied, num_hidden_layers=self.layers, num_key_value_heads=self.kv_heads),
             parallel=parallel,
             training=TrainingConfig(fp64=self.fp64, bf16=self.bf16, fp16=self.fp16, initial_loss_scale=self.loss_scale),
-            optimizer=replace(OPTIMIZER, clip_grad=self.clip),
+            optimizer=replace(OPTIMIZER, clip_grad=self.clip, freeze=self.freeze),
         )
 
 
@@ -166,6 +187,8 @@ class Trainer:
 
     def step(self, index: int) -> tuple[Tensor, Tensor]:
         """Loss and gradient norm of one step."""
+        if self.layout.early:
+            self.optimizer.begin_update(OPTIMIZER.lr, clip=self.layout.clip)
         loss = self.runtime.step(self.batches(index))
         return loss, self.optimizer.step(OPTIMIZER.lr, clip=self.layout.clip).grad_norm
 
@@ -197,9 +220,24 @@ def train(place: Place, layout: Layout) -> Record:
         losses=tuple(loss.item() for loss, _ in steps),
         norms=tuple(norm.item() for _, norm in steps),
         pieces=tuple(pieces),
-        parameters=_digest(parameter for stage in run.stages.values() for parameter in stage.parameters()),
+        parameters=_digest(parameter for _, parameter in whole_parameters(run)),
         dp_line=run.mesh.dp.ranks,
     )
+
+
+def whole_parameters(run: Trainer) -> Iterator[tuple[str, Tensor]]:
+    """All compute parameters of this rank by name, unit by unit, as a forward pass sees them: read each before the next. Collective."""
+    parameters = {name: parameter for stage in run.stages.values() for name, parameter in stage.named_parameters()}
+    config, mesh = run.layout.config(), run.mesh
+    units = [unit for stage in rank_units(config, rank=mesh.pp.rank, tp_rank=mesh.tp.rank) for unit in stage]
+    run.optimizer.begin_evaluation([Use(number, backward=False) for number in range(len(units))])
+    for number, unit in enumerate(units):
+        run.optimizer.use(number, False)
+        for spec in unit.params:
+            home = home_of(parameters[spec.name])
+            assert home is not None
+            home.arrive()
+            yield spec.name, parameters[spec.name].detach()
 
 
 def _digest(tensors: Iterable[Tensor]) -> str:

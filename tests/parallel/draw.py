@@ -81,12 +81,28 @@ def _candidate(chance: random.Random) -> Layout | None:
         bucket=chance.choice(BUCKETS),
         steps=STEPS,
     )
+    layout = _with_sharding(chance, layout)
     try:
         layout = _with_layers(chance, layout)
         _check(layout)
     except (ConfigError, ScheduleError):
         return None
     return layout
+
+
+def _with_sharding(chance: random.Random, layout: Layout) -> Layout:
+    """How parameters and gradients are buffered, and whether shards are replicated."""
+    if layout.strategy == "no_shard":
+        return layout
+    ranks = layout.dp * layout.cp
+    sizes = [size for size in (1, 2) if size < ranks]
+    return replace(
+        layout,
+        slots=chance.choice(("default", "2", "2", "3", "all")) if layout.strategy == "optim_grads_params" else "default",
+        grad_slots=chance.choice((1, 2, 3)),
+        shard_size=chance.choice(sizes) if sizes and chance.random() < 0.3 else 0,
+        prefetch=chance.choice((0, 0, 60_000)),
+    )
 
 
 def _with_layers(chance: random.Random, layout: Layout) -> Layout:

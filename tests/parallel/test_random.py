@@ -22,6 +22,7 @@ from tests.parallel.cases import (
     GLOBAL_BATCH_SIZE,
     LOSS_BOUND,
     NORM_BOUND,
+    STRATEGIES,
     Layout,
     Record,
     Reference,
@@ -72,7 +73,11 @@ CHOICES: dict[str, tuple[object, ...]] = {
     "virtual": (1, 2, 3),
     "microbatches": (1, 2, 4, 8),
     "kv_heads": (1, 2, 4),
-    "strategy": ("no_shard", "optim", "optim_grads"),
+    "strategy": STRATEGIES,
+    "slots": ("default", "2", "3", "all"),
+    "grad_slots": (1, 2, 3),
+    "shard_size": (0, 1, 2),
+    "prefetch": (0, 60_000),
     "recompute": ("none", "selective", "full"),
     "sp": (False, True),
     "tied": (False, True),
@@ -126,7 +131,7 @@ def executed(place: Place, layout: Layout) -> list[str]:
     run, events = trainer(place, layout), list[str]()
     run.mesh.recorder.events = events
     run.step(0)
-    return [event for event in events if not event.startswith(("complete ", "reduce "))]
+    return [event for event in events if not event.startswith(("complete ", "reduce ", "gather "))]
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)

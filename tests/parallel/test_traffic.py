@@ -120,21 +120,46 @@ class Expected:
                 self.add(f"pp_backward{suffix}", "send", size)
 
     def data_parallel(self) -> None:
-        """One reduction a bucket (a microbatch, for ``optim_grads``), one gather a bucket."""
-        if self.layout.dp * self.layout.cp == 1:
+        """One reduction a bucket (a microbatch, where slots are shared), one gather a bucket, or as often as its slot lost it."""
+        layout, ranks = self.layout, self.layout.dp * self.layout.cp
+        if ranks == 1:
             return
+        shards = 1 if layout.strategy == "no_shard" else layout.shard_size or ranks
+        axis, each = "dp" if shards == ranks else "dp_shard", layout.strategy in ("optim_grads", "optim_grads_params")
         for bucket in self.buckets.buckets:
-            if self.layout.strategy == "no_shard":
+            if shards == 1:
                 self.add("dp", "all_reduce", bucket.numel * self.wire)
                 continue
-            times = self.layout.microbatches if self.layout.strategy == "optim_grads" else 1
-            self.add("dp", "reduce_scatter", bucket.numel * self.wire, times)
-            self.add("dp_gather", "all_gather", bucket.numel * FP32)
+            self.add(axis, "reduce_scatter", bucket.numel * self.wire, layout.microbatches if each else 1)
+            if shards < ranks:
+                self.add("dp_replica", "all_reduce", bucket.numel // shards * self.wire)
+        if shards > 1:
+            self.gathers()
+
+    def gathers(self) -> None:
+        """With N slots the N blocks that a pass ends with are still there when the next one begins with them. The head is
+        used backward right after forward; the embedding forward only, and both fit into all slots but one when that is two."""
+        layout = self.layout
+        slots = (
+            self.layers
+            if layout.slots == "all" or (layout.slots == "default" and layout.pp > 1)
+            else int(layout.slots.replace("default", "2"))
+        )
+        slots = min(slots, self.layers) if layout.strategy == "optim_grads_params" else self.layers
+        passes = 2 * layout.microbatches
+        for bucket in self.buckets.buckets:
+            times, (unit, *_) = 1, [u for u, buckets in enumerate(self.buckets.unit_buckets) if bucket.index in buckets]
+            if not self.buckets.resident(bucket.index) and unit in (0, self.layers + 1):
+                times = layout.microbatches
+            elif not self.buckets.resident(bucket.index):
+                # The first pass gathers all blocks, every other one those that its predecessor did not end with.
+                ends_forward, ends_backward = unit > self.layers - slots, unit <= slots
+                times = 1 + (passes // 2) * (not ends_forward) + (passes // 2 - 1) * (not ends_backward)
+            self.add("dp_gather", "all_gather", bucket.numel * FP32, times)
 
     def step(self) -> None:
         """Loss and norm over everyone; reduced shards of copies that saw a part; the count of unmasked tokens."""
-        self.add("world", "all_reduce", FP64)
-        self.add("world", "all_reduce", FP32)
+        self.add("world", "all_reduce", FP64, 2)
         for bucket in self.buckets.buckets:
             shard = self.buckets.shard_numel(bucket.index) * FP32
             if bucket.kind.partial:
@@ -165,6 +190,15 @@ CHUNKS = [
     Layout(tp=2, sp=True, pp=2, dp=2, microbatches=4, schedule="zb-h1", strategy="optim_grads"),
     Layout(pp=2, split=(3, 1), microbatches=2),
 ]
+SHARDED = Layout(dp=2, strategy="optim_grads_params", microbatches=3, layers=6)
+SLOTS = [replace(SHARDED, slots=slots) for slots in ("1", "2", "3", "5", "6", "all")]
+SLOTS += [
+    replace(SHARDED, slots="3", recompute="full"),
+    replace(SHARDED, grad_slots=1),
+    replace(SHARDED, tied=True),
+    replace(SHARDED, prefetch=1),
+]
+HYBRID = [Layout(dp=4, shard_size=2, strategy=s, microbatches=2) for s in STRATEGIES[1:]] + [Layout(dp=2, shard_size=1)]
 NARROW = [Layout(dp=2, strategy=s, microbatches=2, reduce_bf16=True) for s in STRATEGIES]
 
 
@@ -179,7 +213,9 @@ def test_every_axis_is_used_somewhere(cluster: Cluster) -> None:
     assert used == {"world", "tp", "kv", "cp", "dp", "dp_gather", "pp", "pp_backward", "pp_return", "pp_backward_return", "embedding"}
 
 
-@pytest.mark.parametrize("layout", TENSOR + PIPELINE + DATA + FULL + CONTEXT + SHARED + CHUNKS + NARROW, ids=lambda layout: layout.name)
+@pytest.mark.parametrize(
+    "layout", TENSOR + PIPELINE + DATA + FULL + CONTEXT + SHARED + CHUNKS + NARROW + SLOTS + HYBRID, ids=lambda layout: layout.name
+)
 def test_step_issues_exactly_the_planned_collectives(cluster: Cluster, layout: Layout) -> None:
     for rank, counted in enumerate(cluster.run(layout.world_size, count, layout)):
         assert counted.traffic == Expected(layout, counted).all(), f"rank {rank}"
@@ -187,7 +223,7 @@ def test_step_issues_exactly_the_planned_collectives(cluster: Cluster, layout: L
 
 def _order(layout: Layout, buckets: ShardLayout, stage: int) -> list[str]:
     """Events of one stage over a step of one-forward-one-backward: complete buckets in backward order, in every round."""
-    rounds = layout.microbatches if layout.strategy == "optim_grads" else 1
+    rounds = layout.microbatches if layout.strategy in ("optim_grads", "optim_grads_params") else 1
     own: list[Bucket] = [bucket for bucket in buckets.buckets if bucket.kind.stage == stage]
     return [f"{what} {bucket.index}" for _ in range(rounds) for bucket in own for what in ("complete", "reduce")]
 

@@ -4,18 +4,23 @@ from __future__ import annotations
 
 import gc
 import weakref
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Literal
 
 import pytest
 import torch
+from torch import Tensor
 
 from megatron_llama.config import Config
 from megatron_llama.mesh import Mesh, Place, build_mesh
 from megatron_llama.model.llama import Stage, build_stages
 from megatron_llama.model.load import load_stages, rank_specs
-from megatron_llama.pipeline.runtime import FixedWeights, PipelineRuntime
+from megatron_llama.params import is_frozen
+from megatron_llama.pipeline.runtime import Engine, FixedWeights, PipelineRuntime
+from megatron_llama.uses import Use
 from tests.harness import Cluster
-from tests.parallel.cases import GLOBAL_BATCH_SIZE, SEQ_LENGTH, Layout, batch, initial_weights, trainer
+from tests.parallel.cases import GLOBAL_BATCH_SIZE, SEQ_LENGTH, Layout, Trainer, batch, initial_weights, trainer
 
 SINGLE = Place(0, 1, 0)
 SPREAD = [
@@ -54,11 +59,11 @@ def test_evaluation_sees_the_newest_weights_and_changes_nothing(cluster: Cluster
     assert [trained for _, trained in found[0]] == pytest.approx([trained for _, trained in alone], rel=1e-6)
 
 
-def fixed(config: Config, mesh: Mesh) -> tuple[dict[int, Stage], PipelineRuntime]:
+def fixed(config: Config, mesh: Mesh, engine: Engine | None = None) -> tuple[dict[int, Stage], PipelineRuntime]:
     """A model without an optimizer."""
     stages = build_stages(config, mesh)
     load_stages(stages.values(), rank_specs(config, mesh), initial_weights(), dtype=torch.float32, device=mesh.device)
-    return stages, PipelineRuntime(stages, FixedWeights(), mesh, config, dtype=torch.float32)
+    return stages, PipelineRuntime(stages, engine or FixedWeights(), mesh, config, dtype=torch.float32)
 
 
 def evaluate_fixed(place: Place, layout: Layout) -> float:
@@ -155,6 +160,82 @@ def test_fixed_weights_refuse_training() -> None:
     _, runtime = fixed(Layout().config(), Mesh.single())
     with pytest.raises(RuntimeError, match="no training step"):
         runtime.step([batch(range(2))])
+
+
+class Recording(FixedWeights):
+    """Writes down which uses it was told of in advance, and which came."""
+
+    def __init__(self) -> None:
+        self.planned, self.used = list[Sequence[Use]](), list[list[Use]]()
+
+    def begin_step(self, microbatches: int, uses: Sequence[Use]) -> Tensor:
+        self.begin_evaluation(uses)
+        return torch.ones(())
+
+    def begin_evaluation(self, uses: Sequence[Use]) -> None:
+        self.planned.append(uses)
+        self.used.append([])
+
+    def use(self, unit: int, backward: bool) -> None:
+        self.used[-1].append(Use(unit, backward))
+
+
+Gradients = dict[tuple[int, str], Tensor | None]
+
+
+def announced(place: Place, layout: Layout) -> Gradients:
+    """Checks the uses of two steps and evaluations of this rank. Returns the gradients of the last step, by pipeline rank and name."""
+    config, engine = layout.config(), Recording()
+    mesh = build_mesh(config, rank=place.rank, world_size=place.world_size, device=torch.device("cpu"))
+    stages, runtime = fixed(config, mesh, engine)
+    parameters = {name: parameter for stage in stages.values() for name, parameter in stage.named_parameters()}
+    for spec in rank_specs(config, mesh):
+        parameters[spec.name].requires_grad_(spec.trainable)
+    batches = Trainer(layout, mesh, stages, None, runtime).batches(0)
+    for run in (runtime.step, runtime.evaluate) * 2:
+        for parameter in parameters.values():
+            parameter.grad = None if run == runtime.step else parameter.grad
+        run(batches)
+    assert engine.used == [list(uses) for uses in engine.planned]
+    training, evaluation, *again = engine.planned
+    assert again[0] is training and again[1] is evaluation, "made once"
+    units = sum(stage.units for stage in stages.values())
+    forward = [Use(unit, False) for unit in range(units)]
+    assert {use for use in training if not use.backward} == set(forward)
+    assert sorted(evaluation, key=lambda use: use.unit) == [use for use in forward for _ in batches]
+    return {(mesh.pp.rank, name): parameter.grad for name, parameter in parameters.items()}
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        Layout(microbatches=2, recompute="full"),
+        Layout(microbatches=2, recompute="selective", tied=True),
+        Layout(pp=2, microbatches=4, recompute="full"),
+        Layout(pp=2, microbatches=4, schedule="gpipe", tied=True),
+        Layout(pp=2, microbatches=4, schedule="zb-h1", recompute="selective"),
+        Layout(pp=2, virtual=2, microbatches=4, schedule="interleaved", tied=True),
+        Layout(pp=2, virtual=2, microbatches=4, schedule="zb-v", recompute="full", tied=True),
+    ],
+    ids=lambda layout: layout.name,
+)
+@pytest.mark.parametrize(
+    "freeze",
+    [("model.embed_tokens.*", "model.layers.0.*"), ("model.embed_tokens.*", "model.layers.[01].*"), ("model.layers.1.*attn*",)],
+    ids=["first block", "two blocks", "an attention"],
+)
+def test_the_engine_knows_every_use_in_advance(cluster: Cluster, layout: Layout, freeze: tuple[str, ...]) -> None:
+    """What is frozen changes no other gradient, also when the first stage has nothing to train."""
+    whole, found = (cluster.run(layout.world_size, announced, replace(layout, freeze=patterns)) for patterns in ((), freeze))
+    for expected, gradients in zip(whole, found, strict=True):
+        for (rank, name), gradient in gradients.items():
+            source = (
+                "model.embed_tokens.weight"
+                if layout.tied and name == "lm_head.weight"
+                else name.replace("qkv_proj", "q_proj").replace("gate_up", "gate")
+            )
+            assert (gradient is None) is is_frozen(source, freeze), name
+            assert gradient is None or torch.equal(gradient, expected[rank, name])
 
 
 def leftovers(place: Place, layout: Layout) -> list[int]:

@@ -1,0 +1,203 @@
+"""The collectives of the data-parallel engine: over fixed buffers, made once and issued again and again.
+
+What differs between backends is decided here and nowhere else: a device's communicator does what it is made for; on the host
+gloo's own collectives would send twice the minimum and finish only inside ``wait``, see ``gloo.py``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron_llama.comm import gloo
+from megatron_llama.comm.collectives import all_gather_single, reduce_scatter_single
+from megatron_llama.mesh import Axis
+
+CHUNK_BYTES = 1 << 20
+"""Larger pieces between two hosts go one way at a time: gloo's control messages queue behind them."""
+
+
+class Exchange(Protocol):
+    """One collective. ``expect`` or ``start``, then ``wait``, then again."""
+
+    def expect(self) -> None:
+        """From now on what is received may be written, also long before ``start``."""
+
+    def start(self) -> None:
+        """The source is complete: send it. Implies ``expect``. Never blocks."""
+
+    def wait(self) -> None:
+        """The result is in place and the source may be overwritten (a device: for what its current stream does next)."""
+
+
+def gather(full: Tensor, own: Tensor, axis: Axis, *, index: int, chunk_bytes: int = CHUNK_BYTES) -> Exchange:
+    """Concatenate the shards ``own`` [n] of all ranks into ``full`` [n x size]. ``own`` may be its place inside ``full``.
+
+    ``index``: tells the gathers of one axis apart, the same on all ranks."""
+    part = full[axis.rank * own.numel() : (axis.rank + 1) * own.numel()]
+    place = (lambda: None) if part.data_ptr() == own.data_ptr() else _copying(part, own)
+    if axis.size == 1:
+        return _Alone(place)
+    if full.device.type == "cpu":
+        return _Counted(gloo.Gather(full.data, axis, index, chunk_bytes), axis, "all_gather", full, before=place)
+
+    def issue() -> Any:
+        return all_gather_single(full.data, own.data, group=axis.group, async_op=True)
+
+    return _Counted(_Native(issue), axis, "all_gather", full)
+
+
+class Reductions:
+    """The reduce-scatters of one rank. They share receive buffers: exchange ``index`` uses number ``index % in_flight``, whose
+    last user must have been waited for. RuntimeError otherwise."""
+
+    def __init__(
+        self,
+        axis: Axis,
+        *,
+        largest: int,
+        dtype: torch.dtype,
+        wire: torch.dtype | None,
+        device: torch.device,
+        in_flight: int,
+        chunk_bytes: int = CHUNK_BYTES,
+    ) -> None:
+        """``largest``: elements of the largest buffer; ``wire``: the dtype in which parts are sent (None: ``dtype``)."""
+        self.in_flight = in_flight
+        self._axis, self._wire, self._chunk_bytes = axis, wire if wire != dtype else None, chunk_bytes
+        self._parts = gloo.Parts.allocate(axis, largest, wire or dtype, dtype, in_flight) if device.type == "cpu" and axis.size > 1 else []
+        casts = in_flight if self._wire is not None and axis.size > 1 else 0
+        self._narrow = [torch.empty(largest, dtype=wire, device=device) for _ in range(casts)]
+        self._sums = [torch.empty(-(-largest // axis.size), dtype=wire, device=device) for _ in range(0 if self._parts else casts)]
+
+    @property
+    def staging_bytes(self) -> int:
+        """Bytes of all buffers beside source and result: on the host in_flight x (size - 1) / size x largest in the wire dtype;
+        with a wire dtype of its own another in_flight x largest of that, and in_flight x largest / size to add in."""
+        buffers = [*self._narrow, *self._sums, *(tensor for parts in self._parts for tensor in (parts.received, parts.wide))]
+        return sum(buffer.numel() * buffer.element_size() for buffer in buffers)
+
+    def scatter(self, full: Tensor, shard: Tensor, *, index: int) -> Exchange:
+        """Sum ``full`` [n] over the ranks into ``shard`` [n / size], which may be this rank's place inside ``full``. On the host
+        in rank order, at least in the dtype of ``shard``: no value depends on where buffers or chunks end."""
+        axis = self._axis
+        if axis.size == 1:
+            return _Alone((lambda: None) if shard.data_ptr() == full.data_ptr() else _copying(shard, full))
+        sent, cast = full.data, None
+        if self._wire is not None:
+            sent = self._narrow[index % self.in_flight][: full.numel()]
+            cast = _copying(sent, full)
+        if self._parts:
+            parts = self._parts[index % self.in_flight]
+            exchange: Exchange = gloo.ReduceScatter(sent, shard.data, axis, parts, index, self._chunk_bytes)
+            return _Counted(exchange, axis, "reduce_scatter", sent, before=cast)
+        target = shard.data if cast is None else self._sums[index % self.in_flight][: shard.numel()]
+
+        def issue() -> Any:
+            return reduce_scatter_single(target, sent, group=axis.group, async_op=True)
+
+        after = None if cast is None else _copying(shard, target)
+        return _Counted(_Native(issue), axis, "reduce_scatter", sent, before=cast, after=after)
+
+
+def all_reduce(tensor: Tensor, axis: Axis, *, index: int, wire: torch.dtype | None, chunk_bytes: int = CHUNK_BYTES) -> Exchange:
+    """Sum ``tensor`` over the ranks in place, on the host in rank order: the same bits on every rank, and those of a
+    reduce-scatter. With ``wire`` the sums travel in that dtype too, so every rank keeps the rounded ones."""
+    if axis.size == 1:
+        return _Alone(lambda: None)
+    narrow = wire is not None and wire != tensor.dtype
+    sent = torch.empty_like(tensor.data, dtype=wire) if narrow else tensor.data
+    before, after = (_copying(sent, tensor), _copying(tensor, sent)) if narrow else (None, None)
+    if tensor.device.type == "cpu":
+        return _Counted(gloo.AllReduce(sent, tensor.dtype, axis, index, chunk_bytes), axis, "all_reduce", sent, before=before, after=after)
+
+    def issue() -> Any:
+        return dist.all_reduce(sent, group=axis.group, async_op=True)
+
+    return _Counted(_Native(issue), axis, "all_reduce", sent, before=before, after=after)
+
+
+def _copying(target: Tensor, source: Tensor) -> Callable[[], None]:
+    target, source = target.data, source.data
+
+    def copy() -> None:
+        target.copy_(source)
+
+    return copy
+
+
+class _Alone:
+    """Nobody to exchange with."""
+
+    def __init__(self, copy: Callable[[], None]) -> None:
+        self._copy = copy
+
+    def expect(self) -> None:
+        """Nothing will come."""
+
+    def start(self) -> None:
+        """The own part is everything."""
+        self._copy()
+
+    def wait(self) -> None:
+        """It is done."""
+
+
+class _Native:
+    """A collective of the device's backend."""
+
+    def __init__(self, issue: Callable[[], Any]) -> None:
+        self._issue = issue
+        self._work: Any = None
+
+    def expect(self) -> None:
+        """The backend receives when it is started."""
+
+    def start(self) -> None:
+        """See Exchange."""
+        self._work = self._issue()
+
+    def wait(self) -> None:
+        """See Exchange."""
+        assert self._work is not None, "waited for before it was started"
+        self._work.wait()
+        self._work = None
+
+
+class _Counted:
+    """An exchange with what goes before and after it, counted when it starts."""
+
+    def __init__(
+        self,
+        exchange: Exchange,
+        axis: Axis,
+        operation: str,
+        sent: Tensor,
+        *,
+        before: Callable[[], None] | None = None,
+        after: Callable[[], None] | None = None,
+    ) -> None:
+        self._exchange, self._axis, self._operation = exchange, axis, operation
+        self._bytes = sent.numel() * sent.element_size()
+        self._before, self._after = before, after
+
+    def expect(self) -> None:
+        """See Exchange."""
+        self._exchange.expect()
+
+    def start(self) -> None:
+        """See Exchange."""
+        self._axis.recorder.count(self._axis.name, self._operation, self._bytes)
+        if self._before is not None:
+            self._before()
+        self._exchange.start()
+
+    def wait(self) -> None:
+        """See Exchange."""
+        self._exchange.wait()
+        if self._after is not None:
+            self._after()

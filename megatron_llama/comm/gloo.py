@@ -1,0 +1,217 @@
+"""Exchanges over gloo: direct point-to-point transfers, which send the minimum and need no thread of their own.
+
+Every rank sends each part of its buffer straight to the part's owner, in chunks, with all receives posted before any send:
+gloo tells a sender that it may go by a message that would queue behind data of the other direction. Sums are taken in rank
+order, so that no value depends on where buffers, parts or chunks end. Everything is cut into views once; a step only issues.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron_llama.layout import ALIGN, align_up
+from megatron_llama.mesh import Axis
+
+TAGS = 1 << 16
+"""Tags of one exchange: its index times this, and the number of the chunk; the upper half is for a second phase."""
+SECOND_PHASE = TAGS // 2
+
+
+@dataclass(frozen=True)
+class _Message:
+    """One chunk, and its peer and tag."""
+
+    view: Tensor
+    peer: int
+    tag: int
+
+
+def _messages(parts: Sequence[tuple[int, Tensor]], first_tag: int, chunk_bytes: int) -> list[_Message]:
+    """The chunks of the parts of peers. Raises ValueError where tags would not suffice."""
+    messages = []
+    for peer, part in parts:
+        chunk = max(1, chunk_bytes // part.element_size())
+        if part.numel() > chunk * SECOND_PHASE:
+            raise ValueError(f"a part of {part.numel()} elements makes more than {SECOND_PHASE} chunks of {chunk_bytes} bytes")
+        messages += [_Message(view, peer, first_tag + i) for i, view in enumerate(torch.split(part, chunk)) if view.numel()]
+    return messages
+
+
+def _peers(axis: Axis) -> list[int]:
+    """The other ranks, beginning with the next, so that not everybody sends to the same one first."""
+    return [(axis.rank + step) % axis.size for step in range(1, axis.size)]
+
+
+class _Transfers:
+    """Messages that go out and come in, together."""
+
+    def __init__(self, axis: Axis, outgoing: list[_Message], incoming: list[_Message]) -> None:
+        assert axis.group is not None
+        self._group, self._outgoing, self._incoming = axis.group, outgoing, incoming
+        self._receives: list[dist.Work] | None = None
+        self._sends: list[dist.Work] = []
+
+    def expect(self) -> None:
+        """Post the receives, unless they are."""
+        if self._receives is None:
+            self._receives = [self._group.recv([message.view], message.peer, message.tag) for message in self._incoming]
+
+    def start(self) -> None:
+        """Post the sends."""
+        self.expect()
+        self._sends = [self._group.send([message.view], message.peer, message.tag) for message in self._outgoing]
+
+    def arrived(self) -> None:
+        """Wait for what comes in."""
+        receives, self._receives = self._receives, None
+        assert receives is not None, "waited for before it was expected"
+        for work in receives:
+            work.wait()
+
+    def sent(self) -> None:
+        """Wait until what goes out may be overwritten."""
+        sends, self._sends = self._sends, []
+        for work in sends:
+            work.wait()
+
+
+class Gather:
+    """See ``exchange.gather``; the own part is in its place in ``full`` when it starts."""
+
+    def __init__(self, full: Tensor, axis: Axis, index: int, chunk_bytes: int) -> None:
+        parts, peers = full.chunk(axis.size), _peers(axis)
+        outgoing = _messages([(peer, parts[axis.rank]) for peer in peers], index * TAGS, chunk_bytes)
+        incoming = _messages([(peer, parts[peer]) for peer in reversed(peers)], index * TAGS, chunk_bytes)
+        self._transfers = _Transfers(axis, outgoing, incoming)
+
+    def expect(self) -> None:
+        """See Exchange."""
+        self._transfers.expect()
+
+    def start(self) -> None:
+        """See Exchange."""
+        self._transfers.start()
+
+    def wait(self) -> None:
+        """See Exchange."""
+        self._transfers.arrived()
+        self._transfers.sent()
+
+
+@dataclass
+class Parts:
+    """A buffer for the parts that a reduction receives, used by one at a time."""
+
+    received: Tensor
+    wide: Tensor
+    """One part in the dtype of the sum, where that is not the dtype of the wire; else empty."""
+    user: int | None = None
+
+    @staticmethod
+    def allocate(axis: Axis, largest: int, wire: torch.dtype, wide: torch.dtype, count: int) -> list[Parts]:
+        """``count`` buffers for reductions of at most ``largest`` elements."""
+        size = -(-largest // axis.size)
+        sizes = (axis.size - 1) * size, size * (wire != wide)
+        return [Parts(torch.empty(sizes[0], dtype=wire), torch.empty(sizes[1], dtype=wide)) for _ in range(count)]
+
+    def take(self, index: int) -> None:
+        """Raises RuntimeError while another reduction receives here."""
+        if self.user not in (None, index):
+            raise RuntimeError(f"reduction {index} needs the receive buffer of reduction {self.user}, which was not waited for")
+        self.user = index
+
+
+def _add_in_rank_order(out: Tensor, own: Tensor, received: Sequence[Tensor], rank: int, wide: Tensor) -> None:
+    """``out = part 0 + part 1 + ...``. ``received``: the parts of the other ranks, in order, overwritten; ``own`` may be ``out``;
+    ``wide``: room for a part in the dtype of ``out``, where the parts have another one."""
+    parts = [*received[:rank], own, *received[rank:]]
+    if own.dtype != out.dtype:
+        out.copy_(parts[0])
+        for part in parts[1:]:
+            out.add_(wide.copy_(part))  # add_ alone would allocate the wide copy
+        return
+    total = parts[0]
+    for part in parts[1:-1]:
+        total = total.add_(part)
+    torch.add(total, parts[-1], out=out)
+
+
+class ReduceScatter:
+    """See ``exchange.Reductions``. ``full`` [n] in the dtype of the wire, ``shard`` [n / size] in that of the sum."""
+
+    def __init__(self, full: Tensor, shard: Tensor, axis: Axis, parts: Parts, index: int, chunk_bytes: int) -> None:
+        own, peers = full.chunk(axis.size), _peers(axis)
+        others = [rank for rank in range(axis.size) if rank != axis.rank]
+        size = shard.numel()
+        received = {peer: parts.received[i * size : (i + 1) * size] for i, peer in enumerate(others)}
+        outgoing = _messages([(peer, own[peer]) for peer in peers], index * TAGS, chunk_bytes)
+        incoming = _messages([(peer, received[peer]) for peer in reversed(peers)], index * TAGS, chunk_bytes)
+        self._transfers, self._parts, self._index = _Transfers(axis, outgoing, incoming), parts, index
+        self._shard, self._own, self._received, self._rank = shard, own[axis.rank], list(received.values()), axis.rank
+        self._wide = parts.wide[:size]
+
+    def expect(self) -> None:
+        """See Exchange."""
+        self._parts.take(self._index)
+        self._transfers.expect()
+
+    def start(self) -> None:
+        """See Exchange."""
+        self.expect()
+        self._transfers.start()
+
+    def wait(self) -> None:
+        """See Exchange."""
+        self._transfers.arrived()
+        _add_in_rank_order(self._shard, self._own, self._received, self._rank, self._wide)
+        self._transfers.sent()
+        self._parts.user = None
+
+
+class AllReduce:
+    """See ``exchange.all_reduce``: a reduce-scatter, then a gather of the sums. ``tensor``: in the dtype of the wire; ``wide``: of the sum.
+
+    A peer sends a sum only after it has received all of its parts, ours too. So the receives of the second phase, which overwrite
+    what the first one sends, may be posted with the first."""
+
+    def __init__(self, tensor: Tensor, wide: torch.dtype, axis: Axis, index: int, chunk_bytes: int) -> None:
+        size = align_up(-(-tensor.numel() // axis.size), ALIGN)
+        cuts = [min(tensor.numel(), rank * size) for rank in range(axis.size + 1)]
+        parts = [tensor[cuts[rank] : cuts[rank + 1]] for rank in range(axis.size)]
+        own, peers = parts[axis.rank], _peers(axis)
+        others = [rank for rank in range(axis.size) if rank != axis.rank]
+        received = {peer: torch.empty_like(own) for peer in others}
+        tag = index * TAGS
+        out = _messages([(peer, parts[peer]) for peer in peers], tag, chunk_bytes)
+        come = _messages([(peer, received[peer]) for peer in reversed(peers)], tag, chunk_bytes)
+        sums_out = _messages([(peer, own) for peer in peers], tag + SECOND_PHASE, chunk_bytes)
+        sums_come = _messages([(peer, parts[peer]) for peer in reversed(peers)], tag + SECOND_PHASE, chunk_bytes)
+        self._parts, self._sums = _Transfers(axis, out, come), _Transfers(axis, sums_out, sums_come)
+        self._own, self._received, self._rank = own, list(received.values()), axis.rank
+        self._total, self._wide = (own, own) if own.dtype == wide else (torch.empty_like(own, dtype=wide) for _ in range(2))
+
+    def expect(self) -> None:
+        """See Exchange."""
+        self._parts.expect()
+        self._sums.expect()
+
+    def start(self) -> None:
+        """See Exchange."""
+        self.expect()
+        self._parts.start()
+
+    def wait(self) -> None:
+        """See Exchange."""
+        self._parts.arrived()
+        _add_in_rank_order(self._total, self._own, self._received, self._rank, self._wide)
+        if self._total is not self._own:
+            self._own.copy_(self._total)
+        self._sums.start()
+        self._sums.arrived()
+        self._parts.sent()
+        self._sums.sent()

@@ -1,0 +1,157 @@
+"""Where the follow-up work of communication runs: on a device in a stream of its own, on the host in a thread of its own.
+
+Nothing here waits for a whole device, and nothing is recorded on a stream for the allocator: what streams share lives as
+long as the engine.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from queue import SimpleQueue
+from typing import Protocol
+
+import torch
+
+from megatron_llama import device as devices
+
+Work = Callable[[], None]
+
+
+class Done(Protocol):
+    """The end of something that was run."""
+
+    def wait(self) -> None:
+        """It is finished (a device: the current stream waits for it). Raises what it raised."""
+
+
+class Stream(Protocol):
+    """An order of execution beside the caller's."""
+
+    def issue(self, work: Work) -> None:
+        """Start something that does not block. On the host the caller does it at once; on a device it happens inside this
+        stream, after what the caller's current stream was given so far."""
+
+    def run(self, work: Work) -> Done:
+        """Run after everything that was run here before. On the host in this stream's thread, without autograd; on a device
+        inside this stream, after what the caller's current stream was given so far."""
+
+    def close(self) -> None:
+        """Nothing more will be run."""
+
+
+def open_stream(device: torch.device, *, inline: bool) -> Stream:
+    """``inline``: run everything at once in the caller, for an engine that has nobody to communicate with."""
+    if inline:
+        return Inline()
+    return HostStream() if devices.is_host(device) else DeviceStream(device)
+
+
+class _Now:
+    """Done already."""
+
+    def wait(self) -> None:
+        """Nothing to wait for."""
+
+
+class Inline:
+    """No other order of execution."""
+
+    def issue(self, work: Work) -> None:
+        """See Stream."""
+        work()
+
+    def run(self, work: Work) -> Done:
+        """See Stream."""
+        with torch.no_grad():
+            work()
+        return _Now()
+
+    def close(self) -> None:
+        """See Stream."""
+
+
+class _Job:
+    """Work for the thread, and how it ended."""
+
+    def __init__(self, work: Work) -> None:
+        self._work: Work | None = work
+        self._error: BaseException | None = None
+        self._finished = threading.Event()
+
+    def perform(self) -> None:
+        """Called by the thread. Keeps nothing of the work alive afterwards."""
+        work, self._work = self._work, None
+        assert work is not None
+        try:
+            work()
+        except BaseException as error:
+            self._error = error
+        self._finished.set()
+
+    def wait(self) -> None:
+        """See Done."""
+        self._finished.wait()
+        if self._error is not None:
+            raise self._error
+
+
+class HostStream:
+    """One thread that takes its work from a queue. A job that fails does not stop the next."""
+
+    def __init__(self) -> None:
+        self._queue: SimpleQueue[_Job | None] = SimpleQueue()
+        self._thread = threading.Thread(target=_serve, args=(self._queue,), name="communication", daemon=True)
+        self._thread.start()
+
+    def issue(self, work: Work) -> None:
+        """See Stream."""
+        work()
+
+    def run(self, work: Work) -> Done:
+        """See Stream."""
+        job = _Job(work)
+        self._queue.put(job)
+        return job
+
+    def close(self) -> None:
+        """End the thread after what it still has to do."""
+        self._queue.put(None)
+
+
+def _serve(queue: SimpleQueue[_Job | None]) -> None:
+    with torch.no_grad():  # grad mode belongs to a thread
+        while (job := queue.get()) is not None:
+            job.perform()
+            del job
+
+
+class DeviceStream:
+    """A stream of the device, joined by events."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device, self._stream = device, devices.new_stream(device)
+
+    def issue(self, work: Work) -> None:
+        """See Stream."""
+        self._stream.wait_stream(devices.current_stream(self._device))
+        with devices.on_stream(self._stream):
+            work()
+
+    def run(self, work: Work) -> Done:
+        """See Stream."""
+        with torch.no_grad():
+            self.issue(work)
+        return _Recorded(self._device, self._stream.record_event())
+
+    def close(self) -> None:
+        """See Stream."""
+
+
+class _Recorded:
+    def __init__(self, device: torch.device, event: torch.Event) -> None:
+        self._device, self._event = device, event
+
+    def wait(self) -> None:
+        """See Done."""
+        devices.current_stream(self._device).wait_event(self._event)

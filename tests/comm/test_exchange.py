@@ -1,0 +1,307 @@
+"""Exchanges over gloo: exact sums in rank order, the minimum of bytes, nothing allocated, and any order of issue and wait."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron_llama.comm import gloo
+from megatron_llama.comm.exchange import Exchange, Reductions, all_reduce, gather
+from megatron_llama.comm.streams import open_stream
+from megatron_llama.config import Config
+from megatron_llama.mesh import Axis, Mesh, Place, build_mesh
+from tests.harness import Cluster
+
+CPU = torch.device("cpu")
+IN_FLIGHT = 3
+
+
+def mesh_of(place: Place) -> Mesh:
+    """All ranks are data-parallel."""
+    return build_mesh(Config(), rank=place.rank, world_size=place.world_size, device=CPU)
+
+
+def rough(seed: int, numel: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    """Numbers whose sums depend on the order of addition."""
+    return (torch.randn(numel, generator=torch.Generator().manual_seed(seed)) * 1e3).to(dtype)
+
+
+def in_rank_order(seeds: list[int], numel: int, wire: torch.dtype | None) -> Tensor:
+    """What every rank would compute alone."""
+    parts = [rough(seed, numel) if wire is None else rough(seed, numel).to(wire).float() for seed in seeds]
+    total = parts[0].clone()
+    for part in parts[1:]:
+        total += part
+    return total
+
+
+def reductions(axis: Axis, largest: int, chunk: int, wire: torch.dtype | None = None) -> Reductions:
+    """Of fp32 buffers."""
+    return Reductions(axis, largest=largest, dtype=torch.float32, wire=wire, device=CPU, in_flight=IN_FLIGHT, chunk_bytes=chunk)
+
+
+def scatter_sums(place: Place, numel: int, chunk: int, wire: torch.dtype | None, aliased: bool) -> None:
+    """Three buffers, thrice, against sums in rank order."""
+    axis = mesh_of(place).dp
+    shared = reductions(axis, numel, chunk, wire)
+    part = numel // axis.size
+    place_of = slice(axis.rank * part, (axis.rank + 1) * part)
+    full = [torch.empty(numel) for _ in range(3)]
+    shards = [f[place_of] if aliased else torch.empty(part) for f in full]
+    exchanges = [shared.scatter(f, s, index=i) for i, (f, s) in enumerate(zip(full, shards, strict=True))]
+    for turn in range(3):
+        for index, exchange in enumerate(exchanges):
+            if turn % 2:
+                exchange.expect()
+            full[index].copy_(rough(_seed(turn, index, axis.rank), numel))
+        for exchange in exchanges:
+            exchange.start()
+        for index, exchange in reversed(list(enumerate(exchanges))):
+            exchange.wait()
+            seeds = [_seed(turn, index, rank) for rank in range(axis.size)]
+            assert torch.equal(shards[index], in_rank_order(seeds, numel, wire)[place_of]), (turn, index)
+
+
+def _seed(turn: int, index: int, rank: int) -> int:
+    return 1000 * turn + 10 * index + rank
+
+
+@pytest.mark.parametrize("world", [2, 3, 4])
+@pytest.mark.parametrize(("numel", "chunk"), [(768, 100), (768, 10**6), (76_800, 10_000), (12, 1)])
+def test_scatter_sums_in_rank_order_bit_for_bit(cluster: Cluster, world: int, numel: int, chunk: int) -> None:
+    for aliased in (True, False):
+        cluster.run(world, scatter_sums, numel, chunk, None, aliased)
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_on_a_narrow_wire_every_part_is_rounded_and_the_sum_is_not(cluster: Cluster, world: int) -> None:
+    for aliased in (True, False):
+        cluster.run(world, scatter_sums, 768, 100, torch.bfloat16, aliased)
+    assert not torch.equal(in_rank_order([0, 1], 768, torch.bfloat16), in_rank_order([0, 1], 768, None))
+
+
+def all_reduce_sums(place: Place, numel: int, wire: torch.dtype | None) -> Tensor:
+    """Three times; returns the last."""
+    axis = mesh_of(place).dp
+    tensor = torch.empty(numel)
+    exchange = all_reduce(tensor, axis, index=7, wire=wire, chunk_bytes=500)
+    for turn in range(3):
+        tensor.copy_(rough(_seed(turn, 0, axis.rank), numel))
+        exchange.start()
+        exchange.wait()
+        expected = in_rank_order([_seed(turn, 0, rank) for rank in range(axis.size)], numel, wire)
+        assert torch.equal(tensor, expected if wire is None else expected.to(wire).float())
+    return tensor
+
+
+@pytest.mark.parametrize("numel", [1, 63, 64, 1000])
+@pytest.mark.parametrize("world", [1, 2, 3, 4])
+def test_all_reduce_sums_in_rank_order_and_agrees_everywhere(cluster: Cluster, world: int, numel: int) -> None:
+    for wire in (None, torch.bfloat16) if world > 1 else (None,):
+        results = cluster.run(world, all_reduce_sums, numel, wire)
+        assert all(torch.equal(result, results[0]) for result in results)
+
+
+def gathered(place: Place, aliased: bool) -> None:
+    """Own parts inside and outside of the whole."""
+    axis = mesh_of(place).dp_gather
+    full = torch.zeros(300 * axis.size)
+    own = full[axis.rank * 300 : (axis.rank + 1) * 300] if aliased else torch.empty(300)
+    exchange = gather(full, own, axis, index=0, chunk_bytes=128)
+    for turn in range(3):
+        exchange.expect()
+        own.copy_(rough(10 * turn + axis.rank, 300))
+        exchange.start()
+        exchange.wait()
+        assert torch.equal(full, torch.cat([rough(10 * turn + rank, 300) for rank in range(axis.size)]))
+
+
+@pytest.mark.parametrize("world", [1, 2, 4])
+def test_gather(cluster: Cluster, world: int) -> None:
+    for aliased in (True, False):
+        cluster.run(world, gathered, aliased)
+
+
+def two_threads(place: Place) -> None:
+    """Reductions, started here and finished by a thread that then gathers the result on another axis."""
+    mesh = mesh_of(place)
+    numel, count = 1200 * mesh.dp.size, 12
+    part = slice(mesh.dp.rank * 1200, (mesh.dp.rank + 1) * 1200)
+    full, weights = ([torch.empty(numel) for _ in range(count)] for _ in range(2))
+    shared = reductions(mesh.dp, numel, 1000)
+    sums = [shared.scatter(f, f[part], index=i) for i, f in enumerate(full)]
+    gathers = [gather(w, w[part], mesh.dp_gather, index=i, chunk_bytes=1000) for i, w in enumerate(weights)]
+    stream = open_stream(CPU, inline=False)
+
+    def follow_up(index: int) -> None:
+        sums[index].wait()
+        weights[index][part].copy_(full[index][part])
+        gathers[index].start()
+
+    for turn in range(4):
+        done = []
+        for index in range(count):
+            full[index].copy_(rough(_seed(turn, index, mesh.dp.rank), numel))
+            if index >= IN_FLIGHT:
+                done[index - IN_FLIGHT].wait()
+            sums[index].start()
+            done.append(stream.run(lambda index=index: follow_up(index)))
+        done[-1].wait()
+        for index in reversed(range(count)):
+            gathers[index].wait()
+            expected = in_rank_order([_seed(turn, index, rank) for rank in range(mesh.dp.size)], numel, None)
+            assert torch.equal(weights[index], expected), (turn, index)
+    stream.close()
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_gathers_from_one_thread_while_another_reduces(cluster: Cluster, world: int) -> None:
+    cluster.run(world, two_threads)
+
+
+def one_ahead(place: Place) -> None:
+    """Receives of the next exchange are posted before this one starts, fifty times, by ranks that do not wait for each other."""
+    axis = mesh_of(place).dp
+    full = [torch.empty(600 * axis.size) for _ in range(3)]
+    part = slice(axis.rank * 600, (axis.rank + 1) * 600)
+    shared = reductions(axis, 600 * axis.size, 1000)
+    exchanges = [shared.scatter(f, f[part], index=i) for i, f in enumerate(full)]
+    for turn in range(50):
+        now, after = turn % 3, (turn + 1) % 3
+        exchanges[now].expect()
+        exchanges[after].expect()
+        full[now].copy_(rough(_seed(turn, now, axis.rank), full[now].numel()))
+        exchanges[now].start()
+        exchanges[now].wait()
+        seeds = [_seed(turn, now, rank) for rank in range(axis.size)]
+        assert torch.equal(full[now][part], in_rank_order(seeds, full[now].numel(), None)[part])
+    full[50 % 3].zero_()
+    exchanges[50 % 3].start()
+    exchanges[50 % 3].wait()
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_receives_posted_ahead(cluster: Cluster, world: int) -> None:
+    cluster.run(world, one_ahead)
+
+
+def buffer_taken(place: Place) -> str:
+    """Reductions 0 and 3 share a buffer."""
+    axis = mesh_of(place).dp
+    shared = reductions(axis, 128, 1000)
+    first, other = (shared.scatter(torch.zeros(128), torch.zeros(64), index=i) for i in (0, 3))
+    first.start()
+    with pytest.raises(RuntimeError) as error:
+        other.expect()
+    first.wait()
+    other.start()
+    other.wait()
+    return str(error.value)
+
+
+def test_a_receive_buffer_has_one_user(cluster: Cluster) -> None:
+    message = "reduction 3 needs the receive buffer of reduction 0, which was not waited for"
+    assert cluster.run(2, buffer_taken) == [message, message]
+
+
+def volume(place: Place) -> tuple[dict[tuple[str, str], tuple[int, int]], list[int]]:
+    """What the recorder counts, and the bytes that really leave this rank, exchange by exchange."""
+    mesh, numel, sent = mesh_of(place), 6400, list[int]()
+    part = numel // mesh.dp.size
+    exchanges: list[Exchange] = [
+        reductions(mesh.dp, numel, 1000).scatter(torch.zeros(numel), torch.zeros(part), index=0),
+        reductions(mesh.dp, numel, 1000, torch.bfloat16).scatter(torch.zeros(numel), torch.zeros(part), index=1),
+        gather(torch.zeros(numel), torch.zeros(part), mesh.dp_gather, index=0, chunk_bytes=1000),
+        all_reduce(torch.zeros(numel), mesh.dp, index=2, wire=None, chunk_bytes=1000),
+    ]
+    post = gloo._Transfers.start
+
+    def counting(transfers: gloo._Transfers) -> None:
+        sent[-1] += sum(m.view.numel() * m.view.element_size() for m in transfers._outgoing)
+        assert all(m.view.numel() * m.view.element_size() <= 1000 for m in transfers._outgoing)
+        post(transfers)
+
+    gloo._Transfers.start = counting  # type: ignore[method-assign]
+    try:
+        for exchange in exchanges:
+            sent.append(0)
+            exchange.start()
+            exchange.wait()
+    finally:
+        gloo._Transfers.start = post  # type: ignore[method-assign]
+    return {key: (value.calls, value.bytes) for key, value in mesh.recorder.traffic.items()}, sent
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_the_minimum_leaves_a_rank_in_chunks(cluster: Cluster, world: int) -> None:
+    whole = 6400 * 4
+    least = whole * (world - 1) // world
+    for traffic, sent in cluster.run(world, volume):
+        assert sent == [least, least // 2, least, 2 * least]
+        assert traffic == {
+            ("dp", "reduce_scatter"): (2, whole + whole // 2),
+            ("dp_gather", "all_gather"): (1, whole),
+            ("dp", "all_reduce"): (1, whole),
+        }
+
+
+def allocated(place: Place) -> list[str]:
+    """Operators of a later turn that make tensor storage."""
+    mesh, numel = mesh_of(place), 6400
+    part = slice(mesh.dp.rank * numel // 2, (mesh.dp.rank + 1) * numel // 2)
+    full, weights, repeated = (torch.zeros(numel) for _ in range(3))
+    exchanges: list[Exchange] = [
+        reductions(mesh.dp, numel, 1000).scatter(full, full[part], index=0),
+        reductions(mesh.dp, numel, 1000, torch.bfloat16).scatter(full, torch.zeros(numel // 2), index=1),
+        gather(weights, torch.zeros(numel // 2), mesh.dp_gather, index=0, chunk_bytes=1000),
+        all_reduce(repeated, mesh.dp, index=2, wire=torch.bfloat16, chunk_bytes=1000),
+    ]
+    activities = [torch.profiler.ProfilerActivity.CPU]
+    with torch.profiler.profile(activities=activities, profile_memory=True) as profiler:
+        for exchange in exchanges:
+            exchange.start()
+            exchange.wait()
+    return [event.name for event in profiler.events() if event.cpu_memory_usage > 0]
+
+
+def test_a_step_allocates_nothing(cluster: Cluster) -> None:
+    assert cluster.run(2, allocated) == [[], []]
+
+
+def dead_peer(place: Place) -> str:
+    """Rank 1 leaves instead of sending."""
+    axis = mesh_of(place).dp
+    exchange = reductions(axis, 128, 1000).scatter(torch.zeros(128), torch.zeros(64), index=0)
+    if place.rank == 1:
+        dist.destroy_process_group()
+        return ""
+    exchange.start()
+    begin = time.monotonic()
+    with pytest.raises(RuntimeError) as error:
+        exchange.wait()
+    assert time.monotonic() - begin < 60
+    return str(error.value)
+
+
+def test_a_dead_peer_is_an_error_of_the_wait(cluster: Cluster) -> None:
+    assert "closed" in cluster.run(2, dead_peer)[0].lower()
+
+
+def test_alone_nothing_is_sent_and_nothing_rounded() -> None:
+    mesh = Mesh.single()
+    full, shard, weights = rough(0, 128), torch.empty(128), torch.empty(128)
+    for exchange in (
+        reductions(mesh.dp, 128, 1000, torch.bfloat16).scatter(full, shard, index=0),
+        gather(weights, full, mesh.dp_gather, index=0),
+        all_reduce(full, mesh.dp, index=0, wire=torch.bfloat16),
+    ):
+        exchange.expect()
+        exchange.start()
+        exchange.wait()
+    assert torch.equal(shard, rough(0, 128)) and torch.equal(weights, full) and torch.equal(full, rough(0, 128))
+    assert mesh.recorder.traffic == {} and replace(mesh.dp).size == 1

@@ -1,0 +1,94 @@
+"""Follow-up work in a thread: its order, its errors, its end."""
+
+from __future__ import annotations
+
+import gc
+import threading
+import weakref
+
+import pytest
+import torch
+
+from megatron_llama.comm.streams import Stream, open_stream
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(params=[True, False], ids=["inline", "thread"])
+def stream(request: pytest.FixtureRequest) -> Stream:
+    opened = open_stream(CPU, inline=request.param)
+    request.addfinalizer(opened.close)
+    return opened
+
+
+def test_work_runs_in_order(stream: Stream) -> None:
+    ran: list[int] = []
+    done = [stream.run(lambda number=number: ran.append(number)) for number in range(100)]
+    done[-1].wait()
+    assert ran == list(range(100))
+    done[0].wait()
+    done[0].wait()
+
+
+def test_work_needs_no_caller_and_what_is_issued_is_the_callers() -> None:
+    stream = open_stream(CPU, inline=False)
+    names: list[str] = []
+    stream.issue(lambda: names.append(threading.current_thread().name))
+    stream.run(lambda: names.append(threading.current_thread().name)).wait()
+    stream.close()
+    assert names == [threading.current_thread().name, "communication"]
+
+
+def test_autograd_is_off(stream: Stream) -> None:
+    found: list[bool] = []
+    with torch.enable_grad():
+        stream.run(lambda: found.append(torch.is_grad_enabled())).wait()
+        assert torch.is_grad_enabled()
+    assert found == [False]
+
+
+def test_an_error_belongs_to_its_work() -> None:
+    stream = open_stream(CPU, inline=False)
+    ran: list[int] = []
+    first, second, third = stream.run(lambda: ran.append(1)), stream.run(_fail), stream.run(lambda: ran.append(3))
+    third.wait()
+    first.wait()
+    for _ in range(2):
+        with pytest.raises(ZeroDivisionError):
+            second.wait()
+    assert ran == [1, 3]
+    stream.close()
+
+
+def _fail() -> None:
+    raise ZeroDivisionError
+
+
+def test_closing_ends_the_thread_after_its_work() -> None:
+    before = set(threading.enumerate())
+    stream = open_stream(CPU, inline=False)
+    (thread,) = set(threading.enumerate()) - before
+    ran: list[int] = []
+    for number in range(10):
+        stream.run(lambda number=number: ran.append(number))
+    stream.close()
+    thread.join(timeout=60)
+    assert not thread.is_alive() and ran == list(range(10))
+
+
+def test_work_is_forgotten_when_it_is_done() -> None:
+    """Or a thread would keep alive what it worked for."""
+
+    class Owner:
+        def work(self) -> None:
+            pass
+
+    stream, owner = open_stream(CPU, inline=False), Owner()
+    watched = weakref.ref(owner)
+    done = stream.run(owner.work)
+    done.wait()
+    del owner
+    stream.run(lambda: None).wait()
+    gc.collect()
+    assert watched() is None
+    stream.close()

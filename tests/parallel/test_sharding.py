@@ -1,0 +1,303 @@
+"""All ways to shard train the same model, bit for bit where only the order of messages differs; misuse is an error; nothing is
+copied on the way to or from a message."""
+
+from __future__ import annotations
+
+import gc
+import threading
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from megatron_llama.comm.exchange import Reductions
+from megatron_llama.layout import rank_layout
+from megatron_llama.memory import state_bytes
+from megatron_llama.mesh import Place
+from megatron_llama.nn.sink import home_of
+from megatron_llama.optim.distributed import OverlappedDistributedOptimizer
+from megatron_llama.optim.gradients import IN_FLIGHT
+from tests.harness import Cluster
+from tests.parallel.cases import MODEL, OPTIMIZER, STRATEGIES, Layout, Record, Trainer, merged, train, trainer
+
+PARAMS = "optim_grads_params"
+WAYS = [Layout(strategy=strategy) for strategy in STRATEGIES[:3]]
+WAYS += [Layout(strategy=PARAMS, slots=slots) for slots in ("1", "2", "3", "all")]
+WAYS += [Layout(strategy=PARAMS, grad_slots=1), Layout(strategy=PARAMS, prefetch=1), Layout(bucket=1), Layout(bucket=10**9)]
+
+
+def bits(records: list[Record]) -> list[tuple[tuple[float, ...], tuple[float, ...], str]]:
+    """Losses, norms and compute parameters of every rank."""
+    return [(record.losses, record.norms, record.parameters) for record in records]
+
+
+@pytest.mark.parametrize(
+    "shape",
+    [
+        Layout(dp=2),
+        Layout(dp=4),
+        Layout(dp=8),
+        Layout(dp=2, tied=True),
+        Layout(dp=2, recompute="full", documents=True),
+        Layout(dp=2, bf16=True),
+        Layout(dp=2, reduce_bf16=True),
+        Layout(tp=2, sp=True, dp=2),
+        Layout(tp=4, kv_heads=2, dp=2),
+        Layout(cp=2, dp=2),
+        Layout(dp=2, clip=0.0),
+    ],
+    ids=lambda layout: layout.name,
+)
+def test_all_ways_to_shard_are_bitwise_equal_with_one_microbatch(cluster: Cluster, shape: Layout) -> None:
+    names = ("strategy", "slots", "grad_slots", "prefetch", "bucket")
+    ways = WAYS if shape.world_size == 2 and not shape.reduce_bf16 else WAYS[1:5]
+    if not shape.reduce_bf16:  # an all-reduce rounds the sums as well
+        ways = [WAYS[0], *ways]
+    layouts = [replace(shape, **{name: getattr(way, name) for name in names}, steps=4) for way in ways]
+    runs = [cluster.run(layout.world_size, train, layout) for layout in layouts]
+    weights = [merged(records) for records in runs]
+    for layout, records, weight in zip(layouts[1:], runs[1:], weights[1:], strict=True):
+        assert bits(records) == bits(runs[0]), layout.name
+        assert all(torch.equal(weight[name], value) for name, value in weights[0].items()), layout.name
+
+
+@pytest.mark.parametrize(
+    "layout", [Layout(dp=2), Layout(dp=4, shard_size=2, strategy="optim_grads", microbatches=2)], ids=lambda layout: layout.name
+)
+def test_updates_during_backward_give_the_same_bits(cluster: Cluster, layout: Layout) -> None:
+    late, early = (cluster.run(layout.world_size, train, replace(layout, clip=0.0, steps=5, early=early)) for early in (False, True))
+    assert bits(late) == bits(early)
+
+
+def order_of(place: Place, layout: Layout) -> list[str]:
+    """What the engine did in its second step, and when its last backward pass was over."""
+    run = trainer(place, layout)
+    run.step(0)
+    run.optimizer.settle()
+    recorder = run.mesh.recorder
+    recorder.events = []
+    if layout.early:
+        run.optimizer.begin_update(OPTIMIZER.lr, clip=layout.clip)
+    run.runtime.step(run.batches(1))
+    run.optimizer.gradients.finish_all()
+    recorder.event("backward is over")
+    run.optimizer.step(OPTIMIZER.lr, clip=layout.clip)
+    return [event for event in recorder.events if event.startswith(("reduce", "gather", "backward"))]
+
+
+def test_without_clipping_updates_and_gathers_begin_in_backward(cluster: Cluster) -> None:
+    layout = Layout(dp=2, clip=0.0, early=True)
+    buckets = rank_layout(layout.config(), dp=2)
+    for events in cluster.run(2, order_of, layout):
+        cut = events.index("backward is over")
+        early = [int(event.split()[1]) for event in events[:cut] if event.startswith("gather")]
+        late = [int(event.split()[1]) for event in events[cut:] if event.startswith("gather")]
+        assert early and sorted(early + late) == list(range(len(buckets.buckets)))
+        assert all(events.index(f"reduce {bucket}") < events.index(f"gather {bucket}") for bucket in early)
+        assert late == [bucket for bucket in buckets.forward_order if bucket in late]
+
+
+def test_with_clipping_gathers_follow_the_norm_in_forward_order(cluster: Cluster) -> None:
+    layout = Layout(dp=2)
+    for events in cluster.run(2, order_of, layout):
+        cut = events.index("backward is over")
+        assert not [event for event in events[:cut] if event.startswith("gather")]
+        assert events[cut + 1 :] == [f"gather {bucket}" for bucket in rank_layout(layout.config(), dp=2).forward_order]
+
+
+def held(place: Place, layout: Layout) -> tuple[int, int, int]:
+    """Elements of parameter slots, of gradient slots, and all bytes that the engine keeps between steps, activations not counted."""
+    run = trainer(place, layout)
+    run.step(0)
+    run.step(1)
+    engine = run.optimizer
+    engine.settle()
+    slots = list(engine.weights._slots.values())
+    gradients = list(engine.gradients._slots.values())
+    tensors = [*slots, *gradients, *engine.weights.own, *engine.gradients.shards.values(), *engine.masters]
+    tensors += [tensor for bucket in engine.gradients.trainable for tensor in engine.update.state(bucket).values() if tensor.dim()]
+    storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in tensors}
+    return sum(slot.numel() for slot in slots), sum(slot.numel() for slot in gradients), sum(storages.values())
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        *(Layout(dp=2, strategy=strategy, bf16=bf16) for strategy in STRATEGIES for bf16 in (False, True)),
+        Layout(dp=2, strategy=PARAMS, slots="3", grad_slots=1),
+        Layout(dp=4, strategy=PARAMS, shard_size=2),
+        Layout(dp=2, strategy=PARAMS, freeze=("model.layers.1.*",)),
+        Layout(dp=2, bf16=True, freeze=("model.embed_tokens.*",)),
+    ],
+    ids=lambda layout: layout.name,
+)
+def test_what_is_held_is_what_the_dry_run_prints(cluster: Cluster, layout: Layout) -> None:
+    plan = rank_layout(layout.config(), dp=layout.dp)
+    for parameters, gradients, total in cluster.run(layout.world_size, held, layout):
+        assert parameters == sum(plan.parameter_slot_numel().values())
+        assert gradients == sum(plan.gradient_slot_numel().values())
+        assert total == sum(state_bytes(layout.config(), plan).values())
+
+
+def test_two_slots_hold_two_blocks_and_one_end(cluster: Cluster) -> None:
+    layout = Layout(dp=2, strategy=PARAMS)
+    plan = rank_layout(layout.config(), dp=2)
+    (block,) = [b for b in plan.unit_buckets[1] if not plan.resident(b)]
+    (end,) = plan.unit_buckets[0]
+    norms = sum(bucket.numel for bucket in plan.buckets if bucket.kind.lasting)
+    expected = 2 * plan.buckets[block].numel + plan.buckets[end].numel + norms
+    assert [found[:2] for found in cluster.run(2, held, layout)] == [(expected, expected)] * 2
+
+
+class Copies(TorchDispatchMode):
+    """Bytes that operators copy from or to given storages, by operator. A mode belongs to a thread: it is entered in each."""
+
+    def __init__(self, owned: set[int]) -> None:
+        super().__init__()
+        self.owned, self.moved = owned, dict[str, int]()
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = function.overloadpacket.__name__
+        if name in ("copy_", "clone", "_to_copy", "cat", "zero_", "fill_", "contiguous"):
+            tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+            if any(tensor.untyped_storage().data_ptr() in self.owned for tensor in tensors):
+                self.moved[name] = self.moved.get(name, 0) + tensors[0].numel() * tensors[0].element_size()
+        return function(*args, **(kwargs or {}))
+
+
+def copied(place: Place, layout: Layout) -> dict[str, int]:
+    """In one step, of everything that the engine owns, in both threads."""
+    run = trainer(place, layout)
+    run.step(0)
+    engine = run.optimizer
+    tensors = [
+        *engine.weights.full,
+        *engine.weights.own,
+        *engine.masters,
+        *engine.gradients._full.values(),
+        *engine.gradients.shards.values(),
+    ]
+    mode = Copies({tensor.untyped_storage().data_ptr() for tensor in tensors})
+    with mode:
+        engine.gradients._stream.run(mode.__enter__).wait()
+        run.step(1)
+        engine.gradients._stream.run(lambda: mode.__exit__(None, None, None)).wait()
+        engine.settle()
+    return mode.moved
+
+
+EMBEDDING = 384 * 64 * 4
+"""Bytes of its gradient: a sum over rows, whose place is zeroed first, once a round."""
+
+
+@pytest.mark.parametrize("layout", [Layout(dp=2, microbatches=4), Layout(dp=4, strategy="no_shard")], ids=lambda layout: layout.name)
+def test_no_byte_is_copied_to_or_from_a_message(cluster: Cluster, layout: Layout) -> None:
+    for found in cluster.run(layout.world_size, copied, layout):
+        # A norm's gradient is a vector of sums that is written into its place: one row for each norm of the model.
+        assert found.pop("copy_") == (2 * layout.layers + 1) * MODEL.hidden_size * 4
+        assert found == {"zero_": EMBEDDING}
+
+
+def test_what_is_copied_where_it_must_be(cluster: Cluster) -> None:
+    """With two slots a shard lives apart and is put into its place by every gather: 1/dp of what was gathered, nothing else."""
+    layout = Layout(dp=2, strategy=PARAMS)
+    plan = rank_layout(layout.config(), dp=2)
+    shards = {bucket.index: plan.shard_numel(bucket.index) * 4 for bucket in plan.buckets if not plan.resident(bucket.index)}
+    kept = {bucket for unit in (0, layout.layers - 1, layout.layers, layout.layers + 1) for bucket in plan.unit_buckets[unit]}
+    expected = sum(size * (1 if bucket in kept else 2) for bucket, size in shards.items())
+    for found in cluster.run(2, copied, layout):
+        assert found == {"copy_": expected + (2 * layout.layers + 1) * MODEL.hidden_size * 4, "zero_": EMBEDDING}
+
+
+def broken(place: Place, how: str) -> str:
+    """One misuse of a two-slot engine; returns the error."""
+    run = trainer(place, Layout(strategy=PARAMS))
+    run.step(0)
+    engine = run.optimizer
+    parameters = {name: p for stage in run.stages.values() for name, p in stage.named_parameters()}
+    with pytest.raises(RuntimeError) as error:
+        MISUSE[how](run, engine, parameters)
+    return str(error.value)
+
+
+def read_without_use(run: Trainer, engine: OverlappedDistributedOptimizer, parameters: dict[str, torch.Tensor]) -> None:
+    """Block 3 has the slot of block 1."""
+    engine.begin_evaluation(run.runtime._plan(True, 1).uses)
+    home = home_of(parameters["model.layers.3.mlp.down_proj.weight"])
+    assert home is not None
+    home.arrive()
+
+
+def stale_generation(run: Trainer, engine: OverlappedDistributedOptimizer, parameters: dict[str, torch.Tensor]) -> None:
+    """An update between forward and backward."""
+    home = home_of(parameters["model.norm.weight"])
+    assert home is not None
+    generation = home.arrive()
+    run.step(1)
+    home.check(generation)
+
+
+def out_of_order(run: Trainer, engine: OverlappedDistributedOptimizer, parameters: dict[str, torch.Tensor]) -> None:
+    """Unit 2 before unit 0."""
+    engine.begin_evaluation(run.runtime._plan(True, 1).uses)
+    engine.use(2, False)
+
+
+def unused_in_forward(run: Trainer, engine: OverlappedDistributedOptimizer, parameters: dict[str, torch.Tensor]) -> None:
+    """A block that leaves its MLP out."""
+    block = run.stages[0].model.layers["2"]
+    block._compute = lambda x, positions: x + block.self_attn(block.input_layernorm(x), positions)
+    run.step(1)
+
+
+MISUSE = {function.__name__: function for function in (read_without_use, stale_generation, out_of_order, unused_in_forward)}
+EXPECTED = {
+    "read_without_use": ("model.layers.3.mlp.down_proj.weight: read while its slot", "of layers.3", "holds"),
+    "stale_generation": ("model.norm.weight: backward reads generation", "layers.0 ... head", "forward saw generation"),
+    "out_of_order": ("got F2, expected F0",),
+    "unused_in_forward": ("model.layers.2.mlp.down_proj.weight", "layers.2"),
+}
+
+
+@pytest.mark.parametrize("how", MISUSE)
+def test_misuse_names_bucket_unit_and_parameter(how: str) -> None:
+    message = broken(Place(0, 1, 0), how)
+    assert all(words in message for words in EXPECTED[how]), message
+
+
+def test_the_buffers_of_reductions_are_counted() -> None:
+    """Of three ranks, in fp32 and with bfloat16 on the wire."""
+    from megatron_llama.config import Config
+    from megatron_llama.mesh import Mesh
+
+    assert IN_FLIGHT == 4
+    alone = Mesh.single().dp
+    assert Config().parallel.exchange_chunk_bytes == 1 << 20
+    options = {"largest": 900, "dtype": torch.float32, "device": torch.device("cpu"), "in_flight": IN_FLIGHT}
+    assert Reductions(alone, wire=None, **options).staging_bytes == 0
+    three = replace(alone, ranks=(0, 1, 2))
+    assert Reductions(three, wire=None, **options).staging_bytes == 4 * 600 * 4
+    assert Reductions(three, wire=torch.bfloat16, **options).staging_bytes == 4 * (600 * 2 + 900 * 2 + 300 * 4)
+
+
+def build_and_drop(place: Place) -> int:
+    """Threads that are left when an engine is gone."""
+    before = threading.active_count()
+    run = trainer(place, Layout(dp=2))
+    run.step(0)
+    run.optimizer.settle()
+    assert threading.active_count() > before
+    threads = [thread for thread in threading.enumerate() if thread.name == "communication"]
+    run.optimizer.close()
+    del run
+    gc.collect()
+    for thread in threads:
+        thread.join(timeout=60)
+    return sum(thread.is_alive() for thread in threads)
+
+
+def test_an_engines_threads_end_with_it(cluster: Cluster) -> None:
+    assert cluster.run(2, build_and_drop) == [0, 0]
