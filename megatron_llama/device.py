@@ -52,6 +52,30 @@ def peak_memory_bytes(device: torch.device) -> int:
     return torch.cuda.max_memory_allocated(device)
 
 
+def reset_peak_memory(device: torch.device) -> None:
+    """Start ``peak_since_reset`` anew."""
+    if is_host(device):
+        with open("/proc/self/clear_refs", "w") as switch:
+            switch.write("5")
+    else:
+        torch.cuda.reset_peak_memory_stats(device)
+
+
+def peak_since_reset(device: torch.device) -> int:
+    """Largest memory since ``reset_peak_memory``: allocated bytes on a GPU, resident set of the process on a CPU (Linux)."""
+    if not is_host(device):
+        return torch.cuda.max_memory_allocated(device)
+    with open("/proc/self/status") as status:
+        return next(int(line.split()[1]) * 1024 for line in status if line.startswith("VmHWM"))
+
+
+def timed_event(device: torch.device) -> torch.Event:
+    """An event with a time, recorded on the current stream."""
+    event = torch.Event(device, enable_timing=True)
+    event.record(current_stream(device))
+    return event
+
+
 def memory_bytes(device: torch.device) -> int:
     """Memory of the device; of the machine on a CPU."""
     if is_host(device):

@@ -15,6 +15,8 @@ Slot = tuple[int, int]
 """(pool, number in the pool)."""
 AUTO = "auto"
 """The strategy that ``memory.decide_sharding`` replaces by a real one."""
+REDUCTIONS_IN_FLIGHT = 4
+"""Reductions whose parts may be on their way at once, where the backend is gloo: each has a receive buffer."""
 NO_SHARD = "no_shard"
 OWN = 0
 """The pool of slots with one user each."""

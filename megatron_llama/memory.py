@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 
 from megatron_llama.activations import Activations, Granularity, compute_bytes
 from megatron_llama.config import Config
-from megatron_llama.layout import ShardLayout, rank_layout, strategy_named
+from megatron_llama.layout import ALIGN, REDUCTIONS_IN_FLIGHT, ShardLayout, align_up, rank_layout, strategy_named
 from megatron_llama.params import partition_of
 from megatron_llama.schedule import Action, Op, schedule_named
 from megatron_llama.traffic import StepTraffic, step_traffic
@@ -31,6 +31,25 @@ def state_bytes(config: Config, layout: ShardLayout) -> dict[str, int]:
         "master weights": trained * wide if narrow != wide else 0,
         "moments": 2 * trained * wide,
     }
+
+
+def host_buffer_bytes(config: Config, layout: ShardLayout, *, dp: int) -> int:
+    """What gradients need on their way where the backend is gloo, beside ``state_bytes``: receive buffers, and casts to a
+    narrower wire. A GPU's backend has its own. ``dp``: data-parallel ranks, context-parallel ones included."""
+    wide = max(compute_bytes(config), 4)
+    wire = 2 if config.parallel.grad_reduce_in_bf16 else wide
+    trained, narrow = [bucket.numel for bucket in layout.buckets if bucket.kind.trainable], wire < wide
+    size, replicas = layout.shards, dp // layout.shards
+    total = 0
+    if size > 1:
+        part = -(-max(trained) // size)
+        each = (size - 1) * part * wire + narrow * (max(trained) * wire + part * wide)
+        total += REDUCTIONS_IN_FLIGHT * each
+    if replicas > 1:
+        for numel in trained:
+            part = align_up(-(-numel // size // replicas), ALIGN)
+            total += (replicas - 1) * part * wire + narrow * (numel // size * wire + 2 * part * wide)
+    return total
 
 
 def peak_of(actions: Iterable[Action], kept: Sequence[int], deferred: Sequence[int]) -> int:
@@ -96,6 +115,10 @@ class MemoryPlan:
     def state(self, rank: int) -> int:
         """Parameters, gradients, optimizer."""
         return sum(state_bytes(self.config, self.layouts[rank]).values())
+
+    def host_buffers(self, rank: int) -> int:
+        """Bytes of receive buffers on a CPU."""
+        return host_buffer_bytes(self.config, self.layouts[rank], dp=self._data)
 
     def traffic(self, rank: int) -> StepTraffic:
         """What a step of this pipeline rank sends to its data-parallel peers."""

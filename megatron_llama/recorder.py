@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import Any
 
 
 @dataclass
@@ -26,6 +27,10 @@ class Recorder:
     """When a list: what happened, in issue order. Off by default."""
     exposed_seconds: float = 0.0
     """Host time spent waiting for communication. Meaningless on a GPU, where the host does not wait."""
+    mark: Callable[[], Any] | None = None
+    """When set: called before and after every wait, on the stream that waits."""
+    marks: list[tuple[Any, Any]] = field(default_factory=list)
+    """What ``mark`` returned, in pairs: events, from which a caller learns how long a device waited."""
 
     def count(self, axis: str, operation: str, size: int) -> None:
         """One collective of ``size`` bytes was issued."""
@@ -41,11 +46,14 @@ class Recorder:
     @contextmanager
     def exposed(self) -> Iterator[None]:
         """Time spent here counts as exposed communication."""
-        begin = time.perf_counter()
+        begin, mark = time.perf_counter(), self.mark
+        before = mark() if mark is not None else None
         try:
             yield
         finally:
             self.exposed_seconds += time.perf_counter() - begin
+            if mark is not None:
+                self.marks.append((before, mark()))
 
     def take_exposed_seconds(self) -> float:
         """Exposed seconds since the last call."""

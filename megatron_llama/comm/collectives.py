@@ -63,37 +63,16 @@ def all_gather(full: Tensor, shard: Tensor, axis: Axis) -> Pending:
     return Pending(axis, all_gather_single(full.data, shard.data, group=axis.group, async_op=True))
 
 
-def reduce_scatter(shard: Tensor, full: Tensor, axis: Axis, *, wire: torch.dtype | None = None) -> Pending:
-    """Sum ``full`` over the ranks and keep this rank's part of its first dim. ``shard`` may be its place inside ``full``.
-
-    ``wire``: send in this dtype; the sum keeps the dtype of ``shard`` where the backend is ours, else it is the wire's."""
+def reduce_scatter(shard: Tensor, full: Tensor, axis: Axis) -> Pending:
+    """Sum ``full`` over the ranks and keep this rank's part of its first dim. ``shard`` may be its place inside ``full``."""
     if axis.size == 1:
         if full.data_ptr() != shard.data_ptr():
             shard.data.copy_(full.data)
         return Pending(axis, None)
-    sent = full.data if wire is None else full.data.to(wire)
-    _issue(axis, "reduce_scatter", sent)
+    _issue(axis, "reduce_scatter", full)
     if full.device.type == "cpu":
-        return _exchange_and_sum(shard.data, sent, axis)
-    if sent.dtype == shard.dtype:
-        return Pending(axis, reduce_scatter_single(shard.data, sent, group=axis.group, async_op=True))
-    narrow = torch.empty_like(shard.data, dtype=wire)
-    work = reduce_scatter_single(narrow, sent, group=axis.group, async_op=True)
-    return Pending(axis, work, lambda: _copy(shard.data, narrow))
-
-
-def all_reduce_through(tensor: Tensor, axis: Axis, wire: torch.dtype | None) -> Pending:
-    """Sum in place over the axis, sent in the dtype ``wire`` (None: its own)."""
-    if wire is None or wire == tensor.dtype or axis.size == 1:
-        return all_reduce(tensor, axis)
-    narrow = tensor.data.to(wire)
-    _issue(axis, "all_reduce", narrow)
-    work = dist.all_reduce(narrow, group=axis.group, async_op=True)
-    return Pending(axis, work, lambda: _copy(tensor.data, narrow))
-
-
-def _copy(target: Tensor, source: Tensor) -> None:
-    target.copy_(source)
+        return _exchange_and_sum(shard.data, full.data, axis)
+    return Pending(axis, reduce_scatter_single(shard.data, full.data, group=axis.group, async_op=True))
 
 
 def _exchange_and_sum(shard: Tensor, full: Tensor, axis: Axis) -> Pending:

@@ -7,6 +7,7 @@ gloo's own collectives would send twice the minimum and finish only inside ``wai
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
@@ -22,7 +23,10 @@ CHUNK_BYTES = 1 << 20
 
 
 class Exchange(Protocol):
-    """One collective. ``expect`` or ``start``, then ``wait``, then again."""
+    """One collective. ``expect`` if the caller likes, ``start``, ``wait``, then again; RuntimeError in another order.
+
+    Ranks may start and wait for their exchanges in different orders, except that an ``all_reduce`` on the host sends its sums
+    inside ``wait``: two of them must be waited for in the same order on all ranks. A peer's death is an error of ``wait``."""
 
     def expect(self) -> None:
         """From now on what is received may be written, also long before ``start``."""
@@ -43,16 +47,16 @@ def gather(full: Tensor, own: Tensor, axis: Axis, *, index: int, chunk_bytes: in
     if axis.size == 1:
         return _Alone(place)
     if full.device.type == "cpu":
-        return _Counted(gloo.Gather(full.data, axis, index, chunk_bytes), axis, "all_gather", full, before=place)
+        return _Counted(gloo.Gather(full.data, axis, index, chunk_bytes), axis, "all_gather", index, full, before=place)
 
     def issue() -> Any:
         return all_gather_single(full.data, own.data, group=axis.group, async_op=True)
 
-    return _Counted(_Native(issue), axis, "all_gather", full)
+    return _Counted(_Native(issue), axis, "all_gather", index, full)
 
 
 class Reductions:
-    """The reduce-scatters of one rank. They share receive buffers: exchange ``index`` uses number ``index % in_flight``, whose
+    """The reduce-scatters of one rank. They share staging buffers: exchange ``index`` uses number ``index % in_flight``, whose
     last user must have been waited for. RuntimeError otherwise."""
 
     def __init__(
@@ -72,6 +76,7 @@ class Reductions:
         self._parts = gloo.Parts.allocate(axis, largest, wire or dtype, dtype, in_flight) if device.type == "cpu" and axis.size > 1 else []
         casts = in_flight if self._wire is not None and axis.size > 1 else 0
         self._narrow = [torch.empty(largest, dtype=wire, device=device) for _ in range(casts)]
+        self._turns = [_Turn() for _ in range(in_flight)]
         self._sums = [torch.empty(-(-largest // axis.size), dtype=wire, device=device) for _ in range(0 if self._parts else casts)]
 
     @property
@@ -91,17 +96,18 @@ class Reductions:
         if self._wire is not None:
             sent = self._narrow[index % self.in_flight][: full.numel()]
             cast = _copying(sent, full)
+        turn = self._turns[index % self.in_flight]
         if self._parts:
             parts = self._parts[index % self.in_flight]
             exchange: Exchange = gloo.ReduceScatter(sent, shard.data, axis, parts, index, self._chunk_bytes)
-            return _Counted(exchange, axis, "reduce_scatter", sent, before=cast)
+            return _Counted(exchange, axis, "reduce_scatter", index, sent, before=cast, turn=turn)
         target = shard.data if cast is None else self._sums[index % self.in_flight][: shard.numel()]
 
         def issue() -> Any:
             return reduce_scatter_single(target, sent, group=axis.group, async_op=True)
 
         after = None if cast is None else _copying(shard, target)
-        return _Counted(_Native(issue), axis, "reduce_scatter", sent, before=cast, after=after)
+        return _Counted(_Native(issue), axis, "reduce_scatter", index, sent, before=cast, after=after, turn=turn)
 
 
 def all_reduce(tensor: Tensor, axis: Axis, *, index: int, wire: torch.dtype | None, chunk_bytes: int = CHUNK_BYTES) -> Exchange:
@@ -113,12 +119,13 @@ def all_reduce(tensor: Tensor, axis: Axis, *, index: int, wire: torch.dtype | No
     sent = torch.empty_like(tensor.data, dtype=wire) if narrow else tensor.data
     before, after = (_copying(sent, tensor), _copying(tensor, sent)) if narrow else (None, None)
     if tensor.device.type == "cpu":
-        return _Counted(gloo.AllReduce(sent, tensor.dtype, axis, index, chunk_bytes), axis, "all_reduce", sent, before=before, after=after)
+        exchange = gloo.AllReduce(sent, tensor.dtype, axis, index, chunk_bytes)
+        return _Counted(exchange, axis, "all_reduce", index, sent, before=before, after=after)
 
     def issue() -> Any:
         return dist.all_reduce(sent, group=axis.group, async_op=True)
 
-    return _Counted(_Native(issue), axis, "all_reduce", sent, before=before, after=after)
+    return _Counted(_Native(issue), axis, "all_reduce", index, sent, before=before, after=after)
 
 
 def _copying(target: Tensor, source: Tensor) -> Callable[[], None]:
@@ -163,34 +170,55 @@ class _Native:
 
     def wait(self) -> None:
         """See Exchange."""
-        assert self._work is not None, "waited for before it was started"
+        assert self._work is not None
         self._work.wait()
         self._work = None
 
 
+@dataclass
+class _Turn:
+    """Who uses a staging buffer."""
+
+    user: _Counted | None = None
+
+
 class _Counted:
-    """An exchange with what goes before and after it, counted when it starts."""
+    """An exchange with what goes before and after it, counted when it starts, and held to its order."""
 
     def __init__(
         self,
         exchange: Exchange,
         axis: Axis,
         operation: str,
+        index: int,
         sent: Tensor,
         *,
         before: Callable[[], None] | None = None,
         after: Callable[[], None] | None = None,
+        turn: _Turn | None = None,
     ) -> None:
-        self._exchange, self._axis, self._operation = exchange, axis, operation
+        self._exchange, self._axis, self._operation, self._index = exchange, axis, operation, index
         self._bytes = sent.numel() * sent.element_size()
-        self._before, self._after = before, after
+        self._before, self._after, self._turn = before, after, turn
+        self._started = False
+
+    def __str__(self) -> str:
+        return f"{self._operation} {self._index} on {self._axis.name}"
 
     def expect(self) -> None:
         """See Exchange."""
+        if self._turn is not None:
+            if self._turn.user not in (None, self):
+                raise RuntimeError(f"{self} needs the staging buffer of {self._turn.user}, which was not waited for")
+            self._turn.user = self
         self._exchange.expect()
 
     def start(self) -> None:
         """See Exchange."""
+        if self._started:
+            raise RuntimeError(f"{self} was started again before it was waited for")
+        self.expect()  # before anything is written to the staging buffer
+        self._started = True
         self._axis.recorder.count(self._axis.name, self._operation, self._bytes)
         if self._before is not None:
             self._before()
@@ -198,6 +226,11 @@ class _Counted:
 
     def wait(self) -> None:
         """See Exchange."""
+        if not self._started:
+            raise RuntimeError(f"{self} was waited for, but not started")
         self._exchange.wait()
         if self._after is not None:
             self._after()
+        self._started = False
+        if self._turn is not None:
+            self._turn.user = None

@@ -7,7 +7,7 @@ order, so that no value depends on where buffers, parts or chunks end. Everythin
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -55,29 +55,42 @@ class _Transfers:
         self._group, self._outgoing, self._incoming = axis.group, outgoing, incoming
         self._receives: list[dist.Work] | None = None
         self._sends: list[dist.Work] = []
+        self._error: RuntimeError | None = None
 
     def expect(self) -> None:
         """Post the receives, unless they are."""
         if self._receives is None:
-            self._receives = [self._group.recv([message.view], message.peer, message.tag) for message in self._incoming]
+            self._receives = self._post(self._group.recv, self._incoming)
 
     def start(self) -> None:
         """Post the sends."""
         self.expect()
-        self._sends = [self._group.send([message.view], message.peer, message.tag) for message in self._outgoing]
+        self._sends = self._post(self._group.send, self._outgoing)
 
     def arrived(self) -> None:
-        """Wait for what comes in."""
-        receives, self._receives = self._receives, None
-        assert receives is not None, "waited for before it was expected"
-        for work in receives:
+        """Wait for what comes in. Raises the backend's RuntimeError, also that of posting."""
+        if self._error is not None:
+            raise self._error
+        assert self._receives is not None, "waited for before it was expected"
+        for work in self._receives:
             work.wait()
+        self._receives = None
 
     def sent(self) -> None:
         """Wait until what goes out may be overwritten."""
-        sends, self._sends = self._sends, []
-        for work in sends:
+        for work in self._sends:
             work.wait()
+        self._sends.clear()
+
+    def _post(self, post: Callable[[list[Tensor], int, int], dist.Work], messages: Sequence[_Message]) -> list[dist.Work]:
+        works = []
+        try:
+            for message in messages:
+                works.append(post([message.view], message.peer, message.tag))
+        except RuntimeError as error:
+            # A peer that is known to be gone fails here, one that goes later fails in the wait: callers look for it in one place.
+            self._error = error
+        return works
 
 
 class Gather:
@@ -103,14 +116,13 @@ class Gather:
         self._transfers.sent()
 
 
-@dataclass
+@dataclass(frozen=True)
 class Parts:
     """A buffer for the parts that a reduction receives, used by one at a time."""
 
     received: Tensor
     wide: Tensor
     """One part in the dtype of the sum, where that is not the dtype of the wire; else empty."""
-    user: int | None = None
 
     @staticmethod
     def allocate(axis: Axis, largest: int, wire: torch.dtype, wide: torch.dtype, count: int) -> list[Parts]:
@@ -119,58 +131,47 @@ class Parts:
         sizes = (axis.size - 1) * size, size * (wire != wide)
         return [Parts(torch.empty(sizes[0], dtype=wire), torch.empty(sizes[1], dtype=wide)) for _ in range(count)]
 
-    def take(self, index: int) -> None:
-        """Raises RuntimeError while another reduction receives here."""
-        if self.user not in (None, index):
-            raise RuntimeError(f"reduction {index} needs the receive buffer of reduction {self.user}, which was not waited for")
-        self.user = index
 
-
-def _add_in_rank_order(out: Tensor, own: Tensor, received: Sequence[Tensor], rank: int, wide: Tensor) -> None:
-    """``out = part 0 + part 1 + ...``. ``received``: the parts of the other ranks, in order, overwritten; ``own`` may be ``out``;
+def _add_in_rank_order(out: Tensor, parts: Sequence[Tensor], rank: int, wide: Tensor) -> None:
+    """``out = part 0 + part 1 + ...``. ``parts``: of all ranks; the own one, number ``rank``, may be ``out`` and is only read;
     ``wide``: room for a part in the dtype of ``out``, where the parts have another one."""
-    parts = [*received[:rank], own, *received[rank:]]
-    if own.dtype != out.dtype:
+    if parts[0].dtype != out.dtype:
         out.copy_(parts[0])
         for part in parts[1:]:
             out.add_(wide.copy_(part))  # add_ alone would allocate the wide copy
         return
     total = parts[0]
-    for part in parts[1:-1]:
-        total = total.add_(part)
-    torch.add(total, parts[-1], out=out)
+    for number, part in enumerate(parts[1:], start=1):
+        # Before the own part is in the sum, the sum may not be where the own part is: it stays in the first one received.
+        total = torch.add(total, part, out=out if number >= rank else parts[0])
 
 
 class ReduceScatter:
     """See ``exchange.Reductions``. ``full`` [n] in the dtype of the wire, ``shard`` [n / size] in that of the sum."""
 
     def __init__(self, full: Tensor, shard: Tensor, axis: Axis, parts: Parts, index: int, chunk_bytes: int) -> None:
-        own, peers = full.chunk(axis.size), _peers(axis)
+        own, peers, size = full.chunk(axis.size), _peers(axis), shard.numel()
         others = [rank for rank in range(axis.size) if rank != axis.rank]
-        size = shard.numel()
-        received = {peer: parts.received[i * size : (i + 1) * size] for i, peer in enumerate(others)}
+        addends = {axis.rank: own[axis.rank]} | {peer: parts.received[i * size : (i + 1) * size] for i, peer in enumerate(others)}
         outgoing = _messages([(peer, own[peer]) for peer in peers], index * TAGS, chunk_bytes)
-        incoming = _messages([(peer, received[peer]) for peer in reversed(peers)], index * TAGS, chunk_bytes)
-        self._transfers, self._parts, self._index = _Transfers(axis, outgoing, incoming), parts, index
-        self._shard, self._own, self._received, self._rank = shard, own[axis.rank], list(received.values()), axis.rank
+        incoming = _messages([(peer, addends[peer]) for peer in reversed(peers)], index * TAGS, chunk_bytes)
+        self._transfers = _Transfers(axis, outgoing, incoming)
+        self._shard, self._addends, self._rank = shard, [addends[rank] for rank in range(axis.size)], axis.rank
         self._wide = parts.wide[:size]
 
     def expect(self) -> None:
         """See Exchange."""
-        self._parts.take(self._index)
         self._transfers.expect()
 
     def start(self) -> None:
         """See Exchange."""
-        self.expect()
         self._transfers.start()
 
     def wait(self) -> None:
         """See Exchange."""
         self._transfers.arrived()
-        _add_in_rank_order(self._shard, self._own, self._received, self._rank, self._wide)
+        _add_in_rank_order(self._shard, self._addends, self._rank, self._wide)
         self._transfers.sent()
-        self._parts.user = None
 
 
 class AllReduce:
@@ -184,15 +185,14 @@ class AllReduce:
         cuts = [min(tensor.numel(), rank * size) for rank in range(axis.size + 1)]
         parts = [tensor[cuts[rank] : cuts[rank + 1]] for rank in range(axis.size)]
         own, peers = parts[axis.rank], _peers(axis)
-        others = [rank for rank in range(axis.size) if rank != axis.rank]
-        received = {peer: torch.empty_like(own) for peer in others}
+        addends = [own if rank == axis.rank else torch.empty_like(own) for rank in range(axis.size)]
         tag = index * TAGS
         out = _messages([(peer, parts[peer]) for peer in peers], tag, chunk_bytes)
-        come = _messages([(peer, received[peer]) for peer in reversed(peers)], tag, chunk_bytes)
+        come = _messages([(peer, addends[peer]) for peer in reversed(peers)], tag, chunk_bytes)
         sums_out = _messages([(peer, own) for peer in peers], tag + SECOND_PHASE, chunk_bytes)
         sums_come = _messages([(peer, parts[peer]) for peer in reversed(peers)], tag + SECOND_PHASE, chunk_bytes)
         self._parts, self._sums = _Transfers(axis, out, come), _Transfers(axis, sums_out, sums_come)
-        self._own, self._received, self._rank = own, list(received.values()), axis.rank
+        self._own, self._addends, self._rank = own, addends, axis.rank
         self._total, self._wide = (own, own) if own.dtype == wide else (torch.empty_like(own, dtype=wide) for _ in range(2))
 
     def expect(self) -> None:
@@ -208,7 +208,7 @@ class AllReduce:
     def wait(self) -> None:
         """See Exchange."""
         self._parts.arrived()
-        _add_in_rank_order(self._total, self._own, self._received, self._rank, self._wide)
+        _add_in_rank_order(self._total, self._addends, self._rank, self._wide)
         if self._total is not self._own:
             self._own.copy_(self._total)
         self._sums.start()

@@ -34,7 +34,7 @@ class Stream(Protocol):
 
     def run(self, work: Work) -> Done:
         """Run after everything that was run here before. On the host in this stream's thread, without autograd; on a device
-        inside this stream, after what the caller's current stream was given so far."""
+        inside this stream, after what the caller's current stream was given so far. Only a thread leaves errors for ``Done``."""
 
     def close(self) -> None:
         """Nothing more will be run."""
@@ -101,6 +101,7 @@ class HostStream:
 
     def __init__(self) -> None:
         self._queue: SimpleQueue[_Job | None] = SimpleQueue()
+        self._closed = False
         self._thread = threading.Thread(target=_serve, args=(self._queue,), name="communication", daemon=True)
         self._thread.start()
 
@@ -110,12 +111,15 @@ class HostStream:
 
     def run(self, work: Work) -> Done:
         """See Stream."""
+        if self._closed:
+            raise RuntimeError("the stream is closed")  # a thread that has ended would never finish it
         job = _Job(work)
         self._queue.put(job)
         return job
 
     def close(self) -> None:
-        """End the thread after what it still has to do."""
+        """End the thread after what it still has to do. Not joined: it may be this thread, or wait for a peer that is gone."""
+        self._closed = True
         self._queue.put(None)
 
 

@@ -137,7 +137,9 @@ def _rank_report(plan: MemoryPlan, rank: int) -> Iterator[str]:
         f"a step makes {traffic.reductions} {verb}{gathers} and sends {gib(round(traffic.sent))}"
     )
     parts = ", ".join(f"{name} {gib(size)}" for name, size in sizes.items() if size)
-    yield f"  state         {gib(sum(sizes.values()))} per process: {parts}"
+    buffers = plan.host_buffers(rank)
+    host = f"; on a CPU also {gib(buffers)} of receive buffers" if buffers else ""
+    yield f"  state         {gib(sum(sizes.values()))} per process: {parts}{host}"
     yield from _activation_report(plan, rank)
 
 

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from megatron_llama.comm.collectives import all_reduce
+from megatron_llama.comm.pacing import Lane, open_lane
 from megatron_llama.comm.streams import Stream, open_stream
 from megatron_llama.layout import ALIGN, Kind, Placement, ShardLayout
 from megatron_llama.mesh import Axis, Mesh
@@ -122,14 +123,14 @@ class OverlappedDistributedOptimizer:
         self.layout, self.update, self.mesh, self.dtype = layout, update, mesh, dtype
         self._axes, self.loss_scale = axes, loss_scale
         wide, inline = at_least_fp32(dtype), axes.shard.size == 1 == axes.replica.size
-        streams = [open_stream(mesh.device, inline=inline) for _ in range(2)]
-        self._closing = weakref.finalize(self, _close, streams)
+        lane, stream = open_lane(mesh.device, inline=inline), open_stream(mesh.device, inline=inline)
+        self._closing = weakref.finalize(self, _close, (lane, stream))
         self.weights = Weights(
             layout,
             axes.gather,
             dtype=dtype,
             device=mesh.device,
-            stream=streams[0],
+            lane=lane,
             prefetch_bytes=transport.prefetch_bytes,
             chunk_bytes=transport.chunk_bytes,
         )
@@ -141,7 +142,7 @@ class OverlappedDistributedOptimizer:
             dtype=wide,
             wire=transport.wire,
             device=mesh.device,
-            stream=streams[1],
+            stream=stream,
             chunk_bytes=transport.chunk_bytes,
             reduced=_weakly(self),
         )
@@ -182,11 +183,11 @@ class OverlappedDistributedOptimizer:
         for bucket in self.layout.forward_order:
             self._publish(bucket)
 
-    def _publish(self, bucket: int) -> None:
+    def _publish(self, bucket: int, *, ahead: bool = False) -> None:
         own, master = self.weights.own[bucket], self.masters[bucket]
         if own is not master:
             own.copy_(master)
-        self.weights.publish(bucket)
+        self.weights.publish(bucket, ahead=ahead)
 
     def use(self, unit: int, backward: bool) -> None:
         """A unit is about to run: what it and its successors need is gathered."""
@@ -252,7 +253,7 @@ class OverlappedDistributedOptimizer:
         self._updated.append(bucket)
         self._waiting.append(bucket)
         if self.gradients.in_flight == 0:
-            self._publish(self._waiting.pop())
+            self._publish(self._waiting.pop(), ahead=True)
 
     def grad_norm(self) -> Tensor:
         """Global L2 norm of the step's gradient (times the loss scale), counting no copied or tied parameter twice."""
@@ -336,9 +337,9 @@ class OverlappedDistributedOptimizer:
         self._closing()
 
 
-def _close(streams: Sequence[Stream]) -> None:
-    for stream in streams:
-        stream.close()
+def _close(threads: Iterable[Lane | Stream]) -> None:
+    for thread in threads:
+        thread.close()
 
 
 def _weakly(engine: OverlappedDistributedOptimizer) -> Callable[[int], None]:

@@ -23,11 +23,8 @@ from torch import Tensor
 
 from megatron_llama.comm.exchange import Exchange, Reductions, all_reduce
 from megatron_llama.comm.streams import Done, Stream
-from megatron_llama.layout import Placement, ShardLayout, Slot
+from megatron_llama.layout import REDUCTIONS_IN_FLIGHT, Placement, ShardLayout, Slot
 from megatron_llama.mesh import Axis
-
-IN_FLIGHT = 4
-"""Reductions whose parts may be on their way at once, where the backend is gloo: each has a receive buffer."""
 
 
 class State(Enum):
@@ -182,7 +179,7 @@ class GradientBuckets:
 
     def _expect_next(self) -> None:
         """Let the parts of the coming reductions in: a rank that is ahead need not wait for this one to get there."""
-        for bucket in self._expected[len(self._launched) : len(self._launched) + IN_FLIGHT - 1]:
+        for bucket in self._expected[len(self._launched) : len(self._launched) + REDUCTIONS_IN_FLIGHT - 1]:
             if bucket in self._ahead:
                 continue
             if self._exchanges.buffer_user(bucket) is not None:
@@ -241,14 +238,21 @@ class _Exchanges:
     ) -> None:
         self._users: dict[int, int] = {}
         self._replicas: dict[int, Exchange] = {}
-        if shard_axis.size == 1 and replica_axis.size > 1:
+        if shard_axis.size == 1 < replica_axis.size and all(shards[b] is own[b] for b in full):
+            # Nothing is split and nothing accumulates elsewhere: the one message goes out when the bucket is complete.
             whole = {b: all_reduce(f, replica_axis, index=b, chunk_bytes=chunk_bytes, wire=wire) for b, f in full.items()}
             self._first = self._later = whole
             return
         largest = max((f.numel() for f in full.values()), default=0)
         some = next(iter(full.values()), torch.empty(0))
         reductions = Reductions(
-            shard_axis, largest=largest, dtype=some.dtype, wire=wire, device=some.device, chunk_bytes=chunk_bytes, in_flight=IN_FLIGHT
+            shard_axis,
+            largest=largest,
+            dtype=some.dtype,
+            wire=wire,
+            device=some.device,
+            chunk_bytes=chunk_bytes,
+            in_flight=REDUCTIONS_IN_FLIGHT,
         )
         self._first = {b: reductions.scatter(f, shards[b], index=b) for b, f in full.items()}
         self._later = {b: reductions.scatter(f, own[b], index=b) for b, f in full.items()}
@@ -257,16 +261,16 @@ class _Exchanges:
 
     def buffer_user(self, bucket: int) -> int | None:
         """Whose parts are still coming into the buffer that this bucket receives into."""
-        return self._users.get(bucket % IN_FLIGHT)
+        return self._users.get(bucket % REDUCTIONS_IN_FLIGHT)
 
     def take(self, bucket: int, *, first: bool) -> Exchange:
         """The exchange of a bucket's first or later round; its buffer is taken from now on."""
-        self._users[bucket % IN_FLIGHT] = bucket
+        self._users[bucket % REDUCTIONS_IN_FLIGHT] = bucket
         return self._first[bucket] if first else self._later[bucket]
 
     def release(self, bucket: int) -> None:
         """What was received has been added up."""
-        self._users.pop(bucket % IN_FLIGHT)
+        self._users.pop(bucket % REDUCTIONS_IN_FLIGHT)
 
     def sum_over_replicas(self, bucket: int) -> None:
         """Add up the shards of all replicas, in place."""

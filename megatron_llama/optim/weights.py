@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 from megatron_llama.comm.exchange import gather
-from megatron_llama.comm.streams import Stream
+from megatron_llama.comm.pacing import Lane
+from megatron_llama.comm.streams import Done
 from megatron_llama.layout import ShardLayout, Slot
 from megatron_llama.mesh import Axis
 from megatron_llama.traffic import residency_of
@@ -33,11 +34,11 @@ class Weights:
         *,
         dtype: torch.dtype,
         device: torch.device,
-        stream: Stream,
+        lane: Lane,
         prefetch_bytes: int,
         chunk_bytes: int,
     ) -> None:
-        self.layout, self._axis, self._stream = layout, axis, stream
+        self.layout, self._axis, self._lane = layout, axis, lane
         sizes = layout.parameter_slot_numel()
         self._slots = {slot: torch.zeros(size, dtype=dtype, device=device) for slot, size in sizes.items()}
         self.full = [self._slots[layout.parameter_slots[b.index]][: b.numel] for b in layout.buckets]
@@ -48,7 +49,7 @@ class Weights:
             gather(f, o, axis, index=b, chunk_bytes=chunk_bytes) for b, (f, o) in enumerate(zip(self.full, self.own, strict=True))
         ]
         self._residency = residency_of(layout, torch.empty((), dtype=dtype).element_size(), prefetch_bytes)
-        self._in_flight: dict[Slot, int] = {}
+        self._in_flight: dict[Slot, tuple[int, Done]] = {}
         self._generation = [0] * len(layout.buckets)
         self._lock = threading.Lock()
 
@@ -77,24 +78,23 @@ class Weights:
         """A changed bucket that has its slot to itself: its parts may come in, even before ours is ready to be sent."""
         self._gathers[bucket].expect()
 
-    def publish(self, bucket: int) -> None:
-        """The own shard holds the new values: gather it now, if its slot is free for it."""
+    def publish(self, bucket: int, *, ahead: bool = False) -> None:
+        """The own shard holds the new values: gather it now, if its slot is free for it; ``ahead`` of what is under way."""
         with self._lock:
             if self._residency.offer(bucket):
-                self._launch((bucket,))
+                self._launch((bucket,), ahead=ahead)
 
-    def _launch(self, buckets: Iterable[int]) -> None:
+    def _launch(self, buckets: Iterable[int], *, ahead: bool = False) -> None:
         for bucket in buckets:
             slot = self.layout.parameter_slots[bucket]
             if slot in self._in_flight:
                 self._finish(slot)  # gathered ahead for a list of uses that ended before it was read
             self._axis.recorder.event(f"gather {bucket}")
-            self._in_flight[slot] = bucket
-            self._stream.issue(self._gathers[bucket].start)
+            self._in_flight[slot] = bucket, self._lane.submit(self._gathers[bucket], ahead=ahead)
 
     def _finish(self, slot: Slot) -> None:
         with self._axis.recorder.exposed():
-            self._gathers[self._in_flight.pop(slot)].wait()
+            self._in_flight.pop(slot)[1].wait()
 
     def arrive(self, bucket: int, parameter: str) -> int:
         """Wait until a bucket may be read. Returns its generation; RuntimeError if its slot does not hold it."""
@@ -103,7 +103,7 @@ class Weights:
             holder = self._residency.occupant(slot)
             found = "nothing" if holder is None else self.layout.label(holder)
             raise RuntimeError(f"{parameter}: read while its slot {slot} holds {found}, not {self.layout.label(bucket)}")
-        if self._in_flight.get(slot) == bucket:
+        if slot in self._in_flight:
             self._finish(slot)
         return self._generation[bucket]
 

@@ -74,6 +74,8 @@ def test_closing_ends_the_thread_after_its_work() -> None:
     stream.close()
     thread.join(timeout=60)
     assert not thread.is_alive() and ran == list(range(10))
+    with pytest.raises(RuntimeError, match="closed"):
+        stream.run(lambda: None)
 
 
 def test_work_is_forgotten_when_it_is_done() -> None:

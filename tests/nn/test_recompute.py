@@ -235,6 +235,21 @@ def test_above_frozen_layers_recomputing_saves_memory_and_changes_nothing(cluste
         assert sizes[0] > sizes[1] > sizes[2] == (BLOCKS - untouched) * full
 
 
+@pytest.mark.parametrize("wanted", [False, True])
+def test_an_input_that_wants_no_gradient_gets_none(wanted: bool) -> None:
+    """Nor is one computed inside, in either pass."""
+    seen, weight = list[bool](), numbers(4, seed=3)
+
+    def function(x: Tensor) -> Tensor:
+        seen.append(x.requires_grad)
+        return x * weight
+
+    x = numbers(3, 4, seed=1).detach().requires_grad_(wanted)
+    recomputed(function, x, weights=[weight]).sum().backward()
+    assert seen == [wanted, wanted] and torch.equal(weight.grad, x.detach().sum(0))
+    assert torch.equal(x.grad, weight.expand_as(x)) if wanted else x.grad is None
+
+
 def test_frozen_blocks_without_gradient_of_their_input_have_no_backward() -> None:
     for recompute in GRANULARITIES:
         blocks, positions, x = blocks_of(recompute, Place(0, 1, 0), Run())

@@ -18,6 +18,7 @@ from megatron_llama.nn.embedding import VocabParallelEmbedding
 from megatron_llama.nn.functional import recomputable_rms_norm, rms_norm
 from megatron_llama.nn.linear import ColumnLinear, RowLinear, column_linear
 from megatron_llama.nn.sink import accumulate_product, addmm_wide, attach_home, home_of
+from tests.test_activations import kept, storage
 
 
 @dataclass
@@ -211,6 +212,14 @@ def test_without_gradient_of_the_input_backward_reads_no_weight(name: str) -> No
         output.backward(torch.ones_like(output))
     assert "check" not in home.calls and home.calls[-2:] == ["buffer", "done"]
     assert torch.equal(home.grad, twin.weight.grad)
+
+
+@pytest.mark.parametrize("name", ["column", "row"])
+def test_a_frozen_matrix_keeps_no_input(name: str) -> None:
+    for trained in (True, False):
+        layer, _, x, _ = arranged(name, trained=trained)
+        x.requires_grad_()
+        assert kept(lambda layer=layer, x=x: layer(x), {storage(layer.weight)}) == x.nbytes * trained
 
 
 @pytest.mark.parametrize("trained", [True, False])

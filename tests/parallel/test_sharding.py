@@ -13,13 +13,12 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from megatron_llama.comm.exchange import Reductions
-from megatron_llama.layout import rank_layout
-from megatron_llama.memory import state_bytes
+from megatron_llama.layout import REDUCTIONS_IN_FLIGHT, rank_layout
+from megatron_llama.memory import host_buffer_bytes, state_bytes
 from megatron_llama.mesh import Place
 from megatron_llama.nn.sink import home_of
 from megatron_llama.optim.distributed import OverlappedDistributedOptimizer
-from megatron_llama.optim.gradients import IN_FLIGHT
+from megatron_llama.optim.gradients import _Exchanges
 from tests.harness import Cluster
 from tests.parallel.cases import MODEL, OPTIMIZER, STRATEGIES, Layout, Record, Trainer, merged, train, trainer
 
@@ -268,36 +267,58 @@ def test_misuse_names_bucket_unit_and_parameter(how: str) -> None:
     assert all(words in message for words in EXPECTED[how]), message
 
 
-def test_the_buffers_of_reductions_are_counted() -> None:
-    """Of three ranks, in fp32 and with bfloat16 on the wire."""
-    from megatron_llama.config import Config
-    from megatron_llama.mesh import Mesh
+def buffers(place: Place, layout: Layout) -> int:
+    """Bytes of all tensors that exchanges made for themselves."""
+    made: list[torch.Tensor] = []
 
-    assert IN_FLIGHT == 4
-    alone = Mesh.single().dp
-    assert Config().parallel.exchange_chunk_bytes == 1 << 20
-    options = {"largest": 900, "dtype": torch.float32, "device": torch.device("cpu"), "in_flight": IN_FLIGHT}
-    assert Reductions(alone, wire=None, **options).staging_bytes == 0
-    three = replace(alone, ranks=(0, 1, 2))
-    assert Reductions(three, wire=None, **options).staging_bytes == 4 * 600 * 4
-    assert Reductions(three, wire=torch.bfloat16, **options).staging_bytes == 4 * (600 * 2 + 900 * 2 + 300 * 4)
+    class Made(TorchDispatchMode):
+        def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            out = function(*args, **(kwargs or {}))
+            if function.overloadpacket.__name__ in ("empty", "empty_like", "new_empty"):
+                made.append(out)
+            return out
+
+    run = trainer(place, layout)
+    old = run.optimizer.gradients
+    with Made():
+        _Exchanges(old._full, old._own, old.shards, run.mesh.dp_shard, run.mesh.dp_replica, _wire(layout), 1 << 20)
+    return sum(tensor.untyped_storage().nbytes() for tensor in made)
 
 
-def build_and_drop(place: Place) -> int:
-    """Threads that are left when an engine is gone."""
-    before = threading.active_count()
+def _wire(layout: Layout) -> torch.dtype | None:
+    return torch.bfloat16 if layout.reduce_bf16 else None
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        *(Layout(dp=2, strategy=strategy, reduce_bf16=narrow) for strategy in STRATEGIES for narrow in (False, True)),
+        Layout(dp=4, shard_size=2, reduce_bf16=True),
+        Layout(dp=4, bucket=10**9),
+        Layout(),
+    ],
+    ids=lambda layout: layout.name,
+)
+def test_receive_buffers_are_those_of_the_formula(cluster: Cluster, layout: Layout) -> None:
+    expected = host_buffer_bytes(layout.config(), rank_layout(layout.config(), dp=layout.dp), dp=layout.dp)
+    assert max(cluster.run(layout.world_size, buffers, layout)) == expected, "the last rank may have a smaller part"
+    assert (expected > 0) is (layout.dp > 1) and REDUCTIONS_IN_FLIGHT == 4
+
+
+def build_and_drop(place: Place) -> tuple[int, int]:
+    """Threads of an engine, and those that are left when it is gone."""
+    before = set(threading.enumerate())
     run = trainer(place, Layout(dp=2))
     run.step(0)
     run.optimizer.settle()
-    assert threading.active_count() > before
-    threads = [thread for thread in threading.enumerate() if thread.name == "communication"]
+    threads = [thread for thread in set(threading.enumerate()) - before if thread.name == "communication"]
     run.optimizer.close()
     del run
     gc.collect()
     for thread in threads:
         thread.join(timeout=60)
-    return sum(thread.is_alive() for thread in threads)
+    return len(threads), sum(thread.is_alive() for thread in threads)
 
 
 def test_an_engines_threads_end_with_it(cluster: Cluster) -> None:
-    assert cluster.run(2, build_and_drop) == [0, 0]
+    assert cluster.run(2, build_and_drop) == [(2, 0), (2, 0)]

@@ -6,7 +6,6 @@ import gc
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
 
 import pytest
 import torch

@@ -1,0 +1,221 @@
+"""Which way to shard is best here? Trains a few steps of your model in every mode, on your machines, and prints one table.
+
+    torchrun --nproc-per-node 8 tools/compare_sharding.py --model llama2-7b --seq-length 4096 --bf16 --global-batch-size 64
+
+Takes every option of ``pretrain`` (``--config FILE`` too) except those of data: tokens are random. Modes take turns, ``--rounds`` times;
+each is built anew, so that one at a time needs memory. A mode that does not fit is a line in the table, not the end.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import statistics
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron_llama import device as devices
+from megatron_llama.aliases import MEGATRON
+from megatron_llama.auto import decide
+from megatron_llama.comm.collectives import all_reduce
+from megatron_llama.commands.pretrain import agreed_memory
+from megatron_llama.config import Config, ModelConfig
+from megatron_llama.data.loader import Batch
+from megatron_llama.errors import ConfigError, UserError, describe
+from megatron_llama.layout import BY_TRAFFIC, NO_SHARD
+from megatron_llama.manual import config_sections, help_text
+from megatron_llama.memory import MemoryPlan, gib
+from megatron_llama.mesh import Mesh, build_mesh, close_mesh, init_mesh, place_from_environment
+from megatron_llama.model.init import InitialWeights
+from megatron_llama.model.llama import build_stages
+from megatron_llama.optim.build import build_optimizer, compute_dtype
+from megatron_llama.optim.distributed import OverlappedDistributedOptimizer
+from megatron_llama.options import parse
+from megatron_llama.pipeline.runtime import PipelineRuntime
+from megatron_llama.validate import assemble, check
+
+MODES = {name: (name, "default") for name in (NO_SHARD, *BY_TRAFFIC[:-1])}
+MODES |= {f"{BY_TRAFFIC[-1]}-{slots}": (BY_TRAFFIC[-1], slots) for slots in ("2", "3", "all")}
+
+
+@dataclass(frozen=True)
+class CompareConfig:
+    """What to compare, and how long."""
+
+    modes: tuple[str, ...] = tuple(MODES)
+    """Modes by name; `optim_grads_params-N` has N parameter slots."""
+    steps: int = 4
+    """Timed steps of a mode in a round, after two that are not."""
+    rounds: int = 3
+    """How often modes take turns."""
+    json: str | None = None
+    """Also write the rows into this file."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """One mode. Times are medians over rounds of the slowest rank; bytes are those of the rank with most."""
+
+    name: str
+    step_ms: float
+    exposed_ms: float
+    sent_bytes: float
+    planned_bytes: float
+    peak_memory_bytes: int
+
+
+class OutOfMemory(Exception):
+    """Some rank had not enough memory for a mode."""
+
+
+class Trial:
+    """One mode, built for a round."""
+
+    def __init__(self, config: Config, mesh: Mesh) -> None:
+        self.config, self.mesh = config, mesh
+        stages = build_stages(config, mesh)
+        self.engine: OverlappedDistributedOptimizer = build_optimizer(config, stages.values(), mesh)
+        self.runtime = PipelineRuntime(stages, self.engine, mesh, config, dtype=compute_dtype(config))
+        self.engine.load_weights(InitialWeights(config.training.seed, config.model.initializer_range))
+
+    def train(self, batches: Sequence[Batch], steps: int) -> None:
+        """So many steps, to the last message."""
+        optimizer = self.config.optimizer
+        for _ in range(steps):
+            self.engine.begin_update(optimizer.lr, clip=optimizer.clip_grad)
+            self.runtime.step(batches)
+            self.engine.step(optimizer.lr, clip=optimizer.clip_grad)
+        self.engine.settle()
+        devices.synchronize(self.mesh.device)
+
+
+def measured(name: str, config: Config, place_mesh: Mesh, steps: int) -> Row:
+    """One mode, once. Raises OutOfMemory on every rank if on one. Collective."""
+    gc.collect()
+    device, failed, row = place_mesh.device, 0, None
+    devices.reset_peak_memory(device)
+    mesh = build_mesh(config, rank=place_mesh.rank, world_size=place_mesh.world.size, device=device)
+    try:
+        row = _timed(name, config, mesh, steps)
+    except torch.OutOfMemoryError:
+        failed = 1
+    if _most(mesh, float(failed)):
+        raise OutOfMemory
+    assert row is not None
+    return row
+
+
+def _timed(name: str, config: Config, mesh: Mesh, steps: int) -> Row:
+    trial, recorder, data_ranks = Trial(config, mesh), mesh.recorder, mesh.dp.size
+    batches = list(random_batches(config, mesh))
+    trial.train(batches, 2)
+    recorder.traffic.clear()
+    recorder.take_exposed_seconds()
+    if not devices.is_host(mesh.device):
+        recorder.mark = lambda: devices.timed_event(mesh.device)
+    begin = time.perf_counter()
+    trial.train(batches, steps)
+    seconds = time.perf_counter() - begin
+    exposed = recorder.take_exposed_seconds()
+    if recorder.mark is not None:
+        exposed = sum(before.elapsed_time(after) for before, after in recorder.marks) / 1e3
+    planned = MemoryPlan(config, mesh.world.size).traffic(mesh.pp.rank).sent if data_ranks > 1 else 0.0
+    trial.engine.close()
+    values = (seconds / steps * 1e3, exposed / steps * 1e3, sent_bytes(mesh) / steps, planned, float(devices.peak_since_reset(mesh.device)))
+    step_ms, exposed_ms, sent, planned, peak = (_most(mesh, value) for value in values)
+    return Row(name, step_ms, exposed_ms, sent, planned, int(peak))
+
+
+def _most(mesh: Mesh, value: float) -> float:
+    tensor = torch.tensor(value, dtype=torch.float64, device=mesh.device)
+    all_reduce(tensor, mesh.world, dist.ReduceOp.MAX).wait()
+    return float(tensor)
+
+
+def sent_bytes(mesh: Mesh) -> float:
+    """Payload that left this rank on the axes of data parallelism."""
+    total = 0.0
+    for axis in {axis.name: axis for axis in (mesh.dp_shard, mesh.dp_gather, mesh.dp_replica)}.values():
+        for (name, operation), traffic in mesh.recorder.traffic.items():
+            if name == axis.name:
+                total += traffic.bytes * (2 if operation == "all_reduce" else 1) * (1 - 1 / axis.size)
+    return total
+
+
+def random_batches(config: Config, mesh: Mesh) -> Iterator[Batch]:
+    """This rank's microbatches."""
+    training, generator = config.training, torch.Generator().manual_seed(mesh.data_rank)
+    for _ in range(training.global_batch_size // (training.micro_batch_size * mesh.data_size)):
+        shape = (training.seq_length + 1, training.micro_batch_size)
+        ids: Tensor = torch.randint(0, config.model.vocab_size, shape, generator=generator)
+        yield Batch(ids[:-1].contiguous(), ids[1:].contiguous())
+
+
+def table(rows: Sequence[Row], failed: Sequence[str]) -> Iterator[str]:
+    """For people."""
+    yield f"{'mode':<26}{'step ms':>10}{'of best':>9}{'exposed ms':>12}{'sent':>12}{'planned':>12}{'peak memory':>13}"
+    best = min((row.step_ms for row in rows), default=0.0)
+    for row in rows:
+        sent, planned, peak = gib(round(row.sent_bytes)), gib(round(row.planned_bytes)), gib(row.peak_memory_bytes)
+        yield f"{row.name:<26}{row.step_ms:>10.1f}{row.step_ms / best:>9.3f}{row.exposed_ms:>12.1f}{sent:>12}{planned:>12}{peak:>13}"
+    yield from (f"{name:<26}does not fit into memory" for name in failed)
+
+
+def main(words: list[str]) -> None:
+    """Run, print the table on rank 0, write the JSON. Raises UserError."""
+    sections = (*config_sections(), CompareConfig)
+    if {"-h", "--help"} & set(words):
+        print(__doc__, help_text("compare_sharding", "Compare ways to shard.", sections), sep="\n")
+        return
+    parsed = parse(words, sections, aliases=MEGATRON)
+    options, place = parsed.get(CompareConfig), place_from_environment()
+    unknown = [mode for mode in options.modes if mode not in MODES]
+    if unknown:
+        raise ConfigError(describe("--modes", got=", ".join(unknown), expected=f"of {', '.join(MODES)}", do="leave the others out"))
+    config = assemble(replace(parsed, instances={**parsed.instances, ModelConfig: _with_vocabulary(parsed.get(ModelConfig))}))
+    config = replace(config, training=replace(config.training, train_iters=config.training.train_iters or 1))
+    config = check(config, place.world_size).config
+    mesh = init_mesh(config, place)
+    memory = agreed_memory(mesh, place)
+    found: dict[str, list[Row]] = {mode: [] for mode in options.modes}
+    failed: set[str] = set()
+    for round_ in range(options.rounds):
+        for mode in options.modes[round_ % len(options.modes) :] + options.modes[: round_ % len(options.modes)]:
+            strategy, slots = MODES[mode]
+            parallel = replace(config.parallel, data_parallel_sharding_strategy=strategy, param_slots=slots)  # type: ignore[arg-type]
+            chosen, _ = decide(replace(config, parallel=parallel), place.world_size, memory)
+            try:
+                found[mode].append(measured(mode, chosen, mesh, options.steps))
+            except OutOfMemory:
+                failed.add(mode)
+    if mesh.rank == 0:
+        rows = [_median(found[mode]) for mode in options.modes if found[mode]]
+        print("\n".join(table(rows, sorted(failed))))
+        if options.json is not None:
+            Path(options.json).write_text(json.dumps([asdict(row) for row in rows], indent=2) + "\n")
+
+
+def _with_vocabulary(model: ModelConfig) -> ModelConfig:
+    """Random tokens need a vocabulary, not a tokenizer."""
+    return model if model.vocab_size or model.preset is not None else replace(model, vocab_size=32000)
+
+
+def _median(rows: Sequence[Row]) -> Row:
+    times = {name: statistics.median(getattr(row, name) for row in rows) for name in ("step_ms", "exposed_ms")}
+    return replace(rows[-1], **times, peak_memory_bytes=max(row.peak_memory_bytes for row in rows))
+
+
+if __name__ == "__main__":
+    try:
+        main(sys.argv[1:])
+    except UserError as error:
+        sys.exit(f"error: {error}")
+    finally:
+        close_mesh()
