@@ -14,7 +14,7 @@ import json
 import multiprocessing
 import statistics
 import time
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -31,6 +31,7 @@ from megatron_llama.model.llama import Positions
 from megatron_llama.params import partition_of
 from megatron_llama.pipeline.runtime import PipelineRuntime
 from megatron_llama.schedule import schedule_named, validate
+from megatron_llama.uses import Use
 
 SCHEDULES = ("1f1b", "zb-h1", "zb-v", "interleaved", "gpipe")
 WIDTH = 8
@@ -43,12 +44,15 @@ class Waits:
         self._key: Hashable | None = None
         self._deferred: dict[Hashable, list[Callable[[], None]]] = {}
 
-    def use(self, unit: int) -> None:
+    def use(self, unit: int, backward: bool) -> None:
         """Nothing to gather."""
 
-    def begin_step(self, microbatches: int) -> Tensor:
+    def begin_step(self, microbatches: int, uses: Sequence[Use]) -> Tensor:
         """No loss scale."""
         return torch.ones(())
+
+    def begin_evaluation(self, uses: Sequence[Use]) -> None:
+        """See the runtime's Engine."""
 
     def defer(self, key: Hashable | None) -> None:
         """See the runtime's Engine."""
@@ -89,7 +93,7 @@ class WaitingStage(nn.Module):
     def __init__(self, config: ModelConfig, engine: Waits, seconds: float, *, is_first: bool, is_last: bool) -> None:
         super().__init__()
         self.config, self.engine, self.seconds, self.is_first, self.is_last = config, engine, seconds, is_first, is_last
-        self.on_use: Callable[[int], None] = engine.use
+        self.on_use: Callable[[int, bool], None] = engine.use
 
     def positions(self, length: int, *rest: object) -> Positions:
         """None are needed."""
@@ -127,7 +131,8 @@ def measure(rank: int, options: argparse.Namespace, port: int, result: Any) -> N
     """One process: every schedule in turn, several rounds."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=options.ranks)
-    mesh = build_mesh(configuration("1f1b", options.ranks), rank=rank, world_size=options.ranks, device=torch.device("cpu"))
+    # With virtual stages: the links of all schedules.
+    mesh = build_mesh(configuration("zb-v", options.ranks), rank=rank, world_size=options.ranks, device=torch.device("cpu"))
     runtimes = {name: runtime_of(name, mesh, options.unit_ms / 1e3) for name in SCHEDULES}
     ids = torch.zeros(4, 1, dtype=torch.int64)
     batches = [Batch(ids, ids) for _ in range(options.microbatches)]

@@ -47,6 +47,8 @@ ONE = Layout(1, {})
 TP2 = Layout(2, {"tensor_model_parallel_size": 2, "sequence_parallel": True})
 PP2 = Layout(2, {"pipeline_model_parallel_size": 2})
 DP2 = Layout(2, {"data_parallel_sharding_strategy": "optim_grads", "reduce_bucket_size": 20000})
+DP2_PARAMS = Layout(2, {"data_parallel_sharding_strategy": "optim_grads_params"})
+HYBRID = Layout(4, {**DP2_PARAMS.options, "data_parallel_shard_size": 2, "param_slots": 3, "grad_slots": 1})
 TP2_PP2 = Layout(4, {**TP2.options, **PP2.options})
 ALL8 = Layout(8, TP2_PP2.options)
 CP2 = Layout(2, {"context_parallel_size": 2})
@@ -74,6 +76,8 @@ LAYOUTS: Mapping[str, Layout] = {
     "tp2 sp": TP2,
     "pp2": PP2,
     "dp2 optim_grads": DP2,
+    "dp2 optim_grads_params": DP2_PARAMS,
+    "dp4 optim_grads_params in shards of 2": HYBRID,
     "tp2 pp2 dp2 sp": ALL8,
     "cp2": CP2,
     "cp2 ring": CP2_RING,

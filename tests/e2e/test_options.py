@@ -53,6 +53,9 @@ ELSEWHERE: Mapping[str, str] = {
     "gpus_per_node": "e2e/test_commands.py::test_dry_run_counts_what_the_launch_block_says",
     "world_size": "e2e/test_commands.py::test_dry_run_counts_what_the_launch_block_says",
     "dry_run": "e2e/test_commands.py::test_strict_dry_run_wants_this_machine",
+    "prefetch_bytes": "parallel/test_sharding.py::test_prefetching_goes_as_far_as_the_bytes_allow",
+    "exchange_chunk_bytes": "parallel/test_sharding.py::test_messages_go_in_chunks_of_the_option",
+    "freeze": "e2e/test_use.py::test_frozen_weights_stay_and_the_others_learn",
 }
 
 EIGHT = {"world_size": 8, "pipeline_model_parallel_size": 2, "global_batch_size": 16}
@@ -96,6 +99,15 @@ PLANNED: Mapping[str, tuple[dict[str, object], str]] = {
     "data_parallel_sharding_strategy": (
         {**EIGHT, "data_parallel_sharding_strategy": "optim_grads"},
         "a step makes 4 reduce-scatters, 2 all-gathers",
+    ),
+    "data_parallel_shard_size": ({**EIGHT, "data_parallel_shard_size": 2}, " in 2 shards and 2 replicas;"),
+    "param_slots": (
+        {"data_parallel_sharding_strategy": "optim_grads_params", "param_slots": 1},
+        "parameters 0.3 MiB, parameter shards 0.8 MiB",
+    ),
+    "grad_slots": (
+        {"data_parallel_sharding_strategy": "optim_grads_params", "grad_slots": 1},
+        "parameter shards 0.8 MiB, gradients 1.1 MiB",
     ),
     "reduce_bucket_size": ({"reduce_bucket_size": 50_000}, "  layout        7 buckets, the largest 40,960 elements"),
     "seq_length": ({"seq_length": 64}, "; 512 tokens a step, 6 steps"),

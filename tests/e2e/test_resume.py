@@ -30,7 +30,9 @@ from tests.e2e.product import (
 LAST = "iter_0000006"
 
 
-@pytest.mark.parametrize("name", ["one", "tp2 sp", "pp2", "dp2 optim_grads", "cp2 ring", "pp2 zb-v", "pp2 interleaved"])
+@pytest.mark.parametrize(
+    "name", ["one", "tp2 sp", "pp2", "dp2 optim_grads", "dp2 optim_grads_params", "cp2 ring", "pp2 zb-v", "pp2 interleaved"]
+)
 def test_resuming_changes_no_bit(name: str, product: Product, straight: Callable[[str], Path], tmp_path: Path) -> None:
     layout = LAYOUTS[name]
     product.train(layout, save=tmp_path, train_iters=3, **EVALUATED)
@@ -65,7 +67,9 @@ CHAIN = (
     "pp2 1+3 layers",
     "pp2 interleaved",
     "dp2 optim_grads",
+    "dp4 optim_grads_params in shards of 2",
     "pp2 zb-h1",
+    "dp2 optim_grads_params",
     "one",
 )
 

@@ -6,6 +6,7 @@ import json
 import math
 import re
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from pathlib import Path
 
 import pytest
@@ -18,7 +19,7 @@ from megatron_llama.config import Config
 from megatron_llama.mesh import Mesh
 from megatron_llama.model.llama import build_stages
 from megatron_llama.model.load import load_stages, rank_specs
-from tests.e2e.product import SEQ_LENGTH, TP2, TP2_PP2, Layout, Product, column, log, words
+from tests.e2e.product import DP2_PARAMS, SEQ_LENGTH, TP2, TP2_PP2, Layout, Product, column, log, state, words
 from tests.launch import Finished
 
 PROMPT, NEW = "The statement is", 16
@@ -162,3 +163,31 @@ def test_fp64_is_closer_to_the_truth_than_fp32(product: Product, tmp_path: Path)
         product.train(layout, fp64=True, save=tmp_path / name, train_iters=4)
     for ours, theirs in zip(column(tmp_path / "one", "lm_loss"), column(tmp_path / "tp2", "lm_loss"), strict=True):
         assert ours == pytest.approx(theirs, rel=1e-12)
+
+
+@pytest.mark.parametrize("bf16", [None, True], ids=["fp32", "bf16"])
+def test_frozen_weights_stay_and_the_others_learn(product: Product, tmp_path: Path, bf16: bool | None) -> None:
+    """Sharded, saved, resumed, and resumed under another layout."""
+    names = ("model.embed_tokens.*", "model.layers.0.*", "model.layers.2.mlp.down_proj.weight")
+    options = {"freeze": names, "lr_decay_style": "constant", "bf16": bf16}
+    product.train(DP2_PARAMS, save=tmp_path / "run", train_iters=1, **options)
+    product.train(DP2_PARAMS, save=tmp_path / "run", load=tmp_path / "run", train_iters=2, **options)
+    product.train(TP2, save=tmp_path / "run", load=tmp_path / "run", train_iters=3, **options)
+    one, two, three = (state(tmp_path / "run" / f"iter_000000{step}") for step in (1, 2, 3))
+    weights = [name for name in one if not name.startswith("optimizer.")]
+    frozen = [name for name in weights if any(fnmatchcase(name, pattern) for pattern in names)]
+    assert len(frozen) == 11 and len(weights) == 39
+    assert {name for name in one if name.startswith("optimizer.exp_avg.")} == {
+        f"optimizer.exp_avg.{name}" for name in weights if name not in frozen
+    }
+    for name in weights:
+        assert torch.equal(one[name], two[name]) is torch.equal(two[name], three[name]) is (name in frozen), name
+    losses = column(tmp_path / "run", "lm_loss")
+    assert len(losses) == 3 and losses[2] < losses[0]
+
+
+def test_thawing_is_refused_by_name(product: Product, tmp_path: Path) -> None:
+    """Nothing knows the moments of a weight that was never trained."""
+    product.train(save=tmp_path / "run", train_iters=1, freeze=("model.embed_tokens.*",))
+    ended = product.start(save=tmp_path / "run", load=tmp_path / "run", train_iters=2).wait()
+    assert ended.codes == (1,) and "optimizer.exp_avg.model.embed_tokens.weight" in ended.err, ended.err

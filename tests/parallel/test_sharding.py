@@ -15,8 +15,10 @@ from torch.utils._pytree import tree_leaves
 
 from megatron_llama.layout import REDUCTIONS_IN_FLIGHT, rank_layout
 from megatron_llama.memory import host_buffer_bytes, state_bytes
-from megatron_llama.mesh import Place
+from megatron_llama.mesh import Place, build_mesh
+from megatron_llama.model.llama import build_stages
 from megatron_llama.nn.sink import home_of
+from megatron_llama.optim.build import build_optimizer
 from megatron_llama.optim.distributed import OverlappedDistributedOptimizer
 from megatron_llama.optim.gradients import _Exchanges
 from tests.harness import Cluster
@@ -209,6 +211,56 @@ def test_what_is_copied_where_it_must_be(cluster: Cluster) -> None:
     expected = sum(size * (1 if bucket in kept else 2) for bucket, size in shards.items())
     for found in cluster.run(2, copied, layout):
         assert found == {"copy_": expected + (2 * layout.layers + 1) * MODEL.hidden_size * 4, "zero_": EMBEDDING}
+
+
+def gathered_by(place: Place, layout: Layout) -> list[str]:
+    """Uses and gathers of one step, in order."""
+    run = trainer(place, layout)
+    run.step(0)
+    recorder, use = run.mesh.recorder, run.optimizer.use
+    recorder.events = []
+    for stage in run.stages.values():
+
+        def noted(unit: int, backward: bool) -> None:
+            recorder.event(f"use {'B' if backward else 'F'}{unit}")
+            use(unit, backward)
+
+        stage.on_use = noted
+    run.step(1)
+    return [event for event in recorder.events if event.startswith(("use", "gather"))]
+
+
+def test_prefetching_goes_as_far_as_the_bytes_allow(cluster: Cluster) -> None:
+    """With three slots two blocks are on their way while one computes; with a limit of one byte a single one is."""
+    layout = Layout(dp=2, strategy=PARAMS, slots="3", layers=6)
+    plan = rank_layout(layout.config(), dp=2)
+    block = {unit: next(b for b in plan.unit_buckets[unit] if not plan.resident(b)) for unit in range(1, 7)}
+    far, near = (cluster.run(2, gathered_by, replace(layout, prefetch=prefetch)) for prefetch in (0, 1))
+    assert far[0] == far[1] and near[0] == near[1] and sorted(far[0]) == sorted(near[0])
+    # When block 2 begins, it and the two after it have been asked for, or only the next.
+    for events, ahead in ((far[0], 4), (near[0], 3)):
+        begun = events[: events.index("use F3")]
+        assert f"gather {block[ahead]}" in begun and f"gather {block[ahead + 1]}" not in begun
+
+
+def chunks_of(place: Place, chunk_bytes: int) -> int:
+    """Messages that leave this rank in a step, as the process groups see them; the largest must fit."""
+    config = Layout(dp=2).config()
+    config = replace(config, parallel=replace(config.parallel, exchange_chunk_bytes=chunk_bytes))
+    mesh = build_mesh(config, rank=place.rank, world_size=2, device=torch.device("cpu"))
+    engine = build_optimizer(config, build_stages(config, mesh).values(), mesh)
+    transfers = [exchange._exchange._transfers for exchange in engine.weights._gathers]
+    messages = [message.view for transfer in transfers for message in transfer._outgoing]
+    assert all(view.numel() * view.element_size() <= chunk_bytes for view in messages)
+    engine.close()
+    return len(messages)
+
+
+def test_messages_go_in_chunks_of_the_option(cluster: Cluster) -> None:
+    buckets = rank_layout(Layout(dp=2).config(), dp=2).buckets
+    for chunk_bytes in (1 << 20, 1 << 12):
+        expected = sum(-(-bucket.numel // 2 * 4 // chunk_bytes) for bucket in buckets)
+        assert cluster.run(2, chunks_of, chunk_bytes) == [expected] * 2
 
 
 def broken(place: Place, how: str) -> str:

@@ -198,7 +198,9 @@ SLOTS += [
     replace(SHARDED, tied=True),
     replace(SHARDED, prefetch=1),
 ]
-HYBRID = [Layout(dp=4, shard_size=2, strategy=s, microbatches=2) for s in STRATEGIES[1:]] + [Layout(dp=2, shard_size=1, strategy=s, microbatches=2) for s in STRATEGIES[1:]]
+HYBRID = [Layout(dp=4, shard_size=2, strategy=s, microbatches=2) for s in STRATEGIES[1:]] + [
+    Layout(dp=2, shard_size=1, strategy=s, microbatches=2) for s in STRATEGIES[1:]
+]
 NARROW = [Layout(dp=2, strategy=s, microbatches=2, reduce_bf16=True) for s in STRATEGIES]
 
 
