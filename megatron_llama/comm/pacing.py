@@ -9,8 +9,9 @@ same few messages. A device's communicator runs its collectives in order anyway.
 from __future__ import annotations
 
 import threading
+import weakref
 from collections import deque
-from queue import Empty, SimpleQueue
+from queue import SimpleQueue
 from typing import Protocol
 
 import torch
@@ -21,13 +22,16 @@ from megatron_llama.comm.streams import DeviceStream, Done
 
 WINDOW = 2
 """While one message is waited for, the next is on its way."""
+SMALL_BYTES = 1 << 18
+"""Messages below this do not count: a link would idle behind them."""
 
 
 class Lane(Protocol):
     """The one who issues on a communicator, in the order of ``submit``."""
 
-    def submit(self, exchange: Exchange, *, ahead: bool = False) -> Done:
-        """Start an exchange in its turn; ``ahead``: at once, whatever is under way. ``Done.wait``: its result is in place.
+    def submit(self, exchange: Exchange, *, size: int, ahead: bool = False) -> Done:
+        """Start an exchange of ``size`` bytes in its turn; ``ahead``: at once, whatever is under way. ``Done.wait``: its result is
+        in place.
 
         All ranks submit in one order. On the host those that go ahead may be others on every rank: they wait for nothing, and
         the first of the rest is always one that every rank has sent, or is about to send."""
@@ -55,7 +59,7 @@ class _Whole:
 
 
 class _InlineLane:
-    def submit(self, exchange: Exchange, *, ahead: bool = False) -> Done:
+    def submit(self, exchange: Exchange, *, size: int, ahead: bool = False) -> Done:
         exchange.start()
         return _Whole(exchange)
 
@@ -67,7 +71,7 @@ class _DeviceLane:
     def __init__(self, device: torch.device) -> None:
         self._stream = DeviceStream(device)
 
-    def submit(self, exchange: Exchange, *, ahead: bool = False) -> Done:
+    def submit(self, exchange: Exchange, *, size: int, ahead: bool = False) -> Done:
         self._stream.issue(exchange.start)
         return _Whole(exchange)
 
@@ -78,10 +82,11 @@ class _DeviceLane:
 class _Turn:
     """One exchange in the hands of the thread."""
 
-    def __init__(self, exchange: Exchange) -> None:
+    def __init__(self, exchange: Exchange, *, counts: bool) -> None:
         self._exchange: Exchange | None = exchange
         self._error: BaseException | None = None
         self._finished = threading.Event()
+        self.counts = counts
 
     def start(self) -> bool:
         """Called by the thread; whether it has to be finished."""
@@ -111,45 +116,49 @@ class _Turn:
 
 
 class HostLane:
-    """A thread that starts exchanges and waits for them, both in their order."""
+    """Whoever makes room, or finds some, starts the next exchange; a thread waits for them, in their order."""
 
     def __init__(self, window: int = WINDOW) -> None:
-        self._queue: SimpleQueue[_Turn | None] = SimpleQueue()
-        threading.Thread(target=_serve, args=(self._queue, window), name="communication", daemon=True).start()
+        self._window, self._lock = window, threading.Lock()
+        self._queue: deque[_Turn] = deque()
+        self._under_way: deque[_Turn] = deque()
+        self._started: SimpleQueue[_Turn | None] = SimpleQueue()
+        threading.Thread(target=_serve, args=(weakref.ref(self), self._started), name="communication", daemon=True).start()
 
-    def submit(self, exchange: Exchange, *, ahead: bool = False) -> Done:
+    def submit(self, exchange: Exchange, *, size: int, ahead: bool = False) -> Done:
         """See Lane."""
         if ahead:
             exchange.start()
             return _Whole(exchange)
-        turn = _Turn(exchange)
-        self._queue.put(turn)
+        turn = _Turn(exchange, counts=size >= SMALL_BYTES)
+        with self._lock:
+            self._queue.append(turn)
+            self._fill()
         return turn
+
+    def _fill(self) -> None:
+        while self._queue and sum(turn.counts for turn in self._under_way) < self._window:
+            turn = self._queue.popleft()
+            if turn.start():
+                self._under_way.append(turn)
+                self._started.put(turn)
+
+    def make_room(self) -> None:
+        """Called by the thread: the oldest exchange is through."""
+        with self._lock:
+            self._under_way.popleft()
+            self._fill()
 
     def close(self) -> None:
         """End the thread after what it still has to do."""
-        self._queue.put(None)
+        self._started.put(None)
 
 
-def _serve(queue: SimpleQueue[_Turn | None], window: int) -> None:
-    under_way: deque[_Turn] = deque()
-    closed = False
+def _serve(lane: weakref.ref[HostLane], started: SimpleQueue[_Turn | None]) -> None:
     with torch.no_grad():  # grad mode belongs to a thread
-        while under_way or not closed:
-            turn = None
-            if len(under_way) < window and not closed:
-                turn, closed = _next(queue, block=not under_way)
-            if turn is not None and turn.start():
-                under_way.append(turn)
-            elif turn is None and under_way:
-                under_way.popleft().finish()
-            del turn  # or an idle thread would keep it
-
-
-def _next(queue: SimpleQueue[_Turn | None], *, block: bool) -> tuple[_Turn | None, bool]:
-    """The next turn, if it is there or worth waiting for, and whether none will come any more."""
-    try:
-        turn = queue.get(block=block)
-    except Empty:
-        return None, False
-    return turn, turn is None
+        while (turn := started.get()) is not None:
+            turn.finish()
+            owner = lane()
+            if owner is not None:
+                owner.make_room()
+            del turn, owner  # or an idle thread would keep them

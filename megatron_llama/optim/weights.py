@@ -90,7 +90,7 @@ class Weights:
             if slot in self._in_flight:
                 self._finish(slot)  # gathered ahead for a list of uses that ended before it was read
             self._axis.recorder.event(f"gather {bucket}")
-            self._in_flight[slot] = bucket, self._lane.submit(self._gathers[bucket], ahead=ahead)
+            self._in_flight[slot] = bucket, self._lane.submit(self._gathers[bucket], size=self.full[bucket].nbytes, ahead=ahead)
 
     def _finish(self, slot: Slot) -> None:
         with self._axis.recorder.exposed():

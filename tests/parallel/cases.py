@@ -199,10 +199,10 @@ class Trainer:
         return [batch(range(start, start + size), documents=self.layout.documents) for start in starts]
 
 
-def trainer(place: Place, layout: Layout) -> Trainer:
-    """Build everything, with the initial weights that all layouts share."""
+def trainer(place: Place, layout: Layout, device: torch.device | None = None) -> Trainer:
+    """Build everything, with the initial weights that all layouts share. On the CPU, unless ``device`` is given."""
     config = layout.config()
-    mesh = build_mesh(config, rank=place.rank, world_size=place.world_size, device=torch.device("cpu"))
+    mesh = build_mesh(config, rank=place.rank, world_size=place.world_size, device=device or torch.device("cpu"))
     stages = build_stages(config, mesh)
     optimizer = build_optimizer(config, stages.values(), mesh)
     optimizer.load_weights(initial_weights())

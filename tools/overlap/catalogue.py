@@ -1,0 +1,99 @@
+"""What is compared: the model, and every contender by name. Integers and strings only."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from megatron_llama.config import Config, ModelConfig, OptimizerConfig, ParallelConfig, TrainingConfig
+
+BLOCKS = 6
+SEQUENCE = 16
+STEPS = 4
+"""Training steps of one contender in one round, one after the other."""
+BUCKET_ELEMENTS = 262144
+"""One bucket for each fused weight, o_proj with its qkv_proj: the finest cut that keeps weights whole. A larger bucket is reduced
+later and holds up the forward pass for longer; a smaller one cannot hold the two attention weights (768 + 256 rows of 256)."""
+NOMINAL_BITS_PER_SECOND = 400e6
+"""The rate at which sending the minimum takes as long as computing; at 800mbit it takes half as long."""
+
+
+@dataclass(frozen=True)
+class Mode:
+    """One way to run the engine of this project."""
+
+    name: str
+    strategy: str
+    clip: float = 1.0
+    bf16: bool = False
+    param_slots: str = "default"
+
+
+MODES = (
+    Mode("optim", "optim"),
+    Mode("optim-noclip", "optim", clip=0.0),
+    Mode("optim-bf16", "optim", bf16=True),
+    Mode("no_shard", "no_shard"),
+    Mode("optim_grads", "optim_grads"),
+    Mode("optim_grads_params", "optim_grads_params"),
+    Mode("optim_grads_params-3", "optim_grads_params", param_slots="3"),
+)
+COMPUTE = "compute"
+"""The same model and waits without communication: what every time is divided by."""
+PEERS = ("serial", "ddp", "ddp-zero", "fsdp2", "fsdp2-reshard")
+NAMES = (COMPUTE, *PEERS, *(mode.name for mode in MODES))
+
+
+def mode_named(name: str) -> Mode | None:
+    """The mode of the engine with this name; None for a peer."""
+    return next((mode for mode in MODES if mode.name == name), None)
+
+
+def model() -> ModelConfig:
+    """5.27 million parameters."""
+    return ModelConfig(
+        vocab_size=1024,
+        hidden_size=256,
+        intermediate_size=688,
+        num_hidden_layers=BLOCKS,
+        num_attention_heads=4,
+        num_key_value_heads=4,
+        head_dim=64,
+        max_position_embeddings=SEQUENCE,
+    )
+
+
+def configuration(mode: Mode, hosts: int) -> Config:
+    """A resolved configuration."""
+    return Config(
+        model=model(),
+        parallel=ParallelConfig(
+            data_parallel_sharding_strategy=mode.strategy,  # type: ignore[arg-type]
+            reduce_bucket_size=BUCKET_ELEMENTS,
+            grad_reduce_in_bf16=mode.bf16,
+            param_slots=mode.param_slots,
+        ),
+        training=TrainingConfig(seq_length=SEQUENCE, micro_batch_size=1, global_batch_size=hosts, train_iters=1, bf16=mode.bf16),
+        optimizer=OptimizerConfig(clip_grad=mode.clip),
+    )
+
+
+def parameters() -> int:
+    """Elements of the model."""
+    m = model()
+    block = 4 * m.hidden_size**2 + 3 * m.hidden_size * m.intermediate_size + 2 * m.hidden_size
+    return 2 * m.vocab_size * m.hidden_size + BLOCKS * block + m.hidden_size
+
+
+def minimum_bytes(hosts: int) -> float:
+    """What one rank sends in a step at least: its part of every fp32 gradient to its owner, its own fp32 shard to the others."""
+    return 2 * (hosts - 1) / hosts * 4 * parameters()
+
+
+def compute_seconds(hosts: int) -> float:
+    """Timed waits of one step: as long as the minimum takes at the nominal rate."""
+    return minimum_bytes(hosts) * 8 / NOMINAL_BITS_PER_SECOND
+
+
+def half_block_seconds(hosts: int) -> float:
+    """Forward time of half a block; backward takes twice that."""
+    return compute_seconds(hosts) / (BLOCKS * 2 * 3)

@@ -1,0 +1,128 @@
+"""What came out: a table, paired comparisons, and JSON."""
+
+from __future__ import annotations
+
+import json
+import statistics
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from .bound import FRAME_FACTOR, link_seconds, plan_of, step_seconds
+from .catalogue import (
+    COMPUTE,
+    MODES,
+    PEERS,
+    STEPS,
+    compute_seconds,
+    configuration,
+    half_block_seconds,
+    minimum_bytes,
+    mode_named,
+    parameters,
+)
+from .job import Job, Sample, bits_per_second
+
+Samples = dict[str, list[Sample]]
+
+
+def write(job: Job, samples: Samples) -> None:
+    """Print, and write the JSON if one is wanted."""
+    rows = [row(job, name, samples) for name in job.names]
+    print("\n".join((*title(job), *table(rows), *pairs(samples))), flush=True)
+    if job.json is not None:
+        Path(job.json).write_text(json.dumps(rows, indent=2) + "\n")
+
+
+def row(job: Job, name: str, samples: Samples) -> dict[str, Any]:
+    """One contender. Times are ratios to ``compute`` within a round; bytes are those of a step over the minimum in fp32."""
+    own, base, least = samples[name], samples[COMPUTE], minimum_bytes(job.hosts)
+    ratios = [one.seconds / other.seconds for one, other in zip(own, base, strict=True)]
+    ratio, quartiles = statistics.median(ratios), quartiles_of(ratios)
+    payloads = [one.payload_bytes for one in own if one.payload_bytes is not None]
+    bound, planned = bound_of(job, name, statistics.median(one.seconds for one in base))
+    return {
+        "name": name,
+        "ratio": ratio,
+        "spread": (quartiles[1] - quartiles[0]) / ratio,
+        "quartiles": quartiles,
+        "bytes_ratio": statistics.median(one.nic_bytes for one in own) / least,
+        "payload_ratio": statistics.median(payloads) / least if payloads else None,
+        "planned_ratio": planned,
+        "bound": bound,
+        "milliseconds": statistics.median(one.seconds for one in own) * 1e3,
+        "cpu_milliseconds": statistics.median(one.cpu_seconds for one in own) * 1e3,
+        "loss": own[-1].loss,
+    }
+
+
+def quartiles_of(values: Sequence[float]) -> tuple[float, float]:
+    """The first and the third."""
+    if len(values) < 2:
+        return values[0], values[0]
+    first, _, third = statistics.quantiles(values, n=4, method="inclusive")
+    return first, third
+
+
+def bound_of(job: Job, name: str, compute: float) -> tuple[float | None, float | None]:
+    """(bound, planned bytes over the minimum) of a mode of ours; None for others. ``compute``: measured seconds of a step without
+    communication; beside the waits it holds some real work of the host, which the bound spreads over the half blocks."""
+    mode = mode_named(name)
+    if mode is None:
+        return None, None
+    plan = plan_of(
+        configuration(mode, job.hosts),
+        job.hosts,
+        half_block=compute / (compute_seconds(job.hosts) / half_block_seconds(job.hosts)),
+        bits_per_second=bits_per_second(job.rate),
+    )
+    payload = link_seconds(plan, STEPS) * bits_per_second(job.rate) / 8 / FRAME_FACTOR
+    return step_seconds(plan, STEPS) / compute, payload / minimum_bytes(job.hosts)
+
+
+def title(job: Job) -> list[str]:
+    """What was run."""
+    compute, least = compute_seconds(job.hosts), minimum_bytes(job.hosts) * 8 / bits_per_second(job.rate)
+    return [
+        "",
+        f"{job.hosts} hosts, {job.rate}, {parameters() / 1e6:.2f} M parameters, {job.rounds} rounds of {STEPS} steps"
+        + "".join(f", {condition}" for condition in job.conditions),
+        f"timed waits {compute * 1e3:.0f} ms a step; the minimum of bytes takes {least * 1e3:.0f} ms, {least / compute:.2f} of that",
+    ]
+
+
+COLUMNS = (
+    f"{'':<22}{'ratio':>7}{'quartiles':>16}{'bound':>8}{'over it':>9}{'ms':>9}{'CPU ms':>8}{'NIC bytes':>11}{'payload':>9}{'planned':>9}"
+)
+
+
+def table(rows: Sequence[dict[str, Any]]) -> list[str]:
+    """One line for each contender."""
+    lines = ["ratio: time of a step over that of compute; bytes: over the fp32 minimum", COLUMNS]
+    for r in rows:
+        low, high = r["quartiles"]
+        over = f"{r['ratio'] / r['bound'] - 1:+.1%}" if r["bound"] else ""
+        bytes_ = f"{r['bytes_ratio']:>11.3f}{_number(r['payload_ratio']):>9}{_number(r['planned_ratio']):>9}"
+        times = f"{r['milliseconds']:>9.1f}{r['cpu_milliseconds']:>8.0f}"
+        lines.append(f"{r['name']:<22}{r['ratio']:>7.3f}{f'{low:.3f}..{high:.3f}':>16}{_number(r['bound']):>8}{over:>9}{times}{bytes_}")
+    return lines
+
+
+def _number(value: float | None) -> str:
+    return "" if value is None else f"{value:.3f}"
+
+
+def pairs(samples: Samples) -> list[str]:
+    """Ours over each peer: medians of the ratios within rounds, with quartiles."""
+    peers = [name for name in PEERS if name in samples]
+    ours = [mode.name for mode in MODES if mode.name in samples]
+    if not peers or not ours:
+        return []
+    lines = ["", "ours over a peer, paired within rounds: median (quartiles)", f"{'':<22}" + "".join(f"{peer:>22}" for peer in peers)]
+    return lines + [f"{name:<22}" + "".join(f"{_pair(samples[name], samples[peer]):>22}" for peer in peers) for name in ours]
+
+
+def _pair(one: Sequence[Sample], other: Sequence[Sample]) -> str:
+    ratios = [a.seconds / b.seconds for a, b in zip(one, other, strict=True)]
+    low, high = quartiles_of(ratios)
+    return f"{statistics.median(ratios):.3f} ({low:.3f}..{high:.3f})"
