@@ -17,6 +17,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from megatron_llama.comm import exchange
 from megatron_llama.comm.collectives import all_reduce
 from megatron_llama.comm.pacing import Lane, open_lane
 from megatron_llama.comm.streams import Stream, open_stream
@@ -145,11 +146,14 @@ class OverlappedDistributedOptimizer:
             stream=stream,
             chunk_bytes=transport.chunk_bytes,
             reduced=_weakly(self),
+            hold=self.weights.awaited,
         )
         # In the master's own dtype the shard is the master: nothing to copy after an update. So it is when it never changes.
         alike = [wide == dtype or not bucket.kind.trainable for bucket in layout.buckets]
         self.masters = [own if same else torch.zeros_like(own, dtype=wide) for own, same in zip(self.weights.own, alike, strict=True)]
         self._squares = torch.zeros(len(layout.buckets), dtype=torch.float64, device=mesh.device)
+        self._total = torch.zeros(1, dtype=torch.float64, device=mesh.device)
+        self._sum_total = exchange.all_reduce(self._total, mesh.world, index=0, wire=None)
         self._early_lr: float | None = None
         self._updated: list[int] = []
         self._waiting: list[int] = []
@@ -259,9 +263,11 @@ class OverlappedDistributedOptimizer:
         """Global L2 norm of the step's gradient (times the loss scale), counting no copied or tied parameter twice."""
         self.gradients.finish_all()
         self._sum_partial_shards()
-        total = self._squares.sum()
-        all_reduce(total, self.mesh.world).wait()
-        return total.sqrt().to(at_least_fp32(self.dtype))
+        self._total.copy_(self._squares.sum())
+        self._sum_total.start()
+        with self.mesh.recorder.exposed():
+            self._sum_total.wait()
+        return self._total[0].sqrt().to(at_least_fp32(self.dtype))
 
     def _sum_partial_shards(self) -> None:
         """Copies that saw a part of the gradient each: norms under sequence parallelism, shared key/value heads, tied

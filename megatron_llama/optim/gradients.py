@@ -41,6 +41,8 @@ class GradientBuckets:
     ``shard_axis`` splits buckets, ``replica_axis`` repeats the shards. With ``reduce_every_microbatch`` slots are reused within
     a step and shards accumulate; otherwise the slots accumulate, are reduced when the last microbatch has contributed, and the
     shard is the rank's part of the slot. ``reduced(bucket)`` runs on ``stream`` when a bucket has its final value of the step.
+    ``hold()``: whether a reduction is to be sent only when the one before it is through, because gathers that backward waits for
+    share the link with it.
     """
 
     def __init__(
@@ -56,6 +58,7 @@ class GradientBuckets:
         stream: Stream,
         chunk_bytes: int,
         reduced: Callable[[int], None],
+        hold: Callable[[], bool],
     ) -> None:
         self.layout, self.reduce_every_microbatch = layout, reduce_every_microbatch
         self._recorder, self._stream, self._reduced = shard_axis.recorder, stream, reduced
@@ -76,6 +79,7 @@ class GradientBuckets:
         self._fresh: set[str] = set()
         self._deferring: Hashable | None = None
         self._deferred: dict[Hashable, list[Callable[[], None]]] = {}
+        self._hold = hold
         self._launched: list[int] = []
         self._followed_up = 0
         self._orders: dict[int, list[int]] = {}
@@ -170,9 +174,12 @@ class GradientBuckets:
         self._ahead.discard(bucket)
         self._launched.append(bucket)
         exchange = self._exchanges.take(bucket, first=first)
-        self._stream.issue(exchange.start)
         final = self._rounds_left[bucket] == 0
-        self._done[bucket] = self._stream.run(partial(self._follow_up, bucket, exchange, first=first, final=final))
+        held = self._hold()
+        if not held:
+            self._stream.issue(exchange.start)
+        follow_up = partial(self._follow_up, bucket, exchange, first=first, final=final)
+        self._done[bucket] = self._stream.run(partial(_after, exchange.start, follow_up) if held else follow_up)
         if not final:
             self._begin_round(bucket, 1)
         self._expect_next()
@@ -277,6 +284,11 @@ class _Exchanges:
         if bucket in self._replicas:
             self._replicas[bucket].start()
             self._replicas[bucket].wait()
+
+
+def _after(first: Callable[[], None], then: Callable[[], None]) -> None:
+    first()
+    then()
 
 
 def _gaps(placements: Sequence[Placement], full: Tensor) -> list[Tensor]:

@@ -115,6 +115,10 @@ class Weights:
                 f"{parameter}: backward reads generation {found} of {self.layout.label(bucket)}, forward saw generation {generation}"
             )
 
+    def awaited(self) -> bool:
+        """Whether gathers are under way that this pass will wait for: of buckets that take turns in their slots."""
+        return any(not self.layout.resident(bucket) for bucket, _ in list(self._in_flight.values()))
+
     def settle(self) -> None:
         """Wait for every gather in flight."""
         for slot in list(self._in_flight):

@@ -1,0 +1,101 @@
+"""A lane issues in order, keeps its window, and outlives errors."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+import torch
+
+from megatron_llama.comm.pacing import SMALL_BYTES, HostLane, Lane, open_lane
+
+
+class Message:
+    """An exchange that arrives when the test says so."""
+
+    def __init__(self, number: int, log: list[str], *, fails: bool = False) -> None:
+        self.number, self.log, self.fails = number, log, fails
+        self.arrived = threading.Event()
+
+    def expect(self) -> None:
+        """Nothing to prepare."""
+
+    def start(self) -> None:
+        """Noted."""
+        self.log.append(f"start {self.number}")
+
+    def wait(self) -> None:
+        """Until the test lets it."""
+        assert self.arrived.wait(timeout=60)
+        self.log.append(f"wait {self.number}")
+        if self.fails:
+            raise ZeroDivisionError
+
+
+@pytest.fixture
+def lane(request: pytest.FixtureRequest) -> Lane:
+    opened = HostLane(window=2)
+    request.addfinalizer(opened.close)
+    return opened
+
+
+def test_two_are_under_way_and_the_third_starts_when_the_first_is_through(lane: Lane) -> None:
+    log: list[str] = []
+    messages = [Message(number, log) for number in range(4)]
+    done = [lane.submit(message, size=SMALL_BYTES) for message in messages]
+    assert log == ["start 0", "start 1"]
+    messages[1].arrived.set()
+    messages[0].arrived.set()
+    done[1].wait()
+    for message in messages[2:]:
+        message.arrived.set()
+    done[3].wait()
+    assert [line for line in log if line.startswith("start")] == [f"start {number}" for number in range(4)]
+    assert [line for line in log if line.startswith("wait")] == [f"wait {number}" for number in range(4)]
+    assert log.index("wait 0") < log.index("start 2") and log.index("wait 1") < log.index("start 3")
+
+
+def test_small_messages_do_not_count(lane: Lane) -> None:
+    log: list[str] = []
+    messages = [Message(number, log) for number in range(5)]
+    done = [lane.submit(m, size=SMALL_BYTES - (m.number in (1, 2))) for m in messages]
+    assert log == [f"start {number}" for number in range(4)], "two large ones, and the small ones between them"
+    for message in messages:
+        message.arrived.set()
+    done[-1].wait()
+
+
+def test_one_goes_ahead_of_those_that_wait_their_turn(lane: Lane) -> None:
+    log: list[str] = []
+    messages = [Message(number, log) for number in range(4)]
+    done = [lane.submit(message, size=SMALL_BYTES, ahead=message.number == 3) for message in messages]
+    assert log == ["start 0", "start 1", "start 3"]
+    for message in messages:
+        message.arrived.set()
+    for end in done:
+        end.wait()
+
+
+def test_an_error_belongs_to_its_message_and_the_next_goes_on(lane: Lane) -> None:
+    log: list[str] = []
+    messages = [Message(0, log), Message(1, log, fails=True), Message(2, log)]
+    done = [lane.submit(message, size=SMALL_BYTES) for message in messages]
+    for message in messages:
+        message.arrived.set()
+    done[2].wait()
+    for _ in range(2):
+        with pytest.raises(ZeroDivisionError):
+            done[1].wait()
+    done[0].wait()
+
+
+def test_with_nobody_to_talk_to_everything_happens_at_once() -> None:
+    log: list[str] = []
+    message = Message(0, log)
+    message.arrived.set()
+    alone = open_lane(torch.device("cpu"), inline=True)
+    done = alone.submit(message, size=SMALL_BYTES)
+    assert log == ["start 0"]
+    done.wait()
+    assert log == ["start 0", "wait 0"]
+    alone.close()
