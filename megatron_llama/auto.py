@@ -11,7 +11,6 @@ from megatron_llama.memory import USABLE, MemoryPlan, gib
 from megatron_llama.params import partition_of
 
 FEWEST_SLOTS = 2
-LAST = len(BY_TRAFFIC) - 1
 
 
 def decide(config: Config, world_size: int, memory: int) -> tuple[Config, tuple[str, ...]]:
@@ -49,17 +48,15 @@ def _decide_strategy(config: Config, world_size: int, memory: int) -> tuple[Conf
     """The first strategy that fits, in the order of what they send."""
     if config.parallel.data_parallel_sharding_strategy != AUTO:
         return config, ()
-    too_much: list[str] = []
-    for name in BY_TRAFFIC:
-        chosen = _with(config, data_parallel_sharding_strategy=name)
-        plan = _plan(chosen, world_size)
-        needed = _least(plan)
-        if needed <= memory * USABLE:
-            break
-        too_much.append(f"{name} would need {gib(needed)}")
-    because = f"with {plan.schedule.microbatches} microbatches it sends least of what fits"
-    note = f"--data-parallel-sharding-strategy auto: {name}; {_of_budget(needed, memory)}"
-    return chosen, ("; ".join([note, *too_much[:LAST], *([because] if needed <= memory * USABLE else [])]),)
+    plans = {name: _plan(_with(config, data_parallel_sharding_strategy=name), world_size) for name in BY_TRAFFIC}
+    needed = {name: _least(plan) for name, plan in plans.items()}
+    fitting = [name for name in BY_TRAFFIC if needed[name] <= memory * USABLE]
+    chosen = fitting[0] if fitting else BY_TRAFFIC[-1]
+    reasons = [f"{name} would need {gib(needed[name])}" for name in BY_TRAFFIC[: BY_TRAFFIC.index(chosen)]]
+    if fitting:
+        reasons.append(f"with {plans[chosen].schedule.microbatches} microbatches it sends least of what fits")
+    note = f"--data-parallel-sharding-strategy auto: {chosen}; {_of_budget(needed[chosen], memory)}"
+    return _with(config, data_parallel_sharding_strategy=chosen), ("; ".join([note, *reasons]),)
 
 
 def _decide_slots(config: Config, world_size: int, memory: int) -> tuple[Config, tuple[str, ...]]:
@@ -84,15 +81,14 @@ def decide_recompute(config: Config, world_size: int, memory: int) -> tuple[Conf
 
     ``config`` is resolved and knows its vocabulary; all ranks must give the same memory, for all must decide alike."""
     parallel = config.parallel
-    if parallel.recompute_num_layers != "auto":
+    if parallel.recompute_num_layers != AUTO:
         return config, ()
-    plan, granularity, budget = MemoryPlan(config, world_size), parallel.recompute_granularity, int(memory * USABLE)
+    plan, granularity = MemoryPlan(config, world_size), parallel.recompute_granularity
     most = plan.largest_stage if granularity != "none" else 0
-    layers = min(most, bisect_left(range(most + 1), True, key=lambda count: plan.needed(granularity, count) <= budget))
-    needed = plan.needed(granularity, layers)
-    fits = "" if needed <= budget else ", which is not enough"
+    counts = range(most + 1)
+    layers = min(most, bisect_left(counts, True, key=lambda count: plan.needed(granularity, count) <= memory * USABLE))
     note = (
         f"--recompute-num-layers auto: {layers} of up to {plan.largest_stage} blocks of a stage recompute ({granularity}); "
-        f"{gib(needed)} of {gib(budget)} usable per process{fits}"
+        f"{_of_budget(plan.needed(granularity, layers), memory)}"
     )
-    return replace(config, parallel=replace(parallel, recompute_num_layers=str(layers))), (note,)
+    return _with(config, recompute_num_layers=str(layers)), (note,)

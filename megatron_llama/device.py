@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import platform
-import resource
 from contextlib import AbstractContextManager
 
 import torch
@@ -29,6 +28,12 @@ def backend(device: torch.device) -> str:
     return "gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl"
 
 
+def one_connection_per_peer(device: torch.device) -> bool:
+    """Whether communicators over the same ranks should be one. Over sockets, messages of one communicator go out in the order in
+    which they were issued, those of two share the link as they like. A GPU's communicator runs one operation at a time."""
+    return is_host(device)
+
+
 def is_host(device: torch.device) -> bool:
     """Whether the host itself computes, so that waiting for communication is time on the host's clock."""
     return device.type == "cpu"
@@ -45,15 +50,8 @@ def synchronize(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-def peak_memory_bytes(device: torch.device) -> int:
-    """Largest memory so far: allocated bytes on a GPU, resident set of the process on a CPU."""
-    if is_host(device):
-        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-    return torch.cuda.max_memory_allocated(device)
-
-
 def reset_peak_memory(device: torch.device) -> None:
-    """Start ``peak_since_reset`` anew."""
+    """Start ``peak_memory_bytes`` anew."""
     if is_host(device):
         with open("/proc/self/clear_refs", "w") as switch:
             switch.write("5")
@@ -61,8 +59,8 @@ def reset_peak_memory(device: torch.device) -> None:
         torch.cuda.reset_peak_memory_stats(device)
 
 
-def peak_since_reset(device: torch.device) -> int:
-    """Largest memory since ``reset_peak_memory``: allocated bytes on a GPU, resident set of the process on a CPU (Linux)."""
+def peak_memory_bytes(device: torch.device) -> int:
+    """Largest memory so far, or since ``reset_peak_memory``: allocated bytes on a GPU, resident set of the process on a CPU (Linux)."""
     if not is_host(device):
         return torch.cuda.max_memory_allocated(device)
     with open("/proc/self/status") as status:

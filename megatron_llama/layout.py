@@ -5,8 +5,10 @@ The runtime moves data with this table, checkpoints reshard with it, the planner
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 from megatron_llama.config import Config, ParallelConfig
 from megatron_llama.params import ParamSpec, Rectangle, UnitSpec, rank_units, rectangles
@@ -14,7 +16,7 @@ from megatron_llama.params import ParamSpec, Rectangle, UnitSpec, rank_units, re
 Slot = tuple[int, int]
 """(pool, number in the pool)."""
 AUTO = "auto"
-"""The strategy that ``memory.decide_sharding`` replaces by a real one."""
+"""The strategy that ``auto.decide`` replaces by a real one."""
 REDUCTIONS_IN_FLIGHT = 4
 """Reductions whose parts may be on their way at once, where the backend is gloo: each has a receive buffer."""
 NO_SHARD = "no_shard"
@@ -94,6 +96,9 @@ class ShardLayout:
     """For each bucket, the buffer of its whole parameters."""
     gradient_slots: tuple[Slot, ...]
     """For each bucket, the buffer of its whole gradients. Frozen buckets have one that nobody allocates."""
+    gathers_first: bool
+    """Whether backward waits for a gather sooner than for room for gradients: with p slots for parameters the gather launched after
+    a unit is needed p - 1 units later, and with g for gradients its reduction at the end of the g-th."""
 
     def shard_numel(self, bucket: int) -> int:
         """Elements of one shard of a bucket."""
@@ -130,7 +135,12 @@ class ShardLayout:
 
     def resident(self, bucket: int) -> bool:
         """Whether a bucket has its parameter slot to itself, so that one gather serves until its next update."""
-        return self.parameter_slots.count(self.parameter_slots[bucket]) == 1
+        return bucket in self._resident
+
+    @cached_property
+    def _resident(self) -> frozenset[int]:
+        users = Counter(self.parameter_slots)
+        return frozenset(bucket for bucket, slot in enumerate(self.parameter_slots) if users[slot] == 1)
 
     def label(self, bucket: int) -> str:
         """A bucket for people: its number, its units and its parameters."""
@@ -197,7 +207,8 @@ def _layout(units: Sequence[UnitSpec], closed: tuple[Bucket, ...], shards: int, 
     forward = tuple(dict.fromkeys(bucket for unit in unit_buckets for bucket in unit))
     names = tuple(unit.name for unit in units)
     parameters, gradients = (_assign_slots(closed, count, ends) for count in (slots.parameters, slots.gradients))
-    return ShardLayout(closed, shards, forward, names, unit_buckets, parameters, gradients)
+    gathers_first = slots.parameters is not None and slots.parameters <= (slots.gradients or len(closed))
+    return ShardLayout(closed, shards, forward, names, unit_buckets, parameters, gradients, gathers_first)
 
 
 def _fill(specs: Iterable[ParamSpec], cap: int) -> list[list[ParamSpec]]:
@@ -234,15 +245,15 @@ def _assign_slots(buckets: Sequence[Bucket], count: int | None, ends: frozenset[
     (``ends``) have a pool of their own, since a common size would waste memory on one of the two, and one slot less: the
     embedding is not read again in backward, so the head may follow it. Every other bucket has a slot to itself, as have
     buckets of shared key/value heads when a bucket may hold several layers: the last one stays open for long."""
-    slots, turns = [], dict[tuple[bool, ...], int]()
+    slots, turns, pools = [], Counter[int](), dict[tuple[bool, ...], int]()
     for bucket in buckets:
         kind, end = bucket.kind, ends is not None and bucket.placements[0].spec.name in ends
         if count is None or kind.lasting or (kind.copies > 1 and ends is None):
             slots.append((OWN, bucket.index))
             continue
-        pool = (end, kind.copies > 1, kind.trainable)
-        turn = turns[pool] = turns.get(pool, -1) + 1
-        slots.append((1 + int("".join(str(int(part)) for part in pool), 2), turn % max(1, count - end)))
+        pool = pools.setdefault((end, kind.copies > 1, kind.trainable), OWN + 1 + len(pools))
+        slots.append((pool, turns[pool] % max(1, count - end)))
+        turns[pool] += 1
     return tuple(slots)
 
 

@@ -42,8 +42,9 @@ def host_buffer_bytes(config: Config, layout: ShardLayout, *, dp: int) -> int:
     size, replicas = layout.shards, dp // layout.shards
     total = 0
     if size > 1:
-        part = -(-max(trained) // size)
-        each = (size - 1) * part * wire + narrow * (max(trained) * wire + part * wide)
+        largest = max(trained, default=0)
+        part = -(-largest // size)
+        each = (size - 1) * part * wire + narrow * (largest * wire + part * wide)
         total += REDUCTIONS_IN_FLIGHT * each
     if replicas > 1:
         for numel in trained:

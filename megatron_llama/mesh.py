@@ -10,7 +10,7 @@ import math
 import os
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 
 import torch
@@ -58,8 +58,8 @@ class Axis:
 
 @dataclass(frozen=True)
 class Mesh:
-    """This process's place on every axis. ``dp_gather`` and ``pp_backward`` span the ranks of ``dp_shard`` and ``pp`` with a
-    communicator of their own, so that traffic of opposite directions never queues behind each other."""
+    """This process's place on every axis. ``pp_backward`` spans the ranks of ``pp`` with a communicator of its own, so that traffic
+    of opposite directions never queues behind each other."""
 
     world: Axis
     tp: Axis
@@ -73,6 +73,7 @@ class Mesh:
     dp_replica: Axis
     """The ranks of ``dp`` that hold the same shard."""
     dp_gather: Axis
+    """The ranks of ``dp_shard``, for gathers: on a device with a communicator of their own, to run beside reductions."""
     pp: Axis
     pp_backward: Axis
     embedding: Axis
@@ -199,15 +200,17 @@ def build_mesh(config: Config, *, rank: int, world_size: int, device: torch.devi
     sharing = [line[i : i + copies] for line in grid.lines(3) for i in range(0, tp, copies)] if copies < tp else []
     partition, dp = partition_of(config), builder.build("dp", data)
     tied, virtual = model.tie_word_embeddings and not partition.ends_meet, partition.stages > pp
+    dp_shard = dp if shards == dp.size else builder.build("dp_shard", together)
+    apart = not devices.one_connection_per_peer(device)
     return Mesh(
         world=world,
         tp=builder.build("tp", grid.lines(3)),
         kv=builder.build("kv", sharing),
         cp=builder.build("cp", grid.lines(2)),
         dp=dp,
-        dp_shard=dp if shards == dp.size else builder.build("dp_shard", together),
+        dp_shard=dp_shard,
         dp_replica=dp if shards == 1 else builder.build("dp_replica", replicas),
-        dp_gather=builder.build("dp_gather", together),
+        dp_gather=builder.build("dp_gather", together) if apart else replace(dp_shard, name="dp_gather"),
         pp=builder.build("pp", stages),
         pp_backward=builder.build("pp_backward", stages),
         pp_return=builder.build("pp_return", stages) if virtual else None,

@@ -17,7 +17,7 @@ gather waits only for what was issued before it. ``forget`` and ``offer`` theref
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Container, Iterator, Sequence
 
 from megatron_llama.layout import Slot
 from megatron_llama.uses import Use
@@ -77,7 +77,7 @@ class Residency:
     def begin(self, uses: Sequence[Use]) -> tuple[int, ...]:
         """Start a list of uses, a training step or an evaluation; returns the buckets to gather now for its first uses, in
         issue order. What is resident stays so. Raises RuntimeError where the previous list was not walked to its end."""
-        self._check_walked("a new list of uses begins")
+        self._check_walked()
         uses = tuple(uses)
         if uses is not self._plan.uses:
             self._plan = _Plan(uses, self.unit_buckets)
@@ -110,17 +110,10 @@ class Residency:
         by ``begin`` or ``enter`` later. Raises RuntimeError where the slot holds this bucket: ``forget`` comes first."""
         if self.holds(bucket):
             raise RuntimeError(f"bucket {bucket} is offered while slot {self.slots[bucket]} holds it: forget the old weights first")
-        if bucket not in self._round or self._ahead < len(self._plan.needs) or not self._fits(bucket) or self._still_read(bucket):
+        if bucket not in self._round or self.more_to_come or not self._fits(bucket) or self._still_read(bucket):
             return False
         self._occupy(bucket, ahead=True)
         return True
-
-    def invalidate(self) -> None:
-        """All weights changed: every slot is empty. Raises RuntimeError within a list, whose uses all read the same weights."""
-        self._check_walked("all weights change")
-        self._occupants.clear()
-        self._unused.clear()
-        self._unused_bytes = 0
 
     def forget(self, bucket: int) -> None:
         """The weights of one bucket changed. Raises RuntimeError where the present list still uses it."""
@@ -139,10 +132,15 @@ class Residency:
         """The bucket that a slot holds or is being filled with."""
         return self._occupants.get(slot)
 
-    def _check_walked(self, event: str) -> None:
+    @property
+    def more_to_come(self) -> bool:
+        """Whether look-ahead has not come to the end of the list."""
+        return self._ahead < len(self._plan.needs)
+
+    def _check_walked(self) -> None:
         if self._entered < len(self._plan.uses):
-            at = f"{self._entered} of {len(self._plan.uses)} uses"
-            raise RuntimeError(f"{event} after {at}: {self._plan.uses[self._entered]} is still to come; walk a list to its end")
+            at, following = f"{self._entered} of {len(self._plan.uses)} uses", self._plan.uses[self._entered]
+            raise RuntimeError(f"a new list of uses begins after {at}: {following} is still to come; walk a list to its end")
 
     def _fill_current(self) -> Iterator[int]:
         """Gather what the current use lacks. Nothing is in the way: look-ahead has not come past it, so no later use has a claim."""
@@ -155,7 +153,7 @@ class Residency:
 
     def _look_ahead(self) -> Iterator[int]:
         """Gather for later uses, in their order, up to the first that has to wait."""
-        while self._ahead < len(self._plan.needs):
+        while self.more_to_come:
             bucket = self._plan.needs[self._ahead]
             if not self.holds(bucket):
                 if not self._free(self.slots[bucket]) or not self._fits(bucket):
@@ -208,17 +206,20 @@ class Residency:
             yield bucket
 
 
-def gathers(residency: Residency, uses: Sequence[Use], steps: int = 2) -> Counter[int]:
+def gathers(residency: Residency, uses: Sequence[Use], frozen: Container[int] = (), steps: int = 2) -> Counter[int]:
     """How often each bucket is gathered in the last of ``steps``; times ``sizes``: bytes. From the second step on all are equal.
 
-    A step: begin, every use, update of all weights, offers in forward order. Walks ``residency``, so give it one of its own."""
+    A step: begin, every use, update of all weights but the ``frozen`` ones, offers in forward order. Walks ``residency``, so
+    give it one of its own."""
     uses = tuple(uses)
     order = dict.fromkeys(bucket for use in uses for bucket in residency.unit_buckets[use.unit])
+    trained = [bucket for bucket in order if bucket not in frozen]
     count: Counter[int] = Counter()
     for _ in range(steps):
         count = Counter(residency.begin(uses))
         for use in uses:
             count.update(residency.enter(use))
-        residency.invalidate()
-        count.update(bucket for bucket in order if residency.offer(bucket))
+        for bucket in trained:
+            residency.forget(bucket)
+        count.update(bucket for bucket in trained if residency.offer(bucket))
     return count

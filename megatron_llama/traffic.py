@@ -7,10 +7,9 @@ from dataclasses import dataclass
 from megatron_llama.activations import compute_bytes
 from megatron_llama.config import Config
 from megatron_llama.layout import ShardLayout, rank_layout, strategy_named
-from megatron_llama.params import partition_of, rank_units
 from megatron_llama.residency import Residency, gathers
 from megatron_llama.schedule import Schedule
-from megatron_llama.uses import Use, unit_uses, uses_of
+from megatron_llama.uses import rank_uses
 
 
 @dataclass(frozen=True)
@@ -34,12 +33,6 @@ class StepTraffic:
         return (self.gather_bytes + self.reduction_bytes) * sharded + self.replica_bytes * repeated
 
 
-def training_uses(config: Config, schedule: Schedule, rank: int) -> tuple[Use, ...]:
-    """The uses of one pipeline rank in a training step."""
-    forward, backward = unit_uses(rank_units(config, rank=rank), partition_of(config), rank=rank)
-    return uses_of(schedule.ranks[rank], forward, backward)
-
-
 def residency_of(layout: ShardLayout, itemsize: int, prefetch_bytes: int) -> Residency:
     """The plan of a layout's gathers. ``itemsize``: bytes of a parameter; ``prefetch_bytes``: 0 for no limit."""
     return Residency(
@@ -60,7 +53,9 @@ def step_traffic(config: Config, schedule: Schedule, *, dp: int, rank: int = 0) 
     rounds = schedule.microbatches if strategy_named(parallel.data_parallel_sharding_strategy).reduce_every_microbatch else 1
     elements = sum(bucket.numel for bucket in trained)
     replicas = dp // layout.shards
-    counts = gathers(residency_of(layout, narrow, parallel.prefetch_bytes), training_uses(config, schedule, rank))
+    frozen = {bucket.index for bucket in layout.buckets if not bucket.kind.trainable}
+    uses = rank_uses(config, schedule.ranks[rank], rank=rank)
+    counts = gathers(residency_of(layout, narrow, parallel.prefetch_bytes), uses, frozen)
     gathered = sum(layout.buckets[bucket].numel * count for bucket, count in counts.items())
     return StepTraffic(
         gathers=sum(counts.values()) if layout.shards > 1 else 0,

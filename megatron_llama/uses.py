@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from megatron_llama.params import Partition, UnitSpec
+from megatron_llama.config import Config
+from megatron_llama.params import Partition, UnitSpec, partition_of, rank_units
 from megatron_llama.schedule import Action, Op
 
 
@@ -19,6 +20,11 @@ class Use:
 
     def __str__(self) -> str:
         return f"{'B' if self.backward else 'F'}{self.unit}"
+
+
+def rank_uses(config: Config, actions: Iterable[Action], *, rank: int) -> tuple[Use, ...]:
+    """The uses of one pipeline rank of a resolved configuration in a list of its actions."""
+    return uses_of(actions, *unit_uses(rank_units(config, rank=rank), partition_of(config), rank=rank))
 
 
 def uses_of(actions: Iterable[Action], forward: Mapping[int, Sequence[int]], backward: Mapping[int, Sequence[int]]) -> tuple[Use, ...]:

@@ -75,7 +75,7 @@ def test_gathers_by_bucket() -> None:
 
 @pytest.mark.parametrize("steps", [2, 3, 10])
 def test_steps_repeat_from_the_second(steps: int) -> None:
-    assert gathers(blocks(5, 2), plain(5, 3), steps) == gathers(blocks(5, 2), plain(5, 3))
+    assert gathers(blocks(5, 2), plain(5, 3), steps=steps) == gathers(blocks(5, 2), plain(5, 3))
 
 
 @pytest.mark.parametrize("microbatches", [1, 2, 3, 8])
@@ -187,12 +187,23 @@ def test_kept_buckets_are_not_ahead() -> None:
 # Lists, offers, refusals
 
 
+def forget_all(residency: Residency) -> None:
+    """An update of everything."""
+    for bucket in range(len(residency.slots)):
+        residency.forget(bucket)
+
+
+def test_frozen_buckets_are_gathered_once_where_they_may_stay() -> None:
+    assert gathers(blocks(3, 3), plain(3, 2), frozen={0, 2}) == {1: 1}
+    assert gathers(blocks(3, 1), plain(3, 1), frozen={0, 1, 2}) == {1: 2, 2: 1, 0: 1}
+
+
 def test_slots_stay_filled_between_lists() -> None:
     residency = blocks(3, 3)
     evaluation = parse("F0 F1 F2")
     assert walk(residency, evaluation) == [(0, 1, 2), (), (), ()]
     assert walk(residency, plain(3, 1)) == [()] * 7
-    residency.invalidate()
+    forget_all(residency)
     assert [residency.occupant((0, slot)) for slot in range(3)] == [None] * 3
     assert walk(residency, evaluation) == [(0, 1, 2), (), (), ()]
 
@@ -205,7 +216,7 @@ def test_offers_go_as_far_as_begin_would() -> None:
     uses = plain(4, 1)
     assert [residency.offer(bucket) for bucket in range(4)] == [False] * 4, "no list is known yet"
     walk(residency, uses)
-    residency.invalidate()
+    forget_all(residency)
     assert [residency.offer(bucket) for bucket in range(4)] == [True, True, False, False]
     assert [residency.holds(bucket) for bucket in range(4)] == [True, True, False, False]
     assert residency.begin(uses) == ()
@@ -217,7 +228,7 @@ def test_offers_keep_the_limit_in_any_order(limit: int | None, accepted: int) ->
     for order in ((0, 1, 2, 3), (3, 2, 1, 0)):
         residency = blocks(4, 4, limit=limit)
         walk(residency, plain(4, 1))
-        residency.invalidate()
+        forget_all(residency)
         assert sorted(bucket for bucket in order if residency.offer(bucket)) == list(range(accepted))
 
 
@@ -265,8 +276,6 @@ def test_refusals() -> None:
         residency.enter(Use(1, backward=True))
     with pytest.raises(RuntimeError, match="a new list of uses begins after 1 of 6 uses: F1 is still to come"):
         residency.begin(uses)
-    with pytest.raises(RuntimeError, match="all weights change after 1 of 6 uses: F1 is still to come"):
-        residency.invalidate()
     with pytest.raises(RuntimeError, match="bucket 0 changes after 1 of 6 uses: a later one still reads it"):
         residency.forget(0)
     for use in uses[1:]:

@@ -25,7 +25,7 @@ SEQUENCES = 2000
 
 @dataclass(frozen=True)
 class Call:
-    """One line of the program that all ranks run: begin, enter, invalidate, forget or offer."""
+    """One line of the program that all ranks run: begin, enter, forget or offer."""
 
     name: str
     uses: tuple[Use, ...] = ()
@@ -72,9 +72,6 @@ class Scenario:
                     forward.remove(bucket)
                     yield from (Call("forget", bucket=bucket), Call("offer", bucket=bucket))
         if end == "at once":
-            yield Call("invalidate")
-            yield from (Call("offer", bucket=bucket) for bucket in forward)
-        elif end == "one by one" and self.draw.random() < 0.5:
             yield from (Call("forget", bucket=bucket) for bucket in forward)
             yield from (Call("offer", bucket=bucket) for bucket in forward)
         elif end == "one by one":
@@ -106,10 +103,9 @@ class Rules:
         return limit is None or total <= limit or (limit > 0 and len(ahead) == 1)
 
     def before(self, call: Call) -> None:
-        if call.name in ("invalidate", "forget"):
-            gone = {bucket for bucket in self.held.values() if call.name == "invalidate" or bucket == call.bucket}
-            self.held = {slot: bucket for slot, bucket in self.held.items() if bucket not in gone}
-            self.unused -= gone
+        if call.name == "forget":
+            self.held = {slot: bucket for slot, bucket in self.held.items() if bucket != call.bucket}
+            self.unused.discard(call.bucket)
         if call.name == "begin":
             self.uses, self.position, self.current = call.uses, 0, ()
             kept = list(self.held.values())
@@ -186,9 +182,8 @@ class Rank:
         if self.at == len(self.case.program) or len(self.passes.work) - self.passes.done > self.case.run_ahead:
             return False
         call, self.at = self.case.program[self.at], self.at + 1
-        if call.name in ("invalidate", "forget"):
-            changed = range(len(self.generation)) if call.name == "invalidate" else [call.bucket]
-            self.generation = [number + (bucket in changed) for bucket, number in enumerate(self.generation)]
+        if call.name == "forget":
+            self.generation[call.bucket] += 1
         answer = self.ask(call)
         if check:
             self.rules.before(call)
@@ -213,10 +208,7 @@ class Rank:
             return self.residency.enter(*call.uses)
         if call.name == "offer":
             return (call.bucket,) if self.residency.offer(call.bucket) else ()
-        if call.name == "forget":
-            self.residency.forget(call.bucket)
-        else:
-            self.residency.invalidate()
+        self.residency.forget(call.bucket)
         return ()
 
     def compute(self) -> bool:
@@ -319,7 +311,7 @@ class RefusesOffers(Residency):
 
 
 class KeepsAllWeights(Residency):
-    def invalidate(self) -> None:
+    def forget(self, bucket: int) -> None:
         pass
 
     def offer(self, bucket: int) -> bool:
@@ -327,11 +319,9 @@ class KeepsAllWeights(Residency):
 
 
 class KeepsOneWeight(KeepsAllWeights):
-    def invalidate(self) -> None:
-        super(KeepsAllWeights, self).invalidate()
-
     def forget(self, bucket: int) -> None:
-        pass
+        if bucket != 1:
+            Residency.forget(self, bucket)
 
 
 class InAnotherOrder(Residency):
@@ -343,8 +333,9 @@ class GathersTooOften(Residency):
     """Forgets what forward left over whenever a list turns."""
 
     def begin(self, uses: Sequence[Use]) -> tuple[int, ...]:
-        self._check_walked("")
-        self.invalidate()
+        self._check_walked()
+        for bucket in list(self._occupants.values()):
+            self.forget(bucket)
         return super().begin(uses)
 
 

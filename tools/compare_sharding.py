@@ -96,12 +96,11 @@ class Trial:
         devices.synchronize(self.mesh.device)
 
 
-def measured(name: str, config: Config, place_mesh: Mesh, steps: int) -> Row:
+def measured(name: str, config: Config, mesh: Mesh, steps: int) -> Row:
     """One mode, once. Raises OutOfMemory on every rank if on one. Collective."""
     gc.collect()
-    device, failed, row = place_mesh.device, 0, None
-    devices.reset_peak_memory(device)
-    mesh = build_mesh(config, rank=place_mesh.rank, world_size=place_mesh.world.size, device=device)
+    failed, row = 0, None
+    devices.reset_peak_memory(mesh.device)
     try:
         row = _timed(name, config, mesh, steps)
     except torch.OutOfMemoryError:
@@ -128,7 +127,13 @@ def _timed(name: str, config: Config, mesh: Mesh, steps: int) -> Row:
         exposed = sum(before.elapsed_time(after) for before, after in recorder.marks) / 1e3
     planned = MemoryPlan(config, mesh.world.size).traffic(mesh.pp.rank).sent if data_ranks > 1 else 0.0
     trial.engine.close()
-    values = (seconds / steps * 1e3, exposed / steps * 1e3, sent_bytes(mesh) / steps, planned, float(devices.peak_since_reset(mesh.device)))
+    values = (
+        seconds / steps * 1e3,
+        exposed / steps * 1e3,
+        sent_bytes(mesh) / steps,
+        planned,
+        float(devices.peak_memory_bytes(mesh.device)),
+    )
     step_ms, exposed_ms, sent, planned, peak = (_most(mesh, value) for value in values)
     return Row(name, step_ms, exposed_ms, sent, planned, int(peak))
 
@@ -184,15 +189,14 @@ def main(words: list[str]) -> None:
     config = check(config, place.world_size).config
     mesh = init_mesh(config, place)
     memory = agreed_memory(mesh, place)
+    configs = {mode: decide(_in_mode(config, mode), place.world_size, memory)[0] for mode in options.modes}
+    meshes = {mode: build_mesh(chosen, rank=mesh.rank, world_size=place.world_size, device=mesh.device) for mode, chosen in configs.items()}
     found: dict[str, list[Row]] = {mode: [] for mode in options.modes}
     failed: set[str] = set()
     for round_ in range(options.rounds):
         for mode in options.modes[round_ % len(options.modes) :] + options.modes[: round_ % len(options.modes)]:
-            strategy, slots = MODES[mode]
-            parallel = replace(config.parallel, data_parallel_sharding_strategy=strategy, param_slots=slots)  # type: ignore[arg-type]
-            chosen, _ = decide(replace(config, parallel=parallel), place.world_size, memory)
             try:
-                found[mode].append(measured(mode, chosen, mesh, options.steps))
+                found[mode].append(measured(mode, configs[mode], meshes[mode], options.steps))
             except OutOfMemory:
                 failed.add(mode)
     if mesh.rank == 0:
@@ -200,6 +204,12 @@ def main(words: list[str]) -> None:
         print("\n".join(table(rows, sorted(failed))))
         if options.json is not None:
             Path(options.json).write_text(json.dumps([asdict(row) for row in rows], indent=2) + "\n")
+
+
+def _in_mode(config: Config, mode: str) -> Config:
+    strategy, slots = MODES[mode]
+    parallel = replace(config.parallel, data_parallel_sharding_strategy=strategy, param_slots=slots)  # type: ignore[arg-type]
+    return replace(config, parallel=parallel)
 
 
 def _with_vocabulary(model: ModelConfig) -> ModelConfig:

@@ -24,7 +24,7 @@ from megatron_llama.checkpoint.failures import writing
 from megatron_llama.checkpoint.folders import INCOMPLETE, REPLACED, commit, fresh_staging, recover, staging, sync, write_synced
 from megatron_llama.checkpoint.meta import META, CheckpointMeta, TrainState, meta_json, model_differences, parse_meta
 from megatron_llama.checkpoint.storage import METADATA, ChunkReader, ChunkWriter, read_metadata, refuse
-from megatron_llama.comm.agreement import raise_together, together
+from megatron_llama.comm.agreement import largest, raise_together, together
 from megatron_llama.config import Config, ModelConfig
 from megatron_llama.errors import CheckpointError, describe
 from megatron_llama.mesh import Mesh
@@ -46,12 +46,14 @@ def save(folder: str | Path, engine: OverlappedDistributedOptimizer, mesh: Mesh,
         with together(mesh.world), writing(target):
             if mesh.rank == 0:
                 _prepare(target)
+        updates, agreed = largest(max((int(count) for count in engine.step_counts()), default=0), mesh.world)
+        agreed.wait()
         own = [part for region in regions(piece for piece in engine.pieces() if piece.primary) for part in region.split()]
         writer, planner = ChunkWriter(staging(target)), SaveRegions(own)
         _run(target, mesh, lambda no_dist: state_dict_saver.save({}, storage_writer=writer, planner=planner, no_dist=no_dist))
         with together(mesh.world), writing(target):
             if mesh.rank == 0:
-                _finish(target, meta_json(state, int(engine.step_counts()[0]), engine.loss_scale.state(), config), state.iteration)
+                _finish(target, meta_json(state, int(updates), engine.loss_scale.state(), config), state.iteration)
     finally:
         if mesh.rank == 0:
             shutil.rmtree(staging(target), ignore_errors=True)

@@ -17,9 +17,13 @@ from torch import Tensor
 from megatron_llama.layout import ALIGN, align_up
 from megatron_llama.mesh import Axis
 
-TAGS = 1 << 16
-"""Tags of one exchange: its index times this, and the number of the chunk; the upper half is for a second phase."""
-SECOND_PHASE = TAGS // 2
+TAGS = 1 << 15
+"""Tags of one message of an exchange: chunks are numbered."""
+
+
+def _first_tag(index: int, phase: int) -> int:
+    """Tags of the exchanges of one communicator: phase 0 and 1 for reductions, 2 for the gather with the same index."""
+    return (3 * index + phase) * TAGS
 
 
 @dataclass(frozen=True)
@@ -36,8 +40,8 @@ def _messages(parts: Sequence[tuple[int, Tensor]], first_tag: int, chunk_bytes: 
     messages = []
     for peer, part in parts:
         chunk = max(1, chunk_bytes // part.element_size())
-        if part.numel() > chunk * SECOND_PHASE:
-            raise ValueError(f"a part of {part.numel()} elements makes more than {SECOND_PHASE} chunks of {chunk_bytes} bytes")
+        if part.numel() > chunk * TAGS:
+            raise ValueError(f"a part of {part.numel()} elements makes more than {TAGS} chunks of {chunk_bytes} bytes")
         messages += [_Message(view, peer, first_tag + i) for i, view in enumerate(torch.split(part, chunk)) if view.numel()]
     return messages
 
@@ -97,9 +101,9 @@ class Gather:
     """See ``exchange.gather``; the own part is in its place in ``full`` when it starts."""
 
     def __init__(self, full: Tensor, axis: Axis, index: int, chunk_bytes: int) -> None:
-        parts, peers = full.chunk(axis.size), _peers(axis)
-        outgoing = _messages([(peer, parts[axis.rank]) for peer in peers], index * TAGS, chunk_bytes)
-        incoming = _messages([(peer, parts[peer]) for peer in reversed(peers)], index * TAGS, chunk_bytes)
+        parts, peers, tag = full.chunk(axis.size), _peers(axis), _first_tag(index, 2)
+        outgoing = _messages([(peer, parts[axis.rank]) for peer in peers], tag, chunk_bytes)
+        incoming = _messages([(peer, parts[peer]) for peer in reversed(peers)], tag, chunk_bytes)
         self._transfers = _Transfers(axis, outgoing, incoming)
 
     def expect(self) -> None:
@@ -153,8 +157,9 @@ class ReduceScatter:
         own, peers, size = full.chunk(axis.size), _peers(axis), shard.numel()
         others = [rank for rank in range(axis.size) if rank != axis.rank]
         addends = {axis.rank: own[axis.rank]} | {peer: parts.received[i * size : (i + 1) * size] for i, peer in enumerate(others)}
-        outgoing = _messages([(peer, own[peer]) for peer in peers], index * TAGS, chunk_bytes)
-        incoming = _messages([(peer, addends[peer]) for peer in reversed(peers)], index * TAGS, chunk_bytes)
+        tag = _first_tag(index, 0)
+        outgoing = _messages([(peer, own[peer]) for peer in peers], tag, chunk_bytes)
+        incoming = _messages([(peer, addends[peer]) for peer in reversed(peers)], tag, chunk_bytes)
         self._transfers = _Transfers(axis, outgoing, incoming)
         self._shard, self._addends, self._rank = shard, [addends[rank] for rank in range(axis.size)], axis.rank
         self._wide = parts.wide[:size]
@@ -186,11 +191,11 @@ class AllReduce:
         parts = [tensor[cuts[rank] : cuts[rank + 1]] for rank in range(axis.size)]
         own, peers = parts[axis.rank], _peers(axis)
         addends = [own if rank == axis.rank else torch.empty_like(own) for rank in range(axis.size)]
-        tag = index * TAGS
+        tag, sums_tag = _first_tag(index, 0), _first_tag(index, 1)
         out = _messages([(peer, parts[peer]) for peer in peers], tag, chunk_bytes)
         come = _messages([(peer, addends[peer]) for peer in reversed(peers)], tag, chunk_bytes)
-        sums_out = _messages([(peer, own) for peer in peers], tag + SECOND_PHASE, chunk_bytes)
-        sums_come = _messages([(peer, parts[peer]) for peer in reversed(peers)], tag + SECOND_PHASE, chunk_bytes)
+        sums_out = _messages([(peer, own) for peer in peers], sums_tag, chunk_bytes)
+        sums_come = _messages([(peer, parts[peer]) for peer in reversed(peers)], sums_tag, chunk_bytes)
         self._parts, self._sums = _Transfers(axis, out, come), _Transfers(axis, sums_out, sums_come)
         self._own, self._addends, self._rank = own, addends, axis.rank
         self._total, self._wide = (own, own) if own.dtype == wide else (torch.empty_like(own, dtype=wide) for _ in range(2))

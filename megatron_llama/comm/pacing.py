@@ -9,16 +9,15 @@ same few messages. A device's communicator runs its collectives in order anyway.
 from __future__ import annotations
 
 import threading
-import weakref
 from collections import deque
-from queue import SimpleQueue
+from functools import partial
 from typing import Protocol
 
 import torch
 
 from megatron_llama import device as devices
 from megatron_llama.comm.exchange import Exchange
-from megatron_llama.comm.streams import DeviceStream, Done
+from megatron_llama.comm.streams import DeviceStream, Done, Job, Stream, Worker
 
 WINDOW = 2
 """While one message is waited for, the next is on its way."""
@@ -27,24 +26,21 @@ SMALL_BYTES = 1 << 18
 
 
 class Lane(Protocol):
-    """The one who issues on a communicator, in the order of ``submit``."""
+    """The one who issues on a communicator, in the order of ``submit``, which is the same on all ranks."""
 
-    def submit(self, exchange: Exchange, *, size: int, ahead: bool = False) -> Done:
-        """Start an exchange of ``size`` bytes in its turn; ``ahead``: at once, whatever is under way. ``Done.wait``: its result is
-        in place.
-
-        All ranks submit in one order. On the host those that go ahead may be others on every rank: they wait for nothing, and
-        the first of the rest is always one that every rank has sent, or is about to send."""
+    def submit(self, exchange: Exchange, *, size: int, computing: bool, after: Done | None = None) -> Done:
+        """Start an exchange of ``size`` bytes in its turn. ``Done.wait``: its result is in place. ``computing``: the caller has
+        something else to do than to start it."""
 
     def close(self) -> None:
         """Nothing more will be submitted."""
 
 
-def open_lane(device: torch.device, *, inline: bool) -> Lane:
-    """``inline``: for exchanges with nobody."""
+def open_lane(device: torch.device, stream: Stream, *, inline: bool) -> Lane:
+    """``stream``: what else is issued on the host; ``inline``: for exchanges with nobody."""
     if inline:
         return _InlineLane()
-    return HostLane() if devices.is_host(device) else _DeviceLane(device)
+    return HostLane(stream) if devices.is_host(device) else _DeviceLane(device)
 
 
 class _Whole:
@@ -59,7 +55,7 @@ class _Whole:
 
 
 class _InlineLane:
-    def submit(self, exchange: Exchange, *, size: int, ahead: bool = False) -> Done:
+    def submit(self, exchange: Exchange, *, size: int, computing: bool, after: Done | None = None) -> Done:
         exchange.start()
         return _Whole(exchange)
 
@@ -71,7 +67,7 @@ class _DeviceLane:
     def __init__(self, device: torch.device) -> None:
         self._stream = DeviceStream(device)
 
-    def submit(self, exchange: Exchange, *, size: int, ahead: bool = False) -> Done:
+    def submit(self, exchange: Exchange, *, size: int, computing: bool, after: Done | None = None) -> Done:
         self._stream.issue(exchange.start)
         return _Whole(exchange)
 
@@ -80,85 +76,66 @@ class _DeviceLane:
 
 
 class _Turn:
-    """One exchange in the hands of the thread."""
+    """An exchange on its way through the lane."""
 
-    def __init__(self, exchange: Exchange, *, counts: bool) -> None:
-        self._exchange: Exchange | None = exchange
+    def __init__(self, exchange: Exchange, *, counts: bool, after: Done | None) -> None:
+        self._exchange, self.counts, self._after = exchange, counts, after
         self._error: BaseException | None = None
-        self._finished = threading.Event()
-        self.counts = counts
 
-    def start(self) -> bool:
-        """Called by the thread; whether it has to be finished."""
-        assert self._exchange is not None
+    def start(self) -> None:
+        """Start it; an error is kept for the one who waits."""
         try:
+            if self._after is not None:
+                self._after.wait()
             self._exchange.start()
         except BaseException as error:
             self._error = error
-            self._finished.set()
-        return self._error is None
 
     def finish(self) -> None:
-        """Called by the thread."""
-        exchange, self._exchange = self._exchange, None
-        assert exchange is not None
-        try:
-            exchange.wait()
-        except BaseException as error:
-            self._error = error
-        self._finished.set()
-
-    def wait(self) -> None:
-        """See Done."""
-        self._finished.wait()
+        """Wait for it."""
         if self._error is not None:
             raise self._error
+        self._exchange.wait()
 
 
 class HostLane:
     """Whoever makes room, or finds some, starts the next exchange; a thread waits for them, in their order."""
 
-    def __init__(self, window: int = WINDOW) -> None:
-        self._window, self._lock = window, threading.Lock()
-        self._queue: deque[_Turn] = deque()
+    def __init__(self, stream: Stream, window: int = WINDOW) -> None:
+        self._stream, self._window, self._worker = stream, window, Worker("gathers")
+        self._lock = threading.Lock()
+        self._queue: deque[tuple[_Turn, Job]] = deque()
         self._under_way: deque[_Turn] = deque()
-        self._started: SimpleQueue[_Turn | None] = SimpleQueue()
-        threading.Thread(target=_serve, args=(weakref.ref(self), self._started), name="communication", daemon=True).start()
 
-    def submit(self, exchange: Exchange, *, size: int, ahead: bool = False) -> Done:
+    def submit(self, exchange: Exchange, *, size: int, computing: bool, after: Done | None = None) -> Done:
         """See Lane."""
-        if ahead:
-            exchange.start()
-            return _Whole(exchange)
-        turn = _Turn(exchange, counts=size >= SMALL_BYTES)
+        turn = _Turn(exchange, counts=size >= SMALL_BYTES, after=after)
+        done = Job(partial(self._finish, turn))
         with self._lock:
-            self._queue.append(turn)
+            self._queue.append((turn, done))
+        if computing:
+            self._stream.issue(self._fill)
+        else:
             self._fill()
-        return turn
+        return done
 
     def _fill(self) -> None:
-        while self._queue and sum(turn.counts for turn in self._under_way) < self._window:
-            turn = self._queue.popleft()
-            if turn.start():
-                self._under_way.append(turn)
-                self._started.put(turn)
-
-    def make_room(self) -> None:
-        """Called by the thread: the oldest exchange is through."""
         with self._lock:
-            self._under_way.popleft()
+            while self._queue and sum(turn.counts for turn in self._under_way) < self._window:
+                turn, done = self._queue.popleft()
+                turn.start()
+                self._under_way.append(turn)
+                self._worker.put(done)
+
+    def _finish(self, turn: _Turn) -> None:
+        """In the lane's thread: the oldest exchange under way."""
+        try:
+            turn.finish()
+        finally:
+            with self._lock:
+                self._under_way.popleft()
             self._fill()
 
     def close(self) -> None:
-        """End the thread after what it still has to do."""
-        self._started.put(None)
-
-
-def _serve(lane: weakref.ref[HostLane], started: SimpleQueue[_Turn | None]) -> None:
-    with torch.no_grad():  # grad mode belongs to a thread
-        while (turn := started.get()) is not None:
-            turn.finish()
-            owner = lane()
-            if owner is not None:
-                owner.make_room()
-            del turn, owner  # or an idle thread would keep them
+        """See Worker."""
+        self._worker.close()

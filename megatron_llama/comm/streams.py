@@ -28,16 +28,21 @@ class Done(Protocol):
 class Stream(Protocol):
     """An order of execution beside the caller's."""
 
-    def issue(self, work: Work) -> None:
-        """Start something that does not block. On the host the caller does it at once; on a device it happens inside this
-        stream, after what the caller's current stream was given so far."""
+    def issue(self, work: Work) -> Done:
+        """Start something that does not block, after everything that was issued here before; ``Done.wait``: it has been started.
+        On the host a thread does so, because a sender copies into its socket what fits there, and the caller has to compute;
+        on a device it happens inside this stream, after what the caller's current stream was given so far."""
 
     def run(self, work: Work) -> Done:
-        """Run after everything that was run here before. On the host in this stream's thread, without autograd; on a device
-        inside this stream, after what the caller's current stream was given so far. Only a thread leaves errors for ``Done``."""
+        """Run after everything that was run here before. On the host in a thread, without autograd; on a device inside this
+        stream, after what the caller's current stream was given so far. Only a thread leaves errors for ``Done``."""
+
+    def aside(self, work: Work) -> Done:
+        """Run what the caller need not wait for. On the host like ``run``; on a device at once, where the caller's work goes: the
+        caller does not wait there anyway."""
 
     def close(self) -> None:
-        """Nothing more will be run."""
+        """Nothing more will be issued or run."""
 
 
 def open_stream(device: torch.device, *, inline: bool) -> Stream:
@@ -57,22 +62,26 @@ class _Now:
 class Inline:
     """No other order of execution."""
 
-    def issue(self, work: Work) -> None:
+    def issue(self, work: Work) -> Done:
         """See Stream."""
         work()
+        return _Now()
 
     def run(self, work: Work) -> Done:
         """See Stream."""
         with torch.no_grad():
-            work()
-        return _Now()
+            return self.issue(work)
+
+    def aside(self, work: Work) -> Done:
+        """See Stream."""
+        return self.run(work)
 
     def close(self) -> None:
         """See Stream."""
 
 
-class _Job:
-    """Work for the thread, and how it ended."""
+class Job:
+    """Work for a thread, and how it ended."""
 
     def __init__(self, work: Work) -> None:
         self._work: Work | None = work
@@ -96,26 +105,19 @@ class _Job:
             raise self._error
 
 
-class HostStream:
-    """One thread that takes its work from a queue. A job that fails does not stop the next."""
+class Worker:
+    """One thread that takes its jobs from a queue. One that fails does not stop the next."""
 
-    def __init__(self) -> None:
-        self._queue: SimpleQueue[_Job | None] = SimpleQueue()
+    def __init__(self, name: str) -> None:
+        self._queue: SimpleQueue[Job | None] = SimpleQueue()
         self._closed = False
-        self._thread = threading.Thread(target=_serve, args=(self._queue,), name="communication", daemon=True)
-        self._thread.start()
+        threading.Thread(target=_serve, args=(self._queue,), name=name, daemon=True).start()
 
-    def issue(self, work: Work) -> None:
-        """See Stream."""
-        work()
-
-    def run(self, work: Work) -> Done:
-        """See Stream."""
+    def put(self, job: Job) -> None:
+        """Perform a job after all that were put before it."""
         if self._closed:
             raise RuntimeError("the stream is closed")  # a thread that has ended would never finish it
-        job = _Job(work)
         self._queue.put(job)
-        return job
 
     def close(self) -> None:
         """End the thread after what it still has to do. Not joined: it may be this thread, or wait for a peer that is gone."""
@@ -123,11 +125,41 @@ class HostStream:
         self._queue.put(None)
 
 
-def _serve(queue: SimpleQueue[_Job | None]) -> None:
+def _serve(queue: SimpleQueue[Job | None]) -> None:
     with torch.no_grad():  # grad mode belongs to a thread
         while (job := queue.get()) is not None:
             job.perform()
             del job
+
+
+class HostStream:
+    """Two threads: one issues, the other one may wait."""
+
+    def __init__(self) -> None:
+        self._issuing, self._running = Worker("issue"), Worker("follow up")
+
+    def issue(self, work: Work) -> Done:
+        """See Stream."""
+        return _put(self._issuing, work)
+
+    def run(self, work: Work) -> Done:
+        """See Stream."""
+        return _put(self._running, work)
+
+    def aside(self, work: Work) -> Done:
+        """See Stream."""
+        return self.run(work)
+
+    def close(self) -> None:
+        """See Worker."""
+        self._issuing.close()
+        self._running.close()
+
+
+def _put(worker: Worker, work: Work) -> Done:
+    job = Job(work)
+    worker.put(job)
+    return job
 
 
 class DeviceStream:
@@ -136,17 +168,24 @@ class DeviceStream:
     def __init__(self, device: torch.device) -> None:
         self._device, self._stream = device, devices.new_stream(device)
 
-    def issue(self, work: Work) -> None:
+    def issue(self, work: Work) -> Done:
         """See Stream."""
         self._stream.wait_stream(devices.current_stream(self._device))
         with devices.on_stream(self._stream):
             work()
+        return _Now()
 
     def run(self, work: Work) -> Done:
         """See Stream."""
         with torch.no_grad():
             self.issue(work)
         return _Recorded(self._device, self._stream.record_event())
+
+    def aside(self, work: Work) -> Done:
+        """See Stream."""
+        with torch.no_grad():
+            work()
+        return _Now()
 
     def close(self) -> None:
         """See Stream."""

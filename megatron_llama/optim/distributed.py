@@ -13,6 +13,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -72,11 +73,11 @@ class DataAxes:
 class Transport:
     """How data-parallel messages travel."""
 
-    wire: torch.dtype | None = None
+    wire: torch.dtype | None
     """The dtype of gradients on their way; None: that of the slot."""
-    chunk_bytes: int = 1 << 20
+    chunk_bytes: int
     """Largest piece of a message, where the backend is gloo."""
-    prefetch_bytes: int = 0
+    prefetch_bytes: int
     """Most bytes gathered ahead of their use; 0: as many as the slots hold."""
 
 
@@ -124,7 +125,8 @@ class OverlappedDistributedOptimizer:
         self.layout, self.update, self.mesh, self.dtype = layout, update, mesh, dtype
         self._axes, self.loss_scale = axes, loss_scale
         wide, inline = at_least_fp32(dtype), axes.shard.size == 1 == axes.replica.size
-        lane, stream = open_lane(mesh.device, inline=inline), open_stream(mesh.device, inline=inline)
+        self._stream = stream = open_stream(mesh.device, inline=inline)
+        lane = open_lane(mesh.device, stream, inline=inline)
         self._closing = weakref.finalize(self, _close, (lane, stream))
         self.weights = Weights(
             layout,
@@ -146,7 +148,7 @@ class OverlappedDistributedOptimizer:
             stream=stream,
             chunk_bytes=transport.chunk_bytes,
             reduced=_weakly(self),
-            hold=self.weights.awaited,
+            gathers_first=self.weights.more_to_come if layout.gathers_first else _never,
         )
         # In the master's own dtype the shard is the master: nothing to copy after an update. So it is when it never changes.
         alike = [wide == dtype or not bucket.kind.trainable for bucket in layout.buckets]
@@ -154,9 +156,11 @@ class OverlappedDistributedOptimizer:
         self._squares = torch.zeros(len(layout.buckets), dtype=torch.float64, device=mesh.device)
         self._total = torch.zeros(1, dtype=torch.float64, device=mesh.device)
         self._sum_total = exchange.all_reduce(self._total, mesh.world, index=0, wire=None)
+        self._unscaled = torch.ones((), device=mesh.device)
         self._early_lr: float | None = None
         self._updated: list[int] = []
-        self._waiting: list[int] = []
+        self._early_gathers = frozenset(_early_gathers(layout))
+        self._unpublished: set[int] = set()
         self._attach(stages)
         for bucket in self.gradients.trainable:
             update.attach(bucket, self.masters[bucket], decay=layout.buckets[bucket].kind.decay)
@@ -187,15 +191,14 @@ class OverlappedDistributedOptimizer:
         for bucket in self.layout.forward_order:
             self._publish(bucket)
 
-    def _publish(self, bucket: int, *, ahead: bool = False) -> None:
-        own, master = self.weights.own[bucket], self.masters[bucket]
-        if own is not master:
-            own.copy_(master)
-        self.weights.publish(bucket, ahead=ahead)
+    def _publish(self, bucket: int) -> None:
+        self._refresh(bucket)
+        self.weights.publish(bucket)
 
     def use(self, unit: int, backward: bool) -> None:
-        """A unit is about to run: what it and its successors need is gathered."""
+        """A unit is about to run: what it and its successors need is gathered, and what waited for that is reduced."""
         self.weights.use(Use(unit, backward))
+        self.gradients.release()
 
     def settle(self) -> None:
         """Nothing in flight: before saving, and before the buffers are read by anything but layers."""
@@ -210,7 +213,7 @@ class OverlappedDistributedOptimizer:
 
     def begin_step(self, microbatches: int, uses: Sequence[Use]) -> Tensor:
         """A step of so many microbatches starts. Returns the factor for the loss, 0-dim."""
-        self._updated, self._waiting = [], []
+        self._updated, self._unpublished = [], set()
         self._squares.zero_()
         self.gradients.begin_step(microbatches)
         self.weights.begin(uses)
@@ -233,35 +236,31 @@ class OverlappedDistributedOptimizer:
         kind = self.layout.buckets[bucket].kind
         if kind.partial or kind.tied:
             return
-        self._take_square(bucket)
+        square = self._take_square(bucket)
         if self._early_lr is not None and not kind.lasting and self.layout.resident(bucket):
-            self._update_early(bucket, self._early_lr)
+            self._update_early(bucket, square, self._early_lr)
 
-    def _take_square(self, bucket: int) -> None:
-        """This rank's part of the squared norm. In blocks of ALIGN elements, which no bucket or shard boundary cuts, then in
-        fp64: so that the norm does not depend on the layout."""
+    def _take_square(self, bucket: int) -> Tensor:
+        """The squared norm of a shard, which counts if this rank is the one to count it. In blocks of ALIGN elements, which no
+        bucket or shard boundary cuts, then in fp64: so that the norm does not depend on the layout."""
+        square = self.gradients.shards[bucket].view(-1, ALIGN).square().sum(1).sum(dtype=torch.float64)
         if self._is_primary(bucket):
-            blocks = self.gradients.shards[bucket].view(-1, ALIGN)
-            self._squares[bucket] = blocks.square().sum(1).sum(dtype=torch.float64)
+            self._squares[bucket] = square
+        return square
 
-    def _update_early(self, bucket: int, lr: float) -> None:
-        """Nobody reads these weights again before the next step: every gradient of the bucket is there.
-
-        Reductions go first on the link, so a gather starts only when none is in flight, and what the next forward pass needs
-        first goes first: that is the bucket reduced last."""
-        grad = self.gradients.shards[bucket]
-        finite = grad.sum().isfinite()
-        one = torch.ones((), dtype=torch.float32, device=grad.device)
-        self.update.step(bucket, grad, scale=one, skip=finite.logical_not().to(torch.float32), lr=lr)
+    def _update_early(self, bucket: int, square: Tensor, lr: float) -> None:
+        """Nobody reads these weights again before the next step: every gradient of the bucket is there."""
+        skip = square.isfinite().logical_not().to(torch.float32)
+        self.update.step(bucket, self.gradients.shards[bucket], scale=self._unscaled, skip=skip, lr=lr)
         self.weights.changed((bucket,))
         self._updated.append(bucket)
-        self._waiting.append(bucket)
-        if self.gradients.in_flight == 0:
-            self._publish(self._waiting.pop(), ahead=True)
+        if bucket in self._early_gathers:
+            self._publish(bucket)
+        else:
+            self._unpublished.add(bucket)
 
-    def grad_norm(self) -> Tensor:
+    def _grad_norm(self) -> Tensor:
         """Global L2 norm of the step's gradient (times the loss scale), counting no copied or tied parameter twice."""
-        self.gradients.finish_all()
         self._sum_partial_shards()
         self._total.copy_(self._squares.sum())
         self._sum_total.start()
@@ -300,18 +299,28 @@ class OverlappedDistributedOptimizer:
             loss_scale = self.loss_scale.value
             self.gradients.finish_all()
             late = self._prepare_late()
-            norm = self.grad_norm() / loss_scale
+            norm = self._grad_norm() / loss_scale
             skip = norm.isfinite().logical_not().to(torch.float32)
             scale = ((norm + 1e-6) / clip).clamp(min=1.0) if clip else torch.ones_like(norm)
             scale = (scale * loss_scale).to(torch.float32)
             for bucket in self.layout.forward_order:
                 if bucket in late:
-                    self.update.step(bucket, self.gradients.shards[bucket], scale=scale, skip=skip, lr=lr)
-                if bucket in late or bucket in self._waiting:
+                    self.weights.publish(bucket, self._stream.aside(partial(self._update, bucket, scale, skip, lr)))
+                elif bucket in self._unpublished:
                     self._publish(bucket)
             self.loss_scale.update(skip)
         self._early_lr = None
         return StepResult(norm, skip, loss_scale)
+
+    def _update(self, bucket: int, scale: Tensor, skip: Tensor, lr: float) -> None:
+        self.update.step(bucket, self.gradients.shards[bucket], scale=scale, skip=skip, lr=lr)
+        self._refresh(bucket)
+
+    def _refresh(self, bucket: int) -> None:
+        """The master was written: the shard in the compute dtype follows."""
+        own, master = self.weights.own[bucket], self.masters[bucket]
+        if own is not master:
+            own.copy_(master)
 
     def _prepare_late(self) -> set[int]:
         """The buckets not updated yet. Peers may send their new parts while this rank still waits for the norm."""
@@ -341,6 +350,24 @@ class OverlappedDistributedOptimizer:
     def close(self) -> None:
         """End the engine's threads; they end with the engine otherwise."""
         self._closing()
+
+
+def _never() -> bool:
+    return False
+
+
+def _early_gathers(layout: ShardLayout) -> Iterator[int]:
+    """The buckets that are gathered during backward, where they are updated there: evenly spread, so that no layer of the next forward
+    pass lacks more than another, and a third of all elements. Where communication takes as long as computing, backward, two
+    thirds of a step, has room for the reductions and for that. What the first units read is reduced last, right before
+    ``step`` gathers: nothing may be in its way."""
+    first = {bucket for unit in layout.unit_buckets[:2] for bucket in unit}
+    reduced = gathered = 0
+    for bucket in layout.buckets:
+        reduced += bucket.numel
+        if bucket.index not in first and 3 * (gathered + bucket.numel) <= reduced:
+            gathered += bucket.numel
+            yield bucket.index
 
 
 def _close(threads: Iterable[Lane | Stream]) -> None:

@@ -41,8 +41,8 @@ class GradientBuckets:
     ``shard_axis`` splits buckets, ``replica_axis`` repeats the shards. With ``reduce_every_microbatch`` slots are reused within
     a step and shards accumulate; otherwise the slots accumulate, are reduced when the last microbatch has contributed, and the
     shard is the rank's part of the slot. ``reduced(bucket)`` runs on ``stream`` when a bucket has its final value of the step.
-    ``hold()``: whether a reduction is to be sent only when the one before it is through, because gathers that backward waits for
-    share the link with it.
+    ``gathers_first()``: whether the next use will launch a gather that backward needs sooner than room for gradients; reductions
+    are then kept back until ``release``, which belongs behind every use.
     """
 
     def __init__(
@@ -58,7 +58,7 @@ class GradientBuckets:
         stream: Stream,
         chunk_bytes: int,
         reduced: Callable[[int], None],
-        hold: Callable[[], bool],
+        gathers_first: Callable[[], bool],
     ) -> None:
         self.layout, self.reduce_every_microbatch = layout, reduce_every_microbatch
         self._recorder, self._stream, self._reduced = shard_axis.recorder, stream, reduced
@@ -79,30 +79,18 @@ class GradientBuckets:
         self._fresh: set[str] = set()
         self._deferring: Hashable | None = None
         self._deferred: dict[Hashable, list[Callable[[], None]]] = {}
-        self._hold = hold
+        self._gathers_first = gathers_first
+        self._kept: list[Callable[[], None]] = []
         self._launched: list[int] = []
-        self._followed_up = 0
-        self._orders: dict[int, list[int]] = {}
-        """The order of a step's reductions by its number of microbatches: the schedule fixes it."""
-        self._expected: list[int] = []
-        self._ahead: set[int] = set()
-        """Buckets whose parts may come in although they are not complete here."""
-
-    @property
-    def in_flight(self) -> int:
-        """Reductions whose result is not there yet."""
-        return len(self._launched) - self._followed_up
 
     def begin_step(self, microbatches: int) -> None:
         """A step of so many microbatches starts."""
         each = 1 if self.reduce_every_microbatch else microbatches
         self._rounds = microbatches // each
-        self._launched, self._followed_up = [], 0
-        self._expected = self._orders.setdefault(microbatches, [])
+        self._launched = []
         for bucket in self.trainable:
             self._rounds_left[bucket] = self._rounds
             self._begin_round(bucket, each)
-        self._expect_next()
 
     def _begin_round(self, bucket: int, microbatches: int) -> None:
         placements = self.layout.buckets[bucket].placements
@@ -165,44 +153,39 @@ class GradientBuckets:
             self._launch(bucket)
 
     def _launch(self, bucket: int) -> None:
-        self._recorder.event(f"reduce {bucket}")
         first = self._rounds_left[bucket] == self._rounds
         self._rounds_left[bucket] -= 1
         self._state[bucket] = State.REDUCING
-        if bucket not in self._ahead and (user := self._exchanges.buffer_user(bucket)) is not None:
+        if (user := self._exchanges.buffer_user(bucket)) is not None:
             self._wait(user)
-        self._ahead.discard(bucket)
         self._launched.append(bucket)
         exchange = self._exchanges.take(bucket, first=first)
         final = self._rounds_left[bucket] == 0
-        held = self._hold()
-        if not held:
-            self._stream.issue(exchange.start)
-        follow_up = partial(self._follow_up, bucket, exchange, first=first, final=final)
-        self._done[bucket] = self._stream.run(partial(_after, exchange.start, follow_up) if held else follow_up)
+        self._kept.append(partial(self._send, bucket, exchange, first=first, final=final))
         if not final:
             self._begin_round(bucket, 1)
-        self._expect_next()
+        if not self._gathers_first():
+            self.release()
 
-    def _expect_next(self) -> None:
-        """Let the parts of the coming reductions in: a rank that is ahead need not wait for this one to get there."""
-        for bucket in self._expected[len(self._launched) : len(self._launched) + REDUCTIONS_IN_FLIGHT - 1]:
-            if bucket in self._ahead:
-                continue
-            if self._exchanges.buffer_user(bucket) is not None:
-                return
-            self._ahead.add(bucket)
-            self._exchanges.take(bucket, first=self._rounds_left[bucket] == self._rounds).expect()
+    def release(self) -> None:
+        """Send what was kept back: the gathers that go first have been launched."""
+        kept, self._kept = self._kept, []
+        for send in kept:
+            send()
 
-    def _follow_up(self, bucket: int, exchange: Exchange, *, first: bool, final: bool) -> None:
+    def _send(self, bucket: int, exchange: Exchange, *, first: bool, final: bool) -> None:
+        self._recorder.event(f"reduce {bucket}")
+        started = self._stream.issue(exchange.start)
+        self._done[bucket] = self._stream.run(partial(self._follow_up, bucket, exchange, started, first=first, final=final))
+
+    def _follow_up(self, bucket: int, exchange: Exchange, started: Done, *, first: bool, final: bool) -> None:
+        started.wait()
         exchange.wait()
         self._exchanges.release(bucket)
         if self.reduce_every_microbatch and not first:
             self.shards[bucket].add_(self._own[bucket])
         if final:
             self._exchanges.sum_over_replicas(bucket)
-        self._followed_up += 1
-        if final:
             self._reduced(bucket)
 
     def finish(self, bucket: int) -> None:
@@ -213,6 +196,7 @@ class GradientBuckets:
         self._state[bucket] = State.IDLE
 
     def _wait(self, bucket: int) -> None:
+        self.release()
         with self._recorder.exposed():
             self._done[bucket].wait()
 
@@ -226,8 +210,6 @@ class GradientBuckets:
         for bucket in dict.fromkeys(self._launched):
             if self._state[bucket] is State.REDUCING:
                 self.finish(bucket)
-        if not self._expected:
-            self._expected.extend(self._launched)
 
 
 class _Exchanges:
@@ -245,10 +227,12 @@ class _Exchanges:
     ) -> None:
         self._users: dict[int, int] = {}
         self._replicas: dict[int, Exchange] = {}
+        self._buffers = REDUCTIONS_IN_FLIGHT
         if shard_axis.size == 1 < replica_axis.size and all(shards[b] is own[b] for b in full):
             # Nothing is split and nothing accumulates elsewhere: the one message goes out when the bucket is complete.
             whole = {b: all_reduce(f, replica_axis, index=b, chunk_bytes=chunk_bytes, wire=wire) for b, f in full.items()}
             self._first = self._later = whole
+            self._buffers = 1 + max(full, default=0)  # each has its own
             return
         largest = max((f.numel() for f in full.values()), default=0)
         some = next(iter(full.values()), torch.empty(0))
@@ -262,33 +246,29 @@ class _Exchanges:
             in_flight=REDUCTIONS_IN_FLIGHT,
         )
         self._first = {b: reductions.scatter(f, shards[b], index=b) for b, f in full.items()}
-        self._later = {b: reductions.scatter(f, own[b], index=b) for b, f in full.items()}
+        accumulating = {b: f for b, f in full.items() if shards[b] is not own[b]}
+        self._later = self._first | {b: reductions.scatter(f, own[b], index=b) for b, f in accumulating.items()}
         if replica_axis.size > 1:
             self._replicas = {b: all_reduce(s, replica_axis, index=b, chunk_bytes=chunk_bytes, wire=wire) for b, s in shards.items()}
 
     def buffer_user(self, bucket: int) -> int | None:
         """Whose parts are still coming into the buffer that this bucket receives into."""
-        return self._users.get(bucket % REDUCTIONS_IN_FLIGHT)
+        return self._users.get(bucket % self._buffers)
 
     def take(self, bucket: int, *, first: bool) -> Exchange:
         """The exchange of a bucket's first or later round; its buffer is taken from now on."""
-        self._users[bucket % REDUCTIONS_IN_FLIGHT] = bucket
+        self._users[bucket % self._buffers] = bucket
         return self._first[bucket] if first else self._later[bucket]
 
     def release(self, bucket: int) -> None:
         """What was received has been added up."""
-        self._users.pop(bucket % REDUCTIONS_IN_FLIGHT)
+        self._users.pop(bucket % self._buffers)
 
     def sum_over_replicas(self, bucket: int) -> None:
         """Add up the shards of all replicas, in place."""
         if bucket in self._replicas:
             self._replicas[bucket].start()
             self._replicas[bucket].wait()
-
-
-def _after(first: Callable[[], None], then: Callable[[], None]) -> None:
-    first()
-    then()
 
 
 def _gaps(placements: Sequence[Placement], full: Tensor) -> list[Tensor]:

@@ -17,9 +17,9 @@ from megatron_llama.mesh import Mesh
 from megatron_llama.model.llama import Stage
 from megatron_llama.nn.context import local_sequence
 from megatron_llama.nn.loss import vocab_parallel_cross_entropy
-from megatron_llama.params import partition_of, rank_units
+from megatron_llama.params import partition_of
 from megatron_llama.schedule import Action, Op, Schedule, forward_only, schedule_named
-from megatron_llama.uses import Use, unit_uses, uses_of
+from megatron_llama.uses import Use, rank_uses
 
 
 class Microbatch(Protocol):
@@ -98,6 +98,8 @@ class _Plan:
 
     actions: tuple[Action, ...]
     uses: tuple[Use, ...]
+    last_forward: int
+    """Index of the action behind which this rank's part of the loss is complete."""
 
 
 @dataclass
@@ -127,9 +129,8 @@ class PipelineRuntime:
     """Forward and backward of one global batch on this process's stages."""
 
     def __init__(self, stages: Mapping[int, Stage], engine: Engine, mesh: Mesh, config: Config, *, dtype: torch.dtype) -> None:
-        self.stages, self.engine, self.mesh, self.dtype = stages, engine, mesh, dtype
+        self.stages, self.engine, self.mesh, self.dtype, self._config = stages, engine, mesh, dtype, config
         self._parallel, self._partition = config.parallel, partition_of(config)
-        self._unit_uses = unit_uses(rank_units(config, rank=mesh.pp.rank), self._partition, rank=mesh.pp.rank)
         self._plans: dict[tuple[bool, int], _Plan] = {}
         first = 0
         for stage in stages.values():
@@ -166,21 +167,24 @@ class PipelineRuntime:
             self.engine.begin_evaluation(plan.uses)
         flight = _Flight(batches, self._target_tokens(batches), loss_scale, loss)
         recorder = self.mesh.recorder
-        for action in plan.actions:
+        for index, action in enumerate(plan.actions):
             recorder.event(str(action))
             self._handlers[action.op](flight, (action.stage, action.microbatch))
+            if index == plan.last_forward:
+                # The last stage of every data-parallel replica holds its part, once per tp rank.
+                total = loss / self.mesh.tp.size
+                summed = all_reduce(total, self.mesh.world)
         for transfer in flight.sends.values():
             transfer.wait()
-        # The last stage of every data-parallel replica holds its part, once per tp rank.
-        total = loss / self.mesh.tp.size
-        all_reduce(total, self.mesh.world).wait()
+        summed.wait()
         return total, flight.tokens
 
     def _plan(self, training: bool, microbatches: int) -> _Plan:
         key = (training, microbatches)
         if key not in self._plans:
             actions = self._schedule(training, microbatches).ranks[self.mesh.pp.rank]
-            self._plans[key] = _Plan(actions, uses_of(actions, *self._unit_uses))
+            last_forward = max(index for index, action in enumerate(actions) if action.op is Op.FORWARD)
+            self._plans[key] = _Plan(actions, rank_uses(self._config, actions, rank=self.mesh.pp.rank), last_forward)
         return self._plans[key]
 
     def _schedule(self, training: bool, microbatches: int) -> Schedule:

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from megatron_llama.comm.pacing import SMALL_BYTES, HostLane, Lane, open_lane
+from megatron_llama.comm.streams import HostStream
 
 
 class Message:
@@ -15,7 +16,7 @@ class Message:
 
     def __init__(self, number: int, log: list[str], *, fails: bool = False) -> None:
         self.number, self.log, self.fails = number, log, fails
-        self.arrived = threading.Event()
+        self.started, self.arrived = threading.Event(), threading.Event()
 
     def expect(self) -> None:
         """Nothing to prepare."""
@@ -23,6 +24,7 @@ class Message:
     def start(self) -> None:
         """Noted."""
         self.log.append(f"start {self.number}")
+        self.started.set()
 
     def wait(self) -> None:
         """Until the test lets it."""
@@ -34,15 +36,20 @@ class Message:
 
 @pytest.fixture
 def lane(request: pytest.FixtureRequest) -> Lane:
-    opened = HostLane(window=2)
+    stream = HostStream()
+    opened = HostLane(stream, window=2)
+    request.addfinalizer(stream.close)
     request.addfinalizer(opened.close)
     return opened
 
 
-def test_two_are_under_way_and_the_third_starts_when_the_first_is_through(lane: Lane) -> None:
+@pytest.mark.parametrize("computing", [False, True])
+def test_two_are_under_way_and_the_third_starts_when_the_first_is_through(lane: Lane, computing: bool) -> None:
     log: list[str] = []
     messages = [Message(number, log) for number in range(4)]
-    done = [lane.submit(message, size=SMALL_BYTES) for message in messages]
+    done = [lane.submit(message, size=SMALL_BYTES, computing=computing) for message in messages]
+    for message in messages[:2]:
+        assert message.started.wait(timeout=60)
     assert log == ["start 0", "start 1"]
     messages[1].arrived.set()
     messages[0].arrived.set()
@@ -58,28 +65,39 @@ def test_two_are_under_way_and_the_third_starts_when_the_first_is_through(lane: 
 def test_small_messages_do_not_count(lane: Lane) -> None:
     log: list[str] = []
     messages = [Message(number, log) for number in range(5)]
-    done = [lane.submit(m, size=SMALL_BYTES - (m.number in (1, 2))) for m in messages]
+    done = [lane.submit(m, size=SMALL_BYTES - (m.number in (1, 2)), computing=False) for m in messages]
     assert log == [f"start {number}" for number in range(4)], "two large ones, and the small ones between them"
     for message in messages:
         message.arrived.set()
     done[-1].wait()
 
 
-def test_one_goes_ahead_of_those_that_wait_their_turn(lane: Lane) -> None:
+def test_an_exchange_waits_for_what_makes_its_source(lane: Lane) -> None:
     log: list[str] = []
-    messages = [Message(number, log) for number in range(4)]
-    done = [lane.submit(message, size=SMALL_BYTES, ahead=message.number == 3) for message in messages]
-    assert log == ["start 0", "start 1", "start 3"]
+    stream, go_on = HostStream(), threading.Event()
+    messages = [Message(number, log) for number in range(2)]
     for message in messages:
         message.arrived.set()
-    for end in done:
-        end.wait()
+    made = stream.run(lambda: log.append(f"made {go_on.wait(timeout=60)}"))
+    failed = stream.run(_fail)
+    done = [lane.submit(m, size=SMALL_BYTES, computing=True, after=a) for m, a in zip(messages, (made, failed), strict=True)]
+    go_on.set()
+    done[0].wait()
+    assert log == ["made True", "start 0", "wait 0"]
+    with pytest.raises(ZeroDivisionError):
+        done[1].wait()
+    assert log == ["made True", "start 0", "wait 0"], "what could not be made is not sent"
+    stream.close()
+
+
+def _fail() -> None:
+    raise ZeroDivisionError
 
 
 def test_an_error_belongs_to_its_message_and_the_next_goes_on(lane: Lane) -> None:
     log: list[str] = []
     messages = [Message(0, log), Message(1, log, fails=True), Message(2, log)]
-    done = [lane.submit(message, size=SMALL_BYTES) for message in messages]
+    done = [lane.submit(message, size=SMALL_BYTES, computing=False) for message in messages]
     for message in messages:
         message.arrived.set()
     done[2].wait()
@@ -93,8 +111,8 @@ def test_with_nobody_to_talk_to_everything_happens_at_once() -> None:
     log: list[str] = []
     message = Message(0, log)
     message.arrived.set()
-    alone = open_lane(torch.device("cpu"), inline=True)
-    done = alone.submit(message, size=SMALL_BYTES)
+    alone = open_lane(torch.device("cpu"), HostStream(), inline=True)
+    done = alone.submit(message, size=SMALL_BYTES, computing=False)
     assert log == ["start 0"]
     done.wait()
     assert log == ["start 0", "wait 0"]

@@ -1,4 +1,4 @@
-"""Follow-up work in a thread: its order, its errors, its end."""
+"""Work beside the caller: its order, its threads, its errors, its end."""
 
 from __future__ import annotations
 
@@ -30,13 +30,26 @@ def test_work_runs_in_order(stream: Stream) -> None:
     done[0].wait()
 
 
-def test_work_needs_no_caller_and_what_is_issued_is_the_callers() -> None:
+def test_what_is_issued_need_not_wait_for_what_runs() -> None:
     stream = open_stream(CPU, inline=False)
     names: list[str] = []
-    stream.issue(lambda: names.append(threading.current_thread().name))
-    stream.run(lambda: names.append(threading.current_thread().name)).wait()
+    go_on = threading.Event()
+    running = stream.run(lambda: names.append(f"{threading.current_thread().name} {go_on.wait(timeout=60)}"))
+    stream.issue(lambda: names.append(threading.current_thread().name)).wait()
+    go_on.set()
+    running.wait()
+    stream.aside(lambda: names.append(threading.current_thread().name)).wait()
     stream.close()
-    assert names == [threading.current_thread().name, "communication"]
+    assert names == ["issue", "follow up True", "follow up"]
+
+
+def test_what_is_issued_keeps_its_order_and_its_errors(stream: Stream) -> None:
+    ran: list[int] = []
+    issued = [stream.issue(lambda number=number: ran.append(number)) for number in range(100)]
+    issued[-1].wait()
+    assert ran == list(range(100))
+    with pytest.raises(ZeroDivisionError):
+        stream.issue(_fail).wait()
 
 
 def test_autograd_is_off(stream: Stream) -> None:
@@ -64,18 +77,20 @@ def _fail() -> None:
     raise ZeroDivisionError
 
 
-def test_closing_ends_the_thread_after_its_work() -> None:
+def test_closing_ends_the_threads_after_their_work() -> None:
     before = set(threading.enumerate())
     stream = open_stream(CPU, inline=False)
-    (thread,) = set(threading.enumerate()) - before
+    threads = set(threading.enumerate()) - before
     ran: list[int] = []
     for number in range(10):
         stream.run(lambda number=number: ran.append(number))
     stream.close()
-    thread.join(timeout=60)
-    assert not thread.is_alive() and ran == list(range(10))
-    with pytest.raises(RuntimeError, match="closed"):
-        stream.run(lambda: None)
+    for thread in threads:
+        thread.join(timeout=60)
+    assert len(threads) == 2 and not any(thread.is_alive() for thread in threads) and ran == list(range(10))
+    for put in (stream.run, stream.issue):
+        with pytest.raises(RuntimeError, match="closed"):
+            put(lambda: None)
 
 
 def test_work_is_forgotten_when_it_is_done() -> None:

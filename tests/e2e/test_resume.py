@@ -43,6 +43,19 @@ def test_resuming_changes_no_bit(name: str, product: Product, straight: Callable
     assert column(tmp_path, "learning_rate") == pytest.approx(rates, rel=1e-12)
 
 
+@pytest.mark.parametrize("first", [True, False], ids=["first", "last"])
+def test_a_stage_with_nothing_to_train(first: bool, product: Product, tmp_path: Path) -> None:
+    """It only passes activations on, or gradients; the checkpoint knows the number of updates all the same."""
+    freeze = ("model.embed_tokens.*", "model.layers.[01].*") if first else ("model.layers.[23].*", "model.norm.weight", "lm_head.*")
+    product.train(PP2, save=tmp_path / "straight", freeze=freeze)
+    product.train(PP2, save=tmp_path / "run", freeze=freeze, train_iters=3)
+    product.train(PP2, save=tmp_path / "run", load=tmp_path / "run", freeze=freeze)
+    assert exact_curve(tmp_path / "run") == exact_curve(tmp_path / "straight")
+    assert_same_state(tmp_path / "run" / LAST, tmp_path / "straight" / LAST)
+    meta = json.loads((tmp_path / "run" / LAST / "meta.json").read_text())
+    assert meta["optimizer_step"] == 6
+
+
 @pytest.mark.parametrize("name", [name for name in LAYOUTS if name != "one"])
 def test_a_checkpoint_is_the_model_whatever_saved_it(name: str, product: Product, straight: Callable[[str], Path], tmp_path: Path) -> None:
     """Equal to that of one process but for rounding, and exported as it is."""

@@ -66,7 +66,7 @@ class Backward:
             stream=open_stream(torch.device("cpu"), inline=mesh.dp.size == 1),
             chunk_bytes=10_000,
             reduced=self.reduced.append,
-            hold=lambda: plan.by_unit,
+            gathers_first=lambda: plan.by_unit,
         )
         placements = [(bucket.index, placed) for bucket in self.layout.buckets for placed in bucket.placements]
         self.sinks = {placed.spec.name: Sink(self.buckets, index, placed) for index, placed in placements}

@@ -170,7 +170,7 @@ class Copies(TorchDispatchMode):
 
 
 def copied(place: Place, layout: Layout) -> dict[str, int]:
-    """In one step, of everything that the engine owns, in both threads."""
+    """In one step, of everything that the engine owns, in all threads that touch it."""
     run = trainer(place, layout)
     run.step(0)
     engine = run.optimizer
@@ -182,11 +182,14 @@ def copied(place: Place, layout: Layout) -> dict[str, int]:
         *engine.gradients.shards.values(),
     ]
     mode = Copies({tensor.untyped_storage().data_ptr() for tensor in tensors})
+    threads = (engine._stream.run, engine._stream.issue)
     with mode:
-        engine.gradients._stream.run(mode.__enter__).wait()
+        for put in threads:
+            put(mode.__enter__).wait()
         run.step(1)
-        engine.gradients._stream.run(lambda: mode.__exit__(None, None, None)).wait()
         engine.settle()
+        for put in threads:
+            put(lambda: mode.__exit__(None, None, None)).wait()
     return mode.moved
 
 
@@ -363,7 +366,7 @@ def build_and_drop(place: Place) -> tuple[int, int]:
     run = trainer(place, Layout(dp=2))
     run.step(0)
     run.optimizer.settle()
-    threads = [thread for thread in set(threading.enumerate()) - before if thread.name == "communication"]
+    threads = [thread for thread in set(threading.enumerate()) - before if thread.name in ("issue", "follow up", "gathers")]
     run.optimizer.close()
     del run
     gc.collect()
@@ -373,4 +376,4 @@ def build_and_drop(place: Place) -> tuple[int, int]:
 
 
 def test_an_engines_threads_end_with_it(cluster: Cluster) -> None:
-    assert cluster.run(2, build_and_drop) == [(2, 0), (2, 0)]
+    assert cluster.run(2, build_and_drop) == [(3, 0), (3, 0)]

@@ -1,0 +1,42 @@
+"""The table of sharding modes: what it says was sent is what was planned, in every mode."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.e2e.product import TINY, words
+
+ROOT = Path(__file__).resolve().parents[2]
+MODES = ("no_shard", "optim", "optim_grads", "optim_grads_params-2", "optim_grads_params-3", "optim_grads_params-all")
+OPTIONS = {**TINY, "split": None, "micro_batch_size": 1, "vocab_size": 512, "steps": 2, "rounds": 1}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("freeze", [(), ("model.layers.1.*", "model.embed_tokens.*")], ids=["all trained", "some frozen"])
+def test_every_mode_sends_what_was_planned(freeze: tuple[str, ...], tmp_path: Path) -> None:
+    target = tmp_path / "rows.json"
+    launch = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "tools/compare_sharding.py"]
+    arguments = words({**OPTIONS, "json": target, **({"freeze": freeze} if freeze else {})})
+    done = subprocess.run(launch + arguments, cwd=ROOT, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stderr
+    rows = {row["name"]: row for row in json.loads(target.read_text())}
+    assert tuple(rows) == MODES
+    for name, row in rows.items():
+        assert row["sent_bytes"] == row["planned_bytes"] > 0, name
+        assert row["step_ms"] > row["exposed_ms"] >= 0 and row["peak_memory_bytes"] > 2**20
+        assert f"\n{name} " in done.stdout
+    sent = {name: row["sent_bytes"] for name, row in rows.items()}
+    assert freeze or sent["no_shard"] == pytest.approx(sent["optim"], rel=1e-3), "but for padding"
+    assert sent["optim"] < sent["optim_grads"] <= sent["optim_grads_params-all"] < sent["optim_grads_params-2"]
+    assert sent["optim_grads_params-all"] <= sent["optim_grads_params-3"] <= sent["optim_grads_params-2"]
+
+
+def test_a_mode_that_is_none(tmp_path: Path) -> None:
+    command = [sys.executable, "tools/compare_sharding.py", *words({**OPTIONS, "modes": "zero3", "global_batch_size": 1})]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode != 0 and "--modes: got zero3, expected of no_shard, optim" in done.stderr and "Traceback" not in done.stderr
