@@ -23,16 +23,13 @@ CHUNK_BYTES = 1 << 20
 
 
 class Exchange(Protocol):
-    """One collective. ``expect`` if the caller likes, ``start``, ``wait``, then again; RuntimeError in another order.
+    """One collective. ``start``, ``wait``, then again; RuntimeError in another order.
 
     Ranks may start and wait for their exchanges in different orders, except that an ``all_reduce`` on the host sends its sums
     inside ``wait``: two of them must be waited for in the same order on all ranks. A peer's death is an error of ``wait``."""
 
-    def expect(self) -> None:
-        """From now on what is received may be written, also long before ``start``."""
-
     def start(self) -> None:
-        """The source is complete: send it. Implies ``expect``. Never blocks."""
+        """The source is complete: send it. What is received may be written from now on. Never blocks."""
 
     def wait(self) -> None:
         """The result is in place and the source may be overwritten (a device: for what its current stream does next)."""
@@ -143,9 +140,6 @@ class _Alone:
     def __init__(self, copy: Callable[[], None]) -> None:
         self._copy = copy
 
-    def expect(self) -> None:
-        """Nothing will come."""
-
     def start(self) -> None:
         """The own part is everything."""
         self._copy()
@@ -160,9 +154,6 @@ class _Native:
     def __init__(self, issue: Callable[[], Any]) -> None:
         self._issue = issue
         self._work: Any = None
-
-    def expect(self) -> None:
-        """The backend receives when it is started."""
 
     def start(self) -> None:
         """See Exchange."""
@@ -205,19 +196,14 @@ class _Counted:
     def __str__(self) -> str:
         return f"{self._operation} {self._index} on {self._axis.name}"
 
-    def expect(self) -> None:
-        """See Exchange."""
-        if self._turn is not None:
-            if self._turn.user not in (None, self):
-                raise RuntimeError(f"{self} needs the staging buffer of {self._turn.user}, which was not waited for")
-            self._turn.user = self
-        self._exchange.expect()
-
     def start(self) -> None:
         """See Exchange."""
         if self._started:
             raise RuntimeError(f"{self} was started again before it was waited for")
-        self.expect()  # before anything is written to the staging buffer
+        if self._turn is not None:
+            if self._turn.user is not None:
+                raise RuntimeError(f"{self} needs the staging buffer of {self._turn.user}, which was not waited for")
+            self._turn.user = self
         self._started = True
         self._axis.recorder.count(self._axis.name, self._operation, self._bytes)
         if self._before is not None:

@@ -75,7 +75,7 @@ class _Transfers:
         """Wait for what comes in. Raises the backend's RuntimeError, also that of posting."""
         if self._error is not None:
             raise self._error
-        assert self._receives is not None, "waited for before it was expected"
+        assert self._receives is not None, "waited for before it was started"
         for work in self._receives:
             work.wait()
         self._receives = None
@@ -105,10 +105,6 @@ class Gather:
         outgoing = _messages([(peer, parts[axis.rank]) for peer in peers], tag, chunk_bytes)
         incoming = _messages([(peer, parts[peer]) for peer in reversed(peers)], tag, chunk_bytes)
         self._transfers = _Transfers(axis, outgoing, incoming)
-
-    def expect(self) -> None:
-        """See Exchange."""
-        self._transfers.expect()
 
     def start(self) -> None:
         """See Exchange."""
@@ -164,10 +160,6 @@ class ReduceScatter:
         self._shard, self._addends, self._rank = shard, [addends[rank] for rank in range(axis.size)], axis.rank
         self._wide = parts.wide[:size]
 
-    def expect(self) -> None:
-        """See Exchange."""
-        self._transfers.expect()
-
     def start(self) -> None:
         """See Exchange."""
         self._transfers.start()
@@ -200,14 +192,9 @@ class AllReduce:
         self._own, self._addends, self._rank = own, addends, axis.rank
         self._total, self._wide = (own, own) if own.dtype == wide else (torch.empty_like(own, dtype=wide) for _ in range(2))
 
-    def expect(self) -> None:
-        """See Exchange."""
-        self._parts.expect()
-        self._sums.expect()
-
     def start(self) -> None:
         """See Exchange."""
-        self.expect()
+        self._sums.expect()
         self._parts.start()
 
     def wait(self) -> None:

@@ -28,9 +28,8 @@ SMALL_BYTES = 1 << 18
 class Lane(Protocol):
     """The one who issues on a communicator, in the order of ``submit``, which is the same on all ranks."""
 
-    def submit(self, exchange: Exchange, *, size: int, computing: bool, after: Done | None = None) -> Done:
-        """Start an exchange of ``size`` bytes in its turn. ``Done.wait``: its result is in place. ``computing``: the caller has
-        something else to do than to start it."""
+    def submit(self, exchange: Exchange, *, size: int, after: Done | None = None) -> Done:
+        """Start an exchange of ``size`` bytes in its turn, ``after`` what makes its source. ``Done.wait``: its result is in place."""
 
     def close(self) -> None:
         """Nothing more will be submitted."""
@@ -55,7 +54,7 @@ class _Whole:
 
 
 class _InlineLane:
-    def submit(self, exchange: Exchange, *, size: int, computing: bool, after: Done | None = None) -> Done:
+    def submit(self, exchange: Exchange, *, size: int, after: Done | None = None) -> Done:
         exchange.start()
         return _Whole(exchange)
 
@@ -67,7 +66,7 @@ class _DeviceLane:
     def __init__(self, device: torch.device) -> None:
         self._stream = DeviceStream(device)
 
-    def submit(self, exchange: Exchange, *, size: int, computing: bool, after: Done | None = None) -> Done:
+    def submit(self, exchange: Exchange, *, size: int, after: Done | None = None) -> Done:
         self._stream.issue(exchange.start)
         return _Whole(exchange)
 
@@ -107,16 +106,12 @@ class HostLane:
         self._queue: deque[tuple[_Turn, Job]] = deque()
         self._under_way: deque[_Turn] = deque()
 
-    def submit(self, exchange: Exchange, *, size: int, computing: bool, after: Done | None = None) -> Done:
+    def submit(self, exchange: Exchange, *, size: int, after: Done | None = None) -> Done:
         """See Lane."""
         turn = _Turn(exchange, counts=size >= SMALL_BYTES, after=after)
         done = Job(partial(self._finish, turn))
-        with self._lock:
-            self._queue.append((turn, done))
-        if computing:
-            self._stream.issue(self._fill)
-        else:
-            self._fill()
+        self._queue.append((turn, done))  # without the lock: whoever has it may be waiting for a source
+        self._stream.issue(self._fill)
         return done
 
     def _fill(self) -> None:

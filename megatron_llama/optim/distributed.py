@@ -158,7 +158,7 @@ class OverlappedDistributedOptimizer:
         self._sum_total = exchange.all_reduce(self._total, mesh.world, index=0, wire=None)
         self._unscaled = torch.ones((), device=mesh.device)
         self._early_lr: float | None = None
-        self._updated: list[int] = []
+        self._updated: set[int] = set()
         self._early_gathers = frozenset(_early_gathers(layout))
         self._unpublished: set[int] = set()
         self._attach(stages)
@@ -213,7 +213,7 @@ class OverlappedDistributedOptimizer:
 
     def begin_step(self, microbatches: int, uses: Sequence[Use]) -> Tensor:
         """A step of so many microbatches starts. Returns the factor for the loss, 0-dim."""
-        self._updated, self._unpublished = [], set()
+        self._updated, self._unpublished = set(), set()
         self._squares.zero_()
         self.gradients.begin_step(microbatches)
         self.weights.begin(uses)
@@ -253,7 +253,7 @@ class OverlappedDistributedOptimizer:
         skip = square.isfinite().logical_not().to(torch.float32)
         self.update.step(bucket, self.gradients.shards[bucket], scale=self._unscaled, skip=skip, lr=lr)
         self.weights.changed((bucket,))
-        self._updated.append(bucket)
+        self._updated.add(bucket)
         if bucket in self._early_gathers:
             self._publish(bucket)
         else:
@@ -298,7 +298,8 @@ class OverlappedDistributedOptimizer:
         with torch.no_grad():
             loss_scale = self.loss_scale.value
             self.gradients.finish_all()
-            late = self._prepare_late()
+            late = set(self.gradients.trainable) - self._updated
+            self.weights.changed(sorted(late))
             norm = self._grad_norm() / loss_scale
             skip = norm.isfinite().logical_not().to(torch.float32)
             scale = ((norm + 1e-6) / clip).clamp(min=1.0) if clip else torch.ones_like(norm)
@@ -321,15 +322,6 @@ class OverlappedDistributedOptimizer:
         own, master = self.weights.own[bucket], self.masters[bucket]
         if own is not master:
             own.copy_(master)
-
-    def _prepare_late(self) -> set[int]:
-        """The buckets not updated yet. Peers may send their new parts while this rank still waits for the norm."""
-        late = set(self.gradients.trainable) - set(self._updated)
-        self.weights.changed(sorted(late))
-        for bucket in self.layout.forward_order:
-            if bucket in late and self.layout.resident(bucket):
-                self.weights.expect(bucket)
-        return late
 
     def pieces(self) -> Iterator[ShardPiece]:
         """Everything a checkpoint holds of this rank, in HuggingFace coordinates. Call ``settle`` first."""

@@ -51,6 +51,7 @@ class Weights:
         self._residency = residency_of(layout, torch.empty((), dtype=dtype).element_size(), prefetch_bytes)
         self._in_flight: dict[Slot, tuple[int, Done]] = {}
         self._updates: dict[int, Done] = {}
+        """Of buckets whose gather has not been launched."""
         self._generation = [0] * len(layout.buckets)
         self._lock = threading.Lock()
 
@@ -61,12 +62,12 @@ class Weights:
     def begin(self, uses: Sequence[Use]) -> None:
         """A list of uses starts; its first gathers go out."""
         with self._lock:
-            self._launch(self._residency.begin(uses), computing=False)
+            self._launch(self._residency.begin(uses))
 
     def use(self, use: Use) -> None:
         """A unit is about to run: gather what it lacks, then what comes next."""
         with self._lock:
-            self._launch(self._residency.enter(use), computing=True)
+            self._launch(self._residency.enter(use))
 
     def changed(self, buckets: Iterable[int]) -> None:
         """New values are coming for these: nothing may read the old ones any more."""
@@ -75,35 +76,26 @@ class Weights:
                 self._residency.forget(bucket)
                 self._generation[bucket] += 1
 
-    def expect(self, bucket: int) -> None:
-        """A changed bucket that has its slot to itself: its parts may come in, even before ours is ready to be sent."""
-        self._gathers[bucket].expect()
-
     def publish(self, bucket: int, updated: Done | None = None) -> None:
         """The own shard holds the new values, or will when it is ``updated``: gather it then, if its slot is free for it."""
         with self._lock:
             if updated is not None:
                 self._updates[bucket] = updated
             if self._residency.offer(bucket):
-                self._launch((bucket,), computing=False)
+                self._launch((bucket,))
 
     def more_to_come(self) -> bool:
         """Whether later uses of this list need a gather that has not been launched."""
         return self._residency.more_to_come
 
-    def _launch(self, buckets: Iterable[int], *, computing: bool) -> None:
+    def _launch(self, buckets: Iterable[int]) -> None:
         for bucket in buckets:
             slot = self.layout.parameter_slots[bucket]
             if slot in self._in_flight:
                 self._finish(slot)  # gathered ahead for a list of uses that ended before it was read
             self._axis.recorder.event(f"gather {bucket}")
-            after = self._updates.pop(bucket, None)
-            self._in_flight[slot] = (
-                bucket,
-                self._lane.submit(
-                    self._gathers[bucket], size=self.full[bucket].nbytes, computing=computing or after is not None, after=after
-                ),
-            )
+            arriving = self._lane.submit(self._gathers[bucket], size=self.full[bucket].nbytes, after=self._updates.pop(bucket, None))
+            self._in_flight[slot] = bucket, arriving
 
     def _finish(self, slot: Slot) -> None:
         with self._axis.recorder.exposed():

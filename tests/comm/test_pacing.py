@@ -18,9 +18,6 @@ class Message:
         self.number, self.log, self.fails = number, log, fails
         self.started, self.arrived = threading.Event(), threading.Event()
 
-    def expect(self) -> None:
-        """Nothing to prepare."""
-
     def start(self) -> None:
         """Noted."""
         self.log.append(f"start {self.number}")
@@ -43,11 +40,10 @@ def lane(request: pytest.FixtureRequest) -> Lane:
     return opened
 
 
-@pytest.mark.parametrize("computing", [False, True])
-def test_two_are_under_way_and_the_third_starts_when_the_first_is_through(lane: Lane, computing: bool) -> None:
+def test_two_are_under_way_and_the_third_starts_when_the_first_is_through(lane: Lane) -> None:
     log: list[str] = []
     messages = [Message(number, log) for number in range(4)]
-    done = [lane.submit(message, size=SMALL_BYTES, computing=computing) for message in messages]
+    done = [lane.submit(message, size=SMALL_BYTES) for message in messages]
     for message in messages[:2]:
         assert message.started.wait(timeout=60)
     assert log == ["start 0", "start 1"]
@@ -65,7 +61,9 @@ def test_two_are_under_way_and_the_third_starts_when_the_first_is_through(lane: 
 def test_small_messages_do_not_count(lane: Lane) -> None:
     log: list[str] = []
     messages = [Message(number, log) for number in range(5)]
-    done = [lane.submit(m, size=SMALL_BYTES - (m.number in (1, 2)), computing=False) for m in messages]
+    done = [lane.submit(m, size=SMALL_BYTES - (m.number in (1, 2))) for m in messages]
+    for message in messages[:4]:
+        assert message.started.wait(timeout=60)
     assert log == [f"start {number}" for number in range(4)], "two large ones, and the small ones between them"
     for message in messages:
         message.arrived.set()
@@ -80,7 +78,7 @@ def test_an_exchange_waits_for_what_makes_its_source(lane: Lane) -> None:
         message.arrived.set()
     made = stream.run(lambda: log.append(f"made {go_on.wait(timeout=60)}"))
     failed = stream.run(_fail)
-    done = [lane.submit(m, size=SMALL_BYTES, computing=True, after=a) for m, a in zip(messages, (made, failed), strict=True)]
+    done = [lane.submit(m, size=SMALL_BYTES, after=a) for m, a in zip(messages, (made, failed), strict=True)]
     go_on.set()
     done[0].wait()
     assert log == ["made True", "start 0", "wait 0"]
@@ -97,7 +95,7 @@ def _fail() -> None:
 def test_an_error_belongs_to_its_message_and_the_next_goes_on(lane: Lane) -> None:
     log: list[str] = []
     messages = [Message(0, log), Message(1, log, fails=True), Message(2, log)]
-    done = [lane.submit(message, size=SMALL_BYTES, computing=False) for message in messages]
+    done = [lane.submit(message, size=SMALL_BYTES) for message in messages]
     for message in messages:
         message.arrived.set()
     done[2].wait()
@@ -112,7 +110,7 @@ def test_with_nobody_to_talk_to_everything_happens_at_once() -> None:
     message = Message(0, log)
     message.arrived.set()
     alone = open_lane(torch.device("cpu"), HostStream(), inline=True)
-    done = alone.submit(message, size=SMALL_BYTES, computing=False)
+    done = alone.submit(message, size=SMALL_BYTES)
     assert log == ["start 0"]
     done.wait()
     assert log == ["start 0", "wait 0"]

@@ -95,10 +95,6 @@ class _Reduce(ReduceScatter):
         self._done = self._owner.stream.run(self._exchange.wait)
         return None
 
-    def expect(self) -> None:
-        if self._exchange is not None:
-            self._exchange.expect()
-
     def finish(self) -> None:
         assert self._done is not None
         self._done.wait()
@@ -148,8 +144,6 @@ class Fsdp2:
         """See Contender."""
         for group in self._groups[: 1 + PREFETCH]:
             group.unshard(async_op=True)
-        for reduce in self._reduces:
-            reduce.expect()
         loss: Tensor = self._model(batch.tokens, batch.labels)
         (loss / self._hosts).backward()  # type: ignore[no-untyped-call]
         for reduce in self._reduces:
