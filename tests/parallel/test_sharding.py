@@ -6,6 +6,7 @@ from __future__ import annotations
 import gc
 import threading
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from megatron_llama.comm.streams import _put
 from megatron_llama.layout import REDUCTIONS_IN_FLIGHT, rank_layout
 from megatron_llama.memory import host_buffer_bytes, state_bytes
 from megatron_llama.mesh import Place, build_mesh
@@ -174,6 +176,7 @@ def copied(place: Place, layout: Layout) -> dict[str, int]:
     run = trainer(place, layout)
     run.step(0)
     engine = run.optimizer
+    engine.settle()
     tensors = [
         *engine.weights.full,
         *engine.weights.own,
@@ -182,7 +185,8 @@ def copied(place: Place, layout: Layout) -> dict[str, int]:
         *engine.gradients.shards.values(),
     ]
     mode = Copies({tensor.untyped_storage().data_ptr() for tensor in tensors})
-    threads = (engine._stream.run, engine._stream.issue)
+    lane: Any = engine.weights._lane
+    threads = (engine._stream.run, engine._stream.issue, partial(_put, lane._worker))
     with mode:
         for put in threads:
             put(mode.__enter__).wait()
