@@ -227,7 +227,7 @@ class _Exchanges:
     ) -> None:
         self._users: dict[int, int] = {}
         self._replicas: dict[int, Exchange] = {}
-        self._buffers = REDUCTIONS_IN_FLIGHT
+        self._buffers = max(1, min(REDUCTIONS_IN_FLIGHT, len(full)))
         if shard_axis.size == 1 < replica_axis.size and all(shards[b] is own[b] for b in full):
             # Nothing is split and nothing accumulates elsewhere: the one message goes out when the bucket is complete.
             whole = {b: all_reduce(f, replica_axis, index=b, chunk_bytes=chunk_bytes, wire=wire) for b, f in full.items()}
@@ -243,7 +243,7 @@ class _Exchanges:
             wire=wire,
             device=some.device,
             chunk_bytes=chunk_bytes,
-            in_flight=REDUCTIONS_IN_FLIGHT,
+            in_flight=self._buffers,
         )
         self._first = {b: reductions.scatter(f, shards[b], index=b) for b, f in full.items()}
         accumulating = {b: f for b, f in full.items() if shards[b] is not own[b]}
