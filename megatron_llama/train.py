@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import closing
+
 from megatron_llama.checkpoint.meta import TrainState
 from megatron_llama.comm.agreement import together
 from megatron_llama.config import Config
@@ -36,34 +38,34 @@ def train(config: Config, mesh: Mesh, *, eod: int | None = None, tokenizer: Toke
     is kept beside the checkpoints. Raises UserError of some kind, on every rank the same."""
     training, clip = config.training, config.optimizer.clip_grad
     stages = build_stages(config, mesh)
-    optimizer = build_optimizer(config, stages.values(), mesh)
-    loader = build_loader(config, mesh, eod)
-    runtime = PipelineRuntime(stages, optimizer, mesh, config, dtype=compute_dtype(config))
-    validation = Validation(config, mesh, runtime, eod)
-    state = load_or_init(config, optimizer, mesh)
-    saver = Saver(config, mesh, optimizer, tokenizer)  # writes to --save, as the log does: nothing before this line has
-    with open_log(config, mesh, state) as log, Interrupts() as interrupts:
-        progress = Progress(config, mesh, log)
-        validation.run(state, log)
-        feed = Feed(loader, mesh.world, interrupts, first_sample=state.consumed_samples)
-        for iteration in range(state.iteration, training.train_iters):
-            lr = learning_rate(config.optimizer, training.train_iters, iteration)
-            batches = feed.take(following=state.consumed_samples + training.global_batch_size)
-            optimizer.begin_update(lr, clip=clip)
-            loss = runtime.step(batches)  # every microbatch: forward, backward, reduce
-            update = optimizer.step(lr, clip=clip)
-            state = TrainState(iteration + 1, state.consumed_samples + training.global_batch_size)
-            progress.step(state, lr, loss, update)
-            stopping = feed.stop_agreed()
-            if validation.due(state) or saver.due(state) or stopping:
-                progress.settle()  # never save or evaluate a step that went wrong
-                if validation.due(state):
-                    validation.run(state, log)
-                if saver.due(state) or stopping:
-                    saver.save(state, log)
-                progress.restart_clock()
-            if stopping:
-                log.say(f" stopped by a signal after iteration {state.iteration}")
-                break
-        progress.settle()
-        optimizer.settle()
+    with closing(build_optimizer(config, stages.values(), mesh)) as optimizer:
+        loader = build_loader(config, mesh, eod)
+        runtime = PipelineRuntime(stages, optimizer, mesh, config, dtype=compute_dtype(config))
+        validation = Validation(config, mesh, runtime, eod)
+        state = load_or_init(config, optimizer, mesh)
+        saver = Saver(config, mesh, optimizer, tokenizer)  # writes to --save, as the log does: nothing before this line has
+        with open_log(config, mesh, state) as log, Interrupts() as interrupts:
+            progress = Progress(config, mesh, log)
+            validation.run(state, log)
+            feed = Feed(loader, mesh.world, interrupts, first_sample=state.consumed_samples)
+            for iteration in range(state.iteration, training.train_iters):
+                lr = learning_rate(config.optimizer, training.train_iters, iteration)
+                batches = feed.take(following=state.consumed_samples + training.global_batch_size)
+                optimizer.begin_update(lr, clip=clip)
+                loss = runtime.step(batches)  # every microbatch: forward, backward, reduce
+                update = optimizer.step(lr, clip=clip)
+                state = TrainState(iteration + 1, state.consumed_samples + training.global_batch_size)
+                progress.step(state, lr, loss, update)
+                stopping = feed.stop_agreed()
+                if validation.due(state) or saver.due(state) or stopping:
+                    progress.settle()  # never save or evaluate a step that went wrong
+                    if validation.due(state):
+                        validation.run(state, log)
+                    if saver.due(state) or stopping:
+                        saver.save(state, log)
+                    progress.restart_clock()
+                if stopping:
+                    log.say(f" stopped by a signal after iteration {state.iteration}")
+                    break
+            progress.settle()
+            optimizer.settle()

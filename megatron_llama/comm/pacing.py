@@ -34,6 +34,9 @@ class Lane(Protocol):
     def close(self) -> None:
         """Nothing more will be submitted."""
 
+    def join(self, seconds: float) -> None:
+        """See Stream."""
+
 
 def open_lane(device: torch.device, stream: Stream, *, inline: bool) -> Lane:
     """``stream``: what else is issued on the host; ``inline``: for exchanges with nobody."""
@@ -61,6 +64,9 @@ class _InlineLane:
     def close(self) -> None:
         pass
 
+    def join(self, seconds: float) -> None:
+        pass
+
 
 class _DeviceLane:
     def __init__(self, device: torch.device) -> None:
@@ -72,6 +78,9 @@ class _DeviceLane:
 
     def close(self) -> None:
         self._stream.close()
+
+    def join(self, seconds: float) -> None:
+        self._stream.join(seconds)
 
 
 class _Turn:
@@ -134,3 +143,7 @@ class HostLane:
     def close(self) -> None:
         """See Worker."""
         self._worker.close()
+
+    def join(self, seconds: float) -> None:
+        """See Worker."""
+        self._worker.join(seconds)

@@ -44,6 +44,9 @@ class Stream(Protocol):
     def close(self) -> None:
         """Nothing more will be issued or run."""
 
+    def join(self, seconds: float) -> None:
+        """After ``close``: wait for the end of what is still to be done, at most so long."""
+
 
 def open_stream(device: torch.device, *, inline: bool) -> Stream:
     """``inline``: run everything at once in the caller, for an engine that has nobody to communicate with."""
@@ -79,6 +82,9 @@ class Inline:
     def close(self) -> None:
         """See Stream."""
 
+    def join(self, seconds: float) -> None:
+        """See Stream."""
+
 
 class Job:
     """Work for a thread, and how it ended."""
@@ -111,7 +117,8 @@ class Worker:
     def __init__(self, name: str) -> None:
         self._queue: SimpleQueue[Job | None] = SimpleQueue()
         self._closed = False
-        threading.Thread(target=_serve, args=(self._queue,), name=name, daemon=True).start()
+        self._thread = threading.Thread(target=_serve, args=(self._queue,), name=name, daemon=True)
+        self._thread.start()
 
     def put(self, job: Job) -> None:
         """Perform a job after all that were put before it."""
@@ -120,9 +127,13 @@ class Worker:
         self._queue.put(job)
 
     def close(self) -> None:
-        """End the thread after what it still has to do. Not joined: it may be this thread, or wait for a peer that is gone."""
+        """End the thread after what it still has to do. Does not wait for that: it may be this thread."""
         self._closed = True
         self._queue.put(None)
+
+    def join(self, seconds: float) -> None:
+        """Wait for the end of the thread, at most so long: it may be waiting for a peer that is gone."""
+        self._thread.join(seconds)
 
 
 def _serve(queue: SimpleQueue[Job | None]) -> None:
@@ -154,6 +165,11 @@ class HostStream:
         """See Worker."""
         self._issuing.close()
         self._running.close()
+
+    def join(self, seconds: float) -> None:
+        """See Worker."""
+        self._issuing.join(seconds)
+        self._running.join(seconds)
 
 
 def _put(worker: Worker, work: Work) -> Done:
@@ -188,6 +204,9 @@ class DeviceStream:
         return _Now()
 
     def close(self) -> None:
+        """See Stream."""
+
+    def join(self, seconds: float) -> None:
         """See Stream."""
 
 

@@ -33,6 +33,8 @@ from megatron_llama.optim.weights import Weights
 from megatron_llama.params import Rectangle
 from megatron_llama.uses import Use
 
+PATIENCE_SECONDS = 5.0
+"""For threads that wait for peers, which may be gone."""
 WeightSource = Callable[[Rectangle, Tensor], None]
 """Writes the values of a HuggingFace rectangle into a tensor of the rectangle's size (any float dtype)."""
 
@@ -127,7 +129,8 @@ class OverlappedDistributedOptimizer:
         wide, inline = at_least_fp32(dtype), axes.shard.size == 1 == axes.replica.size
         self._stream = stream = open_stream(mesh.device, inline=inline)
         lane = open_lane(mesh.device, stream, inline=inline)
-        self._closing = weakref.finalize(self, _close, (lane, stream))
+        self._threads = (lane, stream)
+        self._closing = weakref.finalize(self, _close, self._threads)
         self.weights = Weights(
             layout,
             axes.gather,
@@ -340,8 +343,11 @@ class OverlappedDistributedOptimizer:
         return [self.update.state(bucket)["step"] for bucket in self.gradients.trainable]
 
     def close(self) -> None:
-        """End the engine's threads; they end with the engine otherwise."""
+        """End the engine's threads and wait for them: one that is inside an operator when the interpreter ends aborts the process.
+        Without this they end, unwatched, with the engine."""
         self._closing()
+        for thread in self._threads:
+            thread.join(PATIENCE_SECONDS)
 
 
 def _never() -> bool:
