@@ -28,7 +28,10 @@ from megatron_llama.tokenizer.base import Tokenizer
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 DOWNLOAD = "copy the file again from where the model came from"
-WRITTEN = ("config.json", "generation_config.json", "*.safetensors", INDEX, "tokenizer*", "special_tokens_map.json", "added_tokens.json")
+WRITTEN = (
+    *("config.json", "generation_config.json", "*.safetensors", INDEX),
+    *("tokenizer*", "special_tokens_map.json", "added_tokens.json", "chat_template.jinja"),
+)
 """What an export may hold, and may therefore replace."""
 
 

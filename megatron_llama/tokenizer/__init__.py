@@ -1,1 +1,1 @@
-"""Text to token ids and back: sentencepiece models and HuggingFace ``tokenizer.json`` behind one small interface."""
+"""Text to token ids and back: sentencepiece, LLaMA 3's files of ranks and ``tokenizer.json`` behind one small interface."""

@@ -13,7 +13,8 @@ from megatron_llama.tokenizer.files import read_json_object, replace_file
 
 BOS_NAMES = ("<s>", "<|begin_of_text|>", "<bos>", "<|startoftext|>")
 EOS_NAMES = ("</s>", "<|end_of_text|>", "<|eot_id|>", "<|endoftext|>", "<eos>")
-COMPANIONS = ("tokenizer_config.json", "special_tokens_map.json", "tokenizer.model", "chat_template.jinja")
+COMPANIONS = ("tokenizer_config.json", "special_tokens_map.json", "tokenizer.model", "chat_template.jinja", "generation_config.json")
+"""Files beside tokenizer.json that belong to it; the last one because it lists the tokens that end an answer."""
 
 
 class HFTokenizer:
@@ -57,7 +58,7 @@ class HFTokenizer:
         return text
 
     def save_hf(self, folder: str | Path) -> None:
-        """tokenizer.json as it was loaded and what lies beside it (configuration, special tokens, chat template)."""
+        """tokenizer.json as it was loaded and what lies beside it (configuration, special tokens, chat template, end tokens)."""
         files = {"tokenizer.json": self._content}
         for name in COMPANIONS:
             if (beside := self.path.with_name(name)).is_file():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from types import MappingProxyType
@@ -21,19 +22,33 @@ MEGATRON_TYPES: Mapping[str, tuple[str, ...]] = MappingProxyType(
 
 
 def load_tokenizer(path: str | Path, tokenizer_type: str | None = None) -> Tokenizer:
-    """The tokenizer at ``path``: a sentencepiece ``.model``, a ``tokenizer.json``, or a folder with one (``tokenizer.json`` first).
+    """The tokenizer at ``path``: a ``.model`` (sentencepiece's, or LLaMA 3's file of ranks), a ``tokenizer.json``, or a folder with
+    one (``tokenizer.json`` first).
 
     ``tokenizer_type``: one of Megatron's names, which says what the file has to be. Errors: DataError.
     """
     file = tokenizer_file(path, tokenizer_type)
     # Imported on use: a sentencepiece user need not have `tokenizers` loaded in every worker, nor the reverse.
     if file.suffix == ".model":
+        if _is_ranks(file):
+            from megatron_llama.tokenizer.tiktoken import TiktokenTokenizer
+
+            return TiktokenTokenizer(file)
         from megatron_llama.tokenizer.spm import SentencePieceTokenizer
 
         return SentencePieceTokenizer(file)
     from megatron_llama.tokenizer.hf import HFTokenizer
 
     return HFTokenizer(file)
+
+
+def _is_ranks(file: Path) -> bool:
+    """Whether a ``.model`` file begins as LLaMA 3's does: a base64 word and a number. Sentencepiece's begins with the byte 0x0A."""
+    try:
+        with file.open("rb") as opened:
+            return re.match(rb"[A-Za-z0-9+/]+={0,2} \d+\r?\n", opened.read(4096)) is not None
+    except OSError:
+        return False  # the reader of sentencepiece's files says why
 
 
 def tokenizer_file(path: str | Path, tokenizer_type: str | None = None) -> Path:

@@ -37,6 +37,8 @@ def llama3_like(texts: list[str], tmp_path_factory: pytest.TempPathFactory) -> P
     }
     (folder / "tokenizer_config.json").write_text(json.dumps(config))
     (folder / "special_tokens_map.json").write_text("{}")
+    (folder / "chat_template.jinja").write_text("{{ messages }}")
+    (folder / "generation_config.json").write_text('{"eos_token_id": [1201, 1202]}')
     return folder
 
 

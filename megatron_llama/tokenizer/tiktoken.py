@@ -1,0 +1,156 @@
+"""LLaMA 3's ``tokenizer.model``: a line for each token, base64 and rank, as tiktoken has it. Run by ``tokenizers``."""
+
+from __future__ import annotations
+
+from base64 import b64decode
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import count
+from pathlib import Path
+from types import MappingProxyType
+
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, processors
+
+from megatron_llama.errors import DataError, describe, listing
+from megatron_llama.tokenizer.files import read_json_object, replace_file, to_json
+
+SPLIT = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+"""Where LLaMA 3 cuts a text before it looks for tokens: part of the format, though the file does not carry it."""
+SPECIAL_TOKENS = 256
+BOS, EOS = "<|begin_of_text|>", "<|end_of_text|>"
+NAMED: Mapping[str, Mapping[int, str]] = MappingProxyType(
+    {
+        "3": MappingProxyType({0: BOS, 1: EOS, 6: "<|start_header_id|>", 7: "<|end_header_id|>", 9: "<|eot_id|>"}),
+        "3.1": MappingProxyType(
+            {
+                **{0: BOS, 1: EOS, 4: "<|finetune_right_pad_id|>", 6: "<|start_header_id|>", 7: "<|end_header_id|>"},
+                **{8: "<|eom_id|>", 9: "<|eot_id|>", 10: "<|python_tag|>"},
+            }
+        ),
+    }
+)
+"""By version of LLaMA: the special tokens that have a name. Those between and behind them are numbered."""
+_SHOWN = 10
+
+
+class TiktokenTokenizer:
+    """A ``.model`` file of ranks. Ids are tiktoken's own, so a literal ``<|eot_id|>`` in a text stays text.
+
+    The file is the same for every LLaMA 3. Its special tokens have the names of LLaMA 3.1 and later, unless a ``params.json``
+    beside it is LLaMA 3's (no ``use_scaled_rope``); ids and number are the same for both.
+    """
+
+    def __init__(self, path: str | Path) -> None:
+        self.path = Path(path)
+        try:
+            self._model = self.path.read_bytes()
+        except OSError as error:
+            message = describe(str(path), got=error, expected="a tokenizer.model", do="give the path of a tokenizer.model")
+            raise DataError(message) from error
+        tokens = parse_ranks(self._model, str(path))
+        self._tokenizer = hf_tokenizer(tokens, special_tokens(_version(self.path)))
+        self._tokenizer.encode_special_tokens = True  # as text, that is; a property of this object, not of what it saves
+        self.vocab_size: int = len(tokens) + SPECIAL_TOKENS
+        self.bos_id: int | None = len(tokens)
+        self.eos_id: int | None = len(tokens) + 1
+
+    def encode(self, text: str) -> list[int]:
+        """See Tokenizer."""
+        ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False).ids
+        return ids
+
+    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
+        """See Tokenizer."""
+        return [self.encode(text) for text in texts]
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """See Tokenizer."""
+        text: str = self._tokenizer.decode(list(ids), skip_special_tokens=True)
+        return text
+
+    def save_hf(self, folder: str | Path) -> None:
+        """tokenizer.model, tokenizer.json and tokenizer_config.json."""
+        folder = Path(folder)
+        config = {
+            "tokenizer_class": "PreTrainedTokenizerFast",
+            "bos_token": BOS,
+            "eos_token": EOS,
+            "clean_up_tokenization_spaces": False,
+            "model_input_names": ["input_ids", "attention_mask"],
+        }
+        replace_file(folder / "tokenizer.model", self._model)
+        replace_file(folder / "tokenizer.json", self._tokenizer.to_str().encode())
+        replace_file(folder / "tokenizer_config.json", to_json(config))
+
+
+def parse_ranks(content: bytes, name: str) -> list[bytes]:
+    """The tokens in the order of their ranks; ``name`` is for messages. Raises DataError with what is wrong, line by line."""
+    tokens: list[bytes] = []
+    seen: set[bytes] = set()
+    problems = []
+    for number, line in enumerate(content.splitlines(), 1):
+        try:
+            encoded, rank = line.split()
+            token = b64decode(encoded, validate=True)
+            problem = "" if int(rank) == len(tokens) else f"rank {int(rank)}, expected {len(tokens)}"
+        except ValueError as error:
+            token, problem = b"", f"got {line[:40]!r} ({error}), expected a base64 token and its rank"
+        if not problem and (not token or token in seen):
+            problem = f"token {token!r} again" if token else "an empty token"
+        if problem:
+            problems.append(f"line {number}: {problem}")
+        seen.add(token)
+        tokens.append(token)
+    problems += [f"no token for the byte {byte:#04x}" for byte in range(256) if bytes([byte]) not in seen]
+    if problems:
+        more = [f"and {len(problems) - _SHOWN} more"] if len(problems) > _SHOWN else []
+        title = describe(name, got="damaged content", expected="a line for each token, by rank", do="copy the file again")
+        raise DataError(listing(title, [*problems[:_SHOWN], *more]))
+    return tokens
+
+
+def special_tokens(version: str) -> list[str]:
+    """The 256 special tokens of LLaMA ``3`` or ``3.1``, which follow the vocabulary, in the order of their ids."""
+    named, numbers = NAMED[version], count()
+    return [named[at] if at in named else f"<|reserved_special_token_{next(numbers)}|>" for at in range(SPECIAL_TOKENS)]
+
+
+def hf_tokenizer(tokens: Sequence[bytes], special: Sequence[str]) -> Tokenizer:
+    """The ``tokenizers`` twin of tiktoken's encoding; encoding with special tokens puts the first of them in front."""
+    table = dict(enumerate(byte_characters()))
+    spelt = [token.decode("latin-1").translate(table) for token in tokens]
+    merges = [(spelt[left], spelt[right]) for left, right in _merges(tokens)]
+    bpe = models.BPE(vocab={text: rank for rank, text in enumerate(spelt)}, merges=merges, ignore_merges=True)
+    tokenizer = Tokenizer(bpe)
+    split = pre_tokenizers.Split(Regex(SPLIT), "isolated")
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([split, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens([AddedToken(text, special=True, normalized=False) for text in special])
+    bos = special[0]
+    template = processors.TemplateProcessing(
+        single=f"{bos} $A", pair=f"{bos} $A {bos}:1 $B:1", special_tokens=[(bos, tokenizer.token_to_id(bos))]
+    )
+    tokenizer.post_processor = processors.Sequence([processors.ByteLevel(trim_offsets=False), template])
+    return tokenizer
+
+
+def byte_characters() -> tuple[str, ...]:
+    """The character that stands for each byte in a byte-level vocabulary: its own where that can be printed, else one
+    from U+0100 on (Radford et al., 2019)."""
+    printed = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
+    others = count(0x100)
+    return tuple(chr(byte if byte in printed else next(others)) for byte in range(256))
+
+
+def _merges(tokens: Sequence[bytes]) -> Iterator[tuple[int, int]]:
+    """Every pair of tokens, as ranks, whose concatenation is a token, in the order of that one's rank.
+
+    tiktoken joins the neighbours whose joint token has the lowest rank, whichever way the parts were built."""
+    ranks = {token: rank for rank, token in enumerate(tokens)}
+    for token in tokens:
+        halves = ((ranks.get(token[:at]), ranks.get(token[at:])) for at in range(1, len(token)))
+        yield from sorted((left, right) for left, right in halves if left is not None and right is not None)
+
+
+def _version(path: Path) -> str:
+    params = path.with_name("params.json")
+    return "3" if params.is_file() and not read_json_object(params).get("use_scaled_rope") else "3.1"
