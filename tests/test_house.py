@@ -18,7 +18,7 @@ MAX_FILE, MAX_FUNCTION = 500, 80
 LAYERS = (
     (
         *("errors", "config", "aliases", "options", "manual", "validate", "presets", "hf_config", "params", "layout", "schedule"),
-        *("recorder", "activations", "memory", "auto", "traffic", "uses", "residency"),
+        *("recorder", "history", "activations", "memory", "auto", "traffic", "uses", "residency"),
     ),
     ("planner",),
     ("device",),
@@ -30,7 +30,8 @@ LAYERS = (
     ("pipeline",),
     ("tokenizer", "metrics"),
     ("data", "checkpoint"),
-    ("feed", "progress", "vocabulary", "generation", "trace"),
+    ("feed", "bad_steps", "vocabulary", "generation", "trace"),
+    ("progress",),
     ("setup",),
     ("train",),
     ("commands",),

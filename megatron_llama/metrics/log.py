@@ -27,9 +27,10 @@ class StepRecord:
     consumed_samples: int
     learning_rate: float
     global_batch_size: int
-    lm_loss: float
+    lm_loss: float | None
+    """None: not finite, the step was skipped."""
     grad_norm: float | None
-    """Before clipping. None: not finite, the step was skipped (--fp16)."""
+    """Before clipping. None: not finite, the step was skipped."""
     elapsed_ms: float
     """Per iteration."""
     tokens_per_second: float
@@ -78,7 +79,7 @@ def format_record(record: StepRecord, now: datetime) -> str:
         f"throughput per GPU (TFLOP/s/GPU): {r.tflops_per_gpu:.1f}",
         f"learning rate: {r.learning_rate:.6E}",
         f"global batch size: {r.global_batch_size:5d}",
-        f"lm loss: {r.lm_loss:.6E}",
+        "lm loss: " + ("n/a" if r.lm_loss is None else f"{r.lm_loss:.6E}"),
         f"loss scale: {r.loss_scale:.1f}",
         "grad norm: " + ("n/a" if r.grad_norm is None else f"{r.grad_norm:.3f}"),
         f"number of skipped iterations: {r.skipped_iterations:3d}",
@@ -135,11 +136,7 @@ class MetricLog:
         if not prints:
             return
         if folder is not None:
-            path = Path(folder) / FILE_NAME
-            path.parent.mkdir(parents=True, exist_ok=True)
-            kept = truncate(path, start_iteration)
-            self._evaluated = {entry["iteration"] for entry in kept if "validation_loss" in entry}
-            self._file = path.open("a", encoding="utf-8")
+            self._open(Path(folder) / FILE_NAME, start_iteration)
         if progress_bar and self._out.isatty():
             from tqdm import tqdm
 
@@ -158,6 +155,21 @@ class MetricLog:
         if self._file is not None:
             self._file.close()
         self._bar = self._file = None
+
+    def _open(self, path: Path, iteration: int) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        kept = truncate(path, iteration)
+        self._evaluated = {entry["iteration"] for entry in kept if "validation_loss" in entry}
+        self._file = path.open("a", encoding="utf-8")
+
+    def rewind(self, iteration: int) -> None:
+        """The run goes on behind ``iteration`` once more: later lines leave the file, not the terminal."""
+        if self._file is not None:
+            self._file.close()
+            self._open(Path(self._file.name), iteration)
+        if self._bar is not None:
+            self._bar.n = iteration
+            self._bar.refresh()
 
     def advance(self) -> None:
         """One optimizer step is done: moves the progress bar."""

@@ -46,7 +46,8 @@ class StepResult:
     grad_norm: Tensor
     """Global L2 norm before clipping."""
     skipped: Tensor
-    """1 if the gradient was not finite, else 0. Then nothing was changed (with early updates: no shard with such a gradient)."""
+    """1 if the gradient was not finite or a rank had a veto, else 0. Then nothing was changed (with early updates: no shard whose
+    gradient was not finite)."""
     loss_scale: Tensor
     """The factor the loss had in this step; 1 without --fp16."""
 
@@ -157,7 +158,7 @@ class OverlappedDistributedOptimizer:
         alike = [wide == dtype or not bucket.kind.trainable for bucket in layout.buckets]
         self.masters = [own if same else torch.zeros_like(own, dtype=wide) for own, same in zip(self.weights.own, alike, strict=True)]
         self._squares = torch.zeros(len(layout.buckets), dtype=torch.float64, device=mesh.device)
-        self._total = torch.zeros(1, dtype=torch.float64, device=mesh.device)
+        self._total = torch.zeros(2, dtype=torch.float64, device=mesh.device)  # squares, vetoes
         self._sum_total = exchange.all_reduce(self._total, mesh.world, index=0, wire=None)
         self._unscaled = torch.ones((), device=mesh.device)
         self._early_lr: float | None = None
@@ -187,6 +188,14 @@ class OverlappedDistributedOptimizer:
                 for rectangle, place in self.layout.rectangles(bucket, self._axes.shard.rank):
                     source(rectangle, master[place].view(rectangle.size))
         self.publish()
+
+    def forget(self) -> None:
+        """Back to the first step: before other weights are loaded, unless optimizer state comes with them."""
+        self.settle()
+        for bucket in self.gradients.trainable:
+            for tensor in self.update.state(bucket).values():
+                tensor.zero_()
+        self.loss_scale.reset()
 
     def publish(self) -> None:
         """The masters were written: gather the parameters, in the order of the next forward pass."""
@@ -262,14 +271,16 @@ class OverlappedDistributedOptimizer:
         else:
             self._unpublished.add(bucket)
 
-    def _grad_norm(self) -> Tensor:
-        """Global L2 norm of the step's gradient (times the loss scale), counting no copied or tied parameter twice."""
+    def _grad_norm(self, veto: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Global L2 norm of the step's gradient (times the loss scale), counting no copied or tied parameter twice, and how many
+        ranks have a veto."""
         self._sum_partial_shards()
-        self._total.copy_(self._squares.sum())
+        self._total[0] = self._squares.sum()
+        self._total[1] = 0.0 if veto is None else veto
         self._sum_total.start()
         with self.mesh.recorder.exposed():
             self._sum_total.wait()
-        return self._total[0].sqrt().to(at_least_fp32(self.dtype))
+        return self._total[0].sqrt().to(at_least_fp32(self.dtype)), self._total[1]
 
     def _sum_partial_shards(self) -> None:
         """Copies that saw a part of the gradient each: norms under sequence parallelism, shared key/value heads, tied
@@ -293,18 +304,21 @@ class OverlappedDistributedOptimizer:
         copies += [mesh.embedding.rank] if kind.tied else []
         return not any(copies)
 
-    def step(self, lr: float, *, clip: float) -> StepResult:
+    def step(self, lr: float, *, clip: float, veto: Tensor | None = None) -> StepResult:
         """Update every shard with the gradient scaled to a norm of at most ``clip`` (0: as it is), and launch the gathers.
 
-        A gradient that is not finite changes nothing. No host synchronisation."""
+        A gradient that is not finite changes nothing, nor does a step to which some rank has a ``veto`` (0-dim fp64 on the device:
+        1 or 0). No host synchronisation."""
         assert self._early_lr in (None, lr), "begin_update announced another learning rate"
         with torch.no_grad():
             loss_scale = self.loss_scale.value
             self.gradients.finish_all()
             late = set(self.gradients.trainable) - self._updated
             self.weights.changed(sorted(late))
-            norm = self._grad_norm() / loss_scale
-            skip = norm.isfinite().logical_not().to(torch.float32)
+            total, vetoes = self._grad_norm(veto)
+            norm = total / loss_scale
+            overflow = norm.isfinite().logical_not()
+            skip = (overflow | (vetoes > 0)).to(torch.float32)
             scale = ((norm + 1e-6) / clip).clamp(min=1.0) if clip else torch.ones_like(norm)
             scale = (scale * loss_scale).to(torch.float32)
             for bucket in self.layout.forward_order:
@@ -312,7 +326,7 @@ class OverlappedDistributedOptimizer:
                     self.weights.publish(bucket, self._stream.aside(partial(self._update, bucket, scale, skip, lr)))
                 elif bucket in self._unpublished:
                     self._publish(bucket)
-            self.loss_scale.update(skip)
+            self.loss_scale.update(overflow)
         self._early_lr = None
         return StepResult(norm, skip, loss_scale)
 

@@ -37,6 +37,11 @@ class LossScale:
         self.value = torch.where(shrink, smaller, torch.where(grow, self.value * FACTOR, self.value))
         self._overflows, self._clean = torch.where(shrink, zero, self._overflows), torch.where(grow, zero, self._clean)
 
+    def reset(self) -> None:
+        """Back to the start."""
+        if self.dynamic:
+            self.load([self._config.initial_loss_scale, 0.0, 0.0])
+
     def state(self) -> list[float]:
         """For a checkpoint: scale, steps without overflow, overflows in a row."""
         return [float(t) for t in (self.value, self._clean, self._overflows)]

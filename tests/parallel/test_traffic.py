@@ -161,8 +161,9 @@ class Expected:
             self.add("dp_gather", "all_gather", bucket.numel * FP32, times)
 
     def step(self) -> None:
-        """Loss and norm over everyone; reduced shards of copies that saw a part; the count of unmasked tokens."""
-        self.add("world", "all_reduce", FP64, 2)
+        """Loss, and norm with vetoes, over everyone; reduced shards of copies that saw a part; the count of unmasked tokens."""
+        self.add("world", "all_reduce", FP64)
+        self.add("world", "all_reduce", 2 * FP64)
         for bucket in self.buckets.buckets:
             shard = self.buckets.shard_numel(bucket.index) * FP32
             if bucket.kind.partial:
