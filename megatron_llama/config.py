@@ -136,6 +136,17 @@ class TrainingConfig:
     """Overflows in a row before the loss scale halves. Each overflowing step is skipped."""
     fp64: bool = False
     """Compute in double precision: the reference of the parity checks, not for training."""
+    on_bad_step: Literal["stop", "skip", "rollback"] = "stop"
+    """After a step whose loss or gradient norm is not finite, or whose loss is a spike: stop with an error; leave the weights as
+    they are and go on with the next samples (needs --clip-grad); or go back to the newest checkpoint and leave out that step's
+    samples when they come again. What is left out is listed in `skipped.jsonl` beside the checkpoints."""
+    loss_spike_factor: float = 0.0
+    """A loss beyond so many times the mean of the last good steps is a spike. 0: none is."""
+    loss_spike_window: int = 100
+    """Good steps in that mean. Before there are as many, no loss is a spike."""
+    max_bad_steps: int = 10
+    """With skip and rollback: more bad steps than this in a row, without a good step between them (rollback: without a checkpoint),
+    end the run with an error."""
     eval_interval: int = 0
     """Evaluate before the first iteration, every so many iterations and after the last. 0: never."""
     eval_iters: int = 10
@@ -199,10 +210,20 @@ class CheckpointConfig:
     save: str | None = None
     """Folder for checkpoints (`iter_0000100/`), `latest_checkpointed_iteration.txt` and `log.jsonl`."""
     save_interval: int = 0
-    """Save every so many iterations. 0: once, at the end."""
+    """Save every so many iterations. 0: once, at the end. SIGUSR1, or a file named `save-now` in the folder, saves at once."""
+    save_first_step: bool = False
+    """Save after the first step too: what goes wrong with saving is seen at once, not after hours."""
+    save_retain: int = 0
+    """Keep so many of the newest checkpoints, and the best one (`best`, by validation loss). 0: keep all."""
+    save_retain_interval: int = 0
+    """With --save-retain, keep also those whose iteration is a multiple of this. 0: none besides."""
+    async_save: bool = False
+    """Write checkpoints in a process beside each rank: training stops only while the state is copied to memory of the host,
+    twice 12 bytes for each parameter of the rank's shard at most. Linux only."""
     load: str | None = None
     """Resume from the newest complete checkpoint of this folder, or from this `iter_...` folder itself. An empty
-    folder equal to --save is a fresh start."""
+    folder equal to --save is a fresh start. `auto`: the newest complete checkpoint of --save whose files are all
+    there, else a fresh start."""
     init_from_hf: str | None = None
     """HuggingFace folder (config.json, *.safetensors): gives the model fields and the initial weights."""
 

@@ -94,3 +94,16 @@ def current_stream(device: torch.device) -> torch.Stream:
 def on_stream(stream: torch.Stream) -> AbstractContextManager[object]:
     """Work issued inside goes to this stream."""
     return torch.cuda.stream(stream)  # type: ignore[arg-type]
+
+
+def pin(memory: torch.Tensor, device: torch.device) -> None:
+    """Register host memory with the device's driver, so that copies run at full speed and beside the host."""
+    if not is_host(device):
+        status = torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), memory.numel() * memory.element_size(), 0)
+        torch.cuda.check_error(status)
+
+
+def wait_for_copies(device: torch.device) -> None:
+    """Wait until copies to the host that the caller has issued are complete."""
+    if not is_host(device):
+        torch.cuda.current_stream(device).synchronize()

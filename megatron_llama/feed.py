@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 from collections.abc import Sequence
+from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Self
 
@@ -15,18 +16,24 @@ from megatron_llama.data.loader import Batch, BatchLoader
 from megatron_llama.errors import DataError
 from megatron_llama.mesh import Axis
 
-GO, STOP, FAILED = 0, 1, 2
+GO, SAVE, STOP, FAILED = range(4)
+"""What ranks agree on; the largest counts."""
+SAVE_NOW = "save-now"
+"""A file of this name in the folder of checkpoints asks for one."""
 
 
 class Interrupts:
-    """SIGTERM and SIGINT become a wish to stop after the current step; a second SIGINT stops at once."""
+    """SIGTERM and SIGINT become a wish to stop after the current step, a second SIGINT stops at once; SIGUSR1 and the file
+    ``save-now`` in ``folder`` become a wish to save."""
 
-    def __init__(self) -> None:
-        self.wanted = False
+    def __init__(self, folder: str | None = None) -> None:
+        """``folder``: where to look for the file; None on ranks that leave that to another."""
+        self._file = Path(folder) / SAVE_NOW if folder is not None else None
+        self._stop = self._save = False
         self._previous: dict[signal.Signals, object] = {}
 
     def __enter__(self) -> Self:
-        for number in (signal.SIGTERM, signal.SIGINT):
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
             self._previous[number] = signal.signal(number, self._note)
         return self
 
@@ -35,9 +42,24 @@ class Interrupts:
             signal.signal(number, handler)  # type: ignore[arg-type]
 
     def _note(self, number: int, frame: FrameType | None) -> None:
-        if self.wanted and number == signal.SIGINT:
+        if number == signal.SIGUSR1:
+            self._save = True
+            return
+        if self._stop and number == signal.SIGINT:
             raise KeyboardInterrupt
-        self.wanted = True
+        self._stop = True
+
+    def stop(self) -> None:
+        """This rank wants to stop after the current step."""
+        self._stop = True
+
+    def wish(self) -> int:
+        """GO, SAVE or STOP. A wish to save is told once."""
+        if self._file is not None and self._file.exists():
+            self._file.unlink(missing_ok=True)
+            self._save = True
+        save, self._save = self._save, False
+        return STOP if self._stop else SAVE if save else GO
 
 
 class Feed:
@@ -52,7 +74,7 @@ class Feed:
         self._batches: Sequence[Batch] = ()
         self._error: DataError | None = None
         self._agreement: tuple[Tensor, Pending]
-        self._stop: bool | None = None
+        self._agreed: int | None = None
         self._read(first_sample)
 
     def _read(self, sample: int) -> None:
@@ -61,27 +83,29 @@ class Feed:
             self._batches = self._loader.microbatches(sample)
         except DataError as error:
             self._error = error
-        status = FAILED if self._error else STOP if self._interrupts.wanted else GO
-        self._agreement, self._stop = largest(status, self._world), None
+        wish = self._interrupts.wish()
+        self._agreement, self._agreed = largest(FAILED if self._error else wish, self._world), None
 
     def take(self, *, following: int) -> Sequence[Batch]:
         """The batches of this step; starts reading those of the step that begins at sample ``following``.
 
         Raises DataError on every rank if any rank's batches could not be read."""
-        batches, error, status = self._batches, self._error, self._status()
-        if status == FAILED:
+        self._world.recorder.doing = "reading samples"
+        batches, error = self._batches, self._error
+        if self.agreed() == FAILED:
             raise_together(error, self._world)
         self._read(following)
         return batches
 
-    def _status(self) -> int:
-        status, pending = self._agreement
-        if self._stop is None:
-            pending.wait()
-            self._stop = int(status) == STOP
-        return int(status)
+    def restart(self, first_sample: int) -> None:
+        """The next step begins at another sample than was announced. On all ranks."""
+        self.agreed()
+        self._read(first_sample)
 
-    def stop_agreed(self) -> bool:
-        """Whether some rank was asked to stop. The same answer on every rank."""
-        self._status()
-        return bool(self._stop)
+    def agreed(self) -> int:
+        """What some rank was asked for before this step: GO, SAVE, STOP or FAILED. The same answer on every rank."""
+        if self._agreed is None:
+            status, pending = self._agreement
+            pending.wait()
+            self._agreed = int(status)
+        return self._agreed

@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from megatron_llama import device as devices
+from megatron_llama.bad_steps import BadSteps, Outcome
 from megatron_llama.checkpoint.meta import TrainState
 from megatron_llama.config import Config
-from megatron_llama.errors import TrainingError, describe
 from megatron_llama.mesh import Mesh
 from megatron_llama.metrics.flops import flops_per_token, peak_flops
 from megatron_llama.metrics.log import MetricLog, StepRecord
@@ -21,17 +21,15 @@ from megatron_llama.optim.distributed import StepResult
 
 @dataclass(frozen=True)
 class _Step:
-    state: TrainState
+    outcome: Outcome
     lr: float
-    loss: Tensor
-    update: StepResult
 
 
 class Progress:
-    """Checks every step, logs every ``log_interval``-th and the last."""
+    """Has every step looked at, logs every ``log_interval``-th and the last."""
 
-    def __init__(self, config: Config, mesh: Mesh, log: MetricLog) -> None:
-        self._config, self._mesh, self._log = config, mesh, log
+    def __init__(self, config: Config, mesh: Mesh, log: MetricLog, bad_steps: BadSteps) -> None:
+        self._config, self._mesh, self._log, self._bad_steps = config, mesh, log, bad_steps
         training = config.training
         self._work = Work(
             tokens_per_step=training.global_batch_size * training.seq_length,
@@ -43,52 +41,48 @@ class Progress:
         self._steps, self._since, self._skipped = 0, time.perf_counter(), 0
 
     def step(self, state: TrainState, lr: float, loss: Tensor, update: StepResult) -> None:
-        """The step that leads to ``state`` was issued. Raises TrainingError if the one before it was not finite."""
+        """The step that leads to ``state`` was issued. Raises TrainingError if the one before it must not be followed by others."""
         self.settle()
-        self._pending = _Step(state, lr, loss, update)
+        if self._bad_steps.goes_back:
+            return
+        self._pending = step = _Step(self._bad_steps.issued(state, loss, update), lr)
         self._steps += 1
         self._log.advance()
         if state.iteration % self._config.log.log_interval == 0 or state.iteration == self._config.training.train_iters:
-            self._write(self._pending)
+            self._write(step)
 
     def settle(self) -> None:
-        """Look at the last step. Raises TrainingError, the same on every rank, if its loss or gradient was not finite.
-
-        With --fp16 an overflowing gradient is part of the method: the step was skipped, and is counted."""
+        """Look at the last step. Raises TrainingError, the same on every rank, if the run must not go on."""
         step, self._pending = self._pending, None
-        if step is None:
-            return
-        training = self._config.training
-        if training.fp16 and step.update.skipped and math.isfinite(float(step.loss)) and step.update.loss_scale > training.min_loss_scale:
-            self._skipped += 1
-            return
-        for name, value in (("loss", float(step.loss)), ("gradient norm", float(step.update.grad_norm))):
-            if not math.isfinite(value):
-                kept = (
-                    "the weights were not changed by it"
-                    if self._config.optimizer.clip_grad
-                    else "without --clip-grad it changed some weights"
-                )
-                do = f"lower --lr, look at the data of this step, or resume from the last checkpoint; {kept}"
-                raise TrainingError(describe(f"{name} at iteration {step.state.iteration}", got=value, expected="a finite number", do=do))
+        if step is not None:
+            with self._mesh.recorder.waiting("the device"):
+                good = self._bad_steps.settle(step.outcome)
+            self._skipped += not good
+
+    def rewind(self) -> None:
+        """The run is at an earlier state again."""
+        self._pending, self._skipped = None, 0
+        self.restart_clock()
 
     def _write(self, step: _Step) -> None:
         self.settle()
-        mesh, training = self._mesh, self._config.training
+        if self._bad_steps.goes_back:
+            return
+        mesh, training, outcome = self._mesh, self._config.training, step.outcome
         devices.synchronize(mesh.device)
         exposed = mesh.recorder.take_exposed_seconds() if devices.is_host(mesh.device) else None
         interval = Interval(self._steps, time.perf_counter() - self._since, exposed)
-        mean = averages(interval, self._work, steps_left=training.train_iters - step.state.iteration)
+        mean = averages(interval, self._work, steps_left=training.train_iters - outcome.state.iteration)
         self._log.write(
             StepRecord(
-                iteration=step.state.iteration,
+                iteration=outcome.state.iteration,
                 train_iters=training.train_iters,
-                consumed_samples=step.state.consumed_samples,
+                consumed_samples=outcome.state.consumed_samples,
                 learning_rate=step.lr,
                 global_batch_size=training.global_batch_size,
-                lm_loss=float(step.loss),
-                grad_norm=None if step.update.skipped else float(step.update.grad_norm),
-                loss_scale=float(step.update.loss_scale),
+                lm_loss=_finite(outcome.loss),
+                grad_norm=_finite(outcome.update.grad_norm),
+                loss_scale=float(outcome.update.loss_scale),
                 skipped_iterations=self._skipped,
                 peak_memory_bytes=devices.peak_memory_bytes(mesh.device),
                 elapsed_ms=mean.elapsed_ms,
@@ -107,3 +101,8 @@ class Progress:
         """Leave what happened since the last line (an evaluation, a save) out of the averages."""
         self._mesh.recorder.take_exposed_seconds()
         self._steps, self._since = 0, time.perf_counter()
+
+
+def _finite(number: Tensor) -> float | None:
+    value = float(number)
+    return value if math.isfinite(value) else None

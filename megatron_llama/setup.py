@@ -8,12 +8,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from megatron_llama.checkpoint import native
+from megatron_llama.checkpoint import native, series
 from megatron_llama.checkpoint.failures import writing
-from megatron_llama.checkpoint.folders import commit, fresh_staging
 from megatron_llama.checkpoint.hf import HFWeights
 from megatron_llama.checkpoint.meta import META, TrainState
-from megatron_llama.comm.agreement import together
+from megatron_llama.checkpoint.saver import Saver
+from megatron_llama.comm.agreement import from_first, together
 from megatron_llama.config import CheckpointConfig, Config, ModelConfig
 from megatron_llama.data.indexed import IndexedDataset
 from megatron_llama.data.loader import BatchLoader
@@ -24,10 +24,10 @@ from megatron_llama.metrics.log import MetricLog
 from megatron_llama.model.init import InitialWeights
 from megatron_llama.optim.distributed import OverlappedDistributedOptimizer, WeightSource
 from megatron_llama.pipeline.runtime import PipelineRuntime
-from megatron_llama.tokenizer.base import Tokenizer
-from megatron_llama.vocabulary import FOLDER
 
 TRAINING, VALIDATION = 0, 1
+AUTO = "auto"
+"""As --load: the newest usable checkpoint of --save, or a fresh start."""
 
 
 def open_stream(config: Config, part: int) -> TokenStream:
@@ -58,8 +58,14 @@ def build_loader(config: Config, mesh: Mesh, eod: int | None) -> BatchLoader:
 def load_or_init(config: Config, optimizer: OverlappedDistributedOptimizer, mesh: Mesh) -> TrainState:
     """The weights and the state a run starts from: a checkpoint, a HuggingFace folder, or the seed. Raises CheckpointError."""
     options = config.checkpoint
+    start = None
     with together(mesh.world):
-        start = find_start(config.checkpoint)
+        if mesh.rank == 0:
+            start = find_start(options)
+            if options.load == AUTO and start is not None:
+                for path in [path for path in series.complete(start.parent).values() if path.name > start.name]:
+                    print(f" warning: {path} is damaged, going on from {start}; inspect checkpoint {path} --verify says more", flush=True)
+    start = from_first(start, mesh.world)
     if start is not None:
         if mesh.rank == 0:
             for line in data_changes(native.read_meta(start).config, config):
@@ -74,6 +80,17 @@ def load_or_init(config: Config, optimizer: OverlappedDistributedOptimizer, mesh
     return TrainState(0, 0)
 
 
+def go_back(config: Config, optimizer: OverlappedDistributedOptimizer, mesh: Mesh, saver: Saver, log: MetricLog) -> TrainState:
+    """Return to the newest checkpoint of this run, or to where it started. Collective. Raises CheckpointError."""
+    saver.finish(log)
+    optimizer.forget()
+    newest = saver.newest
+    state = native.load(newest, optimizer, mesh, config.model) if newest is not None else load_or_init(config, optimizer, mesh)
+    log.rewind(state.iteration)
+    log.say(f" back to iteration {state.iteration}")
+    return state
+
+
 def data_changes(saved: Mapping[str, Any], config: Config) -> Iterator[str]:
     """What makes a resumed run read other samples than the run that saved the checkpoint would have."""
     sections = (("training", ("seed", "seq_length")), ("data", ("data_path", "split", "data_order")))
@@ -84,15 +101,23 @@ def data_changes(saved: Mapping[str, Any], config: Config) -> Iterator[str]:
                 yield f"--{name.replace('_', '-')} was {before} when the checkpoint was saved and is {now}: the samples are others"
 
 
-def trained_model(load: str | None) -> ModelConfig | None:
+def trained_model(options: CheckpointConfig) -> ModelConfig | None:
     """The model of the checkpoint that a run is to load, if there is one."""
-    named = named_checkpoint(load) if load is not None else None
+    named = named_checkpoint(options)
     return native.read_meta(named).model if named is not None else None
 
 
-def named_checkpoint(load: str) -> Path | None:
-    """What ``--load`` names: a checkpoint, or the newest one in a folder of them; None without any."""
-    return Path(load) if (Path(load) / META).is_file() else native.latest(load)
+def named_checkpoint(options: CheckpointConfig) -> Path | None:
+    """What ``--load`` names: a checkpoint, the latest one in a folder of them, or with AUTO the newest usable one of --save;
+    None without any. Raises ConfigError for AUTO without --save."""
+    if options.load is None:
+        return None
+    if options.load == AUTO:
+        if options.save is None:
+            do = "give --save FOLDER, or --load FOLDER"
+            raise ConfigError(describe("--load auto", got="no --save", expected="the folder in which the run saves", do=do))
+        return series.newest_usable(options.save)
+    return Path(options.load) if (Path(options.load) / META).is_file() else series.latest(options.load)
 
 
 def trained_weights(config: Config) -> tuple[TrainState, WeightSource]:
@@ -112,13 +137,13 @@ def find_start(options: CheckpointConfig) -> Path | None:
     continues in a folder that already holds somebody's checkpoints, and a resumed one never starts over."""
     save, load = options.save, options.load
     if load is None:
-        present = native.latest(Path(save)) if save is not None else None
+        present = series.latest(Path(save)) if save is not None else None
         if present is not None:
             do = f"give --load {save} to resume, or another --save"
             raise CheckpointError(describe(f"--save {save}", got=present.name, expected="no checkpoint, since --load is not given", do=do))
         return None
-    newest = named_checkpoint(load)
-    if newest is None and load != save:
+    newest = named_checkpoint(options)
+    if newest is None and load not in (save, AUTO):
         found = "no complete checkpoint" if Path(load).is_dir() else "no such folder"
         raise CheckpointError(describe(f"--load {load}", got=found, expected="iter_* folders", do="check the path, or leave --load out"))
     return newest
@@ -166,14 +191,16 @@ class Validation:
         """Whether the run evaluates after this step."""
         return _due(self._training.eval_interval, state.iteration, self._training.train_iters)
 
-    def run(self, state: TrainState, log: MetricLog) -> None:
-        """Evaluate and log, unless this run never evaluates. Raises TrainingError, on every rank, if the loss is not finite."""
-        if self._training.eval_interval:
-            loss, tokens = self.measure()
-            if not math.isfinite(loss):
-                where, do = f"validation loss at iteration {state.iteration}", "look at the weights, or go back to an earlier checkpoint"
-                raise TrainingError(describe(where, got=loss, expected="a finite number", do=do))
-            log.write_validation(state.iteration, state.consumed_samples, loss, tokens)
+    def run(self, state: TrainState, log: MetricLog) -> float | None:
+        """Evaluate, log and return the loss, unless this run never evaluates. Raises TrainingError, on every rank, if it is not finite."""
+        if self._training.eval_interval == 0:
+            return None
+        loss, tokens = self.measure()
+        if not math.isfinite(loss):
+            where, do = f"validation loss at iteration {state.iteration}", "look at the weights, or go back to an earlier checkpoint"
+            raise TrainingError(describe(where, got=loss, expected="a finite number", do=do))
+        log.write_validation(state.iteration, state.consumed_samples, loss, tokens)
+        return loss
 
     def measure(self) -> tuple[float, int]:
         """Mean loss and number of target tokens."""
@@ -184,33 +211,6 @@ class Validation:
             loss, count = self._runtime.evaluate(batches)
             total, tokens = total + float(loss) * float(count), tokens + float(count)
         return total / max(tokens, 1.0), int(tokens)
-
-
-class Saver:
-    """Writes checkpoints when they are due, beside a copy of the tokenizer, so that they can be used on their own.
-
-    Raises CheckpointError or DataError, on every rank, when the tokenizer cannot be kept: at the start, not at the first save."""
-
-    def __init__(self, config: Config, mesh: Mesh, optimizer: OverlappedDistributedOptimizer, tokenizer: Tokenizer | None) -> None:
-        self._config, self._mesh, self._optimizer = config, mesh, optimizer
-        if config.checkpoint.save is not None and tokenizer is not None:
-            target = Path(config.checkpoint.save) / FOLDER
-            with together(mesh.world), writing(target):
-                if mesh.rank == 0 and not target.exists():
-                    tokenizer.save_hf(fresh_staging(target))
-                    commit(target)
-
-    def due(self, state: TrainState) -> bool:
-        """Whether the run saves after this step: at the interval, and at the end."""
-        options, last = self._config.checkpoint, self._config.training.train_iters
-        return options.save is not None and (state.iteration == last or _due(options.save_interval, state.iteration, last))
-
-    def save(self, state: TrainState, log: MetricLog) -> None:
-        """Save, unless the run has no --save. Raises CheckpointError on every rank; the last checkpoint stays as it was."""
-        folder = self._config.checkpoint.save
-        if folder is not None:
-            path = native.save(Path(folder), self._optimizer, self._mesh, state, self._config)
-            log.say(f" saved {path}")
 
 
 def _due(interval: int, iteration: int, last: int) -> bool:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from contextlib import closing
 
-from megatron_llama.checkpoint.meta import TrainState
+from megatron_llama.bad_steps import BadSteps
+from megatron_llama.checkpoint.background import Background
+from megatron_llama.checkpoint.saver import Saver
 from megatron_llama.comm.agreement import together
 from megatron_llama.config import Config
-from megatron_llama.feed import Feed, Interrupts
+from megatron_llama.feed import SAVE, STOP, Feed, Interrupts
 from megatron_llama.mesh import Mesh
 from megatron_llama.model.llama import build_stages
 from megatron_llama.model.load import load_stages, rank_specs
@@ -15,7 +17,7 @@ from megatron_llama.optim.build import build_optimizer, compute_dtype
 from megatron_llama.optim.lr import learning_rate
 from megatron_llama.pipeline.runtime import FixedWeights, PipelineRuntime
 from megatron_llama.progress import Progress
-from megatron_llama.setup import Saver, Validation, build_loader, load_or_init, open_log, trained_weights
+from megatron_llama.setup import Validation, build_loader, go_back, load_or_init, open_log, trained_weights
 from megatron_llama.tokenizer.base import Tokenizer
 
 
@@ -31,11 +33,13 @@ def evaluate_only(config: Config, mesh: Mesh, *, eod: int | None = None) -> None
         Validation(config, mesh, runtime, eod).run(state, log)
 
 
-def train(config: Config, mesh: Mesh, *, eod: int | None = None, tokenizer: Tokenizer | None = None) -> None:
+def train(
+    config: Config, mesh: Mesh, *, eod: int | None = None, tokenizer: Tokenizer | None = None, background: Background | None = None
+) -> None:
     """Train until ``train_iters``, or until some rank is asked to stop.
 
     ``config`` is resolved (validate.check); ``eod`` is the end-of-document id where an option needs one; ``tokenizer``
-    is kept beside the checkpoints. Raises UserError of some kind, on every rank the same."""
+    is kept beside the checkpoints; ``background`` writes them, if given. Raises UserError of some kind, on every rank the same."""
     training, clip = config.training, config.optimizer.clip_grad
     stages = build_stages(config, mesh)
     with closing(build_optimizer(config, stages.values(), mesh)) as optimizer:
@@ -43,29 +47,41 @@ def train(config: Config, mesh: Mesh, *, eod: int | None = None, tokenizer: Toke
         runtime = PipelineRuntime(stages, optimizer, mesh, config, dtype=compute_dtype(config))
         validation = Validation(config, mesh, runtime, eod)
         state = load_or_init(config, optimizer, mesh)
-        saver = Saver(config, mesh, optimizer, tokenizer)  # writes to --save, as the log does: nothing before this line has
-        with open_log(config, mesh, state) as log, Interrupts() as interrupts:
-            progress = Progress(config, mesh, log)
+        saver = Saver(config, mesh, optimizer, tokenizer, background)  # writes to --save, as the log does: nothing before this line has
+        with open_log(config, mesh, state) as log, Interrupts(config.checkpoint.save if mesh.rank == 0 else None) as interrupts:
+            bad_steps = BadSteps(config, mesh, log, state.history)
+            progress = Progress(config, mesh, log, bad_steps)
             validation.run(state, log)
-            feed = Feed(loader, mesh.world, interrupts, first_sample=state.consumed_samples)
-            for iteration in range(state.iteration, training.train_iters):
-                lr = learning_rate(config.optimizer, training.train_iters, iteration)
-                batches = feed.take(following=state.consumed_samples + training.global_batch_size)
+            feed = Feed(loader, mesh.world, interrupts, first_sample=bad_steps.first_sample(state))
+            while state.iteration < training.train_iters:
+                lr = learning_rate(config.optimizer, training.train_iters, state.iteration)
+                state = bad_steps.following(state)
+                mesh.recorder.iteration = state.iteration
+                batches = feed.take(following=bad_steps.first_sample(state))
                 optimizer.begin_update(lr, clip=clip)
                 loss = runtime.step(batches)  # every microbatch: forward, backward, reduce
-                update = optimizer.step(lr, clip=clip)
-                state = TrainState(iteration + 1, state.consumed_samples + training.global_batch_size)
+                update = optimizer.step(lr, clip=clip, veto=bad_steps.veto(loss))
                 progress.step(state, lr, loss, update)
-                stopping = feed.stop_agreed()
-                if validation.due(state) or saver.due(state) or stopping:
+                wish = feed.agreed()
+                stopping, saving = wish == STOP, saver.due(state) or wish in (SAVE, STOP)
+                if validation.due(state) or saving:
                     progress.settle()  # never save or evaluate a step that went wrong
-                    if validation.due(state):
-                        validation.run(state, log)
-                    if saver.due(state) or stopping:
-                        saver.save(state, log)
+                if bad_steps.goes_back:
+                    state = go_back(config, optimizer, mesh, saver, log)
+                    bad_steps.rewind(state)
+                    progress.rewind()
+                    feed.restart(bad_steps.first_sample(state))
+                    continue
+                if validation.due(state) or saving:
+                    measured = validation.run(state, log) if validation.due(state) else None
+                    if saving:
+                        saver.save(bad_steps.remember(state), log, measured)
                     progress.restart_clock()
+                if saver.failed(log):
+                    interrupts.stop()
                 if stopping:
                     log.say(f" stopped by a signal after iteration {state.iteration}")
                     break
             progress.settle()
             optimizer.settle()
+            saver.finish(log)

@@ -37,7 +37,7 @@ _PARALLEL_POSITIVE = (
 _POSITIVE = (
     ("parallel", _PARALLEL_POSITIVE),
     ("training", ("seq_length", "micro_batch_size", "train_iters")),
-    ("training", ("initial_loss_scale", "min_loss_scale", "loss_scale_window", "hysteresis")),
+    ("training", ("initial_loss_scale", "min_loss_scale", "loss_scale_window", "hysteresis", "loss_spike_window")),
     ("model", ("rms_norm_eps", "rope_theta", "make_vocab_size_divisible_by")),
     ("optimizer", ("adam_eps",)),
     ("log", ("log_interval",)),
@@ -45,9 +45,9 @@ _POSITIVE = (
 _NOT_NEGATIVE = (
     ("model", ("vocab_size", *SIZES, "num_key_value_heads", "head_dim", "max_position_embeddings", "initializer_range")),
     ("model", ("bos_token_id", "eos_token_id")),
-    ("training", ("global_batch_size", "eval_interval", "eval_iters", "seed")),
+    ("training", ("global_batch_size", "eval_interval", "eval_iters", "seed", "loss_spike_factor", "max_bad_steps")),
     ("optimizer", ("lr", "min_lr", "lr_decay_iters", "lr_warmup_iters", "weight_decay", "clip_grad")),
-    ("checkpoint", ("save_interval",)),
+    ("checkpoint", ("save_interval", "save_retain", "save_retain_interval")),
     ("launch", ("nodes", "gpus_per_node")),
     ("parallel", ("data_parallel_shard_size", "prefetch_bytes")),
 )
@@ -187,6 +187,7 @@ def problems(config: Config, world_size: int) -> list[str]:
         *_batch_problems(config, world_size),
         *_optimizer_problems(config.optimizer),
         *_freeze_problems(config.model, config.optimizer.freeze),
+        *_bad_step_problems(config),
         *_run_problems(config),
     ]
 
@@ -403,6 +404,20 @@ def _nearest_parameter(model: ModelConfig, pattern: str, names: list[str]) -> st
     if model.tie_word_embeddings and is_frozen("lm_head.weight", (pattern,)):
         return "model.embed_tokens.weight"  # the head is the embedding
     return get_close_matches(pattern, names, 1, cutoff=0.0)[0]
+
+
+def _bad_step_problems(config: Config) -> Iterator[str]:
+    training, saving = config.training, config.checkpoint
+    if training.on_bad_step == "skip" and config.optimizer.clip_grad == 0 and not training.fp16:
+        wanted = "--clip-grad above 0: without it weights change while their gradients arrive, before a bad step is known"
+        yield describe("--on-bad-step skip", got="--clip-grad 0", expected=wanted, do="give --clip-grad 1, a huge number to clip nothing")
+    if training.on_bad_step == "rollback" and (saving.save is None or saving.save_interval == 0):
+        missing = " and ".join([flag(name) for name in ("save", "save_interval") if not getattr(saving, name)])
+        do = "give --save FOLDER and --save-interval N"
+        yield describe("--on-bad-step rollback", got=f"no {missing}", expected="checkpoints to go back to", do=do)
+    if 0 < training.loss_spike_factor <= 1:
+        do = "give --loss-spike-factor 2 or so"
+        yield describe("--loss-spike-factor", got=training.loss_spike_factor, expected="more than 1, or 0 for no spikes", do=do)
 
 
 def _run_problems(config: Config) -> Iterator[str]:

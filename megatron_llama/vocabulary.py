@@ -11,9 +11,6 @@ from megatron_llama.errors import ConfigError, describe
 from megatron_llama.tokenizer.base import Tokenizer
 from megatron_llama.tokenizer.load import load_tokenizer
 
-FOLDER = "tokenizer"
-"""Beside the checkpoints of a run, so that generation and export need nothing else."""
-
 
 @dataclass(frozen=True)
 class Vocabulary:

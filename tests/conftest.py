@@ -12,6 +12,16 @@ from tests.harness import Cluster
 torch.set_num_threads(1)
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--soak", action="store_true", help="hours of what a usual run does for seconds")
+
+
+@pytest.fixture(scope="session")
+def soak(request: pytest.FixtureRequest) -> bool:
+    """Whether ``--soak`` was given."""
+    return bool(request.config.getoption("--soak"))
+
+
 @pytest.fixture(scope="session")
 def cluster() -> Iterator[Cluster]:
     """Worker processes: ``cluster.run(world_size, function, *args)``."""

@@ -5,6 +5,9 @@ set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 bash tools/venv.sh test
 export OMP_NUM_THREADS=1 # several processes share the cores; more threads in each only get in each other's way
+if [ "${1-}" = --soak ]; then # 200 SIGKILLs at random moments, twice: saves that training waits for, and in the background
+    set -- tests/e2e/test_signals.py -k killed_at_random --soak
+fi
 if [ $# -eq 0 ]; then
     .venv/bin/ruff check .
     .venv/bin/mypy

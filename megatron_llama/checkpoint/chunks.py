@@ -75,21 +75,10 @@ def regions(pieces: Iterable[ShardPiece]) -> Iterator[Region]:
             yield Region.of(piece.rectangle, tensor, state_key(state, piece.rectangle.name))
 
 
-class SaveRegions(DefaultSavePlanner):
-    """Writes regions from where they live."""
-
-    def __init__(self, parts: Iterable[Region]) -> None:
-        super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
-        self._regions = {part.index: part for part in parts}
-
-    def create_local_plan(self) -> SavePlan:
-        """See SavePlanner."""
-        self.plan = SavePlan([part.write_item() for part in self._regions.values()])
-        return self.plan
-
-    def lookup_object(self, index: MetadataIndex) -> Tensor:
-        """See DefaultSavePlanner."""
-        return self._regions[index].tensor
+def make_index(plans: Iterable[list[WriteItem]]) -> Metadata:
+    """The index of what all ranks write, without places in files. torch checks that the parts of a tensor fill it, once."""
+    planner = DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
+    return planner.create_global_plan([SavePlan(items) for items in plans])[1]
 
 
 class LoadRegions(DefaultLoadPlanner):

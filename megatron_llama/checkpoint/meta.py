@@ -13,6 +13,7 @@ import torch
 from megatron_llama.config import Config, ModelConfig
 from megatron_llama.errors import CheckpointError, describe
 from megatron_llama.hf_config import hf_config_from_model, model_config_from_hf, normal_rope
+from megatron_llama.history import NO_HISTORY, History, read_history
 
 META = "meta.json"
 FORMAT_VERSION = 1
@@ -30,6 +31,8 @@ class TrainState:
     iteration: int
     """Optimizer steps taken, skipped ones included."""
     consumed_samples: int
+    """Those that bad steps left out included."""
+    history: History = NO_HISTORY
 
 
 @dataclass(frozen=True)
@@ -51,14 +54,18 @@ class CheckpointMeta:
     """The whole configuration of the run that saved it, section by section."""
 
 
-def meta_json(state: TrainState, optimizer_step: int, loss_scale: list[float], config: Config) -> bytes:
-    """The file's content. ``config``: derived model fields filled in."""
+def meta_json(
+    state: TrainState, optimizer_step: int, loss_scale: list[float], config: Config, validation_loss: float | None = None
+) -> bytes:
+    """The file's content. ``config``: derived model fields filled in. ``validation_loss``: of this very iteration."""
     content = {
         "format_version": FORMAT_VERSION,
         "iteration": state.iteration,
         "consumed_samples": state.consumed_samples,
+        "history": state.history.entry(),
         "optimizer_step": optimizer_step,
         "loss_scale": loss_scale,
+        "validation_loss": validation_loss,
         "seed": config.training.seed,
         "tokenizer_model": config.data.tokenizer_model,
         "torch_version": torch.__version__,
@@ -79,7 +86,7 @@ def parse_meta(folder: Path) -> CheckpointMeta:
     try:
         return CheckpointMeta(
             folder=folder,
-            state=TrainState(int(content["iteration"]), int(content["consumed_samples"])),
+            state=_state(content),
             optimizer_step=int(content["optimizer_step"]),
             loss_scale=[float(number) for number in content["loss_scale"]],
             model=model_config_from_hf(content["model"], where=f"{path} model"),
@@ -93,6 +100,11 @@ def parse_meta(folder: Path) -> CheckpointMeta:
             raise
         got = f"no field {error}" if isinstance(error, KeyError) else f"a field that cannot be read ({error})"
         raise CheckpointError(describe(str(path), got=got, expected="the fields that saving writes", do=ANOTHER_COPY)) from error
+
+
+def _state(content: dict[str, Any]) -> TrainState:
+    history = read_history(content["history"]) if "history" in content else NO_HISTORY  # older files have none
+    return TrainState(int(content["iteration"]), int(content["consumed_samples"]), history)
 
 
 def _read_object(path: Path) -> dict[str, Any]:

@@ -1,86 +1,113 @@
 """Checkpoints to resume from: written by all ranks together, read under any layout, never half there.
 
-    SAVE/iter_0000100/                          meta.json, .metadata and *.distcp (torch.distributed.checkpoint)
-    SAVE/latest_checkpointed_iteration.txt      100
+    SAVE/iter_0000100/      meta.json, .metadata and *.distcp (torch.distributed.checkpoint), SHA256SUMS
 
 Tensors have the names and shapes of the HuggingFace model, and the saved weight is the fp32 master.
 """
 
 from __future__ import annotations
 
-import re
 import shutil
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
-import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
+from torch.distributed.checkpoint import state_dict_loader
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.metadata import Metadata
 
-from megatron_llama.checkpoint.chunks import LoadRegions, Region, SaveRegions, regions
+from megatron_llama.checkpoint.checksums import write_hashed, write_sums
+from megatron_llama.checkpoint.chunks import LoadRegions, Region, make_index, regions
 from megatron_llama.checkpoint.failures import writing
-from megatron_llama.checkpoint.folders import INCOMPLETE, REPLACED, commit, fresh_staging, recover, staging, sync, write_synced
+from megatron_llama.checkpoint.folders import fresh_staging, staging
 from megatron_llama.checkpoint.meta import META, CheckpointMeta, TrainState, meta_json, model_differences, parse_meta
-from megatron_llama.checkpoint.storage import METADATA, ChunkReader, ChunkWriter, read_metadata, refuse
-from megatron_llama.comm.agreement import largest, raise_together, together
+from megatron_llama.checkpoint.series import Retention, checkpoint_path, find, publish, retain, tidy
+from megatron_llama.checkpoint.storage import ChunkReader, Written, read_metadata, refuse, write_index, write_parts
+from megatron_llama.comm.agreement import from_first, gathered, largest, raise_together, together
 from megatron_llama.config import Config, ModelConfig
-from megatron_llama.errors import CheckpointError, describe
+from megatron_llama.errors import CheckpointError
 from megatron_llama.mesh import Mesh
 from megatron_llama.optim.distributed import OverlappedDistributedOptimizer
 from megatron_llama.params import Rectangle, hf_shapes
 
-TRACKER = "latest_checkpointed_iteration.txt"
+
+@dataclass(frozen=True)
+class SavePlan:
+    """What a rank writes at every save of a run, agreed on once."""
+
+    parts: tuple[Region, ...]
+    """Of this rank, with their live storage."""
+    index: Metadata | None
+    """Of all ranks' parts; on rank 0."""
 
 
-def save(folder: str | Path, engine: OverlappedDistributedOptimizer, mesh: Mesh, state: TrainState, config: Config) -> Path:
+def plan_save(engine: OverlappedDistributedOptimizer, mesh: Mesh) -> SavePlan:
+    """Find out who writes what: of duplicates, one. Collective."""
+    parts = tuple(part for region in regions(piece for piece in engine.pieces() if piece.primary) for part in region.split())
+    plans = gathered([part.write_item() for part in parts], mesh.world)
+    return SavePlan(parts, make_index(plans) if plans is not None else None)
+
+
+def save(
+    folder: str | Path,
+    engine: OverlappedDistributedOptimizer,
+    mesh: Mesh,
+    state: TrainState,
+    config: Config,
+    *,
+    validation_loss: float | None = None,
+    keep: Retention | None = None,
+) -> Path:
     """Write ``folder/iter_NNNNNNN`` and point the tracker at it. Collective; every rank returns the path.
 
     A failure on any rank raises the same CheckpointError on all, and leaves earlier checkpoints as they were. What
-    killed saves left behind is removed first.
+    killed saves left behind is removed first. ``keep``: which checkpoints stay; None: all, and no links.
     """
-    target = Path(folder) / f"iter_{state.iteration:07d}"
-    engine.settle()
+    target = checkpoint_path(folder, state.iteration)
+    plan, meta = plan_save(engine, mesh), describe_state(engine, mesh, state, config, validation_loss)
     try:
         with together(mesh.world), writing(target):
             if mesh.rank == 0:
-                _prepare(target)
-        updates, agreed = largest(max((int(count) for count in engine.step_counts()), default=0), mesh.world)
-        agreed.wait()
-        own = [part for region in regions(piece for piece in engine.pieces() if piece.primary) for part in region.split()]
-        writer, planner = ChunkWriter(staging(target)), SaveRegions(own)
-        _run(target, mesh, lambda no_dist: state_dict_saver.save({}, storage_writer=writer, planner=planner, no_dist=no_dist))
+                tidy(folder)
+                fresh_staging(target)
+        written = None
+        with together(mesh.world):
+            written = write_parts(staging(target), mesh.rank, plan.parts)
+        everybody = gathered(written, mesh.world)
         with together(mesh.world), writing(target):
-            if mesh.rank == 0:
-                _finish(target, meta_json(state, int(updates), engine.loss_scale.state(), config), state.iteration)
+            if everybody is not None:
+                assert plan.index is not None
+                finish(target, plan.index, everybody, meta, keep)
     finally:
         if mesh.rank == 0:
             shutil.rmtree(staging(target), ignore_errors=True)
     return target
 
 
-def _prepare(target: Path) -> None:
-    target.parent.mkdir(parents=True, exist_ok=True)
-    for entry in list(target.parent.iterdir()):
-        if re.fullmatch(r"iter_\d{7,}" + re.escape(INCOMPLETE), entry.name):
-            shutil.rmtree(entry)
-        elif re.fullmatch(r"iter_\d{7,}" + re.escape(REPLACED), entry.name):
-            recover(entry.with_suffix(""))
-    fresh_staging(target)
+def describe_state(
+    engine: OverlappedDistributedOptimizer, mesh: Mesh, state: TrainState, config: Config, validation_loss: float | None
+) -> bytes:
+    """The content of ``meta.json`` for the engine as it is, settled. Collective."""
+    engine.settle()
+    updates, agreed = largest(max((int(count) for count in engine.step_counts()), default=0), mesh.world)
+    agreed.wait()
+    return meta_json(state, int(updates), engine.loss_scale.state(), config, validation_loss)
 
 
-def _finish(target: Path, meta: bytes, iteration: int) -> None:
-    """Write all that is left before the first rename: a full disk must not strike between the two."""
-    tracker = target.parent / TRACKER
-    write_synced(staging(target) / META, meta)
-    try:
-        write_synced(staging(tracker), f"{iteration}\n".encode())
-        commit(target)
-        staging(tracker).replace(tracker)
-        sync(target.parent)
-    finally:
-        staging(tracker).unlink(missing_ok=True)
+def finish(target: Path, index: Metadata, written: Sequence[Written], meta: bytes, keep: Retention | None) -> None:
+    """Give a checkpoint its name, when every rank has written its part; then renew the links and remove old ones.
+
+    Raises CheckpointError."""
+    folder = staging(target)
+    sums = write_index(folder, index, written)
+    with writing(folder / META):
+        write_sums(folder, {**sums, META: write_hashed(folder / META, meta)})
+    with writing(target):
+        publish(target)
+        if keep is not None:
+            retain(target.parent, keep)
 
 
 def _run(path: Path, mesh: Mesh, action: Callable[[bool], object]) -> None:
@@ -97,42 +124,6 @@ def _run(path: Path, mesh: Mesh, action: Callable[[bool], object]) -> None:
     raise_together(problem, mesh.world)
 
 
-def latest(folder: str | Path) -> Path | None:
-    """The checkpoint that the tracker names, or the newest one if it names none that is there; None without checkpoints.
-
-    Only complete ones count: a checkpoint has its name since the moment in which everything was on the disk.
-    """
-    found: dict[int, Path] = {}
-    entries = Path(folder).iterdir() if Path(folder).is_dir() else ()
-    # NAME.replaced counts only without NAME, which sorts before it: a save was killed between two renames.
-    for entry in sorted(entries):
-        match = re.fullmatch(rf"iter_(\d{{7,}})({re.escape(REPLACED)})?", entry.name)
-        if match and (entry / META).is_file() and (entry / METADATA).is_file():
-            found.setdefault(int(match[1]), entry)
-    if not found:
-        return None
-    try:
-        named = int((Path(folder) / TRACKER).read_text())
-    except (OSError, ValueError):
-        named = max(found)
-    return found.get(named, found[max(found)])
-
-
-def find(path: str | Path) -> Path:
-    """The checkpoint at ``path``: itself an ``iter_...`` folder, or the latest one in it. Raises CheckpointError."""
-    path = Path(path)
-    if (re.match(r"iter_\d{7}", path.name) and path.is_dir()) or (path / META).is_file():
-        return path
-    found = latest(path)
-    if found is None:
-        got = "a folder without complete checkpoints" if path.is_dir() else "no such folder"
-        do = "check the path"
-        if (path / "config.json").is_file():
-            do = "it is a HuggingFace folder: give it as --init-from-hf"
-        raise CheckpointError(describe(str(path), got=got, expected="iter_NNNNNNN, or a folder of them", do=do))
-    return found
-
-
 def read_meta(path: str | Path) -> CheckpointMeta:
     """What a checkpoint (or the latest one in a folder) holds besides tensors. Raises CheckpointError."""
     return parse_meta(find(path))
@@ -147,7 +138,8 @@ def load(path: str | Path, engine: OverlappedDistributedOptimizer, mesh: Mesh, m
     engine.settle()
     with together(mesh.world):
         folder = find(path) if mesh.rank == 0 else Path(path)
-    folder = _of_rank_0(mesh, folder)
+    # Machines may see different states of a shared folder for a while; loading different iterations would go unnoticed.
+    folder = from_first(folder, mesh.world)
     with together(mesh.world):
         own = list(regions(engine.pieces()))
         meta, reader, planner = _open(folder, own, model)
@@ -157,14 +149,6 @@ def load(path: str | Path, engine: OverlappedDistributedOptimizer, mesh: Mesh, m
     engine.loss_scale.load(meta.loss_scale)
     engine.publish()
     return meta.state
-
-
-def _of_rank_0(mesh: Mesh, folder: Path) -> Path:
-    """Machines may see different states of a shared folder for a while; loading different iterations would go unnoticed."""
-    box = [folder]
-    if mesh.world.size > 1:
-        dist.broadcast_object_list(box, src=0, group=mesh.world.group)
-    return box[0]
 
 
 def _open(folder: Path, own: list[Region], model: ModelConfig) -> tuple[CheckpointMeta, ChunkReader, LoadRegions]:

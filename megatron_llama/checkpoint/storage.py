@@ -1,70 +1,71 @@
-"""The files of a native checkpoint: torch's own format, with bounded memory, and with errors that name the file."""
+"""The files of a native checkpoint: torch's own format, with bounded memory, checksums, and errors that name the file."""
 
 from __future__ import annotations
 
-import dataclasses
+import io
 import pickle
-from collections.abc import Iterable, Iterator
+import zipfile
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import IO, Any, BinaryIO, cast
 
-from torch.distributed.checkpoint.filesystem import DEFAULT_SUFFIX, FileSystemReader, FileSystemWriter
-from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
-from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem, SavePlan, SavePlanner, WriteItem
-from torch.distributed.checkpoint.storage import WriteResult
+import torch
+from torch import Tensor
+from torch.distributed._shard._utils import narrow_tensor_by_index
+from torch.distributed.checkpoint.filesystem import DEFAULT_SUFFIX, FileSystemReader, _StorageInfo
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
+from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
 from torch.futures import Future
 
+from megatron_llama.checkpoint.checksums import HashedFile
+from megatron_llama.checkpoint.chunks import Region
 from megatron_llama.checkpoint.failures import writing
 from megatron_llama.checkpoint.meta import ANOTHER_COPY
 from megatron_llama.errors import CheckpointError, describe, listing
 
 METADATA = ".metadata"
-FILE_BYTES = 2**30
-"""torch's writer keeps a host copy of a file's tensors until the file is complete: files of about this size bound that."""
 LISTED = 10
 """A damaged checkpoint of a large model has thousands of problems of one kind."""
 
 
-class ChunkWriter(FileSystemWriter):
-    """Writes and syncs this rank's chunks, a file after the other."""
+@dataclass(frozen=True)
+class Written:
+    """What one rank wrote."""
 
-    def storage_meta(self) -> StorageMeta | None:
-        """Nothing: the path and the random number that torch would note are not true of the finished checkpoint."""
-        return None
-
-    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        """See StorageWriter. Raises CheckpointError naming the file."""
-        results: list[WriteResult] = []
-        for number, items in enumerate(_batches(plan.items)):
-            prefix = f"{plan.storage_data.prefix}{number}_"
-            part = dataclasses.replace(plan, items=items, storage_data=dataclasses.replace(plan.storage_data, prefix=prefix))
-            with writing(Path(self.path, f"{prefix}0{DEFAULT_SUFFIX}")):
-                results += super().write_data(part, planner).wait()
-        future: Future[list[WriteResult]] = Future()
-        future.set_result(results)
-        return future
-
-    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        """See StorageWriter; on rank 0. Raises CheckpointError unless every rank's files can be seen from here."""
-        with writing(Path(self.path, METADATA)):
-            super().finish(metadata, results)
-        problems = file_problems(Path(self.path), metadata.storage_data.values(), do="save to a folder that all machines share")
-        refuse("the files of some ranks have not arrived:", problems)
+    places: dict[MetadataIndex, _StorageInfo]
+    """Where each chunk is."""
+    sums: dict[str, str]
+    """File name -> SHA-256."""
 
 
-def _batches(items: Iterable[WriteItem]) -> Iterator[list[WriteItem]]:
-    batch: list[WriteItem] = []
-    size = 0
-    for item in items:
-        assert item.tensor_data is not None
-        bytes_ = item.tensor_data.chunk.sizes.numel() * item.tensor_data.properties.dtype.itemsize
-        if batch and size + bytes_ > FILE_BYTES:
-            yield batch
-            batch, size = [], 0
-        batch.append(item)
-        size += bytes_
-    if batch:
-        yield batch
+def write_parts(folder: Path, rank: int, parts: Iterable[Region]) -> Written:
+    """Write and sync this rank's file: one ``torch.save`` after the other, as torch's own writer does.
+
+    Holds a copy of one part at a time. Raises CheckpointError naming the file."""
+    name, places = f"__{rank}_0{DEFAULT_SUFFIX}", {}
+    with writing(folder):
+        # Rank 0 has made it, but another machine's view of a shared folder may be a while behind.
+        folder.mkdir(parents=True, exist_ok=True)
+    with writing(folder / name), HashedFile(folder / name) as file:
+        for part in parts:
+            start = file.tell()
+            # A copy of its own: torch saves the whole storage of a view.
+            torch.save(part.tensor.detach().to("cpu", copy=True, memory_format=torch.contiguous_format), cast(IO[bytes], file))
+            places[part.index] = _StorageInfo(name, start, file.tell() - start)
+    return Written(places, {name: file.sum} if places else {})
+
+
+def write_index(folder: Path, index: Metadata, written: Sequence[Written]) -> dict[str, str]:
+    """Write the index of all ranks' chunks and return the checksums of all files so far.
+
+    Raises CheckpointError unless every rank's files can be seen from here."""
+    index.storage_data = {key: place for rank in written for key, place in rank.places.items()}
+    with writing(folder / METADATA), HashedFile(folder / METADATA) as file:
+        pickle.dump(index, file)
+    problems = file_problems(folder, index.storage_data.values(), do="save to a folder that all machines share")
+    refuse("the files of some ranks have not arrived:", problems)
+    return {name: digest for rank in written for name, digest in rank.sums.items()} | {METADATA: file.sum}
 
 
 class ChunkReader(FileSystemReader):
@@ -84,21 +85,46 @@ class ChunkReader(FileSystemReader):
         return file_problems(Path(self.path), (self.storage_data[item.storage_index] for item in items), do=ANOTHER_COPY)
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        """See StorageReader: files one after the other, each from its start to its end. Raises CheckpointError naming the file."""
-        by_file: dict[str, list[ReadItem]] = {}
+        """See StorageReader: files one after the other, each from its start to its end, every chunk once and checked.
+
+        Raises CheckpointError naming the file."""
+        by_file: dict[str, dict[tuple[int, int], list[ReadItem]]] = {}
         for item in sorted(plan.items, key=lambda item: int(self.storage_data[item.storage_index].offset)):
-            by_file.setdefault(self.storage_data[item.storage_index].relative_path, []).append(item)
-        for name, items in by_file.items():
+            place = self.storage_data[item.storage_index]
+            by_file.setdefault(place.relative_path, {}).setdefault((place.offset, place.length), []).append(item)
+        for name, chunks in by_file.items():
+            path = Path(self.path, name)
             try:
-                super().read_data(LoadPlan(items), planner)
+                with path.open("rb") as file:
+                    for (offset, length), items in chunks.items():
+                        _fill(items, _read_chunk(file, offset, length), planner)
             except Exception as error:
                 # What torch says of damaged bytes is long, and advises to load them unsafely.
                 got = error.strerror if isinstance(error, OSError) else f"damaged content ({type(error).__name__})"
-                path = str(Path(self.path, name))
-                raise CheckpointError(describe(path, got=got, expected="the tensors that were saved", do=ANOTHER_COPY)) from error
+                raise CheckpointError(describe(str(path), got=got, expected="the tensors that were saved", do=ANOTHER_COPY)) from error
         future: Future[None] = Future()
         future.set_result(None)
         return future
+
+
+def _read_chunk(file: BinaryIO, offset: int, length: int) -> Tensor:
+    """One saved tensor. torch reads its zip archives without looking at their checksums: a flipped bit would go unnoticed."""
+    file.seek(offset)
+    content = io.BytesIO(file.read(length))
+    with zipfile.ZipFile(content) as archive:
+        damaged = archive.testzip()
+    if damaged is not None:
+        raise zipfile.BadZipFile(damaged)
+    content.seek(0)
+    tensor: Tensor = torch.load(content, map_location="cpu", weights_only=True)
+    return tensor
+
+
+def _fill(items: Iterable[ReadItem], chunk: Tensor, planner: LoadPlanner) -> None:
+    for item in items:
+        target = planner.resolve_tensor(item).detach()
+        target.copy_(narrow_tensor_by_index(chunk, item.storage_offsets, item.lengths))
+        planner.commit_tensor(item, target)
 
 
 def file_problems(folder: Path, places: Iterable[Any], *, do: str) -> list[str]:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -12,6 +13,10 @@ from megatron_llama.comm.collectives import Pending
 from megatron_llama.errors import UserError
 from megatron_llama.mesh import Axis
 
+T = TypeVar("T")
+AGREEMENT = "what other ranks have to say"
+"""Where a rank waits that is in one of these functions."""
+
 
 def largest(value: int, axis: Axis) -> tuple[torch.Tensor, Pending]:
     """Start finding the largest of a small integer over the ranks; the tensor is valid after the wait.
@@ -19,7 +24,17 @@ def largest(value: int, axis: Axis) -> tuple[torch.Tensor, Pending]:
     On the host's own backend, so that asking never waits for a device."""
     found = torch.tensor(value)
     work = dist.all_reduce(found, dist.ReduceOp.MAX, group=axis.group, async_op=True) if axis.size > 1 else None
-    return found, Pending(axis, work)
+    return found, Pending(axis, work, operation="agreement")
+
+
+def gathered(value: T, axis: Axis) -> list[T] | None:
+    """Everybody's picklable value, in rank order, on the first rank of the axis; None on the others. Collective."""
+    if axis.size == 1:
+        return [value]
+    found: list[Any] | None = [None] * axis.size if axis.rank == 0 else None
+    with axis.recorder.waiting(AGREEMENT):
+        dist.gather_object(value, found, group=axis.group, group_dst=0)
+    return found
 
 
 def raise_together(error: UserError | None, axis: Axis) -> None:
@@ -29,13 +44,15 @@ def raise_together(error: UserError | None, axis: Axis) -> None:
             raise error
         return
     found: list[UserError | None] = [None] * axis.size
-    dist.all_gather_object(found, error, group=axis.group)
+    with axis.recorder.waiting(AGREEMENT):
+        dist.all_gather_object(found, error, group=axis.group)
     failed = [(rank, one) for rank, one in enumerate(found) if one is not None]
     if failed:
-        raise _common(failed, axis.size)
+        raise common_error(failed, axis.size)
 
 
-def _common(failed: list[tuple[int, UserError]], size: int) -> UserError:
+def common_error(failed: Sequence[tuple[int, UserError]], size: int) -> UserError:
+    """What all of ``size`` ranks raise when these ranks failed."""
     rank, first = failed[0]
     text = str(first)
     if len(failed) < size or any(str(error) != text for _, error in failed):
@@ -44,6 +61,15 @@ def _common(failed: list[tuple[int, UserError]], size: int) -> UserError:
     common = type(first)(text)
     common.everywhere = True
     return common
+
+
+def from_first(value: T, axis: Axis) -> T:
+    """The first rank's picklable value, on every rank. Collective."""
+    box = [value]
+    if axis.size > 1:
+        with axis.recorder.waiting(AGREEMENT):
+            dist.broadcast_object_list(box, group=axis.group, group_src=0)
+    return box[0]
 
 
 @contextmanager

@@ -29,7 +29,7 @@ def dry_run(parsed: Parsed) -> None:
 
     options = parsed.get(DryRunConfig)
     world = options.world_size or _launched(parsed.get(LaunchConfig)) or _environment()
-    config = assemble(parsed, trained=trained_model(parsed.get(CheckpointConfig).load))
+    config = assemble(parsed, trained=trained_model(parsed.get(CheckpointConfig)))
     config, warnings = _with_vocabulary(config)
     resolved = check(config, world, needs_data=False)
     config, decided = decide(resolved.config, world, _memory_here(world))

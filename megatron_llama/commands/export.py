@@ -11,22 +11,21 @@ from megatron_llama.options import Parsed
 
 def export(parsed: Parsed) -> None:
     """Stream the weights tensor by tensor; the target appears whole or not at all."""
-    from megatron_llama.checkpoint import native
+    from megatron_llama.checkpoint import native, series
     from megatron_llama.checkpoint.hf import export_hf
     from megatron_llama.tokenizer.load import load_tokenizer
-    from megatron_llama.vocabulary import FOLDER
 
     options = parsed.get(ExportConfig)
     missing = [f"--{name}" for name, value in (("load", options.load), ("output", options.output)) if not value]
     if missing:
         do = f"give {' FOLDER '.join(missing)} FOLDER"
         raise ConfigError(describe(", ".join(missing), got="nothing", expected="a folder", do=do))
-    path = native.find(Path(options.load))
+    path = series.find(Path(options.load))
     meta = native.read_meta(path)
     dtype = options.dtype
     if dtype == "auto":
         dtype = "bfloat16" if meta.config["training"]["bf16"] else "float32"
-    beside = Path(options.load) / FOLDER
+    beside = Path(options.load) / series.TOKENIZER
     chosen = options.tokenizer_model or (beside if beside.is_dir() else None)
     tokenizer = load_tokenizer(chosen) if chosen is not None else None
     export_hf(options.output, meta.model, native.open_weights(path), dtype, tokenizer)

@@ -44,7 +44,7 @@ def _model(options: GenerateConfig) -> tuple[Stage, Tokenizer]:
     import torch
 
     from megatron_llama import device as devices
-    from megatron_llama.checkpoint import native
+    from megatron_llama.checkpoint import native, series
     from megatron_llama.checkpoint.hf import HFWeights
     from megatron_llama.hf_config import read_hf_config
     from megatron_llama.mesh import Mesh
@@ -52,15 +52,14 @@ def _model(options: GenerateConfig) -> tuple[Stage, Tokenizer]:
     from megatron_llama.model.load import load_stages, rank_specs
     from megatron_llama.optim.distributed import WeightSource
     from megatron_llama.tokenizer.load import load_tokenizer
-    from megatron_llama.vocabulary import FOLDER
 
     if (options.load is None) == (options.init_from_hf is None):
         found = "neither" if options.load is None else "both"
         do = "give --load FOLDER or --init-from-hf FOLDER"
         raise ConfigError(describe("--load, --init-from-hf", got=found, expected="one of them", do=do))
     if options.load is not None:
-        path = native.find(Path(options.load))
-        model, beside = native.read_meta(path).model, Path(options.load) / FOLDER
+        path = series.find(Path(options.load))
+        model, beside = native.read_meta(path).model, Path(options.load) / series.TOKENIZER
         source: WeightSource = native.open_weights(path)
     else:
         assert options.init_from_hf is not None

@@ -10,14 +10,20 @@ from megatron_llama.errors import ConfigError, describe
 
 
 def inspect(words: list[str]) -> None:
-    """``inspect KIND PATH``. Raises UserError."""
+    """``inspect KIND PATH``; for a checkpoint with ``--verify`` all its files are read and compared with their checksums.
+
+    Raises UserError."""
     if not words or words[0] not in KINDS:
         found = words[0] if words else "nothing"
         raise ConfigError(describe("inspect", got=found, expected=f"one of {', '.join(KINDS)}", do="write inspect KIND PATH"))
     kind, *paths = words
+    if verify := kind == "checkpoint" and "--verify" in paths:
+        paths.remove("--verify")
     if len(paths) != (kind != "presets"):
         expected, usage = ("no path", "inspect presets") if kind == "presets" else ("one path", f"inspect {kind} PATH")
         raise ConfigError(describe(f"inspect {kind}", got=" ".join(paths) or "nothing", expected=expected, do=f"write {usage}"))
+    if verify:
+        _verify(*paths)
     KINDS[kind](*paths)
 
 
@@ -43,10 +49,10 @@ def _config(path: str) -> None:
 
 
 def _checkpoint(path: str) -> None:
-    from megatron_llama.checkpoint import native
+    from megatron_llama.checkpoint import native, series
     from megatron_llama.params import parameter_count
 
-    newest = native.find(Path(path))
+    newest = series.find(Path(path))
     meta = native.read_meta(newest)
     _rows(
         {
@@ -60,6 +66,15 @@ def _checkpoint(path: str) -> None:
     for section in ("parallel", "training", "optimizer", "data"):
         print(f"[{section}]")
         _rows(meta.config[section])
+
+
+def _verify(path: str) -> None:
+    from megatron_llama.checkpoint import checksums, series
+    from megatron_llama.checkpoint.storage import refuse
+
+    newest = series.find(Path(path))
+    refuse(f"{newest} is damaged:", checksums.damaged_files(newest))
+    print(f"verified: {len(checksums.read_sums(newest))} files are as they were saved")
 
 
 def _dataset(path: str) -> None:

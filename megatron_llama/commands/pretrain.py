@@ -27,10 +27,16 @@ def pretrain(parsed: Parsed) -> None:
 
         dry_run(parsed)
         return
-    with prepared(parsed) as (config, mesh, vocabulary):
+    from megatron_llama.checkpoint.background import in_background
+    from megatron_llama.mesh import place_from_environment
+
+    options = parsed.get(CheckpointConfig)
+    # Forks a process: before the process group and its threads exist.
+    saving = in_background(place_from_environment(), wanted=options.async_save and options.save is not None)
+    with saving as background, prepared(parsed) as (config, mesh, vocabulary):
         from megatron_llama.train import train
 
-        train(config, mesh, eod=vocabulary.eod, tokenizer=vocabulary.tokenizer)
+        train(config, mesh, eod=vocabulary.eod, tokenizer=vocabulary.tokenizer, background=background)
 
 
 def evaluate(parsed: Parsed) -> None:
@@ -66,7 +72,7 @@ def prepared(parsed: Parsed) -> Iterator[tuple[Config, Mesh, Vocabulary]]:
 
     place = place_from_environment()
     options = parsed.get(CheckpointConfig)
-    trained = trained_model(options.load)
+    trained = trained_model(options)
     if trained is None and options.load is not None:
         find_start(options)  # raises where a checkpoint is missing: better than asking for the model fields that it has
     config = assemble(parsed, trained=trained)

@@ -30,8 +30,8 @@ class Held:
 
     regions: list[Region]
     steps: set[float]
-    later_losses: list[float]
-    """Of the two steps that follow, where the layout can share their samples out."""
+    later: list[tuple[float, float]]
+    """Loss and gradient norm of the steps that follow, where the layout can share their samples out."""
 
 
 def state_at(iteration: int) -> TrainState:
@@ -65,25 +65,25 @@ def same(found: dict[str, Tensor], expected: dict[str, Tensor]) -> bool:
     return found.keys() == expected.keys() and all(torch.equal(found[key], expected[key]) for key in expected)
 
 
-def held(run: Trainer) -> Held:
+def held(run: Trainer, later: int = 2) -> Held:
     run.optimizer.settle()
     before = copies(run.optimizer)
     steps = {float(count) for count in run.optimizer.step_counts()}
-    later = range(TRAINED, TRAINED + 2) if GLOBAL_BATCH_SIZE % run.layout.dp == 0 else ()
-    return Held(before, steps, [run.step(index)[0].item() for index in later])
+    following = range(TRAINED, TRAINED + later) if GLOBAL_BATCH_SIZE % run.layout.dp == 0 else ()
+    return Held(before, steps, [(loss.item(), norm.item()) for loss, norm in map(run.step, following)])
 
 
-def save_under(place: Place, layout: Layout, folder: Path) -> Held:
+def save_under(place: Place, layout: Layout, folder: Path, later: int = 2) -> Held:
     run = trained(place, layout)
     path = native.save(folder, run.optimizer, run.mesh, state_at(TRAINED), layout.config())
     assert path == folder / "iter_0000002"
-    return held(run)
+    return held(run, later)
 
 
-def load_under(place: Place, layout: Layout, folder: Path) -> Held:
+def load_under(place: Place, layout: Layout, folder: Path, later: int = 2) -> Held:
     run = trainer(place, layout)
     assert native.load(folder, run.optimizer, run.mesh, layout.config().model) == state_at(TRAINED)
-    return held(run)
+    return held(run, later)
 
 
 def whole_weights(folder: Path) -> dict[str, Tensor]:

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 
-from megatron_llama.checkpoint import native
+from megatron_llama.checkpoint import native, series
 from megatron_llama.errors import CheckpointError
 from megatron_llama.mesh import Place
 from tests.checkpoint.cases import SINGLE, copies, full_disk, load_under, merged, read_whole, same, save_under, state_at, trained
@@ -63,6 +63,14 @@ def zero(path: Path) -> None:
     file.write_bytes(bytes(file.stat().st_size))
 
 
+def flip(path: Path) -> None:
+    """One bit, in the middle of the output head's values."""
+    (place, *_) = [at for key, at in FileSystemReader(path).read_metadata().storage_data.items() if key.fqn == "lm_head.weight"]
+    content = bytearray(data_file(path).read_bytes())
+    content[place.offset + place.length // 2] ^= 8
+    data_file(path).write_bytes(content)
+
+
 class Bomb:
     """What an attacker would put into a pickle."""
 
@@ -88,10 +96,11 @@ DAMAGE = {
     "index with code": (plant_bomb, r"\.metadata: got .*subprocess\.getoutput does not belong there"),
     "no data": (
         lambda path: data_file(path).unlink(),
-        r"__0_0_0\.distcp: got No such file or directory, expected a file of \d+ bytes; restore",
+        r"__0_0\.distcp: got No such file or directory, expected a file of \d+ bytes; restore",
     ),
-    "data cut off": (lambda path: cut(data_file(path), 5000), r"__0_0_0\.distcp: got 5000 bytes, expected \d+: it was cut off; restore"),
-    "data lost": (zero, r"__0_0_0\.distcp: got damaged content \(\w+\), expected the tensors that were saved; restore"),
+    "data cut off": (lambda path: cut(data_file(path), 5000), r"__0_0\.distcp: got 5000 bytes, expected \d+: it was cut off; restore"),
+    "data lost": (zero, r"__0_0\.distcp: got damaged content \(\w+\), expected the tensors that were saved; restore"),
+    "bit flipped": (flip, r"__0_0\.distcp: got damaged content \(BadZipFile\), expected the tensors that were saved; restore"),
     "tensor missing": (
         lambda path: edit_index(path, lambda index: index.pop("optimizer.exp_avg.lm_head.weight")),
         r"optimizer\.exp_avg\.lm_head\.weight: got no such tensor, expected shape \(300, 64\)",
@@ -114,7 +123,7 @@ def test_damage_is_named(copy: Path, name: str, tmp_path: Path, monkeypatch: pyt
         native.load(copy, run.optimizer, run.mesh, ONE.config().model)
     assert str(copy) in str(caught.value)
     # Only damage inside a file of the right size can show while tensors are being read.
-    assert same(merged(copies(run.optimizer)), before) or name == "data lost"
+    assert same(merged(copies(run.optimizer)), before) or name in ("data lost", "bit flipped")
     assert not (tmp_path / "exploded").exists()
 
 
@@ -166,10 +175,10 @@ def test_a_folder_without_checkpoints_is_named(tmp_path: Path) -> None:
         native.read_meta(tmp_path / "missing")
     (tmp_path / "iter_0000003.incomplete").mkdir()
     with pytest.raises(CheckpointError, match="got a folder without complete checkpoints"):
-        native.find(tmp_path)
+        series.find(tmp_path)
     (tmp_path / "config.json").write_text("{}")
     with pytest.raises(CheckpointError, match="give it as --init-from-hf"):
-        native.find(tmp_path)
+        series.find(tmp_path)
 
 
 def message_of_load(place: Place, layout: Layout, folder: Path) -> str:
@@ -184,27 +193,27 @@ def test_ranks_agree_on_damage_that_one_of_them_meets(cluster: Cluster, tmp_path
     layout = Layout(pp=2)
     cluster.run(2, save_under, layout, tmp_path)
     path = tmp_path / "iter_0000002"
-    (path / "__0_0_0.distcp").rename(tmp_path / "first")
+    (path / "__0_0.distcp").rename(tmp_path / "first")
     damage(path)
-    (tmp_path / "first").rename(path / "__0_0_0.distcp")
+    (tmp_path / "first").rename(path / "__0_0.distcp")
     messages = cluster.run(2, message_of_load, layout, tmp_path)
     assert messages[0] == messages[1]
-    assert re.search(r"rank 1: .*__1_0_0\.distcp: got ", messages[0], re.DOTALL)
+    assert re.search(r"rank 1: .*__1_0\.distcp: got ", messages[0], re.DOTALL)
 
 
 def names(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.iterdir())
 
 
-@pytest.mark.parametrize(("size", "file"), [(100_000, r"__0_0_0\.distcp"), (0, r"__0_0_0\.distcp")])
+@pytest.mark.parametrize(("size", "file"), [(100_000, r"__0_0\.distcp"), (0, r"__0_0\.distcp")])
 def test_a_full_disk_leaves_the_last_checkpoint(copy: Path, size: int, file: str) -> None:
     folder = copy.parent
     run = trained(SINGLE, ONE)
     with full_disk(size), pytest.raises(CheckpointError, match=rf"iter_0000003\.incomplete/{file}: got File too large, .*; free space"):
         native.save(folder, run.optimizer, run.mesh, state_at(3), ONE.config())
-    assert native.latest(folder) == copy
+    assert series.latest(folder) == copy
     assert names(folder) == ["iter_0000002", "latest_checkpointed_iteration.txt"]
-    assert native.save(folder, run.optimizer, run.mesh, state_at(3), ONE.config()) == native.latest(folder)
+    assert native.save(folder, run.optimizer, run.mesh, state_at(3), ONE.config()) == series.latest(folder)
 
 
 def test_a_disk_that_fills_up_at_the_end_leaves_the_last_checkpoint(copy: Path) -> None:
@@ -229,7 +238,7 @@ def message_of_save(place: Place, layout: Layout, folder: Path, full_rank: int) 
 def test_ranks_agree_on_a_full_disk_of_one(cluster: Cluster, tmp_path: Path, full_rank: int) -> None:
     messages = cluster.run(2, message_of_save, Layout(dp=2), tmp_path, full_rank)
     assert messages[0] == messages[1]
-    assert re.fullmatch(rf"rank {full_rank}: .*__{full_rank}_0_0\.distcp: got File too large, .*", messages[0])
+    assert re.fullmatch(rf"rank {full_rank}: .*__{full_rank}_0\.distcp: got File too large, .*", messages[0])
     assert names(tmp_path) == ["iter_0000004", "latest_checkpointed_iteration.txt"]
 
 
@@ -260,5 +269,5 @@ def save_apart(place: Place, layout: Layout, folder: Path) -> str:
 def test_a_folder_that_machines_do_not_share_is_noticed(cluster: Cluster, tmp_path: Path) -> None:
     messages = cluster.run(2, save_apart, Layout(dp=2), tmp_path)
     assert messages[0] == messages[1]
-    assert re.search(r"__1_0_0\.distcp: got No such file or directory, .* save to a folder that all machines share", messages[0])
-    assert native.latest(tmp_path / "machine 0") is None
+    assert re.search(r"__1_0\.distcp: got No such file or directory, .* save to a folder that all machines share", messages[0])
+    assert series.latest(tmp_path / "machine 0") is None

@@ -78,30 +78,41 @@ def test_a_rank_that_hangs_is_noticed_after_the_timeout(product: Product) -> Non
     assert ended.codes == (1, -9) and re.search("timeout|timed out", ended.errs[0], re.I)
 
 
-KILLS, IN_A_SAVE, MOST_RUNS = 30, 10, 90
+KILLS, KILLS_OF_A_SOAK = 10, 200
 SHORT_STEPS = {"train_iters": 80, "lr_decay_iters": 80, "save_interval": 2, "micro_batch_size": 4, "seq_length": 8, "num_layers": 2}
+"""A run that is saving most of the time."""
 
 
 @pytest.mark.slow
-def test_killed_at_thirty_moments_and_resumed(product: Product, tmp_path: Path) -> None:
+@pytest.mark.parametrize("saving", [{}, {"async_save": True, "save_retain": 3}], ids=["waited for", "in the background"])
+def test_killed_at_random_moments_and_resumed(saving: dict[str, object], soak: bool, product: Product, tmp_path: Path) -> None:
     """Every other kill waits for the folder in which a save is written, the others for a step; then both ranks are struck, some
-    milliseconds later by chance. Curve and weights end up as if nothing had happened."""
-    product.train(DP2, save=tmp_path / "straight", **SHORT_STEPS)
+    milliseconds later by chance. Curve and weights end up as if nothing had happened, and no restart loses a saved step."""
+    wanted_kills = KILLS_OF_A_SOAK if soak else KILLS
+    options = {**SHORT_STEPS, "train_iters": 20 * wanted_kills, "lr_decay_iters": 20 * wanted_kills} if soak else SHORT_STEPS
+    product.train(DP2, save=tmp_path / "straight", **options, **saving)
     folder, chance = tmp_path / "killed", random.Random(20)
     kills = in_a_save = 0
-    while kills < KILLS or in_a_save < IN_A_SAVE:
-        assert kills < MOST_RUNS, f"only {in_a_save} of {kills} kills met a save"
+    while kills < wanted_kills or in_a_save < wanted_kills // 2:
+        assert kills < 3 * wanted_kills, f"only {in_a_save} of {kills} kills met a save"
         started, lines, wanted, at_a_save = time.time_ns(), _lines(folder), chance.randrange(4), kills % 2 == 0
-        run = product.start(DP2, save=folder, load=folder, **SHORT_STEPS)
+        newest = _newest(folder)
+        run = product.start(DP2, save=folder, load=folder, **options, **saving)
         run.until(lambda: _saving(folder, started) if at_a_save else _lines(folder) - lines >= wanted)  # noqa: B023  asked at once
         _spin(chance.uniform(0.0, 0.003 if at_a_save else 0.05))
         run.signal(Signals.SIGKILL)
-        assert -9 in run.wait().codes
+        assert -9 in run.wait().codes and _newest(folder) >= newest
         kills, in_a_save = kills + 1, in_a_save + _saving(folder, started)
-    product.train(DP2, save=folder, load=folder, **SHORT_STEPS)
+    product.train(DP2, save=folder, load=folder, **options, **saving)
     assert exact_curve(folder) == exact_curve(tmp_path / "straight")
-    assert_same_state(folder / "iter_0000080", tmp_path / "straight" / "iter_0000080")
+    last = f"iter_{options['train_iters']:07d}"
+    assert_same_state(folder / last, tmp_path / "straight" / last)
     assert sorted(path.name for path in folder.iterdir()) == sorted(path.name for path in (tmp_path / "straight").iterdir())
+
+
+def _newest(folder: Path) -> int:
+    tracker = folder / "latest_checkpointed_iteration.txt"
+    return int(tracker.read_text()) if tracker.exists() else 0
 
 
 def _lines(folder: Path) -> int:

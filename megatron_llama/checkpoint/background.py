@@ -1,0 +1,278 @@
+"""Saves that training does not wait for: a process beside each rank writes what the rank has copied into shared memory.
+
+The process is forked while its rank is still single-threaded and has touched no device, and dies with it: what a dead
+rank began must not go on beside a restarted run. Ranks tell rank 0's process through the job's store that their files are
+on the disk, so that nothing here is collective.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import multiprocessing
+import os
+import pickle
+import shutil
+import signal
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing, contextmanager, suppress
+from dataclasses import dataclass, replace
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import cast
+
+import torch
+from torch.distributed import DistStoreError, Store  # type: ignore[attr-defined]
+from torch.distributed.checkpoint.metadata import Metadata
+
+from megatron_llama import device as devices
+from megatron_llama.checkpoint.chunks import Region
+from megatron_llama.checkpoint.folders import staging
+from megatron_llama.checkpoint.native import SavePlan, finish
+from megatron_llama.checkpoint.series import Retention
+from megatron_llama.checkpoint.storage import Written, write_parts
+from megatron_llama.comm.agreement import common_error
+from megatron_llama.comm.store import connect
+from megatron_llama.errors import CheckpointError, ConfigError, describe
+from megatron_llama.mesh import Place
+
+SLOTS = 2
+"""A save may begin while the one before is being written."""
+ALIGN_BYTES = 64
+PATIENCE_SECONDS = 30.0
+"""For the last saves of a run that ends with an error."""
+NICENESS = 10
+"""Writing comes second where cores are few."""
+
+
+@contextmanager
+def in_background(place: Place, *, wanted: bool) -> Iterator[Background | None]:
+    """A section with a writing process, or, if none is wanted, without. Raises ConfigError where the system cannot have one."""
+    if not wanted:
+        yield None
+        return
+    if not hasattr(os, "memfd_create"):
+        do = "leave --async-save out"
+        raise ConfigError(describe("--async-save", got=sys.platform, expected="Linux, whose memory two processes can share", do=do))
+    with closing(Background(place)) as background:
+        yield background
+
+
+@dataclass(frozen=True)
+class Job:
+    """One save."""
+
+    number: int
+    slot: int
+    target: Path
+    meta: bytes
+    keep: Retention
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a save ended on this rank; on rank 0, for all ranks."""
+
+    target: Path
+    error: CheckpointError | None = None
+
+
+class Background:
+    """A rank's side. Make it before the process group, device and threads exist; ``close`` it at the end."""
+
+    def __init__(self, place: Place) -> None:
+        self._place = place
+        # Not /dev/shm, which containers limit to 64 MB; pages exist from their first use.
+        self._memory = os.memfd_create("checkpoint")
+        context = multiprocessing.get_context("fork")
+        self._connection, there = context.Pipe()
+        self._process = context.Process(target=_serve, args=(there, self._connection, self._memory, place, os.getpid()), name="saving")
+        self._process.start()
+        there.close()
+        self._buffers: Buffers | None = None
+        self._plan: SavePlan | None = None
+        self._open: list[Job] = []
+        self._started = 0
+
+    @property
+    def full(self) -> bool:
+        """Whether the next save has to wait for an earlier one."""
+        return len(self._open) == SLOTS
+
+    @property
+    def busy(self) -> bool:
+        """Whether a save is under way on this rank."""
+        return bool(self._open)
+
+    def write(self, plan: SavePlan, target: Path, meta: bytes, keep: Retention) -> None:
+        """Copy the parts, and have them written to the staged ``target``. Not while ``full``. The plan is the same every time.
+
+        The copies are complete on return: training may change the tensors."""
+        assert not self.full, "collect an outcome first"
+        if self._buffers is None:
+            self._send((_outlines(plan.parts), plan.index))
+            self._buffers = Buffers(self._memory, plan.parts)
+            for device in {part.tensor.device for part in plan.parts}:
+                self._buffers.pin(device)
+        slot = next(slot for slot in range(SLOTS) if slot not in {job.slot for job in self._open})
+        self._buffers.fill(slot, plan.parts)
+        job = Job(self._started, slot, target, meta, keep)
+        self._started += 1
+        self._open.append(job)
+        self._send(job)
+
+    def _send(self, message: object) -> None:
+        with suppress(OSError):  # the process is gone, which the next ``collect`` finds out
+            self._connection.send_bytes(pickle.dumps(message))
+
+    def collect(self, seconds: float | None = 0.0) -> Outcome | None:
+        """The outcome of the oldest save under way, if there is one; waits so long for it, None: until it is there."""
+        if not self._open or not self._connection.poll(seconds):
+            return None
+        try:
+            outcome: Outcome = pickle.loads(self._connection.recv_bytes())
+        except (EOFError, OSError):
+            return self._lost()
+        self._open.pop(0)
+        return outcome
+
+    def _lost(self) -> Outcome:
+        """The process is gone: rank 0's must not wait for what this rank will never write."""
+        self._process.join()
+        job = self._open.pop(0)
+        where, got = f"{job.target} on rank {self._place.rank}", f"a writing process that ended with code {self._process.exitcode}"
+        do = "look at the memory of that machine (a process killed for memory ends with -9)"
+        error = CheckpointError(describe(where, got=got, expected="its part of the checkpoint", do=do))
+        if self._place.world_size > 1 and self._place.rank:
+            _answer(connect(self._place, "save"), job, self._place.rank, error)
+        return Outcome(job.target, error)
+
+    def close(self) -> None:
+        """Give saves under way some time, and end the process. Errors have been collected before, or do not matter any more."""
+        while self._open and self.collect(PATIENCE_SECONDS) is not None:
+            pass
+        self._connection.close()
+        self._process.join(None if not self._open else 0)
+        if self._process.is_alive():
+            self._process.kill()
+            self._process.join()
+        os.close(self._memory)
+
+
+class Buffers:
+    """Room for the parts of a rank, ``SLOTS`` times, in memory that two processes share."""
+
+    def __init__(self, memory: int, parts: Sequence[Region]) -> None:
+        starts, end = [], 0
+        for part in parts:
+            starts.append(end)
+            end += -(-part.tensor.numel() * part.tensor.element_size() // ALIGN_BYTES) * ALIGN_BYTES
+        size = max(1, end) * SLOTS
+        os.ftruncate(memory, size)
+        self._whole = torch.frombuffer(mmap.mmap(memory, size), dtype=torch.uint8)
+        self.slots = tuple(
+            tuple(_view(self._whole, slot * end + start, part) for start, part in zip(starts, parts, strict=True)) for slot in range(SLOTS)
+        )
+
+    def pin(self, device: torch.device) -> None:
+        """Let the device copy into it at full speed."""
+        devices.pin(self._whole, device)
+
+    def fill(self, slot: int, parts: Sequence[Region]) -> None:
+        """Copy the parts, and wait for the copies."""
+        for place, part in zip(self.slots[slot], parts, strict=True):
+            place.tensor.copy_(part.tensor, non_blocking=True)
+        for device in {part.tensor.device for part in parts}:
+            devices.wait_for_copies(device)
+
+
+def _view(whole: torch.Tensor, start: int, part: Region) -> Region:
+    size = part.tensor.numel() * part.tensor.element_size()
+    return replace(part, tensor=whole[start : start + size].view(part.tensor.dtype).view(part.tensor.shape))
+
+
+def _outlines(parts: Sequence[Region]) -> list[Region]:
+    """The same parts without values."""
+    return [replace(part, tensor=torch.empty(part.tensor.shape, dtype=part.tensor.dtype, device="meta")) for part in parts]
+
+
+def _serve(connection: Connection, parents: Connection, memory: int, place: Place, parent: int) -> None:
+    """The life of the writing process."""
+    parents.close()  # inherited: while it is open here, the end of the rank would go unnoticed
+    _die_with(parent)
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
+        signal.signal(number, signal.SIG_IGN)  # meant for the rank, sent to the whole process group
+    os.nice(NICENESS)
+    torch.set_num_threads(1)  # threads of the parent's pool do not exist here
+    try:
+        outlines, index = pickle.loads(connection.recv_bytes())
+        writer = _Writer(place, Buffers(memory, outlines), index)
+        while True:
+            connection.send_bytes(pickle.dumps(writer.perform(pickle.loads(connection.recv_bytes()))))
+    except (EOFError, OSError):
+        return
+
+
+def _die_with(parent: int) -> None:
+    """Have the kernel kill this process when its parent ends, however that happens."""
+    set_parent_death_signal = 1
+    ctypes.CDLL(None).prctl(set_parent_death_signal, signal.SIGKILL)
+    if os.getppid() != parent:
+        os._exit(1)
+
+
+class _Writer:
+    def __init__(self, place: Place, buffers: Buffers, index: Metadata | None) -> None:
+        self._place, self._buffers, self._index = place, buffers, index
+        self._store: Store | None = None
+
+    def perform(self, job: Job) -> Outcome:
+        """Write this rank's part; on rank 0 wait for the others and give the checkpoint its name."""
+        answer = _caught(lambda: write_parts(staging(job.target), self._place.rank, self._buffers.slots[job.slot]))
+        if self._place.rank:
+            _answer(self._connected(), job, self._place.rank, answer)
+            return Outcome(job.target)
+        answers = [answer, *(self._received(job, rank) for rank in range(1, self._place.world_size))]
+        failed = [(rank, one) for rank, one in enumerate(answers) if isinstance(one, CheckpointError)]
+        if failed:
+            error: CheckpointError | None = cast(CheckpointError, common_error(failed, len(answers))) if len(answers) > 1 else failed[0][1]
+        else:
+            assert self._index is not None
+            index, written = self._index, [one for one in answers if isinstance(one, Written)]
+            done = _caught(lambda: finish(job.target, index, written, job.meta, job.keep))
+            error = done if isinstance(done, CheckpointError) else None
+        if error is not None:
+            shutil.rmtree(staging(job.target), ignore_errors=True)
+        return Outcome(job.target, error)
+
+    def _connected(self) -> Store:
+        if self._store is None:
+            self._store = connect(self._place, "save")
+        return self._store
+
+    def _received(self, job: Job, rank: int) -> Written | CheckpointError:
+        """What another rank's process, or that rank for its dead process, has to say. Ends with the job at the latest."""
+        store, key = self._connected(), _key(job, rank)
+        while True:
+            try:
+                answer: Written | CheckpointError = pickle.loads(store.get(key))
+            except DistStoreError:
+                continue  # a large part on a slow disk
+            store.delete_key(key)
+            return answer
+
+
+def _caught(work: Callable[[], Written | None]) -> Written | CheckpointError | None:
+    try:
+        return work()
+    except CheckpointError as error:
+        return error
+
+
+def _key(job: Job, rank: int) -> str:
+    return f"{job.number}/{rank}"
+
+
+def _answer(store: Store, job: Job, rank: int, answer: object) -> None:
+    store.set(_key(job, rank), pickle.dumps(answer))  # type: ignore[arg-type]  # bytes are as good

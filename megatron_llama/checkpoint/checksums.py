@@ -1,0 +1,105 @@
+"""SHA256SUMS: a checksum of every file of a checkpoint, in the format of ``sha256sum --check``."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+from megatron_llama.errors import CheckpointError, describe
+
+SUMS = "SHA256SUMS"
+_READ_BYTES = 2**20
+
+
+class HashedFile:
+    """A new file for sequential writing that knows its checksum and is on the disk when it is closed without an error."""
+
+    def __init__(self, path: Path) -> None:
+        self._file, self._hash = path.open("wb"), hashlib.sha256()
+
+    def write(self, content: bytes | memoryview) -> int:
+        """Append."""
+        self._hash.update(content)
+        return self._file.write(content)
+
+    def tell(self) -> int:
+        """Bytes so far."""
+        return self._file.tell()
+
+    def flush(self) -> None:
+        """For those who write through an interface of files."""
+        self._file.flush()
+
+    @property
+    def sum(self) -> str:
+        """SHA-256 of the content so far, hexadecimal."""
+        return self._hash.hexdigest()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        with self._file:
+            if error is None:
+                self._file.flush()
+                os.fsync(self._file.fileno())
+
+
+def write_hashed(path: Path, content: bytes) -> str:
+    """Write a small file, put it on the disk, and return its checksum."""
+    with HashedFile(path) as file:
+        file.write(content)
+    return file.sum
+
+
+def write_sums(folder: Path, sums: Mapping[str, str]) -> None:
+    """Write the list, in the order of names."""
+    write_hashed(folder / SUMS, "".join(f"{digest}  {name}\n" for name, digest in sorted(sums.items())).encode())
+
+
+def read_sums(folder: Path) -> dict[str, str]:
+    """File name -> SHA-256. Raises CheckpointError when there is no such list, or not a readable one."""
+    path, do = folder / SUMS, "verify a copy, or an earlier checkpoint"
+    try:
+        lines = path.read_text().splitlines()
+    except (OSError, ValueError) as error:
+        got = error.strerror if isinstance(error, OSError) else "damaged content"
+        raise CheckpointError(describe(str(path), got=got, expected="the list of checksums", do=do)) from error
+    found = [re.fullmatch(r"([0-9a-f]{64})  ([^/]+)", line) for line in lines]
+    if not found or None in found:
+        raise CheckpointError(describe(str(path), got="damaged content", expected="a checksum and a file name in each line", do=do))
+    return {match[2]: match[1] for match in found if match is not None}
+
+
+def damaged_files(folder: Path) -> list[str]:
+    """A line for each file of a checkpoint that is missing, damaged or does not belong there. Reads everything.
+
+    Raises CheckpointError when the list of checksums itself cannot be read."""
+    sums, problems = read_sums(folder), []
+    do = "restore the file from a copy, or load an earlier checkpoint"
+    for name, expected in sums.items():
+        path = folder / name
+        try:
+            got = _sum(path)
+        except OSError as error:
+            problems.append(describe(str(path), got=error.strerror, expected=f"a file with SHA-256 {expected}", do=do))
+            continue
+        if got != expected:
+            problems.append(describe(str(path), got=f"SHA-256 {got} in {path.stat().st_size} bytes", expected=expected, do=do))
+    for path in sorted(folder.iterdir()):
+        if path.name not in sums and path.name != SUMS:
+            problems.append(describe(str(path), got="a file", expected="none of this name", do="move it elsewhere"))
+    return problems
+
+
+def _sum(path: Path) -> str:
+    hashed = hashlib.sha256()
+    with path.open("rb") as file:
+        while block := file.read(_READ_BYTES):
+            hashed.update(block)
+    return hashed.hexdigest()
