@@ -7,7 +7,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import import_module
-from itertools import pairwise
+from itertools import pairwise, takewhile
 from types import MappingProxyType
 from typing import Any
 
@@ -24,6 +24,8 @@ class Command:
     sections: str
     """Name of the sections in the module of options, ``module:attribute``."""
     summary: str
+    words: tuple[str, ...] = ()
+    """Options whose values may stand right behind the command, in this order and without their names."""
 
 
 COMMANDS: Mapping[str, Command] = MappingProxyType(
@@ -37,6 +39,9 @@ COMMANDS: Mapping[str, Command] = MappingProxyType(
         ),
         "generate": Command("generate", "generate", "commands.options:GenerateConfig", "Continue prompts with a trained model."),
         "export": Command("export", "export", "commands.options:ExportConfig", "Write a checkpoint as a HuggingFace folder."),
+        "verify": Command(
+            "verify", "verify", "commands.options:VerifyConfig", "Compare two models, of any formats: verify A B [--options].", ("a", "b")
+        ),
         "inspect": Command(
             "inspect", "inspect", "commands.options:NoOptions", "Look at a file: inspect config|checkpoint|dataset PATH, or presets."
         ),
@@ -68,7 +73,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def run(words: list[str]) -> int:
-    """Dispatch. Raises UserError."""
+    """Dispatch and return the exit status. Raises UserError."""
     if not words or words[0] in ("-h", "--help"):
         print(overview())
         return 0
@@ -89,15 +94,20 @@ def run(words: list[str]) -> int:
 
         print(help_text(name, command.summary, sections), end="")
         return 0
-    function: Callable[..., None] = getattr(import_module(f"megatron_llama.commands.{command.module}"), command.function)
+    function: Callable[..., int | None] = getattr(import_module(f"megatron_llama.commands.{command.module}"), command.function)
     if command.function == "inspect":
         function(words)
         return 0
     from megatron_llama.aliases import MEGATRON
     from megatron_llama.options import parse
 
-    function(parse(_with_dry_run_value(words), sections, aliases=MEGATRON))
-    return 0
+    return function(parse(_with_dry_run_value(_named(words, command.words)), sections, aliases=MEGATRON)) or 0
+
+
+def _named(words: list[str], names: Sequence[str]) -> list[str]:
+    """The words before the first flag as the options that they stand for."""
+    leading = list(takewhile(lambda word: not word.startswith("--"), words))[: len(names)]
+    return [*(f"--{name}={word}" for name, word in zip(names, leading, strict=False)), *words[len(leading) :]]
 
 
 def _with_dry_run_value(words: list[str]) -> list[str]:

@@ -58,6 +58,29 @@ class ExportConfig:
 
 
 @dataclass(frozen=True)
+class VerifyConfig:
+    """Compare two models: weights bit for bit, configurations field by field, logits within rounding. Exit status 1: they differ."""
+
+    a: str
+    """Model folder of any format. May stand first, without its name: `verify A B`."""
+    b: str
+    """The other one."""
+    from_a: Literal["hf", "native", "megatron", "megatron-llama", "meta"] | None = None
+    """Format of the first folder. Default: found from its content."""
+    from_b: Literal["hf", "native", "megatron", "megatron-llama", "meta"] | None = None
+    """Format of the second folder."""
+    config_a: str | None = None
+    """A config.json of HuggingFace, for what the first folder does not say of its model."""
+    config_b: str | None = None
+    """The same for the second folder."""
+    vocab_size: int = 0
+    """Number of token ids, for a format that stores only a padded vocabulary. 0: what the folders say."""
+    prompt_tokens: int = 0
+    """Length of the text whose logits are compared. 0: 64 tokens more than original_max_position_embeddings, 128 without a
+    rotary scaling that has it. Fewer are faster, and may miss a wrong scaling."""
+
+
+@dataclass(frozen=True)
 class ScheduleConfig:
     """Show a pipeline schedule, for passes that all last equally long."""
 

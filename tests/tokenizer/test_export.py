@@ -32,7 +32,9 @@ def train(texts: list[str], **options: Any) -> bytes:
 def test_tokenizers_gives_the_same_ids(trained: SentencePieceTokenizer, folder: Path, texts: list[str], chunks: list[str]) -> None:
     twin = Tokenizer.from_file(str(folder / "tokenizer.json"))
     library = [path.read_text("utf-8", errors="replace") for path in sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))]
-    different = [text for text in [*texts, *library, *chunks, *EDGES] if twin.encode(text, add_special_tokens=False).ids != trained.encode(text)]
+    different = [
+        text for text in [*texts, *library, *chunks, *EDGES] if twin.encode(text, add_special_tokens=False).ids != trained.encode(text)
+    ]
     assert different == []
 
 

@@ -1,0 +1,130 @@
+"""``verify``: whether two model folders hold the same model."""
+
+from __future__ import annotations
+
+from itertools import islice
+from typing import TYPE_CHECKING
+
+from megatron_llama.commands.options import VerifyConfig
+from megatron_llama.errors import ConfigError, describe
+from megatron_llama.options import Parsed
+
+if TYPE_CHECKING:
+    from megatron_llama.checkpoint.formats import Source
+    from megatron_llama.checkpoint.verify.logits import Deviation
+    from megatron_llama.checkpoint.verify.prompt import Prompt
+    from megatron_llama.optim.distributed import WeightSource
+
+LISTED = 10
+RANDOM_SEED, RANDOM_STD = 1234, 0.1
+"""Weights of std 0.02 make attention so flat that a dropped rotary scaling changes logits by less than rounding does."""
+
+
+def verify(parsed: Parsed) -> int:
+    """Print what was compared, every difference, and one verdict. Returns the exit status: 0 equal, 1 different."""
+    from megatron_llama.checkpoint.formats import open_source
+    from megatron_llama.checkpoint.verify.fields import field_differences
+
+    options = parsed.get(VerifyConfig)
+    if options.prompt_tokens < 0:
+        raise ConfigError(describe("--prompt-tokens", got=options.prompt_tokens, expected="0 or more", do="correct it"))
+    first = open_source(options.a, format=options.from_a, config=options.config_a, vocab_size=options.vocab_size)
+    second = open_source(options.b, format=options.from_b, config=options.config_b, vocab_size=options.vocab_size)
+    for name, source in zip("AB", (first, second), strict=True):
+        _say(f"{name}: {source.format} {source.folder} ({source.dtype})")
+    different = ["weights"] if _weights_differ(first, second) else []
+    fields = field_differences(first.model, second.model)
+    for field in fields:
+        _say(f"config {field}" if field.matters else f"note: config {field}: computes the same")
+    if not any(field.matters for field in fields):
+        _say("config: equal")
+    different += [f"config {field.name}" for field in fields if field.matters]
+    different += _logits_that_differ(first, second, options.prompt_tokens)
+    _say(f"verdict: {'different: ' + ', '.join(different) if different else 'equal'}")
+    return 1 if different else 0
+
+
+def _say(line: str) -> None:
+    print(line, flush=True)
+
+
+def _weights_differ(first: Source, second: Source) -> bool:
+    from megatron_llama.checkpoint.verify.weights import common_dtype, stored_dtype, weight_differences
+    from megatron_llama.params import hf_shapes, parameter_count
+
+    common, stored = common_dtype(first, second), (stored_dtype(first), stored_dtype(second))
+    lines = weight_differences(first, second)
+    shown = list(islice(lines, LISTED))
+    more = sum(1 for _ in lines)
+    for line in shown:
+        _say(f"weights {line}")
+    if more:
+        _say(f"weights of {more} more tensors differ")
+    if stored != (common, common):
+        _say(f"note: weights are {stored[0]} in A, {stored[1]} in B: compared after rounding to {common}")
+    if not shown:
+        _say(f"weights: equal bit for bit: {len(hf_shapes(first.model))} tensors, {parameter_count(first.model):,} elements of {common}")
+    return bool(shown)
+
+
+def _logits_that_differ(first: Source, second: Source, asked: int) -> list[str]:
+    from megatron_llama.checkpoint.verify.prompt import BEYOND, PLAIN, make_prompt, original_context
+
+    models = first.model, second.model
+    if models[0].vocab_size != models[1].vocab_size:
+        _say("logits: not compared, the vocabularies have different sizes")
+        return []
+    context = original_context(models)
+    length = asked or (context + BEYOND if context else PLAIN)
+    prompt = make_prompt((first, second), models[0].vocab_size, length)
+    _say(f"logits: of {length:,} tokens ({prompt.made_of}), in fp32, one layer of weights at a time")
+    if length <= context:
+        _say(f"note: a wrong rotary scaling may stay unseen: the prompt is no longer than original_max_position_embeddings {context:,}")
+    return ["logits"] if _far_apart(first, second, prompt) | _far_from_reference(first, second, prompt) else []
+
+
+def _far_apart(first: Source, second: Source, prompt: Prompt) -> bool:
+    """Whether the two models compute different logits, with random weights or with their own."""
+    import torch
+
+    from megatron_llama.checkpoint.verify.logits import Streamed, logit_deviation
+    from megatron_llama.checkpoint.verify.weights import Rounded, common_dtype
+    from megatron_llama.model.init import InitialWeights
+
+    drawn, common = InitialWeights(RANDOM_SEED, RANDOM_STD), getattr(torch, common_dtype(first, second))
+    own: tuple[WeightSource, WeightSource] = Rounded(first, common), Rounded(second, common)
+    found = []
+    for name, (ours, theirs) in ((f"random weights (std {RANDOM_STD})", (drawn, drawn)), ("these weights", own)):
+        outputs = Streamed(first.model, ours, prompt.tokens), Streamed(second.model, theirs, prompt.tokens)
+        found.append(_report(f"logits on {name}", logit_deviation(*outputs, first.model.vocab_size)))
+    return any(found)
+
+
+def _far_from_reference(first: Source, second: Source, prompt: Prompt) -> bool:
+    """Whether HuggingFace's own implementation computes other logits for a side that it can read."""
+    from megatron_llama.checkpoint.verify.logits import Streamed, logit_deviation
+    from megatron_llama.checkpoint.verify.reference import Reference, obstacle
+    from megatron_llama.model.init import InitialWeights
+
+    found, drawn = [], InitialWeights(RANDOM_SEED, RANDOM_STD)
+    for side, source in zip("AB", (first, second), strict=True):
+        if source.format != "hf":
+            continue
+        where = f"logits of {side} in transformers"
+        if (reason := obstacle(source.model)) is not None:
+            _say(f"{where}: not compared, {reason}")
+            continue
+        reference = Reference(source.folder)
+        both: tuple[tuple[str, WeightSource], ...] = (("these weights", source), (f"random weights (std {RANDOM_STD})", drawn))
+        for name, weights in both:
+            if weights is drawn:
+                reference.fill(drawn)
+            reference.run(prompt.tokens)
+            ours = Streamed(source.model, weights, prompt.tokens)
+            found.append(_report(f"{where} on {name}", logit_deviation(ours, reference, source.model.vocab_size)))
+    return any(found)
+
+
+def _report(what: str, deviation: Deviation) -> bool:
+    _say(f"{what}: {'equal' if deviation.within else 'different'}, {deviation}")
+    return not deviation.within
