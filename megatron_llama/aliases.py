@@ -78,3 +78,6 @@ MEGATRON: Mapping[str, Alias] = MappingProxyType(
         "num_virtual_stages_per_pipeline_rank": Alias("virtual_pipeline_model_parallel_size"),
     }
 )
+
+CONVERT: Mapping[str, Alias] = MappingProxyType({"from": Alias("source_format")})
+"""A name that no field can have."""

@@ -39,6 +39,13 @@ COMMANDS: Mapping[str, Command] = MappingProxyType(
         ),
         "generate": Command("generate", "generate", "commands.options:GenerateConfig", "Continue prompts with a trained model."),
         "export": Command("export", "export", "commands.options:ExportConfig", "Write a checkpoint as a HuggingFace folder."),
+        "convert": Command(
+            "convert",
+            "convert",
+            "commands.options:ConvertConfig",
+            "Write a model in another format: convert SRC DST --to FORMAT.",
+            ("src", "dst"),
+        ),
         "verify": Command(
             "verify", "verify", "commands.options:VerifyConfig", "Compare two models, of any formats: verify A B [--options].", ("a", "b")
         ),
@@ -98,10 +105,10 @@ def run(words: list[str]) -> int:
     if command.function == "inspect":
         function(words)
         return 0
-    from megatron_llama.aliases import MEGATRON
+    from megatron_llama.aliases import CONVERT, MEGATRON
     from megatron_llama.options import parse
 
-    return function(parse(_with_dry_run_value(_named(words, command.words)), sections, aliases=MEGATRON)) or 0
+    return function(parse(_with_dry_run_value(_named(words, command.words)), sections, aliases={**MEGATRON, **CONVERT})) or 0
 
 
 def _named(words: list[str], names: Sequence[str]) -> list[str]:

@@ -59,8 +59,13 @@ def normal_rope(scaling: Mapping[str, Any] | None) -> dict[str, Any] | None:
 def read_hf_config(folder: str | Path) -> ModelConfig:
     """The model of a HuggingFace folder. Raises CheckpointError when ``config.json`` is missing, damaged or no LLaMA."""
     path = Path(folder) / "config.json"
+    return model_config_from_hf(read_config_json(path), where=str(path))
+
+
+def read_config_json(path: str | Path) -> dict[str, Any]:
+    """The content of a ``config.json``. Raises CheckpointError when it is missing or damaged."""
     try:
-        config_json = json.loads(path.read_text(encoding="utf-8"))
+        config_json = json.loads(Path(path).read_text(encoding="utf-8"))
     except OSError as error:
         do = "give a HuggingFace folder (config.json, *.safetensors)"
         raise CheckpointError(describe(str(path), got=error.strerror or error, expected="a readable file", do=do)) from error
@@ -69,7 +74,7 @@ def read_hf_config(folder: str | Path) -> ModelConfig:
         raise CheckpointError(describe(f"{path}{line}", got=error, expected="valid JSON", do="copy the file again")) from error
     if not isinstance(config_json, dict):
         raise CheckpointError(describe(str(path), got=type(config_json).__name__, expected="a JSON object", do="copy the file again"))
-    return model_config_from_hf(config_json, where=str(path))
+    return config_json
 
 
 def model_config_from_hf(config_json: Mapping[str, Any], *, where: str) -> ModelConfig:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 from torch import Tensor
 
@@ -47,6 +47,11 @@ class Source(Protocol):
         ...
 
     @property
+    def extra(self) -> Mapping[str, Any]:
+        """Fields of a config.json beside the model's that are to be written as they are: token ids, of which there may be lists."""
+        ...
+
+    @property
     def notes(self) -> Sequence[str]:
         """What the user should know: optimizer state that is there and not read, for one."""
         ...
@@ -79,7 +84,7 @@ def open_source(path: str | Path, *, format: str | None = None, config: str | Pa
         from megatron_llama.checkpoint.meta_format import MetaSource
 
         return MetaSource(folder, config, vocab_size)
-    from megatron_llama.checkpoint.megatron import MegatronSource
+    from megatron_llama.checkpoint.megatron_source import MegatronSource
 
     return MegatronSource(folder, kind, config, vocab_size)
 
@@ -97,7 +102,7 @@ def detect(folder: Path) -> str:
         expected = "model.safetensors, pytorch_model.bin, consolidated.00.pth, mp_rank_00/ or a native checkpoint in it"
         raise CheckpointError(describe(str(folder), got="a folder without weights", expected=expected, do="check the path"))
     if found[0] == "megatron":
-        from megatron_llama.checkpoint.megatron import family
+        from megatron_llama.checkpoint.megatron_source import family
 
         return family(folder)
     return found[0]

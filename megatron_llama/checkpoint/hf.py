@@ -8,7 +8,9 @@ import math
 import shutil
 from collections.abc import Iterator, Mapping
 from fnmatch import fnmatch
+from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -17,6 +19,9 @@ from torch import Tensor
 
 from megatron_llama.checkpoint.failures import writing
 from megatron_llama.checkpoint.folders import commit, fresh_staging, recover, staging, sync, write_synced
+from megatron_llama.checkpoint.jobs import Job
+from megatron_llama.checkpoint.pickled import PickledFile
+from megatron_llama.checkpoint.pickled_weights import PickledWeights
 from megatron_llama.checkpoint.safetensors_file import DTYPES, write_safetensors
 from megatron_llama.checkpoint.storage import refuse
 from megatron_llama.config import ModelConfig
@@ -27,6 +32,7 @@ from megatron_llama.params import Rectangle, hf_shapes
 from megatron_llama.tokenizer.base import Tokenizer
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+OLD_SINGLE, OLD_INDEX = "pytorch_model.bin", "pytorch_model.bin.index.json"
 DOWNLOAD = "copy the file again from where the model came from"
 WRITTEN = (
     *("config.json", "generation_config.json", "*.safetensors", INDEX),
@@ -38,12 +44,13 @@ WRITTEN = (
 class HFWeights:
     """The weights of a HuggingFace folder: a source of rectangles, memory-mapped, that reads only what is asked for."""
 
-    def __init__(self, folder: str | Path, model: ModelConfig | None = None) -> None:
-        """``model``: the one to fill, derived fields filled in, where it is not that of the folder's ``config.json``.
+    def __init__(self, folder: str | Path, model: ModelConfig | None = None, *, own: ModelConfig | None = None) -> None:
+        """``model``: the one to fill, derived fields filled in, where it is not that of the folder's ``config.json``,
+        in whose place ``own`` stands when it is given.
 
         Raises CheckpointError with every tensor that is missing, unknown, of another shape or not a float."""
         self.folder = Path(folder)
-        own = read_hf_config(self.folder)
+        own = own or read_hf_config(self.folder)
         self.model = model or own
         if self.model.tie_word_embeddings and not own.tie_word_embeddings:
             do = "leave tie_word_embeddings to the folder"
@@ -54,6 +61,13 @@ class HFWeights:
             file = _open(path)
             self._home.update(dict.fromkeys(file.keys(), file))
         refuse(f"{self.folder} does not hold the model:", list(self._problems()))
+
+    @property
+    def dtype(self) -> str:
+        """Of the stored weights; where there are several, the one that holds the values of all."""
+        found = {self._home[name].get_slice(name).get_dtype() for name in hf_shapes(self.model)}
+        names = {short: str(dtype).removeprefix("torch.") for dtype, short in DTYPES.items()}
+        return names[found.pop()] if len(found) == 1 else "float32"
 
     def _problems(self) -> Iterator[str]:
         shapes = hf_shapes(self.model)
@@ -84,24 +98,30 @@ class HFWeights:
 
 
 def _files(folder: Path) -> list[Path]:
-    """The weight files. Raises CheckpointError with all that are missing."""
-    if not (folder / INDEX).is_file():
-        if not (folder / SINGLE).is_file():
-            do = "save the model with transformers' save_pretrained, which writes one of them"
-            raise CheckpointError(describe(str(folder), got="no weights", expected=f"{SINGLE} or {INDEX}", do=do))
-        return [folder / SINGLE]
-    path = folder / INDEX
+    """The weight files, safetensors preferred. Raises CheckpointError with all that are missing."""
+    found = next((folder / name for name in (INDEX, SINGLE, OLD_INDEX, OLD_SINGLE) if (folder / name).is_file()), None)
+    if found is None:
+        do = "save the model with transformers' save_pretrained, which writes one of them"
+        raise CheckpointError(describe(str(folder), got="no weights", expected=f"{SINGLE} or {INDEX}", do=do))
+    return _indexed(found) if found.name in (INDEX, OLD_INDEX) else [found]
+
+
+def _indexed(path: Path) -> list[Path]:
+    """The files that an index names."""
+    folder = path.parent
     try:
         names = sorted(set(json.loads(path.read_bytes())["weight_map"].values()))
     except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
         got = f"{type(error).__name__}: {error}"
         raise CheckpointError(describe(str(path), got=got, expected="JSON with a weight_map", do=DOWNLOAD)) from error
-    missing = [describe(str(folder / name), got="no such file", expected=f"it, by {INDEX}", do=DOWNLOAD) for name in names]
+    missing = [describe(str(folder / name), got="no such file", expected=f"it, by {path.name}", do=DOWNLOAD) for name in names]
     refuse(f"{folder} is incomplete:", [text for text, name in zip(missing, names, strict=True) if not (folder / name).is_file()])
     return [folder / name for name in names]
 
 
 def _open(path: Path) -> Any:
+    if path.suffix == ".bin":
+        return PickledWeights(PickledFile(path))
     try:
         return safe_open(path, framework="pt")
     except (SafetensorError, OSError) as error:
@@ -158,21 +178,38 @@ def _with_tokens(model: ModelConfig, tokenizer: Tokenizer | None) -> ModelConfig
 def _write(
     folder: Path, model: ModelConfig, source: WeightSource, dtype: torch.dtype, tokenizer: Tokenizer | None, max_shard_bytes: int
 ) -> None:
-    files = _plan_files(hf_shapes(model), dtype, max_shard_bytes)
-    for name, shapes in files.items():
-        write_safetensors(folder / name, shapes, dtype, source)
-    if len(files) > 1:
-        total = sum(math.prod(shape) * dtype.itemsize for shapes in files.values() for shape in shapes.values())
-        home = {tensor: name for name, shapes in files.items() for tensor in shapes}
-        write_synced(folder / INDEX, _json({"metadata": {"total_size": total}, "weight_map": home}))
-    config = hf_config_from_model(model, dtype=str(dtype).removeprefix("torch."))
-    ids = {name: config[name] for name in ("bos_token_id", "eos_token_id") if config[name] is not None}
-    write_synced(folder / "config.json", _json(config))
-    write_synced(folder / "generation_config.json", _json({"_from_model_config": True, **ids}))
+    for job in hf_jobs(folder, model, source, dtype, max_shard_bytes=max_shard_bytes):
+        job.run()
     if tokenizer is not None:
         tokenizer.save_hf(folder)
         for path in folder.iterdir():
             sync(path)
+
+
+def hf_jobs(
+    folder: Path,
+    model: ModelConfig,
+    source: WeightSource,
+    dtype: torch.dtype,
+    *,
+    max_shard_bytes: int,
+    extra: Mapping[str, Any] = MappingProxyType({}),
+) -> Iterator[Job]:
+    """One for each weight file under ``folder``, which has the small files at once. They may run side by side.
+
+    ``extra``: fields of config.json beside the model's."""
+    files = _plan_files(hf_shapes(model), dtype, max_shard_bytes)
+    if len(files) > 1:
+        total = sum(math.prod(shape) * dtype.itemsize for shapes in files.values() for shape in shapes.values())
+        home = {tensor: name for name, shapes in files.items() for tensor in shapes}
+        write_synced(folder / INDEX, _json({"metadata": {"total_size": total}, "weight_map": home}))
+    config = hf_config_from_model(model, dtype=str(dtype).removeprefix("torch.")) | dict(extra)
+    ids = {name: config[name] for name in ("bos_token_id", "eos_token_id") if config[name] is not None}
+    write_synced(folder / "config.json", _json(config))
+    write_synced(folder / "generation_config.json", _json({"_from_model_config": True, **ids}))
+    for name, shapes in files.items():
+        elements = sum(math.prod(shape) for shape in shapes.values())
+        yield Job(elements, partial(write_safetensors, folder / name, shapes, dtype, source))
 
 
 def _plan_files(shapes: Mapping[str, tuple[int, ...]], dtype: torch.dtype, max_bytes: int) -> dict[str, dict[str, tuple[int, ...]]]:

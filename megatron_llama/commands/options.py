@@ -58,6 +58,42 @@ class ExportConfig:
 
 
 @dataclass(frozen=True)
+class ConvertConfig:
+    """Write a model folder of any format in any other, in one process without a GPU: weights, configuration, tokenizer."""
+
+    src: str
+    """Folder to read. May stand first, without its name: `convert SRC DST --to FORMAT`."""
+    dst: str
+    """Folder to write; it appears whole or not at all."""
+    to: Literal["hf", "native", "megatron", "megatron-llama", "meta"]
+    """Format to write."""
+    source_format: Literal["hf", "native", "megatron", "megatron-llama", "meta"] | None = None
+    """Format of the source (also `--from`). Default: found from its content."""
+    hf_config: str | None = None
+    """A config.json of HuggingFace, for what the source does not say of its model."""
+    vocab_size: int = 0
+    """Number of token ids, for a source that stores only a padded vocabulary. 0: what the source or its tokenizer says."""
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    """Of the written weights (native: what a run computes in; its masters are fp32). auto: the source's."""
+    tensor_model_parallel_size: int = 1
+    """Tensor-parallel size to write (megatron formats), or number of consolidated files (meta)."""
+    pipeline_model_parallel_size: int = 1
+    """Pipeline stages to write (megatron formats)."""
+    pipeline_layer_split: tuple[int, ...] = ()
+    """Transformer blocks of each stage, first to last. Default: equal shares."""
+    make_vocab_size_divisible_by: int = 128
+    """The written embedding is padded to a multiple of this times the tensor-parallel size (megatron formats)."""
+    megatron_layout: Literal["transformer_engine", "local", "legacy"] = "transformer_engine"
+    """Names to write for Megatron-LM: those of its --transformer-impl, or of the models before Megatron Core (legacy)."""
+    max_shard_bytes: int = 5_000_000_000
+    """Largest weight file (hf), unless a single tensor is larger."""
+    workers: int = 2
+    """Files that are written at the same time."""
+    overwrite: bool = False
+    """Replace an earlier conversion in the target folder. Anything else there is refused all the same."""
+
+
+@dataclass(frozen=True)
 class VerifyConfig:
     """Compare two models: weights bit for bit, configurations field by field, logits within rounding. Exit status 1: they differ."""
 
