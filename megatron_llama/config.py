@@ -226,6 +226,9 @@ class CheckpointConfig:
     there, else a fresh start."""
     init_from_hf: str | None = None
     """HuggingFace folder (config.json, *.safetensors): gives the model fields and the initial weights."""
+    export_hf: str | None = None
+    """When all iterations are done, write the model into this folder as HuggingFace has it: weights in bfloat16 with --bf16, else
+    in float32, config.json, tokenizer and chat template. Needs no --save."""
 
 
 @dataclass(frozen=True)

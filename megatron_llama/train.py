@@ -6,6 +6,7 @@ from contextlib import closing
 
 from megatron_llama.bad_steps import BadSteps
 from megatron_llama.checkpoint.background import Background
+from megatron_llama.checkpoint.export import FinalExport
 from megatron_llama.checkpoint.saver import Saver
 from megatron_llama.comm.agreement import together
 from megatron_llama.config import Config
@@ -47,6 +48,7 @@ def train(
         runtime = PipelineRuntime(stages, optimizer, mesh, config, dtype=compute_dtype(config))
         validation = Validation(config, mesh, runtime, eod)
         state = load_or_init(config, optimizer, mesh)
+        export = FinalExport(config, mesh, optimizer, tokenizer)
         saver = Saver(config, mesh, optimizer, tokenizer, background)  # writes to --save, as the log does: nothing before this line has
         with open_log(config, mesh, state) as log, Interrupts(config.checkpoint.save if mesh.rank == 0 else None) as interrupts:
             bad_steps = BadSteps(config, mesh, log, state.history)
@@ -85,3 +87,4 @@ def train(
             progress.settle()
             optimizer.settle()
             saver.finish(log)
+            export.write(state, saver.newest, log)

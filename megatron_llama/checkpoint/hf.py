@@ -143,7 +143,7 @@ def export_hf(
     weights at a time. An earlier export is replaced; anything else is refused. Raises CheckpointError.
     """
     target = Path(folder).resolve()
-    _require_free(target)
+    require_free(target)
     model = _with_tokens(model, tokenizer)
     try:
         with writing(target):
@@ -155,7 +155,8 @@ def export_hf(
     return target
 
 
-def _require_free(target: Path) -> None:
+def require_free(target: Path) -> None:
+    """Raise CheckpointError if there is anything but an earlier export."""
     names = [entry.name for entry in target.iterdir()] if target.exists() else []
     strange = sorted(name for name in names if not any(fnmatch(name, pattern) for pattern in WRITTEN))
     if strange or (names and "config.json" not in names):

@@ -11,8 +11,8 @@ from megatron_llama.options import Parsed
 
 def export(parsed: Parsed) -> None:
     """Stream the weights tensor by tensor; the target appears whole or not at all."""
-    from megatron_llama.checkpoint import native, series
-    from megatron_llama.checkpoint.hf import export_hf
+    from megatron_llama.checkpoint import series
+    from megatron_llama.checkpoint.export import export_checkpoint
     from megatron_llama.tokenizer.load import load_tokenizer
 
     options = parsed.get(ExportConfig)
@@ -21,14 +21,10 @@ def export(parsed: Parsed) -> None:
         do = f"give {' FOLDER '.join(missing)} FOLDER"
         raise ConfigError(describe(", ".join(missing), got="nothing", expected="a folder", do=do))
     path = series.find(Path(options.load))
-    meta = native.read_meta(path)
-    dtype = options.dtype
-    if dtype == "auto":
-        dtype = "bfloat16" if meta.config["training"]["bf16"] else "float32"
     beside = Path(options.load) / series.TOKENIZER
     chosen = options.tokenizer_model or (beside if beside.is_dir() else None)
     tokenizer = load_tokenizer(chosen) if chosen is not None else None
-    export_hf(options.output, meta.model, native.open_weights(path), dtype, tokenizer)
+    dtype = export_checkpoint(path, options.output, dtype=options.dtype, tokenizer=tokenizer)
     print(f"exported {path} to {options.output} ({dtype})")
     if tokenizer is None:
         print("warning: no tokenizer is known for this checkpoint; give --tokenizer-model to export one with it")

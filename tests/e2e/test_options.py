@@ -47,6 +47,7 @@ ELSEWHERE: Mapping[str, str] = {
     "eod_mask_loss": "e2e/test_layouts.py::test_each_document_mask_changes_the_loss",
     "save": "e2e/test_resume.py::test_resuming_changes_no_bit",
     "load": "e2e/test_resume.py::test_resuming_changes_no_bit",
+    "export_hf": "e2e/test_export_hf.py::test_the_end_of_a_run",
     "init_from_hf": "e2e/test_use.py::test_training_goes_on_from_a_huggingface_folder",
     "progress_bar": "metrics/test_metric_log.py::test_no_bar_when_not_asked_or_not_on_a_terminal",
     "nodes": "e2e/test_commands.py::test_dry_run_counts_what_the_launch_block_says",

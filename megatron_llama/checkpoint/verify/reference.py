@@ -19,9 +19,9 @@ def obstacle(model: ModelConfig) -> str | None:
     """Why the reference cannot run here; None if it can."""
     if find_spec("transformers") is None:
         return "transformers is not installed"
-    needed, there = 4 * parameter_count(model), devices.memory_bytes(torch.device("cpu")) // 2
+    needed, there = 4 * parameter_count(model), devices.memory_bytes(devices.accelerator(0)) // 2
     if needed > there:
-        return f"it needs {needed / 2**30:.0f} GiB for the weights, half of this machine's memory is {there / 2**30:.0f} GiB"
+        return f"it needs {needed / 2**30:.0f} GiB for the weights, half of the device's memory is {there / 2**30:.0f} GiB"
     return None
 
 
@@ -34,7 +34,8 @@ class Reference:
 
         logging.disable_progress_bar()  # type: ignore[no-untyped-call]
         twin: Any = LlamaForCausalLM.from_pretrained(folder)
-        self._twin = twin.float().eval()
+        self._device = devices.accelerator(0)
+        self._twin = twin.float().to(self._device).eval()
 
     def fill(self, source: WeightSource) -> None:
         """Take other weights."""
@@ -45,7 +46,7 @@ class Reference:
     def run(self, tokens: Tensor) -> None:
         """Run over tokens [s] up to the head."""
         with torch.no_grad():
-            output = self._twin.model(tokens.unsqueeze(0), use_cache=False)
+            output = self._twin.model(tokens.unsqueeze(0).to(self._device), use_cache=False)
         self.hidden: Tensor = output.last_hidden_state[0]
 
     def head(self, start: int, stop: int) -> Tensor:
