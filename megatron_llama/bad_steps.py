@@ -14,7 +14,6 @@ from __future__ import annotations
 import json
 import math
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -22,6 +21,7 @@ from torch import Tensor
 from megatron_llama.checkpoint.failures import writing
 from megatron_llama.checkpoint.folders import staging, write_synced
 from megatron_llama.checkpoint.meta import TrainState
+from megatron_llama.checkpoint.places import local_folder
 from megatron_llama.comm.agreement import together
 from megatron_llama.config import Config
 from megatron_llama.errors import TrainingError, describe
@@ -54,7 +54,7 @@ class BadSteps:
         """Raises CheckpointError, on every rank, if ``skipped.jsonl`` cannot be written."""
         self._training, self._clips, self._log = config.training, config.optimizer.clip_grad > 0, log
         self._device, self._history = mesh.device, history
-        self._file = Path(config.checkpoint.save) / FILE_NAME if config.checkpoint.save is not None and mesh.rank == 0 else None
+        self._file = local_folder(config.checkpoint.save) / FILE_NAME if config.checkpoint.save is not None and mesh.rank == 0 else None
         self.goes_back = False
         """The run has to return to an earlier state: ``rewind`` says that it has."""
         self._losses, self._limit = self._window(history), self._number(math.nan)

@@ -99,7 +99,7 @@ def on_stream(stream: torch.Stream) -> AbstractContextManager[object]:
 def pin(memory: torch.Tensor, device: torch.device) -> None:
     """Register host memory with the device's driver, so that copies run at full speed and beside the host."""
     if not is_host(device):
-        status = torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), memory.numel() * memory.element_size(), 0)
+        status = torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), memory.numel() * memory.element_size(), 0)  # type: ignore[no-untyped-call]
         torch.cuda.check_error(status)
 
 

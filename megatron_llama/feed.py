@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import signal
 from collections.abc import Sequence
-from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Self
 
 from torch import Tensor
 
+from megatron_llama.checkpoint.places import local_folder
 from megatron_llama.comm.agreement import largest, raise_together
 from megatron_llama.comm.collectives import Pending
 from megatron_llama.data.loader import Batch, BatchLoader
@@ -28,7 +28,7 @@ class Interrupts:
 
     def __init__(self, folder: str | None = None) -> None:
         """``folder``: where to look for the file; None on ranks that leave that to another."""
-        self._file = Path(folder) / SAVE_NOW if folder is not None else None
+        self._file = local_folder(folder) / SAVE_NOW if folder is not None else None
         self._stop = self._save = False
         self._previous: dict[signal.Signals, object] = {}
 

@@ -12,6 +12,7 @@ from megatron_llama.checkpoint import native, series
 from megatron_llama.checkpoint.failures import writing
 from megatron_llama.checkpoint.hf import HFWeights
 from megatron_llama.checkpoint.meta import META, TrainState
+from megatron_llama.checkpoint.places import local_folder, place
 from megatron_llama.checkpoint.saver import Saver
 from megatron_llama.comm.agreement import from_first, together
 from megatron_llama.config import CheckpointConfig, Config, ModelConfig
@@ -117,7 +118,8 @@ def named_checkpoint(options: CheckpointConfig) -> Path | None:
             do = "give --save FOLDER, or --load FOLDER"
             raise ConfigError(describe("--load auto", got="no --save", expected="the folder in which the run saves", do=do))
         return series.newest_usable(options.save)
-    return Path(options.load) if (Path(options.load) / META).is_file() else series.latest(options.load)
+    named = place(options.load)
+    return named if (named / META).is_file() else series.latest(named)
 
 
 def trained_weights(config: Config) -> tuple[TrainState, WeightSource]:
@@ -137,22 +139,22 @@ def find_start(options: CheckpointConfig) -> Path | None:
     continues in a folder that already holds somebody's checkpoints, and a resumed one never starts over."""
     save, load = options.save, options.load
     if load is None:
-        present = series.latest(Path(save)) if save is not None else None
+        present = series.latest(save) if save is not None else None
         if present is not None:
             do = f"give --load {save} to resume, or another --save"
             raise CheckpointError(describe(f"--save {save}", got=present.name, expected="no checkpoint, since --load is not given", do=do))
         return None
     newest = named_checkpoint(options)
     if newest is None and load not in (save, AUTO):
-        found = "no complete checkpoint" if Path(load).is_dir() else "no such folder"
+        found = "no complete checkpoint" if place(load).is_dir() else "no such folder"
         raise CheckpointError(describe(f"--load {load}", got=found, expected="iter_* folders", do="check the path, or leave --load out"))
     return newest
 
 
 def open_log(config: Config, mesh: Mesh, state: TrainState) -> MetricLog:
     """The log of this run; rank 0 writes it. Raises CheckpointError if it cannot."""
-    folder = config.checkpoint.save
-    with together(mesh.world), writing(Path(folder or ".")):
+    folder = local_folder(config.checkpoint.save) if config.checkpoint.save is not None else None
+    with together(mesh.world), writing(folder or Path(".")):
         return MetricLog(
             folder,
             prints=mesh.rank == 0,

@@ -12,7 +12,6 @@ import mmap
 import multiprocessing
 import os
 import pickle
-import shutil
 import signal
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -28,7 +27,7 @@ from torch.distributed.checkpoint.metadata import Metadata
 
 from megatron_llama import device as devices
 from megatron_llama.checkpoint.chunks import Region
-from megatron_llama.checkpoint.folders import staging
+from megatron_llama.checkpoint.folders import discard, staging
 from megatron_llama.checkpoint.native import SavePlan, finish
 from megatron_llama.checkpoint.series import Retention
 from megatron_llama.checkpoint.storage import Written, write_parts
@@ -243,7 +242,7 @@ class _Writer:
             done = _caught(lambda: finish(job.target, index, written, job.meta, job.keep))
             error = done if isinstance(done, CheckpointError) else None
         if error is not None:
-            shutil.rmtree(staging(job.target), ignore_errors=True)
+            discard(job.target)
         return Outcome(job.target, error)
 
     def _connected(self) -> Store:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import hashlib
-import os
 import re
 from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Self
 
+from megatron_llama.checkpoint.folders import sync, write_synced
 from megatron_llama.errors import CheckpointError, describe
 
 SUMS = "SHA256SUMS"
@@ -20,7 +20,7 @@ class HashedFile:
     """A new file for sequential writing that knows its checksum and is on the disk when it is closed without an error."""
 
     def __init__(self, path: Path) -> None:
-        self._file, self._hash = path.open("wb"), hashlib.sha256()
+        self._path, self._file, self._hash = path, path.open("wb"), hashlib.sha256()
 
     def write(self, content: bytes | memoryview) -> int:
         """Append."""
@@ -44,22 +44,17 @@ class HashedFile:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        with self._file:
-            if error is None:
-                self._file.flush()
-                os.fsync(self._file.fileno())
+        self._file.close()
+        if error is None:
+            sync(self._path)
 
 
-def write_hashed(path: Path, content: bytes) -> str:
-    """Write a small file, put it on the disk, and return its checksum."""
-    with HashedFile(path) as file:
-        file.write(content)
-    return file.sum
-
-
-def write_sums(folder: Path, sums: Mapping[str, str]) -> None:
-    """Write the list, in the order of names."""
-    write_hashed(folder / SUMS, "".join(f"{digest}  {name}\n" for name, digest in sorted(sums.items())).encode())
+def seal(folder: Path, sums: Mapping[str, str], last: str, content: bytes) -> None:
+    """Write the checksums of all files, in the order of names, then the file that makes the others count: where folders cannot be
+    renamed, a reader takes those for complete that have it."""
+    complete = {**sums, last: hashlib.sha256(content).hexdigest()}
+    write_synced(folder / SUMS, "".join(f"{digest}  {name}\n" for name, digest in sorted(complete.items())).encode())
+    write_synced(folder / last, content)
 
 
 def read_sums(folder: Path) -> dict[str, str]:

@@ -139,7 +139,7 @@ def export_hf(
 ) -> Path:
     """Write a folder for ``LlamaForCausalLM.from_pretrained``. The folder appears whole or not at all.
 
-    ``model``: derived fields filled in. ``dtype``: ``float32`` (bit-exact), ``bfloat16`` or ``float16``. Holds at most 256 MiB of
+    ``model``: derived fields filled in. ``dtype``: ``float32`` (bit-exact), ``bfloat16`` or ``float16``. Holds at most 64 MiB of
     weights at a time. An earlier export is replaced; anything else is refused. Raises CheckpointError.
     """
     target = Path(folder).resolve()

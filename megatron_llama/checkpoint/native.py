@@ -7,7 +7,6 @@ Tensors have the names and shapes of the HuggingFace model, and the saved weight
 
 from __future__ import annotations
 
-import shutil
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -18,11 +17,12 @@ from torch.distributed.checkpoint import state_dict_loader
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import Metadata
 
-from megatron_llama.checkpoint.checksums import write_hashed, write_sums
+from megatron_llama.checkpoint.checksums import seal
 from megatron_llama.checkpoint.chunks import LoadRegions, Region, make_index, regions
 from megatron_llama.checkpoint.failures import writing
-from megatron_llama.checkpoint.folders import fresh_staging, staging
+from megatron_llama.checkpoint.folders import discard, fresh_staging, staging
 from megatron_llama.checkpoint.meta import META, CheckpointMeta, TrainState, meta_json, model_differences, parse_meta
+from megatron_llama.checkpoint.places import place
 from megatron_llama.checkpoint.series import Retention, checkpoint_path, find, publish, retain, tidy
 from megatron_llama.checkpoint.storage import ChunkReader, Written, read_metadata, refuse, write_index, write_parts
 from megatron_llama.comm.agreement import from_first, gathered, largest, raise_together, together
@@ -82,7 +82,7 @@ def save(
                 finish(target, plan.index, everybody, meta, keep)
     finally:
         if mesh.rank == 0:
-            shutil.rmtree(staging(target), ignore_errors=True)
+            discard(target)
     return target
 
 
@@ -103,7 +103,7 @@ def finish(target: Path, index: Metadata, written: Sequence[Written], meta: byte
     folder = staging(target)
     sums = write_index(folder, index, written)
     with writing(folder / META):
-        write_sums(folder, {**sums, META: write_hashed(folder / META, meta)})
+        seal(folder, sums, META, meta)
     with writing(target):
         publish(target)
         if keep is not None:
@@ -137,7 +137,7 @@ def load(path: str | Path, engine: OverlappedDistributedOptimizer, mesh: Mesh, m
     """
     engine.settle()
     with together(mesh.world):
-        folder = find(path) if mesh.rank == 0 else Path(path)
+        folder = find(path) if mesh.rank == 0 else place(path)
     # Machines may see different states of a shared folder for a while; loading different iterations would go unnoticed.
     folder = from_first(folder, mesh.world)
     with together(mesh.world):

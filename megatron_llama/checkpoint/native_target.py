@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from megatron_llama.checkpoint.checksums import write_hashed, write_sums
+from megatron_llama.checkpoint.checksums import seal
 from megatron_llama.checkpoint.chunks import Region, make_index
 from megatron_llama.checkpoint.folders import sync, write_synced
 from megatron_llama.checkpoint.jobs import Job
@@ -63,7 +63,7 @@ def _read(part: Region, source: WeightSource) -> Region:
 
 def _finish(folder: Path, parts: list[Region], written: list[Written], meta: bytes) -> None:
     sums = write_index(folder, make_index([[part.write_item() for part in parts]]), written)
-    write_sums(folder, {**sums, META: write_hashed(folder / META, meta)})
+    seal(folder, sums, META, meta)
     sync(folder)
     write_synced(folder.parent / TRACKER, b"0\n")
 

@@ -27,6 +27,7 @@ from torch import Tensor
 from torch.serialization import get_unsafe_globals_in_checkpoint, safe_globals
 
 from megatron_llama.checkpoint.failures import writing
+from megatron_llama.checkpoint.safetensors_file import is_finite
 from megatron_llama.errors import CheckpointError, describe
 
 FOREIGN = ("megatron.", "apex.", "transformer_engine.", "numpy.", "signal.Signals", "pathlib.", "_io.BytesIO", "datetime.")
@@ -176,6 +177,6 @@ def _aligned(name: str, start: int) -> zipfile.ZipInfo:
 
 def require_finite(path: Path, values: Tensor) -> None:
     """Raise CheckpointError when some value is infinite or no number: too large for the target's dtype, or damaged."""
-    if not bool(values.isfinite().all()):
+    if values.numel() and not is_finite(values):
         do = "convert to bfloat16 or float32" if values.dtype == torch.float16 else "look at the source: its weights are damaged"
         raise CheckpointError(describe(str(path.name), got=f"values beyond {values.dtype}", expected="finite values", do=do))

@@ -18,8 +18,8 @@ from megatron_llama.params import Rectangle
 
 DTYPES: Mapping[torch.dtype, str] = MappingProxyType({torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"})
 """Float dtypes by their names in the format."""
-BLOCK_ELEMENTS = 2**26
-"""Of one request to the source: 256 MiB in fp32, and far above the chunks of a checkpoint, which are read whole."""
+BLOCK_ELEMENTS = 2**24
+"""Of one request to the source: 64 MiB in fp32, and above the chunks of a checkpoint, which are read whole."""
 
 
 def write_safetensors(path: Path, shapes: Mapping[str, tuple[int, ...]], dtype: torch.dtype, source: WeightSource) -> None:
@@ -60,7 +60,12 @@ def row_blocks(name: str, shape: tuple[int, ...]) -> Iterable[Rectangle]:
         yield Rectangle(name, shape, (row,) + (0,) * (len(shape) - 1), size, 0)
 
 
+def is_finite(values: Tensor) -> bool:
+    """Whether no value is infinite or not a number; needs no memory."""
+    return all(bool(end.isfinite()) for end in values.aminmax())
+
+
 def _require_finite(path: Path, block: Rectangle, values: Tensor) -> None:
-    if not bool(values.isfinite().all()):
+    if not is_finite(values):
         do = "export as bfloat16 or float32" if values.dtype == torch.float16 else "export an earlier checkpoint"
         raise CheckpointError(describe(f"{path.name} {block.name}", got=f"values beyond {values.dtype}", expected="finite values", do=do))

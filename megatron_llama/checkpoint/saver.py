@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tempfile
 import time
 from pathlib import Path
 
@@ -10,6 +11,7 @@ from megatron_llama.checkpoint.background import Background
 from megatron_llama.checkpoint.failures import writing
 from megatron_llama.checkpoint.folders import commit, fresh_staging
 from megatron_llama.checkpoint.meta import TrainState
+from megatron_llama.checkpoint.places import is_remote, place
 from megatron_llama.checkpoint.series import TOKENIZER, Retention, checkpoint_path, tidy
 from megatron_llama.comm.agreement import raise_together, together
 from megatron_llama.config import Config
@@ -36,7 +38,7 @@ class Saver:
     ) -> None:
         self._config, self._mesh, self._optimizer, self._background = config, mesh, optimizer, background
         options = config.checkpoint
-        self._folder = Path(options.save) if options.save is not None else None
+        self._folder = place(options.save) if options.save is not None else None
         self._keep = Retention(options.save_retain, options.save_retain_interval)
         self._plan: native.SavePlan | None = None
         self._saved: int | None = None
@@ -47,8 +49,7 @@ class Saver:
                 if mesh.rank == 0:
                     tidy(self._folder)
                     if tokenizer is not None and not target.exists():
-                        tokenizer.save_hf(fresh_staging(target))
-                        commit(target)
+                        _keep_tokenizer(tokenizer, target)
 
     @property
     def newest(self) -> Path | None:
@@ -111,3 +112,15 @@ class Saver:
             if outcome.error is None:
                 log.say(f" saved {outcome.target}")
             self._error = self._error or outcome.error
+
+
+def _keep_tokenizer(tokenizer: Tokenizer, target: Path) -> None:
+    if not is_remote(target):
+        tokenizer.save_hf(fresh_staging(target))
+        commit(target)
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        tokenizer.save_hf(folder)
+        target.mkdir(parents=True, exist_ok=True)
+        for file in Path(folder).iterdir():
+            (target / file.name).write_bytes(file.read_bytes())

@@ -10,13 +10,13 @@ from __future__ import annotations
 import json
 import os
 import re
-import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
 from megatron_llama.checkpoint.failures import writing
 from megatron_llama.checkpoint.folders import INCOMPLETE, REPLACED, commit, recover, staging, sync, write_synced
 from megatron_llama.checkpoint.meta import ANOTHER_COPY, META
+from megatron_llama.checkpoint.places import is_remote, place, remove_tree
 from megatron_llama.checkpoint.storage import METADATA, file_problems, read_metadata
 from megatron_llama.errors import CheckpointError, describe
 
@@ -37,15 +37,15 @@ class Retention:
 
 def checkpoint_path(folder: str | Path, iteration: int) -> Path:
     """Where the checkpoint of an iteration belongs."""
-    return Path(folder) / f"iter_{iteration:07d}"
+    return place(folder) / f"iter_{iteration:07d}"
 
 
 def complete(folder: str | Path) -> dict[int, Path]:
     """The complete checkpoints of a folder by iteration, oldest first."""
     found: dict[int, Path] = {}
-    entries = Path(folder).iterdir() if Path(folder).is_dir() else ()
+    folder = place(folder)
     # NAME.replaced counts only without NAME, which sorts before it: a save was killed between two renames.
-    for entry in sorted(entries):
+    for entry in sorted(folder.iterdir(), key=lambda entry: entry.name) if folder.is_dir() else ():
         match = re.fullmatch(rf"iter_(\d{{7,}})({re.escape(REPLACED)})?", entry.name)
         if match and (entry / META).is_file() and (entry / METADATA).is_file():
             found.setdefault(int(match[1]), entry)
@@ -58,7 +58,7 @@ def latest(folder: str | Path) -> Path | None:
     if not found:
         return None
     try:
-        named = int((Path(folder) / TRACKER).read_text())
+        named = int((place(folder) / TRACKER).read_text())
     except (OSError, ValueError):
         named = max(found)
     return found.get(named, found[max(found)])
@@ -66,7 +66,7 @@ def latest(folder: str | Path) -> Path | None:
 
 def find(path: str | Path) -> Path:
     """The checkpoint at ``path``: itself one, a link to one, or the latest one in it. Raises CheckpointError."""
-    path = Path(path)
+    path = place(path)
     if (re.match(r"iter_\d{7}", path.name) and path.is_dir()) or (path / META).is_file():
         return path
     found = latest(path)
@@ -94,21 +94,25 @@ def newest_usable(folder: str | Path) -> Path | None:
 
 def tidy(folder: str | Path) -> None:
     """Remove what killed saves left behind. Nobody may be saving there. Raises CheckpointError."""
-    folder = Path(folder)
+    folder = place(folder)
     with writing(folder):
         folder.mkdir(parents=True, exist_ok=True)
         for entry in list(folder.iterdir()):
-            if re.fullmatch(r"iter_\d{7,}" + re.escape(INCOMPLETE), entry.name):
-                shutil.rmtree(entry)
+            unfinished = is_remote(folder) and re.fullmatch(r"iter_\d{7,}", entry.name) and not (entry / META).is_file()
+            if unfinished or re.fullmatch(r"iter_\d{7,}" + re.escape(INCOMPLETE), entry.name):
+                remove_tree(entry)
             elif re.fullmatch(r"iter_\d{7,}" + re.escape(REPLACED), entry.name):
                 recover(entry.with_suffix(""))
 
 
 def publish(target: Path) -> None:
     """Give the staged checkpoint its name, and make the tracker name it, in one step each. What can fill a disk comes first."""
-    tracker = target.with_name(TRACKER)
+    tracker, named = target.with_name(TRACKER), f"{int(target.name.removeprefix('iter_'))}\n".encode()
+    if is_remote(target):
+        tracker.write_bytes(named)
+        return
     try:
-        write_synced(staging(tracker), f"{int(target.name.removeprefix('iter_'))}\n".encode())
+        write_synced(staging(tracker), named)
         commit(target)
         staging(tracker).replace(tracker)
         sync(tracker.parent)
@@ -127,9 +131,7 @@ def retain(folder: Path, keep: Retention) -> None:
         _link(folder / BEST, found[best])
     for iteration, path in found.items():
         if iteration not in newest and iteration != best and not (keep.interval and iteration % keep.interval == 0):
-            gone = staging(path)
-            path.rename(gone)
-            shutil.rmtree(gone)
+            _remove(path)
 
 
 def validation_loss(checkpoint: Path) -> float | None:
@@ -141,9 +143,18 @@ def validation_loss(checkpoint: Path) -> float | None:
     return float(loss) if isinstance(loss, int | float) else None
 
 
+def _remove(checkpoint: Path) -> None:
+    """It stops counting before its content goes."""
+    if is_remote(checkpoint):
+        (checkpoint / META).unlink()
+        remove_tree(checkpoint)
+    else:
+        remove_tree(checkpoint.rename(staging(checkpoint)))
+
+
 def _link(link: Path, target: Path) -> None:
-    """Renew a symbolic link in one step; what is there and is no link stays."""
-    if link.exists() and not link.is_symlink():
+    """Renew a symbolic link in one step; what is there and is no link stays. An object store has none."""
+    if is_remote(link) or (link.exists() and not link.is_symlink()):
         return
     beside = staging(link)
     beside.unlink(missing_ok=True)

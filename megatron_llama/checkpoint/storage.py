@@ -13,9 +13,10 @@ from typing import IO, Any, BinaryIO, cast
 import torch
 from torch import Tensor
 from torch.distributed._shard._utils import narrow_tensor_by_index
-from torch.distributed.checkpoint.filesystem import DEFAULT_SUFFIX, FileSystemReader, _StorageInfo
+from torch.distributed.checkpoint.filesystem import DEFAULT_SUFFIX, _StorageInfo
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
+from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
 from megatron_llama.checkpoint.checksums import HashedFile
@@ -68,32 +69,49 @@ def write_index(folder: Path, index: Metadata, written: Sequence[Written]) -> di
     return {name: digest for rank in written for name, digest in rank.sums.items()} | {METADATA: file.sum}
 
 
-class ChunkReader(FileSystemReader):
+class ChunkReader(StorageReader):
     """Reads chunks of a checkpoint whose metadata is known."""
 
     def __init__(self, folder: Path, metadata: Metadata) -> None:
-        super().__init__(folder)
-        self.metadata = metadata
-        self.storage_data = metadata.storage_data
+        self._folder, self._metadata, self._places = folder, metadata, metadata.storage_data
+
+    def reset(self, checkpoint_id: object = None) -> None:
+        """See StorageReader: nothing is kept between reads."""
+
+    def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+        """See StorageReader: done by the constructor."""
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: object) -> bool:
+        """See StorageReader: the constructor has been given a checkpoint."""
+        return True
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         """See StorageReader."""
-        return self.metadata
+        return self._metadata
+
+    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
+        """See StorageReader: as planned."""
+        return plan
+
+    def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
+        """See StorageReader: as planned."""
+        return plans
 
     def problems(self, items: Iterable[ReadItem]) -> list[str]:
         """Files that these reads need and that are missing or too short."""
-        return file_problems(Path(self.path), (self.storage_data[item.storage_index] for item in items), do=ANOTHER_COPY)
+        return file_problems(self._folder, (self._places[item.storage_index] for item in items), do=ANOTHER_COPY)
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         """See StorageReader: files one after the other, each from its start to its end, every chunk once and checked.
 
         Raises CheckpointError naming the file."""
         by_file: dict[str, dict[tuple[int, int], list[ReadItem]]] = {}
-        for item in sorted(plan.items, key=lambda item: int(self.storage_data[item.storage_index].offset)):
-            place = self.storage_data[item.storage_index]
+        for item in sorted(plan.items, key=lambda item: int(self._places[item.storage_index].offset)):
+            place = self._places[item.storage_index]
             by_file.setdefault(place.relative_path, {}).setdefault((place.offset, place.length), []).append(item)
         for name, chunks in by_file.items():
-            path = Path(self.path, name)
+            path = self._folder / name
             try:
                 with path.open("rb") as file:
                     for (offset, length), items in chunks.items():

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 from megatron_llama.commands.options import ExportConfig
 from megatron_llama.errors import ConfigError, describe
 from megatron_llama.options import Parsed
@@ -13,6 +11,7 @@ def export(parsed: Parsed) -> None:
     """Stream the weights tensor by tensor; the target appears whole or not at all."""
     from megatron_llama.checkpoint import series
     from megatron_llama.checkpoint.export import export_checkpoint
+    from megatron_llama.checkpoint.places import local_copy
     from megatron_llama.tokenizer.load import load_tokenizer
 
     options = parsed.get(ExportConfig)
@@ -20,11 +19,11 @@ def export(parsed: Parsed) -> None:
     if missing:
         do = f"give {' FOLDER '.join(missing)} FOLDER"
         raise ConfigError(describe(", ".join(missing), got="nothing", expected="a folder", do=do))
-    path = series.find(Path(options.load))
-    beside = Path(options.load) / series.TOKENIZER
-    chosen = options.tokenizer_model or (beside if beside.is_dir() else None)
-    tokenizer = load_tokenizer(chosen) if chosen is not None else None
-    dtype = export_checkpoint(path, options.output, dtype=options.dtype, tokenizer=tokenizer)
+    path = series.find(options.load)
+    with local_copy(path.parent / series.TOKENIZER) as beside:
+        chosen = options.tokenizer_model or (beside if beside.is_dir() and any(beside.iterdir()) else None)
+        tokenizer = load_tokenizer(chosen) if chosen is not None else None
+        dtype = export_checkpoint(path, options.output, dtype=options.dtype, tokenizer=tokenizer)
     print(f"exported {path} to {options.output} ({dtype})")
     if tokenizer is None:
         print("warning: no tokenizer is known for this checkpoint; give --tokenizer-model to export one with it")

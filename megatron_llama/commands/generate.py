@@ -46,6 +46,7 @@ def _model(options: GenerateConfig) -> tuple[Stage, Tokenizer]:
     from megatron_llama import device as devices
     from megatron_llama.checkpoint import native, series
     from megatron_llama.checkpoint.hf import HFWeights
+    from megatron_llama.checkpoint.places import local_copy
     from megatron_llama.hf_config import read_hf_config
     from megatron_llama.mesh import Mesh
     from megatron_llama.model.llama import build_stages
@@ -58,14 +59,15 @@ def _model(options: GenerateConfig) -> tuple[Stage, Tokenizer]:
         do = "give --load FOLDER or --init-from-hf FOLDER"
         raise ConfigError(describe("--load, --init-from-hf", got=found, expected="one of them", do=do))
     if options.load is not None:
-        path = series.find(Path(options.load))
-        model, beside = native.read_meta(path).model, Path(options.load) / series.TOKENIZER
+        path = series.find(options.load)
+        model, beside = native.read_meta(path).model, path.parent / series.TOKENIZER
         source: WeightSource = native.open_weights(path)
     else:
         assert options.init_from_hf is not None
         model, beside = read_hf_config(options.init_from_hf), Path(options.init_from_hf)
         source = HFWeights(options.init_from_hf)
-    tokenizer = load_tokenizer(options.tokenizer_model or beside)
+    with local_copy(beside) as folder:
+        tokenizer = load_tokenizer(options.tokenizer_model or folder)
     config, mesh = Config(model=model), Mesh.single(devices.accelerator(0))
     [stage] = build_stages(config, mesh).values()
     dtype = torch.bfloat16 if options.bf16 else torch.float32

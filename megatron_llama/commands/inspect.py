@@ -52,7 +52,7 @@ def _checkpoint(path: str) -> None:
     from megatron_llama.checkpoint import native, series
     from megatron_llama.params import parameter_count
 
-    newest = series.find(Path(path))
+    newest = series.find(path)
     meta = native.read_meta(newest)
     _rows(
         {
@@ -72,7 +72,7 @@ def _verify(path: str) -> None:
     from megatron_llama.checkpoint import checksums, series
     from megatron_llama.checkpoint.storage import refuse
 
-    newest = series.find(Path(path))
+    newest = series.find(path)
     refuse(f"{newest} is damaged:", checksums.damaged_files(newest))
     print(f"verified: {len(checksums.read_sums(newest))} files are as they were saved")
 

@@ -1,0 +1,68 @@
+"""Folders on a disk, and folders in an object store (``s3://bucket/run``), which knows neither renaming nor links.
+
+Both behave as ``pathlib.Path``; what differs is in ``folders.py`` and ``series.py``, behind ``is_remote``.
+"""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import cast
+
+from megatron_llama.errors import CheckpointError, describe
+
+
+def place(name: str | Path) -> Path:
+    """The folder of that name. Raises CheckpointError for a URL where what reads them is not installed."""
+    if not isinstance(name, str):
+        return name
+    if "://" not in name:
+        return Path(name)
+    try:
+        from upath import UPath
+
+        # Listings are not cached: other processes write there too.
+        found = UPath(name, use_listings_cache=False)
+        found.fs.invalidate_cache()  # asks for the store's package
+        return cast(Path, found)
+    except ImportError as error:
+        do = "install megatron-llama[fsspec] and the package of the store, such as s3fs"
+        raise CheckpointError(describe(name, got=str(error), expected="packages that read such a URL", do=do)) from error
+    except ValueError as error:
+        do = "give a path, or a URL that fsspec knows"
+        raise CheckpointError(describe(name, got=str(error), expected="a path or a URL", do=do)) from error
+
+
+def is_remote(path: Path) -> bool:
+    """Whether it lies in an object store."""
+    return not isinstance(path, Path)
+
+
+def local_folder(name: str) -> Path:
+    """Where the small files of a run are that grow line by line: the folder itself, or, as an object is written once, a
+    folder in the working directory with the last part of the URL's path as its name."""
+    found = place(name)
+    return Path(found.name) if is_remote(found) else found
+
+
+def remove_tree(folder: Path) -> None:
+    """Remove a folder with everything in it."""
+    if is_remote(folder):
+        folder.fs.rm(folder.path, recursive=True)  # type: ignore[attr-defined]
+    else:
+        shutil.rmtree(folder)
+
+
+@contextmanager
+def local_copy(folder: Path) -> Iterator[Path]:
+    """A section in which the files of a folder are on the disk: itself, or a copy that goes with the section."""
+    if not is_remote(folder):
+        yield folder
+        return
+    with tempfile.TemporaryDirectory() as name:
+        for file in folder.iterdir() if folder.is_dir() else ():
+            Path(name, file.name).write_bytes(file.read_bytes())
+        yield Path(name)

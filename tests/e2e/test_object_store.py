@@ -1,0 +1,55 @@
+"""Checkpoints behind a URL. ``file://`` goes the same way as an object store's: no renames, no links, whole objects."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from megatron_llama.checkpoint import series
+from megatron_llama.checkpoint.places import is_remote, place
+from tests.e2e.product import DP2, EVALUATED, ONE, Layout, Product, assert_same_state, exact_curve
+
+
+@pytest.mark.parametrize("layout", [ONE, DP2], ids=["one process", "dp 2"])
+@pytest.mark.parametrize("background", [{}, {"async_save": True}], ids=["waited for", "in the background"])
+def test_a_run_that_saves_to_a_url(layout: Layout, background: dict, product: Product, tmp_path: Path) -> None:
+    straight, folder, work = tmp_path / "straight", tmp_path / "bucket" / "run", tmp_path / "work"
+    work.mkdir()
+    url = f"file://{folder}"
+    product.train(layout, save=straight, **EVALUATED)
+    options = {"save_interval": 1, "save_retain": 2, **background, **EVALUATED}
+    for until in (3, 6):
+        command = product.command(**layout.options, save=url, load="auto", **options, train_iters=until)
+        product.launcher.run(command, layout.processes, cwd=work).ok()
+    assert sorted(path.name for path in folder.iterdir()) == sorted(
+        ["iter_0000005", "iter_0000006", "latest_checkpointed_iteration.txt", "tokenizer"]
+    )
+    assert_same_state(folder / "iter_0000006", straight / "iter_0000006")
+    assert exact_curve(work / "run") == exact_curve(straight), "lines of the log are kept in the working directory"
+    assert "verified: " in product.run("inspect", "checkpoint", url, "--verify").ok().out
+    product.run("export", "--load", url, "--output", tmp_path / "hf").ok()
+    assert (tmp_path / "hf" / "tokenizer.json").is_file()
+    said = [product.run("generate", "--load", load, "--prompt", "The", "--max-new-tokens", 4).ok().out for load in (url, straight)]
+    assert said[0] == said[1]
+
+
+def test_what_a_killed_save_left_does_not_count_and_goes(product: Product, tmp_path: Path) -> None:
+    """The file without which a checkpoint does not count is written last."""
+    url = f"file://{tmp_path}/run"
+    product.launcher.run(product.command(save=url, train_iters=2, save_interval=1), cwd=tmp_path).ok()
+    newest = place(url) / "iter_0000002"
+    (newest / "meta.json").unlink()
+    assert is_remote(newest) and series.latest(url) == newest.parent / "iter_0000001"
+    series.tidy(url)
+    assert not newest.exists() and (newest.parent / "iter_0000001").exists()
+
+
+@pytest.mark.parametrize(
+    ("url", "message"),
+    [("nothing://bucket/run", "expected a path or a URL; give a path"), ("s3://bucket/run", r"expected packages .*; install megatron-llama\[fsspec\]")],
+)
+def test_a_url_that_cannot_be_read(url: str, message: str, product: Product) -> None:
+    refused = product.start(save=url, load="auto").wait()
+    assert refused.codes == (1,) and re.search(message, refused.err) and "Traceback" not in refused.err
