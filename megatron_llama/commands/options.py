@@ -105,9 +105,9 @@ class VerifyConfig:
     """Format of the first folder. Default: found from its content."""
     from_b: Literal["hf", "native", "megatron", "megatron-llama", "meta"] | None = None
     """Format of the second folder."""
-    config_a: str | None = None
+    hf_config_a: str | None = None
     """A config.json of HuggingFace, for what the first folder does not say of its model."""
-    config_b: str | None = None
+    hf_config_b: str | None = None
     """The same for the second folder."""
     vocab_size: int = 0
     """Number of token ids, for a format that stores only a padded vocabulary. 0: what the folders say."""

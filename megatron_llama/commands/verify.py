@@ -28,8 +28,8 @@ def verify(parsed: Parsed) -> int:
     options = parsed.get(VerifyConfig)
     if options.prompt_tokens < 0:
         raise ConfigError(describe("--prompt-tokens", got=options.prompt_tokens, expected="0 or more", do="correct it"))
-    first = open_source(options.a, format=options.from_a, config=options.config_a, vocab_size=options.vocab_size)
-    second = open_source(options.b, format=options.from_b, config=options.config_b, vocab_size=options.vocab_size)
+    first = open_source(options.a, format=options.from_a, config=options.hf_config_a, vocab_size=options.vocab_size)
+    second = open_source(options.b, format=options.from_b, config=options.hf_config_b, vocab_size=options.vocab_size)
     for name, source in zip("AB", (first, second), strict=True):
         _say(f"{name}: {source.format} {source.folder} ({source.dtype})")
     different = ["weights"] if _weights_differ(first, second) else []

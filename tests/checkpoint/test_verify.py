@@ -248,6 +248,23 @@ def test_native_against_huggingface(original: Path, tmp_path: Path, capsys: pyte
     assert Printed(capsys, off, checkpoint).line("weights model.norm.weight: 1 of 64 elements, the first at [3]: ")
 
 
+@pytest.mark.parametrize("kind", ["meta", "megatron", "megatron-llama", "native"])
+def test_every_format(kind: str, original: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A conversion, whatever its names, layout and order of rows, holds the same model; what the format cannot say is given."""
+    split = ("--tensor-model-parallel-size", "2") if kind != "native" else ()
+    assert main(["convert", str(original), str(tmp_path / "other"), "--to", kind, *split]) == 0
+    capsys.readouterr()
+    printed = Printed(capsys, tmp_path / "other", original, "--vocab-size", 300)
+    assert (printed.err, printed.verdict) == ("", "verdict: equal") and printed.lines[0].startswith(f"A: {kind} {tmp_path / 'other'}")
+
+
+def test_a_configuration_can_be_given(original: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    other = changed_config(original, tmp_path / "other", rms_norm_eps=1e-6) / "config.json"
+    for side, values in (("a", "1e-06 in A, 1e-05 in B"), ("b", "1e-05 in A, 1e-06 in B")):
+        printed = Printed(capsys, original, original, f"--hf-config-{side}", other)
+        assert printed.line("config ") == f"config rms_norm_eps: {values}"
+
+
 def test_bits_count(original: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """A zero of another sign is a difference; so is a NaN, and no comparison of logits calls it within rounding."""
     zero, minus, broken = (
