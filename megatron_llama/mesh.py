@@ -23,6 +23,8 @@ from megatron_llama.layout import shard_count
 from megatron_llama.params import kv_copies, partition_of
 from megatron_llama.recorder import Recorder
 
+GRACE = timedelta(seconds=30)
+
 
 @dataclass(frozen=True)
 class Place:
@@ -157,9 +159,14 @@ def init_mesh(config: Config, place: Place) -> Mesh:
     if place.world_size > 1 and not dist.is_initialized():
         os.environ.setdefault("MASTER_ADDR", place.master_addr)
         os.environ.setdefault("MASTER_PORT", str(place.master_port))
-        timeout = timedelta(minutes=config.parallel.distributed_timeout_minutes)
+        timeout = _backend_timeout(config.parallel)
         dist.init_process_group(devices.backend(device), rank=place.rank, world_size=place.world_size, timeout=timeout)
     return build_mesh(config, rank=place.rank, world_size=place.world_size, device=device)
+
+
+def _backend_timeout(parallel: ParallelConfig) -> timedelta:
+    """Later than the watch, which can say who is missing, and where the others are."""
+    return timedelta(minutes=parallel.distributed_timeout_minutes) + GRACE
 
 
 def placement_warnings(parallel: ParallelConfig, local_world_size: int) -> list[str]:
@@ -190,7 +197,7 @@ def build_mesh(config: Config, *, rank: int, world_size: int, device: torch.devi
         want = f"a multiple of tensor x context x pipeline parallel size ({tp} x {cp} x {pp})"
         raise ClusterError(describe("number of processes", got=world_size, expected=want, do="change one of the four"))
     grid, recorder = _Grid(pp, world_size // (tp * cp * pp), cp, tp), Recorder()
-    builder = _AxisBuilder(rank, recorder, parallel.distributed_timeout_minutes)
+    builder = _AxisBuilder(rank, recorder, _backend_timeout(parallel))
     world = Axis("world", rank, tuple(range(world_size)), dist.group.WORLD if world_size > 1 else None, recorder)
     data, stages = grid.lines(1, 2), grid.lines(0)
     shards = shard_count(parallel, len(data[0]))
@@ -239,7 +246,7 @@ class _Grid:
 class _AxisBuilder:
     rank: int
     recorder: Recorder
-    timeout_minutes: float
+    timeout: timedelta
 
     def build(self, name: str, lines: list[tuple[int, ...]]) -> Axis:
         """Create every line's group, on every rank in the same order as torch.distributed demands, and keep our own."""
@@ -247,7 +254,7 @@ class _AxisBuilder:
         for line in lines:
             if len(line) == 1:
                 continue
-            group = dist.new_group(list(line), timeout=timedelta(minutes=self.timeout_minutes))
+            group = dist.new_group(list(line), timeout=self.timeout)
             if self.rank in line:
                 mine = Axis(name, line.index(self.rank), line, group, self.recorder)
         return mine

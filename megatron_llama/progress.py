@@ -69,7 +69,8 @@ class Progress:
         if self._bad_steps.goes_back:
             return
         mesh, training, outcome = self._mesh, self._config.training, step.outcome
-        devices.synchronize(mesh.device)
+        with mesh.recorder.waiting("the device"):
+            devices.synchronize(mesh.device)
         exposed = mesh.recorder.take_exposed_seconds() if devices.is_host(mesh.device) else None
         interval = Interval(self._steps, time.perf_counter() - self._since, exposed)
         mean = averages(interval, self._work, steps_left=training.train_iters - outcome.state.iteration)

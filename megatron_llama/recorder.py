@@ -1,4 +1,8 @@
-"""What a rank sent and how long it waited: exact counts for tests and reports, exposed time for the log."""
+"""What a rank sent, how long it waited, and where it is: exact counts for tests and reports, exposed time for the log, and
+notes for whoever looks for a rank that hangs.
+
+Every thread of a rank writes here, and one that is never seen reads: a note is one assignment, nothing is formatted, and a
+reader that comes at the wrong moment reads the note before."""
 
 from __future__ import annotations
 
@@ -6,6 +10,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from threading import get_ident
 from typing import Any
 
 
@@ -32,8 +37,20 @@ class Recorder:
     marks: list[tuple[Any, Any]] = field(default_factory=list)
     """What ``mark`` returned, in pairs: events, from which a caller learns how long a device waited."""
 
+    iteration: int = 0
+    """The step under way, 1-based; 0 before the first."""
+    evaluating: bool = False
+    """Whether the action belongs to an evaluation."""
+    doing: object = "the start"
+    """The action of the schedule under way, or words."""
+    issued: object = None
+    """What was last sent: an exchange, or axis and operation."""
+    waits: dict[int, tuple[object, float]] = field(default_factory=dict)
+    """What each waiting thread waits for, and since when (``time.perf_counter``)."""
+
     def count(self, axis: str, operation: str, size: int) -> None:
         """One collective of ``size`` bytes was issued."""
+        self.issued = axis, operation
         traffic = self.traffic.setdefault((axis, operation), Traffic())
         traffic.calls += 1
         traffic.bytes += size
@@ -44,12 +61,27 @@ class Recorder:
             self.events.append(text)
 
     @contextmanager
-    def exposed(self) -> Iterator[None]:
-        """Time spent here counts as exposed communication."""
+    def waiting(self, what: object) -> Iterator[None]:
+        """This thread waits for ``what``, which says so when it is printed."""
+        thread = get_ident()
+        outer = self.waits.get(thread)
+        self.waits[thread] = what, time.perf_counter()
+        try:
+            yield
+        finally:
+            if outer is None:
+                del self.waits[thread]
+            else:
+                self.waits[thread] = outer
+
+    @contextmanager
+    def exposed(self, what: object) -> Iterator[None]:
+        """Time spent here, ``waiting`` for something, counts as exposed communication."""
         begin, mark = time.perf_counter(), self.mark
         before = mark() if mark is not None else None
         try:
-            yield
+            with self.waiting(what):
+                yield
         finally:
             self.exposed_seconds += time.perf_counter() - begin
             if mark is not None:

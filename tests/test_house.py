@@ -18,7 +18,7 @@ MAX_FILE, MAX_FUNCTION = 500, 80
 LAYERS = (
     (
         *("errors", "config", "aliases", "options", "manual", "validate", "presets", "hf_config", "params", "layout", "schedule"),
-        *("recorder", "history", "activations", "memory", "auto", "traffic", "uses", "residency"),
+        *("recorder", "history", "whereabouts", "activations", "memory", "auto", "traffic", "uses", "residency"),
     ),
     ("planner",),
     ("device",),

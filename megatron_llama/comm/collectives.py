@@ -27,11 +27,15 @@ class Pending:
     axis: Axis | None
     work: dist.Work | None
     finish: Callable[[], None] | None = None
+    operation: str = "messages"
+
+    def __str__(self) -> str:
+        return self.operation if self.axis is None else f"{self.operation} on {self.axis.name}"
 
     def wait(self) -> None:
         """Make the result usable by what is issued next."""
         if self.work is not None and self.axis is not None:
-            with self.axis.recorder.exposed():
+            with self.axis.recorder.exposed(self):
                 self.work.wait()
         if self.finish is not None:
             self.finish()
@@ -50,7 +54,7 @@ def all_reduce(tensor: Tensor, axis: Axis, op: dist.ReduceOp.RedOpType = dist.Re
     if axis.size == 1:
         return Pending(axis, None)
     _issue(axis, "all_reduce", tensor)
-    return Pending(axis, dist.all_reduce(tensor.data, op, group=axis.group, async_op=True))
+    return Pending(axis, dist.all_reduce(tensor.data, op, group=axis.group, async_op=True), operation="all_reduce")
 
 
 def all_gather(full: Tensor, shard: Tensor, axis: Axis) -> Pending:
@@ -60,7 +64,8 @@ def all_gather(full: Tensor, shard: Tensor, axis: Axis) -> Pending:
             full.data.copy_(shard.data)
         return Pending(axis, None)
     _issue(axis, "all_gather", full)
-    return Pending(axis, all_gather_single(full.data, shard.data, group=axis.group, async_op=True))
+    work = all_gather_single(full.data, shard.data, group=axis.group, async_op=True)
+    return Pending(axis, work, operation="all_gather")
 
 
 def reduce_scatter(shard: Tensor, full: Tensor, axis: Axis) -> Pending:
@@ -72,7 +77,8 @@ def reduce_scatter(shard: Tensor, full: Tensor, axis: Axis) -> Pending:
     _issue(axis, "reduce_scatter", full)
     if full.device.type == "cpu":
         return _exchange_and_sum(shard.data, full.data, axis)
-    return Pending(axis, reduce_scatter_single(shard.data, full.data, group=axis.group, async_op=True))
+    work = reduce_scatter_single(shard.data, full.data, group=axis.group, async_op=True)
+    return Pending(axis, work, operation="reduce_scatter")
 
 
 def _exchange_and_sum(shard: Tensor, full: Tensor, axis: Axis) -> Pending:
@@ -88,4 +94,4 @@ def _exchange_and_sum(shard: Tensor, full: Tensor, axis: Axis) -> Pending:
         for part in parts[1:]:
             total.add_(part)
 
-    return Pending(axis, work, add_in_rank_order)
+    return Pending(axis, work, add_in_rank_order, "reduce_scatter")

@@ -206,6 +206,7 @@ class _Counted:
             self._turn.user = self
         self._started = True
         self._axis.recorder.count(self._axis.name, self._operation, self._bytes)
+        self._axis.recorder.issued = self
         if self._before is not None:
             self._before()
         self._exchange.start()
@@ -214,7 +215,8 @@ class _Counted:
         """See Exchange."""
         if not self._started:
             raise RuntimeError(f"{self} was waited for, but not started")
-        self._exchange.wait()
+        with self._axis.recorder.waiting(self):
+            self._exchange.wait()
         if self._after is not None:
             self._after()
         self._started = False

@@ -22,10 +22,17 @@ class Transfer:
     axis: Axis
     tensor: Tensor
     work: dist.Work
+    direction: str
+    """``to`` or ``from``."""
+    peer: int
+    """Position on the axis."""
+
+    def __str__(self) -> str:
+        return f"message {self.direction} rank {self.axis.ranks[self.peer]} on {self.axis.name}"
 
     def wait(self) -> Tensor:
         """The tensor, when it may be read (received) or reused (sent)."""
-        with self.axis.recorder.exposed():
+        with self.axis.recorder.exposed(self):
             self.work.wait()
         return self.tensor
 
@@ -36,7 +43,7 @@ def send(tensor: Tensor, axis: Axis, to: int) -> Transfer:
     axis.recorder.count(axis.name, "send", data.numel() * data.element_size())
     work = dist.isend(data, group=axis.group, group_dst=to)
     assert work is not None
-    return Transfer(axis, data, work)
+    return Transfer(axis, data, work, "to", to)
 
 
 def receive(buffer: Tensor, axis: Axis, source: int) -> Transfer:
@@ -44,7 +51,7 @@ def receive(buffer: Tensor, axis: Axis, source: int) -> Transfer:
     axis.recorder.count(axis.name, "receive", buffer.numel() * buffer.element_size())
     work = dist.irecv(buffer, group=axis.group, group_src=source)
     assert work is not None
-    return Transfer(axis, buffer, work)
+    return Transfer(axis, buffer, work, "from", source)
 
 
 def exchange(tensor: Tensor, buffer: Tensor, axis: Axis, *, to: int, source: int) -> Pending:
@@ -58,8 +65,9 @@ def exchange(tensor: Tensor, buffer: Tensor, axis: Axis, *, to: int, source: int
     works = dist.batch_isend_irecv([outgoing, incoming])
 
     def wait_for_both() -> None:
-        with axis.recorder.exposed():
+        with axis.recorder.exposed(pending):
             for work in works:
                 work.wait()
 
-    return Pending(axis, None, wait_for_both)
+    pending = Pending(axis, None, wait_for_both, "step of the ring")
+    return pending

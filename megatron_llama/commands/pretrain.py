@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from math import inf
 from typing import TYPE_CHECKING
 
 from megatron_llama.commands.options import DryRunConfig
@@ -15,6 +16,7 @@ from megatron_llama.options import Parsed
 
 if TYPE_CHECKING:
     from megatron_llama.mesh import Mesh, Place
+    from megatron_llama.recorder import Recorder
     from megatron_llama.vocabulary import Vocabulary
 
 SECTIONS = (*config_sections(), DryRunConfig)
@@ -86,7 +88,7 @@ def prepared(parsed: Parsed) -> Iterator[tuple[Config, Mesh, Vocabulary]]:
         warnings = (*resolved.warnings, *placement_warnings(config.parallel, place.local_world_size))
         for line in (*resolved.notes, *decided, *(f"warning: {text}" for text in warnings)):
             print(f" {line}", flush=True)
-    with watched(place):
+    with watched(place, mesh.recorder, 60 * config.parallel.distributed_timeout_minutes):
         yield config, mesh, vocabulary
 
 
@@ -105,22 +107,28 @@ def agreed_memory(mesh: Mesh, place: Place) -> int:
 
 
 @contextmanager
-def watched(place: Place) -> Iterator[None]:
-    """A section in which the death of a rank becomes a ClusterError that names it, on every other rank."""
+def watched(place: Place, recorder: Recorder, timeout: float = inf) -> Iterator[None]:
+    """A section in which the death of a rank, and a wait of more than ``timeout`` seconds, become an error that names the rank to
+    blame, on every other rank. Raises ClusterError, or ends the process where that cannot be."""
     from megatron_llama.comm.watch import Watch
 
     if place.world_size == 1:
         yield
         return
-    watch = Watch(place)
+    watch = Watch(place, recorder, timeout)
     try:
         yield
     except RuntimeError as error:
-        missing = watch.missing()
-        if not missing:
-            raise
-        names = ", ".join(map(str, missing))
-        do = "look at what that rank printed last and at its machine; resume with --load"
-        raise ClusterError(describe(f"rank {names}", got="no answer", expected="all ranks at work", do=do)) from error
+        found = watch.find_out()
+        expected = "all ranks at work"
+        if found.silent:
+            do = f"look at what that rank printed last and at its machine; resume with --load{found.places}"
+            where = ", ".join(map(str, found.silent))
+            raise ClusterError(describe(f"rank {where}", got="no answer", expected=expected, do=do)) from error
+        if found.stuck:
+            do = f"look at what the ranks that stopped were doing; resume with --load{found.places}"
+            got = f"no progress for {timeout:g} s (--distributed-timeout-minutes): {found.reason}"
+            raise ClusterError(describe("the run", got=got, expected=expected, do=do)) from error
+        raise
     finally:
         watch.stop()

@@ -278,7 +278,7 @@ class OverlappedDistributedOptimizer:
         self._total[0] = self._squares.sum()
         self._total[1] = 0.0 if veto is None else veto
         self._sum_total.start()
-        with self.mesh.recorder.exposed():
+        with self.mesh.recorder.exposed("the gradient norm"):
             self._sum_total.wait()
         return self._total[0].sqrt().to(at_least_fp32(self.dtype)), self._total[1]
 
@@ -310,6 +310,7 @@ class OverlappedDistributedOptimizer:
         A gradient that is not finite changes nothing, nor does a step to which some rank has a ``veto`` (0-dim fp64 on the device:
         1 or 0). No host synchronisation."""
         assert self._early_lr in (None, lr), "begin_update announced another learning rate"
+        self.mesh.recorder.doing = "the update"
         with torch.no_grad():
             loss_scale = self.loss_scale.value
             self.gradients.finish_all()

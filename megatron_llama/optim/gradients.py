@@ -197,7 +197,7 @@ class GradientBuckets:
 
     def _wait(self, bucket: int) -> None:
         self.release()
-        with self._recorder.exposed():
+        with self._recorder.exposed("gradients"):
             self._done[bucket].wait()
 
     def finish_all(self) -> None:

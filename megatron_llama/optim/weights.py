@@ -98,7 +98,7 @@ class Weights:
             self._in_flight[slot] = bucket, arriving
 
     def _finish(self, slot: Slot) -> None:
-        with self._axis.recorder.exposed():
+        with self._axis.recorder.exposed("parameters"):
             self._in_flight.pop(slot)[1].wait()
 
     def arrive(self, bucket: int, parameter: str) -> int:

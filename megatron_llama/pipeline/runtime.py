@@ -167,7 +167,9 @@ class PipelineRuntime:
             self.engine.begin_evaluation(plan.uses)
         flight = _Flight(batches, self._target_tokens(batches), loss_scale, loss)
         recorder = self.mesh.recorder
+        recorder.evaluating = not training
         for index, action in enumerate(plan.actions):
+            recorder.doing = action
             recorder.event(str(action))
             self._handlers[action.op](flight, (action.stage, action.microbatch))
             if index == plan.last_forward:

@@ -9,6 +9,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from datetime import timedelta
 from pathlib import Path
 
@@ -16,9 +17,13 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from megatron_llama.comm.watch import Account, Position, account
 from megatron_llama.commands.pretrain import watched
 from megatron_llama.errors import UserError
 from megatron_llama.mesh import Place
+from megatron_llama.recorder import Recorder
+from megatron_llama.schedule import Action, Op
+from megatron_llama.whereabouts import grouped, named, whereabouts
 from tests.harness import PRELOAD
 from tests.launch import free_port
 from tests.parallel.cases import Layout, trainer
@@ -41,7 +46,7 @@ def enter(place: Place, folder: Path, work: Callable[[Place], None]) -> None:
         timeout=timedelta(minutes=10),
     )
     try:
-        with watched(place):
+        with watched(place, Recorder()) if not isinstance(work, HangsInAStep) else nullcontext():
             work(place)
     except UserError as error:
         print(error, file=sys.stderr, flush=True)
@@ -99,6 +104,42 @@ def test_a_rank_killed_in_a_step_is_named_by_all_others(victim: int, tmp_path: P
         assert any(words in said[rank] for words in named), (rank, said[rank])
 
 
+class HangsInAStep:
+    """Trains with a watch of its own; one rank stops in its second step, alive, before its third forward pass."""
+
+    def __init__(self, layout: Layout, victim: int) -> None:
+        self.layout, self.victim = layout, victim
+
+    def __call__(self, place: Place) -> None:
+        run, passes = trainer(place, self.layout), 0
+
+        def stop(*_: object) -> None:
+            nonlocal passes
+            passes += 1
+            if place.rank == self.victim and passes == 3:
+                threading.Event().wait()
+
+        for stage in run.stages.values():
+            stage.register_forward_pre_hook(stop)
+        with watched(place, run.mesh.recorder, PATIENCE):
+            for step in range(1000):
+                run.mesh.recorder.iteration = step + 1
+                run.step(step % 8)
+
+
+PATIENCE = 2.0
+"""Seconds that a rank may wait; the backend would wait for ten minutes."""
+
+
+def test_a_rank_that_is_alive_but_stuck_is_named_by_all(tmp_path: Path) -> None:
+    codes, said = last_words(tmp_path, HangsInAStep(Layout(pp=2, dp=2, microbatches=2, strategy="optim_grads"), 3), 3)
+    assert codes == [1] * RANKS, said
+    for rank, words in enumerate(said):
+        assert "rank 3 stopped in forward 0 of stage 1 (iteration 2)" in words.splitlines()[-1], (rank, words)
+        assert "rank 2 is in backward 0 of stage 1 (iteration 2), waiting for gradients (reduce_scatter " in words, (rank, words)
+        assert "(--distributed-timeout-minutes)" in words and "Traceback" not in words, (rank, words)
+
+
 def chain(place: Place) -> None:
     """Rank 3 dies. Rank 2, which waits for it, learns that; 1 waits for 0, which is alive but waits for something else."""
     groups = [dist.new_group([0, 1]), dist.new_group([2, 3])]
@@ -143,3 +184,40 @@ def in_peace(place: Place) -> None:
 
 def test_a_job_that_ends_well_says_nothing(tmp_path: Path) -> None:
     assert last_words(tmp_path, in_peace, 0) == ([0] * RANKS, [""] * RANKS)
+
+
+def test_where_a_rank_is() -> None:
+    recorder, here = Recorder(), threading.get_ident()
+    assert whereabouts(recorder, here) == "the start (iteration 0)"
+    recorder.iteration, recorder.doing = 17, Action(Op.BACKWARD_INPUT, stage=1, microbatch=3)
+    assert whereabouts(recorder, here) == "backward input 3 of stage 1 (iteration 17)"
+    recorder.count("tp", "all_reduce", 8)
+    with recorder.exposed("gradients"):
+        assert whereabouts(recorder, here).endswith(" (iteration 17), waiting for gradients (last sent: all_reduce on tp)")
+        recorder.waits[-1] = "reduce_scatter 4 on dp", 0.0  # of another thread
+        assert whereabouts(recorder, here).endswith(" (iteration 17), waiting for gradients (reduce_scatter 4 on dp)")
+        with recorder.waiting(Recorder):
+            assert whereabouts(recorder, here).endswith(f" (iteration 17), waiting for {Recorder}")
+        assert "waiting for gradients" in whereabouts(recorder, here)
+    recorder.evaluating = True
+    assert whereabouts(recorder, here) == "backward input 3 of stage 1 (evaluation at iteration 17)"
+
+
+def test_who_is_to_blame() -> None:
+    update = Position("the update (iteration 9)", waits=True)
+    positions = {0: update, 1: Position("forward 0 of stage 1 (iteration 9)", waits=False), 2: update, 3: update}
+    stopped = "rank 1 stopped in forward 0 of stage 1 (iteration 9)"
+    assert account(2, True, [], positions) == Account(stopped, (), True, "; ranks 0, 2, 3 are in the update (iteration 9)")
+    gone = account(2, True, [3], positions)
+    assert (gone.reason, gone.silent) == ("rank 3 does not answer", (3,))
+    assert gone.places.startswith("; rank 3 was last seen in the update (iteration 9); ranks 0, 2 are in the update")
+    assert account(2, False, [], positions).reason == "rank 2 failed"
+    assert account(0, True, [], {0: update, 1: update}).reason == "all ranks wait for each other"
+    assert account(0, True, [1, 2], {0: update}) == Account(
+        "ranks 1, 2 do not answer", (1, 2), True, "; rank 0 is in the update (iteration 9)"
+    )
+
+
+def test_many_ranks_are_named_briefly() -> None:
+    assert [named(ranks) for ranks in ([3], [0, 1], [0, 2, 3, 4, 9])] == ["rank 3", "ranks 0, 1", "ranks 0, 2-4, 9"]
+    assert grouped({rank: f"place {rank % 10}" for rank in range(100)}, "is", "are")[-1] == "40 more ranks elsewhere"
