@@ -38,9 +38,10 @@ NAMES = """
     global_batch_size gpus_per_node grad_reduce_in_bf16 grad_slots
     head_dim hidden_act hidden_size hysteresis
     init_from_hf initial_loss_scale initializer_range intermediate_size
-    load log_interval loss_scale_window lr lr_decay_iters lr_decay_style lr_warmup_iters
-    make_vocab_size_divisible_by max_position_embeddings micro_batch_size min_loss_scale min_lr mlp_bias
+    load log_interval loss_scale_window loss_spike_factor loss_spike_window lr lr_decay_iters lr_decay_style lr_warmup_iters
+    make_vocab_size_divisible_by max_bad_steps max_position_embeddings micro_batch_size min_loss_scale min_lr mlp_bias
     nodes num_attention_heads num_hidden_layers num_key_value_heads
+    on_bad_step
     param_slots pipeline_layer_split pipeline_model_parallel_size pipeline_schedule prefetch_bytes preset progress_bar
     recompute_granularity recompute_num_layers reduce_bucket_size reset_attention_mask reset_position_ids rms_norm_eps
     rope_scaling rope_theta

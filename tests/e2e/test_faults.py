@@ -1,0 +1,191 @@
+"""Bad steps: what a run does with a loss that is not finite or a spike, and that nothing of it stays."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from megatron_llama.history import History, Skipped
+from tests.e2e.product import (
+    DP2,
+    GLOBAL_BATCH_SIZE,
+    ONE,
+    SEQ_LENGTH,
+    VOCAB_SIZE,
+    ZB_V,
+    Layout,
+    Product,
+    assert_same_state,
+    column,
+    exact_curve,
+    steps,
+)
+
+BAD = 4
+"""The step whose samples are poisoned."""
+LEFT_OUT = {"iteration": BAD, "first_sample": 24, "last_sample": 31, "reason": "loss", "value": "nan"}
+SHAPE = dict.fromkeys(("hidden_size", "intermediate_size", "num_layers", "num_attention_heads", "num_query_groups"))
+
+
+def changed(product: Product, prefix: Path, step: int, samples: slice, tokens: Any) -> Path:
+    """The dataset, with other tokens in some samples of a step that reads in file order."""
+    for suffix in (".bin", ".idx", ".meta.json"):
+        shutil.copy(f"{product.data}{suffix}", f"{prefix}{suffix}")
+    stream = np.memmap(f"{prefix}.bin", dtype=np.uint16, mode="r+")
+    start = (step - 1) * GLOBAL_BATCH_SIZE
+    stream[(start + samples.start) * SEQ_LENGTH + 7 : (start + samples.stop) * SEQ_LENGTH] = tokens
+    stream.flush()
+    return prefix
+
+
+@pytest.fixture(scope="module")
+def poisoned(product: Product, tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, object]:
+    """Options of runs of a model that knows one word which ruins every step in which it is read: one sample of the fourth."""
+    folder = tmp_path_factory.mktemp("poisoned")
+    product.train(save=folder / "run", train_iters=1, lr=0.0)
+    product.run("export", "--load", folder / "run", "--output", folder / "hf").ok()
+    stream = np.memmap(f"{product.data}.bin", dtype=np.uint16, mode="r")
+    word = next(token for token in range(VOCAB_SIZE) if token not in set(stream.tolist()))
+    weights = load_file(folder / "hf" / "model.safetensors")
+    weights["model.embed_tokens.weight"][word] = torch.inf
+    save_file(weights, folder / "hf" / "model.safetensors", {"format": "pt"})
+    data = changed(product, folder / "docs", BAD, slice(5, 6), word)
+    options = {"data_order": "sequential", "lr_decay_style": "constant", "lr": 1e-2}
+    return {**SHAPE, "init_from_hf": folder / "hf", "data_path": data, **options}
+
+
+def skipped(folder: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (folder / "skipped.jsonl").read_text().splitlines()]
+
+
+@pytest.fixture(scope="module")
+def skipping(product: Product, poisoned: Mapping[str, object], tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
+    """A run of eight steps that skips the fourth, and what it printed."""
+    folder = tmp_path_factory.mktemp("skipping")
+    return folder, product.train(DP2, save=folder, save_interval=1, train_iters=8, on_bad_step="skip", **poisoned).out
+
+
+def test_a_skipped_step_leaves_no_trace_in_the_weights(skipping: tuple[Path, str]) -> None:
+    folder, printed = skipping
+    assert skipped(folder) == [LEFT_OUT]
+    assert printed.count(" warning: loss nan at iteration 4: samples 24 to 31 are left out\n") == 1
+    assert [(loss is None, norm is None) for loss, norm in zip(column(folder, "lm_loss"), column(folder, "grad_norm"), strict=True)] == [
+        (iteration == BAD, iteration == BAD) for iteration in range(1, 9)
+    ]
+    assert column(folder, "skipped_iterations") == [int(iteration == BAD) for iteration in range(1, 9)]
+    assert_same_state(folder / "iter_0000004", folder / "iter_0000003")
+    meta = json.loads((folder / "iter_0000008" / "meta.json").read_text())
+    assert (meta["optimizer_step"], meta["consumed_samples"]) == (7, 64)
+    assert meta["history"] == {"skipped": [LEFT_OUT], "good_losses": [], "bad_in_a_row": 0}
+
+
+def test_a_pipeline_skips_the_same_step(
+    product: Product, poisoned: Mapping[str, object], skipping: tuple[Path, str], tmp_path: Path
+) -> None:
+    product.train(ZB_V, save=tmp_path, train_iters=6, on_bad_step="skip", **poisoned)
+    assert skipped(tmp_path) == [LEFT_OUT]
+    losses, expected = column(tmp_path, "lm_loss"), column(skipping[0], "lm_loss")[:6]
+    assert losses[BAD - 1] is None and [loss for loss in losses if loss] == pytest.approx([loss for loss in expected if loss], rel=1e-6)
+
+
+@pytest.mark.parametrize("interval", [2, 5], ids=["to a checkpoint", "to the start"])
+def test_a_run_that_goes_back_leaves_the_bad_samples_out(
+    interval: int, product: Product, poisoned: Mapping[str, object], skipping: tuple[Path, str], tmp_path: Path
+) -> None:
+    """From the fourth step on it is the run that skipped, a step ahead; also when it is interrupted behind the bad step."""
+    options = {"save": tmp_path, "load": tmp_path, "save_interval": interval, "on_bad_step": "rollback", **poisoned}
+    printed = product.train(DP2, train_iters=5, **options).out
+    assert printed.count(f" back to iteration {BAD - 2 if interval == 2 else 0}\n") == 1
+    product.train(DP2, train_iters=7, **options)
+    assert skipped(tmp_path) == [LEFT_OUT]
+    names = ("consumed_samples", "lm_loss", "grad_norm")
+    ours, theirs = ([tuple(entry[name] for name in names) for entry in steps(folder)] for folder in (tmp_path, skipping[0]))
+    assert ours == theirs[: BAD - 1] + theirs[BAD:]
+    assert_same_state(tmp_path / "iter_0000007", skipping[0] / "iter_0000008")
+
+
+def test_too_many_bad_steps_end_the_run(product: Product, poisoned: Mapping[str, object], tmp_path: Path) -> None:
+    data = changed(
+        product, tmp_path / "docs", 2, slice(0, 60), np.memmap(f"{poisoned['data_path']}.bin", dtype=np.uint16)[(24 + 5) * 32 + 8]
+    )
+    for policy, last in (("skip", 4), ("rollback", 2)):
+        options = {**poisoned, "data_path": data, "max_bad_steps": 2, "save_interval": 1, "on_bad_step": policy}
+        ended = product.start(DP2, save=tmp_path / policy, train_iters=9, **options).wait()
+        assert ended.codes == (1, 1)
+        assert ended.err.startswith("error: bad steps: got 3 in a row, the last: loss nan, expected at most 2 (--max-bad-steps); "), (
+            ended.err
+        )
+        assert [entry["iteration"] for entry in skipped(tmp_path / policy)] == ([2, 3, 4] if last == 4 else [2, 2, 2])
+        assert [entry["first_sample"] for entry in skipped(tmp_path / policy)] == [8, 16, 24]
+
+
+FACTOR, WINDOW, SPIKE = 1.1, 3, 19
+
+
+@pytest.fixture(scope="module")
+def noisy(product: Product, tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, object]:
+    """Options of runs that read noise in one step, when they have learned what text is like."""
+    noise = np.random.default_rng(1).integers(0, VOCAB_SIZE, GLOBAL_BATCH_SIZE * SEQ_LENGTH - 7)
+    data = changed(product, tmp_path_factory.mktemp("noisy") / "docs", SPIKE, slice(0, GLOBAL_BATCH_SIZE), noise)
+    spikes = {"loss_spike_factor": FACTOR, "loss_spike_window": WINDOW}
+    return {"data_order": "sequential", "data_path": data, "lr_decay_style": "constant", "lr": 1e-2, "train_iters": 22, **spikes}
+
+
+def test_a_loss_spike_is_what_the_manual_says(product: Product, noisy: Mapping[str, object], tmp_path: Path) -> None:
+    """Found on the device, with the means of good steps, over an interruption between them and the spike."""
+    options = {**noisy, "on_bad_step": "skip"}
+    product.train(DP2, save=tmp_path / "straight", save_interval=1, **options)
+    good: list[float] = []
+    found = []
+    for entry in steps(tmp_path / "straight"):
+        if len(good) >= WINDOW and entry["lm_loss"] > FACTOR * sum(good[-WINDOW:]) / WINDOW:
+            found.append((entry["iteration"], entry["lm_loss"]))
+        else:
+            good.append(entry["lm_loss"])
+    assert [at for at, _ in found] == [SPIKE]
+    assert [(entry["iteration"], entry["value"], entry["reason"]) for entry in skipped(tmp_path / "straight")] == [
+        (*found[0], "loss spike")
+    ]
+    assert_same_state(*(tmp_path / "straight" / f"iter_00000{at}" for at in (SPIKE, SPIKE - 1)))
+    for last in (SPIKE - 1, 22):
+        product.train(DP2, save=tmp_path / "resumed", load=tmp_path / "resumed", **{**options, "train_iters": last})
+    assert exact_curve(tmp_path / "resumed") == exact_curve(tmp_path / "straight")
+    assert_same_state(tmp_path / "resumed" / "iter_0000022", tmp_path / "straight" / "iter_0000022")
+
+
+def test_a_loss_spike_stops_a_run_that_is_to_stop(product: Product, noisy: Mapping[str, object], tmp_path: Path) -> None:
+    ended = product.start(ONE, save=tmp_path, **noisy).wait()
+    assert ended.codes == (1,) and ended.err.startswith(f"error: loss spike at iteration {SPIKE}: got ")
+    assert ", 1.1 times the mean of the last 3 good steps (--loss-spike-factor); lower --lr" in ended.err
+    assert product.train(**{**noisy, "loss_spike_factor": None}).out, "without the factor nothing is a spike"
+
+
+REFUSED: Mapping[str, tuple[Layout, dict[str, object], str]] = {
+    "skip without clipping": (ONE, {"on_bad_step": "skip", "clip_grad": 0}, "--on-bad-step skip: got --clip-grad 0, expected "),
+    "rollback to nothing": (ONE, {"on_bad_step": "rollback"}, "--on-bad-step rollback: got no --save and --save-interval, expected "),
+    "rollback without saves": (ONE, {"on_bad_step": "rollback", "save": "x"}, "--on-bad-step rollback: got no --save-interval, expected "),
+    "half a loss": (ONE, {"loss_spike_factor": 0.5}, "--loss-spike-factor: got 0.5, expected more than 1, or 0 for no spikes; "),
+    "no window": (ONE, {"loss_spike_window": 0}, "--loss-spike-window: got 0, expected a positive number"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_cannot_work_is_refused(name: str, product: Product) -> None:
+    layout, changes, says = REFUSED[name]
+    ended = product.start(layout, **changes).wait()
+    assert ended.codes == (2,) and says in ended.err
+
+
+def test_steps_begin_behind_what_is_left_out() -> None:
+    """Also in a run with another batch size, whose steps do not meet the ranges exactly."""
+    history = History(tuple(Skipped(1, first, last, "loss", 1.0) for first, last in ((16, 23), (24, 31), (40, 47))))
+    assert [history.first_sample(at, 8) for at in (0, 8, 9, 16, 30, 32, 33, 47, 48)] == [0, 8, 32, 32, 32, 32, 48, 48, 48]
+    assert history.first_sample(0, 17) == 48, "17 samples fit nowhere between the ranges"
