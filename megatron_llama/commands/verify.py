@@ -69,6 +69,7 @@ def _weights_differ(first: Source, second: Source) -> bool:
 
 def _logits_that_differ(first: Source, second: Source, asked: int) -> list[str]:
     from megatron_llama.checkpoint.verify.prompt import BEYOND, PLAIN, make_prompt, original_context
+    from megatron_llama.data.corpus import python_documentation
 
     models = first.model, second.model
     if models[0].vocab_size != models[1].vocab_size:
@@ -76,7 +77,7 @@ def _logits_that_differ(first: Source, second: Source, asked: int) -> list[str]:
         return []
     context = original_context(models)
     length = asked or (context + BEYOND if context else PLAIN)
-    prompt = make_prompt((first, second), models[0].vocab_size, length)
+    prompt = make_prompt((first, second), models[0].vocab_size, length, python_documentation)
     _say(f"logits: of {length:,} tokens ({prompt.made_of}), in fp32, one layer of weights at a time")
     if length <= context:
         _say(f"note: a wrong rotary scaling may stay unseen: the prompt is no longer than original_max_position_embeddings {context:,}")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -10,7 +10,6 @@ from torch import Tensor
 
 from megatron_llama.checkpoint.formats import Source
 from megatron_llama.config import ModelConfig
-from megatron_llama.data.corpus import python_documentation
 from megatron_llama.errors import DataError
 from megatron_llama.tokenizer.base import Tokenizer
 from megatron_llama.tokenizer.load import load_tokenizer
@@ -21,7 +20,7 @@ BEYOND, PLAIN = 64, 128
 
 @dataclass(frozen=True)
 class Prompt:
-    """Token ids [s] of the language reference of Python."""
+    """Token ids [s] of a text, and what each of them stands for."""
 
     tokens: Tensor
     made_of: str
@@ -32,12 +31,13 @@ def original_context(models: Sequence[ModelConfig]) -> int:
     return max(int((model.rope_scaling or {}).get("original_max_position_embeddings", 0)) for model in models)
 
 
-def make_prompt(sources: Sequence[Source], vocab_size: int, length: int) -> Prompt:
-    """``length`` tokens: of the first tokenizer beside the sources that fits the vocabulary, else one for each byte."""
+def make_prompt(sources: Sequence[Source], vocab_size: int, length: int, texts: Callable[[], Iterable[str]]) -> Prompt:
+    """``length`` tokens of the texts, again and again where they are too short: of the first tokenizer beside the sources that
+    fits the vocabulary, else one for each byte."""
     tokenizer = next(filter(None, (_tokenizer(source, vocab_size) for source in sources)), None)
     ids: list[int] = []
-    while len(ids) < length:  # the text is as long as 100,000 tokens; a longer prompt says it again
-        for text in python_documentation():
+    while len(ids) < length:
+        for text in texts():
             ids += tokenizer.encode(text) if tokenizer is not None else [byte % vocab_size for byte in text.encode()]
             if len(ids) >= length:
                 break
