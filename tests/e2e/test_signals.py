@@ -68,14 +68,40 @@ def test_the_death_of_one_rank_is_named_by_the_others(layout: Layout, victim: in
             assert "Traceback" not in said, said
 
 
+LATER = 150
+"""A step in which every rank has told where it is, more than a second after the start."""
+
+
 def test_a_rank_that_hangs_is_noticed_after_the_timeout(product: Product) -> None:
+    """All others say which it is, where it was last seen, and where they wait; and end."""
+    run = product.start(TP2_PP2, train_iters=100_000, num_layers=2, seq_length=8, distributed_timeout_minutes=0.05)
+    run.until(lambda: f" iteration {LATER:8d}/" in run.text())
+    run.signal(Signals.SIGSTOP, [2])
+    run.until(lambda: all(run.pids[rank] in product.launcher.ended for rank in (0, 1, 3)))
+    run.signal(Signals.SIGKILL, [2])
+    ended = run.wait()
+    assert ended.codes == (1, 1, -9, 1)
+    for rank in (0, 1, 3):
+        words = ended.errs[rank].splitlines()[-1]
+        assert words.startswith(f"rank {rank} was stuck, and was ended: rank 2 does not answer; "), words
+        assert re.search(r"; rank 2 was last seen in .+ \(iteration [1-9]\d+\)", words), words
+        assert re.search(
+            r"; ranks? [013, ]+ (is|are) in .+ \(iteration [1-9]\d+\), waiting for (\w+ on (tp|pp)|message (to|from) rank)", words
+        )
+        assert words.endswith("; nothing went on for 3 s (--distributed-timeout-minutes)") and "Traceback" not in ended.errs[rank]
+
+
+@pytest.mark.slow
+def test_others_end_when_the_host_of_the_store_hangs(product: Product) -> None:
+    """Nobody can be asked then; the backend's own timeout ends the wait, half a minute later."""
     run = product.start(DP2, train_iters=100_000, distributed_timeout_minutes=0.05)
     run.until(lambda: " iteration        2/" in run.text())
-    run.signal(Signals.SIGSTOP, [1])
-    run.until(lambda: run.pids[0] in product.launcher.ended)
-    run.signal(Signals.SIGKILL, [1])
+    run.signal(Signals.SIGSTOP, [0])
+    run.until(lambda: run.pids[1] in product.launcher.ended, timeout=60.0)
+    run.signal(Signals.SIGKILL, [0])
     ended = run.wait()
-    assert ended.codes == (1, -9) and re.search("timeout|timed out", ended.errs[0], re.I)
+    assert ended.codes == (-9, 1) and "rank 0: got no answer, expected all ranks at work; " in ended.errs[1]
+    assert re.search(r"; rank 1 is in .+ \(iteration \d+\)", ended.errs[1])
 
 
 KILLS, KILLS_OF_A_SOAK = 10, 200
