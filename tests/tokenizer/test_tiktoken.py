@@ -22,19 +22,22 @@ from megatron_llama.tokenizer.spm import SentencePieceTokenizer
 from megatron_llama.tokenizer.tiktoken import SPLIT, TiktokenTokenizer, byte_characters, special_tokens
 
 VOCAB = 3000
+UNREACHED = b" zqxjk"
 
 
 @pytest.fixture(scope="module")
 def ranks(texts: list[str]) -> list[bytes]:
-    """Tokens learnt as LLaMA 3's were: bytes first, then merges within the pieces of its own split."""
+    """Tokens learnt as LLaMA 3's were: bytes first, then merges within the pieces of its own split. The last one, as some of LLaMA 3's,
+    is reached by no merge: it counts only where it is a whole piece."""
     bpe = Tokenizer(models.BPE())
     split = pre_tokenizers.Split(Regex(SPLIT), "isolated")
     bpe.pre_tokenizer = pre_tokenizers.Sequence([split, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
     alphabet = pre_tokenizers.ByteLevel.alphabet()
-    bpe.train_from_iterator(texts, trainers.BpeTrainer(vocab_size=VOCAB, initial_alphabet=alphabet, show_progress=False))
+    bpe.train_from_iterator(texts, trainers.BpeTrainer(vocab_size=VOCAB - 1, initial_alphabet=alphabet, show_progress=False))
     byte_of = {character: byte for byte, character in enumerate(byte_characters())}
     assert sorted(byte_of) == sorted(alphabet)
-    return [bytes(byte_of[character] for character in text) for text in sorted(bpe.get_vocab(), key=bpe.get_vocab().__getitem__)]
+    learnt = sorted(bpe.get_vocab(), key=bpe.get_vocab().__getitem__)
+    return [*(bytes(byte_of[character] for character in text) for text in learnt), UNREACHED]
 
 
 def lines(ranks: list[bytes]) -> bytes:
@@ -90,6 +93,7 @@ def runs(count: int) -> list[str]:
         "\u0085",
         "\u180e",
         "re",
+        " zqxjk",
     ]
     return ["".join(draw.choice(units) * draw.choice([1, 1, 2, 9]) for _ in range(12)) for _ in range(count)]
 
@@ -122,6 +126,7 @@ def test_ids_of_the_documentation_and_back(model: Path, reference: tiktoken.Enco
         ids = ours.encode(text)
         assert ids == reference.encode_ordinary(text)
         assert ours.decode(ids) == text
+    assert ours.encode(" zqxjk") == [VOCAB - 1] and len(ours.encode(" zqxjks")) > 2
     assert ours.encode_batch(chunks[:50]) == [ours.encode(text) for text in chunks[:50]]
 
 
