@@ -20,6 +20,7 @@ from megatron_llama.errors import describe
 from megatron_llama.optim.distributed import ShardPiece
 from megatron_llama.params import Rectangle
 
+STATE = "optimizer."
 CHUNK_ELEMENTS = 2**22
 """Chunks are read whole: this bounds what a rank of another layout reads beyond its own part, and the host memory of one
 chunk. At 16 MiB (fp32) reading a chunk costs the same per byte as reading a larger one."""
@@ -65,7 +66,12 @@ class Region:
 
 def state_key(state: str, name: str) -> str:
     """The saved name of a piece's tensor."""
-    return name if state == "master" else f"optimizer.{state}.{name}"
+    return name if state == "master" else f"{STATE}{state}.{name}"
+
+
+def is_state(key: str) -> bool:
+    """Whether a saved tensor belongs to the update rule."""
+    return key.startswith(STATE)
 
 
 def regions(pieces: Iterable[ShardPiece]) -> Iterator[Region]:

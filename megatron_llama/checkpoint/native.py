@@ -18,7 +18,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import Metadata
 
 from megatron_llama.checkpoint.checksums import seal
-from megatron_llama.checkpoint.chunks import LoadRegions, Region, make_index, regions
+from megatron_llama.checkpoint.chunks import LoadRegions, Region, is_state, make_index, regions
 from megatron_llama.checkpoint.failures import writing
 from megatron_llama.checkpoint.folders import discard, fresh_staging, staging
 from megatron_llama.checkpoint.meta import META, CheckpointMeta, TrainState, meta_json, model_differences, parse_meta
@@ -155,10 +155,20 @@ def _open(folder: Path, own: list[Region], model: ModelConfig) -> tuple[Checkpoi
     meta = parse_meta(folder)
     refuse(f"{folder} is a checkpoint of another model:", model_differences(meta, model))
     metadata = read_metadata(folder)
+    if not any(is_state(key) for key in metadata.state_dict_metadata):
+        own = _without_state(own)
     reader, planner = ChunkReader(folder, metadata), LoadRegions(own, metadata)
     problems = planner.problems(str(folder), any_dtype=False) or reader.problems(planner.create_local_plan().items)
     refuse(f"{folder} is incomplete:", problems)
     return meta, reader, planner
+
+
+def _without_state(own: list[Region]) -> list[Region]:
+    """The weights alone. A converted checkpoint has no more: the optimizer starts afresh, with moments of zero."""
+    for part in own:
+        if is_state(part.key):
+            part.tensor.zero_()
+    return [part for part in own if not is_state(part.key)]
 
 
 class NativeWeights:

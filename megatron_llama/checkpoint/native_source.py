@@ -33,7 +33,7 @@ class NativeSource:
         training = meta.config.get("training", {})
         self.dtype = "bfloat16" if training.get("bf16") else "float16" if training.get("fp16") else "float32"
         self.extra = extra_fields(read_config_json(self.folder / META).get("model", {}))
-        self.companions = companions_of(self.folder.parent / TOKENIZER)
+        self.companions = companions_of(self.folder.parent / TOKENIZER, self.folder.parent)
         self.notes = (OPTIMIZER_LEFT_OUT,) if meta.optimizer_step else ()
 
     def __call__(self, rectangle: Rectangle, out: Tensor) -> None:

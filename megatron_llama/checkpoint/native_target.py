@@ -69,9 +69,7 @@ def _finish(folder: Path, parts: list[Region], written: list[Written], meta: byt
 
 
 def _meta(model: ModelConfig, dtype: torch.dtype, extra: Mapping[str, Any]) -> bytes:
-    half = dtype == torch.float16
-    training = TrainingConfig(bf16=dtype == torch.bfloat16, fp16=half)
-    scale = [training.initial_loss_scale if half else 1.0, 0.0, 0.0]
-    content = json.loads(meta_json(TrainState(0, 0), 0, scale, Config(model=model, training=training)))
+    training = TrainingConfig(bf16=dtype == torch.bfloat16, fp16=dtype == torch.float16)
+    content = json.loads(meta_json(TrainState(0, 0), 0, [1.0, 0.0, 0.0], Config(model=model, training=training)))
     content["model"] |= extra
     return (json.dumps(content, indent=2) + "\n").encode()

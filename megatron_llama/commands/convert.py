@@ -35,6 +35,7 @@ def convert(parsed: Parsed) -> None:
     _check(options, parsed.explicit)
     import torch
 
+    from megatron_llama.checkpoint.companions import tokens_in
     from megatron_llama.checkpoint.convert import convert as run
     from megatron_llama.checkpoint.convert import require_free
     from megatron_llama.checkpoint.formats import open_source
@@ -55,7 +56,7 @@ def convert(parsed: Parsed) -> None:
         target,
         model,
         getattr(torch, dtype),
-        companions=TOKENIZER if options.to == "native" else "",
+        companions=TOKENIZER if options.to == "native" and tokens_in(source.companions) else "",
         workers=options.workers,
         overwrite=options.overwrite,
     )
