@@ -33,7 +33,7 @@ NAMES = """
     bf16 bos_token_id
     clip_grad context_parallel_size cp_comm_type
     data_order data_parallel_shard_size data_parallel_sharding_strategy data_path distributed_timeout_minutes
-    eod_mask_loss eos_token_id eval_interval eval_iters exchange_chunk_bytes
+    eod_mask_loss eos_token_id eval_interval eval_iters exchange_chunk_bytes export_hf
     fp16 fp64 freeze
     global_batch_size gpus_per_node grad_reduce_in_bf16 grad_slots
     head_dim hidden_act hidden_size hysteresis
