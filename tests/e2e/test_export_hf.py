@@ -71,14 +71,14 @@ def test_a_folder_in_use_is_refused_at_the_start(product: Product, tmp_path: Pat
 
 
 def test_a_failure_at_the_end_is_everybodys(product: Product, tmp_path: Path) -> None:
-    run = product.start(DP2, save=tmp_path / "run", export_hf=tmp_path / "hf", train_iters=40)
+    run = product.start(DP2, save=tmp_path / "run", export_hf=tmp_path / "hf", train_iters=25)
     run.until(lambda: len(steps(tmp_path / "run")) >= 1)
     (tmp_path / "hf").mkdir()
     (tmp_path / "hf" / "thesis.tex").write_text("years of work")
     ended = run.wait()
     assert ended.codes == (1, 1) and ended.err.count("got a folder with thesis.tex") == 1
     assert sorted(path.name for path in tmp_path.iterdir()) == ["hf", "run"]
-    assert (tmp_path / "run" / "iter_0000040").is_dir()
+    assert (tmp_path / "run" / "iter_0000025").is_dir()
 
 
 def test_what_belongs_to_the_tokenizer_comes_out_as_it_went_in(product: Product, tmp_path: Path) -> None:
