@@ -29,7 +29,7 @@ SECTIONS = config_sections()
 # Every option of a training run. Adding one here has to be argued for: each is a promise, a test and a line of the manual.
 NAMES = """
     account_for_embedding_in_pipeline_split account_for_loss_in_pipeline_split adam_beta1 adam_beta2 adam_eps
-    attention_bias
+    async_save attention_bias
     bf16 bos_token_id
     clip_grad context_parallel_size cp_comm_type
     data_order data_parallel_shard_size data_parallel_sharding_strategy data_path distributed_timeout_minutes
@@ -45,7 +45,7 @@ NAMES = """
     param_slots pipeline_layer_split pipeline_model_parallel_size pipeline_schedule prefetch_bytes preset progress_bar
     recompute_granularity recompute_num_layers reduce_bucket_size reset_attention_mask reset_position_ids rms_norm_eps
     rope_scaling rope_theta
-    save save_interval seed seq_length sequence_parallel split
+    save save_first_step save_interval save_retain save_retain_interval seed seq_length sequence_parallel split
     tensor_model_parallel_size tie_word_embeddings tokenizer_model train_iters
     virtual_pipeline_model_parallel_size vocab_size
     weight_decay

@@ -21,7 +21,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint import state_dict_saver as dcp
 
 from megatron_llama import device as devices
 from megatron_llama.aliases import MEGATRON
@@ -169,7 +169,7 @@ def main(words: list[str]) -> None:
     config = check(replace(config, training=replace(config.training, train_iters=1)), place.world_size).config
     with closing(Background(place)) as background, tempfile.TemporaryDirectory() as name:
         if place.world_size == 1:
-            dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+            dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]
         mesh = init_mesh(config, place)
         box = [name]
         dist.broadcast_object_list(box)
