@@ -15,6 +15,7 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
+from torch.distributed.rendezvous import rendezvous
 
 from megatron_llama import device as devices
 from megatron_llama.config import Config, ParallelConfig
@@ -22,6 +23,7 @@ from megatron_llama.errors import ClusterError, describe
 from megatron_llama.layout import shard_count
 from megatron_llama.params import kv_copies, partition_of
 from megatron_llama.recorder import Recorder
+from megatron_llama.rendezvous import meet
 
 GRACE = timedelta(seconds=30)
 
@@ -160,7 +162,10 @@ def init_mesh(config: Config, place: Place) -> Mesh:
         os.environ.setdefault("MASTER_ADDR", place.master_addr)
         os.environ.setdefault("MASTER_PORT", str(place.master_port))
         timeout = _backend_timeout(config.parallel)
-        dist.init_process_group(devices.backend(device), rank=place.rank, world_size=place.world_size, timeout=timeout)
+        rank, world_size = place.rank, place.world_size
+        store, _, _ = next(rendezvous("env://", rank, world_size, timeout=timeout))
+        store = meet(store, rank, world_size, timeout.total_seconds())
+        dist.init_process_group(devices.backend(device), store=store, rank=rank, world_size=world_size, timeout=timeout)
     return build_mesh(config, rank=place.rank, world_size=place.world_size, device=device)
 
 

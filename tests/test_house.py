@@ -21,7 +21,7 @@ LAYERS = (
         *("recorder", "history", "whereabouts", "activations", "memory", "auto", "traffic", "uses", "residency"),
     ),
     ("planner",),
-    ("device",),
+    ("device", "rendezvous"),
     ("mesh",),
     ("comm",),
     ("nn",),

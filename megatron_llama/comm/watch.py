@@ -18,7 +18,9 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from uuid import uuid4
 
+import torch.distributed as dist
 from torch.distributed import DistStoreError, Store  # type: ignore[attr-defined]
 
 from megatron_llama.comm.store import connect
@@ -76,7 +78,9 @@ class Watch:
     def __init__(self, place: Place, recorder: Recorder, timeout: float = math.inf) -> None:
         self._place, self._recorder, self._timeout, self._loop = place, recorder, timeout, threading.get_ident()
         # Waiting on a connection blocks all its users: the thread and the caller have one each.
-        self._store, thread_store = connect(place, "watch"), connect(place, "watch")
+        name = [f"watch/{uuid4().hex}"]  # what an attempt before this one left in the store is none of its business
+        dist.broadcast_object_list(name, src=0)
+        self._store, thread_store = connect(place, name[0]), connect(place, name[0])
         self._over = threading.Event()
         self._account: Account | None = None
         self._post(self._store)

@@ -1,0 +1,60 @@
+"""Where the ranks of one attempt of a job meet: a part of the launcher's store that no other attempt has written to.
+
+torchrun keeps its store when it restarts a job, with the addresses of processes that are gone in it; and how often it has
+restarted, each machine counts on its own. So the ranks agree on a fresh name themselves, with numbers drawn for this attempt:
+rank 0 answers whoever says hello, also those of attempts before, who do not hear it.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from uuid import uuid4
+
+from torch.distributed import DistStoreError, PrefixStore, Store  # type: ignore[attr-defined]
+
+from megatron_llama.errors import ClusterError, describe
+
+POLL_SECONDS = 0.005
+
+
+def meet(store: Store, rank: int, world_size: int, seconds: float) -> Store:
+    """This attempt's part of the store. Collective. Raises ClusterError when a rank does not come in time."""
+    own = uuid4().hex
+    if rank == 0:
+        _receive(store, own, range(1, world_size), time.monotonic() + seconds)
+        return PrefixStore(own, store)
+    store.set(_hello(rank), own)
+    try:
+        store.wait([own])  # for the store's own timeout
+    except DistStoreError:
+        raise ClusterError(_absent([0])) from None
+    attempt = store.get(own).decode()
+    store.set(_here(attempt, rank), "")
+    return PrefixStore(attempt, store)
+
+
+def _receive(store: Store, attempt: str, others: Sequence[int], deadline: float) -> None:
+    missing, answered = list(others), dict.fromkeys(others, "")
+    while missing := [rank for rank in missing if not store.check([_here(attempt, rank)])]:
+        if time.monotonic() > deadline:
+            raise ClusterError(_absent(missing))
+        for rank in missing:
+            said = store.get(_hello(rank)).decode() if store.check([_hello(rank)]) else ""
+            if said != answered[rank]:
+                store.set(said, attempt)
+                answered[rank] = said
+        time.sleep(POLL_SECONDS)
+
+
+def _absent(ranks: Sequence[int]) -> str:
+    names, do = ", ".join(map(str, ranks)), "look at what those ranks printed, and whether they can reach the first machine"
+    return describe(f"rank {names}", got="no sign of it", expected="all ranks at the start", do=do)
+
+
+def _hello(rank: int) -> str:
+    return f"hello/{rank}"
+
+
+def _here(attempt: str, rank: int) -> str:
+    return f"{attempt}/here/{rank}"
