@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from functools import partial
 from typing import Protocol
 
 import torch
@@ -118,7 +117,7 @@ class HostLane:
     def submit(self, exchange: Exchange, *, size: int, after: Done | None = None) -> Done:
         """See Lane."""
         turn = _Turn(exchange, counts=size >= SMALL_BYTES, after=after)
-        done = Job(partial(self._finish, turn))
+        done = Job(turn.finish)
         self._queue.append((turn, done))  # without the lock: whoever has it may be waiting for a source
         self._stream.issue(self._fill)
         return done
@@ -130,15 +129,14 @@ class HostLane:
                 turn.start()
                 self._under_way.append(turn)
                 self._worker.put(done)
+                self._worker.put(Job(self._next))
 
-    def _finish(self, turn: _Turn) -> None:
-        """In the lane's thread: the oldest exchange under way."""
-        try:
-            turn.finish()
-        finally:
-            with self._lock:
-                self._under_way.popleft()
-            self._fill()
+    def _next(self) -> None:
+        """In the lane's thread: the oldest exchange is through. A job of its own, because whoever waits for that exchange shall not
+        wait for what the next one waits for."""
+        with self._lock:
+            self._under_way.popleft()
+        self._fill()
 
     def close(self) -> None:
         """See Worker."""
