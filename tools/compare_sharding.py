@@ -3,7 +3,8 @@
     torchrun --nproc-per-node 8 tools/compare_sharding.py --model llama2-7b --seq-length 4096 --bf16 --global-batch-size 64
 
 Takes every option of ``pretrain`` (``--config FILE`` too) except those of data: tokens are random. Modes take turns, ``--rounds`` times;
-each is built anew, so that one at a time needs memory. A mode that does not fit is a line in the table, not the end.
+each is built anew, so that one at a time needs memory. A mode whose state does not fit is a line in the table, not the end. One that
+runs out of memory later, in a step, ends the tool, because its other ranks are in the middle of their messages: leave it out (``--modes``).
 """
 
 from __future__ import annotations
@@ -13,9 +14,11 @@ import json
 import statistics
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -41,6 +44,7 @@ from megatron_llama.options import parse
 from megatron_llama.pipeline.runtime import PipelineRuntime
 from megatron_llama.validate import assemble, check
 
+T = TypeVar("T")
 MODES = {name: (name, "default") for name in (NO_SHARD, *BY_TRAFFIC[:-1])}
 MODES |= {f"{BY_TRAFFIC[-1]}-{slots}": (BY_TRAFFIC[-1], slots) for slots in ("2", "3", "all")}
 
@@ -76,14 +80,17 @@ class OutOfMemory(Exception):
 
 
 class Trial:
-    """One mode, built for a round."""
+    """One mode, built for a round. Building it sends nothing."""
 
     def __init__(self, config: Config, mesh: Mesh) -> None:
         self.config, self.mesh = config, mesh
         stages = build_stages(config, mesh)
         self.engine: OverlappedDistributedOptimizer = build_optimizer(config, stages.values(), mesh)
         self.runtime = PipelineRuntime(stages, self.engine, mesh, config, dtype=compute_dtype(config))
-        self.engine.load_weights(InitialWeights(config.training.seed, config.model.initializer_range))
+
+    def load(self) -> None:
+        """Initial weights, gathered."""
+        self.engine.load_weights(InitialWeights(self.config.training.seed, self.config.model.initializer_range))
 
     def train(self, batches: Sequence[Batch], steps: int) -> None:
         """So many steps, to the last message."""
@@ -97,25 +104,31 @@ class Trial:
 
 
 def measured(name: str, config: Config, mesh: Mesh, steps: int) -> Row:
-    """One mode, once. Raises OutOfMemory on every rank if on one. Collective."""
+    """One mode, once. Raises OutOfMemory on every rank where one cannot build it. Collective."""
     gc.collect()
-    failed, row = 0, None
     devices.reset_peak_memory(mesh.device)
-    try:
-        row = _timed(name, config, mesh, steps)
-    except torch.OutOfMemoryError:
-        failed = 1
-    if _most(mesh, float(failed)):
+    return _timed(name, built_everywhere(lambda: Trial(config, mesh), mesh), steps)
+
+
+def built_everywhere(build: Callable[[], T], mesh: Mesh) -> T:
+    """What ``build`` makes on this rank. Raises OutOfMemory on every rank where one has not enough memory for it, so that nobody is left
+    waiting for that one. Collective."""
+    built: T | None = None
+    with suppress(torch.OutOfMemoryError):  # said below, by all
+        built = build()
+    if _most(mesh, float(built is None)):
         raise OutOfMemory
-    assert row is not None
-    return row
+    assert built is not None
+    return built
 
 
-def _timed(name: str, config: Config, mesh: Mesh, steps: int) -> Row:
-    trial, recorder, data_ranks = Trial(config, mesh), mesh.recorder, mesh.dp.size
+def _timed(name: str, trial: Trial, steps: int) -> Row:
+    config, mesh, recorder = trial.config, trial.mesh, trial.mesh.recorder
     batches = list(random_batches(config, mesh))
+    trial.load()
     trial.train(batches, 2)
     recorder.traffic.clear()
+    recorder.marks.clear()
     recorder.take_exposed_seconds()
     if not devices.is_host(mesh.device):
         recorder.mark = lambda: devices.timed_event(mesh.device)
@@ -125,7 +138,7 @@ def _timed(name: str, config: Config, mesh: Mesh, steps: int) -> Row:
     exposed = recorder.take_exposed_seconds()
     if recorder.mark is not None:
         exposed = sum(before.elapsed_time(after) for before, after in recorder.marks) / 1e3
-    planned = MemoryPlan(config, mesh.world.size).traffic(mesh.pp.rank).sent if data_ranks > 1 else 0.0
+    planned = MemoryPlan(config, mesh.world.size).traffic(mesh.pp.rank).sent if mesh.dp.size > 1 else 0.0
     trial.engine.close()
     values = (
         seconds / steps * 1e3,
