@@ -240,7 +240,7 @@ class OverlappedDistributedOptimizer:
         if kind.partial or kind.tied:
             return
         square = self._take_square(bucket)
-        if self._early_lr is not None and not kind.lasting and self.layout.resident(bucket):
+        if self._early_lr is not None and _updated_early(self.layout, bucket):
             self._update_early(bucket, square, self._early_lr)
 
     def _take_square(self, bucket: int) -> Tensor:
@@ -354,14 +354,23 @@ def _never() -> bool:
     return False
 
 
+def _updated_early(layout: ShardLayout, bucket: int) -> bool:
+    """Whether a bucket may be updated during backward: its own reduction completes its gradient, and nobody reads it again, or takes
+    its slot, before the next step."""
+    kind = layout.buckets[bucket].kind
+    return kind.trainable and not kind.partial and not kind.lasting and layout.resident(bucket)
+
+
 def _early_gathers(layout: ShardLayout) -> Iterator[int]:
-    """The buckets that are gathered during backward, where they are updated there: evenly spread, so that no layer of the next forward
-    pass lacks more than another, and a third of all elements. Where communication takes as long as computing, backward, two
+    """The buckets that are gathered during backward, of those that are updated there: evenly spread, so that no layer of the next
+    forward pass lacks more than another, and a third of all elements. Where communication takes as long as computing, backward, two
     thirds of a step, has room for the reductions and for that. What the first units read is reduced last, right before
     ``step`` gathers: nothing may be in its way."""
     first = {bucket for unit in layout.unit_buckets[:2] for bucket in unit}
     reduced = gathered = 0
     for bucket in layout.buckets:
+        if not _updated_early(layout, bucket.index):
+            continue
         reduced += bucket.numel
         if bucket.index not in first and 3 * (gathered + bucket.numel) <= reduced:
             gathered += bucket.numel
