@@ -163,7 +163,6 @@ class OverlappedDistributedOptimizer:
         self._early_lr: float | None = None
         self._updated: set[int] = set()
         self._early_gathers = frozenset(_early_gathers(layout))
-        self._unpublished: set[int] = set()
         self._attach(stages)
         for bucket in self.gradients.trainable:
             update.attach(bucket, self.masters[bucket], decay=layout.buckets[bucket].kind.decay)
@@ -192,11 +191,8 @@ class OverlappedDistributedOptimizer:
         """The masters were written: gather the parameters, in the order of the next forward pass."""
         self.weights.changed(self.layout.forward_order)
         for bucket in self.layout.forward_order:
-            self._publish(bucket)
-
-    def _publish(self, bucket: int) -> None:
-        self._refresh(bucket)
-        self.weights.publish(bucket)
+            self._refresh(bucket)
+            self.weights.publish(bucket)
 
     def use(self, unit: int, backward: bool) -> None:
         """A unit is about to run: what it and its successors need is gathered, and what waited for that is reduced."""
@@ -216,8 +212,7 @@ class OverlappedDistributedOptimizer:
 
     def begin_step(self, microbatches: int, uses: Sequence[Use]) -> Tensor:
         """A step of so many microbatches starts. Returns the factor for the loss, 0-dim."""
-        self._updated, self._unpublished = set(), set()
-        self._squares.zero_()
+        self._updated = set()
         self.gradients.begin_step(microbatches)
         self.weights.begin(uses)
         return self.loss_scale.value
@@ -254,13 +249,11 @@ class OverlappedDistributedOptimizer:
     def _update_early(self, bucket: int, square: Tensor, lr: float) -> None:
         """Nobody reads these weights again before the next step: every gradient of the bucket is there."""
         skip = square.isfinite().logical_not().to(torch.float32)
-        self.update.step(bucket, self.gradients.shards[bucket], scale=self._unscaled, skip=skip, lr=lr)
+        self._update(bucket, self._unscaled, skip, lr)
         self.weights.changed((bucket,))
         self._updated.add(bucket)
         if bucket in self._early_gathers:
-            self._publish(bucket)
-        else:
-            self._unpublished.add(bucket)
+            self.weights.publish(bucket)
 
     def _grad_norm(self) -> Tensor:
         """Global L2 norm of the step's gradient (times the loss scale), counting no copied or tied parameter twice."""
@@ -310,8 +303,8 @@ class OverlappedDistributedOptimizer:
             for bucket in self.layout.forward_order:
                 if bucket in late:
                     self.weights.publish(bucket, self._stream.aside(partial(self._update, bucket, scale, skip, lr)))
-                elif bucket in self._unpublished:
-                    self._publish(bucket)
+                elif bucket in self._updated - self._early_gathers:
+                    self.weights.publish(bucket)
             self.loss_scale.update(skip)
         self._early_lr = None
         return StepResult(norm, skip, loss_scale)

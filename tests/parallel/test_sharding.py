@@ -21,7 +21,7 @@ from megatron_llama.mesh import Place, build_mesh
 from megatron_llama.model.llama import build_stages
 from megatron_llama.nn.sink import home_of
 from megatron_llama.optim.build import build_optimizer
-from megatron_llama.optim.distributed import OverlappedDistributedOptimizer
+from megatron_llama.optim.distributed import OverlappedDistributedOptimizer, _early_gathers, _updated_early
 from megatron_llama.optim.gradients import _Exchanges
 from tests.harness import Cluster
 from tests.parallel.cases import MODEL, OPTIMIZER, STRATEGIES, Layout, Record, Trainer, merged, train, trainer
@@ -68,7 +68,9 @@ def test_all_ways_to_shard_are_bitwise_equal_with_one_microbatch(cluster: Cluste
 
 
 @pytest.mark.parametrize(
-    "layout", [Layout(dp=2), Layout(dp=4, shard_size=2, strategy="optim_grads", microbatches=2)], ids=lambda layout: layout.name
+    "layout",
+    [Layout(dp=2), Layout(dp=2, bf16=True), Layout(dp=4, shard_size=2, strategy="optim_grads", microbatches=2)],
+    ids=lambda layout: layout.name,
 )
 def test_updates_during_backward_give_the_same_bits(cluster: Cluster, layout: Layout) -> None:
     late, early = (cluster.run(layout.world_size, train, replace(layout, clip=0.0, steps=5, early=early)) for early in (False, True))
@@ -218,6 +220,27 @@ def test_what_is_copied_where_it_must_be(cluster: Cluster) -> None:
     expected = sum(size * (1 if bucket in kept else 2) for bucket, size in shards.items())
     for found in cluster.run(2, copied, layout):
         assert found == {"copy_": expected + (2 * layout.layers + 1) * MODEL.hidden_size * 4, "zero_": EMBEDDING}
+
+
+def copied_by_step(place: Place, layout: Layout) -> dict[str, int]:
+    """Of the engine's weights, in the thread that calls ``step``."""
+    run = trainer(place, layout)
+    engine = run.optimizer
+    engine.begin_update(OPTIMIZER.lr, clip=layout.clip)
+    run.runtime.step(run.batches(0))
+    with Copies({tensor.untyped_storage().data_ptr() for tensor in (*engine.weights.full, *engine.masters)}) as mode:
+        engine.step(OPTIMIZER.lr, clip=layout.clip)
+    engine.settle()
+    return mode.moved
+
+
+@pytest.mark.parametrize("clip", [0.0, 1.0])
+def test_a_step_copies_no_weights_in_the_callers_thread(cluster: Cluster, clip: float) -> None:
+    """Also not those that were updated during backward and are gathered only now."""
+    layout = Layout(dp=2, bf16=True, clip=clip)
+    buckets = rank_layout(layout.config(), dp=2)
+    assert sum(_updated_early(buckets, bucket.index) for bucket in buckets.buckets) > len(list(_early_gathers(buckets)))
+    assert cluster.run(2, copied_by_step, layout) == [{}] * 2
 
 
 def gathered_by(place: Place, layout: Layout) -> list[str]:
