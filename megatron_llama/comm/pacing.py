@@ -44,21 +44,10 @@ def open_lane(device: torch.device, stream: Stream, *, inline: bool) -> Lane:
     return HostLane(stream) if devices.is_host(device) else _DeviceLane(device)
 
 
-class _Whole:
-    """An exchange that its owner waits for."""
-
-    def __init__(self, exchange: Exchange) -> None:
-        self._exchange = exchange
-
-    def wait(self) -> None:
-        """See Done."""
-        self._exchange.wait()
-
-
 class _InlineLane:
     def submit(self, exchange: Exchange, *, size: int, after: Done | None = None) -> Done:
         exchange.start()
-        return _Whole(exchange)
+        return exchange
 
     def close(self) -> None:
         pass
@@ -73,7 +62,7 @@ class _DeviceLane:
 
     def submit(self, exchange: Exchange, *, size: int, after: Done | None = None) -> Done:
         self._stream.issue(exchange.start)
-        return _Whole(exchange)
+        return exchange
 
     def close(self) -> None:
         self._stream.close()
