@@ -151,7 +151,7 @@ class OverlappedDistributedOptimizer:
             stream=stream,
             chunk_bytes=transport.chunk_bytes,
             reduced=_weakly(self),
-            gathers_first=self.weights.more_to_come if layout.gathers_first else _never,
+            more_to_come=self.weights.more_to_come,
         )
         # In the master's own dtype the shard is the master: nothing to copy after an update. So it is when it never changes.
         alike = [wide == dtype or not bucket.kind.trainable for bucket in layout.buckets]
@@ -160,7 +160,7 @@ class OverlappedDistributedOptimizer:
         self._total = torch.zeros(1, dtype=torch.float64, device=mesh.device)
         self._sum_total = exchange.all_reduce(self._total, mesh.world, index=0, wire=None)
         self._unscaled = torch.ones((), device=mesh.device)
-        self._early_lr: float | None = None
+        self._announced: tuple[float, float] | None = None
         self._updated: set[int] = set()
         self._early_gathers = frozenset(_early_gathers(layout))
         self._attach(stages)
@@ -208,7 +208,12 @@ class OverlappedDistributedOptimizer:
 
         Without clipping every bucket is then updated as soon as it is reduced. (With a loss scale that may overflow a step can
         still be called off, so nothing is early.)"""
-        self._early_lr = None if clip or self.loss_scale.dynamic else lr
+        self._announced = lr, clip
+
+    def _early_lr(self) -> float | None:
+        """The learning rate of updates during backward; None: there are none in this step."""
+        lr, clip = self._announced or (None, 0.0)
+        return None if clip or self.loss_scale.dynamic else lr
 
     def begin_step(self, microbatches: int, uses: Sequence[Use]) -> Tensor:
         """A step of so many microbatches starts. Returns the factor for the loss, 0-dim."""
@@ -235,8 +240,9 @@ class OverlappedDistributedOptimizer:
         if kind.partial or kind.tied:
             return
         square = self._take_square(bucket)
-        if self._early_lr is not None and _updated_early(self.layout, bucket):
-            self._update_early(bucket, square, self._early_lr)
+        lr = self._early_lr()
+        if lr is not None and _updated_early(self.layout, bucket):
+            self._update_early(bucket, square, lr)
 
     def _take_square(self, bucket: int) -> Tensor:
         """The squared norm of a shard, which counts if this rank is the one to count it. In blocks of ALIGN elements, which no
@@ -267,13 +273,16 @@ class OverlappedDistributedOptimizer:
     def _sum_partial_shards(self) -> None:
         """Copies that saw a part of the gradient each: norms under sequence parallelism, shared key/value heads, tied
         embeddings. Summing the reduced shards moves 1/dp of what summing whole gradients would."""
-        for bucket, grad in self.gradients.shards.items():
-            kind = self.layout.buckets[bucket].kind
-            if kind.partial:
-                all_reduce(grad, self._copies_axis(kind)).wait()
-            if kind.tied:
-                all_reduce(grad, self.mesh.embedding).wait()
-            if kind.partial or kind.tied:
+        kinds, shards = {bucket.index: bucket.kind for bucket in self.layout.buckets}, self.gradients.shards
+        copied = [all_reduce(shard, self._copies_axis(kinds[b])) for b, shard in shards.items() if kinds[b].partial]
+        for pending in copied:
+            pending.wait()
+        # A shard may be both: its sum over copies has to be there first.
+        tied = [all_reduce(shard, self.mesh.embedding) for b, shard in shards.items() if kinds[b].tied]
+        for pending in tied:
+            pending.wait()
+        for bucket in shards:
+            if kinds[bucket].partial or kinds[bucket].tied:
                 self._take_square(bucket)
 
     def _copies_axis(self, kind: Kind) -> Axis:
@@ -289,8 +298,9 @@ class OverlappedDistributedOptimizer:
     def step(self, lr: float, *, clip: float) -> StepResult:
         """Update every shard with the gradient scaled to a norm of at most ``clip`` (0: as it is), and launch the gathers.
 
-        A gradient that is not finite changes nothing. No host synchronisation."""
-        assert self._early_lr in (None, lr), "begin_update announced another learning rate"
+        A gradient that is not finite changes nothing. No host synchronisation. RuntimeError where ``begin_update`` announced others."""
+        if self._announced is not None and self._announced != (lr, clip):
+            raise RuntimeError(f"step got (lr, clip) {(lr, clip)}, begin_update announced {self._announced}")
         with torch.no_grad():
             loss_scale = self.loss_scale.value
             self.gradients.finish_all()
@@ -306,7 +316,7 @@ class OverlappedDistributedOptimizer:
                 elif bucket in self._updated - self._early_gathers:
                     self.weights.publish(bucket)
             self.loss_scale.update(skip)
-        self._early_lr = None
+        self._announced = None
         return StepResult(norm, skip, loss_scale)
 
     def _update(self, bucket: int, scale: Tensor, skip: Tensor, lr: float) -> None:
@@ -341,10 +351,6 @@ class OverlappedDistributedOptimizer:
         self._closing()
         for thread in self._threads:
             thread.join(PATIENCE_SECONDS)
-
-
-def _never() -> bool:
-    return False
 
 
 def _updated_early(layout: ShardLayout, bucket: int) -> bool:

@@ -1,7 +1,8 @@
 """Gradient buckets: where layers write, and the reductions that start as soon as a bucket is complete.
 
     IDLE -> OPEN        the first contribution of a round is written; the slot's last user has been reduced
-    OPEN -> REDUCING    every planned contribution is there (those of one microbatch, or of the whole step): sent at once
+    OPEN -> REDUCING    every planned contribution is there (those of one microbatch, or of the whole step): sent at once, or behind
+                        the gathers of the next use where backward needs those sooner
     REDUCING -> IDLE    somebody needs the slot or the result, and waits
 
 What follows a reduction (the sum, and whatever the engine wants of the result) runs on a stream, under the rest of backward.
@@ -41,8 +42,8 @@ class GradientBuckets:
     ``shard_axis`` splits buckets, ``replica_axis`` repeats the shards. With ``reduce_every_microbatch`` slots are reused within
     a step and shards accumulate; otherwise the slots accumulate, are reduced when the last microbatch has contributed, and the
     shard is the rank's part of the slot. ``reduced(bucket)`` runs on ``stream`` when a bucket has its final value of the step.
-    ``gathers_first()``: whether the next use will launch a gather that backward needs sooner than room for gradients; reductions
-    are then kept back until ``release``, which belongs behind every use.
+    ``more_to_come()``: whether a later use will launch a gather. Where the layout says that backward needs those sooner than room for
+    gradients, reductions are then kept back until ``release``, which belongs behind every use.
     """
 
     def __init__(
@@ -58,7 +59,7 @@ class GradientBuckets:
         stream: Stream,
         chunk_bytes: int,
         reduced: Callable[[int], None],
-        gathers_first: Callable[[], bool],
+        more_to_come: Callable[[], bool],
     ) -> None:
         self.layout, self.reduce_every_microbatch = layout, reduce_every_microbatch
         self._recorder, self._stream, self._reduced = shard_axis.recorder, stream, reduced
@@ -79,15 +80,13 @@ class GradientBuckets:
         self._fresh: set[str] = set()
         self._deferring: Hashable | None = None
         self._deferred: dict[Hashable, list[Callable[[], None]]] = {}
-        self._gathers_first = gathers_first
+        self._more_to_come = more_to_come
         self._kept: list[Callable[[], None]] = []
-        self._launched: list[int] = []
 
     def begin_step(self, microbatches: int) -> None:
         """A step of so many microbatches starts."""
         each = 1 if self.reduce_every_microbatch else microbatches
         self._rounds = microbatches // each
-        self._launched = []
         for bucket in self.trainable:
             self._rounds_left[bucket] = self._rounds
             self._begin_round(bucket, each)
@@ -158,13 +157,12 @@ class GradientBuckets:
         self._state[bucket] = State.REDUCING
         if (user := self._exchanges.buffer_user(bucket)) is not None:
             self._wait(user)
-        self._launched.append(bucket)
         exchange = self._exchanges.take(bucket, first=first)
         final = self._rounds_left[bucket] == 0
         self._kept.append(partial(self._send, bucket, exchange, first=first, final=final))
         if not final:
             self._begin_round(bucket, 1)
-        if not self._gathers_first():
+        if not (self.layout.gathers_first and self._more_to_come()):
             self.release()
 
     def release(self) -> None:
@@ -201,13 +199,13 @@ class GradientBuckets:
             self._done[bucket].wait()
 
     def finish_all(self) -> None:
-        """Wait for every reduction still in flight, in launch order.
+        """Wait for every reduction still in flight.
 
         Every parameter must have had its gradient: a silent miss would train it with a stale one."""
         missing = [f"{', '.join(names)} in {self.layout.label(bucket)}" for bucket, names in self._missing.items() if names]
         if missing or self._deferred:
             raise RuntimeError(f"parameters without gradient at the end of the step: {'; '.join(missing)}")
-        for bucket in dict.fromkeys(self._launched):
+        for bucket in self.trainable:
             if self._state[bucket] is State.REDUCING:
                 self.finish(bucket)
 
