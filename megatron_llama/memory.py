@@ -45,7 +45,7 @@ def host_buffer_bytes(config: Config, layout: ShardLayout, *, dp: int) -> int:
         largest = max(trained, default=0)
         part = -(-largest // size)
         each = (size - 1) * part * wire + narrow * (largest * wire + part * wide)
-        total += min(REDUCTIONS_IN_FLIGHT, len(trained)) * each
+        total += min(REDUCTIONS_IN_FLIGHT, len(layout.gradient_slot_numel())) * each
     if replicas > 1:
         for numel in trained:
             part = align_up(-(-numel // size // replicas), ALIGN)

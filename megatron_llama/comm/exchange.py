@@ -53,8 +53,8 @@ def gather(full: Tensor, own: Tensor, axis: Axis, *, index: int, chunk_bytes: in
 
 
 class Reductions:
-    """The reduce-scatters of one rank. They share staging buffers: exchange ``index`` uses number ``index % in_flight``, whose
-    last user must have been waited for. RuntimeError otherwise."""
+    """The reduce-scatters of one rank. They share ``in_flight`` staging buffers: the last user of an exchange's buffer must have been
+    waited for when it starts. RuntimeError otherwise."""
 
     def __init__(
         self,
@@ -68,7 +68,6 @@ class Reductions:
         chunk_bytes: int = CHUNK_BYTES,
     ) -> None:
         """``largest``: elements of the largest buffer; ``wire``: the dtype in which parts are sent (None: ``dtype``)."""
-        self.in_flight = in_flight
         self._axis, self._wire, self._chunk_bytes = axis, wire if wire != dtype else None, chunk_bytes
         self._parts = gloo.Parts.allocate(axis, largest, wire or dtype, dtype, in_flight) if device.type == "cpu" and axis.size > 1 else []
         casts = in_flight if self._wire is not None and axis.size > 1 else 0
@@ -83,22 +82,23 @@ class Reductions:
         buffers = [*self._narrow, *self._sums, *(tensor for parts in self._parts for tensor in (parts.received, parts.wide))]
         return sum(buffer.numel() * buffer.element_size() for buffer in buffers)
 
-    def scatter(self, full: Tensor, shard: Tensor, *, index: int) -> Exchange:
+    def scatter(self, full: Tensor, shard: Tensor, *, index: int, buffer: int) -> Exchange:
         """Sum ``full`` [n] over the ranks into ``shard`` [n / size], which may be this rank's place inside ``full``. On the host
-        in rank order, at least in the dtype of ``shard``: no value depends on where buffers or chunks end."""
+        in rank order, at least in the dtype of ``shard``: no value depends on where buffers or chunks end. ``index``: tells the
+        reductions of one axis apart, the same on all ranks; ``buffer``: number of the staging buffer."""
         axis = self._axis
         if axis.size == 1:
             return _Alone((lambda: None) if shard.data_ptr() == full.data_ptr() else _copying(shard, full))
         sent, cast = full.data, None
         if self._wire is not None:
-            sent = self._narrow[index % self.in_flight][: full.numel()]
+            sent = self._narrow[buffer][: full.numel()]
             cast = _copying(sent, full)
-        turn = self._turns[index % self.in_flight]
+        turn = self._turns[buffer]
         if self._parts:
-            parts = self._parts[index % self.in_flight]
+            parts = self._parts[buffer]
             exchange: Exchange = gloo.ReduceScatter(sent, shard.data, axis, parts, index, self._chunk_bytes)
             return _Counted(exchange, axis, "reduce_scatter", index, sent, before=cast, turn=turn)
-        target = shard.data if cast is None else self._sums[index % self.in_flight][: shard.numel()]
+        target = shard.data if cast is None else self._sums[buffer][: shard.numel()]
 
         def issue() -> Any:
             return reduce_scatter_single(target, sent, group=axis.group, async_op=True)

@@ -70,7 +70,8 @@ class GradientBuckets:
         self._own = {b: full[layout.shard(b, shard_axis.rank)] for b, full in self._full.items()}
         self.shards = {b: torch.zeros_like(own) if reduce_every_microbatch else own for b, own in self._own.items()}
         """Reduced gradients of this rank by bucket, valid after ``finish_all``."""
-        self._exchanges = _Exchanges(self._full, self._own, self.shards, shard_axis, replica_axis, wire, chunk_bytes)
+        slots = {bucket: layout.gradient_slots[bucket] for bucket in self.trainable}
+        self._exchanges = _Exchanges(self._full, self._own, self.shards, slots, shard_axis, replica_axis, wire, chunk_bytes)
         self._state = dict.fromkeys(self.trainable, State.IDLE)
         self._slot_user: dict[Slot, int] = {}
         self._done: dict[int, Done] = {}
@@ -211,13 +212,17 @@ class GradientBuckets:
 
 
 class _Exchanges:
-    """The reductions of all buckets, made once, and which of them uses which receive buffer."""
+    """The reductions of all buckets, made once, and which of them uses which receive buffer.
+
+    ``slots``: of the gradients. A slot has one reduction under way at most, so those of one slot share a buffer, and more buffers
+    than slots would never be in use at once."""
 
     def __init__(
         self,
         full: Mapping[int, Tensor],
         own: Mapping[int, Tensor],
         shards: Mapping[int, Tensor],
+        slots: Mapping[int, Slot],
         shard_axis: Axis,
         replica_axis: Axis,
         wire: torch.dtype | None,
@@ -225,13 +230,15 @@ class _Exchanges:
     ) -> None:
         self._users: dict[int, int] = {}
         self._replicas: dict[int, Exchange] = {}
-        self._buffers = max(1, min(REDUCTIONS_IN_FLIGHT, len(full)))
+        numbers = {slot: number for number, slot in enumerate(dict.fromkeys(slots.values()))}
+        self._buffer = {b: numbers[slot] for b, slot in slots.items()}
         if shard_axis.size == 1 < replica_axis.size and all(shards[b] is own[b] for b in full):
             # Nothing is split and nothing accumulates elsewhere: the one message goes out when the bucket is complete.
             whole = {b: all_reduce(f, replica_axis, index=b, chunk_bytes=chunk_bytes, wire=wire) for b, f in full.items()}
             self._first = self._later = whole
-            self._buffers = 1 + max(full, default=0)  # each has its own
             return
+        buffers = min(REDUCTIONS_IN_FLIGHT, len(numbers))
+        self._buffer = {b: number % buffers for b, number in self._buffer.items()}
         largest = max((f.numel() for f in full.values()), default=0)
         some = next(iter(full.values()), torch.empty(0))
         reductions = Reductions(
@@ -241,26 +248,26 @@ class _Exchanges:
             wire=wire,
             device=some.device,
             chunk_bytes=chunk_bytes,
-            in_flight=self._buffers,
+            in_flight=buffers,
         )
-        self._first = {b: reductions.scatter(f, shards[b], index=b) for b, f in full.items()}
+        self._first = {b: reductions.scatter(f, shards[b], index=b, buffer=self._buffer[b]) for b, f in full.items()}
         accumulating = {b: f for b, f in full.items() if shards[b] is not own[b]}
-        self._later = self._first | {b: reductions.scatter(f, own[b], index=b) for b, f in accumulating.items()}
+        self._later = self._first | {b: reductions.scatter(f, own[b], index=b, buffer=self._buffer[b]) for b, f in accumulating.items()}
         if replica_axis.size > 1:
             self._replicas = {b: all_reduce(s, replica_axis, index=b, chunk_bytes=chunk_bytes, wire=wire) for b, s in shards.items()}
 
     def buffer_user(self, bucket: int) -> int | None:
         """Whose parts are still coming into the buffer that this bucket receives into."""
-        return self._users.get(bucket % self._buffers)
+        return self._users.get(self._buffer[bucket])
 
     def take(self, bucket: int, *, first: bool) -> Exchange:
         """The exchange of a bucket's first or later round; its buffer is taken from now on."""
-        self._users[bucket % self._buffers] = bucket
+        self._users[self._buffer[bucket]] = bucket
         return self._first[bucket] if first else self._later[bucket]
 
     def release(self, bucket: int) -> None:
         """What was received has been added up."""
-        self._users.pop(bucket % self._buffers)
+        self._users.pop(self._buffer[bucket])
 
     def sum_over_replicas(self, bucket: int) -> None:
         """Add up the shards of all replicas, in place."""

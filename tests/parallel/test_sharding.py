@@ -349,7 +349,7 @@ def test_misuse_names_bucket_unit_and_parameter(how: str) -> None:
     assert all(words in message for words in EXPECTED[how]), message
 
 
-def buffers(place: Place, layout: Layout) -> int:
+def receive_bytes(place: Place, layout: Layout) -> int:
     """Bytes of all tensors that exchanges made for themselves."""
     made: list[torch.Tensor] = []
 
@@ -363,7 +363,8 @@ def buffers(place: Place, layout: Layout) -> int:
     run = trainer(place, layout)
     old = run.optimizer.gradients
     with Made():
-        _Exchanges(old._full, old._own, old.shards, run.mesh.dp_shard, run.mesh.dp_replica, _wire(layout), 1 << 20)
+        slots = {bucket: old.layout.gradient_slots[bucket] for bucket in old.trainable}
+        _Exchanges(old._full, old._own, old.shards, slots, run.mesh.dp_shard, run.mesh.dp_replica, _wire(layout), 1 << 20)
     return sum(tensor.untyped_storage().nbytes() for tensor in made)
 
 
@@ -383,8 +384,19 @@ def _wire(layout: Layout) -> torch.dtype | None:
 )
 def test_receive_buffers_are_those_of_the_formula(cluster: Cluster, layout: Layout) -> None:
     expected = host_buffer_bytes(layout.config(), rank_layout(layout.config(), dp=layout.dp), dp=layout.dp)
-    assert max(cluster.run(layout.world_size, buffers, layout)) == expected, "the last rank may have a smaller part"
+    assert max(cluster.run(layout.world_size, receive_bytes, layout)) == expected, "the last rank may have a smaller part"
     assert (expected > 0) is (layout.dp > 1)
+
+
+@pytest.mark.parametrize(("grad_slots", "buffers"), [(1, 3), (2, 4), (3, 6)])
+def test_there_are_as_many_receive_buffers_as_gradient_slots(cluster: Cluster, grad_slots: int, buffers: int) -> None:
+    """Those of the blocks, one fewer (but one) of embedding and head, and one of the norms: each for the part that the other rank has
+    of the largest bucket."""
+    layout = Layout(dp=2, strategy=PARAMS, grad_slots=grad_slots)
+    plan = rank_layout(layout.config(), dp=2)
+    largest = max(bucket.numel for bucket in plan.buckets)
+    assert len(plan.buckets) > buffers == len(plan.gradient_slot_numel())
+    assert cluster.run(2, receive_bytes, layout) == [buffers * largest // 2 * 4] * 2
 
 
 def build_and_drop(place: Place) -> tuple[int, int]:
