@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megatron_llama import device as devices
 from megatron_llama.comm import gloo
 from megatron_llama.comm.collectives import all_gather_single, reduce_scatter_single
 from megatron_llama.mesh import Axis
@@ -168,9 +169,25 @@ class _Native:
 
 @dataclass
 class _Turn:
-    """Who uses a staging buffer."""
+    """Who uses a staging buffer. On a device, where ``wait`` returns at once and the next user may start in another stream: when the
+    last one is through."""
 
     user: _Counted | None = None
+    free: torch.Event | None = None
+
+    def take(self, user: _Counted, device: torch.device) -> None:
+        """RuntimeError if its last user was not waited for."""
+        if self.user is not None:
+            raise RuntimeError(f"{user} needs the staging buffer of {self.user}, which was not waited for")
+        self.user = user
+        if self.free is not None:
+            devices.current_stream(device).wait_event(self.free)
+
+    def give_back(self, device: torch.device) -> None:
+        """The user was waited for."""
+        self.user = None
+        if not devices.is_host(device):
+            self.free = devices.current_stream(device).record_event()
 
 
 class _Counted:
@@ -189,7 +206,7 @@ class _Counted:
         turn: _Turn | None = None,
     ) -> None:
         self._exchange, self._axis, self._operation, self._index = exchange, axis, operation, index
-        self._bytes = sent.numel() * sent.element_size()
+        self._bytes, self._device = sent.numel() * sent.element_size(), sent.device
         self._before, self._after, self._turn = before, after, turn
         self._started = False
 
@@ -201,9 +218,7 @@ class _Counted:
         if self._started:
             raise RuntimeError(f"{self} was started again before it was waited for")
         if self._turn is not None:
-            if self._turn.user is not None:
-                raise RuntimeError(f"{self} needs the staging buffer of {self._turn.user}, which was not waited for")
-            self._turn.user = self
+            self._turn.take(self, self._device)
         self._started = True
         self._axis.recorder.count(self._axis.name, self._operation, self._bytes)
         if self._before is not None:
@@ -219,4 +234,4 @@ class _Counted:
             self._after()
         self._started = False
         if self._turn is not None:
-            self._turn.user = None
+            self._turn.give_back(self._device)
