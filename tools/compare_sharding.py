@@ -72,7 +72,8 @@ class Row:
     exposed_ms: float
     sent_bytes: float
     planned_bytes: float
-    peak_memory_bytes: int
+    peak_memory_bytes: int | None
+    """None where the system does not say."""
 
 
 class OutOfMemory(Exception):
@@ -145,10 +146,10 @@ def _timed(name: str, trial: Trial, steps: int) -> Row:
         exposed / steps * 1e3,
         sent_bytes(mesh) / steps,
         planned,
-        float(devices.peak_memory_bytes(mesh.device)),
+        float(devices.peak_memory_bytes(mesh.device) or 0),
     )
     step_ms, exposed_ms, sent, planned, peak = (_most(mesh, value) for value in values)
-    return Row(name, step_ms, exposed_ms, sent, planned, int(peak))
+    return Row(name, step_ms, exposed_ms, sent, planned, int(peak) or None)
 
 
 def _most(mesh: Mesh, value: float) -> float:
@@ -181,7 +182,8 @@ def table(rows: Sequence[Row], failed: Sequence[str]) -> Iterator[str]:
     yield f"{'mode':<26}{'step ms':>10}{'of best':>9}{'exposed ms':>12}{'sent':>12}{'planned':>12}{'peak memory':>13}"
     best = min((row.step_ms for row in rows), default=0.0)
     for row in rows:
-        sent, planned, peak = gib(round(row.sent_bytes)), gib(round(row.planned_bytes)), gib(row.peak_memory_bytes)
+        sent, planned = gib(round(row.sent_bytes)), gib(round(row.planned_bytes))
+        peak = "n/a" if row.peak_memory_bytes is None else gib(row.peak_memory_bytes)
         yield f"{row.name:<26}{row.step_ms:>10.1f}{row.step_ms / best:>9.3f}{row.exposed_ms:>12.1f}{sent:>12}{planned:>12}{peak:>13}"
     yield from (f"{name:<26}does not fit into memory" for name in failed)
 
@@ -232,7 +234,7 @@ def _with_vocabulary(model: ModelConfig) -> ModelConfig:
 
 def _median(rows: Sequence[Row]) -> Row:
     times = {name: statistics.median(getattr(row, name) for row in rows) for name in ("step_ms", "exposed_ms")}
-    return replace(rows[-1], **times, peak_memory_bytes=max(row.peak_memory_bytes for row in rows))
+    return replace(rows[-1], **times, peak_memory_bytes=max(row.peak_memory_bytes or 0 for row in rows) or None)
 
 
 if __name__ == "__main__":

@@ -15,7 +15,7 @@ from megatron_llama.mesh import Mesh, Place, build_mesh
 from tests.e2e.product import TINY, words
 from tests.harness import Cluster
 from tests.parallel.cases import Layout
-from tools.compare_sharding import OutOfMemory, built_everywhere, measured
+from tools.compare_sharding import OutOfMemory, Row, built_everywhere, measured, table
 
 ROOT = Path(__file__).resolve().parents[2]
 MODES = ("no_shard", "optim", "optim_grads", "optim_grads_params-2", "optim_grads_params-3", "optim_grads_params-all")
@@ -40,6 +40,11 @@ def test_every_mode_sends_what_was_planned(freeze: tuple[str, ...], tmp_path: Pa
     assert freeze or sent["no_shard"] == pytest.approx(sent["optim"], rel=1e-3), "but for padding"
     assert sent["optim"] < sent["optim_grads"] <= sent["optim_grads_params-all"] < sent["optim_grads_params-2"]
     assert sent["optim_grads_params-all"] <= sent["optim_grads_params-3"] <= sent["optim_grads_params-2"]
+
+
+def test_the_table_says_where_memory_is_not_known() -> None:
+    rows = [Row(name, 2.0, 1.0, 2**20, 2**20, peak) for name, peak in (("optim", 2**30), ("no_shard", None))]
+    assert [line.split()[-2:] for line in table(rows, [])] == [["peak", "memory"], ["1.00", "GiB"], ["MiB", "n/a"]]
 
 
 class Tick:
