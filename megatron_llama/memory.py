@@ -6,7 +6,8 @@ from collections.abc import Iterable, Sequence
 
 from megatron_llama.activations import Activations, Granularity, compute_bytes
 from megatron_llama.config import Config
-from megatron_llama.layout import ALIGN, REDUCTIONS_IN_FLIGHT, ShardLayout, align_up, rank_layout, strategy_named
+from megatron_llama.errors import describe
+from megatron_llama.layout import ALIGN, PIECES, REDUCTIONS_IN_FLIGHT, ShardLayout, align_up, rank_layout, strategy_named
 from megatron_llama.params import partition_of
 from megatron_llama.schedule import Action, Op, schedule_named
 from megatron_llama.traffic import StepTraffic, step_traffic
@@ -51,6 +52,30 @@ def host_buffer_bytes(config: Config, layout: ShardLayout, *, dp: int) -> int:
             part = align_up(-(-numel // size // replicas), ALIGN)
             total += (replicas - 1) * part * wire + narrow * (numel // size * wire + 2 * part * wide)
     return total
+
+
+def least_chunk_bytes(config: Config, layout: ShardLayout, *, dp: int) -> int:
+    """The smallest ``--exchange-chunk-bytes`` that cuts no message of a layout into more than PIECES."""
+    narrow = compute_bytes(config)
+    wire = 2 if config.parallel.grad_reduce_in_bf16 else max(narrow, 4)
+    replicas, messages = dp // layout.shards, [(0, 1)]
+    for bucket in layout.buckets:
+        shard = layout.shard_numel(bucket.index)
+        if layout.shards > 1:
+            messages += [(shard, narrow), (shard * bucket.kind.trainable, wire)]
+        if replicas > 1 and bucket.kind.trainable:
+            messages.append((min(shard, align_up(-(-shard // replicas), ALIGN)), wire))
+    pieces = [(-(-numel // PIECES), itemsize) for numel, itemsize in messages]
+    return max(elements * itemsize if elements > 1 else 1 for elements, itemsize in pieces)  # a piece has one element at least
+
+
+def chunk_problem(config: Config, layouts: Iterable[ShardLayout], *, dp: int) -> str | None:
+    """What is wrong with ``--exchange-chunk-bytes`` for the layouts of all pipeline ranks, where the backend is gloo."""
+    given, least = config.parallel.exchange_chunk_bytes, max(least_chunk_bytes(config, layout, dp=dp) for layout in layouts)
+    if given >= least:
+        return None
+    expected = f"at least {least}, which cuts the largest message into {PIECES} pieces"
+    return describe("--exchange-chunk-bytes", got=given, expected=expected, do="give more or leave it out")
 
 
 def peak_of(actions: Iterable[Action], kept: Sequence[int], deferred: Sequence[int]) -> int:
@@ -120,6 +145,10 @@ class MemoryPlan:
     def host_buffers(self, rank: int) -> int:
         """Bytes of receive buffers on a CPU."""
         return host_buffer_bytes(self.config, self.layouts[rank], dp=self._data)
+
+    def chunk_problem(self) -> str | None:
+        """See the function, for the whole run on CPUs."""
+        return chunk_problem(self.config, self.layouts, dp=self._data)
 
     def traffic(self, rank: int) -> StepTraffic:
         """What a step of this pipeline rank sends to its data-parallel peers."""

@@ -15,6 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from megatron_llama.comm.streams import _put
+from megatron_llama.errors import ConfigError
 from megatron_llama.layout import rank_layout
 from megatron_llama.memory import host_buffer_bytes, state_bytes
 from megatron_llama.mesh import Place, build_mesh
@@ -291,6 +292,40 @@ def test_messages_go_in_chunks_of_the_option(cluster: Cluster) -> None:
     for chunk_bytes in (1 << 20, 1 << 12):
         expected = sum(-(-bucket.numel // 2 * 4 // chunk_bytes) for bucket in buckets)
         assert cluster.run(2, chunks_of, chunk_bytes) == [expected] * 2
+
+
+def least_chunk(place: Place, layout: Layout, least: int) -> str:
+    """Engines with chunks of so many bytes, and with fewer; returns the error."""
+    for chunk_bytes in (least, least - 1):
+        config = layout.config()
+        config = replace(config, parallel=replace(config.parallel, exchange_chunk_bytes=chunk_bytes))
+        mesh = build_mesh(config, rank=place.rank, world_size=place.world_size, device=torch.device("cpu"))
+        stages = build_stages(config, mesh).values()
+        if chunk_bytes == least:
+            build_optimizer(config, stages, mesh).close()
+    with pytest.raises(ConfigError) as error:
+        build_optimizer(config, stages, mesh)
+    return str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("layout", "itemsize"),
+    [
+        (Layout(dp=2, bucket=10**9), 4),
+        (Layout(dp=2, bucket=10**9, bf16=True, reduce_bf16=True), 2),
+        (Layout(dp=2, bucket=10**9, strategy="no_shard"), 4),
+        (Layout(pp=2, dp=2, split=(1, 3), bucket=10**9), 4),
+    ],
+    ids=lambda case: getattr(case, "name", None),
+)
+def test_chunks_that_are_too_small_are_refused_by_all_ranks(cluster: Cluster, layout: Layout, itemsize: int) -> None:
+    """Of two ranks of a pipeline one alone may have messages that are too long."""
+    largest = max(bucket.numel for rank in range(layout.pp) for bucket in rank_layout(layout.config(), dp=2, rank=rank).buckets) // 2
+    assert 1 << 15 < largest < 1 << 18
+    least = -(-largest // (1 << 15)) * itemsize
+    expected = f"at least {least}, which cuts the largest message into 32768 pieces"
+    message = f"--exchange-chunk-bytes: got {least - 1}, expected {expected}; give more or leave it out"
+    assert cluster.run(layout.world_size, least_chunk, layout, least) == [message] * layout.world_size
 
 
 def broken(place: Place, how: str) -> str:
