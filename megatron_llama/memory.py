@@ -54,6 +54,12 @@ def host_buffer_bytes(config: Config, layout: ShardLayout, *, dp: int) -> int:
     return total
 
 
+def squares_bytes(config: Config, layout: ShardLayout) -> int:
+    """The largest tensor that the engine allocates in a step: one gradient shard, squared. Without sharding a whole bucket."""
+    shards = (layout.shard_numel(bucket.index) for bucket in layout.buckets if bucket.kind.trainable)
+    return max(shards, default=0) * max(compute_bytes(config), 4)
+
+
 def least_chunk_bytes(config: Config, layout: ShardLayout, *, dp: int) -> int:
     """The smallest ``--exchange-chunk-bytes`` that cuts no message of a layout into more than PIECES."""
     narrow = compute_bytes(config)
@@ -175,9 +181,10 @@ class MemoryPlan:
         return (sent + divided) * shape.hidden
 
     def _working(self, rank: int) -> int:
-        """An estimate: one block as it is computed again or its gradients, or the gradient of the logits."""
+        """An estimate: one block as it is computed again or its gradients, or the gradient of the logits. Beside that the squares of one
+        gradient shard, of which the norm is made."""
         head = self.partition.placement[-1] == rank
-        return max(self.shape.block("none"), self.shape.logits * head)
+        return max(self.shape.block("none"), self.shape.logits * head) + squares_bytes(self.config, self.layouts[rank])
 
 
 def gib(size: int) -> str:

@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_leaves
 from megatron_llama.comm.streams import _put
 from megatron_llama.errors import ConfigError
 from megatron_llama.layout import rank_layout
-from megatron_llama.memory import host_buffer_bytes, state_bytes
+from megatron_llama.memory import host_buffer_bytes, squares_bytes, state_bytes
 from megatron_llama.mesh import Place, build_mesh
 from megatron_llama.model.llama import build_stages
 from megatron_llama.nn.sink import home_of
@@ -401,6 +401,31 @@ def receive_bytes(place: Place, layout: Layout) -> int:
         slots = {bucket: old.layout.gradient_slots[bucket] for bucket in old.trainable}
         _Exchanges(old._full, old._own, old.shards, slots, run.mesh.dp_shard, run.mesh.dp_replica, _wire(layout), 1 << 20)
     return sum(tensor.untyped_storage().nbytes() for tensor in made)
+
+
+def largest_temporary(place: Place, layout: Layout) -> int:
+    """Bytes, of the tensors that taking parts of the norm makes."""
+    sizes: list[int] = []
+
+    class Made(TorchDispatchMode):
+        def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            out = function(*args, **(kwargs or {}))
+            if function.overloadpacket.__name__ != "view":
+                sizes.append(out.untyped_storage().nbytes())
+            return out
+
+    run = trainer(place, layout)
+    run.step(0)
+    with Made():
+        for bucket in run.optimizer.gradients.trainable:
+            run.optimizer._take_square(bucket)
+    return max(sizes)
+
+
+@pytest.mark.parametrize("layout", [Layout(dp=2, strategy="no_shard"), Layout(dp=2, bf16=True)], ids=lambda layout: layout.name)
+def test_the_largest_temporary_is_that_of_the_formula(cluster: Cluster, layout: Layout) -> None:
+    expected = squares_bytes(layout.config(), rank_layout(layout.config(), dp=layout.dp))
+    assert cluster.run(2, largest_temporary, layout) == [expected] * 2
 
 
 def _wire(layout: Layout) -> torch.dtype | None:
