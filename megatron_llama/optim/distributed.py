@@ -1,8 +1,8 @@
 """OverlappedDistributedOptimizer: THE engine.
 
     forward     each layer waits for the gather of its own bucket only; a unit's use launches the gathers of what comes next
-    backward    layers write gradients into slots; a complete bucket is reduced at once, under the rest of backward, and its
-                part of the norm taken; without clipping it is updated there and then, and gathered again
+    backward    layers write gradients into slots; a complete bucket is reduced under the rest of backward, and its part of the
+                norm taken; without clipping it is updated there and then, and some are gathered again
     step        one scalar for the norm, clip factor (on the device), then bucket by bucket: update the shard, launch its gather
 
 Parameters and gradients live in slots allocated once; the modules' parameters are views that never move.
@@ -64,7 +64,8 @@ class ShardPiece:
 
 @dataclass(frozen=True)
 class DataAxes:
-    """Who shares a bucket: ``shard`` splits it, ``replica`` repeats the shards, ``gather`` is ``shard`` with its own communicator."""
+    """Who shares a bucket: ``shard`` splits it, ``replica`` repeats the shards, ``gather`` has the ranks of ``shard``, on a device with
+    a communicator of its own."""
 
     shard: Axis
     replica: Axis

@@ -1,4 +1,4 @@
-"""Gradient buckets: where layers write, and the reductions that start as soon as a bucket is complete.
+"""Gradient buckets: where layers write, and the reductions that start when a bucket is complete.
 
     IDLE -> OPEN        the first contribution of a round is written; the slot's last user has been reduced
     OPEN -> REDUCING    every planned contribution is there (those of one microbatch, or of the whole step): sent at once, or behind
@@ -140,7 +140,7 @@ class GradientBuckets:
         self._state[bucket] = State.OPEN
 
     def written(self, bucket: int, placement: Placement) -> None:
-        """One contribution is in place; a complete bucket is reduced at once."""
+        """One contribution is in place; a complete bucket is sent, or kept for ``release``."""
         missing, name = self._missing[bucket], placement.spec.name
         if name not in missing:
             planned = placement.spec.contributions
