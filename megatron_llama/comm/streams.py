@@ -34,9 +34,9 @@ class Stream(Protocol):
         on a device it happens in a stream of its own, after what the caller's current stream was given so far."""
 
     def run(self, work: Work) -> Done:
-        """Run after everything that was run here before, and after what was issued. What is issued later does not wait for it. On the
-        host in a thread, without autograd; on a device in a second stream, after what the caller's current stream was given so far.
-        Only a thread leaves errors for ``Done``."""
+        """Run after everything that was run here before; what is issued does not wait for it. On the host in a thread, without autograd;
+        on a device in a second stream, after what was issued here and what the caller's current stream was given so far. Only a
+        thread leaves errors for ``Done``."""
 
     def aside(self, work: Work) -> Done:
         """Run what the caller need not wait for. On the host like ``run``; on a device at once, where the caller's work goes: the

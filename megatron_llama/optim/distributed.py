@@ -305,7 +305,7 @@ class OverlappedDistributedOptimizer:
         with torch.no_grad():
             loss_scale = self.loss_scale.value
             self.gradients.finish_all()
-            late = set(self.gradients.trainable) - self._updated
+            late, unpublished = set(self.gradients.trainable) - self._updated, self._updated - self._early_gathers
             self.weights.changed(sorted(late))
             norm = self._grad_norm() / loss_scale
             skip = norm.isfinite().logical_not().to(torch.float32)
@@ -314,7 +314,7 @@ class OverlappedDistributedOptimizer:
             for bucket in self.layout.forward_order:
                 if bucket in late:
                     self.weights.publish(bucket, self._stream.aside(partial(self._update, bucket, scale, skip, lr)))
-                elif bucket in self._updated - self._early_gathers:
+                elif bucket in unpublished:
                     self.weights.publish(bucket)
             self.loss_scale.update(skip)
         self._announced = None
