@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 import platform
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
+from pathlib import Path
 
 import torch
 
@@ -51,20 +52,23 @@ def synchronize(device: torch.device) -> None:
 
 
 def reset_peak_memory(device: torch.device) -> None:
-    """Start ``peak_memory_bytes`` anew."""
+    """Start ``peak_memory_bytes`` anew, where it is known."""
     if is_host(device):
-        with open("/proc/self/clear_refs", "w") as switch:
+        with suppress(FileNotFoundError), open("/proc/self/clear_refs", "w") as switch:
             switch.write("5")
     else:
         torch.cuda.reset_peak_memory_stats(device)
 
 
-def peak_memory_bytes(device: torch.device) -> int:
-    """Largest memory so far, or since ``reset_peak_memory``: allocated bytes on a GPU, resident set of the process on a CPU (Linux)."""
-    if not is_host(device):
-        return torch.cuda.max_memory_allocated(device)
-    with open("/proc/self/status") as status:
-        return next(int(line.split()[1]) * 1024 for line in status if line.startswith("VmHWM"))
+def peak_memory_bytes(device: torch.device) -> int | None:
+    """Largest memory so far, or since ``reset_peak_memory``: allocated bytes on a GPU, resident set of the process on a CPU. None where
+    the system does not say: only Linux does."""
+    return _largest_resident_set(Path("/proc/self/status")) if is_host(device) else torch.cuda.max_memory_allocated(device)
+
+
+def _largest_resident_set(status: Path) -> int | None:
+    lines = status.read_text().splitlines() if status.exists() else []
+    return next((int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM")), None)
 
 
 def timed_event(device: torch.device) -> torch.Event:

@@ -6,7 +6,8 @@ from collections.abc import Iterable, Sequence
 
 from megatron_llama.activations import Activations, Granularity, compute_bytes
 from megatron_llama.config import Config
-from megatron_llama.layout import ALIGN, REDUCTIONS_IN_FLIGHT, ShardLayout, align_up, rank_layout, strategy_named
+from megatron_llama.errors import describe
+from megatron_llama.layout import ALIGN, PIECES, REDUCTIONS_IN_FLIGHT, ShardLayout, align_up, rank_layout, strategy_named
 from megatron_llama.params import partition_of
 from megatron_llama.schedule import Action, Op, schedule_named
 from megatron_llama.traffic import StepTraffic, step_traffic
@@ -45,12 +46,42 @@ def host_buffer_bytes(config: Config, layout: ShardLayout, *, dp: int) -> int:
         largest = max(trained, default=0)
         part = -(-largest // size)
         each = (size - 1) * part * wire + narrow * (largest * wire + part * wide)
-        total += min(REDUCTIONS_IN_FLIGHT, len(trained)) * each
+        total += min(REDUCTIONS_IN_FLIGHT, len(layout.gradient_slot_numel())) * each
     if replicas > 1:
         for numel in trained:
             part = align_up(-(-numel // size // replicas), ALIGN)
             total += (replicas - 1) * part * wire + narrow * (numel // size * wire + 2 * part * wide)
     return total
+
+
+def squares_bytes(config: Config, layout: ShardLayout) -> int:
+    """The largest tensor that the engine allocates in a step: one gradient shard, squared. Without sharding a whole bucket."""
+    shards = (layout.shard_numel(bucket.index) for bucket in layout.buckets if bucket.kind.trainable)
+    return max(shards, default=0) * max(compute_bytes(config), 4)
+
+
+def least_chunk_bytes(config: Config, layout: ShardLayout, *, dp: int) -> int:
+    """The smallest ``--exchange-chunk-bytes`` that cuts no message of a layout into more than PIECES."""
+    narrow = compute_bytes(config)
+    wire = 2 if config.parallel.grad_reduce_in_bf16 else max(narrow, 4)
+    replicas, messages = dp // layout.shards, [(0, 1)]
+    for bucket in layout.buckets:
+        shard = layout.shard_numel(bucket.index)
+        if layout.shards > 1:
+            messages += [(shard, narrow), (shard * bucket.kind.trainable, wire)]
+        if replicas > 1 and bucket.kind.trainable:
+            messages.append((min(shard, align_up(-(-shard // replicas), ALIGN)), wire))
+    pieces = [(-(-numel // PIECES), itemsize) for numel, itemsize in messages]
+    return max(elements * itemsize if elements > 1 else 1 for elements, itemsize in pieces)  # a piece has one element at least
+
+
+def chunk_problem(config: Config, layouts: Iterable[ShardLayout], *, dp: int) -> str | None:
+    """What is wrong with ``--exchange-chunk-bytes`` for the layouts of all pipeline ranks, where the backend is gloo."""
+    given, least = config.parallel.exchange_chunk_bytes, max(least_chunk_bytes(config, layout, dp=dp) for layout in layouts)
+    if given >= least:
+        return None
+    expected = f"at least {least}, which cuts the largest message into {PIECES} pieces"
+    return describe("--exchange-chunk-bytes", got=given, expected=expected, do="give more or leave it out")
 
 
 def peak_of(actions: Iterable[Action], kept: Sequence[int], deferred: Sequence[int]) -> int:
@@ -121,6 +152,10 @@ class MemoryPlan:
         """Bytes of receive buffers on a CPU."""
         return host_buffer_bytes(self.config, self.layouts[rank], dp=self._data)
 
+    def chunk_problem(self) -> str | None:
+        """See the function, for the whole run on CPUs."""
+        return chunk_problem(self.config, self.layouts, dp=self._data)
+
     def traffic(self, rank: int) -> StepTraffic:
         """What a step of this pipeline rank sends to its data-parallel peers."""
         return step_traffic(self.config, self.schedule, dp=self._data, rank=rank)
@@ -146,9 +181,10 @@ class MemoryPlan:
         return (sent + divided) * shape.hidden
 
     def _working(self, rank: int) -> int:
-        """An estimate: one block as it is computed again or its gradients, or the gradient of the logits."""
+        """An estimate: one block as it is computed again or its gradients, or the gradient of the logits. Beside that the squares of one
+        gradient shard, of which the norm is made."""
         head = self.partition.placement[-1] == rank
-        return max(self.shape.block("none"), self.shape.logits * head)
+        return max(self.shape.block("none"), self.shape.logits * head) + squares_bytes(self.config, self.layouts[rank])
 
 
 def gib(size: int) -> str:

@@ -12,6 +12,12 @@ changes along the list, whatever the limit in bytes.
 Why ranks cannot deadlock: what is gathered depends on the arguments and on the sequence of calls, never on what has
 completed. Ranks of one data-parallel group make the same calls, so they issue the same gathers in the same order, and each
 gather waits only for what was issued before it. ``forget`` and ``offer`` therefore belong at fixed points of the program.
+
+One exception, for updates during backward: a bucket with a slot of its own may be forgotten and offered at any time after its
+last use, where that is in backward, as long as all ranks offer in the same order. Backward uses buckets in the reverse order of
+their first uses. An offer is accepted only for the first round of gathers, which fits into the slots and the limit at once, and
+what is still to be used then comes before the offered bucket in that round: all of it was gathered when the last use of the
+bucket began. So look-ahead has come to its end, and there is room for the bucket, now as later.
 """
 
 from __future__ import annotations

@@ -38,6 +38,14 @@ def test_in_flight_of_1f1b() -> None:
     assert first > 4 * plan.kept(0, "none", 0) and last < 2 * plan.kept(3, "none", 0)
 
 
+def test_the_squares_of_a_gradient_shard_count() -> None:
+    """Those of the embedding, the largest bucket: whole, or a quarter."""
+    whole, quarter = (
+        MemoryPlan(config(4, data_parallel_sharding_strategy=name), 4).activations(0, "none", 0) for name in ("no_shard", "optim")
+    )
+    assert whole - quarter == 32000 * 4096 * 4 * 3 // 4
+
+
 @pytest.mark.parametrize(("granularity", "ranks"), list(product(["selective", "full"], [1, 4])))
 def test_auto_takes_the_fewest_blocks_that_fit(granularity: str, ranks: int) -> None:
     asked = config(ranks, pipeline_model_parallel_size=ranks, recompute_granularity=granularity, recompute_num_layers="auto")

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import random
 import sys
 from collections.abc import Callable, Iterable, Sequence
-from itertools import pairwise
+from itertools import pairwise, product
 from types import FrameType
 from typing import Any
 
@@ -252,6 +253,43 @@ def test_early_offers() -> None:
         if use.backward:
             everything.forget(use.unit)
             assert everything.offer(use.unit), "resident: nothing is in its way"
+
+
+def early_offers(residency: Residency, uses: Sequence[Use], alone: Sequence[int], due: Callable[[], bool]) -> list[object]:
+    """Everything that is gathered in two steps in which ``alone`` are offered after their last use, in that order, each when it is
+    ``due``; by who asked for it, since the two do not wait for each other."""
+    needs = [(index, bucket) for index, use in enumerate(uses) for bucket in residency.unit_buckets[use.unit]]
+    last = {bucket: index for index, bucket in needs}
+    gathered, answers = list[object](), list[object]()
+    for _ in range(2):
+        gathered.append(residency.begin(uses))
+        waiting = list[int]()
+        for index, use in enumerate(uses):
+            gathered.append(residency.enter(use))
+            waiting += [bucket for bucket in alone if last[bucket] == index]
+            while waiting and (due() or index + 1 == len(uses)):
+                residency.forget(waiting[0])
+                answers.append((waiting[0], residency.offer(waiting.pop(0))))
+    return [gathered, answers]
+
+
+@pytest.mark.parametrize(("name", "virtual"), NAMES)
+def test_with_a_slot_of_its_own_a_bucket_may_be_offered_any_time_after_its_last_use(name: str, virtual: int) -> None:
+    """In backward: so ranks may do it when a reduction is complete, each at another moment, also when other buckets share slots. (The
+    embedding, bucket 1, is not read in backward.)"""
+    draw, accepted = random.Random(name), 0
+    for rank, slots, limit in product((0, 1, 2), (1, 2, 3), (None, 10, 30, 60)):
+        shared, uses = rank_case(name, virtual, rank, slots=slots)
+        sizes = [draw.choice([3, 5, 10, 20]) for _ in shared.slots]
+        alone = [bucket for bucket in range(2, len(sizes)) if draw.random() < 0.4]
+        places = [(10, bucket) if bucket in alone else slot for bucket, slot in enumerate(shared.slots)]
+        found = []
+        for due in (lambda: True, lambda: draw.random() < 0.5, lambda: draw.random() < 0.2, lambda: False):
+            residency = Residency(slots=places, sizes=sizes, unit_buckets=shared.unit_buckets, prefetch_bytes=limit)
+            found.append(early_offers(residency, uses, alone, due))
+        assert all(other == found[0] for other in found), (rank, slots, limit)
+        accepted += str(found[0]).count("True")
+    assert accepted > 20
 
 
 def test_an_offer_leaves_alone_what_the_current_use_reads() -> None:

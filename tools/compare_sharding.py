@@ -3,7 +3,8 @@
     torchrun --nproc-per-node 8 tools/compare_sharding.py --model llama2-7b --seq-length 4096 --bf16 --global-batch-size 64
 
 Takes every option of ``pretrain`` (``--config FILE`` too) except those of data: tokens are random. Modes take turns, ``--rounds`` times;
-each is built anew, so that one at a time needs memory. A mode that does not fit is a line in the table, not the end.
+each is built anew, so that one at a time needs memory. A mode whose state does not fit is a line in the table, not the end. One that
+runs out of memory later, in a step, ends the tool, because its other ranks are in the middle of their messages: leave it out (``--modes``).
 """
 
 from __future__ import annotations
@@ -13,9 +14,11 @@ import json
 import statistics
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -41,6 +44,7 @@ from megatron_llama.options import parse
 from megatron_llama.pipeline.runtime import PipelineRuntime
 from megatron_llama.validate import assemble, check
 
+T = TypeVar("T")
 MODES = {name: (name, "default") for name in (NO_SHARD, *BY_TRAFFIC[:-1])}
 MODES |= {f"{BY_TRAFFIC[-1]}-{slots}": (BY_TRAFFIC[-1], slots) for slots in ("2", "3", "all")}
 
@@ -68,7 +72,8 @@ class Row:
     exposed_ms: float
     sent_bytes: float
     planned_bytes: float
-    peak_memory_bytes: int
+    peak_memory_bytes: int | None
+    """None where the system does not say."""
 
 
 class OutOfMemory(Exception):
@@ -76,14 +81,17 @@ class OutOfMemory(Exception):
 
 
 class Trial:
-    """One mode, built for a round."""
+    """One mode, built for a round. Building it sends nothing."""
 
     def __init__(self, config: Config, mesh: Mesh) -> None:
         self.config, self.mesh = config, mesh
         stages = build_stages(config, mesh)
         self.engine: OverlappedDistributedOptimizer = build_optimizer(config, stages.values(), mesh)
         self.runtime = PipelineRuntime(stages, self.engine, mesh, config, dtype=compute_dtype(config))
-        self.engine.load_weights(InitialWeights(config.training.seed, config.model.initializer_range))
+
+    def load(self) -> None:
+        """Initial weights, gathered."""
+        self.engine.load_weights(InitialWeights(self.config.training.seed, self.config.model.initializer_range))
 
     def train(self, batches: Sequence[Batch], steps: int) -> None:
         """So many steps, to the last message."""
@@ -97,25 +105,31 @@ class Trial:
 
 
 def measured(name: str, config: Config, mesh: Mesh, steps: int) -> Row:
-    """One mode, once. Raises OutOfMemory on every rank if on one. Collective."""
+    """One mode, once. Raises OutOfMemory on every rank where one cannot build it. Collective."""
     gc.collect()
-    failed, row = 0, None
     devices.reset_peak_memory(mesh.device)
-    try:
-        row = _timed(name, config, mesh, steps)
-    except torch.OutOfMemoryError:
-        failed = 1
-    if _most(mesh, float(failed)):
+    return _timed(name, built_everywhere(lambda: Trial(config, mesh), mesh), steps)
+
+
+def built_everywhere(build: Callable[[], T], mesh: Mesh) -> T:
+    """What ``build`` makes on this rank. Raises OutOfMemory on every rank where one has not enough memory for it, so that nobody is left
+    waiting for that one. Collective."""
+    built: T | None = None
+    with suppress(torch.OutOfMemoryError):  # said below, by all
+        built = build()
+    if _most(mesh, float(built is None)):
         raise OutOfMemory
-    assert row is not None
-    return row
+    assert built is not None
+    return built
 
 
-def _timed(name: str, config: Config, mesh: Mesh, steps: int) -> Row:
-    trial, recorder, data_ranks = Trial(config, mesh), mesh.recorder, mesh.dp.size
+def _timed(name: str, trial: Trial, steps: int) -> Row:
+    config, mesh, recorder = trial.config, trial.mesh, trial.mesh.recorder
     batches = list(random_batches(config, mesh))
+    trial.load()
     trial.train(batches, 2)
     recorder.traffic.clear()
+    recorder.marks.clear()
     recorder.take_exposed_seconds()
     if not devices.is_host(mesh.device):
         recorder.mark = lambda: devices.timed_event(mesh.device)
@@ -125,17 +139,17 @@ def _timed(name: str, config: Config, mesh: Mesh, steps: int) -> Row:
     exposed = recorder.take_exposed_seconds()
     if recorder.mark is not None:
         exposed = sum(before.elapsed_time(after) for before, after in recorder.marks) / 1e3
-    planned = MemoryPlan(config, mesh.world.size).traffic(mesh.pp.rank).sent if data_ranks > 1 else 0.0
+    planned = MemoryPlan(config, mesh.world.size).traffic(mesh.pp.rank).sent if mesh.dp.size > 1 else 0.0
     trial.engine.close()
     values = (
         seconds / steps * 1e3,
         exposed / steps * 1e3,
         sent_bytes(mesh) / steps,
         planned,
-        float(devices.peak_memory_bytes(mesh.device)),
+        float(devices.peak_memory_bytes(mesh.device) or 0),
     )
     step_ms, exposed_ms, sent, planned, peak = (_most(mesh, value) for value in values)
-    return Row(name, step_ms, exposed_ms, sent, planned, int(peak))
+    return Row(name, step_ms, exposed_ms, sent, planned, int(peak) or None)
 
 
 def _most(mesh: Mesh, value: float) -> float:
@@ -168,7 +182,8 @@ def table(rows: Sequence[Row], failed: Sequence[str]) -> Iterator[str]:
     yield f"{'mode':<26}{'step ms':>10}{'of best':>9}{'exposed ms':>12}{'sent':>12}{'planned':>12}{'peak memory':>13}"
     best = min((row.step_ms for row in rows), default=0.0)
     for row in rows:
-        sent, planned, peak = gib(round(row.sent_bytes)), gib(round(row.planned_bytes)), gib(row.peak_memory_bytes)
+        sent, planned = gib(round(row.sent_bytes)), gib(round(row.planned_bytes))
+        peak = "n/a" if row.peak_memory_bytes is None else gib(row.peak_memory_bytes)
         yield f"{row.name:<26}{row.step_ms:>10.1f}{row.step_ms / best:>9.3f}{row.exposed_ms:>12.1f}{sent:>12}{planned:>12}{peak:>13}"
     yield from (f"{name:<26}does not fit into memory" for name in failed)
 
@@ -219,7 +234,7 @@ def _with_vocabulary(model: ModelConfig) -> ModelConfig:
 
 def _median(rows: Sequence[Row]) -> Row:
     times = {name: statistics.median(getattr(row, name) for row in rows) for name in ("step_ms", "exposed_ms")}
-    return replace(rows[-1], **times, peak_memory_bytes=max(row.peak_memory_bytes for row in rows))
+    return replace(rows[-1], **times, peak_memory_bytes=max(row.peak_memory_bytes or 0 for row in rows) or None)
 
 
 if __name__ == "__main__":

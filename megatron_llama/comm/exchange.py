@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megatron_llama import device as devices
 from megatron_llama.comm import gloo
 from megatron_llama.comm.collectives import all_gather_single, reduce_scatter_single
 from megatron_llama.mesh import Axis
@@ -53,8 +54,8 @@ def gather(full: Tensor, own: Tensor, axis: Axis, *, index: int, chunk_bytes: in
 
 
 class Reductions:
-    """The reduce-scatters of one rank. They share staging buffers: exchange ``index`` uses number ``index % in_flight``, whose
-    last user must have been waited for. RuntimeError otherwise."""
+    """The reduce-scatters of one rank. They share ``in_flight`` staging buffers: the last user of an exchange's buffer must have been
+    waited for when it starts. RuntimeError otherwise."""
 
     def __init__(
         self,
@@ -68,7 +69,6 @@ class Reductions:
         chunk_bytes: int = CHUNK_BYTES,
     ) -> None:
         """``largest``: elements of the largest buffer; ``wire``: the dtype in which parts are sent (None: ``dtype``)."""
-        self.in_flight = in_flight
         self._axis, self._wire, self._chunk_bytes = axis, wire if wire != dtype else None, chunk_bytes
         self._parts = gloo.Parts.allocate(axis, largest, wire or dtype, dtype, in_flight) if device.type == "cpu" and axis.size > 1 else []
         casts = in_flight if self._wire is not None and axis.size > 1 else 0
@@ -83,22 +83,23 @@ class Reductions:
         buffers = [*self._narrow, *self._sums, *(tensor for parts in self._parts for tensor in (parts.received, parts.wide))]
         return sum(buffer.numel() * buffer.element_size() for buffer in buffers)
 
-    def scatter(self, full: Tensor, shard: Tensor, *, index: int) -> Exchange:
+    def scatter(self, full: Tensor, shard: Tensor, *, index: int, buffer: int) -> Exchange:
         """Sum ``full`` [n] over the ranks into ``shard`` [n / size], which may be this rank's place inside ``full``. On the host
-        in rank order, at least in the dtype of ``shard``: no value depends on where buffers or chunks end."""
+        in rank order, at least in the dtype of ``shard``: no value depends on where buffers or chunks end. ``index``: tells the
+        reductions of one axis apart, the same on all ranks; ``buffer``: number of the staging buffer."""
         axis = self._axis
         if axis.size == 1:
             return _Alone((lambda: None) if shard.data_ptr() == full.data_ptr() else _copying(shard, full))
         sent, cast = full.data, None
         if self._wire is not None:
-            sent = self._narrow[index % self.in_flight][: full.numel()]
+            sent = self._narrow[buffer][: full.numel()]
             cast = _copying(sent, full)
-        turn = self._turns[index % self.in_flight]
+        turn = self._turns[buffer]
         if self._parts:
-            parts = self._parts[index % self.in_flight]
+            parts = self._parts[buffer]
             exchange: Exchange = gloo.ReduceScatter(sent, shard.data, axis, parts, index, self._chunk_bytes)
             return _Counted(exchange, axis, "reduce_scatter", index, sent, before=cast, turn=turn)
-        target = shard.data if cast is None else self._sums[index % self.in_flight][: shard.numel()]
+        target = shard.data if cast is None else self._sums[buffer][: shard.numel()]
 
         def issue() -> Any:
             return reduce_scatter_single(target, sent, group=axis.group, async_op=True)
@@ -168,9 +169,25 @@ class _Native:
 
 @dataclass
 class _Turn:
-    """Who uses a staging buffer."""
+    """Who uses a staging buffer. On a device, where ``wait`` returns at once and the next user may start in another stream: when the
+    last one is through."""
 
     user: _Counted | None = None
+    free: torch.Event | None = None
+
+    def take(self, user: _Counted, device: torch.device) -> None:
+        """RuntimeError if its last user was not waited for."""
+        if self.user is not None:
+            raise RuntimeError(f"{user} needs the staging buffer of {self.user}, which was not waited for")
+        self.user = user
+        if self.free is not None:
+            devices.current_stream(device).wait_event(self.free)
+
+    def give_back(self, device: torch.device) -> None:
+        """The user was waited for."""
+        self.user = None
+        if not devices.is_host(device):
+            self.free = devices.current_stream(device).record_event()
 
 
 class _Counted:
@@ -189,7 +206,7 @@ class _Counted:
         turn: _Turn | None = None,
     ) -> None:
         self._exchange, self._axis, self._operation, self._index = exchange, axis, operation, index
-        self._bytes = sent.numel() * sent.element_size()
+        self._bytes, self._device = sent.numel() * sent.element_size(), sent.device
         self._before, self._after, self._turn = before, after, turn
         self._started = False
 
@@ -201,9 +218,7 @@ class _Counted:
         if self._started:
             raise RuntimeError(f"{self} was started again before it was waited for")
         if self._turn is not None:
-            if self._turn.user is not None:
-                raise RuntimeError(f"{self} needs the staging buffer of {self._turn.user}, which was not waited for")
-            self._turn.user = self
+            self._turn.take(self, self._device)
         self._started = True
         self._axis.recorder.count(self._axis.name, self._operation, self._bytes)
         self._axis.recorder.issued = self
@@ -221,4 +236,4 @@ class _Counted:
             self._after()
         self._started = False
         if self._turn is not None:
-            self._turn.user = None
+            self._turn.give_back(self._device)

@@ -14,16 +14,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_llama.layout import ALIGN, align_up
+from megatron_llama.layout import ALIGN, PIECES, align_up
 from megatron_llama.mesh import Axis
-
-TAGS = 1 << 15
-"""Tags of one message of an exchange: chunks are numbered."""
 
 
 def _first_tag(index: int, phase: int) -> int:
     """Tags of the exchanges of one communicator: phase 0 and 1 for reductions, 2 for the gather with the same index."""
-    return (3 * index + phase) * TAGS
+    return (3 * index + phase) * PIECES
 
 
 @dataclass(frozen=True)
@@ -36,12 +33,12 @@ class _Message:
 
 
 def _messages(parts: Sequence[tuple[int, Tensor]], first_tag: int, chunk_bytes: int) -> list[_Message]:
-    """The chunks of the parts of peers. Raises ValueError where tags would not suffice."""
+    """The chunks of the parts of peers, numbered by tags. Raises ValueError where those would not suffice: see ``memory.chunk_problem``."""
     messages = []
     for peer, part in parts:
         chunk = max(1, chunk_bytes // part.element_size())
-        if part.numel() > chunk * TAGS:
-            raise ValueError(f"a part of {part.numel()} elements makes more than {TAGS} chunks of {chunk_bytes} bytes")
+        if part.numel() > chunk * PIECES:
+            raise ValueError(f"a part of {part.numel()} elements makes more than {PIECES} chunks of {chunk_bytes} bytes")
         messages += [_Message(view, peer, first_tag + i) for i, view in enumerate(torch.split(part, chunk)) if view.numel()]
     return messages
 

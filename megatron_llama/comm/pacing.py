@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from functools import partial
 from typing import Protocol
 
 import torch
@@ -45,21 +44,10 @@ def open_lane(device: torch.device, stream: Stream, *, inline: bool) -> Lane:
     return HostLane(stream) if devices.is_host(device) else _DeviceLane(device)
 
 
-class _Whole:
-    """An exchange that its owner waits for."""
-
-    def __init__(self, exchange: Exchange) -> None:
-        self._exchange = exchange
-
-    def wait(self) -> None:
-        """See Done."""
-        self._exchange.wait()
-
-
 class _InlineLane:
     def submit(self, exchange: Exchange, *, size: int, after: Done | None = None) -> Done:
         exchange.start()
-        return _Whole(exchange)
+        return exchange
 
     def close(self) -> None:
         pass
@@ -74,7 +62,7 @@ class _DeviceLane:
 
     def submit(self, exchange: Exchange, *, size: int, after: Done | None = None) -> Done:
         self._stream.issue(exchange.start)
-        return _Whole(exchange)
+        return exchange
 
     def close(self) -> None:
         self._stream.close()
@@ -118,7 +106,7 @@ class HostLane:
     def submit(self, exchange: Exchange, *, size: int, after: Done | None = None) -> Done:
         """See Lane."""
         turn = _Turn(exchange, counts=size >= SMALL_BYTES, after=after)
-        done = Job(partial(self._finish, turn))
+        done = Job(turn.finish)
         self._queue.append((turn, done))  # without the lock: whoever has it may be waiting for a source
         self._stream.issue(self._fill)
         return done
@@ -130,15 +118,14 @@ class HostLane:
                 turn.start()
                 self._under_way.append(turn)
                 self._worker.put(done)
+                self._worker.put(Job(self._next))
 
-    def _finish(self, turn: _Turn) -> None:
-        """In the lane's thread: the oldest exchange under way."""
-        try:
-            turn.finish()
-        finally:
-            with self._lock:
-                self._under_way.popleft()
-            self._fill()
+    def _next(self) -> None:
+        """In the lane's thread: the oldest exchange is through. A job of its own, because whoever waits for that exchange shall not
+        wait for what the next one waits for."""
+        with self._lock:
+            self._under_way.popleft()
+        self._fill()
 
     def close(self) -> None:
         """See Worker."""

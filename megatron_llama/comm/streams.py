@@ -31,11 +31,12 @@ class Stream(Protocol):
     def issue(self, work: Work) -> Done:
         """Start something that does not block, after everything that was issued here before; ``Done.wait``: it has been started.
         On the host a thread does so, because a sender copies into its socket what fits there, and the caller has to compute;
-        on a device it happens inside this stream, after what the caller's current stream was given so far."""
+        on a device it happens in a stream of its own, after what the caller's current stream was given so far."""
 
     def run(self, work: Work) -> Done:
-        """Run after everything that was run here before. On the host in a thread, without autograd; on a device inside this
-        stream, after what the caller's current stream was given so far. Only a thread leaves errors for ``Done``."""
+        """Run after everything that was run here before; what is issued does not wait for it. On the host in a thread, without autograd;
+        on a device in a second stream, after what was issued here and what the caller's current stream was given so far. Only a
+        thread leaves errors for ``Done``."""
 
     def aside(self, work: Work) -> Done:
         """Run what the caller need not wait for. On the host like ``run``; on a device at once, where the caller's work goes: the
@@ -179,23 +180,25 @@ def _put(worker: Worker, work: Work) -> Done:
 
 
 class DeviceStream:
-    """A stream of the device, joined by events."""
+    """Two streams of the device, joined by events: with one, a reduction would begin when all that follows the one before it is done."""
 
     def __init__(self, device: torch.device) -> None:
-        self._device, self._stream = device, devices.new_stream(device)
+        self._device, self._issuing, self._running = device, devices.new_stream(device), devices.new_stream(device)
 
     def issue(self, work: Work) -> Done:
         """See Stream."""
-        self._stream.wait_stream(devices.current_stream(self._device))
-        with devices.on_stream(self._stream):
+        self._issuing.wait_stream(devices.current_stream(self._device))
+        with devices.on_stream(self._issuing):
             work()
         return _Now()
 
     def run(self, work: Work) -> Done:
         """See Stream."""
-        with torch.no_grad():
-            self.issue(work)
-        return _Recorded(self._device, self._stream.record_event())
+        self._running.wait_stream(devices.current_stream(self._device))
+        self._running.wait_stream(self._issuing)
+        with torch.no_grad(), devices.on_stream(self._running):
+            work()
+        return _Recorded(self._device, self._running.record_event())
 
     def aside(self, work: Work) -> Done:
         """See Stream."""

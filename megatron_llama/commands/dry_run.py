@@ -90,6 +90,8 @@ def _missing_here(plan: MemoryPlan, world: int) -> Iterator[str]:
     count = devices.accelerator_count()
     if count < world and not (devices.is_host(device) and world <= (os.cpu_count() or 1)):
         yield f"devices: {world} processes, this machine has {count} GPUs and {os.cpu_count()} cores"
+    if devices.is_host(device) and (problem := plan.chunk_problem()) is not None:
+        yield problem
     needed, here = plan.needed(config.parallel.recompute_granularity, plan.chosen()), _memory_here(world)
     if needed > here:
         share = f"{gib(here)} for each of {world}" if devices.is_host(device) and world > 1 else gib(here)

@@ -7,8 +7,11 @@ from collections.abc import Iterable
 import torch
 from torch import nn
 
+from megatron_llama import device as devices
 from megatron_llama.config import Config
+from megatron_llama.errors import ConfigError
 from megatron_llama.layout import rank_layout, strategy_named
+from megatron_llama.memory import chunk_problem
 from megatron_llama.mesh import Mesh
 from megatron_llama.optim.distributed import DataAxes, OverlappedDistributedOptimizer, Transport
 from megatron_llama.optim.loss_scale import LossScale
@@ -25,8 +28,14 @@ def compute_dtype(config: Config) -> torch.dtype:
 
 
 def build_optimizer(config: Config, stages: Iterable[nn.Module], mesh: Mesh) -> OverlappedDistributedOptimizer:
-    """The engine of this rank's stages. Its parameters are zero until ``load_weights`` or a checkpoint fills them."""
+    """The engine of this rank's stages. Its parameters are zero until ``load_weights`` or a checkpoint fills them.
+
+    Raises ConfigError, on every rank, where some rank's messages would be cut into more pieces than gloo can tell apart."""
     parallel = config.parallel
+    if devices.is_host(mesh.device):
+        layouts = (rank_layout(config, dp=mesh.dp.size, rank=rank) for rank in range(parallel.pipeline_model_parallel_size))
+        if (problem := chunk_problem(config, layouts, dp=mesh.dp.size)) is not None:
+            raise ConfigError(problem)
     layout = rank_layout(config, dp=mesh.dp.size, tp_rank=mesh.tp.rank, rank=mesh.pp.rank)
     return OverlappedDistributedOptimizer(
         stages,

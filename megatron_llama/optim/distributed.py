@@ -1,8 +1,8 @@
 """OverlappedDistributedOptimizer: THE engine.
 
     forward     each layer waits for the gather of its own bucket only; a unit's use launches the gathers of what comes next
-    backward    layers write gradients into slots; a complete bucket is reduced at once, under the rest of backward, and its
-                part of the norm taken; without clipping it is updated there and then, and gathered again
+    backward    layers write gradients into slots; a complete bucket is reduced under the rest of backward, and its part of the
+                norm taken; without clipping it is updated there and then, and some are gathered again
     step        one scalar for the norm, clip factor (on the device), then bucket by bucket: update the shard, launch its gather
 
 Parameters and gradients live in slots allocated once; the modules' parameters are views that never move.
@@ -65,7 +65,8 @@ class ShardPiece:
 
 @dataclass(frozen=True)
 class DataAxes:
-    """Who shares a bucket: ``shard`` splits it, ``replica`` repeats the shards, ``gather`` is ``shard`` with its own communicator."""
+    """Who shares a bucket: ``shard`` splits it, ``replica`` repeats the shards, ``gather`` has the ranks of ``shard``, on a device with
+    a communicator of its own."""
 
     shard: Axis
     replica: Axis
@@ -152,7 +153,7 @@ class OverlappedDistributedOptimizer:
             stream=stream,
             chunk_bytes=transport.chunk_bytes,
             reduced=_weakly(self),
-            gathers_first=self.weights.more_to_come if layout.gathers_first else _never,
+            more_to_come=self.weights.more_to_come,
         )
         # In the master's own dtype the shard is the master: nothing to copy after an update. So it is when it never changes.
         alike = [wide == dtype or not bucket.kind.trainable for bucket in layout.buckets]
@@ -161,10 +162,9 @@ class OverlappedDistributedOptimizer:
         self._total = torch.zeros(2, dtype=torch.float64, device=mesh.device)  # squares, vetoes
         self._sum_total = exchange.all_reduce(self._total, mesh.world, index=0, wire=None)
         self._unscaled = torch.ones((), device=mesh.device)
-        self._early_lr: float | None = None
+        self._announced: tuple[float, float] | None = None
         self._updated: set[int] = set()
         self._early_gathers = frozenset(_early_gathers(layout))
-        self._unpublished: set[int] = set()
         self._attach(stages)
         for bucket in self.gradients.trainable:
             update.attach(bucket, self.masters[bucket], decay=layout.buckets[bucket].kind.decay)
@@ -201,11 +201,8 @@ class OverlappedDistributedOptimizer:
         """The masters were written: gather the parameters, in the order of the next forward pass."""
         self.weights.changed(self.layout.forward_order)
         for bucket in self.layout.forward_order:
-            self._publish(bucket)
-
-    def _publish(self, bucket: int) -> None:
-        self._refresh(bucket)
-        self.weights.publish(bucket)
+            self._refresh(bucket)
+            self.weights.publish(bucket)
 
     def use(self, unit: int, backward: bool) -> None:
         """A unit is about to run: what it and its successors need is gathered, and what waited for that is reduced."""
@@ -221,12 +218,16 @@ class OverlappedDistributedOptimizer:
 
         Without clipping every bucket is then updated as soon as it is reduced. (With a loss scale that may overflow a step can
         still be called off, so nothing is early.)"""
-        self._early_lr = None if clip or self.loss_scale.dynamic else lr
+        self._announced = lr, clip
+
+    def _early_lr(self) -> float | None:
+        """The learning rate of updates during backward; None: there are none in this step."""
+        lr, clip = self._announced or (None, 0.0)
+        return None if clip or self.loss_scale.dynamic else lr
 
     def begin_step(self, microbatches: int, uses: Sequence[Use]) -> Tensor:
         """A step of so many microbatches starts. Returns the factor for the loss, 0-dim."""
-        self._updated, self._unpublished = set(), set()
-        self._squares.zero_()
+        self._updated = set()
         self.gradients.begin_step(microbatches)
         self.weights.begin(uses)
         return self.loss_scale.value
@@ -249,8 +250,9 @@ class OverlappedDistributedOptimizer:
         if kind.partial or kind.tied:
             return
         square = self._take_square(bucket)
-        if self._early_lr is not None and not kind.lasting and self.layout.resident(bucket):
-            self._update_early(bucket, square, self._early_lr)
+        lr = self._early_lr()
+        if lr is not None and _updated_early(self.layout, bucket):
+            self._update_early(bucket, square, lr)
 
     def _take_square(self, bucket: int) -> Tensor:
         """The squared norm of a shard, which counts if this rank is the one to count it. In blocks of ALIGN elements, which no
@@ -263,13 +265,11 @@ class OverlappedDistributedOptimizer:
     def _update_early(self, bucket: int, square: Tensor, lr: float) -> None:
         """Nobody reads these weights again before the next step: every gradient of the bucket is there."""
         skip = square.isfinite().logical_not().to(torch.float32)
-        self.update.step(bucket, self.gradients.shards[bucket], scale=self._unscaled, skip=skip, lr=lr)
+        self._update(bucket, self._unscaled, skip, lr)
         self.weights.changed((bucket,))
         self._updated.add(bucket)
         if bucket in self._early_gathers:
-            self._publish(bucket)
-        else:
-            self._unpublished.add(bucket)
+            self.weights.publish(bucket)
 
     def _grad_norm(self, veto: Tensor | None) -> tuple[Tensor, Tensor]:
         """Global L2 norm of the step's gradient (times the loss scale), counting no copied or tied parameter twice, and how many
@@ -285,13 +285,16 @@ class OverlappedDistributedOptimizer:
     def _sum_partial_shards(self) -> None:
         """Copies that saw a part of the gradient each: norms under sequence parallelism, shared key/value heads, tied
         embeddings. Summing the reduced shards moves 1/dp of what summing whole gradients would."""
-        for bucket, grad in self.gradients.shards.items():
-            kind = self.layout.buckets[bucket].kind
-            if kind.partial:
-                all_reduce(grad, self._copies_axis(kind)).wait()
-            if kind.tied:
-                all_reduce(grad, self.mesh.embedding).wait()
-            if kind.partial or kind.tied:
+        kinds, shards = {bucket.index: bucket.kind for bucket in self.layout.buckets}, self.gradients.shards
+        copied = [all_reduce(shard, self._copies_axis(kinds[b])) for b, shard in shards.items() if kinds[b].partial]
+        for pending in copied:
+            pending.wait()
+        # A shard may be both: its sum over copies has to be there first.
+        tied = [all_reduce(shard, self.mesh.embedding) for b, shard in shards.items() if kinds[b].tied]
+        for pending in tied:
+            pending.wait()
+        for bucket in shards:
+            if kinds[bucket].partial or kinds[bucket].tied:
                 self._take_square(bucket)
 
     def _copies_axis(self, kind: Kind) -> Axis:
@@ -308,13 +311,14 @@ class OverlappedDistributedOptimizer:
         """Update every shard with the gradient scaled to a norm of at most ``clip`` (0: as it is), and launch the gathers.
 
         A gradient that is not finite changes nothing, nor does a step to which some rank has a ``veto`` (0-dim fp64 on the device:
-        1 or 0). No host synchronisation."""
-        assert self._early_lr in (None, lr), "begin_update announced another learning rate"
+        1 or 0). No host synchronisation. RuntimeError where ``begin_update`` announced others."""
+        if self._announced is not None and self._announced != (lr, clip):
+            raise RuntimeError(f"step got (lr, clip) {(lr, clip)}, begin_update announced {self._announced}")
         self.mesh.recorder.doing = "the update"
         with torch.no_grad():
             loss_scale = self.loss_scale.value
             self.gradients.finish_all()
-            late = set(self.gradients.trainable) - self._updated
+            late, unpublished = set(self.gradients.trainable) - self._updated, self._updated - self._early_gathers
             self.weights.changed(sorted(late))
             total, vetoes = self._grad_norm(veto)
             norm = total / loss_scale
@@ -325,10 +329,10 @@ class OverlappedDistributedOptimizer:
             for bucket in self.layout.forward_order:
                 if bucket in late:
                     self.weights.publish(bucket, self._stream.aside(partial(self._update, bucket, scale, skip, lr)))
-                elif bucket in self._unpublished:
-                    self._publish(bucket)
+                elif bucket in unpublished:
+                    self.weights.publish(bucket)
             self.loss_scale.update(overflow)
-        self._early_lr = None
+        self._announced = None
         return StepResult(norm, skip, loss_scale)
 
     def _update(self, bucket: int, scale: Tensor, skip: Tensor, lr: float) -> None:
@@ -365,18 +369,23 @@ class OverlappedDistributedOptimizer:
             thread.join(PATIENCE_SECONDS)
 
 
-def _never() -> bool:
-    return False
+def _updated_early(layout: ShardLayout, bucket: int) -> bool:
+    """Whether a bucket may be updated during backward: its own reduction completes its gradient, and nobody reads it again, or takes
+    its slot, before the next step."""
+    kind = layout.buckets[bucket].kind
+    return kind.trainable and not kind.partial and not kind.lasting and layout.resident(bucket)
 
 
 def _early_gathers(layout: ShardLayout) -> Iterator[int]:
-    """The buckets that are gathered during backward, where they are updated there: evenly spread, so that no layer of the next forward
-    pass lacks more than another, and a third of all elements. Where communication takes as long as computing, backward, two
+    """The buckets that are gathered during backward, of those that are updated there: evenly spread, so that no layer of the next
+    forward pass lacks more than another, and a third of all elements. Where communication takes as long as computing, backward, two
     thirds of a step, has room for the reductions and for that. What the first units read is reduced last, right before
     ``step`` gathers: nothing may be in its way."""
     first = {bucket for unit in layout.unit_buckets[:2] for bucket in unit}
     reduced = gathered = 0
     for bucket in layout.buckets:
+        if not _updated_early(layout, bucket.index):
+            continue
         reduced += bucket.numel
         if bucket.index not in first and 3 * (gathered + bucket.numel) <= reduced:
             gathered += bucket.numel

@@ -1,7 +1,8 @@
-"""Gradient buckets: where layers write, and the reductions that start as soon as a bucket is complete.
+"""Gradient buckets: where layers write, and the reductions that start when a bucket is complete.
 
     IDLE -> OPEN        the first contribution of a round is written; the slot's last user has been reduced
-    OPEN -> REDUCING    every planned contribution is there (those of one microbatch, or of the whole step): sent at once
+    OPEN -> REDUCING    every planned contribution is there (those of one microbatch, or of the whole step): sent at once, or behind
+                        the gathers of the next use where backward needs those sooner
     REDUCING -> IDLE    somebody needs the slot or the result, and waits
 
 What follows a reduction (the sum, and whatever the engine wants of the result) runs on a stream, under the rest of backward.
@@ -41,8 +42,8 @@ class GradientBuckets:
     ``shard_axis`` splits buckets, ``replica_axis`` repeats the shards. With ``reduce_every_microbatch`` slots are reused within
     a step and shards accumulate; otherwise the slots accumulate, are reduced when the last microbatch has contributed, and the
     shard is the rank's part of the slot. ``reduced(bucket)`` runs on ``stream`` when a bucket has its final value of the step.
-    ``gathers_first()``: whether the next use will launch a gather that backward needs sooner than room for gradients; reductions
-    are then kept back until ``release``, which belongs behind every use.
+    ``more_to_come()``: whether a later use will launch a gather. Where the layout says that backward needs those sooner than room for
+    gradients, reductions are then kept back until ``release``, which belongs behind every use.
     """
 
     def __init__(
@@ -58,7 +59,7 @@ class GradientBuckets:
         stream: Stream,
         chunk_bytes: int,
         reduced: Callable[[int], None],
-        gathers_first: Callable[[], bool],
+        more_to_come: Callable[[], bool],
     ) -> None:
         self.layout, self.reduce_every_microbatch = layout, reduce_every_microbatch
         self._recorder, self._stream, self._reduced = shard_axis.recorder, stream, reduced
@@ -69,7 +70,8 @@ class GradientBuckets:
         self._own = {b: full[layout.shard(b, shard_axis.rank)] for b, full in self._full.items()}
         self.shards = {b: torch.zeros_like(own) if reduce_every_microbatch else own for b, own in self._own.items()}
         """Reduced gradients of this rank by bucket, valid after ``finish_all``."""
-        self._exchanges = _Exchanges(self._full, self._own, self.shards, shard_axis, replica_axis, wire, chunk_bytes)
+        slots = {bucket: layout.gradient_slots[bucket] for bucket in self.trainable}
+        self._exchanges = _Exchanges(self._full, self._own, self.shards, slots, shard_axis, replica_axis, wire, chunk_bytes)
         self._state = dict.fromkeys(self.trainable, State.IDLE)
         self._slot_user: dict[Slot, int] = {}
         self._done: dict[int, Done] = {}
@@ -79,15 +81,13 @@ class GradientBuckets:
         self._fresh: set[str] = set()
         self._deferring: Hashable | None = None
         self._deferred: dict[Hashable, list[Callable[[], None]]] = {}
-        self._gathers_first = gathers_first
+        self._more_to_come = more_to_come
         self._kept: list[Callable[[], None]] = []
-        self._launched: list[int] = []
 
     def begin_step(self, microbatches: int) -> None:
         """A step of so many microbatches starts."""
         each = 1 if self.reduce_every_microbatch else microbatches
         self._rounds = microbatches // each
-        self._launched = []
         for bucket in self.trainable:
             self._rounds_left[bucket] = self._rounds
             self._begin_round(bucket, each)
@@ -140,7 +140,7 @@ class GradientBuckets:
         self._state[bucket] = State.OPEN
 
     def written(self, bucket: int, placement: Placement) -> None:
-        """One contribution is in place; a complete bucket is reduced at once."""
+        """One contribution is in place; a complete bucket is sent, or kept for ``release``."""
         missing, name = self._missing[bucket], placement.spec.name
         if name not in missing:
             planned = placement.spec.contributions
@@ -158,13 +158,12 @@ class GradientBuckets:
         self._state[bucket] = State.REDUCING
         if (user := self._exchanges.buffer_user(bucket)) is not None:
             self._wait(user)
-        self._launched.append(bucket)
         exchange = self._exchanges.take(bucket, first=first)
         final = self._rounds_left[bucket] == 0
         self._kept.append(partial(self._send, bucket, exchange, first=first, final=final))
         if not final:
             self._begin_round(bucket, 1)
-        if not self._gathers_first():
+        if not (self.layout.gathers_first and self._more_to_come()):
             self.release()
 
     def release(self) -> None:
@@ -201,25 +200,29 @@ class GradientBuckets:
             self._done[bucket].wait()
 
     def finish_all(self) -> None:
-        """Wait for every reduction still in flight, in launch order.
+        """Wait for every reduction still in flight.
 
         Every parameter must have had its gradient: a silent miss would train it with a stale one."""
         missing = [f"{', '.join(names)} in {self.layout.label(bucket)}" for bucket, names in self._missing.items() if names]
         if missing or self._deferred:
             raise RuntimeError(f"parameters without gradient at the end of the step: {'; '.join(missing)}")
-        for bucket in dict.fromkeys(self._launched):
+        for bucket in self.trainable:
             if self._state[bucket] is State.REDUCING:
                 self.finish(bucket)
 
 
 class _Exchanges:
-    """The reductions of all buckets, made once, and which of them uses which receive buffer."""
+    """The reductions of all buckets, made once, and which of them uses which receive buffer.
+
+    ``slots``: of the gradients. A slot has one reduction under way at most, so those of one slot share a buffer, and more buffers
+    than slots would never be in use at once."""
 
     def __init__(
         self,
         full: Mapping[int, Tensor],
         own: Mapping[int, Tensor],
         shards: Mapping[int, Tensor],
+        slots: Mapping[int, Slot],
         shard_axis: Axis,
         replica_axis: Axis,
         wire: torch.dtype | None,
@@ -227,13 +230,15 @@ class _Exchanges:
     ) -> None:
         self._users: dict[int, int] = {}
         self._replicas: dict[int, Exchange] = {}
-        self._buffers = max(1, min(REDUCTIONS_IN_FLIGHT, len(full)))
+        numbers = {slot: number for number, slot in enumerate(dict.fromkeys(slots.values()))}
+        self._buffer = {b: numbers[slot] for b, slot in slots.items()}
         if shard_axis.size == 1 < replica_axis.size and all(shards[b] is own[b] for b in full):
             # Nothing is split and nothing accumulates elsewhere: the one message goes out when the bucket is complete.
             whole = {b: all_reduce(f, replica_axis, index=b, chunk_bytes=chunk_bytes, wire=wire) for b, f in full.items()}
             self._first = self._later = whole
-            self._buffers = 1 + max(full, default=0)  # each has its own
             return
+        buffers = min(REDUCTIONS_IN_FLIGHT, len(numbers))
+        self._buffer = {b: number % buffers for b, number in self._buffer.items()}
         largest = max((f.numel() for f in full.values()), default=0)
         some = next(iter(full.values()), torch.empty(0))
         reductions = Reductions(
@@ -243,26 +248,26 @@ class _Exchanges:
             wire=wire,
             device=some.device,
             chunk_bytes=chunk_bytes,
-            in_flight=self._buffers,
+            in_flight=buffers,
         )
-        self._first = {b: reductions.scatter(f, shards[b], index=b) for b, f in full.items()}
+        self._first = {b: reductions.scatter(f, shards[b], index=b, buffer=self._buffer[b]) for b, f in full.items()}
         accumulating = {b: f for b, f in full.items() if shards[b] is not own[b]}
-        self._later = self._first | {b: reductions.scatter(f, own[b], index=b) for b, f in accumulating.items()}
+        self._later = self._first | {b: reductions.scatter(f, own[b], index=b, buffer=self._buffer[b]) for b, f in accumulating.items()}
         if replica_axis.size > 1:
             self._replicas = {b: all_reduce(s, replica_axis, index=b, chunk_bytes=chunk_bytes, wire=wire) for b, s in shards.items()}
 
     def buffer_user(self, bucket: int) -> int | None:
         """Whose parts are still coming into the buffer that this bucket receives into."""
-        return self._users.get(bucket % self._buffers)
+        return self._users.get(self._buffer[bucket])
 
     def take(self, bucket: int, *, first: bool) -> Exchange:
         """The exchange of a bucket's first or later round; its buffer is taken from now on."""
-        self._users[bucket % self._buffers] = bucket
+        self._users[self._buffer[bucket]] = bucket
         return self._first[bucket] if first else self._later[bucket]
 
     def release(self, bucket: int) -> None:
         """What was received has been added up."""
-        self._users.pop(bucket % self._buffers)
+        self._users.pop(self._buffer[bucket])
 
     def sum_over_replicas(self, bucket: int) -> None:
         """Add up the shards of all replicas, in place."""

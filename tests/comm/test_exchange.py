@@ -52,7 +52,7 @@ def scatter_sums(place: Place, numel: int, chunk: int, wire: torch.dtype | None,
     place_of = slice(axis.rank * part, (axis.rank + 1) * part)
     full = [torch.empty(numel) for _ in range(3)]
     shards = [f[place_of] if aliased else torch.empty(part) for f in full]
-    exchanges = [shared.scatter(f, s, index=i) for i, (f, s) in enumerate(zip(full, shards, strict=True))]
+    exchanges = [shared.scatter(f, s, index=i, buffer=i % IN_FLIGHT) for i, (f, s) in enumerate(zip(full, shards, strict=True))]
     for turn in range(3):
         for index in range(3):
             full[index].copy_(rough(_seed(turn, index, axis.rank), numel))
@@ -131,7 +131,7 @@ def two_threads(place: Place) -> None:
     part = slice(mesh.dp.rank * 1200, (mesh.dp.rank + 1) * 1200)
     full, weights = ([torch.empty(numel) for _ in range(count)] for _ in range(2))
     shared = reductions(mesh.dp, numel, 1000)
-    sums = [shared.scatter(f, f[part], index=i) for i, f in enumerate(full)]
+    sums = [shared.scatter(f, f[part], index=i, buffer=i % IN_FLIGHT) for i, f in enumerate(full)]
     gathers = [gather(w, w[part], mesh.dp_gather, index=i, chunk_bytes=1000) for i, w in enumerate(weights)]
     stream = open_stream(CPU, inline=False)
 
@@ -167,7 +167,7 @@ def misused(place: Place, wire: torch.dtype | None) -> list[str]:
     shared, errors = reductions(axis, 128, 1000, wire), list[str]()
     full = [rough(_seed(0, index, axis.rank), 128) for index in range(2)]
     shards = [torch.zeros(64) for _ in range(2)]
-    first, other = (shared.scatter(f, s, index=i) for f, s, i in zip(full, shards, (0, 3), strict=True))
+    first, other = (shared.scatter(f, s, index=i, buffer=i % IN_FLIGHT) for f, s, i in zip(full, shards, (0, 3), strict=True))
     first.start()
     for wrong in (other.start, first.start, other.wait):
         with pytest.raises(RuntimeError) as error:
@@ -210,8 +210,8 @@ def volume(place: Place) -> tuple[dict[tuple[str, str], tuple[int, int]], list[i
     meter = Meter(mesh.dp.group)
     mesh = replace(mesh, dp=replace(mesh.dp, group=meter), dp_gather=replace(mesh.dp_gather, group=meter))
     exchanges: list[Exchange] = [
-        reductions(mesh.dp, numel, 1000).scatter(torch.zeros(numel), torch.zeros(part), index=0),
-        reductions(mesh.dp, numel, 1000, torch.bfloat16).scatter(torch.zeros(numel), torch.zeros(part), index=1),
+        reductions(mesh.dp, numel, 1000).scatter(torch.zeros(numel), torch.zeros(part), index=0, buffer=0),
+        reductions(mesh.dp, numel, 1000, torch.bfloat16).scatter(torch.zeros(numel), torch.zeros(part), index=1, buffer=1),
         gather(torch.zeros(numel), torch.zeros(part), mesh.dp_gather, index=2, chunk_bytes=1000),
         all_reduce(torch.zeros(numel), mesh.dp, index=3, wire=None, chunk_bytes=1000),
     ]
@@ -252,8 +252,8 @@ def allocated(place: Place) -> tuple[list[str], list[str]]:
     part = slice(mesh.dp.rank * 6400, (mesh.dp.rank + 1) * 6400)
     full, weights, repeated = (torch.zeros(numel) for _ in range(3))
     exchanges: list[Exchange] = [
-        reductions(mesh.dp, numel, 1000).scatter(full, full[part], index=0),
-        reductions(mesh.dp, numel, 1000, torch.bfloat16).scatter(full, torch.zeros(6400), index=1),
+        reductions(mesh.dp, numel, 1000).scatter(full, full[part], index=0, buffer=0),
+        reductions(mesh.dp, numel, 1000, torch.bfloat16).scatter(full, torch.zeros(6400), index=1, buffer=1),
         gather(weights, torch.zeros(6400), mesh.dp_gather, index=0, chunk_bytes=1000),
         all_reduce(repeated, mesh.dp, index=2, wire=torch.bfloat16, chunk_bytes=1000),
         all_reduce(repeated, mesh.dp, index=3, wire=None, chunk_bytes=1000),
@@ -290,7 +290,7 @@ def dead_peer(place: Place) -> list[str]:
     """Rank 1 leaves instead of sending: what the exchange says that was on its way, and those that start later."""
     mesh = mesh_of(place)
     shared = reductions(mesh.dp, 128, 1000)
-    scatters = [shared.scatter(torch.zeros(128), torch.zeros(64), index=i) for i in range(2)]
+    scatters = [shared.scatter(torch.zeros(128), torch.zeros(64), index=i, buffer=i) for i in range(2)]
     exchanges = [*scatters, all_reduce(torch.zeros(128), mesh.dp, index=2, wire=None)]
     if place.rank == 1:
         dist.destroy_process_group()
@@ -314,7 +314,7 @@ def test_alone_nothing_is_sent_and_nothing_rounded() -> None:
     mesh = Mesh.single()
     full, shard, weights = rough(0, 128), torch.empty(128), torch.empty(128)
     for exchange in (
-        reductions(mesh.dp, 128, 1000, torch.bfloat16).scatter(full, shard, index=0),
+        reductions(mesh.dp, 128, 1000, torch.bfloat16).scatter(full, shard, index=0, buffer=0),
         gather(weights, full, mesh.dp_gather, index=0),
         all_reduce(full, mesh.dp, index=0, wire=torch.bfloat16),
     ):

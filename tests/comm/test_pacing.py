@@ -88,6 +88,24 @@ def test_an_exchange_waits_for_what_makes_its_source(lane: Lane) -> None:
     stream.close()
 
 
+def test_an_arrival_is_announced_before_the_next_exchange_starts(lane: Lane) -> None:
+    log: list[str] = []
+    stream, go_on = HostStream(), threading.Event()
+    messages = [Message(number, log) for number in range(3)]
+    made = stream.run(lambda: log.append(f"made {go_on.wait(timeout=60)}"))
+    done = [lane.submit(m, size=SMALL_BYTES, after=made if m.number == 2 else None) for m in messages]
+    assert messages[1].started.wait(timeout=60)
+    messages[0].arrived.set()
+    done[0].wait()
+    assert log == ["start 0", "start 1", "wait 0"], "what makes the source of the third is still to come"
+    go_on.set()
+    for message in messages[1:]:
+        message.arrived.set()
+    done[2].wait()
+    assert log.index("made True") < log.index("start 2")
+    stream.close()
+
+
 def _fail() -> None:
     raise ZeroDivisionError
 

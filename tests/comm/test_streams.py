@@ -109,3 +109,34 @@ def test_work_is_forgotten_when_it_is_done() -> None:
     gc.collect()
     assert watched() is None
     stream.close()
+
+
+@pytest.mark.gpu
+def test_on_a_device_what_is_issued_does_not_wait_for_what_runs() -> None:
+    """But what runs waits for what was issued before it, and both for the caller."""
+    device, order = torch.device("cuda", 0), dict[str, torch.cuda.Event]()
+    stream = open_stream(device, inline=False)
+
+    def mark(name: str) -> None:
+        order[name] = torch.cuda.current_stream(device).record_event()
+
+    def busy(name: str) -> None:
+        torch.cuda._sleep(1_000_000_000)  # cycles
+        mark(name)
+
+    running = stream.run(lambda: busy("first run"))
+    stream.issue(lambda: mark("issued beside it"))
+    order["issued beside it"].synchronize()
+    assert not order["first run"].query()
+    running.wait()
+    mark("caller")
+    order["caller"].synchronize()
+    assert order["first run"].query()
+    stream.issue(lambda: busy("issued"))
+    stream.run(lambda: mark("second run"))
+    order["second run"].synchronize()
+    assert order["issued"].query()
+    busy("caller")
+    stream.issue(lambda: mark("issued"))
+    order["issued"].synchronize()
+    assert order["caller"].query()

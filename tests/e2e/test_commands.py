@@ -168,6 +168,14 @@ def test_strict_dry_run_wants_this_machine(product: Product, tmp_path: Path) -> 
     assert f"warning: --data-path .idx: {tmp_path}/none.idx is not on this machine\n" in lenient
 
 
+def test_dry_run_says_what_the_run_on_this_machine_would_refuse(product: Product) -> None:
+    """On a GPU messages are not cut."""
+    command = product.command(dry_run=True, world_size=2, exchange_chunk_bytes=4)
+    planned = product.run(*command).ok().out
+    assert "warning: --exchange-chunk-bytes: got 4, expected at least 16, which cuts the largest message into 32768 pieces; " in planned
+    assert "chunk" not in product.run(*product.command(dry_run=True, world_size=2)).ok().out
+
+
 def test_dry_run_plans_with_the_tokenizer_it_finds(product: Product) -> None:
     assert "vocabulary 512, padded to 512\n" in product.run(*product.command(), "--dry-run").ok().out
     unknown = product.run(*product.command(data_path="/nowhere"), "--dry-run").ok().out

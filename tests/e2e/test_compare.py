@@ -5,11 +5,17 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
+from megatron_llama.mesh import Mesh, Place, build_mesh
 from tests.e2e.product import TINY, words
+from tests.harness import Cluster
+from tests.parallel.cases import Layout
+from tools.compare_sharding import OutOfMemory, Row, built_everywhere, measured, table
 
 ROOT = Path(__file__).resolve().parents[2]
 MODES = ("no_shard", "optim", "optim_grads", "optim_grads_params-2", "optim_grads_params-3", "optim_grads_params-all")
@@ -34,6 +40,46 @@ def test_every_mode_sends_what_was_planned(freeze: tuple[str, ...], tmp_path: Pa
     assert freeze or sent["no_shard"] == pytest.approx(sent["optim"], rel=1e-3), "but for padding"
     assert sent["optim"] < sent["optim_grads"] <= sent["optim_grads_params-all"] < sent["optim_grads_params-2"]
     assert sent["optim_grads_params-all"] <= sent["optim_grads_params-3"] <= sent["optim_grads_params-2"]
+
+
+def test_the_table_says_where_memory_is_not_known() -> None:
+    rows = [Row(name, 2.0, 1.0, 2**20, 2**20, peak) for name, peak in (("optim", 2**30), ("no_shard", None))]
+    assert [line.split()[-2:] for line in table(rows, [])] == [["peak", "memory"], ["1.00", "GiB"], ["MiB", "n/a"]]
+
+
+class Tick:
+    """An event of a clock on which every wait takes a millisecond."""
+
+    def elapsed_time(self, later: Tick) -> float:
+        """Milliseconds."""
+        return 1.0
+
+
+def test_every_round_counts_its_own_waits() -> None:
+    """Marks are those of the timed steps: neither of rounds before, nor of the steps that warm up."""
+    config, mesh = Layout().config(), Mesh.single()
+    config = replace(config, training=replace(config.training, seq_length=32, global_batch_size=2))
+    mesh.recorder.mark = Tick
+    rows = [measured("optim", config, mesh, steps=2) for _ in range(2)]
+    assert rows[0].exposed_ms == rows[1].exposed_ms > 0
+
+
+def short_of_memory(place: Place) -> str:
+    """Rank 1 cannot build at first; then both can."""
+    mesh = build_mesh(Layout(dp=2).config(), rank=place.rank, world_size=place.world_size, device=torch.device("cpu"))
+
+    def build() -> str:
+        if place.rank == 1:
+            raise torch.OutOfMemoryError
+        return "built"
+
+    with pytest.raises(OutOfMemory):
+        built_everywhere(build, mesh)
+    return built_everywhere(lambda: "built later", mesh)
+
+
+def test_ranks_agree_on_a_mode_that_does_not_fit(cluster: Cluster) -> None:
+    assert cluster.run(2, short_of_memory) == ["built later"] * 2
 
 
 def test_a_mode_that_is_none(tmp_path: Path) -> None:

@@ -155,6 +155,38 @@ def test_one_ranks_nan_stops_every_rank(cluster: Cluster, layout: Layout) -> Non
     assert cluster.run(layout.world_size, poisoned_rank, layout) == [(1.0, True, True)] * layout.world_size
 
 
+@pytest.mark.parametrize("step", [(2e-3, 0.0), (1e-3, 1.0)])
+def test_a_step_is_the_one_that_was_announced(step: tuple[float, float]) -> None:
+    """Some buckets have been updated by then."""
+    run = trainer(SINGLE, Layout())
+    run.optimizer.begin_update(1e-3, clip=0.0)
+    deliver(run, gradients(run, 0, scale=0.1))
+    with pytest.raises(RuntimeError) as error:
+        run.optimizer.step(step[0], clip=step[1])
+    assert str(error.value) == f"step got (lr, clip) {step}, begin_update announced (0.001, 0.0)"
+    run.optimizer.step(1e-3, clip=0.0)
+    deliver(run, gradients(run, 1, scale=0.1))
+    run.optimizer.step(step[0], clip=step[1])  # an announcement holds for one step
+
+
+def sums_before_waits(place: Place, layout: Layout) -> tuple[int, list[int]]:
+    """How many sums over copies there are, and how many had been started at each wait for one."""
+    run = trainer(place, layout)
+    run.runtime.step(run.batches(0))
+    run.optimizer.gradients.finish_all()
+    recorder = run.mesh.recorder
+    recorder.traffic.clear()
+    recorder.mark = lambda: sum(traffic.calls for traffic in recorder.traffic.values())
+    run.optimizer._sum_partial_shards()
+    return recorder.mark(), [before for before, _ in recorder.marks]
+
+
+def test_sums_over_copies_travel_together(cluster: Cluster) -> None:
+    layout = Layout(tp=4, kv_heads=2, sp=True, bucket=1)
+    for count, started in cluster.run(4, sums_before_waits, layout):
+        assert count > 4 and started == [count] * count
+
+
 def test_padding_stays_zero() -> None:
     run = trainer(SINGLE, Layout())
     for step in range(3):

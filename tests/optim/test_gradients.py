@@ -48,7 +48,7 @@ class Backward:
     def __init__(self, mesh: Mesh, strategy: str, *, cap: int = 20_000, wire: torch.dtype | None = None, rough: bool = False) -> None:
         plan, self.mesh, self.rough = strategy_named(strategy), mesh, rough
         self.units: tuple[UnitSpec, ...] = stage_units(TIED, whole_model(TIED), 0)
-        shards, slots = mesh.dp_shard.size, Slots(None, 2 if plan.reduce_every_microbatch else None)
+        shards, slots = mesh.dp_shard.size, Slots(2 if plan.by_unit else None, 2 if plan.reduce_every_microbatch else None)
         self.layout: ShardLayout = (
             layout_by_unit(self.units, shards=shards, slots=slots)
             if plan.by_unit
@@ -66,7 +66,7 @@ class Backward:
             stream=open_stream(torch.device("cpu"), inline=mesh.dp.size == 1),
             chunk_bytes=10_000,
             reduced=self.reduced.append,
-            gathers_first=lambda: plan.by_unit,
+            more_to_come=lambda: True,
         )
         placements = [(bucket.index, placed) for bucket in self.layout.buckets for placed in bucket.placements]
         self.sinks = {placed.spec.name: Sink(self.buckets, index, placed) for index, placed in placements}

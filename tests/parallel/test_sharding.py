@@ -15,13 +15,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from megatron_llama.comm.streams import _put
+from megatron_llama.errors import ConfigError
 from megatron_llama.layout import rank_layout
-from megatron_llama.memory import host_buffer_bytes, state_bytes
+from megatron_llama.memory import host_buffer_bytes, squares_bytes, state_bytes
 from megatron_llama.mesh import Place, build_mesh
 from megatron_llama.model.llama import build_stages
 from megatron_llama.nn.sink import home_of
 from megatron_llama.optim.build import build_optimizer
-from megatron_llama.optim.distributed import OverlappedDistributedOptimizer
+from megatron_llama.optim.distributed import OverlappedDistributedOptimizer, _early_gathers, _updated_early
 from megatron_llama.optim.gradients import _Exchanges
 from tests.harness import Cluster
 from tests.parallel.cases import MODEL, OPTIMIZER, STRATEGIES, Layout, Record, Trainer, merged, train, trainer
@@ -68,7 +69,9 @@ def test_all_ways_to_shard_are_bitwise_equal_with_one_microbatch(cluster: Cluste
 
 
 @pytest.mark.parametrize(
-    "layout", [Layout(dp=2), Layout(dp=4, shard_size=2, strategy="optim_grads", microbatches=2)], ids=lambda layout: layout.name
+    "layout",
+    [Layout(dp=2), Layout(dp=2, bf16=True), Layout(dp=4, shard_size=2, strategy="optim_grads", microbatches=2)],
+    ids=lambda layout: layout.name,
 )
 def test_updates_during_backward_give_the_same_bits(cluster: Cluster, layout: Layout) -> None:
     late, early = (cluster.run(layout.world_size, train, replace(layout, clip=0.0, steps=5, early=early)) for early in (False, True))
@@ -220,6 +223,27 @@ def test_what_is_copied_where_it_must_be(cluster: Cluster) -> None:
         assert found == {"copy_": expected + (2 * layout.layers + 1) * MODEL.hidden_size * 4, "zero_": EMBEDDING}
 
 
+def copied_by_step(place: Place, layout: Layout) -> dict[str, int]:
+    """Of the engine's weights, in the thread that calls ``step``."""
+    run = trainer(place, layout)
+    engine = run.optimizer
+    engine.begin_update(OPTIMIZER.lr, clip=layout.clip)
+    run.runtime.step(run.batches(0))
+    with Copies({tensor.untyped_storage().data_ptr() for tensor in (*engine.weights.full, *engine.masters)}) as mode:
+        engine.step(OPTIMIZER.lr, clip=layout.clip)
+    engine.settle()
+    return mode.moved
+
+
+@pytest.mark.parametrize("clip", [0.0, 1.0])
+def test_a_step_copies_no_weights_in_the_callers_thread(cluster: Cluster, clip: float) -> None:
+    """Also not those that were updated during backward and are gathered only now."""
+    layout = Layout(dp=2, bf16=True, clip=clip)
+    buckets = rank_layout(layout.config(), dp=2)
+    assert sum(_updated_early(buckets, bucket.index) for bucket in buckets.buckets) > len(list(_early_gathers(buckets)))
+    assert cluster.run(2, copied_by_step, layout) == [{}] * 2
+
+
 def gathered_by(place: Place, layout: Layout) -> list[str]:
     """Uses and gathers of one step, in order."""
     run = trainer(place, layout)
@@ -268,6 +292,40 @@ def test_messages_go_in_chunks_of_the_option(cluster: Cluster) -> None:
     for chunk_bytes in (1 << 20, 1 << 12):
         expected = sum(-(-bucket.numel // 2 * 4 // chunk_bytes) for bucket in buckets)
         assert cluster.run(2, chunks_of, chunk_bytes) == [expected] * 2
+
+
+def least_chunk(place: Place, layout: Layout, least: int) -> str:
+    """Engines with chunks of so many bytes, and with fewer; returns the error."""
+    for chunk_bytes in (least, least - 1):
+        config = layout.config()
+        config = replace(config, parallel=replace(config.parallel, exchange_chunk_bytes=chunk_bytes))
+        mesh = build_mesh(config, rank=place.rank, world_size=place.world_size, device=torch.device("cpu"))
+        stages = build_stages(config, mesh).values()
+        if chunk_bytes == least:
+            build_optimizer(config, stages, mesh).close()
+    with pytest.raises(ConfigError) as error:
+        build_optimizer(config, stages, mesh)
+    return str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("layout", "itemsize"),
+    [
+        (Layout(dp=2, bucket=10**9), 4),
+        (Layout(dp=2, bucket=10**9, bf16=True, reduce_bf16=True), 2),
+        (Layout(dp=2, bucket=10**9, strategy="no_shard"), 4),
+        (Layout(pp=2, dp=2, split=(1, 3), bucket=10**9), 4),
+    ],
+    ids=lambda case: getattr(case, "name", None),
+)
+def test_chunks_that_are_too_small_are_refused_by_all_ranks(cluster: Cluster, layout: Layout, itemsize: int) -> None:
+    """Of two ranks of a pipeline one alone may have messages that are too long."""
+    largest = max(bucket.numel for rank in range(layout.pp) for bucket in rank_layout(layout.config(), dp=2, rank=rank).buckets) // 2
+    assert 1 << 15 < largest < 1 << 18
+    least = -(-largest // (1 << 15)) * itemsize
+    expected = f"at least {least}, which cuts the largest message into 32768 pieces"
+    message = f"--exchange-chunk-bytes: got {least - 1}, expected {expected}; give more or leave it out"
+    assert cluster.run(layout.world_size, least_chunk, layout, least) == [message] * layout.world_size
 
 
 def broken(place: Place, how: str) -> str:
@@ -326,7 +384,7 @@ def test_misuse_names_bucket_unit_and_parameter(how: str) -> None:
     assert all(words in message for words in EXPECTED[how]), message
 
 
-def buffers(place: Place, layout: Layout) -> int:
+def receive_bytes(place: Place, layout: Layout) -> int:
     """Bytes of all tensors that exchanges made for themselves."""
     made: list[torch.Tensor] = []
 
@@ -340,8 +398,34 @@ def buffers(place: Place, layout: Layout) -> int:
     run = trainer(place, layout)
     old = run.optimizer.gradients
     with Made():
-        _Exchanges(old._full, old._own, old.shards, run.mesh.dp_shard, run.mesh.dp_replica, _wire(layout), 1 << 20)
+        slots = {bucket: old.layout.gradient_slots[bucket] for bucket in old.trainable}
+        _Exchanges(old._full, old._own, old.shards, slots, run.mesh.dp_shard, run.mesh.dp_replica, _wire(layout), 1 << 20)
     return sum(tensor.untyped_storage().nbytes() for tensor in made)
+
+
+def largest_temporary(place: Place, layout: Layout) -> int:
+    """Bytes, of the tensors that taking parts of the norm makes."""
+    sizes: list[int] = []
+
+    class Made(TorchDispatchMode):
+        def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            out = function(*args, **(kwargs or {}))
+            if function.overloadpacket.__name__ != "view":
+                sizes.append(out.untyped_storage().nbytes())
+            return out
+
+    run = trainer(place, layout)
+    run.step(0)
+    with Made():
+        for bucket in run.optimizer.gradients.trainable:
+            run.optimizer._take_square(bucket)
+    return max(sizes)
+
+
+@pytest.mark.parametrize("layout", [Layout(dp=2, strategy="no_shard"), Layout(dp=2, bf16=True)], ids=lambda layout: layout.name)
+def test_the_largest_temporary_is_that_of_the_formula(cluster: Cluster, layout: Layout) -> None:
+    expected = squares_bytes(layout.config(), rank_layout(layout.config(), dp=layout.dp))
+    assert cluster.run(2, largest_temporary, layout) == [expected] * 2
 
 
 def _wire(layout: Layout) -> torch.dtype | None:
@@ -360,8 +444,19 @@ def _wire(layout: Layout) -> torch.dtype | None:
 )
 def test_receive_buffers_are_those_of_the_formula(cluster: Cluster, layout: Layout) -> None:
     expected = host_buffer_bytes(layout.config(), rank_layout(layout.config(), dp=layout.dp), dp=layout.dp)
-    assert max(cluster.run(layout.world_size, buffers, layout)) == expected, "the last rank may have a smaller part"
+    assert max(cluster.run(layout.world_size, receive_bytes, layout)) == expected, "the last rank may have a smaller part"
     assert (expected > 0) is (layout.dp > 1)
+
+
+@pytest.mark.parametrize(("grad_slots", "buffers"), [(1, 3), (2, 4), (3, 6)])
+def test_there_are_as_many_receive_buffers_as_gradient_slots(cluster: Cluster, grad_slots: int, buffers: int) -> None:
+    """Those of the blocks, one fewer (but one) of embedding and head, and one of the norms: each for the part that the other rank has
+    of the largest bucket."""
+    layout = Layout(dp=2, strategy=PARAMS, grad_slots=grad_slots)
+    plan = rank_layout(layout.config(), dp=2)
+    largest = max(bucket.numel for bucket in plan.buckets)
+    assert len(plan.buckets) > buffers == len(plan.gradient_slot_numel())
+    assert cluster.run(2, receive_bytes, layout) == [buffers * largest // 2 * 4] * 2
 
 
 def build_and_drop(place: Place) -> tuple[int, int]:

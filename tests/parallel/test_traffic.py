@@ -9,7 +9,7 @@ import pytest
 
 from megatron_llama.layout import Bucket, ShardLayout, rank_layout
 from megatron_llama.mesh import Place
-from megatron_llama.optim.distributed import _early_gathers
+from megatron_llama.optim.distributed import _early_gathers, _updated_early
 from megatron_llama.params import kv_copies, partition_of
 from tests.harness import Cluster
 from tests.parallel.cases import GLOBAL_BATCH_SIZE, MODEL, SEQ_LENGTH, STRATEGIES, Layout, trainer
@@ -311,6 +311,27 @@ def test_gathers_in_backward_are_spread_and_leave_the_first_units_alone() -> Non
             assert 3 * gathered <= reduced, "never more than a third of what has been reduced"
         if len(layout.buckets) > 12:
             assert 4 * sum(layout.buckets[bucket].numel for bucket in early) > layout.numel, "about a third"
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        Layout(dp=2, bucket=1, freeze=("model.layers.1.*", "model.layers.2.*")),
+        Layout(dp=2, tp=4, kv_heads=2, bucket=1),
+        Layout(dp=2, tp=2, sp=True, bucket=1),
+        Layout(dp=2, bucket=1, tied=True),
+    ],
+    ids=lambda layout: layout.name,
+)
+def test_gathers_in_backward_are_of_what_is_updated_there(layout: Layout) -> None:
+    """A third of that, however much there is beside it that is frozen, or has to be summed over copies."""
+    buckets = rank_layout(replace(layout, layers=12).config(), dp=2)
+    early = set(_early_gathers(buckets))
+    updated = [bucket for bucket in buckets.buckets if _updated_early(buckets, bucket.index)]
+    assert all(bucket.kind.trainable and not bucket.kind.partial and not bucket.kind.lasting for bucket in updated)
+    assert 0 < len(updated) < len(buckets.buckets) and early < {bucket.index for bucket in updated}
+    share = sum(bucket.numel for bucket in updated if bucket.index in early) / sum(bucket.numel for bucket in updated)
+    assert 0.25 < share <= 1 / 3
 
 
 def test_volume_of_optim_does_not_grow_with_accumulation(cluster: Cluster) -> None:

@@ -90,7 +90,7 @@ class _Reduce(ReduceScatter):
         async_op: bool = False,
     ) -> Work | None:
         if self._exchange is None:
-            self._exchange = self._owner.reductions.scatter(input_tensor, output_tensor, index=self._index)
+            self._exchange = self._owner.reductions.scatter(input_tensor, output_tensor, index=self._index, buffer=self._index)
         self._exchange.start()
         self._done = self._owner.stream.run(self._exchange.wait)
         return None

@@ -110,7 +110,7 @@ class Serial:
         largest = max(grads.numel() for _, grads in shards.full)
         reductions = Reductions(axis, largest=largest, dtype=torch.float32, wire=None, device=torch.device("cpu"), in_flight=2)
         pairs = list(zip(shards.full, shards.shards, strict=True))
-        self._reductions = [reductions.scatter(full[1], _grad(shard), index=i) for i, (full, shard) in enumerate(pairs)]
+        self._reductions = [reductions.scatter(full[1], _grad(shard), index=i, buffer=i) for i, (full, shard) in enumerate(pairs)]
         self._gathers = [gather(full[0], shard.data, axis, index=2 + i) for i, (full, shard) in enumerate(pairs)]
         self._hosts = setting.hosts
 
