@@ -237,6 +237,9 @@ class LogConfig:
 
     log_interval: int = 100
     """Print and write a log line every so many iterations; the last iteration always."""
+    log_straggler: bool = False
+    """Add to every log line how long ranks compute in a step (its time without waiting for communication): least, median, most,
+    and which rank that is."""
     progress_bar: bool = True
     """Show a progress bar when the output is a terminal."""
 

@@ -5,17 +5,19 @@ from __future__ import annotations
 import math
 import time
 from dataclasses import dataclass
+from functools import partial
 
 from torch import Tensor
 
 from megatron_llama import device as devices
 from megatron_llama.bad_steps import BadSteps, Outcome
 from megatron_llama.checkpoint.meta import TrainState
+from megatron_llama.comm.agreement import everybodys
 from megatron_llama.config import Config
 from megatron_llama.mesh import Mesh
 from megatron_llama.metrics.flops import flops_per_token, peak_flops
 from megatron_llama.metrics.log import MetricLog, StepRecord
-from megatron_llama.metrics.window import Interval, Work, averages
+from megatron_llama.metrics.window import Interval, Spread, Work, averages, spread
 from megatron_llama.optim.distributed import StepResult
 
 
@@ -37,6 +39,8 @@ class Progress:
             world_size=mesh.world.size,
             peak_flops=peak_flops(devices.name(mesh.device)),
         )
+        if config.log.log_straggler and not devices.is_host(mesh.device):
+            mesh.recorder.mark = partial(devices.timed_event, mesh.device)
         self._pending: _Step | None = None
         self._steps, self._since, self._skipped = 0, time.perf_counter(), 0
 
@@ -71,8 +75,7 @@ class Progress:
         mesh, training, outcome = self._mesh, self._config.training, step.outcome
         with mesh.recorder.waiting("the device"):
             devices.synchronize(mesh.device)
-        exposed = mesh.recorder.take_exposed_seconds() if devices.is_host(mesh.device) else None
-        interval = Interval(self._steps, time.perf_counter() - self._since, exposed)
+        interval = Interval(self._steps, time.perf_counter() - self._since, self._exposed_seconds())
         mean = averages(interval, self._work, steps_left=training.train_iters - outcome.state.iteration)
         self._log.write(
             StepRecord(
@@ -93,14 +96,30 @@ class Progress:
                 mfu=mean.mfu,
                 exposed_comm_ms=mean.exposed_comm_ms,
                 eta_seconds=mean.eta_seconds,
+                compute=self._spread(interval),
             )
         )
         self._skipped = 0
         self.restart_clock()
 
+    def _exposed_seconds(self) -> float | None:
+        """Since the last line; on an idle device. None: nobody measured."""
+        recorder = self._mesh.recorder
+        if devices.is_host(self._mesh.device):
+            return recorder.take_exposed_seconds()
+        return sum(before.elapsed_time(after) for before, after in recorder.marks) / 1e3 if recorder.mark is not None else None
+
+    def _spread(self, interval: Interval) -> Spread | None:
+        """Of all ranks' times without waiting, with --log-straggler. Gathered here, at log lines, and nowhere else."""
+        if not self._config.log.log_straggler:
+            return None
+        seconds = (interval.seconds - (interval.exposed_seconds or 0.0)) / interval.steps
+        return spread(everybodys(seconds * 1e3, self._mesh.world))
+
     def restart_clock(self) -> None:
         """Leave what happened since the last line (an evaluation, a save) out of the averages."""
         self._mesh.recorder.take_exposed_seconds()
+        self._mesh.recorder.marks.clear()
         self._steps, self._since = 0, time.perf_counter()
 
 

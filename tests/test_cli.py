@@ -12,7 +12,7 @@ import pytest
 
 from megatron_llama import __version__
 from megatron_llama.cli import COMMANDS, main
-from megatron_llama.commands.options import ExportConfig, GenerateConfig, ScheduleConfig
+from megatron_llama.commands.options import ConvertConfig, ExportConfig, GenerateConfig, ScheduleConfig
 from megatron_llama.data.options import PreprocessConfig
 from megatron_llama.manual import config_sections
 from megatron_llama.options import flag, options_of
@@ -47,6 +47,7 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
         ("preprocess", [PreprocessConfig]),
         ("generate", [GenerateConfig]),
         ("export", [ExportConfig]),
+        ("convert", [ConvertConfig]),
         ("schedule", [ScheduleConfig]),
     ],
 )

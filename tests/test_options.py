@@ -38,7 +38,7 @@ NAMES = """
     global_batch_size gpus_per_node grad_reduce_in_bf16 grad_slots
     head_dim hidden_act hidden_size hysteresis
     init_from_hf initial_loss_scale initializer_range intermediate_size
-    load log_interval loss_scale_window loss_spike_factor loss_spike_window lr lr_decay_iters lr_decay_style lr_warmup_iters
+    load log_interval log_straggler loss_scale_window loss_spike_factor loss_spike_window lr lr_decay_iters lr_decay_style lr_warmup_iters
     make_vocab_size_divisible_by max_bad_steps max_position_embeddings micro_batch_size min_loss_scale min_lr mlp_bias
     nodes num_attention_heads num_hidden_layers num_key_value_heads
     on_bad_step

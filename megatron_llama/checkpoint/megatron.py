@@ -55,6 +55,8 @@ EARLIER: Mapping[str, str] = MappingProxyType(
     }
 )
 """Names of some versions -> ours."""
+WHOLE_HEAD = "lm_head.weight"
+"""Megatron-LLaMA's name (with --causal-lm) of a head that every tensor rank has all of."""
 IGNORED = re.compile(r".*(_extra_state\d*|inv_freq)$")
 """Buffers that are computed, and states of fp8 scaling."""
 _READ = MappingProxyType({**EARLIER, **{theirs: own for names in BLOCKS.values() for own, theirs in names.items()}})
@@ -84,30 +86,32 @@ def their_name(own: str, layout: str, family: str, *, tied: bool) -> str:
     if own == NORM:
         return f"{root}.final_layernorm.weight"
     if own == HEAD:
-        return "lm_head.weight" if family == "megatron-llama" else ("language_model." if old else "") + "output_layer.weight"
+        return WHOLE_HEAD if family == "megatron-llama" else ("language_model." if old else "") + "output_layer.weight"
     _, _, layer, name = own.split(".", 3)
     return f"{root}.layers.{layer}.{BLOCKS[layout][name]}"
 
 
-def local_parts(model: ModelConfig, family: str, partition: Partition, stage: int, tp: int, tp_rank: int) -> dict[str, Part]:
+def local_parts(
+    model: ModelConfig, family: str, partition: Partition, stage: int, *, tp: int, tp_rank: int, whole_head: bool
+) -> dict[str, Part]:
     """The tensors of one file by their own names, blocks counted from 0 within the stage.
 
-    A tied head on another stage than the embedding is there as a copy."""
+    A tied head on another stage than the embedding is there as a copy. ``whole_head``: every rank has all of the head."""
     first, found = partition.layers[stage].start, {}
     for unit in stage_units(model, partition, stage, tp=tp, tp_rank=tp_rank):
         for spec in unit.params:
             name = re.sub(r"^model\.layers\.(\d+)", lambda match: f"model.layers.{int(match[1]) - first}", spec.name)
-            found[name] = _part(spec, model, family, tp)
+            if spec.name.endswith("qkv_proj.weight") and family == "megatron":
+                found[name] = _by_group(spec, model)
+            else:
+                found[name] = _whole(model, tp) if whole_head and name == HEAD else Part.of(spec)
     return found
 
 
-def _part(spec: ParamSpec, model: ModelConfig, family: str, tp: int) -> Part:
-    if spec.name.endswith("qkv_proj.weight") and family == "megatron":
-        return _by_group(spec, model)
-    if spec.name == HEAD and family == "megatron-llama" and not model.tie_word_embeddings:
-        shape = (model.vocab_size, model.hidden_size)
-        return Part((padded_vocab_size(model, tp), model.hidden_size), (HFSlice(HEAD, shape, 0, model.vocab_size),))
-    return Part.of(spec)
+def _whole(model: ModelConfig, tp: int) -> Part:
+    """The head of Megatron-LLaMA: not split, but padded as if it were."""
+    shape = (model.vocab_size, model.hidden_size)
+    return Part((padded_vocab_size(model, tp), model.hidden_size), (HFSlice(HEAD, shape, 0, model.vocab_size),))
 
 
 def _by_group(spec: ParamSpec, model: ModelConfig) -> Part:

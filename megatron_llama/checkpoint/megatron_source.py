@@ -17,6 +17,7 @@ from megatron_llama.checkpoint.megatron import (
     FILE,
     HEAD,
     IGNORED,
+    WHOLE_HEAD,
     find_folder,
     flat,
     local_parts,
@@ -81,7 +82,7 @@ def family(path: Path) -> str:
     files = open_files(find_folder(path)).values()
     names, args = {name for file in files for name in file.names}, {name for file in files for name in file.args}
     theirs = any(name.startswith("decoder.") for name in names) or bool(args & set(MEGATRON_ONLY))
-    own = "lm_head.weight" in names or bool(args & set(MEGATRON_LLAMA_ONLY))
+    own = WHOLE_HEAD in names or bool(args & set(MEGATRON_LLAMA_ONLY))
     if theirs == own:
         got = "signs of both Megatron-LM and Megatron-LLaMA" if own else "neither Megatron-LM's nor Megatron-LLaMA's names or arguments"
         do = "say which program wrote it: --from megatron or --from megatron-llama (they order q, k and v differently)"
@@ -186,7 +187,8 @@ class MegatronSource:
         partition = self._partition(model)
         for stage, files in enumerate(self._stages):
             for tp_rank, (file, chunk) in enumerate(files):
-                parts = local_parts(model, self.format, partition, stage, self.tp, tp_rank)
+                whole = WHOLE_HEAD in chunk
+                parts = local_parts(model, self.format, partition, stage, tp=self.tp, tp_rank=tp_rank, whole_head=whole)
                 problems += self._compare(file, chunk, parts)
         refuse(f"{self.folder} does not hold the model:", problems)
 

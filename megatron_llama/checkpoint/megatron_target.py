@@ -60,8 +60,9 @@ class MegatronTarget:
                 name = f"mp_rank_{tp_rank:02d}" + (f"_{stage:03d}" if len(self.split) > 1 else "")
                 path = folder / "release" / name / FILE
                 path.parent.mkdir(parents=True)
-                parts = local_parts(model, self.family, self.partition, stage, self.tp, tp_rank)
                 tied = model.tie_word_embeddings
+                whole = self.family == "megatron-llama" and not tied
+                parts = local_parts(model, self.family, self.partition, stage, tp=self.tp, tp_rank=tp_rank, whole_head=whole)
                 tensors = {their_name(own, layout, self.family, tied=tied): Outgoing(part, source) for own, part in parts.items()}
                 ranks = namespace(args, rank=tp_rank + self.tp * stage, stored_ranks=(tp_rank, stage))
                 fields = {"args": ranks, "checkpoint_version": CHECKPOINT_VERSION, "iteration": 0}

@@ -116,6 +116,9 @@ class MetaSource:
         output = self._tensor(0, OUTPUT).shape[0] * len(self._files)
         known = params.get("vocab_size", 0)
         known = (user.vocab_size if user else 0) or (known if isinstance(known, int) and known > 0 else 0)
+        if known not in (0, output):
+            got = f"{output} rows in {len(self._files)} files"
+            raise CheckpointError(describe(f"{self.folder} {OUTPUT}", got=got, expected=f"{known}", do="copy the missing files too"))
         # Meta's files hold no padding: what is stored is the vocabulary.
         size = vocabulary(str(self.folder), output, given=given, known=known or output, tokens=tokens_in(self.companions))
         fields |= {"vocab_size": size, "intermediate_size": self._tensor(0, "layers.0.feed_forward.w1.weight").shape[0] * len(self._files)}

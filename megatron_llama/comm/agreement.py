@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from megatron_llama.comm.collectives import Pending
+from megatron_llama.comm.collectives import Pending, all_gather_single
 from megatron_llama.errors import UserError
 from megatron_llama.mesh import Axis
 
@@ -25,6 +25,15 @@ def largest(value: int, axis: Axis) -> tuple[torch.Tensor, Pending]:
     found = torch.tensor(value)
     work = dist.all_reduce(found, dist.ReduceOp.MAX, group=axis.group, async_op=True) if axis.size > 1 else None
     return found, Pending(axis, work, operation="agreement")
+
+
+def everybodys(value: float, axis: Axis) -> list[float]:
+    """A number of every rank, in rank order, on all of them. Collective, on the host's own backend."""
+    found = torch.full((axis.size,), value, dtype=torch.float64)
+    if axis.size > 1:
+        with axis.recorder.waiting(AGREEMENT):
+            all_gather_single(found, found[axis.rank : axis.rank + 1].clone(), group=axis.group)
+    return found.tolist()
 
 
 def gathered(value: T, axis: Axis) -> list[T] | None:

@@ -13,6 +13,7 @@ from types import TracebackType
 from typing import Any, Self, TextIO
 
 from megatron_llama.errors import CheckpointError, TrainingError, describe
+from megatron_llama.metrics.window import Spread
 
 FILE_NAME = "log.jsonl"
 
@@ -47,6 +48,8 @@ class StepRecord:
     skipped_iterations: int = 0
     """Since the last line."""
     nan_iterations: int = 0
+    compute: Spread | None = None
+    """Of the ranks; with --log-straggler."""
 
 
 _JSON_KEYS = (
@@ -92,6 +95,9 @@ def format_record(record: StepRecord, now: datetime) -> str:
         "peak memory (GiB): " + ("n/a" if r.peak_memory_bytes is None else f"{r.peak_memory_bytes / 2**30:.2f}"),
         "ETA: " + ("n/a" if r.eta_seconds is None else format_duration(r.eta_seconds)),
     ]
+    if r.compute is not None:
+        c = r.compute
+        ours.append(f"compute per rank (ms): min {c.least:.1f}, median {c.median:.1f}, max {c.most:.1f} (rank {c.slowest})")
     return " | ".join(megatron + ours) + " |"
 
 
@@ -180,7 +186,11 @@ class MetricLog:
         """Log one interval. Raises TrainingError when a number in it is not finite: the run has to stop first."""
         if self._prints:
             self.say(format_record(record, datetime.now()))
-            self._append({key: getattr(record, key) for key in _JSON_KEYS})
+            c = record.compute
+            spread = (
+                {"compute_ms_min": c.least, "compute_ms_median": c.median, "compute_ms_max": c.most, "slowest_rank": c.slowest} if c else {}
+            )
+            self._append({key: getattr(record, key) for key in _JSON_KEYS} | spread)
 
     def write_validation(self, iteration: int, consumed_samples: int, loss: float, tokens: int) -> None:
         """Log one evaluation: mean ``loss`` over ``tokens`` tokens, after ``iteration`` steps.

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import statistics
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 
@@ -40,6 +42,23 @@ class Averages:
     mfu: float | None
     exposed_comm_ms: float | None
     eta_seconds: float
+
+
+@dataclass(frozen=True)
+class Spread:
+    """How long the ranks compute in a step, milliseconds."""
+
+    least: float
+    median: float
+    most: float
+    slowest: int
+    """The rank that takes most."""
+
+
+def spread(milliseconds: Sequence[float]) -> Spread:
+    """Over the times of all ranks, in rank order."""
+    most = max(milliseconds)
+    return Spread(min(milliseconds), statistics.median(milliseconds), most, list(milliseconds).index(most))
 
 
 def averages(interval: Interval, work: Work, *, steps_left: int) -> Averages:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
@@ -18,6 +19,7 @@ from tests.e2e.product import (
     DP2,
     GLOBAL_BATCH_SIZE,
     ONE,
+    PP2,
     SEQ_LENGTH,
     VOCAB_SIZE,
     ZB_V,
@@ -189,3 +191,17 @@ def test_steps_begin_behind_what_is_left_out() -> None:
     history = History(tuple(Skipped(1, first, last, "loss", 1.0) for first, last in ((16, 23), (24, 31), (40, 47))))
     assert [history.first_sample(at, 8) for at in (0, 8, 9, 16, 30, 32, 33, 47, 48)] == [0, 8, 32, 32, 32, 32, 48, 48, 48]
     assert history.first_sample(0, 17) == 48, "17 samples fit nowhere between the ranges"
+
+
+def test_the_slowest_rank_is_named(product: Product, tmp_path: Path) -> None:
+    """Seven blocks and the head take longer than one block, whoever else uses the machine."""
+    uneven = {"num_layers": 8, "pipeline_layer_split": (1, 7), "train_iters": 12, "log_interval": 4}
+    printed = product.train(PP2, save=tmp_path / "on", log_straggler=True, **uneven).out
+    for entry in steps(tmp_path / "on"):
+        assert entry["slowest_rank"] == 1
+        assert 0 < entry["compute_ms_min"] < entry["compute_ms_median"] < entry["compute_ms_max"] <= entry["elapsed_ms"]
+        assert entry["compute_ms_median"] == (entry["compute_ms_min"] + entry["compute_ms_max"]) / 2
+        assert entry["elapsed_ms"] - entry["exposed_comm_ms"] == pytest.approx(entry["compute_ms_min"], rel=1e-9), "rank 0"
+    assert len(re.findall(r" \| compute per rank \(ms\): min \S+, median \S+, max \S+ \(rank 1\) \|\n", printed)) == 3
+    quiet = product.train(PP2, save=tmp_path / "off", **uneven).out
+    assert "compute per rank" not in quiet and "slowest_rank" not in steps(tmp_path / "off")[0]
