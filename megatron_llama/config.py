@@ -147,6 +147,9 @@ class TrainingConfig:
     max_bad_steps: int = 10
     """With skip and rollback: more bad steps than this in a row, without a good step between them (rollback: without a checkpoint),
     end the run with an error."""
+    check_weight_hash_across_dp_replicas_interval: int = 0
+    """Every so many iterations compare, bit by bit, what several ranks hold alike: gathered parameters, replicas of shards, norms
+    under tensor parallelism, tied embeddings. A difference ends the run with the parameter and the rank. 0: never."""
     eval_interval: int = 0
     """Evaluate before the first iteration, every so many iterations and after the last. 0: never."""
     eval_iters: int = 10

@@ -15,6 +15,7 @@ from megatron_llama.mesh import Mesh
 from megatron_llama.model.llama import build_stages
 from megatron_llama.model.load import load_stages, rank_specs
 from megatron_llama.optim.build import build_optimizer, compute_dtype
+from megatron_llama.optim.compare import check_replicas
 from megatron_llama.optim.lr import learning_rate
 from megatron_llama.pipeline.runtime import FixedWeights, PipelineRuntime
 from megatron_llama.progress import Progress
@@ -41,7 +42,7 @@ def train(
 
     ``config`` is resolved (validate.check); ``eod`` is the end-of-document id where an option needs one; ``tokenizer``
     is kept beside the checkpoints; ``background`` writes them, if given. Raises UserError of some kind, on every rank the same."""
-    training, clip = config.training, config.optimizer.clip_grad
+    training, clip, replicas = config.training, config.optimizer.clip_grad, config.training.check_weight_hash_across_dp_replicas_interval
     stages = build_stages(config, mesh)
     with closing(build_optimizer(config, stages.values(), mesh)) as optimizer:
         loader = build_loader(config, mesh, eod)
@@ -74,6 +75,8 @@ def train(
                     progress.rewind()
                     feed.restart(bad_steps.first_sample(state))
                     continue
+                if replicas and state.iteration % replicas == 0:
+                    check_replicas(optimizer, mesh, state.iteration)
                 if validation.due(state) or saving:
                     measured = validation.run(state, log) if validation.due(state) else None
                     if saving:

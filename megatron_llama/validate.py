@@ -46,6 +46,7 @@ _NOT_NEGATIVE = (
     ("model", ("vocab_size", *SIZES, "num_key_value_heads", "head_dim", "max_position_embeddings", "initializer_range")),
     ("model", ("bos_token_id", "eos_token_id")),
     ("training", ("global_batch_size", "eval_interval", "eval_iters", "seed", "loss_spike_factor", "max_bad_steps")),
+    ("training", ("check_weight_hash_across_dp_replicas_interval",)),
     ("optimizer", ("lr", "min_lr", "lr_decay_iters", "lr_warmup_iters", "weight_decay", "clip_grad")),
     ("checkpoint", ("save_interval", "save_retain", "save_retain_interval")),
     ("launch", ("nodes", "gpus_per_node")),

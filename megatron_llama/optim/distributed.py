@@ -64,6 +64,21 @@ class ShardPiece:
 
 
 @dataclass(frozen=True)
+class Replicated:
+    """A part of a parameter, or of its optimizer state, that all ranks of an axis must hold alike."""
+
+    axis: Axis
+    name: str
+    """Of the parameter."""
+    what: str
+    """``gathered``, ``master``, or the name of the update rule's state."""
+    start: int
+    """First element of the parameter."""
+    tensor: Tensor
+    """Flat, live."""
+
+
+@dataclass(frozen=True)
 class DataAxes:
     """Who shares a bucket: ``shard`` splits it, ``replica`` repeats the shards, ``gather`` has the ranks of ``shard``, on a device with
     a communicator of its own."""
@@ -356,6 +371,21 @@ class OverlappedDistributedOptimizer:
 
     def _state(self, bucket: int) -> dict[str, Tensor]:
         return self.update.state(bucket) if self.layout.buckets[bucket].kind.trainable else {}
+
+    def replicated(self) -> Iterator[Replicated]:
+        """Everything that this rank holds and others too, in the same order on all of them. Call ``settle`` first."""
+        for bucket, master in enumerate(self.masters):
+            placements, kind = self.layout.buckets[bucket].placements, self.layout.buckets[bucket].kind
+            if self.mesh.dp.size > 1 and self.weights.whole(bucket):
+                for placed in placements:
+                    yield Replicated(self.mesh.dp, placed.spec.name, "gathered", 0, self.weights.full[bucket][placed.start : placed.stop])
+            axes = [self._axes.replica] + [self._copies_axis(kind)] * (kind.copies > 1) + [self.mesh.embedding] * kind.tied
+            shards = {"master": master, **{name: t for name, t in self._state(bucket).items() if t.dim() == 1}}
+            for axis in (axis for axis in axes if axis.size > 1):
+                for part in self.layout.segments(bucket, self._axes.shard.rank):
+                    for what, tensor in shards.items():
+                        piece = tensor[part.in_shard : part.in_shard + part.length]
+                        yield Replicated(axis, part.spec.name, what, part.in_param, piece)
 
     def step_counts(self) -> list[Tensor]:
         """The update rule's step counters (0-dim, live), equal on every rank."""

@@ -84,6 +84,10 @@ class Weights:
             if self._residency.offer(bucket):
                 self._launch((bucket,))
 
+    def whole(self, bucket: int) -> bool:
+        """Whether all of a bucket's values are in a slot of its own, now that everything is settled."""
+        return self.layout.resident(bucket) and self._residency.holds(bucket)
+
     def more_to_come(self) -> bool:
         """Whether later uses of this list need a gather that has not been launched."""
         return self._residency.more_to_come

@@ -13,14 +13,24 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from torch import Tensor
 
+from megatron_llama.aliases import MEGATRON
+from megatron_llama.commands.pretrain import SECTIONS
+from megatron_llama.errors import TrainingError
 from megatron_llama.history import History, Skipped
+from megatron_llama.mesh import Place, build_mesh
+from megatron_llama.optim.update import AdamW
+from megatron_llama.options import parse
+from megatron_llama.train import train
+from megatron_llama.validate import assemble, check
 from tests.e2e.product import (
     DP2,
     GLOBAL_BATCH_SIZE,
     ONE,
     PP2,
     SEQ_LENGTH,
+    TP2,
     VOCAB_SIZE,
     ZB_V,
     Layout,
@@ -30,6 +40,7 @@ from tests.e2e.product import (
     exact_curve,
     steps,
 )
+from tests.harness import Cluster
 
 BAD = 4
 """The step whose samples are poisoned."""
@@ -205,3 +216,35 @@ def test_the_slowest_rank_is_named(product: Product, tmp_path: Path) -> None:
     assert len(re.findall(r" \| compute per rank \(ms\): min \S+, median \S+, max \S+ \(rank 1\) \|\n", printed)) == 3
     quiet = product.train(PP2, save=tmp_path / "off", **uneven).out
     assert "compute per rank" not in quiet and "slowest_rank" not in steps(tmp_path / "off")[0]
+
+
+def with_a_faulty_memory(place: Place, argv: list[str]) -> str:
+    """Train; on rank 1 a bit of a norm flips right after its third update. Returns the error."""
+    config = check(assemble(parse(argv, SECTIONS, aliases=MEGATRON)), place.world_size, needs_data=True).config
+    mesh = build_mesh(config, rank=place.rank, world_size=place.world_size, device=torch.device("cpu"))
+    sound, updates = AdamW.step, 0
+
+    def faulty(self: AdamW, bucket: int, grad: Tensor, **named: Any) -> None:
+        nonlocal updates
+        sound(self, bucket, grad, **named)
+        updates += self._decay[bucket] == 0.0
+        if place.rank == 1 and self._decay[bucket] == 0.0 and updates == 3:
+            self._masters[bucket][5:6].view(torch.int32).bitwise_xor_(1 << 20)
+
+    AdamW.step = faulty  # type: ignore[assignment]
+    try:
+        train(config, mesh)
+    except TrainingError as error:
+        return str(error)
+    finally:
+        AdamW.step = sound  # type: ignore[method-assign]
+    return ""
+
+
+def test_a_flipped_bit_ends_the_run(product: Product, cluster: Cluster) -> None:
+    """At the next comparison, on all ranks; nobody notices without one."""
+    for interval in (2, None):
+        argv = product.command(vocab_size=VOCAB_SIZE, check_weight_hash_across_dp_replicas_interval=interval, **TP2.options)[1:]
+        for said in cluster.run(2, with_a_faulty_memory, argv):
+            start = "model.norm.weight (master) at iteration 4, element 5: got "
+            assert said.startswith(start) if interval else said == "", said

@@ -60,6 +60,7 @@ ELSEWHERE: Mapping[str, str] = {
     "dry_run": "e2e/test_commands.py::test_strict_dry_run_wants_this_machine",
     "prefetch_bytes": "parallel/test_sharding.py::test_prefetching_goes_as_far_as_the_bytes_allow",
     "exchange_chunk_bytes": "parallel/test_sharding.py::test_messages_go_in_chunks_of_the_option",
+    "check_weight_hash_across_dp_replicas_interval": "e2e/test_faults.py::test_a_flipped_bit_ends_the_run",
     "log_straggler": "e2e/test_faults.py::test_the_slowest_rank_is_named",
     "on_bad_step": "e2e/test_faults.py::test_a_skipped_step_leaves_no_trace_in_the_weights",
     "loss_spike_factor": "e2e/test_faults.py::test_a_loss_spike_is_what_the_manual_says",
