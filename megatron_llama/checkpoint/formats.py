@@ -13,7 +13,6 @@ from megatron_llama.errors import CheckpointError, describe
 from megatron_llama.params import Rectangle
 
 FORMATS = ("hf", "native", "megatron", "megatron-llama", "meta")
-MEGATRONS = ("megatron", "megatron-llama")
 _HF_FILES = ("model.safetensors", "model.safetensors.index.json", "pytorch_model.bin", "pytorch_model.bin.index.json")
 
 

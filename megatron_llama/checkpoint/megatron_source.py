@@ -153,6 +153,9 @@ class MegatronSource:
                 if each.args.get(name) != first.args.get(name):
                     got, expected = each.args.get(name), f"{first.args.get(name)} as in {first.file.path}"
                     yield describe(f"{each.file.path} args.{name}", got=got, expected=expected, do=FOREIGN_MODEL)
+            own, theirs = (file.file.content.get("iteration") for file in (each, first))
+            if own != theirs:
+                yield describe(f"{each.file.path} iteration", got=own, expected=f"{theirs} as in {first.file.path}", do=FOREIGN_MODEL)
 
     def _ordered(self) -> Iterator[list[tuple[RankFile, Mapping[str, Tensor]]]]:
         """For every stage, first to last, the files of its tensor ranks: chunk by chunk, then rank by rank."""

@@ -87,7 +87,10 @@ class MetaSource:
             names = ", ".join(path.name for path in expected) or "consolidated.00.pth"
             raise CheckpointError(describe(str(folder), got=got, expected=names, do="copy the missing files too"))
         self._files = [PickledWeights(PickledFile(path)) for path in paths]
-        self.companions = companions_of(folder, *([folder.parent] if (folder.parent / "tokenizer.model").is_file() else []))
+        self.companions = companions_of(folder)
+        shared = folder.parent / "tokenizer.model"
+        if shared.is_file() and not any(path.name == shared.name for path in self.companions):
+            self.companions += (shared,)
         beside = folder / "config.json"
         user, self.extra = read_config(config or (beside if beside.is_file() else None))
         params = read_config_json(folder / PARAMS)

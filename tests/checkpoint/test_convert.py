@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors import safe_open
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from transformers import LlamaForCausalLM
 
 from megatron_llama.cli import main
@@ -158,6 +158,35 @@ def test_padding_of_the_target(tmp_path: Path) -> None:
         assert_same(convert(out, tmp_path / "back", "--to", "hf", "--overwrite"), original)
 
 
+def test_several_dtypes_become_the_one_that_holds_all(tmp_path: Path) -> None:
+    original = hf_folder(tmp_path / "hf", torch.bfloat16)
+    for path in original.glob("*.safetensors"):
+        save_file({n: t.float() * 1.001 if "norm" in n else t for n, t in load_file(path).items()}, path, {"format": "pt"})
+    out = convert(convert(original, tmp_path / "there", "--to", "megatron"), tmp_path / "out", "--to", "hf")
+    assert {name: tensor.float() for name, tensor in tensors(original).items()}.keys() == tensors(out).keys()
+    assert all(tensor.dtype == torch.float32 for tensor in tensors(out).values())
+    assert all(torch.equal(tensors(out)[name], tensor.float()) for name, tensor in tensors(original).items())
+
+
+def test_the_embedding_of_llama_3_is_cut_by_rows(tmp_path: Path) -> None:
+    small = {"hidden_size": 16, "num_hidden_layers": 1, "tie_word_embeddings": True}
+    original = hf_folder(tmp_path / "hf", torch.bfloat16, vocab_size=128_000, **small)
+    out = convert(original, tmp_path / "meta", "--to", "meta", "--tensor-model-parallel-size", "2")
+    found = torch.load(out / "consolidated.01.pth", weights_only=True)
+    embedding = tensors(original)["model.embed_tokens.weight"]
+    assert torch.equal(found["tok_embeddings.weight"], embedding[64_000:]) and torch.equal(found["output.weight"], embedding[64_000:])
+    assert_same(convert(out, tmp_path / "back", "--to", "hf"), original)
+
+
+def test_the_tokenizer_that_meta_puts_beside_the_folder(tmp_path: Path) -> None:
+    original = hf_folder(tmp_path / "hf", vocab_size=1000)
+    out = convert(original, tmp_path / "llama" / "7B", "--to", "meta")
+    text = [topics[name] for name in sorted(topics)]
+    train_tokenizer(text[:40], 900, tmp_path / "llama" / "tokenizer.model")
+    back = convert(out, tmp_path / "back", "--to", "hf")
+    assert (back / "tokenizer.model").read_bytes() == (tmp_path / "llama" / "tokenizer.model").read_bytes()
+
+
 @pytest.mark.parametrize("form", ["hf", "native", "megatron", "megatron-llama", "meta"])
 def test_tokenizer_template_and_generation_config_travel(tmp_path: Path, form: str) -> None:
     original = hf_folder(tmp_path / "hf", vocab_size=1000)
@@ -197,7 +226,11 @@ def test_summary_and_notes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     lines = capsys.readouterr().out.splitlines()
     assert [line.split(":")[1].strip() for line in lines[:-1]] == ["grouped-query attention", "rope_theta", "rope_scaling"]
     assert lines[-1].startswith(f"converted hf {original} to megatron-llama {tmp_path}/a (bfloat16, 0.00 GB, ")
-    for form, lost in (("megatron", ["rope_scaling other than LLaMA 3.1's but for its factor"]), ("meta", ["rope_scaling"]), ("native", [])):
+    for form, lost in (
+        ("megatron", ["rope_scaling other than LLaMA 3.1's but for its factor"]),
+        ("meta", ["rope_scaling"]),
+        ("native", []),
+    ):
         convert(original, tmp_path / form, "--to", form)
         assert [line.split(":")[1].strip() for line in capsys.readouterr().out.splitlines()[:-1]] == lost
     plain = hf_folder(tmp_path / "plain", num_key_value_heads=8, rope_parameters=None)

@@ -188,6 +188,12 @@ def test_a_file_of_another_model(hf: Path, megatron: Path, tmp_path: Path, capsy
     assert "mp_rank_01_001/model_optim_rng.pt args.ffn_hidden_size: got 128, expected 96 as in" in said
 
 
+def test_a_file_of_another_iteration(megatron: Path, tmp_path: Path, capsys: Capture) -> None:
+    rewrite(rank_file(megatron, 0, 1), lambda content: content.update(iteration=200))
+    said = refusal(capsys, megatron, tmp_path / "out", "--to", "hf")
+    assert "mp_rank_00_001/model_optim_rng.pt iteration: got 200, expected 0 as in" in said
+
+
 @pytest.mark.parametrize(("tp", "pp"), [(0, 1), (1, 0), (1, 1)])
 def test_missing_files(megatron: Path, tmp_path: Path, capsys: Capture, tp: int, pp: int) -> None:
     rank_file(megatron, tp, pp).unlink()
