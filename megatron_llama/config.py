@@ -105,7 +105,7 @@ class ParallelConfig:
     grad_reduce_in_bf16: bool = False
     """Send gradients in bfloat16 between data-parallel ranks. Over microbatches they are still accumulated in fp32."""
     distributed_timeout_minutes: float = 10.0
-    """A collective that takes longer fails on every rank."""
+    """A rank that waits longer ends the run, on all ranks, with an error that says which one stopped where."""
 
 
 @dataclass(frozen=True)

@@ -109,12 +109,16 @@ def test_a_pipeline_skips_the_same_step(
     assert losses[BAD - 1] is None and [loss for loss in losses if loss] == pytest.approx([loss for loss in expected if loss], rel=1e-6)
 
 
-@pytest.mark.parametrize("interval", [2, 5], ids=["to a checkpoint", "to the start"])
+@pytest.mark.parametrize(
+    ("interval", "more"),
+    [(2, {}), (5, {}), (2, {"async_save": True, "save_retain": 1})],
+    ids=["to a checkpoint", "to the start", "to one that is being written"],
+)
 def test_a_run_that_goes_back_leaves_the_bad_samples_out(
-    interval: int, product: Product, poisoned: Mapping[str, object], skipping: tuple[Path, str], tmp_path: Path
+    interval: int, more: dict[str, object], product: Product, poisoned: Mapping[str, object], skipping: tuple[Path, str], tmp_path: Path
 ) -> None:
     """From the fourth step on it is the run that skipped, a step ahead; also when it is interrupted behind the bad step."""
-    options = {"save": tmp_path, "load": tmp_path, "save_interval": interval, "on_bad_step": "rollback", **poisoned}
+    options = {"save": tmp_path, "load": tmp_path, "save_interval": interval, "on_bad_step": "rollback", **poisoned, **more}
     printed = product.train(DP2, train_iters=5, **options).out
     assert printed.count(f" back to iteration {BAD - 2 if interval == 2 else 0}\n") == 1
     product.train(DP2, train_iters=7, **options)
