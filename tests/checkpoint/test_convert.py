@@ -46,8 +46,12 @@ TARGETS: dict[str, list[str]] = {
     **{f"meta {n}": ["--tensor-model-parallel-size", str(n)] for n in (1, 2, 4)},
     **{
         f"{name} {tp} {pp}": ["--tensor-model-parallel-size", str(tp), "--pipeline-model-parallel-size", str(pp), *more]
-        for name, more in (("megatron", []), ("megatron-llama", []), ("megatron legacy", ["--megatron-layout", "legacy"]))
-        for tp, pp in GRID
+        for name, grid, *more in (
+            ("megatron", GRID),
+            ("megatron-llama", GRID),
+            ("megatron legacy", [(4, 2)], "--megatron-layout", "legacy"),
+        )
+        for tp, pp in grid
     },
 }
 
