@@ -37,7 +37,7 @@ COMMANDS: Mapping[str, Command] = MappingProxyType(
         "evaluate": Command(
             "pretrain", "evaluate", "commands.pretrain:SECTIONS", "Loss and perplexity of --load or --init-from-hf on a dataset."
         ),
-        "generate": Command("generate", "generate", "commands.options:GenerateConfig", "Continue prompts with a trained model."),
+        "generate": Command("generate", "generate", "commands.generate:SECTIONS", "Continue prompts with a trained model."),
         "export": Command("export", "export", "commands.options:ExportConfig", "Write a checkpoint as a HuggingFace folder."),
         "convert": Command(
             "convert",

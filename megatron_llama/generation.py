@@ -1,14 +1,15 @@
-"""Sampling from a model in one process. Every token runs the whole prefix: simple, and exact by construction."""
+"""Sampling from a model in one process: prompts of different lengths side by side, each token computed once."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
-from megatron_llama.model.llama import Stage
+from megatron_llama.model.llama import Continuation, Stage
+from megatron_llama.nn.cache import KVCache
 
 
 @dataclass(frozen=True)
@@ -21,19 +22,90 @@ class Sampling:
     top_p: float
 
 
+class Reader:
+    """A model that reads sequences bit by bit and remembers what it has read.
+
+    Shorter sequences of a batch are padded behind their end: the padding lies at positions that no token of the sequence
+    attends to, and the next tokens take its slots. So nothing needs a mask but tokens that follow others."""
+
+    def __init__(self, stage: Stage) -> None:
+        self._stage, self._cache = stage, KVCache()
+        self.lengths: list[int] = []
+        """Tokens of each sequence that count as read."""
+
+    def read(self, tokens: Sequence[Sequence[int]]) -> Tensor:
+        """Go on with some tokens (at least one) of every sequence: logits [b, vocab_size] of what follows each."""
+        self.lengths, device = self.lengths or [0] * len(tokens), self._stage.mesh.device
+        counts = [len(new) for new in tokens]
+        longest = max(counts)
+        ids = torch.tensor([[*new, *[0] * (longest - len(new))] for new in tokens], device=device).t()
+        slots = torch.tensor(self.lengths, device=device) + torch.arange(longest, device=device).unsqueeze(-1)
+        length = max(self.lengths) + longest
+        positions = self._stage.positions(longest, device, slots)
+        if any(self.lengths):
+            seen = torch.arange(length, device=device) <= slots.t().unsqueeze(-1)
+            positions = replace(positions, mask=seen.unsqueeze(1))
+        last = torch.tensor(counts, device=device) - 1
+        positions = replace(positions, continuation=Continuation(self._cache, slots, length, last))
+        with torch.no_grad():
+            logits = self._stage(ids, positions)
+        self.lengths = [read + new for read, new in zip(self.lengths, counts, strict=True)]
+        return logits[0, :, : self._stage.config.vocab_size].float()  # type: ignore[no-any-return]
+
+    def keep(self, rows: Sequence[int]) -> None:
+        """Go on with these sequences of the batch alone."""
+        self.lengths = [self.lengths[row] for row in rows]
+        self._cache.keep(torch.tensor(rows, device=self._stage.mesh.device))
+
+    def return_to(self, length: int) -> None:
+        """Forget all but the first tokens of the one sequence that is read."""
+        self.lengths = [length]
+
+
 def generate(stage: Stage, prompt: Sequence[int], sampling: Sampling, *, eos: int | None, generator: torch.Generator) -> Iterator[int]:
     """Yield new token ids after ``prompt`` (not empty), until ``eos`` (not yielded), the limit, or the model's longest sequence."""
-    ids, device = list(prompt), stage.mesh.device
-    room = stage.config.max_position_embeddings - len(ids)
-    with torch.no_grad():
-        for _ in range(min(sampling.max_new_tokens, room)):
-            tokens = torch.tensor(ids, device=device).unsqueeze(-1)
-            logits = stage(tokens, stage.positions(len(ids), device))
-            token = draw(logits[-1, 0, : stage.config.vocab_size].float(), sampling, generator)
-            if token == eos:
-                return
-            ids.append(token)
-            yield token
+    stops = frozenset() if eos is None else frozenset({eos})
+    return go_on(Reader(stage), prompt, sampling, stops=stops, generator=generator, longest=stage.config.max_position_embeddings)
+
+
+def go_on(
+    reader: Reader, tokens: Sequence[int], sampling: Sampling, *, stops: frozenset[int], generator: torch.Generator, longest: int
+) -> Iterator[int]:
+    """Let the reader, of one sequence, read on, and yield what follows until one of ``stops`` (not yielded), the limit, or
+    ``longest`` tokens in all."""
+    new, read = list(tokens), sum(reader.lengths) + len(tokens)
+    for _ in range(min(sampling.max_new_tokens, longest - read)):
+        new = [draw(reader.read([new])[0], sampling, generator)]
+        if new[0] in stops:
+            return
+        yield new[0]
+
+
+def generate_batch(
+    stage: Stage, prompts: Sequence[Sequence[int]], sampling: Sampling, *, stops: frozenset[int], seed: int
+) -> Iterator[tuple[int, int | None]]:
+    """Continue prompts (none empty) side by side: yield (number of the prompt, new token), and (number, None) when a prompt is done.
+
+    Each prompt ends as with ``generate``, and has a generator of its own: its text does not depend on what else is in the batch."""
+    room = [min(sampling.max_new_tokens, stage.config.max_position_embeddings - len(prompt)) for prompt in prompts]
+    yield from ((number, None) for number, left in enumerate(room) if left <= 0)
+    rows = [number for number, left in enumerate(room) if left > 0]
+    reader, generators = Reader(stage), [torch.Generator().manual_seed(seed) for _ in prompts]
+    new: list[Sequence[int]] = [prompts[number] for number in rows]
+    while rows:
+        drawn = [draw(logits, sampling, generators[number]) for number, logits in zip(rows, reader.read(new), strict=True)]
+        stay = []
+        for row, (number, token) in enumerate(zip(rows, drawn, strict=True)):
+            if token not in stops:
+                yield number, token
+                room[number] -= 1
+            if token in stops or room[number] == 0:
+                yield number, None
+            else:
+                stay.append(row)
+        if stay and len(stay) < len(rows):
+            reader.keep(stay)
+        rows, new = [rows[row] for row in stay], [[drawn[row]] for row in stay]
 
 
 def draw(logits: Tensor, sampling: Sampling, generator: torch.Generator) -> int:

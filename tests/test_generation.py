@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from megatron_llama.config import Config, ModelConfig
-from megatron_llama.generation import Sampling, draw, generate
+from megatron_llama.generation import Reader, Sampling, draw, generate, generate_batch
 from megatron_llama.mesh import Mesh
 from megatron_llama.model.init import InitialWeights
 from megatron_llama.model.llama import Stage, build_stages
@@ -112,3 +112,64 @@ def test_generation_ends_at_the_limit_and_at_the_longest_sequence(stage: Stage) 
 
 def test_the_seed_decides(stage: Stage) -> None:
     assert new_tokens(stage, [1], FREE, seed=1) == new_tokens(stage, [1], FREE, seed=1) != new_tokens(stage, [1], FREE, seed=2)
+
+
+PROMPTS = [[7, 3, 11], [1], [9, 9, 9, 9, 9, 9, 2], [7, 3, 11, 40]]
+
+
+def logits_of_all(stage: Stage, text: list[int]) -> Tensor:
+    """[tokens, 50], of one pass over the whole text."""
+    with torch.no_grad():
+        logits: Tensor = stage(torch.tensor(text).unsqueeze(-1), stage.positions(len(text), torch.device("cpu")))
+    return logits[:, 0, :50]
+
+
+def test_what_was_read_before_counts_as_if_it_were_read_now(stage: Stage) -> None:
+    """Several tokens at a time, one at a time, and again after going back: the logits of a pass over everything."""
+    text = [7, 3, 11, 4, 4, 49, 0, 23, 8, 30]
+    whole, reader = logits_of_all(stage, text), Reader(stage)
+    for start, stop in ((0, 3), (3, 4), (4, 7), (7, 8), (8, 10)):
+        torch.testing.assert_close(reader.read([text[start:stop]])[0], whole[stop - 1], rtol=0, atol=1e-5)
+    reader.return_to(4)
+    torch.testing.assert_close(reader.read([text[4:]])[0], whole[-1], rtol=0, atol=1e-5)
+    assert whole.std() > 0.3 and (whole[-1] - whole[-2]).abs().max() > 0.1
+
+
+def test_prompts_of_different_lengths_do_not_see_each_other(stage: Stage) -> None:
+    reader, rest = Reader(stage), [[5, 6], [30], [1, 2, 3], [49]]
+    for logits, prompt in zip(reader.read(PROMPTS), PROMPTS, strict=True):
+        torch.testing.assert_close(logits, logits_of_all(stage, prompt)[-1], rtol=0, atol=1e-5)
+    for logits, prompt, more in zip(reader.read(rest), PROMPTS, rest, strict=True):
+        torch.testing.assert_close(logits, logits_of_all(stage, prompt + more)[-1], rtol=0, atol=1e-5)
+    reader.keep([3, 1])
+    for logits, row in zip(reader.read([[8], [9]]), (3, 1), strict=True):
+        torch.testing.assert_close(logits, logits_of_all(stage, PROMPTS[row] + rest[row] + [(9, 8)[row == 3]])[-1], rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("sampling", [GREEDY, FREE, dataclasses.replace(FREE, top_k=20, top_p=0.8)], ids=["greedy", "free", "limited"])
+def test_a_batch_gives_every_prompt_its_own_text(stage: Stage, sampling: Sampling) -> None:
+    sampling = dataclasses.replace(sampling, max_new_tokens=12)
+    alone = [new_tokens(stage, prompt, sampling, eos=4, seed=3) for prompt in PROMPTS]
+    together: list[list[int]] = [[] for _ in PROMPTS]
+    done = []
+    for number, token in generate_batch(stage, PROMPTS, sampling, stops=frozenset({4}), seed=3):
+        assert number not in done
+        if token is None:
+            done.append(number)
+        else:
+            together[number].append(token)
+    assert together == alone and sorted(done) == [0, 1, 2, 3] and len({len(text) for text in alone}) > 1
+
+
+def test_a_prompt_without_room_is_done_at_once(stage: Stage) -> None:
+    found = list(generate_batch(stage, [[1] * 16, [2] * 15], GREEDY, stops=frozenset(), seed=0))
+    assert [number for number, _ in found] == [0, 1, 1] and found[0][1] is None is found[2][1]
+
+
+def test_a_token_costs_the_same_however_long_the_text_is(stage: Stage) -> None:
+    """Positions that linear layers see: those of new tokens alone."""
+    seen: list[int] = []
+    hook = stage.model.layers["0"].mlp.register_forward_hook(lambda module, inputs, output: seen.append(inputs[0].shape[0]))  # type: ignore[union-attr, index]
+    assert len(new_tokens(stage, [7, 3, 11], GREEDY)) == 8
+    hook.remove()
+    assert seen == [3, 1, 1, 1, 1, 1, 1, 1]

@@ -1,75 +1,91 @@
-"""``generate``: continue prompts with a checkpoint or a HuggingFace folder."""
+"""``generate``: continue prompts with a model folder of any format."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from megatron_llama.commands.options import GenerateConfig
-from megatron_llama.config import Config
-from megatron_llama.errors import ConfigError, DataError, describe
+from megatron_llama.commands.options import GenerateConfig, ModelFolderConfig, SamplingConfig
+from megatron_llama.errors import ConfigError, DataError, describe, listing
 from megatron_llama.options import Parsed
 
 if TYPE_CHECKING:
-    from megatron_llama.model.llama import Stage
-    from megatron_llama.tokenizer.base import Tokenizer
+    from megatron_llama.commands.trained import Trained
+    from megatron_llama.generation import Sampling
+
+SECTIONS = (ModelFolderConfig, GenerateConfig, SamplingConfig)
 
 
 def generate(parsed: Parsed) -> None:
-    """Print each prompt with its continuation."""
-    import torch
+    """Print each prompt with its continuation, in their order, as the tokens come."""
+    from megatron_llama.commands.trained import open_trained, sampling_of
 
-    from megatron_llama.generation import Sampling
-    from megatron_llama.generation import generate as sample
+    options, sampling = parsed.get(GenerateConfig), parsed.get(SamplingConfig)
+    drawing, texts = sampling_of(sampling), _texts(options, parsed)
+    if options.batch_size < 1:
+        raise ConfigError(describe("--batch-size", got=options.batch_size, expected="1 or more", do="correct it"))
+    model = open_trained(parsed.get(ModelFolderConfig))
+    prompts = _tokens(model, texts)
+    for some in _batches(prompts, options.batch_size):
+        for text in continued(model, some, drawing, sampling.seed):
+            print(text, end="", flush=True)
 
-    options = parsed.get(GenerateConfig)
-    stage, tokenizer = _model(options)
-    sampling = Sampling(options.max_new_tokens, options.temperature, options.top_k, options.top_p)
-    eos = tokenizer.eos_id if tokenizer.eos_id is not None else stage.config.eos_token_id
-    for text in options.prompt:
-        prompt = [*([tokenizer.bos_id] if tokenizer.bos_id is not None else []), *tokenizer.encode(text)]
+
+def _texts(options: GenerateConfig, parsed: Parsed) -> Sequence[str]:
+    if options.prompt_file is None:
+        return options.prompt
+    if "prompt" in parsed.explicit:
+        raise ConfigError(describe("--prompt, --prompt-file", got="both", expected="one of them", do="leave one out"))
+    try:
+        texts = Path(options.prompt_file).read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise DataError(describe(options.prompt_file, got=error, expected="a text file (UTF-8)", do="check the path")) from error
+    if not texts:
+        raise DataError(describe(options.prompt_file, got="no line", expected="a prompt on each line", do="give another file"))
+    return texts
+
+
+def _tokens(model: Trained, texts: Sequence[str]) -> list[list[int]]:
+    """Ids of the prompts. Raises DataError with all that cannot be continued."""
+    bos, problems, prompts = model.tokenizer.bos_id, [], []
+    for number, text in enumerate(texts, 1):
+        prompt = [*([bos] if bos is not None else []), *model.tokenizer.encode(text)]
+        where = "--prompt" if len(texts) == 1 else f"prompt {number}"
         if not prompt:
             expected = "some text, since this tokenizer has no begin token"
-            raise DataError(describe("--prompt", got="no token", expected=expected, do="give a prompt"))
-        room = stage.config.max_position_embeddings - len(prompt)
-        if room < 1:
-            expected = f"at most {stage.config.max_position_embeddings - 1}, the model's max_position_embeddings less one"
-            raise DataError(describe("--prompt", got=f"{len(prompt)} tokens", expected=expected, do="shorten the prompt"))
-        generator = torch.Generator().manual_seed(options.seed)
-        new = list(sample(stage, prompt, sampling, eos=eos, generator=generator))
-        print(tokenizer.decode([*prompt, *new]), flush=True)
+            problems.append(describe(where, got="no token", expected=expected, do="give a prompt"))
+        elif len(prompt) >= model.longest:
+            expected = f"at most {model.longest - 1}, the model's max_position_embeddings less one"
+            problems.append(describe(where, got=f"{len(prompt)} tokens", expected=expected, do="shorten the prompt"))
+        prompts.append(prompt)
+    if problems:
+        raise DataError(problems[0] if len(problems) == 1 else listing("These prompts cannot be continued:", problems))
+    return prompts
 
 
-def _model(options: GenerateConfig) -> tuple[Stage, Tokenizer]:
-    import torch
+def _batches(prompts: Sequence[list[int]], size: int) -> Iterator[Sequence[list[int]]]:
+    return (prompts[start : start + size] for start in range(0, len(prompts), size))
 
-    from megatron_llama import device as devices
-    from megatron_llama.checkpoint import native, series
-    from megatron_llama.checkpoint.hf import HFWeights
-    from megatron_llama.checkpoint.places import local_copy
-    from megatron_llama.hf_config import read_hf_config
-    from megatron_llama.mesh import Mesh
-    from megatron_llama.model.llama import build_stages
-    from megatron_llama.model.load import load_stages, rank_specs
-    from megatron_llama.optim.distributed import WeightSource
-    from megatron_llama.tokenizer.load import load_tokenizer
 
-    if (options.load is None) == (options.init_from_hf is None):
-        found = "neither" if options.load is None else "both"
-        do = "give --load FOLDER or --init-from-hf FOLDER"
-        raise ConfigError(describe("--load, --init-from-hf", got=found, expected="one of them", do=do))
-    if options.load is not None:
-        path = series.find(options.load)
-        model, beside = native.read_meta(path).model, path.parent / series.TOKENIZER
-        source: WeightSource = native.open_weights(path)
-    else:
-        assert options.init_from_hf is not None
-        model, beside = read_hf_config(options.init_from_hf), Path(options.init_from_hf)
-        source = HFWeights(options.init_from_hf)
-    with local_copy(beside) as folder:
-        tokenizer = load_tokenizer(options.tokenizer_model or folder)
-    config, mesh = Config(model=model), Mesh.single(devices.accelerator(0))
-    [stage] = build_stages(config, mesh).values()
-    dtype = torch.bfloat16 if options.bf16 else torch.float32
-    load_stages([stage], rank_specs(config, mesh), source, dtype=dtype, device=mesh.device)
-    return stage, tokenizer
+def continued(model: Trained, prompts: Sequence[Sequence[int]], sampling: Sampling, seed: int) -> Iterator[str]:
+    """The prompts with their continuations, each with a newline at its end, piece by piece: the first that is not done as its tokens
+    come, the others when those before them are done."""
+    from megatron_llama.generation import generate_batch
+    from megatron_llama.tokenizer.stream import TextStream
+
+    streams = [TextStream(model.tokenizer, prompt) for prompt in prompts]
+    waiting, done, front = [model.tokenizer.decode(prompt) for prompt in prompts], set[int](), 0
+    for number, token in generate_batch(model.stage, prompts, sampling, stops=model.stops, seed=seed):
+        if token is None:
+            waiting[number] += streams[number].rest() + "\n"
+            done.add(number)
+        else:
+            waiting[number] += streams[number].add(token)
+        while front < len(prompts):
+            text, waiting[front] = waiting[front], ""
+            if text:
+                yield text
+            if front not in done:
+                break
+            front += 1

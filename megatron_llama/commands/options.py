@@ -18,15 +18,27 @@ class DryRunConfig:
 
 
 @dataclass(frozen=True)
-class GenerateConfig:
-    """Continue prompts with a trained model, in one process."""
+class ModelFolderConfig:
+    """The trained model to use, in one process."""
 
     load: str | None = None
-    """Folder with checkpoints (any layout); the newest complete one is read."""
+    """Model folder of any format: checkpoints of a run (any layout; the newest complete one is read), HuggingFace, Megatron, Meta."""
     init_from_hf: str | None = None
-    """HuggingFace folder to read instead."""
-    prompt: tuple[str, ...] = ("",)
-    """One or more texts to continue."""
+    """HuggingFace folder; the same as --load FOLDER."""
+    tokenizer_model: str | None = None
+    """Tokenizer file or folder. Default: the one saved with the checkpoint or lying in the model folder."""
+    hf_config: str | None = None
+    """A config.json of HuggingFace, for what a Megatron or Meta folder does not say of its model."""
+    vocab_size: int = 0
+    """Number of token ids, for a folder that stores only a padded vocabulary. 0: what the folder or its tokenizer says."""
+    bf16: bool = False
+    """Compute in bfloat16."""
+
+
+@dataclass(frozen=True)
+class SamplingConfig:
+    """How new tokens are drawn."""
+
     max_new_tokens: int = 64
     """Tokens to add to each prompt; the end token ends it earlier."""
     temperature: float = 0.8
@@ -37,10 +49,28 @@ class GenerateConfig:
     """Sample among the likeliest tokens that together have this probability."""
     seed: int = 1234
     """Same seed, same text."""
-    bf16: bool = False
-    """Compute in bfloat16."""
-    tokenizer_model: str | None = None
-    """Tokenizer file or folder. Default: the one saved with the checkpoint or lying in the HuggingFace folder."""
+
+
+@dataclass(frozen=True)
+class GenerateConfig:
+    """Continue prompts with a trained model."""
+
+    prompt: tuple[str, ...] = ("",)
+    """One or more texts to continue."""
+    prompt_file: str | None = None
+    """File with a text to continue on each line, instead of --prompt."""
+    batch_size: int = 8
+    """Prompts that are continued side by side. More are faster and take more memory; texts stay the same."""
+
+
+@dataclass(frozen=True)
+class ChatConfig:
+    """Talk with a trained model: a line is a message, /reset starts afresh, the end of the input ends."""
+
+    system: str | None = None
+    """What the model is told before the conversation."""
+    chat_template: str | None = None
+    """File with the jinja template of a conversation. Default: the one that lies beside the tokenizer."""
 
 
 @dataclass(frozen=True)

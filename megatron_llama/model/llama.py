@@ -18,6 +18,7 @@ from megatron_llama.activations import Granularity
 from megatron_llama.config import Config, ModelConfig, ParallelConfig
 from megatron_llama.mesh import Mesh
 from megatron_llama.nn.attention import causal_attention
+from megatron_llama.nn.cache import KVCache
 from megatron_llama.nn.context import Comm, causal_document_mask, context_attention, local_sequence
 from megatron_llama.nn.embedding import VocabParallelEmbedding
 from megatron_llama.nn.functional import (
@@ -57,14 +58,29 @@ class StageOptions:
 
 
 @dataclass(frozen=True)
+class Continuation:
+    """The tokens follow others, whose keys and values are kept. See KVCache for ``slots`` [s, b] and ``length``.
+
+    ``last``, int64 [b]: of each sequence the place of the one token whose logits are wanted."""
+
+    cache: KVCache
+    slots: Tensor
+    length: int
+    last: Tensor
+
+
+@dataclass(frozen=True)
 class Positions:
     """What attention needs to know of a microbatch: cos and sin [s/cp, 1 or b, 1, head_dim / 2] of this rank's positions;
-    with documents, mask bool [b, 1, s, s] (without context parallelism) or document_ids int [s, b] of the whole sequence."""
+    with documents, mask bool [b, 1, s, s] (without context parallelism) or document_ids int [s, b] of the whole sequence.
+
+    With a continuation (one process), the mask is [b, 1, s, length], and None when nothing was read before."""
 
     cos: Tensor
     sin: Tensor
     mask: Tensor | None = None
     document_ids: Tensor | None = None
+    continuation: Continuation | None = None
 
 
 class RMSNorm(nn.Module):
@@ -108,6 +124,8 @@ class Attention(nn.Module):
     def forward(self, x: Tensor | Recomputable, positions: Positions) -> Tensor:
         """[s or s/tp, b, h] -> [s or s/tp, b, h]; s is this rank's part of the sequence under context parallelism."""
         query, key, value = split_heads(self._project(x), positions.cos, positions.sin, query=self.heads, key=self.kv_heads)
+        if (before := positions.continuation) is not None:
+            key, value = before.cache.extend(self, key, value, before.slots, before.length)
         if self.cp.size == 1:
             return cast(Tensor, self.o_proj(causal_attention(query, key, value, positions.mask)))
         context = context_attention(query, key, value, cp=self.cp, comm=self.comm, document_ids=positions.document_ids)
@@ -189,7 +207,7 @@ class Stage(nn.Module):
 
     def forward(self, inputs: Tensor, positions: Positions) -> Tensor:
         """First stage: token ids [s, b] in, else activations [s or s/tp, b, h]. Last stage: logits
-        [s, b, padded_vocab / tp] out, else activations. s is this rank's part of the sequence."""
+        [s, b, padded_vocab / tp] out ([1, b, ...] with a continuation), else activations. s is this rank's part of the sequence."""
         unit, x = 0, inputs
         if self.is_first:
             self.on_use(unit, False)
@@ -199,6 +217,9 @@ class Stage(nn.Module):
             x, unit = self._marked(block(x, positions), unit), unit + 1
         if self.is_last:
             self.on_use(unit, False)
+            if positions.continuation is not None:
+                last = positions.continuation.last
+                x = x[last, torch.arange(len(last), device=x.device)].unsqueeze(0)
             normed, parallel = self.model.norm(x), self.options.sequence_parallel  # type: ignore[operator]
             x = self._marked(column_linear(normed, self.head_weight, self.mesh.tp, sequence_parallel=parallel), unit)
         return x

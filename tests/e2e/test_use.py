@@ -83,7 +83,7 @@ def generated(product: Product, *options: object, prompt: str = PROMPT) -> str:
 
 def test_greedy_text_is_that_of_transformers(product: Product, trained: Trained) -> None:
     text = generated(product, "--load", trained.folder, "--temperature", 0)
-    assert text == generated(product, "--init-from-hf", trained.hf, "--temperature", 0)
+    assert text == generated(product, "--init-from-hf", trained.hf, "--temperature", 0) == generated(product, "--load", trained.hf, "--temperature", 0)
     tokenizer, model = AutoTokenizer.from_pretrained(trained.hf), AutoModelForCausalLM.from_pretrained(trained.hf)
     prompt = tokenizer(PROMPT, return_tensors="pt")
     theirs = model.generate(**prompt, max_new_tokens=NEW, do_sample=False)[0]
@@ -99,6 +99,24 @@ def test_sampled_text_depends_on_the_seed_alone(product: Product, trained: Train
 def test_several_prompts(product: Product, trained: Trained) -> None:
     printed = product.run("generate", "--load", trained.folder, "--max-new-tokens", 2, "--prompt", "An object", "A class").ok().out
     assert "An object" in printed and "A class" in printed[printed.index("An object") :]
+
+
+def test_many_prompts_from_a_file_side_by_side(product: Product, trained: Trained, tmp_path: Path) -> None:
+    """Whatever is in a batch: every prompt has the text it has alone, and the order of the file stays."""
+    prompts = ["An object", "The statement is", "Some", "If the value of a name is not known then", "class"]
+    (tmp_path / "prompts").write_text("".join(f"{prompt}\n" for prompt in prompts))
+    options = ("--load", trained.folder, "--temperature", 1, "--top-p", 0.9)
+    alone = [generated(product, *options, prompt=prompt) for prompt in prompts[:2]]
+    from_file = ("generate", *options, "--prompt-file", tmp_path / "prompts", "--max-new-tokens", NEW)
+    printed = [product.run(*from_file, "--batch-size", size).ok().out for size in (1, 3)]
+    assert printed[0] == printed[1] and printed[0].startswith("".join(alone))
+    assert [printed[0].index(prompt) for prompt in prompts] == sorted(printed[0].index(prompt) for prompt in prompts)
+
+
+def test_wrong_sampling_is_refused_all_at_once(product: Product) -> None:
+    ended = product.run("generate", "--load", "x", "--temperature", -1, "--top-p", 0, "--top-k", -1, "--max-new-tokens", 0)
+    assert ended.codes == (2,)
+    assert [f"--{name}: got" in ended.err for name in ("temperature", "top-p", "top-k", "max-new-tokens")] == [True] * 4
 
 
 def test_transformers_computes_the_same_logits(trained: Trained, product: Product) -> None:
