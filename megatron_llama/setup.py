@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +16,7 @@ from megatron_llama.checkpoint.saver import Saver
 from megatron_llama.comm.agreement import from_first, together
 from megatron_llama.config import CheckpointConfig, Config, ModelConfig
 from megatron_llama.data.indexed import IndexedDataset
-from megatron_llama.data.loader import BatchLoader
+from megatron_llama.data.loader import BatchLoader, Samples, StreamSamples
 from megatron_llama.data.stream import TokenStream, split_documents
 from megatron_llama.errors import CheckpointError, ConfigError, TrainingError, describe
 from megatron_llama.mesh import Mesh
@@ -27,6 +26,8 @@ from megatron_llama.optim.distributed import OverlappedDistributedOptimizer, Wei
 from megatron_llama.pipeline.runtime import PipelineRuntime
 
 TRAINING, VALIDATION = 0, 1
+Source = Callable[[Config, int], Samples]
+"""The samples of TRAINING or VALIDATION. Raises DataError; nothing in it may be collective."""
 AUTO = "auto"
 """As --load: the newest usable checkpoint of --save, or a fresh start."""
 
@@ -41,18 +42,22 @@ def open_stream(config: Config, part: int) -> TokenStream:
     return stream
 
 
-def build_loader(config: Config, mesh: Mesh, eod: int | None) -> BatchLoader:
+def stream_samples(config: Config, part: int, *, eod: int | None) -> Samples:
+    """The samples of an indexed dataset: a Source. ``eod``: the end-of-document id where an option needs one."""
+    return StreamSamples(open_stream(config, part), config.data, eod)
+
+
+def build_loader(config: Config, mesh: Mesh, source: Source) -> BatchLoader:
     """This rank's share of every training step."""
     with together(mesh.world):
         return BatchLoader(
-            open_stream(config, TRAINING),
-            config.data,
+            source(config, TRAINING),
+            shuffled=config.data.data_order == "shuffled",
             micro_batch_size=config.training.micro_batch_size,
             global_batch_size=config.training.global_batch_size,
             seed=config.training.seed,
             dp_rank=mesh.data_rank,
             dp_size=mesh.data_size,
-            eod=eod,
         )
 
 
@@ -167,25 +172,24 @@ def open_log(config: Config, mesh: Mesh, state: TrainState) -> MetricLog:
 class Validation:
     """The mean loss over the same validation samples every time."""
 
-    def __init__(self, config: Config, mesh: Mesh, runtime: PipelineRuntime, eod: int | None) -> None:
+    def __init__(self, config: Config, mesh: Mesh, runtime: PipelineRuntime, source: Source) -> None:
         self._training, self._runtime = config.training, runtime
         self._unit = config.training.micro_batch_size * mesh.data_size
         if self._training.eval_interval == 0:
             return
         with together(mesh.world):
-            stream = open_stream(config, VALIDATION)
+            samples = source(config, VALIDATION)
             # One microbatch per rank and call, so that an evaluation may end anywhere, not only after whole global batches.
             self._loader = BatchLoader(
-                stream,
-                replace(config.data, data_order="sequential"),
+                samples,
+                shuffled=False,
                 micro_batch_size=self._training.micro_batch_size,
                 global_batch_size=self._unit,
                 seed=self._training.seed,
                 dp_rank=mesh.data_rank,
                 dp_size=mesh.data_size,
-                eod=eod,
             )
-        units = max(1, len(stream) // self._unit)
+        units = max(1, len(samples) // self._unit)
         self._per_batch = self._training.global_batch_size // self._unit
         self._units = min(units, self._training.eval_iters * self._per_batch) if self._training.eval_iters else units
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import closing
+from functools import partial
 
 from megatron_llama.bad_steps import BadSteps
 from megatron_llama.checkpoint.background import Background
@@ -19,11 +20,11 @@ from megatron_llama.optim.compare import check_replicas
 from megatron_llama.optim.lr import learning_rate
 from megatron_llama.pipeline.runtime import FixedWeights, PipelineRuntime
 from megatron_llama.progress import Progress
-from megatron_llama.setup import Validation, build_loader, go_back, load_or_init, open_log, trained_weights
+from megatron_llama.setup import Source, Validation, build_loader, go_back, load_or_init, open_log, stream_samples, trained_weights
 from megatron_llama.tokenizer.base import Tokenizer
 
 
-def evaluate_only(config: Config, mesh: Mesh, *, eod: int | None = None) -> None:
+def evaluate_only(config: Config, mesh: Mesh, source: Source) -> None:
     """Print the loss of a checkpoint or HuggingFace folder on the validation split. No optimizer is built: a rank holds
     its share of the weights and nothing else."""
     stages, dtype = build_stages(config, mesh), compute_dtype(config)
@@ -32,22 +33,24 @@ def evaluate_only(config: Config, mesh: Mesh, *, eod: int | None = None) -> None
         load_stages(stages.values(), rank_specs(config, mesh), weights, dtype=dtype, device=mesh.device)
     runtime = PipelineRuntime(stages, FixedWeights(), mesh, config, dtype=dtype)
     with open_log(config, mesh, state) as log:
-        Validation(config, mesh, runtime, eod).run(state, log)
+        Validation(config, mesh, runtime, source).run(state, log)
 
 
 def train(
-    config: Config, mesh: Mesh, *, eod: int | None = None, tokenizer: Tokenizer | None = None, background: Background | None = None
+    config: Config, mesh: Mesh, source: Source | None = None, *, tokenizer: Tokenizer | None = None, background: Background | None = None
 ) -> None:
     """Train until ``train_iters``, or until some rank is asked to stop.
 
-    ``config`` is resolved (validate.check); ``eod`` is the end-of-document id where an option needs one; ``tokenizer``
-    is kept beside the checkpoints; ``background`` writes them, if given. Raises UserError of some kind, on every rank the same."""
+    ``config`` is resolved (validate.check); ``source`` gives the samples, by default those of --data-path without the options that
+    need an end-of-document id; ``tokenizer`` is kept beside the checkpoints; ``background`` writes them, if given. Raises UserError
+    of some kind, on every rank the same."""
     training, clip, replicas = config.training, config.optimizer.clip_grad, config.training.check_weight_hash_across_dp_replicas_interval
     stages = build_stages(config, mesh)
     with closing(build_optimizer(config, stages.values(), mesh)) as optimizer:
-        loader = build_loader(config, mesh, eod)
+        source = source or partial(stream_samples, eod=None)
+        loader = build_loader(config, mesh, source)
         runtime = PipelineRuntime(stages, optimizer, mesh, config, dtype=compute_dtype(config))
-        validation = Validation(config, mesh, runtime, eod)
+        validation = Validation(config, mesh, runtime, source)
         state = load_or_init(config, optimizer, mesh)
         export = FinalExport(config, mesh, optimizer, tokenizer)
         saver = Saver(config, mesh, optimizer, tokenizer, background)  # writes to --save, as the log does: nothing before this line has

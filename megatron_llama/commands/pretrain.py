@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from math import inf
 from typing import TYPE_CHECKING
 
@@ -36,20 +37,22 @@ def pretrain(parsed: Parsed) -> None:
     # Forks a process: before the process group and its threads exist.
     saving = in_background(place_from_environment(), wanted=options.async_save and options.save is not None)
     with saving as background, prepared(parsed) as (config, mesh, vocabulary):
+        from megatron_llama.setup import stream_samples
         from megatron_llama.train import train
 
-        train(config, mesh, eod=vocabulary.eod, tokenizer=vocabulary.tokenizer, background=background)
+        train(config, mesh, partial(stream_samples, eod=vocabulary.eod), tokenizer=vocabulary.tokenizer, background=background)
 
 
 def evaluate(parsed: Parsed) -> None:
     """Measure loss and perplexity on the validation split of a dataset."""
     with prepared(_for_evaluation(parsed)) as (config, mesh, vocabulary):
+        from megatron_llama.setup import stream_samples
         from megatron_llama.train import evaluate_only
 
         if config.training.eval_interval == 0:  # validate.check switched it off
             expected, do = "a share of documents for validation", "give --split 0,100,0 to evaluate on all of them"
             raise ConfigError(describe("--split", got=config.data.split, expected=expected, do=do))
-        evaluate_only(config, mesh, eod=vocabulary.eod)
+        evaluate_only(config, mesh, partial(stream_samples, eod=vocabulary.eod))
 
 
 def _for_evaluation(parsed: Parsed) -> Parsed:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -47,54 +49,76 @@ class Batch:
         return Batch(self.tokens.to(device, non_blocking=True), self.labels.to(device, non_blocking=True), *move)
 
 
+class Samples(Protocol):
+    """What batches are made of: some number of samples, of one length each."""
+
+    def __len__(self) -> int:
+        """How many there are."""
+
+    def batch(self, indices: Sequence[int]) -> Batch:
+        """These samples side by side. Errors: DataError."""
+
+
+class StreamSamples:
+    """Samples of a token stream, with the masks that ``data`` asks for. Errors: DataError if one of them needs the end-of-document
+    id and ``eod`` is None."""
+
+    def __init__(self, stream: TokenStream, data: DataConfig, eod: int | None) -> None:
+        needs = [name for name in ("reset_position_ids", "reset_attention_mask", "eod_mask_loss") if getattr(data, name)]
+        if needs and eod is None:
+            do = "give --tokenizer-model a tokenizer with an end token, or leave these options out"
+            raise DataError(describe(", ".join(needs), got="no end-of-document id", expected="a tokenizer that has one", do=do))
+        self._stream, self._data, self._eod = stream, data, eod
+
+    def __len__(self) -> int:
+        """See Samples."""
+        return len(self._stream)
+
+    def batch(self, indices: Sequence[int]) -> Batch:
+        """See Samples. Errors: DataError if a token id is outside the vocabulary."""
+        samples = np.stack([self._stream.sample(index) for index in indices])
+        tokens = samples[:, :-1]
+        ends = tokens == self._eod
+        mask = sequence_first(~ends).to(torch.float32) if self._data.eod_mask_loss else None
+        positions = sequence_first(_positions(ends)) if self._data.reset_position_ids else None
+        documents = sequence_first(_documents(ends)) if self._data.reset_attention_mask else None
+        return Batch(sequence_first(tokens), sequence_first(samples[:, 1:]), mask, positions, documents)
+
+
 class BatchLoader:
     """This data-parallel rank's microbatches of each step. It has no state: the same consumed samples give the same batches.
 
     A step's samples are those at positions consumed .. consumed + global_batch_size of the run, whatever the layout: rank r's
-    microbatch m holds positions consumed + (m * dp_size + r) * micro_batch_size + j. Errors: DataError if an option needs the
-    end-of-document id and ``eod`` is None.
+    microbatch m holds positions consumed + (m * dp_size + r) * micro_batch_size + j.
     """
 
     def __init__(
         self,
-        stream: TokenStream,
-        data: DataConfig,
+        samples: Samples,
         *,
+        shuffled: bool,
         micro_batch_size: int,
         global_batch_size: int,
         seed: int,
         dp_rank: int = 0,
         dp_size: int = 1,
-        eod: int | None = None,
     ) -> None:
         assert global_batch_size % (micro_batch_size * dp_size) == 0, "global_batch_size is a multiple of micro_batch_size x dp"
-        needs = [name for name in ("reset_position_ids", "reset_attention_mask", "eod_mask_loss") if getattr(data, name)]
-        if needs and eod is None:
-            do = "give --tokenizer-model a tokenizer with an end token, or leave these options out"
-            raise DataError(describe(", ".join(needs), got="no end-of-document id", expected="a tokenizer that has one", do=do))
-        self.stream = stream
+        self.samples = samples
         self.num_microbatches = global_batch_size // (micro_batch_size * dp_size)
-        self._data = data
+        self._shuffled = shuffled
         self._micro_batch_size = micro_batch_size
         self._seed = seed
         self._dp_rank, self._dp_size = dp_rank, dp_size
-        self._eod = eod
 
     def microbatches(self, consumed_samples: int) -> list[Batch]:
-        """The step that follows ``consumed_samples`` samples. Errors: DataError if a token id is outside the vocabulary."""
+        """The step that follows ``consumed_samples`` samples. Errors: DataError if they cannot be read."""
         size = self._micro_batch_size
         starts = (consumed_samples + (m * self._dp_size + self._dp_rank) * size for m in range(self.num_microbatches))
         return [self._batch(range(start, start + size)) for start in starts]
 
     def _batch(self, positions: range) -> Batch:
-        shuffled = self._data.data_order == "shuffled"
-        samples = np.stack([self.stream.sample(sample_index(p, len(self.stream), self._seed, shuffled)) for p in positions])
-        tokens = samples[:, :-1]
-        ends = tokens == self._eod
-        mask = _sequence_first(~ends).to(torch.float32) if self._data.eod_mask_loss else None
-        positions_in = _sequence_first(_positions(ends)) if self._data.reset_position_ids else None
-        documents = _sequence_first(_documents(ends)) if self._data.reset_attention_mask else None
-        return Batch(_sequence_first(tokens), _sequence_first(samples[:, 1:]), mask, positions_in, documents)
+        return self.samples.batch([sample_index(p, len(self.samples), self._seed, self._shuffled) for p in positions])
 
 
 def _documents(ends: NDArray[np.bool_]) -> NDArray[np.int32]:
@@ -110,5 +134,6 @@ def _positions(ends: NDArray[np.bool_]) -> NDArray[np.int64]:
     return place - np.maximum.accumulate(first, axis=1)
 
 
-def _sequence_first(array: NDArray[np.generic]) -> Tensor:
+def sequence_first(array: NDArray[np.generic]) -> Tensor:
+    """[b, s] -> [s, b]."""
     return torch.from_numpy(np.ascontiguousarray(array.T))

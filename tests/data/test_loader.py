@@ -7,7 +7,7 @@ import torch
 
 from megatron_llama.config import DataConfig
 from megatron_llama.data.indexed import IndexedDataset
-from megatron_llama.data.loader import Batch, BatchLoader
+from megatron_llama.data.loader import Batch, BatchLoader, StreamSamples
 from megatron_llama.data.order import sample_index
 from megatron_llama.data.stream import TokenStream
 from megatron_llama.errors import DataError
@@ -23,7 +23,8 @@ def stream(dataset: IndexedDataset) -> TokenStream:
 
 
 def loader(stream: TokenStream, data: DataConfig = NO_MASK, *, mbs: int = 2, dp: tuple[int, int] = (0, 1), seed: int = 3) -> BatchLoader:
-    return BatchLoader(stream, data, micro_batch_size=mbs, global_batch_size=GLOBAL, seed=seed, dp_rank=dp[0], dp_size=dp[1], eod=2)
+    samples, shuffled = StreamSamples(stream, data, 2), data.data_order == "shuffled"
+    return BatchLoader(samples, shuffled=shuffled, micro_batch_size=mbs, global_batch_size=GLOBAL, seed=seed, dp_rank=dp[0], dp_size=dp[1])
 
 
 def test_shapes_and_order(stream: TokenStream) -> None:
@@ -105,8 +106,8 @@ def test_each_option_gives_its_own_mask(stream: TokenStream, name: str) -> None:
 def test_end_id_is_needed(stream: TokenStream) -> None:
     data = DataConfig(reset_position_ids=True, eod_mask_loss=True)
     with pytest.raises(DataError, match="reset_position_ids, eod_mask_loss: got no end-of-document id"):
-        BatchLoader(stream, data, micro_batch_size=1, global_batch_size=1, seed=0)
-    assert BatchLoader(stream, DataConfig(), micro_batch_size=1, global_batch_size=1, seed=0).microbatches(0)[0].loss_mask is None
+        StreamSamples(stream, data, None)
+    assert StreamSamples(stream, DataConfig(), None).batch([0]).loss_mask is None
 
 
 def test_moving_to_a_device(stream: TokenStream) -> None:
