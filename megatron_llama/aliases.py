@@ -25,15 +25,17 @@ class Alias:
     """Text as Megatron has it -> text for the field. Raises ValueError with what is expected."""
     help: str = ""
     """What it does here, and the remedy when it is refused."""
+    implies: tuple[str, str] | None = None
+    """Another option and its text, where the switch is on and that option is not given."""
 
 
-def only(word: str) -> Callable[[str], str]:
-    """A check that accepts one word."""
+def only(*accepted: str, meaning: str | None = None) -> Callable[[str], str]:
+    """A check that accepts some words, each as it is or as ``meaning``."""
 
     def check(text: str) -> str:
-        if text != word:
-            raise ValueError(word)
-        return text
+        if text not in accepted:
+            raise ValueError(" or ".join(accepted))
+        return text if meaning is None else meaning
 
     return check
 
@@ -51,6 +53,7 @@ def zero(text: str) -> str:
 
 _LLAMA = "every LLaMA has it: accepted, changes nothing"
 _NO_DROPOUT = "LLaMA is trained without dropout: only 0 is accepted"
+_ORDER = "Megatron shuffles the samples with either; here --data-order decides"
 
 MEGATRON: Mapping[str, Alias] = MappingProxyType(
     {
@@ -66,12 +69,26 @@ MEGATRON: Mapping[str, Alias] = MappingProxyType(
         "untie_embeddings_and_output_weights": Alias("tie_word_embeddings", value="false"),
         "tokenizer_name_or_path": Alias("tokenizer_model"),
         "use_distributed_optimizer": Alias("data_parallel_sharding_strategy", value="optim"),
-        "overlapped_distributed_optimizer": Alias("data_parallel_sharding_strategy", value="optim_grads"),
+        "overlapped_distributed_optimizer": Alias(
+            "data_parallel_sharding_strategy", value="optim_grads", implies=("reduce_bucket_size", "5e8")
+        ),
+        "recompute_activations": Alias("recompute_granularity", value="selective"),
+        "dataloader_type": Alias("data_order", convert=only("cyclic", "single", meaning="shuffled"), help=_ORDER),
         "swiglu": Alias(value="true", help=_LLAMA),
         "use_rotary_position_embeddings": Alias(value="true", help=_LLAMA),
         "no_position_embedding": Alias(value="true", help=_LLAMA),
         "disable_bias_linear": Alias(value="true", help=_LLAMA),
         "normalization": Alias(convert=only("RMSNorm"), help=_LLAMA),
+        "RMSNorm": Alias(value="true", help=_LLAMA),
+        "causal_lm": Alias(value="true", help=_LLAMA),
+        "use_flash_attn": Alias(value="true", help="attention is torch's SDPA, which brings the flash kernels: accepted, changes nothing"),
+        "no_gradient_accumulation_fusion": Alias(
+            value="true", help="gradients are always written into the buffers that are reduced, without apex: accepted, changes nothing"
+        ),
+        "data_impl": Alias(convert=only("mmap"), help="datasets are always memory-mapped: accepted, changes nothing"),
+        "override_opt_param_scheduler": Alias(
+            value="true", help="the learning rate always follows the options, never a checkpoint: accepted, changes nothing"
+        ),
         "position_embedding_type": Alias(convert=only("rope"), help=_LLAMA),
         "attention_dropout": Alias(convert=zero, help=_NO_DROPOUT),
         "hidden_dropout": Alias(convert=zero, help=_NO_DROPOUT),

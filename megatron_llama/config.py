@@ -198,6 +198,8 @@ class DataConfig:
     tokenizer_model: str | None = None
     """Sentencepiece `.model`, HF `tokenizer.json`, or a folder with one of them. Default: what the dataset or HF folder says.
     Needed only to turn text into ids and back."""
+    tokenizer_type: Literal["SentencePieceTokenizer", "Llama2Tokenizer", "HuggingFaceTokenizer", "PretrainedFromHF"] | None = None
+    """Megatron's name for what the tokenizer has to be. Default: found from the file."""
     reset_position_ids: bool = False
     """Positions restart at 0 after each end-of-document token."""
     reset_attention_mask: bool = False
@@ -226,7 +228,11 @@ class CheckpointConfig:
     load: str | None = None
     """Resume from the newest complete checkpoint of this folder, or from this `iter_...` folder itself. An empty
     folder equal to --save is a fresh start. `auto`: the newest complete checkpoint of --save whose files are all
-    there, else a fresh start."""
+    there, else a fresh start. A HuggingFace folder, one of Megatron (`mp_rank_00`) or Meta gives its weights alone."""
+    finetune: bool = False
+    """Take only the weights of --load: the run begins at iteration 0 with the first samples and a fresh optimizer."""
+    load_optim: bool = True
+    """Take the optimizer's state of --load too. With --no-load-optim the run goes on where it was with a fresh optimizer."""
     init_from_hf: str | None = None
     """HuggingFace folder (config.json, *.safetensors): gives the model fields and the initial weights."""
     export_hf: str | None = None
@@ -245,6 +251,19 @@ class LogConfig:
     and which rank that is."""
     progress_bar: bool = True
     """Show a progress bar when the output is a terminal."""
+    job_name: str | None = None
+    """Name of the run: first line of the log, and the run's name in TensorBoard."""
+    tensorboard_dir: str | None = None
+    """Write every log line and evaluation as TensorBoard events, under Megatron's names, into this folder, with --job-name into
+    a folder of that name in it. Needs `pip install megatron-llama[tensorboard]`."""
+    tensorboard_queue_size: int = 1000
+    """Events that may wait in memory to be written; a log line that adds more waits."""
+    log_timers_to_tensorboard: bool = False
+    """Also the time of an iteration, exposed communication, tokens per second, TFLOP/s."""
+    log_batch_size_to_tensorboard: bool = False
+    """Also the global batch size."""
+    log_validation_ppl_to_tensorboard: bool = False
+    """Also the perplexity of evaluations."""
 
 
 @dataclass(frozen=True)

@@ -110,7 +110,9 @@ def _default(option: Option) -> str:
 def _meaning(alias: Alias) -> str:
     if alias.field is None:
         return alias.help
-    return f"`{flag(alias.field)}`" if alias.value is None else f"`{flag(alias.field)} {alias.value}`"
+    more = f", and without that option `{flag(alias.implies[0])} {alias.implies[1]}`" if alias.implies else ""
+    more += f": {alias.help}" if alias.help else ""
+    return (f"`{flag(alias.field)}`" if alias.value is None else f"`{flag(alias.field)} {alias.value}`") + more
 
 
 def _row(*cells: str) -> str:

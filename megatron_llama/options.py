@@ -45,6 +45,8 @@ class Parsed:
     instances: Mapping[type[Any], Any]
     sources: Mapping[str, str]
     """Field name -> ``--lr`` or ``run.yaml:3 lr``, for the fields that were given."""
+    notes: tuple[str, ...] = ()
+    """Of every key that was accepted and sets nothing, what is so here anyway."""
 
     def get(self, section: type[T]) -> T:
         """The instance of ``section``. Fields that were not given have their defaults."""
@@ -118,6 +120,8 @@ def parse(argv: Sequence[str], sections: Sequence[type[Any]], *, aliases: Mappin
     flags, file = reader.split(argv)
     values = reader.values(reader.yaml(file)) if file is not None else {}
     values |= reader.values(flags)
+    for name, implied in reader.implied.items():
+        values.setdefault(name, implied)
     reader.problems.extend(
         describe(option.flag, got="nothing", expected=expected(option.kind), do=f"give {option.flag}")
         for name, option in reader.options.items()
@@ -126,7 +130,8 @@ def parse(argv: Sequence[str], sections: Sequence[type[Any]], *, aliases: Mappin
     if reader.problems:
         raise ConfigError(listing("These options cannot be used:", reader.problems))
     instances = {s: s(**{n: v for n, (v, _) in values.items() if reader.options[n].section is s}) for s in sections}
-    return Parsed(MappingProxyType(instances), MappingProxyType({name: where for name, (_, where) in values.items()}))
+    sources = MappingProxyType({name: where for name, (_, where) in values.items()})
+    return Parsed(MappingProxyType(instances), sources, tuple(reader.notes))
 
 
 def expected(kind: Any) -> str:
@@ -215,6 +220,9 @@ class _Reader:
         assert not self.aliases.keys() & self.options.keys(), "an alias hides an option"
         self.groups = {section_name(section): section for section in sections}
         self.problems: list[str] = []
+        self.notes: list[str] = []
+        self.implied: dict[str, tuple[Any, str]] = {}
+        """Option -> (value, the switch that asks for it)."""
         self.refused: set[str] = set()
         """Options that were given, but wrongly: not reported as missing too."""
 
@@ -357,8 +365,12 @@ class _Reader:
                 self.problem(item.where, got=word, expected=error, do=alias.help)
                 return None
         if alias.field is None:
+            self._accepted(item, alias)
             return None
         return self._own(_Given(alias.field, raw, item.where), self.options[alias.field])
+
+    def _accepted(self, item: _Given, alias: Alias) -> None:
+        self.notes.append(f"{item.where}: {alias.help}")
 
     def _switch(self, item: _Given, alias: Alias) -> tuple[str, Any] | None:
         word = self._one_word(item, "true", bool) if isinstance(item.raw, list) else item.raw
@@ -371,9 +383,14 @@ class _Reader:
         elif alias.field is None:
             if on != stands_for:
                 self.problem(item.where, got=str(on).lower(), expected=alias.value, do=alias.help)
+            else:
+                self._accepted(item, alias)
         elif on or stands_for is not None:
             # `untie...: false` says tied; a switch that stands for a word has no such opposite.
             text = alias.value if on else str(not stands_for).lower()
+            if on and alias.implies is not None:
+                name, implied = alias.implies
+                self.implied[name] = read(self.options[name].kind, implied), item.where
             return alias.field, read(self.options[alias.field].kind, text)
         else:
             self.problem(item.where, got="false", expected="true", do=f"leave it out and set {flag(alias.field)}")

@@ -3,24 +3,27 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
-from megatron_llama.checkpoint import native, series
+from megatron_llama.batch_sizes import BatchSizes
+from megatron_llama.blends import read_blend
+from megatron_llama.checkpoint import native
 from megatron_llama.checkpoint.failures import writing
 from megatron_llama.checkpoint.hf import HFWeights
-from megatron_llama.checkpoint.meta import META, TrainState
-from megatron_llama.checkpoint.places import local_folder, place
+from megatron_llama.checkpoint.meta import TrainState
+from megatron_llama.checkpoint.places import local_folder
 from megatron_llama.checkpoint.saver import Saver
-from megatron_llama.comm.agreement import from_first, together
-from megatron_llama.config import CheckpointConfig, Config, ModelConfig
+from megatron_llama.checkpoint.start import AUTO, Start, begins_anew, damaged, data_changes, find_start
+from megatron_llama.comm.agreement import decided_by_first, together
+from megatron_llama.config import Config
 from megatron_llama.data.indexed import IndexedDataset
-from megatron_llama.data.loader import BatchLoader, Samples, StreamSamples
+from megatron_llama.data.loader import BatchLoader, BlendedSamples, Samples, StreamSamples
 from megatron_llama.data.stream import TokenStream, split_documents
-from megatron_llama.errors import CheckpointError, ConfigError, TrainingError, describe
+from megatron_llama.errors import TrainingError, describe
 from megatron_llama.mesh import Mesh
-from megatron_llama.metrics.log import MetricLog
+from megatron_llama.metrics.log import Board, MetricLog
+from megatron_llama.metrics.tensorboard import TensorBoard
 from megatron_llama.model.init import InitialWeights
 from megatron_llama.optim.distributed import OverlappedDistributedOptimizer, WeightSource
 from megatron_llama.pipeline.runtime import PipelineRuntime
@@ -28,14 +31,11 @@ from megatron_llama.pipeline.runtime import PipelineRuntime
 TRAINING, VALIDATION = 0, 1
 Source = Callable[[Config, int], Samples]
 """The samples of TRAINING or VALIDATION. Raises DataError; nothing in it may be collective."""
-AUTO = "auto"
-"""As --load: the newest usable checkpoint of --save, or a fresh start."""
 
 
-def open_stream(config: Config, part: int) -> TokenStream:
-    """The token stream of the training or the validation split. Raises DataError."""
-    assert config.data.data_path is not None
-    dataset = IndexedDataset(config.data.data_path)
+def open_stream(config: Config, prefix: str, part: int) -> TokenStream:
+    """The token stream of the training or the validation split of a dataset. Raises DataError."""
+    dataset = IndexedDataset(prefix)
     documents = split_documents(config.data.split, dataset.num_documents)[part]
     stream = TokenStream(dataset, documents, config.training.seq_length, config.model.vocab_size)
     stream.require_samples(("training", "validation")[part])
@@ -43,8 +43,10 @@ def open_stream(config: Config, part: int) -> TokenStream:
 
 
 def stream_samples(config: Config, part: int, *, eod: int | None) -> Samples:
-    """The samples of an indexed dataset: a Source. ``eod``: the end-of-document id where an option needs one."""
-    return StreamSamples(open_stream(config, part), config.data, eod)
+    """The samples of --data-path: a Source. ``eod``: the end-of-document id where an option needs one."""
+    blend = read_blend(config.data.data_path)
+    parts = [StreamSamples(open_stream(config, prefix, part), config.data, eod) for prefix in blend.prefixes]
+    return parts[0] if len(parts) == 1 else BlendedSamples(parts, blend.weights or [len(samples) for samples in parts])
 
 
 def build_loader(config: Config, mesh: Mesh, source: Source) -> BatchLoader:
@@ -54,7 +56,7 @@ def build_loader(config: Config, mesh: Mesh, source: Source) -> BatchLoader:
             source(config, TRAINING),
             shuffled=config.data.data_order == "shuffled",
             micro_batch_size=config.training.micro_batch_size,
-            global_batch_size=config.training.global_batch_size,
+            global_batch_size=BatchSizes.of(config.training),
             seed=config.training.seed,
             dp_rank=mesh.data_rank,
             dp_size=mesh.data_size,
@@ -64,26 +66,38 @@ def build_loader(config: Config, mesh: Mesh, source: Source) -> BatchLoader:
 def load_or_init(config: Config, optimizer: OverlappedDistributedOptimizer, mesh: Mesh) -> TrainState:
     """The weights and the state a run starts from: a checkpoint, a HuggingFace folder, or the seed. Raises CheckpointError."""
     options = config.checkpoint
-    start = None
+    weights: WeightSource
+    start = decided_by_first(lambda: find_start(options), mesh.world)
     with together(mesh.world):
-        if mesh.rank == 0:
-            start = find_start(options)
-            if options.load == AUTO and start is not None:
-                for path in [path for path in series.complete(start.parent).values() if path.name > start.name]:
-                    print(f" warning: {path} is damaged, going on from {start}; inspect checkpoint {path} --verify says more", flush=True)
-    start = from_first(start, mesh.world)
+        for line in _start_lines(config, start) if mesh.rank == 0 else ():
+            print(f" {line}", flush=True)
+    if start is not None and start.native:
+        state = native.load(start.path, optimizer, mesh, config.model, optimizer=options.load_optim and not options.finetune)
+        return TrainState(0, 0) if options.finetune else state
     if start is not None:
-        if mesh.rank == 0:
-            for line in data_changes(native.read_meta(start).config, config):
-                print(f" warning: {line}", flush=True)
-        return native.load(start, optimizer, mesh, config.model)
-    if options.init_from_hf is not None:
+        with together(mesh.world):
+            weights = start.weights(config.model)
+    elif options.init_from_hf is not None:
         with together(mesh.world):
             weights = HFWeights(options.init_from_hf)
-        optimizer.load_weights(weights)
     else:
-        optimizer.load_weights(InitialWeights(config.training.seed, config.model.initializer_range))
+        weights = InitialWeights(config.training.seed, config.model.initializer_range)
+    optimizer.load_weights(weights)
     return TrainState(0, 0)
+
+
+def _start_lines(config: Config, start: Start | None) -> Iterator[str]:
+    """What the user should know of where the run starts."""
+    options = config.checkpoint
+    if start is None:
+        if options.load is not None:
+            yield f"--load {options.load}: no checkpoint there yet, a fresh start"
+    elif begins_anew(options, start):
+        yield f"--load {options.load}: the weights of {start.path}; the run begins at iteration 0"
+    else:
+        if options.load == AUTO:
+            yield from (f"warning: {text}" for text in damaged(start))
+        yield from (f"warning: {text}" for text in data_changes(native.read_meta(start.path).config, config))
 
 
 def go_back(config: Config, optimizer: OverlappedDistributedOptimizer, mesh: Mesh, saver: Saver, log: MetricLog) -> TrainState:
@@ -97,76 +111,24 @@ def go_back(config: Config, optimizer: OverlappedDistributedOptimizer, mesh: Mes
     return state
 
 
-def data_changes(saved: Mapping[str, Any], config: Config) -> Iterator[str]:
-    """What makes a resumed run read other samples than the run that saved the checkpoint would have."""
-    sections = (("training", ("seed", "seq_length")), ("data", ("data_path", "split", "data_order")))
-    for section, names in sections:
-        for name in names:
-            before, now = saved.get(section, {}).get(name), getattr(getattr(config, section), name)
-            if before != now:
-                yield f"--{name.replace('_', '-')} was {before} when the checkpoint was saved and is {now}: the samples are others"
-
-
-def trained_model(options: CheckpointConfig) -> ModelConfig | None:
-    """The model of the checkpoint that a run is to load, if there is one."""
-    named = named_checkpoint(options)
-    return native.read_meta(named).model if named is not None else None
-
-
-def named_checkpoint(options: CheckpointConfig) -> Path | None:
-    """What ``--load`` names: a checkpoint, the latest one in a folder of them, or with AUTO the newest usable one of --save;
-    None without any. Raises ConfigError for AUTO without --save."""
-    if options.load is None:
-        return None
-    if options.load == AUTO:
-        if options.save is None:
-            do = "give --save FOLDER, or --load FOLDER"
-            raise ConfigError(describe("--load auto", got="no --save", expected="the folder in which the run saves", do=do))
-        return series.newest_usable(options.save)
-    named = place(options.load)
-    return named if (named / META).is_file() else series.latest(named)
-
-
-def trained_weights(config: Config) -> tuple[TrainState, WeightSource]:
-    """The weights to evaluate, and the iteration they are of. Raises CheckpointError, ConfigError."""
-    load, folder = config.checkpoint.load, config.checkpoint.init_from_hf
-    if load is not None:
-        meta = native.read_meta(load)
-        return meta.state, native.open_weights(meta.folder)
-    if folder is not None:
-        return TrainState(0, 0), HFWeights(folder)
-    do = "give --load FOLDER or --init-from-hf FOLDER"
-    raise ConfigError(describe("--load, --init-from-hf", got="neither", expected="the weights to evaluate", do=do))
-
-
-def find_start(options: CheckpointConfig) -> Path | None:
-    """The checkpoint to resume from; None for a fresh start. Raises CheckpointError rather than guess: a fresh run never
-    continues in a folder that already holds somebody's checkpoints, and a resumed one never starts over."""
-    save, load = options.save, options.load
-    if load is None:
-        present = series.latest(save) if save is not None else None
-        if present is not None:
-            do = f"give --load {save} to resume, or another --save"
-            raise CheckpointError(describe(f"--save {save}", got=present.name, expected="no checkpoint, since --load is not given", do=do))
-        return None
-    newest = named_checkpoint(options)
-    if newest is None and load not in (save, AUTO):
-        found = "no complete checkpoint" if place(load).is_dir() else "no such folder"
-        raise CheckpointError(describe(f"--load {load}", got=found, expected="iter_* folders", do="check the path, or leave --load out"))
-    return newest
-
-
 def open_log(config: Config, mesh: Mesh, state: TrainState) -> MetricLog:
     """The log of this run; rank 0 writes it. Raises CheckpointError if it cannot."""
-    folder = local_folder(config.checkpoint.save) if config.checkpoint.save is not None else None
+    folder, boards = local_folder(config.checkpoint.save) if config.checkpoint.save is not None else None, list[Board]()
+    with together(mesh.world), writing(Path(config.log.tensorboard_dir or ".")):
+        if mesh.rank == 0 and config.log.tensorboard_dir is not None:
+            boards.append(TensorBoard(config.log, state.iteration))
     with together(mesh.world), writing(folder or Path(".")):
-        return MetricLog(
+        log = MetricLog(
             folder,
             prints=mesh.rank == 0,
             start_iteration=state.iteration,
             train_iters=config.training.train_iters,
             progress_bar=config.log.progress_bar,
+            boards=boards,
         )
+    if config.log.job_name is not None:
+        log.say(f" job {config.log.job_name}")
+    return log
 
 
 class Validation:

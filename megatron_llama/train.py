@@ -9,6 +9,7 @@ from megatron_llama.bad_steps import BadSteps
 from megatron_llama.checkpoint.background import Background
 from megatron_llama.checkpoint.export import FinalExport
 from megatron_llama.checkpoint.saver import Saver
+from megatron_llama.checkpoint.start import trained_weights
 from megatron_llama.comm.agreement import together
 from megatron_llama.config import Config
 from megatron_llama.feed import SAVE, STOP, Feed, Interrupts
@@ -20,7 +21,7 @@ from megatron_llama.optim.compare import check_replicas
 from megatron_llama.optim.lr import learning_rate
 from megatron_llama.pipeline.runtime import FixedWeights, PipelineRuntime
 from megatron_llama.progress import Progress
-from megatron_llama.setup import Source, Validation, build_loader, go_back, load_or_init, open_log, stream_samples, trained_weights
+from megatron_llama.setup import Source, Validation, build_loader, go_back, load_or_init, open_log, stream_samples
 from megatron_llama.tokenizer.base import Tokenizer
 
 

@@ -34,11 +34,13 @@ NAMES = """
     check_weight_hash_across_dp_replicas_interval clip_grad context_parallel_size cp_comm_type
     data_order data_parallel_shard_size data_parallel_sharding_strategy data_path distributed_timeout_minutes
     eod_mask_loss eos_token_id eval_interval eval_iters exchange_chunk_bytes export_hf
-    fp16 fp64 freeze
+    finetune fp16 fp64 freeze
     global_batch_size gpus_per_node grad_reduce_in_bf16 grad_slots
     head_dim hidden_act hidden_size hysteresis
     init_from_hf initial_loss_scale initializer_range intermediate_size
-    load log_interval log_straggler loss_scale_window loss_spike_factor loss_spike_window lr lr_decay_iters lr_decay_style lr_warmup_iters
+    job_name
+    load load_optim log_batch_size_to_tensorboard log_interval log_straggler log_timers_to_tensorboard
+    log_validation_ppl_to_tensorboard loss_scale_window loss_spike_factor loss_spike_window lr lr_decay_iters lr_decay_style lr_warmup_iters
     make_vocab_size_divisible_by max_bad_steps max_position_embeddings micro_batch_size min_loss_scale min_lr mlp_bias
     nodes num_attention_heads num_hidden_layers num_key_value_heads
     on_bad_step
@@ -46,7 +48,7 @@ NAMES = """
     recompute_granularity recompute_num_layers reduce_bucket_size reset_attention_mask reset_position_ids rms_norm_eps
     rope_scaling rope_theta
     save save_first_step save_interval save_retain save_retain_interval seed seq_length sequence_parallel split
-    tensor_model_parallel_size tie_word_embeddings tokenizer_model train_iters
+    tensor_model_parallel_size tensorboard_dir tensorboard_queue_size tie_word_embeddings tokenizer_model tokenizer_type train_iters
     virtual_pipeline_model_parallel_size vocab_size
     weight_decay
 """
@@ -349,7 +351,9 @@ def test_megatron_names() -> None:
         "--model llama3-8b --num-layers 4 --ffn-hidden-size 64 --num-query-groups 2 --group-query-attention --norm-epsilon 1e-6 "
         "--rotary-base 500000 --init-method-std 0.01 --untie-embeddings-and-output-weights --tokenizer-name-or-path t.model "
         "--overlapped-distributed-optimizer --swiglu --use-rotary-position-embeddings --no-position-embedding --disable-bias-linear "
-        "--normalization RMSNorm --position-embedding-type rope --attention-dropout 0 --hidden-dropout 0.0"
+        "--normalization RMSNorm --position-embedding-type rope --attention-dropout 0 --hidden-dropout 0.0 --RMSNorm --causal-lm "
+        "--use-flash-attn --no-gradient-accumulation-fusion --data-impl mmap --override-opt_param-scheduler --recompute-activations "
+        "--recompute-granularity selective --dataloader-type cyclic --tokenizer-type PretrainedFromHF --no-load-optim --finetune"
     )
     parsed = run(*argv.split())
     model = ModelConfig(
@@ -362,12 +366,34 @@ def test_megatron_names() -> None:
         initializer_range=0.01,
     )
     assert parsed.get(ModelConfig) == model
-    assert parsed.get(DataConfig).tokenizer_model == "t.model"
-    assert parsed.get(ParallelConfig).data_parallel_sharding_strategy == "optim_grads"
+    assert parsed.get(DataConfig) == DataConfig(tokenizer_model="t.model", tokenizer_type="PretrainedFromHF")
+    assert parsed.get(ParallelConfig) == ParallelConfig(
+        data_parallel_sharding_strategy="optim_grads", reduce_bucket_size=500_000_000, recompute_granularity="selective"
+    )
+    assert parsed.get(CheckpointConfig) == CheckpointConfig(finetune=True, load_optim=False)
+    assert "data_order" in parsed.explicit
     assert "tie_word_embeddings" in parsed.explicit
     assert run("--layernorm-epsilon", "1e-6").get(ModelConfig).rms_norm_eps == 1e-6
     strategy = run("--use-distributed-optimizer").get(ParallelConfig).data_parallel_sharding_strategy
     assert strategy == "optim"
+
+
+def test_what_a_megatron_switch_implies_loses_to_what_is_given(tmp_path: Path) -> None:
+    switch = "--overlapped-distributed-optimizer"
+    assert run(switch, "--reduce-bucket-size=2e8").get(ParallelConfig).reduce_bucket_size == 2 * 10**8
+    path = yaml_file(tmp_path, "reduce_bucket_size: 1e8\n")
+    assert run("--config", path, switch).get(ParallelConfig).reduce_bucket_size == 10**8
+    assert run("--use-distributed-optimizer").get(ParallelConfig).reduce_bucket_size == ParallelConfig().reduce_bucket_size
+
+
+def test_what_is_accepted_and_changes_nothing_is_said() -> None:
+    parsed = run("--RMSNorm", "--data-impl=mmap", "--use-flash-attn", "--recompute-activations")
+    assert parsed.notes == (
+        "--RMSNorm: every LLaMA has it: accepted, changes nothing",
+        "--data-impl: datasets are always memory-mapped: accepted, changes nothing",
+        "--use-flash-attn: attention is torch's SDPA, which brings the flash kernels: accepted, changes nothing",
+    )
+    assert run("--bf16").notes == ()
 
 
 def test_megatron_switches_in_yaml(tmp_path: Path) -> None:
@@ -388,6 +414,11 @@ def test_megatron_switches_in_yaml(tmp_path: Path) -> None:
         ("--hidden-dropout 0.1", "--hidden-dropout: got 0.1, expected 0; LLaMA is trained without dropout"),
         ("--attention-dropout none", "--attention-dropout: got none, expected 0; LLaMA is trained without dropout"),
         ("--use-distributed-optimizer false", "got false, expected true; leave it out and set --data-parallel-sharding-strategy"),
+        ("--RMSNorm false", "--RMSNorm: got false, expected true; every LLaMA"),
+        ("--data-impl lazy", "--data-impl: got lazy, expected mmap; datasets are always memory-mapped"),
+        ("--dataloader-type external", "--dataloader-type: got external, expected cyclic or single; Megatron shuffles"),
+        ("--tokenizer-type GPT2BPETokenizer", "--tokenizer-type: got GPT2BPETokenizer, expected one of SentencePieceTokenizer, Llama2"),
+        ("--recompute-activations --recompute-granularity full", "got full after selective (--recompute-activations)"),
         ("--num-layers many", "--num-layers: got many, expected an integer"),
         ("--use-distributed-optimizer --overlapped-distributed-optimizer", "got optim_grads after optim (--use-distributed-optimizer)"),
     ],

@@ -60,11 +60,14 @@ class Source(Protocol):
         ...
 
 
-def open_source(path: str | Path, *, format: str | None = None, config: str | Path | None = None, vocab_size: int = 0) -> Source:
+def open_source(
+    path: str | Path, *, format: str | None = None, config: str | Path | None = None, vocab_size: int = 0, tokens: int = 0
+) -> Source:
     """Open a model folder of any format.
 
     ``format``: one of FORMATS; found from the content unless given. ``config``: a HuggingFace ``config.json`` that says what
-    the folder does not. ``vocab_size``: the number of token ids, for a format that stores only a padded vocabulary.
+    the folder does not. ``vocab_size``: the number of token ids, for a format that stores only a padded vocabulary; where neither
+    it nor the folder says, ``tokens`` does: those of the tokenizer that belongs to the weights.
     Raises CheckpointError with all that is wrong, or with what to pass when the folder leaves something open.
     """
     folder = Path(path)
@@ -85,7 +88,7 @@ def open_source(path: str | Path, *, format: str | None = None, config: str | Pa
         return MetaSource(folder, config, vocab_size)
     from megatron_llama.checkpoint.megatron_source import MegatronSource
 
-    return MegatronSource(folder, kind, config, vocab_size)
+    return MegatronSource(folder, kind, config, vocab_size, tokens)
 
 
 def detect(folder: Path) -> str:
@@ -93,7 +96,7 @@ def detect(folder: Path) -> str:
     if not folder.is_dir():
         got = "a file" if folder.exists() else "no such folder"
         raise CheckpointError(describe(str(folder), got=got, expected="a model folder", do="check the path"))
-    found = list(_candidates(folder))
+    found = list(candidates(folder))
     if len(found) > 1:
         do = "say which one is meant (--from)"
         raise CheckpointError(describe(str(folder), got=f"weights of {len(found)} formats: {', '.join(found)}", expected="one", do=do))
@@ -107,7 +110,7 @@ def detect(folder: Path) -> str:
     return found[0]
 
 
-def _candidates(folder: Path) -> Iterator[str]:
+def candidates(folder: Path) -> Iterator[str]:
     """Formats whose files lie there. ``megatron`` stands for both families, which only their content tells apart."""
     inner = [folder, *sorted(folder.glob("iter_*")), folder / "release"]
     if any((folder / name).is_file() for name in _HF_FILES):

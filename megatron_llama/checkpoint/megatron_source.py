@@ -101,8 +101,8 @@ def _named(chunk: Mapping[str, Tensor], own: str) -> str | None:
 class MegatronSource:
     """The weights of a checkpoint of either program as HuggingFace rectangles, memory-mapped."""
 
-    def __init__(self, path: Path, family: str, config: str | Path | None, vocab_size: int) -> None:
-        """Raises CheckpointError with everything that is missing, unknown, contradictory or of another shape."""
+    def __init__(self, path: Path, family: str, config: str | Path | None, vocab_size: int, tokens: int = 0) -> None:
+        """See ``open_source``. Raises CheckpointError with everything that is missing, unknown, contradictory or of another shape."""
         self.format, self.folder = family, find_folder(path)
         self._files = open_files(self.folder)
         self.tp, self.pp = (1 + max(key[axis] for key in self._files) for axis in (0, 1))
@@ -116,7 +116,7 @@ class MegatronSource:
         self.dtype = str(embedding.dtype).removeprefix("torch.")
         user, self.extra = read_config(config, first.args.get("hf_config"))
         self.model = read_args(first.args, user, tied=self._tied(), where=f"{first.file.path} args")
-        self.model = replace(self.model, vocab_size=self._vocabulary(embedding.shape[0], user, vocab_size))
+        self.model = replace(self.model, vocab_size=self._vocabulary(embedding.shape[0], user, vocab_size, tokens))
         self._reader = PartReader()
         # This padding makes the local rows what they are in the files.
         self._take(replace(self.model, make_vocab_size_divisible_by=embedding.shape[0]))
@@ -175,14 +175,14 @@ class MegatronSource:
             return untied is False
         return head == "word_embeddings_for_head.weight" or (head is None and untied is not True)
 
-    def _vocabulary(self, local: int, user: ModelConfig | None, given: int) -> int:
-        args, tokens = self._files[0, 0].args, tokens_in(self.companions)
+    def _vocabulary(self, local: int, user: ModelConfig | None, given: int, believed: int) -> int:
+        args, tokens = self._files[0, 0].args, believed or tokens_in(self.companions)
         known = args.get("orig_vocab_size") or (args.get("vocab_size") if args.get("tokenizer_type") != "NullTokenizer" else 0)
         known = (user.vocab_size if user else 0) or known or 0
         stored, multiple = local * self.tp, args.get("make_vocab_size_divisible_by")
         padded = multiple and tokens and -(-tokens // (multiple * self.tp)) * multiple * self.tp
         where = f"{self.folder}"
-        return vocabulary(where, stored, given=given, known=known, tokens=tokens, exact=padded == stored)
+        return vocabulary(where, stored, given=given, known=known, tokens=tokens, exact=believed > 0 or padded == stored)
 
     def _take(self, model: ModelConfig) -> None:
         problems = [*self._sizes(model)]

@@ -14,6 +14,8 @@ from megatron_llama.config import Config, ModelConfig
 from megatron_llama.errors import CheckpointError, describe
 from megatron_llama.hf_config import hf_config_from_model, model_config_from_hf, normal_rope
 from megatron_llama.history import NO_HISTORY, History, read_history
+from megatron_llama.options import flag
+from megatron_llama.validate import SHAPE
 
 META = "meta.json"
 FORMAT_VERSION = 1
@@ -21,6 +23,8 @@ WITHOUT_EFFECT = frozenset(
     {"preset", "make_vocab_size_divisible_by", "max_position_embeddings", "initializer_range", "bos_token_id", "eos_token_id"}
 )
 """Model fields that change nothing in what the trained weights compute: a run may resume with other ones."""
+EPSILON = "rms_norm_eps"
+"""May be another one, with a warning: launch scripts of Megatron-LLaMA give LLaMA 2 that of LLaMA 1."""
 ANOTHER_COPY = "restore the file from a copy, or load an earlier checkpoint"
 
 
@@ -119,14 +123,27 @@ def _read_object(path: Path) -> dict[str, Any]:
     return content
 
 
-def model_differences(meta: CheckpointMeta, model: ModelConfig) -> list[str]:
-    """Every field in which the saved model computes something else than ``model``."""
+def model_differences(where: str, saved: ModelConfig, model: ModelConfig, *, resumes: bool = True) -> list[str]:
+    """Every field in which saved weights compute something else than ``model``, epsilon apart. ``where`` names them, for messages.
+
+    ``resumes``: the run goes on with its optimizer. A new one that begins with the weights may have other positions too."""
     problems = []
-    for field in dataclasses.fields(ModelConfig):
-        found, expected = getattr(meta.model, field.name), getattr(model, field.name)
-        if field.name == "rope_scaling":
+    names = [field.name for field in dataclasses.fields(ModelConfig) if field.name not in (*WITHOUT_EFFECT, EPSILON)]
+    for name in names if resumes else SHAPE:
+        found, expected = getattr(saved, name), getattr(model, name)
+        if name == "rope_scaling":
             expected = normal_rope(expected)
-        if field.name not in WITHOUT_EFFECT and found != expected:
+        if found != expected:
             do = "take the model fields from the checkpoint, or load another one"
-            problems.append(describe(f"{meta.folder / META} {field.name}", got=found, expected=expected, do=do))
+            problems.append(describe(f"{where} {name}", got=found, expected=expected, do=do))
     return problems
+
+
+def model_changes(where: str, saved: ModelConfig, model: ModelConfig) -> list[str]:
+    """What a run may change in what its loaded weights compute, one warning each."""
+    changes = []
+    for name in (EPSILON, "rope_theta", "rope_scaling"):
+        before, now = getattr(saved, name), getattr(model, name)
+        if before != (normal_rope(now) if name == "rope_scaling" else now):
+            changes.append(f"{flag(name)} {now}: the weights of {where} were trained with {before}")
+    return changes

@@ -11,6 +11,7 @@ import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from uuid import uuid4
 
 from torch import Tensor
 from torch.distributed.checkpoint import state_dict_loader
@@ -41,13 +42,15 @@ class SavePlan:
     """Of this rank, with their live storage."""
     index: Metadata | None
     """Of all ranks' parts; on rank 0."""
+    room: str
+    """Where in the job's store the ranks say that they are done; drawn anew for each run."""
 
 
 def plan_save(engine: OverlappedDistributedOptimizer, mesh: Mesh) -> SavePlan:
     """Find out who writes what: of duplicates, one. Collective."""
     parts = tuple(part for region in regions(piece for piece in engine.pieces() if piece.primary) for part in region.split())
     plans = gathered([part.write_item() for part in parts], mesh.world)
-    return SavePlan(parts, make_index(plans) if plans is not None else None)
+    return SavePlan(parts, make_index(plans) if plans is not None else None, from_first(f"save/{uuid4().hex}", mesh.world))
 
 
 def save(
@@ -129,10 +132,13 @@ def read_meta(path: str | Path) -> CheckpointMeta:
     return parse_meta(find(path))
 
 
-def load(path: str | Path, engine: OverlappedDistributedOptimizer, mesh: Mesh, model: ModelConfig) -> TrainState:
+def load(
+    path: str | Path, engine: OverlappedDistributedOptimizer, mesh: Mesh, model: ModelConfig, *, optimizer: bool = True
+) -> TrainState:
     """Fill the engine from a checkpoint, or the latest one in a folder, whatever layout it was saved under. Collective.
 
-    ``model``: the one the engine was built for, derived fields filled in. Everything that can be checked without reading
+    ``model``: the one the engine was built for, derived fields filled in. ``optimizer``: its state too, which else is that of
+    a fresh one, at a loss scale as configured. Everything that can be checked without reading
     the tensors is checked first; a failure on any rank raises the same CheckpointError on all.
     """
     engine.settle()
@@ -142,20 +148,24 @@ def load(path: str | Path, engine: OverlappedDistributedOptimizer, mesh: Mesh, m
     folder = from_first(folder, mesh.world)
     with together(mesh.world):
         own = list(regions(engine.pieces()))
-        meta, reader, planner = _open(folder, own, model)
+        meta, reader, planner = _open(folder, own, model, optimizer)
     _run(folder, mesh, lambda no_dist: state_dict_loader.load({}, storage_reader=reader, planner=planner, no_dist=no_dist))
     for count in engine.step_counts():
-        count.fill_(meta.optimizer_step)
-    engine.loss_scale.load(meta.loss_scale)
+        count.fill_(meta.optimizer_step if optimizer else 0)
+    if optimizer:
+        engine.loss_scale.load(meta.loss_scale)
+    else:
+        engine.loss_scale.reset()
     engine.publish()
     return meta.state
 
 
-def _open(folder: Path, own: list[Region], model: ModelConfig) -> tuple[CheckpointMeta, ChunkReader, LoadRegions]:
+def _open(folder: Path, own: list[Region], model: ModelConfig, optimizer: bool) -> tuple[CheckpointMeta, ChunkReader, LoadRegions]:
     meta = parse_meta(folder)
-    refuse(f"{folder} is a checkpoint of another model:", model_differences(meta, model))
+    differences = model_differences(str(folder / META), meta.model, model, resumes=optimizer)
+    refuse(f"{folder} is a checkpoint of another model:", differences)
     metadata = read_metadata(folder)
-    if not any(is_state(key) for key in metadata.state_dict_metadata):
+    if not optimizer or not any(is_state(key) for key in metadata.state_dict_metadata):
         own = _without_state(own)
     reader, planner = ChunkReader(folder, metadata), LoadRegions(own, metadata)
     problems = planner.problems(str(folder), any_dtype=False) or reader.problems(planner.create_local_plan().items)

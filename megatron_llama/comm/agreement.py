@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
@@ -79,6 +79,22 @@ def from_first(value: T, axis: Axis) -> T:
         with axis.recorder.waiting(AGREEMENT):
             dist.broadcast_object_list(box, group=axis.group, group_src=0)
     return box[0]
+
+
+def decided_by_first(decide: Callable[[], T], axis: Axis) -> T:
+    """What the first rank finds, on every rank; its user error is everybody's. Collective."""
+    found: list[T] = []
+    error = None
+    if axis.rank == 0:
+        try:
+            found.append(decide())
+        except UserError as caught:
+            error = caught
+            error.everywhere = True
+    found, error = from_first((found, error), axis)
+    if error is not None:
+        raise error
+    return found[0]
 
 
 @contextmanager

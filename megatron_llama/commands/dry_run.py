@@ -9,6 +9,7 @@ from pathlib import Path
 
 from megatron_llama.activations import GRANULARITIES
 from megatron_llama.auto import decide
+from megatron_llama.blends import read_blend
 from megatron_llama.commands.options import DryRunConfig
 from megatron_llama.config import CheckpointConfig, Config, LaunchConfig
 from megatron_llama.errors import ConfigError, UserError, listing
@@ -25,17 +26,21 @@ SHOWN_ACTIONS = 40
 
 def dry_run(parsed: Parsed) -> None:
     """Print the plan. Raises ConfigError if the run cannot work, in strict mode also for what this machine lacks."""
-    from megatron_llama.setup import trained_model
+    from megatron_llama.checkpoint.start import compare, named_start
+    from megatron_llama.commands.weights import loaded_model
 
-    options = parsed.get(DryRunConfig)
+    options, loading = parsed.get(DryRunConfig), parsed.get(CheckpointConfig)
     world = options.world_size or _launched(parsed.get(LaunchConfig)) or _environment()
-    config = assemble(parsed, trained=trained_model(parsed.get(CheckpointConfig)))
+    start = named_start(loading)
+    trained = loaded_model(parsed, start)
+    config = assemble(parsed, trained=trained)
     config, warnings = _with_vocabulary(config)
     resolved = check(config, world, needs_data=False)
     config, decided = decide(resolved.config, world, _memory_here(world))
+    changes = compare(loading, start, trained, config.model) if start is not None and trained is not None else []
     plan = MemoryPlan(config, world)
-    warnings = [*resolved.warnings, *warnings, *_missing_here(plan, world)]
-    print("\n".join([*resolved.notes, *decided, *_report(plan, world)]))
+    warnings = [*resolved.warnings, *changes, *warnings, *_missing_here(plan, world)]
+    print("\n".join([*parsed.notes, *resolved.notes, *decided, *_report(plan, world)]))
     for line in warnings:
         print(f"warning: {line}")
     if warnings and options.dry_run == "strict":
@@ -76,16 +81,21 @@ def _memory_here(world: int) -> int:
 
 def _missing_here(plan: MemoryPlan, world: int) -> Iterator[str]:
     from megatron_llama import device as devices
+    from megatron_llama.metrics.tensorboard import require_tensorboard
 
     config = plan.config
     paths = {"--load": config.checkpoint.load}
-    if config.data.data_path is None:
+    if not config.data.data_path:
         yield "--data-path is not given: the run itself needs one"
-    else:
-        paths |= {f"--data-path {suffix}": config.data.data_path + suffix for suffix in (".bin", ".idx")}
+    prefixes = read_blend(config.data.data_path).prefixes
+    paths |= {f"--data-path {prefix}{suffix}": prefix + suffix for prefix in prefixes for suffix in (".bin", ".idx")}
     for flag, path in paths.items():
         if path is not None and not Path(path).exists():
             yield f"{flag}: {path} is not on this machine"
+    try:
+        require_tensorboard(config.log)
+    except UserError as error:
+        yield str(error)
     device = devices.accelerator(0)
     count = devices.accelerator_count()
     if count < world and not (devices.is_host(device) and world <= (os.cpu_count() or 1)):

@@ -10,7 +10,7 @@ from math import inf
 from typing import TYPE_CHECKING
 
 from megatron_llama.commands.options import DryRunConfig
-from megatron_llama.config import CheckpointConfig, Config
+from megatron_llama.config import CheckpointConfig, Config, LogConfig
 from megatron_llama.errors import ClusterError, ConfigError, describe
 from megatron_llama.manual import config_sections
 from megatron_llama.options import Parsed
@@ -69,27 +69,31 @@ def _for_evaluation(parsed: Parsed) -> Parsed:
 def prepared(parsed: Parsed) -> Iterator[tuple[Config, Mesh, Vocabulary]]:
     """Resolve and check the configuration, join the other processes, and print what was decided on the way."""
     from megatron_llama.auto import decide
+    from megatron_llama.checkpoint.start import compare, find_start
     from megatron_llama.comm.agreement import together
+    from megatron_llama.commands.weights import loaded_model
     from megatron_llama.mesh import init_mesh, place_from_environment, placement_warnings
-    from megatron_llama.setup import find_start, trained_model
+    from megatron_llama.metrics.tensorboard import require_tensorboard
     from megatron_llama.validate import assemble, check
     from megatron_llama.vocabulary import find_vocabulary, with_vocabulary
 
     place = place_from_environment()
     options = parsed.get(CheckpointConfig)
-    trained = trained_model(options)
-    if trained is None and options.load is not None:
-        find_start(options)  # raises where a checkpoint is missing: better than asking for the model fields that it has
+    require_tensorboard(parsed.get(LogConfig))
+    # Raises where a checkpoint is missing: better than asking for the model fields that it has.
+    start = find_start(options) if options.load is not None else None
+    trained = loaded_model(parsed, start)
     config = assemble(parsed, trained=trained)
     resolved = check(config, place.world_size, needs_data=True)
     mesh = init_mesh(resolved.config, place)
     with together(mesh.world):
         vocabulary = find_vocabulary(resolved.config)
         config = with_vocabulary(resolved.config, vocabulary)
+        changes = compare(options, start, trained, config.model) if start is not None and trained is not None else []
     config, decided = decide(config, place.world_size, agreed_memory(mesh, place))
     if mesh.rank == 0:
-        warnings = (*resolved.warnings, *placement_warnings(config.parallel, place.local_world_size))
-        for line in (*resolved.notes, *decided, *(f"warning: {text}" for text in warnings)):
+        warnings = (*resolved.warnings, *changes, *placement_warnings(config.parallel, place.local_world_size))
+        for line in (*parsed.notes, *resolved.notes, *decided, *(f"warning: {text}" for text in warnings)):
             print(f" {line}", flush=True)
     with watched(place, mesh.recorder, 60 * config.parallel.distributed_timeout_minutes):
         yield config, mesh, vocabulary

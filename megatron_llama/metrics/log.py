@@ -6,11 +6,12 @@ import json
 import math
 import os
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self, TextIO
+from typing import Any, Protocol, Self, TextIO
 
 from megatron_llama.errors import CheckpointError, TrainingError, describe
 from megatron_llama.metrics.window import Spread
@@ -116,6 +117,26 @@ def format_duration(seconds: float) -> str:
     return f"{minutes // 60}:{minutes % 60:02d}:{rest:02d}"
 
 
+class Board(Protocol):
+    """Another place that log lines go to: TensorBoard, for one."""
+
+    def step(self, record: StepRecord) -> None:
+        """An interval of training."""
+        ...
+
+    def validation(self, iteration: int, loss: float) -> None:
+        """An evaluation."""
+        ...
+
+    def rewind(self, iteration: int) -> None:
+        """The run goes on behind ``iteration`` once more."""
+        ...
+
+    def close(self) -> None:
+        """Nothing more comes."""
+        ...
+
+
 class MetricLog:
     """Prints log lines and appends them to ``log.jsonl``; does neither on ranks that do not print.
 
@@ -132,9 +153,11 @@ class MetricLog:
         train_iters: int,
         progress_bar: bool,
         out: TextIO | None = None,
+        boards: Sequence[Board] = (),
     ) -> None:
-        """``folder``: of ``log.jsonl``, made if need be; None: no file. ``prints``: this is the printing rank. ``out``: default stdout."""
-        self._prints = prints
+        """``folder``: of ``log.jsonl``, made if need be; None: no file. ``prints``: this is the printing rank. ``out``: default stdout.
+        ``boards``: of the printing rank; they are closed with the log."""
+        self._prints, self._boards = prints, tuple(boards)
         self._out = sys.stdout if out is None else out
         self._file: TextIO | None = None
         self._evaluated: set[int] = set()
@@ -160,6 +183,8 @@ class MetricLog:
             self._bar.close()
         if self._file is not None:
             self._file.close()
+        for board in self._boards:
+            board.close()
         self._bar = self._file = None
 
     def _open(self, path: Path, iteration: int) -> None:
@@ -173,6 +198,8 @@ class MetricLog:
         if self._file is not None:
             self._file.close()
             self._open(Path(self._file.name), iteration)
+        for board in self._boards:
+            board.rewind(iteration)
         if self._bar is not None:
             self._bar.n = iteration
             self._bar.refresh()
@@ -191,6 +218,8 @@ class MetricLog:
                 {"compute_ms_min": c.least, "compute_ms_median": c.median, "compute_ms_max": c.most, "slowest_rank": c.slowest} if c else {}
             )
             self._append({key: getattr(record, key) for key in _JSON_KEYS} | spread)
+            for board in self._boards:
+                board.step(record)
 
     def write_validation(self, iteration: int, consumed_samples: int, loss: float, tokens: int) -> None:
         """Log one evaluation: mean ``loss`` over ``tokens`` tokens, after ``iteration`` steps.
@@ -204,6 +233,8 @@ class MetricLog:
             self._evaluated.add(iteration)
             entry = {"iteration": iteration, "consumed_samples": consumed_samples, "validation_loss": loss, "validation_tokens": tokens}
             self._append(entry)
+            for board in self._boards:
+                board.validation(iteration, loss)
 
     def say(self, line: str) -> None:
         """Print a line above the progress bar, on the printing rank."""

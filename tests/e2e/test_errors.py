@@ -292,9 +292,9 @@ def test_preprocess_refuses(name: str, product: Product, tmp_path: Path) -> None
 
 @pytest.mark.parametrize("layout", [ONE, TP2], ids=["one process", "tp2 sp"])
 def test_the_checkpoint_of_another_model(layout: Layout, product: Product, straight: Callable[[str], Path], tmp_path: Path) -> None:
-    text = refuse(product, tmp_path, layout, code=1, load=straight("one"), num_layers=2, rms_norm_eps=1e-6)
+    text = refuse(product, tmp_path, layout, code=1, load=straight("one"), num_layers=2, rotary_base=5000)
     assert "is a checkpoint of another model:" in text
-    assert "num_hidden_layers: got 4, expected 2;" in text and "rms_norm_eps: got 1e-05, expected 1e-06;" in text
+    assert "num_hidden_layers: got 4, expected 2;" in text and "rope_theta: got 10000.0, expected 5000.0;" in text
 
 
 def test_a_damaged_checkpoint(product: Product, straight: Callable[[str], Path], tmp_path: Path) -> None:
@@ -316,7 +316,9 @@ def test_a_full_disk(full: tuple[int, ...], product: Product, straight: Callable
     assert re.search(rf"{tmp_path}/iter_0000006\.incomplete/\S+: got File too large, expected to write it; free space", complaint(ended))
     assert contents(tmp_path / "iter_0000003") == before
     assert sorted(path.name for path in tmp_path.iterdir()) == [
+        "best",
         "iter_0000003",
+        "last",
         "latest_checkpointed_iteration.txt",
         "log.jsonl",
         "tokenizer",

@@ -66,6 +66,14 @@ ELSEWHERE: Mapping[str, str] = {
     "loss_spike_factor": "e2e/test_faults.py::test_a_loss_spike_is_what_the_manual_says",
     "loss_spike_window": "e2e/test_faults.py::test_a_loss_spike_is_what_the_manual_says",
     "max_bad_steps": "e2e/test_faults.py::test_too_many_bad_steps_end_the_run",
+    "finetune": "e2e/test_start.py::test_the_weights_of_every_format",
+    "load_optim": "e2e/test_start.py::test_a_fresh_optimizer_where_the_run_was",
+    "tokenizer_type": "e2e/test_start.py::test_tokenizer_type",
+    "tensorboard_queue_size": "e2e/test_start.py::test_tensorboard_queue_size",
+    **dict.fromkeys(
+        ("job_name", "tensorboard_dir", *(f"log_{name}_to_tensorboard" for name in ("timers", "batch_size", "validation_ppl"))),
+        "e2e/test_start.py::test_tensorboard",
+    ),
     "freeze": "e2e/test_use.py::test_frozen_weights_stay_and_the_others_learn",
 }
 

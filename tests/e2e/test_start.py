@@ -1,0 +1,173 @@
+"""Where a run starts: what --load may name, what is taken from it, and what may differ from it."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from megatron_llama.cli import main
+from megatron_llama.config import LogConfig
+from megatron_llama.metrics.tensorboard import TensorBoard
+from tests.e2e.product import DP2, EVALUATED, TP2, Product, column, exact_curve, log, steps
+
+SHAPE = {"num_layers", "num_query_groups"}
+
+
+@pytest.fixture(scope="module")
+def folders(product: Product, straight: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """The weights of one run in every format that can be loaded."""
+    folder = tmp_path_factory.mktemp("formats")
+    hf = folder / "hf"
+    product.run("export", "--load", straight("one"), "--output", hf).ok()
+    more = ("--tensor-model-parallel-size", 2)
+    for name in ("megatron-llama", "megatron"):
+        product.run("convert", hf, folder / name, "--to", name, *more).ok()
+    return {"native": straight("one"), "hf": hf, **{name: folder / name for name in ("megatron-llama", "megatron")}}
+
+
+@pytest.fixture(scope="module")
+def from_hf(product: Product, folders: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Two steps from the weights of a HuggingFace folder."""
+    folder = tmp_path_factory.mktemp("from_hf")
+    product.train(TP2, init_from_hf=folders["hf"], save=folder, train_iters=2, **dict.fromkeys(SHAPE))
+    return folder
+
+
+@pytest.mark.parametrize("name", ["native", "hf", "megatron-llama", "megatron"])
+def test_the_weights_of_every_format(name: str, product: Product, folders: dict[str, Path], from_hf: Path, tmp_path: Path) -> None:
+    """They alone: iteration 0, the first samples, a fresh optimizer. Of a native checkpoint with --finetune."""
+    finetune = True if name == "native" else None
+    tokenizer = f"{product.data}-tokenizer"
+    ended = product.train(
+        TP2, load=folders[name], finetune=finetune, save=tmp_path, train_iters=2, tokenizer_model=tokenizer, **dict.fromkeys(SHAPE)
+    )
+    assert exact_curve(tmp_path) == exact_curve(from_hf) and column(tmp_path, "iteration") == [1, 2]
+    path = folders[name] / "iter_0000006" if name == "native" else folders[name]
+    assert f" --load {folders[name]}: the weights of {path}; the run begins at iteration 0\n" in ended.out
+
+
+def test_a_fresh_optimizer_where_the_run_was(product: Product, straight: Callable[[str], Path], tmp_path: Path) -> None:
+    ended = product.train(DP2, load=straight("one"), no_load_optim=True, save=tmp_path, train_iters=7, lr_decay_iters=7)
+    assert column(tmp_path, "iteration") == [7] and column(tmp_path, "consumed_samples") == [56]
+    meta = json.loads((tmp_path / "iter_0000007" / "meta.json").read_text())
+    assert meta["optimizer_step"] == 1 and "begins at iteration 0" not in ended.out
+
+
+def test_an_epsilon_of_its_own(product: Product, straight: Callable[[str], Path], tmp_path: Path) -> None:
+    """The flag wins over the checkpoint, with a warning; so it does in a plan."""
+    options = {"load": straight("one"), "train_iters": 7, "save": tmp_path / "same"}
+    assert "warning" not in product.train(**options).out
+    changed = product.train(**{**options, "save": tmp_path / "other"}, layernorm_epsilon=1e-2).out
+    warning = f"warning: --rms-norm-eps 0.01: the weights of {straight('one')}/iter_0000006 were trained with 1e-05\n"
+    assert warning in changed
+    same, other = (column(tmp_path / name, "lm_loss")[0] for name in ("same", "other"))
+    assert abs(same - other) > 1e-5
+    assert warning in product.run(*product.command(**options, layernorm_epsilon=1e-2, dry_run=True)).ok().out
+
+
+@pytest.mark.parametrize("dry_run", [True, None], ids=["plan", "run"])
+def test_other_shapes(dry_run: bool | None, product: Product, folders: dict[str, Path], capsys: pytest.CaptureFixture[str]) -> None:
+    for name, title in (("hf", f"The weights of {folders['hf']} have other shapes:"), ("native", "is a checkpoint of another model:")):
+        assert main(product.command(load=folders[name], finetune=True, intermediate_size=256, dry_run=dry_run)) == 1
+        said = capsys.readouterr().err
+        assert title in said and said.count("\n") == 2 and "intermediate_size: got 128, expected 256;" in said
+
+
+def test_the_first_start_of_a_run_that_resumes_itself(product: Product, tmp_path: Path) -> None:
+    out = product.train(load=tmp_path, save=tmp_path, train_iters=1).out
+    assert f" --load {tmp_path}: no checkpoint there yet, a fresh start\n" in out
+    assert "fresh start" not in product.train(load=tmp_path, save=tmp_path, train_iters=2).out
+
+
+def test_a_run_that_begins_never_enters_a_folder_with_checkpoints(
+    product: Product, folders: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    product.train(save=tmp_path, train_iters=1)
+    for options, why in (
+        ({"load": tmp_path, "finetune": True}, f"--finetune is given; give --load {tmp_path} without --finetune to resume"),
+        ({"load": folders["native"], "finetune": True}, "--finetune is given; give"),
+        ({"load": folders["hf"]}, f"{folders['hf']} is no checkpoint of it; give --load {tmp_path} to resume"),
+    ):
+        assert main(product.command(**options, save=tmp_path)) == 1
+        assert f"got iter_0000001, expected no checkpoint, since {why}" in capsys.readouterr().err
+    assert main(product.command(load=folders["megatron"], save=folders["megatron"], vocab_size=512)) == 1
+    assert "got weights of another format, expected a folder of its own; give another --save" in capsys.readouterr().err
+
+
+def test_what_has_no_effect_without_load(product: Product, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(product.command(finetune=True, log_timers_to_tensorboard=True, dry_run=True)) == 0
+    said = capsys.readouterr().out
+    assert "warning: --finetune and --no-load-optim have no effect without --load\n" in said
+    assert "warning: --log-timers-to-tensorboard without --tensorboard-dir: nothing is written\n" in said
+
+
+def test_tokenizer_type(product: Product, capsys: pytest.CaptureFixture[str]) -> None:
+    """Decides which file of a folder counts."""
+    folder = f"{product.data}-tokenizer"
+    for kind, status in (("Llama2Tokenizer", 0), ("PretrainedFromHF", 0)):
+        assert main(product.command(tokenizer_model=folder, tokenizer_type=kind, dry_run=True)) == status
+        assert "warning: " + folder not in capsys.readouterr().out
+    (Path(folder) / "tokenizer.json").write_text("{}")
+    try:
+        assert main(product.command(tokenizer_model=folder, tokenizer_type="Llama2Tokenizer", vocab_size=512, dry_run=True)) == 0
+        assert "tokenizer.json" not in capsys.readouterr().out
+        assert main(product.command(tokenizer_model=folder, tokenizer_type="PretrainedFromHF", vocab_size=512, dry_run=True)) == 0
+        assert f"warning: {folder}/tokenizer.json: " in capsys.readouterr().out
+    finally:
+        (Path(folder) / "tokenizer.json").unlink()
+
+
+CURVES = {"lm loss": "lm_loss", "learning-rate": "learning_rate", "grad-norm": "grad_norm", "loss-scale": "loss_scale"}
+TIMERS = {"tokens-per-second-per-gpu": "tokens_per_second_per_gpu", "tflops-per-gpu": "tflops_per_gpu"}
+
+
+def test_tensorboard(product: Product, tmp_path: Path) -> None:
+    """It shows what the log has, a resumed run as one curve; Megatron's three switches add theirs."""
+    board = {"save": tmp_path / "run", "tensorboard_dir": tmp_path / "board", "job_name": "tiny", **EVALUATED}
+    first = product.train(**board, train_iters=4, save_interval=3)
+    assert " job tiny\n" in first.out
+    assert set(tags(tmp_path / "board" / "tiny")) == {*CURVES, "lm loss validation"}
+    chosen = {f"log_{name}_to_tensorboard": True for name in ("timers", "batch_size", "validation_ppl")}
+    product.train(**board, load=tmp_path / "run" / "iter_0000003", **chosen)
+    shown = tags(tmp_path / "board" / "tiny")
+    for tag, key in {**CURVES, **TIMERS, "batch-size": "global_batch_size"}.items():
+        start = 0 if tag in CURVES else 3
+        expected = [(entry["iteration"], pytest.approx(entry[key], rel=1e-6)) for entry in steps(tmp_path / "run")[start:]]
+        assert shown[tag] == expected, tag
+    assert [step for step, _ in shown["iteration-time"]] == [4, 5, 6] and "exposed-communication-time" in shown
+    evaluated = {entry["iteration"]: entry["validation_loss"] for entry in log(tmp_path / "run") if "validation_loss" in entry}
+    assert dict(shown["lm loss validation"]) == pytest.approx(evaluated, rel=1e-6)
+    assert {step for step, _ in shown["lm loss validation ppl"]} == {6}
+
+
+def tags(folder: Path) -> dict[str, list[tuple[int, float]]]:
+    """Every curve as TensorBoard reads it."""
+    events = EventAccumulator(str(folder))
+    events.Reload()
+    return {tag: [(event.step, event.value) for event in events.Scalars(tag)] for tag in events.Tags()["scalars"]}
+
+
+def test_tensorboard_queue_size(tmp_path: Path) -> None:
+    board = TensorBoard(LogConfig(tensorboard_dir=str(tmp_path), tensorboard_queue_size=3), 0)
+    assert board._writer.max_queue == 3
+    board.close()
+
+
+def test_tensorboard_needs_its_package(
+    product: Product, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, "tensorboard", None)
+    assert main(product.command(tensorboard_dir=tmp_path / "board")) == 2
+    said = capsys.readouterr().err
+    assert said == (
+        "error: --tensorboard-dir: got no package tensorboard, expected it installed; pip install megatron-llama[tensorboard], "
+        "or leave it out\n"
+    )
+    assert not (tmp_path / "board").exists()
+    assert main(product.command(tensorboard_dir=tmp_path / "board", dry_run=True)) == 0
+    assert "warning: --tensorboard-dir: got no package tensorboard" in capsys.readouterr().out
