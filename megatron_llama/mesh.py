@@ -39,8 +39,6 @@ class Place:
     master_port: int = 29500
     local_world_size: int = 0
     """Processes on this machine; 0: unknown."""
-    attempt: int = 0
-    """How often torchrun has restarted the job."""
 
 
 @dataclass(frozen=True)
@@ -137,8 +135,7 @@ def place_from_environment(environ: Mapping[str, str] | None = None) -> Place:
     nodes = env.get("SLURM_STEP_NODELIST", env.get("SLURM_JOB_NODELIST", "localhost"))
     port = _integer(env, "MASTER_PORT") if "MASTER_PORT" in env else 20000 + int(env.get("SLURM_JOB_ID", "9500")) % 20000
     local = next((_integer(env, name) for name in ("LOCAL_WORLD_SIZE", "SLURM_NTASKS_PER_NODE") if name in env), 0)
-    attempt = _integer(env, "TORCHELASTIC_RESTART_COUNT") if "TORCHELASTIC_RESTART_COUNT" in env else 0
-    return Place(rank, world_size, local_rank, env.get("MASTER_ADDR") or first_host(nodes), port, local, attempt)
+    return Place(rank, world_size, local_rank, env.get("MASTER_ADDR") or first_host(nodes), port, local)
 
 
 def _integer(env: Mapping[str, str], name: str) -> int:

@@ -90,7 +90,7 @@ class Background:
         self._process.start()
         there.close()
         self._buffers: Buffers | None = None
-        self._plan: SavePlan | None = None
+        self._room = ""
         self._open: list[Job] = []
         self._started = 0
 
@@ -110,8 +110,8 @@ class Background:
         The copies are complete on return: training may change the tensors."""
         assert not self.full, "collect an outcome first"
         if self._buffers is None:
-            self._send((_outlines(plan.parts), plan.index))
-            self._buffers = Buffers(self._memory, plan.parts)
+            self._send((_outlines(plan.parts), plan.index, plan.room))
+            self._buffers, self._room = Buffers(self._memory, plan.parts), plan.room
             for device in {part.tensor.device for part in plan.parts}:
                 self._buffers.pin(device)
         slot = next(slot for slot in range(SLOTS) if slot not in {job.slot for job in self._open})
@@ -144,7 +144,7 @@ class Background:
         do = "look at the memory of that machine (a process killed for memory ends with -9)"
         error = CheckpointError(describe(where, got=got, expected="its part of the checkpoint", do=do))
         if self._place.world_size > 1 and self._place.rank:
-            _answer(connect(self._place, "save"), job, self._place.rank, error)
+            _answer(connect(self._place, self._room), job, self._place.rank, error)
         return Outcome(job.target, error)
 
     def close(self) -> None:
@@ -205,8 +205,8 @@ def _serve(connection: Connection, parents: Connection, memory: int, place: Plac
     os.nice(NICENESS)
     torch.set_num_threads(1)  # threads of the parent's pool do not exist here
     try:
-        outlines, index = pickle.loads(connection.recv_bytes())
-        writer = _Writer(place, Buffers(memory, outlines), index)
+        outlines, index, room = pickle.loads(connection.recv_bytes())
+        writer = _Writer(place, Buffers(memory, outlines), index, room)
         while True:
             connection.send_bytes(pickle.dumps(writer.perform(pickle.loads(connection.recv_bytes()))))
     except (EOFError, OSError):
@@ -222,8 +222,8 @@ def _die_with(parent: int) -> None:
 
 
 class _Writer:
-    def __init__(self, place: Place, buffers: Buffers, index: Metadata | None) -> None:
-        self._place, self._buffers, self._index = place, buffers, index
+    def __init__(self, place: Place, buffers: Buffers, index: Metadata | None, room: str) -> None:
+        self._place, self._buffers, self._index, self._room = place, buffers, index, room
         self._store: Store | None = None
 
     def perform(self, job: Job) -> Outcome:
@@ -247,7 +247,7 @@ class _Writer:
 
     def _connected(self) -> Store:
         if self._store is None:
-            self._store = connect(self._place, "save")
+            self._store = connect(self._place, self._room)
         return self._store
 
     def _received(self, job: Job, rank: int) -> Written | CheckpointError:

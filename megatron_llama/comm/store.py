@@ -9,7 +9,8 @@ from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-
 from megatron_llama.mesh import Place
 
 
-def connect(place: Place, purpose: str) -> Store:
-    """A new connection to the store of this attempt of the job. Waiting on a connection blocks all its users."""
-    store = TCPStore(place.master_addr, place.master_port, is_master=False, timeout=timedelta(seconds=30))
-    return PrefixStore(f"{purpose}/{place.attempt}", store)
+def connect(place: Place, room: str) -> Store:
+    """A new connection to a part of the store. Waiting on a connection blocks all its users.
+
+    ``room``: a name that no attempt of the job before this one has used, since a launcher may keep its store over restarts."""
+    return PrefixStore(room, TCPStore(place.master_addr, place.master_port, is_master=False, timeout=timedelta(seconds=30)))

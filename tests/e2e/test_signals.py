@@ -105,7 +105,7 @@ def test_others_end_when_the_host_of_the_store_hangs(product: Product) -> None:
 
 
 KILLS, KILLS_OF_A_SOAK = 10, 200
-SHORT_STEPS = {"train_iters": 80, "lr_decay_iters": 80, "save_interval": 2, "micro_batch_size": 4, "seq_length": 8, "num_layers": 2}
+SHORT_STEPS = {"save_interval": 2, "micro_batch_size": 4, "seq_length": 8, "num_layers": 2}
 """A run that is saving most of the time."""
 
 
@@ -115,23 +115,24 @@ def test_killed_at_random_moments_and_resumed(saving: dict[str, object], soak: b
     """Every other kill waits for the folder in which a save is written, the others for a step; then both ranks are struck, some
     milliseconds later by chance. Curve and weights end up as if nothing had happened, and no restart loses a saved step."""
     wanted_kills = KILLS_OF_A_SOAK if soak else KILLS
-    options = {**SHORT_STEPS, "train_iters": 20 * wanted_kills, "lr_decay_iters": 20 * wanted_kills} if soak else SHORT_STEPS
-    product.train(DP2, save=tmp_path / "straight", **options, **saving)
+    length = 8 * wanted_kills
+    options = {**SHORT_STEPS, "train_iters": length, "lr_decay_iters": length, **saving}
+    product.start(DP2, save=tmp_path / "straight", **options).wait(timeout=600.0).ok()
     folder, chance = tmp_path / "killed", random.Random(20)
     kills = in_a_save = 0
     while kills < wanted_kills or in_a_save < wanted_kills // 2:
         assert kills < 3 * wanted_kills, f"only {in_a_save} of {kills} kills met a save"
         started, lines, wanted, at_a_save = time.time_ns(), _lines(folder), chance.randrange(4), kills % 2 == 0
         newest = _newest(folder)
-        run = product.start(DP2, save=folder, load=folder, **options, **saving)
+        run = product.start(DP2, save=folder, load=folder, **options)
         run.until(lambda: _saving(folder, started) if at_a_save else _lines(folder) - lines >= wanted)  # noqa: B023  asked at once
         _spin(chance.uniform(0.0, 0.003 if at_a_save else 0.05))
         run.signal(Signals.SIGKILL)
         assert -9 in run.wait().codes and _newest(folder) >= newest
         kills, in_a_save = kills + 1, in_a_save + _saving(folder, started)
-    product.train(DP2, save=folder, load=folder, **options, **saving)
+    product.start(DP2, save=folder, load=folder, **options).wait(timeout=600.0).ok()
     assert exact_curve(folder) == exact_curve(tmp_path / "straight")
-    last = f"iter_{options['train_iters']:07d}"
+    last = f"iter_{length:07d}"
     assert_same_state(folder / last, tmp_path / "straight" / last)
     assert sorted(path.name for path in folder.iterdir()) == sorted(path.name for path in (tmp_path / "straight").iterdir())
 
