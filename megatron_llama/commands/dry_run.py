@@ -9,7 +9,6 @@ from pathlib import Path
 
 from megatron_llama.activations import GRANULARITIES
 from megatron_llama.auto import decide
-from megatron_llama.blends import read_blend
 from megatron_llama.commands.options import DryRunConfig
 from megatron_llama.config import CheckpointConfig, Config, LaunchConfig
 from megatron_llama.errors import ConfigError, UserError, listing
@@ -85,10 +84,10 @@ def _missing_here(plan: MemoryPlan, world: int) -> Iterator[str]:
 
     config = plan.config
     paths = {"--load": config.checkpoint.load}
-    if not config.data.data_path:
+    if config.data.data_path is None:
         yield "--data-path is not given: the run itself needs one"
-    prefixes = read_blend(config.data.data_path).prefixes
-    paths |= {f"--data-path {prefix}{suffix}": prefix + suffix for prefix in prefixes for suffix in (".bin", ".idx")}
+    else:
+        paths |= {f"--data-path {suffix}": config.data.data_path + suffix for suffix in (".bin", ".idx")}
     for flag, path in paths.items():
         if path is not None and not Path(path).exists():
             yield f"{flag}: {path} is not on this machine"
