@@ -46,6 +46,9 @@ COMMANDS: Mapping[str, Command] = MappingProxyType(
             "Write a model in another format: convert SRC DST --to FORMAT.",
             ("src", "dst"),
         ),
+        "merge": Command(
+            "merge", "merge", "commands.options:MergeConfig", "Add LoRA adapters to their model: merge SRC DST [--options].", ("src", "dst")
+        ),
         "verify": Command(
             "verify", "verify", "commands.options:VerifyConfig", "Compare two models, of any formats: verify A B [--options].", ("a", "b")
         ),

@@ -186,6 +186,20 @@ class OptimizerConfig:
 
 
 @dataclass(frozen=True)
+class LoraConfig:
+    """Low-rank adapters (LoRA): the model is frozen, and small additions to its projections are trained."""
+
+    lora_rank: int = 0
+    """Rank of the additions: a projection W becomes W + alpha / rank * B A. 0: none, the model itself is trained."""
+    lora_alpha: float = 16.0
+    """Weight of the additions, times the rank."""
+    lora_dropout: float = 0.0
+    """0 only: nothing in a step is random."""
+    lora_target_modules: tuple[str, ...] = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+    """Projections that get an addition, by HuggingFace's names."""
+
+
+@dataclass(frozen=True)
 class DataConfig:
     """The token stream and the tokenizer it was made with."""
 
@@ -284,6 +298,7 @@ class Config:
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     training: TrainingConfig = field(default_factory=TrainingConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    lora: LoraConfig = field(default_factory=LoraConfig)
     data: DataConfig = field(default_factory=DataConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     log: LogConfig = field(default_factory=LogConfig)

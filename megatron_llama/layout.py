@@ -42,16 +42,18 @@ class Kind:
     """Stages finish their microbatches at different times; a bucket belongs to one."""
     contributions: int
     trainable: bool
+    adapter: bool
 
     @staticmethod
     def of(spec: ParamSpec) -> Kind:
         """The kind of bucket that a parameter belongs to."""
-        return Kind(spec.decay, spec.copies, spec.partial, spec.tied, spec.stage, spec.contributions, spec.trainable)
+        return Kind(spec.decay, spec.copies, spec.partial, spec.tied, spec.stage, spec.contributions, spec.trainable, spec.adapter)
 
     @property
     def lasting(self) -> bool:
-        """Read or written all through a pass (norms of all layers, an embedding that is also the head): never shares a slot."""
-        return not self.decay or self.tied or self.contributions > 1
+        """Read or written all through a pass (norms of all layers, an embedding that is also the head), or too small to be gathered
+        again and again (low-rank additions): never shares a slot."""
+        return not self.decay or self.tied or self.contributions > 1 or self.adapter
 
 
 @dataclass(frozen=True)

@@ -12,8 +12,15 @@ from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from functools import partial
 
-from megatron_llama.config import Config, ModelConfig
+from megatron_llama.config import Config, LoraConfig, ModelConfig
 from megatron_llama.schedule import placement_of
+
+PROJECTIONS = LoraConfig().lora_target_modules
+"""Linear layers of a block, by HuggingFace's names."""
+ROW_PARALLEL = ("o_proj", "down_proj")
+"""Those of them whose inputs are split over tp; of the others it is the outputs."""
+LORA_A, LORA_B = "lora_A", "lora_B"
+NO_LORA = LoraConfig()
 
 
 @dataclass(frozen=True)
@@ -49,6 +56,8 @@ class ParamSpec:
     """The pipeline stage whose backward passes write the gradient."""
     trainable: bool = True
     """Whether it is trained: none of the patterns of ``--freeze`` covers it."""
+    adapter: bool = False
+    """A low-rank addition: small, and with buffers of its own."""
 
     @property
     def numel(self) -> int:
@@ -264,9 +273,54 @@ def is_frozen(name: str, patterns: Sequence[str]) -> bool:
     return any(fnmatchcase(name, pattern) for pattern in patterns)
 
 
+def is_adapter(name: str) -> bool:
+    """Whether a tensor with a HuggingFace name is half of a low-rank addition."""
+    return f".{LORA_A}." in name or f".{LORA_B}." in name
+
+
+def adapter_names(name: str) -> tuple[str, str]:
+    """The two halves of a weight's addition, in the words of PEFT."""
+    owner = name.removesuffix(".weight")
+    return f"{owner}.{LORA_A}.weight", f"{owner}.{LORA_B}.weight"
+
+
+def _with_adapters(unit: UnitSpec, lora: LoraConfig, tp: int, *, sequence_parallel: bool) -> UnitSpec:
+    """The same unit, frozen, with an addition behind each weight that is to have one."""
+    if not lora.lora_rank:
+        return unit
+    params: list[ParamSpec] = []
+    for spec in unit.params:
+        params.append(replace(spec, trainable=False))
+        for part in spec.slices:
+            if unit.is_block and projection_of(part.name) in lora.lora_target_modules:
+                params += _adapter(spec, part, lora.lora_rank, tp, sequence_parallel=sequence_parallel)
+    return replace(unit, params=tuple(params))
+
+
+def projection_of(name: str) -> str:
+    """``q_proj`` of ``model.layers.0.self_attn.q_proj.weight``."""
+    return name.split(".")[-2]
+
+
+def _adapter(spec: ParamSpec, part: HFSlice, rank: int, tp: int, *, sequence_parallel: bool) -> tuple[ParamSpec, ParamSpec]:
+    """A [rank, inputs] and B [outputs, rank]. The one on the side that is split over tp is split too, the other one repeated; each
+    copy sees a part of its gradient where ranks have different outputs (row-parallel) or positions (sequence parallelism) before them."""
+    a, b = adapter_names(part.name)
+    projection, (outputs, inputs) = projection_of(part.name), part.shape
+    local = f"{spec.name.removesuffix('.weight')}.adapters.{projection}"
+    in_a = HFSlice(a, (rank, inputs), 0, rank, hf_col=part.hf_col)
+    in_b = HFSlice(b, (outputs, rank), 0, part.rows, hf_row=part.hf_row)
+    build = partial(ParamSpec, decay=True, stage=spec.stage, adapter=True)
+    first = build(f"{local}.{LORA_A}.weight", (rank, spec.shape[1]), (in_a,))
+    second = build(f"{local}.{LORA_B}.weight", (part.rows, rank), (in_b,))
+    if projection in ROW_PARALLEL:
+        return first, replace(second, copies=tp, partial=tp > 1)
+    return replace(first, copies=tp, partial=sequence_parallel and tp > 1), replace(second, copies=spec.copies, partial=spec.partial)
+
+
 def _with_frozen(unit: UnitSpec, patterns: Sequence[str]) -> UnitSpec:
     """The same unit, with parameters frozen all of whose HuggingFace tensors are (validate.py refuses a part of them)."""
-    frozen = (all(is_frozen(part.name, patterns) for part in spec.slices) for spec in unit.params)
+    frozen = (not spec.trainable or all(is_frozen(part.name, patterns) for part in spec.slices) for spec in unit.params)
     return replace(unit, params=tuple(replace(spec, trainable=not no) for spec, no in zip(unit.params, frozen, strict=True)))
 
 
@@ -279,6 +333,7 @@ def stage_units(
     tp_rank: int = 0,
     sequence_parallel: bool = False,
     freeze: Sequence[str] = (),
+    lora: LoraConfig = NO_LORA,
 ) -> tuple[UnitSpec, ...]:
     """The units of one pipeline stage on one tensor-parallel rank, in forward order. ``freeze``: patterns of HuggingFace names."""
     shapes, tie = Shapes(model, tp, tp_rank, sequence_parallel, stage), model.tie_word_embeddings
@@ -288,7 +343,8 @@ def stage_units(
         units.insert(0, shapes.embedding(tied=apart, contributions=2 if shared else 1))
     if stage == partition.stages - 1:
         units.append(shapes.head(tied=apart, shared=shared))
-    return tuple(_with_frozen(unit, freeze) for unit in units)
+    adapted = (_with_adapters(unit, lora, tp, sequence_parallel=sequence_parallel) for unit in units)
+    return tuple(_with_frozen(unit, freeze) for unit in adapted)
 
 
 def rank_units(config: Config, *, rank: int = 0, tp_rank: int = 0) -> tuple[tuple[UnitSpec, ...], ...]:
@@ -302,6 +358,7 @@ def rank_units(config: Config, *, rank: int = 0, tp_rank: int = 0) -> tuple[tupl
         tp_rank=tp_rank,
         sequence_parallel=parallel.sequence_parallel,
         freeze=config.optimizer.freeze,
+        lora=config.lora,
     )
     return tuple(build(stage) for stage in partition.stages_of(rank))
 
@@ -315,6 +372,12 @@ def hf_shapes(model: ModelConfig) -> dict[str, tuple[int, ...]]:
     """Name and shape of every tensor of the HuggingFace model, in forward order."""
     units = stage_units(model, whole_model(model), 0)
     return {part.name: part.shape for unit in units for spec in unit.params for part in spec.slices}
+
+
+def adapter_shapes(model: ModelConfig, lora: LoraConfig) -> dict[str, tuple[int, ...]]:
+    """Name and shape of both halves of every low-rank addition, in forward order; PEFT's names without its prefix."""
+    units = stage_units(model, whole_model(model), 0, lora=lora)
+    return {part.name: part.shape for unit in units for spec in unit.params for part in spec.slices if spec.adapter}
 
 
 def parameter_count(model: ModelConfig) -> int:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from megatron_llama.checkpoint import native
+from megatron_llama.checkpoint.adapters import saved_lora, takes_up
 from megatron_llama.checkpoint.failures import writing
 from megatron_llama.checkpoint.hf import HFWeights
 from megatron_llama.checkpoint.meta import TrainState
@@ -22,7 +23,7 @@ from megatron_llama.errors import TrainingError, describe
 from megatron_llama.mesh import Mesh
 from megatron_llama.metrics.log import Board, MetricLog
 from megatron_llama.metrics.tensorboard import TensorBoard
-from megatron_llama.model.init import InitialWeights
+from megatron_llama.model.init import InitialWeights, WithAdapters
 from megatron_llama.optim.distributed import OverlappedDistributedOptimizer, WeightSource
 from megatron_llama.pipeline.runtime import PipelineRuntime
 
@@ -68,7 +69,7 @@ def load_or_init(config: Config, optimizer: OverlappedDistributedOptimizer, mesh
     with together(mesh.world):
         for line in _start_lines(config, start) if mesh.rank == 0 else ():
             print(f" {line}", flush=True)
-    if start is not None and start.native:
+    if start is not None and start.native and _takes_up(config, start):
         state = native.load(start.path, optimizer, mesh, config.model, optimizer=options.load_optim and not options.finetune)
         return TrainState(0, 0) if options.finetune else state
     if start is not None:
@@ -79,8 +80,13 @@ def load_or_init(config: Config, optimizer: OverlappedDistributedOptimizer, mesh
             weights = HFWeights(options.init_from_hf)
     else:
         weights = InitialWeights(config.training.seed, config.model.initializer_range)
-    optimizer.load_weights(weights)
+    optimizer.load_weights(WithAdapters(weights, config.training.seed))
     return TrainState(0, 0)
+
+
+def _takes_up(config: Config, start: Start) -> bool:
+    """See ``takes_up``."""
+    return takes_up(f"--load {start.path}", saved_lora(native.read_meta(start.path).config), config.lora, anew=config.checkpoint.finetune)
 
 
 def _start_lines(config: Config, start: Start | None) -> Iterator[str]:

@@ -14,6 +14,7 @@ from megatron_llama.config import Config, ModelConfig, OptimizerConfig, Parallel
 from megatron_llama.errors import ConfigError, describe, listing
 from megatron_llama.hf_config import normal_rope, read_hf_config, rope_problems
 from megatron_llama.layout import NO_SHARD, by_unit
+from megatron_llama.lora import lora_problems
 from megatron_llama.options import Parsed, flag
 from megatron_llama.params import is_frozen, partition_of, stage_units, whole_model
 from megatron_llama.presets import PRESETS
@@ -40,6 +41,7 @@ _POSITIVE = (
     ("training", ("initial_loss_scale", "min_loss_scale", "loss_scale_window", "hysteresis", "loss_spike_window")),
     ("model", ("rms_norm_eps", "rope_theta", "make_vocab_size_divisible_by")),
     ("optimizer", ("adam_eps",)),
+    ("lora", ("lora_alpha",)),
     ("log", ("log_interval", "tensorboard_queue_size")),
 )
 _NOT_NEGATIVE = (
@@ -48,6 +50,7 @@ _NOT_NEGATIVE = (
     ("training", ("global_batch_size", "eval_interval", "eval_iters", "seed", "loss_spike_factor", "max_bad_steps")),
     ("training", ("check_weight_hash_across_dp_replicas_interval",)),
     ("optimizer", ("lr", "min_lr", "lr_decay_iters", "lr_warmup_iters", "weight_decay", "clip_grad")),
+    ("lora", ("lora_rank",)),
     ("checkpoint", ("save_interval", "save_retain", "save_retain_interval")),
     ("launch", ("nodes", "gpus_per_node")),
     ("parallel", ("data_parallel_shard_size", "prefetch_bytes")),
@@ -195,6 +198,7 @@ def problems(config: Config, world_size: int) -> list[str]:
         *_batch_problems(config, world_size),
         *_optimizer_problems(config.optimizer),
         *_freeze_problems(config.model, config.optimizer.freeze),
+        *lora_problems(config),
         *_bad_step_problems(config),
         *_run_problems(config),
     ]

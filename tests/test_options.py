@@ -40,7 +40,8 @@ NAMES = """
     init_from_hf initial_loss_scale initializer_range intermediate_size
     job_name
     load load_optim log_batch_size_to_tensorboard log_interval log_straggler log_timers_to_tensorboard
-    log_validation_ppl_to_tensorboard loss_scale_window loss_spike_factor loss_spike_window lr lr_decay_iters lr_decay_style lr_warmup_iters
+    log_validation_ppl_to_tensorboard lora_alpha lora_dropout lora_rank lora_target_modules
+    loss_scale_window loss_spike_factor loss_spike_window lr lr_decay_iters lr_decay_style lr_warmup_iters
     make_vocab_size_divisible_by max_bad_steps max_position_embeddings micro_batch_size min_loss_scale min_lr mlp_bias
     nodes num_attention_heads num_hidden_layers num_key_value_heads
     on_bad_step

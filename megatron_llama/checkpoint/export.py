@@ -12,8 +12,10 @@ from megatron_llama.checkpoint.failures import writing
 from megatron_llama.checkpoint.folders import fresh_staging, staging
 from megatron_llama.checkpoint.hf import export_hf, require_free
 from megatron_llama.checkpoint.meta import TrainState
+from megatron_llama.checkpoint.peft import write_peft
 from megatron_llama.comm.agreement import largest, together
 from megatron_llama.config import Config
+from megatron_llama.errors import CheckpointError, describe
 from megatron_llama.mesh import Mesh
 from megatron_llama.metrics.log import MetricLog
 from megatron_llama.optim.distributed import OverlappedDistributedOptimizer
@@ -33,6 +35,20 @@ def export_checkpoint(checkpoint: str | Path, output: str | Path, *, dtype: str 
         dtype = "bfloat16" if weights.meta.config["training"]["bf16"] else "float32"
     export_hf(output, weights.model, weights, dtype, tokenizer)
     return dtype
+
+
+def export_adapter(checkpoint: str | Path, output: str | Path, tokenizer: Tokenizer | None = None) -> str:
+    """Write the low-rank additions of a checkpoint as PEFT has them; the folder appears whole or not at all. Returns their dtype.
+
+    Raises CheckpointError."""
+    weights = native.open_weights(checkpoint)
+    lora = weights.lora
+    if not lora.lora_rank:
+        do = "leave --adapter out"
+        raise CheckpointError(describe(str(checkpoint), got="no low-rank additions", expected="a run with --lora-rank", do=do))
+    base = weights.meta.config.get("checkpoint", {}).get("init_from_hf")
+    write_peft(output, weights.model, lora, weights.stored, base=base, tokenizer=tokenizer)
+    return "float32"
 
 
 class FinalExport:

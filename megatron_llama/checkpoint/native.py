@@ -8,7 +8,7 @@ Tensors have the names and shapes of the HuggingFace model, and the saved weight
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from uuid import uuid4
@@ -18,6 +18,7 @@ from torch.distributed.checkpoint import state_dict_loader
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import Metadata
 
+from megatron_llama.checkpoint.adapters import Merged, saved_lora, scaling_of
 from megatron_llama.checkpoint.checksums import seal
 from megatron_llama.checkpoint.chunks import LoadRegions, Region, is_state, make_index, regions
 from megatron_llama.checkpoint.failures import writing
@@ -31,7 +32,7 @@ from megatron_llama.config import Config, ModelConfig
 from megatron_llama.errors import CheckpointError
 from megatron_llama.mesh import Mesh
 from megatron_llama.optim.distributed import OverlappedDistributedOptimizer
-from megatron_llama.params import Rectangle, hf_shapes
+from megatron_llama.params import Rectangle, adapter_shapes, hf_shapes
 
 
 @dataclass(frozen=True)
@@ -182,28 +183,37 @@ def _without_state(own: list[Region]) -> list[Region]:
 
 
 class NativeWeights:
-    """The weights of a checkpoint, without an engine: a source of HuggingFace rectangles that holds one chunk at a time."""
+    """The weights of a checkpoint, without an engine: a source of HuggingFace rectangles that holds one chunk at a time.
+
+    Low-rank additions are added to the weights; ``stored`` is what the files hold."""
 
     def __init__(self, path: str | Path) -> None:
         self.meta = read_meta(path)
         self._metadata = read_metadata(self.meta.folder)
         self._reader = ChunkReader(self.meta.folder, self._metadata)
-        self._check()
+        self.lora = saved_lora(self.meta.config)
+        adapters = adapter_shapes(self.model, self.lora)
+        self._check({**hf_shapes(self.model), **adapters})
+        self._merged = Merged(self.stored, self.stored, adapters, scaling_of(self.lora)) if adapters else self.stored
 
     @property
     def model(self) -> ModelConfig:
         """The saved model."""
         return self.meta.model
 
-    def _check(self) -> None:
+    def _check(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
         # Expanded scalars: only their sizes count.
-        whole = [Region(n, s, (0,) * len(s), s, Tensor().new_empty(()).expand(s)) for n, s in hf_shapes(self.model).items()]
+        whole = [Region(n, s, (0,) * len(s), s, Tensor().new_empty(()).expand(s)) for n, s in shapes.items()]
         planner = LoadRegions(whole, self._metadata)
         problems = planner.problems(str(self.meta.folder), any_dtype=True) or self._reader.problems(planner.create_local_plan().items)
         refuse(f"{self.meta.folder} is incomplete:", problems)
 
     def __call__(self, rectangle: Rectangle, out: Tensor) -> None:
         """Write the rectangle's values into ``out``, a tensor of its size. Raises CheckpointError naming a damaged file."""
+        self._merged(rectangle, out)
+
+    def stored(self, rectangle: Rectangle, out: Tensor) -> None:
+        """The same for what is in the files, low-rank additions among it."""
         planner = LoadRegions([Region.of(rectangle, out)], self._metadata)
         self._reader.read_data(planner.create_local_plan(), planner)
 

@@ -27,6 +27,34 @@ def scattered(full: Tensor, axis: Axis) -> tuple[Tensor, collectives.Pending]:
     return shard, collectives.reduce_scatter(shard, full.contiguous(), axis)
 
 
+class _Copy(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, axis: Axis) -> Tensor:
+        ctx.axis = axis
+        return tensor.detach()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        grad = grad.clone()  # summed in place, and somebody else may read it
+        collectives.all_reduce(grad, ctx.axis).wait()
+        return grad, None
+
+
+class _Gather(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, shard: Tensor, axis: Axis) -> Tensor:
+        ctx.axis = axis
+        full, pending = gathered(shard, axis)
+        pending.wait()
+        return full
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        shard, pending = scattered(grad, ctx.axis)
+        pending.wait()
+        return shard, None
+
+
 class _Reduce(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, axis: Axis) -> Tensor:
@@ -52,6 +80,16 @@ class _Scatter(torch.autograd.Function):
         full, pending = gathered(grad, ctx.axis)
         pending.wait()
         return full, None
+
+
+def copy(tensor: Tensor, axis: Axis) -> Tensor:
+    """The tensor, of which the ranks of the axis use different parts (f): summed over the axis in backward."""
+    return tensor if axis.size == 1 else _Copy.apply(tensor, axis)  # type: ignore[no-untyped-call]
+
+
+def gather_sequence(shard: Tensor, axis: Axis) -> Tensor:
+    """[s / size, ...] to [s, ...], of which the ranks use different parts (g): summed and split in backward."""
+    return shard if axis.size == 1 else _Gather.apply(shard, axis)  # type: ignore[no-untyped-call]
 
 
 def reduce(tensor: Tensor, axis: Axis) -> Tensor:

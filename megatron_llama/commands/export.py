@@ -10,7 +10,7 @@ from megatron_llama.options import Parsed
 def export(parsed: Parsed) -> None:
     """Stream the weights tensor by tensor; the target appears whole or not at all."""
     from megatron_llama.checkpoint import series
-    from megatron_llama.checkpoint.export import export_checkpoint
+    from megatron_llama.checkpoint.export import export_adapter, export_checkpoint
     from megatron_llama.checkpoint.places import local_copy
     from megatron_llama.tokenizer.load import load_tokenizer
 
@@ -23,7 +23,10 @@ def export(parsed: Parsed) -> None:
     with local_copy(path.parent / series.TOKENIZER) as beside:
         chosen = options.tokenizer_model or (beside if beside.is_dir() and any(beside.iterdir()) else None)
         tokenizer = load_tokenizer(chosen) if chosen is not None else None
-        dtype = export_checkpoint(path, options.output, dtype=options.dtype, tokenizer=tokenizer)
+        if options.adapter:
+            dtype = export_adapter(path, options.output, tokenizer)
+        else:
+            dtype = export_checkpoint(path, options.output, dtype=options.dtype, tokenizer=tokenizer)
     print(f"exported {path} to {options.output} ({dtype})")
     if tokenizer is None:
         print("warning: no tokenizer is known for this checkpoint; give --tokenizer-model to export one with it")

@@ -85,6 +85,29 @@ class ExportConfig:
     """Of the written weights. auto: bfloat16 for a run with --bf16, else float32."""
     tokenizer_model: str | None = None
     """Tokenizer file or folder. Default: the one saved with the checkpoint."""
+    adapter: bool = False
+    """Of a run with --lora-rank, write the low-rank additions alone, as HuggingFace's PEFT has them. Without it they are added to
+    the weights."""
+
+
+@dataclass(frozen=True)
+class MergeConfig:
+    """Add low-rank additions to the weights of their model, and write those as a HuggingFace folder, in one process without a GPU."""
+
+    src: str
+    """Model folder of any format, or checkpoint of a run with --lora-rank. May stand first, without its name: `merge SRC DST`."""
+    dst: str
+    """Folder to write; it appears whole or not at all."""
+    adapter: str | None = None
+    """Folder with the additions as HuggingFace's PEFT has them. Default: those of the checkpoint itself."""
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    """Of the written weights. auto: the model's."""
+    max_shard_bytes: int = 5_000_000_000
+    """Largest weight file, unless a single tensor is larger."""
+    workers: int = 2
+    """Files that are written at the same time."""
+    overwrite: bool = False
+    """Replace an earlier conversion in the target folder. Anything else there is refused all the same."""
 
 
 @dataclass(frozen=True)

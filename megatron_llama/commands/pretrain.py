@@ -10,7 +10,7 @@ from math import inf
 from typing import TYPE_CHECKING
 
 from megatron_llama.commands.options import DryRunConfig
-from megatron_llama.config import CheckpointConfig, Config, LogConfig
+from megatron_llama.config import CheckpointConfig, Config, LogConfig, LoraConfig
 from megatron_llama.errors import ClusterError, ConfigError, describe
 from megatron_llama.manual import config_sections
 from megatron_llama.options import Parsed
@@ -62,6 +62,7 @@ def _for_evaluation(parsed: Parsed) -> Parsed:
     if "eval_iters" not in parsed.explicit:
         training = replace(training, eval_iters=0)
     changed = {type(training): training, type(config.checkpoint): replace(config.checkpoint, save=None, save_interval=0)}
+    changed[LoraConfig] = LoraConfig()  # additions are read as part of the weights
     return replace(parsed, instances={**parsed.instances, **changed})
 
 

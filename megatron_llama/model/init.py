@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
-from megatron_llama.params import Rectangle
+from megatron_llama.params import LORA_B, Rectangle, is_adapter
 
 BLOCK_ELEMENTS = 2**20
 """A rank draws whole blocks and keeps its part, so it wastes at most two blocks per rectangle and holds one at a time."""
 
 
 class InitialWeights:
-    """A source of HuggingFace rectangles: normal(0, std) matrices and norm weights of 1.
+    """A source of HuggingFace rectangles: normal(0, std) matrices and norm weights of 1; low-rank additions that are zero, of which
+    the first half is uniform within +- 1 / sqrt(inputs), as in PEFT, and the second zero.
 
     Values are a pure function of (seed, tensor name, position), drawn in fp32 on the CPU.
     """
@@ -26,6 +28,9 @@ class InitialWeights:
         """Write the rectangle's values into ``out``, a tensor of its size."""
         if len(rectangle.shape) == 1:
             out.fill_(1.0)
+            return
+        if f".{LORA_B}." in rectangle.name:
+            out.zero_()
             return
         (first, column), (rows, columns) = rectangle.offset, rectangle.size
         per_block = max(1, BLOCK_ELEMENTS // rectangle.shape[1])
@@ -39,5 +44,18 @@ class InitialWeights:
         rows, columns = rectangle.shape
         digest = hashlib.blake2b(f"{self.seed}/{rectangle.name}/{block}".encode(), digest_size=8).digest()
         generator = torch.Generator().manual_seed(int.from_bytes(digest, "little") >> 1)
-        size = (min(per_block, rows - block * per_block), columns)
-        return torch.empty(size, dtype=torch.float32).normal_(0.0, self.std, generator=generator)
+        values = torch.empty(min(per_block, rows - block * per_block), columns, dtype=torch.float32)
+        if is_adapter(rectangle.name):
+            return values.uniform_(-(columns**-0.5), columns**-0.5, generator=generator)
+        return values.normal_(0.0, self.std, generator=generator)
+
+
+class WithAdapters:
+    """A source that has no low-rank additions, with new ones: A as ``InitialWeights`` draws it, B zero."""
+
+    def __init__(self, source: Callable[[Rectangle, Tensor], None], seed: int) -> None:
+        self._source, self._initial = source, InitialWeights(seed, 0.0)
+
+    def __call__(self, rectangle: Rectangle, out: Tensor) -> None:
+        """Write the rectangle's values into ``out``, a tensor of its size."""
+        (self._initial if is_adapter(rectangle.name) else self._source)(rectangle, out)

@@ -6,7 +6,7 @@ Names are those of HuggingFace's LlamaForCausalLM; qkv_proj and gate_up_proj are
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import cast
@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from megatron_llama.activations import Granularity
-from megatron_llama.config import Config, ModelConfig, ParallelConfig
+from megatron_llama.config import Config, LoraConfig, ModelConfig, ParallelConfig
 from megatron_llama.mesh import Mesh
 from megatron_llama.nn.attention import causal_attention
 from megatron_llama.nn.cache import KVCache
@@ -31,9 +31,10 @@ from megatron_llama.nn.functional import (
     swiglu,
 )
 from megatron_llama.nn.linear import ColumnLinear, RowLinear, column_linear, empty_weight
+from megatron_llama.nn.lora import ColumnAdapters, Part, RowAdapter
 from megatron_llama.nn.marker import before_backward
 from megatron_llama.nn.recompute import Recomputable, recomputed
-from megatron_llama.params import Partition, kv_copies, padded_vocab_size, partition_of
+from megatron_llama.params import ParamSpec, Partition, adapter_names, kv_copies, padded_vocab_size, partition_of, projection_of, rank_units
 
 
 @dataclass(frozen=True)
@@ -255,4 +256,25 @@ def build_stages(config: Config, mesh: Mesh) -> dict[int, Stage]:
     stages = {i: Stage(config.model, mesh, options, partition=partition, index=i) for i in indices}
     if partition.ends_meet and partition.stages > 1 and mesh.pp.rank == partition.placement[0]:
         stages[partition.stages - 1].share_embedding_of(stages[0])
+    if config.lora.lora_rank:
+        for stage, units in zip(stages.values(), rank_units(config, rank=mesh.pp.rank, tp_rank=mesh.tp.rank), strict=True):
+            _adapt(stage, [spec for unit in units for spec in unit.params], config.lora)
     return stages
+
+
+def _adapt(stage: Stage, specs: Sequence[ParamSpec], lora: LoraConfig) -> None:
+    """Give the linear layers of a stage their low-rank additions."""
+    adapted = {part.name for spec in specs if spec.adapter for part in spec.slices}
+    for spec in specs:
+        parts = [Part(projection_of(part.name), part.rows, adapter_names(part.name)[0] in adapted) for part in spec.slices]
+        if not any(part.adapted for part in parts):
+            continue
+        layer = stage.get_submodule(spec.name.removesuffix(".weight"))
+        rank, scaling = lora.lora_rank, lora.lora_alpha / lora.lora_rank
+        if isinstance(layer, ColumnLinear):
+            layer.adapters = ColumnAdapters(
+                spec.shape[1], parts, rank=rank, scaling=scaling, tp=layer.tp, sequence_parallel=layer.sequence_parallel
+            )
+        else:
+            assert isinstance(layer, RowLinear)
+            layer.adapters = RowAdapter(spec.shape[1], parts, rank=rank, scaling=scaling, tp=layer.tp)

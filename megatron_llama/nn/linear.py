@@ -98,6 +98,11 @@ def column_linear(x: Tensor | Recomputable, weight: Tensor, tp: Axis, *, sequenc
     return _linear(x, weight, tp, column=True, sequence=sequence_parallel and tp.size > 1)
 
 
+def plain_linear(x: Tensor | Recomputable, weight: Tensor, tp: Axis) -> Tensor:
+    """x [s, b, d] and a weight [f, d] -> [s, b, f], without communication."""
+    return _linear(x, weight, tp, column=False, sequence=False)
+
+
 def _linear(x: Tensor | Recomputable, weight: Tensor, tp: Axis, *, column: bool, sequence: bool) -> Tensor:
     kept = Recomputable.of(x)
     return _Linear.apply(kept.value, weight, tp, column, sequence, kept)  # type: ignore[no-any-return, no-untyped-call]
@@ -110,10 +115,13 @@ class ColumnLinear(nn.Module):
         super().__init__()
         self.tp, self.sequence_parallel = tp, sequence_parallel
         self.weight = empty_weight(outputs // tp.size, inputs)
+        self.adapters: nn.Module | None = None
+        """A low-rank addition to the output, see ``nn/lora.py``."""
 
     def forward(self, x: Tensor | Recomputable) -> Tensor:
         """See the class."""
-        return column_linear(x, self.weight, self.tp, sequence_parallel=self.sequence_parallel)
+        out = column_linear(x, self.weight, self.tp, sequence_parallel=self.sequence_parallel)
+        return out if self.adapters is None else out.add_(self.adapters(x))
 
 
 class RowLinear(nn.Module):
@@ -123,8 +131,12 @@ class RowLinear(nn.Module):
         super().__init__()
         self.tp, self.sequence_parallel = tp, sequence_parallel
         self.weight = empty_weight(outputs, inputs // tp.size)
+        self.adapters: nn.Module | None = None
+        """A low-rank addition to the output, see ``nn/lora.py``."""
 
     def forward(self, x: Tensor | Recomputable) -> Tensor:
         """See the class."""
-        partial = _linear(x, self.weight, self.tp, column=False, sequence=False)
+        partial = plain_linear(x, self.weight, self.tp)
+        if self.adapters is not None:
+            partial = partial.add_(self.adapters(x))
         return autograd.scatter_sequence(partial, self.tp) if self.sequence_parallel else autograd.reduce(partial, self.tp)

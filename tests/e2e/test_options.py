@@ -75,6 +75,10 @@ ELSEWHERE: Mapping[str, str] = {
         "e2e/test_start.py::test_tensorboard",
     ),
     "freeze": "e2e/test_use.py::test_frozen_weights_stay_and_the_others_learn",
+    "lora_rank": "e2e/test_lora.py::test_a_run_leaves_for_peft_and_for_transformers",
+    "lora_alpha": "e2e/test_lora.py::test_a_run_leaves_for_peft_and_for_transformers",
+    "lora_target_modules": "e2e/test_lora.py::test_a_run_leaves_for_peft_and_for_transformers",
+    "lora_dropout": "e2e/test_lora.py::test_wrong_options_are_refused_together",
 }
 
 EIGHT = {"world_size": 8, "pipeline_model_parallel_size": 2, "global_batch_size": 16}

@@ -15,7 +15,7 @@ from typing import Any, Literal, get_args
 import torch
 from torch import Tensor
 
-from megatron_llama.config import Config, ModelConfig, OptimizerConfig, ParallelConfig, TrainingConfig
+from megatron_llama.config import Config, LoraConfig, ModelConfig, OptimizerConfig, ParallelConfig, TrainingConfig
 from megatron_llama.data.loader import Batch
 from megatron_llama.mesh import Mesh, Place, build_mesh
 from megatron_llama.model.init import InitialWeights
@@ -69,6 +69,9 @@ class Layout:
     prefetch: int = 0
     """Bytes; 0: no limit."""
     freeze: tuple[str, ...] = ()
+    lora: int = 0
+    """Rank of low-rank additions to the projections in ``targets``."""
+    targets: tuple[str, ...] = LoraConfig().lora_target_modules
     early: bool = False
     """Announce the update, so that without clipping buckets are updated as they are reduced."""
     microbatches: int = 1
@@ -101,7 +104,7 @@ class Layout:
     @property
     def reference(self) -> Layout:
         """The same training in one process, in one batch, in fp32 or fp64."""
-        kept = ("tied", "documents", "fp64", "clip", "steps", "layers", "kv_heads", "freeze")
+        kept = ("tied", "documents", "fp64", "clip", "steps", "layers", "kv_heads", "freeze", "lora", "targets")
         return Layout(**{name: getattr(self, name) for name in kept})
 
     @property
@@ -113,7 +116,7 @@ class Layout:
         words += [f"{self.grad_slots} gradient slots"] if self.grad_slots != 2 else []
         words += [f"shards of {self.shard_size}"] if self.shard_size else []
         words += [f"prefetch {self.prefetch}"] if self.prefetch else []
-        words += ["frozen"] * bool(self.freeze) + ["early"] * self.early
+        words += ["frozen"] * bool(self.freeze) + ["early"] * self.early + ([f"lora {self.lora}"] if self.lora else [])
         words += [f"{self.microbatches} microbatches"] if self.microbatches > 1 else []
         words += [self.schedule] if self.pp > 1 else []
         words += [f"virtual {self.virtual}"] if self.virtual > 1 else []
@@ -149,6 +152,7 @@ class Layout:
             parallel=parallel,
             training=TrainingConfig(fp64=self.fp64, bf16=self.bf16, fp16=self.fp16, initial_loss_scale=self.loss_scale),
             optimizer=replace(OPTIMIZER, clip_grad=self.clip, freeze=self.freeze),
+            lora=LoraConfig(lora_rank=self.lora, lora_target_modules=self.targets),
         )
 
 
@@ -205,7 +209,7 @@ def trainer(place: Place, layout: Layout, device: torch.device | None = None) ->
     mesh = build_mesh(config, rank=place.rank, world_size=place.world_size, device=device or torch.device("cpu"))
     stages = build_stages(config, mesh)
     optimizer = build_optimizer(config, stages.values(), mesh)
-    optimizer.load_weights(initial_weights())
+    optimizer.load_weights(initial_weights() if not layout.lora else AdaptedWeights())
     runtime = PipelineRuntime(stages, optimizer, mesh, config, dtype=compute_dtype(config))
     return Trainer(layout, mesh, stages, optimizer, runtime)
 
@@ -250,6 +254,14 @@ def _digest(tensors: Iterable[Tensor]) -> str:
 def initial_weights() -> InitialWeights:
     """Seed and scale of every run here."""
     return InitialWeights(1234, MODEL.initializer_range)
+
+
+class AdaptedWeights:
+    """The same, with low-rank additions that are not zero: both halves are drawn as matrices are."""
+
+    def __call__(self, rectangle: Rectangle, out: Tensor) -> None:
+        """See WeightSource."""
+        initial_weights()(replace(rectangle, name=rectangle.name.replace("lora_", "drawn_")), out)
 
 
 def token_ids(count: int) -> Tensor:

@@ -1,0 +1,47 @@
+"""``merge``: a model with its low-rank additions as plain HuggingFace weights."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import cast
+
+from megatron_llama.commands.options import MergeConfig
+from megatron_llama.errors import ConfigError, describe
+from megatron_llama.options import Parsed
+
+
+def merge(parsed: Parsed) -> None:
+    """Write W + alpha / rank * B A for every weight that has an addition, and everything else as it is."""
+    import torch
+
+    from megatron_llama.checkpoint.adapters import saved_lora
+    from megatron_llama.checkpoint.convert import HFTarget, convert, require_free
+    from megatron_llama.checkpoint.formats import Source, open_source
+    from megatron_llama.checkpoint.native import read_meta
+    from megatron_llama.checkpoint.peft import MergedSource, PeftAdapter
+
+    options = parsed.get(MergeConfig)
+    target = Path(options.dst)
+    require_free(target.resolve(), Path(options.src).resolve(), overwrite=options.overwrite)
+    source = open_source(options.src)
+    if options.adapter is not None:
+        adapter = PeftAdapter(options.adapter, source.model)
+        source, said = cast(Source, MergedSource(source, adapter)), f"{options.adapter} (rank {adapter.lora.lora_rank})"
+    else:
+        lora = saved_lora(read_meta(source.folder).config) if source.format == "native" else None
+        if lora is None or not lora.lora_rank:
+            do = "give --adapter FOLDER, one of PEFT, or the checkpoint of a run with --lora-rank"
+            raise ConfigError(describe(options.src, got="a model without low-rank additions", expected="some to merge", do=do))
+        said = f"its additions (rank {lora.lora_rank})"
+    dtype = source.dtype if options.dtype == "auto" else options.dtype
+    size = convert(
+        source,
+        target,
+        HFTarget(options.max_shard_bytes),
+        source.model,
+        getattr(torch, dtype),
+        companions="",
+        workers=options.workers,
+        overwrite=options.overwrite,
+    )
+    print(f"merged {source.folder} and {said} into {options.dst} ({dtype}, {size / 1e9:.2f} GB)")

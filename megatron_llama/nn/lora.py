@@ -1,0 +1,87 @@
+"""Low-rank additions to linear layers (LoRA: Hu et al., 2021), tensor-parallel as their layers are.
+
+The half on the side of a layer that tp splits is split alike, the other half is the same on all tp ranks. A column-parallel layer
+communicates rank-wide activations, [s, b, rank], and nothing else; a row-parallel one adds to its partial sums, which are summed anyway.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import cast
+
+import torch
+from torch import Tensor, nn
+
+from megatron_llama.comm import autograd
+from megatron_llama.mesh import Axis
+from megatron_llama.nn.linear import empty_weight, plain_linear
+from megatron_llama.nn.recompute import Recomputable
+
+
+@dataclass(frozen=True)
+class Part:
+    """A projection among those whose outputs a layer stacks."""
+
+    name: str
+    rows: int
+    """Outputs on this rank."""
+    adapted: bool
+
+
+class _Half(nn.Module):
+    def __init__(self, rows: int, columns: int) -> None:
+        super().__init__()
+        self.weight = empty_weight(rows, columns)
+
+
+class Adapter(nn.Module):
+    """B A of one projection: A [rank, inputs], B [outputs, rank], both as this rank holds them."""
+
+    def __init__(self, inputs: int, outputs: int, rank: int) -> None:
+        super().__init__()
+        self.lora_A, self.lora_B = _Half(rank, inputs), _Half(outputs, rank)
+
+
+class _Adapters(nn.ModuleDict):
+    """One adapter by name of its projection."""
+
+    def __init__(self, inputs: int, parts: Sequence[Part], *, rank: int, scaling: float, tp: Axis) -> None:
+        super().__init__({part.name: Adapter(inputs, part.rows, rank) for part in parts if part.adapted})
+        self.scaling, self.tp = scaling, tp
+
+    def low(self, x: Tensor | Recomputable) -> Tensor:
+        """scaling * A x of all adapters side by side: [..., adapters * rank]."""
+        return torch.cat([plain_linear(x, self._of(name).lora_A.weight, self.tp) for name in self], -1) * self.scaling
+
+    def high(self, name: str, low: Tensor) -> Tensor:
+        """B low of one adapter."""
+        return plain_linear(low, self._of(name).lora_B.weight, self.tp)
+
+    def _of(self, name: str) -> Adapter:
+        return cast(Adapter, self[name])
+
+
+class ColumnAdapters(_Adapters):
+    """For a column-parallel layer: input [s or s/tp, b, inputs] -> [s, b, outputs / tp], zero where a part has no adapter."""
+
+    def __init__(self, inputs: int, parts: Sequence[Part], *, rank: int, scaling: float, tp: Axis, sequence_parallel: bool) -> None:
+        super().__init__(inputs, parts, rank=rank, scaling=scaling, tp=tp)
+        self.parts, self.sequence_parallel = tuple(parts), sequence_parallel
+
+    def forward(self, x: Tensor | Recomputable) -> Tensor:
+        """See the class."""
+        low = self.low(x)
+        low = autograd.gather_sequence(low, self.tp) if self.sequence_parallel else autograd.copy(low, self.tp)
+        lows = dict(zip(self, low.chunk(len(self), -1), strict=True))
+        none = low.new_zeros(1, 1, 1).expand(*low.shape[:2], 1)
+        return torch.cat([self.high(p.name, lows[p.name]) if p.adapted else none.expand(-1, -1, p.rows) for p in self.parts], -1)
+
+
+class RowAdapter(_Adapters):
+    """For a row-parallel layer: input [s, b, inputs / tp] -> partial sums [s, b, outputs]."""
+
+    def forward(self, x: Tensor | Recomputable) -> Tensor:
+        """See the class."""
+        [name] = self
+        return self.high(name, self.low(x))

@@ -1,0 +1,143 @@
+"""Low-rank additions from the command line: trained beside a frozen model, resumed, and given to PEFT and transformers."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+from peft import PeftModel
+from torch import Tensor
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from tests.e2e.product import DP2_PARAMS, ONE, SEQ_LENGTH, TP2, Product, assert_same_state, column, log, state
+
+SHAPE = dict.fromkeys(("hidden_size", "intermediate_size", "num_layers", "num_attention_heads", "num_query_groups"))
+LORA = {"lora_rank": 4, "lora_alpha": 12, "lora_target_modules": ("q_proj", "v_proj", "o_proj", "up_proj", "down_proj")}
+
+
+@dataclass(frozen=True)
+class Adapted:
+    """A model, and a run that trained additions to it."""
+
+    base: Path
+    run: Path
+    adapter: Path
+    merged: Path
+
+
+@pytest.fixture(scope="module")
+def adapted(product: Product, tmp_path_factory: pytest.TempPathFactory) -> Adapted:
+    folder = tmp_path_factory.mktemp("adapted")
+    base = folder / "base"
+    product.train(train_iters=4, lr_decay_iters=4, lr=1e-2, export_hf=base)
+    made = Adapted(base, folder / "run", folder / "adapter", folder / "merged")
+    options = {**SHAPE, **LORA, "init_from_hf": base, "train_iters": 4, "eval_interval": 4, "lr": 2e-2, "save_interval": 2}
+    product.train(TP2, save=made.run, export_hf=made.merged, **options)
+    product.run("export", "--load", made.run, "--output", made.adapter, "--adapter").ok()
+    return made
+
+
+def logits(model: torch.nn.Module, ids: Tensor) -> Tensor:
+    with torch.no_grad():
+        found: Tensor = model(ids.unsqueeze(0)).logits[0]
+    return found
+
+
+def test_a_run_leaves_for_peft_and_for_transformers(product: Product, adapted: Adapted) -> None:
+    """PEFT's model with our additions, and transformers' with our merged weights, have the loss that training has measured."""
+    base, merged = (AutoModelForCausalLM.from_pretrained(folder) for folder in (adapted.base, adapted.merged))
+    ids = torch.tensor(AutoTokenizer.from_pretrained(adapted.adapter)(product.texts[1])["input_ids"])[:SEQ_LENGTH]
+    plain = logits(base, ids)
+    additions = logits(PeftModel.from_pretrained(base, adapted.adapter), ids)
+    torch.testing.assert_close(logits(merged, ids), additions, rtol=0, atol=1e-5)
+    assert (additions - plain).abs().max() > 0.1
+    settings = json.loads((adapted.adapter / "adapter_config.json").read_text())
+    assert (settings["r"], settings["lora_alpha"], settings["base_model_name_or_path"]) == (4, 12, str(adapted.base))
+    assert set(settings["target_modules"]) == set(LORA["lora_target_modules"])  # type: ignore[call-overload]
+    data = ("--data-path", product.data, "--split", "90,10,0", "--seq-length", SEQ_LENGTH, "--micro-batch-size", 8, "--eval-iters", 10)
+    trained = log(adapted.run)[-1]["validation_loss"]
+    for source in (("--init-from-hf", adapted.merged), ("--load", adapted.run)):
+        printed = product.run("evaluate", *source, *data).ok().out
+        assert float(printed.split("lm loss value:")[1].split()[0]) == pytest.approx(trained, rel=1e-6)
+
+
+def test_merging_the_exported_adapter_is_exporting_the_run(product: Product, adapted: Adapted, tmp_path: Path) -> None:
+    said = product.run("merge", adapted.base, tmp_path / "a", "--adapter", adapted.adapter).ok().out
+    assert said.startswith(f"merged {adapted.base} and {adapted.adapter} (rank 4) into {tmp_path / 'a'} (float32, ")
+    product.run("merge", adapted.run, tmp_path / "b").ok()
+    for folder in (tmp_path / "a", tmp_path / "b"):
+        assert (folder / "model.safetensors").read_bytes() == (adapted.merged / "model.safetensors").read_bytes()
+        assert (folder / "tokenizer.json").is_file()
+
+
+def test_the_checkpoint_is_the_model_as_it_was_and_its_additions(adapted: Adapted) -> None:
+    before, after = state(adapted.run / "iter_0000002"), state(adapted.run / "iter_0000004")
+    added = [name for name in after if ".lora_" in name]
+    assert len(added) == 3 * 2 * 5 * 4, "two halves, weight and two moments, of five projections in four blocks"
+    assert [name for name in after if not torch.equal(after[name], before[name])] == added
+    assert {name for name in after if name.startswith("optimizer.")} == {name for name in added if name.startswith("optimizer.")}
+
+
+def test_resuming_changes_no_bit_and_another_layout_little(product: Product, adapted: Adapted, tmp_path: Path) -> None:
+    options = {**SHAPE, **LORA, "train_iters": 4, "eval_interval": 4, "lr": 2e-2}
+    product.train(TP2, save=tmp_path / "same", load=adapted.run / "iter_0000002", **options)
+    assert_same_state(tmp_path / "same" / "iter_0000004", adapted.run / "iter_0000004")
+    product.train(DP2_PARAMS, save=tmp_path / "other", load=adapted.run / "iter_0000002", **options)
+    assert column(tmp_path / "other", "lm_loss") == pytest.approx(column(adapted.run, "lm_loss")[2:], rel=1e-6)
+
+
+def test_other_additions_are_refused_unless_begun_anew(product: Product, adapted: Adapted, tmp_path: Path) -> None:
+    for changes, says in (
+        ({}, "lora_rank 4 (here 0); lora_alpha 12 (here 16); lora_target_modules"),
+        ({**LORA, "lora_alpha": 8}, "lora_alpha 12 (here 8), expected the same as in this run; give --lora-rank 4 --lora-alpha 12"),
+    ):
+        ended = product.start(ONE, save=tmp_path / "x", load=adapted.run, train_iters=5, **SHAPE, **changes).wait()
+        assert ended.codes == (1,) and says in ended.err, ended.err
+    # The additions so far become part of the frozen model, and new ones begin at zero.
+    run = {**SHAPE, "train_iters": 1, "eval_interval": 1, "lora_rank": 2}
+    product.train(ONE, save=tmp_path / "anew", load=adapted.run, finetune=True, **run)
+    assert log(tmp_path / "anew")[0]["validation_loss"] == pytest.approx(log(adapted.run)[-1]["validation_loss"], rel=1e-6)
+    weights = state(tmp_path / "anew" / "iter_0000001")
+    assert weights["model.layers.0.self_attn.k_proj.lora_A.weight"].shape == (2, 64)
+
+
+def test_wrong_options_are_refused_together(product: Product) -> None:
+    wrong = {"lora_rank": -1, "lora_alpha": 0, "lora_dropout": 0.1, "lora_target_modules": ("q_proj", "embed")}
+    ended = product.start(ONE, **wrong).wait()
+    assert ended.codes == (2,)
+    for text in ("--lora-rank: got -1", "--lora-alpha: got 0", "--lora-dropout: got 0.1", "--lora-target-modules: got embed"):
+        assert text in ended.err
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"r": 8}, "q_proj.lora_A.weight: got (4, 64), expected shape (8, 64)"),
+        ({"use_dora": True, "bias": "all"}, "use_dora: got True"),
+        ({"target_modules": "all-linear"}, "target_modules: got all-linear"),
+        ({"target_modules": ["q_proj"]}, "v_proj.lora_A.weight: got a tensor, expected none of this name"),
+        ({"peft_type": "IA3"}, "peft_type: got IA3, expected LORA"),
+    ],
+    ids=str,
+)
+def test_an_adapter_of_another_kind_is_not_merged(adapted: Adapted, tmp_path: Path, changes: dict[str, object], says: str) -> None:
+    from megatron_llama.checkpoint.formats import open_source
+    from megatron_llama.checkpoint.peft import CONFIG, WEIGHTS, PeftAdapter
+    from megatron_llama.errors import CheckpointError
+
+    (tmp_path / WEIGHTS).write_bytes((adapted.adapter / WEIGHTS).read_bytes())
+    (tmp_path / CONFIG).write_text(json.dumps({**json.loads((adapted.adapter / CONFIG).read_text()), **changes}))
+    with pytest.raises(CheckpointError) as error:
+        PeftAdapter(tmp_path, open_source(adapted.base).model)
+    assert says in str(error.value)
+
+
+def test_exporting_an_adapter_that_is_not_there(product: Product, adapted: Adapted, tmp_path: Path) -> None:
+    product.run("convert", adapted.base, tmp_path / "native", "--to", "native").ok()
+    ended = product.run("export", "--load", tmp_path / "native", "--output", tmp_path / "out", "--adapter")
+    assert ended.codes == (1,) and "got no low-rank additions" in ended.err
+    ended = product.run("merge", adapted.base, tmp_path / "out")
+    assert ended.codes == (2,) and "got a model without low-rank additions" in ended.err

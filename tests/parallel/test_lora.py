@@ -1,0 +1,152 @@
+"""Low-rank additions train as PEFT trains them, under every layout, and nothing else is trained, reduced or kept for training."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from megatron_llama.layout import rank_layout
+from megatron_llama.mesh import Place
+from megatron_llama.params import Rectangle, adapter_shapes, hf_shapes, is_adapter
+from tests.harness import Cluster
+from tests.parallel.cases import (
+    GLOBAL_BATCH_SIZE,
+    LOSS_BOUND,
+    NORM_BOUND,
+    OPTIMIZER,
+    AdaptedWeights,
+    Layout,
+    Record,
+    deviation,
+    hf_model,
+    merged,
+    samples,
+    train,
+    trainer,
+)
+from tests.parallel.test_traffic import count
+
+ONE = Layout(lora=4, steps=6)
+SOME = replace(ONE, targets=("q_proj", "v_proj", "down_proj"))
+
+
+def drawn(name: str, shape: tuple[int, ...]) -> Tensor:
+    out = torch.empty(shape)
+    AdaptedWeights()(Rectangle(name, shape, (0,) * len(shape), shape, 0), out)
+    return out
+
+
+def train_peft(layout: Layout) -> Record:
+    """The same steps with transformers and PEFT."""
+    from peft import LoraConfig, get_peft_model
+
+    config = layout.config()
+    adapted = LoraConfig(r=layout.lora, lora_alpha=int(config.lora.lora_alpha), target_modules=list(layout.targets))
+    model = get_peft_model(hf_model(config.model), adapted)
+    own = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+    shapes = adapter_shapes(config.model, config.lora)
+    ours = {f"base_model.model.{name.replace('.weight', '.default.weight')}": name for name in shapes}
+    assert own.keys() == ours.keys()
+    with torch.no_grad():
+        for name, parameter in own.items():
+            parameter.copy_(drawn(ours[name], shapes[ours[name]]))
+    o = OPTIMIZER
+    optimizer = torch.optim.AdamW(own.values(), lr=o.lr, weight_decay=o.weight_decay, betas=(o.adam_beta1, o.adam_beta2), eps=o.adam_eps)
+    losses, norms = [], []
+    for index in range(layout.steps):
+        text = samples(range(index * GLOBAL_BATCH_SIZE, (index + 1) * GLOBAL_BATCH_SIZE))
+        loss = torch.nn.functional.cross_entropy(model(text[:, :-1]).logits.flatten(0, 1), text[:, 1:].flatten())
+        optimizer.zero_grad()
+        loss.backward()  # type: ignore[no-untyped-call]
+        norms.append(torch.nn.utils.clip_grad_norm_(own.values(), layout.clip).item())
+        optimizer.step()
+        losses.append(loss.item())
+    return Record(tuple(losses), tuple(norms))
+
+
+@pytest.fixture(scope="module")
+def single(cluster: Cluster) -> dict[Layout, Record]:
+    """One process, by what is trained."""
+    return {layout: cluster.run(1, train, layout)[0] for layout in (ONE, SOME, replace(ONE, kv_heads=1))}
+
+
+@pytest.mark.parametrize("layout", [ONE, SOME], ids=["all", "some"])
+def test_one_process_trains_as_peft_does(single: dict[Layout, Record], layout: Layout) -> None:
+    theirs, ours = train_peft(layout), single[layout]
+    assert deviation(ours.losses, theirs.losses) < LOSS_BOUND and deviation(ours.norms, theirs.norms) < NORM_BOUND
+    assert ours.losses[0] != ours.losses[-1]
+
+
+def test_nothing_but_the_additions_changes(single: dict[Layout, Record]) -> None:
+    after = merged([single[SOME]])
+    config = SOME.config()
+    assert after.keys() == hf_shapes(config.model).keys() | adapter_shapes(config.model, config.lora).keys()
+    for name, weight in after.items():
+        assert torch.equal(weight, drawn(name, tuple(weight.shape))) is not is_adapter(name), name
+
+
+LAYOUTS = [
+    Layout(tp=2),
+    Layout(tp=2, sp=True, recompute="selective"),
+    Layout(tp=4, sp=True),
+    Layout(tp=2, kv_heads=1),
+    Layout(cp=2),
+    Layout(pp=2, microbatches=4, recompute="full"),
+    Layout(pp=2, microbatches=4, schedule="zb-h1", tp=2, sp=True),
+    Layout(pp=2, virtual=2, microbatches=4, schedule="zb-v"),
+    Layout(dp=2, strategy="no_shard"),
+    Layout(dp=2, microbatches=2, bucket=1),
+    Layout(dp=2, strategy="optim_grads", microbatches=2),
+    Layout(dp=2, strategy="optim_grads_params", microbatches=2, slots="1", grad_slots=1),
+    Layout(dp=2, strategy="optim_grads_params", tp=2, sp=True, recompute="full"),
+    Layout(dp=4, strategy="optim_grads_params", shard_size=2),
+]
+
+
+@pytest.mark.parametrize("layout", [*LAYOUTS, Layout(tp=2, sp=True, targets=SOME.targets)], ids=lambda layout: layout.name)
+def test_every_layout_trains_the_same(cluster: Cluster, single: dict[Layout, Record], layout: Layout) -> None:
+    layout = replace(layout, lora=ONE.lora, steps=ONE.steps)
+    records, expected = cluster.run(layout.world_size, train, layout), single[layout.reference]
+    for record in records:
+        assert deviation(record.losses, expected.losses) < LOSS_BOUND and deviation(record.norms, expected.norms) < NORM_BOUND
+    ours, theirs = merged(records), merged([expected])
+    assert ours.keys() == theirs.keys()
+    for name, weight in theirs.items():
+        # Adam's first steps have the size of the learning rate whatever that of the gradient: rounding may turn one of six.
+        torch.testing.assert_close(ours[name], weight, rtol=0, atol=2e-5 if is_adapter(name) else 0.0, msg=lambda text, name=name: f"{name}: {text}")
+
+
+@pytest.mark.parametrize("strategy", ["no_shard", "optim", "optim_grads", "optim_grads_params"])
+def test_a_step_sends_gradients_of_the_additions_alone(cluster: Cluster, strategy: str) -> None:
+    layout = replace(ONE, dp=2, strategy=strategy, microbatches=2)  # type: ignore[arg-type]
+    buckets = rank_layout(layout.config(), dp=2).buckets
+    trained = [bucket for bucket in buckets if bucket.kind.trainable]
+    shapes = adapter_shapes(layout.config().model, layout.config().lora)
+    real = sum(rows * columns for rows, columns in shapes.values())
+    assert real <= sum(bucket.numel for bucket in trained) < 1.1 * real < 0.2 * sum(bucket.numel for bucket in buckets)
+    rounds = 2 if strategy.startswith("optim_grads") else 1
+    for rank in cluster.run(2, count, layout):
+        sent = rank.traffic["dp", "all_reduce" if strategy == "no_shard" else "reduce_scatter"]
+        assert sent == (len(trained) * rounds, 4 * rounds * sum(bucket.numel for bucket in trained))
+        if strategy in ("optim", "optim_grads"):
+            assert rank.traffic["dp_gather", "all_gather"] == (len(trained), 4 * sum(bucket.numel for bucket in trained))
+
+
+def kept_for_training(place: Place, layout: Layout) -> tuple[int, int, int]:
+    """Elements of gradient slots, of gradient shards, and of the update rule's state."""
+    run = trainer(place, layout)
+    run.step(0)
+    run.optimizer.settle()
+    gradients = run.optimizer.gradients
+    slots = sum(run.optimizer.layout.gradient_slot_numel().values())
+    state = sum(tensor.numel() for bucket in gradients.trainable for tensor in run.optimizer.update.state(bucket).values() if tensor.dim())
+    return slots, sum(shard.numel() for shard in gradients.shards.values()), state
+
+
+def test_frozen_weights_have_no_gradients_and_no_moments(cluster: Cluster) -> None:
+    layout = replace(ONE, dp=2)
+    trained = sum(bucket.numel for bucket in rank_layout(layout.config(), dp=2).buckets if bucket.kind.adapter)
+    assert cluster.run(2, kept_for_training, layout)[0] == (trained, trained // 2, trained)
