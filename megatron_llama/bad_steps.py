@@ -18,6 +18,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from megatron_llama.batch_sizes import BatchSizes
 from megatron_llama.checkpoint.failures import writing
 from megatron_llama.checkpoint.folders import staging, write_synced
 from megatron_llama.checkpoint.meta import TrainState
@@ -45,6 +46,8 @@ class Outcome:
     update: StepResult
     limit: Tensor
     """What the loss was allowed to be; not a number: anything."""
+    samples: int
+    """In the step."""
 
 
 class BadSteps:
@@ -53,7 +56,9 @@ class BadSteps:
     def __init__(self, config: Config, mesh: Mesh, log: MetricLog, history: History) -> None:
         """Raises CheckpointError, on every rank, if ``skipped.jsonl`` cannot be written."""
         self._training, self._clips, self._log = config.training, config.optimizer.clip_grad > 0, log
-        self._device, self._history = mesh.device, history
+        self._device, self._history, self._sizes = mesh.device, history, BatchSizes.of(config.training)
+        self._size = 0
+        """Samples of the step under way."""
         self._file = local_folder(config.checkpoint.save) / FILE_NAME if config.checkpoint.save is not None and mesh.rank == 0 else None
         self.goes_back = False
         """The run has to return to an earlier state: ``rewind`` says that it has."""
@@ -72,12 +77,13 @@ class BadSteps:
 
     def following(self, state: TrainState) -> TrainState:
         """The state behind the step that comes after ``state``; samples that are left out are consumed with it."""
-        size = self._training.global_batch_size
-        return TrainState(state.iteration + 1, self.first_sample(state) + size, state.history)
+        first = self.first_sample(state)
+        self._size = self._sizes.at(first)
+        return TrainState(state.iteration + 1, first + self._size, state.history)
 
     def first_sample(self, state: TrainState) -> int:
         """Where that step begins."""
-        return self._history.first_sample(state.consumed_samples, self._training.global_batch_size)
+        return self._history.first_sample(state.consumed_samples, self._sizes.at)
 
     def veto(self, loss: Tensor) -> Tensor:
         """Whether the step with this loss must change nothing: 0 or 1, 0-dim fp64 on the device."""
@@ -92,7 +98,7 @@ class BadSteps:
         if self._training.loss_spike_factor:
             longer = torch.cat([self._losses[1:], loss.reshape(1)])
             self._losses = torch.where(update.skipped > 0, self._losses, longer)
-        return Outcome(state, loss, update, self._limit)
+        return Outcome(state, loss, update, self._limit, self._size)
 
     def settle(self, step: Outcome) -> bool:
         """Read a step's outcome and act on it. Whether it was a good one.
@@ -114,7 +120,7 @@ class BadSteps:
 
     def _act(self, step: Outcome, reason: str, value: float) -> None:
         last, iteration = step.state.consumed_samples - 1, step.state.iteration
-        found = Skipped(iteration, last + 1 - self._training.global_batch_size, last, reason, value)
+        found = Skipped(iteration, last + 1 - step.samples, last, reason, value)
         if self._training.on_bad_step == STOP:
             raise TrainingError(self._complaint(step, found))
         row = self._history.bad_in_a_row + 1

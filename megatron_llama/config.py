@@ -118,8 +118,20 @@ class TrainingConfig:
     """Samples in one forward pass of one data-parallel rank."""
     global_batch_size: int = 0
     """Samples in one optimizer step. 0: micro_batch_size x dp (no gradient accumulation)."""
+    rampup_batch_size: tuple[int, ...] = ()
+    """START INCREMENT SAMPLES: the global batch size grows from START to --global-batch-size, by INCREMENT at a time, over the first
+    SAMPLES samples."""
     train_iters: int = 0
     """Optimizer steps in the whole run, resumed steps included."""
+    train_samples: int = 0
+    """Samples in the whole run, instead of --train-iters: as many whole steps as they are enough for."""
+    exit_interval: int = 0
+    """Save and end after every iteration that is a multiple of this. 0: go on to the end of the run."""
+    exit_duration_in_mins: float = 0.0
+    """Save and end when the run has taken so many minutes, as if by SIGTERM. 0: however long it takes."""
+    z_loss_weight: float = 0.0
+    """Weight of the square of the logarithm of the softmax's denominator, which keeps logits from drifting: it is trained, and is no part
+    of the losses that are printed."""
     seed: int = 1234
     """Seeds the initial weights and the order of the samples."""
     bf16: bool = False
@@ -164,8 +176,12 @@ class OptimizerConfig:
     """Peak learning rate."""
     min_lr: float = 0.0
     """Learning rate at the end of the decay."""
-    lr_decay_style: Literal["constant", "linear", "cosine"] = "linear"
-    """Shape of the decay from lr to min_lr."""
+    lr_decay_style: Literal["constant", "linear", "cosine", "WSD"] = "linear"
+    """Shape of the decay from lr to min_lr. WSD (warm-up, stable, decay): lr until the last --lr-wsd-decay-iters of --lr-decay-iters."""
+    lr_wsd_decay_style: Literal["exponential", "linear", "cosine", "minus_sqrt"] = "exponential"
+    """Shape of the decay at the end of WSD."""
+    lr_wsd_decay_iters: int = 0
+    """Iterations of the decay at the end of WSD."""
     lr_decay_iters: int = 0
     """Iterations over which the rate decays, warm-up included. 0: train_iters."""
     lr_warmup_iters: int = 0
@@ -203,8 +219,10 @@ class LoraConfig:
 class DataConfig:
     """The token stream and the tokenizer it was made with."""
 
-    data_path: str | None = None
-    """Prefix of an indexed dataset: PREFIX.bin and PREFIX.idx, without suffix."""
+    data_path: tuple[str, ...] = ()
+    """Prefix of an indexed dataset: PREFIX.bin and PREFIX.idx, without suffix. Or several, each behind its weight, in a blend:
+    `0.7 web 0.3 code` takes seven samples of web to three of code, however large they are. Without weights each contributes
+    what it has."""
     split: str = "969,30,1"
     """Shares of the documents for training, validation and test, in file order. `100,0,0` means no evaluation."""
     data_order: Literal["shuffled", "sequential"] = "shuffled"

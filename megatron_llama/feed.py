@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import signal
+import time
 from collections.abc import Sequence
 from types import FrameType, TracebackType
 from typing import Self
@@ -26,10 +28,14 @@ class Interrupts:
     """SIGTERM and SIGINT become a wish to stop after the current step, a second SIGINT stops at once; SIGUSR1 and the file
     ``save-now`` in ``folder`` become a wish to save."""
 
-    def __init__(self, folder: str | None = None) -> None:
-        """``folder``: where to look for the file; None on ranks that leave that to another."""
+    def __init__(self, folder: str | None = None, *, minutes: float = 0.0, since: float = 0.0) -> None:
+        """``folder``: where to look for the file; None on ranks that leave that to another. ``minutes``, unless 0: after ``since``, a
+        time of ``time.monotonic``, that is a wish to stop."""
         self._file = local_folder(folder) / SAVE_NOW if folder is not None else None
         self._stop = self._save = False
+        self.why = "a signal"
+        """What asks for the stop, as far as this rank knows."""
+        self._deadline = since + 60 * minutes if minutes else math.inf
         self._previous: dict[signal.Signals, object] = {}
 
     def __enter__(self) -> Self:
@@ -58,6 +64,8 @@ class Interrupts:
         if self._file is not None and self._file.exists():
             self._file.unlink(missing_ok=True)
             self._save = True
+        if not self._stop and time.monotonic() > self._deadline:
+            self._stop, self.why = True, "--exit-duration-in-mins"
         save, self._save = self._save, False
         return STOP if self._stop else SAVE if save else GO
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -38,11 +38,11 @@ class History:
     """Of the last good steps, newest last; with --loss-spike-factor."""
     bad_in_a_row: int = 0
 
-    def first_sample(self, consumed: int, count: int) -> int:
-        """Where a step of ``count`` samples begins when ``consumed`` are behind the run: a step that would hold a sample that is
-        left out begins behind it."""
+    def first_sample(self, consumed: int, size: Callable[[int], int]) -> int:
+        """Where a step begins when ``consumed`` samples are behind the run: a step that would hold a sample that is left out begins
+        behind it. ``size``: samples of a step that begins at a sample."""
         for left_out in sorted(self.skipped, key=lambda entry: entry.first_sample):
-            if left_out.first_sample < consumed + count and consumed <= left_out.last_sample:
+            if left_out.first_sample < consumed + size(consumed) and consumed <= left_out.last_sample:
                 consumed = left_out.last_sample + 1
         return consumed
 

@@ -34,7 +34,6 @@ class Progress:
         self._config, self._mesh, self._log, self._bad_steps = config, mesh, log, bad_steps
         training = config.training
         self._work = Work(
-            tokens_per_step=training.global_batch_size * training.seq_length,
             flops_per_token=flops_per_token(config.model, training.seq_length, causal=False),
             world_size=mesh.world.size,
             peak_flops=peak_flops(devices.name(mesh.device)),
@@ -42,7 +41,7 @@ class Progress:
         if config.log.log_straggler and not devices.is_host(mesh.device):
             mesh.recorder.mark = partial(devices.timed_event, mesh.device)
         self._pending: _Step | None = None
-        self._steps, self._since, self._skipped = 0, time.perf_counter(), 0
+        self._steps, self._samples, self._since, self._skipped = 0, 0, time.perf_counter(), 0
 
     def step(self, state: TrainState, lr: float, loss: Tensor, update: StepResult) -> None:
         """The step that leads to ``state`` was issued. Raises TrainingError if the one before it must not be followed by others."""
@@ -51,6 +50,7 @@ class Progress:
             return
         self._pending = step = _Step(self._bad_steps.issued(state, loss, update), lr)
         self._steps += 1
+        self._samples += step.outcome.samples
         self._log.advance()
         if state.iteration % self._config.log.log_interval == 0 or state.iteration == self._config.training.train_iters:
             self._write(step)
@@ -75,7 +75,8 @@ class Progress:
         mesh, training, outcome = self._mesh, self._config.training, step.outcome
         with mesh.recorder.waiting("the device"):
             devices.synchronize(mesh.device)
-        interval = Interval(self._steps, time.perf_counter() - self._since, self._exposed_seconds())
+        tokens = self._samples * training.seq_length
+        interval = Interval(self._steps, tokens, time.perf_counter() - self._since, self._exposed_seconds())
         mean = averages(interval, self._work, steps_left=training.train_iters - outcome.state.iteration)
         self._log.write(
             StepRecord(
@@ -83,7 +84,7 @@ class Progress:
                 train_iters=training.train_iters,
                 consumed_samples=outcome.state.consumed_samples,
                 learning_rate=step.lr,
-                global_batch_size=training.global_batch_size,
+                global_batch_size=outcome.samples,
                 lm_loss=_finite(outcome.loss),
                 grad_norm=_finite(outcome.update.grad_norm),
                 loss_scale=float(outcome.update.loss_scale),
@@ -120,7 +121,7 @@ class Progress:
         """Leave what happened since the last line (an evaluation, a save) out of the averages."""
         self._mesh.recorder.take_exposed_seconds()
         self._mesh.recorder.marks.clear()
-        self._steps, self._since = 0, time.perf_counter()
+        self._steps, self._samples, self._since = 0, 0, time.perf_counter()
 
 
 def _finite(number: Tensor) -> float | None:

@@ -6,6 +6,8 @@ import math
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+from megatron_llama.batch_sizes import BatchSizes
+from megatron_llama.blends import read_blend
 from megatron_llama.checkpoint import native
 from megatron_llama.checkpoint.adapters import saved_lora, takes_up
 from megatron_llama.checkpoint.failures import writing
@@ -17,7 +19,7 @@ from megatron_llama.checkpoint.start import AUTO, Start, begins_anew, damaged, d
 from megatron_llama.comm.agreement import decided_by_first, together
 from megatron_llama.config import Config
 from megatron_llama.data.indexed import IndexedDataset
-from megatron_llama.data.loader import BatchLoader, Samples, StreamSamples
+from megatron_llama.data.loader import BatchLoader, BlendedSamples, Samples, StreamSamples
 from megatron_llama.data.stream import TokenStream, split_documents
 from megatron_llama.errors import TrainingError, describe
 from megatron_llama.mesh import Mesh
@@ -32,10 +34,9 @@ Source = Callable[[Config, int], Samples]
 """The samples of TRAINING or VALIDATION. Raises DataError; nothing in it may be collective."""
 
 
-def open_stream(config: Config, part: int) -> TokenStream:
-    """The token stream of the training or the validation split. Raises DataError."""
-    assert config.data.data_path is not None
-    dataset = IndexedDataset(config.data.data_path)
+def open_stream(config: Config, prefix: str, part: int) -> TokenStream:
+    """The token stream of the training or the validation split of a dataset. Raises DataError."""
+    dataset = IndexedDataset(prefix)
     documents = split_documents(config.data.split, dataset.num_documents)[part]
     stream = TokenStream(dataset, documents, config.training.seq_length, config.model.vocab_size)
     stream.require_samples(("training", "validation")[part])
@@ -43,8 +44,10 @@ def open_stream(config: Config, part: int) -> TokenStream:
 
 
 def stream_samples(config: Config, part: int, *, eod: int | None) -> Samples:
-    """The samples of an indexed dataset: a Source. ``eod``: the end-of-document id where an option needs one."""
-    return StreamSamples(open_stream(config, part), config.data, eod)
+    """The samples of --data-path: a Source. ``eod``: the end-of-document id where an option needs one."""
+    blend = read_blend(config.data.data_path)
+    parts = [StreamSamples(open_stream(config, prefix, part), config.data, eod) for prefix in blend.prefixes]
+    return parts[0] if len(parts) == 1 else BlendedSamples(parts, blend.weights or [len(samples) for samples in parts])
 
 
 def build_loader(config: Config, mesh: Mesh, source: Source) -> BatchLoader:
@@ -54,7 +57,7 @@ def build_loader(config: Config, mesh: Mesh, source: Source) -> BatchLoader:
             source(config, TRAINING),
             shuffled=config.data.data_order == "shuffled",
             micro_batch_size=config.training.micro_batch_size,
-            global_batch_size=config.training.global_batch_size,
+            global_batch_size=BatchSizes.of(config.training),
             seed=config.training.seed,
             dp_rank=mesh.data_rank,
             dp_size=mesh.data_size,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from contextlib import closing
 from functools import partial
 
@@ -45,6 +46,7 @@ def train(
     ``config`` is resolved (validate.check); ``source`` gives the samples, by default those of --data-path without the options that
     need an end-of-document id; ``tokenizer`` is kept beside the checkpoints; ``background`` writes them, if given. Raises UserError
     of some kind, on every rank the same."""
+    started = time.monotonic()
     training, clip, replicas = config.training, config.optimizer.clip_grad, config.training.check_weight_hash_across_dp_replicas_interval
     stages = build_stages(config, mesh)
     with closing(build_optimizer(config, stages.values(), mesh)) as optimizer:
@@ -55,7 +57,7 @@ def train(
         state = load_or_init(config, optimizer, mesh)
         export = FinalExport(config, mesh, optimizer, tokenizer)
         saver = Saver(config, mesh, optimizer, tokenizer, background)  # writes to --save, as the log does: nothing before this line has
-        with open_log(config, mesh, state) as log, Interrupts(config.checkpoint.save if mesh.rank == 0 else None) as interrupts:
+        with open_log(config, mesh, state) as log, _interrupts(config, mesh, started) as interrupts:
             bad_steps = BadSteps(config, mesh, log, state.history)
             progress = Progress(config, mesh, log, bad_steps)
             validation.run(state, log)
@@ -70,7 +72,8 @@ def train(
                 update = optimizer.step(lr, clip=clip, veto=bad_steps.veto(loss))
                 progress.step(state, lr, loss, update)
                 wish = feed.agreed()
-                stopping, saving = wish == STOP, saver.due(state) or wish in (SAVE, STOP)
+                stopping = wish == STOP or (training.exit_interval > 0 and state.iteration % training.exit_interval == 0)
+                saving = saver.due(state) or stopping or wish == SAVE
                 if validation.due(state) or saving:
                     progress.settle()  # never save or evaluate a step that went wrong
                 if bad_steps.goes_back:
@@ -89,9 +92,17 @@ def train(
                 if saver.failed(log):
                     interrupts.stop()
                 if stopping:
-                    log.say(f" stopped by a signal after iteration {state.iteration}")
+                    why = interrupts.why if wish == STOP else "--exit-interval"
+                    log.say(f" stopped by {why} after iteration {state.iteration}")
                     break
             progress.settle()
             optimizer.settle()
             saver.finish(log)
             export.write(state, saver.newest, log)
+
+
+def _interrupts(config: Config, mesh: Mesh, started: float) -> Interrupts:
+    """The file and the clock are rank 0's."""
+    if mesh.rank != 0:
+        return Interrupts()
+    return Interrupts(config.checkpoint.save, minutes=config.training.exit_duration_in_mins, since=started)

@@ -10,6 +10,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, fields, replace
 from typing import Any, get_type_hints
 
+from megatron_llama.batch_sizes import length_problems, planned_iterations
+from megatron_llama.blends import blend_problems
 from megatron_llama.config import Config, ModelConfig, OptimizerConfig, ParallelConfig
 from megatron_llama.errors import ConfigError, describe, listing
 from megatron_llama.hf_config import normal_rope, read_hf_config, rope_problems
@@ -48,8 +50,9 @@ _NOT_NEGATIVE = (
     ("model", ("vocab_size", *SIZES, "num_key_value_heads", "head_dim", "max_position_embeddings", "initializer_range")),
     ("model", ("bos_token_id", "eos_token_id")),
     ("training", ("global_batch_size", "eval_interval", "eval_iters", "seed", "loss_spike_factor", "max_bad_steps")),
+    ("training", ("train_samples", "exit_interval", "exit_duration_in_mins", "z_loss_weight")),
     ("training", ("check_weight_hash_across_dp_replicas_interval",)),
-    ("optimizer", ("lr", "min_lr", "lr_decay_iters", "lr_warmup_iters", "weight_decay", "clip_grad")),
+    ("optimizer", ("lr", "min_lr", "lr_decay_iters", "lr_warmup_iters", "lr_wsd_decay_iters", "weight_decay", "clip_grad")),
     ("lora", ("lora_rank",)),
     ("checkpoint", ("save_interval", "save_retain", "save_retain_interval")),
     ("launch", ("nodes", "gpus_per_node")),
@@ -116,7 +119,7 @@ def check(config: Config, world_size: int, *, needs_data: bool = False) -> Resol
     Raises ConfigError with every problem.
     """
     found = problems(config, world_size)
-    if needs_data and config.data.data_path is None:
+    if needs_data and not config.data.data_path:
         found.append(describe("--data-path", got="nothing", expected="PREFIX of PREFIX.bin and PREFIX.idx", do="give --data-path PREFIX"))
     if found:
         raise ConfigError(listing(f"This configuration cannot run on {world_size} processes:", found))
@@ -147,6 +150,7 @@ def resolve(config: Config, world_size: int) -> Config:
     if _world_problem(config, world_size) is None and training.micro_batch_size > 0:
         dp = world_size // _model_parallel(config)
         training = replace(training, global_batch_size=training.global_batch_size or training.micro_batch_size * dp)
+    training = replace(training, train_iters=training.train_iters or planned_iterations(training))
     if len(shares := _shares(config.data.split)) == 3 and shares[1] == 0:
         training = replace(training, eval_interval=0)
     optimizer = replace(optimizer, lr_decay_iters=optimizer.lr_decay_iters or training.train_iters)
@@ -196,6 +200,7 @@ def problems(config: Config, world_size: int) -> list[str]:
         *_model_problems(config.model),
         *_parallel_problems(config, world_size),
         *_batch_problems(config, world_size),
+        *blend_problems(config.data.data_path),
         *_optimizer_problems(config.optimizer),
         *_freeze_problems(config.model, config.optimizer.freeze),
         *lora_problems(config),
@@ -215,7 +220,7 @@ def _range_problems(config: Config) -> Iterator[str]:
 
 def _missing_problems(config: Config) -> Iterator[str]:
     missing = [name for name in SIZES if getattr(config.model, name) == 0]
-    if config.model.vocab_size == 0 and config.data.tokenizer_model is None and config.data.data_path is None:
+    if config.model.vocab_size == 0 and config.data.tokenizer_model is None and not config.data.data_path:
         missing.append("vocab_size")
     if missing:
         remedy = f"give --model NAME (such as {next(iter(PRESETS))}), --init-from-hf FOLDER, or {' '.join(map(flag, missing))}"
@@ -350,6 +355,7 @@ def _batch_problems(config: Config, world_size: int) -> Iterator[str]:
     if _world_problem(config, world_size) is None and training.micro_batch_size > 0 and training.global_batch_size > 0:
         dp = world_size // _model_parallel(config)
         unit = training.micro_batch_size * dp
+        yield from length_problems(training, unit)
         if training.global_batch_size % unit:
             wanted = f"a multiple of micro_batch_size {training.micro_batch_size} x dp {dp} = {unit}"
             do = f"choose {nearest_multiples(training.global_batch_size, unit)}"
@@ -384,6 +390,10 @@ def _optimizer_problems(optimizer: OptimizerConfig) -> Iterator[str]:
             yield describe(flag(name), got=beta, expected="a number in [0, 1)", do=f"give {flag(name)} 0.9 or so")
     if optimizer.min_lr > optimizer.lr >= 0:
         yield describe("--min-lr", got=optimizer.min_lr, expected=f"at most lr {optimizer.lr}", do="lower --min-lr or raise --lr")
+    decay, stable = optimizer.lr_wsd_decay_iters, optimizer.lr_decay_iters - optimizer.lr_warmup_iters
+    if optimizer.lr_decay_style == "WSD" and stable > 0 and not 0 < decay <= stable:
+        wanted = f"1 to {stable}, the lr_decay_iters behind the warm-up"
+        yield describe("--lr-wsd-decay-iters", got=decay, expected=wanted, do="give the length of the decay at the end")
     if optimizer.lr_decay_style != "constant" and 0 < optimizer.lr_decay_iters <= optimizer.lr_warmup_iters:
         wanted = f"less than lr_decay_iters {optimizer.lr_decay_iters}, which includes the warm-up"
         yield describe("--lr-warmup-iters", got=optimizer.lr_warmup_iters, expected=wanted, do="shorten the warm-up")

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
+from megatron_llama.blends import read_blend
 from megatron_llama.config import CheckpointConfig, Config
 from megatron_llama.data.meta import read_meta
-from megatron_llama.errors import ConfigError, describe
+from megatron_llama.errors import ConfigError, DataError, describe
 from megatron_llama.tokenizer.base import Tokenizer
 from megatron_llama.tokenizer.load import load_tokenizer
 
@@ -26,7 +29,7 @@ class Vocabulary:
 
 def find_vocabulary(config: Config) -> Vocabulary:
     """From --tokenizer-model, else the dataset's PREFIX.meta.json, else the HuggingFace folder of the weights. Raises DataError."""
-    meta = (read_meta(config.data.data_path) if config.data.data_path else None) or {}
+    meta = _meta(read_blend(config.data.data_path).prefixes)
     path = config.data.tokenizer_model or meta.get("tokenizer") or _tokenizer_of_weights(config.checkpoint)
     readable = path is not None and (config.data.tokenizer_model is not None or Path(path).exists())
     tokenizer = load_tokenizer(path, config.data.tokenizer_type) if path is not None and readable else None
@@ -35,6 +38,19 @@ def find_vocabulary(config: Config) -> Vocabulary:
     if eod is None:
         eod = tokenizer.eos_id if tokenizer else config.model.eos_token_id
     return Vocabulary(tokenizer, size, eod)
+
+
+def _meta(prefixes: Sequence[str]) -> dict[str, Any]:
+    """Of the first dataset that has a PREFIX.meta.json. Raises DataError where those of a blend have other tokens."""
+    found = {prefix: meta for prefix in prefixes if (meta := read_meta(prefix)) is not None}
+    first = next(iter(found), None)
+    for prefix, meta in found.items():
+        for name in ("vocab_size", "eod"):
+            got, wanted = meta.get(name), found[first].get(name) if first is not None else None
+            if got != wanted:
+                do = "preprocess all datasets of a blend with one tokenizer"
+                raise DataError(describe(f"{prefix}.meta.json {name}", got=got, expected=f"{wanted}, as of {first}", do=do))
+    return {} if first is None else found[first]
 
 
 def _tokenizer_of_weights(options: CheckpointConfig) -> str | None:

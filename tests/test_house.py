@@ -18,7 +18,7 @@ MAX_FILE, MAX_FUNCTION = 500, 80
 LAYERS = (
     (
         *("errors", "config", "aliases", "options", "manual", "validate", "presets", "hf_config", "params", "lora", "layout", "schedule"),
-        *("recorder", "history", "whereabouts", "activations", "memory", "auto", "traffic", "uses", "residency"),
+        *("blends", "batch_sizes", "recorder", "history", "whereabouts", "activations", "memory", "auto", "traffic", "uses", "residency"),
     ),
     ("planner",),
     ("device", "rendezvous"),

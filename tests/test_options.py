@@ -33,7 +33,7 @@ NAMES = """
     bf16 bos_token_id
     check_weight_hash_across_dp_replicas_interval clip_grad context_parallel_size cp_comm_type
     data_order data_parallel_shard_size data_parallel_sharding_strategy data_path distributed_timeout_minutes
-    eod_mask_loss eos_token_id eval_interval eval_iters exchange_chunk_bytes export_hf
+    eod_mask_loss eos_token_id eval_interval eval_iters exchange_chunk_bytes exit_duration_in_mins exit_interval export_hf
     finetune fp16 fp64 freeze
     global_batch_size gpus_per_node grad_reduce_in_bf16 grad_slots
     head_dim hidden_act hidden_size hysteresis
@@ -42,16 +42,18 @@ NAMES = """
     load load_optim log_batch_size_to_tensorboard log_interval log_straggler log_timers_to_tensorboard
     log_validation_ppl_to_tensorboard lora_alpha lora_dropout lora_rank lora_target_modules
     loss_scale_window loss_spike_factor loss_spike_window lr lr_decay_iters lr_decay_style lr_warmup_iters
+    lr_wsd_decay_iters lr_wsd_decay_style
     make_vocab_size_divisible_by max_bad_steps max_position_embeddings micro_batch_size min_loss_scale min_lr mlp_bias
     nodes num_attention_heads num_hidden_layers num_key_value_heads
     on_bad_step
     param_slots pipeline_layer_split pipeline_model_parallel_size pipeline_schedule prefetch_bytes preset progress_bar
-    recompute_granularity recompute_num_layers reduce_bucket_size reset_attention_mask reset_position_ids rms_norm_eps
+    rampup_batch_size recompute_granularity recompute_num_layers reduce_bucket_size reset_attention_mask reset_position_ids rms_norm_eps
     rope_scaling rope_theta
     save save_first_step save_interval save_retain save_retain_interval seed seq_length sequence_parallel split
-    tensor_model_parallel_size tensorboard_dir tensorboard_queue_size tie_word_embeddings tokenizer_model tokenizer_type train_iters
+    tensor_model_parallel_size tensorboard_dir tensorboard_queue_size tie_word_embeddings tokenizer_model tokenizer_type train_iters train_samples
     virtual_pipeline_model_parallel_size vocab_size
     weight_decay
+    z_loss_weight
 """
 
 
@@ -192,14 +194,14 @@ def test_booleans_in_yaml(tmp_path: Path) -> None:
 def test_choices() -> None:
     assert run("--lr-decay-style", "cosine").get(OptimizerConfig).lr_decay_style == "cosine"
     [problem] = refusal("--lr-decay-style", "cosin")
-    assert problem == "--lr-decay-style: got cosin, expected one of constant, linear, cosine; did you mean cosine?"
+    assert problem == "--lr-decay-style: got cosin, expected one of constant, linear, cosine, WSD; did you mean cosine?"
 
 
 def test_optional_text(tmp_path: Path) -> None:
-    assert run("--data-path", "corpus/a b").get(DataConfig).data_path == "corpus/a b"
-    assert run("--data-path=--odd").get(DataConfig).data_path == "--odd"
+    assert run("--data-path", "corpus/a b").get(DataConfig).data_path == ("corpus/a b",)
+    assert run("--data-path=--odd").get(DataConfig).data_path == ("--odd",)
     parsed = run("--config", yaml_file(tmp_path, "data_path: 007\nsave: null\nload: ~\nsplit: 969,30,1\n"))
-    assert parsed.get(DataConfig) == DataConfig(data_path="007")
+    assert parsed.get(DataConfig) == DataConfig(data_path=("007",))
     assert parsed.get(CheckpointConfig).save is None
     assert parsed.explicit == {"data_path", "save", "load", "split"}
     [problem] = refusal("--config", yaml_file(tmp_path, "split: null\n"))
@@ -462,7 +464,7 @@ def test_help_names_every_option() -> None:
     text = help_text("pretrain", "Train a model.", SECTIONS)
     for name, option in options_of(SECTIONS).items():
         assert f"\n  {option.flag}" in text, name
-    assert "--lr-decay-style constant|linear|cosine  (default: linear)" in text
+    assert "--lr-decay-style constant|linear|cosine|WSD  (default: linear)" in text
     assert "\noptimizer: AdamW, learning-rate schedule, clipping.\n" in text
     assert max(map(len, text.splitlines())) <= 140
     assert "--load TEXT  (required)" in help_text("generate", "Continue a text.", [GenerateConfig])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -11,8 +12,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from megatron_llama.batch_sizes import BatchSizes
 from megatron_llama.config import DataConfig
-from megatron_llama.data.order import sample_index
+from megatron_llama.data.order import BlendedOrder
 from megatron_llama.data.stream import TokenStream
 from megatron_llama.errors import DataError, describe
 
@@ -85,10 +87,28 @@ class StreamSamples:
         return Batch(sequence_first(tokens), sequence_first(samples[:, 1:]), mask, positions, documents)
 
 
+class BlendedSamples:
+    """The samples of several parts, laid end to end, to be read in the order of a blend."""
+
+    def __init__(self, parts: Sequence[Samples], weights: Sequence[int]) -> None:
+        """``weights``: how often each part is read, in proportion to the others."""
+        self._parts, self.order = tuple(parts), BlendedOrder(weights, [len(part) for part in parts])
+
+    def __len__(self) -> int:
+        """Samples of the blend until some part begins again."""
+        return len(self.order)
+
+    def batch(self, indices: Sequence[int]) -> Batch:
+        """See Samples. ``indices`` count over all parts."""
+        places = [bisect_right(self.order.starts, index) - 1 for index in indices]
+        one_by_one = [self._parts[part].batch([index - self.order.starts[part]]) for part, index in zip(places, indices, strict=True)]
+        return side_by_side(one_by_one)
+
+
 class BatchLoader:
     """This data-parallel rank's microbatches of each step. It has no state: the same consumed samples give the same batches.
 
-    A step's samples are those at positions consumed .. consumed + global_batch_size of the run, whatever the layout: rank r's
+    A step's samples are those at positions consumed .. consumed + global batch size of the run, whatever the layout: rank r's
     microbatch m holds positions consumed + (m * dp_size + r) * micro_batch_size + j.
     """
 
@@ -98,14 +118,17 @@ class BatchLoader:
         *,
         shuffled: bool,
         micro_batch_size: int,
-        global_batch_size: int,
+        global_batch_size: int | BatchSizes,
         seed: int,
         dp_rank: int = 0,
         dp_size: int = 1,
     ) -> None:
-        assert global_batch_size % (micro_batch_size * dp_size) == 0, "global_batch_size is a multiple of micro_batch_size x dp"
-        self.samples = samples
-        self.num_microbatches = global_batch_size // (micro_batch_size * dp_size)
+        sizes = BatchSizes(global_batch_size) if isinstance(global_batch_size, int) else global_batch_size
+        fit = all(size % (micro_batch_size * dp_size) == 0 for size in sizes.all())
+        assert fit, "global_batch_size is a multiple of micro_batch_size x dp"
+        self.samples, self._sizes = samples, sizes
+        # What is no blend is one of a single part.
+        self._order = samples.order if isinstance(samples, BlendedSamples) else BlendedOrder((1,), (len(samples),))
         self._shuffled = shuffled
         self._micro_batch_size = micro_batch_size
         self._seed = seed
@@ -114,11 +137,26 @@ class BatchLoader:
     def microbatches(self, consumed_samples: int) -> list[Batch]:
         """The step that follows ``consumed_samples`` samples. Errors: DataError if they cannot be read."""
         size = self._micro_batch_size
-        starts = (consumed_samples + (m * self._dp_size + self._dp_rank) * size for m in range(self.num_microbatches))
+        count = self._sizes.at(consumed_samples) // (size * self._dp_size)
+        starts = (consumed_samples + (m * self._dp_size + self._dp_rank) * size for m in range(count))
         return [self._batch(range(start, start + size)) for start in starts]
 
     def _batch(self, positions: range) -> Batch:
-        return self.samples.batch([sample_index(p, len(self.samples), self._seed, self._shuffled) for p in positions])
+        return self.samples.batch([self._order.index(position, self._seed, self._shuffled) for position in positions])
+
+
+def side_by_side(batches: Sequence[Batch]) -> Batch:
+    """Batches of the same length and with the same masks as one."""
+
+    def joined(tensors: Sequence[Tensor | None]) -> Tensor | None:
+        there = [tensor for tensor in tensors if tensor is not None]
+        return torch.cat(there, dim=1) if there else None
+
+    if len(batches) == 1:
+        return batches[0]
+    tokens, labels = torch.cat([b.tokens for b in batches], dim=1), torch.cat([b.labels for b in batches], dim=1)
+    masks = [b.loss_mask for b in batches], [b.position_ids for b in batches], [b.document_ids for b in batches]
+    return Batch(tokens, labels, *map(joined, masks))
 
 
 def _documents(ends: NDArray[np.bool_]) -> NDArray[np.int32]:

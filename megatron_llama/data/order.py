@@ -7,6 +7,9 @@ walking": fewer than two rounds on average, since the power of two is less than 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from itertools import accumulate
+
 _MASK = (1 << 64) - 1
 _GOLDEN = 0x9E3779B97F4A7C15
 _ROUNDS = 8  # four suffice for large domains; halves of one bit need more to look uniform
@@ -26,6 +29,66 @@ def sample_index(position: int, num_samples: int, seed: int, shuffled: bool) -> 
     while index >= num_samples:
         index = _feistel(index, bits, key)
     return index
+
+
+class BlendedOrder:
+    """Which sample of which part stands at which position of a run that blends several: again a pure function.
+
+    Position p goes down a binary tree: a node hands its first n samples to its two halves in proportion to their weights, rounded, so
+    that what a half has had is known for every n without counting. At any moment a part among k has had what its weight says to
+    within ceil(log2(k)) / 2 samples, and exactly that at multiples of the sum of all weights (whole numbers without a common divisor).
+    A part runs through its own samples as if it were alone, each epoch in an order of its own.
+    """
+
+    def __init__(self, weights: Sequence[int], sizes: Sequence[int]) -> None:
+        """Of each part: its weight, above 0, and the number of its samples."""
+        assert len(weights) == len(sizes) > 0 and min(weights) > 0
+        self._sums = (0, *accumulate(weights))
+        self._sizes, self.starts = tuple(sizes), (0, *accumulate(sizes))
+
+    def __len__(self) -> int:
+        """Positions until some part begins again."""
+        if len(self._sizes) == 1:
+            return self._sizes[0]
+        low, high = 0, self.starts[-1]
+        while low < high:  # counts never fall
+            middle = (low + high + 1) // 2
+            fits = all(had <= size for had, size in zip(self.counts(middle), self._sizes, strict=True))
+            low, high = (middle, high) if fits else (low, middle - 1)
+        return low
+
+    def counts(self, positions: int) -> list[int]:
+        """Samples of each part among the first positions."""
+        return self._counts(0, len(self._sizes), positions)
+
+    def _counts(self, first: int, last: int, samples: int) -> list[int]:
+        if last - first == 1:
+            return [samples]
+        middle = (first + last) // 2
+        left = self._left(first, middle, last, samples)
+        return self._counts(first, middle, left) + self._counts(middle, last, samples - left)
+
+    def _left(self, first: int, middle: int, last: int, samples: int) -> int:
+        """Of the first samples of the parts [first, last), those of [first, middle)."""
+        whole = self._sums[last] - self._sums[first]
+        return (2 * samples * (self._sums[middle] - self._sums[first]) + whole) // (2 * whole)
+
+    def place(self, position: int) -> tuple[int, int]:
+        """(part, how many of its samples came before)."""
+        first, last = 0, len(self._sizes)
+        while last - first > 1:
+            middle = (first + last) // 2
+            left = self._left(first, middle, last, position)
+            if self._left(first, middle, last, position + 1) > left:
+                last, position = middle, left
+            else:
+                first, position = middle, position - left
+        return first, position
+
+    def index(self, position: int, seed: int, shuffled: bool) -> int:
+        """Sample at ``position`` of the run, counted over all parts laid end to end."""
+        part, own = self.place(position)
+        return self.starts[part] + sample_index(own, self._sizes[part], seed + (part << 32), shuffled)
 
 
 def _feistel(value: int, bits: int, key: int) -> int:

@@ -13,6 +13,8 @@ class Interval:
 
     steps: int
     """Optimizer steps, at least 1."""
+    tokens: int
+    """In all of them."""
     seconds: float
     """Wall-clock time of these steps; evaluation and saving excluded."""
     exposed_seconds: float | None
@@ -21,10 +23,8 @@ class Interval:
 
 @dataclass(frozen=True)
 class Work:
-    """What one optimizer step of the run amounts to."""
+    """What the run works on, and with what."""
 
-    tokens_per_step: int
-    """global_batch_size x seq_length."""
     flops_per_token: int
     world_size: int
     peak_flops: float | None
@@ -64,7 +64,7 @@ def spread(milliseconds: Sequence[float]) -> Spread:
 def averages(interval: Interval, work: Work, *, steps_left: int) -> Averages:
     """Average an interval. ``steps_left``: optimizer steps until the end of the run."""
     per_step = interval.seconds / interval.steps
-    tokens_per_second = work.tokens_per_step / per_step
+    tokens_per_second = interval.tokens / interval.seconds
     per_gpu = tokens_per_second / work.world_size
     flops = per_gpu * work.flops_per_token
     exposed = interval.exposed_seconds

@@ -11,7 +11,8 @@ def learning_rate(config: OptimizerConfig, train_iters: int, iteration: int) -> 
     """The rate of step ``iteration`` (0-based), as Megatron's ``OptimizerParamScheduler`` has it.
 
     Warm-up rises linearly from 0, so its first step changes nothing (Megatron and HuggingFace alike); the decay goes from
-    ``lr`` to ``min_lr`` over the rest of ``lr_decay_iters`` (0: ``train_iters``); afterwards the rate stays at ``min_lr``.
+    ``lr`` to ``min_lr`` over the rest of ``lr_decay_iters`` (0: ``train_iters``), with WSD over the last ``lr_wsd_decay_iters`` of
+    them; afterwards the rate stays at ``min_lr``.
     """
     warmup, decay = config.lr_warmup_iters, config.lr_decay_iters or train_iters
     if iteration < warmup:
@@ -21,5 +22,18 @@ def learning_rate(config: OptimizerConfig, train_iters: int, iteration: int) -> 
     if iteration >= decay:
         return config.min_lr
     done = (iteration - warmup) / (decay - warmup)
-    left = 1.0 - done if config.lr_decay_style == "linear" else 0.5 * (1.0 + math.cos(math.pi * done))
+    if config.lr_decay_style == "WSD":
+        into = iteration - (decay - config.lr_wsd_decay_iters)
+        left = _left(config.lr_wsd_decay_style, into / config.lr_wsd_decay_iters) if into > 0 else 1.0
+    else:
+        left = _left(config.lr_decay_style, done)
     return config.min_lr + left * (config.lr - config.min_lr)
+
+
+def _left(style: str, done: float) -> float:
+    """How much of the way from ``min_lr`` to ``lr`` is left when so much of the decay is done, both from 0 to 1."""
+    if style == "cosine":
+        return 0.5 * (1.0 + math.cos(math.pi * done))
+    if style == "exponential":
+        return float(2.0 * 0.5**done - 1.0)
+    return 1.0 - (math.sqrt(done) if style == "minus_sqrt" else done)

@@ -248,7 +248,8 @@ class PipelineRuntime:
     def _loss(self, logits: Tensor, batch: Microbatch, flight: _Flight) -> Tensor:
         """This microbatch's share of the mean over all target tokens of the global batch, times the loss scale."""
         cp, vocab_size = self.mesh.cp, self.stages[self._partition.stages - 1].config.vocab_size
-        losses = vocab_parallel_cross_entropy(logits, local_sequence(batch.labels, cp), self.mesh.tp, vocab_size)
+        labels, z_weight = local_sequence(batch.labels, cp), self._config.training.z_loss_weight
+        losses = vocab_parallel_cross_entropy(logits, labels, self.mesh.tp, vocab_size, z_weight=z_weight)
         if batch.loss_mask is not None:
             losses = losses * local_sequence(batch.loss_mask, cp)
         loss = losses.sum(dtype=torch.float64) / flight.tokens

@@ -5,9 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
+from megatron_llama.batch_sizes import BatchSizes
 from megatron_llama.config import DataConfig
 from megatron_llama.data.indexed import IndexedDataset
-from megatron_llama.data.loader import Batch, BatchLoader, StreamSamples
+from megatron_llama.data.loader import Batch, BatchLoader, BlendedSamples, StreamSamples
 from megatron_llama.data.order import sample_index
 from megatron_llama.data.stream import TokenStream
 from megatron_llama.errors import DataError
@@ -50,6 +51,26 @@ def test_a_step_holds_the_same_samples_in_any_layout(stream: TokenStream, dp_siz
     ranks = [loader(stream, mbs=mbs, dp=(rank, dp_size)).microbatches(consumed) for rank in range(dp_size)]
     union = torch.cat([batch.tokens for step in zip(*ranks, strict=True) for batch in step], dim=1)
     assert torch.equal(union, reference)
+
+
+@pytest.mark.parametrize("dp_size", [1, 2])
+def test_a_blend_holds_the_samples_of_its_parts_in_any_layout(dataset: IndexedDataset, dp_size: int) -> None:
+    streams = [TokenStream(dataset, documents, SEQ, 2000) for documents in ((0, 20), (30, 36), (36, 60))]
+    blend = BlendedSamples([StreamSamples(stream, EVERY_MASK, 2) for stream in streams], (5, 1, 2))
+    sizes = BatchSizes(16, (4, 4, 24))
+    for consumed in (0, 4, 8, 1000):
+        shares = [
+            BatchLoader(blend, shuffled=True, micro_batch_size=2, global_batch_size=sizes, seed=7, dp_rank=rank, dp_size=dp_size)
+            for rank in range(dp_size)
+        ]
+        batches = [batch for step in zip(*(share.microbatches(consumed) for share in shares), strict=True) for batch in step]
+        assert len(batches) * 2 == sizes.at(consumed)
+        for number, batch in enumerate(batches):
+            check_masks(batch)
+            for column in range(2):
+                part, before = blend.order.place(consumed + 2 * number + column)
+                own = sample_index(before, len(streams[part]), 7 + (part << 32), True)
+                assert torch.equal(batch.tokens[:, column], torch.from_numpy(streams[part].sample(own)[:-1]))
 
 
 def test_no_state(stream: TokenStream) -> None:

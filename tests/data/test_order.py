@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 
-from megatron_llama.data.order import sample_index
+from megatron_llama.data.order import BlendedOrder, sample_index
 
 
 def order(n: int, seed: int = 1234, epoch: int = 0) -> list[int]:
@@ -68,3 +70,52 @@ def test_a_large_epoch_is_spread_evenly() -> None:
     for position in range(20_000):
         counts[sample_index(position, n, 5, True) * 100 // n] += 1
     assert chi_square(counts) < 99 + 5 * 198**0.5
+
+
+WEIGHTS = [(1, 1), (7, 3), (1, 99), (1, 2, 3), (5, 1, 1, 1, 2), (1,), (1, 1000, 1, 1000, 10, 3, 7)]
+
+
+@pytest.mark.parametrize("weights", WEIGHTS)
+def test_a_blend_is_what_its_weights_say_at_any_moment(weights: tuple[int, ...]) -> None:
+    order, whole = BlendedOrder(weights, [10**6] * len(weights)), sum(weights)
+    bound = math.ceil(math.log2(len(weights))) / 2
+    counts = [0] * len(weights)
+    for position in range(2 * whole + 3):
+        part, before = order.place(position)
+        assert before == counts[part], "each part goes through its own samples one by one"
+        counts[part] += 1
+        assert order.counts(position + 1) == counts
+        assert all(abs(count - (position + 1) * weight / whole) <= bound for count, weight in zip(counts, weights, strict=True))
+        if (position + 1) % whole == 0:
+            assert counts == [(position + 1) // whole * weight for weight in weights]
+
+
+def test_a_blend_needs_no_history() -> None:
+    """The place of a position far away is computed, and a part has had as much as its place says."""
+    order = BlendedOrder((700, 299, 1), (10, 20, 30))
+    part, before = order.place(10**15 + 12345)
+    assert before == order.counts(10**15 + 12345)[part] and sum(order.counts(10**15)) == 10**15
+
+
+def test_each_part_of_a_blend_has_every_sample_once_per_epoch() -> None:
+    sizes = (13, 40, 13)
+    order = BlendedOrder((2, 1, 2), sizes)
+    found: list[list[int]] = [[], [], []]
+    for position in range(5 * 26):
+        index = order.index(position, 1234, True)
+        part = order.place(position)[0]
+        found[part].append(index - order.starts[part])
+    for part, size in ((0, 13), (2, 13)):
+        assert all(sorted(found[part][at : at + size]) == list(range(size)) for at in range(0, 4 * size, size))
+    assert len(set(found[1])) == len(found[1]) == 26
+    assert found[0] != found[2], "parts of one size have orders of their own"
+    assert [order.index(position, 1234, True) for position in range(8)] == [64, 1, 40, 0, 53, 59, 9, 34]
+
+
+def test_a_blend_ends_when_a_part_begins_again() -> None:
+    assert len(BlendedOrder((1,), (17,))) == 17
+    for weights, sizes in (((7, 3), (70, 31)), ((1, 1), (5, 100)), ((1, 2, 3), (9, 9, 9))):
+        order = BlendedOrder(weights, sizes)
+        last = order.counts(len(order))
+        assert all(count <= size for count, size in zip(last, sizes, strict=True))
+        assert any(count > size for count, size in zip(order.counts(len(order) + 1), sizes, strict=True))

@@ -204,8 +204,8 @@ def test_what_cannot_work_is_refused(name: str, product: Product) -> None:
 def test_steps_begin_behind_what_is_left_out() -> None:
     """Also in a run with another batch size, whose steps do not meet the ranges exactly."""
     history = History(tuple(Skipped(1, first, last, "loss", 1.0) for first, last in ((16, 23), (24, 31), (40, 47))))
-    assert [history.first_sample(at, 8) for at in (0, 8, 9, 16, 30, 32, 33, 47, 48)] == [0, 8, 32, 32, 32, 32, 48, 48, 48]
-    assert history.first_sample(0, 17) == 48, "17 samples fit nowhere between the ranges"
+    assert [history.first_sample(at, lambda _: 8) for at in (0, 8, 9, 16, 30, 32, 33, 47, 48)] == [0, 8, 32, 32, 32, 32, 48, 48, 48]
+    assert history.first_sample(0, lambda _: 17) == 48, "17 samples fit nowhere between the ranges"
 
 
 def test_the_slowest_rank_is_named(product: Product, tmp_path: Path) -> None:

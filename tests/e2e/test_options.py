@@ -74,6 +74,11 @@ ELSEWHERE: Mapping[str, str] = {
         ("job_name", "tensorboard_dir", *(f"log_{name}_to_tensorboard" for name in ("timers", "batch_size", "validation_ppl"))),
         "e2e/test_start.py::test_tensorboard",
     ),
+    "rampup_batch_size": "e2e/test_recipes.py::test_blends_and_growing_batches_are_resumed_exactly",
+    "train_samples": "e2e/test_recipes.py::test_blends_and_growing_batches_are_resumed_exactly",
+    "exit_interval": "e2e/test_recipes.py::test_blends_and_growing_batches_are_resumed_exactly",
+    "exit_duration_in_mins": "e2e/test_recipes.py::test_a_run_ends_when_its_time_is_over",
+    "z_loss_weight": "e2e/test_recipes.py::test_z_loss_is_trained_and_not_printed",
     "freeze": "e2e/test_use.py::test_frozen_weights_stay_and_the_others_learn",
     "lora_rank": "e2e/test_lora.py::test_a_run_leaves_for_peft_and_for_transformers",
     "lora_alpha": "e2e/test_lora.py::test_a_run_leaves_for_peft_and_for_transformers",
@@ -168,6 +173,11 @@ RATES: Mapping[str, tuple[dict[str, object], list[float]]] = {
     "min_lr": ({"lr": 1.0, "min_lr": 0.2}, [1.0, 0.8, 0.6, 0.4]),
     "lr_decay_style": ({"lr": 1.0, "lr_decay_style": "cosine"}, [(1 + math.cos(math.pi * n / 4)) / 2 for n in range(4)]),
     "lr_decay_iters": ({"lr": 1.0, "lr_decay_iters": 2, "min_lr": 0.1}, [1.0, 0.55, 0.1, 0.1]),
+    "lr_wsd_decay_iters": ({"lr": 1.0, "lr_decay_style": "WSD", "lr_wsd_decay_iters": 2}, [1.0, 1.0, 1.0, 2 * math.sqrt(0.5) - 1]),
+    "lr_wsd_decay_style": (
+        {"lr": 1.0, "lr_decay_style": "WSD", "lr_wsd_decay_iters": 4, "lr_wsd_decay_style": "linear"},
+        [1.0, 0.75, 0.5, 0.25],
+    ),
     "lr_warmup_iters": ({"lr": 1.0, "lr_warmup_iters": 2}, [0.0, 0.5, 1.0, 0.5]),
 }
 

@@ -87,7 +87,7 @@ def check_pairs(place: Place) -> None:
     assert gradcheck(lambda value: weighted_total(autograd.scatter_sequence(partial(value), tp), tp, split=True), (x,))
 
 
-def check_cross_entropy(place: Place, dtype: torch.dtype, vocab: int) -> None:
+def check_cross_entropy(place: Place, dtype: torch.dtype, vocab: int, z_weight: float = 0.0) -> None:
     """Against F.cross_entropy over the true vocabulary, with garbage in the padded columns."""
     tp, padded = tensor_mesh(place).tp, 24
     generator = torch.Generator().manual_seed(7)
@@ -100,10 +100,10 @@ def check_cross_entropy(place: Place, dtype: torch.dtype, vocab: int) -> None:
 
     wide = logits[..., :vocab].double().requires_grad_()
     expected = F.cross_entropy(wide.flatten(0, 1), labels.flatten(), reduction="none").view(S, B)
-    (expected * upstream).sum().backward()
+    ((expected + z_weight * wide.logsumexp(-1).square()) * upstream).sum().backward()
 
     leaf = logits.chunk(tp.size, -1)[tp.rank].clone().requires_grad_()
-    found = vocab_parallel_cross_entropy(leaf.clone(), labels, tp, vocab)
+    found = vocab_parallel_cross_entropy(leaf.clone(), labels, tp, vocab, z_weight=z_weight)
     (found * upstream).sum().backward()
     exact = 1e-12 if dtype is torch.float64 else 3e-6
     assert found.dtype is torch.promote_types(dtype, torch.float32) and leaf.grad.dtype is dtype
@@ -130,6 +130,12 @@ def test_conjugate_pairs(cluster: Cluster, world_size: int) -> None:
 @pytest.mark.parametrize("vocab", [24, 21, 7], ids=["no padding", "padding", "ranks of padding only"])
 def test_cross_entropy(cluster: Cluster, world_size: int, dtype: torch.dtype, vocab: int) -> None:
     cluster.run(world_size, check_cross_entropy, dtype, vocab)
+
+
+@pytest.mark.parametrize(("world_size", "dtype"), [(1, torch.float64), (2, torch.bfloat16), (3, torch.float32)], ids=str)
+def test_z_loss(cluster: Cluster, world_size: int, dtype: torch.dtype) -> None:
+    """The value stays that of the cross entropy, the gradient is that of both."""
+    cluster.run(world_size, check_cross_entropy, dtype, 21, 0.3)
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)

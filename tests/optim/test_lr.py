@@ -30,8 +30,9 @@ def test_as_transformers(style: Any, theirs: Callable[..., Any], warmup: int) ->
 
 
 @pytest.mark.parametrize("warmup", [0, 1, 7])
-@pytest.mark.parametrize("style", ["constant", "linear", "cosine"])
+@pytest.mark.parametrize("style", ["constant", "linear", "cosine", *(f"WSD {end}" for end in ("exponential", "linear", "cosine", "minus_sqrt"))])
 def test_as_megatron(style: Any, warmup: int) -> None:
+    style, _, end = style.partition(" ")
     optimizer = sgd()
     scheduler = OptimizerParamScheduler(
         optimizer,
@@ -45,8 +46,11 @@ def test_as_megatron(style: Any, warmup: int) -> None:
         end_wd=0.0,
         wd_incr_steps=0,
         wd_incr_style="constant",
+        wsd_decay_steps=5 if end else None,
+        lr_wsd_decay_style=end or None,
     )
-    config = OptimizerConfig(lr=PEAK, min_lr=PEAK / 10, lr_decay_style=style, lr_decay_iters=20, lr_warmup_iters=warmup)
+    wsd: dict[str, Any] = {"lr_wsd_decay_style": end, "lr_wsd_decay_iters": 5} if end else {}
+    config = OptimizerConfig(lr=PEAK, min_lr=PEAK / 10, lr_decay_style=style, lr_decay_iters=20, lr_warmup_iters=warmup, **wsd)
     for iteration in range(30):
         expected = optimizer.param_groups[0]["lr"]
         assert math.isclose(learning_rate(config, 1000, iteration), expected, rel_tol=1e-12, abs_tol=1e-16)

@@ -1,0 +1,56 @@
+"""``--data-path``: one dataset, or several with weights."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+
+from megatron_llama.errors import ConfigError, describe
+
+_FORMS = "PREFIX, PREFIX PREFIX ..., or WEIGHT PREFIX WEIGHT PREFIX ..."
+
+
+@dataclass(frozen=True)
+class Blend:
+    """The datasets of a run."""
+
+    prefixes: tuple[str, ...]
+    weights: tuple[int, ...] | None
+    """What each contributes, in whole numbers that are to each other as those given. None: as much as it has samples."""
+
+
+def read_blend(words: Sequence[str]) -> Blend:
+    """The words of ``--data-path``. Raises ConfigError where they mix datasets with and without weights."""
+    if len(words) == 1:
+        return Blend(tuple(words), None)
+    weights, prefixes = words[0::2], words[1::2]
+    if not any(map(is_number, words)):
+        return Blend(tuple(words), None)
+    if len(weights) != len(prefixes) or not all(map(is_number, weights)):
+        do = "give every dataset a weight, or none; a folder whose name is a number is ./NUMBER"
+        raise ConfigError(describe("--data-path", got=" ".join(words), expected=_FORMS, do=do))
+    # Exactly what is written: 0.1 is a tenth, not the float next to it.
+    shares = [Fraction(word) for word in weights]
+    if min(shares) <= 0:
+        raise ConfigError(describe("--data-path", got=" ".join(words), expected="weights above 0", do="leave out what is not to be read"))
+    scale = math.lcm(*(share.denominator for share in shares))
+    return Blend(tuple(prefixes), tuple(int(share * scale) for share in shares))
+
+
+def is_number(word: str) -> bool:
+    """Whether a word is a weight."""
+    try:
+        Fraction(word)
+    except (ValueError, ZeroDivisionError):
+        return False
+    return True
+
+
+def blend_problems(words: Sequence[str]) -> Iterator[str]:
+    """What is wrong with ``--data-path``."""
+    try:
+        read_blend(words)
+    except ConfigError as error:
+        yield str(error)

@@ -1,0 +1,88 @@
+"""How long a run is, what its batches are made of, and how it ends before its time."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+from megatron_llama.data.indexed import IndexedDataset, IndexedDatasetWriter
+from tests.e2e.product import DP2, EVALUATED, ONE, PP2, Product, assert_same_curve, column, exact_curve, log
+
+RAMP = {"rampup_batch_size": (4, 4, 16), "global_batch_size": 12, "micro_batch_size": 2}
+
+
+@pytest.fixture(scope="module")
+def halves(product: Product, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """The dataset in two."""
+    folder, whole = tmp_path_factory.mktemp("halves"), IndexedDataset(product.data)
+    middle = whole.num_documents // 2
+    for name, documents in (("a", range(middle)), ("b", range(middle, whole.num_documents))):
+        with IndexedDatasetWriter(folder / name, whole.dtype) as writer:
+            for document in documents:
+                writer.add(whole.tokens(whole.document_start(document), whole.document_start(document + 1)))
+        shutil.copy(f"{product.data}.meta.json", folder / f"{name}.meta.json")
+    shutil.copytree(f"{product.data}-tokenizer", folder / "docs-tokenizer")
+    return folder / "a", folder / "b"
+
+
+def test_blends_and_growing_batches_are_resumed_exactly(product: Product, halves: tuple[Path, Path], tmp_path: Path) -> None:
+    """Stopped by --exit-interval under data parallelism, gone on as a pipeline: the same samples, step by step."""
+    options = {**RAMP, **EVALUATED, "data_path": (0.75, halves[0], "0.25", halves[1]), "train_iters": None, "train_samples": 60}
+    product.train(save=tmp_path / "straight", **options)
+    assert column(tmp_path / "straight", "global_batch_size") == [4, 4, 8, 12, 12, 12]
+    assert column(tmp_path / "straight", "consumed_samples") == [4, 8, 16, 28, 40, 52]
+    folder = tmp_path / "stopped"
+    stopped = product.train(DP2, save=folder, exit_interval=3, **options)
+    assert stopped.out.endswith(" stopped by --exit-interval after iteration 3\n") and (folder / "iter_0000003").is_dir()
+    product.train(PP2, save=folder, load=folder, **options)
+    assert_same_curve(folder, tmp_path / "straight")
+
+
+def test_weights_decide_what_a_blend_is(product: Product, halves: tuple[Path, Path], tmp_path: Path) -> None:
+    """A part of weight 1 beside one of a millionth is that part alone; without weights it is something else."""
+    a, b = halves
+    curves = {}
+    for name, path in {"alone": (a,), "almost": (1, a, 1e-6, b), "even": (1, a, 1, b), "by size": (a, b)}.items():
+        product.train(save=tmp_path / name, data_path=path, train_iters=2)
+        curves[name] = exact_curve(tmp_path / name)
+    assert curves["almost"] == curves["alone"] != curves["even"] and curves["by size"] != curves["alone"]
+
+
+def test_parts_of_a_blend_have_one_vocabulary(product: Product, halves: tuple[Path, Path], tmp_path: Path) -> None:
+    for suffix in (".bin", ".idx"):
+        shutil.copy(f"{halves[0]}{suffix}", tmp_path / f"c{suffix}")
+    (tmp_path / "c.meta.json").write_text('{"vocab_size": 400, "eod": 2}')
+    refused = product.start(ONE, data_path=(1, halves[0], 1, tmp_path / "c")).wait()
+    says = f"{tmp_path}/c.meta.json vocab_size: got 400, expected 512, as of {halves[0]}; preprocess all datasets of a blend with one"
+    assert set(refused.codes) == {1} and says in refused.err
+
+
+def test_the_plan_says_how_batches_grow(product: Product) -> None:
+    planned = product.run(*product.command(**{**RAMP, "train_iters": None, "train_samples": 60}), "--dry-run").ok().out
+    assert "; 384 tokens a step, 6 steps\n  ramp-up       4 samples, 4 more at a time, to 12 over 16 samples\n" in planned
+
+
+def test_a_run_ends_when_its_time_is_over(product: Product, tmp_path: Path) -> None:
+    ended = product.train(DP2, save=tmp_path, train_iters=100_000, exit_duration_in_mins=0.02)
+    last = log(tmp_path)[-1]["iteration"]
+    assert ended.out.endswith(f" saved {tmp_path}/iter_{last:07d}\n stopped by --exit-duration-in-mins after iteration {last}\n")
+    assert 0 < last < 100_000
+
+
+def test_z_loss_is_trained_and_not_printed(product: Product, tmp_path: Path) -> None:
+    for name, weight in (("without", 0.0), ("with", 0.1)):
+        product.train(save=tmp_path / name, train_iters=2, lr=0.0, z_loss_weight=weight, **EVALUATED)
+    without, with_ = tmp_path / "without", tmp_path / "with"
+    assert column(with_, "lm_loss") == column(without, "lm_loss")
+    assert [entry.get("validation_loss") for entry in log(with_)] == [entry.get("validation_loss") for entry in log(without)]
+    assert all(ours > 1.01 * theirs for ours, theirs in zip(column(with_, "grad_norm"), column(without, "grad_norm"), strict=True))
+
+
+def test_what_does_not_go_together_is_refused(product: Product) -> None:
+    wrong = {"rampup_batch_size": (3, 1, 10), "train_samples": 100, "lr_decay_style": "WSD", "data_path": (0.5, "a", "b", "c")}
+    refused = product.run(*product.command(**wrong))
+    assert refused.codes == (2,)
+    for says in ("--rampup-batch-size: got 3 1 10", "got --train-samples 100 and --train-iters 6", "--lr-wsd-decay-iters: got 0", "--data-path: got 0.5 a b c"):
+        assert says in refused.err
