@@ -9,7 +9,6 @@ from pathlib import Path
 
 from megatron_llama.activations import GRANULARITIES
 from megatron_llama.auto import decide
-from megatron_llama.blends import read_blend
 from megatron_llama.commands.options import DryRunConfig
 from megatron_llama.config import CheckpointConfig, Config, LaunchConfig
 from megatron_llama.errors import ConfigError, UserError, listing
@@ -81,14 +80,15 @@ def _memory_here(world: int) -> int:
 
 def _missing_here(plan: MemoryPlan, world: int) -> Iterator[str]:
     from megatron_llama import device as devices
+    from megatron_llama.checkpoint.start import AUTO
     from megatron_llama.metrics.tensorboard import require_tensorboard
 
     config = plan.config
-    paths = {"--load": config.checkpoint.load}
-    if not config.data.data_path:
+    paths = {"--load": config.checkpoint.load if config.checkpoint.load != AUTO else None}
+    if config.data.data_path is None:
         yield "--data-path is not given: the run itself needs one"
-    prefixes = read_blend(config.data.data_path).prefixes
-    paths |= {f"--data-path {prefix}{suffix}": prefix + suffix for prefix in prefixes for suffix in (".bin", ".idx")}
+    else:
+        paths |= {f"--data-path {suffix}": config.data.data_path + suffix for suffix in (".bin", ".idx")}
     for flag, path in paths.items():
         if path is not None and not Path(path).exists():
             yield f"{flag}: {path} is not on this machine"
@@ -123,10 +123,6 @@ def _report(plan: MemoryPlan, world: int) -> Iterator[str]:
         f"batch           {training.global_batch_size} samples = {microbatches} microbatches x {training.micro_batch_size} x dp {dp}; "
         f"{training.global_batch_size * training.seq_length:,} tokens a step, {training.train_iters:,} steps"
     )
-    if training.rampup_batch_size:
-        start, increment, samples = training.rampup_batch_size
-        full = training.global_batch_size
-        yield f"  ramp-up       {start:,} samples, {increment:,} more at a time, to {full:,} over {samples:,} samples"
     for rank in range(pp):
         yield from _rank_report(plan, rank)
     if dp * parallel.context_parallel_size > 1:
