@@ -9,6 +9,7 @@ from pathlib import Path
 
 from megatron_llama.activations import GRANULARITIES
 from megatron_llama.auto import decide
+from megatron_llama.blends import read_blend
 from megatron_llama.commands.options import DryRunConfig
 from megatron_llama.config import CheckpointConfig, Config, LaunchConfig
 from megatron_llama.errors import ConfigError, UserError, listing
@@ -85,10 +86,10 @@ def _missing_here(plan: MemoryPlan, world: int) -> Iterator[str]:
 
     config = plan.config
     paths = {"--load": config.checkpoint.load if config.checkpoint.load != AUTO else None}
-    if config.data.data_path is None:
+    if not config.data.data_path:
         yield "--data-path is not given: the run itself needs one"
-    else:
-        paths |= {f"--data-path {suffix}": config.data.data_path + suffix for suffix in (".bin", ".idx")}
+    prefixes = read_blend(config.data.data_path).prefixes
+    paths |= {f"--data-path {prefix}{suffix}": prefix + suffix for prefix in prefixes for suffix in (".bin", ".idx")}
     for flag, path in paths.items():
         if path is not None and not Path(path).exists():
             yield f"{flag}: {path} is not on this machine"
@@ -123,6 +124,10 @@ def _report(plan: MemoryPlan, world: int) -> Iterator[str]:
         f"batch           {training.global_batch_size} samples = {microbatches} microbatches x {training.micro_batch_size} x dp {dp}; "
         f"{training.global_batch_size * training.seq_length:,} tokens a step, {training.train_iters:,} steps"
     )
+    if training.rampup_batch_size:
+        start, increment, samples = training.rampup_batch_size
+        full = training.global_batch_size
+        yield f"  ramp-up       {start:,} samples, {increment:,} more at a time, to {full:,} over {samples:,} samples"
     for rank in range(pp):
         yield from _rank_report(plan, rank)
     if dp * parallel.context_parallel_size > 1:
