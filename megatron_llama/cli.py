@@ -35,7 +35,7 @@ COMMANDS: Mapping[str, Command] = MappingProxyType(
             "pretrain", "pretrain", "commands.pretrain:SECTIONS", "Train a LLaMA; torchrun or srun start it on several processes."
         ),
         "evaluate": Command(
-            "pretrain", "evaluate", "commands.pretrain:SECTIONS", "Loss and perplexity of --load or --init-from-hf on a dataset."
+            "evaluate", "evaluate", "commands.evaluate:SECTIONS", "Loss and perplexity of --load or --init-from-hf on a dataset or text."
         ),
         "generate": Command("generate", "generate", "commands.generate:SECTIONS", "Continue prompts with a trained model."),
         "export": Command("export", "export", "commands.options:ExportConfig", "Write a checkpoint as a HuggingFace folder."),

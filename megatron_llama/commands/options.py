@@ -18,6 +18,15 @@ class DryRunConfig:
 
 
 @dataclass(frozen=True)
+class EvaluateConfig:
+    """Text to measure a model on; without it, the validation split of --data-path."""
+
+    text: tuple[str, ...] = ()
+    """Files or folders as `preprocess --input` takes them, tokenized with the model's tokenizer. All of it counts, in samples of
+    --seq-length tokens (default: 2048, or what the model is meant for, or what the text has)."""
+
+
+@dataclass(frozen=True)
 class ModelFolderConfig:
     """The trained model to use, in one process."""
 

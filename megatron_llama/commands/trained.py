@@ -27,8 +27,6 @@ class Trained:
     tokenizer: Tokenizer
     stops: frozenset[int]
     """Tokens that end a text: those of generation_config.json and config.json, else the tokenizer's end token."""
-    companions: tuple[Path, ...]
-    """Files beside the tokenizer: a chat template among them."""
 
     @property
     def longest(self) -> int:
@@ -47,9 +45,8 @@ def open_trained(options: ModelFolderConfig) -> Trained:
     from megatron_llama.model.load import load_stages, rank_specs
     from megatron_llama.tokenizer.load import load_tokenizer
 
-    source = _source(options)
-    companions = tuple(source.companions)
-    with local_copy(companions[0].parent if companions else source.folder) as folder:
+    source = open_folder(options.load, options.init_from_hf, config=options.hf_config, vocab_size=options.vocab_size)
+    with local_copy(tokenizer_folder(source)) as folder:
         tokenizer = load_tokenizer(options.tokenizer_model or folder)
     config, mesh = Config(model=source.model), Mesh.single(devices.accelerator(0))
     [stage] = build_stages(config, mesh).values()
@@ -57,22 +54,28 @@ def open_trained(options: ModelFolderConfig) -> Trained:
     load_stages([stage], rank_specs(config, mesh), source, dtype=dtype, device=mesh.device)
     own = frozenset() if tokenizer.eos_id is None else frozenset({tokenizer.eos_id})
     stops = frozenset(_end_tokens(source)) or own
-    return Trained(stage, tokenizer, stops, companions)
+    return Trained(stage, tokenizer, stops)
 
 
-def _source(options: ModelFolderConfig) -> Source:
+def tokenizer_folder(source: Source) -> Path:
+    """Where the model's tokenizer lies, if it has one."""
+    return source.companions[0].parent if source.companions else source.folder
+
+
+def open_folder(load: str | None, init_from_hf: str | None, *, config: str | None = None, vocab_size: int = 0) -> Source:
+    """The model folder that exactly one of two options names. Raises ConfigError or CheckpointError."""
     from megatron_llama.checkpoint.formats import open_source
     from megatron_llama.checkpoint.native_source import NativeSource
     from megatron_llama.checkpoint.places import is_remote, place
 
-    if (options.load is None) == (options.init_from_hf is None):
-        found = "neither" if options.load is None else "both"
+    if (load is None) == (init_from_hf is None):
+        found = "neither" if load is None else "both"
         do = "give --load FOLDER or --init-from-hf FOLDER"
         raise ConfigError(describe("--load, --init-from-hf", got=found, expected="one of them", do=do))
-    folder = place(options.load or options.init_from_hf or "")
+    folder = place(load or init_from_hf or "")
     if is_remote(folder):
-        return NativeSource(folder, options.hf_config, options.vocab_size)
-    return open_source(folder, config=options.hf_config, vocab_size=options.vocab_size)
+        return NativeSource(folder, config, vocab_size)
+    return open_source(folder, config=config, vocab_size=vocab_size)
 
 
 def _end_tokens(source: Source) -> Iterator[int]:

@@ -70,6 +70,29 @@ def test_evaluate_on_part_of_the_split(product: Product, trained: Trained) -> No
     assert 0 < abs(part - trained.validation) < 0.5
 
 
+@pytest.mark.parametrize("layout", [Layout(1, {}), TP2], ids=["one process", "tp2 sp"])
+def test_evaluate_reads_text(layout: Layout, product: Product, trained: Trained, tmp_path: Path) -> None:
+    """The loss that transformers has on the same windows of the same tokens."""
+    texts = product.texts[:12]
+    (tmp_path / "held-out.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    argv = ["evaluate", "--load", trained.hf, "--text", tmp_path / "held-out.jsonl", *words(layout.options)]
+    printed = product.launcher.run(argv, layout.processes).ok().out
+    tokenizer, model = AutoTokenizer.from_pretrained(trained.hf), AutoModelForCausalLM.from_pretrained(trained.hf)
+    ids = [id for text in texts for id in (*tokenizer(text, add_special_tokens=False)["input_ids"], tokenizer.eos_token_id)]
+    windows = torch.tensor(ids[: (len(ids) - 1) // SEQ_LENGTH * SEQ_LENGTH + 1])
+    inputs, targets = windows[:-1].view(-1, SEQ_LENGTH), windows[1:]
+    with torch.no_grad():
+        expected = torch.nn.functional.cross_entropy(model(inputs).logits.flatten(0, 1), targets)
+    match = re.search(r"lm loss value: (\S+) .*PPL: (\S+)", printed)
+    assert match is not None and float(match[1]) == pytest.approx(float(expected), rel=1e-6), printed
+    assert float(match[2]) == pytest.approx(math.exp(float(expected)), rel=1e-5)
+
+
+def test_evaluate_takes_text_or_a_dataset(product: Product, trained: Trained) -> None:
+    ended = product.run("evaluate", "--load", trained.hf, "--text", "x", "--data-path", product.data)
+    assert ended.codes == (2,) and "--data-path: got given beside --text" in ended.err
+
+
 def test_training_goes_on_from_a_huggingface_folder(product: Product, trained: Trained, tmp_path: Path) -> None:
     shape = dict.fromkeys(("hidden_size", "intermediate_size", "num_layers", "num_attention_heads", "num_query_groups"))
     product.train(TP2, init_from_hf=trained.hf, save=tmp_path, train_iters=2, eval_interval=2, eval_iters=0, **shape)
