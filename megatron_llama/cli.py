@@ -34,6 +34,7 @@ COMMANDS: Mapping[str, Command] = MappingProxyType(
         "pretrain": Command(
             "pretrain", "pretrain", "commands.pretrain:SECTIONS", "Train a LLaMA; torchrun or srun start it on several processes."
         ),
+        "sft": Command("sft", "sft", "commands.sft:SECTIONS", "Tune a model on conversations; started like pretrain."),
         "evaluate": Command(
             "evaluate", "evaluate", "commands.evaluate:SECTIONS", "Loss and perplexity of --load or --init-from-hf on a dataset or text."
         ),

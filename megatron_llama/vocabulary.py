@@ -54,8 +54,11 @@ def _meta(prefixes: Sequence[str]) -> dict[str, Any]:
 
 
 def _tokenizer_of_weights(options: CheckpointConfig) -> str | None:
-    folders = [folder for folder in (options.init_from_hf, options.load) if folder is not None]
-    return next((folder for folder in folders for name in TOKENIZERS if (Path(folder) / name).is_file()), None)
+    """In the folder of the weights; of a run's checkpoint in the folder that the run keeps beside it."""
+    loaded = options.save if options.load == "auto" else options.load
+    folders = [Path(folder) for folder in (options.init_from_hf, loaded) if folder is not None]
+    places = [place for folder in folders for place in (folder, folder / "tokenizer", folder.parent / "tokenizer")]
+    return next((str(place) for place in places for name in TOKENIZERS if (place / name).is_file()), None)
 
 
 def with_vocabulary(config: Config, vocabulary: Vocabulary) -> Config:

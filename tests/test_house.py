@@ -30,7 +30,7 @@ LAYERS = (
     ("pipeline",),
     ("tokenizer", "metrics"),
     ("data", "checkpoint"),
-    ("feed", "bad_steps", "vocabulary", "generation", "trace"),
+    ("feed", "bad_steps", "vocabulary", "generation", "trace", "sft"),
     ("progress",),
     ("setup",),
     ("train",),

@@ -46,6 +46,15 @@ def gathered(value: T, axis: Axis) -> list[T] | None:
     return found
 
 
+def shared(value: T, axis: Axis) -> list[T]:
+    """Everybody's picklable value, in rank order, on all ranks. Collective."""
+    found: list[Any] = [value] * axis.size
+    if axis.size > 1:
+        with axis.recorder.waiting(AGREEMENT):
+            dist.all_gather_object(found, value, group=axis.group)
+    return found
+
+
 def raise_together(error: UserError | None, axis: Axis) -> None:
     """If any rank has an error, every rank raises it: the first rank's, named, with a count of the others. Collective."""
     if axis.size == 1:

@@ -24,8 +24,9 @@ LLAMA_VOCABULARY = 32000
 SHOWN_ACTIONS = 40
 
 
-def dry_run(parsed: Parsed) -> None:
-    """Print the plan. Raises ConfigError if the run cannot work, in strict mode also for what this machine lacks."""
+def dry_run(parsed: Parsed, *, dataset: bool = True) -> None:
+    """Print the plan. ``dataset``: the run reads --data-path. Raises ConfigError if the run cannot work, in strict mode also for what
+    this machine lacks."""
     from megatron_llama.checkpoint.start import compare, named_start
     from megatron_llama.commands.weights import loaded_model
 
@@ -39,7 +40,7 @@ def dry_run(parsed: Parsed) -> None:
     config, decided = decide(resolved.config, world, _memory_here(world))
     changes = compare(loading, start, trained, config.model) if start is not None and trained is not None else []
     plan = MemoryPlan(config, world)
-    warnings = [*resolved.warnings, *changes, *warnings, *_missing_here(plan, world)]
+    warnings = [*resolved.warnings, *changes, *warnings, *_missing_here(plan, world, dataset)]
     print("\n".join([*parsed.notes, *resolved.notes, *decided, *_report(plan, world)]))
     for line in warnings:
         print(f"warning: {line}")
@@ -79,14 +80,14 @@ def _memory_here(world: int) -> int:
     return devices.memory_bytes(device) // (world if devices.is_host(device) else 1)
 
 
-def _missing_here(plan: MemoryPlan, world: int) -> Iterator[str]:
+def _missing_here(plan: MemoryPlan, world: int, dataset: bool) -> Iterator[str]:
     from megatron_llama import device as devices
     from megatron_llama.checkpoint.start import AUTO
     from megatron_llama.metrics.tensorboard import require_tensorboard
 
     config = plan.config
     paths = {"--load": config.checkpoint.load if config.checkpoint.load != AUTO else None}
-    if not config.data.data_path:
+    if dataset and not config.data.data_path:
         yield "--data-path is not given: the run itself needs one"
     prefixes = read_blend(config.data.data_path).prefixes
     paths |= {f"--data-path {prefix}{suffix}": prefix + suffix for prefix in prefixes for suffix in (".bin", ".idx")}

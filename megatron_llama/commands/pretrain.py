@@ -67,8 +67,10 @@ def _for_evaluation(parsed: Parsed) -> Parsed:
 
 
 @contextmanager
-def prepared(parsed: Parsed) -> Iterator[tuple[Config, Mesh, Vocabulary]]:
-    """Resolve and check the configuration, join the other processes, and print what was decided on the way."""
+def prepared(parsed: Parsed, *, needs_data: bool = True) -> Iterator[tuple[Config, Mesh, Vocabulary]]:
+    """Resolve and check the configuration, join the other processes, and print what was decided on the way.
+
+    ``needs_data``: the command reads --data-path."""
     from megatron_llama.auto import decide
     from megatron_llama.checkpoint.start import compare, find_start
     from megatron_llama.comm.agreement import together
@@ -85,7 +87,7 @@ def prepared(parsed: Parsed) -> Iterator[tuple[Config, Mesh, Vocabulary]]:
     start = find_start(options) if options.load is not None else None
     trained = loaded_model(parsed, start)
     config = assemble(parsed, trained=trained)
-    resolved = check(config, place.world_size, needs_data=True)
+    resolved = check(config, place.world_size, needs_data=needs_data)
     mesh = init_mesh(resolved.config, place)
     with together(mesh.world):
         vocabulary = find_vocabulary(resolved.config)

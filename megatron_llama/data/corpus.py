@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import json
+import random
 import sysconfig
 from collections.abc import Iterator
 from pathlib import Path
@@ -31,6 +32,32 @@ def python_documentation() -> Iterator[str]:
 def write_corpus(path: str | Path) -> int:
     """Write ``python_documentation`` as JSON lines with the field ``text``. Returns the number of documents."""
     lines = [json.dumps({"text": text}, ensure_ascii=False) + "\n" for text in python_documentation()]
+    replace_file(Path(path), "".join(lines).encode())
+    return len(lines)
+
+
+def docstring_pairs() -> Iterator[tuple[str, str]]:
+    """Of the standard library's functions the signature (``def join(*paths)`` and the module) and the first paragraph of the
+    documentation, in a fixed order, each signature once: instruction pairs without a download."""
+    library, seen = Path(sysconfig.get_path("stdlib")), set()
+    for source in sorted(library.rglob("*.py")):
+        relative = source.relative_to(library)
+        if _SKIPPED.intersection(relative.parts):
+            continue
+        for node in ast.walk(ast.parse(source.read_bytes())):
+            text = ast.get_docstring(node) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) else None
+            signature = f"def {node.name}({ast.unparse(node.args)})" if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) else ""
+            if text and len(text) > _SHORTEST and signature not in seen:
+                seen.add(signature)
+                yield f"{signature}  # {'.'.join(relative.with_suffix('').parts)}", " ".join(text.split("\n\n")[0].split())
+
+
+def write_pairs(path: str | Path) -> int:
+    """Write ``docstring_pairs`` as JSON lines of ``messages``, in an order that mixes modules. Returns the number of pairs."""
+    pairs = list(docstring_pairs())
+    random.Random(0).shuffle(pairs)
+    roles = ("user", "assistant")
+    lines = [json.dumps({"messages": [{"role": r, "content": t} for r, t in zip(roles, pair, strict=True)]}) + "\n" for pair in pairs]
     replace_file(Path(path), "".join(lines).encode())
     return len(lines)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import numpy as np
@@ -14,7 +14,7 @@ from torch import Tensor
 
 from megatron_llama.batch_sizes import BatchSizes
 from megatron_llama.config import DataConfig
-from megatron_llama.data.order import BlendedOrder
+from megatron_llama.data.order import BlendedOrder, mixed
 from megatron_llama.data.stream import TokenStream
 from megatron_llama.errors import DataError, describe
 
@@ -33,6 +33,10 @@ class Batch:
     """Positions, int64 [s, b]. None: 0, 1, ..., s - 1."""
     document_ids: Tensor | None = None
     """Number of the document within the sample, int32 [s, b]. None: attention crosses documents."""
+    noise_scale: Tensor | None = None
+    """Largest noise that training adds to the embedding of a token, float32 [s, b]. None: no noise."""
+    noise_seeds: tuple[int, ...] = ()
+    """Of each sample, where there is noise."""
 
     @property
     def document_mask(self) -> Tensor | None:
@@ -47,8 +51,10 @@ class Batch:
 
     def to(self, device: torch.device) -> Batch:
         """The same batch on another device."""
-        move = [None if x is None else x.to(device, non_blocking=True) for x in (self.loss_mask, self.position_ids, self.document_ids)]
-        return Batch(self.tokens.to(device, non_blocking=True), self.labels.to(device, non_blocking=True), *move)
+        given = (self.loss_mask, self.position_ids, self.document_ids, self.noise_scale)
+        mask, positions, documents, noise = (None if x is None else x.to(device, non_blocking=True) for x in given)
+        tokens, labels = self.tokens.to(device, non_blocking=True), self.labels.to(device, non_blocking=True)
+        return Batch(tokens, labels, mask, positions, documents, noise, self.noise_seeds)
 
 
 class Samples(Protocol):
@@ -142,7 +148,10 @@ class BatchLoader:
         return [self._batch(range(start, start + size)) for start in starts]
 
     def _batch(self, positions: range) -> Batch:
-        return self.samples.batch([self._order.index(position, self._seed, self._shuffled) for position in positions])
+        batch = self.samples.batch([self._order.index(position, self._seed, self._shuffled) for position in positions])
+        # Noise belongs to a place in the run, not to a sample: it is new whenever the sample comes again.
+        seeds = () if batch.noise_scale is None else tuple(mixed(self._seed, position) for position in positions)
+        return replace(batch, noise_seeds=seeds) if seeds else batch
 
 
 def side_by_side(batches: Sequence[Batch]) -> Batch:
@@ -155,8 +164,8 @@ def side_by_side(batches: Sequence[Batch]) -> Batch:
     if len(batches) == 1:
         return batches[0]
     tokens, labels = torch.cat([b.tokens for b in batches], dim=1), torch.cat([b.labels for b in batches], dim=1)
-    masks = [b.loss_mask for b in batches], [b.position_ids for b in batches], [b.document_ids for b in batches]
-    return Batch(tokens, labels, *map(joined, masks))
+    mask, positions = joined([b.loss_mask for b in batches]), joined([b.position_ids for b in batches])
+    return Batch(tokens, labels, mask, positions, joined([b.document_ids for b in batches]))
 
 
 def _documents(ends: NDArray[np.bool_]) -> NDArray[np.int32]:

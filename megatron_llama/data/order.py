@@ -102,6 +102,11 @@ def _feistel(value: int, bits: int, key: int) -> int:
     return high << low_bits | low
 
 
+def mixed(seed: int, number: int) -> int:
+    """A seed of its own for each number, 63 bits."""
+    return _mix(_mix(seed & _MASK) + number) >> 1
+
+
 def _mix(value: int) -> int:
     """The finalizer of splitmix64 (Steele, Lea, Flood 2014): every input bit reaches every output bit."""
     value = (value + _GOLDEN) & _MASK

@@ -206,13 +206,15 @@ class Stage(nn.Module):
         """Use the embedding of another stage of this process as the head: tied weights when both ends are here."""
         self._shared = [first]
 
-    def forward(self, inputs: Tensor, positions: Positions) -> Tensor:
-        """First stage: token ids [s, b] in, else activations [s or s/tp, b, h]. Last stage: logits
+    def forward(self, inputs: Tensor, positions: Positions, noise: Tensor | None = None) -> Tensor:
+        """First stage: token ids [s, b] in, and what is added to their embeddings, if anything, [s or s/tp, b, h]; else activations
+        [s or s/tp, b, h]. Last stage: logits
         [s, b, padded_vocab / tp] out ([1, b, ...] with a continuation), else activations. s is this rank's part of the sequence."""
         unit, x = 0, inputs
         if self.is_first:
             self.on_use(unit, False)
             x, unit = self.model.embed_tokens(x), unit + 1  # type: ignore[operator]
+            x = x if noise is None else x + noise
         for block in cast(nn.ModuleDict, self.model.layers).values():
             self.on_use(unit, False)
             x, unit = self._marked(block(x, positions), unit), unit + 1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -56,6 +57,17 @@ def _add_rows(view: Tensor, rows: Tensor, grad: Tensor) -> Tensor:
     if devices.is_host(view.device):
         return view.index_add_(0, rows, values)
     return view.index_put_((rows,), values, accumulate=True)
+
+
+def uniform_noise(scale: Tensor, seeds: Sequence[int], hidden: int, dtype: torch.dtype) -> Tensor:
+    """Of each place of a batch a vector that is uniform in [-scale, scale), [s, b, h]; a sample's follow from its seed alone.
+
+    scale: float32 [s, b]; one seed a sample. The numbers of a GPU are others than those of a CPU."""
+    columns = []
+    for seed in seeds:
+        generator = torch.Generator(scale.device).manual_seed(seed)
+        columns.append(torch.rand(len(scale), hidden, generator=generator, device=scale.device).mul_(2.0).sub_(1.0))
+    return torch.stack(columns, dim=1).mul_(scale.unsqueeze(-1)).to(dtype)
 
 
 class VocabParallelEmbedding(nn.Module):

@@ -16,6 +16,7 @@ from megatron_llama.config import Config
 from megatron_llama.mesh import Mesh
 from megatron_llama.model.llama import Stage
 from megatron_llama.nn.context import local_sequence
+from megatron_llama.nn.embedding import uniform_noise
 from megatron_llama.nn.loss import vocab_parallel_cross_entropy
 from megatron_llama.params import partition_of
 from megatron_llama.schedule import Action, Op, Schedule, forward_only, schedule_named
@@ -44,6 +45,14 @@ class Microbatch(Protocol):
     @property
     def document_ids(self) -> Tensor | None:
         """[s, b] int, number of the document within the sample; None: attention crosses documents."""
+
+    @property
+    def noise_scale(self) -> Tensor | None:
+        """[s, b] float32, largest noise that training adds to each embedding; None: no noise."""
+
+    @property
+    def noise_seeds(self) -> tuple[int, ...]:
+        """One for each sample, where there is noise."""
 
     def to(self, device: torch.device) -> Microbatch:
         """The same microbatch on another device."""
@@ -232,7 +241,7 @@ class PipelineRuntime:
         else:
             inputs = self._arrived(flight, Op.FORWARD, key).requires_grad_(flight.training)
         positions = stage.positions(batch.tokens.shape[0], self.mesh.device, batch.position_ids, batch.document_ids)
-        output = stage(inputs, positions)
+        output = stage(inputs, positions, self._noise(batch, stage) if flight.training and stage.is_first else None)
         if stage.is_last:
             output = self._loss(output, batch, flight)
         elif self._is_here(key[0] + 1):
@@ -241,6 +250,13 @@ class PipelineRuntime:
             flight.inputs[key] = inputs
         if flight.training or not (stage.is_last or self._is_here(key[0] + 1)):
             flight.outputs[key] = output
+
+    def _noise(self, batch: Microbatch, stage: Stage) -> Tensor | None:
+        """This rank's part of the noise of a batch, in the shape of its embeddings."""
+        if batch.noise_scale is None:
+            return None
+        noise = local_sequence(uniform_noise(batch.noise_scale, batch.noise_seeds, stage.config.hidden_size, self.dtype), self.mesh.cp)
+        return noise.chunk(self.mesh.tp.size)[self.mesh.tp.rank] if self._parallel.sequence_parallel else noise
 
     def _is_here(self, stage: int) -> bool:
         return stage in self.stages

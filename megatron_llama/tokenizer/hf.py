@@ -13,6 +13,7 @@ from megatron_llama.tokenizer.files import read_json_object, replace_file
 
 BOS_NAMES = ("<s>", "<|begin_of_text|>", "<bos>", "<|startoftext|>")
 EOS_NAMES = ("</s>", "<|end_of_text|>", "<|eot_id|>", "<|endoftext|>", "<eos>")
+SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 COMPANIONS = ("tokenizer_config.json", "special_tokens_map.json", "tokenizer.model", "chat_template.jinja", "generation_config.json")
 """Files beside tokenizer.json that belong to it; the last one because it lists the tokens that end an answer."""
 
@@ -51,6 +52,30 @@ class HFTokenizer:
         """See Tokenizer."""
         # Not the library's own batch call, which starts one thread per core in each of our worker processes.
         return [self.encode(text) for text in texts]
+
+    def encode_with_places(self, text: str) -> tuple[list[int], list[tuple[int, int]]]:
+        """Ids as ``encode`` gives them, and of each the characters [start, stop) of the text that it stands for."""
+        encoding = self._tokenizer.encode(text, add_special_tokens=False)
+        return encoding.ids, encoding.offsets
+
+    @property
+    def special_texts(self) -> list[str]:
+        """What a text must not spell if it is to have no special token."""
+        return [token.content for token in self._tokenizer.get_added_tokens_decoder().values() if token.special]
+
+    def token(self, id: int) -> str | None:
+        """The token of an id, as the vocabulary spells it."""
+        spelt: str | None = self._tokenizer.id_to_token(id)
+        return spelt
+
+    def special_names(self) -> dict[str, str]:
+        """``bos_token`` and the like with the tokens that they name: those of the configuration, else those that were found."""
+        beside = self.path.with_name("tokenizer_config.json")
+        config = read_json_object(beside) if beside.exists() else {}
+        given = {name: config[name] for name in SPECIAL_NAMES if config.get(name) is not None}
+        named = {name: str(token["content"] if isinstance(token, dict) else token) for name, token in given.items()}
+        found = {"bos_token": self.bos_id, "eos_token": self.eos_id}
+        return {name: token for name, id in found.items() if id is not None and (token := self.token(id)) is not None} | named
 
     def decode(self, ids: Sequence[int]) -> str:
         """See Tokenizer."""

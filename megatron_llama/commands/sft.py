@@ -1,0 +1,83 @@
+"""``sft``: instruction tuning. The loop is that of ``pretrain``; samples are examples, and the loss counts their answers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from megatron_llama.commands.options import DryRunConfig
+from megatron_llama.commands.pretrain import SECTIONS as PRETRAIN
+from megatron_llama.commands.pretrain import prepared
+from megatron_llama.config import CheckpointConfig, DataConfig
+from megatron_llama.errors import ConfigError, DataError, describe, listing
+from megatron_llama.options import Parsed, flag
+from megatron_llama.sft.options import SFTConfig
+
+SECTIONS = (SFTConfig, *PRETRAIN)
+OTHER_DATA = ("data_path", "reset_position_ids", "reset_attention_mask", "eod_mask_loss")
+"""Options that are about token streams."""
+
+
+def sft(parsed: Parsed) -> None:
+    """Train a model on examples."""
+    options = parsed.get(SFTConfig)
+    if parsed.get(DryRunConfig).dry_run != "no":
+        from megatron_llama.commands.dry_run import dry_run
+
+        refuse(list(_problems(parsed, options)))
+        dry_run(parsed, dataset=False)
+        return
+    refuse([*_problems(parsed, options), *_missing(options)])
+    from megatron_llama.checkpoint.background import in_background
+    from megatron_llama.mesh import place_from_environment
+
+    saves = parsed.get(CheckpointConfig)
+    saving = in_background(place_from_environment(), wanted=saves.async_save and saves.save is not None)
+    with saving as background, prepared(parsed, needs_data=False) as (config, mesh, vocabulary):
+        from megatron_llama.comm.agreement import together
+        from megatron_llama.sft.chat import ChatTokenizer
+        from megatron_llama.sft.run import ExampleData
+        from megatron_llama.train import train
+
+        with together(mesh.world):
+            if vocabulary.tokenizer is None:
+                do = "give --tokenizer-model FOLDER"
+                raise DataError(describe("--tokenizer-model", got="nothing", expected="the tokenizer of the model", do=do))
+            tokenizer = ChatTokenizer(vocabulary.tokenizer, options.chat_template)
+        data = ExampleData(options, config, mesh, tokenizer)
+        with together(mesh.world):
+            lines = [f"chat template: {tokenizer.template.name}; learned: {learned(tokenizer.template.marks_answers, options)}"]
+            lines += data.report(config)
+        if mesh.rank == 0:
+            for line in lines:
+                print(f" {line}", flush=True)
+        train(config, mesh, data.samples, tokenizer=tokenizer, background=background)
+
+
+def learned(marks: bool, options: SFTConfig) -> str:
+    """In words, what the loss counts and how it is known."""
+    if options.loss_on == "all":
+        return "every token (--loss-on all)"
+    which = "answers" if options.loss_on == "assistant" else "the last answer"
+    return f"{which}, which {'the template marks' if marks else 'are what each adds to the text before it'}"
+
+
+def refuse(problems: list[str]) -> None:
+    """Raises ConfigError with all of them, if there are any."""
+    if problems:
+        raise ConfigError(listing("These options cannot be used:", problems))
+
+
+def _problems(parsed: Parsed, options: SFTConfig) -> Iterator[str]:
+    for name in OTHER_DATA:
+        if name in parsed.explicit:
+            expected, do = "nothing: sft reads --train-data", "leave it out; --packing keeps examples apart by itself"
+            yield describe(flag(name), got=getattr(parsed.get(DataConfig), name), expected=expected, do=do)
+    if options.valid_data and "split" in parsed.explicit:
+        yield describe("--split, --valid-data", got="both", expected="one way to tell what evaluation reads", do="leave one out")
+    if options.neftune_noise_alpha < 0:
+        yield describe("--neftune-noise-alpha", got=options.neftune_noise_alpha, expected="0 or more", do="5 is usual, 0 is none")
+
+
+def _missing(options: SFTConfig) -> Iterator[str]:
+    if not options.train_data:
+        yield describe("--train-data", got="nothing", expected="files of examples", do="give --train-data FILE ...")

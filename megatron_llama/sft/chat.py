@@ -1,0 +1,145 @@
+"""A tokenizer with its chat template: conversations to token ids, and which of them are learned."""
+
+from __future__ import annotations
+
+import re
+import tempfile
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from megatron_llama.errors import DataError, describe
+from megatron_llama.sft.formats import ASSISTANT, Conversation, Example, Passage
+from megatron_llama.sft.problems import UnusableError
+from megatron_llama.sft.template import find_template
+from megatron_llama.tokenizer.base import Tokenizer
+from megatron_llama.tokenizer.files import replace_file
+from megatron_llama.tokenizer.hf import HFTokenizer
+
+LossOn = Literal["assistant", "last", "all"]
+TEMPLATE_FILE = "chat_template.jinja"
+
+
+@dataclass(frozen=True)
+class Encoded:
+    """An example as tokens."""
+
+    text: str
+    """As the template renders it."""
+    ids: list[int]
+    learned: list[bool]
+    """Of each token whether the loss counts it."""
+
+
+class ChatTokenizer:
+    """A Tokenizer that knows conversations too. Raises DataError if the tokenizer cannot be expressed as a ``tokenizer.json``, which is
+    what reads special tokens in a text."""
+
+    def __init__(self, tokenizer: Tokenizer, wanted: str | None = None) -> None:
+        """``wanted``: a template's file or name, instead of the tokenizer's own."""
+        self._tokenizer = tokenizer
+        self.vocab_size, self.bos_id, self.eos_id = tokenizer.vocab_size, tokenizer.bos_id, tokenizer.eos_id
+        self._reader = tokenizer if isinstance(tokenizer, HFTokenizer) else _twin(tokenizer)
+        path: Path | None = getattr(tokenizer, "path", None)
+        self.template = find_template(wanted, path.parent if path is not None else None, self._reader.special_names())
+        self._special = re.compile("|".join(map(re.escape, sorted(self._reader.special_texts, key=len, reverse=True))) or r"(?!)")
+        if self.eos_id is None:
+            where = str(path or "the tokenizer")
+            raise DataError(describe(where, got="no end token", expected="one, which ends answers", do="use another tokenizer"))
+
+    def encode(self, text: str) -> list[int]:
+        """See Tokenizer."""
+        return self._tokenizer.encode(text)
+
+    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
+        """See Tokenizer."""
+        return self._tokenizer.encode_batch(texts)
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """See Tokenizer."""
+        return self._tokenizer.decode(ids)
+
+    def save_hf(self, folder: str | Path) -> None:
+        """See Tokenizer; with the chat template beside it."""
+        self._tokenizer.save_hf(folder)
+        replace_file(Path(folder) / TEMPLATE_FILE, self.template.source.encode())
+
+    def spelt(self, ids: Sequence[int]) -> list[str]:
+        """Each token as a text that shows it: decoded alone, or the token's name if that gives nothing."""
+        return [self._reader.decode([id]) or self._reader.token(id) or f"<{id}>" for id in ids]
+
+    def prompt(self, text: str) -> list[int]:
+        """A user's message and the beginning of an answer. Raises UnusableError if the template cannot."""
+        return self._reader.encode(self.template.render([{"role": "user", "content": text}], prompt=True).text)
+
+    def read(self, example: Example, loss_on: LossOn) -> Encoded:
+        """Raises UnusableError if nothing of it is learned, or nobody can say what."""
+        if isinstance(example, Passage):
+            return self._passage(example, loss_on)
+        for text in example.texts:
+            if (found := self._special.search(text)) is not None:
+                got = f"the special token {found[0]!r} at character {found.start()}"
+                do = "reword the message: the model would take it for the end of one"
+                raise UnusableError("special token in a message", got=got, expected="text", do=do)
+        text, spans = self._answers(example, loss_on)
+        ids, places = self._reader.encode_with_places(text)
+        learned = [True] * len(ids) if loss_on == "all" else _overlapping(places, spans)
+        return _useful(text, ids, learned)
+
+    def _passage(self, example: Passage, loss_on: LossOn) -> Encoded:
+        """A begin token before and an end token behind it, unless the text spells them."""
+        assert self.eos_id is not None
+        text = example.prompt + example.completion
+        ids, places = self._reader.encode_with_places(text)
+        learned = [True] * len(ids) if loss_on == "all" else _overlapping(places, [(len(example.prompt), len(text))])
+        if self.bos_id is not None and ids[:1] != [self.bos_id]:
+            ids, learned = [self.bos_id, *ids], [loss_on == "all", *learned]
+        if ids[-1:] != [self.eos_id]:
+            ids, learned = [*ids, self.eos_id], [*learned, True]
+        return _useful(text, ids, learned)
+
+    def _answers(self, example: Conversation, loss_on: LossOn) -> tuple[str, Sequence[tuple[int, int]]]:
+        """The rendered text and the characters of it that are learned."""
+        whole = self.template.render(example.messages, example.tools)
+        if loss_on == "all":
+            return whole.text, ()
+        spans = list(whole.answers) if self.template.marks_answers else list(self._differences(example, whole.text))
+        return whole.text, spans[-1:] if loss_on == "last" else spans
+
+    def _differences(self, example: Conversation, whole: str) -> Iterator[tuple[int, int]]:
+        """Of each answer what it adds to the text of the messages before it."""
+        for index, message in enumerate(example.messages):
+            if message["role"] != ASSISTANT:
+                continue
+            before = self.template.render(example.messages[:index], example.tools, prompt=True).text
+            until = self.template.render(example.messages[: index + 1], example.tools).text
+            if not (until.startswith(before) and whole.startswith(until)):
+                expected = "{% generation %} around answers, or a text that only grows with each message"
+                do = f"mark the answers in {self.template.name}, or give --chat-template or --loss-on all"
+                got = f"a template that renders messages[:{index + 1}] differently when others follow"
+                raise UnusableError("answers cannot be told apart", got=got, expected=expected, do=do)
+            yield len(before), len(until)
+
+
+def _twin(tokenizer: Tokenizer) -> HFTokenizer:
+    with tempfile.TemporaryDirectory() as folder:
+        tokenizer.save_hf(folder)
+        return HFTokenizer(Path(folder) / "tokenizer.json")
+
+
+def _overlapping(places: Sequence[tuple[int, int]], spans: Sequence[tuple[int, int]]) -> list[bool]:
+    """Whether each token stands for a character of one of the spans. Both are in the order of the text."""
+    learned, at = [], 0
+    for start, stop in places:
+        while at < len(spans) and spans[at][1] <= start:
+            at += 1
+        learned.append(at < len(spans) and spans[at][0] < max(stop, start + 1))
+    return learned
+
+
+def _useful(text: str, ids: list[int], learned: list[bool]) -> Encoded:
+    if not any(learned[1:]):
+        do = "leave the example out, or mend the template: nothing of it would be learned"
+        raise UnusableError("zero target tokens", got=f"{len(ids)} tokens, none of an answer", expected="one or more to learn", do=do)
+    return Encoded(text, ids, learned)

@@ -1,0 +1,33 @@
+"""Options of ``sft`` and of the ``data`` commands. Standard library only."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+Format = Literal["auto", "messages", "sharegpt", "alpaca", "prompt", "text"]
+
+
+@dataclass(frozen=True)
+class SFTConfig:
+    """Conversations, what of them is learned, and how they fill samples."""
+
+    train_data: tuple[str, ...] = ()
+    """Files or folders of examples: `.jsonl`, `.json` (an array of objects), `.parquet`."""
+    valid_data: tuple[str, ...] = ()
+    """Files for evaluation. Default: a share of --train-data, as --split says."""
+    data_format: Format = "auto"
+    """What an example looks like: `messages` (OpenAI), `sharegpt` (`conversations` of `from` and `value`), `alpaca` (`instruction`,
+    `input`, `output`), `prompt` (`prompt` and `completion`), `text`. `auto`: what the first example of each file is."""
+    chat_template: str | None = None
+    """Jinja file, or one of the built-in `plain`, `chatml`, `llama2`, `llama3`. Default: the tokenizer's own, else `plain`."""
+    loss_on: Literal["assistant", "last", "all"] = "assistant"
+    """Tokens that are learned: all answers, the last answer of each conversation, or everything. A `text` example is all answer."""
+    on_bad_sample: Literal["stop", "drop"] = "stop"
+    """When an example cannot be used: stop before training with a list, or leave it out and say how many."""
+    on_long_sample: Literal["truncate", "drop", "stop"] = "truncate"
+    """When an example has more than seq_length + 1 tokens: cut its end, leave it out, or count it as one that cannot be used."""
+    packing: bool = False
+    """Put several examples into each sample, by best fit. Attention and positions stay within an example."""
+    neftune_noise_alpha: float = 0.0
+    """NEFTune: add uniform noise of up to alpha / sqrt(length x hidden_size) to the embeddings of training samples. 0: none."""

@@ -1,0 +1,197 @@
+"""Everything that can be wrong with an example has a message of its own, with file and line."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron_llama.errors import DataError
+from megatron_llama.sft import records
+from megatron_llama.sft.chat import ChatTokenizer
+from megatron_llama.sft.dataset import Examples, read_examples, refuse_problems
+from megatron_llama.sft.options import SFTConfig
+from megatron_llama.tokenizer.hf import HFTokenizer
+
+SEQ_LENGTH = 64
+USER, ANSWER = {"role": "user", "content": "Why?"}, {"role": "assistant", "content": "Because."}
+GOOD = json.dumps({"messages": [USER, ANSWER]})
+
+
+def line(**record: Any) -> str:
+    return json.dumps(record)
+
+
+def chat(*messages: Any, **more: Any) -> str:
+    return line(messages=list(messages), **more)
+
+
+def turn(role: Any, content: Any = "text") -> dict[str, Any]:
+    return {"role": role, "content": content}
+
+
+# What stands on the second line of a file; the reason under which it is counted; and part of the message behind file and line.
+CASES: dict[str, tuple[str | bytes, str, str]] = {
+    "cut off": ('{"messages": [', "invalid JSON", "invalid JSON (Expecting value, column 15), expected one JSON object per line"),
+    "single quotes": ("{'messages': []}", "invalid JSON", "Expecting property name enclosed in double quotes, column 2"),
+    "two objects": ("{}{}", "invalid JSON", "Extra data, column 3"),
+    "a control character": ('{"text": "a\tb"}', "invalid JSON", "Invalid control character at, column 12"),
+    "no number": ('{"text": NaN}', "invalid JSON", "NaN is no JSON number"),
+    "bad UTF-8": (b'{"text": "\xff"}', "bad UTF-8", "got byte 0xff at byte 10, expected UTF-8"),
+    "gigantic line": (b'{"text": "' + b"x" * 3000 + b'"}', "gigantic line", "a line of more than 2,000 bytes"),
+    "deep nesting": ("[" * 1900, "too deeply nested", "JSON nested too deeply"),
+    "an array": ("[1]", "not an object", "got a JSON array, expected a JSON object"),
+    "a string": ('"text"', "not an object", "got a JSON string, expected a JSON object"),
+    "a repeated key": ('{"messages": [], "messages": []}', "repeated key", "field 'messages': got the key twice in one object"),
+    "a missing field": (line(text="x"), "missing field messages", "field 'messages': got no such field (fields: 'text')"),
+    "no array": (line(messages="x"), "messages are no array", "field 'messages': got a JSON string, expected an array"),
+    "no messages": (line(messages=[]), "no messages", "field 'messages': got an empty array"),
+    "no object": (chat("Why?", ANSWER), "message is no object", "field 'messages[0]': got a JSON string, expected an object with 'role'"),
+    "no role": (chat({"content": "x"}, ANSWER), "message without role", "field 'messages[0]': got 'content', expected a field 'role'"),
+    "role is no string": (chat(turn(1)), "role is no string", "field 'messages[0].role': got a JSON number"),
+    "unknown role": (chat(turn("narrator")), "unknown role", "field 'messages[0].role': got 'narrator', expected one of system, user"),
+    "no content": (chat({"role": "user"}, ANSWER), "message without content", "field 'messages[0]': got 'role', expected 'content'"),
+    "null content": (chat(turn("user", None), ANSWER), "no string", "field 'messages[0].content': got a JSON null, expected a string"),
+    "an image": (chat(turn("user", [{"type": "image_url"}])), "content is no text", "'messages[0].content[0]': got a part of type 'image_url'"),
+    "a part that is no object": (chat(turn("user", ["x"])), "content is no text", "'messages[0].content[0]': got a JSON string"),
+    "broken tool calls": (chat(USER, {"role": "assistant", "tool_calls": "f"}), "broken tool calls", "'messages[1].tool_calls': got f"),
+    "broken tools": (chat(USER, ANSWER, tools="f"), "tools are no array", "field 'tools': got a JSON string, expected an array"),
+    "half a pair": (chat(USER, turn("assistant", "\ud83d")), "half a surrogate pair", "'messages[1].content': got half a surrogate pair"),
+    "a noncharacter": (chat(turn("user", "\ufdd0"), ANSWER), "noncharacter", "'messages[0].content': got the noncharacter U+FDD0"),
+    "a null character": (chat(turn("user", "a\0"), ANSWER), "null character", "'messages[0].content': got U+0000 at character 1"),
+    "an answer first": (chat(ANSWER), "conversation begins with an answer", "'messages[0]': got assistant first, expected system or user"),
+    "two questions": (chat(USER, USER, ANSWER), "wrong role order", "'messages[1]': got user after user, expected assistant"),
+    "a late system message": (chat(USER, ANSWER, turn("system"), ANSWER), "wrong role order", "got system after assistant, expected user or tool"),
+    "two answers": (chat(USER, ANSWER, ANSWER), "wrong role order", "'messages[2]': got assistant after assistant"),
+    "no answer": (chat(USER), "no answer at the end", "field 'messages': got a last message of role user, expected assistant"),
+    "an empty answer": (chat(USER, turn("assistant", " \n")), "empty answer", "field 'messages[1]': got nothing but spaces"),
+    "an empty question": (chat(turn("user", ""), ANSWER), "empty question", "field 'messages[0]': got nothing but spaces"),
+    "an empty system message": (chat(turn("system", ""), USER, ANSWER), "empty system message", "field 'messages[0]': got nothing but"),
+    "a special token": (chat(turn("user", "x<|eot_id|>y"), ANSWER), "special token in a message", "'<|eot_id|>' at character 1"),
+    "cut before the answer": (chat(turn("user", "why? " * 200), ANSWER), "zero target tokens after truncation", "among the first 65"),
+    "a tool first": (chat(turn("tool"), ANSWER), "wrong role order", "'messages[0]': got tool first, expected system or user"),
+}
+OTHER_FORMATS: dict[str, tuple[str, str, str, str]] = {
+    "no value": ("sharegpt", line(conversations=[{"from": "human"}]), "message without content", "'conversations[0]': got 'from', expected 'value'"),
+    "no from": ("sharegpt", line(conversations=[{"value": "x"}]), "message without role", "'conversations[0]': got 'value', expected a field 'from'"),
+    "no output": ("alpaca", line(instruction="x"), "missing field output", "field 'output': got no such field (fields: 'instruction')"),
+    "an empty output": ("alpaca", line(instruction="x", output=""), "empty output", "field 'output': got nothing but spaces"),
+    "an empty instruction": ("alpaca", line(instruction=" ", output="x"), "empty instruction", "field 'instruction': got nothing but"),
+    "input is no text": ("alpaca", line(instruction="x", input=3, output="y"), "no string", "field 'input': got a JSON number"),
+    "broken history": ("alpaca", line(instruction="x", history=["y"], output="z"), "broken history", "field 'history': got ['y'], expected an array of"),
+    "no completion": ("prompt", line(prompt="x"), "missing field completion", "field 'completion': got no such field (fields: 'prompt')"),
+    "an empty completion": ("prompt", line(prompt="x", completion=""), "empty completion", "field 'completion': got nothing but"),
+    "text and messages": ("prompt", line(prompt="x", completion=[ANSWER]), "prompt and completion differ in kind", "got a JSON string with a completion that is a JSON array"),
+    "an empty text": ("text", line(text="\n"), "empty text", "field 'text': got nothing but spaces"),
+    "no known field": ("auto", line(question="x", answer="y"), "unknown format", "got the fields 'question', 'answer', expected messages"),
+}  # fmt: skip
+
+
+def read(folder: Path, content: bytes, tokenizer: ChatTokenizer, name: str = "data.jsonl", **options: Any) -> tuple[Path, Examples]:
+    path = folder / name
+    path.write_bytes(content)
+    return path, read_examples([path], tokenizer, SFTConfig(**options), SEQ_LENGTH)
+
+
+def test_there_are_forty() -> None:
+    assert len(CASES) + len(OTHER_FORMATS) >= 50
+    messages = [case[-1] for case in (*CASES.values(), *OTHER_FORMATS.values())]
+    assert len(set(messages)) == len(messages)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_each_has_its_message(name: str, tmp_path: Path, chat: ChatTokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
+    bad, reason, words = CASES[name]
+    if reason == "gigantic line":
+        monkeypatch.setattr(records, "LONGEST_LINE", 2000)
+    raw = bad if isinstance(bad, bytes) else bad.encode()
+    path, examples = read(tmp_path, b"\n".join([GOOD.encode(), raw, GOOD.encode()]), chat)
+    [problem] = examples.problems
+    assert problem.where == f"{path}:2" and problem.reason == reason
+    assert str(problem).startswith(f"{path}:2: ") and words in str(problem), str(problem)
+    assert len(examples) == 2 and examples.numbers == [0, 2]
+
+
+@pytest.mark.parametrize("name", OTHER_FORMATS)
+def test_each_has_its_message_in_other_formats(name: str, tmp_path: Path, chat: ChatTokenizer) -> None:
+    kind, bad, reason, words = OTHER_FORMATS[name]
+    path, examples = read(tmp_path, b"\n" + bad.encode(), chat, data_format=kind)
+    [problem] = examples.problems
+    assert problem.where == f"{path}:2" and problem.reason == reason and words in str(problem), str(problem)
+
+
+def test_arrays_have_lines_too(tmp_path: Path, chat: ChatTokenizer) -> None:
+    path, examples = read(tmp_path, f'[\n  {GOOD},\n\n  {{"messages": []}},\n  {GOOD}\n]'.encode(), chat, "data.json")
+    assert len(examples) == 2 and [str(p).split(": ")[0] for p in examples.problems] == [f"{path}:4"]
+    cases = {
+        f"[\n{GOOD}\n{GOOD}]": ("broken array", 3, "got '{\"messages', expected a comma or the closing bracket"),
+        f"[\n{GOOD},\n": ("invalid JSON", 3, "expected an array of objects"),
+        f"[\n{GOOD}\n": ("broken array", 3, "got the end of the file"),
+        f'[{GOOD},\n{{"messages": [}}]': ("invalid JSON", 2, "Expecting value, column 15"),
+        f"[{GOOD},\n{GOOD},\n\n3]": ("not an object", 4, "a JSON number"),
+    }
+    for content, (reason, number, words) in cases.items():
+        path, examples = read(tmp_path, content.encode(), chat, "data.json")
+        [problem] = examples.problems
+        assert (problem.reason, problem.where) == (reason, f"{path}:{number}") and words in str(problem), str(problem)
+    path, examples = read(tmp_path, b'[\n\n"\xfe"]', chat, "data.json")
+    assert [str(problem).split(",")[0] for problem in examples.problems] == [f"{path}:3: got byte 0xfe at byte 4"]
+    assert len(read(tmp_path, f"{GOOD}\n{GOOD}".encode(), chat, "data.json")[1]) == 2, "JSON lines under another name"
+
+
+def test_templates_that_fail_or_leave_nothing(tmp_path: Path, llama3: Path) -> None:
+    cases = {
+        "{{ raise_exception('no system here') }}": ("template error", "got no system here (from"),
+        "{{ messages[7].content }}": ("template error", "got list object has no element 7"),
+        "{{ 1 // 0 }}": ("template error", "got ZeroDivisionError"),
+        "{% generation %}{% endgeneration %}x": ("zero target tokens", "tokens, none of an answer"),
+        "{{ messages | length }}{% for m in messages %}{{ m.content }}{% endfor %}": ("answers cannot be told apart", "messages[:2] differently"),
+    }
+    for number, (source, (reason, words)) in enumerate(cases.items()):
+        file = tmp_path / f"{number}.jinja"
+        file.write_text(source)
+        tokenizer = ChatTokenizer(HFTokenizer(llama3 / "tokenizer.json"), str(file))
+        path, examples = read(tmp_path, f"{GOOD}\n".encode(), tokenizer)
+        [problem] = examples.problems
+        assert (problem.reason, problem.where) == (reason, f"{path}:1") and words in str(problem), str(problem)
+
+
+def test_stop_or_drop(tmp_path: Path, chat: ChatTokenizer) -> None:
+    """With stop all is told before training; with drop it is counted."""
+    path, examples = read(tmp_path, "\n".join([GOOD, "[1]", *["{}"] * 20]).encode(), chat)
+    with pytest.raises(DataError) as error:
+        refuse_problems(examples, [path], SFTConfig())
+    lines = str(error.value).splitlines()
+    assert lines[0] == "21 examples cannot be used (--on-bad-sample drop leaves them out):" and len(lines) == 13
+    assert lines[1].startswith(f"  - {path}:2: ") and lines[10].startswith(f"  - {path}:11: ")
+    assert lines[11:] == ["  - and 11 more", "  - by reason: missing field messages 20, not an object 1"]
+    refuse_problems(examples, [path], SFTConfig(on_bad_sample="drop"))
+    assert list(examples.report())[2] == "unusable: 21 examples"
+    path, examples = read(tmp_path, b"[1]\n", chat)
+    with pytest.raises(DataError, match="got no example that can be used"):
+        refuse_problems(examples, [path], SFTConfig(on_bad_sample="drop"))
+
+
+def test_long_examples(tmp_path: Path, chat: ChatTokenizer) -> None:
+    long = json.dumps({"messages": [USER, {"role": "assistant", "content": "on and on " * 50}]})
+    content = f"{GOOD}\n{long}\n".encode()
+    _, cut = read(tmp_path, content, chat)
+    assert (len(cut), cut.truncated, cut.dropped, len(cut.ids[1]), sum(cut.lengths.values())) == (2, 1, 0, SEQ_LENGTH + 1, 2)
+    _, left = read(tmp_path, content, chat, on_long_sample="drop")
+    assert (len(left), left.truncated, left.dropped, left.problems) == (1, 0, 1, [])
+    assert list(left.report())[2] == "too long: 0 examples truncated, 1 dropped"
+    path, stopped = read(tmp_path, content, chat, on_long_sample="stop")
+    assert [str(problem).split(" tokens")[0] for problem in stopped.problems] == [f"{path}:2: got {max(cut.lengths)}"]
+
+
+def test_files_that_cannot_be_read(tmp_path: Path) -> None:
+    (tmp_path / "empty.jsonl").touch()
+    (tmp_path / "table.csv").write_text("a,b")
+    (tmp_path / "folder").mkdir()
+    paths = [str(tmp_path / name) for name in ("none.jsonl", "empty.jsonl", "table.csv", "folder")]
+    with pytest.raises(DataError) as error:
+        records.example_files(paths)
+    expected = ("no such file", "an empty file", "a .csv file", "a folder without examples")
+    assert [f"{path}: got {words}" in str(error.value) for path, words in zip(paths, expected, strict=True)] == [True] * 4

@@ -1,0 +1,150 @@
+"""Token ids and masks against those of transformers, and what a template must not be able to do."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import AutoTokenizer
+
+from megatron_llama.errors import DataError
+from megatron_llama.sft.chat import ChatTokenizer, Encoded
+from megatron_llama.sft.formats import Conversation
+from megatron_llama.sft.problems import UnusableError
+from megatron_llama.sft.template import BUILT_IN, ChatTemplate
+from megatron_llama.tokenizer.hf import HFTokenizer
+from megatron_llama.tokenizer.load import load_tokenizer
+
+Message = Mapping[str, Any]
+SYSTEM = {"role": "system", "content": "Answer in one line.\n  Be kind."}
+CONVERSATIONS: Sequence[Sequence[Message]] = (
+    ({"role": "user", "content": "What is a list?"}, {"role": "assistant", "content": "A mutable sequence of objects."}),
+    (SYSTEM, {"role": "user", "content": "  spaces \n"}, {"role": "assistant", "content": " \tkept or stripped?  "}),
+    (
+        SYSTEM,
+        {"role": "user", "content": "Größe \U0001f600?"},
+        {"role": "assistant", "content": "naïve 漢字 \U0001f600"},
+        {"role": "user", "content": "x = [i for i in range(10)]"},
+        {"role": "assistant", "content": "    return x\n\n\n# done"},
+        {"role": "user", "content": "1234567890"},
+        {"role": "assistant", "content": "!"},
+    ),
+)
+UNMARKED = {name: source.replace("{% generation %}", "").replace("{% endgeneration %}", "") for name, source in BUILT_IN.items()}
+
+
+def theirs(folder: Path, template: str, messages: Sequence[Message]) -> tuple[list[int], list[bool]]:
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    found = tokenizer.apply_chat_template(
+        [dict(message) for message in messages],
+        chat_template=template,
+        tokenize=True,
+        return_dict=True,
+        return_assistant_tokens_mask=True,
+    )
+    return found["input_ids"], [bool(mark) for mark in found["assistant_masks"]]
+
+
+def ours(folder: Path, template: str | None, messages: Sequence[Message], loss_on: Any = "assistant") -> Encoded:
+    return ChatTokenizer(HFTokenizer(folder / "tokenizer.json"), template).read(Conversation(tuple(messages)), loss_on)
+
+
+@pytest.mark.parametrize("name", BUILT_IN)
+@pytest.mark.parametrize("kind", ["llama2", "llama3"])
+def test_ids_and_masks_are_those_of_transformers(name: str, kind: str, request: pytest.FixtureRequest) -> None:
+    folder = request.getfixturevalue(kind)
+    for messages in CONVERSATIONS:
+        ids, mask = theirs(folder, BUILT_IN[name], messages)
+        encoded = ours(folder, name, messages)
+        assert encoded.ids == ids
+        assert encoded.learned == mask
+        assert 0 < sum(mask) < len(mask)
+
+
+@pytest.mark.parametrize("name", ["plain", "chatml", "llama2", "llama3"])
+def test_differences_find_the_same_answers(name: str, llama3: Path, tmp_path: Path) -> None:
+    """A template without marks: what each answer adds is what the marks enclose, and the end of its line."""
+    (tmp_path / "template.jinja").write_text(UNMARKED[name])
+    for messages in CONVERSATIONS:
+        marked, found = ours(llama3, name, messages), ours(llama3, str(tmp_path / "template.jinja"), messages)
+        assert found.ids == marked.ids and found.text == marked.text
+        tokenizer = load_tokenizer(llama3)
+        more = [id for id, one, other in zip(found.ids, found.learned, marked.learned, strict=True) if one and not other]
+        lines = sum(message["role"] == "assistant" for message in messages) if name in ("plain", "chatml") else 0
+        assert tokenizer.decode(more) == "\n" * lines
+        assert not any(other and not one for one, other in zip(found.learned, marked.learned, strict=True))
+
+
+def test_loss_on_the_last_answer_and_on_all(llama3: Path, tmp_path: Path) -> None:
+    (tmp_path / "template.jinja").write_text(UNMARKED["llama3"])
+    for template in ("llama3", str(tmp_path / "template.jinja")):
+        last = ours(llama3, template, CONVERSATIONS[2], "last")
+        tokenizer = HFTokenizer(llama3 / "tokenizer.json")
+        learned = [id for id, mark in zip(last.ids, last.learned, strict=True) if mark]
+        assert [tokenizer.token(id) for id in learned] == ["!", "<|eot_id|>"]
+        assert all(ours(llama3, template, CONVERSATIONS[2], "all").learned)
+
+
+def test_sentencepiece_reads_special_tokens_in_templates(llama2: Path, tmp_path: Path) -> None:
+    """The model file alone spells them as text; its twin does not."""
+    (tmp_path / "tokenizer.model").write_bytes((llama2 / "tokenizer.model").read_bytes())
+    encoded = ChatTokenizer(load_tokenizer(tmp_path), "llama2").read(Conversation(tuple(CONVERSATIONS[0])), "assistant")
+    assert encoded.ids == theirs(llama2, BUILT_IN["llama2"], CONVERSATIONS[0])[0]
+    assert encoded.ids[0] == 1 and encoded.ids[-1] == 2 and encoded.learned[-1]
+
+
+def test_where_a_template_is_found(llama3: Path, tmp_path: Path) -> None:
+    (tmp_path / "tokenizer.json").write_bytes((llama3 / "tokenizer.json").read_bytes())
+    tokenizer = HFTokenizer(tmp_path / "tokenizer.json")
+    assert ChatTokenizer(tokenizer).template.name == "built-in template plain, since the tokenizer has none"
+    config = tmp_path / "tokenizer_config.json"
+    config.write_text('{"chat_template": [{"name": "tools", "template": "t"}, {"name": "default", "template": "{{ 1 }}"}]}')
+    assert (ChatTokenizer(tokenizer).template.name, ChatTokenizer(tokenizer).template.source) == (f"{config}: chat_template", "{{ 1 }}")
+    (tmp_path / "chat_template.jinja").write_text("{{ 2 }}")
+    assert ChatTokenizer(tokenizer).template.source == "{{ 2 }}"
+    assert ChatTokenizer(tokenizer, "chatml").template.source == BUILT_IN["chatml"]
+    with pytest.raises(DataError, match=r"--chat-template nowhere: got .*expected a jinja file, or one of plain, chatml, llama2, llama3"):
+        ChatTokenizer(tokenizer, "nowhere")
+    (tmp_path / "chat_template.jinja").write_text("fine\n{% if %}")
+    with pytest.raises(DataError, match=r"chat_template.jinja:2: got .*expected a jinja template"):
+        ChatTokenizer(tokenizer)
+
+
+def test_the_template_travels_with_the_tokenizer(llama3: Path, tmp_path: Path) -> None:
+    ChatTokenizer(HFTokenizer(llama3 / "tokenizer.json"), "chatml").save_hf(tmp_path)
+    assert AutoTokenizer.from_pretrained(tmp_path).chat_template == BUILT_IN["chatml"]
+    assert ours(tmp_path, None, CONVERSATIONS[0]) == ours(llama3, "chatml", CONVERSATIONS[0])
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "{{ messages.__class__.__mro__ }}",
+        "{{ ''.__class__ }}",
+        "{{ messages.append(1) }}",
+        "{{ messages[0].update(role='x') }}",
+        "{% set n = namespace(__init__=1) %}",
+        "{% set n = namespace() %}{% set n.__class__ = 1 %}{{ n }}",
+        "{{ dict.__globals__ }}",
+        "{{ raise_exception.__globals__['__builtins__'] }}",
+        "{{ range(1000000000) }}",
+        "{% include '/etc/passwd' %}",
+        "{{ tojson.__code__ }}{{ strftime_now.__globals__ }}",
+    ],
+)
+def test_a_template_cannot_leave_its_sandbox(source: str) -> None:
+    try:
+        text = ChatTemplate(source, "evil", {}).render(CONVERSATIONS[0]).text
+    except UnusableError as error:
+        assert error.reason == "template error"
+    else:
+        assert text == "", text
+
+
+def test_helpers_of_templates() -> None:
+    source = "{{ messages | tojson }}{{ dict(a=1) }}{% set n = namespace(x=1) %}{% set n.x = 2 %}{{ n.x }}{{ strftime_now('%Y') | length }}"
+    text = ChatTemplate(source, "fine", {}).render([{"role": "user", "content": "<ä>"}]).text
+    assert text == '[{"role": "user", "content": "<ä>"}]' + "{'a': 1}24"
+    assert ChatTemplate("{% for m in messages %}{% break %}{% endfor %}{{ tools }}", "fine", {}).render([{}], [1]).text == "[1]"
