@@ -39,6 +39,7 @@ COMMANDS: Mapping[str, Command] = MappingProxyType(
             "evaluate", "evaluate", "commands.evaluate:SECTIONS", "Loss and perplexity of --load or --init-from-hf on a dataset or text."
         ),
         "generate": Command("generate", "generate", "commands.generate:SECTIONS", "Continue prompts with a trained model."),
+        "chat": Command("chat", "chat", "commands.chat:SECTIONS", "Talk with a trained model, line by line."),
         "export": Command("export", "export", "commands.options:ExportConfig", "Write a checkpoint as a HuggingFace folder."),
         "convert": Command(
             "convert",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -19,6 +19,7 @@ from megatron_llama.tokenizer.hf import HFTokenizer
 
 LossOn = Literal["assistant", "last", "all"]
 TEMPLATE_FILE = "chat_template.jinja"
+_SOMETHING = "an answer"
 
 
 @dataclass(frozen=True)
@@ -71,21 +72,37 @@ class ChatTokenizer:
 
     def prompt(self, text: str) -> list[int]:
         """A user's message and the beginning of an answer. Raises UnusableError if the template cannot."""
-        return self._reader.encode(self.template.render([{"role": "user", "content": text}], prompt=True).text)
+        return self.continued([{"role": "user", "content": text}])
+
+    def continued(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
+        """Messages and the beginning of an answer. Raises UnusableError if the template cannot, or a message has a special token."""
+        for message in messages:
+            self._refuse_special(message["content"])
+        return self._reader.encode(self.template.render(messages, prompt=True).text)
+
+    def ends(self) -> frozenset[int]:
+        """The special token with which the template ends an answer, if there is one."""
+        before = [{"role": "user", "content": "?"}]
+        text = self.template.render([*before, {"role": ASSISTANT, "content": _SOMETHING}]).text
+        behind = self._reader.encode(text.rpartition(_SOMETHING)[2])
+        return frozenset(next(([id] for id in behind if not self._reader.decode([id])), []))
 
     def read(self, example: Example, loss_on: LossOn) -> Encoded:
         """Raises UnusableError if nothing of it is learned, or nobody can say what."""
         if isinstance(example, Passage):
             return self._passage(example, loss_on)
         for text in example.texts:
-            if (found := self._special.search(text)) is not None:
-                got = f"the special token {found[0]!r} at character {found.start()}"
-                do = "reword the message: the model would take it for the end of one"
-                raise UnusableError("special token in a message", got=got, expected="text", do=do)
+            self._refuse_special(text)
         text, spans = self._answers(example, loss_on)
         ids, places = self._reader.encode_with_places(text)
         learned = [True] * len(ids) if loss_on == "all" else _overlapping(places, spans)
         return _useful(text, ids, learned)
+
+    def _refuse_special(self, text: str) -> None:
+        if (found := self._special.search(text)) is not None:
+            got = f"the special token {found[0]!r} at character {found.start()}"
+            do = "reword the message: the model would take it for the end of one"
+            raise UnusableError("special token in a message", got=got, expected="text", do=do)
 
     def _passage(self, example: Passage, loss_on: LossOn) -> Encoded:
         """A begin token before and an end token behind it, unless the text spells them."""

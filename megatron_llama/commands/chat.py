@@ -1,0 +1,111 @@
+"""``chat``: a conversation with a trained model, through its tokenizer's chat template."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from megatron_llama.commands.options import ChatConfig, ModelFolderConfig, SamplingConfig
+from megatron_llama.errors import DataError, UserError, describe
+from megatron_llama.options import Parsed
+
+if TYPE_CHECKING:
+    from megatron_llama.commands.trained import Trained
+    from megatron_llama.generation import Sampling
+    from megatron_llama.sft.chat import ChatTokenizer
+
+SECTIONS = (ModelFolderConfig, ChatConfig, SamplingConfig)
+RESET = "/reset"
+
+
+def chat(parsed: Parsed) -> None:
+    """Read messages line by line, from a terminal or a pipe, and print each answer as its tokens come."""
+    from megatron_llama.commands.trained import open_trained, sampling_of
+    from megatron_llama.sft.chat import ChatTokenizer
+    from megatron_llama.sft.problems import UnusableError
+
+    options, sampling = parsed.get(ChatConfig), parsed.get(SamplingConfig)
+    drawing, model = sampling_of(sampling), open_trained(parsed.get(ModelFolderConfig))
+    speaker = ChatTokenizer(model.tokenizer, options.chat_template)
+    print(f" {speaker.template.name}; {RESET} starts afresh, the end of the input ends", file=sys.stderr, flush=True)
+    talk = Talk(model, speaker, drawing, seed=sampling.seed, system=options.system)
+    for line in _lines():
+        if line == RESET:
+            talk.reset()
+            continue
+        try:
+            for piece in talk.answer(line):
+                print(piece, end="", flush=True)
+            print(flush=True)
+        except (UserError, UnusableError) as error:  # the next message may fit
+            said = error.at("the message") if isinstance(error, UnusableError) else error
+            print(f"error: {said}", file=sys.stderr, flush=True)
+
+
+def _lines() -> Iterator[str]:
+    """Messages: lines that are not empty."""
+    while True:
+        if sys.stdin.isatty():
+            print("> ", end="", file=sys.stderr, flush=True)
+        line = sys.stdin.readline()
+        if not line:
+            return
+        if line.strip():
+            yield line.strip()
+
+
+class Talk:
+    """A conversation. What the model has read of it stays read: with each message it reads what is new, unless the template
+    renders what was said before differently now."""
+
+    def __init__(self, model: Trained, speaker: ChatTokenizer, sampling: Sampling, *, seed: int, system: str | None) -> None:
+        self._model, self._speaker, self._sampling, self._seed = model, speaker, sampling, seed
+        self._opening = [{"role": "system", "content": system}] if system is not None else []
+        self._stops = model.stops | speaker.ends()
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget everything but the system's message."""
+        import torch
+
+        from megatron_llama.generation import Reader
+
+        self._reader, self._read = Reader(self._model.stage), list[int]()
+        self._said: list[dict[str, str]] = []
+        self._generator = torch.Generator().manual_seed(self._seed)
+
+    def answer(self, message: str) -> Iterator[str]:
+        """The answer, piece by piece. Raises DataError or UnusableError, and forgets the message, if it is too long or
+        the template cannot render it.
+
+        The oldest messages are forgotten when the conversation gets longer than the model's longest sequence."""
+        from megatron_llama.generation import go_on
+        from megatron_llama.tokenizer.stream import TextStream
+
+        said, ids = self._fitting([*self._said, {"role": "user", "content": message}])
+        known = next((at for at, (old, new) in enumerate(zip(self._read, ids, strict=False)) if old != new), min(len(self._read), len(ids)))
+        known = min(known, len(ids) - 1)  # something has to be read, for its logits
+        self._reader.return_to(known)
+        stream, new = TextStream(self._model.tokenizer), list[int]()
+        answer = go_on(
+            self._reader, ids[known:], self._sampling, stops=self._stops, generator=self._generator, longest=self._model.longest
+        )
+        for token in answer:
+            new.append(token)
+            yield stream.add(token)
+        yield stream.rest()
+        [length] = self._reader.lengths
+        self._read = [*ids, *new][:length]
+        self._said = [*said, {"role": "assistant", "content": self._model.tokenizer.decode(new)}]
+
+    def _fitting(self, said: list[dict[str, str]]) -> tuple[list[dict[str, str]], list[int]]:
+        """As many of the newest messages as fit, and their tokens."""
+        while True:
+            ids = self._speaker.continued([*self._opening, *said])
+            if len(ids) < self._model.longest:
+                return said, ids
+            if len(said) <= 2:
+                expected = f"at most {self._model.longest - 1}, the model's max_position_embeddings less one"
+                raise DataError(describe("the message", got=f"{len(ids)} tokens", expected=expected, do="shorten it"))
+            said = said[2:]
