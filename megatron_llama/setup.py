@@ -97,7 +97,8 @@ def _start_lines(config: Config, start: Start | None) -> Iterator[str]:
     options = config.checkpoint
     if start is None:
         if options.load is not None:
-            yield f"--load {options.load}: no checkpoint there yet, a fresh start"
+            begins = "a fresh start" if options.init_from_hf is None else f"the weights of {options.init_from_hf}"
+            yield f"--load {options.load}: no checkpoint there yet, {begins}"
     elif begins_anew(options, start):
         yield f"--load {options.load}: the weights of {start.path}; the run begins at iteration 0"
     else:

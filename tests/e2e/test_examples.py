@@ -20,7 +20,17 @@ EXAMPLES = ROOT / "examples"
 OTHER_KINDS = re.compile(r"^k8s|pytorchjob|sky")
 RECIPES = sorted(path for path in EXAMPLES.rglob("*.yaml") if not OTHER_KINDS.search(path.name))
 GPU_GIB = 80e9 / 2**30
-MODELS = ("llama2_7b", "llama2_13b", "llama2_70b", "llama3_8b", "llama3_70b", "llama3_405b", "continue_llama3_8b")
+MODELS = (
+    "llama2_7b",
+    "llama2_13b",
+    "llama2_70b",
+    "llama3_8b",
+    "llama3_70b",
+    "llama3_405b",
+    "continue_llama3_8b",
+    "sft_llama3_8b",
+    "lora_llama3_8b",
+)
 
 
 def test_what_there_is() -> None:
@@ -35,7 +45,9 @@ def test_a_recipe_is_a_plan_that_fits(recipe: Path, capsys: pytest.CaptureFixtur
     assert main(["sft" if re.search("sft|lora", name) else "pretrain", "--config", name, "--dry-run"]) == 0
     said = capsys.readouterr().out
     here = ("--data-path", "devices: ", "memory: ", "--save-interval", "--vocab-size", "--init-from-hf")
-    assert [line for line in said.splitlines() if line.startswith("warning: ") and not line.startswith(tuple(f"warning: {w}" for w in here))] == []
+    assert [
+        line for line in said.splitlines() if line.startswith("warning: ") and not line.startswith(tuple(f"warning: {w}" for w in here))
+    ] == []
     needed = [float(gib) for gib in re.findall(r"with the state (\S+) GiB", said)]
     assert all(gib < 0.93 * GPU_GIB for gib in needed)
     assert "###" in recipe.read_text(), "a recipe has commented sections"

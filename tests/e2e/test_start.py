@@ -34,7 +34,8 @@ def folders(product: Product, straight: Callable[[str], Path], tmp_path_factory:
 def from_hf(product: Product, folders: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Two steps from the weights of a HuggingFace folder."""
     folder = tmp_path_factory.mktemp("from_hf")
-    product.train(TP2, init_from_hf=folders["hf"], save=folder, train_iters=2, **dict.fromkeys(SHAPE))
+    ended = product.train(TP2, init_from_hf=folders["hf"], save=folder, load="auto", train_iters=2, **dict.fromkeys(SHAPE))
+    assert f" --load auto: no checkpoint there yet, the weights of {folders['hf']}\n" in ended.out
     return folder
 
 

@@ -1,0 +1,9 @@
+#!/usr/bin/env bash
+# LLaMA 3 70B tuned on conversations with low-rank adapters, on one machine with eight GPUs of 80 GB.
+#   bash examples/lora_llama3_70b.sh FOLDER --train-data FILE ... [options]        (FOLDER: config.json, *.safetensors, tokenizer)
+set -euo pipefail
+here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
+[ $# -gt 0 ] || { echo "usage: bash examples/lora_llama3_70b.sh FOLDER --train-data FILE ... [options]" >&2; exit 2; }
+weights=$1
+shift
+exec bash "$here/launch/node.sh" sft --config "$here/lora_llama3_70b.yaml" --init-from-hf "$weights" "$@"

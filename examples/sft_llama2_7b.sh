@@ -1,0 +1,9 @@
+#!/usr/bin/env bash
+# LLaMA 2 7B tuned on conversations, all weights, on one machine with eight GPUs of 80 GB.
+#   bash examples/sft_llama2_7b.sh FOLDER --train-data FILE ... [options]        (FOLDER: config.json, *.safetensors, tokenizer)
+set -euo pipefail
+here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
+[ $# -gt 0 ] || { echo "usage: bash examples/sft_llama2_7b.sh FOLDER --train-data FILE ... [options]" >&2; exit 2; }
+weights=$1
+shift
+exec bash "$here/launch/node.sh" sft --config "$here/sft_llama2_7b.yaml" --init-from-hf "$weights" "$@"
