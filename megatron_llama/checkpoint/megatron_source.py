@@ -181,8 +181,9 @@ class MegatronSource:
         known = (user.vocab_size if user else 0) or known or 0
         stored, multiple = local * self.tp, args.get("make_vocab_size_divisible_by")
         padded = multiple and tokens and -(-tokens // (multiple * self.tp)) * multiple * self.tp
-        where = f"{self.folder}"
-        return vocabulary(where, stored, given=given, known=known, tokens=tokens, exact=believed > 0 or padded == stored)
+        # A tokenizer with fewer tokens than the model would cost rows: where the file says how it was padded, that has to fit.
+        exact = padded == stored if multiple else believed > 0
+        return vocabulary(f"{self.folder}", stored, given=given, known=known, tokens=tokens, exact=exact)
 
     def _take(self, model: ModelConfig) -> None:
         problems = [*self._sizes(model)]
