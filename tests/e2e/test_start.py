@@ -13,7 +13,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from megatron_llama.cli import main
 from megatron_llama.config import LogConfig
 from megatron_llama.metrics.tensorboard import TensorBoard
-from tests.e2e.product import DP2, EVALUATED, TP2, Product, column, exact_curve, log, steps
+from tests.e2e.product import DP2, EVALUATED, TP2, Product, column, exact_curve, log, steps, words
 
 SHAPE = {"num_layers", "num_query_groups"}
 
@@ -121,6 +121,33 @@ def test_tokenizer_type(product: Product, capsys: pytest.CaptureFixture[str]) ->
         assert f"warning: {folder}/tokenizer.json: " in capsys.readouterr().out
     finally:
         (Path(folder) / "tokenizer.json").unlink()
+
+
+def test_a_tokenizer_that_is_only_a_name(
+    product: Product, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Scripts may name one of HuggingFace's; nothing is downloaded behind the user's back."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "here").mkdir()
+    for name, do in (
+        ("meta-llama/Llama-2-7b-hf", "if that is its name on HuggingFace: hf download meta-llama/Llama-2-7b-hf --include 'tokenizer*' "),
+        ("here/tokenizer", "check the path\n"),
+    ):
+        assert main(product.command(tokenizer_name_or_path=name)) == 1
+        assert (
+            f"error: {name}: got no such file, expected a .model file, a tokenizer.json or a folder with one; {do}"
+            in capsys.readouterr().err
+        )
+
+
+def test_weights_of_every_format_are_evaluated(product: Product, folders: dict[str, Path]) -> None:
+    losses = set()
+    for name in ("native", "hf", "megatron"):
+        tokenizer = f"{product.data}-tokenizer"
+        options = {"load": folders[name], "data_path": product.data, "seq_length": 32, "eval_iters": 2, "tokenizer_model": tokenizer}
+        [line] = [line for line in product.run("evaluate", *words(options)).ok().out.splitlines() if "lm loss value" in line]
+        losses.add(line.split("|")[2])
+    assert len(losses) == 1
 
 
 CURVES = {"lm loss": "lm_loss", "learning-rate": "learning_rate", "grad-norm": "grad_norm", "loss-scale": "loss_scale"}
