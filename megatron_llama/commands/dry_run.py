@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Iterator
 from dataclasses import replace
@@ -16,7 +17,7 @@ from megatron_llama.errors import ConfigError, UserError, listing
 from megatron_llama.layout import BY_TRAFFIC, NO_SHARD, strategy_named
 from megatron_llama.memory import MemoryPlan, gib, state_bytes
 from megatron_llama.options import Parsed
-from megatron_llama.params import hf_shapes, padded_vocab_size, parameter_count
+from megatron_llama.params import adapter_shapes, hf_shapes, padded_vocab_size, parameter_count
 from megatron_llama.schedule import Op, Schedule
 from megatron_llama.validate import assemble, check, dp_size
 
@@ -119,6 +120,9 @@ def _report(plan: MemoryPlan, world: int) -> Iterator[str]:
     padded = padded_vocab_size(model, tp)
     tensors = len(hf_shapes(model))
     yield f"parameters      {parameter_count(model):,} in {tensors} tensors; vocabulary {model.vocab_size:,}, padded to {padded:,}"
+    if config.lora.lora_rank:
+        trained = [math.prod(shape) for shape in adapter_shapes(model, config.lora).values()]
+        yield f"  trained       {sum(trained):,} in {len(trained)} tensors: low-rank additions, rank {config.lora.lora_rank}"
     sequence = ", sequence parallel" if parallel.sequence_parallel else ""
     yield f"processes       {world} = tp {tp} x cp {parallel.context_parallel_size} x pp {pp} x dp {dp}{sequence}"
     yield (

@@ -12,7 +12,7 @@ from peft import PeftModel
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from tests.e2e.product import DP2_PARAMS, ONE, SEQ_LENGTH, TP2, Product, assert_same_state, column, log, state
+from tests.e2e.product import DP2_PARAMS, ONE, SEQ_LENGTH, TP2, Product, assert_same_state, column, log, state, words
 
 SHAPE = dict.fromkeys(("hidden_size", "intermediate_size", "num_layers", "num_attention_heads", "num_query_groups"))
 LORA = {"lora_rank": 4, "lora_alpha": 12, "lora_target_modules": ("q_proj", "v_proj", "o_proj", "up_proj", "down_proj")}
@@ -102,6 +102,21 @@ def test_other_additions_are_refused_unless_begun_anew(product: Product, adapted
     assert log(tmp_path / "anew")[0]["validation_loss"] == pytest.approx(log(adapted.run)[-1]["validation_loss"], rel=1e-6)
     weights = state(tmp_path / "anew" / "iter_0000001")
     assert weights["model.layers.0.self_attn.k_proj.lora_A.weight"].shape == (2, 64)
+
+
+def test_tuning_on_examples_trains_additions_alone(product: Product, adapted: Adapted, tmp_path: Path) -> None:
+    """Planned, then packed and tensor-parallel; and what comes out talks."""
+    examples = [{"prompt": text[:20], "completion": text[20:60]} for text in product.texts[:60]]
+    (tmp_path / "examples.jsonl").write_text("".join(json.dumps(example) + "\n" for example in examples))
+    options = {"init_from_hf": adapted.base, "train_data": tmp_path / "examples.jsonl", "packing": True, "seq_length": 64, "train_iters": 2}
+    options |= {"lora_rank": 2, "lora_target_modules": ("q_proj", "down_proj"), "micro_batch_size": 1, "global_batch_size": 4, "lr": 1e-2}
+    options |= {"save": tmp_path / "run", "neftune_noise_alpha": 5, "log_interval": 1, **TP2.options}
+    planned = product.run("sft", *words({**options, "dry_run": True, "world_size": 2})).ok().out
+    assert "  trained       2,560 in 16 tensors: low-rank additions, rank 2\n" in planned
+    product.launcher.run(["sft", *words(options)], 2).ok()
+    weights = state(tmp_path / "run" / "iter_0000002")
+    assert len([name for name in weights if name.startswith("optimizer.exp_avg.")]) == 16
+    assert weights["model.layers.3.mlp.down_proj.lora_B.weight"].abs().max() > 0
 
 
 def test_wrong_options_are_refused_together(product: Product) -> None:

@@ -101,7 +101,7 @@ LAYOUTS = [
     Layout(dp=2, microbatches=2, bucket=1),
     Layout(dp=2, strategy="optim_grads", microbatches=2),
     Layout(dp=2, strategy="optim_grads_params", microbatches=2, slots="1", grad_slots=1),
-    Layout(dp=2, strategy="optim_grads_params", tp=2, sp=True, recompute="full"),
+    Layout(dp=2, strategy="optim_grads_params", tp=2, recompute="full", slots="1", grad_slots=1),
     Layout(dp=4, strategy="optim_grads_params", shard_size=2),
 ]
 
