@@ -30,6 +30,7 @@ from tests.parallel.cases import (
 from tests.parallel.test_traffic import count
 
 ONE = Layout(lora=4, steps=6)
+FEWER = replace(ONE, freeze=("model.layers.[02].*",))
 SOME = replace(ONE, targets=("q_proj", "v_proj", "down_proj"))
 
 
@@ -70,7 +71,7 @@ def train_peft(layout: Layout) -> Record:
 @pytest.fixture(scope="module")
 def single(cluster: Cluster) -> dict[Layout, Record]:
     """One process, by what is trained."""
-    return {layout: cluster.run(1, train, layout)[0] for layout in (ONE, SOME, replace(ONE, kv_heads=1))}
+    return {layout: cluster.run(1, train, layout)[0] for layout in (ONE, SOME, replace(ONE, kv_heads=1), FEWER)}
 
 
 @pytest.mark.parametrize("layout", [ONE, SOME], ids=["all", "some"])
@@ -88,12 +89,18 @@ def test_nothing_but_the_additions_changes(single: dict[Layout, Record]) -> None
         assert torch.equal(weight, drawn(name, tuple(weight.shape))) is not is_adapter(name), name
 
 
+def test_frozen_additions_stay(single: dict[Layout, Record]) -> None:
+    changed = {name.split(".")[2] for name, weight in merged([single[FEWER]]).items() if not torch.equal(weight, drawn(name, tuple(weight.shape)))}
+    assert changed == {"1", "3"}
+
+
 LAYOUTS = [
     Layout(tp=2),
     Layout(tp=2, sp=True, recompute="selective"),
     Layout(tp=4, sp=True),
     Layout(tp=2, kv_heads=1),
     Layout(cp=2),
+    Layout(tp=2, dp=2, strategy="optim_grads_params", freeze=FEWER.freeze),
     Layout(pp=2, microbatches=4, recompute="full"),
     Layout(pp=2, microbatches=4, schedule="zb-h1", tp=2, sp=True),
     Layout(pp=2, virtual=2, microbatches=4, schedule="zb-v"),
