@@ -1,33 +1,17 @@
-"""Input files as ordered chunks of documents, and what can be wrong with a line."""
+"""The documents of a chunk, and what can be wrong with a line."""
 
 from __future__ import annotations
 
 import codecs
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from megatron_llama.data.readers import Chunk
 from megatron_llama.errors import DataError, describe, listing
 
-CHUNK_BYTES = 1 << 20  # large against the cost of a task (0.1 ms), small against a file, so that all workers end together
 LISTED = 10
-JSON_LINES = (".jsonl", ".json")
-
-
-@dataclass(frozen=True)
-class Chunk:
-    """Some lines of a JSON-lines file, or the whole of a text file."""
-
-    path: str
-    first_line: int | None
-    """Number of the first line, from 1; None for a text file."""
-    lines: Sequence[bytes]
-
-    @property
-    def size(self) -> int:
-        """Bytes."""
-        return sum(map(len, self.lines))
 
 
 @dataclass
@@ -73,25 +57,16 @@ def _hidden(file: Path, folder: Path) -> bool:
     return any(part.startswith(".") for part in file.relative_to(folder).parts)
 
 
-def chunks(files: Sequence[Path]) -> Iterator[Chunk]:
-    """The content of the files, in order, in pieces of about ``CHUNK_BYTES``; a text file is one piece."""
-    for file in files:
-        with open(file, "rb") as stream:
-            if file.suffix not in JSON_LINES:
-                yield Chunk(str(file), None, [stream.read()])
-                continue
-            line = 1
-            while lines := stream.readlines(CHUNK_BYTES):
-                yield Chunk(str(file), line, lines)
-                line += len(lines)
-
-
 def texts(chunk: Chunk, keys: Sequence[str], problems: Problems) -> dict[str, list[str]]:
     """The chunk's documents for each key, in order, empty ones included. Problems go to ``problems``; blank lines are no documents."""
     found: dict[str, list[str]] = {key: [] for key in keys}
+    if chunk.problem is not None:
+        problems.add(chunk.problem)
+    if chunk.columns is not None:
+        _read_rows(chunk, found, problems)
     for offset, raw in enumerate(chunk.lines):
-        where = chunk.path if chunk.first_line is None else f"{chunk.path}:{chunk.first_line + offset}"
-        if offset == 0 and chunk.first_line in (None, 1):
+        where = chunk.path if chunk.first is None else f"{chunk.path}:{chunk.first + offset}"
+        if offset == 0 and chunk.first in (None, 1):
             raw = raw.removeprefix(codecs.BOM_UTF8)
         try:
             text = raw.decode("utf-8")
@@ -99,11 +74,22 @@ def texts(chunk: Chunk, keys: Sequence[str], problems: Problems) -> dict[str, li
             got = f"byte 0x{raw[error.start]:02x} at byte {error.start}"
             problems.add(describe(where, got=got, expected="UTF-8", do="convert the file or leave it out"))
             continue
-        if chunk.first_line is None:
+        if chunk.first is None:
             found[keys[0]].append(text)
         elif not text.isspace():
             _read_line(text, where, found, problems)
     return found
+
+
+def _read_rows(chunk: Chunk, found: dict[str, list[str]], problems: Problems) -> None:
+    assert chunk.columns is not None and chunk.first is not None
+    for key, column in chunk.columns.items():
+        for row, text in enumerate(column, chunk.first):
+            if text is not None:
+                found[key].append(text)
+            else:
+                where, do = f"{chunk.path}: row {row}, column {key!r}", "mend the row or change --json-keys"
+                problems.add(describe(where, got="null", expected="a string", do=do))
 
 
 def _read_line(line: str, where: str, found: dict[str, list[str]], problems: Problems) -> None:

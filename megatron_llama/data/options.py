@@ -11,7 +11,8 @@ class PreprocessConfig:
     """Which text becomes which indexed dataset, and with which tokenizer."""
 
     input: tuple[str, ...] = ()
-    """Files or folders (walked in sorted order). `.jsonl`, `.json`: one JSON object per line; any other file: one plain-text document."""
+    """Files or folders (walked in sorted order). `.jsonl`, `.json`: one JSON object per line; `.parquet`: one document
+    per row; any other file: one plain-text document. `.gz` and `.zst` behind these are decompressed."""
     output_prefix: str = ""
     """Writes PREFIX.bin, PREFIX.idx and PREFIX.meta.json; PREFIX_KEY_document.* with several json_keys."""
     json_keys: tuple[str, ...] = ("text",)

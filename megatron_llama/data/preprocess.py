@@ -22,10 +22,11 @@ import numpy as np
 from numpy.typing import NDArray
 from tqdm import tqdm
 
-from megatron_llama.data.documents import CHUNK_BYTES, JSON_LINES, Chunk, Problems, chunks, input_files, texts
+from megatron_llama.data.documents import Problems, input_files, texts
 from megatron_llama.data.indexed import IndexedDatasetWriter, token_dtype
 from megatron_llama.data.meta import write_meta
 from megatron_llama.data.options import PreprocessConfig
+from megatron_llama.data.readers import CHUNK_BYTES, JSON_LINES, PARQUET, Chunk, chunks, kind, require_packages
 from megatron_llama.errors import ConfigError, DataError, describe, listing
 from megatron_llama.tokenizer.base import Tokenizer
 from megatron_llama.tokenizer.load import load_tokenizer, tokenizer_file
@@ -89,8 +90,9 @@ def preprocess(options: PreprocessConfig) -> PreprocessReport:
     started = time.perf_counter()
     _check_options(options)
     files = input_files(options.input)
-    if len(options.json_keys) > 1 and (plain := [str(file) for file in files if file.suffix not in JSON_LINES]):
-        expected = "only .jsonl files with several --json-keys"
+    require_packages(files)
+    if len(options.json_keys) > 1 and (plain := [str(file) for file in files if kind(file) not in (*JSON_LINES, PARQUET)]):
+        expected = "only .jsonl and .parquet files with several --json-keys"
         raise DataError(describe(plain[0], got="a plain text file", expected=expected, do="leave it out or give one key"))
     total = sum(file.stat().st_size for file in files)
     with ExitStack() as stack:
@@ -108,7 +110,7 @@ def preprocess(options: PreprocessConfig) -> PreprocessReport:
         job = _Job(staged, options.json_keys, eod, token_dtype(tokenizer.vocab_size))
         prefixes = _prefixes(options)
         writers = {key: stack.enter_context(IndexedDatasetWriter(prefix, job.dtype)) for key, prefix in prefixes.items()}
-        skipped = _write(job, tokenizer, chunks(files), writers, workers=_workers(options.workers, total), total=total)
+        skipped = _write(job, tokenizer, chunks(files, options.json_keys), writers, workers=_workers(options.workers, total), total=total)
         for prefix in prefixes.values():
             Path(prefix + ".meta.json").unlink(missing_ok=True)
     for writer in writers.values():
@@ -183,7 +185,7 @@ def _training_texts(files: Sequence[Path], keys: tuple[str, ...], total: int) ->
     """All documents, or evenly spaced ones that make up about ``TRAINING_BYTES``: sentencepiece holds its corpus in memory."""
     stride = -(-total // TRAINING_BYTES)
     problems = Problems()
-    found = (text for chunk in chunks(files) for of_key in texts(chunk, keys, problems).values() for text in of_key)
+    found = (text for chunk in chunks(files, keys) for of_key in texts(chunk, keys, problems).values() for text in of_key)
     kept = [text for index, text in enumerate(found) if index % stride == 0]
     problems.raise_if_any()
     return kept

@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
+import gzip
 import json
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow
 import pytest
+import zstandard
 from megatron.core.datasets import indexed_dataset as megatron
+from pyarrow import parquet
 
-from megatron_llama.data.documents import CHUNK_BYTES
 from megatron_llama.data.indexed import IndexedDataset
 from megatron_llama.data.meta import read_meta
 from megatron_llama.data.options import PreprocessConfig
 from megatron_llama.data.preprocess import PreprocessReport, preprocess
+from megatron_llama.data.readers import CHUNK_BYTES
 from megatron_llama.errors import ConfigError, DataError
 from megatron_llama.tokenizer.load import load_tokenizer
 from megatron_llama.tokenizer.spm import SentencePieceTokenizer
@@ -82,7 +88,7 @@ def test_several_keys(tokenizer: SentencePieceTokenizer, tmp_path: Path) -> None
     assert read(tmp_path / "c_text_document") == [tokenizer.encode("a b"), tokenizer.encode("c")]
     assert read(tmp_path / "c_title_document") == [tokenizer.encode("A")]
     (tmp_path / "plain.txt").write_text("x")
-    with pytest.raises(DataError, match=r"plain\.txt: got a plain text file, expected only \.jsonl files"):
+    with pytest.raises(DataError, match=r"plain\.txt: got a plain text file, expected only \.jsonl and \.parquet files"):
         run([tmp_path / "plain.txt"], tmp_path / "d", tokenizer, json_keys=("text", "title"))
 
 
@@ -241,3 +247,83 @@ def test_large_vocabularies_take_four_bytes(texts: list[str], tokenizer: Sentenc
     assert report.vocab_size == 65500
     assert IndexedDataset(tmp_path / "c").dtype == np.int32
     assert read(tmp_path / "c") == [tokenizer.encode(texts[0])]
+
+
+def compressed(path: Path, content: bytes) -> Path:
+    """Two members, as ``cat a.gz b.gz`` and parallel compressors write them, cut inside a line."""
+    pack = gzip.compress if path.suffix == ".gz" else zstandard.ZstdCompressor().compress
+    middle = len(content) // 2
+    path.write_bytes(pack(content[:middle]) + pack(content[middle:]))
+    return path
+
+
+def test_every_format_gives_the_same_documents(texts: list[str], tokenizer: SentencePieceTokenizer, tmp_path: Path) -> None:
+    """Compressed lines and parquet as plain lines, over many chunks, with exact counts."""
+    records = [{"id": f"{i}", "text": f"{i} {text}" if i % 50 else ""} for i, text in enumerate(texts * 4)]
+    plain = write_jsonl(tmp_path / "a.jsonl", records)
+    table = pyarrow.Table.from_pylist(records)
+    assert plain.stat().st_size > CHUNK_BYTES
+    files = {"plain": plain, "dictionary": tmp_path / "d.parquet", "parquet": tmp_path / "p.parquet"}
+    parquet.write_table(table, files["parquet"], row_group_size=70)
+    parquet.write_table(table.set_column(1, "text", table["text"].dictionary_encode()), files["dictionary"])
+    for suffix in (".gz", ".zst"):
+        files[suffix] = compressed(tmp_path / f"c.jsonl{suffix}", plain.read_bytes())
+    reports = {name: run([file], tmp_path / f"out{name}", tokenizer, workers=1 + (name == "parquet")) for name, file in files.items()}
+    for name, report in reports.items():
+        assert (tmp_path / f"out{name}.bin").read_bytes() == (tmp_path / "outplain.bin").read_bytes(), name
+        assert (tmp_path / f"out{name}.idx").read_bytes() == (tmp_path / "outplain.idx").read_bytes(), name
+        assert report.documents + report.skipped == len(records) and report.skipped == reports["plain"].skipped > 0
+        assert report.bytes == files[name].stat().st_size
+
+
+def test_compressed_text_is_one_document(tokenizer: SentencePieceTokenizer, tmp_path: Path) -> None:
+    files = [compressed(tmp_path / f"a.txt{suffix}", b"one\ntwo\n") for suffix in (".gz", ".zst")]
+    run(files, tmp_path / "c", tokenizer)
+    assert read(tmp_path / "c") == [tokenizer.encode("one\ntwo\n")] * 2
+
+
+def test_every_problem_of_compressed_files_and_tables_is_told(tokenizer: SentencePieceTokenizer, tmp_path: Path) -> None:
+    """With the number of the line or row, and all of them at once. A file that is cut off is never taken for a shorter one."""
+    lines = "".join(json.dumps({"text": str(number) * 50}) + "\n" for number in range(5000)).encode()
+    inputs = []
+    for suffix in (".gz", ".zst"):
+        inputs.append(compressed(tmp_path / f"cut.jsonl{suffix}", lines))
+        inputs[-1].write_bytes(inputs[-1].read_bytes()[:-7])
+        inputs.append(tmp_path / f"wrong.jsonl{suffix}")
+        inputs[-1].write_bytes(b"not compressed at all")
+        inputs.append(compressed(tmp_path / f"line.jsonl{suffix}", b'{"text": "a"}\n{"text": 7}\n'))
+    for name, columns in {"column": {"body": ["a"]}, "type": {"text": [1]}, "null": {"text": ["a", None, "b"]}}.items():
+        inputs.append(tmp_path / f"{name}.parquet")
+        parquet.write_table(pyarrow.table(columns), inputs[-1])
+    inputs.append(tmp_path / "wrong.parquet")
+    inputs[-1].write_bytes(b"PAR1")
+    with pytest.raises(DataError) as error:
+        run(inputs, tmp_path / "c", tokenizer)
+    text = str(error.value)
+    for says in (
+        "10 unusable documents",
+        "cut.jsonl.gz: got Compressed file ended before",
+        "wrong.jsonl.gz: got Not a gzipped file",
+        "line.jsonl.gz:2: field 'text': got number 7",
+        "cut.jsonl.zst: got the file ends inside a frame",
+        "wrong.jsonl.zst: got ",
+        "line.jsonl.zst:2: field 'text': got number 7",
+        "column.parquet: column 'text': got no such column (columns: 'body'), expected strings",
+        "type.parquet: column 'text': got int64, expected strings",
+        "null.parquet: row 2, column 'text': got null, expected a string",
+        "wrong.parquet: got ",
+    ):
+        assert says in text, text
+    assert not list(tmp_path.glob("c.*"))
+
+
+def test_a_package_that_is_missing_is_named(tokenizer: SentencePieceTokenizer, tmp_path: Path) -> None:
+    """In a process where the two cannot be imported, as if they were not installed."""
+    for name in ("a.jsonl.zst", "b.parquet", "c.parquet"):
+        (tmp_path / name).write_bytes(b"")
+    argv = ["preprocess", "--input", str(tmp_path), "--output-prefix", str(tmp_path / "c"), "--tokenizer-model", str(tokenizer.path)]
+    program = f"import sys; sys.modules.update(zstandard=None, pyarrow=None)\nfrom megatron_llama.cli import main; sys.exit(main({argv}))"
+    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert ended.returncode == 1 and "Traceback" not in ended.stderr
+    assert f"{tmp_path}/a.jsonl.zst: got no package zstandard, expected it installed, to read .zst; pip install megatron-llama[zstd]" in ended.stderr
+    assert f"{tmp_path}/b.parquet: got no package pyarrow, expected it installed, to read .parquet; pip install" in ended.stderr

@@ -1,0 +1,175 @@
+"""Files of text, compressed or not, as ordered pieces of documents that are read while others are tokenized."""
+
+from __future__ import annotations
+
+import gzip
+import io
+import zlib
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+from types import MappingProxyType
+from typing import IO, Any, cast
+
+from megatron_llama.errors import DataError, describe, listing
+
+CHUNK_BYTES = 1 << 20  # large against the cost of a task (0.1 ms), small against a file, so that all workers end together
+JSON_LINES = (".jsonl", ".json")
+PARQUET = ".parquet"
+COMPRESSED = (".gz", ".zst")
+_PACKAGES: Mapping[str, tuple[str, str]] = MappingProxyType({".zst": ("zstandard", "zstd"), PARQUET: ("pyarrow", "parquet")})
+"""Suffix -> what reads it, and the extra that brings it."""
+_RESTORE = "restore the file or leave it out"
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """Some lines of a JSON-lines file, some rows of a parquet file, or the whole of a text file."""
+
+    path: str
+    first: int | None
+    """Number of the first line or row, from 1; None for a text file."""
+    size: int
+    """Bytes of the file that it takes."""
+    lines: Sequence[bytes] = ()
+    """Of a JSON-lines file, or the text."""
+    columns: Mapping[str, Sequence[str | None]] | None = None
+    """Of a parquet file, by key."""
+    problem: str | None = None
+    """Why nothing more could be read of the file."""
+
+
+def kind(file: Path) -> str:
+    """The suffix that says what is in a file, compressed or not."""
+    return Path(file.stem).suffix if file.suffix in COMPRESSED else file.suffix
+
+
+def require_packages(files: Sequence[Path]) -> None:
+    """Raise DataError where a file needs a package that is not installed."""
+    missing = {file.suffix: file for file in reversed(files) if file.suffix in _PACKAGES and find_spec(_PACKAGES[file.suffix][0]) is None}
+    problems = []
+    for suffix, file in missing.items():
+        package, extra = _PACKAGES[suffix]
+        do = f"pip install megatron-llama[{extra}]"
+        problems.append(describe(str(file), got=f"no package {package}", expected=f"it installed, to read {suffix}", do=do))
+    if problems:
+        raise DataError(listing("These inputs cannot be read:", problems))
+
+
+def chunks(files: Sequence[Path], keys: Sequence[str]) -> Iterator[Chunk]:
+    """The content of the files, in order, in pieces of about ``CHUNK_BYTES``; a text file is one piece. ``keys``: columns of parquet."""
+    for file in files:
+        try:
+            yield from _parquet(file, keys) if kind(file) == PARQUET else _lines(file) if kind(file) in JSON_LINES else _text(file)
+        except (OSError, EOFError, zlib.error, _library_error(file)) as error:
+            reason = " ".join(str(error).split()) or type(error).__name__
+            problem = describe(str(file), got=reason, expected="a readable file", do=_RESTORE)
+            yield Chunk(str(file), None, 0, problem=problem)
+
+
+def _library_error(file: Path) -> type[Exception]:
+    """What the library that reads a file raises."""
+    if file.suffix == ".zst":
+        import zstandard
+
+        return zstandard.ZstdError
+    if file.suffix == PARQUET:
+        import pyarrow
+
+        return pyarrow.ArrowException  # type: ignore[no-any-return]
+    return OSError
+
+
+def _open(file: Path, stack: ExitStack) -> tuple[IO[bytes], IO[bytes]]:
+    """The text of a file, and the file itself, whose position says how much of it is read."""
+    raw: IO[bytes] = stack.enter_context(open(file, "rb"))  # noqa: SIM115  closed by the stack
+    if file.suffix == ".gz":
+        return cast(IO[bytes], stack.enter_context(gzip.GzipFile(fileobj=raw))), raw
+    if file.suffix == ".zst":
+        return cast(IO[bytes], io.BufferedReader(_ZstdFrames(raw), CHUNK_BYTES)), raw
+    return raw, raw
+
+
+class _ZstdFrames(io.RawIOBase):
+    """What the frames of a .zst file hold. Raises EOFError where the file ends inside one, which the library's own stream does not tell."""
+
+    def __init__(self, raw: IO[bytes]) -> None:
+        import zstandard
+
+        self._raw, self._frame, self._library = raw, None, zstandard.ZstdDecompressor()
+        self._input = self._output = b""
+
+    def readable(self) -> bool:
+        """See RawIOBase."""
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        """See RawIOBase."""
+        while not self._output and self._advance():
+            pass
+        taken = self._output[: len(buffer)]
+        buffer[: len(taken)] = taken
+        self._output = self._output[len(taken) :]
+        return len(taken)
+
+    def _advance(self) -> bool:
+        """Decompress some more; False at the end of the file."""
+        self._input = self._input or self._raw.read(CHUNK_BYTES // 8)
+        if not self._input:
+            if self._frame is not None:
+                raise EOFError("the file ends inside a frame")
+            return False
+        frame: Any = self._frame or self._library.decompressobj()
+        self._output = frame.decompress(self._input)
+        self._input, self._frame = (frame.unused_data, None) if frame.eof else (b"", frame)
+        return True
+
+
+def _lines(file: Path) -> Iterator[Chunk]:
+    with ExitStack() as stack:
+        stream, raw = _open(file, stack)
+        line, before = 1, 0
+        while lines := stream.readlines(CHUNK_BYTES):
+            yield Chunk(str(file), line, raw.tell() - before, lines)
+            line, before = line + len(lines), raw.tell()
+
+
+def _text(file: Path) -> Iterator[Chunk]:
+    with ExitStack() as stack:
+        stream, raw = _open(file, stack)
+        yield Chunk(str(file), None, lines=[stream.read()], size=raw.tell())
+
+
+def _parquet(file: Path, keys: Sequence[str]) -> Iterator[Chunk]:
+    import pyarrow
+    from pyarrow import parquet
+
+    with parquet.ParquetFile(file) as table:
+        kinds = {field.name: field.type for field in table.schema_arrow}
+        problems = list(_column_problems(file, keys, kinds))
+        if problems:
+            yield from (Chunk(str(file), None, 0, problem=problem) for problem in problems)
+            return
+        size, rows = file.stat().st_size, table.metadata.num_rows
+        uncompressed = sum(table.metadata.row_group(group).total_byte_size for group in range(table.num_row_groups))
+        row = 1
+        for batch in table.iter_batches(max(1, rows * CHUNK_BYTES // max(uncompressed, 1)), columns=list(keys)):
+            text = {key: batch.column(key).cast(pyarrow.string()).to_pylist() for key in keys}
+            yield Chunk(str(file), row, size * batch.num_rows // max(rows, 1), columns=text)
+            row += batch.num_rows
+
+
+def _column_problems(file: Path, keys: Sequence[str], kinds: Mapping[str, Any]) -> Iterator[str]:
+    from pyarrow import types
+
+    for key in keys:
+        where, do = f"{file}: column {key!r}", "change --json-keys or leave the file out"
+        if key not in kinds:
+            got = f"no such column (columns: {', '.join(map(repr, kinds)) or 'none'})"
+            yield describe(where, got=got, expected="strings", do=do)
+            continue
+        held = kinds[key].value_type if types.is_dictionary(kinds[key]) else kinds[key]
+        if not (types.is_string(held) or types.is_large_string(held) or types.is_string_view(held)):
+            yield describe(where, got=str(kinds[key]), expected="strings", do=do)

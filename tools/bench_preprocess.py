@@ -1,0 +1,163 @@
+"""How fast is ``preprocess``? Against Megatron-LM's way of doing it, and against the tokenizer alone, in turns.
+
+    python -m tools.bench_preprocess --megabytes 24 --rounds 5
+
+Three contenders tokenize the same JSON lines (Python's documentation, repeated) into the same ids with the same tokenizer on the same
+number of processes:
+
+- ``preprocess``: this project's command, into .bin and .idx.
+- ``megatron``: what Megatron-LM's tools/preprocess_data.py does: ``multiprocessing.Pool.imap`` over lines, 32 at a time, one call of the
+  tokenizer for each document, lists of ids sent back, ``IndexedDatasetBuilder`` of megatron-core in the parent.
+- ``tokenizer``: the tokenizer's own batch call over texts that are in memory already, a share of them in each process, nothing read,
+  sent back or written: the limit. Processes are there and have the tokenizer before the clock starts.
+
+``preprocess`` is timed as a whole command, interpreter and all. Megatron-LM's way begins with everything imported (its imports alone take
+seconds) and forks its processes, as its tool does. Prints medians over rounds of each rate, and of the
+ratios within a round. Outputs are compared byte for byte.
+"""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+import sentencepiece
+import tokenizers
+
+from megatron_llama.data.corpus import python_documentation
+from megatron_llama.options import parse
+from megatron_llama.tokenizer.base import Tokenizer
+from megatron_llama.tokenizer.load import load_tokenizer
+from megatron_llama.tokenizer.spm import train_tokenizer
+
+
+@dataclass(frozen=True)
+class BenchConfig:
+    """What is tokenized, and how often."""
+
+    megabytes: int = 24
+    """Size of the corpus."""
+    rounds: int = 5
+    """How often contenders take turns."""
+    workers: int = 0
+    """Processes of each contender. 0: one per core."""
+    tokenizer: str = "sentencepiece"
+    """sentencepiece or tokenizers: the same model as tokenizer.model or as tokenizer.json."""
+    vocab_size: int = 16000
+    """Pieces of the tokenizer, which is trained on the corpus first."""
+
+
+@cache
+def _tokenizer(path: Path) -> Tokenizer:
+    """Once in each process."""
+    return load_tokenizer(path)
+
+
+@cache
+def _library_call(path: Path) -> Callable[[str], list[int]]:
+    """One document, as Megatron-LM asks the library for it."""
+    if path.suffix == ".model":
+        processor = sentencepiece.SentencePieceProcessor(model_file=str(path))
+        return processor.encode_as_ids
+    fast = tokenizers.Tokenizer.from_file(str(path))
+    return lambda text: fast.encode(text, add_special_tokens=False).ids
+
+
+def _encode_line(work: tuple[Path, str]) -> tuple[list[int], int]:
+    path, line = work
+    return _library_call(path)(json.loads(line)["text"]), len(line)
+
+
+def megatron(source: Path, prefix: Path, model: Path, workers: int) -> None:
+    """Megatron-LM's tool, without its messages."""
+    # Not above: processes that are spawned, those of ``alone``, import this module.
+    from megatron.core.datasets.indexed_dataset import DType, IndexedDatasetBuilder
+
+    builder = IndexedDatasetBuilder(f"{prefix}.bin", dtype=DType.optimal_dtype(load_tokenizer(model).vocab_size))
+    with multiprocessing.Pool(workers) as pool, open(source, encoding="utf-8") as lines:
+        for ids, _ in pool.imap(_encode_line, ((model, line) for line in lines), 32):
+            if ids:
+                builder.add_document(ids, [len(ids)])
+    builder.finalize(f"{prefix}.idx")
+
+
+def ours(source: Path, prefix: Path, model: Path, workers: int) -> None:
+    """The command."""
+    command = ["--input", source, "--output-prefix", prefix, "--tokenizer-model", model, "--workers", workers]
+    subprocess.run([sys.executable, "-m", "megatron_llama", "preprocess", *map(str, command)], check=True, stdout=subprocess.DEVNULL)
+
+
+def _encode_share(work: tuple[Path, Sequence[str] | None]) -> float:
+    """Seconds for a share; None: only get ready."""
+    path, texts = work
+    tokenizer, start = _tokenizer(path), time.perf_counter()
+    if texts is not None:
+        tokenizer.encode_batch(texts)
+    return time.perf_counter() - start
+
+
+def alone(texts: Sequence[str], model: Path, workers: int) -> float:
+    """Seconds that the tokenizer takes when nothing else is done: those of the process that takes longest."""
+    with multiprocessing.get_context("spawn").Pool(workers) as pool:
+        pool.map(_encode_share, [(model, None)] * workers, chunksize=1)
+        return max(pool.map(_encode_share, [(model, texts[rank::workers]) for rank in range(workers)], chunksize=1))
+
+
+def _timed(run: Callable[[], None]) -> float:
+    start = time.perf_counter()
+    run()
+    return time.perf_counter() - start
+
+
+def main(argv: Sequence[str]) -> None:
+    """Measure and print."""
+    options = parse(argv, [BenchConfig], aliases={}).get(BenchConfig)
+    workers = options.workers or len(os.sched_getaffinity(0))
+    documents = list(python_documentation())
+    repeats = -(-options.megabytes * 10**6 // sum(len(text.encode()) for text in documents))
+    texts = documents * repeats
+    with tempfile.TemporaryDirectory() as folder:
+        root, model = Path(folder), Path(folder) / "tokenizer.model"
+        train_tokenizer(documents, options.vocab_size, model).save_hf(root)
+        model = model if options.tokenizer == "sentencepiece" else root / "tokenizer.json"
+        source = root / "corpus.jsonl"
+        source.write_text("".join(json.dumps({"text": text}, ensure_ascii=False) + "\n" for text in texts))
+        size = sum(len(text.encode()) for text in texts)
+        megatron(source, root / "theirs", model, workers)  # imports
+        seconds: dict[str, list[float]] = {"preprocess": [], "megatron": [], "tokenizer": []}
+        for number in range(options.rounds):
+            turns: list[tuple[str, Callable[[], float]]] = [
+                ("preprocess", lambda: _timed(lambda: ours(source, root / "ours", model, workers))),
+                ("megatron", lambda: _timed(lambda: megatron(source, root / "theirs", model, workers))),
+                ("tokenizer", lambda: alone(texts, model, workers)),
+            ]
+            for name, turn in turns[number % 3 :] + turns[: number % 3]:
+                seconds[name].append(turn())
+        for suffix in (".bin", ".idx"):
+            assert (root / f"ours{suffix}").read_bytes() == (root / f"theirs{suffix}").read_bytes(), "the outputs differ"
+    _report(options, seconds, size, len(texts), workers)
+
+
+def _report(options: BenchConfig, seconds: dict[str, list[float]], size: int, documents: int, workers: int) -> None:
+    version = sentencepiece.__version__ if options.tokenizer == "sentencepiece" else tokenizers.__version__
+    print(f"{size / 1e6:.1f} MB, {documents:,} documents, {workers} processes, {options.tokenizer} {version}, {options.rounds} rounds")
+    for name, taken in seconds.items():
+        rates = sorted(size / 1e6 / each for each in taken)
+        print(f"{name:<12}{statistics.median(rates):8.2f} MB/s   ({rates[0]:.2f} - {rates[-1]:.2f})")
+    for name, words in (("megatron", "times as fast as Megatron-LM's way"), ("tokenizer", "of the tokenizer's own rate")):
+        ratios = sorted(theirs / own for own, theirs in zip(seconds["preprocess"], seconds[name], strict=True))
+        print(f"preprocess is {statistics.median(ratios):.3f} {words} ({ratios[0]:.3f} - {ratios[-1]:.3f} in single rounds)")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
