@@ -87,13 +87,14 @@ def _missing_here(plan: MemoryPlan, world: int, dataset: bool) -> Iterator[str]:
     from megatron_llama.metrics.tensorboard import require_tensorboard
 
     config = plan.config
-    paths = {"--load": config.checkpoint.load if config.checkpoint.load != AUTO else None}
+    load = config.checkpoint.load
+    paths = [("--load", load)] if load is not None and load != AUTO else []
     if dataset and not config.data.data_path:
         yield "--data-path is not given: the run itself needs one"
     prefixes = read_blend(config.data.data_path).prefixes
-    paths |= {f"--data-path {prefix}{suffix}": prefix + suffix for prefix in prefixes for suffix in (".bin", ".idx")}
-    for flag, path in paths.items():
-        if path is not None and not Path(path).exists():
+    paths += [("--data-path", prefix + suffix) for prefix in prefixes for suffix in (".bin", ".idx")]
+    for flag, path in paths:
+        if not Path(path).exists():
             yield f"{flag}: {path} is not on this machine"
     try:
         require_tensorboard(config.log)

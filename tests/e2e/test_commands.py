@@ -162,10 +162,10 @@ def test_strict_dry_run_wants_this_machine(product: Product, tmp_path: Path) -> 
     assert product.run(*product.command(), "--dry-run=strict").ok().out.endswith("valid for 1 process\n")
     ended = product.run(*product.command(data_path=tmp_path / "none", vocab_size=VOCAB_SIZE), "--dry-run=strict")
     assert ended.codes == (2,) and "valid for" not in ended.out
-    assert ended.err.startswith("error: --dry-run=strict: this machine cannot run it as it is:\n  - --data-path .bin: ")
+    assert ended.err.startswith("error: --dry-run=strict: this machine cannot run it as it is:\n  - --data-path: ")
     command = product.command(data_path=tmp_path / "none", vocab_size=VOCAB_SIZE)
     lenient = product.run(*command, "--dry-run").ok().out
-    assert f"warning: --data-path .idx: {tmp_path}/none.idx is not on this machine\n" in lenient
+    assert f"warning: --data-path: {tmp_path}/none.idx is not on this machine\n" in lenient
 
 
 def test_dry_run_says_what_the_run_on_this_machine_would_refuse(product: Product) -> None:
