@@ -38,6 +38,9 @@ COMMANDS: Mapping[str, Command] = MappingProxyType(
         "evaluate": Command(
             "evaluate", "evaluate", "commands.evaluate:SECTIONS", "Loss and perplexity of --load or --init-from-hf on a dataset or text."
         ),
+        "data": Command(
+            "data", "data", "commands.data:SECTIONS", "Look at examples for sft: data preview|check|stats FILE.", ("action", "train_data")
+        ),
         "generate": Command("generate", "generate", "commands.generate:SECTIONS", "Continue prompts with a trained model."),
         "chat": Command("chat", "chat", "commands.chat:SECTIONS", "Talk with a trained model, line by line."),
         "export": Command("export", "export", "commands.options:ExportConfig", "Write a checkpoint as a HuggingFace folder."),

@@ -71,7 +71,8 @@ def _problems(parsed: Parsed, options: SFTConfig) -> Iterator[str]:
     for name in OTHER_DATA:
         if name in parsed.explicit:
             expected, do = "nothing: sft reads --train-data", "leave it out; --packing keeps examples apart by itself"
-            yield describe(flag(name), got=getattr(parsed.get(DataConfig), name), expected=expected, do=do)
+            given = getattr(parsed.get(DataConfig), name)
+            yield describe(flag(name), got=" ".join(given) if isinstance(given, tuple) else given, expected=expected, do=do)
     if options.valid_data and "split" in parsed.explicit:
         yield describe("--split, --valid-data", got="both", expected="one way to tell what evaluation reads", do="leave one out")
     if options.neftune_noise_alpha < 0:

@@ -17,7 +17,7 @@ from megatron_llama.sft.chat import ChatTokenizer, Encoded
 from megatron_llama.sft.formats import Example, detect, read_example
 from megatron_llama.sft.options import SFTConfig
 from megatron_llama.sft.packing import best_fit
-from megatron_llama.sft.problems import Problem, UnusableError, problem_lines
+from megatron_llama.sft.problems import LISTED, Problem, UnusableError, problem_lines
 from megatron_llama.sft.records import records
 
 
@@ -59,8 +59,8 @@ class Examples:
         self.numbers = [self.numbers[i] for i in order]
         self.problems.sort(key=lambda problem: problem.number)
 
-    def report(self) -> Iterator[str]:
-        """What was read and what was left out, line by line."""
+    def report(self, most: int | None = LISTED) -> Iterator[str]:
+        """What was read and what was left out, line by line; with the first ``most`` of what cannot be used."""
         for file, name in self.formats.items():
             yield f"{file}: format {name}"
         tokens, learned = sum(map(len, self.ids)), sum(int(mask.sum()) for mask in self.learned)
@@ -70,7 +70,7 @@ class Examples:
             yield f"too long: {self.truncated:,} examples truncated, {self.dropped:,} dropped"
         if self.problems:
             yield f"unusable: {len(self.problems):,} examples"
-            yield from (f"  {line}" for line in problem_lines(self.problems))
+            yield from (f"  {line}" for line in problem_lines(self.problems, most))
 
 
 def read_examples(
@@ -80,7 +80,7 @@ def read_examples(
 
     Raises DataError if a file cannot be read at all."""
     examples = Examples()
-    for number, (where, found) in enumerate(_parsed(files, options, examples.formats)):
+    for number, (where, found) in enumerate(parsed_examples(files, options, examples.formats)):
         if number % share[1] != share[0]:
             continue
         try:
@@ -92,7 +92,7 @@ def read_examples(
     return examples
 
 
-def _parsed(files: Sequence[Path], options: SFTConfig, formats: dict[str, str]) -> Iterator[tuple[str, Example | UnusableError]]:
+def parsed_examples(files: Sequence[Path], options: SFTConfig, formats: dict[str, str]) -> Iterator[tuple[str, Example | UnusableError]]:
     """Place and content of every example. Where the format is to be detected, the first example that has one decides for its file."""
     for file in files:
         name: str | None = None if options.data_format == "auto" else options.data_format

@@ -31,3 +31,22 @@ class SFTConfig:
     """Put several examples into each sample, by best fit. Attention and positions stay within an example."""
     neftune_noise_alpha: float = 0.0
     """NEFTune: add uniform noise of up to alpha / sqrt(length x hidden_size) to the embeddings of training samples. 0: none."""
+
+
+@dataclass(frozen=True)
+class DataToolConfig:
+    """What to do with the files of --train-data, and as which model sees them."""
+
+    action: Literal["preview", "check", "stats"] = "check"
+    """`preview`: an example as text and as tokens, the learned ones marked. `check`: every problem, with file, line and field, counts and
+    lengths; the exit status is 1 if there is one. `stats`: histograms in a page."""
+    tokenizer_model: str | None = None
+    """Tokenizer file or folder."""
+    seq_length: int = 2048
+    """Tokens per sample, as in the run: longer examples are cut or left out."""
+    example: int = 1
+    """Which example to preview, from 1, over all files."""
+    output: str = "stats.html"
+    """The page that `stats` writes."""
+    color: Literal["auto", "always", "never"] = "auto"
+    """Mark learned tokens by color, otherwise by brackets. `auto`: color on a terminal."""

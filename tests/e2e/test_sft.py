@@ -1,0 +1,218 @@
+"""Instruction tuning as its users run it: every option, every layout, and a plain loop in transformers on the same batches."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from itertools import islice
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from megatron_llama.config import Config
+from megatron_llama.data.corpus import docstring_pairs
+from megatron_llama.data.loader import BatchLoader
+from megatron_llama.options import options_of
+from megatron_llama.sft.chat import ChatTokenizer
+from megatron_llama.sft.dataset import ExampleSamples, read_examples
+from megatron_llama.sft.options import DataToolConfig, SFTConfig
+from megatron_llama.tokenizer.load import load_tokenizer
+from tests.e2e.product import CP2_RING, DP2, DP2_PARAMS, ONE, TP2, ZB_V, Layout, Product, assert_same_curve, column, exact_curve, log, words
+from tests.launch import Finished
+
+SEQ_LENGTH, GLOBAL, ITERS = 64, 4, 4
+TUNING = {
+    "seq_length": SEQ_LENGTH,
+    "micro_batch_size": 2,
+    "global_batch_size": GLOBAL,
+    "train_iters": ITERS,
+    "lr": 3e-3,
+    "log_interval": 1,
+    "split": "90,10,0",
+    "on_bad_sample": "drop",
+    "packing": True,
+}
+Tune = Callable[..., Finished]
+
+
+@pytest.fixture(scope="module")
+def base(product: Product, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model that knows a little English, as a HuggingFace folder."""
+    folder = tmp_path_factory.mktemp("base") / "hf"
+    product.train(export_hf=folder, train_iters=10, max_position_embeddings=SEQ_LENGTH)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def pairs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Signatures and their documentation, in OpenAI's format."""
+    file = tmp_path_factory.mktemp("pairs") / "pairs.jsonl"
+    found = islice(((q, a) for q, a in docstring_pairs() if len(q) < 50 and len(a) < 70), 120)
+    roles = ("user", "assistant")
+    lines = [json.dumps({"messages": [{"role": r, "content": t} for r, t in zip(roles, pair, strict=True)]}) for pair in found]
+    file.write_text("\n".join(lines) + "\n")
+    return file
+
+
+@pytest.fixture(scope="module")
+def tune(product: Product, base: Path, pairs: Path) -> Tune:
+    """Run ``sft`` to its end; what it is to be unless told otherwise is in TUNING."""
+
+    def run(layout: Layout = ONE, **changes: object) -> Finished:
+        options = {"init_from_hf": base, "train_data": pairs, **TUNING, **layout.options, **changes}
+        return product.launcher.start(["sft", *words(options)], layout.processes).wait()
+
+    return run
+
+
+@pytest.fixture(scope="module")
+def straight(tune: Tune, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("straight")
+    tune(save=folder, neftune_noise_alpha=5, eval_interval=2, eval_iters=2).ok()
+    return folder
+
+
+@pytest.mark.parametrize("layout", [TP2, DP2, DP2_PARAMS, CP2_RING, ZB_V], ids=["tp2 sp", "dp2", "dp2 params", "cp2 ring", "pp2 zb-v"])
+def test_every_layout_tunes_the_same_model(layout: Layout, tune: Tune, straight: Path, tmp_path: Path) -> None:
+    """Packed samples, with noise."""
+    micro = 1 if layout.processes == 2 and layout in (DP2, DP2_PARAMS) else 2
+    tune(layout, save=tmp_path, neftune_noise_alpha=5, eval_interval=2, eval_iters=2, micro_batch_size=micro).ok()
+    assert_same_curve(tmp_path, straight)
+
+
+def test_resuming_changes_no_bit(tune: Tune, straight: Path, tmp_path: Path) -> None:
+    options = {"neftune_noise_alpha": 5, "eval_interval": 2, "eval_iters": 2, "save": tmp_path, "lr_decay_iters": ITERS}
+    tune(train_iters=2, **options).ok()
+    tune(load=tmp_path, init_from_hf=None, **options).ok()
+    assert exact_curve(tmp_path) == exact_curve(straight)
+
+
+def test_a_plain_loop_in_transformers(tune: Tune, base: Path, pairs: Path, tmp_path: Path) -> None:
+    """The same losses from transformers' model and torch's AdamW on the same batches, with ordinary attention masks."""
+    tune(save=tmp_path, clip_grad=0, weight_decay=0, lr_decay_style="constant").ok()
+    tokenizer = ChatTokenizer(load_tokenizer(base))
+    examples = read_examples([pairs], tokenizer, SFTConfig(), SEQ_LENGTH)
+    samples = ExampleSamples(examples, range(round(0.9 * len(examples))), SEQ_LENGTH, packing=True)
+    loader = BatchLoader(samples, shuffled=True, micro_batch_size=GLOBAL, global_batch_size=GLOBAL, seed=Config().training.seed)
+    model = AutoModelForCausalLM.from_pretrained(base, attn_implementation="eager")
+    optimizer, losses = torch.optim.AdamW(model.parameters(), lr=3e-3, betas=(0.9, 0.999), eps=1e-8, weight_decay=0), []
+    for step in range(ITERS):
+        [batch] = loader.microbatches(step * GLOBAL)
+        assert batch.document_mask is not None and batch.position_ids is not None and batch.loss_mask is not None
+        attend = torch.where(batch.document_mask, 0.0, torch.finfo(torch.float32).min)
+        logits = model(input_ids=batch.tokens.t(), attention_mask=attend, position_ids=batch.position_ids.t()).logits
+        every = torch.nn.functional.cross_entropy(logits.flatten(0, 1), batch.labels.t().flatten(), reduction="none")
+        loss = every[batch.loss_mask.t().flatten().bool()].mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    assert column(tmp_path, "lm_loss") == pytest.approx(losses, rel=1e-5)
+    assert losses[-1] < losses[0] - 0.3
+
+
+def test_what_a_run_says_and_leaves(tune: Tune, base: Path, pairs: Path, tmp_path: Path) -> None:
+    ended = tune(save=tmp_path / "run", export_hf=tmp_path / "hf", eval_interval=ITERS).ok()
+    assert " chat template: built-in template plain, since the tokenizer has none; learned: answers, which the template marks\n" in ended.out
+    assert f" {pairs}: format messages\n 120 examples, " in ended.out and " packed into " in ended.out
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "hf")
+    messages = [{"role": "user", "content": "def f()"}]
+    prompt = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True)["input_ids"]
+    assert prompt == ChatTokenizer(load_tokenizer(base)).prompt("def f()")
+    assert (tmp_path / "run" / "tokenizer" / "chat_template.jinja").is_file()
+    evaluated = [entry["validation_loss"] for entry in log(tmp_path / "run") if "validation_loss" in entry]
+    assert evaluated[-1] < evaluated[0] - 0.3
+
+
+@pytest.fixture(scope="module")
+def usual(tune: Tune, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Without noise."""
+    folder = tmp_path_factory.mktemp("usual")
+    tune(save=folder, eval_interval=2, eval_iters=2).ok()
+    return folder
+
+
+CHANGES: dict[str, tuple[dict[str, object], str]] = {
+    "loss_on": ({"loss_on": "all"}, "learned: every token (--loss-on all)"),
+    "packing": ({"packing": None}, "108 training examples, one to each of 108 samples"),
+    "chat_template": ({"chat_template": "chatml"}, "chat template: built-in template chatml; learned: answers"),
+    "neftune_noise_alpha": ({"neftune_noise_alpha": 50}, "120 examples"),
+    "seq_length": ({"seq_length": 56, "on_long_sample": "drop"}, " dropped\n"),
+    "data_format": ({"data_format": "alpaca", "train_data": "alpaca"}, "format alpaca"),
+    "valid_data": ({"split": None, "valid_data": "alpaca"}, "120 training examples, packed into"),
+}
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_each_option_changes_the_run(name: str, tune: Tune, usual: Path, pairs: Path, tmp_path: Path) -> None:
+    """What it prints, and the loss of its first step."""
+    changes, words_of_it = CHANGES[name]
+    turns = [json.loads(line)["messages"] for line in pairs.read_text().splitlines()]
+    (tmp_path / "alpaca.json").write_text(json.dumps([{"instruction": turn[0]["content"], "output": turn[1]["content"]} for turn in turns]))
+    files = {key: tmp_path / "alpaca.json" for key, value in changes.items() if value == "alpaca" and key != "data_format"}
+    ended = tune(save=tmp_path / "run", train_iters=1, **{**changes, **files}).ok()
+    assert words_of_it in ended.out
+    if name != "valid_data":
+        assert (column(tmp_path / "run", "lm_loss") == column(usual, "lm_loss")[:1]) is (name == "data_format")
+
+
+def test_noise_is_for_training_alone(usual: Path, straight: Path) -> None:
+    quiet, noisy = log(usual), log(straight)
+    assert quiet[0]["validation_loss"] == noisy[0]["validation_loss"]
+    assert quiet[1]["lm_loss"] != noisy[1]["lm_loss"]
+
+
+def test_bad_and_long_examples(tune: Tune, pairs: Path, tmp_path: Path) -> None:
+    """The run stops before training, on every rank with one message, or counts."""
+    bad = tmp_path / "bad.jsonl"
+    bad.write_text("[1]\n" + pairs.read_text())
+    for options, message in (({"on_bad_sample": "stop"}, f"{bad}:1: got a JSON array"), ({"on_long_sample": "stop", "on_bad_sample": None}, " tokens, expected at most 41")):
+        stopped = tune(DP2, train_data=bad, seq_length=40, save=tmp_path / "run", micro_batch_size=1, **options)
+        assert set(stopped.codes) == {1} and stopped.err.count("error: ") == 1 and message in stopped.err
+    assert column(tmp_path / "run", "lm_loss") == []
+    dropped = tune(train_data=bad, train_iters=1).ok()
+    assert f" unusable: 1 examples\n   {bad}:1: got a JSON array" in dropped.out
+
+
+def test_wrong_options(tune: Tune, product: Product) -> None:
+    ended = tune(data_path="x", valid_data="y", neftune_noise_alpha=-1, reset_position_ids=True, train_data=None)
+    assert ended.codes == (2,)
+    flags = ("--data-path: got x", "--split, --valid-data: got both", "--neftune-noise-alpha: got -1", "--reset-position-ids", "--train-data: got nothing")
+    assert [flag in ended.err for flag in flags] == [True] * 5
+    planned = tune(dry_run="yes")
+    assert "valid for 1 process\n" in planned.out and "--data-path" not in planned.out
+    missing = tune(train_data="none.jsonl")
+    assert missing.codes == (1,) and "none.jsonl: got no such file" in missing.err
+
+
+def test_data_commands(product: Product, base: Path, pairs: Path, tmp_path: Path) -> None:
+    common = ("--tokenizer-model", base, "--seq-length", SEQ_LENGTH)
+    shown = product.run("data", "preview", pairs, *common, "--example", 2).ok().out
+    question, answer = (message["content"] for message in json.loads(pairs.read_text().splitlines()[1])["messages"])
+    assert f"{pairs}:2: format messages, " in shown and f"<|user|>\n{question}\n<|assistant|>\n{answer}</s>" in shown
+    marked = shown[shown.index("[[") + 2 : shown.index("]]")]
+    assert marked.replace("|", "").replace(" ", "") == f"{answer}</s>".replace(" ", "")
+    colored = product.run("data", "preview", pairs, *common, "--color", "always", "--loss-on", "all").ok().out
+    assert "\x1b[1;32m<s>|" in colored and "[[" not in colored
+    (tmp_path / "bad.jsonl").write_text('{"messages": []}\n' * 12 + pairs.read_text())
+    checked = product.run("data", "check", tmp_path / "bad.jsonl", *common)
+    assert checked.codes == (1,) and checked.err == ""
+    for line in range(1, 13):
+        assert f"  {tmp_path}/bad.jsonl:{line}: field 'messages': got an empty array" in checked.out
+    assert "  by reason: no messages 12" not in checked.out.splitlines()[-1] and "no messages 12" in checked.out
+    assert "tokens of an example: least " in checked.out and "too long: " in checked.out
+    assert product.run("data", "preview", tmp_path / "bad.jsonl", *common).codes == (1,)
+    wrote = product.run("data", "stats", pairs, *common, "--output", tmp_path / "stats.html", "--on-long-sample", "drop").ok()
+    page = (tmp_path / "stats.html").read_text()
+    assert wrote.out.endswith(f"wrote {tmp_path}/stats.html\n") and page.count("<svg") == 3 and "Learned tokens" in page
+    wrong = product.run("data", "check", "--example", 0)
+    assert wrong.codes == (2,) and wrong.err.count("  - ") == 3
+
+
+def test_no_option_is_forgotten() -> None:
+    """Each is tried above by name."""
+    text = Path(__file__).read_text()
+    for name in options_of([SFTConfig, DataToolConfig]).keys() - {"action"}:
+        assert f'"{name}"' in text or f" {name}=" in text or f"({name}=" in text or f'"--{name.replace("_", "-")}"' in text, name
