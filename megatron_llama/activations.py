@@ -36,6 +36,9 @@ class Activations:
     sequence_parallel: bool = False
     positions_per_sample: bool = False
     """Each sample has rotary positions of its own."""
+    low_rank: int = 0
+    """Width of the inner activations of a block's low-rank additions, all together. What is frozen beside them is counted as if it
+    were trained: its inputs are those of the additions, where there are some."""
 
     @staticmethod
     def of(config: Config) -> Activations:
@@ -50,6 +53,7 @@ class Activations:
             parallel.context_parallel_size,
             parallel.sequence_parallel,
             config.data.reset_position_ids,
+            config.lora.lora_rank * len(config.lora.lora_target_modules),
         )
 
     @property
@@ -85,6 +89,10 @@ class Activations:
         return self.tokens * self.model.intermediate_size // self.tp * self.narrow
 
     @property
+    def _low(self) -> int:
+        return self.tokens * self.low_rank * self.narrow
+
+    @property
     def _norm(self) -> int:
         """Input and scale."""
         return self.hidden + self._own_tokens * self.wide
@@ -100,7 +108,7 @@ class Activations:
         if granularity == "full":
             divides = not self.sequence_parallel and self.tokens * self.model.hidden_size % self.tp == 0
             return self.hidden // self.tp if divides else self.hidden
-        lean = 2 * self._norm + self.attention + 2 * self._inner
+        lean = 2 * self._norm + self.attention + 2 * self._inner + self._low
         return lean if granularity == "selective" else lean + 2 * self.hidden + self._inner
 
     def deferred_block(self, granularity: Granularity) -> int:
@@ -110,7 +118,7 @@ class Activations:
         streams = 2 * self.tokens * self.model.hidden_size * self.narrow
         gradients = self._query + self._key_value + 2 * self._inner + streams
         inputs = 2 * self._norm + 2 * self._inner if granularity == "selective" else 2 * self.hidden + self._inner
-        return inputs + self._query + gradients
+        return inputs + self._query + gradients + 2 * self._low
 
     @property
     def embedding(self) -> int:

@@ -76,7 +76,8 @@ def build(place: Place, config: Config) -> tuple[Mesh, Stage]:
     stages = build_stages(config, mesh)
     load_stages(stages.values(), rank_specs(config, mesh), initial_weights(), dtype=compute_dtype(config), device=mesh.device)
     for stage in stages.values():
-        stage.requires_grad_()
+        for name, parameter in stage.named_parameters():
+            parameter.requires_grad_(not config.lora.lora_rank or ".adapters." in name)
     return mesh, stages[0]
 
 
@@ -133,6 +134,16 @@ SPREAD = [
     Run(recompute_layers="1"),
     Run(tp=2, recompute_layers="3"),
 ]
+
+
+@pytest.mark.parametrize("recompute", GRANULARITIES)
+@pytest.mark.parametrize("layout", [Run(lora=4), Run(tp=2, lora=4), Run(tp=2, sp=True, lora=4)], ids=lambda layout: layout.name)
+def test_low_rank_additions_keep_their_inner_activations(cluster: Cluster, layout: Run, recompute: Granularity) -> None:
+    layout = replace(layout, recompute=recompute)
+    plain = replace(layout, lora=0)
+    for found in cluster.run(layout.world_size, measured, layout, False):
+        assert found.block == predicted(layout, False).block
+    assert (found.block > predicted(plain, False).block) is (recompute != "full")
 
 
 @pytest.mark.parametrize("kv_heads", [2, 4])
