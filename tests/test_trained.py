@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from itertools import accumulate
 from pathlib import Path
 
 import pytest
@@ -10,9 +11,10 @@ import torch
 
 from megatron_llama.checkpoint.hf import export_hf
 from megatron_llama.cli import main
+from megatron_llama.commands.generate import continued
 from megatron_llama.commands.options import ModelFolderConfig
 from megatron_llama.commands.trained import Trained, open_trained
-from megatron_llama.generation import Reader
+from megatron_llama.generation import Reader, Sampling
 from megatron_llama.model.init import InitialWeights
 from megatron_llama.tokenizer.load import load_tokenizer
 from tests.test_chat import folder, model
@@ -38,6 +40,16 @@ def test_every_format(to: str, hf: Path, model: Trained, tmp_path: Path) -> None
     assert found.stops == {257, 258}
     text = found.tokenizer.encode("something to read")
     assert torch.equal(Reader(found.stage).read([text]), Reader(model.stage).read([text]))
+
+
+def test_a_text_is_shown_while_it_is_made_and_those_behind_it_when_it_is_done(model: Trained) -> None:
+    prompts, sampling = [model.tokenizer.encode(text) for text in ("first", "second prompt")], Sampling(8, 0.0, 0, 1.0)
+    whole = ["".join(continued(model, [prompt], sampling, 1)) for prompt in prompts]
+    pieces = list(continued(model, prompts, sampling, 1))
+    assert "".join(pieces) == "".join(whole) and whole[0].startswith("first") and whole[1].endswith("\n")
+    shown = list(accumulate(map(len, pieces)))
+    assert shown[0] == len("first") and sum(size < len(whole[0]) for size in shown) > 3, "token by token"
+    assert len(whole[0]) in shown, "nothing of the second in a piece of the first"
 
 
 def test_bf16_and_another_tokenizer(hf: Path, folder: Path, tmp_path: Path) -> None:

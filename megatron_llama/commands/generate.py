@@ -75,7 +75,9 @@ def continued(model: Trained, prompts: Sequence[Sequence[int]], sampling: Sampli
     from megatron_llama.tokenizer.stream import TextStream
 
     streams = [TextStream(model.tokenizer, prompt) for prompt in prompts]
-    waiting, done, front = [model.tokenizer.decode(prompt) for prompt in prompts], set[int](), 0
+    first, *others = (model.tokenizer.decode(prompt) for prompt in prompts)
+    yield first
+    waiting, done, front = ["", *others], set[int](), 0
     for number, token in generate_batch(model.stage, prompts, sampling, stops=model.stops, seed=seed):
         if token is None:
             waiting[number] += streams[number].rest() + "\n"

@@ -71,7 +71,7 @@ def train_peft(layout: Layout) -> Record:
 @pytest.fixture(scope="module")
 def single(cluster: Cluster) -> dict[Layout, Record]:
     """One process, by what is trained."""
-    return {layout: cluster.run(1, train, layout)[0] for layout in (ONE, SOME, replace(ONE, kv_heads=1), FEWER)}
+    return {layout: cluster.run(1, train, layout)[0] for layout in (ONE, SOME, replace(ONE, kv_heads=1), replace(ONE, tied=True), FEWER)}
 
 
 @pytest.mark.parametrize("layout", [ONE, SOME], ids=["all", "some"])
@@ -104,6 +104,7 @@ LAYOUTS = [
     Layout(pp=2, microbatches=4, recompute="full"),
     Layout(pp=2, microbatches=4, schedule="zb-h1", tp=2, sp=True),
     Layout(pp=2, virtual=2, microbatches=4, schedule="zb-v"),
+    Layout(pp=2, dp=2, microbatches=2, tied=True),
     Layout(dp=2, strategy="no_shard"),
     Layout(dp=2, microbatches=2, bucket=1),
     Layout(dp=2, strategy="optim_grads", microbatches=2),
