@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import io
+import itertools
 from pathlib import Path
 
 import pytest
@@ -7,6 +9,7 @@ import sentencepiece
 
 from megatron_llama.errors import DataError
 from megatron_llama.tokenizer.spm import SentencePieceTokenizer, train_tokenizer
+from megatron_llama.tokenizer.words import KEPT_LENGTH
 
 AWKWARD = [
     "",
@@ -35,6 +38,37 @@ def test_round_trip_is_exact(trained: SentencePieceTokenizer, texts: list[str], 
 def test_batch_is_encode_of_each(trained: SentencePieceTokenizer, chunks: list[str]) -> None:
     assert trained.encode_batch(chunks[:50]) == [trained.encode(text) for text in chunks[:50]]
     assert trained.encode_batch([]) == []
+
+
+def test_word_by_word_is_sentencepiece(trained: SentencePieceTokenizer, texts: list[str]) -> None:
+    """Over real text, and over all short rows of what matters: spaces, their escape, newlines, digits, letters, bytes, control tokens."""
+    odd = [" ", "\u2581", "\n", "\t", "\0", "7", "the", "a", "é", "\U0001f600", "\u0301", "</s>", "\xa0", "_" * 70]
+    rows = ["".join(row) for length in range(4) for row in itertools.product(odd, repeat=length)]
+    processor = sentencepiece.SentencePieceProcessor(model_proto=trained.path.read_bytes())
+    words = trained._words
+    assert words is not None
+    for batch in (texts, rows, rows):
+        assert trained.encode_batch(batch) == processor.encode(batch)
+    assert max(map(len, words._known)) <= KEPT_LENGTH
+
+
+def test_a_model_with_spaces_inside_pieces_takes_whole_texts(texts: list[str], tmp_path: Path) -> None:
+    model = io.BytesIO()
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=iter(texts[:20]),
+        model_writer=model,
+        model_type="bpe",
+        vocab_size=600,
+        byte_fallback=True,
+        split_by_whitespace=False,
+        normalization_rule_name="identity",
+        remove_extra_whitespaces=False,
+        minloglevel=2,
+    )
+    (tmp_path / "tokenizer.model").write_bytes(model.getvalue())
+    tokenizer = SentencePieceTokenizer(tmp_path / "tokenizer.model")
+    assert tokenizer._words is None
+    assert tokenizer.encode_batch(texts[:20]) == [tokenizer.encode(text) for text in texts[:20]]
 
 
 def test_text_never_gives_a_special_token(trained: SentencePieceTokenizer) -> None:

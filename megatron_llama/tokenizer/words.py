@@ -1,0 +1,64 @@
+"""Sentencepiece BPE word by word: the same ids as for the whole text, and most words are looked up instead of encoded again.
+
+BPE joins two neighbouring pieces only into a piece of the vocabulary. Where two characters follow each other that do so in no piece
+of two or more characters, nothing is ever joined across them, and what is left and right of them is encoded independently. In a LLaMA
+model this holds before every run of spaces (no piece has a space behind another character), and around characters that
+are in no longer piece, such as digits and newlines. Words repeat: most of a corpus is a few thousand of them.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from itertools import chain, pairwise
+
+import sentencepiece
+
+from megatron_llama.tokenizer import proto
+from megatron_llama.tokenizer.export import SPACE
+from megatron_llama.tokenizer.proto import SentencePieceModel
+
+KEPT_WORDS = 1 << 18
+KEPT_LENGTH = 64
+"""Characters: longer words hardly repeat."""
+_ALONE = "\n\t0123456789"
+"""Characters that are tried for being in no longer piece."""
+_NO_PREFIX = b"\x1a\x02\x18\x00"
+"""normalizer_spec { add_dummy_prefix: false }: behind a serialized model it overrides what the model says, as protocol buffers merge."""
+
+
+def splits(model: SentencePieceModel) -> bool:
+    """Whether words of this model can be encoded one by one: an unnormalized BPE whose pieces have spaces only at their beginning."""
+    plain = model.model_type == proto.BPE and model.byte_fallback and not model.charsmap
+    plain = plain and model.escape_whitespaces and not model.remove_extra_whitespaces and not model.whitespace_as_suffix
+    joined = [piece.text for piece in model.pieces if piece.type == proto.NORMAL]
+    odd = any(piece.type in (proto.USER_DEFINED, proto.UNUSED) for piece in model.pieces)
+    return plain and not odd and not any(after == SPACE != before for text in joined for before, after in pairwise(text))
+
+
+class Words:
+    """Encodes texts with a model that ``splits``."""
+
+    def __init__(self, content: bytes, model: SentencePieceModel) -> None:
+        """``content``: of the model's file."""
+        self._processor = sentencepiece.SentencePieceProcessor(model_proto=content + _NO_PREFIX)
+        self._prefix = " " if model.add_dummy_prefix else ""
+        joined = {char for piece in model.pieces if piece.type == proto.NORMAL and len(piece.text) > 1 for char in piece.text}
+        alone = "".join(re.escape(char) for char in _ALONE if char not in joined)
+        self._pattern = re.compile(f"[{alone}]| *[^ {alone}]+| +" if alone else " *[^ ]+| +")
+        self._known: dict[str, list[int]] = {}
+
+    def encode(self, texts: Sequence[str]) -> list[list[int]]:
+        """The ids of each text."""
+        # A literal U+2581 is a space to sentencepiece.
+        words = [self._pattern.findall(self._prefix + text.replace(SPACE, " ")) if text else [] for text in texts]
+        new = list(set(chain.from_iterable(words)) - self._known.keys())
+        known = self._known
+        known.update(zip(new, self._processor.encode(new, num_threads=1), strict=True))
+        ids = [list(chain.from_iterable(map(known.__getitem__, line))) for line in words]
+        for word in new:
+            if len(word) > KEPT_LENGTH:
+                del known[word]
+        if len(known) > KEPT_WORDS:
+            known.clear()
+        return ids
