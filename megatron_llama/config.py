@@ -166,6 +166,9 @@ class TrainingConfig:
     """Evaluate before the first iteration, every so many iterations and after the last. 0: never."""
     eval_iters: int = 10
     """Global batches per evaluation; the same validation samples every time, fewer when the split is smaller. 0: the whole split."""
+    early_stop_patience: int = 0
+    """End the run after so many evaluations in a row whose loss is not below the lowest before. 0: never. With checkpoints at the
+    iterations of evaluations `best` is the one with the lowest loss."""
 
 
 @dataclass(frozen=True)
@@ -283,6 +286,12 @@ class LogConfig:
     and which rank that is."""
     progress_bar: bool = True
     """Show a progress bar when the output is a terminal."""
+    sample_interval: int = 0
+    """Every so many iterations, and after the last, print how the model continues each --sample-prompt. 0: never."""
+    sample_prompt: tuple[str, ...] = ()
+    """Texts for --sample-interval; `sft` takes each as a user's message."""
+    sample_tokens: int = 32
+    """Tokens of such a continuation, the likeliest one at each place; the end token ends it earlier."""
     job_name: str | None = None
     """Name of the run: first line of the log, and the run's name in TensorBoard."""
     tensorboard_dir: str | None = None

@@ -16,7 +16,7 @@ from megatron_llama.checkpoint.meta import TrainState
 from megatron_llama.checkpoint.places import local_folder
 from megatron_llama.checkpoint.saver import Saver
 from megatron_llama.checkpoint.start import AUTO, Start, begins_anew, damaged, data_changes, find_start
-from megatron_llama.comm.agreement import decided_by_first, together
+from megatron_llama.comm.agreement import decided_by_first, from_first, together
 from megatron_llama.config import Config
 from megatron_llama.data.indexed import IndexedDataset
 from megatron_llama.data.loader import BatchLoader, BlendedSamples, Samples, StreamSamples
@@ -142,7 +142,7 @@ class Validation:
     """The mean loss over the same validation samples every time."""
 
     def __init__(self, config: Config, mesh: Mesh, runtime: PipelineRuntime, source: Source) -> None:
-        self._training, self._runtime = config.training, runtime
+        self._training, self._runtime, self._world = config.training, runtime, mesh.world
         self._unit = config.training.micro_batch_size * mesh.data_size
         if self._training.eval_interval == 0:
             return
@@ -165,6 +165,18 @@ class Validation:
     def due(self, state: TrainState) -> bool:
         """Whether the run evaluates after this step."""
         return _due(self._training.eval_interval, state.iteration, self._training.train_iters)
+
+    def hopeless(self, log: MetricLog) -> str | None:
+        """Why the run should end, if no evaluation has been better for as long as --early-stop-patience says. Collective."""
+        patience = self._training.early_stop_patience
+        if patience == 0:
+            return None
+        losses = from_first(sorted(log.evaluated.items()), self._world)
+        best, least = min(losses, key=lambda entry: (entry[1], entry[0]))
+        behind = sum(iteration > best for iteration, _ in losses)
+        if behind < patience:
+            return None
+        return f"{behind} evaluations without a lower loss than {least:.6E} of iteration {best} (--early-stop-patience)"
 
     def run(self, state: TrainState, log: MetricLog) -> float | None:
         """Evaluate, log and return the loss, unless this run never evaluates. Raises TrainingError, on every rank, if it is not finite."""

@@ -22,6 +22,7 @@ from megatron_llama.optim.compare import check_replicas
 from megatron_llama.optim.lr import learning_rate
 from megatron_llama.pipeline.runtime import FixedWeights, PipelineRuntime
 from megatron_llama.progress import Progress
+from megatron_llama.samples import Prompt, SampleTexts
 from megatron_llama.setup import Source, Validation, build_loader, go_back, load_or_init, open_log, stream_samples
 from megatron_llama.tokenizer.base import Tokenizer
 
@@ -39,13 +40,19 @@ def evaluate_only(config: Config, mesh: Mesh, source: Source) -> None:
 
 
 def train(
-    config: Config, mesh: Mesh, source: Source | None = None, *, tokenizer: Tokenizer | None = None, background: Background | None = None
+    config: Config,
+    mesh: Mesh,
+    source: Source | None = None,
+    *,
+    tokenizer: Tokenizer | None = None,
+    background: Background | None = None,
+    prompt: Prompt | None = None,
 ) -> None:
     """Train until ``train_iters``, or until some rank is asked to stop.
 
     ``config`` is resolved (validate.check); ``source`` gives the samples, by default those of --data-path without the options that
-    need an end-of-document id; ``tokenizer`` is kept beside the checkpoints; ``background`` writes them, if given. Raises UserError
-    of some kind, on every rank the same."""
+    need an end-of-document id; ``tokenizer`` is kept beside the checkpoints; ``background`` writes them, if given;
+    ``prompt`` makes tokens of --sample-prompt. Raises UserError of some kind, on every rank the same."""
     started = time.monotonic()
     training, clip, replicas = config.training, config.optimizer.clip_grad, config.training.check_weight_hash_across_dp_replicas_interval
     stages = build_stages(config, mesh)
@@ -54,6 +61,7 @@ def train(
         loader = build_loader(config, mesh, source)
         runtime = PipelineRuntime(stages, optimizer, mesh, config, dtype=compute_dtype(config))
         validation = Validation(config, mesh, runtime, source)
+        texts, hopeless = SampleTexts(config, mesh, runtime, tokenizer, prompt), None
         state = load_or_init(config, optimizer, mesh)
         export = FinalExport(config, mesh, optimizer, tokenizer)
         saver = Saver(config, mesh, optimizer, tokenizer, background)  # writes to --save, as the log does: nothing before this line has
@@ -74,7 +82,7 @@ def train(
                 wish = feed.agreed()
                 stopping = wish == STOP or (training.exit_interval > 0 and state.iteration % training.exit_interval == 0)
                 saving = saver.due(state) or stopping or wish == SAVE
-                if validation.due(state) or saving:
+                if validation.due(state) or saving or texts.due(state):
                     progress.settle()  # never save or evaluate a step that went wrong
                 if bad_steps.goes_back:
                     state = go_back(config, optimizer, mesh, saver, log)
@@ -86,11 +94,18 @@ def train(
                     check_replicas(optimizer, mesh, state.iteration)
                 if validation.due(state) or saving:
                     measured = validation.run(state, log) if validation.due(state) else None
-                    if saving:
+                    hopeless = validation.hopeless(log) if measured is not None else None
+                    if saving or hopeless:
                         saver.save(bad_steps.remember(state), log, measured)
+                    progress.restart_clock()
+                if texts.due(state):
+                    texts.write(state, log)
                     progress.restart_clock()
                 if saver.failed(log):
                     interrupts.stop()
+                if hopeless:
+                    log.say(f" stopped after iteration {state.iteration}: {hopeless}")
+                    break
                 if stopping:
                     why = interrupts.why if wish == STOP else "--exit-interval"
                     log.say(f" stopped by {why} after iteration {state.iteration}")
@@ -98,7 +113,7 @@ def train(
             progress.settle()
             optimizer.settle()
             saver.finish(log)
-            export.write(state, saver.newest, log)
+            export.write(state, saver.newest, log, early=hopeless is not None)
 
 
 def _interrupts(config: Config, mesh: Mesh, started: float) -> Interrupts:

@@ -44,13 +44,15 @@ _POSITIVE = (
     ("model", ("rms_norm_eps", "rope_theta", "make_vocab_size_divisible_by")),
     ("optimizer", ("adam_eps",)),
     ("lora", ("lora_alpha",)),
-    ("log", ("log_interval", "tensorboard_queue_size")),
+    ("log", ("log_interval", "tensorboard_queue_size", "sample_tokens")),
 )
 _NOT_NEGATIVE = (
     ("model", ("vocab_size", *SIZES, "num_key_value_heads", "head_dim", "max_position_embeddings", "initializer_range")),
     ("model", ("bos_token_id", "eos_token_id")),
     ("training", ("global_batch_size", "eval_interval", "eval_iters", "seed", "loss_spike_factor", "max_bad_steps")),
     ("training", ("train_samples", "exit_interval", "exit_duration_in_mins", "z_loss_weight")),
+    ("training", ("early_stop_patience",)),
+    ("log", ("sample_interval",)),
     ("training", ("check_weight_hash_across_dp_replicas_interval",)),
     ("optimizer", ("lr", "min_lr", "lr_decay_iters", "lr_warmup_iters", "lr_wsd_decay_iters", "weight_decay", "clip_grad")),
     ("lora", ("lora_rank",)),
@@ -447,6 +449,12 @@ def _run_problems(config: Config) -> Iterator[str]:
     if len(shares) != 3 or not any(shares):
         wanted = "three shares of 0 or more, not all 0, such as 969,30,1"
         yield describe("--split", got=config.data.split, expected=wanted, do="give training,validation,test")
+    if config.training.early_stop_patience > 0 and config.training.eval_interval == 0:
+        do = "give --eval-interval N and a share of --split, or leave it out"
+        patience = config.training.early_stop_patience
+        yield describe("--early-stop-patience", got=patience, expected="evaluations whose losses it compares", do=do)
+    if config.log.sample_interval > 0 and not config.log.sample_prompt:
+        yield describe("--sample-interval", got="no --sample-prompt", expected="texts to continue", do="give --sample-prompt TEXT ...")
 
 
 def _shares(split: str) -> list[float]:

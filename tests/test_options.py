@@ -33,7 +33,7 @@ NAMES = """
     bf16 bos_token_id
     check_weight_hash_across_dp_replicas_interval clip_grad context_parallel_size cp_comm_type
     data_order data_parallel_shard_size data_parallel_sharding_strategy data_path distributed_timeout_minutes
-    eod_mask_loss eos_token_id eval_interval eval_iters exchange_chunk_bytes exit_duration_in_mins exit_interval export_hf
+    early_stop_patience eod_mask_loss eos_token_id eval_interval eval_iters exchange_chunk_bytes exit_duration_in_mins exit_interval export_hf
     finetune fp16 fp64 freeze
     global_batch_size gpus_per_node grad_reduce_in_bf16 grad_slots
     head_dim hidden_act hidden_size hysteresis
@@ -49,7 +49,7 @@ NAMES = """
     param_slots pipeline_layer_split pipeline_model_parallel_size pipeline_schedule prefetch_bytes preset progress_bar
     rampup_batch_size recompute_granularity recompute_num_layers reduce_bucket_size reset_attention_mask reset_position_ids rms_norm_eps
     rope_scaling rope_theta
-    save save_first_step save_interval save_retain save_retain_interval seed seq_length sequence_parallel split
+    sample_interval sample_prompt sample_tokens save save_first_step save_interval save_retain save_retain_interval seed seq_length sequence_parallel split
     tensor_model_parallel_size tensorboard_dir tensorboard_queue_size tie_word_embeddings tokenizer_model tokenizer_type train_iters train_samples
     virtual_pipeline_model_parallel_size vocab_size
     weight_decay

@@ -64,10 +64,10 @@ class FinalExport:
                 if mesh.rank == 0:
                     _rehearse(self._target, tokenizer)
 
-    def write(self, state: TrainState, checkpoint: Path | None, log: MetricLog) -> None:
+    def write(self, state: TrainState, checkpoint: Path | None, log: MetricLog, *, early: bool = False) -> None:
         """Export ``checkpoint``, or, where the run has saved none, what the engine holds. Collective; nothing is done before the
-        last iteration. Raises CheckpointError on every rank."""
-        if self._target is None or state.iteration != self._config.training.train_iters:
+        last iteration, unless the run has come to its end ``early``. Raises CheckpointError on every rank."""
+        if self._target is None or not (early or state.iteration == self._config.training.train_iters):
             return
         beside = self._target.with_name(self._target.name + WEIGHTS)
         try:

@@ -50,7 +50,7 @@ def sft(parsed: Parsed) -> None:
         if mesh.rank == 0:
             for line in lines:
                 print(f" {line}", flush=True)
-        train(config, mesh, data.samples, tokenizer=tokenizer, background=background)
+        train(config, mesh, data.samples, tokenizer=tokenizer, background=background, prompt=tokenizer.prompt)
 
 
 def learned(marks: bool, options: SFTConfig) -> str:

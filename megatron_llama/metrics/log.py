@@ -160,7 +160,8 @@ class MetricLog:
         self._prints, self._boards = prints, tuple(boards)
         self._out = sys.stdout if out is None else out
         self._file: TextIO | None = None
-        self._evaluated: set[int] = set()
+        self.evaluated: dict[int, float] = {}
+        """Loss of each evaluation of the run, earlier parts of it included; on the rank that prints."""
         self._bar: Any = None
         if not prints:
             return
@@ -190,7 +191,7 @@ class MetricLog:
     def _open(self, path: Path, iteration: int) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         kept = truncate(path, iteration)
-        self._evaluated = {entry["iteration"] for entry in kept if "validation_loss" in entry}
+        self.evaluated = {entry["iteration"]: entry["validation_loss"] for entry in kept if "validation_loss" in entry}
         self._file = path.open("a", encoding="utf-8")
 
     def rewind(self, iteration: int) -> None:
@@ -229,8 +230,8 @@ class MetricLog:
         if not self._prints:
             return
         self.say(format_validation(iteration, consumed_samples, loss, tokens))
-        if iteration not in self._evaluated:
-            self._evaluated.add(iteration)
+        if iteration not in self.evaluated:
+            self.evaluated[iteration] = loss
             entry = {"iteration": iteration, "consumed_samples": consumed_samples, "validation_loss": loss, "validation_tokens": tokens}
             self._append(entry)
             for board in self._boards:

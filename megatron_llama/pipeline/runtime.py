@@ -8,6 +8,7 @@ from functools import partial
 from typing import Protocol
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from megatron_llama.comm import p2p
@@ -17,7 +18,7 @@ from megatron_llama.mesh import Mesh
 from megatron_llama.model.llama import Stage
 from megatron_llama.nn.context import local_sequence
 from megatron_llama.nn.embedding import uniform_noise
-from megatron_llama.nn.loss import vocab_parallel_cross_entropy
+from megatron_llama.nn.loss import likeliest, vocab_parallel_cross_entropy
 from megatron_llama.params import partition_of
 from megatron_llama.schedule import Action, Op, Schedule, forward_only, schedule_named
 from megatron_llama.uses import Use, rank_uses
@@ -121,6 +122,8 @@ class _Flight:
     loss_scale: Tensor | None
     """None: no backward."""
     loss: Tensor
+    predicted: Tensor | None = None
+    """[s, b], where the last stage writes the likeliest tokens; None: nobody asks."""
     receives: dict[tuple[Op, Key], p2p.Transfer] = field(default_factory=dict)
     sends: dict[tuple[Op, int], p2p.Transfer] = field(default_factory=dict)
     inputs: dict[Key, Tensor] = field(default_factory=dict)
@@ -167,14 +170,25 @@ class PipelineRuntime:
         with torch.no_grad():
             return self._run(batches, training=False)
 
-    def _run(self, batches: Sequence[Microbatch], *, training: bool) -> tuple[Tensor, Tensor]:
+    def predict(self, batch: Microbatch) -> Tensor:
+        """The likeliest token behind each of a batch's, int64 [s, b], on every rank. All ranks give the same batch; labels do not count."""
+        found = torch.full(batch.tokens.shape, -1, device=self.mesh.device)
+        with torch.no_grad():
+            self._run([batch], training=False, predicted=found)
+        # Those who do not know say -1: ranks of other stages, and of other parts of the sequence.
+        all_reduce(found, self.mesh.world, dist.ReduceOp.MAX).wait()
+        return found
+
+    def _run(
+        self, batches: Sequence[Microbatch], *, training: bool, predicted: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
         loss, loss_scale = torch.zeros((), dtype=torch.float64, device=self.mesh.device), None
         plan = self._plan(training, len(batches))
         if training:
             loss_scale = self.engine.begin_step(len(batches), plan.uses)
         else:
             self.engine.begin_evaluation(plan.uses)
-        flight = _Flight(batches, self._target_tokens(batches), loss_scale, loss)
+        flight = _Flight(batches, self._target_tokens(batches), loss_scale, loss, predicted)
         recorder = self.mesh.recorder
         recorder.evaluating = not training
         for index, action in enumerate(plan.actions):
@@ -242,7 +256,10 @@ class PipelineRuntime:
             inputs = self._arrived(flight, Op.FORWARD, key).requires_grad_(flight.training)
         positions = stage.positions(batch.tokens.shape[0], self.mesh.device, batch.position_ids, batch.document_ids)
         output = stage(inputs, positions, self._noise(batch, stage) if flight.training and stage.is_first else None)
-        if stage.is_last:
+        if stage.is_last and flight.predicted is not None:
+            here = local_sequence(torch.arange(len(batch.tokens), device=self.mesh.device), self.mesh.cp)
+            flight.predicted[here] = likeliest(output, self.mesh.tp, stage.config.vocab_size)
+        elif stage.is_last:
             output = self._loss(output, batch, flight)
         elif self._is_here(key[0] + 1):
             flight.handed[Op.FORWARD, (key[0] + 1, key[1])] = output.detach()

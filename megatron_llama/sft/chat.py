@@ -71,8 +71,11 @@ class ChatTokenizer:
         return [self._reader.decode([id]) or self._reader.token(id) or f"<{id}>" for id in ids]
 
     def prompt(self, text: str) -> list[int]:
-        """A user's message and the beginning of an answer. Raises UnusableError if the template cannot."""
-        return self.continued([{"role": "user", "content": text}])
+        """A user's message and the beginning of an answer. Raises DataError if the template cannot."""
+        try:
+            return self.continued([{"role": "user", "content": text}])
+        except UnusableError as problem:
+            raise DataError(str(problem.at(f"prompt {text[:40]!r}"))) from problem
 
     def continued(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
         """Messages and the beginning of an answer. Raises UnusableError if the template cannot, or a message has a special token."""

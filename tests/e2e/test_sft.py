@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+from ast import literal_eval
 from collections.abc import Callable
 from itertools import islice
 from pathlib import Path
@@ -162,6 +164,36 @@ def test_noise_is_for_training_alone(usual: Path, straight: Path) -> None:
     quiet, noisy = log(usual), log(straight)
     assert quiet[0]["validation_loss"] == noisy[0]["validation_loss"]
     assert quiet[1]["lm_loss"] != noisy[1]["lm_loss"]
+
+
+@pytest.mark.parametrize("layout", [ONE, TP2, DP2_PARAMS, CP2_RING, ZB_V], ids=["one", "tp2 sp", "dp2 params", "cp2 ring", "pp2 zb-v"])
+def test_samples_are_what_generate_gives(layout: Layout, product: Product, tmp_path: Path) -> None:
+    """Under every layout, with the weights of that moment."""
+    prompts, count = ("The value of", "A list", "def f(self)"), 7
+    options = {"train_iters": 3, "save": tmp_path, "save_interval": 2, "lr": 1e-2}
+    run = product.train(layout, sample_interval=2, sample_prompt=prompts, sample_tokens=count, **options).ok()
+    for iteration in (2, 3):
+        found = re.findall(rf"^ sample at iteration {iteration} \| '(.*)' \| (.*) \|$", run.out, re.MULTILINE)
+        assert [prompt for prompt, _ in found] == list(prompts)
+        greedy = ("--max-new-tokens", count, "--temperature", 0, "--prompt", *prompts)
+        texts = product.run("generate", "--load", tmp_path / f"iter_{iteration:07d}", *greedy).ok().out
+        # A continuation alone has lost the space before its first word.
+        ours = "".join(prompt + literal_eval(text) for prompt, text in found)
+        assert "".join(texts.split()) == "".join(ours.split())
+
+
+def test_a_run_that_gets_no_better_ends(tune: Tune, tmp_path: Path) -> None:
+    """Two evaluations above the first, the second of them after a resume; what has ended is exported, and the best is kept."""
+    options = {"lr": 0.5, "lr_decay_style": "constant", "eval_interval": 1, "early_stop_patience": 3, "train_iters": 9, "save_interval": 1}
+    first = tune(save=tmp_path / "run", save_retain=1, exit_interval=2, **options).ok()
+    assert " stopped by --exit-interval after iteration 2\n" in first.out
+    again = tune(save=tmp_path / "run", save_retain=1, load=tmp_path / "run", init_from_hf=None, export_hf=tmp_path / "hf", **options).ok()
+    losses = [entry["validation_loss"] for entry in log(tmp_path / "run") if "validation_loss" in entry]
+    assert min(losses) == losses[0] and len(losses) == 4
+    said = f" stopped after iteration 3: 3 evaluations without a lower loss than {losses[0]:.6E} of iteration 0 (--early-stop-patience)\n"
+    assert said in again.out and (tmp_path / "hf" / "model.safetensors").is_file()
+    best = 1 + losses[1:].index(min(losses[1:]))
+    assert (tmp_path / "run" / "best").resolve().name == f"iter_{best:07d}"
 
 
 def test_bad_and_long_examples(tune: Tune, pairs: Path, tmp_path: Path) -> None:
