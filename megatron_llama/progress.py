@@ -34,7 +34,7 @@ class Progress:
         self._config, self._mesh, self._log, self._bad_steps = config, mesh, log, bad_steps
         training = config.training
         self._work = Work(
-            flops_per_token=flops_per_token(config.model, training.seq_length, causal=False),
+            flops_per_token=flops_per_token(config.model, training.seq_length, causal=False, lora=config.lora),
             world_size=mesh.world.size,
             peak_flops=peak_flops(devices.name(mesh.device)),
         )

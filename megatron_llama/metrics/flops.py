@@ -7,18 +7,21 @@ only, forward once and backward twice, never recomputation, and no embedding loo
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Mapping
 from types import MappingProxyType
 
-from megatron_llama.config import ModelConfig
+from megatron_llama.config import LoraConfig, ModelConfig
+from megatron_llama.params import NO_LORA, adapter_shapes
 
 
-def flops_per_token(model: ModelConfig, seq_length: int, *, causal: bool) -> int:
+def flops_per_token(model: ModelConfig, seq_length: int, *, causal: bool, lora: LoraConfig = NO_LORA) -> int:
     """Forward and backward FLOPs of one token in a sequence of ``seq_length``.
 
     ``model``: every derived field filled in; ``vocab_size`` without padding. ``causal``: count only the scores that the
-    mask leaves (Megatron) instead of all (torchtitan).
+    mask leaves (Megatron) instead of all (torchtitan). ``lora``: with a rank, weights are frozen and have no gradients, which is one
+    of the three products with each; low-rank additions have all three.
     """
     hidden, layers = model.hidden_size, model.num_hidden_layers
     queries = model.num_attention_heads * model.head_dim
@@ -27,6 +30,9 @@ def flops_per_token(model: ModelConfig, seq_length: int, *, causal: bool) -> int
     head = model.vocab_size * hidden
     # Scores and their product with V: 2 products x 2 FLOPs x 3 passes = 12 per score and channel.
     scores = (6 if causal else 12) * layers * queries * seq_length
+    if lora.lora_rank:
+        additions = sum(math.prod(shape) for shape in adapter_shapes(model, lora).values())
+        return 4 * (layers * per_layer + head) + 6 * additions + scores
     return 6 * (layers * per_layer + head) + scores
 
 

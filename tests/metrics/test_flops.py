@@ -2,6 +2,7 @@ from dataclasses import replace
 
 import pytest
 
+from megatron_llama.config import LoraConfig
 from megatron_llama.metrics.flops import flops_per_token, peak_flops
 from megatron_llama.presets import PRESETS
 
@@ -27,6 +28,10 @@ def test_by_hand() -> None:
     weights = 3 * (2 * 8 * 24 + 2 * 8 * 12 + 3 * 8 * 20) + 11 * 8
     assert flops_per_token(model, 5, causal=False) == 6 * weights + 12 * 3 * 24 * 5
     assert flops_per_token(model, 5, causal=True) == 6 * weights + 6 * 3 * 24 * 5
+    # Frozen weights have no gradients; q: A 2 x 8, B 24 x 2; down: A 2 x 20, B 8 x 2.
+    lora = LoraConfig(lora_rank=2, lora_target_modules=("q_proj", "down_proj"))
+    additions = 3 * (2 * 8 + 24 * 2 + 2 * 20 + 8 * 2)
+    assert flops_per_token(model, 5, causal=True, lora=lora) == 4 * weights + 6 * additions + 6 * 3 * 24 * 5
     # A tied head is computed like any other.
     assert flops_per_token(replace(model, tie_word_embeddings=True), 5, causal=True) == flops_per_token(model, 5, causal=True)
 
