@@ -294,6 +294,22 @@ class LogConfig:
     """Tokens of such a continuation, the likeliest one at each place; the end token ends it earlier."""
     job_name: str | None = None
     """Name of the run: first line of the log, and the run's name in TensorBoard."""
+    profile: bool = False
+    """Trace some steps with torch's profiler: `rank-R.trace.json.gz` in --profile-dir, on a GPU also a snapshot of its memory."""
+    profile_step_start: int = 10
+    """Tracing begins behind so many iterations."""
+    profile_step_end: int = 12
+    """The last iteration that is traced."""
+    profile_ranks: tuple[int, ...] = (0,)
+    """Ranks that trace."""
+    profile_dir: str = "profile"
+    """Folder for traces."""
+    wandb_project: str | None = None
+    """Write every log line and evaluation to this project of Weights & Biases. Needs `pip install megatron-llama[wandb]`."""
+    wandb_exp_name: str | None = None
+    """Name of the run there. Default: --job-name."""
+    wandb_save_dir: str | None = None
+    """Folder for the files that wandb keeps on this machine. Default: its own choice."""
     tensorboard_dir: str | None = None
     """Write every log line and evaluation as TensorBoard events, under Megatron's names, into this folder, with --job-name into
     a folder of that name in it. Needs `pip install megatron-llama[tensorboard]`."""

@@ -100,6 +100,18 @@ def on_stream(stream: torch.Stream) -> AbstractContextManager[object]:
     return torch.cuda.stream(stream)  # type: ignore[arg-type]
 
 
+def record_memory(device: torch.device, *, on: bool) -> None:
+    """Begin or end to note every allocation on the device. The host's are not noted."""
+    if not is_host(device):
+        torch.cuda.memory._record_memory_history("all" if on else None)
+
+
+def write_memory(device: torch.device, path: str) -> None:
+    """Write what was noted; nothing on a host."""
+    if not is_host(device):
+        torch.cuda.memory._dump_snapshot(path)  # type: ignore[no-untyped-call]
+
+
 def pin(memory: torch.Tensor, device: torch.device) -> None:
     """Register host memory with the device's driver, so that copies run at full speed and beside the host."""
     if not is_host(device):

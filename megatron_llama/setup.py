@@ -25,6 +25,7 @@ from megatron_llama.errors import TrainingError, describe
 from megatron_llama.mesh import Mesh
 from megatron_llama.metrics.log import Board, MetricLog
 from megatron_llama.metrics.tensorboard import TensorBoard
+from megatron_llama.metrics.wandb import WandB
 from megatron_llama.model.init import InitialWeights, WithAdapters
 from megatron_llama.optim.distributed import OverlappedDistributedOptimizer, WeightSource
 from megatron_llama.pipeline.runtime import PipelineRuntime
@@ -124,6 +125,8 @@ def open_log(config: Config, mesh: Mesh, state: TrainState) -> MetricLog:
     with together(mesh.world), writing(Path(config.log.tensorboard_dir or ".")):
         if mesh.rank == 0 and config.log.tensorboard_dir is not None:
             boards.append(TensorBoard(config.log, state.iteration))
+        if mesh.rank == 0 and config.log.wandb_project is not None:
+            boards.append(WandB(config))
     with together(mesh.world), writing(folder or Path(".")):
         log = MetricLog(
             folder,

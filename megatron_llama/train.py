@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from contextlib import closing
+from contextlib import ExitStack, closing
 from functools import partial
 
 from megatron_llama.bad_steps import BadSteps
@@ -21,6 +21,7 @@ from megatron_llama.optim.build import build_optimizer, compute_dtype
 from megatron_llama.optim.compare import check_replicas
 from megatron_llama.optim.lr import learning_rate
 from megatron_llama.pipeline.runtime import FixedWeights, PipelineRuntime
+from megatron_llama.profiling import Profiling
 from megatron_llama.progress import Progress
 from megatron_llama.samples import Prompt, SampleTexts
 from megatron_llama.setup import Source, Validation, build_loader, go_back, load_or_init, open_log, stream_samples
@@ -65,12 +66,14 @@ def train(
         state = load_or_init(config, optimizer, mesh)
         export = FinalExport(config, mesh, optimizer, tokenizer)
         saver = Saver(config, mesh, optimizer, tokenizer, background)  # writes to --save, as the log does: nothing before this line has
-        with open_log(config, mesh, state) as log, _interrupts(config, mesh, started) as interrupts:
+        with open_log(config, mesh, state) as log, _interrupts(config, mesh, started) as interrupts, ExitStack() as ended:
             bad_steps = BadSteps(config, mesh, log, state.history)
             progress = Progress(config, mesh, log, bad_steps)
             validation.run(state, log)
+            profiling = ended.enter_context(Profiling(config, mesh, log))
             feed = Feed(loader, mesh.world, interrupts, first_sample=bad_steps.first_sample(state))
             while state.iteration < training.train_iters:
+                profiling.before(state.iteration)
                 lr = learning_rate(config.optimizer, training.train_iters, state.iteration)
                 state = bad_steps.following(state)
                 mesh.recorder.iteration = state.iteration

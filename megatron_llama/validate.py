@@ -58,6 +58,7 @@ _NOT_NEGATIVE = (
     ("lora", ("lora_rank",)),
     ("checkpoint", ("save_interval", "save_retain", "save_retain_interval")),
     ("launch", ("nodes", "gpus_per_node")),
+    ("log", ("profile_step_start",)),
     ("parallel", ("data_parallel_shard_size", "prefetch_bytes")),
 )
 
@@ -445,6 +446,9 @@ def _bad_step_problems(config: Config) -> Iterator[str]:
 
 
 def _run_problems(config: Config) -> Iterator[str]:
+    first, last = config.log.profile_step_start, config.log.profile_step_end
+    if config.log.profile and last <= first:
+        yield describe("--profile-step-end", got=last, expected=f"more than profile_step_start {first}", do="trace one step or more")
     shares = _shares(config.data.split)
     if len(shares) != 3 or not any(shares):
         wanted = "three shares of 0 or more, not all 0, such as 969,30,1"

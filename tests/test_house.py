@@ -31,7 +31,7 @@ LAYERS = (
     ("tokenizer", "metrics"),
     ("data", "checkpoint"),
     ("feed", "bad_steps", "vocabulary", "generation", "trace", "sft"),
-    ("progress", "samples"),
+    ("progress", "profiling", "samples"),
     ("setup",),
     ("train",),
     ("commands",),

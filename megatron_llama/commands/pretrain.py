@@ -77,12 +77,14 @@ def prepared(parsed: Parsed, *, needs_data: bool = True) -> Iterator[tuple[Confi
     from megatron_llama.commands.weights import loaded_model
     from megatron_llama.mesh import init_mesh, place_from_environment, placement_warnings
     from megatron_llama.metrics.tensorboard import require_tensorboard
+    from megatron_llama.metrics.wandb import require_wandb
     from megatron_llama.validate import assemble, check
     from megatron_llama.vocabulary import find_vocabulary, with_vocabulary
 
     place = place_from_environment()
     options = parsed.get(CheckpointConfig)
     require_tensorboard(parsed.get(LogConfig))
+    require_wandb(parsed.get(LogConfig))
     # Raises where a checkpoint is missing: better than asking for the model fields that it has.
     start = find_start(options) if options.load is not None else None
     trained = loaded_model(parsed, start)

@@ -74,6 +74,13 @@ ELSEWHERE: Mapping[str, str] = {
         ("job_name", "tensorboard_dir", *(f"log_{name}_to_tensorboard" for name in ("timers", "batch_size", "validation_ppl"))),
         "e2e/test_start.py::test_tensorboard",
     ),
+    **dict.fromkeys(
+        ("profile", "profile_step_start", "profile_step_end", "profile_ranks", "profile_dir"),
+        "e2e/test_recipes.py::test_some_steps_of_some_ranks_are_traced",
+    ),
+    **dict.fromkeys(
+        ("wandb_project", "wandb_exp_name", "wandb_save_dir"), "e2e/test_recipes.py::test_weights_and_biases_without_a_network"
+    ),
     "rampup_batch_size": "e2e/test_recipes.py::test_blends_and_growing_batches_are_resumed_exactly",
     "train_samples": "e2e/test_recipes.py::test_blends_and_growing_batches_are_resumed_exactly",
     "exit_interval": "e2e/test_recipes.py::test_blends_and_growing_batches_are_resumed_exactly",

@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+import gzip
+import json
 import shutil
+import struct
+import subprocess
+import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from wandb.proto import wandb_internal_pb2
 
 from megatron_llama.data.indexed import IndexedDataset, IndexedDatasetWriter
-from tests.e2e.product import DP2, EVALUATED, ONE, PP2, Product, assert_same_curve, column, exact_curve, log
+from tests.e2e.product import DP2, EVALUATED, ONE, PP2, Product, assert_same_curve, column, exact_curve, log, words
 
 RAMP = {"rampup_batch_size": (4, 4, 16), "global_batch_size": 12, "micro_batch_size": 2}
 
@@ -86,3 +93,56 @@ def test_what_does_not_go_together_is_refused(product: Product) -> None:
     assert refused.codes == (2,)
     for says in ("--rampup-batch-size: got 3 1 10", "got --train-samples 100 and --train-iters 6", "--lr-wsd-decay-iters: got 0", "--data-path: got 0.5 a b c"):
         assert says in refused.err
+
+
+def test_some_steps_of_some_ranks_are_traced(product: Product, tmp_path: Path) -> None:
+    """One forward pass of each microbatch of each traced step, no more; rank 0 is not asked."""
+    folder = tmp_path / "traces"
+    options = {"profile": True, "profile_step_start": 2, "profile_step_end": 4, "profile_ranks": 1, "profile_dir": folder}
+    assert product.start(DP2, **options).wait().codes == (0, 0)  # torch's profiler writes to stderr
+    assert [path.name for path in folder.iterdir()] == ["rank-1.trace.json.gz"]
+    events = json.loads(gzip.decompress((folder / "rank-1.trace.json.gz").read_bytes()))["traceEvents"]
+    assert sum(event.get("name") == "_CrossEntropy" for event in events) == 2 * 2
+    assert any(event.get("name") == "[memory]" for event in events)
+
+
+def test_tracing_ends_with_the_run(product: Product, tmp_path: Path) -> None:
+    ended = product.start(profile=True, profile_step_start=5, profile_step_end=100, profile_dir=tmp_path).wait()
+    assert ended.codes == (0,) and ended.out.endswith(f" traced iterations 6 to 6: {tmp_path}\n")
+    assert [path.name for path in tmp_path.iterdir()] == ["rank-0.trace.json.gz"]
+    refused = product.run(*product.command(profile=True, profile_step_start=5, profile_step_end=5))
+    assert refused.codes == (2,) and "--profile-step-end: got 5, expected more than profile_step_start 5" in refused.err
+
+
+def wandb_records(content: bytes) -> Iterator[bytes]:
+    """Of a .wandb file: a header of 7 bytes, then LevelDB's log, records in parts that end with blocks of 32 KiB."""
+    at, record = 7, b""
+    while at + 7 <= len(content):
+        if 32768 - at % 32768 < 7:
+            at += 32768 - at % 32768
+        _, size, kind = struct.unpack_from("<IHB", content, at)
+        record += content[at + 7 : at + 7 + size]
+        at += 7 + size
+        if kind in (1, 4):  # whole, or the last part
+            yield record
+            record = b""
+
+
+def test_weights_and_biases_without_a_network(product: Product, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The run that wandb keeps on this machine has the project, the name, the options and every number."""
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    options = words({"wandb_project": "llamas", "wandb_exp_name": "small", "wandb_save_dir": tmp_path})
+    command = [sys.executable, "-m", "megatron_llama", *product.command(save=tmp_path / "run", train_iters=3, **EVALUATED), *options]
+    subprocess.run(command, check=True, capture_output=True)
+    [file] = tmp_path.glob("wandb/offline-run-*/*.wandb")
+    found: dict[str, list[float]] = {"lm_loss": [], "validation_loss": []}
+    for data in wandb_records(file.read_bytes()):
+        record = wandb_internal_pb2.Record.FromString(data)
+        if record.HasField("run"):
+            assert (record.run.project, record.run.display_name) == ("llamas", "small")
+        for item in record.history.item:
+            name = item.key or "/".join(item.nested_key)
+            if name in found:
+                found[name].append(json.loads(item.value_json))
+    assert found["lm_loss"] == column(tmp_path / "run", "lm_loss")
+    assert found["validation_loss"] == [entry["validation_loss"] for entry in log(tmp_path / "run") if "validation_loss" in entry]
