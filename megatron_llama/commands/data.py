@@ -22,7 +22,7 @@ _GREEN, _PLAIN = "\x1b[1;32m", "\x1b[0m"
 
 
 def data(parsed: Parsed) -> int:
-    """Do what ``action`` says. Returns the exit status: 1 if there are examples that cannot be used."""
+    """Do what ``action`` says. Returns the exit status: 1 if there are examples for which a run would stop."""
     tool, options = parsed.get(DataToolConfig), parsed.get(SFTConfig)
     wrong = []
     if not options.train_data:
@@ -96,4 +96,4 @@ def _check(files: Sequence[Path], tokenizer: ChatTokenizer, tool: DataToolConfig
         print(f"wrote {tool.output}")
     elif examples.lengths:
         print("\n".join([f"tokens of an example: {quantiles(examples.lengths)}", *text_bars(examples.lengths)]))
-    return 1 if examples.problems else 0
+    return 1 if examples.problems and options.on_bad_sample == "stop" else 0

@@ -39,7 +39,7 @@ class DataToolConfig:
 
     action: Literal["preview", "check", "stats"] = "check"
     """`preview`: an example as text and as tokens, the learned ones marked. `check`: every problem, with file, line and field, counts and
-    lengths; the exit status is 1 if there is one. `stats`: histograms in a page."""
+    lengths; the exit status is 1 if a run would stop. `stats`: histograms in a page."""
     tokenizer_model: str | None = None
     """Tokenizer file or folder."""
     seq_length: int = 2048

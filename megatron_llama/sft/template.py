@@ -91,15 +91,12 @@ class ChatTemplate:
         environment.globals.update(raise_exception=_raise, strftime_now=_now, namespace=_Names, dict=_dict, **tokens)
         try:
             self._template = environment.from_string(source)
+            tree = environment.parse(source)
         except jinja2.TemplateSyntaxError as error:
             do = "mend the template or give another --chat-template"
             raise DataError(describe(f"{name}:{error.lineno}", got=error.message, expected="a jinja template", do=do)) from error
-
-    @property
-    def marks_answers(self) -> bool:
+        self.marks_answers = any(data.data == _START for data in tree.find_all(nodes.TemplateData))
         """Whether it says by ``{% generation %}`` what is learned."""
-        tree = self._template.environment.parse(self.source)
-        return any(data.data == _START for data in tree.find_all(nodes.TemplateData))
 
     def render(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Any] | None = None, *, prompt: bool = False) -> Rendered:
         """``prompt``: go on with the beginning of an answer. Raises UnusableError with what the template says of these messages."""

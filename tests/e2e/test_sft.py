@@ -231,6 +231,7 @@ def test_data_commands(product: Product, base: Path, pairs: Path, tmp_path: Path
     (tmp_path / "bad.jsonl").write_text('{"messages": []}\n' * 12 + pairs.read_text())
     checked = product.run("data", "check", tmp_path / "bad.jsonl", *common)
     assert checked.codes == (1,) and checked.err == ""
+    assert product.run("data", "check", tmp_path / "bad.jsonl", *common, "--on-bad-sample", "drop").ok().out == checked.out
     for line in range(1, 13):
         assert f"  {tmp_path}/bad.jsonl:{line}: field 'messages': got an empty array" in checked.out
     assert "  by reason: no messages 12" not in checked.out.splitlines()[-1] and "no messages 12" in checked.out

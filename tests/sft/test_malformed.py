@@ -6,6 +6,8 @@ import json
 from pathlib import Path
 from typing import Any
 
+import pyarrow
+import pyarrow.parquet as parquet
 import pytest
 
 from megatron_llama.errors import DataError
@@ -184,6 +186,23 @@ def test_long_examples(tmp_path: Path, chat: ChatTokenizer) -> None:
     assert list(left.report())[2] == "too long: 0 examples truncated, 1 dropped"
     path, stopped = read(tmp_path, content, chat, on_long_sample="stop")
     assert [str(problem).split(" tokens")[0] for problem in stopped.problems] == [f"{path}:2: got {max(cut.lengths)}"]
+
+
+def test_parquet(tmp_path: Path, chat: ChatTokenizer) -> None:
+    """Rows instead of lines; columns may be structured or text."""
+    rows = [{"messages": [USER, ANSWER]}, {"messages": []}, {"messages": None}, {"messages": [USER, ANSWER]}]
+    path = tmp_path / "data.parquet"
+    parquet.write_table(pyarrow.Table.from_pylist(rows), path)
+    examples = read_examples([path], chat, SFTConfig(), SEQ_LENGTH)
+    assert examples.formats == {str(path): "messages"} and examples.numbers == [0, 3]
+    assert examples.ids[0].tolist() == read(tmp_path, GOOD.encode(), chat)[1].ids[0].tolist()
+    found = [str(problem).split(",")[0] for problem in examples.problems]
+    assert found == [f"{path}:row 2: field 'messages': got an empty array", f"{path}:row 3: field 'messages': got a JSON null"]
+    content = path.read_bytes()
+    for damaged in (content[:-20], b"PAR1" + bytes(100)):
+        path.write_bytes(damaged)
+        [problem] = read_examples([path], chat, SFTConfig(), SEQ_LENGTH).problems
+        assert problem.reason == "damaged parquet" and str(problem).startswith(f"{path}:row 1: got "), str(problem)
 
 
 def test_files_that_cannot_be_read(tmp_path: Path) -> None:
