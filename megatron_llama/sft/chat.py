@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -14,11 +15,11 @@ from megatron_llama.sft.formats import ASSISTANT, Conversation, Example, Passage
 from megatron_llama.sft.problems import UnusableError
 from megatron_llama.sft.template import find_template
 from megatron_llama.tokenizer.base import Tokenizer
-from megatron_llama.tokenizer.files import replace_file
+from megatron_llama.tokenizer.files import read_json_object, replace_file, to_json
 from megatron_llama.tokenizer.hf import HFTokenizer
 
 LossOn = Literal["assistant", "last", "all"]
-TEMPLATE_FILE = "chat_template.jinja"
+TEMPLATE_FILE, GENERATION_FILE = "chat_template.jinja", "generation_config.json"
 _SOMETHING = "an answer"
 
 
@@ -62,9 +63,17 @@ class ChatTokenizer:
         return self._tokenizer.decode(ids)
 
     def save_hf(self, folder: str | Path) -> None:
-        """See Tokenizer; with the chat template beside it."""
+        """See Tokenizer; with the chat template beside it, and the token that ends an answer among those that end generation."""
         self._tokenizer.save_hf(folder)
         replace_file(Path(folder) / TEMPLATE_FILE, self.template.source.encode())
+        path = Path(folder) / GENERATION_FILE
+        config = read_json_object(path) if path.is_file() else {"bos_token_id": self.bos_id}
+        given = config.get("eos_token_id", self.eos_id)
+        known = given if isinstance(given, list) else [given]
+        with suppress(UnusableError):  # a template that renders no usual conversation
+            more = sorted(self.ends().difference(known))
+            if more:
+                replace_file(path, to_json({**config, "eos_token_id": [*known, *more]}))
 
     def spelt(self, ids: Sequence[int]) -> list[str]:
         """Each token as a text that shows it: decoded alone, or the token's name if that gives nothing."""

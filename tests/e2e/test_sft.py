@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 import re
 from ast import literal_eval
 from collections.abc import Callable
@@ -113,6 +114,22 @@ def test_a_plain_loop_in_transformers(tune: Tune, base: Path, pairs: Path, tmp_p
         losses.append(loss.item())
     assert column(tmp_path, "lm_loss") == pytest.approx(losses, rel=1e-5)
     assert losses[-1] < losses[0] - 0.3
+
+
+@pytest.mark.slow
+def test_tuning_lowers_the_loss_of_answers_that_nobody_has_seen(product: Product, tmp_path: Path) -> None:
+    """From text to a tuned model in small, three seeds; `examples/sft_docstrings.sh` is the same in full."""
+    base, pairs = tmp_path / "base", tmp_path / "pairs.jsonl"
+    found = list(islice(((q, a) for q, a in docstring_pairs() if len(q) + len(a) < 150), 800))
+    random.Random(1).shuffle(found)
+    pairs.write_text("".join(json.dumps({"instruction": question, "output": answer}) + "\n" for question, answer in found))
+    product.train(export_hf=base, train_iters=120, lr_decay_iters=120, seq_length=SEQ_LENGTH, lr=1e-2, lr_warmup_iters=10)
+    for seed in (1, 2, 3):
+        options = {**TUNING, "micro_batch_size": 8, "global_batch_size": 8, "train_iters": 80, "lr": 1e-2, "lr_warmup_iters": 5, "seed": seed}
+        run = ["sft", *words({**options, "init_from_hf": base, "train_data": pairs, "save": tmp_path / f"{seed}", "eval_interval": 80})]
+        product.launcher.run(run).ok()
+        before, after = (entry["validation_loss"] for entry in log(tmp_path / f"{seed}") if "validation_loss" in entry)
+        assert after <= 0.9 * before, (seed, before, after)
 
 
 def test_what_a_run_says_and_leaves(tune: Tune, base: Path, pairs: Path, tmp_path: Path) -> None:

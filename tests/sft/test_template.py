@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -116,6 +117,21 @@ def test_the_template_travels_with_the_tokenizer(llama3: Path, tmp_path: Path) -
     ChatTokenizer(HFTokenizer(llama3 / "tokenizer.json"), "chatml").save_hf(tmp_path)
     assert AutoTokenizer.from_pretrained(tmp_path).chat_template == BUILT_IN["chatml"]
     assert ours(tmp_path, None, CONVERSATIONS[0]) == ours(llama3, "chatml", CONVERSATIONS[0])
+
+
+def test_generation_ends_where_answers_do(llama3: Path, tmp_path: Path) -> None:
+    """Else the exported model would go on behind its answer. What is there already stays."""
+    tokenizer = HFTokenizer(llama3 / "tokenizer.json")
+    token = {name: tokenizer.encode(name)[0] for name in ("<|begin_of_text|>", "<|end_of_text|>", "<|eot_id|>", "<|im_end|>")}
+    file = tmp_path / "generation_config.json"
+    ChatTokenizer(tokenizer, "plain").save_hf(tmp_path)
+    assert not file.exists(), "the end token is the tokenizer's own"
+    ChatTokenizer(tokenizer, "llama3").save_hf(tmp_path)
+    ended = [token["<|end_of_text|>"], token["<|eot_id|>"]]
+    assert json.loads(file.read_text()) == {"bos_token_id": token["<|begin_of_text|>"], "eos_token_id": ended}
+    file.write_text(json.dumps({"temperature": 0.6, "eos_token_id": ended}))
+    ChatTokenizer(tokenizer, "chatml").save_hf(tmp_path)
+    assert json.loads(file.read_text()) == {"temperature": 0.6, "eos_token_id": [*ended, token["<|im_end|>"]]}
 
 
 @pytest.mark.parametrize(
