@@ -7,16 +7,21 @@ A worker that raises, dies or does not come back in time fails the job by rank; 
 
 from __future__ import annotations
 
+import fcntl
+import gc
 import multiprocessing
 import os
 import pickle
+import tempfile
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -79,11 +84,12 @@ class Cluster:
     def run(self, world_size: int, function: Callable[..., Any], *args: Any, timeout: float = 120.0) -> list[Any]:
         """Results of ``function(place, *args)`` by rank. Raises WorkerError."""
         self._jobs += 1
-        for rank in range(world_size):
-            self._start(rank)
-            job = _Job(self._jobs, Place(rank, world_size, rank), function, args, timeout)
-            self._workers[rank].connection.send_bytes(pickle.dumps(job))
-        outcomes = self._collect(world_size, timeout)
+        with _alone():
+            for rank in range(world_size):
+                self._start(rank)
+                job = _Job(self._jobs, Place(rank, world_size, rank), function, args, timeout)
+                self._workers[rank].connection.send_bytes(pickle.dumps(job))
+            outcomes = self._collect(world_size, timeout)
         for rank in outcomes.keys() & self._workers.keys():
             self._workers[rank].connection.send_bytes(b"leave the group")
         in_time = sorted(outcomes.items(), key=lambda item: item[1].at)
@@ -135,6 +141,15 @@ class Cluster:
         worker.process.join()
 
 
+@contextmanager
+def _alone() -> Iterator[None]:
+    """One job at a time on this machine, also of pools in other processes: gloo's threads poll, and those of two large jobs on few cores
+    keep each other from work (a test of 5 s took minutes)."""
+    with open(Path(tempfile.gettempdir(), "megatron_llama-tests.lock"), "w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
 def _serve(connection: Connection, store_port: int) -> None:
     """A worker's life: one job after the other, until the pool closes the connection."""
     torch.set_num_threads(1)
@@ -166,6 +181,7 @@ def _attempt(message: bytes, store: Store) -> tuple[bool, bytes]:
 def _leave() -> None:
     if dist.is_initialized():
         dist.destroy_process_group()
+        gc.collect()  # groups in reference cycles keep their threads: hundreds after some jobs
 
 
 def _perform(job: _Job, store: Store) -> Any:
