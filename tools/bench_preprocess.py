@@ -1,6 +1,6 @@
 """How fast is ``preprocess``? Against Megatron-LM's way of doing it, and against the tokenizer alone, in turns.
 
-    python -m tools.bench_preprocess --megabytes 24 --rounds 5
+    python -m tools.bench_preprocess --megabytes 24 --rounds 5 --tokenizer tokenizers
 
 Three contenders tokenize the same JSON lines (Python's documentation, repeated) into the same ids with the same tokenizer on the same
 number of processes:
@@ -36,11 +36,13 @@ from typing import NamedTuple
 import sentencepiece
 import tokenizers
 from megatron.core.datasets.indexed_dataset import DType, IndexedDatasetBuilder
+from tokenizers import models, pre_tokenizers, trainers
 
 from megatron_llama.data.corpus import python_documentation
 from megatron_llama.options import parse
 from megatron_llama.tokenizer.load import load_tokenizer
 from megatron_llama.tokenizer.spm import train_tokenizer
+from megatron_llama.tokenizer.tiktoken import SPLIT
 
 
 @dataclass(frozen=True)
@@ -54,7 +56,7 @@ class BenchConfig:
     workers: int = 0
     """Processes of each contender. 0: one per core."""
     tokenizer: str = "sentencepiece"
-    """sentencepiece or tokenizers: the same model as tokenizer.model or as tokenizer.json."""
+    """sentencepiece or tokenizers: the same model as tokenizer.model or as tokenizer.json; llama3: a tokenizer.json of LLaMA 3's kind."""
     vocab_size: int = 16000
     """Pieces of the tokenizer, which is trained on the corpus first."""
 
@@ -106,6 +108,19 @@ def alone(texts: list[str], model: Path, workers: int) -> Taken:
     return _timed(lambda: fast.encode_batch_fast(texts, add_special_tokens=False))
 
 
+def _train_llama3(documents: Sequence[str], vocab_size: int, path: Path) -> None:
+    """A byte-level BPE behind LLaMA 3's split."""
+    bpe = tokenizers.Tokenizer(models.BPE())
+    split = pre_tokenizers.Split(tokenizers.Regex(SPLIT), "isolated")
+    bpe.pre_tokenizer = pre_tokenizers.Sequence([split, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    special = ["<|begin_of_text|>", "<|end_of_text|>"]
+    trainer = trainers.BpeTrainer(vocab_size=vocab_size, initial_alphabet=alphabet, special_tokens=special, show_progress=False)
+    bpe.train_from_iterator(documents, trainer)
+    bpe.save(str(path))
+    path.with_name("tokenizer_config.json").write_text(json.dumps({"bos_token": special[0], "eos_token": special[1]}))
+
+
 def _timed(run: Callable[[], object]) -> Taken:
     clock, processor = time.perf_counter(), _processor_seconds()
     run()
@@ -128,6 +143,8 @@ def main(argv: Sequence[str]) -> None:
     with tempfile.TemporaryDirectory() as folder:
         root, model = Path(folder), Path(folder) / "tokenizer.model"
         train_tokenizer(documents, options.vocab_size, model).save_hf(root)
+        if options.tokenizer == "llama3":
+            _train_llama3(documents, options.vocab_size, root / "tokenizer.json")
         model = model if options.tokenizer == "sentencepiece" else root / "tokenizer.json"
         source = root / "corpus.jsonl"
         source.write_text("".join(json.dumps({"text": text}, ensure_ascii=False) + "\n" for text in texts))

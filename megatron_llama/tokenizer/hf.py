@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,8 @@ import tokenizers
 
 from megatron_llama.errors import DataError, describe
 from megatron_llama.tokenizer.files import read_json_object, replace_file
+from megatron_llama.tokenizer.hf_words import HFWords, hf_words
+from megatron_llama.tokenizer.library import encode_many
 
 BOS_NAMES = ("<s>", "<|begin_of_text|>", "<bos>", "<|startoftext|>")
 EOS_NAMES = ("</s>", "<|end_of_text|>", "<|eot_id|>", "<|endoftext|>", "<eos>")
@@ -50,8 +53,12 @@ class HFTokenizer:
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
         """See Tokenizer."""
-        # Not the library's own batch call, which starts one thread per core in each of our worker processes.
-        return [self.encode(text) for text in texts]
+        return self._words.encode(texts) if self._words is not None else encode_many(self._tokenizer, texts)
+
+    @cached_property
+    def _words(self) -> HFWords | None:
+        """Faster, where the tokenizer allows it."""
+        return hf_words(self._tokenizer)
 
     def encode_with_places(self, text: str) -> tuple[list[int], list[tuple[int, int]]]:
         """Ids as ``encode`` gives them, and of each the characters [start, stop) of the text that it stands for."""

@@ -14,7 +14,7 @@ from megatron_llama.errors import DataError, describe
 from megatron_llama.tokenizer.export import hf_tokenizer
 from megatron_llama.tokenizer.files import replace_file, to_json
 from megatron_llama.tokenizer.proto import parse_model
-from megatron_llama.tokenizer.words import Words, splits
+from megatron_llama.tokenizer.words import Words, sentencepiece_words, splits
 
 FIRST_FREE_ID = 3 + 256  # unknown, begin, end, and one piece per byte
 
@@ -54,7 +54,7 @@ class SentencePieceTokenizer:
     def _words(self) -> Words | None:
         """Faster, where the model allows it."""
         model = parse_model(self._model, str(self.path))
-        return Words(self._model, model) if splits(model) else None
+        return sentencepiece_words(self._model, model) if splits(model) else None
 
     def decode(self, ids: Sequence[int]) -> str:
         """See Tokenizer."""

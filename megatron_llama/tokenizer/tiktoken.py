@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from base64 import b64decode
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from itertools import count
 from pathlib import Path
 from types import MappingProxyType
@@ -12,6 +13,8 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_token
 
 from megatron_llama.errors import DataError, describe, listing
 from megatron_llama.tokenizer.files import read_json_object, replace_file, to_json
+from megatron_llama.tokenizer.library import encode_many
+from megatron_llama.tokenizer.words import SPLIT_WORD, Words
 
 SPLIT = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 """Where LLaMA 3 cuts a text before it looks for tokens: part of the format, though the file does not carry it."""
@@ -49,6 +52,7 @@ class TiktokenTokenizer:
         tokens = parse_ranks(self._model, str(path))
         self._tokenizer = hf_tokenizer(tokens, special_tokens(_version(self.path)))
         self._tokenizer.encode_special_tokens = True  # as text, that is; a property of this object, not of what it saves
+        self._words = Words(SPLIT_WORD, partial(encode_many, self._tokenizer))
         self.vocab_size: int = len(tokens) + SPECIAL_TOKENS
         self.bos_id: int | None = len(tokens)
         self.eos_id: int | None = len(tokens) + 1
@@ -60,7 +64,7 @@ class TiktokenTokenizer:
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
         """See Tokenizer."""
-        return [self.encode(text) for text in texts]
+        return self._words.encode(texts)
 
     def decode(self, ids: Sequence[int]) -> str:
         """See Tokenizer."""

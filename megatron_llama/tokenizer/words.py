@@ -9,7 +9,8 @@ are in no longer piece, such as digits and newlines. Words repeat: most of a cor
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from itertools import chain, pairwise
 
 import sentencepiece
@@ -23,6 +24,11 @@ KEPT_LENGTH = 64
 """Characters: longer words hardly repeat."""
 _ALONE = "\n\t0123456789"
 """Characters that are tried for being in no longer piece."""
+SPLIT_WORD = re.compile(
+    r" *[!-~]+(?:\n+(?= *[!-~])|(?= ))"  # the usual word, which need not be looked at character by character
+    r"|[\s\S]+?(?:(?<=[!-~])(?= )|(?<=\n)(?= *[!-~])|\Z)"
+)
+"""What a text consists of that LLaMA 3's tokenizer can encode one by one; why is in ``hf_words``."""
 _NO_PREFIX = b"\x1a\x02\x18\x00"
 """normalizer_spec { add_dummy_prefix: false }: behind a serialized model it overrides what the model says, as protocol buffers merge."""
 
@@ -36,25 +42,45 @@ def splits(model: SentencePieceModel) -> bool:
     return plain and not odd and not any(after == SPACE != before for text in joined for before, after in pairwise(text))
 
 
-class Words:
-    """Encodes texts with a model that ``splits``."""
+def word_pattern(space: str, joined: Iterable[str]) -> re.Pattern[str]:
+    """Words of a model that joins nothing to a ``space`` behind it; ``joined``: all its pieces of two or more characters."""
+    used = set(chain.from_iterable(joined))
+    alone = "".join(re.escape(char) for char in _ALONE if char not in used)
+    return re.compile(f"[{alone}]|{space}*[^{space}{alone}]+|{space}+" if alone else f"{space}*[^{space}]+|{space}+")
 
-    def __init__(self, content: bytes, model: SentencePieceModel) -> None:
-        """``content``: of the model's file."""
-        self._processor = sentencepiece.SentencePieceProcessor(model_proto=content + _NO_PREFIX)
-        self._prefix = " " if model.add_dummy_prefix else ""
-        joined = {char for piece in model.pieces if piece.type == proto.NORMAL and len(piece.text) > 1 for char in piece.text}
-        alone = "".join(re.escape(char) for char in _ALONE if char not in joined)
-        self._pattern = re.compile(f"[{alone}]| *[^ {alone}]+| +" if alone else " *[^ ]+| +")
+
+def sentencepiece_words(content: bytes, model: SentencePieceModel) -> Words:
+    """For a model that ``splits``. ``content``: of its file."""
+    processor = sentencepiece.SentencePieceProcessor(model_proto=content + _NO_PREFIX)
+    joined = (piece.text for piece in model.pieces if piece.type == proto.NORMAL and len(piece.text) > 1)
+    prepare = partial(_unescaped, " " if model.add_dummy_prefix else "")
+    return Words(word_pattern(" ", joined), partial(processor.encode, num_threads=1), prepare)
+
+
+def _unescaped(prefix: str, text: str) -> str:
+    """A literal U+2581 is a space to sentencepiece."""
+    return prefix + text.replace(SPACE, " ")
+
+
+class Words:
+    """Encodes texts whose words can be encoded one by one."""
+
+    def __init__(
+        self,
+        pattern: re.Pattern[str],
+        encode: Callable[[list[str]], list[list[int]]],
+        prepare: Callable[[str], str] = str,
+    ) -> None:
+        """``prepare``: what is to be done to a text that is not empty before ``pattern`` finds its words, which ``encode`` gets."""
+        self._pattern, self._encode, self._prepare = pattern, encode, prepare
         self._known: dict[str, list[int]] = {}
 
     def encode(self, texts: Sequence[str]) -> list[list[int]]:
         """The ids of each text."""
-        # A literal U+2581 is a space to sentencepiece.
-        words = [self._pattern.findall(self._prefix + text.replace(SPACE, " ")) if text else [] for text in texts]
+        words = [self._pattern.findall(self._prepare(text)) if text else [] for text in texts]
         new = list(set(chain.from_iterable(words)) - self._known.keys())
         known = self._known
-        known.update(zip(new, self._processor.encode(new, num_threads=1), strict=True))
+        known.update(zip(new, self._encode(new), strict=True))
         ids = [list(chain.from_iterable(map(known.__getitem__, line))) for line in words]
         for word in new:
             if len(word) > KEPT_LENGTH:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -51,6 +54,48 @@ def test_ids_are_those_of_transformers(llama3_like: Path, chunks: list[str]) -> 
     assert max(len(ids) for ids in ours.encode_batch(chunks)) > 16
     for text in chunks:
         assert ours.decode(ours.encode(text)) == text
+
+
+def test_word_by_word_is_the_whole_text(folder: Path, texts: list[str]) -> None:
+    """An exported sentencepiece model, over real text and over all short rows of what matters; a spelt special token among it."""
+    odd = [" ", "\u2581", "\n", "\t", "\0", "7", "the", "a", "é", "\U0001f600", "\u0301", "</s>", "<0x0A>", "\xa0"]
+    rows = ["".join(row) for length in range(4) for row in itertools.product(odd, repeat=length)]
+    tokenizer = HFTokenizer(folder / "tokenizer.json")
+    assert tokenizer._words is not None
+    for batch in (texts, rows, rows):
+        assert tokenizer.encode_batch(batch) == [tokenizer.encode(text) for text in batch]
+
+
+CHANGES: tuple[tuple[str, str, object], ...] = (
+    ("normalizer", "type", "NFC"),
+    ("model", "dropout", 0.5),
+    ("model", "ignore_merges", True),
+    ("model", "byte_fallback", False),
+    ("model", "merges", [["a", "\u2581"]]),
+    ("model", "merges", [["<0x0A>", "<0x0A>"]]),
+)
+
+
+@pytest.mark.parametrize(("part", "name", "value"), CHANGES)
+def test_only_what_is_known_goes_word_by_word(part: str, name: str, value: object, folder: Path, tmp_path: Path) -> None:
+    content = json.loads((folder / "tokenizer.json").read_text())
+    if name == "merges":
+        content["model"]["vocab"] |= {"a\u2581": 4000, "<0x0A><0x0A>": 4001}
+    content[part][name] = value
+    if part == "normalizer":
+        content[part] = {name: value}
+    (tmp_path / "tokenizer.json").write_text(json.dumps(content))
+    assert HFTokenizer(tmp_path / "tokenizer.json")._words is None
+
+
+def test_other_tokenizers_take_whole_texts_on_one_thread(llama3_like: Path, chunks: list[str]) -> None:
+    code = (
+        "import sys, os; from megatron_llama.tokenizer.hf import HFTokenizer; t = HFTokenizer(sys.argv[1]); before = dict(os.environ);"
+        "threads = len(os.listdir('/proc/self/task')); t.encode_batch(['some words'] * 2000);"
+        "assert t._words is None and dict(os.environ) == before; print(len(os.listdir('/proc/self/task')) - threads)"
+    )
+    command = [sys.executable, "-c", code, str(llama3_like / "tokenizer.json")]
+    assert subprocess.run(command, capture_output=True, text=True, check=True).stdout == "0\n"
 
 
 def test_special_tokens_from_the_config(llama3_like: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import random
 import shutil
@@ -38,6 +39,27 @@ def ranks(texts: list[str]) -> list[bytes]:
     assert sorted(byte_of) == sorted(alphabet)
     learnt = sorted(bpe.get_vocab(), key=bpe.get_vocab().__getitem__)
     return [*(bytes(byte_of[character] for character in text) for text in learnt), UNREACHED]
+
+
+ODD = (" ", "  ", "\n", "\r\n", "\t", "\xa0", "\u2028", "7", "1234", "the", "'S", "a", "é", "\U0001f600", ".", "<|eot_id|>", "\0")
+
+
+def odd_rows() -> list[str]:
+    """All short rows of what decides where LLaMA 3 cuts, and some long ones."""
+    rows = ["".join(row) for length in range(4) for row in itertools.product(ODD, repeat=length)]
+    rng = random.Random(0)
+    return rows + ["".join(rng.choices(ODD, k=rng.randrange(4, 40))) for _ in range(3000)]
+
+
+def test_word_by_word_is_the_whole_text(model: Path, texts: list[str], tmp_path: Path) -> None:
+    ours = TiktokenTokenizer(model)
+    ours.save_hf(tmp_path)
+    exported = HFTokenizer(tmp_path / "tokenizer.json")
+    assert exported._words is not None
+    for tokenizer in (ours, exported):
+        for batch in (texts, odd_rows(), odd_rows()):
+            assert tokenizer.encode_batch(batch) == [tokenizer.encode(text) for text in batch]
+    assert exported.encode("<|eot_id|>") != ours.encode("<|eot_id|>")
 
 
 def lines(ranks: list[bytes]) -> bytes:

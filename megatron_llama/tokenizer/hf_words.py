@@ -1,0 +1,87 @@
+"""tokenizer.json word by word: the same ids as for the whole text, for the two kinds of tokenizer that LLaMA models have.
+
+The first is an exported sentencepiece model, see ``words``. LLaMA 3's cuts a text by a regular expression (``tiktoken.SPLIT``) and
+encodes what lies between two cuts by itself, so a word may be any run of such parts. Two cuts can be told without that
+expression, from the characters beside them:
+
+- before a space behind a printed ASCII character: no alternative takes a space anywhere but in front of something else, or among
+  white space, and none looks across it;
+- behind a newline which only spaces separate from a printed ASCII character: whatever takes that newline takes all of the white space
+  up to it and ends there, since the alternatives with newlines are tried before those with other white space, which look ahead.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from functools import partial
+from itertools import product
+from types import MappingProxyType
+from typing import Any
+
+from tokenizers import Tokenizer
+
+from megatron_llama.tokenizer.export import SPACE
+from megatron_llama.tokenizer.library import encode_many
+from megatron_llama.tokenizer.tiktoken import SPLIT
+from megatron_llama.tokenizer.words import SPLIT_WORD, Words, word_pattern
+
+_BYTES = frozenset(f"<0x{high}{low}>" for high, low in product("0123456789ABCDEF", repeat=2))
+_REPLACE = MappingProxyType({"type": "Replace", "pattern": {"String": " "}, "content": SPACE})
+_PREPEND = MappingProxyType({"type": "Prepend", "prepend": SPACE})
+_BYTE_LEVEL = MappingProxyType({"type": "ByteLevel", "add_prefix_space": False, "use_regex": False})
+_SPLIT = MappingProxyType({"type": "Split", "pattern": {"Regex": SPLIT}, "behavior": "Isolated", "invert": False})
+
+
+class HFWords:
+    """Encodes texts as ``encode_many`` does. ``Words`` for those that spell no added token, the library for the others."""
+
+    def __init__(self, tokenizer: Tokenizer, words: Words) -> None:
+        self._tokenizer, self._words = tokenizer, words
+        added = [token.content for token in tokenizer.get_added_tokens_decoder().values()]
+        self._added = re.compile("|".join(map(re.escape, added)) if added else r"(?!)")
+
+    def encode(self, texts: Sequence[str]) -> list[list[int]]:
+        """The ids of each text."""
+        spelt = [self._added.search(text) is not None for text in texts]
+        whole = iter(encode_many(self._tokenizer, [text for text, has in zip(texts, spelt, strict=True) if has]))
+        by_word = iter(self._words.encode([text for text, has in zip(texts, spelt, strict=True) if not has]))
+        return [next(whole if has else by_word) for has in spelt]
+
+
+def hf_words(tokenizer: Tokenizer) -> HFWords | None:
+    """None for a tokenizer of which it is not known that words can be encoded one by one."""
+    content = json.loads(tokenizer.to_str())
+    model = content["model"]
+    if model["type"] != "BPE" or model["dropout"] is not None:
+        return None
+    steps = content["pre_tokenizer"]
+    if steps is None:
+        words = _sentencepiece_words(content)
+        return None if words is None else HFWords(tokenizer, words)
+    parts = steps["pretokenizers"] if steps["type"] == "Sequence" else []
+    # trim_offsets is about places in the text only.
+    known = [{key: part[key] for key in part if key != "trim_offsets"} for part in parts]
+    if content["normalizer"] is not None or known != [_SPLIT, _BYTE_LEVEL]:
+        return None
+    return HFWords(tokenizer, Words(SPLIT_WORD, partial(encode_many, tokenizer)))
+
+
+def _sentencepiece_words(content: Mapping[str, Any]) -> Words | None:
+    """For a model whose normalizer escapes spaces, perhaps one more in front, and which joins nothing to a space behind it."""
+    normalizer, model = content["normalizer"] or {}, content["model"]
+    steps = normalizer["normalizers"] if normalizer.get("type") == "Sequence" else [normalizer]
+    plain = steps in ([_REPLACE], [_PREPEND, _REPLACE]) and model["byte_fallback"] and not model["ignore_merges"]
+    plain = plain and not model["continuing_subword_prefix"] and not model["end_of_word_suffix"] and model["vocab"].keys() >= _BYTES
+    spelt = any(char in token["content"] for token in content["added_tokens"] for char in (" ", SPACE))
+    joins = model["merges"]
+    if not plain or spelt or any(left in _BYTES or right in _BYTES or left[-1] != SPACE == right[0] for left, right in joins):
+        return None
+    normalized = Tokenizer.from_str(json.dumps({**content, "normalizer": None}))
+    pattern = word_pattern(SPACE, (left + right for left, right in joins))
+    return Words(pattern, partial(encode_many, normalized), partial(_escaped, SPACE if _PREPEND in steps else ""))
+
+
+def _escaped(prefix: str, text: str) -> str:
+    return prefix + text.replace(" ", SPACE)
