@@ -12,7 +12,7 @@ from typing import Any, get_type_hints
 
 from megatron_llama.batch_sizes import length_problems, planned_iterations
 from megatron_llama.blends import blend_problems
-from megatron_llama.config import Config, ModelConfig, OptimizerConfig, ParallelConfig
+from megatron_llama.config import Config, ModelConfig, ParallelConfig
 from megatron_llama.errors import ConfigError, describe, listing
 from megatron_llama.hf_config import normal_rope, read_hf_config, rope_problems
 from megatron_llama.layout import NO_SHARD, by_unit
@@ -20,6 +20,7 @@ from megatron_llama.lora import lora_problems
 from megatron_llama.options import Parsed, flag
 from megatron_llama.params import is_frozen, partition_of, stage_units, whole_model
 from megatron_llama.presets import PRESETS
+from megatron_llama.run_problems import bad_step_problems, optimizer_problems, run_problems, split_shares
 from megatron_llama.schedule import ScheduleError, placement_of, schedule_named
 
 SIZES = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
@@ -154,7 +155,7 @@ def resolve(config: Config, world_size: int) -> Config:
         dp = world_size // _model_parallel(config)
         training = replace(training, global_batch_size=training.global_batch_size or training.micro_batch_size * dp)
     training = replace(training, train_iters=training.train_iters or planned_iterations(training))
-    if len(shares := _shares(config.data.split)) == 3 and shares[1] == 0:
+    if len(shares := split_shares(config.data.split)) == 3 and shares[1] == 0:
         training = replace(training, eval_interval=0)
     optimizer = replace(optimizer, lr_decay_iters=optimizer.lr_decay_iters or training.train_iters)
     sequence_parallel = config.parallel.sequence_parallel and config.parallel.tensor_model_parallel_size > 1
@@ -204,11 +205,11 @@ def problems(config: Config, world_size: int) -> list[str]:
         *_parallel_problems(config, world_size),
         *_batch_problems(config, world_size),
         *blend_problems(config.data.data_path),
-        *_optimizer_problems(config.optimizer),
+        *optimizer_problems(config.optimizer),
         *_freeze_problems(config.model, config.optimizer.freeze),
         *lora_problems(config),
-        *_bad_step_problems(config),
-        *_run_problems(config),
+        *bad_step_problems(config),
+        *run_problems(config),
     ]
 
 
@@ -386,22 +387,6 @@ def _schedule_problems(parallel: ParallelConfig, microbatches: int) -> Iterator[
         yield str(error)
 
 
-def _optimizer_problems(optimizer: OptimizerConfig) -> Iterator[str]:
-    for name in ("adam_beta1", "adam_beta2"):
-        beta = getattr(optimizer, name)
-        if not 0 <= beta < 1:
-            yield describe(flag(name), got=beta, expected="a number in [0, 1)", do=f"give {flag(name)} 0.9 or so")
-    if optimizer.min_lr > optimizer.lr >= 0:
-        yield describe("--min-lr", got=optimizer.min_lr, expected=f"at most lr {optimizer.lr}", do="lower --min-lr or raise --lr")
-    decay, stable = optimizer.lr_wsd_decay_iters, optimizer.lr_decay_iters - optimizer.lr_warmup_iters
-    if optimizer.lr_decay_style == "WSD" and stable > 0 and not 0 < decay <= stable:
-        wanted = f"1 to {stable}, the lr_decay_iters behind the warm-up"
-        yield describe("--lr-wsd-decay-iters", got=decay, expected=wanted, do="give the length of the decay at the end")
-    if optimizer.lr_decay_style != "constant" and 0 < optimizer.lr_decay_iters <= optimizer.lr_warmup_iters:
-        wanted = f"less than lr_decay_iters {optimizer.lr_decay_iters}, which includes the warm-up"
-        yield describe("--lr-warmup-iters", got=optimizer.lr_warmup_iters, expected=wanted, do="shorten the warm-up")
-
-
 def _freeze_problems(model: ModelConfig, patterns: tuple[str, ...]) -> Iterator[str]:
     """What is stored as one is frozen as one, in whatever layout: a checkpoint may be resumed in another."""
     if not patterns or min(getattr(model, name) for name in (*SIZES, "make_vocab_size_divisible_by")) <= 0:
@@ -429,45 +414,6 @@ def _nearest_parameter(model: ModelConfig, pattern: str, names: list[str]) -> st
     if model.tie_word_embeddings and is_frozen("lm_head.weight", (pattern,)):
         return "model.embed_tokens.weight"  # the head is the embedding
     return get_close_matches(pattern, names, 1, cutoff=0.0)[0]
-
-
-def _bad_step_problems(config: Config) -> Iterator[str]:
-    training, saving = config.training, config.checkpoint
-    if training.on_bad_step == "skip" and config.optimizer.clip_grad == 0 and not training.fp16:
-        wanted = "--clip-grad above 0: without it weights change while their gradients arrive, before a bad step is known"
-        yield describe("--on-bad-step skip", got="--clip-grad 0", expected=wanted, do="give --clip-grad 1, a huge number to clip nothing")
-    if training.on_bad_step == "rollback" and (saving.save is None or saving.save_interval == 0):
-        missing = " and ".join([flag(name) for name in ("save", "save_interval") if not getattr(saving, name)])
-        do = "give --save FOLDER and --save-interval N"
-        yield describe("--on-bad-step rollback", got=f"no {missing}", expected="checkpoints to go back to", do=do)
-    if 0 < training.loss_spike_factor <= 1:
-        do = "give --loss-spike-factor 2 or so"
-        yield describe("--loss-spike-factor", got=training.loss_spike_factor, expected="more than 1, or 0 for no spikes", do=do)
-
-
-def _run_problems(config: Config) -> Iterator[str]:
-    first, last = config.log.profile_step_start, config.log.profile_step_end
-    if config.log.profile and last <= first:
-        yield describe("--profile-step-end", got=last, expected=f"more than profile_step_start {first}", do="trace one step or more")
-    shares = _shares(config.data.split)
-    if len(shares) != 3 or not any(shares):
-        wanted = "three shares of 0 or more, not all 0, such as 969,30,1"
-        yield describe("--split", got=config.data.split, expected=wanted, do="give training,validation,test")
-    if config.training.early_stop_patience > 0 and config.training.eval_interval == 0:
-        do = "give --eval-interval N and a share of --split, or leave it out"
-        patience = config.training.early_stop_patience
-        yield describe("--early-stop-patience", got=patience, expected="evaluations whose losses it compares", do=do)
-    if config.log.sample_interval > 0 and not config.log.sample_prompt:
-        yield describe("--sample-interval", got="no --sample-prompt", expected="texts to continue", do="give --sample-prompt TEXT ...")
-
-
-def _shares(split: str) -> list[float]:
-    """The shares of a split; empty when one is no finite number of 0 or more."""
-    try:
-        shares = [float(word) for word in split.split(",")]
-    except ValueError:
-        return []
-    return shares if all(0 <= share < float("inf") for share in shares) else []
 
 
 def nearest_divisors(whole: int, value: int) -> str:
