@@ -155,6 +155,7 @@ def _serve(connection: Connection, store_port: int) -> None:
     torch.set_num_threads(1)
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     store = TCPStore("127.0.0.1", store_port, is_master=False)
+    gc.freeze()  # what was imported need not be looked at again by each collection
     while True:
         try:
             succeeded, answer = _attempt(connection.recv_bytes(), store)
