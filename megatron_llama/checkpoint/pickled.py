@@ -16,6 +16,7 @@ import zipfile
 import zlib
 from collections import OrderedDict
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from threading import Lock
@@ -24,7 +25,13 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor
-from torch.serialization import get_unsafe_globals_in_checkpoint, safe_globals
+from torch.serialization import (
+    add_safe_globals,
+    clear_safe_globals,
+    get_safe_globals,
+    get_unsafe_globals_in_checkpoint,
+    safe_globals,
+)
 
 from megatron_llama.checkpoint.failures import writing
 from megatron_llama.checkpoint.safetensors_file import is_finite
@@ -47,6 +54,18 @@ class Inert:
         pass
 
 
+@contextmanager
+def _no_others() -> Iterator[None]:
+    """A section without the classes that other packages of this process have told torch to trust (megatron.core does when imported)."""
+    trusted = get_safe_globals()
+    clear_safe_globals()
+    try:
+        yield
+    finally:
+        clear_safe_globals()
+        add_safe_globals(trusted)
+
+
 class PickledFile:
     """The content of one file: memory-mapped tensors in whatever dicts and lists they were saved in."""
 
@@ -56,7 +75,8 @@ class PickledFile:
         self._lock, self._verified = Lock(), set[int]()
         try:
             self._sums = _checksums(path)
-            unknown = get_unsafe_globals_in_checkpoint(path)
+            with _no_others():
+                unknown = get_unsafe_globals_in_checkpoint(path)
         except OSError as error:
             raise self._error(error.strerror or error) from error
         except Exception as error:
@@ -70,7 +90,7 @@ class PickledFile:
             raise CheckpointError(describe(str(path), got=got, expected="tensors and settings only (nothing was run)", do=do))
         inert = [(Inert, name) for name in unknown if name not in known]
         try:
-            with safe_globals([*allowed, *inert]):
+            with _no_others(), safe_globals([*allowed, *inert]):
                 self.content = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
         except Exception as error:
             raise self._error(f"damaged content ({type(error).__name__})") from error
