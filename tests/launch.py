@@ -124,7 +124,7 @@ class Launcher:
 
     folder: Path
     ended: dict[int, int] = field(default_factory=dict)
-    """Exit status by process id."""
+    """Exit status by process id, of the last process that had it."""
     _runs: int = 0
     _received: bytes = b""
 
@@ -190,7 +190,11 @@ class Launcher:
             self._received += received
         *lines, self._received = self._received.split(b"\n")
         messages = [json.loads(line) for line in lines]
-        self.ended |= {message["ended"]: message["code"] for message in messages if "ended" in message}
+        for message in messages:  # in order: a process id is given again, 32768 processes later
+            for pid in message.get("started", ()):
+                self.ended.pop(pid, None)
+            if "ended" in message:
+                self.ended[message["ended"]] = message["code"]
         return messages
 
     @staticmethod
