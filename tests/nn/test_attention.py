@@ -2,13 +2,27 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from megatron_llama.nn.attention import attend, attend_backward, causal_attention, merge
+from megatron_llama.nn.attention import (
+    Documents,
+    _preferring,
+    attend,
+    attend_backward,
+    attends_by_document,
+    attention_kernel,
+    attention_order,
+    causal_attention,
+    merge,
+)
+from megatron_llama.nn.context import causal_document_mask
 
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 1e-2}
 DTYPES = pytest.mark.parametrize("dtype", list(TOLERANCE), ids=str)
@@ -156,3 +170,118 @@ def test_accelerator_operators_accept_what_they_are_given(length: int, dtype: to
     assert out.shape == leaves[0].shape and out.dtype is dtype
     assert lse.shape == (B, N, length) and lse.dtype is torch.float32
     assert [(grad.shape, grad.dtype) for grad in grads] == [(leaf.shape, dtype) for leaf in leaves]
+
+
+def packed(dtype: torch.dtype) -> tuple[list[Tensor], Tensor]:
+    """Queries, keys and values [s, b, n, d] of packed documents, and ids [s, b]; documents of one token, and one over a whole sequence."""
+    ids = torch.tensor([[0] * 11, [0] + [1] * 4 + [2] + [3] * 5, [7, 7, 5, 5, 5, 5, 5, 5, 9, 9, 9]], dtype=torch.int32).t()
+    leaves = [part.permute(2, 0, 1, 3).contiguous().requires_grad_() for part in inputs(2, 11, 11, dtype)]
+    return leaves, ids
+
+
+def test_documents_lie_end_to_end() -> None:
+    documents = Documents.of(packed(torch.float32)[1])
+    assert documents.starts.dtype is torch.int32
+    assert documents.starts.tolist() == [0, 11, 12, 16, 17, 22, 24, 30, 33] and documents.longest == 11
+    one = Documents.of(torch.zeros(1, 1, dtype=torch.int32))
+    assert one.starts.tolist() == [0, 1] and one.longest == 1
+
+
+@DTYPES
+def test_documents_are_the_mask(dtype: torch.dtype) -> None:
+    """Output and gradients."""
+    leaves, ids = packed(dtype)
+    upstream = torch.randn(11, B, N * D, generator=torch.Generator().manual_seed(5)).to(dtype)
+    results = []
+    for mask in (Documents.of(ids), causal_document_mask(ids)):
+        out = causal_attention(*leaves, mask)
+        results.append((out, *torch.autograd.grad(out, leaves, upstream)))
+    for found, expected in zip(*results, strict=True):
+        assert deviation(found, expected.double()) < TOLERANCE[dtype]
+
+
+@pytest.mark.parametrize("batch", [1, 3])
+def test_the_accelerator_is_sent_documents_as_they_lie(batch: int) -> None:
+    """Shapes, dtypes and strides through torch's own functions of the operator, forward and backward, on the device that computes
+    nothing. Parts of one projection of one sequence are not copied."""
+    projected = torch.empty(64, batch, 8, 16, dtype=torch.bfloat16, device="meta", requires_grad=True)
+    documents = Documents(torch.empty(5, dtype=torch.int32, device="meta"), 20)
+    with Operators() as seen:
+        out = causal_attention(*projected.split([4, 2, 2], dim=2), documents)
+    assert out.shape == (64, batch, 64) and out.dtype is torch.bfloat16
+    [(_, query, key, value)] = [call for call in seen.calls if call[0] == "aten._flash_attention_forward.default"]
+    assert query.shape == (64 * batch, 4, 16) and key.shape == value.shape == (64 * batch, 2, 16)
+    if batch == 1:
+        assert [part.stride() for part in (query, key, value)] == [(128, 16, 1)] * 3
+    out.backward(torch.empty_like(out))
+    assert projected.grad is not None and projected.grad.shape == projected.shape
+
+
+class Operators(TorchDispatchMode):
+    """The operators that are called, and their tensors."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: list[tuple[Any, ...]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.calls.append((str(func), *(arg for arg in args[:3] if isinstance(arg, Tensor))))
+        return func(*args, **(kwargs or {}))
+
+
+def test_documents_need_a_kernel_that_takes_them() -> None:
+    there, narrow = torch.device("meta"), torch.bfloat16
+    assert attends_by_document(there, narrow, 128) and attends_by_document(there, torch.float16, 256)
+    refused = [(torch.device("cpu"), narrow, 128), (there, torch.float32, 128), (there, narrow, 12), (there, narrow, 512)]
+    assert not any(attends_by_document(*given) for given in refused)
+
+
+def test_cudnn_comes_first_where_it_is_sound() -> None:
+    cudnn, flash, others = SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, (SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH)
+    assert attention_order(91900) == (cudnn, flash, *others)
+    assert attention_order(91500) == attention_order(90100) == attention_order(None) == (flash, cudnn, *others)
+
+
+@pytest.mark.parametrize("version", [91900, None])
+def test_the_order_holds_inside_and_ends_with_it(version: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch takes a list of kernels for a set, unless it is told that it is an order."""
+    before = torch._C._get_sdp_priority_order()
+    monkeypatch.setattr(torch.backends.cudnn, "version", lambda: version)
+    with _preferring(torch.device("meta")):
+        assert torch._C._get_sdp_priority_order()[:4] == [int(kernel) for kernel in attention_order(version)]
+        assert torch.backends.cuda.cudnn_sdp_enabled() and torch.backends.cuda.math_sdp_enabled()
+    assert torch._C._get_sdp_priority_order() == before
+    with _preferring(torch.device("cpu")):
+        assert torch._C._get_sdp_priority_order() == before
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("heads", "kv_heads"), [(8, 8), (8, 2)])
+@pytest.mark.parametrize("length", [384, 4096])
+def test_cudnn_computes_on_hopper(length: int, heads: int, kv_heads: int) -> None:
+    """From views of one projection, as layers give them; on other devices and with older versions another kernel does."""
+    projected = torch.randn(length, 1, heads + 2 * kv_heads, 128, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    parts = projected.split([heads, kv_heads, kv_heads], dim=2)
+    preferred = attention_order(torch.backends.cudnn.version())[0] if torch.cuda.get_device_capability() >= (9, 0) else None
+    assert preferred in (None, attention_kernel(*parts))
+    out = causal_attention(*parts, None)
+    out.backward(torch.ones_like(out))
+    wide = projected.detach().double().requires_grad_()
+    groups = heads // kv_heads
+    q, k, v = wide.split([heads, kv_heads, kv_heads], dim=2)
+    exact = causal_attention(q, k.repeat_interleave(groups, 2), v.repeat_interleave(groups, 2), None)
+    exact.backward(torch.ones_like(exact))
+    assert deviation(out, exact.detach()) < 1e-2 and deviation(projected.grad, wide.grad) < 2e-2
+
+
+@pytest.mark.gpu
+def test_documents_on_a_device() -> None:
+    leaves, ids = packed(torch.bfloat16)
+    there = [leaf.detach().cuda().requires_grad_() for leaf in leaves]
+    documents = Documents.of(ids)
+    found = causal_attention(*there, Documents(documents.starts.cuda(), documents.longest))
+    expected = causal_attention(*leaves, causal_document_mask(ids))
+    grads = torch.autograd.grad(found, there, torch.ones_like(found))
+    exact = torch.autograd.grad(expected, leaves, torch.ones_like(expected))
+    for one, other in zip((found, *grads), (expected, *exact), strict=True):
+        assert deviation(one.cpu(), other.double()) < 2e-2
