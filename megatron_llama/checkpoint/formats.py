@@ -8,6 +8,7 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
+from megatron_llama.checkpoint.folders import INCOMPLETE
 from megatron_llama.config import ModelConfig
 from megatron_llama.errors import CheckpointError, describe
 from megatron_llama.params import Rectangle
@@ -112,7 +113,8 @@ def detect(folder: Path) -> str:
 
 def candidates(folder: Path) -> Iterator[str]:
     """Formats whose files lie there. ``megatron`` stands for both families, which only their content tells apart."""
-    inner = [folder, *sorted(folder.glob("iter_*")), folder / "release"]
+    written = (each for each in sorted(folder.glob("iter_*")) if not each.name.endswith(INCOMPLETE))
+    inner = [folder, *written, folder / "release"]
     if any((folder / name).is_file() for name in _HF_FILES):
         yield "hf"
     if any((each / "meta.json").is_file() and (each / ".metadata").is_file() for each in inner):

@@ -183,3 +183,15 @@ def test_a_killed_rank_takes_its_writer_along(product: Product, tmp_path: Path) 
     run.wait()
     assert select.select([writer], [], [], 10.0)[0], "it still runs"
     os.close(writer)
+
+
+@pytest.mark.parametrize("load", ["folder", "auto"])
+def test_a_first_save_that_was_killed_before_its_renaming_is_no_model(load: str, product: Product, tmp_path: Path) -> None:
+    """Everything in it is there but its name: it does not count, and is no folder of weights to start from either."""
+    folder = tmp_path / "run"
+    product.train(save=folder, train_iters=1)
+    (folder / "iter_0000001").rename(folder / "iter_0000001.incomplete")
+    (folder / "latest_checkpointed_iteration.txt").unlink()
+    said = product.train(save=folder, load=folder if load == "folder" else load, train_iters=1).out
+    assert "no checkpoint there yet, a fresh start" in said
+    assert not (folder / "iter_0000001.incomplete").exists() and (folder / "iter_0000001").is_dir()
