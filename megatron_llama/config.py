@@ -205,6 +205,23 @@ class OptimizerConfig:
 
 
 @dataclass(frozen=True)
+class OffloadConfig:
+    """Optimizer state in the host's memory, updated by its processor beside the device's work."""
+
+    optimizer_offload: Literal["none", "exact", "zenflow"] = "none"
+    """Keep fp32 weights and moments in the host's memory and update them there. exact: to the bit what waiting for every update would
+    give, at less waiting. zenflow: an approximation that hides more."""
+    optimizer_offload_fraction: float = 1.0
+    """Share of the optimizer that is offloaded, in whole buckets. What the next forward pass needs first stays on the device."""
+    offload_cores: str = "auto"
+    """Processors of a machine that update, such as `0-15,32-47`, in equal parts for its ranks. auto: all, one of each physical core."""
+    offload_speculative: bool = False
+    """With clipping, update during backward as if the norm were below --clip-grad; where it is not, do it again. Changes no bit."""
+    speculation_bytes: int = 4_294_967_296
+    """Most memory of a rank for what --offload-speculative may have to take back. Buckets beyond it wait for the norm."""
+
+
+@dataclass(frozen=True)
 class LoraConfig:
     """Low-rank adapters (LoRA): the model is frozen, and small additions to its projections are trained."""
 
@@ -341,6 +358,7 @@ class Config:
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     training: TrainingConfig = field(default_factory=TrainingConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    offload: OffloadConfig = field(default_factory=OffloadConfig)
     lora: LoraConfig = field(default_factory=LoraConfig)
     data: DataConfig = field(default_factory=DataConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)

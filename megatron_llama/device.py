@@ -9,6 +9,8 @@ from pathlib import Path
 
 import torch
 
+_OLD_CGROUP = (("/sys/fs/cgroup/memory", "memory.limit_in_bytes", "memory.usage_in_bytes"),)
+
 
 def accelerator(local_rank: int) -> torch.device:
     """This process's device: its GPU where there is one, else the CPU."""
@@ -117,6 +119,43 @@ def pin(memory: torch.Tensor, device: torch.device) -> None:
     if not is_host(device):
         status = torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), memory.numel() * memory.element_size(), 0)  # type: ignore[no-untyped-call]
         torch.cuda.check_error(status)
+
+
+def unpin(memory: torch.Tensor, device: torch.device) -> None:
+    """Undo ``pin``, before the memory is freed."""
+    if not is_host(device):
+        status = torch.cuda.cudart().cudaHostUnregister(memory.data_ptr())  # type: ignore[no-untyped-call]
+        torch.cuda.check_error(status)
+
+
+def host_event(device: torch.device) -> torch.Event:
+    """An event that the host waits for asleep, its processor being needed; recorded on the current stream."""
+    event = torch.Event(device, blocking=True)
+    event.record(current_stream(device))
+    return event
+
+
+def free_host_memory_bytes() -> int:
+    """Memory of this machine that processes may still take: what is free, within the limit of the container. Where the system does not
+    say, all there is."""
+    free = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")]
+    info = Path("/proc/meminfo")
+    if info.exists():
+        free += [int(line.split()[1]) * 1024 for line in info.read_text().splitlines() if line.startswith("MemAvailable:")]
+    for folder, limit, used in (("/sys/fs/cgroup", "memory.max", "memory.current"), *_OLD_CGROUP):
+        with suppress(OSError, ValueError):  # there is none, or the word "max"
+            free.append(int(Path(folder, limit).read_text()) - int(Path(folder, used).read_text()))
+    return max(0, min(free))
+
+
+def physical_cores() -> tuple[int, ...]:
+    """The processors that this process may run on, one of each physical core; all of them where the system does not say."""
+    allowed = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else list(range(os.cpu_count() or 1))
+    first: dict[str, int] = {}
+    for cpu in allowed:
+        siblings = Path(f"/sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list")
+        first.setdefault(siblings.read_text().strip() if siblings.exists() else str(cpu), cpu)
+    return tuple(first.values())
 
 
 def wait_for_copies(device: torch.device) -> None:

@@ -30,6 +30,10 @@ class ClusterError(UserError):
     """Processes, devices or the network do not fit what was asked for."""
 
 
+class OffloadError(UserError):
+    """The optimizer on the host cannot work: no memory, a copy that failed, a worker that died."""
+
+
 class TrainingError(UserError):
     """Training cannot go on: the loss or the gradients are not finite."""
 

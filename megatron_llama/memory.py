@@ -8,6 +8,7 @@ from megatron_llama.activations import Activations, Granularity, compute_bytes
 from megatron_llama.config import Config
 from megatron_llama.errors import describe
 from megatron_llama.layout import ALIGN, PIECES, REDUCTIONS_IN_FLIGHT, ShardLayout, align_up, rank_layout, strategy_named
+from megatron_llama.offload import OffloadPlan, offload_plan
 from megatron_llama.params import partition_of
 from megatron_llama.schedule import Action, Op, schedule_named
 from megatron_llama.traffic import StepTraffic, step_traffic
@@ -18,19 +19,21 @@ USABLE = 0.9
 
 
 def state_bytes(config: Config, layout: ShardLayout) -> dict[str, int]:
-    """Persistent bytes of one process, by component, as the engine allocates them."""
+    """Persistent bytes of one process, by component, as the engine allocates them on the device: without what is offloaded."""
     strategy = strategy_named(config.parallel.data_parallel_sharding_strategy)
     narrow = compute_bytes(config)
     wide = max(narrow, 4)
     trained = sum(layout.shard_numel(bucket.index) for bucket in layout.buckets if bucket.kind.trainable)
+    offload = offload_plan(config, layout)
+    updated = trained - (sum(map(layout.shard_numel, offload.buckets)) if offload is not None else 0)
     apart = sum(layout.shard_numel(bucket.index) for bucket in layout.buckets if not layout.resident(bucket.index))
     slots = sum(layout.gradient_slot_numel().values())
     return {
         "parameters": sum(layout.parameter_slot_numel().values()) * narrow,
         "parameter shards": apart * narrow,
         "gradients": slots * wide + (trained * wide if strategy.reduce_every_microbatch else 0),
-        "master weights": trained * wide if narrow != wide else 0,
-        "moments": 2 * trained * wide,
+        "master weights": updated * wide if narrow != wide else 0,
+        "moments": 2 * updated * wide,
     }
 
 
@@ -147,6 +150,14 @@ class MemoryPlan:
     def state(self, rank: int) -> int:
         """Parameters, gradients, optimizer."""
         return sum(state_bytes(self.config, self.layouts[rank]).values())
+
+    def offload(self, rank: int) -> OffloadPlan | None:
+        """What the optimizer takes of the host's memory, and moves; None where it stays on the device."""
+        return offload_plan(self.config, self.layouts[rank])
+
+    def offloaded(self) -> int:
+        """Bytes of host memory of the process that needs most."""
+        return max(plan.held if plan is not None else 0 for plan in map(self.offload, range(len(self.layouts))))
 
     def host_buffers(self, rank: int) -> int:
         """Bytes of receive buffers on a CPU."""

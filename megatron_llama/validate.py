@@ -17,6 +17,7 @@ from megatron_llama.errors import ConfigError, describe, listing
 from megatron_llama.hf_config import normal_rope, read_hf_config, rope_problems
 from megatron_llama.layout import NO_SHARD, by_unit
 from megatron_llama.lora import lora_problems
+from megatron_llama.offload import offload_problems, offload_warnings
 from megatron_llama.options import Parsed, flag
 from megatron_llama.params import is_frozen, partition_of, stage_units, whole_model
 from megatron_llama.presets import PRESETS
@@ -58,6 +59,7 @@ _NOT_NEGATIVE = (
     ("optimizer", ("lr", "min_lr", "lr_decay_iters", "lr_warmup_iters", "lr_wsd_decay_iters", "weight_decay", "clip_grad")),
     ("lora", ("lora_rank",)),
     ("checkpoint", ("save_interval", "save_retain", "save_retain_interval")),
+    ("offload", ("speculation_bytes",)),
     ("launch", ("nodes", "gpus_per_node")),
     ("log", ("profile_step_start",)),
     ("parallel", ("data_parallel_shard_size", "prefetch_bytes")),
@@ -191,6 +193,7 @@ def _warnings(config: Config) -> Iterator[str]:
         given_ones = " ".join([flag(name) for name in chosen if getattr(config.log, name)])
         if given_ones:
             yield f"{given_ones} without --tensorboard-dir: nothing is written"
+    yield from offload_warnings(config)
     if config.checkpoint.save_interval > 0 and config.checkpoint.save is None:
         yield f"--save-interval {config.checkpoint.save_interval} without --save: nothing will be saved"
 
@@ -209,6 +212,7 @@ def problems(config: Config, world_size: int) -> list[str]:
         *_freeze_problems(config.model, config.optimizer.freeze),
         *lora_problems(config),
         *bad_step_problems(config),
+        *offload_problems(config),
         *run_problems(config),
     ]
 

@@ -45,12 +45,12 @@ NAMES = """
     lr_wsd_decay_iters lr_wsd_decay_style
     make_vocab_size_divisible_by max_bad_steps max_position_embeddings micro_batch_size min_loss_scale min_lr mlp_bias
     nodes num_attention_heads num_hidden_layers num_key_value_heads
-    on_bad_step
+    offload_cores offload_speculative on_bad_step optimizer_offload optimizer_offload_fraction
     param_slots pipeline_layer_split pipeline_model_parallel_size pipeline_schedule prefetch_bytes preset
     profile profile_dir profile_ranks profile_step_end profile_step_start progress_bar
     rampup_batch_size recompute_granularity recompute_num_layers reduce_bucket_size reset_attention_mask reset_position_ids rms_norm_eps
     rope_scaling rope_theta
-    sample_interval sample_prompt sample_tokens save save_first_step save_interval save_retain save_retain_interval seed seq_length sequence_parallel split
+    sample_interval sample_prompt sample_tokens save save_first_step save_interval save_retain save_retain_interval seed seq_length sequence_parallel speculation_bytes split
     tensor_model_parallel_size tensorboard_dir tensorboard_queue_size tie_word_embeddings tokenizer_model tokenizer_type train_iters train_samples
     virtual_pipeline_model_parallel_size vocab_size
     wandb_exp_name wandb_project wandb_save_dir weight_decay

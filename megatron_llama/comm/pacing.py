@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import threading
 from collections import deque
+from functools import partial
 from typing import Protocol
 
 import torch
@@ -37,8 +38,11 @@ class Lane(Protocol):
         """See Stream."""
 
 
-def open_lane(device: torch.device, stream: Stream, *, inline: bool) -> Lane:
-    """``stream``: what else is issued on the host; ``inline``: for exchanges with nobody."""
+def open_lane(device: torch.device, stream: Stream, *, inline: bool, patient: bool = False) -> Lane:
+    """``stream``: what else is issued on the host; ``inline``: for exchanges with nobody; ``patient``: sources are long in coming, and
+    nothing but their own exchange may wait for them."""
+    if patient:
+        return PatientLane(device)
     if inline:
         return _InlineLane()
     return HostLane(stream) if devices.is_host(device) else _DeviceLane(device)
@@ -78,12 +82,21 @@ class _Turn:
         self._exchange, self.counts, self._after = exchange, counts, after
         self._error: BaseException | None = None
 
-    def start(self) -> None:
-        """Start it; an error is kept for the one who waits."""
+    def prepare(self) -> None:
+        """Wait for its source; an error is kept for the one who waits."""
+        after, self._after = self._after, None
         try:
-            if self._after is not None:
-                self._after.wait()
-            self._exchange.start()
+            if after is not None:
+                after.wait()
+        except BaseException as error:
+            self._error = error
+
+    def start(self) -> None:
+        """Start it when its source is there; an error is kept for the one who waits."""
+        self.prepare()
+        try:
+            if self._error is None:
+                self._exchange.start()
         except BaseException as error:
             self._error = error
 
@@ -134,3 +147,66 @@ class HostLane:
     def join(self, seconds: float) -> None:
         """See Worker."""
         self._worker.join(seconds)
+
+
+class PatientLane:
+    """Whoever waits for an exchange waits for its own source only: one thread waits for the sources, in their order, and starts the
+    exchanges, another one waits for these. What is issued elsewhere, reductions for one, never stands behind a source."""
+
+    def __init__(self, device: torch.device, window: int = WINDOW) -> None:
+        self._device, self._starting, self._finishing = device, Worker("gathers"), Worker("gathered")
+        self._room = threading.Semaphore(window)
+        self._stream = None if devices.is_host(device) else devices.new_stream(device)
+
+    def submit(self, exchange: Exchange, *, size: int, after: Done | None = None) -> Done:
+        """See Lane."""
+        turn = _Turn(exchange, counts=size >= SMALL_BYTES, after=after)
+        if self._stream is not None:
+            begun = _Begun(turn, self._device, self._stream)
+            self._starting.put(begun.job)
+            return begun
+        done = Job(turn.finish)
+        self._starting.put(Job(partial(self._start, turn, done)))
+        return done
+
+    def _start(self, turn: _Turn, done: Job) -> None:
+        turn.prepare()
+        if turn.counts:
+            self._room.acquire()
+        turn.start()
+        self._finishing.put(done)
+        if turn.counts:
+            self._finishing.put(Job(self._room.release))
+
+    def close(self) -> None:
+        """See Worker. What has not begun by now may be left undone."""
+        self._starting.close()
+        self._finishing.close()
+
+    def join(self, seconds: float) -> None:
+        """See Worker."""
+        self._starting.join(seconds)
+        self._finishing.join(seconds)
+
+
+class _Begun:
+    """An exchange on a device that a thread issues when the host has its source."""
+
+    def __init__(self, turn: _Turn, device: torch.device, stream: torch.Stream) -> None:
+        self._turn, self._device, self._stream = turn, device, stream
+        self._given = devices.current_stream(device).record_event()  # whoever reads the slot until now
+        self._issued: torch.Event | None = None
+        self.job = Job(self._issue)
+
+    def _issue(self) -> None:
+        with devices.on_stream(self._stream):
+            self._stream.wait_event(self._given)
+            self._turn.start()
+            self._issued = self._stream.record_event()
+
+    def wait(self) -> None:
+        """See Done. The host waits until it has been issued."""
+        self.job.wait()
+        assert self._issued is not None
+        devices.current_stream(self._device).wait_event(self._issued)
+        self._turn.finish()

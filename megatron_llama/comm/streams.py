@@ -15,7 +15,7 @@ import torch
 
 from megatron_llama import device as devices
 
-Work = Callable[[], None]
+Work = Callable[[], object]
 
 
 class Done(Protocol):
@@ -56,7 +56,7 @@ def open_stream(device: torch.device, *, inline: bool) -> Stream:
     return HostStream() if devices.is_host(device) else DeviceStream(device)
 
 
-class _Now:
+class Now:
     """Done already."""
 
     def wait(self) -> None:
@@ -69,7 +69,7 @@ class Inline:
     def issue(self, work: Work) -> Done:
         """See Stream."""
         work()
-        return _Now()
+        return Now()
 
     def run(self, work: Work) -> Done:
         """See Stream."""
@@ -190,7 +190,7 @@ class DeviceStream:
         self._issuing.wait_stream(devices.current_stream(self._device))
         with devices.on_stream(self._issuing):
             work()
-        return _Now()
+        return Now()
 
     def run(self, work: Work) -> Done:
         """See Stream."""
@@ -204,7 +204,7 @@ class DeviceStream:
         """See Stream."""
         with torch.no_grad():
             work()
-        return _Now()
+        return Now()
 
     def close(self) -> None:
         """See Stream."""

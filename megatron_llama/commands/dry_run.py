@@ -107,9 +107,20 @@ def _missing_here(plan: MemoryPlan, world: int, dataset: bool) -> Iterator[str]:
     if devices.is_host(device) and (problem := plan.chunk_problem()) is not None:
         yield problem
     needed, here = plan.needed(config.parallel.recompute_granularity, plan.chosen()), _memory_here(world)
+    yield from _host_memory(plan, world, needed)
     if needed > here:
         share = f"{gib(here)} for each of {world}" if devices.is_host(device) and world > 1 else gib(here)
         yield f"memory: {gib(needed)} per process for parameters, gradients, optimizer state and activations, this machine has {share}"
+
+
+def _host_memory(plan: MemoryPlan, world: int, needed: int) -> Iterator[str]:
+    """What an offloaded optimizer lacks here. ``needed``: on each device, which may be the host itself."""
+    from megatron_llama import device as devices
+
+    device, free = devices.accelerator(0), gib(devices.free_host_memory_bytes())
+    ranks, each = (world, plan.offloaded() + needed) if devices.is_host(device) else (devices.accelerator_count(), plan.offloaded())
+    if plan.offloaded() and ranks * each > devices.free_host_memory_bytes():
+        yield f"offload: {gib(each)} of host memory per process, {gib(ranks * each)} for {ranks} on one machine; this one has {free} free"
 
 
 def _report(plan: MemoryPlan, world: int) -> Iterator[str]:
@@ -163,7 +174,20 @@ def _rank_report(plan: MemoryPlan, rank: int) -> Iterator[str]:
     buffers = plan.host_buffers(rank)
     host = f"; on a CPU also {gib(buffers)} of receive buffers" if buffers else ""
     yield f"  state         {gib(sum(sizes.values()))} per process: {parts}{host}"
+    yield from _offload_report(plan, rank)
     yield from _activation_report(plan, rank)
+
+
+def _offload_report(plan: MemoryPlan, rank: int) -> Iterator[str]:
+    """What the optimizer takes of the host."""
+    offload, mode = plan.offload(rank), plan.config.offload.optimizer_offload
+    if offload is None:
+        return
+    sizes = {"weights and moments": offload.state, "gradients": offload.gradients, "on their way": offload.staging, "to undo": offload.undo}
+    parts = ", ".join(f"{name} {gib(size)}" for name, size in sizes.items() if size)
+    trained = sum(bucket.kind.trainable for bucket in plan.layouts[rank].buckets)
+    yield f"  offload       {mode}, {len(offload.buckets)} of {trained} buckets: {gib(offload.held)} of host memory per process: {parts}"
+    yield f"                a step copies {gib(offload.to_host)} to the host and {gib(offload.to_device)} to the device"
 
 
 def _choices(plan: MemoryPlan, world: int) -> Iterator[str]:

@@ -15,7 +15,8 @@ from megatron_llama.memory import chunk_problem
 from megatron_llama.mesh import Mesh
 from megatron_llama.optim.distributed import DataAxes, OverlappedDistributedOptimizer, Transport
 from megatron_llama.optim.loss_scale import LossScale
-from megatron_llama.optim.update import AdamW
+from megatron_llama.optim.offload.build import build_update
+from megatron_llama.optim.offload.copies import Copies
 
 
 def compute_dtype(config: Config) -> torch.dtype:
@@ -27,24 +28,28 @@ def compute_dtype(config: Config) -> torch.dtype:
     return torch.bfloat16 if config.training.bf16 else torch.float32
 
 
-def build_optimizer(config: Config, stages: Iterable[nn.Module], mesh: Mesh) -> OverlappedDistributedOptimizer:
+def build_optimizer(
+    config: Config, stages: Iterable[nn.Module], mesh: Mesh, *, copies: Copies | None = None, blocking: bool = False
+) -> OverlappedDistributedOptimizer:
     """The engine of this rank's stages. Its parameters are zero until ``load_weights`` or a checkpoint fills them.
 
-    Raises ConfigError, on every rank, where some rank's messages would be cut into more pieces than gloo can tell apart."""
+    ``copies``: who copies between device and host, where the optimizer is offloaded; ``blocking``: wait for such an optimizer at once,
+    for comparison. Raises ConfigError, on every rank, where some rank's messages would be cut into more pieces than gloo can tell
+    apart; ConfigError or OffloadError where processors or memory for offload are not there."""
     parallel = config.parallel
     if devices.is_host(mesh.device):
         layouts = (rank_layout(config, dp=mesh.dp.size, rank=rank) for rank in range(parallel.pipeline_model_parallel_size))
         if (problem := chunk_problem(config, layouts, dp=mesh.dp.size)) is not None:
             raise ConfigError(problem)
-    layout = rank_layout(config, dp=mesh.dp.size, tp_rank=mesh.tp.rank, rank=mesh.pp.rank)
+    layout, dtype = rank_layout(config, dp=mesh.dp.size, tp_rank=mesh.tp.rank, rank=mesh.pp.rank), compute_dtype(config)
     return OverlappedDistributedOptimizer(
         stages,
         layout,
-        AdamW(config.optimizer),
+        build_update(config, layout, mesh, dtype=dtype, copies=copies, blocking=blocking),
         mesh,
         axes=DataAxes(mesh.dp_shard, mesh.dp_replica, mesh.dp_gather),
         reduce_every_microbatch=strategy_named(parallel.data_parallel_sharding_strategy).reduce_every_microbatch,
-        dtype=compute_dtype(config),
+        dtype=dtype,
         loss_scale=LossScale(config.training, mesh.device),
         transport=Transport(
             wire=torch.bfloat16 if parallel.grad_reduce_in_bf16 else None,

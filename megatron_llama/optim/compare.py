@@ -30,18 +30,18 @@ def check_replicas(engine: OverlappedDistributedOptimizer, mesh: Mesh, iteration
     Raises TrainingError on every rank, naming the first parameter that differs, where it does, and the ranks."""
     engine.settle()
     found = list(engine.replicated())
-    problems = (_difference([one for one in found if one.axis.name == name], iteration) for name in AXES)
+    problems = (_difference([one for one in found if one.axis.name == name], mesh.device, iteration) for name in AXES)
     # All axes are compared before anybody leaves: their ranks are others.
     errors = [problem for problem in problems if problem is not None]
     raise_together(errors[0] if errors else None, mesh.world)
 
 
-def _difference(tensors: Sequence[Replicated], iteration: int) -> TrainingError | None:
-    """Of the tensors of one axis, which all its ranks have in the same order."""
+def _difference(tensors: Sequence[Replicated], device: torch.device, iteration: int) -> TrainingError | None:
+    """Of the tensors of one axis, which all its ranks have in the same order. Some may be in the host's memory."""
     if not tensors:
         return None
     axis = tensors[0].axis
-    digests = _gathered(torch.stack([_digest(one.tensor) for one in tensors]), axis)
+    digests = _gathered(torch.stack([_digest(one.tensor).to(device, non_blocking=True) for one in tensors]), axis)
     for number, one in enumerate(tensors):
         same: dict[tuple[int, ...], list[int]] = {}
         for position, digest in enumerate(digests[:, number].tolist()):

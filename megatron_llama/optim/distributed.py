@@ -5,7 +5,8 @@
                 norm taken; without clipping it is updated there and then, and some are gathered again
     step        one scalar for the norm, clip factor (on the device), then bucket by bucket: update the shard, launch its gather
 
-Parameters and gradients live in slots allocated once; the modules' parameters are views that never move.
+Parameters and gradients live in slots allocated once; the modules' parameters are views that never move. Where masters live, and who
+updates them when, is the update rule's affair.
 """
 
 from __future__ import annotations
@@ -21,14 +22,14 @@ from torch import Tensor, nn
 from megatron_llama.comm import exchange
 from megatron_llama.comm.collectives import all_reduce
 from megatron_llama.comm.pacing import Lane, open_lane
-from megatron_llama.comm.streams import Stream, open_stream
+from megatron_llama.comm.streams import Done, Stream, open_stream
 from megatron_llama.layout import ALIGN, Kind, Placement, ShardLayout
 from megatron_llama.mesh import Axis, Mesh
 from megatron_llama.nn.functional import at_least_fp32
 from megatron_llama.nn.sink import attach_home
 from megatron_llama.optim.gradients import GradientBuckets
 from megatron_llama.optim.loss_scale import LossScale
-from megatron_llama.optim.update import ShardUpdate
+from megatron_llama.optim.update import Shard, ShardUpdate
 from megatron_llama.optim.weights import Weights
 from megatron_llama.params import Rectangle
 from megatron_llama.uses import Use
@@ -145,8 +146,9 @@ class OverlappedDistributedOptimizer:
         self._axes, self.loss_scale = axes, loss_scale
         wide, inline = at_least_fp32(dtype), axes.shard.size == 1 == axes.replica.size
         self._stream = stream = open_stream(mesh.device, inline=inline)
-        lane = open_lane(mesh.device, stream, inline=inline)
-        self._threads = (lane, stream)
+        trained = [bucket.index for bucket in layout.buckets if bucket.kind.trainable]
+        lane = open_lane(mesh.device, stream, inline=inline, patient=any(map(update.beside, trained)))
+        self._threads = (lane, update, stream)
         self._closing = weakref.finalize(self, _close, self._threads)
         self.weights = Weights(
             layout,
@@ -168,21 +170,27 @@ class OverlappedDistributedOptimizer:
             stream=stream,
             chunk_bytes=transport.chunk_bytes,
             reduced=_weakly(self),
+            unread=update.release,
             more_to_come=self.weights.more_to_come,
         )
-        # In the master's own dtype the shard is the master: nothing to copy after an update. So it is when it never changes.
-        alike = [wide == dtype or not bucket.kind.trainable for bucket in layout.buckets]
-        self.masters = [own if same else torch.zeros_like(own, dtype=wide) for own, same in zip(self.weights.own, alike, strict=True)]
+        self.masters = [self._master(bucket, wide) for bucket in range(len(layout.buckets))]
         self._squares = torch.zeros(len(layout.buckets), dtype=torch.float64, device=mesh.device)
         self._total = torch.zeros(2, dtype=torch.float64, device=mesh.device)  # squares, vetoes
         self._sum_total = exchange.all_reduce(self._total, mesh.world, index=0, wire=None)
         self._unscaled = torch.ones((), device=mesh.device)
         self._announced: tuple[float, float] | None = None
-        self._updated: set[int] = set()
+        self._early: dict[int, Done | None] = {}
+        """Buckets that are updated during backward, and when they are if that is not over."""
         self._early_gathers = frozenset(_early_gathers(layout))
         self._attach(stages)
-        for bucket in self.gradients.trainable:
-            update.attach(bucket, self.masters[bucket], decay=layout.buckets[bucket].kind.decay)
+
+    def _master(self, bucket: int, dtype: torch.dtype) -> Tensor:
+        """The rule's; of what never changes the shard itself."""
+        own, kind = self.weights.own[bucket], self.layout.buckets[bucket].kind
+        if not kind.trainable:
+            return own
+        segments = tuple(self.layout.segments(bucket, self._axes.shard.rank))
+        return self.update.attach(Shard(bucket, self.layout.forward_order.index(bucket), own, dtype, kind, segments))
 
     def _attach(self, stages: Iterable[nn.Module]) -> None:
         """Make every parameter of the stages a view of its bucket, with a home."""
@@ -207,16 +215,15 @@ class OverlappedDistributedOptimizer:
     def forget(self) -> None:
         """Back to the first step: before other weights are loaded, unless optimizer state comes with them."""
         self.settle()
-        for bucket in self.gradients.trainable:
-            for tensor in self.update.state(bucket).values():
-                tensor.zero_()
+        self.update.forget()
         self.loss_scale.reset()
 
     def publish(self) -> None:
         """The masters were written: gather the parameters, in the order of the next forward pass."""
         self.weights.changed(self.layout.forward_order)
         for bucket in self.layout.forward_order:
-            self._refresh(bucket)
+            if self.layout.buckets[bucket].kind.trainable:
+                self.update.refresh(bucket)
             self.weights.publish(bucket)
 
     def use(self, unit: int, backward: bool) -> None:
@@ -225,8 +232,17 @@ class OverlappedDistributedOptimizer:
         self.gradients.release()
 
     def settle(self) -> None:
-        """Nothing in flight: before saving, and before the buffers are read by anything but layers."""
+        """Nothing in flight and nothing put off: before saving, and before the buffers are read by anything but layers."""
+        self._catch_up()
         self.weights.settle()
+
+    def _catch_up(self) -> None:
+        """What the rule has put off beyond its step becomes part of the weights."""
+        changed = self.update.settle()
+        self.weights.changed(sorted(changed))
+        for bucket in self.layout.forward_order:
+            if bucket in changed:
+                self.weights.publish(bucket, changed[bucket])
 
     def begin_update(self, lr: float, *, clip: float) -> None:
         """Optional, before a step's first backward pass: announces the arguments of the ``step`` that will follow it.
@@ -242,13 +258,14 @@ class OverlappedDistributedOptimizer:
 
     def begin_step(self, microbatches: int, uses: Sequence[Use]) -> Tensor:
         """A step of so many microbatches starts. Returns the factor for the loss, 0-dim."""
-        self._updated = set()
+        self._early = {}
         self.gradients.begin_step(microbatches)
         self.weights.begin(uses)
         return self.loss_scale.value
 
     def begin_evaluation(self, uses: Sequence[Use]) -> None:
         """Forward passes that no update follows."""
+        self._catch_up()
         self.weights.begin(uses)
 
     def defer(self, key: Hashable | None) -> None:
@@ -265,9 +282,16 @@ class OverlappedDistributedOptimizer:
         if kind.partial or kind.tied:
             return
         square = self._take_square(bucket)
+        self._arrived(bucket)
         lr = self._early_lr()
-        if lr is not None and _updated_early(self.layout, bucket):
+        if lr is not None and _updated_early(self.layout, bucket, beside=self.update.beside(bucket)):
             self._update_early(bucket, square, lr)
+
+    def _arrived(self, bucket: int) -> None:
+        """The gradient of the step is there: tell the rule, with the learning rate where only the norm is open."""
+        lr, clip = self._announced or (None, 0.0)
+        ahead = lr if clip and not self.loss_scale.dynamic else None
+        self.update.arrived(bucket, self.gradients.shards[bucket], ahead=ahead)
 
     def _take_square(self, bucket: int) -> Tensor:
         """The squared norm of a shard, which counts if this rank is the one to count it. In blocks of ALIGN elements, which no
@@ -280,11 +304,13 @@ class OverlappedDistributedOptimizer:
     def _update_early(self, bucket: int, square: Tensor, lr: float) -> None:
         """Nobody reads these weights again before the next step: every gradient of the bucket is there."""
         skip = square.isfinite().logical_not().to(torch.float32)
-        self._update(bucket, self._unscaled, skip, lr)
-        self.weights.changed((bucket,))
-        self._updated.add(bucket)
+        beside = self.update.beside(bucket)
+        done = self._update(bucket, self._unscaled, skip, lr)
+        self._early[bucket] = done if beside else None
+        if self.layout.resident(bucket):
+            self.weights.changed((bucket,))
         if bucket in self._early_gathers:
-            self.weights.publish(bucket)
+            self.weights.publish(bucket, self._early[bucket])
 
     def _grad_norm(self, veto: Tensor | None) -> tuple[Tensor, Tensor]:
         """Global L2 norm of the step's gradient (times the loss scale), counting no copied or tied parameter twice, and how many
@@ -311,6 +337,7 @@ class OverlappedDistributedOptimizer:
         for bucket in shards:
             if kinds[bucket].partial or kinds[bucket].tied:
                 self._take_square(bucket)
+                self._arrived(bucket)
 
     def _copies_axis(self, kind: Kind) -> Axis:
         return self.mesh.tp if kind.copies == self.mesh.tp.size else self.mesh.kv
@@ -333,8 +360,9 @@ class OverlappedDistributedOptimizer:
         with torch.no_grad():
             loss_scale = self.loss_scale.value
             self.gradients.finish_all()
-            late, unpublished = set(self.gradients.trainable) - self._updated, self._updated - self._early_gathers
-            self.weights.changed(sorted(late))
+            early = self._early
+            late = set(self.gradients.trainable) - early.keys()
+            self.weights.changed(sorted(late | {bucket for bucket in early if not self.layout.resident(bucket)}))
             total, vetoes = self._grad_norm(veto)
             norm = total / loss_scale
             overflow = norm.isfinite().logical_not()
@@ -343,22 +371,16 @@ class OverlappedDistributedOptimizer:
             scale = (scale * loss_scale).to(torch.float32)
             for bucket in self.layout.forward_order:
                 if bucket in late:
-                    self.weights.publish(bucket, self._stream.aside(partial(self._update, bucket, scale, skip, lr)))
-                elif bucket in unpublished:
-                    self.weights.publish(bucket)
+                    update = partial(self._update, bucket, scale, skip, lr)
+                    self.weights.publish(bucket, update() if self.update.beside(bucket) else self._stream.aside(update))
+                elif bucket in early and bucket not in self._early_gathers:
+                    self.weights.publish(bucket, early[bucket])
             self.loss_scale.update(overflow)
         self._announced = None
         return StepResult(norm, skip, loss_scale)
 
-    def _update(self, bucket: int, scale: Tensor, skip: Tensor, lr: float) -> None:
-        self.update.step(bucket, self.gradients.shards[bucket], scale=scale, skip=skip, lr=lr)
-        self._refresh(bucket)
-
-    def _refresh(self, bucket: int) -> None:
-        """The master was written: the shard in the compute dtype follows."""
-        own, master = self.weights.own[bucket], self.masters[bucket]
-        if own is not master:
-            own.copy_(master)
+    def _update(self, bucket: int, scale: Tensor, skip: Tensor, lr: float) -> Done:
+        return self.update.step(bucket, self.gradients.shards[bucket], scale=scale, skip=skip, lr=lr)
 
     def pieces(self) -> Iterator[ShardPiece]:
         """Everything a checkpoint holds of this rank, in HuggingFace coordinates. Call ``settle`` first."""
@@ -399,11 +421,12 @@ class OverlappedDistributedOptimizer:
             thread.join(PATIENCE_SECONDS)
 
 
-def _updated_early(layout: ShardLayout, bucket: int) -> bool:
+def _updated_early(layout: ShardLayout, bucket: int, *, beside: bool = False) -> bool:
     """Whether a bucket may be updated during backward: its own reduction completes its gradient, and nobody reads it again, or takes
-    its slot, before the next step."""
+    its slot, before the next step. ``beside``: threads do so, for which a slot with other users is no obstacle: the shard is not in it,
+    and that it has changed is announced at the end of the step."""
     kind = layout.buckets[bucket].kind
-    return kind.trainable and not kind.partial and not kind.lasting and layout.resident(bucket)
+    return kind.trainable and not kind.partial and not kind.lasting and (beside or layout.resident(bucket))
 
 
 def _early_gathers(layout: ShardLayout) -> Iterator[int]:
@@ -422,7 +445,7 @@ def _early_gathers(layout: ShardLayout) -> Iterator[int]:
             yield bucket.index
 
 
-def _close(threads: Iterable[Lane | Stream]) -> None:
+def _close(threads: Iterable[Lane | ShardUpdate | Stream]) -> None:
     for thread in threads:
         thread.close()
 

@@ -36,14 +36,19 @@ class State(Enum):
     REDUCING = "being reduced"
 
 
+def _nobody_reads(bucket: int) -> None:
+    """Reduced gradients are of no use to anybody by the time the next ones come."""
+
+
 class GradientBuckets:
     """Slots for whole gradients and the reduced shards of one rank.
 
     ``shard_axis`` splits buckets, ``replica_axis`` repeats the shards. With ``reduce_every_microbatch`` slots are reused within
     a step and shards accumulate; otherwise the slots accumulate, are reduced when the last microbatch has contributed, and the
-    shard is the rank's part of the slot. ``reduced(bucket)`` runs on ``stream`` when a bucket has its final value of the step.
-    ``more_to_come()``: whether a later use will launch a gather. Where the layout says that backward needs those sooner than room for
-    gradients, reductions are then kept back until ``release``, which belongs behind every use.
+    shard is the rank's part of the slot. ``reduced(bucket)`` runs on ``stream`` when a bucket has its final value of the step;
+    ``unread(bucket)`` waits until nobody reads that value any more. ``more_to_come()``: whether a later use will launch a gather. Where
+    the layout says that backward needs those sooner than room for gradients, reductions are then kept back until ``release``, which
+    belongs behind every use.
     """
 
     def __init__(
@@ -59,10 +64,11 @@ class GradientBuckets:
         stream: Stream,
         chunk_bytes: int,
         reduced: Callable[[int], None],
+        unread: Callable[[int], None] = _nobody_reads,
         more_to_come: Callable[[], bool],
     ) -> None:
         self.layout, self.reduce_every_microbatch = layout, reduce_every_microbatch
-        self._recorder, self._stream, self._reduced = shard_axis.recorder, stream, reduced
+        self._recorder, self._stream, self._reduced, self._unread = shard_axis.recorder, stream, reduced, unread
         self.trainable = tuple(bucket.index for bucket in layout.buckets if bucket.kind.trainable)
         self._slots = {slot: torch.zeros(size, dtype=dtype, device=device) for slot, size in layout.gradient_slot_numel().items()}
         self._full = {b: self._slots[layout.gradient_slots[b]][: layout.buckets[b].numel] for b in self.trainable}
@@ -136,6 +142,7 @@ class GradientBuckets:
             # What another bucket left in the padding would count in the gradient norm.
             for gap in self._gaps[bucket]:
                 gap.zero_()
+        self._unread(bucket)
         self._slot_user[slot] = bucket
         self._state[bucket] = State.OPEN
 

@@ -15,7 +15,7 @@ from typing import Any, Literal, get_args
 import torch
 from torch import Tensor
 
-from megatron_llama.config import Config, LoraConfig, ModelConfig, OptimizerConfig, ParallelConfig, TrainingConfig
+from megatron_llama.config import Config, LoraConfig, ModelConfig, OffloadConfig, OptimizerConfig, ParallelConfig, TrainingConfig
 from megatron_llama.data.loader import Batch
 from megatron_llama.mesh import Mesh, Place, build_mesh
 from megatron_llama.model.init import InitialWeights
@@ -23,6 +23,7 @@ from megatron_llama.model.llama import Stage, build_stages
 from megatron_llama.nn.sink import home_of
 from megatron_llama.optim.build import build_optimizer, compute_dtype
 from megatron_llama.optim.distributed import OverlappedDistributedOptimizer
+from megatron_llama.optim.offload.copies import Copies
 from megatron_llama.params import Rectangle, hf_shapes, rank_units
 from megatron_llama.pipeline.runtime import PipelineRuntime
 from megatron_llama.uses import Use
@@ -40,7 +41,7 @@ MODEL = ModelConfig(
     initializer_range=0.05,
 )
 """300 tokens are padded to 384, or to 512 over two tensor-parallel ranks: both hold real rows and the second holds padding."""
-OPTIMIZER = OptimizerConfig(lr=1e-3, weight_decay=0.1, clip_grad=1.0)
+OPTIMIZER, NO_OFFLOAD = OptimizerConfig(lr=1e-3, weight_decay=0.1, clip_grad=1.0), OffloadConfig()
 Strategy = Literal["no_shard", "optim", "optim_grads", "optim_grads_params"]
 STRATEGIES: tuple[Strategy, ...] = get_args(Strategy)
 Schedule = Literal["gpipe", "1f1b", "interleaved", "zb-h1", "zb-v"]
@@ -95,6 +96,9 @@ class Layout:
     """Gradients cross the wire in bfloat16."""
     clip: float = 1.0
     steps: int = STEPS
+    offload: OffloadConfig = NO_OFFLOAD
+    blocking: bool = False
+    """Wait for offload at once."""
 
     @property
     def world_size(self) -> int:
@@ -125,6 +129,7 @@ class Layout:
         words += [f"{self.kv_heads} kv heads"] if self.kv_heads != MODEL.num_key_value_heads else []
         words += [f"recompute {self.recompute}"] if self.recompute != "none" else []
         words += ["tied"] * self.tied + ["documents"] * self.documents + ["bf16 reduction"] * self.reduce_bf16
+        words += [self.offload.optimizer_offload] * (self.offload != NO_OFFLOAD) + ["speculative"] * self.offload.offload_speculative
         return " ".join(words + ["fp64"] * self.fp64 + ["bf16"] * self.bf16 + ["fp16"] * self.fp16)
 
     def config(self) -> Config:
@@ -152,6 +157,7 @@ class Layout:
             parallel=parallel,
             training=TrainingConfig(fp64=self.fp64, bf16=self.bf16, fp16=self.fp16, initial_loss_scale=self.loss_scale),
             optimizer=replace(OPTIMIZER, clip_grad=self.clip, freeze=self.freeze),
+            offload=self.offload,
             lora=LoraConfig(lora_rank=self.lora, lora_target_modules=self.targets),
         )
 
@@ -203,12 +209,12 @@ class Trainer:
         return [batch(range(start, start + size), documents=self.layout.documents) for start in starts]
 
 
-def trainer(place: Place, layout: Layout, device: torch.device | None = None) -> Trainer:
-    """Build everything, with the initial weights that all layouts share. On the CPU, unless ``device`` is given."""
+def trainer(place: Place, layout: Layout, device: torch.device | None = None, copies: Copies | None = None) -> Trainer:
+    """Build everything, with the initial weights that all layouts share. On the CPU, unless ``device`` is given. ``copies``: of offload."""
     config = layout.config()
     mesh = build_mesh(config, rank=place.rank, world_size=place.world_size, device=device or torch.device("cpu"))
     stages = build_stages(config, mesh)
-    optimizer = build_optimizer(config, stages.values(), mesh)
+    optimizer = build_optimizer(config, stages.values(), mesh, copies=copies, blocking=layout.blocking)
     optimizer.load_weights(initial_weights() if not layout.lora else AdaptedWeights())
     runtime = PipelineRuntime(stages, optimizer, mesh, config, dtype=compute_dtype(config))
     return Trainer(layout, mesh, stages, optimizer, runtime)

@@ -1,0 +1,71 @@
+"""From configuration to update rule: who updates which bucket, in which memory, on which processors."""
+
+from __future__ import annotations
+
+import socket
+from pathlib import Path
+
+import torch
+
+from megatron_llama import device as devices
+from megatron_llama.comm.agreement import shared, together
+from megatron_llama.config import Config
+from megatron_llama.errors import OffloadError, describe
+from megatron_llama.layout import ShardLayout
+from megatron_llama.memory import gib, state_bytes
+from megatron_llama.mesh import Mesh
+from megatron_llama.offload import OffloadPlan, offload_plan
+from megatron_llama.optim.offload.copies import Copies, open_copies
+from megatron_llama.optim.offload.divided import Divided
+from megatron_llama.optim.offload.exact import ExactOffload
+from megatron_llama.optim.offload.worker import HostWorker, rank_cores
+from megatron_llama.optim.update import AdamW, ShardUpdate
+
+
+def build_update(
+    config: Config, layout: ShardLayout, mesh: Mesh, *, dtype: torch.dtype, copies: Copies | None = None, blocking: bool = False
+) -> ShardUpdate:
+    """The update rule of one rank. ``dtype``: of parameters; ``copies``: between device and host, by default as fast as they go;
+    ``blocking``: offload that waits at once, for comparison. Collective.
+
+    Raises ConfigError or OffloadError, on every rank, where processors or memory for offload are not there."""
+    plan = offload_plan(config, layout)
+    if plan is None:
+        return AdamW(config.optimizer)
+    needed = plan.held + (sum(state_bytes(config, layout).values()) if devices.is_host(mesh.device) else 0)
+    neighbours = shared((_machine(), needed), mesh.world)
+    here = [rank for rank, (machine, _) in enumerate(neighbours) if machine == neighbours[mesh.rank][0]]
+    with together(mesh.world):
+        _require_memory(sum(neighbours[rank][1] for rank in here), len(here), plan)
+        cores = rank_cores(config.offload.offload_cores, here.index(mesh.rank), len(here))
+    with together(mesh.world):  # not before all have found enough of it free
+        rule = ExactOffload(
+            config.optimizer,
+            plan,
+            dtype=torch.promote_types(dtype, torch.float32),
+            narrow=dtype,
+            device=mesh.device,
+            largest=max((layout.shard_numel(bucket) for bucket in plan.buckets), default=0),
+            label=layout.label,
+            # On a host without a device the ranks' own number of threads counts: they have been told how to share the processors.
+            worker=HostWorker(cores, min(len(cores), torch.get_num_threads()) if devices.is_host(mesh.device) else len(cores)),
+            copies=copies or open_copies(mesh.device),
+            recorder=mesh.recorder,
+            blocking=blocking,
+        )
+    return Divided(frozenset(plan.buckets), rule, AdamW(config.optimizer))
+
+
+def _machine() -> str:
+    """Tells machines, and containers on them, apart."""
+    boot = Path("/proc/sys/kernel/random/boot_id")
+    return socket.gethostname() + (boot.read_text() if boot.exists() else "")
+
+
+def _require_memory(needed: int, ranks: int, plan: OffloadPlan) -> None:
+    free = devices.free_host_memory_bytes()
+    if needed > free:
+        got = f"{gib(free)} free on this machine"
+        expected = f"{gib(needed)} for its {ranks} rank{'s' if ranks > 1 else ''}, {gib(plan.held)} of it for the optimizer of this one"
+        do = "shard over more machines, lower --optimizer-offload-fraction or --speculation-bytes, or stop what else runs here"
+        raise OffloadError(describe("--optimizer-offload", got=got, expected=expected, do=do))

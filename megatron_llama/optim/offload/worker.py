@@ -1,0 +1,97 @@
+"""The thread of a rank that updates parameters on the host, on processors of its own."""
+
+from __future__ import annotations
+
+import heapq
+import os
+import threading
+import weakref
+from collections.abc import Sequence
+from itertools import count
+
+import torch
+
+from megatron_llama import device as devices
+from megatron_llama.comm.streams import Job
+from megatron_llama.errors import ConfigError, describe
+from megatron_llama.offload import core_list
+
+
+def rank_cores(option: str, local_rank: int, local_ranks: int) -> tuple[int, ...]:
+    """The processors of one of ``local_ranks`` ranks of this machine: an equal part of those that --offload-cores names (auto: one of
+    each physical core). Where there are fewer than ranks, ranks share. Raises ConfigError for processors that there are not."""
+    here = devices.physical_cores()
+    cores = here if option == "auto" else core_list(option)
+    allowed = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set(here)
+    missing = [core for core in cores if core not in allowed]
+    if missing:
+        got = ", ".join(map(str, missing[:4])) + (" and others" if len(missing) > 4 else "")
+        do = "leave it out, or name some of these"
+        expected = f"processors that this process may use: {', '.join(map(str, sorted(allowed)))}"
+        raise ConfigError(describe("--offload-cores", got=got, expected=expected, do=do))
+    share, local_rank = len(cores) // local_ranks, local_rank % local_ranks
+    return cores[local_rank * share : (local_rank + 1) * share] if share else (cores[local_rank % len(cores)],)
+
+
+class HostWorker:
+    """One thread; of the jobs that wait it takes the one with the lowest ``turn`` first, then the oldest. One that fails does not stop
+    the next."""
+
+    def __init__(self, cores: Sequence[int] = (), threads: int = 0) -> None:
+        """``cores``: processors it may use, none: any; ``threads``: of torch's operators in it, 0: as many as cores."""
+        self._jobs = _Jobs()
+        torch.get_num_threads()  # the caller's own number is settled before this thread chooses one for itself
+        arguments = (self._jobs, tuple(cores), threads or len(cores))
+        self._thread = threading.Thread(target=_serve, args=arguments, name="optimizer", daemon=True)
+        self._thread.start()
+        weakref.finalize(self, self._jobs.close)
+
+    def put(self, job: Job, *, turn: int) -> None:
+        """Perform a job in its turn. RuntimeError after ``close``."""
+        self._jobs.put(job, turn)
+
+    def close(self) -> None:
+        """End the thread after what it still has to do."""
+        self._jobs.close()
+
+    def join(self, seconds: float) -> None:
+        """Wait for the end of the thread, at most so long."""
+        self._thread.join(seconds)
+
+
+class _Jobs:
+    """A queue by turn, whose thread does not keep its worker alive."""
+
+    def __init__(self) -> None:
+        self._heap: list[tuple[int, int, Job]] = []
+        self._numbers, self._changed, self._closed = count(), threading.Condition(), False
+
+    def put(self, job: Job, turn: int) -> None:
+        with self._changed:
+            if self._closed:
+                raise RuntimeError("the optimizer's worker is closed")  # nobody would ever finish the job
+            heapq.heappush(self._heap, (turn, next(self._numbers), job))
+            self._changed.notify()
+
+    def take(self) -> Job | None:
+        """The next one; None: there will be none."""
+        with self._changed:
+            while not self._heap and not self._closed:
+                self._changed.wait()
+            return heapq.heappop(self._heap)[2] if self._heap else None
+
+    def close(self) -> None:
+        with self._changed:
+            self._closed = True
+            self._changed.notify()
+
+
+def _serve(jobs: _Jobs, cores: tuple[int, ...], threads: int) -> None:
+    if cores and hasattr(os, "sched_setaffinity"):
+        os.sched_setaffinity(0, cores)  # of this thread, and of those that operators start from it
+    if threads:
+        torch.set_num_threads(threads)
+    with torch.no_grad():
+        while (job := jobs.take()) is not None:
+            job.perform()
+            del job
