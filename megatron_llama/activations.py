@@ -127,13 +127,13 @@ class Activations:
 
     @property
     def logits(self) -> int:
-        """This rank's columns of the scores of all tokens, in the dtype of the loss."""
-        return self.tokens * padded_vocab_size(self.model, self.tp) // self.tp * self.wide
+        """This rank's columns of the scores of all tokens, in whose place their gradient is kept."""
+        return self.tokens * padded_vocab_size(self.model, self.tp) // self.tp * self.narrow
 
     @property
     def head(self) -> int:
-        """Final norm, head and loss; the probabilities are the largest part."""
-        return self._norm + self.hidden + self.logits + self.tokens * INDEX
+        """Final norm, head and loss; the gradient of the logits is the largest part."""
+        return self._norm + self.hidden + self.logits
 
     @property
     def rotary(self) -> int:
@@ -150,7 +150,7 @@ class Activations:
         """A stage between the halves of a split backward pass: also the gradients of the looked-up rows and of the logits."""
         kept = recomputing * self.deferred_block(granularity) + (blocks - recomputing) * self.deferred_block("none")
         rows = self.tokens * (8 + self.model.hidden_size * self.narrow)
-        return kept + first * rows + last * (self.hidden + self.logits // self.wide * self.narrow)
+        return kept + first * rows + last * (self.hidden + self.logits)
 
 
 def compute_bytes(config: Config) -> int:

@@ -17,14 +17,15 @@ from torch import Tensor, nn
 from megatron_llama.activations import Granularity
 from megatron_llama.config import Config, LoraConfig, ModelConfig, ParallelConfig
 from megatron_llama.mesh import Mesh
-from megatron_llama.nn.attention import causal_attention
+from megatron_llama.nn.attention import Documents, attends_by_document, causal_attention
+from megatron_llama.nn.bodies import PLAIN, Bodies
 from megatron_llama.nn.cache import KVCache
 from megatron_llama.nn.context import Comm, causal_document_mask, context_attention, local_sequence
 from megatron_llama.nn.embedding import VocabParallelEmbedding
 from megatron_llama.nn.functional import (
-    recomputable_rms_norm,
+    add_norm,
+    recomputable_add_norm,
     recomputable_swiglu,
-    rms_norm,
     rope_frequencies,
     rope_table,
     split_heads,
@@ -46,6 +47,8 @@ class StageOptions:
     recompute: Granularity = "none"
     recompute_layers: int | None = None
     """So many blocks recompute, from the first of the stage; None: all."""
+    bodies: Bodies = PLAIN
+    """What computes between matrix products."""
 
     @staticmethod
     def of(parallel: ParallelConfig) -> StageOptions:
@@ -73,28 +76,30 @@ class Continuation:
 @dataclass(frozen=True)
 class Positions:
     """What attention needs to know of a microbatch: cos and sin [s/cp, 1 or b, 1, head_dim / 2] of this rank's positions;
-    with documents, mask bool [b, 1, s, s] (without context parallelism) or document_ids int [s, b] of the whole sequence.
+    with documents, these or a mask bool [b, 1, s, s] (without context parallelism), or document_ids int [s, b] of the whole sequence.
 
     With a continuation (one process), the mask is [b, 1, s, length], and None when nothing was read before."""
 
     cos: Tensor
     sin: Tensor
-    mask: Tensor | None = None
+    mask: Tensor | Documents | None = None
     document_ids: Tensor | None = None
     continuation: Continuation | None = None
 
 
 class RMSNorm(nn.Module):
-    """[..., h] -> [..., h]; ``recompute``: for a linear layer that makes it again in backward."""
+    """The residual stream [..., h], and what a layer adds to it, to their sum and its norm; ``recompute``: for a linear layer that
+    makes the norm again in backward."""
 
-    def __init__(self, config: ModelConfig, *, recompute: bool = False) -> None:
+    def __init__(self, config: ModelConfig, bodies: Bodies, *, recompute: bool = False) -> None:
         super().__init__()
-        self.eps, self.recompute = config.rms_norm_eps, recompute
+        self.eps, self.bodies = config.rms_norm_eps, bodies
         self.weight = empty_weight(config.hidden_size)
+        self._function: Callable[..., tuple[Tensor, Tensor | Recomputable]] = recomputable_add_norm if recompute else add_norm
 
-    def forward(self, x: Tensor) -> Tensor | Recomputable:
-        """See ``rms_norm``."""
-        return recomputable_rms_norm(x, self.weight, self.eps) if self.recompute else rms_norm(x, self.weight, self.eps)
+    def forward(self, x: Tensor, delta: Tensor | None = None) -> tuple[Tensor, Tensor | Recomputable]:
+        """See ``add_norm``."""
+        return self._function(x, delta, self.weight, self.eps, self.bodies)
 
 
 class Attention(nn.Module):
@@ -104,7 +109,7 @@ class Attention(nn.Module):
 
     def __init__(self, config: ModelConfig, mesh: Mesh, options: StageOptions) -> None:
         super().__init__()
-        self.cp, self.comm = mesh.cp, options.cp_comm_type
+        self.cp, self.comm, self.bodies = mesh.cp, options.cp_comm_type, options.bodies
         copies, parallel = kv_copies(config, mesh.tp.size), options.sequence_parallel
         self.heads = config.num_attention_heads // mesh.tp.size
         self.kv_heads = config.num_key_value_heads * copies // mesh.tp.size
@@ -124,7 +129,8 @@ class Attention(nn.Module):
 
     def forward(self, x: Tensor | Recomputable, positions: Positions) -> Tensor:
         """[s or s/tp, b, h] -> [s or s/tp, b, h]; s is this rank's part of the sequence under context parallelism."""
-        query, key, value = split_heads(self._project(x), positions.cos, positions.sin, query=self.heads, key=self.kv_heads)
+        cos, sin = positions.cos, positions.sin
+        query, key, value = split_heads(self._project(x), cos, sin, query=self.heads, key=self.kv_heads, bodies=self.bodies)
         if (before := positions.continuation) is not None:
             key, value = before.cache.extend(self, key, value, before.slots, before.length)
         if self.cp.size == 1:
@@ -138,15 +144,14 @@ class MLP(nn.Module):
 
     def __init__(self, config: ModelConfig, mesh: Mesh, options: StageOptions, *, recompute: bool = False) -> None:
         super().__init__()
-        self.recompute = recompute
+        self._swiglu, self.bodies = recomputable_swiglu if recompute else swiglu, options.bodies
         hidden, inner, parallel = config.hidden_size, config.intermediate_size, options.sequence_parallel
         self.gate_up_proj = ColumnLinear(hidden, 2 * inner, tp=mesh.tp, sequence_parallel=parallel)
         self.down_proj = RowLinear(inner, hidden, tp=mesh.tp, sequence_parallel=parallel)
 
     def forward(self, x: Tensor | Recomputable) -> Tensor:
         """[s or s/tp, b, h] -> [s or s/tp, b, h]."""
-        gate_up = self.gate_up_proj(x)
-        return cast(Tensor, self.down_proj(recomputable_swiglu(gate_up) if self.recompute else swiglu(gate_up)))
+        return cast(Tensor, self.down_proj(self._swiglu(self.gate_up_proj(x), self.bodies)))
 
 
 class Block(nn.Module):
@@ -158,9 +163,9 @@ class Block(nn.Module):
         self.recompute_all = recompute == "full"
         # With sequence parallelism ranks hold different parts of the input; without it, all hold all of it.
         self.shared_input = None if options.sequence_parallel else mesh.tp
-        self.input_layernorm = RMSNorm(config, recompute=selective)
+        self.input_layernorm = RMSNorm(config, options.bodies, recompute=selective)
         self.self_attn = Attention(config, mesh, options)
-        self.post_attention_layernorm = RMSNorm(config, recompute=selective)
+        self.post_attention_layernorm = RMSNorm(config, options.bodies, recompute=selective)
         self.mlp = MLP(config, mesh, options, recompute=selective)
 
     def forward(self, x: Tensor, positions: Positions) -> Tensor:
@@ -169,8 +174,9 @@ class Block(nn.Module):
         return recomputed(compute, x, weights=self.parameters(), shared=self.shared_input) if self.recompute_all else compute(x)
 
     def _compute(self, x: Tensor, positions: Positions) -> Tensor:
-        x = x + self.self_attn(self.input_layernorm(x), positions)
-        return cast(Tensor, x + self.mlp(self.post_attention_layernorm(x)))
+        x, normed = self.input_layernorm(x)
+        x, normed = self.post_attention_layernorm(x, self.self_attn(normed, positions))
+        return cast(Tensor, x + self.mlp(normed))
 
 
 class Stage(nn.Module):
@@ -192,7 +198,7 @@ class Stage(nn.Module):
         blocks = {str(layer): Block(config, mesh, options, recompute=options.recompute_of(position)) for position, layer in layers}
         self.model.layers = nn.ModuleDict(blocks)
         if self.is_last:
-            self.model.norm = RMSNorm(config)
+            self.model.norm = RMSNorm(config, options.bodies)
             if not (config.tie_word_embeddings and partition.ends_meet):
                 self.lm_head = nn.Module()
                 self.lm_head.weight = empty_weight(padded // mesh.tp.size, hidden)
@@ -223,7 +229,7 @@ class Stage(nn.Module):
             if positions.continuation is not None:
                 last = positions.continuation.last
                 x = x[last, torch.arange(len(last), device=x.device)].unsqueeze(0)
-            normed, parallel = self.model.norm(x), self.options.sequence_parallel  # type: ignore[operator]
+            (_, normed), parallel = self.model.norm(x), self.options.sequence_parallel  # type: ignore[operator]
             x = self._marked(column_linear(normed, self.head_weight, self.mesh.tp, sequence_parallel=parallel), unit)
         return x
 
@@ -238,16 +244,23 @@ class Stage(nn.Module):
         return cast(Tensor, cast(nn.Module, owner).weight)
 
     def positions(
-        self, length: int, device: torch.device, position_ids: Tensor | None = None, document_ids: Tensor | None = None
+        self,
+        length: int,
+        device: torch.device,
+        position_ids: Tensor | None = None,
+        document_ids: Tensor | None = None,
+        documents: Documents | None = None,
     ) -> Positions:
         """Tables for a whole sequence of ``length`` positions from 0, or for given ids [s, b]; with context parallelism
-        only of this rank's part."""
+        only of this rank's part. ``documents``: those of ``document_ids``, which replace the mask where there is a kernel for them."""
         c, cp = self.config, self.mesh.cp
         ids = torch.arange(length, device=device).unsqueeze(-1) if position_ids is None else position_ids
         frequencies = rope_frequencies(c.head_dim, c.rope_theta, c.rope_scaling, device)
         cos, sin = rope_table(local_sequence(ids, cp), frequencies)
         if cp.size > 1 or document_ids is None:
             return Positions(cos, sin, document_ids=document_ids)
+        if documents is not None and attends_by_document(device, next(self.parameters()).dtype, c.head_dim):
+            return Positions(cos, sin, mask=documents)
         return Positions(cos, sin, mask=causal_document_mask(document_ids))
 
 

@@ -19,7 +19,7 @@ from megatron_llama.comm.collectives import Pending
 from megatron_llama.comm.p2p import exchange
 from megatron_llama.mesh import Axis
 from megatron_llama.nn.attention import attend, attend_backward, causal_attention, merge
-from megatron_llama.nn.functional import at_least_fp32
+from megatron_llama.nn.bodies import at_least_fp32
 from megatron_llama.nn.zigzag import Piece, chunk_home, chunk_length, gathered_pieces, own_pieces, ring_pieces, zigzag_chunks
 
 Comm = Literal["all_gather", "ring"]

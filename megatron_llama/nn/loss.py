@@ -1,62 +1,106 @@
-"""Cross entropy over a vocabulary that is split over tp: no rank ever holds a full-vocabulary tensor."""
+"""Cross entropy over a vocabulary that is split over tp: no rank ever holds a full-vocabulary tensor.
+
+The gradient is computed with the loss, in the memory of the logits: a chunk of rows is read and written while it is in the cache.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megatron_llama import device as devices
 from megatron_llama.comm import collectives
 from megatron_llama.mesh import Axis
-from megatron_llama.nn.functional import at_least_fp32
+from megatron_llama.nn.bodies import DEVICE_CHUNK, PLAIN, Bodies, at_least_fp32, exponentials
+
+
+def cross_entropy(
+    logits: Tensor,
+    labels: Tensor,
+    tp: Axis,
+    vocab_size: int,
+    *,
+    weights: Tensor | None = None,
+    z_weight: float = 0.0,
+    bodies: Bodies = PLAIN,
+) -> Tensor:
+    """Negative log-likelihood of each token, in fp32 (fp64 for fp64 logits), and the gradient of its weighted sum.
+
+    logits [s, b, padded_vocab / tp], contiguous, are overwritten: with ``weights``, [s, b] and as wide as the result, by that gradient.
+    labels [s, b] int64 below ``vocab_size`` (the true, unpadded size). Returns [s, b], the same on every tp rank. Two small
+    all-reduces: the maximum, then the sum with the target's score. No autograd.
+    ``z_weight``: gradients are those of the loss plus this times the square of log sum exp(logits); the value is that of the loss.
+    """
+    rows, targets = logits.detach().flatten(0, -2), labels.flatten()
+    chunk = bodies.host_chunk if devices.is_host(rows.device) else DEVICE_CHUNK
+    chunks = [slice(start, start + max(1, chunk // rows.shape[1])) for start in range(0, len(rows), max(1, chunk // rows.shape[1]))]
+    valid = min(max(0, vocab_size - tp.rank * rows.shape[1]), rows.shape[1])
+    share = None if weights is None else weights.flatten()
+    if tp.size > 1:
+        losses = _over_ranks(rows, targets, chunks, tp, valid, share, z_weight)
+    elif share is None:
+        losses = torch.cat([_value(rows[part], targets[part], valid) for part in chunks])
+    else:
+        losses = torch.cat([bodies.cross_entropy(rows[part], targets[part], share[part], valid, z_weight) for part in chunks])
+    return losses.view(labels.shape)
+
+
+def _value(scores: Tensor, labels: Tensor, valid: int) -> Tensor:
+    _, _, sums, target = exponentials(scores, labels, valid)
+    return sums.log() - target
+
+
+def _over_ranks(
+    rows: Tensor, labels: Tensor, chunks: Sequence[slice], tp: Axis, valid: int, weights: Tensor | None, z_weight: float
+) -> Tensor:
+    """Rows [t, v] are read, ranks meet, and rows are read again: exponentials are kept in between where they fit into the logits."""
+    local = labels - tp.rank * rows.shape[1]
+    outside = (local < 0) | (local >= rows.shape[1])
+    index = local.masked_fill(outside, 0)
+    found = [exponentials(rows[part], index[part], valid)[1:] for part in chunks]
+    own, sums, target = (torch.cat(parts) for parts in zip(*found, strict=True))
+    largest = own.clone()
+    collectives.all_reduce(largest, tp, dist.ReduceOp.MAX).wait()
+    shift = own - largest
+    summed = torch.stack((sums * shift.exp(), (target + shift).masked_fill_(outside, 0.0)))
+    collectives.all_reduce(summed, tp).wait()
+    total, target = summed
+    logarithm = total.log()
+    if weights is not None:
+        # d(w z^2) = 2 w z dz for z, the logarithm of the denominator, and dz is the softmax.
+        pull = weights * (1.0 + 2 * z_weight * (logarithm + largest)) if z_weight else weights
+        factor, hit = pull * shift.exp() / total, weights.masked_fill(outside, 0.0).neg_()
+        for part in chunks:
+            wide = rows[part] if rows.dtype is own.dtype else exponentials(rows[part], index[part], valid)[0]
+            wide.mul_(factor[part].unsqueeze(-1)).scatter_add_(-1, index[part].unsqueeze(-1), hit[part].unsqueeze(-1))
+            if rows.dtype is not own.dtype:
+                rows[part] = wide
+    losses: Tensor = logarithm - target
+    return losses
 
 
 class _CrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, logits: Tensor, labels: Tensor, tp: Axis, vocab_size: int, z_weight: float) -> Tensor:
-        columns = logits.shape[-1]
-        first = tp.rank * columns
-        # The logits are consumed: a narrower dtype is widened into a new tensor, fp32 is overwritten.
-        scores = logits.to(at_least_fp32(logits.dtype))
-        scores[..., max(0, vocab_size - first) :] = float("-inf")  # padding has no probability
-        largest = scores.amax(-1)
-        collectives.all_reduce(largest, tp, dist.ReduceOp.MAX).wait()
-        scores.sub_(largest.unsqueeze(-1))
-        local = labels - first
-        outside = (local < 0) | (local >= columns)
-        index = local.masked_fill(outside, 0).unsqueeze(-1)
-        target = scores.gather(-1, index).squeeze(-1).masked_fill_(outside, 0.0)
-        probabilities = scores.exp_()
-        sums = torch.stack((probabilities.sum(-1), target))
-        collectives.all_reduce(sums, tp).wait()
-        total, target = sums
-        logarithm = total.log()
-        # d(w z^2) = 2 w z dz for z, the logarithm of the denominator, and dz is the softmax.
-        pull = (logarithm + largest).mul_(2 * z_weight) if z_weight else None
-        ctx.save_for_backward(probabilities.div_(total.unsqueeze(-1)), index, outside, pull)
-        ctx.dtype = logits.dtype
-        return torch.sub(logarithm, target)
+        ones = torch.ones(labels.shape, dtype=at_least_fp32(logits.dtype), device=labels.device)
+        weights = ones if ctx.needs_input_grad[0] else None
+        losses = cross_entropy(logits, labels, tp, vocab_size, weights=weights, z_weight=z_weight)
+        ctx.save_for_backward(logits.detach())
+        return losses
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None, None]:
-        probabilities, index, outside, pull = ctx.saved_tensors
-        if pull is not None:
-            probabilities.mul_(pull.add_(1.0).unsqueeze(-1))
-        # softmax - one_hot, in place: the probabilities are this function's own and are used once.
-        hit = torch.where(outside, 0.0, -1.0).to(probabilities.dtype).unsqueeze(-1)
-        scores_grad = probabilities.scatter_add_(-1, index, hit).mul_(grad.unsqueeze(-1))
-        return scores_grad.to(ctx.dtype), None, None, None, None
+        (scores_grad,) = ctx.saved_tensors
+        # In place: this memory is the function's own and is used once.
+        return scores_grad.mul_(grad.unsqueeze(-1)), None, None, None, None
 
 
 def vocab_parallel_cross_entropy(logits: Tensor, labels: Tensor, tp: Axis, vocab_size: int, *, z_weight: float = 0.0) -> Tensor:
-    """Negative log-likelihood of each token, in fp32 (fp64 for fp64 logits).
-
-    logits [s, b, padded_vocab / tp], overwritten; labels [s, b] int64 below ``vocab_size`` (the true, unpadded size).
-    Returns [s, b], the same on every tp rank. Two small all-reduces: the maximum, then the sum with the target's score.
-    ``z_weight``: gradients are those of the loss plus this times the square of log sum exp(logits); the value is that of the loss.
-    """
+    """The losses of ``cross_entropy`` with autograd, for whoever makes something of them that is no weighted sum known beforehand."""
     return _CrossEntropy.apply(logits, labels, tp, vocab_size, z_weight)  # type: ignore[no-any-return, no-untyped-call]
 
 

@@ -25,7 +25,7 @@ from megatron_llama.comm.pacing import Lane, open_lane
 from megatron_llama.comm.streams import Done, Stream, open_stream
 from megatron_llama.layout import ALIGN, Kind, Placement, ShardLayout
 from megatron_llama.mesh import Axis, Mesh
-from megatron_llama.nn.functional import at_least_fp32
+from megatron_llama.nn.bodies import at_least_fp32
 from megatron_llama.nn.sink import attach_home
 from megatron_llama.optim.gradients import GradientBuckets
 from megatron_llama.optim.loss_scale import LossScale

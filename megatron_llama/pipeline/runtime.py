@@ -16,9 +16,11 @@ from megatron_llama.comm.collectives import all_reduce
 from megatron_llama.config import Config
 from megatron_llama.mesh import Mesh
 from megatron_llama.model.llama import Stage
+from megatron_llama.nn.attention import Documents
+from megatron_llama.nn.bodies import at_least_fp32
 from megatron_llama.nn.context import local_sequence
 from megatron_llama.nn.embedding import uniform_noise
-from megatron_llama.nn.loss import likeliest, vocab_parallel_cross_entropy
+from megatron_llama.nn.loss import cross_entropy, likeliest
 from megatron_llama.params import partition_of
 from megatron_llama.schedule import Action, Op, Schedule, forward_only, schedule_named
 from megatron_llama.uses import Use, rank_uses
@@ -46,6 +48,14 @@ class Microbatch(Protocol):
     @property
     def document_ids(self) -> Tensor | None:
         """[s, b] int, number of the document within the sample; None: attention crosses documents."""
+
+    @property
+    def document_starts(self) -> Tensor | None:
+        """``Documents.starts`` of the document ids; None: nobody has counted."""
+
+    @property
+    def longest_document(self) -> int:
+        """``Documents.longest``, where they are counted."""
 
     @property
     def noise_scale(self) -> Tensor | None:
@@ -128,6 +138,7 @@ class _Flight:
     sends: dict[tuple[Op, int], p2p.Transfer] = field(default_factory=dict)
     inputs: dict[Key, Tensor] = field(default_factory=dict)
     outputs: dict[Key, Tensor] = field(default_factory=dict)
+    """Of the last stage the logits, in whose memory their gradient is by then."""
     handed: dict[tuple[Op, Key], Tensor] = field(default_factory=dict)
     """Tensors for a neighbouring stage of this process."""
 
@@ -220,10 +231,15 @@ class PipelineRuntime:
 
     def _target_tokens(self, batches: Sequence[Microbatch]) -> Tensor:
         """Target tokens of the global batch. Counted before the first backward, since it divides every loss."""
-        counts = [torch.tensor(float(b.labels.numel())) if b.loss_mask is None else b.loss_mask.sum() for b in batches]
+        masks = [b.loss_mask for b in batches if b.loss_mask is not None]
+        whole = sum(b.labels.numel() for b in batches if b.loss_mask is None)
+        # A number of the host's is filled in, not copied: a device's stream would be waited for.
+        count = torch.full((), float(whole), dtype=torch.float64, device=self.mesh.device)
+        for mask in masks:
+            count += mask.sum().to(self.mesh.device, non_blocking=True)
         # Ranks that share a sequence count all of it, and are summed over too.
-        count = torch.stack(counts).sum().to(self.mesh.device, torch.float64) / self.mesh.cp.size
-        if any(b.loss_mask is not None for b in batches):
+        count /= self.mesh.cp.size
+        if masks:
             all_reduce(count, self.mesh.dp).wait()
             return count.clamp_(min=1.0)
         return count * self.mesh.dp.size
@@ -254,13 +270,15 @@ class PipelineRuntime:
             inputs = local_sequence(batch.tokens, self.mesh.cp)
         else:
             inputs = self._arrived(flight, Op.FORWARD, key).requires_grad_(flight.training)
-        positions = stage.positions(batch.tokens.shape[0], self.mesh.device, batch.position_ids, batch.document_ids)
+        starts, longest = batch.document_starts, batch.longest_document
+        documents = None if starts is None else Documents(starts, longest)
+        positions = stage.positions(batch.tokens.shape[0], self.mesh.device, batch.position_ids, batch.document_ids, documents)
         output = stage(inputs, positions, self._noise(batch, stage) if flight.training and stage.is_first else None)
         if stage.is_last and flight.predicted is not None:
             here = local_sequence(torch.arange(len(batch.tokens), device=self.mesh.device), self.mesh.cp)
             flight.predicted[here] = likeliest(output, self.mesh.tp, stage.config.vocab_size)
         elif stage.is_last:
-            output = self._loss(output, batch, flight)
+            self._add_loss(output, batch, flight)
         elif self._is_here(key[0] + 1):
             flight.handed[Op.FORWARD, (key[0] + 1, key[1])] = output.detach()
         if flight.training:
@@ -278,25 +296,33 @@ class PipelineRuntime:
     def _is_here(self, stage: int) -> bool:
         return stage in self.stages
 
-    def _loss(self, logits: Tensor, batch: Microbatch, flight: _Flight) -> Tensor:
-        """This microbatch's share of the mean over all target tokens of the global batch, times the loss scale."""
-        cp, vocab_size = self.mesh.cp, self.stages[self._partition.stages - 1].config.vocab_size
-        labels, z_weight = local_sequence(batch.labels, cp), self._config.training.z_loss_weight
-        losses = vocab_parallel_cross_entropy(logits, labels, self.mesh.tp, vocab_size, z_weight=z_weight)
-        if batch.loss_mask is not None:
-            losses = losses * local_sequence(batch.loss_mask, cp)
-        loss = losses.sum(dtype=torch.float64) / flight.tokens
-        flight.loss += loss.detach()
-        return loss if flight.loss_scale is None else loss * flight.loss_scale
+    def _add_loss(self, logits: Tensor, batch: Microbatch, flight: _Flight) -> None:
+        """Add this microbatch's share of the mean over all target tokens of the global batch. In training the logits become the
+        gradient of that share times the loss scale."""
+        cp, stage = self.mesh.cp, self.stages[self._partition.stages - 1]
+        labels, weights = local_sequence(batch.labels, cp), None
+        mask = None if batch.loss_mask is None else local_sequence(batch.loss_mask, cp)
+        if flight.loss_scale is not None:
+            each = (flight.loss_scale / flight.tokens).to(at_least_fp32(self.dtype))
+            weights = each.expand(labels.shape) if mask is None else mask.to(each.dtype) * each
+        losses = cross_entropy(
+            logits,
+            labels,
+            self.mesh.tp,
+            stage.config.vocab_size,
+            weights=weights,
+            z_weight=self._config.training.z_loss_weight,
+            bodies=stage.options.bodies,
+        )
+        flight.loss += (losses if mask is None else losses * mask).sum(dtype=torch.float64) / flight.tokens
 
     def _send_forward(self, flight: _Flight, key: Key) -> None:
         output = flight.outputs[key] if flight.training else flight.outputs.pop(key)
         self._send(flight, Op.SEND_FORWARD, output.detach(), self._partition.placement[key[0] + 1])
 
     def _backward(self, flight: _Flight, key: Key) -> None:
-        stage, output, grad = self.stages[key[0]], flight.outputs.pop(key), None
-        if not stage.is_last:
-            grad = self._arrived(flight, Op.BACKWARD, key)
+        stage, output = self.stages[key[0]], flight.outputs.pop(key)
+        grad = output.detach() if stage.is_last else self._arrived(flight, Op.BACKWARD, key)
         # The first stage may have nothing to train; the others pass a gradient on.
         if output.requires_grad:
             torch.autograd.backward(output, grad)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -11,10 +13,11 @@ from torch.autograd import gradcheck
 from megatron_llama.comm import autograd
 from megatron_llama.mesh import Mesh, Place
 from megatron_llama.nn.attention import causal_attention
+from megatron_llama.nn.bodies import PLAIN
 from megatron_llama.nn.embedding import VocabParallelEmbedding
 from megatron_llama.nn.functional import rms_norm, rope_frequencies, rope_table, split_heads, swiglu
 from megatron_llama.nn.linear import ColumnLinear, RowLinear, column_linear
-from megatron_llama.nn.loss import vocab_parallel_cross_entropy
+from megatron_llama.nn.loss import cross_entropy, vocab_parallel_cross_entropy
 from tests.harness import Cluster
 from tests.nn.spmd import numbers, part, replicated, tensor_mesh, weighted_total
 
@@ -102,15 +105,22 @@ def check_cross_entropy(place: Place, dtype: torch.dtype, vocab: int, z_weight: 
     expected = F.cross_entropy(wide.flatten(0, 1), labels.flatten(), reduction="none").view(S, B)
     ((expected + z_weight * wide.logsumexp(-1).square()) * upstream).sum().backward()
 
-    leaf = logits.chunk(tp.size, -1)[tp.rank].clone().requires_grad_()
-    found = vocab_parallel_cross_entropy(leaf.clone(), labels, tp, vocab, z_weight=z_weight)
-    (found * upstream).sum().backward()
-    exact = 1e-12 if dtype is torch.float64 else 3e-6
-    assert found.dtype is torch.promote_types(dtype, torch.float32) and leaf.grad.dtype is dtype
+    scores = logits.chunk(tp.size, -1)[tp.rank].clone()
+    exact, at_once = 1e-12 if dtype is torch.float64 else 3e-6, replace(PLAIN, host_chunk=3 * padded)
+    weights = upstream.to(torch.promote_types(dtype, torch.float32))
+    found = cross_entropy(scores, labels, tp, vocab, weights=weights, z_weight=z_weight, bodies=at_once)
+    assert found.dtype is torch.promote_types(dtype, torch.float32)
     torch.testing.assert_close(found.double(), expected.detach(), rtol=exact, atol=exact)
     full = F.pad(wide.grad, (0, padded - vocab)).chunk(tp.size, -1)[tp.rank]
     rounding = 2**-8 if dtype is torch.bfloat16 else exact
-    torch.testing.assert_close(leaf.grad.double(), full, rtol=rounding, atol=exact)
+    torch.testing.assert_close(scores.double(), full, rtol=rounding, atol=exact)
+
+    value = cross_entropy(logits.chunk(tp.size, -1)[tp.rank].clone(), labels, tp, vocab, bodies=at_once)
+    torch.testing.assert_close(value, found, rtol=exact, atol=exact)
+    if dtype is torch.float64:
+        leaf = logits.chunk(tp.size, -1)[tp.rank].clone().requires_grad_()
+        (vocab_parallel_cross_entropy(leaf.clone(), labels, tp, vocab, z_weight=z_weight) * upstream).sum().backward()
+        torch.testing.assert_close(leaf.grad, full, rtol=exact, atol=exact)
 
 
 @pytest.mark.parametrize("world_size", [1, 2])

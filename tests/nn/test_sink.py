@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron_llama.mesh import Mesh
 from megatron_llama.nn.embedding import VocabParallelEmbedding
-from megatron_llama.nn.functional import recomputable_rms_norm, rms_norm
+from megatron_llama.nn.functional import recomputable_add_norm, rms_norm
 from megatron_llama.nn.linear import ColumnLinear, RowLinear, column_linear
 from megatron_llama.nn.sink import accumulate_product, addmm_wide, attach_home, home_of
 from tests.test_activations import kept, storage
@@ -242,7 +242,7 @@ def test_a_norm_that_is_computed_again_asks_again(trained: tuple[bool, bool], pu
     values = [torch.randn(shape, generator=generator) for shape in ((8,), (6, 8), (5, 2, 8))]
 
     def run(norm: nn.Parameter, matrix: nn.Parameter, x: Tensor, between: Callable[[], None]) -> None:
-        output = column_linear(recomputable_rms_norm(x, norm, 1e-5), matrix, tp, sequence_parallel=False)
+        output = column_linear(recomputable_add_norm(x, None, norm, 1e-5)[1], matrix, tp, sequence_parallel=False)
         between()
         output.backward(torch.ones_like(output))
 

@@ -164,11 +164,11 @@ class Probe:
         self.see(f"{name} in", x)
         return x, *inputs[1:]
 
-    def _output(self, name: str, module: nn.Module, inputs: tuple[Any, ...], output: Tensor) -> None:
+    def _output(self, name: str, module: nn.Module, inputs: tuple[Any, ...], output: Any) -> None:
         if isinstance(module, ColumnLinear):
             self.see_outputs(f"{name}.weight", output)
         else:
-            self.see(f"{name} out", output)
+            self.see(f"{name} out", output[1] if isinstance(module, RMSNorm) else output)
         if isinstance(module, RowLinear):
             self.values[f"{name} terms"] = F.linear(inputs[0], module.weight).detach()
 

@@ -59,7 +59,7 @@ class Head(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """[s, b, h] -> logits [s, b, padded_vocab]."""
-        return column_linear(cast(Tensor, self.norm(x)), self.weight, self.tp, sequence_parallel=False)
+        return column_linear(self.norm(x)[1], self.weight, self.tp, sequence_parallel=False)
 
 
 class Model(nn.Module):

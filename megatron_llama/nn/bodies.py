@@ -1,0 +1,122 @@
+"""What layers compute between their matrix products: functions of tensors alone, without autograd and without the homes of weights.
+
+``PLAIN`` is torch, operator by operator, and the meaning of each; a compiler (``compiled.py``) or kernels of an accelerator take the
+place of some. Whoever builds a model chooses once, and its layers hand the choice on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+HOST_CHUNK, DEVICE_CHUNK = 2**19, 2**26
+"""Scores whose cross entropy is computed at once: what a host's cache holds, and what a device's memory spares."""
+
+
+def at_least_fp32(dtype: torch.dtype) -> torch.dtype:
+    """The dtype in which sums are taken: fp32, or fp64 for the reference runs."""
+    return torch.promote_types(dtype, torch.float32)
+
+
+def add_norm(x: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
+    """The sum of x [..., h] and delta, this scaled to unit root mean square times weight [h], and the scale [..., 1], which is at
+    least fp32. Without delta the sum is x itself."""
+    total = x if delta is None else x + delta
+    scale = torch.rsqrt(total.to(at_least_fp32(x.dtype)).square().mean(-1, keepdim=True) + eps)
+    return total, scaled(total, weight, scale), scale
+
+
+def scaled(x: Tensor, weight: Tensor, scale: Tensor) -> Tensor:
+    """The norm again, from its scale. The product of scale with a narrower x is as wide as the scale."""
+    return weight * (x * scale).to(x.dtype)
+
+
+def norm_backward(grad: Tensor, stream: Tensor | None, x: Tensor, weight: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
+    """From the gradient of the norm of x, and that of x by other ways (``stream``), the gradient of x, in its dtype, and that of the
+    weight [h], as wide as the scale."""
+    wide = grad.to(scale.dtype)
+    normed = x * scale
+    product = wide * normed
+    # d/dx of x * rsqrt(mean(x^2) + eps): remove the component along x, then rescale.
+    along = torch.matmul(product, weight.to(scale.dtype) / x.shape[-1]).unsqueeze(-1)
+    x_grad = torch.addcmul(wide * weight, normed, along, value=-1.0).mul_(scale)
+    if stream is not None:
+        x_grad.add_(stream)
+    return x_grad.to(x.dtype), product.flatten(0, -2).sum(0)
+
+
+def rotate(heads: Tensor, cos: Tensor, sin: Tensor) -> None:
+    """Turn the two halves of every head [s, b, n, d] by cos and sin [s, 1 or b, 1, d / 2], in place, computed at least in fp32."""
+    first, second = heads.chunk(2, dim=-1)
+    turned = first * cos - second * sin
+    second.copy_(second * cos + first * sin)
+    first.copy_(turned)
+
+
+def rotate_back(query: Tensor, key: Tensor, value: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """The gradient [s, b, (n + 2 n_kv) * d] of the projection whose queries and keys were turned: from theirs and the values'."""
+    grad = torch.cat((query, key, value), dim=2)
+    rotate(grad[:, :, : query.shape[2] + key.shape[2]], cos, -sin)
+    return grad.flatten(2)
+
+
+def swiglu(gate_up: Tensor) -> Tensor:
+    """silu(gate) * up of [..., 2f]."""
+    gate, up = gate_up.chunk(2, dim=-1)
+    return F.silu(gate).mul_(up)
+
+
+def swiglu_backward(grad: Tensor, gate_up: Tensor) -> Tensor:
+    """The gradient of ``gate_up``; silu is computed again."""
+    gate, up = gate_up.chunk(2, dim=-1)
+    result = torch.empty_like(gate_up)
+    gate_grad, up_grad = result.chunk(2, dim=-1)
+    torch.mul(grad, F.silu(gate), out=up_grad)
+    torch.ops.aten.silu_backward.grad_input(grad * up, gate, grad_input=gate_grad)
+    return result
+
+
+def exponentials(scores: Tensor, labels: Tensor, valid: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Of rows [t, v]: exp(score - largest), at least fp32 and 0 from column ``valid`` on; the largest score, the sum, and the score of
+    column ``labels`` less the largest, [t] each. The rows are overwritten if they are wide enough."""
+    wide = scores.to(at_least_fp32(scores.dtype))
+    wide[:, valid:] = float("-inf")  # padding has no probability
+    largest = wide.amax(-1, keepdim=True).clamp_(min=torch.finfo(wide.dtype).min)  # where all is padding, too
+    target = wide.sub_(largest).gather(-1, labels.unsqueeze(-1))
+    sums = wide.exp_().sum(-1)
+    return wide, largest.squeeze(-1), sums, target.squeeze(-1)
+
+
+def cross_entropy(scores: Tensor, labels: Tensor, weights: Tensor, valid: int, z_weight: float) -> Tensor:
+    """Negative log-likelihood [t] of ``labels`` [t] by rows of scores [t, v], which become the gradient of the weighted sum of these.
+
+    ``weights`` [t], at least fp32; ``valid``: columns that are no padding; ``z_weight``: see ``nn/loss.py``."""
+    wide, largest, sums, target = exponentials(scores, labels, valid)
+    logarithm = sums.log()
+    pull = weights * (1.0 + 2 * z_weight * (logarithm + largest)) if z_weight else weights
+    wide.mul_((pull / sums).unsqueeze(-1)).scatter_add_(-1, labels.unsqueeze(-1), -weights.unsqueeze(-1))
+    if wide.dtype is not scores.dtype:
+        scores.copy_(wide)
+    return logarithm - target
+
+
+@dataclass(frozen=True)
+class Bodies:
+    """One implementation of each of the functions above, with their names and meanings."""
+
+    add_norm: Callable[[Tensor, Tensor | None, Tensor, float], tuple[Tensor, Tensor, Tensor]] = add_norm
+    norm_backward: Callable[[Tensor, Tensor | None, Tensor, Tensor, Tensor], tuple[Tensor, Tensor]] = norm_backward
+    rotate: Callable[[Tensor, Tensor, Tensor], None] = rotate
+    rotate_back: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor] = rotate_back
+    swiglu: Callable[[Tensor], Tensor] = swiglu
+    swiglu_backward: Callable[[Tensor, Tensor], Tensor] = swiglu_backward
+    cross_entropy: Callable[[Tensor, Tensor, Tensor, int, float], Tensor] = cross_entropy
+    host_chunk: int = HOST_CHUNK
+    """Scores at once on a host."""
+
+
+PLAIN = Bodies()
