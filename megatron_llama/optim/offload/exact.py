@@ -28,6 +28,9 @@ from megatron_llama.optim.offload.worker import HostWorker
 from megatron_llama.optim.update import Shard, adamw_step
 from megatron_llama.recorder import Recorder
 
+UPDATING, SETTING_ASIDE, TAKING_BACK = "updating", "setting aside", "taking back"
+"""What the worker's time is spent at."""
+
 
 @dataclass
 class _Factors:
@@ -155,7 +158,8 @@ class ExactOffload:
         held.arrival = self._copies.to_host(held.grad, grad)
         self.to_host_bytes += grad.nbytes
         if self._blocking:
-            held.arrival.complete()
+            with self._recorder.exposed("the optimizer on the host"):
+                held.arrival.complete()
         elif ahead is not None and held.undo:
             self._wanted[bucket] = ahead
             held.attempt = Job(partial(self._try, held))
@@ -175,7 +179,8 @@ class ExactOffload:
         held.update = update.job
         self._worker.put(update.job, turn=held.shard.turn)
         if self._blocking:
-            update.complete()
+            with self._recorder.exposed("the optimizer on the host"):
+                update.complete()
         return update
 
     def _factors_on_host(self, held: _Held, scale: Tensor, skip: Tensor) -> _Factors:
@@ -194,8 +199,9 @@ class ExactOffload:
             return
         assert held.arrival is not None
         held.arrival.complete()
-        for before, tensor in zip(held.undo, held.changing, strict=True):
-            before.copy_(tensor)
+        with self._worker.working(SETTING_ASIDE, held.master.numel()):
+            for before, tensor in zip(held.undo, held.changing, strict=True):
+                before.copy_(tensor)
         held.steps_before, held.is_ahead = float(held.state["step"]), True
         self._adamw(held, self._unscaled, self._unskipped, lr)
 
@@ -214,13 +220,15 @@ class ExactOffload:
                 self.attempts.kept += 1
                 return
             self.attempts.redone += 1
-            for before, tensor in zip(held.undo, held.changing, strict=True):
-                tensor.copy_(before)
+            with self._worker.working(TAKING_BACK, held.master.numel()):
+                for before, tensor in zip(held.undo, held.changing, strict=True):
+                    tensor.copy_(before)
             held.state["step"].fill_(held.steps_before)
         self._adamw(held, scale, skip, lr)
 
     def _adamw(self, held: _Held, scale: Tensor, skip: Tensor, lr: float) -> None:
-        adamw_step(held.master, held.grad, held.state, self._config, decay=held.decay, scale=scale, skip=skip, lr=lr)
+        with self._worker.working(UPDATING, held.master.numel()):
+            adamw_step(held.master, held.grad, held.state, self._config, decay=held.decay, scale=scale, skip=skip, lr=lr)
 
     def send(self, held: _Held, given: Done) -> Copy:
         """In the worker: the new weights go to the device."""
@@ -249,6 +257,9 @@ class ExactOffload:
             where, got = f"optimizer offload, {held.label}", f"{type(error).__name__}: {error}"
             do = "look at the memory of this machine and at what it printed before; resume from the last checkpoint"
             raise OffloadError(describe(where, got=got, expected="an update on the host", do=do)) from error
+
+    def finish(self, steps: Done, *, scale: Tensor, skip: Tensor) -> None:
+        """See ShardUpdate."""
 
     def refresh(self, bucket: int) -> None:
         """See ShardUpdate."""

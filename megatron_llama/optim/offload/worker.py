@@ -5,8 +5,11 @@ from __future__ import annotations
 import heapq
 import os
 import threading
+import time
 import weakref
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from itertools import count
 
 import torch
@@ -39,6 +42,8 @@ class HostWorker:
 
     def __init__(self, cores: Sequence[int] = (), threads: int = 0) -> None:
         """``cores``: processors it may use, none: any; ``threads``: of torch's operators in it, 0: as many as cores."""
+        self.seconds: defaultdict[str, float] = defaultdict(float)
+        """Spent at each kind of ``working``, so far."""
         self._jobs = _Jobs()
         torch.get_num_threads()  # the caller's own number is settled before this thread chooses one for itself
         arguments = (self._jobs, tuple(cores), threads or len(cores))
@@ -50,6 +55,13 @@ class HostWorker:
         """Perform a job in its turn. RuntimeError after ``close``."""
         self._jobs.put(job, turn)
 
+    @contextmanager
+    def working(self, what: str, elements: int) -> Iterator[None]:
+        """In the thread: it does ``what`` to so many elements of a shard, and waits for nothing meanwhile."""
+        begin = time.perf_counter()
+        yield
+        self.seconds[what] += time.perf_counter() - begin
+
     def close(self) -> None:
         """End the thread after what it still has to do."""
         self._jobs.close()
@@ -57,6 +69,10 @@ class HostWorker:
     def join(self, seconds: float) -> None:
         """Wait for the end of the thread, at most so long."""
         self._thread.join(seconds)
+
+
+Hire = Callable[[Sequence[int], int], HostWorker]
+"""Makes the worker of a rank from its processors and number of threads."""
 
 
 class _Jobs:
