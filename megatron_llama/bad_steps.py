@@ -29,6 +29,7 @@ from megatron_llama.errors import TrainingError, describe
 from megatron_llama.history import History, Skipped
 from megatron_llama.mesh import Mesh
 from megatron_llama.metrics.log import MetricLog
+from megatron_llama.metrics.readback import Readback
 from megatron_llama.optim.distributed import StepResult
 
 FILE_NAME = "skipped.jsonl"
@@ -42,12 +43,27 @@ class Outcome:
 
     state: TrainState
     """The step leads to it."""
-    loss: Tensor
-    update: StepResult
-    limit: Tensor
-    """What the loss was allowed to be; not a number: anything."""
     samples: int
     """In the step."""
+    numbers: Readback
+    """Of ``read``."""
+
+    def read(self) -> Numbers:
+        """Waits for the end of the step, and for no later one."""
+        return Numbers(*self.numbers.read())
+
+
+@dataclass(frozen=True)
+class Numbers:
+    """Of one step."""
+
+    loss: float
+    grad_norm: float
+    skipped: float
+    """Not 0: the step changed nothing; see StepResult."""
+    loss_scale: float
+    limit: float
+    """What the loss was allowed to be; not a number: anything."""
 
 
 class BadSteps:
@@ -98,18 +114,19 @@ class BadSteps:
         if self._training.loss_spike_factor:
             longer = torch.cat([self._losses[1:], loss.reshape(1)])
             self._losses = torch.where(update.skipped > 0, self._losses, longer)
-        return Outcome(state, loss, update, self._limit, self._size)
+        return Outcome(state, self._size, Readback((loss, update.grad_norm, update.skipped, update.loss_scale, self._limit)))
 
     def settle(self, step: Outcome) -> bool:
         """Read a step's outcome and act on it. Whether it was a good one.
 
         Raises TrainingError, the same on every rank, when the run must not go on; ``goes_back`` when it must elsewhere."""
-        training, loss, norm = self._training, float(step.loss), float(step.update.grad_norm)
-        if not step.update.skipped and math.isfinite(loss):
+        training, found = self._training, step.read()
+        loss, norm = found.loss, found.grad_norm
+        if not found.skipped and math.isfinite(loss):
             if training.on_bad_step != ROLLBACK and self._history.bad_in_a_row:
                 self._history = replace(self._history, bad_in_a_row=0)
             return True
-        overflow = training.fp16 and step.update.loss_scale > training.min_loss_scale
+        overflow = training.fp16 and found.loss_scale > training.min_loss_scale
         if not math.isfinite(loss):
             self._act(step, "loss", loss)
         elif math.isfinite(norm):
@@ -140,7 +157,7 @@ class BadSteps:
         where, expected = f"{found.reason} at iteration {found.iteration}", "a finite number"
         if found.reason == SPIKE:
             factor, window = self._training.loss_spike_factor, self._training.loss_spike_window
-            expected = f"at most {float(step.limit):.6g}, {factor:g} times the mean of the last {window} good steps (--loss-spike-factor)"
+            expected = f"at most {step.read().limit:.6g}, {factor:g} times the mean of the last {window} good steps (--loss-spike-factor)"
         return describe(where, got=found.value, expected=expected, do=do)
 
     def remember(self, state: TrainState) -> TrainState:

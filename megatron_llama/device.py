@@ -21,6 +21,12 @@ def accelerator(local_rank: int) -> torch.device:
     return device
 
 
+def use_allocator(settings: str) -> None:
+    """How a GPU's memory is handed out, in the words of PYTORCH_ALLOC_CONF. Before the first tensor there; nothing on a host."""
+    if torch.cuda.is_available():
+        torch.cuda.memory._set_allocator_settings(settings)
+
+
 def accelerator_count() -> int:
     """GPUs of this machine."""
     return torch.cuda.device_count() if torch.cuda.is_available() else 0
@@ -156,6 +162,17 @@ def physical_cores() -> tuple[int, ...]:
         siblings = Path(f"/sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list")
         first.setdefault(siblings.read_text().strip() if siblings.exists() else str(cpu), cpu)
     return tuple(first.values())
+
+
+def copy_to_host(values: torch.Tensor) -> tuple[torch.Tensor, torch.Event | None]:
+    """The same values on the host when the event has happened, which comes behind what was issued so far. None: at once."""
+    if is_host(values.device):
+        return values, None
+    copy = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
+    copy.copy_(values, non_blocking=True)
+    event = torch.Event(values.device)
+    event.record(current_stream(values.device))
+    return copy, event
 
 
 def wait_for_copies(device: torch.device) -> None:

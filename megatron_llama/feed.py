@@ -9,12 +9,14 @@ from collections.abc import Sequence
 from types import FrameType, TracebackType
 from typing import Self
 
+import torch
 from torch import Tensor
 
 from megatron_llama.checkpoint.places import local_folder
 from megatron_llama.comm.agreement import largest, raise_together
 from megatron_llama.comm.collectives import Pending
 from megatron_llama.data.loader import Batch, BatchLoader
+from megatron_llama.data.upload import Upload
 from megatron_llama.errors import DataError
 from megatron_llama.mesh import Axis
 
@@ -71,14 +73,15 @@ class Interrupts:
 
 
 class Feed:
-    """Reads the next step's batches while the current one runs, and agrees with the other ranks that everybody has theirs.
+    """Reads the next step's batches while the current one runs, brings them to the device, and agrees with the other ranks that
+    everybody has theirs.
 
     The agreement (one small integer over the host's backend) is posted with the read and looked at a step later, so it
     costs nothing; a bad sample on one rank is everybody's error before anybody starts the step.
     """
 
-    def __init__(self, loader: BatchLoader, world: Axis, interrupts: Interrupts, *, first_sample: int) -> None:
-        self._loader, self._world, self._interrupts = loader, world, interrupts
+    def __init__(self, loader: BatchLoader, world: Axis, interrupts: Interrupts, *, first_sample: int, device: torch.device) -> None:
+        self._loader, self._world, self._interrupts, self._upload = loader, world, interrupts, Upload(device)
         self._batches: Sequence[Batch] = ()
         self._error: DataError | None = None
         self._agreement: tuple[Tensor, Pending]
@@ -88,7 +91,7 @@ class Feed:
     def _read(self, sample: int) -> None:
         self._batches, self._error = (), None
         try:
-            self._batches = self._loader.microbatches(sample)
+            self._batches = self._upload.send(self._loader.microbatches(sample))
         except DataError as error:
             self._error = error
         wish = self._interrupts.wish()
@@ -102,6 +105,7 @@ class Feed:
         batches, error = self._batches, self._error
         if self.agreed() == FAILED:
             raise_together(error, self._world)
+        self._upload.wait()
         self._read(following)
         return batches
 

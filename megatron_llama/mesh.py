@@ -26,6 +26,9 @@ from megatron_llama.recorder import Recorder
 from megatron_llama.rendezvous import meet
 
 GRACE = timedelta(seconds=30)
+_ALLOCATOR_VARIABLES = frozenset({"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"})
+"""With which a user says how a GPU's memory is handed out. Who says nothing gets segments that grow, so that gaps between allocations of
+different sizes do not add up."""
 
 
 @dataclass(frozen=True)
@@ -154,6 +157,8 @@ def first_host(nodelist: str) -> str:
 
 def init_mesh(config: Config, place: Place) -> Mesh:
     """Join the process group (if there is more than one process) and build the mesh. Pair with ``close_mesh``."""
+    if not _ALLOCATOR_VARIABLES & os.environ.keys():
+        devices.use_allocator("expandable_segments:True")
     device = devices.accelerator(place.local_rank)
     if place.world_size > 1 and not dist.is_initialized():
         os.environ.setdefault("MASTER_ADDR", place.master_addr)

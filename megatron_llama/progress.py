@@ -72,7 +72,7 @@ class Progress:
         self.settle()
         if self._bad_steps.goes_back:
             return
-        mesh, training, outcome = self._mesh, self._config.training, step.outcome
+        mesh, training, outcome, found = self._mesh, self._config.training, step.outcome, step.outcome.read()
         with mesh.recorder.waiting("the device"):
             devices.synchronize(mesh.device)
         tokens = self._samples * training.seq_length
@@ -85,9 +85,9 @@ class Progress:
                 consumed_samples=outcome.state.consumed_samples,
                 learning_rate=step.lr,
                 global_batch_size=outcome.samples,
-                lm_loss=_finite(outcome.loss),
-                grad_norm=_finite(outcome.update.grad_norm),
-                loss_scale=float(outcome.update.loss_scale),
+                lm_loss=_finite(found.loss),
+                grad_norm=_finite(found.grad_norm),
+                loss_scale=found.loss_scale,
                 skipped_iterations=self._skipped,
                 peak_memory_bytes=devices.peak_memory_bytes(mesh.device),
                 elapsed_ms=mean.elapsed_ms,
@@ -124,6 +124,5 @@ class Progress:
         self._steps, self._samples, self._since = 0, 0, time.perf_counter()
 
 
-def _finite(number: Tensor) -> float | None:
-    value = float(number)
-    return value if math.isfinite(value) else None
+def _finite(number: float) -> float | None:
+    return number if math.isfinite(number) else None

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import time
-from contextlib import ExitStack, closing
+from collections.abc import Iterator
+from contextlib import ExitStack, closing, contextmanager
 from functools import partial
 
 from megatron_llama.bad_steps import BadSteps
@@ -66,12 +68,12 @@ def train(
         state = load_or_init(config, optimizer, mesh)
         export = FinalExport(config, mesh, optimizer, tokenizer)
         saver = Saver(config, mesh, optimizer, tokenizer, background)  # writes to --save, as the log does: nothing before this line has
-        with open_log(config, mesh, state) as log, _interrupts(config, mesh, started) as interrupts, ExitStack() as ended:
+        with open_log(config, mesh, state) as log, _interrupts(config, mesh, started) as interrupts, _frozen(), ExitStack() as ended:
             bad_steps = BadSteps(config, mesh, log, state.history)
             progress = Progress(config, mesh, log, bad_steps)
             validation.run(state, log)
             profiling = ended.enter_context(Profiling(config, mesh, log))
-            feed = Feed(loader, mesh.world, interrupts, first_sample=bad_steps.first_sample(state))
+            feed = Feed(loader, mesh.world, interrupts, first_sample=bad_steps.first_sample(state), device=mesh.device)
             while state.iteration < training.train_iters:
                 profiling.before(state.iteration)
                 lr = learning_rate(config.optimizer, training.train_iters, state.iteration)
@@ -117,6 +119,18 @@ def train(
             optimizer.settle()
             saver.finish(log)
             export.write(state, saver.newest, log, early=hopeless is not None)
+
+
+@contextmanager
+def _frozen() -> Iterator[None]:
+    """What has been built lives as long as the run: the garbage collector need not look at it again and again, on every rank at another
+    moment, while the others wait."""
+    gc.collect()
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
 
 
 def _interrupts(config: Config, mesh: Mesh, started: float) -> Interrupts:

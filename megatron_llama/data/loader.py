@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Protocol
 
 import numpy as np
@@ -16,7 +16,9 @@ from megatron_llama.batch_sizes import BatchSizes
 from megatron_llama.config import DataConfig
 from megatron_llama.data.order import BlendedOrder, mixed
 from megatron_llama.data.stream import TokenStream
+from megatron_llama.device import is_host
 from megatron_llama.errors import DataError, describe
+from megatron_llama.nn.attention import Documents
 
 
 @dataclass(frozen=True)
@@ -37,6 +39,10 @@ class Batch:
     """Largest noise that training adds to the embedding of a token, float32 [s, b]. None: no noise."""
     noise_seeds: tuple[int, ...] = ()
     """Of each sample, where there is noise."""
+    document_starts: Tensor | None = None
+    """``Documents.starts`` of ``document_ids``, for a device that attends by document. None: nobody has counted."""
+    longest_document: int = 0
+    """Tokens of the longest, where they are counted."""
 
     @property
     def document_mask(self) -> Tensor | None:
@@ -49,12 +55,23 @@ class Batch:
         ids = self.document_ids.t()
         return (ids[:, :, None] == ids[:, None, :]).tril().unsqueeze(1)
 
+    def tensors(self) -> dict[str, Tensor]:
+        """What there is, by field."""
+        found = {field.name: getattr(self, field.name) for field in fields(self)}
+        return {name: value for name, value in found.items() if isinstance(value, Tensor)}
+
+    def prepared(self, device: torch.device) -> Batch:
+        """With its documents counted, if ``device`` may want that: once they are there, counting them would be waiting for it."""
+        if self.document_ids is None or is_host(device) or not is_host(self.document_ids.device):
+            return self
+        documents = Documents.of(self.document_ids)
+        return replace(self, document_starts=documents.starts, longest_document=documents.longest)
+
     def to(self, device: torch.device) -> Batch:
         """The same batch on another device."""
-        given = (self.loss_mask, self.position_ids, self.document_ids, self.noise_scale)
-        mask, positions, documents, noise = (None if x is None else x.to(device, non_blocking=True) for x in given)
-        tokens, labels = self.tokens.to(device, non_blocking=True), self.labels.to(device, non_blocking=True)
-        return Batch(tokens, labels, mask, positions, documents, noise, self.noise_seeds)
+        ready = self.prepared(device)
+        moved = {name: tensor.to(device, non_blocking=True) for name, tensor in ready.tensors().items()}
+        return replace(ready, **moved)  # type: ignore[arg-type]
 
 
 class Samples(Protocol):
