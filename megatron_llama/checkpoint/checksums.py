@@ -1,10 +1,12 @@
-"""SHA256SUMS: a checksum of every file of a checkpoint, in the format of ``sha256sum --check``."""
+"""SHA256SUMS: a checksum of every file of a checkpoint, or of the weights that a conversion wrote, in the format of ``sha256sum --check``."""
 
 from __future__ import annotations
 
 import hashlib
 import re
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -12,7 +14,10 @@ from typing import Self
 from megatron_llama.checkpoint.folders import sync, write_synced
 from megatron_llama.errors import CheckpointError, describe
 
-SUMS = "SHA256SUMS"
+SUMS, META_SUMS = "SHA256SUMS", "checklist.chk"
+"""Ours, and the list of MD5 sums that comes with Meta's downloads."""
+WEIGHTS = (".safetensors", ".pth")
+"""Endings of files of weights that have no checksums of their own, or do not say which of several files they are."""
 _READ_BYTES = 2**20
 
 
@@ -92,8 +97,48 @@ def damaged_files(folder: Path) -> list[str]:
     return problems
 
 
-def _sum(path: Path) -> str:
-    hashed = hashlib.sha256()
+def seal_weights(folder: Path) -> None:
+    """Write the checksums of files of weights, where there are such, under a folder that is about to get its name."""
+    files = sorted(path for path in folder.rglob("*") if path.suffix in WEIGHTS)
+    if files:
+        write_synced(folder / SUMS, "".join(f"{_sum(path)}  {path.relative_to(folder)}\n" for path in files).encode())
+
+
+def damaged_weights(folder: Path, workers: int) -> list[str]:
+    """A line for each file of weights that is not what a list of checksums in the folder says; none without such a list.
+
+    Reads all of them, ``workers`` at a time."""
+    with ThreadPoolExecutor(workers) as pool:
+        listed = {name: entry for name, entry in _listed(folder).items() if (folder / name).exists()}  # readers know what they miss
+        found = pool.map(partial(_damage, folder), listed.items())
+        return [problem for problem in found if problem is not None]
+
+
+def _listed(folder: Path) -> dict[str, tuple[str, str]]:
+    """File of weights -> its checksum, and the list that has it."""
+    found: dict[str, tuple[str, str]] = {}
+    for name in (META_SUMS, SUMS):
+        path = folder / name
+        for line in path.read_text(errors="replace").splitlines() if path.is_file() else ():
+            match = re.fullmatch(r"([0-9a-f]{64}|[0-9a-f]{32}) [ *](.+)", line.strip())
+            if match is not None and Path(match[2]).suffix in WEIGHTS:
+                found[match[2]] = match[1], name
+    return found
+
+
+def _damage(folder: Path, entry: tuple[str, tuple[str, str]]) -> str | None:
+    name, (expected, listed) = entry
+    kind, path = "md5" if len(expected) == 32 else "sha256", folder / name
+    do = f"copy the file again from where the model came from, or remove {listed} if you changed it yourself"
+    try:
+        got = f"{kind} {_sum(path, kind)}"
+    except OSError as error:
+        got = str(error.strerror)
+    return None if got == f"{kind} {expected}" else describe(str(path), got=got, expected=f"{kind} {expected}, by {listed}", do=do)
+
+
+def _sum(path: Path, kind: str = "sha256") -> str:
+    hashed = hashlib.new(kind, usedforsecurity=False)
     with path.open("rb") as file:
         while block := file.read(_READ_BYTES):
             hashed.update(block)

@@ -11,6 +11,7 @@ from typing import Any, Protocol
 
 import torch
 
+from megatron_llama.checkpoint.checksums import SUMS, damaged_weights, seal_weights
 from megatron_llama.checkpoint.companions import COMPANIONS, copy_companions
 from megatron_llama.checkpoint.failures import writing
 from megatron_llama.checkpoint.folders import commit, fresh_staging, recover, staging
@@ -18,13 +19,14 @@ from megatron_llama.checkpoint.formats import Source
 from megatron_llama.checkpoint.hf import WRITTEN, hf_jobs
 from megatron_llama.checkpoint.jobs import Job, Watched, run_jobs
 from megatron_llama.checkpoint.series import TOKENIZER
+from megatron_llama.checkpoint.storage import refuse
 from megatron_llama.config import ModelConfig
 from megatron_llama.errors import CheckpointError, describe
 from megatron_llama.optim.distributed import WeightSource
 
 OURS = (
     *(*WRITTEN, *COMPANIONS, TOKENIZER),
-    *("iter_0000000", "release", "latest_checkpointed_iteration.txt", "consolidated.*.pth", "params.json"),
+    *("iter_0000000", "release", "latest_checkpointed_iteration.txt", "consolidated.*.pth", "params.json", SUMS),
 )
 """What a conversion may hold, and may therefore replace."""
 
@@ -73,6 +75,11 @@ def require_free(target: Path, source: Path, *, overwrite: bool) -> None:
         raise CheckpointError(describe(str(target), got="a folder that is there already", expected="none", do=do))
 
 
+def require_sound(folder: str | Path, workers: int) -> None:
+    """Raise CheckpointError unless all files of weights are what a list of checksums in their folder says, where there is one."""
+    refuse(f"{folder} is damaged, or its files stand for each other:", damaged_weights(Path(folder), workers))
+
+
 def convert(
     source: Source, folder: Path, target: Target, model: ModelConfig, dtype: torch.dtype, *, companions: str, workers: int, overwrite: bool
 ) -> int:
@@ -92,6 +99,7 @@ def convert(
             if source.companions:
                 (fresh / companions).mkdir(exist_ok=True)
                 copy_companions(source.companions, fresh / companions)
+            seal_weights(fresh)
             commit(folder)
     finally:
         watched.close()

@@ -37,13 +37,14 @@ def convert(parsed: Parsed) -> None:
 
     from megatron_llama.checkpoint.companions import tokens_in
     from megatron_llama.checkpoint.convert import convert as run
-    from megatron_llama.checkpoint.convert import require_free
+    from megatron_llama.checkpoint.convert import require_free, require_sound
     from megatron_llama.checkpoint.formats import open_source
     from megatron_llama.checkpoint.series import TOKENIZER
 
     start, target_folder = time.perf_counter(), Path(options.dst)
     require_free(target_folder.resolve(), Path(options.src).resolve(), overwrite=options.overwrite)
     source = open_source(options.src, format=options.source_format, config=options.hf_config, vocab_size=options.vocab_size)
+    require_sound(options.src, options.workers)
     model = replace(source.model, make_vocab_size_divisible_by=options.make_vocab_size_divisible_by)
     target = _target(options, model)
     problems = list(target.problems(model))

@@ -15,7 +15,7 @@ def merge(parsed: Parsed) -> None:
     import torch
 
     from megatron_llama.checkpoint.adapters import saved_lora
-    from megatron_llama.checkpoint.convert import HFTarget, convert, require_free
+    from megatron_llama.checkpoint.convert import HFTarget, convert, require_free, require_sound
     from megatron_llama.checkpoint.formats import Source, open_source
     from megatron_llama.checkpoint.native import read_meta
     from megatron_llama.checkpoint.peft import MergedSource, PeftAdapter
@@ -24,6 +24,7 @@ def merge(parsed: Parsed) -> None:
     target = Path(options.dst)
     require_free(target.resolve(), Path(options.src).resolve(), overwrite=options.overwrite)
     source = open_source(options.src)
+    require_sound(options.src, options.workers)
     if options.adapter is not None:
         adapter = PeftAdapter(options.adapter, source.model)
         source, said = cast(Source, MergedSource(source, adapter)), f"{options.adapter} (rank {adapter.lora.lora_rank})"

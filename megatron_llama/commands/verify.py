@@ -15,13 +15,14 @@ if TYPE_CHECKING:
     from megatron_llama.checkpoint.verify.prompt import Prompt
     from megatron_llama.optim.distributed import WeightSource
 
-LISTED = 10
+LISTED, READERS = 10, 2
 RANDOM_SEED, RANDOM_STD = 1234, 0.1
 """Weights of std 0.02 make attention so flat that a dropped rotary scaling changes logits by less than rounding does."""
 
 
 def verify(parsed: Parsed) -> int:
     """Print what was compared, every difference, and one verdict. Returns the exit status: 0 equal, 1 different."""
+    from megatron_llama.checkpoint.convert import require_sound
     from megatron_llama.checkpoint.formats import open_source
     from megatron_llama.checkpoint.verify.fields import field_differences
 
@@ -30,8 +31,9 @@ def verify(parsed: Parsed) -> int:
         raise ConfigError(describe("--prompt-tokens", got=options.prompt_tokens, expected="0 or more", do="correct it"))
     first = open_source(options.a, format=options.from_a, config=options.hf_config_a, vocab_size=options.vocab_size)
     second = open_source(options.b, format=options.from_b, config=options.hf_config_b, vocab_size=options.vocab_size)
-    for name, source in zip("AB", (first, second), strict=True):
+    for name, source, folder in zip("AB", (first, second), (options.a, options.b), strict=True):
         _say(f"{name}: {source.format} {source.folder} ({source.dtype})")
+        require_sound(folder, READERS)
     different = ["weights"] if _weights_differ(first, second) else []
     fields = field_differences(first.model, second.model)
     for field in fields:

@@ -94,7 +94,7 @@ def test_from_one_foreign_format_to_the_next(original: Path, tmp_path: Path, lay
 def test_the_file_of_one_shard_is_the_one_that_safetensors_writes(tmp_path: Path) -> None:
     hf_model().save_pretrained(tmp_path / "hf")
     back = convert(convert(tmp_path / "hf", tmp_path / "m", "--to", "megatron"), tmp_path / "back", "--to", "hf")
-    assert sorted(path.name for path in back.iterdir()) == ["config.json", "generation_config.json", "model.safetensors"]
+    assert sorted(path.name for path in back.iterdir()) == ["SHA256SUMS", "config.json", "generation_config.json", "model.safetensors"]
     with safe_open(back / "model.safetensors", framework="pt") as file:
         assert file.metadata() == {"format": "pt"}
     prompt = torch.arange(48).view(1, 48) * 5 % 251

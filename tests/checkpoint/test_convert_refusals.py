@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import hashlib
 import json
 import os
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -13,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 
+from megatron_llama.cli import main
 from tests.checkpoint.cases import full_disk
 from tests.checkpoint.converting import LLAMA31, assert_same, convert, hf_folder, loaded, rank_file, refusal
 from tests.checkpoint.test_hf import tensors
@@ -371,3 +374,38 @@ def test_a_config_of_a_native_checkpoint_is_its_own(hf: Path, tmp_path: Path, ca
     source = convert(hf, tmp_path / "source", "--to", "native")
     said = refusal(capsys, source, tmp_path / "out", "--to", "hf", "--hf-config", str(hf / "config.json"))
     assert "expected none for a native checkpoint" in said
+
+
+def flip(path: Path) -> None:
+    """Change a bit of a weight: the file stays readable."""
+    content = bytearray(path.read_bytes())
+    content[-1] ^= 1
+    path.write_bytes(content)
+
+
+def test_a_flipped_bit_of_an_earlier_conversion(hf: Path, tmp_path: Path, capsys: Capture) -> None:
+    """safetensors has no checksums: the list beside the files has."""
+    source = convert(hf, tmp_path / "source", "--to", "hf")
+    flip(source / "model.safetensors")
+    said = refusal(capsys, source, tmp_path / "out", "--to", "megatron")
+    assert re.search(r"model.safetensors: got sha256 \w{64}, expected sha256 \w{64}, by SHA256SUMS; copy the file again", said)
+    assert main(["verify", str(hf), str(source)]) == 1
+    assert "by SHA256SUMS" in capsys.readouterr().err
+    (source / "SHA256SUMS").unlink()
+    convert(source, tmp_path / "out", "--to", "megatron")
+
+
+@pytest.mark.parametrize("listed", ["SHA256SUMS", "checklist.chk"])
+def test_metas_files_that_stand_for_each_other(listed: str, hf: Path, tmp_path: Path, capsys: Capture) -> None:
+    """Nothing in a file says of which rank it is: our list does, and the one that comes with Meta's downloads."""
+    source = convert(hf, tmp_path / "source", "--to", "meta", "--tensor-model-parallel-size", "2")
+    files = [source / "consolidated.00.pth", source / "consolidated.01.pth"]
+    if listed == "checklist.chk":
+        (source / "SHA256SUMS").unlink()
+        (source / listed).write_text("".join(f"{hashlib.md5(path.read_bytes()).hexdigest()}  {path.name}\n" for path in files))
+    convert(source, tmp_path / "sound", "--to", "hf")
+    files[0].rename(tmp_path / "first")
+    files[1].rename(files[0])
+    (tmp_path / "first").rename(files[1])
+    said = refusal(capsys, source, tmp_path / "out", "--to", "hf")
+    assert all(re.search(rf"{path.name}: got \w+ \w+, expected \w+ \w+, by {listed}", said) for path in files)
