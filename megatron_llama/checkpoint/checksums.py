@@ -1,4 +1,4 @@
-"""SHA256SUMS: a checksum of every file of a checkpoint, or of the weights that a conversion wrote, in the format of ``sha256sum --check``."""
+"""SHA256SUMS: a checksum of every file of a checkpoint, or of the weights that a conversion wrote, as ``sha256sum --check`` reads it."""
 
 from __future__ import annotations
 
