@@ -7,7 +7,7 @@ import threading
 import pytest
 import torch
 
-from megatron_llama.comm.pacing import SMALL_BYTES, HostLane, Lane, open_lane
+from megatron_llama.comm.pacing import SMALL_BYTES, HostLane, Lane, PatientLane, open_lane
 from megatron_llama.comm.streams import HostStream
 
 
@@ -31,10 +31,10 @@ class Message:
             raise ZeroDivisionError
 
 
-@pytest.fixture
+@pytest.fixture(params=["host", "patient"])
 def lane(request: pytest.FixtureRequest) -> Lane:
     stream = HostStream()
-    opened = HostLane(stream, window=2)
+    opened: Lane = HostLane(stream, window=2) if request.param == "host" else PatientLane(torch.device("cpu"), window=2)
     request.addfinalizer(stream.close)
     request.addfinalizer(opened.close)
     return opened
@@ -103,6 +103,24 @@ def test_an_arrival_is_announced_before_the_next_exchange_starts(lane: Lane) -> 
         message.arrived.set()
     done[2].wait()
     assert log.index("made True") < log.index("start 2")
+    stream.close()
+
+
+def test_an_arrival_waits_for_no_source_but_its_own() -> None:
+    """Of two exchanges that are under way the second one arrives, though what makes the source of the third is still to come."""
+    log: list[str] = []
+    stream, go_on, lane = HostStream(), threading.Event(), PatientLane(torch.device("cpu"), window=2)
+    messages = [Message(number, log) for number in range(3)]
+    made = stream.run(lambda: go_on.wait(timeout=60))
+    done = [lane.submit(m, size=SMALL_BYTES, after=made if m.number == 2 else None) for m in messages]
+    for message in messages:
+        message.arrived.set()
+    done[0].wait()
+    done[1].wait()
+    assert sorted(log) == ["start 0", "start 1", "wait 0", "wait 1"]
+    go_on.set()
+    done[2].wait()
+    lane.close()
     stream.close()
 
 
