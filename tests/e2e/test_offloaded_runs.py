@@ -1,0 +1,140 @@
+"""Runs whose optimizer is on the host: killed and resumed, refused where the machine is too small, planned to the byte."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from signal import Signals
+
+import pytest
+
+from tests.e2e.product import DP2, ONE, TP2_PP2, Layout, Product, assert_same_state, column, exact_curve, log, steps
+
+LONG = 12
+EXACT = {"optimizer_offload": "exact", "offload_speculative": True}
+SEVENTY = {"model": "llama2-70b", "bf16": True, "seq_length": 4096, "micro_batch_size": 1, "lr": 1e-4}
+
+
+def long_run(folder: Path) -> dict[str, object]:
+    return {"save": folder, "load": folder, "train_iters": LONG, "lr_decay_iters": LONG, "num_layers": 2, "clip_grad": 1.4}
+
+
+def test_killed_and_resumed_with_and_without_offload(product: Product, tmp_path: Path) -> None:
+    """No bit tells the run from one that nobody killed, whose optimizer never left the device."""
+    product.train(DP2, **long_run(tmp_path / "straight"))
+    norms = column(tmp_path / "straight", "grad_norm")
+    assert min(norms) < 1.4 < max(norms), "clipping is to be active on some steps"
+    folder = tmp_path / "killed"
+    run = product.start(DP2, **long_run(folder), save_interval=1, async_save=True, **EXACT)
+    run.until(lambda: len(steps(folder)) >= 4)
+    run.signal(Signals.SIGKILL)
+    run.wait()
+    assert 4 <= len(steps(folder)) < LONG
+    product.train(DP2, **{**long_run(folder), "train_iters": 9}, **EXACT)
+    product.train(DP2, **long_run(folder))
+    assert exact_curve(folder)[-3:] == exact_curve(tmp_path / "straight")[-3:]
+    assert_same_state(folder / f"iter_{LONG:07d}", tmp_path / "straight" / f"iter_{LONG:07d}")
+
+
+def test_an_evaluation_and_an_export_see_what_was_trained(product: Product, straight: Callable[[str], Path], tmp_path: Path) -> None:
+    product.train(
+        TP2_PP2, save=tmp_path / "run", export_hf=tmp_path / "hf", eval_interval=3, eval_iters=2, log_interval=2, sample_interval=3,
+        sample_prompt="the", sample_tokens=8, **EXACT,
+    )  # fmt: skip
+    ours = [entry["validation_loss"] for entry in log(tmp_path / "run") if "validation_loss" in entry]
+    theirs = [entry["validation_loss"] for entry in log(straight("one")) if "validation_loss" in entry]
+    assert ours == pytest.approx(theirs, rel=1e-6) and len(ours) == 3
+    assert (tmp_path / "hf" / "model.safetensors").exists()
+
+
+DYING = """
+import sys
+from megatron_llama import cli
+from megatron_llama.optim.offload import exact
+
+sound, left = exact.adamw_step, int(sys.argv[1])
+
+def failing(*arguments, **named):
+    global left
+    left -= 1
+    if left < 0:
+        raise MemoryError("no page left")
+    sound(*arguments, **named)
+
+exact.adamw_step = failing
+sys.exit(cli.main(sys.argv[2:]))
+"""
+"""A run whose worker fails after so many updates."""
+
+
+def test_a_worker_that_dies_ends_the_run_and_leaves_its_checkpoints(
+    product: Product, straight: Callable[[str], Path], tmp_path: Path
+) -> None:
+    words = list(map(str, product.command(save=tmp_path, load=tmp_path, save_interval=2, optimizer_offload="exact")))
+    plan = product.run(*product.command(dry_run="yes", **EXACT)).ok().out
+    found = re.search(r"exact, (\d+) of", plan)
+    assert found is not None
+    command = [sys.executable, "-c", DYING, str(4 * int(found[1]) + 1), *words]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert ended.returncode == 1 and "Traceback" not in ended.stderr
+    assert re.fullmatch(
+        r"error: optimizer offload, bucket \d+ of .*: got MemoryError: no page left, expected an update on the host; .*\n", ended.stderr
+    )
+    assert "iter_0000004" in {folder.name for folder in tmp_path.iterdir()} and len(steps(tmp_path)) < 6
+    product.train(save=tmp_path, load=tmp_path, **EXACT)
+    assert_same_state(tmp_path / "iter_0000006", straight("one") / "iter_0000006")
+
+
+def test_a_machine_without_the_memory_is_told_so(product: Product, tmp_path: Path) -> None:
+    """A warning of the plan; an error of the run on every rank, before it takes any memory."""
+    shape = dict.fromkeys(("hidden_size", "intermediate_size", "num_layers", "num_attention_heads", "num_query_groups", "data_path"))
+    options = {**shape, **SEVENTY, "optimizer_offload": "exact"}
+    planned = product.run(*product.command(**options, vocab_size=32000, dry_run="yes")).ok().out
+    assert "  offload       exact, " in planned and "valid for 1 process\n" in planned
+    warned = re.search(
+        r"warning: offload: (\S+) GiB of host memory per process, \1 GiB for 1 on one machine; this one has \S+ \S+ free\n", planned
+    )
+    assert warned is not None and float(warned[1]) > 1000
+    ended = product.start(
+        Layout(2, {}), **{**options, "data_path": product.data, "vocab_size": 32000, "exchange_chunk_bytes": 1 << 28, "save": tmp_path}
+    ).wait(timeout=60.0)
+    assert set(ended.codes) == {1} and "Traceback" not in ended.err
+    assert re.search(
+        r"error: --optimizer-offload: got .* free on this machine, expected .* for its 2 ranks, .* of it for the optimizer", ended.err
+    )
+
+
+def test_the_plan_says_what_a_run_takes(product: Product) -> None:
+    planned = product.run(*product.command(**DP2.options, world_size=2, dry_run="yes", **EXACT)).ok().out
+    whole = re.search(
+        r"  offload       exact, (\d+) of \1 buckets: (\S+) \S+ of host memory per process: weights and moments .*, to undo ", planned
+    )
+    assert whole is not None and re.search(r"\n {16}a step copies (\S+) MiB to the host and \1 MiB to the device\n", planned)
+    half = product.run(*product.command(**DP2.options, world_size=2, dry_run="yes", optimizer_offload_fraction=0.5, **EXACT)).ok().out
+    part = re.search(r"  offload       exact, (\d+) of (\d+) buckets: (\S+) \S+ of host memory", half)
+    assert part is not None and int(part[1]) < int(part[2]) and float(part[3]) < float(whole[2])
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"offload_cores": "7-3"}, "--offload-cores: got 7-3, expected auto, or numbers and ranges such as 0-15,32-47; "),
+        ({"offload_cores": "4000"}, "--offload-cores: got 4000, expected processors that this process may use: "),
+        ({"optimizer_offload_fraction": 1.5}, "--optimizer-offload-fraction: got 1.5, expected a number from 0 to 1; "),
+        ({"speculation_bytes": -1}, "--speculation-bytes: got -1, expected 0 or more"),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
+)
+def test_what_cannot_work_is_refused(options: dict[str, object], says: str, product: Product) -> None:
+    ended = product.start(ONE, **EXACT, **options).wait()
+    assert ended.codes == (2,) and says in ended.err
+
+
+def test_options_without_an_effect_are_named(product: Product) -> None:
+    said = product.run(*product.command(clip_grad=0, dry_run="yes", **EXACT)).ok().out
+    assert "warning: --offload-speculative has no effect with --clip-grad 0: " in said
+    said = product.run(*product.command(fp16=True, dry_run="yes", **EXACT)).ok().out
+    assert "warning: --offload-speculative has no effect with --fp16: " in said
