@@ -2,7 +2,7 @@
 
     backward    a gradient leaves for the host as soon as it is reduced; without clipping its bucket is updated at once
     norm        with clipping updates begin here, in the order in which the next forward pass needs buckets; or, speculating, they
-                have been made during backward as if nothing were clipped, and are kept, or taken back and made again
+                have been made during backward on a second copy, as if nothing were clipped, and are kept, or made again on the first
     forward     each layer waits for its own bucket only: update, copy to the device, gather
 
 One thread computes: torch's fused AdamW, which gives the same bits whatever shards it is called on, their lengths being multiples of 64.
@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 
 import torch
@@ -28,7 +28,7 @@ from megatron_llama.optim.offload.worker import HostWorker
 from megatron_llama.optim.update import Shard, adamw_step
 from megatron_llama.recorder import Recorder
 
-UPDATING, SETTING_ASIDE, TAKING_BACK = "updating", "setting aside", "taking back"
+UPDATING, SETTING_ASIDE = "updating", "setting aside"
 """What the worker's time is spent at."""
 
 
@@ -45,32 +45,37 @@ class _Factors:
     copy: Copy
 
 
+_Values = tuple[Tensor, Tensor, Tensor]
+"""Master and both moments of a shard."""
+
+
 @dataclass
 class _Held:
     """A bucket on the host."""
 
     shard: Shard
     label: str
-    master: Tensor
-    state: dict[str, Tensor]
+    attached: _Values
+    """Where everybody but the worker looks for them, when nothing is under way."""
+    count: Tensor
+    """Of updates, 0-dim."""
     grad: Tensor
     factors: Tensor
     decay: float
-    undo: tuple[Tensor, ...] = ()
-    """Room for master and moments of the step before; empty: nothing is done ahead."""
+    spare: _Values | None = None
+    """Room for a second copy; None: nothing is done ahead."""
     arrival: Copy | None = None
     attempt: Job | None = None
     """The update of this step that was tried before its scale was known."""
-    is_ahead: bool = False
-    """It was made, and ``undo`` holds what was there before."""
-    steps_before: float = 0.0
+    ahead: Tensor | None = None
+    """It was made on the second copy; the count of updates there."""
     update: Job | None = None
     """That of the last step."""
+    live: _Values = field(init=False)
+    """At the end of the last step; ``attached``, or what was the second copy."""
 
-    @property
-    def changing(self) -> tuple[Tensor, ...]:
-        """What an update changes, its counter aside."""
-        return self.master, self.state["exp_avg"], self.state["exp_avg_sq"]
+    def __post_init__(self) -> None:
+        self.live = self.attached
 
 
 @dataclass
@@ -132,19 +137,18 @@ class ExactOffload:
 
     def attach(self, shard: Shard) -> Tensor:
         """See ShardUpdate."""
-        numel, state, bucket = shard.own.numel(), self._slabs["state"], shard.bucket
-        master, average, square = (state.take(numel) for _ in range(3))
-        self._held[bucket] = _Held(
+        numel, bucket = shard.own.numel(), shard.bucket
+        self._held[bucket] = held = _Held(
             shard,
             self._label(bucket),
-            master,
-            {"exp_avg": average, "exp_avg_sq": square, "step": torch.zeros((), dtype=torch.float32)},
+            _values(self._slabs["state"], numel),
+            torch.zeros((), dtype=torch.float32),
             self._slabs["gradients"].take(numel),
             self._slabs["factors"].take(2),
             self._config.weight_decay if shard.kind.decay else 0.0,
-            tuple(self._slabs["undo"].take(numel) for _ in range(3)) if bucket in self._plan.speculated else (),
+            _values(self._slabs["undo"], numel) if bucket in self._plan.speculated else None,
         )
-        return master
+        return held.attached[0]
 
     def beside(self, bucket: int) -> bool:
         """See ShardUpdate."""
@@ -160,7 +164,7 @@ class ExactOffload:
         if self._blocking:
             with self._recorder.exposed("the optimizer on the host"):
                 held.arrival.complete()
-        elif ahead is not None and held.undo:
+        elif ahead is not None and held.spare is not None:
             self._wanted[bucket] = ahead
             held.attempt = Job(partial(self._try, held))
             self._worker.put(held.attempt, turn=held.shard.turn)
@@ -197,13 +201,14 @@ class ExactOffload:
         lr = self._wanted.pop(held.shard.bucket, None)
         if lr is None:
             return
-        assert held.arrival is not None
+        assert held.arrival is not None and held.spare is not None
         held.arrival.complete()
-        with self._worker.working(SETTING_ASIDE, held.master.numel()):
-            for before, tensor in zip(held.undo, held.changing, strict=True):
-                before.copy_(tensor)
-        held.steps_before, held.is_ahead = float(held.state["step"]), True
-        self._adamw(held, self._unscaled, self._unskipped, lr)
+        with self._worker.working(SETTING_ASIDE, held.grad.numel()):
+            for copy, tensor in zip(held.spare, held.live, strict=True):
+                copy.copy_(tensor)
+        count = held.count.clone()
+        self._adamw(held, held.spare, count, self._unscaled, self._unskipped, lr)
+        held.ahead = count
 
     def perform(self, held: _Held, lr: float, factors: _Factors) -> None:
         """In the worker: bring master and moments to the end of the step."""
@@ -214,31 +219,32 @@ class ExactOffload:
         held.arrival.complete()
         factors.copy.complete()
         scale, skip = factors.here[0], factors.here[1]
-        if held.is_ahead:
-            held.is_ahead = False
+        if held.ahead is not None:
+            count, held.ahead = held.ahead, None
             if float(scale) == 1.0 and not bool(skip):
                 self.attempts.kept += 1
+                assert held.spare is not None
+                held.live, held.spare = held.spare, held.live
+                held.count.copy_(count)
                 return
             self.attempts.redone += 1
-            with self._worker.working(TAKING_BACK, held.master.numel()):
-                for before, tensor in zip(held.undo, held.changing, strict=True):
-                    tensor.copy_(before)
-            held.state["step"].fill_(held.steps_before)
-        self._adamw(held, scale, skip, lr)
+        self._adamw(held, held.live, held.count, scale, skip, lr)
 
-    def _adamw(self, held: _Held, scale: Tensor, skip: Tensor, lr: float) -> None:
-        with self._worker.working(UPDATING, held.master.numel()):
-            adamw_step(held.master, held.grad, held.state, self._config, decay=held.decay, scale=scale, skip=skip, lr=lr)
+    def _adamw(self, held: _Held, values: _Values, count: Tensor, scale: Tensor, skip: Tensor, lr: float) -> None:
+        master, average, square = values
+        state = {"exp_avg": average, "exp_avg_sq": square, "step": count}
+        with self._worker.working(UPDATING, master.numel()):
+            adamw_step(master, held.grad, state, self._config, decay=held.decay, scale=scale, skip=skip, lr=lr)
 
     def send(self, held: _Held, given: Done) -> Copy:
         """In the worker: the new weights go to the device."""
-        own, source = held.shard.own, held.master
+        own, source = held.shard.own, held.live[0]
         if self._staging:
             number = self._sent % STAGED
             last = self._sending[number]
             if last is not None:
                 last.complete()
-            source = self._staging[number][: own.numel()].copy_(held.master)
+            source = self._staging[number][: own.numel()].copy_(source)
         copy = self._copies.to_device(own, source, after=given)
         if self._staging:
             self._sending[number] = copy
@@ -264,21 +270,30 @@ class ExactOffload:
     def refresh(self, bucket: int) -> None:
         """See ShardUpdate."""
         held = self._held[bucket]
-        held.shard.own.copy_(held.master)
+        held.shard.own.copy_(held.attached[0])
 
     def settle(self) -> Mapping[int, Done]:
-        """See ShardUpdate. Nothing is put off beyond its step."""
+        """See ShardUpdate. Nothing is put off beyond its step; what became of second copies goes where everybody looks for it."""
+        for held in self._held.values():
+            if held.update is not None:
+                with self.named(held), self.waiting():
+                    held.update.wait()
+            if held.live is not held.attached:
+                for tensor, copy in zip(held.attached, held.live, strict=True):
+                    tensor.copy_(copy)
+                held.live, held.spare = held.attached, held.live
         return {}
 
     def forget(self) -> None:
         """See ShardUpdate."""
         for held in self._held.values():
-            for tensor in held.state.values():
+            for tensor in (*held.attached[1:], held.count):
                 tensor.zero_()
 
     def state(self, bucket: int) -> dict[str, Tensor]:
         """See ShardUpdate."""
-        return self._held[bucket].state
+        held = self._held[bucket]
+        return {"exp_avg": held.attached[1], "exp_avg_sq": held.attached[2], "step": held.count}
 
     def waiting(self) -> AbstractContextManager[None]:
         """A section in which somebody waits for the host."""
@@ -293,6 +308,10 @@ class ExactOffload:
         """See ShardUpdate."""
         self._worker.join(seconds)
         self._copies.join(seconds)
+
+
+def _values(slab: Slab, numel: int) -> _Values:
+    return slab.take(numel), slab.take(numel), slab.take(numel)
 
 
 class _Update:
