@@ -222,6 +222,30 @@ class OffloadConfig:
 
 
 @dataclass(frozen=True)
+class ZenFlowConfig:
+    """With --optimizer-offload zenflow: which columns of the weights are updated at every step, and how often the others.
+
+    In YAML the names under `zenflow:` may be DeepSpeed's (`topk_ratio`)."""
+
+    zenflow_topk_ratio: float = 0.1
+    """Share of each matrix's columns (input channels) that is updated at every step, on the device: those with the largest gradients."""
+    zenflow_select_strategy: Literal["auto", "step", "epoch"] = "auto"
+    """What --zenflow-select-interval counts. auto: columns are chosen once an epoch."""
+    zenflow_select_interval: str = "auto"
+    """Columns are chosen anew after so many steps or epochs, when no update is pending."""
+    zenflow_update_interval: str = "auto"
+    """Steps whose gradients of all other columns become one update, on the host. auto: until they amount to one step of the chosen ones."""
+    zenflow_update_interval_cap: int = 16
+    """With auto, most steps of one update."""
+    zenflow_full_warm_up_rounds: int = 0
+    """Steps at the start that update everything. The first step always does: by its gradient columns are chosen."""
+    zenflow_overlap_step: bool = False
+    """Compute these updates beside the steps that follow: each is in the weights when the next one begins."""
+    zenflow_config: str | None = None
+    """A JSON file of DeepSpeed's with `zero_optimization.zenflow`, or that block alone. Options given beside it win."""
+
+
+@dataclass(frozen=True)
 class LoraConfig:
     """Low-rank adapters (LoRA): the model is frozen, and small additions to its projections are trained."""
 
@@ -359,6 +383,7 @@ class Config:
     training: TrainingConfig = field(default_factory=TrainingConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     offload: OffloadConfig = field(default_factory=OffloadConfig)
+    zenflow: ZenFlowConfig = field(default_factory=ZenFlowConfig)
     lora: LoraConfig = field(default_factory=LoraConfig)
     data: DataConfig = field(default_factory=DataConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)

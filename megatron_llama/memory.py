@@ -34,6 +34,7 @@ def state_bytes(config: Config, layout: ShardLayout) -> dict[str, int]:
         "gradients": slots * wide + (trained * wide if strategy.reduce_every_microbatch else 0),
         "master weights": updated * wide if narrow != wide else 0,
         "moments": 2 * updated * wide,
+        **({"hot columns": offload.on_device} if offload is not None and offload.on_device else {}),
     }
 
 

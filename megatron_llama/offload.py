@@ -9,9 +9,10 @@ from megatron_llama.activations import compute_bytes
 from megatron_llama.config import Config
 from megatron_llama.errors import describe
 from megatron_llama.layout import ALIGN, ShardLayout
+from megatron_llama.zenflow import hot_columns, sends_wide, steps_of
 
-NONE, EXACT = "none", "exact"
-MODES = (NONE, EXACT)
+NONE, EXACT, ZENFLOW = "none", "exact", "zenflow"
+MODES = (NONE, EXACT, ZENFLOW)
 """Values of --optimizer-offload that can run."""
 STAGED = 2
 """Buffers for weights in the compute dtype on their way to the device: one is filled while the other one is copied."""
@@ -40,7 +41,9 @@ class OffloadPlan:
     to_host: int
     """Gradients, in a step."""
     to_device: int
-    """Weights, in a step."""
+    """Weights, in a step: of zenflow on average, at most where its windows close when they ask."""
+    on_device: int = 0
+    """Held on the device nevertheless: hot columns, and room for what crosses."""
 
     @property
     def held(self) -> int:
@@ -79,6 +82,8 @@ def offload_plan(config: Config, layout: ShardLayout) -> OffloadPlan | None:
     if options.optimizer_offload == NONE:
         return None
     wide = max(narrow, 4)
+    if options.optimizer_offload == ZENFLOW:
+        return _zenflow_plan(config, layout, wide=wide, narrow=narrow)
     buckets = host_buckets(layout, options.optimizer_offload_fraction)
     sizes = {bucket: layout.shard_numel(bucket) for bucket in buckets}
     total = sum(sizes.values())
@@ -94,6 +99,36 @@ def offload_plan(config: Config, layout: ShardLayout) -> OffloadPlan | None:
         undo=STATES * sum(sizes[bucket] for bucket in speculated) * wide,
         to_host=total * wide,
         to_device=total * narrow,
+    )
+
+
+def matrix_buckets(layout: ShardLayout, fraction: float) -> tuple[int, ...]:
+    """Of the buckets that are updated on the host those whose columns differ: norms and low-rank additions are small."""
+    kinds = [bucket.kind for bucket in layout.buckets]
+    return tuple(bucket for bucket in host_buckets(layout, fraction) if kinds[bucket].decay and not kinds[bucket].adapter)
+
+
+def _zenflow_plan(config: Config, layout: ShardLayout, *, wide: int, narrow: int) -> OffloadPlan:
+    """Columns are chosen over all ranks: how many of a shard's are hot is what is to be expected."""
+    options, buckets = config.zenflow, matrix_buckets(layout, config.offload.optimizer_offload_fraction)
+    wire, windows = wide if sends_wide(options) else narrow, 1 + options.zenflow_overlap_step
+    sizes = [layout.shard_numel(bucket) for bucket in buckets]
+    total, largest = sum(sizes), max(sizes, default=0)
+    hot = elements = 0
+    for spec in (placed.spec for bucket in buckets for placed in layout.buckets[bucket].placements):
+        columns = spec.slices[0].shape[1]
+        elements += spec.numel // layout.shards
+        hot += spec.numel // layout.shards * hot_columns(options.zenflow_topk_ratio, columns) // columns
+    return OffloadPlan(
+        buckets=buckets,
+        speculated=(),
+        state=STATES * total * wide,
+        gradients=windows * total * wide + total * wire + largest * wide,
+        staging=total * narrow + FACTORS * 4 * len(buckets),
+        undo=0,
+        to_host=(elements - hot) * wire,
+        to_device=(elements - hot) * narrow // (steps_of(options.zenflow_update_interval) or 1),
+        on_device=STATES * hot * wide + largest * (wide + 2 * wire + narrow),
     )
 
 

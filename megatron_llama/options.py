@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import MISSING, dataclass, fields
+from dataclasses import MISSING, dataclass, fields, replace
 from itertools import pairwise
 from types import MappingProxyType, NoneType, UnionType
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
@@ -289,7 +289,7 @@ class _Reader:
                 name = str(key.value).replace("-", "_")
                 if isinstance(node, yaml.MappingNode) and name in self.groups:
                     for inner, value in node.value:
-                        yield _yaml_given(loader, path, inner, value, name)
+                        yield self._unabridged(_yaml_given(loader, path, inner, value, name))
                 else:
                     yield _yaml_given(loader, path, key, node, None)
         except yaml.YAMLError as error:
@@ -297,6 +297,11 @@ class _Reader:
             where = path if mark is None else f"{path}:{mark.line + 1}"
             cause = getattr(error, "problem", None) or str(error)
             self.problem(where, got=cause, expected="valid YAML", do="mend that line")
+
+    def _unabridged(self, item: _Given) -> _Given:
+        """Under its section's name a key may leave that name out: ``rank`` under ``lora:``."""
+        name = f"{item.group}_{item.key}"
+        return replace(item, key=name) if item.key not in self.options and name in self.options else item
 
     def values(self, given: Iterable[_Given]) -> dict[str, tuple[Any, str]]:
         """Option -> (value, where it was given). A key may be repeated only with the same value."""

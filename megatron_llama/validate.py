@@ -23,6 +23,7 @@ from megatron_llama.params import is_frozen, partition_of, stage_units, whole_mo
 from megatron_llama.presets import PRESETS
 from megatron_llama.run_problems import bad_step_problems, optimizer_problems, run_problems, split_shares
 from megatron_llama.schedule import ScheduleError, placement_of, schedule_named
+from megatron_llama.zenflow import with_file, zenflow_notes, zenflow_problems, zenflow_warnings
 
 SIZES = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
 """Model fields that nothing derives."""
@@ -101,7 +102,7 @@ def assemble(parsed: Parsed, trained: ModelConfig | None = None) -> Config:
         if problems:
             raise ConfigError(listing(f"The weights of {folder} have other shapes:", problems))
         base = from_folder
-    return replace(config, model=replace(base, **given))
+    return with_file(replace(config, model=replace(base, **given)), parsed.explicit)
 
 
 def _preset(name: str, given: dict[str, Any]) -> ModelConfig:
@@ -166,6 +167,7 @@ def resolve(config: Config, world_size: int) -> Config:
 
 
 def _notes(given: Config, resolved: Config) -> Iterator[str]:
+    yield from zenflow_notes(resolved)
     if given.parallel.sequence_parallel and not resolved.parallel.sequence_parallel:
         yield "--sequence-parallel is ignored: it needs --tensor-model-parallel-size 2 or more"
     if given.training.global_batch_size == 0:
@@ -194,6 +196,7 @@ def _warnings(config: Config) -> Iterator[str]:
         if given_ones:
             yield f"{given_ones} without --tensorboard-dir: nothing is written"
     yield from offload_warnings(config)
+    yield from zenflow_warnings(config)
     if config.checkpoint.save_interval > 0 and config.checkpoint.save is None:
         yield f"--save-interval {config.checkpoint.save_interval} without --save: nothing will be saved"
 
@@ -213,6 +216,7 @@ def problems(config: Config, world_size: int) -> list[str]:
         *lora_problems(config),
         *bad_step_problems(config),
         *offload_problems(config),
+        *zenflow_problems(config),
         *run_problems(config),
     ]
 

@@ -55,6 +55,8 @@ NAMES = """
     virtual_pipeline_model_parallel_size vocab_size
     wandb_exp_name wandb_project wandb_save_dir weight_decay
     z_loss_weight
+    zenflow_config zenflow_full_warm_up_rounds zenflow_overlap_step zenflow_select_interval zenflow_select_strategy
+    zenflow_topk_ratio zenflow_update_interval zenflow_update_interval_cap
 """
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from uuid import uuid4
 
@@ -21,6 +22,7 @@ from torch.distributed.checkpoint.metadata import Metadata
 from megatron_llama.checkpoint.adapters import Merged, saved_lora, scaling_of
 from megatron_llama.checkpoint.checksums import seal
 from megatron_llama.checkpoint.chunks import LoadRegions, Region, is_state, make_index, regions
+from megatron_llama.checkpoint.columns import SavedColumns, column_pieces
 from megatron_llama.checkpoint.failures import writing
 from megatron_llama.checkpoint.folders import discard, fresh_staging, staging
 from megatron_llama.checkpoint.meta import META, CheckpointMeta, TrainState, meta_json, model_differences, parse_meta
@@ -49,7 +51,8 @@ class SavePlan:
 
 def plan_save(engine: OverlappedDistributedOptimizer, mesh: Mesh) -> SavePlan:
     """Find out who writes what: of duplicates, one. Collective."""
-    parts = tuple(part for region in regions(piece for piece in engine.pieces() if piece.primary) for part in region.split())
+    pieces = (piece for piece in chain(engine.pieces(), column_pieces(engine, mesh)) if piece.primary)
+    parts = tuple(part for region in regions(pieces) for part in region.split())
     plans = gathered([part.write_item() for part in parts], mesh.world)
     return SavePlan(parts, make_index(plans) if plans is not None else None, from_first(f"save/{uuid4().hex}", mesh.world))
 
@@ -148,11 +151,11 @@ def load(
     # Machines may see different states of a shared folder for a while; loading different iterations would go unnoticed.
     folder = from_first(folder, mesh.world)
     with together(mesh.world):
-        own = list(regions(engine.pieces()))
-        meta, reader, planner = _open(folder, own, model, optimizer)
+        meta, reader, planner, columns = _open(folder, engine, mesh, model, optimizer)
     _run(folder, mesh, lambda no_dist: state_dict_loader.load({}, storage_reader=reader, planner=planner, no_dist=no_dist))
     for count in engine.step_counts():
         count.fill_(meta.optimizer_step if optimizer else 0)
+    columns.take_up(meta.optimizer_step if optimizer else 0, meta.config["optimizer"])
     if optimizer:
         engine.loss_scale.load(meta.loss_scale)
     else:
@@ -161,17 +164,21 @@ def load(
     return meta.state
 
 
-def _open(folder: Path, own: list[Region], model: ModelConfig, optimizer: bool) -> tuple[CheckpointMeta, ChunkReader, LoadRegions]:
+def _open(
+    folder: Path, engine: OverlappedDistributedOptimizer, mesh: Mesh, model: ModelConfig, optimizer: bool
+) -> tuple[CheckpointMeta, ChunkReader, LoadRegions, SavedColumns]:
     meta = parse_meta(folder)
     differences = model_differences(str(folder / META), meta.model, model, resumes=optimizer)
     refuse(f"{folder} is a checkpoint of another model:", differences)
     metadata = read_metadata(folder)
+    columns = SavedColumns(engine, mesh, metadata)
+    own = [*regions(engine.pieces()), *columns.regions]
     if not optimizer or not any(is_state(key) for key in metadata.state_dict_metadata):
         own = _without_state(own)
     reader, planner = ChunkReader(folder, metadata), LoadRegions(own, metadata)
     problems = planner.problems(str(folder), any_dtype=False) or reader.problems(planner.create_local_plan().items)
     refuse(f"{folder} is incomplete:", problems)
-    return meta, reader, planner
+    return meta, reader, planner, columns
 
 
 def _without_state(own: list[Region]) -> list[Region]:

@@ -17,6 +17,7 @@ from megatron_llama.optim.distributed import DataAxes, OverlappedDistributedOpti
 from megatron_llama.optim.loss_scale import LossScale
 from megatron_llama.optim.offload.build import build_update
 from megatron_llama.optim.offload.copies import Copies
+from megatron_llama.optim.offload.worker import Hire, HostWorker
 
 
 def compute_dtype(config: Config) -> torch.dtype:
@@ -29,13 +30,21 @@ def compute_dtype(config: Config) -> torch.dtype:
 
 
 def build_optimizer(
-    config: Config, stages: Iterable[nn.Module], mesh: Mesh, *, copies: Copies | None = None, blocking: bool = False
+    config: Config,
+    stages: Iterable[nn.Module],
+    mesh: Mesh,
+    *,
+    copies: Copies | None = None,
+    hire: Hire = HostWorker,
+    blocking: bool = False,
+    steps_per_epoch: int = 0,
 ) -> OverlappedDistributedOptimizer:
     """The engine of this rank's stages. Its parameters are zero until ``load_weights`` or a checkpoint fills them.
 
-    ``copies``: who copies between device and host, where the optimizer is offloaded; ``blocking``: wait for such an optimizer at once,
-    for comparison. Raises ConfigError, on every rank, where some rank's messages would be cut into more pieces than gloo can tell
-    apart; ConfigError or OffloadError where processors or memory for offload are not there."""
+    ``copies``: who copies between device and host, where the optimizer is offloaded, and ``hire``: makes who updates there; ``blocking``:
+    wait for such an optimizer at once, for comparison; ``steps_per_epoch``: 0 where there is no such thing. Raises ConfigError, on
+    every rank, where some rank's messages would be cut into more pieces than gloo can tell apart; ConfigError or OffloadError where
+    processors or memory for offload are not there."""
     parallel = config.parallel
     if devices.is_host(mesh.device):
         layouts = (rank_layout(config, dp=mesh.dp.size, rank=rank) for rank in range(parallel.pipeline_model_parallel_size))
@@ -45,7 +54,7 @@ def build_optimizer(
     return OverlappedDistributedOptimizer(
         stages,
         layout,
-        build_update(config, layout, mesh, dtype=dtype, copies=copies, blocking=blocking),
+        build_update(config, layout, mesh, dtype=dtype, copies=copies, hire=hire, blocking=blocking, steps_per_epoch=steps_per_epoch),
         mesh,
         axes=DataAxes(mesh.dp_shard, mesh.dp_replica, mesh.dp_gather),
         reduce_every_microbatch=strategy_named(parallel.data_parallel_sharding_strategy).reduce_every_microbatch,

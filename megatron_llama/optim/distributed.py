@@ -238,6 +238,7 @@ class OverlappedDistributedOptimizer:
 
     def _catch_up(self) -> None:
         """What the rule has put off beyond its step becomes part of the weights."""
+        self.weights.settle()  # what is being gathered must not change
         changed = self.update.settle()
         self.weights.changed(sorted(changed))
         for bucket in self.layout.forward_order:
@@ -375,6 +376,7 @@ class OverlappedDistributedOptimizer:
                     self.weights.publish(bucket, update() if self.update.beside(bucket) else self._stream.aside(update))
                 elif bucket in early and bucket not in self._early_gathers:
                     self.weights.publish(bucket, early[bucket])
+            self.update.finish(self._stream.aside(_nothing), scale=scale, skip=skip)
             self.loss_scale.update(overflow)
         self._announced = None
         return StepResult(norm, skip, loss_scale)
@@ -443,6 +445,10 @@ def _early_gathers(layout: ShardLayout) -> Iterator[int]:
         if bucket.index not in first and 3 * (gathered + bucket.numel) <= reduced:
             gathered += bucket.numel
             yield bucket.index
+
+
+def _nothing() -> None:
+    """Done when everything before it is."""
 
 
 def _close(threads: Iterable[Lane | ShardUpdate | Stream]) -> None:

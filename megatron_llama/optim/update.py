@@ -55,6 +55,10 @@ class ShardUpdate(Protocol):
         ``scale`` and ``skip`` are 0-dim tensors on the device: whoever calls never learns them inside a step. Nobody reads ``own`` from
         the call until ``Done``, which may be waited for more than once, or not at all."""
 
+    def finish(self, steps: Done, *, scale: Tensor, skip: Tensor) -> None:
+        """Every bucket has had its ``step``, with these; ``steps``: all of those calls have returned. Of the thread that computes; may be
+        collective over all ranks."""
+
     def refresh(self, bucket: int) -> None:
         """Master and state were written from outside, nothing being under way: ``own`` follows at once."""
 
@@ -146,6 +150,9 @@ class AdamW:
         adamw_step(master, grad, state, self.config, decay=decay, scale=scale, skip=skip, lr=lr)
         self.refresh(bucket)
         return Now()
+
+    def finish(self, steps: Done, *, scale: Tensor, skip: Tensor) -> None:
+        """See ShardUpdate."""
 
     def refresh(self, bucket: int) -> None:
         """See ShardUpdate."""

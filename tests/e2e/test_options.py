@@ -96,6 +96,15 @@ ELSEWHERE: Mapping[str, str] = {
     "offload_cores": "optim/test_offload.py::test_the_worker_runs_where_it_is_told",
     "offload_speculative": "optim/test_offload.py::test_fifty_steps_that_are_clipped_now_and_then",
     "speculation_bytes": "optim/test_offload.py::test_what_is_held_and_copied_is_what_the_plan_says",
+    "zenflow_topk_ratio": "parallel/test_zenflow.py::test_the_same_columns_are_chosen_in_every_layout",
+    **dict.fromkeys(("zenflow_update_interval", "zenflow_overlap_step"), "parallel/test_zenflow.py::test_what_crosses_is_what_is_cold"),
+    **dict.fromkeys(
+        ("zenflow_select_interval", "zenflow_full_warm_up_rounds", "zenflow_update_interval_cap"),
+        "parallel/test_zenflow.py::test_windows_close_and_columns_are_chosen_as_the_options_say",
+    ),
+    **dict.fromkeys(
+        ("zenflow_select_strategy", "zenflow_config"), "test_zenflow_options.py::test_yaml_flags_and_deepspeeds_file_say_the_same"
+    ),
     "lora_rank": "e2e/test_lora.py::test_a_run_leaves_for_peft_and_for_transformers",
     "lora_alpha": "e2e/test_lora.py::test_a_run_leaves_for_peft_and_for_transformers",
     "lora_target_modules": "e2e/test_lora.py::test_a_run_leaves_for_peft_and_for_transformers",

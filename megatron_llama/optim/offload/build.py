@@ -14,19 +14,31 @@ from megatron_llama.errors import OffloadError, describe
 from megatron_llama.layout import ShardLayout
 from megatron_llama.memory import gib, state_bytes
 from megatron_llama.mesh import Mesh
-from megatron_llama.offload import OffloadPlan, offload_plan
+from megatron_llama.offload import ZENFLOW, OffloadPlan, offload_plan
 from megatron_llama.optim.offload.copies import Copies, open_copies
 from megatron_llama.optim.offload.divided import Divided
 from megatron_llama.optim.offload.exact import ExactOffload
-from megatron_llama.optim.offload.worker import HostWorker, rank_cores
+from megatron_llama.optim.offload.windows import Pace
+from megatron_llama.optim.offload.worker import Hire, HostWorker, rank_cores
+from megatron_llama.optim.offload.zenflow import ZenFlow
 from megatron_llama.optim.update import AdamW, ShardUpdate
+from megatron_llama.zenflow import AUTO, longest_window, sends_wide, steps_between_choices
 
 
 def build_update(
-    config: Config, layout: ShardLayout, mesh: Mesh, *, dtype: torch.dtype, copies: Copies | None = None, blocking: bool = False
+    config: Config,
+    layout: ShardLayout,
+    mesh: Mesh,
+    *,
+    dtype: torch.dtype,
+    copies: Copies | None = None,
+    hire: Hire = HostWorker,
+    blocking: bool = False,
+    steps_per_epoch: int = 0,
 ) -> ShardUpdate:
     """The update rule of one rank. ``dtype``: of parameters; ``copies``: between device and host, by default as fast as they go;
-    ``blocking``: offload that waits at once, for comparison. Collective.
+    ``hire``: makes who updates there; ``blocking``: offload that waits at once, for comparison; ``steps_per_epoch``: 0 where there is
+    no such thing. Collective.
 
     Raises ConfigError or OffloadError, on every rank, where processors or memory for offload are not there."""
     plan = offload_plan(config, layout)
@@ -39,21 +51,62 @@ def build_update(
         _require_memory(sum(neighbours[rank][1] for rank in here), len(here), plan)
         cores = rank_cores(config.offload.offload_cores, here.index(mesh.rank), len(here))
     with together(mesh.world):  # not before all have found enough of it free
-        rule = ExactOffload(
-            config.optimizer,
-            plan,
-            dtype=torch.promote_types(dtype, torch.float32),
-            narrow=dtype,
-            device=mesh.device,
-            largest=max((layout.shard_numel(bucket) for bucket in plan.buckets), default=0),
-            label=layout.label,
-            # On a host without a device the ranks' own number of threads counts: they have been told how to share the processors.
-            worker=HostWorker(cores, min(len(cores), torch.get_num_threads()) if devices.is_host(mesh.device) else len(cores)),
-            copies=copies or open_copies(mesh.device),
-            recorder=mesh.recorder,
-            blocking=blocking,
-        )
+        # On a host without a device the ranks' own number of threads counts: they have been told how to share the processors.
+        worker = hire(cores, min(len(cores), torch.get_num_threads()) if devices.is_host(mesh.device) else len(cores))
+        copies = copies or open_copies(mesh.device)
+        if config.offload.optimizer_offload == ZENFLOW:
+            rule: ShardUpdate = _zenflow(config, layout, mesh, plan, dtype=dtype, worker=worker, copies=copies, epoch=steps_per_epoch)
+        else:
+            rule = ExactOffload(
+                config.optimizer,
+                plan,
+                dtype=torch.promote_types(dtype, torch.float32),
+                narrow=dtype,
+                device=mesh.device,
+                largest=max((layout.shard_numel(bucket) for bucket in plan.buckets), default=0),
+                label=layout.label,
+                worker=worker,
+                copies=copies,
+                recorder=mesh.recorder,
+                blocking=blocking,
+            )
     return Divided(frozenset(plan.buckets), rule, AdamW(config.optimizer))
+
+
+def _zenflow(
+    config: Config,
+    layout: ShardLayout,
+    mesh: Mesh,
+    plan: OffloadPlan,
+    *,
+    dtype: torch.dtype,
+    worker: HostWorker,
+    copies: Copies,
+    epoch: int,
+) -> ZenFlow:
+    options, wide = config.zenflow, torch.promote_types(dtype, torch.float32)
+    pace = Pace(
+        interval=longest_window(options),
+        asks=options.zenflow_update_interval == AUTO,
+        overlap=options.zenflow_overlap_step,
+        rounds=options.zenflow_full_warm_up_rounds,
+        choice=steps_between_choices(options, epoch),
+    )
+    # Gradients in float16 overflow where the norm, in fp32, does not.
+    wire = wide if sends_wide(options) else torch.bfloat16 if dtype == torch.float16 else dtype
+    return ZenFlow(
+        config.optimizer,
+        options.zenflow_topk_ratio,
+        pace,
+        layout,
+        mesh,
+        plan.buckets,
+        dtype=wide,
+        narrow=dtype,
+        wire=wire,
+        worker=worker,
+        copies=copies,
+    )
 
 
 def _machine() -> str:

@@ -39,6 +39,11 @@ class Divided:
         """See ShardUpdate."""
         return self._of(bucket).step(bucket, grad, scale=scale, skip=skip, lr=lr)
 
+    def finish(self, steps: Done, *, scale: Tensor, skip: Tensor) -> None:
+        """See ShardUpdate."""
+        self.rule.finish(steps, scale=scale, skip=skip)
+        self.rest.finish(steps, scale=scale, skip=skip)
+
     def refresh(self, bucket: int) -> None:
         """See ShardUpdate."""
         self._of(bucket).refresh(bucket)

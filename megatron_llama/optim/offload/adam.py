@@ -1,0 +1,69 @@
+"""AdamW over columns that have been updated different numbers of times."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+from torch.optim.adamw import adamw
+
+from megatron_llama.config import OptimizerConfig
+from megatron_llama.optim.offload.columns import ROWS_OF
+
+State = tuple[Tensor, Tensor, Tensor]
+"""Weights, first and second moments, all of one shape."""
+
+
+def update_alike(
+    state: State, grad: Tensor, steps: Tensor, config: OptimizerConfig, *, scale: Tensor, skip: Tensor | None, lr: float, decay: float
+) -> None:
+    """AdamW in place with ``grad / scale``, all elements with ``steps`` updates behind them (0-dim fp32; counted up unless skipped)."""
+    adamw(
+        [state[0]],
+        [grad],
+        [state[1]],
+        [state[2]],
+        [],
+        [steps],
+        fused=True,
+        grad_scale=scale,
+        found_inf=skip,
+        amsgrad=False,
+        beta1=config.adam_beta1,
+        beta2=config.adam_beta2,
+        lr=lr,
+        weight_decay=decay,
+        eps=config.adam_eps,
+        maximize=False,
+    )
+
+
+def corrections(counts: Tensor, config: OptimizerConfig, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Of columns that get their ``counts``-th update (any shape): 1 - beta1^n, and the square root of 1 - beta2^n."""
+    n = counts.to(torch.float64)
+    first, second = (-torch.expm1(n * math.log(beta)) if beta else torch.ones_like(n) for beta in (config.adam_beta1, config.adam_beta2))
+    return first.to(dtype), second.sqrt().to(dtype)
+
+
+def update_columns(
+    state: State, grad: Tensor, corrected: tuple[Tensor, Tensor], config: OptimizerConfig, *, lr: float, decay: float
+) -> State:
+    """AdamW over [rows, c] with corrections of each column [c]: the new values, as new tensors."""
+    weight, first, second = state
+    first = first.lerp(grad, 1.0 - config.adam_beta1)
+    second = (second * config.adam_beta2).addcmul_(grad, grad, value=1.0 - config.adam_beta2)
+    root = second.sqrt().div_(corrected[1]).add_(config.adam_eps)
+    return (weight * (1.0 - lr * decay)).addcdiv_(first / corrected[0], root, value=-lr), first, second
+
+
+def update_columns_(
+    state: State, grad: Tensor, corrected: tuple[Tensor, Tensor], config: OptimizerConfig, *, lr: float, decay: float
+) -> None:
+    """The same in place, some rows at a time: what lies between stays in the cache, as it would in one fused kernel."""
+    rows = max(1, ROWS_OF // grad.shape[1])
+    for low in range(0, grad.shape[0], rows):
+        part = slice(low, low + rows)
+        old = (state[0][part], state[1][part], state[2][part])
+        for place, values in zip(old, update_columns(old, grad[part], corrected, config, lr=lr, decay=decay), strict=True):
+            place.copy_(values)
