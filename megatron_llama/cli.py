@@ -63,6 +63,13 @@ COMMANDS: Mapping[str, Command] = MappingProxyType(
         "schedule": Command(
             "schedule", "schedule", "commands.options:ScheduleConfig", "Show a pipeline schedule: who does what when, bubbles, memory."
         ),
+        "plan": Command(
+            "plan",
+            "plan",
+            "commands.plan:SECTIONS",
+            "The fastest layouts for a cluster: plan --model NAME --gpus N, or plan score FILE.csv.",
+            ("action", "file"),
+        ),
         "env": Command("env", "env", "commands.options:NoOptions", "Versions and devices, for a bug report."),
     }
 )

@@ -68,7 +68,7 @@ def test_help_of_every_command_imports_nothing_heavy() -> None:
     assert ended.returncode == 0, ended.stderr
 
 
-ALL = "expected one of preprocess, pretrain, sft, evaluate, data, generate, chat, export, convert, merge, verify, inspect, schedule, env"
+ALL = "expected one of preprocess, pretrain, sft, evaluate, data, generate, chat, export, convert, merge, verify, inspect, schedule, plan, env"
 UNKNOWN = "got an unknown flag, expected an option of this command"
 
 

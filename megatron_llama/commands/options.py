@@ -195,5 +195,27 @@ class ScheduleConfig:
 
 
 @dataclass(frozen=True)
+class PlanConfig:
+    """Find the fastest layout for a cluster that is not here; options of a layout that are given stay as they are."""
+
+    action: Literal["search", "score"] = "search"
+    """score: how good the planner is on a table of published runs. May stand first, without its name: `plan score FILE.csv`."""
+    file: str | None = None
+    """The table, with `plan score`. May stand behind it without its name."""
+    gpus: int = 0
+    """GPUs of the whole cluster."""
+    gpu: str = "h100"
+    """Their kind: v100-16, v100, a100-40, a100, h100, h100-96, h200, b200, gb200 or gb300."""
+    nic_gbit: float = 0.0
+    """Gbit/s between nodes for each GPU. 0: what machines with this GPU usually have."""
+    top: int = 10
+    """Layouts to show."""
+    explain: str | None = None
+    """Show one layout only, as the table writes them: `tp4/pp4/mbs1/interleaved/v5/optim/recompute-none`."""
+    json: str | None = None
+    """Also write everything into this file."""
+
+
+@dataclass(frozen=True)
 class NoOptions:
     """This command has no options."""

@@ -1,0 +1,99 @@
+"""What has to be learnt: how fast kernels and links are beside their data sheets. Few numbers, each with a physical meaning."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Coefficients:
+    """Efficiencies are shares of a data sheet's rate. Defaults are what is expected before any run is looked at; ``fitted.py`` has what
+    published runs say, from ``tools/fit_planner.py``."""
+
+    matmul_v100: float = 0.62
+    """Share of the dense peak that large products reach; bytes come on top (``matmul_bytes``)."""
+    matmul_a100: float = 0.75
+    matmul_h100: float = 0.70
+    matmul_b200: float = 0.70
+    fp8: float = 0.72
+    """Of 8-bit products on Hopper beside twice the rate of 16-bit ones, conversions included."""
+    fp8_b200: float = 0.85
+    rowwise: float = 0.4
+    """The same with a scale for every row."""
+    mxfp8: float = 0.7
+    fp4: float = 0.4
+    matmul_bytes: float = 1.0
+    """Times the bytes that a product has to read and write at least, at the memory's full rate, beside its arithmetic."""
+    attention_a100: float = 0.5
+    """Share of the peak in flash attention, half of the square counted."""
+    attention_h100: float = 0.5
+    attention_b200: float = 0.45
+    flash1: float = 1.3
+    """Time of flash attention's first version beside the second."""
+    triton: float = 2.0
+    """Time of the same in Triton with a bias (MPT)."""
+    scores_fused: float = 5.0
+    """Times that written scores are moved forward, softmax in one kernel."""
+    scores_plain: float = 9.0
+    """The same with a kernel for every step."""
+    misaligned: float = 16.0
+    """Time of attention's products whose head dimension is no multiple of 8: tensor cores cannot take them (312 against 19.5 TFLOP/s)."""
+    memory: float = 1.0
+    """Times the ideal bytes of norms, activation, rotary embedding and residual sums."""
+    compiled: float = 0.7
+    """Of that, where a compiler or hand-written kernels fuse them."""
+    norms: float = 6.0
+    """Bytes of a norm of separate operations in fp32, in norms of one kernel, beyond the first."""
+    logits: float = 2.0
+    """Passes over the logits in fp32, forward."""
+    launch: float = 150e-6
+    """Seconds the host needs to start a block's forward pass."""
+    launch_old: float = 1e-3
+    """The same in trainers of many small kernels."""
+    pressure: float = 0.1
+    """Slowdown when memory is full, from 85 %: the allocator returns memory and takes it again."""
+    nvlink: float = 0.75
+    """Share of NVLink's rate in rings."""
+    nic: float = 0.75
+    """Share of the network cards' rate."""
+    latency: float = 25e-6
+    """Seconds to start a collective inside a node, and to let its ranks meet."""
+    latency_across: float = 30e-6
+    hop: float = 8e-6
+    """Seconds from one node to the next in a ring."""
+    hop_inside: float = 1e-6
+    broadcast: float = 2e-3
+    """Seconds for each shard where updated parameters are broadcast rank by rank (InternEvo)."""
+    tensor_overlap: float = 0.6
+    """Share of tensor-parallel communication that stays visible where products hide it."""
+    data_exposed: float = 0.2
+    """Share of data-parallel communication that stays visible under backward and forward passes."""
+    parameters_exposed: float = 0.3
+    """Slowdown of kernels beside gathers and reductions of sharded parameters, in what both would need."""
+    cp_exposed: float = 0.3
+    """Visible share of keys and values that travel between context-parallel ranks."""
+    pipeline_exposed: float = 1.0
+    """Visible share of sends between pipeline stages."""
+    straggle: float = 0.006
+    """Slowdown of a step for every doubling of the GPUs beyond 8."""
+    step: float = 0.02
+    """Seconds of a step beside all this: data, norm, log line."""
+    family_aleph: float = 1.2
+    """Time of a trainer's kernels beside NVIDIA's own, for what is left over."""
+    family_megatron: float = 1.2
+    family_nemo: float = 1.0
+    family_composer: float = 1.2
+    family_fsdp1: float = 1.2
+    family_yafsdp: float = 1.2
+    family_torchtitan: float = 1.2
+    family_intern: float = 1.2
+    family_deepspeed: float = 1.2
+    family_other: float = 1.2
+
+    def family(self, name: str) -> float:
+        """The factor of a trainer's family; one that nobody has measured is like the others."""
+        return float(getattr(self, f"family_{name}", self.family_other))
+
+    def of_gpu(self, what: str, family: str) -> float:
+        """A coefficient that depends on the GPU: ``matmul`` or ``attention``. V100s run attention like A100s."""
+        return float(getattr(self, f"{what}_{family}", self.attention_a100))

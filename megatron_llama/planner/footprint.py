@@ -1,0 +1,104 @@
+"""Memory of somebody else's trainer, by component: what its ranks hold for a job. The project's own is planned by ``memory.py``.
+
+Activations as in "Reducing Activation Recomputation in Large Transformer Models" (Korthikanti et al., 2022), for any MLP and attention.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from math import ceil
+
+from megatron_llama.planner.job import Job
+from megatron_llama.planner.kernels import NARROW
+
+WIDE = 4
+
+
+@dataclass(frozen=True)
+class Footprint:
+    """Bytes of one rank."""
+
+    weights: float
+    gradients: float
+    optimizer: float
+    activations: float
+    logits: float
+    working: float
+    """One block as it is computed again, when the logits are gone; gathered layers."""
+    buffers: float
+    """Workspaces of libraries, tensors between stages."""
+
+    @property
+    def persistent(self) -> float:
+        """What is there between steps."""
+        return self.weights + self.gradients + self.optimizer + self.buffers
+
+    @property
+    def peak(self) -> float:
+        """All of it at the worst moment of a step."""
+        return self.persistent + self.activations + max(self.logits, self.working)
+
+
+def stage_numel(job: Job, *, last: bool) -> int:
+    """Elements of the first or the last rank of a pipeline, small vectors included."""
+    model, habits = job.model, job.habits
+    layers = (model.num_hidden_layers // job.pp) if last else ceil(model.num_hidden_layers / job.pp)
+    small = (2 if habits.biased else 1) * model.hidden_size
+    vectors = 0
+    if habits.biased:
+        vectors = sum(product.n for product in job.matmuls[::2]) + 2 * model.hidden_size + small
+    table = job.head.n * model.hidden_size
+    tables = job.ends if job.pp == 1 else 1
+    positions = job.seq * model.hidden_size if habits.learned_positions and (not last or job.pp == 1) else 0
+    return layers * (job.block_numel + vectors) + tables * table + positions + small
+
+
+def block_bytes(job: Job) -> float:
+    """What autograd keeps of one block of one microbatch."""
+    model, habits, tokens = job.model, job.habits, job.tokens
+    split = job.tp if job.sequence_parallel else 1
+    hidden, inner = model.hidden_size, model.intermediate_size / job.tp
+    if job.recomputed >= 1:
+        return NARROW * tokens * hidden / split
+    streams = (8 + 2 * habits.dropout + habits.norm_bytes) * hidden / split
+    keys = max(1, model.num_key_value_heads // job.tp) * model.head_dim
+    attention = NARROW * (2 * job.queries + 2 * keys)
+    whole = tokens * (streams + attention + (6 if habits.gated else 4) * inner)
+    if habits.attention in ("fused", "plain") and not job.recomputes_scores:
+        whole += habits.score_bytes * model.num_attention_heads / job.tp * tokens * job.seq
+    return whole * (1 - job.recomputed) + job.recomputed * NARROW * tokens * hidden / split
+
+
+def in_flight(job: Job, *, last: bool) -> float:
+    """Blocks whose activations a rank holds at most, in 1F1B and its interleaved form."""
+    layers = job.model.num_hidden_layers / job.pp
+    depth = 0 if last else job.pp - 1
+    if job.vpp == 1:
+        return min(job.microbatches, depth + 1) * layers
+    chunks = min(job.microbatches * job.vpp, 2 * depth + (job.vpp - 1) * job.pp + 1)
+    return chunks * layers / job.vpp
+
+
+def footprint(job: Job, *, last: bool, workspaces: float = 0.0) -> Footprint:
+    """Of the first or the last rank of a pipeline. ``workspaces``: bytes that libraries keep."""
+    habits, model, numel = job.habits, job.model, stage_numel(job, last=last)
+    shards = job.shards if job.sharding != "none" else 1
+    everything = job.sharding == "parameters"
+    weights = NARROW * numel / (shards if everything else 1)
+    gradients = habits.kept_gradient_bytes * numel / (shards if everything or (job.sharding == "gradients" and job.pp == 1) else 1)
+    optimizer = habits.state_bytes * numel / shards
+    stream = job.tokens * model.hidden_size * NARROW / (job.tp if job.sequence_parallel else 1)
+    keys = 2 * max(1, model.num_key_value_heads // job.tp) * model.head_dim
+    buffers = workspaces + (2 * job.vpp * stream if job.pp > 1 else 0.0)
+    if job.cp > 1:
+        buffers += 4 * NARROW * job.tokens * keys
+    logits = habits.logit_bytes * job.logits if last or job.pp == 1 else 0.0
+    working = block_bytes(_kept(job)) if job.recomputed > 0 else 0.0
+    if everything:
+        unit = max(job.block_numel, job.head.n * model.hidden_size)
+        working += (3 * NARROW + WIDE) * unit
+    return Footprint(weights, gradients, optimizer, in_flight(job, last=last) * block_bytes(job), logits, working, buffers)
+
+
+def _kept(job: Job) -> Job:
+    return replace(job, recomputed=0.0)

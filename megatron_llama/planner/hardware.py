@@ -1,0 +1,87 @@
+"""GPUs and how they are wired: peaks, memory, speeds of memory and links, from data sheets."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from difflib import get_close_matches
+from types import MappingProxyType
+
+from megatron_llama.errors import ConfigError, describe
+
+MIB = 2**20
+TERA = 10**12
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """One device and the node it usually stands in. Rates are per GPU and per second, links in one direction."""
+
+    name: str
+    family: str
+    """Whose kernels it runs: ``v100``, ``a100``, ``h100`` or ``b200``."""
+    peak: float
+    """Dense FLOP/s in bfloat16 (V100: float16)."""
+    memory: int
+    """Bytes that the driver reports."""
+    hbm: float
+    nvlink: float
+    nic: float
+    """Of a common machine; ``--nic-gbit`` replaces it."""
+    node: int = 8
+    """GPUs in a node."""
+    domain: int = 8
+    """GPUs that NVLink joins: a node, or a rack."""
+    fp8: float = 1.0
+    """Dense FLOP/s in 8-bit floats as a multiple of ``peak``; 1: none."""
+    fp4: float = 1.0
+    """The same in 4-bit floats."""
+    power: float = 1.0
+    """Sustained clock beside the usual variant of the family, where a lower power limit is known."""
+    source: str = ""
+
+
+_A100 = "NVIDIA A100 data sheet (2021)"
+_H100 = "NVIDIA H100 data sheet (2023)"
+_B200 = "NVIDIA DGX B200, GB200 and GB300 NVL72 data sheets (2025)"
+
+GPUS: Mapping[str, Gpu] = MappingProxyType(
+    {
+        gpu.name: gpu
+        for gpu in (
+            Gpu("v100-16", "v100", 125 * TERA, 16160 * MIB, 0.9e12, 150e9, 12.5e9, source="NVIDIA V100 data sheet (2020)"),
+            Gpu("v100", "v100", 125 * TERA, 32510 * MIB, 0.9e12, 150e9, 12.5e9, source="NVIDIA V100 data sheet (2020)"),
+            Gpu("a100-40", "a100", 312 * TERA, 40960 * MIB, 1.555e12, 300e9, 12.5e9, source=_A100),
+            Gpu("a100", "a100", 312 * TERA, 81920 * MIB, 2.039e12, 300e9, 12.5e9, source=_A100),
+            Gpu("h100", "h100", 989 * TERA, 81559 * MIB, 3.35e12, 450e9, 50e9, fp8=2.0, source=_H100),
+            # HBM2e and 500 W.
+            Gpu("h100-96", "h100", 989 * TERA, 97871 * MIB, 2.4e12, 450e9, 50e9, fp8=2.0, power=0.85, source="torchtitan benchmarks"),
+            Gpu("h200", "h100", 989 * TERA, 143771 * MIB, 4.8e12, 450e9, 50e9, fp8=2.0, source="NVIDIA H200 data sheet (2024)"),
+            Gpu("b200", "b200", 2250 * TERA, 183359 * MIB, 7.7e12, 900e9, 50e9, fp8=2.0, fp4=4.0, source=_B200),
+            Gpu("gb200", "b200", 2450 * TERA, 189471 * MIB, 8e12, 900e9, 50e9, node=4, domain=72, fp8=2.0, fp4=4.0, source=_B200),
+            # 1.4 kW beside 1.2 kW.
+            Gpu("gb300", "b200", 2450 * TERA, 284208 * MIB, 8e12, 900e9, 100e9, 4, 72, fp8=2.0, fp4=6.0, power=1.1, source=_B200),
+        )
+    }
+)
+
+ALIASES: Mapping[str, str] = MappingProxyType(
+    {
+        **{"a100-80": "a100", "a100-80gb": "a100", "a100-40gb": "a100-40", "a800": "a100", "a800-80gb": "a100"},
+        **{"h100-80gb": "h100", "h100-80": "h100", "h800": "h100", "h100-96gb-hbm2e-500w": "h100-96", "h200-141gb": "h200"},
+        **{"b200-180gb": "b200", "gb200-186gb": "gb200", "gb300-288gb": "gb300"},
+        **{"v100-32gb": "v100", "v100-32": "v100", "v100-16gb": "v100-16"},
+    }
+)
+"""Other spellings; the Chinese variants differ in NVLink only."""
+
+
+def gpu_named(name: str) -> Gpu:
+    """A GPU by any of its names. Raises ConfigError with the nearest known name."""
+    key = name.lower().replace("_", "-").replace(" ", "-")
+    key = ALIASES.get(key, key)
+    if key in GPUS:
+        return GPUS[key]
+    near = get_close_matches(key, [*GPUS, *ALIASES], 1, cutoff=0.5)
+    do = f"did you mean {near[0]}?" if near else "take the nearest of these"
+    raise ConfigError(describe("--gpu", got=name, expected=f"one of {', '.join(GPUS)}", do=do))

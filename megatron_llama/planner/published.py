@@ -1,0 +1,276 @@
+"""Tables of published runs: a row of a CSV file as the work of a step, and what was measured."""
+
+from __future__ import annotations
+
+import csv
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from megatron_llama.config import ModelConfig
+from megatron_llama.errors import ConfigError, describe
+from megatron_llama.planner.hardware import Gpu, gpu_named
+from megatron_llama.planner.job import Attention, Habits, Job, Machine, Sharding
+
+Cells = dict[str, str]
+
+NEEDED = ("model", "n_layers", "hidden", "heads", "seq", "gpu", "n_gpus", "quality")
+BITS = 1e9 / 8
+
+
+@dataclass(frozen=True)
+class Run:
+    """One published run."""
+
+    label: str
+    source: str
+    cells: Cells
+    job: Job
+    seconds: float | None
+    """Of a step, where seconds or tokens per second were published; None: out of memory, or another unit."""
+    fits: bool
+
+
+def read_rows(path: Path) -> list[Cells]:
+    """All rows. Raises ConfigError for a file that is none, or of other columns."""
+    try:
+        with path.open(encoding="utf-8", newline="") as file:
+            reader = csv.DictReader(file)
+            names = reader.fieldnames or ()
+            rows = [{key: value or "" for key, value in row.items() if key is not None} for row in reader]
+    except (OSError, UnicodeDecodeError, csv.Error) as error:
+        raise ConfigError(describe(str(path), got=error, expected="a readable CSV file", do="check the path")) from None
+    missing = [name for name in NEEDED if name not in names]
+    if missing:
+        raise ConfigError(describe(str(path), got=f"no column {', '.join(missing)}", expected="columns of published runs", do="add them"))
+    return rows
+
+
+def runs_of(rows: Sequence[Cells]) -> Iterator[Run]:
+    """The rows that can be judged: not of quality C, with a known GPU and enough of a layout."""
+    for index, cells in enumerate(rows):
+        if cells["quality"] == "C" or "grpo" in cells["model"]:  # reinforcement learning also holds what generates
+            continue
+        job = job_of_row(cells)
+        if job is not None:
+            label = cells.get("id") or f"row {index + 2}"
+            source = cells.get("group") or cells.get("source", "")
+            yield Run(label, source, cells, job, _seconds(cells, job), cells.get("status", "ok") != "oom")
+
+
+def _seconds(cells: Cells, job: Job) -> float | None:
+    """Measured time of a step. FLOP rates are left alone: their definitions differ."""
+    if cells.get("status") == "oom":
+        return None
+    if value := number(cells, "step_s"):
+        return value
+    speed = number(cells, "tokens_s_gpu")
+    return job.total_tokens / speed / job.machine.gpus if speed else None
+
+
+def number(cells: Cells, name: str, default: float = 0) -> float:
+    """A cell as a number; empty or text: the default."""
+    try:
+        return float(cells.get(name) or default)
+    except ValueError:
+        return default
+
+
+def whole(cells: Cells, name: str, default: int = 0) -> int:
+    """A cell as an integer."""
+    return int(number(cells, name, default))
+
+
+def model_of_row(cells: Cells) -> ModelConfig:
+    """The shape of the model. Without an inner width it is four times the hidden one."""
+    hidden, heads = whole(cells, "hidden"), whole(cells, "heads")
+    vocabulary = re.search(r"\d{4,}", cells.get("vocab", ""))
+    return ModelConfig(
+        vocab_size=int(vocabulary.group()) if vocabulary else 50257,
+        hidden_size=hidden,
+        intermediate_size=whole(cells, "ffn", 4 * hidden),
+        num_hidden_layers=whole(cells, "n_layers"),
+        num_attention_heads=heads,
+        num_key_value_heads=whole(cells, "kv_heads", heads),
+        head_dim=hidden // heads,
+        tie_word_embeddings=cells.get("tied_emb") == "1",
+    )
+
+
+def job_of_row(cells: Cells) -> Job | None:
+    """The work of a step of a row; None where the row does not say enough."""
+    try:
+        gpu = gpu_named(cells["gpu"])
+    except ConfigError:
+        return None
+    if not cells.get("tp") or not all(whole(cells, name) > 0 for name in ("n_layers", "hidden", "heads", "seq", "n_gpus", "gbs")):
+        return None
+    model, world = model_of_row(cells), whole(cells, "n_gpus")
+    if "1node" in cells["model"] and gpu.node < world:
+        world = gpu.node
+    tp, pp, vpp, cp = (max(1, whole(cells, name, 1)) for name in ("tp", "pp", "vpp", "cp"))
+    dp = max(1, min(whole(cells, "dp") or world, world // (tp * pp * cp)))
+    batch, micro = whole(cells, "gbs"), max(1, whole(cells, "mbs", 1))
+    if tp * pp * cp * dp > world and world % (tp * cp * dp) == 0:
+        pp = world // (tp * cp * dp)
+    vpp = vpp if cells.get("vpp") else _usual_chunks(cells, model.num_hidden_layers, pp)
+    habits = habits_of_row(cells)
+    if "cross_entropy_loss_fusion" in cells["model"]:
+        habits = replace(habits, logit_bytes=10.0)
+    sharding, shards = _sharding(cells.get("dp_shard", ""), dp * cp)
+    if "multi_dist_optimizer_instances" in cells["model"]:
+        shards = max(1, shards // 2)
+    part, scores = _recomputed(cells, model.num_hidden_layers)
+    return Job(
+        model=model,
+        machine=_machine(cells, gpu, world),
+        habits=habits,
+        seq=whole(cells, "seq"),
+        micro_batch=micro,
+        microbatches=max(1, round(batch / (micro * dp))),
+        tp=tp,
+        pp=pp,
+        vpp=max(1, min(vpp, model.num_hidden_layers // pp)),
+        cp=cp,
+        dp=dp,
+        sequence_parallel=tp > 1 and (cells.get("sp") == "1" or (not cells.get("sp") and habits.family == "nemo")),
+        recomputed=part,
+        recomputes_scores=scores,
+        sharding=sharding,
+        shards=shards,
+        precision=_precision(cells.get("precision", "")),
+    )
+
+
+def _usual_chunks(cells: Cells, layers: int, pp: int) -> int:
+    """Virtual stages where the row is silent: NeMo's recipes and anything called interleaved have some."""
+    name = cells.get("framework", "").lower()
+    if pp == 1 or not ("interleaved" in name or "nemo" in name):
+        return 1
+    return max((count for count in range(1, 6) if layers % (pp * count) == 0), default=2 if "interleaved" in name else 1)
+
+
+def _machine(cells: Cells, gpu: Gpu, world: int) -> Machine:
+    node = max(1, whole(cells, "gpus_per_node", gpu.node))
+    domain = max(node, gpu.domain if gpu.domain > gpu.node else node)
+    return Machine(gpu, world, node, domain, nic_of(cells.get("inter_node", ""), gpu, node))
+
+
+def nic_of(text: str, gpu: Gpu, node: int) -> float:
+    """Bytes per second between nodes for each GPU, from words such as ``4x100Gb/s RoCE`` (of a node) or ``400Gb/s per GPU``."""
+    if "Jean Zay" in text or "Omni-Path" in text:
+        return 4 * 100 * BITS / node
+    found = re.search(r"(?:(\d+)x)?(\d+)\s*Gb", text)
+    if found is None:
+        return gpu.nic
+    speed = int(found.group(1) or 1) * int(found.group(2)) * BITS
+    return speed if "per GPU" in text else speed / node if found.group(1) or "node" in text or int(found.group(2)) > 400 else speed
+
+
+def _sharding(text: str, ranks: int) -> tuple[Sharding, int]:
+    group = re.search(r"subgroup(\d+)", text)
+    shards = min(ranks, int(group.group(1))) if group else ranks
+    if "zero3" in text or "fsdp" in text.lower().split() or text == "hsdp":
+        return "parameters", min(shards, 8) if text == "hsdp" else shards
+    if "zero2" in text:
+        return "gradients", shards
+    return ("optimizer", shards) if "zero1" in text else ("none", 1)
+
+
+def _recomputed(cells: Cells, layers: int) -> tuple[float, bool]:
+    """Share of the forward pass that is computed again, and whether it is the attention scores alone."""
+    text = cells.get("recompute", "")
+    if text == "full-some-layers":
+        return min(1.0, number(cells, "recompute_layers") / layers), False
+    if text.startswith("full"):
+        return 1.0, False
+    # Every second product and what lies between; every second layer; of IBM's scheme a third of the layers.
+    shares = {"selective-op": 0.45, "selective-layer": 0.5}
+    if text in shares:
+        return shares[text], False
+    if text == "selective":
+        scores = whole(cells, "tp", 1) * whole(cells, "pp", 1) > 1
+        return (0.0, True) if scores else (0.33, False)
+    return 0.0, False
+
+
+def _precision(text: str) -> str:
+    words = (("nvfp4", "nvfp4"), ("mx", "mxfp8"), ("rowwise", "rowwise"), ("fp8", "fp8"))
+    return next((name for word, name in words if word in text), "bf16")
+
+
+def _writes_scores(cells: Cells) -> bool:
+    """Of Megatron's tests: asked for, or an old container, whose flash attention is not deterministic."""
+    notes = cells.get("notes", "")
+    old = "dracooci" in cells.get("source", "")
+    return "attn=unfused" in notes or ("attn=nan" in notes and (old or "impl=local" in notes))
+
+
+def says_recompute(cells: Cells) -> bool:
+    """Whether the row says what is recomputed; recipes are published without it."""
+    return cells.get("recompute", "") != "" and not cells["recompute"].startswith(("recipe", "unknown"))
+
+
+def workspaces(cells: Cells) -> float:
+    """Bytes that libraries keep in a row of Megatron's tests: cuBLAS for each of two handles (eight of 4 MiB where results have to be
+    deterministic or the GPU is newer than Ampere, else 8), and Transformer Engine's own."""
+    notes, gpu = cells.get("notes", ""), cells.get("gpu", "")
+    handle = 32.0 if "det=True" in notes or "A100" not in gpu else 8.125
+    if "impl=local" in notes:
+        return (3.5 if whole(cells, "tp") > 1 else 4) * handle * 2**20
+    return (2 * handle + (4 if "A100" in gpu else 32)) * 2**20
+
+
+FAMILIES = (
+    ("aleph", ("aa-scaling",)),
+    ("deepspeed", ("deepspeed zero", "deepspeed(hf)")),
+    ("megatron", ("megatron-deepspeed", "megatron-lm 2021", "megatron-lm 2022", "megatron-lm 285068c8", "megascale", "megatron-llama")),
+    ("nemo", ("nemo", "megatron-core", "megatron-bridge", "meta internal")),
+    ("composer", ("composer",)),
+    ("fsdp1", ("fsdp1",)),
+    ("yafsdp", ("yafsdp",)),
+    ("torchtitan", ("torchtitan", "kempner", "fsdp2")),
+    ("intern", ("internevo",)),
+)
+"""Trainers by words of the column ``framework``, first match."""
+
+
+def habits_of_row(cells: Cells) -> Habits:
+    """What the named trainer is known to do."""
+    name, words = cells.get("framework", "").lower(), cells.get("attention", "")
+    family = next((family for family, parts in FAMILIES if any(part in name for part in parts)), "other")
+    recent = any(word in name for word in ("285068c8", "megascale", "megatron-llama"))
+    old = family in ("megatron", "aleph")
+    attention: Attention = "flash"
+    if "torch" in words:
+        attention = "plain"
+    elif _writes_scores(cells) or "softmax" in words or words == "fused" or (not words and family == "megatron" and not recent):
+        attention = "fused"
+    elif "triton" in words:
+        attention = "triton"
+    elif "v1" in words:
+        attention = "flash1"
+    compiled = "compile" in name and "no compile" not in name
+    habits = Habits(
+        family=family,
+        attention=attention,
+        fused_norms=not (family == "aleph" and "RMS" not in words),
+        compiled=compiled or family == "nemo",
+        overlap_data=not old or "megascale" in name or "overlapped" in cells.get("optimizer", "").lower(),
+        overlap_tensor="async" in name or "megascale" in name or family == "nemo",
+        gradient_bytes=2 if "PURE" in cells.get("precision", "") or family in ("megatron", "intern", "composer") else 4,
+        gated=cells.get("gated_mlp", "1") == "1",
+        biased=old or "megatron-core ci" in name,
+        learned_positions=family == "megatron" or "megatron-core ci" in name,
+        dropout=family == "megatron" or "megatron-core ci" in name,
+        packed="packed" in name or "SFT" in cells.get("framework", ""),
+    )
+    if family == "nemo" and "megatron-core ci" not in name:
+        return replace(habits, gradient_bytes=2, kept_gradient_bytes=2)
+    if family in ("torchtitan", "fsdp1", "yafsdp"):
+        return replace(habits, state_bytes=10)
+    if family == "aleph":
+        norms = 0.0 if habits.fused_norms else 24.0
+        return replace(habits, gradient_bytes=2, kept_gradient_bytes=2, whole_logits=True, logit_bytes=20.0, norm_bytes=norms)
+    return replace(habits, gradient_bytes=2) if family == "deepspeed" else habits

@@ -1,0 +1,137 @@
+"""What a plan says: a table of layouts, one of them in full, and why the others are slower."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict
+from typing import Any
+
+from megatron_llama.memory import gib
+from megatron_llama.options import differences, flag
+from megatron_llama.planner.fitted import HIGH, LOW
+from megatron_llama.planner.nearest import Citation
+from megatron_llama.planner.odds import USABLE
+from megatron_llama.planner.own import Planned
+from megatron_llama.planner.steps import Step
+
+WORDS = (
+    ("compute", "kernels"),
+    ("bubble", "pipeline bubble"),
+    ("tensor", "exposed tensor-parallel communication"),
+    ("context", "exposed context-parallel communication"),
+    ("pipeline", "exposed sends between stages"),
+    ("data", "exposed data-parallel communication"),
+    ("update", "optimizer"),
+    ("other", "stragglers and the rest"),
+)
+"""Parts of a step, in words."""
+
+
+def flops_per_token(planned: Planned) -> float:
+    """Forward and backward FLOPs of a token, all of the square of scores counted, nothing that is computed again (torchtitan's MFU)."""
+    job, model = planned.job, planned.config.model
+    products = sum(product.n * product.k for product in job.matmuls) * job.tp * model.num_hidden_layers
+    head = model.vocab_size * model.hidden_size
+    return 6.0 * (products + head) + 12.0 * model.num_hidden_layers * model.num_attention_heads * model.head_dim * job.seq
+
+
+def mfu(planned: Planned) -> float:
+    """Model FLOPs that are used of what the device could do."""
+    return planned.speed * flops_per_token(planned) / planned.machine.gpu.peak
+
+
+def label(planned: Planned) -> str:
+    """A layout in one word, as ``--explain`` takes it."""
+    parallel, job = planned.config.parallel, planned.job
+    parts = [f"tp{job.tp}", f"pp{job.pp}", f"cp{job.cp}", f"dp{job.dp}", f"mbs{job.micro_batch}", parallel.pipeline_schedule]
+    if parallel.virtual_pipeline_model_parallel_size > 1:
+        parts.append(f"v{parallel.virtual_pipeline_model_parallel_size}")
+    return "/".join([*parts, parallel.data_parallel_sharding_strategy, f"recompute-{parallel.recompute_granularity}"])
+
+
+def table(best: Sequence[Planned]) -> Iterator[str]:
+    """A line for each layout, fastest first."""
+    yield (
+        f"{'':>2} {'step s':>8} {'80 % between':>15} {'tok/s/GPU':>9} {'MFU':>5} {'memory':>10} {'OOM':>4} "
+        f"{'bubble':>6} {'tp':>5} {'cp':>5} {'pp':>5} {'dp':>5}  layout"
+    )
+    for place, planned in enumerate(best, 1):
+        step = planned.timed
+        shares = [part / step.seconds for part in (step.bubble, step.tensor, step.context, step.pipeline, step.data)]
+        between = f"{step.seconds * LOW:.2f} to {step.seconds * HIGH:.2f}"
+        yield (
+            f"{place:>2} {step.seconds:>8.2f} {between:>15} {planned.speed:>9,.0f} {mfu(planned):>5.0%} "
+            f"{gib(sum(planned.fullest.values())):>10} {planned.odds:>4.0%} {shares[0]:>6.1%} "
+            + " ".join(f"{share:>5.1%}" for share in shares[1:])
+            + f"  {label(planned)}"
+        )
+
+
+def details(planned: Planned) -> Iterator[str]:
+    """Where time and memory go."""
+    step, gpu = planned.timed, planned.machine.gpu
+    yield f"{label(planned)}: {step.seconds:.2f} s a step, {planned.job.microbatches} microbatches"
+    yield "  time      " + ", ".join(f"{words} {getattr(step, name):.2f} s" for name, words in WORDS if getattr(step, name) >= 0.005)
+    parts = planned.fullest
+    reserve = f"context and fragmentation {gib(int((1 - USABLE) * gpu.memory))} set aside"
+    yield f"  memory    {', '.join(f'{name} {gib(size)}' for name, size in parts.items() if size)}; {reserve} of {gib(gpu.memory)}"
+    traffic = planned.traffic[0]
+    short = f"{traffic.gathers} gathers of {gib(traffic.gather_bytes)}, {traffic.reductions} reductions of {gib(traffic.reduction_bytes)}"
+    yield f"  traffic   of {planned.short.schedule.microbatches} microbatches, pp rank 0, over dp: {short}"
+
+
+def losses(best: Sequence[Planned]) -> Iterator[str]:
+    """Why each layout after the first is slower: the part that grew most."""
+    if not best:
+        return
+    winner = best[0].timed
+    for place, planned in enumerate(best[1:], 2):
+        step = planned.timed
+        name, words = max(WORDS, key=lambda part: _growth(step, winner, part[0]))
+        more = f"{words} {getattr(step, name):.2f} s instead of {getattr(winner, name):.2f} s"
+        yield f"{place:>2} loses {step.seconds - winner.seconds:.2f} s: {more}"
+
+
+def _growth(step: Step, winner: Step, name: str) -> float:
+    return float(getattr(step, name) - getattr(winner, name))
+
+
+def command(planned: Planned) -> str:
+    """The line that starts such a run."""
+    nodes = -(-planned.machine.gpus // planned.machine.node)
+    config = planned.config
+    words = [f"--nnodes {nodes}", f"--nproc-per-node {min(planned.machine.node, planned.machine.gpus)}", "-m megatron_llama pretrain"]
+    changed = {**_model_options(planned), **differences([config.parallel, config.training])}
+    if config.training.train_iters <= 1:
+        changed["train_iters"] = "N"
+    for name, value in changed.items():
+        words.append(flag(name) if value is True else f"{flag(name)} {value}")
+    return f"torchrun {' '.join(words)} --data-path PREFIX"
+
+
+def _model_options(planned: Planned) -> dict[str, Any]:
+    model = planned.config.model
+    return {"model": model.preset} if model.preset else differences([model])
+
+
+def as_json(best: Sequence[Planned], near: Sequence[Citation], tried: int) -> dict[str, Any]:
+    """Everything that the table and the details say."""
+    return {
+        "tried": tried,
+        "layouts": [
+            {
+                "layout": label(planned),
+                "step_seconds": planned.seconds,
+                "step_seconds_low": planned.seconds * LOW,
+                "step_seconds_high": planned.seconds * HIGH,
+                "tokens_per_second_per_gpu": planned.speed,
+                "mfu": mfu(planned),
+                "seconds": asdict(planned.timed),
+                "memory_bytes": planned.fullest,
+                "probability_out_of_memory": planned.odds,
+                "command": command(planned),
+            }
+            for planned in best
+        ],
+        "nearest_published": [asdict(citation) for citation in near],
+    }

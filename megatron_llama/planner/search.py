@@ -1,0 +1,171 @@
+"""All layouts of a run on a machine, the fastest that fit first."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from itertools import islice, product
+from typing import Any
+
+from megatron_llama.config import Config
+from megatron_llama.errors import ConfigError, describe
+from megatron_llama.layout import BY_TRAFFIC, NO_SHARD
+from megatron_llama.planner.coefficients import Coefficients
+from megatron_llama.planner.footprint import footprint
+from megatron_llama.planner.job import Machine
+from megatron_llama.planner.own import Planned, job_of
+from megatron_llama.planner.steps import estimate
+from megatron_llama.validate import problems
+
+EVEN_ODDS = 0.5
+MARGIN = 0.85
+"""How far the formula may be above the plans."""
+DOUBLINGS, TRIES = 10, 4
+"""How far to look for a cluster that is large enough, and how many layouts to try on each."""
+LONG = 4096
+"""Tokens of a sequence that a rank keeps at least under context parallelism."""
+MICRO_BATCHES = (1, 2, 4, 8)
+STRATEGIES = (NO_SHARD, *BY_TRAFFIC)
+GRANULARITIES = ("none", "selective", "full")
+
+
+@dataclass(frozen=True)
+class Found:
+    """What a search saw."""
+
+    best: tuple[Planned, ...]
+    """Layouts that fit, fastest first."""
+    tried: int
+    """Layouts that are valid."""
+    smallest: Planned | None
+    """Where nothing fits: the layout that needs least memory."""
+
+
+def search(config: Config, machine: Machine, fit: Coefficients, *, top: int, pinned: Mapping[str, Any]) -> Found:
+    """The fastest ``top`` layouts. ``config``: the model, the batch and everything that is not searched, resolved; ``pinned``: options of
+    a layout that the user has given, which all layouts keep.
+
+    Raises ConfigError where no layout is valid at all."""
+    ranked = sorted(candidates(config, machine, pinned), key=lambda one: estimate(job_of(one, machine), fit).seconds)
+    if not ranked:
+        raise ConfigError(_nothing_valid(config, machine, pinned))
+    fitting: list[Planned] = []
+    for one in ranked:
+        planned = Planned(one, machine, fit)
+        if roughly(planned) < machine.gpu.memory and planned.odds < EVEN_ODDS:
+            fitting.append(planned)
+            if len(fitting) >= 2 * top:
+                break
+    valid = (planned for planned in sorted(fitting, key=lambda planned: planned.seconds) if not problems(planned.few, machine.gpus))
+    best = tuple(islice(valid, top))
+    smallest = None if best else min((Planned(one, machine, fit) for one in ranked), key=roughly)
+    return Found(best, len(ranked), smallest)
+
+
+def roughly(planned: Planned) -> float:
+    """Bytes of the fuller end of the pipeline by a formula, on the low side: rules out most of what does not fit, at no cost."""
+    job = planned.job
+    return MARGIN * max(footprint(job, last=last).peak for last in (False, True))
+
+
+def enough_gpus(config: Config, machine: Machine, fit: Coefficients, pinned: Mapping[str, Any]) -> Planned | None:
+    """The least doubling of the GPUs with which some layout fits, by the layouts that need least."""
+    for doublings in range(1, DOUBLINGS + 1):
+        larger = replace(machine, gpus=machine.gpus << doublings)
+        ranked = sorted((Planned(one, larger, fit) for one in candidates(config, larger, pinned)), key=roughly)
+        for planned in ranked[:TRIES]:
+            if planned.odds < EVEN_ODDS:
+                return planned
+    return None
+
+
+def candidates(config: Config, machine: Machine, pinned: Mapping[str, Any]) -> Iterator[Config]:
+    """Valid layouts, without looking at memory."""
+    for shape in shapes(config, machine, pinned):
+        tp, pp, cp, schedule, virtual, micro = shape
+        dp = machine.gpus // (tp * pp * cp)
+        choices = product(_of(pinned, "data_parallel_sharding_strategy", STRATEGIES), _of(pinned, "recompute_granularity", GRANULARITIES))
+        for strategy, granularity in choices:
+            if dp * cp == 1 and strategy != BY_TRAFFIC[0] and "data_parallel_sharding_strategy" not in pinned:
+                continue
+            parallel = replace(
+                config.parallel,
+                tensor_model_parallel_size=tp,
+                pipeline_model_parallel_size=pp,
+                context_parallel_size=cp,
+                virtual_pipeline_model_parallel_size=virtual,
+                pipeline_schedule=schedule,
+                sequence_parallel=tp > 1 and pinned.get("sequence_parallel", True),
+                data_parallel_sharding_strategy=strategy,
+                recompute_granularity=granularity,
+            )
+            yield replace(config, parallel=parallel, training=replace(config.training, micro_batch_size=micro))
+
+
+Shape = tuple[int, int, int, Any, int, int]
+
+
+def shapes(config: Config, machine: Machine, pinned: Mapping[str, Any]) -> Iterator[Shape]:
+    """(tp, pp, cp, schedule, virtual stages, micro-batch) that divide what they have to."""
+    model, training, world = config.model, config.training, machine.gpus
+    tensors = [size for size in _powers(machine.node) if model.num_attention_heads % size == 0 and _whole_kv(config, size)]
+    pipes = [size for size in _divisors(world) if size <= model.num_hidden_layers and model.num_hidden_layers % size == 0]
+    contexts = [size for size in _powers(64) if size == 1 or training.seq_length // size >= LONG]
+    for tp, pp, cp in product(
+        _of(pinned, "tensor_model_parallel_size", tensors),
+        _of(pinned, "pipeline_model_parallel_size", pipes),
+        _of(pinned, "context_parallel_size", contexts),
+    ):
+        if world % (tp * pp * cp):
+            continue
+        samples, rest = divmod(training.global_batch_size, world // (tp * pp * cp))
+        for micro in _of(pinned, "micro_batch_size", MICRO_BATCHES):
+            if rest == 0 and samples and samples % micro == 0:
+                for schedule, virtual in _pipelines(config, pp, samples // micro, pinned):
+                    yield tp, pp, cp, schedule, virtual, micro
+
+
+def _pipelines(config: Config, pp: int, microbatches: int, pinned: Mapping[str, Any]) -> Iterator[tuple[str, int]]:
+    """Schedules with their numbers of virtual stages."""
+    layers = config.model.num_hidden_layers // pp
+    every = [("1f1b", 1)]
+    if pp > 1:
+        every += [("zb-h1", 1)] + [("zb-v", 2)] * (layers % 2 == 0)
+        every += [("interleaved", count) for count in range(2, min(layers, 10) + 1) if layers % count == 0 and microbatches % pp == 0]
+    for schedule, virtual in every:
+        wanted = pinned.get("pipeline_schedule", schedule), pinned.get("virtual_pipeline_model_parallel_size", virtual)
+        if wanted == (schedule, virtual) or (schedule == "zb-v" and wanted[0] == schedule):
+            yield schedule, 1 if schedule == "zb-v" else virtual
+
+
+def _of(pinned: Mapping[str, Any], name: str, every: Any) -> Any:
+    return (pinned[name],) if name in pinned else every
+
+
+def _whole_kv(config: Config, tp: int) -> bool:
+    heads = config.model.num_key_value_heads
+    return heads % tp == 0 or tp % heads == 0
+
+
+def _powers(limit: int) -> list[int]:
+    return [1 << power for power in range(limit.bit_length()) if 1 << power <= limit]
+
+
+def _divisors(whole: int) -> list[int]:
+    return [size for size in range(1, whole + 1) if whole % size == 0]
+
+
+def _nothing_valid(config: Config, machine: Machine, pinned: Mapping[str, Any]) -> str:
+    """Why no layout can be built, and the nearest batch that can."""
+    given = ", ".join(f"{name} {value}" for name, value in pinned.items()) or "none"
+    batch, world = config.training.global_batch_size, machine.gpus
+    near = [size * max(1, round(batch / size)) for size in _divisors(world)]
+    works = [size for size in near if any(True for _ in shapes(_with_batch(config, size), machine, pinned))]
+    best = min(works, key=lambda size: abs(size - batch), default=None)
+    do = f"--global-batch-size {best} would work" if best else "give --gpus that model and layout divide, such as 8 or 64"
+    got = f"{world} GPUs, --global-batch-size {batch}, given options of the layout: {given}"
+    return describe("plan", got=got, expected="numbers that divide each other", do=do)
+
+
+def _with_batch(config: Config, batch: int) -> Config:
+    return replace(config, training=replace(config.training, global_batch_size=batch))

@@ -1,0 +1,114 @@
+"""An event simulator: the actions of a ``Schedule``, as the runtime walks them, with passes and transfers that take time.
+
+The rules are those of ``schedule/replay.py``: a receive is posted and returns, a pass waits for what it receives, a send waits until the
+previous message of its link was taken. Beside them each rank has a stream for gathers and one for reductions.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from megatron_llama.schedule import Op, Schedule, ScheduleError, TimedPass, Timeline
+from megatron_llama.schedule.actions import RECEIVES, SENDS, Action, Link, link_of, other_end, receive_of
+
+
+@dataclass(frozen=True)
+class StageTimes:
+    """Seconds of the passes of one microbatch at one stage."""
+
+    forward: float
+    backward_input: float
+    backward_weight: float
+    gather_forward: float = 0.0
+    """Parameters that have to come for every forward pass, beside it."""
+    gather_backward: float = 0.0
+    reduce: float = 0.0
+    """Gradients that leave behind every backward pass."""
+    slowdown: float = 0.0
+    """Of kernels beside communication, as a share of the shorter of the two."""
+
+    def of(self, op: Op) -> float:
+        """The duration of a pass: kernels, unless what travels beside them takes longer."""
+        if op is Op.FORWARD:
+            return self._beside(self.forward, self.gather_forward)
+        weight = 0.0 if op is Op.BACKWARD_INPUT else self.backward_weight
+        if op is Op.BACKWARD_WEIGHT:
+            return self._beside(weight, self.reduce)
+        kernels = self.backward_input + weight
+        return self._beside(kernels, max(self.gather_backward, self.reduce if op is Op.BACKWARD else 0.0))
+
+    def _beside(self, kernels: float, sent: float) -> float:
+        return max(kernels, sent) + self.slowdown * min(kernels, sent)
+
+
+def simulate(schedule: Schedule, times: Sequence[StageTimes], transfer: float) -> Timeline:
+    """When every pass runs. ``times``: of each stage; ``transfer``: seconds of a message between neighbours.
+
+    Raises ScheduleError if ranks wait for each other for ever, which no validated schedule does."""
+    walk = _Walk(schedule, times, transfer)
+    cursors, moved = [0] * len(schedule.ranks), True
+    while moved:
+        moved = False
+        for rank, actions in enumerate(schedule.ranks):
+            while cursors[rank] < len(actions) and walk.perform(rank, actions[cursors[rank]]):
+                cursors[rank] += 1
+                moved = True
+    if any(cursor < len(actions) for cursor, actions in zip(cursors, schedule.ranks, strict=True)):
+        raise ScheduleError(f"{schedule.name}: deadlock in the simulation")
+    return Timeline(tuple(map(tuple, walk.passes)))
+
+
+class _Walk:
+    """The clock of every rank, when messages arrive and when links are free."""
+
+    def __init__(self, schedule: Schedule, times: Sequence[StageTimes], transfer: float) -> None:
+        self.placement, self.transfer = schedule.placement, transfer
+        self.durations = {(op, stage): one.of(op) for op in schedule.passes for stage, one in enumerate(times)}
+        self.clocks = [0.0] * len(schedule.ranks)
+        self.passes: list[list[TimedPass]] = [[] for _ in schedule.ranks]
+        self.arrives: dict[Action, float] = {}
+        self.free: dict[Link, float] = defaultdict(float)
+        self.sent: dict[Link, int] = defaultdict(int)
+        self.posted: dict[Link, list[float]] = defaultdict(list)
+
+    def perform(self, rank: int, action: Action) -> bool:
+        """Carry out the action, unless it has to wait for another rank's."""
+        if action.op in RECEIVES:
+            self.posted[link_of(action, self.placement)].append(self.clocks[rank])
+            return True
+        if action.op in SENDS:
+            return self._send(rank, action)
+        receive, start = receive_of(action, self.placement), self.clocks[rank]
+        if receive is not None:
+            arrival = self.arrives.get(other_end(receive))
+            if arrival is None:
+                return False
+            start = max(start, arrival)
+        self.clocks[rank] = start + self.durations[action.op, action.stage]
+        self.passes[rank].append(TimedPass(action, start, self.clocks[rank]))
+        return True
+
+    def _send(self, rank: int, action: Action) -> bool:
+        link = link_of(action, self.placement)
+        before, posted = self.sent[link], self.posted[link]
+        if len(posted) < before:
+            return False
+        if before:
+            self.clocks[rank] = max(self.clocks[rank], posted[before - 1])
+        self.arrives[action] = self.free[link] = max(self.clocks[rank], self.free[link]) + self.transfer
+        self.sent[link] += 1
+        return True
+
+
+def tail(ends: Sequence[tuple[float, float]], messages: Sequence[tuple[float, float]]) -> float:
+    """How long after the last pass of a rank the last reduction is through.
+
+    ``ends``: (start, end) of the pass that completes the gradients; ``messages``: (share of the pass after which it is ready, seconds), in
+    order of completion."""
+    clock, last = 0.0, max(end for _, end in ends)
+    for start, end in ends:
+        for share, seconds in messages:
+            clock = max(clock, start + share * (end - start)) + seconds / len(ends)
+    return max(0.0, clock - last)

@@ -1,0 +1,130 @@
+"""How long a step takes, in closed form: equal stages, one bottleneck, what cannot hide. ``simulate`` does it action by action."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from math import log2
+
+from megatron_llama.planner.coefficients import Coefficients
+from megatron_llama.planner.footprint import footprint
+from megatron_llama.planner.job import Job
+from megatron_llama.planner.kernels import NARROW, Kernels, Pass
+from megatron_llama.planner.links import Axes, axes_of
+
+UPDATE = 34
+"""Bytes an update moves for each parameter of a shard: gradient, master weight and two moments, in and out, and the narrow weight."""
+
+
+FULL = 0.85
+"""Share of the memory beyond which the allocator has to return and take memory within a step."""
+BUCKET = 40_000_000
+"""Elements in one message of gradients, in most trainers."""
+
+
+@dataclass(frozen=True)
+class Step:
+    """Seconds of one step and where they go."""
+
+    compute: float
+    """Kernels of the busiest rank."""
+    bubble: float
+    tensor: float
+    """Exposed communication over tp."""
+    context: float
+    pipeline: float
+    data: float
+    update: float
+    other: float
+
+    @property
+    def seconds(self) -> float:
+        """The whole step."""
+        return self.compute + self.bubble + self.tensor + self.context + self.pipeline + self.data + self.update + self.other
+
+
+@dataclass(frozen=True)
+class Block:
+    """One transformer block, one microbatch, with the communication that nothing hides."""
+
+    forward: Pass
+    backward: Pass
+    """With what is computed again."""
+
+    @property
+    def seconds(self) -> float:
+        """Both passes."""
+        return self.forward.seconds + self.backward.seconds
+
+
+def block_of(job: Job, axes: Axes, kernels: Kernels, fit: Coefficients) -> Block:
+    """What one block costs. Each pass sums partial results over tp twice (gather and scatter under sequence parallelism); with context
+    parallelism keys and values travel forward, and their gradients come back."""
+    shown = fit.tensor_overlap if job.habits.overlap_tensor else 1.0
+    tensor = 2 * axes.tp.reduce(NARROW * job.tokens * job.model.hidden_size) * shown
+    wide = 2 * job.model.num_key_value_heads * job.model.head_dim / min(job.tp, job.model.num_key_value_heads)
+    context = axes.cp.gather(NARROW * job.tokens * job.cp * wide) * fit.cp_exposed
+    pure = kernels.forward()
+    forward = replace(pure, tensor=tensor, context=context)
+    backward = replace(kernels.backward(pure), tensor=tensor, context=2 * context)
+    if job.recomputes_scores:
+        return Block(forward, backward + Pass(attention=pure.attention))
+    return Block(forward, backward + forward.scaled(job.recomputed) + Pass(memory=pure.memory * job.recomputed_memory))
+
+
+def estimate(job: Job, fit: Coefficients) -> Step:
+    """The time of a step."""
+    axes, kernels = axes_of(job, fit), Kernels(job, fit)
+    block, head = block_of(job, axes, kernels, fit), kernels.head()
+    layers, share = job.model.num_hidden_layers, job.model.num_hidden_layers / job.pp
+    ends = 3 * head.seconds + axes.tp.reduce(NARROW * job.tokens * job.model.hidden_size) * 2
+    middle = share * block.seconds
+    # An uneven share: some rank has the larger part, unless it is the one with the head.
+    uneven = (-(-layers // job.pp) - share) * block.seconds
+    squeeze = 1 + fit.pressure * max(0.0, _fullness(job) - FULL)
+    bottleneck = max(middle + ends, middle + uneven) * squeeze
+    hops = axes.pp.send(NARROW * job.tokens * job.model.hidden_size / (job.tp if job.sequence_parallel else 1)) if job.pp > 1 else 0.0
+    wait = fit.pipeline_exposed * 2 * hops * (job.microbatches * (1 if job.vpp == 1 else 0.5 * job.vpp) + job.pp)
+    bubble = job.bubble * (job.pp - 1) * middle / job.vpp
+    work = job.microbatches * bottleneck
+    data = data_time(job, axes, fit, work, middle)
+    update = UPDATE * job.rank_numel / (job.shards if job.sharding != "none" else 1) / kernels.hbm
+    both = block.forward + block.backward
+    tensor, context = (job.microbatches * share * part for part in (both.tensor, both.context))
+    whole = work + bubble + wait + data + update + fit.step
+    return Step(max(0.0, work - tensor - context), bubble, tensor, context, wait, data, update, fit.step + whole * straggling(job, fit))
+
+
+def _fullness(job: Job) -> float:
+    """Share of the device's memory that the fuller end of the pipeline needs."""
+    return max(footprint(job, last=last).peak for last in (False, True)) / job.machine.gpu.memory
+
+
+def straggling(job: Job, fit: Coefficients) -> float:
+    """Share by which a step takes longer because many GPUs wait for the slowest of them."""
+    return fit.straggle * max(0.0, log2(job.machine.gpus / 8))
+
+
+def data_time(job: Job, axes: Axes, fit: Coefficients, work: float, middle: float) -> float:
+    """Exposed seconds of gradients and parameters between data-parallel ranks: of those that travel beside every microbatch, and of those
+    that travel once."""
+    numel, wire, units = job.rank_numel, job.habits.gradient_bytes, job.model.num_hidden_layers / job.pp
+    replicas = axes.replicas.reduce(wire * numel / (job.shards if job.sharding != "none" else 1))
+    messages = max(1.0, numel / BUCKET)
+    if job.sharding == "parameters":
+        gathers = 2 * job.microbatches if job.pp == 1 else 1
+        sent = gathers * axes.shards.gather(NARROW * numel, units) + job.microbatches * axes.shards.gather(wire * numel, units) + replicas
+        return _beside(sent, work, fit)
+    each = job.sharding == "gradients" and (job.pp == 1 or job.habits.reduces_every_microbatch)
+    reductions, gathers_once = axes.shards.gather(wire * numel, messages), axes.shards.gather(NARROW * numel, messages)
+    sent = gathers_once + replicas + (0.0 if each else reductions)
+    if job.habits.family == "intern":
+        sent += job.shards * fit.broadcast
+    streamed = _beside(job.microbatches * reductions, work, fit) if each else 0.0
+    if not job.habits.overlap_data:
+        return sent + (job.microbatches * reductions if each else 0.0)
+    return streamed + fit.data_exposed * sent + (1 - min(1.0, fit.data_exposed)) * max(0.0, sent - middle)
+
+
+def _beside(sent: float, work: float, fit: Coefficients) -> float:
+    """What kernels and communication side by side take more than kernels alone."""
+    return float((work**4 + sent**4) ** 0.25) - work + fit.parameters_exposed * min(sent, work)

@@ -1,0 +1,194 @@
+"""The planner against the plans that it reads: passes, bytes, FLOPs, memory; its search and its command."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from megatron_llama.cli import main
+from megatron_llama.config import Config
+from megatron_llama.errors import ConfigError
+from megatron_llama.memory import MemoryPlan
+from megatron_llama.metrics.flops import flops_per_token
+from megatron_llama.planner.fitted import FITTED
+from megatron_llama.planner.hardware import GPUS, gpu_named
+from megatron_llama.planner.job import Machine
+from megatron_llama.planner.links import axis_of
+from megatron_llama.planner.own import Planned, job_of
+from megatron_llama.planner.report import command, label
+from megatron_llama.planner.report import flops_per_token as planned_flops
+from megatron_llama.planner.search import candidates, enough_gpus, search
+from megatron_llama.planner.simulate import StageTimes, simulate, tail
+from megatron_llama.planner.steps import estimate
+from megatron_llama.presets import PRESETS
+from megatron_llama.schedule import Costs, Op, schedule_named
+from megatron_llama.schedule import simulate as replayed
+from megatron_llama.validate import problems, resolve
+
+H100 = gpu_named("h100")
+
+
+def machine(gpus: int) -> Machine:
+    return Machine(H100, gpus, 8, 8, H100.nic)
+
+
+def config(model: str, batch: int, micro: int = 1, seq: int = 4096, **parallel: object) -> Config:
+    whole = Config(model=replace(PRESETS[model], preset=model))
+    training = replace(whole.training, bf16=True, global_batch_size=batch, micro_batch_size=micro, seq_length=seq, train_iters=1)
+    return replace(whole, parallel=replace(whole.parallel, **parallel), training=training)  # type: ignore[arg-type]
+
+
+LAYOUTS = {
+    "1f1b": {"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 4, "sequence_parallel": True},
+    "interleaved": {"pipeline_model_parallel_size": 4, "virtual_pipeline_model_parallel_size": 2, "pipeline_schedule": "interleaved"},
+    "zb-h1": {"pipeline_model_parallel_size": 4, "pipeline_schedule": "zb-h1"},
+    "zb-v": {"pipeline_model_parallel_size": 2, "pipeline_schedule": "zb-v"},
+    "grads": {"tensor_model_parallel_size": 2, "data_parallel_sharding_strategy": "optim_grads", "sequence_parallel": True},
+    "layers": {"data_parallel_sharding_strategy": "optim_grads_params", "recompute_granularity": "full"},
+    "long": {"context_parallel_size": 2, "recompute_granularity": "selective"},
+}
+
+
+def planned(name: str, batch: int = 256) -> Planned:
+    chosen = config("llama2-7b", batch, seq=8192 if name == "long" else 4096, **LAYOUTS[name])
+    assert problems(chosen, 16) == []
+    return Planned(resolve(chosen, 16), machine(16), FITTED)
+
+
+@pytest.mark.parametrize("name", ["gpipe", "1f1b", "interleaved", "zb-h1", "zb-v"])
+def test_the_simulator_walks_a_schedule_as_the_replay_does(name: str) -> None:
+    schedule = schedule_named(name, ranks=4, microbatches=8, virtual=2 if name == "interleaved" else 1)
+    times = [StageTimes(1.0, 2.0, 3.0)] * schedule.stages
+    assert simulate(schedule, times, 0.0) == replayed(schedule, Costs(1.0, 2.0, 3.0))
+    assert simulate(schedule, times, 0.5).makespan > simulate(schedule, times, 0.0).makespan
+
+
+def test_passes_wait_for_what_travels_beside_them() -> None:
+    times = StageTimes(1.0, 1.0, 1.0, gather_forward=3.0, gather_backward=1.5, reduce=4.0, slowdown=0.1)
+    assert [times.of(op) for op in (Op.FORWARD, Op.BACKWARD)] == pytest.approx([3.1, 4.2])
+    # Ready after half of the pass and at its end: the first hides, the second follows.
+    assert tail([(0.0, 10.0)], [(0.5, 3.0), (1.0, 2.0)]) == pytest.approx(2.0)
+    assert tail([(0.0, 10.0)], [(0.5, 8.0), (1.0, 2.0)]) == pytest.approx(5.0)
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_flops_and_memory_are_those_of_the_plans(name: str) -> None:
+    plan = planned(name, 64)
+    model = plan.config.model
+    assert planned_flops(plan) == flops_per_token(model, plan.job.seq, causal=False)
+    granularity = plan.config.parallel.recompute_granularity
+    whole = MemoryPlan(plan.config, 16)
+    chosen = whole.chosen() if granularity != "none" else 0
+    assert sum(plan.fullest.values()) == whole.needed(granularity, chosen)
+    assert [traffic.shards for traffic in plan.traffic] == [layout.shards for layout in whole.layouts]
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_the_simulated_step_is_near_the_closed_form(name: str) -> None:
+    plan = planned(name)
+    assert plan.seconds == pytest.approx(estimate(plan.job, FITTED).seconds, rel=0.05)
+    parts = plan.timed
+    assert parts.compute > 0.6 * plan.seconds
+    assert (parts.bubble > 0) == (plan.job.pp > 1) and (parts.tensor > 0) == (plan.job.tp > 1) and (parts.context > 0) == (plan.job.cp > 1)
+
+
+def test_a_few_microbatches_show_what_all_do() -> None:
+    for name in ("1f1b", "interleaved", "layers"):
+        short, whole = planned(name, 512), planned(name, 512)
+        whole.__dict__["few"] = whole.config
+        assert short.few.training.global_batch_size < 512
+        assert sum(short.fullest.values()) == sum(whole.fullest.values())
+        assert short.seconds == pytest.approx(whole.seconds, rel=0.03)
+
+
+def test_a_ring_uses_the_cards_of_all_its_ranks_in_a_node() -> None:
+    node = replace(machine(64), nic=12.5e9)
+    inside, across, strided = (axis_of(node, size, stride, FITTED) for size, stride in ((8, 1), (64, 1), (8, 8)))
+    assert inside.rate > across.rate > strided.rate
+    assert across.rate == pytest.approx(min(inside.rate, 8 * strided.rate))
+    assert inside.gather(1e9) < across.gather(1e9) < strided.gather(1e9) and axis_of(node, 1, 1, FITTED).gather(1e9) == 0
+
+
+def test_every_candidate_divides_what_it_has_to() -> None:
+    tried = list(candidates(config("llama2-7b", 64), machine(8), {"recompute_granularity": "full"}))
+    assert len(tried) > 100 and len(set(map(str, tried))) == len(tried)
+    wrong = [problem for one in tried[::20] for problem in problems(one, 8)]
+    assert wrong == [] and {one.parallel.recompute_granularity for one in tried} == {"full"}
+
+
+def test_the_search_finds_the_fastest_that_fits() -> None:
+    whole = resolve(config("llama2-7b", 64), 1)
+    found = search(whole, machine(8), FITTED, top=3, pinned={"pipeline_model_parallel_size": 1})
+    seconds = [plan.seconds for plan in found.best]
+    assert len(seconds) == 3 and seconds == sorted(seconds) and all(plan.odds < 0.5 for plan in found.best)
+    # Nothing of the same search that is faster by the closed form fits.
+    faster = [one for one in candidates(whole, machine(8), {"pipeline_model_parallel_size": 1}) if estimate(job_of(one, machine(8)), FITTED).seconds < 0.9 * seconds[0]]
+    assert all(Planned(one, machine(8), FITTED).odds > 0.5 for one in faster)
+
+
+def test_a_model_that_fits_nowhere_and_the_cluster_it_needs() -> None:
+    pinned = {"pipeline_model_parallel_size": 1, "micro_batch_size": 1, "recompute_granularity": "full"}
+    whole = resolve(config("llama2-13b", 64), 1)
+    found = search(whole, machine(1), FITTED, top=3, pinned=pinned)
+    assert found.best == () and found.smallest is not None and found.smallest.odds > 0.99
+    enough = enough_gpus(whole, machine(1), FITTED, pinned)
+    assert enough is not None and enough.machine.gpus in (2, 4) and enough.odds < 0.5
+
+
+def test_gpus_by_other_names() -> None:
+    assert gpu_named("A100-80GB") is GPUS["a100"] and gpu_named("GB200-186GB").domain == 72
+    with pytest.raises(ConfigError, match="did you mean h200"):
+        gpu_named("h200x")
+
+
+SMALL = ["plan", "--model", "llama2-7b", "--gpus", "8", "--global-batch-size", "64", "--seq-length", "4096", "--pipeline-model-parallel-size", "1"]
+
+
+def test_the_command(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    assert main([*SMALL, "--top", "3", "--json", str(tmp_path / "plan.json"), "--micro-batch-size", "1"]) == 0
+    text = capsys.readouterr().out
+    written = json.loads((tmp_path / "plan.json").read_text())
+    assert "layouts tried" in text and "why the others are slower" in text and "nearest published runs" in text
+    assert len(written["layouts"]) == 3 and written["layouts"][0]["layout"] in text
+    first = written["layouts"][0]
+    assert first["step_seconds_low"] < first["step_seconds"] < first["step_seconds_high"]
+    assert first["step_seconds"] == pytest.approx(sum(first["seconds"].values()))
+    assert first["command"] in text and "torchrun --nnodes 1 --nproc-per-node 8 -m megatron_llama pretrain --model llama2-7b" in text
+    assert main([*SMALL[:-2], "--explain", first["layout"]]) == 0
+    assert f"{first['layout']}: {first['step_seconds']:.2f} s a step" in capsys.readouterr().out
+
+
+def test_the_planned_command_line_is_valid(capsys: pytest.CaptureFixture[str]) -> None:
+    """Every option of the printed line is one of pretrain, and the layout is the planned one."""
+    plan = planned("interleaved")
+    words = command(plan).split(" pretrain ")[1].replace("--train-iters N", "--train-iters 1").split()
+    assert main(["pretrain", *words, "--dry-run", "--world-size", "16"]) == 0
+    assert "16 = tp 1 x cp 1 x pp 4 x dp 4" in capsys.readouterr().out
+    assert label(plan) == "tp1/pp4/cp1/dp4/mbs1/interleaved/v2/optim/recompute-none"
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["plan", "--gpus", "8"], "--model: got nothing"),
+        (["plan", "--model", "llama2-7b", "--gpus", "7", "--global-batch-size", "64"], "--global-batch-size 63 would work"),
+        ([*SMALL, "--gpu", "h300"], "--gpu: got h300"),
+        ([*SMALL[:-2], "--explain", "tp3/pp1"], "cannot run on 8 GPUs"),
+        ([*SMALL[:-2], "--explain", "tp2/sideways"], "--explain: got sideways"),
+        (["plan", "score"], "plan score: got no file"),
+        (["plan", "--model", "llama2-13b", "--gpus", "1", "--global-batch-size", "8", "--seq-length", "2048"], "--gpus 4 would do"),
+    ],
+)
+def test_input_that_makes_no_sense(words: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(words) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_planning_needs_the_standard_library_only() -> None:
+    code = "import sys; import megatron_llama.commands.plan; print([m for m in ('torch', 'numpy', 'yaml') if m in sys.modules])"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip() == "[]"
