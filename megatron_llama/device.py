@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import os
 import platform
+import sys
 from contextlib import AbstractContextManager, suppress
+from importlib.util import find_spec
 from pathlib import Path
 
 import torch
@@ -91,6 +93,20 @@ def memory_bytes(device: torch.device) -> int:
     if is_host(device):
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     return int(torch.cuda.get_device_properties(device).total_memory)
+
+
+def runs_triton(device: torch.device) -> bool:
+    """Whether Triton's kernels may run: it is installed, and the device can do what they need. On a host only in Triton's interpreter,
+    which tests choose before they import it."""
+    if is_host(device):
+        triton = sys.modules.get("triton")
+        return triton is not None and bool(triton.knobs.runtime.interpret)
+    return torch.version.hip is None and find_spec("triton") is not None and torch.cuda.get_device_capability(device) >= (8, 0)
+
+
+def multiprocessors(device: torch.device) -> int:
+    """Units of the device that run programs side by side."""
+    return 2 if is_host(device) else int(torch.cuda.get_device_properties(device).multi_processor_count)
 
 
 def new_stream(device: torch.device) -> torch.Stream:

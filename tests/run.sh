@@ -11,6 +11,7 @@ fi
 if [ $# -eq 0 ]; then
     .venv/bin/ruff check .
     .venv/bin/mypy
+    bash tests/kernels.sh # in an environment of their own, which has what all the others show not to need
     # Three at a time on two cores: half of a test's life is waiting for processes. A file stays together, for what its tests share;
     # files come in the order of their folders, so that the long ones among them are not all left for the end.
     set -- --numprocesses 3 --dist loadfile --no-loadscope-reorder

@@ -7,7 +7,7 @@ Names are those of HuggingFace's LlamaForCausalLM; qkv_proj and gate_up_proj are
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import cast
 
@@ -31,6 +31,7 @@ from megatron_llama.nn.functional import (
     split_heads,
     swiglu,
 )
+from megatron_llama.nn.kernels.choice import kernels_for
 from megatron_llama.nn.linear import ColumnLinear, RowLinear, column_linear, empty_weight
 from megatron_llama.nn.lora import ColumnAdapters, Part, RowAdapter
 from megatron_llama.nn.marker import before_backward
@@ -266,7 +267,9 @@ class Stage(nn.Module):
 
 def build_stages(config: Config, mesh: Mesh) -> dict[int, Stage]:
     """This process's pipeline stages by index, on the meta device: the engine gives them weights."""
-    partition, options = partition_of(config), StageOptions.of(config.parallel)
+    dtype, hidden = torch.float64 if config.training.fp64 else torch.float32, config.model.hidden_size
+    bodies = kernels_for(mesh.device, dtype, hidden) or PLAIN
+    partition, options = partition_of(config), replace(StageOptions.of(config.parallel), bodies=bodies)
     indices = partition.stages_of(mesh.pp.rank)
     stages = {i: Stage(config.model, mesh, options, partition=partition, index=i) for i in indices}
     if partition.ends_meet and partition.stages > 1 and mesh.pp.rank == partition.placement[0]:

@@ -13,6 +13,7 @@ from torch.optim.adamw import adamw
 from megatron_llama.comm.streams import Done, Now
 from megatron_llama.config import OptimizerConfig
 from megatron_llama.layout import Kind, Segment
+from megatron_llama.nn.kernels.choice import runs_kernels
 
 
 @dataclass(frozen=True)
@@ -147,9 +148,33 @@ class AdamW:
     def step(self, bucket: int, grad: Tensor, *, scale: Tensor, skip: Tensor, lr: float) -> Done:
         """See ShardUpdate."""
         master, state, decay = self._masters[bucket], self._states[bucket], self._decay[bucket]
+        if runs_kernels(master.device, master.dtype):
+            self._in_one_pass(bucket, grad, scale, skip, lr)
+            return Now()
         adamw_step(master, grad, state, self.config, decay=decay, scale=scale, skip=skip, lr=lr)
         self.refresh(bucket)
         return Now()
+
+    def _in_one_pass(self, bucket: int, grad: Tensor, scale: Tensor, skip: Tensor, lr: float) -> None:
+        """The update, and the shard in the compute dtype with it."""
+        from megatron_llama.optim.one_pass import adamw as one_pass
+
+        master, own, state, c = self._masters[bucket], self._shards[bucket].own, self._states[bucket], self.config
+        one_pass(
+            master,
+            grad,
+            state["exp_avg"],
+            state["exp_avg_sq"],
+            state["step"],
+            None if own is master else own,
+            scale=scale,
+            skip=skip,
+            lr=lr,
+            beta1=c.adam_beta1,
+            beta2=c.adam_beta2,
+            decay=self._decay[bucket],
+            eps=c.adam_eps,
+        )
 
     def finish(self, steps: Done, *, scale: Tensor, skip: Tensor) -> None:
         """See ShardUpdate."""

@@ -1,0 +1,30 @@
+"""Where Triton's kernels compute, and where torch's operators do: the one place that decides."""
+
+from __future__ import annotations
+
+from functools import cache
+
+import torch
+
+from megatron_llama import device as devices
+from megatron_llama.nn.bodies import Bodies
+
+DTYPES = frozenset({torch.float32, torch.bfloat16, torch.float16})
+"""Sums are taken in fp32, so fp64 (the reference runs) stays with torch."""
+LARGEST_ROW = 1 << 15
+"""Elements: the kernels of the norm hold a whole row."""
+
+
+@cache
+def runs_kernels(device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether Triton's kernels compute with tensors of this dtype on this device."""
+    return dtype in DTYPES and devices.runs_triton(device)
+
+
+def kernels_for(device: torch.device, dtype: torch.dtype, hidden: int) -> Bodies | None:
+    """The kernels, for layers of so many channels; None: torch's operators compute there."""
+    if hidden > LARGEST_ROW or not runs_kernels(device, dtype):
+        return None
+    from megatron_llama.nn.kernels.bodies import KERNELS
+
+    return KERNELS

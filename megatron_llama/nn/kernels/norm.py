@@ -1,0 +1,117 @@
+"""RMSNorm with the residual addition before it: one read and one write of each activation, forward and backward.
+
+A block adds what a layer gives to the residual stream and normalizes the sum. Backward, two gradients meet in that sum, the one
+through the norm and the one along the stream, and are added where they are made.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from megatron_llama import device as devices
+
+PROGRAMS_PER_UNIT = 2
+"""Of the backward pass: each leaves one row of partial sums for the weight."""
+
+
+@triton.jit
+def _forward(
+    x,
+    delta,
+    weight,
+    total,
+    out,
+    scale,
+    eps,
+    width,
+    HAS_DELTA: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    row = tl.program_id(0)
+    columns = tl.arange(0, BLOCK)
+    inside = columns < width
+    place = row.to(tl.int64) * width + columns
+    values = tl.load(x + place, mask=inside, other=0.0)
+    if HAS_DELTA:
+        values = (values.to(tl.float32) + tl.load(delta + place, mask=inside, other=0.0).to(tl.float32)).to(values.dtype)
+        tl.store(total + place, values, mask=inside)
+    wide = values.to(tl.float32)
+    inverse = tl.rsqrt(tl.sum(wide * wide, 0) / width + eps)
+    tl.store(scale + row, inverse)
+    # Rounded before the weight is applied, as HuggingFace does.
+    normed = (wide * inverse).to(values.dtype).to(tl.float32)
+    factor = tl.load(weight + columns, mask=inside, other=0.0).to(tl.float32)
+    tl.store(out + place, (factor * normed).to(values.dtype), mask=inside)
+
+
+@triton.jit
+def _backward(
+    grad,
+    stream,
+    x,
+    weight,
+    scale,
+    x_grad,
+    partial,
+    rows,
+    width,
+    share,
+    HAS_STREAM: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    program = tl.program_id(0)
+    columns = tl.arange(0, BLOCK)
+    inside = columns < width
+    factor = tl.load(weight + columns, mask=inside, other=0.0).to(tl.float32)
+    summed = tl.zeros([BLOCK], tl.float32)
+    for row in range(program * share, tl.minimum(program * share + share, rows)):
+        place = tl.cast(row, tl.int64) * width + columns
+        inverse = tl.load(scale + row)
+        normed = tl.load(x + place, mask=inside, other=0.0).to(tl.float32) * inverse
+        upstream = tl.load(grad + place, mask=inside, other=0.0)
+        product = upstream.to(tl.float32) * normed
+        summed += product
+        # d/dx of x * rsqrt(mean(x^2) + eps): remove the component along x, then rescale.
+        along = tl.sum(product * factor, 0) / width
+        result = (upstream.to(tl.float32) * factor - normed * along) * inverse
+        if HAS_STREAM:
+            result += tl.load(stream + place, mask=inside, other=0.0).to(tl.float32)
+        tl.store(x_grad + place, result.to(upstream.dtype), mask=inside)
+    tl.store(partial + program.to(tl.int64) * width + columns, summed, mask=inside)
+
+
+def add_norm(x: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
+    """x + delta, or x, both [..., h]; that scaled to unit root mean square, times weight [h]; and the scale [..., 1] in fp32."""
+    x, width = x.contiguous(), x.shape[-1]
+    out, scale = torch.empty_like(x), x.new_empty((*x.shape[:-1], 1), dtype=torch.float32)
+    total, added = (x, x) if delta is None else (torch.empty_like(x), delta.contiguous())
+    if x.numel():
+        block = triton.next_power_of_2(width)
+        names = {"HAS_DELTA": delta is not None, "BLOCK": block, "num_warps": _warps(block)}
+        _forward[(x.numel() // width,)](x, added, weight, total, out, scale, eps, width, **names)
+    return total, out, scale
+
+
+def norm_backward(grad: Tensor, stream: Tensor | None, total: Tensor, weight: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
+    """Gradients of what was normalized, in its dtype, and of the weight, [h] in fp32.
+
+    ``stream``: a gradient that reaches ``total`` beside the norm, and is added to the first."""
+    grad, total, width = grad.contiguous(), total.contiguous(), total.shape[-1]
+    rows = total.numel() // width
+    share = max(1, -(-rows // (PROGRAMS_PER_UNIT * devices.multiprocessors(total.device))))
+    programs = -(-rows // share)
+    x_grad, partial = torch.empty_like(total), total.new_empty((programs, width), dtype=torch.float32)
+    beside = grad if stream is None else stream.contiguous()
+    if programs:
+        block = triton.next_power_of_2(width)
+        sizes, names = (rows, width, share), {"HAS_STREAM": stream is not None, "BLOCK": block, "num_warps": _warps(block)}
+        _backward[(programs,)](grad, beside, total, weight, scale, x_grad, partial, *sizes, **names)
+    return x_grad, partial.sum(0)
+
+
+def _warps(block: int) -> int:
+    """16 elements a thread, within what a program may have."""
+    return min(16, max(1, block // 512))

@@ -1,0 +1,107 @@
+"""Compile every kernel for a GPU that is not here, through the functions that launch it, at the sizes of 7B and 8B models.
+
+Prints one JSON object: for each kernel and size of model, the most registers and bytes of stack of a thread, as NVIDIA's own tool reads
+them from the machine code. Nothing runs: tensors are the host's, and launching ends when the code is there."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.runtime.jit import JITFunction
+
+from megatron_llama import device as devices
+from megatron_llama.nn.kernels.cross_entropy import cross_entropy
+from megatron_llama.nn.kernels.norm import add_norm, norm_backward
+from megatron_llama.nn.kernels.rotary import rotate, rotate_back
+from megatron_llama.nn.kernels.swiglu import swiglu, swiglu_backward
+from megatron_llama.optim.one_pass import adamw
+
+
+class Absent:
+    """What Triton asks a driver before it launches, answered for one kind of GPU."""
+
+    def __init__(self, capability: int) -> None:
+        self._target = GPUTarget("cuda", capability, 32)
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+    def get_current_target(self) -> GPUTarget:
+        return self._target
+
+
+class Compiler:
+    """Stands in for launching: compiles, and reads what came out."""
+
+    def __init__(self) -> None:
+        self.case, self.found = "", dict[str, dict[str, int]]()
+        self._run = JITFunction.run
+
+    def run(self, function: Any, *args: Any, grid: Any, warmup: bool, **names: Any) -> Any:
+        kernel = self._run(function, *args, grid=grid, warmup=True, **names)
+        used = self.found.setdefault(f"{function.fn.__module__.rpartition('.')[2]}.{function.fn.__name__} {self.case}", {})
+        for name, value in usage(kernel.asm["cubin"]).items():
+            used[name] = max(value, used.get(name, 0))
+        return kernel
+
+
+def usage(cubin: bytes) -> dict[str, int]:
+    """Registers and bytes of stack of a thread."""
+    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        text = subprocess.run([tool, "-res-usage", file.name], capture_output=True, text=True, check=True).stdout
+    return {name.lower(): int(value) for name, value in re.findall(r"(REG|STACK):(\d+)", text)}
+
+
+def launch_all(dtype: torch.dtype, hidden: int, inner: int, vocabulary: int) -> None:
+    """Every launching function once. Few rows: a kernel's code does not depend on their number."""
+    x, weight, scale = torch.empty(4, 1, hidden, dtype=dtype), torch.empty(hidden, dtype=dtype), torch.empty(4, 1, 1)
+    for beside in (None, x):
+        add_norm(x, beside, weight, 1e-5)
+        norm_backward(x, beside, x, weight, scale)
+    projected, table = torch.empty(4, 1, 48, 128, dtype=dtype), torch.empty(4, 1, 1, 64)
+    rotate(projected[:, :, :40], table, table)
+    rotate_back(*projected.split([32, 8, 8], dim=2), table, table)
+    gate_up = torch.empty(4, 1, 2 * inner, dtype=dtype)
+    swiglu(gate_up)
+    swiglu_backward(gate_up[..., :inner], gate_up)
+    cross_entropy(torch.empty(4, vocabulary, dtype=dtype), torch.zeros(4, dtype=torch.int64), torch.empty(4), vocabulary - 8, 0.0)
+    shard, number = torch.empty(1 << 20), torch.empty(())
+    names = {"scale": number, "skip": number, "lr": 1e-3, "beta1": 0.9, "beta2": 0.95, "decay": 0.1, "eps": 1e-8}
+    adamw(shard, shard, shard, shard, number.clone(), None if dtype is torch.float32 else torch.empty(1 << 20, dtype=dtype), **names)
+
+
+def main(capability: int) -> None:
+    """Compile all for one kind of GPU, 90 for Hopper."""
+    triton.runtime.driver.set_active(Absent(capability))
+    devices.multiprocessors = lambda device: 132
+    compiler = Compiler()
+    JITFunction.run = lambda function, *args, **names: compiler.run(function, *args, **names)
+    for name, dtype, *sizes in (
+        ("7b", torch.bfloat16, 4096, 11008, 32000),
+        ("8b", torch.bfloat16, 4096, 14336, 128256),
+        ("13b", torch.float16, 5120, 13824, 32000),
+        ("65b", torch.bfloat16, 8192, 22016, 32000),
+        ("fp32", torch.float32, 4096, 11008, 32000),
+    ):
+        compiler.case = name
+        launch_all(dtype, *sizes)
+    print(json.dumps(compiler.found))
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]))

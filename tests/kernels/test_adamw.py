@@ -1,0 +1,54 @@
+"""AdamW in one pass against torch's fused kernel, and its copy."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.optim.adamw import adamw as torch_adamw
+
+from tests.kernels.closeness import draw, error
+
+pytestmark = pytest.mark.kernels
+NUMBERS = {"lr": 1e-3, "beta1": 0.9, "beta2": 0.999, "eps": 1e-8}
+
+
+@pytest.mark.parametrize("count", [1, 2048, 5000])
+@pytest.mark.parametrize("decay", [0.0, 0.1])
+@pytest.mark.parametrize("narrow", [None, torch.bfloat16, torch.float16], ids=str)
+def test_steps_are_torchs(count: int, decay: float, narrow: torch.dtype | None, device: torch.device) -> None:
+    """Four of them: one is skipped, and its gradient is no number."""
+    from megatron_llama.optim.one_pass import adamw
+
+    master, scale = draw(count, seed=1, device=device), torch.tensor(2.5, device=device)
+    ours = [master.clone(), torch.zeros_like(master), torch.zeros_like(master), torch.zeros((), device=device)]
+    torchs = [tensor.clone() for tensor in ours]
+    copy = None if narrow is None else torch.zeros(count, device=device, dtype=narrow)
+    for number in range(4):
+        grad, skip = draw(count, seed=10 + number, device=device), torch.tensor(float(number == 2), device=device)
+        if number == 2:
+            grad[0] = float("nan")
+        before = [tensor.clone() for tensor in ours]
+        average, square, step = ours[1:]
+        adamw(ours[0], grad, average, square, step, copy, scale=scale, skip=skip, decay=decay, **NUMBERS)
+        if number == 2:
+            assert all(torch.equal(now, then) for now, then in zip(ours, before, strict=True))
+            continue
+        state = [[tensor] for tensor in torchs[:3]]
+        fused = {"fused": True, "amsgrad": False, "maximize": False, "weight_decay": decay, "grad_scale": scale}
+        torch_adamw(state[0], [grad], *state[1:], [], [torchs[3]], **fused, **NUMBERS)
+        assert float(step) == float(torchs[3])
+        for found, expected in zip(ours[:3], torchs[:3], strict=True):
+            assert error(found, expected) < 1e-6
+        # The update itself, which is a thousandth of the parameter.
+        assert error(ours[0] - master, torchs[0] - master) < 1e-3
+        if copy is not None:
+            assert torch.equal(copy, ours[0].to(narrow))
+
+
+def test_the_first_moment_may_have_no_memory(device: torch.device) -> None:
+    from megatron_llama.optim.one_pass import adamw
+
+    tensors = [draw(3, seed=1, device=device), *(torch.zeros(3, device=device) for _ in range(2)), torch.zeros((), device=device)]
+    grad, one = draw(3, seed=2, device=device), torch.ones((), device=device)
+    adamw(tensors[0], grad, *tensors[1:], None, scale=one, skip=one - 1, decay=0.0, **(NUMBERS | {"beta1": 0.0}))
+    assert torch.equal(tensors[1], grad) and tensors[0].isfinite().all()

@@ -1,0 +1,140 @@
+"""Every kernel against the body in torch's operators whose place it takes."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from megatron_llama.nn import bodies
+from megatron_llama.nn.functional import rope_frequencies, rope_table
+from tests.kernels.closeness import DTYPES, as_near_as_torch, draw
+
+pytestmark = pytest.mark.kernels
+EACH_DTYPE = pytest.mark.parametrize("dtype", DTYPES, ids=str)
+ROWS = pytest.mark.parametrize("shape", [(1, 1, 1), (3, 2, 96), (37, 1, 130), (2, 3, 1024)], ids=str)
+
+
+BESIDE = pytest.mark.parametrize("beside", [False, True], ids=["alone", "with the residual stream"])
+
+
+@EACH_DTYPE
+@ROWS
+@BESIDE
+def test_norm(beside: bool, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> None:
+    """The sum is torch's bit for bit."""
+    from megatron_llama.nn.kernels.norm import add_norm
+
+    x, delta = (draw(*shape, seed=seed, device=device, dtype=dtype) for seed in (1, 2))
+    given = (x, delta if beside else None, weight(shape, dtype, device), 1e-5)
+    assert torch.equal(add_norm(*given)[0], x + delta if beside else x)
+    as_near_as_torch(add_norm, bodies.add_norm, given)
+
+
+@EACH_DTYPE
+@ROWS
+@BESIDE
+def test_norm_backward(beside: bool, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> None:
+    from megatron_llama.nn.kernels.norm import norm_backward
+
+    grad, stream, total = (draw(*shape, seed=seed, device=device, dtype=dtype) for seed in (1, 2, 3))
+    scale = bodies.add_norm(total, None, weight(shape, dtype, device), 1e-5)[2]
+    given = (grad, stream if beside else None, total, weight(shape, dtype, device), scale)
+    as_near_as_torch(norm_backward, bodies.norm_backward, given)
+
+
+def weight(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Of a norm."""
+    return draw(shape[-1], seed=9, device=device, dtype=dtype) + 1.0
+
+
+def table(length: int, batch: int, width: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """cos and sin; for more than one sample, positions of each sample's own."""
+    positions = torch.arange(length, device=device).unsqueeze(-1) + 3 * torch.arange(batch, device=device)
+    return rope_table(positions, rope_frequencies(width, 100.0, None, device))
+
+
+@EACH_DTYPE
+@pytest.mark.parametrize("own", [False, True], ids=["positions shared", "positions of each sample"])
+@pytest.mark.parametrize(("query", "key", "width"), [(1, 1, 2), (12, 3, 6), (9, 2, 96)])
+def test_rotation(query: int, key: int, width: int, own: bool, dtype: torch.dtype, device: torch.device) -> None:
+    """In place, in a part of the projection, of which the rest stays as it is."""
+    from megatron_llama.nn.kernels.rotary import rotate
+
+    projected = draw(5, 2, query + 2 * key, width, seed=1, device=device, dtype=dtype)
+    cos, sin = table(5, 2 if own else 1, width, device)
+
+    def part(body: object) -> object:
+        return lambda heads, cos, sin: body(heads[:, :, : query + key], cos, sin)  # type: ignore[operator]
+
+    as_near_as_torch(part(rotate), part(bodies.rotate), (projected, cos, sin))
+    after = projected.clone()
+    rotate(after[:, :, : query + key], cos, sin)
+    assert torch.equal(after[:, :, query + key :], projected[:, :, query + key :])
+
+
+@EACH_DTYPE
+@pytest.mark.parametrize("layout", ["sbnd", "bnsd", "bsnd"])
+def test_rotation_back(layout: str, dtype: torch.dtype, device: torch.device) -> None:
+    """From gradients as attention leaves them in memory."""
+    from megatron_llama.nn.kernels.rotary import rotate_back
+
+    sizes, order = {"s": 5, "b": 2, "d": 6}, [layout.index(axis) for axis in "sbnd"]
+    grads = []
+    for seed, heads in enumerate((12, 3, 3)):
+        shape = [(sizes | {"n": heads})[axis] for axis in layout]
+        grads.append(draw(*shape, seed=seed, device=device, dtype=dtype).permute(order))
+    as_near_as_torch(rotate_back, bodies.rotate_back, (*grads, *table(5, 1, 6, device)))
+
+
+@EACH_DTYPE
+@pytest.mark.parametrize("shape", [(1, 1, 2), (3, 2, 26), (2, 1, 2200)], ids=str)
+def test_swiglu(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> None:
+    from megatron_llama.nn.kernels.swiglu import swiglu, swiglu_backward
+
+    gate_up = 3 * draw(*shape, seed=1, device=device, dtype=dtype)
+    grad = draw(*shape[:-1], shape[-1] // 2, seed=2, device=device, dtype=dtype)
+    as_near_as_torch(swiglu, bodies.swiglu, (gate_up,))
+    as_near_as_torch(swiglu_backward, bodies.swiglu_backward, (grad, gate_up))
+
+
+@EACH_DTYPE
+@pytest.mark.parametrize("z_weight", [0.0, 0.3])
+@pytest.mark.parametrize(("columns", "valid"), [(7, 7), (24, 17), (4500, 4111)])
+def test_cross_entropy(columns: int, valid: int, z_weight: float, dtype: torch.dtype, device: torch.device) -> None:
+    """Losses, and the gradient in the place of the scores; rows without weight, rows of large numbers, garbage in the padding."""
+    from megatron_llama.nn.kernels.cross_entropy import cross_entropy
+
+    scores = 4 * draw(6, columns, seed=1, device=device, dtype=dtype)
+    scores[:, valid:] = 1e4
+    scores[1] += 500.0  # overflows without the subtraction of the maximum
+    labels = torch.tensor([0, valid - 1, 3, 1, 2, valid // 2], device=device)
+    weights = torch.tensor([1.0, 0.5, 0.0, 2.0, 0.1, 1e-3], device=device)
+    as_near_as_torch(cross_entropy, bodies.cross_entropy, (scores, labels, weights, valid, z_weight))
+    cross_entropy(scores, labels, weights, valid, z_weight)
+    assert not scores[:, valid:].any() and not scores[2].any()
+
+
+def test_one_weight_for_all_rows(device: torch.device) -> None:
+    """As the runtime gives it: expanded, in one place of memory."""
+    from megatron_llama.nn.kernels.cross_entropy import cross_entropy
+
+    scores, labels = draw(5, 9, seed=1, device=device), torch.arange(10, device=device)[::2]
+    as_near_as_torch(cross_entropy, bodies.cross_entropy, (scores, labels, torch.full((), 0.2, device=device).expand(5), 9, 0.0))
+
+
+def test_a_score_that_is_no_number_is_seen(device: torch.device) -> None:
+    from megatron_llama.nn.kernels.cross_entropy import cross_entropy
+
+    for bad in (float("nan"), float("inf")):
+        scores = draw(3, 9, seed=1, device=device)
+        scores[1, 4] = bad
+        losses = cross_entropy(scores, torch.zeros(3, dtype=torch.int64, device=device), torch.ones(3, device=device), 9, 0.0)
+        assert losses.isfinite().tolist() == [True, False, True]
+
+
+def test_strided_scores_are_refused(device: torch.device) -> None:
+    from megatron_llama.nn.kernels.cross_entropy import cross_entropy
+
+    with pytest.raises(ValueError, match="contiguous"):
+        cross_entropy(draw(4, 6, seed=1, device=device)[:, :5], torch.zeros(4), torch.ones(4), 5, 0.0)
