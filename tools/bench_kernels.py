@@ -1,0 +1,277 @@
+"""The kernels of a layer one by one, forward and backward together: ours, torch's operators, the same compiled, Liger's and apex's.
+
+    python -m tools.bench_kernels [--tokens N] [--json FILE]
+
+On a GPU in bf16 at the sizes of LLaMA 8B; on a CPU torch's contenders only. Liger (PyPI `liger-kernel`) and NVIDIA's apex take part where
+they are installed. *GB/s* counts each tensor that has to be read or written once, so a contender that moves more shows less; weight
+gradients are counted in TFLOP/s.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim.adamw import adamw as torch_adamw
+
+from megatron_llama import device as devices
+from megatron_llama.nn import bodies as plain
+from megatron_llama.nn.functional import rope_frequencies, rope_table
+from megatron_llama.nn.kernels.choice import runs_kernels
+from megatron_llama.nn.sink import accumulate_product
+
+HIDDEN, INNER, VOCABULARY, HEADS, KEYS, WIDTH = 4096, 14336, 128256, 32, 8, 128
+Body = Callable[[], Any]
+
+
+@dataclass(frozen=True)
+class Case:
+    """One thing to compute, and who can. ``work``: bytes, or floating-point operations."""
+
+    name: str
+    work: float
+    contenders: dict[str, Body]
+    unit: str = "GB/s"
+
+
+@dataclass(frozen=True)
+class Row:
+    """One contender."""
+
+    name: str
+    contender: str
+    ms: float
+    rate: float
+    unit: str
+
+
+class Sizes:
+    """Tensors of one layer, made when they are needed."""
+
+    def __init__(self, tokens: int, device: torch.device, scale: int) -> None:
+        """``scale``: every size but the tokens is so many times smaller."""
+        self.tokens, self.device = tokens, device
+        self.hidden, self.inner, self.vocabulary = HIDDEN // scale, INNER // scale, VOCABULARY // scale
+        self.dtype = torch.float32 if devices.is_host(device) else torch.bfloat16
+        self.fused, self.compiled = runs_kernels(device, self.dtype), not devices.is_host(device)
+
+    def draw(self, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
+        """Normal numbers on the device."""
+        return torch.randn(*shape, device=self.device, dtype=dtype or self.dtype)
+
+    def contenders(self, body: Callable[..., Any], *given: Any) -> dict[str, Body]:
+        """torch's, by operators and compiled."""
+        found: dict[str, Body] = {"torch": lambda: body(*given)}
+        if self.compiled:
+            whole = torch.compile(body, dynamic=False)
+            found["torch-compile"] = lambda: whole(*given)
+        return found
+
+
+def optional(name: str) -> Any:
+    """A module that may be missing or broken: whether it can be had is part of what is reported."""
+    try:
+        return import_module(name)
+    except Exception as error:  # an extension for another CUDA raises whatever it likes
+        print(f"{name}: not here ({type(error).__name__})", file=sys.stderr)
+        return None
+
+
+def norm(sizes: Sizes) -> Case:
+    """Residual addition and RMSNorm."""
+    x, delta, grad, through = (sizes.draw(sizes.tokens, 1, sizes.hidden) for _ in range(4))
+    weight = sizes.draw(sizes.hidden)
+
+    def torchs(x: Tensor, delta: Tensor, grad: Tensor, through: Tensor) -> tuple[Tensor, Tensor]:
+        total, _, scale = plain.add_norm(x, delta, weight, 1e-5)
+        return plain.norm_backward(grad, through, total, weight, scale)
+
+    found = sizes.contenders(torchs, x, delta, grad, through)
+    if sizes.fused:
+        from megatron_llama.nn.kernels.norm import add_norm, norm_backward
+
+        def ours() -> None:
+            total, _, scale = add_norm(x, delta, weight, 1e-5)
+            norm_backward(grad, through, total, weight, scale)
+
+        found["ours"] = ours
+    leaf, factor = x.clone().requires_grad_(), weight.clone().requires_grad_()
+    if sizes.compiled and (apex := optional("apex.normalization.fused_layer_norm")) is not None:
+        found["apex"] = lambda: apex.fused_rms_norm_affine(leaf + delta, factor, (sizes.hidden,), 1e-5).backward(grad)
+    if sizes.compiled and (liger := optional("liger_kernel.ops.fused_add_rms_norm")) is not None:
+
+        def ligers() -> None:
+            out, total = liger.LigerFusedAddRMSNormFunction.apply(leaf, delta, factor, 1e-5, 0.0, "llama", False)
+            torch.autograd.backward((out, total), (grad, through))
+
+        found["liger"] = ligers
+    return Case("residual + RMSNorm", 8 * x.nbytes, found)
+
+
+def rope(sizes: Sizes) -> Case:
+    """Rotation of queries and keys."""
+    heads = sizes.draw(sizes.tokens, 1, HEADS + 2 * KEYS, WIDTH)
+    frequencies = rope_frequencies(WIDTH, 500000.0, None, sizes.device)
+    cos, sin = rope_table(torch.arange(sizes.tokens, device=sizes.device).unsqueeze(-1), frequencies)
+    query, key, value = torch.split(heads.clone(), [HEADS, KEYS, KEYS], dim=2)
+
+    def torchs(heads: Tensor, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        plain.rotate(heads[:, :, : HEADS + KEYS], cos, sin)
+        return plain.rotate_back(query, key, value, cos, sin)
+
+    found = sizes.contenders(torchs, heads, query, key, value)
+    if sizes.fused:
+        from megatron_llama.nn.kernels.rotary import rotate, rotate_back
+
+        def ours() -> None:
+            rotate(heads[:, :, : HEADS + KEYS], cos, sin)
+            rotate_back(query, key, value, cos, sin)
+
+        found["ours"] = ours
+    turned = (query.numel() + key.numel()) * heads.element_size()
+    return Case("RoPE", 2 * turned + 2 * heads.nbytes, found)
+
+
+def swiglu(sizes: Sizes) -> Case:
+    """silu(gate) * up."""
+    gate_up, grad = sizes.draw(sizes.tokens, 1, 2 * sizes.inner), sizes.draw(sizes.tokens, 1, sizes.inner)
+
+    def torchs(gate_up: Tensor, grad: Tensor) -> tuple[Tensor, Tensor]:
+        return plain.swiglu(gate_up), plain.swiglu_backward(grad, gate_up)
+
+    found = sizes.contenders(torchs, gate_up, grad)
+    if sizes.fused:
+        from megatron_llama.nn.kernels.swiglu import swiglu as forward
+        from megatron_llama.nn.kernels.swiglu import swiglu_backward
+
+        found["ours"] = lambda: (forward(gate_up), swiglu_backward(grad, gate_up))
+    if sizes.compiled and (liger := optional("liger_kernel.ops.swiglu")) is not None:
+        gate, up = (half.contiguous().requires_grad_() for half in gate_up.chunk(2, dim=-1))
+        found["liger"] = lambda: liger.LigerSiLUMulFunction.apply(gate, up).backward(grad)
+    return Case("SwiGLU", 8 * grad.nbytes, found)
+
+
+def loss(sizes: Sizes) -> Case:
+    """Cross entropy with the gradient in the place of the scores."""
+    rows = max(1, sizes.tokens // 4)
+    scores, labels = sizes.draw(rows, sizes.vocabulary), torch.randint(0, sizes.vocabulary, (rows,), device=sizes.device)
+    weights = torch.full((rows,), 1.0 / rows, device=sizes.device)
+    found: dict[str, Body] = {"torch": lambda: plain.cross_entropy(scores, labels, weights, sizes.vocabulary, 0.0)}
+    if sizes.fused:
+        from megatron_llama.nn.kernels.cross_entropy import cross_entropy
+
+        found["ours"] = lambda: cross_entropy(scores, labels, weights, sizes.vocabulary, 0.0)
+    if sizes.compiled and (liger := optional("liger_kernel.transformers.functional")) is not None:
+        leaf = scores.clone().requires_grad_()
+        found["liger"] = lambda: liger.liger_cross_entropy(leaf.view_as(leaf), labels).backward()
+    return Case("cross entropy", 3 * scores.nbytes, found)
+
+
+def adamw(sizes: Sizes) -> Case:
+    """One update of a shard with fp32 state, and the copy in the compute dtype."""
+    count = sizes.hidden * sizes.inner
+    master, grad, average, square = (sizes.draw(count, dtype=torch.float32) for _ in range(4))
+    square.abs_()
+    copy = torch.empty(count, device=sizes.device, dtype=torch.bfloat16)
+    step, scale, skip = (torch.full((), value, device=sizes.device) for value in (1.0, 1.0, 0.0))
+    rates = {"lr": 1e-4, "beta1": 0.9, "beta2": 0.95, "eps": 1e-8}
+
+    def torchs() -> None:
+        flags = {"fused": True, "amsgrad": False, "maximize": False, "weight_decay": 0.1, "grad_scale": scale, "found_inf": skip}
+        torch_adamw([master], [grad], [average], [square], [], [step], **flags, **rates)  # type: ignore[arg-type]
+        copy.copy_(master)
+
+    found: dict[str, Body] = {"torch": torchs}
+    if sizes.fused:
+        from megatron_llama.optim.one_pass import adamw as one_pass
+
+        found["ours"] = lambda: one_pass(master, grad, average, square, step, copy, scale=scale, skip=skip, decay=0.1, **rates)
+    if sizes.compiled and (apex := optional("apex.optimizers")) is not None:
+        leaf = master.clone().requires_grad_()
+        leaf.grad = grad
+        optimizer = apex.FusedAdam([leaf], lr=1e-4, betas=(0.9, 0.95), weight_decay=0.1)
+        found["apex"] = lambda: (optimizer.step(), copy.copy_(leaf.detach()))
+    return Case("AdamW", 30.0 * count, found)
+
+
+def weight_gradient(sizes: Sizes) -> Case:
+    """A product in the compute dtype, added to a gradient in fp32."""
+    x, grad = sizes.draw(sizes.tokens, sizes.hidden), sizes.draw(sizes.tokens, sizes.inner)
+    total = torch.zeros(sizes.inner, sizes.hidden, device=sizes.device)
+    found: dict[str, Body] = {"ours": lambda: accumulate_product(total, 1.0, grad.t(), x), "torch": lambda: total.add_(grad.t() @ x)}
+    if sizes.compiled and (apex := optional("fused_weight_gradient_mlp_cuda")) is not None:
+        found["apex"] = lambda: apex.wgrad_gemm_accum_fp32(x, grad, total)
+    return Case("weight gradient", 2.0 * sizes.tokens * sizes.hidden * sizes.inner, found, "TFLOP/s")
+
+
+def rows_of(case: Case, device: torch.device, rounds: int) -> Iterator[Row]:
+    """All contenders of a case, in turns. One that fails is said to, and the others go on."""
+    times: dict[str, list[float]] = {name: [] for name in case.contenders}
+    for round_ in range(rounds + 1):
+        for name, body in case.contenders.items():
+            if name not in times:
+                continue
+            try:
+                seconds = timed(body, device)
+            except Exception as error:  # of others' code
+                print(f"{case.name}, {name}: {type(error).__name__}: {error}", file=sys.stderr)
+                del times[name]
+                continue
+            if round_:
+                times[name].append(seconds)
+    for name, found in times.items():
+        seconds = statistics.median(found)
+        yield Row(case.name, name, seconds * 1e3, case.work / seconds / (1e12 if case.unit == "TFLOP/s" else 1e9), case.unit)
+
+
+def timed(body: Body, device: torch.device, least: float = 0.02) -> float:
+    """Seconds of one call, over as many as take ``least`` seconds."""
+    count = 1
+    while True:
+        devices.synchronize(device)
+        begin = time.perf_counter()
+        for _ in range(count):
+            body()
+        devices.synchronize(device)
+        seconds = time.perf_counter() - begin
+        if seconds >= least:
+            return seconds / count
+        count *= 4
+
+
+def main(words: Sequence[str]) -> int:
+    """1 if one of ours failed."""
+    parser = argparse.ArgumentParser("bench_kernels", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--tokens", type=int, default=4096, help="of a microbatch (default 4096)")
+    parser.add_argument("--scale", type=int, default=1, help="make all other sizes so many times smaller (default 1)")
+    parser.add_argument("--rounds", type=int, default=5, help="how often contenders take turns (default 5)")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the rows into this file")
+    options = parser.parse_args(words)
+    device, found = devices.accelerator(0), list[Row]()
+    sizes = Sizes(options.tokens, device, options.scale)
+    print(f"{devices.name(device)}; torch {torch.__version__}; {sizes.dtype}; {options.tokens} tokens")
+    missing = 0
+    for make in (norm, rope, swiglu, loss, adamw, weight_gradient):
+        case = make(sizes)
+        rows = list(rows_of(case, device, options.rounds))
+        missing += "ours" in case.contenders and all(row.contender != "ours" for row in rows)
+        for row in rows:
+            print(f"{row.name:<20}{row.contender:<15}{row.ms:>9.3f} ms{row.rate:>10.1f} {row.unit}", flush=True)
+        found += rows
+    if options.json is not None:
+        options.json.write_text(json.dumps([asdict(row) for row in found], indent=2) + "\n")
+    return 1 if missing else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

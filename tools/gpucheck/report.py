@@ -1,0 +1,91 @@
+"""What the parts found: one JSON file, and tables for docs/performance.md."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from tools.gpucheck.parts import Part
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """Of one part."""
+
+    name: str
+    title: str
+    command: str
+    status: str
+    """``passed``, ``failed with N``, or ``took too long``."""
+    seconds: float
+    rows: tuple[Mapping[str, Any], ...] = ()
+
+    @property
+    def passed(self) -> bool:
+        """Whether all of it worked."""
+        return self.status == "passed"
+
+
+def rows_of(part: Part) -> tuple[Mapping[str, Any], ...]:
+    """What a part wrote, as far as it came: a part may fail behind its first rows."""
+    path = Path(part.json) if part.json is not None else None
+    if path is None or not path.exists():
+        return ()
+    try:
+        found = json.loads(path.read_text())
+    except ValueError:
+        return ()
+    return tuple(row for row in found if isinstance(row, dict)) if isinstance(found, list) else ()
+
+
+def write(path: Path, machine: Mapping[str, str], outcomes: Sequence[Outcome]) -> None:
+    """The whole check as JSON."""
+    path.write_text(json.dumps({"machine": dict(machine), "parts": [asdict(outcome) for outcome in outcomes]}, indent=2) + "\n")
+
+
+def read(path: Path) -> tuple[dict[str, str], list[Outcome]]:
+    """What ``write`` wrote. Raises ValueError for another file."""
+    try:
+        found = json.loads(path.read_text())
+        return dict(found["machine"]), [Outcome(**{**part, "rows": tuple(part["rows"])}) for part in found["parts"]]
+    except (KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"{path} is no report of this tool: {error!r}") from error
+
+
+def markdown(machine: Mapping[str, str], outcomes: Sequence[Outcome]) -> Iterator[str]:
+    """Lines: the machine, one table for the parts, and one for the rows of each that has some. Never a figure for what failed."""
+    yield "; ".join(f"{name} {value}" for name, value in machine.items()) + "."
+    yield from ("", "| part | result | seconds | command |", "|---|---|---|---|")
+    for outcome in outcomes:
+        yield f"| {outcome.title} | {outcome.status} | {outcome.seconds:.0f} | `{outcome.command}` |"
+    for outcome in outcomes:
+        if outcome.rows:
+            yield from ("", f"{outcome.title}" + ("" if outcome.passed else f" ({outcome.status})") + ":", "")
+            yield from _table(outcome.rows)
+
+
+def _table(rows: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+    columns = list(dict.fromkeys(name for row in rows for name in row))
+    yield "| " + " | ".join(_heading(name) for name in columns) + " |"
+    yield "|" + "---|" * len(columns)
+    for row in rows:
+        yield "| " + " | ".join(_cell(name, row.get(name)) for name in columns) + " |"
+
+
+def _heading(name: str) -> str:
+    return name.removesuffix("_bytes").replace("_", " ") + (", GiB" if name.endswith("_bytes") else "")
+
+
+def _cell(name: str, value: Any) -> str:
+    if value is None:
+        return ""
+    if name.endswith("_bytes"):
+        return f"{value / 2**30:.2f}"
+    if name.startswith(("mfu", "of_")) and isinstance(value, float):
+        return f"{value:.1%}"
+    if isinstance(value, float):
+        return f"{value:.0f}" if abs(value) >= 1000 else f"{value:.3g}"
+    return str(value)
