@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import math
+import os
+import subprocess
+import sys
 from dataclasses import replace
 
 import pytest
 import torch
 
 from megatron_llama import device as devices
+from megatron_llama.data.upload import Upload
 from megatron_llama.mesh import Place
+from megatron_llama.metrics.readback import Readback
 from tests.parallel.cases import OPTIMIZER, STRATEGIES, Layout, Trainer, trainer
 
 pytestmark = pytest.mark.gpu
@@ -35,15 +41,40 @@ def test_a_step_allocates_nothing_on_the_device(strategy: str) -> None:
         assert after[counter] == before[counter], counter
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
-def test_the_engine_never_waits_for_the_device(strategy: str) -> None:
-    run = on_device(Layout(strategy=strategy, bf16=True))
-    run.runtime.step(run.batches(3))
+@pytest.mark.parametrize("layout", [*(Layout(strategy=s, bf16=True) for s in STRATEGIES), Layout(bf16=True, documents=True, microbatches=2)], ids=lambda layout: f"{layout.strategy} {layout.name}")
+def test_the_host_never_waits_for_the_device(layout: Layout) -> None:
+    """From the batches, which come as they do in training, to the numbers of the step, which are read when the next one is under way."""
+    run, later = on_device(layout), list[Readback]()
+    upload = Upload(run.mesh.device)
+    for _ in range(2):
+        upload.send(run.batches(3))  # both pairs of slabs have their size
+    torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("error")
     try:
-        run.optimizer.step(OPTIMIZER.lr, clip=1.0)
+        batches = upload.send(run.batches(3))
+        for index in range(3, 6):
+            upload.wait()
+            current, batches = batches, upload.send(run.batches(index + 1))
+            loss = run.runtime.step(current)
+            update = run.optimizer.step(OPTIMIZER.lr, clip=layout.clip, veto=loss.isfinite().logical_not().to(torch.float64))
+            later.append(Readback((loss, update.grad_norm)))
+            if len(later) > 1:
+                assert all(map(math.isfinite, later[-2].read()))
     finally:
         torch.cuda.set_sync_debug_mode("default")
+
+
+def test_segments_grow() -> None:
+    """Where the user does not say how memory is handed out. In a process of its own: the first tensor decides."""
+    code = (
+        "import torch; from megatron_llama.config import Config; from megatron_llama.mesh import Place, init_mesh\n"
+        "torch.ones(1 << 22, device=init_mesh(Config(), Place(0, 1, 0)).device)\n"
+        "print(any(segment['is_expandable'] for segment in torch.cuda.memory_snapshot()))"
+    )
+    environment = {name: value for name, value in os.environ.items() if "ALLOC_CONF" not in name}
+    for given, expected in (({}, "True"), ({"PYTORCH_ALLOC_CONF": "max_split_size_mb:64"}, "False")):
+        done = subprocess.run([sys.executable, "-c", code], env=environment | given, capture_output=True, text=True, check=True)
+        assert done.stdout.strip() == expected
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
