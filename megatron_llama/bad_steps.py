@@ -95,7 +95,7 @@ class BadSteps:
         """The state behind the step that comes after ``state``; samples that are left out are consumed with it."""
         first = self.first_sample(state)
         self._size = self._sizes.at(first)
-        return TrainState(state.iteration + 1, first + self._size, state.history)
+        return replace(state, iteration=state.iteration + 1, consumed_samples=first + self._size)
 
     def first_sample(self, state: TrainState) -> int:
         """Where that step begins."""

@@ -125,6 +125,9 @@ class TrainingConfig:
     """Optimizer steps in the whole run, resumed steps included."""
     train_samples: int = 0
     """Samples in the whole run, instead of --train-iters: as many whole steps as they are enough for."""
+    epochs: float = 0.0
+    """Passes over the training samples, instead of --train-iters; `0.5` is half of one. Each sample is read so many times: steps go on from
+    one pass into the next, and the last step has what is left."""
     exit_interval: int = 0
     """Save and end after every iteration that is a multiple of this. 0: go on to the end of the run."""
     exit_duration_in_mins: float = 0.0
@@ -189,6 +192,15 @@ class OptimizerConfig:
     """Iterations over which the rate decays, warm-up included. 0: train_iters."""
     lr_warmup_iters: int = 0
     """Iterations of linear warm-up from 0."""
+    lr_decay_samples: int = 0
+    """Samples over which the rate decays, warm-up included, instead of --lr-decay-iters. 0: all of the run, where its length or anything
+    of the schedule is given in samples and nothing of the schedule in iterations."""
+    lr_warmup_samples: int = 0
+    """Samples of linear warm-up, instead of --lr-warmup-iters."""
+    lr_wsd_decay_samples: int = 0
+    """Samples of the decay at the end of WSD, instead of --lr-wsd-decay-iters."""
+    lr_warmup_fraction: float = 0.0
+    """Share of the decay that is linear warm-up from 0, instead of its length."""
     weight_decay: float = 0.01
     """Decoupled weight decay, on every parameter of two or more dims (embeddings included, norms not)."""
     adam_beta1: float = 0.9

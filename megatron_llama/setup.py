@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
-from megatron_llama.batch_sizes import BatchSizes
+from megatron_llama.bad_steps import ROLLBACK
+from megatron_llama.batch_sizes import BatchSizes, with_epochs
 from megatron_llama.blends import read_blend
 from megatron_llama.checkpoint import native
 from megatron_llama.checkpoint.adapters import saved_lora, takes_up
@@ -15,13 +17,13 @@ from megatron_llama.checkpoint.hf import HFWeights
 from megatron_llama.checkpoint.meta import TrainState
 from megatron_llama.checkpoint.places import local_folder
 from megatron_llama.checkpoint.saver import Saver
-from megatron_llama.checkpoint.start import AUTO, Start, begins_anew, damaged, data_changes, find_start
+from megatron_llama.checkpoint.start import AUTO, Start, begins_anew, damaged, data_changes, find_start, resumed, sample_changes
 from megatron_llama.comm.agreement import decided_by_first, from_first, together
 from megatron_llama.config import Config
 from megatron_llama.data.indexed import IndexedDataset
 from megatron_llama.data.loader import BatchLoader, BlendedSamples, Samples, StreamSamples
 from megatron_llama.data.stream import TokenStream, split_documents
-from megatron_llama.errors import TrainingError, describe
+from megatron_llama.errors import ConfigError, DataError, TrainingError, describe, listing
 from megatron_llama.mesh import Mesh
 from megatron_llama.metrics.log import Board, MetricLog
 from megatron_llama.metrics.tensorboard import TensorBoard
@@ -29,6 +31,7 @@ from megatron_llama.metrics.wandb import WandB
 from megatron_llama.model.init import InitialWeights, WithAdapters
 from megatron_llama.optim.distributed import OverlappedDistributedOptimizer, WeightSource
 from megatron_llama.pipeline.runtime import PipelineRuntime
+from megatron_llama.run_problems import optimizer_problems
 
 TRAINING, VALIDATION = 0, 1
 Source = Callable[[Config, int], Samples]
@@ -51,18 +54,57 @@ def stream_samples(config: Config, part: int, *, eod: int | None) -> Samples:
     return parts[0] if len(parts) == 1 else BlendedSamples(parts, blend.weights or [len(samples) for samples in parts])
 
 
-def build_loader(config: Config, mesh: Mesh, source: Source) -> BatchLoader:
-    """This rank's share of every training step."""
+def begin(config: Config, mesh: Mesh, source: Source, *, same_data: bool) -> tuple[Config, Samples, Mapping[str, Any]]:
+    """The configuration with the length of the run, which --epochs leaves to the training samples; these samples; and what they say of
+    themselves, which is compared with what the checkpoint knows where the run goes on. Where that differs, ``same_data`` refuses, otherwise
+    a warning is printed. Collective. Raises DataError, ConfigError, CheckpointError."""
     with together(mesh.world):
-        return BatchLoader(
-            source(config, TRAINING),
-            shuffled=config.data.data_order == "shuffled",
-            micro_batch_size=config.training.micro_batch_size,
-            global_batch_size=BatchSizes.of(config.training),
-            seed=config.training.seed,
-            dp_rank=mesh.data_rank,
-            dp_size=mesh.data_size,
-        )
+        samples = source(config, TRAINING)
+
+    def compared() -> tuple[Mapping[str, Any], TrainState]:
+        identity, meta = samples.identity(), resumed(config.checkpoint)
+        changes = sample_changes(meta.state.data, identity) if meta is not None else ""
+        if meta is not None and changes and same_data:
+            do = "give the files and options of that run, begin anew with its weights (--finetune), or --on-changed-data continue"
+            got, expected = f"other training samples than those of {meta.folder} ({changes})", "the samples in whose order the run goes on"
+            raise DataError(describe("--train-data", got=got, expected=expected, do=do))
+        if meta is not None and changes:
+            print(f" warning: other training samples than those of {meta.folder} ({changes})", flush=True)
+        return identity, meta.state if meta is not None else TrainState(0, 0)
+
+    identity, state = decided_by_first(compared, mesh.world)
+    with together(mesh.world):
+        config = _with_length(config, mesh, len(samples), state)
+    return config, samples, identity
+
+
+def _with_length(config: Config, mesh: Mesh, samples: int, state: TrainState) -> Config:
+    """See ``with_epochs``. Raises ConfigError for what does not fit the length."""
+    if not config.training.epochs:
+        return config
+    again = config.training.on_bad_step == ROLLBACK
+    left_out = sum(one.last_sample + 1 - one.first_sample for one in state.history.skipped) if again else 0
+    config = with_epochs(config, samples, steps_done=state.iteration, samples_done=state.consumed_samples - left_out)
+    found = list(optimizer_problems(config.optimizer, config.training))
+    steps, epochs = config.training.train_iters, config.training.epochs
+    if found:
+        raise ConfigError(listing(f"These options do not fit a run of {steps} steps (--epochs {epochs:g}):", found))
+    if mesh.rank == 0:
+        print(f" --epochs {epochs:g}: {samples:,} samples in a pass, {steps:,} steps in all", flush=True)
+    return config
+
+
+def build_loader(config: Config, mesh: Mesh, samples: Samples) -> BatchLoader:
+    """This rank's share of every training step."""
+    return BatchLoader(
+        samples,
+        shuffled=config.data.data_order == "shuffled",
+        micro_batch_size=config.training.micro_batch_size,
+        global_batch_size=BatchSizes.of(config.training),
+        seed=config.training.seed,
+        dp_rank=mesh.data_rank,
+        dp_size=mesh.data_size,
+    )
 
 
 def load_or_init(config: Config, optimizer: OverlappedDistributedOptimizer, mesh: Mesh) -> TrainState:
@@ -156,12 +198,12 @@ class Validation:
                 samples,
                 shuffled=False,
                 micro_batch_size=self._training.micro_batch_size,
-                global_batch_size=self._unit,
+                global_batch_size=BatchSizes(self._unit, end=len(samples)),
                 seed=self._training.seed,
                 dp_rank=mesh.data_rank,
                 dp_size=mesh.data_size,
             )
-        units = max(1, len(samples) // self._unit)
+        units = -(-len(samples) // self._unit)  # the last may have fewer samples than places: each counts once
         self._per_batch = self._training.global_batch_size // self._unit
         self._units = min(units, self._training.eval_iters * self._per_batch) if self._training.eval_iters else units
 

@@ -26,7 +26,7 @@ from megatron_llama.pipeline.runtime import FixedWeights, PipelineRuntime
 from megatron_llama.profiling import Profiling
 from megatron_llama.progress import Progress
 from megatron_llama.samples import Prompt, SampleTexts
-from megatron_llama.setup import Source, Validation, build_loader, go_back, load_or_init, open_log, stream_samples
+from megatron_llama.setup import Source, Validation, begin, build_loader, go_back, load_or_init, open_log, stream_samples
 from megatron_llama.tokenizer.base import Tokenizer
 
 
@@ -50,24 +50,27 @@ def train(
     tokenizer: Tokenizer | None = None,
     background: Background | None = None,
     prompt: Prompt | None = None,
+    same_data: bool = False,
 ) -> None:
     """Train until ``train_iters``, or until some rank is asked to stop.
 
     ``config`` is resolved (validate.check); ``source`` gives the samples, by default those of --data-path without the options that
     need an end-of-document id; ``tokenizer`` is kept beside the checkpoints; ``background`` writes them, if given;
-    ``prompt`` makes tokens of --sample-prompt. Raises UserError of some kind, on every rank the same."""
+    ``prompt`` makes tokens of --sample-prompt; ``same_data``: refuse to go on with other samples than the checkpoint was trained on.
+    Raises UserError of some kind, on every rank the same."""
     started = time.monotonic()
+    source = source or partial(stream_samples, eod=None)
+    config, samples, identity = begin(config, mesh, source, same_data=same_data)
     training, clip, replicas = config.training, config.optimizer.clip_grad, config.training.check_weight_hash_across_dp_replicas_interval
     stages = build_stages(config, mesh)
     with closing(build_optimizer(config, stages.values(), mesh)) as optimizer:
-        source = source or partial(stream_samples, eod=None)
-        loader = build_loader(config, mesh, source)
+        loader = build_loader(config, mesh, samples)
         runtime = PipelineRuntime(stages, optimizer, mesh, config, dtype=compute_dtype(config))
         validation = Validation(config, mesh, runtime, source)
         texts, hopeless = SampleTexts(config, mesh, runtime, tokenizer, prompt), None
         state = load_or_init(config, optimizer, mesh)
         export = FinalExport(config, mesh, optimizer, tokenizer)
-        saver = Saver(config, mesh, optimizer, tokenizer, background)  # writes to --save, as the log does: nothing before this line has
+        saver = Saver(config, mesh, optimizer, tokenizer, background, identity)  # writes to --save: nothing before this line has
         with open_log(config, mesh, state) as log, _interrupts(config, mesh, started) as interrupts, _frozen(), ExitStack() as ended:
             bad_steps = BadSteps(config, mesh, log, state.history)
             progress = Progress(config, mesh, log, bad_steps)
@@ -76,7 +79,7 @@ def train(
             feed = Feed(loader, mesh.world, interrupts, first_sample=bad_steps.first_sample(state), device=mesh.device)
             while state.iteration < training.train_iters:
                 profiling.before(state.iteration)
-                lr = learning_rate(config.optimizer, training.train_iters, state.iteration)
+                lr = learning_rate(config.optimizer, training.train_iters, state.iteration, state.consumed_samples)
                 state = bad_steps.following(state)
                 mesh.recorder.iteration = state.iteration
                 batches = feed.take(following=bad_steps.first_sample(state))

@@ -6,13 +6,13 @@ cannot run. Nothing here starts a process or opens a dataset.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any, get_type_hints
 
-from megatron_llama.batch_sizes import length_problems, planned_iterations
+from megatron_llama.batch_sizes import BatchSizes, length_problems, planned_iterations, size_problems, with_decay
 from megatron_llama.blends import blend_problems
-from megatron_llama.config import Config, ModelConfig, ParallelConfig
+from megatron_llama.config import Config, LoraConfig, ModelConfig, ParallelConfig, TrainingConfig
 from megatron_llama.errors import ConfigError, describe, listing
 from megatron_llama.hf_config import normal_rope, read_hf_config, rope_problems
 from megatron_llama.layout import NO_SHARD, by_unit
@@ -42,7 +42,7 @@ _PARALLEL_POSITIVE = (
 )
 _POSITIVE = (
     ("parallel", _PARALLEL_POSITIVE),
-    ("training", ("seq_length", "micro_batch_size", "train_iters")),
+    ("training", ("seq_length", "micro_batch_size")),
     ("training", ("initial_loss_scale", "min_loss_scale", "loss_scale_window", "hysteresis", "loss_spike_window")),
     ("model", ("rms_norm_eps", "rope_theta", "make_vocab_size_divisible_by")),
     ("optimizer", ("adam_eps",)),
@@ -53,11 +53,12 @@ _NOT_NEGATIVE = (
     ("model", ("vocab_size", *SIZES, "num_key_value_heads", "head_dim", "max_position_embeddings", "initializer_range")),
     ("model", ("bos_token_id", "eos_token_id")),
     ("training", ("global_batch_size", "eval_interval", "eval_iters", "seed", "loss_spike_factor", "max_bad_steps")),
-    ("training", ("train_samples", "exit_interval", "exit_duration_in_mins", "z_loss_weight")),
+    ("training", ("train_samples", "epochs", "exit_interval", "exit_duration_in_mins", "z_loss_weight")),
     ("training", ("early_stop_patience",)),
     ("log", ("sample_interval",)),
     ("training", ("check_weight_hash_across_dp_replicas_interval",)),
     ("optimizer", ("lr", "min_lr", "lr_decay_iters", "lr_warmup_iters", "lr_wsd_decay_iters", "weight_decay", "clip_grad")),
+    ("optimizer", ("lr_decay_samples", "lr_warmup_samples", "lr_wsd_decay_samples", "lr_warmup_fraction")),
     ("lora", ("lora_rank",)),
     ("checkpoint", ("save_interval", "save_retain", "save_retain_interval")),
     ("offload", ("speculation_bytes",)),
@@ -160,7 +161,7 @@ def resolve(config: Config, world_size: int) -> Config:
     training = replace(training, train_iters=training.train_iters or planned_iterations(training))
     if len(shares := split_shares(config.data.split)) == 3 and shares[1] == 0:
         training = replace(training, eval_interval=0)
-    optimizer = replace(optimizer, lr_decay_iters=optimizer.lr_decay_iters or training.train_iters)
+    optimizer = with_decay(optimizer, training)
     sequence_parallel = config.parallel.sequence_parallel and config.parallel.tensor_model_parallel_size > 1
     parallel = replace(config.parallel, sequence_parallel=sequence_parallel)
     return replace(config, model=model, training=training, optimizer=optimizer, parallel=parallel)
@@ -197,6 +198,8 @@ def _warnings(config: Config) -> Iterator[str]:
             yield f"{given_ones} without --tensorboard-dir: nothing is written"
     yield from offload_warnings(config)
     yield from zenflow_warnings(config)
+    if config.lora.lora_rank == 0 and config.lora != LoraConfig():
+        yield "options of --lora without --lora-rank: there are no additions, the model itself is trained"
     if config.checkpoint.save_interval > 0 and config.checkpoint.save is None:
         yield f"--save-interval {config.checkpoint.save_interval} without --save: nothing will be saved"
 
@@ -206,12 +209,13 @@ def problems(config: Config, world_size: int) -> list[str]:
     config = resolve(config, world_size)
     return [
         *_range_problems(config),
+        *length_problems(config.training),
         *_missing_problems(config),
         *_model_problems(config.model),
         *_parallel_problems(config, world_size),
         *_batch_problems(config, world_size),
         *blend_problems(config.data.data_path),
-        *optimizer_problems(config.optimizer),
+        *optimizer_problems(config.optimizer, config.training),
         *_freeze_problems(config.model, config.optimizer.freeze),
         *lora_problems(config),
         *bad_step_problems(config),
@@ -367,13 +371,13 @@ def _batch_problems(config: Config, world_size: int) -> Iterator[str]:
     if _world_problem(config, world_size) is None and training.micro_batch_size > 0 and training.global_batch_size > 0:
         dp = world_size // _model_parallel(config)
         unit = training.micro_batch_size * dp
-        yield from length_problems(training, unit)
+        yield from size_problems(training, unit)
         if training.global_batch_size % unit:
             wanted = f"a multiple of micro_batch_size {training.micro_batch_size} x dp {dp} = {unit}"
             do = f"choose {nearest_multiples(training.global_batch_size, unit)}"
             yield describe("--global-batch-size", got=training.global_batch_size, expected=wanted, do=do)
         else:
-            yield from _schedule_problems(config.parallel, training.global_batch_size // unit)
+            yield from _schedule_problems(config.parallel, _kinds_of_steps(training, unit))
     precisions = [f"--{name}" for name in ("bf16", "fp16", "fp64") if getattr(training, name)]
     if len(precisions) > 1:
         yield describe(" ".join(precisions), got=f"{len(precisions)} precisions", expected="at most one", do="leave the others out")
@@ -382,17 +386,25 @@ def _batch_problems(config: Config, world_size: int) -> Iterator[str]:
         yield describe("--min-loss-scale", got=lowest, expected=f"at most initial_loss_scale {first}", do="lower one or raise the other")
 
 
-def _schedule_problems(parallel: ParallelConfig, microbatches: int) -> Iterator[str]:
-    """What the schedule itself has to say about the number of microbatches."""
+def _kinds_of_steps(training: TrainingConfig, unit: int) -> list[int]:
+    """Microbatches of the first steps and of the last: where the first two of a ramp are multiples of something, all of it are."""
+    sizes = [] if list(size_problems(training, unit)) else [*BatchSizes.of(training).all()][:2]
+    return sorted({size // unit for size in (*sizes, training.global_batch_size)})
+
+
+def _schedule_problems(parallel: ParallelConfig, counts: Sequence[int]) -> Iterator[str]:
+    """What the schedule itself has to say about the first of these numbers of microbatches that it does not take."""
     ranks, virtual = parallel.pipeline_model_parallel_size, parallel.virtual_pipeline_model_parallel_size
     try:
         placement_of(parallel.pipeline_schedule, ranks, virtual)
     except ScheduleError:
         return  # named with the pipeline's own problems
-    try:
-        schedule_named(parallel.pipeline_schedule, ranks=ranks, microbatches=microbatches, virtual=virtual)
-    except ScheduleError as error:
-        yield str(error)
+    for microbatches in counts:
+        try:
+            schedule_named(parallel.pipeline_schedule, ranks=ranks, microbatches=microbatches, virtual=virtual)
+        except ScheduleError as error:
+            yield str(error) if microbatches == counts[-1] else f"{error} (in a step of --rampup-batch-size)"
+            return
 
 
 def _freeze_problems(model: ModelConfig, patterns: tuple[str, ...]) -> Iterator[str]:

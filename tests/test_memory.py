@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from dataclasses import replace
 from itertools import product
 
@@ -29,6 +30,20 @@ def test_peaks_by_hand() -> None:
     split = schedule_named("zb-h1", ranks=4, microbatches=8).ranks[3]
     assert peak_of(split, [100] * 4, [0] * 4) == 100 and peak_of(split, [100] * 4, [100] * 4) == 400
     assert peak_of(split, [100] * 4, [10] * 4) == 130
+
+
+@pytest.mark.parametrize("name", ["gpipe", "1f1b", "interleaved", "zb-h1", "zb-v"])
+def test_more_microbatches_never_need_less(name: str) -> None:
+    """So the plan for the largest batch of a ramp-up holds for all of it. Stages of unequal weight, as first and last ones are."""
+    draw = random.Random(name)
+    for ranks, virtual in product((1, 2, 3, 4), (2, 3) if name == "interleaved" else (1,)):
+        stages = ranks * (2 if name == "zb-v" else virtual)
+        kept, deferred = ([draw.randint(least, 100) for _ in range(stages)] for least in (50, 1))
+        counts = range(ranks, 4 * ranks + 3, ranks) if name == "interleaved" else range(1, 4 * ranks + 3)
+        schedules = [schedule_named(name, ranks=ranks, microbatches=count, virtual=virtual) for count in counts]
+        for rank in range(ranks):
+            peaks = [peak_of(schedule.ranks[rank], kept, deferred) for schedule in schedules]
+            assert peaks == sorted(peaks), (ranks, virtual, rank)
 
 
 def test_in_flight_of_1f1b() -> None:

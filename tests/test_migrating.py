@@ -8,12 +8,13 @@ from pathlib import Path
 from megatron_llama.aliases import MEGATRON
 from megatron_llama.manual import config_sections
 from megatron_llama.options import options_of
+from megatron_llama.sft.options import SFTConfig
 
 PAGE = Path(__file__).parent.parent / "docs" / "migrating.md"
 
 
 def test_every_option_on_the_right_exists() -> None:
-    known = options_of(config_sections()).keys() | MEGATRON.keys()
+    known = options_of((SFTConfig, *config_sections())).keys() | MEGATRON.keys()
     rows = re.findall(r"^\| (.*) \| (.*) \|$", PAGE.read_text(), re.MULTILINE)
     named = [name.replace("-", "_") for _, here in rows for name in re.findall(r"`--([\w-]+)`", here)]
     assert len(rows) > 60 and len(set(named)) > 50

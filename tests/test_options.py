@@ -33,7 +33,7 @@ NAMES = """
     bf16 bos_token_id
     check_weight_hash_across_dp_replicas_interval clip_grad context_parallel_size cp_comm_type
     data_order data_parallel_shard_size data_parallel_sharding_strategy data_path distributed_timeout_minutes
-    early_stop_patience eod_mask_loss eos_token_id eval_interval eval_iters exchange_chunk_bytes exit_duration_in_mins exit_interval export_hf
+    early_stop_patience eod_mask_loss eos_token_id epochs eval_interval eval_iters exchange_chunk_bytes exit_duration_in_mins exit_interval export_hf
     finetune fp16 fp64 freeze
     global_batch_size gpus_per_node grad_reduce_in_bf16 grad_slots
     head_dim hidden_act hidden_size hysteresis
@@ -41,8 +41,8 @@ NAMES = """
     job_name
     load load_optim log_batch_size_to_tensorboard log_interval log_straggler log_timers_to_tensorboard
     log_validation_ppl_to_tensorboard lora_alpha lora_dropout lora_rank lora_target_modules
-    loss_scale_window loss_spike_factor loss_spike_window lr lr_decay_iters lr_decay_style lr_warmup_iters
-    lr_wsd_decay_iters lr_wsd_decay_style
+    loss_scale_window loss_spike_factor loss_spike_window lr lr_decay_iters lr_decay_samples lr_decay_style lr_warmup_fraction lr_warmup_iters lr_warmup_samples
+    lr_wsd_decay_iters lr_wsd_decay_samples lr_wsd_decay_style
     make_vocab_size_divisible_by max_bad_steps max_position_embeddings micro_batch_size min_loss_scale min_lr mlp_bias
     nodes num_attention_heads num_hidden_layers num_key_value_heads
     offload_cores offload_speculative on_bad_step optimizer_offload optimizer_offload_fraction

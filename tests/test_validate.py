@@ -266,7 +266,7 @@ LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_fr
         ({"min_loss_scale": 8.0, "initial_loss_scale": 4.0}, 1, "--min-loss-scale: got 8.0, expected at most initial_loss_scale 4.0"),
         ({"context_parallel_size": 0}, 1, "--context-parallel-size: got 0, expected a positive number"),
         ({"virtual_pipeline_model_parallel_size": 0}, 1, "--virtual-pipeline-model-parallel-size: got 0, expected a positive number"),
-        ({"train_iters": 0}, 1, "--train-iters: got 0, expected a positive number; give --train-iters N"),
+        ({"train_iters": 0}, 1, "--train-iters: got 0, expected a positive number; give --train-iters N, --train-samples N or --epochs N"),
         ({"micro_batch_size": 0}, 1, "--micro-batch-size: got 0"),
         ({"micro_batch_size": -1}, 1, "--micro-batch-size: got -1"),
         ({"global_batch_size": -4}, 1, "--global-batch-size: got -4, expected 0 or more"),
@@ -326,7 +326,7 @@ def test_a_constant_rate_may_warm_up_throughout() -> None:
 
 def test_nothing_given() -> None:
     assert problems(Config(), 1) == [
-        "--train-iters: got 0, expected a positive number; give --train-iters N",
+        "--train-iters: got 0, expected a positive number; give --train-iters N, --train-samples N or --epochs N",
         "model: got no hidden_size, intermediate_size, num_hidden_layers, num_attention_heads, vocab_size, expected the shape of a model; "
         "give --model NAME (such as llama-7b), --init-from-hf FOLDER, or --hidden-size --intermediate-size --num-hidden-layers "
         "--num-attention-heads --vocab-size",

@@ -34,15 +34,19 @@ from pathlib import Path
 from typing import NamedTuple
 
 import sentencepiece
+import tiktoken
 import tokenizers
 from megatron.core.datasets.indexed_dataset import DType, IndexedDatasetBuilder
 from tokenizers import models, pre_tokenizers, trainers
 
 from megatron_llama.data.corpus import python_documentation
 from megatron_llama.options import parse
+from megatron_llama.tokenizer.export import SPACE
 from megatron_llama.tokenizer.load import load_tokenizer
 from megatron_llama.tokenizer.spm import train_tokenizer
-from megatron_llama.tokenizer.tiktoken import SPLIT
+from megatron_llama.tokenizer.tiktoken import SPLIT, TiktokenTokenizer, parse_ranks
+
+TRAINED = ("sentencepiece", "tokenizers", "metaspace", "llama3")
 
 
 @dataclass(frozen=True)
@@ -56,9 +60,10 @@ class BenchConfig:
     workers: int = 0
     """Processes of each contender. 0: one per core."""
     tokenizer: str = "sentencepiece"
-    """sentencepiece or tokenizers: the same model as tokenizer.model or as tokenizer.json; llama3: a tokenizer.json of LLaMA 3's kind."""
+    """sentencepiece, tokenizers or metaspace: the same model as tokenizer.model, as tokenizer.json, and as one whose pre-tokenizer escapes
+    spaces; llama3: a tokenizer.json of LLaMA 3's kind. Or a file: tokenizer.json, or tokenizer.model of sentencepiece or of LLaMA 3."""
     vocab_size: int = 16000
-    """Pieces of the tokenizer, which is trained on the corpus first."""
+    """Pieces of a tokenizer that is trained on the corpus first."""
 
 
 class Taken(NamedTuple):
@@ -69,8 +74,21 @@ class Taken(NamedTuple):
 
 
 @cache
+def _is_ranks(path: Path) -> bool:
+    return isinstance(load_tokenizer(path), TiktokenTokenizer)
+
+
+def _tiktoken(path: Path) -> tiktoken.Encoding:
+    """LLaMA 3's tokenizer in the library that it was made with."""
+    ranks = {token: rank for rank, token in enumerate(parse_ranks(path.read_bytes(), str(path)))}
+    return tiktoken.Encoding("llama3", pat_str=SPLIT, mergeable_ranks=ranks, special_tokens={})
+
+
+@cache
 def _library_call(path: Path) -> Callable[[str], list[int]]:
     """One document, as Megatron-LM asks the library for it."""
+    if path.suffix == ".model" and _is_ranks(path):
+        return _tiktoken(path).encode_ordinary
     if path.suffix == ".model":
         processor = sentencepiece.SentencePieceProcessor(model_file=str(path))
         return processor.encode_as_ids
@@ -101,11 +119,30 @@ def ours(source: Path, prefix: Path, model: Path, workers: int) -> None:
 
 def alone(texts: list[str], model: Path, workers: int) -> Taken:
     """The library's own batch call."""
+    if model.suffix == ".model" and _is_ranks(model):
+        encoding = _tiktoken(model)
+        return _timed(lambda: encoding.encode_ordinary_batch(texts, num_threads=workers))
     if model.suffix == ".model":
         processor = sentencepiece.SentencePieceProcessor(model_file=str(model))
         return _timed(lambda: processor.encode(texts, num_threads=workers))
     fast = tokenizers.Tokenizer.from_file(str(model))
     return _timed(lambda: fast.encode_batch_fast(texts, add_special_tokens=False))
+
+
+def _made(options: BenchConfig, documents: Sequence[str], folder: Path) -> Path:
+    """The tokenizer's file, trained on the documents unless it is somebody's."""
+    if options.tokenizer not in TRAINED:
+        return Path(options.tokenizer)
+    model, exported = folder / "tokenizer.model", folder / "tokenizer.json"
+    if options.tokenizer == "llama3":
+        _train_llama3(documents, options.vocab_size, exported)
+        return exported
+    train_tokenizer(documents, options.vocab_size, model).save_hf(folder)
+    if options.tokenizer == "metaspace":
+        steps = {"type": "Metaspace", "replacement": SPACE, "prepend_scheme": "first", "split": False}
+        content = {**json.loads(exported.read_text()), "normalizer": None, "pre_tokenizer": steps}
+        exported.write_text(json.dumps(content))
+    return model if options.tokenizer == "sentencepiece" else exported
 
 
 def _train_llama3(documents: Sequence[str], vocab_size: int, path: Path) -> None:
@@ -141,11 +178,8 @@ def main(argv: Sequence[str]) -> None:
     repeats = -(-options.megabytes * 10**6 // sum(len(text.encode()) for text in documents))
     texts = documents * repeats
     with tempfile.TemporaryDirectory() as folder:
-        root, model = Path(folder), Path(folder) / "tokenizer.model"
-        train_tokenizer(documents, options.vocab_size, model).save_hf(root)
-        if options.tokenizer == "llama3":
-            _train_llama3(documents, options.vocab_size, root / "tokenizer.json")
-        model = model if options.tokenizer == "sentencepiece" else root / "tokenizer.json"
+        root = Path(folder)
+        model = _made(options, documents, root)
         source = root / "corpus.jsonl"
         source.write_text("".join(json.dumps({"text": text}, ensure_ascii=False) + "\n" for text in texts))
         size = sum(len(text.encode()) for text in texts)
@@ -164,8 +198,8 @@ def main(argv: Sequence[str]) -> None:
 
 
 def _report(options: BenchConfig, taken: dict[str, list[Taken]], size: int, documents: int, workers: int) -> None:
-    version = sentencepiece.__version__ if options.tokenizer == "sentencepiece" else tokenizers.__version__
-    print(f"{size / 1e6:.1f} MB, {documents:,} documents, {workers} processes, {options.tokenizer} {version}, {options.rounds} rounds")
+    libraries = ", ".join(f"{library.__name__} {library.__version__}" for library in (sentencepiece, tokenizers, tiktoken))
+    print(f"{size / 1e6:.1f} MB, {documents:,} documents, {workers} processes, {options.tokenizer}, {options.rounds} rounds; {libraries}")
     for name, each in taken.items():
         rates = sorted(size / 1e6 / seconds.clock for seconds in each)
         print(f"{name:<12}{statistics.median(rates):8.2f} MB/s   ({rates[0]:.2f} - {rates[-1]:.2f})")

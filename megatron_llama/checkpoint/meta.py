@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -37,6 +38,8 @@ class TrainState:
     consumed_samples: int
     """Those that bad steps left out included."""
     history: History = NO_HISTORY
+    data: Mapping[str, Any] | None = None
+    """What the training samples say of themselves (``Samples.identity``). None: not known."""
 
 
 @dataclass(frozen=True)
@@ -67,6 +70,7 @@ def meta_json(
         "iteration": state.iteration,
         "consumed_samples": state.consumed_samples,
         "history": state.history.entry(),
+        "training_data": state.data,
         "optimizer_step": optimizer_step,
         "loss_scale": loss_scale,
         "validation_loss": validation_loss,
@@ -108,7 +112,8 @@ def parse_meta(folder: Path) -> CheckpointMeta:
 
 def _state(content: dict[str, Any]) -> TrainState:
     history = read_history(content["history"]) if "history" in content else NO_HISTORY  # older files have none
-    return TrainState(int(content["iteration"]), int(content["consumed_samples"]), history)
+    data = content.get("training_data")  # nor this
+    return TrainState(int(content["iteration"]), int(content["consumed_samples"]), history, None if data is None else dict(data))
 
 
 def _read_object(path: Path) -> dict[str, Any]:

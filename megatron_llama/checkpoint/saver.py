@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import tempfile
 import time
+from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from megatron_llama.checkpoint import native
 from megatron_llama.checkpoint.background import Background
@@ -25,7 +28,8 @@ from megatron_llama.tokenizer.base import Tokenizer
 class Saver:
     """Writes checkpoints when they are due, beside a copy of the tokenizer, so that they can be used on their own.
 
-    ``background``: writes them while training goes on; None: training waits. Raises CheckpointError or DataError, on every rank,
+    ``background``: writes them while training goes on; None: training waits. ``data``: what the training samples say of themselves.
+    Raises CheckpointError or DataError, on every rank,
     when nothing can be written to --save: at the start, not at the first save."""
 
     def __init__(
@@ -35,8 +39,9 @@ class Saver:
         optimizer: OverlappedDistributedOptimizer,
         tokenizer: Tokenizer | None,
         background: Background | None = None,
+        data: Mapping[str, Any] | None = None,
     ) -> None:
-        self._config, self._mesh, self._optimizer, self._background = config, mesh, optimizer, background
+        self._config, self._mesh, self._optimizer, self._background, self._data = config, mesh, optimizer, background, data
         options = config.checkpoint
         self._folder = place(options.save) if options.save is not None else None
         self._keep = Retention(options.save_retain, options.save_retain_interval)
@@ -69,6 +74,7 @@ class Saver:
         Raises CheckpointError on every rank, also for an earlier save in the background; the last checkpoint stays as it was."""
         if self._folder is None or state.iteration == self._saved:
             return
+        state = replace(state, data=self._data)
         if self._background is None:
             path = native.save(
                 self._folder, self._optimizer, self._mesh, state, self._config, validation_loss=validation_loss, keep=self._keep

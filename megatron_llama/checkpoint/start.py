@@ -10,7 +10,7 @@ from typing import Any
 from megatron_llama.checkpoint import native, series
 from megatron_llama.checkpoint.formats import candidates, open_source
 from megatron_llama.checkpoint.hf import HFWeights
-from megatron_llama.checkpoint.meta import META, TrainState, model_changes, model_differences
+from megatron_llama.checkpoint.meta import META, CheckpointMeta, TrainState, model_changes, model_differences
 from megatron_llama.checkpoint.places import is_remote, place
 from megatron_llama.checkpoint.storage import refuse
 from megatron_llama.config import CheckpointConfig, Config, ModelConfig
@@ -95,6 +95,21 @@ def compare(options: CheckpointConfig, start: Start, saved: ModelConfig, model: 
     title = f"{start.path} is a checkpoint of another model:" if start.native else f"The weights of {start.path} have other shapes:"
     refuse(title, model_differences(where, saved, model, resumes=resumes))
     return model_changes(str(start.path), saved, model)
+
+
+def resumed(options: CheckpointConfig) -> CheckpointMeta | None:
+    """The checkpoint where the run goes on; None for one that begins at iteration 0. Raises CheckpointError."""
+    start = find_start(options)
+    return native.read_meta(start.path) if start is not None and not begins_anew(options, start) else None
+
+
+def sample_changes(before: Mapping[str, Any] | None, now: Mapping[str, Any]) -> str:
+    """In which words training samples differ from those that a checkpoint knows; empty where they do not, or nothing is known."""
+    if before is None or before == now:
+        return ""
+    counts = [(name, before.get(name), value) for name, value in now.items() if isinstance(value, int) and before.get(name) != value]
+    found = [f"{name} {f'{was:,}' if isinstance(was, int) else 'unknown'}, now {value:,}" for name, was, value in counts]
+    return "; ".join(found) or "as many examples and tokens, with other content"
 
 
 def data_changes(saved: Mapping[str, Any], config: Config) -> Iterator[str]:

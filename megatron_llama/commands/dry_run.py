@@ -12,7 +12,7 @@ from megatron_llama.activations import GRANULARITIES
 from megatron_llama.auto import decide
 from megatron_llama.blends import read_blend
 from megatron_llama.commands.options import DryRunConfig
-from megatron_llama.config import CheckpointConfig, Config, LaunchConfig
+from megatron_llama.config import CheckpointConfig, Config, LaunchConfig, TrainingConfig
 from megatron_llama.errors import ConfigError, UserError, listing
 from megatron_llama.layout import BY_TRAFFIC, NO_SHARD, strategy_named
 from megatron_llama.memory import MemoryPlan, gib, state_bytes
@@ -139,17 +139,32 @@ def _report(plan: MemoryPlan, world: int) -> Iterator[str]:
     yield f"processes       {world} = tp {tp} x cp {parallel.context_parallel_size} x pp {pp} x dp {dp}{sequence}"
     yield (
         f"batch           {training.global_batch_size} samples = {microbatches} microbatches x {training.micro_batch_size} x dp {dp}; "
-        f"{training.global_batch_size * training.seq_length:,} tokens a step, {training.train_iters:,} steps"
+        f"{training.global_batch_size * training.seq_length:,} tokens a step, {_length(training)}"
     )
     if training.rampup_batch_size:
         start, increment, samples = training.rampup_batch_size
         full = training.global_batch_size
         yield f"  ramp-up       {start:,} samples, {increment:,} more at a time, to {full:,} over {samples:,} samples"
+        yield _first_steps(plan, world)
     for rank in range(pp):
         yield from _rank_report(plan, rank)
     if dp * parallel.context_parallel_size > 1:
         yield from _choices(plan, world)
     yield from _schedule_report(plan.schedule)
+
+
+def _first_steps(plan: MemoryPlan, world: int) -> str:
+    """Of a ramp-up. Memory never falls with the number of microbatches, so that what is said of the full size holds for all."""
+    training = plan.config.training
+    small = replace(training, global_batch_size=training.rampup_batch_size[0], rampup_batch_size=())
+    first = MemoryPlan(replace(plan.config, training=small), world)
+    granularity, blocks = plan.config.parallel.recompute_granularity, plan.chosen()
+    least, most = (gib(one.needed(granularity, blocks)) for one in (first, plan))
+    return f"  first steps   {first.schedule.microbatches} microbatches; the process that needs most has {least}, at full size {most}"
+
+
+def _length(training: TrainingConfig) -> str:
+    return f"{training.epochs:g} epochs" if training.epochs else f"{training.train_iters:,} steps"
 
 
 def _rank_report(plan: MemoryPlan, rank: int) -> Iterator[str]:

@@ -58,7 +58,7 @@ def evaluate(parsed: Parsed) -> None:
 def _for_evaluation(parsed: Parsed) -> Parsed:
     """Nothing is saved, all of the validation split counts unless --eval-iters says otherwise."""
     config = Config(**{name: parsed.get(section) for name, section in zip(Config.__dataclass_fields__, config_sections(), strict=True)})
-    training = replace(config.training, train_iters=1, eval_interval=1)
+    training = replace(config.training, train_iters=1, train_samples=0, epochs=0.0, eval_interval=1)
     if "eval_iters" not in parsed.explicit:
         training = replace(training, eval_iters=0)
     changed = {type(training): training, type(config.checkpoint): replace(config.checkpoint, save=None, save_interval=0)}

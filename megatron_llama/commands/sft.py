@@ -3,14 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from datetime import datetime
+from typing import TYPE_CHECKING
 
 from megatron_llama.commands.options import DryRunConfig
 from megatron_llama.commands.pretrain import SECTIONS as PRETRAIN
 from megatron_llama.commands.pretrain import prepared
-from megatron_llama.config import CheckpointConfig, DataConfig
+from megatron_llama.config import CheckpointConfig, Config, DataConfig
 from megatron_llama.errors import ConfigError, DataError, describe, listing
 from megatron_llama.options import Parsed, flag
 from megatron_llama.sft.options import SFTConfig
+
+if TYPE_CHECKING:
+    from megatron_llama.mesh import Mesh
+    from megatron_llama.sft.chat import ChatTokenizer
+    from megatron_llama.vocabulary import Vocabulary
 
 SECTIONS = (SFTConfig, *PRETRAIN)
 OTHER_DATA = ("data_path", "reset_position_ids", "reset_attention_mask", "eod_mask_loss")
@@ -34,23 +41,40 @@ def sft(parsed: Parsed) -> None:
     saving = in_background(place_from_environment(), wanted=saves.async_save and saves.save is not None)
     with saving as background, prepared(parsed, needs_data=False) as (config, mesh, vocabulary):
         from megatron_llama.comm.agreement import together
-        from megatron_llama.sft.chat import ChatTokenizer
         from megatron_llama.sft.run import ExampleData
         from megatron_llama.train import train
 
-        with together(mesh.world):
-            if vocabulary.tokenizer is None:
-                do = "give --tokenizer-model FOLDER"
-                raise DataError(describe("--tokenizer-model", got="nothing", expected="the tokenizer of the model", do=do))
-            tokenizer = ChatTokenizer(vocabulary.tokenizer, options.chat_template)
-        data = ExampleData(options, config, mesh, tokenizer)
+        tokenizer, rendered = _chat_tokenizer(vocabulary, options, config, mesh)
+        data, strict = ExampleData(options, config, mesh, tokenizer, rendered), options.on_changed_data == "stop"
         with together(mesh.world):
             lines = [f"chat template: {tokenizer.template.name}; learned: {learned(tokenizer.template.marks_answers, options)}"]
             lines += data.report(config)
         if mesh.rank == 0:
             for line in lines:
                 print(f" {line}", flush=True)
-        train(config, mesh, data.samples, tokenizer=tokenizer, background=background, prompt=tokenizer.prompt)
+        train(config, mesh, data.samples, tokenizer=tokenizer, background=background, prompt=tokenizer.prompt, same_data=strict)
+
+
+def _chat_tokenizer(vocabulary: Vocabulary, options: SFTConfig, config: Config, mesh: Mesh) -> tuple[ChatTokenizer, str | None]:
+    """The tokenizer, and the day that its template writes into the texts, if it does: on all ranks the same, and in a resumed run that of
+    its beginning. Collective. Raises DataError, CheckpointError."""
+    from megatron_llama.checkpoint.start import resumed
+    from megatron_llama.comm.agreement import decided_by_first, together
+    from megatron_llama.sft.chat import ChatTokenizer
+    from megatron_llama.sft.dataset import RENDERED
+
+    def day() -> str:
+        meta = resumed(config.checkpoint)
+        known = (meta.state.data or {}).get(RENDERED) if meta is not None else None
+        return str(known or datetime.now().date().isoformat())
+
+    now = decided_by_first(day, mesh.world)
+    with together(mesh.world):
+        if vocabulary.tokenizer is None:
+            do = "give --tokenizer-model FOLDER"
+            raise DataError(describe("--tokenizer-model", got="nothing", expected="the tokenizer of the model", do=do))
+        tokenizer = ChatTokenizer(vocabulary.tokenizer, options.chat_template, now=datetime.fromisoformat(now))
+    return tokenizer, now if tokenizer.template.tells_time else None
 
 
 def learned(marks: bool, options: SFTConfig) -> str:

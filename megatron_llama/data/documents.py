@@ -42,7 +42,7 @@ def input_files(paths: Sequence[str]) -> list[Path]:
     files: list[Path] = []
     problems: list[str] = []
     for path in map(Path, paths):
-        found = sorted(file for file in path.rglob("*") if file.is_file() and not _hidden(file, path)) if path.is_dir() else [path]
+        found = files_below(path) if path.is_dir() else [path]
         if not found:
             problems.append(describe(str(path), got="an empty folder", expected="text files", do="check the path"))
         elif not found[0].is_file():
@@ -53,8 +53,10 @@ def input_files(paths: Sequence[str]) -> list[Path]:
     return files
 
 
-def _hidden(file: Path, folder: Path) -> bool:
-    return any(part.startswith(".") for part in file.relative_to(folder).parts)
+def files_below(folder: Path) -> list[Path]:
+    """All files of a folder and its folders, sorted, but for hidden ones."""
+    seen = (file for file in folder.rglob("*") if not any(part.startswith(".") for part in file.relative_to(folder).parts))
+    return sorted(file for file in seen if file.is_file())
 
 
 def texts(chunk: Chunk, keys: Sequence[str], problems: Problems) -> dict[str, list[str]]:
@@ -100,7 +102,7 @@ def _read_line(line: str, where: str, found: dict[str, list[str]], problems: Pro
         problems.add(describe(where, got=f"invalid JSON ({reason})", expected="one JSON object per line", do="mend the line"))
         return
     if not isinstance(record, dict):
-        got = f"a JSON {_json_type(record)}"
+        got = f"a JSON {json_type(record)}"
         problems.add(describe(where, got=got, expected="one JSON object per line", do="mend the line"))
         return
     for key, documents in found.items():
@@ -114,7 +116,7 @@ def _read_line(line: str, where: str, found: dict[str, list[str]], problems: Pro
         elif isinstance(value, str):
             problems.add(describe(f"{where}: field {key!r}", got="half a surrogate pair", expected="Unicode text", do="mend the escape"))
         else:
-            got = f"{_json_type(value)} {json.dumps(value)[:40]}"
+            got = f"{json_type(value)} {json.dumps(value)[:40]}"
             problems.add(describe(f"{where}: field {key!r}", got=got, expected="a string", do="mend the line or change --json-keys"))
 
 
@@ -126,6 +128,7 @@ def _has_surrogate(text: str) -> bool:
     return False
 
 
-def _json_type(value: object) -> str:
+def json_type(value: object) -> str:
+    """JSON's name for the type of a value, Python's for one that JSON does not have."""
     names = {dict: "object", list: "array", str: "string", bool: "boolean", int: "number", float: "number", type(None): "null"}
-    return names[type(value)]
+    return names.get(type(value), type(value).__name__)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -83,6 +83,9 @@ class Samples(Protocol):
     def batch(self, indices: Sequence[int]) -> Batch:
         """These samples side by side. Errors: DataError."""
 
+    def identity(self) -> dict[str, Any]:
+        """What can be told of them in a few words, for JSON: other samples say something else. A checkpoint keeps it."""
+
 
 class StreamSamples:
     """Samples of a token stream, with the masks that ``data`` asks for. Errors: DataError if one of them needs the end-of-document
@@ -98,6 +101,10 @@ class StreamSamples:
     def __len__(self) -> int:
         """See Samples."""
         return len(self._stream)
+
+    def identity(self) -> dict[str, Any]:
+        """See Samples: counts, since the tokens may be more than anybody wants to read at the start of a run."""
+        return {"documents": self._stream.num_documents, "tokens": self._stream.num_tokens}
 
     def batch(self, indices: Sequence[int]) -> Batch:
         """See Samples. Errors: DataError if a token id is outside the vocabulary."""
@@ -121,6 +128,11 @@ class BlendedSamples:
         """Samples of the blend until some part begins again."""
         return len(self.order)
 
+    def identity(self) -> dict[str, Any]:
+        """See Samples."""
+        parts = enumerate(part.identity() for part in self._parts)
+        return {f"{name} of part {number}": value for number, part in parts for name, value in part.items()}
+
     def batch(self, indices: Sequence[int]) -> Batch:
         """See Samples. ``indices`` count over all parts."""
         places = [bisect_right(self.order.starts, index) - 1 for index in indices]
@@ -132,7 +144,8 @@ class BatchLoader:
     """This data-parallel rank's microbatches of each step. It has no state: the same consumed samples give the same batches.
 
     A step's samples are those at positions consumed .. consumed + global batch size of the run, whatever the layout: rank r's
-    microbatch m holds positions consumed + (m * dp_size + r) * micro_batch_size + j.
+    microbatch m holds positions consumed + (m * dp_size + r) * micro_batch_size + j. A step that has fewer samples than places has as
+    many microbatches as any other; what is in the places behind its last sample does not count.
     """
 
     def __init__(
@@ -160,15 +173,27 @@ class BatchLoader:
     def microbatches(self, consumed_samples: int) -> list[Batch]:
         """The step that follows ``consumed_samples`` samples. Errors: DataError if they cannot be read."""
         size = self._micro_batch_size
-        count = self._sizes.at(consumed_samples) // (size * self._dp_size)
-        starts = (consumed_samples + (m * self._dp_size + self._dp_rank) * size for m in range(count))
-        return [self._batch(range(start, start + size)) for start in starts]
+        places, samples = self._sizes.places(consumed_samples), self._sizes.at(consumed_samples)
+        starts = [consumed_samples + (m * self._dp_size + self._dp_rank) * size for m in range(places // (size * self._dp_size))]
+        batches = [self._batch(range(start, start + size)) for start in starts]
+        if samples == places:
+            return batches
+        # On every rank, also one whose places all have samples: whether there is a mask must not differ between ranks.
+        counts = [consumed_samples + samples - start for start in starts]
+        return [_counting(batch, count) for batch, count in zip(batches, counts, strict=True)]
 
     def _batch(self, positions: range) -> Batch:
         batch = self.samples.batch([self._order.index(position, self._seed, self._shuffled) for position in positions])
         # Noise belongs to a place in the run, not to a sample: it is new whenever the sample comes again.
         seeds = () if batch.noise_scale is None else tuple(mixed(self._seed, position) for position in positions)
         return replace(batch, noise_seeds=seeds) if seeds else batch
+
+
+def _counting(batch: Batch, count: int) -> Batch:
+    """The same batch, of whose samples only the first ``count`` are in the loss."""
+    mask = torch.ones(batch.labels.shape) if batch.loss_mask is None else batch.loss_mask.clone()
+    mask[:, max(count, 0) :] = 0.0
+    return replace(batch, loss_mask=mask)
 
 
 def side_by_side(batches: Sequence[Batch]) -> Batch:

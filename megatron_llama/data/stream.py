@@ -39,6 +39,7 @@ class TokenStream:
         self.dataset = dataset
         self.seq_length = seq_length
         self.vocab_size = vocab_size
+        self.num_documents = documents[1] - documents[0]
         self._start = dataset.document_start(documents[0])
         self.num_tokens = dataset.document_start(documents[1]) - self._start
 

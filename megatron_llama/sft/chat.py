@@ -7,6 +7,7 @@ import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from datetime import datetime
 from pathlib import Path
 from typing import Literal
 
@@ -38,13 +39,13 @@ class ChatTokenizer:
     """A Tokenizer that knows conversations too. Raises DataError if the tokenizer cannot be expressed as a ``tokenizer.json``, which is
     what reads special tokens in a text."""
 
-    def __init__(self, tokenizer: Tokenizer, wanted: str | None = None) -> None:
-        """``wanted``: a template's file or name, instead of the tokenizer's own."""
+    def __init__(self, tokenizer: Tokenizer, wanted: str | None = None, *, now: datetime | None = None) -> None:
+        """``wanted``: a template's file or name, instead of the tokenizer's own; ``now``: for one that says what day it is."""
         self._tokenizer = tokenizer
         self.vocab_size, self.bos_id, self.eos_id = tokenizer.vocab_size, tokenizer.bos_id, tokenizer.eos_id
         self._reader = tokenizer if isinstance(tokenizer, HFTokenizer) else _twin(tokenizer)
         path: Path | None = getattr(tokenizer, "path", None)
-        self.template = find_template(wanted, path.parent if path is not None else None, self._reader.special_names())
+        self.template = find_template(wanted, path.parent if path is not None else None, self._reader.special_names(), now)
         self._special = re.compile("|".join(map(re.escape, sorted(self._reader.special_texts, key=len, reverse=True))) or r"(?!)")
         if self.eos_id is None:
             where = str(path or "the tokenizer")

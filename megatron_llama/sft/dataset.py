@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import hashlib
 import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,6 +21,9 @@ from megatron_llama.sft.options import SFTConfig
 from megatron_llama.sft.packing import best_fit
 from megatron_llama.sft.problems import LISTED, Problem, UnusableError, problem_lines
 from megatron_llama.sft.records import records
+
+RENDERED = "rendered"
+"""The name of a day in an identity: with it a resumed run renders the same texts on another day."""
 
 
 @dataclass
@@ -153,8 +158,18 @@ class ExampleSamples:
     An example of n tokens takes n - 1 places: each of its tokens but the last is read, each but the first may be a label. Examples
     of a sample see only themselves and have positions of their own; so does what pads its end, which is never a label."""
 
-    def __init__(self, examples: Examples, chosen: range, seq_length: int, *, packing: bool, noise: Noise | None = None) -> None:
-        self._examples, self._seq_length, self._noise = examples, seq_length, noise
+    def __init__(
+        self,
+        examples: Examples,
+        chosen: range,
+        seq_length: int,
+        *,
+        packing: bool,
+        noise: Noise | None = None,
+        rendered: str | None = None,
+    ) -> None:
+        """``rendered``: the day that the texts say it is; None if they do not."""
+        self._examples, self._seq_length, self._noise, self._rendered = examples, seq_length, noise, rendered
         lengths = [len(examples.ids[index]) - 1 for index in chosen]
         groups = best_fit(lengths, seq_length) if packing else [[index] for index in range(len(lengths))]
         self._rows = [[chosen[index] for index in group] for group in groups]
@@ -164,6 +179,25 @@ class ExampleSamples:
     def __len__(self) -> int:
         """See Samples."""
         return len(self._rows)
+
+    def identity(self) -> dict[str, Any]:
+        """See Samples: counts for people, and a digest of every token, whether it is learned, and which examples share a sample."""
+        ids, learned = self._examples.ids, self._examples.learned
+        order = [index for row in self._rows for index in row]
+        lengths, sizes = np.array([len(ids[index]) for index in order]), np.array([len(row) for row in self._rows])
+        digest = hashlib.blake2b(sizes.tobytes() + lengths.tobytes(), digest_size=16)
+        for index in order:
+            digest.update(ids[index].data)
+            digest.update(learned[index].data)
+        return {
+            "examples": len(order),
+            "tokens": int(lengths.sum()),
+            "learned tokens": sum(int(learned[index].sum()) for index in order),
+            "samples": len(self),
+            "seq_length": self._seq_length,
+            "digest": digest.hexdigest(),
+            RENDERED: self._rendered,
+        }
 
     def batch(self, indices: Sequence[int]) -> Batch:
         """See Samples."""

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
 
+from megatron_llama.data.documents import json_type
 from megatron_llama.sft.problems import UnusableError
-from megatron_llama.sft.records import json_type
 
 ASSISTANT = "assistant"
 ROLES: Mapping[str, str] = MappingProxyType(
@@ -35,9 +35,11 @@ class Conversation:
     tools: tuple[Any, ...] | None = field(default=None)
 
     @property
-    def texts(self) -> list[str]:
-        """Contents of the messages."""
-        return [message["content"] for message in self.messages if message.get("content")]
+    def texts(self) -> Iterator[str]:
+        """All text that comes from the file: contents of the messages, and what tools and calls of them say."""
+        for message in self.messages:
+            yield from _strings({key: value for key, value in message.items() if key != "role"})
+        yield from _strings(self.tools)
 
 
 @dataclass(frozen=True)
@@ -49,6 +51,19 @@ class Passage:
 
 
 Example = Conversation | Passage
+
+
+def _strings(value: Any) -> Iterator[str]:
+    """Every text in a JSON value, keys of objects included."""
+    waiting = [value]
+    while waiting:
+        value = waiting.pop()
+        if isinstance(value, str):
+            yield value
+        elif isinstance(value, Mapping):
+            waiting += [*value.keys(), *value.values()]
+        elif isinstance(value, list | tuple):
+            waiting += value
 
 
 def detect(record: Mapping[str, Any]) -> str:
@@ -91,6 +106,8 @@ def _conversation(record: Mapping[str, Any], name: str, role: str, content: str)
     tools = record.get("tools")
     if tools is not None and not isinstance(tools, list):
         raise UnusableError("tools are no array", field="tools", got=f"a JSON {json_type(tools)}", expected="an array", do="mend the line")
+    for text in _strings(tools):
+        _text(text, "tools")
     return _checked(messages, name, tools, offset=len(messages) - len(turns))
 
 
@@ -113,6 +130,8 @@ def _message(turn: Any, name: str, role: str, content: str) -> dict[str, Any]:
     if calls is not None and not (isinstance(calls, list) and all(isinstance(call, dict) for call in calls)):
         expected = "an array of objects"
         raise UnusableError("broken tool calls", field=f"{name}.tool_calls", got=str(calls)[:40], expected=expected, do="mend the line")
+    for text in _strings(kept):
+        _text(text, name)
     if content not in turn and not calls:
         raise UnusableError("message without content", field=name, got=", ".join(map(repr, turn)), expected=f"{content!r}", do="add it")
     text = "" if calls and turn.get(content) is None else _content(turn[content], f"{name}.{content}")

@@ -27,6 +27,9 @@ class SFTConfig:
     """When an example cannot be used: stop before training with a list, or leave it out and say how many."""
     on_long_sample: Literal["truncate", "drop", "stop"] = "truncate"
     """When an example has more than seq_length + 1 tokens: cut its end, leave it out, or count it as one that cannot be used."""
+    on_changed_data: Literal["stop", "continue"] = "stop"
+    """When a run is resumed and its training samples are not those that its checkpoint was trained on: stop before training and say what
+    differs, or warn and go on at the same place in the new ones."""
     packing: bool = False
     """Put several examples into each sample, by best fit. Attention and positions stay within an example."""
     neftune_noise_alpha: float = 0.0

@@ -41,6 +41,11 @@ class UnusableError(Exception):
         place = where if self._field is None else f"{where}: field {self._field!r}"
         return Problem(where, self.reason, describe(place, got=got, expected=expected, do=do), number)
 
+    def followed(self, words: str) -> UnusableError:
+        """The same with something else to know behind its remedy."""
+        got, expected, do = self._words
+        return UnusableError(self.reason, got=got, expected=expected, do=f"{do}; {words}", field=self._field)
+
 
 def count_by_reason(problems: Sequence[Problem]) -> list[tuple[str, int]]:
     """How many there are for each reason, the most frequent first."""

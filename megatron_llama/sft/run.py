@@ -22,8 +22,10 @@ class ExampleData:
 
     Collective. Raises DataError, on every rank, for examples that cannot be used (unless they are to be dropped), or too few."""
 
-    def __init__(self, options: SFTConfig, config: Config, mesh: Mesh, tokenizer: ChatTokenizer) -> None:
-        self._options = options
+    def __init__(self, options: SFTConfig, config: Config, mesh: Mesh, tokenizer: ChatTokenizer, rendered: str | None = None) -> None:
+        """``rendered``: the day that the texts say it is, where they do."""
+        self._options, self._rendered = options, rendered
+        self._made: dict[int, ExampleSamples] = {}
         self._read = [self._read_all(paths, config, mesh, tokenizer) for paths in (options.train_data, options.valid_data) if paths]
 
     def _read_all(self, paths: tuple[str, ...], config: Config, mesh: Mesh, tokenizer: ChatTokenizer) -> Examples:
@@ -43,7 +45,13 @@ class ExampleData:
             yield from examples.report()
         samples = self.samples(config, 0)
         packed = "packed into" if self._options.packing else "one to each of"
-        yield f"{len(self._chosen(config, 0)):,} training examples, {packed} {len(samples):,} samples, which are {samples.filled:.1%} full"
+        shares = [len(self._chosen(config, part)) for part in range(len(PARTS))]
+        yield f"{shares[0]:,} training examples, {packed} {len(samples):,} samples, which are {samples.filled:.1%} full"
+        whole = len(self._read[0])
+        if len(self._read) == 1 and shares[0] < whole:
+            rest = f", {whole - sum(shares):,} for neither" if sum(shares) < whole else ""
+            kept = f"{shares[1]:,} for validation{rest} (--split {config.data.split})"
+            yield f"{whole - shares[0]:,} of {whole:,} examples are not trained: {kept}"
 
     def _chosen(self, config: Config, part: int) -> range:
         if len(self._read) == 2:
@@ -52,6 +60,11 @@ class ExampleData:
 
     def samples(self, config: Config, part: int) -> ExampleSamples:
         """A Source of a run. Raises DataError if there is no example in this part."""
+        if part not in self._made:
+            self._made[part] = self._samples(config, part)
+        return self._made[part]
+
+    def _samples(self, config: Config, part: int) -> ExampleSamples:
         examples, chosen, options = self._read[part if len(self._read) == 2 else 0], self._chosen(config, part), self._options
         if not chosen:
             got, do = f"none of {len(examples)} examples for {PARTS[part]}", "give --valid-data, or change --split"
@@ -59,5 +72,6 @@ class ExampleData:
         noise = None
         if part == 0 and options.neftune_noise_alpha:
             noise = Noise(options.neftune_noise_alpha, config.model.hidden_size)
-        return ExampleSamples(examples, chosen, config.training.seq_length, packing=options.packing, noise=noise)
+        length = config.training.seq_length
+        return ExampleSamples(examples, chosen, length, packing=options.packing, noise=noise, rendered=self._rendered)
 

@@ -10,6 +10,7 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
+from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -82,13 +83,14 @@ class ChatTemplate:
     """One template. ``name``: where it is from, for messages; ``tokens``: ``bos_token`` and the like. Raises DataError if it is
     no jinja."""
 
-    def __init__(self, source: str, name: str, tokens: Mapping[str, str]) -> None:
+    def __init__(self, source: str, name: str, tokens: Mapping[str, str], now: datetime | None = None) -> None:
+        """``now``: for templates that say what day it is; default: the clock's."""
         self.source, self.name = source, name
         environment = ImmutableSandboxedEnvironment(
             trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, "jinja2.ext.loopcontrols"]
         )
         environment.filters["tojson"] = _tojson
-        environment.globals.update(raise_exception=_raise, strftime_now=_now, namespace=_Names, dict=_dict, **tokens)
+        environment.globals.update(raise_exception=_raise, strftime_now=partial(_formatted, now), namespace=_Names, dict=_dict, **tokens)
         try:
             self._template = environment.from_string(source)
             tree = environment.parse(source)
@@ -97,6 +99,8 @@ class ChatTemplate:
             raise DataError(describe(f"{name}:{error.lineno}", got=error.message, expected="a jinja template", do=do)) from error
         self.marks_answers = any(data.data == _START for data in tree.find_all(nodes.TemplateData))
         """Whether it says by ``{% generation %}`` what is learned."""
+        self.tells_time = "strftime_now" in source
+        """Whether a text may depend on the day on which it is rendered."""
 
     def render(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Any] | None = None, *, prompt: bool = False) -> Rendered:
         """``prompt``: go on with the beginning of an answer. Raises UnusableError with what the template says of these messages."""
@@ -145,8 +149,8 @@ def _raise(message: str) -> None:
     raise jinja2.TemplateError(message)
 
 
-def _now(form: str) -> str:
-    return datetime.now().strftime(form)
+def _formatted(now: datetime | None, form: str) -> str:
+    return (now or datetime.now()).strftime(form)
 
 
 def _dict(*args: Any, **values: Any) -> dict[Any, Any]:
@@ -172,15 +176,16 @@ def _refuse_private(name: Any) -> None:
         raise SecurityError(f"a namespace has no {name!r}")
 
 
-def find_template(wanted: str | None, folder: Path | None, tokens: Mapping[str, str]) -> ChatTemplate:
-    """``wanted``: a file or the name of a built-in one; None: that of the tokenizer in ``folder``, else ``plain``. Raises DataError."""
+def find_template(wanted: str | None, folder: Path | None, tokens: Mapping[str, str], now: datetime | None = None) -> ChatTemplate:
+    """``wanted``: a file or the name of a built-in one; None: that of the tokenizer in ``folder``, else ``plain``. ``now``: as for
+    ChatTemplate. Raises DataError."""
     if wanted is not None:
         if wanted in BUILT_IN:
-            return ChatTemplate(BUILT_IN[wanted], f"built-in template {wanted}", tokens)
-        return ChatTemplate(_read(Path(wanted)), wanted, tokens)
+            return ChatTemplate(BUILT_IN[wanted], f"built-in template {wanted}", tokens, now)
+        return ChatTemplate(_read(Path(wanted)), wanted, tokens, now)
     own = None if folder is None else _own_template(folder)
     source, name = own or (BUILT_IN["plain"], "built-in template plain, since the tokenizer has none")
-    return ChatTemplate(source, name, tokens)
+    return ChatTemplate(source, name, tokens, now)
 
 
 def _own_template(folder: Path) -> tuple[str, str] | None:

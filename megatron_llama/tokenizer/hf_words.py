@@ -1,8 +1,8 @@
 """tokenizer.json word by word: the same ids as for the whole text, for the two kinds of tokenizer that LLaMA models have.
 
-The first is an exported sentencepiece model, see ``words``. LLaMA 3's cuts a text by a regular expression (``tiktoken.SPLIT``) and
-encodes what lies between two cuts by itself, so a word may be any run of such parts. Two cuts can be told without that
-expression, from the characters beside them:
+The first is an exported sentencepiece model, see ``words``: its spaces are escaped by a normalizer, or by a pre-tokenizer
+(Metaspace). LLaMA 3's cuts a text by a regular expression (``tiktoken.SPLIT``) and encodes what lies between two cuts by itself, so
+a word may be any run of such parts. Two cuts can be told without that expression, from the characters beside them:
 
 - before a space behind a printed ASCII character: no alternative takes a space anywhere but in front of something else, or among
   white space, and none looks across it;
@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from itertools import product
 from types import MappingProxyType
@@ -31,6 +31,8 @@ _BYTES = frozenset(f"<0x{high}{low}>" for high, low in product("0123456789ABCDEF
 _REPLACE = MappingProxyType({"type": "Replace", "pattern": {"String": " "}, "content": SPACE})
 _PREPEND = MappingProxyType({"type": "Prepend", "prepend": SPACE})
 _BYTE_LEVEL = MappingProxyType({"type": "ByteLevel", "add_prefix_space": False, "use_regex": False})
+_SPACED = re.compile(f"{SPACE}?[^{SPACE}]+|{SPACE}")
+"""What a pre-tokenizer that splits before each escaped space hands to the model."""
 _SPLIT = MappingProxyType({"type": "Split", "pattern": {"Regex": SPLIT}, "behavior": "Isolated", "invert": False})
 
 
@@ -57,7 +59,7 @@ def hf_words(tokenizer: Tokenizer) -> HFWords | None:
     if model["type"] != "BPE" or model["dropout"] is not None:
         return None
     steps = content["pre_tokenizer"]
-    if steps is None:
+    if steps is None or steps["type"] == "Metaspace":
         words = _sentencepiece_words(content)
         return None if words is None else HFWords(tokenizer, words)
     parts = steps["pretokenizers"] if steps["type"] == "Sequence" else []
@@ -69,19 +71,39 @@ def hf_words(tokenizer: Tokenizer) -> HFWords | None:
 
 
 def _sentencepiece_words(content: Mapping[str, Any]) -> Words | None:
-    """For a model whose normalizer escapes spaces, perhaps one more in front, and which joins nothing to a space behind it."""
-    normalizer, model = content["normalizer"] or {}, content["model"]
-    steps = normalizer["normalizers"] if normalizer.get("type") == "Sequence" else [normalizer]
-    plain = steps in ([_REPLACE], [_PREPEND, _REPLACE]) and model["byte_fallback"] and not model["ignore_merges"]
-    plain = plain and not model["continuing_subword_prefix"] and not model["end_of_word_suffix"] and model["vocab"].keys() >= _BYTES
+    """For a model whose text has its spaces escaped, and that joins nothing to a space behind it or gets each word by itself."""
+    model, joins = content["model"], content["model"]["merges"]
+    escape = _escape(content["normalizer"], content["pre_tokenizer"])
     spelt = any(char in token["content"] for token in content["added_tokens"] for char in (" ", SPACE))
-    joins = model["merges"]
-    if not plain or spelt or any(left in _BYTES or right in _BYTES or left[-1] != SPACE == right[0] for left, right in joins):
+    if escape is None or spelt:
         return None
-    normalized = Tokenizer.from_str(json.dumps({**content, "normalizer": None}))
-    pattern = word_pattern(SPACE, (left + right for left, right in joins))
-    return Words(pattern, partial(encode_many, normalized), partial(_escaped, SPACE if _PREPEND in steps else ""))
+    bare = partial(encode_many, Tokenizer.from_str(json.dumps({**content, "normalizer": None, "pre_tokenizer": None})))
+    if content["pre_tokenizer"] is not None and content["pre_tokenizer"]["split"]:
+        return Words(_SPACED, bare, escape)
+    plain = model["byte_fallback"] and not model["ignore_merges"] and model["vocab"].keys() >= _BYTES
+    plain = plain and not model["continuing_subword_prefix"] and not model["end_of_word_suffix"]
+    if not plain or any(left in _BYTES or right in _BYTES or left[-1] != SPACE == right[0] for left, right in joins):
+        return None
+    return Words(word_pattern(SPACE, (left + right for left, right in joins)), bare, escape)
+
+
+def _escape(normalizer: Mapping[str, Any] | None, steps: Mapping[str, Any] | None) -> Callable[[str], str] | None:
+    """What escapes the spaces of a text, as one of the two ways to write it says; None where it does something else as well."""
+    if steps is not None:
+        if normalizer is not None or steps["replacement"] != SPACE:
+            return None
+        # Without added tokens a text is one part, so that the first is every.
+        return partial(_metaspaced, steps["prepend_scheme"] != "never")
+    normalizer = normalizer or {}
+    parts = normalizer["normalizers"] if normalizer.get("type") == "Sequence" else [normalizer]
+    return partial(_escaped, SPACE if _PREPEND in parts else "") if parts in ([_REPLACE], [_PREPEND, _REPLACE]) else None
 
 
 def _escaped(prefix: str, text: str) -> str:
     return prefix + text.replace(" ", SPACE)
+
+
+def _metaspaced(prepends: bool, text: str) -> str:
+    """Unlike the normalizer this adds no second space in front."""
+    escaped = text.replace(" ", SPACE)
+    return SPACE + escaped if prepends and not escaped.startswith(SPACE) else escaped

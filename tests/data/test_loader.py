@@ -53,6 +53,37 @@ def test_a_step_holds_the_same_samples_in_any_layout(stream: TokenStream, dp_siz
     assert torch.equal(union, reference)
 
 
+@pytest.mark.parametrize(("dp_size", "mbs"), [(1, 1), (1, 4), (2, 2), (4, 1)])
+def test_what_is_behind_the_end_does_not_count(stream: TokenStream, dp_size: int, mbs: int) -> None:
+    """Steps of 8 up to sample 13: the second has five samples, in whatever layout, each rank has a mask in it, and nobody in the first."""
+    made = StreamSamples(stream, DataConfig(), None)
+    ranks = [
+        BatchLoader(
+            made, shuffled=True, micro_batch_size=mbs, global_batch_size=BatchSizes(8, end=13), seed=3, dp_rank=rank, dp_size=dp_size
+        )
+        for rank in range(dp_size)
+    ]
+    assert all(batch.loss_mask is None for rank in ranks for start in (0, 13) for batch in rank.microbatches(start))
+    steps = [batch for step in zip(*(rank.microbatches(8) for rank in ranks), strict=True) for batch in step]
+    masks = [batch.loss_mask for batch in steps if batch.loss_mask is not None]
+    assert len(masks) == len(steps) == 8 // mbs
+    assert torch.cat(masks, dim=1).tolist() == [[1.0] * 5 + [0.0] * 3] * SEQ
+    whole = torch.cat([batch.tokens for batch in loader(stream, mbs=mbs).microbatches(8)], dim=1)[:, :5]
+    assert torch.equal(torch.cat([batch.tokens for batch in steps], dim=1)[:, :5], whole)
+
+
+def test_an_end_keeps_the_mask_that_samples_have(dataset: IndexedDataset) -> None:
+    made = StreamSamples(TokenStream(dataset, (0, 20), SEQ, 2000), EVERY_MASK, 2)
+    plain, cut = (
+        BatchLoader(made, shuffled=False, micro_batch_size=2, global_batch_size=sizes, seed=1).microbatches(0)
+        for sizes in (BatchSizes(4), BatchSizes(4, end=3))
+    )
+    for index in range(2):
+        ours, theirs = cut[index].loss_mask, plain[index].loss_mask
+        assert ours is not None and theirs is not None
+        assert torch.equal(ours[:, 0], theirs[:, 0]) and torch.equal(ours[:, 1], theirs[:, 1] * (index == 0))
+
+
 @pytest.mark.parametrize("dp_size", [1, 2])
 def test_a_blend_holds_the_samples_of_its_parts_in_any_layout(dataset: IndexedDataset, dp_size: int) -> None:
     streams = [TokenStream(dataset, documents, SEQ, 2000) for documents in ((0, 20), (30, 36), (36, 60))]

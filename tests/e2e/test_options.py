@@ -83,6 +83,7 @@ ELSEWHERE: Mapping[str, str] = {
     ),
     "rampup_batch_size": "e2e/test_recipes.py::test_blends_and_growing_batches_are_resumed_exactly",
     "train_samples": "e2e/test_recipes.py::test_blends_and_growing_batches_are_resumed_exactly",
+    "epochs": "e2e/test_sft.py::test_epochs_read_every_sample_so_many_times",
     "exit_interval": "e2e/test_recipes.py::test_blends_and_growing_batches_are_resumed_exactly",
     "exit_duration_in_mins": "e2e/test_recipes.py::test_a_run_ends_when_its_time_is_over",
     "z_loss_weight": "e2e/test_recipes.py::test_z_loss_is_trained_and_not_printed",
@@ -193,6 +194,7 @@ def test_what_no_llama_has_is_refused(option: str, product: Product, capsys: pyt
     assert f"--{option.replace('_', '-')}: got {REFUSED[option]}, expected " in capsys.readouterr().err
 
 
+IN_SAMPLES = {"train_iters": None, "lr_decay_iters": None, "train_samples": 4 * GLOBAL_BATCH_SIZE}
 RATES: Mapping[str, tuple[dict[str, object], list[float]]] = {
     "lr": ({"lr": 2.0, "lr_decay_style": "constant"}, [2.0, 2.0, 2.0, 2.0]),
     "min_lr": ({"lr": 1.0, "min_lr": 0.2}, [1.0, 0.8, 0.6, 0.4]),
@@ -204,6 +206,13 @@ RATES: Mapping[str, tuple[dict[str, object], list[float]]] = {
         [1.0, 0.75, 0.5, 0.25],
     ),
     "lr_warmup_iters": ({"lr": 1.0, "lr_warmup_iters": 2}, [0.0, 0.5, 1.0, 0.5]),
+    "lr_warmup_fraction": ({"lr": 1.0, "lr_warmup_fraction": 0.375}, [0.0, 2 / 3, 0.8, 0.4]),
+    "lr_decay_samples": ({**IN_SAMPLES, "lr": 1.0, "lr_decay_samples": 16, "min_lr": 0.1}, [1.0, 0.55, 0.1, 0.1]),
+    "lr_warmup_samples": ({**IN_SAMPLES, "lr": 1.0, "lr_warmup_samples": 12}, [0.0, 2 / 3, 0.8, 0.4]),
+    "lr_wsd_decay_samples": (
+        {**IN_SAMPLES, "lr": 1.0, "lr_decay_style": "WSD", "lr_wsd_decay_samples": 12, "lr_wsd_decay_style": "linear"},
+        [1.0, 1.0, 1.0, 2 / 3],
+    ),
 }
 
 

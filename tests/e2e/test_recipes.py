@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import re
 import shutil
 import struct
 import subprocess
@@ -68,7 +69,15 @@ def test_parts_of_a_blend_have_one_vocabulary(product: Product, halves: tuple[Pa
 
 def test_the_plan_says_how_batches_grow(product: Product) -> None:
     planned = product.run(*product.command(**{**RAMP, "train_iters": None, "train_samples": 60}), "--dry-run").ok().out
-    assert "; 384 tokens a step, 6 steps\n  ramp-up       4 samples, 4 more at a time, to 12 over 16 samples\n" in planned
+    assert "; 384 tokens a step, 6 steps\n  ramp-up       4 samples, 4 more at a time, to 12 over 16 samples\n  first steps   2 microbatches; " in planned
+    piped = {**RAMP, "train_iters": None, "train_samples": 60, "pipeline_model_parallel_size": 2, "world_size": 2, "pipeline_schedule": "gpipe"}
+    sizes = {}
+    for name, changes in {"growing": {}, "small": {"rampup_batch_size": None, "global_batch_size": 4}, "full": {"rampup_batch_size": None}}.items():
+        lines = product.run(*product.command(**{**piped, **changes}), "--dry-run").ok().out
+        sizes[name] = max(re.findall(r"with the state (\S+ MiB)", lines), key=lambda size: float(size.split()[0]))
+        if name == "growing":
+            [first, full] = re.findall(r"most has (\S+ MiB), at full size (\S+ MiB)", lines)[0]
+    assert (first, full, full) == (sizes["small"], sizes["full"], sizes["growing"]) and first != full
 
 
 def test_a_run_ends_when_its_time_is_over(product: Product, tmp_path: Path) -> None:

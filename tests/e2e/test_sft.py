@@ -7,8 +7,11 @@ import random
 import re
 from ast import literal_eval
 from collections.abc import Callable
+from datetime import datetime
+from functools import cache
 from itertools import islice
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -21,11 +24,12 @@ from megatron_llama.options import options_of
 from megatron_llama.sft.chat import ChatTokenizer
 from megatron_llama.sft.dataset import ExampleSamples, read_examples
 from megatron_llama.sft.options import DataToolConfig, SFTConfig
+from megatron_llama.sft.template import BUILT_IN
 from megatron_llama.tokenizer.load import load_tokenizer
 from tests.e2e.product import CP2_RING, DP2, DP2_PARAMS, ONE, TP2, ZB_V, Layout, Product, assert_same_curve, column, exact_curve, log, words
 from tests.launch import Finished
 
-SEQ_LENGTH, GLOBAL, ITERS = 64, 4, 4
+SEQ_LENGTH, GLOBAL, ITERS = 160, 4, 4
 TUNING = {
     "seq_length": SEQ_LENGTH,
     "micro_batch_size": 2,
@@ -123,9 +127,9 @@ def test_tuning_lowers_the_loss_of_answers_that_nobody_has_seen(product: Product
     found = list(islice(((q, a) for q, a in docstring_pairs() if len(q) + len(a) < 150), 800))
     random.Random(1).shuffle(found)
     pairs.write_text("".join(json.dumps({"instruction": question, "output": answer}) + "\n" for question, answer in found))
-    product.train(export_hf=base, train_iters=120, lr_decay_iters=120, seq_length=SEQ_LENGTH, lr=1e-2, lr_warmup_iters=10)
+    product.train(export_hf=base, train_iters=120, lr_decay_iters=120, seq_length=64, lr=1e-2, lr_warmup_iters=10)
     for seed in (1, 2, 3):
-        options = {**TUNING, "micro_batch_size": 8, "global_batch_size": 8, "train_iters": 80, "lr": 1e-2, "lr_warmup_iters": 5, "seed": seed}
+        options = {**TUNING, "seq_length": 64, "micro_batch_size": 8, "global_batch_size": 8, "train_iters": 80, "lr": 1e-2, "lr_warmup_iters": 5, "seed": seed}
         run = ["sft", *words({**options, "init_from_hf": base, "train_data": pairs, "save": tmp_path / f"{seed}", "eval_interval": 80})]
         product.launcher.run(run).ok()
         before, after = (entry["validation_loss"] for entry in log(tmp_path / f"{seed}") if "validation_loss" in entry)
@@ -135,7 +139,9 @@ def test_tuning_lowers_the_loss_of_answers_that_nobody_has_seen(product: Product
 def test_what_a_run_says_and_leaves(tune: Tune, base: Path, pairs: Path, tmp_path: Path) -> None:
     ended = tune(save=tmp_path / "run", export_hf=tmp_path / "hf", eval_interval=ITERS).ok()
     assert " chat template: built-in template plain, since the tokenizer has none; learned: answers, which the template marks\n" in ended.out
-    assert f" {pairs}: format messages\n 120 examples, " in ended.out and " packed into " in ended.out
+    assert f" {pairs}: format messages\n 120 examples, " in ended.out
+    packed = re.search(r"108 training examples, packed into (\d+) samples, which are 8", ended.out)
+    assert packed is not None and int(packed[1]) < 70 and "\n 12 of 120 examples are not trained: 12 for validation (--split 90,10,0)\n" in ended.out
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "hf")
     messages = [{"role": "user", "content": "def f()"}]
     prompt = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True)["input_ids"]
@@ -158,7 +164,7 @@ CHANGES: dict[str, tuple[dict[str, object], str]] = {
     "packing": ({"packing": None}, "108 training examples, one to each of 108 samples"),
     "chat_template": ({"chat_template": "chatml"}, "chat template: built-in template chatml; learned: answers"),
     "neftune_noise_alpha": ({"neftune_noise_alpha": 50}, "120 examples"),
-    "seq_length": ({"seq_length": 56, "on_long_sample": "drop"}, " dropped\n"),
+    "seq_length": ({"seq_length": 80, "on_long_sample": "drop"}, " dropped\n"),
     "data_format": ({"data_format": "alpaca", "train_data": "alpaca"}, "format alpaca"),
     "valid_data": ({"split": None, "valid_data": "alpaca"}, "120 training examples, packed into"),
 }
@@ -213,6 +219,116 @@ def test_a_run_that_gets_no_better_ends(tune: Tune, tmp_path: Path) -> None:
     assert (tmp_path / "run" / "best").resolve().name == f"iter_{best:07d}"
 
 
+def learned_tokens(base: Path, file: Path) -> int:
+    """Of all examples of a file that fit."""
+    examples = read_examples([file], ChatTokenizer(load_tokenizer(base)), SFTConfig(), SEQ_LENGTH)
+    return sum(int(mask[1:].sum()) for mask in examples.learned)
+
+
+@pytest.mark.parametrize(("layout", "micro", "count"), [(ONE, 8, 115), (DP2, 2, 115), (DP2, 4, 7), (CP2_RING, 4, 7)])
+def test_every_held_out_token_counts_once(
+    layout: Layout, micro: int, count: int, tune: Tune, base: Path, pairs: Path, tmp_path: Path
+) -> None:
+    """Examples in groups of 8, 4, 8 and 4: the last group is not whole, or the first one is already the last."""
+    file = tmp_path / "held-out.jsonl"
+    file.write_text("".join(pairs.read_text().splitlines(keepends=True)[:count]))
+    options = {"split": None, "valid_data": file, "train_iters": 1, "lr": 0, "eval_interval": 1, "eval_iters": 0, "packing": None}
+    tune(layout, save=tmp_path / "run", micro_batch_size=micro, global_batch_size=16, **options).ok()
+    found = [(entry["validation_tokens"], entry["validation_loss"]) for entry in log(tmp_path / "run") if "validation_loss" in entry]
+    loss = expected_loss(base, file)
+    assert found == [(learned_tokens(base, file), pytest.approx(loss, rel=1e-6))] * 2
+
+
+@cache
+def _model(base: Path) -> tuple[Any, ChatTokenizer]:
+    return AutoModelForCausalLM.from_pretrained(base), ChatTokenizer(load_tokenizer(base))
+
+
+def expected_loss(base: Path, file: Path) -> float:
+    """In transformers, example by example, over the tokens of answers."""
+    model, tokenizer = _model(base)
+    total, count, examples = 0.0, 0, read_examples([file], tokenizer, SFTConfig(), SEQ_LENGTH)
+    for ids, learned in zip(examples.ids, examples.learned, strict=True):
+        with torch.no_grad():
+            logits = model(input_ids=torch.tensor(ids[:-1], dtype=torch.int64)[None]).logits[0]
+        each = torch.nn.functional.cross_entropy(logits, torch.tensor(ids[1:], dtype=torch.int64), reduction="none")
+        total, count = total + float(each[torch.tensor(learned[1:])].double().sum()), count + int(learned[1:].sum())
+    return total / count
+
+
+def test_epochs_read_every_sample_so_many_times(tune: Tune, pairs: Path, tmp_path: Path) -> None:
+    """Two passes in steps of 16, stopped inside the first and gone on under another layout; then half a pass more."""
+    options = {"train_iters": None, "global_batch_size": 16, "split": "100,0,0"}
+    straight = tune(epochs=2, save=tmp_path / "straight", **options).ok()
+    samples = int(re.search(r"packed into (\d+) samples", straight.out)[1])  # type: ignore[index]
+    steps = -(-2 * samples // 16)
+    assert samples % 8 and f" --epochs 2: {samples} samples in a pass, {steps} steps in all\n" in straight.out
+    assert column(tmp_path / "straight", "global_batch_size") == [16] * (steps - 1) + [2 * samples % 16]
+    assert column(tmp_path / "straight", "consumed_samples")[-1] == 2 * samples
+    folder = tmp_path / "stopped"
+    tune(DP2, epochs=2, save=folder, exit_interval=2, **options).ok()
+    again = {**options, "save": folder, "load": folder, "init_from_hf": None}
+    tune(epochs=2, **again).ok()
+    assert_same_curve(folder, tmp_path / "straight")
+    tune(epochs=2.5, **again).ok()
+    assert column(folder, "consumed_samples")[-1] == round(2.5 * samples)
+    assert column(folder, "global_batch_size")[steps:] == [16] * (round(samples / 2) // 16) + [round(2.5 * samples) % (2 * samples) % 16]
+
+
+def test_one_step_of_an_epoch_has_the_loss_of_its_examples(tune: Tune, base: Path, pairs: Path, tmp_path: Path) -> None:
+    """More places than examples: what fills them counts for nothing."""
+    options = {"train_iters": None, "epochs": 1, "global_batch_size": 128, "split": "100,0,0"}
+    tune(DP2, save=tmp_path, packing=None, **options).ok()
+    assert column(tmp_path, "global_batch_size") == [120]
+    assert column(tmp_path, "lm_loss") == [pytest.approx(expected_loss(base, pairs), rel=1e-6)]
+
+
+def test_resuming_with_other_examples(tune: Tune, pairs: Path, tmp_path: Path) -> None:
+    """Refused on every rank before anything is trained, unless that is what was asked for; a file that only moved is no other data."""
+    lines, moved, longer, other = pairs.read_text().splitlines(keepends=True), *(tmp_path / f"{name}.jsonl" for name in ("moved", "longer", "other"))
+    moved.write_text("".join(lines))
+    longer.write_text("".join([*lines, lines[0]]))
+    other.write_text("".join([*lines[1:4], lines[0], *lines[4:]]))
+    folder = tmp_path / "run"
+    common = {"split": "100,0,0", "train_iters": 3, "save": folder, "packing": None}
+    tune(exit_interval=1, **common).ok()
+    again = {**common, "load": folder, "init_from_hf": None}
+    begin = f"error: --train-data: got other training samples than those of {folder}/iter_0000001 ("
+    for changes, says in (
+        ({"train_data": longer}, "examples 120, now 121; tokens "),
+        ({"train_data": other}, "as many examples and tokens, with other content)"),
+        ({"loss_on": "all"}, "learned tokens "),
+        ({"packing": True}, "samples 120, now "),
+    ):
+        refused = tune(DP2, **{**again, **changes})
+        assert set(refused.codes) == {1} and refused.err.count("error: ") == 1
+        assert begin in refused.err and says in refused.err and "--on-changed-data continue" in refused.err
+    assert column(folder, "iteration") == [1]
+    tune(exit_interval=2, train_data=moved, **again).ok()
+    went_on = tune(train_data=longer, on_changed_data="continue", **again).ok()
+    assert f" warning: other training samples than those of {folder}/iter_0000002 (examples 120, now 121" in went_on.out
+    assert column(folder, "iteration") == [1, 2, 3]
+    tune(train_data=pairs, finetune=True, **{**again, "save": tmp_path / "new"}).ok()
+
+
+def test_a_template_that_says_what_day_it_is(tune: Tune, base: Path, pairs: Path, tmp_path: Path) -> None:
+    """A run that goes on later renders the day of its beginning: here the checkpoint is told that this was long ago."""
+    template = tmp_path / "dated.jinja"
+    template.write_text("{{ strftime_now('%d %b %Y') }}" + BUILT_IN["plain"])
+    options = {"chat_template": template, "save": tmp_path / "run", "train_iters": 2}
+    tune(exit_interval=1, **options).ok()
+    meta = tmp_path / "run" / "iter_0000001" / "meta.json"
+    content = json.loads(meta.read_text())
+    assert content["training_data"]["rendered"] == datetime.now().date().isoformat()
+    then = ChatTokenizer(load_tokenizer(base), str(template), now=datetime(2001, 2, 3))
+    examples = read_examples([pairs], then, SFTConfig(on_bad_sample="drop"), SEQ_LENGTH)
+    training = range(round(0.9 * len(examples)))
+    identity = ExampleSamples(examples, training, SEQ_LENGTH, packing=True, rendered="2001-02-03").identity()
+    assert identity["digest"] != content["training_data"]["digest"]
+    meta.write_text(json.dumps(content | {"training_data": identity}))
+    tune(load=tmp_path / "run", init_from_hf=None, **options).ok()
+
+
 def test_bad_and_long_examples(tune: Tune, pairs: Path, tmp_path: Path) -> None:
     """The run stops before training, on every rank with one message, or counts."""
     bad = tmp_path / "bad.jsonl"
@@ -237,7 +353,7 @@ def test_wrong_options(tune: Tune, product: Product) -> None:
 
 
 def test_data_commands(product: Product, base: Path, pairs: Path, tmp_path: Path) -> None:
-    common = ("--tokenizer-model", base, "--seq-length", SEQ_LENGTH)
+    common = ("--tokenizer-model", base, "--seq-length", 64)
     shown = product.run("data", "preview", pairs, *common, "--example", 2).ok().out
     question, answer = (message["content"] for message in json.loads(pairs.read_text().splitlines()[1])["messages"])
     assert f"{pairs}:2: format messages, " in shown and f"<|user|>\n{question}\n<|assistant|>\n{answer}</s>" in shown

@@ -1,5 +1,6 @@
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -7,7 +8,8 @@ import torch
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from transformers import get_cosine_schedule_with_warmup, get_linear_schedule_with_warmup
 
-from megatron_llama.config import OptimizerConfig
+from megatron_llama.batch_sizes import BatchSizes, with_decay
+from megatron_llama.config import OptimizerConfig, TrainingConfig
 from megatron_llama.optim.lr import learning_rate
 
 PEAK = 3e-4
@@ -55,6 +57,49 @@ def test_as_megatron(style: Any, warmup: int) -> None:
         expected = optimizer.param_groups[0]["lr"]
         assert math.isclose(learning_rate(config, 1000, iteration), expected, rel_tol=1e-12, abs_tol=1e-16)
         scheduler.step(1)
+
+
+RAMP = BatchSizes(12, (4, 4, 40))
+
+
+@pytest.mark.parametrize("share", [0.0, 0.21])
+@pytest.mark.parametrize("sizes", [BatchSizes(12), RAMP], ids=["one size", "ramp"])
+@pytest.mark.parametrize("style", ["constant", "linear", "cosine", "WSD"])
+def test_in_samples_as_megatron(style: Any, sizes: BatchSizes, share: float) -> None:
+    """Megatron's scheduler is stepped by the samples of each batch; a share of the decay as warm-up need not be a whole number."""
+    decay, optimizer = 173, sgd()
+    warmup = share * decay or 30
+    scheduler = OptimizerParamScheduler(
+        optimizer,
+        init_lr=0.0,
+        max_lr=PEAK,
+        min_lr=PEAK / 10,
+        lr_warmup_steps=warmup,
+        lr_decay_steps=decay,
+        lr_decay_style=style,
+        start_wd=0.0,
+        end_wd=0.0,
+        wd_incr_steps=0,
+        wd_incr_style="constant",
+        wsd_decay_steps=50,
+        lr_wsd_decay_style="cosine",
+    )
+    given = OptimizerConfig(lr=PEAK, min_lr=PEAK / 10, lr_decay_style=style, lr_wsd_decay_style="cosine", lr_wsd_decay_samples=50)
+    given = replace(given, lr_warmup_samples=0 if share else 30, lr_warmup_fraction=share)
+    config = with_decay(given, TrainingConfig(train_samples=decay))
+    consumed, rates = 0, set()
+    for iteration in range(25):
+        rate = learning_rate(config, 1000, iteration, consumed)
+        assert math.isclose(rate, optimizer.param_groups[0]["lr"], rel_tol=1e-12, abs_tol=1e-16)
+        rates.add(rate)
+        scheduler.step(sizes.at(consumed))
+        consumed += sizes.at(consumed)
+    assert consumed > decay and len(rates) > 3
+
+
+def test_a_share_of_the_iterations() -> None:
+    by_share, by_length = OptimizerConfig(lr=1.0, lr_warmup_fraction=0.25), OptimizerConfig(lr=1.0, lr_warmup_iters=10)
+    assert [learning_rate(by_share, 40, step) for step in range(40)] == [learning_rate(by_length, 40, step) for step in range(40)]
 
 
 def test_the_first_step_of_a_warm_up_changes_nothing() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import tracemalloc
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ import pyarrow.parquet as parquet
 import pytest
 
 from megatron_llama.errors import DataError
-from megatron_llama.sft import records
+from megatron_llama.sft import json_text, records
 from megatron_llama.sft.chat import ChatTokenizer
 from megatron_llama.sft.dataset import Examples, read_examples, refuse_problems
 from megatron_llama.sft.options import SFTConfig
@@ -107,7 +108,7 @@ def test_there_are_forty() -> None:
 def test_each_has_its_message(name: str, tmp_path: Path, chat: ChatTokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
     bad, reason, words = CASES[name]
     if reason == "gigantic line":
-        monkeypatch.setattr(records, "LONGEST_LINE", 2000)
+        monkeypatch.setattr(json_text, "LARGEST", 2000)
     raw = bad if isinstance(bad, bytes) else bad.encode()
     path, examples = read(tmp_path, b"\n".join([GOOD.encode(), raw, GOOD.encode()]), chat)
     [problem] = examples.problems
@@ -141,6 +142,70 @@ def test_arrays_have_lines_too(tmp_path: Path, chat: ChatTokenizer) -> None:
     path, examples = read(tmp_path, b'[\n\n"\xfe"]', chat, "data.json")
     assert [str(problem).split(",")[0] for problem in examples.problems] == [f"{path}:3: got byte 0xfe at byte 4"]
     assert len(read(tmp_path, f"{GOOD}\n{GOOD}".encode(), chat, "data.json")[1]) == 2, "JSON lines under another name"
+
+
+@pytest.mark.parametrize("block", [1, 2, 7, 64, 1 << 20])
+def test_an_array_in_pieces(block: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Wherever the file is cut into blocks: the same values, lines and columns, characters of several bytes among them."""
+    monkeypatch.setattr(json_text, "BLOCK", block)
+    path, values = tmp_path / "data.json", [{"a": "é\u20ac\U0001f600", "b": [1, -2.5e3, None]}, {}, 12345, "x", True, {"c": {"d": "]"}}]
+    texts = [json.dumps(values, ensure_ascii=False), json.dumps(values, indent=1), "\ufeff [" + ",\n\n".join(map(json.dumps, values)) + " , ] \n"]
+    lines = [[1] * 6, [2, 10, 11, 12, 13, 14], [1, 3, 5, 7, 9, 11]]
+    for text, at in zip(texts, lines, strict=True):
+        path.write_text(text)
+        assert json_text.is_array(path)
+        assert list(json_text.elements(path)) == list(zip(at, values, strict=True))
+    broken = {'[{"a": 1}, {"b" 2}]': (1, "column 17"), '[1,\n 2,\n  {"b": 1 1}]': (3, "column 11"), "[1, 2] [3]": (1, "got '["), "[1, nul": (1, "column 5")}
+    for text, (line, words) in broken.items():
+        path.write_text(text)
+        *_, (where, problem) = json_text.elements(path)
+        said = str(problem.at("data"))
+        assert where == line and words in said and said.endswith("; nothing behind it was read"), said
+    path.write_bytes(b'[1,\n"\xc3\xa9", "\xff"]')
+    *_, (where, problem) = json_text.elements(path)
+    assert where == 2 and "got byte 0xff at byte 11, expected UTF-8" in str(problem.at("data"))
+
+
+def test_an_array_need_not_fit_into_memory(tmp_path: Path) -> None:
+    path, value = tmp_path / "data.json", {"text": "é" * 5000}
+    with path.open("w") as file:
+        file.write("[" + ",".join([json.dumps(value, ensure_ascii=False)] * 2000) + "]")
+    tracemalloc.start()
+    assert sum(found == value for _, found in json_text.elements(path)) == 2000
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < path.stat().st_size / 2
+
+
+def test_text_of_tools_counts_too(tmp_path: Path, chat: ChatTokenizer) -> None:
+    tools = [{"type": "function", "function": {"name": "f", "description": "ends with <|eot_id|>"}}]
+    call = {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "f", "arguments": {"a": "\ufdd0"}}}]}
+    half = {"role": "assistant", "content": "x", "name": "\ud800"}
+    rows = [line(messages=[USER, ANSWER], tools=tools), line(messages=[USER, call]), line(messages=[USER, half])]
+    _, examples = read(tmp_path, "\n".join(rows).encode(), chat)
+    assert [problem.reason for problem in examples.problems] == ["special token in a message", "noncharacter", "half a surrogate pair"]
+
+
+def test_folders_and_tables(tmp_path: Path, chat: ChatTokenizer) -> None:
+    """Hidden files and folders with a file's name are no examples; what a table leaves empty is not there."""
+    (tmp_path / ".cache").mkdir()
+    (tmp_path / "folder.json").mkdir()
+    for name in (".cache/a.jsonl", ".b.jsonl", "folder.json/c.jsonl"):
+        (tmp_path / name).write_text(GOOD)
+    assert records.example_files([str(tmp_path)]) == [tmp_path / "folder.json" / "c.jsonl"]
+    rows = [{"messages": [USER, ANSWER], "text": None}, {"messages": None, "text": "some text"}]
+    parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "data.parquet")
+    found = [record.value for record in records.records(tmp_path / "data.parquet")]
+    assert [list(value) for value in found] == [["messages"], ["text"]]  # type: ignore[arg-type]
+
+
+def test_a_file_that_nobody_may_read(tmp_path: Path, chat: ChatTokenizer) -> None:
+    """Permissions do not stop a superuser, under whom tests may run: so the file goes away between the look and the reading."""
+    path, _ = read(tmp_path, GOOD.encode(), chat)
+    files = records.example_files([str(path)])
+    path.unlink()
+    with pytest.raises(DataError, match=r"data\.jsonl: got No such file or directory, expected a readable file; mend the permissions"):
+        read_examples(files, chat, SFTConfig(), SEQ_LENGTH)
 
 
 def test_templates_that_fail_or_leave_nothing(tmp_path: Path, llama3: Path) -> None:
@@ -197,7 +262,7 @@ def test_parquet(tmp_path: Path, chat: ChatTokenizer) -> None:
     assert examples.formats == {str(path): "messages"} and examples.numbers == [0, 3]
     assert examples.ids[0].tolist() == read(tmp_path, GOOD.encode(), chat)[1].ids[0].tolist()
     found = [str(problem).split(",")[0] for problem in examples.problems]
-    assert found == [f"{path}:row 2: field 'messages': got an empty array", f"{path}:row 3: field 'messages': got a JSON null"]
+    assert found == [f"{path}:row 2: field 'messages': got an empty array", f"{path}:row 3: field 'messages': got no such field (fields: none)"]
     content = path.read_bytes()
     for damaged in (content[:-20], b"PAR1" + bytes(100)):
         path.write_bytes(damaged)

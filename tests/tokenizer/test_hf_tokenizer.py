@@ -76,6 +76,40 @@ CHANGES: tuple[tuple[str, str, object], ...] = (
 )
 
 
+def with_metaspace(folder: Path, target: Path, **changes: object) -> Path:
+    """The same model as newer exports write it: spaces are escaped by a pre-tokenizer."""
+    content = json.loads((folder / "tokenizer.json").read_text())
+    steps = {"type": "Metaspace", "replacement": "\u2581", "prepend_scheme": "first", "split": False}
+    content |= {"normalizer": None, "pre_tokenizer": {**steps, **changes}}
+    (target / "tokenizer.json").write_text(json.dumps(content))
+    return target / "tokenizer.json"
+
+
+@pytest.mark.parametrize("split", [False, True])
+@pytest.mark.parametrize("scheme", ["first", "always", "never"])
+def test_spaces_escaped_by_a_pre_tokenizer(scheme: str, split: bool, folder: Path, texts: list[str], tmp_path: Path) -> None:
+    """As the test above; with every kind of character beside every other, since a prefix depends on what a text begins with."""
+    odd = [" ", "\u2581", "\n", "7", "the", "é", "\U0001f600", "</s>", "<0x0A>"]
+    rows = ["".join(row) for length in range(4) for row in itertools.product(odd, repeat=length)]
+    tokenizer = HFTokenizer(with_metaspace(folder, tmp_path, prepend_scheme=scheme, split=split))
+    assert tokenizer._words is not None
+    for batch in (texts[::4], rows):
+        assert tokenizer.encode_batch(batch) == [tokenizer.encode(text) for text in batch]
+
+
+def test_metaspace_of_another_kind_takes_whole_texts(folder: Path, tmp_path: Path) -> None:
+    assert HFTokenizer(with_metaspace(folder, tmp_path, replacement="_"))._words is None
+    content = json.loads(with_metaspace(folder, tmp_path).read_text())
+    for name, value in (("normalizer", {"type": "NFC"}), ("added_tokens", [*content["added_tokens"], added("a b")])):
+        (tmp_path / "tokenizer.json").write_text(json.dumps(content | {name: value}))
+        assert HFTokenizer(tmp_path / "tokenizer.json")._words is None
+
+
+def added(text: str) -> dict[str, object]:
+    """An entry of tokenizer.json."""
+    return {"id": 4000, "content": text, **dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized", "special"), False)}
+
+
 @pytest.mark.parametrize(("part", "name", "value"), CHANGES)
 def test_only_what_is_known_goes_word_by_word(part: str, name: str, value: object, folder: Path, tmp_path: Path) -> None:
     content = json.loads((folder / "tokenizer.json").read_text())
