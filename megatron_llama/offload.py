@@ -66,11 +66,11 @@ def host_buckets(layout: ShardLayout, fraction: float) -> tuple[int, ...]:
 
 def speculated_buckets(layout: ShardLayout, buckets: Sequence[int], budget: int, wide: int) -> tuple[int, ...]:
     """As many buckets, in the order in which their gradients arrive, as ``budget`` bytes can take back. A gradient that is summed over
-    copies arrives with the norm."""
-    chosen = []
+    copies arrives with the norm, and what the first units read right before it: to try that would hold up what is needed first."""
+    chosen, late = [], {bucket for unit in layout.unit_buckets[:2] for bucket in unit}
     for bucket in buckets:
         size, kind = STATES * layout.shard_numel(bucket) * wide, layout.buckets[bucket].kind
-        if size <= budget and not kind.partial and not kind.tied:
+        if size <= budget and bucket not in late and not kind.partial and not kind.tied:
             chosen.append(bucket)
             budget -= size
     return tuple(chosen)
