@@ -26,7 +26,7 @@ from megatron_llama.planner.own import Planned
 from megatron_llama.planner.published import BITS, read_rows
 from megatron_llama.planner.report import as_json, command, details, label, losses, table
 from megatron_llama.planner.score import score
-from megatron_llama.planner.search import enough_gpus, search
+from megatron_llama.planner.search import enough_gpus, search, with_ends
 from megatron_llama.validate import assemble, problems, resolve
 
 SECTIONS = (PlanConfig, *config_sections())
@@ -127,7 +127,8 @@ def _explained(config: Config, machine: Machine, word: str) -> Planned:
             parallel[owner] = text
     tp = parallel.get("tensor_model_parallel_size", config.parallel.tensor_model_parallel_size)
     parallel.setdefault("sequence_parallel", tp > 1)
-    chosen = replace(config, parallel=replace(config.parallel, **parallel), training=replace(config.training, **training))
+    whole = with_ends(replace(config.parallel, **parallel), config.model.num_hidden_layers)
+    chosen = replace(config, parallel=whole, training=replace(config.training, **training))
     found = problems(chosen, machine.gpus)
     if found:
         raise ConfigError(listing(f"--explain {word} cannot run on {machine.gpus} GPUs:", found))

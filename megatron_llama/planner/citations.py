@@ -25,7 +25,6 @@ bigscience-a100 | gpt-94x13312 | A100-80GB | a100 | 384 | 203241865216 | 2048 | 
 bigscience-a100 | gpt-96x12288 | A100-80GB | a100 | 384 | 177047863296 | 2048 | tp8 pp6 cp1 dp8 mbs2 fp16 | 80
 bigscience-v100 | gpt-1.3B | V100-16GB | v100-16 | 8 | 1311080448 | 2048 | tp1 pp2 cp1 dp4 mbs4 fp16-mixed | 4681
 bigscience-v100 | gpt-1.3B | V100-32GB | v100 | 8 | 1311080448 | 2048 | tp1 pp1 cp1 dp8 mbs1 fp16-mixed | 5699
-bigscience-v100 | gpt-18B | V100-32GB | v100 | 16 | 18432786432 | 1024 | tp4 pp4 cp1 dp1 mbs6 fp16-mixed | 190
 bigscience-v100 | gpt-39B | V100-32GB | v100 | 32 | 39073087488 | 1024 | tp4 pp8 cp1 dp1 mbs6 fp16-mixed | 206
 bigscience-v100 | gpt-52B | V100-32GB | v100 | 64 | 51959037952 | 1024 | tp4 pp16 cp1 dp1 mbs4 fp16-mixed | 131
 bridge-25.09 | llama3-70b | GB200-186GB | gb200 | 64 | 69504335872 | 8192 | tp2 pp4 cp1 dp8 mbs2 fp8-mx/subchannel | 3546
@@ -131,6 +130,7 @@ llm-foundry | mpt-7b | A100-40GB | a100-40 | 32 | 6649282560 | 2048 | tp1 pp1 cp
 llm-foundry | mpt-7b | A100-80GB | a100 | 8 | 6649282560 | 2048 | tp1 pp1 cp1 dp8 mbs6 bf16-mixed | 4641
 llm-foundry | mpt-7b | H100-80GB | h100 | 8 | 6649282560 | 2048 | tp1 pp1 cp1 dp8 mbs6 bf16-mixed | 10643
 megascale | gpt-175B-128heads | A100-80GB | a100 | 256 | 174757773312 | 2048 | tp8 pp8 cp1 dp4 mbs1 bf16/fp16 | 192
+megatron-llama | llama1-13b | A100-80GB | a100 | 256 | 12852428800 | 2048 | tp2 pp1 cp1 dp128 mbs4 bf16 | 1890
 mlperf-v3.0 | gpt3-175b | H100-80GB | h100 | 512 | 174584758272 | 2048 | tp4 pp8 cp1 dp16 mbs1 fp8 | 612
 mlperf-v3.1 | gpt3-175b | H100-80GB | h100 | 512 | 174584758272 | 2048 | tp4 pp8 cp1 dp16 mbs1 fp8 | 675
 mlperf-v4.1 | gpt3-175b | B200-180GB | b200 | 64 | 174584758272 | 2048 | tp4 pp8 cp1 dp2 mbs2 fp8 | 1634

@@ -106,6 +106,8 @@ class Job:
     """Share of the forward pass of blocks that backward computes again."""
     recomputed_memory: float = 0.0
     """Of what only moves memory in a block's forward pass, the share that backward computes again beside that."""
+    ends_counted: bool = False
+    """Embedding and head count as a block each when blocks are shared out to stages."""
     bubble: float = 1.0
     """Of the idle time of 1F1B, the share that is left: weight gradients fill the rest."""
     recomputes_scores: bool = False

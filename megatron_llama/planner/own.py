@@ -48,6 +48,7 @@ def job_of(config: Config, machine: Machine) -> Job:
         sequence_parallel=parallel.sequence_parallel,
         recomputed=_share(config) if parallel.recompute_granularity == "full" else 0.0,
         recomputed_memory=0.5 * _share(config) if parallel.recompute_granularity == "selective" else 0.0,
+        ends_counted=parallel.account_for_loss_in_pipeline_split,
         bubble={"zb-h1": 1 / 3, "zb-v": 1 / 3}.get(parallel.pipeline_schedule, 1.0),
         sharding=sharding,
         shards=shard_count(parallel, dp * cp),

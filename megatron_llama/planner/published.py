@@ -63,18 +63,19 @@ def _seconds(cells: Cells, job: Job) -> float | None:
     """Measured time of a step. FLOP rates are left alone: their definitions differ."""
     if cells.get("status") == "oom":
         return None
-    if value := number(cells, "step_s"):
+    if (value := number(cells, "step_s")) > 0:
         return value
     speed = number(cells, "tokens_s_gpu")
-    return job.total_tokens / speed / job.machine.gpus if speed else None
+    return job.total_tokens / speed / job.machine.gpus if speed > 0 else None
 
 
 def number(cells: Cells, name: str, default: float = 0) -> float:
     """A cell as a number; empty or text: the default."""
     try:
-        return float(cells.get(name) or default)
+        value = float(cells.get(name) or default)
     except ValueError:
         return default
+    return value if abs(value) < 1e18 else default
 
 
 def whole(cells: Cells, name: str, default: int = 0) -> int:
@@ -89,11 +90,11 @@ def model_of_row(cells: Cells) -> ModelConfig:
     return ModelConfig(
         vocab_size=int(vocabulary.group()) if vocabulary else 50257,
         hidden_size=hidden,
-        intermediate_size=whole(cells, "ffn", 4 * hidden),
+        intermediate_size=max(0, whole(cells, "ffn")) or 4 * hidden,
         num_hidden_layers=whole(cells, "n_layers"),
         num_attention_heads=heads,
-        num_key_value_heads=whole(cells, "kv_heads", heads),
-        head_dim=hidden // heads,
+        num_key_value_heads=max(0, whole(cells, "kv_heads")) or heads,
+        head_dim=max(1, hidden // heads),
         tie_word_embeddings=cells.get("tied_emb") == "1",
     )
 
@@ -104,16 +105,17 @@ def job_of_row(cells: Cells) -> Job | None:
         gpu = gpu_named(cells["gpu"])
     except ConfigError:
         return None
-    if not cells.get("tp") or not all(whole(cells, name) > 0 for name in ("n_layers", "hidden", "heads", "seq", "n_gpus", "gbs")):
+    if not all(whole(cells, name) > 0 for name in ("n_layers", "hidden", "heads", "seq", "n_gpus", "tp")):
         return None
     model, world = model_of_row(cells), whole(cells, "n_gpus")
     if "1node" in cells["model"] and gpu.node < world:
         world = gpu.node
     tp, pp, vpp, cp = (max(1, whole(cells, name, 1)) for name in ("tp", "pp", "vpp", "cp"))
     dp = max(1, min(whole(cells, "dp") or world, world // (tp * pp * cp)))
-    batch, micro = whole(cells, "gbs"), max(1, whole(cells, "mbs", 1))
-    if tp * pp * cp * dp > world and world % (tp * cp * dp) == 0:
-        pp = world // (tp * cp * dp)
+    micro = max(1, whole(cells, "mbs", 1))
+    batch = max(micro * dp, whole(cells, "gbs"))
+    if tp * pp * cp * dp > world:  # the row contradicts itself
+        return None
     vpp = vpp if cells.get("vpp") else _usual_chunks(cells, model.num_hidden_layers, pp)
     habits = habits_of_row(cells)
     if "cross_entropy_loss_fusion" in cells["model"]:
@@ -122,7 +124,7 @@ def job_of_row(cells: Cells) -> Job | None:
     if "multi_dist_optimizer_instances" in cells["model"]:
         shards = max(1, shards // 2)
     part, scores = _recomputed(cells, model.num_hidden_layers)
-    return Job(
+    job = Job(
         model=model,
         machine=_machine(cells, gpu, world),
         habits=habits,
@@ -131,7 +133,7 @@ def job_of_row(cells: Cells) -> Job | None:
         microbatches=max(1, round(batch / (micro * dp))),
         tp=tp,
         pp=pp,
-        vpp=max(1, min(vpp, model.num_hidden_layers // pp)),
+        vpp=max(1, min(vpp, model.num_hidden_layers // max(1, pp))),
         cp=cp,
         dp=dp,
         sequence_parallel=tp > 1 and (cells.get("sp") == "1" or (not cells.get("sp") and habits.family == "nemo")),
@@ -141,6 +143,13 @@ def job_of_row(cells: Cells) -> Job | None:
         shards=shards,
         precision=_precision(cells.get("precision", "")),
     )
+    return job if _possible(job) else None
+
+
+def _possible(job: Job) -> bool:
+    """Whether every rank has something to do."""
+    sizes = (size for spec in job.weights for size in spec.shape)
+    return job.pp <= job.model.num_hidden_layers and job.tokens > 0 and job.queries > 0 and min(sizes) > 0
 
 
 def _usual_chunks(cells: Cells, layers: int, pp: int) -> int:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from itertools import islice, product
 from typing import Any
 
-from megatron_llama.config import Config
+from megatron_llama.config import Config, ParallelConfig
 from megatron_llama.errors import ConfigError, describe
 from megatron_llama.layout import BY_TRAFFIC, NO_SHARD
 from megatron_llama.planner.coefficients import Coefficients
@@ -99,7 +99,17 @@ def candidates(config: Config, machine: Machine, pinned: Mapping[str, Any]) -> I
                 data_parallel_sharding_strategy=strategy,
                 recompute_granularity=granularity,
             )
+            parallel = with_ends(parallel, config.model.num_hidden_layers)
             yield replace(config, parallel=parallel, training=replace(config.training, micro_batch_size=micro))
+
+
+def with_ends(parallel: ParallelConfig, layers: int) -> ParallelConfig:
+    """Embedding and head count as a block each where that shares the blocks out equally and nothing else does (LLaMA 3.1 405B)."""
+    stages = parallel.pipeline_model_parallel_size
+    stages *= 2 if parallel.pipeline_schedule == "zb-v" else parallel.virtual_pipeline_model_parallel_size
+    if layers % stages == 0 or parallel.pipeline_layer_split:
+        return parallel
+    return replace(parallel, account_for_embedding_in_pipeline_split=True, account_for_loss_in_pipeline_split=True)
 
 
 Shape = tuple[int, int, int, Any, int, int]
@@ -109,7 +119,7 @@ def shapes(config: Config, machine: Machine, pinned: Mapping[str, Any]) -> Itera
     """(tp, pp, cp, schedule, virtual stages, micro-batch) that divide what they have to."""
     model, training, world = config.model, config.training, machine.gpus
     tensors = [size for size in _powers(machine.node) if model.num_attention_heads % size == 0 and _whole_kv(config, size)]
-    pipes = [size for size in _divisors(world) if size <= model.num_hidden_layers and model.num_hidden_layers % size == 0]
+    pipes = [size for size in _divisors(world) if size <= model.num_hidden_layers and _shared_out(config, size)]
     contexts = [size for size in _powers(64) if size == 1 or training.seq_length // size >= LONG]
     for tp, pp, cp in product(
         _of(pinned, "tensor_model_parallel_size", tensors),
@@ -130,12 +140,19 @@ def _pipelines(config: Config, pp: int, microbatches: int, pinned: Mapping[str, 
     layers = config.model.num_hidden_layers // pp
     every = [("1f1b", 1)]
     if pp > 1:
-        every += [("zb-h1", 1)] + [("zb-v", 2)] * (layers % 2 == 0)
-        every += [("interleaved", count) for count in range(2, min(layers, 10) + 1) if layers % count == 0 and microbatches % pp == 0]
+        every += [("zb-h1", 1)] + [("zb-v", 2)] * _shared_out(config, 2 * pp)
+        counts = range(2, min(layers, 10) + 1) if microbatches % pp == 0 else ()
+        every += [("interleaved", count) for count in counts if _shared_out(config, count * pp)]
     for schedule, virtual in every:
         wanted = pinned.get("pipeline_schedule", schedule), pinned.get("virtual_pipeline_model_parallel_size", virtual)
         if wanted == (schedule, virtual) or (schedule == "zb-v" and wanted[0] == schedule):
             yield schedule, 1 if schedule == "zb-v" else virtual
+
+
+def _shared_out(config: Config, stages: int) -> bool:
+    """Whether stages have equally many blocks, or would with their ends (``with_ends``)."""
+    layers = config.model.num_hidden_layers
+    return layers % stages == 0 or ((layers + 2) % stages == 0 and (layers + 2) // stages > 1)
 
 
 def _of(pinned: Mapping[str, Any], name: str, every: Any) -> Any:

@@ -81,7 +81,8 @@ def estimate(job: Job, fit: Coefficients) -> Step:
     # An uneven share: some rank has the larger part, unless it is the one with the head.
     uneven = (-(-layers // job.pp) - share) * block.seconds
     squeeze = 1 + fit.pressure * max(0.0, _fullness(job) - FULL)
-    bottleneck = max(middle + ends, middle + uneven) * squeeze
+    fullest = middle + uneven - block.seconds + ends if job.ends_counted else middle + ends
+    bottleneck = max(fullest, middle + uneven) * squeeze
     hops = axes.pp.send(NARROW * job.tokens * job.model.hidden_size / (job.tp if job.sequence_parallel else 1)) if job.pp > 1 else 0.0
     wait = fit.pipeline_exposed * 2 * hops * (job.microbatches * (1 if job.vpp == 1 else 0.5 * job.vpp) + job.pp)
     bubble = job.bubble * (job.pp - 1) * middle / job.vpp

@@ -121,6 +121,14 @@ def test_every_candidate_divides_what_it_has_to() -> None:
     assert wrong == [] and {one.parallel.recompute_granularity for one in tried} == {"full"}
 
 
+def test_embedding_and_head_count_where_blocks_cannot_be_shared_out(capsys: pytest.CaptureFixture[str]) -> None:
+    shapes = {(one.parallel.pipeline_model_parallel_size, one.parallel.account_for_loss_in_pipeline_split) for one in candidates(config("llama3.1-405b", 128), machine(128), {"tensor_model_parallel_size": 8})}
+    assert (16, True) in shapes and (2, False) in shapes and (4, True) in shapes and (16, False) not in shapes
+    words = ["plan", "--model", "llama3.1-405b", "--gpus", "128", "--global-batch-size", "32", "--seq-length", "8192", "--explain", "tp8/pp16/1f1b/recompute-full"]
+    assert main(words) == 0
+    assert "--account-for-loss-in-pipeline-split" in capsys.readouterr().out
+
+
 def test_the_search_finds_the_fastest_that_fits() -> None:
     whole = resolve(config("llama2-7b", 64), 1)
     found = search(whole, machine(8), FITTED, top=3, pinned={"pipeline_model_parallel_size": 1})
