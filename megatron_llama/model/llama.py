@@ -31,11 +31,13 @@ from megatron_llama.nn.functional import (
     split_heads,
     swiglu,
 )
+from megatron_llama.nn.head import CHUNK, head_loss
 from megatron_llama.nn.kernels.choice import kernels_for
 from megatron_llama.nn.linear import ColumnLinear, RowLinear, column_linear, empty_weight
 from megatron_llama.nn.lora import ColumnAdapters, Part, RowAdapter
 from megatron_llama.nn.marker import before_backward
 from megatron_llama.nn.recompute import Recomputable, recomputed
+from megatron_llama.nn.sink import Home
 from megatron_llama.params import ParamSpec, Partition, adapter_names, kv_copies, padded_vocab_size, partition_of, projection_of, rank_units
 
 
@@ -50,6 +52,8 @@ class StageOptions:
     """So many blocks recompute, from the first of the stage; None: all."""
     bodies: Bodies = PLAIN
     """What computes between matrix products."""
+    head_chunk: int = CHUNK
+    """Most scores of the vocabulary that there are at once, where the schedule lets gradients be made in the forward pass."""
 
     @staticmethod
     def of(parallel: ParallelConfig) -> StageOptions:
@@ -192,6 +196,8 @@ class Stage(nn.Module):
         backward pass: the engine brings its weights. The embedding's backward reads no weight and is not announced."""
         padded, hidden, parallel = padded_vocab_size(config, mesh.tp.size), config.hidden_size, options.sequence_parallel
         self._shared: list[Stage] = []
+        self._head_home: Home | None = None
+        """Of the head, where its gradient has been written and not announced."""
         self.model = nn.Module()
         if self.is_first:
             self.model.embed_tokens = VocabParallelEmbedding(padded, hidden, tp=mesh.tp, sequence_parallel=parallel)
@@ -213,10 +219,11 @@ class Stage(nn.Module):
         """Use the embedding of another stage of this process as the head: tied weights when both ends are here."""
         self._shared = [first]
 
-    def forward(self, inputs: Tensor, positions: Positions, noise: Tensor | None = None) -> Tensor:
+    def forward(self, inputs: Tensor, positions: Positions, noise: Tensor | None = None, *, head: bool = True) -> Tensor:
         """First stage: token ids [s, b] in, and what is added to their embeddings, if anything, [s or s/tp, b, h]; else activations
         [s or s/tp, b, h]. Last stage: logits
-        [s, b, padded_vocab / tp] out ([1, b, ...] with a continuation), else activations. s is this rank's part of the sequence."""
+        [s, b, padded_vocab / tp] out ([1, b, ...] with a continuation), else activations. s is this rank's part of the sequence.
+        ``head``: False for activations of the last stage too, of which ``loss_in_chunks`` makes the loss."""
         unit, x = 0, inputs
         if self.is_first:
             self.on_use(unit, False)
@@ -231,8 +238,33 @@ class Stage(nn.Module):
                 last = positions.continuation.last
                 x = x[last, torch.arange(len(last), device=x.device)].unsqueeze(0)
             (_, normed), parallel = self.model.norm(x), self.options.sequence_parallel  # type: ignore[operator]
+            if not head:
+                return before_backward(normed, partial(self._head_backward, unit))
             x = self._marked(column_linear(normed, self.head_weight, self.mesh.tp, sequence_parallel=parallel), unit)
         return x
+
+    def loss_in_chunks(self, normed: Tensor, labels: Tensor, *, weights: Tensor, z_weight: float) -> Tensor:
+        """See ``head_loss``; ``normed`` from ``forward`` without head, whose backward pass comes next."""
+        losses, self._head_home = head_loss(
+            normed,
+            self.head_weight,
+            labels,
+            self.mesh.tp,
+            self.config.vocab_size,
+            weights=weights,
+            sequence_parallel=self.options.sequence_parallel,
+            z_weight=z_weight,
+            bodies=self.options.bodies,
+            chunk=self.options.head_chunk,
+        )
+        return losses
+
+    def _head_backward(self, unit: int) -> None:
+        """The backward pass begins: what ``loss_in_chunks`` has written is the head's contribution to it."""
+        self.on_use(unit, True)
+        home, self._head_home = self._head_home, None
+        if home is not None:
+            home.done()
 
     def _marked(self, output: Tensor, unit: int) -> Tensor:
         """The output of a unit, which announces the unit's backward pass."""

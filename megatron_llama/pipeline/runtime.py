@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import pairwise
 from typing import Protocol
 
 import torch
@@ -120,6 +121,8 @@ class _Plan:
     uses: tuple[Use, ...]
     last_forward: int
     """Index of the action behind which this rank's part of the loss is complete."""
+    at_once: bool
+    """Whether each backward pass of the last stage comes next after its forward pass, in one piece."""
 
 
 @dataclass
@@ -132,13 +135,15 @@ class _Flight:
     loss_scale: Tensor | None
     """None: no backward."""
     loss: Tensor
+    at_once: bool
+    """See _Plan."""
     predicted: Tensor | None = None
     """[s, b], where the last stage writes the likeliest tokens; None: nobody asks."""
     receives: dict[tuple[Op, Key], p2p.Transfer] = field(default_factory=dict)
     sends: dict[tuple[Op, int], p2p.Transfer] = field(default_factory=dict)
     inputs: dict[Key, Tensor] = field(default_factory=dict)
     outputs: dict[Key, Tensor] = field(default_factory=dict)
-    """Of the last stage the logits, in whose memory their gradient is by then."""
+    """Of the last stage the logits, or what the head reads; in that memory its gradient is by then."""
     handed: dict[tuple[Op, Key], Tensor] = field(default_factory=dict)
     """Tensors for a neighbouring stage of this process."""
 
@@ -199,7 +204,7 @@ class PipelineRuntime:
             loss_scale = self.engine.begin_step(len(batches), plan.uses)
         else:
             self.engine.begin_evaluation(plan.uses)
-        flight = _Flight(batches, self._target_tokens(batches), loss_scale, loss, predicted)
+        flight = _Flight(batches, self._target_tokens(batches), loss_scale, loss, plan.at_once, predicted)
         recorder = self.mesh.recorder
         recorder.evaluating = not training
         for index, action in enumerate(plan.actions):
@@ -220,7 +225,8 @@ class PipelineRuntime:
         if key not in self._plans:
             actions = self._schedule(training, microbatches).ranks[self.mesh.pp.rank]
             last_forward = max(index for index, action in enumerate(actions) if action.op is Op.FORWARD)
-            self._plans[key] = _Plan(actions, rank_uses(self._config, actions, rank=self.mesh.pp.rank), last_forward)
+            uses, last = rank_uses(self._config, actions, rank=self.mesh.pp.rank), self._partition.stages - 1
+            self._plans[key] = _Plan(actions, uses, last_forward, training and _backward_comes_next(actions, last))
         return self._plans[key]
 
     def _schedule(self, training: bool, microbatches: int) -> Schedule:
@@ -273,12 +279,13 @@ class PipelineRuntime:
         starts, longest = batch.document_starts, batch.longest_document
         documents = None if starts is None else Documents(starts, longest)
         positions = stage.positions(batch.tokens.shape[0], self.mesh.device, batch.position_ids, batch.document_ids, documents)
-        output = stage(inputs, positions, self._noise(batch, stage) if flight.training and stage.is_first else None)
+        noise, in_chunks = self._noise(batch, stage) if flight.training and stage.is_first else None, self._in_chunks(stage, batch, flight)
+        output = stage(inputs, positions, noise, head=not in_chunks)
         if stage.is_last and flight.predicted is not None:
             here = local_sequence(torch.arange(len(batch.tokens), device=self.mesh.device), self.mesh.cp)
             flight.predicted[here] = likeliest(output, self.mesh.tp, stage.config.vocab_size)
         elif stage.is_last:
-            self._add_loss(output, batch, flight)
+            self._add_loss(output, batch, flight, in_chunks=in_chunks)
         elif self._is_here(key[0] + 1):
             flight.handed[Op.FORWARD, (key[0] + 1, key[1])] = output.detach()
         if flight.training:
@@ -296,24 +303,29 @@ class PipelineRuntime:
     def _is_here(self, stage: int) -> bool:
         return stage in self.stages
 
-    def _add_loss(self, logits: Tensor, batch: Microbatch, flight: _Flight) -> None:
-        """Add this microbatch's share of the mean over all target tokens of the global batch. In training the logits become the
-        gradient of that share times the loss scale."""
+    def _in_chunks(self, stage: Stage, batch: Microbatch, flight: _Flight) -> bool:
+        """Whether the scores of a batch are too many to be there at once, and may be made one chunk after the other."""
+        if not (stage.is_last and flight.at_once):
+            return False
+        return batch.labels.numel() // self.mesh.cp.size * stage.head_weight.shape[0] > stage.options.head_chunk
+
+    def _add_loss(self, output: Tensor, batch: Microbatch, flight: _Flight, *, in_chunks: bool) -> None:
+        """Add this microbatch's share of the mean over all target tokens of the global batch. In training the logits, or what the head
+        reads, become the gradient of that share times the loss scale."""
         cp, stage = self.mesh.cp, self.stages[self._partition.stages - 1]
         labels, weights = local_sequence(batch.labels, cp), None
         mask = None if batch.loss_mask is None else local_sequence(batch.loss_mask, cp)
         if flight.loss_scale is not None:
             each = (flight.loss_scale / flight.tokens).to(at_least_fp32(self.dtype))
             weights = each.expand(labels.shape) if mask is None else mask.to(each.dtype) * each
-        losses = cross_entropy(
-            logits,
-            labels,
-            self.mesh.tp,
-            stage.config.vocab_size,
-            weights=weights,
-            z_weight=self._config.training.z_loss_weight,
-            bodies=stage.options.bodies,
-        )
+        z_weight, bodies = self._config.training.z_loss_weight, stage.options.bodies
+        if in_chunks:
+            assert weights is not None
+            losses = stage.loss_in_chunks(output, labels, weights=weights, z_weight=z_weight)
+        else:
+            losses = cross_entropy(
+                output, labels, self.mesh.tp, stage.config.vocab_size, weights=weights, z_weight=z_weight, bodies=bodies
+            )
         flight.loss += (losses if mask is None else losses * mask).sum(dtype=torch.float64) / flight.tokens
 
     def _send_forward(self, flight: _Flight, key: Key) -> None:
@@ -349,6 +361,16 @@ class PipelineRuntime:
             flight.sends.pop((op, to)).wait()
         link = self.mesh.link(self.mesh.pp.rank, to, backward=op is Op.SEND_BACKWARD)
         flight.sends[op, to] = p2p.send(tensor, link, to)
+
+
+def _backward_comes_next(actions: Sequence[Action], last: int) -> bool:
+    """Whether, of what this rank computes, each forward pass of stage ``last`` is followed by the whole backward pass of its microbatch."""
+    passes = [action for action in actions if action.op in (Op.FORWARD, Op.BACKWARD, Op.BACKWARD_INPUT, Op.BACKWARD_WEIGHT)]
+    return all(
+        after.op is Op.BACKWARD and (after.stage, after.microbatch) == (before.stage, before.microbatch)
+        for before, after in pairwise(passes)
+        if before.op is Op.FORWARD and before.stage == last
+    )
 
 
 def _use(engine: Engine, first: int, unit: int, backward: bool) -> None:

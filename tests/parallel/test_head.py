@@ -1,0 +1,102 @@
+"""The loss made with the head, chunk by chunk, against the loss of all scores at once: losses, norms, and what is trained."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from megatron_llama.mesh import Place
+from megatron_llama.model.llama import Stage
+from tests.harness import Cluster
+from tests.parallel.cases import Layout, Trainer, trainer
+
+CHUNKS = (1, 5 * 384, 10**9)
+"""Scores at once: those of one token; of a few, of which the last chunk has fewer; and all, so that nothing is cut."""
+
+
+def trained(place: Place, layout: Layout, chunk: int) -> tuple[list[float], bool]:
+    """Losses and norms of three steps, and whether the head was read in chunks."""
+    run, cut = trainer(place, layout), False
+    with_chunks(run, chunk)
+    original = Stage.loss_in_chunks
+
+    def noted(stage: Stage, *given: object, **names: object) -> object:
+        nonlocal cut
+        cut = True
+        return original(stage, *given, **names)  # type: ignore[arg-type]
+
+    for stage in run.stages.values():
+        stage.loss_in_chunks = noted.__get__(stage)  # type: ignore[method-assign]
+    numbers = [number for index in range(3) for number in map(float, run.step(index))]
+    return numbers, cut
+
+
+def with_chunks(run: Trainer, chunk: int) -> None:
+    for stage in run.stages.values():
+        stage.options = replace(stage.options, head_chunk=chunk)
+
+
+ALONE = [
+    Layout(microbatches=2),
+    Layout(tied=True, documents=True, microbatches=2, strategy="optim_grads"),
+    Layout(strategy="optim_grads_params", microbatches=2, slots="2"),
+    Layout(clip=0.0, early=True),
+    Layout(lora=4),
+    Layout(freeze=("norms",)),
+]
+
+
+@pytest.mark.parametrize("chunk", CHUNKS)
+@pytest.mark.parametrize("layout", ALONE, ids=lambda layout: layout.name)
+def test_one_process(layout: Layout, chunk: int) -> None:
+    """In fp64, where another order of sums does not show."""
+    layout = replace(layout, fp64=True, layers=1)
+    (found, cut), (expected, whole) = trained(Place(0, 1, 0), layout, chunk), trained(Place(0, 1, 0), layout, 10**9)
+    assert (cut, whole) == (chunk < 10**9, False)
+    assert found == pytest.approx(expected, rel=1e-12)
+
+
+def test_bf16() -> None:
+    layout = Layout(bf16=True, layers=1)
+    (found, cut), (expected, _) = trained(Place(0, 1, 0), layout, 5 * 384), trained(Place(0, 1, 0), layout, 10**9)
+    assert cut and found == pytest.approx(expected, rel=5e-3)
+
+
+RANKS = [
+    (Layout(tp=2, sp=True, microbatches=2), True),
+    (Layout(tp=2, tied=True), True),
+    (Layout(pp=2, microbatches=4, tied=True, dp=2, strategy="optim_grads"), True),
+    (Layout(cp=2, documents=True), True),
+    (Layout(pp=2, microbatches=4, schedule="gpipe"), False),
+    (Layout(pp=2, microbatches=4, schedule="zb-h1"), False),
+]
+
+
+@pytest.mark.parametrize(("layout", "may"), RANKS, ids=lambda case: case.name if isinstance(case, Layout) else "")
+def test_several_processes(cluster: Cluster, layout: Layout, may: bool) -> None:
+    """``may``: whether the schedule lets gradients be made in the forward pass."""
+    layout = replace(layout, fp64=True, layers=2)
+    found = cluster.run(layout.world_size, trained, layout, 5 * 192)
+    expected = cluster.run(layout.world_size, trained, layout, 10**9)
+    assert any(cut for _, cut in found) is may and not any(cut for _, cut in expected)
+    for (numbers, _), (others, _) in zip(found, expected, strict=True):
+        assert numbers == pytest.approx(others, rel=1e-12)
+
+
+def test_never_more_scores_than_a_chunk() -> None:
+    """By the shapes of what the head's product gives."""
+    run, shapes = trainer(Place(0, 1, 0), Layout(layers=1)), list[torch.Size]()
+    with_chunks(run, 4 * 384)
+
+    class Products(torch.overrides.TorchFunctionMode):
+        def __torch_function__(self, function: object, types: object, args: tuple[object, ...] = (), kwargs: dict[str, object] | None = None) -> object:
+            found = function(*args, **(kwargs or {}))  # type: ignore[operator]
+            if isinstance(found, torch.Tensor) and found.dim() > 1 and 384 in found.shape:
+                shapes.append(found.shape)
+            return found
+
+    with Products():
+        run.step(0)
+    assert max(shape.numel() // 384 for shape in shapes if shape[-1] == 384 and shape != (64, 384)) == 4
