@@ -152,7 +152,7 @@ def unpin(memory: torch.Tensor, device: torch.device) -> None:
 
 def host_event(device: torch.device) -> torch.Event:
     """An event that the host waits for asleep, its processor being needed; recorded on the current stream."""
-    event = torch.Event(device, blocking=True)
+    event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]  # torch.Event takes no notice of it
     event.record(current_stream(device))
     return event
 
