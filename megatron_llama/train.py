@@ -62,8 +62,8 @@ def train(
     source = source or partial(stream_samples, eod=None)
     config, samples, identity = begin(config, mesh, source, same_data=same_data)
     training, clip, replicas = config.training, config.optimizer.clip_grad, config.training.check_weight_hash_across_dp_replicas_interval
-    stages = build_stages(config, mesh)
-    with closing(build_optimizer(config, stages.values(), mesh)) as optimizer:
+    stages, steps_per_epoch = build_stages(config, mesh), -(-len(samples) // training.global_batch_size)
+    with closing(build_optimizer(config, stages.values(), mesh, steps_per_epoch=steps_per_epoch)) as optimizer:
         loader = build_loader(config, mesh, samples)
         runtime = PipelineRuntime(stages, optimizer, mesh, config, dtype=compute_dtype(config))
         validation = Validation(config, mesh, runtime, source)

@@ -11,20 +11,21 @@ runs in the folder are not repeated.
 from __future__ import annotations
 
 import json
-import os
 import statistics
-import subprocess
 import sys
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import dataclass, field
+from io import StringIO
+from multiprocessing import get_context
 from pathlib import Path
 
 from megatron_llama.errors import UserError
 from megatron_llama.options import parse
 
-SHAPE = "--hidden-size 96 --intermediate-size 256 --num-layers 3 --num-attention-heads 4 --max-position-embeddings 256"
-COMMON = ("--adam-beta2", "0.95", "--split", "95,5,0", "--eval-iters", "0", "--log-interval", "1000", "--no-progress-bar")
+SHAPE = "--hidden-size 64 --intermediate-size 176 --num-layers 2 --num-attention-heads 4 --max-position-embeddings 256"
+COMMON = ("--adam-beta2", "0.95", "--split", "95,5,0", "--eval-iters", "24", "--log-interval", "1000", "--no-progress-bar")
 
 
 @dataclass(frozen=True)
@@ -35,9 +36,9 @@ class StudyConfig:
     """Folder for data and runs. May stand first, without its name."""
     seeds: tuple[int, ...] = (1, 2, 3)
     """One run of each contender for each: other initial weights, another order of the samples."""
-    pretrain_steps: int = 240
+    pretrain_steps: int = 192
     """Steps of pretraining; a multiple of 16, as plain accumulation makes one of sixteen."""
-    sft_steps: int = 112
+    sft_steps: int = 96
     """Steps of tuning; a multiple of 16."""
     pretrain_lr: float = 6e-3
     """Peak learning rate of pretraining."""
@@ -105,7 +106,7 @@ def main(argv: Sequence[str]) -> int:
         return 2
     for task in tasks(options, Path(options.folder)):
         runs = [(one, seed) for seed in options.seeds for one in CONTENDERS]
-        with ThreadPoolExecutor(options.at_once) as pool:
+        with ProcessPoolExecutor(options.at_once, get_context("spawn"), alone) as pool:
             found = [pool.submit(measured, task, one, seed, Path(options.folder)) for one, seed in runs]
             for (one, _), loss in zip(runs, found, strict=True):
                 task.losses.setdefault(one.name, []).append(loss.result())
@@ -140,11 +141,20 @@ def prepared(folder: Path) -> Path:
 
 
 def run(words: Sequence[str]) -> None:
-    """One command of the program, on one processor."""
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run([sys.executable, "-m", "megatron_llama", *words], env=environment, capture_output=True, text=True)
-    if done.returncode:
-        raise RuntimeError(f"{' '.join(words)}\n{done.stdout}\n{done.stderr}")
+    """One command of the program, in this process."""
+    from megatron_llama.cli import main as program
+
+    with redirect_stdout(StringIO()) as out, redirect_stderr(out):
+        status = program(list(words))
+    if status:
+        raise RuntimeError(f"{' '.join(words)}: exit status {status}\n{out.getvalue()}")
+
+
+def alone() -> None:
+    """A process of the pool computes on one processor."""
+    import torch
+
+    torch.set_num_threads(1)
 
 
 def place(folder: Path, task: Task, one: Contender, seed: int) -> Path:

@@ -103,9 +103,7 @@ ELSEWHERE: Mapping[str, str] = {
         ("zenflow_select_interval", "zenflow_full_warm_up_rounds", "zenflow_update_interval_cap"),
         "parallel/test_zenflow.py::test_windows_close_and_columns_are_chosen_as_the_options_say",
     ),
-    **dict.fromkeys(
-        ("zenflow_select_strategy", "zenflow_config"), "test_zenflow_options.py::test_yaml_flags_and_deepspeeds_file_say_the_same"
-    ),
+    **dict.fromkeys(("zenflow_select_strategy", "zenflow_config"), "e2e/test_zenflow.py::test_a_run_by_deepspeeds_file"),
     "lora_rank": "e2e/test_lora.py::test_a_run_leaves_for_peft_and_for_transformers",
     "lora_alpha": "e2e/test_lora.py::test_a_run_leaves_for_peft_and_for_transformers",
     "lora_target_modules": "e2e/test_lora.py::test_a_run_leaves_for_peft_and_for_transformers",

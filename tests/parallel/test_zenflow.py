@@ -16,8 +16,10 @@ from megatron_llama.checkpoint import native
 from megatron_llama.checkpoint.chunks import regions
 from megatron_llama.checkpoint.columns import column_pieces, zenflow_of
 from megatron_llama.config import Config, OffloadConfig, ZenFlowConfig
+from megatron_llama.errors import OffloadError
 from megatron_llama.layout import rank_layout
 from megatron_llama.mesh import Place
+from megatron_llama.offload import offload_plan
 from megatron_llama.optim.offload.windows import Step
 from megatron_llama.optim.offload.zenflow import ZenFlow
 from tests.checkpoint.cases import copies, merged, same, state_at
@@ -337,3 +339,42 @@ def test_windows_close_and_columns_are_chosen_as_the_options_say() -> None:
     lengths = [later - before for before, later in pairwise(closed)]
     assert lengths and all(2 <= length <= 4 for length in lengths), closed
     assert course(replace(asking, zenflow_update_interval_cap=2), 9)[0] == [1, 3, 5, 7, 9]
+
+
+def kept(place: Place, layout: Zen) -> tuple[int, int]:
+    """Bytes of host memory that the rule has taken, and what the plan says."""
+    run = trainer(place, layout)
+    plan = offload_plan(layout.config(), run.optimizer.layout)
+    assert plan is not None
+    return rule_of(run).nbytes, plan.held
+
+
+@pytest.mark.parametrize("layout", [Layout(dp=2, bf16=True), Layout(tp=2)], ids=lambda layout: layout.name)
+def test_the_host_holds_what_the_plan_says(cluster: Cluster, layout: Layout) -> None:
+    for zenflow in (FOUR, BESIDE, AT_ONCE):
+        for held, planned in cluster.run(2, kept, zen(layout, zenflow)):
+            assert held == planned
+
+
+class Full:
+    """Room that is gone."""
+
+    def __getitem__(self, part: object) -> Tensor:
+        raise MemoryError("none left")
+
+
+def failing(place: Place, layout: Zen) -> str:
+    run = trainer(place, layout)
+    run.step(0)
+    rule_of(run)._rooms.whole = Full()  # type: ignore[assignment]
+    with pytest.raises(OffloadError) as error:
+        for index in range(1, 6):
+            run.step(index)
+        run.optimizer.settle()
+    return str(error.value)
+
+
+@pytest.mark.parametrize("dp", [1, 2])
+def test_an_error_of_the_worker_names_the_bucket(cluster: Cluster, dp: int) -> None:
+    for found in cluster.run(dp, failing, zen(Layout(dp=dp))):
+        assert "optimizer offload, bucket" in found and "got MemoryError: none left" in found

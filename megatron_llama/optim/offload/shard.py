@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 
@@ -11,6 +12,7 @@ from torch import Tensor
 
 from megatron_llama.comm.streams import Job
 from megatron_llama.config import OptimizerConfig
+from megatron_llama.errors import OffloadError, describe
 from megatron_llama.optim.offload.adam import State
 from megatron_llama.optim.offload.cold import ColdColumns
 from megatron_llama.optim.offload.columns import Block
@@ -19,9 +21,13 @@ from megatron_llama.optim.offload.hot import HotColumns, Packed
 from megatron_llama.optim.offload.windows import Step
 from megatron_llama.optim.offload.worker import HostWorker
 from megatron_llama.optim.update import Shard
+from megatron_llama.recorder import Recorder
 
 GATHERING, UPDATING = 0, 1
 """Turns of the worker: gradients that arrive do not wait for the updates of the window before."""
+ADDING_UP, APPLYING, PACKING = "adding up", "applying", "packing"
+"""What the worker's time is spent at."""
+HOST = "the optimizer on the host"
 
 
 @dataclass
@@ -84,8 +90,11 @@ class ShardColumns:
         copies: Copies,
         worker: HostWorker,
         config: OptimizerConfig,
+        label: str,
+        recorder: Recorder,
     ) -> None:
-        """``slabs`` and ``totals``: see ColdColumns."""
+        """``slabs`` and ``totals``: see ColdColumns. ``label``: the bucket for people."""
+        self._label, self._recorder = label, recorder
         self.shard, self.blocks, self._staging, self._rooms = shard, blocks, staging, rooms
         self._copies, self._worker, self._config = copies, worker, config
         self._decay = config.weight_decay if shard.kind.decay else 0.0
@@ -97,6 +106,8 @@ class ShardColumns:
         """Steps that it has taken part in."""
         self._turn = 0
         """Of the window that is open."""
+        self._factors = torch.empty(0)
+        """Scale and skip of the last step, as long as they may be on their way."""
         self._sent: Copy | None = None
         self._gathered: Job | None = None
         self._applied: Job | None = None
@@ -115,7 +126,8 @@ class ShardColumns:
     def arrived(self, grad: Tensor) -> None:
         """The gradient of the step is final: what is cold of it leaves."""
         if self._gathered is not None:
-            self._gathered.wait()  # has read the memory that it leaves for
+            with self._recorder.exposed(HOST):
+                self._gathered.wait()  # has read the memory that it leaves for
         self._sent = self._rooms.leave(self._copies, grad, self.cold, self._staging.grads)
         self.crossed.to_host += self.cold.here.numel * self._staging.grads.element_size()
 
@@ -123,7 +135,8 @@ class ShardColumns:
         """Update what is hot, gather what is cold, and where the window closes have it updated."""
         self.hot.step(grad, self.shard.own, self._rooms.hot, scale=scale, skip=skip, lr=lr)
         self.steps += 1.0 - skip
-        factors = self._copies.to_host(self._staging.factors, torch.stack([scale, skip]))
+        self._factors = torch.stack([scale, skip])
+        factors = self._copies.to_host(self._staging.factors, self._factors)
         self._gathered = Job(partial(self._gather, self._turn, self._sent, factors))
         self._worker.put(self._gathered, turn=GATHERING)
         window = self.state.windows[self._turn]
@@ -138,11 +151,24 @@ class ShardColumns:
 
     def _gather(self, turn: int, sent: Copy | None, factors: Copy) -> None:
         """In the worker."""
-        factors.complete()
-        if sent is not None:
-            sent.complete()
-        scale, skip = self._staging.factors
-        self.state.gather(turn, self._staging.grads[: self.cold.there.numel], scale, skip=bool(skip))
+        with self._named():
+            factors.complete()
+            if sent is not None:
+                sent.complete()
+            scale, skip = self._staging.factors
+            size = self.cold.there.numel
+            with self._worker.working(ADDING_UP, size):
+                self.state.gather(turn, self._staging.grads[:size], scale, skip=bool(skip))
+
+    @contextmanager
+    def _named(self) -> Iterator[None]:
+        """Errors of the worker and of copies say whose they are."""
+        try:
+            yield
+        except Exception as error:
+            where, got = f"optimizer offload, {self._label}", f"{type(error).__name__}: {error}"
+            do = "look at the memory of this machine and at what it printed before; resume from the last checkpoint"
+            raise OffloadError(describe(where, got=got, expected="an update on the host", do=do)) from error
 
     def _close_window(self, lr: float) -> None:
         """Have the open window's update computed; the next step's gradients go into another one, if there is one."""
@@ -152,21 +178,25 @@ class ShardColumns:
 
     def _apply(self, turn: int, lr: float) -> None:
         """In the worker."""
-        self.state.apply(turn, self.cold, self.blocks, self._rooms.whole, lr)
-        if self._fetched is not None:
-            self._fetched.complete()
-        self.cold.there.pack(self.state.slabs[0], self._staging.weights)
+        with self._named():
+            with self._worker.working(APPLYING, self.shard.own.numel()):
+                self.state.apply(turn, self.cold, self.blocks, self._rooms.whole, lr)
+            if self._fetched is not None:
+                self._fetched.complete()
+            with self._worker.working(PACKING, self.cold.there.numel):
+                self.cold.there.pack(self.state.slabs[0], self._staging.weights)
 
     def deliver(self) -> None:
         """Wait for the update of the window that closed last, if it is not in the weights yet, and put it there."""
         if self._applied is None:
             return
-        self._applied.wait()
-        self._applied = None
         size, packing = self.cold.here.numel, self.cold.here
         room, source = self._rooms.arriving[:size], self._staging.weights[:size]
-        copy = self._copies.to_device(room, source, after=self._copies.given())
-        copy.wait()
+        with self._recorder.exposed(HOST):
+            self._applied.wait()
+            self._applied = None
+            copy = self._copies.to_device(room, source, after=self._copies.given())
+            copy.wait()
         packing.unpack(room, self.shard.own)
         self._fetched = copy
         self.crossed.to_device += size * source.element_size()
@@ -185,7 +215,8 @@ class ShardColumns:
             self._close_window(lr)
             self.deliver()
         if self._gathered is not None:
-            self._gathered.wait()
+            with self._recorder.exposed(HOST):
+                self._gathered.wait()
         self.hot.store(self.state.slabs)
 
     def refresh(self) -> None:

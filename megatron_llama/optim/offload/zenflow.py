@@ -107,7 +107,8 @@ class ZenFlow:
         slabs = (take("state"), take("state"), take("state"))
         totals = [take("gradients") for _ in range(1 + self.windows.pace.overlap)]
         staging = Staging(take("arriving"), take("leaving"), self._slabs["factors"].take(2))
-        one = ShardColumns(shard, blocks, slabs, totals, staging, self._rooms, self._copies, self._worker, self._config)
+        who = (self._copies, self._worker, self._config, self._layout.label(shard.bucket), self._mesh.recorder)
+        one = ShardColumns(shard, blocks, slabs, totals, staging, self._rooms, *who)
         one.arrange(*self._arrangement())
         self._shards[shard.bucket] = one
         return slabs[0]
