@@ -42,7 +42,7 @@ class Footprint:
 def stage_numel(job: Job, *, last: bool) -> int:
     """Elements of the first or the last rank of a pipeline, small vectors included."""
     model, habits = job.model, job.habits
-    layers = (model.num_hidden_layers // job.pp) if last else ceil(model.num_hidden_layers / job.pp)
+    layers = (model.num_hidden_layers // job.pp - job.last_stage_lacks) if last else ceil(model.num_hidden_layers / job.pp)
     small = (2 if habits.biased else 1) * model.hidden_size
     vectors = 0
     if habits.biased:
@@ -71,7 +71,7 @@ def block_bytes(job: Job) -> float:
 
 def in_flight(job: Job, *, last: bool) -> float:
     """Blocks whose activations a rank holds at most, in 1F1B and its interleaved form."""
-    layers = job.model.num_hidden_layers / job.pp
+    layers = job.model.num_hidden_layers / job.pp - last * job.last_stage_lacks
     depth = 0 if last else job.pp - 1
     if job.vpp == 1:
         return min(job.microbatches, depth + 1) * layers

@@ -106,6 +106,8 @@ class Job:
     """Share of the forward pass of blocks that backward computes again."""
     recomputed_memory: float = 0.0
     """Of what only moves memory in a block's forward pass, the share that backward computes again beside that."""
+    last_stage_lacks: int = 0
+    """Blocks that the last stage has less than the others."""
     ends_counted: bool = False
     """Embedding and head count as a block each when blocks are shared out to stages."""
     bubble: float = 1.0

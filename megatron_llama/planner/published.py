@@ -113,7 +113,10 @@ def job_of_row(cells: Cells) -> Job | None:
     tp, pp, vpp, cp = (max(1, whole(cells, name, 1)) for name in ("tp", "pp", "vpp", "cp"))
     dp = max(1, min(whole(cells, "dp") or world, world // (tp * pp * cp)))
     micro = max(1, whole(cells, "mbs", 1))
-    batch = max(micro * dp, whole(cells, "gbs"))
+    batch = whole(cells, "gbs") or micro * dp
+    if batch < micro * dp:  # fewer GPUs took part than the row has
+        dp = max(1, batch // micro)
+        world = tp * pp * cp * dp
     if tp * pp * cp * dp > world:  # the row contradicts itself
         return None
     vpp = vpp if cells.get("vpp") else _usual_chunks(cells, model.num_hidden_layers, pp)
@@ -131,6 +134,7 @@ def job_of_row(cells: Cells) -> Job | None:
         seq=whole(cells, "seq"),
         micro_batch=micro,
         microbatches=max(1, round(batch / (micro * dp))),
+        last_stage_lacks=int("uneven_pipeline" in cells["model"]),
         tp=tp,
         pp=pp,
         vpp=max(1, min(vpp, model.num_hidden_layers // max(1, pp))),

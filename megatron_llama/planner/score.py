@@ -13,6 +13,8 @@ from megatron_llama.planner.published import Cells, Run, number, runs_of, says_r
 from megatron_llama.planner.steps import estimate
 
 PERSISTENT_CLOSE, PEAK_CLOSE = 0.01, 0.08
+GAPS, CONTEXT = 1.05, 2e9
+"""What a tool sees beyond allocated bytes: gaps between allocations, and bytes of the driver's context and of communicators."""
 
 
 def score(rows: Sequence[Cells], fit: Coefficients) -> Figures:
@@ -57,7 +59,8 @@ def _memory_figures(runs: Sequence[Run]) -> Figures:
             persistent.append(found.persistent / allocated - 1)
             peak.append(found.peak / highest - 1)
         elif (tool := _reported(run.cells)) is not None:
-            reported.append(needed(run) / tool - 1)
+            allocated = max(footprint(run.job, last=last).peak for last in (False, True))
+            reported.append((GAPS * allocated + CONTEXT) / tool - 1)
     return {
         **byte_figures("persistent", persistent, PERSISTENT_CLOSE),
         **byte_figures("peak", peak, PEAK_CLOSE),
