@@ -4,7 +4,7 @@
 
 On a GPU in bf16 at the sizes of LLaMA 8B; on a CPU torch's contenders only. Liger (PyPI `liger-kernel`) and NVIDIA's apex take part where
 they are installed. *GB/s* counts each tensor that has to be read or written once, so a contender that moves more shows less; weight
-gradients are counted in TFLOP/s.
+gradients and attention, causal, are counted in TFLOP/s.
 """
 
 from __future__ import annotations
@@ -21,11 +21,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.optim.adamw import adamw as torch_adamw
 
 from megatron_llama import device as devices
 from megatron_llama.nn import bodies as plain
+from megatron_llama.nn.attention import attention_kernel, causal_attention
 from megatron_llama.nn.functional import rope_frequencies, rope_table
 from megatron_llama.nn.kernels.choice import runs_kernels
 from megatron_llama.nn.sink import accumulate_product
@@ -204,6 +206,24 @@ def adamw(sizes: Sizes) -> Case:
     return Case("AdamW", 30.0 * count, found)
 
 
+def attention(sizes: Sizes) -> Case:
+    """Causal attention. Ours says which kernel it gets; the other is what torch takes by itself."""
+    qkv = sizes.draw(sizes.tokens, 1, HEADS + 2 * KEYS, WIDTH).requires_grad_()
+    query, key, value = torch.split(qkv, [HEADS, KEYS, KEYS], dim=2)
+    print(f"attention: ours runs {attention_kernel(query, key, value).name}", flush=True)
+
+    def torchs() -> Tensor:
+        q, k, v = (part.permute(1, 2, 0, 3) for part in (query, key, value))
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+
+    def both(body: Callable[[], Tensor]) -> None:
+        out = body()
+        torch.autograd.grad(out, qkv, torch.ones_like(out))
+
+    found: dict[str, Body] = {"ours": lambda: both(lambda: causal_attention(query, key, value, None)), "torch": lambda: both(torchs)}
+    return Case("attention", 3.5 * 2 * sizes.tokens**2 * HEADS * WIDTH, found, "TFLOP/s")
+
+
 def weight_gradient(sizes: Sizes) -> Case:
     """A product in the compute dtype, added to a gradient in fp32."""
     x, grad = sizes.draw(sizes.tokens, sizes.hidden), sizes.draw(sizes.tokens, sizes.inner)
@@ -261,7 +281,7 @@ def main(words: Sequence[str]) -> int:
     sizes = Sizes(options.tokens, device, options.scale)
     print(f"{devices.name(device)}; torch {torch.__version__}; {sizes.dtype}; {options.tokens} tokens")
     missing = 0
-    for make in (norm, rope, swiglu, loss, adamw, weight_gradient):
+    for make in (norm, rope, swiglu, loss, adamw, attention, weight_gradient):
         case = make(sizes)
         rows = list(rows_of(case, device, options.rounds))
         missing += "ours" in case.contenders and all(row.contender != "ours" for row in rows)

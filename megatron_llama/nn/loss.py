@@ -16,6 +16,7 @@ from megatron_llama import device as devices
 from megatron_llama.comm import collectives
 from megatron_llama.mesh import Axis
 from megatron_llama.nn.bodies import DEVICE_CHUNK, PLAIN, Bodies, at_least_fp32, exponentials
+from megatron_llama.nn.kernels.choice import runs_kernels
 
 
 def cross_entropy(
@@ -61,7 +62,9 @@ def _over_ranks(
     local = labels - tp.rank * rows.shape[1]
     outside = (local < 0) | (local >= rows.shape[1])
     index = local.masked_fill(outside, 0)
-    found = [exponentials(rows[part], index[part], valid)[1:] for part in chunks]
+    fused = runs_kernels(rows.device, rows.dtype)
+    read = _read_by_kernel if fused else _read
+    found = [read(rows[part], index[part], valid) for part in chunks]
     own, sums, target = (torch.cat(parts) for parts in zip(*found, strict=True))
     largest = own.clone()
     collectives.all_reduce(largest, tp, dist.ReduceOp.MAX).wait()
@@ -74,6 +77,9 @@ def _over_ranks(
         # d(w z^2) = 2 w z dz for z, the logarithm of the denominator, and dz is the softmax.
         pull = weights * (1.0 + 2 * z_weight * (logarithm + largest)) if z_weight else weights
         factor, hit = pull * shift.exp() / total, weights.masked_fill(outside, 0.0).neg_()
+        if fused:
+            _write_by_kernel(rows, index, own, factor, -hit, valid)
+            return torch.sub(logarithm, target)
         for part in chunks:
             wide = rows[part] if rows.dtype is own.dtype else exponentials(rows[part], index[part], valid)[0]
             wide.mul_(factor[part].unsqueeze(-1)).scatter_add_(-1, index[part].unsqueeze(-1), hit[part].unsqueeze(-1))
@@ -81,6 +87,24 @@ def _over_ranks(
                 rows[part] = wide
     losses: Tensor = logarithm - target
     return losses
+
+
+def _read(scores: Tensor, labels: Tensor, valid: int) -> tuple[Tensor, Tensor, Tensor]:
+    _, largest, sums, target = exponentials(scores, labels, valid)
+    return largest, sums, target
+
+
+def _read_by_kernel(scores: Tensor, labels: Tensor, valid: int) -> tuple[Tensor, Tensor, Tensor]:
+    from megatron_llama.nn.kernels.cross_entropy import statistics
+
+    largest, sums, target = statistics(scores, labels, valid)
+    return largest, sums, target - largest
+
+
+def _write_by_kernel(scores: Tensor, labels: Tensor, largest: Tensor, factor: Tensor, weights: Tensor, valid: int) -> None:
+    from megatron_llama.nn.kernels.cross_entropy import gradient
+
+    gradient(scores, labels, largest, factor, weights, valid)
 
 
 class _CrossEntropy(torch.autograd.Function):

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from megatron_llama.nn import bodies
 from megatron_llama.nn.functional import rope_frequencies, rope_table
-from tests.kernels.closeness import DTYPES, as_near_as_torch, draw
+from tests.kernels.closeness import DTYPES, as_near_as_torch, draw, error
 
 pytestmark = pytest.mark.kernels
 EACH_DTYPE = pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -113,6 +113,32 @@ def test_cross_entropy(columns: int, valid: int, z_weight: float, dtype: torch.d
     as_near_as_torch(cross_entropy, bodies.cross_entropy, (scores, labels, weights, valid, z_weight))
     cross_entropy(scores, labels, weights, valid, z_weight)
     assert not scores[:, valid:].any() and not scores[2].any()
+
+
+@EACH_DTYPE
+@pytest.mark.parametrize(("first", "valid"), [(0, 24), (24, 17), (48, 0)], ids=["all columns", "padding", "padding only"])
+def test_cross_entropy_of_a_part(first: int, valid: int, dtype: torch.dtype, device: torch.device) -> None:
+    """What a tensor-parallel rank computes of its columns, when it has met the others, here: with itself. Rows whose label it lacks get
+    the softmax alone."""
+    from megatron_llama.nn.kernels.cross_entropy import gradient, statistics
+
+    scores, labels = 4 * draw(5, 24, seed=1, device=device, dtype=dtype), torch.tensor([0, 30, 26, 50, 23], device=device) - first
+    mine = (labels >= 0) & (labels < valid)
+    largest, sums, target = statistics(scores, labels, valid)
+    exact = scores[:, :valid].double()
+    if valid:
+        assert torch.equal(largest, scores[:, :valid].amax(-1).float())
+        assert error(sums, (exact - largest.double().unsqueeze(-1)).exp().sum(-1)) < 1e-6
+    else:
+        assert not sums.any() and not target.any() and largest.isfinite().all()
+    for row in range(5):
+        assert float(target[row]) == (float(scores[row, labels[row]]) if mine[row] else 0.0)
+    factor, weights = draw(5, seed=2, device=device).abs(), draw(5, seed=3, device=device).masked_fill(~mine, 0.0)
+    expected = torch.zeros(5, 24, dtype=torch.float64, device=device)
+    expected[:, :valid] = (exact - largest.double().unsqueeze(-1)).exp() * factor.double().unsqueeze(-1)
+    expected[mine, labels[mine]] -= weights.double()[mine]
+    gradient(scores, labels, largest, factor, weights, valid)
+    assert error(scores, expected) < 2 * torch.finfo(dtype).eps
 
 
 def test_one_weight_for_all_rows(device: torch.device) -> None:
