@@ -36,6 +36,8 @@ class Recorder:
     """When set: called before and after every wait, on the stream that waits."""
     marks: list[tuple[Any, Any]] = field(default_factory=list)
     """What ``mark`` returned, in pairs: events, from which a caller learns how long a device waited."""
+    computing: int = field(default_factory=get_ident)
+    """The thread that computes, by default the one that makes this: what others wait for is not exposed."""
 
     iteration: int = 0
     """The step under way, 1-based; 0 before the first."""
@@ -76,7 +78,11 @@ class Recorder:
 
     @contextmanager
     def exposed(self, what: object) -> Iterator[None]:
-        """Time spent here, ``waiting`` for something, counts as exposed communication."""
+        """Time spent here, ``waiting`` for something, counts as exposed communication if the thread is the one that computes."""
+        if get_ident() != self.computing:
+            with self.waiting(what):
+                yield
+            return
         begin, mark = time.perf_counter(), self.mark
         before = mark() if mark is not None else None
         try:

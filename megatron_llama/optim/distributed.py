@@ -181,7 +181,8 @@ class OverlappedDistributedOptimizer:
         self._announced: tuple[float, float] | None = None
         self._early: dict[int, Done | None] = {}
         """Buckets that are updated during backward, and when they are if that is not over."""
-        self._early_gathers = frozenset(_early_gathers(layout))
+        # Gathers start in one order. One that waited for a host, which does first what the first layers need, would hold these up.
+        self._early_gathers = frozenset(bucket for bucket in _early_gathers(layout) if not update.beside(bucket))
         self._attach(stages)
 
     def _master(self, bucket: int, dtype: torch.dtype) -> Tensor:
