@@ -1,0 +1,53 @@
+"""How fast bus and host of a machine with a GPU are, for the bounds."""
+
+from __future__ import annotations
+
+import time
+
+import torch
+
+from megatron_llama import device as devices
+from megatron_llama.comm.streams import Job
+from megatron_llama.config import OptimizerConfig
+from megatron_llama.optim.offload.slabs import Slab
+from megatron_llama.optim.offload.worker import HostWorker, rank_cores
+from megatron_llama.optim.update import adamw_step
+
+SAMPLE = 1 << 26
+"""Elements that are copied and updated: more than caches hold."""
+TIMES = 3
+
+
+def bus_seconds(device: torch.device) -> float:
+    """For four bytes in one direction, the slower one."""
+    there, here = torch.empty(SAMPLE, device=device), Slab(SAMPLE, torch.float32, device, "a sample").take(SAMPLE)
+    slowest = 0.0
+    for target, source in ((here, there), (there, here)):
+        target.copy_(source, non_blocking=True)
+        begin = devices.timed_event(device)
+        for _ in range(TIMES):
+            target.copy_(source, non_blocking=True)
+        end = devices.timed_event(device)
+        devices.synchronize(device)
+        slowest = max(slowest, begin.elapsed_time(end) / 1e3)
+    return slowest / TIMES / SAMPLE
+
+
+def update_seconds(cores: str) -> float:
+    """For one element, on the processors of --offload-cores."""
+    chosen = rank_cores(cores, 0, 1)
+    worker, found = HostWorker(chosen, len(chosen)), list[float]()
+
+    def measure() -> None:
+        master, grad, first, second = (torch.zeros(SAMPLE) for _ in range(4))
+        state, one = {"exp_avg": first, "exp_avg_sq": second, "step": torch.zeros(())}, torch.ones(())
+        for _ in range(TIMES):
+            begin = time.perf_counter()
+            adamw_step(master, grad, state, OptimizerConfig(), decay=0.0, scale=one, skip=torch.zeros(()), lr=1e-3)
+            found.append(time.perf_counter() - begin)
+
+    job = Job(measure)
+    worker.put(job, turn=0)
+    job.wait()
+    worker.close()
+    return min(found) / SAMPLE
