@@ -58,21 +58,26 @@ def block_bytes(job: Job) -> float:
     model, habits, tokens = job.model, job.habits, job.tokens
     split = job.tp if job.sequence_parallel else 1
     hidden, inner = model.hidden_size, model.intermediate_size / job.tp
-    if job.recomputed >= 1:
+    # Schedules that put off weight gradients keep their inputs, whatever was computed again.
+    again = 0.0 if job.bubble < 1 else job.recomputed
+    lean = job.recomputed_memory > 0
+    if again >= 1:
         return NARROW * tokens * hidden / split
-    streams = (8 + 2 * habits.dropout + habits.norm_bytes) * hidden / split
+    streams = (8 - 4 * lean + 2 * habits.dropout + habits.norm_bytes) * hidden / split
     keys = max(1, model.num_key_value_heads // job.tp) * model.head_dim
     attention = NARROW * (2 * job.queries + 2 * keys)
-    whole = tokens * (streams + attention + (6 if habits.gated else 4) * inner)
+    whole = tokens * (streams + attention + ((6 if habits.gated else 4) - 2 * lean) * inner)
     if habits.attention in ("fused", "plain") and not job.recomputes_scores:
         whole += habits.score_bytes * model.num_attention_heads / job.tp * tokens * job.seq
-    return whole * (1 - job.recomputed) + job.recomputed * NARROW * tokens * hidden / split
+    return whole * (1 - again) + again * NARROW * tokens * hidden / split
 
 
 def in_flight(job: Job, *, last: bool) -> float:
     """Blocks whose activations a rank holds at most, in 1F1B and its interleaved form."""
     layers = job.model.num_hidden_layers / job.pp - last * job.last_stage_lacks
     depth = 0 if last else job.pp - 1
+    if job.bubble < 1:  # zero-bubble schedules hold as much on every rank as 1F1B on the first
+        return min(job.microbatches, job.pp) * layers
     if job.vpp == 1:
         return min(job.microbatches, depth + 1) * layers
     chunks = min(job.microbatches * job.vpp, 2 * depth + (job.vpp - 1) * job.pp + 1)
@@ -85,7 +90,8 @@ def footprint(job: Job, *, last: bool, workspaces: float = 0.0) -> Footprint:
     shards = job.shards if job.sharding != "none" else 1
     everything = job.sharding == "parameters"
     weights = NARROW * numel / (shards if everything else 1)
-    gradients = habits.kept_gradient_bytes * numel / (shards if everything or (job.sharding == "gradients" and job.pp == 1) else 1)
+    cut = everything or (job.sharding == "gradients" and (job.pp == 1 or habits.reduces_every_microbatch))
+    gradients = habits.kept_gradient_bytes * numel / (shards if cut else 1)
     optimizer = habits.state_bytes * numel / shards
     stream = job.tokens * model.hidden_size * NARROW / (job.tp if job.sequence_parallel else 1)
     keys = 2 * max(1, model.num_key_value_heads // job.tp) * model.head_dim
