@@ -68,7 +68,9 @@ class Batch:
         return replace(self, document_starts=documents.starts, longest_document=documents.longest)
 
     def to(self, device: torch.device) -> Batch:
-        """The same batch on another device."""
+        """The same batch on another device, or itself where that is its own."""
+        if self.tokens.device == device:
+            return self
         ready = self.prepared(device)
         moved = {name: tensor.to(device, non_blocking=True) for name, tensor in ready.tensors().items()}
         return replace(ready, **moved)  # type: ignore[arg-type]
