@@ -13,6 +13,7 @@ from typing import Any, get_args, get_type_hints
 from megatron_llama.commands.options import PlanConfig
 from megatron_llama.config import Config, LaunchConfig, ParallelConfig
 from megatron_llama.errors import ConfigError, describe, listing
+from megatron_llama.layout import AUTO
 from megatron_llama.manual import config_sections
 from megatron_llama.memory import gib
 from megatron_llama.options import Parsed
@@ -22,6 +23,7 @@ from megatron_llama.planner.hardware import gpu_named
 from megatron_llama.planner.job import Machine
 from megatron_llama.planner.judge import lines
 from megatron_llama.planner.nearest import Citation, nearest, read_table
+from megatron_llama.planner.odds import USABLE
 from megatron_llama.planner.own import Planned
 from megatron_llama.planner.published import BITS, read_rows
 from megatron_llama.planner.report import as_json, command, details, label, losses, table
@@ -41,6 +43,7 @@ NUMBERS: Mapping[str, str] = MappingProxyType(
 )
 """Numbers of a layout in one word, and their options."""
 WORDS = ("pipeline_schedule", "data_parallel_sharding_strategy", "recompute_granularity")
+LLAMA_VOCABULARY = 32000
 PINNED = (*NUMBERS.values(), *WORDS, "sequence_parallel")
 """Options that a search tries, unless they are given."""
 
@@ -52,7 +55,7 @@ def plan(parsed: Parsed) -> None:
         _score(options)
         return
     config, machine = _config(parsed), _machine(parsed)
-    pinned = {name: _value(config, name) for name in PINNED if name in parsed.explicit}
+    pinned = {name: _value(config, name) for name in PINNED if name in parsed.explicit and _value(config, name) != AUTO}
     if options.explain is not None:
         best: tuple[Planned, ...] = (_explained(config, machine, options.explain),)
         tried = 1
@@ -78,30 +81,51 @@ def _score(options: PlanConfig) -> None:
 
 
 def _config(parsed: Parsed) -> Config:
-    """What is not searched. Planned in bfloat16 unless another precision is asked for."""
-    config = assemble(parsed)
-    training = config.training
+    """What is not searched. Planned in bfloat16 unless another precision is asked for, and with LLaMA's vocabulary where none is given."""
+    config, options = assemble(parsed), parsed.get(PlanConfig)
+    model, training, parallel = config.model, config.training, config.parallel
     missing = [
         describe(name, got="nothing", expected=expected, do=do)
         for name, given, expected, do in (
-            ("--model", config.model.num_hidden_layers, "a model", "give --model llama2-70b or the model's fields"),
-            ("--gpus", parsed.get(PlanConfig).gpus, "the number of GPUs", "give --gpus 64"),
+            ("--model", model.num_hidden_layers, "a model", "give --model llama2-70b or the model's fields"),
+            ("--gpus", options.gpus, "the number of GPUs", "give --gpus 64"),
             ("--global-batch-size", training.global_batch_size, "samples in a step", "give --global-batch-size 1024"),
+            ("--top", options.top, "1 or more", "leave it out"),
         )
         if given <= 0
     ]
     if missing:
         raise ConfigError(listing("A plan needs more:", missing))
-    precise = training.fp16 or training.fp64
-    training = replace(training, bf16=not precise, train_iters=training.train_iters or 1)
-    return resolve(replace(config, training=training), 1)
+    unplanned = [
+        describe(name, got=got, expected="a run without it", do="leave it out: the planner has no times for it")
+        for name, got, given in (
+            ("--lora-rank", config.lora.lora_rank, config.lora.lora_rank > 0),
+            ("--optimizer-offload", config.offload.optimizer_offload, config.offload.optimizer_offload != "none"),
+        )
+        if given
+    ]
+    if unplanned:
+        raise ConfigError(listing("This cannot be planned:", unplanned))
+    training = replace(training, bf16=not (training.fp16 or training.fp64), train_iters=training.train_iters or 1)
+    # What would be decided by memory is searched.
+    slots, blocks = ("default" if text == AUTO else text for text in (parallel.param_slots, parallel.recompute_num_layers))
+    parallel = replace(parallel, param_slots=slots, recompute_num_layers="all" if blocks == "default" else blocks)
+    model = replace(model, vocab_size=model.vocab_size or LLAMA_VOCABULARY)
+    config = resolve(replace(config, model=model, training=training, parallel=parallel), 1)
+    bare = replace(config, parallel=ParallelConfig(), training=replace(training, micro_batch_size=1, global_batch_size=1))
+    if found := problems(bare, 1):
+        raise ConfigError(listing("This model cannot be trained:", found))
+    return config
 
 
 def _machine(parsed: Parsed) -> Machine:
     options, gpu = parsed.get(PlanConfig), gpu_named(parsed.get(PlanConfig).gpu)
     node = parsed.get(LaunchConfig).gpus_per_node or gpu.node
+    if options.gpus > node and options.gpus % node:
+        expected, do = f"a multiple of {node}, which are in a node", f"give {-(-options.gpus // node) * node} or --gpus-per-node"
+        raise ConfigError(describe("--gpus", got=options.gpus, expected=expected, do=do))
     domain = gpu.domain if gpu.domain > gpu.node else node
-    return Machine(gpu, options.gpus, node, domain, options.nic_gbit * BITS if options.nic_gbit else gpu.nic)
+    return Machine(gpu, options.gpus, node, domain, options.nic_gbit * BITS if options.nic_gbit > 0 else gpu.nic)
 
 
 def _value(config: Config, name: str) -> Any:
@@ -166,7 +190,7 @@ def _does_not_fit(smallest: Planned, enough: Planned | None) -> str:
     do = "take GPUs of more memory, or a shorter --seq-length"
     if enough is not None:
         do = f"--gpus {enough.machine.gpus} would do, with {label(enough)}, or {do}"
-    return describe("memory", got=got, expected=f"at most {gib(machine.gpu.memory)} of a {machine.gpu.name}", do=do)
+    return describe("memory", got=got, expected=f"at most {gib(int(USABLE * machine.gpu.memory))} usable of a {machine.gpu.name}", do=do)
 
 
 def _write(path: str, content: Mapping[str, Any]) -> None:

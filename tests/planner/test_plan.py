@@ -167,6 +167,8 @@ def test_the_command(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None
     assert first["step_seconds_low"] < first["step_seconds"] < first["step_seconds_high"]
     assert first["step_seconds"] == pytest.approx(sum(first["seconds"].values()))
     assert first["command"] in text and "torchrun --nnodes 1 --nproc-per-node 8 -m megatron_llama pretrain --model llama2-7b" in text
+    assert main([*SMALL[:-2], "--top", "1", "--data-parallel-sharding-strategy", "auto", "--param-slots", "auto", "--micro-batch-size", "1"]) == 0
+    assert first["layout"] in capsys.readouterr().out
     assert main([*SMALL[:-2], "--explain", first["layout"]]) == 0
     assert f"{first['layout']}: {first['step_seconds']:.2f} s a step" in capsys.readouterr().out
 
@@ -188,6 +190,10 @@ def test_the_planned_command_line_is_valid(capsys: pytest.CaptureFixture[str]) -
         ([*SMALL, "--gpu", "h300"], "--gpu: got h300"),
         ([*SMALL[:-2], "--explain", "tp3/pp1"], "cannot run on 8 GPUs"),
         ([*SMALL[:-2], "--explain", "tp2/sideways"], "--explain: got sideways"),
+        ([*SMALL, "--top", "0"], "--top: got nothing, expected 1 or more"),
+        ([*SMALL, "--lora-rank", "8"], "the planner has no times for it"),
+        ([*SMALL, "--gpus-per-node", "3"], "--gpus: got 8, expected a multiple of 3"),
+        ([*SMALL, "--head-dim", "7"], "This model cannot be trained"),
         (["plan", "score"], "plan score: got no file"),
         (["plan", "--model", "llama2-13b", "--gpus", "1", "--global-batch-size", "8", "--seq-length", "2048"], "--gpus 4 would do"),
     ],
