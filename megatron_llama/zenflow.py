@@ -238,6 +238,8 @@ def zenflow_warnings(config: Config) -> Iterator[str]:
         if config.zenflow != ZenFlowConfig():
             yield f"--zenflow options have no effect with --optimizer-offload {config.offload.optimizer_offload}"
         return
+    if config.lora.lora_rank:
+        yield "--optimizer-offload zenflow has no effect with --lora-rank: low-rank additions are updated by AdamW, on the device"
     if config.offload.offload_speculative:
         yield "--offload-speculative has no effect with zenflow: its updates follow the norm"
     if config.zenflow.zenflow_update_interval == "1" and config.zenflow.zenflow_overlap_step is False:

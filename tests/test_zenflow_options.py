@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from megatron_llama.aliases import MEGATRON
-from megatron_llama.config import Config, OffloadConfig, ZenFlowConfig
+from megatron_llama.config import Config, LoraConfig, OffloadConfig, ZenFlowConfig
 from megatron_llama.errors import ConfigError
 from megatron_llama.manual import config_sections
 from megatron_llama.options import parse
@@ -138,4 +138,6 @@ def test_what_has_no_effect_is_said() -> None:
     assert "is AdamW" in "\n".join(zenflow_warnings(Config(zenflow=at_once, offload=on)))
     speculative = replace(on, offload_speculative=True)
     assert "--offload-speculative has no effect" in "\n".join(zenflow_warnings(Config(zenflow=MEANT, offload=speculative)))
+    added = Config(zenflow=MEANT, offload=on, lora=LoraConfig(lora_rank=4))
+    assert "low-rank additions are updated by AdamW" in "\n".join(zenflow_warnings(added))
     assert not list(zenflow_warnings(Config(zenflow=MEANT, offload=on))) and not list(zenflow_warnings(Config()))
