@@ -148,6 +148,9 @@ def test_what_is_no_report_is_refused(tmp_path: Path, capsys: pytest.CaptureFixt
     assert main(["--table", str(tmp_path / "none.json")]) == 2
     part = script(tmp_path, "report", "")
     assert rows_of(part) == ()
+    for text, count in (("3", 0), ('{"rows": 3}', 0), ("[1]", 0), ('{"machine": {}, "rows": [{"name": "exact"}]}', 1), ('[{"name": "ours"}]', 1)):
+        (tmp_path / "report.json").write_text(text)
+        assert len(rows_of(part)) == count
 
 
 def test_links_are_modelled_on_a_gpu_only(capsys: pytest.CaptureFixture[str]) -> None:

@@ -30,7 +30,7 @@ class Outcome:
 
 
 def rows_of(part: Part) -> tuple[Mapping[str, Any], ...]:
-    """What a part wrote, as far as it came: a part may fail behind its first rows."""
+    """What a part wrote, a list of rows or an object with some, as far as it came: a part may fail behind its first rows."""
     path = Path(part.json) if part.json is not None else None
     if path is None or not path.exists():
         return ()
@@ -38,7 +38,8 @@ def rows_of(part: Part) -> tuple[Mapping[str, Any], ...]:
         found = json.loads(path.read_text())
     except ValueError:
         return ()
-    return tuple(row for row in found if isinstance(row, dict)) if isinstance(found, list) else ()
+    rows = found.get("rows") if isinstance(found, dict) else found
+    return tuple(row for row in rows if isinstance(row, dict)) if isinstance(rows, list) else ()
 
 
 def write(path: Path, machine: Mapping[str, str], outcomes: Sequence[Outcome]) -> None:
