@@ -173,6 +173,17 @@ def test_the_command(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None
     assert f"{first['layout']}: {first['step_seconds']:.2f} s a step" in capsys.readouterr().out
 
 
+def test_kind_and_wires_of_the_gpus_matter(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    def seconds(*more: str) -> float:
+        words = ["plan", "--model", "llama2-7b", "--gpus", "16", "--global-batch-size", "16", "--seq-length", "4096", "--explain", "tp1/pp1/optim"]
+        assert main([*words, "--json", str(tmp_path / "one.json"), *more]) == 0
+        return float(json.loads((tmp_path / "one.json").read_text())["layouts"][0]["step_seconds"])
+
+    usual = seconds()
+    assert seconds("--nic-gbit", "10") > 1.2 * usual and seconds("--gpu", "a100") > 1.5 * usual > 2 * seconds("--gpu", "b200", "--gpus-per-node", "16")
+    capsys.readouterr()
+
+
 def test_the_planned_command_line_is_valid(capsys: pytest.CaptureFixture[str]) -> None:
     """Every option of the printed line is one of pretrain, and the layout is the planned one."""
     plan = planned("interleaved")
