@@ -11,7 +11,7 @@ from signal import Signals
 
 import pytest
 
-from tests.e2e.product import DP2, ONE, TP2_PP2, Layout, Product, assert_same_state, column, exact_curve, log, steps
+from tests.e2e.product import DP2, ONE, PP2, Layout, Product, assert_same_state, column, exact_curve, log, steps
 
 LONG = 12
 EXACT = {"optimizer_offload": "exact", "offload_speculative": True}
@@ -41,7 +41,7 @@ def test_killed_and_resumed_with_and_without_offload(product: Product, tmp_path:
 
 def test_an_evaluation_and_an_export_see_what_was_trained(product: Product, straight: Callable[[str], Path], tmp_path: Path) -> None:
     product.train(
-        TP2_PP2, save=tmp_path / "run", export_hf=tmp_path / "hf", eval_interval=3, eval_iters=2, log_interval=2, sample_interval=3,
+        PP2, save=tmp_path / "run", export_hf=tmp_path / "hf", eval_interval=3, eval_iters=2, log_interval=2, sample_interval=3,
         sample_prompt="the", sample_tokens=8, **EXACT,
     )  # fmt: skip
     ours = [entry["validation_loss"] for entry in log(tmp_path / "run") if "validation_loss" in entry]
