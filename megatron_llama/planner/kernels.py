@@ -9,11 +9,10 @@ from megatron_llama.planner.job import Job, Matmul
 
 NARROW = 2
 """Bytes of an activation or a weight while computing."""
-SHARP = 4
 CAUSAL = 0.5
 """Of the square of scores, what a causal mask leaves; kernels that write scores compute all of it."""
-
-
+SHARP = 4
+"""How sharply the slower of device and host decides: the exponent of a norm."""
 OLD = ("megatron", "aleph")
 """Trainers of before 2023, whose blocks are many small kernels."""
 

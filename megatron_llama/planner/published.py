@@ -15,8 +15,10 @@ from megatron_llama.planner.job import Attention, Habits, Job, Machine, Sharding
 
 Cells = dict[str, str]
 
-NEEDED = ("model", "n_layers", "hidden", "heads", "seq", "gpu", "n_gpus", "quality")
+NEEDED: tuple[str, ...] = ("model", "n_layers", "hidden", "heads", "seq", "gpu", "n_gpus", "quality")
+"""Columns without which no row says anything."""
 BITS = 1e9 / 8
+"""Bytes per second of a Gbit/s."""
 
 
 @dataclass(frozen=True)

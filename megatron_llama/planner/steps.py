@@ -13,8 +13,6 @@ from megatron_llama.planner.links import Axes, axes_of
 
 UPDATE = 34
 """Bytes an update moves for each parameter of a shard: gradient, master weight and two moments, in and out, and the narrow weight."""
-
-
 FULL = 0.85
 """Share of the memory beyond which the allocator has to return and take memory within a step."""
 BUCKET = 40_000_000
@@ -28,13 +26,19 @@ class Step:
     compute: float
     """Kernels of the busiest rank."""
     bubble: float
+    """Its idle time in the pipeline."""
     tensor: float
     """Exposed communication over tp."""
     context: float
+    """The same over cp."""
     pipeline: float
+    """The same between stages."""
     data: float
+    """The same over dp."""
     update: float
+    """The optimizer."""
     other: float
+    """Waiting for stragglers, and what comes once a step."""
 
     @property
     def seconds(self) -> float:
