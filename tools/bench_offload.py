@@ -1,10 +1,11 @@
 """How long does the device wait for an optimizer on the host? Every mode of --optimizer-offload, waiting for everything at once, others.
 
     python -m tools.bench_offload [--json FILE]
-    python -m tools.bench_offload --model llama2-7b --num-layers 12 --seq-length 4096 --bf16    # on a GPU, a size that all can hold
+    python -m tools.bench_offload --model llama2-7b --num-layers 12 --seq-length 4096 --global-batch-size 4 --bf16
 
-Contenders take turns, ``--rounds`` times; every figure is a median over rounds, and behind the slash is the least that it can be. Takes
-every option of ``pretrain`` except those of data: tokens are random. One process: what links add, bench_overlap.sh measures.
+The second one is for a GPU: of this size everybody's state fits into 128 GiB of the host, that of DeepSpeed's ZenFlow included (36 bytes
+an element). Contenders take turns, ``--rounds`` times; every figure is a median over rounds, and behind the slash is the least that it
+can be. Takes every option of ``pretrain`` except those of data: tokens are random. One process: what links add, bench_overlap.sh measures.
 
 On a GPU everything is real: LLaMA-2 7B in bf16 with four microbatches of 4096 tokens unless options name another model; the bus and the
 host's memory are measured first, for the bounds. On a CPU the device is modelled: its compute, copies and the host's updates are
@@ -30,9 +31,10 @@ from megatron_llama.config import Config, ModelConfig, ParallelConfig, TrainingC
 from megatron_llama.errors import ConfigError, UserError, describe
 from megatron_llama.manual import config_sections, help_text
 from megatron_llama.mesh import close_mesh
-from megatron_llama.offload import NONE
+from megatron_llama.offload import NONE, ZENFLOW
 from megatron_llama.options import Parsed, parse
 from megatron_llama.validate import assemble, check
+from megatron_llama.zenflow import longest_window
 from tools.offload.catalogue import BUCKET_ELEMENTS, MODES, SMALL, Mode, Numbers, configuration, elements, numbers_of
 from tools.offload.machine import bus_seconds, update_seconds
 from tools.offload.modelled import Speeds
@@ -53,8 +55,9 @@ class BenchOffloadConfig:
     """How often contenders take turns."""
     steps: int = 4
     """Timed steps of a turn; a multiple of ZenFlow's window counts its updates evenly."""
-    warmup: int = 6
-    """Steps that are not timed, before the first turn of a contender; on a GPU, where each is built anew, before every turn."""
+    warmup: int = 2
+    """Steps that are not timed, before the first turn of a contender; on a GPU, where each is built anew, before every turn. ZenFlow's are
+    a window more."""
     compute_ms: float = 100.0
     """Modelled: of a microbatch on the device."""
     copy_ms: float = 30.0
@@ -73,6 +76,7 @@ class Bench:
         self._resident = devices.is_host(device)
         self._speeds = _speeds(options, config) if self._resident else None
         self._built: dict[str, Ours | Other] = {}
+        self._machine: Numbers | None = None
         self.samples: dict[str, list[Sample]] = {}
         self.absent: dict[str, str] = {}
         """Who cannot take part, and why."""
@@ -90,17 +94,26 @@ class Bench:
 
     def _turn(self, name: str) -> None:
         print(name, file=sys.stderr, flush=True)
+        entry = CONTENDERS[name]
+        expected = (UserError, torch.OutOfMemoryError) if isinstance(entry, Mode) else Exception  # others fail in ways of their own
         try:
             if name not in self._built:
-                self._built[name] = self._build(CONTENDERS[name])
-                self._built[name].steps(self._options.warmup)
+                self._built[name] = self._build(entry)
+                self._built[name].steps(self._warmup(entry))
             self.samples.setdefault(name, []).append(self._built[name].steps(self._options.steps))
-        except (UserError, torch.OutOfMemoryError) as error:
-            self.absent[name] = str(error).splitlines()[0]
+        except expected as error:
+            self.absent[name] = str(error).partition("\n")[0] or type(error).__name__
             self.samples.pop(name, None)
-        if not self._resident and name in self._built:
-            self._built.pop(name).close()
+            self._built.pop(name, None)
+        if not self._resident:
+            if name in self._built:
+                self._built.pop(name).close()
             gc.collect()
+
+    def _warmup(self, entry: Mode | Peer) -> int:
+        if isinstance(entry, Mode) and entry.offload == ZENFLOW:
+            return self._options.warmup + longest_window(configuration(entry, self._config).zenflow)
+        return self._options.warmup
 
     def _build(self, entry: Mode | Peer) -> Ours | Other:
         if isinstance(entry, Mode):
@@ -130,6 +143,11 @@ class Bench:
 
     def machine(self) -> Numbers:
         """What the bounds are made of. A GPU's computation is the shortest step of ours, less its waiting."""
+        if self._machine is None:
+            self._machine = self._measured()
+        return self._machine
+
+    def _measured(self) -> Numbers:
         training = self._config.training
         microbatches = training.global_batch_size // training.micro_batch_size
         if self._speeds is not None:

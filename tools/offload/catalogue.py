@@ -99,8 +99,6 @@ def configuration(mode: Mode, config: Config) -> Config:
     """A mode of a resolved configuration. ZenFlow: a tenth of the columns, four steps, beside the next ones, unless options say more."""
     clip = config.optimizer.clip_grad if mode.clip is None else mode.clip
     offload = replace(config.offload, optimizer_offload=mode.offload, offload_speculative=mode.speculative)  # type: ignore[arg-type]
-    if mode.speculative:
-        offload = replace(offload, speculation_bytes=max(offload.speculation_bytes, 1 << 40))
     zenflow = config.zenflow
     if zenflow == ZenFlowConfig():
         zenflow = replace(zenflow, zenflow_update_interval="4", zenflow_overlap_step=True)

@@ -20,8 +20,8 @@ TIMES = 3
 
 def bus_seconds(device: torch.device) -> float:
     """For four bytes in one direction, the slower one."""
-    there, here = torch.empty(SAMPLE, device=device), Slab(SAMPLE, torch.float32, device, "a sample").take(SAMPLE)
-    slowest = 0.0
+    slab, slowest = Slab(SAMPLE, torch.float32, device, "a sample"), 0.0  # pinned as long as it lives
+    there, here = torch.empty(SAMPLE, device=device), slab.take(SAMPLE)
     for target, source in ((here, there), (there, here)):
         target.copy_(source, non_blocking=True)
         begin = devices.timed_event(device)

@@ -21,6 +21,10 @@ from tools.offload.catalogue import Numbers
 from tools.offload.ours import Sample
 from tools.step.plain import PlainLlama
 
+Work = Callable[[], object]
+Built = tuple[Work, Work]
+"""What does a step, and what ends it all."""
+
 
 @dataclass(frozen=True)
 class Peer:
@@ -32,8 +36,7 @@ class Peer:
     """Of host memory that it takes for an element."""
     bound: Callable[[Numbers], float]
     """Seconds of a step at least, in the way it goes about it."""
-    build: Callable[[Config, torch.device], Callable[[], object]]
-    """Returns what does a step."""
+    build: Callable[[Config, torch.device], Built]
 
 
 def _zero_offload(n: Numbers) -> float:
@@ -58,7 +61,7 @@ def _batches(config: Config, device: torch.device) -> Iterator[tuple[Tensor, Ten
         yield batch.tokens.t().contiguous().to(device), batch.labels.t().contiguous().to(device)
 
 
-def _deepspeed(config: Config, device: torch.device, *, zenflow: bool) -> Callable[[], object]:
+def _deepspeed(config: Config, device: torch.device, *, zenflow: bool) -> Built:
     import deepspeed  # type: ignore[import-not-found]
 
     if not dist.is_initialized():
@@ -86,17 +89,21 @@ def _deepspeed(config: Config, device: torch.device, *, zenflow: bool) -> Callab
             engine.backward(engine(tokens, labels))
             engine.step()
 
-    return step
+    return step, engine.destroy
 
 
-def _torchao(config: Config, device: torch.device) -> Callable[[], object]:
+def _nothing() -> None:
+    """Nothing to end."""
+
+
+def _torchao(config: Config, device: torch.device) -> Built:
     from torchao.optim import CPUOffloadOptimizer  # type: ignore[import-not-found]
 
     model = PlainLlama(config.model).to(device, torch.bfloat16 if config.training.bf16 else torch.float32)
     o, batches = config.optimizer, list(_batches(config, device))
     numbers = {"lr": o.lr, "betas": (o.adam_beta1, o.adam_beta2), "eps": o.adam_eps, "weight_decay": o.weight_decay}
     optimizer = CPUOffloadOptimizer(model.parameters(), torch.optim.AdamW, offload_gradients=False, fused=True, **numbers)
-    return partial(_plain_step, model, optimizer, batches)
+    return partial(_plain_step, model, optimizer, batches), _nothing
 
 
 def _plain_step(model: nn.Module, optimizer: Any, batches: list[tuple[Tensor, Tensor]]) -> None:
@@ -128,7 +135,8 @@ class Other:
     """A peer, built."""
 
     def __init__(self, peer: Peer, config: Config, device: torch.device) -> None:
-        self._step, self._device = peer.build(config, device), device
+        self._device = device
+        self._step, self._end = peer.build(config, device)
 
     def steps(self, count: int) -> Sample:
         """See Ours. Where it waits it does not say."""
@@ -141,8 +149,4 @@ class Other:
 
     def close(self) -> None:
         """See Ours."""
-        self._step = _nothing
-
-
-def _nothing() -> None:
-    """For one that is closed."""
+        self._end()
