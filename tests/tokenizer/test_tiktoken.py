@@ -20,7 +20,7 @@ from megatron_llama.errors import DataError
 from megatron_llama.tokenizer.hf import HFTokenizer
 from megatron_llama.tokenizer.load import load_tokenizer
 from megatron_llama.tokenizer.spm import SentencePieceTokenizer
-from megatron_llama.tokenizer.tiktoken import SPLIT, TiktokenTokenizer, byte_characters, special_tokens
+from megatron_llama.tokenizer.tiktoken import SPLIT, TiktokenTokenizer, _is_usual, byte_characters, special_tokens
 
 VOCAB = 3000
 UNREACHED = b" zqxjk"
@@ -52,11 +52,13 @@ def odd_rows() -> list[str]:
 
 
 def test_word_by_word_is_the_whole_text(model: Path, texts: list[str], tmp_path: Path) -> None:
-    ours = TiktokenTokenizer(model)
+    """With tiktoken, as without it, and as tokenizer.json."""
+    ours, alone = TiktokenTokenizer(model), TiktokenTokenizer(model)
+    alone.__dict__["_library"] = None
     ours.save_hf(tmp_path)
     exported = HFTokenizer(tmp_path / "tokenizer.json")
-    assert exported._words is not None
-    for tokenizer in (ours, exported):
+    assert exported._words is not None and ours._library is not None
+    for tokenizer in (ours, alone, exported):
         for batch in (texts, odd_rows(), odd_rows()):
             assert tokenizer.encode_batch(batch) == [tokenizer.encode(text) for text in batch]
     assert exported.encode("<|eot_id|>") != ours.encode("<|eot_id|>")
@@ -150,6 +152,14 @@ def test_ids_of_the_documentation_and_back(model: Path, reference: tiktoken.Enco
         assert ours.decode(ids) == text
     assert ours.encode(" zqxjk") == [VOCAB - 1] and len(ours.encode(" zqxjks")) > 2
     assert ours.encode_batch(chunks[:50]) == [ours.encode(text) for text in chunks[:50]]
+
+
+def test_texts_that_tiktoken_cannot_take(model: Path, texts: list[str]) -> None:
+    """Runs of 25,000 characters, and more than 400,000 in all, beside usual ones."""
+    ours = load_tokenizer(model)
+    batch = ["a" * 30_000, "x", " " * 30_000 + "y", ("".join(texts) * 2)[:450_000], "b " * 20_000]
+    assert [_is_usual(text) for text in batch] == [False, True, False, False, True]
+    assert ours.encode_batch(batch) == [ours.encode(text) for text in batch]
 
 
 def test_special_tokens(model: Path, reference: tiktoken.Encoding) -> None:
