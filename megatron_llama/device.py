@@ -104,6 +104,11 @@ def runs_triton(device: torch.device) -> bool:
     return torch.version.hip is None and find_spec("triton") is not None and torch.cuda.get_device_capability(device) >= (8, 0)
 
 
+def capability(device: torch.device) -> tuple[int, int]:
+    """Generation of a GPU, (9, 0) for Hopper; (0, 0) of a host."""
+    return (0, 0) if is_host(device) else torch.cuda.get_device_capability(device)
+
+
 def multiprocessors(device: torch.device) -> int:
     """Units of the device that run programs side by side."""
     return 2 if is_host(device) else int(torch.cuda.get_device_properties(device).multi_processor_count)

@@ -78,6 +78,8 @@ def prepared(parsed: Parsed, *, needs_data: bool = True) -> Iterator[tuple[Confi
     from megatron_llama.mesh import init_mesh, place_from_environment, placement_warnings
     from megatron_llama.metrics.tensorboard import require_tensorboard
     from megatron_llama.metrics.wandb import require_wandb
+    from megatron_llama.nn.attention import attention_warnings
+    from megatron_llama.optim.build import compute_dtype
     from megatron_llama.validate import assemble, check
     from megatron_llama.vocabulary import find_vocabulary, with_vocabulary
 
@@ -97,7 +99,9 @@ def prepared(parsed: Parsed, *, needs_data: bool = True) -> Iterator[tuple[Confi
         changes = compare(options, start, trained, config.model) if start is not None and trained is not None else []
     config, decided = decide(config, place.world_size, agreed_memory(mesh, place))
     if mesh.rank == 0:
-        warnings = (*resolved.warnings, *changes, *placement_warnings(config.parallel, place.local_world_size))
+        m, placed = config.model, placement_warnings(config.parallel, place.local_world_size)
+        slow = attention_warnings(mesh.device, compute_dtype(config), m.num_attention_heads, m.num_key_value_heads, m.head_dim)
+        warnings = (*resolved.warnings, *changes, *placed, *slow)
         for line in (*parsed.notes, *resolved.notes, *decided, *(f"warning: {text}" for text in warnings)):
             print(f" {line}", flush=True)
     with watched(place, mesh.recorder, 60 * config.parallel.distributed_timeout_minutes):

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from megatron_llama.device import is_host
+from megatron_llama.device import capability, is_host
 
 _aten = torch.ops.aten
 _BIAS_ALIGNMENT = 16
@@ -24,6 +24,8 @@ _LSE_ALIGNMENT = 32
 _SOUND_CUDNN = 91500
 """Before this version its attention was wrong for some lengths; torch also takes it by itself only from later ones on."""
 _LARGEST_PACKED_HEAD = 256
+_HOPPER = (9, 0)
+"""From this generation on cuDNN's attention is the faster one."""
 
 
 @dataclass(frozen=True)
@@ -76,6 +78,26 @@ def attention_kernel(query: Tensor, key: Tensor, value: Tensor) -> SDPBackend:
     q, k, v = (part.permute(1, 2, 0, 3) for part in (query, key, value))
     with _preferring(query.device):
         return SDPBackend(torch._fused_sdp_choice(q, k, v, is_causal=True, enable_gqa=q.shape[1] != k.shape[1]))
+
+
+def attention_warnings(device: torch.device, dtype: torch.dtype, heads: int, kv_heads: int, head_dim: int) -> list[str]:
+    """What to tell the user of the kernel that computes this model's attention here."""
+    if is_host(device) or dtype.itemsize != 2:
+        return []
+    query, key = (torch.empty(256, 1, count, head_dim, device=device, dtype=dtype) for count in (heads, kv_heads))
+    version = torch.backends.cudnn.version()  # type: ignore[no-untyped-call]
+    problem = attention_problem(attention_kernel(query, key, key), capability(device), version)
+    return [] if problem is None else [problem]
+
+
+def attention_problem(kernel: SDPBackend, generation: tuple[int, int], cudnn: int | None) -> str | None:
+    """Why a device has not the kernel that would be fastest; None: it has."""
+    if kernel is SDPBackend.CUDNN_ATTENTION or generation < _HOPPER:
+        return None
+    why = "it cannot take this model's heads"
+    if (cudnn or 0) <= _SOUND_CUDNN:
+        why = f"cuDNN is {cudnn}, and not later than {_SOUND_CUDNN} (LD_LIBRARY_PATH may name an old one)"
+    return f"attention runs {kernel.name}, not cuDNN's kernel, which is faster on this device: {why}"
 
 
 def _preferring(device: torch.device) -> AbstractContextManager[object]:

@@ -19,6 +19,8 @@ from megatron_llama.nn.attention import (
     attends_by_document,
     attention_kernel,
     attention_order,
+    attention_problem,
+    attention_warnings,
     causal_attention,
     merge,
 )
@@ -240,6 +242,15 @@ def test_cudnn_comes_first_where_it_is_sound() -> None:
     cudnn, flash, others = SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, (SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH)
     assert attention_order(91900) == (cudnn, flash, *others)
     assert attention_order(91500) == attention_order(90100) == attention_order(None) == (flash, cudnn, *others)
+
+
+def test_who_has_not_the_fastest_kernel_is_told() -> None:
+    cudnn, flash, hopper = SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, (9, 0)
+    assert attention_problem(cudnn, hopper, 91900) is None and attention_problem(flash, (8, 0), 90100) is None
+    old, other = attention_problem(flash, hopper, 90100), attention_problem(SDPBackend.EFFICIENT_ATTENTION, (10, 0), 91900)
+    assert old is not None and "runs FLASH_ATTENTION, not cuDNN's" in old and "cuDNN is 90100, and not later than 91500" in old
+    assert other is not None and "EFFICIENT_ATTENTION" in other and "cannot take this model's heads" in other
+    assert attention_warnings(torch.device("cpu"), torch.bfloat16, 4, 2, 64) == []
 
 
 @pytest.mark.parametrize("version", [91900, None])
