@@ -123,7 +123,7 @@ class Activations:
     @property
     def embedding(self) -> int:
         """Which rows were looked up."""
-        return self.tokens * INDEX
+        return self.tokens * (INDEX if self.tp > 1 else 8)
 
     @property
     def logits(self) -> int:

@@ -151,6 +151,9 @@ class TrainingConfig:
     """Overflows in a row before the loss scale halves. Each overflowing step is skipped."""
     fp64: bool = False
     """Compute in double precision: the reference of the parity checks, not for training."""
+    compile: bool = False
+    """Compile what layers compute between matrix products (torch.compile): each becomes one pass over its tensors. The first step takes
+    a minute longer; without a compiler on the machine a warning is printed and nothing else changes. Not worth it for tiny models."""
     on_bad_step: Literal["stop", "skip", "rollback"] = "stop"
     """After a step whose loss or gradient norm is not finite, or whose loss is a spike: stop with an error; leave the weights as
     they are and go on with the next samples (needs --clip-grad); or go back to the newest checkpoint and leave out that step's

@@ -6,6 +6,7 @@ import os
 import platform
 import sys
 from contextlib import AbstractContextManager, suppress
+from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -53,6 +54,22 @@ def is_host(device: torch.device) -> bool:
 def name(device: torch.device) -> str:
     """What the vendor calls it."""
     return platform.processor() or platform.machine() if is_host(device) else torch.cuda.get_device_name(device)
+
+
+@cache
+def prefers_onednn() -> bool:
+    """Whether fp32 products on the host are faster by oneDNN than by MKL, which uses AVX-512 on Intel's processors only."""
+    known = hasattr(torch.ops.mkldnn, "_linear_pointwise") and torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
+    info = Path("/proc/cpuinfo")
+    wide = torch.backends.cpu.get_cpu_capability() == "AVX512"
+    return known and wide and info.exists() and "AuthenticAMD" in info.read_text(encoding="utf-8", errors="replace")[:4096]
+
+
+@cache
+def multiplies_bf16() -> bool:
+    """Whether the host's processor has instructions for products in bf16 of wide vectors or tiles."""
+    kinds = ("_is_avx512_bf16_supported", "_is_amx_tile_supported")
+    return any(bool(getattr(torch.cpu, kind, bool)()) for kind in kinds)
 
 
 def synchronize(device: torch.device) -> None:

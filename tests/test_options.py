@@ -31,7 +31,7 @@ NAMES = """
     account_for_embedding_in_pipeline_split account_for_loss_in_pipeline_split adam_beta1 adam_beta2 adam_eps
     async_save attention_bias
     bf16 bos_token_id
-    check_weight_hash_across_dp_replicas_interval clip_grad context_parallel_size cp_comm_type
+    check_weight_hash_across_dp_replicas_interval clip_grad compile context_parallel_size cp_comm_type
     data_order data_parallel_shard_size data_parallel_sharding_strategy data_path distributed_timeout_minutes
     early_stop_patience eod_mask_loss eos_token_id epochs eval_interval eval_iters exchange_chunk_bytes exit_duration_in_mins exit_interval export_hf
     finetune fp16 fp64 freeze

@@ -16,10 +16,12 @@ from torch import Tensor, nn
 
 from megatron_llama.activations import Granularity
 from megatron_llama.config import Config, LoraConfig, ModelConfig, ParallelConfig
+from megatron_llama.device import is_host
 from megatron_llama.mesh import Mesh
 from megatron_llama.nn.attention import Documents, attends_by_document, causal_attention
 from megatron_llama.nn.bodies import PLAIN, Bodies
 from megatron_llama.nn.cache import KVCache
+from megatron_llama.nn.compiled import chosen_bodies
 from megatron_llama.nn.context import Comm, causal_document_mask, context_attention, local_sequence
 from megatron_llama.nn.embedding import VocabParallelEmbedding
 from megatron_llama.nn.functional import (
@@ -31,6 +33,7 @@ from megatron_llama.nn.functional import (
     split_heads,
     swiglu,
 )
+from megatron_llama.nn.host_attention import rotated_attention
 from megatron_llama.nn.head import CHUNK, head_loss
 from megatron_llama.nn.kernels.choice import kernels_for
 from megatron_llama.nn.linear import ColumnLinear, RowLinear, column_linear, empty_weight
@@ -134,9 +137,12 @@ class Attention(nn.Module):
 
     def forward(self, x: Tensor | Recomputable, positions: Positions) -> Tensor:
         """[s or s/tp, b, h] -> [s or s/tp, b, h]; s is this rank's part of the sequence under context parallelism."""
-        cos, sin = positions.cos, positions.sin
+        cos, sin, before = positions.cos, positions.sin, positions.continuation
+        if self.cp.size == 1 and before is None and positions.mask is None and is_host(cos.device):
+            context = rotated_attention(self._project(x), cos, sin, query=self.heads, key=self.kv_heads, bodies=self.bodies)
+            return cast(Tensor, self.o_proj(context))
         query, key, value = split_heads(self._project(x), cos, sin, query=self.heads, key=self.kv_heads, bodies=self.bodies)
-        if (before := positions.continuation) is not None:
+        if before is not None:
             key, value = before.cache.extend(self, key, value, before.slots, before.length)
         if self.cp.size == 1:
             return cast(Tensor, self.o_proj(causal_attention(query, key, value, positions.mask)))
@@ -298,9 +304,10 @@ class Stage(nn.Module):
 
 
 def build_stages(config: Config, mesh: Mesh) -> dict[int, Stage]:
-    """This process's pipeline stages by index, on the meta device: the engine gives them weights."""
-    dtype, hidden = torch.float64 if config.training.fp64 else torch.float32, config.model.hidden_size
-    bodies = kernels_for(mesh.device, dtype, hidden) or PLAIN
+    """This process's pipeline stages by index, on the meta device: the engine gives them weights. Collective with --compile."""
+    t, hidden = config.training, config.model.hidden_size
+    kernels = None if t.compile else kernels_for(mesh.device, torch.float64 if t.fp64 else torch.float32, hidden)
+    bodies = kernels or chosen_bodies(mesh, compiled=t.compile)
     partition, options = partition_of(config), replace(StageOptions.of(config.parallel), bodies=bodies)
     indices = partition.stages_of(mesh.pp.rank)
     stages = {i: Stage(config.model, mesh, options, partition=partition, index=i) for i in indices}

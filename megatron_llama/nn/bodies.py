@@ -26,7 +26,8 @@ def add_norm(x: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -> tup
     """The sum of x [..., h] and delta, this scaled to unit root mean square times weight [h], and the scale [..., 1], which is at
     least fp32. Without delta the sum is x itself."""
     total = x if delta is None else x + delta
-    scale = torch.rsqrt(total.to(at_least_fp32(x.dtype)).square().mean(-1, keepdim=True) + eps)
+    norm = torch.linalg.vector_norm(total, dim=-1, keepdim=True, dtype=at_least_fp32(x.dtype))
+    scale = norm.square_().div_(x.shape[-1]).add_(eps).rsqrt_()
     return total, scaled(total, weight, scale), scale
 
 
@@ -38,12 +39,12 @@ def scaled(x: Tensor, weight: Tensor, scale: Tensor) -> Tensor:
 def norm_backward(grad: Tensor, stream: Tensor | None, x: Tensor, weight: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
     """From the gradient of the norm of x, and that of x by other ways (``stream``), the gradient of x, in its dtype, and that of the
     weight [h], as wide as the scale."""
-    wide = grad.to(scale.dtype)
+    wide, weight = grad.to(scale.dtype), weight.to(scale.dtype)
     normed = x * scale
     product = wide * normed
     # d/dx of x * rsqrt(mean(x^2) + eps): remove the component along x, then rescale.
-    along = torch.matmul(product, weight.to(scale.dtype) / x.shape[-1]).unsqueeze(-1)
-    x_grad = torch.addcmul(wide * weight, normed, along, value=-1.0).mul_(scale)
+    along = torch.matmul(product, weight).unsqueeze(-1)
+    x_grad = torch.addcmul(wide * weight, normed, along, value=-1.0 / x.shape[-1]).mul_(scale)
     if stream is not None:
         x_grad.add_(stream)
     return x_grad.to(x.dtype), product.flatten(0, -2).sum(0)
@@ -52,8 +53,13 @@ def norm_backward(grad: Tensor, stream: Tensor | None, x: Tensor, weight: Tensor
 def rotate(heads: Tensor, cos: Tensor, sin: Tensor) -> None:
     """Turn the two halves of every head [s, b, n, d] by cos and sin [s, 1 or b, 1, d / 2], in place, computed at least in fp32."""
     first, second = heads.chunk(2, dim=-1)
-    turned = first * cos - second * sin
-    second.copy_(second * cos + first * sin)
+    turned = first * cos
+    if heads.dtype is turned.dtype:
+        turned.addcmul_(second, sin, value=-1.0)
+        second.mul_(cos).addcmul_(first, sin)
+    else:  # rounded once, at the end
+        turned -= second * sin
+        second.copy_(second * cos + first * sin)
     first.copy_(turned)
 
 

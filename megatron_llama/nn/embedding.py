@@ -13,27 +13,32 @@ from torch import Tensor, nn
 from megatron_llama import device as devices
 from megatron_llama.comm import autograd
 from megatron_llama.mesh import Axis
+from megatron_llama.nn.function import Function
 from megatron_llama.nn.linear import empty_weight
 from megatron_llama.nn.sink import Home, arrive
 
 
-class _Lookup(torch.autograd.Function):
-    """Rows of ids held by this rank, zeros for the others. Backward does not read the weight, and runs only if it is trained:
-    nothing else here has a gradient."""
+class _Lookup(Function):
+    """Rows of ids held by this rank, zeros for the others; ``first`` is None where it holds all. Backward does not read the weight, and
+    runs only if it is trained: nothing else here has a gradient."""
 
     @staticmethod
-    def forward(ctx: Any, ids: Tensor, weight: Tensor, first: int) -> Tensor:
+    def forward(ctx: Any, ids: Tensor, weight: Tensor, first: int | None) -> Tensor:
+        ctx.weight_shape, ctx.home = weight.shape, arrive(weight).home
+        if first is None:
+            ctx.save_for_backward(ids, None)
+            return F.embedding(ids, weight)
         local = ids - first
         outside = (local < 0) | (local >= weight.shape[0])
         local = local.masked_fill(outside, 0)
         ctx.save_for_backward(local, outside)
-        ctx.weight_shape, ctx.home = weight.shape, arrive(weight).home
         return F.embedding(local, weight).masked_fill_(outside.unsqueeze(-1), 0.0)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[None, Tensor | None, None]:
         local, outside = ctx.saved_tensors
-        grad = grad.masked_fill(outside.unsqueeze(-1), 0.0)
+        if outside is not None:
+            grad = grad.masked_fill(outside.unsqueeze(-1), 0.0)
         home: Home | None = ctx.home
         if home is None:
             return None, _add_rows(grad.new_zeros(ctx.weight_shape), local, grad), None
@@ -80,6 +85,6 @@ class VocabParallelEmbedding(nn.Module):
 
     def forward(self, ids: Tensor) -> Tensor:
         """See the class."""
-        first = self.tp.rank * self.weight.shape[0]
-        partial = _Lookup.apply(ids, self.weight, first)  # type: ignore[no-untyped-call]
+        first = None if self.tp.size == 1 else self.tp.rank * self.weight.shape[0]
+        partial = _Lookup.apply(ids, self.weight, first)
         return autograd.scatter_sequence(partial, self.tp) if self.sequence_parallel else autograd.reduce(partial, self.tp)

@@ -12,11 +12,12 @@ from torch import Tensor
 
 from megatron_llama.nn.bodies import PLAIN, Bodies, scaled
 from megatron_llama.nn.bodies import at_least_fp32 as at_least_fp32
+from megatron_llama.nn.function import Function
 from megatron_llama.nn.recompute import Recomputable
 from megatron_llama.nn.sink import Arrived, Home, accumulate, arrive
 
 
-class _AddNorm(torch.autograd.Function):
+class _AddNorm(Function):
     """The residual stream goes through, so that its two gradients meet here and are added in one pass. Also returns what repeating the
     product needs: the scale, and the weight's arrival."""
 
@@ -72,7 +73,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 def add_norm(x: Tensor, delta: Tensor | None, weight: Tensor, eps: float, bodies: Bodies = PLAIN) -> tuple[Tensor, Tensor]:
     """x + delta, [..., h] each, and its ``rms_norm``. Read x no more: its gradients are gathered in the sum that is returned."""
-    total, normed, *_ = _AddNorm.apply(x, delta, weight, eps, bodies)  # type: ignore[no-untyped-call]
+    total, normed, *_ = _AddNorm.apply(x, delta, weight, eps, bodies)
     return total, normed
 
 
@@ -80,7 +81,7 @@ def recomputable_add_norm(
     x: Tensor, delta: Tensor | None, weight: Tensor, eps: float, bodies: Bodies = PLAIN
 ) -> tuple[Tensor, Recomputable]:
     """``add_norm``, and how to repeat the norm from the sum and the scale."""
-    total, normed, scale, arrived = _AddNorm.apply(x, delta, weight, eps, bodies)  # type: ignore[no-untyped-call]
+    total, normed, scale, arrived = _AddNorm.apply(x, delta, weight, eps, bodies)
     return total, Recomputable(normed, partial(_scaled_again, arrived), (total.detach(), weight.detach(), scale))
 
 
@@ -112,7 +113,7 @@ def rope_table(positions: Tensor, frequencies: Tensor) -> tuple[Tensor, Tensor]:
     return angles.cos().unsqueeze(-2), angles.sin().unsqueeze(-2)
 
 
-class _SplitHeads(torch.autograd.Function):
+class _SplitHeads(Function):
     """Rotates in place, in the storage of the projection: queries, keys and values are then kept for backward as they lie there,
     once. The projection's output must have no other reader."""
 
@@ -137,10 +138,10 @@ def split_heads(
     [s, b, key, head_dim], with queries and keys rotated; cos and sin [s, 1 or b, 1, head_dim / 2].
 
     The two halves of a head are the two coordinates, as in HuggingFace."""
-    return _SplitHeads.apply(qkv, cos, sin, (query, key), bodies)  # type: ignore[no-any-return, no-untyped-call]
+    return _SplitHeads.apply(qkv, cos, sin, (query, key), bodies)  # type: ignore[no-any-return]
 
 
-class _SwiGLU(torch.autograd.Function):
+class _SwiGLU(Function):
     """Keeps its input alone; silu(gate) is computed again."""
 
     @staticmethod
@@ -157,7 +158,7 @@ class _SwiGLU(torch.autograd.Function):
 
 def swiglu(gate_up: Tensor, bodies: Bodies = PLAIN) -> Tensor:
     """silu(gate) * up of a [..., 2f] tensor whose halves are gate and up (Shazeer, 2020)."""
-    return _SwiGLU.apply(gate_up, bodies)  # type: ignore[no-any-return, no-untyped-call]
+    return _SwiGLU.apply(gate_up, bodies)  # type: ignore[no-any-return]
 
 
 def recomputable_swiglu(gate_up: Tensor, bodies: Bodies = PLAIN) -> Recomputable:

@@ -10,11 +10,12 @@ from functools import partial
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megatron_llama.comm import autograd, collectives
 from megatron_llama.mesh import Axis
+from megatron_llama.nn import products
+from megatron_llama.nn.function import Function
 from megatron_llama.nn.recompute import Recomputable
 from megatron_llama.nn.sink import Home, accumulate_product, arrive
 
@@ -24,22 +25,23 @@ def empty_weight(*shape: int) -> nn.Parameter:
     return nn.Parameter(torch.empty(*shape, device="meta"))
 
 
-class _Linear(torch.autograd.Function):
+class _Linear(Function):
     """x @ weight.T. ``column``: each rank holds some outputs, so the input's gradient is a partial sum over tp.
     ``sequence``: the input is a sequence shard that is gathered for the product and again, not kept, for backward.
-    ``kept``: the input, and what is kept to have it in backward."""
+    ``again``: what is kept instead of the input to have it in backward; None: the input."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, tp: Axis, column: bool, sequence: bool, kept: Recomputable) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, tp: Axis, column: bool, sequence: bool, again: Recomputable | None) -> Tensor:
         # Only the weight gradient reads the input.
-        ctx.save_for_backward(weight, *(kept.sources if ctx.needs_input_grad[1] else ()))
-        ctx.input = kept.function
+        sources = () if not ctx.needs_input_grad[1] else (x,) if again is None else again.sources
+        ctx.save_for_backward(weight, *sources)
+        ctx.input = _detached if again is None else again.function
         ctx.tp, ctx.column, ctx.sequence = tp, column, sequence
         if sequence:
             x, pending = autograd.gathered(x, tp)
             pending.wait()
         ctx.arrived = arrive(weight)
-        return F.linear(x, weight)
+        return products.linear(x, weight)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None, None, None, None]:
@@ -54,13 +56,18 @@ class _Linear(torch.autograd.Function):
         x_grad = None
         if ctx.needs_input_grad[0]:
             ctx.arrived.check()
-            x_grad = torch.matmul(grad, weight)
+            x_grad = products.linear_backward(grad, weight)
         # The input gradient travels while the weight gradient is computed.
         x_grad, reducing = _reduce_input_gradient(x_grad, ctx)
         gathering.wait()
         weight_grad = _weight_gradient(home, grad, x) if now else None
         reducing.wait()
         return x_grad, weight_grad, None, None, None, None
+
+
+def _detached(x: Tensor) -> Tensor:
+    """Without its graph: a weight gradient that is put off must not keep that."""
+    return x.detach()
 
 
 def _later(home: Home, grad: Tensor, make_input: Callable[[], Tensor], gather_axis: Axis | None) -> None:
@@ -104,8 +111,8 @@ def plain_linear(x: Tensor | Recomputable, weight: Tensor, tp: Axis) -> Tensor:
 
 
 def _linear(x: Tensor | Recomputable, weight: Tensor, tp: Axis, *, column: bool, sequence: bool) -> Tensor:
-    kept = Recomputable.of(x)
-    return _Linear.apply(kept.value, weight, tp, column, sequence, kept)  # type: ignore[no-any-return, no-untyped-call]
+    value, again = (x.value, x) if isinstance(x, Recomputable) else (x, None)
+    return _Linear.apply(value, weight, tp, column, sequence, again)  # type: ignore[no-any-return]
 
 
 class ColumnLinear(nn.Module):

@@ -8,8 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megatron_llama.nn.function import Function
 
-class _BeforeBackward(torch.autograd.Function):
+
+class _BeforeBackward(Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, callback: Callable[[], None]) -> Tensor:
         ctx.callback = callback
@@ -28,4 +30,4 @@ def before_backward(x: Tensor, callback: Callable[[], None]) -> Tensor:
     Nothing is saved for backward. A tensor that does not require grad is returned as it is, since no backward gets there."""
     if not (torch.is_grad_enabled() and x.requires_grad):
         return x
-    return _BeforeBackward.apply(x, callback)  # type: ignore[no-any-return, no-untyped-call]
+    return _BeforeBackward.apply(x, callback)  # type: ignore[no-any-return]

@@ -26,15 +26,6 @@ class Recomputable:
     function: Callable[..., Tensor]
     sources: tuple[Tensor, ...]
 
-    @staticmethod
-    def of(x: Tensor | Recomputable) -> Recomputable:
-        """A plain tensor is its own source, without its graph: a weight gradient that is put off must not keep that."""
-        return x if isinstance(x, Recomputable) else Recomputable(x, _itself, (x.detach(),))
-
-
-def _itself(x: Tensor) -> Tensor:
-    return x
-
 
 class _Recomputed(torch.autograd.Function):
     """Keeps the input, or 1/size of it where the ranks of an axis have it in common, and runs the function twice.

@@ -16,6 +16,10 @@ import torch
 from torch import Tensor, nn
 
 from megatron_llama.device import is_host
+from megatron_llama.nn.products import apart, product
+
+PART = 2**21
+"""Elements of a weight gradient that a host computes at once."""
 
 
 class Home(Protocol):
@@ -69,13 +73,16 @@ def arrive(weight: Tensor) -> Arrived:
 
 
 def accumulate_product(view: Tensor, beta: float, left: Tensor, right: Tensor) -> None:
-    """``view = beta * view + left @ right`` with ``view`` possibly of a wider dtype than the factors, which share one.
+    """``view = beta * view + left @ right`` with ``view`` possibly of a wider dtype than the factors, which share one; beta 0 or 1.
 
     With beta 0 the view is not read: it may hold anything, NaN too. BLAS defines it so, cuBLAS included."""
-    if view.dtype == left.dtype:
+    if view.dtype == left.dtype and not apart(left, right):
         torch.addmm(view, left, right, beta=beta, out=view)
     elif is_host(view.device):
-        accumulate(view, beta, left @ right)
+        # No product here writes into the view: parts of one are made where a cache holds them, and put in their place.
+        step = max(1, PART // view.shape[1])
+        for start in range(0, len(view), step):
+            accumulate(view[start : start + step], beta, product(left[start : start + step], right))
     else:
         addmm_wide(view, left, right, beta)
 

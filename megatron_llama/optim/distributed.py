@@ -298,7 +298,7 @@ class OverlappedDistributedOptimizer:
     def _take_square(self, bucket: int) -> Tensor:
         """The squared norm of a shard, which counts if this rank is the one to count it. In blocks of ALIGN elements, which no
         bucket or shard boundary cuts, then in fp64: so that the norm does not depend on the layout."""
-        square = self.gradients.shards[bucket].view(-1, ALIGN).square().sum(1).sum(dtype=torch.float64)
+        square: Tensor = torch.linalg.vector_norm(self.gradients.shards[bucket].view(-1, ALIGN), dim=1).square_().sum(dtype=torch.float64)
         if self._is_primary(bucket):
             self._squares[bucket] = square
         return square

@@ -72,6 +72,9 @@ class GradientBuckets:
         self.trainable = tuple(bucket.index for bucket in layout.buckets if bucket.kind.trainable)
         self._slots = {slot: torch.zeros(size, dtype=dtype, device=device) for slot, size in layout.gradient_slot_numel().items()}
         self._full = {b: self._slots[layout.gradient_slots[b]][: layout.buckets[b].numel] for b in self.trainable}
+        self._views = {
+            p.spec.name: full[p.start : p.stop].view(p.spec.shape) for b, full in self._full.items() for p in layout.buckets[b].placements
+        }
         self._gaps = {b: _gaps(layout.buckets[b].placements, full) for b, full in self._full.items()}
         self._own = {b: full[layout.shard(b, shard_axis.rank)] for b, full in self._full.items()}
         self.shards = {b: torch.zeros_like(own) if reduce_every_microbatch else own for b, own in self._own.items()}
@@ -127,7 +130,7 @@ class GradientBuckets:
         name = placement.spec.name
         beta = 0.0 if name in self._fresh else 1.0
         self._fresh.discard(name)
-        return self._full[bucket][placement.start : placement.stop].view(placement.spec.shape), beta
+        return self._views[name], beta
 
     def _open(self, bucket: int, name: str) -> None:
         """Take the slot: what is still being reduced from it is waited for."""

@@ -40,6 +40,7 @@ ELSEWHERE: Mapping[str, str] = {
     "min_loss_scale": "e2e/test_fp16.py::test_overflow_at_the_smallest_scale_ends_the_run",
     "hysteresis": "e2e/test_fp16.py::test_hysteresis",
     "bf16": "e2e/test_use.py::test_bf16",
+    "compile": "nn/test_compiled.py::test_a_compiled_step_is_the_plain_one_but_for_roundings",
     "fp64": "e2e/test_use.py::test_fp64_is_closer_to_the_truth_than_fp32",
     "data_order": "e2e/test_layouts.py::test_data_order",
     "reset_position_ids": "e2e/test_layouts.py::test_each_document_mask_changes_the_loss",

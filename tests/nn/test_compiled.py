@@ -1,0 +1,72 @@
+"""--compile: the same numbers but for roundings; and what happens where nothing can be compiled."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pytest
+import torch
+
+from megatron_llama.config import Config
+from megatron_llama.mesh import Mesh, Place
+from megatron_llama.nn import compiled
+from megatron_llama.nn.bodies import PLAIN
+from megatron_llama.nn.compiled import SHAPES, SMALLEST, Compiled, chosen_bodies
+from tests.parallel.cases import Layout, Trainer, trainer
+
+
+@dataclass(frozen=True)
+class WithCompiler(Layout):
+    """A layout with --compile."""
+
+    def config(self) -> Config:
+        """See Layout."""
+        config = super().config()
+        return replace(config, training=replace(config.training, compile=True))
+
+
+def run_of(layout: Layout) -> Trainer:
+    return trainer(Place(0, 1, 0), layout)
+
+
+def test_a_compiled_step_is_the_plain_one_but_for_roundings(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compiled, "SMALLEST", 1)
+    plain, fast = run_of(Layout()), run_of(WithCompiler())
+    bodies = fast.stages[0].options.bodies
+    assert bodies is not PLAIN and plain.stages[0].options.bodies is PLAIN
+    for step in range(2):
+        (loss, norm), (expected, expected_norm) = fast.step(step), plain.step(step)
+        assert float(loss) == pytest.approx(float(expected), rel=1e-6)
+        assert float(norm) == pytest.approx(float(expected_norm), rel=2e-5)
+    used = (bodies.add_norm, bodies.norm_backward, bodies.rotate, bodies.rotate_back, bodies.swiglu_backward)
+    assert all(isinstance(one, Compiled) and one._known for one in used)
+
+
+def test_without_a_compiler_there_is_one_line_and_everything_goes_on(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def broken(*args: Any, **options: Any) -> Any:
+        raise RuntimeError("no C++ compiler\nwas found")
+
+    monkeypatch.setattr(torch, "compile", broken)
+    assert chosen_bodies(Mesh.single(), compiled=True) is PLAIN
+    assert capsys.readouterr().out == " warning: --compile does nothing: no C++ compiler\n"
+    assert chosen_bodies(Mesh.single(), compiled=False) is PLAIN
+    assert capsys.readouterr().out == ""
+
+
+def test_small_tensors_and_ever_new_shapes_run_plain(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Text samples have a new length with every token: each would be compiled."""
+    monkeypatch.setattr(torch, "compile", lambda function, **options: function)
+    seen = list[str]()
+
+    def note(name: str) -> Any:
+        return lambda x: seen.append(name)
+
+    function = Compiled(note("plain"), note("compiled"))
+    function(torch.empty(SMALLEST - 1))
+    for extra in range(SHAPES + 2):
+        function(torch.empty(SMALLEST + extra))
+    function(torch.empty(SMALLEST))
+    assert seen == ["plain", *["compiled"] * SHAPES, "plain", "plain", "compiled"]

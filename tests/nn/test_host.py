@@ -1,0 +1,108 @@
+"""What hosts compute in ways of their own: fp32 products by oneDNN, bf16 attention by products; and how many operators a layer calls."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from megatron_llama import device as devices
+from megatron_llama.config import Config
+from megatron_llama.mesh import Place
+from megatron_llama.nn import products
+from megatron_llama.nn.bodies import PLAIN
+from megatron_llama.nn.functional import rope_frequencies, rope_table
+from megatron_llama.nn.host_attention import rotated_attention
+from megatron_llama.nn.sink import accumulate_product
+from tests.parallel.cases import Layout, trainer
+
+CPU = torch.device("cpu")
+OPERATORS = 175
+"""Calls of one block, forward and backward, views included. With one sample of a model without grouped heads they are 144, and 211 in
+HuggingFace's (transformers 5.23)."""
+
+
+def random(*shape: int, seed: int) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+@pytest.mark.parametrize("apart", [False, True], ids=["MKL", "oneDNN"])
+def test_large_products(apart: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Large enough to be cut, and with a rest. Relative to the largest element, sums of 300 terms in fp32."""
+    monkeypatch.setattr(devices, "prefers_onednn", lambda: apart)
+    monkeypatch.setattr("megatron_llama.nn.sink.PART", 100 * 70)
+    x, weight, grad = random(150, 2, 70, seed=1), random(370, 70, seed=2), random(150, 2, 370, seed=3)
+    assert products.apart(x, weight) is apart
+    view = torch.full((370, 70), float("nan"))
+    left, right = grad.flatten(0, 1).t(), x.flatten(0, 1)
+    accumulate_product(view, 0.0, left, right)
+    accumulate_product(view, 1.0, left, right)
+    output = products.linear(x, weight)
+    output.add_(1.0)
+    found = (output - 1.0, products.linear_backward(grad, weight), view)
+    wide = (x.double() @ weight.double().t(), grad.double() @ weight.double(), 2 * left.double() @ right.double())
+    for own, exact in zip(found, wide, strict=True):
+        assert (own - exact).abs().max() <= 3e-6 * exact.abs().max()
+
+
+def attention(qkv: Tensor, heads: tuple[int, int], upstream: Tensor) -> tuple[Tensor, Tensor]:
+    leaf = qkv.clone().requires_grad_()
+    width = qkv.shape[2] // (heads[0] + 2 * heads[1])
+    cos, sin = rope_table(torch.arange(len(qkv)).unsqueeze(-1), rope_frequencies(width, 1e4, None, CPU))
+    out = rotated_attention(leaf.clone(), cos, sin, query=heads[0], key=heads[1], bodies=PLAIN)
+    out.backward(upstream.to(out.dtype))
+    assert leaf.grad is not None
+    return out.detach().double(), leaf.grad.double()
+
+
+@pytest.mark.parametrize(("length", "heads"), [(300, (4, 2)), (513, (2, 2)), (128, (6, 1))], ids=str)
+def test_attention_by_products(length: int, heads: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
+    """In bf16 as near to fp64 as torch's kernel for hosts, within a half; whatever is cut, and for grouped heads."""
+    monkeypatch.setattr("megatron_llama.nn.host_attention.SCORES", 2**17)
+    qkv, upstream = random(length, 2, (heads[0] + 2 * heads[1]) * 16, seed=4).bfloat16(), random(length, 2, heads[0] * 16, seed=5).bfloat16()
+    exact = attention(qkv.double(), heads, upstream)
+    errors = []
+    for by_products in (False, True):
+        monkeypatch.setattr(devices, "multiplies_bf16", lambda answer=by_products: answer)
+        found = attention(qkv, heads, upstream)
+        errors.append([float((own - true).norm() / true.norm()) for own, true in zip(found, exact, strict=True)])
+    assert errors[0] != errors[1] and max(errors[1]) < 0.01
+    assert all(own <= 1.5 * kernel for kernel, own in zip(*errors, strict=True)), errors
+
+
+@dataclass(frozen=True)
+class Deep(Layout):
+    """Of so many blocks."""
+
+    blocks: int = 2
+
+    def config(self) -> Config:
+        """See Layout."""
+        config = super().config()
+        return replace(config, model=replace(config.model, num_hidden_layers=self.blocks))
+
+
+class Count(TorchDispatchMode):
+    """Operators that reach torch's dispatcher."""
+
+    calls = 0
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.calls += 1
+        return function(*args, **(kwargs or {}))
+
+
+def calls(blocks: int) -> int:
+    run = trainer(Place(0, 1, 0), Deep(blocks=blocks))
+    run.step(0)
+    with Count() as count:
+        run.step(1)
+    return count.calls
+
+
+def test_operators_of_a_block() -> None:
+    assert calls(3) - calls(2) <= OPERATORS

@@ -1,0 +1,243 @@
+"""How fast is one whole training step? Ours, HuggingFace's LlamaForCausalLM, and plain torch, in turns, on this device.
+
+    python -m tools.bench_step [--json FILE]
+    python -m tools.bench_step --model llama2-7b --num-layers 16 --seq-length 4096 --dtypes bf16 --contenders ours-compile hf-compile
+
+A step is forward, backward, clipping and AdamW. All contenders train the same model on the same random tokens; their losses must
+agree. Without a shape: dim 512, 8 layers, 4 samples of 512 tokens, vocabulary 32000. Takes every option of ``pretrain`` except those
+of data. Each contender is a process; on a CPU all live at once and take turns, on a GPU each is built anew for its turn, so that one
+at a time has the memory.
+
+Columns: *ratio* is the time of a step over that of the baseline, the first of hf fp32, hf-compile bf16 and the first contender that
+takes part, median over rounds, so that below 1 is faster. *MFU* counts as torchtitan does, *causal* as Megatron-LM does, over the
+data sheet's peak or, where there is none (CPUs), over the matmul ceiling. *ceiling*: of the fastest matrix product measured in the
+same run, with causal FLOPs.
+"""
+
+from __future__ import annotations
+
+import json
+import platform
+import statistics
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+
+import torch
+
+from megatron_llama import device as devices
+from megatron_llama.aliases import MEGATRON
+from megatron_llama.config import CheckpointConfig, Config, ModelConfig, TrainingConfig
+from megatron_llama.errors import ConfigError, UserError, describe
+from megatron_llama.manual import config_sections, help_text
+from megatron_llama.memory import gib
+from megatron_llama.metrics.flops import flops_per_token, peak_flops
+from megatron_llama.options import Parsed, parse
+from megatron_llama.validate import assemble, check
+from tools.step.ceiling import matmul_flops
+from tools.step.contenders import DTYPES, NAMES, Entry
+from tools.step.worker import Failed, Sample, Task, Worker
+
+BASELINES = (Entry("hf", "fp32"), Entry("hf-compile", "bf16"))
+AGREEMENT = (("fp32", 2e-4), ("bf16", 2e-2))
+"""Largest relative difference of a loss from the baseline's first."""
+SMALL = (
+    "--hidden-size 512 --intermediate-size 1376 --num-layers 8 --num-attention-heads 8 --vocab-size 32000 --seq-length 512 "
+    "--micro-batch-size 4"
+)
+
+
+@dataclass(frozen=True)
+class StepConfig:
+    """Who takes part, and how long."""
+
+    contenders: tuple[str, ...] = ("hf", "torch", "ours", "ours-compile")
+    """Of ours, hf, torch, each also with `-compile`, and liger (HuggingFace with Liger's kernels; a GPU)."""
+    dtypes: tuple[str, ...] = DTYPES
+    """Of weights and activations. Ours keeps fp32 masters and gradients beside bf16, the others are bf16 throughout."""
+    rounds: int = 6
+    """How often contenders take turns."""
+    steps: int = 2
+    """Timed steps of a turn."""
+    warmup: int = 2
+    """Steps that are not timed, before the first turn; on a GPU before every turn."""
+    threads: int = 0
+    """Threads of a contender on a CPU. 0: torch's choice."""
+    emulate_dp: int = 1
+    """Ours has the state of one of so many data-parallel ranks, whose messages go nowhere. Others have no such mode."""
+    json: str | None = None
+    """Also write the rows into this file."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """One contender, medians over rounds. ``mfu`` and what follows are fractions."""
+
+    name: str
+    dtype: str
+    tokens_per_second: float
+    step_ms: float
+    ratio: float
+    processor_ratio: float
+    """The same of processor time, all threads together: what the clock would say on an idle machine with one thread."""
+    peak_memory_bytes: int
+    mfu: float
+    mfu_causal: float
+    of_ceiling: float
+
+
+@dataclass
+class Found:
+    """What was measured of everybody."""
+
+    samples: dict[Entry, list[Sample]] = field(default_factory=dict)
+    failures: dict[Entry, str] = field(default_factory=dict)
+    ceilings: dict[str, float] = field(default_factory=dict)
+
+
+def run(tasks: Sequence[Task], options: StepConfig, *, resident: bool) -> Found:
+    """All rounds. ``resident``: processes live from the first round to the last."""
+    found, workers = Found(), dict[Entry, Worker]()
+    for round_ in range(options.rounds):
+        for dtype in options.dtypes:
+            rate = matmul_flops(torch.bfloat16 if dtype == "bf16" else torch.float32)
+            found.ceilings[dtype] = max(rate, found.ceilings.get(dtype, 0.0))
+        start = round_ % len(tasks)
+        for task in (*tasks[start:], *tasks[:start]):
+            if task.entry in found.failures:
+                continue
+            try:
+                _turn(task, workers, found, options)
+            except Failed as failure:
+                found.failures[task.entry] = str(failure)
+            if not resident and task.entry in workers:
+                workers.pop(task.entry).close()
+    for worker in workers.values():
+        worker.close()
+    return found
+
+
+def _turn(task: Task, workers: dict[Entry, Worker], found: Found, options: StepConfig) -> None:
+    losses: tuple[float, ...] = ()
+    if task.entry not in workers:
+        print(f"building {task.entry.label}", file=sys.stderr, flush=True)
+        workers[task.entry] = Worker(task)
+        losses = workers[task.entry].steps(options.warmup).losses
+    sample = workers[task.entry].steps(options.steps)
+    found.samples.setdefault(task.entry, []).append(replace(sample, losses=losses + sample.losses))
+
+
+def baseline_of(samples: Mapping[Entry, Sequence[Sample]]) -> Entry:
+    """Whose step time is 1."""
+    return next((entry for entry in BASELINES if entry in samples), next(iter(samples)))
+
+
+def rows_of(found: Found, config: Config, peak: float | None) -> list[Row]:
+    """One for each contender that got through, in the order in which they were named."""
+    training = config.training
+    tokens = training.global_batch_size * training.seq_length
+    full, causal = (flops_per_token(config.model, training.seq_length, causal=only) for only in (False, True))
+    base, rows = found.samples[baseline_of(found.samples)], []
+    for entry, samples in found.samples.items():
+        if entry in found.failures:
+            continue
+        seconds = statistics.median(sample.seconds for sample in samples)
+        ratio = statistics.median(own.seconds / other.seconds for own, other in zip(samples, base, strict=False))
+        processor = statistics.median(own.processor_seconds / other.processor_seconds for own, other in zip(samples, base, strict=False))
+        rate, ceiling, memory = tokens / seconds, found.ceilings[entry.dtype], max(sample.peak_memory_bytes for sample in samples)
+        mfu, mfu_causal = rate * full / (peak or ceiling), rate * causal / (peak or ceiling)
+        of_ceiling = rate * causal / ceiling
+        rows.append(Row(entry.name, entry.dtype, rate, seconds * 1e3, ratio, processor, memory, mfu, mfu_causal, of_ceiling))
+    return rows
+
+
+def disagreements(samples: Mapping[Entry, Sequence[Sample]]) -> list[str]:
+    """Contenders whose first losses are not those of the baseline: they do not compute the same."""
+    base, bounds, wrong = baseline_of(samples), dict(AGREEMENT), []
+    expected = samples[base][0].losses
+    for entry, own in samples.items():
+        bound = max(bounds[entry.dtype], bounds[base.dtype])
+        worst = max(abs(a - b) / abs(b) for a, b in zip(own[0].losses, expected, strict=True))
+        if not worst <= bound:
+            got = ", ".join(f"{loss:.5f}" for loss in own[0].losses)
+            wrong.append(f"{entry.label}: losses {got} are {worst:.1e} away from those of {base.label}, at most {bound:.0e}")
+    return wrong
+
+
+def report(rows: Sequence[Row], found: Found, base: Entry) -> Iterator[str]:
+    """For people; the ratios come last."""
+    for dtype, rate in found.ceilings.items():
+        yield f"matmul ceiling {dtype}: {rate / 1e12:.3f} TFLOP/s"
+    yield ""
+    yield f"{'contender':<20}{'step ms':>10}{'tokens/s':>10}{'MFU':>8}{'causal':>8}{'ceiling':>9}{'peak memory':>13}"
+    for row in rows:
+        shares = f"{row.mfu:>8.1%}{row.mfu_causal:>8.1%}{row.of_ceiling:>9.1%}"
+        label = Entry(row.name, row.dtype).label
+        yield f"{label:<20}{row.step_ms:>10.1f}{row.tokens_per_second:>10.0f}{shares}{gib(row.peak_memory_bytes):>13}"
+    yield from (f"{entry.label:<20}failed: {why}" for entry, why in found.failures.items())
+    yield f"\nratio of step times to {base.label}: median over rounds (single rounds), and of processor times"
+    for row in rows:
+        entry = Entry(row.name, row.dtype)
+        pairs = zip(found.samples[entry], found.samples[base], strict=False)
+        single = sorted(own.seconds / other.seconds for own, other in pairs)
+        yield f"{entry.label:<20}{row.ratio:>8.3f}   ({single[0]:.3f} - {single[-1]:.3f}){row.processor_ratio:>10.3f}"
+
+
+def processor() -> str:
+    """What this machine computes with, and whether it has instructions for bf16 products."""
+    device = devices.accelerator(0)
+    if not devices.is_host(device):
+        return devices.name(device)
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text().splitlines() if info.exists() else []
+    flags = {word for line in lines if line.startswith("flags") for word in line.split()}
+    has = ", ".join(f"{name} {'yes' if name in flags else 'no'}" for name in ("avx512f", "avx512_bf16", "amx_bf16"))
+    return f"{devices.name(device)}, {torch.get_num_threads()} threads; {has}"
+
+
+def configuration(parsed: Parsed) -> Config:
+    """The shape and the numbers of the optimizer. Raises ConfigError."""
+    training = replace(parsed.get(TrainingConfig), train_iters=1)
+    config = assemble(replace(parsed, instances={**parsed.instances, TrainingConfig: training}))
+    return config if config.model.vocab_size else replace(config, model=replace(config.model, vocab_size=32000))
+
+
+def main(words: list[str]) -> int:
+    """Run and print. Returns 1 if contenders fail or do not agree. Raises UserError."""
+    sections = (*config_sections(), StepConfig)
+    if {"-h", "--help"} & set(words):
+        print(__doc__, help_text("bench_step", "Compare whole training steps.", sections), sep="\n")
+        return 0
+    parsed = parse(words, sections, aliases=MEGATRON)
+    model, data = parsed.get(ModelConfig), parsed.get(CheckpointConfig)
+    if not (model.preset or model.hidden_size or data.init_from_hf):
+        parsed = parse([*SMALL.split(), *words], sections, aliases=MEGATRON)
+    options = parsed.get(StepConfig)
+    for flag, given, known in (("--contenders", options.contenders, NAMES), ("--dtypes", options.dtypes, DTYPES)):
+        if unknown := [name for name in given if name not in known]:
+            raise ConfigError(describe(flag, got=", ".join(unknown), expected=f"of {', '.join(known)}", do="leave the others out"))
+    config = check(configuration(parsed), options.emulate_dp).config
+    if options.threads:
+        torch.set_num_threads(options.threads)
+    entries = [Entry(name, dtype) for dtype in options.dtypes for name in options.contenders]
+    tasks = [Task(entry, config, options.threads, options.emulate_dp) for entry in entries]
+    print(f"{processor()}; torch {torch.__version__}, Python {platform.python_version()}", flush=True)
+    device = devices.accelerator(0)
+    found = run(tasks, options, resident=devices.is_host(device))
+    wrong = disagreements(found.samples) if found.samples else []
+    rows = rows_of(found, config, peak_flops(devices.name(device))) if found.samples else []
+    if rows:
+        print("\n".join(report(rows, found, baseline_of(found.samples))))
+    if options.json is not None:
+        Path(options.json).write_text(json.dumps([asdict(row) for row in rows], indent=2) + "\n")
+    for line in (*wrong, *(f"{entry.label}: {why}" for entry, why in found.failures.items())):
+        print(f"error: {line}", file=sys.stderr)
+    return 1 if wrong or found.failures else 0
+
+
+if __name__ == "__main__":
+    try:
+        sys.exit(main(sys.argv[1:]))
+    except UserError as error:
+        sys.exit(f"error: {error}")

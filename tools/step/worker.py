@@ -1,0 +1,112 @@
+"""A contender in a process of its own: its allocator, its threads and its peak of memory are its own."""
+
+from __future__ import annotations
+
+import multiprocessing
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+
+from megatron_llama.config import Config
+from tools.step.contenders import Entry
+
+
+@dataclass(frozen=True)
+class Task:
+    """What a process is to do."""
+
+    entry: Entry
+    config: Config
+    threads: int
+    """0: torch's choice."""
+    world_size: int
+
+
+@dataclass(frozen=True)
+class Sample:
+    """Some consecutive steps."""
+
+    seconds: float
+    """Of one step, on average."""
+    processor_seconds: float
+    """The same, of all threads of the process together."""
+    losses: tuple[float, ...]
+    """Of each step."""
+    peak_memory_bytes: int
+    """So far; 0: unknown."""
+
+
+class Failed(Exception):
+    """A contender's process ended with an error; its last line is the message."""
+
+
+class Worker:
+    """A process that holds one contender."""
+
+    def __init__(self, task: Task) -> None:
+        spawn = multiprocessing.get_context("spawn")
+        self._pipe, theirs = spawn.Pipe()
+        self._process = spawn.Process(target=_serve, args=(task, theirs), daemon=True)
+        self._process.start()
+        theirs.close()
+
+    def steps(self, count: int) -> Sample:
+        """Train so many steps. Raises Failed."""
+        try:
+            self._pipe.send(count)
+            answer = self._pipe.recv()
+        except (EOFError, BrokenPipeError):
+            self._process.join()
+            raise Failed(f"the process ended with {self._process.exitcode}") from None
+        if isinstance(answer, Sample):
+            return answer
+        raise Failed(answer)
+
+    def close(self) -> None:
+        """End the process."""
+        self._pipe.close()
+        self._process.join()
+
+
+def _serve(task: Task, pipe: Connection) -> None:
+    import torch
+
+    if task.threads:
+        torch.set_num_threads(task.threads)
+    try:
+        measure = _measure(task)
+        while True:
+            pipe.send(measure(pipe.recv()))
+    except EOFError:
+        return
+    except Exception as error:
+        pipe.send(f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else 'no message'}")
+
+
+def _measure(task: Task) -> Callable[[int], Sample]:
+    """Build the contender, and how to time steps of it."""
+    import torch
+    import torch.distributed as dist
+
+    from megatron_llama import device as devices
+    from tools.step.contenders import build
+
+    device = devices.accelerator(0)
+    devices.reset_peak_memory(device)
+    if task.world_size > 1:
+        from torch.testing._internal.distributed.fake_pg import FakeStore
+
+        # Messages go nowhere: the state is that of one rank, and nothing is waited for.
+        dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=task.world_size)
+    contender = build(task.entry, task.config, task.world_size)
+
+    def measure(count: int) -> Sample:
+        devices.synchronize(device)
+        begin, used = time.perf_counter(), time.process_time()
+        losses = [contender.step() for _ in range(count)]
+        devices.synchronize(device)
+        seconds, processor = (time.perf_counter() - begin) / count, (time.process_time() - used) / count
+        return Sample(seconds, processor, tuple(map(float, torch.stack(losses).tolist())), devices.peak_memory_bytes(device) or 0)
+
+    return measure
