@@ -33,8 +33,8 @@ from megatron_llama.nn.functional import (
     split_heads,
     swiglu,
 )
-from megatron_llama.nn.host_attention import rotated_attention
 from megatron_llama.nn.head import CHUNK, head_loss
+from megatron_llama.nn.host_attention import rotated_attention
 from megatron_llama.nn.kernels.choice import kernels_for
 from megatron_llama.nn.linear import ColumnLinear, RowLinear, column_linear, empty_weight
 from megatron_llama.nn.lora import ColumnAdapters, Part, RowAdapter
