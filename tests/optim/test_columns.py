@@ -11,7 +11,7 @@ from torch import Tensor
 from megatron_llama.config import OptimizerConfig
 from megatron_llama.layout import Segment, ShardLayout, rank_layout
 from megatron_llama.optim.offload.adam import corrections, update_columns, update_columns_
-from megatron_llama.optim.offload.cold import Window
+from megatron_llama.optim.offload.cold import ColdColumns, Window
 from megatron_llama.optim.offload.columns import ROWS_OF, Block, Packing, blocks_of
 from megatron_llama.optim.offload.selection import Matrix, choose
 from megatron_llama.optim.offload.windows import Pace, Step, Windows
@@ -172,3 +172,28 @@ def test_a_late_gradient_is_an_error() -> None:
     windows.check(None, 99, "a bucket")
     with pytest.raises(RuntimeError, match="a bucket: gradients of 8 steps ago are not in the weights, at most 7 may be"):
         windows.check(10, 18, "a bucket")
+
+
+def test_cold_columns_are_updated_by_their_own_counts_and_hot_ones_left_out() -> None:
+    """One fused call for most, column by column for the others: as if each had been updated on its own."""
+    config, mask = OptimizerConfig(), torch.tensor([True, True, False, True, True])
+    one, blocks, columns = packing(mask)
+    counts, start = torch.tensor([4.0, 4.0, 9.0, 7.0, 2.0], dtype=torch.float64), tuple(torch.rand(64) for _ in range(3))
+    slabs = (start[0].clone(), start[1].clone(), start[2].clone())
+    cold = ColdColumns(slabs, [torch.zeros(64)], decay=0.1, config=config)
+    cold.arrange(blocks, [mask], [counts])
+    grads = [torch.randn(one.numel) for _ in range(2)]
+    for grad in grads:
+        cold.gather(0, grad, torch.tensor(2.0), skip=False)
+    cold.apply(0, one, torch.empty(64), lr=0.1)
+    mean = torch.zeros(64)
+    one.unpack((grads[0] + grads[1]) / 4, mean)
+    for column, before in enumerate(counts.tolist()):
+        here = columns == column
+        if mask[column]:
+            state = (start[0][here].unsqueeze(1), start[1][here].unsqueeze(1), start[2][here].unsqueeze(1))
+            corrected = corrections(torch.tensor([before + 1]), config, torch.float32)
+            expected = update_columns(state, mean[here].unsqueeze(1), corrected, config, lr=0.1, decay=0.1)
+            for slab, wanted in zip(slabs, expected, strict=True):
+                torch.testing.assert_close(slab[here], wanted.squeeze(1), rtol=2e-6, atol=1e-7)
+    assert cold.updates == 1 and cold.windows[0].steps == 0

@@ -7,6 +7,7 @@ columns there is of no consequence, because these are written back from the devi
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -15,8 +16,7 @@ from torch import Tensor
 
 from megatron_llama.config import OptimizerConfig
 from megatron_llama.optim.offload.adam import State, corrections, update_alike, update_columns_
-from megatron_llama.optim.offload.columns import ROWS_OF, Block
-from megatron_llama.optim.offload.hot import Packed
+from megatron_llama.optim.offload.columns import ROWS_OF, Block, Packing
 
 
 @dataclass
@@ -45,6 +45,29 @@ class Window:
                 place.add_(wide / scale)
 
 
+@dataclass(frozen=True)
+class Unusual:
+    """Cold columns that have been updated more or less often than most."""
+
+    usual: int
+    """How often most elements have been, when they were chosen."""
+    packing: Packing
+    """Of the others."""
+    counts: tuple[Tensor, ...]
+    """For each of its parts, how often its columns have been, [c]."""
+
+    @staticmethod
+    def of(blocks: Sequence[Block], masks: Sequence[Tensor], counts: Sequence[Tensor]) -> Unusual:
+        """``masks`` and ``counts``: by matrix, over its columns, on the host."""
+        elements = Counter[int]()
+        for block in blocks:
+            for count in block.of(counts[block.matrix])[block.of(masks[block.matrix])].tolist():
+                elements[int(count)] += block.rows
+        usual = max(elements, key=lambda count: (elements[count], count), default=0)
+        packing = Packing(blocks, [mask & (count != usual) for mask, count in zip(masks, counts, strict=True)], torch.device("cpu"))
+        return Unusual(usual, packing, tuple(part.columns(counts[part.block.matrix]) for part in packing.parts))
+
+
 class ColdColumns:
     """Weights and moments of one shard on the host, and what is pending for its cold columns."""
 
@@ -54,36 +77,42 @@ class ColdColumns:
         self.windows = [Window(total) for total in totals]
         self.updates = 0
         """Of the cold columns since they were chosen."""
+        self._unusual = Unusual(0, Packing((), (), torch.device("cpu")), ())
+
+    def arrange(self, blocks: Sequence[Block], masks: Sequence[Tensor], counts: Sequence[Tensor]) -> None:
+        """Take other columns. ``masks``: which are cold, ``counts``: how often they have been updated."""
+        self._unusual, self.updates = Unusual.of(blocks, masks, counts), 0
 
     def gather(self, turn: int, packed: Tensor, scale: Tensor, *, skip: bool) -> None:
         """A step's gradients have arrived."""
         self.windows[turn].add(packed, scale, skip=skip)
 
-    def apply(self, turn: int, columns: Packed, blocks: list[Block], room: Tensor, lr: float) -> None:
+    def apply(self, turn: int, packing: Packing, room: Tensor, lr: float) -> None:
         """Update the cold columns with the mean gradient of a window, which is empty then.
 
-        ``room``: [n], for the gradient of the whole shard."""
+        ``packing``: theirs; ``room``: [n], for the gradient of the whole shard."""
         window = self.windows[turn]
         steps, window.steps = window.steps, 0
         self.updates += steps > 0
-        if steps == 0 or columns.there.numel == 0:
+        if steps == 0 or packing.numel == 0:
             return
         grad = room[: self.slabs[0].numel()].zero_()
-        columns.there.unpack(window.total, grad)
-        if columns.alike is not None:
-            count, mean = torch.tensor(float(columns.alike + self.updates - 1)), torch.tensor(float(steps))
-            update_alike(self.slabs, grad, count, self._config, scale=mean, skip=None, lr=lr, decay=self._decay)
-        else:
-            self._apply_columns(columns, blocks, grad.div_(steps), lr)
+        packing.unpack(window.total, grad)
+        unusual = self._update_unusual(grad, steps, lr)
+        before, mean = torch.tensor(float(self._unusual.usual + self.updates - 1)), torch.tensor(float(steps))
+        update_alike(self.slabs, grad, before, self._config, scale=mean, skip=None, lr=lr, decay=self._decay)
+        for slab, packed in zip(self.slabs, unusual, strict=True):
+            self._unusual.packing.unpack(packed, slab)
 
-    def _apply_columns(self, columns: Packed, blocks: list[Block], grad: Tensor, lr: float) -> None:
-        """Hot columns are counted as if they had their first update: any number will do that does not divide by zero."""
-        counted = {part.block: (part, counts) for part, counts in zip(columns.there.parts, columns.counts, strict=True)}
-        for block in blocks:
-            count = torch.ones(block.cols, dtype=torch.float64)
-            if block in counted:
-                part, before = counted[block]
-                count[part.chosen] = before + self.updates
-            state = tuple(block.view(slab) for slab in self.slabs)
-            corrected = corrections(count, self._config, grad.dtype)
-            update_columns_((state[0], state[1], state[2]), block.view(grad), corrected, self._config, lr=lr, decay=self._decay)
+    def _update_unusual(self, grad: Tensor, steps: int, lr: float) -> list[Tensor]:
+        """What will be the state of these columns, packed. One fused call on the whole shard follows, and does not count for them."""
+        packing = self._unusual.packing
+        *state, new = (tensor.new_empty(packing.numel) for tensor in (*self.slabs, grad))
+        for tensor, packed in zip((*self.slabs, grad), (*state, new), strict=True):
+            packing.pack(tensor, packed)
+        new.div_(steps)
+        for part, counts in zip(packing.parts, self._unusual.counts, strict=True):
+            places = tuple(part.place(packed) for packed in state)
+            corrected = corrections(counts + self.updates, self._config, grad.dtype)
+            update_columns_((places[0], places[1], places[2]), part.place(new), corrected, self._config, lr=lr, decay=self._decay)
+        return state

@@ -121,7 +121,8 @@ class ShardColumns:
         hot, cold = (Packed.of(blocks, which, counts, device) for which in (masks, [~mask for mask in masks]))
         self.hot = HotColumns(hot, decay=self._decay, config=self._config, dtype=self.shard.dtype, device=device)
         self.hot.fetch(self.state.slabs)
-        self.cold, self.state.updates = cold, 0
+        self.cold = cold
+        self.state.arrange(blocks, [~mask for mask in masks], counts)
 
     def arrived(self, grad: Tensor) -> None:
         """The gradient of the step is final: what is cold of it leaves."""
@@ -180,7 +181,7 @@ class ShardColumns:
         """In the worker."""
         with self._named():
             with self._worker.working(APPLYING, self.shard.own.numel()):
-                self.state.apply(turn, self.cold, self.blocks, self._rooms.whole, lr)
+                self.state.apply(turn, self.cold.there, self._rooms.whole, lr)
             if self._fetched is not None:
                 self._fetched.complete()
             with self._worker.working(PACKING, self.cold.there.numel):
