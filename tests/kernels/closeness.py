@@ -34,7 +34,8 @@ def as_near_as_torch(kernel: Body, torchs: Body, given: Sequence[Any]) -> None:
         results.append([value for value in (*returned, *copies) if isinstance(value, Tensor) and value.is_floating_point()])
     for number, (found, plain, exact) in enumerate(zip(*results, strict=True)):
         assert found.dtype is plain.dtype, number
-        rounding = 4 * torch.finfo(found.dtype).eps if found.dtype is torch.float32 else torch.finfo(found.dtype).eps / 2
+        roundings = 4 if found.device.type == "cpu" else 32  # a device's own exponentials and divisions are approximate
+        rounding = roundings * torch.finfo(found.dtype).eps if found.dtype is torch.float32 else torch.finfo(found.dtype).eps / 2
         assert error(found, exact) <= 1.5 * error(plain, exact) + rounding, number
 
 

@@ -128,7 +128,7 @@ def test_cross_entropy_of_a_part(first: int, valid: int, dtype: torch.dtype, dev
     exact = scores[:, :valid].double()
     if valid:
         assert torch.equal(largest, scores[:, :valid].amax(-1).float())
-        assert error(sums, (exact - largest.double().unsqueeze(-1)).exp().sum(-1)) < 1e-6
+        assert error(sums, (exact - largest.double().unsqueeze(-1)).exp().sum(-1)) < 3e-6
     else:
         assert not sums.any() and not target.any() and largest.isfinite().all()
     for row in range(5):
@@ -138,7 +138,7 @@ def test_cross_entropy_of_a_part(first: int, valid: int, dtype: torch.dtype, dev
     expected[:, :valid] = (exact - largest.double().unsqueeze(-1)).exp() * factor.double().unsqueeze(-1)
     expected[mine, labels[mine]] -= weights.double()[mine]
     gradient(scores, labels, largest, factor, weights, valid)
-    assert error(scores, expected) < 2 * torch.finfo(dtype).eps
+    assert error(scores, expected) < 8 * torch.finfo(dtype).eps
 
 
 def test_one_weight_for_all_rows(device: torch.device) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from importlib.util import find_spec
 from pathlib import Path
 
 from megatron_llama.config import Config, TrainingConfig
@@ -62,7 +63,8 @@ def layers_that_fit(preset: str, seq_length: int, memory: int) -> int:
 
 def all_parts(setting: Setting) -> list[Part]:
     """In the order in which they run: what is short and decides whether the rest means anything comes first."""
-    tests = (sys.executable, "-m", "pytest", "-m", "gpu or kernels")
+    liger = () if find_spec("liger_kernel") is not None else ("--ignore", "tests/kernels/test_liger.py")
+    tests = (sys.executable, "-m", "pytest", *liger, "-m", "gpu or kernels")
     return [
         Part("tests", "tests that need a GPU", tests),
         _with_json(setting, Part("kernels", "kernels by themselves", _module("bench_kernels"))),
