@@ -19,6 +19,7 @@ from megatron_llama.errors import ConfigError
 from megatron_llama.manual import config_sections
 from megatron_llama.optim.offload.divided import Divided
 from megatron_llama.optim.offload.exact import UPDATING, Attempts, ExactOffload
+from megatron_llama.optim.offload.shard import APPLYING
 from megatron_llama.options import parse
 from tools.bench_offload import BenchOffloadConfig, main, resolved
 from tools.offload.catalogue import MODES, Numbers
@@ -93,8 +94,8 @@ class Run:
             (lambda text: text == last and self.seen(last) < STEPS - 1, lambda: self.seen(FORWARD) > MICROBATCHES * (self.seen(last) + 1))
         )
 
-    def go(self) -> None:
-        for _ in range(STEPS):
+    def go(self, steps: int = STEPS) -> None:
+        for _ in range(steps):
             self.ours.step()
         self.ours.close()
 
@@ -188,6 +189,25 @@ def test_blocking_offload_waits_for_everything() -> None:
     last = f"to device {run.order[-1]}"
     assert run.arrivals == STEPS * run.order
     assert all(end < begin for end, begin in zip(run.places(last), run.places(FORWARD)[MICROBATCHES::MICROBATCHES], strict=False))
+
+
+def test_zenflow_updates_beside_the_next_window_and_sends_weights_at_its_end() -> None:
+    """The first step updates everything and chooses columns, the next four are a window."""
+    run = Run("zenflow")
+    update = run.ours.engine.update
+    assert isinstance(update, Divided)
+    buckets = len(run.order) - 1  # norms have no columns
+    run.journal.rules.append(
+        (lambda text: text == APPLYING and buckets <= run.seen(text) < 2 * buckets, lambda: run.seen(BACKWARD) > 5 * MICROBATCHES)
+    )
+    run.go(10)
+    starts = [*run.places(FORWARD)[::MICROBATCHES], len(run.journal)]
+    applied, sent = (
+        [sum(starts[step] < place < starts[step + 1] for place in run.places(text)) for step in range(9)]
+        for text in (APPLYING, "to device others")
+    )
+    assert sent == [buckets, 0, 0, 0, 0, 0, 0, 0, buckets]
+    assert applied[0] == buckets <= sum(applied[5:]) and not any(applied[1:5])
 
 
 def test_bounds_are_those_worked_out_for_a_7b_model() -> None:

@@ -6,7 +6,9 @@ little late is made up for by the next one.
 
 from __future__ import annotations
 
+import threading
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -90,18 +92,18 @@ class ModelledCopies(HostCopies):
 
     def __init__(self, speeds: Speeds, note: Note) -> None:
         self._per_byte, self._note = speeds.copy / speeds.elements / 4, note
-        self._waits: dict[str, Waits] = {}
+        self._waits: defaultdict[str, Waits] = defaultdict(Waits)
         self.names: dict[int, str] = {}
-        """Of tensors on the device, by address."""
+        """Of tensors on the device, by address. Each direction has a thread of its name."""
         super().__init__()
 
     def copy(self, target: Tensor, source: Tensor) -> None:
         """See HostCopies."""
         end = time.perf_counter() + target.nbytes * self._per_byte
-        arriving = self.names.get(target.data_ptr())
-        way, name = ("to device", arriving) if arriving is not None else ("to host", self.names.get(source.data_ptr(), "factors"))
+        way = threading.current_thread().name
+        name = self.names.get(target.data_ptr()) or self.names.get(source.data_ptr(), "others")
         target.copy_(source)
-        self._waits.setdefault(way, Waits()).until(end)
+        self._waits[way].until(end)
         self._note(f"{way} {name}")
 
 
