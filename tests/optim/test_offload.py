@@ -113,11 +113,10 @@ def test_fifty_steps_that_are_clipped_now_and_then(layout: Layout, cluster: Clus
     [
         Layout(),
         Layout(bf16=True, clip=0.0, early=True),
-        Layout(clip=0.0, early=True, strategy=PARAMS),
         Layout(dp=2, strategy=PARAMS, clip=0.0, early=True, microbatches=2),
         Layout(dp=4, strategy="optim_grads", shard_size=2, microbatches=2, clip=0.0, early=True, bf16=True),
         Layout(cp=2, reduce_bf16=True),
-        Layout(tp=4, kv_heads=2, tied=True),
+        Layout(tp=2, kv_heads=1, tied=True),
         Layout(pp=2, tied=True, microbatches=2, schedule="zb-h1"),
         Layout(dp=2, lora=4, strategy=PARAMS),
         Layout(dp=2, freeze=("model.layers.[01].*",), strategy=PARAMS, clip=0.0, early=True),
@@ -219,24 +218,29 @@ def test_a_layer_waits_for_its_own_bucket_alone() -> None:
     assert not late.is_alive() and not torch.equal(parameters_of(run)["lm_head.weight"], before)
 
 
-def reduced_while_the_host_is_busy(place: Place) -> list[str]:
-    """Backward passes that come to their end before the host begins to update, gathers being submitted meanwhile."""
-    run, busy = trainer(place, Layout(dp=2, offload=EXACT, clip=0.0, microbatches=2, strategy="optim_grads")), threading.Event()
+def reduced_while_the_host_is_busy(place: Place) -> tuple[list[str], list[str], list[bool]]:
+    """What was issued in a step before the host began to update, what after that, and whether it was so."""
+    run, busy, waited = trainer(place, Layout(dp=2, offload=EXACT, clip=0.0, strategy="optim_grads")), threading.Event(), list[bool]()
+    run.step(0)
+    run.optimizer.settle()
     run.optimizer.begin_update(OPTIMIZER.lr, clip=0.0)
-    rule_of(run)._worker.put(Job(lambda: busy.wait(timeout=60)), turn=-1)
-    run.mesh.recorder.events = []
-    run.runtime.step(run.batches(0))
+    rule_of(run)._worker.put(Job(lambda: waited.append(busy.wait(timeout=60))), turn=-1)
+    run.mesh.recorder.events = events = []
+    run.runtime.step(run.batches(1))
     run.optimizer.gradients.finish_all()
+    before = [event for event in events if event.startswith(("gather", "reduce"))]
     busy.set()
     run.optimizer.step(OPTIMIZER.lr, clip=0.0)
     run.optimizer.settle()
-    return [event for event in run.mesh.recorder.events if event.startswith(("gather", "reduce"))]
+    return before, [event for event in events[len(before) :] if event.startswith("gather")], waited
 
 
 def test_nothing_else_stands_behind_an_update(cluster: Cluster) -> None:
-    for events in cluster.run(2, reduced_while_the_host_is_busy):
-        last = max(number for number, event in enumerate(events) if event.startswith("reduce"))
-        assert any(event.startswith("gather") for event in events[len(events) // 4 : last]), "an early gather waits for its update"
+    """All gradients are reduced while the host does other things; gathers follow in the order in which it then updates."""
+    layout = rank_layout(Layout(dp=2).config(), dp=2)
+    for before, after, waited in cluster.run(2, reduced_while_the_host_is_busy):
+        assert before == [f"reduce {bucket.index}" for bucket in layout.buckets] and waited == [True]
+        assert after == [f"gather {bucket}" for bucket in layout.forward_order]
 
 
 class Noting(HostCopies):
@@ -280,7 +284,7 @@ class Broken(HostCopies):
         super().copy(target, source)
 
 
-@pytest.mark.parametrize("good", [0, 1, 12, 40])
+@pytest.mark.parametrize("good", [1, 12, 40])
 def test_a_worker_that_dies_has_a_name_and_leaves_the_checkpoint(good: int, tmp_path: Path) -> None:
     run = trainer(SINGLE, Layout(offload=SPECULATIVE, bucket=1, early=True, bf16=True), copies=Broken(good))
     native.save(tmp_path, run.optimizer, run.mesh, TrainState(0, 0), run.layout.config())
