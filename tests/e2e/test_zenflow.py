@@ -46,11 +46,11 @@ def test_a_run_by_deepspeeds_file(product: Product, tmp_path: Path) -> None:
     assert len(ends) > 1 and (steps, chosen - 1) == (ITERS, ends[-1])
     hot, updates = (found[f"optimizer.{name}.model.layers.1.mlp.down_proj.weight"] for name in ("hot", "updates"))
     assert hot.sum() == len(hot) // 4 and updates.max() <= ITERS and len(updates.unique()) > 2
-    run = product.start(DP2, save=tmp_path / "two", **options)
+    run = product.start(DP2, save=tmp_path / "two", async_save=True, **options)
     run.until(lambda: (tmp_path / "two" / "iter_0000004").exists() and len(log(tmp_path / "two")) >= 5)
     run.signal(Signals.SIGKILL)
     run.wait()
-    product.train(DP2, save=tmp_path / "two", load=tmp_path / "two", **options)
+    product.train(DP2, save=tmp_path / "two", load=tmp_path / "two", async_save=True, **options)
     assert exact_curve(tmp_path / "two") == exact_curve(tmp_path / "one")
     assert_same_state(tmp_path / "two" / f"iter_{ITERS:07d}", tmp_path / "one" / f"iter_{ITERS:07d}")
 

@@ -62,6 +62,7 @@ SPREAD = (
     *(Layout(dp=2, strategy=strategy, steps=4, layers=2) for strategy in STRATEGIES),
     Layout(dp=4, shard_size=2, strategy="optim_grads_params", steps=4, layers=2),
     Layout(tp=4, sp=True, steps=4, layers=2),
+    Layout(dp=2, clip=0.0, early=True, steps=4, layers=2),
     FULL,
 )
 EVERY = ZenFlowConfig(zenflow_topk_ratio=1.0, zenflow_update_interval="4", zenflow_overlap_step=True)
