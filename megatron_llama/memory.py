@@ -59,9 +59,9 @@ def host_buffer_bytes(config: Config, layout: ShardLayout, *, dp: int) -> int:
 
 
 def squares_bytes(config: Config, layout: ShardLayout) -> int:
-    """The largest tensor that the engine allocates in a step: one gradient shard, squared. Without sharding a whole bucket."""
+    """The largest tensor that the engine allocates for the gradient's norm: of one shard a number for every ALIGN elements."""
     shards = (layout.shard_numel(bucket.index) for bucket in layout.buckets if bucket.kind.trainable)
-    return max(shards, default=0) * max(compute_bytes(config), 4)
+    return max(shards, default=0) // ALIGN * max(compute_bytes(config), 4)
 
 
 def least_chunk_bytes(config: Config, layout: ShardLayout, *, dp: int) -> int:
@@ -193,8 +193,8 @@ class MemoryPlan:
         return (sent + divided) * shape.hidden
 
     def _working(self, rank: int) -> int:
-        """An estimate: one block as it is computed again or its gradients, or the gradient of the logits. Beside that the squares of one
-        gradient shard, of which the norm is made."""
+        """An estimate: one block as it is computed again or its gradients, or as much as the logits. Beside that the norms of parts of
+        one gradient shard."""
         head = self.partition.placement[-1] == rank
         return max(self.shape.block("none"), self.shape.logits * head) + squares_bytes(self.config, self.layouts[rank])
 
