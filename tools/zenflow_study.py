@@ -25,7 +25,11 @@ from megatron_llama.errors import UserError
 from megatron_llama.options import parse
 
 SHAPE = "--hidden-size 64 --intermediate-size 176 --num-layers 2 --num-attention-heads 4 --max-position-embeddings 256"
-COMMON = ("--adam-beta2", "0.95", "--split", "95,5,0", "--eval-iters", "24", "--log-interval", "1000", "--no-progress-bar")
+COMMON = ("--adam-beta2", "0.95", "--split", "95,5,0", "--eval-iters", "24", "--no-progress-bar")
+
+
+POINTS = 6
+"""Of a loss curve."""
 
 
 @dataclass(frozen=True)
@@ -93,7 +97,8 @@ class Task:
         steps = self.steps // one.accumulate
         schedule = f"--train-iters {steps} --lr {self.lr} --lr-warmup-iters {max(1, steps // 12)} --eval-interval {steps} --seed {seed}"
         batch = f"--micro-batch-size {self.samples} --global-batch-size {self.samples * one.accumulate} --save {folder}"
-        return [*self.words, *COMMON, *schedule.split(), *batch.split(), *one.options]
+        points = f"--log-interval {max(1, self.steps // POINTS // one.accumulate)}"
+        return [*self.words, *COMMON, *schedule.split(), *batch.split(), *points.split(), *one.options]
 
 
 def main(argv: Sequence[str]) -> int:
@@ -110,7 +115,7 @@ def main(argv: Sequence[str]) -> int:
             found = [pool.submit(measured, task, one, seed, Path(options.folder)) for one, seed in runs]
             for (one, _), loss in zip(runs, found, strict=True):
                 task.losses.setdefault(one.name, []).append(loss.result())
-        print("\n".join(table(task)), flush=True)
+        print("\n".join([*table(task), *curves(task, options.seeds[0], Path(options.folder))]), flush=True)
     return 0
 
 
@@ -181,6 +186,19 @@ def table(task: Task) -> Iterator[str]:
         ratios = [100 * (loss / other - 1) for loss, other in zip(losses, plain, strict=True)]
         spread = f"{min(losses):.4f} to {max(losses):.4f}"
         yield f"| {name} | {statistics.fmean(losses):.4f} | {spread} | {statistics.fmean(ratios):+.2f} % | {max(ratios):+.2f} % |"
+
+
+def curves(task: Task, seed: int, folder: Path) -> Iterator[str]:
+    """Training losses on the way, by samples seen: each that of one step."""
+    found = {}
+    for one in CONTENDERS:
+        lines = [json.loads(line) for line in (place(folder, task, one, seed) / "log.jsonl").read_text().splitlines()]
+        found[one.name] = {line["consumed_samples"]: line["lm_loss"] for line in lines if "lm_loss" in line}
+    seen = sorted(set.intersection(*(set(points) for points in found.values())))
+    yield f"\n| training loss, seed {seed}, after samples: | " + " | ".join(map(str, seen)) + " |"
+    yield "|---" * (len(seen) + 1) + "|"
+    for name, points in found.items():
+        yield f"| {name} | " + " | ".join(f"{points[at]:.3f}" for at in seen) + " |"
 
 
 if __name__ == "__main__":
