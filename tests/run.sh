@@ -8,12 +8,19 @@ export OMP_NUM_THREADS=1 # several processes share the cores; more threads in ea
 if [ "${1-}" = --soak ]; then # 200 SIGKILLs at random moments, twice: saves that training waits for, and in the background
     set -- tests/e2e/test_signals.py -k killed_at_random --soak
 fi
-if [ $# -eq 0 ]; then
-    .venv/bin/ruff check .
-    .venv/bin/mypy
-    bash tests/kernels.sh # in an environment of their own, which has what all the others show not to need
-    # Three at a time on two cores: half of a test's life is waiting for processes. A file stays together, for what its tests share;
-    # files come in the order of their folders, so that the long ones among them are not all left for the end.
-    set -- --numprocesses 3 --dist loadfile --no-loadscope-reorder
+if [ $# -gt 0 ]; then
+    exec .venv/bin/python -m pytest "$@"
 fi
-exec .venv/bin/python -m pytest "$@"
+.venv/bin/ruff check .
+.venv/bin/mypy
+# Beside the others, in an environment of their own, which has what all the others show not to need.
+kernels_log=$(mktemp)
+bash tests/kernels.sh >"$kernels_log" 2>&1 &
+kernels=$! status=0
+# Three at a time on two cores: half of a test's life is waiting for processes. A file stays together, for what its tests share;
+# files come in the order of their folders, so that the long ones among them are not all left for the end.
+.venv/bin/python -m pytest --numprocesses 3 --dist loadfile --no-loadscope-reorder || status=$?
+wait "$kernels" || status=$?
+cat "$kernels_log"
+rm "$kernels_log"
+exit "$status"
