@@ -16,7 +16,7 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
@@ -32,6 +32,8 @@ from megatron_llama.mesh import Place
 
 PRELOAD = ["megatron_llama.model.init", "megatron_llama.optim.build", "megatron_llama.pipeline.runtime", "tests.harness"]
 """Imported once, by the server that the workers are forked from."""
+SMALL_JOB = 2
+"""Processes."""
 GRACE_SECONDS = 10.0
 """After one worker failed, its peers lose their connections and fail too; those that do not are killed."""
 
@@ -84,7 +86,7 @@ class Cluster:
     def run(self, world_size: int, function: Callable[..., Any], *args: Any, timeout: float = 120.0) -> list[Any]:
         """Results of ``function(place, *args)`` by rank. Raises WorkerError."""
         self._jobs += 1
-        with _alone():
+        with _room(world_size):
             for rank in range(world_size):
                 self._start(rank)
                 job = _Job(self._jobs, Place(rank, world_size, rank), function, args, timeout)
@@ -142,11 +144,14 @@ class Cluster:
 
 
 @contextmanager
-def _alone() -> Iterator[None]:
-    """One job at a time on this machine, also of pools in other processes: gloo's threads poll, and those of two large jobs on few cores
-    keep each other from work (a test of 5 s took minutes)."""
-    with open(Path(tempfile.gettempdir(), "megatron_llama-tests.lock"), "w") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
+def _room(world_size: int) -> Iterator[None]:
+    """Two small jobs at a time on this machine, or a large one, also of pools in other processes: two large ones on few cores keep each
+    other from work (a test of 5 s took minutes). Everybody takes the first half before the second: nobody waits in a circle."""
+    half = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw")) % 2
+    with ExitStack() as taken:
+        for number in (half,) if world_size <= SMALL_JOB else (0, 1):
+            file = taken.enter_context(open(Path(tempfile.gettempdir(), f"megatron_llama-tests-{number}.lock"), "w"))
+            fcntl.flock(file, fcntl.LOCK_EX)
         yield
 
 

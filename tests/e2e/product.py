@@ -74,22 +74,27 @@ MIXED = Layout(
 LAYOUTS: Mapping[str, Layout] = {
     "one": ONE,
     "tp2 sp": TP2,
-    "pp2": PP2,
     "dp2 optim_grads": DP2,
     "dp2 optim_grads_params": DP2_PARAMS,
     "dp4 optim_grads_params in shards of 2": HYBRID,
     "tp2 pp2 dp2 sp": ALL8,
     "cp2": CP2,
     "cp2 ring": CP2_RING,
-    "tp2 sp cp2": Layout(4, {**TP2.options, **CP2.options}),
     "tp2 sp cp2 ring": Layout(4, {**TP2.options, **CP2_RING.options}),
-    "pp2 zb-h1": ZB_H1,
     "pp2 zb-v": ZB_V,
     "pp2 interleaved": INTERLEAVED,
     "pp2 1+3 layers": UNEVEN,
     "tp4 of 2 kv heads": TP4,
     "tp2 sp cp2 ring pp2 zb-v optim_grads": MIXED,
 }
+SPREAD = (
+    "tp2 pp2 dp2 sp",
+    "dp4 optim_grads_params in shards of 2",
+    "tp4 of 2 kv heads",
+    "pp2 interleaved",
+    "tp2 sp cp2 ring pp2 zb-v optim_grads",
+)
+"""Layouts that together have everything; ``tests/parallel`` and ``tests/checkpoint`` compare many more, without the command line."""
 
 
 def words(options: Mapping[str, object]) -> list[str]:

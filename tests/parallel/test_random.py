@@ -172,7 +172,7 @@ def documents_forgotten(run: Trainer) -> None:
 
 def _without_documents(stage: Stage) -> Callable[..., Positions]:
     correct = stage.positions
-    return lambda length, device, position_ids, document_ids: correct(length, device, position_ids)
+    return lambda length, device, position_ids, document_ids, documents: correct(length, device, position_ids)
 
 
 def _mistake(run: Trainer, change: Callable[[Kind], Kind]) -> None:

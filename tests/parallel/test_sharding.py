@@ -41,15 +41,11 @@ def bits(records: list[Record]) -> list[tuple[tuple[float, ...], tuple[float, ..
 @pytest.mark.parametrize(
     "shape",
     [
-        Layout(dp=2),
-        Layout(dp=4),
         Layout(dp=8),
-        Layout(dp=2, tied=True),
-        Layout(dp=2, recompute="full", documents=True),
+        Layout(dp=2, tied=True, recompute="full", documents=True),
         Layout(dp=2, bf16=True),
         Layout(dp=2, reduce_bf16=True),
-        Layout(tp=2, sp=True, dp=2),
-        Layout(tp=4, kv_heads=2, dp=2),
+        Layout(tp=4, kv_heads=2, sp=True, dp=2),
         Layout(cp=2, dp=2),
         Layout(dp=2, clip=0.0),
     ],
