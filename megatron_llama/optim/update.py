@@ -88,7 +88,7 @@ def adamw_step(
     *,
     decay: float,
     scale: Tensor,
-    skip: Tensor,
+    skip: Tensor | None,
     lr: float,
 ) -> None:
     """Decoupled weight decay (Loshchilov and Hutter, 2019) by torch's fused kernel, in place. It also applies the clip factor, to the

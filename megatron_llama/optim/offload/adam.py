@@ -6,9 +6,9 @@ import math
 
 import torch
 from torch import Tensor
-from torch.optim.adamw import adamw
 
 from megatron_llama.config import OptimizerConfig
+from megatron_llama.optim.update import adamw_step
 
 CACHED = 1 << 15
 """Elements that are worked on at once where an operation takes several passes: six times as many bytes stay in the cache of a core."""
@@ -20,24 +20,8 @@ def update_alike(
     state: State, grad: Tensor, steps: Tensor, config: OptimizerConfig, *, scale: Tensor, skip: Tensor | None, lr: float, decay: float
 ) -> None:
     """AdamW in place with ``grad / scale``, all elements with ``steps`` updates behind them (0-dim fp32; counted up unless skipped)."""
-    adamw(
-        [state[0]],
-        [grad],
-        [state[1]],
-        [state[2]],
-        [],
-        [steps],
-        fused=True,
-        grad_scale=scale,
-        found_inf=skip,
-        amsgrad=False,
-        beta1=config.adam_beta1,
-        beta2=config.adam_beta2,
-        lr=lr,
-        weight_decay=decay,
-        eps=config.adam_eps,
-        maximize=False,
-    )
+    moments = {"exp_avg": state[1], "exp_avg_sq": state[2], "step": steps}
+    adamw_step(state[0], grad, moments, config, decay=decay, scale=scale, skip=skip, lr=lr)
 
 
 def corrections(counts: Tensor, config: OptimizerConfig, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
