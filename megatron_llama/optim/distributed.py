@@ -177,6 +177,10 @@ class OverlappedDistributedOptimizer:
         self._squares = torch.zeros(len(layout.buckets), dtype=torch.float64, device=mesh.device)
         self._total = torch.zeros(2, dtype=torch.float64, device=mesh.device)  # squares, vetoes
         self._sum_total = exchange.all_reduce(self._total, mesh.world, index=0, wire=None)
+        kinds, shards = [bucket.kind for bucket in layout.buckets], self.gradients.shards
+        # In the order of ranks: the backend's own sums of more than two depend on where in a bucket an element stands.
+        partial_sums = ((b, shard, self._copies_axis(kinds[b])) for b, shard in shards.items() if kinds[b].partial)
+        self._copied = [exchange.all_reduce(shard, axis, index=b, wire=None) for b, shard, axis in partial_sums]
         self._unscaled = torch.ones((), device=mesh.device)
         self._announced: tuple[float, float] | None = None
         self._early: dict[int, Done | None] = {}
@@ -329,9 +333,10 @@ class OverlappedDistributedOptimizer:
         """Copies that saw a part of the gradient each: norms under sequence parallelism, shared key/value heads, tied
         embeddings. Summing the reduced shards moves 1/dp of what summing whole gradients would."""
         kinds, shards = {bucket.index: bucket.kind for bucket in self.layout.buckets}, self.gradients.shards
-        copied = [all_reduce(shard, self._copies_axis(kinds[b])) for b, shard in shards.items() if kinds[b].partial]
-        for pending in copied:
-            pending.wait()
+        for exchanged in self._copied:
+            exchanged.start()
+        for exchanged in self._copied:
+            exchanged.wait()
         # A shard may be both: its sum over copies has to be there first.
         tied = [all_reduce(shard, self.mesh.embedding) for b, shard in shards.items() if kinds[b].tied]
         for pending in tied:

@@ -46,7 +46,7 @@ def bits(records: list[Record]) -> list[tuple[tuple[float, ...], tuple[float, ..
         Layout(dp=2, bf16=True),
         Layout(dp=2, reduce_bf16=True),
         Layout(tp=2, sp=True, dp=2),
-        Layout(tp=4, kv_heads=2, dp=2),
+        Layout(tp=4, kv_heads=2, sp=True, dp=2),
         Layout(cp=2, dp=2),
         Layout(dp=2, clip=0.0),
     ],
