@@ -336,7 +336,8 @@ class OverlappedDistributedOptimizer:
         for exchanged in self._copied:
             exchanged.start()
         for exchanged in self._copied:
-            exchanged.wait()
+            with self.mesh.recorder.exposed(exchanged):
+                exchanged.wait()
         # A shard may be both: its sum over copies has to be there first.
         tied = [all_reduce(shard, self.mesh.embedding) for b, shard in shards.items() if kinds[b].tied]
         for pending in tied:
