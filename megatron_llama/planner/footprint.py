@@ -96,6 +96,8 @@ def footprint(job: Job, *, last: bool, workspaces: float = 0.0) -> Footprint:
     stream = job.tokens * model.hidden_size * NARROW / (job.tp if job.sequence_parallel else 1)
     keys = 2 * max(1, model.num_key_value_heads // job.tp) * model.head_dim
     buffers = workspaces + (2 * job.vpp * stream if job.pp > 1 else 0.0)
+    if job.recomputed >= 1:  # the input of the block that was computed again last stays, as Megatron's tests show
+        buffers += stream
     if job.cp > 1:
         buffers += 4 * NARROW * job.tokens * keys
     logits = habits.logit_bytes * job.logits if last or job.pp == 1 else 0.0

@@ -10,8 +10,9 @@ from pathlib import Path
 
 from megatron_llama.config import ModelConfig
 from megatron_llama.errors import ConfigError, describe
-from megatron_llama.planner.hardware import Gpu, gpu_named
+from megatron_llama.planner.hardware import MIB, Gpu, gpu_named
 from megatron_llama.planner.job import Attention, Habits, Job, Machine, Sharding
+from megatron_llama.planner.kernels import NARROW
 
 Cells = dict[str, str]
 
@@ -121,7 +122,8 @@ def job_of_row(cells: Cells) -> Job | None:
         world = tp * pp * cp * dp
     if tp * pp * cp * dp > world:  # the row contradicts itself
         return None
-    vpp = vpp if cells.get("vpp") else _usual_chunks(cells, model.num_hidden_layers, pp)
+    counted = re.search(r"vp(\d+)_account_for_embedding_loss", cells["model"])
+    vpp = vpp if cells.get("vpp") else int(counted.group(1)) if counted else _usual_chunks(cells, model.num_hidden_layers, pp)
     habits = habits_of_row(cells)
     if "cross_entropy_loss_fusion" in cells["model"]:
         habits = replace(habits, logit_bytes=10.0)
@@ -139,12 +141,13 @@ def job_of_row(cells: Cells) -> Job | None:
         last_stage_lacks=int("uneven_pipeline" in cells["model"]),
         tp=tp,
         pp=pp,
-        vpp=max(1, min(vpp, model.num_hidden_layers // max(1, pp))),
+        vpp=max(1, min(vpp, (model.num_hidden_layers + 2 * (counted is not None)) // pp)),
         cp=cp,
         dp=dp,
         sequence_parallel=tp > 1 and (cells.get("sp") == "1" or (not cells.get("sp") and habits.family == "nemo")),
         recomputed=part,
         recomputes_scores=scores,
+        ends_counted=counted is not None,
         sharding=sharding,
         shards=shards,
         precision=_precision(cells.get("precision", "")),
@@ -228,13 +231,18 @@ def says_recompute(cells: Cells) -> bool:
 
 
 def workspaces(cells: Cells) -> float:
-    """Bytes that libraries keep in a row of Megatron's tests: cuBLAS for each of two handles (eight of 4 MiB where results have to be
-    deterministic or the GPU is newer than Ampere, else 8), and Transformer Engine's own."""
+    """Bytes that libraries keep in a row of Megatron's tests.
+
+    cuBLAS has a workspace for each handle: eight of 4 MiB where results have to be deterministic or the GPU is newer than Ampere, else 8.
+    Megatron's own layers have two handles (in fp16 a third) and keep the scores of a microbatch in a buffer. Transformer Engine has a
+    workspace of its own beside the two, and three more for the streams of products that overlap with tensor parallelism."""
     notes, gpu = cells.get("notes", ""), cells.get("gpu", "")
-    handle = 32.0 if "det=True" in notes or "A100" not in gpu else 8.125
+    handle = (32.0 if "det=True" in notes or "A100" not in gpu else 8.125) * MIB
     if "impl=local" in notes:
-        return (3.5 if whole(cells, "tp") > 1 else 4) * handle * 2**20
-    return (2 * handle + (4 if "A100" in gpu else 32)) * 2**20
+        scores = whole(cells, "mbs", 1) * whole(cells, "heads") // max(1, whole(cells, "tp")) * whole(cells, "seq") ** 2
+        return (3 if "fp16" in cells.get("precision", "") else 2) * handle + NARROW * scores
+    own = (4 if "A100" in gpu else 32) * MIB
+    return 2 * handle + own * (4 if "tp_overlap" in cells["model"] else 1)
 
 
 FAMILIES = (

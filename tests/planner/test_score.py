@@ -90,6 +90,26 @@ def test_memory_of_megatrons_tests(cells: Cells, allocated: int, peak: int) -> N
     assert figures["rows"] == 2 and figures["rows_judged"] == 1 and figures["persistent_within_1_percent"] == 100
 
 
+LOCAL = MEGATRON["notes"].replace("transformer_engine", "local")
+
+
+@pytest.mark.parametrize(
+    ("cells", "allocated"),
+    [
+        # The same, with what the columns say of workspaces: layers without Transformer Engine, fp16, overlapped products, ends that count.
+        ({"tp": "1", "pp": "1", "dp": "8", "dp_shard": "zero1", "notes": LOCAL}, 615_042_560),
+        ({"tp": "4", "pp": "1", "dp": "2", "dp_shard": "none", "notes": LOCAL}, 382_956_544),
+        ({"tp": "4", "pp": "1", "dp": "2", "dp_shard": "none", "notes": LOCAL, "precision": "fp16", "gpu": "GB200"}, 416_513_536),
+        ({"tp": "2", "pp": "2", "dp": "2", "dp_shard": "zero1", "sp": "1", "precision": "fp8", "gpu": "H100-80GB", "mbs": "2", "model": "fp8_tp_overlap"}, 476_258_816),
+        ({"tp": "1", "pp": "4", "dp": "2", "dp_shard": "none", "tied_emb": "0", "n_layers": "6", "gpu": "H100-80GB", "model": "vp2_account_for_embedding_loss_in_pipeline_split"}, 638_725_632),
+        ({"tp": "1", "pp": "1", "dp": "8", "dp_shard": "none", "recompute": "full"}, 1_232_487_936),
+    ],
+)
+def test_workspaces_of_megatrons_tests(cells: Cells, allocated: int) -> None:
+    (run,) = runs({**MEGATRON, **cells})
+    assert footprint(run.job, last=True, workspaces=workspaces(run.cells)).persistent == pytest.approx(allocated, rel=0.01)
+
+
 def test_probability_of_running_out() -> None:
     assert out_of_memory(USABLE * 80e9, 80e9) == pytest.approx(0.5)
     assert out_of_memory(60e9, 80e9) < 0.01 < 0.99 < out_of_memory(90e9, 80e9)
