@@ -109,6 +109,9 @@ def run(words: list[str]) -> int:
         near = get_close_matches(name, COMMANDS, 1)
         do = f"did you mean {near[0]}?" if near else "see --help"
         raise ConfigError(describe("command", got=name, expected=f"one of {', '.join(COMMANDS)}", do=do))
+    if name == "preprocess":
+        # Numpy's threads, which nothing there uses: they start when it is imported, and keep processes from being forked (data/workers.py).
+        os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
     command = COMMANDS[name]
     sections = _sections(command)
     if {"-h", "--help"} & set(words):

@@ -3,18 +3,13 @@
 from __future__ import annotations
 
 import functools
-import multiprocessing
 import os
 import shutil
 import sys
 import time
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ProcessPoolExecutor
-from concurrent.futures.process import BrokenProcessPool
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -27,9 +22,11 @@ from megatron_llama.data.indexed import IndexedDatasetWriter, token_dtype
 from megatron_llama.data.meta import write_meta
 from megatron_llama.data.options import PreprocessConfig
 from megatron_llama.data.readers import CHUNK_BYTES, JSON_LINES, PARQUET, Chunk, chunks, kind, require_packages
+from megatron_llama.data.workers import workers
 from megatron_llama.errors import ConfigError, DataError, describe, listing
 from megatron_llama.tokenizer.base import Tokenizer
 from megatron_llama.tokenizer.load import load_tokenizer, tokenizer_file
+from megatron_llama.tokenizer.packed import ID_BYTES, pack
 
 TRAINING_BYTES = 256 << 20
 
@@ -101,16 +98,18 @@ def preprocess(options: PreprocessConfig) -> PreprocessReport:
         else:
             assert options.tokenizer_model is not None
             staged = final = tokenizer_file(options.tokenizer_model, options.tokenizer_type)
-        tokenizer = load_tokenizer(staged)
+        stack.callback(_tokenizer.cache_clear)
+        tokenizer = _tokenizer(staged)
         if options.append_eod and tokenizer.eos_id is None:
             raise DataError(
                 describe(str(final), got="no end token", expected="one, for --append-eod", do="use another tokenizer or leave it out")
             )
         eod = tokenizer.eos_id if options.append_eod else None
         job = _Job(staged, options.json_keys, eod, token_dtype(tokenizer.vocab_size))
+        tokenizer.encode_packed(["a word"])  # makes what encoding takes, before there are processes
         prefixes = _prefixes(options)
         writers = {key: stack.enter_context(IndexedDatasetWriter(prefix, job.dtype)) for key, prefix in prefixes.items()}
-        skipped = _write(job, tokenizer, chunks(files, options.json_keys), writers, workers=_workers(options.workers, total), total=total)
+        skipped = _write(job, chunks(files, options.json_keys), writers, count=_workers(options.workers, total), total=total)
         for prefix in prefixes.values():
             Path(prefix + ".meta.json").unlink(missing_ok=True)
     for writer in writers.values():
@@ -191,17 +190,14 @@ def _training_texts(files: Sequence[Path], keys: tuple[str, ...], total: int) ->
     return kept
 
 
-def _write(
-    job: _Job, tokenizer: Tokenizer, work: Iterable[Chunk], writers: Mapping[str, IndexedDatasetWriter], *, workers: int, total: int
-) -> int:
+def _write(job: _Job, work: Iterable[Chunk], writers: Mapping[str, IndexedDatasetWriter], *, count: int, total: int) -> int:
     """Tokenize and append everything; returns the number of skipped documents. Errors: DataError with the input's problems."""
     problems, skipped = Problems(), 0
-    encoded = (
-        _in_processes(functools.partial(_encode_in_worker, job), work, workers)
-        if workers > 1
-        else (_encode(tokenizer, job, c) for c in work)
-    )
-    with tqdm(total=total, unit="B", unit_scale=True, desc="tokenizing", disable=not sys.stderr.isatty()) as bar:
+    with ExitStack() as stack:
+        # Processes first: they are forked where nothing has started a thread yet, neither the bar below nor a reader of the input.
+        encode = functools.partial(_encode, job)
+        encoded = stack.enter_context(workers(count, encode))(work) if count > 1 else map(encode, work)
+        bar = stack.enter_context(tqdm(total=total, unit="B", unit_scale=True, desc="tokenizing", disable=not sys.stderr.isatty()))
         for part in encoded:
             problems.extend(part.problems)
             skipped += part.skipped
@@ -217,46 +213,22 @@ def _write(
     return skipped
 
 
-def _in_processes(encode: Callable[[Chunk], _Encoded], work: Iterable[Chunk], workers: int) -> Iterator[_Encoded]:
-    """``map`` over worker processes: results in the order of the work, few chunks in memory at a time."""
-    # spawn, not fork: the parent may have threads (progress bar, tokenizer library) whose locks a fork would copy.
-    context = multiprocessing.get_context("spawn")
-    pending: deque[Future[_Encoded]] = deque()
-    try:
-        with ProcessPoolExecutor(workers, mp_context=context) as pool:
-            for chunk in work:
-                pending.append(pool.submit(encode, chunk))
-                if len(pending) >= 4 * workers:
-                    yield pending.popleft().result()
-            while pending:
-                yield pending.popleft().result()
-    except BrokenProcessPool as error:
-        do = "give fewer --workers, or --workers 1 to see the cause"
-        raise DataError(describe("preprocess", got="a dead worker process", expected="enough memory for each", do=do)) from error
-
-
-def _encode_in_worker(job: _Job, chunk: Chunk) -> _Encoded:
-    return _encode(_worker_tokenizer(job.tokenizer), job, chunk)
-
-
-@functools.cache
-def _worker_tokenizer(path: Path) -> Tokenizer:
-    """Loaded once per worker process; a process lives for one call of ``preprocess``, so the file cannot change under it."""
+@functools.lru_cache(maxsize=1)
+def _tokenizer(path: Path) -> Tokenizer:
+    """Loaded once, and forgotten with the call of ``preprocess``, after which the file may change. Forked processes have it."""
     return load_tokenizer(path)
 
 
-def _encode(tokenizer: Tokenizer, job: _Job, chunk: Chunk) -> _Encoded:
-    problems, skipped = Problems(), 0
+def _encode(job: _Job, chunk: Chunk) -> _Encoded:
+    tokenizer, problems, skipped = _tokenizer(job.tokenizer), Problems(), 0
     found = texts(chunk, job.keys, problems)
     if problems.count:
         return _Encoded(chunk.size, 0, problems, {})
     documents = {}
+    end = pack([job.eod]) if job.eod is not None else b""
     for key, of_key in found.items():
-        ids = [document for document in tokenizer.encode_batch(of_key) if document]
+        ids = [document + end for document in tokenizer.encode_packed(of_key) if document]
         skipped += len(of_key) - len(ids)
-        if job.eod is not None:
-            for document in ids:
-                document.append(job.eod)
-        lengths = np.array([len(document) for document in ids], np.int64)
-        documents[key] = (np.fromiter(chain.from_iterable(ids), job.dtype, count=int(lengths.sum())), lengths)
+        lengths = np.fromiter(map(len, ids), np.int64, count=len(ids)) // ID_BYTES
+        documents[key] = (np.frombuffer(b"".join(ids), np.intc).astype(job.dtype), lengths)
     return _Encoded(chunk.size, skipped, problems, documents)

@@ -55,9 +55,9 @@ class ChatTokenizer:
         """See Tokenizer."""
         return self._tokenizer.encode(text)
 
-    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
+    def encode_packed(self, texts: Sequence[str]) -> list[bytes]:
         """See Tokenizer."""
-        return self._tokenizer.encode_batch(texts)
+        return self._tokenizer.encode_packed(texts)
 
     def decode(self, ids: Sequence[int]) -> str:
         """See Tokenizer."""

@@ -29,8 +29,8 @@ class Tokenizer(Protocol):
         """Ids of the text alone: no begin or end token is added."""
         ...
 
-    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
-        """``encode`` of each text, on the calling thread."""
+    def encode_packed(self, texts: Sequence[str]) -> list[bytes]:
+        """``encode`` of each text as bytes (see ``packed``), on the calling thread."""
         ...
 
     def decode(self, ids: Sequence[int]) -> str:

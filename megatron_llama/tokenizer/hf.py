@@ -51,7 +51,7 @@ class HFTokenizer:
         ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False).ids
         return ids
 
-    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
+    def encode_packed(self, texts: Sequence[str]) -> list[bytes]:
         """See Tokenizer."""
         return self._words.encode(texts) if self._words is not None else encode_many(self._tokenizer, texts)
 

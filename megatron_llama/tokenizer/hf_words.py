@@ -45,8 +45,8 @@ class HFWords:
         added = [token.content for token in tokenizer.get_added_tokens_decoder().values()]
         self._added = re.compile("|".join(map(re.escape, added)) if added else r"(?!)")
 
-    def encode(self, texts: Sequence[str]) -> list[list[int]]:
-        """The ids of each text."""
+    def encode(self, texts: Sequence[str]) -> list[bytes]:
+        """The ids of each text, packed."""
         spelt = [self._added.search(text) is not None for text in texts]
         whole = iter(encode_many(self._tokenizer, [text for text, has in zip(texts, spelt, strict=True) if has]))
         by_word = iter(self._words.encode([text for text, has in zip(texts, spelt, strict=True) if not has]))

@@ -8,14 +8,16 @@ from contextlib import contextmanager
 
 from tokenizers import Tokenizer
 
+from megatron_llama.tokenizer.packed import pack
+
 _THREADS = "TOKENIZERS_PARALLELISM"
 """The library looks it up at every call; it has no other switch."""
 
 
-def encode_many(tokenizer: Tokenizer, texts: Sequence[str]) -> list[list[int]]:
-    """The ids of each text, without places in the text, which cost as much as a quarter of the time. On the calling thread."""
+def encode_many(tokenizer: Tokenizer, texts: Sequence[str]) -> list[bytes]:
+    """The packed ids of each text, without places in the text, which cost as much as a quarter of the time. On the calling thread."""
     with _one_thread():
-        return [encoding.ids for encoding in tokenizer.encode_batch_fast(texts, add_special_tokens=False)]
+        return [pack(encoding.ids) for encoding in tokenizer.encode_batch_fast(texts, add_special_tokens=False)]
 
 
 @contextmanager

@@ -14,7 +14,7 @@ from megatron_llama.errors import DataError, describe
 from megatron_llama.tokenizer.export import hf_tokenizer
 from megatron_llama.tokenizer.files import replace_file, to_json
 from megatron_llama.tokenizer.proto import parse_model
-from megatron_llama.tokenizer.words import Words, sentencepiece_words, splits
+from megatron_llama.tokenizer.words import Words, encode_pieces, sentencepiece_words, splits
 
 FIRST_FREE_ID = 3 + 256  # unknown, begin, end, and one piece per byte
 
@@ -43,12 +43,11 @@ class SentencePieceTokenizer:
         ids: list[int] = self._processor.encode(text)
         return ids
 
-    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
+    def encode_packed(self, texts: Sequence[str]) -> list[bytes]:
         """See Tokenizer."""
         if self._words is not None:
             return self._words.encode(texts)
-        ids: list[list[int]] = self._processor.encode(list(texts), num_threads=1)
-        return ids
+        return encode_pieces(self._processor, texts)
 
     @cached_property
     def _words(self) -> Words | None:

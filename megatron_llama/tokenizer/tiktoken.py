@@ -17,6 +17,7 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_token
 from megatron_llama.errors import DataError, describe, listing
 from megatron_llama.tokenizer.files import read_json_object, replace_file, to_json
 from megatron_llama.tokenizer.library import encode_many
+from megatron_llama.tokenizer.packed import pack
 from megatron_llama.tokenizer.words import SPLIT_WORD, Words
 
 SPLIT = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -86,11 +87,11 @@ class TiktokenTokenizer:
         ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False).ids
         return ids
 
-    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
+    def encode_packed(self, texts: Sequence[str]) -> list[bytes]:
         """See Tokenizer."""
         if self._library is None:
             return self._words.encode(texts)
-        return [self._library.encode_ordinary(text) if _is_usual(text) else self._words.encode([text])[0] for text in texts]
+        return [pack(self._library.encode_ordinary(text)) if _is_usual(text) else self._words.encode([text])[0] for text in texts]
 
     def decode(self, ids: Sequence[int]) -> str:
         """See Tokenizer."""

@@ -17,6 +17,7 @@ import sentencepiece
 
 from megatron_llama.tokenizer import proto
 from megatron_llama.tokenizer.export import SPACE
+from megatron_llama.tokenizer.packed import pack
 from megatron_llama.tokenizer.proto import SentencePieceModel
 
 KEPT_WORDS = 1 << 18
@@ -54,7 +55,12 @@ def sentencepiece_words(content: bytes, model: SentencePieceModel) -> Words:
     processor = sentencepiece.SentencePieceProcessor(model_proto=content + _NO_PREFIX)
     joined = (piece.text for piece in model.pieces if piece.type == proto.NORMAL and len(piece.text) > 1)
     prepare = partial(_unescaped, " " if model.add_dummy_prefix else "")
-    return Words(word_pattern(" ", joined), partial(processor.encode, num_threads=1), prepare)
+    return Words(word_pattern(" ", joined), partial(encode_pieces, processor), prepare)
+
+
+def encode_pieces(processor: sentencepiece.SentencePieceProcessor, texts: Sequence[str]) -> list[bytes]:
+    """The packed ids of each text, on the calling thread."""
+    return list(map(pack, processor.encode(list(texts), num_threads=1)))
 
 
 def _unescaped(prefix: str, text: str) -> str:
@@ -68,23 +74,35 @@ class Words:
     def __init__(
         self,
         pattern: re.Pattern[str],
-        encode: Callable[[list[str]], list[list[int]]],
+        encode: Callable[[list[str]], Iterable[bytes]],
         prepare: Callable[[str], str] = str,
     ) -> None:
         """``prepare``: what is to be done to a text that is not empty before ``pattern`` finds its words, which ``encode`` gets."""
         self._pattern, self._encode, self._prepare = pattern, encode, prepare
-        self._known: dict[str, list[int]] = {}
+        self._known: dict[str, bytes] = {}
 
-    def encode(self, texts: Sequence[str]) -> list[list[int]]:
-        """The ids of each text."""
+    def encode(self, texts: Sequence[str]) -> list[bytes]:
+        """The ids of each text, packed."""
         words = [self._pattern.findall(self._prepare(text)) if text else [] for text in texts]
-        new = list(set(chain.from_iterable(words)) - self._known.keys())
+        ids, waiting = [b""] * len(texts), []
+        for at, line in enumerate(words):
+            try:
+                ids[at] = b"".join(map(self._known.__getitem__, line))
+            except KeyError:
+                waiting.append(at)
+        if waiting:
+            self._learn_and_join(words, waiting, ids)
+        return ids
+
+    def _learn_and_join(self, words: Sequence[Sequence[str]], waiting: Sequence[int], ids: list[bytes]) -> None:
+        """Fill in the ids of the texts that have new words."""
         known = self._known
+        new = list(set(chain.from_iterable(words[at] for at in waiting)) - known.keys())
         known.update(zip(new, self._encode(new), strict=True))
-        ids = [list(chain.from_iterable(map(known.__getitem__, line))) for line in words]
+        for at in waiting:
+            ids[at] = b"".join(map(known.__getitem__, words[at]))
         for word in new:
             if len(word) > KEPT_LENGTH:
                 del known[word]
         if len(known) > KEPT_WORDS:
             known.clear()
-        return ids

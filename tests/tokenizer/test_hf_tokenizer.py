@@ -16,6 +16,7 @@ from transformers import AutoTokenizer
 from megatron_llama.errors import DataError
 from megatron_llama.tokenizer.hf import HFTokenizer
 from megatron_llama.tokenizer.load import load_tokenizer
+from megatron_llama.tokenizer.packed import unpack
 from megatron_llama.tokenizer.spm import SentencePieceTokenizer
 
 
@@ -48,10 +49,10 @@ def llama3_like(texts: list[str], tmp_path_factory: pytest.TempPathFactory) -> P
 def test_ids_are_those_of_transformers(llama3_like: Path, chunks: list[str]) -> None:
     ours = load_tokenizer(llama3_like)
     auto = AutoTokenizer.from_pretrained(llama3_like)
-    assert ours.encode_batch(chunks) == [
+    assert [*map(unpack, ours.encode_packed(chunks))] == [
         auto(text, add_special_tokens=False, truncation=False, padding=False)["input_ids"] for text in chunks
     ]
-    assert max(len(ids) for ids in ours.encode_batch(chunks)) > 16
+    assert max(map(len, map(unpack, ours.encode_packed(chunks)))) > 16
     for text in chunks:
         assert ours.decode(ours.encode(text)) == text
 
@@ -63,7 +64,7 @@ def test_word_by_word_is_the_whole_text(folder: Path, texts: list[str]) -> None:
     tokenizer = HFTokenizer(folder / "tokenizer.json")
     assert tokenizer._words is not None
     for batch in (texts, rows, rows):
-        assert tokenizer.encode_batch(batch) == [tokenizer.encode(text) for text in batch]
+        assert [*map(unpack, tokenizer.encode_packed(batch))] == [tokenizer.encode(text) for text in batch]
 
 
 CHANGES: tuple[tuple[str, str, object], ...] = (
@@ -94,7 +95,7 @@ def test_spaces_escaped_by_a_pre_tokenizer(scheme: str, split: bool, folder: Pat
     tokenizer = HFTokenizer(with_metaspace(folder, tmp_path, prepend_scheme=scheme, split=split))
     assert tokenizer._words is not None
     for batch in (texts[::4], rows):
-        assert tokenizer.encode_batch(batch) == [tokenizer.encode(text) for text in batch]
+        assert [*map(unpack, tokenizer.encode_packed(batch))] == [tokenizer.encode(text) for text in batch]
 
 
 def test_metaspace_of_another_kind_takes_whole_texts(folder: Path, tmp_path: Path) -> None:
@@ -125,7 +126,7 @@ def test_only_what_is_known_goes_word_by_word(part: str, name: str, value: objec
 def test_other_tokenizers_take_whole_texts_on_one_thread(llama3_like: Path, chunks: list[str]) -> None:
     code = (
         "import sys, os; from megatron_llama.tokenizer.hf import HFTokenizer; t = HFTokenizer(sys.argv[1]); before = dict(os.environ);"
-        "threads = len(os.listdir('/proc/self/task')); t.encode_batch(['some words'] * 2000);"
+        "threads = len(os.listdir('/proc/self/task')); t.encode_packed(['some words'] * 2000);"
         "assert t._words is None and dict(os.environ) == before; print(len(os.listdir('/proc/self/task')) - threads)"
     )
     command = [sys.executable, "-c", code, str(llama3_like / "tokenizer.json")]

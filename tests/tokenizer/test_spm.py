@@ -8,6 +8,7 @@ import pytest
 import sentencepiece
 
 from megatron_llama.errors import DataError
+from megatron_llama.tokenizer.packed import unpack
 from megatron_llama.tokenizer.spm import SentencePieceTokenizer, train_tokenizer
 from megatron_llama.tokenizer.words import KEPT_LENGTH
 
@@ -36,8 +37,8 @@ def test_round_trip_is_exact(trained: SentencePieceTokenizer, texts: list[str], 
 
 
 def test_batch_is_encode_of_each(trained: SentencePieceTokenizer, chunks: list[str]) -> None:
-    assert trained.encode_batch(chunks[:50]) == [trained.encode(text) for text in chunks[:50]]
-    assert trained.encode_batch([]) == []
+    assert [*map(unpack, trained.encode_packed(chunks[:50]))] == [trained.encode(text) for text in chunks[:50]]
+    assert trained.encode_packed([]) == []
 
 
 def test_word_by_word_is_sentencepiece(trained: SentencePieceTokenizer, texts: list[str]) -> None:
@@ -48,7 +49,7 @@ def test_word_by_word_is_sentencepiece(trained: SentencePieceTokenizer, texts: l
     words = trained._words
     assert words is not None
     for batch in (texts, rows, rows):
-        assert trained.encode_batch(batch) == processor.encode(batch)
+        assert [*map(unpack, trained.encode_packed(batch))] == processor.encode(batch)
     assert max(map(len, words._known)) <= KEPT_LENGTH
 
 
@@ -68,7 +69,7 @@ def test_a_model_with_spaces_inside_pieces_takes_whole_texts(texts: list[str], t
     (tmp_path / "tokenizer.model").write_bytes(model.getvalue())
     tokenizer = SentencePieceTokenizer(tmp_path / "tokenizer.model")
     assert tokenizer._words is None
-    assert tokenizer.encode_batch(texts[:20]) == [tokenizer.encode(text) for text in texts[:20]]
+    assert [*map(unpack, tokenizer.encode_packed(texts[:20]))] == [tokenizer.encode(text) for text in texts[:20]]
 
 
 def test_text_never_gives_a_special_token(trained: SentencePieceTokenizer) -> None:

@@ -19,6 +19,7 @@ from transformers import AutoTokenizer
 from megatron_llama.errors import DataError
 from megatron_llama.tokenizer.hf import HFTokenizer
 from megatron_llama.tokenizer.load import load_tokenizer
+from megatron_llama.tokenizer.packed import unpack
 from megatron_llama.tokenizer.spm import SentencePieceTokenizer
 from megatron_llama.tokenizer.tiktoken import SPLIT, TiktokenTokenizer, _is_usual, byte_characters, special_tokens
 
@@ -60,7 +61,7 @@ def test_word_by_word_is_the_whole_text(model: Path, texts: list[str], tmp_path:
     assert exported._words is not None and ours._library is not None
     for tokenizer in (ours, alone, exported):
         for batch in (texts, odd_rows(), odd_rows()):
-            assert tokenizer.encode_batch(batch) == [tokenizer.encode(text) for text in batch]
+            assert [*map(unpack, tokenizer.encode_packed(batch))] == [tokenizer.encode(text) for text in batch]
     assert exported.encode("<|eot_id|>") != ours.encode("<|eot_id|>")
 
 
@@ -151,7 +152,7 @@ def test_ids_of_the_documentation_and_back(model: Path, reference: tiktoken.Enco
         assert ids == reference.encode_ordinary(text)
         assert ours.decode(ids) == text
     assert ours.encode(" zqxjk") == [VOCAB - 1] and len(ours.encode(" zqxjks")) > 2
-    assert ours.encode_batch(chunks[:50]) == [ours.encode(text) for text in chunks[:50]]
+    assert [*map(unpack, ours.encode_packed(chunks[:50]))] == [ours.encode(text) for text in chunks[:50]]
 
 
 def test_texts_that_tiktoken_cannot_take(model: Path, texts: list[str]) -> None:
@@ -159,7 +160,7 @@ def test_texts_that_tiktoken_cannot_take(model: Path, texts: list[str]) -> None:
     ours = load_tokenizer(model)
     batch = ["a" * 30_000, "x", " " * 30_000 + "y", ("".join(texts) * 2)[:450_000], "b " * 20_000]
     assert [_is_usual(text) for text in batch] == [False, True, False, False, True]
-    assert ours.encode_batch(batch) == [ours.encode(text) for text in batch]
+    assert [*map(unpack, ours.encode_packed(batch))] == [ours.encode(text) for text in batch]
 
 
 def test_special_tokens(model: Path, reference: tiktoken.Encoding) -> None:
