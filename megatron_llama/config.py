@@ -360,6 +360,9 @@ class LogConfig:
     """Ranks that trace."""
     profile_dir: str = "profile"
     """Folder for traces."""
+    record_timeline: str | None = None
+    """Write what every rank did when into this file, from --profile-step-start to --profile-step-end: passes, messages, waits and updates,
+    for ui.perfetto.dev and `plan compare`. Compressed where the name ends in `.gz`."""
     wandb_project: str | None = None
     """Write every log line and evaluation to this project of Weights & Biases. Needs `pip install megatron-llama[wandb]`."""
     wandb_exp_name: str | None = None

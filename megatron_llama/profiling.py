@@ -1,7 +1,9 @@
-"""Some steps of a run as traces that chrome://tracing and ui.perfetto.dev show (--profile)."""
+"""Some steps of a run as traces that chrome://tracing and ui.perfetto.dev show: torch's of some ranks (--profile), and what all ranks
+do when (--record-timeline)."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -12,18 +14,22 @@ from megatron_llama.comm.agreement import together
 from megatron_llama.config import Config
 from megatron_llama.mesh import Mesh
 from megatron_llama.metrics.log import MetricLog
+from megatron_llama.recording import Recording
 
 
 class Profiling:
     """Traces the steps behind ``profile_step_start`` up to and with ``profile_step_end``, on the ranks of ``profile_ranks``.
 
-    Each writes ``rank-R.trace.json.gz``, and on a GPU ``rank-R.memory.pickle`` for pytorch.org/memory_viz."""
+    Each writes ``rank-R.trace.json.gz``, and on a GPU ``rank-R.memory.pickle`` for pytorch.org/memory_viz. The same steps are those of
+    the timeline."""
 
-    def __init__(self, config: Config, mesh: Mesh, log: MetricLog) -> None:
+    def __init__(self, config: Config, mesh: Mesh, log: MetricLog, settle: Callable[[], None]) -> None:
+        """``settle``: see Recording, which raises where its file cannot be written."""
         self._options, self._mesh, self._log = config.log, mesh, log
         self._folder = Path(config.log.profile_dir)
         self._here = mesh.rank in config.log.profile_ranks
         self._profiler: Any = None
+        self._recording = Recording(config, mesh, log, settle)
 
     def __enter__(self) -> Self:
         return self
@@ -32,9 +38,11 @@ class Profiling:
         if self._profiler is not None:
             # A run that ends inside the traced steps shows what there was; an error has no time for that.
             self._stop(write=error is None)
+        self._recording.stop(write=error is None)
 
     def before(self, iteration: int) -> None:
-        """The step after so many is about to begin. Raises CheckpointError, on every rank, if the folder cannot be made."""
+        """The step after so many is about to begin. Raises CheckpointError, on every rank, if the folder cannot be made or the timeline
+        cannot be written."""
         if self._options.profile and iteration == self._options.profile_step_start:
             with together(self._mesh.world), writing(self._folder):
                 self._folder.mkdir(parents=True, exist_ok=True)
@@ -42,6 +50,7 @@ class Profiling:
                 self._start()
         elif self._profiler is not None and iteration >= self._options.profile_step_end:
             self._stop(write=True)
+        self._recording.before(iteration)
 
     def _start(self) -> None:
         from torch.profiler import profile

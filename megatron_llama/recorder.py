@@ -11,7 +11,14 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from threading import get_ident
-from typing import Any
+from typing import Any, Protocol
+
+
+class Note(Protocol):
+    """Something under way that a timeline shows."""
+
+    def end(self) -> None:
+        """It is over; on a device, when its current stream has done what it was given so far."""
 
 
 @dataclass
@@ -36,6 +43,9 @@ class Recorder:
     """When set: called before and after every wait, on the stream that waits."""
     marks: list[tuple[Any, Any]] = field(default_factory=list)
     """What ``mark`` returned, in pairs: events, from which a caller learns how long a device waited."""
+    timeline: Callable[[str, object], Note] | None = None
+    """When set: begins a note of an ``action`` of the schedule, a ``message`` (axis, operation, bytes, bucket or None), a ``wait`` or the
+    ``update`` of a bucket."""
     computing: int = field(default_factory=get_ident)
     """The thread that computes, by default the one that makes this: what others wait for is not exposed."""
 
@@ -50,12 +60,17 @@ class Recorder:
     waits: dict[int, tuple[object, float]] = field(default_factory=dict)
     """What each waiting thread waits for, and since when (``time.perf_counter``)."""
 
-    def count(self, axis: str, operation: str, size: int) -> None:
-        """One collective of ``size`` bytes was issued."""
+    def count(self, axis: str, operation: str, size: int, bucket: int | None = None) -> Note | None:
+        """One collective of ``size`` bytes is issued. Its note, where there is a timeline."""
         self.issued = axis, operation
         traffic = self.traffic.setdefault((axis, operation), Traffic())
         traffic.calls += 1
         traffic.bytes += size
+        return self.begin("message", (axis, operation, size, bucket))
+
+    def begin(self, kind: str, what: object) -> Note | None:
+        """Begin a note, where there is a timeline."""
+        return None if self.timeline is None else self.timeline(kind, what)
 
     def event(self, text: str) -> None:
         """Note something in issue order, when a test asked for it."""
@@ -83,7 +98,7 @@ class Recorder:
             with self.waiting(what):
                 yield
             return
-        begin, mark = time.perf_counter(), self.mark
+        begin, mark, note = time.perf_counter(), self.mark, self.begin("wait", what)
         before = mark() if mark is not None else None
         try:
             with self.waiting(what):
@@ -92,6 +107,8 @@ class Recorder:
             self.exposed_seconds += time.perf_counter() - begin
             if mark is not None:
                 self.marks.append((before, mark()))
+            if note is not None:
+                note.end()
 
     def take_exposed_seconds(self) -> float:
         """Exposed seconds since the last call."""

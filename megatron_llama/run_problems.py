@@ -67,7 +67,7 @@ def bad_step_problems(config: Config) -> Iterator[str]:
 def run_problems(config: Config) -> Iterator[str]:
     """Of what is watched during a run: its trace, evaluations and samples."""
     first, last = config.log.profile_step_start, config.log.profile_step_end
-    if config.log.profile and last <= first:
+    if (config.log.profile or config.log.record_timeline is not None) and last <= first:
         yield describe("--profile-step-end", got=last, expected=f"more than profile_step_start {first}", do="trace one step or more")
     shares = split_shares(config.data.split)
     if len(shares) != 3 or not any(shares):

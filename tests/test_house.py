@@ -19,7 +19,7 @@ LAYERS = (
     (
         *("errors", "config", "aliases", "options", "manual", "validate", "presets", "hf_config", "params", "lora", "layout", "schedule"),
         *("blends", "batch_sizes", "recorder", "history", "whereabouts", "activations", "memory", "auto", "traffic", "uses", "residency"),
-        *("run_problems", "offload", "zenflow"),
+        *("run_problems", "offload", "zenflow", "timeline"),
     ),
     ("planner",),
     ("device", "rendezvous"),
@@ -31,7 +31,7 @@ LAYERS = (
     ("pipeline",),
     ("tokenizer", "metrics"),
     ("data", "checkpoint"),
-    ("feed", "bad_steps", "vocabulary", "generation", "trace", "sft"),
+    ("feed", "bad_steps", "vocabulary", "generation", "recording", "trace", "sft"),
     ("progress", "profiling", "samples"),
     ("setup",),
     ("train",),

@@ -48,7 +48,7 @@ NAMES = """
     offload_cores offload_speculative on_bad_step optimizer_offload optimizer_offload_fraction
     param_slots pipeline_layer_split pipeline_model_parallel_size pipeline_schedule prefetch_bytes preset
     profile profile_dir profile_ranks profile_step_end profile_step_start progress_bar
-    rampup_batch_size recompute_granularity recompute_num_layers reduce_bucket_size reset_attention_mask reset_position_ids rms_norm_eps
+    rampup_batch_size recompute_granularity recompute_num_layers record_timeline reduce_bucket_size reset_attention_mask reset_position_ids rms_norm_eps
     rope_scaling rope_theta
     sample_interval sample_prompt sample_tokens save save_first_step save_interval save_retain save_retain_interval seed seq_length sequence_parallel speculation_bytes split
     tensor_model_parallel_size tensorboard_dir tensorboard_queue_size tie_word_embeddings tokenizer_model tokenizer_type train_iters train_samples

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_llama.mesh import Axis
+from megatron_llama.recorder import Note
 
 # torch 2.13 renamed both and warns about the old names, the only ones that 2.11 has.
 all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -28,6 +29,8 @@ class Pending:
     work: dist.Work | None
     finish: Callable[[], None] | None = None
     operation: str = "messages"
+    note: Note | None = None
+    """Of a timeline."""
 
     def __str__(self) -> str:
         return self.operation if self.axis is None else f"{self.operation} on {self.axis.name}"
@@ -39,22 +42,24 @@ class Pending:
                 self.work.wait()
         if self.finish is not None:
             self.finish()
+        if self.note is not None:
+            self.note.end()
 
 
 DONE = Pending(None, None)
 """Nothing to wait for."""
 
 
-def _issue(axis: Axis, operation: str, tensor: Tensor) -> None:
-    axis.recorder.count(axis.name, operation, tensor.numel() * tensor.element_size())
+def _issue(axis: Axis, operation: str, tensor: Tensor) -> Note | None:
+    return axis.recorder.count(axis.name, operation, tensor.numel() * tensor.element_size())
 
 
 def all_reduce(tensor: Tensor, axis: Axis, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> Pending:
     """Reduce in place over the axis, same result on every rank."""
     if axis.size == 1:
         return Pending(axis, None)
-    _issue(axis, "all_reduce", tensor)
-    return Pending(axis, dist.all_reduce(tensor.data, op, group=axis.group, async_op=True), operation="all_reduce")
+    note = _issue(axis, "all_reduce", tensor)
+    return Pending(axis, dist.all_reduce(tensor.data, op, group=axis.group, async_op=True), operation="all_reduce", note=note)
 
 
 def all_gather(full: Tensor, shard: Tensor, axis: Axis) -> Pending:
@@ -63,9 +68,9 @@ def all_gather(full: Tensor, shard: Tensor, axis: Axis) -> Pending:
         if full.data_ptr() != shard.data_ptr():
             full.data.copy_(shard.data)
         return Pending(axis, None)
-    _issue(axis, "all_gather", full)
+    note = _issue(axis, "all_gather", full)
     work = all_gather_single(full.data, shard.data, group=axis.group, async_op=True)
-    return Pending(axis, work, operation="all_gather")
+    return Pending(axis, work, operation="all_gather", note=note)
 
 
 def reduce_scatter(shard: Tensor, full: Tensor, axis: Axis) -> Pending:
@@ -74,14 +79,14 @@ def reduce_scatter(shard: Tensor, full: Tensor, axis: Axis) -> Pending:
         if full.data_ptr() != shard.data_ptr():
             shard.data.copy_(full.data)
         return Pending(axis, None)
-    _issue(axis, "reduce_scatter", full)
+    note = _issue(axis, "reduce_scatter", full)
     if full.device.type == "cpu":
-        return _exchange_and_sum(shard.data, full.data, axis)
+        return _exchange_and_sum(shard.data, full.data, axis, note)
     work = reduce_scatter_single(shard.data, full.data, group=axis.group, async_op=True)
-    return Pending(axis, work, operation="reduce_scatter")
+    return Pending(axis, work, operation="reduce_scatter", note=note)
 
 
-def _exchange_and_sum(shard: Tensor, full: Tensor, axis: Axis) -> Pending:
+def _exchange_and_sum(shard: Tensor, full: Tensor, axis: Axis, note: Note | None) -> Pending:
     """gloo's own reduce-scatter is an all-reduce: twice the volume, and a sum whose order depends on the message size.
     A direct exchange summed in rank order sends the minimum and gives every element the same value in any bucket."""
     received = torch.empty_like(full)
@@ -94,4 +99,4 @@ def _exchange_and_sum(shard: Tensor, full: Tensor, axis: Axis) -> Pending:
         for part in parts[1:]:
             total.add_(part)
 
-    return Pending(axis, work, add_in_rank_order, "reduce_scatter")
+    return Pending(axis, work, add_in_rank_order, "reduce_scatter", note)

@@ -18,6 +18,7 @@ from megatron_llama import device as devices
 from megatron_llama.comm import gloo
 from megatron_llama.comm.collectives import all_gather_single, reduce_scatter_single
 from megatron_llama.mesh import Axis
+from megatron_llama.recorder import Note
 
 CHUNK_BYTES = 1 << 20
 """Larger pieces between two hosts go one way at a time: gloo's control messages queue behind them."""
@@ -209,6 +210,7 @@ class _Counted:
         self._bytes, self._device = sent.numel() * sent.element_size(), sent.device
         self._before, self._after, self._turn = before, after, turn
         self._started = False
+        self._note: Note | None = None
 
     def __str__(self) -> str:
         return f"{self._operation} {self._index} on {self._axis.name}"
@@ -220,7 +222,7 @@ class _Counted:
         if self._turn is not None:
             self._turn.take(self, self._device)
         self._started = True
-        self._axis.recorder.count(self._axis.name, self._operation, self._bytes)
+        self._note = self._axis.recorder.count(self._axis.name, self._operation, self._bytes, self._index)
         self._axis.recorder.issued = self
         if self._before is not None:
             self._before()
@@ -232,6 +234,8 @@ class _Counted:
             raise RuntimeError(f"{self} was waited for, but not started")
         with self._axis.recorder.waiting(self):
             self._exchange.wait()
+        if self._note is not None:
+            self._note.end()
         if self._after is not None:
             self._after()
         self._started = False

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from megatron_llama.comm.collectives import Pending
 from megatron_llama.mesh import Axis
+from megatron_llama.recorder import Note
 
 
 @dataclass
@@ -26,6 +27,8 @@ class Transfer:
     """``to`` or ``from``."""
     peer: int
     """Position on the axis."""
+    note: Note | None = None
+    """Of a timeline."""
 
     def __str__(self) -> str:
         return f"message {self.direction} rank {self.axis.ranks[self.peer]} on {self.axis.name}"
@@ -34,32 +37,34 @@ class Transfer:
         """The tensor, when it may be read (received) or reused (sent)."""
         with self.axis.recorder.exposed(self):
             self.work.wait()
+        if self.note is not None:
+            self.note.end()
         return self.tensor
 
 
 def send(tensor: Tensor, axis: Axis, to: int) -> Transfer:
     """Start sending to the rank at position ``to`` of the axis."""
     data = tensor.data.contiguous()
-    axis.recorder.count(axis.name, "send", data.numel() * data.element_size())
+    note = axis.recorder.count(axis.name, "send", data.numel() * data.element_size())
     work = dist.isend(data, group=axis.group, group_dst=to)
     assert work is not None
-    return Transfer(axis, data, work, "to", to)
+    return Transfer(axis, data, work, "to", to, note)
 
 
 def receive(buffer: Tensor, axis: Axis, source: int) -> Transfer:
     """Start receiving into ``buffer`` from the rank at position ``source`` of the axis."""
-    axis.recorder.count(axis.name, "receive", buffer.numel() * buffer.element_size())
+    note = axis.recorder.count(axis.name, "receive", buffer.numel() * buffer.element_size())
     work = dist.irecv(buffer, group=axis.group, group_src=source)
     assert work is not None
-    return Transfer(axis, buffer, work, "from", source)
+    return Transfer(axis, buffer, work, "from", source, note)
 
 
 def exchange(tensor: Tensor, buffer: Tensor, axis: Axis, *, to: int, source: int) -> Pending:
     """Start one step of a ring: send ``tensor`` to the rank at position ``to`` and receive ``buffer`` from that at ``source``.
 
     As one batch: NCCL would otherwise run the two one after the other, and a ring in which everyone sends first stands still."""
-    axis.recorder.count(axis.name, "send", tensor.numel() * tensor.element_size())
-    axis.recorder.count(axis.name, "receive", buffer.numel() * buffer.element_size())
+    sent = axis.recorder.count(axis.name, "send", tensor.numel() * tensor.element_size())
+    received = axis.recorder.count(axis.name, "receive", buffer.numel() * buffer.element_size())
     outgoing = dist.P2POp(dist.isend, tensor.data, group=axis.group, group_peer=to)
     incoming = dist.P2POp(dist.irecv, buffer.data, group=axis.group, group_peer=source)
     works = dist.batch_isend_irecv([outgoing, incoming])
@@ -68,6 +73,8 @@ def exchange(tensor: Tensor, buffer: Tensor, axis: Axis, *, to: int, source: int
         with axis.recorder.exposed(pending):
             for work in works:
                 work.wait()
+        if received is not None:
+            received.end()
 
-    pending = Pending(axis, None, wait_for_both, "step of the ring")
+    pending = Pending(axis, None, wait_for_both, "step of the ring", sent)
     return pending

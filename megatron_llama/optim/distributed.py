@@ -389,7 +389,11 @@ class OverlappedDistributedOptimizer:
         return StepResult(norm, skip, loss_scale)
 
     def _update(self, bucket: int, scale: Tensor, skip: Tensor, lr: float) -> Done:
-        return self.update.step(bucket, self.gradients.shards[bucket], scale=scale, skip=skip, lr=lr)
+        note = self.mesh.recorder.begin("update", bucket)
+        done = self.update.step(bucket, self.gradients.shards[bucket], scale=scale, skip=skip, lr=lr)
+        if note is not None:
+            note.end()
+        return done
 
     def pieces(self) -> Iterator[ShardPiece]:
         """Everything a checkpoint holds of this rank, in HuggingFace coordinates. Call ``settle`` first."""

@@ -210,7 +210,10 @@ class PipelineRuntime:
         for index, action in enumerate(plan.actions):
             recorder.doing = action
             recorder.event(str(action))
+            note = recorder.begin("action", action)
             self._handlers[action.op](flight, (action.stage, action.microbatch))
+            if note is not None:
+                note.end()
             if index == plan.last_forward:
                 # The last stage of every data-parallel replica holds its part, once per tp rank.
                 total = loss / self.mesh.tp.size

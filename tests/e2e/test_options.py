@@ -79,6 +79,7 @@ ELSEWHERE: Mapping[str, str] = {
         ("profile", "profile_step_start", "profile_step_end", "profile_ranks", "profile_dir"),
         "e2e/test_recipes.py::test_some_steps_of_some_ranks_are_traced",
     ),
+    "record_timeline": "e2e/test_timeline.py::test_passes_and_messages_are_those_of_the_plans",
     **dict.fromkeys(
         ("wandb_project", "wandb_exp_name", "wandb_save_dir"), "e2e/test_recipes.py::test_weights_and_biases_without_a_network"
     ),

@@ -1,0 +1,138 @@
+"""A recorded timeline in the words of a plan: the run's configuration, and the seconds of its passes, waits and updates."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, fields, replace
+from functools import cached_property
+from pathlib import Path
+from statistics import fmean, median
+from types import MappingProxyType
+from typing import Any, get_origin, get_type_hints
+
+from megatron_llama.config import Config
+from megatron_llama.errors import ConfigError, describe, listing
+from megatron_llama.schedule import Op
+from megatron_llama.timeline import COMPUTE, GATHERS, ITERATIONS, PIPELINE, REDUCTIONS, UPDATES, WAITS, Recorded, Span, union
+from megatron_llama.validate import problems
+
+PASSES: Mapping[str, Op] = MappingProxyType({op.value: op for op in (Op.FORWARD, Op.BACKWARD, Op.BACKWARD_INPUT, Op.BACKWARD_WEIGHT)})
+APART = (PIPELINE, GATHERS, REDUCTIONS)
+"""Waits inside a pass that a plan does not count as part of it; those for tp and cp it does."""
+
+
+def config_of(recorded: Recorded, path: Path) -> Config:
+    """The configuration of the run, with as many microbatches as the recorded steps had. Raises ConfigError where it cannot be read, or
+    could not have run on so many ranks."""
+    kinds, again = get_type_hints(Config), "record it again with this version"
+    unknown = [name for name in recorded.config if name not in kinds]
+    sections: dict[str, Any] = {}
+    for name, kind in kinds.items():
+        values = recorded.config.get(name, {})
+        known = {field.name: get_type_hints(kind)[field.name] for field in fields(kind)}
+        unknown += [f"{name}.{key}" for key in values if key not in known]
+        sections[name] = kind(**{key: _restored(known[key], value) for key, value in values.items() if key in known})
+    if unknown:
+        raise ConfigError(describe(f"{path} config", got=", ".join(unknown), expected="options of this version", do=again))
+    config = Config(**sections)
+    found = problems(config, recorded.ranks)
+    if found:
+        raise ConfigError(listing(f"{path} has a configuration that cannot have run on its {recorded.ranks} ranks:", found))
+    return _with_steps(config, recorded)
+
+
+def _restored(kind: Any, value: Any) -> Any:
+    return tuple(value) if get_origin(kind) is tuple else value
+
+
+def _with_steps(config: Config, recorded: Recorded) -> Config:
+    """A batch that was still growing is as large as the recorded steps."""
+    numbers = [int(span.details["microbatch"]) for span in Steps(recorded).spans if span.lane == COMPUTE]
+    parallel, training = config.parallel, config.training
+    model_parallel = (
+        parallel.tensor_model_parallel_size * parallel.context_parallel_size * parallel.pipeline_model_parallel_size
+    )
+    batch = (max(numbers) + 1) * training.micro_batch_size * (recorded.ranks // model_parallel)
+    return replace(config, training=replace(training, global_batch_size=batch, rampup_batch_size=()))
+
+
+@dataclass(frozen=True)
+class Steps:
+    """The recorded steps that count: without the first, into which nothing had been gathered ahead, where there are others."""
+
+    recorded: Recorded
+
+    @cached_property
+    def numbers(self) -> tuple[int, ...]:
+        """Iterations."""
+        every = sorted({int(span.details["iteration"]) for span in self.recorded.spans if span.lane == ITERATIONS})
+        return tuple(every[1:] or every)
+
+    @cached_property
+    def spans(self) -> tuple[Span, ...]:
+        """What belongs to these steps, and to no evaluation between them. Raises ConfigError if that is nothing."""
+        numbers = set(self.numbers)
+        spans = [span for span in self.recorded.spans if span.details.get("iteration") in numbers and "evaluation" not in span.details]
+        if not any(span.lane == COMPUTE for span in spans):
+            raise ConfigError(describe("timeline", got="no step", expected="the passes of one step or more", do="record more iterations"))
+        return tuple(spans)
+
+    @cached_property
+    def lanes(self) -> Mapping[tuple[int, str], list[Span]]:
+        """The spans of each rank and lane, in order."""
+        found: dict[tuple[int, str], list[Span]] = defaultdict(list)
+        for span in sorted(self.spans, key=lambda span: span.begin):
+            found[span.rank, span.lane].append(span)
+        return found
+
+    @cached_property
+    def seconds(self) -> float:
+        """Of a step."""
+        return median(span.seconds for span in self.spans if span.lane == ITERATIONS)
+
+    @cached_property
+    def passes(self) -> Mapping[tuple[Op, int], tuple[float, float]]:
+        """By kind and stage: (mean seconds of a pass without the waits of APART, passes of a rank in a step)."""
+        found: dict[tuple[Op, int], list[float]] = defaultdict(list)
+        ranks: dict[int, set[int]] = defaultdict(set)
+        for rank in range(self.recorded.ranks):
+            for span, waited in self._with_waits(rank):
+                key = PASSES[str(span.details["op"])], int(span.details["stage"])
+                found[key].append(span.seconds - waited)
+                ranks[key[1]].add(rank)
+        steps = len(self.numbers)
+        return {key: (fmean(times), len(times) / len(ranks[key[1]]) / steps) for key, times in sorted(found.items(), key=_order)}
+
+    def _with_waits(self, rank: int) -> Iterable[tuple[Span, float]]:
+        """The passes of a rank, each with the seconds of APART within."""
+        spans = [span for span in self.lanes.get((rank, COMPUTE), []) if span.details["op"] in PASSES]
+        begins, waited = [span.begin for span in spans], [0.0] * len(spans)
+        for wait in self.lanes.get((rank, WAITS), []):
+            place = bisect_right(begins, wait.begin) - 1
+            if wait.details["on"] in APART and place >= 0 and wait.end <= spans[place].end + 1e-9:
+                waited[place] += wait.seconds
+        return zip(spans, waited, strict=True)
+
+    def waits(self, *lanes: str) -> float:
+        """Mean seconds of a rank in a step that it waits for messages of these lanes."""
+        total = sum(span.seconds for span in self.spans if span.lane == WAITS and span.details["on"] in lanes)
+        return total / self.recorded.ranks / len(self.numbers)
+
+    @cached_property
+    def updates(self) -> float:
+        """Mean seconds of a rank's updates in a step."""
+        return sum(span.seconds for span in self.spans if span.lane == UPDATES) / self.recorded.ranks / len(self.numbers)
+
+    @cached_property
+    def rest(self) -> float:
+        """Mean seconds of a rank in a step in which it neither computes, nor updates, nor waits for messages."""
+        shown = (COMPUTE, WAITS, UPDATES)
+        busy = [union([span for lane in shown for span in self.lanes.get((rank, lane), [])]) for rank in range(self.recorded.ranks)]
+        return max(0.0, self.seconds - fmean(busy) / len(self.numbers))
+
+
+def _order(entry: tuple[tuple[Op, int], list[float]]) -> tuple[int, int]:
+    (op, stage), _ = entry
+    return list(PASSES.values()).index(op), stage

@@ -1,0 +1,105 @@
+"""``--record-timeline``: what real ranks did, held against the plans that they execute; and ``plan compare`` of that file."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron_llama.memory import MemoryPlan
+from megatron_llama.planner.measured import config_of
+from megatron_llama.schedule import Op
+from megatron_llama.timeline import COMPUTE, GATHERS, ITERATIONS, LANES, PIPELINE, REDUCTIONS, UPDATES, WAITS, Recorded, read_timeline
+from tests.e2e.product import GLOBAL_BATCH_SIZE, Layout, Product
+
+PIPED = Layout(4, {"pipeline_model_parallel_size": 2, "data_parallel_sharding_strategy": "optim_grads", "reduce_bucket_size": 20000})
+STEPS = {"record_timeline": None, "profile_step_start": 2, "profile_step_end": 4}
+PASSES = (Op.FORWARD.value, Op.BACKWARD.value)
+
+
+@pytest.fixture(scope="module")
+def file(product: Product, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Of two steps of a pipeline of two stages, twice. Evaluations in between are no part of them."""
+    written = tmp_path_factory.mktemp("timeline") / "made" / "run.json"
+    ended = product.train(PIPED, **{**STEPS, "record_timeline": written}, eval_interval=3, eval_iters=1)
+    assert f" timeline of iterations 3 to 4: {written}\n" in ended.out
+    return written
+
+
+@pytest.fixture(scope="module")
+def recorded(file: Path) -> Recorded:
+    return read_timeline(file)
+
+
+def test_passes_and_messages_are_those_of_the_plans(recorded: Recorded) -> None:
+    """Every action of every rank in the order of the schedule, and every gather and reduction with its bytes."""
+    plan = MemoryPlan(config_of(recorded, Path("run.json")), 4)
+    steps = {span.details["iteration"] for span in recorded.spans if span.lane == ITERATIONS}
+    assert steps == {3, 4} and plan.schedule.microbatches == GLOBAL_BATCH_SIZE // 4
+    for rank in range(4):
+        spans = [span for span in recorded.spans if span.rank == rank and "evaluation" not in span.details]
+        for step in steps:
+            actions = [span for span in spans if span.lane == COMPUTE and span.details["iteration"] == step]
+            found = [(span.details["op"], span.details["stage"], span.details["microbatch"]) for span in sorted(actions, key=lambda s: s.begin)]
+            assert found == [(action.op.value, action.stage, action.microbatch) for action in plan.schedule.ranks[rank // 2]]
+        traffic = plan.traffic(rank // 2)
+        for lane, calls, size in (
+            (GATHERS, traffic.gathers, traffic.gather_bytes),
+            (REDUCTIONS, traffic.reductions, traffic.reduction_bytes),
+        ):
+            messages = [span for span in spans if span.lane == lane]
+            assert len(messages) == 2 * calls > 0 and sum(int(span.details["bytes"]) for span in messages) == 2 * size
+            assert {span.details["operation"] for span in messages} == {"all_gather" if lane == GATHERS else "reduce_scatter"}
+        updates = [span.details["bucket"] for span in spans if span.lane == UPDATES]
+        assert sorted(updates) == sorted(2 * [bucket.index for bucket in plan.layouts[rank // 2].buckets])
+        sends = Counter(span.details["axis"] for span in spans if span.lane == PIPELINE)
+        assert sends == {"pp": 2 * plan.schedule.microbatches, "pp_backward": 2 * plan.schedule.microbatches}
+
+
+def test_lanes_hold_one_thing_at_a_time(file: Path) -> None:
+    """What a viewer draws: threads without overlaps, named by their lanes; computing is on one thread."""
+    events = json.loads(file.read_text())["traceEvents"]
+    names = {(event["pid"], event["tid"]): event["args"]["name"] for event in events if event["name"] == "thread_name"}
+    threads: dict[tuple[int, int], list[Any]] = {}
+    for event in events:
+        if event["ph"] == "X":
+            threads.setdefault((event["pid"], event["tid"]), []).append(event)
+            assert event["dur"] >= 0 and names[event["pid"], event["tid"]].split()[0] == event["cat"]
+    assert threads.keys() == names.keys() and {name.split()[0] for name in names.values()} <= set(LANES)
+    for place, found in threads.items():
+        found.sort(key=lambda event: event["ts"])
+        for before, after in pairwise(found):
+            assert before["ts"] + before["dur"] <= after["ts"] + 1e-3, (names[place], before, after)
+    alone = Counter(name for name in names.values() if name.split()[0] in (COMPUTE, WAITS, ITERATIONS))
+    assert alone == {COMPUTE: 4, WAITS: 4, ITERATIONS: 4}
+    assert [event["args"]["name"] for event in events if event["name"] == "process_name"] == [
+        f"rank {rank}: pp {rank // 2} dp {rank % 2}" for rank in range(4)
+    ]
+
+
+def test_clocks_of_ranks_agree(recorded: Recorded) -> None:
+    """Ranks of one machine have one clock: nothing arrives before it was computed."""
+    assert 0 < recorded.clock_error < 0.05 and recorded.per_node == recorded.ranks == 4
+    passes = {
+        (span.rank, span.details["iteration"], span.details["op"], span.details["microbatch"]): span
+        for span in recorded.spans
+        if span.lane == COMPUTE and span.details["op"] in PASSES and "evaluation" not in span.details
+    }
+    for (rank, step, op, microbatch), span in passes.items():
+        if rank >= 2 and op == Op.FORWARD.value:
+            assert passes[rank - 2, step, op, microbatch].end <= span.end + recorded.clock_error
+        if rank < 2 and op == Op.BACKWARD.value:
+            assert passes[rank + 2, step, op, microbatch].end <= span.end + recorded.clock_error
+
+
+def test_waits_lie_in_what_waits(recorded: Recorded) -> None:
+    found = [span for span in recorded.spans if span.lane == WAITS]
+    assert {PIPELINE, GATHERS, REDUCTIONS} <= {span.details["on"] for span in found}
+    for wait in (span for span in found if span.details["on"] == PIPELINE and "evaluation" not in span.details):
+        around = [s for s in recorded.spans if s.rank == wait.rank and s.lane == COMPUTE and s.begin <= wait.begin and wait.end <= s.end]
+        outside = not any(s.lane == COMPUTE and s.rank == wait.rank and s.begin < wait.end and wait.begin < s.end for s in recorded.spans)
+        assert len(around) == 1 or outside
