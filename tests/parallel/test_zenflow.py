@@ -163,7 +163,8 @@ def test_the_same_columns_are_chosen_in_every_layout(
         columns = sum(size // (layout.tp if ".o_proj" in name or ".down_proj" in name else 1) for name, size in hidden.items())
         separate = layout.layers * MODEL.hidden_size if layout.tp > 2 else 0  # keys and values apart from queries
         if layout.dp > 1 and layout.strategy != "no_shard":
-            assert sent["dp"] == 4 * (columns + separate), "one number for each column"
+            sums, largest = columns + separate, sum(hidden.values())
+            assert sent["dp"] == 4 * (sums + largest), "a number for each column to be summed, and one to agree on"
         elements = sum(bucket.numel for bucket in rank_layout(layout.config(), dp=layout.dp).buckets)
         assert 30 * sum(sent.values()) < 4 * elements
 
@@ -231,13 +232,13 @@ def resume_after(
 
 def _later(run: Trainer, steps: int, more: int) -> tuple[list[float], list[native.Region], list[native.Region]]:
     """Losses of further steps, and everything before and after them."""
-    before = _everything(run)
+    before = everything(run)
     losses = [run.step(index)[0].item() for index in range(steps, steps + more)]
     run.optimizer.settle()
-    return losses, before, _everything(run)
+    return losses, before, everything(run)
 
 
-def _everything(run: Trainer) -> list[native.Region]:
+def everything(run: Trainer) -> list[native.Region]:
     columns = regions(column_pieces(run.optimizer, run.mesh))
     parts = [replace(part, tensor=part.tensor.clone()) for part in columns]
     return [*copies(run.optimizer), *(replace(part, tensor=part.tensor.double()) for part in parts)]
@@ -307,7 +308,7 @@ def test_a_gradient_that_is_not_finite_changes_nothing() -> None:
     for index in range(3):
         run.step(index)
     run.optimizer.settle()
-    before = _everything(run)
+    before = everything(run)
     run.runtime.step(run.batches(3))
     for shard in run.optimizer.gradients.shards.values():
         shard[5] = torch.nan
@@ -318,7 +319,7 @@ def test_a_gradient_that_is_not_finite_changes_nothing() -> None:
     result = run.optimizer.step(OPTIMIZER.lr, clip=1.0)
     assert float(result.skipped) == 1.0
     run.optimizer.settle()
-    found = _everything(run)
+    found = everything(run)
     assert all(torch.equal(a.tensor, b.tensor) for a, b in zip(found, before, strict=True) if "windows" not in a.key)
 
 

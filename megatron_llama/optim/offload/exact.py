@@ -10,8 +10,8 @@ One thread computes: torch's fused AdamW, which gives the same bits whatever sha
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -20,9 +20,9 @@ from torch import Tensor
 
 from megatron_llama.comm.streams import Done, Job
 from megatron_llama.config import OptimizerConfig
-from megatron_llama.errors import OffloadError, describe
 from megatron_llama.offload import FACTORS, STAGED, OffloadPlan
 from megatron_llama.optim.offload.copies import Copies, Copy
+from megatron_llama.optim.offload.failures import of_bucket
 from megatron_llama.optim.offload.slabs import Slab
 from megatron_llama.optim.offload.worker import HostWorker
 from megatron_llama.optim.update import Shard, adamw_step
@@ -162,7 +162,7 @@ class ExactOffload:
         held.arrival = self._copies.to_host(held.grad, grad)
         self.to_host_bytes += grad.nbytes
         if self._blocking:
-            with self._recorder.exposed("the optimizer on the host"):
+            with of_bucket(held.label), self._recorder.exposed("the optimizer on the host"):
                 held.arrival.complete()
         elif ahead is not None and held.spare is not None:
             self._wanted[bucket] = ahead
@@ -171,9 +171,10 @@ class ExactOffload:
 
     def release(self, bucket: int) -> None:
         """See ShardUpdate."""
-        arrival = self._held[bucket].arrival
-        if arrival is not None:
-            arrival.wait()
+        held = self._held[bucket]
+        if held.arrival is not None:
+            with of_bucket(held.label):
+                held.arrival.wait()
 
     def step(self, bucket: int, grad: Tensor, *, scale: Tensor, skip: Tensor, lr: float) -> Done:
         """See ShardUpdate."""
@@ -252,18 +253,6 @@ class ExactOffload:
         self.to_device_bytes += own.nbytes
         return copy
 
-    @contextmanager
-    def named(self, held: _Held) -> Iterator[None]:
-        """Errors of the worker and of copies say whose they are."""
-        try:
-            yield
-        except OffloadError:
-            raise
-        except Exception as error:
-            where, got = f"optimizer offload, {held.label}", f"{type(error).__name__}: {error}"
-            do = "look at the memory of this machine and at what it printed before; resume from the last checkpoint"
-            raise OffloadError(describe(where, got=got, expected="an update on the host", do=do)) from error
-
     def finish(self, steps: Done, *, scale: Tensor, skip: Tensor) -> None:
         """See ShardUpdate."""
 
@@ -276,7 +265,7 @@ class ExactOffload:
         """See ShardUpdate. Nothing is put off beyond its step; what became of second copies goes where everybody looks for it."""
         for held in self._held.values():
             if held.update is not None:
-                with self.named(held), self.waiting():
+                with of_bucket(held.label), self.waiting():
                     held.update.wait()
             if held.live is not held.attached:
                 for tensor, copy in zip(held.attached, held.live, strict=True):
@@ -323,7 +312,7 @@ class _Update:
         self.job = Job(partial(self._run, lr, factors, given))
 
     def _run(self, lr: float, factors: _Factors, given: Done) -> None:
-        with self._rule.named(self._held):
+        with of_bucket(self._held.label):
             self._rule.perform(self._held, lr, factors)
             self._sent = self._rule.send(self._held, given)
 
@@ -336,11 +325,11 @@ class _Update:
     def wait(self) -> None:
         """See Done."""
         sent = self._update()
-        with self._rule.named(self._held):
+        with of_bucket(self._held.label):
             sent.wait()
 
     def complete(self) -> None:
         """The host waits for all of it."""
         sent = self._update()
-        with self._rule.named(self._held):
+        with of_bucket(self._held.label):
             sent.complete()

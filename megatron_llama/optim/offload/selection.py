@@ -2,7 +2,7 @@
 
 A column is an input channel of the matrix as it is over all tensor-parallel ranks. Its norm is summed over the shards of data-parallel
 ranks; over tensor-parallel ranks it is summed too where they split the outputs, while where they split the inputs each rank knows
-other columns. Only these norms cross ranks: one number for each column instead of one for each element.
+other columns. Only these norms cross ranks: a number for each column instead of one for each element.
 
 Queries, keys and values read the same channels: they are one matrix here even where they are stored as two, so that the same columns
 are chosen in every layout. One-dimensional parameters and low-rank additions have no columns: they are small, and always updated.
@@ -14,6 +14,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from megatron_llama.comm.collectives import all_reduce
@@ -82,6 +83,9 @@ class Norms:
             matrix.own(whole[matrix.name]).add_(part)
         together = torch.cat([*whole.values(), torch.zeros(0, device=mesh.device)])
         all_reduce(together, mesh.tp).wait()
+        # A backend may add in another order elsewhere. Replicas that took other columns for it would be replicas no more.
+        for axis in (mesh.dp, mesh.tp):
+            all_reduce(together, axis, dist.ReduceOp.MAX).wait()
         found = dict(zip(whole, torch.split(together, list(self._totals.values())), strict=True))
         if mesh.embedding.size > 1 and self._tied is not None:
             all_reduce(found[self._tied], mesh.embedding).wait()

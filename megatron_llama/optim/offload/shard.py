@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -12,11 +11,11 @@ from torch import Tensor
 
 from megatron_llama.comm.streams import Job
 from megatron_llama.config import OptimizerConfig
-from megatron_llama.errors import OffloadError, describe
 from megatron_llama.optim.offload.adam import State
 from megatron_llama.optim.offload.cold import ColdColumns
 from megatron_llama.optim.offload.columns import Block
 from megatron_llama.optim.offload.copies import Copies, Copy
+from megatron_llama.optim.offload.failures import of_bucket
 from megatron_llama.optim.offload.hot import HotColumns, Packed
 from megatron_llama.optim.offload.windows import Step
 from megatron_llama.optim.offload.worker import HostWorker
@@ -50,17 +49,19 @@ class Rooms:
         """Packed weights that have come from the host."""
         self.whole = torch.empty(largest, dtype=wide)
         """On the host: gradients of a whole shard."""
-        self._copied: list[Copy | None] = [None, None]
+        self._copied: list[tuple[str, Copy] | None] = [None, None]
         self._turn = 0
 
-    def leave(self, copies: Copies, shard: Tensor, columns: Packed, target: Tensor) -> Copy:
-        """Pack the columns of a shard, and copy them to ``target`` on the host."""
+    def leave(self, copies: Copies, shard: Tensor, columns: Packed, target: Tensor, label: str) -> Copy:
+        """Pack the columns of a shard, which is part of the bucket ``label``, and copy them to ``target`` on the host."""
         self._turn ^= 1
         before, room = self._copied[self._turn], self.leaving[self._turn][: columns.here.numel]
         if before is not None:
-            before.wait()
+            with of_bucket(before[0]):
+                before[1].wait()
         columns.here.pack(shard, room)
-        copy = self._copied[self._turn] = copies.to_host(target[: columns.here.numel], room)
+        copy = copies.to_host(target[: columns.here.numel], room)
+        self._copied[self._turn] = label, copy
         return copy
 
 
@@ -129,7 +130,7 @@ class ShardColumns:
         if self._gathered is not None:
             with self._recorder.exposed(HOST):
                 self._gathered.wait()  # has read the memory that it leaves for
-        self._sent = self._rooms.leave(self._copies, grad, self.cold, self._staging.grads)
+        self._sent = self._rooms.leave(self._copies, grad, self.cold, self._staging.grads, self._label)
         self.crossed.to_host += self.cold.here.numel * self._staging.grads.element_size()
 
     def step(self, grad: Tensor, plan: Step, *, scale: Tensor, skip: Tensor, lr: float) -> None:
@@ -152,7 +153,7 @@ class ShardColumns:
 
     def _gather(self, turn: int, sent: Copy | None, factors: Copy) -> None:
         """In the worker."""
-        with self._named():
+        with of_bucket(self._label):
             factors.complete()
             if sent is not None:
                 sent.complete()
@@ -160,16 +161,6 @@ class ShardColumns:
             size = self.cold.there.numel
             with self._worker.working(ADDING_UP, size):
                 self.state.gather(turn, self._staging.grads[:size], scale, skip=bool(skip))
-
-    @contextmanager
-    def _named(self) -> Iterator[None]:
-        """Errors of the worker and of copies say whose they are."""
-        try:
-            yield
-        except Exception as error:
-            where, got = f"optimizer offload, {self._label}", f"{type(error).__name__}: {error}"
-            do = "look at the memory of this machine and at what it printed before; resume from the last checkpoint"
-            raise OffloadError(describe(where, got=got, expected="an update on the host", do=do)) from error
 
     def _close_window(self, lr: float) -> None:
         """Have the open window's update computed; the next step's gradients go into another one, if there is one."""
@@ -179,7 +170,7 @@ class ShardColumns:
 
     def _apply(self, turn: int, lr: float) -> None:
         """In the worker."""
-        with self._named():
+        with of_bucket(self._label):
             with self._worker.working(APPLYING, self.shard.own.numel()):
                 self.state.apply(turn, self.cold.there, self._rooms.whole, lr)
             if self._fetched is not None:
@@ -193,7 +184,7 @@ class ShardColumns:
             return
         size, packing = self.cold.here.numel, self.cold.here
         room, source = self._rooms.arriving[:size], self._staging.weights[:size]
-        with self._recorder.exposed(HOST):
+        with of_bucket(self._label), self._recorder.exposed(HOST):
             self._applied.wait()
             self._applied = None
             copy = self._copies.to_device(room, source, after=self._copies.given())
