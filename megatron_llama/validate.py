@@ -22,7 +22,7 @@ from megatron_llama.options import Parsed, flag
 from megatron_llama.params import is_frozen, partition_of, stage_units, whole_model
 from megatron_llama.presets import PRESETS
 from megatron_llama.run_problems import bad_step_problems, optimizer_problems, run_problems, split_shares
-from megatron_llama.schedule import ScheduleError, placement_of, schedule_named
+from megatron_llama.schedule import ScheduleError, placement_of, schedule_problems
 from megatron_llama.zenflow import with_file, zenflow_notes, zenflow_problems, zenflow_warnings
 
 SIZES = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
@@ -400,10 +400,10 @@ def _schedule_problems(parallel: ParallelConfig, counts: Sequence[int]) -> Itera
     except ScheduleError:
         return  # named with the pipeline's own problems
     for microbatches in counts:
-        try:
-            schedule_named(parallel.pipeline_schedule, ranks=ranks, microbatches=microbatches, virtual=virtual)
-        except ScheduleError as error:
-            yield str(error) if microbatches == counts[-1] else f"{error} (in a step of --rampup-batch-size)"
+        found = schedule_problems(parallel.pipeline_schedule, ranks=ranks, microbatches=microbatches, virtual=virtual)
+        if found:
+            ramp = "" if microbatches == counts[-1] else " (in a step of --rampup-batch-size)"
+            yield from (f"{problem}{ramp}" for problem in found)
             return
 
 

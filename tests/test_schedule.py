@@ -195,6 +195,16 @@ def test_a_repeated_or_foreign_action_is_named() -> None:
         refused(edited(gpipe(2, 2), 0, lambda actions, extra=action: actions.append(extra)), "rank 0", "unexpected", str(action))
 
 
+def test_an_action_in_the_place_of_another_is_named() -> None:
+    """As many actions as there should be, and none that is foreign."""
+    gone, repeated = Action(Op.BACKWARD, 0, 1), Action(Op.BACKWARD, 0, 0)
+
+    def edit(actions: list[Action]) -> None:
+        actions[actions.index(gone)] = repeated
+
+    refused(edited(gpipe(2, 2), 0, edit), "rank 0", f"missing {gone}", f"unexpected {repeated}")
+
+
 @pytest.mark.parametrize(
     ("needed", "early", "moved"),
     [

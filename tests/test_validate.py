@@ -127,6 +127,14 @@ def test_what_fits_is_accepted(given: dict[str, Any], world_size: int) -> None:
     assert problems(config_of(**given), world_size) == []
 
 
+def test_a_million_microbatches_are_checked_without_their_schedule() -> None:
+    """Building it would take minutes and gigabytes."""
+    given = {"num_hidden_layers": 8, "pipeline_model_parallel_size": 4, "global_batch_size": 1 << 20}
+    assert problems(config_of(**given), 4) == []
+    odd = problems(config_of(**given | {"global_batch_size": (1 << 20) + 1, "pipeline_schedule": "interleaved", "virtual_pipeline_model_parallel_size": 2}), 4)
+    assert len(odd) == 1 and "a multiple of --pipeline-model-parallel-size 4" in odd[0]
+
+
 @pytest.mark.parametrize(("layers", "stages"), [(2, 4), (3, 4)])
 def test_a_stage_without_blocks_is_refused(layers: int, stages: int) -> None:
     """Although the layers, with what is counted for the ends, are a multiple of the stages."""

@@ -3,8 +3,8 @@
 ``actions`` has the words, ``builders`` the schedules of ``--pipeline-schedule``, ``replay`` the clock, ``proof`` the checks.
 """
 
-from megatron_llama.schedule.actions import Action, Op, Schedule, ScheduleError
-from megatron_llama.schedule.builders import forward_only, placement_of, schedule_named
+from megatron_llama.schedule.actions import Action, Op, Schedule, ScheduleError, backward_comes_next
+from megatron_llama.schedule.builders import forward_only, placement_of, schedule_named, schedule_problems
 from megatron_llama.schedule.proof import Report, validate
 from megatron_llama.schedule.replay import Costs, TimedPass, Timeline, simulate
 
@@ -17,9 +17,11 @@ __all__ = (
     "ScheduleError",
     "TimedPass",
     "Timeline",
+    "backward_comes_next",
     "forward_only",
     "placement_of",
     "schedule_named",
+    "schedule_problems",
     "simulate",
     "validate",
 )

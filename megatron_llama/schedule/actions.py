@@ -8,8 +8,10 @@ messages, of whichever stages, arrive in the order sent.
 from __future__ import annotations
 
 import enum
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
+from typing import NamedTuple
 
 from megatron_llama.errors import ConfigError
 
@@ -45,9 +47,8 @@ WHOLE = (Op.FORWARD, Op.BACKWARD)
 SPLIT = (Op.FORWARD, Op.BACKWARD_INPUT, Op.BACKWARD_WEIGHT)
 
 
-@dataclass(frozen=True)
-class Action:
-    """One step of a rank: an operation on one microbatch at one stage."""
+class Action(NamedTuple):
+    """One step of a rank: an operation on one microbatch at one stage. A tuple, because long schedules have a million of them."""
 
     op: Op
     stage: int
@@ -82,24 +83,32 @@ class Schedule:
 
 def receive_of(action: Action, placement: Placement) -> Action | None:
     """The receive that must come before this pass; None where its input is this rank's own."""
-    if action.op is Op.FORWARD:
-        op, source = Op.RECV_FORWARD, action.stage - 1
-    elif action.op in (Op.BACKWARD, Op.BACKWARD_INPUT):
-        op, source = Op.RECV_BACKWARD, action.stage + 1
-    else:
-        return None
-    return Action(op, action.stage, action.microbatch) if _elsewhere(action.stage, source, placement) else None
+    op = receive_before(action.op, action.stage, placement)
+    return Action(op, action.stage, action.microbatch) if op is not None else None
 
 
 def send_of(action: Action, placement: Placement) -> Action | None:
     """The send that must come after this pass; None where its output stays on this rank."""
-    if action.op is Op.FORWARD:
-        op, to = Op.SEND_FORWARD, action.stage + 1
-    elif action.op in (Op.BACKWARD, Op.BACKWARD_INPUT):
-        op, to = Op.SEND_BACKWARD, action.stage - 1
-    else:
-        return None
-    return Action(op, action.stage, action.microbatch) if _elsewhere(action.stage, to, placement) else None
+    op = send_behind(action.op, action.stage, placement)
+    return Action(op, action.stage, action.microbatch) if op is not None else None
+
+
+def receive_before(op: Op, stage: int, placement: Placement) -> Op | None:
+    """``receive_of`` for all microbatches."""
+    if op is Op.FORWARD:
+        return Op.RECV_FORWARD if _elsewhere(stage, stage - 1, placement) else None
+    if op in (Op.BACKWARD, Op.BACKWARD_INPUT):
+        return Op.RECV_BACKWARD if _elsewhere(stage, stage + 1, placement) else None
+    return None
+
+
+def send_behind(op: Op, stage: int, placement: Placement) -> Op | None:
+    """``send_of`` for all microbatches."""
+    if op is Op.FORWARD:
+        return Op.SEND_FORWARD if _elsewhere(stage, stage + 1, placement) else None
+    if op in (Op.BACKWARD, Op.BACKWARD_INPUT):
+        return Op.SEND_BACKWARD if _elsewhere(stage, stage - 1, placement) else None
+    return None
 
 
 def _elsewhere(stage: int, neighbour: int, placement: Placement) -> bool:
@@ -130,13 +139,26 @@ def link_of(action: Action, placement: Placement) -> Link:
 def with_transfers(passes: list[Action], placement: Placement) -> Iterator[Action]:
     """Insert sends right after the pass that produces them and receives one pass ahead of their use, so that a
     transfer has the whole previous pass to hide under."""
-    receives = [receive_of(action, placement) for action in passes]
+    kinds = {(op, stage) for op, stage, _ in passes}
+    before = {kind: receive_before(*kind, placement) for kind in kinds}
+    behind = {kind: send_behind(*kind, placement) for kind in kinds}
+    receives = [before[op, stage] for op, stage, _ in passes]
     if passes and receives[0] is not None:
-        yield receives[0]
-    for action, following in zip(passes, [*receives[1:], None], strict=True):
-        if following is not None:
-            yield following
+        yield Action(receives[0], *passes[0][1:])
+    for action, op, following in zip(passes, [*receives[1:], None], [*passes[1:], None], strict=True):
+        if op is not None and following is not None:
+            yield Action(op, *following[1:])
         yield action
-        send = send_of(action, placement)
+        send = behind[action.op, action.stage]
         if send is not None:
-            yield send
+            yield Action(send, action.stage, action.microbatch)
+
+
+def backward_comes_next(actions: Sequence[Action], last: int) -> bool:
+    """Whether, of what this rank computes, each forward pass of stage ``last`` is followed by the whole backward pass of its microbatch."""
+    passes = [action for action in actions if action.op in (Op.FORWARD, Op.BACKWARD, Op.BACKWARD_INPUT, Op.BACKWARD_WEIGHT)]
+    return all(
+        after.op is Op.BACKWARD and (after.stage, after.microbatch) == (before.stage, before.microbatch)
+        for before, after in pairwise(passes)
+        if before.op is Op.FORWARD and before.stage == last
+    )

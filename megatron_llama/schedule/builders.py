@@ -9,25 +9,34 @@ over all ranks; where the zero-bubble papers count otherwise, it is said so.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import lru_cache
 from types import MappingProxyType
 
 from megatron_llama.errors import describe, listing
 from megatron_llama.schedule.actions import SPLIT, WHOLE, Action, Op, Placement, Schedule, ScheduleError, with_transfers
 from megatron_llama.schedule.proof import validate
 
+RECENT = 4
+"""Schedules that are kept: the plans of one run ask for the same one again and again."""
 Pass = tuple[Op, int, int]
 """(operation, which of the rank's chunks, microbatch)."""
 
 
+@lru_cache(maxsize=RECENT)
 def schedule_named(name: str, *, ranks: int, microbatches: int, virtual: int = 1) -> Schedule:
     """The schedule of ``--pipeline-schedule``, validated. ``virtual``: chunks per rank; zb-v always has 2.
 
     Raises ScheduleError naming every option that does not fit."""
-    problems = [*_placement_problems(name, ranks, virtual), *_microbatch_problems(name, ranks, microbatches)]
+    problems = schedule_problems(name, ranks=ranks, microbatches=microbatches, virtual=virtual)
     if problems:
         raise ScheduleError(problems[0] if len(problems) == 1 else listing("This pipeline schedule cannot be built:", problems))
     placement, (order, passes) = placement_of(name, ranks, virtual), ORDERS[name]
     return _built(name, microbatches, placement, [order(ranks, microbatches, virtual, rank) for rank in range(ranks)], passes)
+
+
+def schedule_problems(name: str, *, ranks: int, microbatches: int, virtual: int = 1) -> list[str]:
+    """Every option that ``schedule_named`` would refuse, without building the schedule: a long one takes a second."""
+    return [*_placement_problems(name, ranks, virtual), *_microbatch_problems(name, ranks, microbatches)]
 
 
 def placement_of(name: str, ranks: int, virtual: int) -> Placement:

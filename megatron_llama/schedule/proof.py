@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import pairwise
 
 from megatron_llama.schedule.actions import (
     RECEIVES,
@@ -17,8 +18,8 @@ from megatron_llama.schedule.actions import (
     Schedule,
     ScheduleError,
     link_of,
-    receive_of,
-    send_of,
+    receive_before,
+    send_behind,
 )
 from megatron_llama.schedule.replay import Costs, Timeline, simulate
 
@@ -65,68 +66,93 @@ def _check_shape(schedule: Schedule) -> None:
         raise ScheduleError(f"{schedule.name}: {schedule.microbatches} microbatches, expected 1 or more")
 
 
-def _passes(schedule: Schedule, rank: int) -> Iterator[Action]:
-    """Every pass that the rank must do, by stage and microbatch in order of the data flow."""
+def _kinds(schedule: Schedule, rank: int) -> Iterator[tuple[Op, int]]:
+    """Every operation and stage of the rank's passes, in order of the data flow."""
     for stage in range(schedule.stages):
         if schedule.placement[stage] == rank:
-            yield from (Action(op, stage, microbatch) for microbatch in range(schedule.microbatches) for op in schedule.passes)
+            yield from ((op, stage) for op in schedule.passes)
+
+
+def _transfers(schedule: Schedule, rank: int) -> Iterator[tuple[Op, int]]:
+    """Every operation and stage of what the rank sends and receives."""
+    for op, stage in _kinds(schedule, rank):
+        for transfer in (receive_before(op, stage, schedule.placement), send_behind(op, stage, schedule.placement)):
+            if transfer is not None:
+                yield transfer, stage
 
 
 def _check_complete(schedule: Schedule, rank: int) -> None:
     """Every pass exactly once, and the transfers around it, in whatever order."""
-    passes, placement = list(_passes(schedule, rank)), schedule.placement
-    transfers = [act for one in passes for act in (receive_of(one, placement), send_of(one, placement)) if act is not None]
-    found, expected = Counter(schedule.ranks[rank]), Counter([*passes, *transfers])
-    missing, extra = expected - found, found - expected
-    if missing or extra:
-        parts = [f"{word} {', '.join(map(str, acts))}" for word, acts in (("missing", missing), ("unexpected", extra)) if acts]
-        raise ScheduleError(f"{schedule.name}, rank {rank}: {'; '.join(parts)}")
+    actions, kinds = schedule.ranks[rank], (*_kinds(schedule, rank), *_transfers(schedule, rank))
+    expected = {(op, stage, microbatch) for op, stage in kinds for microbatch in range(schedule.microbatches)}
+    if len(actions) == len(expected) and set(actions) == expected:
+        return
+    found, wanted = Counter(actions), Counter(Action(*one) for one in expected)
+    differing = [(word, acts) for word, acts in (("missing", wanted - found), ("unexpected", found - wanted)) if acts]
+    parts = [f"{word} {', '.join(map(str, sorted(acts, key=str)))}" for word, acts in differing]
+    raise ScheduleError(f"{schedule.name}, rank {rank}: {'; '.join(parts)}")
 
 
 def _check_local_order(schedule: Schedule, rank: int) -> None:
     """What a rank owes to itself: a pass comes after what it works on, and gradients add up in order of microbatches."""
-    at = {action: position for position, action in enumerate(schedule.ranks[rank])}
-    for action in _passes(schedule, rank):
-        for first, second in _pairs(action, schedule):
-            if first in at and second in at and at[first] > at[second]:
-                raise ScheduleError(f"{schedule.name}, rank {rank}: {second} comes before {first}, which it needs")
-        if action.op in (Op.BACKWARD, Op.BACKWARD_WEIGHT) and action.microbatch > 0:
-            before = Action(action.op, action.stage, action.microbatch - 1)
-            if at[before] > at[action]:
-                raise ScheduleError(f"{schedule.name}, rank {rank}: {action} comes before {before}; gradients add up in that order")
+    where = {action: position for position, action in enumerate(schedule.ranks[rank])}
+    everyone, placement = range(schedule.microbatches), schedule.placement
+
+    def at(op: Op, stage: int) -> list[int]:
+        """Position of an operation on each microbatch."""
+        return [where[Action(op, stage, microbatch)] for microbatch in everyone]
+
+    for op, stage in _kinds(schedule, rank):
+        for first, second in _pairs(op, stage, schedule):
+            if placement[first[1]] == placement[second[1]] == rank:
+                for microbatch, (one, other) in enumerate(zip(at(*first), at(*second), strict=True)):
+                    if one > other:
+                        needed, early = Action(*first, microbatch), Action(*second, microbatch)
+                        raise ScheduleError(f"{schedule.name}, rank {rank}: {early} comes before {needed}, which it needs")
+        if op in (Op.BACKWARD, Op.BACKWARD_WEIGHT):
+            for microbatch, (one, other) in enumerate(pairwise(at(op, stage))):
+                if one > other:
+                    before, action = Action(op, stage, microbatch), Action(op, stage, microbatch + 1)
+                    raise ScheduleError(f"{schedule.name}, rank {rank}: {action} comes before {before}; gradients add up in that order")
 
 
-def _pairs(action: Action, schedule: Schedule) -> Iterator[tuple[Action, Action]]:
-    """(needed, action) and (action, what needs it) around a pass. Those of other ranks are not in this rank's list."""
-    stage, microbatch = action.stage, action.microbatch
-    receive, send = receive_of(action, schedule.placement), send_of(action, schedule.placement)
+Kind = tuple[Op, int]
+"""An operation at a stage, of any microbatch."""
+
+
+def _pairs(op: Op, stage: int, schedule: Schedule) -> Iterator[tuple[Kind, Kind]]:
+    """(needed, pass) and (pass, what needs it) around the passes of a stage. Those of other ranks are not in this rank's list."""
+    receive, send = receive_before(op, stage, schedule.placement), send_behind(op, stage, schedule.placement)
     if receive is not None:
-        yield receive, action
+        yield (receive, stage), (op, stage)
     if send is not None:
-        yield action, send
-    if action.op is Op.FORWARD:
-        yield Action(Op.FORWARD, stage - 1, microbatch), action
-    elif action.op is Op.BACKWARD_WEIGHT:
-        yield Action(Op.BACKWARD_INPUT, stage, microbatch), action
-    else:
-        yield Action(Op.FORWARD, stage, microbatch), action
-        yield Action(action.op, stage + 1, microbatch), action
+        yield (op, stage), (send, stage)
+    if op is Op.FORWARD and stage > 0:
+        yield (Op.FORWARD, stage - 1), (op, stage)
+    elif op is Op.BACKWARD_WEIGHT:
+        yield (Op.BACKWARD_INPUT, stage), (op, stage)
+    elif op is not Op.FORWARD:
+        yield (Op.FORWARD, stage), (op, stage)
+        if stage + 1 < schedule.stages:
+            yield (op, stage + 1), (op, stage)
 
 
 def _check_links(schedule: Schedule) -> None:
     """Messages of one link arrive in the order sent: the k-th receive must expect the k-th message."""
     sends: dict[Link, list[Action]] = defaultdict(list)
     receives: dict[Link, list[Action]] = defaultdict(list)
-    for actions in schedule.ranks:
-        for action in actions:
-            if action.op in SENDS:
-                sends[link_of(action, schedule.placement)].append(action)
-            elif action.op in RECEIVES:
-                receives[link_of(action, schedule.placement)].append(action)
+    for rank, actions in enumerate(schedule.ranks):
+        for ops, ends in ((SENDS, sends), (RECEIVES, receives)):
+            kinds = [kind for kind in _transfers(schedule, rank) if kind[0] in ops]
+            lists = {kind: ends[link_of(Action(*kind, 0), schedule.placement)] for kind in kinds}
+            for action in actions:
+                op, stage, _ = action
+                if (op, stage) in lists:
+                    lists[op, stage].append(action)
     for link, sent in sends.items():
         step = 1 if link[0] is Op.SEND_FORWARD else -1
         for send, receive in zip(sent, receives[link], strict=True):
-            if (send.stage + step, send.microbatch) != (receive.stage, receive.microbatch):
+            if send.stage + step != receive.stage or send.microbatch != receive.microbatch:
                 raise ScheduleError(f"{schedule.name}: {send} meets {receive} on one link; both sides must use one order")
 
 
@@ -146,7 +172,7 @@ def _report(schedule: Schedule, timeline: Timeline) -> Report:
 
 def _in_flight(actions: tuple[Action, ...]) -> Iterator[int]:
     """After each action: how many (stage, microbatch) have run forward and not all of their backward."""
-    live = 0
+    live, changes = 0, {Op.FORWARD: 1, Op.BACKWARD: -1, Op.BACKWARD_WEIGHT: -1}
     for action in actions:
-        live += {Op.FORWARD: 1, Op.BACKWARD: -1, Op.BACKWARD_WEIGHT: -1}.get(action.op, 0)
+        live += changes.get(action.op, 0)
         yield live
