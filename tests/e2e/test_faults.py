@@ -111,8 +111,8 @@ def test_a_pipeline_skips_the_same_step(
 
 @pytest.mark.parametrize(
     ("interval", "more"),
-    [(2, {}), (5, {}), (2, {"async_save": True, "save_retain": 1})],
-    ids=["to a checkpoint", "to the start", "to one that is being written"],
+    [(2, {}), (5, {}), (2, {"async_save": True, "save_retain": 1}), (2, {"optimizer_offload": "exact", "offload_speculative": True})],
+    ids=["to a checkpoint", "to the start", "to one that is being written", "with the optimizer on the host"],
 )
 def test_a_run_that_goes_back_leaves_the_bad_samples_out(
     interval: int, more: dict[str, object], product: Product, poisoned: Mapping[str, object], skipping: tuple[Path, str], tmp_path: Path
@@ -127,6 +127,28 @@ def test_a_run_that_goes_back_leaves_the_bad_samples_out(
     ours, theirs = ([tuple(entry[name] for name in names) for entry in steps(folder)] for folder in (tmp_path, skipping[0]))
     assert ours == theirs[: BAD - 1] + theirs[BAD:]
     assert_same_state(tmp_path / "iter_0000007", skipping[0] / "iter_0000008")
+
+
+def test_zenflow_that_goes_back_has_never_read_the_bad_samples(product: Product, poisoned: Mapping[str, object], tmp_path: Path) -> None:
+    """The run is that on data without them: nothing of the bad step, nor of the ones behind it, is pending or has been chosen by."""
+    first, behind = 24 * SEQ_LENGTH, 32 * SEQ_LENGTH
+    for name in ("with", "without"):
+        for suffix in (".bin", ".idx", ".meta.json"):
+            shutil.copy(f"{poisoned['data_path']}{suffix}", tmp_path / f"{name}{suffix}")
+        stream = np.memmap(tmp_path / f"{name}.bin", dtype=np.uint16, mode="r+")
+        if name == "without":
+            stream[first : first - behind] = stream[behind:].copy()
+        else:
+            stream[first] = stream[behind]  # which the last sample before them has to predict
+        stream.flush()
+    zenflow = {"optimizer_offload": "zenflow", "zenflow_topk_ratio": 0.25, "zenflow_update_interval": 2, "zenflow_overlap_step": True}
+    options = {**poisoned, "save_interval": 3, "train_iters": 8, "on_bad_step": "rollback", **zenflow}
+    for name in ("with", "without"):
+        product.train(DP2, save=tmp_path / name, **{**options, "data_path": tmp_path / name})
+    assert skipped(tmp_path / "with") == [LEFT_OUT] and not (tmp_path / "without" / "skipped.jsonl").exists()
+    for name in ("lm_loss", "grad_norm"):
+        assert column(tmp_path / "with", name) == column(tmp_path / "without", name)
+    assert_same_state(tmp_path / "with" / "iter_0000008", tmp_path / "without" / "iter_0000008")
 
 
 def test_too_many_bad_steps_end_the_run(product: Product, poisoned: Mapping[str, object], tmp_path: Path) -> None:
