@@ -46,7 +46,7 @@ from megatron_llama.tokenizer.load import load_tokenizer
 from megatron_llama.tokenizer.spm import train_tokenizer
 from megatron_llama.tokenizer.tiktoken import SPLIT, TiktokenTokenizer, parse_ranks
 
-TRAINED = ("sentencepiece", "tokenizers", "metaspace", "llama3")
+TRAINED = ("sentencepiece", "unigram", "tokenizers", "metaspace", "llama3", "gpt2")
 
 
 @dataclass(frozen=True)
@@ -61,9 +61,12 @@ class BenchConfig:
     """Processes of each contender. 0: one per core."""
     tokenizer: str = "sentencepiece"
     """sentencepiece, tokenizers or metaspace: the same model as tokenizer.model, as tokenizer.json, and as one whose pre-tokenizer escapes
-    spaces; llama3: a tokenizer.json of LLaMA 3's kind. Or a file: tokenizer.json, or tokenizer.model of sentencepiece or of LLaMA 3."""
+    spaces; llama3: a tokenizer.json of LLaMA 3's kind. Of kinds that get whole texts: unigram, a tokenizer.model, and gpt2, a
+    tokenizer.json. Or a file: tokenizer.json, or tokenizer.model of sentencepiece or of LLaMA 3."""
     vocab_size: int = 16000
     """Pieces of a tokenizer that is trained on the corpus first."""
+    steady: bool = False
+    """Also time ``preprocess`` on half of the corpus. What the whole takes longer is the rate without the start."""
 
 
 class Taken(NamedTuple):
@@ -134,9 +137,14 @@ def _made(options: BenchConfig, documents: Sequence[str], folder: Path) -> Path:
     if options.tokenizer not in TRAINED:
         return Path(options.tokenizer)
     model, exported = folder / "tokenizer.model", folder / "tokenizer.json"
-    if options.tokenizer == "llama3":
-        _train_llama3(documents, options.vocab_size, exported)
+    if options.tokenizer in ("llama3", "gpt2"):
+        _train_byte_level(documents, options.vocab_size, exported, SPLIT if options.tokenizer == "llama3" else None)
         return exported
+    if options.tokenizer == "unigram":
+        sentencepiece.SentencePieceTrainer.train(
+            sentence_iterator=iter(documents), model_prefix=str(model.with_suffix("")), vocab_size=options.vocab_size, minloglevel=2
+        )
+        return model
     train_tokenizer(documents, options.vocab_size, model).save_hf(folder)
     if options.tokenizer == "metaspace":
         steps = {"type": "Metaspace", "replacement": SPACE, "prepend_scheme": "first", "split": False}
@@ -145,11 +153,13 @@ def _made(options: BenchConfig, documents: Sequence[str], folder: Path) -> Path:
     return model if options.tokenizer == "sentencepiece" else exported
 
 
-def _train_llama3(documents: Sequence[str], vocab_size: int, path: Path) -> None:
-    """A byte-level BPE behind LLaMA 3's split."""
+def _train_byte_level(documents: Sequence[str], vocab_size: int, path: Path, split: str | None) -> None:
+    """A byte-level BPE behind a split by a regular expression; None: by GPT-2's."""
     bpe = tokenizers.Tokenizer(models.BPE())
-    split = pre_tokenizers.Split(tokenizers.Regex(SPLIT), "isolated")
-    bpe.pre_tokenizer = pre_tokenizers.Sequence([split, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
+    of_bytes = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=split is None)
+    bpe.pre_tokenizer = (
+        of_bytes if split is None else pre_tokenizers.Sequence([pre_tokenizers.Split(tokenizers.Regex(split), "isolated"), of_bytes])
+    )
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     special = ["<|begin_of_text|>", "<|end_of_text|>"]
     trainer = trainers.BpeTrainer(vocab_size=vocab_size, initial_alphabet=alphabet, special_tokens=special, show_progress=False)
@@ -180,34 +190,45 @@ def main(argv: Sequence[str]) -> None:
     with tempfile.TemporaryDirectory() as folder:
         root = Path(folder)
         model = _made(options, documents, root)
-        source = root / "corpus.jsonl"
-        source.write_text("".join(json.dumps({"text": text}, ensure_ascii=False) + "\n" for text in texts))
-        size = sum(len(text.encode()) for text in texts)
-        taken: dict[str, list[Taken]] = {"preprocess": [], "megatron": [], "tokenizer": []}
+        source, half = root / "corpus.jsonl", root / "half.jsonl"
+        lines = [json.dumps({"text": text}, ensure_ascii=False) + "\n" for text in texts]
+        source.write_text("".join(lines))
+        half.write_text("".join(lines[: len(lines) // 2]))
+        turns: list[tuple[str, Callable[[], Taken]]] = [
+            ("preprocess", lambda: _timed(lambda: ours(source, root / "ours", model, workers))),
+            ("megatron", lambda: _timed(lambda: megatron(source, root / "theirs", model, workers))),
+            ("tokenizer", lambda: alone(texts, model, workers)),
+        ]
+        if options.steady:
+            turns.append(("half", lambda: _timed(lambda: ours(half, root / "half", model, workers))))
+        taken: dict[str, list[Taken]] = {name: [] for name, _ in turns}
         for number in range(options.rounds):
-            turns: list[tuple[str, Callable[[], Taken]]] = [
-                ("preprocess", lambda: _timed(lambda: ours(source, root / "ours", model, workers))),
-                ("megatron", lambda: _timed(lambda: megatron(source, root / "theirs", model, workers))),
-                ("tokenizer", lambda: alone(texts, model, workers)),
-            ]
-            for name, turn in turns[number % 3 :] + turns[: number % 3]:
+            at = number % len(turns)
+            for name, turn in turns[at:] + turns[:at]:
                 taken[name].append(turn())
         for suffix in (".bin", ".idx"):
             assert (root / f"ours{suffix}").read_bytes() == (root / f"theirs{suffix}").read_bytes(), "the outputs differ"
-    _report(options, taken, size, len(texts), workers)
+    size, rest = (sum(len(text.encode()) for text in part) for part in (texts, texts[len(texts) // 2 :]))
+    _report(options, taken, size, rest, len(texts), workers)
 
 
-def _report(options: BenchConfig, taken: dict[str, list[Taken]], size: int, documents: int, workers: int) -> None:
+def _report(options: BenchConfig, taken: dict[str, list[Taken]], size: int, rest: int, documents: int, workers: int) -> None:
+    """``rest``: bytes of the corpus behind its half."""
     libraries = ", ".join(f"{library.__name__} {library.__version__}" for library in (sentencepiece, tokenizers, tiktoken))
     print(f"{size / 1e6:.1f} MB, {documents:,} documents, {workers} processes, {options.tokenizer}, {options.rounds} rounds; {libraries}")
+    whole, half = taken["preprocess"], taken.pop("half", [])
     for name, each in taken.items():
         rates = sorted(size / 1e6 / seconds.clock for seconds in each)
         print(f"{name:<12}{statistics.median(rates):8.2f} MB/s   ({rates[0]:.2f} - {rates[-1]:.2f})")
     for name, words in (("megatron", "times as fast as Megatron-LM's way"), ("tokenizer", "of the tokenizer's own rate")):
         for measure in Taken._fields:
-            pairs = zip(taken["preprocess"], taken[name], strict=True)
+            pairs = zip(whole, taken[name], strict=True)
             ratios = sorted(getattr(theirs, measure) / getattr(own, measure) for own, theirs in pairs)
             print(f"by {measure}: {statistics.median(ratios):.3f} {words} ({ratios[0]:.3f} - {ratios[-1]:.3f} in single rounds)")
+    for measure in Taken._fields if half else ():
+        alone, own, start = (statistics.median(getattr(each, measure) for each in group) for group in (taken["tokenizer"], whole, half))
+        steady = rest * alone / ((own - start) * size)
+        print(f"by {measure}: behind the first half {steady:.3f} of the tokenizer's own rate (medians)")
 
 
 if __name__ == "__main__":
