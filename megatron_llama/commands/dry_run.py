@@ -14,6 +14,7 @@ from megatron_llama.blends import read_blend
 from megatron_llama.commands.options import DryRunConfig
 from megatron_llama.config import CheckpointConfig, Config, LaunchConfig, TrainingConfig
 from megatron_llama.errors import ConfigError, UserError, listing
+from megatron_llama.host_memory import free_bytes
 from megatron_llama.layout import BY_TRAFFIC, NO_SHARD, strategy_named
 from megatron_llama.memory import MemoryPlan, gib, state_bytes
 from megatron_llama.options import Parsed
@@ -117,10 +118,11 @@ def _host_memory(plan: MemoryPlan, world: int, needed: int) -> Iterator[str]:
     """What an offloaded optimizer lacks here. ``needed``: on each device, which may be the host itself."""
     from megatron_llama import device as devices
 
-    device, free = devices.accelerator(0), gib(devices.free_host_memory_bytes())
+    device, free = devices.accelerator(0), free_bytes()
     ranks, each = (world, plan.offloaded() + needed) if devices.is_host(device) else (devices.accelerator_count(), plan.offloaded())
-    if plan.offloaded() and ranks * each > devices.free_host_memory_bytes():
-        yield f"offload: {gib(each)} of host memory per process, {gib(ranks * each)} for {ranks} on one machine; this one has {free} free"
+    if plan.offloaded() and ranks * each > free:
+        machine = f"{gib(ranks * each)} for {ranks} on one machine; this one has {gib(free)} free"
+        yield f"offload: {gib(each)} of host memory per process, {machine}"
 
 
 def _report(plan: MemoryPlan, world: int) -> Iterator[str]:

@@ -27,6 +27,7 @@ from megatron_llama.model.llama import build_stages
 from megatron_llama.offload import offload_plan
 from megatron_llama.optim.build import build_optimizer
 from megatron_llama.optim.compare import check_replicas
+from megatron_llama.optim.offload.build import Neighbour, place_among
 from megatron_llama.optim.offload.copies import Copy, HostCopies
 from megatron_llama.optim.offload.divided import Divided
 from megatron_llama.optim.offload.exact import ExactOffload
@@ -395,6 +396,15 @@ def test_the_worker_runs_where_it_is_told() -> None:
     here = devices.physical_cores()
     for option, expected in (("auto", set(here)), (str(here[-1]), {here[-1]})):
         assert cores_of(trainer(SINGLE, Layout(offload=replace(EXACT, offload_cores=option)))) == expected
+
+
+def test_ranks_divide_the_processors_that_they_share() -> None:
+    """Those of a machine, unless a launcher has bound each rank, or each pair of them, to some."""
+    free, bound = (tuple(Neighbour("a", cores, 0) for cores in sets) for sets in (((0, 1, 2, 3),) * 4, ((0, 1), (2, 3), (0, 1), (2, 3))))
+    away = Neighbour("b", (0, 1), 0)
+    assert [place_among((away, *free), rank, apart=True) for rank in range(5)] == [(0, 1), (0, 4), (1, 4), (2, 4), (3, 4)]
+    assert [place_among((away, *bound), rank, apart=True) for rank in range(5)] == [(0, 1), (0, 2), (0, 2), (1, 2), (1, 2)]
+    assert [place_among((away, *bound), rank, apart=False) for rank in range(5)] == [(0, 1), (0, 4), (1, 4), (2, 4), (3, 4)]
 
 
 def test_threads_change_no_bit() -> None:

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from megatron_llama import device as devices
 from megatron_llama.config import Config
+from megatron_llama.host_memory import free_bytes
 from megatron_llama.mesh import Mesh
 from tools.compare_sharding import random_batches
 from tools.offload.catalogue import Numbers
@@ -127,7 +128,7 @@ def obstacle(peer: Peer, device: torch.device, elements: int) -> str | None:
         return f"{peer.package} is not installed"
     if devices.is_host(device):
         return "needs a GPU"
-    free, needed = devices.free_host_memory_bytes(), peer.host_bytes * elements
+    free, needed = free_bytes(), peer.host_bytes * elements
     return f"needs {needed / 1e9:.0f} GB of host memory, {free / 1e9:.0f} GB are free" if needed > free else None
 
 

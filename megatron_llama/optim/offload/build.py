@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import socket
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -11,6 +13,7 @@ from megatron_llama import device as devices
 from megatron_llama.comm.agreement import shared, together
 from megatron_llama.config import Config
 from megatron_llama.errors import OffloadError, describe
+from megatron_llama.host_memory import free_bytes
 from megatron_llama.layout import ShardLayout
 from megatron_llama.memory import gib, state_bytes
 from megatron_llama.mesh import Mesh
@@ -45,11 +48,11 @@ def build_update(
     if plan is None:
         return AdamW(config.optimizer)
     needed = plan.held + (sum(state_bytes(config, layout).values()) if devices.is_host(mesh.device) else 0)
-    neighbours = shared((_machine(), needed), mesh.world)
-    here = [rank for rank, (machine, _) in enumerate(neighbours) if machine == neighbours[mesh.rank][0]]
+    ranks = shared(Neighbour(_machine(), devices.physical_cores(), needed), mesh.world)
+    here, option = [rank for rank in ranks if rank.machine == ranks[mesh.rank].machine], config.offload.offload_cores
     with together(mesh.world):
-        _require_memory(sum(neighbours[rank][1] for rank in here), len(here), plan)
-        cores = rank_cores(config.offload.offload_cores, here.index(mesh.rank), len(here))
+        _require_memory(sum(rank.needed for rank in here), len(here), plan)
+        cores = rank_cores(option, *place_among(ranks, mesh.rank, apart=option == AUTO))
     with together(mesh.world):  # not before all have found enough of it free
         # On a host without a device the ranks' own number of threads counts: they have been told how to share the processors.
         worker = hire(cores, min(len(cores), torch.get_num_threads()) if devices.is_host(mesh.device) else len(cores))
@@ -109,6 +112,25 @@ def _zenflow(
     )
 
 
+@dataclass(frozen=True)
+class Neighbour:
+    """A rank as the others see it."""
+
+    machine: str
+    cores: tuple[int, ...]
+    """The physical ones that it may use."""
+    needed: int
+    """Bytes of host memory."""
+
+
+def place_among(ranks: Sequence[Neighbour], rank: int, *, apart: bool) -> tuple[int, int]:
+    """Which one of how many ranks that divide processors a rank is: of all on its machine, or, ``apart``, of those that may use the same
+    ones. A launcher that binds each rank to processors of its own has divided them already."""
+    own = ranks[rank]
+    others = [number for number, one in enumerate(ranks) if one.machine == own.machine and (one.cores == own.cores or not apart)]
+    return others.index(rank), len(others)
+
+
 def _machine() -> str:
     """Tells machines, and containers on them, apart."""
     boot = Path("/proc/sys/kernel/random/boot_id")
@@ -116,7 +138,7 @@ def _machine() -> str:
 
 
 def _require_memory(needed: int, ranks: int, plan: OffloadPlan) -> None:
-    free = devices.free_host_memory_bytes()
+    free = free_bytes()
     if needed > free:
         got = f"{gib(free)} free on this machine"
         expected = f"{gib(needed)} for its {ranks} rank{'s' if ranks > 1 else ''}, {gib(plan.held)} of it for the optimizer of this one"
