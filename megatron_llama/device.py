@@ -12,8 +12,6 @@ from pathlib import Path
 
 import torch
 
-_OLD_CGROUP = (("/sys/fs/cgroup/memory", "memory.limit_in_bytes", "memory.usage_in_bytes"),)
-
 
 def accelerator(local_rank: int) -> torch.device:
     """This process's device: its GPU where there is one, else the CPU."""
@@ -177,19 +175,6 @@ def host_event(device: torch.device) -> torch.Event:
     event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]  # torch.Event takes no notice of it
     event.record(current_stream(device))
     return event
-
-
-def free_host_memory_bytes() -> int:
-    """Memory of this machine that processes may still take: what is free, within the limit of the container. Where the system does not
-    say, all there is."""
-    free = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")]
-    info = Path("/proc/meminfo")
-    if info.exists():
-        free += [int(line.split()[1]) * 1024 for line in info.read_text().splitlines() if line.startswith("MemAvailable:")]
-    for folder, limit, used in (("/sys/fs/cgroup", "memory.max", "memory.current"), *_OLD_CGROUP):
-        with suppress(OSError, ValueError):  # there is none, or the word "max"
-            free.append(int(Path(folder, limit).read_text()) - int(Path(folder, used).read_text()))
-    return max(0, min(free))
 
 
 def physical_cores() -> tuple[int, ...]:

@@ -19,7 +19,7 @@ LAYERS = (
     (
         *("errors", "config", "aliases", "options", "manual", "validate", "presets", "hf_config", "params", "lora", "layout", "schedule"),
         *("blends", "batch_sizes", "recorder", "history", "whereabouts", "activations", "memory", "auto", "traffic", "uses", "residency"),
-        *("run_problems", "offload", "zenflow", "timeline"),
+        *("run_problems", "offload", "zenflow", "timeline", "host_memory"),
     ),
     ("planner",),
     ("device", "rendezvous"),
