@@ -19,6 +19,11 @@ TABLE = 4
 """Bytes of an entry of the rotary table, always fp32."""
 INDEX = 8 + 1
 """Bytes of a token's row in a vocabulary-parallel table: int64, and whether another rank has it."""
+HEAD_CHUNK = 2**28
+"""Scores of the vocabulary that a rank holds at once, where it need not hold all: 512 MiB in bf16. Each chunk reads and writes the fp32
+gradient of the whole head, so that smaller ones cost time."""
+LOSS_CHUNK = 2**19
+"""Of these, scores whose cross entropy a host computes at once: what its cache holds."""
 
 
 @dataclass(frozen=True)
@@ -39,6 +44,7 @@ class Activations:
     low_rank: int = 0
     """Width of the inner activations of a block's low-rank additions, all together. What is frozen beside them is counted as if it
     were trained: its inputs are those of the additions, where there are some."""
+    head_chunk: int = HEAD_CHUNK
 
     @staticmethod
     def of(config: Config) -> Activations:
@@ -126,14 +132,37 @@ class Activations:
         return self.tokens * (INDEX if self.tp > 1 else 8)
 
     @property
-    def logits(self) -> int:
-        """This rank's columns of the scores of all tokens, in whose place their gradient is kept."""
-        return self.tokens * padded_vocab_size(self.model, self.tp) // self.tp * self.narrow
+    def _columns(self) -> int:
+        return padded_vocab_size(self.model, self.tp) // self.tp
 
     @property
-    def head(self) -> int:
-        """Final norm, head and loss; the gradient of the logits is the largest part."""
-        return self._norm + self.hidden + self.logits
+    def many_scores(self) -> bool:
+        """Whether the scores of all tokens are more than are made at once, where the schedule lets them be made in chunks."""
+        return self.tokens * self._columns > self.head_chunk
+
+    @property
+    def logits(self) -> int:
+        """This rank's columns of the scores of all tokens, in whose place their gradient is kept."""
+        return self.tokens * self._columns * self.narrow
+
+    def loss(self, *, in_chunks: bool) -> int:
+        """What the loss needs beside what is kept: some scores as they are computed, if these are narrower, and in chunks those of one,
+        and the input of the head where this rank keeps a part of it."""
+        at_once = max(1, self.head_chunk // self._columns) * self._columns if in_chunks else self.tokens * self._columns
+        computed = min(at_once, LOSS_CHUNK) * self.wide if self.narrow < self.wide else 0
+        if not in_chunks:
+            return computed
+        whole = self.tokens * self.model.hidden_size * self.narrow if self._own_tokens < self.tokens else 0
+        return computed + at_once * self.narrow + whole
+
+    def gradients(self, recomputed: Granularity) -> int:
+        """What the backward pass of a block needs beside what is kept: what it computes again, and the most of the gradients that there
+        are at once, of the two inner activations and of their product."""
+        return self.block("none") - self.block(recomputed) + 3 * self._inner
+
+    def head(self, *, in_chunks: bool) -> int:
+        """Final norm, head and loss. The gradient of the logits is the largest part, unless they are made in chunks."""
+        return self._norm + self.hidden + (0 if in_chunks else self.logits)
 
     @property
     def rotary(self) -> int:
@@ -141,10 +170,10 @@ class Activations:
         samples = self.micro_batch_size if self.positions_per_sample else 1
         return self.seq_length // self.cp * samples * self.model.head_dim * TABLE
 
-    def stage(self, blocks: int, granularity: Granularity, recomputing: int, *, first: bool, last: bool) -> int:
-        """All of a pipeline stage, of whose ``blocks`` so many recompute."""
+    def stage(self, blocks: int, granularity: Granularity, recomputing: int, *, first: bool, last: bool, in_chunks: bool = False) -> int:
+        """All of a pipeline stage, of whose ``blocks`` so many recompute. ``in_chunks``: the last one never holds all logits."""
         kept = recomputing * self.block(granularity) + (blocks - recomputing) * self.block("none")
-        return kept + self.rotary + first * self.embedding + last * self.head
+        return kept + self.rotary + first * self.embedding + last * self.head(in_chunks=in_chunks)
 
     def deferred_stage(self, blocks: int, granularity: Granularity, recomputing: int, *, first: bool, last: bool) -> int:
         """A stage between the halves of a split backward pass: also the gradients of the looked-up rows and of the logits."""

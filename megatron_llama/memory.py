@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 
-from megatron_llama.activations import Activations, Granularity, compute_bytes
+from megatron_llama.activations import HEAD_CHUNK, Activations, Granularity, compute_bytes
 from megatron_llama.config import Config
 from megatron_llama.errors import describe
 from megatron_llama.layout import ALIGN, PIECES, REDUCTIONS_IN_FLIGHT, ShardLayout, align_up, rank_layout, strategy_named
 from megatron_llama.offload import OffloadPlan, offload_plan
 from megatron_llama.params import partition_of
-from megatron_llama.schedule import Action, Op, schedule_named
+from megatron_llama.schedule import Action, Op, backward_comes_next, schedule_named
 from megatron_llama.traffic import StepTraffic, step_traffic
 from megatron_llama.validate import dp_size
 
@@ -108,9 +109,11 @@ def peak_of(actions: Iterable[Action], kept: Sequence[int], deferred: Sequence[i
 class MemoryPlan:
     """Memory of the ranks of a resolved configuration with a known vocabulary."""
 
-    def __init__(self, config: Config, world_size: int) -> None:
+    def __init__(self, config: Config, world_size: int, *, head_chunk: int = HEAD_CHUNK) -> None:
+        """``head_chunk``: see there."""
         parallel, training = config.parallel, config.training
-        self.config, self.shape, self.partition = config, Activations.of(config), partition_of(config)
+        self.config, self.partition = config, partition_of(config)
+        self.shape = replace(Activations.of(config), head_chunk=head_chunk)
         dp, ranks = dp_size(config, world_size), parallel.pipeline_model_parallel_size
         self.schedule = schedule_named(
             parallel.pipeline_schedule,
@@ -118,6 +121,9 @@ class MemoryPlan:
             microbatches=training.global_batch_size // (training.micro_batch_size * dp),
             virtual=parallel.virtual_pipeline_model_parallel_size,
         )
+        last = self.partition.stages - 1
+        self.in_chunks = self.shape.many_scores and backward_comes_next(self.schedule.ranks[self.partition.placement[last]], last)
+        """Whether the last stage never holds the scores of all tokens of a microbatch."""
         self._data = dp * parallel.context_parallel_size
         self.layouts = [rank_layout(config, dp=self._data, rank=rank) for rank in range(ranks)]
         self.largest_stage = max(len(layers) for layers in self.partition.layers)
@@ -130,7 +136,7 @@ class MemoryPlan:
     def kept(self, stage: int, granularity: Granularity, recomputing: int) -> int:
         """Bytes that autograd keeps of one microbatch at one stage."""
         blocks = len(self.partition.layers[stage])
-        return self.shape.stage(blocks, granularity, min(recomputing, blocks), **self._ends(stage))
+        return self.shape.stage(blocks, granularity, min(recomputing, blocks), **self._ends(stage), in_chunks=self.in_chunks)
 
     def microbatch(self, rank: int, granularity: Granularity, recomputing: int) -> int:
         """Bytes of one microbatch in all stages of a pipeline rank."""
@@ -146,7 +152,7 @@ class MemoryPlan:
         stages = range(self.partition.stages)
         kept = [self.kept(stage, granularity, recomputing) + self._boundary(stage, granularity, recomputing) for stage in stages]
         deferred = [self._deferred(stage, granularity, recomputing) for stage in stages]
-        return peak_of(self.schedule.ranks[rank], kept, deferred) + self._working(rank)
+        return peak_of(self.schedule.ranks[rank], kept, deferred) + self._working(rank, granularity, recomputing)
 
     def state(self, rank: int) -> int:
         """Parameters, gradients, optimizer."""
@@ -163,6 +169,10 @@ class MemoryPlan:
     def host_buffers(self, rank: int) -> int:
         """Bytes of receive buffers on a CPU."""
         return host_buffer_bytes(self.config, self.layouts[rank], dp=self._data)
+
+    def logits(self, rank: int) -> int:
+        """Of its activations those bytes that are scores of all tokens of a microbatch: none where they are made in chunks."""
+        return self.shape.logits if self.partition.placement[-1] == rank and not self.in_chunks else 0
 
     def chunk_problem(self) -> str | None:
         """See the function, for the whole run on CPUs."""
@@ -192,11 +202,15 @@ class MemoryPlan:
         divided = stage > 0 and granularity == "full" and recomputing > 0 and shape.block("full") < shape.hidden
         return (sent + divided) * shape.hidden
 
-    def _working(self, rank: int) -> int:
-        """An estimate: one block as it is computed again or its gradients, or as much as the logits. Beside that the norms of parts of
-        one gradient shard."""
-        head = self.partition.placement[-1] == rank
-        return max(self.shape.block("none"), self.shape.logits * head) + squares_bytes(self.config, self.layouts[rank])
+    def _working(self, rank: int, granularity: Granularity, recomputing: int) -> int:
+        """Of a pass, at the moment at which most is kept, or of the gradient's norm, of which a shard's parts are there at once.
+
+        Blocks that recompute are the first of a stage: if not all do, another one has been forgotten before one is computed again."""
+        stages = self.partition.stages_of(rank)
+        again = any(0 < len(self.partition.layers[stage]) <= recomputing for stage in stages)
+        blocks = self.shape.gradients(granularity if again else "none")
+        last = self.partition.stages - 1 in stages
+        return max(blocks, self.shape.loss(in_chunks=self.in_chunks) if last else 0) + squares_bytes(self.config, self.layouts[rank])
 
 
 def gib(size: int) -> str:

@@ -121,7 +121,7 @@ def predicted(layout: Run, per_sample: bool) -> Parts:
     shape, layers = Activations.of(config), config.model.num_hidden_layers
     recomputing = layers if layout.recompute_layers == "all" else int(layout.recompute_layers)
     stage = shape.stage(layers, layout.recompute, recomputing, first=True, last=True)
-    return Parts(shape.embedding, shape.block(layout.recompute), shape.head, shape.rotary, stage)
+    return Parts(shape.embedding, shape.block(layout.recompute), shape.head(in_chunks=False), shape.rotary, stage)
 
 
 SPREAD = [

@@ -61,12 +61,28 @@ def test_the_squares_of_a_gradient_shard_count() -> None:
     assert whole - quarter == 32000 * 4096 // 64 * 4 * 3 // 4
 
 
+def test_scores_in_chunks_are_not_kept() -> None:
+    """Those of 8192 tokens and 128,256 words are more than a chunk. They stay where the schedule puts backward passes off."""
+    whole = TrainingConfig(seq_length=8192, micro_batch_size=1, global_batch_size=16, train_iters=1, bf16=True)
+    asked = Config(PRESETS["llama3-8b"], ParallelConfig(pipeline_model_parallel_size=2), whole)
+    chunked, kept = (
+        MemoryPlan(resolve(replace(asked, parallel=replace(asked.parallel, pipeline_schedule=name)), 2), 2) for name in ("1f1b", "zb-h1")
+    )
+    scores = 8192 * 128256 * 2
+    assert (chunked.in_chunks, chunked.logits(1)) == (True, 0) and (kept.in_chunks, kept.logits(1), kept.logits(0)) == (False, scores, 0)
+    assert kept.kept(1, "none", 0) - chunked.kept(1, "none", 0) == scores
+    assert not MemoryPlan(config(1), 1).in_chunks
+
+
 @pytest.mark.parametrize(("granularity", "ranks"), list(product(["selective", "full"], [1, 4])))
 def test_auto_takes_the_fewest_blocks_that_fit(granularity: str, ranks: int) -> None:
     asked = config(ranks, pipeline_model_parallel_size=ranks, recompute_granularity=granularity, recompute_num_layers="auto")
     plan = MemoryPlan(asked, ranks)
     assert plan.largest_stage == 32 // ranks
-    for layers in (0, 1, 5, plan.largest_stage):
+    # The last block saves nothing where one microbatch is in flight: it is there when it is computed again, and all others are not.
+    most = plan.largest_stage - (ranks == 1)
+    assert (plan.needed(granularity, plan.largest_stage - 1) > plan.needed(granularity, plan.largest_stage)) is (ranks > 1)
+    for layers in (0, 1, 5, most):
         needed = plan.needed(granularity, layers)
         decided, (note,) = decide_recompute(asked, ranks, int(needed / USABLE) + 1)
         assert decided.parallel.recompute_num_layers == str(layers) and f"auto: {layers} of up to {32 // ranks} " in note

@@ -14,7 +14,7 @@ from typing import cast
 import torch
 from torch import Tensor, nn
 
-from megatron_llama.activations import Granularity
+from megatron_llama.activations import HEAD_CHUNK, Granularity
 from megatron_llama.config import Config, LoraConfig, ModelConfig, ParallelConfig
 from megatron_llama.device import is_host
 from megatron_llama.mesh import Mesh
@@ -33,7 +33,7 @@ from megatron_llama.nn.functional import (
     split_heads,
     swiglu,
 )
-from megatron_llama.nn.head import CHUNK, head_loss
+from megatron_llama.nn.head import head_loss
 from megatron_llama.nn.host_attention import rotated_attention
 from megatron_llama.nn.kernels.choice import kernels_for
 from megatron_llama.nn.linear import ColumnLinear, RowLinear, column_linear, empty_weight
@@ -55,8 +55,9 @@ class StageOptions:
     """So many blocks recompute, from the first of the stage; None: all."""
     bodies: Bodies = PLAIN
     """What computes between matrix products."""
-    head_chunk: int = CHUNK
-    """Most scores of the vocabulary that there are at once, where the schedule lets gradients be made in the forward pass."""
+    head_chunk: int = HEAD_CHUNK
+    """Most scores of the vocabulary that there are at once, where no backward pass comes, or the schedule lets gradients be made in the
+    forward pass."""
 
     @staticmethod
     def of(parallel: ParallelConfig) -> StageOptions:
@@ -249,8 +250,8 @@ class Stage(nn.Module):
             x = self._marked(column_linear(normed, self.head_weight, self.mesh.tp, sequence_parallel=parallel), unit)
         return x
 
-    def loss_in_chunks(self, normed: Tensor, labels: Tensor, *, weights: Tensor, z_weight: float) -> Tensor:
-        """See ``head_loss``; ``normed`` from ``forward`` without head, whose backward pass comes next."""
+    def loss_in_chunks(self, normed: Tensor, labels: Tensor, *, weights: Tensor | None, z_weight: float) -> Tensor:
+        """See ``head_loss``; ``normed`` from ``forward`` without head, whose backward pass, if any, comes next."""
         losses, self._head_home = head_loss(
             normed,
             self.head_weight,

@@ -2,7 +2,8 @@
 
 Scores, [tokens, vocabulary], are the largest tensor of a step: 1 GiB in bf16 for 4096 tokens and 128,256 words. Here a chunk of them is
 made, becomes its own gradient, gives its part of the gradients of input and weight, and is forgotten. So all gradients are computed in
-the forward pass; the backward pass of the same microbatch has to follow before any other pass.
+the forward pass; the backward pass of the same microbatch has to follow before any other pass. Without a backward pass each chunk gives
+its losses only.
 """
 
 from __future__ import annotations
@@ -11,14 +12,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from megatron_llama.activations import HEAD_CHUNK
 from megatron_llama.comm import autograd, collectives
 from megatron_llama.mesh import Axis
 from megatron_llama.nn.bodies import Bodies
 from megatron_llama.nn.loss import cross_entropy
 from megatron_llama.nn.sink import Home, accumulate_product, arrive
-
-CHUNK = 2**28
-"""Scores at once, 512 MiB in bf16. Each chunk reads and writes the fp32 gradient of the whole head, so that smaller ones cost time."""
 
 
 def head_loss(
@@ -28,32 +27,38 @@ def head_loss(
     tp: Axis,
     vocab_size: int,
     *,
-    weights: Tensor,
+    weights: Tensor | None,
     sequence_parallel: bool,
     z_weight: float,
     bodies: Bodies,
-    chunk: int = CHUNK,
+    chunk: int = HEAD_CHUNK,
 ) -> tuple[Tensor, Home | None]:
     """What ``cross_entropy`` says of the scores of x [s or s/tp, b, h] by this rank's rows [padded_vocab / tp, h] of the head; labels and
-    weights [s, b]. x, contiguous, becomes its gradient. The weight's is in its home: whoever begins the backward pass calls ``done``.
-    None: the weight is not trained. ``chunk``: scores at once."""
+    weights [s, b]; without weights no gradients. x, contiguous, becomes its gradient. The weight's is in its home: whoever begins the
+    backward pass calls ``done``. None: the weight is not trained. ``chunk``: scores at once."""
     arrived = arrive(weight)
-    home = arrived.home if weight.requires_grad else None
-    assert home is not None or not weight.requires_grad, "a weight that is trained has a home"
+    trained = weight.requires_grad and weights is not None
+    home = arrived.home if trained else None
+    assert home is not None or not trained, "a weight that is trained has a home"
     own, gathers = x.detach(), sequence_parallel and tp.size > 1
     with torch.no_grad():
         full, pending = autograd.gathered(own, tp) if gathers else (own, collectives.DONE)
         view, beta = (None, 0.0) if home is None else home.buffer()
         pending.wait()
-        rows, targets, share, losses = full.flatten(0, -2), labels.flatten(), weights.flatten(), []
+        rows, targets, losses = full.flatten(0, -2), labels.flatten(), []
+        shares = None if weights is None else weights.flatten()
         step = max(1, chunk // weight.shape[0])
         for part in (slice(start, start + step) for start in range(0, len(rows), step)):
-            scores = F.linear(rows[part], weight)
-            losses.append(cross_entropy(scores, targets[part], tp, vocab_size, weights=share[part], z_weight=z_weight, bodies=bodies))
+            scores, share = F.linear(rows[part], weight), None if shares is None else shares[part]
+            losses.append(cross_entropy(scores, targets[part], tp, vocab_size, weights=share, z_weight=z_weight, bodies=bodies))
             if view is not None:
                 accumulate_product(view, beta, scores.t(), rows[part])
                 beta = 1.0
-            torch.mm(scores, weight, out=rows[part])
+            if share is not None:
+                torch.mm(scores, weight, out=rows[part])
+            del scores  # before the next ones are made
+        if weights is None:
+            return torch.cat(losses).view(labels.shape), None
         if gathers:
             summed, pending = autograd.scattered(full, tp)
             pending.wait()

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import pairwise
 from typing import Protocol
 
 import torch
@@ -23,7 +22,7 @@ from megatron_llama.nn.context import local_sequence
 from megatron_llama.nn.embedding import uniform_noise
 from megatron_llama.nn.loss import cross_entropy, likeliest
 from megatron_llama.params import partition_of
-from megatron_llama.schedule import Action, Op, Schedule, forward_only, schedule_named
+from megatron_llama.schedule import Action, Op, Schedule, backward_comes_next, forward_only, schedule_named
 from megatron_llama.uses import Use, rank_uses
 
 
@@ -229,7 +228,7 @@ class PipelineRuntime:
             actions = self._schedule(training, microbatches).ranks[self.mesh.pp.rank]
             last_forward = max(index for index, action in enumerate(actions) if action.op is Op.FORWARD)
             uses, last = rank_uses(self._config, actions, rank=self.mesh.pp.rank), self._partition.stages - 1
-            self._plans[key] = _Plan(actions, uses, last_forward, training and _backward_comes_next(actions, last))
+            self._plans[key] = _Plan(actions, uses, last_forward, training and backward_comes_next(actions, last))
         return self._plans[key]
 
     def _schedule(self, training: bool, microbatches: int) -> Schedule:
@@ -308,7 +307,7 @@ class PipelineRuntime:
 
     def _in_chunks(self, stage: Stage, batch: Microbatch, flight: _Flight) -> bool:
         """Whether the scores of a batch are too many to be there at once, and may be made one chunk after the other."""
-        if not (stage.is_last and flight.at_once):
+        if not stage.is_last or flight.predicted is not None or (flight.training and not flight.at_once):
             return False
         return batch.labels.numel() // self.mesh.cp.size * stage.head_weight.shape[0] > stage.options.head_chunk
 
@@ -323,7 +322,6 @@ class PipelineRuntime:
             weights = each.expand(labels.shape) if mask is None else mask.to(each.dtype) * each
         z_weight, bodies = self._config.training.z_loss_weight, stage.options.bodies
         if in_chunks:
-            assert weights is not None
             losses = stage.loss_in_chunks(output, labels, weights=weights, z_weight=z_weight)
         else:
             losses = cross_entropy(
@@ -364,16 +362,6 @@ class PipelineRuntime:
             flight.sends.pop((op, to)).wait()
         link = self.mesh.link(self.mesh.pp.rank, to, backward=op is Op.SEND_BACKWARD)
         flight.sends[op, to] = p2p.send(tensor, link, to)
-
-
-def _backward_comes_next(actions: Sequence[Action], last: int) -> bool:
-    """Whether, of what this rank computes, each forward pass of stage ``last`` is followed by the whole backward pass of its microbatch."""
-    passes = [action for action in actions if action.op in (Op.FORWARD, Op.BACKWARD, Op.BACKWARD_INPUT, Op.BACKWARD_WEIGHT)]
-    return all(
-        after.op is Op.BACKWARD and (after.stage, after.microbatch) == (before.stage, before.microbatch)
-        for before, after in pairwise(passes)
-        if before.op is Op.FORWARD and before.stage == last
-    )
 
 
 def _use(engine: Engine, first: int, unit: int, backward: bool) -> None:

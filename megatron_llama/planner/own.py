@@ -107,7 +107,7 @@ class Planned:
             "gradients": state["gradients"],
             "optimizer": state["master weights"] + state["moments"],
         }
-        logits = plan.shape.logits if plan.partition.placement[-1] == rank else 0
+        logits = plan.logits(rank)
         return {**parts, "activations": plan.activations(rank, granularity, self.recomputing) - logits, "logits": logits}
 
     @cached_property

@@ -1,4 +1,4 @@
-"""The loss made with the head, chunk by chunk, against the loss of all scores at once: losses, norms, and what is trained."""
+"""The loss made with the head, chunk by chunk, against the loss of all scores at once: losses, norms, what is trained, and evaluations."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ CHUNKS = (1, 5 * 384, 10**9)
 """Scores at once: those of one token; of a few, of which the last chunk has fewer; and all, so that nothing is cut."""
 
 
-def trained(place: Place, layout: Layout, chunk: int) -> tuple[list[float], bool]:
-    """Losses and norms of three steps, and whether the head was read in chunks."""
+def trained(place: Place, layout: Layout, chunk: int) -> tuple[list[float], bool, bool]:
+    """Losses and norms of three steps and the loss of an evaluation, and whether the head was read in chunks, in either."""
     run, cut = trainer(place, layout), False
     with_chunks(run, chunk)
     original = Stage.loss_in_chunks
@@ -30,7 +30,9 @@ def trained(place: Place, layout: Layout, chunk: int) -> tuple[list[float], bool
     for stage in run.stages.values():
         stage.loss_in_chunks = noted.__get__(stage)  # type: ignore[method-assign]
     numbers = [number for index in range(3) for number in map(float, run.step(index))]
-    return numbers, cut
+    trained_in_chunks, cut = cut, False
+    numbers.append(float(run.runtime.evaluate(run.batches(3))[0]))
+    return numbers, trained_in_chunks, cut
 
 
 def with_chunks(run: Trainer, chunk: int) -> None:
@@ -53,14 +55,14 @@ ALONE = [
 def test_one_process(layout: Layout, chunk: int) -> None:
     """In fp64, where another order of sums does not show."""
     layout = replace(layout, fp64=True, layers=1)
-    (found, cut), (expected, whole) = trained(Place(0, 1, 0), layout, chunk), trained(Place(0, 1, 0), layout, 10**9)
-    assert (cut, whole) == (chunk < 10**9, False)
+    (found, *cut), (expected, *whole) = trained(Place(0, 1, 0), layout, chunk), trained(Place(0, 1, 0), layout, 10**9)
+    assert (cut, whole) == ([chunk < 10**9] * 2, [False] * 2)
     assert found == pytest.approx(expected, rel=1e-12)
 
 
 def test_bf16() -> None:
     layout = Layout(bf16=True, layers=1)
-    (found, cut), (expected, _) = trained(Place(0, 1, 0), layout, 5 * 384), trained(Place(0, 1, 0), layout, 10**9)
+    (found, cut, _), (expected, *_) = trained(Place(0, 1, 0), layout, 5 * 384), trained(Place(0, 1, 0), layout, 10**9)
     assert cut and found == pytest.approx(expected, rel=5e-3)
 
 
@@ -76,12 +78,13 @@ RANKS = [
 
 @pytest.mark.parametrize(("layout", "may"), RANKS, ids=lambda case: case.name if isinstance(case, Layout) else "")
 def test_several_processes(cluster: Cluster, layout: Layout, may: bool) -> None:
-    """``may``: whether the schedule lets gradients be made in the forward pass."""
+    """``may``: whether the schedule lets gradients be made in the forward pass. An evaluation makes none."""
     layout = replace(layout, fp64=True, layers=2)
     found = cluster.run(layout.world_size, trained, layout, 5 * 192)
     expected = cluster.run(layout.world_size, trained, layout, 10**9)
-    assert any(cut for _, cut in found) is may and not any(cut for _, cut in expected)
-    for (numbers, _), (others, _) in zip(found, expected, strict=True):
+    assert any(cut for _, cut, _ in found) is may and any(cut for *_, cut in found)
+    assert not any(training or evaluating for _, training, evaluating in expected)
+    for (numbers, *_), (others, *_) in zip(found, expected, strict=True):
         assert numbers == pytest.approx(others, rel=1e-12)
 
 
