@@ -198,10 +198,11 @@ class ScheduleConfig:
 class PlanConfig:
     """Find the fastest layout for a cluster that is not here; options of a layout that are given stay as they are."""
 
-    action: Literal["search", "score"] = "search"
-    """score: how good the planner is on a table of published runs. May stand first, without its name: `plan score FILE.csv`."""
+    action: Literal["search", "score", "compare"] = "search"
+    """score: how good the planner is on a table of published runs. compare: a run that pretrain --record-timeline has recorded, beside
+    its plan. May stand first, without its name: `plan score FILE.csv`, `plan compare FILE`."""
     file: str | None = None
-    """The table, with `plan score`. May stand behind it without its name."""
+    """The table, with `plan score`, or what was recorded, with `plan compare`. May stand behind it without its name."""
     gpus: int = 0
     """GPUs of the whole cluster."""
     gpu: str = "h100"
@@ -214,6 +215,8 @@ class PlanConfig:
     """Show one layout only, as the table writes them: `tp4/pp4/mbs1/interleaved/v5/optim/recompute-none`."""
     json: str | None = None
     """Also write everything into this file."""
+    html: str | None = None
+    """Also draw it into this file, for a browser: the pipeline, memory, the table; with `plan compare` measured and planned on one axis."""
 
 
 @dataclass(frozen=True)

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from importlib import import_module
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
 
 from megatron_llama.commands.options import PlanConfig
 from megatron_llama.commands.plan_inputs import config_of, given_of, layout_named, machine_of
+from megatron_llama.commands.plan_outputs import write_json, write_page
 from megatron_llama.errors import ConfigError, describe
 from megatron_llama.manual import config_sections
 from megatron_llama.memory import gib
@@ -21,6 +20,7 @@ from megatron_llama.planner.judge import lines
 from megatron_llama.planner.nearest import Citation, nearest, read_table
 from megatron_llama.planner.odds import USABLE
 from megatron_llama.planner.own import Planned
+from megatron_llama.planner.picture_plan import plan_page
 from megatron_llama.planner.published import BITS, read_rows
 from megatron_llama.planner.report import as_json, command, details, label, losses, table
 from megatron_llama.planner.score import score
@@ -31,6 +31,7 @@ ACTIONS: Mapping[str, str] = MappingProxyType(
     {
         "search": "plan:search_layouts",
         "score": "plan:score_runs",
+        "compare": "plan_compare:compare_runs",
     }
 )
 """Where each action lives, module and function of ``commands``; imported only when it is asked for. All take what was parsed."""
@@ -58,7 +59,9 @@ def search_layouts(parsed: Parsed) -> None:
     near = _near(best[0])
     print("\n".join(_lines(best, near, tried, explained=options.explain is not None)))
     if options.json is not None:
-        _write(options.json, as_json(best, near, tried))
+        write_json(options.json, as_json(best, near, tried))
+    if options.html is not None:
+        write_page(options.html, plan_page(best, _title(best[0]), near))
 
 
 def score_runs(parsed: Parsed) -> None:
@@ -69,7 +72,7 @@ def score_runs(parsed: Parsed) -> None:
     figures = score(read_rows(Path(options.file)), FITTED)
     print("\n".join(lines(figures)))
     if options.json is not None:
-        _write(options.json, figures)
+        write_json(options.json, figures)
 
 
 def _near(planned: Planned) -> list[Citation]:
@@ -79,17 +82,21 @@ def _near(planned: Planned) -> list[Citation]:
 
 
 def _lines(best: tuple[Planned, ...], near: list[Citation], tried: int, *, explained: bool) -> list[str]:
-    machine, first = best[0].machine, best[0]
-    network = f"{machine.node} in a node, {machine.nic / BITS:.0f} Gbit/s between nodes for each"
-    batch = f"{first.config.training.global_batch_size} samples of {first.job.seq} tokens a step"
-    title = f"{machine.gpus} x {machine.gpu.name} ({network}), {batch}"
+    first = best[0]
     found = [] if explained else [f"{tried} layouts tried; the fastest that are likelier than not to fit:"]
     reasons = ["", "why the others are slower", *losses(best)] if len(best) > 1 else []
     return [
-        *(title, *found, "", *table(best), "", *details(first), *reasons),
+        *(_title(first), *found, "", *table(best), "", *details(first), *reasons),
         *("", "nearest published runs, of other trainers", *(f"  {citation}" for citation in near)),
         *("", "start it with", f"  {command(first)}"),
     ]
+
+
+def _title(first: Planned) -> str:
+    machine = first.machine
+    network = f"{machine.node} in a node, {machine.nic / BITS:.0f} Gbit/s between nodes for each"
+    batch = f"{first.config.training.global_batch_size} samples of {first.job.seq} tokens a step"
+    return f"{machine.gpus} x {machine.gpu.name} ({network}), {batch}"
 
 
 def _does_not_fit(smallest: Planned, enough: Planned | None) -> str:
@@ -100,10 +107,3 @@ def _does_not_fit(smallest: Planned, enough: Planned | None) -> str:
     if enough is not None:
         do = f"--gpus {enough.machine.gpus} would do, with {label(enough)}, or {do}"
     return describe("memory", got=got, expected=f"at most {gib(int(USABLE * machine.gpu.memory))} usable of a {machine.gpu.name}", do=do)
-
-
-def _write(path: str, content: Mapping[str, Any]) -> None:
-    try:
-        Path(path).write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
-    except OSError as error:
-        raise ConfigError(describe("--json", got=error, expected="a file that can be written", do="check the path")) from None

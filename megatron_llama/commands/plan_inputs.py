@@ -53,16 +53,7 @@ def config_of(parsed: Parsed) -> Config:
     ]
     if missing:
         raise ConfigError(listing("A plan needs more:", missing))
-    unplanned = [
-        describe(name, got=got, expected="a run without it", do="leave it out: the planner has no times for it")
-        for name, got, given in (
-            ("--lora-rank", config.lora.lora_rank, config.lora.lora_rank > 0),
-            ("--optimizer-offload", config.offload.optimizer_offload, config.offload.optimizer_offload != "none"),
-        )
-        if given
-    ]
-    if unplanned:
-        raise ConfigError(listing("This cannot be planned:", unplanned))
+    require_planned(config)
     training = replace(training, bf16=not (training.fp16 or training.fp64), train_iters=training.train_iters or 1)
     # What would be decided by memory is searched.
     slots, blocks = ("default" if text == AUTO else text for text in (parallel.param_slots, parallel.recompute_num_layers))
@@ -73,6 +64,20 @@ def config_of(parsed: Parsed) -> Config:
     if found := problems(bare, 1):
         raise ConfigError(listing("This model cannot be trained:", found))
     return config
+
+
+def require_planned(config: Config) -> None:
+    """Raises ConfigError for what the planner has no times for."""
+    unplanned = [
+        describe(name, got=got, expected="a run without it", do="leave it out: the planner has no times for it")
+        for name, got, given in (
+            ("--lora-rank", config.lora.lora_rank, config.lora.lora_rank > 0),
+            ("--optimizer-offload", config.offload.optimizer_offload, config.offload.optimizer_offload != "none"),
+        )
+        if given
+    ]
+    if unplanned:
+        raise ConfigError(listing("This cannot be planned:", unplanned))
 
 
 def machine_of(parsed: Parsed) -> Machine:

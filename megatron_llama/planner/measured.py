@@ -15,12 +15,10 @@ from typing import Any, get_origin, get_type_hints
 from megatron_llama.config import Config
 from megatron_llama.errors import ConfigError, describe, listing
 from megatron_llama.schedule import Op
-from megatron_llama.timeline import COMPUTE, GATHERS, ITERATIONS, PIPELINE, REDUCTIONS, UPDATES, WAITS, Recorded, Span, union
+from megatron_llama.timeline import COMPUTE, ITERATIONS, UPDATES, WAITS, Recorded, Span, union
 from megatron_llama.validate import problems
 
 PASSES: Mapping[str, Op] = MappingProxyType({op.value: op for op in (Op.FORWARD, Op.BACKWARD, Op.BACKWARD_INPUT, Op.BACKWARD_WEIGHT)})
-APART = (PIPELINE, GATHERS, REDUCTIONS)
-"""Waits inside a pass that a plan does not count as part of it; those for tp and cp it does."""
 
 
 def config_of(recorded: Recorded, path: Path) -> Config:
@@ -30,14 +28,18 @@ def config_of(recorded: Recorded, path: Path) -> Config:
     unknown = [name for name in recorded.config if name not in kinds]
     sections: dict[str, Any] = {}
     for name, kind in kinds.items():
-        values = recorded.config.get(name, {})
+        values = recorded.config.get(name)
+        values = values if isinstance(values, Mapping) else {}
         known = {field.name: get_type_hints(kind)[field.name] for field in fields(kind)}
         unknown += [f"{name}.{key}" for key in values if key not in known]
         sections[name] = kind(**{key: _restored(known[key], value) for key, value in values.items() if key in known})
     if unknown:
         raise ConfigError(describe(f"{path} config", got=", ".join(unknown), expected="options of this version", do=again))
     config = Config(**sections)
-    found = problems(config, recorded.ranks)
+    try:
+        found = problems(config, recorded.ranks)
+    except (TypeError, AttributeError) as error:
+        raise ConfigError(describe(f"{path} config", got=error, expected="values of the options' kinds", do=again)) from None
     if found:
         raise ConfigError(listing(f"{path} has a configuration that cannot have run on its {recorded.ranks} ranks:", found))
     return _with_steps(config, recorded)
@@ -92,26 +94,25 @@ class Steps:
         """Of a step."""
         return median(span.seconds for span in self.spans if span.lane == ITERATIONS)
 
-    @cached_property
-    def passes(self) -> Mapping[tuple[Op, int], tuple[float, float]]:
-        """By kind and stage: (mean seconds of a pass without the waits of APART, passes of a rank in a step)."""
+    def passes(self, apart: tuple[str, ...]) -> Mapping[tuple[Op, int], tuple[float, float]]:
+        """By kind and stage: (mean seconds of a pass, passes of a rank in a step). ``apart``: waits for these lanes are no part of one."""
         found: dict[tuple[Op, int], list[float]] = defaultdict(list)
         ranks: dict[int, set[int]] = defaultdict(set)
         for rank in range(self.recorded.ranks):
-            for span, waited in self._with_waits(rank):
+            for span, waited in self._with_waits(rank, apart):
                 key = PASSES[str(span.details["op"])], int(span.details["stage"])
                 found[key].append(span.seconds - waited)
                 ranks[key[1]].add(rank)
         steps = len(self.numbers)
         return {key: (fmean(times), len(times) / len(ranks[key[1]]) / steps) for key, times in sorted(found.items(), key=_order)}
 
-    def _with_waits(self, rank: int) -> Iterable[tuple[Span, float]]:
-        """The passes of a rank, each with the seconds of APART within."""
+    def _with_waits(self, rank: int, apart: tuple[str, ...]) -> Iterable[tuple[Span, float]]:
+        """The passes of a rank, each with the seconds that it waits for these lanes."""
         spans = [span for span in self.lanes.get((rank, COMPUTE), []) if span.details["op"] in PASSES]
         begins, waited = [span.begin for span in spans], [0.0] * len(spans)
         for wait in self.lanes.get((rank, WAITS), []):
             place = bisect_right(begins, wait.begin) - 1
-            if wait.details["on"] in APART and place >= 0 and wait.end <= spans[place].end + 1e-9:
+            if wait.details["on"] in apart and place >= 0 and wait.end <= spans[place].end + 1e-9:
                 waited[place] += wait.seconds
         return zip(spans, waited, strict=True)
 

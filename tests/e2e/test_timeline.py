@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from megatron_llama.cli import main
 from megatron_llama.memory import MemoryPlan
 from megatron_llama.planner.measured import config_of
 from megatron_llama.schedule import Op
@@ -103,3 +104,21 @@ def test_waits_lie_in_what_waits(recorded: Recorded) -> None:
         around = [s for s in recorded.spans if s.rank == wait.rank and s.lane == COMPUTE and s.begin <= wait.begin and wait.end <= s.end]
         outside = not any(s.lane == COMPUTE and s.rank == wait.rank and s.begin < wait.end and wait.begin < s.end for s in recorded.spans)
         assert len(around) == 1 or outside
+
+
+def test_a_comparison_names_what_became_slow(file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Beside its plan, on a host that no plan knows; then with the backward passes of a stage planted a hundred times as long."""
+    assert main(["plan", "compare", str(file), "--html", str(tmp_path / "page.html")]) == 0
+    said = capsys.readouterr().out
+    assert said.startswith(f"run.json: 4 ranks on {read_timeline(file).device}, iterations 4 to 4, clocks within ")
+    assert "tp1/pp2/cp1/dp2/mbs2/1f1b/optim_grads/recompute-none, 2 microbatches\na step took " in said
+    assert (tmp_path / "page.html").read_text().startswith("<!DOCTYPE html>")
+    content = json.loads(file.read_text())
+    for event in content["traceEvents"]:
+        if event.get("cat") == COMPUTE and (event["args"].get("op"), event["args"].get("stage")) == (Op.BACKWARD.value, 0):
+            event["dur"] *= 100
+    (tmp_path / "slow.json").write_text(json.dumps(content))
+    assert main(["plan", "compare", str(tmp_path / "slow.json"), "--json", str(tmp_path / "slow_parts.json")]) == 0
+    assert capsys.readouterr().out.splitlines()[6].startswith("backward, stage 0 ")
+    [first, *_] = json.loads((tmp_path / "slow_parts.json").read_text())["parts"]
+    assert first["what"] == "backward, stage 0" and first["more_seconds"] > 0

@@ -1,0 +1,48 @@
+"""``plan compare TIMELINE``: a run as --record-timeline saw it, beside its plan."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from math import gcd
+from pathlib import Path
+
+from megatron_llama.commands.options import PlanConfig
+from megatron_llama.commands.plan_inputs import machine_of, require_planned
+from megatron_llama.commands.plan_outputs import write_json, write_page
+from megatron_llama.config import LaunchConfig
+from megatron_llama.errors import ConfigError, describe
+from megatron_llama.options import Parsed
+from megatron_llama.planner.compare import Comparison, gpu_of
+from megatron_llama.planner.fitted import FITTED
+from megatron_llama.planner.measured import Steps, config_of
+from megatron_llama.planner.own import Planned
+from megatron_llama.planner.picture_compare import compare_page
+from megatron_llama.timeline import Recorded, read_timeline
+
+
+def compare_runs(parsed: Parsed) -> None:
+    """Plan the configuration of a recorded run for the device that ran it, and say what took longer. Raises ConfigError."""
+    options = parsed.get(PlanConfig)
+    if options.file is None:
+        do = "write plan compare FILE"
+        raise ConfigError(describe("plan compare", got="no file", expected="a file of pretrain --record-timeline", do=do))
+    path = Path(options.file)
+    recorded = read_timeline(path)
+    config = config_of(recorded, path)
+    require_planned(config)
+    machine_options = _for_machine(parsed, recorded)
+    known = "gpu" in parsed.explicit or gpu_of(recorded.device) is not None
+    found = Comparison(Steps(recorded), Planned(config, machine_of(machine_options), FITTED), known)
+    print("\n".join(found.lines(path.name)))
+    if options.json is not None:
+        write_json(options.json, found.as_json())
+    if options.html is not None:
+        write_page(options.html, compare_page(found, path.name))
+
+
+def _for_machine(parsed: Parsed, recorded: Recorded) -> Parsed:
+    """The options of a machine such as the run had, where they are not given."""
+    options, launch, gpu = parsed.get(PlanConfig), parsed.get(LaunchConfig), gpu_of(recorded.device)
+    options = replace(options, gpus=recorded.ranks, gpu=gpu.name if gpu is not None and "gpu" not in parsed.explicit else options.gpu)
+    launch = replace(launch, gpus_per_node=launch.gpus_per_node or gcd(recorded.ranks, recorded.per_node))
+    return replace(parsed, instances={**parsed.instances, PlanConfig: options, LaunchConfig: launch})
