@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 import random
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron_llama.config import OptimizerConfig
 from megatron_llama.layout import Segment, ShardLayout, rank_layout
+from megatron_llama.mesh import Mesh
+from megatron_llama.optim.offload import columns as in_parts
 from megatron_llama.optim.offload.adam import corrections, update_columns, update_columns_
+from megatron_llama.optim.offload.asking import Asking
 from megatron_llama.optim.offload.cold import ColdColumns, Window
-from megatron_llama.optim.offload.columns import ROWS_OF, Block, Packing, blocks_of
-from megatron_llama.optim.offload.selection import Matrix, choose
+from megatron_llama.optim.offload.columns import AT_ONCE, ROWS_OF, Block, Packing, blocks_of
+from megatron_llama.optim.offload.hot import HotColumns, Packed
+from megatron_llama.optim.offload.selection import Matrix, Norms, choose
 from megatron_llama.optim.offload.windows import Pace, Step, Windows
 from megatron_llama.params import HFSlice, ParamSpec
 from megatron_llama.zenflow import hot_columns
@@ -50,8 +56,10 @@ def packing(mask: Tensor) -> tuple[Packing, list[Block], Tensor]:
     return Packing(blocks, [mask], HOST), blocks, columns
 
 
+@pytest.mark.parametrize("at_once", [AT_ONCE, 6, 1])
 @pytest.mark.parametrize("chosen", [[0], [1, 4], [2, 3, 4], [], [0, 1, 2, 3, 4]])
-def test_packing_takes_the_chosen_columns_and_puts_them_back(chosen: list[int]) -> None:
+def test_packing_takes_the_chosen_columns_and_puts_them_back(chosen: list[int], at_once: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(in_parts, "AT_ONCE", at_once)
     mask = torch.zeros(5, dtype=torch.bool)
     mask[chosen] = True
     one, _, columns = packing(mask)
@@ -64,6 +72,47 @@ def test_packing_takes_the_chosen_columns_and_puts_them_back(chosen: list[int]) 
     other = torch.zeros(64)
     one.unpack(packed, other)
     assert torch.equal(other[inside], shard[inside].bfloat16().float()) and not other[~inside].any()
+
+
+class Largest(TorchDispatchMode):
+    """Elements of the largest memory that an operator has taken."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.numel = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        found = func(*args, **(kwargs or {}))
+        if isinstance(found, Tensor) and not any(isinstance(one, Tensor) and alias(one, found) for one in args):
+            self.numel = max(self.numel, found.numel())
+        return found
+
+
+def alias(one: Tensor, other: Tensor) -> bool:
+    return one.untyped_storage().data_ptr() == other.untyped_storage().data_ptr()
+
+
+def test_nothing_takes_much_memory_that_nobody_has_planned(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever the size of a matrix: a shard in fp32 may be as large as half of a model in bf16."""
+    monkeypatch.setattr(in_parts, "AT_ONCE", 500)
+    rows, mask = 400, torch.tensor([True, False, True, True, False])
+    blocks, shard = [Block(0, 0, rows, 0, 5)], torch.randn(5 * rows)
+    one = Packed.of(blocks, [mask], [torch.tensor([3.0, 3.0, 2.0, 3.0, 3.0])], HOST)
+    hot = HotColumns(one, decay=0.1, config=OptimizerConfig(), dtype=torch.float32, device=HOST)
+    matrix = Matrix("m", 0, 5, 5, False)
+    norms, asking = Norms([matrix], Mesh.single()), Asking([matrix], 0.5, Mesh.single())
+    asking.begin([mask])
+    packed, room = torch.zeros(one.here.numel, dtype=torch.bfloat16), torch.zeros(5 * rows)
+    scale, skip = torch.ones(()), torch.zeros(())
+    with Largest() as largest:
+        one.here.pack(shard, packed)
+        one.here.unpack(packed, shard)
+        hot.step(shard, shard, room, scale=scale, skip=skip, lr=0.1)
+        norms.add(shard, blocks)
+        asking.add(shard, blocks)
+    assert 0 < largest.numel <= 500
+    torch.testing.assert_close(norms.totals()["m"], shard.view(rows, 5).square().sum(0))
+    torch.testing.assert_close(asking._step[:, 0], torch.stack([shard.view(rows, 5)[:, on].abs().sum() for on in (mask, ~mask)]))
 
 
 def test_ties_go_to_the_first_columns_and_the_share_is_rounded_up() -> None:

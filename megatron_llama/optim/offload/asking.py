@@ -50,9 +50,10 @@ class Asking:
     def add(self, grad: Tensor, blocks: Iterable[Block]) -> None:
         """Count the gradient in a shard, where this rank is the one to count it."""
         for block in blocks:
-            columns = block.view(grad).abs().sum(0, dtype=torch.float32)
-            hot = torch.where(block.of(self._masks[block.matrix]), columns, 0.0).sum()
-            self._step[:, self._index[block.matrix]] += torch.stack([hot, columns.sum() - hot])
+            for part in block.parts(grad):
+                columns = part.abs().sum(0, dtype=torch.float32)
+                hot = torch.where(block.of(self._masks[block.matrix]), columns, 0.0).sum()
+                self._step[:, self._index[block.matrix]] += torch.stack([hot, columns.sum() - hot])
 
     def end(self, scale: Tensor, skip: Tensor, *, closed: bool) -> None:
         """A step is over, whose gradients are to be divided by ``scale``; did its window close? Collective."""

@@ -15,6 +15,15 @@ from megatron_llama.layout import ALIGN, Segment, align_up
 ROWS_OF = 1 << 16
 """Elements that are worked on at once where an operation takes several passes: they stay in the cache of a core."""
 
+AT_ONCE = 1 << 22
+"""Elements that are worked on at once where an operation takes memory of its own on the device, which nobody has planned."""
+
+
+def in_rows(rows: int, columns: int) -> Iterator[slice]:
+    """The rows of a matrix in turns of AT_ONCE elements."""
+    step = max(1, AT_ONCE // max(1, columns))
+    return (slice(low, low + step) for low in range(0, rows, step))
+
 
 @dataclass(frozen=True)
 class Block:
@@ -29,6 +38,11 @@ class Block:
     def view(self, shard: Tensor) -> Tensor:
         """Its place in a shard, [rows, cols]."""
         return shard[self.start : self.start + self.rows * self.cols].view(self.rows, self.cols)
+
+    def parts(self, shard: Tensor) -> Iterator[Tensor]:
+        """Its place in a shard, some rows at a time."""
+        view = self.view(shard)
+        return (view[rows] for rows in in_rows(self.rows, self.cols))
 
     def of(self, columns: Tensor) -> Tensor:
         """The part of a vector over the matrix's columns that belongs to it, [cols]."""
@@ -95,7 +109,11 @@ class Packing:
         """Copy the chosen columns out of a shard, into the dtype of ``packed``."""
         for part in self.parts:
             place, view = part.place(packed), part.block.view(shard)
-            place.copy_(view if part.every else view.index_select(1, part.chosen))
+            if part.every:
+                place.copy_(view)
+                continue
+            for rows in in_rows(*part.shape):
+                place[rows].copy_(view[rows].index_select(1, part.chosen))
 
     def unpack(self, packed: Tensor, shard: Tensor) -> None:
         """Copy them back, into the dtype of ``shard``. Everything else stays."""
@@ -103,5 +121,6 @@ class Packing:
             place, view = part.place(packed), part.block.view(shard)
             if part.every:
                 view.copy_(place)
-            else:
-                view.index_copy_(1, part.chosen, place.to(shard.dtype))
+                continue
+            for rows in in_rows(*part.shape):
+                view[rows].index_copy_(1, part.chosen, place[rows].to(shard.dtype))

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from megatron_llama.config import OptimizerConfig
 from megatron_llama.optim.offload.adam import State, corrections, update_alike, update_columns
-from megatron_llama.optim.offload.columns import Block, Packing
+from megatron_llama.optim.offload.columns import Block, Packing, in_rows
 
 
 @dataclass(frozen=True)
@@ -68,11 +68,12 @@ class HotColumns:
     def _step_columns(self, grad: Tensor, skip: Tensor, lr: float) -> None:
         """With as many corrections as there are columns. A skipped step computes as well, and keeps nothing of it."""
         for part, before in zip(self.columns.here.parts, self._counts, strict=True):
-            old = tuple(part.place(tensor) for tensor in self.state)
-            corrected = corrections(before + self.steps, self._config, grad.dtype)
-            new = update_columns((old[0], old[1], old[2]), part.place(grad), corrected, self._config, lr=lr, decay=self._decay)
-            for place, values in zip(old, new, strict=True):
-                place.copy_(torch.where(skip > 0, place, values))
+            corrected, places = corrections(before + self.steps, self._config, grad.dtype), [part.place(one) for one in (*self.state, grad)]
+            for rows in in_rows(*part.shape):
+                *old, arrived = (place[rows] for place in places)
+                new = update_columns((old[0], old[1], old[2]), arrived, corrected, self._config, lr=lr, decay=self._decay)
+                for tensor, values in zip(old, new, strict=True):
+                    tensor.copy_(torch.where(skip > 0, tensor, values))
 
     def fetch(self, slabs: State) -> None:
         """Take the columns' state from that of the whole shard on the host."""

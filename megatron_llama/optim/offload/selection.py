@@ -68,7 +68,8 @@ class Norms:
     def add(self, shard: Tensor, blocks: Iterable[Block]) -> None:
         """Count the gradient in a shard, where this rank is the one to count it. ``Block.matrix`` numbers the matrices."""
         for block in blocks:
-            block.of(self._local[block.matrix]).add_(block.view(shard).square().sum(0, dtype=torch.float32))
+            for part in block.parts(shard):
+                block.of(self._local[block.matrix]).add_(part.square().sum(0, dtype=torch.float32))
 
     def totals(self) -> dict[str, Tensor]:
         """Over all ranks, by name, [total], on the host; from now on zero again. Collective over the ranks of dp and tp, and where the
