@@ -19,11 +19,11 @@ from megatron_llama.mesh import Mesh, Place, build_mesh
 from megatron_llama.model.llama import Positions, Stage, build_stages
 from megatron_llama.model.load import load_stages, rank_specs
 from megatron_llama.nn.context import local_sequence
-from megatron_llama.nn.loss import vocab_parallel_cross_entropy
 from megatron_llama.optim.build import compute_dtype
 from megatron_llama.presets import PRESETS
 from tests.harness import Cluster
 from tests.parallel.cases import MODEL, SEQ_LENGTH, Layout, batch, initial_weights, trainer
+from tools.overlap.loss import token_losses
 
 BATCH = 2
 
@@ -92,7 +92,7 @@ def measured(place: Place, layout: Run, per_sample: bool) -> Parts:
     table = {storage(positions.cos), storage(positions.sin)}
 
     def loss() -> Tensor:
-        return vocab_parallel_cross_entropy(stage(tokens, positions), labels, mesh.tp, model.vocab_size)
+        return token_losses(stage(tokens, positions), labels, mesh.tp, model.vocab_size)
 
     blocks: nn.Module = stage.model.layers
     x = stage.model.embed_tokens(tokens).detach().requires_grad_()

@@ -6,7 +6,6 @@ The gradient is computed with the loss, in the memory of the logits: a chunk of 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -105,27 +104,6 @@ def _write_by_kernel(scores: Tensor, labels: Tensor, largest: Tensor, factor: Te
     from megatron_llama.nn.kernels.cross_entropy import gradient
 
     gradient(scores, labels, largest, factor, weights, valid)
-
-
-class _CrossEntropy(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, logits: Tensor, labels: Tensor, tp: Axis, vocab_size: int, z_weight: float) -> Tensor:
-        ones = torch.ones(labels.shape, dtype=at_least_fp32(logits.dtype), device=labels.device)
-        weights = ones if ctx.needs_input_grad[0] else None
-        losses = cross_entropy(logits, labels, tp, vocab_size, weights=weights, z_weight=z_weight)
-        ctx.save_for_backward(logits.detach())
-        return losses
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None, None]:
-        (scores_grad,) = ctx.saved_tensors
-        # In place: this memory is the function's own and is used once.
-        return scores_grad.mul_(grad.unsqueeze(-1)), None, None, None, None
-
-
-def vocab_parallel_cross_entropy(logits: Tensor, labels: Tensor, tp: Axis, vocab_size: int, *, z_weight: float = 0.0) -> Tensor:
-    """The losses of ``cross_entropy`` with autograd, for whoever makes something of them that is no weighted sum known beforehand."""
-    return _CrossEntropy.apply(logits, labels, tp, vocab_size, z_weight)  # type: ignore[no-any-return, no-untyped-call]
 
 
 def likeliest(logits: Tensor, tp: Axis, vocab_size: int) -> Tensor:

@@ -22,11 +22,11 @@ from megatron_llama.model.llama import Block, RMSNorm, Stage
 from megatron_llama.nn.context import local_sequence
 from megatron_llama.nn.embedding import VocabParallelEmbedding
 from megatron_llama.nn.linear import ColumnLinear, RowLinear
-from megatron_llama.nn.loss import vocab_parallel_cross_entropy
 from megatron_llama.nn.sink import attach_home
 from megatron_llama.nn.zigzag import zigzag_chunks
 from megatron_llama.params import HFSlice, rank_units
 from tests.parallel.cases import Layout, batch, trainer, whole_parameters
+from tools.overlap.loss import token_losses
 
 Values = dict[str, Tensor]
 TOLERANCE = 1e-10
@@ -193,7 +193,7 @@ def observe(place: Place, layout: Layout) -> tuple[Values, Values]:
     tokens, labels, weights = (local_sequence(part, mesh.cp) for part in (data.tokens, data.labels, cast(Tensor, data.loss_mask)))
     logits = stage(tokens, positions)
     probe.see_outputs("lm_head.weight", logits)
-    losses = vocab_parallel_cross_entropy(logits, labels, mesh.tp, config.model.vocab_size)
+    losses = token_losses(logits, labels, mesh.tp, config.model.vocab_size)
     probe.see("token loss", losses)
     # The loss of the whole batch is divided by all its tokens, so that those of the ranks are terms.
     loss = (losses * weights).sum() / cast(Tensor, data.loss_mask).sum()

@@ -14,9 +14,9 @@ from megatron_llama.mesh import Mesh
 from megatron_llama.model.init import InitialWeights
 from megatron_llama.model.llama import Stage, build_stages
 from megatron_llama.model.load import load_stages, rank_specs
-from megatron_llama.nn.loss import vocab_parallel_cross_entropy
 from megatron_llama.sft.dataset import Examples, ExampleSamples
 from megatron_llama.sft.packing import best_fit
+from tools.overlap.loss import token_losses
 
 SEQ_LENGTH, VOCABULARY = 96, 160
 MODEL = ModelConfig(
@@ -113,7 +113,7 @@ def gradients(stage: Stage, samples: ExampleSamples, targets: float) -> tuple[fl
         batch = samples.batch([index])
         assert batch.loss_mask is not None
         positions = stage.positions(SEQ_LENGTH, torch.device("cpu"), batch.position_ids, batch.document_ids)
-        losses = vocab_parallel_cross_entropy(stage(batch.tokens, positions), batch.labels, stage.mesh.tp, VOCABULARY)
+        losses = token_losses(stage(batch.tokens, positions), batch.labels, stage.mesh.tp, VOCABULARY)
         loss = (losses * batch.loss_mask).sum() / targets
         loss.backward()  # type: ignore[no-untyped-call]
         total += loss.item()

@@ -16,8 +16,8 @@ from megatron_llama.model.init import InitialWeights
 from megatron_llama.model.llama import Positions, RMSNorm, Stage, build_stages
 from megatron_llama.model.load import load_stages, rank_specs
 from megatron_llama.nn.linear import column_linear
-from megatron_llama.nn.loss import vocab_parallel_cross_entropy
 
+from .loss import token_losses
 from .waits import Clock, install
 
 SEED = 1234
@@ -91,7 +91,7 @@ class Model(nn.Module):
         for block in self.blocks:
             x = block(x, positions)
         head = self._stage[0]
-        return vocab_parallel_cross_entropy(self.head(x), labels, head.mesh.tp, head.config.vocab_size).mean()
+        return token_losses(self.head(x), labels, head.mesh.tp, head.config.vocab_size).mean()
 
 
 def decayed(tensors: Iterable[tuple[Tensor, bool]], config: Config) -> list[dict[str, object]]:
