@@ -23,13 +23,14 @@ class Profiling:
     Each writes ``rank-R.trace.json.gz``, and on a GPU ``rank-R.memory.pickle`` for pytorch.org/memory_viz. The same steps are those of
     the timeline."""
 
-    def __init__(self, config: Config, mesh: Mesh, log: MetricLog, settle: Callable[[], None]) -> None:
-        """``settle``: see Recording, which raises where its file cannot be written."""
+    def __init__(self, config: Config, mesh: Mesh, log: MetricLog, settle: Callable[[], None], restart_clock: Callable[[], None]) -> None:
+        """``settle``: see Recording, which raises where its file cannot be written; ``restart_clock``: leaves out of the log's averages
+        what beginning and writing take."""
         self._options, self._mesh, self._log = config.log, mesh, log
         self._folder = Path(config.log.profile_dir)
         self._here = mesh.rank in config.log.profile_ranks
         self._profiler: Any = None
-        self._recording = Recording(config, mesh, log, settle)
+        self._recording, self._restart_clock = Recording(config, mesh, log, settle), restart_clock
 
     def __enter__(self) -> Self:
         return self
@@ -51,6 +52,9 @@ class Profiling:
         elif self._profiler is not None and iteration >= self._options.profile_step_end:
             self._stop(write=True)
         self._recording.before(iteration)
+        asked = self._options.profile or self._options.record_timeline is not None
+        if asked and iteration in (self._options.profile_step_start, self._options.profile_step_end):
+            self._restart_clock()
 
     def _start(self) -> None:
         from torch.profiler import profile

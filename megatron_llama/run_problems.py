@@ -69,6 +69,9 @@ def run_problems(config: Config) -> Iterator[str]:
     first, last = config.log.profile_step_start, config.log.profile_step_end
     if (config.log.profile or config.log.record_timeline is not None) and last <= first:
         yield describe("--profile-step-end", got=last, expected=f"more than profile_step_start {first}", do="trace one step or more")
+    if config.log.record_timeline is not None and 0 < config.training.train_iters <= first:
+        expected = f"less than train_iters {config.training.train_iters}"
+        yield describe("--profile-step-start", got=first, expected=expected, do="record a step of this run")
     shares = split_shares(config.data.split)
     if len(shares) != 3 or not any(shares):
         wanted = "three shares of 0 or more, not all 0, such as 969,30,1"

@@ -75,7 +75,7 @@ def train(
             bad_steps = BadSteps(config, mesh, log, state.history)
             progress = Progress(config, mesh, log, bad_steps)
             validation.run(state, log)
-            profiling = ended.enter_context(Profiling(config, mesh, log, optimizer.settle))
+            profiling = ended.enter_context(Profiling(config, mesh, log, optimizer.settle, progress.restart_clock))
             feed = Feed(loader, mesh.world, interrupts, first_sample=bad_steps.first_sample(state), device=mesh.device)
             while state.iteration < training.train_iters:
                 profiling.before(state.iteration)

@@ -62,7 +62,8 @@ def _with_steps(config: Config, recorded: Recorded) -> Config:
 
 @dataclass(frozen=True)
 class Steps:
-    """The recorded steps that count: without the first, into which nothing had been gathered ahead, where there are others."""
+    """The recorded steps that count: where there are others, without the first, into which nothing had been gathered ahead, and without
+    those behind which an evaluation came."""
 
     recorded: Recorded
 
@@ -70,7 +71,9 @@ class Steps:
     def numbers(self) -> tuple[int, ...]:
         """Iterations."""
         every = sorted({int(span.details["iteration"]) for span in self.recorded.spans if span.lane == ITERATIONS})
-        return tuple(every[1:] or every)
+        longer = {int(span.details["iteration"]) for span in self.recorded.spans if "evaluation" in span.details}
+        later = every[1:] or every
+        return tuple([number for number in later if number not in longer] or later)
 
     @cached_property
     def spans(self) -> tuple[Span, ...]:

@@ -12,7 +12,7 @@ import pytest
 
 from megatron_llama.cli import main
 from megatron_llama.memory import MemoryPlan
-from megatron_llama.planner.measured import config_of
+from megatron_llama.planner.measured import Steps, config_of
 from megatron_llama.schedule import Op
 from megatron_llama.timeline import COMPUTE, GATHERS, ITERATIONS, LANES, PIPELINE, REDUCTIONS, UPDATES, WAITS, Recorded, read_timeline
 from tests.e2e.product import GLOBAL_BATCH_SIZE, Layout, Product
@@ -82,6 +82,18 @@ def test_lanes_hold_one_thing_at_a_time(file: Path) -> None:
     ]
 
 
+def test_a_run_that_ends_within_shows_what_there_was(product: Product, tmp_path: Path) -> None:
+    """Of one process, which has nobody to wait for."""
+    written = tmp_path / "folder" / "run.json.gz"
+    options = {**STEPS, "record_timeline": written, "profile_step_end": 100, "train_iters": 4}
+    ended = product.train(**options)
+    assert ended.out.endswith(f" timeline of iterations 3 to 4: {written}\n")
+    found = read_timeline(written)
+    assert (found.ranks, found.clock_error, found.labels) == (1, 0.0, ("",))
+    assert {span.lane for span in found.spans} == {ITERATIONS, COMPUTE, WAITS, UPDATES}
+    assert Steps(found).numbers == (4,) and Steps(found).waits(*LANES) < 0.01
+
+
 def test_clocks_of_ranks_agree(recorded: Recorded) -> None:
     """Ranks of one machine have one clock: nothing arrives before it was computed."""
     assert 0 < recorded.clock_error < 0.05 and recorded.per_node == recorded.ranks == 4
@@ -104,6 +116,18 @@ def test_waits_lie_in_what_waits(recorded: Recorded) -> None:
         around = [s for s in recorded.spans if s.rank == wait.rank and s.lane == COMPUTE and s.begin <= wait.begin and wait.end <= s.end]
         outside = not any(s.lane == COMPUTE and s.rank == wait.rank and s.begin < wait.end and wait.begin < s.end for s in recorded.spans)
         assert len(around) == 1 or outside
+
+
+def test_what_cannot_be_recorded_is_refused_at_once(product: Product, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("in the way")
+    for changes, says in (
+        ({"profile_step_end": 2}, "--profile-step-end: got 2, expected more than profile_step_start 2"),
+        ({"profile_step_start": 6, "profile_step_end": 7}, "--profile-step-start: got 6, expected less than train_iters 6"),
+        ({"record_timeline": tmp_path / "file" / "run.json"}, f"{tmp_path}/file: got File exists, expected to write it"),
+    ):
+        refused = product.run(*product.command(**{**STEPS, "record_timeline": tmp_path / "run.json", **changes}))
+        assert refused.codes[0] in (1, 2) and says in refused.err, refused.err
+        assert " iteration " not in refused.out
 
 
 def test_a_comparison_names_what_became_slow(file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
