@@ -11,7 +11,7 @@ from typing import Any, Protocol
 
 import torch
 
-from megatron_llama.checkpoint.checksums import SUMS, damaged_weights, seal_weights
+from megatron_llama.checkpoint.checksums import damaged_weights, seal_weights
 from megatron_llama.checkpoint.companions import COMPANIONS, copy_companions
 from megatron_llama.checkpoint.failures import writing
 from megatron_llama.checkpoint.folders import commit, fresh_staging, recover, staging
@@ -26,7 +26,7 @@ from megatron_llama.optim.distributed import WeightSource
 
 OURS = (
     *(*WRITTEN, *COMPANIONS, TOKENIZER),
-    *("iter_0000000", "release", "latest_checkpointed_iteration.txt", "consolidated.*.pth", "params.json", SUMS),
+    *("iter_0000000", "release", "latest_checkpointed_iteration.txt", "consolidated.*.pth", "params.json"),
 )
 """What a conversion may hold, and may therefore replace."""
 

@@ -17,6 +17,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from megatron_llama.checkpoint.checksums import SUMS
 from megatron_llama.checkpoint.failures import writing
 from megatron_llama.checkpoint.folders import commit, fresh_staging, recover, staging, sync, write_synced
 from megatron_llama.checkpoint.jobs import Job
@@ -36,9 +37,9 @@ OLD_SINGLE, OLD_INDEX = "pytorch_model.bin", "pytorch_model.bin.index.json"
 DOWNLOAD = "copy the file again from where the model came from"
 WRITTEN = (
     *("config.json", "generation_config.json", "*.safetensors", INDEX),
-    *("tokenizer*", "special_tokens_map.json", "added_tokens.json", "chat_template.jinja"),
+    *("tokenizer*", "special_tokens_map.json", "added_tokens.json", "chat_template.jinja", SUMS),
 )
-"""What an export may hold, and may therefore replace."""
+"""What an export may hold, or a conversion to this format, and what an export may therefore replace."""
 
 
 class HFWeights:

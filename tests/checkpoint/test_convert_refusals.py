@@ -18,7 +18,7 @@ import torch
 from megatron_llama.cli import main
 from tests.checkpoint.cases import full_disk
 from tests.checkpoint.converting import LLAMA31, assert_same, convert, hf_folder, loaded, rank_file, refusal
-from tests.checkpoint.test_hf import tensors
+from tests.checkpoint.test_hf import same, tensors
 from tests.checkpoint.test_pickled import Attack
 
 Capture = pytest.CaptureFixture[str]
@@ -393,6 +393,14 @@ def test_a_flipped_bit_of_an_earlier_conversion(hf: Path, tmp_path: Path, capsys
     assert "by SHA256SUMS" in capsys.readouterr().err
     (source / "SHA256SUMS").unlink()
     convert(source, tmp_path / "out", "--to", "megatron")
+
+
+def test_an_export_replaces_an_earlier_conversion_with_its_list(hf: Path, tmp_path: Path) -> None:
+    native, target = convert(hf, tmp_path / "native", "--to", "native"), convert(hf, tmp_path / "target", "--to", "hf")
+    assert (target / "SHA256SUMS").exists()
+    assert main(["export", "--load", str(native), "--output", str(target), "--dtype", "float32"]) == 0
+    assert not (target / "SHA256SUMS").exists(), "it would be that of other files"
+    assert same(tensors(target), tensors(hf))
 
 
 @pytest.mark.parametrize("listed", ["SHA256SUMS", "checklist.chk"])
