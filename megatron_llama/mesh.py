@@ -157,18 +157,28 @@ def first_host(nodelist: str) -> str:
 
 def init_mesh(config: Config, place: Place) -> Mesh:
     """Join the process group (if there is more than one process) and build the mesh. Pair with ``close_mesh``."""
+    _, device = join(config.parallel, place)
+    return build_mesh(config, rank=place.rank, world_size=place.world_size, device=device)
+
+
+def join(parallel: ParallelConfig, place: Place) -> tuple[Axis, torch.device]:
+    """Join the process group, unless this process has: all processes, and the device of this one. Nothing here depends on the layout."""
     if not _ALLOCATOR_VARIABLES & os.environ.keys():
         devices.use_allocator("expandable_segments:True")
     device = devices.accelerator(place.local_rank)
     if place.world_size > 1 and not dist.is_initialized():
         os.environ.setdefault("MASTER_ADDR", place.master_addr)
         os.environ.setdefault("MASTER_PORT", str(place.master_port))
-        timeout = _backend_timeout(config.parallel)
+        timeout = _backend_timeout(parallel)
         rank, world_size = place.rank, place.world_size
         store, _, _ = next(rendezvous("env://", rank, world_size, timeout=timeout))
         store = meet(store, rank, world_size, timeout.total_seconds())
         dist.init_process_group(devices.backend(device), store=store, rank=rank, world_size=world_size, timeout=timeout)
-    return build_mesh(config, rank=place.rank, world_size=place.world_size, device=device)
+    return _world(place.rank, place.world_size, Recorder()), device
+
+
+def _world(rank: int, world_size: int, recorder: Recorder) -> Axis:
+    return Axis("world", rank, tuple(range(world_size)), dist.group.WORLD if world_size > 1 else None, recorder)
 
 
 def _backend_timeout(parallel: ParallelConfig) -> timedelta:
@@ -205,7 +215,7 @@ def build_mesh(config: Config, *, rank: int, world_size: int, device: torch.devi
         raise ClusterError(describe("number of processes", got=world_size, expected=want, do="change one of the four"))
     grid, recorder = _Grid(pp, world_size // (tp * cp * pp), cp, tp), Recorder()
     builder = _AxisBuilder(rank, recorder, _backend_timeout(parallel))
-    world = Axis("world", rank, tuple(range(world_size)), dist.group.WORLD if world_size > 1 else None, recorder)
+    world = _world(rank, world_size, recorder)
     data, stages = grid.lines(1, 2), grid.lines(0)
     shards = shard_count(parallel, len(data[0]))
     together = [line[i : i + shards] for line in data for i in range(0, len(line), shards)]

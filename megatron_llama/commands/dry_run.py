@@ -11,6 +11,7 @@ from pathlib import Path
 from megatron_llama.activations import GRANULARITIES
 from megatron_llama.auto import decide
 from megatron_llama.blends import read_blend
+from megatron_llama.commands.auto_parallel import planned, seen_here, wanted
 from megatron_llama.commands.options import DryRunConfig
 from megatron_llama.config import CheckpointConfig, Config, LaunchConfig, TrainingConfig
 from megatron_llama.errors import ConfigError, UserError, listing
@@ -38,12 +39,16 @@ def dry_run(parsed: Parsed, *, dataset: bool = True) -> None:
     trained = loaded_model(parsed, start)
     config = assemble(parsed, trained=trained)
     config, warnings = _with_vocabulary(config)
+    layout: tuple[str, ...] = ()
+    if wanted(parsed):
+        choice = planned(parsed, config, world, [seen_here(0, world, parsed.get(LaunchConfig).gpus_per_node)])
+        config, layout = choice.config, choice.notes
     resolved = check(config, world, needs_data=False)
     config, decided = decide(resolved.config, world, _memory_here(world))
     changes = compare(loading, start, trained, config.model) if start is not None and trained is not None else []
     plan = MemoryPlan(config, world)
     warnings = [*resolved.warnings, *changes, *warnings, *_missing_here(plan, world, dataset)]
-    print("\n".join([*parsed.notes, *resolved.notes, *decided, *_report(plan, world)]))
+    print("\n".join([*parsed.notes, *layout, *resolved.notes, *decided, *_report(plan, world)]))
     for line in warnings:
         print(f"warning: {line}")
     if warnings and options.dry_run == "strict":

@@ -18,6 +18,21 @@ class DryRunConfig:
 
 
 @dataclass(frozen=True)
+class AutoParallelConfig:
+    """Let the planner choose the layout; with --dry-run it is only printed."""
+
+    auto_parallel: bool = False
+    """Take the fastest layout that is planned to fit: tp, pp with its schedule and virtual stages, cp, data-parallel sharding,
+    micro-batch, recomputation. What is given of these stays as it is. Needs --global-batch-size."""
+    gpu: str | None = None
+    """The kind to plan for, as with `plan`. Default: what this machine has."""
+    nic_gbit: float = 0.0
+    """Gbit/s between nodes for each GPU. 0: what machines with this GPU usually have."""
+    coefficients: str | None = None
+    """A file of `plan calibrate`: plan with the rates that were measured instead of those that are shipped."""
+
+
+@dataclass(frozen=True)
 class EvaluateConfig:
     """Text to measure a model on; without it, the validation split of --data-path."""
 
@@ -209,6 +224,8 @@ class PlanConfig:
     """Their kind: v100-16, v100, a100-40, a100, h100, h100-96, h200, b200, gb200 or gb300."""
     nic_gbit: float = 0.0
     """Gbit/s between nodes for each GPU. 0: what machines with this GPU usually have."""
+    coefficients: str | None = None
+    """A file of `plan calibrate`, instead of --gpu: plan with the device and the rates that were measured."""
     top: int = 10
     """Layouts to show."""
     explain: str | None = None

@@ -8,21 +8,19 @@ from pathlib import Path
 from types import MappingProxyType
 
 from megatron_llama.commands.options import PlanConfig
-from megatron_llama.commands.plan_inputs import config_of, given_of, layout_named, machine_of
+from megatron_llama.commands.plan_inputs import calibrated, config_of, given_of, layout_named, machine_of
 from megatron_llama.commands.plan_outputs import write_json, write_page
 from megatron_llama.errors import ConfigError, describe
 from megatron_llama.manual import config_sections
-from megatron_llama.memory import gib
 from megatron_llama.options import Parsed
 from megatron_llama.planner.citations import TABLE
 from megatron_llama.planner.fitted import FITTED
 from megatron_llama.planner.judge import lines
 from megatron_llama.planner.nearest import Citation, nearest, read_table
-from megatron_llama.planner.odds import USABLE
 from megatron_llama.planner.own import Planned
 from megatron_llama.planner.picture_plan import plan_page
 from megatron_llama.planner.published import BITS, read_rows
-from megatron_llama.planner.report import as_json, command, details, label, losses, table
+from megatron_llama.planner.report import as_json, command, details, does_not_fit, losses, table
 from megatron_llama.planner.score import score
 from megatron_llama.planner.search import enough_gpus, search
 
@@ -46,15 +44,15 @@ def plan(parsed: Parsed) -> None:
 def search_layouts(parsed: Parsed) -> None:
     """The fastest layouts, or the one to explain. Raises ConfigError."""
     options, config, machine = parsed.get(PlanConfig), config_of(parsed), machine_of(parsed)
-    pinned = given_of(parsed, config)
+    pinned, fit = given_of(parsed, config), calibrated(parsed).fit
     if options.explain is not None:
-        best: tuple[Planned, ...] = (layout_named(config, machine, options.explain),)
+        best: tuple[Planned, ...] = (layout_named(config, machine, fit, options.explain),)
         tried = 1
     else:
-        found = search(config, machine, FITTED, top=options.top, pinned=pinned)
+        found = search(config, machine, fit, top=options.top, pinned=pinned)
         if not found.best:
             assert found.smallest is not None
-            raise ConfigError(_does_not_fit(found.smallest, enough_gpus(config, machine, FITTED, pinned)))
+            raise ConfigError(does_not_fit(found.smallest, enough_gpus(config, machine, fit, pinned)))
         best, tried = found.best, found.tried
     near = _near(best[0])
     print("\n".join(_lines(best, near, tried, explained=options.explain is not None)))
@@ -97,13 +95,3 @@ def _title(first: Planned) -> str:
     network = f"{machine.node} in a node, {machine.nic / BITS:.0f} Gbit/s between nodes for each"
     batch = f"{first.config.training.global_batch_size} samples of {first.job.seq} tokens a step"
     return f"{machine.gpus} x {machine.gpu.name} ({network}), {batch}"
-
-
-def _does_not_fit(smallest: Planned, enough: Planned | None) -> str:
-    """What is missing, and the nearest thing that works: more GPUs."""
-    machine, needed = smallest.machine, sum(smallest.fullest.values())
-    got = f"{gib(needed)} for each of {machine.gpus} GPUs at least, with {label(smallest)}"
-    do = "take GPUs of more memory, or a shorter --seq-length"
-    if enough is not None:
-        do = f"--gpus {enough.machine.gpus} would do, with {label(enough)}, or {do}"
-    return describe("memory", got=got, expected=f"at most {gib(int(USABLE * machine.gpu.memory))} usable of a {machine.gpu.name}", do=do)

@@ -7,13 +7,12 @@ from math import gcd
 from pathlib import Path
 
 from megatron_llama.commands.options import PlanConfig
-from megatron_llama.commands.plan_inputs import machine_of, require_planned
+from megatron_llama.commands.plan_inputs import calibrated, machine_of, require_planned
 from megatron_llama.commands.plan_outputs import write_json, write_page
 from megatron_llama.config import LaunchConfig
 from megatron_llama.errors import ConfigError, describe
 from megatron_llama.options import Parsed
 from megatron_llama.planner.compare import Comparison, gpu_of
-from megatron_llama.planner.fitted import FITTED
 from megatron_llama.planner.measured import Steps, config_of
 from megatron_llama.planner.own import Planned
 from megatron_llama.planner.picture_compare import compare_page
@@ -31,8 +30,8 @@ def compare_runs(parsed: Parsed) -> None:
     config = config_of(recorded, path)
     require_planned(config)
     machine_options = _for_machine(parsed, recorded)
-    known = "gpu" in parsed.explicit or gpu_of(recorded.device) is not None
-    found = Comparison(Steps(recorded), Planned(config, machine_of(machine_options), FITTED), known)
+    known = options.coefficients is not None or "gpu" in parsed.explicit or gpu_of(recorded.device) is not None
+    found = Comparison(Steps(recorded), Planned(config, machine_of(machine_options), calibrated(machine_options).fit), known)
     print("\n".join(found.lines(path.name)))
     if options.json is not None:
         write_json(options.json, found.as_json())

@@ -13,8 +13,9 @@ from megatron_llama.config import Config, LaunchConfig, ParallelConfig
 from megatron_llama.errors import ConfigError, describe, listing
 from megatron_llama.layout import AUTO
 from megatron_llama.options import Parsed
-from megatron_llama.planner.fitted import FITTED
-from megatron_llama.planner.hardware import gpu_named
+from megatron_llama.planner.calibration import Calibration, calibration_of
+from megatron_llama.planner.choice import SEARCHED, searchable, value_of
+from megatron_llama.planner.coefficients import Coefficients
 from megatron_llama.planner.job import Machine
 from megatron_llama.planner.own import Planned
 from megatron_llama.planner.published import BITS
@@ -33,14 +34,13 @@ NUMBERS: Mapping[str, str] = MappingProxyType(
 """Numbers of a layout in one word, and their options."""
 WORDS = ("pipeline_schedule", "data_parallel_sharding_strategy", "recompute_granularity")
 LLAMA_VOCABULARY = 32000
-PINNED = (*NUMBERS.values(), *WORDS, "sequence_parallel")
-"""Options that a search tries, unless they are given."""
 
 
 def config_of(parsed: Parsed) -> Config:
-    """What is not searched. Planned in bfloat16 unless another precision is asked for, and with LLaMA's vocabulary where none is given."""
+    """What is not searched. Planned in bfloat16 unless another precision is asked for or was measured, and with LLaMA's vocabulary where
+    none is given."""
     config, options = assemble(parsed), parsed.get(PlanConfig)
-    model, training, parallel = config.model, config.training, config.parallel
+    model, training = config.model, config.training
     missing = [
         describe(name, got="nothing", expected=expected, do=do)
         for name, given, expected, do in (
@@ -54,12 +54,10 @@ def config_of(parsed: Parsed) -> Config:
     if missing:
         raise ConfigError(listing("A plan needs more:", missing))
     require_planned(config)
-    training = replace(training, bf16=not (training.fp16 or training.fp64), train_iters=training.train_iters or 1)
-    # What would be decided by memory is searched.
-    slots, blocks = ("default" if text == AUTO else text for text in (parallel.param_slots, parallel.recompute_num_layers))
-    parallel = replace(parallel, param_slots=slots, recompute_num_layers="all" if blocks == "default" else blocks)
+    wide = training.fp16 or training.fp64 or calibrated(parsed).precision == "fp32"
+    training = replace(training, bf16=training.bf16 or not wide, train_iters=training.train_iters or 1)
     model = replace(model, vocab_size=model.vocab_size or LLAMA_VOCABULARY)
-    config = resolve(replace(config, model=model, training=training, parallel=parallel), 1)
+    config = searchable(replace(config, model=model, training=training))
     bare = replace(config, parallel=ParallelConfig(), training=replace(training, micro_batch_size=1, global_batch_size=1))
     if found := problems(bare, 1):
         raise ConfigError(listing("This model cannot be trained:", found))
@@ -80,9 +78,15 @@ def require_planned(config: Config) -> None:
         raise ConfigError(listing("This cannot be planned:", unplanned))
 
 
+def calibrated(parsed: Parsed) -> Calibration:
+    """The kind of GPU, and how fast it is. Raises ConfigError for one that nobody knows, and for a file of coefficients that is none."""
+    options = parsed.get(PlanConfig)
+    return calibration_of(options.gpu if options.coefficients is None or "gpu" in parsed.explicit else None, options.coefficients)
+
+
 def machine_of(parsed: Parsed) -> Machine:
     """The GPUs and their wires. Raises ConfigError for a GPU that nobody knows, and for nodes that are not whole."""
-    options, gpu = parsed.get(PlanConfig), gpu_named(parsed.get(PlanConfig).gpu)
+    options, gpu = parsed.get(PlanConfig), calibrated(parsed).gpu
     node = parsed.get(LaunchConfig).gpus_per_node or gpu.node
     if options.gpus > node and options.gpus % node:
         expected, do = f"a multiple of {node}, which are in a node", f"give {-(-options.gpus // node) * node} or --gpus-per-node"
@@ -93,14 +97,10 @@ def machine_of(parsed: Parsed) -> Machine:
 
 def given_of(parsed: Parsed, config: Config) -> dict[str, Any]:
     """Options of a layout that the user has given, which a search keeps."""
-    return {name: _value(config, name) for name in PINNED if name in parsed.explicit and _value(config, name) != AUTO}
+    return {name: value_of(config, name) for name in SEARCHED if name in parsed.explicit and value_of(config, name) != AUTO}
 
 
-def _value(config: Config, name: str) -> Any:
-    return getattr(config.training if name == "micro_batch_size" else config.parallel, name)
-
-
-def layout_named(config: Config, machine: Machine, word: str) -> Planned:
+def layout_named(config: Config, machine: Machine, fit: Coefficients, word: str) -> Planned:
     """The layout of ``tp4/pp4/mbs1/1f1b/optim``: parts in any order, what is left out as in the options."""
     parallel: dict[str, Any] = {}
     training: dict[str, Any] = {}
@@ -124,7 +124,7 @@ def layout_named(config: Config, machine: Machine, word: str) -> Planned:
     found = problems(chosen, machine.gpus)
     if found:
         raise ConfigError(listing(f"--explain {word} cannot run on {machine.gpus} GPUs:", found))
-    return Planned(resolve(chosen, machine.gpus), machine, FITTED)
+    return Planned(resolve(chosen, machine.gpus), machine, fit)
 
 
 def _choices(name: str) -> tuple[str, ...]:

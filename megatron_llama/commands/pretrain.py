@@ -9,7 +9,8 @@ from functools import partial
 from math import inf
 from typing import TYPE_CHECKING
 
-from megatron_llama.commands.options import DryRunConfig
+from megatron_llama.commands.auto_parallel import chosen, wanted
+from megatron_llama.commands.options import AutoParallelConfig, DryRunConfig
 from megatron_llama.config import CheckpointConfig, Config, LogConfig, LoraConfig
 from megatron_llama.errors import ClusterError, ConfigError, describe
 from megatron_llama.manual import config_sections
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
     from megatron_llama.recorder import Recorder
     from megatron_llama.vocabulary import Vocabulary
 
-SECTIONS = (*config_sections(), DryRunConfig)
+SECTIONS = (*config_sections(), AutoParallelConfig, DryRunConfig)
 
 
 def pretrain(parsed: Parsed) -> None:
@@ -91,6 +92,10 @@ def prepared(parsed: Parsed, *, needs_data: bool = True) -> Iterator[tuple[Confi
     start = find_start(options) if options.load is not None else None
     trained = loaded_model(parsed, start)
     config = assemble(parsed, trained=trained)
+    layout: tuple[str, ...] = ()
+    if wanted(parsed):
+        choice = chosen(parsed, config, place, start)
+        config, layout = choice.config, choice.notes
     resolved = check(config, place.world_size, needs_data=needs_data)
     mesh = init_mesh(resolved.config, place)
     with together(mesh.world):
@@ -102,7 +107,7 @@ def prepared(parsed: Parsed, *, needs_data: bool = True) -> Iterator[tuple[Confi
         m, placed = config.model, placement_warnings(config.parallel, place.local_world_size)
         slow = attention_warnings(mesh.device, compute_dtype(config), m.num_attention_heads, m.num_key_value_heads, m.head_dim)
         warnings = (*resolved.warnings, *changes, *placed, *slow)
-        for line in (*parsed.notes, *resolved.notes, *decided, *(f"warning: {text}" for text in warnings)):
+        for line in (*parsed.notes, *layout, *resolved.notes, *decided, *(f"warning: {text}" for text in warnings)):
             print(f" {line}", flush=True)
     with watched(place, mesh.recorder, 60 * config.parallel.distributed_timeout_minutes):
         yield config, mesh, vocabulary

@@ -15,6 +15,8 @@ class Coefficients:
     matmul_a100: float = 0.75
     matmul_h100: float = 0.70
     matmul_b200: float = 0.70
+    matmul_own: float = 0.7
+    """Of a device whose peak was measured, not read from a data sheet."""
     fp8: float = 0.72
     """Of 8-bit products on Hopper beside twice the rate of 16-bit ones, conversions included."""
     fp8_b200: float = 0.85
@@ -28,6 +30,7 @@ class Coefficients:
     """Share of the peak in flash attention, half of the square counted."""
     attention_h100: float = 0.5
     attention_b200: float = 0.45
+    attention_own: float = 0.3
     flash1: float = 1.3
     """Time of flash attention's first version beside the second."""
     triton: float = 2.0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from difflib import get_close_matches
@@ -19,7 +20,7 @@ class Gpu:
 
     name: str
     family: str
-    """Whose kernels it runs: ``v100``, ``a100``, ``h100`` or ``b200``."""
+    """Whose kernels it runs: ``v100``, ``a100``, ``h100`` or ``b200``; ``own``: those that ``plan calibrate`` has measured."""
     peak: float
     """Dense FLOP/s in bfloat16 (V100: float16)."""
     memory: int
@@ -39,6 +40,8 @@ class Gpu:
     power: float = 1.0
     """Sustained clock beside the usual variant of the family, where a lower power limit is known."""
     source: str = ""
+    single: float = 1 / 16
+    """Dense FLOP/s in float32 as a share of ``peak``."""
 
 
 _A100 = "NVIDIA A100 data sheet (2021)"
@@ -65,6 +68,9 @@ GPUS: Mapping[str, Gpu] = MappingProxyType(
     }
 )
 
+CPU = Gpu("cpu", "own", 10**11, 16 << 30, 10e9, 1.5e9, 1.25e9, 64, 64, single=1.0, source="a core with AVX-512, gloo, 10 Gbit/s")
+"""A process on one core of a host. Only the order of layouts is worth anything; ``plan calibrate`` measures the host at hand."""
+
 ALIASES: Mapping[str, str] = MappingProxyType(
     {
         **{"a100-80": "a100", "a100-80gb": "a100", "a100-40gb": "a100-40", "a800": "a100", "a800-80gb": "a100"},
@@ -80,8 +86,17 @@ def gpu_named(name: str) -> Gpu:
     """A GPU by any of its names. Raises ConfigError with the nearest known name."""
     key = name.lower().replace("_", "-").replace(" ", "-")
     key = ALIASES.get(key, key)
+    if key == CPU.name:
+        return CPU
     if key in GPUS:
         return GPUS[key]
     near = get_close_matches(key, [*GPUS, *ALIASES], 1, cutoff=0.5)
     do = f"did you mean {near[0]}?" if near else "take the nearest of these"
     raise ConfigError(describe("--gpu", got=name, expected=f"one of {', '.join(GPUS)}", do=do))
+
+
+def gpu_of_device(device: str, memory: int) -> Gpu | None:
+    """The GPU that torch calls so (``NVIDIA A100-SXM4-40GB``), of several the one whose memory is nearest; None: nobody has planned it."""
+    words = re.split(r"[^a-z0-9]+", device.lower())
+    same = [gpu for gpu in GPUS.values() if gpu.name.split("-")[0] in words]
+    return min(same, key=lambda gpu: abs(gpu.memory - memory), default=None)

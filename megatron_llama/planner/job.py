@@ -118,11 +118,18 @@ class Job:
     shards: int = 1
     """Ranks that share what is sharded."""
     precision: str = "bf16"
+    itemsize: int = 2
+    """Bytes of an activation or a weight while computing."""
 
     @property
     def tokens(self) -> int:
         """Of one microbatch on one rank."""
         return self.micro_batch * self.seq // self.cp
+
+    @property
+    def stream(self) -> float:
+        """Bytes of the residual stream of one microbatch, of all tp ranks together."""
+        return float(self.itemsize * self.tokens * self.model.hidden_size)
 
     @property
     def layout(self) -> tuple[object, ...]:

@@ -8,7 +8,7 @@ from megatron_llama.planner.coefficients import Coefficients
 from megatron_llama.planner.job import Job, Matmul
 
 NARROW = 2
-"""Bytes of an activation or a weight while computing."""
+"""Bytes of an activation or a weight while computing, in 16 bits."""
 CAUSAL = 0.5
 """Of the square of scores, what a causal mask leaves; kernels that write scores compute all of it."""
 SHARP = 4
@@ -57,10 +57,10 @@ class Kernels:
         gpu, family = job.machine.gpu, job.machine.gpu.family
         self.job, self.fit, self.gpu = job, fit, gpu
         self.hbm = gpu.hbm / fit.memory
-        peak = gpu.peak * gpu.power * fit.of_gpu("matmul", family)
-        self.wide_rate = peak
-        self.rate = peak * self._speedup()
-        self.attention_rate = gpu.peak * gpu.power * fit.of_gpu("attention", family)
+        peak = gpu.peak * gpu.power * (gpu.single if job.itemsize > NARROW else 1.0)
+        self.wide_rate = peak * fit.of_gpu("matmul", family)
+        self.rate = self.wide_rate * self._speedup()
+        self.attention_rate = peak * fit.of_gpu("attention", family)
 
     def _speedup(self) -> float:
         """Of products in 8 or 4 bits, conversions included."""
@@ -77,7 +77,8 @@ class Kernels:
 
     def matmul(self, product: Matmul, *, narrow: bool = True) -> float:
         """Seconds of one product. ``narrow``: in the job's precision; the head is always in bfloat16."""
-        return product.flops / (self.rate if narrow else self.wide_rate) + self.fit.matmul_bytes * NARROW * product.elements / self.gpu.hbm
+        moved = self.fit.matmul_bytes * self.job.itemsize * product.elements
+        return product.flops / (self.rate if narrow else self.wide_rate) + moved / self.gpu.hbm
 
     def attention(self) -> float:
         """Seconds of one block's attention forward, for one microbatch."""
@@ -89,7 +90,7 @@ class Kernels:
         if job.habits.attention in ("flash1", "triton"):
             return CAUSAL * flops / self.attention_rate * (fit.flash1 if job.habits.attention == "flash1" else fit.triton)
         heads = job.model.num_attention_heads / job.tp
-        scores = heads * job.tokens * span * NARROW
+        scores = heads * job.tokens * span * job.itemsize
         passes = fit.scores_fused if job.habits.attention == "fused" else fit.scores_plain
         return flops / self.wide_rate + passes * scores / self.hbm
 
@@ -100,7 +101,7 @@ class Kernels:
         streams, norms = 6.0 * model.hidden_size / split, 4.0 * model.hidden_size / split
         inner = (3.0 if habits.gated else 2.0) * model.intermediate_size / job.tp + 4.0 * job.queries
         factor = fit.compiled if habits.compiled else 1.0
-        return job.tokens * NARROW * factor * (streams + inner + norms * (1.0 if habits.fused_norms else 1.0 + fit.norms)) / self.hbm
+        return job.tokens * job.itemsize * factor * (streams + inner + norms * (1.0 if habits.fused_norms else 1.0 + fit.norms)) / self.hbm
 
     def forward(self) -> Pass:
         """One block, forward, one microbatch, without communication."""

@@ -6,16 +6,17 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
+from megatron_llama.activations import compute_bytes
 from megatron_llama.config import Config
 from megatron_llama.layout import shard_count, strategy_named
 from megatron_llama.memory import MemoryPlan, state_bytes
 from megatron_llama.planner.coefficients import Coefficients
 from megatron_llama.planner.job import Habits, Job, Machine, Sharding
-from megatron_llama.planner.kernels import NARROW, Kernels, Pass
+from megatron_llama.planner.kernels import Kernels, Pass
 from megatron_llama.planner.links import axes_of
 from megatron_llama.planner.odds import out_of_memory
 from megatron_llama.planner.simulate import StageTimes, simulate, tail
-from megatron_llama.planner.steps import UPDATE, Step, block_of, straggling
+from megatron_llama.planner.steps import Step, block_of, straggling, update_bytes
 from megatron_llama.schedule import Op
 from megatron_llama.traffic import StepTraffic
 
@@ -32,7 +33,8 @@ def job_of(config: Config, machine: Machine) -> Job:
     sharding: Sharding = "none"
     if strategy.sharded:
         sharding = "parameters" if strategy.by_unit else "gradients" if strategy.reduce_every_microbatch else "optimizer"
-    wire = 2 if parallel.grad_reduce_in_bf16 else 4
+    itemsize = compute_bytes(config)
+    wire = 2 if parallel.grad_reduce_in_bf16 else max(4, itemsize)
     return Job(
         model=config.model,
         machine=machine,
@@ -53,6 +55,7 @@ def job_of(config: Config, machine: Machine) -> Job:
         sharding=sharding,
         shards=shard_count(parallel, dp * cp),
         precision="bf16",
+        itemsize=itemsize,
     )
 
 
@@ -134,7 +137,7 @@ class Planned:
         for stage, layers in enumerate(plan.partition.layers):
             count, recompute = len(layers), min(self.recomputing, len(layers))
             last = stage == plan.partition.stages - 1
-            ends = (stage == 0) * 0.5 * axes.tp.reduce(NARROW * job.tokens * job.model.hidden_size)
+            ends = (stage == 0) * 0.5 * axes.tp.reduce(job.stream)
             backward = (count - recompute) * block.backward.seconds + recompute * costly.seconds - count * weight
             gathers, reductions = self._beside(plan.partition.placement[stage])
             times.append(
@@ -166,7 +169,7 @@ class Planned:
         """A step as the schedule runs it, extended to all its microbatches."""
         job, axes, fit = self.job, axes_of(self.job, self.fit), self.fit
         schedule, times = self.short.schedule, self.stage_times
-        hop = axes.pp.send(NARROW * job.tokens * job.model.hidden_size / (job.tp if job.sequence_parallel else 1))
+        hop = axes.pp.send(job.stream / (job.tp if job.sequence_parallel else 1))
         timeline, instant = (simulate(schedule, times, transfer) for transfer in (hop, 0.0))
         busy = max(timeline.busy(rank) for rank in range(job.pp))
         more = (job.microbatches - schedule.microbatches) / schedule.microbatches
@@ -216,7 +219,7 @@ class Planned:
                 messages.append((done / total, 0.0 if strategy.reduce_every_microbatch else seconds))
             ends = [(0.0, one.of(Op.BACKWARD)) for one in stages[-1:]]
             resident = sum(layout.buckets[bucket].numel for bucket in range(len(layout.buckets)) if layout.resident(bucket))
-            gathers = axes.shards.gather(resident * NARROW, len(layout.buckets)) if layout.shards > 1 else 0.0
+            gathers = axes.shards.gather(resident * job.itemsize, len(layout.buckets)) if layout.shards > 1 else 0.0
             under = sum(seconds for _, seconds in messages) + gathers
             late = max(0.0, gathers - sum(one.of(Op.FORWARD) for one in stages))
             worst = max(worst, tail(ends, messages) + late + fit.data_exposed * under)
@@ -227,7 +230,7 @@ class Planned:
         job, plan = self.job, self.short
         owned = max(sum(layout.shard_numel(bucket.index) for bucket in layout.buckets) for layout in plan.layouts)
         norm = axes_of(job, self.fit).shards.reduce(8.0) if self.config.optimizer.clip_grad else 0.0
-        return UPDATE * owned / Kernels(job, self.fit).hbm + norm
+        return update_bytes(job) * owned / Kernels(job, self.fit).hbm + norm
 
     @property
     def speed(self) -> float:

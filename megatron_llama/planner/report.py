@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from typing import Any
 
+from megatron_llama.errors import describe
 from megatron_llama.memory import gib
 from megatron_llama.options import differences, flag
 from megatron_llama.planner.fitted import HIGH, LOW
@@ -25,6 +26,11 @@ WORDS = (
     ("other", "stragglers and the rest"),
 )
 """Parts of a step, in words."""
+
+
+def duration(seconds: float) -> str:
+    """Seconds for people: of short ones more digits."""
+    return f"{seconds:.{2 if seconds >= 1 else 3 if seconds >= 0.1 else 4}f}"
 
 
 def flops_per_token(planned: Planned) -> float:
@@ -58,9 +64,9 @@ def table(best: Sequence[Planned]) -> Iterator[str]:
     for place, planned in enumerate(best, 1):
         step = planned.timed
         shares = [part / step.seconds for part in (step.bubble, step.tensor, step.context, step.pipeline, step.data)]
-        between = f"{step.seconds * LOW:.2f} to {step.seconds * HIGH:.2f}"
+        between = f"{duration(step.seconds * LOW)} to {duration(step.seconds * HIGH)}"
         yield (
-            f"{place:>2} {step.seconds:>8.2f} {between:>15} {planned.speed:>9,.0f} {mfu(planned):>5.0%} "
+            f"{place:>2} {duration(step.seconds):>8} {between:>15} {planned.speed:>9,.0f} {mfu(planned):>5.0%} "
             f"{gib(sum(planned.fullest.values())):>10} {planned.odds:>4.0%} {shares[0]:>6.1%} "
             + " ".join(f"{share:>5.1%}" for share in shares[1:])
             + f"  {label(planned)}"
@@ -70,8 +76,9 @@ def table(best: Sequence[Planned]) -> Iterator[str]:
 def details(planned: Planned) -> Iterator[str]:
     """Where time and memory go."""
     step, gpu = planned.timed, planned.machine.gpu
-    yield f"{label(planned)}: {step.seconds:.2f} s a step, {planned.job.microbatches} microbatches"
-    yield "  time      " + ", ".join(f"{words} {getattr(step, name):.2f} s" for name, words in WORDS if getattr(step, name) >= 0.005)
+    yield f"{label(planned)}: {duration(step.seconds)} s a step, {planned.job.microbatches} microbatches"
+    shown = [(words, getattr(step, name)) for name, words in WORDS if getattr(step, name) >= 0.002 * step.seconds]
+    yield "  time      " + ", ".join(f"{words} {duration(part)} s" for words, part in shown)
     parts = planned.fullest
     reserve = f"context and fragmentation {gib(int((1 - USABLE) * gpu.memory))} set aside"
     yield f"  memory    {', '.join(f'{name} {gib(size)}' for name, size in parts.items() if size)}; {reserve} of {gib(gpu.memory)}"
@@ -88,12 +95,22 @@ def losses(best: Sequence[Planned]) -> Iterator[str]:
     for place, planned in enumerate(best[1:], 2):
         step = planned.timed
         name, words = max(WORDS, key=lambda part: _growth(step, winner, part[0]))
-        more = f"{words} {getattr(step, name):.2f} s instead of {getattr(winner, name):.2f} s"
-        yield f"{place:>2} loses {step.seconds - winner.seconds:.2f} s: {more}"
+        more = f"{words} {duration(getattr(step, name))} s instead of {duration(getattr(winner, name))} s"
+        yield f"{place:>2} loses {duration(step.seconds - winner.seconds)} s: {more}"
 
 
 def _growth(step: Step, winner: Step, name: str) -> float:
     return float(getattr(step, name) - getattr(winner, name))
+
+
+def does_not_fit(smallest: Planned, enough: Planned | None) -> str:
+    """What is missing, and the nearest thing that works: more GPUs."""
+    machine, needed = smallest.machine, sum(smallest.fullest.values())
+    got = f"{gib(needed)} for each of {machine.gpus} GPUs at least, with {label(smallest)}"
+    do = "take GPUs of more memory, or a shorter --seq-length"
+    if enough is not None:
+        do = f"--gpus {enough.machine.gpus} would do, with {label(enough)}, or {do}"
+    return describe("memory", got=got, expected=f"at most {gib(int(USABLE * machine.gpu.memory))} usable of a {machine.gpu.name}", do=do)
 
 
 def command(planned: Planned) -> str:

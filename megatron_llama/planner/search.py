@@ -41,9 +41,12 @@ class Found:
     """Where nothing fits: the layout that needs least memory."""
 
 
-def search(config: Config, machine: Machine, fit: Coefficients, *, top: int, pinned: Mapping[str, Any]) -> Found:
+def search(
+    config: Config, machine: Machine, fit: Coefficients, *, top: int, pinned: Mapping[str, Any], risk: float = EVEN_ODDS
+) -> Found:
     """The fastest ``top`` layouts. ``config``: the model, the batch and everything that is not searched, resolved; ``pinned``: options of
-    a layout that the user has given, which all layouts keep.
+    a layout that the user has given, which all layouts keep; ``risk``: the probability of running out of memory from which on a layout
+    does not fit.
 
     Raises ConfigError where no layout is valid at all."""
     ranked = sorted(candidates(config, machine, pinned), key=lambda one: estimate(job_of(one, machine), fit).seconds)
@@ -52,11 +55,11 @@ def search(config: Config, machine: Machine, fit: Coefficients, *, top: int, pin
     fitting: list[Planned] = []
     for one in ranked:
         planned = Planned(one, machine, fit)
-        if roughly(planned) < machine.gpu.memory and planned.odds < EVEN_ODDS:
+        if roughly(planned) < machine.gpu.memory and planned.odds < risk:
             fitting.append(planned)
             if len(fitting) >= 2 * top:
                 break
-    valid = (planned for planned in sorted(fitting, key=lambda planned: planned.seconds) if not problems(planned.few, machine.gpus))
+    valid = (planned for planned in sorted(fitting, key=lambda planned: planned.seconds) if not problems(planned.config, machine.gpus))
     best = tuple(islice(valid, top))
     smallest = None if best else min((Planned(one, machine, fit) for one in ranked), key=roughly)
     return Found(best, len(ranked), smallest)

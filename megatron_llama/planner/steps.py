@@ -8,11 +8,12 @@ from math import log2
 from megatron_llama.planner.coefficients import Coefficients
 from megatron_llama.planner.footprint import footprint
 from megatron_llama.planner.job import Job
-from megatron_llama.planner.kernels import NARROW, Kernels, Pass
+from megatron_llama.planner.kernels import Kernels, Pass
 from megatron_llama.planner.links import Axes, axes_of
 
-UPDATE = 34
-"""Bytes an update moves for each parameter of a shard: gradient, master weight and two moments, in and out, and the narrow weight."""
+UPDATE, UPDATE_WIDE = 34, 28
+"""Bytes an update moves for each parameter of a shard: gradient, master weight and two moments, in and out, and the narrow weight, if
+there is one beside the master."""
 FULL = 0.85
 """Share of the memory beyond which the allocator has to return and take memory within a step."""
 BUCKET = 40_000_000
@@ -64,9 +65,9 @@ def block_of(job: Job, axes: Axes, kernels: Kernels, fit: Coefficients) -> Block
     """What one block costs. Each pass sums partial results over tp twice (gather and scatter under sequence parallelism); with context
     parallelism keys and values travel forward, and their gradients come back."""
     shown = fit.tensor_overlap if job.habits.overlap_tensor else 1.0
-    tensor = 2 * axes.tp.reduce(NARROW * job.tokens * job.model.hidden_size) * shown
+    tensor = 2 * axes.tp.reduce(job.stream) * shown
     wide = 2 * job.model.num_key_value_heads * job.model.head_dim / min(job.tp, job.model.num_key_value_heads)
-    context = axes.cp.gather(NARROW * job.tokens * job.cp * wide) * fit.cp_exposed
+    context = axes.cp.gather(job.itemsize * job.tokens * job.cp * wide) * fit.cp_exposed
     pure = kernels.forward()
     forward = replace(pure, tensor=tensor, context=context)
     backward = replace(kernels.backward(pure), tensor=tensor, context=2 * context)
@@ -80,23 +81,28 @@ def estimate(job: Job, fit: Coefficients) -> Step:
     axes, kernels = axes_of(job, fit), Kernels(job, fit)
     block, head = block_of(job, axes, kernels, fit), kernels.head()
     layers, share = job.model.num_hidden_layers, job.model.num_hidden_layers / job.pp
-    ends = 3 * head.seconds + axes.tp.reduce(NARROW * job.tokens * job.model.hidden_size) * 2
+    ends = 3 * head.seconds + axes.tp.reduce(job.stream) * 2
     middle = share * block.seconds
     # An uneven share: some rank has the larger part, unless it is the one with the head.
     uneven = (-(-layers // job.pp) - share) * block.seconds
     squeeze = 1 + fit.pressure * max(0.0, _fullness(job) - FULL)
     fullest = middle + uneven - block.seconds + ends if job.ends_counted else middle + ends
     bottleneck = max(fullest, middle + uneven) * squeeze
-    hops = axes.pp.send(NARROW * job.tokens * job.model.hidden_size / (job.tp if job.sequence_parallel else 1)) if job.pp > 1 else 0.0
+    hops = axes.pp.send(job.stream / (job.tp if job.sequence_parallel else 1)) if job.pp > 1 else 0.0
     wait = fit.pipeline_exposed * 2 * hops * (job.microbatches * (1 if job.vpp == 1 else 0.5 * job.vpp) + job.pp)
     bubble = job.bubble * (job.pp - 1) * middle / job.vpp
     work = job.microbatches * bottleneck
     data = data_time(job, axes, fit, work, middle)
-    update = UPDATE * job.rank_numel / (job.shards if job.sharding != "none" else 1) / kernels.hbm
+    update = update_bytes(job) * job.rank_numel / (job.shards if job.sharding != "none" else 1) / kernels.hbm
     both = block.forward + block.backward
     tensor, context = (job.microbatches * share * part for part in (both.tensor, both.context))
     whole = work + bubble + wait + data + update + fit.step
     return Step(max(0.0, work - tensor - context), bubble, tensor, context, wait, data, update, fit.step + whole * straggling(job, fit))
+
+
+def update_bytes(job: Job) -> int:
+    """See UPDATE."""
+    return UPDATE if job.itemsize < 4 else UPDATE_WIDE * job.itemsize // 4
 
 
 def _fullness(job: Job) -> float:
@@ -113,14 +119,15 @@ def data_time(job: Job, axes: Axes, fit: Coefficients, work: float, middle: floa
     """Exposed seconds of gradients and parameters between data-parallel ranks: of those that travel beside every microbatch, and of those
     that travel once."""
     numel, wire, units = job.rank_numel, job.habits.gradient_bytes, job.model.num_hidden_layers / job.pp
+    weights = job.itemsize * numel
     replicas = axes.replicas.reduce(wire * numel / (job.shards if job.sharding != "none" else 1))
     messages = max(1.0, numel / BUCKET)
     if job.sharding == "parameters":
         gathers = 2 * job.microbatches if job.pp == 1 else 1
-        sent = gathers * axes.shards.gather(NARROW * numel, units) + job.microbatches * axes.shards.gather(wire * numel, units) + replicas
+        sent = gathers * axes.shards.gather(weights, units) + job.microbatches * axes.shards.gather(wire * numel, units) + replicas
         return _beside(sent, work, fit)
     each = job.sharding == "gradients" and (job.pp == 1 or job.habits.reduces_every_microbatch)
-    reductions, gathers_once = axes.shards.gather(wire * numel, messages), axes.shards.gather(NARROW * numel, messages)
+    reductions, gathers_once = axes.shards.gather(wire * numel, messages), axes.shards.gather(weights, messages)
     sent = gathers_once + replicas + (0.0 if each else reductions)
     if job.habits.family == "intern":
         sent += job.shards * fit.broadcast

@@ -80,6 +80,9 @@ ELSEWHERE: Mapping[str, str] = {
         "e2e/test_recipes.py::test_some_steps_of_some_ranks_are_traced",
     ),
     "record_timeline": "e2e/test_timeline.py::test_passes_and_messages_are_those_of_the_plans",
+    "auto_parallel": "e2e/test_auto_parallel.py::test_all_processes_take_the_planned_layout",
+    **dict.fromkeys(("gpu", "nic_gbit"), "planner/test_choice.py::test_a_dry_run_prints_the_choice"),
+    "coefficients": "planner/test_calibrate.py::test_a_run_is_planned_with_what_was_measured",
     **dict.fromkeys(
         ("wandb_project", "wandb_exp_name", "wandb_save_dir"), "e2e/test_recipes.py::test_weights_and_biases_without_a_network"
     ),

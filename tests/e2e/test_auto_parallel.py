@@ -1,0 +1,36 @@
+"""``pretrain --auto-parallel``: a run of several processes that all take the layout which the first one plans."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+from megatron_llama.planner.choice import SEARCHED
+from tests.e2e.product import Layout, Product, column
+
+
+def test_all_processes_take_the_planned_layout(product: Product, tmp_path: Path) -> None:
+    """What is given stays. A resumed run in another layout says so, and goes on where it was."""
+    run = {"auto_parallel": True, "micro_batch_size": None, "save": tmp_path / "run"}
+    first = product.train(Layout(4, {"pipeline_model_parallel_size": 2}), train_iters=1, lr_decay_iters=2, save_interval=1, **run)
+    (line,) = [line for line in first.out.splitlines() if "--auto-parallel: " in line]
+    printed = dict(re.findall(r"--([a-z-]+) (\S+)", line))
+    meta = json.loads(next((tmp_path / "run").glob("iter_*/meta.json")).read_text())
+    saved = {**meta["config"]["parallel"], **meta["config"]["training"]}
+    assert printed == {name.replace("_", "-"): str(saved[name]).lower() for name in SEARCHED if name != "pipeline_model_parallel_size"}
+    assert saved["pipeline_model_parallel_size"] == 2 and "on 4 x cpu, 4 in a node" in first.out
+    again = product.train(Layout(2, {}), train_iters=2, lr_decay_iters=2, load=tmp_path / "run", **run)
+    assert "was saved in another layout (pipeline_model_parallel_size was 2" in again.out.replace("\n", " ")
+    assert column(tmp_path / "run", "iteration") == [1, 2]
+
+
+def test_an_error_of_the_planner_is_everybodys(product: Product) -> None:
+    ended = product.launcher.start([*product.command(auto_parallel=True, global_batch_size=None)], 2).wait()
+    assert ended.codes == (2, 2) and ended.err.count("--global-batch-size: got nothing, expected samples in a step") == 1
+
+
+def test_instruction_tuning_takes_one_too(product: Product, tmp_path: Path) -> None:
+    options = {"auto_parallel": True, "train_data": tmp_path / "none.jsonl", "data_path": None, "split": None, "tokenizer_model": None, "vocab_size": 512}
+    command = ["sft", *product.command(dry_run=True, world_size=4, pipeline_model_parallel_size=1, **options)[1:]]
+    assert "the fastest of" in product.run(*command).ok().out
