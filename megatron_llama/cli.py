@@ -67,7 +67,7 @@ COMMANDS: Mapping[str, Command] = MappingProxyType(
             "plan",
             "plan",
             "commands.plan:SECTIONS",
-            "The fastest layouts for a cluster: plan --model NAME --gpus N, or plan score FILE.csv.",
+            "The fastest layouts for a cluster: plan --model NAME --gpus N; plan score|compare FILE.",
             ("action", "file"),
         ),
         "env": Command("env", "env", "commands.options:NoOptions", "Versions and devices, for a bug report."),

@@ -92,6 +92,8 @@ class Notes:
     def _note(self, kind: str, what: object) -> Note:
         if kind == "wait":  # what is waited for may hold tensors
             what = str(what)
+        elif isinstance(what, tuple) and what[0] not in AXIS_LANES:  # of the whole world: one number, and no bucket
+            what = (*what[:3], None)
         return _Noting(kind, what, self._recorder.evaluating, self._clock, self._found)
 
     def next_iteration(self, iteration: int | None) -> None:
@@ -155,8 +157,8 @@ def _details(noted: _Noted) -> Mapping[str, int | str]:
     return found | ({"evaluation": 1} if noted.evaluating else {})
 
 
-def clock_offset(axis: Axis) -> tuple[float, float]:
-    """What to add to this rank's ``time.perf_counter`` to have the first rank's, and by how much that may be wrong, in seconds. Collective.
+def clock_offset(axis: Axis, clock: Callable[[], float] = time.perf_counter) -> tuple[float, float]:
+    """What to add to this rank's clock to have the first rank's, and by how much that may be wrong, in seconds. Collective.
 
     By question and answer over the host's backend (Cristian, 1989): the answer was given somewhere between the two moments at which this
     rank asked and heard, taken as their middle."""
@@ -165,17 +167,17 @@ def clock_offset(axis: Axis) -> tuple[float, float]:
         for peer in range(1, axis.size):
             for _ in range(ROUNDS):
                 dist.recv(answer, group=axis.group, group_src=peer)
-                dist.send(answer.fill_(time.perf_counter()), group=axis.group, group_dst=peer)
+                dist.send(answer.fill_(clock()), group=axis.group, group_dst=peer)
         return 0.0, 0.0
-    return min(_asked(axis, answer) for _ in range(ROUNDS))[::-1]
+    return min(_asked(axis, clock, answer) for _ in range(ROUNDS))[::-1]
 
 
-def _asked(axis: Axis, answer: torch.Tensor) -> tuple[float, float]:
+def _asked(axis: Axis, clock: Callable[[], float], answer: torch.Tensor) -> tuple[float, float]:
     """(error, offset) of one question."""
-    asked = time.perf_counter()
+    asked = clock()
     dist.send(answer, group=axis.group, group_dst=0)
     dist.recv(answer, group=axis.group, group_src=0)
-    heard = time.perf_counter()
+    heard = clock()
     return (heard - asked) / 2, float(answer) - (asked + heard) / 2
 
 
