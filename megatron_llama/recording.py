@@ -89,10 +89,10 @@ class Notes:
         self._zero = first, time.perf_counter()
         self._recorder.timeline = self._note
 
-    def _note(self, kind: str, what: object) -> Note:
+    def _note(self, kind: str, what: Any) -> Note:
         if kind == "wait":  # what is waited for may hold tensors
             what = str(what)
-        elif isinstance(what, tuple) and what[0] not in AXIS_LANES:  # of the whole world: one number, and no bucket
+        elif kind == "message" and what[0] not in AXIS_LANES:  # of the whole world: one number, and no bucket
             what = (*what[:3], None)
         return _Noting(kind, what, self._recorder.evaluating, self._clock, self._found)
 
