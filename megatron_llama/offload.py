@@ -20,6 +20,8 @@ STATES = 3
 """Of an element on the host: weight and two moments."""
 FACTORS = ALIGN
 """Elements of fp32 that a bucket keeps for the scale of its gradient and for whether to skip it: two, padded."""
+DIGITS = 6
+"""No machine has more processors than numbers of so many."""
 
 
 @dataclass(frozen=True)
@@ -157,11 +159,16 @@ def offload_warnings(config: Config) -> Iterator[str]:
 
 
 def core_list(text: str) -> tuple[int, ...]:
-    """``0-2,8`` as 0, 1, 2, 8; nothing where it is no such list."""
+    """``0-2,8`` as 0, 1, 2, 8; nothing where it is no such list, or has numbers that no machine has."""
     cores: list[int] = []
     for part in text.split(","):
         low, dash, high = part.strip().partition("-")
-        if not (low.isascii() and low.isdecimal()) or (dash and not (high.isascii() and high.isdecimal() and int(low) <= int(high))):
+        first, last = _number(low), _number(high if dash else low)
+        if first is None or last is None or first > last:
             return ()
-        cores += range(int(low), int(high if dash else low) + 1)
+        cores += range(first, last + 1)
     return tuple(sorted(set(cores)))
+
+
+def _number(text: str) -> int | None:
+    return int(text) if text.isascii() and text.isdecimal() and len(text) <= DIGITS else None

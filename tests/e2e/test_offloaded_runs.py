@@ -122,6 +122,7 @@ def test_the_plan_says_what_a_run_takes(product: Product) -> None:
     ("options", "says"),
     [
         ({"offload_cores": "7-3"}, "--offload-cores: got 7-3, expected auto, or numbers and ranges such as 0-15,32-47; "),
+        ({"offload_cores": "0-99999999999"}, "--offload-cores: got 0-99999999999, expected auto, or numbers and ranges such as "),
         ({"offload_cores": "4000"}, "--offload-cores: got 4000, expected processors that this process may use: "),
         ({"optimizer_offload_fraction": 1.5}, "--optimizer-offload-fraction: got 1.5, expected a number from 0 to 1; "),
         ({"speculation_bytes": -1}, "--speculation-bytes: got -1, expected 0 or more"),
