@@ -138,3 +138,24 @@ def test_env_names_what_a_bug_report_needs(capsys: pytest.CaptureFixture[str]) -
     rows = dict(line.split(maxsplit=1) for line in out.splitlines())
     assert status == 0 and rows["torch"] == torch.__version__ and rows["megatron_llama"] == __version__ and "gloo" in rows["backends"]
     assert {"python", "platform", "device", "memory", "numpy", "safetensors", "transformers", "apex"} <= rows.keys()
+
+
+@pytest.mark.parametrize(
+    ("files", "said_of_it"),
+    [
+        ((), "not installed"),
+        (("apex/lib/libapex.py", "apex/views.py"), "0.9.10.dev0: not NVIDIA's apex but PyPI's package of that name, a toolkit for web applications; uninstall it"),
+        (("apex/normalization/fused_layer_norm.py",), "0.9.10.dev0, NVIDIA's, built without amp_C, fused_layer_norm_cuda, fused_weight_gradient_mlp_cuda"),
+        (("apex/normalization/fused_layer_norm.py", "amp_C.py", "fused_layer_norm_cuda.py", "fused_weight_gradient_mlp_cuda.py"), "0.9.10.dev0, NVIDIA's"),
+    ],
+    ids=["none", "PyPI's", "NVIDIA's without kernels", "NVIDIA's"],
+)
+def test_which_apex_is_here(files: tuple[str, ...], said_of_it: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the files that an installation leaves."""
+    from megatron_llama.commands.env import apex_found
+
+    for name in (*files, *(("apex/__init__.py", "apex-0.9.10.dev0.dist-info/METADATA") if files else ())):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text("Name: apex\nVersion: 0.9.10.dev0\n" if name.endswith("METADATA") else "")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    assert apex_found() == said_of_it

@@ -26,6 +26,7 @@ from torch import Tensor
 from torch.optim.adamw import adamw as torch_adamw
 
 from megatron_llama import device as devices
+from megatron_llama.commands.env import apex_found
 from megatron_llama.nn import bodies as plain
 from megatron_llama.nn.attention import attention_kernel, causal_attention
 from megatron_llama.nn.functional import rope_frequencies, rope_table
@@ -279,7 +280,7 @@ def main(words: Sequence[str]) -> int:
     options = parser.parse_args(words)
     device, found = devices.accelerator(0), list[Row]()
     sizes = Sizes(options.tokens, device, options.scale)
-    print(f"{devices.name(device)}; torch {torch.__version__}; {sizes.dtype}; {options.tokens} tokens")
+    print(f"{devices.name(device)}; torch {torch.__version__}; {sizes.dtype}; {options.tokens} tokens; apex {apex_found()}")
     missing = 0
     for make in (norm, rope, swiglu, loss, adamw, attention, weight_gradient):
         case = make(sizes)

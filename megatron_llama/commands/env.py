@@ -5,11 +5,15 @@ from __future__ import annotations
 import platform
 import sys
 from importlib import metadata
+from importlib.util import find_spec
+from pathlib import Path
 
 from megatron_llama import __version__
 from megatron_llama.options import Parsed
 
-PACKAGES = ("numpy", "safetensors", "sentencepiece", "tokenizers", "pyyaml", "tqdm", "transformers", "apex")
+PACKAGES = ("numpy", "safetensors", "sentencepiece", "tokenizers", "pyyaml", "tqdm", "transformers")
+APEX_KERNELS = ("amp_C", "fused_layer_norm_cuda", "fused_weight_gradient_mlp_cuda")
+"""Modules of NVIDIA's apex: those of its optimizers, its norms, and its weight gradient. It installs without them too."""
 
 
 def env(parsed: Parsed) -> None:
@@ -31,6 +35,7 @@ def env(parsed: Parsed) -> None:
         "memory": f"{devices.memory_bytes(device) / 2**30:.1f} GiB",
         "backends": ", ".join(name for name, found in (("gloo", dist.is_gloo_available()), ("nccl", dist.is_nccl_available())) if found),
         **{name: _version(name) for name in PACKAGES},
+        "apex": apex_found(),
     }
     for name, value in rows.items():
         print(f"{name:<15}{value}")
@@ -38,10 +43,18 @@ def env(parsed: Parsed) -> None:
 
 def _version(name: str) -> str:
     try:
-        found = metadata.version(name)
+        return metadata.version(name)
     except metadata.PackageNotFoundError:
         return "not installed"
-    # PyPI's apex is a toolkit for web sessions; NVIDIA's is built from source and has these modules.
-    if name == "apex" and not any(str(file).startswith("apex/normalization") for file in metadata.files(name) or ()):
-        return f"{found}: not NVIDIA's apex but another package of that name; uninstall it"
-    return found
+
+
+def apex_found() -> str:
+    """Which apex is here. Training uses none (``docs/dependencies.md``), ``tools/bench_kernels.py`` times NVIDIA's."""
+    spec = find_spec("apex")
+    if spec is None:
+        return "not installed"
+    version = _version("apex")
+    if not any(Path(place, "normalization").is_dir() for place in spec.submodule_search_locations or ()):
+        return f"{version}: not NVIDIA's apex but PyPI's package of that name, a toolkit for web applications; uninstall it"
+    missing = [name for name in APEX_KERNELS if find_spec(name) is None]
+    return f"{version}, NVIDIA's" + (f", built without {', '.join(missing)}" if missing else "")
