@@ -61,8 +61,9 @@ class Unusual:
         """``masks`` and ``counts``: by matrix, over its columns, on the host."""
         elements = Counter[int]()
         for block in blocks:
-            for count in block.of(counts[block.matrix])[block.of(masks[block.matrix])].tolist():
-                elements[int(count)] += block.rows
+            values, columns = block.of(counts[block.matrix])[block.of(masks[block.matrix])].unique(return_counts=True)
+            for count, many in zip(values.tolist(), columns.tolist(), strict=True):
+                elements[int(count)] += many * block.rows
         usual = max(elements, key=lambda count: (elements[count], count), default=0)
         packing = Packing(blocks, [mask & (count != usual) for mask, count in zip(masks, counts, strict=True)], torch.device("cpu"))
         return Unusual(usual, packing, tuple(part.columns(counts[part.block.matrix]) for part in packing.parts))
