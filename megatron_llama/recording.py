@@ -236,18 +236,20 @@ class Recording:
         everybody = gathered((spans, host, self._error, _place(mesh)), mesh.world)
         with together(mesh.world), writing(self._file):
             if everybody is not None:
-                write_timeline(self._file, _recorded(self._config, devices.name(mesh.device), everybody))
+                write_timeline(self._file, _recorded(self._config, mesh.device, everybody))
         self._log.say(f" timeline of iterations {first} to {last}: {self._file}")
 
 
-def _recorded(config: Config, device: str, everybody: Sequence[tuple[list[Span], str, float, str]]) -> Recorded:
+def _recorded(config: Config, device: torch.device, everybody: Sequence[tuple[list[Span], str, float, str]]) -> Recorded:
     zero = min((span.begin for spans, *_ in everybody for span in spans), default=0.0)
     errors = sorted((error for _, _, error, _ in everybody), reverse=True)
     return Recorded(
         config=asdict(config),
         ranks=len(everybody),
         per_node=max(Counter(host for _, host, _, _ in everybody).values()),
-        device=device,
+        device=devices.name(device),
+        host=devices.is_host(device),
+        memory=devices.memory_bytes(device),
         clock_error=math.fsum(errors[:2]),
         labels=tuple(label for *_, label in everybody),
         spans=tuple(_shifted(everybody, zero)),

@@ -68,6 +68,10 @@ class Recorded:
     """Ranks on the fullest machine."""
     device: str
     """What the vendor calls it."""
+    host: bool
+    """Whether the host itself computed."""
+    memory: int
+    """Bytes of the device."""
     clock_error: float
     """Seconds by which the clocks of two ranks may be apart."""
     labels: tuple[str, ...]
@@ -77,7 +81,7 @@ class Recorded:
 
 def write_timeline(path: Path, recorded: Recorded) -> None:
     """Write the file, compressed where its name ends in ``.gz``. Raises OSError."""
-    meta = {name: getattr(recorded, name) for name in ("ranks", "per_node", "device", "clock_error", "labels", "config")}
+    meta = {name: getattr(recorded, name) for name in ("ranks", "per_node", "device", "host", "memory", "clock_error", "labels", "config")}
     content = {KEY: {"format": FORMAT, **meta}, "displayTimeUnit": "ms", "traceEvents": list(_events(recorded))}
     data = json.dumps(content, separators=(",", ":")).encode()
     # Without a time in its header the file depends on its content alone.
@@ -140,6 +144,8 @@ def read_timeline(path: Path) -> Recorded:
             ranks=int(meta["ranks"]),
             per_node=int(meta["per_node"]),
             device=str(meta["device"]),
+            host=bool(meta["host"]),
+            memory=int(meta["memory"]),
             clock_error=float(meta["clock_error"]),
             labels=tuple(map(str, meta["labels"])),
             spans=tuple(map(_span, events)),

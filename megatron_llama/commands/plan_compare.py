@@ -12,7 +12,8 @@ from megatron_llama.commands.plan_outputs import write_json, write_page
 from megatron_llama.config import LaunchConfig
 from megatron_llama.errors import ConfigError, describe
 from megatron_llama.options import Parsed
-from megatron_llama.planner.compare import Comparison, gpu_of
+from megatron_llama.planner.compare import Comparison
+from megatron_llama.planner.hardware import CPU, gpu_of_device
 from megatron_llama.planner.measured import Steps, config_of
 from megatron_llama.planner.own import Planned
 from megatron_llama.planner.picture_compare import compare_page
@@ -29,9 +30,9 @@ def compare_runs(parsed: Parsed) -> None:
     recorded = read_timeline(path)
     config = config_of(recorded, path)
     require_planned(config)
-    machine_options = _for_machine(parsed, recorded)
-    known = options.coefficients is not None or "gpu" in parsed.explicit or gpu_of(recorded.device) is not None
-    found = Comparison(Steps(recorded), Planned(config, machine_of(machine_options), calibrated(machine_options).fit), known)
+    same = _for_machine(parsed, recorded)
+    known = options.coefficients is not None or "gpu" in parsed.explicit or gpu_of_device(recorded.device, recorded.memory) is not None
+    found = Comparison(Steps(recorded), Planned(config, machine_of(same), calibrated(same).fit), known)
     print("\n".join(found.lines(path.name)))
     if options.json is not None:
         write_json(options.json, found.as_json())
@@ -41,7 +42,8 @@ def compare_runs(parsed: Parsed) -> None:
 
 def _for_machine(parsed: Parsed, recorded: Recorded) -> Parsed:
     """The options of a machine such as the run had, where they are not given."""
-    options, launch, gpu = parsed.get(PlanConfig), parsed.get(LaunchConfig), gpu_of(recorded.device)
-    options = replace(options, gpus=recorded.ranks, gpu=gpu.name if gpu is not None and "gpu" not in parsed.explicit else options.gpu)
+    options, launch = parsed.get(PlanConfig), parsed.get(LaunchConfig)
+    gpu = CPU if recorded.host else gpu_of_device(recorded.device, recorded.memory)
+    options = replace(options, gpus=recorded.ranks, gpu=options.gpu if gpu is None or "gpu" in parsed.explicit else gpu.name)
     launch = replace(launch, gpus_per_node=launch.gpus_per_node or gcd(recorded.ranks, recorded.per_node))
     return replace(parsed, instances={**parsed.instances, PlanConfig: options, LaunchConfig: launch})

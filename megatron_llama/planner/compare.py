@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from statistics import fmean
 from typing import Any
 
-from megatron_llama.planner.hardware import GPUS, Gpu
-from megatron_llama.planner.kernels import NARROW, Kernels, Pass
+from megatron_llama.planner.kernels import Kernels, Pass
 from megatron_llama.planner.links import axes_of
 from megatron_llama.planner.measured import Steps
 from megatron_llama.planner.own import Planned
@@ -23,14 +21,6 @@ from megatron_llama.timeline import GATHERS, OTHER, PIPELINE, REDUCTIONS
 HEAD = ("", "a step", "measured", "planned", "ratio", "more in a step")
 LANES_APART = (PIPELINE, GATHERS, REDUCTIONS)
 """Waits within a pass that the plan of a pass does not count; where links are not known, nor those for tp and cp."""
-
-
-def gpu_of(device: str) -> Gpu | None:
-    """The GPU that its vendor calls so (``NVIDIA A100-SXM4-40GB``); None: nobody has planned with it."""
-    words = re.split(r"[^a-z0-9]+", device.lower())
-    sizes = [int(word[:-2]) for word in words if re.fullmatch(r"\d+gb", word)]
-    same = [gpu for gpu in GPUS.values() if gpu.name.split("-")[0] in words]
-    return min(same, key=lambda gpu: abs(gpu.memory / 2**30 - sizes[0]) if sizes else "-" in gpu.name, default=None)
 
 
 @dataclass(frozen=True)
@@ -96,7 +86,7 @@ class Comparison:
         times = replace(self.planned.stage_times[stage], gather_forward=0.0, gather_backward=0.0, reduce=0.0)
         forward = backward = 0.0
         if not self.known:
-            ends = 0.5 * self._axes.tp.reduce(NARROW * self.planned.job.tokens * self.planned.job.model.hidden_size) * (stage == 0)
+            ends = 0.5 * self._axes.tp.reduce(self.planned.job.stream) * (stage == 0)
             shown = [self.shown(stage, part) for part in ("tensor", "context")]
             forward, backward = ends + sum(first for first, _ in shown), sum(second for _, second in shown)
         return replace(
@@ -127,7 +117,7 @@ class Comparison:
     def hop(self) -> float:
         """Seconds of a message between stages; 0 where links are not known."""
         job = self.planned.job
-        size = NARROW * job.tokens * job.model.hidden_size / (job.tp if job.sequence_parallel else 1)
+        size = job.stream / (job.tp if job.sequence_parallel else 1)
         return float(self._axes.pp.send(size)) if self.known else 0.0
 
     @cached_property
@@ -198,8 +188,9 @@ class Comparison:
             return
         yield f"a step took {ms(step)}"
         yield (
-            f"the planner does not know {self.steps.recorded.device}: kernels are planned for {gpu} and multiplied by {self.scale:.4g}, "
-            "with which all passes together take as long as here. Compare their proportions, or plan for a GPU by --gpu NAME"
+            f"nobody has measured {self.steps.recorded.device} for the planner: kernels are planned for {gpu} and multiplied by "
+            f"{self.scale:.4g}, with which all passes together take as long as here. Compare proportions, or give --gpu NAME or "
+            "--coefficients FILE (plan calibrate)"
         )
 
 

@@ -7,7 +7,6 @@ from dataclasses import dataclass, replace
 
 from megatron_llama.memory import gib
 from megatron_llama.planner.fitted import HIGH, LOW
-from megatron_llama.planner.kernels import NARROW
 from megatron_llama.planner.links import axes_of
 from megatron_llama.planner.odds import USABLE
 from megatron_llama.planner.own import Planned
@@ -86,7 +85,7 @@ def streams_of(planned: Planned) -> Streams:
         longer[rank] += sum(one.of(op) - other.of(op) for op in planned.short.schedule.passes)
     once = max(0.0, planned.timed.data - job.microbatches * max(longer))
     behind = [(REDUCTIONS, "exposed gradients and parameters", once), (UPDATES, "norm and update", planned.timed.update)]
-    hop = axes.pp.send(NARROW * job.tokens * job.model.hidden_size / (job.tp if job.sequence_parallel else 1)) if job.pp > 1 else 0.0
+    hop = axes.pp.send(job.stream / (job.tp if job.sequence_parallel else 1)) if job.pp > 1 else 0.0
     return Streams(planned.short.schedule, times, hop, [one for one in behind if one[2] > 0])
 
 

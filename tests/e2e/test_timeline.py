@@ -12,6 +12,7 @@ import pytest
 
 from megatron_llama.cli import main
 from megatron_llama.memory import MemoryPlan
+from megatron_llama.planner.calibration import HOST, as_json
 from megatron_llama.planner.measured import Steps, config_of
 from megatron_llama.schedule import Op
 from megatron_llama.timeline import COMPUTE, GATHERS, ITERATIONS, LANES, PIPELINE, REDUCTIONS, UPDATES, WAITS, Recorded, read_timeline
@@ -137,6 +138,11 @@ def test_a_comparison_names_what_became_slow(file: Path, tmp_path: Path, capsys:
     assert said.startswith(f"run.json: 4 ranks on {read_timeline(file).device}, iterations 4 to 4, clocks within ")
     assert "tp1/pp2/cp1/dp2/mbs2/1f1b/optim_grads/recompute-none, 2 microbatches\na step took " in said
     assert (tmp_path / "page.html").read_text().startswith("<!DOCTYPE html>")
+    (tmp_path / "host.json").write_text(json.dumps(as_json(HOST)))
+    assert main(["plan", "compare", str(file), "--coefficients", str(tmp_path / "host.json"), "--json", str(tmp_path / "parts.json")]) == 0
+    measured = json.loads((tmp_path / "parts.json").read_text())
+    assert f"a step took {measured['measured_step_seconds'] * 1e3:,.2f} ms, planned for cpu are " in capsys.readouterr().out
+    assert measured["known"] and measured["scale"] == 1.0 and all(part["planned_seconds"] is not None for part in measured["parts"])
     content = json.loads(file.read_text())
     for event in content["traceEvents"]:
         if event.get("cat") == COMPUTE and (event["args"].get("op"), event["args"].get("stage")) == (Op.BACKWARD.value, 0):
