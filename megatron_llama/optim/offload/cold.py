@@ -61,7 +61,8 @@ class Unusual:
         """``masks`` and ``counts``: by matrix, over its columns, on the host."""
         elements = Counter[int]()
         for block in blocks:
-            values, columns = block.of(counts[block.matrix])[block.of(masks[block.matrix])].unique(return_counts=True)
+            here = block.of(counts[block.matrix])[block.of(masks[block.matrix])]
+            values, columns = torch.unique(here, return_counts=True)
             for count, many in zip(values.tolist(), columns.tolist(), strict=True):
                 elements[int(count)] += many * block.rows
         usual = max(elements, key=lambda count: (elements[count], count), default=0)

@@ -32,7 +32,7 @@ class Packed:
         there = Packing(blocks, masks, torch.device("cpu"))
         here = there if device.type == "cpu" else Packing(blocks, masks, device)
         found = [part.columns(counts[part.block.matrix]) for part in there.parts]
-        values = {int(value) for one in found for value in one.unique().tolist()}
+        values = {int(value) for one in found for value in torch.unique(one).tolist()}
         return Packed(here, there, tuple(found), values.pop() if len(values) == 1 else None)
 
 
