@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from pathlib import Path
-from statistics import fmean, median
+from statistics import fmean
 from types import MappingProxyType
 from typing import Any, get_origin, get_type_hints
 
@@ -94,8 +94,14 @@ class Steps:
 
     @cached_property
     def seconds(self) -> float:
-        """Of a step."""
-        return median(span.seconds for span in self.spans if span.lane == ITERATIONS)
+        """Of a step, mean."""
+        return fmean(span.seconds for span in self.spans if span.lane == ITERATIONS)
+
+    @cached_property
+    def typical(self) -> int:
+        """The step that takes most nearly as long."""
+        lengths = {int(span.details["iteration"]): span.seconds for span in self.spans if span.lane == ITERATIONS}
+        return min(lengths, key=lambda number: (abs(lengths[number] - self.seconds), number))
 
     def passes(self, apart: tuple[str, ...]) -> Mapping[tuple[Op, int], tuple[float, float]]:
         """By kind and stage: (mean seconds of a pass, passes of a rank in a step). ``apart``: waits for these lanes are no part of one."""

@@ -21,11 +21,11 @@ def compare_page(found: Comparison, name: str) -> str:
 
 
 def _parts(found: Comparison) -> Iterator[str]:
-    numbers, job = found.steps.numbers, found.planned.job
+    job = found.planned.job
     ranks = f"{found.steps.recorded.ranks} ranks on {found.steps.recorded.device}"
     yield paragraph(f"{label(found.planned)}, {job.microbatches} microbatches, {ranks}.")
     yield paragraph(". ".join(found.verdict()) + ".")
-    yield heading(f"Iteration {numbers[-1]}")
+    yield heading(f"Iteration {found.steps.typical}")
     yield paragraph(
         "The first rank of every place in the pipeline as it was measured, and as planned. Numbers are microbatches, pale boxes are waits. "
         "A message ends when somebody has waited for it."
@@ -42,10 +42,10 @@ def _parts(found: Comparison) -> Iterator[str]:
 
 
 def _measured(found: Comparison) -> tuple[list[list[Lane]], float]:
-    """Of each pipeline rank the lanes of its first rank in the last step, in milliseconds, and where that ends."""
+    """Of each pipeline rank the lanes of its first rank in one step, in milliseconds, and where that ends."""
     steps, pp = found.steps, found.planned.job.pp
-    apart, last = steps.recorded.ranks // pp, steps.numbers[-1]
-    spans = [span for span in steps.spans if span.details["iteration"] == last and span.rank % apart == 0]
+    apart = steps.recorded.ranks // pp
+    spans = [span for span in steps.spans if span.details["iteration"] == steps.typical and span.rank % apart == 0]
     zero, end = (edge(span.begin if edge is min else span.end for span in spans if span.lane == ITERATIONS) for edge in (min, max))
     return [_rank(rank, [span for span in spans if span.rank == rank * apart], zero) for rank in range(pp)], (end - zero) * 1e3
 
