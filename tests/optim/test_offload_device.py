@@ -8,12 +8,13 @@ import pytest
 import torch
 
 from megatron_llama import device as devices
-from megatron_llama.config import OffloadConfig
+from megatron_llama.config import OffloadConfig, ZenFlowConfig
 from megatron_llama.mesh import Place
 from megatron_llama.optim.offload.slabs import Slab
 from tests.optim.test_engine import same, state_of
 from tests.optim.test_offload import EXACT, MIXED_CLIP, SPECULATIVE, rule_of
 from tests.parallel.cases import STRATEGIES, Layout, Trainer, trainer
+from tests.parallel.test_zenflow import AT_ONCE, BESIDE, EVERY, FOUR, everything, zen
 
 pytestmark = pytest.mark.gpu
 
@@ -64,3 +65,32 @@ def test_the_engine_never_waits_for_the_device() -> None:
     finally:
         torch.cuda.set_sync_debug_mode("default")
     run.optimizer.settle()
+
+
+@pytest.mark.parametrize("zenflow", [EVERY, AT_ONCE], ids=["every column hot", "windows of one step"])
+def test_zenflow_is_adamw_where_it_should_be(zenflow: ZenFlowConfig) -> None:
+    """Within what kernels round differently."""
+    layout = Layout(layers=2, clip=MIXED_CLIP)
+    there, here = (state_of(trained(one, 4).optimizer) for one in (layout, zen(layout, zenflow)))
+    for one, other in zip(there, here, strict=True):
+        torch.testing.assert_close(one.cpu(), other.cpu(), rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("clip", [MIXED_CLIP, 0.0])
+@pytest.mark.parametrize("zenflow", [FOUR, BESIDE, replace(BESIDE, zenflow_update_interval="auto")], ids=["inline", "beside", "asking"])
+def test_zenflow_can_be_repeated_bit_for_bit(zenflow: ZenFlowConfig, clip: float) -> None:
+    """No moment decides anything: what crosses the bus beside the computation is complete when it is used, and memory that shards take turns
+    in is free when it is taken."""
+    layout = zen(Layout(bf16=True, clip=clip, early=clip == 0.0, microbatches=2), zenflow)
+    first, *others = (everything(trained(layout)) for _ in range(3))
+    assert all(torch.equal(one.tensor, two.tensor) for other in others for one, two in zip(first, other, strict=True))
+
+
+def test_zenflow_takes_no_memory_between_choices() -> None:
+    run = trained(zen(Layout(bf16=True), replace(BESIDE, zenflow_select_interval="100")), 10)
+    before = torch.cuda.memory_stats()
+    for index in range(10, 19):
+        run.step(index)
+    torch.cuda.synchronize()
+    after = torch.cuda.memory_stats()
+    assert all(after[key] == before[key] for key in ("segment.all.allocated", "num_device_alloc", "num_device_free"))
