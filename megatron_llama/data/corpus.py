@@ -45,9 +45,10 @@ def docstring_pairs() -> Iterator[tuple[str, str]]:
         if _SKIPPED.intersection(relative.parts):
             continue
         for node in ast.walk(ast.parse(source.read_bytes())):
-            text = ast.get_docstring(node) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) else None
-            signature = f"def {node.name}({ast.unparse(node.args)})" if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) else ""
-            if text and len(text) > _SHORTEST and signature not in seen:
+            if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) or len(text := ast.get_docstring(node) or "") <= _SHORTEST:
+                continue
+            signature = f"def {node.name}({ast.unparse(node.args)})"
+            if signature not in seen:
                 seen.add(signature)
                 yield f"{signature}  # {'.'.join(relative.with_suffix('').parts)}", " ".join(text.split("\n\n")[0].split())
 

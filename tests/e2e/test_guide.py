@@ -2,17 +2,43 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
+import socket
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from threading import Thread
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[2]
+from tests.launch import ROOT, Launcher
+
 PAGES = sorted((ROOT / "docs" / "guide").glob("[0-9]*.md"))
+PYTHON = """#!/usr/bin/env bash
+case "$1 $2 $3" in
+    "-m megatron_llama env" | "-m megatron_llama chat") ;; # a start from nothing; one that reads what is typed
+    "-m megatron_llama "*) exec torchrun --standalone --nproc-per-node 1 "$@" ;;
+esac
+exec {python} "$@"
+"""
+TORCHRUN = """#!{python} -SE
+import json, os, socket, sys
+assert sys.argv[1:3] == ["--standalone", "--nproc-per-node"] and sys.argv[4:6] == ["-m", "megatron_llama"], sys.argv
+with socket.socket(socket.AF_UNIX) as line:
+    line.connect("{address}")
+    stream = line.makefile("rw")
+    stream.write(json.dumps([sys.argv[6:], int(sys.argv[3]), os.getcwd()]) + "\\n")
+    stream.flush()
+    codes, out, err = json.loads(stream.readline())
+sys.stdout.write(out)
+sys.stderr.write(err)
+sys.exit(max(map(abs, codes)))
+"""
+"""What stands for ``python`` and ``torchrun`` on the path: commands start where everything is imported."""
 
 
 def commands(page: Path) -> str:
@@ -20,15 +46,47 @@ def commands(page: Path) -> str:
     return "\n".join(re.findall(r"^```bash\n(.*?)^```$", page.read_text(), re.MULTILINE | re.DOTALL))
 
 
+def answer(listener: socket.socket, launcher: Launcher) -> None:
+    """Start what is asked for, one after the other, until nobody listens any more."""
+    while True:
+        try:
+            line, _ = listener.accept()
+        except OSError:
+            return
+        with line, line.makefile("rw") as stream:
+            argv, processes, folder = json.loads(stream.readline())
+            ended = launcher.run(argv, processes, timeout=300, cwd=Path(folder))
+            stream.write(json.dumps([ended.codes, ended.out, ended.err]) + "\n")
+            stream.flush()
+
+
+@contextmanager
+def programs(folder: Path, launcher: Launcher) -> Iterator[None]:
+    """``python`` and ``torchrun`` in a folder."""
+    address = folder / "socket"
+    for name, text in (("python", PYTHON), ("torchrun", TORCHRUN)):
+        (folder / name).write_text(text.replace("{python}", sys.executable).replace("{address}", str(address)))
+        (folder / name).chmod(0o755)
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(str(address))
+        listener.listen()
+        answering = Thread(target=answer, args=(listener, launcher))
+        answering.start()
+        try:
+            yield
+        finally:
+            listener.shutdown(socket.SHUT_RDWR)
+            answering.join()
+
+
 @pytest.fixture(scope="module")
-def play(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Path], str]:
+def play(launcher: Launcher, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[Path], str]]:
     """Runs a page, after those before it, once each; gives what it printed."""
-    work, printed = tmp_path_factory.mktemp("guide"), dict[Path, str]()
+    work, bin, printed = tmp_path_factory.mktemp("guide"), tmp_path_factory.mktemp("bin"), dict[Path, str]()
     (work / "runs" / "guide").mkdir(parents=True)
     for name in ("examples", "tools"):
         (work / name).symlink_to(ROOT / name)
-    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
-    environ = {**os.environ, "PATH": path, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    environ = {**os.environ, "PATH": f"{bin}:{os.environ['PATH']}", "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
 
     def run(page: Path) -> str:
         for one in PAGES[: PAGES.index(page) + 1]:
@@ -39,7 +97,8 @@ def play(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Path], str]:
                 printed[one] = done.stdout
         return printed[page]
 
-    return run
+    with programs(bin, launcher):
+        yield run
 
 
 SAID = {
