@@ -197,7 +197,10 @@ def main(words: list[str]) -> None:
     if devices.is_host(device):
         torch.set_num_threads(1)  # small products: more threads only get in each other's way
     bench = Bench(config, options, device)
-    bench.run()
+    try:
+        bench.run()
+    except KeyboardInterrupt:
+        print("stopped; until then:", file=sys.stderr)
     rows = bench.rows()
     print(title(config, bench.machine(), device), *table(rows, bench.absent), sep="\n")
     if options.json is not None:

@@ -20,7 +20,7 @@ import json
 import platform
 import statistics
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
@@ -96,8 +96,8 @@ class Found:
     ceilings: dict[str, float] = field(default_factory=dict)
 
 
-def run(tasks: Sequence[Task], options: StepConfig, *, resident: bool) -> Found:
-    """All rounds. ``resident``: processes live from the first round to the last."""
+def run(tasks: Sequence[Task], options: StepConfig, *, resident: bool, noted: Callable[[Found], None]) -> Found:
+    """All rounds. ``resident``: processes live from the first round to the last. ``noted`` is called after each turn."""
     found, workers = Found(), dict[Entry, Worker]()
     for round_ in range(options.rounds):
         for dtype in options.dtypes:
@@ -113,6 +113,7 @@ def run(tasks: Sequence[Task], options: StepConfig, *, resident: bool) -> Found:
                 found.failures[task.entry] = str(failure)
             if not resident and task.entry in workers:
                 workers.pop(task.entry).close()
+            noted(found)
     for worker in workers.values():
         worker.close()
     return found
@@ -224,13 +225,18 @@ def main(words: list[str]) -> int:
     tasks = [Task(entry, config, options.threads, options.emulate_dp) for entry in entries]
     print(f"{processor()}; torch {torch.__version__}, Python {platform.python_version()}", flush=True)
     device = devices.accelerator(0)
-    found = run(tasks, options, resident=devices.is_host(device))
+    peak = peak_flops(devices.name(device))
+
+    def write(found: Found) -> None:
+        if options.json is not None:
+            rows = rows_of(found, config, peak) if found.samples else []
+            Path(options.json).write_text(json.dumps([asdict(row) for row in rows], indent=2) + "\n")
+
+    found = run(tasks, options, resident=devices.is_host(device), noted=write)
     wrong = disagreements(found.samples) if found.samples else []
-    rows = rows_of(found, config, peak_flops(devices.name(device))) if found.samples else []
+    rows = rows_of(found, config, peak) if found.samples else []
     if rows:
         print("\n".join(report(rows, found, baseline_of(found.samples))))
-    if options.json is not None:
-        Path(options.json).write_text(json.dumps([asdict(row) for row in rows], indent=2) + "\n")
     for line in (*wrong, *(f"{entry.label}: {why}" for entry, why in found.failures.items())):
         print(f"error: {line}", file=sys.stderr)
     return 1 if wrong or found.failures else 0

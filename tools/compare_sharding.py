@@ -90,8 +90,8 @@ class Trial:
         self.runtime = PipelineRuntime(stages, self.engine, mesh, config, dtype=compute_dtype(config))
 
     def load(self) -> None:
-        """Initial weights, gathered."""
-        self.engine.load_weights(InitialWeights(self.config.training.seed, self.config.model.initializer_range))
+        """Initial weights, drawn on the device and gathered."""
+        self.engine.load_weights(InitialWeights(self.config.training.seed, self.config.model.initializer_range, self.mesh.device))
 
     def train(self, batches: Sequence[Batch], steps: int) -> None:
         """So many steps, to the last message."""

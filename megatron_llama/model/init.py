@@ -18,11 +18,12 @@ class InitialWeights:
     """A source of HuggingFace rectangles: normal(0, std) matrices and norm weights of 1; low-rank additions that are zero, of which
     the first half is uniform within +- 1 / sqrt(inputs), as in PEFT, and the second zero.
 
-    Values are a pure function of (seed, tensor name, position), drawn in fp32 on the CPU.
+    Values are a pure function of (seed, tensor name, position), drawn in fp32 on the CPU; on another ``device`` they are other ones, and
+    there in a moment.
     """
 
-    def __init__(self, seed: int, std: float) -> None:
-        self.seed, self.std = seed, std
+    def __init__(self, seed: int, std: float, device: torch.device | None = None) -> None:
+        self.seed, self.std, self._device = seed, std, device or torch.device("cpu")
 
     def __call__(self, rectangle: Rectangle, out: Tensor) -> None:
         """Write the rectangle's values into ``out``, a tensor of its size."""
@@ -43,8 +44,8 @@ class InitialWeights:
     def _block(self, rectangle: Rectangle, block: int, per_block: int) -> Tensor:
         rows, columns = rectangle.shape
         digest = hashlib.blake2b(f"{self.seed}/{rectangle.name}/{block}".encode(), digest_size=8).digest()
-        generator = torch.Generator().manual_seed(int.from_bytes(digest, "little") >> 1)
-        values = torch.empty(min(per_block, rows - block * per_block), columns, dtype=torch.float32)
+        generator = torch.Generator(self._device).manual_seed(int.from_bytes(digest, "little") >> 1)
+        values = torch.empty(min(per_block, rows - block * per_block), columns, dtype=torch.float32, device=self._device)
         if is_adapter(rectangle.name):
             return values.uniform_(-(columns**-0.5), columns**-0.5, generator=generator)
         return values.normal_(0.0, self.std, generator=generator)

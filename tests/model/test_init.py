@@ -51,11 +51,13 @@ def test_all_layouts_start_from_the_same_weights(cluster: Cluster, layout: Layou
         assert torch.equal(found[name], whole(initial_weights(), name, shape)), name
 
 
-def test_any_rectangle_is_a_cut_of_the_whole() -> None:
-    """Also across the blocks in which the numbers are drawn, the last of which is short."""
-    source, columns = InitialWeights(7, 0.02), 3000
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_any_rectangle_is_a_cut_of_the_whole(device: str) -> None:
+    """Also across the blocks in which the numbers are drawn, the last of which is short. The CPU draws where nothing else is named."""
+    source, columns = InitialWeights(7, 0.02, torch.device(device)), 3000
     rows = 2 * (BLOCK_ELEMENTS // columns) + 11
     full = whole(source, "w", (rows, columns))
+    assert torch.equal(full, whole(InitialWeights(7, 0.02), "w", (rows, columns))) is (device == "cpu")
     edge = BLOCK_ELEMENTS // columns
     for offset, size in (((0, 0), (1, 5)), ((edge - 1, 17), (2, 900)), ((edge, 0), (edge + 11, columns)), ((3, 2999), (rows - 3, 1))):
         out = torch.empty(size)

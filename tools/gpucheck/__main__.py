@@ -1,4 +1,5 @@
-"""Everything that only a GPU can show, part by part; a part that fails does not keep the others from running."""
+"""Everything that only a GPU can show, part by part; a part that fails does not keep the others from running. Reports are written after
+each part, and all is over when --minutes are: what has not run by then is said to."""
 
 from __future__ import annotations
 
@@ -10,14 +11,20 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 
 from tools.gpucheck.parts import Part, Setting, all_parts
-from tools.gpucheck.report import Outcome, markdown, read, rows_of, write
+from tools.gpucheck.report import CANNOT, PASSED, Outcome, markdown, read, rows_of, write
 
 REPORT, TABLES = "gpu_check.json", "gpu_check.md"
 EXAMPLE_MEMORY = 150_754_820_096
 """An H200's, where parts are listed without a GPU."""
+LEAST = 45.0
+"""Seconds with which a part is still worth starting."""
+GRACE = 30.0
+"""Seconds in which a part that takes too long may write what it has."""
 
 
 def parse(words: Sequence[str]) -> argparse.Namespace:
@@ -26,11 +33,12 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--out", type=Path, default=Path("build/gpu_check"), metavar="FOLDER", help="of reports (default build/gpu_check)")
     parser.add_argument("--only", metavar="PART,...", help="these parts, by name, or all whose names begin so")
     parser.add_argument("--layers", type=int, default=0, help="at most so many in the benches of a step (default: all that fit)")
-    parser.add_argument("--rounds", type=int, default=2, help="of the benches of a step (default 2)")
+    parser.add_argument("--rounds", type=int, default=1, help="of the benches of a step (default 1)")
     parser.add_argument("--steps", type=int, default=4, help="timed steps in each of their rounds (default 4)")
-    parser.add_argument("--minutes", type=float, default=20.0, help="most time of one part (default 20)")
+    parser.add_argument("--minutes", type=float, default=30.0, help="for everything (default 30)")
+    parser.add_argument("--tiny", action="store_true", help="tiny models, on a CPU too: shows that the check works, and no figures")
     parser.add_argument("--list", action="store_true", help="print the commands, run nothing")
-    parser.add_argument("--table", type=Path, metavar="FILE", help="print the tables of a report, run nothing")
+    parser.add_argument("--table", type=Path, metavar="FILE", nargs="+", help="print the tables of reports as one, run nothing")
     options = parser.parse_args(words)
     if options.layers < 0 or options.rounds < 1 or options.steps < 1 or options.minutes <= 0:
         parser.error("--layers is not negative, --rounds and --steps are at least 1, --minutes is positive")
@@ -42,52 +50,65 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
     return options
 
 
-def setting_of(options: argparse.Namespace, memory: int) -> Setting:
+def setting_of(options: argparse.Namespace, memory: int, *, gpu: bool = True) -> Setting:
     """What the parts depend on."""
-    return Setting(options.out, memory, options.layers, options.rounds, options.steps)
+    return Setting(options.out, memory, options.layers, options.rounds, options.steps, tiny=options.tiny, gpu=gpu)
 
 
 def run(part: Part, folder: Path, seconds: float) -> Outcome:
-    """Run one part in a process group of its own, its output into ``FOLDER/NAME.log`` and the end of that here."""
-    if part.json is not None:
-        Path(part.json).unlink(missing_ok=True)  # of an earlier check
-    begin, log = time.monotonic(), folder / f"{part.name}.log"
+    """Run one part for at most so long, in a process group of its own, its output into ``FOLDER/NAME.log`` and the end of that here."""
     command = shlex.join(part.command)
     print(f"== {part.name}: {command}", flush=True)
+    if part.json is not None:
+        Path(part.json).unlink(missing_ok=True)  # of an earlier check
+    outcome = Outcome(part.name, part.title, command, "", 0.0, absent=part.absent)
+    if part.obstacle is not None:
+        return replace(outcome, status=f"{CANNOT}: {part.obstacle}")
+    if seconds < min(LEAST, part.seconds):
+        return replace(outcome, status=f"{CANNOT}: no time was left")
+    begin, log = time.monotonic(), folder / f"{part.name}.log"
     with log.open("wb") as output:
         process = subprocess.Popen(part.command, stdout=output, stderr=subprocess.STDOUT, start_new_session=True)
         try:
-            code = process.wait(timeout=seconds)
-            status = "passed" if code == 0 else f"failed with {code}"
+            code = process.wait(timeout=min(seconds, part.seconds))
+            status = PASSED if code == 0 else f"failed with {code}"
         except subprocess.TimeoutExpired:
             status = "took too long"
         finally:
             end(process)
-    print(log.read_text(errors="replace")[-4000:].rstrip(), flush=True)
-    outcome = Outcome(part.name, part.title, command, status, time.monotonic() - begin, rows_of(part))
-    print(f"== {part.name}: {status}, {outcome.seconds:.0f} s\n", flush=True)
-    return outcome
+    text = log.read_text(errors="replace")
+    print(text[-4000:].rstrip(), flush=True)
+    rows, absent = rows_of(part)
+    tail = "" if status == PASSED else text[-2000:]
+    return replace(outcome, status=status, seconds=time.monotonic() - begin, rows=rows, absent=part.absent + absent, tail=tail)
 
 
 def end(process: subprocess.Popen[bytes]) -> None:
-    """The process, if it still runs, and what it has started."""
+    """The process, if it still runs, and what it has started: asked first, so that it can write what it has."""
     if process.poll() is None:
+        process.send_signal(signal.SIGINT)
+        with suppress(subprocess.TimeoutExpired):
+            process.wait(timeout=GRACE)
+    with suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
+    process.wait()
 
 
 def check(parts: Sequence[Part], folder: Path, seconds: float, machine: dict[str, str]) -> int:
-    """Run parts and write the reports, after each one: what ends the check early leaves what was found. 0 if all passed, else 1."""
+    """Run parts for so long at most and write the reports, after each one: what ends the check early leaves what was found. 0 if all
+    passed, else 1."""
     folder.mkdir(parents=True, exist_ok=True)
-    outcomes: list[Outcome] = []
+    begin, outcomes = time.monotonic(), list[Outcome]()
     for part in parts:
-        outcomes.append(run(part, folder, seconds))
+        outcomes.append(run(part, folder, seconds - GRACE - (time.monotonic() - begin)))
+        clock = f"{(time.monotonic() - begin) / 60:.1f} of {seconds / 60:g} minutes"
+        print(f"== {part.name}: {outcomes[-1].status}, {outcomes[-1].seconds:.0f} s; {clock}\n", flush=True)
         write(folder / REPORT, machine, outcomes)
         (folder / TABLES).write_text("\n".join(markdown(machine, outcomes)) + "\n")
     print((folder / TABLES).read_text())
     bad = [outcome.name for outcome in outcomes if not outcome.passed]
     if bad:
-        print(f"error: {len(bad)} of {len(outcomes)} parts failed: {', '.join(bad)}; see {folder}/NAME.log", file=sys.stderr)
+        print(f"error: {len(bad)} of {len(outcomes)} parts did not pass: {', '.join(bad)}; see {folder}/NAME.log", file=sys.stderr)
     return 1 if bad else 0
 
 
@@ -113,23 +134,30 @@ def main(words: Sequence[str]) -> int:
     """The exit status: 0 if all parts passed, 1 if some did not, 2 for what is wrong with the call or the machine."""
     options = parse(words)
     if options.table is not None:
-        try:
-            print("\n".join(markdown(*read(options.table))))
-        except (OSError, ValueError) as error:
-            print(f"error: --table: {error}", file=sys.stderr)
-            return 2
-        return 0
+        return print_tables(options.table)
     machine = None if options.list else machine_of()
-    memory = EXAMPLE_MEMORY if machine is None else machine[1]
-    parts = [part for part in all_parts(setting_of(options, memory)) if part.name.startswith(options.wanted)]
+    if machine is None and not (options.list or options.tiny):
+        do = "install torch for CUDA, or run this where there is one (--list, --table and --tiny work here)"
+        print(f"error: {sys.executable} sees no GPU: {do}", file=sys.stderr)
+        return 2
+    named, memory = machine or ({"device": "none: no figure below means anything"}, EXAMPLE_MEMORY)
+    setting = setting_of(options, memory, gpu=machine is not None or options.list)
+    parts = [part for part in all_parts(setting) if part.name.startswith(options.wanted)]
     if options.list:
         print("\n".join(f"{part.name}: {shlex.join(part.command)}" for part in parts))
         return 0
-    if machine is None:
-        do = "install torch for CUDA, or run this where there is one (--list and --table work here)"
-        print(f"error: {sys.executable} sees no GPU: {do}", file=sys.stderr)
+    return check(parts, options.out, options.minutes * 60, named)
+
+
+def print_tables(paths: Sequence[Path]) -> int:
+    """Of several reports, as if it had been one check; the machine is that of the first. The exit status."""
+    try:
+        reports = [read(path) for path in paths]
+    except (OSError, ValueError) as error:
+        print(f"error: --table: {error}", file=sys.stderr)
         return 2
-    return check(parts, options.out, options.minutes * 60, machine[0])
+    print("\n".join(markdown(reports[0][0], [outcome for _, outcomes in reports for outcome in outcomes])))
+    return 0
 
 
 if __name__ == "__main__":

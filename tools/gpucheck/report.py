@@ -10,6 +10,8 @@ from typing import Any
 
 from tools.gpucheck.parts import Part
 
+PASSED, CANNOT = "passed", "did not run"
+
 
 @dataclass(frozen=True)
 class Outcome:
@@ -19,27 +21,34 @@ class Outcome:
     title: str
     command: str
     status: str
-    """``passed``, ``failed with N``, or ``took too long``."""
+    """``passed``, ``failed with N``, ``took too long``, or ``did not run: WHY``."""
     seconds: float
     rows: tuple[Mapping[str, Any], ...] = ()
+    absent: tuple[str, ...] = ()
+    """What took no part in it, and why."""
+    tail: str = ""
+    """The end of what it said, where it did not pass."""
 
     @property
     def passed(self) -> bool:
         """Whether all of it worked."""
-        return self.status == "passed"
+        return self.status == PASSED
 
 
-def rows_of(part: Part) -> tuple[Mapping[str, Any], ...]:
-    """What a part wrote, a list of rows or an object with some, as far as it came: a part may fail behind its first rows."""
+def rows_of(part: Part) -> tuple[tuple[Mapping[str, Any], ...], tuple[str, ...]]:
+    """What a part wrote, a list of rows or an object with some and with those who were ``absent``, as far as it came: a part may fail
+    behind its first rows."""
     path = Path(part.json) if part.json is not None else None
     if path is None or not path.exists():
-        return ()
+        return (), ()
     try:
         found = json.loads(path.read_text())
     except ValueError:
-        return ()
-    rows = found.get("rows") if isinstance(found, dict) else found
-    return tuple(row for row in rows if isinstance(row, dict)) if isinstance(rows, list) else ()
+        return (), ()
+    found = found if isinstance(found, dict) else {"rows": found}
+    rows, absent = found.get("rows"), found.get("absent")
+    missing = tuple(f"{name}: {why}" for name, why in absent.items()) if isinstance(absent, dict) else ()
+    return tuple(row for row in rows if isinstance(row, dict)) if isinstance(rows, list) else (), missing
 
 
 def write(path: Path, machine: Mapping[str, str], outcomes: Sequence[Outcome]) -> None:
@@ -51,21 +60,28 @@ def read(path: Path) -> tuple[dict[str, str], list[Outcome]]:
     """What ``write`` wrote. Raises ValueError for another file."""
     try:
         found = json.loads(path.read_text())
-        return dict(found["machine"]), [Outcome(**{**part, "rows": tuple(part["rows"])}) for part in found["parts"]]
+        lists = ("rows", "absent")
+        return dict(found["machine"]), [Outcome(**part | {name: tuple(part[name]) for name in lists}) for part in found["parts"]]
     except (KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"{path} is no report of this tool: {error!r}") from error
 
 
 def markdown(machine: Mapping[str, str], outcomes: Sequence[Outcome]) -> Iterator[str]:
-    """Lines: the machine, one table for the parts, and one for the rows of each that has some. Never a figure for what failed."""
+    """Lines: the machine, one table for the parts, and one for the rows of each that has some, with who was absent and, where it did not
+    pass, the end of what it said. Never a figure for what failed."""
     yield "; ".join(f"{name} {value}" for name, value in machine.items()) + "."
     yield from ("", "| part | result | seconds | command |", "|---|---|---|---|")
     for outcome in outcomes:
         yield f"| {outcome.title} | {outcome.status} | {outcome.seconds:.0f} | `{outcome.command}` |"
     for outcome in outcomes:
+        if outcome.rows or outcome.absent or outcome.tail:
+            yield from ("", f"{outcome.title}" + ("" if outcome.passed else f" ({outcome.status})") + ":")
         if outcome.rows:
-            yield from ("", f"{outcome.title}" + ("" if outcome.passed else f" ({outcome.status})") + ":", "")
-            yield from _table(outcome.rows)
+            yield from ("", *_table(outcome.rows))
+        if outcome.absent:
+            yield from ("", *(f"- absent: {line}" for line in outcome.absent))
+        if outcome.tail:
+            yield from ("", *(f"    {line}" for line in outcome.tail.splitlines()))
 
 
 def _table(rows: Sequence[Mapping[str, Any]]) -> Iterator[str]:

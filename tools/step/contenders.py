@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Protocol, cast
 
 import torch
@@ -50,8 +51,20 @@ class Ours:
         self._mesh, optimizer = init_mesh(config, Place(0, world_size, 0)), config.optimizer
         self._trial = Trial(config, self._mesh)
         self._trial.load()
+        if world_size > 1:
+            self._fill(config)
         self._lr, self._clip = optimizer.lr, optimizer.clip_grad
         self._batches = [batch.to(self._mesh.device) for batch in random_batches(config, self._mesh)]
+
+    def _fill(self, config: Config) -> None:
+        """Messages go nowhere, so that nothing comes of what other ranks own: products with zeros would be faster."""
+        self._trial.engine.settle()
+        for stage in self._trial.runtime.stages.values():
+            for parameter in stage.parameters():
+                if parameter.dim() > 1:
+                    parameter.data.normal_(0.0, config.model.initializer_range)
+                else:
+                    parameter.data.fill_(1.0)
 
     def step(self) -> Tensor:
         """See Contender."""
@@ -66,10 +79,10 @@ class Ours:
 class _Torch:
     """What others have in common: parameters in the compute dtype, torch's clipping, and its fused AdamW over all of them."""
 
-    def __init__(self, model: nn.Module, entry: Entry, config: Config) -> None:
+    def __init__(self, make: Callable[[], nn.Module], entry: Entry, config: Config) -> None:
         device = devices.accelerator(0)
-        self._model = model.to(device, torch.bfloat16 if entry.dtype == "bf16" else torch.float32).train()
-        _initialize(self._model, config)
+        self._model = _made(make, torch.bfloat16 if entry.dtype == "bf16" else torch.float32, device).train()
+        _initialize(self._model, config, device)
         self._call: Any = torch.compile(self._model) if entry.name.endswith("-compile") else self._model
         o = config.optimizer
         self._clip, self._parameters = o.clip_grad, list(self._model.parameters())
@@ -106,8 +119,7 @@ class Transformers(_Torch):
             from liger_kernel.transformers import apply_liger_kernel_to_llama
 
             apply_liger_kernel_to_llama()
-        model = LlamaForCausalLM(hf_config(config.model))
-        super().__init__(model, entry, config)
+        super().__init__(partial(LlamaForCausalLM, hf_config(config.model)), entry, config)
 
     def _loss(self, tokens: Tensor, labels: Tensor) -> Tensor:
         return cast(Tensor, self._call(input_ids=tokens, labels=labels, shift_labels=labels, use_cache=False).loss)
@@ -125,9 +137,20 @@ def hf_config(model: ModelConfig) -> Any:
     return LlamaConfig(**options)
 
 
-def _initialize(model: nn.Module, config: Config) -> None:
+def _made(make: Callable[[], nn.Module], dtype: torch.dtype, device: torch.device) -> nn.Module:
+    """A model that is made where and as it is needed: on a host billions of weights, of which none is used, take minutes."""
+    usual = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        with device:
+            return make()
+    finally:
+        torch.set_default_dtype(usual)
+
+
+def _initialize(model: nn.Module, config: Config, device: torch.device) -> None:
     """The same initial weights as ours."""
-    source = InitialWeights(config.training.seed, config.model.initializer_range)
+    source = InitialWeights(config.training.seed, config.model.initializer_range, device)
     for name, parameter in model.named_parameters():
         shape = tuple(parameter.shape)
         source(Rectangle(name, shape, (0,) * len(shape), shape, 0), parameter.data)
@@ -143,5 +166,5 @@ def build(entry: Entry, config: Config, world_size: int) -> Contender:
     if entry.name.startswith("ours"):
         return Ours(entry, config, world_size)
     if entry.name.startswith("torch"):
-        return _Torch(PlainLlama(config.model), entry, config)
+        return _Torch(partial(PlainLlama, config.model), entry, config)
     return Transformers(entry, config)
