@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Any
 from megatron_llama.commands.options import AutoParallelConfig
 from megatron_llama.config import Config, LaunchConfig
 from megatron_llama.errors import ConfigError, describe
-from megatron_llama.layout import AUTO
+from megatron_llama.host_memory import free_bytes
 from megatron_llama.options import Parsed, flag
 from megatron_llama.planner.calibration import Calibration, calibration_of
-from megatron_llama.planner.choice import SEARCHED, Choice, choose, value_of
+from megatron_llama.planner.choice import SEARCHED, Choice, choose, given_of, value_of
 from megatron_llama.planner.hardware import CPU, GPUS, gpu_of_device
 from megatron_llama.planner.job import Machine
 from megatron_llama.planner.published import BITS
@@ -33,6 +33,8 @@ class Seen:
     """Bytes for this process."""
     node: int
     """Processes on this machine; 0: unknown."""
+    beside: int
+    """Bytes of host memory for this process beside its device."""
 
 
 def wanted(parsed: Parsed) -> bool:
@@ -75,12 +77,13 @@ def _since(config: Config, start: Start | None) -> Iterator[str]:
 
 
 def seen_here(local_rank: int, sharing: int, node: int) -> Seen:
-    """This process's device. ``sharing``: processes among which a host's memory is divided."""
+    """This process's device. ``sharing``: processes among which the host's memory is divided."""
     from megatron_llama import device as devices
 
     device = devices.accelerator(local_rank)
     host = devices.is_host(device)
-    return Seen(devices.name(device), host, devices.memory_bytes(device) // (sharing if host else 1), node)
+    beside = 0 if host else free_bytes() // sharing
+    return Seen(devices.name(device), host, devices.memory_bytes(device) // (sharing if host else 1), node, beside)
 
 
 def with_tokens(config: Config) -> Config:
@@ -103,9 +106,9 @@ def planned(parsed: Parsed, config: Config, world: int, everybody: list[Seen]) -
     node = gcd(world, node) if world > node else world
     domain = known.gpu.domain if known.gpu.domain > known.gpu.node else node
     nic = options.nic_gbit * BITS if options.nic_gbit > 0 else known.gpu.nic
-    machine = Machine(replace(known.gpu, memory=memory), world, node, domain, nic)
-    given = {name: value_of(config, name) for name in SEARCHED if name in parsed.explicit and value_of(config, name) != AUTO}
-    choice = choose(config, machine, known.fit, given)
+    beside = known.gpu.host_memory if named else min(seen.beside for seen in everybody)
+    machine = Machine(replace(known.gpu, memory=memory, host_memory=beside), world, node, domain, nic)
+    choice = choose(config, machine, known.fit, given_of(config, parsed.explicit))
     return replace(choice, notes=(*choice.notes, *(f"  {line}" for line in known.notes)))
 
 

@@ -8,11 +8,12 @@ from pathlib import Path
 from types import MappingProxyType
 
 from megatron_llama.commands.options import PlanConfig
-from megatron_llama.commands.plan_inputs import calibrated, config_of, given_of, layout_named, machine_of
+from megatron_llama.commands.plan_inputs import calibrated, config_of, layout_named, machine_of
 from megatron_llama.commands.plan_outputs import write_json, write_page
 from megatron_llama.errors import ConfigError, describe
 from megatron_llama.manual import config_sections
 from megatron_llama.options import Parsed
+from megatron_llama.planner.choice import given_of
 from megatron_llama.planner.citations import TABLE
 from megatron_llama.planner.fitted import FITTED
 from megatron_llama.planner.judge import lines
@@ -44,7 +45,7 @@ def plan(parsed: Parsed) -> None:
 def search_layouts(parsed: Parsed) -> None:
     """The fastest layouts, or the one to explain. Raises ConfigError."""
     options, config, machine = parsed.get(PlanConfig), config_of(parsed), machine_of(parsed)
-    pinned, fit = given_of(parsed, config), calibrated(parsed).fit
+    pinned, fit = given_of(config, parsed.explicit), calibrated(parsed).fit
     if options.explain is not None:
         best: tuple[Planned, ...] = (layout_named(config, machine, fit, options.explain),)
         tried = 1
@@ -81,7 +82,9 @@ def _near(planned: Planned) -> list[Citation]:
 
 def _lines(best: tuple[Planned, ...], near: list[Citation], tried: int, *, explained: bool) -> list[str]:
     first = best[0]
-    found = [] if explained else [f"{tried} layouts tried; the fastest that are likelier than not to fit:"]
+    moved = first.config.offload.optimizer_offload if not explained and first.host_bytes else None
+    away = f", with --optimizer-offload {moved}" if moved is not None else ""
+    found = [] if explained else [f"{tried} layouts tried; the fastest that are likelier than not to fit{away}:"]
     reasons = ["", "why the others are slower", *losses(best)] if len(best) > 1 else []
     return [
         *(_title(first), *found, "", *table(best), "", *details(first), *reasons),

@@ -7,7 +7,7 @@ from math import gcd
 from pathlib import Path
 
 from megatron_llama.commands.options import PlanConfig
-from megatron_llama.commands.plan_inputs import calibrated, machine_of, require_planned
+from megatron_llama.commands.plan_inputs import calibrated, machine_of
 from megatron_llama.commands.plan_outputs import write_json, write_page
 from megatron_llama.config import LaunchConfig
 from megatron_llama.errors import ConfigError, describe
@@ -29,7 +29,6 @@ def compare_runs(parsed: Parsed) -> None:
     path = Path(options.file)
     recorded = read_timeline(path)
     config = config_of(recorded, path)
-    require_planned(config)
     same = _for_machine(parsed, recorded)
     known = options.coefficients is not None or "gpu" in parsed.explicit or gpu_of_device(recorded.device, recorded.memory) is not None
     found = Comparison(Steps(recorded), Planned(config, machine_of(same), calibrated(same).fit), known)

@@ -11,10 +11,10 @@ from typing import Any, get_args, get_type_hints
 from megatron_llama.commands.options import PlanConfig
 from megatron_llama.config import Config, LaunchConfig, ParallelConfig
 from megatron_llama.errors import ConfigError, describe, listing
-from megatron_llama.layout import AUTO
+from megatron_llama.offload import MODES
 from megatron_llama.options import Parsed
 from megatron_llama.planner.calibration import Calibration, calibration_of
-from megatron_llama.planner.choice import SEARCHED, searchable, value_of
+from megatron_llama.planner.choice import searchable
 from megatron_llama.planner.coefficients import Coefficients
 from megatron_llama.planner.job import Machine
 from megatron_llama.planner.own import Planned
@@ -53,7 +53,6 @@ def config_of(parsed: Parsed) -> Config:
     ]
     if missing:
         raise ConfigError(listing("A plan needs more:", missing))
-    require_planned(config)
     wide = training.fp16 or training.fp64 or calibrated(parsed).precision == "fp32"
     training = replace(training, bf16=training.bf16 or not wide, train_iters=training.train_iters or 1)
     model = replace(model, vocab_size=model.vocab_size or LLAMA_VOCABULARY)
@@ -62,20 +61,6 @@ def config_of(parsed: Parsed) -> Config:
     if found := problems(bare, 1):
         raise ConfigError(listing("This model cannot be trained:", found))
     return config
-
-
-def require_planned(config: Config) -> None:
-    """Raises ConfigError for what the planner has no times for."""
-    unplanned = [
-        describe(name, got=got, expected="a run without it", do="leave it out: the planner has no times for it")
-        for name, got, given in (
-            ("--lora-rank", config.lora.lora_rank, config.lora.lora_rank > 0),
-            ("--optimizer-offload", config.offload.optimizer_offload, config.offload.optimizer_offload != "none"),
-        )
-        if given
-    ]
-    if unplanned:
-        raise ConfigError(listing("This cannot be planned:", unplanned))
 
 
 def calibrated(parsed: Parsed) -> Calibration:
@@ -95,22 +80,20 @@ def machine_of(parsed: Parsed) -> Machine:
     return Machine(gpu, options.gpus, node, domain, options.nic_gbit * BITS if options.nic_gbit > 0 else gpu.nic)
 
 
-def given_of(parsed: Parsed, config: Config) -> dict[str, Any]:
-    """Options of a layout that the user has given, which a search keeps."""
-    return {name: value_of(config, name) for name in SEARCHED if name in parsed.explicit and value_of(config, name) != AUTO}
-
-
 def layout_named(config: Config, machine: Machine, fit: Coefficients, word: str) -> Planned:
     """The layout of ``tp4/pp4/mbs1/1f1b/optim``: parts in any order, what is left out as in the options."""
     parallel: dict[str, Any] = {}
     training: dict[str, Any] = {}
+    offload = config.offload
     kinds = {name: _choices(name) for name in WORDS}
     for part in word.split("/"):
         number = re.fullmatch(r"(tp|pp|cp|dp|v|mbs)(\d+)", part)
-        text = part.removeprefix("recompute-")
+        text, mode = part.removeprefix("recompute-"), part.removeprefix("offload-")
         if number and number.group(1) in NUMBERS:
             name = NUMBERS[number.group(1)]
             (training if name == "micro_batch_size" else parallel)[name] = int(number.group(2))
+        elif mode in MODES and mode != part:
+            offload = replace(offload, optimizer_offload=mode)  # type: ignore[arg-type]
         elif not number:
             owner = next((name for name, values in kinds.items() if text in values), None)
             if owner is None:
@@ -120,7 +103,7 @@ def layout_named(config: Config, machine: Machine, fit: Coefficients, word: str)
     tp = parallel.get("tensor_model_parallel_size", config.parallel.tensor_model_parallel_size)
     parallel.setdefault("sequence_parallel", tp > 1)
     whole = with_ends(replace(config.parallel, **parallel), config.model.num_hidden_layers)
-    chosen = replace(config, parallel=whole, training=replace(config.training, **training))
+    chosen = replace(config, parallel=whole, training=replace(config.training, **training), offload=offload)
     found = problems(chosen, machine.gpus)
     if found:
         raise ConfigError(listing(f"--explain {word} cannot run on {machine.gpus} GPUs:", found))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -16,7 +16,7 @@ from megatron_llama.planner.fitted import HIGH, LOW
 from megatron_llama.planner.job import Machine
 from megatron_llama.planner.own import Planned
 from megatron_llama.planner.report import does_not_fit, duration, losses
-from megatron_llama.planner.search import enough_gpus, search
+from megatron_llama.planner.search import OFFLOAD, enough_gpus, search
 from megatron_llama.validate import resolve
 
 SEARCHED = (
@@ -40,6 +40,12 @@ class Choice:
     """What was chosen and why, one line each."""
 
 
+def given_of(config: Config, explicit: Collection[str]) -> dict[str, Any]:
+    """Of the options that are given, those which a search keeps."""
+    kept = {name: value_of(config, name) for name in SEARCHED if name in explicit and value_of(config, name) != AUTO}
+    return kept | ({OFFLOAD: config.offload.optimizer_offload} if OFFLOAD in explicit else {})
+
+
 def value_of(config: Config, name: str) -> Any:
     """An option of a layout."""
     return getattr(config.training if name == "micro_batch_size" else config.parallel, name)
@@ -58,7 +64,7 @@ def choose(config: Config, machine: Machine, fit: Coefficients, given: Mapping[s
 
     The same for the same arguments, whoever asks. Raises ConfigError where no layout is valid, or none fits."""
     bare = searchable(config)
-    found = search(bare, machine, fit, top=RUNNERS_UP, pinned=given, risk=RISK)
+    found = search(bare, machine, fit, top=RUNNERS_UP, pinned=given, risk=RISK, offload=False)
     if not found.best:
         found = search(bare, machine, fit, top=RUNNERS_UP, pinned=given)
     if not found.best:
@@ -67,14 +73,16 @@ def choose(config: Config, machine: Machine, fit: Coefficients, given: Mapping[s
     best = found.best[0]
     changed = {name: value_of(best.config, name) for name in (*SEARCHED, *DERIVED)}
     training = replace(config.training, micro_batch_size=changed.pop("micro_batch_size"))
-    whole = replace(config, parallel=replace(config.parallel, **changed), training=training)
-    return Choice(whole, tuple(_notes(found.best, found.tried, given)))
+    whole = replace(config, parallel=replace(config.parallel, **changed), training=training, offload=best.config.offload)
+    moved = best.config.offload != config.offload
+    return Choice(whole, tuple(_notes(found.best, found.tried, given, moved=moved)))
 
 
-def _notes(best: tuple[Planned, ...], tried: int, given: Mapping[str, Any]) -> Iterator[str]:
+def _notes(best: tuple[Planned, ...], tried: int, given: Mapping[str, Any], *, moved: bool) -> Iterator[str]:
     first, machine = best[0], best[0].machine
     words = [f"{flag(name)} {_word(value_of(first.config, name))}" for name in SEARCHED if name not in given]
     words += [flag(name) for name in DERIVED if value_of(first.config, name)]
+    words += [f"{flag(OFFLOAD)} {first.config.offload.optimizer_offload}"] * moved
     where = f"{machine.gpus} x {machine.gpu.name}, {machine.node} in a node"
     kept = f", of those with {' '.join(f'{flag(name)} {_word(value)}' for name, value in given.items())}" if given else ""
     yield f"--auto-parallel: {' '.join(words)}"
@@ -82,6 +90,8 @@ def _notes(best: tuple[Planned, ...], tried: int, given: Mapping[str, Any]) -> I
     between = f"{duration(first.seconds * LOW)} to {duration(first.seconds * HIGH)}"
     memory = f"{gib(sum(first.fullest.values()))} of {gib(machine.gpu.memory)} for each process"
     yield f"  planned: {duration(first.seconds)} s a step ({between}), {first.speed:,.0f} tokens/s/GPU, {memory}"
+    if moved:
+        yield f"  nothing fits without offload: {gib(first.host_bytes)} of host memory for each process"
     if first.odds >= RISK:
         yield f"  warning: {first.odds:.0%} probability of running out of memory, and no layout has less than {RISK:.0%}"
     yield from (f"  runner-up {loss}" for loss in losses(best))

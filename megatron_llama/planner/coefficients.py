@@ -53,6 +53,10 @@ class Coefficients:
     """Seconds the host needs to start a block's forward pass."""
     launch_old: float = 1e-3
     """The same in trainers of many small kernels."""
+    pcie: float = 0.8
+    """Share of the bus's rate between device and host that large copies reach; no published run tells."""
+    host: float = 0.6
+    """Share of the host memory's rate that updates on the host reach."""
     pressure: float = 0.1
     """Slowdown when memory is full, from 85 %: the allocator returns memory and takes it again."""
     nvlink: float = 0.75

@@ -91,8 +91,9 @@ def footprint(job: Job, *, last: bool, workspaces: float = 0.0) -> Footprint:
     everything = job.sharding == "parameters"
     weights = NARROW * numel / (shards if everything else 1)
     cut = everything or (job.sharding == "gradients" and (job.pp == 1 or habits.reduces_every_microbatch))
-    gradients = habits.kept_gradient_bytes * numel / (shards if cut else 1)
-    optimizer = habits.state_bytes * numel / shards
+    trained = numel * job.trained.share
+    gradients = habits.kept_gradient_bytes * trained / (shards if cut else 1)
+    optimizer = habits.state_bytes * trained * (1 - (job.offload.share if job.offload is not None else 0.0)) / shards
     stream = job.tokens * model.hidden_size * NARROW / (job.tp if job.sequence_parallel else 1)
     keys = 2 * max(1, model.num_key_value_heads // job.tp) * model.head_dim
     buffers = workspaces + (2 * job.vpp * stream if job.pp > 1 else 0.0)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from types import MappingProxyType
 
@@ -42,15 +42,41 @@ class Gpu:
     source: str = ""
     single: float = 1 / 16
     """Dense FLOP/s in float32 as a share of ``peak``."""
+    pcie: float = 10e9
+    """Between device and host, in each direction."""
+    host: float = 10e9
+    """Of the host's memory, of what a node has an equal part for each GPU."""
+    host_memory: int = 0
+    """Bytes, the same part; 0: the device is the host, and there is nowhere else to go."""
 
 
 _A100 = "NVIDIA A100 data sheet (2021)"
 _H100 = "NVIDIA H100 data sheet (2023)"
 _B200 = "NVIDIA DGX B200, GB200 and GB300 NVL72 data sheets (2025)"
 
+_HOSTS: Mapping[str, tuple[float, float, int]] = MappingProxyType(
+    {
+        # DGX-1 (4 channels of DDR4-2400 a socket, PCIe 3), DGX A100 (8 of DDR4-3200, PCIe 4),
+        # DGX H100 (8 of DDR5-4800, PCIe 5), DGX B200 (8 of DDR5-5600, PCIe 5).
+        "v100": (16e9, 19e9, 64 << 30),
+        "a100": (32e9, 51e9, 256 << 30),
+        "h100": (64e9, 77e9, 256 << 30),
+        "b200": (64e9, 90e9, 256 << 30),
+        # A Grace for two GPUs, NVLink-C2C between them.
+        "grace": (225e9, 256e9, 240 << 30),
+    }
+)
+"""``pcie``, ``host`` and ``host_memory`` of the vendor's own machines, by family."""
+
+
+def _in_its_machine(gpu: Gpu) -> Gpu:
+    pcie, host, memory = _HOSTS["grace" if gpu.domain > gpu.node else gpu.family]
+    return replace(gpu, pcie=pcie, host=host, host_memory=memory)
+
+
 GPUS: Mapping[str, Gpu] = MappingProxyType(
     {
-        gpu.name: gpu
+        gpu.name: _in_its_machine(gpu)
         for gpu in (
             Gpu("v100-16", "v100", 125 * TERA, 16160 * MIB, 0.9e12, 150e9, 12.5e9, source="NVIDIA V100 data sheet (2020)"),
             Gpu("v100", "v100", 125 * TERA, 32510 * MIB, 0.9e12, 150e9, 12.5e9, source="NVIDIA V100 data sheet (2020)"),

@@ -87,6 +87,37 @@ class Habits:
 
 
 @dataclass(frozen=True)
+class Offload:
+    """An optimizer on the host: what of it is there, and when it works."""
+
+    share: float
+    """Of the trained elements that the host updates."""
+    down: int
+    """Bytes of a gradient's element on its way to the host, every step."""
+    up: int
+    """Of a weight's on its way back, behind every update."""
+    early: bool
+    """Buckets are updated when their gradients arrive, not when the norm of all is known."""
+    steps: int = 1
+    """From one update to the next."""
+    beside: bool = False
+    """The update of some steps is computed beside the next ones."""
+
+
+@dataclass(frozen=True)
+class Trained:
+    """What of a model is trained, where that is not all."""
+
+    frozen: float = 0.0
+    """Share of the products' FLOPs whose weights are frozen: they have no weight gradients."""
+    head_frozen: bool = False
+    share: float = 1.0
+    """Of the elements of a rank."""
+    additions: tuple[tuple[int, int], ...] = ()
+    """Outputs and inputs of a block's low-rank additions."""
+
+
+@dataclass(frozen=True)
 class Job:
     """One step of one run."""
 
@@ -120,6 +151,8 @@ class Job:
     precision: str = "bf16"
     itemsize: int = 2
     """Bytes of an activation or a weight while computing."""
+    trained: Trained = Trained()
+    offload: Offload | None = None
 
     @property
     def tokens(self) -> int:
@@ -150,6 +183,11 @@ class Job:
     def matmuls(self) -> tuple[Matmul, ...]:
         """Forward products with the weights of one block, for one microbatch."""
         return tuple(Matmul(self.tokens, self._rows(spec), spec.shape[1]) for spec in self.weights if len(spec.shape) > 1)
+
+    @cached_property
+    def additions(self) -> tuple[Matmul, ...]:
+        """Forward products with the low-rank additions of one block."""
+        return tuple(Matmul(self.tokens, outputs, inputs) for outputs, inputs in self.trained.additions)
 
     def _rows(self, spec: ParamSpec) -> int:
         ungated = not self.habits.gated and "gate_up" in spec.name

@@ -108,14 +108,19 @@ class Kernels:
         habits, fit = self.job.habits, self.fit
         scale = fit.family(habits.family)
         launch = (fit.launch_old if habits.family in OLD else fit.launch) * (0.5 if habits.compiled else 1.0)
-        products = sum(self.matmul(product) for product in self.job.matmuls)
+        products = sum(self.matmul(product) for product in (*self.job.matmuls, *self.job.additions))
         return Pass(products * scale, self.attention() * scale, self.memory() * scale, launch=launch)
 
     def backward(self, forward: Pass) -> Pass:
         """One block, backward: both gradients of each product, attention with five products for two, without what is computed again."""
         flash = self.job.habits.attention in ("flash", "flash1", "triton")
         attention = (2.5 if flash else 2.0) * forward.attention
-        return Pass(2 * forward.matmul, attention, 2 * forward.memory, launch=2 * forward.launch)
+        return Pass(forward.matmul + self.weight_gradients(), attention, 2 * forward.memory, launch=2 * forward.launch)
+
+    def weight_gradients(self) -> float:
+        """Seconds of the products that make one block's weight gradients. Frozen weights have none."""
+        trained = (1 - self.job.trained.frozen) * sum(self.matmul(product) for product in self.job.matmuls)
+        return (trained + sum(self.matmul(product) for product in self.job.additions)) * self.fit.family(self.job.habits.family)
 
     def head(self) -> Pass:
         """The head and the loss, forward: its product, and a few passes over the logits in fp32."""

@@ -12,5 +12,5 @@ SPREAD = 0.05
 
 def out_of_memory(needed: float, memory: float) -> float:
     """Probability that ``needed`` bytes, as predicted, do not fit into a device of ``memory`` bytes."""
-    excess = math.log(max(needed, 1.0) / (memory * USABLE))
+    excess = math.log(max(needed, 1.0) / max(1.0, memory * USABLE))
     return 0.5 * (1 + math.erf(excess / SPREAD / math.sqrt(2)))

@@ -6,64 +6,22 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from megatron_llama.activations import compute_bytes
 from megatron_llama.config import Config
-from megatron_llama.layout import shard_count, strategy_named
+from megatron_llama.layout import strategy_named
 from megatron_llama.memory import MemoryPlan, state_bytes
 from megatron_llama.planner.coefficients import Coefficients
-from megatron_llama.planner.job import Habits, Job, Machine, Sharding
+from megatron_llama.planner.job import Job, Machine
 from megatron_llama.planner.kernels import Kernels, Pass
 from megatron_llama.planner.links import axes_of
 from megatron_llama.planner.odds import out_of_memory
+from megatron_llama.planner.own_job import job_of
 from megatron_llama.planner.simulate import StageTimes, simulate, tail
-from megatron_llama.planner.steps import Step, block_of, straggling, update_bytes
+from megatron_llama.planner.steps import Step, block_of, host_wait, straggling, update_bytes
 from megatron_llama.schedule import Op
 from megatron_llama.traffic import StepTraffic
 
 ENOUGH = 2
 """Microbatches for each pipeline rank after which more of them repeat the same pattern: memory has its peak, a step grows evenly."""
-
-
-def job_of(config: Config, machine: Machine) -> Job:
-    """The work of a step of a resolved configuration."""
-    parallel, training = config.parallel, config.training
-    tp, pp, cp = parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size, parallel.context_parallel_size
-    dp = machine.gpus // (tp * pp * cp)
-    strategy = strategy_named(parallel.data_parallel_sharding_strategy)
-    sharding: Sharding = "none"
-    if strategy.sharded:
-        sharding = "parameters" if strategy.by_unit else "gradients" if strategy.reduce_every_microbatch else "optimizer"
-    itemsize = compute_bytes(config)
-    wire = 2 if parallel.grad_reduce_in_bf16 else max(4, itemsize)
-    return Job(
-        model=config.model,
-        machine=machine,
-        habits=Habits(family="torchtitan", gradient_bytes=wire, reduces_every_microbatch=True),
-        seq=training.seq_length,
-        micro_batch=training.micro_batch_size,
-        microbatches=training.global_batch_size // (training.micro_batch_size * dp),
-        tp=tp,
-        pp=pp,
-        vpp=2 if parallel.pipeline_schedule == "zb-v" else parallel.virtual_pipeline_model_parallel_size,
-        cp=cp,
-        dp=dp,
-        sequence_parallel=parallel.sequence_parallel,
-        recomputed=_share(config) if parallel.recompute_granularity == "full" else 0.0,
-        recomputed_memory=0.5 * _share(config) if parallel.recompute_granularity == "selective" else 0.0,
-        ends_counted=parallel.account_for_loss_in_pipeline_split,
-        bubble={"zb-h1": 1 / 3, "zb-v": 1 / 3}.get(parallel.pipeline_schedule, 1.0),
-        sharding=sharding,
-        shards=shard_count(parallel, dp * cp),
-        precision="bf16",
-        itemsize=itemsize,
-    )
-
-
-def _share(config: Config) -> float:
-    """Of the blocks that recompute."""
-    wanted, parallel = config.parallel.recompute_num_layers, config.parallel
-    stages = parallel.pipeline_model_parallel_size * parallel.virtual_pipeline_model_parallel_size
-    return min(1.0, int(wanted) * stages / config.model.num_hidden_layers) if wanted.isdecimal() else 1.0
 
 
 @dataclass(frozen=True)
@@ -108,7 +66,7 @@ class Planned:
         parts = {
             "weights": state["parameters"] + state["parameter shards"],
             "gradients": state["gradients"],
-            "optimizer": state["master weights"] + state["moments"],
+            "optimizer": state["master weights"] + state["moments"] + state.get("hot columns", 0),
         }
         logits = plan.logits(rank)
         return {**parts, "activations": plan.activations(rank, granularity, self.recomputing) - logits, "logits": logits}
@@ -120,8 +78,9 @@ class Planned:
 
     @cached_property
     def odds(self) -> float:
-        """Probability of running out of memory."""
-        return out_of_memory(sum(self.fullest.values()), self.machine.gpu.memory)
+        """Probability of running out of memory, the device's or the host's."""
+        here = out_of_memory(sum(self.fullest.values()), self.machine.gpu.memory)
+        return max(here, out_of_memory(self.host_bytes, self.machine.gpu.host_memory)) if self.host_bytes else here
 
     @cached_property
     def stage_times(self) -> tuple[StageTimes, ...]:
@@ -132,7 +91,7 @@ class Planned:
         block, head = block_of(pure, axes, kernels, self.fit), kernels.head()
         again = replace(job, recomputed=float(job.recomputed > 0), recomputed_memory=0.5 * (job.recomputed_memory > 0))
         costly = block_of(again, axes, kernels, self.fit).backward
-        weight = Pass(matmul=block.forward.matmul, launch=block.forward.launch).seconds
+        weight = Pass(matmul=kernels.weight_gradients(), launch=block.forward.launch).seconds
         times = []
         for stage, layers in enumerate(plan.partition.layers):
             count, recompute = len(layers), min(self.recomputing, len(layers))
@@ -144,7 +103,7 @@ class Planned:
                 StageTimes(
                     forward=count * block.forward.seconds + last * head.seconds + ends,
                     backward_input=backward + last * head.seconds,
-                    backward_weight=count * weight + last * head.seconds,
+                    backward_weight=count * weight + (last and not job.trained.head_frozen) * head.seconds,
                     gather_forward=gathers / 2,
                     gather_backward=gathers / 2,
                     reduce=reductions,
@@ -214,23 +173,46 @@ class Planned:
             messages, done = [], 0
             for bucket in layout.buckets:
                 done += bucket.numel
+                if not bucket.kind.trainable:
+                    continue
                 seconds = axes.shards.gather(bucket.numel * job.habits.gradient_bytes)
                 seconds += axes.replicas.reduce(layout.shard_numel(bucket.index) * job.habits.gradient_bytes)
                 messages.append((done / total, 0.0 if strategy.reduce_every_microbatch else seconds))
             ends = [(0.0, one.of(Op.BACKWARD)) for one in stages[-1:]]
-            resident = sum(layout.buckets[bucket].numel for bucket in range(len(layout.buckets)) if layout.resident(bucket))
-            gathers = axes.shards.gather(resident * job.itemsize, len(layout.buckets)) if layout.shards > 1 else 0.0
+            if not messages:
+                continue
+            once = [bucket.numel for bucket in layout.buckets if bucket.kind.trainable and layout.resident(bucket.index)]
+            gathers = axes.shards.gather(sum(once) * job.itemsize, len(once)) if layout.shards > 1 else 0.0
             under = sum(seconds for _, seconds in messages) + gathers
             late = max(0.0, gathers - sum(one.of(Op.FORWARD) for one in stages))
             worst = max(worst, tail(ends, messages) + late + fit.data_exposed * under)
         return worst
 
     def _update(self) -> float:
-        """Seconds of the update rule on the largest shard, and of the norm before it."""
+        """Seconds of the update rule on the largest shard, of the norm before it, and of waiting for the host."""
         job, plan = self.job, self.short
-        owned = max(sum(layout.shard_numel(bucket.index) for bucket in layout.buckets) for layout in plan.layouts)
         norm = axes_of(job, self.fit).shards.reduce(8.0) if self.config.optimizer.clip_grad else 0.0
-        return update_bytes(job) * owned / Kernels(job, self.fit).hbm + norm
+        trained = [sum(layout.shard_numel(one.index) for one in layout.buckets if one.kind.trainable) for layout in plan.layouts]
+        here = [owned - away for owned, away in zip(trained, self.away, strict=True)]
+        return update_bytes(job) * max(here) / Kernels(job, self.fit).hbm + norm + max(map(self.host_wait, range(job.pp)))
+
+    @cached_property
+    def away(self) -> tuple[float, ...]:
+        """Elements that the host updates for each pipeline rank."""
+        plans = [self.short.offload(rank) for rank in range(self.job.pp)]
+        offload = self.job.offload
+        return tuple(plan.to_host / offload.down if plan is not None and offload is not None else 0.0 for plan in plans)
+
+    def host_wait(self, rank: int) -> float:
+        """Seconds of a step in which a pipeline rank waits for its optimizer on the host."""
+        stages = [self.stage_times[stage] for stage in self.short.partition.stages_of(rank)]
+        forward, backward = (sum(one.of(op) for one in stages) for op in (Op.FORWARD, Op.BACKWARD))
+        return host_wait(self.job, self.fit, self.away[rank], forward, backward)
+
+    @cached_property
+    def host_bytes(self) -> int:
+        """Memory of the host that the process takes which needs most."""
+        return self.short.offloaded()
 
     @property
     def speed(self) -> float:

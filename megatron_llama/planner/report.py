@@ -4,11 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
+from math import prod
+from shlex import quote
 from typing import Any
 
 from megatron_llama.errors import describe
 from megatron_llama.memory import gib
+from megatron_llama.offload import NONE
 from megatron_llama.options import differences, flag
+from megatron_llama.params import adapter_shapes
 from megatron_llama.planner.fitted import HIGH, LOW
 from megatron_llama.planner.nearest import Citation
 from megatron_llama.planner.odds import USABLE
@@ -34,11 +38,14 @@ def duration(seconds: float) -> str:
 
 
 def flops_per_token(planned: Planned) -> float:
-    """Forward and backward FLOPs of a token, all of the square of scores counted, nothing that is computed again (torchtitan's MFU)."""
+    """Forward and backward FLOPs of a token, all of the square of scores counted, nothing that is computed again (torchtitan's MFU). With
+    low-rank additions the products with frozen weights have no third part."""
     job, model = planned.job, planned.config.model
     products = sum(product.n * product.k for product in job.matmuls) * job.tp * model.num_hidden_layers
     head = model.vocab_size * model.hidden_size
-    return 6.0 * (products + head) + 12.0 * model.num_hidden_layers * model.num_attention_heads * model.head_dim * job.seq
+    additions = sum(map(prod, adapter_shapes(model, planned.config.lora).values())) if job.additions else 0
+    weights = (4.0 if job.additions else 6.0) * (products + head) + 6.0 * additions
+    return weights + 12.0 * model.num_hidden_layers * model.num_attention_heads * model.head_dim * job.seq
 
 
 def mfu(planned: Planned) -> float:
@@ -52,7 +59,9 @@ def label(planned: Planned) -> str:
     parts = [f"tp{job.tp}", f"pp{job.pp}", f"cp{job.cp}", f"dp{job.dp}", f"mbs{job.micro_batch}", parallel.pipeline_schedule]
     if parallel.virtual_pipeline_model_parallel_size > 1:
         parts.append(f"v{parallel.virtual_pipeline_model_parallel_size}")
-    return "/".join([*parts, parallel.data_parallel_sharding_strategy, f"recompute-{parallel.recompute_granularity}"])
+    offload = planned.config.offload.optimizer_offload
+    parts += [parallel.data_parallel_sharding_strategy, f"recompute-{parallel.recompute_granularity}"]
+    return "/".join([*parts, *([f"offload-{offload}"] if offload != NONE else [])])
 
 
 def table(best: Sequence[Planned]) -> Iterator[str]:
@@ -82,6 +91,12 @@ def details(planned: Planned) -> Iterator[str]:
     parts = planned.fullest
     reserve = f"context and fragmentation {gib(int((1 - USABLE) * gpu.memory))} set aside"
     yield f"  memory    {', '.join(f'{name} {gib(size)}' for name, size in parts.items() if size)}; {reserve} of {gib(gpu.memory)}"
+    if planned.host_bytes:
+        rank = max(range(planned.job.pp), key=planned.host_wait)
+        moved, wait = planned.short.offload(rank), duration(planned.host_wait(rank))
+        assert moved is not None
+        copies = f"a step copies {gib(moved.to_host)} to the host and {gib(moved.to_device)} to the device, and waits {wait} s for the host"
+        yield f"  offload   {gib(planned.host_bytes)} of the {gib(gpu.host_memory)} of host memory for each GPU; {copies}"
     traffic = planned.traffic[0]
     short = f"{traffic.gathers} gathers of {gib(traffic.gather_bytes)}, {traffic.reductions} reductions of {gib(traffic.reduction_bytes)}"
     yield f"  traffic   of {planned.short.schedule.microbatches} microbatches, pp rank 0, over dp: {short}"
@@ -118,11 +133,15 @@ def command(planned: Planned) -> str:
     nodes = -(-planned.machine.gpus // planned.machine.node)
     config = planned.config
     words = [f"--nnodes {nodes}", f"--nproc-per-node {min(planned.machine.node, planned.machine.gpus)}", "-m megatron_llama pretrain"]
-    changed = {**_model_options(planned), **differences([config.parallel, config.training])}
+    sections = (config.parallel, config.training, config.offload, config.zenflow, config.lora)
+    changed = {**_model_options(planned), **differences(sections)}
+    if config.optimizer.freeze:
+        changed["freeze"] = config.optimizer.freeze
     if config.training.train_iters <= 1:
         changed["train_iters"] = "N"
     for name, value in changed.items():
-        words.append(flag(name) if value is True else f"{flag(name)} {value}")
+        text = " ".join(map(quote, map(str, value))) if isinstance(value, tuple) else value
+        words.append(flag(name) if value is True else f"{flag(name)} {text}")
     return f"torchrun {' '.join(words)} --data-path PREFIX"
 
 
@@ -145,6 +164,7 @@ def as_json(best: Sequence[Planned], near: Sequence[Citation], tried: int) -> di
                 "mfu": mfu(planned),
                 "seconds": asdict(planned.timed),
                 "memory_bytes": planned.fullest,
+                "host_memory_bytes": planned.host_bytes,
                 "probability_out_of_memory": planned.odds,
                 "command": command(planned),
             }

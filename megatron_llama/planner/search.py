@@ -10,10 +10,12 @@ from typing import Any
 from megatron_llama.config import Config, ParallelConfig
 from megatron_llama.errors import ConfigError, describe
 from megatron_llama.layout import BY_TRAFFIC, NO_SHARD
+from megatron_llama.offload import NONE
 from megatron_llama.planner.coefficients import Coefficients
 from megatron_llama.planner.footprint import footprint
 from megatron_llama.planner.job import Machine
-from megatron_llama.planner.own import Planned, job_of
+from megatron_llama.planner.own import Planned
+from megatron_llama.planner.own_job import job_of
 from megatron_llama.planner.steps import estimate
 from megatron_llama.validate import problems
 
@@ -25,6 +27,8 @@ DOUBLINGS, TRIES = 10, 4
 LONG = 4096
 """Tokens of a sequence that a rank keeps at least under context parallelism."""
 MICRO_BATCHES = (1, 2, 4, 8)
+OFFLOAD = "optimizer_offload"
+"""The option that is changed where nothing fits."""
 STRATEGIES = (NO_SHARD, *BY_TRAFFIC)
 GRANULARITIES = ("none", "selective", "full")
 
@@ -42,13 +46,27 @@ class Found:
 
 
 def search(
-    config: Config, machine: Machine, fit: Coefficients, *, top: int, pinned: Mapping[str, Any], risk: float = EVEN_ODDS
+    config: Config,
+    machine: Machine,
+    fit: Coefficients,
+    *,
+    top: int,
+    pinned: Mapping[str, Any],
+    risk: float = EVEN_ODDS,
+    offload: bool = True,
 ) -> Found:
     """The fastest ``top`` layouts. ``config``: the model, the batch and everything that is not searched, resolved; ``pinned``: options of
     a layout that the user has given, which all layouts keep; ``risk``: the probability of running out of memory from which on a layout
-    does not fit.
+    does not fit. ``offload``: where none fits, try the same with the optimizer on the host, unless the user has said where it is to be.
 
     Raises ConfigError where no layout is valid at all."""
+    found = _search(config, machine, fit, top, pinned, risk)
+    if not offload or found.best or config.offload.optimizer_offload != NONE or OFFLOAD in pinned or not machine.gpu.host_memory:
+        return found
+    return _search(replace(config, offload=replace(config.offload, optimizer_offload="exact")), machine, fit, top, pinned, risk)
+
+
+def _search(config: Config, machine: Machine, fit: Coefficients, top: int, pinned: Mapping[str, Any], risk: float) -> Found:
     ranked = sorted(candidates(config, machine, pinned), key=lambda one: estimate(job_of(one, machine), fit).seconds)
     if not ranked:
         raise ConfigError(_nothing_valid(config, machine, pinned))

@@ -16,6 +16,8 @@ UPDATE, UPDATE_WIDE = 34, 28
 there is one beside the master."""
 FULL = 0.85
 """Share of the memory beyond which the allocator has to return and take memory within a step."""
+HOST_UPDATE = 30
+"""The same on the host, which reads 16 bytes and writes 12, and 2 of the narrow weight."""
 BUCKET = 40_000_000
 """Elements in one message of gradients, in most trainers."""
 
@@ -81,7 +83,7 @@ def estimate(job: Job, fit: Coefficients) -> Step:
     axes, kernels = axes_of(job, fit), Kernels(job, fit)
     block, head = block_of(job, axes, kernels, fit), kernels.head()
     layers, share = job.model.num_hidden_layers, job.model.num_hidden_layers / job.pp
-    ends = 3 * head.seconds + axes.tp.reduce(job.stream) * 2
+    ends = (3 - job.trained.head_frozen) * head.seconds + axes.tp.reduce(job.stream) * 2
     middle = share * block.seconds
     # An uneven share: some rank has the larger part, unless it is the one with the head.
     uneven = (-(-layers // job.pp) - share) * block.seconds
@@ -93,15 +95,33 @@ def estimate(job: Job, fit: Coefficients) -> Step:
     bubble = job.bubble * (job.pp - 1) * middle / job.vpp
     work = job.microbatches * bottleneck
     data = data_time(job, axes, fit, work, middle)
-    update = update_bytes(job) * job.rank_numel / (job.shards if job.sharding != "none" else 1) / kernels.hbm
+    owned = job.trained.share * job.rank_numel / (job.shards if job.sharding != "none" else 1)
+    away = job.offload.share * owned if job.offload is not None else 0.0
+    waits = host_wait(job, fit, away, share * block.forward.seconds, share * block.backward.seconds)
+    update = update_bytes(job) * (owned - away) / kernels.hbm + waits
     both = block.forward + block.backward
     tensor, context = (job.microbatches * share * part for part in (both.tensor, both.context))
     whole = work + bubble + wait + data + update + fit.step
     return Step(max(0.0, work - tensor - context), bubble, tensor, context, wait, data, update, fit.step + whole * straggling(job, fit))
 
 
+def host_wait(job: Job, fit: Coefficients, elements: float, forward: float, backward: float) -> float:
+    """Seconds of a step that wait for an optimizer on the host, which updates ``elements`` for this rank: gradients that arrive behind the
+    last backward pass, and updates and weights that the next forward pass does not hide. ``forward``, ``backward``: of one microbatch
+    on a rank."""
+    offload, gpu = job.offload, job.machine.gpu
+    if offload is None or not elements:
+        return 0.0
+    bus, update = gpu.pcie * fit.pcie, HOST_UPDATE * elements / (gpu.host * fit.host)
+    late = max(0.0, offload.down * elements / bus - backward)
+    hidden = forward + (backward if offload.early else 0.0)
+    if offload.beside:
+        hidden += (offload.steps - 1) * job.microbatches * (forward + backward)
+    return late + max(0.0, max(update, offload.up * elements / bus) - hidden) / offload.steps
+
+
 def update_bytes(job: Job) -> int:
-    """See UPDATE."""
+    """Bytes that an update on the device moves for each parameter."""
     return UPDATE if job.itemsize < 4 else UPDATE_WIDE * job.itemsize // 4
 
 
@@ -119,15 +139,15 @@ def data_time(job: Job, axes: Axes, fit: Coefficients, work: float, middle: floa
     """Exposed seconds of gradients and parameters between data-parallel ranks: of those that travel beside every microbatch, and of those
     that travel once."""
     numel, wire, units = job.rank_numel, job.habits.gradient_bytes, job.model.num_hidden_layers / job.pp
-    weights = job.itemsize * numel
-    replicas = axes.replicas.reduce(wire * numel / (job.shards if job.sharding != "none" else 1))
-    messages = max(1.0, numel / BUCKET)
+    weights, trained = job.itemsize * numel, job.trained.share * numel
+    replicas = axes.replicas.reduce(wire * trained / (job.shards if job.sharding != "none" else 1))
+    messages = max(1.0, trained / BUCKET)
     if job.sharding == "parameters":
         gathers = 2 * job.microbatches if job.pp == 1 else 1
-        sent = gathers * axes.shards.gather(weights, units) + job.microbatches * axes.shards.gather(wire * numel, units) + replicas
+        sent = gathers * axes.shards.gather(weights, units) + job.microbatches * axes.shards.gather(wire * trained, units) + replicas
         return _beside(sent, work, fit)
     each = job.sharding == "gradients" and (job.pp == 1 or job.habits.reduces_every_microbatch)
-    reductions, gathers_once = axes.shards.gather(wire * numel, messages), axes.shards.gather(weights, messages)
+    reductions, gathers_once = axes.shards.gather(wire * trained, messages), axes.shards.gather(job.itemsize * trained, messages)
     sent = gathers_once + replicas + (0.0 if each else reductions)
     if job.habits.family == "intern":
         sent += job.shards * fit.broadcast

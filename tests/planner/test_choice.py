@@ -16,7 +16,8 @@ from megatron_llama.planner.fitted import FITTED
 from megatron_llama.planner.hardware import CPU, GPUS, gpu_named, gpu_of_device
 from megatron_llama.planner.job import Machine
 from megatron_llama.planner.kernels import Kernels
-from megatron_llama.planner.own import Planned, job_of
+from megatron_llama.planner.own import Planned
+from megatron_llama.planner.own_job import job_of
 from megatron_llama.planner.search import search
 from megatron_llama.planner.steps import estimate
 from megatron_llama.validate import problems, resolve
@@ -91,7 +92,7 @@ def test_a_dry_run_prints_the_choice(capsys: pytest.CaptureFixture[str]) -> None
         ([*RUN[:3], *RUN[5:], "--world-size", "16", "--gpu", "h100"], "--global-batch-size: got nothing, expected samples in a step"),
         ([*RUN[:-1], "--gpu", "h100", "--nic-gbit", "5"], "--gpu --nic-gbit: got no --auto-parallel"),
         ([*RUN, "--world-size", "16", "--gpu", "h100", "--coefficients", "file"], "leave one out"),
-        ([*RUN, "--world-size", "2", "--gpu", "v100"], "--gpus 8 would do"),
+        ([*RUN, "--world-size", "2", "--gpu", "v100", "--optimizer-offload", "none"], "--gpus 8 would do"),
     ],
 )
 def test_what_cannot_be_chosen(words: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -19,7 +19,8 @@ from megatron_llama.planner.fitted import FITTED
 from megatron_llama.planner.hardware import GPUS, gpu_named
 from megatron_llama.planner.job import Machine
 from megatron_llama.planner.links import axis_of
-from megatron_llama.planner.own import Planned, job_of
+from megatron_llama.planner.own import Planned
+from megatron_llama.planner.own_job import job_of
 from megatron_llama.planner.report import command, label
 from megatron_llama.planner.report import flops_per_token as planned_flops
 from megatron_llama.planner.search import candidates, enough_gpus, search
@@ -140,7 +141,7 @@ def test_the_search_finds_the_fastest_that_fits() -> None:
 
 
 def test_a_model_that_fits_nowhere_and_the_cluster_it_needs() -> None:
-    pinned = {"pipeline_model_parallel_size": 1, "micro_batch_size": 1, "recompute_granularity": "full"}
+    pinned = {"pipeline_model_parallel_size": 1, "micro_batch_size": 1, "recompute_granularity": "full", "optimizer_offload": "none"}
     whole = resolve(config("llama2-13b", 64), 1)
     found = search(whole, machine(1), FITTED, top=3, pinned=pinned)
     assert found.best == () and found.smallest is not None and found.smallest.odds > 0.99
@@ -202,11 +203,11 @@ def test_the_planned_command_line_is_valid(capsys: pytest.CaptureFixture[str]) -
         ([*SMALL[:-2], "--explain", "tp3/pp1"], "cannot run on 8 GPUs"),
         ([*SMALL[:-2], "--explain", "tp2/sideways"], "--explain: got sideways"),
         ([*SMALL, "--top", "0"], "--top: got nothing, expected 1 or more"),
-        ([*SMALL, "--lora-rank", "8"], "the planner has no times for it"),
+        ([*SMALL, "--optimizer-offload", "all"], "--optimizer-offload: got all"),
         ([*SMALL, "--gpus-per-node", "3"], "--gpus: got 8, expected a multiple of 3"),
         ([*SMALL, "--head-dim", "7"], "This model cannot be trained"),
         (["plan", "score"], "plan score: got no file"),
-        (["plan", "--model", "llama2-13b", "--gpus", "1", "--global-batch-size", "8", "--seq-length", "2048"], "--gpus 4 would do"),
+        (["plan", "--model", "llama2-13b", "--gpus", "1", "--global-batch-size", "8", "--seq-length", "2048", "--optimizer-offload", "none"], "--gpus 4 would do"),
     ],
 )
 def test_input_that_makes_no_sense(words: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
