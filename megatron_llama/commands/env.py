@@ -12,8 +12,6 @@ from megatron_llama import __version__
 from megatron_llama.options import Parsed
 
 PACKAGES = ("numpy", "safetensors", "sentencepiece", "tokenizers", "pyyaml", "tqdm", "transformers")
-APEX_KERNELS = ("amp_C", "fused_layer_norm_cuda", "fused_weight_gradient_mlp_cuda")
-"""Modules of NVIDIA's apex: those of its optimizers, its norms, and its weight gradient. It installs without them too."""
 
 
 def env(parsed: Parsed) -> None:
@@ -56,5 +54,4 @@ def apex_found() -> str:
     version = _version("apex")
     if not any(Path(place, "normalization").is_dir() for place in spec.submodule_search_locations or ()):
         return f"{version}: not NVIDIA's apex but PyPI's package of that name, a toolkit for web applications; uninstall it"
-    missing = [name for name in APEX_KERNELS if find_spec(name) is None]
-    return f"{version}, NVIDIA's" + (f", built without {', '.join(missing)}" if missing else "")
+    return f"{version}, NVIDIA's" + ("" if find_spec("amp_C") is not None else ", built without its kernels")
