@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from statistics import fmean
 from typing import Any
 
+from megatron_llama.memory import gib
 from megatron_llama.planner.kernels import Kernels, Pass
-from megatron_llama.planner.links import axes_of
+from megatron_llama.planner.links import Axes, Axis, axes_of
 from megatron_llama.planner.measured import Steps
 from megatron_llama.planner.own import Planned
 from megatron_llama.planner.report import label
 from megatron_llama.planner.simulate import StageTimes, simulate
 from megatron_llama.planner.steps import block_of
 from megatron_llama.schedule import Op, Schedule, Timeline, schedule_named
-from megatron_llama.timeline import GATHERS, OTHER, PIPELINE, REDUCTIONS
+from megatron_llama.timeline import GATHERS, OTHER, PIPELINE, REDUCTIONS, Span
 
 HEAD = ("", "a step", "measured", "planned", "ratio", "more in a step")
 LANES_APART = (PIPELINE, GATHERS, REDUCTIONS)
@@ -45,7 +47,12 @@ class Row:
         known = ("?", "", "")
         if self.planned is not None:
             known = (ms(self.planned), f"{self.measured / self.planned:.2f}" if self.planned else "", ms(self.more))
-        return self.what, f"{self.count:g}", ms(self.measured), *known
+        return self.what, f"{self.count:.3g}", ms(self.measured), *known
+
+    def as_json(self) -> dict[str, Any]:
+        """The same as numbers."""
+        times = {"measured_seconds": self.measured, "planned_seconds": self.planned, "more_seconds": self.more}
+        return {"what": self.what, "count": self.count, **times}
 
 
 @dataclass(frozen=True)
@@ -97,7 +104,7 @@ class Comparison:
         )
 
     @cached_property
-    def _axes(self) -> Any:
+    def _axes(self) -> Axes:
         return axes_of(self.planned.job, self.planned.fit)
 
     def shown(self, stage: int, part: str) -> tuple[float, float]:
@@ -131,6 +138,26 @@ class Comparison:
         rows = [*self._pass_rows(), *self._wait_rows(), *self._other_rows()]
         return tuple(sorted(rows, key=lambda row: (row.planned is None, -row.more)))
 
+    @cached_property
+    def messages(self) -> tuple[Row, ...]:
+        """Collectives from the moment at which a rank issues one, hidden by passes or not: with the wait for the last of the ranks."""
+        found: dict[tuple[str, str], list[Span]] = defaultdict(list)
+        for span in self.steps.spans:
+            if span.lane in (GATHERS, REDUCTIONS, "tp", "cp") and self._link(str(span.details["axis"])).size > 1:
+                found[str(span.details["axis"]), str(span.details["operation"])].append(span)
+        each, rows = self.steps.recorded.ranks * len(self.steps.numbers), []
+        for (axis, operation), spans in found.items():
+            size, link = fmean(int(span.details["bytes"]) for span in spans), self._link(axis)
+            seconds = {"all_reduce": link.reduce, "send": link.send, "receive": link.send}.get(operation, link.gather)(size)
+            what = f"{operation} on {axis}, {gib(int(size))}"
+            rows.append(Row(what, len(spans) / each, fmean(span.seconds for span in spans), seconds if self.known else None))
+        return tuple(sorted(rows, key=lambda row: -row.count * row.measured))
+
+    def _link(self, axis: str) -> Axis:
+        if axis in ("tp", "kv", "cp"):
+            return self._axes.tp if axis in ("tp", "kv") else self._axes.cp
+        return self._axes.replicas if axis == "dp_replica" or self._axes.shards.size == 1 else self._axes.shards
+
     def _pass_rows(self) -> Iterator[Row]:
         for (op, stage), (seconds, count) in self.steps.passes(self.apart).items():
             yield Row(f"{op.value.replace('_', ' ')}, stage {stage}", count, seconds, self.times[stage].of(op))
@@ -157,8 +184,6 @@ class Comparison:
 
     def as_json(self) -> dict[str, Any]:
         """Everything that ``lines`` say."""
-        names = ("what", "count", "measured_seconds", "planned_seconds", "more_seconds")
-        rows = [dict(zip(names, (row.what, row.count, row.measured, row.planned, row.more), strict=True)) for row in self.rows]
         return {
             "layout": label(self.planned),
             "gpu": self.planned.machine.gpu.name,
@@ -166,7 +191,8 @@ class Comparison:
             "scale": self.scale,
             "measured_step_seconds": self.steps.seconds,
             "planned_step_seconds": self.planned.seconds if self.known else None,
-            "parts": rows,
+            "parts": [row.as_json() for row in self.rows],
+            "messages": [row.as_json() for row in self.messages],
         }
 
     def lines(self, name: str) -> Iterator[str]:
@@ -179,6 +205,11 @@ class Comparison:
         yield ""
         for what, count, measured, planned, ratio, more in (HEAD, *(row.cells for row in self.rows)):
             yield f"{what:<45} {count:>6} {measured:>12} {planned:>12} {ratio:>6} {more:>14}".rstrip()
+        if self.messages:
+            yield ""
+            yield "messages, from being issued to being there: hidden by passes or not, with waiting for the last rank"
+        for what, count, measured, planned, ratio, _ in (row.cells for row in self.messages):
+            yield f"{what:<45} {count:>6} {measured:>12} {planned:>12} {ratio:>6}".rstrip()
 
     def verdict(self) -> Iterator[str]:
         """The whole step."""

@@ -39,6 +39,10 @@ def _parts(found: Comparison) -> Iterator[str]:
     yield heading("Differences")
     yield paragraph("Means over ranks and steps, what costs most beyond the plan first.")
     yield table(HEAD, (row.cells for row in found.rows))
+    if found.messages:
+        yield heading("Messages")
+        yield paragraph("From being issued to being there: hidden by passes or not, with waiting for the last rank.")
+        yield table(HEAD[:-1], (row.cells[:-1] for row in found.messages))
 
 
 def _measured(found: Comparison) -> tuple[list[list[Lane]], float]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, replace
 from html.parser import HTMLParser
 from pathlib import Path
@@ -13,11 +13,25 @@ import pytest
 
 from megatron_llama.cli import main
 from megatron_llama.planner.compare import Comparison
+from megatron_llama.planner.fitted import FITTED
+from megatron_llama.planner.links import axes_of
 from megatron_llama.planner.measured import Steps
 from megatron_llama.planner.own import Planned
 from megatron_llama.planner.picture import Bar, Lane, drawing, page, paragraph, table
 from megatron_llama.schedule import Op
-from megatron_llama.timeline import COMPUTE, GATHERS, ITERATIONS, PIPELINE, UPDATES, WAITS, Recorded, Span, read_timeline, write_timeline
+from megatron_llama.timeline import (
+    COMPUTE,
+    GATHERS,
+    ITERATIONS,
+    OTHER,
+    PIPELINE,
+    UPDATES,
+    WAITS,
+    Recorded,
+    Span,
+    read_timeline,
+    write_timeline,
+)
 from tests.planner.test_plan import planned
 
 PLAN = ["plan", "--model", "llama2-7b", "--gpus", "16", "--global-batch-size", "64", "--seq-length", "4096"]
@@ -126,9 +140,27 @@ def recorded(plan: Planned, slower: Mapping[tuple[Op, int], float], *, device: s
                     Span(rank, WAITS, "gradients", clock, clock + 0.25 * rest, {**at, "on": GATHERS}),
                     Span(rank, UPDATES, "update 0", clock + 0.25 * rest, clock + 0.5 * rest, {**at, "bucket": 0}),
                     Span(rank, ITERATIONS, "iteration", zero, zero + length, at),
+                    *messages(rank, zero, at),
                 ]
     ranks = plan.machine.gpus
     return Recorded(asdict(plan.config), ranks, 8, device, False, plan.machine.gpu.memory, 0.0, ("",) * ranks, tuple(spans))
+
+
+def messages(rank: int, zero: float, at: Mapping[str, int | str]) -> Iterator[Span]:
+    """Three gathers of 1 MiB, of which each takes a millisecond longer, and a message to everybody."""
+    for bucket in range(3):
+        details = {**at, "axis": "dp_gather", "operation": "all_gather", "bytes": 2**20, "bucket": bucket}
+        yield Span(rank, GATHERS, f"all_gather {bucket}", zero, zero + 0.001 * (bucket + 1), details)
+    yield Span(rank, OTHER, "all_reduce", zero, zero + 9.0, {**at, "axis": "world", "operation": "all_reduce", "bytes": 8})
+
+
+def test_messages_are_held_against_their_links() -> None:
+    plan = planned("1f1b", 64)
+    [row] = Comparison(Steps(recorded(plan, {})), plan, known=True).messages
+    assert (row.what, row.count, row.measured) == ("all_gather on dp_gather, 1.0 MiB", 3, pytest.approx(0.002))
+    assert row.planned == axes_of(plan.job, FITTED).shards.gather(2**20) > 0
+    [row] = Comparison(Steps(recorded(plan, {}, device="x86_64")), plan, known=False).messages
+    assert row.planned is None and row.cells[3:] == ("?", "", "")
 
 
 def test_a_run_that_does_what_was_planned_and_one_that_does_not() -> None:
@@ -180,7 +212,7 @@ def test_a_comparison_as_a_page(tmp_path: Path, capsys: pytest.CaptureFixture[st
         shown.append(capsys.readouterr().out.replace(name, "FILE"))
     assert pages[0] == pages[1] and shown[0] == shown[1]
     found, parts = alone(pages[0]), json.loads((tmp_path / "page.json").read_text())["parts"]
-    assert found.count("tr") == 1 + len(parts) and found.count("svg") == 1
+    assert found.count("tr") == 1 + len(parts) + 1 + 1 and found.count("svg") == 1
     assert {f"pp rank {rank}, {what}" for rank in range(4) for what in ("measured", "planned")} <= set(found.texts)
     assert parts[0]["what"] == "backward, stage 2" and shown[0].splitlines()[5].startswith("backward, stage 2 ")
     assert sum(tip.startswith("forward ") for tip in found.texts) >= 4 * plan.job.microbatches
