@@ -11,6 +11,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
 
 
 def accelerator(local_rank: int) -> torch.device:
@@ -47,6 +48,11 @@ def one_connection_per_peer(device: torch.device) -> bool:
 def is_host(device: torch.device) -> bool:
     """Whether the host itself computes, so that waiting for communication is time on the host's clock."""
     return device.type == "cpu"
+
+
+def imagined(tensor: torch.Tensor) -> bool:
+    """Whether a tensor has no memory because a run is only traced: then it does not matter what suits the processor that does so."""
+    return isinstance(tensor, FakeTensor)
 
 
 def name(device: torch.device) -> str:

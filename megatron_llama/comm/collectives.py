@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megatron_llama.comm.gloo import carries
 from megatron_llama.mesh import Axis
 from megatron_llama.recorder import Note
 
@@ -54,6 +55,12 @@ def _issue(axis: Axis, operation: str, tensor: Tensor) -> Note | None:
     return axis.recorder.count(axis.name, operation, tensor.numel() * tensor.element_size())
 
 
+def same_place(first: Tensor, second: Tensor) -> bool:
+    """Whether two tensors begin with the same element of the same storage, which need not have memory."""
+    storages = first.untyped_storage(), second.untyped_storage()
+    return storages[0]._cdata == storages[1]._cdata and first.storage_offset() == second.storage_offset()
+
+
 def all_reduce(tensor: Tensor, axis: Axis, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> Pending:
     """Reduce in place over the axis, same result on every rank."""
     if axis.size == 1:
@@ -65,7 +72,7 @@ def all_reduce(tensor: Tensor, axis: Axis, op: dist.ReduceOp.RedOpType = dist.Re
 def all_gather(full: Tensor, shard: Tensor, axis: Axis) -> Pending:
     """Concatenate the shards of all ranks into ``full`` along the first dim. ``shard`` may be its place inside ``full``."""
     if axis.size == 1:
-        if full.data_ptr() != shard.data_ptr():
+        if not same_place(full, shard):
             full.data.copy_(shard.data)
         return Pending(axis, None)
     note = _issue(axis, "all_gather", full)
@@ -76,11 +83,11 @@ def all_gather(full: Tensor, shard: Tensor, axis: Axis) -> Pending:
 def reduce_scatter(shard: Tensor, full: Tensor, axis: Axis) -> Pending:
     """Sum ``full`` over the ranks and keep this rank's part of its first dim. ``shard`` may be its place inside ``full``."""
     if axis.size == 1:
-        if full.data_ptr() != shard.data_ptr():
+        if not same_place(full, shard):
             shard.data.copy_(full.data)
         return Pending(axis, None)
     note = _issue(axis, "reduce_scatter", full)
-    if full.device.type == "cpu":
+    if carries(axis, full.device):
         return _exchange_and_sum(shard.data, full.data, axis, note)
     work = reduce_scatter_single(shard.data, full.data, group=axis.group, async_op=True)
     return Pending(axis, work, operation="reduce_scatter", note=note)

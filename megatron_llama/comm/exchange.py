@@ -16,7 +16,7 @@ from torch import Tensor
 
 from megatron_llama import device as devices
 from megatron_llama.comm import gloo
-from megatron_llama.comm.collectives import all_gather_single, reduce_scatter_single
+from megatron_llama.comm.collectives import all_gather_single, reduce_scatter_single, same_place
 from megatron_llama.mesh import Axis
 from megatron_llama.recorder import Note
 
@@ -42,10 +42,10 @@ def gather(full: Tensor, own: Tensor, axis: Axis, *, index: int, chunk_bytes: in
 
     ``index``: tells the gathers of one axis apart, the same on all ranks."""
     part = full[axis.rank * own.numel() : (axis.rank + 1) * own.numel()]
-    place = (lambda: None) if part.data_ptr() == own.data_ptr() else _copying(part, own)
+    place = (lambda: None) if same_place(part, own) else _copying(part, own)
     if axis.size == 1:
         return _Alone(place)
-    if full.device.type == "cpu":
+    if gloo.carries(axis, full.device):
         return _Counted(gloo.Gather(full.data, axis, index, chunk_bytes), axis, "all_gather", index, full, before=place)
 
     def issue() -> Any:
@@ -71,7 +71,7 @@ class Reductions:
     ) -> None:
         """``largest``: elements of the largest buffer; ``wire``: the dtype in which parts are sent (None: ``dtype``)."""
         self._axis, self._wire, self._chunk_bytes = axis, wire if wire != dtype else None, chunk_bytes
-        self._parts = gloo.Parts.allocate(axis, largest, wire or dtype, dtype, in_flight) if device.type == "cpu" and axis.size > 1 else []
+        self._parts = gloo.Parts.allocate(axis, largest, wire or dtype, dtype, in_flight) if gloo.carries(axis, device) else []
         casts = in_flight if self._wire is not None and axis.size > 1 else 0
         self._narrow = [torch.empty(largest, dtype=wire, device=device) for _ in range(casts)]
         self._turns = [_Turn() for _ in range(in_flight)]
@@ -90,7 +90,7 @@ class Reductions:
         reductions of one axis apart, the same on all ranks; ``buffer``: number of the staging buffer."""
         axis = self._axis
         if axis.size == 1:
-            return _Alone((lambda: None) if shard.data_ptr() == full.data_ptr() else _copying(shard, full))
+            return _Alone((lambda: None) if same_place(shard, full) else _copying(shard, full))
         sent, cast = full.data, None
         if self._wire is not None:
             sent = self._narrow[buffer][: full.numel()]
@@ -117,7 +117,7 @@ def all_reduce(tensor: Tensor, axis: Axis, *, index: int, wire: torch.dtype | No
     narrow = wire is not None and wire != tensor.dtype
     sent = torch.empty_like(tensor.data, dtype=wire) if narrow else tensor.data
     before, after = (_copying(sent, tensor), _copying(tensor, sent)) if narrow else (None, None)
-    if tensor.device.type == "cpu":
+    if gloo.carries(axis, tensor.device):
         exchange = gloo.AllReduce(sent, tensor.dtype, axis, index, chunk_bytes)
         return _Counted(exchange, axis, "all_reduce", index, sent, before=before, after=after)
 

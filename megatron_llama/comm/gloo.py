@@ -18,6 +18,11 @@ from megatron_llama.layout import ALIGN, PIECES, align_up
 from megatron_llama.mesh import Axis
 
 
+def carries(axis: Axis, device: torch.device) -> bool:
+    """Whether gloo moves tensors of a device along an axis."""
+    return axis.group is not None and device.type == "cpu" and axis.group._get_backend(device).name() == "gloo"
+
+
 def _first_tag(index: int, phase: int) -> int:
     """Tags of the exchanges of one communicator: phase 0 and 1 for reductions, 2 for the gather with the same index."""
     return (3 * index + phase) * PIECES

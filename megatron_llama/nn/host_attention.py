@@ -67,7 +67,8 @@ def rotated_attention(qkv: Tensor, cos: Tensor, sin: Tensor, *, query: int, key:
 
 
 def _by_products(query: Tensor) -> bool:
-    return query.dtype is torch.bfloat16 and query.shape[2] >= SHORTEST and devices.multiplies_bf16()
+    suits = query.dtype is torch.bfloat16 and query.shape[2] >= SHORTEST and not devices.imagined(query)
+    return suits and devices.multiplies_bf16()
 
 
 def _pieces(query: Tensor, key: Tensor) -> Iterator[tuple[slice, slice, int]]:

@@ -15,7 +15,7 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
-from megatron_llama.device import is_host
+from megatron_llama.device import imagined, is_host
 from megatron_llama.nn.products import apart, product
 
 PART = 2**21
@@ -78,7 +78,7 @@ def accumulate_product(view: Tensor, beta: float, left: Tensor, right: Tensor) -
     With beta 0 the view is not read: it may hold anything, NaN too. BLAS defines it so, cuBLAS included."""
     if view.dtype == left.dtype and not apart(left, right):
         torch.addmm(view, left, right, beta=beta, out=view)
-    elif is_host(view.device):
+    elif is_host(view.device) and not imagined(view):
         # No product here writes into the view: parts of one are made where a cache holds them, and put in their place.
         step = max(1, PART // view.shape[1])
         for start in range(0, len(view), step):

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 import torch
 from torch import nn
 
-from megatron_llama import device as devices
+from megatron_llama.comm.gloo import carries
 from megatron_llama.config import Config
 from megatron_llama.errors import ConfigError
 from megatron_llama.layout import rank_layout, strategy_named
@@ -38,15 +38,16 @@ def build_optimizer(
     hire: Hire = HostWorker,
     blocking: bool = False,
     steps_per_epoch: int = 0,
+    at_once: bool = False,
 ) -> OverlappedDistributedOptimizer:
     """The engine of this rank's stages. Its parameters are zero until ``load_weights`` or a checkpoint fills them.
 
     ``copies``: who copies between device and host, where the optimizer is offloaded, and ``hire``: makes who updates there; ``blocking``:
-    wait for such an optimizer at once, for comparison; ``steps_per_epoch``: 0 where there is no such thing. Raises ConfigError, on
-    every rank, where some rank's messages would be cut into more pieces than gloo can tell apart; ConfigError or OffloadError where
-    processors or memory for offload are not there."""
+    wait for such an optimizer at once, for comparison; ``steps_per_epoch``: 0 where there is no such thing; ``at_once``: see Transport.
+    Raises ConfigError, on every rank, where some rank's messages would be cut into more pieces than gloo can tell apart; ConfigError or
+    OffloadError where processors or memory for offload are not there."""
     parallel = config.parallel
-    if devices.is_host(mesh.device):
+    if carries(mesh.world, mesh.device):
         layouts = (rank_layout(config, dp=mesh.dp.size, rank=rank) for rank in range(parallel.pipeline_model_parallel_size))
         if (problem := chunk_problem(config, layouts, dp=mesh.dp.size)) is not None:
             raise ConfigError(problem)
@@ -64,5 +65,6 @@ def build_optimizer(
             wire=torch.bfloat16 if parallel.grad_reduce_in_bf16 else None,
             chunk_bytes=parallel.exchange_chunk_bytes,
             prefetch_bytes=parallel.prefetch_bytes,
+            at_once=at_once,
         ),
     )

@@ -99,6 +99,8 @@ class Transport:
     """Largest piece of a message, where the backend is gloo."""
     prefetch_bytes: int
     """Most bytes gathered ahead of their use; 0: as many as the slots hold."""
+    at_once: bool = False
+    """Messages take no time, as in a trace: what follows them is done where they are issued, and not by threads."""
 
 
 @dataclass(frozen=True)
@@ -144,7 +146,7 @@ class OverlappedDistributedOptimizer:
     ) -> None:
         self.layout, self.update, self.mesh, self.dtype = layout, update, mesh, dtype
         self._axes, self.loss_scale = axes, loss_scale
-        wide, inline = at_least_fp32(dtype), axes.shard.size == 1 == axes.replica.size
+        wide, inline = at_least_fp32(dtype), transport.at_once or axes.shard.size == 1 == axes.replica.size
         self._stream = stream = open_stream(mesh.device, inline=inline)
         trained = [bucket.index for bucket in layout.buckets if bucket.kind.trainable]
         lane = open_lane(mesh.device, stream, inline=inline, patient=any(map(update.beside, trained)))

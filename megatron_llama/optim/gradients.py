@@ -93,6 +93,11 @@ class GradientBuckets:
         self._more_to_come = more_to_come
         self._kept: list[Callable[[], None]] = []
 
+    @property
+    def memory(self) -> list[Tensor]:
+        """Slots, and the shards that are apart from them: all that is kept here, beside the buffers of messages."""
+        return [*self._slots.values(), *(self.shards.values() if self.reduce_every_microbatch else ())]
+
     def begin_step(self, microbatches: int) -> None:
         """A step of so many microbatches starts."""
         each = 1 if self.reduce_every_microbatch else microbatches

@@ -194,7 +194,7 @@ class Meter:
 
     def __init__(self, group: dist.ProcessGroup | None) -> None:
         assert group is not None
-        self.recv, self._send = group.recv, group.send
+        self.recv, self._send, self._get_backend = group.recv, group.send, group._get_backend
         self.messages: list[tuple[int, int]] = []
 
     def send(self, tensors: list[Tensor], peer: int, tag: int) -> dist.Work:

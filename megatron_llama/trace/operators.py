@@ -1,0 +1,130 @@
+"""What an operator costs: floating-point operations of products and attention, and bytes that it moves.
+
+Conventions: a multiplication with its addition is two operations; only matrix products and attention count. Attention has two products
+forward and five backward (scores are computed again; Dao et al., 2022, appendix B.4), of a causal square half. Every tensor that goes in
+is read once, every one that comes out or changes is written once; views and fresh memory move nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+FORWARD, BACKWARD = 2, 5
+"""Products of attention."""
+_OVERWRITES = frozenset({"aten::copy_", "aten::zero_", "aten::fill_", "aten::masked_fill_.Scalar"})
+"""Operators that write a tensor without reading it."""
+_FRESH = ("aten::empty", "aten::new_empty")
+"""How the names of operators begin that give memory and no work."""
+_IDLE = frozenset({"aten::lift_fresh", "aten::_unsafe_view", "prim::device"})
+"""Operators that do nothing to any element, beside views."""
+
+
+def _of_product(left: Tensor, right: Tensor) -> int:
+    """[..., m, k] with [..., k, n]."""
+    return 2 * left.numel() * right.shape[-1]
+
+
+def _of_attention(query: Tensor, key: Tensor, value: Tensor, *, products: int, causal: bool) -> int:
+    """[b, n, s, d] each. ``products`` of scores with a head's width, those of keys and those of values alike."""
+    scores = prod(query.shape[:2]) * query.shape[2] * key.shape[2]
+    return products * scores * value.shape[3] * (1 if causal else 2)
+
+
+def _forward_attention(arguments: Sequence[Any]) -> int:
+    return _of_attention(*arguments[:3], products=FORWARD, causal=_has(arguments, 4))
+
+
+def _backward_attention(arguments: Sequence[Any]) -> int:
+    return _of_attention(*arguments[1:4], products=BACKWARD, causal=_has(arguments, 7))
+
+
+def _has(arguments: Sequence[Any], place: int) -> bool:
+    """A switch that is off where it is left out: a dispatcher leaves out defaults at the end."""
+    return len(arguments) > place and bool(arguments[place])
+
+
+_FLOPS: Mapping[str, Callable[[Sequence[Any]], int]] = MappingProxyType(
+    {
+        "aten::mm": lambda arguments: _of_product(*arguments[:2]),
+        "aten::bmm": lambda arguments: _of_product(*arguments[:2]),
+        "aten::addmm": lambda arguments: _of_product(*arguments[1:3]),
+        "aten::baddbmm": lambda arguments: _of_product(*arguments[1:3]),
+        "mkldnn::_linear_pointwise": lambda arguments: _of_product(arguments[0], arguments[1].t()),
+        "megatron_llama::addmm_wide": lambda arguments: _of_product(*arguments[1:3]),
+        "aten::_scaled_dot_product_flash_attention_for_cpu": _forward_attention,
+        "aten::_scaled_dot_product_flash_attention_for_cpu_backward": _backward_attention,
+    }
+)
+"""By the operator's name; all overloads have the same first arguments."""
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """What is known of an operator before its arguments."""
+
+    name: str
+    works: bool
+    """Whether it computes or moves anything."""
+    flops: Callable[[Sequence[Any]], int] | None
+    unread: frozenset[int | str]
+    """Arguments, by place or name, that are written only."""
+    written: frozenset[int | str]
+
+    @staticmethod
+    def of(operator: torch._ops.OpOverload) -> Recipe:
+        """From the schema."""
+        schema = operator._schema
+        name, arguments = schema.name, list(enumerate(schema.arguments))
+        written = {
+            argument.name if argument.kwarg_only else place
+            for place, argument in arguments
+            if argument.alias_info is not None and argument.alias_info.is_write
+        }
+        out = {argument.name for _, argument in arguments if argument.kwarg_only and argument.name in written}
+        fresh = name.startswith(_FRESH) or name in _IDLE or operator.is_view
+        unread = written if name in _OVERWRITES else out
+        return Recipe(name, not fresh, _FLOPS.get(name), frozenset(unread), frozenset(written))
+
+
+@dataclass(frozen=True)
+class Cost:
+    """One call."""
+
+    shapes: tuple[tuple[int, ...], ...]
+    """Of the tensors that go in, in order."""
+    dtype: str
+    """Of the first of them, or of the result."""
+    flops: int
+    bytes: int
+
+
+def cost(recipe: Recipe, arguments: Sequence[Any], named: Mapping[str, Any], results: Any) -> Cost:
+    """What a call costs. ``named``: keyword arguments; ``results``: what the operator returned."""
+    shapes, size, dtype = [], 0, ""
+    for place, value in [*enumerate(arguments), *named.items()]:
+        for tensor in tensors(value):
+            shapes.append(tuple(tensor.shape))
+            dtype = dtype or str(tensor.dtype)
+            size += tensor.nbytes * ((place not in recipe.unread) + (place in recipe.written))
+    if not recipe.written:
+        for tensor in tensors(results):
+            size += tensor.nbytes
+            dtype = dtype or str(tensor.dtype)
+    flops = 0 if recipe.flops is None else recipe.flops(arguments)
+    return Cost(tuple(shapes), dtype.removeprefix("torch."), flops, size)
+
+
+def tensors(value: Any) -> list[Tensor]:
+    """The tensors of an argument or a result: itself, or those of a list."""
+    if isinstance(value, Tensor):
+        return [value]
+    if isinstance(value, (list, tuple)):
+        return [tensor for item in value for tensor in tensors(item)]
+    return []
