@@ -52,7 +52,7 @@ def built(place: Place, layout: Wide) -> Trainer:
 
 def most_allocated(work: Callable[[], object]) -> tuple[int, int]:
     """Bytes: the most that there were at once beside those before, and what is left."""
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as profiled:
         work()
     assert profiled.profiler is not None and profiled.profiler.kineto_results is not None
     events = [event for event in profiled.profiler.kineto_results.events() if event.name() == "[memory]"]
