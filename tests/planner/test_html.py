@@ -91,6 +91,14 @@ def test_bars_are_where_their_times_say() -> None:
     assert second[1] == pytest.approx(4 * first[1], abs=0.1) and second[0] == pytest.approx(first[0] + first[1], abs=0.1)
 
 
+def test_what_no_pixel_shows_is_left_out() -> None:
+    """Of a hundred thousand messages in a thousand pixels; one among them that is long stays."""
+    bars = [Bar(at / 1e5, (at + 1) / 1e5, "#111") for at in range(100_000)]
+    bars[50_001] = Bar(0.50001, 0.6, "#111", tip="long")
+    text = page("", [drawing([Lane("a", bars)], 1.0, "s")])
+    assert 500 < text.count('class="b"') < 1500 and "<title>long</title>" in text
+
+
 def test_a_plan_as_a_page(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Table, pipeline, time and memory of what the terminal shows; the same file every time."""
     texts = []
