@@ -29,7 +29,7 @@ COLOURS: Mapping[str, str] = MappingProxyType(
     }
 )
 """Of bars by what they are."""
-PALETTE = ("#3168be", "#c9ced6", "#a0742c", "#7a8a2c", "#5b8f9e", "#8a63b8", "#6b6f76", "#c0504d")
+PALETTE = ("#3168be", "#c9ced6", "#a0742c", "#7a8a2c", "#5b8f9e", "#8a63b8", "#6b6f76", "#c0504d", "#1c8c62", "#e08214")
 """Of parts of a whole, in order."""
 STYLE = (
     "body{font:14px/1.45 system-ui,sans-serif;color:#222831;margin:24px;max-width:1200px}"

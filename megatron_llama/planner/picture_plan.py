@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import cycle
 
 from megatron_llama.memory import gib
 from megatron_llama.planner.fitted import HIGH, LOW
@@ -105,11 +106,10 @@ def _parts(best: Sequence[Planned], near: Sequence[object]) -> Iterator[str]:
     yield pass_key(first.short.schedule)
     yield drawing([_in_ms(lane) for rank in lanes for lane in rank], end * 1e3, "ms")
     yield heading("Where the time goes")
-    colours = list(zip([words for _, words in WORDS], PALETTE, strict=True))
-    yield key(colours)
+    yield key(zip((words for _, words in WORDS), cycle(PALETTE), strict=False))
     yield drawing([_time_lane(place, planned) for place, planned in enumerate(best, 1)], max(p.seconds for p in best), "s")
     yield heading(f"Memory of {label(first)}")
-    yield key(zip(first.fullest, PALETTE, strict=False))
+    yield key(zip(first.fullest, cycle(PALETTE), strict=False))
     yield memory_drawing(first)
     if len(best) > 1:
         yield heading("Why the others are slower")
@@ -162,7 +162,7 @@ def memory_drawing(planned: Planned) -> str:
 def _stacked(name: str, parts: Sequence[tuple[str, float]], unit: str) -> Lane:
     """Parts of a whole one behind the other, in the colours of PALETTE."""
     bars, begin = [], 0.0
-    for (words, size), colour in zip(parts, PALETTE, strict=False):
+    for (words, size), colour in zip(parts, cycle(PALETTE), strict=False):
         if size > 0:
             bars.append(Bar(begin, begin + size, colour, tip=f"{words}: {size:.3f} {unit}"))
         begin += size
