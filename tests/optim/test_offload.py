@@ -398,6 +398,14 @@ def test_the_worker_runs_where_it_is_told() -> None:
         assert cores_of(trainer(SINGLE, Layout(offload=replace(EXACT, offload_cores=option)))) == expected
 
 
+def test_processors_that_the_system_refuses_are_an_error_at_once() -> None:
+    """Without it the thread would end, and everybody would wait for it."""
+    with pytest.raises(
+        OffloadError, match=r"^--offload-cores: got 8000, 8001, refused: .*, expected processors that a thread may choose; "
+    ):
+        HostWorker((8000, 8001))
+
+
 def test_ranks_divide_the_processors_that_they_share() -> None:
     """Those of a machine, unless a launcher has bound each rank, or each pair of them, to some."""
     free, bound = (tuple(Neighbour("a", cores, 0) for cores in sets) for sets in (((0, 1, 2, 3),) * 4, ((0, 1), (2, 3), (0, 1), (2, 3))))

@@ -10,13 +10,14 @@ import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from itertools import count
 
 import torch
 
 from megatron_llama import device as devices
 from megatron_llama.comm.streams import Job
-from megatron_llama.errors import ConfigError, describe
+from megatron_llama.errors import ConfigError, OffloadError, describe
 from megatron_llama.offload import core_list
 
 
@@ -41,15 +42,21 @@ class HostWorker:
     the next."""
 
     def __init__(self, cores: Sequence[int] = (), threads: int = 0) -> None:
-        """``cores``: processors it may use, none: any; ``threads``: of torch's operators in it, 0: as many as cores."""
+        """``cores``: processors it may use, none: any; ``threads``: of torch's operators in it, 0: as many as cores. Raises OffloadError
+        where the system does not let a thread choose its processors."""
         self.seconds: defaultdict[str, float] = defaultdict(float)
         """Spent at each kind of ``working``, so far."""
-        self._jobs = _Jobs()
+        self._jobs, first = _Jobs(), Job(partial(_settle_in, tuple(cores), threads or len(cores)))
+        self.put(first, turn=0)
         torch.get_num_threads()  # the caller's own number is settled before this thread chooses one for itself
-        arguments = (self._jobs, tuple(cores), threads or len(cores))
-        self._thread = threading.Thread(target=_serve, args=arguments, name="optimizer", daemon=True)
+        self._thread = threading.Thread(target=_serve, args=(self._jobs,), name="optimizer", daemon=True)
         self._thread.start()
         weakref.finalize(self, self._jobs.close)
+        try:
+            first.wait()
+        except OSError as error:
+            got, do = f"{', '.join(map(str, cores))}, refused: {error}", "name others, or ask who runs this machine or container"
+            raise OffloadError(describe("--offload-cores", got=got, expected="processors that a thread may choose", do=do)) from error
 
     def put(self, job: Job, *, turn: int) -> None:
         """Perform a job in its turn. RuntimeError after ``close``."""
@@ -102,11 +109,15 @@ class _Jobs:
             self._changed.notify()
 
 
-def _serve(jobs: _Jobs, cores: tuple[int, ...], threads: int) -> None:
+def _settle_in(cores: tuple[int, ...], threads: int) -> None:
+    """In the thread, before anything else."""
     if cores and hasattr(os, "sched_setaffinity"):
         os.sched_setaffinity(0, cores)  # of this thread, and of those that operators start from it
     if threads:
         torch.set_num_threads(threads)
+
+
+def _serve(jobs: _Jobs) -> None:
     with torch.no_grad():
         while (job := jobs.take()) is not None:
             job.perform()
