@@ -122,6 +122,11 @@ class Bench:
             raise UserError(why)
         return Other(entry, self._config, self._device)
 
+    def whole_rounds(self) -> None:
+        """Forget what some have had their turn in and others not."""
+        fewest = min(map(len, self.samples.values()), default=0)
+        self.samples = {name: found[:fewest] for name, found in self.samples.items()}
+
     def rows(self) -> list[Row]:
         """In the order in which contenders were named."""
         machine, base = self.machine(), next((mode.name for mode in MODES if mode.offload == NONE), "")
@@ -201,6 +206,7 @@ def main(words: list[str]) -> None:
         bench.run()
     except KeyboardInterrupt:
         print("stopped; until then:", file=sys.stderr)
+        bench.whole_rounds()
     rows = bench.rows()
     print(title(config, bench.machine(), device), *table(rows, bench.absent), sep="\n")
     if options.json is not None:

@@ -21,7 +21,7 @@ from megatron_llama.optim.offload.divided import Divided
 from megatron_llama.optim.offload.exact import UPDATING, Attempts, ExactOffload
 from megatron_llama.optim.offload.shard import APPLYING
 from megatron_llama.options import parse
-from tools.bench_offload import BenchOffloadConfig, main, resolved
+from tools.bench_offload import Bench, BenchOffloadConfig, main, resolved
 from tools.offload.catalogue import MODES, Numbers
 from tools.offload.modelled import Speeds
 from tools.offload.others import PEERS
@@ -248,6 +248,21 @@ def test_the_bench_prints_and_writes_its_figures(tmp_path: Path, capsys: pytest.
     assert blocking["bus_bytes"] == pytest.approx(8.0, abs=0.001) and blocking["update_ms"] > 9
     assert rows["no offload"]["ratio"] == 1.0 and blocking["idle"] > rows["no offload"]["idle"]
     assert blocking["idle"] * blocking["step_ms"] > 20, "what copies and updates take, less what waits make up for"
+
+
+def test_who_stops_the_bench_gets_what_was_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the second round, in which one contender has had its turn: only the first counts."""
+    path, turn, turns = tmp_path / "rows.json", Bench._turn, iter(range(10))
+
+    def stopped(bench: Bench, name: str) -> None:
+        if next(turns) == 3:
+            raise KeyboardInterrupt
+        turn(bench, name)
+
+    monkeypatch.setattr(Bench, "_turn", stopped)
+    words = ["--steps", "1", "--warmup", "1", "--compute-ms", "1", "--update-ms", "1", "--copy-ms", "1", "--contenders", "no offload", "exact"]
+    main([*words, "--json", str(path)])
+    assert [(row["name"], row["ratio"] is not None) for row in json.loads(path.read_text())["rows"]] == [("no offload", True), ("exact", True)]
 
 
 def test_a_contender_that_there_is_not() -> None:
