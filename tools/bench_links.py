@@ -130,6 +130,7 @@ def step_of(config: Config, ranks: int) -> tuple[torch.device, Callable[[], None
     """One rank's engine, and a whole step of it, to the last message."""
     mesh = init_mesh(config, Place(0, ranks, 0))
     trial = Trial(config, mesh)
+    trial.fill()
     batches = [batch.to(mesh.device) for batch in random_batches(config, mesh)]
     return mesh.device, lambda: trial.train(batches, 1)
 

@@ -93,6 +93,17 @@ class Trial:
         """Initial weights, drawn on the device and gathered."""
         self.engine.load_weights(InitialWeights(self.config.training.seed, self.config.model.initializer_range, self.mesh.device))
 
+    def fill(self) -> None:
+        """Random parameters, in a process whose messages go nowhere, so that nothing comes of what other ranks own: products with zeros
+        would be faster than any others."""
+        self.engine.settle()
+        for stage in self.runtime.stages.values():
+            for parameter in stage.parameters():
+                if parameter.dim() > 1:
+                    parameter.data.normal_(0.0, self.config.model.initializer_range)
+                else:
+                    parameter.data.fill_(1.0)
+
     def train(self, batches: Sequence[Batch], steps: int) -> None:
         """So many steps, to the last message."""
         optimizer = self.config.optimizer

@@ -52,19 +52,9 @@ class Ours:
         self._trial = Trial(config, self._mesh)
         self._trial.load()
         if world_size > 1:
-            self._fill(config)
+            self._trial.fill()
         self._lr, self._clip = optimizer.lr, optimizer.clip_grad
         self._batches = [batch.to(self._mesh.device) for batch in random_batches(config, self._mesh)]
-
-    def _fill(self, config: Config) -> None:
-        """Messages go nowhere, so that nothing comes of what other ranks own: products with zeros would be faster."""
-        self._trial.engine.settle()
-        for stage in self._trial.runtime.stages.values():
-            for parameter in stage.parameters():
-                if parameter.dim() > 1:
-                    parameter.data.normal_(0.0, config.model.initializer_range)
-                else:
-                    parameter.data.fill_(1.0)
 
     def step(self) -> Tensor:
         """See Contender."""
