@@ -62,8 +62,8 @@ def _with_steps(config: Config, recorded: Recorded) -> Config:
 
 @dataclass(frozen=True)
 class Steps:
-    """The recorded steps that count: where there are others, without the first, into which nothing had been gathered ahead, and without
-    those behind which an evaluation came."""
+    """The recorded steps that count: where there are others, without those behind which an evaluation came, and without the first, into
+    which nothing had been gathered ahead."""
 
     recorded: Recorded
 
@@ -72,8 +72,8 @@ class Steps:
         """Iterations."""
         every = sorted({int(span.details["iteration"]) for span in self.recorded.spans if span.lane == ITERATIONS})
         longer = {int(span.details["iteration"]) for span in self.recorded.spans if "evaluation" in span.details}
-        later = every[1:] or every
-        return tuple([number for number in later if number not in longer] or later)
+        pure = [number for number in every if number not in longer] or every
+        return tuple([number for number in pure if number != every[0]] or pure)
 
     @cached_property
     def spans(self) -> tuple[Span, ...]:

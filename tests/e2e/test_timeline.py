@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
+from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ from megatron_llama.planner.calibration import HOST, as_json
 from megatron_llama.planner.measured import Steps, config_of
 from megatron_llama.schedule import Op
 from megatron_llama.timeline import COMPUTE, GATHERS, ITERATIONS, LANES, PIPELINE, REDUCTIONS, UPDATES, WAITS, Recorded, read_timeline
-from tests.e2e.product import GLOBAL_BATCH_SIZE, Layout, Product
+from tests.e2e.product import DP2, EVALUATED, GLOBAL_BATCH_SIZE, Layout, Product, exact_curve
 
 PIPED = Layout(4, {"pipeline_model_parallel_size": 2, "data_parallel_sharding_strategy": "optim_grads", "reduce_bucket_size": 20000})
 STEPS = {"record_timeline": None, "profile_step_start": 2, "profile_step_end": 4}
@@ -117,6 +118,14 @@ def test_waits_lie_in_what_waits(recorded: Recorded) -> None:
         around = [s for s in recorded.spans if s.rank == wait.rank and s.lane == COMPUTE and s.begin <= wait.begin and wait.end <= s.end]
         outside = not any(s.lane == COMPUTE and s.rank == wait.rank and s.begin < wait.end and wait.begin < s.end for s in recorded.spans)
         assert len(around) == 1 or outside
+
+
+def test_recording_changes_no_bit(product: Product, straight: Callable[[str], Path], tmp_path: Path) -> None:
+    """Everything in flight arrives before and behind the recorded steps, and the run goes on as if nobody had looked."""
+    recording = {"record_timeline": tmp_path / "run.json", "profile_step_start": 1, "profile_step_end": 3}
+    product.train(DP2, save=tmp_path / "run", **EVALUATED, **recording)
+    assert exact_curve(tmp_path / "run") == exact_curve(straight("dp2 optim_grads"))
+    assert Steps(read_timeline(tmp_path / "run.json")).numbers == (2,)  # behind the third there was an evaluation
 
 
 def test_what_cannot_be_recorded_is_refused_at_once(product: Product, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
