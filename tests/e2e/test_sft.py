@@ -127,10 +127,10 @@ def test_tuning_lowers_the_loss_of_answers_that_nobody_has_seen(product: Product
     found = list(islice(((q, a) for q, a in docstring_pairs() if len(q) + len(a) < 150), 800))
     random.Random(1).shuffle(found)
     pairs.write_text("".join(json.dumps({"instruction": question, "output": answer}) + "\n" for question, answer in found))
-    product.train(export_hf=base, train_iters=120, lr_decay_iters=120, seq_length=64, lr=1e-2, lr_warmup_iters=10)
+    product.train(export_hf=base, num_layers=2, train_iters=60, lr_decay_iters=60, seq_length=64, lr=1e-2, lr_warmup_iters=10)
     for seed in (1, 2, 3):
-        options = {**TUNING, "seq_length": 64, "micro_batch_size": 8, "global_batch_size": 8, "train_iters": 80, "lr": 1e-2, "lr_warmup_iters": 5, "seed": seed}
-        run = ["sft", *words({**options, "init_from_hf": base, "train_data": pairs, "save": tmp_path / f"{seed}", "eval_interval": 80})]
+        options = {**TUNING, "seq_length": 64, "micro_batch_size": 8, "global_batch_size": 8, "train_iters": 40, "lr": 1e-2, "lr_warmup_iters": 5, "seed": seed}
+        run = ["sft", *words({**options, "init_from_hf": base, "train_data": pairs, "save": tmp_path / f"{seed}", "eval_interval": 40})]
         product.launcher.run(run).ok()
         before, after = (entry["validation_loss"] for entry in log(tmp_path / f"{seed}") if "validation_loss" in entry)
         assert after <= 0.9 * before, (seed, before, after)
@@ -189,20 +189,34 @@ def test_noise_is_for_training_alone(usual: Path, straight: Path) -> None:
     assert quiet[1]["lm_loss"] != noisy[1]["lm_loss"]
 
 
-@pytest.mark.parametrize("layout", [ONE, TP2, DP2_PARAMS, CP2_RING, ZB_V], ids=["one", "tp2 sp", "dp2 params", "cp2 ring", "pp2 zb-v"])
-def test_samples_are_what_generate_gives(layout: Layout, product: Product, tmp_path: Path) -> None:
-    """Under every layout, with the weights of that moment."""
-    prompts, count = ("The value of", "A list", "def f(self)"), 7
-    options = {"train_iters": 3, "save": tmp_path, "save_interval": 2, "lr": 1e-2}
-    run = product.train(layout, sample_interval=2, sample_prompt=prompts, sample_tokens=count, **options).ok()
-    for iteration in (2, 3):
-        found = re.findall(rf"^ sample at iteration {iteration} \| '(.*)' \| (.*) \|$", run.out, re.MULTILINE)
-        assert [prompt for prompt, _ in found] == list(prompts)
-        greedy = ("--max-new-tokens", count, "--temperature", 0, "--prompt", *prompts)
-        texts = product.run("generate", "--load", tmp_path / f"iter_{iteration:07d}", *greedy).ok().out
+SAMPLED = {"train_iters": 3, "save_interval": 2, "lr": 1e-2, "sample_interval": 2, "sample_tokens": 7}
+SAMPLED_PROMPTS = ("The value of", "A list", "def f(self)")
+
+
+def samples_of(run: Finished) -> list[tuple[str, str, str]]:
+    """Iteration, prompt and continuation of what a run printed."""
+    return re.findall(r"^ sample at iteration (\d+) \| '(.*)' \| (.*) \|$", run.out, re.MULTILINE)
+
+
+@pytest.fixture(scope="module")
+def samples(product: Product, tmp_path_factory: pytest.TempPathFactory) -> list[tuple[str, str, str]]:
+    """Those of one process, which are what ``generate`` gives with the weights of that moment."""
+    folder = tmp_path_factory.mktemp("samples")
+    found = samples_of(product.train(save=folder, sample_prompt=SAMPLED_PROMPTS, **SAMPLED).ok())
+    assert [(iteration, prompt) for iteration, prompt, _ in found] == [(i, prompt) for i in "23" for prompt in SAMPLED_PROMPTS]
+    for iteration in "23":
+        greedy = ("--max-new-tokens", SAMPLED["sample_tokens"], "--temperature", 0, "--prompt", *SAMPLED_PROMPTS)
+        texts = product.run("generate", "--load", folder / f"iter_{int(iteration):07d}", *greedy).ok().out
         # A continuation alone has lost the space before its first word.
-        ours = "".join(prompt + literal_eval(text) for prompt, text in found)
+        ours = "".join(prompt + literal_eval(text) for at, prompt, text in found if at == iteration)
         assert "".join(texts.split()) == "".join(ours.split())
+    return found
+
+
+@pytest.mark.parametrize("layout", [TP2, DP2_PARAMS, CP2_RING, ZB_V], ids=["tp2 sp", "dp2 params", "cp2 ring", "pp2 zb-v"])
+def test_samples_are_what_generate_gives(layout: Layout, product: Product, samples: list[tuple[str, str, str]]) -> None:
+    """Under every layout, with the weights of that moment."""
+    assert samples_of(product.train(layout, sample_prompt=SAMPLED_PROMPTS, **{**SAMPLED, "save_interval": None})) == samples
 
 
 def test_a_run_that_gets_no_better_ends(tune: Tune, tmp_path: Path) -> None:
@@ -300,7 +314,7 @@ def test_resuming_with_other_examples(tune: Tune, pairs: Path, tmp_path: Path) -
         ({"loss_on": "all"}, "learned tokens "),
         ({"packing": True}, "samples 120, now "),
     ):
-        refused = tune(DP2, **{**again, **changes})
+        refused = tune(DP2 if "packing" in changes else ONE, **{**again, **changes})
         assert set(refused.codes) == {1} and refused.err.count("error: ") == 1
         assert begin in refused.err and says in refused.err and "--on-changed-data continue" in refused.err
     assert column(folder, "iteration") == [1]
