@@ -35,7 +35,7 @@ LAYERS = (
     ("progress", "profiling", "samples"),
     ("setup",),
     ("train",),
-    ("trace",),
+    ("trace", "calibrate"),
     ("commands",),
     ("cli",),
     ("__main__",),

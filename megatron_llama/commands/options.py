@@ -213,11 +213,13 @@ class ScheduleConfig:
 class PlanConfig:
     """Find the fastest layout for a cluster that is not here; options of a layout that are given stay as they are."""
 
-    action: Literal["search", "score", "compare"] = "search"
+    action: Literal["search", "score", "compare", "calibrate"] = "search"
     """score: how good the planner is on a table of published runs. compare: a run that pretrain --record-timeline has recorded, beside
-    its plan. May stand first, without its name: `plan score FILE.csv`, `plan compare FILE`."""
+    its plan. calibrate: measure these devices and their links, started like a run, and write a file for --coefficients. May stand
+    first, without its name: `plan score FILE.csv`, `plan compare FILE`."""
     file: str | None = None
-    """The table, with `plan score`, or what was recorded, with `plan compare`. May stand behind it without its name."""
+    """The table, with `plan score`, what was recorded, with `plan compare`, or the file to write, with `plan calibrate`. May stand behind
+    it without its name."""
     gpus: int = 0
     """GPUs of the whole cluster."""
     gpu: str = "h100"
@@ -226,6 +228,8 @@ class PlanConfig:
     """Gbit/s between nodes for each GPU. 0: what machines with this GPU usually have."""
     coefficients: str | None = None
     """A file of `plan calibrate`, instead of --gpu: plan with the device and the rates that were measured."""
+    seconds: float = 120.0
+    """How long `plan calibrate` may take, about. Of less it makes less exact coefficients."""
     top: int = 10
     """Layouts to show."""
     explain: str | None = None

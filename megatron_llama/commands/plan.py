@@ -30,6 +30,7 @@ ACTIONS: Mapping[str, str] = MappingProxyType(
     {
         "search": "plan:search_layouts",
         "score": "plan:score_runs",
+        "calibrate": "plan_calibrate:calibrate",
         "compare": "plan_compare:compare_runs",
     }
 )

@@ -1,0 +1,81 @@
+"""``plan calibrate FILE``: measure the devices and links at hand, and write the coefficients that plans are made with."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from statistics import median
+from typing import TYPE_CHECKING
+
+from megatron_llama.commands.options import PlanConfig
+from megatron_llama.commands.plan_outputs import write_json
+from megatron_llama.config import Config, ParallelConfig, TrainingConfig
+from megatron_llama.errors import ConfigError, describe
+from megatron_llama.options import Parsed
+from megatron_llama.planner.calibration import HOST, as_json
+from megatron_llama.planner.fitted import FITTED
+from megatron_llama.planner.hardware import CPU, gpu_of_device
+from megatron_llama.planner.measurements import Device, Point, coefficients_of, lines
+
+if TYPE_CHECKING:
+    import torch
+
+    from megatron_llama.mesh import Mesh, Place
+
+
+def calibrate(parsed: Parsed) -> None:
+    """Time kernels, then links, on all processes that were started together; the first one writes. Raises ConfigError."""
+    options, training = parsed.get(PlanConfig), parsed.get(TrainingConfig)
+    if options.file is None or options.seconds <= 0:
+        got = f"--seconds {options.seconds:g}" if options.file is not None else "no file"
+        do = "write plan calibrate FILE.json"
+        raise ConfigError(describe("plan calibrate", got=got, expected="a file to write, and some time", do=do))
+    import torch
+
+    from megatron_llama import device as devices
+    from megatron_llama.mesh import init_mesh, place_from_environment
+
+    place = place_from_environment()
+    node = place.local_world_size or place.world_size
+    mesh = init_mesh(Config(parallel=ParallelConfig(tensor_model_parallel_size=node)), place)
+    host = devices.is_host(mesh.device)
+    narrow = training.bf16 or (not host and "bf16" not in parsed.explicit)
+    dtype = torch.bfloat16 if narrow else torch.float32
+    points, device = _points(mesh, dtype, options.seconds), _device(mesh, place, node, dtype)
+    calibration = coefficients_of(points, device, HOST.fit if host else FITTED)
+    if place.rank == 0:
+        content = as_json(calibration)
+        content["measured"] = [[kind, *sizes, seconds] for (kind, sizes), seconds in points.items()]
+        write_json(options.file, content)
+        found = [f"{device.base.source}, {calibration.precision}", *lines(points, calibration)]
+        print("\n".join([*found, f"plan with --coefficients {options.file}"]), flush=True)
+
+
+def _points(mesh: Mesh, dtype: torch.dtype, seconds: float) -> dict[Point, float]:
+    """Every point, the median over the processes. Collective."""
+    from megatron_llama.calibrate.kernels import SHARE, kernel_points, probed
+    from megatron_llama.calibrate.links import link_points
+    from megatron_llama.comm.agreement import everybodys, shared
+
+    budget, found = seconds * SHARE, dict[Point, float]()
+    rate = min(everybodys(probed(mesh.device, dtype, budget), mesh.world))
+    for points in (kernel_points(mesh.device, dtype, budget, rate), link_points(mesh, dtype, budget)):
+        everybody = shared(dict(points), mesh.world)
+        found |= {point: median(one[point] for one in everybody) for point in everybody[0]}
+    return found
+
+
+def _device(mesh: Mesh, place: Place, node: int, dtype: torch.dtype) -> Device:
+    """What is measured, as far as it is known without."""
+    from megatron_llama import device as devices
+    from megatron_llama.host_memory import free_bytes
+
+    name, memory, host = devices.name(mesh.device), devices.memory_bytes(mesh.device), devices.is_host(mesh.device)
+    known = CPU if host else gpu_of_device(name, memory)
+    base = replace(
+        known or CPU,
+        name=known.name if known is not None else "here",
+        memory=memory // node if host else memory,
+        host_memory=0 if host else free_bytes() // node,
+        source=f"{place.world_size} x {name}",
+    )
+    return Device(base, dtype.itemsize, node)
