@@ -67,10 +67,22 @@ class Sizes:
         self.hidden, self.inner, self.vocabulary = HIDDEN // scale, INNER // scale, VOCABULARY // scale
         self.dtype = torch.float32 if devices.is_host(device) else torch.bfloat16
         self.fused, self.compiled = runs_kernels(device, self.dtype), not devices.is_host(device)
+        self.absent: dict[str, str] = {}
+        """Packages that are not here, and what says so."""
 
     def draw(self, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
         """Normal numbers on the device."""
         return torch.randn(*shape, device=self.device, dtype=dtype or self.dtype)
+
+    def optional(self, name: str) -> Any:
+        """A module that may be missing or broken: whether it can be had is part of what is reported. None on a host."""
+        if not self.compiled:
+            return None
+        try:
+            return import_module(name)
+        except Exception as error:  # an extension for another CUDA raises whatever it likes
+            self.absent[name] = f"{type(error).__name__}: {error}"
+            return None
 
     def contenders(self, body: Callable[..., Any], *given: Any) -> dict[str, Body]:
         """torch's, by operators and compiled."""
@@ -79,15 +91,6 @@ class Sizes:
             whole = torch.compile(body, dynamic=False)
             found["torch-compile"] = lambda: whole(*given)
         return found
-
-
-def optional(name: str) -> Any:
-    """A module that may be missing or broken: whether it can be had is part of what is reported."""
-    try:
-        return import_module(name)
-    except Exception as error:  # an extension for another CUDA raises whatever it likes
-        print(f"{name}: not here ({type(error).__name__})", file=sys.stderr)
-        return None
 
 
 def norm(sizes: Sizes) -> Case:
@@ -109,9 +112,9 @@ def norm(sizes: Sizes) -> Case:
 
         found["ours"] = ours
     leaf, factor = x.clone().requires_grad_(), weight.clone().requires_grad_()
-    if sizes.compiled and (apex := optional("apex.normalization.fused_layer_norm")) is not None:
+    if (apex := sizes.optional("apex.normalization.fused_layer_norm")) is not None:
         found["apex"] = lambda: apex.fused_rms_norm_affine(leaf + delta, factor, (sizes.hidden,), 1e-5).backward(grad)
-    if sizes.compiled and (liger := optional("liger_kernel.ops.fused_add_rms_norm")) is not None:
+    if (liger := sizes.optional("liger_kernel.ops.fused_add_rms_norm")) is not None:
 
         def ligers() -> None:
             out, total = liger.LigerFusedAddRMSNormFunction.apply(leaf, delta, factor, 1e-5, 0.0, "llama", False)
@@ -158,7 +161,7 @@ def swiglu(sizes: Sizes) -> Case:
         from megatron_llama.nn.kernels.swiglu import swiglu_backward
 
         found["ours"] = lambda: (forward(gate_up), swiglu_backward(grad, gate_up))
-    if sizes.compiled and (liger := optional("liger_kernel.ops.swiglu")) is not None:
+    if (liger := sizes.optional("liger_kernel.ops.swiglu")) is not None:
         gate, up = (half.contiguous().requires_grad_() for half in gate_up.chunk(2, dim=-1))
         found["liger"] = lambda: liger.LigerSiLUMulFunction.apply(gate, up).backward(grad)
     return Case("SwiGLU", 8 * grad.nbytes, found)
@@ -174,7 +177,7 @@ def loss(sizes: Sizes) -> Case:
         from megatron_llama.nn.kernels.cross_entropy import cross_entropy
 
         found["ours"] = lambda: cross_entropy(scores, labels, weights, sizes.vocabulary, 0.0)
-    if sizes.compiled and (liger := optional("liger_kernel.transformers.functional")) is not None:
+    if (liger := sizes.optional("liger_kernel.transformers.functional")) is not None:
         leaf = scores.clone().requires_grad_()
         found["liger"] = lambda: liger.liger_cross_entropy(leaf.view_as(leaf), labels).backward()
     return Case("cross entropy", 3 * scores.nbytes, found)
@@ -199,7 +202,7 @@ def adamw(sizes: Sizes) -> Case:
         from megatron_llama.optim.one_pass import adamw as one_pass
 
         found["ours"] = lambda: one_pass(master, grad, average, square, step, copy, scale=scale, skip=skip, decay=0.1, **rates)
-    if sizes.compiled and (apex := optional("apex.optimizers")) is not None:
+    if (apex := sizes.optional("apex.optimizers")) is not None and sizes.optional("amp_C") is not None:
         leaf = master.clone().requires_grad_()
         leaf.grad = grad
         optimizer = apex.FusedAdam([leaf], lr=1e-4, betas=(0.9, 0.95), weight_decay=0.1)
@@ -230,7 +233,7 @@ def weight_gradient(sizes: Sizes) -> Case:
     x, grad = sizes.draw(sizes.tokens, sizes.hidden), sizes.draw(sizes.tokens, sizes.inner)
     total = torch.zeros(sizes.inner, sizes.hidden, device=sizes.device)
     found: dict[str, Body] = {"ours": lambda: accumulate_product(total, 1.0, grad.t(), x), "torch": lambda: total.add_(grad.t() @ x)}
-    if sizes.compiled and (apex := optional("fused_weight_gradient_mlp_cuda")) is not None:
+    if (apex := sizes.optional("fused_weight_gradient_mlp_cuda")) is not None:
         found["apex"] = lambda: apex.wgrad_gemm_accum_fp32(x, grad, total)
     return Case("weight gradient", 2.0 * sizes.tokens * sizes.hidden * sizes.inner, found, "TFLOP/s")
 
@@ -289,8 +292,10 @@ def main(words: Sequence[str]) -> int:
         for row in rows:
             print(f"{row.name:<20}{row.contender:<15}{row.ms:>9.3f} ms{row.rate:>10.1f} {row.unit}", flush=True)
         found += rows
+    for name, why in sizes.absent.items():
+        print(f"absent: {name}: {why}")
     if options.json is not None:
-        options.json.write_text(json.dumps([asdict(row) for row in found], indent=2) + "\n")
+        options.json.write_text(json.dumps({"rows": [asdict(row) for row in found], "absent": sizes.absent}, indent=2) + "\n")
     return 1 if missing else 0
 
 
