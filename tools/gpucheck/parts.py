@@ -11,7 +11,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from megatron_llama.config import Config, TrainingConfig
-from megatron_llama.memory import MemoryPlan
+from megatron_llama.memory import MemoryPlan, gib
 from megatron_llama.presets import PRESETS
 from megatron_llama.validate import check
 
@@ -75,12 +75,15 @@ def configuration(preset: str, seq_length: int, *, layers: int, dp: int) -> Conf
 
 
 @cache
+def planned_bytes(preset: str, seq_length: int, *, layers: int, dp: int) -> int:
+    """Memory of a step, without recomputation."""
+    return MemoryPlan(configuration(preset, seq_length, layers=layers, dp=dp), dp).needed("none", 0)
+
+
 def layers_that_fit(preset: str, seq_length: int, memory: int) -> int:
-    """The most blocks of a model that train on one device without recomputation, by the plan of memory."""
-    for layers in range(PRESETS[preset].num_hidden_layers, 0, -1):
-        if MemoryPlan(configuration(preset, seq_length, layers=layers, dp=1), 1).needed("none", 0) <= FULL * memory:
-            return layers
-    return 1
+    """The most blocks of a model that train on one device."""
+    counts = range(PRESETS[preset].num_hidden_layers, 0, -1)
+    return next((layers for layers in counts if planned_bytes(preset, seq_length, layers=layers, dp=1) <= FULL * memory), 1)
 
 
 def all_parts(setting: Setting) -> list[Part]:
@@ -154,6 +157,7 @@ def _emulated(setting: Setting, short: str, preset: str, length: int) -> Part:
 def _step(setting: Setting, name: str, short: str, preset: str, length: int, *, layers: int, dp: int) -> Part:
     whole = PRESETS[preset].num_hidden_layers
     title = f"{short.upper()}, {layers or whole} of {whole} layers, seq {length}" + (f", state of one of {dp} ranks" if dp > 1 else "")
+    title += f", {gib(planned_bytes(preset, length, layers=layers, dp=dp))} planned"
     words = ["--model", preset, "--seq-length", str(length), *(("--num-layers", str(layers)) if layers else ())]
     if setting.tiny:
         title, words = f"{name}, tiny", TINY.split()
