@@ -118,8 +118,8 @@ def _links(points: Points, gpu: Gpu, fit: Coefficients) -> tuple[Gpu, Coefficien
 
 
 def _steps(points: Points, gpu: Gpu, fit: Coefficients, device: Device) -> Coefficients:
-    """What the trainer itself adds: the host's time to start a block, of a step, and its kernels beside those that were timed. Two
-    depths of each model, of which the difference is blocks."""
+    """What the trainer itself adds: the host's time to start a block, of a step, and its kernels beside those that were timed. Of the
+    small model, which is nothing but overhead, the difference of two depths is blocks."""
     steps = sorted(_of(points, "step"), key=lambda point: (point[0][1], point[0][0]))
     (small, first), (deep, second), (wide, third), (widest, fourth) = steps
     fit = replace(fit, step=0.0, straggle=0.0)
@@ -127,17 +127,18 @@ def _steps(points: Points, gpu: Gpu, fit: Coefficients, device: Device) -> Coeff
     def seconds(sizes: Sequence[int], factor: float, launch: float) -> float:
         return estimate(job_of_step(sizes, gpu, device), replace(fit, family_torchtitan=factor, launch=launch)).seconds
 
-    def blocks_wide(launch: float, factor: float) -> float:
-        return seconds(widest, factor, launch) - seconds(wide, factor, launch)
+    def kernels(launch: float, factor: float) -> float:
+        return seconds(wide, factor, launch) + seconds(widest, factor, launch)
 
-    def blocks_deep(factor: float, launch: float) -> float:
+    def blocks(factor: float, launch: float) -> float:
         return seconds(deep, factor, launch) - seconds(small, factor, launch)
 
-    factor, launch = 1.0, LEAST
+    factor, launch, step = 1.0, LEAST, 0.0
     for _ in range(ROUNDS):
-        factor = _solved(partial(blocks_wide, launch), fourth - third, *FACTORS)
-        launch = _solved(partial(blocks_deep, factor), second - first, LEAST, LATEST)
-    return replace(fit, family_torchtitan=factor, launch=launch, step=max(0.0, first - seconds(small, factor, launch)))
+        factor = _solved(partial(kernels, launch), third + fourth - 2 * step, *FACTORS)
+        launch = _solved(partial(blocks, factor), second - first, LEAST, LATEST)
+        step = max(0.0, first - seconds(small, factor, launch))
+    return replace(fit, family_torchtitan=factor, launch=launch, step=step)
 
 
 def _solved(function: Callable[[float], float], wanted: float, low: float, high: float) -> float:
