@@ -384,7 +384,7 @@ class LogConfig:
 
 @dataclass(frozen=True)
 class LaunchConfig:
-    """The machines a YAML is written for; only --dry-run reads it."""
+    """The machines a YAML is written for; --dry-run reads it, and --auto-parallel where the launcher does not say."""
 
     nodes: int = 0
     """Machines."""

@@ -30,7 +30,7 @@ class Calibration:
 
 HOST = Calibration(
     CPU,
-    replace(FITTED, latency=3e-4, latency_across=5e-4, hop=5e-5, hop_inside=2e-5, launch=5e-5, step=5e-3),
+    replace(FITTED, latency=2e-4, latency_across=5e-4, hop=5e-5, hop_inside=2e-5, launch=3e-4, step=5e-3),
     "fp32",
     ("times are those of a process on one core somewhere; plan calibrate measures this machine: --coefficients FILE",),
 )

@@ -94,7 +94,7 @@ GPUS: Mapping[str, Gpu] = MappingProxyType(
     }
 )
 
-CPU = Gpu("cpu", "own", 10**11, 16 << 30, 10e9, 1.5e9, 1.25e9, 64, 64, single=1.0, source="a core with AVX-512, gloo, 10 Gbit/s")
+CPU = Gpu("cpu", "own", 10**11, 16 << 30, 20e9, 1.5e9, 1.25e9, 64, 64, single=1.0, source="a core with AVX-512, gloo, 10 Gbit/s")
 """A process on one core of a host. Only the order of layouts is worth anything; ``plan calibrate`` measures the host at hand."""
 
 ALIASES: Mapping[str, str] = MappingProxyType(
