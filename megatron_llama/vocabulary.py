@@ -65,7 +65,10 @@ def with_vocabulary(config: Config, vocabulary: Vocabulary) -> Config:
     """Fill the model fields that come from the tokenizer. Raises ConfigError if the model is too small for it."""
     model, tokenizer = config.model, vocabulary.tokenizer
     if model.vocab_size == 0 and vocabulary.size == 0:
+        absent = [f"{prefix}.idx" for prefix in read_blend(config.data.data_path).prefixes if not Path(f"{prefix}.idx").is_file()]
         do = "give --tokenizer-model, a dataset with its meta.json, or --vocab-size"
+        if absent:
+            do = f"check --data-path, since there is no {absent[0]}; or {do}"
         raise ConfigError(describe("--vocab-size", got="nothing", expected="the number of token ids", do=do))
     size = model.vocab_size or vocabulary.size
     if size < vocabulary.size:

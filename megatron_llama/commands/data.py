@@ -33,6 +33,8 @@ def data(parsed: Parsed) -> int:
     for flag, value in (("--example", tool.example), ("--seq-length", tool.seq_length)):
         if value < 1:
             wrong.append(describe(flag, got=value, expected="1 or more", do="correct it"))
+    if tool.action == "stats" and not tool.output.endswith((".html", ".htm")):
+        wrong.append(describe("--output", got=tool.output, expected="a name that ends in .html", do="correct it: stats writes a page"))
     refuse(wrong)
     from megatron_llama.sft.chat import ChatTokenizer
     from megatron_llama.sft.records import example_files

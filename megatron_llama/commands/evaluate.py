@@ -24,6 +24,9 @@ def evaluate(parsed: Parsed) -> None:
 
     options = parsed.get(EvaluateConfig)
     if not options.text:
+        if not parsed.get(DataConfig).data_path:
+            do = "give --data-path PREFIX of a dataset, or --text FILE"
+            raise ConfigError(describe("--data-path, --text", got="neither", expected="one of them", do=do))
         pretrain.evaluate(parsed)
         return
     given = [name for name in ("data_path", "split") if name in parsed.explicit]

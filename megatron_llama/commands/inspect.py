@@ -28,8 +28,9 @@ def inspect(words: list[str]) -> None:
 
 
 def _rows(rows: Mapping[str, object]) -> None:
+    width = max(26, *(len(name) + 2 for name in rows))
     for name, value in rows.items():
-        print(f"{name:<26}{value}")
+        print(f"{name:<{width}}{value}")
 
 
 def _config(path: str) -> None:

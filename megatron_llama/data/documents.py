@@ -99,7 +99,8 @@ def _read_line(line: str, where: str, found: dict[str, list[str]], problems: Pro
         record = json.loads(line.rstrip())
     except (ValueError, RecursionError) as error:
         reason = f"{error.msg}, column {error.colno}" if isinstance(error, json.JSONDecodeError) else error
-        problems.add(describe(where, got=f"invalid JSON ({reason})", expected="one JSON object per line", do="mend the line"))
+        do = "write the array's objects one to a line, as jq -c '.[]' does" if line.startswith("[") else "mend the line"
+        problems.add(describe(where, got=f"invalid JSON ({reason})", expected="one JSON object per line", do=do))
         return
     if not isinstance(record, dict):
         got = f"a JSON {json_type(record)}"

@@ -82,10 +82,18 @@ def preprocess(options: PreprocessConfig) -> PreprocessReport:
     """Tokenize ``options.input`` into indexed datasets; the outputs appear, replacing older ones, when all of them are complete.
 
     Errors: ConfigError for options that do not go together; DataError for unusable input, listing up to ten documents and
-    counting all, or for a tokenizer that does not fit. Nothing is written then.
+    counting all, for a tokenizer that does not fit, or for a place that cannot be written. Nothing is written then.
     """
     started = time.perf_counter()
     _check_options(options)
+    try:
+        return _preprocess(options, started)
+    except OSError as error:  # what cannot be read is told by the readers
+        where, do = str(error.filename or options.output_prefix), "make room, or give another --output-prefix"
+        raise DataError(describe(where, got=error.strerror, expected="a place for the dataset", do=do)) from error
+
+
+def _preprocess(options: PreprocessConfig, started: float) -> PreprocessReport:
     files = input_files(options.input)
     require_packages(files)
     if len(options.json_keys) > 1 and (plain := [str(file) for file in files if kind(file) not in (*JSON_LINES, PARQUET)]):
@@ -208,7 +216,7 @@ def _write(job: _Job, work: Iterable[Chunk], writers: Mapping[str, IndexedDatase
     for key, writer in writers.items():
         if writer.num_tokens == 0:
             raise DataError(
-                describe(f"field {key!r}", got="no text in the whole input", expected="text", do="check --input and --json-keys")
+                describe(f"field {key!r}", got="no text in the whole input", expected="text", do="check the files and --json-keys")
             )
     return skipped
 

@@ -209,6 +209,12 @@ def test_inputs_that_give_nothing(tokenizer: SentencePieceTokenizer, tmp_path: P
         run([source], tmp_path / "c", tokenizer)
 
 
+def test_a_place_that_cannot_be_written(tokenizer: SentencePieceTokenizer, tmp_path: Path) -> None:
+    source = write_jsonl(tmp_path / "in.jsonl", [{"text": "a b"}])
+    with pytest.raises(DataError, match=r"in\.jsonl: got .*, expected a place for the dataset; make room, or give another --output-prefix"):
+        run([source], source / "c", tokenizer)
+
+
 def test_options_that_do_not_go_together() -> None:
     options = PreprocessConfig(output_prefix="out/", json_keys=("a", "a"), workers=-1)
     with pytest.raises(ConfigError) as caught:

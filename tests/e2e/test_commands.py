@@ -210,12 +210,13 @@ def test_inspect(product: Product, straight: Callable[[str], Path], tmp_path: Pa
     def rows(*argv: object) -> dict[str, str]:
         assert main(["inspect", *map(str, argv)]) == 0
         lines = capsys.readouterr().out.splitlines()
-        return {name: value.strip() for name, value in ((line[:26].strip(), line[26:]) for line in lines)}
+        return {name: "".join(value) for name, *value in (line.split(maxsplit=1) for line in lines)}
 
     checkpoint = rows("checkpoint", straight("one"))
     assert checkpoint["checkpoint"] == str(straight("one") / "iter_0000006")
     assert (checkpoint["iteration"], checkpoint["consumed_samples"], checkpoint["parameters"]) == ("6", "48", "213,568")
     assert (checkpoint["num_key_value_heads"], checkpoint["lr"], checkpoint["seq_length"]) == ("2", "0.003", "32")
+    assert checkpoint["make_vocab_size_divisible_by"] == "128", "a name longer than its column"
     assert rows("checkpoint", straight("one") / "iter_0000006") == checkpoint
 
     dataset = rows("dataset", product.data)

@@ -135,6 +135,7 @@ CONFIGURATIONS: Mapping[str, tuple[int, dict[str, object], str]] = {
         "--seq-length: got 36, expected a multiple of 2 x cp 2 x tp 2 = 8; choose 32 or 40",
     ),
     "no data": (1, {"data_path": None, "vocab_size": 512}, "--data-path: got nothing, expected PREFIX of PREFIX.bin and PREFIX.idx"),
+    "no dataset": (1, {"data_path": "nowhere/docs"}, "--vocab-size: got nothing, expected the number of token ids; check --data-path, since there is no nowhere/docs.idx; or give"),
     "unknown flag": (
         1,
         {"micro_batchsize": 2},
@@ -270,7 +271,8 @@ PREPROCESS: Mapping[str, tuple[str, int, list[str], str]] = {
         "docs.jsonl:2: field 'text': got no such field (fields: 'body'), expected a string",
     ),
     "no json": ('{"text": "one"}\n{"text": \n', 1, [], "docs.jsonl:2: got invalid JSON"),
-    "no text": ("\n\n", 1, [], "no text in the whole input"),
+    "an array": ('[{"text": "one"},\n {"text": "two"}]\n', 1, [], "one JSON object per line; write the array's objects one to a line, as jq -c '.[]' does"),
+    "no text": ("\n\n", 1, [], "no text in the whole input, expected text; check the files and --json-keys"),
     "two tokenizers": (
         '{"text": "one"}\n',
         2,

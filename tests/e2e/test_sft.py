@@ -387,8 +387,8 @@ def test_data_commands(product: Product, base: Path, pairs: Path, tmp_path: Path
     wrote = product.run("data", "stats", pairs, *common, "--output", tmp_path / "stats.html", "--on-long-sample", "drop").ok()
     page = (tmp_path / "stats.html").read_text()
     assert wrote.out.endswith(f"wrote {tmp_path}/stats.html\n") and page.count("<svg") == 3 and "Learned tokens" in page
-    wrong = product.run("data", "check", "--example", 0)
-    assert wrong.codes == (2,) and wrong.err.count("  - ") == 3
+    wrong = product.run("data", "stats", "--example", 0, "--output", "stats.pdf")
+    assert wrong.codes == (2,) and wrong.err.count("  - ") == 4 and "--output: got stats.pdf, expected a name that ends in .html" in wrong.err
 
 
 def test_no_option_is_forgotten() -> None:

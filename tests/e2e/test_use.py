@@ -91,6 +91,8 @@ def test_evaluate_reads_text(layout: Layout, product: Product, trained: Trained,
 def test_evaluate_takes_text_or_a_dataset(product: Product, trained: Trained) -> None:
     ended = product.run("evaluate", "--load", trained.hf, "--text", "x", "--data-path", product.data)
     assert ended.codes == (2,) and "--data-path: got given beside --text" in ended.err
+    ended = product.run("evaluate", "--load", trained.hf)
+    assert ended.codes == (2,) and "--data-path, --text: got neither, expected one of them; give --data-path PREFIX" in ended.err
 
 
 def test_training_goes_on_from_a_huggingface_folder(product: Product, trained: Trained, tmp_path: Path) -> None:
