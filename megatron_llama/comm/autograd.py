@@ -8,10 +8,10 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from megatron_llama.comm import collectives
+from megatron_llama.comm.function import Function
 from megatron_llama.mesh import Axis
 
 
@@ -27,7 +27,7 @@ def scattered(full: Tensor, axis: Axis) -> tuple[Tensor, collectives.Pending]:
     return shard, collectives.reduce_scatter(shard, full.contiguous(), axis)
 
 
-class _Copy(torch.autograd.Function):
+class _Copy(Function):
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, axis: Axis) -> Tensor:
         ctx.axis = axis
@@ -40,7 +40,7 @@ class _Copy(torch.autograd.Function):
         return grad, None
 
 
-class _Gather(torch.autograd.Function):
+class _Gather(Function):
     @staticmethod
     def forward(ctx: Any, shard: Tensor, axis: Axis) -> Tensor:
         ctx.axis = axis
@@ -55,7 +55,7 @@ class _Gather(torch.autograd.Function):
         return shard, None
 
 
-class _Reduce(torch.autograd.Function):
+class _Reduce(Function):
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, axis: Axis) -> Tensor:
         ctx.mark_dirty(tensor)
@@ -67,7 +67,7 @@ class _Reduce(torch.autograd.Function):
         return grad, None
 
 
-class _Scatter(torch.autograd.Function):
+class _Scatter(Function):
     @staticmethod
     def forward(ctx: Any, full: Tensor, axis: Axis) -> Tensor:
         ctx.axis = axis
@@ -84,19 +84,19 @@ class _Scatter(torch.autograd.Function):
 
 def copy(tensor: Tensor, axis: Axis) -> Tensor:
     """The tensor, of which the ranks of the axis use different parts (f): summed over the axis in backward."""
-    return tensor if axis.size == 1 else _Copy.apply(tensor, axis)  # type: ignore[no-untyped-call]
+    return tensor if axis.size == 1 else _Copy.apply(tensor, axis)
 
 
 def gather_sequence(shard: Tensor, axis: Axis) -> Tensor:
     """[s / size, ...] to [s, ...], of which the ranks use different parts (g): summed and split in backward."""
-    return shard if axis.size == 1 else _Gather.apply(shard, axis)  # type: ignore[no-untyped-call]
+    return shard if axis.size == 1 else _Gather.apply(shard, axis)
 
 
 def reduce(tensor: Tensor, axis: Axis) -> Tensor:
     """Sum over the axis, in place (g): identity in backward."""
-    return tensor if axis.size == 1 else _Reduce.apply(tensor, axis)  # type: ignore[no-untyped-call]
+    return tensor if axis.size == 1 else _Reduce.apply(tensor, axis)
 
 
 def scatter_sequence(full: Tensor, axis: Axis) -> Tensor:
     """[s, ...] partial sums to [s / size, ...] sums (g-bar): all-gather in backward."""
-    return full if axis.size == 1 else _Scatter.apply(full, axis)  # type: ignore[no-untyped-call]
+    return full if axis.size == 1 else _Scatter.apply(full, axis)

@@ -26,6 +26,8 @@ from megatron_llama.nn.context import Comm, causal_document_mask, context_attent
 from megatron_llama.nn.embedding import VocabParallelEmbedding
 from megatron_llama.nn.functional import (
     add_norm,
+    added,
+    joined,
     recomputable_add_norm,
     recomputable_swiglu,
     rope_frequencies,
@@ -41,6 +43,7 @@ from megatron_llama.nn.lora import ColumnAdapters, Part, RowAdapter
 from megatron_llama.nn.marker import before_backward
 from megatron_llama.nn.recompute import Recomputable, recomputed
 from megatron_llama.nn.sink import Home
+from megatron_llama.nn.tape import differentiated, taped
 from megatron_llama.params import ParamSpec, Partition, adapter_names, kv_copies, padded_vocab_size, partition_of, projection_of, rank_units
 
 
@@ -134,7 +137,7 @@ class Attention(nn.Module):
     def _project(self, x: Tensor | Recomputable) -> Tensor:
         if hasattr(self, "qkv_proj"):
             return cast(Tensor, self.qkv_proj(x))
-        return torch.cat((self.q_proj(x), self.kv_proj(x)), dim=-1)
+        return joined(self.q_proj(x), self.kv_proj(x))
 
     def forward(self, x: Tensor | Recomputable, positions: Positions) -> Tensor:
         """[s or s/tp, b, h] -> [s or s/tp, b, h]; s is this rank's part of the sequence under context parallelism."""
@@ -146,7 +149,7 @@ class Attention(nn.Module):
         if before is not None:
             key, value = before.cache.extend(self, key, value, before.slots, before.length)
         if self.cp.size == 1:
-            return cast(Tensor, self.o_proj(causal_attention(query, key, value, positions.mask)))
+            return cast(Tensor, self.o_proj(differentiated(partial(causal_attention, mask=positions.mask), query, key, value)))
         context = context_attention(query, key, value, cp=self.cp, comm=self.comm, document_ids=positions.document_ids)
         return cast(Tensor, self.o_proj(context))
 
@@ -182,13 +185,18 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor, positions: Positions) -> Tensor:
         """[s or s/tp, b, h] -> [s or s/tp, b, h]."""
-        compute = partial(self._compute, positions=positions)
-        return recomputed(compute, x, weights=self.parameters(), shared=self.shared_input) if self.recompute_all else compute(x)
+        if not self.recompute_all:
+            return self._taped(x, positions)
+        return recomputed(partial(self._taped, positions=positions), x, weights=self.parameters(), shared=self.shared_input)
 
-    def _compute(self, x: Tensor, positions: Positions) -> Tensor:
+    def _taped(self, x: Tensor, positions: Positions) -> Tensor:
+        return taped(partial(self.compute, positions=positions), x, weights=self.parameters())
+
+    def compute(self, x: Tensor, positions: Positions) -> Tensor:
+        """``forward`` without the frame in which it is differentiated."""
         x, normed = self.input_layernorm(x)
         x, normed = self.post_attention_layernorm(x, self.self_attn(normed, positions))
-        return cast(Tensor, x + self.mlp(normed))
+        return added(self.mlp(normed), x)
 
 
 class Stage(nn.Module):

@@ -135,7 +135,7 @@ def attend(query: Tensor, key: Tensor, value: Tensor, *, causal: bool = False, m
     """
     bias = _bias(mask, query)
     if is_host(query.device):
-        out, lse = _aten._scaled_dot_product_flash_attention_for_cpu(query, key, value, 0.0, causal, attn_mask=bias)
+        out, lse = _aten._scaled_dot_product_flash_attention_for_cpu.default(query, key, value, 0.0, causal, attn_mask=bias)
     elif _is_flash(query, bias):
         out, lse, *_ = _aten._scaled_dot_product_flash_attention(query, key, value, 0.0, causal)
     else:
@@ -152,7 +152,7 @@ def attend_backward(
     bias, lse = _bias(mask, query), lse.contiguous()
     q, k, v = query, key, value
     if is_host(query.device):
-        grads = _aten._scaled_dot_product_flash_attention_for_cpu_backward(grad, q, k, v, out, lse, 0.0, causal, attn_mask=bias)
+        grads = _aten._scaled_dot_product_flash_attention_for_cpu_backward.default(grad, q, k, v, out, lse, 0.0, causal, attn_mask=bias)
     elif _is_flash(query, bias):
         lengths, unused = (q.shape[2], k.shape[2]), torch.zeros(2, dtype=torch.uint64, device=q.device)
         state = (None, None, *lengths, 0.0, causal, unused, unused[0])

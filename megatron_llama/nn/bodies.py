@@ -22,32 +22,37 @@ def at_least_fp32(dtype: torch.dtype) -> torch.dtype:
     return torch.promote_types(dtype, torch.float32)
 
 
+def _as(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """``x.to(dtype)``, for which torch takes a microsecond where there is nothing to do."""
+    return x if x.dtype is dtype else x.to(dtype)
+
+
 def add_norm(x: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
     """The sum of x [..., h] and delta, this scaled to unit root mean square times weight [h], and the scale [..., 1], which is at
     least fp32. Without delta the sum is x itself."""
     total = x if delta is None else x + delta
     norm = torch.linalg.vector_norm(total, dim=-1, keepdim=True, dtype=at_least_fp32(x.dtype))
-    scale = norm.square_().div_(x.shape[-1]).add_(eps).rsqrt_()
+    scale = torch.addcmul(norm.new_full((1,), eps), norm, norm, value=1.0 / x.shape[-1]).rsqrt_()
     return total, scaled(total, weight, scale), scale
 
 
 def scaled(x: Tensor, weight: Tensor, scale: Tensor) -> Tensor:
     """The norm again, from its scale. The product of scale with a narrower x is as wide as the scale."""
-    return weight * (x * scale).to(x.dtype)
+    return _as(x * scale, x.dtype).mul_(weight)
 
 
 def norm_backward(grad: Tensor, stream: Tensor | None, x: Tensor, weight: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
     """From the gradient of the norm of x, and that of x by other ways (``stream``), the gradient of x, in its dtype, and that of the
     weight [h], as wide as the scale."""
-    wide, weight = grad.to(scale.dtype), weight.to(scale.dtype)
+    wide, weight = _as(grad, scale.dtype), _as(weight, scale.dtype)
     normed = x * scale
     product = wide * normed
     # d/dx of x * rsqrt(mean(x^2) + eps): remove the component along x, then rescale.
     along = torch.matmul(product, weight).unsqueeze(-1)
-    x_grad = torch.addcmul(wide * weight, normed, along, value=-1.0 / x.shape[-1]).mul_(scale)
+    x_grad = (wide * weight).addcmul_(normed, along, value=-1.0 / x.shape[-1]).mul_(scale)
     if stream is not None:
         x_grad.add_(stream)
-    return x_grad.to(x.dtype), product.flatten(0, -2).sum(0)
+    return _as(x_grad, x.dtype), product.flatten(0, -2).sum(0)
 
 
 def rotate(heads: Tensor, cos: Tensor, sin: Tensor) -> None:

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from megatron_llama.comm.autograd import gathered, scattered
 from megatron_llama.comm.collectives import Pending
+from megatron_llama.comm.function import Function
 from megatron_llama.comm.p2p import exchange
 from megatron_llama.mesh import Axis
 from megatron_llama.nn.attention import attend, attend_backward, causal_attention, merge
@@ -36,7 +37,7 @@ def context_attention(
     if cp.size == 1:
         return causal_attention(query, key, value, None if document_ids is None else causal_document_mask(document_ids))
     chunk_length(query.shape[0] * cp.size, cp.size)
-    return _ContextAttention.apply(query, key, value, cp, comm, document_ids)  # type: ignore[no-any-return, no-untyped-call]
+    return _ContextAttention.apply(query, key, value, cp, comm, document_ids)  # type: ignore[no-any-return]
 
 
 def local_sequence(whole: Tensor, cp: Axis) -> Tensor:
@@ -173,7 +174,7 @@ class _Ring:
         return self.mine
 
 
-class _ContextAttention(torch.autograd.Function):
+class _ContextAttention(Function):
     """Saves what the rank owns; keys and values of the others travel again in backward."""
 
     @staticmethod

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 from megatron_llama import device as devices
 from megatron_llama.comm import autograd
+from megatron_llama.comm.function import Function
 from megatron_llama.mesh import Axis
-from megatron_llama.nn.function import Function
 from megatron_llama.nn.linear import empty_weight
 from megatron_llama.nn.sink import Home, arrive
 

@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megatron_llama.comm.function import Function
 from megatron_llama.nn.bodies import PLAIN, Bodies, scaled
 from megatron_llama.nn.bodies import at_least_fp32 as at_least_fp32
-from megatron_llama.nn.function import Function
 from megatron_llama.nn.recompute import Recomputable
 from megatron_llama.nn.sink import Arrived, Home, accumulate, arrive
 
@@ -28,7 +28,7 @@ class _AddNorm(Function):
         ctx.arrived, ctx.bodies = arrive(weight), bodies
         total, normed, scale = bodies.add_norm(x, delta, weight, eps)
         # Not x itself: autograd would make that a view, which may not be changed in place.
-        total = total.detach()
+        total = total.detach() if delta is None else total
         ctx.save_for_backward(total, weight, scale)
         ctx.mark_non_differentiable(scale)
         ctx.set_materialize_grads(False)
@@ -64,6 +64,38 @@ def _deliver(home: Home | None, grad: Tensor, dtype: torch.dtype) -> Tensor | No
     accumulate(view, beta, grad)
     home.done()
     return None
+
+
+class _Added(Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, other: Tensor) -> Tensor:
+        ctx.mark_dirty(x)
+        return x.add_(other)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
+        return grad, grad
+
+
+def added(x: Tensor, other: Tensor) -> Tensor:
+    """x + other, in the place of x."""
+    return _Added.apply(x, other)  # type: ignore[no-any-return]
+
+
+class _Joined(Function):
+    @staticmethod
+    def forward(ctx: Any, *parts: Tensor) -> Tensor:
+        ctx.widths = [part.shape[-1] for part in parts]
+        return torch.cat(parts, -1)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, ...]:
+        return torch.split(grad, ctx.widths, -1)
+
+
+def joined(*parts: Tensor) -> Tensor:
+    """Side by side in the last dim."""
+    return _Joined.apply(*parts)  # type: ignore[no-any-return]
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:

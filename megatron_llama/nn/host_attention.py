@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 
 from megatron_llama import device as devices
+from megatron_llama.comm.function import Function
 from megatron_llama.nn.attention import attend, attend_backward
 from megatron_llama.nn.bodies import Bodies
-from megatron_llama.nn.function import Function
 
 QUERIES = 256
 """Queries whose scores are computed at once. Later keys than theirs are left out; of what is computed, half of a square is masked."""
@@ -57,7 +57,7 @@ class _RotatedAttention(Function):
 def _apart(qkv: Tensor, cos: Tensor, heads: tuple[int, int]) -> tuple[Tensor, ...]:
     """Queries, keys and values [b, n or n_kv, s, d], views."""
     whole = qkv.view(*qkv.shape[:2], -1, 2 * cos.shape[-1]).permute(1, 2, 0, 3)
-    return torch.split(whole, [*heads, heads[1]], dim=1)
+    return whole.split_with_sizes((*heads, heads[1]), 1)
 
 
 def rotated_attention(qkv: Tensor, cos: Tensor, sin: Tensor, *, query: int, key: int, bodies: Bodies) -> Tensor:

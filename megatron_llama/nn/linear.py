@@ -6,6 +6,7 @@ An axis of size 1 short-circuits every collective: the same classes are the sing
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -13,11 +14,13 @@ import torch
 from torch import Tensor, nn
 
 from megatron_llama.comm import autograd, collectives
+from megatron_llama.comm.function import Function
 from megatron_llama.mesh import Axis
 from megatron_llama.nn import products
-from megatron_llama.nn.function import Function
+from megatron_llama.nn.functional import added
 from megatron_llama.nn.recompute import Recomputable
 from megatron_llama.nn.sink import Home, accumulate_product, arrive
+from megatron_llama.nn.tape import differentiated
 
 
 def empty_weight(*shape: int) -> nn.Parameter:
@@ -35,7 +38,7 @@ class _Linear(Function):
         # Only the weight gradient reads the input.
         sources = () if not ctx.needs_input_grad[1] else (x,) if again is None else again.sources
         ctx.save_for_backward(weight, *sources)
-        ctx.input = _detached if again is None else again.function
+        ctx.input = _itself if again is None else again.function
         ctx.tp, ctx.column, ctx.sequence = tp, column, sequence
         if sequence:
             x, pending = autograd.gathered(x, tp)
@@ -65,9 +68,8 @@ class _Linear(Function):
         return x_grad, weight_grad, None, None, None, None
 
 
-def _detached(x: Tensor) -> Tensor:
-    """Without its graph: a weight gradient that is put off must not keep that."""
-    return x.detach()
+def _itself(x: Tensor) -> Tensor:
+    return x
 
 
 def _later(home: Home, grad: Tensor, make_input: Callable[[], Tensor], gather_axis: Axis | None) -> None:
@@ -115,6 +117,17 @@ def _linear(x: Tensor | Recomputable, weight: Tensor, tp: Axis, *, column: bool,
     return _Linear.apply(value, weight, tp, column, sequence, again)  # type: ignore[no-any-return]
 
 
+def _adapted(out: Tensor, adapters: nn.Module, x: Tensor | Recomputable) -> Tensor:
+    """An output with its low-rank addition."""
+
+    def addition(value: Tensor) -> Tensor:
+        found: Tensor = adapters(replace(x, value=value) if isinstance(x, Recomputable) else value)
+        return found
+
+    value = x.value if isinstance(x, Recomputable) else x
+    return added(out, differentiated(addition, value, weights=adapters.parameters()))
+
+
 class ColumnLinear(nn.Module):
     """Outputs split over tp: input [s or s/tp, b, inputs] -> [s, b, outputs / tp]."""
 
@@ -128,7 +141,7 @@ class ColumnLinear(nn.Module):
     def forward(self, x: Tensor | Recomputable) -> Tensor:
         """See the class."""
         out = column_linear(x, self.weight, self.tp, sequence_parallel=self.sequence_parallel)
-        return out if self.adapters is None else out.add_(self.adapters(x))
+        return out if self.adapters is None else _adapted(out, self.adapters, x)
 
 
 class RowLinear(nn.Module):
@@ -145,5 +158,5 @@ class RowLinear(nn.Module):
         """See the class."""
         partial = plain_linear(x, self.weight, self.tp)
         if self.adapters is not None:
-            partial = partial.add_(self.adapters(x))
+            partial = _adapted(partial, self.adapters, x)
         return autograd.scatter_sequence(partial, self.tp) if self.sequence_parallel else autograd.reduce(partial, self.tp)

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from megatron_llama.comm.autograd import gathered
 from megatron_llama.mesh import Axis
+from megatron_llama.nn.tape import backward
 
 
 @dataclass(frozen=True)
@@ -48,7 +49,7 @@ class _Recomputed(torch.autograd.Function):
         with torch.enable_grad():
             output = ctx.function(x)
         # Weights are reached from inside, once: through their homes (now, or later when the pass is split) or into .grad.
-        torch.autograd.backward(output, grad)
+        backward(output, grad)
         return x.grad, None, None, None
 
 

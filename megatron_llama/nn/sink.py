@@ -9,8 +9,7 @@ to ``.grad``.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -53,8 +52,7 @@ def home_of(parameter: Tensor) -> Home | None:
     return getattr(parameter, "home", None)
 
 
-@dataclass(frozen=True)
-class Arrived:
+class Arrived(NamedTuple):
     """A weight that forward has read; what backward has to know to read it again."""
 
     home: Home | None

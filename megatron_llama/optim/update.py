@@ -8,7 +8,6 @@ from typing import Protocol
 
 import torch
 from torch import Tensor
-from torch.optim.adamw import adamw
 
 from megatron_llama.comm.streams import Done, Now
 from megatron_llama.config import OptimizerConfig
@@ -92,25 +91,28 @@ def adamw_step(
     lr: float,
 ) -> None:
     """Decoupled weight decay (Loshchilov and Hutter, 2019) by torch's fused kernel, in place. It also applies the clip factor, to the
-    gradient too, and the skip, so that everything is read once."""
-    adamw(
+    gradient too, and the skip, so that everything is read once. The kernel itself, because what ``torch.optim`` does around it takes
+    longer than the update of a small shard."""
+    step = state["step"].add_(1.0)
+    torch._fused_adamw_(
         [master],
         [grad],
         [state["exp_avg"]],
         [state["exp_avg_sq"]],
         [],
-        [state["step"]],
-        fused=True,
-        grad_scale=scale,
-        found_inf=skip,
+        [step],
         amsgrad=False,
+        lr=lr,
         beta1=config.adam_beta1,
         beta2=config.adam_beta2,
-        lr=lr,
         weight_decay=decay,
         eps=config.adam_eps,
         maximize=False,
+        grad_scale=scale,
+        found_inf=skip,
     )
+    if skip is not None:
+        step.sub_(skip)
 
 
 class AdamW:

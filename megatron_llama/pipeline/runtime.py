@@ -21,6 +21,7 @@ from megatron_llama.nn.bodies import at_least_fp32
 from megatron_llama.nn.context import local_sequence
 from megatron_llama.nn.embedding import uniform_noise
 from megatron_llama.nn.loss import cross_entropy, likeliest
+from megatron_llama.nn.tape import backward
 from megatron_llama.params import partition_of
 from megatron_llama.schedule import Action, Op, Schedule, backward_comes_next, forward_only, schedule_named
 from megatron_llama.uses import Use, rank_uses
@@ -338,7 +339,7 @@ class PipelineRuntime:
         grad = output.detach() if stage.is_last else self._arrived(flight, Op.BACKWARD, key)
         # The first stage may have nothing to train; the others pass a gradient on.
         if output.requires_grad:
-            torch.autograd.backward(output, grad)
+            backward(output, grad)
         if stage.is_first:
             del flight.inputs[key]
         elif self._is_here(key[0] - 1):

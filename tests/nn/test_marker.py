@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
@@ -11,13 +14,25 @@ from tests.nn.spmd import numbers
 from tests.test_activations import kept, storage
 
 
+class Doubled(torch.autograd.Function):
+    """Says when its backward pass runs."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, say: Callable[[], None]) -> Tensor:
+        ctx.say = say
+        return x * 2
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        ctx.say()
+        return grad * 2, None
+
+
 def test_markers_are_heard_in_the_order_of_backward_each_before_what_lies_below() -> None:
     heard = list[str]()
 
     def layer(x: Tensor, name: str) -> Tensor:
-        result = x * 2
-        result.register_hook(lambda grad: heard.append(f"{name} runs"))
-        return before_backward(result, lambda: heard.append(name))
+        return before_backward(Doubled.apply(x, lambda: heard.append(f"{name} runs")), lambda: heard.append(name))
 
     x = numbers(3, 4, seed=1)
     y = layer(layer(x, "low"), "high")
