@@ -94,7 +94,8 @@ def _missing_here(plan: MemoryPlan, world: int, dataset: bool) -> Iterator[str]:
 
     config = plan.config
     load = config.checkpoint.load
-    paths = [("--load", load)] if load is not None and load != AUTO else []
+    # A folder that is to be written as well may be missing: a fresh start.
+    paths = [("--load", load)] if load is not None and load not in (AUTO, config.checkpoint.save) else []
     if dataset and not config.data.data_path:
         yield "--data-path is not given: the run itself needs one"
     prefixes = read_blend(config.data.data_path).prefixes

@@ -159,7 +159,8 @@ def test_dry_run_refuses_what_the_run_refuses(product: Product) -> None:
 
 
 def test_strict_dry_run_wants_this_machine(product: Product, tmp_path: Path) -> None:
-    assert product.run(*product.command(), "--dry-run=strict").ok().out.endswith("valid for 1 process\n")
+    begun = product.command(save=tmp_path / "new", load=tmp_path / "new")
+    assert product.run(*begun, "--dry-run=strict").ok().out.endswith("valid for 1 process\n")
     ended = product.run(*product.command(data_path=tmp_path / "none", vocab_size=VOCAB_SIZE), "--dry-run=strict")
     assert ended.codes == (2,) and "valid for" not in ended.out
     assert ended.err.startswith("error: --dry-run=strict: this machine cannot run it as it is:\n  - --data-path: ")
