@@ -7,8 +7,6 @@ import json
 import re
 import shutil
 import struct
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -137,12 +135,11 @@ def wandb_records(content: bytes) -> Iterator[bytes]:
             record = b""
 
 
-def test_weights_and_biases_without_a_network(product: Product, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_weights_and_biases_without_a_network(product: Product, tmp_path: Path) -> None:
     """The run that wandb keeps on this machine has the project, the name, the options and every number."""
-    monkeypatch.setenv("WANDB_MODE", "offline")
     options = words({"wandb_project": "llamas", "wandb_exp_name": "small", "wandb_save_dir": tmp_path})
-    command = [sys.executable, "-m", "megatron_llama", *product.command(save=tmp_path / "run", train_iters=3, **EVALUATED), *options]
-    subprocess.run(command, check=True, capture_output=True)
+    command = [*product.command(save=tmp_path / "run", train_iters=3, **EVALUATED), *options]
+    assert product.launcher.run(command, environ={"WANDB_MODE": "offline"}).codes == (0,)
     [file] = tmp_path.glob("wandb/offline-run-*/*.wandb")
     found: dict[str, list[float]] = {"lm_loss": [], "validation_loss": []}
     for data in wandb_records(file.read_bytes()):
