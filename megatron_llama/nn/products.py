@@ -39,8 +39,8 @@ def apart(left: Tensor, weight: Tensor) -> bool:
     """Whether oneDNN is asked for the product over the last dim of ``left``: in fp32 on such a host, where it is large enough."""
     return (
         left.dtype is torch.float32
-        and not devices.imagined(left)
         and left.numel() * weight.numel() >= LEAST * left.shape[-1]
+        and not devices.imagined(left)
         and devices.is_host(left.device)
         and devices.prefers_onednn()
     )
