@@ -89,11 +89,16 @@ def chunk_problem(config: Config, layouts: Iterable[ShardLayout], *, dp: int) ->
     return describe("--exchange-chunk-bytes", got=given, expected=expected, do="give more or leave it out")
 
 
-def peak_of(actions: Iterable[Action], kept: Sequence[int], deferred: Sequence[int]) -> int:
+def peak_of(
+    actions: Iterable[Action], kept: Sequence[int], deferred: Sequence[int], message: int = 0, placement: Sequence[int] = ()
+) -> int:
     """Most bytes that a rank holds: a microbatch at stage s keeps ``kept[s]`` from its forward pass to its backward pass,
-    and ``deferred[s]`` from there to its weight gradients if the pass is split."""
+    and ``deferred[s]`` from there to its weight gradients if the pass is split. ``message``: of what crosses stages, on its way to the
+    ranks in ``placement``."""
     live = peak = 0
+    transit = _Transit(message, placement)
     for action in actions:
+        live += transit.step(action)
         if action.op is Op.FORWARD:
             live += kept[action.stage]
         elif action.op is Op.BACKWARD:
@@ -104,6 +109,44 @@ def peak_of(actions: Iterable[Action], kept: Sequence[int], deferred: Sequence[i
             live -= deferred[action.stage]
         peak = max(peak, live)
     return peak
+
+
+class _Transit:
+    """What lies between stages and is nobody's activation: received and not read yet, or a gradient until its link has taken the next. What
+    is sent forward is kept by the pass that made it."""
+
+    def __init__(self, message: int, placement: Sequence[int]) -> None:
+        self._message, self._placement, self._received = message, placement, set[tuple[bool, int, int]]()
+        self._sent, self._made = set[int](), set[tuple[int, int]]()
+
+    def step(self, action: Action) -> int:
+        """By how many bytes an action changes it."""
+        op, stage, microbatch = action.op, action.stage, action.microbatch
+        if op in (Op.RECV_FORWARD, Op.RECV_BACKWARD):
+            self._received.add((op is Op.RECV_FORWARD, stage, microbatch))
+            return self._message
+        if op is Op.SEND_BACKWARD:
+            to = self._placement[stage - 1] if self._placement else stage - 1
+            before = to in self._sent
+            self._sent.add(to)
+            self._made.discard((stage, microbatch))
+            return -self._message * before
+        if op not in (Op.FORWARD, Op.BACKWARD, Op.BACKWARD_INPUT):
+            return 0
+        arrived = (op is Op.FORWARD, stage, microbatch)
+        change = -self._message * (arrived in self._received)
+        self._received.discard(arrived)
+        if op is not Op.FORWARD:
+            # From the next stage of this rank, or for the one before, which has its output until then if it is here too.
+            change -= 2 * self._message * ((stage + 1, microbatch) in self._made)
+            self._made.discard((stage + 1, microbatch))
+            if stage > 0:
+                self._made.add((stage, microbatch))
+                change += self._message * (2 if self._here(stage - 1, stage) else 1)
+        return change
+
+    def _here(self, stage: int, other: int) -> bool:
+        return bool(self._placement) and self._placement[stage] == self._placement[other]
 
 
 class MemoryPlan:
@@ -148,11 +191,15 @@ class MemoryPlan:
         return peak_of(self.schedule.ranks[rank], ones, ones) / self.schedule.virtual
 
     def activations(self, rank: int, granularity: Granularity, recomputing: int) -> int:
-        """Peak of what is neither state nor saved by nobody: kept by autograd and by the runtime, and the working memory of a pass."""
+        """Peak of what is neither state nor saved by nobody: ``between``, and the working memory of a pass."""
+        return self.between(rank, granularity, recomputing) + self._working(rank, granularity, recomputing)
+
+    def between(self, rank: int, granularity: Granularity, recomputing: int) -> int:
+        """Most bytes beside the state that are there between two actions: kept by autograd and by the runtime, and messages."""
         stages = range(self.partition.stages)
         kept = [self.kept(stage, granularity, recomputing) + self._boundary(stage, granularity, recomputing) for stage in stages]
         deferred = [self._deferred(stage, granularity, recomputing) for stage in stages]
-        return peak_of(self.schedule.ranks[rank], kept, deferred) + self._working(rank, granularity, recomputing)
+        return peak_of(self.schedule.ranks[rank], kept, deferred, self.shape.hidden, self.partition.placement)
 
     def state(self, rank: int) -> int:
         """Parameters, gradients, optimizer."""

@@ -49,7 +49,9 @@ class _Linear(Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None, None, None, None]:
         weight, *sources = ctx.saved_tensors
-        make_input, gathering = partial(ctx.input, *sources), collectives.DONE
+        # Without their graph: a weight gradient that is put off must not keep the input of the stage.
+        bare = (source.detach() if source.requires_grad else source for source in sources)
+        make_input, gathering = partial(ctx.input, *bare), collectives.DONE
         gather_axis = ctx.tp if ctx.sequence else None
         home, wanted = ctx.arrived.home, ctx.needs_input_grad[1]
         later = wanted and home is not None and home.defer(partial(_later, home, grad, make_input, gather_axis))

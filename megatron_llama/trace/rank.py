@@ -39,7 +39,7 @@ def trace_rank(config: Config, world_size: int, rank: int, schedule: Schedule, t
         witness, stages, dtype = Witness(tables, mesh.recorder), build_stages(config, mesh), compute_dtype(config)
         with FakeTensorMode(), witness, closing(build_optimizer(config, stages.values(), mesh, at_once=True)) as optimizer:
             runtime = PipelineRuntime(stages, optimizer, mesh, config, dtype=dtype)
-            _settle_in(optimizer, rank_uses(config, schedule.ranks[rank], rank=rank))
+            settle_in(optimizer, rank_uses(config, schedule.ranks[rank], rank=rank))
             batches = [_batch(config) for _ in range(schedule.microbatches)]
             state = state_of(optimizer, batches, witness.storages)
             step(runtime, optimizer, batches, config, witness)
@@ -81,7 +81,7 @@ def state_of(optimizer: OverlappedDistributedOptimizer, batches: list[Batch], st
     return found | {BUFFERS: storages.live - sum(found.values())}
 
 
-def _settle_in(optimizer: OverlappedDistributedOptimizer, uses: tuple[Use, ...]) -> None:
+def settle_in(optimizer: OverlappedDistributedOptimizer, uses: tuple[Use, ...]) -> None:
     """Put the engine where it is between two steps of a run: the first gathers of a step are already there."""
     weights, trained = optimizer.weights, set(optimizer.gradients.trainable)
     optimizer.publish()

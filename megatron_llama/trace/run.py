@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from megatron_llama.config import Config
@@ -24,21 +24,8 @@ ATTEMPTS = 2
 def trace_run(config: Config, world_size: int) -> Trace:
     """A step of every pipeline rank of a resolved configuration, every ``auto`` decided, on ``world_size`` processes. Not to be called
     where a process group exists."""
-    parallel, training = config.parallel, config.training
-    dp = dp_size(config, world_size)
-    microbatches = training.global_batch_size // (training.micro_batch_size * dp)
-    run = Run(config, world_size, _schedule(config, microbatches), Tables())
-    stages = sorted((stage for ranks in run.alike() for stage in run.traced(ranks)), key=lambda stage: stage.ranks)
-    sizes = f"tp {parallel.tensor_model_parallel_size} x cp {parallel.context_parallel_size} x pp {len(run.whole.ranks)} x dp {dp}"
-    return Trace(
-        label=f"{config.model.preset or 'model'}: {sizes}, {run.whole.name}, {parallel.data_parallel_sharding_strategy}",
-        world_size=world_size,
-        microbatches=microbatches,
-        operators=tuple(run.tables.operators),
-        messages=tuple(run.tables.messages),
-        segments=tuple(run.tables.segments),
-        stages=tuple(stages),
-    )
+    run = Run.of(config, world_size)
+    return run.trace([stage for ranks in run.alike() for stage in run.traced(ranks)])
 
 
 @dataclass(frozen=True)
@@ -49,6 +36,27 @@ class Run:
     world_size: int
     whole: Schedule
     tables: Tables
+
+    @staticmethod
+    def of(config: Config, world_size: int) -> Run:
+        """See ``trace_run``."""
+        training = config.training
+        microbatches = training.global_batch_size // (training.micro_batch_size * dp_size(config, world_size))
+        return Run(config, world_size, _schedule(config, microbatches), Tables())
+
+    def trace(self, stages: Iterable[StageTrace]) -> Trace:
+        """The trace with these stages, which were traced into the tables."""
+        parallel, dp = self.config.parallel, dp_size(self.config, self.world_size)
+        sizes = f"tp {parallel.tensor_model_parallel_size} x cp {parallel.context_parallel_size} x pp {len(self.whole.ranks)} x dp {dp}"
+        return Trace(
+            label=f"{self.config.model.preset or 'model'}: {sizes}, {self.whole.name}, {parallel.data_parallel_sharding_strategy}",
+            world_size=self.world_size,
+            microbatches=self.whole.microbatches,
+            operators=tuple(self.tables.operators),
+            messages=tuple(self.tables.messages),
+            segments=tuple(self.tables.segments),
+            stages=tuple(sorted(stages, key=lambda stage: stage.ranks)),
+        )
 
     def alike(self) -> list[list[int]]:
         """Pipeline ranks with the same layers and ends, together."""

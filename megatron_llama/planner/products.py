@@ -1,0 +1,48 @@
+"""Floating-point operations of a step that a rank really does: padding, copies and what is computed again included.
+
+Of matrix products and attention, by the conventions of ``planner/kernels.py``: attention does two products forward and five backward,
+of half of the square of scores. For models of which everything is trained.
+"""
+
+from __future__ import annotations
+
+from megatron_llama.activations import Activations
+from megatron_llama.config import Config
+from megatron_llama.params import ParamSpec, padded_vocab_size, partition_of, rank_units
+from megatron_llama.planner.job import Matmul
+from megatron_llama.validate import dp_size
+
+PASSES = 3
+"""Products with each weight: forward, the gradient of the input, that of the weight."""
+
+
+def step_flops(config: Config, world_size: int, rank: int) -> int:
+    """Of a pipeline rank in one step. ``config`` is resolved, with every ``auto`` decided."""
+    training, parallel = config.training, config.parallel
+    shape, partition = Activations.of(config), partition_of(config)
+    microbatches = training.global_batch_size // (training.micro_batch_size * dp_size(config, world_size))
+    wanted = parallel.recompute_num_layers
+    queries = config.model.num_attention_heads * config.model.head_dim // shape.tp
+    scores = shape.tokens * training.seq_length * queries
+    total = 0
+    for stage, units in zip(partition.stages_of(rank), rank_units(config, rank=rank), strict=True):
+        blocks = [unit for unit in units if unit.is_block]
+        again = 0
+        if parallel.recompute_granularity == "full":
+            again = min(int(wanted), len(blocks)) if wanted.isdecimal() else len(blocks)
+        for number, block in enumerate(blocks):
+            products = sum(_product(spec, shape.tokens) for spec in block.params)
+            total += (PASSES + (number < again)) * products + (2 + 5 + 2 * (number < again)) * scores
+        if stage == partition.stages - 1:
+            # A head that is the embedding of this rank is not listed with the stage.
+            total += PASSES * Matmul(shape.tokens, *_head(config)).flops
+    return microbatches * total
+
+
+def _product(spec: ParamSpec, tokens: int) -> int:
+    return Matmul(tokens, *spec.shape).flops if len(spec.shape) > 1 else 0
+
+
+def _head(config: Config) -> tuple[int, int]:
+    tp = config.parallel.tensor_model_parallel_size
+    return padded_vocab_size(config.model, tp) // tp, config.model.hidden_size
