@@ -213,10 +213,11 @@ class ScheduleConfig:
 class PlanConfig:
     """Find the fastest layout for a cluster that is not here; options of a layout that are given stay as they are."""
 
-    action: Literal["search", "score", "compare", "calibrate"] = "search"
+    action: Literal["search", "score", "compare", "calibrate", "trace"] = "search"
     """score: how good the planner is on a table of published runs. compare: a run that pretrain --record-timeline has recorded, beside
-    its plan. calibrate: measure these devices and their links, started like a run, and write a file for --coefficients. May stand
-    first, without its name: `plan score FILE.csv`, `plan compare FILE`."""
+    its plan. calibrate: measure these devices and their links, started like a run, and write a file for --coefficients. trace: the step
+    of the layout that a run's options describe, on --gpus processes, operator by operator. May stand first, without its name:
+    `plan score FILE.csv`, `plan compare FILE`."""
     file: str | None = None
     """The table, with `plan score`, what was recorded, with `plan compare`, or the file to write, with `plan calibrate`. May stand behind
     it without its name."""

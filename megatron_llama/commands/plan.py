@@ -32,6 +32,7 @@ ACTIONS: Mapping[str, str] = MappingProxyType(
         "score": "plan:score_runs",
         "calibrate": "plan_calibrate:calibrate",
         "compare": "plan_compare:compare_runs",
+        "trace": "plan_trace:trace_layout",
     }
 )
 """Where each action lives, module and function of ``commands``; imported only when it is asked for. All take what was parsed."""
