@@ -9,7 +9,6 @@ from functools import partial
 from itertools import product
 
 import torch
-from torch.nn import functional
 
 from megatron_llama import device as devices
 from megatron_llama.config import Config, ModelConfig, TrainingConfig
@@ -20,6 +19,7 @@ from megatron_llama.model.llama import build_stages
 from megatron_llama.nn.attention import causal_attention
 from megatron_llama.nn.bodies import PLAIN
 from megatron_llama.nn.kernels.choice import kernels_for
+from megatron_llama.nn.products import linear
 from megatron_llama.optim.build import build_optimizer, compute_dtype
 from megatron_llama.pipeline.runtime import PipelineRuntime
 from megatron_llama.planner.measurements import Point
@@ -56,7 +56,7 @@ def seconds_of(call: Callable[[], object], device: torch.device, budget: float) 
 def probed(device: torch.device, dtype: torch.dtype, budget: float) -> float:
     """FLOP/s of a product of moderate size."""
     square = torch.randn(PROBE, PROBE, device=device).to(dtype)
-    return 2 * PROBE**3 / seconds_of(partial(torch.mm, square, square), device, budget)
+    return 2 * PROBE**3 / seconds_of(partial(linear, square, square), device, budget)
 
 
 def kernel_points(device: torch.device, dtype: torch.dtype, budget: float, rate: float) -> Iterator[tuple[Point, float]]:
@@ -72,7 +72,7 @@ def kernel_points(device: torch.device, dtype: torch.dtype, budget: float, rate:
     most = rate * budget / FEWEST
     for m, n, k in shapes():
         if m == n == k == SIZES[1] or 2 * m * n * k <= most:
-            yield ("product", (m, n, k)), timed(partial(functional.linear, made(m, k), made(n, k)))
+            yield ("product", (m, n, k)), timed(partial(linear, made(m, k), made(n, k)))
     for tokens in LENGTHS:
         if tokens == LENGTHS[0] or 8 * HEADS * tokens**2 * HEAD_DIM <= most:
             query, key, value = (made(tokens, 1, HEADS, HEAD_DIM) for _ in range(3))
