@@ -76,7 +76,7 @@ COMMANDS: Mapping[str, Command] = MappingProxyType(
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command and return the exit status: 0, 2 for a wrong command line or configuration, 1 for other errors."""
+    """Run one command and return the exit status: 0, 2 for a wrong command line or configuration, 130 for Control-C, 1 for other errors."""
     words = list(sys.argv[1:] if argv is None else argv)
     try:
         return run(words)
@@ -87,6 +87,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2 if isinstance(error, ConfigError) else 1
     except BrokenPipeError:  # the reader of our output left: head, less
         return 1
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr, flush=True)
+        return 130
     finally:
         if "torch.distributed" in sys.modules:
             from megatron_llama.mesh import close_mesh

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 from itertools import count, islice
@@ -61,6 +62,24 @@ def test_few_pieces_wait_and_a_dead_process_is_an_error() -> None:
         results = run(-piece for piece in read)
         assert list(islice(results, 20)) == [-piece for piece in range(20)] and next(read) <= 20 + 4 * 2
         list(run(range(10)))
+
+
+ENDLESS = """
+import os, signal, sys, time
+from megatron_llama.data.workers import workers
+
+if __name__ == "__main__":
+    with workers(2, time.sleep) as run:
+        os.kill(os.getpid(), int(sys.argv[1])) or list(run(iter(lambda: 600, None)))
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
+def test_nobody_works_on_for_a_process_that_is_gone(number: signal.Signals, tmp_path: Path) -> None:
+    """Its output is open as long as one of them lives."""
+    (tmp_path / "endless.py").write_text(ENDLESS)
+    ended = subprocess.run([sys.executable, tmp_path / "endless.py", str(int(number))], capture_output=True, text=True, timeout=60)
+    assert ended.returncode == -number
 
 
 COMMAND = """
