@@ -161,6 +161,13 @@ class Layout:
             lora=LoraConfig(lora_rank=self.lora, lora_target_modules=self.targets),
         )
 
+    def sized(self) -> Config:
+        """The configuration with the numbers of a step, as plans need them."""
+        config = self.config()
+        micro = GLOBAL_BATCH_SIZE // (self.dp * self.microbatches)
+        sizes = replace(config.training, seq_length=SEQ_LENGTH, micro_batch_size=micro, global_batch_size=micro * self.dp * self.microbatches)
+        return replace(config, training=sizes, data=replace(config.data, eod_mask_loss=self.documents))
+
 
 @dataclass(frozen=True)
 class Piece:

@@ -1,31 +1,43 @@
-"""Every collective of a step, counted call by call and byte by byte, and the order in which reductions are issued."""
+"""Every collective of a step, counted call by call and byte by byte, beside the plan and the trace of it; what a step holds; and the order in
+which reductions are issued."""
 
 from __future__ import annotations
 
-from collections import Counter
 from dataclasses import astuple, dataclass, replace
 
 import pytest
+import torch
+from torch import Tensor
 
 from megatron_llama.layout import Bucket, ShardLayout, rank_layout
+from megatron_llama.memory import MemoryPlan, peak_of
 from megatron_llama.mesh import Place
 from megatron_llama.optim.distributed import _early_gathers, _updated_early
-from megatron_llama.params import kv_copies, partition_of
+from megatron_llama.planner.messages import Messages, step_messages
+from megatron_llama.trace.run import trace_run
 from tests.harness import Cluster
-from tests.parallel.cases import GLOBAL_BATCH_SIZE, MODEL, SEQ_LENGTH, STRATEGIES, Layout, trainer
-
-FP32, FP64 = 4, 8
-Counts = dict[tuple[str, str], tuple[int, int]]
+from tests.parallel.cases import STRATEGIES, Layout, trainer
+from tests.test_activations import Live, Saved, storage
 
 
 @dataclass(frozen=True)
 class Counted:
     """What one rank did in its second step, and where it sits."""
 
-    traffic: Counts
+    traffic: Messages
     events: list[str]
     tp_rank: int
     pp_rank: int
+    saved: int
+    """Most bytes that autograd held for backward."""
+
+
+class Kept(Live):
+    """Bytes that forward passes leave: not those of what backward computes again."""
+
+    def pack(self, tensor: Tensor) -> Saved:
+        """See Live."""
+        return Saved(tensor) if torch._C._current_graph_task_id() >= 0 else super().pack(tensor)
 
 
 def count(place: Place, layout: Layout) -> Counted:
@@ -36,142 +48,24 @@ def count(place: Place, layout: Layout) -> Counted:
     recorder = run.mesh.recorder
     recorder.traffic.clear()
     recorder.events = []
-    run.step(1)
+    live = Kept({storage(parameter) for stage in run.stages.values() for parameter in stage.parameters()})
+    with torch.autograd.graph.saved_tensors_hooks(live.pack, lambda saved: saved.tensor):
+        run.step(1)
     run.optimizer.settle()
+    assert live.now == 0
     events = [event for event in recorder.events if event.startswith(("complete", "reduce"))]
     traffic = {key: astuple(value) for key, value in recorder.traffic.items()}
-    return Counted(traffic, events, run.mesh.tp.rank, run.mesh.pp.rank)
+    return Counted(traffic, events, run.mesh.tp.rank, run.mesh.pp.rank, live.peak)
 
 
-class Expected:
-    """Counts of one rank, from the papers' formulas and the layout's integers."""
-
-    def __init__(self, layout: Layout, rank: Counted) -> None:
-        self.layout, self.counts = layout, Counter[tuple[str, str, str]]()
-        self.buckets, self.pp_rank = _buckets(layout, rank), rank.pp_rank
-        self.partition = partition_of(layout.config())
-        self.stages = self.partition.stages_of(rank.pp_rank)
-        self.layers = sum(len(self.partition.layers[stage]) for stage in self.stages)
-        self.first, self.last = 0 in self.stages, self.partition.stages - 1 in self.stages
-        self.copies = kv_copies(layout.config().model, layout.tp)
-        self.wire = 2 if layout.reduce_bf16 else FP32
-        tokens = SEQ_LENGTH * GLOBAL_BATCH_SIZE // (layout.dp * layout.cp * layout.microbatches)
-        self.per_token = tokens * FP32
-        self.activation = tokens * MODEL.hidden_size * FP32
-        self.key_value = 2 * tokens * (layout.kv_heads * self.copies // layout.tp) * MODEL.head_dim * FP32
-
-    def add(self, axis: str, operation: str, size: int, calls: int = 1) -> None:
-        """``calls`` messages of ``size`` bytes."""
-        self.counts[axis, operation, "calls"] += calls
-        self.counts[axis, operation, "bytes"] += calls * size
-
-    def all(self) -> Counts:
-        """Everything in one step."""
-        for _ in range(self.layout.microbatches):
-            if self.layout.tp > 1:
-                (self.sequence_parallel if self.layout.sp else self.tensor_parallel)()
-            if self.layout.cp > 1:
-                self.context_parallel()
-            self.pipeline()
-        self.data_parallel()
-        self.step()
-        pairs = {(axis, operation) for axis, operation, _ in self.counts}
-        return {pair: (self.counts[*pair, "calls"], self.counts[*pair, "bytes"]) for pair in pairs}
-
-    def tensor_parallel(self) -> None:
-        """Two all-reduces a layer forward, two backward (Shoeybi et al., 2019, figure 4), one more where keys and values have
-        a weight of their own; embedding forward; head backward."""
-        self.add("tp", "all_reduce", self.activation, (4 + (self.copies > 1)) * self.layers + self.first + self.last)
-        self.cross_entropy()
-
-    def sequence_parallel(self) -> None:
-        """Forward a gather before and a scatter after each half layer; backward their conjugates, and the input gathered again
-        for the weight gradient (Korthikanti et al., 2022, section 4.2.2). Keys and values with a weight of their own are one
-        more column-parallel layer."""
-        extra = self.copies > 1
-        self.add("tp", "all_gather", self.activation, (6 + 2 * extra) * self.layers + self.first + 2 * self.last)
-        self.add("tp", "reduce_scatter", self.activation, (4 + extra) * self.layers + self.first + self.last)
-        self.cross_entropy()
-
-    def cross_entropy(self) -> None:
-        """Of every token the maximum, then the sum and the target's score."""
-        if self.last:
-            self.add("tp", "all_reduce", self.per_token)
-            self.add("tp", "all_reduce", 2 * self.per_token)
-
-    def context_parallel(self) -> None:
-        """Keys and values travel forward and again backward, then their gradients: in one message each, or around the ring."""
-        if self.layout.cp_comm == "all_gather":
-            self.add("cp", "all_gather", self.layout.cp * self.key_value, 2 * self.layers)
-            self.add("cp", "reduce_scatter", self.layout.cp * self.key_value, self.layers)
-            return
-        for operation in ("send", "receive"):
-            self.add("cp", operation, self.key_value, 3 * (self.layout.cp - 1) * self.layers)
-
-    def pipeline(self) -> None:
-        """One activation and one gradient over every boundary between stages of different ranks; apart from the others where
-        virtual stages lead from a later rank to an earlier one."""
-        size, placement = self.activation // (self.layout.tp if self.layout.sp else 1), self.partition.placement
-        for stage in self.stages:
-            if stage + 1 < self.partition.stages and placement[stage + 1] != self.pp_rank:
-                suffix = "" if placement[stage + 1] > self.pp_rank else "_return"
-                self.add(f"pp{suffix}", "send", size)
-                self.add(f"pp_backward{suffix}", "receive", size)
-            if stage > 0 and placement[stage - 1] != self.pp_rank:
-                suffix = "" if placement[stage - 1] < self.pp_rank else "_return"
-                self.add(f"pp{suffix}", "receive", size)
-                self.add(f"pp_backward{suffix}", "send", size)
-
-    def data_parallel(self) -> None:
-        """One reduction a bucket (a microbatch, where slots are shared), one gather a bucket, or as often as its slot lost it."""
-        layout, ranks = self.layout, self.layout.dp * self.layout.cp
-        if ranks == 1:
-            return
-        shards = 1 if layout.strategy == "no_shard" else layout.shard_size or ranks
-        axis, each = "dp" if shards == ranks else "dp_shard", layout.strategy in ("optim_grads", "optim_grads_params")
-        for bucket in self.buckets.buckets:
-            if shards == 1:
-                self.add("dp", "all_reduce", bucket.numel * self.wire)
-                continue
-            self.add(axis, "reduce_scatter", bucket.numel * self.wire, layout.microbatches if each else 1)
-            if shards < ranks:
-                self.add("dp_replica", "all_reduce", bucket.numel // shards * self.wire)
-        if shards > 1:
-            self.gathers()
-
-    def gathers(self) -> None:
-        """With N slots the N blocks that a pass ends with are still there when the next one begins with them. The head is
-        used backward right after forward; the embedding forward only, and both fit into all slots but one when that is two."""
-        layout = self.layout
-        slots = (
-            self.layers
-            if layout.slots == "all" or (layout.slots == "default" and layout.pp > 1)
-            else int(layout.slots.replace("default", "2"))
-        )
-        slots = min(slots, self.layers) if layout.strategy == "optim_grads_params" else self.layers
-        passes = 2 * layout.microbatches
-        for bucket in self.buckets.buckets:
-            times, (unit, *_) = 1, [u for u, buckets in enumerate(self.buckets.unit_buckets) if bucket.index in buckets]
-            if not self.buckets.resident(bucket.index) and unit in (0, self.layers + 1):
-                times = layout.microbatches
-            elif not self.buckets.resident(bucket.index):
-                # The first pass gathers all blocks, every other one those that its predecessor did not end with.
-                ends_forward, ends_backward = unit > self.layers - slots, unit <= slots
-                times = 1 + (passes // 2) * (not ends_forward) + (passes // 2 - 1) * (not ends_backward)
-            self.add("dp_gather", "all_gather", bucket.numel * FP32, times)
-
-    def step(self) -> None:
-        """Loss, and norm with vetoes, over everyone; reduced shards of copies that saw a part; the count of unmasked tokens."""
-        self.add("world", "all_reduce", FP64)
-        self.add("world", "all_reduce", 2 * FP64)
-        for bucket in self.buckets.buckets:
-            shard = self.buckets.shard_numel(bucket.index) * FP32
-            if bucket.kind.partial:
-                self.add("tp" if bucket.kind.copies == self.layout.tp else "kv", "all_reduce", shard)
-            if bucket.kind.tied:
-                self.add("embedding", "all_reduce", shard)
-        if self.layout.documents and self.layout.dp * self.layout.cp > 1:
-            self.add("dp", "all_reduce", FP64)
+def planned_saved(plan: MemoryPlan, rank: int) -> int:
+    """Of the planned bytes those that autograd holds: not the logits' gradient, nor what a split pass puts off, nor the rotary table of
+    blocks that are computed again, which they hold themselves."""
+    granularity, last = plan.config.parallel.recompute_granularity, plan.partition.stages - 1
+    stages = range(plan.partition.stages)
+    held = [plan.shape.logits * (stage == last) + plan.shape.rotary * (granularity == "full") for stage in stages]
+    each = [plan.kept(stage, granularity, plan.chosen()) - held[stage] for stage in stages]
+    return peak_of(plan.schedule.ranks[rank], each, [0 for _ in stages])
 
 
 def _buckets(layout: Layout, rank: Counted) -> ShardLayout:
@@ -208,6 +102,10 @@ HYBRID = [Layout(dp=4, shard_size=2, strategy=s, microbatches=2) for s in STRATE
 NARROW = [Layout(dp=2, strategy=s, microbatches=2, reduce_bf16=True) for s in STRATEGIES]
 
 
+EXACT = (*TENSOR[1:3], *PIPELINE, *DATA[1:8:2], *FULL[1:], *CONTEXT[1:], *SHARED[1:2], *CHUNKS[:5], SLOTS[1], HYBRID[0])
+"""Of these also a trace is taken: all axes, ways to shard and schedules."""
+
+
 def test_every_axis_is_used_somewhere(cluster: Cluster) -> None:
     """So that no count above is an empty promise."""
     used = {
@@ -222,9 +120,18 @@ def test_every_axis_is_used_somewhere(cluster: Cluster) -> None:
 @pytest.mark.parametrize(
     "layout", TENSOR + PIPELINE + DATA + FULL + CONTEXT + SHARED + CHUNKS + NARROW + SLOTS + HYBRID, ids=lambda layout: layout.name
 )
-def test_step_issues_exactly_the_planned_collectives(cluster: Cluster, layout: Layout) -> None:
-    for rank, counted in enumerate(cluster.run(layout.world_size, count, layout)):
-        assert counted.traffic == Expected(layout, counted).all(), f"rank {rank}"
+def test_step_sends_and_holds_exactly_what_is_planned_and_traced(cluster: Cluster, layout: Layout) -> None:
+    """Messages and bytes of each rank, to the byte: counted on the way, planned, and for EXACT traced in one process. What autograd holds:
+    within a hundredth."""
+    config, world = layout.sized(), layout.world_size
+    plan, trace = MemoryPlan(config, world), trace_run(config, world) if layout in EXACT else None
+    for rank, counted in enumerate(cluster.run(world, count, layout)):
+        assert counted.traffic == step_messages(config, world, counted.pp_rank), f"rank {rank}"
+        if trace is not None:
+            stage = trace.stage_of(counted.pp_rank)
+            assert counted.traffic == trace.traffic(stage), f"rank {rank}"
+        if not layout.documents:  # masks and positions of samples are not planned
+            assert planned_saved(plan, counted.pp_rank) == pytest.approx(counted.saved, rel=0.01), f"rank {rank}"
 
 
 def _order(layout: Layout, buckets: ShardLayout, stage: int) -> list[str]:
