@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from functools import partial
@@ -56,8 +55,6 @@ class Ours:
             self._trial.fill()
         self._lr, self._clip = optimizer.lr, optimizer.clip_grad
         self._batches = [batch.to(self._mesh.device) for batch in random_batches(config, self._mesh)]
-        gc.collect()
-        gc.freeze()  # as train() does
 
     def step(self) -> Tensor:
         """See Contender."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import multiprocessing
 import time
 from collections.abc import Callable
@@ -100,6 +101,8 @@ def _measure(task: Task) -> Callable[[int], Sample]:
         # Messages go nowhere: the state is that of one rank, and nothing is waited for.
         dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=task.world_size)
     contender = build(task.entry, task.config, task.world_size)
+    gc.collect()
+    gc.freeze()  # as train() does, and a good setting for everybody
 
     def measure(count: int) -> Sample:
         devices.synchronize(device)
