@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import IO, Any, Self
 
 ROOT = Path(__file__).parent.parent
-TIMEOUT = 60.0
+TIMEOUT = 180.0
 """Seconds after which a run is killed and its test fails. Runs take one or two."""
 POLL = 0.001
 LAUNCHERS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "SLURM_PROCID", "SLURM_NTASKS", "SLURM_JOB_ID")

@@ -15,9 +15,9 @@ fi
 # Beside the tests: types, and the kernels in an environment of their own, which has what all the others show not to need.
 aside=$(mktemp) status=0
 (.venv/bin/mypy && bash tests/kernels.sh) >"$aside" 2>&1 &
-# Four at a time on two cores: half of a test's life is waiting for processes. A file stays together, for what its tests share;
+# Three at a time on two cores: half of a test's life is waiting for processes. A file stays together, for what its tests share;
 # files come in the order of their folders, so that the long ones among them are not all left for the end.
-.venv/bin/python -m pytest --numprocesses 4 --dist loadfile --no-loadscope-reorder || status=$?
+.venv/bin/python -m pytest --numprocesses 3 --dist loadfile --no-loadscope-reorder || status=$?
 wait "$!" || status=$?
 cat "$aside"
 rm "$aside"

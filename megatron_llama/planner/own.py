@@ -41,7 +41,8 @@ class Planned:
     def few(self) -> Config:
         """The configuration with as many microbatches as show the pattern."""
         job, training = self.job, self.config.training
-        few = min(job.microbatches, ENOUGH * job.pp)
+        everything = self.config.parallel.pipeline_schedule == "gpipe"  # whose memory grows with each
+        few = job.microbatches if everything else min(job.microbatches, ENOUGH * job.pp)
         return replace(self.config, training=replace(training, global_batch_size=few * job.micro_batch * job.dp))
 
     @cached_property

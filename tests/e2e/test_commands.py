@@ -28,7 +28,7 @@ def environment() -> dict[str, str]:
 
 def shell(command: list[str], cwd: Path) -> subprocess.CompletedProcess[str]:
     """A command as typed."""
-    return subprocess.run(command, cwd=cwd, env=environment(), capture_output=True, text=True, timeout=60)
+    return subprocess.run(command, cwd=cwd, env=environment(), capture_output=True, text=True, timeout=180)
 
 
 def test_torchrun(product: Product, straight: Callable[[str], Path], tmp_path: Path) -> None:

@@ -48,6 +48,7 @@ LAYOUTS = {
     "1f1b": {"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 4, "sequence_parallel": True},
     "interleaved": {"pipeline_model_parallel_size": 4, "virtual_pipeline_model_parallel_size": 2, "pipeline_schedule": "interleaved"},
     "zb-h1": {"pipeline_model_parallel_size": 4, "pipeline_schedule": "zb-h1"},
+    "gpipe": {"pipeline_model_parallel_size": 4, "pipeline_schedule": "gpipe"},
     "zb-v": {"pipeline_model_parallel_size": 2, "pipeline_schedule": "zb-v"},
     "grads": {"tensor_model_parallel_size": 2, "data_parallel_sharding_strategy": "optim_grads", "sequence_parallel": True},
     "layers": {"data_parallel_sharding_strategy": "optim_grads_params", "recompute_granularity": "full"},
