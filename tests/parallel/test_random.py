@@ -35,7 +35,10 @@ from tests.parallel.cases import (
 from tests.parallel.draw import COUNT, DOUBLINGS, EACH_SCHEDULE, SCHEDULES, SEED, STEPS, THREE_AXES, alone, axes, draw
 
 DRAWN = draw()
+TWICE = [max((layout for layout in DRAWN if layout.pp > 1 and layout.schedule == schedule), key=axes) for schedule in SCHEDULES]
+"""Of each schedule the one with most axes, which is run again."""
 References = Callable[[Layout], Reference]
+Runs = Callable[[Layout], list[Record]]
 
 
 @pytest.fixture(scope="module")
@@ -47,6 +50,20 @@ def references(cluster: Cluster) -> References:
         if layout.reference not in known:
             known[layout.reference] = alone(cluster, layout)
         return known[layout.reference]
+
+    return look_up
+
+
+@pytest.fixture(scope="module")
+def runs(cluster: Cluster) -> Runs:
+    """A layout's run; those that are compared with another one are kept."""
+    known: dict[Layout, list[Record]] = {}
+
+    def look_up(layout: Layout) -> list[Record]:
+        records = known.get(layout) or cluster.run(layout.world_size, train, layout)
+        if layout in TWICE:
+            known[layout] = records
+        return records
 
     return look_up
 
@@ -97,8 +114,8 @@ def test_the_draw_meets_what_needs_two_choices() -> None:
 
 
 @pytest.mark.parametrize("layout", DRAWN, ids=lambda layout: layout.name)
-def test_drawn_layout_equals_one_process(references: References, cluster: Cluster, layout: Layout) -> None:
-    records, reference = cluster.run(layout.world_size, train, layout), references(layout)
+def test_drawn_layout_equals_one_process(references: References, runs: Runs, layout: Layout) -> None:
+    records, reference = runs(layout), references(layout)
     assert len(records[0].losses) == STEPS
     assert all(record.losses == records[0].losses and record.norms == records[0].norms for record in records)
     row = reference.row(layout.name, records[0])
@@ -112,10 +129,9 @@ def test_drawn_layout_equals_one_process(references: References, cluster: Cluste
         assert float((weight - single[name]).norm() / single[name].norm()) < 1e-4, (name, layout)
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES)
-def test_drawn_layout_twice_is_bitwise_equal(cluster: Cluster, schedule: Schedule) -> None:
-    layout = max((layout for layout in DRAWN if layout.pp > 1 and layout.schedule == schedule), key=axes)
-    one, other = (cluster.run(layout.world_size, train, layout) for _ in range(2))
+@pytest.mark.parametrize("layout", TWICE, ids=lambda layout: layout.schedule)
+def test_drawn_layout_twice_is_bitwise_equal(runs: Runs, cluster: Cluster, layout: Layout) -> None:
+    one, other = runs(layout), cluster.run(layout.world_size, train, layout)
     assert _bits(one) == _bits(other), layout
     left, right = merged(one), merged(other)
     assert left.keys() == right.keys()
