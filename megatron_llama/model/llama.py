@@ -42,7 +42,7 @@ from megatron_llama.nn.linear import ColumnLinear, RowLinear, column_linear, emp
 from megatron_llama.nn.lora import ColumnAdapters, Part, RowAdapter
 from megatron_llama.nn.marker import before_backward
 from megatron_llama.nn.recompute import Recomputable, recomputed
-from megatron_llama.nn.sink import Home
+from megatron_llama.nn.sink import Home, home_of
 from megatron_llama.nn.tape import differentiated, taped
 from megatron_llama.params import ParamSpec, Partition, adapter_names, kv_copies, padded_vocab_size, partition_of, projection_of, rank_units
 
@@ -190,6 +190,8 @@ class Block(nn.Module):
         return recomputed(partial(self._taped, positions=positions), x, weights=self.parameters(), shared=self.shared_input)
 
     def _taped(self, x: Tensor, positions: Positions) -> Tensor:
+        if home_of(self.input_layernorm.weight) is None:  # weights are autograd's, and of those who wait for it to deliver gradients
+            return self.compute(x, positions)
         return taped(partial(self.compute, positions=positions), x, weights=self.parameters())
 
     def compute(self, x: Tensor, positions: Positions) -> Tensor:

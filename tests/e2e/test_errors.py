@@ -285,10 +285,10 @@ PREPROCESS: Mapping[str, tuple[str, int, list[str], str]] = {
 
 def test_control_c_is_one_word(product: Product, tmp_path: Path) -> None:
     """And nothing is left of what was begun."""
-    (tmp_path / "docs.jsonl").write_text('{"text": "' + "some words " * 1000 + '"}\n' * 4000)
+    (tmp_path / "docs.jsonl").write_text(('{"text": "' + "some words " * 1000 + '"}\n') * 4000)
     options = {"input": tmp_path / "docs.jsonl", "output_prefix": tmp_path / "out", "tokenizer_model": f"{product.data}-tokenizer", "workers": 2}
     run = product.launcher.start(["preprocess", *words(options)])
-    run.until(lambda: bool(list(tmp_path.glob("out.bin.tmp-*"))))
+    run.until(lambda: any(path.stat().st_size for path in tmp_path.glob("out.bin.tmp-*")))
     run.signal(Signals.SIGINT)
     ended = run.wait()
     assert ended.codes == (130,) and ended.err == "interrupted\n"

@@ -11,8 +11,9 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import torch
 from torch import Tensor, nn
+
+from megatron_llama.comm.function import Function
 
 Ready = Callable[[Sequence[str]], None]
 """Returns when the named parameters may be read: a backward pass must not start its wait before its weights are there."""
@@ -63,7 +64,7 @@ def _worked() -> float:
         return time.thread_time() + int(counters.read().split()[1]) / 1e9
 
 
-class _Enter(torch.autograd.Function):
+class _Enter(Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, clock: Clock) -> Tensor:
         ctx.clock = clock
@@ -76,7 +77,7 @@ class _Enter(torch.autograd.Function):
         return grad, None
 
 
-class _Leave(torch.autograd.Function):
+class _Leave(Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, clock: Clock, ready: Callable[[], None]) -> Tensor:
         ctx.clock, ctx.ready = clock, ready
@@ -104,10 +105,10 @@ def _install(prefix: str, norm: nn.Module, body: nn.Module, clock: Clock, ready:
     names = [f"{prefix}.{part}.{name}" for part, module in modules for name, _ in module.named_parameters()]
 
     def enter(_: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        return (_Enter.apply(inputs[0], clock), *inputs[1:])  # type: ignore[no-untyped-call]
+        return (_Enter.apply(inputs[0], clock), *inputs[1:])
 
     def leave(_: nn.Module, inputs: object, output: Tensor) -> Tensor:
-        return _Leave.apply(output, clock, lambda: ready(names))  # type: ignore[no-any-return, no-untyped-call]
+        return _Leave.apply(output, clock, lambda: ready(names))  # type: ignore[no-any-return]
 
     norm.register_forward_pre_hook(enter)
     body.register_forward_hook(leave)
