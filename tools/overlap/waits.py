@@ -69,7 +69,7 @@ class _Enter(Function):
     def forward(ctx: Any, x: Tensor, clock: Clock) -> Tensor:
         ctx.clock = clock
         clock.begin()
-        return x.view_as(x)
+        return x.detach()  # not a view for autograd: what comes next may change it in place
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
@@ -83,7 +83,7 @@ class _Leave(Function):
         ctx.clock, ctx.ready = clock, ready
         clock.end()
         clock.wait_forward()
-        return x.view_as(x)
+        return x.detach()  # not a view for autograd: what comes next may change it in place
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
