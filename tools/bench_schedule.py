@@ -27,7 +27,7 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from megatron_llama.config import Config, ModelConfig, ParallelConfig
 from megatron_llama.data.loader import Batch
 from megatron_llama.mesh import Mesh, build_mesh
-from megatron_llama.model.llama import Positions
+from megatron_llama.model.llama import Positions, StageOptions
 from megatron_llama.params import partition_of
 from megatron_llama.pipeline.runtime import PipelineRuntime
 from megatron_llama.schedule import schedule_named, validate
@@ -94,13 +94,14 @@ class WaitingStage(nn.Module):
         super().__init__()
         self.config, self.engine, self.seconds, self.is_first, self.is_last = config, engine, seconds, is_first, is_last
         self.on_use: Callable[[int, bool], None] = engine.use
+        self.options, self.head_weight = StageOptions(), torch.empty(WIDTH, 0)
 
     def positions(self, length: int, *rest: object) -> Positions:
         """None are needed."""
         return Positions(torch.empty(0), torch.empty(0))
 
-    def forward(self, x: Tensor, positions: Positions) -> Tensor:
-        """[s, b] ids or [s, b, WIDTH] in, [s, b, WIDTH] out."""
+    def forward(self, x: Tensor, positions: Positions, noise: None = None, *, head: bool = True) -> Tensor:
+        """[s, b] ids or [s, b, WIDTH] in, [s, b, WIDTH] out. There is no noise, and so few scores that the head is never apart."""
         if self.is_first:
             x = torch.zeros(*x.shape, WIDTH, requires_grad=torch.is_grad_enabled())
         return _Wait.apply(x, self.engine, self.seconds)  # type: ignore[no-any-return, no-untyped-call]
