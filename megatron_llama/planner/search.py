@@ -8,7 +8,7 @@ from itertools import islice, product
 from typing import Any
 
 from megatron_llama.config import Config, ParallelConfig
-from megatron_llama.errors import ConfigError, describe
+from megatron_llama.errors import ConfigError, describe, listing
 from megatron_llama.layout import BY_TRAFFIC, NO_SHARD
 from megatron_llama.offload import NONE
 from megatron_llama.planner.coefficients import Coefficients
@@ -79,6 +79,8 @@ def _search(config: Config, machine: Machine, fit: Coefficients, top: int, pinne
                 break
     valid = (planned for planned in sorted(fitting, key=lambda planned: planned.seconds) if not problems(planned.config, machine.gpus))
     best = tuple(islice(valid, top))
+    if fitting and not best:
+        raise ConfigError(listing("No layout makes these options a run:", problems(fitting[0].config, machine.gpus)))
     smallest = None if best else min((Planned(one, machine, fit) for one in ranked), key=roughly)
     return Found(best, len(ranked), smallest)
 

@@ -34,3 +34,9 @@ def test_instruction_tuning_takes_one_too(product: Product, tmp_path: Path) -> N
     options = {"auto_parallel": True, "train_data": tmp_path / "none.jsonl", "data_path": None, "split": None, "tokenizer_model": None, "vocab_size": 512}
     command = ["sft", *product.command(dry_run=True, world_size=4, pipeline_model_parallel_size=1, **options)[1:]]
     assert "the fastest of" in product.run(*command).ok().out
+
+
+def test_what_is_missing_beside_a_layout_is_named(product: Product) -> None:
+    """Instead of a layout that does not fit."""
+    ended = product.run(*product.command(auto_parallel=True, dry_run=True, world_size=4, train_iters=None, lr_decay_iters=None))
+    assert ended.codes == (2,) and "--train-iters: got 0, expected a positive number" in ended.err and "memory" not in ended.err
