@@ -93,7 +93,7 @@ def test_a_run_that_ends_within_shows_what_there_was(product: Product, tmp_path:
     found = read_timeline(written)
     assert (found.ranks, found.clock_error, found.labels) == (1, 0.0, ("",))
     assert {span.lane for span in found.spans} == {ITERATIONS, COMPUTE, WAITS, UPDATES}
-    assert Steps(found).numbers == (4,) and Steps(found).waits(*LANES) < 0.01
+    assert Steps(found).numbers == (4,) and Steps(found).waits(*LANES) < 0.5 * Steps(found).seconds
 
 
 def test_clocks_of_ranks_agree(recorded: Recorded) -> None:
