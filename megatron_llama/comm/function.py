@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch import Tensor
 
 
 class Function(torch.autograd.Function):
@@ -20,3 +21,14 @@ class Function(torch.autograd.Function):
         """Run ``forward``; autograd, or the tape, will run ``backward``."""
         followed = getattr(args[0], "followed", None)
         return cls._by_autograd(*args) if followed is None else followed[0].run(cls, args)
+
+
+def is_followed(tensor: Tensor) -> bool:
+    """Whether a tape records what is computed from it."""
+    return getattr(tensor, "followed", None) is not None
+
+
+def has_gradient(tensor: Tensor) -> bool:
+    """Whether what is computed from it will have a gradient with respect to it, by a tape or by autograd."""
+    followed = getattr(tensor, "followed", None)
+    return torch.is_grad_enabled() and tensor.requires_grad if followed is None else followed[1] is not None

@@ -27,11 +27,13 @@ from megatron_llama.nn.embedding import VocabParallelEmbedding
 from megatron_llama.nn.functional import (
     add_norm,
     added,
+    final_norm,
     joined,
     recomputable_add_norm,
     recomputable_swiglu,
     rope_frequencies,
     rope_table,
+    shaped,
     split_heads,
     swiglu,
 )
@@ -101,13 +103,15 @@ class Positions:
 
 class RMSNorm(nn.Module):
     """The residual stream [..., h], and what a layer adds to it, to their sum and its norm; ``recompute``: for a linear layer that
-    makes the norm again in backward."""
+    makes the norm again in backward; ``final``: the stream ends here."""
 
-    def __init__(self, config: ModelConfig, bodies: Bodies, *, recompute: bool = False) -> None:
+    def __init__(self, config: ModelConfig, bodies: Bodies, *, recompute: bool = False, final: bool = False) -> None:
         super().__init__()
         self.eps, self.bodies = config.rms_norm_eps, bodies
         self.weight = empty_weight(config.hidden_size)
-        self._function: Callable[..., tuple[Tensor, Tensor | Recomputable]] = recomputable_add_norm if recompute else add_norm
+        self._function: Callable[..., tuple[Tensor, Tensor | Recomputable]] = add_norm
+        if recompute or final:
+            self._function = recomputable_add_norm if recompute else final_norm
 
     def forward(self, x: Tensor, delta: Tensor | None = None) -> tuple[Tensor, Tensor | Recomputable]:
         """See ``add_norm``."""
@@ -140,18 +144,27 @@ class Attention(nn.Module):
         return joined(self.q_proj(x), self.kv_proj(x))
 
     def forward(self, x: Tensor | Recomputable, positions: Positions) -> Tensor:
-        """[s or s/tp, b, h] -> [s or s/tp, b, h]; s is this rank's part of the sequence under context parallelism."""
-        cos, sin, before = positions.cos, positions.sin, positions.continuation
+        """Tokens in one dim or two, [s * b or s, b, h] or with s/tp, to the same; s is this rank's part of the sequence under context
+        parallelism."""
+        cos, sin, before, projected = positions.cos, positions.sin, positions.continuation, self._project(x)
         if self.cp.size == 1 and before is None and positions.mask is None and is_host(cos.device):
-            context = rotated_attention(self._project(x), cos, sin, query=self.heads, key=self.kv_heads, bodies=self.bodies)
-            return cast(Tensor, self.o_proj(context))
-        query, key, value = split_heads(self._project(x), cos, sin, query=self.heads, key=self.kv_heads, bodies=self.bodies)
+            context = rotated_attention(projected, cos, sin, query=self.heads, key=self.kv_heads, bodies=self.bodies)
+            return self._output(context, x)
+        tokens = projected.shape[:-1]
+        query, key, value = split_heads(projected, cos, sin, query=self.heads, key=self.kv_heads, bodies=self.bodies)
         if before is not None:
             key, value = before.cache.extend(self, key, value, before.slots, before.length)
         if self.cp.size == 1:
-            return cast(Tensor, self.o_proj(differentiated(partial(causal_attention, mask=positions.mask), query, key, value)))
-        context = context_attention(query, key, value, cp=self.cp, comm=self.comm, document_ids=positions.document_ids)
-        return cast(Tensor, self.o_proj(context))
+            context = differentiated(partial(causal_attention, mask=positions.mask), query, key, value)
+        else:
+            context = context_attention(query, key, value, cp=self.cp, comm=self.comm, document_ids=positions.document_ids)
+        # Not where this is a copy: that would be kept beside the output.
+        return self._output(shaped(context, *tokens, context.shape[-1]) if context.is_contiguous() else context, x)
+
+    def _output(self, context: Tensor, x: Tensor | Recomputable) -> Tensor:
+        """In the shape of the input."""
+        like = x.value if isinstance(x, Recomputable) else x
+        return shaped(self.o_proj(context), *like.shape)
 
 
 class MLP(nn.Module):
@@ -185,17 +198,12 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor, positions: Positions) -> Tensor:
         """[s or s/tp, b, h] -> [s or s/tp, b, h]."""
+        compute = partial(self._compute, positions=positions)
         if not self.recompute_all:
-            return self._taped(x, positions)
-        return recomputed(partial(self._taped, positions=positions), x, weights=self.parameters(), shared=self.shared_input)
+            return compute(x)
+        return recomputed(partial(_taped, self, compute), x, weights=self.parameters(), shared=self.shared_input)
 
-    def _taped(self, x: Tensor, positions: Positions) -> Tensor:
-        if home_of(self.input_layernorm.weight) is None:  # weights are autograd's, and of those who wait for it to deliver gradients
-            return self.compute(x, positions)
-        return taped(partial(self.compute, positions=positions), x, weights=self.parameters())
-
-    def compute(self, x: Tensor, positions: Positions) -> Tensor:
-        """``forward`` without the frame in which it is differentiated."""
+    def _compute(self, x: Tensor, positions: Positions) -> Tensor:
         x, normed = self.input_layernorm(x)
         x, normed = self.post_attention_layernorm(x, self.self_attn(normed, positions))
         return added(self.mlp(normed), x)
@@ -222,7 +230,7 @@ class Stage(nn.Module):
         blocks = {str(layer): Block(config, mesh, options, recompute=options.recompute_of(position)) for position, layer in layers}
         self.model.layers = nn.ModuleDict(blocks)
         if self.is_last:
-            self.model.norm = RMSNorm(config, options.bodies)
+            self.model.norm = RMSNorm(config, options.bodies, final=True)
             if not (config.tie_word_embeddings and partition.ends_meet):
                 self.lm_head = nn.Module()
                 self.lm_head.weight = empty_weight(padded // mesh.tp.size, hidden)
@@ -241,11 +249,16 @@ class Stage(nn.Module):
         [s or s/tp, b, h]. Last stage: logits
         [s, b, padded_vocab / tp] out ([1, b, ...] with a continuation), else activations. s is this rank's part of the sequence.
         ``head``: False for activations of the last stage too, of which ``loss_in_chunks`` makes the loss."""
-        unit, x = 0, inputs
+        return _taped(self, partial(self._compute, positions=positions, noise=noise, head=head), inputs)
+
+    def _compute(self, x: Tensor, positions: Positions, noise: Tensor | None, head: bool) -> Tensor:
+        unit, batch = 0, x.shape[1]
         if self.is_first:
             self.on_use(unit, False)
             x, unit = self.model.embed_tokens(x), unit + 1  # type: ignore[operator]
-            x = x if noise is None else x + noise
+            x = x if noise is None else added(x, noise)
+        # Tokens in one dim: operators ask again and again for what products want anyway.
+        x = shaped(x, x.shape[0] * batch, x.shape[2])
         for block in cast(nn.ModuleDict, self.model.layers).values():
             self.on_use(unit, False)
             x, unit = self._marked(block(x, positions), unit), unit + 1
@@ -253,12 +266,13 @@ class Stage(nn.Module):
             self.on_use(unit, False)
             if positions.continuation is not None:
                 last = positions.continuation.last
-                x = x[last, torch.arange(len(last), device=x.device)].unsqueeze(0)
-            (_, normed), parallel = self.model.norm(x), self.options.sequence_parallel  # type: ignore[operator]
-            if not head:
-                return before_backward(normed, partial(self._head_backward, unit))
-            x = self._marked(column_linear(normed, self.head_weight, self.mesh.tp, sequence_parallel=parallel), unit)
-        return x
+                x = x.view(-1, batch, x.shape[1])[last, torch.arange(batch, device=x.device)]
+            (_, x), parallel = self.model.norm(x), self.options.sequence_parallel  # type: ignore[operator]
+            if head:
+                x = self._marked(column_linear(x, self.head_weight, self.mesh.tp, sequence_parallel=parallel), unit)
+            else:
+                x = before_backward(x, partial(self._head_backward, unit))
+        return shaped(x, x.shape[0] // batch, batch, x.shape[1])
 
     def loss_in_chunks(self, normed: Tensor, labels: Tensor, *, weights: Tensor | None, z_weight: float) -> Tensor:
         """See ``head_loss``; ``normed`` from ``forward`` without head, whose backward pass, if any, comes next."""
@@ -312,6 +326,14 @@ class Stage(nn.Module):
         if documents is not None and attends_by_document(device, next(self.parameters()).dtype, c.head_dim):
             return Positions(cos, sin, mask=documents)
         return Positions(cos, sin, mask=causal_document_mask(document_ids))
+
+
+def _taped(module: nn.Module, function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    """``function(x)``, which computes with a module's weights. Those without a home are autograd's, and of those who wait for it to
+    deliver gradients; the others, and what is between them, need a tape only."""
+    if home_of(next(module.parameters())) is None:
+        return function(x)
+    return taped(function, x, weights=module.parameters())
 
 
 def build_stages(config: Config, mesh: Mesh) -> dict[int, Stage]:

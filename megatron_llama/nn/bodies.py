@@ -27,6 +27,11 @@ def _as(x: Tensor, dtype: torch.dtype) -> Tensor:
     return x if x.dtype is dtype else x.to(dtype)
 
 
+def rows(x: Tensor) -> Tensor:
+    """[..., h] as [tokens, h]; for which torch takes a microsecond where there is nothing to do."""
+    return x if x.dim() == 2 else x.flatten(0, -2)
+
+
 def add_norm(x: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
     """The sum of x [..., h] and delta, this scaled to unit root mean square times weight [h], and the scale [..., 1], which is at
     least fp32. Without delta the sum is x itself."""
@@ -52,27 +57,31 @@ def norm_backward(grad: Tensor, stream: Tensor | None, x: Tensor, weight: Tensor
     x_grad = (wide * weight).addcmul_(normed, along, value=-1.0 / x.shape[-1]).mul_(scale)
     if stream is not None:
         x_grad.add_(stream)
-    return _as(x_grad, x.dtype), product.flatten(0, -2).sum(0)
+    return _as(x_grad, x.dtype), rows(product).sum(0)
 
 
 def rotate(heads: Tensor, cos: Tensor, sin: Tensor) -> None:
     """Turn the two halves of every head [s, b, n, d] by cos and sin [s, 1 or b, 1, d / 2], in place, computed at least in fp32."""
+    _turn(heads, cos, sin, 1.0)
+
+
+def _turn(heads: Tensor, cos: Tensor, sin: Tensor, sign: float) -> None:
     first, second = heads.chunk(2, dim=-1)
     turned = first * cos
     if heads.dtype is turned.dtype:
-        turned.addcmul_(second, sin, value=-1.0)
-        second.mul_(cos).addcmul_(first, sin)
+        turned.addcmul_(second, sin, value=-sign)
+        second.mul_(cos).addcmul_(first, sin, value=sign)
     else:  # rounded once, at the end
-        turned -= second * sin
-        second.copy_(second * cos + first * sin)
+        turned.sub_(second * sin, alpha=sign)
+        second.copy_((second * cos).add_(first * sin, alpha=sign))
     first.copy_(turned)
 
 
 def rotate_back(query: Tensor, key: Tensor, value: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """The gradient [s, b, (n + 2 n_kv) * d] of the projection whose queries and keys were turned: from theirs and the values'."""
+    """The gradient [s, b, n + 2 n_kv, d] of the projection whose queries and keys were turned: from theirs and the values'."""
     grad = torch.cat((query, key, value), dim=2)
-    rotate(grad[:, :, : query.shape[2] + key.shape[2]], cos, -sin)
-    return grad.flatten(2)
+    _turn(grad.narrow(2, 0, query.shape[2] + key.shape[2]), cos, sin, -1.0)
+    return grad
 
 
 def swiglu(gate_up: Tensor) -> Tensor:
@@ -94,9 +103,12 @@ def swiglu_backward(grad: Tensor, gate_up: Tensor) -> Tensor:
 def exponentials(scores: Tensor, labels: Tensor, valid: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Of rows [t, v]: exp(score - largest), at least fp32 and 0 from column ``valid`` on; the largest score, the sum, and the score of
     column ``labels`` less the largest, [t] each. The rows are overwritten if they are wide enough."""
-    wide = scores.to(at_least_fp32(scores.dtype))
-    wide[:, valid:] = float("-inf")  # padding has no probability
-    largest = wide.amax(-1, keepdim=True).clamp_(min=torch.finfo(wide.dtype).min)  # where all is padding, too
+    wide = _as(scores, at_least_fp32(scores.dtype))
+    if valid < wide.shape[1]:
+        wide[:, valid:] = float("-inf")  # padding has no probability
+    largest = wide.amax(-1, keepdim=True)
+    if not valid:
+        largest.clamp_(min=torch.finfo(wide.dtype).min)
     target = wide.sub_(largest).gather(-1, labels.unsqueeze(-1))
     sums = wide.exp_().sum(-1)
     return wide, largest.squeeze(-1), sums, target.squeeze(-1)

@@ -76,7 +76,7 @@ def _swiglu_backward(grad: Tensor, gate_up: Tensor) -> Tensor:
 def _rotate_back(query: Tensor, key: Tensor, value: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     parts = [part.chunk(2, dim=-1) for part in (query, key)]
     turned = [torch.cat((first * cos + second * sin, second * cos - first * sin), dim=-1) for first, second in parts]
-    return torch.cat((*turned, value), dim=2).to(query.dtype).flatten(2)
+    return torch.cat((*turned, value), dim=2).to(query.dtype)
 
 
 _TEXTS: Mapping[str, Callable[..., Any]] = MappingProxyType(

@@ -18,28 +18,28 @@ from megatron_llama.nn.sink import Arrived, Home, accumulate, arrive
 
 
 class _AddNorm(Function):
-    """The residual stream goes through, so that its two gradients meet here and are added in one pass. Also returns what repeating the
-    product needs: the scale, and the weight's arrival."""
+    """The residual stream goes through, so that its two gradients meet here and are added in one pass; ``ends``: nobody reads it any
+    more. Also returns what repeating the product needs: the scale, and the weight's arrival."""
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, delta: Tensor | None, weight: Tensor, eps: float, bodies: Bodies
+        ctx: Any, x: Tensor, delta: Tensor | None, weight: Tensor, eps: float, bodies: Bodies, ends: bool
     ) -> tuple[Tensor, Tensor, Tensor, Arrived]:
         ctx.arrived, ctx.bodies = arrive(weight), bodies
         total, normed, scale = bodies.add_norm(x, delta, weight, eps)
         # Not x itself: autograd would make that a view, which may not be changed in place.
         total = total.detach() if delta is None else total
         ctx.save_for_backward(total, weight, scale)
-        ctx.mark_non_differentiable(scale)
+        ctx.mark_non_differentiable(scale, *(total,) * ends)
         ctx.set_materialize_grads(False)
         return total, normed, scale, ctx.arrived
 
     @staticmethod
     def backward(
         ctx: Any, stream: Tensor | None, grad: Tensor | None, *_: None
-    ) -> tuple[Tensor | None, Tensor | None, Tensor | None, None, None]:
+    ) -> tuple[Tensor | None, Tensor | None, Tensor | None, None, None, None]:
         if grad is None:
-            return stream, stream, None, None, None
+            return stream, stream, None, None, None, None
         total, weight, scale = ctx.saved_tensors
         x_wanted, delta_wanted, weight_wanted, *_ = ctx.needs_input_grad
         x_grad = None
@@ -49,7 +49,7 @@ class _AddNorm(Function):
         else:
             weight_grad = (grad.to(scale.dtype) * (total * scale)).flatten(0, -2).sum(0)
         delivered = _deliver(ctx.arrived.home, weight_grad, weight.dtype) if weight_wanted else None
-        return x_grad, x_grad if delta_wanted else None, delivered, None, None
+        return x_grad, x_grad if delta_wanted else None, delivered, None, None, None
 
 
 def _scaled_again(arrived: Arrived, x: Tensor, weight: Tensor, scale: Tensor) -> Tensor:
@@ -82,6 +82,24 @@ def added(x: Tensor, other: Tensor) -> Tensor:
     return _Added.apply(x, other)  # type: ignore[no-any-return]
 
 
+class _Shaped(Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, shape: tuple[int, ...]) -> Tensor:
+        ctx.shape = x.shape
+        # To autograd a view might not be added to in place.
+        shaped: Tensor = torch.ops.aten._unsafe_view(x, shape)
+        return shaped
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return grad.reshape(ctx.shape), None
+
+
+def shaped(x: Tensor, *shape: int) -> Tensor:
+    """x, contiguous, in another shape. Read x no more."""
+    return x if x.shape == shape else _Shaped.apply(x, shape)
+
+
 class _Joined(Function):
     @staticmethod
     def forward(ctx: Any, *parts: Tensor) -> Tensor:
@@ -100,12 +118,18 @@ def joined(*parts: Tensor) -> Tensor:
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """x [..., h] scaled to unit root mean square, times weight [h]; sums in fp32 (Zhang and Sennrich, 2019)."""
-    return add_norm(x, None, weight, eps)[1]
+    return final_norm(x, None, weight, eps, PLAIN)[1]
 
 
 def add_norm(x: Tensor, delta: Tensor | None, weight: Tensor, eps: float, bodies: Bodies = PLAIN) -> tuple[Tensor, Tensor]:
     """x + delta, [..., h] each, and its ``rms_norm``. Read x no more: its gradients are gathered in the sum that is returned."""
-    total, normed, *_ = _AddNorm.apply(x, delta, weight, eps, bodies)
+    total, normed, *_ = _AddNorm.apply(x, delta, weight, eps, bodies, False)
+    return total, normed
+
+
+def final_norm(x: Tensor, delta: Tensor | None, weight: Tensor, eps: float, bodies: Bodies) -> tuple[Tensor, Tensor]:
+    """``add_norm`` where the residual stream ends: the sum has no gradient of its own."""
+    total, normed, *_ = _AddNorm.apply(x, delta, weight, eps, bodies, True)
     return total, normed
 
 
@@ -113,7 +137,7 @@ def recomputable_add_norm(
     x: Tensor, delta: Tensor | None, weight: Tensor, eps: float, bodies: Bodies = PLAIN
 ) -> tuple[Tensor, Recomputable]:
     """``add_norm``, and how to repeat the norm from the sum and the scale."""
-    total, normed, scale, arrived = _AddNorm.apply(x, delta, weight, eps, bodies)
+    total, normed, scale, arrived = _AddNorm.apply(x, delta, weight, eps, bodies, False)
     return total, Recomputable(normed, partial(_scaled_again, arrived), (total.detach(), weight.detach(), scale))
 
 
@@ -152,21 +176,27 @@ class _SplitHeads(Function):
     @staticmethod
     def forward(ctx: Any, qkv: Tensor, cos: Tensor, sin: Tensor, sizes: tuple[int, int], bodies: Bodies) -> tuple[Tensor, ...]:
         ctx.save_for_backward(cos, sin)
-        ctx.bodies, (query, key) = bodies, sizes
+        ctx.shape, ctx.bodies, (query, key) = qkv.shape, bodies, sizes
         # Detached: to autograd the three are new tensors, not views of an input that has changed.
-        heads = qkv.detach().view(*qkv.shape[:2], -1, 2 * cos.shape[-1])
+        heads = heads_of(qkv.detach(), cos)
         bodies.rotate(heads[:, :, : query + key], cos, sin)
         return torch.split(heads, [query, key, heads.shape[2] - query - key], dim=2)
 
     @staticmethod
     def backward(ctx: Any, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, None, None, None, None]:
-        return ctx.bodies.rotate_back(query, key, value, *ctx.saved_tensors), None, None, None, None
+        return ctx.bodies.rotate_back(query, key, value, *ctx.saved_tensors).view(ctx.shape), None, None, None, None
+
+
+def heads_of(projected: Tensor, cos: Tensor) -> Tensor:
+    """[..., n * d], tokens in one dim or two, as [s, b, n, d]; cos [s, 1 or b, 1, d / 2]."""
+    width = 2 * cos.shape[-1]
+    return projected.view(len(cos), -1, projected.shape[-1] // width, width)
 
 
 def split_heads(
     qkv: Tensor, cos: Tensor, sin: Tensor, *, query: int, key: int, bodies: Bodies = PLAIN
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Projections [s, b, (query + 2 key) * head_dim], which are overwritten, to queries [s, b, query, head_dim], keys and values
+    """Projections [s * b or s, b, (query + 2 key) * head_dim], which are overwritten, to queries [s, b, query, head_dim], keys and values
     [s, b, key, head_dim], with queries and keys rotated; cos and sin [s, 1 or b, 1, head_dim / 2].
 
     The two halves of a head are the two coordinates, as in HuggingFace."""

@@ -18,6 +18,7 @@ from megatron_llama import device as devices
 from megatron_llama.comm.function import Function
 from megatron_llama.nn.attention import attend, attend_backward
 from megatron_llama.nn.bodies import Bodies
+from megatron_llama.nn.functional import heads_of
 
 QUERIES = 256
 """Queries whose scores are computed at once. Later keys than theirs are left out; of what is computed, half of a square is masked."""
@@ -33,36 +34,38 @@ class _RotatedAttention(Function):
     @staticmethod
     def forward(ctx: Any, qkv: Tensor, cos: Tensor, sin: Tensor, heads: tuple[int, int], bodies: Bodies) -> Tensor:
         ctx.heads, ctx.bodies = heads, bodies
-        qkv = qkv.detach()
-        query, key, value = _apart(qkv, cos, heads)
-        bodies.rotate(qkv.view(*qkv.shape[:2], -1, query.shape[-1])[:, :, : sum(heads)], cos, sin)
+        whole = heads_of(qkv.detach(), cos)
+        bodies.rotate(whole.narrow(2, 0, sum(heads)), cos, sin)
+        query, key, value = _apart(whole, heads)
         ctx.by_products = _by_products(query)
         if ctx.by_products:
             out = _attend(query, key, value)
-            ctx.save_for_backward(qkv, cos, sin)
+            ctx.save_for_backward(whole, cos, sin)
         else:
             out, lse = attend(query, key, value, causal=True)
-            ctx.save_for_backward(qkv, cos, sin, out, lse)
-        return out.permute(2, 0, 1, 3).flatten(2)
+            ctx.save_for_backward(whole, cos, sin, out, lse)
+        ctx.shape, out = qkv.shape, out.permute(2, 0, 1, 3).flatten(2)
+        return out.view(*qkv.shape[:-1], -1) if out.is_contiguous() else out
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None, None]:
-        qkv, cos, sin, *rest = ctx.saved_tensors
-        query, key, value = _apart(qkv, cos, ctx.heads)
-        grad = grad.view(*grad.shape[:2], ctx.heads[0], -1).permute(1, 2, 0, 3)
-        grads = _backward(grad, query, key, value) if ctx.by_products else attend_backward(grad, query, key, value, *rest, causal=True)
-        return ctx.bodies.rotate_back(*(part.permute(2, 0, 1, 3) for part in grads), cos, sin), None, None, None, None
+        whole, cos, sin, *rest = ctx.saved_tensors
+        query, key, value = _apart(whole, ctx.heads)
+        above = heads_of(grad, cos).permute(1, 2, 0, 3)
+        grads = _backward(above, query, key, value) if ctx.by_products else attend_backward(above, query, key, value, *rest, causal=True)
+        found = ctx.bodies.rotate_back(*(part.permute(2, 0, 1, 3) for part in grads), cos, sin)
+        return found.view(ctx.shape), None, None, None, None
 
 
-def _apart(qkv: Tensor, cos: Tensor, heads: tuple[int, int]) -> tuple[Tensor, ...]:
-    """Queries, keys and values [b, n or n_kv, s, d], views."""
-    whole = qkv.view(*qkv.shape[:2], -1, 2 * cos.shape[-1]).permute(1, 2, 0, 3)
-    return whole.split_with_sizes((*heads, heads[1]), 1)
+def _apart(whole: Tensor, heads: tuple[int, int]) -> tuple[Tensor, ...]:
+    """[s, b, n + 2 n_kv, d] as queries, keys and values [b, n or n_kv, s, d], views."""
+    return whole.permute(1, 2, 0, 3).split_with_sizes((*heads, heads[1]), 1)
 
 
 def rotated_attention(qkv: Tensor, cos: Tensor, sin: Tensor, *, query: int, key: int, bodies: Bodies) -> Tensor:
-    """Projections [s, b, (query + 2 key) * d], which are overwritten, to the output [s, b, query * d] of plain causal attention with
-    rotary positions; cos and sin [s, 1 or b, 1, d / 2]. The projection must have no other reader. On a host."""
+    """Projections [s * b or s, b, (query + 2 key) * d], which are overwritten, to the output of plain causal attention with rotary
+    positions, as many tokens of query * d: with s and b apart where it does not lie otherwise. cos and sin [s, 1 or b, 1, d / 2]. The
+    projection must have no other reader. On a host."""
     return _RotatedAttention.apply(qkv, cos, sin, (query, key), bodies)  # type: ignore[no-any-return]
 
 

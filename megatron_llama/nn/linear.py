@@ -17,6 +17,7 @@ from megatron_llama.comm import autograd, collectives
 from megatron_llama.comm.function import Function
 from megatron_llama.mesh import Axis
 from megatron_llama.nn import products
+from megatron_llama.nn.bodies import rows
 from megatron_llama.nn.functional import added
 from megatron_llama.nn.recompute import Recomputable
 from megatron_llama.nn.sink import Home, accumulate_product, arrive
@@ -95,7 +96,7 @@ def _reduce_input_gradient(x_grad: Tensor | None, ctx: Any) -> tuple[Tensor | No
 
 def _weight_gradient(home: Home | None, grad: Tensor, x: Tensor) -> Tensor | None:
     """grad [..., f] and x [..., d] to [f, d]: into its home, or returned when the weight has none."""
-    left, right = grad.flatten(0, -2).t(), x.flatten(0, -2)
+    left, right = rows(grad).t(), rows(x)
     if home is None:
         return left @ right
     view, beta = home.buffer()

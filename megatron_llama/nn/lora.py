@@ -74,8 +74,9 @@ class ColumnAdapters(_Adapters):
         low = self.low(x)
         low = autograd.gather_sequence(low, self.tp) if self.sequence_parallel else autograd.copy(low, self.tp)
         lows = dict(zip(self, low.chunk(len(self), -1), strict=True))
-        none = low.new_zeros(1, 1, 1).expand(*low.shape[:2], 1)
-        return torch.cat([self.high(p.name, lows[p.name]) if p.adapted else none.expand(-1, -1, p.rows) for p in self.parts], -1)
+        none = low.new_zeros(1).expand(*low.shape[:-1], 1)
+        zeros = (none.expand(*low.shape[:-1], part.rows) for part in self.parts)
+        return torch.cat([self.high(p.name, lows[p.name]) if p.adapted else zero for p, zero in zip(self.parts, zeros, strict=True)], -1)
 
 
 class RowAdapter(_Adapters):

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from megatron_llama.comm.autograd import gathered
+from megatron_llama.comm.function import Function, has_gradient, is_followed
 from megatron_llama.mesh import Axis
 from megatron_llama.nn.tape import backward
 
@@ -28,7 +29,7 @@ class Recomputable:
     sources: tuple[Tensor, ...]
 
 
-class _Recomputed(torch.autograd.Function):
+class _Recomputed(Function):
     """Keeps the input, or 1/size of it where the ranks of an axis have it in common, and runs the function twice.
 
     ``anchor`` has no value and no gradient: it requires grad, so that backward comes here when the input does not."""
@@ -37,7 +38,7 @@ class _Recomputed(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, anchor: Tensor, function: Callable[[Tensor], Tensor], shared: Axis | None) -> Tensor:
         ctx.function, ctx.shared, ctx.shape = function, shared, x.shape
         ctx.save_for_backward(x if shared is None else x.reshape(shared.size, -1)[shared.rank].clone())
-        return function(x)
+        return function(x.detach())  # which no tape follows
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, None, None, None]:
@@ -60,9 +61,10 @@ def recomputed(function: Callable[[Tensor], Tensor], x: Tensor, *, weights: Iter
     not (above frozen layers) gets no gradient, and is kept alike.
     ``shared``: an axis whose ranks all have this input and divide it among them until backward, when they gather it (collective);
     a tensor that does not divide evenly is kept whole."""
-    if not (torch.is_grad_enabled() and (x.requires_grad or any(weight.requires_grad for weight in weights))):
+    wanted = has_gradient(x)
+    if not wanted and not ((is_followed(x) or torch.is_grad_enabled()) and any(weight.requires_grad for weight in weights)):
         return function(x)
     if shared is not None and (shared.size == 1 or x.numel() % shared.size):
         shared = None
-    anchor = torch.empty(0, requires_grad=not x.requires_grad)
-    return _Recomputed.apply(x, anchor, function, shared)  # type: ignore[no-any-return, no-untyped-call]
+    anchor = torch.empty(0, requires_grad=not wanted)
+    return _Recomputed.apply(x, anchor, function, shared)  # type: ignore[no-any-return]

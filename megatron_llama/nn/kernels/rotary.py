@@ -55,7 +55,7 @@ def rotate(heads: Tensor, cos: Tensor, sin: Tensor) -> None:
 
 
 def rotate_back(query: Tensor, key: Tensor, value: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """The gradient [s, b, (n + 2 n_kv) * d] of the projection whose queries and keys were turned: from theirs and the values'."""
+    """The gradient [s, b, n + 2 n_kv, d] of the projection whose queries and keys were turned: from theirs and the values'."""
     query, key, value = (grad if grad.stride(-1) == 1 else grad.contiguous() for grad in (query, key, value))
     sizes = [part.shape[2] for part in (query, key, value)]
     result = query.new_empty(*query.shape[:2], sum(sizes), query.shape[3])
@@ -63,7 +63,7 @@ def rotate_back(query: Tensor, key: Tensor, value: Tensor, cos: Tensor, sin: Ten
     _turn_into(query, places[0], cos, sin, -1.0)
     _turn_into(key, places[1], cos, sin, -1.0)
     places[2].copy_(value)
-    return result.flatten(2)
+    return result
 
 
 def _turn_into(source: Tensor, target: Tensor, cos: Tensor, sin: Tensor, sign: float) -> None:
