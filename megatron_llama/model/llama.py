@@ -197,7 +197,7 @@ class Block(nn.Module):
         self.mlp = MLP(config, mesh, options, recompute=selective)
 
     def forward(self, x: Tensor, positions: Positions) -> Tensor:
-        """[s or s/tp, b, h] -> [s or s/tp, b, h]."""
+        """[s * b or s, b, h], or with s/tp, to the same."""
         compute = partial(self._compute, positions=positions)
         if not self.recompute_all:
             return compute(x)
