@@ -1,6 +1,7 @@
 """LLaMA (Touvron et al., 2023; Dubey et al., 2024) as a pipeline stage; with one stage it is the whole model.
 
-Activations are [sequence, batch, hidden]: the sequence is the outermost dim, so that sequence-parallel shards are contiguous.
+Activations are [sequence, batch, hidden], inside a stage [sequence * batch, hidden]: the sequence is the outermost dim, so that
+sequence-parallel shards are contiguous.
 Names are those of HuggingFace's LlamaForCausalLM; qkv_proj and gate_up_proj are its projections stacked (see params.py).
 """
 
@@ -15,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from megatron_llama.activations import HEAD_CHUNK, Granularity
+from megatron_llama.comm.function import has_gradient
 from megatron_llama.config import Config, LoraConfig, ModelConfig, ParallelConfig
 from megatron_llama.device import is_host
 from megatron_llama.mesh import Mesh
@@ -109,9 +111,8 @@ class RMSNorm(nn.Module):
         super().__init__()
         self.eps, self.bodies = config.rms_norm_eps, bodies
         self.weight = empty_weight(config.hidden_size)
-        self._function: Callable[..., tuple[Tensor, Tensor | Recomputable]] = add_norm
-        if recompute or final:
-            self._function = recomputable_add_norm if recompute else final_norm
+        self._function: Callable[..., tuple[Tensor, Tensor | Recomputable]]
+        self._function = final_norm if final else recomputable_add_norm if recompute else add_norm
 
     def forward(self, x: Tensor, delta: Tensor | None = None) -> tuple[Tensor, Tensor | Recomputable]:
         """See ``add_norm``."""
@@ -178,7 +179,7 @@ class MLP(nn.Module):
         self.down_proj = RowLinear(inner, hidden, tp=mesh.tp, sequence_parallel=parallel)
 
     def forward(self, x: Tensor | Recomputable) -> Tensor:
-        """[s or s/tp, b, h] -> [s or s/tp, b, h]."""
+        """[s or s/tp, ..., h] -> the same."""
         return cast(Tensor, self.down_proj(self._swiglu(self.gate_up_proj(x), self.bodies)))
 
 
@@ -223,6 +224,8 @@ class Stage(nn.Module):
         self._shared: list[Stage] = []
         self._head_home: Home | None = None
         """Of the head, where its gradient has been written and not announced."""
+        self._head_alone = False
+        """Whether no backward pass gets to the head: nothing is trained below."""
         self.model = nn.Module()
         if self.is_first:
             self.model.embed_tokens = VocabParallelEmbedding(padded, hidden, tp=mesh.tp, sequence_parallel=parallel)
@@ -271,6 +274,7 @@ class Stage(nn.Module):
             if head:
                 x = self._marked(column_linear(x, self.head_weight, self.mesh.tp, sequence_parallel=parallel), unit)
             else:
+                self._head_alone = not has_gradient(x)
                 x = before_backward(x, partial(self._head_backward, unit))
         return shaped(x, x.shape[0] // batch, batch, x.shape[1])
 
@@ -288,6 +292,8 @@ class Stage(nn.Module):
             bodies=self.options.bodies,
             chunk=self.options.head_chunk,
         )
+        if self._head_alone and self._head_home is not None:
+            self._head_backward(self.units - 1)
         return losses
 
     def _head_backward(self, unit: int) -> None:

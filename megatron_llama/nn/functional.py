@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from megatron_llama.comm.function import Function
-from megatron_llama.nn.bodies import PLAIN, Bodies, scaled
+from megatron_llama.nn.bodies import PLAIN, Bodies, rows, scaled
 from megatron_llama.nn.bodies import at_least_fp32 as at_least_fp32
 from megatron_llama.nn.recompute import Recomputable
 from megatron_llama.nn.sink import Arrived, Home, accumulate, arrive
@@ -47,7 +47,7 @@ class _AddNorm(Function):
             ctx.arrived.check()
             x_grad, weight_grad = ctx.bodies.norm_backward(grad, stream, total, weight, scale)
         else:
-            weight_grad = (grad.to(scale.dtype) * (total * scale)).flatten(0, -2).sum(0)
+            weight_grad = rows(grad.to(scale.dtype) * (total * scale)).sum(0)
         delivered = _deliver(ctx.arrived.home, weight_grad, weight.dtype) if weight_wanted else None
         return x_grad, x_grad if delta_wanted else None, delivered, None, None, None
 
@@ -96,7 +96,7 @@ class _Shaped(Function):
 
 
 def shaped(x: Tensor, *shape: int) -> Tensor:
-    """x, contiguous, in another shape. Read x no more."""
+    """x, contiguous, in another shape and the same memory: change neither."""
     return x if x.shape == shape else _Shaped.apply(x, shape)
 
 

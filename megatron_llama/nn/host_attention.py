@@ -1,4 +1,4 @@
-"""Rotation and causal attention on a host, of the projection [s, b, (n + 2 n_kv) d] itself: in one autograd function, because views
+"""Rotation and causal attention on a host, of the projection [..., (n + 2 n_kv) d] itself: in one autograd function, because views
 and their gradients cost as much as the work where a model is small.
 
 In bf16, on a processor that multiplies it, attention is made of batched matrix products: of the scores of some queries at a time, which
@@ -44,8 +44,8 @@ class _RotatedAttention(Function):
         else:
             out, lse = attend(query, key, value, causal=True)
             ctx.save_for_backward(whole, cos, sin, out, lse)
-        ctx.shape, out = qkv.shape, out.permute(2, 0, 1, 3).flatten(2)
-        return out.view(*qkv.shape[:-1], -1) if out.is_contiguous() else out
+        ctx.shape = qkv.shape
+        return out.permute(2, 0, 1, 3).reshape(*qkv.shape[:-1], -1)  # a view: so torch's kernel for hosts leaves it in memory
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None, None]:
@@ -63,9 +63,8 @@ def _apart(whole: Tensor, heads: tuple[int, int]) -> tuple[Tensor, ...]:
 
 
 def rotated_attention(qkv: Tensor, cos: Tensor, sin: Tensor, *, query: int, key: int, bodies: Bodies) -> Tensor:
-    """Projections [s * b or s, b, (query + 2 key) * d], which are overwritten, to the output of plain causal attention with rotary
-    positions, as many tokens of query * d: with s and b apart where it does not lie otherwise. cos and sin [s, 1 or b, 1, d / 2]. The
-    projection must have no other reader. On a host."""
+    """Projections [s * b or s, b, (query + 2 key) * d], which are overwritten, to the output [s * b or s, b, query * d] of plain causal
+    attention with rotary positions; cos and sin [s, 1 or b, 1, d / 2]. The projection must have no other reader. On a host."""
     return _RotatedAttention.apply(qkv, cos, sin, (query, key), bodies)  # type: ignore[no-any-return]
 
 

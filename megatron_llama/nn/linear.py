@@ -106,12 +106,12 @@ def _weight_gradient(home: Home | None, grad: Tensor, x: Tensor) -> Tensor | Non
 
 
 def column_linear(x: Tensor | Recomputable, weight: Tensor, tp: Axis, *, sequence_parallel: bool) -> Tensor:
-    """x [s or s/tp, b, d] and this rank's rows [f/tp, d] of the weight -> [s, b, f/tp]."""
+    """x [s or s/tp, ..., d] and this rank's rows [f/tp, d] of the weight -> [s, ..., f/tp]; the first dim may be s * b."""
     return _linear(x, weight, tp, column=True, sequence=sequence_parallel and tp.size > 1)
 
 
 def plain_linear(x: Tensor | Recomputable, weight: Tensor, tp: Axis) -> Tensor:
-    """x [s, b, d] and a weight [f, d] -> [s, b, f], without communication."""
+    """x [..., d] and a weight [f, d] -> [..., f], without communication."""
     return _linear(x, weight, tp, column=False, sequence=False)
 
 
@@ -132,7 +132,7 @@ def _adapted(out: Tensor, adapters: nn.Module, x: Tensor | Recomputable) -> Tens
 
 
 class ColumnLinear(nn.Module):
-    """Outputs split over tp: input [s or s/tp, b, inputs] -> [s, b, outputs / tp]."""
+    """Outputs split over tp: input [s or s/tp, ..., inputs] -> [s, ..., outputs / tp]."""
 
     def __init__(self, inputs: int, outputs: int, *, tp: Axis, sequence_parallel: bool) -> None:
         super().__init__()
@@ -148,7 +148,7 @@ class ColumnLinear(nn.Module):
 
 
 class RowLinear(nn.Module):
-    """Inputs split over tp: input [s, b, inputs / tp] -> [s or s/tp, b, outputs], summed over tp."""
+    """Inputs split over tp: input [s, ..., inputs / tp] -> [s or s/tp, ..., outputs], summed over tp."""
 
     def __init__(self, inputs: int, outputs: int, *, tp: Axis, sequence_parallel: bool) -> None:
         super().__init__()

@@ -1,7 +1,7 @@
 """Low-rank additions to linear layers (LoRA: Hu et al., 2021), tensor-parallel as their layers are.
 
 The half on the side of a layer that tp splits is split alike, the other half is the same on all tp ranks. A column-parallel layer
-communicates rank-wide activations, [s, b, rank], and nothing else; a row-parallel one adds to its partial sums, which are summed anyway.
+communicates rank-wide activations, [..., rank], and nothing else; a row-parallel one adds to its partial sums, which are summed anyway.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class _Adapters(nn.ModuleDict):
 
 
 class ColumnAdapters(_Adapters):
-    """For a column-parallel layer: input [s or s/tp, b, inputs] -> [s, b, outputs / tp], zero where a part has no adapter."""
+    """For a column-parallel layer: input [s or s/tp, ..., inputs] -> [s, ..., outputs / tp], zero where a part has no adapter."""
 
     def __init__(self, inputs: int, parts: Sequence[Part], *, rank: int, scaling: float, tp: Axis, sequence_parallel: bool) -> None:
         super().__init__(inputs, parts, rank=rank, scaling=scaling, tp=tp)
@@ -74,13 +74,12 @@ class ColumnAdapters(_Adapters):
         low = self.low(x)
         low = autograd.gather_sequence(low, self.tp) if self.sequence_parallel else autograd.copy(low, self.tp)
         lows = dict(zip(self, low.chunk(len(self), -1), strict=True))
-        none = low.new_zeros(1).expand(*low.shape[:-1], 1)
-        zeros = (none.expand(*low.shape[:-1], part.rows) for part in self.parts)
-        return torch.cat([self.high(p.name, lows[p.name]) if p.adapted else zero for p, zero in zip(self.parts, zeros, strict=True)], -1)
+        shape, none = low.shape[:-1], low.new_zeros(1)
+        return torch.cat([self.high(p.name, lows[p.name]) if p.adapted else none.expand(*shape, p.rows) for p in self.parts], -1)
 
 
 class RowAdapter(_Adapters):
-    """For a row-parallel layer: input [s, b, inputs / tp] -> partial sums [s, b, outputs]."""
+    """For a row-parallel layer: input [..., inputs / tp] -> partial sums [..., outputs]."""
 
     def forward(self, x: Tensor | Recomputable) -> Tensor:
         """See the class."""

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megatron_llama import device as devices
+from megatron_llama.nn.bodies import rows
 
 LEAST = 2**22
 """Multiplications from which on a product is worth the dearer call."""
@@ -20,14 +21,14 @@ def linear(x: Tensor, weight: Tensor) -> Tensor:
     """x [..., d] and weight [f, d] -> [..., f]."""
     if not apart(x, weight):
         return F.linear(x, weight)
-    return _shaped(_onednn(x.flatten(0, -2), weight), x)
+    return _shaped(_onednn(rows(x), weight), x)
 
 
 def linear_backward(grad: Tensor, weight: Tensor) -> Tensor:
     """The gradient [..., d] of x from that of ``linear``, [..., f]."""
     if not apart(grad, weight):
         return torch.matmul(grad, weight)
-    return _shaped(_onednn(grad.flatten(0, -2), weight.t()), grad)
+    return _shaped(_onednn(rows(grad), weight.t()), grad)
 
 
 def product(left: Tensor, right: Tensor) -> Tensor:
@@ -52,7 +53,9 @@ def _onednn(left: Tensor, weight: Tensor) -> Tensor:
     return result
 
 
-def _shaped(rows: Tensor, like: Tensor) -> Tensor:
+def _shaped(result: Tensor, like: Tensor) -> Tensor:
     """[t, f] as [..., f]. Not a view to autograd, which would not let it be added to in place."""
-    shaped: Tensor = torch.ops.aten._unsafe_view(rows, [*like.shape[:-1], rows.shape[1]])
+    if like.dim() == 2:
+        return result
+    shaped: Tensor = torch.ops.aten._unsafe_view(result, [*like.shape[:-1], result.shape[1]])
     return shaped

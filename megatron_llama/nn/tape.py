@@ -1,7 +1,7 @@
-"""Differentiation of a few layers that autograd sees as one function: a tape of their calls, played backward.
+"""Differentiation of layers that autograd sees as one function: a tape of their calls, played backward.
 
 A call of a function written in Python costs autograd 6 microseconds beside what it computes, forward and backward, and a tape less than
-4. A block has nine, and a stage many blocks: 8 % of a step where the model is small (docs/performance.md). The tape runs the functions'
+4. A block has ten, and a stage many blocks: 8 % of a step where the model is small (docs/performance.md). The tape runs the functions'
 own ``forward`` and ``backward``, so whatever they save, wait for and deliver is the same, and so is every number.
 
 Calls of ``Function`` are recorded, nothing else. What other operators compute with followed tensors belongs into ``differentiated``;
@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_llama.comm.function import Function
+from megatron_llama.comm.function import Function, is_followed
 
 
 class _Context:
@@ -99,7 +99,8 @@ class Tape:
         """Backward, from the gradient of the last tensor to that of the first, which is None where it is not wanted. Gradients of
         weights without a home are added to their ``grad``. ``saved`` is emptied: what a call has saved may go when it has been used."""
         grads = {self._last: grad}
-        for function, context, inputs, outputs, kept in reversed(self._calls):
+        while self._calls:  # what a function keeps goes with its call, also where a weight gradient that is put off keeps the tape
+            function, context, inputs, outputs, kept = self._calls.pop()
             first = len(saved) - kept
             context.saved_tensors = saved[first:]
             del saved[first:]
@@ -199,6 +200,6 @@ class _Differentiated(Function):
 def differentiated(function: Callable[..., Tensor], *inputs: Tensor, weights: Iterable[Tensor] = ()) -> Tensor:
     """``function(*inputs)``, differentiated by autograd also on a tape. ``weights``: those that it reads, to which their gradients get
     by themselves."""
-    if getattr(inputs[0], "followed", None) is None:
+    if not is_followed(inputs[0]):
         return function(*inputs)
     return _Differentiated.apply(*inputs, *weights, function, len(inputs))  # type: ignore[no-any-return]

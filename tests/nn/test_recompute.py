@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
@@ -29,6 +30,7 @@ from megatron_llama.nn.functional import (
 from megatron_llama.nn.linear import column_linear
 from megatron_llama.nn.recompute import Recomputable, recomputed
 from megatron_llama.nn.sink import attach_home
+from megatron_llama.nn.tape import taped
 from megatron_llama.optim.build import compute_dtype
 from megatron_llama.recorder import Traffic
 from tests.harness import Cluster
@@ -155,7 +157,11 @@ def deferred(place: Place, layout: Run) -> tuple[int, int]:
         attach_home(weight, home)
     length = SEQ_LENGTH // (layout.tp if layout.sp else 1)
     x = torch.randn(length, BATCH, MODEL.hidden_size, dtype=compute_dtype(config), requires_grad=True)
-    several(stage.model.layers, BLOCKS, x, stage.positions(SEQ_LENGTH, CPU)).square().sum().backward()
+    positions = stage.positions(SEQ_LENGTH, CPU)
+    taped(partial(several, stage.model.layers, BLOCKS, positions=positions), x).square().sum().backward()
+    gone = weakref.ref(positions)
+    del positions
+    assert gone() is None, "what a pass has read is kept for weight gradients"
     held = {storage(t): t.untyped_storage().nbytes() for home in weights.values() for work in home.work for t in tensors_of(work)}
     parameters = {storage(weight) for weight in stage.parameters()}
     found = sum(size for key, size in held.items() if key not in parameters)

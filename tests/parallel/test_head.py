@@ -47,6 +47,7 @@ ALONE = [
     Layout(clip=0.0, early=True),
     Layout(lora=4),
     Layout(freeze=("norms",)),
+    Layout(freeze=("model.*",)),
 ]
 
 
