@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Iterator
 
 import pytest
 import torch
 
-from tests.harness import Cluster
+from tests.harness import Cluster, be_patient
 
 torch.set_num_threads(1)
+be_patient()
+# A shell ignores it for what it starts in the background, and so would all processes of tests that send it.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

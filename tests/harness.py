@@ -131,7 +131,7 @@ class Cluster:
         if rank in self._workers:
             return
         here, there = self._context.Pipe()
-        process = self._context.Process(target=_serve, args=(there, self._store.port), name=f"rank {rank}", daemon=True)
+        process = self._context.Process(target=_serve, args=(there, self._store.port, rank), name=f"rank {rank}", daemon=True)
         process.start()
         there.close()
         self._workers[rank] = _Worker(process, here)
@@ -155,8 +155,24 @@ def _room(world_size: int) -> Iterator[None]:
         yield
 
 
-def _serve(connection: Connection, store_port: int) -> None:
+def be_patient() -> None:
+    """This process, and those that it starts, are not called for the moment that somebody has a message for them, but when others have
+    worked for a while. With eight ranks on two cores every message would change who computes: jobs take 0.8 of their time this way."""
+    if hasattr(os, "SCHED_BATCH"):
+        os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
+
+
+def _stay(rank: int) -> None:
+    """All threads of a rank on one processor, where its data is: another 0.8."""
+    if hasattr(os, "sched_setaffinity"):
+        processors = sorted(os.sched_getaffinity(0))
+        os.sched_setaffinity(0, {processors[rank % len(processors)]})
+
+
+def _serve(connection: Connection, store_port: int, rank: int) -> None:
     """A worker's life: one job after the other, until the pool closes the connection."""
+    be_patient()
+    _stay(rank)
     torch.set_num_threads(1)
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     store = TCPStore("127.0.0.1", store_port, is_master=False)

@@ -54,6 +54,7 @@ class Tape:
         self._places = 0
         self._first: int | None = None
         self._last: int | None = None
+        self._profiled = torch._C._autograd._profiler_enabled()
 
     def begin(self, tensor: Tensor, *, wanted: bool) -> Tensor:
         """The first tensor, as one that is followed. ``wanted``: it has a gradient."""
@@ -74,7 +75,8 @@ class Tape:
         inputs = [_place(arg) if isinstance(arg, Tensor) else None for arg in args]
         needs = [place is not None for place in inputs]
         context, wanted = _Context(needs), True in needs
-        result = function.forward(context, *args)
+        forward, name = function.forward, function.__name__
+        result = _named(name, forward, context, *args) if self._profiled else forward(context, *args)
         if isinstance(result, Tensor):
             places = [self._follow(result, wanted)]
         else:
@@ -109,7 +111,8 @@ class Tape:
             except KeyError:
                 problem = f"{function.__name__}: no gradient came back to an output: what has read it is on no tape"
                 raise RuntimeError(problem) from None
-            found = function.backward(context, *given)
+            backward, name = function.backward, function.__name__
+            found = _named(f"{name}Backward", backward, context, *given) if self._profiled else backward(context, *given)
             context.saved_tensors = ()
             del given
             for place, part in zip(inputs, found if isinstance(found, tuple) else (found,), strict=True):
@@ -128,6 +131,12 @@ def _place(tensor: Tensor) -> int | Tensor | None:
     if followed is not None:
         return followed[1]
     return tensor if tensor.requires_grad else None
+
+
+def _named(name: str, call: Callable[..., Any], *args: Any) -> Any:
+    """A call as autograd shows it to a profiler."""
+    with torch.profiler.record_function(name):
+        return call(*args)
 
 
 class _Taped(Function):

@@ -394,15 +394,15 @@ def test_grad_reduce_in_bf16(product: Product, tmp_path: Path) -> None:
 
 
 def test_recompute_granularity(product: Product, tmp_path: Path) -> None:
-    """Less memory for the same run, to the bit: 4,096 tokens in four blocks keep 48 MiB, and 4 MiB when whole blocks recompute."""
+    """Less memory for the same run, to the bit: 8,192 tokens in four blocks keep 96 MiB, and 8 MiB when whole blocks recompute."""
     kinds = ("none", "selective", "full")
     for kind in kinds:
-        length = {"seq_length": 1024, "micro_batch_size": 4, "train_iters": 2}
+        length = {"seq_length": 1024, "micro_batch_size": 8, "train_iters": 2}
         product.train(save=tmp_path / kind, recompute_granularity=kind, **length)
     curves = [exact_curve(tmp_path / kind) for kind in kinds]
     peaks = [column(tmp_path / kind, "peak_memory_bytes")[-1] for kind in kinds]
     assert curves[0] == curves[1] == curves[2]
-    assert peaks[0] - peaks[2] > 20 * 2**20 and peaks[0] > peaks[1] > peaks[2]
+    assert peaks[0] - peaks[2] > 40 * 2**20 and peaks[0] > peaks[1] > peaks[2]
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,8 @@ from megatron_llama.errors import ConfigError
 from megatron_llama.layout import rank_layout
 from megatron_llama.memory import host_buffer_bytes, squares_bytes, state_bytes
 from megatron_llama.mesh import Place, build_mesh
-from megatron_llama.model.llama import build_stages
+from megatron_llama.model.llama import Positions, build_stages
+from megatron_llama.nn.functional import added
 from megatron_llama.nn.sink import home_of
 from megatron_llama.optim.build import build_optimizer
 from megatron_llama.optim.distributed import OverlappedDistributedOptimizer, _early_gathers, _updated_early
@@ -362,7 +363,12 @@ def out_of_order(run: Trainer, engine: OverlappedDistributedOptimizer, parameter
 def unused_in_forward(run: Trainer, engine: OverlappedDistributedOptimizer, parameters: dict[str, torch.Tensor]) -> None:
     """A block that leaves its MLP out."""
     block = run.stages[0].model.layers["2"]
-    block.forward = lambda x, positions: x + block.self_attn(block.input_layernorm(x)[1], positions)
+
+    def forward(x: torch.Tensor, positions: Positions) -> torch.Tensor:
+        stream, normed = block.input_layernorm(x)
+        return added(block.self_attn(normed, positions), stream)
+
+    block.forward = forward
     run.step(1)
 
 
