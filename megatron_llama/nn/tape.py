@@ -1,7 +1,7 @@
 """Differentiation of layers that autograd sees as one function: a tape of their calls, played backward.
 
 A call of a function written in Python costs autograd 6 microseconds beside what it computes, forward and backward, and a tape less than
-4. A block has ten, and a stage many blocks: 8 % of a step where the model is small (docs/performance.md). The tape runs the functions'
+4. A block has ten, and a stage many blocks, which shows where a model is small (docs/performance.md). The tape runs the functions'
 own ``forward`` and ``backward``, so whatever they save, wait for and deliver is the same, and so is every number.
 
 Calls of ``Function`` are recorded, nothing else. What other operators compute with followed tensors belongs into ``differentiated``;

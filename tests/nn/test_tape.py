@@ -6,9 +6,7 @@ import gc
 import subprocess
 import sys
 import weakref
-from contextlib import nullcontext
 from functools import partial
-from unittest.mock import patch
 
 import pytest
 import torch
@@ -39,7 +37,9 @@ LAYOUTS = [
 def trained(place: Place, layout: Layout, by_tape: bool) -> tuple[list[Tensor], list[Tensor]]:
     """Losses and norms, and the weights, after two steps."""
     run = trainer(place, layout)
-    with nullcontext() if by_tape else patch.object(llama, "taped", lambda function, x, weights: function(x)):
+    with pytest.MonkeyPatch.context() as patch:
+        if not by_tape:
+            patch.setattr(llama, "taped", lambda function, x, weights: function(x))
         found = [number for step in range(2) for number in run.step(step)]
     return found, [parameter.clone() for _, parameter in whole_parameters(run)]
 

@@ -12,8 +12,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, cast
-from unittest.mock import patch
 
+import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -194,7 +194,9 @@ def observe(place: Place, layout: Layout) -> tuple[Values, Values]:
     probe.see("rotary cos", positions.cos)
     tokens, labels, weights = (local_sequence(part, mesh.cp) for part in (data.tokens, data.labels, cast(Tensor, data.loss_mask)))
     # A tape has no hooks, and tokens in one dim no samples; the numbers are the same.
-    with patch.multiple(llama, taped=lambda function, x, weights: function(x), shaped=lambda x, *shape: x):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(llama, "taped", lambda function, x, weights: function(x))
+        patch.setattr(llama, "shaped", lambda x, *shape: x)
         logits = stage(tokens, positions)
     probe.see_outputs("lm_head.weight", logits)
     losses = token_losses(logits, labels, mesh.tp, config.model.vocab_size)
