@@ -9,7 +9,7 @@ out=runs/quickstart
 python=.venv/bin/python
 mkdir -p "$out"
 
-gpus=$("$python" -c 'from megatron_llama.device import accelerator_count; print(accelerator_count())')
+gpus=$("$python" -c 'from megatron_llama.distributed.device import accelerator_count; print(accelerator_count())')
 processes=2 tensor=2
 if [ "$gpus" -gt 0 ]; then
     processes=$gpus

@@ -92,7 +92,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 130
     finally:
         if "torch.distributed" in sys.modules:
-            from megatron_llama.mesh import close_mesh
+            from megatron_llama.distributed.mesh import close_mesh
 
             close_mesh()
 
@@ -118,7 +118,7 @@ def run(words: list[str]) -> int:
     command = COMMANDS[name]
     sections = _sections(command)
     if {"-h", "--help"} & set(words):
-        from megatron_llama.manual import help_text
+        from megatron_llama.config.help import help_text
 
         print(help_text(name, command.summary, sections), end="")
         return 0
@@ -126,8 +126,8 @@ def run(words: list[str]) -> int:
     if command.function == "inspect":
         function(words)
         return 0
-    from megatron_llama.aliases import CONVERT, MEGATRON
-    from megatron_llama.options import parse
+    from megatron_llama.config.megatron_names import CONVERT, MEGATRON
+    from megatron_llama.config.parse import parse
 
     return function(parse(_with_dry_run_value(_named(words, command.words)), sections, aliases={**MEGATRON, **CONVERT})) or 0
 

@@ -8,25 +8,25 @@ from collections.abc import Iterator
 from contextlib import ExitStack, closing, contextmanager
 from functools import partial
 
-from megatron_llama.bad_steps import BadSteps
 from megatron_llama.checkpoint.background import Background
-from megatron_llama.checkpoint.export import FinalExport
 from megatron_llama.checkpoint.saver import Saver
-from megatron_llama.checkpoint.start import trained_weights
-from megatron_llama.comm.agreement import together
-from megatron_llama.config import Config
-from megatron_llama.feed import SAVE, STOP, Feed, Interrupts
-from megatron_llama.mesh import Mesh
+from megatron_llama.config.schema import Config
+from megatron_llama.convert.export import FinalExport
+from megatron_llama.distributed.comm.agreement import together
+from megatron_llama.distributed.mesh import Mesh
+from megatron_llama.engine.build import build_optimizer, compute_dtype
+from megatron_llama.engine.lr import learning_rate
+from megatron_llama.engine.replicas import check_replicas
+from megatron_llama.loop.bad_steps import BadSteps
+from megatron_llama.loop.build import Source, Validation, begin, build_loader, go_back, load_or_init, open_log, stream_samples
+from megatron_llama.loop.prefetch import SAVE, STOP, Feed, Interrupts
+from megatron_llama.loop.profiling import Profiling
+from megatron_llama.loop.progress import Progress
+from megatron_llama.loop.start import trained_weights
+from megatron_llama.loop.text_samples import Prompt, SampleTexts
 from megatron_llama.model.llama import build_stages
 from megatron_llama.model.load import load_stages, rank_specs
-from megatron_llama.optim.build import build_optimizer, compute_dtype
-from megatron_llama.optim.compare import check_replicas
-from megatron_llama.optim.lr import learning_rate
 from megatron_llama.pipeline.runtime import FixedWeights, PipelineRuntime
-from megatron_llama.profiling import Profiling
-from megatron_llama.progress import Progress
-from megatron_llama.samples import Prompt, SampleTexts
-from megatron_llama.setup import Source, Validation, begin, build_loader, go_back, load_or_init, open_log, stream_samples
 from megatron_llama.tokenizer.base import Tokenizer
 
 

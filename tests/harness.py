@@ -28,9 +28,9 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
-from megatron_llama.mesh import Place
+from megatron_llama.distributed.mesh import Place
 
-PRELOAD = ["megatron_llama.model.init", "megatron_llama.optim.build", "megatron_llama.pipeline.runtime", "tests.harness"]
+PRELOAD = ["megatron_llama.model.init", "megatron_llama.engine.build", "megatron_llama.pipeline.runtime", "tests.harness"]
 """Imported once, by the server that the workers are forked from."""
 SMALL_JOB = 2
 """Processes."""

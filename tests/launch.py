@@ -277,10 +277,10 @@ def preload() -> None:
     import sentencepiece  # noqa: F401
     import tokenizers  # noqa: F401
 
-    import megatron_llama.checkpoint.hf
     import megatron_llama.commands.pretrain
+    import megatron_llama.convert.hf.files
     import megatron_llama.data.preprocess
-    import megatron_llama.generation
+    import megatron_llama.model.generate
     import megatron_llama.tokenizer.load
     import megatron_llama.train  # noqa: F401
 

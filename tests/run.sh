@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # All tests, from nothing: makes .venv, installs the tested versions, checks style and types, runs pytest.
-# Arguments go to pytest: bash tests/run.sh tests/test_layout.py -x
+# Arguments go to pytest: bash tests/run.sh tests/plans/test_buckets.py -x
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 bash tools/venv.sh test

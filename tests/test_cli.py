@@ -12,10 +12,10 @@ import pytest
 
 from megatron_llama import __version__
 from megatron_llama.cli import COMMANDS, main
-from megatron_llama.commands.options import ConvertConfig, ExportConfig, GenerateConfig, ScheduleConfig
-from megatron_llama.data.options import PreprocessConfig
-from megatron_llama.manual import config_sections
-from megatron_llama.options import flag, options_of
+from megatron_llama.commands.common.configs import ConvertConfig, ExportConfig, GenerateConfig, ScheduleConfig
+from megatron_llama.config.help import config_sections
+from megatron_llama.config.parse import flag, options_of
+from megatron_llama.data.preprocess_config import PreprocessConfig
 
 ROOT = Path(__file__).parent.parent
 
@@ -124,7 +124,7 @@ def test_option_names_are_unique_within_a_command() -> None:
 
 
 def test_presets_can_be_inspected(capsys: pytest.CaptureFixture[str]) -> None:
-    from megatron_llama.presets import PRESETS
+    from megatron_llama.config.presets import PRESETS
 
     status, out, _ = said(capsys, "inspect", "presets")
     assert status == 0 and [line.split()[0] for line in out.splitlines()] == list(PRESETS)

@@ -25,13 +25,13 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.optim.adamw import adamw as torch_adamw
 
-from megatron_llama import device as devices
 from megatron_llama.commands.env import apex_found
-from megatron_llama.nn import bodies as plain
+from megatron_llama.distributed import device as devices
+from megatron_llama.nn import ops as plain
 from megatron_llama.nn.attention import attention_kernel, causal_attention
 from megatron_llama.nn.functional import rope_frequencies, rope_table
 from megatron_llama.nn.kernels.choice import runs_kernels
-from megatron_llama.nn.sink import accumulate_product
+from megatron_llama.nn.param_handle import accumulate_product
 
 HIDDEN, INNER, VOCABULARY, HEADS, KEYS, WIDTH = 4096, 14336, 128256, 32, 8, 128
 Body = Callable[[], Any]
@@ -199,7 +199,7 @@ def adamw(sizes: Sizes) -> Case:
 
     found: dict[str, Body] = {"torch": torchs}
     if sizes.fused:
-        from megatron_llama.optim.one_pass import adamw as one_pass
+        from megatron_llama.engine.adamw_kernel import adamw as one_pass
 
         found["ours"] = lambda: one_pass(master, grad, average, square, step, copy, scale=scale, skip=skip, decay=0.1, **rates)
     if (apex := sizes.optional("apex.optimizers")) is not None and sizes.optional("amp_C") is not None:

@@ -27,12 +27,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_llama import device as devices
-from megatron_llama.comm import exchange
-from megatron_llama.config import Config, ParallelConfig, TrainingConfig
-from megatron_llama.mesh import Place, init_mesh
-from megatron_llama.presets import PRESETS
-from megatron_llama.validate import check
+from megatron_llama.config.presets import PRESETS
+from megatron_llama.config.schema import Config, ParallelConfig, TrainingConfig
+from megatron_llama.distributed import device as devices
+from megatron_llama.distributed.comm import exchange
+from megatron_llama.distributed.mesh import Place, init_mesh
+from megatron_llama.plans.resolve import check
 from tools.compare_sharding import Trial, random_batches
 
 Way = Literal["alone", "overlapped", "serial"]

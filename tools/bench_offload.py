@@ -25,16 +25,16 @@ from pathlib import Path
 
 import torch
 
-from megatron_llama import device as devices
-from megatron_llama.aliases import MEGATRON
-from megatron_llama.config import Config, ModelConfig, ParallelConfig, TrainingConfig
+from megatron_llama.config.help import config_sections, help_text
+from megatron_llama.config.megatron_names import MEGATRON
+from megatron_llama.config.parse import Parsed, parse
+from megatron_llama.config.schema import Config, ModelConfig, ParallelConfig, TrainingConfig
+from megatron_llama.distributed import device as devices
+from megatron_llama.distributed.mesh import close_mesh
 from megatron_llama.errors import ConfigError, UserError, describe
-from megatron_llama.manual import config_sections, help_text
-from megatron_llama.mesh import close_mesh
-from megatron_llama.offload import NONE, ZENFLOW
-from megatron_llama.options import Parsed, parse
-from megatron_llama.validate import assemble, check
-from megatron_llama.zenflow import longest_window
+from megatron_llama.plans.checks.zenflow import longest_window
+from megatron_llama.plans.offload import NONE, ZENFLOW
+from megatron_llama.plans.resolve import assemble, check
 from tools.offload.catalogue import BUCKET_ELEMENTS, MODES, SMALL, Mode, Numbers, configuration, elements, numbers_of
 from tools.offload.machine import bus_seconds, update_seconds
 from tools.offload.modelled import Speeds

@@ -39,8 +39,8 @@ import tokenizers
 from megatron.core.datasets.indexed_dataset import DType, IndexedDatasetBuilder
 from tokenizers import models, pre_tokenizers, trainers
 
+from megatron_llama.config.parse import parse
 from megatron_llama.data.corpus import python_documentation
-from megatron_llama.options import parse
 from megatron_llama.tokenizer.export import SPACE
 from megatron_llama.tokenizer.load import load_tokenizer
 from megatron_llama.tokenizer.spm import train_tokenizer

@@ -23,19 +23,19 @@ from pathlib import Path
 import torch.distributed as dist
 from torch.distributed.checkpoint import state_dict_saver as dcp
 
-from megatron_llama import device as devices
-from megatron_llama.aliases import MEGATRON
 from megatron_llama.checkpoint import native
 from megatron_llama.checkpoint.background import Background
+from megatron_llama.checkpoint.checkpoint_dir import Retention, checkpoint_path
 from megatron_llama.checkpoint.folders import fresh_staging
 from megatron_llama.checkpoint.meta import TrainState
-from megatron_llama.checkpoint.series import Retention, checkpoint_path
-from megatron_llama.config import Config
+from megatron_llama.config.help import config_sections
+from megatron_llama.config.megatron_names import MEGATRON
+from megatron_llama.config.parse import parse
+from megatron_llama.config.schema import Config
+from megatron_llama.distributed import device as devices
+from megatron_llama.distributed.mesh import Mesh, close_mesh, init_mesh, place_from_environment
 from megatron_llama.errors import UserError
-from megatron_llama.manual import config_sections
-from megatron_llama.mesh import Mesh, close_mesh, init_mesh, place_from_environment
-from megatron_llama.options import parse
-from megatron_llama.validate import assemble, check
+from megatron_llama.plans.resolve import assemble, check
 from tools.compare_sharding import Trial, random_batches
 
 

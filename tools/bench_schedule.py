@@ -24,14 +24,14 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-from megatron_llama.config import Config, ModelConfig, ParallelConfig
+from megatron_llama.config.schema import Config, ModelConfig, ParallelConfig
 from megatron_llama.data.loader import Batch
-from megatron_llama.mesh import Mesh, build_mesh
+from megatron_llama.distributed.mesh import Mesh, build_mesh
 from megatron_llama.model.llama import Positions, StageOptions
-from megatron_llama.params import partition_of
 from megatron_llama.pipeline.runtime import PipelineRuntime
-from megatron_llama.schedule import schedule_named, validate
-from megatron_llama.uses import Use
+from megatron_llama.plans.params import partition_of
+from megatron_llama.plans.schedule import schedule_named, validate
+from megatron_llama.plans.weight_access import Use
 
 SCHEDULES = ("1f1b", "zb-h1", "zb-v", "interleaved", "gpipe")
 WIDTH = 8

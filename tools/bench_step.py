@@ -26,15 +26,15 @@ from pathlib import Path
 
 import torch
 
-from megatron_llama import device as devices
-from megatron_llama.aliases import MEGATRON
-from megatron_llama.config import CheckpointConfig, Config, ModelConfig, TrainingConfig
+from megatron_llama.config.help import config_sections, help_text
+from megatron_llama.config.megatron_names import MEGATRON
+from megatron_llama.config.parse import Parsed, parse
+from megatron_llama.config.schema import CheckpointConfig, Config, ModelConfig, TrainingConfig
+from megatron_llama.distributed import device as devices
 from megatron_llama.errors import ConfigError, UserError, describe
-from megatron_llama.manual import config_sections, help_text
-from megatron_llama.memory import gib
 from megatron_llama.metrics.flops import flops_per_token, peak_flops
-from megatron_llama.options import Parsed, parse
-from megatron_llama.validate import assemble, check
+from megatron_llama.plans.memory import gib
+from megatron_llama.plans.resolve import assemble, check
 from tools.step.ceiling import matmul_flops
 from tools.step.contenders import DTYPES, NAMES, Entry
 from tools.step.worker import Failed, Sample, Task, Worker

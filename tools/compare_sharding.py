@@ -24,25 +24,25 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_llama import device as devices
-from megatron_llama.aliases import MEGATRON
-from megatron_llama.auto import decide
-from megatron_llama.comm.collectives import all_reduce
 from megatron_llama.commands.pretrain import agreed_memory
-from megatron_llama.config import Config, ModelConfig
+from megatron_llama.config.help import config_sections, help_text
+from megatron_llama.config.megatron_names import MEGATRON
+from megatron_llama.config.parse import parse
+from megatron_llama.config.schema import Config, ModelConfig
 from megatron_llama.data.loader import Batch
+from megatron_llama.distributed import device as devices
+from megatron_llama.distributed.comm.collectives import all_reduce
+from megatron_llama.distributed.mesh import Mesh, build_mesh, close_mesh, init_mesh, place_from_environment
+from megatron_llama.engine.build import build_optimizer, compute_dtype
+from megatron_llama.engine.optimizer import OverlappedDistributedOptimizer
 from megatron_llama.errors import ConfigError, UserError, describe
-from megatron_llama.layout import BY_TRAFFIC, NO_SHARD
-from megatron_llama.manual import config_sections, help_text
-from megatron_llama.memory import MemoryPlan, gib
-from megatron_llama.mesh import Mesh, build_mesh, close_mesh, init_mesh, place_from_environment
 from megatron_llama.model.init import InitialWeights
 from megatron_llama.model.llama import build_stages
-from megatron_llama.optim.build import build_optimizer, compute_dtype
-from megatron_llama.optim.distributed import OverlappedDistributedOptimizer
-from megatron_llama.options import parse
 from megatron_llama.pipeline.runtime import PipelineRuntime
-from megatron_llama.validate import assemble, check
+from megatron_llama.plans.auto import decide
+from megatron_llama.plans.buckets import BY_TRAFFIC, NO_SHARD
+from megatron_llama.plans.memory import MemoryPlan, gib
+from megatron_llama.plans.resolve import assemble, check
 
 T = TypeVar("T")
 MODES = {name: (name, "default") for name in (NO_SHARD, *BY_TRAFFIC[:-1])}

@@ -25,9 +25,9 @@ from datasets import Dataset
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from trl import SFTConfig, SFTTrainer
 
-from megatron_llama.config import TrainingConfig
+from megatron_llama.config.parse import parse
+from megatron_llama.config.schema import TrainingConfig
 from megatron_llama.data.order import sample_index
-from megatron_llama.options import parse
 
 BOUND = 1e-6
 

@@ -5,15 +5,15 @@ from __future__ import annotations
 import sys
 from dataclasses import replace
 
-from megatron_llama.config import Config
+from megatron_llama.config.presets import PRESETS
+from megatron_llama.config.schema import Config
+from megatron_llama.planner.candidate import Planned
 from megatron_llama.planner.fitted import FITTED
 from megatron_llama.planner.hardware import gpu_named
 from megatron_llama.planner.job import Habits, Machine
-from megatron_llama.planner.own import Planned
 from megatron_llama.planner.published import BITS
 from megatron_llama.planner.steps import estimate
-from megatron_llama.presets import PRESETS
-from megatron_llama.validate import resolve
+from megatron_llama.plans.resolve import resolve
 
 A100 = gpu_named("a100")
 LAYERS = (("llama2-70b", 2048, 10, 6.97, 8.87), ("llama2-70b", 4096, 50, 11.07, 11.93), ("llama3-70b", 2048, 20, 7.17, 9.76))

@@ -21,8 +21,8 @@ from io import StringIO
 from multiprocessing import get_context
 from pathlib import Path
 
+from megatron_llama.config.parse import parse
 from megatron_llama.errors import UserError
-from megatron_llama.options import parse
 
 SHAPE = "--hidden-size 64 --intermediate-size 176 --num-layers 2 --num-attention-heads 4 --max-position-embeddings 256"
 COMMON = ("--adam-beta2", "0.95", "--split", "95,5,0", "--eval-iters", "24", "--no-progress-bar")

@@ -4,7 +4,7 @@
 # `load: auto` it goes on from its newest checkpoint. SIGTERM and Ctrl-C end a run behind a checkpoint.
 set -euo pipefail
 python=${PYTHON:-python}
-processes=${PROCESSES:-$("$python" -c 'from megatron_llama.device import accelerator_count; print(accelerator_count() or 1)')}
+processes=${PROCESSES:-$("$python" -c 'from megatron_llama.distributed.device import accelerator_count; print(accelerator_count() or 1)')}
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
 exec "$python" -m torch.distributed.run --standalone --nproc-per-node "$processes" --max-restarts "${RESTARTS:-3}" \
     -m megatron_llama "$@"

@@ -9,10 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_llama.config import LoraConfig
+from megatron_llama.config.schema import LoraConfig
+from megatron_llama.engine.optimizer import WeightSource
 from megatron_llama.errors import CheckpointError, describe
-from megatron_llama.optim.distributed import WeightSource
-from megatron_llama.params import Rectangle, adapter_names
+from megatron_llama.plans.params import Rectangle, adapter_names
 
 LIKE = ("lora_rank", "lora_alpha", "lora_target_modules")
 """Options that a run must have in common with the checkpoint whose additions it trains on."""

@@ -25,16 +25,16 @@ import torch
 from torch.distributed import DistStoreError, Store  # type: ignore[attr-defined]
 from torch.distributed.checkpoint.metadata import Metadata
 
-from megatron_llama import device as devices
+from megatron_llama.checkpoint.checkpoint_dir import Retention
 from megatron_llama.checkpoint.chunks import Region
 from megatron_llama.checkpoint.folders import discard, staging
 from megatron_llama.checkpoint.native import SavePlan, finish
-from megatron_llama.checkpoint.series import Retention
 from megatron_llama.checkpoint.storage import Written, write_parts
-from megatron_llama.comm.agreement import common_error
-from megatron_llama.comm.store import connect
+from megatron_llama.distributed import device as devices
+from megatron_llama.distributed.comm.agreement import common_error
+from megatron_llama.distributed.comm.store import connect
+from megatron_llama.distributed.mesh import Place
 from megatron_llama.errors import CheckpointError, ConfigError, describe
-from megatron_llama.mesh import Place
 
 SLOTS = 2
 """A save may begin while the one before is being written."""

@@ -16,9 +16,9 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 from torch.distributed.checkpoint.planner import LoadPlan, ReadItem, SavePlan, TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
+from megatron_llama.engine.optimizer import ShardPiece
 from megatron_llama.errors import describe
-from megatron_llama.optim.distributed import ShardPiece
-from megatron_llama.params import Rectangle
+from megatron_llama.plans.params import Rectangle
 
 STATE = "optimizer."
 CHUNK_ELEMENTS = 2**22

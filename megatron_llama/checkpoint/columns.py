@@ -18,13 +18,13 @@ from torch import Tensor
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
 from megatron_llama.checkpoint.chunks import Region, regions, state_key
-from megatron_llama.config import OptimizerConfig
-from megatron_llama.mesh import Mesh
-from megatron_llama.optim.distributed import OverlappedDistributedOptimizer, ShardPiece
-from megatron_llama.optim.offload.adam import corrections
-from megatron_llama.optim.offload.divided import Divided
-from megatron_llama.optim.offload.zenflow import ZenFlow
-from megatron_llama.params import Rectangle
+from megatron_llama.config.schema import OptimizerConfig
+from megatron_llama.distributed.mesh import Mesh
+from megatron_llama.engine.offload.adam import corrections
+from megatron_llama.engine.offload.divided import Divided
+from megatron_llama.engine.offload.zenflow import ZenFlow
+from megatron_llama.engine.optimizer import OverlappedDistributedOptimizer, ShardPiece
+from megatron_llama.plans.params import Rectangle
 
 UPDATES, HOT, WINDOWS = "updates", "hot", "windows"
 

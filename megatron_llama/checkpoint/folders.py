@@ -11,7 +11,7 @@ import os
 import shutil
 from pathlib import Path
 
-from megatron_llama.checkpoint.places import is_remote, remove_tree
+from megatron_llama.checkpoint.storage_paths import is_remote, remove_tree
 
 INCOMPLETE, REPLACED = ".incomplete", ".replaced"
 

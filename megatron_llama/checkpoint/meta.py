@@ -11,12 +11,12 @@ from typing import Any
 
 import torch
 
-from megatron_llama.config import Config, ModelConfig
+from megatron_llama.checkpoint.history import NO_HISTORY, History, read_history
+from megatron_llama.config.hf import hf_config_from_model, model_config_from_hf, normal_rope
+from megatron_llama.config.parse import flag
+from megatron_llama.config.schema import Config, ModelConfig
 from megatron_llama.errors import CheckpointError, describe
-from megatron_llama.hf_config import hf_config_from_model, model_config_from_hf, normal_rope
-from megatron_llama.history import NO_HISTORY, History, read_history
-from megatron_llama.options import flag
-from megatron_llama.validate import SHAPE
+from megatron_llama.plans.resolve import SHAPE
 
 META = "meta.json"
 FORMAT_VERSION = 1

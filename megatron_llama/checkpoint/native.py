@@ -20,21 +20,21 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import Metadata
 
 from megatron_llama.checkpoint.adapters import Merged, saved_lora, scaling_of
+from megatron_llama.checkpoint.checkpoint_dir import Retention, checkpoint_path, find, publish, retain, tidy
 from megatron_llama.checkpoint.checksums import seal
 from megatron_llama.checkpoint.chunks import LoadRegions, Region, is_state, make_index, regions
 from megatron_llama.checkpoint.columns import SavedColumns, column_pieces
 from megatron_llama.checkpoint.failures import writing
 from megatron_llama.checkpoint.folders import discard, fresh_staging, staging
 from megatron_llama.checkpoint.meta import META, CheckpointMeta, TrainState, meta_json, model_differences, parse_meta
-from megatron_llama.checkpoint.places import place
-from megatron_llama.checkpoint.series import Retention, checkpoint_path, find, publish, retain, tidy
 from megatron_llama.checkpoint.storage import ChunkReader, Written, read_metadata, refuse, write_index, write_parts
-from megatron_llama.comm.agreement import from_first, gathered, largest, raise_together, together
-from megatron_llama.config import Config, ModelConfig
+from megatron_llama.checkpoint.storage_paths import place
+from megatron_llama.config.schema import Config, ModelConfig
+from megatron_llama.distributed.comm.agreement import from_first, gathered, largest, raise_together, together
+from megatron_llama.distributed.mesh import Mesh
+from megatron_llama.engine.optimizer import OverlappedDistributedOptimizer
 from megatron_llama.errors import CheckpointError
-from megatron_llama.mesh import Mesh
-from megatron_llama.optim.distributed import OverlappedDistributedOptimizer
-from megatron_llama.params import Rectangle, adapter_shapes, hf_shapes
+from megatron_llama.plans.params import Rectangle, adapter_shapes, hf_shapes
 
 
 @dataclass(frozen=True)

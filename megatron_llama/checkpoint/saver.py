@@ -11,17 +11,17 @@ from typing import Any
 
 from megatron_llama.checkpoint import native
 from megatron_llama.checkpoint.background import Background
+from megatron_llama.checkpoint.checkpoint_dir import TOKENIZER, Retention, checkpoint_path, tidy
 from megatron_llama.checkpoint.failures import writing
 from megatron_llama.checkpoint.folders import commit, fresh_staging
 from megatron_llama.checkpoint.meta import TrainState
-from megatron_llama.checkpoint.places import is_remote, place
-from megatron_llama.checkpoint.series import TOKENIZER, Retention, checkpoint_path, tidy
-from megatron_llama.comm.agreement import raise_together, together
-from megatron_llama.config import Config
+from megatron_llama.checkpoint.storage_paths import is_remote, place
+from megatron_llama.config.schema import Config
+from megatron_llama.distributed.comm.agreement import raise_together, together
+from megatron_llama.distributed.mesh import Mesh
+from megatron_llama.engine.optimizer import OverlappedDistributedOptimizer
 from megatron_llama.errors import CheckpointError
-from megatron_llama.mesh import Mesh
 from megatron_llama.metrics.log import MetricLog
-from megatron_llama.optim.distributed import OverlappedDistributedOptimizer
 from megatron_llama.tokenizer.base import Tokenizer
 
 

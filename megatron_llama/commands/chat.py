@@ -6,13 +6,13 @@ import sys
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from megatron_llama.commands.options import ChatConfig, ModelFolderConfig, SamplingConfig
+from megatron_llama.commands.common.configs import ChatConfig, ModelFolderConfig, SamplingConfig
+from megatron_llama.config.parse import Parsed
 from megatron_llama.errors import DataError, UserError, describe
-from megatron_llama.options import Parsed
 
 if TYPE_CHECKING:
-    from megatron_llama.commands.trained import Trained
-    from megatron_llama.generation import Sampling
+    from megatron_llama.commands.common.trained import Trained
+    from megatron_llama.model.generate import Sampling
     from megatron_llama.sft.chat import ChatTokenizer
 
 SECTIONS = (ModelFolderConfig, ChatConfig, SamplingConfig)
@@ -21,7 +21,7 @@ RESET = "/reset"
 
 def chat(parsed: Parsed) -> None:
     """Read messages line by line, from a terminal or a pipe, and print each answer as its tokens come."""
-    from megatron_llama.commands.trained import open_trained, sampling_of
+    from megatron_llama.commands.common.trained import open_trained, sampling_of
     from megatron_llama.sft.chat import ChatTokenizer
     from megatron_llama.sft.problems import UnusableError
 
@@ -69,7 +69,7 @@ class Talk:
         """Forget everything but the system's message."""
         import torch
 
-        from megatron_llama.generation import Reader
+        from megatron_llama.model.generate import Reader
 
         self._reader, self._read = Reader(self._model.stage), list[int]()
         self._said: list[dict[str, str]] = []
@@ -80,7 +80,7 @@ class Talk:
         the template cannot render it.
 
         The oldest messages are forgotten when the conversation gets longer than the model's longest sequence."""
-        from megatron_llama.generation import go_on
+        from megatron_llama.model.generate import go_on
         from megatron_llama.tokenizer.stream import TextStream
 
         said, ids = self._fitting([*self._said, {"role": "user", "content": message}])

@@ -8,14 +8,14 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from megatron_llama.commands.options import ConvertConfig
+from megatron_llama.commands.common.configs import ConvertConfig
+from megatron_llama.config.parse import Parsed, flag
 from megatron_llama.errors import ConfigError, describe, listing
-from megatron_llama.options import Parsed, flag
-from megatron_llama.params import split_layers
+from megatron_llama.plans.params import split_layers
 
 if TYPE_CHECKING:
-    from megatron_llama.checkpoint.convert import Target
-    from megatron_llama.config import ModelConfig
+    from megatron_llama.config.schema import ModelConfig
+    from megatron_llama.convert.convert import Target
 
 MEGATRONS = ("megatron", "megatron-llama")
 ONLY_WITH = (
@@ -35,11 +35,11 @@ def convert(parsed: Parsed) -> None:
     _check(options, parsed.explicit)
     import torch
 
-    from megatron_llama.checkpoint.companions import tokens_in
-    from megatron_llama.checkpoint.convert import convert as run
-    from megatron_llama.checkpoint.convert import require_free, require_sound
-    from megatron_llama.checkpoint.formats import open_source
-    from megatron_llama.checkpoint.series import TOKENIZER
+    from megatron_llama.checkpoint.checkpoint_dir import TOKENIZER
+    from megatron_llama.convert.convert import convert as run
+    from megatron_llama.convert.convert import require_free, require_sound
+    from megatron_llama.convert.formats import open_source
+    from megatron_llama.convert.tokenizer_files import tokens_in
 
     start, target_folder = time.perf_counter(), Path(options.dst)
     require_free(target_folder.resolve(), Path(options.src).resolve(), overwrite=options.overwrite)
@@ -84,10 +84,10 @@ def _check(options: ConvertConfig, explicit: frozenset[str]) -> None:
 
 
 def _target(options: ConvertConfig, model: ModelConfig) -> Target:
-    from megatron_llama.checkpoint.convert import HFTarget
-    from megatron_llama.checkpoint.megatron_target import MegatronTarget
-    from megatron_llama.checkpoint.meta_format import MetaTarget
-    from megatron_llama.checkpoint.native_target import NativeTarget
+    from megatron_llama.convert.convert import HFTarget
+    from megatron_llama.convert.megatron.target import MegatronTarget
+    from megatron_llama.convert.meta.format import MetaTarget
+    from megatron_llama.convert.native.target import NativeTarget
 
     if options.to == "hf":
         return HFTarget(options.max_shard_bytes)
@@ -116,7 +116,8 @@ def _split(options: ConvertConfig, layers: int) -> tuple[int, ...]:
 
 def _losses(options: ConvertConfig, model: ModelConfig) -> Iterator[str]:
     """What the target's own program cannot express."""
-    from megatron_llama.checkpoint import megatron_args, meta_format
+    from megatron_llama.convert.megatron import args as megatron_args
+    from megatron_llama.convert.meta import format as meta_format
 
     fields: Iterator[str] = iter(())
     if options.to in MEGATRONS:

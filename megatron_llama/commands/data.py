@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megatron_llama.commands.sft import learned, refuse
+from megatron_llama.config.parse import Parsed
 from megatron_llama.errors import DataError, describe
-from megatron_llama.options import Parsed
-from megatron_llama.sft.options import DataToolConfig, SFTConfig
+from megatron_llama.sft.sft_config import DataToolConfig, SFTConfig
 
 if TYPE_CHECKING:
     from megatron_llama.sft.chat import ChatTokenizer

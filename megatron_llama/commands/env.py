@@ -9,7 +9,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from megatron_llama import __version__
-from megatron_llama.options import Parsed
+from megatron_llama.config.parse import Parsed
 
 PACKAGES = ("numpy", "safetensors", "sentencepiece", "tokenizers", "pyyaml", "tqdm", "transformers")
 
@@ -19,7 +19,7 @@ def env(parsed: Parsed) -> None:
     import torch
     import torch.distributed as dist
 
-    from megatron_llama import device as devices
+    from megatron_llama.distributed import device as devices
 
     device = devices.accelerator(0)
     host = devices.is_host(device)

@@ -7,10 +7,10 @@ from dataclasses import replace
 from pathlib import Path
 
 from megatron_llama.commands import pretrain
-from megatron_llama.commands.options import EvaluateConfig
-from megatron_llama.config import CheckpointConfig, DataConfig, TrainingConfig
+from megatron_llama.commands.common.configs import EvaluateConfig
+from megatron_llama.config.parse import Parsed, parse
+from megatron_llama.config.schema import CheckpointConfig, DataConfig, TrainingConfig
 from megatron_llama.errors import ConfigError, describe
-from megatron_llama.options import Parsed, parse
 
 SECTIONS = (EvaluateConfig, *pretrain.SECTIONS)
 LONGEST = TrainingConfig().seq_length
@@ -19,8 +19,8 @@ LONGEST = TrainingConfig().seq_length
 
 def evaluate(parsed: Parsed) -> None:
     """Print loss and perplexity of --load or --init-from-hf."""
-    from megatron_llama.checkpoint.places import local_copy
-    from megatron_llama.commands.trained import open_folder, tokenizer_folder
+    from megatron_llama.checkpoint.storage_paths import local_copy
+    from megatron_llama.commands.common.trained import open_folder, tokenizer_folder
 
     options = parsed.get(EvaluateConfig)
     if not options.text:
@@ -43,8 +43,8 @@ def evaluate(parsed: Parsed) -> None:
 
 def _with_text(parsed: Parsed, text: tuple[str, ...], prefix: Path, tokenizer: str, longest: int) -> Parsed:
     """The same command line with a dataset of all of the text, whose samples are no longer than ``longest``."""
-    from megatron_llama.data.options import PreprocessConfig
     from megatron_llama.data.preprocess import preprocess
+    from megatron_llama.data.preprocess_config import PreprocessConfig
     from megatron_llama.tokenizer.load import load_tokenizer
 
     data, training = parsed.get(DataConfig), parsed.get(TrainingConfig)

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from megatron_llama.commands.options import ExportConfig
+from megatron_llama.commands.common.configs import ExportConfig
+from megatron_llama.config.parse import Parsed
 from megatron_llama.errors import ConfigError, describe
-from megatron_llama.options import Parsed
 
 
 def export(parsed: Parsed) -> None:
     """Stream the weights tensor by tensor; the target appears whole or not at all."""
-    from megatron_llama.checkpoint import series
-    from megatron_llama.checkpoint.export import export_adapter, export_checkpoint
-    from megatron_llama.checkpoint.places import local_copy
+    from megatron_llama.checkpoint import checkpoint_dir as series
+    from megatron_llama.checkpoint.storage_paths import local_copy
+    from megatron_llama.convert.export import export_adapter, export_checkpoint
     from megatron_llama.tokenizer.load import load_tokenizer
 
     options = parsed.get(ExportConfig)

@@ -6,20 +6,20 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from megatron_llama.commands.options import GenerateConfig, ModelFolderConfig, SamplingConfig
+from megatron_llama.commands.common.configs import GenerateConfig, ModelFolderConfig, SamplingConfig
+from megatron_llama.config.parse import Parsed
 from megatron_llama.errors import ConfigError, DataError, describe, listing
-from megatron_llama.options import Parsed
 
 if TYPE_CHECKING:
-    from megatron_llama.commands.trained import Trained
-    from megatron_llama.generation import Sampling
+    from megatron_llama.commands.common.trained import Trained
+    from megatron_llama.model.generate import Sampling
 
 SECTIONS = (ModelFolderConfig, GenerateConfig, SamplingConfig)
 
 
 def generate(parsed: Parsed) -> None:
     """Print each prompt with its continuation, in their order, as the tokens come."""
-    from megatron_llama.commands.trained import open_trained, sampling_of
+    from megatron_llama.commands.common.trained import open_trained, sampling_of
 
     options, sampling = parsed.get(GenerateConfig), parsed.get(SamplingConfig)
     drawing, texts = sampling_of(sampling), _texts(options, parsed)
@@ -71,7 +71,7 @@ def _batches(prompts: Sequence[list[int]], size: int) -> Iterator[Sequence[list[
 def continued(model: Trained, prompts: Sequence[Sequence[int]], sampling: Sampling, seed: int) -> Iterator[str]:
     """The prompts with their continuations, each with a newline at its end, piece by piece: the first that is not done as its tokens
     come, the others when those before them are done."""
-    from megatron_llama.generation import generate_batch
+    from megatron_llama.model.generate import generate_batch
     from megatron_llama.tokenizer.stream import TextStream
 
     streams = [TextStream(model.tokenizer, prompt) for prompt in prompts]

@@ -35,13 +35,13 @@ def _rows(rows: Mapping[str, object]) -> None:
 
 def _config(path: str) -> None:
     """A YAML file of options, or a HuggingFace config.json."""
-    from megatron_llama.hf_config import read_hf_config
-    from megatron_llama.params import parameter_count
+    from megatron_llama.config.hf import read_hf_config
+    from megatron_llama.plans.params import parameter_count
 
     if path.endswith((".yaml", ".yml")):
-        from megatron_llama.aliases import MEGATRON
         from megatron_llama.commands.pretrain import SECTIONS
-        from megatron_llama.options import parse
+        from megatron_llama.config.megatron_names import MEGATRON
+        from megatron_llama.config.parse import parse
 
         _rows(parse(["--config", path], SECTIONS, aliases=MEGATRON).differences())
         return
@@ -50,8 +50,9 @@ def _config(path: str) -> None:
 
 
 def _checkpoint(path: str) -> None:
-    from megatron_llama.checkpoint import native, series
-    from megatron_llama.params import parameter_count
+    from megatron_llama.checkpoint import checkpoint_dir as series
+    from megatron_llama.checkpoint import native
+    from megatron_llama.plans.params import parameter_count
 
     newest = series.find(path)
     meta = native.read_meta(newest)
@@ -70,7 +71,8 @@ def _checkpoint(path: str) -> None:
 
 
 def _verify(path: str) -> None:
-    from megatron_llama.checkpoint import checksums, series
+    from megatron_llama.checkpoint import checkpoint_dir as series
+    from megatron_llama.checkpoint import checksums
     from megatron_llama.checkpoint.storage import refuse
 
     newest = series.find(path)
@@ -95,8 +97,8 @@ def _dataset(path: str) -> None:
 
 
 def _presets() -> None:
-    from megatron_llama.params import parameter_count
-    from megatron_llama.presets import PRESETS
+    from megatron_llama.config.presets import PRESETS
+    from megatron_llama.plans.params import parameter_count
 
     for name, model in PRESETS.items():
         heads = f"{model.num_attention_heads}/{model.num_key_value_heads}"

@@ -5,9 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import cast
 
-from megatron_llama.commands.options import MergeConfig
+from megatron_llama.commands.common.configs import MergeConfig
+from megatron_llama.config.parse import Parsed
 from megatron_llama.errors import ConfigError, describe
-from megatron_llama.options import Parsed
 
 
 def merge(parsed: Parsed) -> None:
@@ -15,10 +15,10 @@ def merge(parsed: Parsed) -> None:
     import torch
 
     from megatron_llama.checkpoint.adapters import saved_lora
-    from megatron_llama.checkpoint.convert import HFTarget, convert, require_free, require_sound
-    from megatron_llama.checkpoint.formats import Source, open_source
     from megatron_llama.checkpoint.native import read_meta
-    from megatron_llama.checkpoint.peft import MergedSource, PeftAdapter
+    from megatron_llama.convert.convert import HFTarget, convert, require_free, require_sound
+    from megatron_llama.convert.formats import Source, open_source
+    from megatron_llama.convert.peft.format import MergedSource, PeftAdapter
 
     options = parsed.get(MergeConfig)
     target = Path(options.dst)

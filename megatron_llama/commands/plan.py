@@ -7,18 +7,18 @@ from importlib import import_module
 from pathlib import Path
 from types import MappingProxyType
 
-from megatron_llama.commands.options import PlanConfig
-from megatron_llama.commands.plan_inputs import calibrated, config_of, layout_named, machine_of
-from megatron_llama.commands.plan_outputs import write_json, write_page
+from megatron_llama.commands.common.configs import PlanConfig
+from megatron_llama.commands.common.plan_inputs import calibrated, config_of, layout_named, machine_of
+from megatron_llama.commands.common.plan_outputs import write_json, write_page
+from megatron_llama.config.help import config_sections
+from megatron_llama.config.parse import Parsed
 from megatron_llama.errors import ConfigError, describe
-from megatron_llama.manual import config_sections
-from megatron_llama.options import Parsed
+from megatron_llama.planner.candidate import Planned
 from megatron_llama.planner.choice import given_of
 from megatron_llama.planner.citations import TABLE
 from megatron_llama.planner.fitted import FITTED
 from megatron_llama.planner.judge import lines
 from megatron_llama.planner.nearest import Citation, nearest, read_table
-from megatron_llama.planner.own import Planned
 from megatron_llama.planner.picture_plan import plan_page
 from megatron_llama.planner.published import BITS, read_rows
 from megatron_llama.planner.report import as_json, command, details, does_not_fit, losses, table

@@ -6,11 +6,11 @@ from dataclasses import replace
 from statistics import median
 from typing import TYPE_CHECKING
 
-from megatron_llama.commands.options import PlanConfig
-from megatron_llama.commands.plan_outputs import write_json
-from megatron_llama.config import Config, ParallelConfig, TrainingConfig
+from megatron_llama.commands.common.configs import PlanConfig
+from megatron_llama.commands.common.plan_outputs import write_json
+from megatron_llama.config.parse import Parsed
+from megatron_llama.config.schema import Config, ParallelConfig, TrainingConfig
 from megatron_llama.errors import ConfigError, describe
-from megatron_llama.options import Parsed
 from megatron_llama.planner.calibration import HOST, as_json
 from megatron_llama.planner.fitted import FITTED
 from megatron_llama.planner.hardware import CPU, gpu_of_device
@@ -19,7 +19,7 @@ from megatron_llama.planner.measurements import Device, Point, coefficients_of, 
 if TYPE_CHECKING:
     import torch
 
-    from megatron_llama.mesh import Mesh, Place
+    from megatron_llama.distributed.mesh import Mesh, Place
 
 
 def calibrate(parsed: Parsed) -> None:
@@ -31,8 +31,8 @@ def calibrate(parsed: Parsed) -> None:
         raise ConfigError(describe("plan calibrate", got=got, expected="a file to write, and some time", do=do))
     import torch
 
-    from megatron_llama import device as devices
-    from megatron_llama.mesh import init_mesh, place_from_environment
+    from megatron_llama.distributed import device as devices
+    from megatron_llama.distributed.mesh import init_mesh, place_from_environment
 
     place = place_from_environment()
     node = place.local_world_size or place.world_size
@@ -52,9 +52,9 @@ def calibrate(parsed: Parsed) -> None:
 
 def _points(mesh: Mesh, dtype: torch.dtype, seconds: float) -> dict[Point, float]:
     """Every point, the median over the processes. Collective."""
-    from megatron_llama.calibrate.kernels import SHARE, kernel_points, probed
-    from megatron_llama.calibrate.links import link_points
-    from megatron_llama.comm.agreement import everybodys, shared
+    from megatron_llama.distributed.comm.agreement import everybodys, shared
+    from megatron_llama.planner.calibrate.kernels import SHARE, kernel_points, probed
+    from megatron_llama.planner.calibrate.links import link_points
 
     budget, found = seconds * SHARE, dict[Point, float]()
     rate = min(everybodys(probed(mesh.device, dtype, budget), mesh.world))
@@ -66,8 +66,8 @@ def _points(mesh: Mesh, dtype: torch.dtype, seconds: float) -> dict[Point, float
 
 def _device(mesh: Mesh, place: Place, node: int, dtype: torch.dtype) -> Device:
     """What is measured, as far as it is known without."""
-    from megatron_llama import device as devices
-    from megatron_llama.host_memory import free_bytes
+    from megatron_llama.distributed import device as devices
+    from megatron_llama.distributed.host_memory import free_bytes
 
     name, memory, host = devices.name(mesh.device), devices.memory_bytes(mesh.device), devices.is_host(mesh.device)
     known = CPU if host else gpu_of_device(name, memory)

@@ -6,18 +6,18 @@ from dataclasses import replace
 from math import gcd
 from pathlib import Path
 
-from megatron_llama.commands.options import PlanConfig
-from megatron_llama.commands.plan_inputs import calibrated, machine_of
-from megatron_llama.commands.plan_outputs import write_json, write_page
-from megatron_llama.config import LaunchConfig
+from megatron_llama.commands.common.configs import PlanConfig
+from megatron_llama.commands.common.plan_inputs import calibrated, machine_of
+from megatron_llama.commands.common.plan_outputs import write_json, write_page
+from megatron_llama.config.parse import Parsed
+from megatron_llama.config.schema import LaunchConfig
 from megatron_llama.errors import ConfigError, describe
-from megatron_llama.options import Parsed
+from megatron_llama.planner.candidate import Planned
 from megatron_llama.planner.compare import Comparison
 from megatron_llama.planner.hardware import CPU, gpu_of_device
 from megatron_llama.planner.measured import Steps, config_of
-from megatron_llama.planner.own import Planned
 from megatron_llama.planner.picture_compare import compare_page
-from megatron_llama.timeline import Recorded, read_timeline
+from megatron_llama.plans.timeline_file import Recorded, read_timeline
 
 
 def compare_runs(parsed: Parsed) -> None:

@@ -6,15 +6,15 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
-from megatron_llama.auto import decide
-from megatron_llama.commands.options import PlanConfig
-from megatron_llama.commands.plan_inputs import LLAMA_VOCABULARY, machine_of
-from megatron_llama.config import Config
+from megatron_llama.commands.common.configs import PlanConfig
+from megatron_llama.commands.common.plan_inputs import LLAMA_VOCABULARY, machine_of
+from megatron_llama.config.parse import Parsed
+from megatron_llama.config.schema import Config
 from megatron_llama.errors import ConfigError, describe, listing
-from megatron_llama.memory import gib
-from megatron_llama.options import Parsed
 from megatron_llama.planner.traced import StageTrace, Trace
-from megatron_llama.validate import assemble, check
+from megatron_llama.plans.auto import decide
+from megatron_llama.plans.memory import gib
+from megatron_llama.plans.resolve import assemble, check
 
 UNITS = ((10**15, "PFLOP"), (10**12, "TFLOP"), (10**9, "GFLOP"), (1, "FLOP"))
 
@@ -22,7 +22,7 @@ UNITS = ((10**15, "PFLOP"), (10**12, "TFLOP"), (10**9, "GFLOP"), (1, "FLOP"))
 def trace_layout(parsed: Parsed) -> None:
     """Trace the layout that the options of a run describe, and print what every kind of pipeline rank does. Raises ConfigError."""
     config = _config(parsed)
-    from megatron_llama.trace.run import trace_run
+    from megatron_llama.planner.trace.run import trace_run
 
     trace = trace_run(config, parsed.get(PlanConfig).gpus)
     print("\n".join(_lines(trace, config.model.num_hidden_layers)))

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from megatron_llama.data.options import PreprocessConfig
-from megatron_llama.options import Parsed
+from megatron_llama.config.parse import Parsed
+from megatron_llama.data.preprocess_config import PreprocessConfig
 
 
 def preprocess(parsed: Parsed) -> None:

@@ -9,17 +9,17 @@ from functools import partial
 from math import inf
 from typing import TYPE_CHECKING
 
-from megatron_llama.commands.auto_parallel import chosen, wanted
-from megatron_llama.commands.options import AutoParallelConfig, DryRunConfig
-from megatron_llama.config import CheckpointConfig, Config, LogConfig, LoraConfig
+from megatron_llama.commands.common.auto_parallel import chosen, wanted
+from megatron_llama.commands.common.configs import AutoParallelConfig, DryRunConfig
+from megatron_llama.config.help import config_sections
+from megatron_llama.config.parse import Parsed
+from megatron_llama.config.schema import CheckpointConfig, Config, LogConfig, LoraConfig
 from megatron_llama.errors import ClusterError, ConfigError, describe
-from megatron_llama.manual import config_sections
-from megatron_llama.options import Parsed
 
 if TYPE_CHECKING:
-    from megatron_llama.mesh import Mesh, Place
-    from megatron_llama.recorder import Recorder
-    from megatron_llama.vocabulary import Vocabulary
+    from megatron_llama.data.vocabulary import Vocabulary
+    from megatron_llama.distributed.mesh import Mesh, Place
+    from megatron_llama.distributed.recorder import Recorder
 
 SECTIONS = (*config_sections(), AutoParallelConfig, DryRunConfig)
 
@@ -27,18 +27,18 @@ SECTIONS = (*config_sections(), AutoParallelConfig, DryRunConfig)
 def pretrain(parsed: Parsed) -> None:
     """Train from random weights, a HuggingFace folder or a checkpoint."""
     if parsed.get(DryRunConfig).dry_run != "no":
-        from megatron_llama.commands.dry_run import dry_run
+        from megatron_llama.commands.common.dry_run import dry_run
 
         dry_run(parsed)
         return
     from megatron_llama.checkpoint.background import in_background
-    from megatron_llama.mesh import place_from_environment
+    from megatron_llama.distributed.mesh import place_from_environment
 
     options = parsed.get(CheckpointConfig)
     # Forks a process: before the process group and its threads exist.
     saving = in_background(place_from_environment(), wanted=options.async_save and options.save is not None)
     with saving as background, prepared(parsed) as (config, mesh, vocabulary):
-        from megatron_llama.setup import stream_samples
+        from megatron_llama.loop.build import stream_samples
         from megatron_llama.train import train
 
         train(config, mesh, partial(stream_samples, eod=vocabulary.eod), tokenizer=vocabulary.tokenizer, background=background)
@@ -47,7 +47,7 @@ def pretrain(parsed: Parsed) -> None:
 def evaluate(parsed: Parsed) -> None:
     """Measure loss and perplexity on the validation split of a dataset."""
     with prepared(_for_evaluation(parsed)) as (config, mesh, vocabulary):
-        from megatron_llama.setup import stream_samples
+        from megatron_llama.loop.build import stream_samples
         from megatron_llama.train import evaluate_only
 
         if config.training.eval_interval == 0:  # validate.check switched it off
@@ -72,17 +72,17 @@ def prepared(parsed: Parsed, *, needs_data: bool = True) -> Iterator[tuple[Confi
     """Resolve and check the configuration, join the other processes, and print what was decided on the way.
 
     ``needs_data``: the command reads --data-path."""
-    from megatron_llama.auto import decide
-    from megatron_llama.checkpoint.start import compare, find_start
-    from megatron_llama.comm.agreement import together
-    from megatron_llama.commands.weights import loaded_model
-    from megatron_llama.mesh import init_mesh, place_from_environment, placement_warnings
+    from megatron_llama.commands.common.loaded import loaded_model
+    from megatron_llama.data.vocabulary import find_vocabulary, with_vocabulary
+    from megatron_llama.distributed.comm.agreement import together
+    from megatron_llama.distributed.mesh import init_mesh, place_from_environment, placement_warnings
+    from megatron_llama.engine.build import compute_dtype
+    from megatron_llama.loop.start import compare, find_start
     from megatron_llama.metrics.tensorboard import require_tensorboard
     from megatron_llama.metrics.wandb import require_wandb
     from megatron_llama.nn.attention import attention_warnings
-    from megatron_llama.optim.build import compute_dtype
-    from megatron_llama.validate import assemble, check
-    from megatron_llama.vocabulary import find_vocabulary, with_vocabulary
+    from megatron_llama.plans.auto import decide
+    from megatron_llama.plans.resolve import assemble, check
 
     place = place_from_environment()
     options = parsed.get(CheckpointConfig)
@@ -118,8 +118,8 @@ def agreed_memory(mesh: Mesh, place: Place) -> int:
     import torch
     import torch.distributed as dist
 
-    from megatron_llama import device as devices
-    from megatron_llama.comm.collectives import all_reduce
+    from megatron_llama.distributed import device as devices
+    from megatron_llama.distributed.comm.collectives import all_reduce
 
     sharing = (place.local_world_size or place.world_size) if devices.is_host(mesh.device) else 1
     memory = torch.tensor(devices.memory_bytes(mesh.device) // sharing, device=mesh.device)
@@ -131,7 +131,7 @@ def agreed_memory(mesh: Mesh, place: Place) -> int:
 def watched(place: Place, recorder: Recorder, timeout: float = inf) -> Iterator[None]:
     """A section in which the death of a rank, and a wait of more than ``timeout`` seconds, become an error that names the rank to
     blame, on every other rank. Raises ClusterError, or ends the process where that cannot be."""
-    from megatron_llama.comm.watch import Watch
+    from megatron_llama.distributed.comm.watch import Watch
 
     if place.world_size == 1:
         yield

@@ -8,11 +8,11 @@ from fractions import Fraction
 from pathlib import Path
 from types import MappingProxyType
 
-from megatron_llama.commands.options import ScheduleConfig
-from megatron_llama.commands.picture import Canvas, Colour, text_width
+from megatron_llama.commands.common.configs import ScheduleConfig
+from megatron_llama.commands.common.picture import Canvas, Colour, text_width
+from megatron_llama.config.parse import Parsed
 from megatron_llama.errors import ConfigError, describe
-from megatron_llama.options import Parsed
-from megatron_llama.schedule import Action, Costs, Op, Report, Schedule, Timeline, schedule_named, simulate, validate
+from megatron_llama.plans.schedule import Action, Costs, Op, Report, Schedule, Timeline, schedule_named, simulate, validate
 
 LETTERS: Mapping[Op, str] = MappingProxyType({Op.FORWARD: "F", Op.BACKWARD: "B", Op.BACKWARD_INPUT: "B", Op.BACKWARD_WEIGHT: "W"})
 LINE = 120

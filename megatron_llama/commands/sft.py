@@ -6,18 +6,18 @@ from collections.abc import Iterator
 from datetime import datetime
 from typing import TYPE_CHECKING
 
-from megatron_llama.commands.options import DryRunConfig
+from megatron_llama.commands.common.configs import DryRunConfig
 from megatron_llama.commands.pretrain import SECTIONS as PRETRAIN
 from megatron_llama.commands.pretrain import prepared
-from megatron_llama.config import CheckpointConfig, Config, DataConfig
+from megatron_llama.config.parse import Parsed, flag
+from megatron_llama.config.schema import CheckpointConfig, Config, DataConfig
 from megatron_llama.errors import ConfigError, DataError, describe, listing
-from megatron_llama.options import Parsed, flag
-from megatron_llama.sft.options import SFTConfig
+from megatron_llama.sft.sft_config import SFTConfig
 
 if TYPE_CHECKING:
-    from megatron_llama.mesh import Mesh
+    from megatron_llama.data.vocabulary import Vocabulary
+    from megatron_llama.distributed.mesh import Mesh
     from megatron_llama.sft.chat import ChatTokenizer
-    from megatron_llama.vocabulary import Vocabulary
 
 SECTIONS = (SFTConfig, *PRETRAIN)
 OTHER_DATA = ("data_path", "reset_position_ids", "reset_attention_mask", "eod_mask_loss")
@@ -28,19 +28,19 @@ def sft(parsed: Parsed) -> None:
     """Train a model on examples."""
     options = parsed.get(SFTConfig)
     if parsed.get(DryRunConfig).dry_run != "no":
-        from megatron_llama.commands.dry_run import dry_run
+        from megatron_llama.commands.common.dry_run import dry_run
 
         refuse(list(_problems(parsed, options)))
         dry_run(parsed, dataset=False)
         return
     refuse([*_problems(parsed, options), *_missing(options)])
     from megatron_llama.checkpoint.background import in_background
-    from megatron_llama.mesh import place_from_environment
+    from megatron_llama.distributed.mesh import place_from_environment
 
     saves = parsed.get(CheckpointConfig)
     saving = in_background(place_from_environment(), wanted=saves.async_save and saves.save is not None)
     with saving as background, prepared(parsed, needs_data=False) as (config, mesh, vocabulary):
-        from megatron_llama.comm.agreement import together
+        from megatron_llama.distributed.comm.agreement import together
         from megatron_llama.sft.run import ExampleData
         from megatron_llama.train import train
 
@@ -58,8 +58,8 @@ def sft(parsed: Parsed) -> None:
 def _chat_tokenizer(vocabulary: Vocabulary, options: SFTConfig, config: Config, mesh: Mesh) -> tuple[ChatTokenizer, str | None]:
     """The tokenizer, and the day that its template writes into the texts, if it does: on all ranks the same, and in a resumed run that of
     its beginning. Collective. Raises DataError, CheckpointError."""
-    from megatron_llama.checkpoint.start import resumed
-    from megatron_llama.comm.agreement import decided_by_first, together
+    from megatron_llama.distributed.comm.agreement import decided_by_first, together
+    from megatron_llama.loop.start import resumed
     from megatron_llama.sft.chat import ChatTokenizer
     from megatron_llama.sft.dataset import RENDERED
 

@@ -5,15 +5,15 @@ from __future__ import annotations
 from itertools import islice
 from typing import TYPE_CHECKING
 
-from megatron_llama.commands.options import VerifyConfig
+from megatron_llama.commands.common.configs import VerifyConfig
+from megatron_llama.config.parse import Parsed
 from megatron_llama.errors import ConfigError, describe
-from megatron_llama.options import Parsed
 
 if TYPE_CHECKING:
-    from megatron_llama.checkpoint.formats import Source
-    from megatron_llama.checkpoint.verify.logits import Deviation
-    from megatron_llama.checkpoint.verify.prompt import Prompt
-    from megatron_llama.optim.distributed import WeightSource
+    from megatron_llama.convert.formats import Source
+    from megatron_llama.convert.verify.logits import Deviation
+    from megatron_llama.convert.verify.prompt import Prompt
+    from megatron_llama.engine.optimizer import WeightSource
 
 LISTED, READERS = 10, 2
 RANDOM_SEED, RANDOM_STD = 1234, 0.1
@@ -22,9 +22,9 @@ RANDOM_SEED, RANDOM_STD = 1234, 0.1
 
 def verify(parsed: Parsed) -> int:
     """Print what was compared, every difference, and one verdict. Returns the exit status: 0 equal, 1 different."""
-    from megatron_llama.checkpoint.convert import require_sound
-    from megatron_llama.checkpoint.formats import open_source
-    from megatron_llama.checkpoint.verify.fields import field_differences
+    from megatron_llama.convert.convert import require_sound
+    from megatron_llama.convert.formats import open_source
+    from megatron_llama.convert.verify.fields import field_differences
 
     options = parsed.get(VerifyConfig)
     if options.prompt_tokens < 0:
@@ -51,8 +51,8 @@ def _say(line: str) -> None:
 
 
 def _weights_differ(first: Source, second: Source) -> bool:
-    from megatron_llama.checkpoint.verify.weights import common_dtype, stored_dtype, weight_differences
-    from megatron_llama.params import hf_shapes, parameter_count
+    from megatron_llama.convert.verify.weights import common_dtype, stored_dtype, weight_differences
+    from megatron_llama.plans.params import hf_shapes, parameter_count
 
     common, stored = common_dtype(first, second), (stored_dtype(first), stored_dtype(second))
     lines = weight_differences(first, second)
@@ -70,7 +70,7 @@ def _weights_differ(first: Source, second: Source) -> bool:
 
 
 def _logits_that_differ(first: Source, second: Source, asked: int) -> list[str]:
-    from megatron_llama.checkpoint.verify.prompt import BEYOND, PLAIN, make_prompt, original_context
+    from megatron_llama.convert.verify.prompt import BEYOND, PLAIN, make_prompt, original_context
     from megatron_llama.data.corpus import python_documentation
 
     models = first.model, second.model
@@ -90,8 +90,8 @@ def _far_apart(first: Source, second: Source, prompt: Prompt) -> bool:
     """Whether the two models compute different logits, with random weights or with their own."""
     import torch
 
-    from megatron_llama.checkpoint.verify.logits import Streamed, logit_deviation
-    from megatron_llama.checkpoint.verify.weights import Rounded, common_dtype
+    from megatron_llama.convert.verify.logits import Streamed, logit_deviation
+    from megatron_llama.convert.verify.weights import Rounded, common_dtype
     from megatron_llama.model.init import InitialWeights
 
     drawn, common = InitialWeights(RANDOM_SEED, RANDOM_STD), getattr(torch, common_dtype(first, second))
@@ -105,8 +105,8 @@ def _far_apart(first: Source, second: Source, prompt: Prompt) -> bool:
 
 def _far_from_reference(first: Source, second: Source, prompt: Prompt) -> bool:
     """Whether HuggingFace's own implementation computes other logits for a side that it can read."""
-    from megatron_llama.checkpoint.verify.logits import Streamed, logit_deviation
-    from megatron_llama.checkpoint.verify.reference import Reference, obstacle
+    from megatron_llama.convert.verify.logits import Streamed, logit_deviation
+    from megatron_llama.convert.verify.reference import Reference, obstacle
     from megatron_llama.model.init import InitialWeights
 
     found, drawn = [], InitialWeights(RANDOM_SEED, RANDOM_STD)

@@ -12,11 +12,11 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from megatron_llama.batch_sizes import BatchSizes
-from megatron_llama.config import DataConfig
+from megatron_llama.config.batch_ramp import BatchSizes
+from megatron_llama.config.schema import DataConfig
 from megatron_llama.data.order import BlendedOrder, mixed
 from megatron_llama.data.stream import TokenStream
-from megatron_llama.device import is_host
+from megatron_llama.distributed.device import is_host
 from megatron_llama.errors import DataError, describe
 from megatron_llama.nn.attention import Documents
 

@@ -20,7 +20,7 @@ from tqdm import tqdm
 from megatron_llama.data.documents import Problems, input_files, texts
 from megatron_llama.data.indexed import IndexedDatasetWriter, token_dtype
 from megatron_llama.data.meta import write_meta
-from megatron_llama.data.options import PreprocessConfig
+from megatron_llama.data.preprocess_config import PreprocessConfig
 from megatron_llama.data.readers import CHUNK_BYTES, JSON_LINES, PARQUET, Chunk, chunks, kind, require_packages
 from megatron_llama.data.workers import workers
 from megatron_llama.errors import ConfigError, DataError, describe, listing

@@ -12,8 +12,8 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from megatron_llama import device as devices
 from megatron_llama.data.loader import Batch
+from megatron_llama.distributed import device as devices
 
 ALIGNMENT = 256
 """Bytes at whose multiples tensors begin."""

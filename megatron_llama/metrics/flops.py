@@ -12,8 +12,8 @@ import re
 from collections.abc import Mapping
 from types import MappingProxyType
 
-from megatron_llama.config import LoraConfig, ModelConfig
-from megatron_llama.params import NO_LORA, adapter_shapes
+from megatron_llama.config.schema import LoraConfig, ModelConfig
+from megatron_llama.plans.params import NO_LORA, adapter_shapes
 
 
 def flops_per_token(model: ModelConfig, seq_length: int, *, causal: bool, lora: LoraConfig = NO_LORA) -> int:

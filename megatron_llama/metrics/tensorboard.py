@@ -8,7 +8,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from megatron_llama.config import LogConfig
+from megatron_llama.config.schema import LogConfig
 from megatron_llama.errors import ConfigError, describe
 from megatron_llama.metrics.log import StepRecord
 

@@ -7,7 +7,7 @@ from dataclasses import asdict
 from importlib.util import find_spec
 from typing import Any
 
-from megatron_llama.config import Config, LogConfig
+from megatron_llama.config.schema import Config, LogConfig
 from megatron_llama.errors import ConfigError, describe
 from megatron_llama.metrics.log import StepRecord
 

@@ -8,7 +8,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from megatron_llama.params import LORA_B, Rectangle, is_adapter
+from megatron_llama.plans.params import LORA_B, Rectangle, is_adapter
 
 BLOCK_ELEMENTS = 2**20
 """A rank draws whole blocks and keeps its part, so it wastes at most two blocks per rectangle and holds one at a time."""

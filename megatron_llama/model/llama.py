@@ -15,13 +15,11 @@ from typing import cast
 import torch
 from torch import Tensor, nn
 
-from megatron_llama.activations import HEAD_CHUNK, Granularity
-from megatron_llama.comm.function import has_gradient
-from megatron_llama.config import Config, LoraConfig, ModelConfig, ParallelConfig
-from megatron_llama.device import is_host
-from megatron_llama.mesh import Mesh
+from megatron_llama.config.schema import Config, LoraConfig, ModelConfig, ParallelConfig
+from megatron_llama.distributed.comm.function import has_gradient
+from megatron_llama.distributed.device import is_host
+from megatron_llama.distributed.mesh import Mesh
 from megatron_llama.nn.attention import Documents, attends_by_document, causal_attention
-from megatron_llama.nn.bodies import PLAIN, Bodies
 from megatron_llama.nn.cache import KVCache
 from megatron_llama.nn.compiled import chosen_bodies
 from megatron_llama.nn.context import Comm, causal_document_mask, context_attention, local_sequence
@@ -40,15 +38,26 @@ from megatron_llama.nn.functional import (
     swiglu,
 )
 from megatron_llama.nn.head import head_loss
-from megatron_llama.nn.host_attention import rotated_attention
+from megatron_llama.nn.host.attention import rotated_attention
 from megatron_llama.nn.kernels.choice import kernels_for
 from megatron_llama.nn.linear import ColumnLinear, RowLinear, column_linear, empty_weight
 from megatron_llama.nn.lora import ColumnAdapters, Part, RowAdapter
 from megatron_llama.nn.marker import before_backward
+from megatron_llama.nn.ops import PLAIN, Bodies
+from megatron_llama.nn.param_handle import Home, home_of
 from megatron_llama.nn.recompute import Recomputable, recomputed
-from megatron_llama.nn.sink import Home, home_of
 from megatron_llama.nn.tape import differentiated, taped
-from megatron_llama.params import ParamSpec, Partition, adapter_names, kv_copies, padded_vocab_size, partition_of, projection_of, rank_units
+from megatron_llama.plans.activation_memory import HEAD_CHUNK, Granularity
+from megatron_llama.plans.params import (
+    ParamSpec,
+    Partition,
+    adapter_names,
+    kv_copies,
+    padded_vocab_size,
+    partition_of,
+    projection_of,
+    rank_units,
+)
 
 
 @dataclass(frozen=True)

@@ -7,9 +7,9 @@ from collections.abc import Callable, Iterable
 import torch
 from torch import Tensor, nn
 
-from megatron_llama.config import Config
-from megatron_llama.mesh import Mesh
-from megatron_llama.params import ParamSpec, Rectangle, rank_units, rectangles
+from megatron_llama.config.schema import Config
+from megatron_llama.distributed.mesh import Mesh
+from megatron_llama.plans.params import ParamSpec, Rectangle, rank_units, rectangles
 
 
 def rank_specs(config: Config, mesh: Mesh) -> list[ParamSpec]:

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from megatron_llama.device import capability, is_host
+from megatron_llama.distributed.device import capability, is_host
 
 _aten = torch.ops.aten
 _BIAS_ALIGNMENT = 16

@@ -15,10 +15,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_llama.comm.collectives import all_reduce
-from megatron_llama.mesh import Mesh
-from megatron_llama.nn import bodies
-from megatron_llama.nn.bodies import PLAIN, Bodies, at_least_fp32
+from megatron_llama.distributed.comm.collectives import all_reduce
+from megatron_llama.distributed.mesh import Mesh
+from megatron_llama.nn import ops as bodies
+from megatron_llama.nn.ops import PLAIN, Bodies, at_least_fp32
 
 SMALLEST = 2**16
 """Elements of the first tensor below which calling compiled code takes longer than it saves."""

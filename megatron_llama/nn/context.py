@@ -14,13 +14,13 @@ from typing import Any, Literal, Protocol
 import torch
 from torch import Tensor
 
-from megatron_llama.comm.autograd import gathered, scattered
-from megatron_llama.comm.collectives import Pending
-from megatron_llama.comm.function import Function
-from megatron_llama.comm.p2p import exchange
-from megatron_llama.mesh import Axis
+from megatron_llama.distributed.comm.autograd import gathered, scattered
+from megatron_llama.distributed.comm.collectives import Pending
+from megatron_llama.distributed.comm.function import Function
+from megatron_llama.distributed.comm.p2p import exchange
+from megatron_llama.distributed.mesh import Axis
 from megatron_llama.nn.attention import attend, attend_backward, causal_attention, merge
-from megatron_llama.nn.bodies import at_least_fp32
+from megatron_llama.nn.ops import at_least_fp32
 from megatron_llama.nn.zigzag import Piece, chunk_home, chunk_length, gathered_pieces, own_pieces, ring_pieces, zigzag_chunks
 
 Comm = Literal["all_gather", "ring"]

@@ -10,12 +10,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from megatron_llama import device as devices
-from megatron_llama.comm import autograd
-from megatron_llama.comm.function import Function
-from megatron_llama.mesh import Axis
+from megatron_llama.distributed import device as devices
+from megatron_llama.distributed.comm import autograd
+from megatron_llama.distributed.comm.function import Function
+from megatron_llama.distributed.mesh import Axis
 from megatron_llama.nn.linear import empty_weight
-from megatron_llama.nn.sink import Home, arrive
+from megatron_llama.nn.param_handle import Home, arrive
 
 
 class _Lookup(Function):

@@ -10,11 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_llama.comm.function import Function
-from megatron_llama.nn.bodies import PLAIN, Bodies, rows, scaled
-from megatron_llama.nn.bodies import at_least_fp32 as at_least_fp32
+from megatron_llama.distributed.comm.function import Function
+from megatron_llama.nn.ops import PLAIN, Bodies, rows, scaled
+from megatron_llama.nn.ops import at_least_fp32 as at_least_fp32
+from megatron_llama.nn.param_handle import Arrived, Home, accumulate, arrive
 from megatron_llama.nn.recompute import Recomputable
-from megatron_llama.nn.sink import Arrived, Home, accumulate, arrive
 
 
 class _AddNorm(Function):

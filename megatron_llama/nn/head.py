@@ -12,12 +12,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megatron_llama.activations import HEAD_CHUNK
-from megatron_llama.comm import autograd, collectives
-from megatron_llama.mesh import Axis
-from megatron_llama.nn.bodies import Bodies
+from megatron_llama.distributed.comm import autograd, collectives
+from megatron_llama.distributed.mesh import Axis
 from megatron_llama.nn.loss import cross_entropy
-from megatron_llama.nn.sink import Home, accumulate_product, arrive
+from megatron_llama.nn.ops import Bodies
+from megatron_llama.nn.param_handle import Home, accumulate_product, arrive
+from megatron_llama.plans.activation_memory import HEAD_CHUNK
 
 
 def head_loss(

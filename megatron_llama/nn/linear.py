@@ -13,14 +13,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from megatron_llama.comm import autograd, collectives
-from megatron_llama.comm.function import Function
-from megatron_llama.mesh import Axis
-from megatron_llama.nn import products
-from megatron_llama.nn.bodies import rows
+from megatron_llama.distributed.comm import autograd, collectives
+from megatron_llama.distributed.comm.function import Function
+from megatron_llama.distributed.mesh import Axis
 from megatron_llama.nn.functional import added
+from megatron_llama.nn.host import gemm as products
+from megatron_llama.nn.ops import rows
+from megatron_llama.nn.param_handle import Home, accumulate_product, arrive
 from megatron_llama.nn.recompute import Recomputable
-from megatron_llama.nn.sink import Home, accumulate_product, arrive
 from megatron_llama.nn.tape import differentiated
 
 

@@ -13,8 +13,8 @@ from typing import cast
 import torch
 from torch import Tensor, nn
 
-from megatron_llama.comm import autograd
-from megatron_llama.mesh import Axis
+from megatron_llama.distributed.comm import autograd
+from megatron_llama.distributed.mesh import Axis
 from megatron_llama.nn.linear import empty_weight, plain_linear
 from megatron_llama.nn.recompute import Recomputable
 

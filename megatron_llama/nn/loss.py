@@ -11,11 +11,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_llama import device as devices
-from megatron_llama.comm import collectives
-from megatron_llama.mesh import Axis
-from megatron_llama.nn.bodies import DEVICE_CHUNK, PLAIN, Bodies, at_least_fp32, exponentials
+from megatron_llama.distributed import device as devices
+from megatron_llama.distributed.comm import collectives
+from megatron_llama.distributed.mesh import Axis
 from megatron_llama.nn.kernels.choice import runs_kernels
+from megatron_llama.nn.ops import DEVICE_CHUNK, PLAIN, Bodies, at_least_fp32, exponentials
 
 
 def cross_entropy(

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
-from megatron_llama.comm.function import Function, has_gradient, is_followed
+from megatron_llama.distributed.comm.function import Function, has_gradient, is_followed
 
 
 class _Marked(Function):

@@ -12,9 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_llama.comm.autograd import gathered
-from megatron_llama.comm.function import Function, has_gradient, is_followed
-from megatron_llama.mesh import Axis
+from megatron_llama.distributed.comm.autograd import gathered
+from megatron_llama.distributed.comm.function import Function, has_gradient, is_followed
+from megatron_llama.distributed.mesh import Axis
 from megatron_llama.nn.tape import backward
 
 

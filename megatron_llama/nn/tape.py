@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_llama.comm.function import Function, is_followed
+from megatron_llama.distributed.comm.function import Function, is_followed
 
 
 class _Context:

@@ -11,20 +11,20 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_llama.comm import p2p
-from megatron_llama.comm.collectives import all_reduce
-from megatron_llama.config import Config
-from megatron_llama.mesh import Mesh
+from megatron_llama.config.schema import Config
+from megatron_llama.distributed.comm import p2p
+from megatron_llama.distributed.comm.collectives import all_reduce
+from megatron_llama.distributed.mesh import Mesh
 from megatron_llama.model.llama import Stage
 from megatron_llama.nn.attention import Documents
-from megatron_llama.nn.bodies import at_least_fp32
 from megatron_llama.nn.context import local_sequence
 from megatron_llama.nn.embedding import uniform_noise
 from megatron_llama.nn.loss import cross_entropy, likeliest
+from megatron_llama.nn.ops import at_least_fp32
 from megatron_llama.nn.tape import backward
-from megatron_llama.params import partition_of
-from megatron_llama.schedule import Action, Op, Schedule, backward_comes_next, forward_only, schedule_named
-from megatron_llama.uses import Use, rank_uses
+from megatron_llama.plans.params import partition_of
+from megatron_llama.plans.schedule import Action, Op, Schedule, backward_comes_next, forward_only, schedule_named
+from megatron_llama.plans.weight_access import Use, rank_uses
 
 
 class Microbatch(Protocol):

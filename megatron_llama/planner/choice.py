@@ -6,18 +6,18 @@ from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from megatron_llama.config import Config
+from megatron_llama.config.parse import flag
+from megatron_llama.config.schema import Config
 from megatron_llama.errors import ConfigError
-from megatron_llama.layout import AUTO
-from megatron_llama.memory import gib
-from megatron_llama.options import flag
+from megatron_llama.planner.candidate import Planned
 from megatron_llama.planner.coefficients import Coefficients
 from megatron_llama.planner.fitted import HIGH, LOW
 from megatron_llama.planner.job import Machine
-from megatron_llama.planner.own import Planned
 from megatron_llama.planner.report import does_not_fit, duration, losses
 from megatron_llama.planner.search import OFFLOAD, enough_gpus, search
-from megatron_llama.validate import resolve
+from megatron_llama.plans.buckets import AUTO
+from megatron_llama.plans.memory import gib
+from megatron_llama.plans.resolve import resolve
 
 SEARCHED = (
     *("tensor_model_parallel_size", "pipeline_model_parallel_size", "virtual_pipeline_model_parallel_size", "pipeline_schedule"),

@@ -9,16 +9,16 @@ from functools import cached_property
 from statistics import fmean
 from typing import Any
 
-from megatron_llama.memory import gib
+from megatron_llama.planner.candidate import Planned
 from megatron_llama.planner.kernels import Kernels, Pass
 from megatron_llama.planner.links import Axes, Axis, axes_of
 from megatron_llama.planner.measured import Steps
-from megatron_llama.planner.own import Planned
 from megatron_llama.planner.report import label
 from megatron_llama.planner.simulate import StageTimes, simulate
 from megatron_llama.planner.steps import block_of
-from megatron_llama.schedule import Op, Schedule, Timeline, schedule_named
-from megatron_llama.timeline import GATHERS, OTHER, PIPELINE, REDUCTIONS, Span
+from megatron_llama.plans.memory import gib
+from megatron_llama.plans.schedule import Op, Schedule, Timeline, schedule_named
+from megatron_llama.plans.timeline_file import GATHERS, OTHER, PIPELINE, REDUCTIONS, Span
 
 HEAD = ("", "a step", "measured", "planned", "ratio", "more in a step")
 LANES_APART = (PIPELINE, GATHERS, REDUCTIONS)

@@ -6,9 +6,9 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal
 
-from megatron_llama.config import ModelConfig
-from megatron_llama.params import ParamSpec, Shapes
+from megatron_llama.config.schema import ModelConfig
 from megatron_llama.planner.hardware import Gpu
+from megatron_llama.plans.params import ParamSpec, Shapes
 
 Sharding = Literal["none", "optimizer", "gradients", "parameters"]
 """What data-parallel ranks hold a share of, whoever's trainer it is."""

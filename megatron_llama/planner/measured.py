@@ -12,11 +12,11 @@ from statistics import fmean
 from types import MappingProxyType
 from typing import Any, get_origin, get_type_hints
 
-from megatron_llama.config import Config
+from megatron_llama.config.schema import Config
 from megatron_llama.errors import ConfigError, describe, listing
-from megatron_llama.schedule import Op
-from megatron_llama.timeline import COMPUTE, ITERATIONS, UPDATES, WAITS, Recorded, Span, union
-from megatron_llama.validate import problems
+from megatron_llama.plans.resolve import problems
+from megatron_llama.plans.schedule import Op
+from megatron_llama.plans.timeline_file import COMPUTE, ITERATIONS, UPDATES, WAITS, Recorded, Span, union
 
 PASSES: Mapping[str, Op] = MappingProxyType({op.value: op for op in (Op.FORWARD, Op.BACKWARD, Op.BACKWARD_INPUT, Op.BACKWARD_WEIGHT)})
 

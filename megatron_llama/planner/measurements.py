@@ -21,7 +21,7 @@ from functools import partial
 from math import sqrt
 from statistics import fmean
 
-from megatron_llama.config import ModelConfig
+from megatron_llama.config.schema import ModelConfig
 from megatron_llama.planner.calibration import Calibration
 from megatron_llama.planner.coefficients import Coefficients
 from megatron_llama.planner.hardware import Gpu

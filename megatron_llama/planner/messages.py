@@ -9,10 +9,10 @@ from __future__ import annotations
 from collections import Counter
 from math import ceil
 
-from megatron_llama.config import Config
-from megatron_llama.layout import Kind
-from megatron_llama.memory import MemoryPlan
-from megatron_llama.params import kv_copies, padded_vocab_size
+from megatron_llama.config.schema import Config
+from megatron_llama.plans.buckets import Kind
+from megatron_llama.plans.memory import MemoryPlan
+from megatron_llama.plans.params import kv_copies, padded_vocab_size
 
 FP64 = 8
 Messages = dict[tuple[str, str], tuple[int, int]]

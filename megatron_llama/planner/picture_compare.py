@@ -9,7 +9,7 @@ from megatron_llama.planner.compare import HEAD, Comparison
 from megatron_llama.planner.picture import COLOURS, Bar, Lane, drawing, heading, key, page, paragraph, table
 from megatron_llama.planner.picture_plan import Streams, milli
 from megatron_llama.planner.report import label
-from megatron_llama.timeline import COMPUTE, ITERATIONS, LANES, UPDATES, WAITS, Span
+from megatron_llama.plans.timeline_file import COMPUTE, ITERATIONS, LANES, UPDATES, WAITS, Span
 
 BESIDE = tuple(lane for lane in LANES if lane not in (ITERATIONS, COMPUTE, WAITS))
 """Lanes of what goes on beside the passes."""

@@ -6,17 +6,17 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import cycle
 
-from megatron_llama.memory import gib
+from megatron_llama.planner.candidate import Planned
 from megatron_llama.planner.fitted import HIGH, LOW
 from megatron_llama.planner.links import axes_of
-from megatron_llama.planner.odds import USABLE
-from megatron_llama.planner.own import Planned
+from megatron_llama.planner.oom_probability import USABLE
 from megatron_llama.planner.picture import COLOURS, PALETTE, Bar, Lane, code, drawing, heading, key, page, paragraph, table
 from megatron_llama.planner.report import WORDS, command, label, losses, mfu
 from megatron_llama.planner.simulate import StageTimes, simulate
-from megatron_llama.schedule import Op, Schedule, TimedPass
-from megatron_llama.schedule.actions import send_of
-from megatron_llama.timeline import GATHERS, PIPELINE, REDUCTIONS, UPDATES
+from megatron_llama.plans.memory import gib
+from megatron_llama.plans.schedule import Op, Schedule, TimedPass
+from megatron_llama.plans.schedule.actions import send_of
+from megatron_llama.plans.timeline_file import GATHERS, PIPELINE, REDUCTIONS, UPDATES
 
 GIB = 2**30
 HEAD = ("", "step s", "80 % between", "tokens/s/GPU", "MFU", "memory", "OOM", "bubble", "tp", "cp", "pp", "dp", "layout")

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from megatron_llama.config import ModelConfig
+from megatron_llama.config.schema import ModelConfig
 from megatron_llama.errors import ConfigError, describe
 from megatron_llama.planner.hardware import MIB, Gpu, gpu_named
 from megatron_llama.planner.job import Attention, Habits, Job, Machine, Sharding

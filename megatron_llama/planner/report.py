@@ -8,16 +8,16 @@ from math import prod
 from shlex import quote
 from typing import Any
 
+from megatron_llama.config.parse import differences, flag
 from megatron_llama.errors import describe
-from megatron_llama.memory import gib
-from megatron_llama.offload import NONE
-from megatron_llama.options import differences, flag
-from megatron_llama.params import adapter_shapes
+from megatron_llama.planner.candidate import Planned
 from megatron_llama.planner.fitted import HIGH, LOW
 from megatron_llama.planner.nearest import Citation
-from megatron_llama.planner.odds import USABLE
-from megatron_llama.planner.own import Planned
+from megatron_llama.planner.oom_probability import USABLE
 from megatron_llama.planner.steps import Step
+from megatron_llama.plans.memory import gib
+from megatron_llama.plans.offload import NONE
+from megatron_llama.plans.params import adapter_shapes
 
 WORDS = (
     ("compute", "kernels"),

@@ -8,7 +8,7 @@ from dataclasses import replace
 from megatron_llama.planner.coefficients import Coefficients
 from megatron_llama.planner.footprint import footprint
 from megatron_llama.planner.judge import Figures, Guess, byte_figures, step_figures, sweep_figures
-from megatron_llama.planner.odds import out_of_memory
+from megatron_llama.planner.oom_probability import out_of_memory
 from megatron_llama.planner.published import Cells, Run, number, runs_of, says_recompute, workspaces
 from megatron_llama.planner.steps import estimate
 

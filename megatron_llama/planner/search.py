@@ -7,17 +7,17 @@ from dataclasses import dataclass, replace
 from itertools import islice, product
 from typing import Any
 
-from megatron_llama.config import Config, ParallelConfig
+from megatron_llama.config.schema import Config, ParallelConfig
 from megatron_llama.errors import ConfigError, describe, listing
-from megatron_llama.layout import BY_TRAFFIC, NO_SHARD
-from megatron_llama.offload import NONE
+from megatron_llama.planner.candidate import Planned
+from megatron_llama.planner.candidate_job import job_of
 from megatron_llama.planner.coefficients import Coefficients
 from megatron_llama.planner.footprint import footprint
 from megatron_llama.planner.job import Machine
-from megatron_llama.planner.own import Planned
-from megatron_llama.planner.own_job import job_of
 from megatron_llama.planner.steps import estimate
-from megatron_llama.validate import problems
+from megatron_llama.plans.buckets import BY_TRAFFIC, NO_SHARD
+from megatron_llama.plans.offload import NONE
+from megatron_llama.plans.resolve import problems
 
 EVEN_ODDS = 0.5
 MARGIN = 0.85

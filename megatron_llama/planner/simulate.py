@@ -10,8 +10,8 @@ from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from megatron_llama.schedule import Op, Schedule, ScheduleError, TimedPass, Timeline
-from megatron_llama.schedule.actions import RECEIVES, SENDS, Action, Link, link_of, other_end, receive_of
+from megatron_llama.plans.schedule import Op, Schedule, ScheduleError, TimedPass, Timeline
+from megatron_llama.plans.schedule.actions import RECEIVES, SENDS, Action, Link, link_of, other_end, receive_of
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""What one step does, as traced (``megatron_llama.trace``): integers and words, written as JSON and read without torch."""
+"""What one step does, as traced (``megatron_llama.planner.trace``): integers and words, written as JSON and read without torch."""
 
 from __future__ import annotations
 

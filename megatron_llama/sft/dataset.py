@@ -17,10 +17,10 @@ from megatron_llama.data.loader import Batch, sequence_first
 from megatron_llama.errors import DataError, describe, listing
 from megatron_llama.sft.chat import ChatTokenizer, Encoded
 from megatron_llama.sft.formats import Example, detect, read_example
-from megatron_llama.sft.options import SFTConfig
 from megatron_llama.sft.packing import best_fit
 from megatron_llama.sft.problems import LISTED, Problem, UnusableError, problem_lines
 from megatron_llama.sft.records import records
+from megatron_llama.sft.sft_config import SFTConfig
 
 RENDERED = "rendered"
 """The name of a day in an identity: with it a resumed run renders the same texts on another day."""

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from megatron_llama.comm.agreement import shared, together
-from megatron_llama.config import Config
+from megatron_llama.config.schema import Config
 from megatron_llama.data.stream import split_documents
+from megatron_llama.distributed.comm.agreement import shared, together
+from megatron_llama.distributed.mesh import Mesh
 from megatron_llama.errors import DataError, describe
-from megatron_llama.mesh import Mesh
 from megatron_llama.sft.chat import ChatTokenizer
 from megatron_llama.sft.dataset import Examples, ExampleSamples, Noise, read_examples, refuse_problems
-from megatron_llama.sft.options import SFTConfig
 from megatron_llama.sft.records import example_files
+from megatron_llama.sft.sft_config import SFTConfig
 
 PARTS = ("training", "validation")
 

@@ -15,9 +15,10 @@ from pathlib import Path
 import pytest
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 
-from megatron_llama.checkpoint import native, series
+from megatron_llama.checkpoint import checkpoint_dir as series
+from megatron_llama.checkpoint import native
+from megatron_llama.distributed.mesh import Place
 from megatron_llama.errors import CheckpointError
-from megatron_llama.mesh import Place
 from tests.checkpoint.cases import SINGLE, copies, full_disk, load_under, merged, read_whole, same, save_under, state_at, trained
 from tests.harness import Cluster
 from tests.parallel.cases import Layout, trainer

@@ -16,10 +16,11 @@ from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 
-from megatron_llama.checkpoint import native, series
+from megatron_llama.checkpoint import checkpoint_dir as series
+from megatron_llama.checkpoint import native
 from megatron_llama.checkpoint.chunks import CHUNK_ELEMENTS, Region
-from megatron_llama.mesh import Place
-from megatron_llama.params import Rectangle, hf_shapes
+from megatron_llama.distributed.mesh import Place
+from megatron_llama.plans.params import Rectangle, hf_shapes
 from tests.checkpoint.cases import SINGLE, TRAINED, Held, copies, load_under, merged, same, save_under, state_at, trained, whole_weights
 from tests.harness import Cluster
 from tests.parallel.cases import Layout, trainer

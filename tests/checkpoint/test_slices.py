@@ -11,13 +11,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_llama.checkpoint.hf import HFWeights, export_hf
-from megatron_llama.config import Config, ModelConfig, ParallelConfig
-from megatron_llama.mesh import Place, build_mesh
+from megatron_llama.config.schema import Config, ModelConfig, ParallelConfig
+from megatron_llama.convert.hf.files import HFWeights, export_hf
+from megatron_llama.distributed.mesh import Place, build_mesh
+from megatron_llama.engine.build import build_optimizer
 from megatron_llama.model.init import InitialWeights
 from megatron_llama.model.llama import build_stages
-from megatron_llama.optim.build import build_optimizer
-from megatron_llama.params import Rectangle, hf_shapes, parameter_count
+from megatron_llama.plans.params import Rectangle, hf_shapes, parameter_count
 from tests.harness import Cluster
 
 MODEL = ModelConfig(

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from megatron_llama.batch_sizes import BatchSizes
-from megatron_llama.config import DataConfig
+from megatron_llama.config.batch_ramp import BatchSizes
+from megatron_llama.config.schema import DataConfig
 from megatron_llama.data.indexed import IndexedDataset
 from megatron_llama.data.loader import Batch, BatchLoader, BlendedSamples, StreamSamples
 from megatron_llama.data.order import sample_index

@@ -18,8 +18,8 @@ from pyarrow import parquet
 
 from megatron_llama.data.indexed import IndexedDataset
 from megatron_llama.data.meta import read_meta
-from megatron_llama.data.options import PreprocessConfig
 from megatron_llama.data.preprocess import PreprocessReport, preprocess
+from megatron_llama.data.preprocess_config import PreprocessConfig
 from megatron_llama.data.readers import CHUNK_BYTES
 from megatron_llama.errors import ConfigError, DataError
 from megatron_llama.tokenizer.load import load_tokenizer

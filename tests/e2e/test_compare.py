@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron_llama.mesh import Mesh, Place, build_mesh
+from megatron_llama.distributed.mesh import Mesh, Place, build_mesh
 from tests.e2e.product import TINY, words
 from tests.harness import Cluster
 from tests.parallel.cases import Layout

@@ -15,15 +15,15 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from megatron_llama.aliases import MEGATRON
+from megatron_llama.checkpoint.history import History, Skipped
 from megatron_llama.commands.pretrain import SECTIONS
+from megatron_llama.config.megatron_names import MEGATRON
+from megatron_llama.config.parse import parse
+from megatron_llama.distributed.mesh import Place, build_mesh
+from megatron_llama.engine.update_rule import AdamW
 from megatron_llama.errors import TrainingError
-from megatron_llama.history import History, Skipped
-from megatron_llama.mesh import Place, build_mesh
-from megatron_llama.optim.update import AdamW
-from megatron_llama.options import parse
+from megatron_llama.plans.resolve import assemble, check
 from megatron_llama.train import train
-from megatron_llama.validate import assemble, check
 from tests.e2e.product import (
     DP2,
     GLOBAL_BATCH_SIZE,

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from megatron_llama.checkpoint import series
-from megatron_llama.checkpoint.places import is_remote, place
+from megatron_llama.checkpoint import checkpoint_dir as series
+from megatron_llama.checkpoint.storage_paths import is_remote, place
 from tests.e2e.product import DP2, EVALUATED, ONE, Layout, Product, assert_same_state, exact_curve
 
 

@@ -53,7 +53,7 @@ def test_an_evaluation_and_an_export_see_what_was_trained(product: Product, stra
 DYING = """
 import sys
 from megatron_llama import cli
-from megatron_llama.optim.offload import exact
+from megatron_llama.engine.offload import exact
 
 sound, left = exact.adamw_step, int(sys.argv[1])
 

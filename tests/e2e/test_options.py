@@ -13,7 +13,7 @@ from torch import Tensor
 
 from megatron_llama.cli import main
 from megatron_llama.commands.pretrain import SECTIONS
-from megatron_llama.options import options_of
+from megatron_llama.config.parse import options_of
 from tests.e2e.product import (
     DP2,
     EVALUATED,
@@ -97,11 +97,11 @@ ELSEWHERE: Mapping[str, str] = {
     "sample_prompt": "e2e/test_sft.py::test_samples_are_what_generate_gives",
     "sample_tokens": "e2e/test_sft.py::test_samples_are_what_generate_gives",
     "freeze": "e2e/test_use.py::test_frozen_weights_stay_and_the_others_learn",
-    "optimizer_offload": "optim/test_offload.py::test_a_layer_waits_for_its_own_bucket_alone",
-    "optimizer_offload_fraction": "optim/test_offload.py::test_a_fraction_leaves_the_first_layers_on_the_device",
-    "offload_cores": "optim/test_offload.py::test_the_worker_runs_where_it_is_told",
-    "offload_speculative": "optim/test_offload.py::test_fifty_steps_that_are_clipped_now_and_then",
-    "speculation_bytes": "optim/test_offload.py::test_what_is_held_and_copied_is_what_the_plan_says",
+    "optimizer_offload": "engine/test_offload.py::test_a_layer_waits_for_its_own_bucket_alone",
+    "optimizer_offload_fraction": "engine/test_offload.py::test_a_fraction_leaves_the_first_layers_on_the_device",
+    "offload_cores": "engine/test_offload.py::test_the_worker_runs_where_it_is_told",
+    "offload_speculative": "engine/test_offload.py::test_fifty_steps_that_are_clipped_now_and_then",
+    "speculation_bytes": "engine/test_offload.py::test_what_is_held_and_copied_is_what_the_plan_says",
     "zenflow_topk_ratio": "parallel/test_zenflow.py::test_the_same_columns_are_chosen_in_every_layout",
     **dict.fromkeys(("zenflow_update_interval", "zenflow_overlap_step"), "parallel/test_zenflow.py::test_what_crosses_is_what_is_cold"),
     **dict.fromkeys(

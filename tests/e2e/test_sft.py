@@ -17,13 +17,13 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from megatron_llama.config import Config
+from megatron_llama.config.parse import options_of
+from megatron_llama.config.schema import Config
 from megatron_llama.data.corpus import docstring_pairs
 from megatron_llama.data.loader import BatchLoader
-from megatron_llama.options import options_of
 from megatron_llama.sft.chat import ChatTokenizer
 from megatron_llama.sft.dataset import ExampleSamples, read_examples
-from megatron_llama.sft.options import DataToolConfig, SFTConfig
+from megatron_llama.sft.sft_config import DataToolConfig, SFTConfig
 from megatron_llama.sft.template import BUILT_IN
 from megatron_llama.tokenizer.load import load_tokenizer
 from tests.e2e.product import CP2_RING, DP2, DP2_PARAMS, ONE, TP2, ZB_V, Layout, Product, assert_same_curve, column, exact_curve, log, words

@@ -11,7 +11,7 @@ import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from megatron_llama.cli import main
-from megatron_llama.config import LogConfig
+from megatron_llama.config.schema import LogConfig
 from megatron_llama.metrics.tensorboard import TensorBoard
 from tests.e2e.product import DP2, EVALUATED, TP2, Product, column, exact_curve, log, steps, words
 

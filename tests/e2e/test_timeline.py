@@ -12,11 +12,22 @@ from typing import Any
 import pytest
 
 from megatron_llama.cli import main
-from megatron_llama.memory import MemoryPlan
 from megatron_llama.planner.calibration import HOST, as_json
 from megatron_llama.planner.measured import Steps, config_of
-from megatron_llama.schedule import Op
-from megatron_llama.timeline import COMPUTE, GATHERS, ITERATIONS, LANES, PIPELINE, REDUCTIONS, UPDATES, WAITS, Recorded, read_timeline
+from megatron_llama.plans.memory import MemoryPlan
+from megatron_llama.plans.schedule import Op
+from megatron_llama.plans.timeline_file import (
+    COMPUTE,
+    GATHERS,
+    ITERATIONS,
+    LANES,
+    PIPELINE,
+    REDUCTIONS,
+    UPDATES,
+    WAITS,
+    Recorded,
+    read_timeline,
+)
 from tests.e2e.product import DP2, EVALUATED, GLOBAL_BATCH_SIZE, Layout, Product, exact_curve
 
 PIPED = Layout(4, {"pipeline_model_parallel_size": 2, "data_parallel_sharding_strategy": "optim_grads", "reduce_bucket_size": 20000})

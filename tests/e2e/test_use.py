@@ -15,8 +15,8 @@ from safetensors import safe_open
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from megatron_llama.checkpoint import native
-from megatron_llama.config import Config
-from megatron_llama.mesh import Mesh
+from megatron_llama.config.schema import Config
+from megatron_llama.distributed.mesh import Mesh
 from megatron_llama.model.llama import build_stages
 from megatron_llama.model.load import load_stages, rank_specs
 from tests.e2e.product import DP2_PARAMS, SEQ_LENGTH, TP2, TP2_PP2, Layout, Product, column, log, state, words

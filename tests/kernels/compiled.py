@@ -18,12 +18,12 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.runtime.jit import JITFunction
 
-from megatron_llama import device as devices
+from megatron_llama.distributed import device as devices
+from megatron_llama.engine.adamw_kernel import adamw
 from megatron_llama.nn.kernels.cross_entropy import cross_entropy
 from megatron_llama.nn.kernels.norm import add_norm, norm_backward
 from megatron_llama.nn.kernels.rotary import rotate, rotate_back
 from megatron_llama.nn.kernels.swiglu import swiglu, swiglu_backward
-from megatron_llama.optim.one_pass import adamw
 
 
 class Absent:

@@ -17,7 +17,7 @@ NUMBERS = {"lr": 1e-3, "beta1": 0.9, "beta2": 0.999, "eps": 1e-8}
 @pytest.mark.parametrize("narrow", [None, torch.bfloat16, torch.float16], ids=str)
 def test_steps_are_torchs(count: int, decay: float, narrow: torch.dtype | None, device: torch.device) -> None:
     """Four of them: one is skipped, and its gradient is no number."""
-    from megatron_llama.optim.one_pass import adamw
+    from megatron_llama.engine.adamw_kernel import adamw
 
     master, scale = draw(count, seed=1, device=device), torch.tensor(2.5, device=device)
     ours = [master.clone(), torch.zeros_like(master), torch.zeros_like(master), torch.zeros((), device=device)]
@@ -46,7 +46,7 @@ def test_steps_are_torchs(count: int, decay: float, narrow: torch.dtype | None, 
 
 
 def test_the_first_moment_may_have_no_memory(device: torch.device) -> None:
-    from megatron_llama.optim.one_pass import adamw
+    from megatron_llama.engine.adamw_kernel import adamw
 
     tensors = [draw(3, seed=1, device=device), *(torch.zeros(3, device=device) for _ in range(2)), torch.zeros((), device=device)]
     grad, one = draw(3, seed=2, device=device), torch.ones((), device=device)

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_llama.nn import bodies
+from megatron_llama.nn import ops as bodies
 from megatron_llama.nn.functional import rope_frequencies, rope_table
 from tests.kernels.closeness import DTYPES, as_near_as_torch, draw, error
 

@@ -7,9 +7,9 @@ from dataclasses import replace
 import pytest
 import torch
 
-from megatron_llama.mesh import Place
+from megatron_llama.distributed.mesh import Place
 from megatron_llama.model.llama import Stage
-from megatron_llama.nn.bodies import PLAIN
+from megatron_llama.nn.ops import PLAIN
 from tests.parallel.cases import LOSS_BOUND, NORM_BOUND, Layout, Trainer, deviation, trainer
 
 pytestmark = pytest.mark.kernels
@@ -17,7 +17,7 @@ pytestmark = pytest.mark.kernels
 
 def test_steps_in_fp32(device: torch.device) -> None:
     """Within the bounds of every layout; the second step shows what the first update did."""
-    from megatron_llama.nn.kernels.bodies import KERNELS
+    from megatron_llama.nn.kernels.ops import KERNELS
 
     layout = Layout(layers=1, tied=True, recompute="selective", documents=True)
     run, exact = trainer(Place(0, 1, 0), layout, device), trainer(Place(0, 1, 0), replace(layout, fp64=True), device)

@@ -1,8 +1,8 @@
 import pytest
 
+from megatron_llama.config.presets import PRESETS
 from megatron_llama.metrics.flops import flops_per_token, peak_flops
 from megatron_llama.metrics.window import Interval, Work, averages
-from megatron_llama.presets import PRESETS
 
 
 def test_averages_by_hand() -> None:

@@ -12,8 +12,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_llama.config import Config, ModelConfig, ParallelConfig
-from megatron_llama.mesh import Mesh, Place, build_mesh
+from megatron_llama.config.schema import Config, ModelConfig, ParallelConfig
+from megatron_llama.distributed.mesh import Mesh, Place, build_mesh
 from megatron_llama.model.init import InitialWeights
 from megatron_llama.model.llama import build_stages
 from megatron_llama.model.load import load_stages, rank_specs

@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_llama.mesh import Place
+from megatron_llama.distributed.mesh import Place
 from megatron_llama.model.init import BLOCK_ELEMENTS, InitialWeights
-from megatron_llama.params import Rectangle, hf_shapes
+from megatron_llama.plans.params import Rectangle, hf_shapes
 from tests.harness import Cluster
 from tests.parallel.cases import MODEL, Layout, Record, initial_weights, merged, train
 

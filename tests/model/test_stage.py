@@ -9,16 +9,16 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from megatron_llama.activations import GRANULARITIES, Granularity
 from megatron_llama.model.init import InitialWeights
 from megatron_llama.model.llama import Stage, build_stages
 from megatron_llama.model.load import load_stages, rank_specs
-from megatron_llama.nn.sink import attach_home
-from megatron_llama.params import ParamSpec, Partition, stage_units, whole_model
-from megatron_llama.schedule import Action, Op
-from megatron_llama.uses import unit_uses, uses_of
+from megatron_llama.nn.param_handle import attach_home
+from megatron_llama.plans.activation_memory import GRANULARITIES, Granularity
+from megatron_llama.plans.params import ParamSpec, Partition, stage_units, whole_model
+from megatron_llama.plans.schedule import Action, Op
+from megatron_llama.plans.weight_access import unit_uses, uses_of
 from tests.parallel.cases import MODEL, Layout, token_ids
-from tests.test_params import even, paper_mesh, paper_stage, specs_of
+from tests.plans.test_params import even, paper_mesh, paper_stage, specs_of
 
 CPU = torch.device("cpu")
 

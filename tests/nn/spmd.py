@@ -12,9 +12,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_llama.comm import autograd
-from megatron_llama.config import Config, ParallelConfig
-from megatron_llama.mesh import Axis, Mesh, Place, build_mesh
+from megatron_llama.config.schema import Config, ParallelConfig
+from megatron_llama.distributed.comm import autograd
+from megatron_llama.distributed.mesh import Axis, Mesh, Place, build_mesh
 
 
 def tensor_mesh(place: Place) -> Mesh:

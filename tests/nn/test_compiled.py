@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_llama.config import Config
-from megatron_llama.mesh import Mesh, Place
+from megatron_llama.config.schema import Config
+from megatron_llama.distributed.mesh import Mesh, Place
 from megatron_llama.nn import compiled
-from megatron_llama.nn.bodies import PLAIN
 from megatron_llama.nn.compiled import SHAPES, SMALLEST, Compiled, chosen_bodies
+from megatron_llama.nn.ops import PLAIN
 from tests.parallel.cases import Layout, Trainer, trainer
 
 

@@ -14,12 +14,12 @@ from torch.autograd import gradcheck
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from megatron_llama.comm.p2p import exchange
+from megatron_llama.distributed.comm.p2p import exchange
+from megatron_llama.distributed.mesh import Axis, Mesh, Place
+from megatron_llama.distributed.recorder import Recorder, Traffic
 from megatron_llama.errors import ConfigError
-from megatron_llama.mesh import Axis, Mesh, Place
 from megatron_llama.nn.context import causal_document_mask, context_attention, local_sequence
 from megatron_llama.nn.zigzag import Piece, chunk_home, gathered_pieces, own_pieces, ring_pieces, zigzag_chunks, zigzag_positions
-from megatron_llama.recorder import Recorder, Traffic
 from tests.harness import Cluster
 from tests.nn.spmd import numbers, replicated, weighted_total
 

@@ -10,14 +10,14 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from megatron_llama import device as devices
-from megatron_llama.config import Config
-from megatron_llama.mesh import Place
-from megatron_llama.nn import products
-from megatron_llama.nn.bodies import PLAIN
+from megatron_llama.config.schema import Config
+from megatron_llama.distributed import device as devices
+from megatron_llama.distributed.mesh import Place
 from megatron_llama.nn.functional import rope_frequencies, rope_table
-from megatron_llama.nn.host_attention import rotated_attention
-from megatron_llama.nn.sink import accumulate_product
+from megatron_llama.nn.host import gemm as products
+from megatron_llama.nn.host.attention import rotated_attention
+from megatron_llama.nn.ops import PLAIN
+from megatron_llama.nn.param_handle import accumulate_product
 from tests.parallel.cases import Layout, trainer
 
 CPU = torch.device("cpu")
@@ -34,7 +34,7 @@ def random(*shape: int, seed: int) -> Tensor:
 def test_large_products(apart: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Large enough to be cut, and with a rest. Relative to the largest element, sums of 300 terms in fp32."""
     monkeypatch.setattr(devices, "prefers_onednn", lambda: apart)
-    monkeypatch.setattr("megatron_llama.nn.sink.PART", 100 * 70)
+    monkeypatch.setattr("megatron_llama.nn.param_handle.PART", 100 * 70)
     x, weight, grad = random(150, 2, 70, seed=1), random(370, 70, seed=2), random(150, 2, 370, seed=3)
     assert products.apart(x, weight) is apart
     view = torch.full((370, 70), float("nan"))
@@ -82,7 +82,7 @@ def test_attention_by_products(length: int, heads: tuple[int, int], monkeypatch:
 
     Over 200 draws of each case the output's error is the same, and the gradient's, whose sums over pieces of queries are rounded apart,
     0.94 to 1.07 of it. Torch's kernel for hosts, which keeps scores in fp32, is another one: its output's error is 0.66 to 0.77 of that."""
-    monkeypatch.setattr("megatron_llama.nn.host_attention.SCORES", 2**17)
+    monkeypatch.setattr("megatron_llama.nn.host.attention.SCORES", 2**17)
     monkeypatch.setattr(devices, "multiplies_bf16", lambda: True)
     qkv, upstream = random(length, 2, (heads[0] + 2 * heads[1]) * 16, seed=4).bfloat16(), random(length, 2, heads[0] * 16, seed=5).bfloat16()
     exact = attention(qkv.double(), heads, upstream)

@@ -10,14 +10,14 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd import gradcheck
 
-from megatron_llama.comm import autograd
-from megatron_llama.mesh import Mesh, Place
+from megatron_llama.distributed.comm import autograd
+from megatron_llama.distributed.mesh import Mesh, Place
 from megatron_llama.nn.attention import causal_attention
-from megatron_llama.nn.bodies import PLAIN
 from megatron_llama.nn.embedding import VocabParallelEmbedding
 from megatron_llama.nn.functional import rms_norm, rope_frequencies, rope_table, split_heads, swiglu
 from megatron_llama.nn.linear import ColumnLinear, RowLinear, column_linear
 from megatron_llama.nn.loss import cross_entropy
+from megatron_llama.nn.ops import PLAIN
 from tests.harness import Cluster
 from tests.nn.spmd import numbers, part, replicated, tensor_mesh, weighted_total
 from tools.overlap.loss import token_losses

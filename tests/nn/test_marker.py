@@ -11,7 +11,7 @@ from torch import Tensor
 
 from megatron_llama.nn.marker import before_backward
 from tests.nn.spmd import numbers
-from tests.test_activations import kept, storage
+from tests.plans.test_activation_memory import kept, storage
 
 
 class Doubled(torch.autograd.Function):

@@ -15,8 +15,9 @@ from torch import Tensor, nn
 from torch.autograd import gradcheck
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from megatron_llama.activations import GRANULARITIES, Activations, Granularity
-from megatron_llama.mesh import Place
+from megatron_llama.distributed.mesh import Place
+from megatron_llama.distributed.recorder import Traffic
+from megatron_llama.engine.build import compute_dtype
 from megatron_llama.model.llama import Positions
 from megatron_llama.nn.functional import (
     recomputable_add_norm,
@@ -28,15 +29,14 @@ from megatron_llama.nn.functional import (
     swiglu,
 )
 from megatron_llama.nn.linear import column_linear
+from megatron_llama.nn.param_handle import attach_home
 from megatron_llama.nn.recompute import Recomputable, recomputed
-from megatron_llama.nn.sink import attach_home
 from megatron_llama.nn.tape import taped
-from megatron_llama.optim.build import compute_dtype
-from megatron_llama.recorder import Traffic
+from megatron_llama.plans.activation_memory import GRANULARITIES, Activations, Granularity
 from tests.harness import Cluster
 from tests.nn.spmd import numbers, tensor_mesh
 from tests.parallel.cases import MODEL, SEQ_LENGTH, Layout, train, trainer
-from tests.test_activations import BATCH, Run, build, kept, several, storage
+from tests.plans.test_activation_memory import BATCH, Run, build, kept, several, storage
 
 CPU = torch.device("cpu")
 LAYOUTS = [

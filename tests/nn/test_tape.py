@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from megatron_llama.mesh import Place
+from megatron_llama.distributed.mesh import Place
 from megatron_llama.model import llama
 from megatron_llama.nn.functional import added, joined, swiglu
 from megatron_llama.nn.linear import plain_linear
@@ -20,7 +20,7 @@ from megatron_llama.nn.tape import backward, differentiated, taped
 from tests.harness import Cluster
 from tests.nn.spmd import numbers, tensor_mesh
 from tests.parallel.cases import Layout, trainer, whole_parameters
-from tests.test_activations import kept
+from tests.plans.test_activation_memory import kept
 
 TP = tensor_mesh(Place(0, 1, 0)).tp
 LAYOUTS = [
@@ -124,7 +124,7 @@ def test_backward_from_a_gradient() -> None:
     backward(x.sin(), grad)
     assert torch.equal(x.grad, grad * x.detach().cos())
     program = (
-        "import sys, torch\nfrom megatron_llama.mesh import Place\nfrom tests.parallel.cases import Layout, trainer\n"
+        "import sys, torch\nfrom megatron_llama.distributed.mesh import Place\nfrom tests.parallel.cases import Layout, trainer\n"
         "trainer(Place(0, 1, 0), Layout(recompute='full', documents=True)).step(0)\nassert 'sympy' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", program], check=True)

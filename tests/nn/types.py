@@ -18,15 +18,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from megatron_llama.mesh import Place
+from megatron_llama.distributed.mesh import Place
 from megatron_llama.model import llama
 from megatron_llama.model.llama import Block, RMSNorm, Stage
 from megatron_llama.nn.context import local_sequence
 from megatron_llama.nn.embedding import VocabParallelEmbedding
 from megatron_llama.nn.linear import ColumnLinear, RowLinear
-from megatron_llama.nn.sink import attach_home
+from megatron_llama.nn.param_handle import attach_home
 from megatron_llama.nn.zigzag import zigzag_chunks
-from megatron_llama.params import HFSlice, rank_units
+from megatron_llama.plans.params import HFSlice, rank_units
 from tests.parallel.cases import Layout, batch, trainer, whole_parameters
 from tools.overlap.loss import token_losses
 

@@ -15,18 +15,18 @@ from typing import Any, Literal, get_args
 import torch
 from torch import Tensor
 
-from megatron_llama.config import Config, LoraConfig, ModelConfig, OffloadConfig, OptimizerConfig, ParallelConfig, TrainingConfig
+from megatron_llama.config.schema import Config, LoraConfig, ModelConfig, OffloadConfig, OptimizerConfig, ParallelConfig, TrainingConfig
 from megatron_llama.data.loader import Batch
-from megatron_llama.mesh import Mesh, Place, build_mesh
+from megatron_llama.distributed.mesh import Mesh, Place, build_mesh
+from megatron_llama.engine.build import build_optimizer, compute_dtype
+from megatron_llama.engine.offload.copies import Copies
+from megatron_llama.engine.optimizer import OverlappedDistributedOptimizer
 from megatron_llama.model.init import InitialWeights
 from megatron_llama.model.llama import Stage, build_stages
-from megatron_llama.nn.sink import home_of
-from megatron_llama.optim.build import build_optimizer, compute_dtype
-from megatron_llama.optim.distributed import OverlappedDistributedOptimizer
-from megatron_llama.optim.offload.copies import Copies
-from megatron_llama.params import Rectangle, hf_shapes, rank_units
+from megatron_llama.nn.param_handle import home_of
 from megatron_llama.pipeline.runtime import PipelineRuntime
-from megatron_llama.uses import Use
+from megatron_llama.plans.params import Rectangle, hf_shapes, rank_units
+from megatron_llama.plans.weight_access import Use
 from tests.harness import Cluster
 
 MODEL = ModelConfig(

@@ -11,10 +11,10 @@ from collections import Counter
 from dataclasses import replace
 from typing import get_args
 
+from megatron_llama.distributed.mesh import Place
 from megatron_llama.errors import ConfigError
-from megatron_llama.mesh import Place
-from megatron_llama.schedule import ScheduleError, placement_of, schedule_named
-from megatron_llama.validate import check
+from megatron_llama.plans.resolve import check
+from megatron_llama.plans.schedule import ScheduleError, placement_of, schedule_named
 from tests.harness import Cluster
 from tests.parallel.cases import GLOBAL_BATCH_SIZE, SEQ_LENGTH, STRATEGIES, Layout, Record, Reference, Schedule, train
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron_llama.mesh import Place
+from megatron_llama.distributed.mesh import Place
 from tests.harness import Cluster, WorkerError
 
 

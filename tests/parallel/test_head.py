@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from megatron_llama.mesh import Place
+from megatron_llama.distributed.mesh import Place
 from megatron_llama.model.llama import Stage
 from tests.harness import Cluster
 from tests.parallel.cases import Layout, Trainer, trainer

@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_llama.layout import rank_layout
-from megatron_llama.mesh import Place
-from megatron_llama.params import Rectangle, adapter_shapes, hf_shapes, is_adapter
+from megatron_llama.distributed.mesh import Place
+from megatron_llama.plans.buckets import rank_layout
+from megatron_llama.plans.params import Rectangle, adapter_shapes, hf_shapes, is_adapter
 from tests.harness import Cluster
 from tests.parallel.cases import (
     GLOBAL_BATCH_SIZE,

@@ -14,17 +14,17 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from megatron_llama.comm.streams import _put
+from megatron_llama.distributed.comm.streams import _put
+from megatron_llama.distributed.mesh import Place, build_mesh
+from megatron_llama.engine.build import build_optimizer
+from megatron_llama.engine.gradients import _Exchanges
+from megatron_llama.engine.optimizer import OverlappedDistributedOptimizer, _early_gathers, _updated_early
 from megatron_llama.errors import ConfigError
-from megatron_llama.layout import rank_layout
-from megatron_llama.memory import host_buffer_bytes, squares_bytes, state_bytes
-from megatron_llama.mesh import Place, build_mesh
 from megatron_llama.model.llama import Positions, build_stages
 from megatron_llama.nn.functional import added
-from megatron_llama.nn.sink import home_of
-from megatron_llama.optim.build import build_optimizer
-from megatron_llama.optim.distributed import OverlappedDistributedOptimizer, _early_gathers, _updated_early
-from megatron_llama.optim.gradients import _Exchanges
+from megatron_llama.nn.param_handle import home_of
+from megatron_llama.plans.buckets import rank_layout
+from megatron_llama.plans.memory import host_buffer_bytes, squares_bytes, state_bytes
 from tests.harness import Cluster
 from tests.parallel.cases import MODEL, OPTIMIZER, STRATEGIES, Layout, Record, Trainer, merged, train, trainer
 

@@ -9,15 +9,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_llama.layout import Bucket, ShardLayout, rank_layout
-from megatron_llama.memory import MemoryPlan, peak_of
-from megatron_llama.mesh import Place
-from megatron_llama.optim.distributed import _early_gathers, _updated_early
+from megatron_llama.distributed.mesh import Place
+from megatron_llama.engine.optimizer import _early_gathers, _updated_early
 from megatron_llama.planner.messages import Messages, step_messages
-from megatron_llama.trace.run import trace_run
+from megatron_llama.planner.trace.run import trace_run
+from megatron_llama.plans.buckets import Bucket, ShardLayout, rank_layout
+from megatron_llama.plans.memory import MemoryPlan, peak_of
 from tests.harness import Cluster
 from tests.parallel.cases import STRATEGIES, Layout, trainer
-from tests.test_activations import Live, Saved, storage
+from tests.plans.test_activation_memory import Live, Saved, storage
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,6 @@
 """No operator of a training step asks for a number that a device would still have to compute, so that its host would wait.
 
-Seen on the host, where asking costs nothing: the operators are the same. What a GPU says itself: test_device.py."""
+Seen on the host, where asking costs nothing: the operators are the same. What a GPU says itself: distributed/test_device.py."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from megatron_llama.mesh import Place
+from megatron_llama.distributed.mesh import Place
 from megatron_llama.metrics.readback import Readback
 from tests.parallel.cases import OPTIMIZER, Layout, trainer
 

@@ -15,13 +15,13 @@ from torch import Tensor
 from megatron_llama.checkpoint import native
 from megatron_llama.checkpoint.chunks import regions
 from megatron_llama.checkpoint.columns import column_pieces, zenflow_of
-from megatron_llama.config import Config, OffloadConfig, ZenFlowConfig
+from megatron_llama.config.schema import Config, OffloadConfig, ZenFlowConfig
+from megatron_llama.distributed.mesh import Place
+from megatron_llama.engine.offload.windows import Step
+from megatron_llama.engine.offload.zenflow import ZenFlow
 from megatron_llama.errors import OffloadError
-from megatron_llama.layout import rank_layout
-from megatron_llama.mesh import Place
-from megatron_llama.offload import offload_plan
-from megatron_llama.optim.offload.windows import Step
-from megatron_llama.optim.offload.zenflow import ZenFlow
+from megatron_llama.plans.buckets import rank_layout
+from megatron_llama.plans.offload import offload_plan
 from tests.checkpoint.cases import copies, merged, same, state_at
 from tests.harness import Cluster
 from tests.parallel.cases import MODEL, OPTIMIZER, STRATEGIES, Layout, Trainer, train, trainer

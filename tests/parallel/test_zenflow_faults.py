@@ -10,13 +10,13 @@ import torch
 from torch import Tensor
 
 from megatron_llama.checkpoint import native
-from megatron_llama.config import ZenFlowConfig
+from megatron_llama.config.schema import ZenFlowConfig
+from megatron_llama.distributed.mesh import Place
+from megatron_llama.engine.replicas import check_replicas
 from megatron_llama.errors import OffloadError, TrainingError
-from megatron_llama.mesh import Place
-from megatron_llama.optim.compare import check_replicas
 from tests.checkpoint.cases import state_at
+from tests.engine.test_offload import Broken
 from tests.harness import Cluster
-from tests.optim.test_offload import Broken
 from tests.parallel.cases import Layout, Trainer, merged, train, trainer
 from tests.parallel.test_zenflow import AT_ONCE, BESIDE, EVERY, FOUR, SINGLE, Zen, everything, rule_of, zen
 

@@ -11,13 +11,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_llama.config import Config
-from megatron_llama.mesh import Mesh, Place, build_mesh
+from megatron_llama.config.schema import Config
+from megatron_llama.distributed.mesh import Mesh, Place, build_mesh
 from megatron_llama.model.llama import Stage, build_stages
 from megatron_llama.model.load import load_stages, rank_specs
-from megatron_llama.params import is_frozen
 from megatron_llama.pipeline.runtime import Engine, FixedWeights, PipelineRuntime
-from megatron_llama.uses import Use
+from megatron_llama.plans.params import is_frozen
+from megatron_llama.plans.weight_access import Use
 from tests.harness import Cluster
 from tests.parallel.cases import GLOBAL_BATCH_SIZE, SEQ_LENGTH, Layout, Trainer, batch, initial_weights, trainer
 

@@ -11,16 +11,16 @@ import pytest
 from megatron_llama.cli import main
 from megatron_llama.errors import ConfigError
 from megatron_llama.planner.calibration import HOST
+from megatron_llama.planner.candidate import Planned
+from megatron_llama.planner.candidate_job import job_of
 from megatron_llama.planner.choice import RISK, SEARCHED, choose, searchable, value_of
 from megatron_llama.planner.fitted import FITTED
 from megatron_llama.planner.hardware import CPU, GPUS, gpu_named, gpu_of_device
 from megatron_llama.planner.job import Machine
 from megatron_llama.planner.kernels import Kernels
-from megatron_llama.planner.own import Planned
-from megatron_llama.planner.own_job import job_of
 from megatron_llama.planner.search import search
 from megatron_llama.planner.steps import estimate
-from megatron_llama.validate import problems, resolve
+from megatron_llama.plans.resolve import problems, resolve
 from tests.planner.test_plan import config, machine
 
 PIPE = {"pipeline_model_parallel_size": 1, "context_parallel_size": 1, "micro_batch_size": 1}

@@ -12,14 +12,14 @@ from pathlib import Path
 import pytest
 
 from megatron_llama.cli import main
+from megatron_llama.planner.candidate import Planned
 from megatron_llama.planner.compare import Comparison
 from megatron_llama.planner.fitted import FITTED
 from megatron_llama.planner.links import axes_of
 from megatron_llama.planner.measured import Steps
-from megatron_llama.planner.own import Planned
 from megatron_llama.planner.picture import Bar, Lane, drawing, page, paragraph, table
-from megatron_llama.schedule import Op
-from megatron_llama.timeline import (
+from megatron_llama.plans.schedule import Op
+from megatron_llama.plans.timeline_file import (
     COMPUTE,
     GATHERS,
     ITERATIONS,

@@ -11,25 +11,25 @@ from pathlib import Path
 import pytest
 
 from megatron_llama.cli import main
-from megatron_llama.config import Config
+from megatron_llama.config.presets import PRESETS
+from megatron_llama.config.schema import Config
 from megatron_llama.errors import ConfigError
-from megatron_llama.memory import MemoryPlan
 from megatron_llama.metrics.flops import flops_per_token
+from megatron_llama.planner.candidate import Planned
+from megatron_llama.planner.candidate_job import job_of
 from megatron_llama.planner.fitted import FITTED
 from megatron_llama.planner.hardware import GPUS, gpu_named
 from megatron_llama.planner.job import Machine
 from megatron_llama.planner.links import axis_of
-from megatron_llama.planner.own import Planned
-from megatron_llama.planner.own_job import job_of
 from megatron_llama.planner.report import command, label
 from megatron_llama.planner.report import flops_per_token as planned_flops
 from megatron_llama.planner.search import candidates, enough_gpus, search
 from megatron_llama.planner.simulate import StageTimes, simulate, tail
 from megatron_llama.planner.steps import estimate
-from megatron_llama.presets import PRESETS
-from megatron_llama.schedule import Costs, Op, schedule_named
-from megatron_llama.schedule import simulate as replayed
-from megatron_llama.validate import problems, resolve
+from megatron_llama.plans.memory import MemoryPlan
+from megatron_llama.plans.resolve import problems, resolve
+from megatron_llama.plans.schedule import Costs, Op, schedule_named
+from megatron_llama.plans.schedule import simulate as replayed
 
 H100 = gpu_named("h100")
 

@@ -18,7 +18,7 @@ from megatron_llama.planner.footprint import footprint
 from megatron_llama.planner.hardware import GPUS
 from megatron_llama.planner.judge import Guess, byte_figures, calibrated, spearman, step_figures, sweep_figures
 from megatron_llama.planner.nearest import nearest, read_table
-from megatron_llama.planner.odds import USABLE, out_of_memory
+from megatron_llama.planner.oom_probability import USABLE, out_of_memory
 from megatron_llama.planner.published import Cells, Run, job_of_row, nic_of, runs_of, workspaces
 from megatron_llama.planner.score import score
 from megatron_llama.planner.steps import estimate

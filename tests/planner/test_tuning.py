@@ -7,19 +7,19 @@ from dataclasses import replace
 import pytest
 
 from megatron_llama.cli import main
-from megatron_llama.config import Config, LoraConfig, OffloadConfig, ZenFlowConfig
-from megatron_llama.memory import MemoryPlan
+from megatron_llama.config.schema import Config, LoraConfig, OffloadConfig, ZenFlowConfig
 from megatron_llama.metrics.flops import flops_per_token
+from megatron_llama.planner.candidate import Planned
 from megatron_llama.planner.choice import choose
 from megatron_llama.planner.fitted import FITTED
 from megatron_llama.planner.job import Machine
 from megatron_llama.planner.kernels import Kernels
-from megatron_llama.planner.own import Planned
 from megatron_llama.planner.report import command, details, label
 from megatron_llama.planner.report import flops_per_token as planned_flops
 from megatron_llama.planner.steps import HOST_UPDATE, estimate, host_wait
-from megatron_llama.schedule import Op
-from megatron_llama.validate import problems, resolve
+from megatron_llama.plans.memory import MemoryPlan
+from megatron_llama.plans.resolve import problems, resolve
+from megatron_llama.plans.schedule import Op
 from tests.planner.test_plan import H100, config, machine
 
 LORA = LoraConfig(lora_rank=16)

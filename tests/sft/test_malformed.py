@@ -15,7 +15,7 @@ from megatron_llama.errors import DataError
 from megatron_llama.sft import json_text, records
 from megatron_llama.sft.chat import ChatTokenizer
 from megatron_llama.sft.dataset import Examples, read_examples, refuse_problems
-from megatron_llama.sft.options import SFTConfig
+from megatron_llama.sft.sft_config import SFTConfig
 from megatron_llama.tokenizer.hf import HFTokenizer
 
 SEQ_LENGTH = 64

@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_llama.config import Config, ModelConfig
-from megatron_llama.mesh import Mesh
+from megatron_llama.config.schema import Config, ModelConfig
+from megatron_llama.distributed.mesh import Mesh
 from megatron_llama.model.init import InitialWeights
 from megatron_llama.model.llama import Stage, build_stages
 from megatron_llama.model.load import load_stages, rank_specs

@@ -116,7 +116,7 @@ def machine_of() -> tuple[dict[str, str], int] | None:
     """What this machine computes with, and its memory in bytes; None without a GPU."""
     import torch
 
-    from megatron_llama import device as devices
+    from megatron_llama.distributed import device as devices
 
     device = devices.accelerator(0)
     if devices.is_host(device):

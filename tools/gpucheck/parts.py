@@ -10,10 +10,10 @@ from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
 
-from megatron_llama.config import Config, TrainingConfig
-from megatron_llama.memory import MemoryPlan, gib
-from megatron_llama.presets import PRESETS
-from megatron_llama.validate import check
+from megatron_llama.config.presets import PRESETS
+from megatron_llama.config.schema import Config, TrainingConfig
+from megatron_llama.plans.memory import MemoryPlan, gib
+from megatron_llama.plans.resolve import check
 
 ROOT = Path(__file__).parent.parent.parent
 SHAPES = (("7b", "llama2-7b"), ("8b", "llama3-8b"))

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from megatron_llama.config import Config, ModelConfig, ZenFlowConfig
-from megatron_llama.layout import rank_layout
-from megatron_llama.offload import EXACT, NONE, ZENFLOW, offload_plan
-from megatron_llama.zenflow import longest_window
+from megatron_llama.config.schema import Config, ModelConfig, ZenFlowConfig
+from megatron_llama.plans.buckets import rank_layout
+from megatron_llama.plans.checks.zenflow import longest_window
+from megatron_llama.plans.offload import EXACT, NONE, ZENFLOW, offload_plan
 
 NEVER, ALWAYS = 1e9, 1e-9
 """Norms to clip to, where it happens in no step, and in every one."""

@@ -6,12 +6,12 @@ import time
 
 import torch
 
-from megatron_llama import device as devices
-from megatron_llama.comm.streams import Job
-from megatron_llama.config import OptimizerConfig
-from megatron_llama.optim.offload.slabs import Slab
-from megatron_llama.optim.offload.worker import HostWorker, rank_cores
-from megatron_llama.optim.update import adamw_step
+from megatron_llama.config.schema import OptimizerConfig
+from megatron_llama.distributed import device as devices
+from megatron_llama.distributed.comm.streams import Job
+from megatron_llama.engine.offload.slabs import Slab
+from megatron_llama.engine.offload.worker import HostWorker, rank_cores
+from megatron_llama.engine.update_rule import adamw_step
 
 SAMPLE = 1 << 26
 """Elements that are copied and updated: more than caches hold."""

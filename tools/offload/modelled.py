@@ -17,10 +17,10 @@ from typing import cast
 
 from torch import Tensor, nn
 
-from megatron_llama.optim.offload.copies import HostCopies
-from megatron_llama.optim.offload.exact import SETTING_ASIDE, UPDATING
-from megatron_llama.optim.offload.shard import ADDING_UP, APPLYING, PACKING
-from megatron_llama.optim.offload.worker import HostWorker
+from megatron_llama.engine.offload.copies import HostCopies
+from megatron_llama.engine.offload.exact import SETTING_ASIDE, UPDATING
+from megatron_llama.engine.offload.shard import ADDING_UP, APPLYING, PACKING
+from megatron_llama.engine.offload.worker import HostWorker
 from tools.overlap.waits import Clock, Ready, install
 
 TRAFFIC: Mapping[str, float] = MappingProxyType(

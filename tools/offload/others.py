@@ -13,10 +13,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from megatron_llama import device as devices
-from megatron_llama.config import Config
-from megatron_llama.host_memory import free_bytes
-from megatron_llama.mesh import Mesh
+from megatron_llama.config.schema import Config
+from megatron_llama.distributed import device as devices
+from megatron_llama.distributed.host_memory import free_bytes
+from megatron_llama.distributed.mesh import Mesh
 from tools.compare_sharding import random_batches
 from tools.offload.catalogue import Numbers
 from tools.offload.ours import Sample

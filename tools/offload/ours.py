@@ -11,18 +11,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_llama import device as devices
-from megatron_llama.comm.streams import Done
-from megatron_llama.config import Config
-from megatron_llama.mesh import build_mesh
+from megatron_llama.config.schema import Config
+from megatron_llama.distributed import device as devices
+from megatron_llama.distributed.comm.streams import Done
+from megatron_llama.distributed.mesh import build_mesh
+from megatron_llama.engine.build import build_optimizer, compute_dtype
+from megatron_llama.engine.offload.copies import Copies, Copy, open_copies
+from megatron_llama.engine.offload.divided import Divided
+from megatron_llama.engine.offload.exact import ExactOffload
+from megatron_llama.engine.offload.worker import HostWorker
 from megatron_llama.model.llama import build_stages
-from megatron_llama.optim.build import build_optimizer, compute_dtype
-from megatron_llama.optim.offload.copies import Copies, Copy, open_copies
-from megatron_llama.optim.offload.divided import Divided
-from megatron_llama.optim.offload.exact import ExactOffload
-from megatron_llama.optim.offload.worker import HostWorker
-from megatron_llama.params import Rectangle
 from megatron_llama.pipeline.runtime import PipelineRuntime
+from megatron_llama.plans.params import Rectangle
 from tools.compare_sharding import random_batches
 from tools.offload.catalogue import Mode, configuration, elements
 from tools.offload.modelled import ModelledCopies, ModelledWorker, Speeds, compute

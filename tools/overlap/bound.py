@@ -17,8 +17,8 @@ from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from megatron_llama.config import Config
-from megatron_llama.layout import ShardLayout, Slot, rank_layout
+from megatron_llama.config.schema import Config
+from megatron_llama.plans.buckets import ShardLayout, Slot, rank_layout
 
 FRAME_FACTOR = 1514 / 1448
 """Bytes on the link for a byte of payload: a 1500-byte packet holds 20 of IPv4, 20 of TCP, 12 of TCP timestamps and 1448 of

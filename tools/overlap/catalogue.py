@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megatron_llama.config import Config, ModelConfig, OptimizerConfig, ParallelConfig, TrainingConfig
+from megatron_llama.config.schema import Config, ModelConfig, OptimizerConfig, ParallelConfig, TrainingConfig
 
 BLOCKS = 6
 SEQUENCE = 16

@@ -9,9 +9,9 @@ from typing import Protocol, cast
 import torch
 from torch import Tensor, nn
 
-from megatron_llama.config import Config
+from megatron_llama.config.schema import Config
 from megatron_llama.data.loader import Batch
-from megatron_llama.mesh import Mesh
+from megatron_llama.distributed.mesh import Mesh
 from megatron_llama.model.init import InitialWeights
 from megatron_llama.model.llama import Positions, RMSNorm, Stage, build_stages
 from megatron_llama.model.load import load_stages, rank_specs

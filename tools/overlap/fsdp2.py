@@ -18,10 +18,10 @@ from torch.distributed.distributed_c10d import Work
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
 
-from megatron_llama.comm.exchange import Exchange, Reductions, gather
-from megatron_llama.comm.streams import Done, HostStream
 from megatron_llama.data.loader import Batch
-from megatron_llama.mesh import Axis, build_mesh
+from megatron_llama.distributed.comm.exchange import Exchange, Reductions, gather
+from megatron_llama.distributed.comm.streams import Done, HostStream
+from megatron_llama.distributed.mesh import Axis, build_mesh
 
 from .contender import Model, Setting, adamw, clip_factor, decayed
 from .plain import sharding

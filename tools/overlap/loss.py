@@ -7,9 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_llama.mesh import Axis
-from megatron_llama.nn.bodies import at_least_fp32
+from megatron_llama.distributed.mesh import Axis
 from megatron_llama.nn.loss import cross_entropy
+from megatron_llama.nn.ops import at_least_fp32
 
 
 class _TokenLosses(torch.autograd.Function):

@@ -9,10 +9,10 @@ import torch
 from torch import Tensor, nn
 
 from megatron_llama.data.loader import Batch
-from megatron_llama.mesh import build_mesh
+from megatron_llama.distributed.mesh import build_mesh
+from megatron_llama.engine.build import build_optimizer, compute_dtype
 from megatron_llama.model.init import InitialWeights
 from megatron_llama.model.llama import build_stages
-from megatron_llama.optim.build import build_optimizer, compute_dtype
 from megatron_llama.pipeline.runtime import PipelineRuntime
 
 from .catalogue import Mode, configuration

@@ -6,10 +6,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from megatron_llama.comm.exchange import Reductions, gather
-from megatron_llama.config import Config
+from megatron_llama.config.schema import Config
 from megatron_llama.data.loader import Batch
-from megatron_llama.mesh import build_mesh
+from megatron_llama.distributed.comm.exchange import Reductions, gather
+from megatron_llama.distributed.mesh import build_mesh
 
 from .catalogue import MODES, configuration
 from .contender import Model, Setting, adamw, clip_factor, decayed

@@ -13,7 +13,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from megatron_llama.comm.function import Function
+from megatron_llama.distributed.comm.function import Function
 
 Ready = Callable[[Sequence[str]], None]
 """Returns when the named parameters may be read: a backward pass must not start its wait before its weights are there."""

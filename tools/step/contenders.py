@@ -10,11 +10,11 @@ from typing import Any, Protocol, cast
 import torch
 from torch import Tensor, nn
 
-from megatron_llama import device as devices
-from megatron_llama.config import Config, ModelConfig
-from megatron_llama.mesh import Mesh, Place, init_mesh
+from megatron_llama.config.schema import Config, ModelConfig
+from megatron_llama.distributed import device as devices
+from megatron_llama.distributed.mesh import Mesh, Place, init_mesh
 from megatron_llama.model.init import InitialWeights
-from megatron_llama.params import Rectangle
+from megatron_llama.plans.params import Rectangle
 from tools.compare_sharding import Trial, random_batches
 from tools.step.plain import PlainLlama
 

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from megatron_llama.config import ModelConfig
+from megatron_llama.config.schema import ModelConfig
 
 
 class _Norm(nn.Module):

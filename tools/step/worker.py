@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 
-from megatron_llama.config import Config
+from megatron_llama.config.schema import Config
 from tools.step.contenders import Entry
 
 
@@ -90,7 +90,7 @@ def _measure(task: Task) -> Callable[[int], Sample]:
     import torch
     import torch.distributed as dist
 
-    from megatron_llama import device as devices
+    from megatron_llama.distributed import device as devices
     from tools.step.contenders import build
 
     device = devices.accelerator(0)

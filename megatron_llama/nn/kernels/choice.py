@@ -6,8 +6,8 @@ from functools import cache
 
 import torch
 
-from megatron_llama import device as devices
-from megatron_llama.nn.bodies import Bodies
+from megatron_llama.distributed import device as devices
+from megatron_llama.nn.ops import Bodies
 
 DTYPES = frozenset({torch.float32, torch.bfloat16, torch.float16})
 """Sums are taken in fp32, so fp64 (the reference runs) stays with torch."""
@@ -25,6 +25,6 @@ def kernels_for(device: torch.device, dtype: torch.dtype, hidden: int) -> Bodies
     """The kernels, for layers of so many channels; None: torch's operators compute there."""
     if hidden > LARGEST_ROW or not runs_kernels(device, dtype):
         return None
-    from megatron_llama.nn.kernels.bodies import KERNELS
+    from megatron_llama.nn.kernels.ops import KERNELS
 
     return KERNELS

@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from megatron_llama import device as devices
+from megatron_llama.distributed import device as devices
 
 PROGRAMS_PER_UNIT = 2
 """Of the backward pass: each leaves one row of partial sums for the weight."""

@@ -1,0 +1,162 @@
+"""The checkpoints of one run, side by side in a folder: which are complete, which is the newest, which may go.
+
+SAVE/iter_0000100/                          one checkpoint; it has this name since everything in it was on the disk
+SAVE/latest_checkpointed_iteration.txt      100
+SAVE/last, SAVE/best                        links to the newest, and to the one with the lowest validation loss
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+from megatron_llama.checkpoint.failures import writing
+from megatron_llama.checkpoint.folders import INCOMPLETE, REPLACED, commit, recover, staging, sync, write_synced
+from megatron_llama.checkpoint.meta import ANOTHER_COPY, META
+from megatron_llama.checkpoint.storage import METADATA, file_problems, read_metadata
+from megatron_llama.checkpoint.storage_paths import is_remote, place, remove_tree
+from megatron_llama.errors import CheckpointError, describe
+
+TRACKER, LAST, BEST = "latest_checkpointed_iteration.txt", "last", "best"
+TOKENIZER = "tokenizer"
+"""Folder beside the checkpoints, so that generation and export need nothing else."""
+
+
+@dataclass(frozen=True)
+class Retention:
+    """Which checkpoints stay when a new one is complete; the best one always does."""
+
+    newest: int = 0
+    """So many of the newest; 0: all."""
+    interval: int = 0
+    """Besides those, all whose iteration is a multiple of this; 0: none."""
+
+
+def checkpoint_path(folder: str | Path, iteration: int) -> Path:
+    """Where the checkpoint of an iteration belongs."""
+    return place(folder) / f"iter_{iteration:07d}"
+
+
+def complete(folder: str | Path) -> dict[int, Path]:
+    """The complete checkpoints of a folder by iteration, oldest first."""
+    found: dict[int, Path] = {}
+    folder = place(folder)
+    # NAME.replaced counts only without NAME, which sorts before it: a save was killed between two renames.
+    for entry in sorted(folder.iterdir(), key=lambda entry: entry.name) if folder.is_dir() else ():
+        match = re.fullmatch(rf"iter_(\d{{7,}})({re.escape(REPLACED)})?", entry.name)
+        if match and (entry / META).is_file() and (entry / METADATA).is_file():
+            found.setdefault(int(match[1]), entry)
+    return dict(sorted(found.items()))
+
+
+def latest(folder: str | Path) -> Path | None:
+    """The checkpoint that the tracker names, or the newest one if it names none that is there; None without checkpoints."""
+    found = complete(folder)
+    if not found:
+        return None
+    try:
+        named = int((place(folder) / TRACKER).read_text())
+    except (OSError, ValueError):
+        named = max(found)
+    return found.get(named, found[max(found)])
+
+
+def find(path: str | Path) -> Path:
+    """The checkpoint at ``path``: itself one, a link to one, or the latest one in it. Raises CheckpointError."""
+    path = place(path)
+    if (re.match(r"iter_\d{7}", path.name) and path.is_dir()) or (path / META).is_file():
+        return path
+    found = latest(path)
+    if found is None:
+        got = "a folder without complete checkpoints" if path.is_dir() else "no such folder"
+        do = "check the path"
+        if (path / "config.json").is_file():
+            do = "it is a HuggingFace folder: give it as --init-from-hf"
+        raise CheckpointError(describe(str(path), got=got, expected="iter_NNNNNNN, or a folder of them", do=do))
+    return found
+
+
+def newest_usable(folder: str | Path) -> Path | None:
+    """The newest complete checkpoint whose files are all there at their full size; None without any.
+
+    Damage inside files is found by ``inspect checkpoint --verify``, and by loading."""
+    for path in reversed(complete(folder).values()):
+        try:
+            if not file_problems(path, read_metadata(path).storage_data.values(), do=ANOTHER_COPY):
+                return path
+        except CheckpointError:
+            continue
+    return None
+
+
+def tidy(folder: str | Path) -> None:
+    """Remove what killed saves left behind. Nobody may be saving there. Raises CheckpointError."""
+    folder = place(folder)
+    with writing(folder):
+        folder.mkdir(parents=True, exist_ok=True)
+        for entry in list(folder.iterdir()):
+            unfinished = is_remote(folder) and re.fullmatch(r"iter_\d{7,}", entry.name) and not (entry / META).is_file()
+            if unfinished or re.fullmatch(r"iter_\d{7,}" + re.escape(INCOMPLETE), entry.name):
+                remove_tree(entry)
+            elif re.fullmatch(r"iter_\d{7,}" + re.escape(REPLACED), entry.name):
+                recover(entry.with_suffix(""))
+
+
+def publish(target: Path) -> None:
+    """Give the staged checkpoint its name, and make the tracker name it, in one step each. What can fill a disk comes first."""
+    tracker, named = target.with_name(TRACKER), f"{int(target.name.removeprefix('iter_'))}\n".encode()
+    if is_remote(target):
+        tracker.write_bytes(named)
+        return
+    try:
+        write_synced(staging(tracker), named)
+        commit(target)
+        staging(tracker).replace(tracker)
+        sync(tracker.parent)
+    finally:
+        staging(tracker).unlink(missing_ok=True)
+
+
+def retain(folder: Path, keep: Retention) -> None:
+    """Renew the links, then remove what need not stay. A folder loses its name before its content: none is ever half there."""
+    found = complete(folder)
+    losses = {iteration: loss for iteration, path in found.items() if (loss := validation_loss(path)) is not None}
+    best = min(losses, key=lambda iteration: (losses[iteration], iteration), default=None)
+    newest = sorted(found)[-keep.newest :] if keep.newest else list(found)
+    _link(folder / LAST, found[max(found)])
+    if best is not None:
+        _link(folder / BEST, found[best])
+    for iteration, path in found.items():
+        if iteration not in newest and iteration != best and not (keep.interval and iteration % keep.interval == 0):
+            _remove(path)
+
+
+def validation_loss(checkpoint: Path) -> float | None:
+    """Of the iteration at which it was saved, where that was evaluated."""
+    try:
+        loss = json.loads((checkpoint / META).read_bytes()).get("validation_loss")
+    except (OSError, ValueError, AttributeError):
+        return None
+    return float(loss) if isinstance(loss, int | float) else None
+
+
+def _remove(checkpoint: Path) -> None:
+    """It stops counting before its content goes."""
+    if is_remote(checkpoint):
+        (checkpoint / META).unlink()
+        remove_tree(checkpoint)
+    else:
+        remove_tree(checkpoint.rename(staging(checkpoint)))
+
+
+def _link(link: Path, target: Path) -> None:
+    """Renew a symbolic link in one step; what is there and is no link stays. An object store has none."""
+    if is_remote(link) or (link.exists() and not link.is_symlink()):
+        return
+    beside = staging(link)
+    beside.unlink(missing_ok=True)
+    os.symlink(target.name, beside)
+    beside.replace(link)

@@ -1,0 +1,24 @@
+"""The model of the weights that ``--load`` names, before the rest of the configuration is known."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from megatron_llama.config.parse import Parsed
+from megatron_llama.config.schema import DataConfig, ModelConfig
+
+if TYPE_CHECKING:
+    from megatron_llama.loop.start import Start
+
+
+def loaded_model(parsed: Parsed, start: Start | None) -> ModelConfig | None:
+    """None without such weights. A folder that stores only a padded vocabulary has that of --vocab-size, or of the tokenizer that
+    is given. Raises CheckpointError or DataError."""
+    if start is None:
+        return None
+    data, vocab_size = parsed.get(DataConfig), parsed.get(ModelConfig).vocab_size
+    if start.native or data.tokenizer_model is None or vocab_size:
+        return start.model(vocab_size=vocab_size)
+    from megatron_llama.tokenizer.load import load_tokenizer
+
+    return start.model(tokens=load_tokenizer(data.tokenizer_model, data.tokenizer_type).vocab_size)

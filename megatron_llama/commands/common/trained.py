@@ -1,0 +1,110 @@
+"""A trained model for a command that runs it in one process: its weights, its tokenizer, and the tokens that end its texts."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from megatron_llama.commands.common.configs import ModelFolderConfig, SamplingConfig
+from megatron_llama.config.schema import Config
+from megatron_llama.errors import ConfigError, describe, listing
+
+if TYPE_CHECKING:
+    from megatron_llama.convert.formats import Source
+    from megatron_llama.model.generate import Sampling
+    from megatron_llama.model.llama import Stage
+    from megatron_llama.tokenizer.base import Tokenizer
+
+
+@dataclass(frozen=True)
+class Trained:
+    """What ``open_trained`` finds."""
+
+    stage: Stage
+    tokenizer: Tokenizer
+    stops: frozenset[int]
+    """Tokens that end a text: those of generation_config.json and config.json, else the tokenizer's end token."""
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest sequence."""
+        return self.stage.config.max_position_embeddings
+
+
+def open_trained(options: ModelFolderConfig) -> Trained:
+    """Raises ConfigError, CheckpointError or DataError."""
+    import torch
+
+    from megatron_llama.checkpoint.storage_paths import local_copy
+    from megatron_llama.distributed import device as devices
+    from megatron_llama.distributed.mesh import Mesh
+    from megatron_llama.model.llama import build_stages
+    from megatron_llama.model.load import load_stages, rank_specs
+    from megatron_llama.tokenizer.load import load_tokenizer
+
+    source = open_folder(options.load, options.init_from_hf, config=options.hf_config, vocab_size=options.vocab_size)
+    with local_copy(tokenizer_folder(source)) as folder:
+        tokenizer = load_tokenizer(options.tokenizer_model or folder)
+    config, mesh = Config(model=source.model), Mesh.single(devices.accelerator(0))
+    [stage] = build_stages(config, mesh).values()
+    dtype = torch.bfloat16 if options.bf16 else torch.float32
+    load_stages([stage], rank_specs(config, mesh), source, dtype=dtype, device=mesh.device)
+    own = frozenset() if tokenizer.eos_id is None else frozenset({tokenizer.eos_id})
+    stops = frozenset(_end_tokens(source)) or own
+    return Trained(stage, tokenizer, stops)
+
+
+def tokenizer_folder(source: Source) -> Path:
+    """Where the model's tokenizer lies, if it has one."""
+    return source.companions[0].parent if source.companions else source.folder
+
+
+def open_folder(load: str | None, init_from_hf: str | None, *, config: str | None = None, vocab_size: int = 0) -> Source:
+    """The model folder that exactly one of two options names. Raises ConfigError or CheckpointError."""
+    from megatron_llama.checkpoint.storage_paths import is_remote, place
+    from megatron_llama.convert.formats import open_source
+    from megatron_llama.convert.native.source import NativeSource
+
+    if (load is None) == (init_from_hf is None):
+        found = "neither" if load is None else "both"
+        do = "give --load FOLDER or --init-from-hf FOLDER"
+        raise ConfigError(describe("--load, --init-from-hf", got=found, expected="one of them", do=do))
+    folder = place(load or init_from_hf or "")
+    if is_remote(folder):
+        return NativeSource(folder, config, vocab_size)
+    return open_source(folder, config=config, vocab_size=vocab_size)
+
+
+def _end_tokens(source: Source) -> Iterator[int]:
+    """The model's word: a chat model ends its messages with other tokens than its documents."""
+    found: list[Any] = [source.model.eos_token_id, source.extra.get("eos_token_id")]
+    for path in source.companions:
+        if path.name == "generation_config.json":
+            found.append(json.loads(path.read_text()).get("eos_token_id"))
+    for entry in found:
+        for token in entry if isinstance(entry, list) else [entry]:
+            if isinstance(token, int):
+                yield token
+
+
+def sampling_of(options: SamplingConfig) -> Sampling:
+    """Raises ConfigError with all that is wrong."""
+    from megatron_llama.model.generate import Sampling
+
+    wrong = [
+        describe(flag, got=value, expected=expected, do="correct it")
+        for flag, value, expected, fits in (
+            ("--max-new-tokens", options.max_new_tokens, "1 or more", options.max_new_tokens >= 1),
+            ("--temperature", options.temperature, "0 or more", options.temperature >= 0),
+            ("--top-k", options.top_k, "0 or more", options.top_k >= 0),
+            ("--top-p", options.top_p, "more than 0, at most 1", 0 < options.top_p <= 1),
+            ("--seed", options.seed, "0 or more", options.seed >= 0),
+        )
+        if not fits
+    ]
+    if wrong:
+        raise ConfigError(listing("These options cannot be used:", wrong))
+    return Sampling(options.max_new_tokens, options.temperature, options.top_k, options.top_p)

@@ -1,0 +1,131 @@
+"""``--help`` and ``docs/options.md``, from the strings under the fields.
+
+``python -m megatron_llama.config.help docs/options.md`` rewrites the document.
+"""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import sys
+import textwrap
+from collections.abc import Mapping, Sequence
+from dataclasses import MISSING, fields
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, Literal, get_args, get_origin, get_type_hints
+
+from megatron_llama.config.megatron_names import MEGATRON, Alias
+from megatron_llama.config.parse import Option, flag, options_of, section_name
+from megatron_llama.config.schema import Config
+
+_WIDTH = 100
+
+
+def field_docs(section: type[Any]) -> dict[str, str]:
+    """The string literal under every field, read from the class's source, on one line. A field without one is left out."""
+    tree = ast.parse(textwrap.dedent(inspect.getsource(section)))
+    body = tree.body[0].body  # type: ignore[attr-defined]  # the source of a class is one ClassDef
+    docs: dict[str, str] = {}
+    for field, after in pairwise(body):
+        is_field = isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name)
+        if is_field and isinstance(after, ast.Expr) and isinstance(after.value, ast.Constant) and isinstance(after.value.value, str):
+            docs[field.target.id] = " ".join(after.value.value.split())
+    return docs
+
+
+def config_sections() -> list[type[Any]]:
+    """The sections of ``Config``, in order."""
+    kinds = get_type_hints(Config)
+    return [kinds[field.name] for field in fields(Config)]
+
+
+def help_text(command: str, summary: str, sections: Sequence[type[Any]]) -> str:
+    """What ``<command> --help`` prints: every option with its type, default and meaning, by section."""
+    lines = [f"usage: python -m megatron_llama {command} [--config FILE.yaml] [--option value ...]", ""]
+    lines += [*textwrap.wrap(summary, _WIDTH), ""]
+    lines += ["Options may stand in the YAML file (micro_batch_size: 4) or on the command line (--micro-batch-size 4), which wins."]
+    for section in sections:
+        lines += ["", f"{section_name(section)}: {_first_line(section)}"]
+        docs = field_docs(section)
+        for option in options_of([section]).values():
+            lines.append(f"  {option.flag} {metavar(option.kind)}".rstrip() + f"  ({_default(option)})")
+            lines += textwrap.wrap(docs.get(option.name, ""), _WIDTH, initial_indent=" " * 6, subsequent_indent=" " * 6)
+    return "\n".join(lines) + "\n"
+
+
+def options_markdown(sections: Sequence[type[Any]], aliases: Mapping[str, Alias]) -> str:
+    """``docs/options.md``: one table per section, then the aliases."""
+    lines = [
+        "# Options",
+        "",
+        "Written by `python -m megatron_llama.config.help docs/options.md` from `megatron_llama/config.py`; a test holds it current.",
+        "",
+        "Every option is a flag (`--micro-batch-size 4`, `--micro_batch_size=4`) and a YAML key (`micro_batch_size: 4`, flat or under the",
+        "name of its section). The file of `--config FILE` wins over the fields that `--model` or `--init-from-hf` give, flags win over",
+        "both. Integers may be written `2e8` or `1_000`; booleans `--bf16`, `--no-bf16` or `--bf16 false`.",
+    ]
+    for section in sections:
+        docs = field_docs(section)
+        lines += ["", f"## {section_name(section)}", "", _first_line(section), "", "| flag | default | meaning |", "|---|---|---|"]
+        for option in options_of([section]).values():
+            usage = f"{option.flag} {metavar(option.kind)}".rstrip()
+            lines.append(_row(f"`{usage}`", f"`{_show(option.default)}`", docs[option.name]))
+    lines += ["", "## Megatron's names", "", "Megatron's flags are field names here, except for these.", "", "| flag | here |", "|---|---|"]
+    lines += [_row(f"`{flag(name)}`", _meaning(alias)) for name, alias in aliases.items()]
+    return "\n".join(lines) + "\n"
+
+
+def metavar(kind: Any) -> str:
+    """How a value is written: ``INT``, ``a|b``; empty for a boolean, which needs none."""
+    parts = [part for part in get_args(kind) if part is not type(None)]
+    if type(None) in get_args(kind):
+        return metavar(parts[0])
+    if get_origin(kind) is Literal:
+        return "|".join(parts)
+    if get_origin(kind) is tuple:
+        return metavar(parts[0]) + " ..."
+    if get_origin(kind) is dict:
+        return "JSON"
+    names: dict[Any, str] = {int: "INT", float: "FLOAT", str: "TEXT", bool: ""}
+    return names[kind]
+
+
+def _first_line(section: type[Any]) -> str:
+    return (section.__doc__ or "").strip().splitlines()[0].replace("``", "`")
+
+
+def _show(default: Any) -> str:
+    if default is None or default == ():
+        return "none"
+    if isinstance(default, bool):
+        return "on" if default else "off"
+    return f"{default:_}" if isinstance(default, int) and default >= 100_000 else str(default)
+
+
+def _default(option: Option) -> str:
+    return "required" if option.default is MISSING else f"default: {_show(option.default)}"
+
+
+def _meaning(alias: Alias) -> str:
+    if alias.field is None:
+        return alias.help
+    more = f", and without that option `{flag(alias.implies[0])} {alias.implies[1]}`" if alias.implies else ""
+    more += f": {alias.help}" if alias.help else ""
+    return (f"`{flag(alias.field)}`" if alias.value is None else f"`{flag(alias.field)} {alias.value}`") + more
+
+
+def _row(*cells: str) -> str:
+    return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
+
+
+def main(argv: Sequence[str]) -> None:
+    """Write the options of a training run to the file named by the first argument."""
+    target = Path(argv[0])
+    beside = target.with_name(target.name + ".part")
+    beside.write_text(options_markdown(config_sections(), MEGATRON), encoding="utf-8")
+    beside.replace(target)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,459 @@
+"""One YAML file and command-line flags -> frozen dataclasses ("sections"); every command uses this one parser.
+
+A section is a frozen dataclass: its fields are the options, the string under a field is its help. Values stay text
+until the field's annotation reads them, so that YAML and the command line understand exactly the same spellings.
+``manual.py`` prints the help.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import MISSING, dataclass, fields, replace
+from itertools import pairwise
+from types import MappingProxyType, NoneType, UnionType
+from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
+
+from megatron_llama.config.megatron_names import Alias
+from megatron_llama.errors import ConfigError, describe, listing
+
+T = TypeVar("T")
+
+_FLAG = re.compile(r"--[A-Za-z][\w.-]*(=.*)?", re.DOTALL)
+_BOOLEANS: Mapping[str, bool] = MappingProxyType({"true": True, "yes": True, "on": True, "false": False, "no": False, "off": False})
+
+
+@dataclass(frozen=True)
+class Option:
+    """One field of one section."""
+
+    name: str
+    section: type[Any]
+    kind: Any
+    default: Any
+
+    @property
+    def flag(self) -> str:
+        """As written on a command line."""
+        return flag(self.name)
+
+
+@dataclass(frozen=True)
+class Parsed:
+    """The sections, and where each explicitly given field came from."""
+
+    instances: Mapping[type[Any], Any]
+    sources: Mapping[str, str]
+    """Field name -> ``--lr`` or ``run.yaml:3 lr``, for the fields that were given."""
+    notes: tuple[str, ...] = ()
+    """Of every key that was accepted and sets nothing, what is so here anyway."""
+
+    def get(self, section: type[T]) -> T:
+        """The instance of ``section``. Fields that were not given have their defaults."""
+        instance: T = self.instances[section]
+        return instance
+
+    @property
+    def explicit(self) -> frozenset[str]:
+        """Names of the fields given in the YAML file or on the command line, defaults restated included."""
+        return frozenset(self.sources)
+
+    def differences(self) -> dict[str, Any]:
+        """Fields whose value is not the default."""
+        return differences(self.instances.values())
+
+
+@dataclass(frozen=True)
+class _Given:
+    """A key as it was written. ``raw``: the words after a flag, or from YAML text, a list of texts, a mapping or None (null)."""
+
+    key: str
+    raw: Any
+    where: str
+    group: str | None = None
+
+    @property
+    def is_flag(self) -> bool:
+        return self.where.startswith("--")
+
+
+def flag(name: str) -> str:
+    """``micro_batch_size`` -> ``--micro-batch-size``."""
+    return "--" + name.replace("_", "-")
+
+
+def section_name(section: type[Any]) -> str:
+    """``ParallelConfig`` -> ``parallel``: the name of the section's group in YAML."""
+    return section.__name__.removesuffix("Config").lower()
+
+
+def options_of(sections: Sequence[type[Any]]) -> dict[str, Option]:
+    """Every option by field name. Names must be unique over the sections, since flags carry no section."""
+    table: dict[str, Option] = {}
+    for section in sections:
+        kinds = get_type_hints(section)
+        for item in fields(section):
+            assert item.name not in table and item.name != "config", f"option {item.name} is defined twice"
+            default = item.default_factory() if item.default_factory is not MISSING else item.default
+            table[item.name] = Option(item.name, section, kinds[item.name], default)
+    return table
+
+
+def differences(instances: Iterable[Any]) -> dict[str, Any]:
+    """Fields of the given sections whose value is not the default, in order of definition."""
+    changed: dict[str, Any] = {}
+    for instance in instances:
+        for name, option in options_of([type(instance)]).items():
+            value = getattr(instance, name)
+            if value != option.default:
+                changed[name] = value
+    return changed
+
+
+def parse(argv: Sequence[str], sections: Sequence[type[Any]], *, aliases: Mapping[str, Alias]) -> Parsed:
+    """Read ``--config FILE`` and flags into instances of ``sections``. Flags win over the file.
+
+    ``aliases`` maps snake-case names to options; those whose field is in none of the sections are not known to this command.
+    Raises ConfigError with every problem of the file and the flags.
+    """
+    reader = _Reader(sections, aliases)
+    flags, file = reader.split(argv)
+    values = reader.values(reader.yaml(file)) if file is not None else {}
+    values |= reader.values(flags)
+    for name, implied in reader.implied.items():
+        values.setdefault(name, implied)
+    reader.problems.extend(
+        describe(option.flag, got="nothing", expected=expected(option.kind), do=f"give {option.flag}")
+        for name, option in reader.options.items()
+        if option.default is MISSING and name not in values and name not in reader.refused
+    )
+    if reader.problems:
+        raise ConfigError(listing("These options cannot be used:", reader.problems))
+    instances = {s: s(**{n: v for n, (v, _) in values.items() if reader.options[n].section is s}) for s in sections}
+    sources = MappingProxyType({name: where for name, (_, where) in values.items()})
+    return Parsed(MappingProxyType(instances), sources, tuple(reader.notes))
+
+
+def expected(kind: Any) -> str:
+    """The values of an annotation, in words."""
+    inner, optional = _strip_optional(kind)
+    if get_origin(inner) is Literal:
+        return "one of " + ", ".join(get_args(inner))
+    if get_origin(inner) is tuple:
+        return f"one or more of: {expected(get_args(inner)[0])}"
+    if get_origin(inner) is dict:
+        return 'a mapping (on the command line JSON, such as \'{"rope_type": "linear", "factor": 2.0}\')'
+    words = {int: "an integer such as 4, 1_000 or 2e8", float: "a number such as 0.1 or 3e-4", bool: "true or false", str: "text"}[inner]
+    return words + " or null" if optional and inner is not str else words
+
+
+def read(kind: Any, raw: Any) -> Any:
+    """Text (list of texts, mapping, None) -> value of the annotation. Raises ValueError when it is none."""
+    inner, optional = _strip_optional(kind)
+    if optional and (raw is None or (raw == "null" and inner is not str)):
+        return None
+    origin = get_origin(inner)
+    if origin is tuple:
+        return tuple(read(get_args(inner)[0], item) for item in (raw if isinstance(raw, list) else [raw]))
+    if origin is dict:
+        return _read_mapping(raw)
+    if not isinstance(raw, str):
+        raise ValueError(raw)
+    if origin is Literal:
+        if raw not in get_args(inner):
+            raise ValueError(raw)
+        return raw
+    return raw if inner is str else _READERS[inner](raw)
+
+
+def _strip_optional(kind: Any) -> tuple[Any, bool]:
+    if get_origin(kind) in (Union, UnionType):
+        inner = [part for part in get_args(kind) if part is not NoneType]
+        assert len(inner) == 1, f"only X | None is supported, not {kind}"
+        return inner[0], True
+    return kind, False
+
+
+def _read_int(text: str) -> int:
+    if "e" not in text.lower():
+        return int(text)
+    value = float(text)
+    # Beyond 2^53 a float no longer names one integer.
+    if not value.is_integer() or abs(value) > 2**53:
+        raise ValueError(text)
+    return int(value)
+
+
+def _read_float(text: str) -> float:
+    value = float(text)
+    if value - value != 0.0:  # nan or infinite
+        raise ValueError(text)
+    return value
+
+
+def _read_bool(text: str) -> bool:
+    try:
+        return _BOOLEANS[text.lower()]
+    except KeyError:
+        raise ValueError(text) from None
+
+
+def _read_mapping(raw: Any) -> dict[str, Any]:
+    if isinstance(raw, str):
+        import json
+
+        raw = json.loads(raw)
+    if not isinstance(raw, dict):
+        raise ValueError(raw)
+    return raw
+
+
+_READERS: Mapping[Any, Any] = MappingProxyType({int: _read_int, float: _read_float, bool: _read_bool})
+
+
+class _Reader:
+    """Collects values and problems of one command line."""
+
+    def __init__(self, sections: Sequence[type[Any]], aliases: Mapping[str, Alias]) -> None:
+        self.options = options_of(sections)
+        self.aliases = {name: alias for name, alias in aliases.items() if alias.field is None or alias.field in self.options}
+        assert not self.aliases.keys() & self.options.keys(), "an alias hides an option"
+        self.groups = {section_name(section): section for section in sections}
+        self.problems: list[str] = []
+        self.notes: list[str] = []
+        self.implied: dict[str, tuple[Any, str]] = {}
+        """Option -> (value, the switch that asks for it)."""
+        self.refused: set[str] = set()
+        """Options that were given, but wrongly: not reported as missing too."""
+
+    def problem(self, where: str, *, got: object, expected: object, do: str) -> None:
+        self.problems.append(describe(where, got=got, expected=expected, do=do))
+
+    def split(self, argv: Sequence[str]) -> tuple[list[_Given], str | None]:
+        """The command line as keys with their words, and the file named by ``--config``."""
+        given: list[_Given] = []
+        files: list[list[str]] = []
+        for name, inline, words in _words(argv):
+            if name is None:
+                self._stray(words)
+                continue
+            if inline is not None:
+                self._stray(words)
+                words = [inline]
+            key = name.replace("-", "_")
+            where = "--" + name
+            if key == "config":
+                files.append(words)
+            elif (negated := self._negated(key)) is not None:
+                if words:
+                    self.problem(where, got=" ".join(words), expected="no value", do=f"give {where} or {negated.flag} true|false")
+                else:
+                    given.append(_Given(negated.name, ["false"], where))
+            else:
+                given.append(_Given(key, words, where))
+        if [len(words) for words in files] not in ([], [1]):
+            found = " ".join(word for words in files for word in words)
+            self.problem("--config", got=found or "nothing", expected="one YAML file", do="give --config FILE once")
+            return given, None
+        return given, files[0][0] if files else None
+
+    def _negated(self, key: str) -> Option | None:
+        """The boolean that ``--no-<boolean>`` switches off."""
+        option = self.options.get(key.removeprefix("no_"))
+        known = key in self.options or key in self.aliases
+        return None if known or option is None or option.kind is not bool else option
+
+    def yaml(self, path: str) -> list[_Given]:
+        """The keys of a YAML file, flat or one level down under a section's name."""
+        try:
+            with open(path, encoding="utf-8") as file:
+                text = file.read()
+        except (OSError, UnicodeDecodeError) as error:
+            self.problem(f"--config {path}", got=error, expected="a readable YAML file", do="check the path")
+            return []
+        return list(self._yaml_keys(path, text))
+
+    def _yaml_keys(self, path: str, text: str) -> Iterator[_Given]:
+        import yaml
+
+        loader = yaml.SafeLoader(text)
+        try:
+            root = loader.get_single_node()
+            if root is None:
+                return
+            if not isinstance(root, yaml.MappingNode):
+                line = root.start_mark.line + 1
+                self.problem(f"{path}:{line}", got="something else", expected="key: value lines", do="write one option per line")
+                return
+            for key, node in root.value:
+                name = str(key.value).replace("-", "_")
+                if isinstance(node, yaml.MappingNode) and name in self.groups:
+                    for inner, value in node.value:
+                        yield self._unabridged(_yaml_given(loader, path, inner, value, name))
+                else:
+                    yield _yaml_given(loader, path, key, node, None)
+        except yaml.YAMLError as error:
+            mark = getattr(error, "problem_mark", None)
+            where = path if mark is None else f"{path}:{mark.line + 1}"
+            cause = getattr(error, "problem", None) or str(error)
+            self.problem(where, got=cause, expected="valid YAML", do="mend that line")
+
+    def _unabridged(self, item: _Given) -> _Given:
+        """Under its section's name a key may leave that name out: ``rank`` under ``lora:``."""
+        name = f"{item.group}_{item.key}"
+        return replace(item, key=name) if item.key not in self.options and name in self.options else item
+
+    def values(self, given: Iterable[_Given]) -> dict[str, tuple[Any, str]]:
+        """Option -> (value, where it was given). A key may be repeated only with the same value."""
+        values: dict[str, tuple[Any, str]] = {}
+        for item in given:
+            pair = self._value(item)
+            if pair is None:
+                continue
+            name, value = pair
+            earlier = values.setdefault(name, (value, item.where))
+            if earlier[0] != value:
+                got = f"{_show(value)} after {_show(earlier[0])} ({earlier[1]})"
+                self.problem(item.where, got=got, expected=f"one value of {name}", do="give it once")
+        return values
+
+    def _value(self, item: _Given) -> tuple[str, Any] | None:
+        alias = self.aliases.get(item.key)
+        name = alias.field if alias is not None else item.key
+        if name is not None and (name not in self.options or not self._in_group(item, name)):
+            self._unknown(item)
+            return None
+        if alias is None:
+            return self._own(item, self.options[item.key])
+        return self._switch(item, alias) if alias.value is not None else self._renamed(item, alias)
+
+    def _in_group(self, item: _Given, name: str) -> bool:
+        return item.group is None or self.options[name].section is self.groups[item.group]
+
+    def _own(self, item: _Given, option: Option) -> tuple[str, Any] | None:
+        inner, _ = _strip_optional(option.kind)
+        raw = item.raw
+        if isinstance(raw, list) and get_origin(inner) is not tuple and item.is_flag:
+            raw = self._one_word(item, "true" if inner is bool else None, option.kind)
+            if raw is None:
+                self.refused.add(option.name)
+                return None
+        try:
+            if raw == []:
+                raise ValueError("no words")
+            return option.name, read(option.kind, raw)
+        except (ValueError, OverflowError):
+            self.refused.add(option.name)
+            remedy = self._nearest_choice(inner, raw) or "correct the value"
+            self.problem(item.where, got=_show(raw) if raw != [] else "nothing", expected=expected(option.kind), do=remedy)
+            return None
+
+    def _one_word(self, item: _Given, absent: str | None, kind: Any) -> str | None:
+        """The single word after a flag, or ``absent`` when there is none."""
+        words = item.raw or ([absent] if absent is not None else [])
+        if len(words) == 1:
+            return str(words[0])
+        got = f"{len(words)} words: {' '.join(words)}" if words else "nothing"
+        remedy = "quote text that has spaces" if words else f"write {item.where} VALUE"
+        self.problem(item.where, got=got, expected=expected(kind), do=remedy)
+        return None
+
+    def _renamed(self, item: _Given, alias: Alias) -> tuple[str, Any] | None:
+        raw = item.raw
+        if alias.convert is not None:
+            word = self._one_word(item, None, str) if isinstance(raw, list) else raw
+            if word is None and isinstance(raw, list):
+                return None
+            try:
+                raw = alias.convert(str(word))
+            except ValueError as error:
+                self.problem(item.where, got=word, expected=error, do=alias.help)
+                return None
+        if alias.field is None:
+            self._accepted(item, alias)
+            return None
+        return self._own(_Given(alias.field, raw, item.where), self.options[alias.field])
+
+    def _accepted(self, item: _Given, alias: Alias) -> None:
+        self.notes.append(f"{item.where}: {alias.help}")
+
+    def _switch(self, item: _Given, alias: Alias) -> tuple[str, Any] | None:
+        word = self._one_word(item, "true", bool) if isinstance(item.raw, list) else item.raw
+        if word is None and isinstance(item.raw, list):
+            return None
+        on = _BOOLEANS.get(str(word).lower())
+        stands_for = _BOOLEANS.get(alias.value or "")
+        if on is None:
+            self.problem(item.where, got=_show(item.raw), expected="true or false", do="correct the value")
+        elif alias.field is None:
+            if on != stands_for:
+                self.problem(item.where, got=str(on).lower(), expected=alias.value, do=alias.help)
+            else:
+                self._accepted(item, alias)
+        elif on or stands_for is not None:
+            # `untie...: false` says tied; a switch that stands for a word has no such opposite.
+            text = alias.value if on else str(not stands_for).lower()
+            if on and alias.implies is not None:
+                name, implied = alias.implies
+                self.implied[name] = read(self.options[name].kind, implied), item.where
+            return alias.field, read(self.options[alias.field].kind, text)
+        else:
+            self.problem(item.where, got="false", expected="true", do=f"leave it out and set {flag(alias.field)}")
+        return None
+
+    def _stray(self, words: Sequence[str]) -> None:
+        if words:
+            do = "write a flag before it (flags start with two dashes)"
+            self.problem("command line", got=" ".join(words), expected="--option value", do=do)
+
+    def _unknown(self, item: _Given) -> None:
+        name = self.aliases[item.key].field if item.key in self.aliases else item.key
+        if name in self.options:
+            home = section_name(self.options[name].section)
+            self.problem(item.where, got=f"it under {item.group}:", expected=f"it under {home}: or at the top", do="move it")
+            return
+        near = self._nearest(item.key)
+        remedy = f"did you mean {flag(near) if item.is_flag else near}?" if near else "--help lists the options"
+        got = "an unknown flag" if item.is_flag else "an unknown key"
+        self.problem(item.where, got=got, expected="an option of this command", do=remedy)
+
+    def _nearest(self, key: str) -> str | None:
+        from difflib import get_close_matches
+
+        known = [*self.options, *self.aliases]
+        longer = [name for name in known if name.startswith(key)]
+        return next(iter([*longer, *get_close_matches(key, known, 1)]), None)
+
+    def _nearest_choice(self, kind: Any, raw: Any) -> str | None:
+        from difflib import get_close_matches
+
+        near = get_close_matches(str(raw), get_args(kind), 1) if get_origin(kind) is Literal else []
+        return f"did you mean {near[0]}?" if near else None
+
+
+def _words(argv: Sequence[str]) -> Iterator[tuple[str | None, str | None, list[str]]]:
+    """(flag name, text after ``=``, the words up to the next flag); words before any flag come with no name."""
+    bounds = [*(i for i, word in enumerate(argv) if _FLAG.fullmatch(word)), len(argv)]
+    if bounds[0] > 0:
+        yield None, None, list(argv[: bounds[0]])
+    for start, end in pairwise(bounds):
+        name, equals, inline = argv[start][2:].partition("=")
+        yield name, inline if equals else None, list(argv[start + 1 : end])
+
+
+def _yaml_given(loader: Any, path: str, key: Any, node: Any, group: str | None) -> _Given:
+    where = f"{path}:{key.start_mark.line + 1} {key.value}"
+    return _Given(str(key.value).replace("-", "_"), _yaml_raw(loader, node), where, group)
+
+
+def _yaml_raw(loader: Any, node: Any) -> Any:
+    """Scalars keep their text: YAML 1.1 would read 3e-4 as text, and the dataset name 007 as a number."""
+    if node.id == "scalar":
+        return None if node.tag == "tag:yaml.org,2002:null" else node.value
+    if node.id == "sequence":
+        return [_yaml_raw(loader, item) for item in node.value]
+    return loader.construct_object(node, deep=True)
+
+
+def _show(value: Any) -> str:
+    return "null" if value is None else " ".join(map(str, value)) if isinstance(value, list | tuple) else str(value)

@@ -1,0 +1,1 @@
+"""Models in foreign formats: read, written, compared."""

@@ -1,0 +1,1 @@
+"""Hugging Face folders: safetensors and torch files, config.json."""

@@ -1,0 +1,1 @@
+"""Megatron-LM's and Megatron-LLaMA's checkpoints."""

@@ -1,0 +1,1 @@
+"""Meta's own files: consolidated.NN.pth and params.json."""

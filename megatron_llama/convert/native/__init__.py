@@ -1,0 +1,1 @@
+"""Our own checkpoints as a source and a target of conversions."""

@@ -1,0 +1,71 @@
+"""Writes a safetensors file tensor by tensor: the library's own writer wants the whole file in memory."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from types import MappingProxyType
+
+import torch
+from torch import Tensor
+
+from megatron_llama.engine.optimizer import WeightSource
+from megatron_llama.errors import CheckpointError, describe
+from megatron_llama.plans.params import Rectangle
+
+DTYPES: Mapping[torch.dtype, str] = MappingProxyType({torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"})
+"""Float dtypes by their names in the format."""
+BLOCK_ELEMENTS = 2**24
+"""Of one request to the source: 64 MiB in fp32, and above the chunks of a checkpoint, which are read whole."""
+
+
+def write_safetensors(path: Path, shapes: Mapping[str, tuple[int, ...]], dtype: torch.dtype, source: WeightSource) -> None:
+    """Write and sync the tensors in the order of ``shapes``.
+
+    The format: length of the header (8 bytes, little-endian), header (JSON, padded to 8 bytes), data without gaps.
+    Raises CheckpointError when a value is not finite.
+    """
+    with path.open("wb") as file:
+        file.write(_header(shapes, dtype))
+        for name, shape in shapes.items():
+            for block in row_blocks(name, shape):
+                out = torch.empty(block.size, dtype=dtype)
+                source(block, out)
+                _require_finite(path, block, out)
+                file.write(out.view(-1).view(torch.uint8).numpy().data)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _header(shapes: Mapping[str, tuple[int, ...]], dtype: torch.dtype) -> bytes:
+    content: dict[str, object] = {"__metadata__": {"format": "pt"}}
+    at = 0
+    for name, shape in shapes.items():
+        stop = at + math.prod(shape) * dtype.itemsize
+        content[name] = {"dtype": DTYPES[dtype], "shape": shape, "data_offsets": (at, stop)}
+        at = stop
+    text = json.dumps(content, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text
+
+
+def row_blocks(name: str, shape: tuple[int, ...]) -> Iterable[Rectangle]:
+    """A whole tensor as rectangles of at most BLOCK_ELEMENTS, but at least one row."""
+    rows = max(1, BLOCK_ELEMENTS // math.prod(shape[1:]))
+    for row in range(0, shape[0], rows):
+        size = (min(rows, shape[0] - row), *shape[1:])
+        yield Rectangle(name, shape, (row,) + (0,) * (len(shape) - 1), size, 0)
+
+
+def is_finite(values: Tensor) -> bool:
+    """Whether no value is infinite or not a number; needs no memory."""
+    return all(bool(end.isfinite()) for end in values.aminmax())
+
+
+def _require_finite(path: Path, block: Rectangle, values: Tensor) -> None:
+    if not is_finite(values):
+        do = "export as bfloat16 or float32" if values.dtype == torch.float16 else "export an earlier checkpoint"
+        raise CheckpointError(describe(f"{path.name} {block.name}", got=f"values beyond {values.dtype}", expected="finite values", do=do))

@@ -1,0 +1,38 @@
+"""Compares two model configurations: what changes the logits, and what does not."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from typing import Any
+
+from megatron_llama.checkpoint.meta import WITHOUT_EFFECT
+from megatron_llama.config.hf import normal_rope
+from megatron_llama.config.schema import ModelConfig
+
+_OURS = frozenset({"preset", "make_vocab_size_divisible_by"})
+"""Of a run, not of a model."""
+
+
+@dataclass(frozen=True)
+class FieldDifference:
+    """A field of ``ModelConfig`` with its two values."""
+
+    name: str
+    first: Any
+    second: Any
+    matters: bool
+    """Whether the model computes something else."""
+
+    def __str__(self) -> str:
+        return f"{self.name}: {self.first} in A, {self.second} in B"
+
+
+def field_differences(first: ModelConfig, second: ModelConfig) -> list[FieldDifference]:
+    """Every field that differs, in the order of ``ModelConfig``; scalings that mean the same are the same."""
+    found = []
+    for name in (field.name for field in fields(ModelConfig) if field.name not in _OURS):
+        values = [getattr(model, name) for model in (first, second)]
+        a, b = map(normal_rope, values) if name == "rope_scaling" else values
+        if a != b:
+            found.append(FieldDifference(name, a, b, name not in WITHOUT_EFFECT))
+    return found

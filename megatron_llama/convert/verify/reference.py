@@ -1,0 +1,55 @@
+"""HuggingFace's own implementation, where it is installed: it reads a folder by itself, configuration and weights."""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron_llama.config.schema import ModelConfig
+from megatron_llama.distributed import device as devices
+from megatron_llama.engine.optimizer import WeightSource
+from megatron_llama.plans.params import Rectangle, parameter_count
+
+
+def obstacle(model: ModelConfig) -> str | None:
+    """Why the reference cannot run here; None if it can."""
+    if find_spec("transformers") is None:
+        return "transformers is not installed"
+    needed, there = 4 * parameter_count(model), devices.memory_bytes(devices.accelerator(0)) // 2
+    if needed > there:
+        return f"it needs {needed / 2**30:.0f} GiB for the weights, half of the device's memory is {there / 2**30:.0f} GiB"
+    return None
+
+
+class Reference:
+    """``LlamaForCausalLM`` with the weights of a folder, in fp32."""
+
+    def __init__(self, folder: Path) -> None:
+        from transformers import LlamaForCausalLM
+        from transformers.utils import logging
+
+        logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+        twin: Any = LlamaForCausalLM.from_pretrained(folder)
+        self._device = devices.accelerator(0)
+        self._twin = twin.float().to(self._device).eval()
+
+    def fill(self, source: WeightSource) -> None:
+        """Take other weights."""
+        for name, weight in self._twin.named_parameters():
+            shape = tuple(weight.shape)
+            source(Rectangle(name, shape, (0,) * len(shape), shape, 0), weight.data)
+
+    def run(self, tokens: Tensor) -> None:
+        """Run over tokens [s] up to the head."""
+        with torch.no_grad():
+            output = self._twin.model(tokens.unsqueeze(0).to(self._device), use_cache=False)
+        self.hidden: Tensor = output.last_hidden_state[0]
+
+    def head(self, start: int, stop: int) -> Tensor:
+        """See Outputs."""
+        rows: Tensor = self._twin.lm_head.weight.detach()[start:stop]
+        return rows

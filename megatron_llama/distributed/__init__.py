@@ -1,0 +1,1 @@
+"""Processes, devices and the messages between them."""

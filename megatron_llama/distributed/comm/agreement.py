@@ -1,0 +1,117 @@
+"""Errors and flags that all ranks must know of together: one rank that leaves alone makes the others hang."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+
+from megatron_llama.distributed.comm.collectives import Pending, all_gather_single
+from megatron_llama.distributed.mesh import Axis
+from megatron_llama.errors import UserError
+
+T = TypeVar("T")
+AGREEMENT = "what other ranks have to say"
+"""Where a rank waits that is in one of these functions."""
+
+
+def largest(value: int, axis: Axis) -> tuple[torch.Tensor, Pending]:
+    """Start finding the largest of a small integer over the ranks; the tensor is valid after the wait.
+
+    On the host's own backend, so that asking never waits for a device."""
+    found = torch.tensor(value)
+    work = dist.all_reduce(found, dist.ReduceOp.MAX, group=axis.group, async_op=True) if axis.size > 1 else None
+    return found, Pending(axis, work, operation="agreement")
+
+
+def everybodys(value: float, axis: Axis) -> list[float]:
+    """A number of every rank, in rank order, on all of them. Collective, on the host's own backend."""
+    found = torch.full((axis.size,), value, dtype=torch.float64)
+    if axis.size > 1:
+        with axis.recorder.waiting(AGREEMENT):
+            all_gather_single(found, found[axis.rank : axis.rank + 1].clone(), group=axis.group)
+    return found.tolist()
+
+
+def gathered(value: T, axis: Axis) -> list[T] | None:
+    """Everybody's picklable value, in rank order, on the first rank of the axis; None on the others. Collective."""
+    if axis.size == 1:
+        return [value]
+    found: list[Any] | None = [None] * axis.size if axis.rank == 0 else None
+    with axis.recorder.waiting(AGREEMENT):
+        dist.gather_object(value, found, group=axis.group, group_dst=0)
+    return found
+
+
+def shared(value: T, axis: Axis) -> list[T]:
+    """Everybody's picklable value, in rank order, on all ranks. Collective."""
+    found: list[Any] = [value] * axis.size
+    if axis.size > 1:
+        with axis.recorder.waiting(AGREEMENT):
+            dist.all_gather_object(found, value, group=axis.group)
+    return found
+
+
+def raise_together(error: UserError | None, axis: Axis) -> None:
+    """If any rank has an error, every rank raises it: the first rank's, named, with a count of the others. Collective."""
+    if axis.size == 1:
+        if error is not None:
+            raise error
+        return
+    found: list[UserError | None] = [None] * axis.size
+    with axis.recorder.waiting(AGREEMENT):
+        dist.all_gather_object(found, error, group=axis.group)
+    failed = [(rank, one) for rank, one in enumerate(found) if one is not None]
+    if failed:
+        raise common_error(failed, axis.size)
+
+
+def common_error(failed: Sequence[tuple[int, UserError]], size: int) -> UserError:
+    """What all of ``size`` ranks raise when these ranks failed."""
+    rank, first = failed[0]
+    text = str(first)
+    if len(failed) < size or any(str(error) != text for _, error in failed):
+        others = f" ({len(failed)} of {size} ranks failed)" if len(failed) > 1 else ""
+        text = f"rank {rank}: {text}{others}"
+    common = type(first)(text)
+    common.everywhere = True
+    return common
+
+
+def from_first(value: T, axis: Axis) -> T:
+    """The first rank's picklable value, on every rank. Collective."""
+    box = [value]
+    if axis.size > 1:
+        with axis.recorder.waiting(AGREEMENT):
+            dist.broadcast_object_list(box, group=axis.group, group_src=0)
+    return box[0]
+
+
+def decided_by_first(decide: Callable[[], T], axis: Axis) -> T:
+    """What the first rank finds, on every rank; its user error is everybody's. Collective."""
+    found: list[T] = []
+    error = None
+    if axis.rank == 0:
+        try:
+            found.append(decide())
+        except UserError as caught:
+            error = caught
+            error.everywhere = True
+    found, error = from_first((found, error), axis)
+    if error is not None:
+        raise error
+    return found[0]
+
+
+@contextmanager
+def together(axis: Axis) -> Iterator[None]:
+    """A section in which user errors of any rank become errors of all. Nothing inside may be collective."""
+    error = None
+    try:
+        yield
+    except UserError as caught:
+        error = caught
+    raise_together(error, axis)

@@ -1,0 +1,109 @@
+"""Collectives on an axis of the mesh. Every function returns a handle; nothing has happened before its ``wait``.
+
+Tensors are handed over as ``.data``: a backend that writes them would otherwise bump the autograd version of every view of
+the buffer (gloo does), and weights that are views of a gathered buffer would then fail in backward.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron_llama.distributed.comm.host.gloo import carries
+from megatron_llama.distributed.mesh import Axis
+from megatron_llama.distributed.recorder import Note
+
+# torch 2.13 renamed both and warns about the old names, the only ones that 2.11 has.
+all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
+@dataclass
+class Pending:
+    """A collective in flight. ``wait`` may be called once; on a device it only makes the current stream wait."""
+
+    axis: Axis | None
+    work: dist.Work | None
+    finish: Callable[[], None] | None = None
+    operation: str = "messages"
+    note: Note | None = None
+    """Of a timeline."""
+
+    def __str__(self) -> str:
+        return self.operation if self.axis is None else f"{self.operation} on {self.axis.name}"
+
+    def wait(self) -> None:
+        """Make the result usable by what is issued next."""
+        if self.work is not None and self.axis is not None:
+            with self.axis.recorder.exposed(self):
+                self.work.wait()
+        if self.finish is not None:
+            self.finish()
+        if self.note is not None:
+            self.note.end()
+
+
+DONE = Pending(None, None)
+"""Nothing to wait for."""
+
+
+def _issue(axis: Axis, operation: str, tensor: Tensor) -> Note | None:
+    return axis.recorder.count(axis.name, operation, tensor.numel() * tensor.element_size())
+
+
+def same_place(first: Tensor, second: Tensor) -> bool:
+    """Whether two tensors begin with the same element of the same storage, which need not have memory."""
+    storages = first.untyped_storage(), second.untyped_storage()
+    return storages[0]._cdata == storages[1]._cdata and first.storage_offset() == second.storage_offset()
+
+
+def all_reduce(tensor: Tensor, axis: Axis, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> Pending:
+    """Reduce in place over the axis, same result on every rank."""
+    if axis.size == 1:
+        return Pending(axis, None)
+    note = _issue(axis, "all_reduce", tensor)
+    return Pending(axis, dist.all_reduce(tensor.data, op, group=axis.group, async_op=True), operation="all_reduce", note=note)
+
+
+def all_gather(full: Tensor, shard: Tensor, axis: Axis) -> Pending:
+    """Concatenate the shards of all ranks into ``full`` along the first dim. ``shard`` may be its place inside ``full``."""
+    if axis.size == 1:
+        if not same_place(full, shard):
+            full.data.copy_(shard.data)
+        return Pending(axis, None)
+    note = _issue(axis, "all_gather", full)
+    work = all_gather_single(full.data, shard.data, group=axis.group, async_op=True)
+    return Pending(axis, work, operation="all_gather", note=note)
+
+
+def reduce_scatter(shard: Tensor, full: Tensor, axis: Axis) -> Pending:
+    """Sum ``full`` over the ranks and keep this rank's part of its first dim. ``shard`` may be its place inside ``full``."""
+    if axis.size == 1:
+        if not same_place(full, shard):
+            shard.data.copy_(full.data)
+        return Pending(axis, None)
+    note = _issue(axis, "reduce_scatter", full)
+    if carries(axis, full.device):
+        return _exchange_and_sum(shard.data, full.data, axis, note)
+    work = reduce_scatter_single(shard.data, full.data, group=axis.group, async_op=True)
+    return Pending(axis, work, operation="reduce_scatter", note=note)
+
+
+def _exchange_and_sum(shard: Tensor, full: Tensor, axis: Axis, note: Note | None) -> Pending:
+    """gloo's own reduce-scatter is an all-reduce: twice the volume, and a sum whose order depends on the message size.
+    A direct exchange summed in rank order sends the minimum and gives every element the same value in any bucket."""
+    received = torch.empty_like(full)
+    work = dist.all_to_all_single(received, full, group=axis.group, async_op=True)
+    parts = received.view(axis.size, -1)
+
+    def add_in_rank_order() -> None:
+        total = shard.view(-1)
+        total.copy_(parts[0])
+        for part in parts[1:]:
+            total.add_(part)
+
+    return Pending(axis, work, add_in_rank_order, "reduce_scatter", note)

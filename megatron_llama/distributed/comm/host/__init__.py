@@ -1,0 +1,1 @@
+"""Transport between hosts: what only gloo needs. A GPU run imports none of it."""

@@ -1,0 +1,211 @@
+"""Exchanges over gloo: direct point-to-point transfers, which send the minimum and need no thread of their own.
+
+Every rank sends each part of its buffer straight to the part's owner, in chunks, with all receives posted before any send:
+gloo tells a sender that it may go by a message that would queue behind data of the other direction. Sums are taken in rank
+order, so that no value depends on where buffers, parts or chunks end. Everything is cut into views once; a step only issues.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron_llama.distributed.mesh import Axis
+from megatron_llama.plans.buckets import ALIGN, PIECES, align_up
+
+
+def carries(axis: Axis, device: torch.device) -> bool:
+    """Whether gloo moves tensors of a device along an axis."""
+    return axis.group is not None and device.type == "cpu" and axis.group._get_backend(device).name() == "gloo"
+
+
+def _first_tag(index: int, phase: int) -> int:
+    """Tags of the exchanges of one communicator: phase 0 and 1 for reductions, 2 for the gather with the same index."""
+    return (3 * index + phase) * PIECES
+
+
+@dataclass(frozen=True)
+class _Message:
+    """One chunk, and its peer and tag."""
+
+    view: Tensor
+    peer: int
+    tag: int
+
+
+def _messages(parts: Sequence[tuple[int, Tensor]], first_tag: int, chunk_bytes: int) -> list[_Message]:
+    """The chunks of the parts of peers, numbered by tags. Raises ValueError where those would not suffice: see ``memory.chunk_problem``."""
+    messages = []
+    for peer, part in parts:
+        chunk = max(1, chunk_bytes // part.element_size())
+        if part.numel() > chunk * PIECES:
+            raise ValueError(f"a part of {part.numel()} elements makes more than {PIECES} chunks of {chunk_bytes} bytes")
+        messages += [_Message(view, peer, first_tag + i) for i, view in enumerate(torch.split(part, chunk)) if view.numel()]
+    return messages
+
+
+def _peers(axis: Axis) -> list[int]:
+    """The other ranks, beginning with the next, so that not everybody sends to the same one first."""
+    return [(axis.rank + step) % axis.size for step in range(1, axis.size)]
+
+
+class _Transfers:
+    """Messages that go out and come in, together."""
+
+    def __init__(self, axis: Axis, outgoing: list[_Message], incoming: list[_Message]) -> None:
+        assert axis.group is not None
+        self._group, self._outgoing, self._incoming = axis.group, outgoing, incoming
+        self._receives: list[dist.Work] | None = None
+        self._sends: list[dist.Work] = []
+        self._error: RuntimeError | None = None
+
+    def expect(self) -> None:
+        """Post the receives, unless they are."""
+        if self._receives is None:
+            self._receives = self._post(self._group.recv, self._incoming)
+
+    def start(self) -> None:
+        """Post the sends."""
+        self.expect()
+        self._sends = self._post(self._group.send, self._outgoing)
+
+    def arrived(self) -> None:
+        """Wait for what comes in. Raises the backend's RuntimeError, also that of posting."""
+        if self._error is not None:
+            raise self._error
+        assert self._receives is not None, "waited for before it was started"
+        for work in self._receives:
+            work.wait()
+        self._receives = None
+
+    def sent(self) -> None:
+        """Wait until what goes out may be overwritten."""
+        for work in self._sends:
+            work.wait()
+        self._sends.clear()
+
+    def _post(self, post: Callable[[list[Tensor], int, int], dist.Work], messages: Sequence[_Message]) -> list[dist.Work]:
+        works = []
+        try:
+            for message in messages:
+                works.append(post([message.view], message.peer, message.tag))
+        except RuntimeError as error:
+            # A peer that is known to be gone fails here, one that goes later fails in the wait: callers look for it in one place.
+            self._error = error
+        return works
+
+
+class Gather:
+    """See ``exchange.gather``; the own part is in its place in ``full`` when it starts."""
+
+    def __init__(self, full: Tensor, axis: Axis, index: int, chunk_bytes: int) -> None:
+        parts, peers, tag = full.chunk(axis.size), _peers(axis), _first_tag(index, 2)
+        outgoing = _messages([(peer, parts[axis.rank]) for peer in peers], tag, chunk_bytes)
+        incoming = _messages([(peer, parts[peer]) for peer in reversed(peers)], tag, chunk_bytes)
+        self._transfers = _Transfers(axis, outgoing, incoming)
+
+    def start(self) -> None:
+        """See Exchange."""
+        self._transfers.start()
+
+    def wait(self) -> None:
+        """See Exchange."""
+        self._transfers.arrived()
+        self._transfers.sent()
+
+
+@dataclass(frozen=True)
+class Parts:
+    """A buffer for the parts that a reduction receives, used by one at a time."""
+
+    received: Tensor
+    wide: Tensor
+    """One part in the dtype of the sum, where that is not the dtype of the wire; else empty."""
+
+    @staticmethod
+    def allocate(axis: Axis, largest: int, wire: torch.dtype, wide: torch.dtype, count: int) -> list[Parts]:
+        """``count`` buffers for reductions of at most ``largest`` elements."""
+        size = -(-largest // axis.size)
+        sizes = (axis.size - 1) * size, size * (wire != wide)
+        return [Parts(torch.empty(sizes[0], dtype=wire), torch.empty(sizes[1], dtype=wide)) for _ in range(count)]
+
+
+def _add_in_rank_order(out: Tensor, parts: Sequence[Tensor], rank: int, wide: Tensor) -> None:
+    """``out = part 0 + part 1 + ...``. ``parts``: of all ranks; the own one, number ``rank``, may be ``out`` and is only read;
+    ``wide``: room for a part in the dtype of ``out``, where the parts have another one."""
+    if parts[0].dtype != out.dtype:
+        out.copy_(parts[0])
+        for part in parts[1:]:
+            out.add_(wide.copy_(part))  # add_ alone would allocate the wide copy
+        return
+    total = parts[0]
+    for number, part in enumerate(parts[1:], start=1):
+        # Before the own part is in the sum, the sum may not be where the own part is: it stays in the first one received.
+        total = torch.add(total, part, out=out if number >= rank else parts[0])
+
+
+class ReduceScatter:
+    """See ``exchange.Reductions``. ``full`` [n] in the dtype of the wire, ``shard`` [n / size] in that of the sum."""
+
+    def __init__(self, full: Tensor, shard: Tensor, axis: Axis, parts: Parts, index: int, chunk_bytes: int) -> None:
+        own, peers, size = full.chunk(axis.size), _peers(axis), shard.numel()
+        others = [rank for rank in range(axis.size) if rank != axis.rank]
+        addends = {axis.rank: own[axis.rank]} | {peer: parts.received[i * size : (i + 1) * size] for i, peer in enumerate(others)}
+        tag = _first_tag(index, 0)
+        outgoing = _messages([(peer, own[peer]) for peer in peers], tag, chunk_bytes)
+        incoming = _messages([(peer, addends[peer]) for peer in reversed(peers)], tag, chunk_bytes)
+        self._transfers = _Transfers(axis, outgoing, incoming)
+        self._shard, self._addends, self._rank = shard, [addends[rank] for rank in range(axis.size)], axis.rank
+        self._wide = parts.wide[:size]
+
+    def start(self) -> None:
+        """See Exchange."""
+        self._transfers.start()
+
+    def wait(self) -> None:
+        """See Exchange."""
+        self._transfers.arrived()
+        _add_in_rank_order(self._shard, self._addends, self._rank, self._wide)
+        self._transfers.sent()
+
+
+class AllReduce:
+    """See ``exchange.all_reduce``: a reduce-scatter, then a gather of the sums. ``tensor``: in the dtype of the wire; ``wide``: of the sum.
+
+    A peer sends a sum only after it has received all of its parts, ours too. So the receives of the second phase, which overwrite
+    what the first one sends, may be posted with the first."""
+
+    def __init__(self, tensor: Tensor, wide: torch.dtype, axis: Axis, index: int, chunk_bytes: int) -> None:
+        size = align_up(-(-tensor.numel() // axis.size), ALIGN)
+        cuts = [min(tensor.numel(), rank * size) for rank in range(axis.size + 1)]
+        parts = [tensor[cuts[rank] : cuts[rank + 1]] for rank in range(axis.size)]
+        own, peers = parts[axis.rank], _peers(axis)
+        addends = [own if rank == axis.rank else torch.empty_like(own) for rank in range(axis.size)]
+        tag, sums_tag = _first_tag(index, 0), _first_tag(index, 1)
+        out = _messages([(peer, parts[peer]) for peer in peers], tag, chunk_bytes)
+        come = _messages([(peer, addends[peer]) for peer in reversed(peers)], tag, chunk_bytes)
+        sums_out = _messages([(peer, own) for peer in peers], sums_tag, chunk_bytes)
+        sums_come = _messages([(peer, parts[peer]) for peer in reversed(peers)], sums_tag, chunk_bytes)
+        self._parts, self._sums = _Transfers(axis, out, come), _Transfers(axis, sums_out, sums_come)
+        self._own, self._addends, self._rank = own, addends, axis.rank
+        self._total, self._wide = (own, own) if own.dtype == wide else (torch.empty_like(own, dtype=wide) for _ in range(2))
+
+    def start(self) -> None:
+        """See Exchange."""
+        self._sums.expect()
+        self._parts.start()
+
+    def wait(self) -> None:
+        """See Exchange."""
+        self._parts.arrived()
+        _add_in_rank_order(self._total, self._addends, self._rank, self._wide)
+        if self._total is not self._own:
+            self._own.copy_(self._total)
+        self._sums.start()
+        self._sums.arrived()
+        self._parts.sent()
+        self._sums.sent()

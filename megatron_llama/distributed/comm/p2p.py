@@ -1,0 +1,80 @@
+"""Transfers between neighbouring pipeline stages, never waited for before their data is needed.
+
+Each direction has its own communicator: on NCCL a send and a receive of opposite directions on one communicator run in
+issue order, and 1F1B's two neighbours issue them in opposite order. Within a direction both sides use one order.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron_llama.distributed.comm.collectives import Pending
+from megatron_llama.distributed.mesh import Axis
+from megatron_llama.distributed.recorder import Note
+
+
+@dataclass
+class Transfer:
+    """A message in flight. Keeps the tensor alive until it has been waited for."""
+
+    axis: Axis
+    tensor: Tensor
+    work: dist.Work
+    direction: str
+    """``to`` or ``from``."""
+    peer: int
+    """Position on the axis."""
+    note: Note | None = None
+    """Of a timeline."""
+
+    def __str__(self) -> str:
+        return f"message {self.direction} rank {self.axis.ranks[self.peer]} on {self.axis.name}"
+
+    def wait(self) -> Tensor:
+        """The tensor, when it may be read (received) or reused (sent)."""
+        with self.axis.recorder.exposed(self):
+            self.work.wait()
+        if self.note is not None:
+            self.note.end()
+        return self.tensor
+
+
+def send(tensor: Tensor, axis: Axis, to: int) -> Transfer:
+    """Start sending to the rank at position ``to`` of the axis."""
+    data = tensor.data.contiguous()
+    note = axis.recorder.count(axis.name, "send", data.numel() * data.element_size())
+    work = dist.isend(data, group=axis.group, group_dst=to)
+    assert work is not None
+    return Transfer(axis, data, work, "to", to, note)
+
+
+def receive(buffer: Tensor, axis: Axis, source: int) -> Transfer:
+    """Start receiving into ``buffer`` from the rank at position ``source`` of the axis."""
+    note = axis.recorder.count(axis.name, "receive", buffer.numel() * buffer.element_size())
+    work = dist.irecv(buffer, group=axis.group, group_src=source)
+    assert work is not None
+    return Transfer(axis, buffer, work, "from", source, note)
+
+
+def exchange(tensor: Tensor, buffer: Tensor, axis: Axis, *, to: int, source: int) -> Pending:
+    """Start one step of a ring: send ``tensor`` to the rank at position ``to`` and receive ``buffer`` from that at ``source``.
+
+    As one batch: NCCL would otherwise run the two one after the other, and a ring in which everyone sends first stands still."""
+    sent = axis.recorder.count(axis.name, "send", tensor.numel() * tensor.element_size())
+    received = axis.recorder.count(axis.name, "receive", buffer.numel() * buffer.element_size())
+    outgoing = dist.P2POp(dist.isend, tensor.data, group=axis.group, group_peer=to)
+    incoming = dist.P2POp(dist.irecv, buffer.data, group=axis.group, group_peer=source)
+    works = dist.batch_isend_irecv([outgoing, incoming])
+
+    def wait_for_both() -> None:
+        with axis.recorder.exposed(pending):
+            for work in works:
+                work.wait()
+        if received is not None:
+            received.end()
+
+    pending = Pending(axis, None, wait_for_both, "step of the ring", sent)
+    return pending

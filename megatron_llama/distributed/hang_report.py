@@ -1,0 +1,63 @@
+"""Where ranks are, in words: from one rank's notes to a sentence about all of them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from megatron_llama.distributed.recorder import Recorder
+from megatron_llama.plans.schedule import Action
+
+PLACES = 6
+"""Ranks at the same place are named together; more places than this are counted."""
+
+
+def whereabouts(recorder: Recorder, thread: int) -> str:
+    """Where a rank is whose loop runs in this thread: ``backward 3 of stage 1 (iteration 17), waiting for message from rank 2 on pp``."""
+    waits, doing = dict(recorder.waits), recorder.doing
+    if isinstance(doing, Action):
+        doing = f"{doing.op.value.replace('_', ' ')} {doing.microbatch} of stage {doing.stage}"
+    moment = f"evaluation at iteration {recorder.iteration}" if recorder.evaluating else f"iteration {recorder.iteration}"
+    text, mine = f"{doing} ({moment})", waits.pop(thread, None)
+    if mine is None:
+        return text
+    what, _ = mine
+    text += f", waiting for {what}"
+    others = ", ".join(str(other) for other, _ in waits.values())
+    if isinstance(what, str) and others:  # which other threads bring
+        text += f" ({others})"
+    elif isinstance(what, str) and recorder.issued is not None:
+        text += f" (last sent: {_sent(recorder.issued)})"
+    return text
+
+
+def _sent(issued: object) -> str:
+    return f"{issued[1]} on {issued[0]}" if isinstance(issued, tuple) else str(issued)
+
+
+def waited(recorder: Recorder, thread: int, now: float) -> float | None:
+    """Seconds since when that thread has been waiting; None when it is not."""
+    mine = recorder.waits.get(thread)
+    return now - mine[1] if mine is not None else None
+
+
+def grouped(places: Mapping[int, str], one: str, many: str) -> list[str]:
+    """``ranks 0, 1, 3 are in ...``: one for each place, that of the lowest rank first. ``one``, ``many``: the verb."""
+    together: dict[str, list[int]] = {}
+    for rank in sorted(places):
+        together.setdefault(places[rank], []).append(rank)
+    shown, hidden = list(together.items())[:PLACES], list(together.values())[PLACES:]
+    sentences = [f"{named(ranks)} {many if len(ranks) > 1 else one} in {place}" for place, ranks in shown]
+    left = sum(map(len, hidden))
+    return sentences + ([f"{left} more ranks elsewhere"] if left else [])
+
+
+def named(ranks: Sequence[int]) -> str:
+    """``rank 3``, ``ranks 0, 2-5``. Ranks in ascending order."""
+    runs: list[list[int]] = []
+    for rank in ranks:
+        if runs and rank == runs[-1][-1] + 1:
+            runs[-1].append(rank)
+        else:
+            runs.append([rank])
+    words = [f"{run[0]}-{run[-1]}" if len(run) > 2 else ", ".join(map(str, run)) for run in runs]
+    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(words)}"

@@ -1,0 +1,70 @@
+"""From configuration to engine: the one place that turns flags into the engine's two axes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+from torch import nn
+
+from megatron_llama.config.schema import Config
+from megatron_llama.distributed.comm.host.gloo import carries
+from megatron_llama.distributed.mesh import Mesh
+from megatron_llama.engine.loss_scale import LossScale
+from megatron_llama.engine.offload.build import build_update
+from megatron_llama.engine.offload.copies import Copies
+from megatron_llama.engine.offload.worker import Hire, HostWorker
+from megatron_llama.engine.optimizer import DataAxes, OverlappedDistributedOptimizer, Transport
+from megatron_llama.errors import ConfigError
+from megatron_llama.plans.buckets import rank_layout, strategy_named
+from megatron_llama.plans.memory import chunk_problem
+
+
+def compute_dtype(config: Config) -> torch.dtype:
+    """The dtype of parameters and activations."""
+    if config.training.fp64:
+        return torch.float64
+    if config.training.fp16:
+        return torch.float16
+    return torch.bfloat16 if config.training.bf16 else torch.float32
+
+
+def build_optimizer(
+    config: Config,
+    stages: Iterable[nn.Module],
+    mesh: Mesh,
+    *,
+    copies: Copies | None = None,
+    hire: Hire = HostWorker,
+    blocking: bool = False,
+    steps_per_epoch: int = 0,
+    at_once: bool = False,
+) -> OverlappedDistributedOptimizer:
+    """The engine of this rank's stages. Its parameters are zero until ``load_weights`` or a checkpoint fills them.
+
+    ``copies``: who copies between device and host, where the optimizer is offloaded, and ``hire``: makes who updates there; ``blocking``:
+    wait for such an optimizer at once, for comparison; ``steps_per_epoch``: 0 where there is no such thing; ``at_once``: see Transport.
+    Raises ConfigError, on every rank, where some rank's messages would be cut into more pieces than gloo can tell apart; ConfigError or
+    OffloadError where processors or memory for offload are not there."""
+    parallel = config.parallel
+    if carries(mesh.world, mesh.device):
+        layouts = (rank_layout(config, dp=mesh.dp.size, rank=rank) for rank in range(parallel.pipeline_model_parallel_size))
+        if (problem := chunk_problem(config, layouts, dp=mesh.dp.size)) is not None:
+            raise ConfigError(problem)
+    layout, dtype = rank_layout(config, dp=mesh.dp.size, tp_rank=mesh.tp.rank, rank=mesh.pp.rank), compute_dtype(config)
+    return OverlappedDistributedOptimizer(
+        stages,
+        layout,
+        build_update(config, layout, mesh, dtype=dtype, copies=copies, hire=hire, blocking=blocking, steps_per_epoch=steps_per_epoch),
+        mesh,
+        axes=DataAxes(mesh.dp_shard, mesh.dp_replica, mesh.dp_gather),
+        reduce_every_microbatch=strategy_named(parallel.data_parallel_sharding_strategy).reduce_every_microbatch,
+        dtype=dtype,
+        loss_scale=LossScale(config.training, mesh.device),
+        transport=Transport(
+            wire=torch.bfloat16 if parallel.grad_reduce_in_bf16 else None,
+            chunk_bytes=parallel.exchange_chunk_bytes,
+            prefetch_bytes=parallel.prefetch_bytes,
+            at_once=at_once,
+        ),
+    )

@@ -1,0 +1,52 @@
+"""Dynamic loss scale for float16 (Micikevicius et al., 2018, section 3.2), entirely on the device."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from megatron_llama.config.schema import TrainingConfig
+
+FACTOR = 2.0
+
+
+class LossScale:
+    """Halves after ``hysteresis`` overflowing steps in a row, doubles after ``loss_scale_window`` steps without one.
+
+    Overflow is found in the global gradient norm, which every rank has, so that all ranks change the scale together.
+    Without --fp16 it stays 1.
+    """
+
+    def __init__(self, config: TrainingConfig, device: torch.device) -> None:
+        self._config, self.dynamic = config, config.fp16
+        start = config.initial_loss_scale if config.fp16 else 1.0
+        self.value = torch.tensor(start, dtype=torch.float32, device=device)
+        """The current scale, 0-dim."""
+        self._clean = torch.zeros((), dtype=torch.float32, device=device)
+        self._overflows = torch.zeros((), dtype=torch.float32, device=device)
+
+    def update(self, overflow: Tensor) -> None:
+        """Take note of a step; ``overflow`` is 1 or 0, 0-dim on the device."""
+        if not self.dynamic:
+            return
+        c, zero = self._config, torch.zeros_like(self._clean)
+        self._overflows = torch.where(overflow > 0, self._overflows + 1, zero)
+        self._clean = torch.where(overflow > 0, zero, self._clean + 1)
+        shrink, grow = self._overflows >= c.hysteresis, self._clean >= c.loss_scale_window
+        smaller = (self.value / FACTOR).clamp(min=c.min_loss_scale)
+        self.value = torch.where(shrink, smaller, torch.where(grow, self.value * FACTOR, self.value))
+        self._overflows, self._clean = torch.where(shrink, zero, self._overflows), torch.where(grow, zero, self._clean)
+
+    def reset(self) -> None:
+        """Back to the start."""
+        if self.dynamic:
+            self.load([self._config.initial_loss_scale, 0.0, 0.0])
+
+    def state(self) -> list[float]:
+        """For a checkpoint: scale, steps without overflow, overflows in a row."""
+        return [float(t) for t in (self.value, self._clean, self._overflows)]
+
+    def load(self, state: list[float]) -> None:
+        """Continue from a checkpoint's state; that of a run without --fp16 has nothing to continue."""
+        if self.dynamic and state != [1.0, 0.0, 0.0]:
+            self.value, self._clean, self._overflows = (torch.full_like(self.value, number) for number in state)

@@ -1,0 +1,128 @@
+"""Turns what a step returns into log lines, one step late, so that the host never waits for the device inside a step."""
+
+from __future__ import annotations
+
+import math
+import time
+from dataclasses import dataclass
+from functools import partial
+
+from torch import Tensor
+
+from megatron_llama.checkpoint.meta import TrainState
+from megatron_llama.config.schema import Config
+from megatron_llama.distributed import device as devices
+from megatron_llama.distributed.comm.agreement import everybodys
+from megatron_llama.distributed.mesh import Mesh
+from megatron_llama.engine.optimizer import StepResult
+from megatron_llama.loop.bad_steps import BadSteps, Outcome
+from megatron_llama.metrics.flops import flops_per_token, peak_flops
+from megatron_llama.metrics.log import MetricLog, StepRecord
+from megatron_llama.metrics.window import Interval, Spread, Work, averages, spread
+
+
+@dataclass(frozen=True)
+class _Step:
+    outcome: Outcome
+    lr: float
+
+
+class Progress:
+    """Has every step looked at, logs every ``log_interval``-th and the last."""
+
+    def __init__(self, config: Config, mesh: Mesh, log: MetricLog, bad_steps: BadSteps) -> None:
+        self._config, self._mesh, self._log, self._bad_steps = config, mesh, log, bad_steps
+        training = config.training
+        self._work = Work(
+            flops_per_token=flops_per_token(config.model, training.seq_length, causal=False, lora=config.lora),
+            world_size=mesh.world.size,
+            peak_flops=peak_flops(devices.name(mesh.device)),
+        )
+        if config.log.log_straggler and not devices.is_host(mesh.device):
+            mesh.recorder.mark = partial(devices.timed_event, mesh.device)
+        self._pending: _Step | None = None
+        self._steps, self._samples, self._since, self._skipped = 0, 0, time.perf_counter(), 0
+
+    def step(self, state: TrainState, lr: float, loss: Tensor, update: StepResult) -> None:
+        """The step that leads to ``state`` was issued. Raises TrainingError if the one before it must not be followed by others."""
+        self.settle()
+        if self._bad_steps.goes_back:
+            return
+        self._pending = step = _Step(self._bad_steps.issued(state, loss, update), lr)
+        self._steps += 1
+        self._samples += step.outcome.samples
+        self._log.advance()
+        if state.iteration % self._config.log.log_interval == 0 or state.iteration == self._config.training.train_iters:
+            self._write(step)
+
+    def settle(self) -> None:
+        """Look at the last step. Raises TrainingError, the same on every rank, if the run must not go on."""
+        step, self._pending = self._pending, None
+        if step is not None:
+            with self._mesh.recorder.waiting("the device"):
+                good = self._bad_steps.settle(step.outcome)
+            self._skipped += not good
+
+    def rewind(self) -> None:
+        """The run is at an earlier state again."""
+        self._pending, self._skipped = None, 0
+        self.restart_clock()
+
+    def _write(self, step: _Step) -> None:
+        self.settle()
+        if self._bad_steps.goes_back:
+            return
+        mesh, training, outcome, found = self._mesh, self._config.training, step.outcome, step.outcome.read()
+        with mesh.recorder.waiting("the device"):
+            devices.synchronize(mesh.device)
+        tokens = self._samples * training.seq_length
+        interval = Interval(self._steps, tokens, time.perf_counter() - self._since, self._exposed_seconds())
+        mean = averages(interval, self._work, steps_left=training.train_iters - outcome.state.iteration)
+        self._log.write(
+            StepRecord(
+                iteration=outcome.state.iteration,
+                train_iters=training.train_iters,
+                consumed_samples=outcome.state.consumed_samples,
+                learning_rate=step.lr,
+                global_batch_size=outcome.samples,
+                lm_loss=_finite(found.loss),
+                grad_norm=_finite(found.grad_norm),
+                loss_scale=found.loss_scale,
+                skipped_iterations=self._skipped,
+                peak_memory_bytes=devices.peak_memory_bytes(mesh.device),
+                elapsed_ms=mean.elapsed_ms,
+                tokens_per_second=mean.tokens_per_second,
+                tokens_per_second_per_gpu=mean.tokens_per_second_per_gpu,
+                tflops_per_gpu=mean.tflops_per_gpu,
+                mfu=mean.mfu,
+                exposed_comm_ms=mean.exposed_comm_ms,
+                eta_seconds=mean.eta_seconds,
+                compute=self._spread(interval),
+            )
+        )
+        self._skipped = 0
+        self.restart_clock()
+
+    def _exposed_seconds(self) -> float | None:
+        """Since the last line; on an idle device. None: nobody measured."""
+        recorder = self._mesh.recorder
+        if devices.is_host(self._mesh.device):
+            return recorder.take_exposed_seconds()
+        return sum(before.elapsed_time(after) for before, after in recorder.marks) / 1e3 if recorder.mark is not None else None
+
+    def _spread(self, interval: Interval) -> Spread | None:
+        """Of all ranks' times without waiting, with --log-straggler. Gathered here, at log lines, and nowhere else."""
+        if not self._config.log.log_straggler:
+            return None
+        seconds = (interval.seconds - (interval.exposed_seconds or 0.0)) / interval.steps
+        return spread(everybodys(seconds * 1e3, self._mesh.world))
+
+    def restart_clock(self) -> None:
+        """Leave what happened since the last line (an evaluation, a save) out of the averages."""
+        self._mesh.recorder.take_exposed_seconds()
+        self._mesh.recorder.marks.clear()
+        self._steps, self._samples, self._since = 0, 0, time.perf_counter()
+
+
+def _finite(number: float) -> float | None:
+    return number if math.isfinite(number) else None

@@ -1,0 +1,79 @@
+"""How the model goes on with some texts while it is trained: a look at what it has learned.
+
+Under every layout, with the weights where the engine has them: each new token is one forward pass over what there is so far, greedy and
+without a cache. That is slow for long texts and nothing beside the steps between.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+
+from megatron_llama.checkpoint.meta import TrainState
+from megatron_llama.config.schema import Config
+from megatron_llama.data.loader import Batch
+from megatron_llama.distributed.mesh import Mesh
+from megatron_llama.errors import ConfigError, describe
+from megatron_llama.metrics.log import MetricLog
+from megatron_llama.pipeline.runtime import PipelineRuntime
+from megatron_llama.tokenizer.base import Tokenizer
+
+Prompt = Callable[[str], Sequence[int]]
+"""A text as the tokens that the model is to continue."""
+
+
+class SampleTexts:
+    """Prints continuations of --sample-prompt every --sample-interval iterations.
+
+    Raises ConfigError, on every rank, without a tokenizer, or for a prompt that leaves no room within --seq-length."""
+
+    def __init__(self, config: Config, mesh: Mesh, runtime: PipelineRuntime, tokenizer: Tokenizer | None, prompt: Prompt | None) -> None:
+        self._log, self._last, self._runtime, self._mesh = config.log, config.training.train_iters, runtime, mesh
+        self._tokenizer, self._prompts = tokenizer, list[list[int]]()
+        if self._log.sample_interval == 0:
+            return
+        if tokenizer is None:
+            do = "give --tokenizer-model"
+            raise ConfigError(describe("--sample-interval", got="no tokenizer", expected="one, for the prompts", do=do))
+        self._prompts = [list(prompt(text) if prompt is not None else _plain(tokenizer, text)) for text in self._log.sample_prompt]
+        longest, room = max(map(len, self._prompts)) + self._log.sample_tokens, config.training.seq_length
+        if longest > room or not all(self._prompts):
+            expected, do = f"1 to {room}, which is seq_length", "shorten --sample-prompt or lower --sample-tokens"
+            raise ConfigError(describe("--sample-prompt", got=f"{longest} tokens with their continuation", expected=expected, do=do))
+        parallel = config.parallel
+        unit = 2 * parallel.context_parallel_size * (parallel.tensor_model_parallel_size if parallel.sequence_parallel else 1)
+        self._length = min(room, -(-longest // unit) * unit)
+
+    def due(self, state: TrainState) -> bool:
+        """Whether to print after this step."""
+        interval = self._log.sample_interval
+        return interval > 0 and (state.iteration % interval == 0 or state.iteration == self._last)
+
+    def write(self, state: TrainState, log: MetricLog) -> None:
+        """Print them. Collective."""
+        assert self._tokenizer is not None
+        for text, tokens in zip(self._log.sample_prompt, self.continuations(), strict=True):
+            log.say(f" sample at iteration {state.iteration} | {text!r} | {self._tokenizer.decode(tokens)!r} |")
+
+    def continuations(self) -> list[list[int]]:
+        """The new tokens of each prompt, the end token left out. Collective."""
+        assert self._tokenizer is not None
+        lengths, count = torch.tensor([len(prompt) for prompt in self._prompts]), len(self._prompts)
+        ids = torch.zeros(self._length, count, dtype=torch.int64)
+        for column, prompt in enumerate(self._prompts):
+            ids[: len(prompt), column] = torch.tensor(prompt)
+        done = torch.zeros(count, dtype=torch.bool)
+        columns = torch.arange(count)
+        for _ in range(self._log.sample_tokens):
+            found = self._runtime.predict(Batch(ids.to(self._mesh.device), ids.to(self._mesh.device))).cpu()[lengths - 1, columns]
+            done |= found == self._tokenizer.eos_id
+            if done.all():
+                break
+            ids[lengths[~done], columns[~done]] = found[~done]
+            lengths += ~done
+        return [ids[len(prompt) : lengths[column], column].tolist() for column, prompt in enumerate(self._prompts)]
+
+
+def _plain(tokenizer: Tokenizer, text: str) -> list[int]:
+    return [*([tokenizer.bos_id] if tokenizer.bos_id is not None else []), *tokenizer.encode(text)]

@@ -1,0 +1,1 @@
+"""Kernels for CPUs only. A GPU run uses none of them."""

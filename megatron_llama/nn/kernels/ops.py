@@ -1,0 +1,20 @@
+"""The kernels as one of the implementations among which ``choice.py`` chooses."""
+
+from __future__ import annotations
+
+from megatron_llama.nn.kernels.cross_entropy import cross_entropy
+from megatron_llama.nn.kernels.norm import add_norm, norm_backward
+from megatron_llama.nn.kernels.rotary import rotate, rotate_back
+from megatron_llama.nn.kernels.swiglu import swiglu, swiglu_backward
+from megatron_llama.nn.ops import Bodies
+
+KERNELS = Bodies(
+    add_norm=add_norm,
+    norm_backward=norm_backward,
+    rotate=rotate,
+    rotate_back=rotate_back,
+    swiglu=swiglu,
+    swiglu_backward=swiglu_backward,
+    cross_entropy=cross_entropy,
+)
+"""Triton, for every body."""

@@ -1,0 +1,153 @@
+"""The trace of a whole run: of each kind of pipeline rank one, with few microbatches, and what others repeat of it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from megatron_llama.config.schema import Config
+from megatron_llama.planner.trace.op_recorder import Tables
+from megatron_llama.planner.trace.rank import BATCHES, trace_rank
+from megatron_llama.planner.trace.repeats import composed, lengthened, period, steady
+from megatron_llama.planner.traced import Done, StageTrace, Trace
+from megatron_llama.plans.buckets import rank_layout
+from megatron_llama.plans.params import partition_of
+from megatron_llama.plans.resolve import dp_size
+from megatron_llama.plans.schedule import Schedule, schedule_named
+
+FEW = 5
+"""Microbatches that show everything: the first, the last, and some between them that do the same."""
+ATTEMPTS = 2
+"""At leaving out what repeats itself, before all microbatches are traced."""
+
+
+def trace_run(config: Config, world_size: int) -> Trace:
+    """A step of every pipeline rank of a resolved configuration, every ``auto`` decided, on ``world_size`` processes. Not to be called
+    where a process group exists."""
+    run = Run.of(config, world_size)
+    return run.trace([stage for ranks in run.alike() for stage in run.traced(ranks)])
+
+
+@dataclass(frozen=True)
+class Run:
+    """What is traced."""
+
+    config: Config
+    world_size: int
+    whole: Schedule
+    tables: Tables
+
+    @staticmethod
+    def of(config: Config, world_size: int) -> Run:
+        """See ``trace_run``."""
+        training = config.training
+        microbatches = training.global_batch_size // (training.micro_batch_size * dp_size(config, world_size))
+        return Run(config, world_size, _schedule(config, microbatches), Tables())
+
+    def trace(self, stages: Iterable[StageTrace]) -> Trace:
+        """The trace with these stages, which were traced into the tables."""
+        parallel, dp = self.config.parallel, dp_size(self.config, self.world_size)
+        sizes = f"tp {parallel.tensor_model_parallel_size} x cp {parallel.context_parallel_size} x pp {len(self.whole.ranks)} x dp {dp}"
+        return Trace(
+            label=f"{self.config.model.preset or 'model'}: {sizes}, {self.whole.name}, {parallel.data_parallel_sharding_strategy}",
+            world_size=self.world_size,
+            microbatches=self.whole.microbatches,
+            operators=tuple(self.tables.operators),
+            messages=tuple(self.tables.messages),
+            segments=tuple(self.tables.segments),
+            stages=tuple(sorted(stages, key=lambda stage: stage.ranks)),
+        )
+
+    def alike(self) -> list[list[int]]:
+        """Pipeline ranks with the same layers and ends, together."""
+        partition, found = partition_of(self.config), dict[object, list[int]]()
+        for rank in range(len(self.whole.ranks)):
+            stages = partition.stages_of(rank)
+            shape = tuple((len(partition.layers[stage]), stage == 0, stage == partition.stages - 1) for stage in stages)
+            found.setdefault(shape, []).append(rank)
+        return list(found.values())
+
+    def traced(self, ranks: Sequence[int]) -> Iterator[StageTrace]:
+        """The steps of ranks that are alike: those of all of them from one, or each from its own."""
+        few = -(-FEW // self._turn) * self._turn
+        if self.whole.microbatches > few and self._separable(ranks[0]):
+            short = _schedule(self.config, few)
+            one = trace_rank(self.config, self.world_size, ranks[-1], short, self.tables)
+            found = [self._composed(one, short, ranks[-1], rank) for rank in ranks]
+            if all(actions is not None for actions in found):
+                for rank, actions in zip(ranks, found, strict=True):
+                    assert actions is not None
+                    yield self._as(replace(one, actions=actions), short, ranks[-1], rank)
+                return
+        for rank in ranks:
+            yield self._alone(rank)
+
+    def _composed(self, one: StageTrace, short: Schedule, rank: int, other: int) -> tuple[Done, ...] | None:
+        stages, segments = self._stages(rank, other), list(self.tables.segments)
+        return composed(one.actions, short.ranks[rank], self.whole.ranks[other], stages, segments)
+
+    @property
+    def _turn(self) -> int:
+        """Microbatches that an interleaved schedule takes together."""
+        return len(self.whole.ranks) if self.config.parallel.virtual_pipeline_model_parallel_size > 1 else 1
+
+    def _separable(self, rank: int) -> bool:
+        """Whether what a pass does follows from its own microbatch: no parameters come and go in slots, and with several stages no
+        gradients."""
+        dp = dp_size(self.config, self.world_size) * self.config.parallel.context_parallel_size
+        layout = rank_layout(self.config, dp=dp, rank=rank)
+        slots = len(set(layout.gradient_slots)) == len(layout.buckets) or self.whole.virtual == 1
+        return slots and all(layout.resident(bucket.index) for bucket in layout.buckets)
+
+    def _stages(self, rank: int, other: int) -> dict[int, int]:
+        """The stages of one rank by those of another."""
+        partition = partition_of(self.config)
+        return dict(zip(partition.stages_of(other), partition.stages_of(rank), strict=True))
+
+    def _as(self, one: StageTrace, short: Schedule, rank: int, other: int) -> StageTrace:
+        """The trace of a rank as that of another one, and of all microbatches."""
+        away = (other - rank) * (self.world_size // len(self.whole.ranks))
+        groups = {axis: ranks if _leads_away(axis) else tuple(each + away for each in ranks) for axis, ranks in one.groups.items()}
+        blocks = [partition_of(self.config).layers[stage] for stage in self._stages(rank, other)]
+        layers = tuple((each.start, len(each)) for each in blocks)
+        batches = one.state[BATCHES] // short.microbatches * self.whole.microbatches
+        return replace(one, ranks=(other,), layers=layers, groups=groups, state={**one.state, BATCHES: batches})
+
+    def _alone(self, rank: int) -> StageTrace:
+        """One rank, with the microbatches that do not repeat what others do."""
+        for short, times, (size, end) in self._shorter(rank):
+            one = trace_rank(self.config, self.world_size, rank, short, self.tables)
+            # Before the actions of the schedule there is the start of the step.
+            turn = steady(one.actions, size, end + 1)
+            if turn is not None:
+                actions = lengthened(one.actions, *turn, times, self.whole.ranks[rank])
+                return self._as(replace(one, actions=actions), short, rank, rank)
+        return trace_rank(self.config, self.world_size, rank, self.whole, self.tables)
+
+    def _shorter(self, rank: int) -> Iterator[tuple[Schedule, int, tuple[int, int]]]:
+        """Schedules of fewer microbatches that lack nothing but repetitions, the shortest ones: with how many, and where they are."""
+        found = 0
+        for microbatches in range(self._turn, self.whole.microbatches, self._turn):
+            short = _schedule(self.config, microbatches)
+            times, rest = divmod(self.whole.microbatches - microbatches, self._turn)
+            place = None if rest else period(short.ranks[rank], self.whole.ranks[rank], times)
+            if place is not None:
+                yield short, times, place
+                found += 1
+            if found == ATTEMPTS:
+                return
+
+
+def _leads_away(axis: str) -> bool:
+    """Whether an axis has ranks of other pipeline ranks."""
+    return axis.startswith(("world", "pp", "embedding"))
+
+
+def _schedule(config: Config, microbatches: int) -> Schedule:
+    parallel = config.parallel
+    return schedule_named(
+        parallel.pipeline_schedule,
+        ranks=parallel.pipeline_model_parallel_size,
+        microbatches=microbatches,
+        virtual=parallel.virtual_pipeline_model_parallel_size,
+    )

@@ -1,0 +1,27 @@
+"""Pipeline schedules as data: a list of actions for every rank, their proof, and the time they take.
+
+``actions`` has the words, ``builders`` the schedules of ``--pipeline-schedule``, ``replay`` the clock, ``proof`` the checks.
+"""
+
+from megatron_llama.plans.schedule.actions import Action, Op, Schedule, ScheduleError, backward_comes_next
+from megatron_llama.plans.schedule.builders import forward_only, placement_of, schedule_named, schedule_problems
+from megatron_llama.plans.schedule.proof import Report, validate
+from megatron_llama.plans.schedule.replay import Costs, TimedPass, Timeline, simulate
+
+__all__ = (
+    "Action",
+    "Costs",
+    "Op",
+    "Report",
+    "Schedule",
+    "ScheduleError",
+    "TimedPass",
+    "Timeline",
+    "backward_comes_next",
+    "forward_only",
+    "placement_of",
+    "schedule_named",
+    "schedule_problems",
+    "simulate",
+    "validate",
+)

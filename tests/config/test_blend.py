@@ -1,0 +1,35 @@
+"""The words of --data-path."""
+
+from __future__ import annotations
+
+import pytest
+
+from megatron_llama.config.blend import Blend, blend_problems, read_blend
+
+
+@pytest.mark.parametrize(
+    ("words", "blend"),
+    [
+        ("a", Blend(("a",), None)),
+        ("7", Blend(("7",), None)),
+        ("a b", Blend(("a", "b"), None)),
+        ("a b c", Blend(("a", "b", "c"), None)),
+        ("0.7 a 0.3 b", Blend(("a", "b"), (7, 3))),
+        ("1 a 2e-1 b .05 c", Blend(("a", "b", "c"), (20, 4, 1))),
+        ("3 a", Blend(("a",), (3,))),
+        ("0.1 a 0.2 b 0.3 a", Blend(("a", "b", "a"), (1, 2, 3))),
+    ],
+)
+def test_forms(words: str, blend: Blend) -> None:
+    assert read_blend(words.split()) == blend and list(blend_problems(words.split())) == []
+
+
+@pytest.mark.parametrize("words", ["0.7 a b", "0.7 a 0.3", "a 0.7 b 0.3", "0.7 a b c", "0.7 0.3 a b"])
+def test_weights_for_some_are_refused(words: str) -> None:
+    [problem] = blend_problems(words.split())
+    assert problem.startswith(f"--data-path: got {words}, expected PREFIX, PREFIX PREFIX ..., or WEIGHT PREFIX WEIGHT PREFIX ...; give")
+
+
+@pytest.mark.parametrize("words", ["0 a 1 b", "1 a -1 b"])
+def test_weights_are_positive(words: str) -> None:
+    assert list(blend_problems(words.split())) == [f"--data-path: got {words}, expected weights above 0; leave out what is not to be read"]

@@ -1,0 +1,224 @@
+"""Ranks that die, and ranks that hang because of it: real processes, real connections, and a name in every last word."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable
+from contextlib import nullcontext
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from megatron_llama.commands.pretrain import watched
+from megatron_llama.distributed.comm.watch import Account, Position, account
+from megatron_llama.distributed.hang_report import grouped, named, whereabouts
+from megatron_llama.distributed.mesh import Place
+from megatron_llama.distributed.recorder import Recorder
+from megatron_llama.errors import UserError
+from megatron_llama.plans.schedule import Action, Op
+from tests.harness import PRELOAD
+from tests.launch import free_port
+from tests.parallel.cases import Layout, trainer
+
+RANKS = 4
+SOON = 30.0
+"""Seconds within which every other rank is to end."""
+
+
+def enter(place: Place, folder: Path, work: Callable[[Place], None]) -> None:
+    """A rank's life: what it says goes to a file, and errors of ours are printed as the command line does."""
+    os.dup2(os.open(folder / f"{place.rank}.err", os.O_WRONLY | os.O_CREAT), 2)
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    torch.set_num_threads(1)
+    dist.init_process_group(
+        "gloo",
+        init_method=f"tcp://{place.master_addr}:{place.master_port}",
+        rank=place.rank,
+        world_size=place.world_size,
+        timeout=timedelta(minutes=10),
+    )
+    try:
+        with watched(place, Recorder()) if not isinstance(work, HangsInAStep) else nullcontext():
+            work(place)
+    except UserError as error:
+        print(error, file=sys.stderr, flush=True)
+        os._exit(1)
+
+
+def last_words(folder: Path, work: Callable[[Place], None], ends: int) -> tuple[list[int | None], list[str]]:
+    """Exit status and complaints of every rank; those that do not end within ``SOON`` after rank ``ends`` has ended have None."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload([*PRELOAD, "tests.distributed.comm.test_watch"])
+    port = free_port()
+    places = [Place(rank, RANKS, rank, "127.0.0.1", port) for rank in range(RANKS)]
+    processes = [context.Process(target=enter, args=(place, folder, work), daemon=True) for place in places]
+    for process in processes:
+        process.start()
+    processes[ends].join(120.0)
+    deadline = time.monotonic() + SOON
+    for process in processes:
+        process.join(max(0.0, deadline - time.monotonic()))
+    codes = [process.exitcode for process in processes]
+    for process in processes:
+        process.kill()
+        process.join()
+    return codes, [(folder / f"{rank}.err").read_text() for rank in range(RANKS)]
+
+
+class DiesInAStep:
+    """Trains; one rank is killed inside its third forward pass."""
+
+    def __init__(self, layout: Layout, victim: int) -> None:
+        self.layout, self.victim = layout, victim
+
+    def __call__(self, place: Place) -> None:
+        run, passes = trainer(place, self.layout), 0
+
+        def count(*_: object) -> None:
+            nonlocal passes
+            passes += 1
+            if place.rank == self.victim and passes == 3:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+        for stage in run.stages.values():
+            stage.register_forward_pre_hook(count)
+        for step in range(1000):
+            run.step(step % 8)
+
+
+@pytest.mark.parametrize("victim", [0, 1, 3])
+def test_a_rank_killed_in_a_step_is_named_by_all_others(victim: int, tmp_path: Path) -> None:
+    layout = Layout(pp=2, dp=2, microbatches=2, strategy="optim_grads")
+    codes, said = last_words(tmp_path, DiesInAStep(layout, victim), victim)
+    assert codes == [-signal.SIGKILL if rank == victim else 1 for rank in range(RANKS)], said
+    for rank in set(range(RANKS)) - {victim}:
+        named = (f"rank {victim}: got no answer, expected all ranks at work", f"was ended: rank {victim} does not answer")
+        assert any(words in said[rank] for words in named), (rank, said[rank])
+
+
+class HangsInAStep:
+    """Trains with a watch of its own; one rank stops in its second step, alive, before its third forward pass."""
+
+    def __init__(self, layout: Layout, victim: int) -> None:
+        self.layout, self.victim = layout, victim
+
+    def __call__(self, place: Place) -> None:
+        run, passes = trainer(place, self.layout), 0
+
+        def stop(*_: object) -> None:
+            nonlocal passes
+            passes += 1
+            if place.rank == self.victim and passes == 3:
+                threading.Event().wait()
+
+        for stage in run.stages.values():
+            stage.register_forward_pre_hook(stop)
+        run.step(0)  # the first step, with its imports and connections, may take longer than anybody waits below
+        with watched(place, run.mesh.recorder, PATIENCE):
+            for step in range(1, 1000):
+                run.mesh.recorder.iteration = step + 1
+                run.step(step % 8)
+
+
+PATIENCE = 3.0
+"""Seconds that a rank may wait; the backend would wait for ten minutes."""
+
+
+def test_a_rank_that_is_alive_but_stuck_is_named_by_all(tmp_path: Path) -> None:
+    codes, said = last_words(tmp_path, HangsInAStep(Layout(pp=2, dp=2, microbatches=2, strategy="optim_grads"), 3), 3)
+    assert codes == [1] * RANKS, said
+    for rank, words in enumerate(said):
+        assert "rank 3 stopped in forward 0 of stage 1 (iteration 2)" in words.splitlines()[-1], (rank, words)
+        assert "rank 2 is in backward 0 of stage 1 (iteration 2), waiting for gradients (reduce_scatter " in words, (rank, words)
+        assert "(--distributed-timeout-minutes)" in words and "Traceback" not in words, (rank, words)
+
+
+def chain(place: Place) -> None:
+    """Rank 3 dies. Rank 2, which waits for it, learns that; 1 waits for 0, which is alive but waits for something else."""
+    groups = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+    dist.all_reduce(torch.zeros(1))
+    if place.rank == 3:
+        os.kill(os.getpid(), signal.SIGKILL)
+    if place.rank == 0:
+        threading.Event().wait()
+    dist.all_reduce(torch.zeros(1), group=groups[place.rank // 2])
+
+
+def test_ranks_that_wait_for_a_live_but_blocked_rank_end_too(tmp_path: Path) -> None:
+    codes, said = last_words(tmp_path, chain, 3)
+    assert codes == [1, 1, 1, -signal.SIGKILL], said
+    assert "rank 3: got no answer, expected all ranks at work; look at what that rank printed last" in said[2]
+    assert "rank 0 was stuck, and was ended: rank 3 does not answer" in said[0]
+    assert "rank 3" in said[1] and ("was ended: rank 3 does not answer" in said[1] or "rank 3: got no answer" in said[1])
+
+
+def fails(place: Place) -> None:
+    """Rank 2 has an error of its own while the others wait for it."""
+    dist.all_reduce(torch.zeros(1))
+    if place.rank == 2:
+        raise RuntimeError("out of paper")
+    if place.rank == 0:
+        threading.Event().wait()
+    dist.all_reduce(torch.zeros(1))
+
+
+def test_an_error_of_one_rank_is_not_called_a_death(tmp_path: Path) -> None:
+    """Nobody is missing: rank 2 says what happened, and those that were stuck say who failed."""
+    codes, said = last_words(tmp_path, fails, 2)
+    assert codes == [1] * RANKS, said
+    assert "RuntimeError: out of paper" in said[2]
+    assert "rank 0 was stuck, and was ended: rank 2 failed" in said[0]
+    assert not any("does not answer" in words or "got no answer" in words for words in said)
+
+
+def in_peace(place: Place) -> None:
+    dist.all_reduce(torch.zeros(1))
+
+
+def test_a_job_that_ends_well_says_nothing(tmp_path: Path) -> None:
+    assert last_words(tmp_path, in_peace, 0) == ([0] * RANKS, [""] * RANKS)
+
+
+def test_where_a_rank_is() -> None:
+    recorder, here = Recorder(), threading.get_ident()
+    assert whereabouts(recorder, here) == "the start (iteration 0)"
+    recorder.iteration, recorder.doing = 17, Action(Op.BACKWARD_INPUT, stage=1, microbatch=3)
+    assert whereabouts(recorder, here) == "backward input 3 of stage 1 (iteration 17)"
+    recorder.count("tp", "all_reduce", 8)
+    with recorder.exposed("gradients"):
+        assert whereabouts(recorder, here).endswith(" (iteration 17), waiting for gradients (last sent: all_reduce on tp)")
+        recorder.waits[-1] = "reduce_scatter 4 on dp", 0.0  # of another thread
+        assert whereabouts(recorder, here).endswith(" (iteration 17), waiting for gradients (reduce_scatter 4 on dp)")
+        with recorder.waiting(Recorder):
+            assert whereabouts(recorder, here).endswith(f" (iteration 17), waiting for {Recorder}")
+        assert "waiting for gradients" in whereabouts(recorder, here)
+    recorder.evaluating = True
+    assert whereabouts(recorder, here) == "backward input 3 of stage 1 (evaluation at iteration 17)"
+
+
+def test_who_is_to_blame() -> None:
+    update = Position("the update (iteration 9)", waits=True)
+    positions = {0: update, 1: Position("forward 0 of stage 1 (iteration 9)", waits=False), 2: update, 3: update}
+    stopped = "rank 1 stopped in forward 0 of stage 1 (iteration 9)"
+    assert account(2, True, [], positions) == Account(stopped, (), True, "; ranks 0, 2, 3 are in the update (iteration 9)")
+    gone = account(2, True, [3], positions)
+    assert (gone.reason, gone.silent) == ("rank 3 does not answer", (3,))
+    assert gone.places.startswith("; rank 3 was last seen in the update (iteration 9); ranks 0, 2 are in the update")
+    assert account(2, False, [], positions).reason == "rank 2 failed"
+    assert account(0, True, [], {0: update, 1: update}).reason == "all ranks wait for each other"
+    assert account(0, True, [1, 2], {0: update}) == Account(
+        "ranks 1, 2 do not answer", (1, 2), True, "; rank 0 is in the update (iteration 9)"
+    )
+
+
+def test_many_ranks_are_named_briefly() -> None:
+    assert [named(ranks) for ranks in ([3], [0, 1], [0, 2, 3, 4, 9])] == ["rank 3", "ranks 0, 1", "ranks 0, 2-4, 9"]
+    assert grouped({rank: f"place {rank % 10}" for rank in range(100)}, "is", "are")[-1] == "40 more ranks elsewhere"

@@ -1,0 +1,27 @@
+"""What the host can and cannot say about itself."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+from megatron_llama.distributed import device as devices
+
+
+def test_peak_memory_is_that_of_this_process_and_starts_anew() -> None:
+    cpu = torch.device("cpu")
+    torch.ones(1 << 24).sum()
+    grown = devices.peak_memory_bytes(cpu)
+    devices.reset_peak_memory(cpu)
+    after = devices.peak_memory_bytes(cpu)
+    assert grown is not None and after is not None and grown > after + 2**25 > 2**26
+
+
+def test_peak_memory_is_unknown_where_the_system_does_not_say(tmp_path: Path) -> None:
+    silent = tmp_path / "status"
+    assert devices._largest_resident_set(silent) is None
+    silent.write_text("Name:\tpython\nVmRSS:\t  12 kB\n")
+    assert devices._largest_resident_set(silent) is None
+    silent.write_text("Name:\tpython\nVmHWM:\t   34 kB\nVmRSS:\t  12 kB\n")
+    assert devices._largest_resident_set(silent) == 34 * 1024

@@ -1,0 +1,108 @@
+"""Replicas that differ by one bit are found, wherever they are, and the rank is named."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import pytest
+import torch
+
+from megatron_llama.distributed.mesh import Place
+from megatron_llama.engine.replicas import _digest, check_replicas
+from megatron_llama.errors import TrainingError
+from tests.harness import Cluster
+from tests.parallel.cases import Layout, trainer
+
+DP3 = Layout(dp=3, bucket=20_000)
+LAYOUTS: Mapping[str, Layout] = {
+    "dp": DP3,
+    "no shards": Layout(dp=2, strategy="no_shard"),
+    "hybrid": Layout(dp=4, strategy="optim_grads_params", shard_size=2),
+    "early": Layout(dp=2, early=True, clip=0.0, prefetch=1),
+    "tp": Layout(tp=2, sp=True),
+    "key and value heads": Layout(tp=4, kv_heads=2),
+    "tied": Layout(pp=2, tied=True, bf16=True),
+    "frozen": Layout(dp=2, strategy="optim_grads_params", freeze=("model.layers.*",)),
+    "everything": Layout(tp=2, sp=True, pp=2, dp=2, tied=True, strategy="optim_grads"),
+}
+MOMENTS = {"master", "exp_avg", "exp_avg_sq"}
+COMPARED: Mapping[str, dict[str, set[str]]] = {
+    "dp": {"dp": {"gathered"}},
+    "no shards": {"dp": {"gathered", *MOMENTS}},
+    "hybrid": {"dp": {"gathered"}, "dp_replica": MOMENTS},
+    "early": {"dp": {"gathered"}},
+    "tp": {"tp": MOMENTS},
+    "key and value heads": {"tp": MOMENTS, "kv": MOMENTS},
+    "tied": {"embedding": MOMENTS},
+    "frozen": {"dp": {"gathered"}},
+    "everything": {"dp": {"gathered"}, "tp": MOMENTS, "embedding": MOMENTS},
+}
+
+
+def compared(place: Place, layout: Layout) -> dict[str, set[str]]:
+    """What is compared over which axis, after two steps in which nothing differs."""
+    run = trainer(place, layout)
+    for step in range(2):
+        run.step(step)
+        check_replicas(run.optimizer, run.mesh, step)
+    found: dict[str, set[str]] = {}
+    for one in run.optimizer.replicated():
+        found.setdefault(one.axis.name, set()).add(one.what)
+    return found
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_true_replicas_are_left_alone(name: str, cluster: Cluster) -> None:
+    """And every copy there is is looked at."""
+    for found in cluster.run(LAYOUTS[name].world_size, compared, LAYOUTS[name]):
+        assert found == COMPARED[name]
+
+
+def flipped(place: Place, layout: Layout, victim: int, axis: str, what: str) -> tuple[str, str, float, float]:
+    """The complaint after one bit of one rank was flipped; and of that rank the parameter, and its value before and after."""
+    run = trainer(place, layout)
+    run.step(0)
+    run.optimizer.settle()
+    told = ("", 0.0, 0.0)
+    if place.rank == victim:
+        one = [one for one in run.optimizer.replicated() if (one.axis.name, one.what) == (axis, what)][-1]
+        before = float(one.tensor[5])
+        one.tensor[5:6].view(torch.int32).bitwise_xor_(1 << 20)
+        name = one.name if axis != "embedding" else "model.embed_tokens.weight"  # as the first of these ranks calls it
+        told = (f"{name} ({one.what}) at iteration 7, element {one.start + 5}: ", before, float(one.tensor[5]))
+    with pytest.raises(TrainingError) as error:
+        check_replicas(run.optimizer, run.mesh, 7)
+    return str(error.value), *told
+
+
+FLIPS = [
+    (DP3, 1, "dp", "gathered", "ranks 0, 2"),
+    (LAYOUTS["hybrid"], 3, "dp_replica", "exp_avg", "rank 1"),
+    (LAYOUTS["tp"], 1, "tp", "master", "rank 0"),
+    (LAYOUTS["key and value heads"], 3, "kv", "exp_avg_sq", "rank 2"),
+    (Layout(pp=2, tied=True), 1, "embedding", "master", "rank 0"),
+]
+
+
+@pytest.mark.parametrize(("layout", "victim", "axis", "what", "others"), FLIPS, ids=lambda value: getattr(value, "name", None))
+def test_one_bit_is_found(layout: Layout, victim: int, axis: str, what: str, others: str, cluster: Cluster) -> None:
+    answers = cluster.run(layout.world_size, flipped, layout, victim, axis, what)
+    _, where, before, after = answers[victim]
+    numbers = others.removeprefix("ranks ").removeprefix("rank ")
+    expected = f"expected {before:.9g} as on rank {numbers}, over {axis}; look for a faulty memory"
+    for said, *_ in answers:
+        assert where in said and f"got {after:.9g} on rank {victim} (1 elements differ), {expected}" in said
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+def test_digests_see_single_changes_and_exchanges(dtype: torch.dtype) -> None:
+    tensor = torch.randn((1 << 20) + 77, generator=torch.Generator().manual_seed(1)).to(dtype)
+    digest = _digest(tensor)
+    assert torch.equal(_digest(tensor.clone()), digest)
+    for place in (0, (1 << 20) - 1, 1 << 20, tensor.numel() - 1):
+        other = tensor.clone()
+        other[place] = -other[place]
+        assert int((_digest(other) != digest).sum()) == 2
+    swapped = tensor.clone()
+    swapped[3], swapped[1 << 20] = tensor[1 << 20], tensor[3]
+    assert (_digest(swapped) != digest).tolist() == [False, True]

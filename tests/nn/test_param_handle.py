@@ -1,0 +1,382 @@
+"""A weight is read only after its home was asked for it; its gradients go there, or to autograd without a home."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from itertools import count
+from typing import Any, cast
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from megatron_llama.distributed.mesh import Mesh
+from megatron_llama.nn.embedding import VocabParallelEmbedding
+from megatron_llama.nn.functional import recomputable_add_norm, rms_norm
+from megatron_llama.nn.linear import ColumnLinear, RowLinear, column_linear
+from megatron_llama.nn.param_handle import accumulate_product, addmm_wide, attach_home, home_of
+from tests.plans.test_activation_memory import kept, storage
+
+
+@dataclass
+class Accumulator:
+    """A home whose weight is always there. Writes at the first contribution, adds after."""
+
+    view: Tensor
+    calls: list[str] = field(default_factory=list)
+
+    def arrive(self) -> int:
+        return 0
+
+    def check(self, generation: int) -> None:
+        assert generation == 0
+
+    def buffer(self) -> tuple[Tensor, float]:
+        beta = 1.0 if self.calls else 0.0
+        self.calls.append("buffer")
+        return self.view, beta
+
+    def done(self) -> None:
+        self.calls.append("done")
+
+    def defer(self, work: Callable[[], None]) -> bool:
+        return False
+
+
+@dataclass
+class Later(Accumulator):
+    """Keeps what it is given, until asked."""
+
+    kept: list[Callable[[], None]] = field(default_factory=list)
+
+    def defer(self, work: Callable[[], None]) -> bool:
+        self.kept.append(work)
+        return True
+
+
+class Lender:
+    """A home that has its weight elsewhere: its place holds NaN, but from the moment it is asked until it is taken away."""
+
+    def __init__(self, parameter: nn.Parameter, *, put_off: bool = False) -> None:
+        self.parameter, self.values, self.put_off = parameter, parameter.detach().clone(), put_off
+        self.grad = torch.full_like(self.values, torch.nan)
+        self.calls, self.kept = list[str](), list[Callable[[], None]]()
+        attach_home(parameter, self)
+        self.take_away()
+
+    def take_away(self) -> None:
+        self.parameter.data.fill_(torch.nan)
+
+    def seen(self) -> list[str]:
+        """The calls since the last time, after which the weight is away again."""
+        calls, self.calls = self.calls, []
+        self.take_away()
+        return calls
+
+    def arrive(self) -> int:
+        self.calls.append("arrive")
+        self.parameter.data.copy_(self.values)
+        return 3
+
+    def check(self, generation: int) -> None:
+        assert generation == 3
+        self.calls.append("check")
+        self.parameter.data.copy_(self.values)
+
+    def buffer(self) -> tuple[Tensor, float]:
+        self.calls.append("buffer")
+        return self.grad, 0.0
+
+    def done(self) -> None:
+        self.calls.append("done")
+
+    def defer(self, work: Callable[[], None]) -> bool:
+        self.calls.append("defer")
+        if self.put_off:
+            self.kept.append(work)
+        return self.put_off
+
+
+class Norm(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return rms_norm(x, self.weight, 1e-5)
+
+
+def layers() -> dict[str, tuple[nn.Module, tuple[int, ...], list[Tensor]]]:
+    """Layer, shape of its weight, two inputs."""
+    tp = Mesh.single().tp
+    generator = torch.Generator().manual_seed(3)
+    real = [torch.randn(5, 2, 8, generator=generator) for _ in range(2)]
+    ids = [torch.randint(0, 12, (5, 2), generator=generator) for _ in range(2)]
+    return {
+        "column": (ColumnLinear(8, 6, tp=tp, sequence_parallel=False), (6, 8), real),
+        "row": (RowLinear(8, 6, tp=tp, sequence_parallel=False), (6, 8), real),
+        "embedding": (VocabParallelEmbedding(12, 8, tp=tp, sequence_parallel=False), (12, 8), ids),
+        "norm": (Norm(), (8,), real),
+    }
+
+
+def backward(layer: nn.Module, inputs: list[Tensor]) -> None:
+    for x in inputs:
+        output = layer(x)
+        output.backward(torch.cos(torch.arange(output.numel(), dtype=torch.float32)).view(output.shape).to(output.dtype))
+
+
+@pytest.mark.parametrize("name", ["column", "row", "embedding", "norm"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_a_home_receives_what_autograd_would_have(name: str, dtype: torch.dtype) -> None:
+    layer, shape, inputs = layers()[name]
+    inputs = [x.to(dtype) if x.is_floating_point() else x for x in inputs]
+    weight = torch.randn(shape, generator=torch.Generator().manual_seed(4)).to(dtype)
+    layer.weight = nn.Parameter(weight.clone())
+    assert home_of(layer.weight) is None
+    backward(layer, inputs)
+    expected = layer.weight.grad
+    assert expected is not None
+
+    layer.weight = nn.Parameter(weight.clone())
+    home = Accumulator(torch.full(shape, float("nan")))  # beta 0 must overwrite, not multiply
+    attach_home(layer.weight, home)
+    backward(layer, inputs)
+    assert layer.weight.grad is None
+    assert home.calls == ["buffer", "done"] * 2
+    tolerance = 1e-6 if dtype is torch.float32 else 2**-5
+    torch.testing.assert_close(home.view, expected.float(), rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("name", ["column", "row", "embedding"])
+def test_a_deferred_contribution_is_the_same_one_later(name: str) -> None:
+    """Nothing is written in the pass itself, and its other gradients do not change."""
+    layer, shape, inputs = layers()[name]
+    weight = torch.randn(shape, generator=torch.Generator().manual_seed(4))
+    views, input_grads = [], []
+    for kind in (Accumulator, Later):
+        layer.weight = nn.Parameter(weight.clone())
+        home = kind(torch.full(shape, float("nan")))
+        attach_home(layer.weight, home)
+        leaves = [x.clone().requires_grad_(x.is_floating_point()) for x in inputs]
+        backward(layer, leaves)
+        if isinstance(home, Later):
+            assert home.calls == [] and len(home.kept) == 2
+            with torch.no_grad():
+                for work in home.kept:
+                    work()
+        assert home.calls == ["buffer", "done"] * 2
+        views.append(home.view)
+        input_grads.append([leaf.grad for leaf in leaves])
+    assert torch.equal(*views)
+    assert all(one is other or torch.equal(one, other) for one, other in zip(*input_grads, strict=True))
+
+
+def arranged(name: str, *, trained: bool, put_off: bool = False) -> tuple[nn.Module, Lender, Tensor, nn.Module]:
+    """A layer whose weight is lent, its home, an input, and the same layer with a plain weight."""
+    (layer, shape, (x, _)), (twin, *_) = layers()[name], layers()[name]
+    weight = torch.randn(shape, generator=torch.Generator().manual_seed(4))
+    layer.weight, twin.weight = (nn.Parameter(weight.clone(), requires_grad=trained) for _ in range(2))
+    return layer, Lender(layer.weight, put_off=put_off), x, twin
+
+
+READS = {
+    "column": (["arrive"], ["defer", "check", "buffer", "done"], ["check"]),
+    "row": (["arrive"], ["defer", "check", "buffer", "done"], ["check"]),
+    "norm": (["arrive"], ["check", "buffer", "done"], ["check"]),
+}
+"""Calls in forward; in backward; in backward of a frozen weight."""
+
+
+@pytest.mark.parametrize("trained", [True, False])
+@pytest.mark.parametrize("name", READS)
+def test_a_weight_is_asked_for_before_every_read(name: str, trained: bool) -> None:
+    layer, home, x, twin = arranged(name, trained=trained)
+    ours, plain = (x.clone().requires_grad_() for _ in range(2))
+    forward, backward_, frozen = READS[name]
+    output, expected = layer(ours), twin(plain)
+    assert torch.equal(output, expected)
+    assert home.seen() == forward
+    for result in (output, expected):
+        result.backward(torch.ones_like(result))
+    assert home.seen() == (backward_ if trained else frozen)
+    assert torch.equal(ours.grad, plain.grad)
+    assert torch.equal(home.grad, twin.weight.grad) if trained else home.grad.isnan().all() and twin.weight.grad is None
+
+
+@pytest.mark.parametrize("name", READS)
+def test_without_gradient_of_the_input_backward_reads_no_weight(name: str) -> None:
+    layer, home, x, twin = arranged(name, trained=True)
+    for module in (layer, twin):
+        output = module(x)
+        assert module is twin or home.seen() == ["arrive"]
+        output.backward(torch.ones_like(output))
+    assert "check" not in home.calls and home.calls[-2:] == ["buffer", "done"]
+    assert torch.equal(home.grad, twin.weight.grad)
+
+
+@pytest.mark.parametrize("name", ["column", "row"])
+def test_a_frozen_matrix_keeps_no_input(name: str) -> None:
+    for trained in (True, False):
+        layer, _, x, _ = arranged(name, trained=trained)
+        x.requires_grad_()
+        assert kept(lambda layer=layer, x=x: layer(x), {storage(layer.weight)}) == x.nbytes * trained
+
+
+@pytest.mark.parametrize("trained", [True, False])
+def test_an_embedding_is_read_in_forward_only(trained: bool) -> None:
+    layer, home, ids, twin = arranged("embedding", trained=trained)
+    output, expected = layer(ids), twin(ids)
+    assert torch.equal(output, expected) and output.requires_grad is trained
+    assert home.seen() == ["arrive"]
+    if trained:
+        for result in (output, expected):
+            result.backward(torch.ones_like(result))
+        assert home.calls == ["defer", "buffer", "done"] and torch.equal(home.grad, twin.weight.grad)
+
+
+@pytest.mark.parametrize("put_off", [False, True])
+@pytest.mark.parametrize("trained", [(True, True), (False, True), (True, False), (False, False)])
+def test_a_norm_that_is_computed_again_asks_again(trained: tuple[bool, bool], put_off: bool) -> None:
+    """(norm, matrix): the norm's weight is read for the matrix's gradient, also when that is put off, and for its own input's."""
+    generator, tp = torch.Generator().manual_seed(5), Mesh.single().tp
+    values = [torch.randn(shape, generator=generator) for shape in ((8,), (6, 8), (5, 2, 8))]
+
+    def run(norm: nn.Parameter, matrix: nn.Parameter, x: Tensor, between: Callable[[], None]) -> None:
+        output = column_linear(recomputable_add_norm(x, None, norm, 1e-5)[1], matrix, tp, sequence_parallel=False)
+        between()
+        output.backward(torch.ones_like(output))
+
+    ours, plain = ([nn.Parameter(v.clone(), requires_grad=t) for v, t in zip(values, (*trained, True), strict=True)] for _ in range(2))
+    run(*plain, lambda: None)
+    homes = [Lender(weight, put_off=put_off) for weight in ours[:2]]
+    norm, matrix = homes
+
+    def between() -> None:
+        assert [home.seen() for home in homes] == [["arrive"], ["arrive"]]
+
+    run(*ours, between)
+    again, own = ["check"] * trained[1], ["check"] + ["buffer", "done"] * trained[0]
+    late = put_off and trained[1]
+    assert norm.seen() == (own if late else again + own)
+    assert matrix.seen() == ["defer"] * trained[1] + ["check"] + ["buffer", "done"] * (trained[1] and not late)
+    assert torch.equal(ours[2].grad, plain[2].grad)
+    assert len(matrix.kept) == late and norm.kept == []
+    for work in matrix.kept:
+        with torch.no_grad():
+            work()
+        assert norm.seen() == ["check"] and matrix.seen() == ["buffer", "done"]
+    for home, weight in zip(homes, plain[:2], strict=True):
+        assert home.grad.isnan().all() if weight.grad is None else torch.equal(home.grad, weight.grad)
+
+
+class Counting(Lender):
+    """Every arrival is another generation."""
+
+    def __init__(self, parameter: nn.Parameter) -> None:
+        self.generations, self.checked = count(), list[int]()
+        super().__init__(parameter)
+
+    def arrive(self) -> int:
+        super().arrive()
+        return next(self.generations)
+
+    def check(self, generation: int) -> None:
+        self.checked.append(generation)
+        super().check(3)
+
+
+@pytest.mark.parametrize("name", READS)
+def test_backward_checks_the_generation_that_its_own_forward_saw(name: str) -> None:
+    layer, _, x, _ = arranged(name, trained=False)
+    layer.weight = nn.Parameter(torch.ones(layer.weight.shape), requires_grad=False)
+    home = Counting(layer.weight)
+    outputs = [layer(x.clone().requires_grad_()) for _ in range(3)]
+    for index in (1, 0, 2):
+        outputs[index].sum().backward()
+    assert home.checked == [1, 0, 2]
+
+
+@pytest.mark.parametrize("name", READS)
+def test_what_a_home_refuses_is_not_read(name: str) -> None:
+    layer, home, x, _ = arranged(name, trained=True)
+
+    def refuse(generation: int = 0) -> int:
+        raise RuntimeError(f"generation {generation}")
+
+    home.arrive = refuse
+    with pytest.raises(RuntimeError, match="generation 0"):
+        layer(x)
+    del home.arrive
+    output, home.check = layer(x.clone().requires_grad_()), refuse
+    with pytest.raises(RuntimeError, match="generation 3"):
+        output.sum().backward()
+
+
+def factors(dtype: torch.dtype, device: str) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(6)
+    left, right = (torch.randn(shape, generator=generator).to(dtype).to(device) for shape in ((5, 7), (7, 3)))
+    return left, right
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_a_product_is_accumulated_at_least_in_fp32(dtype: torch.dtype) -> None:
+    left, right = factors(dtype, "cpu")
+    view = torch.full((5, 3), torch.nan, dtype=torch.promote_types(dtype, torch.float32))
+    exact, tolerance = left.double() @ right.double(), 4 * torch.finfo(dtype).eps
+    for times in (1, 2):
+        accumulate_product(view, float(times > 1), left, right)
+        torch.testing.assert_close(view.double(), times * exact, rtol=tolerance, atol=4 * tolerance)
+
+
+def test_schemas_of_the_wide_product() -> None:
+    """Ours, and the overload of torch that it calls."""
+    assert (
+        str(addmm_wide._opoverload._schema) == "megatron_llama::addmm_wide(Tensor(a0!) view, Tensor left, Tensor right, float beta) -> ()"
+    )
+    assert str(torch.ops.aten.addmm.dtype_out._schema) == (
+        "aten::addmm.dtype_out(Tensor self, Tensor mat1, Tensor mat2, ScalarType out_dtype, *, "
+        "Scalar beta=1, Scalar alpha=1, Tensor(a!) out) -> Tensor(a!)"
+    )
+    left, right = factors(torch.bfloat16, "cpu")
+    with pytest.raises(RuntimeError, match=r"Could not run 'aten::addmm.dtype_out' with arguments from the 'CPU' backend"):
+        addmm_wide(torch.zeros(5, 3), left, right, 0.0)
+
+
+class Operators(TorchDispatchMode):
+    """The operators that are called, and the numbers they are given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.called: list[tuple[str, tuple[float, ...]]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.called.append((str(func), tuple(arg for arg in args if isinstance(arg, float))))
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("fake", [False, True])
+def test_a_device_gets_one_operator_for_narrow_factors(fake: bool) -> None:
+    """Seen on the device that computes nothing, and by what compilers trace with."""
+    with FakeTensorMode() if fake else torch.device("meta"):
+        device = "cuda" if fake else "meta"
+        view = torch.empty(5, 3, device=device)
+        left, right = (torch.empty(shape, device=device, dtype=torch.bfloat16) for shape in ((5, 7), (7, 3)))
+        with Operators() as seen:
+            for beta in (0.0, 1.0):
+                accumulate_product(view, beta, left, right)
+    assert seen.called == [("megatron_llama.addmm_wide.default", (0.0,)), ("megatron_llama.addmm_wide.default", (1.0,))]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_the_wide_product_on_a_device(dtype: torch.dtype) -> None:
+    """Transposed factors as layers give them, and a view inside a slot; with beta 0 its NaN does not count, beyond it nothing changes."""
+    grad, x = (torch.randn(64, 2, width, generator=torch.Generator().manual_seed(7)).to(dtype).to("cuda") for width in (48, 80))
+    left, right = grad.flatten(0, -2).t(), x.flatten(0, -2)
+    slot = torch.full((48 * 80 + 128,), torch.nan, device="cuda")
+    view, exact = slot[64 : 64 + 48 * 80].view(48, 80), left.double() @ right.double()
+    for times in (1, 2, 3):
+        accumulate_product(view, float(times > 1), left, right)
+        torch.testing.assert_close(view.double(), times * exact, rtol=1e-5, atol=1e-4)
+    assert slot[:64].isnan().all() and slot[64 + 48 * 80 :].isnan().all()
+    torch.library.opcheck(cast(Any, addmm_wide), (torch.zeros_like(view), left, right, 1.0))

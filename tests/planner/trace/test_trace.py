@@ -1,0 +1,159 @@
+"""The trace against a real run of the same code, and against the plans; what it leaves out against the whole of it."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from megatron_llama.cli import main
+from megatron_llama.config.schema import Config
+from megatron_llama.distributed.mesh import Mesh
+from megatron_llama.engine.build import build_optimizer, compute_dtype
+from megatron_llama.errors import ConfigError
+from megatron_llama.model.llama import build_stages
+from megatron_llama.pipeline.runtime import PipelineRuntime
+from megatron_llama.planner.messages import step_messages
+from megatron_llama.planner.products import step_flops
+from megatron_llama.planner.trace.op_recorder import Tables, Witness
+from megatron_llama.planner.trace.rank import settle_in, state_of, step, trace_rank
+from megatron_llama.planner.trace.run import Run, trace_run
+from megatron_llama.planner.traced import StageTrace, Trace
+from megatron_llama.plans.memory import MemoryPlan, state_bytes
+from megatron_llama.plans.schedule import schedule_named
+from megatron_llama.plans.weight_access import rank_uses
+from tests.parallel.cases import Layout, batch
+
+SEQ_LENGTH = 16
+
+
+def small(layout: Layout) -> Config:
+    """Samples of SEQ_LENGTH tokens, one in a microbatch."""
+    config = layout.config()
+    training = replace(config.training, seq_length=SEQ_LENGTH, micro_batch_size=1, global_batch_size=layout.microbatches * layout.dp)
+    return replace(config, training=training)
+
+
+def described(trace: Trace, stage: StageTrace) -> list[object]:
+    """Everything about every action, free of the numbers in tables."""
+    found: list[object] = []
+    for done in stage.actions:
+        segment = trace.segments[done.segment]
+        calls = [trace.operators[call] if call >= 0 else trace.messages[-1 - call] for call in segment.calls]
+        found.append((done.action, done.live, segment.allocated, segment.freed, segment.peak, calls))
+    return found
+
+
+def whole(config: Config, world_size: int) -> Trace:
+    """Every rank and every microbatch traced."""
+    run = Run.of(config, world_size)
+    stages = [trace_rank(config, world_size, rank, run.whole, run.tables) for rank in range(len(run.whole.ranks))]
+    return run.trace(stages)
+
+
+WHOLE = [
+    Layout(pp=4, microbatches=7, tied=True),
+    Layout(pp=2, microbatches=6, layers=2, schedule="zb-h1", recompute="full"),
+    Layout(pp=3, microbatches=6, layers=3, schedule="gpipe", tp=2, sp=True),
+    Layout(pp=2, dp=2, microbatches=6, layers=2, strategy="optim_grads"),
+    Layout(dp=2, microbatches=7, layers=2, strategy="optim_grads_params", slots="1"),
+    Layout(pp=2, dp=2, microbatches=12, virtual=2, schedule="interleaved", strategy="optim_grads"),
+]
+
+
+@pytest.mark.parametrize("layout", WHOLE, ids=lambda layout: layout.name)
+def test_what_is_left_out_repeats_what_was_traced(layout: Layout) -> None:
+    """Every operator, message and byte of every action of every rank."""
+    config = small(layout)
+    short, full = trace_run(config, layout.world_size), whole(config, layout.world_size)
+    for one, other in zip(short.stages, full.stages, strict=True):
+        assert described(short, one) == described(full, other)
+        assert (one.ranks, one.state, one.groups, one.layers) == (other.ranks, other.state, other.groups, other.layers)
+    assert sum(len(stage.traced) for stage in short.stages) < sum(len(stage.traced) for stage in full.stages)
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [Layout(microbatches=2), Layout(microbatches=2, recompute="selective", tied=True), Layout(microbatches=2, recompute="full")],
+    ids=lambda layout: layout.name,
+)
+def test_the_trace_is_what_a_real_step_does(layout: Layout) -> None:
+    """The same witness beside tensors with memory: operators, shapes, storages and their lifetimes."""
+    config = small(layout)
+    traced = trace_run(config, 1)
+    mesh, tables = Mesh.single(), Tables()
+    witness, stages = Witness(tables, mesh.recorder), build_stages(config, mesh)
+    with witness:
+        optimizer = build_optimizer(config, stages.values(), mesh)
+        runtime = PipelineRuntime(stages, optimizer, mesh, config, dtype=compute_dtype(config))
+        schedule = schedule_named("1f1b", ranks=1, microbatches=layout.microbatches)
+        settle_in(optimizer, rank_uses(config, schedule.ranks[0], rank=0))
+        batches = [batch(range(number, number + 1)) for number in range(layout.microbatches)]
+        batches = [replace(one, tokens=one.tokens[:SEQ_LENGTH].clone(), labels=one.labels[:SEQ_LENGTH].clone()) for one in batches]
+        state = state_of(optimizer, batches, witness.storages)
+        step(runtime, optimizer, batches, config, witness)
+    assert torch.stack([shard.abs().sum() for shard in optimizer.gradients.shards.values()]).isfinite().all()
+    one = traced.stages[0]
+    real = replace(one, state=state, actions=witness.actions, lifetimes=witness.storages.lifetimes())
+    found = replace(traced, operators=tuple(tables.operators), messages=tuple(tables.messages), segments=tuple(tables.segments))
+    assert described(traced, one) == described(found, real)
+    assert one.lifetimes == real.lifetimes and one.state == real.state
+    assert traced.peak(one) == found.peak(real) and traced.peak(one).working > 0
+
+
+PLANNED = [
+    Layout(microbatches=3),
+    Layout(tp=2, microbatches=2, recompute="full"),
+    Layout(tp=2, sp=True, microbatches=2, recompute="full", dp=2, strategy="optim_grads", bf16=True),
+    Layout(tp=4, sp=True, dp=2, microbatches=2, recompute="selective", bf16=True),
+    Layout(cp=2, tp=2, sp=True, microbatches=2, recompute="selective", bf16=True),
+    Layout(cp=4, cp_comm="ring", microbatches=2, bf16=True),
+    Layout(pp=2, tp=2, microbatches=4, schedule="zb-h1", bf16=True),
+    Layout(pp=2, microbatches=4, virtual=2, schedule="interleaved", dp=4, shard_size=2, strategy="optim_grads_params", bf16=True),
+]
+
+
+@pytest.mark.parametrize("layout", PLANNED, ids=lambda layout: layout.name)
+def test_plans_are_what_is_traced(layout: Layout) -> None:
+    """Messages, state and FLOPs exactly; what is kept between actions within a hundredth."""
+    config, world = small(layout), layout.world_size
+    trace, plan = trace_run(config, world), MemoryPlan(config, world)
+    for rank in range(layout.pp):
+        stage = trace.stage_of(rank)
+        assert trace.traffic(stage) == step_messages(config, world, rank)
+        assert {name: stage.state[name] for name in state_bytes(config, plan.layouts[rank])} == state_bytes(config, plan.layouts[rank])
+        assert trace.flops(stage) == step_flops(config, world, rank)
+        assert plan.between(rank, layout.recompute, plan.chosen()) == pytest.approx(trace.kept(stage), rel=0.01)
+
+
+def test_a_trace_is_written_and_read(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    file = tmp_path / "trace.json"
+    words = "plan trace --gpus 8 --num-layers 4 --hidden-size 64 --num-attention-heads 4 --ffn-hidden-size 160 --vocab-size 300"
+    words += " --seq-length 32 --global-batch-size 64 --micro-batch-size 1 --tensor-model-parallel-size 2"
+    words += f" --pipeline-model-parallel-size 2 --json {file}"
+    assert main(words.split()) == 0
+    text = capsys.readouterr().out
+    trace = Trace.from_json(file.read_text())
+    assert trace.microbatches == 32 and [stage.ranks for stage in trace.stages] == [(0,), (1,)]
+    assert trace.stages[1].groups["tp"] == (4, 5) and trace.stages[1].layers == ((2, 2),)
+    assert "pp rank 1: layers 2-3 with the head" in text and "tp           all_reduce" in text
+    assert Trace.from_json(trace.to_json()) == trace
+    for broken in ("", "{}", json.dumps({"format": 0}), '{"format": 1}'):
+        with pytest.raises(ConfigError, match="what plan trace --json wrote"):
+            Trace.from_json(broken)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("--gpus 8", "--model: got nothing"),
+        ("--gpus 6 --model llama2-7b --global-batch-size 8 --tensor-model-parallel-size 4", "tensor"),
+        ("--gpus 8 --model llama2-7b --global-batch-size 8 --optimizer-offload exact", "--optimizer-offload"),
+    ],
+)
+def test_what_cannot_be_traced(words: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "trace", *words.split()]) == 2
+    assert message in capsys.readouterr().err

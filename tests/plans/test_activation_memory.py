@@ -1,0 +1,238 @@
+"""The formula against the storages that autograd holds in real runs, to the byte; and the peak of a schedule against a real peak."""
+
+from __future__ import annotations
+
+import weakref
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from megatron_llama.config.presets import PRESETS
+from megatron_llama.config.schema import Config
+from megatron_llama.distributed.mesh import Mesh, Place, build_mesh
+from megatron_llama.engine.build import compute_dtype
+from megatron_llama.model.llama import Positions, Stage, build_stages
+from megatron_llama.model.load import load_stages, rank_specs
+from megatron_llama.nn.context import local_sequence
+from megatron_llama.plans.activation_memory import GRANULARITIES, Activations, Granularity
+from megatron_llama.plans.memory import MemoryPlan, peak_of
+from tests.harness import Cluster
+from tests.parallel.cases import MODEL, SEQ_LENGTH, Layout, batch, initial_weights, trainer
+from tools.overlap.loss import token_losses
+
+BATCH = 2
+
+
+@dataclass(frozen=True)
+class Run(Layout):
+    """A layout of which some blocks recompute, in samples of SEQ_LENGTH tokens."""
+
+    recompute_layers: str = "all"
+
+    def config(self) -> Config:
+        """See Layout."""
+        config = super().config()
+        parallel = replace(config.parallel, recompute_num_layers=self.recompute_layers)
+        sizes = {"micro_batch_size": BATCH, "seq_length": SEQ_LENGTH, "global_batch_size": BATCH * self.dp * self.microbatches}
+        return replace(config, parallel=parallel, training=replace(config.training, **sizes))
+
+
+def storage(tensor: Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
+
+
+def kept(function: Callable[[], Any], uncounted: set[int]) -> int:
+    """Bytes of the storages that autograd keeps for a function's backward pass, whole even where only a part is saved."""
+    found: dict[int, Tensor] = {}
+
+    def pack(tensor: Tensor) -> Tensor:
+        found[storage(tensor)] = tensor
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        alive = function()
+    del alive
+    return sum(tensor.untyped_storage().nbytes() for key, tensor in found.items() if key not in uncounted)
+
+
+@dataclass(frozen=True)
+class Parts:
+    """The numbers of Activations, found or predicted."""
+
+    embedding: int
+    block: int
+    head: int
+    rotary: int
+    stage: int
+
+
+def build(place: Place, config: Config) -> tuple[Mesh, Stage]:
+    mesh = build_mesh(config, rank=place.rank, world_size=place.world_size, device=torch.device("cpu"))
+    stages = build_stages(config, mesh)
+    load_stages(stages.values(), rank_specs(config, mesh), initial_weights(), dtype=compute_dtype(config), device=mesh.device)
+    for stage in stages.values():
+        for name, parameter in stage.named_parameters():
+            parameter.requires_grad_(not config.lora.lora_rank or ".adapters." in name)
+    return mesh, stages[0]
+
+
+def measured(place: Place, layout: Run, per_sample: bool) -> Parts:
+    config = layout.config()
+    mesh, stage = build(place, config)
+    data, model = batch(range(BATCH)), config.model
+    ids = torch.arange(SEQ_LENGTH).unsqueeze(-1).repeat(1, BATCH) if per_sample else None
+    positions = stage.positions(SEQ_LENGTH, mesh.device, ids)
+    tokens, labels = (local_sequence(whole, mesh.cp) for whole in (data.tokens, data.labels))
+    weights = {storage(parameter) for parameter in stage.parameters()}
+    table = {storage(positions.cos), storage(positions.sin)}
+
+    def loss() -> Tensor:
+        return token_losses(stage(tokens, positions), labels, mesh.tp, model.vocab_size)
+
+    blocks: nn.Module = stage.model.layers
+    x = stage.model.embed_tokens(tokens).detach().requires_grad_()
+    length = SEQ_LENGTH // layout.cp // (layout.tp if layout.sp else 1)
+    assert x.shape == (length, BATCH, model.hidden_size)
+    rotary = sum(tensor.untyped_storage().nbytes() for tensor in (positions.cos, positions.sin))
+    headless = kept(lambda: several(blocks, model.num_hidden_layers, stage.model.embed_tokens(tokens), positions), weights | table)
+    return Parts(
+        embedding=kept(lambda: stage.model.embed_tokens(tokens), weights),
+        block=kept(lambda: several(blocks, 1, x, positions), weights | table),
+        head=kept(loss, weights | table) - headless,
+        rotary=rotary,
+        stage=kept(loss, weights | table) + rotary,
+    )
+
+
+def several(blocks: Any, count: int, x: Tensor, positions: Positions) -> Tensor:
+    for block in list(blocks.values())[:count]:
+        x = block(x, positions)
+    return x
+
+
+def predicted(layout: Run, per_sample: bool) -> Parts:
+    config = layout.config()
+    config = replace(config, data=replace(config.data, reset_position_ids=per_sample))
+    shape, layers = Activations.of(config), config.model.num_hidden_layers
+    recomputing = layers if layout.recompute_layers == "all" else int(layout.recompute_layers)
+    stage = shape.stage(layers, layout.recompute, recomputing, first=True, last=True)
+    return Parts(shape.embedding, shape.block(layout.recompute), shape.head(in_chunks=False), shape.rotary, stage)
+
+
+SPREAD = [
+    Run(),
+    Run(tp=2),
+    Run(tp=2, sp=True),
+    Run(tp=2, kv_heads=1),
+    Run(cp=2),
+    Run(cp=2, tp=2, sp=True, cp_comm="ring"),
+    Run(recompute_layers="1"),
+    Run(tp=2, recompute_layers="3"),
+]
+
+
+@pytest.mark.parametrize("recompute", GRANULARITIES)
+@pytest.mark.parametrize("layout", [Run(lora=4), Run(tp=2, lora=4), Run(tp=2, sp=True, lora=4)], ids=lambda layout: layout.name)
+def test_low_rank_additions_keep_their_inner_activations(cluster: Cluster, layout: Run, recompute: Granularity) -> None:
+    layout = replace(layout, recompute=recompute)
+    plain = replace(layout, lora=0)
+    for found in cluster.run(layout.world_size, measured, layout, False):
+        assert found.block == predicted(layout, False).block
+    assert (found.block > predicted(plain, False).block) is (recompute != "full")
+
+
+@pytest.mark.parametrize("kv_heads", [2, 4])
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp64"])
+@pytest.mark.parametrize("recompute", GRANULARITIES)
+@pytest.mark.parametrize("layout", SPREAD, ids=lambda layout: f"{layout.name} {layout.recompute_layers}")
+def test_formula_is_what_autograd_keeps(
+    cluster: Cluster, layout: Run, recompute: Granularity, precision: Literal["fp32", "bf16", "fp64"], kv_heads: int
+) -> None:
+    if layout.kv_heads != MODEL.num_key_value_heads:
+        kv_heads = layout.kv_heads
+    run = replace(layout, recompute=recompute, bf16=precision == "bf16", fp64=precision == "fp64", kv_heads=kv_heads)
+    assert cluster.run(run.world_size, measured, run, False) == [predicted(run, False)] * run.world_size
+
+
+def test_positions_of_each_sample(cluster: Cluster) -> None:
+    run = Run(cp=2)
+    assert cluster.run(2, measured, run, True) == [predicted(run, True)] * 2
+    assert predicted(run, True).rotary == BATCH * predicted(run, False).rotary
+
+
+def test_seven_billion_parameters_by_hand() -> None:
+    """Against multiples of s b h written out: without sequence parallelism 2 x 2 norms, qkv and output, 3 f of the MLP."""
+    model, tokens = replace(PRESETS["llama2-7b"], num_key_value_heads=32, head_dim=128), 4096
+    shape = Activations(model, 1, 4096, 2)
+    unit, small = tokens * 4096 * 2, tokens * 4 * (2 + 32)
+    inner = tokens * 11008 * 2
+    assert shape.block("none") == 4 * unit + 4 * unit + 3 * inner + small
+    assert shape.block("selective") == 2 * unit + 4 * unit + 2 * inner + small
+    assert shape.block("full") == unit
+    divided = replace(shape, tp=8, sequence_parallel=True)
+    assert divided.block("none") * 8 == shape.block("none")
+    assert divided.block("full") * 8 == shape.block("full") == replace(shape, tp=8).block("full") * 8
+
+
+class Live:
+    """Bytes that autograd holds now, and the most it has held: every saved tensor is kept by a wrapper of its own."""
+
+    def __init__(self, uncounted: set[int]) -> None:
+        self.uncounted, self.users, self.now, self.peak = uncounted, Counter[int](), 0, 0
+
+    def pack(self, tensor: Tensor) -> Saved:
+        key, size = storage(tensor), tensor.untyped_storage().nbytes()
+        saved = Saved(tensor)
+        if key not in self.uncounted and size > 8:  # the counts and scales of the whole step are numbers
+            self.now += size * (self.users[key] == 0)
+            self.users[key] += 1
+            weakref.finalize(saved, self.release, key, size)
+        self.peak = max(self.peak, self.now)
+        return saved
+
+    def release(self, key: int, size: int) -> None:
+        self.users[key] -= 1
+        self.now -= size * (self.users[key] == 0)
+
+
+class Saved:
+    """One saved tensor."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.tensor = tensor
+
+
+def peak_of_a_step(place: Place, layout: Run) -> tuple[int, int]:
+    run = trainer(place, layout)
+    run.step(0)
+    live = Live({storage(parameter) for stage in run.stages.values() for parameter in stage.parameters()})
+    with torch.autograd.graph.saved_tensors_hooks(live.pack, lambda saved: saved.tensor):
+        run.step(1)
+    return live.peak, live.now
+
+
+@pytest.mark.parametrize("recompute", ["none", "selective"])
+@pytest.mark.parametrize(
+    "layout",
+    [
+        Run(microbatches=4),
+        Run(pp=2, microbatches=4),
+        Run(pp=2, microbatches=4, schedule="gpipe", split=(3, 1)),
+        Run(pp=2, microbatches=4, virtual=2, schedule="interleaved"),
+    ],
+    ids=lambda layout: layout.name,
+)
+def test_peak_of_a_schedule(cluster: Cluster, layout: Run, recompute: Granularity) -> None:
+    run = replace(layout, recompute=recompute)
+    plan = MemoryPlan(run.config(), run.world_size)
+    found = cluster.run(run.world_size, peak_of_a_step, run)
+    last = plan.partition.stages - 1
+    # The runtime, not autograd, holds the gradient of the logits.
+    each = [plan.kept(stage, recompute, plan.chosen()) - plan.shape.logits * (stage == last) for stage in range(last + 1)]
+    expected = [peak_of(actions, each, each) for actions in plan.schedule.ranks]
+    assert found == [(peak, 0) for peak in expected]

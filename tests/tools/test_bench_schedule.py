@@ -1,0 +1,31 @@
+"""The bench of schedules: its stages, which wait instead of computing, run under the real runtime."""
+
+from __future__ import annotations
+
+import time
+
+import torch
+
+from megatron_llama.data.loader import Batch
+from megatron_llama.distributed.mesh import Place, build_mesh
+from tests.harness import Cluster
+from tools.bench_schedule import SCHEDULES, configuration, runtime_of
+
+UNIT, MICROBATCHES = 0.002, 4
+
+
+def seconds_of_a_step(place: Place) -> dict[str, float]:
+    """Under every schedule."""
+    mesh = build_mesh(configuration("zb-v", place.world_size), rank=place.rank, world_size=place.world_size, device=torch.device("cpu"))
+    ids, found = torch.zeros(4, 1, dtype=torch.int64), {}
+    for name in SCHEDULES:
+        runtime = runtime_of(name, mesh, UNIT)
+        begin = time.perf_counter()
+        runtime.step([Batch(ids, ids) for _ in range(MICROBATCHES)])
+        found[name] = time.perf_counter() - begin
+    return found
+
+
+def test_every_schedule_waits_for_all_its_passes(cluster: Cluster) -> None:
+    for found in cluster.run(2, seconds_of_a_step):
+        assert found.keys() == set(SCHEDULES) and min(found.values()) >= 3 * MICROBATCHES * UNIT

@@ -1,0 +1,83 @@
+"""The benchmark of steps: whole runs of a tiny model, and what it makes of what it measured."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from dataclasses import fields
+from pathlib import Path
+
+import pytest
+
+from megatron_llama.config.schema import Config, ModelConfig, TrainingConfig
+from megatron_llama.plans.resolve import check
+from tools.bench_step import Found, Row, baseline_of, disagreements, processor, report, rows_of
+from tools.step.contenders import Entry
+from tools.step.worker import Sample
+
+ROOT = Path(__file__).parent.parent.parent
+TINY = "--hidden-size 32 --intermediate-size 48 --num-layers 2 --num-attention-heads 2 --vocab-size 96 --seq-length 16 --micro-batch-size 2"
+HF, OURS = Entry("hf", "fp32"), Entry("ours", "fp32")
+
+
+def run(*words: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "tools.bench_step", *TINY.split(), "--rounds", "1", "--threads", "1", *words]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+
+
+def test_all_contenders_compute_the_same(tmp_path: Path) -> None:
+    path = tmp_path / "rows.json"
+    done = run("--contenders", "hf", "torch", "ours", "--dtypes", "bf16", "--json", str(path))
+    assert done.returncode == 0, done.stderr
+    rows = json.loads(path.read_text())
+    assert [(row["name"], row["dtype"]) for row in rows] == [(name, "bf16") for name in ("hf", "torch", "ours")]
+    wanted = {"name", "dtype", "tokens_per_second", "ratio", "mfu", "peak_memory_bytes"}
+    assert all(wanted <= row.keys() and row["tokens_per_second"] > 0 and row["peak_memory_bytes"] > 2**20 for row in rows)
+    assert rows[0]["ratio"] == 1.0
+    last = done.stdout.splitlines()[-3:]
+    assert [line.split()[:2] for line in last] == [[row["name"], row["dtype"]] for row in rows]
+    assert "avx512_bf16" in done.stdout.splitlines()[0]
+
+
+def test_a_contender_that_fails_is_said_and_the_others_go_on() -> None:
+    done = run("--contenders", "liger", "ours", "--dtypes", "fp32")
+    assert done.returncode == 1
+    assert "error: liger fp32: ModuleNotFoundError" in done.stderr and done.stdout.splitlines()[-1].startswith("ours fp32")
+    done = run("--contenders", "theirs")
+    assert done.returncode == 1 and "--contenders: got theirs" in done.stderr
+
+
+def found(losses: tuple[float, ...]) -> Found:
+    samples = {HF: [Sample(2.0, 3.0, (5.0, 4.9), 10), Sample(4.0, 4.0, (4.8,), 12)], OURS: [Sample(1.0, 2.4, losses, 7), Sample(3.0, 3.2, (4.8,), 6)]}
+    return Found(samples, {}, {"fp32": 1e6})
+
+
+def test_rows_by_hand() -> None:
+    model = ModelConfig(vocab_size=10, hidden_size=4, intermediate_size=8, num_hidden_layers=1, num_attention_heads=2)
+    config = check(Config(model=model, training=TrainingConfig(seq_length=6, micro_batch_size=2, train_iters=1)), 1).config
+    flops = 6 * (4 * 16 + 3 * 32 + 40)
+    measured = found((5.0, 4.9))
+    [_, ours] = rows_of(measured, config, None)
+    # Ratios are medians of those of single rounds.
+    assert (ours.ratio, ours.processor_ratio, ours.peak_memory_bytes) == (pytest.approx(0.625), pytest.approx(0.8), 7)
+    assert (ours.step_ms, ours.tokens_per_second) == (2000.0, 6.0)
+    assert ours.mfu == pytest.approx(6.0 * (flops + 12 * 4 * 6) / 1e6) and ours.mfu_causal == pytest.approx(6.0 * (flops + 6 * 4 * 6) / 1e6)
+    assert rows_of(measured, config, 1e7)[1].mfu == pytest.approx(ours.mfu / 10) and ours.of_ceiling == pytest.approx(ours.mfu_causal)
+    lines = list(report(rows_of(measured, config, None), measured, HF))
+    assert lines[-1].split() == ["ours", "fp32", "0.625", "(0.500", "-", "0.750)", "0.800"]
+    assert {field.name for field in fields(Row)} >= {"name", "dtype", "tokens_per_second", "ratio", "mfu", "peak_memory_bytes"}
+
+
+def test_other_losses_are_an_error() -> None:
+    assert disagreements(found((5.0005, 4.9)).samples) == []
+    [problem] = disagreements(found((5.01, 4.9)).samples)
+    assert problem.startswith("ours fp32: losses 5.01000, 4.90000 are 2.0e-03 away from those of hf fp32")
+    assert len(disagreements(found((float("nan"), 4.9)).samples)) == 1
+
+
+def test_the_baseline_and_the_processor() -> None:
+    samples = found((5.0, 4.9)).samples
+    assert baseline_of(samples) == HF and baseline_of({OURS: samples[OURS]}) == OURS
+    assert baseline_of({OURS: [], Entry("hf-compile", "bf16"): []}) == Entry("hf-compile", "bf16")
+    assert "avx512_bf16" in processor()

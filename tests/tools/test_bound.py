@@ -1,0 +1,131 @@
+"""The simulator behind the bounds of the overlap bench, against cases that can be worked out by hand."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from megatron_llama.plans.schedule import schedule_named
+from megatron_llama.plans.traffic import step_traffic
+from tools.overlap.bound import FRAME_FACTOR, Pass, Plan, link_seconds, plan_of, step_seconds
+from tools.overlap.catalogue import MODES, Mode, compute_seconds, configuration, half_block_seconds, minimum_bytes, parameters
+
+HOSTS = 4
+
+
+def plan(passes: list[Pass], *, reduce: list[float], gather: list[float], clip: bool = True) -> Plan:
+    """Every bucket has slots of its own."""
+    own = tuple((0, bucket) for bucket in range(len(reduce)))
+    return Plan(tuple(passes), tuple(reduce), tuple(gather), own, own, clip)
+
+
+def chain(*, forward: list[float], backward: list[float]) -> list[Pass]:
+    """Layers that each have a bucket: forward and backward times, first layer first."""
+    layers = range(len(forward))
+    return [Pass(forward[i], (i,)) for i in layers] + [Pass(backward[i], (i,), (i,)) for i in reversed(layers)]
+
+
+@pytest.mark.parametrize("clip", [True, False])
+def test_one_bucket_hides_nothing(clip: bool) -> None:
+    one = plan(chain(forward=[1], backward=[2]), reduce=[5], gather=[7], clip=clip)
+    assert step_seconds(one, 1) == step_seconds(one, 6) == 7 + 1 + 2 + 5
+    assert link_seconds(one, 6) == 7 + 5
+
+
+def test_two_layers_hide_all_but_the_ends() -> None:
+    # gather A, [forward A | gather B], forward B, backward B, [backward A | reduce B], reduce A
+    two = plan(chain(forward=[1, 1], backward=[2, 2]), reduce=[1, 1], gather=[1, 1])
+    assert step_seconds(two, 5) == 1 + 1 + 1 + 2 + 2 + 1
+
+
+def test_a_slow_link_sets_the_pace() -> None:
+    # gathers 0..3..6, forward B at 6..7, backward B 7..8; reductions 8..11..14
+    two = plan(chain(forward=[1, 1], backward=[1, 1]), reduce=[3, 3], gather=[3, 3])
+    assert step_seconds(two, 3) == 14
+
+
+def test_without_clipping_a_gather_may_go_before_the_last_reduction() -> None:
+    # first step: gathers 0..3..6, forward B ends at 7, backward B at 8, A at 18, reductions 8..11 and 18..21.
+    # then: B is gathered at 11..14 already, A at 21..24; forward 24..25..26, backward ..27..37, reduction of A ..40
+    passes = chain(forward=[1, 1], backward=[10, 1])
+    clipped, free = (plan(passes, reduce=[3, 3], gather=[3, 3], clip=clip) for clip in (True, False))
+    assert step_seconds(clipped, 4) == 21
+    assert step_seconds(free, 1) == 21
+    assert step_seconds(free, 4) == (21 + 3 * 19) / 4
+
+
+def test_what_is_not_sharded_is_never_gathered() -> None:
+    whole = plan(chain(forward=[1, 1], backward=[2, 2]), reduce=[1, 4], gather=[0, 0])
+    # backward B ends at 4, its reduction at 8; that of A, complete at 6, at 9
+    assert step_seconds(whole, 3) == 9
+    assert link_seconds(whole, 3) == 5
+
+
+def test_layers_that_share_a_parameter_slot_are_gathered_again() -> None:
+    # gather A 0..1, forward 1..2, gather B 2..3, forward 3..4, backward B 4..6, gather A again 6..7, backward 7..9, reduce A 9..10
+    own = plan(chain(forward=[1, 1], backward=[2, 2]), reduce=[1, 1], gather=[1, 1])
+    shared = replace(own, parameter_slots=((1, 0), (1, 0)))
+    assert step_seconds(own, 4) == 8
+    assert step_seconds(shared, 4) == 10
+    assert link_seconds(shared, 4) == 3 + 2
+
+
+def test_layers_that_share_a_gradient_slot_wait_for_the_reduction() -> None:
+    # backward B ends at 4; its reduction takes until 9, and only then can A, computed at 6, write; reduce A ..14
+    own = plan(chain(forward=[1, 1], backward=[2, 2]), reduce=[5, 5], gather=[0, 0])
+    shared = replace(own, gradient_slots=((1, 0), (1, 0)))
+    assert step_seconds(own, 2) == step_seconds(shared, 2) == 4 + 5 + 5
+    later = replace(shared, passes=(*own.passes, Pass(3, (0,))))  # now somebody waits for A's write
+    assert step_seconds(replace(later, gradient_slots=own.gradient_slots), 1) == 14
+    assert step_seconds(replace(later, reduce_seconds=(1, 5)), 1) == 10
+
+
+def test_a_plan_that_cannot_go_on_says_so() -> None:
+    # both layers' weights are needed at once, but they share a slot
+    stuck = replace(plan([Pass(1, (0, 1), (0, 1))], reduce=[1, 1], gather=[1, 1]), parameter_slots=((1, 0), (1, 0)))
+    with pytest.raises(RuntimeError, match="stands still at pass 0 of 1"):
+        step_seconds(stuck, 1)
+
+
+def layers_of_equal_size(layers: int, *, comm: float, clip: bool) -> Plan:
+    """One bucket per layer, compute 1 in all, both directions together ``comm``."""
+    each = comm / 2 / layers
+    passes = chain(forward=[1 / 3 / layers] * layers, backward=[2 / 3 / layers] * layers)
+    return plan(passes, reduce=[each] * layers, gather=[each] * layers, clip=clip)
+
+
+@pytest.mark.parametrize(("comm", "bound"), [(1.0, 2 / 3 + 1 / 12 + 1 / 2 + 1 / 18), (0.5, 2 / 3 + 1 / 24 + 1 / 24 + 1 / 3)])
+def test_one_bucket_per_layer(comm: float, bound: float) -> None:
+    # backward, the last bucket's reduction, all gathers (or the first and then forward), the last layer's forward
+    assert step_seconds(layers_of_equal_size(6, comm=comm, clip=True), 8) == pytest.approx(bound)
+    assert round(bound, 2) == {1.0: 1.31, 0.5: 1.08}[comm]
+
+
+def test_the_model_has_the_parameters_that_its_buckets_hold() -> None:
+    optim = plan_of(configuration(MODES[0], HOSTS), HOSTS, half_block=1.0, bits_per_second=8 * FRAME_FACTOR * (HOSTS - 1) / HOSTS)
+    assert sum(optim.gather_seconds) == pytest.approx(4 * parameters())  # nothing of the model is padded
+    assert link_seconds(optim, 2) * (HOSTS - 1) / HOSTS == pytest.approx(minimum_bytes(HOSTS))
+
+
+@pytest.mark.parametrize(("rate", "bf16", "most"), [(400e6, False, 1.25), (800e6, False, 1.06), (400e6, True, 1.06)])
+def test_bounds_of_the_real_buckets(rate: float, bf16: bool, most: float) -> None:
+    mode = next(mode for mode in MODES if mode.bf16 is bf16 and mode.clip)
+    found = plan_of(configuration(mode, HOSTS), HOSTS, half_block=half_block_seconds(HOSTS), bits_per_second=rate)
+    ratio = step_seconds(found, 4) / compute_seconds(HOSTS)
+    assert 1.0 < ratio <= most
+
+
+@pytest.mark.parametrize("mode", MODES, ids=lambda mode: mode.name)
+def test_longer_chains_settle(mode: Mode) -> None:
+    found = plan_of(configuration(mode, HOSTS), HOSTS, half_block=half_block_seconds(HOSTS), bits_per_second=400e6)
+    ends = [steps * step_seconds(found, steps) for steps in (8, 9, 10)]
+    assert ends[2] - ends[1] == pytest.approx(ends[1] - ends[0])
+
+
+@pytest.mark.parametrize("mode", MODES, ids=lambda mode: mode.name)
+def test_the_simulated_link_carries_what_the_engine_plans_to_send(mode: Mode) -> None:
+    config = configuration(mode, HOSTS)
+    schedule = schedule_named("1f1b", ranks=1, microbatches=1, virtual=1)
+    found = plan_of(config, HOSTS, half_block=half_block_seconds(HOSTS), bits_per_second=8 * FRAME_FACTOR)
+    assert link_seconds(found, 4) == pytest.approx(step_traffic(config, schedule, dp=HOSTS).sent)

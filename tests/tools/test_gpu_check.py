@@ -1,0 +1,248 @@
+"""tools/gpu_check.sh where there is no GPU: its command line, its one error, the parts it would run, how it runs and reports them, and
+whole parts with tiny models."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from dataclasses import replace
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+from megatron_llama.config.presets import PRESETS
+from megatron_llama.plans.memory import MemoryPlan, gib
+from tools import bench_links
+from tools.gpucheck.__main__ import EXAMPLE_MEMORY, check, main, parse
+from tools.gpucheck.parts import FULL, Part, Setting, all_parts, configuration, layers_that_fit, marked
+from tools.gpucheck.report import Outcome, markdown, read, rows_of, write
+
+ROOT = Path(__file__).parents[2]
+MACHINE = {"device": "GPU of a test", "torch": "2"}
+LACKING = ("transformers", "peft", "megatron", "liger_kernel", "deepspeed", "torchao", "pyarrow", "zstandard", "tiktoken", "tensorboard", "wandb", "upath")
+"""What a machine with a GPU need not have."""
+
+
+def script(*words: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    command, python = ["bash", str(ROOT / "tools" / "gpu_check.sh"), *words], str(Path(sys.executable).parent)
+    return subprocess.run(command, capture_output=True, text=True, env={"PATH": f"{python}:/usr/bin:/bin", "VIRTUAL_ENV": "", **environment})
+
+
+def test_without_a_gpu_there_is_one_error(tmp_path: Path) -> None:
+    """Of the script itself, before anything is written."""
+    done = script("--out", str(tmp_path / "reports"))
+    assert done.returncode == 2 and done.stdout == ""
+    assert done.stderr.startswith("error: ") and "sees no GPU" in done.stderr and done.stderr.count("\n") == 1
+    assert not (tmp_path / "reports").exists()
+
+
+def test_tiny_parts_where_packages_are_lacking(tmp_path: Path) -> None:
+    """The script, its processes and its reports, on a host, where nothing can be imported that training does not need."""
+    (tmp_path / "sitecustomize.py").write_text(f"import sys; sys.modules |= dict.fromkeys({LACKING!r})")
+    folder, parts = tmp_path / "reports", "tests,kernels,step-8b-4096-dp8,links"
+    done = script("--tiny", "--steps", "1", "--only", parts, "--out", str(folder), PYTHONPATH=str(tmp_path), OMP_NUM_THREADS="1")
+    machine, outcomes = read(folder / "gpu_check.json")
+    found = {one.name: one for one in outcomes}
+    assert {name: one.status for name, one in found.items()} == {
+        "tests": "passed",
+        "kernels": "passed",
+        "step-8b-4096-dp8": "passed",
+        "links": "did not run: needs a GPU",
+    }, done.stdout
+    assert done.returncode == 1 and done.stderr == f"error: 1 of 4 parts did not pass: links; see {folder}/NAME.log\n"
+    assert machine == {"device": "none: no figure below means anything"}
+    assert [(row["name"], row["dtype"]) for row in found["step-8b-4096-dp8"].rows] == [("ours", "bf16")]
+    assert found["tests"].absent == ("tests/kernels/test_liger.py: liger_kernel is not installed",)
+    assert " tests collected" in done.stdout and "- absent: tests/kernels/test_liger.py" in (folder / "gpu_check.md").read_text()
+    torchs = {(row["name"], row["ms"] > 0) for row in found["kernels"].rows if row["contender"] == "torch"}
+    assert torchs >= {(name, True) for name in ("residual + RMSNorm", "RoPE", "SwiGLU", "cross entropy", "AdamW", "weight gradient")}
+
+
+@pytest.mark.parametrize(
+    ("words", "complaint"),
+    [
+        (["--only", "tests,nothing"], "--only: no part begins with nothing; there are tests, kernels, step-7b-4096"),
+        (["--rounds", "0"], "--rounds and --steps are at least 1"),
+        (["--minutes", "0"], "--minutes is positive"),
+        (["--layer", "3"], "unrecognized arguments: --layer"),
+    ],
+)
+def test_wrong_words_are_refused(words: list[str], complaint: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        parse(words)
+    assert ended.value.code == 2 and complaint in capsys.readouterr().err
+
+
+def test_parts_can_be_listed_anywhere(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--list", "--only", "step-8b,links", "--layers", "4", "--rounds", "1"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.partition(":")[0] for line in lines] == ["step-8b-4096", "step-8b-4096-dp8", "links", "step-8b-8192", "step-8b-8192-dp8"]
+    steps = [line for line in lines if line.startswith("step")]
+    assert all(f"--model llama3-8b --seq-length {length} " in line for line, length in zip(steps, (4096, 4096, 8192, 8192), strict=True))
+    assert all("--num-layers 4 " in line and "--rounds 1 " in line for line in steps)
+    assert "--global-batch-size 8 " in steps[0] and steps[0].count("hf-compile") == 1
+    assert "--global-batch-size 64 " in steps[1] and "--emulate-dp 8 --contenders ours --json" in steps[1]
+
+
+def test_whole_models_are_trained_as_one_of_eight_ranks() -> None:
+    parts = {part.name: part for part in all_parts(Setting(Path("out"), EXAMPLE_MEMORY))}
+    assert [name for name in parts if name.startswith("step-7b")] == ["step-7b-4096", "step-7b-4096-dp8", "step-7b-8192", "step-7b-8192-dp8"]
+    assert list(parts)[:4] == ["tests", "kernels", "step-7b-4096", "step-8b-4096"] and "--rounds 1 " in " ".join(parts["offload"].command)
+    assert "--num-layers" not in parts["step-7b-4096-dp8"].command and "32 of 32 layers" in parts["step-7b-4096-dp8"].title
+    planned = MemoryPlan(configuration("llama2-7b", 4096, layers=32, dp=8), 8).needed("none", 0)
+    assert f", {gib(planned)} planned" in parts["step-7b-4096-dp8"].title
+    assert all(part.json == f"out/{name}.json" and part.command[-1] == part.json for name, part in parts.items() if name != "tests")
+
+
+def test_only_files_with_tests_for_a_gpu_are_read() -> None:
+    """None of them needs a package to be read that training does not, which the tiny check shows; others do, and pytest would stop there."""
+    [command] = [part.command for part in all_parts(Setting(Path("out"), EXAMPLE_MEMORY)) if part.name == "tests"]
+    files = marked(ROOT)
+    assert command[1:5] == ("-m", "pytest", "-m", "gpu or kernels")
+    assert set(command[5:]) == set(files) - (set() if find_spec("liger_kernel") else {"tests/kernels/test_liger.py"})
+    assert {"tests/parallel/test_device.py", "tests/kernels/test_bodies.py", "tests/engine/test_offload_device.py"} <= set(files)
+    assert "tests/engine/test_lr.py" not in files
+
+
+def test_who_is_missing_is_replaced_and_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tools.gpucheck.parts.find_spec", lambda name: None)
+    parts = {part.name: part for part in all_parts(Setting(Path("out"), EXAMPLE_MEMORY))}
+    assert parts["step-7b-8192"].command[-5:-2] == ("--contenders", "ours", "torch-compile")
+    assert parts["step-7b-8192"].absent == ("hf-compile: transformers is not installed",)
+    assert parts["tests"].obstacle == "pytest is not installed" and parts["kernels"].obstacle is None
+
+
+@pytest.mark.parametrize("memory", [8 * 2**30, 80 * 10**9, EXAMPLE_MEMORY])
+@pytest.mark.parametrize(("preset", "length"), [("llama2-7b", 4096), ("llama3-8b", 8192)])
+def test_as_many_layers_as_fit(preset: str, length: int, memory: int) -> None:
+    """By the plan: one more would not."""
+    layers = layers_that_fit(preset, length, memory)
+    needed = [MemoryPlan(configuration(preset, length, layers=n, dp=1), 1).needed("none", 0) for n in (layers, layers + 1)]
+    assert layers == 1 or needed[0] <= FULL * memory
+    assert layers == PRESETS[preset].num_hidden_layers or needed[1] > FULL * memory
+
+
+def part_of(tmp_path: Path, name: str, code: str, seconds: float = 60.0) -> Part:
+    """That runs some Python."""
+    report = str(tmp_path / f"{name}.json")
+    return Part(name, f"the part {name}", (sys.executable, "-S", "-c", code, report), seconds, report)
+
+
+ROWS = '[{"name": "ours", "tokens_per_second": 12345.6, "mfu": 0.625, "peak_memory_bytes": 1610612736, "ratio": null}]'
+
+
+WRITES = f"open(sys.argv[1], 'w').write({ROWS!r})"
+SLOW = f"""
+import subprocess, sys, time
+child = subprocess.Popen([sys.executable, "-S", "-c", "import time; time.sleep(600)"])
+open(LEFT, "w").write(str(child.pid))
+try:
+    time.sleep(600)
+except KeyboardInterrupt:
+    {WRITES}
+"""
+
+
+def test_a_part_that_fails_does_not_stop_the_others(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """One fails behind its rows, one before them, one takes too long and leaves a process, one cannot run, and the last one passes."""
+    folder, left = tmp_path / "reports", tmp_path / "left"
+    (tmp_path / "early.json").write_text(ROWS)  # an earlier check's
+    parts = [
+        part_of(tmp_path, "late", f"import sys; {WRITES}; sys.exit(3)"),
+        part_of(tmp_path, "early", "raise RuntimeError('nothing yet')"),
+        part_of(tmp_path, "slow", SLOW.replace("LEFT", repr(str(left))), seconds=6.0),
+        replace(part_of(tmp_path, "never", "raise RuntimeError('never')"), obstacle="needs something"),
+        replace(part_of(tmp_path, "last", f"import sys; {WRITES}"), absent=("hf: not here",)),
+    ]
+    assert check(parts, folder, 120.0, MACHINE) == 1
+    said = capsys.readouterr()
+    assert said.err == f"error: 4 of 5 parts did not pass: late, early, slow, never; see {folder}/NAME.log\n"
+    assert "nothing yet" in (folder / "early.log").read_text() and "of 2 minutes" in said.out
+    machine, outcomes = read(folder / "gpu_check.json")
+    assert machine == MACHINE
+    assert [(one.name, one.status, len(one.rows)) for one in outcomes] == [
+        ("late", "failed with 3", 1),
+        ("early", "failed with 1", 0),
+        ("slow", "took too long", 1),  # asked to end, it wrote what it had
+        ("never", "did not run: needs something", 0),
+        ("last", "passed", 1),
+    ]
+    assert outcomes[1].tail.endswith("RuntimeError: nothing yet\n") and outcomes[4].absent == ("hf: not here",) and outcomes[4].tail == ""
+    state = Path(f"/proc/{left.read_text().strip()}/stat")
+    assert not state.exists() or state.read_text().split()[2] in "ZX"
+    assert check(parts[4:], folder, 120.0, MACHINE) == 0
+    assert check(parts[4:], folder, 40.0, MACHINE) == 1
+    assert read(folder / "gpu_check.json")[1][0].status == "did not run: no time was left"
+
+
+def test_tables_for_the_documentation(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    rows = (*json.loads(ROWS), {"name": "hf-compile", "tokens_per_second": 1.5, "mfu": 0.5, "peak_memory_bytes": 0, "ratio": 1.0})
+    outcomes = [
+        Outcome("a", "7B", "bench --json a", "passed", 61.4, rows, absent=("liger: not here",)),
+        Outcome("b", "8B", "bench b", "failed with 1", 2.0, rows[:1], tail="one\ntwo\n"),
+    ]
+    write(tmp_path / "report.json", MACHINE, outcomes)
+    assert read(tmp_path / "report.json") == (MACHINE, outcomes)
+    assert main(["--table", str(tmp_path / "report.json")]) == 0
+    text = capsys.readouterr().out
+    assert text.splitlines() == list(markdown(MACHINE, outcomes))
+    assert text.splitlines() == [
+        "device GPU of a test; torch 2.",
+        "",
+        "| part | result | seconds | command |",
+        "|---|---|---|---|",
+        "| 7B | passed | 61 | `bench --json a` |",
+        "| 8B | failed with 1 | 2 | `bench b` |",
+        "",
+        "7B:",
+        "",
+        "| name | tokens per second | mfu | peak memory, GiB | ratio |",
+        "|---|---|---|---|---|",
+        "| ours | 12346 | 62.5% | 1.50 |  |",
+        "| hf-compile | 1.5 | 50.0% | 0.00 | 1 |",
+        "",
+        "- absent: liger: not here",
+        "",
+        "8B (failed with 1):",
+        "",
+        "| name | tokens per second | mfu | peak memory, GiB | ratio |",
+        "|---|---|---|---|---|",
+        "| ours | 12346 | 62.5% | 1.50 |  |",
+        "",
+        "    one",
+        "    two",
+    ]
+    second = [Outcome("c", "links", "bench c", "passed", 1.0)]
+    write(tmp_path / "more.json", {"device": "another"}, second)
+    assert main(["--table", str(tmp_path / "report.json"), str(tmp_path / "more.json")]) == 0
+    assert capsys.readouterr().out.splitlines() == list(markdown(MACHINE, [*outcomes, *second]))
+
+
+def test_what_is_no_report_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for text in ("[]", "no json", '{"machine": {}, "parts": [{"name": 1}]}'):
+        (tmp_path / "report.json").write_text(text)
+        assert main(["--table", str(tmp_path / "report.json")]) == 2
+        assert capsys.readouterr().err.startswith("error: --table: ")
+    assert main(["--table", str(tmp_path / "none.json")]) == 2
+    part = part_of(tmp_path, "report", "")
+    assert rows_of(part) == ((), ())
+    absent = '{"rows": [{"name": "exact"}], "absent": {"torchao": "not installed"}}'
+    for text, count, missing in (("3", 0, 0), ('{"rows": 3}', 0, 0), ("[1]", 0, 0), (absent, 1, 1), ('[{"name": "ours"}]', 1, 0)):
+        (tmp_path / "report.json").write_text(text)
+        assert [len(found) for found in rows_of(part)] == [count, missing]
+
+
+def test_links_are_modelled_on_a_gpu_only(capsys: pytest.CaptureFixture[str]) -> None:
+    assert bench_links.main([]) == 2
+    assert capsys.readouterr().err.startswith("error: no GPU here")
+    with pytest.raises(SystemExit):
+        bench_links.parse(["--gigabytes-per-second", "fast"])
+    assert bench_links.hidden_share(100.0, 110.0, 150.0) == pytest.approx(0.8)
+    assert bench_links.hidden_share(100.0, 100.1, 100.5) is None
+    options = bench_links.parse(["--layers", "2", "--ranks", "4", "--microbatches", "3"])
+    config = bench_links.configuration(options, "optim_grads_params")
+    assert (config.model.num_hidden_layers, config.training.global_batch_size) == (2, 12)
+    assert config.parallel.data_parallel_sharding_strategy == "optim_grads_params"
+
