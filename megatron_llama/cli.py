@@ -1,4 +1,5 @@
-"""``python -m megatron_llama <command>``: finds the command, reads its options, and prints what went wrong in one message."""
+"""``python -m megatron_llama <command>``: finds the command, reads its options, and prints what
+went wrong in one message."""
 
 from __future__ import annotations
 
@@ -25,25 +26,58 @@ class Command:
     """Name of the sections in the module of options, ``module:attribute``."""
     summary: str
     words: tuple[str, ...] = ()
-    """Options whose values may stand right behind the command, in this order and without their names."""
+    """Options whose values may stand right behind the command, in this order and without their
+    names."""
 
 
 COMMANDS: Mapping[str, Command] = MappingProxyType(
     {
-        "preprocess": Command("preprocess", "preprocess", "data.options:PreprocessConfig", "Turn text into an indexed dataset of tokens."),
-        "pretrain": Command(
-            "pretrain", "pretrain", "commands.pretrain:SECTIONS", "Train a LLaMA; torchrun or srun start it on several processes."
+        "preprocess": Command(
+            "preprocess",
+            "preprocess",
+            "data.options:PreprocessConfig",
+            "Turn text into an indexed dataset of tokens.",
         ),
-        "sft": Command("sft", "sft", "commands.sft:SECTIONS", "Tune a model on conversations; started like pretrain."),
+        "pretrain": Command(
+            "pretrain",
+            "pretrain",
+            "commands.pretrain:SECTIONS",
+            "Train a LLaMA; torchrun or srun start it on several processes.",
+        ),
+        "sft": Command(
+            "sft",
+            "sft",
+            "commands.sft:SECTIONS",
+            "Tune a model on conversations; started like pretrain.",
+        ),
         "evaluate": Command(
-            "evaluate", "evaluate", "commands.evaluate:SECTIONS", "Loss and perplexity of --load or --init-from-hf on a dataset or text."
+            "evaluate",
+            "evaluate",
+            "commands.evaluate:SECTIONS",
+            "Loss and perplexity of --load or --init-from-hf on a dataset or text.",
         ),
         "data": Command(
-            "data", "data", "commands.data:SECTIONS", "Look at examples for sft: data preview|check|stats FILE.", ("action", "train_data")
+            "data",
+            "data",
+            "commands.data:SECTIONS",
+            "Look at examples for sft: data preview|check|stats FILE.",
+            ("action", "train_data"),
         ),
-        "generate": Command("generate", "generate", "commands.generate:SECTIONS", "Continue prompts with a trained model."),
-        "chat": Command("chat", "chat", "commands.chat:SECTIONS", "Talk with a trained model, line by line."),
-        "export": Command("export", "export", "commands.options:ExportConfig", "Write a checkpoint as a HuggingFace folder."),
+        "generate": Command(
+            "generate",
+            "generate",
+            "commands.generate:SECTIONS",
+            "Continue prompts with a trained model.",
+        ),
+        "chat": Command(
+            "chat", "chat", "commands.chat:SECTIONS", "Talk with a trained model, line by line."
+        ),
+        "export": Command(
+            "export",
+            "export",
+            "commands.options:ExportConfig",
+            "Write a checkpoint as a HuggingFace folder.",
+        ),
         "convert": Command(
             "convert",
             "convert",
@@ -52,16 +86,30 @@ COMMANDS: Mapping[str, Command] = MappingProxyType(
             ("src", "dst"),
         ),
         "merge": Command(
-            "merge", "merge", "commands.options:MergeConfig", "Add LoRA adapters to their model: merge SRC DST [--options].", ("src", "dst")
+            "merge",
+            "merge",
+            "commands.options:MergeConfig",
+            "Add LoRA adapters to their model: merge SRC DST [--options].",
+            ("src", "dst"),
         ),
         "verify": Command(
-            "verify", "verify", "commands.options:VerifyConfig", "Compare two models, of any formats: verify A B [--options].", ("a", "b")
+            "verify",
+            "verify",
+            "commands.options:VerifyConfig",
+            "Compare two models, of any formats: verify A B [--options].",
+            ("a", "b"),
         ),
         "inspect": Command(
-            "inspect", "inspect", "commands.options:NoOptions", "Look at a file: inspect config|checkpoint|dataset PATH, or presets."
+            "inspect",
+            "inspect",
+            "commands.options:NoOptions",
+            "Look at a file: inspect config|checkpoint|dataset PATH, or presets.",
         ),
         "schedule": Command(
-            "schedule", "schedule", "commands.options:ScheduleConfig", "Show a pipeline schedule: who does what when, bubbles, memory."
+            "schedule",
+            "schedule",
+            "commands.options:ScheduleConfig",
+            "Show a pipeline schedule: who does what when, bubbles, memory.",
         ),
         "plan": Command(
             "plan",
@@ -70,20 +118,27 @@ COMMANDS: Mapping[str, Command] = MappingProxyType(
             "The fastest layouts for a cluster: plan --model NAME --gpus N; plan score|compare FILE.",
             ("action", "file"),
         ),
-        "env": Command("env", "env", "commands.options:NoOptions", "Versions and devices, for a bug report."),
+        "env": Command(
+            "env", "env", "commands.options:NoOptions", "Versions and devices, for a bug report."
+        ),
     }
 )
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command and return the exit status: 0, 2 for a wrong command line or configuration, 130 for Control-C, 1 for other errors."""
+    """Run one command and return the exit status: 0, 2 for a wrong command line or configuration,
+    130 for Control-C, 1 for other errors."""
     words = list(sys.argv[1:] if argv is None else argv)
     try:
         return run(words)
     except UserError as error:
         rank = os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0"))
         if rank == "0" or not error.everywhere:
-            print(f"error{'' if rank == '0' else f' on rank {rank}'}: {error}", file=sys.stderr, flush=True)
+            print(
+                f"error{'' if rank == '0' else f' on rank {rank}'}: {error}",
+                file=sys.stderr,
+                flush=True,
+            )
         return 2 if isinstance(error, ConfigError) else 1
     except BrokenPipeError:  # the reader of our output left: head, less
         return 1
@@ -111,9 +166,12 @@ def run(words: list[str]) -> int:
 
         near = get_close_matches(name, COMMANDS, 1)
         do = f"did you mean {near[0]}?" if near else "see --help"
-        raise ConfigError(describe("command", got=name, expected=f"one of {', '.join(COMMANDS)}", do=do))
+        raise ConfigError(
+            describe("command", got=name, expected=f"one of {', '.join(COMMANDS)}", do=do)
+        )
     if name == "preprocess":
-        # Numpy's threads, which nothing there uses: they start when it is imported, and keep processes from being forked (data/workers.py).
+        # Numpy's threads, which nothing there uses: they start when it is imported, and keep
+        # processes from being forked (data/workers.py).
         os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
     command = COMMANDS[name]
     sections = _sections(command)
@@ -122,26 +180,44 @@ def run(words: list[str]) -> int:
 
         print(help_text(name, command.summary, sections), end="")
         return 0
-    function: Callable[..., int | None] = getattr(import_module(f"megatron_llama.commands.{command.module}"), command.function)
+    function: Callable[..., int | None] = getattr(
+        import_module(f"megatron_llama.commands.{command.module}"), command.function
+    )
     if command.function == "inspect":
         function(words)
         return 0
     from megatron_llama.config.megatron_names import CONVERT, MEGATRON
     from megatron_llama.config.parse import parse
 
-    return function(parse(_with_dry_run_value(_named(words, command.words)), sections, aliases={**MEGATRON, **CONVERT})) or 0
+    return (
+        function(
+            parse(
+                _with_dry_run_value(_named(words, command.words)),
+                sections,
+                aliases={**MEGATRON, **CONVERT},
+            )
+        )
+        or 0
+    )
 
 
 def _named(words: list[str], names: Sequence[str]) -> list[str]:
     """The words before the first flag as the options that they stand for."""
     leading = list(takewhile(lambda word: not word.startswith("--"), words))[: len(names)]
-    return [*(f"--{name}={word}" for name, word in zip(names, leading, strict=False)), *words[len(leading) :]]
+    return [
+        *(f"--{name}={word}" for name, word in zip(names, leading, strict=False)),
+        *words[len(leading) :],
+    ]
 
 
 def _with_dry_run_value(words: list[str]) -> list[str]:
     """--dry-run is the only flag with an optional value: alone it means yes."""
-    bare, values = ("--dry-run", "--dry_run"), ("no", "yes", "strict")
-    return [f"{word}=yes" if word in bare and after not in values else word for word, after in pairwise([*words, ""])]
+    bare = ("--dry-run", "--dry_run")
+    values = ("no", "yes", "strict")
+    return [
+        f"{word}=yes" if word in bare and after not in values else word
+        for word, after in pairwise([*words, ""])
+    ]
 
 
 def _sections(command: Command) -> Sequence[type[Any]]:
@@ -152,9 +228,14 @@ def _sections(command: Command) -> Sequence[type[Any]]:
 
 def overview() -> str:
     """What ``--help`` prints without a command."""
-    lines = ["usage: python -m megatron_llama COMMAND [--config FILE.yaml] [--option value ...]", ""]
+    lines = [
+        "usage: python -m megatron_llama COMMAND [--config FILE.yaml] [--option value ...]",
+        "",
+    ]
     lines += [f"  {name:<11}{command.summary}" for name, command in COMMANDS.items()]
-    return "\n".join([*lines, "", "COMMAND --help lists the options of a command; docs/options.md has them all."])
+    return "\n".join(
+        [*lines, "", "COMMAND --help lists the options of a command; docs/options.md has them all."]
+    )
 
 
 if __name__ == "__main__":

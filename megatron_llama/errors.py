@@ -1,4 +1,5 @@
-"""What users can get wrong. Every message says which field, file or rank, what was found, what was expected, and the remedy."""
+"""What users can get wrong. Every message says which field, file or rank, what was found, what was
+expected, and the remedy."""
 
 from __future__ import annotations
 
@@ -6,7 +7,8 @@ from collections.abc import Iterable
 
 
 class UserError(ValueError):
-    """Base of everything a user can cause. The command line prints it as one message, without a traceback."""
+    """Base of everything a user can cause. The command line prints it as one message, without a
+    traceback."""
 
     everywhere = False
     """Every rank raises it, so that one of them is enough to print it."""

@@ -12,14 +12,23 @@ from megatron_llama.checkpoint.background import Background
 from megatron_llama.checkpoint.saver import Saver
 from megatron_llama.config.schema import Config
 from megatron_llama.convert.export import FinalExport
-from megatron_llama.distributed.comm.agreement import together
+from megatron_llama.distributed.comm.agreement import raise_on_all_ranks
 from megatron_llama.distributed.mesh import Mesh
 from megatron_llama.engine.build import build_optimizer, compute_dtype
 from megatron_llama.engine.lr import learning_rate
 from megatron_llama.engine.replicas import check_replicas
 from megatron_llama.loop.bad_steps import BadSteps
-from megatron_llama.loop.build import Source, Validation, begin, build_loader, go_back, load_or_init, open_log, stream_samples
-from megatron_llama.loop.prefetch import SAVE, STOP, Feed, Interrupts
+from megatron_llama.loop.build import (
+    Source,
+    Validation,
+    begin,
+    build_loader,
+    go_back,
+    load_or_init,
+    open_log,
+    stream_samples,
+)
+from megatron_llama.loop.prefetch import SAVE, STOP, Interrupts, Prefetcher
 from megatron_llama.loop.profiling import Profiling
 from megatron_llama.loop.progress import Progress
 from megatron_llama.loop.start import trained_weights
@@ -31,12 +40,15 @@ from megatron_llama.tokenizer.base import Tokenizer
 
 
 def evaluate_only(config: Config, mesh: Mesh, source: Source) -> None:
-    """Print the loss of a checkpoint or HuggingFace folder on the validation split. No optimizer is built: a rank holds
-    its share of the weights and nothing else."""
-    stages, dtype = build_stages(config, mesh), compute_dtype(config)
-    with together(mesh.world):
+    """Print the loss of a checkpoint or HuggingFace folder on the validation split. No optimizer is
+    built: a rank holds its share of the weights and nothing else."""
+    stages = build_stages(config, mesh)
+    dtype = compute_dtype(config)
+    with raise_on_all_ranks(mesh.world):
         state, weights = trained_weights(config)
-        load_stages(stages.values(), rank_specs(config, mesh), weights, dtype=dtype, device=mesh.device)
+        load_stages(
+            stages.values(), rank_specs(config, mesh), weights, dtype=dtype, device=mesh.device
+        )
     runtime = PipelineRuntime(stages, FixedWeights(), mesh, config, dtype=dtype)
     with open_log(config, mesh, state) as log:
         Validation(config, mesh, runtime, source).run(state, log)
@@ -54,41 +66,67 @@ def train(
 ) -> None:
     """Train until ``train_iters``, or until some rank is asked to stop.
 
-    ``config`` is resolved (validate.check); ``source`` gives the samples, by default those of --data-path without the options that
-    need an end-of-document id; ``tokenizer`` is kept beside the checkpoints; ``background`` writes them, if given;
-    ``prompt`` makes tokens of --sample-prompt; ``same_data``: refuse to go on with other samples than the checkpoint was trained on.
-    Raises UserError of some kind, on every rank the same."""
+    ``config`` is resolved (validate.check); ``source`` gives the samples, by default those of
+    --data-path without the options that need an end-of-document id; ``tokenizer`` is kept beside
+    the checkpoints; ``background`` writes them, if given; ``prompt`` makes tokens of
+    --sample-prompt; ``same_data``: refuse to go on with other samples than the checkpoint was
+    trained on. Raises UserError of some kind, on every rank the same."""
     started = time.monotonic()
     source = source or partial(stream_samples, eod=None)
     config, samples, identity = begin(config, mesh, source, same_data=same_data)
-    training, clip, replicas = config.training, config.optimizer.clip_grad, config.training.check_weight_hash_across_dp_replicas_interval
-    stages, steps_per_epoch = build_stages(config, mesh), -(-len(samples) // training.global_batch_size)
-    with closing(build_optimizer(config, stages.values(), mesh, steps_per_epoch=steps_per_epoch)) as optimizer:
+    training = config.training
+    clip = config.optimizer.clip_grad
+    replicas = config.training.check_weight_hash_across_dp_replicas_interval
+    stages = build_stages(config, mesh)
+    steps_per_epoch = -(-len(samples) // training.global_batch_size)
+    with closing(
+        build_optimizer(config, stages.values(), mesh, steps_per_epoch=steps_per_epoch)
+    ) as optimizer:
         loader = build_loader(config, mesh, samples)
         runtime = PipelineRuntime(stages, optimizer, mesh, config, dtype=compute_dtype(config))
         validation = Validation(config, mesh, runtime, source)
-        texts, hopeless = SampleTexts(config, mesh, runtime, tokenizer, prompt), None
+        texts = SampleTexts(config, mesh, runtime, tokenizer, prompt)
+        hopeless = None
         state = load_or_init(config, optimizer, mesh)
         export = FinalExport(config, mesh, optimizer, tokenizer)
-        saver = Saver(config, mesh, optimizer, tokenizer, background, identity)  # writes to --save: nothing before this line has
-        with open_log(config, mesh, state) as log, _interrupts(config, mesh, started) as interrupts, _frozen(), ExitStack() as ended:
+        saver = Saver(
+            config, mesh, optimizer, tokenizer, background, identity
+        )  # writes to --save: nothing before this line has
+        with (
+            open_log(config, mesh, state) as log,
+            _interrupts(config, mesh, started) as interrupts,
+            _frozen(),
+            ExitStack() as ended,
+        ):
             bad_steps = BadSteps(config, mesh, log, state.history)
             progress = Progress(config, mesh, log, bad_steps)
             validation.run(state, log)
-            profiling = ended.enter_context(Profiling(config, mesh, log, optimizer.settle, progress.restart_clock))
-            feed = Feed(loader, mesh.world, interrupts, first_sample=bad_steps.first_sample(state), device=mesh.device)
+            profiling = ended.enter_context(
+                Profiling(config, mesh, log, optimizer.settle, progress.restart_clock)
+            )
+            prefetcher = Prefetcher(
+                loader,
+                mesh.world,
+                interrupts,
+                first_sample=bad_steps.first_sample(state),
+                device=mesh.device,
+            )
             while state.iteration < training.train_iters:
                 profiling.before(state.iteration)
-                lr = learning_rate(config.optimizer, training.train_iters, state.iteration, state.consumed_samples)
+                lr = learning_rate(
+                    config.optimizer, training.train_iters, state.iteration, state.consumed_samples
+                )
                 state = bad_steps.following(state)
                 mesh.recorder.iteration = state.iteration
-                batches = feed.take(following=bad_steps.first_sample(state))
+                batches = prefetcher.take(following=bad_steps.first_sample(state))
                 optimizer.begin_update(lr, clip=clip)
                 loss = runtime.step(batches)  # every microbatch: forward, backward, reduce
-                update = optimizer.step(lr, clip=clip, veto=bad_steps.veto(loss))
+                update = optimizer.step(lr, clip=clip, skip_update=bad_steps.skip_update(loss))
                 progress.step(state, lr, loss, update)
-                wish = feed.agreed()
-                stopping = wish == STOP or (training.exit_interval > 0 and state.iteration % training.exit_interval == 0)
+                wish = prefetcher.agreed()
+                stopping = wish == STOP or (
+                    training.exit_interval > 0 and state.iteration % training.exit_interval == 0
+                )
                 saving = saver.due(state) or stopping or wish == SAVE
                 if validation.due(state) or saving or texts.due(state):
                     progress.settle()  # never save or evaluate a step that went wrong
@@ -96,7 +134,7 @@ def train(
                     state = go_back(config, optimizer, mesh, saver, log)
                     bad_steps.rewind(state)
                     progress.rewind()
-                    feed.restart(bad_steps.first_sample(state))
+                    prefetcher.restart(bad_steps.first_sample(state))
                     continue
                 if replicas and state.iteration % replicas == 0:
                     check_replicas(optimizer, mesh, state.iteration)
@@ -126,8 +164,8 @@ def train(
 
 @contextmanager
 def _frozen() -> Iterator[None]:
-    """What has been built lives as long as the run: the garbage collector need not look at it again and again, on every rank at another
-    moment, while the others wait."""
+    """What has been built lives as long as the run: the garbage collector need not look at it again
+    and again, on every rank at another moment, while the others wait."""
     gc.collect()
     gc.freeze()
     try:
@@ -140,4 +178,6 @@ def _interrupts(config: Config, mesh: Mesh, started: float) -> Interrupts:
     """The file and the clock are rank 0's."""
     if mesh.rank != 0:
         return Interrupts()
-    return Interrupts(config.checkpoint.save, minutes=config.training.exit_duration_in_mins, since=started)
+    return Interrupts(
+        config.checkpoint.save, minutes=config.training.exit_duration_in_mins, since=started
+    )

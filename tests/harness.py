@@ -26,9 +26,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
-
 from megatron_llama.distributed.mesh import Place
+from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
 PRELOAD = ["megatron_llama.model.init", "megatron_llama.engine.build", "megatron_llama.pipeline.runtime", "tests.harness"]
 """Imported once, by the server that the workers are forked from."""
@@ -67,7 +66,7 @@ class _Worker:
 
 
 class Cluster:
-    """The pool. Use as a context manager."""
+    """The pool. WeightAccess as a context manager."""
 
     def __init__(self) -> None:
         self._context = multiprocessing.get_context("forkserver")

@@ -120,7 +120,7 @@ class Run:
 
 @dataclass
 class Launcher:
-    """Starts runs. Use as a context manager; leaving it kills what still runs. ``folder``: for outputs."""
+    """Starts runs. WeightAccess as a context manager; leaving it kills what still runs. ``folder``: for outputs."""
 
     folder: Path
     ended: dict[int, int] = field(default_factory=dict)
@@ -274,15 +274,14 @@ def become(job: Job) -> None:
 
 def preload() -> None:
     """Import what commands import when they run."""
-    import sentencepiece  # noqa: F401
-    import tokenizers  # noqa: F401
-
     import megatron_llama.commands.pretrain
     import megatron_llama.convert.hf.files
     import megatron_llama.data.preprocess
     import megatron_llama.model.generate
     import megatron_llama.tokenizer.load
     import megatron_llama.train  # noqa: F401
+    import sentencepiece  # noqa: F401
+    import tokenizers  # noqa: F401
 
 
 if __name__ == "__main__":

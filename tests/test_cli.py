@@ -9,7 +9,6 @@ from dataclasses import fields
 from pathlib import Path
 
 import pytest
-
 from megatron_llama import __version__
 from megatron_llama.cli import COMMANDS, main
 from megatron_llama.commands.common.configs import ConvertConfig, ExportConfig, GenerateConfig, ScheduleConfig
@@ -144,7 +143,10 @@ def test_env_names_what_a_bug_report_needs(capsys: pytest.CaptureFixture[str]) -
     ("files", "said_of_it"),
     [
         ((), "not installed"),
-        (("apex/lib/libapex.py", "apex/views.py"), "0.9.10.dev0: not NVIDIA's apex but PyPI's package of that name, a toolkit for web applications; uninstall it"),
+        (
+            ("apex/lib/libapex.py", "apex/views.py"),
+            "0.9.10.dev0: not NVIDIA's apex but PyPI's package of that name, a toolkit for web applications; uninstall it",
+        ),
         (("apex/normalization/fused_layer_norm.py",), "0.9.10.dev0, NVIDIA's, built without its kernels"),
         (("apex/normalization/fused_layer_norm.py", "amp_C.py"), "0.9.10.dev0, NVIDIA's"),
     ],

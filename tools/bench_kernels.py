@@ -1,10 +1,12 @@
-"""The kernels of a layer one by one, forward and backward together: ours, torch's operators, the same compiled, Liger's and apex's.
+"""The kernels of a layer one by one, forward and backward together: ours, torch's operators, the
+same compiled, Liger's and apex's.
 
     python -m tools.bench_kernels [--tokens N] [--json FILE]
 
-On a GPU in bf16 at the sizes of LLaMA 8B; on a CPU torch's contenders only. Liger (PyPI `liger-kernel`) and NVIDIA's apex take part where
-they are installed. *GB/s* counts each tensor that has to be read or written once, so a contender that moves more shows less; weight
-gradients and attention, causal, are counted in TFLOP/s.
+On a GPU in bf16 at the sizes of LLaMA 8B; on a CPU torch's contenders only. Liger (PyPI
+`liger-kernel`) and NVIDIA's apex take part where they are installed. *GB/s* counts each tensor that
+has to be read or written once, so a contender that moves more shows less; weight gradients and
+attention, causal, are counted in TFLOP/s.
 """
 
 from __future__ import annotations
@@ -33,7 +35,12 @@ from megatron_llama.nn.functional import rope_frequencies, rope_table
 from megatron_llama.nn.kernels.choice import runs_kernels
 from megatron_llama.nn.param_handle import accumulate_product
 
-HIDDEN, INNER, VOCABULARY, HEADS, KEYS, WIDTH = 4096, 14336, 128256, 32, 8, 128
+HIDDEN = 4096
+INNER = 14336
+VOCABULARY = 128256
+HEADS = 32
+KEYS = 8
+WIDTH = 128
 Body = Callable[[], Any]
 
 
@@ -63,10 +70,14 @@ class Sizes:
 
     def __init__(self, tokens: int, device: torch.device, scale: int) -> None:
         """``scale``: every size but the tokens is so many times smaller."""
-        self.tokens, self.device = tokens, device
-        self.hidden, self.inner, self.vocabulary = HIDDEN // scale, INNER // scale, VOCABULARY // scale
+        self.tokens = tokens
+        self.device = device
+        self.hidden = HIDDEN // scale
+        self.inner = INNER // scale
+        self.vocabulary = VOCABULARY // scale
         self.dtype = torch.float32 if devices.is_host(device) else torch.bfloat16
-        self.fused, self.compiled = runs_kernels(device, self.dtype), not devices.is_host(device)
+        self.fused = runs_kernels(device, self.dtype)
+        self.compiled = not devices.is_host(device)
         self.absent: dict[str, str] = {}
         """Packages that are not here, and what says so."""
 
@@ -75,7 +86,8 @@ class Sizes:
         return torch.randn(*shape, device=self.device, dtype=dtype or self.dtype)
 
     def optional(self, name: str) -> Any:
-        """A module that may be missing or broken: whether it can be had is part of what is reported. None on a host."""
+        """A module that may be missing or broken: whether it can be had is part of what is
+        reported. None on a host."""
         if not self.compiled:
             return None
         try:
@@ -111,13 +123,18 @@ def norm(sizes: Sizes) -> Case:
             norm_backward(grad, through, total, weight, scale)
 
         found["ours"] = ours
-    leaf, factor = x.clone().requires_grad_(), weight.clone().requires_grad_()
+    leaf = x.clone().requires_grad_()
+    factor = weight.clone().requires_grad_()
     if (apex := sizes.optional("apex.normalization.fused_layer_norm")) is not None:
-        found["apex"] = lambda: apex.fused_rms_norm_affine(leaf + delta, factor, (sizes.hidden,), 1e-5).backward(grad)
+        found["apex"] = lambda: apex.fused_rms_norm_affine(
+            leaf + delta, factor, (sizes.hidden,), 1e-5
+        ).backward(grad)
     if (liger := sizes.optional("liger_kernel.ops.fused_add_rms_norm")) is not None:
 
         def ligers() -> None:
-            out, total = liger.LigerFusedAddRMSNormFunction.apply(leaf, delta, factor, 1e-5, 0.0, "llama", False)
+            out, total = liger.LigerFusedAddRMSNormFunction.apply(
+                leaf, delta, factor, 1e-5, 0.0, "llama", False
+            )
             torch.autograd.backward((out, total), (grad, through))
 
         found["liger"] = ligers
@@ -128,7 +145,9 @@ def rope(sizes: Sizes) -> Case:
     """Rotation of queries and keys."""
     heads = sizes.draw(sizes.tokens, 1, HEADS + 2 * KEYS, WIDTH)
     frequencies = rope_frequencies(WIDTH, 500000.0, None, sizes.device)
-    cos, sin = rope_table(torch.arange(sizes.tokens, device=sizes.device).unsqueeze(-1), frequencies)
+    cos, sin = rope_table(
+        torch.arange(sizes.tokens, device=sizes.device).unsqueeze(-1), frequencies
+    )
     query, key, value = torch.split(heads.clone(), [HEADS, KEYS, KEYS], dim=2)
 
     def torchs(heads: Tensor, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
@@ -150,7 +169,8 @@ def rope(sizes: Sizes) -> Case:
 
 def swiglu(sizes: Sizes) -> Case:
     """silu(gate) * up."""
-    gate_up, grad = sizes.draw(sizes.tokens, 1, 2 * sizes.inner), sizes.draw(sizes.tokens, 1, sizes.inner)
+    gate_up = sizes.draw(sizes.tokens, 1, 2 * sizes.inner)
+    grad = sizes.draw(sizes.tokens, 1, sizes.inner)
 
     def torchs(gate_up: Tensor, grad: Tensor) -> tuple[Tensor, Tensor]:
         return plain.swiglu(gate_up), plain.swiglu_backward(grad, gate_up)
@@ -170,9 +190,12 @@ def swiglu(sizes: Sizes) -> Case:
 def loss(sizes: Sizes) -> Case:
     """Cross entropy with the gradient in the place of the scores."""
     rows = max(1, sizes.tokens // 4)
-    scores, labels = sizes.draw(rows, sizes.vocabulary), torch.randint(0, sizes.vocabulary, (rows,), device=sizes.device)
+    scores = sizes.draw(rows, sizes.vocabulary)
+    labels = torch.randint(0, sizes.vocabulary, (rows,), device=sizes.device)
     weights = torch.full((rows,), 1.0 / rows, device=sizes.device)
-    found: dict[str, Body] = {"torch": lambda: plain.cross_entropy(scores, labels, weights, sizes.vocabulary, 0.0)}
+    found: dict[str, Body] = {
+        "torch": lambda: plain.cross_entropy(scores, labels, weights, sizes.vocabulary, 0.0)
+    }
     if sizes.fused:
         from megatron_llama.nn.kernels.cross_entropy import cross_entropy
 
@@ -193,7 +216,14 @@ def adamw(sizes: Sizes) -> Case:
     rates = {"lr": 1e-4, "beta1": 0.9, "beta2": 0.95, "eps": 1e-8}
 
     def torchs() -> None:
-        flags = {"fused": True, "amsgrad": False, "maximize": False, "weight_decay": 0.1, "grad_scale": scale, "found_inf": skip}
+        flags = {
+            "fused": True,
+            "amsgrad": False,
+            "maximize": False,
+            "weight_decay": 0.1,
+            "grad_scale": scale,
+            "found_inf": skip,
+        }
         torch_adamw([master], [grad], [average], [square], [], [step], **flags, **rates)  # type: ignore[arg-type]
         copy.copy_(master)
 
@@ -201,8 +231,12 @@ def adamw(sizes: Sizes) -> Case:
     if sizes.fused:
         from megatron_llama.engine.adamw_kernel import adamw as one_pass
 
-        found["ours"] = lambda: one_pass(master, grad, average, square, step, copy, scale=scale, skip=skip, decay=0.1, **rates)
-    if (apex := sizes.optional("apex.optimizers")) is not None and sizes.optional("amp_C") is not None:
+        found["ours"] = lambda: one_pass(
+            master, grad, average, square, step, copy, scale=scale, skip=skip, decay=0.1, **rates
+        )
+    if (apex := sizes.optional("apex.optimizers")) is not None and sizes.optional(
+        "amp_C"
+    ) is not None:
         leaf = master.clone().requires_grad_()
         leaf.grad = grad
         optimizer = apex.FusedAdam([leaf], lr=1e-4, betas=(0.9, 0.95), weight_decay=0.1)
@@ -224,18 +258,27 @@ def attention(sizes: Sizes) -> Case:
         out = body()
         torch.autograd.grad(out, qkv, torch.ones_like(out))
 
-    found: dict[str, Body] = {"ours": lambda: both(lambda: causal_attention(query, key, value, None)), "torch": lambda: both(torchs)}
+    found: dict[str, Body] = {
+        "ours": lambda: both(lambda: causal_attention(query, key, value, None)),
+        "torch": lambda: both(torchs),
+    }
     return Case("attention", 3.5 * 2 * sizes.tokens**2 * HEADS * WIDTH, found, "TFLOP/s")
 
 
 def weight_gradient(sizes: Sizes) -> Case:
     """A product in the compute dtype, added to a gradient in fp32."""
-    x, grad = sizes.draw(sizes.tokens, sizes.hidden), sizes.draw(sizes.tokens, sizes.inner)
+    x = sizes.draw(sizes.tokens, sizes.hidden)
+    grad = sizes.draw(sizes.tokens, sizes.inner)
     total = torch.zeros(sizes.inner, sizes.hidden, device=sizes.device)
-    found: dict[str, Body] = {"ours": lambda: accumulate_product(total, 1.0, grad.t(), x), "torch": lambda: total.add_(grad.t() @ x)}
+    found: dict[str, Body] = {
+        "ours": lambda: accumulate_product(total, 1.0, grad.t(), x),
+        "torch": lambda: total.add_(grad.t() @ x),
+    }
     if (apex := sizes.optional("fused_weight_gradient_mlp_cuda")) is not None:
         found["apex"] = lambda: apex.wgrad_gemm_accum_fp32(x, grad, total)
-    return Case("weight gradient", 2.0 * sizes.tokens * sizes.hidden * sizes.inner, found, "TFLOP/s")
+    return Case(
+        "weight gradient", 2.0 * sizes.tokens * sizes.hidden * sizes.inner, found, "TFLOP/s"
+    )
 
 
 def rows_of(case: Case, device: torch.device, rounds: int) -> Iterator[Row]:
@@ -255,7 +298,13 @@ def rows_of(case: Case, device: torch.device, rounds: int) -> Iterator[Row]:
                 times[name].append(seconds)
     for name, found in times.items():
         seconds = statistics.median(found)
-        yield Row(case.name, name, seconds * 1e3, case.work / seconds / (1e12 if case.unit == "TFLOP/s" else 1e9), case.unit)
+        yield Row(
+            case.name,
+            name,
+            seconds * 1e3,
+            case.work / seconds / (1e12 if case.unit == "TFLOP/s" else 1e9),
+            case.unit,
+        )
 
 
 def timed(body: Body, device: torch.device, least: float = 0.02) -> float:
@@ -275,27 +324,47 @@ def timed(body: Body, device: torch.device, least: float = 0.02) -> float:
 
 def main(words: Sequence[str]) -> int:
     """1 if one of ours failed."""
-    parser = argparse.ArgumentParser("bench_kernels", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        "bench_kernels", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--tokens", type=int, default=4096, help="of a microbatch (default 4096)")
-    parser.add_argument("--scale", type=int, default=1, help="make all other sizes so many times smaller (default 1)")
-    parser.add_argument("--rounds", type=int, default=5, help="how often contenders take turns (default 5)")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the rows into this file")
+    parser.add_argument(
+        "--scale",
+        type=int,
+        default=1,
+        help="make all other sizes so many times smaller (default 1)",
+    )
+    parser.add_argument(
+        "--rounds", type=int, default=5, help="how often contenders take turns (default 5)"
+    )
+    parser.add_argument(
+        "--json", type=Path, metavar="FILE", help="also write the rows into this file"
+    )
     options = parser.parse_args(words)
-    device, found = devices.accelerator(0), list[Row]()
+    device = devices.accelerator(0)
+    found = list[Row]()
     sizes = Sizes(options.tokens, device, options.scale)
-    print(f"{devices.name(device)}; torch {torch.__version__}; {sizes.dtype}; {options.tokens} tokens; apex {apex_found()}")
+    print(
+        f"{devices.name(device)}; torch {torch.__version__}; {sizes.dtype}; {options.tokens} tokens; apex {apex_found()}"
+    )
     missing = 0
     for make in (norm, rope, swiglu, loss, adamw, attention, weight_gradient):
         case = make(sizes)
         rows = list(rows_of(case, device, options.rounds))
         missing += "ours" in case.contenders and all(row.contender != "ours" for row in rows)
         for row in rows:
-            print(f"{row.name:<20}{row.contender:<15}{row.ms:>9.3f} ms{row.rate:>10.1f} {row.unit}", flush=True)
+            print(
+                f"{row.name:<20}{row.contender:<15}{row.ms:>9.3f} ms{row.rate:>10.1f} {row.unit}",
+                flush=True,
+            )
         found += rows
     for name, why in sizes.absent.items():
         print(f"absent: {name}: {why}")
     if options.json is not None:
-        options.json.write_text(json.dumps({"rows": [asdict(row) for row in found], "absent": sizes.absent}, indent=2) + "\n")
+        options.json.write_text(
+            json.dumps({"rows": [asdict(row) for row in found], "absent": sizes.absent}, indent=2)
+            + "\n"
+        )
     return 1 if missing else 0
 
 

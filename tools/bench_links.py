@@ -1,13 +1,16 @@
 """How much communication a step hides on one GPU, over links that are modelled.
 
-    python -m tools.bench_links [--model llama2-7b] [--ranks 8] [--gigabytes-per-second 25,50,150,370] [--json FILE]
+python -m tools.bench_links [--model llama2-7b] [--ranks 8] [--gigabytes-per-second 25,50,150,370]
+[--json FILE]
 
-The engine runs as one of several data-parallel ranks. Its gathers and reductions are not sent: each takes its turn on a link that it
-occupies for its bytes * (n - 1) / n over the link's rate, and is done then. The rate is that of one direction; gathers and reductions
-share the link. Three times are measured in turns: *alone*, where messages take no time; *overlapped*, as the engine has it; and *serial*,
-where computation waits for every message at once. *hidden* = (serial - overlapped) / (serial - alone). A modelled message takes no
-multiprocessors and no memory bandwidth from the computation, and the numbers it should bring never come: these are times of a schedule,
-and no throughput of a cluster.
+The engine runs as one of several data-parallel ranks. Its gathers and reductions are not sent: each
+takes its turn on a link that it occupies for its bytes * (n - 1) / n over the link's rate, and is
+done then. The rate is that of one direction; gathers and reductions share the link. Three times are
+measured in turns: *alone*, where messages take no time; *overlapped*, as the engine has it; and
+*serial*, where computation waits for every message at once. *hidden* = (serial - overlapped) /
+(serial - alone). A modelled message takes no multiprocessors and no memory bandwidth from the
+computation, and the numbers it should bring never come: these are times of a schedule, and no
+throughput of a cluster.
 """
 
 from __future__ import annotations
@@ -61,10 +64,12 @@ def hidden_share(alone: float, overlapped: float, serial: float) -> float | None
 
 
 class Arriving:
-    """A message on a link, as torch.distributed's work is: ``wait`` makes the current stream wait."""
+    """A message on a link, as torch.distributed's work is: ``wait`` makes the current stream
+    wait."""
 
     def __init__(self, device: torch.device, arrived: torch.Event | None) -> None:
-        self._device, self._arrived = device, arrived
+        self._device = device
+        self._arrived = arrived
 
     def wait(self) -> None:
         """See the class."""
@@ -73,13 +78,18 @@ class Arriving:
 
 
 class Link:
-    """Stands in for the collectives of a device's backend. One message at a time, in the order in which they are issued."""
+    """Stands in for the collectives of a device's backend. One message at a time, in the order in
+    which they are issued."""
 
     def __init__(self, device: torch.device, ranks: int) -> None:
-        self._device, self._ranks, self._stream = device, ranks, devices.new_stream(device)
-        self._compute, self._cycles = devices.current_stream(device), cycles_per_second(device)
+        self._device = device
+        self._ranks = ranks
+        self._stream = devices.new_stream(device)
+        self._compute = devices.current_stream(device)
+        self._cycles = cycles_per_second(device)
         self.way: Way = "alone"
-        self.bytes_per_second, self.sent = 1.0, 0
+        self.bytes_per_second = 1.0
+        self.sent = 0
 
     def gather(self, full: Tensor, own: Tensor, **_: Any) -> Arriving:
         """In the place of ``all_gather_single``."""
@@ -105,7 +115,8 @@ class Link:
 
 def cycles_per_second(device: torch.device) -> float:
     """Of the clock that timed waits count."""
-    cycles, rates = 200_000_000, []
+    cycles = 200_000_000
+    rates = []
     for _ in range(3):
         devices.synchronize(device)
         begin = time.perf_counter()
@@ -120,7 +131,11 @@ def configuration(options: argparse.Namespace, strategy: str) -> Config:
     model = PRESETS[options.model]
     model = replace(model, num_hidden_layers=options.layers or model.num_hidden_layers)
     sizes = TrainingConfig(
-        seq_length=options.seq_length, micro_batch_size=1, global_batch_size=options.ranks * options.microbatches, train_iters=1, bf16=True
+        seq_length=options.seq_length,
+        micro_batch_size=1,
+        global_batch_size=options.ranks * options.microbatches,
+        train_iters=1,
+        bf16=True,
     )
     parallel = ParallelConfig(data_parallel_sharding_strategy=strategy)  # type: ignore[arg-type]
     return check(Config(model=model, training=sizes, parallel=parallel), options.ranks).config
@@ -138,7 +153,8 @@ def step_of(config: Config, ranks: int) -> tuple[torch.device, Callable[[], None
 def measure(options: argparse.Namespace, strategy: str) -> list[Row]:
     """All rates of one strategy."""
     gc.collect()  # of the strategy before
-    config, rows = configuration(options, strategy), list[Row]()
+    config = configuration(options, strategy)
+    rows = list[Row]()
     device, step = step_of(config, options.ranks)
     link = Link(device, options.ranks)
     exchange.all_gather_single, exchange.reduce_scatter_single = link.gather, link.scatter  # type: ignore[attr-defined]
@@ -148,12 +164,15 @@ def measure(options: argparse.Namespace, strategy: str) -> list[Row]:
         link.bytes_per_second = rate * 1e9
         for _ in range(options.rounds):
             for link.way in WAYS:
-                link.sent, begin = 0, time.perf_counter()
+                link.sent = 0
+                begin = time.perf_counter()
                 step()
                 times[link.way].append(time.perf_counter() - begin)
         alone, overlapped, serial = (statistics.median(times[way]) for way in WAYS)
         hidden = hidden_share(alone, overlapped, serial)
-        rows.append(Row(strategy, rate, alone * 1e3, overlapped * 1e3, serial * 1e3, link.sent, hidden))
+        rows.append(
+            Row(strategy, rate, alone * 1e3, overlapped * 1e3, serial * 1e3, link.sent, hidden)
+        )
         print(line(rows[-1]), flush=True)
     return rows
 
@@ -167,23 +186,58 @@ def line(row: Row) -> str:
 
 def parse(words: Sequence[str]) -> argparse.Namespace:
     """The command line; exits with status 2 and one message where it is wrong."""
-    parser = argparse.ArgumentParser("bench_links", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", default="llama2-7b", choices=sorted(PRESETS), help="preset (default llama2-7b)")
+    parser = argparse.ArgumentParser(
+        "bench_links", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--model", default="llama2-7b", choices=sorted(PRESETS), help="preset (default llama2-7b)"
+    )
     parser.add_argument("--layers", type=int, default=0, help="so many blocks of it (default: all)")
-    parser.add_argument("--seq-length", type=int, default=4096, help="tokens of a sample (default 4096)")
-    parser.add_argument("--ranks", type=int, default=8, help="data-parallel ranks, of which this is one (default 8)")
-    parser.add_argument("--microbatches", type=int, default=1, help="of a rank in a step (default 1: the least to hide behind)")
-    parser.add_argument("--gigabytes-per-second", default="25,50,150,370", help="rates of the link (default 25,50,150,370)")
-    parser.add_argument("--strategies", default=",".join(STRATEGIES), help=f"with commas between (default {','.join(STRATEGIES)})")
-    parser.add_argument("--rounds", type=int, default=3, help="how often the three times are taken (default 3)")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the rows into this file")
+    parser.add_argument(
+        "--seq-length", type=int, default=4096, help="tokens of a sample (default 4096)"
+    )
+    parser.add_argument(
+        "--ranks", type=int, default=8, help="data-parallel ranks, of which this is one (default 8)"
+    )
+    parser.add_argument(
+        "--microbatches",
+        type=int,
+        default=1,
+        help="of a rank in a step (default 1: the least to hide behind)",
+    )
+    parser.add_argument(
+        "--gigabytes-per-second",
+        default="25,50,150,370",
+        help="rates of the link (default 25,50,150,370)",
+    )
+    parser.add_argument(
+        "--strategies",
+        default=",".join(STRATEGIES),
+        help=f"with commas between (default {','.join(STRATEGIES)})",
+    )
+    parser.add_argument(
+        "--rounds", type=int, default=3, help="how often the three times are taken (default 3)"
+    )
+    parser.add_argument(
+        "--json", type=Path, metavar="FILE", help="also write the rows into this file"
+    )
     options = parser.parse_args(words)
     try:
         options.rates = [float(rate) for rate in options.gigabytes_per_second.split(",")]
     except ValueError:
-        parser.error(f"--gigabytes-per-second {options.gigabytes_per_second}: expected numbers with commas between")
-    if min(options.rates) <= 0 or options.ranks < 2 or options.rounds < 1 or options.microbatches < 1 or options.layers < 0:
-        parser.error("rates are positive, --ranks is at least 2, --rounds and --microbatches at least 1, --layers not negative")
+        parser.error(
+            f"--gigabytes-per-second {options.gigabytes_per_second}: expected numbers with commas between"
+        )
+    if (
+        min(options.rates) <= 0
+        or options.ranks < 2
+        or options.rounds < 1
+        or options.microbatches < 1
+        or options.layers < 0
+    ):
+        parser.error(
+            "rates are positive, --ranks is at least 2, --rounds and --microbatches at least 1, --layers not negative"
+        )
     return options
 
 
@@ -191,7 +245,10 @@ def main(words: Sequence[str]) -> int:
     """The exit status."""
     options = parse(words)
     if devices.is_host(devices.accelerator(0)):
-        print("error: no GPU here; tools/bench_overlap.sh measures overlap on the host", file=sys.stderr)
+        print(
+            "error: no GPU here; tools/bench_overlap.sh measures overlap on the host",
+            file=sys.stderr,
+        )
         return 2
     from torch.testing._internal.distributed.fake_pg import FakeStore
 

@@ -1,18 +1,24 @@
-"""How long does the device wait for an optimizer on the host? Every mode of --optimizer-offload, waiting for everything at once, others.
+"""How long does the device wait for an optimizer on the host? Every mode of --optimizer-offload,
+waiting for everything at once, others.
 
     python -m tools.bench_offload [--json FILE]
-    python -m tools.bench_offload --model llama2-7b --num-layers 12 --seq-length 4096 --global-batch-size 4 --bf16
+    python -m tools.bench_offload --model llama2-7b --num-layers 12 --seq-length 4096
+    --global-batch-size 4 --bf16
 
-The second one is for a GPU: of this size everybody's state fits into 128 GiB of the host, that of DeepSpeed's ZenFlow included (36 bytes
-an element). Contenders take turns, ``--rounds`` times; every figure is a median over rounds, and behind the slash is the least that it
-can be. Takes every option of ``pretrain`` except those of data: tokens are random. One process: what links add, bench_overlap.sh measures.
+The second one is for a GPU: of this size everybody's state fits into 128 GiB of the host, that of
+DeepSpeed's ZenFlow included (36 bytes an element). Contenders take turns, ``--rounds`` times; every
+figure is a median over rounds, and behind the slash is the least that it can be. Takes every option
+of ``pretrain`` except those of data: tokens are random. One process: what links add,
+bench_overlap.sh measures.
 
-On a GPU everything is real: LLaMA-2 7B in bf16 with four microbatches of 4096 tokens unless options name another model; the bus and the
-host's memory are measured first, for the bounds. On a CPU the device is modelled: its compute, copies and the host's updates are
-timed waits (``--compute-ms``, ``--copy-ms``, ``--update-ms``), everything else is the engine at work on a small model.
+On a GPU everything is real: LLaMA-2 7B in bf16 with four microbatches of 4096 tokens unless options
+name another model; the bus and the host's memory are measured first, for the bounds. On a CPU the
+device is modelled: its compute, copies and the host's updates are timed waits (``--compute-ms``,
+``--copy-ms``, ``--update-ms``), everything else is the engine at work on a small model.
 
-*device idle*: the share of a step in which the computation waited for parameters, gradients, the norm or the host, as the engine records
-it. *host*: the time of the worker, without its waiting. *kept, redone*: buckets updated before the norm was known, by what came of it.
+*device idle*: the share of a step in which the computation waited for parameters, gradients, the
+norm or the host, as the engine records it. *host*: the time of the worker, without its waiting.
+*kept, redone*: buckets updated before the norm was known, by what came of it.
 """
 
 from __future__ import annotations
@@ -35,7 +41,16 @@ from megatron_llama.errors import ConfigError, UserError, describe
 from megatron_llama.plans.checks.zenflow import longest_window
 from megatron_llama.plans.offload import NONE, ZENFLOW
 from megatron_llama.plans.resolve import assemble, check
-from tools.offload.catalogue import BUCKET_ELEMENTS, MODES, SMALL, Mode, Numbers, configuration, elements, numbers_of
+from tools.offload.catalogue import (
+    BUCKET_ELEMENTS,
+    MODES,
+    SMALL,
+    Mode,
+    Numbers,
+    configuration,
+    elements,
+    numbers_of,
+)
 from tools.offload.machine import bus_seconds, update_seconds
 from tools.offload.modelled import Speeds
 from tools.offload.others import PEERS, Other, Peer, obstacle
@@ -56,8 +71,8 @@ class BenchOffloadConfig:
     steps: int = 4
     """Timed steps of a turn; a multiple of ZenFlow's window counts its updates evenly."""
     warmup: int = 2
-    """Steps that are not timed, before the first turn of a contender; on a GPU, where each is built anew, before every turn. ZenFlow's are
-    a window more."""
+    """Steps that are not timed, before the first turn of a contender; on a GPU, where each is built
+    anew, before every turn. ZenFlow's are a window more."""
     compute_ms: float = 100.0
     """Modelled: of a microbatch on the device."""
     copy_ms: float = 30.0
@@ -72,7 +87,9 @@ class Bench:
     """All contenders of one run."""
 
     def __init__(self, config: Config, options: BenchOffloadConfig, device: torch.device) -> None:
-        self._config, self._options, self._device = config, options, device
+        self._config = config
+        self._options = options
+        self._device = device
         self._resident = devices.is_host(device)
         self._speeds = _speeds(options, config) if self._resident else None
         self._built: dict[str, Ours | Other] = {}
@@ -95,7 +112,9 @@ class Bench:
     def _turn(self, name: str) -> None:
         print(name, file=sys.stderr, flush=True)
         entry = CONTENDERS[name]
-        expected = (UserError, torch.OutOfMemoryError) if isinstance(entry, Mode) else Exception  # others fail in ways of their own
+        expected = (
+            (UserError, torch.OutOfMemoryError) if isinstance(entry, Mode) else Exception
+        )  # others fail in ways of their own
         try:
             if name not in self._built:
                 self._built[name] = self._build(entry)
@@ -129,12 +148,22 @@ class Bench:
 
     def rows(self) -> list[Row]:
         """In the order in which contenders were named."""
-        machine, base = self.machine(), next((mode.name for mode in MODES if mode.offload == NONE), "")
+        machine = self.machine()
+        base = next((mode.name for mode in MODES if mode.offload == NONE), "")
         rows = []
         for name in self._options.contenders:
             if name in self.samples:
-                found, entry = self.samples[name], CONTENDERS[name]
-                rows.append(row_of(name, found, self.samples.get(base, []), self._bound(entry, machine), machine))
+                found = self.samples[name]
+                entry = CONTENDERS[name]
+                rows.append(
+                    row_of(
+                        name,
+                        found,
+                        self.samples.get(base, []),
+                        self._bound(entry, machine),
+                        machine,
+                    )
+                )
         return rows
 
     def _bound(self, entry: Mode | Peer, machine: Numbers) -> Bound:
@@ -147,7 +176,8 @@ class Bench:
         return Bound(entry.bound(n), n.cold * n.update / n.window, float(crossing))
 
     def machine(self) -> Numbers:
-        """What the bounds are made of. A GPU's computation is the shortest step of ours, less its waiting."""
+        """What the bounds are made of. A GPU's computation is the shortest step of ours, less its
+        waiting."""
         if self._machine is None:
             self._machine = self._measured()
         return self._machine
@@ -158,30 +188,56 @@ class Bench:
         if self._speeds is not None:
             third = self._speeds.compute / 3
             return Numbers(microbatches, third, 2 * third, self._speeds.copy, self._speeds.update)
-        busy = [s.seconds - s.idle_seconds for samples in self.samples.values() for s in samples if s.idle_seconds is not None]
-        forward = min(busy, default=0.0) / microbatches / (4 if self._config.parallel.recompute_granularity == "full" else 3)
+        busy = [
+            s.seconds - s.idle_seconds
+            for samples in self.samples.values()
+            for s in samples
+            if s.idle_seconds is not None
+        ]
+        forward = (
+            min(busy, default=0.0)
+            / microbatches
+            / (4 if self._config.parallel.recompute_granularity == "full" else 3)
+        )
         backward = min(busy, default=0.0) / microbatches - forward
         total = elements(self._config)
         cores = self._config.offload.offload_cores
-        return Numbers(microbatches, forward, backward, bus_seconds(self._device) * total, update_seconds(cores) * total)
+        return Numbers(
+            microbatches,
+            forward,
+            backward,
+            bus_seconds(self._device) * total,
+            update_seconds(cores) * total,
+        )
 
 
 def _speeds(options: BenchOffloadConfig, config: Config) -> Speeds:
-    return Speeds(options.compute_ms / 1e3, options.update_ms / 1e3, options.copy_ms / 1e3, elements(config))
+    return Speeds(
+        options.compute_ms / 1e3, options.update_ms / 1e3, options.copy_ms / 1e3, elements(config)
+    )
 
 
 def resolved(parsed: Parsed, device: torch.device) -> Config:
     """The shape and the numbers of the optimizer. Raises ConfigError."""
-    model, training, parallel = parsed.get(ModelConfig), parsed.get(TrainingConfig), parsed.get(ParallelConfig)
+    model = parsed.get(ModelConfig)
+    training = parsed.get(TrainingConfig)
+    parallel = parsed.get(ParallelConfig)
     small = None
     if not model.preset and not model.hidden_size:
         if devices.is_host(device):
-            small, parallel = SMALL, replace(parallel, reduce_bucket_size=BUCKET_ELEMENTS)
+            small = SMALL
+            parallel = replace(parallel, reduce_bucket_size=BUCKET_ELEMENTS)
             training = replace(training, seq_length=16, micro_batch_size=1, global_batch_size=4)
         else:
             model = replace(model, preset="llama2-7b")
-            training = replace(training, seq_length=4096, micro_batch_size=1, global_batch_size=4, bf16=True)
-    chosen = {ModelConfig: model, TrainingConfig: replace(training, train_iters=1), ParallelConfig: parallel}
+            training = replace(
+                training, seq_length=4096, micro_batch_size=1, global_batch_size=4, bf16=True
+            )
+    chosen = {
+        ModelConfig: model,
+        TrainingConfig: replace(training, train_iters=1),
+        ParallelConfig: parallel,
+    }
     config = assemble(replace(parsed, instances={**parsed.instances, **chosen}), trained=small)
     vocabulary = config.model.vocab_size or 32000
     return check(replace(config, model=replace(config.model, vocab_size=vocabulary)), 1).config
@@ -194,10 +250,15 @@ def main(words: list[str]) -> None:
         print(__doc__, help_text("bench_offload", "Compare ways to offload.", sections), sep="\n")
         return
     parsed = parse(words, sections, aliases=MEGATRON)
-    options, device = parsed.get(BenchOffloadConfig), devices.accelerator(0)
+    options = parsed.get(BenchOffloadConfig)
+    device = devices.accelerator(0)
     if unknown := [name for name in options.contenders if name not in CONTENDERS]:
         expected = f"of {', '.join(CONTENDERS)}"
-        raise ConfigError(describe("--contenders", got=", ".join(unknown), expected=expected, do="leave the others out"))
+        raise ConfigError(
+            describe(
+                "--contenders", got=", ".join(unknown), expected=expected, do="leave the others out"
+            )
+        )
     config = resolved(parsed, device)
     if devices.is_host(device):
         torch.set_num_threads(1)  # small products: more threads only get in each other's way
@@ -210,14 +271,23 @@ def main(words: list[str]) -> None:
     rows = bench.rows()
     print(title(config, bench.machine(), device), *table(rows, bench.absent), sep="\n")
     if options.json is not None:
-        found = {"machine": asdict(bench.machine()), "rows": [asdict(row) for row in rows], "absent": bench.absent}
+        found = {
+            "machine": asdict(bench.machine()),
+            "rows": [asdict(row) for row in rows],
+            "absent": bench.absent,
+        }
         Path(options.json).write_text(json.dumps(found, indent=2) + "\n")
 
 
 def title(config: Config, n: Numbers, device: torch.device) -> str:
     """What was run, and the numbers that the bounds are made of."""
     kind = "modelled" if devices.is_host(device) else devices.name(device)
-    parts = {"forward": n.forward, "backward": n.backward, "bus, 4 bytes of each": n.bus, "update": n.update}
+    parts = {
+        "forward": n.forward,
+        "backward": n.backward,
+        "bus, 4 bytes of each": n.bus,
+        "update": n.update,
+    }
     times = ", ".join(f"{what} {seconds * 1e3:.1f} ms" for what, seconds in parts.items())
     return f"{kind} device, {elements(config) / 1e6:.2f} M elements, {n.microbatches} microbatches; {times}"
 

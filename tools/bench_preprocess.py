@@ -1,19 +1,23 @@
-"""How fast is ``preprocess``? Against Megatron-LM's way of doing it, and against the tokenizer alone, in turns.
+"""How fast is ``preprocess``? Against Megatron-LM's way of doing it, and against the tokenizer
+alone, in turns.
 
     python -m tools.bench_preprocess --megabytes 24 --rounds 5 --tokenizer tokenizers
 
-Three contenders tokenize the same JSON lines (Python's documentation, repeated) into the same ids with the same tokenizer on the same
-number of processes:
+Three contenders tokenize the same JSON lines (Python's documentation, repeated) into the same ids
+with the same tokenizer on the same number of processes:
 
 - ``preprocess``: this project's command, into .bin and .idx.
-- ``megatron``: what Megatron-LM's tools/preprocess_data.py does: ``multiprocessing.Pool.imap`` over lines, 32 at a time, one call of the
-  tokenizer for each document, lists of ids sent back, ``IndexedDatasetBuilder`` of megatron-core in the parent.
-- ``tokenizer``: the library's own batch call, with a thread on every core, over texts in memory; nothing is read or written.
+- ``megatron``: what Megatron-LM's tools/preprocess_data.py does: ``multiprocessing.Pool.imap`` over
+  lines, 32 at a time, one call of the
+  tokenizer for each document, lists of ids sent back, ``IndexedDatasetBuilder`` of megatron-core in
+  the parent.
+- ``tokenizer``: the library's own batch call, with a thread on every core, over texts in memory;
+  nothing is read or written.
 
-``preprocess`` is timed as a whole command, interpreter and all. Megatron-LM's way begins with everything imported (its imports alone take
-seconds) and forks its processes, as its tool does. Prints medians over rounds of each rate, and of the
-ratios within a round, by the clock and by processor time, which other work on the machine
-disturbs less. Outputs are compared byte for byte.
+``preprocess`` is timed as a whole command, interpreter and all. Megatron-LM's way begins with
+everything imported (its imports alone take seconds) and forks its processes, as its tool does.
+Prints medians over rounds of each rate, and of the ratios within a round, by the clock and by
+processor time, which other work on the machine disturbs less. Outputs are compared byte for byte.
 """
 
 from __future__ import annotations
@@ -60,13 +64,15 @@ class BenchConfig:
     workers: int = 0
     """Processes of each contender. 0: one per core."""
     tokenizer: str = "sentencepiece"
-    """sentencepiece, tokenizers or metaspace: the same model as tokenizer.model, as tokenizer.json, and as one whose pre-tokenizer escapes
-    spaces; llama3: a tokenizer.json of LLaMA 3's kind. Of kinds that get whole texts: unigram, a tokenizer.model, and gpt2, a
-    tokenizer.json. Or a file: tokenizer.json, or tokenizer.model of sentencepiece or of LLaMA 3."""
+    """sentencepiece, tokenizers or metaspace: the same model as tokenizer.model, as tokenizer.json,
+    and as one whose pre-tokenizer escapes spaces; llama3: a tokenizer.json of LLaMA 3's kind. Of
+    kinds that get whole texts: unigram, a tokenizer.model, and gpt2, a tokenizer.json. Or a file:
+    tokenizer.json, or tokenizer.model of sentencepiece or of LLaMA 3."""
     vocab_size: int = 16000
     """Pieces of a tokenizer that is trained on the corpus first."""
     steady: bool = False
-    """Also time ``preprocess`` on half of the corpus. What the whole takes longer is the rate without the start."""
+    """Also time ``preprocess`` on half of the corpus. What the whole takes longer is the rate
+    without the start."""
 
 
 class Taken(NamedTuple):
@@ -106,7 +112,9 @@ def _encode_line(work: tuple[Path, str]) -> tuple[list[int], int]:
 
 def megatron(source: Path, prefix: Path, model: Path, workers: int) -> None:
     """Megatron-LM's tool, without its messages."""
-    builder = IndexedDatasetBuilder(f"{prefix}.bin", dtype=DType.optimal_dtype(load_tokenizer(model).vocab_size))
+    builder = IndexedDatasetBuilder(
+        f"{prefix}.bin", dtype=DType.optimal_dtype(load_tokenizer(model).vocab_size)
+    )
     with multiprocessing.Pool(workers) as pool, open(source, encoding="utf-8") as lines:
         for ids, _ in pool.imap(_encode_line, ((model, line) for line in lines), 32):
             if ids:
@@ -116,8 +124,21 @@ def megatron(source: Path, prefix: Path, model: Path, workers: int) -> None:
 
 def ours(source: Path, prefix: Path, model: Path, workers: int) -> None:
     """The command."""
-    command = ["--input", source, "--output-prefix", prefix, "--tokenizer-model", model, "--workers", workers]
-    subprocess.run([sys.executable, "-m", "megatron_llama", "preprocess", *map(str, command)], check=True, stdout=subprocess.DEVNULL)
+    command = [
+        "--input",
+        source,
+        "--output-prefix",
+        prefix,
+        "--tokenizer-model",
+        model,
+        "--workers",
+        workers,
+    ]
+    subprocess.run(
+        [sys.executable, "-m", "megatron_llama", "preprocess", *map(str, command)],
+        check=True,
+        stdout=subprocess.DEVNULL,
+    )
 
 
 def alone(texts: list[str], model: Path, workers: int) -> Taken:
@@ -136,40 +157,68 @@ def _made(options: BenchConfig, documents: Sequence[str], folder: Path) -> Path:
     """The tokenizer's file, trained on the documents unless it is somebody's."""
     if options.tokenizer not in TRAINED:
         return Path(options.tokenizer)
-    model, exported = folder / "tokenizer.model", folder / "tokenizer.json"
+    model = folder / "tokenizer.model"
+    exported = folder / "tokenizer.json"
     if options.tokenizer in ("llama3", "gpt2"):
-        _train_byte_level(documents, options.vocab_size, exported, SPLIT if options.tokenizer == "llama3" else None)
+        _train_byte_level(
+            documents,
+            options.vocab_size,
+            exported,
+            SPLIT if options.tokenizer == "llama3" else None,
+        )
         return exported
     if options.tokenizer == "unigram":
         sentencepiece.SentencePieceTrainer.train(
-            sentence_iterator=iter(documents), model_prefix=str(model.with_suffix("")), vocab_size=options.vocab_size, minloglevel=2
+            sentence_iterator=iter(documents),
+            model_prefix=str(model.with_suffix("")),
+            vocab_size=options.vocab_size,
+            minloglevel=2,
         )
         return model
     train_tokenizer(documents, options.vocab_size, model).save_hf(folder)
     if options.tokenizer == "metaspace":
-        steps = {"type": "Metaspace", "replacement": SPACE, "prepend_scheme": "first", "split": False}
+        steps = {
+            "type": "Metaspace",
+            "replacement": SPACE,
+            "prepend_scheme": "first",
+            "split": False,
+        }
         content = {**json.loads(exported.read_text()), "normalizer": None, "pre_tokenizer": steps}
         exported.write_text(json.dumps(content))
     return model if options.tokenizer == "sentencepiece" else exported
 
 
-def _train_byte_level(documents: Sequence[str], vocab_size: int, path: Path, split: str | None) -> None:
+def _train_byte_level(
+    documents: Sequence[str], vocab_size: int, path: Path, split: str | None
+) -> None:
     """A byte-level BPE behind a split by a regular expression; None: by GPT-2's."""
     bpe = tokenizers.Tokenizer(models.BPE())
     of_bytes = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=split is None)
     bpe.pre_tokenizer = (
-        of_bytes if split is None else pre_tokenizers.Sequence([pre_tokenizers.Split(tokenizers.Regex(split), "isolated"), of_bytes])
+        of_bytes
+        if split is None
+        else pre_tokenizers.Sequence(
+            [pre_tokenizers.Split(tokenizers.Regex(split), "isolated"), of_bytes]
+        )
     )
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     special = ["<|begin_of_text|>", "<|end_of_text|>"]
-    trainer = trainers.BpeTrainer(vocab_size=vocab_size, initial_alphabet=alphabet, special_tokens=special, show_progress=False)
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        initial_alphabet=alphabet,
+        special_tokens=special,
+        show_progress=False,
+    )
     bpe.train_from_iterator(documents, trainer)
     bpe.save(str(path))
-    path.with_name("tokenizer_config.json").write_text(json.dumps({"bos_token": special[0], "eos_token": special[1]}))
+    path.with_name("tokenizer_config.json").write_text(
+        json.dumps({"bos_token": special[0], "eos_token": special[1]})
+    )
 
 
 def _timed(run: Callable[[], object]) -> Taken:
-    clock, processor = time.perf_counter(), _processor_seconds()
+    clock = time.perf_counter()
+    processor = _processor_seconds()
     run()
     return Taken(time.perf_counter() - clock, _processor_seconds() - processor)
 
@@ -190,7 +239,8 @@ def main(argv: Sequence[str]) -> None:
     with tempfile.TemporaryDirectory() as folder:
         root = Path(folder)
         model = _made(options, documents, root)
-        source, half = root / "corpus.jsonl", root / "half.jsonl"
+        source = root / "corpus.jsonl"
+        half = root / "half.jsonl"
         lines = [json.dumps({"text": text}, ensure_ascii=False) + "\n" for text in texts]
         source.write_text("".join(lines))
         half.write_text("".join(lines[: len(lines) // 2]))
@@ -200,35 +250,68 @@ def main(argv: Sequence[str]) -> None:
             ("tokenizer", lambda: alone(texts, model, workers)),
         ]
         if options.steady:
-            turns.append(("half", lambda: _timed(lambda: ours(half, root / "half", model, workers))))
+            turns.append(
+                ("half", lambda: _timed(lambda: ours(half, root / "half", model, workers)))
+            )
         taken: dict[str, list[Taken]] = {name: [] for name, _ in turns}
         for number in range(options.rounds):
             at = number % len(turns)
             for name, turn in turns[at:] + turns[:at]:
                 taken[name].append(turn())
         for suffix in (".bin", ".idx"):
-            assert (root / f"ours{suffix}").read_bytes() == (root / f"theirs{suffix}").read_bytes(), "the outputs differ"
-    size, rest = (sum(len(text.encode()) for text in part) for part in (texts, texts[len(texts) // 2 :]))
+            assert (root / f"ours{suffix}").read_bytes() == (
+                root / f"theirs{suffix}"
+            ).read_bytes(), "the outputs differ"
+    size, rest = (
+        sum(len(text.encode()) for text in part) for part in (texts, texts[len(texts) // 2 :])
+    )
     _report(options, taken, size, rest, len(texts), workers)
 
 
-def _report(options: BenchConfig, taken: dict[str, list[Taken]], size: int, rest: int, documents: int, workers: int) -> None:
+def _report(
+    options: BenchConfig,
+    taken: dict[str, list[Taken]],
+    size: int,
+    rest: int,
+    documents: int,
+    workers: int,
+) -> None:
     """``rest``: bytes of the corpus behind its half."""
-    libraries = ", ".join(f"{library.__name__} {library.__version__}" for library in (sentencepiece, tokenizers, tiktoken))
-    print(f"{size / 1e6:.1f} MB, {documents:,} documents, {workers} processes, {options.tokenizer}, {options.rounds} rounds; {libraries}")
-    whole, half = taken["preprocess"], taken.pop("half", [])
+    libraries = ", ".join(
+        f"{library.__name__} {library.__version__}"
+        for library in (sentencepiece, tokenizers, tiktoken)
+    )
+    print(
+        f"{size / 1e6:.1f} MB, {documents:,} documents, {workers} processes, {options.tokenizer}, {options.rounds} rounds; {libraries}"
+    )
+    whole = taken["preprocess"]
+    half = taken.pop("half", [])
     for name, each in taken.items():
         rates = sorted(size / 1e6 / seconds.clock for seconds in each)
-        print(f"{name:<12}{statistics.median(rates):8.2f} MB/s   ({rates[0]:.2f} - {rates[-1]:.2f})")
-    for name, words in (("megatron", "times as fast as Megatron-LM's way"), ("tokenizer", "of the tokenizer's own rate")):
+        print(
+            f"{name:<12}{statistics.median(rates):8.2f} MB/s   ({rates[0]:.2f} - {rates[-1]:.2f})"
+        )
+    for name, words in (
+        ("megatron", "times as fast as Megatron-LM's way"),
+        ("tokenizer", "of the tokenizer's own rate"),
+    ):
         for measure in Taken._fields:
             pairs = zip(whole, taken[name], strict=True)
-            ratios = sorted(getattr(theirs, measure) / getattr(own, measure) for own, theirs in pairs)
-            print(f"by {measure}: {statistics.median(ratios):.3f} {words} ({ratios[0]:.3f} - {ratios[-1]:.3f} in single rounds)")
+            ratios = sorted(
+                getattr(theirs, measure) / getattr(own, measure) for own, theirs in pairs
+            )
+            print(
+                f"by {measure}: {statistics.median(ratios):.3f} {words} ({ratios[0]:.3f} - {ratios[-1]:.3f} in single rounds)"
+            )
     for measure in Taken._fields if half else ():
-        alone, own, start = (statistics.median(getattr(each, measure) for each in group) for group in (taken["tokenizer"], whole, half))
+        alone, own, start = (
+            statistics.median(getattr(each, measure) for each in group)
+            for group in (taken["tokenizer"], whole, half)
+        )
         steady = rest * alone / ((own - start) * size)
-        print(f"by {measure}: behind the first half {steady:.3f} of the tokenizer's own rate (medians)")
+        print(
+            f"by {measure}: behind the first half {steady:.3f} of the tokenizer's own rate (medians)"
+        )
 
 
 if __name__ == "__main__":

@@ -1,10 +1,13 @@
-"""How long does training stop for a checkpoint? Ours and torch's own, waited for and in the background, in turns.
+"""How long does training stop for a checkpoint? Ours and torch's own, waited for and in the
+background, in turns.
 
-    python -m tools.bench_save --hidden-size 512 --intermediate-size 1376 --num-layers 8 --num-attention-heads 8 --vocab-size 8192 \\
+    python -m tools.bench_save --hidden-size 512 --intermediate-size 1376 --num-layers 8
+    --num-attention-heads 8 --vocab-size 8192 \\
         --seq-length 256 --micro-batch-size 2 --global-batch-size 2
 
-Takes every option of ``pretrain`` except those of data: tokens are random. Each contender saves the same tensors (masters and
-both moments) ``--rounds`` times; what it does not wait for goes on beside the next ``--steps`` steps. Also under torchrun.
+Takes every option of ``pretrain`` except those of data: tokens are random. Each contender saves the
+same tensors (masters and both moments) ``--rounds`` times; what it does not wait for goes on beside
+the next ``--steps`` steps. Also under torchrun.
 """
 
 from __future__ import annotations
@@ -54,14 +57,21 @@ Wait = Callable[[], object]
 
 
 class Saves:
-    """The contenders. Each begins a save into an empty folder and returns how to wait for the rest of it."""
+    """The contenders. Each begins a save into an empty folder and returns how to wait for the rest
+    of it."""
 
     def __init__(self, trial: Trial, background: Background, folder: Path) -> None:
-        self._trial, self._background, self._folder = trial, background, folder
+        self._trial = trial
+        self._background = background
+        self._folder = folder
         self._plan = native.plan_save(trial.engine, trial.mesh)
         self._group = dist.new_group(backend="gloo")
-        self.bytes = sum(part.tensor.numel() * part.tensor.element_size() for part in self._plan.parts)
-        self._parts = {f"{trial.mesh.rank}/{part.key}/{part.offset}": part.tensor for part in self._plan.parts}
+        self.bytes = sum(
+            part.tensor.numel() * part.tensor.element_size() for part in self._plan.parts
+        )
+        self._parts = {
+            f"{trial.mesh.rank}/{part.key}/{part.offset}": part.tensor for part in self._plan.parts
+        }
 
     def contenders(self) -> Mapping[str, Callable[[], Wait]]:
         """By name; the first of them saves nothing."""
@@ -78,7 +88,9 @@ class Saves:
         return _nothing
 
     def _torch_async(self) -> Wait:
-        future = dcp.async_save(self._parts, checkpoint_id=self._folder / "torch", process_group=self._group)
+        future = dcp.async_save(
+            self._parts, checkpoint_id=self._folder / "torch", process_group=self._group
+        )
         return future.result  # type: ignore[union-attr]
 
     def _ours(self) -> Wait:
@@ -87,7 +99,8 @@ class Saves:
         return _nothing
 
     def _ours_async(self) -> Wait:
-        trial, target = self._trial, checkpoint_path(self._folder, 1)
+        trial = self._trial
+        target = checkpoint_path(self._folder, 1)
         meta = native.describe_state(trial.engine, trial.mesh, TrainState(1, 1), trial.config, None)
         if trial.mesh.rank == 0:
             fresh_staging(target)
@@ -135,11 +148,14 @@ def _meet(mesh: Mesh) -> None:
     dist.barrier(group=mesh.world.group)
 
 
-def run(config: Config, mesh: Mesh, background: Background, folder: Path, bench: BenchConfig) -> tuple[dict[str, list[Row]], int]:
+def run(
+    config: Config, mesh: Mesh, background: Background, folder: Path, bench: BenchConfig
+) -> tuple[dict[str, list[Row]], int]:
     """All rounds of all contenders, and the bytes that one save writes."""
     trial = Trial(config, mesh)
     trial.train(list(random_batches(config, mesh)), 2)
-    saves, rows = Saves(trial, background, folder), dict[str, list[Row]]()
+    saves = Saves(trial, background, folder)
+    rows = dict[str, list[Row]]()
     for number in range(bench.rounds + 1):
         for name, begin in saves.contenders().items():
             row = measured(begin, trial, folder, bench.steps)
@@ -153,20 +169,31 @@ def report(rows: Mapping[str, list[Row]], size: int) -> str:
     """The table: medians, and ratios to a step without a save."""
     step = statistics.median(row.step for row in rows["no save"])
     lines = [f"{size / 2**20:.0f} MiB a save on this rank; a step takes {step:.1f} ms", ""]
-    lines += ["| contender | training stops, ms | in steps | a step beside it | on the disk after, ms |", "|---|---|---|---|---|"]
+    lines += [
+        "| contender | training stops, ms | in steps | a step beside it | on the disk after, ms |",
+        "|---|---|---|---|---|",
+    ]
     for name, found in rows.items():
-        pause, beside, total = (statistics.median(getattr(row, field) for row in found) for field in ("pause", "step", "total"))
+        pause, beside, total = (
+            statistics.median(getattr(row, field) for row in found)
+            for field in ("pause", "step", "total")
+        )
         if name != "no save":
             durable = f"{total:.0f}" if "async" in name else f"{pause:.0f}"
-            lines.append(f"| {name} | {pause:.1f} | {pause / step:.2f} | {beside / step:.2f} | {durable} |")
+            lines.append(
+                f"| {name} | {pause:.1f} | {pause / step:.2f} | {beside / step:.2f} | {durable} |"
+            )
     return "\n".join(lines)
 
 
 def main(words: list[str]) -> None:
     """Measure, and print the table on rank 0. Raises UserError."""
-    parsed, place = parse(words, (*config_sections(), BenchConfig), aliases=MEGATRON), place_from_environment()
+    parsed = parse(words, (*config_sections(), BenchConfig), aliases=MEGATRON)
+    place = place_from_environment()
     config = assemble(parsed)
-    config = check(replace(config, training=replace(config.training, train_iters=1)), place.world_size).config
+    config = check(
+        replace(config, training=replace(config.training, train_iters=1)), place.world_size
+    ).config
     with closing(Background(place)) as background, tempfile.TemporaryDirectory() as name:
         if place.world_size == 1:
             dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]

@@ -1,10 +1,13 @@
-"""Do zero-bubble schedules save what their formulas say? Runs the real pipeline runtime with real transfers; only the
-compute of a stage is a timed wait, so that two cores suffice and every rank has a "device" of its own.
+"""Do zero-bubble schedules save what their formulas say? Runs the real pipeline runtime with real
+transfers; only the compute of a stage is a timed wait, so that two cores suffice and every rank has
+a "device" of its own.
 
-    python tools/bench_schedule.py [--ranks 4] [--microbatches 8] [--unit-ms 40] [--rounds 5] [--json FILE]
+python tools/bench_schedule.py [--ranks 4] [--microbatches 8] [--unit-ms 40] [--rounds 5] [--json
+FILE]
 
-Forward, input gradient and weight gradient take one unit each; a rank's chunks share it. Schedules take turns within one
-run; each line is the median step time over that of 1F1B, beside the ratio of the makespans that validate() computes.
+Forward, input gradient and weight gradient take one unit each; a rank's chunks share it. Schedules
+take turns within one run; each line is the median step time over that of 1F1B, beside the ratio of
+the makespans that validate() computes.
 """
 
 from __future__ import annotations
@@ -31,30 +34,31 @@ from megatron_llama.model.llama import Positions, StageOptions
 from megatron_llama.pipeline.runtime import PipelineRuntime
 from megatron_llama.plans.params import partition_of
 from megatron_llama.plans.schedule import schedule_named, validate
-from megatron_llama.plans.weight_access import Use
+from megatron_llama.plans.weight_access import WeightAccess
 
 SCHEDULES = ("1f1b", "zb-h1", "zb-v", "interleaved", "gpipe")
 WIDTH = 8
 
 
 class Waits:
-    """The engine of a model without weights: weight passes are waits, and may be put off like gradients."""
+    """The engine of a model without weights: weight passes are waits, and may be put off like
+    gradients."""
 
     def __init__(self) -> None:
         self._key: Hashable | None = None
         self._deferred: dict[Hashable, list[Callable[[], None]]] = {}
 
-    def use(self, unit: int, backward: bool) -> None:
+    def access(self, unit: int, backward: bool) -> None:
         """Nothing to gather."""
 
-    def begin_step(self, microbatches: int, uses: Sequence[Use]) -> Tensor:
+    def begin_step(self, microbatches: int, accesses: Sequence[WeightAccess]) -> Tensor:
         """No loss scale."""
         return torch.ones(())
 
-    def begin_evaluation(self, uses: Sequence[Use]) -> None:
+    def begin_evaluation(self, accesses: Sequence[WeightAccess]) -> None:
         """See the runtime's Engine."""
 
-    def defer(self, key: Hashable | None) -> None:
+    def postpone_wgrad(self, key: Hashable | None) -> None:
         """See the runtime's Engine."""
         self._key = key
 
@@ -65,7 +69,7 @@ class Waits:
         else:
             self._deferred.setdefault(self._key, []).append(work)
 
-    def run_deferred(self, key: Hashable) -> None:
+    def run_wgrads(self, key: Hashable) -> None:
         """See the runtime's Engine."""
         for work in self._deferred.pop(key):
             work()
@@ -74,7 +78,8 @@ class Waits:
 class _Wait(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, engine: Waits, seconds: float) -> Tensor:
-        ctx.engine, ctx.seconds = engine, seconds
+        ctx.engine = engine
+        ctx.seconds = seconds
         time.sleep(seconds)
         return x.clone()
 
@@ -90,18 +95,28 @@ class WaitingStage(nn.Module):
 
     units = 1
 
-    def __init__(self, config: ModelConfig, engine: Waits, seconds: float, *, is_first: bool, is_last: bool) -> None:
+    def __init__(
+        self, config: ModelConfig, engine: Waits, seconds: float, *, is_first: bool, is_last: bool
+    ) -> None:
         super().__init__()
-        self.config, self.engine, self.seconds, self.is_first, self.is_last = config, engine, seconds, is_first, is_last
-        self.on_use: Callable[[int, bool], None] = engine.use
-        self.options, self.head_weight = StageOptions(), torch.empty(WIDTH, 0)
+        self.config = config
+        self.engine = engine
+        self.seconds = seconds
+        self.is_first = is_first
+        self.is_last = is_last
+        self.on_weight_access: Callable[[int, bool], None] = engine.access
+        self.options = StageOptions()
+        self.head_weight = torch.empty(WIDTH, 0)
 
     def positions(self, length: int, *rest: object) -> Positions:
         """None are needed."""
         return Positions(torch.empty(0), torch.empty(0))
 
-    def forward(self, x: Tensor, positions: Positions, noise: None = None, *, head: bool = True) -> Tensor:
-        """[s, b] ids or [s, b, WIDTH] in, [s, b, WIDTH] out. There is no noise, and so few scores that the head is never apart."""
+    def forward(
+        self, x: Tensor, positions: Positions, noise: None = None, *, head: bool = True
+    ) -> Tensor:
+        """[s, b] ids or [s, b, WIDTH] in, [s, b, WIDTH] out. There is no noise, and so few scores
+        that the head is never apart."""
         if self.is_first:
             x = torch.zeros(*x.shape, WIDTH, requires_grad=torch.is_grad_enabled())
         return _Wait.apply(x, self.engine, self.seconds)  # type: ignore[no-any-return, no-untyped-call]
@@ -110,19 +125,31 @@ class WaitingStage(nn.Module):
 def configuration(name: str, ranks: int) -> Config:
     """A model of one block per stage."""
     virtual = 2 if name in ("interleaved", "zb-v") else 1
-    model = ModelConfig(vocab_size=WIDTH, hidden_size=WIDTH, num_hidden_layers=ranks * virtual, num_key_value_heads=1)
-    parallel = ParallelConfig(pipeline_model_parallel_size=ranks, pipeline_schedule=name, virtual_pipeline_model_parallel_size=virtual)  # type: ignore[arg-type]
+    model = ModelConfig(
+        vocab_size=WIDTH,
+        hidden_size=WIDTH,
+        num_hidden_layers=ranks * virtual,
+        num_key_value_heads=1,
+    )
+    parallel = ParallelConfig(
+        pipeline_model_parallel_size=ranks,
+        pipeline_schedule=name,  # type: ignore[arg-type]
+        virtual_pipeline_model_parallel_size=virtual,
+    )
     return Config(model=model, parallel=parallel)
 
 
 def runtime_of(name: str, mesh: Mesh, unit: float) -> PipelineRuntime:
     """The runtime of one contender."""
-    config, engine = configuration(name, mesh.pp.size), Waits()
+    config = configuration(name, mesh.pp.size)
+    engine = Waits()
     partition = partition_of(config)
     seconds = unit * mesh.pp.size / partition.stages
     last = partition.stages - 1
     stages = {
-        index: WaitingStage(config.model, engine, seconds, is_first=index == 0, is_last=index == last)
+        index: WaitingStage(
+            config.model, engine, seconds, is_first=index == 0, is_last=index == last
+        )
         for index in partition.stages_of(mesh.pp.rank)
     }
     return PipelineRuntime(stages, engine, mesh, config, dtype=torch.float32)  # type: ignore[arg-type]
@@ -131,9 +158,16 @@ def runtime_of(name: str, mesh: Mesh, unit: float) -> PipelineRuntime:
 def measure(rank: int, options: argparse.Namespace, port: int, result: Any) -> None:
     """One process: every schedule in turn, several rounds."""
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=options.ranks)
+    dist.init_process_group(
+        "gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=options.ranks
+    )
     # With virtual stages: the links of all schedules.
-    mesh = build_mesh(configuration("zb-v", options.ranks), rank=rank, world_size=options.ranks, device=torch.device("cpu"))
+    mesh = build_mesh(
+        configuration("zb-v", options.ranks),
+        rank=rank,
+        world_size=options.ranks,
+        device=torch.device("cpu"),
+    )
     runtimes = {name: runtime_of(name, mesh, options.unit_ms / 1e3) for name in SCHEDULES}
     ids = torch.zeros(4, 1, dtype=torch.int64)
     batches = [Batch(ids, ids) for _ in range(options.microbatches)]
@@ -153,7 +187,9 @@ def measure(rank: int, options: argparse.Namespace, port: int, result: Any) -> N
 
 def main() -> None:
     """Run, print the table, write the JSON."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--ranks", type=int, default=4)
     parser.add_argument("--microbatches", type=int, default=8)
     parser.add_argument("--unit-ms", type=float, default=40.0)
@@ -180,7 +216,9 @@ def report(times: dict[str, list[float]], ranks: int, microbatches: int) -> list
     for name in SCHEDULES:
         parallel = configuration(name, ranks).parallel
         virtual = parallel.virtual_pipeline_model_parallel_size
-        plans[name] = validate(schedule_named(name, ranks=ranks, microbatches=microbatches, virtual=virtual)).makespan
+        plans[name] = validate(
+            schedule_named(name, ranks=ranks, microbatches=microbatches, virtual=virtual)
+        ).makespan
     base = statistics.median(times["1f1b"])
     return [
         {

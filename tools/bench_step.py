@@ -1,16 +1,20 @@
-"""How fast is one whole training step? Ours, HuggingFace's LlamaForCausalLM, and plain torch, in turns, on this device.
+"""How fast is one whole training step? Ours, HuggingFace's LlamaForCausalLM, and plain torch, in
+turns, on this device.
 
     python -m tools.bench_step [--json FILE]
-    python -m tools.bench_step --model llama2-7b --num-layers 16 --seq-length 4096 --dtypes bf16 --contenders ours-compile hf-compile
+    python -m tools.bench_step --model llama2-7b --num-layers 16 --seq-length 4096 --dtypes bf16
+    --contenders ours-compile hf-compile
 
-A step is forward, backward, clipping and AdamW. All contenders train the same model on the same random tokens; their losses must
-agree. Without a shape: dim 512, 8 layers, 4 samples of 512 tokens, vocabulary 32000. Takes every option of ``pretrain`` except those
-of data. Each contender is a process; on a CPU all live at once and take turns, on a GPU each is built anew for its turn, so that one
-at a time has the memory.
+A step is forward, backward, clipping and AdamW. All contenders train the same model on the same
+random tokens; their losses must agree. Without a shape: dim 512, 8 layers, 4 samples of 512 tokens,
+vocabulary 32000. Takes every option of ``pretrain`` except those of data. Each contender is a
+process; on a CPU all live at once and take turns, on a GPU each is built anew for its turn, so that
+one at a time has the memory.
 
-Columns: *ratio* is the time of a step over that of the baseline, the first of hf fp32, hf-compile bf16 and the first contender that
-takes part, median over rounds, so that below 1 is faster. *MFU* counts as torchtitan does, *causal* as Megatron-LM does, over the
-data sheet's peak or, where there is none (CPUs), over the matmul ceiling. *ceiling*: of the fastest matrix product measured in the
+Columns: *ratio* is the time of a step over that of the baseline, the first of hf fp32, hf-compile
+bf16 and the first contender that takes part, median over rounds, so that below 1 is faster. *MFU*
+counts as torchtitan does, *causal* as Megatron-LM does, over the data sheet's peak or, where there
+is none (CPUs), over the matmul ceiling. *ceiling*: of the fastest matrix product measured in the
 same run, with causal FLOPs.
 """
 
@@ -53,9 +57,11 @@ class StepConfig:
     """Who takes part, and how long."""
 
     contenders: tuple[str, ...] = ("hf", "torch", "ours", "ours-compile")
-    """Of ours, hf, torch, each also with `-compile`, and liger (HuggingFace with Liger's kernels; a GPU)."""
+    """Of ours, hf, torch, each also with `-compile`, and liger (HuggingFace with Liger's kernels; a
+    GPU)."""
     dtypes: tuple[str, ...] = DTYPES
-    """Of weights and activations. Ours keeps fp32 masters and gradients beside bf16, the others are bf16 throughout."""
+    """Of weights and activations. Ours keeps fp32 masters and gradients beside bf16, the others are
+    bf16 throughout."""
     rounds: int = 6
     """How often contenders take turns."""
     steps: int = 2
@@ -65,7 +71,8 @@ class StepConfig:
     threads: int = 0
     """Threads of a contender on a CPU. 0: torch's choice."""
     emulate_dp: int = 1
-    """Ours has the state of one of so many data-parallel ranks, whose messages go nowhere. Others have no such mode."""
+    """Ours has the state of one of so many data-parallel ranks, whose messages go nowhere. Others
+    have no such mode."""
     json: str | None = None
     """Also write the rows into this file."""
 
@@ -80,7 +87,8 @@ class Row:
     step_ms: float
     ratio: float
     processor_ratio: float
-    """The same of processor time, all threads together: what the clock would say on an idle machine with one thread."""
+    """The same of processor time, all threads together: what the clock would say on an idle machine
+    with one thread."""
     peak_memory_bytes: int
     mfu: float
     mfu_causal: float
@@ -96,9 +104,13 @@ class Found:
     ceilings: dict[str, float] = field(default_factory=dict)
 
 
-def run(tasks: Sequence[Task], options: StepConfig, *, resident: bool, noted: Callable[[Found], None]) -> Found:
-    """All rounds. ``resident``: processes live from the first round to the last. ``noted`` is called after each turn."""
-    found, workers = Found(), dict[Entry, Worker]()
+def run(
+    tasks: Sequence[Task], options: StepConfig, *, resident: bool, noted: Callable[[Found], None]
+) -> Found:
+    """All rounds. ``resident``: processes live from the first round to the last. ``noted`` is
+    called after each turn."""
+    found = Found()
+    workers = dict[Entry, Worker]()
     for round_ in range(options.rounds):
         for dtype in options.dtypes:
             rate = matmul_flops(torch.bfloat16 if dtype == "bf16" else torch.float32)
@@ -138,31 +150,59 @@ def rows_of(found: Found, config: Config, peak: float | None) -> list[Row]:
     """One for each contender that got through, in the order in which they were named."""
     training = config.training
     tokens = training.global_batch_size * training.seq_length
-    full, causal = (flops_per_token(config.model, training.seq_length, causal=only) for only in (False, True))
-    base, rows = found.samples[baseline_of(found.samples)], []
+    full, causal = (
+        flops_per_token(config.model, training.seq_length, causal=only) for only in (False, True)
+    )
+    base = found.samples[baseline_of(found.samples)]
+    rows = []
     for entry, samples in found.samples.items():
         if entry in found.failures:
             continue
         seconds = statistics.median(sample.seconds for sample in samples)
-        ratio = statistics.median(own.seconds / other.seconds for own, other in zip(samples, base, strict=False))
-        processor = statistics.median(own.processor_seconds / other.processor_seconds for own, other in zip(samples, base, strict=False))
-        rate, ceiling, memory = tokens / seconds, found.ceilings[entry.dtype], max(sample.peak_memory_bytes for sample in samples)
-        mfu, mfu_causal = rate * full / (peak or ceiling), rate * causal / (peak or ceiling)
+        ratio = statistics.median(
+            own.seconds / other.seconds for own, other in zip(samples, base, strict=False)
+        )
+        processor = statistics.median(
+            own.processor_seconds / other.processor_seconds
+            for own, other in zip(samples, base, strict=False)
+        )
+        rate = tokens / seconds
+        ceiling = found.ceilings[entry.dtype]
+        memory = max(sample.peak_memory_bytes for sample in samples)
+        mfu = rate * full / (peak or ceiling)
+        mfu_causal = rate * causal / (peak or ceiling)
         of_ceiling = rate * causal / ceiling
-        rows.append(Row(entry.name, entry.dtype, rate, seconds * 1e3, ratio, processor, memory, mfu, mfu_causal, of_ceiling))
+        rows.append(
+            Row(
+                entry.name,
+                entry.dtype,
+                rate,
+                seconds * 1e3,
+                ratio,
+                processor,
+                memory,
+                mfu,
+                mfu_causal,
+                of_ceiling,
+            )
+        )
     return rows
 
 
 def disagreements(samples: Mapping[Entry, Sequence[Sample]]) -> list[str]:
     """Contenders whose first losses are not those of the baseline: they do not compute the same."""
-    base, bounds, wrong = baseline_of(samples), dict(AGREEMENT), []
+    base = baseline_of(samples)
+    bounds = dict(AGREEMENT)
+    wrong = []
     expected = samples[base][0].losses
     for entry, own in samples.items():
         bound = max(bounds[entry.dtype], bounds[base.dtype])
         worst = max(abs(a - b) / abs(b) for a, b in zip(own[0].losses, expected, strict=True))
         if not worst <= bound:
             got = ", ".join(f"{loss:.5f}" for loss in own[0].losses)
-            wrong.append(f"{entry.label}: losses {got} are {worst:.1e} away from those of {base.label}, at most {bound:.0e}")
+            wrong.append(
+                f"{entry.label}: losses {got} are {worst:.1e} away from those of {base.label}, at most {bound:.0e}"
+            )
     return wrong
 
 
@@ -193,7 +233,10 @@ def processor() -> str:
     info = Path("/proc/cpuinfo")
     lines = info.read_text().splitlines() if info.exists() else []
     flags = {word for line in lines if line.startswith("flags") for word in line.split()}
-    has = ", ".join(f"{name} {'yes' if name in flags else 'no'}" for name in ("avx512f", "avx512_bf16", "amx_bf16"))
+    has = ", ".join(
+        f"{name} {'yes' if name in flags else 'no'}"
+        for name in ("avx512f", "avx512_bf16", "amx_bf16")
+    )
     return f"{devices.name(device)}, {torch.get_num_threads()} threads; {has}"
 
 
@@ -201,7 +244,11 @@ def configuration(parsed: Parsed) -> Config:
     """The shape and the numbers of the optimizer. Raises ConfigError."""
     training = replace(parsed.get(TrainingConfig), train_iters=1)
     config = assemble(replace(parsed, instances={**parsed.instances, TrainingConfig: training}))
-    return config if config.model.vocab_size else replace(config, model=replace(config.model, vocab_size=32000))
+    return (
+        config
+        if config.model.vocab_size
+        else replace(config, model=replace(config.model, vocab_size=32000))
+    )
 
 
 def main(words: list[str]) -> int:
@@ -211,26 +258,41 @@ def main(words: list[str]) -> int:
         print(__doc__, help_text("bench_step", "Compare whole training steps.", sections), sep="\n")
         return 0
     parsed = parse(words, sections, aliases=MEGATRON)
-    model, data = parsed.get(ModelConfig), parsed.get(CheckpointConfig)
+    model = parsed.get(ModelConfig)
+    data = parsed.get(CheckpointConfig)
     if not (model.preset or model.hidden_size or data.init_from_hf):
         parsed = parse([*SMALL.split(), *words], sections, aliases=MEGATRON)
     options = parsed.get(StepConfig)
-    for flag, given, known in (("--contenders", options.contenders, NAMES), ("--dtypes", options.dtypes, DTYPES)):
+    for flag, given, known in (
+        ("--contenders", options.contenders, NAMES),
+        ("--dtypes", options.dtypes, DTYPES),
+    ):
         if unknown := [name for name in given if name not in known]:
-            raise ConfigError(describe(flag, got=", ".join(unknown), expected=f"of {', '.join(known)}", do="leave the others out"))
+            raise ConfigError(
+                describe(
+                    flag,
+                    got=", ".join(unknown),
+                    expected=f"of {', '.join(known)}",
+                    do="leave the others out",
+                )
+            )
     config = check(configuration(parsed), options.emulate_dp).config
     if options.threads:
         torch.set_num_threads(options.threads)
     entries = [Entry(name, dtype) for dtype in options.dtypes for name in options.contenders]
     tasks = [Task(entry, config, options.threads, options.emulate_dp) for entry in entries]
-    print(f"{processor()}; torch {torch.__version__}, Python {platform.python_version()}", flush=True)
+    print(
+        f"{processor()}; torch {torch.__version__}, Python {platform.python_version()}", flush=True
+    )
     device = devices.accelerator(0)
     peak = peak_flops(devices.name(device))
 
     def write(found: Found) -> None:
         if options.json is not None:
             rows = rows_of(found, config, peak) if found.samples else []
-            Path(options.json).write_text(json.dumps([asdict(row) for row in rows], indent=2) + "\n")
+            Path(options.json).write_text(
+                json.dumps([asdict(row) for row in rows], indent=2) + "\n"
+            )
 
     found = run(tasks, options, resident=devices.is_host(device), noted=write)
     wrong = disagreements(found.samples) if found.samples else []

@@ -1,10 +1,14 @@
-"""Which way to shard is best here? Trains a few steps of your model in every mode, on your machines, and prints one table.
+"""Which way to shard is best here? Trains a few steps of your model in every mode, on your
+machines, and prints one table.
 
-    torchrun --nproc-per-node 8 tools/compare_sharding.py --model llama2-7b --seq-length 4096 --bf16 --global-batch-size 64
+torchrun --nproc-per-node 8 tools/compare_sharding.py --model llama2-7b --seq-length 4096 --bf16
+--global-batch-size 64
 
-Takes every option of ``pretrain`` (``--config FILE`` too) except those of data: tokens are random. Modes take turns, ``--rounds`` times;
-each is built anew, so that one at a time needs memory. A mode whose state does not fit is a line in the table, not the end. One that
-runs out of memory later, in a step, ends the tool, because its other ranks are in the middle of their messages: leave it out (``--modes``).
+Takes every option of ``pretrain`` (``--config FILE`` too) except those of data: tokens are random.
+Modes take turns, ``--rounds`` times; each is built anew, so that one at a time needs memory. A mode
+whose state does not fit is a line in the table, not the end. One that runs out of memory later, in
+a step, ends the tool, because its other ranks are in the middle of their messages: leave it out
+(``--modes``).
 """
 
 from __future__ import annotations
@@ -32,7 +36,13 @@ from megatron_llama.config.schema import Config, ModelConfig
 from megatron_llama.data.loader import Batch
 from megatron_llama.distributed import device as devices
 from megatron_llama.distributed.comm.collectives import all_reduce
-from megatron_llama.distributed.mesh import Mesh, build_mesh, close_mesh, init_mesh, place_from_environment
+from megatron_llama.distributed.mesh import (
+    Mesh,
+    build_mesh,
+    close_mesh,
+    init_mesh,
+    place_from_environment,
+)
 from megatron_llama.engine.build import build_optimizer, compute_dtype
 from megatron_llama.engine.optimizer import OverlappedDistributedOptimizer
 from megatron_llama.errors import ConfigError, UserError, describe
@@ -65,7 +75,8 @@ class CompareConfig:
 
 @dataclass(frozen=True)
 class Row:
-    """One mode. Times are medians over rounds of the slowest rank; bytes are those of the rank with most."""
+    """One mode. Times are medians over rounds of the slowest rank; bytes are those of the rank with
+    most."""
 
     name: str
     step_ms: float
@@ -84,18 +95,25 @@ class Trial:
     """One mode, built for a round. Building it sends nothing."""
 
     def __init__(self, config: Config, mesh: Mesh) -> None:
-        self.config, self.mesh = config, mesh
+        self.config = config
+        self.mesh = mesh
         stages = build_stages(config, mesh)
         self.engine: OverlappedDistributedOptimizer = build_optimizer(config, stages.values(), mesh)
-        self.runtime = PipelineRuntime(stages, self.engine, mesh, config, dtype=compute_dtype(config))
+        self.runtime = PipelineRuntime(
+            stages, self.engine, mesh, config, dtype=compute_dtype(config)
+        )
 
     def load(self) -> None:
         """Initial weights, drawn on the device and gathered."""
-        self.engine.load_weights(InitialWeights(self.config.training.seed, self.config.model.initializer_range, self.mesh.device))
+        self.engine.load_weights(
+            InitialWeights(
+                self.config.training.seed, self.config.model.initializer_range, self.mesh.device
+            )
+        )
 
     def fill(self) -> None:
-        """Random parameters, in a process whose messages go nowhere, so that nothing comes of what other ranks own: products with zeros
-        would be faster than any others."""
+        """Random parameters, in a process whose messages go nowhere, so that nothing comes of what
+        other ranks own: products with zeros would be faster than any others."""
         self.engine.settle()
         for stage in self.runtime.stages.values():
             for parameter in stage.parameters():
@@ -123,8 +141,8 @@ def measured(name: str, config: Config, mesh: Mesh, steps: int) -> Row:
 
 
 def built_everywhere(build: Callable[[], T], mesh: Mesh) -> T:
-    """What ``build`` makes on this rank. Raises OutOfMemory on every rank where one has not enough memory for it, so that nobody is left
-    waiting for that one. Collective."""
+    """What ``build`` makes on this rank. Raises OutOfMemory on every rank where one has not enough
+    memory for it, so that nobody is left waiting for that one. Collective."""
     built: T | None = None
     with suppress(torch.OutOfMemoryError):  # said below, by all
         built = build()
@@ -135,7 +153,9 @@ def built_everywhere(build: Callable[[], T], mesh: Mesh) -> T:
 
 
 def _timed(name: str, trial: Trial, steps: int) -> Row:
-    config, mesh, recorder = trial.config, trial.mesh, trial.mesh.recorder
+    config = trial.config
+    mesh = trial.mesh
+    recorder = trial.mesh.recorder
     batches = list(random_batches(config, mesh))
     trial.load()
     trial.train(batches, 2)
@@ -150,7 +170,9 @@ def _timed(name: str, trial: Trial, steps: int) -> Row:
     exposed = recorder.take_exposed_seconds()
     if recorder.mark is not None:
         exposed = sum(before.elapsed_time(after) for before, after in recorder.marks) / 1e3
-    planned = MemoryPlan(config, mesh.world.size).traffic(mesh.pp.rank).sent if mesh.dp.size > 1 else 0.0
+    planned = (
+        MemoryPlan(config, mesh.world.size).traffic(mesh.pp.rank).sent if mesh.dp.size > 1 else 0.0
+    )
     trial.engine.close()
     values = (
         seconds / steps * 1e3,
@@ -172,16 +194,21 @@ def _most(mesh: Mesh, value: float) -> float:
 def sent_bytes(mesh: Mesh) -> float:
     """Payload that left this rank on the axes of data parallelism."""
     total = 0.0
-    for axis in {axis.name: axis for axis in (mesh.dp_shard, mesh.dp_gather, mesh.dp_replica)}.values():
+    for axis in {
+        axis.name: axis for axis in (mesh.dp_shard, mesh.dp_gather, mesh.dp_replica)
+    }.values():
         for (name, operation), traffic in mesh.recorder.traffic.items():
             if name == axis.name:
-                total += traffic.bytes * (2 if operation == "all_reduce" else 1) * (1 - 1 / axis.size)
+                total += (
+                    traffic.bytes * (2 if operation == "all_reduce" else 1) * (1 - 1 / axis.size)
+                )
     return total
 
 
 def random_batches(config: Config, mesh: Mesh) -> Iterator[Batch]:
     """This rank's microbatches."""
-    training, generator = config.training, torch.Generator().manual_seed(mesh.data_rank)
+    training = config.training
+    generator = torch.Generator().manual_seed(mesh.data_rank)
     for _ in range(training.global_batch_size // (training.micro_batch_size * mesh.data_size)):
         shape = (training.seq_length + 1, training.micro_batch_size)
         ids: Tensor = torch.randint(0, config.model.vocab_size, shape, generator=generator)
@@ -193,7 +220,8 @@ def table(rows: Sequence[Row], failed: Sequence[str]) -> Iterator[str]:
     yield f"{'mode':<26}{'step ms':>10}{'of best':>9}{'exposed ms':>12}{'sent':>12}{'planned':>12}{'peak memory':>13}"
     best = min((row.step_ms for row in rows), default=0.0)
     for row in rows:
-        sent, planned = gib(round(row.sent_bytes)), gib(round(row.planned_bytes))
+        sent = gib(round(row.sent_bytes))
+        planned = gib(round(row.planned_bytes))
         peak = "n/a" if row.peak_memory_bytes is None else gib(row.peak_memory_bytes)
         yield f"{row.name:<26}{row.step_ms:>10.1f}{row.step_ms / best:>9.3f}{row.exposed_ms:>12.1f}{sent:>12}{planned:>12}{peak:>13}"
     yield from (f"{name:<26}does not fit into memory" for name in failed)
@@ -206,21 +234,44 @@ def main(words: list[str]) -> None:
         print(__doc__, help_text("compare_sharding", "Compare ways to shard.", sections), sep="\n")
         return
     parsed = parse(words, sections, aliases=MEGATRON)
-    options, place = parsed.get(CompareConfig), place_from_environment()
+    options = parsed.get(CompareConfig)
+    place = place_from_environment()
     unknown = [mode for mode in options.modes if mode not in MODES]
     if unknown:
-        raise ConfigError(describe("--modes", got=", ".join(unknown), expected=f"of {', '.join(MODES)}", do="leave the others out"))
-    config = assemble(replace(parsed, instances={**parsed.instances, ModelConfig: _with_vocabulary(parsed.get(ModelConfig))}))
-    config = replace(config, training=replace(config.training, train_iters=config.training.train_iters or 1))
+        raise ConfigError(
+            describe(
+                "--modes",
+                got=", ".join(unknown),
+                expected=f"of {', '.join(MODES)}",
+                do="leave the others out",
+            )
+        )
+    config = assemble(
+        replace(
+            parsed,
+            instances={**parsed.instances, ModelConfig: _with_vocabulary(parsed.get(ModelConfig))},
+        )
+    )
+    config = replace(
+        config, training=replace(config.training, train_iters=config.training.train_iters or 1)
+    )
     config = check(config, place.world_size).config
     mesh = init_mesh(config, place)
     memory = agreed_memory(mesh, place)
-    configs = {mode: decide(_in_mode(config, mode), place.world_size, memory)[0] for mode in options.modes}
-    meshes = {mode: build_mesh(chosen, rank=mesh.rank, world_size=place.world_size, device=mesh.device) for mode, chosen in configs.items()}
+    configs = {
+        mode: decide(_in_mode(config, mode), place.world_size, memory)[0] for mode in options.modes
+    }
+    meshes = {
+        mode: build_mesh(chosen, rank=mesh.rank, world_size=place.world_size, device=mesh.device)
+        for mode, chosen in configs.items()
+    }
     found: dict[str, list[Row]] = {mode: [] for mode in options.modes}
     failed: set[str] = set()
     for round_ in range(options.rounds):
-        for mode in options.modes[round_ % len(options.modes) :] + options.modes[: round_ % len(options.modes)]:
+        for mode in (
+            options.modes[round_ % len(options.modes) :]
+            + options.modes[: round_ % len(options.modes)]
+        ):
             try:
                 found[mode].append(measured(mode, configs[mode], meshes[mode], options.steps))
             except OutOfMemory:
@@ -229,7 +280,9 @@ def main(words: list[str]) -> None:
         rows = [_median(found[mode]) for mode in options.modes if found[mode]]
         print("\n".join(table(rows, sorted(failed))))
         if options.json is not None:
-            Path(options.json).write_text(json.dumps([asdict(row) for row in rows], indent=2) + "\n")
+            Path(options.json).write_text(
+                json.dumps([asdict(row) for row in rows], indent=2) + "\n"
+            )
 
 
 def _in_mode(config: Config, mode: str) -> Config:
@@ -240,12 +293,19 @@ def _in_mode(config: Config, mode: str) -> Config:
 
 def _with_vocabulary(model: ModelConfig) -> ModelConfig:
     """Random tokens need a vocabulary, not a tokenizer."""
-    return model if model.vocab_size or model.preset is not None else replace(model, vocab_size=32000)
+    return (
+        model if model.vocab_size or model.preset is not None else replace(model, vocab_size=32000)
+    )
 
 
 def _median(rows: Sequence[Row]) -> Row:
-    times = {name: statistics.median(getattr(row, name) for row in rows) for name in ("step_ms", "exposed_ms")}
-    return replace(rows[-1], **times, peak_memory_bytes=max(row.peak_memory_bytes or 0 for row in rows) or None)
+    times = {
+        name: statistics.median(getattr(row, name) for row in rows)
+        for name in ("step_ms", "exposed_ms")
+    }
+    return replace(
+        rows[-1], **times, peak_memory_bytes=max(row.peak_memory_bytes or 0 for row in rows) or None
+    )
 
 
 if __name__ == "__main__":

@@ -1,12 +1,15 @@
-"""The losses of TRL's SFTTrainer beside those of ``sft``: the same model, conversations, order, batches and options.
+"""The losses of TRL's SFTTrainer beside those of ``sft``: the same model, conversations, order,
+batches and options.
 
-TRL is no dependency of this project. In an environment that has both (``pip install trl``), from the root of the clone:
+TRL is no dependency of this project. In an environment that has both (``pip install trl``), from
+the root of the clone:
 
     python -m tools.compare_trl --model FOLDER --data FILE.jsonl --steps 20
 
-Each side reads the conversations itself: TRL renders them with the exported tokenizer's template and finds the learned tokens with
-``assistant_only_loss``. Both compute in fp32 without clipping, at a constant learning rate. Prints both curves and the largest relative
-difference; exit status 1 if it exceeds the bound of parity, 1e-6.
+Each side reads the conversations itself: TRL renders them with the exported tokenizer's template
+and finds the learned tokens with ``assistant_only_loss``. Both compute in fp32 without clipping, at
+a constant learning rate. Prints both curves and the largest relative difference; exit status 1 if
+it exceeds the bound of parity, 1e-6.
 """
 
 from __future__ import annotations
@@ -53,7 +56,8 @@ class CompareConfig:
 
 
 class Trainer(SFTTrainer):  # type: ignore[misc]
-    """Reads its samples in their order, and keeps the loss of each step as it is: a log line is rounded."""
+    """Reads its samples in their order, and keeps the loss of each step as it is: a log line is
+    rounded."""
 
     losses: list[float]
 
@@ -69,12 +73,36 @@ class Trainer(SFTTrainer):  # type: ignore[misc]
 
 def ours(options: CompareConfig, folder: Path) -> list[float]:
     """The losses of ``sft``."""
-    same = {name: getattr(options, name) for name in ("seq_length", "micro_batch_size", "global_batch_size", "lr")}
-    given = {"init-from-hf": options.model, "train-data": options.data, "train-iters": options.steps, "save": folder, "log-interval": 1}
+    same = {
+        name: getattr(options, name)
+        for name in ("seq_length", "micro_batch_size", "global_batch_size", "lr")
+    }
+    given = {
+        "init-from-hf": options.model,
+        "train-data": options.data,
+        "train-iters": options.steps,
+        "save": folder,
+        "log-interval": 1,
+    }
     given |= {name.replace("_", "-"): value for name, value in same.items()}
-    fixed = ["--lr-decay-style", "constant", "--clip-grad", "0", "--weight-decay", "0", "--split", "100,0,0", "--on-long-sample", "stop"]
+    fixed = [
+        "--lr-decay-style",
+        "constant",
+        "--clip-grad",
+        "0",
+        "--weight-decay",
+        "0",
+        "--split",
+        "100,0,0",
+        "--on-long-sample",
+        "stop",
+    ]
     words = [word for name, value in given.items() for word in (f"--{name}", str(value))]
-    subprocess.run([sys.executable, "-m", "megatron_llama", "sft", *words, *fixed], check=True, stdout=subprocess.DEVNULL)
+    subprocess.run(
+        [sys.executable, "-m", "megatron_llama", "sft", *words, *fixed],
+        check=True,
+        stdout=subprocess.DEVNULL,
+    )
     lines = [json.loads(line) for line in (folder / "log.jsonl").read_text().splitlines()]
     return [line["lm_loss"] for line in lines if "lm_loss" in line]
 
@@ -82,7 +110,8 @@ def ours(options: CompareConfig, folder: Path) -> list[float]:
 def theirs(options: CompareConfig, tokenizer: Path, folder: Path) -> list[float]:
     """Those of TRL, with the tokenizer and the template that ours left beside its checkpoints."""
     rows = [json.loads(line) for line in Path(options.data).read_text().splitlines()]
-    seed, count = TrainingConfig().seed, options.steps * options.global_batch_size
+    seed = TrainingConfig().seed
+    count = options.steps * options.global_batch_size
     order = [sample_index(position, len(rows), seed, shuffled=True) for position in range(count)]
     settings = SFTConfig(
         output_dir=str(folder),

@@ -1,8 +1,10 @@
-"""Fit the planner's coefficients to a table of published runs: ``python tools/fit_planner.py RUNS.csv [--write]``.
+"""Fit the planner's coefficients to a table of published runs: ``python tools/fit_planner.py
+RUNS.csv [--write]``.
 
-Prints what the fit reaches, each source predicted by a fit that has not seen it; with ``--write`` it replaces
-``megatron_llama/planner/fitted.py`` and ``citations.py``. Gauss-Newton on logarithms of step times, with a prior on every coefficient, one
-offset for each source (of a spread of 8 %, so that no source with many rows decides the level), and less weight for outliers.
+Prints what the fit reaches, each source predicted by a fit that has not seen it; with ``--write``
+it replaces ``megatron_llama/planner/fitted.py`` and ``citations.py``. Gauss-Newton on logarithms of
+step times, with a prior on every coefficient, one offset for each source (of a spread of 8 %, so
+that no source with many rows decides the level), and less weight for outliers.
 """
 
 from __future__ import annotations
@@ -21,9 +23,13 @@ from megatron_llama.planner.steps import estimate
 
 PACKAGE = Path(__file__).parent.parent / "megatron_llama" / "planner"
 NAMES = tuple(item.name for item in fields(Coefficients))
-ROW, SOURCE, OUTLIER = 0.07, 0.08, 0.12
-"""Standard deviation of a row and of a source, and from where a row's weight falls, in logarithms."""
-STEP, ROUNDS = 0.02, 10
+ROW = 0.07
+SOURCE = 0.08
+OUTLIER = 0.12
+"""Standard deviation of a row and of a source, and from where a row's weight falls, in
+logarithms."""
+STEP = 0.02
+ROUNDS = 10
 LOOSE = (*("step", "straggle", "launch_old"),)
 """Coefficients nobody knows beforehand: a factor of e either way."""
 WIDE = (
@@ -60,7 +66,8 @@ def predict(logs: Sequence[float], runs: Sequence[Run]) -> Vector:
 
 def solve(matrix: list[Vector], right: Vector) -> Vector:
     """The solution of a symmetric positive system, by elimination."""
-    size, rows = len(right), [[*row, value] for row, value in zip(matrix, right, strict=True)]
+    size = len(right)
+    rows = [[*row, value] for row, value in zip(matrix, right, strict=True)]
     for pivot in range(size):
         head = rows[pivot]
         for row in rows[pivot + 1 :]:
@@ -86,14 +93,19 @@ class Fit:
     """Of each run, by coefficient; those that do not matter to it are left out."""
 
 
-def differentiate(runs: Sequence[Run], logs: Vector, relevant: Sequence[Sequence[int]] | None) -> tuple[Vector, list[dict[int, float]]]:
-    """Predictions and their derivatives. ``relevant``: for each coefficient the runs it matters to, once that is known."""
+def differentiate(
+    runs: Sequence[Run], logs: Vector, relevant: Sequence[Sequence[int]] | None
+) -> tuple[Vector, list[dict[int, float]]]:
+    """Predictions and their derivatives. ``relevant``: for each coefficient the runs it matters to,
+    once that is known."""
     predicted = predict(logs, runs)
     slopes: list[dict[int, float]] = [{} for _ in runs]
     for number in range(len(NAMES)):
         moved = [value + STEP * (place == number) for place, value in enumerate(logs)]
         indices = range(len(runs)) if relevant is None else relevant[number]
-        for index, value in zip(indices, predict(moved, [runs[index] for index in indices]), strict=True):
+        for index, value in zip(
+            indices, predict(moved, [runs[index] for index in indices]), strict=True
+        ):
             if value != predicted[index]:
                 slopes[index][number] = (value - predicted[index]) / STEP
     return predicted, slopes
@@ -104,9 +116,11 @@ def improve(runs: Sequence[Run], kept: Sequence[int], fit: Fit) -> tuple[Vector,
     sources = sorted({runs[index].source for index in kept})
     place = {source: len(NAMES) + number for number, source in enumerate(sources)}
     size = len(NAMES) + len(sources)
-    matrix, right = [[0.0] * size for _ in range(size)], [0.0] * size
+    matrix = [[0.0] * size for _ in range(size)]
+    right = [0.0] * size
     for index in kept:
-        source, seconds = runs[index].source, runs[index].seconds
+        source = runs[index].source
+        seconds = runs[index].seconds
         assert seconds is not None
         rest = math.log(seconds) - fit.predicted[index] - fit.offsets.get(source, 0.0)
         weight = min(1.0, OUTLIER / max(abs(rest), 1e-9)) / ROW**2
@@ -125,14 +139,21 @@ def improve(runs: Sequence[Run], kept: Sequence[int], fit: Fit) -> tuple[Vector,
     change = solve(matrix, right)
     scale = min(1.0, 0.5 / max(abs(value) for value in change))
     logs = [value + scale * step for value, step in zip(fit.logs, change, strict=False)]
-    return logs, {source: fit.offsets.get(source, 0.0) + scale * change[number] for source, number in place.items()}
+    return logs, {
+        source: fit.offsets.get(source, 0.0) + scale * change[number]
+        for source, number in place.items()
+    }
 
 
 def fit_all(runs: Sequence[Run]) -> Fit:
     """The fit to all runs."""
-    logs, offsets = list(PRIOR), dict[str, float]()
+    logs = list(PRIOR)
+    offsets = dict[str, float]()
     predicted, slopes = differentiate(runs, logs, None)
-    relevant = [[index for index, slope in enumerate(slopes) if number in slope] for number in range(len(NAMES))]
+    relevant = [
+        [index for index, slope in enumerate(slopes) if number in slope]
+        for number in range(len(NAMES))
+    ]
     fit = Fit(logs, offsets, predicted, slopes)
     for _ in range(ROUNDS):
         logs, offsets = improve(runs, range(len(runs)), fit)
@@ -141,7 +162,8 @@ def fit_all(runs: Sequence[Run]) -> Fit:
 
 
 def left_out(runs: Sequence[Run], fit: Fit) -> list[Guess]:
-    """Every source as predicted by a fit without it: one step away from the fit to all, which is almost linear there."""
+    """Every source as predicted by a fit without it: one step away from the fit to all, which is
+    almost linear there."""
     members: dict[str, list[int]] = defaultdict(list)
     for index, run in enumerate(runs):
         members[run.source].append(index)
@@ -150,12 +172,16 @@ def left_out(runs: Sequence[Run], fit: Fit) -> list[Guess]:
         out = set(indices)
         logs, _ = improve(runs, [index for index in range(len(runs)) if index not in out], fit)
         chosen = [runs[index] for index in indices]
-        guesses += [Guess(run, math.exp(value)) for run, value in zip(chosen, predict(logs, chosen), strict=True)]
+        guesses += [
+            Guess(run, math.exp(value))
+            for run, value in zip(chosen, predict(logs, chosen), strict=True)
+        ]
     return guesses
 
 
 def write_fitted(fit: Fit, guesses: Sequence[Guess], runs: Sequence[Run]) -> None:
-    """``fitted.py``: the coefficients, how wrong they are on sources they have not seen, and where they come from."""
+    """``fitted.py``: the coefficients, how wrong they are on sources they have not seen, and where
+    they come from."""
     values = coefficients(fit.logs)
     ratios = sorted(-guess.error for guess in guesses)
     low, high = (math.exp(ratios[round(share * (len(ratios) - 1))]) for share in (0.1, 0.9))
@@ -181,7 +207,8 @@ def write_fitted(fit: Fit, guesses: Sequence[Guess], runs: Sequence[Run]) -> Non
 
 
 def write_citations(runs: Sequence[Run]) -> None:
-    """``citations.py``: of each source, model and GPU the fastest run, for "nearest published runs"."""
+    """``citations.py``: of each source, model and GPU the fastest run, for "nearest published
+    runs"."""
     best: dict[tuple[str, str, str], Run] = {}
     for run in runs:
         key = run.source, run.cells["model"], run.cells["gpu"]
@@ -192,7 +219,17 @@ def write_citations(runs: Sequence[Run]) -> None:
         job = run.job
         layout = f"tp{job.tp} pp{job.pp} cp{job.cp} dp{job.dp} mbs{job.micro_batch} {run.cells['precision']}"
         size = (job.block_numel * job.model.num_hidden_layers + job.head.n * job.head.k) * job.tp
-        cells = (source, model, gpu, job.machine.gpu.name, job.machine.gpus, size, job.seq, layout, f"{_speed(run):.0f}")
+        cells = (
+            source,
+            model,
+            gpu,
+            job.machine.gpu.name,
+            job.machine.gpus,
+            size,
+            job.seq,
+            layout,
+            f"{_speed(run):.0f}",
+        )
         rows.append(" | ".join(map(str, cells)))
     body = [
         '"""The fastest published run of each source, model and GPU. Written by ``tools/fit_planner.py``; not edited by hand."""',

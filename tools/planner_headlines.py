@@ -1,4 +1,5 @@
-"""Simulate the headlines of the trainers that this one learnt from, beside what they published: ``python tools/planner_headlines.py``."""
+"""Simulate the headlines of the trainers that this one learnt from, beside what they published:
+``python tools/planner_headlines.py``."""
 
 from __future__ import annotations
 
@@ -10,29 +11,49 @@ from megatron_llama.config.schema import Config
 from megatron_llama.planner.candidate import Planned
 from megatron_llama.planner.fitted import FITTED
 from megatron_llama.planner.hardware import gpu_named
-from megatron_llama.planner.job import Habits, Machine
+from megatron_llama.planner.job import Machine, TrainerTraits
 from megatron_llama.planner.published import BITS
 from megatron_llama.planner.steps import estimate
 from megatron_llama.plans.resolve import resolve
 
 A100 = gpu_named("a100")
-LAYERS = (("llama2-70b", 2048, 10, 6.97, 8.87), ("llama2-70b", 4096, 50, 11.07, 11.93), ("llama3-70b", 2048, 20, 7.17, 9.76))
-"""Model, sequence, layers that recompute, and seconds of YaFSDP and of FSDP: README of yandex/YaFSDP, 256 A100-80GB, batch 1."""
-OVERLAPPED, DISTRIBUTED = 1890, 1630
-"""Tokens/s/GPU of both distributed optimizers: README of alibaba/Megatron-LLaMA, 256 A100-80GB, 4 x 200 Gbit/s."""
+LAYERS = (
+    ("llama2-70b", 2048, 10, 6.97, 8.87),
+    ("llama2-70b", 4096, 50, 11.07, 11.93),
+    ("llama3-70b", 2048, 20, 7.17, 9.76),
+)
+"""Model, sequence, layers that recompute, and seconds of YaFSDP and of FSDP: README of
+yandex/YaFSDP, 256 A100-80GB, batch 1."""
+OVERLAPPED = 1890
+DISTRIBUTED = 1630
+"""Tokens/s/GPU of both distributed optimizers: README of alibaba/Megatron-LLaMA, 256 A100-80GB, 4 x
+200 Gbit/s."""
 
 
 def run(model: str, gpus: int, batch: int, seq: int, micro: int, **parallel: object) -> Config:
     """A resolved configuration in bfloat16."""
     whole = Config(model=replace(PRESETS[model], preset=model))
-    training = replace(whole.training, bf16=True, global_batch_size=batch, micro_batch_size=micro, seq_length=seq, train_iters=1)
-    return resolve(replace(whole, parallel=replace(whole.parallel, **parallel), training=training), gpus)  # type: ignore[arg-type]
+    training = replace(
+        whole.training,
+        bf16=True,
+        global_batch_size=batch,
+        micro_batch_size=micro,
+        seq_length=seq,
+        train_iters=1,
+    )
+    return resolve(
+        replace(whole, parallel=replace(whole.parallel, **parallel), training=training),  # type: ignore[arg-type]
+        gpus,
+    )
 
 
 def scaling() -> None:
-    """LLaMA-13B on 32 to 512 A100 with 4 x 200 Gbit/s at half efficiency, one and eight microbatches: the optimizers beside each other."""
+    """LLaMA-13B on 32 to 512 A100 with 4 x 200 Gbit/s at half efficiency, one and eight
+    microbatches: the optimizers beside each other."""
     fit = replace(FITTED, nic=0.5)
-    print("LLaMA-13B, tp 2, micro-batch 4, sequence 2048, A100 with 4 x 200 Gbit/s at half efficiency: tokens/s/GPU")
+    print(
+        "LLaMA-13B, tp 2, micro-batch 4, sequence 2048, A100 with 4 x 200 Gbit/s at half efficiency: tokens/s/GPU"
+    )
     print(f"{'microbatches':>12} {'GPUs':>5} {'optim':>7} {'optim_grads':>12} {'serial':>7}")
     for microbatches in (1, 8):
         for gpus in (32, 64, 128, 256, 512):
@@ -47,9 +68,11 @@ def scaling() -> None:
                 )
                 speeds.append(Planned(chosen, machine, fit).speed)
             job = replace(Planned(chosen, machine, fit).job, sharding="optimizer")
-            serial = replace(job, habits=replace(job.habits, overlap_data=False))
+            serial = replace(job, traits=replace(job.traits, overlap_data=False))
             speeds.append(job.total_tokens / estimate(serial, fit).seconds / gpus)
-            print(f"{microbatches:>12} {gpus:>5} {speeds[0]:>7,.0f} {speeds[1]:>12,.0f} {speeds[2]:>7,.0f}")
+            print(
+                f"{microbatches:>12} {gpus:>5} {speeds[0]:>7,.0f} {speeds[1]:>12,.0f} {speeds[2]:>7,.0f}"
+            )
     print(f"published for 256: {OVERLAPPED:,} overlapped, {DISTRIBUTED:,} serial; batch not stated")
 
 
@@ -57,7 +80,9 @@ def layer_sharding() -> None:
     """70B with layer sharding against FSDP's schedule."""
     machine = Machine(A100, 256, 8, 8, A100.nic)
     print("70B on 256 A100, micro-batch 1: seconds of a step")
-    print(f"{'model':>11} {'sequence':>8} {'layers':>7} {'FSDP':>6} {'gain':>5}   published: YaFSDP, FSDP, gain")
+    print(
+        f"{'model':>11} {'sequence':>8} {'layers':>7} {'FSDP':>6} {'gain':>5}   published: YaFSDP, FSDP, gain"
+    )
     for model, seq, recomputed, yandex, fsdp in LAYERS:
         chosen = run(
             *(model, 256, 256, seq, 1),
@@ -65,8 +90,13 @@ def layer_sharding() -> None:
             recompute_granularity="full",
             recompute_num_layers=str(recomputed),
         )
-        ours = Planned(chosen, machine, replace(FITTED, family_torchtitan=FITTED.family("yafsdp"))).seconds
-        job = replace(Planned(chosen, machine, FITTED).job, habits=Habits(family="fsdp1", attention="flash"))
+        ours = Planned(
+            chosen, machine, replace(FITTED, family_torchtitan=FITTED.family("yafsdp"))
+        ).seconds
+        job = replace(
+            Planned(chosen, machine, FITTED).job,
+            traits=TrainerTraits(family="fsdp1", attention="flash"),
+        )
         theirs = estimate(job, FITTED).seconds
         gains = f"{1 - ours / theirs:>5.0%}   {yandex:.2f}, {fsdp:.2f}, {1 - yandex / fsdp:.0%}"
         print(f"{model:>11} {seq:>8} {ours:>7.2f} {theirs:>6.2f} {gains}")

@@ -1,4 +1,5 @@
-"""Megatron's ``tools/preprocess_data.py``: the same flags, the same output names (PREFIX_text_document.bin and .idx)."""
+"""Megatron's ``tools/preprocess_data.py``: the same flags, the same output names
+(PREFIX_text_document.bin and .idx)."""
 
 import sys
 from pathlib import Path

@@ -1,11 +1,13 @@
-"""What does ZenFlow cost in loss? The same samples with AdamW, with ZenFlow, and with as few updates as its cold columns get.
+"""What does ZenFlow cost in loss? The same samples with AdamW, with ZenFlow, and with as few
+updates as its cold columns get.
 
     python -m tools.zenflow_study runs/zenflow
 
-A small LLaMA is pretrained on the documentation that comes with Python, and tuned on its pairs of signature and documentation, by the
-``pretrain`` and ``sft`` commands themselves. Every contender sees the same number of samples; plain accumulation makes one update where
-ZenFlow makes one of its cold columns. Prints losses on held-out text as Markdown: the mean over seeds, and how far seeds differ. Finished
-runs in the folder are not repeated.
+A small LLaMA is pretrained on the documentation that comes with Python, and tuned on its pairs of
+signature and documentation, by the ``pretrain`` and ``sft`` commands themselves. Every contender
+sees the same number of samples; plain accumulation makes one update where ZenFlow makes one of its
+cold columns. Prints losses on held-out text as Markdown: the mean over seeds, and how far seeds
+differ. Finished runs in the folder are not repeated.
 """
 
 from __future__ import annotations
@@ -65,8 +67,13 @@ class Contender:
 def zenflow(ratio: float, interval: int, *, overlap: bool = False) -> Contender:
     """ZenFlow that chooses columns anew every 48 steps."""
     words = f"--optimizer-offload zenflow --zenflow-topk-ratio {ratio} --zenflow-update-interval {interval}"
-    words += " --zenflow-select-strategy step --zenflow-select-interval 48" + " --zenflow-overlap-step" * overlap
-    return Contender(f"ZenFlow {ratio}, {interval}{', beside' if overlap else ''}", options=tuple(words.split()))
+    words += (
+        " --zenflow-select-strategy step --zenflow-select-interval 48"
+        + " --zenflow-overlap-step" * overlap
+    )
+    return Contender(
+        f"ZenFlow {ratio}, {interval}{', beside' if overlap else ''}", options=tuple(words.split())
+    )
 
 
 CONTENDERS = (
@@ -98,12 +105,21 @@ class Task:
         schedule = f"--train-iters {steps} --lr {self.lr} --lr-warmup-iters {max(1, steps // 12)} --eval-interval {steps} --seed {seed}"
         batch = f"--micro-batch-size {self.samples} --global-batch-size {self.samples * one.accumulate} --save {folder}"
         points = f"--log-interval {max(1, self.steps // POINTS // one.accumulate)}"
-        return [*self.words, *COMMON, *schedule.split(), *batch.split(), *points.split(), *one.options]
+        return [
+            *self.words,
+            *COMMON,
+            *schedule.split(),
+            *batch.split(),
+            *points.split(),
+            *one.options,
+        ]
 
 
 def main(argv: Sequence[str]) -> int:
     """Run what is missing and print the table."""
-    words = [f"--folder={argv[0]}", *argv[1:]] if argv and not argv[0].startswith("--") else list(argv)
+    words = (
+        [f"--folder={argv[0]}", *argv[1:]] if argv and not argv[0].startswith("--") else list(argv)
+    )
     try:
         options = parse(words, [StudyConfig], aliases={}).get(StudyConfig)
     except UserError as error:
@@ -112,10 +128,15 @@ def main(argv: Sequence[str]) -> int:
     for task in tasks(options, Path(options.folder)):
         runs = [(one, seed) for seed in options.seeds for one in CONTENDERS]
         with ProcessPoolExecutor(options.at_once, get_context("spawn"), alone) as pool:
-            found = [pool.submit(measured, task, one, seed, Path(options.folder)) for one, seed in runs]
+            found = [
+                pool.submit(measured, task, one, seed, Path(options.folder)) for one, seed in runs
+            ]
             for (one, _), loss in zip(runs, found, strict=True):
                 task.losses.setdefault(one.name, []).append(loss.result())
-        print("\n".join([*table(task), *curves(task, options.seeds[0], Path(options.folder))]), flush=True)
+        print(
+            "\n".join([*table(task), *curves(task, options.seeds[0], Path(options.folder))]),
+            flush=True,
+        )
     return 0
 
 
@@ -126,7 +147,16 @@ def tasks(options: StudyConfig, folder: Path) -> Iterator[Task]:
     first = Task("pretraining", words, options.pretrain_steps, 8, options.pretrain_lr)
     yield first
     base = place(folder, first, CONTENDERS[0], options.seeds[0])
-    words = ("sft", "--train-data", str(folder / "pairs.jsonl"), "--load", str(base), "--finetune", "--chat-template", "plain")
+    words = (
+        "sft",
+        "--train-data",
+        str(folder / "pairs.jsonl"),
+        "--load",
+        str(base),
+        "--finetune",
+        "--chat-template",
+        "plain",
+    )
     words += ("--packing", "--on-bad-sample", "drop", "--seq-length", "256")
     yield Task("tuning", words, options.sft_steps, 4, options.sft_lr)
 
@@ -192,8 +222,13 @@ def curves(task: Task, seed: int, folder: Path) -> Iterator[str]:
     """Training losses on the way, by samples seen: each that of one step."""
     found = {}
     for one in CONTENDERS:
-        lines = [json.loads(line) for line in (place(folder, task, one, seed) / "log.jsonl").read_text().splitlines()]
-        found[one.name] = {line["consumed_samples"]: line["lm_loss"] for line in lines if "lm_loss" in line}
+        lines = [
+            json.loads(line)
+            for line in (place(folder, task, one, seed) / "log.jsonl").read_text().splitlines()
+        ]
+        found[one.name] = {
+            line["consumed_samples"]: line["lm_loss"] for line in lines if "lm_loss" in line
+        }
     seen = sorted(set.intersection(*(set(points) for points in found.values())))
     yield f"\n| training loss, seed {seed}, after samples: | " + " | ".join(map(str, seen)) + " |"
     yield "|---" * (len(seen) + 1) + "|"

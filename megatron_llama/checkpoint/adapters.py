@@ -1,4 +1,5 @@
-"""Low-rank additions in checkpoints: added to the weights that they belong to, as they are read, and taken up by a run."""
+"""Low-rank additions in checkpoints: added to the weights that they belong to, as they are read,
+and taken up by a run."""
 
 from __future__ import annotations
 
@@ -19,11 +20,21 @@ LIKE = ("lora_rank", "lora_alpha", "lora_target_modules")
 
 
 class Merged:
-    """A source of HuggingFace rectangles: the model's weights W as W + scaling * B A, computed in fp32 and rounded once."""
+    """A source of HuggingFace rectangles: the model's weights W as W + scaling * B A, computed in
+    fp32 and rounded once."""
 
-    def __init__(self, base: WeightSource, adapters: WeightSource, shapes: Mapping[str, tuple[int, ...]], scaling: float) -> None:
+    def __init__(
+        self,
+        base: WeightSource,
+        adapters: WeightSource,
+        shapes: Mapping[str, tuple[int, ...]],
+        scaling: float,
+    ) -> None:
         """``shapes``: of all halves that ``adapters`` has, by name; see ``adapter_shapes``."""
-        self._base, self._adapters, self._shapes, self._scaling = base, adapters, shapes, scaling
+        self._base = base
+        self._adapters = adapters
+        self._shapes = shapes
+        self._scaling = scaling
 
     def __call__(self, rectangle: Rectangle, out: Tensor) -> None:
         """See WeightSource."""
@@ -31,8 +42,12 @@ class Merged:
         if first not in self._shapes:
             self._base(rectangle, out)
             return
-        (row, column), (rows, columns), rank = rectangle.offset, rectangle.size, self._shapes[first][0]
-        a, b, whole = torch.empty(rank, columns), torch.empty(rows, rank), torch.empty(rows, columns)
+        (row, column) = rectangle.offset
+        (rows, columns) = rectangle.size
+        rank = self._shapes[first][0]
+        a = torch.empty(rank, columns)
+        b = torch.empty(rows, rank)
+        whole = torch.empty(rows, columns)
         self._adapters(Rectangle(first, self._shapes[first], (0, column), (rank, columns), 0), a)
         self._adapters(Rectangle(second, self._shapes[second], (row, 0), (rows, rank), 0), b)
         self._base(rectangle, whole)
@@ -45,7 +60,8 @@ def scaling_of(lora: LoraConfig) -> float:
 
 
 def saved_lora(config: Mapping[str, Any]) -> LoraConfig:
-    """The additions of a checkpoint, by the configuration in its ``meta.json``; rank 0: it has none."""
+    """The additions of a checkpoint, by the configuration in its ``meta.json``; rank 0: it has
+    none."""
     saved = config.get("lora", {})
     known = {field.name: saved[field.name] for field in fields(LoraConfig) if field.name in saved}
     targets = known.pop("lora_target_modules", None)
@@ -54,16 +70,20 @@ def saved_lora(config: Mapping[str, Any]) -> LoraConfig:
 
 
 def takes_up(where: str, saved: LoraConfig, lora: LoraConfig, *, anew: bool) -> bool:
-    """Whether a run that loads a checkpoint trains on what is in it: the model alone, or the same additions.
+    """Whether a run that loads a checkpoint trains on what is in it: the model alone, or the same
+    additions.
 
-    Otherwise it begins with the model (the additions of the checkpoint, if any, added to it) and, if it has a rank, with additions
-    of its own: only ``anew`` (--finetune). Raises CheckpointError where that is not asked for: silently either is wrong."""
+    Otherwise it begins with the model (the additions of the checkpoint, if any, added to it) and,
+    if it has a rank, with additions of its own: only ``anew`` (--finetune). Raises CheckpointError
+    where that is not asked for: silently either is wrong."""
     differences = list(_differences(saved, lora))
     if not differences:
         return True
     if not anew:
         do = f"give {_flags(saved)} to resume, or --finetune to begin anew from its weights"
-        raise CheckpointError(describe(where, got="; ".join(differences), expected="the same as in this run", do=do))
+        raise CheckpointError(
+            describe(where, got="; ".join(differences), expected="the same as in this run", do=do)
+        )
     return False
 
 
@@ -71,7 +91,8 @@ def _differences(saved: LoraConfig, lora: LoraConfig) -> Iterator[str]:
     if saved.lora_rank == lora.lora_rank == 0:
         return
     for name in LIKE:
-        before, now = getattr(saved, name), getattr(lora, name)
+        before = getattr(saved, name)
+        now = getattr(lora, name)
         if before != now and (set(before) != set(now) if isinstance(before, tuple) else True):
             yield f"{name} {_words(before)} (here {_words(now)})"
 
@@ -83,4 +104,10 @@ def _flags(lora: LoraConfig) -> str:
 
 
 def _words(value: object) -> str:
-    return " ".join(value) if isinstance(value, tuple) else f"{value:g}" if isinstance(value, float) else str(value)
+    return (
+        " ".join(value)
+        if isinstance(value, tuple)
+        else f"{value:g}"
+        if isinstance(value, float)
+        else str(value)
+    )

@@ -1,8 +1,9 @@
-"""Saves that training does not wait for: a process beside each rank writes what the rank has copied into shared memory.
+"""Saves that training does not wait for: a process beside each rank writes what the rank has copied
+into shared memory.
 
-The process is forked while its rank is still single-threaded and has touched no device, and dies with it: what a dead
-rank began must not go on beside a restarted run. Ranks tell rank 0's process through the job's store that their files are
-on the disk, so that nothing here is collective.
+The process is forked while its rank is still single-threaded and has touched no device, and dies
+with it: what a dead rank began must not go on beside a restarted run. Ranks tell rank 0's process
+through the job's store that their files are on the disk, so that nothing here is collective.
 """
 
 from __future__ import annotations
@@ -47,19 +48,27 @@ NICENESS = 10
 
 @contextmanager
 def in_background(place: Place, *, wanted: bool) -> Iterator[Background | None]:
-    """A section with a writing process, or, if none is wanted, without. Raises ConfigError where the system cannot have one."""
+    """A section with a writing process, or, if none is wanted, without. Raises ConfigError where
+    the system cannot have one."""
     if not wanted:
         yield None
         return
     if not hasattr(os, "memfd_create"):
         do = "leave --async-save out"
-        raise ConfigError(describe("--async-save", got=sys.platform, expected="Linux, whose memory two processes can share", do=do))
+        raise ConfigError(
+            describe(
+                "--async-save",
+                got=sys.platform,
+                expected="Linux, whose memory two processes can share",
+                do=do,
+            )
+        )
     with closing(Background(place)) as background:
         yield background
 
 
 @dataclass(frozen=True)
-class Job:
+class SaveTask:
     """One save."""
 
     number: int
@@ -78,7 +87,8 @@ class Outcome:
 
 
 class Background:
-    """A rank's side. Make it before the process group, device and threads exist; ``close`` it at the end."""
+    """A rank's side. Make it before the process group, device and threads exist; ``close`` it at
+    the end."""
 
     def __init__(self, place: Place) -> None:
         self._place = place
@@ -86,12 +96,16 @@ class Background:
         self._memory = os.memfd_create("checkpoint")
         context = multiprocessing.get_context("fork")
         self._connection, there = context.Pipe()
-        self._process = context.Process(target=_serve, args=(there, self._connection, self._memory, place, os.getpid()), name="saving")
+        self._process = context.Process(
+            target=_serve,
+            args=(there, self._connection, self._memory, place, os.getpid()),
+            name="saving",
+        )
         self._process.start()
         there.close()
         self._buffers: Buffers | None = None
         self._room = ""
-        self._open: list[Job] = []
+        self._open: list[SaveTask] = []
         self._started = 0
 
     @property
@@ -105,18 +119,20 @@ class Background:
         return bool(self._open)
 
     def write(self, plan: SavePlan, target: Path, meta: bytes, keep: Retention) -> None:
-        """Copy the parts, and have them written to the staged ``target``. Not while ``full``. The plan is the same every time.
+        """Copy the parts, and have them written to the staged ``target``. Not while ``full``. The
+        plan is the same every time.
 
         The copies are complete on return: training may change the tensors."""
         assert not self.full, "collect an outcome first"
         if self._buffers is None:
             self._send((_outlines(plan.parts), plan.index, plan.room))
-            self._buffers, self._room = Buffers(self._memory, plan.parts), plan.room
+            self._buffers = Buffers(self._memory, plan.parts)
+            self._room = plan.room
             for device in {part.tensor.device for part in plan.parts}:
                 self._buffers.pin(device)
         slot = next(slot for slot in range(SLOTS) if slot not in {job.slot for job in self._open})
         self._buffers.fill(slot, plan.parts)
-        job = Job(self._started, slot, target, meta, keep)
+        job = SaveTask(self._started, slot, target, meta, keep)
         self._started += 1
         self._open.append(job)
         self._send(job)
@@ -126,7 +142,8 @@ class Background:
             self._connection.send_bytes(pickle.dumps(message))
 
     def collect(self, seconds: float | None = 0.0) -> Outcome | None:
-        """The outcome of the oldest save under way, if there is one; waits so long for it, None: until it is there."""
+        """The outcome of the oldest save under way, if there is one; waits so long for it, None:
+        until it is there."""
         if not self._open or not self._connection.poll(seconds):
             return None
         try:
@@ -140,15 +157,19 @@ class Background:
         """The process is gone: rank 0's must not wait for what this rank will never write."""
         self._process.join()
         job = self._open.pop(0)
-        where, got = f"{job.target} on rank {self._place.rank}", f"a writing process that ended with code {self._process.exitcode}"
+        where = f"{job.target} on rank {self._place.rank}"
+        got = f"a writing process that ended with code {self._process.exitcode}"
         do = "look at the memory of that machine (a process killed for memory ends with -9)"
-        error = CheckpointError(describe(where, got=got, expected="its part of the checkpoint", do=do))
+        error = CheckpointError(
+            describe(where, got=got, expected="its part of the checkpoint", do=do)
+        )
         if self._place.world_size > 1 and self._place.rank:
             _answer(connect(self._place, self._room), job, self._place.rank, error)
         return Outcome(job.target, error)
 
     def close(self) -> None:
-        """Give saves under way some time, and end the process. Errors have been collected before, or do not matter any more."""
+        """Give saves under way some time, and end the process. Errors have been collected before,
+        or do not matter any more."""
         while self._open and self.collect(PATIENCE_SECONDS) is not None:
             pass
         self._connection.close()
@@ -163,7 +184,8 @@ class Buffers:
     """Room for the parts of a rank, ``SLOTS`` times, in memory that two processes share."""
 
     def __init__(self, memory: int, parts: Sequence[Region]) -> None:
-        starts, end = [], 0
+        starts = []
+        end = 0
         for part in parts:
             starts.append(end)
             end += -(-part.tensor.numel() * part.tensor.element_size() // ALIGN_BYTES) * ALIGN_BYTES
@@ -171,7 +193,11 @@ class Buffers:
         os.ftruncate(memory, size)
         self._whole = torch.frombuffer(mmap.mmap(memory, size), dtype=torch.uint8)
         self.slots = tuple(
-            tuple(_view(self._whole, slot * end + start, part) for start, part in zip(starts, parts, strict=True)) for slot in range(SLOTS)
+            tuple(
+                _view(self._whole, slot * end + start, part)
+                for start, part in zip(starts, parts, strict=True)
+            )
+            for slot in range(SLOTS)
         )
 
     def pin(self, device: torch.device) -> None:
@@ -188,15 +214,22 @@ class Buffers:
 
 def _view(whole: torch.Tensor, start: int, part: Region) -> Region:
     size = part.tensor.numel() * part.tensor.element_size()
-    return replace(part, tensor=whole[start : start + size].view(part.tensor.dtype).view(part.tensor.shape))
+    return replace(
+        part, tensor=whole[start : start + size].view(part.tensor.dtype).view(part.tensor.shape)
+    )
 
 
 def _outlines(parts: Sequence[Region]) -> list[Region]:
     """The same parts without values."""
-    return [replace(part, tensor=torch.empty(part.tensor.shape, dtype=part.tensor.dtype, device="meta")) for part in parts]
+    return [
+        replace(part, tensor=torch.empty(part.tensor.shape, dtype=part.tensor.dtype, device="meta"))
+        for part in parts
+    ]
 
 
-def _serve(connection: Connection, parents: Connection, memory: int, place: Place, parent: int) -> None:
+def _serve(
+    connection: Connection, parents: Connection, memory: int, place: Place, parent: int
+) -> None:
     """The life of the writing process."""
     parents.close()  # inherited: while it is open here, the end of the rank would go unnoticed
     _die_with(parent)
@@ -208,7 +241,9 @@ def _serve(connection: Connection, parents: Connection, memory: int, place: Plac
         outlines, index, room = pickle.loads(connection.recv_bytes())
         writer = _Writer(place, Buffers(memory, outlines), index, room)
         while True:
-            connection.send_bytes(pickle.dumps(writer.perform(pickle.loads(connection.recv_bytes()))))
+            connection.send_bytes(
+                pickle.dumps(writer.perform(pickle.loads(connection.recv_bytes())))
+            )
     except (EOFError, OSError):
         return
 
@@ -223,22 +258,40 @@ def _die_with(parent: int) -> None:
 
 class _Writer:
     def __init__(self, place: Place, buffers: Buffers, index: Metadata | None, room: str) -> None:
-        self._place, self._buffers, self._index, self._room = place, buffers, index, room
+        self._place = place
+        self._buffers = buffers
+        self._index = index
+        self._room = room
         self._store: Store | None = None
 
-    def perform(self, job: Job) -> Outcome:
-        """Write this rank's part; on rank 0 wait for the others and give the checkpoint its name."""
-        answer = _caught(lambda: write_parts(staging(job.target), self._place.rank, self._buffers.slots[job.slot]))
+    def perform(self, job: SaveTask) -> Outcome:
+        """Write this rank's part; on rank 0 wait for the others and give the checkpoint its
+        name."""
+        answer = _caught(
+            lambda: write_parts(
+                staging(job.target), self._place.rank, self._buffers.slots[job.slot]
+            )
+        )
         if self._place.rank:
             _answer(self._connected(), job, self._place.rank, answer)
             return Outcome(job.target)
-        answers = [answer, *(self._received(job, rank) for rank in range(1, self._place.world_size))]
-        failed = [(rank, one) for rank, one in enumerate(answers) if isinstance(one, CheckpointError)]
+        answers = [
+            answer,
+            *(self._received(job, rank) for rank in range(1, self._place.world_size)),
+        ]
+        failed = [
+            (rank, one) for rank, one in enumerate(answers) if isinstance(one, CheckpointError)
+        ]
         if failed:
-            error: CheckpointError | None = cast(CheckpointError, common_error(failed, len(answers))) if len(answers) > 1 else failed[0][1]
+            error: CheckpointError | None = (
+                cast(CheckpointError, common_error(failed, len(answers)))
+                if len(answers) > 1
+                else failed[0][1]
+            )
         else:
             assert self._index is not None
-            index, written = self._index, [one for one in answers if isinstance(one, Written)]
+            index = self._index
+            written = [one for one in answers if isinstance(one, Written)]
             done = _caught(lambda: finish(job.target, index, written, job.meta, job.keep))
             error = done if isinstance(done, CheckpointError) else None
         if error is not None:
@@ -250,9 +303,11 @@ class _Writer:
             self._store = connect(self._place, self._room)
         return self._store
 
-    def _received(self, job: Job, rank: int) -> Written | CheckpointError:
-        """What another rank's process, or that rank for its dead process, has to say. Ends with the job at the latest."""
-        store, key = self._connected(), _key(job, rank)
+    def _received(self, job: SaveTask, rank: int) -> Written | CheckpointError:
+        """What another rank's process, or that rank for its dead process, has to say. Ends with the
+        job at the latest."""
+        store = self._connected()
+        key = _key(job, rank)
         while True:
             try:
                 answer: Written | CheckpointError = pickle.loads(store.get(key))
@@ -269,9 +324,9 @@ def _caught(work: Callable[[], Written | None]) -> Written | CheckpointError | N
         return error
 
 
-def _key(job: Job, rank: int) -> str:
+def _key(job: SaveTask, rank: int) -> str:
     return f"{job.number}/{rank}"
 
 
-def _answer(store: Store, job: Job, rank: int, answer: object) -> None:
+def _answer(store: Store, job: SaveTask, rank: int, answer: object) -> None:
     store.set(_key(job, rank), pickle.dumps(answer))  # type: ignore[arg-type]  # bytes are as good

@@ -1,8 +1,11 @@
-"""The checkpoints of one run, side by side in a folder: which are complete, which is the newest, which may go.
+"""The checkpoints of one run, side by side in a folder: which are complete, which is the newest,
+which may go.
 
-SAVE/iter_0000100/                          one checkpoint; it has this name since everything in it was on the disk
+SAVE/iter_0000100/                          one checkpoint; it has this name since everything in it
+                                            was on the disk
 SAVE/latest_checkpointed_iteration.txt      100
-SAVE/last, SAVE/best                        links to the newest, and to the one with the lowest validation loss
+SAVE/last, SAVE/best                        links to the newest, and to the one with the lowest
+                                            validation loss
 """
 
 from __future__ import annotations
@@ -14,13 +17,23 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megatron_llama.checkpoint.failures import writing
-from megatron_llama.checkpoint.folders import INCOMPLETE, REPLACED, commit, recover, staging, sync, write_synced
+from megatron_llama.checkpoint.folders import (
+    INCOMPLETE,
+    REPLACED,
+    commit,
+    recover,
+    staging,
+    sync,
+    write_synced,
+)
 from megatron_llama.checkpoint.meta import ANOTHER_COPY, META
 from megatron_llama.checkpoint.storage import METADATA, file_problems, read_metadata
-from megatron_llama.checkpoint.storage_paths import is_remote, place, remove_tree
+from megatron_llama.checkpoint.storage_paths import is_remote, remove_tree, storage_path
 from megatron_llama.errors import CheckpointError, describe
 
-TRACKER, LAST, BEST = "latest_checkpointed_iteration.txt", "last", "best"
+TRACKER = "latest_checkpointed_iteration.txt"
+LAST = "last"
+BEST = "best"
 TOKENIZER = "tokenizer"
 """Folder beside the checkpoints, so that generation and export need nothing else."""
 
@@ -37,14 +50,15 @@ class Retention:
 
 def checkpoint_path(folder: str | Path, iteration: int) -> Path:
     """Where the checkpoint of an iteration belongs."""
-    return place(folder) / f"iter_{iteration:07d}"
+    return storage_path(folder) / f"iter_{iteration:07d}"
 
 
 def complete(folder: str | Path) -> dict[int, Path]:
     """The complete checkpoints of a folder by iteration, oldest first."""
     found: dict[int, Path] = {}
-    folder = place(folder)
-    # NAME.replaced counts only without NAME, which sorts before it: a save was killed between two renames.
+    folder = storage_path(folder)
+    # NAME.replaced counts only without NAME, which sorts before it: a save was killed between two
+    # renames.
     for entry in sorted(folder.iterdir(), key=lambda entry: entry.name) if folder.is_dir() else ():
         match = re.fullmatch(rf"iter_(\d{{7,}})({re.escape(REPLACED)})?", entry.name)
         if match and (entry / META).is_file() and (entry / METADATA).is_file():
@@ -53,20 +67,22 @@ def complete(folder: str | Path) -> dict[int, Path]:
 
 
 def latest(folder: str | Path) -> Path | None:
-    """The checkpoint that the tracker names, or the newest one if it names none that is there; None without checkpoints."""
+    """The checkpoint that the tracker names, or the newest one if it names none that is there; None
+    without checkpoints."""
     found = complete(folder)
     if not found:
         return None
     try:
-        named = int((place(folder) / TRACKER).read_text())
+        named = int((storage_path(folder) / TRACKER).read_text())
     except (OSError, ValueError):
         named = max(found)
     return found.get(named, found[max(found)])
 
 
 def find(path: str | Path) -> Path:
-    """The checkpoint at ``path``: itself one, a link to one, or the latest one in it. Raises CheckpointError."""
-    path = place(path)
+    """The checkpoint at ``path``: itself one, a link to one, or the latest one in it. Raises
+    CheckpointError."""
+    path = storage_path(path)
     if (re.match(r"iter_\d{7}", path.name) and path.is_dir()) or (path / META).is_file():
         return path
     found = latest(path)
@@ -75,12 +91,15 @@ def find(path: str | Path) -> Path:
         do = "check the path"
         if (path / "config.json").is_file():
             do = "it is a HuggingFace folder: give it as --init-from-hf"
-        raise CheckpointError(describe(str(path), got=got, expected="iter_NNNNNNN, or a folder of them", do=do))
+        raise CheckpointError(
+            describe(str(path), got=got, expected="iter_NNNNNNN, or a folder of them", do=do)
+        )
     return found
 
 
 def newest_usable(folder: str | Path) -> Path | None:
-    """The newest complete checkpoint whose files are all there at their full size; None without any.
+    """The newest complete checkpoint whose files are all there at their full size; None without
+    any.
 
     Damage inside files is found by ``inspect checkpoint --verify``, and by loading."""
     for path in reversed(complete(folder).values()):
@@ -94,11 +113,15 @@ def newest_usable(folder: str | Path) -> Path | None:
 
 def tidy(folder: str | Path) -> None:
     """Remove what killed saves left behind. Nobody may be saving there. Raises CheckpointError."""
-    folder = place(folder)
+    folder = storage_path(folder)
     with writing(folder):
         folder.mkdir(parents=True, exist_ok=True)
         for entry in list(folder.iterdir()):
-            unfinished = is_remote(folder) and re.fullmatch(r"iter_\d{7,}", entry.name) and not (entry / META).is_file()
+            unfinished = (
+                is_remote(folder)
+                and re.fullmatch(r"iter_\d{7,}", entry.name)
+                and not (entry / META).is_file()
+            )
             if unfinished or re.fullmatch(r"iter_\d{7,}" + re.escape(INCOMPLETE), entry.name):
                 remove_tree(entry)
             elif re.fullmatch(r"iter_\d{7,}" + re.escape(REPLACED), entry.name):
@@ -106,8 +129,10 @@ def tidy(folder: str | Path) -> None:
 
 
 def publish(target: Path) -> None:
-    """Give the staged checkpoint its name, and make the tracker name it, in one step each. What can fill a disk comes first."""
-    tracker, named = target.with_name(TRACKER), f"{int(target.name.removeprefix('iter_'))}\n".encode()
+    """Give the staged checkpoint its name, and make the tracker name it, in one step each. What can
+    fill a disk comes first."""
+    tracker = target.with_name(TRACKER)
+    named = f"{int(target.name.removeprefix('iter_'))}\n".encode()
     if is_remote(target):
         tracker.write_bytes(named)
         return
@@ -121,16 +146,25 @@ def publish(target: Path) -> None:
 
 
 def retain(folder: Path, keep: Retention) -> None:
-    """Renew the links, then remove what need not stay. A folder loses its name before its content: none is ever half there."""
+    """Renew the links, then remove what need not stay. A folder loses its name before its content:
+    none is ever half there."""
     found = complete(folder)
-    losses = {iteration: loss for iteration, path in found.items() if (loss := validation_loss(path)) is not None}
+    losses = {
+        iteration: loss
+        for iteration, path in found.items()
+        if (loss := validation_loss(path)) is not None
+    }
     best = min(losses, key=lambda iteration: (losses[iteration], iteration), default=None)
     newest = sorted(found)[-keep.newest :] if keep.newest else list(found)
     _link(folder / LAST, found[max(found)])
     if best is not None:
         _link(folder / BEST, found[best])
     for iteration, path in found.items():
-        if iteration not in newest and iteration != best and not (keep.interval and iteration % keep.interval == 0):
+        if (
+            iteration not in newest
+            and iteration != best
+            and not (keep.interval and iteration % keep.interval == 0)
+        ):
             _remove(path)
 
 
@@ -153,7 +187,8 @@ def _remove(checkpoint: Path) -> None:
 
 
 def _link(link: Path, target: Path) -> None:
-    """Renew a symbolic link in one step; what is there and is no link stays. An object store has none."""
+    """Renew a symbolic link in one step; what is there and is no link stays. An object store has
+    none."""
     if is_remote(link) or (link.exists() and not link.is_symlink()):
         return
     beside = staging(link)

@@ -1,4 +1,5 @@
-"""SHA256SUMS: a checksum of every file of a checkpoint, or of the weights that a conversion wrote, as ``sha256sum --check`` reads it."""
+"""SHA256SUMS: a checksum of every file of a checkpoint, or of the weights that a conversion wrote,
+as ``sha256sum --check`` reads it."""
 
 from __future__ import annotations
 
@@ -14,18 +15,23 @@ from typing import Self
 from megatron_llama.checkpoint.folders import sync, write_synced
 from megatron_llama.errors import CheckpointError, describe
 
-SUMS, META_SUMS = "SHA256SUMS", "checklist.chk"
+SUMS = "SHA256SUMS"
+META_SUMS = "checklist.chk"
 """Ours, and the list of MD5 sums that comes with Meta's downloads."""
 WEIGHTS = (".safetensors", ".pth")
-"""Endings of files of weights that have no checksums of their own, or do not say which of several files they are."""
+"""Endings of files of weights that have no checksums of their own, or do not say which of several
+files they are."""
 _READ_BYTES = 2**20
 
 
 class HashedFile:
-    """A new file for sequential writing that knows its checksum and is on the disk when it is closed without an error."""
+    """A new file for sequential writing that knows its checksum and is on the disk when it is
+    closed without an error."""
 
     def __init__(self, path: Path) -> None:
-        self._path, self._file, self._hash = path, path.open("wb"), hashlib.sha256()
+        self._path = path
+        self._file = path.open("wb")
+        self._hash = hashlib.sha256()
 
     def write(self, content: bytes | memoryview) -> int:
         """Append."""
@@ -48,68 +54,111 @@ class HashedFile:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
         self._file.close()
         if error is None:
             sync(self._path)
 
 
 def seal(folder: Path, sums: Mapping[str, str], last: str, content: bytes) -> None:
-    """Write the checksums of all files, in the order of names, then the file that makes the others count: where folders cannot be
-    renamed, a reader takes those for complete that have it."""
+    """Write the checksums of all files, in the order of names, then the file that makes the others
+    count: where folders cannot be renamed, a reader takes those for complete that have it."""
     complete = {**sums, last: hashlib.sha256(content).hexdigest()}
-    write_synced(folder / SUMS, "".join(f"{digest}  {name}\n" for name, digest in sorted(complete.items())).encode())
+    write_synced(
+        folder / SUMS,
+        "".join(f"{digest}  {name}\n" for name, digest in sorted(complete.items())).encode(),
+    )
     write_synced(folder / last, content)
 
 
 def read_sums(folder: Path) -> dict[str, str]:
-    """File name -> SHA-256. Raises CheckpointError when there is no such list, or not a readable one."""
-    path, do = folder / SUMS, "verify a copy, or an earlier checkpoint"
+    """File name -> SHA-256. Raises CheckpointError when there is no such list, or not a readable
+    one."""
+    path = folder / SUMS
+    do = "verify a copy, or an earlier checkpoint"
     try:
         lines = path.read_text().splitlines()
     except (OSError, ValueError) as error:
         got = error.strerror if isinstance(error, OSError) else "damaged content"
-        raise CheckpointError(describe(str(path), got=got, expected="the list of checksums", do=do)) from error
+        raise CheckpointError(
+            describe(str(path), got=got, expected="the list of checksums", do=do)
+        ) from error
     found = [re.fullmatch(r"([0-9a-f]{64})  ([^/]+)", line) for line in lines]
     if not found or None in found:
-        raise CheckpointError(describe(str(path), got="damaged content", expected="a checksum and a file name in each line", do=do))
+        raise CheckpointError(
+            describe(
+                str(path),
+                got="damaged content",
+                expected="a checksum and a file name in each line",
+                do=do,
+            )
+        )
     return {match[2]: match[1] for match in found if match is not None}
 
 
 def damaged_files(folder: Path) -> list[str]:
-    """A line for each file of a checkpoint that is missing, damaged or does not belong there. Reads everything.
+    """A line for each file of a checkpoint that is missing, damaged or does not belong there. Reads
+    everything.
 
     Raises CheckpointError when the list of checksums itself cannot be read."""
-    sums, problems = read_sums(folder), []
+    sums = read_sums(folder)
+    problems = []
     do = "restore the file from a copy, or load an earlier checkpoint"
     for name, expected in sums.items():
         path = folder / name
         try:
             got = _sum(path)
         except OSError as error:
-            problems.append(describe(str(path), got=error.strerror, expected=f"a file with SHA-256 {expected}", do=do))
+            problems.append(
+                describe(
+                    str(path), got=error.strerror, expected=f"a file with SHA-256 {expected}", do=do
+                )
+            )
             continue
         if got != expected:
-            problems.append(describe(str(path), got=f"SHA-256 {got} in {path.stat().st_size} bytes", expected=expected, do=do))
+            problems.append(
+                describe(
+                    str(path),
+                    got=f"SHA-256 {got} in {path.stat().st_size} bytes",
+                    expected=expected,
+                    do=do,
+                )
+            )
     for path in sorted(folder.iterdir()):
         if path.name not in sums and path.name != SUMS:
-            problems.append(describe(str(path), got="a file", expected="none of this name", do="move it elsewhere"))
+            problems.append(
+                describe(
+                    str(path), got="a file", expected="none of this name", do="move it elsewhere"
+                )
+            )
     return problems
 
 
 def seal_weights(folder: Path) -> None:
-    """Write the checksums of files of weights, where there are such, under a folder that is about to get its name."""
+    """Write the checksums of files of weights, where there are such, under a folder that is about
+    to get its name."""
     files = sorted(path for path in folder.rglob("*") if path.suffix in WEIGHTS)
     if files:
-        write_synced(folder / SUMS, "".join(f"{_sum(path)}  {path.relative_to(folder)}\n" for path in files).encode())
+        write_synced(
+            folder / SUMS,
+            "".join(f"{_sum(path)}  {path.relative_to(folder)}\n" for path in files).encode(),
+        )
 
 
 def damaged_weights(folder: Path, workers: int) -> list[str]:
-    """A line for each file of weights that is not what a list of checksums in the folder says; none without such a list.
+    """A line for each file of weights that is not what a list of checksums in the folder says; none
+    without such a list.
 
     Reads all of them, ``workers`` at a time."""
     with ThreadPoolExecutor(workers) as pool:
-        listed = {name: entry for name, entry in _listed(folder).items() if (folder / name).exists()}  # readers know what they miss
+        listed = {
+            name: entry for name, entry in _listed(folder).items() if (folder / name).exists()
+        }  # readers know what they miss
         found = pool.map(partial(_damage, folder), listed.items())
         return [problem for problem in found if problem is not None]
 
@@ -128,13 +177,18 @@ def _listed(folder: Path) -> dict[str, tuple[str, str]]:
 
 def _damage(folder: Path, entry: tuple[str, tuple[str, str]]) -> str | None:
     name, (expected, listed) = entry
-    kind, path = "md5" if len(expected) == 32 else "sha256", folder / name
+    kind = "md5" if len(expected) == 32 else "sha256"
+    path = folder / name
     do = f"copy the file again from where the model came from, or remove {listed} if you changed it yourself"
     try:
         got = f"{kind} {_sum(path, kind)}"
     except OSError as error:
         got = str(error.strerror)
-    return None if got == f"{kind} {expected}" else describe(str(path), got=got, expected=f"{kind} {expected}, by {listed}", do=do)
+    return (
+        None
+        if got == f"{kind} {expected}"
+        else describe(str(path), got=got, expected=f"{kind} {expected}, by {listed}", do=do)
+    )
 
 
 def _sum(path: Path, kind: str = "sha256") -> str:

@@ -1,6 +1,7 @@
 """Live shards as chunks of HuggingFace tensors, for torch's distributed checkpoint planners.
 
-Keys: ``NAME`` is the master weight, ``optimizer.STATE.NAME`` the update rule's state, NAME as in the HuggingFace model.
+Keys: ``NAME`` is the master weight, ``optimizer.STATE.NAME`` the update rule's state, NAME as in
+the HuggingFace model.
 """
 
 from __future__ import annotations
@@ -12,8 +13,21 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
-from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex, TensorProperties, TensorStorageMetadata
-from torch.distributed.checkpoint.planner import LoadPlan, ReadItem, SavePlan, TensorWriteData, WriteItem, WriteItemType
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import (
+    LoadPlan,
+    ReadItem,
+    SavePlan,
+    TensorWriteData,
+    WriteItem,
+    WriteItemType,
+)
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
 from megatron_llama.engine.optimizer import ShardPiece
@@ -22,8 +36,9 @@ from megatron_llama.plans.params import Rectangle
 
 STATE = "optimizer."
 CHUNK_ELEMENTS = 2**22
-"""Chunks are read whole: this bounds what a rank of another layout reads beyond its own part, and the host memory of one
-chunk. At 16 MiB (fp32) reading a chunk costs the same per byte as reading a larger one."""
+"""Chunks are read whole: this bounds what a rank of another layout reads beyond its own part, and
+the host memory of one chunk. At 16 MiB (fp32) reading a chunk costs the same per byte as reading a
+larger one."""
 
 
 @dataclass(frozen=True)
@@ -39,7 +54,9 @@ class Region:
     @staticmethod
     def of(rectangle: Rectangle, tensor: Tensor, key: str | None = None) -> Region:
         """The region of a HuggingFace rectangle. ``key``: the HuggingFace name unless given."""
-        return Region(key or rectangle.name, rectangle.shape, rectangle.offset, rectangle.size, tensor)
+        return Region(
+            key or rectangle.name, rectangle.shape, rectangle.offset, rectangle.size, tensor
+        )
 
     @property
     def index(self) -> MetadataIndex:
@@ -56,12 +73,22 @@ class Region:
         rows = max(1, CHUNK_ELEMENTS // math.prod(self.size[1:]))
         for row in range(0, self.size[0], rows):
             part = self.tensor[row : row + rows]
-            yield Region(self.key, self.shape, (self.offset[0] + row, *self.offset[1:]), tuple(part.shape), part)
+            yield Region(
+                self.key,
+                self.shape,
+                (self.offset[0] + row, *self.offset[1:]),
+                tuple(part.shape),
+                part,
+            )
 
     def write_item(self) -> WriteItem:
         """The request to write it."""
         properties = TensorProperties.create_from_tensor(self.tensor)
-        return WriteItem(self.index, WriteItemType.SHARD, tensor_data=TensorWriteData(self.chunk, properties, torch.Size(self.shape)))
+        return WriteItem(
+            self.index,
+            WriteItemType.SHARD,
+            tensor_data=TensorWriteData(self.chunk, properties, torch.Size(self.shape)),
+        )
 
 
 def state_key(state: str, name: str) -> str:
@@ -82,7 +109,8 @@ def regions(pieces: Iterable[ShardPiece]) -> Iterator[Region]:
 
 
 def make_index(plans: Iterable[list[WriteItem]]) -> Metadata:
-    """The index of what all ranks write, without places in files. torch checks that the parts of a tensor fill it, once."""
+    """The index of what all ranks write, without places in files. torch checks that the parts of a
+    tensor fill it, once."""
     planner = DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
     return planner.create_global_plan([SavePlan(items) for items in plans])[1]
 
@@ -124,14 +152,25 @@ class LoadRegions(DefaultLoadPlanner):
         return list(found)
 
     def _problem(self, where: str, part: Region, filled: int, any_dtype: bool) -> str | None:
-        saved, name = self._saved.get(part.key), f"{where} {part.key}"
+        saved = self._saved.get(part.key)
+        name = f"{where} {part.key}"
         do = "load another checkpoint"
         if not isinstance(saved, TensorStorageMetadata):
             return describe(name, got="no such tensor", expected=f"shape {part.shape}", do=do)
         if tuple(saved.size) != part.shape:
             return describe(name, got=f"shape {tuple(saved.size)}", expected=part.shape, do=do)
         if saved.properties.dtype != part.tensor.dtype and not any_dtype:
-            return describe(name, got=saved.properties.dtype, expected=part.tensor.dtype, do="resume in the precision that it was saved in")
+            return describe(
+                name,
+                got=saved.properties.dtype,
+                expected=part.tensor.dtype,
+                do="resume in the precision that it was saved in",
+            )
         if filled != part.tensor.numel():
-            return describe(f"{name} at {part.offset}", got=f"{filled} elements", expected=part.tensor.numel(), do=do)
+            return describe(
+                f"{name} at {part.offset}",
+                got=f"{filled} elements",
+                expected=part.tensor.numel(),
+                do=do,
+            )
         return None

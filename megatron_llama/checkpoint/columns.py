@@ -1,11 +1,14 @@
-"""What ZenFlow knows of columns, in checkpoints: how often each has been updated and which are hot, in HuggingFace's coordinates.
+"""What ZenFlow knows of columns, in checkpoints: how often each has been updated and which are hot,
+in HuggingFace's coordinates.
 
     optimizer.updates.NAME      fp64 [columns of NAME]
     optimizer.hot.NAME          fp64 [columns of NAME], 1 or 0
-    optimizer.zenflow.windows   fp64 [2]: steps, and one more than the steps before columns were last chosen (0: never)
+    optimizer.zenflow.windows   fp64 [2]: steps, and one more than the steps before columns were
+                                last chosen (0: never)
 
-Nothing is pending in a checkpoint, so no sums of gradients are in it. Another update rule counts updates once for all columns: moments that
-it takes over are changed to mean the same with that count, and ZenFlow takes that count over for every column.
+Nothing is pending in a checkpoint, so no sums of gradients are in it. Another update rule counts
+updates once for all columns: moments that it takes over are changed to mean the same with that
+count, and ZenFlow takes that count over for every column.
 """
 
 from __future__ import annotations
@@ -26,7 +29,9 @@ from megatron_llama.engine.offload.zenflow import ZenFlow
 from megatron_llama.engine.optimizer import OverlappedDistributedOptimizer, ShardPiece
 from megatron_llama.plans.params import Rectangle
 
-UPDATES, HOT, WINDOWS = "updates", "hot", "windows"
+UPDATES = "updates"
+HOT = "hot"
+WINDOWS = "windows"
 
 
 def zenflow_of(engine: OverlappedDistributedOptimizer) -> ZenFlow | None:
@@ -41,35 +46,54 @@ def column_pieces(engine: OverlappedDistributedOptimizer, mesh: Mesh) -> Iterato
     if rule is None:
         return
     for column in rule.columns:
-        spec, matrix = column.placement.spec, column.matrix
+        spec = column.placement.spec
+        matrix = column.matrix
         alone = mesh.dp.rank == 0 and not (spec.tied and mesh.embedding.rank)
         for part in spec.slices:
             rectangle = Rectangle(part.name, (matrix.total,), (matrix.first,), (matrix.columns,), 0)
             primary = alone and (matrix.columns < matrix.total or mesh.tp.rank == 0)
             yield ShardPiece(rectangle, {UPDATES: column.updates, HOT: column.hot}, primary)
-    yield ShardPiece(Rectangle(WINDOWS, (2,), (0,), (2,), 0), {"zenflow": rule.progress}, mesh.rank == 0)
+    yield ShardPiece(
+        Rectangle(WINDOWS, (2,), (0,), (2,), 0), {"zenflow": rule.progress}, mesh.rank == 0
+    )
 
 
 class SavedColumns:
     """Taking up what a checkpoint says of columns, or does not say."""
 
-    def __init__(self, engine: OverlappedDistributedOptimizer, mesh: Mesh, metadata: Metadata) -> None:
+    def __init__(
+        self, engine: OverlappedDistributedOptimizer, mesh: Mesh, metadata: Metadata
+    ) -> None:
         saved = metadata.state_dict_metadata
-        self._engine, self._rule = engine, zenflow_of(engine)
+        self._engine = engine
+        self._rule = zenflow_of(engine)
         own = list(regions(column_pieces(engine, mesh)))
-        self._missing = [part.tensor for part in own if part.key not in saved and part.key.startswith(state_key(UPDATES, ""))]
+        self._missing = [
+            part.tensor
+            for part in own
+            if part.key not in saved and part.key.startswith(state_key(UPDATES, ""))
+        ]
         for part in own:
             part.tensor.zero_()  # hot, where nothing says so: no
         mine = {part.rectangle.name for part in column_pieces(engine, mesh)}
-        self._foreign = {name: _whole(saved, name) for name in _names(engine.pieces()) - mine if state_key(UPDATES, name) in saved}
+        self._foreign = {
+            name: _whole(saved, name)
+            for name in _names(engine.pieces()) - mine
+            if state_key(UPDATES, name) in saved
+        }
         self.regions = [part for part in own if part.key in saved]
         """To be read; what is missing is known otherwise."""
-        self.regions += [Region(state_key(UPDATES, name), (len(c),), (0,), (len(c),), c) for name, c in self._foreign.items()]
+        self.regions += [
+            Region(state_key(UPDATES, name), (len(c),), (0,), (len(c),), c)
+            for name, c in self._foreign.items()
+        ]
 
     def take_up(self, step: int, optimizer: Mapping[str, Any]) -> None:
-        """The regions have been read, and all state. ``step``: updates of a rule that does not count by columns; ``optimizer``: options
-        of the run that saved."""
-        config = OptimizerConfig(adam_beta1=optimizer["adam_beta1"], adam_beta2=optimizer["adam_beta2"])
+        """The regions have been read, and all state. ``step``: updates of a rule that does not
+        count by columns; ``optimizer``: options of the run that saved."""
+        config = OptimizerConfig(
+            adam_beta1=optimizer["adam_beta1"], adam_beta2=optimizer["adam_beta2"]
+        )
         for updates in self._missing:
             updates.fill_(step)
         for piece in self._engine.pieces():
@@ -81,7 +105,11 @@ class SavedColumns:
 
 
 def _names(pieces: Iterable[ShardPiece]) -> set[str]:
-    return {piece.rectangle.name for piece in pieces if len(piece.rectangle.shape) == 2 and "exp_avg" in piece.tensors}
+    return {
+        piece.rectangle.name
+        for piece in pieces
+        if len(piece.rectangle.shape) == 2 and "exp_avg" in piece.tensors
+    }
 
 
 def _whole(saved: Mapping[str, object], name: str) -> Tensor:
@@ -91,9 +119,12 @@ def _whole(saved: Mapping[str, object], name: str) -> Tensor:
 
 
 def _recount(piece: ShardPiece, counts: Tensor, step: int, config: OptimizerConfig) -> None:
-    """Moments that are, corrected as after ``step`` updates, what they were, corrected by the number of each column's."""
+    """Moments that are, corrected as after ``step`` updates, what they were, corrected by the
+    number of each column's."""
     low = piece.rectangle.offset[1]
-    counts = counts[low : low + piece.rectangle.size[1]].clamp(min=1)  # without any update moments are zero
+    counts = counts[low : low + piece.rectangle.size[1]].clamp(
+        min=1
+    )  # without any update moments are zero
     moments = (piece.tensors["exp_avg"], piece.tensors["exp_avg_sq"])
     before = corrections(counts, config, torch.float64)
     after = corrections(torch.tensor(max(step, 1)), config, torch.float64)

@@ -11,7 +11,8 @@ from megatron_llama.errors import CheckpointError, UserError, describe
 
 @contextmanager
 def writing(path: Path) -> Iterator[None]:
-    """A section that writes ``path``: whatever goes wrong becomes a CheckpointError naming the file and the cause."""
+    """A section that writes ``path``: whatever goes wrong becomes a CheckpointError naming the file
+    and the cause."""
     try:
         yield
     except UserError:
@@ -23,7 +24,11 @@ def writing(path: Path) -> Iterator[None]:
 def not_written(path: Path, error: BaseException) -> CheckpointError:
     """The error of a file that could not be written."""
     system = _system_error(error)
-    where, got = (path, f"{type(error).__name__}: {error}") if system is None else (system.filename or path, system.strerror)
+    where, got = (
+        (path, f"{type(error).__name__}: {error}")
+        if system is None
+        else (system.filename or path, system.strerror)
+    )
     do = "free space or mend the permissions, and try again; what was there before is untouched"
     return CheckpointError(describe(str(where), got=got, expected="to write it", do=do))
 

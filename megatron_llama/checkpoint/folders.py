@@ -1,8 +1,9 @@
 """Folders that appear whole or not at all, whenever the process dies.
 
-A folder is written as ``NAME.incomplete``, synced and renamed. One that it replaces waits as ``NAME.replaced`` until the
-new one has its name: no file system renames onto a full folder. In an object store it is written in its place: whoever writes
-it puts the file last without which it does not count.
+A folder is written as ``NAME.incomplete``, synced and renamed. One that it replaces waits as
+``NAME.replaced`` until the new one has its name: no file system renames onto a full folder. In an
+object store it is written in its place: whoever writes it puts the file last without which it does
+not count.
 """
 
 from __future__ import annotations
@@ -13,7 +14,8 @@ from pathlib import Path
 
 from megatron_llama.checkpoint.storage_paths import is_remote, remove_tree
 
-INCOMPLETE, REPLACED = ".incomplete", ".replaced"
+INCOMPLETE = ".incomplete"
+REPLACED = ".replaced"
 
 
 def staging(target: Path) -> Path:
@@ -61,7 +63,8 @@ def commit(target: Path) -> None:
 
 
 def recover(target: Path) -> None:
-    """Undo or finish a ``commit`` that was killed: the folder set aside comes back if it is the only one."""
+    """Undo or finish a ``commit`` that was killed: the folder set aside comes back if it is the
+    only one."""
     old = set_aside(target)
     if old.exists() and target.exists():
         shutil.rmtree(old)
@@ -71,7 +74,8 @@ def recover(target: Path) -> None:
 
 
 def sync(path: Path) -> None:
-    """Put a file's content, or the names in a folder, on the disk; an object is there once it is written."""
+    """Put a file's content, or the names in a folder, on the disk; an object is there once it is
+    written."""
     if is_remote(path):
         return
     descriptor = os.open(path, os.O_RDONLY)

@@ -1,4 +1,5 @@
-"""What a run keeps of its bad steps: the samples it leaves out, and what the next loss is compared with. Numbers only."""
+"""What a run keeps of its bad steps: the samples it leaves out, and what the next loss is compared
+with. Numbers only."""
 
 from __future__ import annotations
 
@@ -25,12 +26,16 @@ class Skipped:
 
     def entry(self) -> dict[str, Any]:
         """For JSON, which has no word for what is not finite: those become text."""
-        return {**asdict(self), "value": self.value if math.isfinite(self.value) else str(self.value)}
+        return {
+            **asdict(self),
+            "value": self.value if math.isfinite(self.value) else str(self.value),
+        }
 
 
 @dataclass(frozen=True)
 class History:
-    """What of the past decides on bad steps to come: with it a resumed run decides as one that was never interrupted."""
+    """What of the past decides on bad steps to come: with it a resumed run decides as one that was
+    never interrupted."""
 
     skipped: tuple[Skipped, ...] = ()
     """In the order in which they were found."""
@@ -39,10 +44,14 @@ class History:
     bad_in_a_row: int = 0
 
     def first_sample(self, consumed: int, size: Callable[[int], int]) -> int:
-        """Where a step begins when ``consumed`` samples are behind the run: a step that would hold a sample that is left out begins
-        behind it. ``size``: samples of a step that begins at a sample."""
+        """Where a step begins when ``consumed`` samples are behind the run: a step that would hold
+        a sample that is left out begins behind it. ``size``: samples of a step that begins at a
+        sample."""
         for left_out in sorted(self.skipped, key=lambda entry: entry.first_sample):
-            if left_out.first_sample < consumed + size(consumed) and consumed <= left_out.last_sample:
+            if (
+                left_out.first_sample < consumed + size(consumed)
+                and consumed <= left_out.last_sample
+            ):
                 consumed = left_out.last_sample + 1
         return consumed
 
@@ -56,6 +65,11 @@ NO_HISTORY = History()
 
 
 def read_history(entry: Mapping[str, Any]) -> History:
-    """The inverse of ``History.entry``. Raises KeyError, TypeError or ValueError where it is none."""
+    """The inverse of ``History.entry``. Raises KeyError, TypeError or ValueError where it is
+    none."""
     skipped = (Skipped(**{**one, "value": float(one["value"])}) for one in entry["skipped"])
-    return History(tuple(skipped), tuple(float(loss) for loss in entry["good_losses"]), int(entry["bad_in_a_row"]))
+    return History(
+        tuple(skipped),
+        tuple(float(loss) for loss in entry["good_losses"]),
+        int(entry["bad_in_a_row"]),
+    )

@@ -1,4 +1,5 @@
-"""``meta.json``: what a checkpoint holds besides tensors, and whether it belongs to the model at hand."""
+"""``meta.json``: what a checkpoint holds besides tensors, and whether it belongs to the model at
+hand."""
 
 from __future__ import annotations
 
@@ -21,17 +22,27 @@ from megatron_llama.plans.resolve import SHAPE
 META = "meta.json"
 FORMAT_VERSION = 1
 WITHOUT_EFFECT = frozenset(
-    {"preset", "make_vocab_size_divisible_by", "max_position_embeddings", "initializer_range", "bos_token_id", "eos_token_id"}
+    {
+        "preset",
+        "make_vocab_size_divisible_by",
+        "max_position_embeddings",
+        "initializer_range",
+        "bos_token_id",
+        "eos_token_id",
+    }
 )
-"""Model fields that change nothing in what the trained weights compute: a run may resume with other ones."""
+"""Model fields that change nothing in what the trained weights compute: a run may resume with other
+ones."""
 EPSILON = "rms_norm_eps"
-"""May be another one, with a warning: launch scripts of Megatron-LLaMA give LLaMA 2 that of LLaMA 1."""
+"""May be another one, with a warning: launch scripts of Megatron-LLaMA give LLaMA 2 that of LLaMA
+1."""
 ANOTHER_COPY = "restore the file from a copy, or load an earlier checkpoint"
 
 
 @dataclass(frozen=True)
 class TrainState:
-    """Where a run is. The order of the data and everything drawn at random follow from this and the seed."""
+    """Where a run is. The order of the data and everything drawn at random follow from this and the
+    seed."""
 
     iteration: int
     """Optimizer steps taken, skipped ones included."""
@@ -62,9 +73,14 @@ class CheckpointMeta:
 
 
 def meta_json(
-    state: TrainState, optimizer_step: int, loss_scale: list[float], config: Config, validation_loss: float | None = None
+    state: TrainState,
+    optimizer_step: int,
+    loss_scale: list[float],
+    config: Config,
+    validation_loss: float | None = None,
 ) -> bytes:
-    """The file's content. ``config``: derived model fields filled in. ``validation_loss``: of this very iteration."""
+    """The file's content. ``config``: derived model fields filled in. ``validation_loss``: of this
+    very iteration."""
     content = {
         "format_version": FORMAT_VERSION,
         "iteration": state.iteration,
@@ -90,7 +106,9 @@ def parse_meta(folder: Path) -> CheckpointMeta:
     version = content.get("format_version")
     if version != FORMAT_VERSION:
         do = "load it with the version of this program that saved it, and export it to HuggingFace format"
-        raise CheckpointError(describe(f"{path} format_version", got=version, expected=FORMAT_VERSION, do=do))
+        raise CheckpointError(
+            describe(f"{path} format_version", got=version, expected=FORMAT_VERSION, do=do)
+        )
     try:
         return CheckpointMeta(
             folder=folder,
@@ -106,36 +124,66 @@ def parse_meta(folder: Path) -> CheckpointMeta:
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         if isinstance(error, CheckpointError):
             raise
-        got = f"no field {error}" if isinstance(error, KeyError) else f"a field that cannot be read ({error})"
-        raise CheckpointError(describe(str(path), got=got, expected="the fields that saving writes", do=ANOTHER_COPY)) from error
+        got = (
+            f"no field {error}"
+            if isinstance(error, KeyError)
+            else f"a field that cannot be read ({error})"
+        )
+        raise CheckpointError(
+            describe(str(path), got=got, expected="the fields that saving writes", do=ANOTHER_COPY)
+        ) from error
 
 
 def _state(content: dict[str, Any]) -> TrainState:
-    history = read_history(content["history"]) if "history" in content else NO_HISTORY  # older files have none
+    history = (
+        read_history(content["history"]) if "history" in content else NO_HISTORY
+    )  # older files have none
     data = content.get("training_data")  # nor this
-    return TrainState(int(content["iteration"]), int(content["consumed_samples"]), history, None if data is None else dict(data))
+    return TrainState(
+        int(content["iteration"]),
+        int(content["consumed_samples"]),
+        history,
+        None if data is None else dict(data),
+    )
 
 
 def _read_object(path: Path) -> dict[str, Any]:
     try:
         content = json.loads(path.read_bytes())
     except OSError as error:
-        raise CheckpointError(describe(str(path), got=error.strerror, expected="a readable file", do=ANOTHER_COPY)) from error
+        raise CheckpointError(
+            describe(str(path), got=error.strerror, expected="a readable file", do=ANOTHER_COPY)
+        ) from error
     except ValueError as error:
-        raise CheckpointError(describe(str(path), got=error, expected="valid JSON", do=ANOTHER_COPY)) from error
+        raise CheckpointError(
+            describe(str(path), got=error, expected="valid JSON", do=ANOTHER_COPY)
+        ) from error
     if not isinstance(content, dict):
-        raise CheckpointError(describe(str(path), got=type(content).__name__, expected="a JSON object", do=ANOTHER_COPY))
+        raise CheckpointError(
+            describe(
+                str(path), got=type(content).__name__, expected="a JSON object", do=ANOTHER_COPY
+            )
+        )
     return content
 
 
-def model_differences(where: str, saved: ModelConfig, model: ModelConfig, *, resumes: bool = True) -> list[str]:
-    """Every field in which saved weights compute something else than ``model``, epsilon apart. ``where`` names them, for messages.
+def model_differences(
+    where: str, saved: ModelConfig, model: ModelConfig, *, resumes: bool = True
+) -> list[str]:
+    """Every field in which saved weights compute something else than ``model``, epsilon apart.
+    ``where`` names them, for messages.
 
-    ``resumes``: the run goes on with its optimizer. A new one that begins with the weights may have other positions too."""
+    ``resumes``: the run goes on with its optimizer. A new one that begins with the weights may have
+    other positions too."""
     problems = []
-    names = [field.name for field in dataclasses.fields(ModelConfig) if field.name not in (*WITHOUT_EFFECT, EPSILON)]
+    names = [
+        field.name
+        for field in dataclasses.fields(ModelConfig)
+        if field.name not in (*WITHOUT_EFFECT, EPSILON)
+    ]
     for name in names if resumes else SHAPE:
-        found, expected = getattr(saved, name), getattr(model, name)
+        found = getattr(saved, name)
+        expected = getattr(model, name)
         if name == "rope_scaling":
             expected = normal_rope(expected)
         if found != expected:
@@ -148,7 +196,8 @@ def model_changes(where: str, saved: ModelConfig, model: ModelConfig) -> list[st
     """What a run may change in what its loaded weights compute, one warning each."""
     changes = []
     for name in (EPSILON, "rope_theta", "rope_scaling"):
-        before, now = getattr(saved, name), getattr(model, name)
+        before = getattr(saved, name)
+        now = getattr(model, name)
         if before != (normal_rope(now) if name == "rope_scaling" else now):
             changes.append(f"{flag(name)} {now}: the weights of {where} were trained with {before}")
     return changes

@@ -15,9 +15,9 @@ from megatron_llama.checkpoint.checkpoint_dir import TOKENIZER, Retention, check
 from megatron_llama.checkpoint.failures import writing
 from megatron_llama.checkpoint.folders import commit, fresh_staging
 from megatron_llama.checkpoint.meta import TrainState
-from megatron_llama.checkpoint.storage_paths import is_remote, place
+from megatron_llama.checkpoint.storage_paths import is_remote, storage_path
 from megatron_llama.config.schema import Config
-from megatron_llama.distributed.comm.agreement import raise_together, together
+from megatron_llama.distributed.comm.agreement import raise_on_all_ranks, raise_together
 from megatron_llama.distributed.mesh import Mesh
 from megatron_llama.engine.optimizer import OverlappedDistributedOptimizer
 from megatron_llama.errors import CheckpointError
@@ -26,11 +26,12 @@ from megatron_llama.tokenizer.base import Tokenizer
 
 
 class Saver:
-    """Writes checkpoints when they are due, beside a copy of the tokenizer, so that they can be used on their own.
+    """Writes checkpoints when they are due, beside a copy of the tokenizer, so that they can be
+    used on their own.
 
-    ``background``: writes them while training goes on; None: training waits. ``data``: what the training samples say of themselves.
-    Raises CheckpointError or DataError, on every rank,
-    when nothing can be written to --save: at the start, not at the first save."""
+    ``background``: writes them while training goes on; None: training waits. ``data``: what the
+    training samples say of themselves. Raises CheckpointError or DataError, on every rank, when
+    nothing can be written to --save: at the start, not at the first save."""
 
     def __init__(
         self,
@@ -41,16 +42,20 @@ class Saver:
         background: Background | None = None,
         data: Mapping[str, Any] | None = None,
     ) -> None:
-        self._config, self._mesh, self._optimizer, self._background, self._data = config, mesh, optimizer, background, data
+        self._config = config
+        self._mesh = mesh
+        self._optimizer = optimizer
+        self._background = background
+        self._data = data
         options = config.checkpoint
-        self._folder = place(options.save) if options.save is not None else None
+        self._folder = storage_path(options.save) if options.save is not None else None
         self._keep = Retention(options.save_retain, options.save_retain_interval)
         self._plan: native.SavePlan | None = None
         self._saved: int | None = None
         self._error: CheckpointError | None = None
         if self._folder is not None:
             target = self._folder / TOKENIZER
-            with together(mesh.world), writing(target):
+            with raise_on_all_ranks(mesh.world), writing(target):
                 if mesh.rank == 0:
                     tidy(self._folder)
                     if tokenizer is not None and not target.exists():
@@ -58,55 +63,83 @@ class Saver:
 
     @property
     def newest(self) -> Path | None:
-        """The last checkpoint of this run; with background saves it is there after ``finish``. None before the first."""
-        return checkpoint_path(self._folder, self._saved) if self._folder is not None and self._saved is not None else None
+        """The last checkpoint of this run; with background saves it is there after ``finish``. None
+        before the first."""
+        return (
+            checkpoint_path(self._folder, self._saved)
+            if self._folder is not None and self._saved is not None
+            else None
+        )
 
     def due(self, state: TrainState) -> bool:
-        """Whether the run saves after this step: at the interval, at the end, and after the first step where that is asked for."""
-        options, now = self._config.checkpoint, state.iteration
+        """Whether the run saves after this step: at the interval, at the end, and after the first
+        step where that is asked for."""
+        options = self._config.checkpoint
+        now = state.iteration
         at_interval = options.save_interval > 0 and now % options.save_interval == 0
         at_ends = now == self._config.training.train_iters or (options.save_first_step and now == 1)
         return self._folder is not None and (at_interval or at_ends)
 
     def save(self, state: TrainState, log: MetricLog, validation_loss: float | None = None) -> None:
-        """Save, unless the run has no --save or this iteration is saved. ``validation_loss``: of this iteration, if it was measured.
+        """Save, unless the run has no --save or this iteration is saved. ``validation_loss``: of
+        this iteration, if it was measured.
 
-        Raises CheckpointError on every rank, also for an earlier save in the background; the last checkpoint stays as it was."""
+        Raises CheckpointError on every rank, also for an earlier save in the background; the last
+        checkpoint stays as it was."""
         if self._folder is None or state.iteration == self._saved:
             return
         state = replace(state, data=self._data)
         if self._background is None:
             path = native.save(
-                self._folder, self._optimizer, self._mesh, state, self._config, validation_loss=validation_loss, keep=self._keep
+                self._folder,
+                self._optimizer,
+                self._mesh,
+                state,
+                self._config,
+                validation_loss=validation_loss,
+                keep=self._keep,
             )
             log.say(f" saved {path}")
         else:
             self._begin(self._folder, self._background, state, log, validation_loss)
         self._saved = state.iteration
 
-    def _begin(self, folder: Path, background: Background, state: TrainState, log: MetricLog, validation_loss: float | None) -> None:
-        meta = native.describe_state(self._optimizer, self._mesh, state, self._config, validation_loss)
+    def _begin(
+        self,
+        folder: Path,
+        background: Background,
+        state: TrainState,
+        log: MetricLog,
+        validation_loss: float | None,
+    ) -> None:
+        meta = native.describe_state(
+            self._optimizer, self._mesh, state, self._config, validation_loss
+        )
         if background.full:
             self._collect(background, log, None)
         raise_together(self._error, self._mesh.world)
         if self._plan is None:
             self._plan = native.plan_save(self._optimizer, self._mesh)
         target = checkpoint_path(folder, state.iteration)
-        with together(self._mesh.world), writing(target):
+        with raise_on_all_ranks(self._mesh.world), writing(target):
             if self._mesh.rank == 0:
                 fresh_staging(target)
         start = time.perf_counter()
         background.write(self._plan, target, meta, self._keep)
-        log.say(f" saving {target} in the background; training waited {(time.perf_counter() - start) * 1e3:.0f} ms for the copy")
+        log.say(
+            f" saving {target} in the background; training waited {(time.perf_counter() - start) * 1e3:.0f} ms for the copy"
+        )
 
     def failed(self, log: MetricLog) -> bool:
-        """Report the saves that have ended meanwhile. Whether one failed: then this rank should ask for a stop, and ``finish`` raises."""
+        """Report the saves that have ended meanwhile. Whether one failed: then this rank should ask
+        for a stop, and ``finish`` raises."""
         if self._background is not None:
             self._collect(self._background, log, 0.0)
         return self._error is not None
 
     def finish(self, log: MetricLog) -> None:
-        """Wait until everything is on the disk. Collective. Raises CheckpointError on every rank."""
+        """Wait until everything is on the disk. Collective. Raises CheckpointError on every
+        rank."""
         while self._background is not None and self._background.busy:
             self._collect(self._background, log, None)
         raise_together(self._error, self._mesh.world)

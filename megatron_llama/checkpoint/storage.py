@@ -1,4 +1,5 @@
-"""The files of a native checkpoint: torch's own format, with bounded memory, checksums, and errors that name the file."""
+"""The files of a native checkpoint: torch's own format, with bounded memory, checksums, and errors
+that name the file."""
 
 from __future__ import annotations
 
@@ -41,10 +42,12 @@ class Written:
 
 
 def write_parts(folder: Path, rank: int, parts: Iterable[Region]) -> Written:
-    """Write and sync this rank's file: one ``torch.save`` after the other, as torch's own writer does.
+    """Write and sync this rank's file: one ``torch.save`` after the other, as torch's own writer
+    does.
 
     Holds a copy of one part at a time. Raises CheckpointError naming the file."""
-    name, places = f"__{rank}_0{DEFAULT_SUFFIX}", {}
+    name = f"__{rank}_0{DEFAULT_SUFFIX}"
+    places = {}
     with writing(folder):
         # Rank 0 has made it, but another machine's view of a shared folder may be a while behind.
         folder.mkdir(parents=True, exist_ok=True)
@@ -52,7 +55,10 @@ def write_parts(folder: Path, rank: int, parts: Iterable[Region]) -> Written:
         for part in parts:
             start = file.tell()
             # A copy of its own: torch saves the whole storage of a view.
-            torch.save(part.tensor.detach().to("cpu", copy=True, memory_format=torch.contiguous_format), cast(IO[bytes], file))
+            torch.save(
+                part.tensor.detach().to("cpu", copy=True, memory_format=torch.contiguous_format),
+                cast(IO[bytes], file),
+            )
             places[part.index] = _StorageInfo(name, start, file.tell() - start)
     return Written(places, {name: file.sum} if places else {})
 
@@ -64,21 +70,29 @@ def write_index(folder: Path, index: Metadata, written: Sequence[Written]) -> di
     index.storage_data = {key: place for rank in written for key, place in rank.places.items()}
     with writing(folder / METADATA), HashedFile(folder / METADATA) as file:
         pickle.dump(index, file)
-    problems = file_problems(folder, index.storage_data.values(), do="save to a folder that all machines share")
+    problems = file_problems(
+        folder, index.storage_data.values(), do="save to a folder that all machines share"
+    )
     refuse("the files of some ranks have not arrived:", problems)
-    return {name: digest for rank in written for name, digest in rank.sums.items()} | {METADATA: file.sum}
+    return {name: digest for rank in written for name, digest in rank.sums.items()} | {
+        METADATA: file.sum
+    }
 
 
 class ChunkReader(StorageReader):
     """Reads chunks of a checkpoint whose metadata is known."""
 
     def __init__(self, folder: Path, metadata: Metadata) -> None:
-        self._folder, self._metadata, self._places = folder, metadata, metadata.storage_data
+        self._folder = folder
+        self._metadata = metadata
+        self._places = metadata.storage_data
 
     def reset(self, checkpoint_id: object = None) -> None:
         """See StorageReader: nothing is kept between reads."""
 
-    def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+    def set_up_storage_reader(
+        self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any
+    ) -> None:
         """See StorageReader: done by the constructor."""
 
     @classmethod
@@ -100,16 +114,23 @@ class ChunkReader(StorageReader):
 
     def problems(self, items: Iterable[ReadItem]) -> list[str]:
         """Files that these reads need and that are missing or too short."""
-        return file_problems(self._folder, (self._places[item.storage_index] for item in items), do=ANOTHER_COPY)
+        return file_problems(
+            self._folder, (self._places[item.storage_index] for item in items), do=ANOTHER_COPY
+        )
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        """See StorageReader: files one after the other, each from its start to its end, every chunk once and checked.
+        """See StorageReader: files one after the other, each from its start to its end, every chunk
+        once and checked.
 
         Raises CheckpointError naming the file."""
         by_file: dict[str, dict[tuple[int, int], list[ReadItem]]] = {}
-        for item in sorted(plan.items, key=lambda item: int(self._places[item.storage_index].offset)):
+        for item in sorted(
+            plan.items, key=lambda item: int(self._places[item.storage_index].offset)
+        ):
             place = self._places[item.storage_index]
-            by_file.setdefault(place.relative_path, {}).setdefault((place.offset, place.length), []).append(item)
+            by_file.setdefault(place.relative_path, {}).setdefault(
+                (place.offset, place.length), []
+            ).append(item)
         for name, chunks in by_file.items():
             path = self._folder / name
             try:
@@ -118,15 +139,24 @@ class ChunkReader(StorageReader):
                         _fill(items, _read_chunk(file, offset, length), planner)
             except Exception as error:
                 # What torch says of damaged bytes is long, and advises to load them unsafely.
-                got = error.strerror if isinstance(error, OSError) else f"damaged content ({type(error).__name__})"
-                raise CheckpointError(describe(str(path), got=got, expected="the tensors that were saved", do=ANOTHER_COPY)) from error
+                got = (
+                    error.strerror
+                    if isinstance(error, OSError)
+                    else f"damaged content ({type(error).__name__})"
+                )
+                raise CheckpointError(
+                    describe(
+                        str(path), got=got, expected="the tensors that were saved", do=ANOTHER_COPY
+                    )
+                ) from error
         future: Future[None] = Future()
         future.set_result(None)
         return future
 
 
 def _read_chunk(file: BinaryIO, offset: int, length: int) -> Tensor:
-    """One saved tensor. torch reads its zip archives without looking at their checksums: a flipped bit would go unnoticed."""
+    """One saved tensor. torch reads its zip archives without looking at their checksums: a flipped
+    bit would go unnoticed."""
     file.seek(offset)
     content = io.BytesIO(file.read(length))
     with zipfile.ZipFile(content) as archive:
@@ -149,17 +179,23 @@ def file_problems(folder: Path, places: Iterable[Any], *, do: str) -> list[str]:
     """Files in which some of the stored places (relative_path, offset, length) cannot be."""
     needed: dict[str, int] = {}
     for place in places:
-        needed[place.relative_path] = max(needed.get(place.relative_path, 0), place.offset + place.length)
+        needed[place.relative_path] = max(
+            needed.get(place.relative_path, 0), place.offset + place.length
+        )
     problems = []
     for name, size in sorted(needed.items()):
         path = folder / name
         try:
             found = path.stat().st_size
         except OSError as error:
-            problems.append(describe(str(path), got=error.strerror, expected=f"a file of {size} bytes", do=do))
+            problems.append(
+                describe(str(path), got=error.strerror, expected=f"a file of {size} bytes", do=do)
+            )
             continue
         if found < size:
-            problems.append(describe(str(path), got=f"{found} bytes", expected=f"{size}: it was cut off", do=do))
+            problems.append(
+                describe(str(path), got=f"{found} bytes", expected=f"{size}: it was cut off", do=do)
+            )
     return problems
 
 
@@ -171,7 +207,8 @@ def refuse(title: str, problems: list[str]) -> None:
 
 
 def read_metadata(folder: Path) -> Metadata:
-    """The index of all chunks. Raises CheckpointError naming the file; a file with anything else in it runs no code."""
+    """The index of all chunks. Raises CheckpointError naming the file; a file with anything else in
+    it runs no code."""
     path = folder / METADATA
     try:
         with path.open("rb") as file:
@@ -181,14 +218,24 @@ def read_metadata(folder: Path) -> Metadata:
         return metadata
     except Exception as error:
         got = error.strerror if isinstance(error, OSError) else f"{type(error).__name__}: {error}"
-        raise CheckpointError(describe(str(path), got=got, expected="the index that saving writes", do=ANOTHER_COPY)) from error
+        raise CheckpointError(
+            describe(str(path), got=got, expected="the index that saving writes", do=ANOTHER_COPY)
+        ) from error
 
 
 class _MetadataUnpickler(pickle.Unpickler):
-    """Knows the classes of the index and no others: a pickle may name any function of any module."""
+    """Knows the classes of the index and no others: a pickle may name any function of any
+    module."""
 
     def find_class(self, module: str, name: str) -> Any:
-        index = ("Metadata", "TensorStorageMetadata", "ChunkStorageMetadata", "MetadataIndex", "TensorProperties", "_MEM_FORMAT_ENCODING")
+        index = (
+            "Metadata",
+            "TensorStorageMetadata",
+            "ChunkStorageMetadata",
+            "MetadataIndex",
+            "TensorProperties",
+            "_MEM_FORMAT_ENCODING",
+        )
         known = {
             "torch.distributed.checkpoint.metadata": index,
             "torch.distributed.checkpoint.filesystem": ("_StorageInfo",),

@@ -1,6 +1,8 @@
-"""Folders on a disk, and folders in an object store (``s3://bucket/run``), which knows neither renaming nor links.
+"""Folders on a disk, and folders in an object store (``s3://bucket/run``), which knows neither
+renaming nor links.
 
-Both behave as ``pathlib.Path``; what differs is in ``folders.py`` and ``series.py``, behind ``is_remote``.
+Both behave as ``pathlib.Path``; what differs is in ``folders.py`` and ``series.py``, behind
+``is_remote``.
 """
 
 from __future__ import annotations
@@ -15,8 +17,9 @@ from typing import cast
 from megatron_llama.errors import CheckpointError, describe
 
 
-def place(name: str | Path) -> Path:
-    """The folder of that name. Raises CheckpointError for a URL where what reads them is not installed."""
+def storage_path(name: str | Path) -> Path:
+    """The folder of that name. Raises CheckpointError for a URL where what reads them is not
+    installed."""
     if not isinstance(name, str):
         return name
     if "://" not in name:
@@ -30,10 +33,14 @@ def place(name: str | Path) -> Path:
         return cast(Path, found)
     except ImportError as error:
         do = "install megatron-llama[fsspec] and the package of the store, such as s3fs"
-        raise CheckpointError(describe(name, got=str(error), expected="packages that read such a URL", do=do)) from error
+        raise CheckpointError(
+            describe(name, got=str(error), expected="packages that read such a URL", do=do)
+        ) from error
     except ValueError as error:
         do = "give a path, or a URL that fsspec knows"
-        raise CheckpointError(describe(name, got=str(error), expected="a path or a URL", do=do)) from error
+        raise CheckpointError(
+            describe(name, got=str(error), expected="a path or a URL", do=do)
+        ) from error
 
 
 def is_remote(path: Path) -> bool:
@@ -42,9 +49,10 @@ def is_remote(path: Path) -> bool:
 
 
 def local_folder(name: str) -> Path:
-    """Where the small files of a run are that grow line by line: the folder itself, or, as an object is written once, a
-    folder in the working directory with the last part of the URL's path as its name."""
-    found = place(name)
+    """Where the small files of a run are that grow line by line: the folder itself, or, as an
+    object is written once, a folder in the working directory with the last part of the URL's path
+    as its name."""
+    found = storage_path(name)
     return Path(found.name) if is_remote(found) else found
 
 
@@ -58,7 +66,8 @@ def remove_tree(folder: Path) -> None:
 
 @contextmanager
 def local_copy(folder: Path) -> Iterator[Path]:
-    """A section in which the files of a folder are on the disk: itself, or a copy that goes with the section."""
+    """A section in which the files of a folder are on the disk: itself, or a copy that goes with
+    the section."""
     if not is_remote(folder):
         yield folder
         return

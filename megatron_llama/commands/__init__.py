@@ -1,1 +1,2 @@
-"""One module for each command. They import what is heavy when they run, so that ``--help`` appears at once."""
+"""One module for each command. They import what is heavy when they run, so that ``--help`` appears
+at once."""

@@ -20,15 +20,22 @@ RESET = "/reset"
 
 
 def chat(parsed: Parsed) -> None:
-    """Read messages line by line, from a terminal or a pipe, and print each answer as its tokens come."""
+    """Read messages line by line, from a terminal or a pipe, and print each answer as its tokens
+    come."""
     from megatron_llama.commands.common.trained import open_trained, sampling_of
     from megatron_llama.sft.chat import ChatTokenizer
     from megatron_llama.sft.problems import UnusableError
 
-    options, sampling = parsed.get(ChatConfig), parsed.get(SamplingConfig)
-    drawing, model = sampling_of(sampling), open_trained(parsed.get(ModelFolderConfig))
+    options = parsed.get(ChatConfig)
+    sampling = parsed.get(SamplingConfig)
+    drawing = sampling_of(sampling)
+    model = open_trained(parsed.get(ModelFolderConfig))
     speaker = ChatTokenizer(model.tokenizer, options.chat_template)
-    print(f" {speaker.template.name}; {RESET} starts afresh, the end of the input ends", file=sys.stderr, flush=True)
+    print(
+        f" {speaker.template.name}; {RESET} starts afresh, the end of the input ends",
+        file=sys.stderr,
+        flush=True,
+    )
     talk = Talk(model, speaker, drawing, seed=sampling.seed, system=options.system)
     for line in _lines():
         if line == RESET:
@@ -56,11 +63,22 @@ def _lines() -> Iterator[str]:
 
 
 class Talk:
-    """A conversation. What the model has read of it stays read: with each message it reads what is new, unless the template
-    renders what was said before differently now."""
+    """A conversation. What the model has read of it stays read: with each message it reads what is
+    new, unless the template renders what was said before differently now."""
 
-    def __init__(self, model: Trained, speaker: ChatTokenizer, sampling: Sampling, *, seed: int, system: str | None) -> None:
-        self._model, self._speaker, self._sampling, self._seed = model, speaker, sampling, seed
+    def __init__(
+        self,
+        model: Trained,
+        speaker: ChatTokenizer,
+        sampling: Sampling,
+        *,
+        seed: int,
+        system: str | None,
+    ) -> None:
+        self._model = model
+        self._speaker = speaker
+        self._sampling = sampling
+        self._seed = seed
         self._opening = [{"role": "system", "content": system}] if system is not None else []
         self._stops = model.stops | speaker.ends()
         self.reset()
@@ -71,25 +89,36 @@ class Talk:
 
         from megatron_llama.model.generate import Reader
 
-        self._reader, self._read = Reader(self._model.stage), list[int]()
+        self._reader = Reader(self._model.stage)
+        self._read = list[int]()
         self._said: list[dict[str, str]] = []
         self._generator = torch.Generator().manual_seed(self._seed)
 
     def answer(self, message: str) -> Iterator[str]:
-        """The answer, piece by piece. Raises DataError or UnusableError, and forgets the message, if it is too long or
-        the template cannot render it.
+        """The answer, piece by piece. Raises DataError or UnusableError, and forgets the message,
+        if it is too long or the template cannot render it.
 
-        The oldest messages are forgotten when the conversation gets longer than the model's longest sequence."""
+        The oldest messages are forgotten when the conversation gets longer than the model's longest
+        sequence."""
         from megatron_llama.model.generate import go_on
         from megatron_llama.tokenizer.stream import TextStream
 
         said, ids = self._fitting([*self._said, {"role": "user", "content": message}])
-        known = next((at for at, (old, new) in enumerate(zip(self._read, ids, strict=False)) if old != new), min(len(self._read), len(ids)))
+        known = next(
+            (at for at, (old, new) in enumerate(zip(self._read, ids, strict=False)) if old != new),
+            min(len(self._read), len(ids)),
+        )
         known = min(known, len(ids) - 1)  # something has to be read, for its logits
         self._reader.return_to(known)
-        stream, new = TextStream(self._model.tokenizer), list[int]()
+        stream = TextStream(self._model.tokenizer)
+        new = list[int]()
         answer = go_on(
-            self._reader, ids[known:], self._sampling, stops=self._stops, generator=self._generator, longest=self._model.longest
+            self._reader,
+            ids[known:],
+            self._sampling,
+            stops=self._stops,
+            generator=self._generator,
+            longest=self._model.longest,
         )
         for token in answer:
             new.append(token)
@@ -107,5 +136,9 @@ class Talk:
                 return said, ids
             if len(said) <= 2:
                 expected = f"at most {self._model.longest - 1}, the model's max_position_embeddings less one"
-                raise DataError(describe("the message", got=f"{len(ids)} tokens", expected=expected, do="shorten it"))
+                raise DataError(
+                    describe(
+                        "the message", got=f"{len(ids)} tokens", expected=expected, do="shorten it"
+                    )
+                )
             said = said[2:]

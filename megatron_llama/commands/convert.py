@@ -41,9 +41,15 @@ def convert(parsed: Parsed) -> None:
     from megatron_llama.convert.formats import open_source
     from megatron_llama.convert.tokenizer_files import tokens_in
 
-    start, target_folder = time.perf_counter(), Path(options.dst)
+    start = time.perf_counter()
+    target_folder = Path(options.dst)
     require_free(target_folder.resolve(), Path(options.src).resolve(), overwrite=options.overwrite)
-    source = open_source(options.src, format=options.source_format, config=options.hf_config, vocab_size=options.vocab_size)
+    source = open_source(
+        options.src,
+        format=options.source_format,
+        config=options.hf_config,
+        vocab_size=options.vocab_size,
+    )
     require_sound(options.src, options.workers)
     model = replace(source.model, make_vocab_size_divisible_by=options.make_vocab_size_divisible_by)
     target = _target(options, model)
@@ -57,28 +63,49 @@ def convert(parsed: Parsed) -> None:
         target,
         model,
         getattr(torch, dtype),
-        companions=TOKENIZER if options.to == "native" and tokens_in(source.companions) else "",
+        tokenizer_files=TOKENIZER
+        if options.to == "native" and tokens_in(source.tokenizer_files)
+        else "",
         workers=options.workers,
         overwrite=options.overwrite,
     )
     for note in (*source.notes, *_losses(options, model)):
         print(f"note: {note}")
     seconds = time.perf_counter() - start
-    print(f"converted {source.format} {source.folder} to {options.to} {options.dst} ({dtype}, {size / 1e9:.2f} GB, {seconds:.1f} s)")
+    print(
+        f"converted {source.format} {source.folder} to {options.to} {options.dst} ({dtype}, {size / 1e9:.2f} GB, {seconds:.1f} s)"
+    )
 
 
 def _check(options: ConvertConfig, explicit: frozenset[str]) -> None:
     problems = [
-        describe(flag(name), got=getattr(options, name), expected=f"--to {' or '.join(formats)}", do="leave it out")
+        describe(
+            flag(name),
+            got=getattr(options, name),
+            expected=f"--to {' or '.join(formats)}",
+            do="leave it out",
+        )
         for name, formats in ONLY_WITH
         if name in explicit and options.to not in formats
     ]
-    least_one = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "make_vocab_size_divisible_by", "workers", "max_shard_bytes")
+    least_one = (
+        "tensor_model_parallel_size",
+        "pipeline_model_parallel_size",
+        "make_vocab_size_divisible_by",
+        "workers",
+        "max_shard_bytes",
+    )
     for name in least_one:
         if getattr(options, name) < 1:
-            problems.append(describe(flag(name), got=getattr(options, name), expected="at least 1", do="correct it"))
+            problems.append(
+                describe(
+                    flag(name), got=getattr(options, name), expected="at least 1", do="correct it"
+                )
+            )
     if options.vocab_size < 0:
-        problems.append(describe("--vocab-size", got=options.vocab_size, expected="0 or more", do="correct it"))
+        problems.append(
+            describe("--vocab-size", got=options.vocab_size, expected="0 or more", do="correct it")
+        )
     if problems:
         raise ConfigError(listing("These options cannot be used:", problems))
 
@@ -96,21 +123,40 @@ def _target(options: ConvertConfig, model: ModelConfig) -> Target:
     if options.to == "meta":
         return MetaTarget(options.tensor_model_parallel_size)
     split = _split(options, model.num_hidden_layers)
-    return MegatronTarget(options.to, options.tensor_model_parallel_size, split, options.megatron_layout)
+    return MegatronTarget(
+        options.to, options.tensor_model_parallel_size, split, options.megatron_layout
+    )
 
 
 def _split(options: ConvertConfig, layers: int) -> tuple[int, ...]:
-    """Blocks of each pipeline stage. Raises ConfigError unless they are all the blocks there are."""
-    pp, given = options.pipeline_model_parallel_size, options.pipeline_layer_split
-    where, do = "--pipeline-layer-split", f"give {pp} numbers whose sum is {layers}"
+    """Blocks of each pipeline stage. Raises ConfigError unless they are all the blocks there
+    are."""
+    pp = options.pipeline_model_parallel_size
+    given = options.pipeline_layer_split
+    where = "--pipeline-layer-split"
+    do = f"give {pp} numbers whose sum is {layers}"
     if given:
         if len(given) != pp or sum(given) != layers or min(given) < 1:
             got = f"{' '.join(map(str, given))} for {pp} stages"
-            raise ConfigError(describe(where, got=got, expected=f"{pp} numbers above 0 whose sum is {layers}", do="correct them"))
+            raise ConfigError(
+                describe(
+                    where,
+                    got=got,
+                    expected=f"{pp} numbers above 0 whose sum is {layers}",
+                    do="correct them",
+                )
+            )
         return given
     if layers % pp:
         got = f"{layers} blocks for {pp} stages"
-        raise ConfigError(describe("--pipeline-model-parallel-size", got=got, expected="a divisor of the blocks", do=f"or {do}: {where}"))
+        raise ConfigError(
+            describe(
+                "--pipeline-model-parallel-size",
+                got=got,
+                expected="a divisor of the blocks",
+                do=f"or {do}: {where}",
+            )
+        )
     return tuple(len(share) for share in split_layers(layers, pp))
 
 
@@ -121,7 +167,9 @@ def _losses(options: ConvertConfig, model: ModelConfig) -> Iterator[str]:
 
     fields: Iterator[str] = iter(())
     if options.to in MEGATRONS:
-        fields = megatron_args.lost_fields(model, options.to, _split(options, model.num_hidden_layers))
+        fields = megatron_args.lost_fields(
+            model, options.to, _split(options, model.num_hidden_layers)
+        )
     elif options.to == "meta":
         fields = meta_format.lost_fields(model)
     for name in fields:

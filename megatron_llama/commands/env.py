@@ -31,7 +31,14 @@ def env(parsed: Parsed) -> None:
         "device": ("CPU, " if host else f"{devices.accelerator_count()} x ") + devices.name(device),
         "threads": str(torch.get_num_threads()),
         "memory": f"{devices.memory_bytes(device) / 2**30:.1f} GiB",
-        "backends": ", ".join(name for name, found in (("gloo", dist.is_gloo_available()), ("nccl", dist.is_nccl_available())) if found),
+        "backends": ", ".join(
+            name
+            for name, found in (
+                ("gloo", dist.is_gloo_available()),
+                ("nccl", dist.is_nccl_available()),
+            )
+            if found
+        ),
         **{name: _version(name) for name in PACKAGES},
         "apex": apex_found(),
     }
@@ -47,11 +54,16 @@ def _version(name: str) -> str:
 
 
 def apex_found() -> str:
-    """Which apex is here. Training uses none (``docs/dependencies.md``), ``tools/bench_kernels.py`` times NVIDIA's."""
+    """Which apex is here. Training uses none (``docs/dependencies.md``), ``tools/bench_kernels.py``
+    times NVIDIA's."""
     spec = find_spec("apex")
     if spec is None:
         return "not installed"
     version = _version("apex")
-    if not any(Path(place, "normalization").is_dir() for place in spec.submodule_search_locations or ()):
+    if not any(
+        Path(place, "normalization").is_dir() for place in spec.submodule_search_locations or ()
+    ):
         return f"{version}: not NVIDIA's apex but PyPI's package of that name, a toolkit for web applications; uninstall it"
-    return f"{version}, NVIDIA's" + ("" if find_spec("amp_C") is not None else ", built without its kernels")
+    return f"{version}, NVIDIA's" + (
+        "" if find_spec("amp_C") is not None else ", built without its kernels"
+    )

@@ -26,34 +26,64 @@ def evaluate(parsed: Parsed) -> None:
     if not options.text:
         if not parsed.get(DataConfig).data_path:
             do = "give --data-path PREFIX of a dataset, or --text FILE"
-            raise ConfigError(describe("--data-path, --text", got="neither", expected="one of them", do=do))
+            raise ConfigError(
+                describe("--data-path, --text", got="neither", expected="one of them", do=do)
+            )
         pretrain.evaluate(parsed)
         return
     given = [name for name in ("data_path", "split") if name in parsed.explicit]
     if given:
         names = ", ".join(f"--{name.replace('_', '-')}" for name in given)
-        raise ConfigError(describe(names, got="given beside --text", expected="one or the other", do="leave one out"))
+        raise ConfigError(
+            describe(
+                names, got="given beside --text", expected="one or the other", do="leave one out"
+            )
+        )
     weights = parsed.get(CheckpointConfig)
     source = open_folder(weights.load, weights.init_from_hf)
-    # Every process makes its own dataset: the tokens are the same, and machines need not share a disk.
+    # Every process makes its own dataset: the tokens are the same, and machines need not share a
+    # disk.
     with tempfile.TemporaryDirectory() as folder, local_copy(tokenizer_folder(source)) as beside:
         tokenizer = parsed.get(DataConfig).tokenizer_model or str(beside)
-        pretrain.evaluate(_with_text(parsed, options.text, Path(folder) / "text", tokenizer, source.model.max_position_embeddings))
+        pretrain.evaluate(
+            _with_text(
+                parsed,
+                options.text,
+                Path(folder) / "text",
+                tokenizer,
+                source.model.max_position_embeddings,
+            )
+        )
 
 
-def _with_text(parsed: Parsed, text: tuple[str, ...], prefix: Path, tokenizer: str, longest: int) -> Parsed:
-    """The same command line with a dataset of all of the text, whose samples are no longer than ``longest``."""
+def _with_text(
+    parsed: Parsed, text: tuple[str, ...], prefix: Path, tokenizer: str, longest: int
+) -> Parsed:
+    """The same command line with a dataset of all of the text, whose samples are no longer than
+    ``longest``."""
     from megatron_llama.data.preprocess import preprocess
     from megatron_llama.data.preprocess_config import PreprocessConfig
     from megatron_llama.tokenizer.load import load_tokenizer
 
-    data, training = parsed.get(DataConfig), parsed.get(TrainingConfig)
-    kind, ends = data.tokenizer_type, load_tokenizer(tokenizer, data.tokenizer_type).eos_id is not None
+    data = parsed.get(DataConfig)
+    training = parsed.get(TrainingConfig)
+    kind = data.tokenizer_type
+    ends = load_tokenizer(tokenizer, data.tokenizer_type).eos_id is not None
     made = preprocess(
-        PreprocessConfig(input=text, output_prefix=str(prefix), tokenizer_model=tokenizer, tokenizer_type=kind, append_eod=ends)
+        PreprocessConfig(
+            input=text,
+            output_prefix=str(prefix),
+            tokenizer_model=tokenizer,
+            tokenizer_type=kind,
+            append_eod=ends,
+        )
     )
-    all_of_it = parse(("--data-path", str(prefix), "--split", "0,100,0"), [DataConfig], aliases={}).get(DataConfig)
+    all_of_it = parse(
+        ("--data-path", str(prefix), "--split", "0,100,0"), [DataConfig], aliases={}
+    ).get(DataConfig)
     data = replace(data, data_path=all_of_it.data_path, split=all_of_it.split)
     if "seq_length" not in parsed.explicit:
         training = replace(training, seq_length=max(1, min(LONGEST, longest, made.tokens - 1)))
-    return replace(parsed, instances={**parsed.instances, DataConfig: data, TrainingConfig: training})
+    return replace(
+        parsed, instances={**parsed.instances, DataConfig: data, TrainingConfig: training}
+    )

@@ -9,24 +9,34 @@ from megatron_llama.errors import ConfigError, describe
 
 def export(parsed: Parsed) -> None:
     """Stream the weights tensor by tensor; the target appears whole or not at all."""
-    from megatron_llama.checkpoint import checkpoint_dir as series
+    from megatron_llama.checkpoint import checkpoint_dir
     from megatron_llama.checkpoint.storage_paths import local_copy
     from megatron_llama.convert.export import export_adapter, export_checkpoint
     from megatron_llama.tokenizer.load import load_tokenizer
 
     options = parsed.get(ExportConfig)
-    missing = [f"--{name}" for name, value in (("load", options.load), ("output", options.output)) if not value]
+    missing = [
+        f"--{name}"
+        for name, value in (("load", options.load), ("output", options.output))
+        if not value
+    ]
     if missing:
         do = f"give {' FOLDER '.join(missing)} FOLDER"
         raise ConfigError(describe(", ".join(missing), got="nothing", expected="a folder", do=do))
-    path = series.find(options.load)
-    with local_copy(path.parent / series.TOKENIZER) as beside:
-        chosen = options.tokenizer_model or (beside if beside.is_dir() and any(beside.iterdir()) else None)
+    path = checkpoint_dir.find(options.load)
+    with local_copy(path.parent / checkpoint_dir.TOKENIZER) as beside:
+        chosen = options.tokenizer_model or (
+            beside if beside.is_dir() and any(beside.iterdir()) else None
+        )
         tokenizer = load_tokenizer(chosen) if chosen is not None else None
         if options.adapter:
             dtype = export_adapter(path, options.output, tokenizer)
         else:
-            dtype = export_checkpoint(path, options.output, dtype=options.dtype, tokenizer=tokenizer)
+            dtype = export_checkpoint(
+                path, options.output, dtype=options.dtype, tokenizer=tokenizer
+            )
     print(f"exported {path} to {options.output} ({dtype})")
     if tokenizer is None:
-        print("warning: no tokenizer is known for this checkpoint; give --tokenizer-model to export one with it")
+        print(
+            "warning: no tokenizer is known for this checkpoint; give --tokenizer-model to export one with it"
+        )

@@ -21,10 +21,14 @@ def generate(parsed: Parsed) -> None:
     """Print each prompt with its continuation, in their order, as the tokens come."""
     from megatron_llama.commands.common.trained import open_trained, sampling_of
 
-    options, sampling = parsed.get(GenerateConfig), parsed.get(SamplingConfig)
-    drawing, texts = sampling_of(sampling), _texts(options, parsed)
+    options = parsed.get(GenerateConfig)
+    sampling = parsed.get(SamplingConfig)
+    drawing = sampling_of(sampling)
+    texts = _texts(options, parsed)
     if options.batch_size < 1:
-        raise ConfigError(describe("--batch-size", got=options.batch_size, expected="1 or more", do="correct it"))
+        raise ConfigError(
+            describe("--batch-size", got=options.batch_size, expected="1 or more", do="correct it")
+        )
     model = open_trained(parsed.get(ModelFolderConfig))
     prompts = _tokens(model, texts)
     for some in _batches(prompts, options.batch_size):
@@ -36,19 +40,36 @@ def _texts(options: GenerateConfig, parsed: Parsed) -> Sequence[str]:
     if options.prompt_file is None:
         return options.prompt
     if "prompt" in parsed.explicit:
-        raise ConfigError(describe("--prompt, --prompt-file", got="both", expected="one of them", do="leave one out"))
+        raise ConfigError(
+            describe(
+                "--prompt, --prompt-file", got="both", expected="one of them", do="leave one out"
+            )
+        )
     try:
         texts = Path(options.prompt_file).read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
-        raise DataError(describe(options.prompt_file, got=error, expected="a text file (UTF-8)", do="check the path")) from error
+        raise DataError(
+            describe(
+                options.prompt_file, got=error, expected="a text file (UTF-8)", do="check the path"
+            )
+        ) from error
     if not texts:
-        raise DataError(describe(options.prompt_file, got="no line", expected="a prompt on each line", do="give another file"))
+        raise DataError(
+            describe(
+                options.prompt_file,
+                got="no line",
+                expected="a prompt on each line",
+                do="give another file",
+            )
+        )
     return texts
 
 
 def _tokens(model: Trained, texts: Sequence[str]) -> list[list[int]]:
     """Ids of the prompts. Raises DataError with all that cannot be continued."""
-    bos, problems, prompts = model.tokenizer.bos_id, [], []
+    bos = model.tokenizer.bos_id
+    problems = []
+    prompts = []
     for number, text in enumerate(texts, 1):
         prompt = [*([bos] if bos is not None else []), *model.tokenizer.encode(text)]
         where = "--prompt" if len(texts) == 1 else f"prompt {number}"
@@ -57,10 +78,18 @@ def _tokens(model: Trained, texts: Sequence[str]) -> list[list[int]]:
             problems.append(describe(where, got="no token", expected=expected, do="give a prompt"))
         elif len(prompt) >= model.longest:
             expected = f"at most {model.longest - 1}, the model's max_position_embeddings less one"
-            problems.append(describe(where, got=f"{len(prompt)} tokens", expected=expected, do="shorten the prompt"))
+            problems.append(
+                describe(
+                    where, got=f"{len(prompt)} tokens", expected=expected, do="shorten the prompt"
+                )
+            )
         prompts.append(prompt)
     if problems:
-        raise DataError(problems[0] if len(problems) == 1 else listing("These prompts cannot be continued:", problems))
+        raise DataError(
+            problems[0]
+            if len(problems) == 1
+            else listing("These prompts cannot be continued:", problems)
+        )
     return prompts
 
 
@@ -68,24 +97,31 @@ def _batches(prompts: Sequence[list[int]], size: int) -> Iterator[Sequence[list[
     return (prompts[start : start + size] for start in range(0, len(prompts), size))
 
 
-def continued(model: Trained, prompts: Sequence[Sequence[int]], sampling: Sampling, seed: int) -> Iterator[str]:
-    """The prompts with their continuations, each with a newline at its end, piece by piece: the first that is not done as its tokens
-    come, the others when those before them are done."""
+def continued(
+    model: Trained, prompts: Sequence[Sequence[int]], sampling: Sampling, seed: int
+) -> Iterator[str]:
+    """The prompts with their continuations, each with a newline at its end, piece by piece: the
+    first that is not done as its tokens come, the others when those before them are done."""
     from megatron_llama.model.generate import generate_batch
     from megatron_llama.tokenizer.stream import TextStream
 
     streams = [TextStream(model.tokenizer, prompt) for prompt in prompts]
     first, *others = (model.tokenizer.decode(prompt) for prompt in prompts)
     yield first
-    waiting, done, front = ["", *others], set[int](), 0
-    for number, token in generate_batch(model.stage, prompts, sampling, stops=model.stops, seed=seed):
+    waiting = ["", *others]
+    done = set[int]()
+    front = 0
+    for number, token in generate_batch(
+        model.stage, prompts, sampling, stops=model.stops, seed=seed
+    ):
         if token is None:
             waiting[number] += streams[number].rest() + "\n"
             done.add(number)
         else:
             waiting[number] += streams[number].add(token)
         while front < len(prompts):
-            text, waiting[front] = waiting[front], ""
+            text = waiting[front]
+            waiting[front] = ""
             if text:
                 yield text
             if front not in done:

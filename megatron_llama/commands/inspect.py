@@ -10,18 +10,37 @@ from megatron_llama.errors import ConfigError, describe
 
 
 def inspect(words: list[str]) -> None:
-    """``inspect KIND PATH``; for a checkpoint with ``--verify`` all its files are read and compared with their checksums.
+    """``inspect KIND PATH``; for a checkpoint with ``--verify`` all its files are read and compared
+    with their checksums.
 
     Raises UserError."""
     if not words or words[0] not in KINDS:
         found = words[0] if words else "nothing"
-        raise ConfigError(describe("inspect", got=found, expected=f"one of {', '.join(KINDS)}", do="write inspect KIND PATH"))
+        raise ConfigError(
+            describe(
+                "inspect",
+                got=found,
+                expected=f"one of {', '.join(KINDS)}",
+                do="write inspect KIND PATH",
+            )
+        )
     kind, *paths = words
     if verify := kind == "checkpoint" and "--verify" in paths:
         paths.remove("--verify")
     if len(paths) != (kind != "presets"):
-        expected, usage = ("no path", "inspect presets") if kind == "presets" else ("one path", f"inspect {kind} PATH")
-        raise ConfigError(describe(f"inspect {kind}", got=" ".join(paths) or "nothing", expected=expected, do=f"write {usage}"))
+        expected, usage = (
+            ("no path", "inspect presets")
+            if kind == "presets"
+            else ("one path", f"inspect {kind} PATH")
+        )
+        raise ConfigError(
+            describe(
+                f"inspect {kind}",
+                got=" ".join(paths) or "nothing",
+                expected=expected,
+                do=f"write {usage}",
+            )
+        )
     if verify:
         _verify(*paths)
     KINDS[kind](*paths)
@@ -50,11 +69,10 @@ def _config(path: str) -> None:
 
 
 def _checkpoint(path: str) -> None:
-    from megatron_llama.checkpoint import checkpoint_dir as series
-    from megatron_llama.checkpoint import native
+    from megatron_llama.checkpoint import checkpoint_dir, native
     from megatron_llama.plans.params import parameter_count
 
-    newest = series.find(path)
+    newest = checkpoint_dir.find(path)
     meta = native.read_meta(newest)
     _rows(
         {
@@ -71,11 +89,10 @@ def _checkpoint(path: str) -> None:
 
 
 def _verify(path: str) -> None:
-    from megatron_llama.checkpoint import checkpoint_dir as series
-    from megatron_llama.checkpoint import checksums
+    from megatron_llama.checkpoint import checkpoint_dir, checksums
     from megatron_llama.checkpoint.storage import refuse
 
-    newest = series.find(path)
+    newest = checkpoint_dir.find(path)
     refuse(f"{newest} is damaged:", checksums.damaged_files(newest))
     print(f"verified: {len(checksums.read_sums(newest))} files are as they were saved")
 
@@ -91,7 +108,11 @@ def _dataset(path: str) -> None:
             "documents": f"{dataset.num_documents:,}",
             "tokens": f"{dataset.num_tokens:,}",
             "sequence lengths": f"{lengths.min()} to {lengths.max()}, mean {lengths.mean():.1f}",
-            **{name: value for name, value in (read_meta(path) or {}).items() if name not in ("documents", "tokens")},
+            **{
+                name: value
+                for name, value in (read_meta(path) or {}).items()
+                if name not in ("documents", "tokens")
+            },
         }
     )
 

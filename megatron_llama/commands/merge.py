@@ -11,7 +11,8 @@ from megatron_llama.errors import ConfigError, describe
 
 
 def merge(parsed: Parsed) -> None:
-    """Write W + alpha / rank * B A for every weight that has an addition, and everything else as it is."""
+    """Write W + alpha / rank * B A for every weight that has an addition, and everything else as it
+    is."""
     import torch
 
     from megatron_llama.checkpoint.adapters import saved_lora
@@ -27,12 +28,20 @@ def merge(parsed: Parsed) -> None:
     require_sound(options.src, options.workers)
     if options.adapter is not None:
         adapter = PeftAdapter(options.adapter, source.model)
-        source, said = cast(Source, MergedSource(source, adapter)), f"{options.adapter} (rank {adapter.lora.lora_rank})"
+        source = cast(Source, MergedSource(source, adapter))
+        said = f"{options.adapter} (rank {adapter.lora.lora_rank})"
     else:
         lora = saved_lora(read_meta(source.folder).config) if source.format == "native" else None
         if lora is None or not lora.lora_rank:
             do = "give --adapter FOLDER, one of PEFT, or the checkpoint of a run with --lora-rank"
-            raise ConfigError(describe(options.src, got="a model without low-rank additions", expected="some to merge", do=do))
+            raise ConfigError(
+                describe(
+                    options.src,
+                    got="a model without low-rank additions",
+                    expected="some to merge",
+                    do=do,
+                )
+            )
         said = f"its additions (rank {lora.lora_rank})"
     dtype = source.dtype if options.dtype == "auto" else options.dtype
     size = convert(
@@ -41,7 +50,7 @@ def merge(parsed: Parsed) -> None:
         HFTarget(options.max_shard_bytes),
         source.model,
         getattr(torch, dtype),
-        companions="",
+        tokenizer_files="",
         workers=options.workers,
         overwrite=options.overwrite,
     )

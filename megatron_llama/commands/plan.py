@@ -1,4 +1,5 @@
-"""``plan``: which layout is fastest on a cluster that is not here, and its other actions: each a line of ``ACTIONS``."""
+"""``plan``: which layout is fastest on a cluster that is not here, and its other actions: each a
+line of ``ACTIONS``."""
 
 from __future__ import annotations
 
@@ -8,7 +9,12 @@ from pathlib import Path
 from types import MappingProxyType
 
 from megatron_llama.commands.common.configs import PlanConfig
-from megatron_llama.commands.common.plan_inputs import calibrated, config_of, layout_named, machine_of
+from megatron_llama.commands.common.plan_inputs import (
+    calibrated,
+    config_of,
+    layout_named,
+    machine_of,
+)
 from megatron_llama.commands.common.plan_outputs import write_json, write_page
 from megatron_llama.config.help import config_sections
 from megatron_llama.config.parse import Parsed
@@ -35,7 +41,8 @@ ACTIONS: Mapping[str, str] = MappingProxyType(
         "trace": "plan_trace:trace_layout",
     }
 )
-"""Where each action lives, module and function of ``commands``; imported only when it is asked for. All take what was parsed."""
+"""Where each action lives, module and function of ``commands``; imported only when it is asked for.
+All take what was parsed."""
 
 
 def plan(parsed: Parsed) -> None:
@@ -46,8 +53,11 @@ def plan(parsed: Parsed) -> None:
 
 def search_layouts(parsed: Parsed) -> None:
     """The fastest layouts, or the one to explain. Raises ConfigError."""
-    options, config, machine = parsed.get(PlanConfig), config_of(parsed), machine_of(parsed)
-    pinned, fit = given_of(config, parsed.explicit), calibrated(parsed).fit
+    options = parsed.get(PlanConfig)
+    config = config_of(parsed)
+    machine = machine_of(parsed)
+    pinned = given_of(config, parsed.explicit)
+    fit = calibrated(parsed).fit
     if options.explain is not None:
         best: tuple[Planned, ...] = (layout_named(config, machine, fit, options.explain),)
         tried = 1
@@ -55,8 +65,11 @@ def search_layouts(parsed: Parsed) -> None:
         found = search(config, machine, fit, top=options.top, pinned=pinned)
         if not found.best:
             assert found.smallest is not None
-            raise ConfigError(does_not_fit(found.smallest, enough_gpus(config, machine, fit, pinned)))
-        best, tried = found.best, found.tried
+            raise ConfigError(
+                does_not_fit(found.smallest, enough_gpus(config, machine, fit, pinned))
+            )
+        best = found.best
+        tried = found.tried
     near = _near(best[0])
     print("\n".join(_lines(best, near, tried, explained=options.explain is not None)))
     if options.json is not None:
@@ -69,7 +82,14 @@ def score_runs(parsed: Parsed) -> None:
     """How good such plans are on a table of published runs. Raises ConfigError."""
     options = parsed.get(PlanConfig)
     if options.file is None:
-        raise ConfigError(describe("plan score", got="no file", expected="a CSV file of published runs", do="write plan score FILE.csv"))
+        raise ConfigError(
+            describe(
+                "plan score",
+                got="no file",
+                expected="a CSV file of published runs",
+                do="write plan score FILE.csv",
+            )
+        )
     figures = score(read_rows(Path(options.file)), FITTED)
     print("\n".join(lines(figures)))
     if options.json is not None:
@@ -79,14 +99,26 @@ def score_runs(parsed: Parsed) -> None:
 def _near(planned: Planned) -> list[Citation]:
     job = planned.job
     numel = (job.block_numel * job.model.num_hidden_layers + job.head.n * job.head.k) * job.tp
-    return nearest(read_table(TABLE), known=job.machine.gpu.name, gpus=job.machine.gpus, numel=numel, seq=job.seq)
+    return nearest(
+        read_table(TABLE),
+        known=job.machine.gpu.name,
+        gpus=job.machine.gpus,
+        numel=numel,
+        seq=job.seq,
+    )
 
 
-def _lines(best: tuple[Planned, ...], near: list[Citation], tried: int, *, explained: bool) -> list[str]:
+def _lines(
+    best: tuple[Planned, ...], near: list[Citation], tried: int, *, explained: bool
+) -> list[str]:
     first = best[0]
     moved = first.config.offload.optimizer_offload if not explained and first.host_bytes else None
     away = f", with --optimizer-offload {moved}" if moved is not None else ""
-    found = [] if explained else [f"{tried} layouts tried; the fastest that are likelier than not to fit{away}:"]
+    found = (
+        []
+        if explained
+        else [f"{tried} layouts tried; the fastest that are likelier than not to fit{away}:"]
+    )
     reasons = ["", "why the others are slower", *losses(best)] if len(best) > 1 else []
     return [
         *(_title(first), *found, "", *table(best), "", *details(first), *reasons),

@@ -1,4 +1,5 @@
-"""``plan calibrate FILE``: measure the devices and links at hand, and write the coefficients that plans are made with."""
+"""``plan calibrate FILE``: measure the devices and links at hand, and write the coefficients that
+plans are made with."""
 
 from __future__ import annotations
 
@@ -23,12 +24,16 @@ if TYPE_CHECKING:
 
 
 def calibrate(parsed: Parsed) -> None:
-    """Time kernels, then links, on all processes that were started together; the first one writes. Raises ConfigError."""
-    options, training = parsed.get(PlanConfig), parsed.get(TrainingConfig)
+    """Time kernels, then links, on all processes that were started together; the first one writes.
+    Raises ConfigError."""
+    options = parsed.get(PlanConfig)
+    training = parsed.get(TrainingConfig)
     if options.file is None or options.seconds <= 0:
         got = f"--seconds {options.seconds:g}" if options.file is not None else "no file"
         do = "write plan calibrate FILE.json"
-        raise ConfigError(describe("plan calibrate", got=got, expected="a file to write, and some time", do=do))
+        raise ConfigError(
+            describe("plan calibrate", got=got, expected="a file to write, and some time", do=do)
+        )
     import torch
 
     from megatron_llama.distributed import device as devices
@@ -40,7 +45,8 @@ def calibrate(parsed: Parsed) -> None:
     host = devices.is_host(mesh.device)
     narrow = training.bf16 or (not host and "bf16" not in parsed.explicit)
     dtype = torch.bfloat16 if narrow else torch.float32
-    points, device = _points(mesh, dtype, options.seconds), _device(mesh, place, node, dtype)
+    points = _points(mesh, dtype, options.seconds)
+    device = _device(mesh, place, node, dtype)
     calibration = coefficients_of(points, device, HOST.fit if host else FITTED)
     if place.rank == 0:
         content = as_json(calibration)
@@ -52,13 +58,17 @@ def calibrate(parsed: Parsed) -> None:
 
 def _points(mesh: Mesh, dtype: torch.dtype, seconds: float) -> dict[Point, float]:
     """Every point, the median over the processes. Collective."""
-    from megatron_llama.distributed.comm.agreement import everybodys, shared
+    from megatron_llama.distributed.comm.agreement import all_gather_object, shared
     from megatron_llama.planner.calibrate.kernels import SHARE, kernel_points, probed
     from megatron_llama.planner.calibrate.links import link_points
 
-    budget, found = seconds * SHARE, dict[Point, float]()
-    rate = min(everybodys(probed(mesh.device, dtype, budget), mesh.world))
-    for points in (kernel_points(mesh.device, dtype, budget, rate), link_points(mesh, dtype, budget)):
+    budget = seconds * SHARE
+    found = dict[Point, float]()
+    rate = min(all_gather_object(probed(mesh.device, dtype, budget), mesh.world))
+    for points in (
+        kernel_points(mesh.device, dtype, budget, rate),
+        link_points(mesh, dtype, budget),
+    ):
         everybody = shared(dict(points), mesh.world)
         found |= {point: median(one[point] for one in everybody) for point in everybody[0]}
     return found
@@ -69,7 +79,9 @@ def _device(mesh: Mesh, place: Place, node: int, dtype: torch.dtype) -> Device:
     from megatron_llama.distributed import device as devices
     from megatron_llama.distributed.host_memory import free_bytes
 
-    name, memory, host = devices.name(mesh.device), devices.memory_bytes(mesh.device), devices.is_host(mesh.device)
+    name = devices.name(mesh.device)
+    memory = devices.memory_bytes(mesh.device)
+    host = devices.is_host(mesh.device)
     known = CPU if host else gpu_of_device(name, memory)
     base = replace(
         known or CPU,

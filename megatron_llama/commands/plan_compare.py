@@ -21,17 +21,31 @@ from megatron_llama.plans.timeline_file import Recorded, read_timeline
 
 
 def compare_runs(parsed: Parsed) -> None:
-    """Plan the configuration of a recorded run for the device that ran it, and say what took longer. Raises ConfigError."""
+    """Plan the configuration of a recorded run for the device that ran it, and say what took
+    longer. Raises ConfigError."""
     options = parsed.get(PlanConfig)
     if options.file is None:
         do = "write plan compare FILE"
-        raise ConfigError(describe("plan compare", got="no file", expected="a file of pretrain --record-timeline", do=do))
+        raise ConfigError(
+            describe(
+                "plan compare",
+                got="no file",
+                expected="a file of pretrain --record-timeline",
+                do=do,
+            )
+        )
     path = Path(options.file)
     recorded = read_timeline(path)
     config = config_of(recorded, path)
     same = _for_machine(parsed, recorded)
-    known = options.coefficients is not None or "gpu" in parsed.explicit or gpu_of_device(recorded.device, recorded.memory) is not None
-    found = Comparison(Steps(recorded), Planned(config, machine_of(same), calibrated(same).fit), known)
+    known = (
+        options.coefficients is not None
+        or "gpu" in parsed.explicit
+        or gpu_of_device(recorded.device, recorded.memory) is not None
+    )
+    found = Comparison(
+        Steps(recorded), Planned(config, machine_of(same), calibrated(same).fit), known
+    )
     print("\n".join(found.lines(path.name)))
     if options.json is not None:
         write_json(options.json, found.as_json())
@@ -41,8 +55,17 @@ def compare_runs(parsed: Parsed) -> None:
 
 def _for_machine(parsed: Parsed, recorded: Recorded) -> Parsed:
     """The options of a machine such as the run had, where they are not given."""
-    options, launch = parsed.get(PlanConfig), parsed.get(LaunchConfig)
+    options = parsed.get(PlanConfig)
+    launch = parsed.get(LaunchConfig)
     gpu = CPU if recorded.host else gpu_of_device(recorded.device, recorded.memory)
-    options = replace(options, gpus=recorded.ranks, gpu=options.gpu if gpu is None or "gpu" in parsed.explicit else gpu.name)
-    launch = replace(launch, gpus_per_node=launch.gpus_per_node or gcd(recorded.ranks, recorded.per_node))
-    return replace(parsed, instances={**parsed.instances, PlanConfig: options, LaunchConfig: launch})
+    options = replace(
+        options,
+        gpus=recorded.ranks,
+        gpu=options.gpu if gpu is None or "gpu" in parsed.explicit else gpu.name,
+    )
+    launch = replace(
+        launch, gpus_per_node=launch.gpus_per_node or gcd(recorded.ranks, recorded.per_node)
+    )
+    return replace(
+        parsed, instances={**parsed.instances, PlanConfig: options, LaunchConfig: launch}
+    )

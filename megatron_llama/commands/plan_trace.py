@@ -1,4 +1,5 @@
-"""``plan trace``: the real step of a layout, on processes that are not here, operator by operator and message by message."""
+"""``plan trace``: the real step of a layout, on processes that are not here, operator by operator
+and message by message."""
 
 from __future__ import annotations
 
@@ -20,7 +21,8 @@ UNITS = ((10**15, "PFLOP"), (10**12, "TFLOP"), (10**9, "GFLOP"), (1, "FLOP"))
 
 
 def trace_layout(parsed: Parsed) -> None:
-    """Trace the layout that the options of a run describe, and print what every kind of pipeline rank does. Raises ConfigError."""
+    """Trace the layout that the options of a run describe, and print what every kind of pipeline
+    rank does. Raises ConfigError."""
     config = _config(parsed)
     from megatron_llama.planner.trace.run import trace_run
 
@@ -31,28 +33,59 @@ def trace_layout(parsed: Parsed) -> None:
         try:
             Path(path).write_text(trace.to_json() + "\n", encoding="utf-8")
         except OSError as error:
-            raise ConfigError(describe("--json", got=error, expected="a file that can be written", do="check the path")) from None
+            raise ConfigError(
+                describe(
+                    "--json", got=error, expected="a file that can be written", do="check the path"
+                )
+            ) from None
 
 
 def _config(parsed: Parsed) -> Config:
-    """A run, in bfloat16 unless another precision is asked for, and with LLaMA's vocabulary where none is given."""
-    config, world = assemble(parsed), parsed.get(PlanConfig).gpus
-    model, training = config.model, config.training
+    """A run, in bfloat16 unless another precision is asked for, and with LLaMA's vocabulary where
+    none is given."""
+    config = assemble(parsed)
+    world = parsed.get(PlanConfig).gpus
+    model = config.model
+    training = config.training
     problems = [
         describe(name, got=got, expected=expected, do=do)
         for name, got, wrong, expected, do in (
-            ("--model", "nothing", model.num_hidden_layers <= 0, "a model", "give --model llama2-70b or the model's fields"),
+            (
+                "--model",
+                "nothing",
+                model.num_hidden_layers <= 0,
+                "a model",
+                "give --model llama2-70b or the model's fields",
+            ),
             ("--gpus", world, world <= 0, "the number of processes", "give --gpus 64"),
-            ("--optimizer-offload", config.offload.optimizer_offload, config.offload.optimizer_offload != "none", "none", "leave it out"),
-            ("--compile", "yes", training.compile, "no compiler", "leave it out: operators are traced as they are written"),
+            (
+                "--optimizer-offload",
+                config.offload.optimizer_offload,
+                config.offload.optimizer_offload != "none",
+                "none",
+                "leave it out",
+            ),
+            (
+                "--compile",
+                "yes",
+                training.compile,
+                "no compiler",
+                "leave it out: operators are traced as they are written",
+            ),
         )
         if wrong
     ]
     if problems:
         raise ConfigError(listing("This cannot be traced:", problems))
-    training = replace(training, bf16=training.bf16 or not (training.fp16 or training.fp64), train_iters=training.train_iters or 1)
+    training = replace(
+        training,
+        bf16=training.bf16 or not (training.fp16 or training.fp64),
+        train_iters=training.train_iters or 1,
+    )
     model = replace(model, vocab_size=model.vocab_size or LLAMA_VOCABULARY)
-    resolved = check(replace(config, model=model, training=training), world, needs_data=False).config
+    resolved = check(
+        replace(config, model=model, training=training), world, needs_data=False
+    ).config
     return decide(resolved, world, int(machine_of(parsed).gpu.memory))[0]
 
 
@@ -78,7 +111,13 @@ def _stage(trace: Trace, stage: StageTrace, layers: int) -> Iterator[str]:
 
 
 def _blocks(start: int, count: int, layers: int) -> str:
-    found = "no layer" if not count else f"layer {start}" if count == 1 else f"layers {start}-{start + count - 1}"
+    found = (
+        "no layer"
+        if not count
+        else f"layer {start}"
+        if count == 1
+        else f"layers {start}-{start + count - 1}"
+    )
     ends = (" with the embedding" * (start == 0)) + (" with the head" * (start + count == layers))
     return found + ends
 

@@ -36,12 +36,20 @@ def pretrain(parsed: Parsed) -> None:
 
     options = parsed.get(CheckpointConfig)
     # Forks a process: before the process group and its threads exist.
-    saving = in_background(place_from_environment(), wanted=options.async_save and options.save is not None)
+    saving = in_background(
+        place_from_environment(), wanted=options.async_save and options.save is not None
+    )
     with saving as background, prepared(parsed) as (config, mesh, vocabulary):
         from megatron_llama.loop.build import stream_samples
         from megatron_llama.train import train
 
-        train(config, mesh, partial(stream_samples, eod=vocabulary.eod), tokenizer=vocabulary.tokenizer, background=background)
+        train(
+            config,
+            mesh,
+            partial(stream_samples, eod=vocabulary.eod),
+            tokenizer=vocabulary.tokenizer,
+            background=background,
+        )
 
 
 def evaluate(parsed: Parsed) -> None:
@@ -51,31 +59,47 @@ def evaluate(parsed: Parsed) -> None:
         from megatron_llama.train import evaluate_only
 
         if config.training.eval_interval == 0:  # validate.check switched it off
-            expected, do = "a share of documents for validation", "give --split 0,100,0 to evaluate on all of them"
+            expected = "a share of documents for validation"
+            do = "give --split 0,100,0 to evaluate on all of them"
             raise ConfigError(describe("--split", got=config.data.split, expected=expected, do=do))
         evaluate_only(config, mesh, partial(stream_samples, eod=vocabulary.eod))
 
 
 def _for_evaluation(parsed: Parsed) -> Parsed:
     """Nothing is saved, all of the validation split counts unless --eval-iters says otherwise."""
-    config = Config(**{name: parsed.get(section) for name, section in zip(Config.__dataclass_fields__, config_sections(), strict=True)})
+    config = Config(
+        **{
+            name: parsed.get(section)
+            for name, section in zip(Config.__dataclass_fields__, config_sections(), strict=True)
+        }
+    )
     training = replace(config.training, train_iters=1, train_samples=0, epochs=0.0, eval_interval=1)
     if "eval_iters" not in parsed.explicit:
         training = replace(training, eval_iters=0)
-    changed = {type(training): training, type(config.checkpoint): replace(config.checkpoint, save=None, save_interval=0)}
+    changed = {
+        type(training): training,
+        type(config.checkpoint): replace(config.checkpoint, save=None, save_interval=0),
+    }
     changed[LoraConfig] = LoraConfig()  # additions are read as part of the weights
     return replace(parsed, instances={**parsed.instances, **changed})
 
 
 @contextmanager
-def prepared(parsed: Parsed, *, needs_data: bool = True) -> Iterator[tuple[Config, Mesh, Vocabulary]]:
-    """Resolve and check the configuration, join the other processes, and print what was decided on the way.
+def prepared(
+    parsed: Parsed, *, needs_data: bool = True
+) -> Iterator[tuple[Config, Mesh, Vocabulary]]:
+    """Resolve and check the configuration, join the other processes, and print what was decided on
+    the way.
 
     ``needs_data``: the command reads --data-path."""
     from megatron_llama.commands.common.loaded import loaded_model
     from megatron_llama.data.vocabulary import find_vocabulary, with_vocabulary
-    from megatron_llama.distributed.comm.agreement import together
-    from megatron_llama.distributed.mesh import init_mesh, place_from_environment, placement_warnings
+    from megatron_llama.distributed.comm.agreement import raise_on_all_ranks
+    from megatron_llama.distributed.mesh import (
+        init_mesh,
+        place_from_environment,
+        placement_warnings,
+    )
     from megatron_llama.engine.build import compute_dtype
     from megatron_llama.loop.start import compare, find_start
     from megatron_llama.metrics.tensorboard import require_tensorboard
@@ -95,26 +119,45 @@ def prepared(parsed: Parsed, *, needs_data: bool = True) -> Iterator[tuple[Confi
     layout: tuple[str, ...] = ()
     if wanted(parsed):
         choice = chosen(parsed, config, place, start)
-        config, layout = choice.config, choice.notes
+        config = choice.config
+        layout = choice.notes
     resolved = check(config, place.world_size, needs_data=needs_data)
     mesh = init_mesh(resolved.config, place)
-    with together(mesh.world):
+    with raise_on_all_ranks(mesh.world):
         vocabulary = find_vocabulary(resolved.config)
         config = with_vocabulary(resolved.config, vocabulary)
-        changes = compare(options, start, trained, config.model) if start is not None and trained is not None else []
+        changes = (
+            compare(options, start, trained, config.model)
+            if start is not None and trained is not None
+            else []
+        )
     config, decided = decide(config, place.world_size, agreed_memory(mesh, place))
     if mesh.rank == 0:
-        m, placed = config.model, placement_warnings(config.parallel, place.local_world_size)
-        slow = attention_warnings(mesh.device, compute_dtype(config), m.num_attention_heads, m.num_key_value_heads, m.head_dim)
+        m = config.model
+        placed = placement_warnings(config.parallel, place.local_world_size)
+        slow = attention_warnings(
+            mesh.device,
+            compute_dtype(config),
+            m.num_attention_heads,
+            m.num_key_value_heads,
+            m.head_dim,
+        )
         warnings = (*resolved.warnings, *changes, *placed, *slow)
-        for line in (*parsed.notes, *layout, *resolved.notes, *decided, *(f"warning: {text}" for text in warnings)):
+        for line in (
+            *parsed.notes,
+            *layout,
+            *resolved.notes,
+            *decided,
+            *(f"warning: {text}" for text in warnings),
+        ):
             print(f" {line}", flush=True)
     with watched(place, mesh.recorder, 60 * config.parallel.distributed_timeout_minutes):
         yield config, mesh, vocabulary
 
 
 def agreed_memory(mesh: Mesh, place: Place) -> int:
-    """Bytes that every process has: the least of all ranks, so that what is decided with it is the same everywhere. Collective."""
+    """Bytes that every process has: the least of all ranks, so that what is decided with it is the
+    same everywhere. Collective."""
     import torch
     import torch.distributed as dist
 
@@ -129,8 +172,9 @@ def agreed_memory(mesh: Mesh, place: Place) -> int:
 
 @contextmanager
 def watched(place: Place, recorder: Recorder, timeout: float = inf) -> Iterator[None]:
-    """A section in which the death of a rank, and a wait of more than ``timeout`` seconds, become an error that names the rank to
-    blame, on every other rank. Raises ClusterError, or ends the process where that cannot be."""
+    """A section in which the death of a rank, and a wait of more than ``timeout`` seconds, become
+    an error that names the rank to blame, on every other rank. Raises ClusterError, or ends the
+    process where that cannot be."""
     from megatron_llama.distributed.comm.watch import Watch
 
     if place.world_size == 1:
@@ -145,7 +189,9 @@ def watched(place: Place, recorder: Recorder, timeout: float = inf) -> Iterator[
         if found.silent:
             do = f"look at what that rank printed last and at its machine; resume with --load{found.places}"
             where = ", ".join(map(str, found.silent))
-            raise ClusterError(describe(f"rank {where}", got="no answer", expected=expected, do=do)) from error
+            raise ClusterError(
+                describe(f"rank {where}", got="no answer", expected=expected, do=do)
+            ) from error
         if found.stuck:
             do = f"look at what the ranks that stopped were doing; resume with --load{found.places}"
             got = f"no progress for {timeout:g} s (--distributed-timeout-minutes): {found.reason}"

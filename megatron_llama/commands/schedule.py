@@ -12,24 +12,45 @@ from megatron_llama.commands.common.configs import ScheduleConfig
 from megatron_llama.commands.common.picture import Canvas, Colour, text_width
 from megatron_llama.config.parse import Parsed
 from megatron_llama.errors import ConfigError, describe
-from megatron_llama.plans.schedule import Action, Costs, Op, Report, Schedule, Timeline, schedule_named, simulate, validate
+from megatron_llama.plans.schedule import (
+    Action,
+    Costs,
+    Op,
+    Report,
+    Schedule,
+    Timeline,
+    schedule_named,
+    simulate,
+    validate,
+)
 
-LETTERS: Mapping[Op, str] = MappingProxyType({Op.FORWARD: "F", Op.BACKWARD: "B", Op.BACKWARD_INPUT: "B", Op.BACKWARD_WEIGHT: "W"})
+LETTERS: Mapping[Op, str] = MappingProxyType(
+    {Op.FORWARD: "F", Op.BACKWARD: "B", Op.BACKWARD_INPUT: "B", Op.BACKWARD_WEIGHT: "W"}
+)
 LINE = 120
 """Columns of text; longer schedules continue below."""
 RULER = 5
 """Ticks between two numbers of the time scale."""
 
 Formula = tuple[str, Callable[[int, int, int], Fraction], Callable[[int], int]]
-"""(bubble in words, its value for (p, m, v), the fewest microbatches for which it holds, given p)."""
+"""(bubble in words, its value for (p, m, v), the fewest microbatches for which it holds, given
+p)."""
 
 FORMULAS: Mapping[str, Formula] = MappingProxyType(
     {
         "gpipe": ("(p-1)/(m+p-1)", lambda p, m, v: Fraction(p - 1, m + p - 1), lambda p: 1),
         "1f1b": ("(p-1)/(m+p-1)", lambda p, m, v: Fraction(p - 1, m + p - 1), lambda p: 1),
-        "interleaved": ("(p-1)/(vm+p-1)", lambda p, m, v: Fraction(p - 1, v * m + p - 1), lambda p: 1),
+        "interleaved": (
+            "(p-1)/(vm+p-1)",
+            lambda p, m, v: Fraction(p - 1, v * m + p - 1),
+            lambda p: 1,
+        ),
         "zb-h1": ("(p-1)/(3m+p-1)", lambda p, m, v: Fraction(p - 1, 3 * m + p - 1), lambda p: p),
-        "zb-v": ("(p-1)/(6m+p-1)", lambda p, m, v: Fraction(p - 1, 6 * m + p - 1), lambda p: 2 * p - 1),
+        "zb-v": (
+            "(p-1)/(6m+p-1)",
+            lambda p, m, v: Fraction(p - 1, 6 * m + p - 1),
+            lambda p: 2 * p - 1,
+        ),
     }
 )
 
@@ -60,13 +81,18 @@ def _title(plan: Schedule) -> Iterator[str]:
 
 
 def _grid(plan: Schedule, timeline: Timeline) -> Iterator[str]:
-    """One row per rank and one cell per chunk pass, in as many blocks as the line is too short for."""
-    ticks, width = int(timeline.makespan), len(f"F{plan.microbatches - 1}") + (plan.virtual > 1) + 1
+    """One row per rank and one cell per chunk pass, in as many blocks as the line is too short
+    for."""
+    ticks = int(timeline.makespan)
+    width = len(f"F{plan.microbatches - 1}") + (plan.virtual > 1) + 1
     margin = len(f"rank {len(plan.ranks) - 1}  ")
     per_block = (LINE - margin) // width // RULER * RULER
     rows = [_cells(plan, timeline, rank, ticks, width) for rank in range(len(plan.ranks))]
     for start in range(0, ticks, per_block):
-        numbers = "".join(f"{tick:<{width * RULER}}" for tick in range(start, min(start + per_block, ticks), RULER))
+        numbers = "".join(
+            f"{tick:<{width * RULER}}"
+            for tick in range(start, min(start + per_block, ticks), RULER)
+        )
         yield f"{'time':<{margin}}{numbers}".rstrip()
         for rank, cells in enumerate(rows):
             yield f"{f'rank {rank}':<{margin}}{''.join(cells[start : start + per_block])}".rstrip()
@@ -96,7 +122,8 @@ def _chunk_letter(plan: Schedule, action: Action) -> str:
 
 def _summary(plan: Schedule, report: Report) -> Iterator[str]:
     words, value, fewest = FORMULAS[plan.name]
-    p, m = len(plan.ranks), plan.microbatches
+    p = len(plan.ranks)
+    m = plan.microbatches
     share = value(p, m, plan.virtual)
     holds = "" if m >= fewest(p) else f", which needs {fewest(p)} microbatches"
     yield f"bubble       {report.bubble_fraction:.2%} of the makespan; formula {words} = {float(share):.2%}{holds}"
@@ -110,15 +137,25 @@ def _row(values: Iterator[str]) -> str:
     return " ".join(values)
 
 
-WHITE, IDLE, INK, QUIET = (255, 255, 255), (238, 240, 244), (34, 40, 49), (128, 136, 148)
-COLOURS: Mapping[str, Colour] = MappingProxyType({"F": (49, 104, 190), "B": (28, 140, 98), "W": (224, 130, 20)})
-ROW, GAP, MARGIN, SCALE = 34, 2, 16, 2
+WHITE = (255, 255, 255)
+IDLE = (238, 240, 244)
+INK = (34, 40, 49)
+QUIET = (128, 136, 148)
+COLOURS: Mapping[str, Colour] = MappingProxyType(
+    {"F": (49, 104, 190), "B": (28, 140, 98), "W": (224, 130, 20)}
+)
+ROW = 34
+GAP = 2
+MARGIN = 16
+SCALE = 2
 
 
 def picture(plan: Schedule, timeline: Timeline) -> Canvas:
-    """A box for every pass with the number of its microbatch; later chunks of a rank are lighter. The rank stands on the
-    left, the time in chunk passes below, and what the colours mean under it."""
-    ticks, ranks = int(timeline.makespan), len(plan.ranks)
+    """A box for every pass with the number of its microbatch; later chunks of a rank are lighter.
+    The rank stands on the left, the time in chunk passes below, and what the colours mean under
+    it."""
+    ticks = int(timeline.makespan)
+    ranks = len(plan.ranks)
     cell = text_width(str(plan.microbatches - 1), SCALE) + 14
     left = MARGIN + text_width(str(ranks - 1), SCALE) + 12
     axis = MARGIN + ranks * ROW
@@ -129,25 +166,34 @@ def picture(plan: Schedule, timeline: Timeline) -> Canvas:
         canvas.text((MARGIN + left - 12) // 2, top + ROW // 2, str(rank), INK, scale=SCALE)
         canvas.box(left, top + GAP // 2, ticks * cell, ROW - GAP, IDLE)
         for one in passes:
-            x, length = left + int(one.start) * cell, int(one.end - one.start) * cell
+            x = left + int(one.start) * cell
+            length = int(one.end - one.start) * cell
             fill, ink = _paint(LETTERS[one.action.op], _chunk(plan, one.action), plan.virtual)
             canvas.box(x + GAP // 2, top + GAP // 2, length - GAP, ROW - GAP, fill, rounded=2)
-            canvas.text(x + length // 2, top + ROW // 2, str(one.action.microbatch), ink, scale=SCALE)
+            canvas.text(
+                x + length // 2, top + ROW // 2, str(one.action.microbatch), ink, scale=SCALE
+            )
     for tick in range(0, ticks + 1, RULER):
         canvas.box(left + tick * cell, axis + 3, 1, 5, QUIET)
         canvas.text(left + tick * cell, axis + 17, str(tick), QUIET, scale=1)
     for index, letter in enumerate(dict.fromkeys(LETTERS[op] for op in plan.passes)):
-        x, top = left + index * (ROW + 24), axis + 30
+        x = left + index * (ROW + 24)
+        top = axis + 30
         canvas.box(x, top + 4, ROW - 8, ROW - 8, COLOURS[letter], rounded=2)
         canvas.text(x + (ROW - 8) // 2, top + ROW // 2, letter, WHITE, scale=SCALE)
     return canvas
 
 
 def _paint(letter: str, chunk: int, chunks: int) -> tuple[Colour, Colour]:
-    """(box, number): the full colour for the first chunk, two thirds of the way to white for the last."""
+    """(box, number): the full colour for the first chunk, two thirds of the way to white for the
+    last."""
     red, green, blue = COLOURS[letter]
     share = 0.66 * chunk / max(1, chunks - 1)
-    fill = (round(red + share * (255 - red)), round(green + share * (255 - green)), round(blue + share * (255 - blue)))
+    fill = (
+        round(red + share * (255 - red)),
+        round(green + share * (255 - green)),
+        round(blue + share * (255 - blue)),
+    )
     return fill, INK if share > 0.3 else WHITE
 
 
@@ -158,4 +204,8 @@ def _write(target: Path, data: bytes) -> None:
         os.replace(beside, target)
     except OSError as error:
         beside.unlink(missing_ok=True)
-        raise ConfigError(describe("--png", got=error, expected="a file that can be written", do="give another path")) from None
+        raise ConfigError(
+            describe(
+                "--png", got=error, expected="a file that can be written", do="give another path"
+            )
+        ) from None

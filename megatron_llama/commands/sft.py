@@ -1,4 +1,5 @@
-"""``sft``: instruction tuning. The loop is that of ``pretrain``; samples are examples, and the loss counts their answers."""
+"""``sft``: instruction tuning. The loop is that of ``pretrain``; samples are examples, and the loss
+counts their answers."""
 
 from __future__ import annotations
 
@@ -38,27 +39,43 @@ def sft(parsed: Parsed) -> None:
     from megatron_llama.distributed.mesh import place_from_environment
 
     saves = parsed.get(CheckpointConfig)
-    saving = in_background(place_from_environment(), wanted=saves.async_save and saves.save is not None)
+    saving = in_background(
+        place_from_environment(), wanted=saves.async_save and saves.save is not None
+    )
     with saving as background, prepared(parsed, needs_data=False) as (config, mesh, vocabulary):
-        from megatron_llama.distributed.comm.agreement import together
+        from megatron_llama.distributed.comm.agreement import raise_on_all_ranks
         from megatron_llama.sft.run import ExampleData
         from megatron_llama.train import train
 
         tokenizer, rendered = _chat_tokenizer(vocabulary, options, config, mesh)
-        data, strict = ExampleData(options, config, mesh, tokenizer, rendered), options.on_changed_data == "stop"
-        with together(mesh.world):
-            lines = [f"chat template: {tokenizer.template.name}; learned: {learned(tokenizer.template.marks_answers, options)}"]
+        data = ExampleData(options, config, mesh, tokenizer, rendered)
+        strict = options.on_changed_data == "stop"
+        with raise_on_all_ranks(mesh.world):
+            lines = [
+                f"chat template: {tokenizer.template.name}; learned: {loss_parts(tokenizer.template.marks_answers, options)}"
+            ]
             lines += data.report(config)
         if mesh.rank == 0:
             for line in lines:
                 print(f" {line}", flush=True)
-        train(config, mesh, data.samples, tokenizer=tokenizer, background=background, prompt=tokenizer.prompt, same_data=strict)
+        train(
+            config,
+            mesh,
+            data.samples,
+            tokenizer=tokenizer,
+            background=background,
+            prompt=tokenizer.prompt,
+            same_data=strict,
+        )
 
 
-def _chat_tokenizer(vocabulary: Vocabulary, options: SFTConfig, config: Config, mesh: Mesh) -> tuple[ChatTokenizer, str | None]:
-    """The tokenizer, and the day that its template writes into the texts, if it does: on all ranks the same, and in a resumed run that of
-    its beginning. Collective. Raises DataError, CheckpointError."""
-    from megatron_llama.distributed.comm.agreement import decided_by_first, together
+def _chat_tokenizer(
+    vocabulary: Vocabulary, options: SFTConfig, config: Config, mesh: Mesh
+) -> tuple[ChatTokenizer, str | None]:
+    """The tokenizer, and the day that its template writes into the texts, if it does: on all ranks
+    the same, and in a resumed run that of its beginning. Collective. Raises DataError,
+    CheckpointError."""
+    from megatron_llama.distributed.comm.agreement import on_rank0, raise_on_all_ranks
     from megatron_llama.loop.start import resumed
     from megatron_llama.sft.chat import ChatTokenizer
     from megatron_llama.sft.dataset import RENDERED
@@ -68,16 +85,22 @@ def _chat_tokenizer(vocabulary: Vocabulary, options: SFTConfig, config: Config, 
         known = (meta.state.data or {}).get(RENDERED) if meta is not None else None
         return str(known or datetime.now().date().isoformat())
 
-    now = decided_by_first(day, mesh.world)
-    with together(mesh.world):
+    now = on_rank0(day, mesh.world)
+    with raise_on_all_ranks(mesh.world):
         if vocabulary.tokenizer is None:
             do = "give --tokenizer-model FOLDER"
-            raise DataError(describe("--tokenizer-model", got="nothing", expected="the tokenizer of the model", do=do))
-        tokenizer = ChatTokenizer(vocabulary.tokenizer, options.chat_template, now=datetime.fromisoformat(now))
+            raise DataError(
+                describe(
+                    "--tokenizer-model", got="nothing", expected="the tokenizer of the model", do=do
+                )
+            )
+        tokenizer = ChatTokenizer(
+            vocabulary.tokenizer, options.chat_template, now=datetime.fromisoformat(now)
+        )
     return tokenizer, now if tokenizer.template.tells_time else None
 
 
-def learned(marks: bool, options: SFTConfig) -> str:
+def loss_parts(marks: bool, options: SFTConfig) -> str:
     """In words, what the loss counts and how it is known."""
     if options.loss_on == "all":
         return "every token (--loss-on all)"
@@ -94,15 +117,36 @@ def refuse(problems: list[str]) -> None:
 def _problems(parsed: Parsed, options: SFTConfig) -> Iterator[str]:
     for name in OTHER_DATA:
         if name in parsed.explicit:
-            expected, do = "nothing: sft reads --train-data", "leave it out; --packing keeps examples apart by itself"
+            expected = "nothing: sft reads --train-data"
+            do = "leave it out; --packing keeps examples apart by itself"
             given = getattr(parsed.get(DataConfig), name)
-            yield describe(flag(name), got=" ".join(given) if isinstance(given, tuple) else given, expected=expected, do=do)
+            yield describe(
+                flag(name),
+                got=" ".join(given) if isinstance(given, tuple) else given,
+                expected=expected,
+                do=do,
+            )
     if options.valid_data and "split" in parsed.explicit:
-        yield describe("--split, --valid-data", got="both", expected="one way to tell what evaluation reads", do="leave one out")
+        yield describe(
+            "--split, --valid-data",
+            got="both",
+            expected="one way to tell what evaluation reads",
+            do="leave one out",
+        )
     if options.neftune_noise_alpha < 0:
-        yield describe("--neftune-noise-alpha", got=options.neftune_noise_alpha, expected="0 or more", do="5 is usual, 0 is none")
+        yield describe(
+            "--neftune-noise-alpha",
+            got=options.neftune_noise_alpha,
+            expected="0 or more",
+            do="5 is usual, 0 is none",
+        )
 
 
 def _missing(options: SFTConfig) -> Iterator[str]:
     if not options.train_data:
-        yield describe("--train-data", got="nothing", expected="files of examples", do="give --train-data FILE ...")
+        yield describe(
+            "--train-data",
+            got="nothing",
+            expected="files of examples",
+            do="give --train-data FILE ...",
+        )

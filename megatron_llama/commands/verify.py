@@ -15,22 +15,34 @@ if TYPE_CHECKING:
     from megatron_llama.convert.verify.prompt import Prompt
     from megatron_llama.engine.optimizer import WeightSource
 
-LISTED, READERS = 10, 2
-RANDOM_SEED, RANDOM_STD = 1234, 0.1
-"""Weights of std 0.02 make attention so flat that a dropped rotary scaling changes logits by less than rounding does."""
+LISTED = 10
+READERS = 2
+RANDOM_SEED = 1234
+RANDOM_STD = 0.1
+"""Weights of std 0.02 make attention so flat that a dropped rotary scaling changes logits by less
+than rounding does."""
 
 
 def verify(parsed: Parsed) -> int:
-    """Print what was compared, every difference, and one verdict. Returns the exit status: 0 equal, 1 different."""
+    """Print what was compared, every difference, and one verdict. Returns the exit status: 0 equal,
+    1 different."""
     from megatron_llama.convert.convert import require_sound
     from megatron_llama.convert.formats import open_source
     from megatron_llama.convert.verify.fields import field_differences
 
     options = parsed.get(VerifyConfig)
     if options.prompt_tokens < 0:
-        raise ConfigError(describe("--prompt-tokens", got=options.prompt_tokens, expected="0 or more", do="correct it"))
-    first = open_source(options.a, format=options.from_a, config=options.hf_config_a, vocab_size=options.vocab_size)
-    second = open_source(options.b, format=options.from_b, config=options.hf_config_b, vocab_size=options.vocab_size)
+        raise ConfigError(
+            describe(
+                "--prompt-tokens", got=options.prompt_tokens, expected="0 or more", do="correct it"
+            )
+        )
+    first = open_source(
+        options.a, format=options.from_a, config=options.hf_config_a, vocab_size=options.vocab_size
+    )
+    second = open_source(
+        options.b, format=options.from_b, config=options.hf_config_b, vocab_size=options.vocab_size
+    )
     for name, source, folder in zip("AB", (first, second), (options.a, options.b), strict=True):
         _say(f"{name}: {source.format} {source.folder} ({source.dtype})")
         require_sound(folder, READERS)
@@ -54,7 +66,8 @@ def _weights_differ(first: Source, second: Source) -> bool:
     from megatron_llama.convert.verify.weights import common_dtype, stored_dtype, weight_differences
     from megatron_llama.plans.params import hf_shapes, parameter_count
 
-    common, stored = common_dtype(first, second), (stored_dtype(first), stored_dtype(second))
+    common = common_dtype(first, second)
+    stored = (stored_dtype(first), stored_dtype(second))
     lines = weight_differences(first, second)
     shown = list(islice(lines, LISTED))
     more = sum(1 for _ in lines)
@@ -63,9 +76,13 @@ def _weights_differ(first: Source, second: Source) -> bool:
     if more:
         _say(f"weights of {more} more tensors differ")
     if stored != (common, common):
-        _say(f"note: weights are {stored[0]} in A, {stored[1]} in B: compared after rounding to {common}")
+        _say(
+            f"note: weights are {stored[0]} in A, {stored[1]} in B: compared after rounding to {common}"
+        )
     if not shown:
-        _say(f"weights: equal bit for bit: {len(hf_shapes(first.model))} tensors, {parameter_count(first.model):,} elements of {common}")
+        _say(
+            f"weights: equal bit for bit: {len(hf_shapes(first.model))} tensors, {parameter_count(first.model):,} elements of {common}"
+        )
     return bool(shown)
 
 
@@ -80,10 +97,18 @@ def _logits_that_differ(first: Source, second: Source, asked: int) -> list[str]:
     context = original_context(models)
     length = asked or (context + BEYOND if context else PLAIN)
     prompt = make_prompt((first, second), models[0].vocab_size, length, python_documentation)
-    _say(f"logits: of {length:,} tokens ({prompt.made_of}), in fp32, one layer of weights at a time")
+    _say(
+        f"logits: of {length:,} tokens ({prompt.made_of}), in fp32, one layer of weights at a time"
+    )
     if length <= context:
-        _say(f"note: a wrong rotary scaling may stay unseen: the prompt is no longer than original_max_position_embeddings {context:,}")
-    return ["logits"] if _far_apart(first, second, prompt) | _far_from_reference(first, second, prompt) else []
+        _say(
+            f"note: a wrong rotary scaling may stay unseen: the prompt is no longer than original_max_position_embeddings {context:,}"
+        )
+    return (
+        ["logits"]
+        if _far_apart(first, second, prompt) | _far_from_reference(first, second, prompt)
+        else []
+    )
 
 
 def _far_apart(first: Source, second: Source, prompt: Prompt) -> bool:
@@ -94,22 +119,33 @@ def _far_apart(first: Source, second: Source, prompt: Prompt) -> bool:
     from megatron_llama.convert.verify.weights import Rounded, common_dtype
     from megatron_llama.model.init import InitialWeights
 
-    drawn, common = InitialWeights(RANDOM_SEED, RANDOM_STD), getattr(torch, common_dtype(first, second))
+    drawn = InitialWeights(RANDOM_SEED, RANDOM_STD)
+    common = getattr(torch, common_dtype(first, second))
     own: tuple[WeightSource, WeightSource] = Rounded(first, common), Rounded(second, common)
     found = []
-    for name, (ours, theirs) in ((f"random weights (std {RANDOM_STD})", (drawn, drawn)), ("these weights", own)):
-        outputs = Streamed(first.model, ours, prompt.tokens), Streamed(second.model, theirs, prompt.tokens)
-        found.append(_report(f"logits on {name}", logit_deviation(*outputs, first.model.vocab_size)))
+    for name, (ours, theirs) in (
+        (f"random weights (std {RANDOM_STD})", (drawn, drawn)),
+        ("these weights", own),
+    ):
+        outputs = (
+            Streamed(first.model, ours, prompt.tokens),
+            Streamed(second.model, theirs, prompt.tokens),
+        )
+        found.append(
+            _report(f"logits on {name}", logit_deviation(*outputs, first.model.vocab_size))
+        )
     return any(found)
 
 
 def _far_from_reference(first: Source, second: Source, prompt: Prompt) -> bool:
-    """Whether HuggingFace's own implementation computes other logits for a side that it can read."""
+    """Whether HuggingFace's own implementation computes other logits for a side that it can
+    read."""
     from megatron_llama.convert.verify.logits import Streamed, logit_deviation
     from megatron_llama.convert.verify.reference import Reference, obstacle
     from megatron_llama.model.init import InitialWeights
 
-    found, drawn = [], InitialWeights(RANDOM_SEED, RANDOM_STD)
+    found = []
+    drawn = InitialWeights(RANDOM_SEED, RANDOM_STD)
     for side, source in zip("AB", (first, second), strict=True):
         if source.format != "hf":
             continue
@@ -118,13 +154,20 @@ def _far_from_reference(first: Source, second: Source, prompt: Prompt) -> bool:
             _say(f"{where}: not compared, {reason}")
             continue
         reference = Reference(source.folder)
-        both: tuple[tuple[str, WeightSource], ...] = (("these weights", source), (f"random weights (std {RANDOM_STD})", drawn))
+        both: tuple[tuple[str, WeightSource], ...] = (
+            ("these weights", source),
+            (f"random weights (std {RANDOM_STD})", drawn),
+        )
         for name, weights in both:
             if weights is drawn:
                 reference.fill(drawn)
             reference.run(prompt.tokens)
             ours = Streamed(source.model, weights, prompt.tokens)
-            found.append(_report(f"{where} on {name}", logit_deviation(ours, reference, source.model.vocab_size)))
+            found.append(
+                _report(
+                    f"{where} on {name}", logit_deviation(ours, reference, source.model.vocab_size)
+                )
+            )
     return any(found)
 
 

@@ -1,5 +1,5 @@
-"""Samples in each step, and the steps of a run: one number, more and more at the start (--rampup-batch-size), or what is left at the end
-(--epochs)."""
+"""Samples in each step, and the steps of a run: one number, more and more at the start
+(--rampup-batch-size), or what is left at the end (--epochs)."""
 
 from __future__ import annotations
 
@@ -12,19 +12,26 @@ from megatron_llama.errors import describe
 
 @dataclass(frozen=True)
 class BatchSizes:
-    """The global batch size as a function of the samples that a run has consumed, as Megatron has it."""
+    """The global batch size as a function of the samples that a run has consumed, as Megatron has
+    it."""
 
     full: int
     """``--global-batch-size``."""
     ramp: tuple[int, ...] = ()
-    """First size, what it grows by, and the samples over which it grows to ``full``. Empty: it does not grow."""
+    """First size, what it grows by, and the samples over which it grows to ``full``. Empty: it does
+    not grow."""
     end: int = 0
-    """The step in which a run has consumed so many samples ends there, and has fewer than its size. 0: every step has its size."""
+    """The step in which a run has consumed so many samples ends there, and has fewer than its size.
+    0: every step has its size."""
 
     @staticmethod
     def of(training: TrainingConfig) -> BatchSizes:
         """Those of a run."""
-        return BatchSizes(training.global_batch_size, training.rampup_batch_size, training.train_samples if training.epochs else 0)
+        return BatchSizes(
+            training.global_batch_size,
+            training.rampup_batch_size,
+            training.train_samples if training.epochs else 0,
+        )
 
     def at(self, consumed: int) -> int:
         """Samples of the step that begins when so many are consumed."""
@@ -38,7 +45,11 @@ class BatchSizes:
         start, increment, samples = self.ramp
         rises = (self.full - start) // increment
         # Megatron's float division of the samples by the rises, in whole numbers.
-        return self.full if consumed > samples or rises == 0 else start + min(rises, consumed * rises // samples) * increment
+        return (
+            self.full
+            if consumed > samples or rises == 0
+            else start + min(rises, consumed * rises // samples) * increment
+        )
 
     def all(self) -> Iterator[int]:
         """Every number of places that can occur, rising."""
@@ -46,50 +57,74 @@ class BatchSizes:
         yield self.full
 
     def steps(self, first: int, last: int) -> tuple[int, int]:
-        """Whole steps from the sample ``first`` on that need nothing behind ``last``, and the samples that are left between."""
+        """Whole steps from the sample ``first`` on that need nothing behind ``last``, and the
+        samples that are left between."""
         steps = 0
         while self.ramp and first <= self.ramp[2]:
             size = self.places(first)
             if first + size > last:
                 return steps, max(last - first, 0)
-            first, steps = first + size, steps + 1
+            first = first + size
+            steps = steps + 1
         more, left = divmod(max(last - first, 0), self.full)
         return steps + more, left
 
 
 def with_decay(optimizer: OptimizerConfig, training: TrainingConfig) -> OptimizerConfig:
-    """Where the decay ends, filled in where the length of the run is known: in samples if something of the schedule is given in samples, or
-    the run's length is and nothing of the schedule is given in iterations, as Megatron has it; else in iterations."""
-    in_iterations = optimizer.lr_decay_iters or optimizer.lr_warmup_iters or optimizer.lr_wsd_decay_iters
-    in_samples = optimizer.lr_decay_samples or optimizer.lr_warmup_samples or optimizer.lr_wsd_decay_samples
+    """Where the decay ends, filled in where the length of the run is known: in samples if something
+    of the schedule is given in samples, or the run's length is and nothing of the schedule is given
+    in iterations, as Megatron has it; else in iterations."""
+    in_iterations = (
+        optimizer.lr_decay_iters or optimizer.lr_warmup_iters or optimizer.lr_wsd_decay_iters
+    )
+    in_samples = (
+        optimizer.lr_decay_samples or optimizer.lr_warmup_samples or optimizer.lr_wsd_decay_samples
+    )
     if in_samples or (training.train_samples and not training.epochs and not in_iterations):
-        return replace(optimizer, lr_decay_samples=optimizer.lr_decay_samples or training.train_samples)
+        return replace(
+            optimizer, lr_decay_samples=optimizer.lr_decay_samples or training.train_samples
+        )
     return replace(optimizer, lr_decay_iters=optimizer.lr_decay_iters or training.train_iters)
 
 
-def with_epochs(config: Config, samples: int, *, steps_done: int = 0, samples_done: int = 0) -> Config:
-    """The configuration of a run of --epochs, now that its training samples are counted, with its length filled in.
+def with_epochs(
+    config: Config, samples: int, *, steps_done: int = 0, samples_done: int = 0
+) -> Config:
+    """The configuration of a run of --epochs, now that its training samples are counted, with its
+    length filled in.
 
     ``steps_done`` and ``samples_done``: where it goes on."""
     training = config.training
     if not training.epochs:
         return config
     last = max(1, round(training.epochs * samples))
-    whole, left = BatchSizes(training.global_batch_size, training.rampup_batch_size).steps(samples_done, last)
+    whole, left = BatchSizes(training.global_batch_size, training.rampup_batch_size).steps(
+        samples_done, last
+    )
     training = replace(training, train_samples=last, train_iters=steps_done + whole + (left > 0))
     return replace(config, training=training, optimizer=with_decay(config.optimizer, training))
 
 
 def length_problems(training: TrainingConfig) -> Iterator[str]:
     """What is wrong with the length of a resolved run."""
-    iterations, samples, epochs = training.train_iters, training.train_samples, training.epochs
+    iterations = training.train_iters
+    samples = training.train_samples
+    epochs = training.epochs
     derived = samples > 0 and iterations == planned_iterations(training)
-    given = [f"--train-samples {samples}"] * (samples > 0) + [f"--train-iters {iterations}"] * (iterations > 0 and not derived)
+    given = [f"--train-samples {samples}"] * (samples > 0) + [f"--train-iters {iterations}"] * (
+        iterations > 0 and not derived
+    )
     given += [f"--epochs {epochs:g}"] * (epochs > 0)
     if len(given) > 1:
-        yield describe("the length of the run", got=" and ".join(given), expected="one of them", do="leave one out, or give it as 0")
+        yield describe(
+            "the length of the run",
+            got=" and ".join(given),
+            expected="one of them",
+            do="leave one out, or give it as 0",
+        )
     elif derived and iterations == 0:
-        wanted, do = f"enough for a step of {training.global_batch_size}", "give more, or lower --global-batch-size"
+        wanted = f"enough for a step of {training.global_batch_size}"
+        do = "give more, or lower --global-batch-size"
         yield describe("--train-samples", got=samples, expected=wanted, do=do)
     elif iterations < 0 or not given:
         do = "give --train-iters N, --train-samples N or --epochs N"
@@ -97,23 +132,41 @@ def length_problems(training: TrainingConfig) -> Iterator[str]:
 
 
 def size_problems(training: TrainingConfig, unit: int) -> Iterator[str]:
-    """What is wrong with the sizes of the steps of a resolved run. ``unit``: samples in a microbatch of all data-parallel ranks; 0:
-    unknown."""
-    full, ramp = training.global_batch_size, training.rampup_batch_size
+    """What is wrong with the sizes of the steps of a resolved run. ``unit``: samples in a
+    microbatch of all data-parallel ranks; 0: unknown."""
+    full = training.global_batch_size
+    ramp = training.rampup_batch_size
     if ramp and full > 0:
         start, increment, samples = ramp if len(ramp) == 3 else (0, 0, 0)
         got = " ".join(map(str, ramp))
         if min(start, increment, samples) <= 0 or start > full or (full - start) % increment:
             wanted = f"START INCREMENT SAMPLES with START + n x INCREMENT = global_batch_size {full} for a whole n"
-            yield describe("--rampup-batch-size", got=got, expected=wanted, do="change these or --global-batch-size")
+            yield describe(
+                "--rampup-batch-size",
+                got=got,
+                expected=wanted,
+                do="change these or --global-batch-size",
+            )
         elif unit and (start % unit or (increment % unit and start < full)):
             wanted = f"multiples of micro_batch_size x dp = {unit} for START and INCREMENT"
-            yield describe("--rampup-batch-size", got=got, expected=wanted, do="change these, or --micro-batch-size")
+            yield describe(
+                "--rampup-batch-size",
+                got=got,
+                expected=wanted,
+                do="change these, or --micro-batch-size",
+            )
 
 
 def planned_iterations(training: TrainingConfig) -> int:
-    """Steps of a run whose length is given in samples; 0 where that cannot be told from wrong values."""
-    full, ramp = training.global_batch_size, training.rampup_batch_size
-    if full <= 0 or training.train_samples <= 0 or len(ramp) not in (0, 3) or (ramp and min(ramp) <= 0):
+    """Steps of a run whose length is given in samples; 0 where that cannot be told from wrong
+    values."""
+    full = training.global_batch_size
+    ramp = training.rampup_batch_size
+    if (
+        full <= 0
+        or training.train_samples <= 0
+        or len(ramp) not in (0, 3)
+        or (ramp and min(ramp) <= 0)
+    ):
         return training.train_iters
     return BatchSizes(full, ramp).steps(0, training.train_samples)[0]

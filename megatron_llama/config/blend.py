@@ -18,14 +18,17 @@ class Blend:
 
     prefixes: tuple[str, ...]
     weights: tuple[int, ...] | None
-    """What each contributes, in whole numbers that are to each other as those given. None: as much as it has samples."""
+    """What each contributes, in whole numbers that are to each other as those given. None: as much
+    as it has samples."""
 
 
 def read_blend(words: Sequence[str]) -> Blend:
-    """The words of ``--data-path``. Raises ConfigError where they mix datasets with and without weights."""
+    """The words of ``--data-path``. Raises ConfigError where they mix datasets with and without
+    weights."""
     if len(words) == 1:
         return Blend(tuple(words), None)
-    weights, prefixes = words[0::2], words[1::2]
+    weights = words[0::2]
+    prefixes = words[1::2]
     if not any(map(is_number, words)):
         return Blend(tuple(words), None)
     if len(weights) != len(prefixes) or not all(map(is_number, weights)):
@@ -34,7 +37,14 @@ def read_blend(words: Sequence[str]) -> Blend:
     # Exactly what is written: 0.1 is a tenth, not the float next to it.
     shares = [Fraction(word) for word in weights]
     if min(shares) <= 0:
-        raise ConfigError(describe("--data-path", got=" ".join(words), expected="weights above 0", do="leave out what is not to be read"))
+        raise ConfigError(
+            describe(
+                "--data-path",
+                got=" ".join(words),
+                expected="weights above 0",
+                do="leave out what is not to be read",
+            )
+        )
     scale = math.lcm(*(share.denominator for share in shares))
     return Blend(tuple(prefixes), tuple(int(share * scale) for share in shares))
 

@@ -23,13 +23,19 @@ _WIDTH = 100
 
 
 def field_docs(section: type[Any]) -> dict[str, str]:
-    """The string literal under every field, read from the class's source, on one line. A field without one is left out."""
+    """The string literal under every field, read from the class's source, on one line. A field
+    without one is left out."""
     tree = ast.parse(textwrap.dedent(inspect.getsource(section)))
     body = tree.body[0].body  # type: ignore[attr-defined]  # the source of a class is one ClassDef
     docs: dict[str, str] = {}
     for field, after in pairwise(body):
         is_field = isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name)
-        if is_field and isinstance(after, ast.Expr) and isinstance(after.value, ast.Constant) and isinstance(after.value.value, str):
+        if (
+            is_field
+            and isinstance(after, ast.Expr)
+            and isinstance(after.value, ast.Constant)
+            and isinstance(after.value.value, str)
+        ):
             docs[field.target.id] = " ".join(after.value.value.split())
     return docs
 
@@ -41,16 +47,26 @@ def config_sections() -> list[type[Any]]:
 
 
 def help_text(command: str, summary: str, sections: Sequence[type[Any]]) -> str:
-    """What ``<command> --help`` prints: every option with its type, default and meaning, by section."""
-    lines = [f"usage: python -m megatron_llama {command} [--config FILE.yaml] [--option value ...]", ""]
+    """What ``<command> --help`` prints: every option with its type, default and meaning, by
+    section."""
+    lines = [
+        f"usage: python -m megatron_llama {command} [--config FILE.yaml] [--option value ...]",
+        "",
+    ]
     lines += [*textwrap.wrap(summary, _WIDTH), ""]
-    lines += ["Options may stand in the YAML file (micro_batch_size: 4) or on the command line (--micro-batch-size 4), which wins."]
+    lines += [
+        "Options may stand in the YAML file (micro_batch_size: 4) or on the command line (--micro-batch-size 4), which wins."
+    ]
     for section in sections:
         lines += ["", f"{section_name(section)}: {_first_line(section)}"]
         docs = field_docs(section)
         for option in options_of([section]).values():
-            lines.append(f"  {option.flag} {metavar(option.kind)}".rstrip() + f"  ({_default(option)})")
-            lines += textwrap.wrap(docs.get(option.name, ""), _WIDTH, initial_indent=" " * 6, subsequent_indent=" " * 6)
+            lines.append(
+                f"  {option.flag} {metavar(option.kind)}".rstrip() + f"  ({_default(option)})"
+            )
+            lines += textwrap.wrap(
+                docs.get(option.name, ""), _WIDTH, initial_indent=" " * 6, subsequent_indent=" " * 6
+            )
     return "\n".join(lines) + "\n"
 
 
@@ -67,11 +83,27 @@ def options_markdown(sections: Sequence[type[Any]], aliases: Mapping[str, Alias]
     ]
     for section in sections:
         docs = field_docs(section)
-        lines += ["", f"## {section_name(section)}", "", _first_line(section), "", "| flag | default | meaning |", "|---|---|---|"]
+        lines += [
+            "",
+            f"## {section_name(section)}",
+            "",
+            _first_line(section),
+            "",
+            "| flag | default | meaning |",
+            "|---|---|---|",
+        ]
         for option in options_of([section]).values():
             usage = f"{option.flag} {metavar(option.kind)}".rstrip()
             lines.append(_row(f"`{usage}`", f"`{_show(option.default)}`", docs[option.name]))
-    lines += ["", "## Megatron's names", "", "Megatron's flags are field names here, except for these.", "", "| flag | here |", "|---|---|"]
+    lines += [
+        "",
+        "## Megatron's names",
+        "",
+        "Megatron's flags are field names here, except for these.",
+        "",
+        "| flag | here |",
+        "|---|---|",
+    ]
     lines += [_row(f"`{flag(name)}`", _meaning(alias)) for name, alias in aliases.items()]
     return "\n".join(lines) + "\n"
 
@@ -110,9 +142,15 @@ def _default(option: Option) -> str:
 def _meaning(alias: Alias) -> str:
     if alias.field is None:
         return alias.help
-    more = f", and without that option `{flag(alias.implies[0])} {alias.implies[1]}`" if alias.implies else ""
+    more = (
+        f", and without that option `{flag(alias.implies[0])} {alias.implies[1]}`"
+        if alias.implies
+        else ""
+    )
     more += f": {alias.help}" if alias.help else ""
-    return (f"`{flag(alias.field)}`" if alias.value is None else f"`{flag(alias.field)} {alias.value}`") + more
+    return (
+        f"`{flag(alias.field)}`" if alias.value is None else f"`{flag(alias.field)} {alias.value}`"
+    ) + more
 
 
 def _row(*cells: str) -> str:

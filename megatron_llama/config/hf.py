@@ -1,4 +1,5 @@
-"""HuggingFace ``config.json`` <-> ``ModelConfig``, in the spelling of transformers 4 and of transformers 5.
+"""HuggingFace ``config.json`` <-> ``ModelConfig``, in the spelling of transformers 4 and of
+transformers 5.
 
 transformers 4: ``rope_theta``, ``rope_scaling`` (``rope_type``, earlier ``type``), ``torch_dtype``.
 transformers 5: ``rope_parameters`` (rope_type, rope_theta, factor, ...), ``dtype``.
@@ -19,31 +20,75 @@ ROPE_FIELDS: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {
         "default": (),
         "linear": ("factor",),
-        "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
+        "llama3": (
+            "factor",
+            "low_freq_factor",
+            "high_freq_factor",
+            "original_max_position_embeddings",
+        ),
     }
 )
 """Rotary scalings that the model implements, and the numbers that each needs."""
 
 
 def rope_problems(where: str, scaling: Any) -> list[str]:
-    """What is wrong with a ``rope_scaling`` mapping (rope_type and its numbers, without rope_theta)."""
+    """What is wrong with a ``rope_scaling`` mapping (rope_type and its numbers, without
+    rope_theta)."""
     if not isinstance(scaling, Mapping):
-        return [describe(where, got=repr(scaling), expected="a mapping with rope_type", do="write it as in config.json")]
+        return [
+            describe(
+                where,
+                got=repr(scaling),
+                expected="a mapping with rope_type",
+                do="write it as in config.json",
+            )
+        ]
     kind = scaling.get("rope_type", "default")
     if not isinstance(kind, str) or kind not in ROPE_FIELDS:
         wanted = f"one of {', '.join(ROPE_FIELDS)}"
-        return [describe(f"{where}.rope_type", got=repr(kind), expected=wanted, do="this scaling is not supported")]
+        return [
+            describe(
+                f"{where}.rope_type",
+                got=repr(kind),
+                expected=wanted,
+                do="this scaling is not supported",
+            )
+        ]
     problems = []
     for name in ROPE_FIELDS[kind]:
         value = scaling.get(name, "nothing")
-        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < float("inf"):
+        if (
+            isinstance(value, bool)
+            or not isinstance(value, int | float)
+            or not 0 < value < float("inf")
+        ):
             do = f"rope_type {kind} needs {', '.join(ROPE_FIELDS[kind])}"
-            problems.append(describe(f"{where}.{name}", got=value, expected="a positive number", do=do))
+            problems.append(
+                describe(f"{where}.{name}", got=value, expected="a positive number", do=do)
+            )
     for name in sorted(scaling.keys() - {"rope_type", *ROPE_FIELDS[kind]}):
-        problems.append(describe(f"{where}.{name}", got=scaling[name], expected=f"no such field with rope_type {kind}", do="remove it"))
-    if not problems and kind == "llama3" and not scaling["low_freq_factor"] < scaling["high_freq_factor"]:
+        problems.append(
+            describe(
+                f"{where}.{name}",
+                got=scaling[name],
+                expected=f"no such field with rope_type {kind}",
+                do="remove it",
+            )
+        )
+    if (
+        not problems
+        and kind == "llama3"
+        and not scaling["low_freq_factor"] < scaling["high_freq_factor"]
+    ):
         got = f"{scaling['low_freq_factor']} and {scaling['high_freq_factor']}"
-        problems.append(describe(f"{where}.low_freq_factor, high_freq_factor", got=got, expected="low < high", do="swap them"))
+        problems.append(
+            describe(
+                f"{where}.low_freq_factor, high_freq_factor",
+                got=got,
+                expected="low < high",
+                do="swap them",
+            )
+        )
     return problems
 
 
@@ -52,12 +97,16 @@ def normal_rope(scaling: Mapping[str, Any] | None) -> dict[str, Any] | None:
     if scaling is None or scaling.get("rope_type", "default") == "default":
         return None
     kind = scaling["rope_type"]
-    numbers = {name: int(scaling[name]) if name.startswith("original") else float(scaling[name]) for name in ROPE_FIELDS[kind]}
+    numbers = {
+        name: int(scaling[name]) if name.startswith("original") else float(scaling[name])
+        for name in ROPE_FIELDS[kind]
+    }
     return {"rope_type": kind, **numbers}
 
 
 def read_hf_config(folder: str | Path) -> ModelConfig:
-    """The model of a HuggingFace folder. Raises CheckpointError when ``config.json`` is missing, damaged or no LLaMA."""
+    """The model of a HuggingFace folder. Raises CheckpointError when ``config.json`` is missing,
+    damaged or no LLaMA."""
     path = Path(folder) / "config.json"
     return model_config_from_hf(read_config_json(path), where=str(path))
 
@@ -68,28 +117,46 @@ def read_config_json(path: str | Path) -> dict[str, Any]:
         config_json = json.loads(Path(path).read_text(encoding="utf-8"))
     except OSError as error:
         do = "give a HuggingFace folder (config.json, *.safetensors)"
-        raise CheckpointError(describe(str(path), got=error.strerror or error, expected="a readable file", do=do)) from error
+        raise CheckpointError(
+            describe(str(path), got=error.strerror or error, expected="a readable file", do=do)
+        ) from error
     except ValueError as error:
         line = f":{error.lineno}" if isinstance(error, json.JSONDecodeError) else ""
-        raise CheckpointError(describe(f"{path}{line}", got=error, expected="valid JSON", do="copy the file again")) from error
+        raise CheckpointError(
+            describe(f"{path}{line}", got=error, expected="valid JSON", do="copy the file again")
+        ) from error
     if not isinstance(config_json, dict):
-        raise CheckpointError(describe(str(path), got=type(config_json).__name__, expected="a JSON object", do="copy the file again"))
+        raise CheckpointError(
+            describe(
+                str(path),
+                got=type(config_json).__name__,
+                expected="a JSON object",
+                do="copy the file again",
+            )
+        )
     return config_json
 
 
 def model_config_from_hf(config_json: Mapping[str, Any], *, where: str) -> ModelConfig:
     """The model fields of a ``config.json``. ``where`` is its path, for messages.
 
-    Absent fields have the defaults of transformers' ``LlamaConfig``, sizes excepted: those must be there. Of several
-    end-of-sequence tokens the first counts. Raises CheckpointError with every field that is wrong or not LLaMA.
+    Absent fields have the defaults of transformers' ``LlamaConfig``, sizes excepted: those must be
+    there. Of several end-of-sequence tokens the first counts. Raises CheckpointError with every
+    field that is wrong or not LLaMA.
     """
     reader = _Reader(config_json, where)
     reader.refuse_other_architectures()
-    hidden, heads = reader.size("hidden_size"), reader.size("num_attention_heads")
+    hidden = reader.size("hidden_size")
+    heads = reader.size("num_attention_heads")
     head_dim = reader.size("head_dim", default=0)
     if head_dim == 0 and heads > 0:
         if hidden % heads:
-            reader.problem("hidden_size", hidden, f"a multiple of num_attention_heads {heads}", "or give head_dim")
+            reader.problem(
+                "hidden_size",
+                hidden,
+                f"a multiple of num_attention_heads {heads}",
+                "or give head_dim",
+            )
         head_dim = hidden // heads
     theta, scaling = reader.rope()
     model = ModelConfig(
@@ -110,17 +177,29 @@ def model_config_from_hf(config_json: Mapping[str, Any], *, where: str) -> Model
         eos_token_id=reader.token("eos_token_id"),
     )
     if reader.problems:
-        raise CheckpointError(listing(f"{where} is no LLaMA that can be used here:", reader.problems))
+        raise CheckpointError(
+            listing(f"{where} is no LLaMA that can be used here:", reader.problems)
+        )
     return model
 
 
 def hf_config_from_model(model: ModelConfig, *, dtype: str) -> dict[str, Any]:
     """A ``config.json`` for ``LlamaForCausalLM`` that transformers 4 and 5 read alike.
 
-    ``model``: every derived field filled in. ``dtype``: name of the saved weights' dtype, such as ``bfloat16``.
+    ``model``: every derived field filled in. ``dtype``: name of the saved weights' dtype, such as
+    ``bfloat16``.
     """
-    sizes = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads")
-    numbers = {name: getattr(model, name) for name in (*sizes, "head_dim", "max_position_embeddings")}
+    sizes = (
+        "vocab_size",
+        "hidden_size",
+        "intermediate_size",
+        "num_hidden_layers",
+        "num_attention_heads",
+        "num_key_value_heads",
+    )
+    numbers = {
+        name: getattr(model, name) for name in (*sizes, "head_dim", "max_position_embeddings")
+    }
     assert all(numbers.values()), f"derived fields are not filled in: {numbers}"
     scaling = normal_rope(model.rope_scaling)
     return {
@@ -131,7 +210,11 @@ def hf_config_from_model(model: ModelConfig, *, dtype: str) -> dict[str, Any]:
         "rms_norm_eps": model.rms_norm_eps,
         "rope_theta": model.rope_theta,
         "rope_scaling": scaling,
-        "rope_parameters": {"rope_type": "default", **(scaling or {}), "rope_theta": model.rope_theta},
+        "rope_parameters": {
+            "rope_type": "default",
+            **(scaling or {}),
+            "rope_theta": model.rope_theta,
+        },
         "tie_word_embeddings": model.tie_word_embeddings,
         "initializer_range": model.initializer_range,
         "attention_bias": False,
@@ -163,19 +246,35 @@ class _Reader:
         names = self.json.get("architectures") or ["LlamaForCausalLM"]
         # Conversions of early 2023 write LLaMAForCausalLM.
         if [str(name).lower() for name in names] != ["llamaforcausallm"]:
-            self.problem("architectures", names, "['LlamaForCausalLM']", "only causal LLaMA models can be read")
-        for name, wanted in (("attention_bias", False), ("mlp_bias", False), ("hidden_act", "silu"), ("quantization_config", None)):
+            self.problem(
+                "architectures",
+                names,
+                "['LlamaForCausalLM']",
+                "only causal LLaMA models can be read",
+            )
+        for name, wanted in (
+            ("attention_bias", False),
+            ("mlp_bias", False),
+            ("hidden_act", "silu"),
+            ("quantization_config", None),
+        ):
             value = self.json.get(name, wanted)
             if value != wanted:
                 self.problem(name, repr(value), repr(wanted), "such models are not supported")
 
     def size(self, name: str, *, default: int | None = None) -> int:
-        """A positive integer; absent and null mean ``default``. 0 stands for a size that was refused."""
+        """A positive integer; absent and null mean ``default``. 0 stands for a size that was
+        refused."""
         value = self.json.get(name)
         if value is None and default is not None:
             return default
         if isinstance(value, bool) or not isinstance(value, int) or value <= 0:
-            self.problem(name, "nothing" if value is None else repr(value), "a positive integer", "copy the model's own config.json")
+            self.problem(
+                name,
+                "nothing" if value is None else repr(value),
+                "a positive integer",
+                "copy the model's own config.json",
+            )
             return 0
         return value
 
@@ -183,7 +282,11 @@ class _Reader:
         return self._positive(name, self.json.get(name, default))
 
     def _positive(self, name: str, value: Any) -> float:
-        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < float("inf"):
+        if (
+            isinstance(value, bool)
+            or not isinstance(value, int | float)
+            or not 0 < value < float("inf")
+        ):
             self.problem(name, repr(value), "a positive number", "copy the model's own config.json")
             return 1.0
         return float(value)
@@ -192,16 +295,31 @@ class _Reader:
         value = self.json.get(name)
         first = value[0] if isinstance(value, list) and value else value
         if first is not None and (isinstance(first, bool) or not isinstance(first, int)):
-            self.problem(name, repr(value), "a token id or a list of them", "copy the model's own config.json")
+            self.problem(
+                name,
+                repr(value),
+                "a token id or a list of them",
+                "copy the model's own config.json",
+            )
             return None
         return first
 
     def rope(self) -> tuple[float, dict[str, Any] | None]:
-        """(theta, scaling). A file that carries both spellings, as ours do, must say the same in both."""
-        present = [name for name in ("rope_parameters", "rope_scaling") if self.json.get(name) is not None]
-        found = [self._rope(name, self.json[name]) for name in present] or [self._rope("rope_scaling", {})]
+        """(theta, scaling). A file that carries both spellings, as ours do, must say the same in
+        both."""
+        present = [
+            name for name in ("rope_parameters", "rope_scaling") if self.json.get(name) is not None
+        ]
+        found = [self._rope(name, self.json[name]) for name in present] or [
+            self._rope("rope_scaling", {})
+        ]
         if any(other != found[0] for other in found):
-            self.problem(" and ".join(present), " against ".join(map(str, found)), "the same rotary embedding", "remove the wrong one")
+            self.problem(
+                " and ".join(present),
+                " against ".join(map(str, found)),
+                "the same rotary embedding",
+                "remove the wrong one",
+            )
         return found[0]
 
     def _rope(self, name: str, raw: Any) -> tuple[float, dict[str, Any] | None]:
@@ -219,4 +337,6 @@ class _Reader:
         problems = rope_problems(f"{self.where} {name}", fields)
         self.problems.extend(problems)
         theta = next((value for value in (inner, outer) if value is not None), 10000.0)
-        return self._positive(f"{name}.rope_theta", theta), None if problems else normal_rope(fields)
+        return self._positive(f"{name}.rope_theta", theta), None if problems else normal_rope(
+            fields
+        )

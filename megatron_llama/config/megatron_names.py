@@ -1,6 +1,8 @@
-"""Megatron's names for options that carry another name here, and Megatron's switches that every LLaMA needs.
+"""Megatron's names for options that carry another name here, and Megatron's switches that every
+LLaMA needs.
 
-Most Megatron flags need no alias: ``--micro-batch-size``, ``--lr``, ``--seq-length`` and so on are field names in ``config.py``.
+Most Megatron flags need no alias: ``--micro-batch-size``, ``--lr``, ``--seq-length`` and so on are
+field names in ``config.py``.
 """
 
 from __future__ import annotations
@@ -14,13 +16,16 @@ from types import MappingProxyType
 class Alias:
     """Another name for an option.
 
-    An alias with a ``value`` is a switch (it takes no word, or true/false); any other takes the value of its field.
+    An alias with a ``value`` is a switch (it takes no word, or true/false); any other takes the
+    value of its field.
     """
 
     field: str | None = None
-    """The option it sets. None: it sets nothing, and is refused unless it says what is so here anyway."""
+    """The option it sets. None: it sets nothing, and is refused unless it says what is so here
+    anyway."""
     value: str | None = None
-    """The text that the switch stands for, read as the field's value; with no field: the only boolean that is accepted."""
+    """The text that the switch stands for, read as the field's value; with no field: the only
+    boolean that is accepted."""
     convert: Callable[[str], str] | None = None
     """Text as Megatron has it -> text for the field. Raises ValueError with what is expected."""
     help: str = ""
@@ -61,7 +66,10 @@ MEGATRON: Mapping[str, Alias] = MappingProxyType(
         "num_layers": Alias("num_hidden_layers"),
         "ffn_hidden_size": Alias("intermediate_size"),
         "num_query_groups": Alias("num_key_value_heads"),
-        "group_query_attention": Alias(value="true", help="--num-query-groups alone decides; leave that out for multi-head attention"),
+        "group_query_attention": Alias(
+            value="true",
+            help="--num-query-groups alone decides; leave that out for multi-head attention",
+        ),
         "norm_epsilon": Alias("rms_norm_eps"),
         "layernorm_epsilon": Alias("rms_norm_eps"),
         "rotary_base": Alias("rope_theta"),
@@ -70,10 +78,14 @@ MEGATRON: Mapping[str, Alias] = MappingProxyType(
         "tokenizer_name_or_path": Alias("tokenizer_model"),
         "use_distributed_optimizer": Alias("data_parallel_sharding_strategy", value="optim"),
         "overlapped_distributed_optimizer": Alias(
-            "data_parallel_sharding_strategy", value="optim_grads", implies=("reduce_bucket_size", "5e8")
+            "data_parallel_sharding_strategy",
+            value="optim_grads",
+            implies=("reduce_bucket_size", "5e8"),
         ),
         "recompute_activations": Alias("recompute_granularity", value="selective"),
-        "dataloader_type": Alias("data_order", convert=only("cyclic", "single", meaning="shuffled"), help=_ORDER),
+        "dataloader_type": Alias(
+            "data_order", convert=only("cyclic", "single", meaning="shuffled"), help=_ORDER
+        ),
         "swiglu": Alias(value="true", help=_LLAMA),
         "use_rotary_position_embeddings": Alias(value="true", help=_LLAMA),
         "no_position_embedding": Alias(value="true", help=_LLAMA),
@@ -81,13 +93,21 @@ MEGATRON: Mapping[str, Alias] = MappingProxyType(
         "normalization": Alias(convert=only("RMSNorm"), help=_LLAMA),
         "RMSNorm": Alias(value="true", help=_LLAMA),
         "causal_lm": Alias(value="true", help=_LLAMA),
-        "use_flash_attn": Alias(value="true", help="attention is torch's SDPA, which brings the flash kernels: accepted, changes nothing"),
-        "no_gradient_accumulation_fusion": Alias(
-            value="true", help="gradients are always written into the buffers that are reduced, without apex: accepted, changes nothing"
+        "use_flash_attn": Alias(
+            value="true",
+            help="attention is torch's SDPA, which brings the flash kernels: accepted, changes nothing",
         ),
-        "data_impl": Alias(convert=only("mmap"), help="datasets are always memory-mapped: accepted, changes nothing"),
+        "no_gradient_accumulation_fusion": Alias(
+            value="true",
+            help="gradients are always written into the buffers that are reduced, without apex: accepted, changes nothing",
+        ),
+        "data_impl": Alias(
+            convert=only("mmap"),
+            help="datasets are always memory-mapped: accepted, changes nothing",
+        ),
         "override_opt_param_scheduler": Alias(
-            value="true", help="the learning rate always follows the options, never a checkpoint: accepted, changes nothing"
+            value="true",
+            help="the learning rate always follows the options, never a checkpoint: accepted, changes nothing",
         ),
         "position_embedding_type": Alias(convert=only("rope"), help=_LLAMA),
         "attention_dropout": Alias(convert=zero, help=_NO_DROPOUT),

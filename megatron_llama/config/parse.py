@@ -1,8 +1,9 @@
-"""One YAML file and command-line flags -> frozen dataclasses ("sections"); every command uses this one parser.
+"""One YAML file and command-line flags -> frozen dataclasses ("sections"); every command uses this
+one parser.
 
-A section is a frozen dataclass: its fields are the options, the string under a field is its help. Values stay text
-until the field's annotation reads them, so that YAML and the command line understand exactly the same spellings.
-``manual.py`` prints the help.
+A section is a frozen dataclass: its fields are the options, the string under a field is its help.
+Values stay text until the field's annotation reads them, so that YAML and the command line
+understand exactly the same spellings. ``manual.py`` prints the help.
 """
 
 from __future__ import annotations
@@ -20,7 +21,9 @@ from megatron_llama.errors import ConfigError, describe, listing
 T = TypeVar("T")
 
 _FLAG = re.compile(r"--[A-Za-z][\w.-]*(=.*)?", re.DOTALL)
-_BOOLEANS: Mapping[str, bool] = MappingProxyType({"true": True, "yes": True, "on": True, "false": False, "no": False, "off": False})
+_BOOLEANS: Mapping[str, bool] = MappingProxyType(
+    {"true": True, "yes": True, "on": True, "false": False, "no": False, "off": False}
+)
 
 
 @dataclass(frozen=True)
@@ -55,7 +58,8 @@ class Parsed:
 
     @property
     def explicit(self) -> frozenset[str]:
-        """Names of the fields given in the YAML file or on the command line, defaults restated included."""
+        """Names of the fields given in the YAML file or on the command line, defaults restated
+        included."""
         return frozenset(self.sources)
 
     def differences(self) -> dict[str, Any]:
@@ -65,7 +69,8 @@ class Parsed:
 
 @dataclass(frozen=True)
 class _Given:
-    """A key as it was written. ``raw``: the words after a flag, or from YAML text, a list of texts, a mapping or None (null)."""
+    """A key as it was written. ``raw``: the words after a flag, or from YAML text, a list of texts,
+    a mapping or None (null)."""
 
     key: str
     raw: Any
@@ -88,13 +93,18 @@ def section_name(section: type[Any]) -> str:
 
 
 def options_of(sections: Sequence[type[Any]]) -> dict[str, Option]:
-    """Every option by field name. Names must be unique over the sections, since flags carry no section."""
+    """Every option by field name. Names must be unique over the sections, since flags carry no
+    section."""
     table: dict[str, Option] = {}
     for section in sections:
         kinds = get_type_hints(section)
         for item in fields(section):
-            assert item.name not in table and item.name != "config", f"option {item.name} is defined twice"
-            default = item.default_factory() if item.default_factory is not MISSING else item.default
+            assert item.name not in table and item.name != "config", (
+                f"option {item.name} is defined twice"
+            )
+            default = (
+                item.default_factory() if item.default_factory is not MISSING else item.default
+            )
             table[item.name] = Option(item.name, section, kinds[item.name], default)
     return table
 
@@ -110,11 +120,13 @@ def differences(instances: Iterable[Any]) -> dict[str, Any]:
     return changed
 
 
-def parse(argv: Sequence[str], sections: Sequence[type[Any]], *, aliases: Mapping[str, Alias]) -> Parsed:
+def parse(
+    argv: Sequence[str], sections: Sequence[type[Any]], *, aliases: Mapping[str, Alias]
+) -> Parsed:
     """Read ``--config FILE`` and flags into instances of ``sections``. Flags win over the file.
 
-    ``aliases`` maps snake-case names to options; those whose field is in none of the sections are not known to this command.
-    Raises ConfigError with every problem of the file and the flags.
+    ``aliases`` maps snake-case names to options; those whose field is in none of the sections are
+    not known to this command. Raises ConfigError with every problem of the file and the flags.
     """
     reader = _Reader(sections, aliases)
     flags, file = reader.split(argv)
@@ -123,13 +135,18 @@ def parse(argv: Sequence[str], sections: Sequence[type[Any]], *, aliases: Mappin
     for name, implied in reader.implied.items():
         values.setdefault(name, implied)
     reader.problems.extend(
-        describe(option.flag, got="nothing", expected=expected(option.kind), do=f"give {option.flag}")
+        describe(
+            option.flag, got="nothing", expected=expected(option.kind), do=f"give {option.flag}"
+        )
         for name, option in reader.options.items()
         if option.default is MISSING and name not in values and name not in reader.refused
     )
     if reader.problems:
         raise ConfigError(listing("These options cannot be used:", reader.problems))
-    instances = {s: s(**{n: v for n, (v, _) in values.items() if reader.options[n].section is s}) for s in sections}
+    instances = {
+        s: s(**{n: v for n, (v, _) in values.items() if reader.options[n].section is s})
+        for s in sections
+    }
     sources = MappingProxyType({name: where for name, (_, where) in values.items()})
     return Parsed(MappingProxyType(instances), sources, tuple(reader.notes))
 
@@ -143,18 +160,26 @@ def expected(kind: Any) -> str:
         return f"one or more of: {expected(get_args(inner)[0])}"
     if get_origin(inner) is dict:
         return 'a mapping (on the command line JSON, such as \'{"rope_type": "linear", "factor": 2.0}\')'
-    words = {int: "an integer such as 4, 1_000 or 2e8", float: "a number such as 0.1 or 3e-4", bool: "true or false", str: "text"}[inner]
+    words = {
+        int: "an integer such as 4, 1_000 or 2e8",
+        float: "a number such as 0.1 or 3e-4",
+        bool: "true or false",
+        str: "text",
+    }[inner]
     return words + " or null" if optional and inner is not str else words
 
 
 def read(kind: Any, raw: Any) -> Any:
-    """Text (list of texts, mapping, None) -> value of the annotation. Raises ValueError when it is none."""
+    """Text (list of texts, mapping, None) -> value of the annotation. Raises ValueError when it is
+    none."""
     inner, optional = _strip_optional(kind)
     if optional and (raw is None or (raw == "null" and inner is not str)):
         return None
     origin = get_origin(inner)
     if origin is tuple:
-        return tuple(read(get_args(inner)[0], item) for item in (raw if isinstance(raw, list) else [raw]))
+        return tuple(
+            read(get_args(inner)[0], item) for item in (raw if isinstance(raw, list) else [raw])
+        )
     if origin is dict:
         return _read_mapping(raw)
     if not isinstance(raw, str):
@@ -208,7 +233,9 @@ def _read_mapping(raw: Any) -> dict[str, Any]:
     return raw
 
 
-_READERS: Mapping[Any, Any] = MappingProxyType({int: _read_int, float: _read_float, bool: _read_bool})
+_READERS: Mapping[Any, Any] = MappingProxyType(
+    {int: _read_int, float: _read_float, bool: _read_bool}
+)
 
 
 class _Reader:
@@ -216,7 +243,11 @@ class _Reader:
 
     def __init__(self, sections: Sequence[type[Any]], aliases: Mapping[str, Alias]) -> None:
         self.options = options_of(sections)
-        self.aliases = {name: alias for name, alias in aliases.items() if alias.field is None or alias.field in self.options}
+        self.aliases = {
+            name: alias
+            for name, alias in aliases.items()
+            if alias.field is None or alias.field in self.options
+        }
         assert not self.aliases.keys() & self.options.keys(), "an alias hides an option"
         self.groups = {section_name(section): section for section in sections}
         self.problems: list[str] = []
@@ -246,14 +277,24 @@ class _Reader:
                 files.append(words)
             elif (negated := self._negated(key)) is not None:
                 if words:
-                    self.problem(where, got=" ".join(words), expected="no value", do=f"give {where} or {negated.flag} true|false")
+                    self.problem(
+                        where,
+                        got=" ".join(words),
+                        expected="no value",
+                        do=f"give {where} or {negated.flag} true|false",
+                    )
                 else:
                     given.append(_Given(negated.name, ["false"], where))
             else:
                 given.append(_Given(key, words, where))
         if [len(words) for words in files] not in ([], [1]):
             found = " ".join(word for words in files for word in words)
-            self.problem("--config", got=found or "nothing", expected="one YAML file", do="give --config FILE once")
+            self.problem(
+                "--config",
+                got=found or "nothing",
+                expected="one YAML file",
+                do="give --config FILE once",
+            )
             return given, None
         return given, files[0][0] if files else None
 
@@ -269,7 +310,9 @@ class _Reader:
             with open(path, encoding="utf-8") as file:
                 text = file.read()
         except (OSError, UnicodeDecodeError) as error:
-            self.problem(f"--config {path}", got=error, expected="a readable YAML file", do="check the path")
+            self.problem(
+                f"--config {path}", got=error, expected="a readable YAML file", do="check the path"
+            )
             return []
         return list(self._yaml_keys(path, text))
 
@@ -283,7 +326,12 @@ class _Reader:
                 return
             if not isinstance(root, yaml.MappingNode):
                 line = root.start_mark.line + 1
-                self.problem(f"{path}:{line}", got="something else", expected="key: value lines", do="write one option per line")
+                self.problem(
+                    f"{path}:{line}",
+                    got="something else",
+                    expected="key: value lines",
+                    do="write one option per line",
+                )
                 return
             for key, node in root.value:
                 name = str(key.value).replace("-", "_")
@@ -301,7 +349,11 @@ class _Reader:
     def _unabridged(self, item: _Given) -> _Given:
         """Under its section's name a key may leave that name out: ``rank`` under ``lora:``."""
         name = f"{item.group}_{item.key}"
-        return replace(item, key=name) if item.key not in self.options and name in self.options else item
+        return (
+            replace(item, key=name)
+            if item.key not in self.options and name in self.options
+            else item
+        )
 
     def values(self, given: Iterable[_Given]) -> dict[str, tuple[Any, str]]:
         """Option -> (value, where it was given). A key may be repeated only with the same value."""
@@ -314,7 +366,9 @@ class _Reader:
             earlier = values.setdefault(name, (value, item.where))
             if earlier[0] != value:
                 got = f"{_show(value)} after {_show(earlier[0])} ({earlier[1]})"
-                self.problem(item.where, got=got, expected=f"one value of {name}", do="give it once")
+                self.problem(
+                    item.where, got=got, expected=f"one value of {name}", do="give it once"
+                )
         return values
 
     def _value(self, item: _Given) -> tuple[str, Any] | None:
@@ -345,7 +399,12 @@ class _Reader:
         except (ValueError, OverflowError):
             self.refused.add(option.name)
             remedy = self._nearest_choice(inner, raw) or "correct the value"
-            self.problem(item.where, got=_show(raw) if raw != [] else "nothing", expected=expected(option.kind), do=remedy)
+            self.problem(
+                item.where,
+                got=_show(raw) if raw != [] else "nothing",
+                expected=expected(option.kind),
+                do=remedy,
+            )
             return None
 
     def _one_word(self, item: _Given, absent: str | None, kind: Any) -> str | None:
@@ -384,7 +443,9 @@ class _Reader:
         on = _BOOLEANS.get(str(word).lower())
         stands_for = _BOOLEANS.get(alias.value or "")
         if on is None:
-            self.problem(item.where, got=_show(item.raw), expected="true or false", do="correct the value")
+            self.problem(
+                item.where, got=_show(item.raw), expected="true or false", do="correct the value"
+            )
         elif alias.field is None:
             if on != stands_for:
                 self.problem(item.where, got=str(on).lower(), expected=alias.value, do=alias.help)
@@ -398,7 +459,12 @@ class _Reader:
                 self.implied[name] = read(self.options[name].kind, implied), item.where
             return alias.field, read(self.options[alias.field].kind, text)
         else:
-            self.problem(item.where, got="false", expected="true", do=f"leave it out and set {flag(alias.field)}")
+            self.problem(
+                item.where,
+                got="false",
+                expected="true",
+                do=f"leave it out and set {flag(alias.field)}",
+            )
         return None
 
     def _stray(self, words: Sequence[str]) -> None:
@@ -410,10 +476,19 @@ class _Reader:
         name = self.aliases[item.key].field if item.key in self.aliases else item.key
         if name in self.options:
             home = section_name(self.options[name].section)
-            self.problem(item.where, got=f"it under {item.group}:", expected=f"it under {home}: or at the top", do="move it")
+            self.problem(
+                item.where,
+                got=f"it under {item.group}:",
+                expected=f"it under {home}: or at the top",
+                do="move it",
+            )
             return
         near = self._nearest(item.key)
-        remedy = f"did you mean {flag(near) if item.is_flag else near}?" if near else "--help lists the options"
+        remedy = (
+            f"did you mean {flag(near) if item.is_flag else near}?"
+            if near
+            else "--help lists the options"
+        )
         got = "an unknown flag" if item.is_flag else "an unknown key"
         self.problem(item.where, got=got, expected="an option of this command", do=remedy)
 
@@ -432,7 +507,8 @@ class _Reader:
 
 
 def _words(argv: Sequence[str]) -> Iterator[tuple[str | None, str | None, list[str]]]:
-    """(flag name, text after ``=``, the words up to the next flag); words before any flag come with no name."""
+    """(flag name, text after ``=``, the words up to the next flag); words before any flag come with
+    no name."""
     bounds = [*(i for i, word in enumerate(argv) if _FLAG.fullmatch(word)), len(argv)]
     if bounds[0] > 0:
         yield None, None, list(argv[: bounds[0]])
@@ -447,7 +523,8 @@ def _yaml_given(loader: Any, path: str, key: Any, node: Any, group: str | None) 
 
 
 def _yaml_raw(loader: Any, node: Any) -> Any:
-    """Scalars keep their text: YAML 1.1 would read 3e-4 as text, and the dataset name 007 as a number."""
+    """Scalars keep their text: YAML 1.1 would read 3e-4 as text, and the dataset name 007 as a
+    number."""
     if node.id == "scalar":
         return None if node.tag == "tag:yaml.org,2002:null" else node.value
     if node.id == "sequence":
@@ -456,4 +533,10 @@ def _yaml_raw(loader: Any, node: Any) -> Any:
 
 
 def _show(value: Any) -> str:
-    return "null" if value is None else " ".join(map(str, value)) if isinstance(value, list | tuple) else str(value)
+    return (
+        "null"
+        if value is None
+        else " ".join(map(str, value))
+        if isinstance(value, list | tuple)
+        else str(value)
+    )

@@ -24,10 +24,20 @@ _LLAMA_7B = ModelConfig(
     eos_token_id=2,
 )
 _LLAMA_13B = replace(
-    _LLAMA_7B, hidden_size=5120, intermediate_size=13824, num_hidden_layers=40, num_attention_heads=40, num_key_value_heads=40
+    _LLAMA_7B,
+    hidden_size=5120,
+    intermediate_size=13824,
+    num_hidden_layers=40,
+    num_attention_heads=40,
+    num_key_value_heads=40,
 )
 _LLAMA_30B = replace(
-    _LLAMA_7B, hidden_size=6656, intermediate_size=17920, num_hidden_layers=60, num_attention_heads=52, num_key_value_heads=52
+    _LLAMA_7B,
+    hidden_size=6656,
+    intermediate_size=17920,
+    num_hidden_layers=60,
+    num_attention_heads=52,
+    num_key_value_heads=52,
 )
 _LLAMA_65B = replace(
     _LLAMA_7B,
@@ -40,7 +50,9 @@ _LLAMA_65B = replace(
 )
 _LLAMA2_7B = replace(_LLAMA_7B, max_position_embeddings=4096, rms_norm_eps=1e-5)
 _LLAMA2_13B = replace(_LLAMA_13B, max_position_embeddings=4096, rms_norm_eps=1e-5)
-_LLAMA2_70B = replace(_LLAMA_65B, intermediate_size=28672, num_key_value_heads=8, max_position_embeddings=4096)
+_LLAMA2_70B = replace(
+    _LLAMA_65B, intermediate_size=28672, num_key_value_heads=8, max_position_embeddings=4096
+)
 
 _LLAMA3_8B = replace(
     _LLAMA2_7B,
@@ -53,7 +65,12 @@ _LLAMA3_8B = replace(
     eos_token_id=128001,
 )
 _LLAMA3_70B = replace(
-    _LLAMA3_8B, hidden_size=8192, intermediate_size=28672, num_hidden_layers=80, num_attention_heads=64, num_key_value_heads=8
+    _LLAMA3_8B,
+    hidden_size=8192,
+    intermediate_size=28672,
+    num_hidden_layers=80,
+    num_attention_heads=64,
+    num_key_value_heads=8,
 )
 
 
@@ -70,11 +87,24 @@ def _extended(model: ModelConfig, factor: float) -> ModelConfig:
 
 
 _LLAMA31_70B = _extended(_LLAMA3_70B, 8.0)
-_LLAMA31_405B = replace(_LLAMA31_70B, hidden_size=16384, intermediate_size=53248, num_hidden_layers=126, num_attention_heads=128)
-_LLAMA32_1B = replace(
-    _extended(_LLAMA3_8B, 32.0), hidden_size=2048, intermediate_size=8192, num_hidden_layers=16, head_dim=64, tie_word_embeddings=True
+_LLAMA31_405B = replace(
+    _LLAMA31_70B,
+    hidden_size=16384,
+    intermediate_size=53248,
+    num_hidden_layers=126,
+    num_attention_heads=128,
 )
-_LLAMA32_3B = replace(_LLAMA32_1B, hidden_size=3072, num_hidden_layers=28, num_attention_heads=24, head_dim=128)
+_LLAMA32_1B = replace(
+    _extended(_LLAMA3_8B, 32.0),
+    hidden_size=2048,
+    intermediate_size=8192,
+    num_hidden_layers=16,
+    head_dim=64,
+    tie_word_embeddings=True,
+)
+_LLAMA32_3B = replace(
+    _LLAMA32_1B, hidden_size=3072, num_hidden_layers=28, num_attention_heads=24, head_dim=128
+)
 
 PRESETS: Mapping[str, ModelConfig] = MappingProxyType(
     {

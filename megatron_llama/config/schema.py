@@ -1,8 +1,9 @@
 """Every option of the trainer, as frozen dataclasses.
 
-The string under a field is its help text, its line in ``docs/options.md`` and its YAML comment. Model fields carry the
-names of the HuggingFace ``config.json``; everything else carries Megatron's flag names (``--micro-batch-size`` is
-``micro_batch_size`` in YAML). Parsing lives in ``options.py``, cross-field checks in ``validate.py``.
+The string under a field is its help text, its line in ``docs/options.md`` and its YAML comment.
+Model fields carry the names of the HuggingFace ``config.json``; everything else carries Megatron's
+flag names (``--micro-batch-size`` is ``micro_batch_size`` in YAML). Parsing lives in
+``options.py``, cross-field checks in ``validate.py``.
 """
 
 from __future__ import annotations
@@ -16,7 +17,8 @@ class ModelConfig:
     """The shape of the model, in the words of the HuggingFace ``config.json``."""
 
     preset: str | None = None
-    """Take all model fields from a known model (`--model llama3-8b`; `inspect presets` lists them). Flags given beside it win."""
+    """Take all model fields from a known model (`--model llama3-8b`; `inspect presets` lists them).
+    Flags given beside it win."""
     vocab_size: int = 0
     """Rows of the embedding, without padding. 0: the tokenizer's size."""
     hidden_size: int = 0
@@ -38,10 +40,10 @@ class ModelConfig:
     rope_theta: float = 10000.0
     """Base of the rotary frequencies."""
     rope_scaling: dict[str, Any] | None = None
-    """Rotary scaling as in config.json: rope_type `llama3` (factor, low_freq_factor, high_freq_factor,
-    original_max_position_embeddings) or `linear` (factor)."""
+    """Rotary scaling as in config.json: rope_type `llama3` (factor, low_freq_factor,
+    high_freq_factor, original_max_position_embeddings) or `linear` (factor)."""
     tie_word_embeddings: bool = False
-    """Use the embedding as the output head."""
+    """WeightAccess the embedding as the output head."""
     initializer_range: float = 0.02
     """Standard deviation of the initial weights (normal; norm weights start at 1)."""
     attention_bias: bool = False
@@ -55,7 +57,8 @@ class ModelConfig:
     eos_token_id: int | None = None
     """Written to the exported config.json; ends generation. Default: the tokenizer's."""
     make_vocab_size_divisible_by: int = 128
-    """The embedding is padded inside to a multiple of this times the tensor-parallel size. Never exported."""
+    """The embedding is padded inside to a multiple of this times the tensor-parallel size. Never
+    exported."""
 
 
 @dataclass(frozen=True)
@@ -69,7 +72,8 @@ class ParallelConfig:
     virtual_pipeline_model_parallel_size: int = 1
     """Model chunks per pipeline process, for the interleaved schedule. zb-v always has 2."""
     pipeline_layer_split: tuple[int, ...] = ()
-    """Transformer blocks of each stage, first to last (with virtual stages: of each chunk). Default: equal shares."""
+    """Transformer blocks of each stage, first to last (with virtual stages: of each chunk).
+    Default: equal shares."""
     account_for_embedding_in_pipeline_split: bool = False
     """Count the embedding as one layer of the first stage when sharing out the layers."""
     account_for_loss_in_pipeline_split: bool = False
@@ -77,35 +81,50 @@ class ParallelConfig:
     context_parallel_size: int = 1
     """Processes that share each sequence (cp)."""
     cp_comm_type: Literal["all_gather", "ring"] = "all_gather"
-    """How context-parallel ranks see each other's keys and values: all at once, or around a ring in cp - 1 steps."""
+    """How context-parallel ranks see each other's keys and values: all at once, or around a ring in
+    cp - 1 steps."""
     sequence_parallel: bool = False
-    """Split norms and residual stream along the sequence over the tp processes. Ignored with tp 1."""
+    """Split norms and residual stream along the sequence over the tp processes. Ignored with tp
+    1."""
     pipeline_schedule: Literal["gpipe", "1f1b", "interleaved", "zb-h1", "zb-v"] = "1f1b"
-    """Order of forward and backward passes over the pipeline stages. zb-*: weight gradients fill the bubbles."""
-    data_parallel_sharding_strategy: Literal["no_shard", "optim", "optim_grads", "optim_grads_params", "auto"] = "optim"
-    """What each data-parallel rank holds a share of: nothing (plain DDP), the optimizer state (reduce once per step), state
-    and gradients (reduce after every microbatch), or parameters as well (gather before use). auto: by memory and microbatches."""
+    """Order of forward and backward passes over the pipeline stages. zb-*: weight gradients fill
+    the bubbles."""
+    data_parallel_sharding_strategy: Literal[
+        "no_shard", "optim", "optim_grads", "optim_grads_params", "auto"
+    ] = "optim"
+    """What each data-parallel rank holds a share of: nothing (plain DDP), the optimizer state
+    (reduce once per step), state and gradients (reduce after every microbatch), or parameters as
+    well (gather before use). auto: by memory and microbatches."""
     data_parallel_shard_size: int = 0
-    """Shard within so many neighbouring data-parallel ranks and replicate across (hybrid sharding). 0: within all."""
+    """Shard within so many neighbouring data-parallel ranks and replicate across (hybrid sharding).
+    0: within all."""
     param_slots: str = "default"
-    """Block-sized buffers for whole parameters under optim_grads_params: a number, `all`, `auto` (as many as fit into memory),
-    or `default` (2; all with pipeline stages). More buffers mean fewer gathers."""
+    """Block-sized buffers for whole parameters under optim_grads_params: a number, `all`, `auto`
+    (as many as fit into memory), or `default` (2; all with pipeline stages). More buffers mean
+    fewer gathers."""
     grad_slots: int = 2
-    """Buffers for whole gradients that blocks take turns in, under optim_grads and optim_grads_params."""
+    """Buffers for whole gradients that blocks take turns in, under optim_grads and
+    optim_grads_params."""
     prefetch_bytes: int = 0
-    """Most bytes of parameters that are gathered ahead of their use. 0: as many as the parameter slots hold."""
+    """Most bytes of parameters that are gathered ahead of their use. 0: as many as the parameter
+    slots hold."""
     exchange_chunk_bytes: int = 1_048_576
     """Largest piece in which the gloo backend sends gathers and reductions."""
     reduce_bucket_size: int = 40_000_000
-    """Elements in one data-parallel message. Messages hold whole parameters: one exceeds this only when a single parameter does."""
+    """Elements in one data-parallel message. Messages hold whole parameters: one exceeds this only
+    when a single parameter does."""
     recompute_granularity: Literal["none", "selective", "full"] = "none"
-    """Activations to compute again in backward instead of keeping them: norm and SwiGLU outputs (selective), or whole blocks (full)."""
+    """Activations to compute again in backward instead of keeping them: norm and SwiGLU outputs
+    (selective), or whole blocks (full)."""
     recompute_num_layers: str = "all"
-    """Blocks of each stage that recompute: `all`, a number, or `auto` (the fewest with which the run fits into the device's memory)."""
+    """Blocks of each stage that recompute: `all`, a number, or `auto` (the fewest with which the
+    run fits into the device's memory)."""
     grad_reduce_in_bf16: bool = False
-    """Send gradients in bfloat16 between data-parallel ranks. Over microbatches they are still accumulated in fp32."""
+    """Send gradients in bfloat16 between data-parallel ranks. Over microbatches they are still
+    accumulated in fp32."""
     distributed_timeout_minutes: float = 10.0
-    """A rank that waits longer ends the run, on all ranks, with an error that says which one stopped where."""
+    """A rank that waits longer ends the run, on all ranks, with an error that says which one
+    stopped where."""
 
 
 @dataclass(frozen=True)
@@ -119,28 +138,34 @@ class TrainingConfig:
     global_batch_size: int = 0
     """Samples in one optimizer step. 0: micro_batch_size x dp (no gradient accumulation)."""
     rampup_batch_size: tuple[int, ...] = ()
-    """START INCREMENT SAMPLES: the global batch size grows from START to --global-batch-size, by INCREMENT at a time, over the first
-    SAMPLES samples."""
+    """START INCREMENT SAMPLES: the global batch size grows from START to --global-batch-size, by
+    INCREMENT at a time, over the first SAMPLES samples."""
     train_iters: int = 0
     """Optimizer steps in the whole run, resumed steps included."""
     train_samples: int = 0
-    """Samples in the whole run, instead of --train-iters: as many whole steps as they are enough for."""
+    """Samples in the whole run, instead of --train-iters: as many whole steps as they are enough
+    for."""
     epochs: float = 0.0
-    """Passes over the training samples, instead of --train-iters; `0.5` is half of one. Each sample is read so many times: steps go on from
-    one pass into the next, and the last step has what is left."""
+    """Passes over the training samples, instead of --train-iters; `0.5` is half of one. Each sample
+    is read so many times: steps go on from one pass into the next, and the last step has what is
+    left."""
     exit_interval: int = 0
-    """Save and end after every iteration that is a multiple of this. 0: go on to the end of the run."""
+    """Save and end after every iteration that is a multiple of this. 0: go on to the end of the
+    run."""
     exit_duration_in_mins: float = 0.0
-    """Save and end when the run has taken so many minutes, as if by SIGTERM. 0: however long it takes."""
+    """Save and end when the run has taken so many minutes, as if by SIGTERM. 0: however long it
+    takes."""
     z_loss_weight: float = 0.0
-    """Weight of the square of the logarithm of the softmax's denominator, which keeps logits from drifting: it is trained, and is no part
-    of the losses that are printed."""
+    """Weight of the square of the logarithm of the softmax's denominator, which keeps logits from
+    drifting: it is trained, and is no part of the losses that are printed."""
     seed: int = 1234
     """Seeds the initial weights and the order of the samples."""
     bf16: bool = False
-    """Compute and communicate parameters in bfloat16; master weights, gradients and moments stay fp32. Off: fp32 throughout."""
+    """Compute and communicate parameters in bfloat16; master weights, gradients and moments stay
+    fp32. Off: fp32 throughout."""
     fp16: bool = False
-    """Compute in float16 with a dynamic loss scale; master weights, gradients and moments stay fp32."""
+    """Compute in float16 with a dynamic loss scale; master weights, gradients and moments stay
+    fp32."""
     initial_loss_scale: float = 65536.0
     """Loss scale at the start, with --fp16."""
     min_loss_scale: float = 1.0
@@ -152,29 +177,35 @@ class TrainingConfig:
     fp64: bool = False
     """Compute in double precision: the reference of the parity checks, not for training."""
     compile: bool = False
-    """Compile what layers compute between matrix products (torch.compile): each becomes one pass over its tensors. The first step takes
-    a minute longer; without a compiler on the machine a warning is printed and nothing else changes. Not worth it for tiny models."""
+    """Compile what layers compute between matrix products (torch.compile): each becomes one pass
+    over its tensors. The first step takes a minute longer; without a compiler on the machine a
+    warning is printed and nothing else changes. Not worth it for tiny models."""
     on_bad_step: Literal["stop", "skip", "rollback"] = "stop"
-    """After a step whose loss or gradient norm is not finite, or whose loss is a spike: stop with an error; leave the weights as
-    they are and go on with the next samples (needs --clip-grad); or go back to the newest checkpoint and leave out that step's
-    samples when they come again. What is left out is listed in `skipped.jsonl` beside the checkpoints."""
+    """After a step whose loss or gradient norm is not finite, or whose loss is a spike: stop with
+    an error; leave the weights as they are and go on with the next samples (needs --clip-grad); or
+    go back to the newest checkpoint and leave out that step's samples when they come again. What is
+    left out is listed in `skipped.jsonl` beside the checkpoints."""
     loss_spike_factor: float = 0.0
     """A loss beyond so many times the mean of the last good steps is a spike. 0: none is."""
     loss_spike_window: int = 100
     """Good steps in that mean. Before there are as many, no loss is a spike."""
     max_bad_steps: int = 10
-    """With skip and rollback: more bad steps than this in a row, without a good step between them (rollback: without a checkpoint),
-    end the run with an error."""
+    """With skip and rollback: more bad steps than this in a row, without a good step between them
+    (rollback: without a checkpoint), end the run with an error."""
     check_weight_hash_across_dp_replicas_interval: int = 0
-    """Every so many iterations compare, bit by bit, what several ranks hold alike: gathered parameters, replicas of shards, norms
-    under tensor parallelism, tied embeddings. A difference ends the run with the parameter and the rank. 0: never."""
+    """Every so many iterations compare, bit by bit, what several ranks hold alike: gathered
+    parameters, replicas of shards, norms under tensor parallelism, tied embeddings. A difference
+    ends the run with the parameter and the rank. 0: never."""
     eval_interval: int = 0
-    """Evaluate before the first iteration, every so many iterations and after the last. 0: never."""
+    """Evaluate before the first iteration, every so many iterations and after the last. 0:
+    never."""
     eval_iters: int = 10
-    """Global batches per evaluation; the same validation samples every time, fewer when the split is smaller. 0: the whole split."""
+    """Global batches per evaluation; the same validation samples every time, fewer when the split
+    is smaller. 0: the whole split."""
     early_stop_patience: int = 0
-    """End the run after so many evaluations in a row whose loss is not below the lowest before. 0: never. With checkpoints at the
-    iterations of evaluations `best` is the one with the lowest loss."""
+    """End the run after so many evaluations in a row whose loss is not below the lowest before. 0:
+    never. With checkpoints at the iterations of evaluations `best` is the one with the lowest
+    loss."""
 
 
 @dataclass(frozen=True)
@@ -186,7 +217,8 @@ class OptimizerConfig:
     min_lr: float = 0.0
     """Learning rate at the end of the decay."""
     lr_decay_style: Literal["constant", "linear", "cosine", "WSD"] = "linear"
-    """Shape of the decay from lr to min_lr. WSD (warm-up, stable, decay): lr until the last --lr-wsd-decay-iters of --lr-decay-iters."""
+    """Shape of the decay from lr to min_lr. WSD (warm-up, stable, decay): lr until the last
+    --lr-wsd-decay-iters of --lr-decay-iters."""
     lr_wsd_decay_style: Literal["exponential", "linear", "cosine", "minus_sqrt"] = "exponential"
     """Shape of the decay at the end of WSD."""
     lr_wsd_decay_iters: int = 0
@@ -196,8 +228,9 @@ class OptimizerConfig:
     lr_warmup_iters: int = 0
     """Iterations of linear warm-up from 0."""
     lr_decay_samples: int = 0
-    """Samples over which the rate decays, warm-up included, instead of --lr-decay-iters. 0: all of the run, where its length or anything
-    of the schedule is given in samples and nothing of the schedule in iterations."""
+    """Samples over which the rate decays, warm-up included, instead of --lr-decay-iters. 0: all of
+    the run, where its length or anything of the schedule is given in samples and nothing of the
+    schedule in iterations."""
     lr_warmup_samples: int = 0
     """Samples of linear warm-up, instead of --lr-warmup-iters."""
     lr_wsd_decay_samples: int = 0
@@ -205,7 +238,8 @@ class OptimizerConfig:
     lr_warmup_fraction: float = 0.0
     """Share of the decay that is linear warm-up from 0, instead of its length."""
     weight_decay: float = 0.01
-    """Decoupled weight decay, on every parameter of two or more dims (embeddings included, norms not)."""
+    """Decoupled weight decay, on every parameter of two or more dims (embeddings included, norms
+    not)."""
     adam_beta1: float = 0.9
     """Decay of the first moment."""
     adam_beta2: float = 0.999
@@ -215,8 +249,9 @@ class OptimizerConfig:
     clip_grad: float = 1.0
     """Largest global L2 norm of the gradient. 0: no clipping."""
     freeze: tuple[str, ...] = ()
-    """Patterns (`*` and `?`) of HuggingFace parameter names that are not trained: `--freeze 'model.embed_tokens.*' 'model.layers.0.*'`.
-    Weights that are stored as one, such as q, k and v, are frozen together."""
+    """Patterns (`*` and `?`) of HuggingFace parameter names that are not trained: `--freeze
+    'model.embed_tokens.*' 'model.layers.0.*'`. Weights that are stored as one, such as q, k and v,
+    are frozen together."""
 
 
 @dataclass(frozen=True)
@@ -224,53 +259,74 @@ class OffloadConfig:
     """Optimizer state in the host's memory, updated by its processor beside the device's work."""
 
     optimizer_offload: Literal["none", "exact", "zenflow"] = "none"
-    """Keep fp32 weights and moments in the host's memory and update them there. exact: to the bit what waiting for every update would
-    give, at less waiting. zenflow: an approximation that hides more."""
+    """Keep fp32 weights and moments in the host's memory and update them there. exact: to the bit
+    what waiting for every update would give, at less waiting. zenflow: an approximation that hides
+    more."""
     optimizer_offload_fraction: float = 1.0
-    """Share of the optimizer that is offloaded, in whole buckets. What the next forward pass needs first stays on the device."""
+    """Share of the optimizer that is offloaded, in whole buckets. What the next forward pass needs
+    first stays on the device."""
     offload_cores: str = "auto"
-    """Processors of a machine that update, such as `0-15,32-47`, in equal parts for its ranks. auto: all, one of each physical core."""
+    """Processors of a machine that update, such as `0-15,32-47`, in equal parts for its ranks.
+    auto: all, one of each physical core."""
     offload_speculative: bool = False
-    """With clipping, update during backward as if the norm were below --clip-grad; where it is not, do it again. Changes no bit."""
+    """With clipping, update during backward as if the norm were below --clip-grad; where it is not,
+    do it again. Changes no bit."""
     speculation_bytes: int = 4_294_967_296
-    """Most memory of a rank for what --offload-speculative may have to take back. Buckets beyond it wait for the norm."""
+    """Most memory of a rank for what --offload-speculative may have to take back. Buckets beyond it
+    wait for the norm."""
 
 
 @dataclass(frozen=True)
 class ZenFlowConfig:
-    """With --optimizer-offload zenflow: which columns of the weights are updated at every step, and how often the others.
+    """With --optimizer-offload zenflow: which columns of the weights are updated at every step, and
+    how often the others.
 
     In YAML the names under `zenflow:` may be DeepSpeed's (`topk_ratio`)."""
 
     zenflow_topk_ratio: float = 0.1
-    """Share of each matrix's columns (input channels) that is updated at every step, on the device: those with the largest gradients."""
+    """Share of each matrix's columns (input channels) that is updated at every step, on the device:
+    those with the largest gradients."""
     zenflow_select_strategy: Literal["auto", "step", "epoch"] = "auto"
     """What --zenflow-select-interval counts. auto: columns are chosen once an epoch."""
     zenflow_select_interval: str = "auto"
     """Columns are chosen anew after so many steps or epochs, when no update is pending."""
     zenflow_update_interval: str = "auto"
-    """Steps whose gradients of all other columns become one update, on the host. auto: until they amount to one step of the chosen ones."""
+    """Steps whose gradients of all other columns become one update, on the host. auto: until they
+    amount to one step of the chosen ones."""
     zenflow_update_interval_cap: int = 16
     """With auto, most steps of one update."""
     zenflow_full_warm_up_rounds: int = 0
-    """Steps at the start that update everything. The first step always does: by its gradient columns are chosen."""
+    """Steps at the start that update everything. The first step always does: by its gradient
+    columns are chosen."""
     zenflow_overlap_step: bool = False
-    """Compute these updates beside the steps that follow: each is in the weights when the next one begins."""
+    """Compute these updates beside the steps that follow: each is in the weights when the next one
+    begins."""
     zenflow_config: str | None = None
-    """A JSON file of DeepSpeed's with `zero_optimization.zenflow`, or that block alone. Options given beside it win."""
+    """A JSON file of DeepSpeed's with `zero_optimization.zenflow`, or that block alone. Options
+    given beside it win."""
 
 
 @dataclass(frozen=True)
 class LoraConfig:
-    """Low-rank adapters (LoRA): the model is frozen, and small additions to its projections are trained."""
+    """Low-rank adapters (LoRA): the model is frozen, and small additions to its projections are
+    trained."""
 
     lora_rank: int = 0
-    """Rank of the additions: a projection W becomes W + alpha / rank * B A. 0: none, the model itself is trained."""
+    """Rank of the additions: a projection W becomes W + alpha / rank * B A. 0: none, the model
+    itself is trained."""
     lora_alpha: float = 16.0
     """Weight of the additions, times the rank."""
     lora_dropout: float = 0.0
     """0 only: nothing in a step is random."""
-    lora_target_modules: tuple[str, ...] = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+    lora_target_modules: tuple[str, ...] = (
+        "q_proj",
+        "k_proj",
+        "v_proj",
+        "o_proj",
+        "gate_proj",
+        "up_proj",
+        "down_proj",
+    )
     """Projections that get an addition, by HuggingFace's names."""
 
 
@@ -279,17 +335,24 @@ class DataConfig:
     """The token stream and the tokenizer it was made with."""
 
     data_path: tuple[str, ...] = ()
-    """Prefix of an indexed dataset: PREFIX.bin and PREFIX.idx, without suffix. Or several, each behind its weight, in a blend:
-    `0.7 web 0.3 code` takes seven samples of web to three of code, however large they are. Without weights each contributes
-    what it has."""
+    """Prefix of an indexed dataset: PREFIX.bin and PREFIX.idx, without suffix. Or several, each
+    behind its weight, in a blend: `0.7 web 0.3 code` takes seven samples of web to three of code,
+    however large they are. Without weights each contributes what it has."""
     split: str = "969,30,1"
-    """Shares of the documents for training, validation and test, in file order. `100,0,0` means no evaluation."""
+    """Shares of the documents for training, validation and test, in file order. `100,0,0` means no
+    evaluation."""
     data_order: Literal["shuffled", "sequential"] = "shuffled"
-    """Order of the training samples: a pure function of seed and consumed samples, whatever the layout."""
+    """Order of the training samples: a pure function of seed and consumed samples, whatever the
+    layout."""
     tokenizer_model: str | None = None
-    """Sentencepiece `.model`, HF `tokenizer.json`, or a folder with one of them. Default: what the dataset or HF folder says.
-    Needed only to turn text into ids and back."""
-    tokenizer_type: Literal["SentencePieceTokenizer", "Llama2Tokenizer", "HuggingFaceTokenizer", "PretrainedFromHF"] | None = None
+    """Sentencepiece `.model`, HF `tokenizer.json`, or a folder with one of them. Default: what the
+    dataset or HF folder says. Needed only to turn text into ids and back."""
+    tokenizer_type: (
+        Literal[
+            "SentencePieceTokenizer", "Llama2Tokenizer", "HuggingFaceTokenizer", "PretrainedFromHF"
+        ]
+        | None
+    ) = None
     """Megatron's name for what the tokenizer has to be. Default: found from the file."""
     reset_position_ids: bool = False
     """Positions restart at 0 after each end-of-document token."""
@@ -304,31 +367,42 @@ class CheckpointConfig:
     """Where weights come from and where they go."""
 
     save: str | None = None
-    """Folder for checkpoints (`iter_0000100/`), `latest_checkpointed_iteration.txt` and `log.jsonl`."""
+    """Folder for checkpoints (`iter_0000100/`), `latest_checkpointed_iteration.txt` and
+    `log.jsonl`."""
     save_interval: int = 0
-    """Save every so many iterations. 0: once, at the end. SIGUSR1, or a file named `save-now` in the folder, saves at once."""
+    """Save every so many iterations. 0: once, at the end. SIGUSR1, or a file named `save-now` in
+    the folder, saves at once."""
     save_first_step: bool = False
-    """Save after the first step too: what goes wrong with saving is seen at once, not after hours."""
+    """Save after the first step too: what goes wrong with saving is seen at once, not after
+    hours."""
     save_retain: int = 0
-    """Keep so many of the newest checkpoints, and the best one (`best`, by validation loss). 0: keep all."""
+    """Keep so many of the newest checkpoints, and the best one (`best`, by validation loss). 0:
+    keep all."""
     save_retain_interval: int = 0
-    """With --save-retain, keep also those whose iteration is a multiple of this. 0: none besides."""
+    """With --save-retain, keep also those whose iteration is a multiple of this. 0: none
+    besides."""
     async_save: bool = False
-    """Write checkpoints in a process beside each rank: training stops only while the state is copied to memory of the host,
-    twice 12 bytes for each parameter of the rank's shard at most. Linux only."""
+    """Write checkpoints in a process beside each rank: training stops only while the state is
+    copied to memory of the host, twice 12 bytes for each parameter of the rank's shard at most.
+    Linux only."""
     load: str | None = None
-    """Resume from the newest complete checkpoint of this folder, or from this `iter_...` folder itself. An empty
-    folder equal to --save is a fresh start. `auto`: the newest complete checkpoint of --save whose files are all
-    there, else a fresh start. A HuggingFace folder, one of Megatron (`mp_rank_00`) or Meta gives its weights alone."""
+    """Resume from the newest complete checkpoint of this folder, or from this `iter_...` folder
+    itself. An empty folder equal to --save is a fresh start. `auto`: the newest complete checkpoint
+    of --save whose files are all there, else a fresh start. A HuggingFace folder, one of Megatron
+    (`mp_rank_00`) or Meta gives its weights alone."""
     finetune: bool = False
-    """Take only the weights of --load: the run begins at iteration 0 with the first samples and a fresh optimizer."""
+    """Take only the weights of --load: the run begins at iteration 0 with the first samples and a
+    fresh optimizer."""
     load_optim: bool = True
-    """Take the optimizer's state of --load too. With --no-load-optim the run goes on where it was with a fresh optimizer."""
+    """Take the optimizer's state of --load too. With --no-load-optim the run goes on where it was
+    with a fresh optimizer."""
     init_from_hf: str | None = None
-    """HuggingFace folder (config.json, *.safetensors): gives the model fields and the initial weights."""
+    """HuggingFace folder (config.json, *.safetensors): gives the model fields and the initial
+    weights."""
     export_hf: str | None = None
-    """When all iterations are done, write the model into this folder as HuggingFace has it: weights in bfloat16 with --bf16, else
-    in float32, config.json, tokenizer and chat template. Needs no --save."""
+    """When all iterations are done, write the model into this folder as HuggingFace has it: weights
+    in bfloat16 with --bf16, else in float32, config.json, tokenizer and chat template. Needs no
+    --save."""
 
 
 @dataclass(frozen=True)
@@ -338,20 +412,23 @@ class LogConfig:
     log_interval: int = 100
     """Print and write a log line every so many iterations; the last iteration always."""
     log_straggler: bool = False
-    """Add to every log line how long ranks compute in a step (its time without waiting for communication): least, median, most,
-    and which rank that is."""
+    """Add to every log line how long ranks compute in a step (its time without waiting for
+    communication): least, median, most, and which rank that is."""
     progress_bar: bool = True
     """Show a progress bar when the output is a terminal."""
     sample_interval: int = 0
-    """Every so many iterations, and after the last, print how the model continues each --sample-prompt. 0: never."""
+    """Every so many iterations, and after the last, print how the model continues each
+    --sample-prompt. 0: never."""
     sample_prompt: tuple[str, ...] = ()
     """Texts for --sample-interval; `sft` takes each as a user's message."""
     sample_tokens: int = 32
-    """Tokens of such a continuation, the likeliest one at each place; the end token ends it earlier."""
+    """Tokens of such a continuation, the likeliest one at each place; the end token ends it
+    earlier."""
     job_name: str | None = None
     """Name of the run: first line of the log, and the run's name in TensorBoard."""
     profile: bool = False
-    """Trace some steps with torch's profiler: `rank-R.trace.json.gz` in --profile-dir, on a GPU also a snapshot of its memory."""
+    """Trace some steps with torch's profiler: `rank-R.trace.json.gz` in --profile-dir, on a GPU
+    also a snapshot of its memory."""
     profile_step_start: int = 10
     """Tracing begins behind so many iterations."""
     profile_step_end: int = 12
@@ -361,17 +438,20 @@ class LogConfig:
     profile_dir: str = "profile"
     """Folder for traces."""
     record_timeline: str | None = None
-    """Write what every rank did when into this file, from --profile-step-start to --profile-step-end: passes, messages, waits and updates,
-    for ui.perfetto.dev and `plan compare`. Compressed where the name ends in `.gz`."""
+    """Write what every rank did when into this file, from --profile-step-start to
+    --profile-step-end: passes, messages, waits and updates, for ui.perfetto.dev and `plan compare`.
+    Compressed where the name ends in `.gz`."""
     wandb_project: str | None = None
-    """Write every log line and evaluation to this project of Weights & Biases. Needs `pip install megatron-llama[wandb]`."""
+    """Write every log line and evaluation to this project of Weights & Biases. Needs `pip install
+    megatron-llama[wandb]`."""
     wandb_exp_name: str | None = None
     """Name of the run there. Default: --job-name."""
     wandb_save_dir: str | None = None
     """Folder for the files that wandb keeps on this machine. Default: its own choice."""
     tensorboard_dir: str | None = None
-    """Write every log line and evaluation as TensorBoard events, under Megatron's names, into this folder, with --job-name into
-    a folder of that name in it. Needs `pip install megatron-llama[tensorboard]`."""
+    """Write every log line and evaluation as TensorBoard events, under Megatron's names, into this
+    folder, with --job-name into a folder of that name in it. Needs `pip install
+    megatron-llama[tensorboard]`."""
     tensorboard_queue_size: int = 1000
     """Events that may wait in memory to be written; a log line that adds more waits."""
     log_timers_to_tensorboard: bool = False
@@ -384,7 +464,8 @@ class LogConfig:
 
 @dataclass(frozen=True)
 class LaunchConfig:
-    """The machines a YAML is written for; --dry-run reads it, and --auto-parallel where the launcher does not say."""
+    """The machines a YAML is written for; --dry-run reads it, and --auto-parallel where the
+    launcher does not say."""
 
     nodes: int = 0
     """Machines."""

@@ -1,4 +1,5 @@
-"""Any model folder to any format: tensor by tensor from memory-mapped files, without a model or a process group."""
+"""Any model folder to any format: tensor by tensor from memory-mapped files, without a model or a
+process group."""
 
 from __future__ import annotations
 
@@ -19,14 +20,20 @@ from megatron_llama.checkpoint.storage import refuse
 from megatron_llama.config.schema import ModelConfig
 from megatron_llama.convert.formats import Source
 from megatron_llama.convert.hf.files import WRITTEN, hf_jobs
-from megatron_llama.convert.jobs import Job, Watched, run_jobs
-from megatron_llama.convert.tokenizer_files import COMPANIONS, copy_companions
+from megatron_llama.convert.jobs import Watched, WriteTask, run_write_tasks
+from megatron_llama.convert.tokenizer_files import TOKENIZER_FILES, copy_tokenizer_files
 from megatron_llama.engine.optimizer import WeightSource
 from megatron_llama.errors import CheckpointError, describe
 
 OURS = (
-    *(*WRITTEN, *COMPANIONS, TOKENIZER),
-    *("iter_0000000", "release", "latest_checkpointed_iteration.txt", "consolidated.*.pth", "params.json"),
+    *(*WRITTEN, *TOKENIZER_FILES, TOKENIZER),
+    *(
+        "iter_0000000",
+        "release",
+        "latest_checkpointed_iteration.txt",
+        "consolidated.*.pth",
+        "params.json",
+    ),
 )
 """What a conversion may hold, and may therefore replace."""
 
@@ -38,8 +45,16 @@ class Target(Protocol):
         """Why the model cannot be written so."""
         ...
 
-    def jobs(self, folder: Path, model: ModelConfig, source: WeightSource, dtype: torch.dtype, extra: Mapping[str, Any]) -> Iterator[Job]:
-        """The work, by files under ``folder``, which is there and empty. ``extra``: fields of a config.json beside the model's."""
+    def jobs(
+        self,
+        folder: Path,
+        model: ModelConfig,
+        source: WeightSource,
+        dtype: torch.dtype,
+        extra: Mapping[str, Any],
+    ) -> Iterator[WriteTask]:
+        """The work, by files under ``folder``, which is there and empty. ``extra``: fields of a
+        config.json beside the model's."""
         ...
 
 
@@ -53,39 +68,80 @@ class HFTarget:
         """None: every model fits."""
         return iter(())
 
-    def jobs(self, folder: Path, model: ModelConfig, source: WeightSource, dtype: torch.dtype, extra: Mapping[str, Any]) -> Iterator[Job]:
+    def jobs(
+        self,
+        folder: Path,
+        model: ModelConfig,
+        source: WeightSource,
+        dtype: torch.dtype,
+        extra: Mapping[str, Any],
+    ) -> Iterator[WriteTask]:
         """See Target."""
-        return hf_jobs(folder, model, source, dtype, max_shard_bytes=self.max_shard_bytes, extra=extra)
+        return hf_jobs(
+            folder, model, source, dtype, max_shard_bytes=self.max_shard_bytes, extra=extra
+        )
 
 
 def require_free(target: Path, source: Path, *, overwrite: bool) -> None:
-    """Raise CheckpointError unless ``target`` may be written: it is not there, empty, or an earlier conversion to replace."""
+    """Raise CheckpointError unless ``target`` may be written: it is not there, empty, or an earlier
+    conversion to replace."""
     if target == source or target in source.parents or source in target.parents:
         do = "give another path"
-        raise CheckpointError(describe(str(target), got=f"a folder that holds, or lies in, the source {source}", expected="another", do=do))
+        raise CheckpointError(
+            describe(
+                str(target),
+                got=f"a folder that holds, or lies in, the source {source}",
+                expected="another",
+                do=do,
+            )
+        )
     if target.exists() and not target.is_dir():
-        raise CheckpointError(describe(str(target), got="a file", expected="a folder", do="give another path"))
+        raise CheckpointError(
+            describe(str(target), got="a file", expected="a folder", do="give another path")
+        )
     names = sorted(entry.name for entry in target.iterdir()) if target.exists() else []
     strange = [name for name in names if not any(fnmatch(name, pattern) for pattern in OURS)]
     if strange:
         do = "give another path"
-        raise CheckpointError(describe(str(target), got=f"a folder with {', '.join(strange[:3])}", expected="an earlier conversion", do=do))
+        raise CheckpointError(
+            describe(
+                str(target),
+                got=f"a folder with {', '.join(strange[:3])}",
+                expected="an earlier conversion",
+                do=do,
+            )
+        )
     if names and not overwrite:
         do = "give another path, or replace it with --overwrite"
-        raise CheckpointError(describe(str(target), got="a folder that is there already", expected="none", do=do))
+        raise CheckpointError(
+            describe(str(target), got="a folder that is there already", expected="none", do=do)
+        )
 
 
 def require_sound(folder: str | Path, workers: int) -> None:
-    """Raise CheckpointError unless all files of weights are what a list of checksums in their folder says, where there is one."""
-    refuse(f"{folder} is damaged, or its files stand for each other:", damaged_weights(Path(folder), workers))
+    """Raise CheckpointError unless all files of weights are what a list of checksums in their
+    folder says, where there is one."""
+    refuse(
+        f"{folder} is damaged, or its files stand for each other:",
+        damaged_weights(Path(folder), workers),
+    )
 
 
 def convert(
-    source: Source, folder: Path, target: Target, model: ModelConfig, dtype: torch.dtype, *, companions: str, workers: int, overwrite: bool
+    source: Source,
+    folder: Path,
+    target: Target,
+    model: ModelConfig,
+    dtype: torch.dtype,
+    *,
+    tokenizer_files: str,
+    workers: int,
+    overwrite: bool,
 ) -> int:
     """Write ``folder``, which appears whole or not at all, and return the bytes of its weights.
 
-    ``companions``: folder under ``folder`` for the files that travel along. Raises CheckpointError."""
+    ``tokenizer_files``: folder under ``folder`` for the files that travel along. Raises
+    CheckpointError."""
     folder = folder.resolve()
     require_free(folder, source.folder.resolve(), overwrite=overwrite)
     watched = Watched(source)
@@ -95,10 +151,10 @@ def convert(
             fresh = fresh_staging(folder)
             jobs = list(target.jobs(fresh, model, watched, dtype, source.extra))
             watched.show(sum(job.elements for job in jobs) * dtype.itemsize)
-            run_jobs(jobs, workers)
-            if source.companions:
-                (fresh / companions).mkdir(exist_ok=True)
-                copy_companions(source.companions, fresh / companions)
+            run_write_tasks(jobs, workers)
+            if source.tokenizer_files:
+                (fresh / tokenizer_files).mkdir(exist_ok=True)
+                copy_tokenizer_files(source.tokenizer_files, fresh / tokenizer_files)
             seal_weights(fresh)
             commit(folder)
     finally:

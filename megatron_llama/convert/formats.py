@@ -1,4 +1,5 @@
-"""Model folders of every format, opened the same way: which format a folder has, and its weights as HuggingFace tensors."""
+"""Model folders of every format, opened the same way: which format a folder has, and its weights as
+HuggingFace tensors."""
 
 from __future__ import annotations
 
@@ -14,7 +15,12 @@ from megatron_llama.errors import CheckpointError, describe
 from megatron_llama.plans.params import Rectangle
 
 FORMATS = ("hf", "native", "megatron", "megatron-llama", "meta")
-_HF_FILES = ("model.safetensors", "model.safetensors.index.json", "pytorch_model.bin", "pytorch_model.bin.index.json")
+_HF_FILES = (
+    "model.safetensors",
+    "model.safetensors.index.json",
+    "pytorch_model.bin",
+    "pytorch_model.bin.index.json",
+)
 
 
 class Source(Protocol):
@@ -37,18 +43,19 @@ class Source(Protocol):
 
     @property
     def dtype(self) -> str:
-        """``float32``, ``bfloat16`` or ``float16``: of the stored weights; of a native checkpoint, whose masters are
-        always fp32, what the run computed in."""
+        """``float32``, ``bfloat16`` or ``float16``: of the stored weights; of a native checkpoint,
+        whose masters are always fp32, what the run computed in."""
         ...
 
     @property
-    def companions(self) -> Sequence[Path]:
+    def tokenizer_files(self) -> Sequence[Path]:
         """Files that travel along: tokenizer, chat template, generation config."""
         ...
 
     @property
     def extra(self) -> Mapping[str, Any]:
-        """Fields of a config.json beside the model's that are to be written as they are: token ids, of which there may be lists."""
+        """Fields of a config.json beside the model's that are to be written as they are: token ids,
+        of which there may be lists."""
         ...
 
     @property
@@ -57,23 +64,32 @@ class Source(Protocol):
         ...
 
     def __call__(self, rectangle: Rectangle, out: Tensor) -> None:
-        """Write the rectangle's values into ``out``, a tensor of its size (any float dtype). Raises CheckpointError."""
+        """Write the rectangle's values into ``out``, a tensor of its size (any float dtype). Raises
+        CheckpointError."""
         ...
 
 
 def open_source(
-    path: str | Path, *, format: str | None = None, config: str | Path | None = None, vocab_size: int = 0, tokens: int = 0
+    path: str | Path,
+    *,
+    format: str | None = None,
+    config: str | Path | None = None,
+    vocab_size: int = 0,
+    tokens: int = 0,
 ) -> Source:
     """Open a model folder of any format.
 
-    ``format``: one of FORMATS; found from the content unless given. ``config``: a HuggingFace ``config.json`` that says what
-    the folder does not. ``vocab_size``: the number of token ids, for a format that stores only a padded vocabulary; where neither
-    it nor the folder says, ``tokens`` does: those of the tokenizer that belongs to the weights.
-    Raises CheckpointError with all that is wrong, or with what to pass when the folder leaves something open.
+    ``format``: one of FORMATS; found from the content unless given. ``config``: a HuggingFace
+    ``config.json`` that says what the folder does not. ``vocab_size``: the number of token ids, for
+    a format that stores only a padded vocabulary; where neither it nor the folder says, ``tokens``
+    does: those of the tokenizer that belongs to the weights. Raises CheckpointError with all that
+    is wrong, or with what to pass when the folder leaves something open.
     """
     folder = Path(path)
     if format is not None and format not in FORMATS:
-        raise CheckpointError(describe("format", got=format, expected=f"one of {', '.join(FORMATS)}", do="correct it"))
+        raise CheckpointError(
+            describe("format", got=format, expected=f"one of {', '.join(FORMATS)}", do="correct it")
+        )
     kind = format or detect(folder)
     if kind == "hf":
         from megatron_llama.convert.hf.source import HFSource
@@ -93,17 +109,31 @@ def open_source(
 
 
 def detect(folder: Path) -> str:
-    """The format of a folder, one of FORMATS. Raises CheckpointError when it has none of them, or several."""
+    """The format of a folder, one of FORMATS. Raises CheckpointError when it has none of them, or
+    several."""
     if not folder.is_dir():
         got = "a file" if folder.exists() else "no such folder"
-        raise CheckpointError(describe(str(folder), got=got, expected="a model folder", do="check the path"))
+        raise CheckpointError(
+            describe(str(folder), got=got, expected="a model folder", do="check the path")
+        )
     found = list(candidates(folder))
     if len(found) > 1:
         do = "say which one is meant (--from)"
-        raise CheckpointError(describe(str(folder), got=f"weights of {len(found)} formats: {', '.join(found)}", expected="one", do=do))
+        raise CheckpointError(
+            describe(
+                str(folder),
+                got=f"weights of {len(found)} formats: {', '.join(found)}",
+                expected="one",
+                do=do,
+            )
+        )
     if not found:
         expected = "model.safetensors, pytorch_model.bin, consolidated.00.pth, mp_rank_00/ or a native checkpoint in it"
-        raise CheckpointError(describe(str(folder), got="a folder without weights", expected=expected, do="check the path"))
+        raise CheckpointError(
+            describe(
+                str(folder), got="a folder without weights", expected=expected, do="check the path"
+            )
+        )
     if found[0] == "megatron":
         from megatron_llama.convert.megatron.source import family
 
@@ -112,7 +142,8 @@ def detect(folder: Path) -> str:
 
 
 def candidates(folder: Path) -> Iterator[str]:
-    """Formats whose files lie there. ``megatron`` stands for both families, which only their content tells apart."""
+    """Formats whose files lie there. ``megatron`` stands for both families, which only their
+    content tells apart."""
     written = (each for each in sorted(folder.glob("iter_*")) if not each.name.endswith(INCOMPLETE))
     inner = [folder, *written, folder / "release"]
     if any((folder / name).is_file() for name in _HF_FILES):

@@ -17,7 +17,7 @@ from megatron_llama.plans.params import Rectangle
 
 
 @dataclass(frozen=True)
-class Job:
+class WriteTask:
     """One file, or what is left to do when all files are there."""
 
     elements: int
@@ -28,10 +28,13 @@ class Job:
 
 
 class Watched:
-    """A source that shows how many bytes were asked of it: a bar with bytes and remaining time, on a terminal only."""
+    """A source that shows how many bytes were asked of it: a bar with bytes and remaining time, on
+    a terminal only."""
 
     def __init__(self, source: WeightSource) -> None:
-        self._source, self._lock, self.bytes = source, Lock(), 0
+        self._source = source
+        self._lock = Lock()
+        self.bytes = 0
         self._bar: Any = None
 
     def show(self, total: int) -> None:
@@ -52,8 +55,9 @@ class Watched:
                 self._bar.update(out.nbytes)
 
 
-def run_jobs(jobs: Iterable[Job], workers: int) -> None:
-    """Run all, ``workers`` at a time. The first error stops what has not begun, and is raised when the rest has ended."""
+def run_write_tasks(jobs: Iterable[WriteTask], workers: int) -> None:
+    """Run all, ``workers`` at a time. The first error stops what has not begun, and is raised when
+    the rest has ended."""
     jobs = list(jobs)
     with ThreadPoolExecutor(workers) as pool:
         waiting = [pool.submit(job.run) for job in jobs if not job.last]

@@ -1,4 +1,5 @@
-"""Tensors of foreign files as pieces of HuggingFace tensors: one table says where each row belongs, for both directions."""
+"""Tensors of foreign files as pieces of HuggingFace tensors: one table says where each row belongs,
+for both directions."""
 
 from __future__ import annotations
 
@@ -27,7 +28,8 @@ class Part:
     shape: tuple[int, ...]
     slices: tuple[HFSlice, ...]
     head: int = 0
-    """Rows of an attention head when its rotary pairs are neighbours (2i, 2i + 1) instead of halves (i, i + head / 2)."""
+    """Rows of an attention head when its rotary pairs are neighbours (2i, 2i + 1) instead of halves
+    (i, i + head / 2)."""
 
     @staticmethod
     def of(spec: ParamSpec) -> Part:
@@ -64,7 +66,8 @@ class Outgoing:
 
     def blocks(self, dtype: torch.dtype) -> Iterator[Tensor]:
         """See Values."""
-        part, rows = self.part, self.part.shape[0]
+        part = self.part
+        rows = self.part.shape[0]
         step = max(1, BLOCK_ELEMENTS // part.width)
         if part.head:
             step = max(1, step // part.head) * part.head
@@ -78,32 +81,47 @@ class Outgoing:
         return out
 
     def _fill(self, out: Tensor, first: int, run: list[HFSlice]) -> None:
-        rows, dims = sum(cut.rows for cut in run), len(self.part.shape)
+        rows = sum(cut.rows for cut in run)
+        dims = len(self.part.shape)
         size = (rows, self.part.width)[:dims]
-        values = out if len(run) == 1 and rows == out.shape[0] and not self.part.head else torch.empty(size, dtype=out.dtype)
-        self.source(Rectangle(run[0].name, run[0].shape, (run[0].hf_row, run[0].hf_col)[:dims], size, 0), values)
+        values = (
+            out
+            if len(run) == 1 and rows == out.shape[0] and not self.part.head
+            else torch.empty(size, dtype=out.dtype)
+        )
+        self.source(
+            Rectangle(run[0].name, run[0].shape, (run[0].hf_row, run[0].hf_col)[:dims], size, 0),
+            values,
+        )
         if self.part.head:
             values = _neighbours(values, self.part.head)
         if values is not out:
             for cut in run:
-                at, start = cut.hf_row - run[0].hf_row, cut.row - first
+                at = cut.hf_row - run[0].hf_row
+                start = cut.row - first
                 out[start : start + cut.rows] = values[at : at + cut.rows]
 
 
 def _cuts(part: Part, first: int, last: int) -> Iterator[HFSlice]:
     """What the slices hold of the rows ``[first, last)``."""
     for each in part.slices:
-        low, high = max(first, each.row), min(last, each.row + each.rows)
+        low = max(first, each.row)
+        high = min(last, each.row + each.rows)
         if low < high:
             yield replace(each, row=low, rows=high - low, hf_row=each.hf_row + low - each.row)
 
 
 def _runs(cuts: Iterable[HFSlice]) -> list[list[HFSlice]]:
-    """Cuts that follow each other in one HuggingFace tensor, to be asked for at once: a source may read in large chunks."""
+    """Cuts that follow each other in one HuggingFace tensor, to be asked for at once: a source may
+    read in large chunks."""
     runs: list[list[HFSlice]] = []
     for cut in sorted(cuts, key=lambda cut: (cut.name, cut.hf_col, cut.hf_row)):
         before = runs[-1][-1] if runs else None
-        if before and (before.name, before.hf_col, before.hf_row + before.rows) == (cut.name, cut.hf_col, cut.hf_row):
+        if before and (before.name, before.hf_col, before.hf_row + before.rows) == (
+            cut.name,
+            cut.hf_col,
+            cut.hf_row,
+        ):
             runs[-1].append(cut)
         else:
             runs.append([cut])
@@ -116,7 +134,8 @@ def _neighbours(rows: Tensor, head: int) -> Tensor:
 
 
 def _halves(first: int, last: int, head: int) -> Tensor:
-    """Where HuggingFace's rows ``[first, last)`` lie in the order with rotary pairs as neighbours."""
+    """Where HuggingFace's rows ``[first, last)`` lie in the order with rotary pairs as
+    neighbours."""
     rows = torch.arange(first, last)
     within = rows % head
     return rows - within + 2 * (within % (head // 2)) + within // (head // 2)
@@ -131,20 +150,28 @@ class _Stored:
 
 
 class PartReader:
-    """Stored parts as a WeightSource: writes rectangles of HuggingFace tensors from the memory-mapped files."""
+    """Stored parts as a WeightSource: writes rectangles of HuggingFace tensors from the
+    memory-mapped files."""
 
     def __init__(self) -> None:
         self._stored: dict[str, list[_Stored]] = {}
         self._first: dict[tuple[Any, ...], tuple[Tensor, PickledFile]] = {}
 
     def add(self, name: str, part: Part, tensor: Tensor, file: PickledFile) -> list[str]:
-        """Take a tensor in, or say what is wrong with it. What another file holds already has to be the same there."""
+        """Take a tensor in, or say what is wrong with it. What another file holds already has to be
+        the same there."""
         where = f"{file.path} {name}"
         if tuple(tensor.shape) != part.shape:
-            return [describe(where, got=f"shape {tuple(tensor.shape)}", expected=part.shape, do=FOREIGN_MODEL)]
+            return [
+                describe(
+                    where, got=f"shape {tuple(tensor.shape)}", expected=part.shape, do=FOREIGN_MODEL
+                )
+            ]
         if tensor.dtype not in (torch.float32, torch.bfloat16, torch.float16):
             do = "quantized models cannot be converted: take the original"
-            return [describe(where, got=tensor.dtype, expected="float32, bfloat16 or float16", do=do)]
+            return [
+                describe(where, got=tensor.dtype, expected="float32, bfloat16 or float16", do=do)
+            ]
         key = tuple((piece.name, piece.hf_row, piece.hf_col) for piece in part.slices)
         if key in self._first:
             return self._differs(where, tensor, *self._first[key])
@@ -158,20 +185,33 @@ class PartReader:
         """Copies of norms are compared; those of a whole head are not read twice."""
         if tensor.dim() > 1 or torch.equal(tensor, other):
             return []
-        return [describe(where, got="other values", expected=f"those of {file.path}: files of one checkpoint", do=FOREIGN_MODEL)]
+        return [
+            describe(
+                where,
+                got="other values",
+                expected=f"those of {file.path}: files of one checkpoint",
+                do=FOREIGN_MODEL,
+            )
+        ]
 
     def __call__(self, rectangle: Rectangle, out: Tensor) -> None:
-        """Write the rectangle's values into ``out``, a tensor of its size (any float dtype). Raises CheckpointError."""
+        """Write the rectangle's values into ``out``, a tensor of its size (any float dtype). Raises
+        CheckpointError."""
         row, col = (*rectangle.offset, 0)[:2]
         rows, cols = (*rectangle.size, 1)[:2]
         target = out if out.dim() > 1 else out.unsqueeze(1)
         for each in self._stored[rectangle.name]:
-            piece, width = each.piece, each.part.width
-            top, bottom = max(row, piece.hf_row), min(row + rows, piece.hf_row + piece.rows)
-            left, right = max(col, piece.hf_col), min(col + cols, piece.hf_col + width)
+            piece = each.piece
+            width = each.part.width
+            top = max(row, piece.hf_row)
+            bottom = min(row + rows, piece.hf_row + piece.rows)
+            left = max(col, piece.hf_col)
+            right = min(col + cols, piece.hf_col + width)
             if top < bottom and left < right:
                 each.file.verify(each.tensor)
-                values = _rows(each, top - piece.hf_row, bottom - piece.hf_row)[:, left - piece.hf_col : right - piece.hf_col]
+                values = _rows(each, top - piece.hf_row, bottom - piece.hf_row)[
+                    :, left - piece.hf_col : right - piece.hf_col
+                ]
                 target[top - row : bottom - row, left - col : right - col] = values
 
 

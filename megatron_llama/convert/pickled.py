@@ -1,8 +1,10 @@
-"""Files of ``torch.save``: read through a memory map without running anything in them, written tensor by tensor.
+"""Files of ``torch.save``: read through a memory map without running anything in them, written
+tensor by tensor.
 
-Reading: torch's own restricted unpickler, with the few plain classes that checkpoints hold. Classes of Megatron and its
-libraries (enums, settings) become inert objects: nothing of theirs is imported. Everything else is refused by name.
-Writing: the file is a zip archive of one pickle and one entry per tensor; the values are streamed into their entries.
+Reading: torch's own restricted unpickler, with the few plain classes that checkpoints hold. Classes
+of Megatron and its libraries (enums, settings) become inert objects: nothing of theirs is imported.
+Everything else is refused by name. Writing: the file is a zip archive of one pickle and one entry
+per tensor; the values are streamed into their entries.
 """
 
 from __future__ import annotations
@@ -37,15 +39,32 @@ from megatron_llama.checkpoint.failures import writing
 from megatron_llama.convert.safetensors_file import is_finite
 from megatron_llama.errors import CheckpointError, describe
 
-FOREIGN = ("megatron.", "apex.", "transformer_engine.", "numpy.", "signal.Signals", "pathlib.", "_io.BytesIO", "datetime.")
-"""Names (or their beginnings) that stand for settings and random states in checkpoints: read as inert objects."""
-STORAGES = MappingProxyType({torch.float32: torch.FloatStorage, torch.bfloat16: torch.BFloat16Storage, torch.float16: torch.HalfStorage})
+FOREIGN = (
+    "megatron.",
+    "apex.",
+    "transformer_engine.",
+    "numpy.",
+    "signal.Signals",
+    "pathlib.",
+    "_io.BytesIO",
+    "datetime.",
+)
+"""Names (or their beginnings) that stand for settings and random states in checkpoints: read as
+inert objects."""
+STORAGES = MappingProxyType(
+    {
+        torch.float32: torch.FloatStorage,
+        torch.bfloat16: torch.BFloat16Storage,
+        torch.float16: torch.HalfStorage,
+    }
+)
 ALIGNMENT = 64
 """Of each tensor in the file, as torch does: memory-mapped values are read in place."""
 
 
 class Inert:
-    """Stands for an object of a class that is not wanted here: takes what a pickle gives it and does nothing."""
+    """Stands for an object of a class that is not wanted here: takes what a pickle gives it and
+    does nothing."""
 
     def __init__(self, *_: object, **__: object) -> None:
         pass
@@ -56,7 +75,8 @@ class Inert:
 
 @contextmanager
 def _no_others() -> Iterator[None]:
-    """A section without the classes that other packages of this process have told torch to trust (megatron.core does when imported)."""
+    """A section without the classes that other packages of this process have told torch to trust
+    (megatron.core does when imported)."""
     trusted = get_safe_globals()
     clear_safe_globals()
     try:
@@ -67,12 +87,15 @@ def _no_others() -> Iterator[None]:
 
 
 class PickledFile:
-    """The content of one file: memory-mapped tensors in whatever dicts and lists they were saved in."""
+    """The content of one file: memory-mapped tensors in whatever dicts and lists they were saved
+    in."""
 
     def __init__(self, path: Path) -> None:
-        """Raises CheckpointError when the file is damaged, of another kind, or names code to run."""
+        """Raises CheckpointError when the file is damaged, of another kind, or names code to
+        run."""
         self.path = path
-        self._lock, self._verified = Lock(), set[int]()
+        self._lock = Lock()
+        self._verified = set[int]()
         try:
             self._sums = _checksums(path)
             with _no_others():
@@ -83,11 +106,20 @@ class PickledFile:
             raise self._error(f"damaged or foreign content ({type(error).__name__})") from error
         allowed: list[Any] = [argparse.Namespace, types.SimpleNamespace]
         known = {f"{each.__module__}.{each.__qualname__}" for each in allowed}
-        wrong = sorted(name for name in unknown if name not in known and not name.startswith(FOREIGN))
+        wrong = sorted(
+            name for name in unknown if name not in known and not name.startswith(FOREIGN)
+        )
         if wrong:
             do = "do not load it elsewhere unless you trust who made it; convert a copy from its origin"
             got = f"a pickle that calls {', '.join(wrong)}"
-            raise CheckpointError(describe(str(path), got=got, expected="tensors and settings only (nothing was run)", do=do))
+            raise CheckpointError(
+                describe(
+                    str(path),
+                    got=got,
+                    expected="tensors and settings only (nothing was run)",
+                    do=do,
+                )
+            )
         inert = [(Inert, name) for name in unknown if name not in known]
         try:
             with _no_others(), safe_globals([*allowed, *inert]):
@@ -96,7 +128,8 @@ class PickledFile:
             raise self._error(f"damaged content ({type(error).__name__})") from error
 
     def verify(self, tensor: Tensor) -> None:
-        """Compare the storage behind a tensor with the file's checksums, once: torch does not. Raises CheckpointError."""
+        """Compare the storage behind a tensor with the file's checksums, once: torch does not.
+        Raises CheckpointError."""
         storage = tensor.untyped_storage()
         with self._lock:
             if storage.data_ptr() in self._verified:
@@ -108,11 +141,14 @@ class PickledFile:
 
     def _error(self, got: object) -> CheckpointError:
         do = "copy the file again from where the model came from"
-        return CheckpointError(describe(str(self.path), got=got, expected="a file that torch.save wrote", do=do))
+        return CheckpointError(
+            describe(str(self.path), got=got, expected="a file that torch.save wrote", do=do)
+        )
 
 
 def _checksums(path: Path) -> frozenset[tuple[int, int]]:
-    """Size and CRC-32 of every tensor's entry. The other entries are read, and with that checked, at once."""
+    """Size and CRC-32 of every tensor's entry. The other entries are read, and with that checked,
+    at once."""
     sums = set()
     with zipfile.ZipFile(path) as archive:
         for entry in archive.infolist():
@@ -148,7 +184,8 @@ class _Pickler(pickle.Pickler):
 
     def __init__(self, file: io.BytesIO, dtype: torch.dtype) -> None:
         super().__init__(file, protocol=2)
-        self.dtype, self.values = dtype, list[Any]()
+        self.dtype = dtype
+        self.values = list[Any]()
 
     def reducer_override(self, thing: Any) -> Any:
         """See pickle."""
@@ -157,17 +194,30 @@ class _Pickler(pickle.Pickler):
         like = torch.empty(thing.shape, device="meta")
         storage = _Storage(str(len(self.values)), STORAGES[self.dtype], like.numel())
         self.values.append(thing)
-        return torch._utils._rebuild_tensor_v2, (storage, 0, tuple(thing.shape), like.stride(), False, OrderedDict())
+        return torch._utils._rebuild_tensor_v2, (
+            storage,
+            0,
+            tuple(thing.shape),
+            like.stride(),
+            False,
+            OrderedDict(),
+        )
 
     def persistent_id(self, thing: Any) -> Any:
         """See pickle."""
-        return ("storage", thing.kind, thing.key, "cpu", thing.numel) if isinstance(thing, _Storage) else None
+        return (
+            ("storage", thing.kind, thing.key, "cpu", thing.numel)
+            if isinstance(thing, _Storage)
+            else None
+        )
 
 
 def write_pickled(path: Path, content: object, dtype: torch.dtype) -> None:
-    """Write and sync a file for ``torch.load`` in which every ``Values`` of ``content`` is a tensor of ``dtype``.
+    """Write and sync a file for ``torch.load`` in which every ``Values`` of ``content`` is a tensor
+    of ``dtype``.
 
-    Holds one block at a time. Raises CheckpointError naming the file, also when a value does not fit into ``dtype``."""
+    Holds one block at a time. Raises CheckpointError naming the file, also when a value does not
+    fit into ``dtype``."""
     text = io.BytesIO()
     pickler = _Pickler(text, dtype)
     pickler.dump(content)
@@ -196,7 +246,16 @@ def _aligned(name: str, start: int) -> zipfile.ZipInfo:
 
 
 def require_finite(path: Path, values: Tensor) -> None:
-    """Raise CheckpointError when some value is infinite or no number: too large for the target's dtype, or damaged."""
+    """Raise CheckpointError when some value is infinite or no number: too large for the target's
+    dtype, or damaged."""
     if values.numel() and not is_finite(values):
-        do = "convert to bfloat16 or float32" if values.dtype == torch.float16 else "look at the source: its weights are damaged"
-        raise CheckpointError(describe(str(path.name), got=f"values beyond {values.dtype}", expected="finite values", do=do))
+        do = (
+            "convert to bfloat16 or float32"
+            if values.dtype == torch.float16
+            else "look at the source: its weights are damaged"
+        )
+        raise CheckpointError(
+            describe(
+                str(path.name), got=f"values beyond {values.dtype}", expected="finite values", do=do
+            )
+        )

@@ -1,4 +1,5 @@
-"""A file of ``torch.save`` with plain named tensors, behind the interface of an opened safetensors file."""
+"""A file of ``torch.save`` with plain named tensors, behind the interface of an opened safetensors
+file."""
 
 from __future__ import annotations
 
@@ -17,10 +18,15 @@ class PickledWeights:
     def __init__(self, file: PickledFile) -> None:
         """Raises CheckpointError when the file holds something else."""
         content = file.content
-        if not isinstance(content, dict) or not all(isinstance(name, str) and isinstance(t, Tensor) for name, t in content.items()):
+        if not isinstance(content, dict) or not all(
+            isinstance(name, str) and isinstance(t, Tensor) for name, t in content.items()
+        ):
             do = "give the file that transformers' save_pretrained or Meta's download gave"
-            raise CheckpointError(describe(str(file.path), got="other things", expected="names with tensors", do=do))
-        self.file, self.tensors = file, dict[str, Tensor](content)
+            raise CheckpointError(
+                describe(str(file.path), got="other things", expected="names with tensors", do=do)
+            )
+        self.file = file
+        self.tensors = dict[str, Tensor](content)
 
     def keys(self) -> KeysView[str]:
         """Names of the tensors."""
@@ -35,7 +41,8 @@ class PickledSlice:
     """See PickledWeights."""
 
     def __init__(self, file: PickledFile, tensor: Tensor) -> None:
-        self._file, self._tensor = file, tensor
+        self._file = file
+        self._tensor = tensor
 
     def get_shape(self) -> list[int]:
         """Of the whole tensor."""

@@ -1,4 +1,5 @@
-"""Writes a safetensors file tensor by tensor: the library's own writer wants the whole file in memory."""
+"""Writes a safetensors file tensor by tensor: the library's own writer wants the whole file in
+memory."""
 
 from __future__ import annotations
 
@@ -16,17 +17,22 @@ from megatron_llama.engine.optimizer import WeightSource
 from megatron_llama.errors import CheckpointError, describe
 from megatron_llama.plans.params import Rectangle
 
-DTYPES: Mapping[torch.dtype, str] = MappingProxyType({torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"})
+DTYPES: Mapping[torch.dtype, str] = MappingProxyType(
+    {torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
+)
 """Float dtypes by their names in the format."""
 BLOCK_ELEMENTS = 2**24
-"""Of one request to the source: 64 MiB in fp32, and above the chunks of a checkpoint, which are read whole."""
+"""Of one request to the source: 64 MiB in fp32, and above the chunks of a checkpoint, which are
+read whole."""
 
 
-def write_safetensors(path: Path, shapes: Mapping[str, tuple[int, ...]], dtype: torch.dtype, source: WeightSource) -> None:
+def write_safetensors(
+    path: Path, shapes: Mapping[str, tuple[int, ...]], dtype: torch.dtype, source: WeightSource
+) -> None:
     """Write and sync the tensors in the order of ``shapes``.
 
-    The format: length of the header (8 bytes, little-endian), header (JSON, padded to 8 bytes), data without gaps.
-    Raises CheckpointError when a value is not finite.
+    The format: length of the header (8 bytes, little-endian), header (JSON, padded to 8 bytes),
+    data without gaps. Raises CheckpointError when a value is not finite.
     """
     with path.open("wb") as file:
         file.write(_header(shapes, dtype))
@@ -67,5 +73,16 @@ def is_finite(values: Tensor) -> bool:
 
 def _require_finite(path: Path, block: Rectangle, values: Tensor) -> None:
     if not is_finite(values):
-        do = "export as bfloat16 or float32" if values.dtype == torch.float16 else "export an earlier checkpoint"
-        raise CheckpointError(describe(f"{path.name} {block.name}", got=f"values beyond {values.dtype}", expected="finite values", do=do))
+        do = (
+            "export as bfloat16 or float32"
+            if values.dtype == torch.float16
+            else "export an earlier checkpoint"
+        )
+        raise CheckpointError(
+            describe(
+                f"{path.name} {block.name}",
+                got=f"values beyond {values.dtype}",
+                expected="finite values",
+                do=do,
+            )
+        )

@@ -1,4 +1,5 @@
-"""Real English text that every Python installation carries: its own documentation. For examples and tests without a download."""
+"""Real English text that every Python installation carries: its own documentation. For examples and
+tests without a download."""
 
 from __future__ import annotations
 
@@ -17,7 +18,8 @@ _SHORTEST = 40
 
 
 def python_documentation() -> Iterator[str]:
-    """The language reference of ``pydoc``, then the standard library's docstrings of more than 40 characters, in a fixed order.
+    """The language reference of ``pydoc``, then the standard library's docstrings of more than 40
+    characters, in a fixed order.
 
     About 2.2 MB; the same Python installation gives the same text.
     """
@@ -30,35 +32,53 @@ def python_documentation() -> Iterator[str]:
 
 
 def write_corpus(path: str | Path) -> int:
-    """Write ``python_documentation`` as JSON lines with the field ``text``. Returns the number of documents."""
-    lines = [json.dumps({"text": text}, ensure_ascii=False) + "\n" for text in python_documentation()]
+    """Write ``python_documentation`` as JSON lines with the field ``text``. Returns the number of
+    documents."""
+    lines = [
+        json.dumps({"text": text}, ensure_ascii=False) + "\n" for text in python_documentation()
+    ]
     replace_file(Path(path), "".join(lines).encode())
     return len(lines)
 
 
 def docstring_pairs() -> Iterator[tuple[str, str]]:
-    """Of the standard library's functions the signature (``def join(*paths)`` and the module) and the first paragraph of the
-    documentation, in a fixed order, each signature once: instruction pairs without a download."""
-    library, seen = Path(sysconfig.get_path("stdlib")), set()
+    """Of the standard library's functions the signature (``def join(*paths)`` and the module) and
+    the first paragraph of the documentation, in a fixed order, each signature once: instruction
+    pairs without a download."""
+    library = Path(sysconfig.get_path("stdlib"))
+    seen = set()
     for source in sorted(library.rglob("*.py")):
         relative = source.relative_to(library)
         if _SKIPPED.intersection(relative.parts):
             continue
         for node in ast.walk(ast.parse(source.read_bytes())):
-            if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) or len(text := ast.get_docstring(node) or "") <= _SHORTEST:
+            if (
+                not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+                or len(text := ast.get_docstring(node) or "") <= _SHORTEST
+            ):
                 continue
             signature = f"def {node.name}({ast.unparse(node.args)})"
             if signature not in seen:
                 seen.add(signature)
-                yield f"{signature}  # {'.'.join(relative.with_suffix('').parts)}", " ".join(text.split("\n\n")[0].split())
+                yield (
+                    f"{signature}  # {'.'.join(relative.with_suffix('').parts)}",
+                    " ".join(text.split("\n\n")[0].split()),
+                )
 
 
 def write_pairs(path: str | Path) -> int:
-    """Write ``docstring_pairs`` as JSON lines of ``messages``, in an order that mixes modules. Returns the number of pairs."""
+    """Write ``docstring_pairs`` as JSON lines of ``messages``, in an order that mixes modules.
+    Returns the number of pairs."""
     pairs = list(docstring_pairs())
     random.Random(0).shuffle(pairs)
     roles = ("user", "assistant")
-    lines = [json.dumps({"messages": [{"role": r, "content": t} for r, t in zip(roles, pair, strict=True)]}) + "\n" for pair in pairs]
+    lines = [
+        json.dumps(
+            {"messages": [{"role": r, "content": t} for r, t in zip(roles, pair, strict=True)]}
+        )
+        + "\n"
+        for pair in pairs
+    ]
     replace_file(Path(path), "".join(lines).encode())
     return len(lines)
 

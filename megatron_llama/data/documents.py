@@ -34,19 +34,36 @@ class Problems:
         """Errors: DataError with all of them, if there are any."""
         if self.count:
             more = f" (the first {LISTED} follow)" if self.count > LISTED else ""
-            raise DataError(listing(f"The input has {self.count} unusable documents{more}; nothing was written:", self.listed))
+            raise DataError(
+                listing(
+                    f"The input has {self.count} unusable documents{more}; nothing was written:",
+                    self.listed,
+                )
+            )
 
 
 def input_files(paths: Sequence[str]) -> list[Path]:
-    """The files of ``paths``, folders walked in sorted order. Errors: DataError naming every path that gives none."""
+    """The files of ``paths``, folders walked in sorted order. Errors: DataError naming every path
+    that gives none."""
     files: list[Path] = []
     problems: list[str] = []
     for path in map(Path, paths):
         found = files_below(path) if path.is_dir() else [path]
         if not found:
-            problems.append(describe(str(path), got="an empty folder", expected="text files", do="check the path"))
+            problems.append(
+                describe(
+                    str(path), got="an empty folder", expected="text files", do="check the path"
+                )
+            )
         elif not found[0].is_file():
-            problems.append(describe(str(path), got="no such file", expected="a file or a folder", do="check the path"))
+            problems.append(
+                describe(
+                    str(path),
+                    got="no such file",
+                    expected="a file or a folder",
+                    do="check the path",
+                )
+            )
         files += found
     if problems:
         raise DataError(listing("These inputs cannot be read:", problems))
@@ -55,12 +72,17 @@ def input_files(paths: Sequence[str]) -> list[Path]:
 
 def files_below(folder: Path) -> list[Path]:
     """All files of a folder and its folders, sorted, but for hidden ones."""
-    seen = (file for file in folder.rglob("*") if not any(part.startswith(".") for part in file.relative_to(folder).parts))
+    seen = (
+        file
+        for file in folder.rglob("*")
+        if not any(part.startswith(".") for part in file.relative_to(folder).parts)
+    )
     return sorted(file for file in seen if file.is_file())
 
 
 def texts(chunk: Chunk, keys: Sequence[str], problems: Problems) -> dict[str, list[str]]:
-    """The chunk's documents for each key, in order, empty ones included. Problems go to ``problems``; blank lines are no documents."""
+    """The chunk's documents for each key, in order, empty ones included. Problems go to
+    ``problems``; blank lines are no documents."""
     found: dict[str, list[str]] = {key: [] for key in keys}
     if chunk.problem is not None:
         problems.add(chunk.problem)
@@ -74,7 +96,9 @@ def texts(chunk: Chunk, keys: Sequence[str], problems: Problems) -> dict[str, li
             text = raw.decode("utf-8")
         except UnicodeDecodeError as error:
             got = f"byte 0x{raw[error.start]:02x} at byte {error.start}"
-            problems.add(describe(where, got=got, expected="UTF-8", do="convert the file or leave it out"))
+            problems.add(
+                describe(where, got=got, expected="UTF-8", do="convert the file or leave it out")
+            )
             continue
         if chunk.first is None:
             found[keys[0]].append(text)
@@ -90,7 +114,8 @@ def _read_rows(chunk: Chunk, found: dict[str, list[str]], problems: Problems) ->
             if text is not None:
                 found[key].append(text)
             else:
-                where, do = f"{chunk.path}: row {row}, column {key!r}", "mend the row or change --json-keys"
+                where = f"{chunk.path}: row {row}, column {key!r}"
+                do = "mend the row or change --json-keys"
                 problems.add(describe(where, got="null", expected="a string", do=do))
 
 
@@ -98,13 +123,27 @@ def _read_line(line: str, where: str, found: dict[str, list[str]], problems: Pro
     try:
         record = json.loads(line.rstrip())
     except (ValueError, RecursionError) as error:
-        reason = f"{error.msg}, column {error.colno}" if isinstance(error, json.JSONDecodeError) else error
-        do = "write the array's objects one to a line, as jq -c '.[]' does" if line.startswith("[") else "mend the line"
-        problems.add(describe(where, got=f"invalid JSON ({reason})", expected="one JSON object per line", do=do))
+        reason = (
+            f"{error.msg}, column {error.colno}"
+            if isinstance(error, json.JSONDecodeError)
+            else error
+        )
+        do = (
+            "write the array's objects one to a line, as jq -c '.[]' does"
+            if line.startswith("[")
+            else "mend the line"
+        )
+        problems.add(
+            describe(
+                where, got=f"invalid JSON ({reason})", expected="one JSON object per line", do=do
+            )
+        )
         return
     if not isinstance(record, dict):
         got = f"a JSON {json_type(record)}"
-        problems.add(describe(where, got=got, expected="one JSON object per line", do="mend the line"))
+        problems.add(
+            describe(where, got=got, expected="one JSON object per line", do="mend the line")
+        )
         return
     for key, documents in found.items():
         value = record.get(key)
@@ -113,12 +152,33 @@ def _read_line(line: str, where: str, found: dict[str, list[str]], problems: Pro
         elif key not in record:
             names = ", ".join(map(repr, list(record)[:LISTED])) or "none"
             got = f"no such field (fields: {names})"
-            problems.add(describe(f"{where}: field {key!r}", got=got, expected="a string", do="mend the line or change --json-keys"))
+            problems.add(
+                describe(
+                    f"{where}: field {key!r}",
+                    got=got,
+                    expected="a string",
+                    do="mend the line or change --json-keys",
+                )
+            )
         elif isinstance(value, str):
-            problems.add(describe(f"{where}: field {key!r}", got="half a surrogate pair", expected="Unicode text", do="mend the escape"))
+            problems.add(
+                describe(
+                    f"{where}: field {key!r}",
+                    got="half a surrogate pair",
+                    expected="Unicode text",
+                    do="mend the escape",
+                )
+            )
         else:
             got = f"{json_type(value)} {json.dumps(value)[:40]}"
-            problems.add(describe(f"{where}: field {key!r}", got=got, expected="a string", do="mend the line or change --json-keys"))
+            problems.add(
+                describe(
+                    f"{where}: field {key!r}",
+                    got=got,
+                    expected="a string",
+                    do="mend the line or change --json-keys",
+                )
+            )
 
 
 def _has_surrogate(text: str) -> bool:
@@ -131,5 +191,13 @@ def _has_surrogate(text: str) -> bool:
 
 def json_type(value: object) -> str:
     """JSON's name for the type of a value, Python's for one that JSON does not have."""
-    names = {dict: "object", list: "array", str: "string", bool: "boolean", int: "number", float: "number", type(None): "null"}
+    names = {
+        dict: "object",
+        list: "array",
+        str: "string",
+        bool: "boolean",
+        int: "number",
+        float: "number",
+        type(None): "null",
+    }
     return names.get(type(value), type(value).__name__)

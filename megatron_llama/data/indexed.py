@@ -1,8 +1,10 @@
-"""Megatron's indexed dataset: PREFIX.bin holds token ids, PREFIX.idx says where each document begins.
+"""Megatron's indexed dataset: PREFIX.bin holds token ids, PREFIX.idx says where each document
+begins.
 
-Index layout, little endian: ``MMIDIDX\\0\\0``, version u64 = 1, dtype code u8, number of sequences n u64, number of
-document indices d u64, int32[n] sequence lengths in tokens, int64[n] byte offsets into the .bin, int64[d] first sequence
-of each document and n at the end. Files are interchangeable with ``megatron.core.datasets.indexed_dataset``.
+Index layout, little endian: ``MMIDIDX\\0\\0``, version u64 = 1, dtype code u8, number of sequences
+n u64, number of document indices d u64, int32[n] sequence lengths in tokens, int64[n] byte offsets
+into the .bin, int64[d] first sequence of each document and n at the end. Files are interchangeable
+with ``megatron.core.datasets.indexed_dataset``.
 """
 
 from __future__ import annotations
@@ -25,7 +27,16 @@ MAGIC = b"MMIDIDX\x00\x00"
 VERSION = 1
 _HEADER = struct.Struct("<9sQBQQ")
 _CODES: Mapping[int, str] = MappingProxyType(
-    {1: "uint8", 2: "int8", 3: "int16", 4: "int32", 5: "int64", 6: "float64", 7: "float32", 8: "uint16"}
+    {
+        1: "uint8",
+        2: "int8",
+        3: "int16",
+        4: "int32",
+        5: "int64",
+        6: "float64",
+        7: "float32",
+        8: "uint16",
+    }
 )
 _RESTORE = "preprocess the corpus again or copy both files again"
 
@@ -38,9 +49,11 @@ def token_dtype(vocab_size: int) -> np.dtype[Any]:
 
 
 class IndexedDatasetWriter:
-    """Appends documents; ``finish`` puts both files in place, replacing older ones. Nothing appears under the final names before.
+    """Appends documents; ``finish`` puts both files in place, replacing older ones. Nothing appears
+    under the final names before.
 
-    As a context manager: finishes at the end of the block, or removes its temporary files if the block raises.
+    As a context manager: finishes at the end of the block, or removes its temporary files if the
+    block raises.
     """
 
     def __init__(self, prefix: str | Path, dtype: DTypeLike) -> None:
@@ -49,34 +62,57 @@ class IndexedDatasetWriter:
         self._code = next(code for code, name in _CODES.items() if name == self.dtype.name)
         self.num_documents = self.num_tokens = 0
         self._lengths: list[NDArray[np.int32]] = []
-        self._temporary = {suffix: Path(f"{self.prefix}{suffix}.tmp-{os.getpid()}") for suffix in (".bin", ".idx")}
+        self._temporary = {
+            suffix: Path(f"{self.prefix}{suffix}.tmp-{os.getpid()}") for suffix in (".bin", ".idx")
+        }
         Path(self.prefix).parent.mkdir(parents=True, exist_ok=True)
         self._bin = open(self._temporary[".bin"], "wb")  # noqa: SIM115  closed by finish and discard
 
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
         if kind is None:
             self.finish()
         else:
             self.discard()
 
     def add(self, document: Tokens) -> None:
-        """Append one document, a vector of token ids. Errors: DataError if an id does not fit the dtype."""
+        """Append one document, a vector of token ids. Errors: DataError if an id does not fit the
+        dtype."""
         self.add_many(document, np.array([document.size]))
 
     def add_many(self, tokens: Tokens, lengths: NDArray[np.integer[Any]]) -> None:
-        """Append documents laid end to end in ``tokens``; ``lengths`` says where each ends. Errors: as ``add``."""
+        """Append documents laid end to end in ``tokens``; ``lengths`` says where each ends. Errors:
+        as ``add``."""
         assert int(lengths.sum()) == tokens.size, "lengths do not add up to the tokens"
         if lengths.size and int(lengths.max()) > np.iinfo(np.int32).max:
             got = f"a document of {lengths.max()} tokens"
-            raise DataError(describe(self.prefix, got=got, expected="fewer than 2**31 tokens, the format's limit", do="split the document"))
+            raise DataError(
+                describe(
+                    self.prefix,
+                    got=got,
+                    expected="fewer than 2**31 tokens, the format's limit",
+                    do="split the document",
+                )
+            )
         if tokens.size and not np.can_cast(tokens.dtype, self.dtype):
             limits = np.iinfo(self.dtype)
             if tokens.min() < limits.min or tokens.max() > limits.max:
                 got = f"token ids {tokens.min()} to {tokens.max()}"
-                raise DataError(describe(self.prefix, got=got, expected=f"ids that fit {self.dtype}", do="use a wider dtype"))
+                raise DataError(
+                    describe(
+                        self.prefix,
+                        got=got,
+                        expected=f"ids that fit {self.dtype}",
+                        do="use a wider dtype",
+                    )
+                )
         self._bin.write(np.ascontiguousarray(tokens, dtype=self.dtype).data)
         self._lengths.append(lengths.astype(np.int32))
         self.num_documents += lengths.size
@@ -87,7 +123,8 @@ class IndexedDatasetWriter:
         try:
             self._bin.close()
             self._write_index()
-            # Without the old index no reader can pair it with the new tokens, even if this process dies between the two lines.
+            # Without the old index no reader can pair it with the new tokens, even if this process
+            # dies between the two lines.
             Path(self.prefix + ".idx").unlink(missing_ok=True)
             os.replace(self._temporary[".bin"], self.prefix + ".bin")
             os.replace(self._temporary[".idx"], self.prefix + ".idx")
@@ -112,15 +149,19 @@ class IndexedDatasetWriter:
 
 
 class IndexedDataset:
-    """Documents of PREFIX.bin as one token stream, memory-mapped. Errors on opening: DataError for a missing or damaged file."""
+    """Documents of PREFIX.bin as one token stream, memory-mapped. Errors on opening: DataError for
+    a missing or damaged file."""
 
     def __init__(self, prefix: str | Path) -> None:
         self.prefix = str(prefix)
-        idx, bin = self.prefix + ".idx", self.prefix + ".bin"
+        idx = self.prefix + ".idx"
+        bin = self.prefix + ".bin"
         for path in (idx, bin):
             if not os.path.isfile(path):
                 do = "give --data-path the common prefix of the .bin and .idx files, without suffix"
-                raise DataError(describe(path, got="no such file", expected="PREFIX.bin and PREFIX.idx", do=do))
+                raise DataError(
+                    describe(path, got="no such file", expected="PREFIX.bin and PREFIX.idx", do=do)
+                )
         self.dtype, sequences, documents = _read_header(idx)
         raw = np.memmap(idx, mode="r", dtype=np.uint8).view(np.ndarray)
         at = _HEADER.size
@@ -132,62 +173,120 @@ class IndexedDataset:
         self.num_documents = documents - 1
         self._check(idx, bin, bin_size)
         # A plain view: slicing np.memmap itself runs Python code.
-        self._tokens: Tokens = np.memmap(bin, mode="r", dtype=self.dtype, shape=(bin_size // self.dtype.itemsize,)).view(np.ndarray)
+        self._tokens: Tokens = np.memmap(
+            bin, mode="r", dtype=self.dtype, shape=(bin_size // self.dtype.itemsize,)
+        ).view(np.ndarray)
         steps = np.multiply(self._lengths[:-1], self.dtype.itemsize, dtype=np.int64)
-        self._contiguous = bool(self._pointers[0] == 0 and np.array_equal(np.diff(self._pointers), steps))
+        self._contiguous = bool(
+            self._pointers[0] == 0 and np.array_equal(np.diff(self._pointers), steps)
+        )
 
     @property
     def lengths(self) -> NDArray[np.int64]:
         """Tokens in each document, int64 [num_documents]."""
-        starts = np.append(self._pointers // self.dtype.itemsize, self.num_tokens) if self._contiguous else self._starts
+        starts = (
+            np.append(self._pointers // self.dtype.itemsize, self.num_tokens)
+            if self._contiguous
+            else self._starts
+        )
         return np.diff(starts[self._documents])
 
     def document_start(self, document: int) -> int:
-        """Stream position of a document's first token; for ``num_documents``, the length of the stream."""
+        """Stream position of a document's first token; for ``num_documents``, the length of the
+        stream."""
         sequence = int(self._documents[document])
         if sequence == self._lengths.size:
             return self.num_tokens
-        return int(self._pointers[sequence]) // self.dtype.itemsize if self._contiguous else int(self._starts[sequence])
+        return (
+            int(self._pointers[sequence]) // self.dtype.itemsize
+            if self._contiguous
+            else int(self._starts[sequence])
+        )
 
     def document_at(self, position: int) -> int:
         """The document that holds a stream position."""
         return bisect_right(range(self.num_documents), position, key=self.document_start) - 1
 
     def tokens(self, start: int, stop: int) -> Tokens:
-        """Tokens [start, stop) of the stream in the file's dtype; read-only and not copied where the .bin is contiguous."""
-        assert 0 <= start <= stop <= self.num_tokens, f"[{start}, {stop}) is outside the stream of {self.num_tokens} tokens"
+        """Tokens [start, stop) of the stream in the file's dtype; read-only and not copied where
+        the .bin is contiguous."""
+        assert 0 <= start <= stop <= self.num_tokens, (
+            f"[{start}, {stop}) is outside the stream of {self.num_tokens} tokens"
+        )
         if self._contiguous:
             return self._tokens[start:stop]
         pieces = []
         sequence = int(np.searchsorted(self._starts, start, side="right")) - 1
         while start < stop:
             end = min(stop, int(self._starts[sequence + 1]))
-            first = int(self._pointers[sequence]) // self.dtype.itemsize + start - int(self._starts[sequence])
+            first = (
+                int(self._pointers[sequence]) // self.dtype.itemsize
+                + start
+                - int(self._starts[sequence])
+            )
             pieces.append(self._tokens[first : first + end - start])
-            start, sequence = end, sequence + 1
+            start = end
+            sequence = sequence + 1
         return np.concatenate(pieces) if pieces else self._tokens[:0]
 
     @cached_property
     def _starts(self) -> NDArray[np.int64]:
-        """Stream position of each sequence and the end, int64 [n + 1]. Eight bytes a sequence: only built where pointers do not say it."""
+        """Stream position of each sequence and the end, int64 [n + 1]. Eight bytes a sequence: only
+        built where pointers do not say it."""
         return np.concatenate([np.zeros(1, np.int64), np.cumsum(self._lengths, dtype=np.int64)])
 
     def _check(self, idx: str, bin: str, bin_size: int) -> None:
         """Refuse an index that contradicts itself or the .bin, and a dataset without tokens."""
-        n, item, documents = self._lengths.size, self.dtype.itemsize, self._documents
+        n = self._lengths.size
+        item = self.dtype.itemsize
+        documents = self._documents
         if documents[0] != 0 or documents[-1] != n or np.any(np.diff(documents) < 0):
-            raise DataError(describe(idx, got="document indices that do not rise", expected=f"indices from 0 to {n}", do=_RESTORE))
+            raise DataError(
+                describe(
+                    idx,
+                    got="document indices that do not rise",
+                    expected=f"indices from 0 to {n}",
+                    do=_RESTORE,
+                )
+            )
         if np.any(self._lengths < 0):
-            raise DataError(describe(idx, got="a negative length", expected="lengths of at least 0", do=_RESTORE))
+            raise DataError(
+                describe(
+                    idx, got="a negative length", expected="lengths of at least 0", do=_RESTORE
+                )
+            )
         if self.num_tokens == 0:
             raise DataError(
-                describe(bin, got="no tokens", expected="at least one document with text", do="preprocess a corpus that has text")
+                describe(
+                    bin,
+                    got="no tokens",
+                    expected="at least one document with text",
+                    do="preprocess a corpus that has text",
+                )
             )
-        if self._pointers[0] < 0 or np.any(np.diff(self._pointers) < 0) or np.any(self._pointers % item):
-            raise DataError(describe(idx, got="offsets that do not rise", expected=f"rising multiples of {item} bytes", do=_RESTORE))
+        if (
+            self._pointers[0] < 0
+            or np.any(np.diff(self._pointers) < 0)
+            or np.any(self._pointers % item)
+        ):
+            raise DataError(
+                describe(
+                    idx,
+                    got="offsets that do not rise",
+                    expected=f"rising multiples of {item} bytes",
+                    do=_RESTORE,
+                )
+            )
         needed = int(np.max(self._pointers + np.multiply(self._lengths, item, dtype=np.int64)))
         if bin_size < needed:
-            raise DataError(describe(bin, got=f"{bin_size} bytes", expected=f"{needed} bytes, as {idx} says", do=_RESTORE))
+            raise DataError(
+                describe(
+                    bin,
+                    got=f"{bin_size} bytes",
+                    expected=f"{needed} bytes, as {idx} says",
+                    do=_RESTORE,
+                )
+            )
 
 
 def _read_header(idx: str) -> tuple[np.dtype[Any], int, int]:
@@ -197,22 +296,44 @@ def _read_header(idx: str) -> tuple[np.dtype[Any], int, int]:
         header = stream.read(_HEADER.size)
     if header[:9] != MAGIC[: len(header)]:
         do = "give the prefix of a Megatron indexed dataset"
-        raise DataError(describe(idx, got=f"the first bytes {header[:9]!r}", expected=f"{MAGIC!r}", do=do))
+        raise DataError(
+            describe(idx, got=f"the first bytes {header[:9]!r}", expected=f"{MAGIC!r}", do=do)
+        )
     if size < _HEADER.size:
-        raise DataError(describe(idx, got=f"{size} bytes", expected=f"a header of {_HEADER.size} bytes", do=_RESTORE))
+        raise DataError(
+            describe(
+                idx, got=f"{size} bytes", expected=f"a header of {_HEADER.size} bytes", do=_RESTORE
+            )
+        )
     _, version, code, sequences, documents = _HEADER.unpack(header)
     if version != VERSION:
         raise DataError(
-            describe(idx, got=f"version {version}", expected=f"version {VERSION}", do="write it with Megatron's current tool or this one")
+            describe(
+                idx,
+                got=f"version {version}",
+                expected=f"version {VERSION}",
+                do="write it with Megatron's current tool or this one",
+            )
         )
     dtype = np.dtype(_CODES.get(code, "float64"))
     if dtype.kind == "f":
-        expected = "the code of an integer type: " + ", ".join(f"{code} {name}" for code, name in _CODES.items() if "int" in name)
+        expected = "the code of an integer type: " + ", ".join(
+            f"{code} {name}" for code, name in _CODES.items() if "int" in name
+        )
         raise DataError(describe(idx, got=f"dtype code {code}", expected=expected, do=_RESTORE))
     needed = _HEADER.size + 12 * sequences + 8 * documents
     # Multimodal datasets append one mode byte per sequence; it is not read.
     if size < needed:
-        raise DataError(describe(idx, got=f"{size} bytes", expected=f"{needed} bytes for its {sequences} sequences", do=_RESTORE))
+        raise DataError(
+            describe(
+                idx,
+                got=f"{size} bytes",
+                expected=f"{needed} bytes for its {sequences} sequences",
+                do=_RESTORE,
+            )
+        )
     if documents == 0:
-        raise DataError(describe(idx, got="no document indices", expected="at least one", do=_RESTORE))
+        raise DataError(
+            describe(idx, got="no document indices", expected="at least one", do=_RESTORE)
+        )
     return dtype, sequences, documents

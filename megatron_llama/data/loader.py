@@ -36,19 +36,23 @@ class Batch:
     document_ids: Tensor | None = None
     """Number of the document within the sample, int32 [s, b]. None: attention crosses documents."""
     noise_scale: Tensor | None = None
-    """Largest noise that training adds to the embedding of a token, float32 [s, b]. None: no noise."""
+    """Largest noise that training adds to the embedding of a token, float32 [s, b]. None: no
+    noise."""
     noise_seeds: tuple[int, ...] = ()
     """Of each sample, where there is noise."""
     document_starts: Tensor | None = None
-    """``Documents.starts`` of ``document_ids``, for a device that attends by document. None: nobody has counted."""
+    """``Documents.starts`` of ``document_ids``, for a device that attends by document. None: nobody
+    has counted."""
     longest_document: int = 0
     """Tokens of the longest, where they are counted."""
 
     @property
     def document_mask(self) -> Tensor | None:
-        """True where a query (third dim) may attend to a key (fourth): earlier or same position of the same document; bool [b, 1, s, s].
+        """True where a query (third dim) may attend to a key (fourth): earlier or same position of
+        the same document; bool [b, 1, s, s].
 
-        Built on each call, on the batch's device: s * s bytes a sample would otherwise be held for every microbatch of a step.
+        Built on each call, on the batch's device: s * s bytes a sample would otherwise be held for
+        every microbatch of a step.
         """
         if self.document_ids is None:
             return None
@@ -61,7 +65,8 @@ class Batch:
         return {name: value for name, value in found.items() if isinstance(value, Tensor)}
 
     def prepared(self, device: torch.device) -> Batch:
-        """With its documents counted, if ``device`` may want that: once they are there, counting them would be waiting for it."""
+        """With its documents counted, if ``device`` may want that: once they are there, counting
+        them would be waiting for it."""
         if self.document_ids is None or is_host(device) or not is_host(self.document_ids.device):
             return self
         documents = Documents.of(self.document_ids)
@@ -72,7 +77,9 @@ class Batch:
         if self.tokens.device == device:
             return self
         ready = self.prepared(device)
-        moved = {name: tensor.to(device, non_blocking=True) for name, tensor in ready.tensors().items()}
+        moved = {
+            name: tensor.to(device, non_blocking=True) for name, tensor in ready.tensors().items()
+        }
         return replace(ready, **moved)  # type: ignore[arg-type]
 
 
@@ -86,26 +93,41 @@ class Samples(Protocol):
         """These samples side by side. Errors: DataError."""
 
     def identity(self) -> dict[str, Any]:
-        """What can be told of them in a few words, for JSON: other samples say something else. A checkpoint keeps it."""
+        """What can be told of them in a few words, for JSON: other samples say something else. A
+        checkpoint keeps it."""
 
 
 class StreamSamples:
-    """Samples of a token stream, with the masks that ``data`` asks for. Errors: DataError if one of them needs the end-of-document
-    id and ``eod`` is None."""
+    """Samples of a token stream, with the masks that ``data`` asks for. Errors: DataError if one of
+    them needs the end-of-document id and ``eod`` is None."""
 
     def __init__(self, stream: TokenStream, data: DataConfig, eod: int | None) -> None:
-        needs = [name for name in ("reset_position_ids", "reset_attention_mask", "eod_mask_loss") if getattr(data, name)]
+        needs = [
+            name
+            for name in ("reset_position_ids", "reset_attention_mask", "eod_mask_loss")
+            if getattr(data, name)
+        ]
         if needs and eod is None:
             do = "give --tokenizer-model a tokenizer with an end token, or leave these options out"
-            raise DataError(describe(", ".join(needs), got="no end-of-document id", expected="a tokenizer that has one", do=do))
-        self._stream, self._data, self._eod = stream, data, eod
+            raise DataError(
+                describe(
+                    ", ".join(needs),
+                    got="no end-of-document id",
+                    expected="a tokenizer that has one",
+                    do=do,
+                )
+            )
+        self._stream = stream
+        self._data = data
+        self._eod = eod
 
     def __len__(self) -> int:
         """See Samples."""
         return len(self._stream)
 
     def identity(self) -> dict[str, Any]:
-        """See Samples: counts, since the tokens may be more than anybody wants to read at the start of a run."""
+        """See Samples: counts, since the tokens may be more than anybody wants to read at the start
+        of a run."""
         return {"documents": self._stream.num_documents, "tokens": self._stream.num_tokens}
 
     def batch(self, indices: Sequence[int]) -> Batch:
@@ -116,7 +138,9 @@ class StreamSamples:
         mask = sequence_first(~ends).to(torch.float32) if self._data.eod_mask_loss else None
         positions = sequence_first(_positions(ends)) if self._data.reset_position_ids else None
         documents = sequence_first(_documents(ends)) if self._data.reset_attention_mask else None
-        return Batch(sequence_first(tokens), sequence_first(samples[:, 1:]), mask, positions, documents)
+        return Batch(
+            sequence_first(tokens), sequence_first(samples[:, 1:]), mask, positions, documents
+        )
 
 
 class BlendedSamples:
@@ -124,7 +148,8 @@ class BlendedSamples:
 
     def __init__(self, parts: Sequence[Samples], weights: Sequence[int]) -> None:
         """``weights``: how often each part is read, in proportion to the others."""
-        self._parts, self.order = tuple(parts), BlendedOrder(weights, [len(part) for part in parts])
+        self._parts = tuple(parts)
+        self.order = BlendedOrder(weights, [len(part) for part in parts])
 
     def __len__(self) -> int:
         """Samples of the blend until some part begins again."""
@@ -133,21 +158,30 @@ class BlendedSamples:
     def identity(self) -> dict[str, Any]:
         """See Samples."""
         parts = enumerate(part.identity() for part in self._parts)
-        return {f"{name} of part {number}": value for number, part in parts for name, value in part.items()}
+        return {
+            f"{name} of part {number}": value
+            for number, part in parts
+            for name, value in part.items()
+        }
 
     def batch(self, indices: Sequence[int]) -> Batch:
         """See Samples. ``indices`` count over all parts."""
         places = [bisect_right(self.order.starts, index) - 1 for index in indices]
-        one_by_one = [self._parts[part].batch([index - self.order.starts[part]]) for part, index in zip(places, indices, strict=True)]
+        one_by_one = [
+            self._parts[part].batch([index - self.order.starts[part]])
+            for part, index in zip(places, indices, strict=True)
+        ]
         return side_by_side(one_by_one)
 
 
 class BatchLoader:
-    """This data-parallel rank's microbatches of each step. It has no state: the same consumed samples give the same batches.
+    """This data-parallel rank's microbatches of each step. It has no state: the same consumed
+    samples give the same batches.
 
-    A step's samples are those at positions consumed .. consumed + global batch size of the run, whatever the layout: rank r's
-    microbatch m holds positions consumed + (m * dp_size + r) * micro_batch_size + j. A step that has fewer samples than places has as
-    many microbatches as any other; what is in the places behind its last sample does not count.
+    A step's samples are those at positions consumed .. consumed + global batch size of the run,
+    whatever the layout: rank r's microbatch m holds positions consumed + (m * dp_size + r) *
+    micro_batch_size + j. A step that has fewer samples than places has as many microbatches as any
+    other; what is in the places behind its last sample does not count.
     """
 
     def __init__(
@@ -161,33 +195,56 @@ class BatchLoader:
         dp_rank: int = 0,
         dp_size: int = 1,
     ) -> None:
-        sizes = BatchSizes(global_batch_size) if isinstance(global_batch_size, int) else global_batch_size
+        sizes = (
+            BatchSizes(global_batch_size)
+            if isinstance(global_batch_size, int)
+            else global_batch_size
+        )
         fit = all(size % (micro_batch_size * dp_size) == 0 for size in sizes.all())
         assert fit, "global_batch_size is a multiple of micro_batch_size x dp"
-        self.samples, self._sizes = samples, sizes
+        self.samples = samples
+        self._sizes = sizes
         # What is no blend is one of a single part.
-        self._order = samples.order if isinstance(samples, BlendedSamples) else BlendedOrder((1,), (len(samples),))
+        self._order = (
+            samples.order
+            if isinstance(samples, BlendedSamples)
+            else BlendedOrder((1,), (len(samples),))
+        )
         self._shuffled = shuffled
         self._micro_batch_size = micro_batch_size
         self._seed = seed
-        self._dp_rank, self._dp_size = dp_rank, dp_size
+        self._dp_rank = dp_rank
+        self._dp_size = dp_size
 
     def microbatches(self, consumed_samples: int) -> list[Batch]:
-        """The step that follows ``consumed_samples`` samples. Errors: DataError if they cannot be read."""
+        """The step that follows ``consumed_samples`` samples. Errors: DataError if they cannot be
+        read."""
         size = self._micro_batch_size
-        places, samples = self._sizes.places(consumed_samples), self._sizes.at(consumed_samples)
-        starts = [consumed_samples + (m * self._dp_size + self._dp_rank) * size for m in range(places // (size * self._dp_size))]
+        places = self._sizes.places(consumed_samples)
+        samples = self._sizes.at(consumed_samples)
+        starts = [
+            consumed_samples + (m * self._dp_size + self._dp_rank) * size
+            for m in range(places // (size * self._dp_size))
+        ]
         batches = [self._batch(range(start, start + size)) for start in starts]
         if samples == places:
             return batches
-        # On every rank, also one whose places all have samples: whether there is a mask must not differ between ranks.
+        # On every rank, also one whose places all have samples: whether there is a mask must not
+        # differ between ranks.
         counts = [consumed_samples + samples - start for start in starts]
         return [_counting(batch, count) for batch, count in zip(batches, counts, strict=True)]
 
     def _batch(self, positions: range) -> Batch:
-        batch = self.samples.batch([self._order.index(position, self._seed, self._shuffled) for position in positions])
-        # Noise belongs to a place in the run, not to a sample: it is new whenever the sample comes again.
-        seeds = () if batch.noise_scale is None else tuple(mixed(self._seed, position) for position in positions)
+        batch = self.samples.batch(
+            [self._order.index(position, self._seed, self._shuffled) for position in positions]
+        )
+        # Noise belongs to a place in the run, not to a sample: it is new whenever the sample comes
+        # again.
+        seeds = (
+            ()
+            if batch.noise_scale is None
+            else tuple(mixed(self._seed, position) for position in positions)
+        )
         return replace(batch, noise_seeds=seeds) if seeds else batch
 
 
@@ -207,13 +264,16 @@ def side_by_side(batches: Sequence[Batch]) -> Batch:
 
     if len(batches) == 1:
         return batches[0]
-    tokens, labels = torch.cat([b.tokens for b in batches], dim=1), torch.cat([b.labels for b in batches], dim=1)
-    mask, positions = joined([b.loss_mask for b in batches]), joined([b.position_ids for b in batches])
+    tokens = torch.cat([b.tokens for b in batches], dim=1)
+    labels = torch.cat([b.labels for b in batches], dim=1)
+    mask = joined([b.loss_mask for b in batches])
+    positions = joined([b.position_ids for b in batches])
     return Batch(tokens, labels, mask, positions, joined([b.document_ids for b in batches]))
 
 
 def _documents(ends: NDArray[np.bool_]) -> NDArray[np.int32]:
-    """How many documents ended before each token, [b, s]: an end token belongs to the document it ends."""
+    """How many documents ended before each token, [b, s]: an end token belongs to the document it
+    ends."""
     return (np.cumsum(ends, axis=1) - ends).astype(np.int32)
 
 

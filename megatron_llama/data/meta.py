@@ -8,18 +8,29 @@ from typing import Any
 from megatron_llama.tokenizer.files import read_json_object, replace_file, to_json
 
 
-def write_meta(prefix: str, *, tokenizer: Path, vocab_size: int, eod: int | None, documents: int, tokens: int) -> None:
-    """Write PREFIX.meta.json. A tokenizer in or below the dataset's folder is named relative to it, so that both move together."""
-    folder, tokenizer = Path(prefix).absolute().parent, tokenizer.absolute()
+def write_meta(
+    prefix: str, *, tokenizer: Path, vocab_size: int, eod: int | None, documents: int, tokens: int
+) -> None:
+    """Write PREFIX.meta.json. A tokenizer in or below the dataset's folder is named relative to it,
+    so that both move together."""
+    folder = Path(prefix).absolute().parent
+    tokenizer = tokenizer.absolute()
     name = tokenizer.relative_to(folder) if tokenizer.is_relative_to(folder) else tokenizer
-    values = {"tokenizer": str(name), "vocab_size": vocab_size, "eod": eod, "documents": documents, "tokens": tokens}
+    values = {
+        "tokenizer": str(name),
+        "vocab_size": vocab_size,
+        "eod": eod,
+        "documents": documents,
+        "tokens": tokens,
+    }
     replace_file(Path(prefix + ".meta.json"), to_json(values))
 
 
 def read_meta(prefix: str | Path) -> dict[str, Any] | None:
     """tokenizer (an absolute path), vocab_size, eod, documents and tokens of a dataset.
 
-    None if the dataset has no such file, as Megatron's have not. Errors: DataError if the file is damaged.
+    None if the dataset has no such file, as Megatron's have not. Errors: DataError if the file is
+    damaged.
     """
     path = Path(f"{prefix}.meta.json")
     if not path.exists():

@@ -1,8 +1,10 @@
-"""Which sample stands at which position of a run: a pure function, so that a resume needs one integer.
+"""Which sample stands at which position of a run: a pure function, so that a resume needs one
+integer.
 
-Inside an epoch the order is a keyed permutation of range(n) that is computed, not stored: a Feistel network over the
-next power of two (Luby and Rackoff 1988), walked until it lands inside range(n) (Black and Rogaway 2002, "cycle
-walking": fewer than two rounds on average, since the power of two is less than 2n).
+Inside an epoch the order is a keyed permutation of range(n) that is computed, not stored: a Feistel
+network over the next power of two (Luby and Rackoff 1988), walked until it lands inside range(n)
+(Black and Rogaway 2002, "cycle walking": fewer than two rounds on average, since the power of two
+is less than 2n).
 """
 
 from __future__ import annotations
@@ -18,7 +20,8 @@ _ROUNDS = 8  # four suffice for large domains; halves of one bit need more to lo
 def sample_index(position: int, num_samples: int, seed: int, shuffled: bool) -> int:
     """Sample at ``position`` of the run (samples consumed before it), in [0, num_samples).
 
-    Each epoch of ``num_samples`` positions holds every sample once; shuffled, in an order of its own per seed and epoch.
+    Each epoch of ``num_samples`` positions holds every sample once; shuffled, in an order of its
+    own per seed and epoch.
     """
     epoch, index = divmod(position, num_samples)
     if not shuffled or num_samples == 1:
@@ -32,28 +35,35 @@ def sample_index(position: int, num_samples: int, seed: int, shuffled: bool) -> 
 
 
 class BlendedOrder:
-    """Which sample of which part stands at which position of a run that blends several: again a pure function.
+    """Which sample of which part stands at which position of a run that blends several: again a
+    pure function.
 
-    Position p goes down a binary tree: a node hands its first n samples to its two halves in proportion to their weights, rounded, so
-    that what a half has had is known for every n without counting. At any moment a part among k has had what its weight says to
-    within ceil(log2(k)) / 2 samples, and exactly that at multiples of the sum of all weights (whole numbers without a common divisor).
-    A part runs through its own samples as if it were alone, each epoch in an order of its own.
+    Position p goes down a binary tree: a node hands its first n samples to its two halves in
+    proportion to their weights, rounded, so that what a half has had is known for every n without
+    counting. At any moment a part among k has had what its weight says to within ceil(log2(k)) / 2
+    samples, and exactly that at multiples of the sum of all weights (whole numbers without a common
+    divisor). A part runs through its own samples as if it were alone, each epoch in an order of its
+    own.
     """
 
     def __init__(self, weights: Sequence[int], sizes: Sequence[int]) -> None:
         """Of each part: its weight, above 0, and the number of its samples."""
         assert len(weights) == len(sizes) > 0 and min(weights) > 0
         self._sums = (0, *accumulate(weights))
-        self._sizes, self.starts = tuple(sizes), (0, *accumulate(sizes))
+        self._sizes = tuple(sizes)
+        self.starts = (0, *accumulate(sizes))
 
     def __len__(self) -> int:
         """Positions until some part begins again."""
         if len(self._sizes) == 1:
             return self._sizes[0]
-        low, high = 0, self.starts[-1]
+        low = 0
+        high = self.starts[-1]
         while low < high:  # counts never fall
             middle = (low + high + 1) // 2
-            fits = all(had <= size for had, size in zip(self.counts(middle), self._sizes, strict=True))
+            fits = all(
+                had <= size for had, size in zip(self.counts(middle), self._sizes, strict=True)
+            )
             low, high = (middle, high) if fits else (low, middle - 1)
         return low
 
@@ -75,26 +85,34 @@ class BlendedOrder:
 
     def place(self, position: int) -> tuple[int, int]:
         """(part, how many of its samples came before)."""
-        first, last = 0, len(self._sizes)
+        first = 0
+        last = len(self._sizes)
         while last - first > 1:
             middle = (first + last) // 2
             left = self._left(first, middle, last, position)
             if self._left(first, middle, last, position + 1) > left:
-                last, position = middle, left
+                last = middle
+                position = left
             else:
-                first, position = middle, position - left
+                first = middle
+                position = position - left
         return first, position
 
     def index(self, position: int, seed: int, shuffled: bool) -> int:
         """Sample at ``position`` of the run, counted over all parts laid end to end."""
         part, own = self.place(position)
-        return self.starts[part] + sample_index(own, self._sizes[part], seed + (part << 32), shuffled)
+        return self.starts[part] + sample_index(
+            own, self._sizes[part], seed + (part << 32), shuffled
+        )
 
 
 def _feistel(value: int, bits: int, key: int) -> int:
-    """A keyed permutation of range(2 ** bits), bits >= 2. The halves may differ by a bit and swap widths each round."""
-    low_bits, high_bits = bits // 2, bits - bits // 2
-    low, high = value & ((1 << low_bits) - 1), value >> low_bits
+    """A keyed permutation of range(2 ** bits), bits >= 2. The halves may differ by a bit and swap
+    widths each round."""
+    low_bits = bits // 2
+    high_bits = bits - bits // 2
+    low = value & ((1 << low_bits) - 1)
+    high = value >> low_bits
     for _ in range(_ROUNDS):
         key = (key + _GOLDEN) & _MASK
         low, high = high ^ (_mix(key ^ low) & ((1 << high_bits) - 1)), low
@@ -108,7 +126,8 @@ def mixed(seed: int, number: int) -> int:
 
 
 def _mix(value: int) -> int:
-    """The finalizer of splitmix64 (Steele, Lea, Flood 2014): every input bit reaches every output bit."""
+    """The finalizer of splitmix64 (Steele, Lea, Flood 2014): every input bit reaches every output
+    bit."""
     value = (value + _GOLDEN) & _MASK
     value = ((value ^ value >> 30) * 0xBF58476D1CE4E5B9) & _MASK
     value = ((value ^ value >> 27) * 0x94D049BB133111EB) & _MASK

@@ -21,7 +21,15 @@ from megatron_llama.data.documents import Problems, input_files, texts
 from megatron_llama.data.indexed import IndexedDatasetWriter, token_dtype
 from megatron_llama.data.meta import write_meta
 from megatron_llama.data.preprocess_config import PreprocessConfig
-from megatron_llama.data.readers import CHUNK_BYTES, JSON_LINES, PARQUET, Chunk, chunks, kind, require_packages
+from megatron_llama.data.readers import (
+    CHUNK_BYTES,
+    JSON_LINES,
+    PARQUET,
+    Chunk,
+    chunks,
+    kind,
+    require_packages,
+)
 from megatron_llama.data.workers import workers
 from megatron_llama.errors import ConfigError, DataError, describe, listing
 from megatron_llama.tokenizer.base import Tokenizer
@@ -79,26 +87,40 @@ class _Encoded:
 
 
 def preprocess(options: PreprocessConfig) -> PreprocessReport:
-    """Tokenize ``options.input`` into indexed datasets; the outputs appear, replacing older ones, when all of them are complete.
+    """Tokenize ``options.input`` into indexed datasets; the outputs appear, replacing older ones,
+    when all of them are complete.
 
-    Errors: ConfigError for options that do not go together; DataError for unusable input, listing up to ten documents and
-    counting all, for a tokenizer that does not fit, or for a place that cannot be written. Nothing is written then.
+    Errors: ConfigError for options that do not go together; DataError for unusable input, listing
+    up to ten documents and counting all, for a tokenizer that does not fit, or for a place that
+    cannot be written. Nothing is written then.
     """
     started = time.perf_counter()
     _check_options(options)
     try:
         return _preprocess(options, started)
     except OSError as error:  # what cannot be read is told by the readers
-        where, do = str(error.filename or options.output_prefix), "make room, or give another --output-prefix"
-        raise DataError(describe(where, got=error.strerror, expected="a place for the dataset", do=do)) from error
+        where = str(error.filename or options.output_prefix)
+        do = "make room, or give another --output-prefix"
+        raise DataError(
+            describe(where, got=error.strerror, expected="a place for the dataset", do=do)
+        ) from error
 
 
 def _preprocess(options: PreprocessConfig, started: float) -> PreprocessReport:
     files = input_files(options.input)
     require_packages(files)
-    if len(options.json_keys) > 1 and (plain := [str(file) for file in files if kind(file) not in (*JSON_LINES, PARQUET)]):
+    if len(options.json_keys) > 1 and (
+        plain := [str(file) for file in files if kind(file) not in (*JSON_LINES, PARQUET)]
+    ):
         expected = "only .jsonl and .parquet files with several --json-keys"
-        raise DataError(describe(plain[0], got="a plain text file", expected=expected, do="leave it out or give one key"))
+        raise DataError(
+            describe(
+                plain[0],
+                got="a plain text file",
+                expected=expected,
+                do="leave it out or give one key",
+            )
+        )
     total = sum(file.stat().st_size for file in files)
     with ExitStack() as stack:
         if options.train_tokenizer:
@@ -110,19 +132,39 @@ def _preprocess(options: PreprocessConfig, started: float) -> PreprocessReport:
         tokenizer = _tokenizer(staged)
         if options.append_eod and tokenizer.eos_id is None:
             raise DataError(
-                describe(str(final), got="no end token", expected="one, for --append-eod", do="use another tokenizer or leave it out")
+                describe(
+                    str(final),
+                    got="no end token",
+                    expected="one, for --append-eod",
+                    do="use another tokenizer or leave it out",
+                )
             )
         eod = tokenizer.eos_id if options.append_eod else None
         job = _Job(staged, options.json_keys, eod, token_dtype(tokenizer.vocab_size))
         tokenizer.encode_packed(["a word"])  # makes what encoding takes, before there are processes
         prefixes = _prefixes(options)
-        writers = {key: stack.enter_context(IndexedDatasetWriter(prefix, job.dtype)) for key, prefix in prefixes.items()}
-        skipped = _write(job, chunks(files, options.json_keys), writers, count=_workers(options.workers, total), total=total)
+        writers = {
+            key: stack.enter_context(IndexedDatasetWriter(prefix, job.dtype))
+            for key, prefix in prefixes.items()
+        }
+        skipped = _write(
+            job,
+            chunks(files, options.json_keys),
+            writers,
+            count=_workers(options.workers, total),
+            total=total,
+        )
         for prefix in prefixes.values():
             Path(prefix + ".meta.json").unlink(missing_ok=True)
     for writer in writers.values():
         counts = {"documents": writer.num_documents, "tokens": writer.num_tokens}
-        write_meta(writer.prefix, tokenizer=final, vocab_size=tokenizer.vocab_size, eod=tokenizer.eos_id, **counts)
+        write_meta(
+            writer.prefix,
+            tokenizer=final,
+            vocab_size=tokenizer.vocab_size,
+            eod=tokenizer.eos_id,
+            **counts,
+        )
     return PreprocessReport(
         outputs=tuple(prefixes.values()),
         tokenizer=str(final),
@@ -138,21 +180,62 @@ def _preprocess(options: PreprocessConfig, started: float) -> PreprocessReport:
 def _check_options(options: PreprocessConfig) -> None:
     problems = []
     if not options.input:
-        problems.append(describe("input", got="nothing", expected="files or folders", do="give --input"))
+        problems.append(
+            describe("input", got="nothing", expected="files or folders", do="give --input")
+        )
     if not options.output_prefix or options.output_prefix.endswith("/"):
         got = repr(options.output_prefix)
-        problems.append(describe("output_prefix", got=got, expected="a path without suffix", do="give --output-prefix such as data/corpus"))
+        problems.append(
+            describe(
+                "output_prefix",
+                got=got,
+                expected="a path without suffix",
+                do="give --output-prefix such as data/corpus",
+            )
+        )
     if not options.json_keys or len(set(options.json_keys)) < len(options.json_keys):
-        problems.append(describe("json_keys", got=options.json_keys, expected="one or more different fields", do="change --json-keys"))
+        problems.append(
+            describe(
+                "json_keys",
+                got=options.json_keys,
+                expected="one or more different fields",
+                do="change --json-keys",
+            )
+        )
     if options.workers < 0:
-        problems.append(describe("workers", got=options.workers, expected="0 (all cores) or more", do="change --workers"))
+        problems.append(
+            describe(
+                "workers",
+                got=options.workers,
+                expected="0 (all cores) or more",
+                do="change --workers",
+            )
+        )
     if options.train_tokenizer == (options.tokenizer_model is not None):
         got = "both" if options.train_tokenizer else "neither"
         expected = "exactly one of tokenizer_model and train_tokenizer"
-        problems.append(describe("tokenizer", got=got, expected=expected, do="give --tokenizer-model PATH or --train-tokenizer"))
-    if options.train_tokenizer and options.tokenizer_type not in (None, "SentencePieceTokenizer", "Llama2Tokenizer"):
+        problems.append(
+            describe(
+                "tokenizer",
+                got=got,
+                expected=expected,
+                do="give --tokenizer-model PATH or --train-tokenizer",
+            )
+        )
+    if options.train_tokenizer and options.tokenizer_type not in (
+        None,
+        "SentencePieceTokenizer",
+        "Llama2Tokenizer",
+    ):
         expected = "SentencePieceTokenizer, which is what --train-tokenizer makes"
-        problems.append(describe("tokenizer_type", got=options.tokenizer_type, expected=expected, do="leave --tokenizer-type out"))
+        problems.append(
+            describe(
+                "tokenizer_type",
+                got=options.tokenizer_type,
+                expected=expected,
+                do="leave --tokenizer-type out",
+            )
+        )
     if problems:
         raise ConfigError(listing("These options cannot be used:", problems))
 
@@ -166,19 +249,28 @@ def _prefixes(options: PreprocessConfig) -> dict[str, str]:
 
 def _workers(wanted: int, total: int) -> int:
     """Processes that have a chunk each to work on."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    cores = (
+        len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    )
     return max(1, min(wanted or cores, total // CHUNK_BYTES))
 
 
 @contextmanager
-def _trained(options: PreprocessConfig, files: Sequence[Path], total: int) -> Iterator[tuple[Path, Path]]:
-    """Train a tokenizer into a temporary folder, which takes its final name if the block succeeds. Gives both paths of the model."""
+def _trained(
+    options: PreprocessConfig, files: Sequence[Path], total: int
+) -> Iterator[tuple[Path, Path]]:
+    """Train a tokenizer into a temporary folder, which takes its final name if the block succeeds.
+    Gives both paths of the model."""
     from megatron_llama.tokenizer.spm import train_tokenizer
 
     folder = Path(f"{options.output_prefix}-tokenizer")
     staging = Path(f"{folder}.tmp-{os.getpid()}")
     try:
-        model = train_tokenizer(_training_texts(files, options.json_keys, total), options.vocab_size, staging / "tokenizer.model")
+        model = train_tokenizer(
+            _training_texts(files, options.json_keys, total),
+            options.vocab_size,
+            staging / "tokenizer.model",
+        )
         model.save_hf(staging)
         yield staging / "tokenizer.model", folder / "tokenizer.model"
         folder.mkdir(exist_ok=True)
@@ -189,23 +281,49 @@ def _trained(options: PreprocessConfig, files: Sequence[Path], total: int) -> It
 
 
 def _training_texts(files: Sequence[Path], keys: tuple[str, ...], total: int) -> list[str]:
-    """All documents, or evenly spaced ones that make up about ``TRAINING_BYTES``: sentencepiece holds its corpus in memory."""
+    """All documents, or evenly spaced ones that make up about ``TRAINING_BYTES``: sentencepiece
+    holds its corpus in memory."""
     stride = -(-total // TRAINING_BYTES)
     problems = Problems()
-    found = (text for chunk in chunks(files, keys) for of_key in texts(chunk, keys, problems).values() for text in of_key)
+    found = (
+        text
+        for chunk in chunks(files, keys)
+        for of_key in texts(chunk, keys, problems).values()
+        for text in of_key
+    )
     kept = [text for index, text in enumerate(found) if index % stride == 0]
     problems.raise_if_any()
     return kept
 
 
-def _write(job: _Job, work: Iterable[Chunk], writers: Mapping[str, IndexedDatasetWriter], *, count: int, total: int) -> int:
-    """Tokenize and append everything; returns the number of skipped documents. Errors: DataError with the input's problems."""
-    problems, skipped = Problems(), 0
+def _write(
+    job: _Job,
+    work: Iterable[Chunk],
+    writers: Mapping[str, IndexedDatasetWriter],
+    *,
+    count: int,
+    total: int,
+) -> int:
+    """Tokenize and append everything; returns the number of skipped documents. Errors: DataError
+    with the input's problems."""
+    problems = Problems()
+    skipped = 0
     with ExitStack() as stack:
-        # Processes first: they are forked where nothing has started a thread yet, neither the bar below nor a reader of the input.
+        # Processes first: they are forked where nothing has started a thread yet, neither the bar
+        # below nor a reader of the input.
         encode = functools.partial(_encode, job)
-        encoded = stack.enter_context(workers(count, encode))(work) if count > 1 else map(encode, work)
-        bar = stack.enter_context(tqdm(total=total, unit="B", unit_scale=True, desc="tokenizing", disable=not sys.stderr.isatty()))
+        encoded = (
+            stack.enter_context(workers(count, encode))(work) if count > 1 else map(encode, work)
+        )
+        bar = stack.enter_context(
+            tqdm(
+                total=total,
+                unit="B",
+                unit_scale=True,
+                desc="tokenizing",
+                disable=not sys.stderr.isatty(),
+            )
+        )
         for part in encoded:
             problems.extend(part.problems)
             skipped += part.skipped
@@ -216,19 +334,27 @@ def _write(job: _Job, work: Iterable[Chunk], writers: Mapping[str, IndexedDatase
     for key, writer in writers.items():
         if writer.num_tokens == 0:
             raise DataError(
-                describe(f"field {key!r}", got="no text in the whole input", expected="text", do="check the files and --json-keys")
+                describe(
+                    f"field {key!r}",
+                    got="no text in the whole input",
+                    expected="text",
+                    do="check the files and --json-keys",
+                )
             )
     return skipped
 
 
 @functools.lru_cache(maxsize=1)
 def _tokenizer(path: Path) -> Tokenizer:
-    """Loaded once, and forgotten with the call of ``preprocess``, after which the file may change. Forked processes have it."""
+    """Loaded once, and forgotten with the call of ``preprocess``, after which the file may change.
+    Forked processes have it."""
     return load_tokenizer(path)
 
 
 def _encode(job: _Job, chunk: Chunk) -> _Encoded:
-    tokenizer, problems, skipped = _tokenizer(job.tokenizer), Problems(), 0
+    tokenizer = _tokenizer(job.tokenizer)
+    problems = Problems()
+    skipped = 0
     found = texts(chunk, job.keys, problems)
     if problems.count:
         return _Encoded(chunk.size, 0, problems, {})

@@ -1,4 +1,5 @@
-"""Options of the ``preprocess`` command. Standard library only, so that its help appears at once."""
+"""Options of the ``preprocess`` command. Standard library only, so that its help appears at
+once."""
 
 from __future__ import annotations
 
@@ -11,22 +12,31 @@ class PreprocessConfig:
     """Which text becomes which indexed dataset, and with which tokenizer."""
 
     input: tuple[str, ...] = ()
-    """Files or folders (walked in sorted order). `.jsonl`, `.json`: one JSON object per line; `.parquet`: one document
-    per row; any other file: one plain-text document. `.gz` and `.zst` behind these are decompressed."""
+    """Files or folders (walked in sorted order). `.jsonl`, `.json`: one JSON object per line;
+    `.parquet`: one document per row; any other file: one plain-text document. `.gz` and `.zst`
+    behind these are decompressed."""
     output_prefix: str = ""
-    """Writes PREFIX.bin, PREFIX.idx and PREFIX.meta.json; PREFIX_KEY_document.* with several json_keys."""
+    """Writes PREFIX.bin, PREFIX.idx and PREFIX.meta.json; PREFIX_KEY_document.* with several
+    json_keys."""
     json_keys: tuple[str, ...] = ("text",)
     """Fields of each JSON object to tokenize, each into a dataset of its own."""
     append_eod: bool = False
     """End each document with the tokenizer's end token."""
     workers: int = 0
     """Worker processes. 0: one per core. The output is the same for any number."""
-    tokenizer_type: Literal["SentencePieceTokenizer", "Llama2Tokenizer", "HuggingFaceTokenizer", "PretrainedFromHF"] | None = None
-    """Megatron's name for the kind of tokenizer, checked against the file. Default: what the file is."""
+    tokenizer_type: (
+        Literal[
+            "SentencePieceTokenizer", "Llama2Tokenizer", "HuggingFaceTokenizer", "PretrainedFromHF"
+        ]
+        | None
+    ) = None
+    """Megatron's name for the kind of tokenizer, checked against the file. Default: what the file
+    is."""
     tokenizer_model: str | None = None
     """Sentencepiece `.model`, HF `tokenizer.json`, or a folder with one of them."""
     train_tokenizer: bool = False
-    """First train a sentencepiece BPE on the input (above 256 MB on evenly spaced documents), written to PREFIX-tokenizer/."""
+    """First train a sentencepiece BPE on the input (above 256 MB on evenly spaced documents),
+    written to PREFIX-tokenizer/."""
     vocab_size: int = 32000
     """Pieces of the tokenizer that --train-tokenizer makes."""
     megatron_names: bool = False

@@ -1,4 +1,5 @@
-"""Files of text, compressed or not, as ordered pieces of documents that are read while others are tokenized."""
+"""Files of text, compressed or not, as ordered pieces of documents that are read while others are
+tokenized."""
 
 from __future__ import annotations
 
@@ -15,11 +16,16 @@ from typing import IO, Any, cast
 
 from megatron_llama.errors import DataError, describe, listing
 
-CHUNK_BYTES = 1 << 20  # large against the cost of a task (0.1 ms), small against a file, so that all workers end together
+CHUNK_BYTES = (
+    1 << 20
+    # large against the cost of a task (0.1 ms), small against a file, so that all workers end together
+)
 JSON_LINES = (".jsonl", ".json")
 PARQUET = ".parquet"
 COMPRESSED = (".gz", ".zst")
-_PACKAGES: Mapping[str, tuple[str, str]] = MappingProxyType({".zst": ("zstandard", "zstd"), PARQUET: ("pyarrow", "parquet")})
+_PACKAGES: Mapping[str, tuple[str, str]] = MappingProxyType(
+    {".zst": ("zstandard", "zstd"), PARQUET: ("pyarrow", "parquet")}
+)
 """Suffix -> what reads it, and the extra that brings it."""
 _RESTORE = "restore the file or leave it out"
 
@@ -48,21 +54,39 @@ def kind(file: Path) -> str:
 
 def require_packages(files: Sequence[Path]) -> None:
     """Raise DataError where a file needs a package that is not installed."""
-    missing = {file.suffix: file for file in reversed(files) if file.suffix in _PACKAGES and find_spec(_PACKAGES[file.suffix][0]) is None}
+    missing = {
+        file.suffix: file
+        for file in reversed(files)
+        if file.suffix in _PACKAGES and find_spec(_PACKAGES[file.suffix][0]) is None
+    }
     problems = []
     for suffix, file in missing.items():
         package, extra = _PACKAGES[suffix]
         do = f"pip install megatron-llama[{extra}]"
-        problems.append(describe(str(file), got=f"no package {package}", expected=f"it installed, to read {suffix}", do=do))
+        problems.append(
+            describe(
+                str(file),
+                got=f"no package {package}",
+                expected=f"it installed, to read {suffix}",
+                do=do,
+            )
+        )
     if problems:
         raise DataError(listing("These inputs cannot be read:", problems))
 
 
 def chunks(files: Sequence[Path], keys: Sequence[str]) -> Iterator[Chunk]:
-    """The content of the files, in order, in pieces of about ``CHUNK_BYTES``; a text file is one piece. ``keys``: columns of parquet."""
+    """The content of the files, in order, in pieces of about ``CHUNK_BYTES``; a text file is one
+    piece. ``keys``: columns of parquet."""
     for file in files:
         try:
-            yield from _parquet(file, keys) if kind(file) == PARQUET else _lines(file) if kind(file) in JSON_LINES else _text(file)
+            yield from (
+                _parquet(file, keys)
+                if kind(file) == PARQUET
+                else _lines(file)
+                if kind(file) in JSON_LINES
+                else _text(file)
+            )
         except (OSError, EOFError, zlib.error, _library_error(file)) as error:
             reason = " ".join(str(error).split()) or type(error).__name__
             problem = describe(str(file), got=reason, expected="a readable file", do=_RESTORE)
@@ -93,12 +117,15 @@ def _open(file: Path, stack: ExitStack) -> tuple[IO[bytes], IO[bytes]]:
 
 
 class _ZstdFrames(io.RawIOBase):
-    """What the frames of a .zst file hold. Raises EOFError where the file ends inside one, which the library's own stream does not tell."""
+    """What the frames of a .zst file hold. Raises EOFError where the file ends inside one, which
+    the library's own stream does not tell."""
 
     def __init__(self, raw: IO[bytes]) -> None:
         import zstandard
 
-        self._raw, self._frame, self._library = raw, None, zstandard.ZstdDecompressor()
+        self._raw = raw
+        self._frame = None
+        self._library = zstandard.ZstdDecompressor()
         self._input = self._output = b""
 
     def readable(self) -> bool:
@@ -130,10 +157,12 @@ class _ZstdFrames(io.RawIOBase):
 def _lines(file: Path) -> Iterator[Chunk]:
     with ExitStack() as stack:
         stream, raw = _open(file, stack)
-        line, before = 1, 0
+        line = 1
+        before = 0
         while lines := stream.readlines(CHUNK_BYTES):
             yield Chunk(str(file), line, raw.tell() - before, lines)
-            line, before = line + len(lines), raw.tell()
+            line = line + len(lines)
+            before = raw.tell()
 
 
 def _text(file: Path) -> Iterator[Chunk]:
@@ -152,10 +181,15 @@ def _parquet(file: Path, keys: Sequence[str]) -> Iterator[Chunk]:
         if problems:
             yield from (Chunk(str(file), None, 0, problem=problem) for problem in problems)
             return
-        size, rows = file.stat().st_size, table.metadata.num_rows
-        uncompressed = sum(table.metadata.row_group(group).total_byte_size for group in range(table.num_row_groups))
+        size = file.stat().st_size
+        rows = table.metadata.num_rows
+        uncompressed = sum(
+            table.metadata.row_group(group).total_byte_size for group in range(table.num_row_groups)
+        )
         row = 1
-        for batch in table.iter_batches(max(1, rows * CHUNK_BYTES // max(uncompressed, 1)), columns=list(keys)):
+        for batch in table.iter_batches(
+            max(1, rows * CHUNK_BYTES // max(uncompressed, 1)), columns=list(keys)
+        ):
             text = {key: batch.column(key).cast(pyarrow.string()).to_pylist() for key in keys}
             yield Chunk(str(file), row, size * batch.num_rows // max(rows, 1), columns=text)
             row += batch.num_rows
@@ -165,7 +199,8 @@ def _column_problems(file: Path, keys: Sequence[str], kinds: Mapping[str, Any]) 
     from pyarrow import types
 
     for key in keys:
-        where, do = f"{file}: column {key!r}", "change --json-keys or leave the file out"
+        where = f"{file}: column {key!r}"
+        do = "change --json-keys or leave the file out"
         if key not in kinds:
             got = f"no such column (columns: {', '.join(map(repr, kinds)) or 'none'})"
             yield describe(where, got=got, expected="strings", do=do)

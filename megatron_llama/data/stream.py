@@ -11,31 +11,44 @@ from megatron_llama.data.indexed import IndexedDataset
 from megatron_llama.errors import DataError, describe
 
 
-def split_documents(split: str, num_documents: int) -> tuple[tuple[int, int], tuple[int, int], tuple[int, int]]:
-    """Document ranges (start, stop) for training, validation and test, in file order, from weights such as ``969,30,1``.
+def split_documents(
+    split: str, num_documents: int
+) -> tuple[tuple[int, int], tuple[int, int], tuple[int, int]]:
+    """Document ranges (start, stop) for training, validation and test, in file order, from weights
+    such as ``969,30,1``.
 
-    Weights need not add up to anything; missing ones are 0. Errors: DataError if they are no weights.
+    Weights need not add up to anything; missing ones are 0. Errors: DataError if they are no
+    weights.
     """
     try:
         weights = [float(word) for word in split.split(",")]
     except ValueError:
         weights = []
-    if not 1 <= len(weights) <= 3 or any(not math.isfinite(w) or w < 0 for w in weights) or sum(weights) == 0:
+    if (
+        not 1 <= len(weights) <= 3
+        or any(not math.isfinite(w) or w < 0 for w in weights)
+        or sum(weights) == 0
+    ):
         expected = "one to three weights of at least 0, not all 0, such as 969,30,1"
         raise DataError(describe("split", got=repr(split), expected=expected, do="change --split"))
     weights += [0.0] * (3 - len(weights))
-    # Rounded sums rather than summed roundings: the ranges are adjacent and the last ends at the last document.
+    # Rounded sums rather than summed roundings: the ranges are adjacent and the last ends at the
+    # last document.
     first, second = (round(num_documents * sum(weights[:count]) / sum(weights)) for count in (1, 2))
     return (0, first), (first, second), (second, num_documents)
 
 
 class TokenStream:
-    """Sample i is tokens [i * seq_length, (i + 1) * seq_length] of the documents in [start, stop), laid end to end.
+    """Sample i is tokens [i * seq_length, (i + 1) * seq_length] of the documents in [start, stop),
+    laid end to end.
 
-    Neighbours share one token, so that each token but the first is a label once; a tail too short for a sample is dropped.
+    Neighbours share one token, so that each token but the first is a label once; a tail too short
+    for a sample is dropped.
     """
 
-    def __init__(self, dataset: IndexedDataset, documents: tuple[int, int], seq_length: int, vocab_size: int) -> None:
+    def __init__(
+        self, dataset: IndexedDataset, documents: tuple[int, int], seq_length: int, vocab_size: int
+    ) -> None:
         self.dataset = dataset
         self.seq_length = seq_length
         self.vocab_size = vocab_size
@@ -56,7 +69,8 @@ class TokenStream:
             raise DataError(describe(self.dataset.prefix, got=got, expected=expected, do=do))
 
     def sample(self, index: int) -> NDArray[np.int64]:
-        """Tokens of one sample, int64 [seq_length + 1]. Errors: DataError if an id is outside [0, vocab_size)."""
+        """Tokens of one sample, int64 [seq_length + 1]. Errors: DataError if an id is outside [0,
+        vocab_size)."""
         assert 0 <= index < len(self), f"sample {index} of {len(self)}"
         start = self._start + index * self.seq_length
         tokens = self.dataset.tokens(start, start + self.seq_length + 1).astype(np.int64)
@@ -70,4 +84,6 @@ class TokenStream:
         document = self.dataset.document_at(start + at)
         where = f"{self.dataset.prefix}.bin: document {document}, token {start + at - self.dataset.document_start(document)}"
         do = "preprocess with this model's tokenizer or raise --vocab-size"
-        raise DataError(describe(where, got=f"id {tokens[at]}", expected=f"0 to {self.vocab_size - 1}", do=do))
+        raise DataError(
+            describe(where, got=f"id {tokens[at]}", expected=f"0 to {self.vocab_size - 1}", do=do)
+        )

@@ -19,7 +19,8 @@ TOKENIZERS = ("tokenizer.json", "tokenizer.model")
 
 @dataclass(frozen=True)
 class Vocabulary:
-    """What is known of the tokens of a run; the tokenizer is absent for a dataset that came without one."""
+    """What is known of the tokens of a run; the tokenizer is absent for a dataset that came without
+    one."""
 
     tokenizer: Tokenizer | None
     size: int
@@ -28,11 +29,18 @@ class Vocabulary:
 
 
 def find_vocabulary(config: Config) -> Vocabulary:
-    """From --tokenizer-model, else the dataset's PREFIX.meta.json, else the HuggingFace folder of the weights. Raises DataError."""
+    """From --tokenizer-model, else the dataset's PREFIX.meta.json, else the HuggingFace folder of
+    the weights. Raises DataError."""
     meta = _meta(read_blend(config.data.data_path).prefixes)
-    path = config.data.tokenizer_model or meta.get("tokenizer") or _tokenizer_of_weights(config.checkpoint)
+    path = (
+        config.data.tokenizer_model
+        or meta.get("tokenizer")
+        or _tokenizer_of_weights(config.checkpoint)
+    )
     readable = path is not None and (config.data.tokenizer_model is not None or Path(path).exists())
-    tokenizer = load_tokenizer(path, config.data.tokenizer_type) if path is not None and readable else None
+    tokenizer = (
+        load_tokenizer(path, config.data.tokenizer_type) if path is not None and readable else None
+    )
     size = tokenizer.vocab_size if tokenizer else int(meta.get("vocab_size", 0))
     eod = meta.get("eod")
     if eod is None:
@@ -41,40 +49,75 @@ def find_vocabulary(config: Config) -> Vocabulary:
 
 
 def _meta(prefixes: Sequence[str]) -> dict[str, Any]:
-    """Of the first dataset that has a PREFIX.meta.json. Raises DataError where those of a blend have other tokens."""
+    """Of the first dataset that has a PREFIX.meta.json. Raises DataError where those of a blend
+    have other tokens."""
     found = {prefix: meta for prefix in prefixes if (meta := read_meta(prefix)) is not None}
     first = next(iter(found), None)
     for prefix, meta in found.items():
         for name in ("vocab_size", "eod"):
-            got, wanted = meta.get(name), found[first].get(name) if first is not None else None
+            got = meta.get(name)
+            wanted = found[first].get(name) if first is not None else None
             if got != wanted:
                 do = "preprocess all datasets of a blend with one tokenizer"
-                raise DataError(describe(f"{prefix}.meta.json {name}", got=got, expected=f"{wanted}, as of {first}", do=do))
+                raise DataError(
+                    describe(
+                        f"{prefix}.meta.json {name}",
+                        got=got,
+                        expected=f"{wanted}, as of {first}",
+                        do=do,
+                    )
+                )
     return {} if first is None else found[first]
 
 
 def _tokenizer_of_weights(options: CheckpointConfig) -> str | None:
-    """In the folder of the weights; of a run's checkpoint in the folder that the run keeps beside it."""
+    """In the folder of the weights; of a run's checkpoint in the folder that the run keeps beside
+    it."""
     loaded = options.save if options.load == "auto" else options.load
     folders = [Path(folder) for folder in (options.init_from_hf, loaded) if folder is not None]
-    places = [place for folder in folders for place in (folder, folder / "tokenizer", folder.parent / "tokenizer")]
-    return next((str(place) for place in places for name in TOKENIZERS if (place / name).is_file()), None)
+    places = [
+        place
+        for folder in folders
+        for place in (folder, folder / "tokenizer", folder.parent / "tokenizer")
+    ]
+    return next(
+        (str(place) for place in places for name in TOKENIZERS if (place / name).is_file()), None
+    )
 
 
 def with_vocabulary(config: Config, vocabulary: Vocabulary) -> Config:
-    """Fill the model fields that come from the tokenizer. Raises ConfigError if the model is too small for it."""
-    model, tokenizer = config.model, vocabulary.tokenizer
+    """Fill the model fields that come from the tokenizer. Raises ConfigError if the model is too
+    small for it."""
+    model = config.model
+    tokenizer = vocabulary.tokenizer
     if model.vocab_size == 0 and vocabulary.size == 0:
-        absent = [f"{prefix}.idx" for prefix in read_blend(config.data.data_path).prefixes if not Path(f"{prefix}.idx").is_file()]
+        absent = [
+            f"{prefix}.idx"
+            for prefix in read_blend(config.data.data_path).prefixes
+            if not Path(f"{prefix}.idx").is_file()
+        ]
         do = "give --tokenizer-model, a dataset with its meta.json, or --vocab-size"
         if absent:
             do = f"check --data-path, since there is no {absent[0]}; or {do}"
-        raise ConfigError(describe("--vocab-size", got="nothing", expected="the number of token ids", do=do))
+        raise ConfigError(
+            describe("--vocab-size", got="nothing", expected="the number of token ids", do=do)
+        )
     size = model.vocab_size or vocabulary.size
     if size < vocabulary.size:
         do = f"give --vocab-size {vocabulary.size} or leave it out, or use this model's tokenizer"
-        raise ConfigError(describe("--vocab-size", got=size, expected=f"at least the tokenizer's {vocabulary.size}", do=do))
-    bos, eos = model.bos_token_id, model.eos_token_id
+        raise ConfigError(
+            describe(
+                "--vocab-size",
+                got=size,
+                expected=f"at least the tokenizer's {vocabulary.size}",
+                do=do,
+            )
+        )
+    bos = model.bos_token_id
+    eos = model.eos_token_id
     if tokenizer is not None:
-        bos, eos = tokenizer.bos_id if bos is None else bos, tokenizer.eos_id if eos is None else eos
-    return replace(config, model=replace(model, vocab_size=size, bos_token_id=bos, eos_token_id=eos))
+        bos = tokenizer.bos_id if bos is None else bos
+        eos = tokenizer.eos_id if eos is None else eos
+    return replace(
+        config, model=replace(model, vocab_size=size, bos_token_id=bos, eos_token_id=eos)
+    )

@@ -22,14 +22,17 @@ Result = TypeVar("Result")
 
 
 @contextmanager
-def workers(count: int, do: Callable[[Piece], Result]) -> Iterator[Callable[[Iterable[Piece]], Iterator[Result]]]:
-    """``map(do, pieces)`` with ``count`` processes, which run when the block begins: results in the order of the pieces, few in memory at
-    a time. ``do`` has to be picklable.
+def workers(
+    count: int, do: Callable[[Piece], Result]
+) -> Iterator[Callable[[Iterable[Piece]], Iterator[Result]]]:
+    """``map(do, pieces)`` with ``count`` processes, which run when the block begins: results in the
+    order of the pieces, few in memory at a time. ``do`` has to be picklable.
 
-    Processes are copies of this one, and have what it has loaded, where it has a single thread. They end with the block, and at once if it
-    raises. Errors: DataError if a process dies.
+    Processes are copies of this one, and have what it has loaded, where it has a single thread.
+    They end with the block, and at once if it raises. Errors: DataError if a process dies.
     """
-    # Another thread may hold a lock, of a library or of the heap, that a fork would copy and nobody would release.
+    # Another thread may hold a lock, of a library or of the heap, that a fork would copy and nobody
+    # would release.
     context = multiprocessing.get_context("fork" if single_threaded() else "spawn")
     theirs, ours = context.Pipe(duplex=False)
     pool = ProcessPoolExecutor(count, context, initializer=_begin, initargs=(theirs, ours))
@@ -38,7 +41,14 @@ def workers(count: int, do: Callable[[Piece], Result]) -> Iterator[Callable[[Ite
         yield partial(_ordered, pool, 4 * count, do)
     except BrokenProcessPool as error:
         remedy = "give fewer --workers, or --workers 1 to see the cause"
-        raise DataError(describe("preprocess", got="a dead worker process", expected="enough memory for each", do=remedy)) from error
+        raise DataError(
+            describe(
+                "preprocess",
+                got="a dead worker process",
+                expected="enough memory for each",
+                do=remedy,
+            )
+        ) from error
     except BaseException:
         ours.close()  # nobody wants what they are at
         raise
@@ -49,8 +59,8 @@ def workers(count: int, do: Callable[[Piece], Result]) -> Iterator[Callable[[Ite
 
 
 def _begin(line: Connection, others: Connection) -> None:
-    """In a worker, which ends when nobody is left at the other end of the line: when the process that started it is gone, or wants it to.
-    Control-C is for that process to hear."""
+    """In a worker, which ends when nobody is left at the other end of the line: when the process
+    that started it is gone, or wants it to. Control-C is for that process to hear."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     others.close()
     Thread(target=_end_with, args=(line,), daemon=True).start()
@@ -63,14 +73,17 @@ def _end_with(line: Connection) -> None:
 
 
 def single_threaded() -> bool:
-    """Whether this process has one thread, those of libraries counted. False where the system does not say."""
+    """Whether this process has one thread, those of libraries counted. False where the system does
+    not say."""
     try:
         return len(os.listdir("/proc/self/task")) == 1
     except OSError:
         return False
 
 
-def _ordered(pool: ProcessPoolExecutor, most: int, do: Callable[[Piece], Result], pieces: Iterable[Piece]) -> Iterator[Result]:
+def _ordered(
+    pool: ProcessPoolExecutor, most: int, do: Callable[[Piece], Result], pieces: Iterable[Piece]
+) -> Iterator[Result]:
     pending: deque[Future[Result]] = deque()
     for piece in pieces:
         pending.append(pool.submit(do, piece))

@@ -24,7 +24,8 @@ def accelerator(local_rank: int) -> torch.device:
 
 
 def use_allocator(settings: str) -> None:
-    """How a GPU's memory is handed out, in the words of PYTORCH_ALLOC_CONF. Before the first tensor there; nothing on a host."""
+    """How a GPU's memory is handed out, in the words of PYTORCH_ALLOC_CONF. Before the first tensor
+    there; nothing on a host."""
     if torch.cuda.is_available():
         torch.cuda.memory._set_allocator_settings(settings)
 
@@ -40,38 +41,52 @@ def backend(device: torch.device) -> str:
 
 
 def one_connection_per_peer(device: torch.device) -> bool:
-    """Whether communicators over the same ranks should be one. Over sockets, messages of one communicator go out in the order in
-    which they were issued, those of two share the link as they like. A GPU's communicator runs one operation at a time."""
+    """Whether communicators over the same ranks should be one. Over sockets, messages of one
+    communicator go out in the order in which they were issued, those of two share the link as they
+    like. A GPU's communicator runs one operation at a time."""
     return is_host(device)
 
 
 def is_host(device: torch.device) -> bool:
-    """Whether the host itself computes, so that waiting for communication is time on the host's clock."""
+    """Whether the host itself computes, so that waiting for communication is time on the host's
+    clock."""
     return device.type == "cpu"
 
 
-def imagined(tensor: torch.Tensor) -> bool:
-    """Whether a tensor has no memory because a run is only traced: then it does not matter what suits the processor that does so."""
+def is_fake(tensor: torch.Tensor) -> bool:
+    """Whether a tensor has no memory because a run is only traced: then it does not matter what
+    suits the processor that does so."""
     return isinstance(tensor, FakeTensor)
 
 
 def name(device: torch.device) -> str:
     """What the vendor calls it."""
-    return platform.processor() or platform.machine() if is_host(device) else torch.cuda.get_device_name(device)
+    return (
+        platform.processor() or platform.machine()
+        if is_host(device)
+        else torch.cuda.get_device_name(device)
+    )
 
 
 @cache
 def prefers_onednn() -> bool:
-    """Whether fp32 products on the host are faster by oneDNN than by MKL, which uses AVX-512 on Intel's processors only."""
+    """Whether fp32 products on the host are faster by oneDNN than by MKL, which uses AVX-512 on
+    Intel's processors only."""
     known = hasattr(torch.ops.mkldnn, "_linear_pointwise") and torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
     info = Path("/proc/cpuinfo")
     wide = torch.backends.cpu.get_cpu_capability() == "AVX512"
-    return known and wide and info.exists() and "AuthenticAMD" in info.read_text(encoding="utf-8", errors="replace")[:4096]
+    return (
+        known
+        and wide
+        and info.exists()
+        and "AuthenticAMD" in info.read_text(encoding="utf-8", errors="replace")[:4096]
+    )
 
 
 @cache
 def multiplies_bf16() -> bool:
-    """Whether the host's processor has instructions for products in bf16 of wide vectors or tiles."""
+    """Whether the host's processor has instructions for products in bf16 of wide vectors or
+    tiles."""
     kinds = ("_is_avx512_bf16_supported", "_is_amx_tile_supported")
     return any(bool(getattr(torch.cpu, kind, bool)()) for kind in kinds)
 
@@ -92,9 +107,13 @@ def reset_peak_memory(device: torch.device) -> None:
 
 
 def peak_memory_bytes(device: torch.device) -> int | None:
-    """Largest memory so far, or since ``reset_peak_memory``: allocated bytes on a GPU, resident set of the process on a CPU. None where
-    the system does not say: only Linux does."""
-    return _largest_resident_set(Path("/proc/self/status")) if is_host(device) else torch.cuda.max_memory_allocated(device)
+    """Largest memory so far, or since ``reset_peak_memory``: allocated bytes on a GPU, resident set
+    of the process on a CPU. None where the system does not say: only Linux does."""
+    return (
+        _largest_resident_set(Path("/proc/self/status"))
+        if is_host(device)
+        else torch.cuda.max_memory_allocated(device)
+    )
 
 
 def _largest_resident_set(status: Path) -> int | None:
@@ -117,12 +136,16 @@ def memory_bytes(device: torch.device) -> int:
 
 
 def runs_triton(device: torch.device) -> bool:
-    """Whether Triton's kernels may run: it is installed, and the device can do what they need. On a host only in Triton's interpreter,
-    which tests choose before they import it."""
+    """Whether Triton's kernels may run: it is installed, and the device can do what they need. On a
+    host only in Triton's interpreter, which tests choose before they import it."""
     if is_host(device):
         triton = sys.modules.get("triton")
         return triton is not None and bool(triton.knobs.runtime.interpret)
-    return torch.version.hip is None and find_spec("triton") is not None and torch.cuda.get_device_capability(device) >= (8, 0)
+    return (
+        torch.version.hip is None
+        and find_spec("triton") is not None
+        and torch.cuda.get_device_capability(device) >= (8, 0)
+    )
 
 
 def capability(device: torch.device) -> tuple[int, int]:
@@ -132,7 +155,11 @@ def capability(device: torch.device) -> tuple[int, int]:
 
 def multiprocessors(device: torch.device) -> int:
     """Units of the device that run programs side by side."""
-    return 2 if is_host(device) else int(torch.cuda.get_device_properties(device).multi_processor_count)
+    return (
+        2
+        if is_host(device)
+        else int(torch.cuda.get_device_properties(device).multi_processor_count)
+    )
 
 
 def new_stream(device: torch.device) -> torch.Stream:
@@ -163,9 +190,12 @@ def write_memory(device: torch.device, path: str) -> None:
 
 
 def pin(memory: torch.Tensor, device: torch.device) -> None:
-    """Register host memory with the device's driver, so that copies run at full speed and beside the host."""
+    """Register host memory with the device's driver, so that copies run at full speed and beside
+    the host."""
     if not is_host(device):
-        status = torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), memory.numel() * memory.element_size(), 0)  # type: ignore[no-untyped-call]
+        status = torch.cuda.cudart().cudaHostRegister(  # type: ignore[no-untyped-call]
+            memory.data_ptr(), memory.numel() * memory.element_size(), 0
+        )
         torch.cuda.check_error(status)
 
 
@@ -177,15 +207,21 @@ def unpin(memory: torch.Tensor, device: torch.device) -> None:
 
 
 def host_event(device: torch.device) -> torch.Event:
-    """An event that the host waits for asleep, its processor being needed; recorded on the current stream."""
+    """An event that the host waits for asleep, its processor being needed; recorded on the current
+    stream."""
     event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]  # torch.Event takes no notice of it
     event.record(current_stream(device))
     return event
 
 
 def physical_cores() -> tuple[int, ...]:
-    """The processors that this process may run on, one of each physical core; all of them where the system does not say."""
-    allowed = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else list(range(os.cpu_count() or 1))
+    """The processors that this process may run on, one of each physical core; all of them where the
+    system does not say."""
+    allowed = (
+        sorted(os.sched_getaffinity(0))
+        if hasattr(os, "sched_getaffinity")
+        else list(range(os.cpu_count() or 1))
+    )
     first: dict[str, int] = {}
     for cpu in allowed:
         siblings = Path(f"/sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list")
@@ -194,7 +230,8 @@ def physical_cores() -> tuple[int, ...]:
 
 
 def copy_to_host(values: torch.Tensor) -> tuple[torch.Tensor, torch.Event | None]:
-    """The same values on the host when the event has happened, which comes behind what was issued so far. None: at once."""
+    """The same values on the host when the event has happened, which comes behind what was issued
+    so far. None: at once."""
     if is_host(values.device):
         return values, None
     copy = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)

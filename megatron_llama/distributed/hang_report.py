@@ -11,13 +11,20 @@ PLACES = 6
 """Ranks at the same place are named together; more places than this are counted."""
 
 
-def whereabouts(recorder: Recorder, thread: int) -> str:
-    """Where a rank is whose loop runs in this thread: ``backward 3 of stage 1 (iteration 17), waiting for message from rank 2 on pp``."""
-    waits, doing = dict(recorder.waits), recorder.doing
+def hang_report(recorder: Recorder, thread: int) -> str:
+    """Where a rank is whose loop runs in this thread: ``backward 3 of stage 1 (iteration 17),
+    waiting for message from rank 2 on pp``."""
+    waits = dict(recorder.waits)
+    doing = recorder.doing
     if isinstance(doing, Action):
         doing = f"{doing.op.value.replace('_', ' ')} {doing.microbatch} of stage {doing.stage}"
-    moment = f"evaluation at iteration {recorder.iteration}" if recorder.evaluating else f"iteration {recorder.iteration}"
-    text, mine = f"{doing} ({moment})", waits.pop(thread, None)
+    moment = (
+        f"evaluation at iteration {recorder.iteration}"
+        if recorder.evaluating
+        else f"iteration {recorder.iteration}"
+    )
+    text = f"{doing} ({moment})"
+    mine = waits.pop(thread, None)
     if mine is None:
         return text
     what, _ = mine
@@ -41,12 +48,16 @@ def waited(recorder: Recorder, thread: int, now: float) -> float | None:
 
 
 def grouped(places: Mapping[int, str], one: str, many: str) -> list[str]:
-    """``ranks 0, 1, 3 are in ...``: one for each place, that of the lowest rank first. ``one``, ``many``: the verb."""
+    """``ranks 0, 1, 3 are in ...``: one for each place, that of the lowest rank first. ``one``,
+    ``many``: the verb."""
     together: dict[str, list[int]] = {}
     for rank in sorted(places):
         together.setdefault(places[rank], []).append(rank)
-    shown, hidden = list(together.items())[:PLACES], list(together.values())[PLACES:]
-    sentences = [f"{named(ranks)} {many if len(ranks) > 1 else one} in {place}" for place, ranks in shown]
+    shown = list(together.items())[:PLACES]
+    hidden = list(together.values())[PLACES:]
+    sentences = [
+        f"{named(ranks)} {many if len(ranks) > 1 else one} in {place}" for place, ranks in shown
+    ]
     left = sum(map(len, hidden))
     return sentences + ([f"{left} more ranks elsewhere"] if left else [])
 

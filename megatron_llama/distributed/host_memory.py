@@ -22,19 +22,30 @@ class _Controller:
     """Entries of memory.stat: kept of files, and given up before anybody goes without."""
 
 
-_NEW = _Controller("sys/fs/cgroup", "", "memory.max", "memory.current", ("inactive_file", "active_file"))
+_NEW = _Controller(
+    "sys/fs/cgroup", "", "memory.max", "memory.current", ("inactive_file", "active_file")
+)
 _OLD = _Controller(
-    "sys/fs/cgroup/memory", "memory", "memory.limit_in_bytes", "memory.usage_in_bytes", ("total_inactive_file", "total_active_file")
+    "sys/fs/cgroup/memory",
+    "memory",
+    "memory.limit_in_bytes",
+    "memory.usage_in_bytes",
+    ("total_inactive_file", "total_active_file"),
 )
 
 
 def free_bytes(root: Path = Path("/")) -> int:
-    """Memory that processes may still take: what the machine has left, within the limits of the groups to which this process belongs,
-    those of containers and of batch systems. Where the system does not say, all there is. ``root``: of the file system."""
+    """Memory that processes may still take: what the machine has left, within the limits of the
+    groups to which this process belongs, those of containers and of batch systems. Where the system
+    does not say, all there is. ``root``: of the file system."""
     free = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")]
     info = root / "proc/meminfo"
     if info.exists():
-        free += [int(line.split()[1]) * 1024 for line in info.read_text().splitlines() if line.startswith("MemAvailable:")]
+        free += [
+            int(line.split()[1]) * 1024
+            for line in info.read_text().splitlines()
+            if line.startswith("MemAvailable:")
+        ]
     for controller in (_NEW, _OLD):
         for group in _groups(root, controller):
             with suppress(OSError, ValueError):  # there is none, or its limit is the word "max"
@@ -43,8 +54,10 @@ def free_bytes(root: Path = Path("/")) -> int:
 
 
 def _groups(root: Path, controller: _Controller) -> Iterator[Path]:
-    """The folder of this process's group, and of all groups that hold it. Inside a container the mount itself is one of the container."""
-    mount, own = root / controller.mount, root / "proc/self/cgroup"
+    """The folder of this process's group, and of all groups that hold it. Inside a container the
+    mount itself is one of the container."""
+    mount = root / controller.mount
+    own = root / "proc/self/cgroup"
     yield mount
     for line in own.read_text().splitlines() if own.exists() else ():
         _, names, path = line.split(":", 2)

@@ -1,6 +1,7 @@
 """The grid of processes: a pure function of the rank, and the process groups of its axes.
 
-Rank order, outermost to innermost: pp, dp, cp, tp. Tensor-parallel ranks are neighbours, so they share a machine.
+Rank order, outermost to innermost: pp, dp, cp, tp. Tensor-parallel ranks are neighbours, so they
+share a machine.
 """
 
 from __future__ import annotations
@@ -27,8 +28,8 @@ from megatron_llama.plans.params import kv_copies, partition_of
 
 GRACE = timedelta(seconds=30)
 _ALLOCATOR_VARIABLES = frozenset({"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"})
-"""With which a user says how a GPU's memory is handed out. Who says nothing gets segments that grow, so that gaps between allocations of
-different sizes do not add up."""
+"""With which a user says how a GPU's memory is handed out. Who says nothing gets segments that
+grow, so that gaps between allocations of different sizes do not add up."""
 
 
 @dataclass(frozen=True)
@@ -46,7 +47,8 @@ class Place:
 
 @dataclass(frozen=True)
 class Axis:
-    """The processes along one dimension of the mesh. Size 1 has no group, and its collectives are no-ops."""
+    """The processes along one dimension of the mesh. Size 1 has no group, and its collectives are
+    no-ops."""
 
     name: str
     rank: int
@@ -63,22 +65,27 @@ class Axis:
 
 @dataclass(frozen=True)
 class Mesh:
-    """This process's place on every axis. ``pp_backward`` spans the ranks of ``pp`` with a communicator of its own, so that traffic
-    of opposite directions never queues behind each other."""
+    """This process's place on every axis. ``pp_backward`` spans the ranks of ``pp`` with a
+    communicator of its own, so that traffic of opposite directions never queues behind each
+    other."""
 
     world: Axis
     tp: Axis
     kv: Axis
-    """The tensor-parallel ranks that share a key/value head, where those are some of ``tp``; else size 1."""
+    """The tensor-parallel ranks that share a key/value head, where those are some of ``tp``; else
+    size 1."""
     cp: Axis
     dp: Axis
-    """All ranks that hold the same weights, data-parallel and context-parallel ones: shards and reductions span both."""
+    """All ranks that hold the same weights, data-parallel and context-parallel ones: shards and
+    reductions span both."""
     dp_shard: Axis
-    """The ranks of ``dp`` that share a bucket, for its reductions: all, some neighbours (hybrid sharding), or one."""
+    """The ranks of ``dp`` that share a bucket, for its reductions: all, some neighbours (hybrid
+    sharding), or one."""
     dp_replica: Axis
     """The ranks of ``dp`` that hold the same shard."""
     dp_gather: Axis
-    """The ranks of ``dp_shard``, for gathers: on a device with a communicator of their own, to run beside reductions."""
+    """The ranks of ``dp_shard``, for gathers: on a device with a communicator of their own, to run
+    beside reductions."""
     pp: Axis
     pp_backward: Axis
     embedding: Axis
@@ -87,13 +94,19 @@ class Mesh:
     recorder: Recorder = field(repr=False)
     pp_return: Axis | None = None
     pp_backward_return: Axis | None = None
-    """With virtual stages, also: transfers against the usual direction of ``pp`` and ``pp_backward``."""
+    """With virtual stages, also: transfers against the usual direction of ``pp`` and
+    ``pp_backward``."""
 
     def link(self, sender: int, receiver: int, *, backward: bool) -> Axis:
-        """The communicator for transfers between two pipeline ranks: one for each kind of tensor and direction. On NCCL
-        two ranks that each wait to receive from the other on one communicator would wait for ever."""
+        """The communicator for transfers between two pipeline ranks: one for each kind of tensor
+        and direction. On NCCL two ranks that each wait to receive from the other on one
+        communicator would wait for ever."""
         usual = (sender < receiver) is not backward
-        axis = (self.pp_backward if usual else self.pp_backward_return) if backward else (self.pp if usual else self.pp_return)
+        axis = (
+            (self.pp_backward if usual else self.pp_backward_return)
+            if backward
+            else (self.pp if usual else self.pp_return)
+        )
         assert axis is not None, "only virtual stages send against the usual direction"
         return axis
 
@@ -104,7 +117,8 @@ class Mesh:
 
     @property
     def data_rank(self) -> int:
-        """Which share of a global batch this process reads: context-parallel ranks read the same samples."""
+        """Which share of a global batch this process reads: context-parallel ranks read the same
+        samples."""
         return self.dp.rank // self.cp.size
 
     @property
@@ -121,7 +135,8 @@ class Mesh:
 def place_from_environment(environ: Mapping[str, str] | None = None) -> Place:
     """Read torchrun's variables, else Slurm's, else assume a single process.
 
-    Slurm wins over a stray WORLD_SIZE: only RANK, WORLD_SIZE and MASTER_ADDR together mean torchrun.
+    Slurm wins over a stray WORLD_SIZE: only RANK, WORLD_SIZE and MASTER_ADDR together mean
+    torchrun.
     """
     env = os.environ if environ is None else environ
     if all(key in env for key in ("RANK", "WORLD_SIZE", "MASTER_ADDR")):
@@ -130,22 +145,50 @@ def place_from_environment(environ: Mapping[str, str] | None = None) -> Place:
         names = ("SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID")
     elif "RANK" in env and env.get("WORLD_SIZE", "1") != "1":
         found = f"RANK={env['RANK']} WORLD_SIZE={env['WORLD_SIZE']} without MASTER_ADDR"
-        raise ClusterError(describe("environment", got=found, expected="all three", do="start with torchrun or srun, or set MASTER_ADDR"))
+        raise ClusterError(
+            describe(
+                "environment",
+                got=found,
+                expected="all three",
+                do="start with torchrun or srun, or set MASTER_ADDR",
+            )
+        )
     else:
         return Place(0, 1, 0)
-    rank, world_size = _integer(env, names[0]), _integer(env, names[1])
+    rank = _integer(env, names[0])
+    world_size = _integer(env, names[1])
     local_rank = _integer(env, names[2]) if names[2] in env else rank
     nodes = env.get("SLURM_STEP_NODELIST", env.get("SLURM_JOB_NODELIST", "localhost"))
-    port = _integer(env, "MASTER_PORT") if "MASTER_PORT" in env else 20000 + int(env.get("SLURM_JOB_ID", "9500")) % 20000
-    local = next((_integer(env, name) for name in ("LOCAL_WORLD_SIZE", "SLURM_NTASKS_PER_NODE") if name in env), 0)
-    return Place(rank, world_size, local_rank, env.get("MASTER_ADDR") or first_host(nodes), port, local)
+    port = (
+        _integer(env, "MASTER_PORT")
+        if "MASTER_PORT" in env
+        else 20000 + int(env.get("SLURM_JOB_ID", "9500")) % 20000
+    )
+    local = next(
+        (
+            _integer(env, name)
+            for name in ("LOCAL_WORLD_SIZE", "SLURM_NTASKS_PER_NODE")
+            if name in env
+        ),
+        0,
+    )
+    return Place(
+        rank, world_size, local_rank, env.get("MASTER_ADDR") or first_host(nodes), port, local
+    )
 
 
 def _integer(env: Mapping[str, str], name: str) -> int:
     try:
         return int(env[name])
     except ValueError:
-        raise ClusterError(describe(f"environment variable {name}", got=repr(env[name]), expected="an integer", do="unset it")) from None
+        raise ClusterError(
+            describe(
+                f"environment variable {name}",
+                got=repr(env[name]),
+                expected="an integer",
+                do="unset it",
+            )
+        ) from None
 
 
 def first_host(nodelist: str) -> str:
@@ -156,13 +199,15 @@ def first_host(nodelist: str) -> str:
 
 
 def init_mesh(config: Config, place: Place) -> Mesh:
-    """Join the process group (if there is more than one process) and build the mesh. Pair with ``close_mesh``."""
+    """Join the process group (if there is more than one process) and build the mesh. Pair with
+    ``close_mesh``."""
     _, device = join(config.parallel, place)
     return build_mesh(config, rank=place.rank, world_size=place.world_size, device=device)
 
 
 def join(parallel: ParallelConfig, place: Place) -> tuple[Axis, torch.device]:
-    """Join the process group, unless this process has: all processes, and the device of this one. Nothing here depends on the layout."""
+    """Join the process group, unless this process has: all processes, and the device of this one.
+    Nothing here depends on the layout."""
     if not _ALLOCATOR_VARIABLES & os.environ.keys():
         devices.use_allocator("expandable_segments:True")
     device = devices.accelerator(place.local_rank)
@@ -170,15 +215,24 @@ def join(parallel: ParallelConfig, place: Place) -> tuple[Axis, torch.device]:
         os.environ.setdefault("MASTER_ADDR", place.master_addr)
         os.environ.setdefault("MASTER_PORT", str(place.master_port))
         timeout = _backend_timeout(parallel)
-        rank, world_size = place.rank, place.world_size
+        rank = place.rank
+        world_size = place.world_size
         store, _, _ = next(rendezvous("env://", rank, world_size, timeout=timeout))
         store = meet(store, rank, world_size, timeout.total_seconds())
-        dist.init_process_group(devices.backend(device), store=store, rank=rank, world_size=world_size, timeout=timeout)
+        dist.init_process_group(
+            devices.backend(device), store=store, rank=rank, world_size=world_size, timeout=timeout
+        )
     return _world(place.rank, place.world_size, Recorder()), device
 
 
 def _world(rank: int, world_size: int, recorder: Recorder) -> Axis:
-    return Axis("world", rank, tuple(range(world_size)), dist.group.WORLD if world_size > 1 else None, recorder)
+    return Axis(
+        "world",
+        rank,
+        tuple(range(world_size)),
+        dist.group.WORLD if world_size > 1 else None,
+        recorder,
+    )
 
 
 def _backend_timeout(parallel: ParallelConfig) -> timedelta:
@@ -190,15 +244,18 @@ def placement_warnings(parallel: ParallelConfig, local_world_size: int) -> list[
     """What is slow about this layout on machines with so many processes each (0: unknown)."""
     tp = parallel.tensor_model_parallel_size
     if local_world_size and tp > 1 and local_world_size % tp:
-        return [f"tensor parallel size {tp} does not divide the {local_world_size} processes of a machine: its traffic leaves the machine"]
+        return [
+            f"tensor parallel size {tp} does not divide the {local_world_size} processes of a machine: its traffic leaves the machine"
+        ]
     return []
 
 
 def close_mesh() -> None:
     """Leave the process group. Call it when no variable holds a Mesh any more.
 
-    A group's threads end when the last reference to it goes. Reference cycles (a runtime holds its own methods) would keep
-    groups until the interpreter shuts down, and a gloo thread that then frees a tensor aborts the process."""
+    A group's threads end when the last reference to it goes. Reference cycles (a runtime holds its
+    own methods) would keep groups until the interpreter shuts down, and a gloo thread that then
+    frees a tensor aborts the process."""
     if dist.is_initialized():
         dist.destroy_process_group()
         gc.collect()
@@ -208,22 +265,37 @@ def build_mesh(config: Config, *, rank: int, world_size: int, device: torch.devi
     """The mesh of an already joined process group. Collective: every rank calls it.
 
     Communicators are made only for what the configuration uses."""
-    parallel, model = config.parallel, config.model
-    tp, cp, pp = parallel.tensor_model_parallel_size, parallel.context_parallel_size, parallel.pipeline_model_parallel_size
+    parallel = config.parallel
+    model = config.model
+    tp = parallel.tensor_model_parallel_size
+    cp = parallel.context_parallel_size
+    pp = parallel.pipeline_model_parallel_size
     if world_size % (tp * cp * pp):
         want = f"a multiple of tensor x context x pipeline parallel size ({tp} x {cp} x {pp})"
-        raise ClusterError(describe("number of processes", got=world_size, expected=want, do="change one of the four"))
-    grid, recorder = _Grid(pp, world_size // (tp * cp * pp), cp, tp), Recorder()
+        raise ClusterError(
+            describe(
+                "number of processes", got=world_size, expected=want, do="change one of the four"
+            )
+        )
+    grid = _Grid(pp, world_size // (tp * cp * pp), cp, tp)
+    recorder = Recorder()
     builder = _AxisBuilder(rank, recorder, _backend_timeout(parallel))
     world = _world(rank, world_size, recorder)
-    data, stages = grid.lines(1, 2), grid.lines(0)
+    data = grid.lines(1, 2)
+    stages = grid.lines(0)
     shards = shard_count(parallel, len(data[0]))
     together = [line[i : i + shards] for line in data for i in range(0, len(line), shards)]
     replicas = [line[i::shards] for line in data for i in range(shards)]
     copies = kv_copies(model, tp) if model.num_key_value_heads else 1
-    sharing = [line[i : i + copies] for line in grid.lines(3) for i in range(0, tp, copies)] if copies < tp else []
-    partition, dp = partition_of(config), builder.build("dp", data)
-    tied, virtual = model.tie_word_embeddings and not partition.ends_meet, partition.stages > pp
+    sharing = (
+        [line[i : i + copies] for line in grid.lines(3) for i in range(0, tp, copies)]
+        if copies < tp
+        else []
+    )
+    partition = partition_of(config)
+    dp = builder.build("dp", data)
+    tied = model.tie_word_embeddings and not partition.ends_meet
+    virtual = partition.stages > pp
     dp_shard = dp if shards == dp.size else builder.build("dp_shard", together)
     apart = not devices.one_connection_per_peer(device)
     return Mesh(
@@ -234,12 +306,16 @@ def build_mesh(config: Config, *, rank: int, world_size: int, device: torch.devi
         dp=dp,
         dp_shard=dp_shard,
         dp_replica=dp if shards == 1 else builder.build("dp_replica", replicas),
-        dp_gather=builder.build("dp_gather", together) if apart else replace(dp_shard, name="dp_gather"),
+        dp_gather=builder.build("dp_gather", together)
+        if apart
+        else replace(dp_shard, name="dp_gather"),
         pp=builder.build("pp", stages),
         pp_backward=builder.build("pp_backward", stages),
         pp_return=builder.build("pp_return", stages) if virtual else None,
         pp_backward_return=builder.build("pp_backward_return", stages) if virtual else None,
-        embedding=builder.build("embedding", [(line[0], line[-1]) for line in stages] if tied else []),
+        embedding=builder.build(
+            "embedding", [(line[0], line[-1]) for line in stages] if tied else []
+        ),
         device=device,
         recorder=recorder,
     )
@@ -253,10 +329,16 @@ class _Grid:
     tp: int
 
     def lines(self, *dims: int) -> list[tuple[int, ...]]:
-        """All lines of ranks along one or more dims (0 pp, 1 dp, 2 cp, 3 tp), the last of them innermost."""
-        ranks = torch.arange(self.pp * self.dp * self.cp * self.tp).view(self.pp, self.dp, self.cp, self.tp)
+        """All lines of ranks along one or more dims (0 pp, 1 dp, 2 cp, 3 tp), the last of them
+        innermost."""
+        ranks = torch.arange(self.pp * self.dp * self.cp * self.tp).view(
+            self.pp, self.dp, self.cp, self.tp
+        )
         size = math.prod(ranks.shape[dim] for dim in dims)
-        return [tuple(line) for line in ranks.movedim(dims, tuple(range(-len(dims), 0))).reshape(-1, size).tolist()]
+        return [
+            tuple(line)
+            for line in ranks.movedim(dims, tuple(range(-len(dims), 0))).reshape(-1, size).tolist()
+        ]
 
 
 @dataclass(frozen=True)
@@ -266,7 +348,8 @@ class _AxisBuilder:
     timeout: timedelta
 
     def build(self, name: str, lines: list[tuple[int, ...]]) -> Axis:
-        """Create every line's group, on every rank in the same order as torch.distributed demands, and keep our own."""
+        """Create every line's group, on every rank in the same order as torch.distributed demands,
+        and keep our own."""
         mine = Axis(name, 0, (self.rank,), None, self.recorder)
         for line in lines:
             if len(line) == 1:

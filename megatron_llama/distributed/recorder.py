@@ -1,8 +1,8 @@
-"""What a rank sent, how long it waited, and where it is: exact counts for tests and reports, exposed time for the log, and
-notes for whoever looks for a rank that hangs.
+"""What a rank sent, how long it waited, and where it is: exact counts for tests and reports,
+exposed time for the log, and notes for whoever looks for a rank that hangs.
 
-Every thread of a rank writes here, and one that is never seen reads: a note is one assignment, nothing is formatted, and a
-reader that comes at the wrong moment reads the note before."""
+Every thread of a rank writes here, and one that is never seen reads: a note is one assignment,
+nothing is formatted, and a reader that comes at the wrong moment reads the note before."""
 
 from __future__ import annotations
 
@@ -23,7 +23,8 @@ class Note(Protocol):
 
 @dataclass
 class Traffic:
-    """Calls and payload bytes of one kind of collective on one axis. Bytes are those of the full (gathered) tensor."""
+    """Calls and payload bytes of one kind of collective on one axis. Bytes are those of the full
+    (gathered) tensor."""
 
     calls: int = 0
     bytes: int = 0
@@ -38,16 +39,19 @@ class Recorder:
     events: list[str] | None = None
     """When a list: what happened, in issue order. Off by default."""
     exposed_seconds: float = 0.0
-    """Host time spent waiting for communication. Meaningless on a GPU, where the host does not wait."""
+    """Host time spent waiting for communication. Meaningless on a GPU, where the host does not
+    wait."""
     mark: Callable[[], Any] | None = None
     """When set: called before and after every wait, on the stream that waits."""
     marks: list[tuple[Any, Any]] = field(default_factory=list)
-    """What ``mark`` returned, in pairs: events, from which a caller learns how long a device waited."""
+    """What ``mark`` returned, in pairs: events, from which a caller learns how long a device
+    waited."""
     timeline: Callable[[str, object], Note] | None = None
-    """When set: begins a note of an ``action`` of the schedule, a ``message`` (axis, operation, bytes, bucket or None), a ``wait`` or the
-    ``update`` of a bucket."""
+    """When set: begins a note of an ``action`` of the schedule, a ``message`` (axis, operation,
+    bytes, bucket or None), a ``wait`` or the ``update`` of a bucket."""
     computing: int = field(default_factory=get_ident)
-    """The thread that computes, by default the one that makes this: what others wait for is not exposed."""
+    """The thread that computes, by default the one that makes this: what others wait for is not
+    exposed."""
 
     iteration: int = 0
     """The step under way, 1-based; 0 before the first."""
@@ -93,12 +97,15 @@ class Recorder:
 
     @contextmanager
     def exposed(self, what: object) -> Iterator[None]:
-        """Time spent here, ``waiting`` for something, counts as exposed communication if the thread is the one that computes."""
+        """Time spent here, ``waiting`` for something, counts as exposed communication if the thread
+        is the one that computes."""
         if get_ident() != self.computing:
             with self.waiting(what):
                 yield
             return
-        begin, mark, note = time.perf_counter(), self.mark, self.begin("wait", what)
+        begin = time.perf_counter()
+        mark = self.mark
+        note = self.begin("wait", what)
         before = mark() if mark is not None else None
         try:
             with self.waiting(what):
@@ -112,5 +119,6 @@ class Recorder:
 
     def take_exposed_seconds(self) -> float:
         """Exposed seconds since the last call."""
-        seconds, self.exposed_seconds = self.exposed_seconds, 0.0
+        seconds = self.exposed_seconds
+        self.exposed_seconds = 0.0
         return seconds

@@ -1,8 +1,10 @@
-"""Where the ranks of one attempt of a job meet: a part of the launcher's store that no other attempt has written to.
+"""Where the ranks of one attempt of a job meet: a part of the launcher's store that no other
+attempt has written to.
 
-torchrun keeps its store when it restarts a job, with the addresses of processes that are gone in it; and how often it has
-restarted, each machine counts on its own. So the ranks agree on a fresh name themselves, with numbers drawn for this attempt:
-rank 0 answers whoever says hello, also those of attempts before, who do not hear it.
+torchrun keeps its store when it restarts a job, with the addresses of processes that are gone in
+it; and how often it has restarted, each machine counts on its own. So the ranks agree on a fresh
+name themselves, with numbers drawn for this attempt: rank 0 answers whoever says hello, also those
+of attempts before, who do not hear it.
 """
 
 from __future__ import annotations
@@ -19,7 +21,8 @@ POLL_SECONDS = 0.005
 
 
 def meet(store: Store, rank: int, world_size: int, seconds: float) -> Store:
-    """This attempt's part of the store. Collective. Raises ClusterError when a rank does not come in time."""
+    """This attempt's part of the store. Collective. Raises ClusterError when a rank does not come
+    in time."""
     own = uuid4().hex
     if rank == 0:
         _receive(store, own, range(1, world_size), time.monotonic() + seconds)
@@ -35,7 +38,8 @@ def meet(store: Store, rank: int, world_size: int, seconds: float) -> Store:
 
 
 def _receive(store: Store, attempt: str, others: Sequence[int], deadline: float) -> None:
-    missing, answered = list(others), dict.fromkeys(others, "")
+    missing = list(others)
+    answered = dict.fromkeys(others, "")
     while missing := [rank for rank in missing if not store.check([_here(attempt, rank)])]:
         if time.monotonic() > deadline:
             raise ClusterError(_absent(missing))
@@ -48,7 +52,8 @@ def _receive(store: Store, attempt: str, others: Sequence[int], deadline: float)
 
 
 def _absent(ranks: Sequence[int]) -> str:
-    names, do = ", ".join(map(str, ranks)), "look at what those ranks printed, and whether they can reach the first machine"
+    names = ", ".join(map(str, ranks))
+    do = "look at what those ranks printed, and whether they can reach the first machine"
     return describe(f"rank {names}", got="no sign of it", expected="all ranks at the start", do=do)
 
 

@@ -1,6 +1,8 @@
-"""AdamW over a flat shard in one pass, by a kernel of Triton: 30 bytes a parameter with fp32 state and a bf16 copy.
+"""AdamW over a flat shard in one pass, by a kernel of Triton: 30 bytes a parameter with fp32 state
+and a bf16 copy.
 
-torch's fused kernel leaves the copy in the compute dtype to a second pass, and writes the unscaled gradient back."""
+torch's fused kernel leaves the copy in the compute dtype to a second pass, and writes the unscaled
+gradient back."""
 
 from __future__ import annotations
 
@@ -72,9 +74,11 @@ def adamw(
     decay: float,
     eps: float,
 ) -> None:
-    """One step with ``grad / scale`` on [n]: master and moments fp32, ``copy`` in any narrower dtype, which then holds the new master.
+    """One step with ``grad / scale`` on [n]: master and moments fp32, ``copy`` in any narrower
+    dtype, which then holds the new master.
 
-    ``step``, ``scale`` and ``skip``: 0-dim fp32 on the device. Where ``skip`` is not 0 nothing changes, ``step`` included."""
+    ``step``, ``scale`` and ``skip``: 0-dim fp32 on the device. Where ``skip`` is not 0 nothing
+    changes, ``step`` included."""
     count = master.numel()
     step.add_(1.0).sub_(skip)
     if count == 0:

@@ -13,10 +13,10 @@ from megatron_llama.distributed.mesh import Mesh
 from megatron_llama.engine.loss_scale import LossScale
 from megatron_llama.engine.offload.build import build_update
 from megatron_llama.engine.offload.copies import Copies
-from megatron_llama.engine.offload.worker import Hire, HostWorker
+from megatron_llama.engine.offload.worker import HostWorker, WorkerFactory
 from megatron_llama.engine.optimizer import DataAxes, OverlappedDistributedOptimizer, Transport
 from megatron_llama.errors import ConfigError
-from megatron_llama.plans.buckets import rank_layout, strategy_named
+from megatron_llama.plans.buckets import rank_bucket_plan, strategy_named
 from megatron_llama.plans.memory import chunk_problem
 
 
@@ -35,30 +35,48 @@ def build_optimizer(
     mesh: Mesh,
     *,
     copies: Copies | None = None,
-    hire: Hire = HostWorker,
+    worker_factory: WorkerFactory = HostWorker,
     blocking: bool = False,
     steps_per_epoch: int = 0,
     at_once: bool = False,
 ) -> OverlappedDistributedOptimizer:
-    """The engine of this rank's stages. Its parameters are zero until ``load_weights`` or a checkpoint fills them.
+    """The engine of this rank's stages. Its parameters are zero until ``load_weights`` or a
+    checkpoint fills them.
 
-    ``copies``: who copies between device and host, where the optimizer is offloaded, and ``hire``: makes who updates there; ``blocking``:
-    wait for such an optimizer at once, for comparison; ``steps_per_epoch``: 0 where there is no such thing; ``at_once``: see Transport.
-    Raises ConfigError, on every rank, where some rank's messages would be cut into more pieces than gloo can tell apart; ConfigError or
-    OffloadError where processors or memory for offload are not there."""
+    ``copies``: who copies between device and host, where the optimizer is offloaded, and
+    ``worker_factory``: makes who updates there; ``blocking``: wait for such an optimizer at once,
+    for comparison; ``steps_per_epoch``: 0 where there is no such thing; ``at_once``: see Transport.
+    Raises ConfigError, on every rank, where some rank's messages would be cut into more pieces than
+    gloo can tell apart; ConfigError or OffloadError where processors or memory for offload are not
+    there."""
     parallel = config.parallel
     if carries(mesh.world, mesh.device):
-        layouts = (rank_layout(config, dp=mesh.dp.size, rank=rank) for rank in range(parallel.pipeline_model_parallel_size))
+        layouts = (
+            rank_bucket_plan(config, dp=mesh.dp.size, rank=rank)
+            for rank in range(parallel.pipeline_model_parallel_size)
+        )
         if (problem := chunk_problem(config, layouts, dp=mesh.dp.size)) is not None:
             raise ConfigError(problem)
-    layout, dtype = rank_layout(config, dp=mesh.dp.size, tp_rank=mesh.tp.rank, rank=mesh.pp.rank), compute_dtype(config)
+    layout = rank_bucket_plan(config, dp=mesh.dp.size, tp_rank=mesh.tp.rank, rank=mesh.pp.rank)
+    dtype = compute_dtype(config)
     return OverlappedDistributedOptimizer(
         stages,
         layout,
-        build_update(config, layout, mesh, dtype=dtype, copies=copies, hire=hire, blocking=blocking, steps_per_epoch=steps_per_epoch),
+        build_update(
+            config,
+            layout,
+            mesh,
+            dtype=dtype,
+            copies=copies,
+            worker_factory=worker_factory,
+            blocking=blocking,
+            steps_per_epoch=steps_per_epoch,
+        ),
         mesh,
         axes=DataAxes(mesh.dp_shard, mesh.dp_replica, mesh.dp_gather),
-        reduce_every_microbatch=strategy_named(parallel.data_parallel_sharding_strategy).reduce_every_microbatch,
+        reduce_every_microbatch=strategy_named(
+            parallel.data_parallel_sharding_strategy
+        ).reduce_every_microbatch,
         dtype=dtype,
         loss_scale=LossScale(config.training, mesh.device),
         transport=Transport(

@@ -1,4 +1,5 @@
-"""Dynamic loss scale for float16 (Micikevicius et al., 2018, section 3.2), entirely on the device."""
+"""Dynamic loss scale for float16 (Micikevicius et al., 2018, section 3.2), entirely on the
+device."""
 
 from __future__ import annotations
 
@@ -11,14 +12,16 @@ FACTOR = 2.0
 
 
 class LossScale:
-    """Halves after ``hysteresis`` overflowing steps in a row, doubles after ``loss_scale_window`` steps without one.
+    """Halves after ``hysteresis`` overflowing steps in a row, doubles after ``loss_scale_window``
+    steps without one.
 
-    Overflow is found in the global gradient norm, which every rank has, so that all ranks change the scale together.
-    Without --fp16 it stays 1.
+    Overflow is found in the global gradient norm, which every rank has, so that all ranks change
+    the scale together. Without --fp16 it stays 1.
     """
 
     def __init__(self, config: TrainingConfig, device: torch.device) -> None:
-        self._config, self.dynamic = config, config.fp16
+        self._config = config
+        self.dynamic = config.fp16
         start = config.initial_loss_scale if config.fp16 else 1.0
         self.value = torch.tensor(start, dtype=torch.float32, device=device)
         """The current scale, 0-dim."""
@@ -29,13 +32,18 @@ class LossScale:
         """Take note of a step; ``overflow`` is 1 or 0, 0-dim on the device."""
         if not self.dynamic:
             return
-        c, zero = self._config, torch.zeros_like(self._clean)
+        c = self._config
+        zero = torch.zeros_like(self._clean)
         self._overflows = torch.where(overflow > 0, self._overflows + 1, zero)
         self._clean = torch.where(overflow > 0, zero, self._clean + 1)
-        shrink, grow = self._overflows >= c.hysteresis, self._clean >= c.loss_scale_window
+        shrink = self._overflows >= c.hysteresis
+        grow = self._clean >= c.loss_scale_window
         smaller = (self.value / FACTOR).clamp(min=c.min_loss_scale)
-        self.value = torch.where(shrink, smaller, torch.where(grow, self.value * FACTOR, self.value))
-        self._overflows, self._clean = torch.where(shrink, zero, self._overflows), torch.where(grow, zero, self._clean)
+        self.value = torch.where(
+            shrink, smaller, torch.where(grow, self.value * FACTOR, self.value)
+        )
+        self._overflows = torch.where(shrink, zero, self._overflows)
+        self._clean = torch.where(grow, zero, self._clean)
 
     def reset(self) -> None:
         """Back to the start."""
@@ -47,6 +55,9 @@ class LossScale:
         return [float(t) for t in (self.value, self._clean, self._overflows)]
 
     def load(self, state: list[float]) -> None:
-        """Continue from a checkpoint's state; that of a run without --fp16 has nothing to continue."""
+        """Continue from a checkpoint's state; that of a run without --fp16 has nothing to
+        continue."""
         if self.dynamic and state != [1.0, 0.0, 0.0]:
-            self.value, self._clean, self._overflows = (torch.full_like(self.value, number) for number in state)
+            self.value, self._clean, self._overflows = (
+                torch.full_like(self.value, number) for number in state
+            )

@@ -7,18 +7,26 @@ import math
 from megatron_llama.config.schema import OptimizerConfig
 
 
-def learning_rate(config: OptimizerConfig, train_iters: int, iteration: int, consumed_samples: int = 0) -> float:
-    """The rate of step ``iteration`` (0-based), as Megatron's ``OptimizerParamScheduler`` has it. ``consumed_samples``: before that step.
+def learning_rate(
+    config: OptimizerConfig, train_iters: int, iteration: int, consumed_samples: int = 0
+) -> float:
+    """The rate of step ``iteration`` (0-based), as Megatron's ``OptimizerParamScheduler`` has it.
+    ``consumed_samples``: before that step.
 
-    Warm-up rises linearly from 0, so its first step changes nothing (Megatron and HuggingFace alike); the decay goes from
-    ``lr`` to ``min_lr`` over the rest of ``lr_decay_iters`` (0: ``train_iters``), with WSD over the last ``lr_wsd_decay_iters`` of
-    them; afterwards the rate stays at ``min_lr``. With ``lr_decay_samples`` all of this is in samples.
+    Warm-up rises linearly from 0, so its first step changes nothing (Megatron and HuggingFace
+    alike); the decay goes from ``lr`` to ``min_lr`` over the rest of ``lr_decay_iters`` (0:
+    ``train_iters``), with WSD over the last ``lr_wsd_decay_iters`` of them; afterwards the rate
+    stays at ``min_lr``. With ``lr_decay_samples`` all of this is in samples.
     """
     if config.lr_decay_samples:
-        now, decay, last = consumed_samples, config.lr_decay_samples, config.lr_wsd_decay_samples
+        now = consumed_samples
+        decay = config.lr_decay_samples
+        last = config.lr_wsd_decay_samples
         warmup: float = config.lr_warmup_samples
     else:
-        now, decay, last = iteration, config.lr_decay_iters or train_iters, config.lr_wsd_decay_iters
+        now = iteration
+        decay = config.lr_decay_iters or train_iters
+        last = config.lr_wsd_decay_iters
         warmup = config.lr_warmup_iters
     warmup = warmup or config.lr_warmup_fraction * decay
     if now < warmup:
@@ -37,7 +45,8 @@ def learning_rate(config: OptimizerConfig, train_iters: int, iteration: int, con
 
 
 def _left(style: str, done: float) -> float:
-    """How much of the way from ``min_lr`` to ``lr`` is left when so much of the decay is done, both from 0 to 1."""
+    """How much of the way from ``min_lr`` to ``lr`` is left when so much of the decay is done, both
+    from 0 to 1."""
     if style == "cosine":
         return 0.5 * (1.0 + math.cos(math.pi * done))
     if style == "exponential":

@@ -27,12 +27,15 @@ SAVE_NOW = "save-now"
 
 
 class Interrupts:
-    """SIGTERM and SIGINT become a wish to stop after the current step, a second SIGINT stops at once; SIGUSR1 and the file
-    ``save-now`` in ``folder`` become a wish to save."""
+    """SIGTERM and SIGINT become a wish to stop after the current step, a second SIGINT stops at
+    once; SIGUSR1 and the file ``save-now`` in ``folder`` become a wish to save."""
 
-    def __init__(self, folder: str | None = None, *, minutes: float = 0.0, since: float = 0.0) -> None:
-        """``folder``: where to look for the file; None on ranks that leave that to another. ``minutes``, unless 0: after ``since``, a
-        time of ``time.monotonic``, that is a wish to stop."""
+    def __init__(
+        self, folder: str | None = None, *, minutes: float = 0.0, since: float = 0.0
+    ) -> None:
+        """``folder``: where to look for the file; None on ranks that leave that to another.
+        ``minutes``, unless 0: after ``since``, a time of ``time.monotonic``, that is a wish to
+        stop."""
         self._file = local_folder(folder) / SAVE_NOW if folder is not None else None
         self._stop = self._save = False
         self.why = "a signal"
@@ -45,7 +48,12 @@ class Interrupts:
             self._previous[number] = signal.signal(number, self._note)
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
         for number, handler in self._previous.items():
             signal.signal(number, handler)  # type: ignore[arg-type]
 
@@ -67,21 +75,35 @@ class Interrupts:
             self._file.unlink(missing_ok=True)
             self._save = True
         if not self._stop and time.monotonic() > self._deadline:
-            self._stop, self.why = True, "--exit-duration-in-mins"
-        save, self._save = self._save, False
+            self._stop = True
+            self.why = "--exit-duration-in-mins"
+        save = self._save
+        self._save = False
         return STOP if self._stop else SAVE if save else GO
 
 
-class Feed:
-    """Reads the next step's batches while the current one runs, brings them to the device, and agrees with the other ranks that
-    everybody has theirs.
+class Prefetcher:
+    """Reads the next step's batches while the current one runs, brings them to the device, and
+    agrees with the other ranks that everybody has theirs.
 
-    The agreement (one small integer over the host's backend) is posted with the read and looked at a step later, so it
-    costs nothing; a bad sample on one rank is everybody's error before anybody starts the step.
+    The agreement (one small integer over the host's backend) is posted with the read and looked at
+    a step later, so it costs nothing; a bad sample on one rank is everybody's error before anybody
+    starts the step.
     """
 
-    def __init__(self, loader: BatchLoader, world: Axis, interrupts: Interrupts, *, first_sample: int, device: torch.device) -> None:
-        self._loader, self._world, self._interrupts, self._upload = loader, world, interrupts, Upload(device)
+    def __init__(
+        self,
+        loader: BatchLoader,
+        world: Axis,
+        interrupts: Interrupts,
+        *,
+        first_sample: int,
+        device: torch.device,
+    ) -> None:
+        self._loader = loader
+        self._world = world
+        self._interrupts = interrupts
+        self._upload = Upload(device)
         self._batches: Sequence[Batch] = ()
         self._error: DataError | None = None
         self._agreement: tuple[Tensor, Pending]
@@ -89,20 +111,24 @@ class Feed:
         self._read(first_sample)
 
     def _read(self, sample: int) -> None:
-        self._batches, self._error = (), None
+        self._batches = ()
+        self._error = None
         try:
             self._batches = self._upload.send(self._loader.microbatches(sample))
         except DataError as error:
             self._error = error
         wish = self._interrupts.wish()
-        self._agreement, self._agreed = largest(FAILED if self._error else wish, self._world), None
+        self._agreement = largest(FAILED if self._error else wish, self._world)
+        self._agreed = None
 
     def take(self, *, following: int) -> Sequence[Batch]:
-        """The batches of this step; starts reading those of the step that begins at sample ``following``.
+        """The batches of this step; starts reading those of the step that begins at sample
+        ``following``.
 
         Raises DataError on every rank if any rank's batches could not be read."""
         self._world.recorder.doing = "reading samples"
-        batches, error = self._batches, self._error
+        batches = self._batches
+        error = self._error
         if self.agreed() == FAILED:
             raise_together(error, self._world)
         self._upload.wait()
@@ -115,7 +141,8 @@ class Feed:
         self._read(first_sample)
 
     def agreed(self) -> int:
-        """What some rank was asked for before this step: GO, SAVE, STOP or FAILED. The same answer on every rank."""
+        """What some rank was asked for before this step: GO, SAVE, STOP or FAILED. The same answer
+        on every rank."""
         if self._agreed is None:
             status, pending = self._agreement
             pending.wait()

@@ -1,5 +1,5 @@
-"""Some steps of a run as traces that chrome://tracing and ui.perfetto.dev show: torch's of some ranks (--profile), and what all ranks
-do when (--record-timeline)."""
+"""Some steps of a run as traces that chrome://tracing and ui.perfetto.dev show: torch's of some
+ranks (--profile), and what all ranks do when (--record-timeline)."""
 
 from __future__ import annotations
 
@@ -11,41 +11,58 @@ from typing import Any, Self
 from megatron_llama.checkpoint.failures import writing
 from megatron_llama.config.schema import Config
 from megatron_llama.distributed import device as devices
-from megatron_llama.distributed.comm.agreement import together
+from megatron_llama.distributed.comm.agreement import raise_on_all_ranks
 from megatron_llama.distributed.mesh import Mesh
 from megatron_llama.loop.timeline_recorder import Recording
 from megatron_llama.metrics.log import MetricLog
 
 
 class Profiling:
-    """Traces the steps behind ``profile_step_start`` up to and with ``profile_step_end``, on the ranks of ``profile_ranks``.
+    """Traces the steps behind ``profile_step_start`` up to and with ``profile_step_end``, on the
+    ranks of ``profile_ranks``.
 
-    Each writes ``rank-R.trace.json.gz``, and on a GPU ``rank-R.memory.pickle`` for pytorch.org/memory_viz. The same steps are those of
-    the timeline."""
+    Each writes ``rank-R.trace.json.gz``, and on a GPU ``rank-R.memory.pickle`` for
+    pytorch.org/memory_viz. The same steps are those of the timeline."""
 
-    def __init__(self, config: Config, mesh: Mesh, log: MetricLog, settle: Callable[[], None], restart_clock: Callable[[], None]) -> None:
-        """``settle``: see Recording, which raises where its file cannot be written; ``restart_clock``: leaves out of the log's averages
-        what beginning and writing take."""
-        self._options, self._mesh, self._log = config.log, mesh, log
+    def __init__(
+        self,
+        config: Config,
+        mesh: Mesh,
+        log: MetricLog,
+        settle: Callable[[], None],
+        restart_clock: Callable[[], None],
+    ) -> None:
+        """``settle``: see Recording, which raises where its file cannot be written;
+        ``restart_clock``: leaves out of the log's averages what beginning and writing take."""
+        self._options = config.log
+        self._mesh = mesh
+        self._log = log
         self._folder = Path(config.log.profile_dir)
         self._here = mesh.rank in config.log.profile_ranks
         self._profiler: Any = None
-        self._recording, self._restart_clock = Recording(config, mesh, log, settle), restart_clock
+        self._recording = Recording(config, mesh, log, settle)
+        self._restart_clock = restart_clock
 
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
         if self._profiler is not None:
-            # A run that ends inside the traced steps shows what there was; an error has no time for that.
+            # A run that ends inside the traced steps shows what there was; an error has no time for
+            # that.
             self._stop(write=error is None)
         self._recording.stop(write=error is None)
 
     def before(self, iteration: int) -> None:
-        """The step after so many is about to begin. Raises CheckpointError, on every rank, if the folder cannot be made or the timeline
-        cannot be written."""
+        """The step after so many is about to begin. Raises CheckpointError, on every rank, if the
+        folder cannot be made or the timeline cannot be written."""
         if self._options.profile and iteration == self._options.profile_step_start:
-            with together(self._mesh.world), writing(self._folder):
+            with raise_on_all_ranks(self._mesh.world), writing(self._folder):
                 self._folder.mkdir(parents=True, exist_ok=True)
             if self._here:
                 self._start()
@@ -53,7 +70,10 @@ class Profiling:
             self._stop(write=True)
         self._recording.before(iteration)
         asked = self._options.profile or self._options.record_timeline is not None
-        if asked and iteration in (self._options.profile_step_start, self._options.profile_step_end):
+        if asked and iteration in (
+            self._options.profile_step_start,
+            self._options.profile_step_end,
+        ):
             self._restart_clock()
 
     def _start(self) -> None:
@@ -65,7 +85,8 @@ class Profiling:
         self._profiler.start()
 
     def _stop(self, *, write: bool) -> None:
-        profiler, self._profiler = self._profiler, None
+        profiler = self._profiler
+        self._profiler = None
         devices.synchronize(self._mesh.device)
         profiler.stop()
         if write:
@@ -73,5 +94,7 @@ class Profiling:
             with writing(self._folder):
                 profiler.export_chrome_trace(f"{name}.trace.json.gz")
                 devices.write_memory(self._mesh.device, f"{name}.memory.pickle")
-            self._log.say(f" traced iterations {self._options.profile_step_start + 1} to {self._mesh.recorder.iteration}: {self._folder}")
+            self._log.say(
+                f" traced iterations {self._options.profile_step_start + 1} to {self._mesh.recorder.iteration}: {self._folder}"
+            )
         devices.record_memory(self._mesh.device, on=False)

@@ -1,4 +1,5 @@
-"""Turns what a step returns into log lines, one step late, so that the host never waits for the device inside a step."""
+"""Turns what a step returns into log lines, one step late, so that the host never waits for the
+device inside a step."""
 
 from __future__ import annotations
 
@@ -12,7 +13,7 @@ from torch import Tensor
 from megatron_llama.checkpoint.meta import TrainState
 from megatron_llama.config.schema import Config
 from megatron_llama.distributed import device as devices
-from megatron_llama.distributed.comm.agreement import everybodys
+from megatron_llama.distributed.comm.agreement import all_gather_object
 from megatron_llama.distributed.mesh import Mesh
 from megatron_llama.engine.optimizer import StepResult
 from megatron_llama.loop.bad_steps import BadSteps, Outcome
@@ -31,20 +32,29 @@ class Progress:
     """Has every step looked at, logs every ``log_interval``-th and the last."""
 
     def __init__(self, config: Config, mesh: Mesh, log: MetricLog, bad_steps: BadSteps) -> None:
-        self._config, self._mesh, self._log, self._bad_steps = config, mesh, log, bad_steps
+        self._config = config
+        self._mesh = mesh
+        self._log = log
+        self._bad_steps = bad_steps
         training = config.training
         self._work = Work(
-            flops_per_token=flops_per_token(config.model, training.seq_length, causal=False, lora=config.lora),
+            flops_per_token=flops_per_token(
+                config.model, training.seq_length, causal=False, lora=config.lora
+            ),
             world_size=mesh.world.size,
             peak_flops=peak_flops(devices.name(mesh.device)),
         )
         if config.log.log_straggler and not devices.is_host(mesh.device):
             mesh.recorder.mark = partial(devices.timed_event, mesh.device)
         self._pending: _Step | None = None
-        self._steps, self._samples, self._since, self._skipped = 0, 0, time.perf_counter(), 0
+        self._steps = 0
+        self._samples = 0
+        self._since = time.perf_counter()
+        self._skipped = 0
 
     def step(self, state: TrainState, lr: float, loss: Tensor, update: StepResult) -> None:
-        """The step that leads to ``state`` was issued. Raises TrainingError if the one before it must not be followed by others."""
+        """The step that leads to ``state`` was issued. Raises TrainingError if the one before it
+        must not be followed by others."""
         self.settle()
         if self._bad_steps.goes_back:
             return
@@ -52,12 +62,17 @@ class Progress:
         self._steps += 1
         self._samples += step.outcome.samples
         self._log.advance()
-        if state.iteration % self._config.log.log_interval == 0 or state.iteration == self._config.training.train_iters:
+        if (
+            state.iteration % self._config.log.log_interval == 0
+            or state.iteration == self._config.training.train_iters
+        ):
             self._write(step)
 
     def settle(self) -> None:
-        """Look at the last step. Raises TrainingError, the same on every rank, if the run must not go on."""
-        step, self._pending = self._pending, None
+        """Look at the last step. Raises TrainingError, the same on every rank, if the run must not
+        go on."""
+        step = self._pending
+        self._pending = None
         if step is not None:
             with self._mesh.recorder.waiting("the device"):
                 good = self._bad_steps.settle(step.outcome)
@@ -65,19 +80,27 @@ class Progress:
 
     def rewind(self) -> None:
         """The run is at an earlier state again."""
-        self._pending, self._skipped = None, 0
+        self._pending = None
+        self._skipped = 0
         self.restart_clock()
 
     def _write(self, step: _Step) -> None:
         self.settle()
         if self._bad_steps.goes_back:
             return
-        mesh, training, outcome, found = self._mesh, self._config.training, step.outcome, step.outcome.read()
+        mesh = self._mesh
+        training = self._config.training
+        outcome = step.outcome
+        found = step.outcome.read()
         with mesh.recorder.waiting("the device"):
             devices.synchronize(mesh.device)
         tokens = self._samples * training.seq_length
-        interval = Interval(self._steps, tokens, time.perf_counter() - self._since, self._exposed_seconds())
-        mean = averages(interval, self._work, steps_left=training.train_iters - outcome.state.iteration)
+        interval = Interval(
+            self._steps, tokens, time.perf_counter() - self._since, self._exposed_seconds()
+        )
+        mean = averages(
+            interval, self._work, steps_left=training.train_iters - outcome.state.iteration
+        )
         self._log.write(
             StepRecord(
                 iteration=outcome.state.iteration,
@@ -108,20 +131,27 @@ class Progress:
         recorder = self._mesh.recorder
         if devices.is_host(self._mesh.device):
             return recorder.take_exposed_seconds()
-        return sum(before.elapsed_time(after) for before, after in recorder.marks) / 1e3 if recorder.mark is not None else None
+        return (
+            sum(before.elapsed_time(after) for before, after in recorder.marks) / 1e3
+            if recorder.mark is not None
+            else None
+        )
 
     def _spread(self, interval: Interval) -> Spread | None:
-        """Of all ranks' times without waiting, with --log-straggler. Gathered here, at log lines, and nowhere else."""
+        """Of all ranks' times without waiting, with --log-straggler. Gathered here, at log lines,
+        and nowhere else."""
         if not self._config.log.log_straggler:
             return None
         seconds = (interval.seconds - (interval.exposed_seconds or 0.0)) / interval.steps
-        return spread(everybodys(seconds * 1e3, self._mesh.world))
+        return spread(all_gather_object(seconds * 1e3, self._mesh.world))
 
     def restart_clock(self) -> None:
         """Leave what happened since the last line (an evaluation, a save) out of the averages."""
         self._mesh.recorder.take_exposed_seconds()
         self._mesh.recorder.marks.clear()
-        self._steps, self._samples, self._since = 0, 0, time.perf_counter()
+        self._steps = 0
+        self._samples = 0
+        self._since = time.perf_counter()
 
 
 def _finite(number: float) -> float | None:

@@ -1,4 +1,5 @@
-"""Where a run starts: what ``--load`` names, whether the run may begin there, and what it takes from it."""
+"""Where a run starts: what ``--load`` names, whether the run may begin there, and what it takes
+from it."""
 
 from __future__ import annotations
 
@@ -7,11 +8,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megatron_llama.checkpoint import checkpoint_dir as series
-from megatron_llama.checkpoint import native
-from megatron_llama.checkpoint.meta import META, CheckpointMeta, TrainState, model_changes, model_differences
+from megatron_llama.checkpoint import checkpoint_dir, native
+from megatron_llama.checkpoint.meta import (
+    META,
+    CheckpointMeta,
+    TrainState,
+    model_changes,
+    model_differences,
+)
 from megatron_llama.checkpoint.storage import refuse
-from megatron_llama.checkpoint.storage_paths import is_remote, place
+from megatron_llama.checkpoint.storage_paths import is_remote, storage_path
 from megatron_llama.config.schema import CheckpointConfig, Config, ModelConfig
 from megatron_llama.convert.formats import candidates, open_source
 from megatron_llama.convert.hf.files import HFWeights
@@ -28,32 +34,46 @@ class Start:
 
     path: Path
     native: bool
-    """A checkpoint of this program, which has optimizer and position too. Else a folder of another format."""
+    """A checkpoint of this program, which has optimizer and position too. Else a folder of another
+    format."""
 
     def model(self, *, vocab_size: int = 0, tokens: int = 0) -> ModelConfig:
-        """Of the weights. The sizes are for a folder that stores only a padded vocabulary; see ``open_source``."""
+        """Of the weights. The sizes are for a folder that stores only a padded vocabulary; see
+        ``open_source``."""
         if self.native:
             return native.read_meta(self.path).model
         return open_source(self.path, vocab_size=vocab_size, tokens=tokens).model
 
     def weights(self, model: ModelConfig) -> WeightSource:
         """The values of ``model``, whose vocabulary is known."""
-        return native.open_weights(self.path) if self.native else open_source(self.path, tokens=model.vocab_size)
+        return (
+            native.open_weights(self.path)
+            if self.native
+            else open_source(self.path, tokens=model.vocab_size)
+        )
 
 
 def named_start(options: CheckpointConfig) -> Start | None:
-    """What ``--load`` names: a checkpoint, the latest one in a folder of them, with AUTO the newest usable one of --save, or a
-    folder of another format; None without any. Raises ConfigError for AUTO without --save."""
+    """What ``--load`` names: a checkpoint, the latest one in a folder of them, with AUTO the newest
+    usable one of --save, or a folder of another format; None without any. Raises ConfigError for
+    AUTO without --save."""
     if options.load is None:
         return None
     if options.load == AUTO:
         if options.save is None:
             do = "give --save FOLDER, or --load FOLDER"
-            raise ConfigError(describe("--load auto", got="no --save", expected="the folder in which the run saves", do=do))
-        newest = series.newest_usable(options.save)
+            raise ConfigError(
+                describe(
+                    "--load auto",
+                    got="no --save",
+                    expected="the folder in which the run saves",
+                    do=do,
+                )
+            )
+        newest = checkpoint_dir.newest_usable(options.save)
         return Start(newest, native=True) if newest is not None else None
-    named = place(options.load)
-    checkpoint = named if (named / META).is_file() else series.latest(named)
+    named = storage_path(options.load)
+    checkpoint = named if (named / META).is_file() else checkpoint_dir.latest(named)
     if checkpoint is not None:
         return Start(checkpoint, native=True)
     foreign = not is_remote(named) and next(candidates(named), None) is not None
@@ -61,24 +81,58 @@ def named_start(options: CheckpointConfig) -> Start | None:
 
 
 def find_start(options: CheckpointConfig) -> Start | None:
-    """The weights to start from; None for those of --init-from-hf or the seed. Raises CheckpointError rather than guess: a run
-    that begins at iteration 0 never does so in a folder that already holds somebody's checkpoints, and a resumed one never starts over."""
-    save, load = options.save, options.load
+    """The weights to start from; None for those of --init-from-hf or the seed. Raises
+    CheckpointError rather than guess: a run that begins at iteration 0 never does so in a folder
+    that already holds somebody's checkpoints, and a resumed one never starts over."""
+    save = options.save
+    load = options.load
     named = named_start(options)
     if load is None or (named is not None and begins_anew(options, named)):
-        present = series.latest(save) if save is not None else None
+        present = checkpoint_dir.latest(save) if save is not None else None
         if present is not None:
-            why = "--load is not given" if load is None else "--finetune is given" if options.finetune else f"{load} is no checkpoint of it"
+            why = (
+                "--load is not given"
+                if load is None
+                else "--finetune is given"
+                if options.finetune
+                else f"{load} is no checkpoint of it"
+            )
             without = " without --finetune" if options.finetune else ""
             do = f"give --load {save}{without} to resume, or another --save"
-            raise CheckpointError(describe(f"--save {save}", got=present.name, expected=f"no checkpoint, since {why}", do=do))
-        if named is not None and not named.native and save is not None and place(save) == named.path:
+            raise CheckpointError(
+                describe(
+                    f"--save {save}",
+                    got=present.name,
+                    expected=f"no checkpoint, since {why}",
+                    do=do,
+                )
+            )
+        if (
+            named is not None
+            and not named.native
+            and save is not None
+            and storage_path(save) == named.path
+        ):
             do = "give another --save"
-            raise CheckpointError(describe(f"--save {save}", got="weights of another format", expected="a folder of its own", do=do))
+            raise CheckpointError(
+                describe(
+                    f"--save {save}",
+                    got="weights of another format",
+                    expected="a folder of its own",
+                    do=do,
+                )
+            )
     elif named is None and load not in (save, AUTO):
-        found = "no complete checkpoint" if place(load).is_dir() else "no such folder"
+        found = "no complete checkpoint" if storage_path(load).is_dir() else "no such folder"
         expected = "iter_* folders, or a model folder of HuggingFace, Megatron or Meta"
-        raise CheckpointError(describe(f"--load {load}", got=found, expected=expected, do="check the path, or leave --load out"))
+        raise CheckpointError(
+            describe(
+                f"--load {load}",
+                got=found,
+                expected=expected,
+                do="check the path, or leave --load out",
+            )
+        )
     return named
 
 
@@ -87,38 +141,68 @@ def begins_anew(options: CheckpointConfig, start: Start) -> bool:
     return options.finetune or not start.native
 
 
-def compare(options: CheckpointConfig, start: Start, saved: ModelConfig, model: ModelConfig) -> list[str]:
-    """What the options change in how the loaded weights compute, one warning each. ``model``: derived fields filled in.
+def compare(
+    options: CheckpointConfig, start: Start, saved: ModelConfig, model: ModelConfig
+) -> list[str]:
+    """What the options change in how the loaded weights compute, one warning each. ``model``:
+    derived fields filled in.
 
     Raises CheckpointError with every field that may not differ."""
     resumes = options.load_optim and not begins_anew(options, start)
     where = str(start.path / META) if start.native else str(start.path)
-    title = f"{start.path} is a checkpoint of another model:" if start.native else f"The weights of {start.path} have other shapes:"
+    title = (
+        f"{start.path} is a checkpoint of another model:"
+        if start.native
+        else f"The weights of {start.path} have other shapes:"
+    )
     refuse(title, model_differences(where, saved, model, resumes=resumes))
     return model_changes(str(start.path), saved, model)
 
 
 def resumed(options: CheckpointConfig) -> CheckpointMeta | None:
-    """The checkpoint where the run goes on; None for one that begins at iteration 0. Raises CheckpointError."""
+    """The checkpoint where the run goes on; None for one that begins at iteration 0. Raises
+    CheckpointError."""
     start = find_start(options)
-    return native.read_meta(start.path) if start is not None and not begins_anew(options, start) else None
+    return (
+        native.read_meta(start.path)
+        if start is not None and not begins_anew(options, start)
+        else None
+    )
 
 
 def sample_changes(before: Mapping[str, Any] | None, now: Mapping[str, Any]) -> str:
-    """In which words training samples differ from those that a checkpoint knows; empty where they do not, or nothing is known."""
+    """In which words training samples differ from those that a checkpoint knows; empty where they
+    do not, or nothing is known."""
     if before is None or before == now:
         return ""
-    counts = [(name, before.get(name), value) for name, value in now.items() if isinstance(value, int) and before.get(name) != value]
-    found = [f"{name} {f'{was:,}' if isinstance(was, int) else 'unknown'}, now {value:,}" for name, was, value in counts]
+    counts = [
+        (name, before.get(name), value)
+        for name, value in now.items()
+        if isinstance(value, int) and before.get(name) != value
+    ]
+    found = [
+        f"{name} {f'{was:,}' if isinstance(was, int) else 'unknown'}, now {value:,}"
+        for name, was, value in counts
+    ]
     return "; ".join(found) or "as many examples and tokens, with other content"
 
 
 def data_changes(saved: Mapping[str, Any], config: Config) -> Iterator[str]:
-    """What makes a resumed run read other samples than the run that saved the checkpoint would have."""
-    sections = (("training", ("seed", "seq_length")), ("data", ("data_path", "split", "data_order")))
+    """What makes a resumed run read other samples than the run that saved the checkpoint would
+    have."""
+    sections = (
+        ("training", ("seed", "seq_length")),
+        ("data", ("data_path", "split", "data_order")),
+    )
     for section, names in sections:
         for name in names:
-            before, now = (_words(value) for value in (saved.get(section, {}).get(name), getattr(getattr(config, section), name)))
+            before, now = (
+                _words(value)
+                for value in (
+                    saved.get(section, {}).get(name),
+                    getattr(getattr(config, section), name),
+                )
+            )
             if before != now:
                 yield f"--{name.replace('_', '-')} was {before} when the checkpoint was saved and is {now}: the samples are others"
 
@@ -130,17 +214,23 @@ def _words(value: Any) -> Any:
 
 def damaged(start: Start) -> Iterator[str]:
     """Newer checkpoints than the one that AUTO found usable, one warning each."""
-    for path in series.complete(start.path.parent).values():
+    for path in checkpoint_dir.complete(start.path.parent).values():
         if path.name > start.path.name:
             yield f"{path} is damaged, going on from {start.path}; inspect checkpoint {path} --verify says more"
 
 
 def trained_weights(config: Config) -> tuple[TrainState, WeightSource]:
-    """The weights to evaluate, and the iteration they are of. Raises CheckpointError, ConfigError."""
-    folder, start = config.checkpoint.init_from_hf, find_start(config.checkpoint) if config.checkpoint.load is not None else None
+    """The weights to evaluate, and the iteration they are of. Raises CheckpointError,
+    ConfigError."""
+    folder = config.checkpoint.init_from_hf
+    start = find_start(config.checkpoint) if config.checkpoint.load is not None else None
     if start is not None:
-        return native.read_meta(start.path).state if start.native else TrainState(0, 0), start.weights(config.model)
+        return native.read_meta(start.path).state if start.native else TrainState(
+            0, 0
+        ), start.weights(config.model)
     if folder is not None:
         return TrainState(0, 0), HFWeights(folder)
     do = "give --load FOLDER or --init-from-hf FOLDER"
-    raise ConfigError(describe("--load, --init-from-hf", got="neither", expected="the weights to evaluate", do=do))
+    raise ConfigError(
+        describe("--load, --init-from-hf", got="neither", expected="the weights to evaluate", do=do)
+    )

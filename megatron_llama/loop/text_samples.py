@@ -1,7 +1,8 @@
 """How the model goes on with some texts while it is trained: a look at what it has learned.
 
-Under every layout, with the weights where the engine has them: each new token is one forward pass over what there is so far, greedy and
-without a cache. That is slow for long texts and nothing beside the steps between.
+Under every layout, with the weights where the engine has them: each new token is one forward pass
+over what there is so far, greedy and without a cache. That is slow for long texts and nothing
+beside the steps between.
 """
 
 from __future__ import annotations
@@ -26,23 +27,55 @@ Prompt = Callable[[str], Sequence[int]]
 class SampleTexts:
     """Prints continuations of --sample-prompt every --sample-interval iterations.
 
-    Raises ConfigError, on every rank, without a tokenizer, or for a prompt that leaves no room within --seq-length."""
+    Raises ConfigError, on every rank, without a tokenizer, or for a prompt that leaves no room
+    within --seq-length."""
 
-    def __init__(self, config: Config, mesh: Mesh, runtime: PipelineRuntime, tokenizer: Tokenizer | None, prompt: Prompt | None) -> None:
-        self._log, self._last, self._runtime, self._mesh = config.log, config.training.train_iters, runtime, mesh
-        self._tokenizer, self._prompts = tokenizer, list[list[int]]()
+    def __init__(
+        self,
+        config: Config,
+        mesh: Mesh,
+        runtime: PipelineRuntime,
+        tokenizer: Tokenizer | None,
+        prompt: Prompt | None,
+    ) -> None:
+        self._log = config.log
+        self._last = config.training.train_iters
+        self._runtime = runtime
+        self._mesh = mesh
+        self._tokenizer = tokenizer
+        self._prompts = list[list[int]]()
         if self._log.sample_interval == 0:
             return
         if tokenizer is None:
             do = "give --tokenizer-model"
-            raise ConfigError(describe("--sample-interval", got="no tokenizer", expected="one, for the prompts", do=do))
-        self._prompts = [list(prompt(text) if prompt is not None else _plain(tokenizer, text)) for text in self._log.sample_prompt]
-        longest, room = max(map(len, self._prompts)) + self._log.sample_tokens, config.training.seq_length
+            raise ConfigError(
+                describe(
+                    "--sample-interval", got="no tokenizer", expected="one, for the prompts", do=do
+                )
+            )
+        self._prompts = [
+            list(prompt(text) if prompt is not None else _plain(tokenizer, text))
+            for text in self._log.sample_prompt
+        ]
+        longest = max(map(len, self._prompts)) + self._log.sample_tokens
+        room = config.training.seq_length
         if longest > room or not all(self._prompts):
-            expected, do = f"1 to {room}, which is seq_length", "shorten --sample-prompt or lower --sample-tokens"
-            raise ConfigError(describe("--sample-prompt", got=f"{longest} tokens with their continuation", expected=expected, do=do))
+            expected = f"1 to {room}, which is seq_length"
+            do = "shorten --sample-prompt or lower --sample-tokens"
+            raise ConfigError(
+                describe(
+                    "--sample-prompt",
+                    got=f"{longest} tokens with their continuation",
+                    expected=expected,
+                    do=do,
+                )
+            )
         parallel = config.parallel
-        unit = 2 * parallel.context_parallel_size * (parallel.tensor_model_parallel_size if parallel.sequence_parallel else 1)
+        unit = (
+            2
+            * parallel.context_parallel_size
+            * (parallel.tensor_model_parallel_size if parallel.sequence_parallel else 1)
+        )
         self._length = min(room, -(-longest // unit) * unit)
 
     def due(self, state: TrainState) -> bool:
@@ -54,25 +87,33 @@ class SampleTexts:
         """Print them. Collective."""
         assert self._tokenizer is not None
         for text, tokens in zip(self._log.sample_prompt, self.continuations(), strict=True):
-            log.say(f" sample at iteration {state.iteration} | {text!r} | {self._tokenizer.decode(tokens)!r} |")
+            log.say(
+                f" sample at iteration {state.iteration} | {text!r} | {self._tokenizer.decode(tokens)!r} |"
+            )
 
     def continuations(self) -> list[list[int]]:
         """The new tokens of each prompt, the end token left out. Collective."""
         assert self._tokenizer is not None
-        lengths, count = torch.tensor([len(prompt) for prompt in self._prompts]), len(self._prompts)
+        lengths = torch.tensor([len(prompt) for prompt in self._prompts])
+        count = len(self._prompts)
         ids = torch.zeros(self._length, count, dtype=torch.int64)
         for column, prompt in enumerate(self._prompts):
             ids[: len(prompt), column] = torch.tensor(prompt)
         done = torch.zeros(count, dtype=torch.bool)
         columns = torch.arange(count)
         for _ in range(self._log.sample_tokens):
-            found = self._runtime.predict(Batch(ids.to(self._mesh.device), ids.to(self._mesh.device))).cpu()[lengths - 1, columns]
+            found = self._runtime.predict(
+                Batch(ids.to(self._mesh.device), ids.to(self._mesh.device))
+            ).cpu()[lengths - 1, columns]
             done |= found == self._tokenizer.eos_id
             if done.all():
                 break
             ids[lengths[~done], columns[~done]] = found[~done]
             lengths += ~done
-        return [ids[len(prompt) : lengths[column], column].tolist() for column, prompt in enumerate(self._prompts)]
+        return [
+            ids[len(prompt) : lengths[column], column].tolist()
+            for column, prompt in enumerate(self._prompts)
+        ]
 
 
 def _plain(tokenizer: Tokenizer, text: str) -> list[int]:

@@ -1,8 +1,9 @@
 """Floating-point operations of training, and what devices could do at most.
 
-Two conventions are in use and differ by 10 to 20 %. torchtitan (and the PaLM paper, appendix B) counts the whole square of
-attention scores; Megatron-LM counts the half below the diagonal. MFU here follows the first. Both count matrix products
-only, forward once and backward twice, never recomputation, and no embedding lookup.
+Two conventions are in use and differ by 10 to 20 %. torchtitan (and the PaLM paper, appendix B)
+counts the whole square of attention scores; Megatron-LM counts the half below the diagonal. MFU
+here follows the first. Both count matrix products only, forward once and backward twice, never
+recomputation, and no embedding lookup.
 """
 
 from __future__ import annotations
@@ -16,17 +17,25 @@ from megatron_llama.config.schema import LoraConfig, ModelConfig
 from megatron_llama.plans.params import NO_LORA, adapter_shapes
 
 
-def flops_per_token(model: ModelConfig, seq_length: int, *, causal: bool, lora: LoraConfig = NO_LORA) -> int:
+def flops_per_token(
+    model: ModelConfig, seq_length: int, *, causal: bool, lora: LoraConfig = NO_LORA
+) -> int:
     """Forward and backward FLOPs of one token in a sequence of ``seq_length``.
 
-    ``model``: every derived field filled in; ``vocab_size`` without padding. ``causal``: count only the scores that the
-    mask leaves (Megatron) instead of all (torchtitan). ``lora``: with a rank, weights are frozen and have no gradients, which is one
-    of the three products with each; low-rank additions have all three.
+    ``model``: every derived field filled in; ``vocab_size`` without padding. ``causal``: count only
+    the scores that the mask leaves (Megatron) instead of all (torchtitan). ``lora``: with a rank,
+    weights are frozen and have no gradients, which is one of the three products with each; low-rank
+    additions have all three.
     """
-    hidden, layers = model.hidden_size, model.num_hidden_layers
+    hidden = model.hidden_size
+    layers = model.num_hidden_layers
     queries = model.num_attention_heads * model.head_dim
     keys_and_values = 2 * model.num_key_value_heads * model.head_dim
-    per_layer = hidden * (queries + keys_and_values) + queries * hidden + 3 * hidden * model.intermediate_size
+    per_layer = (
+        hidden * (queries + keys_and_values)
+        + queries * hidden
+        + 3 * hidden * model.intermediate_size
+    )
     head = model.vocab_size * hidden
     # Scores and their product with V: 2 products x 2 FLOPs x 3 passes = 12 per score and channel.
     scores = (6 if causal else 12) * layers * queries * seq_length
@@ -58,11 +67,13 @@ _PEAKS: Mapping[str, float] = MappingProxyType(
         "GB200": 2500e12,
     }
 )
-"""Dense bfloat16 FLOP/s by data sheet. Data sheets lead with the figure for 2:4 sparsity, which is twice this."""
+"""Dense bfloat16 FLOP/s by data sheet. Data sheets lead with the figure for 2:4 sparsity, which is
+twice this."""
 
 
 def peak_flops(device_name: str) -> float | None:
-    """Dense bf16 peak in FLOP/s of a device by its name (``NVIDIA H100 80GB HBM3``). None: unknown, so no MFU."""
+    """Dense bf16 peak in FLOP/s of a device by its name (``NVIDIA H100 80GB HBM3``). None: unknown,
+    so no MFU."""
     words = re.split(r"[^A-Z0-9]+", device_name.upper())
     known = [name for name in _PEAKS if set(name.split()) <= set(words)]
     return _PEAKS[max(known, key=len)] if known else None

@@ -74,7 +74,8 @@ _JSON_KEYS = (
 
 
 def format_record(record: StepRecord, now: datetime) -> str:
-    """The line of Megatron's ``training_log``, which log readers parse, with our own fields appended."""
+    """The line of Megatron's ``training_log``, which log readers parse, with our own fields
+    appended."""
     r = record
     megatron = [
         f" [{now:%Y-%m-%d %H:%M:%S}] iteration {r.iteration:8d}/{r.train_iters:8d}",
@@ -91,14 +92,18 @@ def format_record(record: StepRecord, now: datetime) -> str:
     ]
     ours = [
         f"tokens/s/GPU: {r.tokens_per_second_per_gpu:.1f}",
-        "exposed comm (ms): " + ("n/a" if r.exposed_comm_ms is None else f"{r.exposed_comm_ms:.1f}"),
+        "exposed comm (ms): "
+        + ("n/a" if r.exposed_comm_ms is None else f"{r.exposed_comm_ms:.1f}"),
         "MFU: " + ("n/a" if r.mfu is None else f"{r.mfu:.1%}"),
-        "peak memory (GiB): " + ("n/a" if r.peak_memory_bytes is None else f"{r.peak_memory_bytes / 2**30:.2f}"),
+        "peak memory (GiB): "
+        + ("n/a" if r.peak_memory_bytes is None else f"{r.peak_memory_bytes / 2**30:.2f}"),
         "ETA: " + ("n/a" if r.eta_seconds is None else format_duration(r.eta_seconds)),
     ]
     if r.compute is not None:
         c = r.compute
-        ours.append(f"compute per rank (ms): min {c.least:.1f}, median {c.median:.1f}, max {c.most:.1f} (rank {c.slowest})")
+        ours.append(
+            f"compute per rank (ms): min {c.least:.1f}, median {c.median:.1f}, max {c.most:.1f} (rank {c.slowest})"
+        )
     return " | ".join(megatron + ours) + " |"
 
 
@@ -117,7 +122,7 @@ def format_duration(seconds: float) -> str:
     return f"{minutes // 60}:{minutes % 60:02d}:{rest:02d}"
 
 
-class Board(Protocol):
+class MetricLogger(Protocol):
     """Another place that log lines go to: TensorBoard, for one."""
 
     def step(self, record: StepRecord) -> None:
@@ -140,8 +145,9 @@ class Board(Protocol):
 class MetricLog:
     """Prints log lines and appends them to ``log.jsonl``; does neither on ranks that do not print.
 
-    The file is always one consistent curve: opening it for a run that continues after ``start_iteration`` drops what an
-    interrupted run wrote beyond that, and a last line that was cut off.
+    The file is always one consistent curve: opening it for a run that continues after
+    ``start_iteration`` drops what an interrupted run wrote beyond that, and a last line that was
+    cut off.
     """
 
     def __init__(
@@ -153,15 +159,18 @@ class MetricLog:
         train_iters: int,
         progress_bar: bool,
         out: TextIO | None = None,
-        boards: Sequence[Board] = (),
+        loggers: Sequence[MetricLogger] = (),
     ) -> None:
-        """``folder``: of ``log.jsonl``, made if need be; None: no file. ``prints``: this is the printing rank. ``out``: default stdout.
-        ``boards``: of the printing rank; they are closed with the log."""
-        self._prints, self._boards = prints, tuple(boards)
+        """``folder``: of ``log.jsonl``, made if need be; None: no file. ``prints``: this is the
+        printing rank. ``out``: default stdout. ``loggers``: of the printing rank; they are closed
+        with the log."""
+        self._prints = prints
+        self._loggers = tuple(loggers)
         self._out = sys.stdout if out is None else out
         self._file: TextIO | None = None
         self.evaluated: dict[int, float] = {}
-        """Loss of each evaluation of the run, earlier parts of it included; on the rank that prints."""
+        """Loss of each evaluation of the run, earlier parts of it included; on the rank that
+        prints."""
         self._bar: Any = None
         if not prints:
             return
@@ -170,12 +179,23 @@ class MetricLog:
         if progress_bar and self._out.isatty():
             from tqdm import tqdm
 
-            self._bar = tqdm(total=train_iters, initial=start_iteration, file=self._out, unit="it", dynamic_ncols=True)
+            self._bar = tqdm(
+                total=train_iters,
+                initial=start_iteration,
+                file=self._out,
+                unit="it",
+                dynamic_ncols=True,
+            )
 
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
         self.close()
 
     def close(self) -> None:
@@ -184,23 +204,28 @@ class MetricLog:
             self._bar.close()
         if self._file is not None:
             self._file.close()
-        for board in self._boards:
-            board.close()
+        for logger in self._loggers:
+            logger.close()
         self._bar = self._file = None
 
     def _open(self, path: Path, iteration: int) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         kept = truncate(path, iteration)
-        self.evaluated = {entry["iteration"]: entry["validation_loss"] for entry in kept if "validation_loss" in entry}
+        self.evaluated = {
+            entry["iteration"]: entry["validation_loss"]
+            for entry in kept
+            if "validation_loss" in entry
+        }
         self._file = path.open("a", encoding="utf-8")
 
     def rewind(self, iteration: int) -> None:
-        """The run goes on behind ``iteration`` once more: later lines leave the file, not the terminal."""
+        """The run goes on behind ``iteration`` once more: later lines leave the file, not the
+        terminal."""
         if self._file is not None:
             self._file.close()
             self._open(Path(self._file.name), iteration)
-        for board in self._boards:
-            board.rewind(iteration)
+        for logger in self._loggers:
+            logger.rewind(iteration)
         if self._bar is not None:
             self._bar.n = iteration
             self._bar.refresh()
@@ -211,31 +236,47 @@ class MetricLog:
             self._bar.update(1)
 
     def write(self, record: StepRecord) -> None:
-        """Log one interval. Raises TrainingError when a number in it is not finite: the run has to stop first."""
+        """Log one interval. Raises TrainingError when a number in it is not finite: the run has to
+        stop first."""
         if self._prints:
             self.say(format_record(record, datetime.now()))
             c = record.compute
             spread = (
-                {"compute_ms_min": c.least, "compute_ms_median": c.median, "compute_ms_max": c.most, "slowest_rank": c.slowest} if c else {}
+                {
+                    "compute_ms_min": c.least,
+                    "compute_ms_median": c.median,
+                    "compute_ms_max": c.most,
+                    "slowest_rank": c.slowest,
+                }
+                if c
+                else {}
             )
             self._append({key: getattr(record, key) for key in _JSON_KEYS} | spread)
-            for board in self._boards:
-                board.step(record)
+            for logger in self._loggers:
+                logger.step(record)
 
-    def write_validation(self, iteration: int, consumed_samples: int, loss: float, tokens: int) -> None:
+    def write_validation(
+        self, iteration: int, consumed_samples: int, loss: float, tokens: int
+    ) -> None:
         """Log one evaluation: mean ``loss`` over ``tokens`` tokens, after ``iteration`` steps.
 
-        A resumed run that repeats the evaluation of its first iteration prints it again, but the file keeps one.
+        A resumed run that repeats the evaluation of its first iteration prints it again, but the
+        file keeps one.
         """
         if not self._prints:
             return
         self.say(format_validation(iteration, consumed_samples, loss, tokens))
         if iteration not in self.evaluated:
             self.evaluated[iteration] = loss
-            entry = {"iteration": iteration, "consumed_samples": consumed_samples, "validation_loss": loss, "validation_tokens": tokens}
+            entry = {
+                "iteration": iteration,
+                "consumed_samples": consumed_samples,
+                "validation_loss": loss,
+                "validation_tokens": tokens,
+            }
             self._append(entry)
-            for board in self._boards:
-                board.validation(iteration, loss)
+            for logger in self._loggers:
+                logger.validation(iteration, loss)
 
     def say(self, line: str) -> None:
         """Print a line above the progress bar, on the printing rank."""
@@ -249,7 +290,8 @@ class MetricLog:
     def _append(self, entry: dict[str, Any]) -> None:
         for key, value in entry.items():
             if isinstance(value, float) and not math.isfinite(value):
-                where, do = f"{key} at iteration {entry['iteration']}", "lower --lr or look at the data of this step"
+                where = f"{key} at iteration {entry['iteration']}"
+                do = "lower --lr or look at the data of this step"
                 raise TrainingError(describe(where, got=value, expected="a finite number", do=do))
         if self._file is not None:
             try:
@@ -257,21 +299,34 @@ class MetricLog:
                 self._file.flush()
             except OSError as error:
                 do = "free space or mend the permissions, and resume with --load"
-                raise CheckpointError(describe(self._file.name, got=error.strerror, expected="to append a line", do=do)) from error
+                raise CheckpointError(
+                    describe(
+                        self._file.name, got=error.strerror, expected="to append a line", do=do
+                    )
+                ) from error
 
 
 def truncate(path: Path, iteration: int) -> list[dict[str, Any]]:
-    """Drop the lines of ``path`` beyond ``iteration``, all of them for 0 (a fresh start), and any that is cut off.
+    """Drop the lines of ``path`` beyond ``iteration``, all of them for 0 (a fresh start), and any
+    that is cut off.
 
     Replaces the file in one step, and returns what is kept. A missing file is an empty one.
     """
     kept = []
-    for line in path.read_text(encoding="utf-8", errors="replace").splitlines() if path.exists() and iteration > 0 else []:
+    for line in (
+        path.read_text(encoding="utf-8", errors="replace").splitlines()
+        if path.exists() and iteration > 0
+        else []
+    ):
         try:
             entry = json.loads(line)
         except json.JSONDecodeError:
             continue
-        if isinstance(entry, dict) and isinstance(entry.get("iteration"), int) and entry["iteration"] <= iteration:
+        if (
+            isinstance(entry, dict)
+            and isinstance(entry.get("iteration"), int)
+            and entry["iteration"] <= iteration
+        ):
             kept.append((line, entry))
     beside = path.with_name(path.name + ".part")
     with beside.open("w", encoding="utf-8") as file:

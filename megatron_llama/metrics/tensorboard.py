@@ -16,53 +16,74 @@ FLUSH_SECONDS = 120
 
 
 def require_tensorboard(config: LogConfig) -> None:
-    """Raise ConfigError where events are wanted and the package that writes them is not installed."""
+    """Raise ConfigError where events are wanted and the package that writes them is not
+    installed."""
     if config.tensorboard_dir is not None and find_spec("tensorboard") is None:
         do = "pip install megatron-llama[tensorboard], or leave it out"
-        raise ConfigError(describe("--tensorboard-dir", got="no package tensorboard", expected="it installed", do=do))
+        raise ConfigError(
+            describe(
+                "--tensorboard-dir", got="no package tensorboard", expected="it installed", do=do
+            )
+        )
 
 
 class TensorBoard:
-    """A Board. Events of iterations that a resumed or rewound run repeats are hidden by those that it writes."""
+    """A MetricLogger. Events of iterations that a resumed or rewound run repeats are hidden by
+    those that it writes."""
 
     def __init__(self, config: LogConfig, iteration: int) -> None:
         """``iteration``: behind which the run goes on."""
         assert config.tensorboard_dir is not None
-        self._config, self._folder = config, Path(config.tensorboard_dir, config.job_name or "")
+        self._config = config
+        self._folder = Path(config.tensorboard_dir, config.job_name or "")
         self._writer = self._open(iteration)
 
     def _open(self, iteration: int) -> Any:
         from torch.utils.tensorboard import SummaryWriter
 
         queue = self._config.tensorboard_queue_size
-        return SummaryWriter(str(self._folder), purge_step=iteration + 1, max_queue=queue, flush_secs=FLUSH_SECONDS)
+        return SummaryWriter(
+            str(self._folder), purge_step=iteration + 1, max_queue=queue, flush_secs=FLUSH_SECONDS
+        )
 
     def step(self, record: StepRecord) -> None:
-        """See Board."""
+        """See MetricLogger."""
         for name, value in self._scalars(record):
             if value is not None:
                 self._writer.add_scalar(name, value, record.iteration)
 
     def _scalars(self, r: StepRecord) -> Iterator[tuple[str, float | None]]:
-        yield from (("learning-rate", r.learning_rate), ("lm loss", r.lm_loss), ("grad-norm", r.grad_norm), ("loss-scale", r.loss_scale))
+        yield from (
+            ("learning-rate", r.learning_rate),
+            ("lm loss", r.lm_loss),
+            ("grad-norm", r.grad_norm),
+            ("loss-scale", r.loss_scale),
+        )
         if self._config.log_batch_size_to_tensorboard:
             yield "batch-size", r.global_batch_size
         if self._config.log_timers_to_tensorboard:
             yield "iteration-time", r.elapsed_ms / 1e3
-            yield "exposed-communication-time", None if r.exposed_comm_ms is None else r.exposed_comm_ms / 1e3
-            yield from (("tokens-per-second-per-gpu", r.tokens_per_second_per_gpu), ("tflops-per-gpu", r.tflops_per_gpu), ("mfu", r.mfu))
+            yield (
+                "exposed-communication-time",
+                None if r.exposed_comm_ms is None else r.exposed_comm_ms / 1e3,
+            )
+            yield from (
+                ("tokens-per-second-per-gpu", r.tokens_per_second_per_gpu),
+                ("tflops-per-gpu", r.tflops_per_gpu),
+                ("mfu", r.mfu),
+            )
 
     def validation(self, iteration: int, loss: float) -> None:
-        """See Board. Perplexity is capped at e^20, as in the log."""
+        """See MetricLogger. Perplexity is capped at e^20, as in the log."""
         self._writer.add_scalar("lm loss validation", loss, iteration)
         if self._config.log_validation_ppl_to_tensorboard:
             self._writer.add_scalar("lm loss validation ppl", math.exp(min(20.0, loss)), iteration)
 
     def rewind(self, iteration: int) -> None:
-        """See Board."""
+        """See MetricLogger."""
         self._writer.close()
         self._writer = self._open(iteration)
 
     def close(self) -> None:
-        """See Board."""
+        """See MetricLogger."""
         self._writer.close()

@@ -58,7 +58,9 @@ class Spread:
 def spread(milliseconds: Sequence[float]) -> Spread:
     """Over the times of all ranks, in rank order."""
     most = max(milliseconds)
-    return Spread(min(milliseconds), statistics.median(milliseconds), most, list(milliseconds).index(most))
+    return Spread(
+        min(milliseconds), statistics.median(milliseconds), most, list(milliseconds).index(most)
+    )
 
 
 def averages(interval: Interval, work: Work, *, steps_left: int) -> Averages:

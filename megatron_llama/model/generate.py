@@ -1,4 +1,5 @@
-"""Sampling from a model in one process: prompts of different lengths side by side, each token computed once."""
+"""Sampling from a model in one process: prompts of different lengths side by side, each token
+computed once."""
 
 from __future__ import annotations
 
@@ -25,21 +26,29 @@ class Sampling:
 class Reader:
     """A model that reads sequences bit by bit and remembers what it has read.
 
-    Shorter sequences of a batch are padded behind their end: the padding lies at positions that no token of the sequence
-    attends to, and the next tokens take its slots. So nothing needs a mask but tokens that follow others."""
+    Shorter sequences of a batch are padded behind their end: the padding lies at positions that no
+    token of the sequence attends to, and the next tokens take its slots. So nothing needs a mask
+    but tokens that follow others."""
 
     def __init__(self, stage: Stage) -> None:
-        self._stage, self._cache = stage, KVCache()
+        self._stage = stage
+        self._cache = KVCache()
         self.lengths: list[int] = []
         """Tokens of each sequence that count as read."""
 
     def read(self, tokens: Sequence[Sequence[int]]) -> Tensor:
-        """Go on with some tokens (at least one) of every sequence: logits [b, vocab_size] of what follows each."""
-        self.lengths, device = self.lengths or [0] * len(tokens), self._stage.mesh.device
+        """Go on with some tokens (at least one) of every sequence: logits [b, vocab_size] of what
+        follows each."""
+        self.lengths = self.lengths or [0] * len(tokens)
+        device = self._stage.mesh.device
         counts = [len(new) for new in tokens]
         longest = max(counts)
-        ids = torch.tensor([[*new, *[0] * (longest - len(new))] for new in tokens], device=device).t()
-        slots = torch.tensor(self.lengths, device=device) + torch.arange(longest, device=device).unsqueeze(-1)
+        ids = torch.tensor(
+            [[*new, *[0] * (longest - len(new))] for new in tokens], device=device
+        ).t()
+        slots = torch.tensor(self.lengths, device=device) + torch.arange(
+            longest, device=device
+        ).unsqueeze(-1)
         length = max(self.lengths) + longest
         positions = self._stage.positions(longest, device, slots)
         if any(self.lengths):
@@ -62,18 +71,40 @@ class Reader:
         self.lengths = [length]
 
 
-def generate(stage: Stage, prompt: Sequence[int], sampling: Sampling, *, eos: int | None, generator: torch.Generator) -> Iterator[int]:
-    """Yield new token ids after ``prompt`` (not empty), until ``eos`` (not yielded), the limit, or the model's longest sequence."""
+def generate(
+    stage: Stage,
+    prompt: Sequence[int],
+    sampling: Sampling,
+    *,
+    eos: int | None,
+    generator: torch.Generator,
+) -> Iterator[int]:
+    """Yield new token ids after ``prompt`` (not empty), until ``eos`` (not yielded), the limit, or
+    the model's longest sequence."""
     stops = frozenset() if eos is None else frozenset({eos})
-    return go_on(Reader(stage), prompt, sampling, stops=stops, generator=generator, longest=stage.config.max_position_embeddings)
+    return go_on(
+        Reader(stage),
+        prompt,
+        sampling,
+        stops=stops,
+        generator=generator,
+        longest=stage.config.max_position_embeddings,
+    )
 
 
 def go_on(
-    reader: Reader, tokens: Sequence[int], sampling: Sampling, *, stops: frozenset[int], generator: torch.Generator, longest: int
+    reader: Reader,
+    tokens: Sequence[int],
+    sampling: Sampling,
+    *,
+    stops: frozenset[int],
+    generator: torch.Generator,
+    longest: int,
 ) -> Iterator[int]:
-    """Let the reader, of one sequence, read on, and yield what follows until one of ``stops`` (not yielded), the limit, or
-    ``longest`` tokens in all."""
-    new, read = list(tokens), sum(reader.lengths) + len(tokens)
+    """Let the reader, of one sequence, read on, and yield what follows until one of ``stops`` (not
+    yielded), the limit, or ``longest`` tokens in all."""
+    new = list(tokens)
+    read = sum(reader.lengths) + len(tokens)
     for _ in range(min(sampling.max_new_tokens, longest - read)):
         new = [draw(reader.read([new])[0], sampling, generator)]
         if new[0] in stops:
@@ -82,18 +113,32 @@ def go_on(
 
 
 def generate_batch(
-    stage: Stage, prompts: Sequence[Sequence[int]], sampling: Sampling, *, stops: frozenset[int], seed: int
+    stage: Stage,
+    prompts: Sequence[Sequence[int]],
+    sampling: Sampling,
+    *,
+    stops: frozenset[int],
+    seed: int,
 ) -> Iterator[tuple[int, int | None]]:
-    """Continue prompts (none empty) side by side: yield (number of the prompt, new token), and (number, None) when a prompt is done.
+    """Continue prompts (none empty) side by side: yield (number of the prompt, new token), and
+    (number, None) when a prompt is done.
 
-    Each prompt ends as with ``generate``, and has a generator of its own: its text does not depend on what else is in the batch."""
-    room = [min(sampling.max_new_tokens, stage.config.max_position_embeddings - len(prompt)) for prompt in prompts]
+    Each prompt ends as with ``generate``, and has a generator of its own: its text does not depend
+    on what else is in the batch."""
+    room = [
+        min(sampling.max_new_tokens, stage.config.max_position_embeddings - len(prompt))
+        for prompt in prompts
+    ]
     yield from ((number, None) for number, left in enumerate(room) if left <= 0)
     rows = [number for number, left in enumerate(room) if left > 0]
-    reader, generators = Reader(stage), [torch.Generator().manual_seed(seed) for _ in prompts]
+    reader = Reader(stage)
+    generators = [torch.Generator().manual_seed(seed) for _ in prompts]
     new: list[Sequence[int]] = [prompts[number] for number in rows]
     while rows:
-        drawn = [draw(logits, sampling, generators[number]) for number, logits in zip(rows, reader.read(new), strict=True)]
+        drawn = [
+            draw(logits, sampling, generators[number])
+            for number, logits in zip(rows, reader.read(new), strict=True)
+        ]
         stay = []
         for row, (number, token) in enumerate(zip(rows, drawn, strict=True)):
             if token not in stops:
@@ -105,16 +150,19 @@ def generate_batch(
                 stay.append(row)
         if stay and len(stay) < len(rows):
             reader.keep(stay)
-        rows, new = [rows[row] for row in stay], [[drawn[row]] for row in stay]
+        rows = [rows[row] for row in stay]
+        new = [[drawn[row]] for row in stay]
 
 
 def draw(logits: Tensor, sampling: Sampling, generator: torch.Generator) -> int:
-    """One token from logits [vocab_size]: temperature, then top-k, then top-p (Holtzman et al., 2020)."""
+    """One token from logits [vocab_size]: temperature, then top-k, then top-p (Holtzman et al.,
+    2020)."""
     if sampling.temperature == 0.0:
         return int(logits.argmax())
     sorted_logits, order = (logits / sampling.temperature).sort(descending=True)
     if sampling.top_k:
-        sorted_logits, order = sorted_logits[: sampling.top_k], order[: sampling.top_k]
+        sorted_logits = sorted_logits[: sampling.top_k]
+        order = order[: sampling.top_k]
     probabilities = sorted_logits.softmax(-1)
     # The first token whose predecessors do not yet have top_p together is the last one kept.
     keep = probabilities.cumsum(-1) - probabilities < sampling.top_p

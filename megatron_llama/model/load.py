@@ -26,11 +26,16 @@ def load_stages(
     dtype: torch.dtype,
     device: torch.device,
 ) -> None:
-    """Give every parameter of the stages storage on the device and the values of ``source``; padding is zero."""
+    """Give every parameter of the stages storage on the device and the values of ``source``;
+    padding is zero."""
     homes = {name: stage for stage in stages for name, _ in stage.named_parameters()}
     for spec in specs:
         flat = torch.zeros(spec.numel, dtype=dtype, device=device)
         for piece in rectangles(spec, 0, spec.numel):
             source(piece, flat[piece.start : piece.start + piece.numel].view(piece.size))
         owner, _, leaf = spec.name.rpartition(".")
-        setattr(homes[spec.name].get_submodule(owner), leaf, nn.Parameter(flat.view(spec.shape), requires_grad=False))
+        setattr(
+            homes[spec.name].get_submodule(owner),
+            leaf,
+            nn.Parameter(flat.view(spec.shape), requires_grad=False),
+        )

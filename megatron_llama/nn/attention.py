@@ -1,7 +1,9 @@
-"""Attention, whole and in pieces: the same kernels, once with autograd and once with the log-sum-exp that lets pieces be merged.
+"""Attention, whole and in pieces: the same kernels, once with autograd and once with the
+log-sum-exp that lets pieces be merged.
 
-A piece is a set of queries against a set of keys. Pieces of the same queries merge exactly (Rabe and Staats, 2021; Dao et al., 2022),
-and a piece's backward is exact when it is given the merged output and log-sum-exp, because a probability is exp(score - lse).
+A piece is a set of queries against a set of keys. Pieces of the same queries merge exactly (Rabe
+and Staats, 2021; Dao et al., 2022), and a piece's backward is exact when it is given the merged
+output and log-sum-exp, because a probability is exp(score - lse).
 """
 
 from __future__ import annotations
@@ -22,7 +24,8 @@ _BIAS_ALIGNMENT = 16
 _LSE_ALIGNMENT = 32
 """Queries to which that kernel pads its log-sum-exp."""
 _SOUND_CUDNN = 91500
-"""Before this version its attention was wrong for some lengths; torch also takes it by itself only from later ones on."""
+"""Before this version its attention was wrong for some lengths; torch also takes it by itself only
+from later ones on."""
 _LARGEST_PACKED_HEAD = 256
 _HOPPER = (9, 0)
 """From this generation on cuDNN's attention is the faster one."""
@@ -30,12 +33,15 @@ _HOPPER = (9, 0)
 
 @dataclass(frozen=True)
 class Documents:
-    """Packed documents, those of one sequence behind those of the one before it. A token attends within its document only."""
+    """Packed documents, those of one sequence behind those of the one before it. A token attends
+    within its document only."""
 
     starts: Tensor
-    """int32 [documents + 1]: place of each document's first token among the tokens of all sequences, then their number."""
+    """int32 [documents + 1]: place of each document's first token among the tokens of all
+    sequences, then their number."""
     longest: int
-    """Tokens of the longest document. A number of the host's: nobody asks the device how long its documents are."""
+    """Tokens of the longest document. A number of the host's: nobody asks the device how long its
+    documents are."""
 
     @staticmethod
     def of(document_ids: Tensor) -> Documents:
@@ -48,60 +54,91 @@ class Documents:
 
 
 def attends_by_document(device: torch.device, dtype: torch.dtype, head_dim: int) -> bool:
-    """Whether there is a kernel for ``Documents``; elsewhere they are a mask, s * s bytes a sequence, of which nothing is left out."""
-    return not is_host(device) and dtype in (torch.bfloat16, torch.float16) and head_dim % 8 == 0 and head_dim <= _LARGEST_PACKED_HEAD
+    """Whether there is a kernel for ``Documents``; elsewhere they are a mask, s * s bytes a
+    sequence, of which nothing is left out."""
+    return (
+        not is_host(device)
+        and dtype in (torch.bfloat16, torch.float16)
+        and head_dim % 8 == 0
+        and head_dim <= _LARGEST_PACKED_HEAD
+    )
 
 
-def causal_attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | Documents | None) -> Tensor:
-    """The whole of causal attention. query [s, b, n, d], key and value [s, b, n_kv, d] -> [s, b, n * d].
+def causal_attention(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | Documents | None
+) -> Tensor:
+    """The whole of causal attention. query [s, b, n, d], key and value [s, b, n_kv, d] -> [s, b, n
+    * d].
 
-    mask: bool [b, 1, s, s], True where a position may attend (causality included); None is plain causal.
+    mask: bool [b, 1, s, s], True where a position may attend (causality included); None is plain
+    causal.
     """
     if isinstance(mask, Documents):
         return _packed_attention(query, key, value, mask)
     q, k, v = (part.permute(1, 2, 0, 3) for part in (query, key, value))
     with _preferring(query.device):
-        out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None, enable_gqa=q.shape[1] != k.shape[1])
+        out = F.scaled_dot_product_attention(
+            q, k, v, attn_mask=mask, is_causal=mask is None, enable_gqa=q.shape[1] != k.shape[1]
+        )
     return out.permute(2, 0, 1, 3).flatten(2)
 
 
 def attention_order(cudnn: int | None) -> tuple[SDPBackend, ...]:
-    """An accelerator's kernels, the one to be taken first; the next where it cannot. ``cudnn``: its version, as torch numbers it.
+    """An accelerator's kernels, the one to be taken first; the next where it cannot. ``cudnn``: its
+    version, as torch numbers it.
 
-    On Hopper cuDNN's takes 60 % of the time of torch's flash attention (2), 7 % of a step of LLaMA 7B."""
+    On Hopper cuDNN's takes 60 % of the time of torch's flash attention (2), 7 % of a step of LLaMA
+    7B."""
     fastest = (SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION)
-    return (*(fastest if (cudnn or 0) > _SOUND_CUDNN else fastest[::-1]), SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH)
+    return (
+        *(fastest if (cudnn or 0) > _SOUND_CUDNN else fastest[::-1]),
+        SDPBackend.EFFICIENT_ATTENTION,
+        SDPBackend.MATH,
+    )
 
 
 def attention_kernel(query: Tensor, key: Tensor, value: Tensor) -> SDPBackend:
-    """What plain causal attention of these is computed by: shapes as ``causal_attention`` has them."""
+    """What plain causal attention of these is computed by: shapes as ``causal_attention`` has
+    them."""
     q, k, v = (part.permute(1, 2, 0, 3) for part in (query, key, value))
     with _preferring(query.device):
-        return SDPBackend(torch._fused_sdp_choice(q, k, v, is_causal=True, enable_gqa=q.shape[1] != k.shape[1]))
+        return SDPBackend(
+            torch._fused_sdp_choice(q, k, v, is_causal=True, enable_gqa=q.shape[1] != k.shape[1])
+        )
 
 
-def attention_warnings(device: torch.device, dtype: torch.dtype, heads: int, kv_heads: int, head_dim: int) -> list[str]:
+def attention_warnings(
+    device: torch.device, dtype: torch.dtype, heads: int, kv_heads: int, head_dim: int
+) -> list[str]:
     """What to tell the user of the kernel that computes this model's attention here."""
     if is_host(device) or dtype.itemsize != 2:
         return []
-    query, key = (torch.empty(256, 1, count, head_dim, device=device, dtype=dtype) for count in (heads, kv_heads))
+    query, key = (
+        torch.empty(256, 1, count, head_dim, device=device, dtype=dtype)
+        for count in (heads, kv_heads)
+    )
     version = torch.backends.cudnn.version()  # type: ignore[no-untyped-call]
     problem = attention_problem(attention_kernel(query, key, key), capability(device), version)
     return [] if problem is None else [problem]
 
 
-def attention_problem(kernel: SDPBackend, generation: tuple[int, int], cudnn: int | None) -> str | None:
+def attention_problem(
+    kernel: SDPBackend, generation: tuple[int, int], cudnn: int | None
+) -> str | None:
     """Why a device has not the kernel that would be fastest; None: it has."""
     if kernel is SDPBackend.CUDNN_ATTENTION or generation < _HOPPER:
         return None
     why = "it cannot take this model's heads"
     if (cudnn or 0) <= _SOUND_CUDNN:
         why = f"cuDNN is {cudnn}, and not later than {_SOUND_CUDNN} (LD_LIBRARY_PATH may name an old one)"
-    return f"attention runs {kernel.name}, not cuDNN's kernel, which is faster on this device: {why}"
+    return (
+        f"attention runs {kernel.name}, not cuDNN's kernel, which is faster on this device: {why}"
+    )
 
 
 def _preferring(device: torch.device) -> AbstractContextManager[object]:
-    """``attention_order`` on an accelerator. Without ``set_priority`` torch takes the list for a set and keeps its own order."""
+    """``attention_order`` on an accelerator. Without ``set_priority`` torch takes the list for a
+    set and keeps its own order."""
     if is_host(device):
         return nullcontext()
     version = torch.backends.cudnn.version()  # type: ignore[no-untyped-call]
@@ -114,53 +151,86 @@ def _packed_attention(query: Tensor, key: Tensor, value: Tensor, documents: Docu
     if is_host(query.device):
         out = _one_by_one(q, k, v, documents)
     else:
-        starts, longest = documents.starts, documents.longest
-        out, *_ = _aten._flash_attention_forward(q, k, v, starts, starts, longest, longest, 0.0, True, False)
+        starts = documents.starts
+        longest = documents.longest
+        out, *_ = _aten._flash_attention_forward(
+            q, k, v, starts, starts, longest, longest, 0.0, True, False
+        )
     return out.view(batch, length, *out.shape[1:]).transpose(0, 1).flatten(2)
 
 
 def _one_by_one(query: Tensor, key: Tensor, value: Tensor, documents: Documents) -> Tensor:
     """[tokens, n, d] -> the same: what the accelerator's kernel computes, document by document."""
     lengths = documents.starts.diff().tolist()
-    parts = zip(*(torch.split(part.unsqueeze(1), lengths) for part in (query, key, value)), strict=True)
-    return torch.cat([causal_attention(q, k, v, None).view(len(q), *query.shape[1:]) for q, k, v in parts])
+    parts = zip(
+        *(torch.split(part.unsqueeze(1), lengths) for part in (query, key, value)), strict=True
+    )
+    return torch.cat(
+        [causal_attention(q, k, v, None).view(len(q), *query.shape[1:]) for q, k, v in parts]
+    )
 
 
-def attend(query: Tensor, key: Tensor, value: Tensor, *, causal: bool = False, mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """One piece. query [b, n, s_q, d], key and value [b, n_kv, s_k, d] -> output as query, log-sum-exp [b, n, s_q].
+def attend(
+    query: Tensor, key: Tensor, value: Tensor, *, causal: bool = False, mask: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """One piece. query [b, n, s_q, d], key and value [b, n_kv, s_k, d] -> output as query,
+    log-sum-exp [b, n, s_q].
 
-    The log-sum-exp is fp32 (fp64 for fp64). ``causal`` needs s_q = s_k; ``mask`` is bool [b, 1, s_q, s_k], True where a query may attend;
-    both hold at once. A query that may attend to nothing gets some finite output and a log-sum-exp so low that ``merge`` drops it.
-    No autograd: see ``attend_backward``.
+    The log-sum-exp is fp32 (fp64 for fp64). ``causal`` needs s_q = s_k; ``mask`` is bool [b, 1,
+    s_q, s_k], True where a query may attend; both hold at once. A query that may attend to nothing
+    gets some finite output and a log-sum-exp so low that ``merge`` drops it. No autograd: see
+    ``attend_backward``.
     """
     bias = _bias(mask, query)
     if is_host(query.device):
-        out, lse = _aten._scaled_dot_product_flash_attention_for_cpu.default(query, key, value, 0.0, causal, attn_mask=bias)
+        out, lse = _aten._scaled_dot_product_flash_attention_for_cpu.default(
+            query, key, value, 0.0, causal, attn_mask=bias
+        )
     elif _is_flash(query, bias):
         out, lse, *_ = _aten._scaled_dot_product_flash_attention(query, key, value, 0.0, causal)
     else:
-        k, v = _expanded(key, query), _expanded(value, query)
-        out, padded, *_ = _aten._scaled_dot_product_efficient_attention(query, k, v, bias, True, 0.0, causal)
+        k = _expanded(key, query)
+        v = _expanded(value, query)
+        out, padded, *_ = _aten._scaled_dot_product_efficient_attention(
+            query, k, v, bias, True, 0.0, causal
+        )
         lse = padded[..., : query.shape[2]]
     return out, lse
 
 
 def attend_backward(
-    grad: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor, *, causal: bool = False, mask: Tensor | None = None
+    grad: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    *,
+    causal: bool = False,
+    mask: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of one piece's query, key and value, in their shapes and dtypes. ``out`` and ``lse`` are the merged ones."""
-    bias, lse = _bias(mask, query), lse.contiguous()
-    q, k, v = query, key, value
+    """Gradients of one piece's query, key and value, in their shapes and dtypes. ``out`` and
+    ``lse`` are the merged ones."""
+    bias = _bias(mask, query)
+    lse = lse.contiguous()
+    q = query
+    k = key
+    v = value
     if is_host(query.device):
-        grads = _aten._scaled_dot_product_flash_attention_for_cpu_backward.default(grad, q, k, v, out, lse, 0.0, causal, attn_mask=bias)
+        grads = _aten._scaled_dot_product_flash_attention_for_cpu_backward.default(
+            grad, q, k, v, out, lse, 0.0, causal, attn_mask=bias
+        )
     elif _is_flash(query, bias):
-        lengths, unused = (q.shape[2], k.shape[2]), torch.zeros(2, dtype=torch.uint64, device=q.device)
+        lengths = (q.shape[2], k.shape[2])
+        unused = torch.zeros(2, dtype=torch.uint64, device=q.device)
         state = (None, None, *lengths, 0.0, causal, unused, unused[0])
         grads = _aten._scaled_dot_product_flash_attention_backward(grad, q, k, v, out, lse, *state)
     else:
-        k, v = _expanded(key, query), _expanded(value, query)
+        k = _expanded(key, query)
+        v = _expanded(value, query)
         lse = F.pad(lse, (0, -lse.shape[2] % _LSE_ALIGNMENT), value=float("inf"))
-        unused, wanted = torch.zeros((), dtype=torch.int64, device=q.device), (True, True, True, False)
+        unused = torch.zeros((), dtype=torch.int64, device=q.device)
+        wanted = (True, True, True, False)
         dq, dk, dv, _ = _aten._scaled_dot_product_efficient_attention_backward(
             grad, q, k, v, bias, out, lse, unused, unused, 0.0, wanted, causal
         )
@@ -170,9 +240,11 @@ def attend_backward(
 
 
 def merge(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -> None:
-    """Add a piece to what other pieces of the same queries gave, in place. out and part [b, n, s_q, d], lse [b, n, s_q].
+    """Add a piece to what other pieces of the same queries gave, in place. out and part [b, n, s_q,
+    d], lse [b, n, s_q].
 
-    Start from zeros with a log-sum-exp of minus infinity. ``out`` is at least fp32: it is rounded once, after the last piece.
+    Start from zeros with a log-sum-exp of minus infinity. ``out`` is at least fp32: it is rounded
+    once, after the last piece.
     """
     share = torch.sigmoid(part_lse - lse).unsqueeze(-1)
     out.lerp_(part.to(out.dtype), share)
@@ -180,13 +252,15 @@ def merge(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -> None:
 
 
 def _is_flash(query: Tensor, bias: Tensor | None) -> bool:
-    """Whether the accelerator's fastest kernel applies, which also takes grouped heads: no bias, 16 bits."""
+    """Whether the accelerator's fastest kernel applies, which also takes grouped heads: no bias, 16
+    bits."""
     return bias is None and query.element_size() == 2
 
 
 def _bias(mask: Tensor | None, query: Tensor) -> Tensor | None:
-    """What the kernels add to the scores, [b, n, s_q, s_k]. Not minus infinity: a row of nothing else has no softmax, and kernels
-    disagree on what they return for it. Half of the lowest number leaves room for the score and for a change of base."""
+    """What the kernels add to the scores, [b, n, s_q, s_k]. Not minus infinity: a row of nothing
+    else has no softmax, and kernels disagree on what they return for it. Half of the lowest number
+    leaves room for the score and for a change of base."""
     if mask is None:
         return None
     padded = -(-mask.shape[-1] // _BIAS_ALIGNMENT) * _BIAS_ALIGNMENT

@@ -1,4 +1,5 @@
-"""Keys and values of the positions that a model has read, so that a new token is the only one that is computed."""
+"""Keys and values of the positions that a model has read, so that a new token is the only one that
+is computed."""
 
 from __future__ import annotations
 
@@ -7,20 +8,29 @@ from torch import Tensor, nn
 
 
 class KVCache:
-    """One pair of tensors [slots, b, n_kv, d] for each attention layer; the slot of a token is its position in its own sequence.
+    """One pair of tensors [slots, b, n_kv, d] for each attention layer; the slot of a token is its
+    position in its own sequence.
 
-    Rotated keys are kept. Slots grow as they are needed, to at least twice as many: a token costs no copy of all others."""
+    Rotated keys are kept. Slots grow as they are needed, to at least twice as many: a token costs
+    no copy of all others."""
 
     def __init__(self) -> None:
         self._layers: dict[nn.Module, tuple[Tensor, Tensor]] = {}
 
-    def extend(self, layer: nn.Module, key: Tensor, value: Tensor, slots: Tensor, length: int) -> tuple[Tensor, Tensor]:
-        """Write key and value [s, b, n_kv, d] into ``slots`` int64 [s, b]; what stood there is forgotten.
+    def extend(
+        self, layer: nn.Module, key: Tensor, value: Tensor, slots: Tensor, length: int
+    ) -> tuple[Tensor, Tensor]:
+        """Write key and value [s, b, n_kv, d] into ``slots`` int64 [s, b]; what stood there is
+        forgotten.
 
-        Returns the first ``length`` slots of both, which is more than any of ``slots``. Slots never written are zero."""
+        Returns the first ``length`` slots of both, which is more than any of ``slots``. Slots never
+        written are zero."""
         kept = self._layers.get(layer)
         if kept is None or kept[0].shape[0] < length:
-            kept = self._layers[layer] = (_grown(kept and kept[0], key, length), _grown(kept and kept[1], value, length))
+            kept = self._layers[layer] = (
+                _grown(kept and kept[0], key, length),
+                _grown(kept and kept[1], value, length),
+            )
         rows = torch.arange(slots.shape[1], device=slots.device)
         for whole, new in zip(kept, (key, value), strict=True):
             whole[slots, rows] = new
@@ -28,7 +38,9 @@ class KVCache:
 
     def keep(self, rows: Tensor) -> None:
         """Forget all sequences of the batch but those at ``rows``, int64."""
-        self._layers = {layer: (key[:, rows], value[:, rows]) for layer, (key, value) in self._layers.items()}
+        self._layers = {
+            layer: (key[:, rows], value[:, rows]) for layer, (key, value) in self._layers.items()
+        }
 
 
 def _grown(kept: Tensor | None, new: Tensor, length: int) -> Tensor:

@@ -1,8 +1,10 @@
-"""Context parallelism: attention over a sequence that is spread over ranks in zig-zag order (``zigzag.py``).
+"""Context parallelism: attention over a sequence that is spread over ranks in zig-zag order
+(``zigzag.py``).
 
-Two algorithms share their kernels, their merge and their plan of pieces. ``all_gather``: keys and values of all ranks in one message
-(Dubey et al., 2024, section 3.3.2). ``ring``: they travel from rank to rank (Liu et al., 2023) and no rank ever holds them all.
-In both, messages travel under computation: forward starts with the pieces of the rank's own keys, and backward ends with one.
+Two algorithms share their kernels, their merge and their plan of pieces. ``all_gather``: keys and
+values of all ranks in one message (Dubey et al., 2024, section 3.3.2). ``ring``: they travel from
+rank to rank (Liu et al., 2023) and no rank ever holds them all. In both, messages travel under
+computation: forward starts with the pieces of the rank's own keys, and backward ends with one.
 """
 
 from __future__ import annotations
@@ -21,35 +23,57 @@ from megatron_llama.distributed.comm.p2p import exchange
 from megatron_llama.distributed.mesh import Axis
 from megatron_llama.nn.attention import attend, attend_backward, causal_attention, merge
 from megatron_llama.nn.ops import at_least_fp32
-from megatron_llama.nn.zigzag import Piece, chunk_home, chunk_length, gathered_pieces, own_pieces, ring_pieces, zigzag_chunks
+from megatron_llama.nn.zigzag import (
+    Piece,
+    chunk_home,
+    chunk_length,
+    gathered_pieces,
+    own_pieces,
+    ring_pieces,
+    zigzag_chunks,
+)
 
 Comm = Literal["all_gather", "ring"]
 
 
 def context_attention(
-    query: Tensor, key: Tensor, value: Tensor, *, cp: Axis, comm: Comm = "all_gather", document_ids: Tensor | None = None
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    cp: Axis,
+    comm: Comm = "all_gather",
+    document_ids: Tensor | None = None,
 ) -> Tensor:
-    """Causal attention. query [s / cp, b, n, d], key and value [s / cp, b, n_kv, d], in zig-zag order -> [s / cp, b, n * d].
+    """Causal attention. query [s / cp, b, n, d], key and value [s / cp, b, n_kv, d], in zig-zag
+    order -> [s / cp, b, n * d].
 
-    Rotary positions are already applied, with global positions. ``document_ids``: int [s, b] of the whole sequence in its order;
-    a token attends within its document only. Raises ConfigError if the ranks' chunks are not equal. Collective over ``cp``.
+    Rotary positions are already applied, with global positions. ``document_ids``: int [s, b] of the
+    whole sequence in its order; a token attends within its document only. Raises ConfigError if the
+    ranks' chunks are not equal. Collective over ``cp``.
     """
     if cp.size == 1:
-        return causal_attention(query, key, value, None if document_ids is None else causal_document_mask(document_ids))
+        return causal_attention(
+            query, key, value, None if document_ids is None else causal_document_mask(document_ids)
+        )
     chunk_length(query.shape[0] * cp.size, cp.size)
     return _ContextAttention.apply(query, key, value, cp, comm, document_ids)  # type: ignore[no-any-return]
 
 
 def local_sequence(whole: Tensor, cp: Axis) -> Tensor:
-    """This rank's tokens [s / cp, ...] of a sequence [s, ...]. Raises ConfigError if the chunks are not equal."""
+    """This rank's tokens [s / cp, ...] of a sequence [s, ...]. Raises ConfigError if the chunks are
+    not equal."""
     if cp.size == 1:
         return whole
     length = chunk_length(whole.shape[0], cp.size)
-    return torch.cat([whole.narrow(0, chunk * length, length) for chunk in zigzag_chunks(cp.rank, cp.size)])
+    return torch.cat(
+        [whole.narrow(0, chunk * length, length) for chunk in zigzag_chunks(cp.rank, cp.size)]
+    )
 
 
 def causal_document_mask(document_ids: Tensor) -> Tensor:
-    """bool [b, 1, s, s] of ids [s, b]: True where a token may attend, which is to its document's tokens up to itself."""
+    """bool [b, 1, s, s] of ids [s, b]: True where a token may attend, which is to its document's
+    tokens up to itself."""
     return _same_document(document_ids, document_ids).tril_()
 
 
@@ -59,7 +83,8 @@ def _same_document(queries: Tensor, keys: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class _Block:
-    """Keys and values that are here, [2, t, b, n_kv, d], which chunks of the sequence they are, and what to compute with them."""
+    """Keys and values that are here, [2, t, b, n_kv, d], which chunks of the sequence they are, and
+    what to compute with them."""
 
     key_value: Tensor
     chunks: Sequence[int]
@@ -84,10 +109,15 @@ class _Sequence:
         if self.document_ids is None:
             return None
         own = zigzag_chunks(self.cp.rank, self.cp.size)
-        return _same_document(self._ids(self.document_ids, own, piece.queries), self._ids(self.document_ids, block.chunks, piece.keys))
+        return _same_document(
+            self._ids(self.document_ids, own, piece.queries),
+            self._ids(self.document_ids, block.chunks, piece.keys),
+        )
 
     def _ids(self, whole: Tensor, chunks: Sequence[int], part: tuple[int, int]) -> Tensor:
-        return torch.cat([whole.narrow(0, chunk * self.chunk, self.chunk) for chunk in chunks[part[0] : part[1]]])
+        return torch.cat(
+            [whole.narrow(0, chunk * self.chunk, self.chunk) for chunk in chunks[part[0] : part[1]]]
+        )
 
 
 def _heads_first(tensor: Tensor) -> Tensor:
@@ -96,8 +126,10 @@ def _heads_first(tensor: Tensor) -> Tensor:
 
 
 def _blocks(key_value: Tensor, cp: Axis, comm: Comm) -> Iterator[_Block]:
-    """The rank's own block, then the others' as they arrive. What comes next is on its way while the caller computes."""
-    rank, size = cp.rank, cp.size
+    """The rank's own block, then the others' as they arrive. What comes next is on its way while
+    the caller computes."""
+    rank = cp.rank
+    size = cp.size
     if comm == "all_gather":
         full, pending = gathered(key_value, cp)
         yield _Block(key_value, zigzag_chunks(rank, size), own_pieces())
@@ -129,8 +161,15 @@ def _in_sequence_order(full: Tensor, size: int) -> Tensor:
 def _in_rank_order(full: Tensor, size: int) -> Tensor:
     """The inverse of ``_in_sequence_order``."""
     parts = full.view(2, 2 * size, full.shape[1] // (2 * size), *full.shape[2:])
-    order = [(which, chunk) for rank in range(size) for which in (0, 1) for chunk in zigzag_chunks(rank, size)]
-    return torch.stack([parts[which, chunk] for which, chunk in order]).view(2 * size, -1, *full.shape[2:])
+    order = [
+        (which, chunk)
+        for rank in range(size)
+        for which in (0, 1)
+        for chunk in zigzag_chunks(rank, size)
+    ]
+    return torch.stack([parts[which, chunk] for which, chunk in order]).view(
+        2 * size, -1, *full.shape[2:]
+    )
 
 
 class _Homecoming(Protocol):
@@ -156,7 +195,8 @@ class _Scatter:
 
 
 class _Ring:
-    """A block's gradient follows the block from rank to rank, one step behind it; everyone adds its part, the last sends it home."""
+    """A block's gradient follows the block from rank to rank, one step behind it; everyone adds its
+    part, the last sends it home."""
 
     def __init__(self, cp: Axis) -> None:
         self.cp = cp
@@ -166,7 +206,13 @@ class _Ring:
         if self.pending is not None:
             grad += self.arrived()
         self.mine = torch.empty_like(grad)
-        self.pending = exchange(grad, self.mine, self.cp, to=(self.cp.rank + 1) % self.cp.size, source=(self.cp.rank - 1) % self.cp.size)
+        self.pending = exchange(
+            grad,
+            self.mine,
+            self.cp,
+            to=(self.cp.rank + 1) % self.cp.size,
+            source=(self.cp.rank - 1) % self.cp.size,
+        )
 
     def arrived(self) -> Tensor:
         assert self.pending is not None
@@ -178,38 +224,60 @@ class _ContextAttention(Function):
     """Saves what the rank owns; keys and values of the others travel again in backward."""
 
     @staticmethod
-    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, cp: Axis, comm: Comm, document_ids: Tensor | None) -> Tensor:
-        sequence, key_value = _Sequence(cp, query.shape[0] // 2, document_ids), torch.stack((key, value))
-        wide, q = at_least_fp32(query.dtype), _heads_first(query)
-        out, lse = torch.zeros_like(query, dtype=wide), q.new_full(q.shape[:3], float("-inf"), dtype=wide)
+    def forward(
+        ctx: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        cp: Axis,
+        comm: Comm,
+        document_ids: Tensor | None,
+    ) -> Tensor:
+        sequence = _Sequence(cp, query.shape[0] // 2, document_ids)
+        key_value = torch.stack((key, value))
+        wide = at_least_fp32(query.dtype)
+        q = _heads_first(query)
+        out = torch.zeros_like(query, dtype=wide)
+        lse = q.new_full(q.shape[:3], float("-inf"), dtype=wide)
         for block in _blocks(key_value, cp, comm):
             k, v = (_heads_first(part) for part in block.key_value)
             for piece in block.pieces:
-                rows, columns = sequence.tokens(piece.queries), sequence.tokens(piece.keys)
+                rows = sequence.tokens(piece.queries)
+                columns = sequence.tokens(piece.keys)
                 mask = sequence.mask(piece, block)
-                part = attend(q[:, :, rows], k[:, :, columns], v[:, :, columns], causal=piece.causal, mask=mask)
+                part = attend(
+                    q[:, :, rows],
+                    k[:, :, columns],
+                    v[:, :, columns],
+                    causal=piece.causal,
+                    mask=mask,
+                )
                 merge(_heads_first(out)[:, :, rows], lse[:, :, rows], *part)
         out = out.to(query.dtype)
         ctx.save_for_backward(query, key_value, out, lse)
-        ctx.sequence, ctx.comm = sequence, comm
+        ctx.sequence = sequence
+        ctx.comm = comm
         return out.flatten(2)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         query, key_value, out, lse = ctx.saved_tensors
-        walk = _Backward(ctx.sequence, _heads_first(grad.contiguous().view_as(query)), query, out, lse)
-        cp, blocks = ctx.sequence.cp, _blocks(key_value, ctx.sequence.cp, ctx.comm)
-        home: _Homecoming = _Scatter(cp) if ctx.comm == "all_gather" else _Ring(cp)
+        walk = _Backward(
+            ctx.sequence, _heads_first(grad.contiguous().view_as(query)), query, out, lse
+        )
+        cp = ctx.sequence.cp
+        blocks = _blocks(key_value, ctx.sequence.cp, ctx.comm)
+        handle: _Homecoming = _Scatter(cp) if ctx.comm == "all_gather" else _Ring(cp)
         own = next(blocks)
         own_grad = walk.zeros(own)
         walk.add(own, own.pieces[:-1], own_grad)
         for block in blocks:
             block_grad = walk.zeros(block)
             walk.add(block, block.pieces, block_grad)
-            home.send(block_grad)
+            handle.send(block_grad)
         # One own piece is left for the time in which the last gradients travel.
         walk.add(own, own.pieces[-1:], own_grad)
-        own_grad += home.arrived()
+        own_grad += handle.arrived()
         key_grad, value_grad = own_grad.to(key_value.dtype)
         return walk.query_grad.to(query.dtype), key_grad, value_grad, None, None, None
 
@@ -217,9 +285,14 @@ class _ContextAttention(Function):
 class _Backward:
     """Sums, at least in fp32, of what the pieces give."""
 
-    def __init__(self, sequence: _Sequence, grad: Tensor, query: Tensor, out: Tensor, lse: Tensor) -> None:
+    def __init__(
+        self, sequence: _Sequence, grad: Tensor, query: Tensor, out: Tensor, lse: Tensor
+    ) -> None:
         self.sequence = sequence
-        self.grad, self.query, self.out, self.lse = grad, _heads_first(query), _heads_first(out), lse
+        self.grad = grad
+        self.query = _heads_first(query)
+        self.out = _heads_first(out)
+        self.lse = lse
         self.query_grad = torch.zeros_like(query, dtype=lse.dtype)
 
     def zeros(self, block: _Block) -> Tensor:
@@ -230,11 +303,19 @@ class _Backward:
         """Compute pieces, and add their gradients to the queries' and the block's."""
         k, v = (_heads_first(part) for part in block.key_value)
         for piece in pieces:
-            rows, columns = self.sequence.tokens(piece.queries), self.sequence.tokens(piece.keys)
+            rows = self.sequence.tokens(piece.queries)
+            columns = self.sequence.tokens(piece.keys)
             grad, q, out = (part[:, :, rows] for part in (self.grad, self.query, self.out))
             mask = self.sequence.mask(piece, block)
             dq, dk, dv = attend_backward(
-                grad, q, k[:, :, columns], v[:, :, columns], out, self.lse[:, :, rows], causal=piece.causal, mask=mask
+                grad,
+                q,
+                k[:, :, columns],
+                v[:, :, columns],
+                out,
+                self.lse[:, :, rows],
+                causal=piece.causal,
+                mask=mask,
             )
             _heads_first(self.query_grad)[:, :, rows].add_(dq)
             for total, part in zip(block_grad, (dk, dv), strict=True):

@@ -15,16 +15,18 @@ from megatron_llama.distributed.comm import autograd
 from megatron_llama.distributed.comm.function import Function
 from megatron_llama.distributed.mesh import Axis
 from megatron_llama.nn.linear import empty_weight
-from megatron_llama.nn.param_handle import Home, arrive
+from megatron_llama.nn.param_handle import ParamHandle, wait_unsharded
 
 
 class _Lookup(Function):
-    """Rows of ids held by this rank, zeros for the others; ``first`` is None where it holds all. Backward does not read the weight, and
-    runs only if it is trained: nothing else here has a gradient."""
+    """Rows of ids held by this rank, zeros for the others; ``first`` is None where it holds all.
+    Backward does not read the weight, and runs only if it is trained: nothing else here has a
+    gradient."""
 
     @staticmethod
     def forward(ctx: Any, ids: Tensor, weight: Tensor, first: int | None) -> Tensor:
-        ctx.weight_shape, ctx.home = weight.shape, arrive(weight).home
+        ctx.weight_shape = weight.shape
+        ctx.handle = wait_unsharded(weight).handle
         if first is None:
             ctx.save_for_backward(ids, None)
             return F.embedding(ids, weight)
@@ -39,52 +41,67 @@ class _Lookup(Function):
         local, outside = ctx.saved_tensors
         if outside is not None:
             grad = grad.masked_fill(outside.unsqueeze(-1), 0.0)
-        home: Home | None = ctx.home
-        if home is None:
+        handle: ParamHandle | None = ctx.handle
+        if handle is None:
             return None, _add_rows(grad.new_zeros(ctx.weight_shape), local, grad), None
-        if not home.defer(partial(_deliver, home, local, grad)):
-            _deliver(home, local, grad)
+        if not handle.postpone_wgrad(partial(_deliver, handle, local, grad)):
+            _deliver(handle, local, grad)
         return None, None, None
 
 
-def _deliver(home: Home, rows: Tensor, grad: Tensor) -> None:
-    view, beta = home.buffer()
+def _deliver(handle: ParamHandle, rows: Tensor, grad: Tensor) -> None:
+    view, beta = handle.buffer()
     if beta == 0.0:
         view.zero_()
     _add_rows(view, rows, grad)
-    home.done()
+    handle.done()
 
 
 def _add_rows(view: Tensor, rows: Tensor, grad: Tensor) -> Tensor:
-    """``view[rows] += grad`` in a fixed order on either device: index_add_ uses atomics on a GPU, and an accumulating
-    index_put_ uses them on a CPU with several threads. rows [s, b], grad [s, b, h]; returns the view."""
-    rows, values = rows.flatten(), grad.flatten(0, -2).to(view.dtype)
+    """``view[rows] += grad`` in a fixed order on either device: index_add_ uses atomics on a GPU,
+    and an accumulating index_put_ uses them on a CPU with several threads. rows [s, b], grad [s, b,
+    h]; returns the view."""
+    rows = rows.flatten()
+    values = grad.flatten(0, -2).to(view.dtype)
     if devices.is_host(view.device):
         return view.index_add_(0, rows, values)
     return view.index_put_((rows,), values, accumulate=True)
 
 
 def uniform_noise(scale: Tensor, seeds: Sequence[int], hidden: int, dtype: torch.dtype) -> Tensor:
-    """Of each place of a batch a vector that is uniform in [-scale, scale), [s, b, h]; a sample's follow from its seed alone.
+    """Of each place of a batch a vector that is uniform in [-scale, scale), [s, b, h]; a sample's
+    follow from its seed alone.
 
-    scale: float32 [s, b]; one seed a sample. The numbers of a GPU are others than those of a CPU."""
+    scale: float32 [s, b]; one seed a sample. The numbers of a GPU are others than those of a
+    CPU."""
     columns = []
     for seed in seeds:
         generator = torch.Generator(scale.device).manual_seed(seed)
-        columns.append(torch.rand(len(scale), hidden, generator=generator, device=scale.device).mul_(2.0).sub_(1.0))
+        columns.append(
+            torch.rand(len(scale), hidden, generator=generator, device=scale.device)
+            .mul_(2.0)
+            .sub_(1.0)
+        )
     return torch.stack(columns, dim=1).mul_(scale.unsqueeze(-1)).to(dtype)
 
 
 class VocabParallelEmbedding(nn.Module):
     """ids [s, b] int64 -> [s or s/tp, b, h]; rank r holds rows [r, r + 1) * padded_vocab / tp."""
 
-    def __init__(self, padded_vocab: int, hidden: int, *, tp: Axis, sequence_parallel: bool) -> None:
+    def __init__(
+        self, padded_vocab: int, hidden: int, *, tp: Axis, sequence_parallel: bool
+    ) -> None:
         super().__init__()
-        self.tp, self.sequence_parallel = tp, sequence_parallel
+        self.tp = tp
+        self.sequence_parallel = sequence_parallel
         self.weight = empty_weight(padded_vocab // tp.size, hidden)
 
     def forward(self, ids: Tensor) -> Tensor:
         """See the class."""
         first = None if self.tp.size == 1 else self.tp.rank * self.weight.shape[0]
         partial = _Lookup.apply(ids, self.weight, first)
-        return autograd.scatter_sequence(partial, self.tp) if self.sequence_parallel else autograd.reduce(partial, self.tp)
+        return (
+            autograd.scatter_sequence(partial, self.tp)
+            if self.sequence_parallel
+            else autograd.reduce(partial, self.tp)
+        )

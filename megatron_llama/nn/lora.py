@@ -1,7 +1,8 @@
 """Low-rank additions to linear layers (LoRA: Hu et al., 2021), tensor-parallel as their layers are.
 
-The half on the side of a layer that tp splits is split alike, the other half is the same on all tp ranks. A column-parallel layer
-communicates rank-wide activations, [..., rank], and nothing else; a row-parallel one adds to its partial sums, which are summed anyway.
+The half on the side of a layer that tp splits is split alike, the other half is the same on all tp
+ranks. A column-parallel layer communicates rank-wide activations, [..., rank], and nothing else; a
+row-parallel one adds to its partial sums, which are summed anyway.
 """
 
 from __future__ import annotations
@@ -40,19 +41,28 @@ class Adapter(nn.Module):
 
     def __init__(self, inputs: int, outputs: int, rank: int) -> None:
         super().__init__()
-        self.lora_A, self.lora_B = _Half(rank, inputs), _Half(outputs, rank)
+        self.lora_A = _Half(rank, inputs)
+        self.lora_B = _Half(outputs, rank)
 
 
 class _Adapters(nn.ModuleDict):
     """One adapter by name of its projection."""
 
-    def __init__(self, inputs: int, parts: Sequence[Part], *, rank: int, scaling: float, tp: Axis) -> None:
-        super().__init__({part.name: Adapter(inputs, part.rows, rank) for part in parts if part.adapted})
-        self.scaling, self.tp = scaling, tp
+    def __init__(
+        self, inputs: int, parts: Sequence[Part], *, rank: int, scaling: float, tp: Axis
+    ) -> None:
+        super().__init__(
+            {part.name: Adapter(inputs, part.rows, rank) for part in parts if part.adapted}
+        )
+        self.scaling = scaling
+        self.tp = tp
 
     def low(self, x: Tensor | Recomputable) -> Tensor:
         """scaling * A x of all adapters side by side: [..., adapters * rank]."""
-        return torch.cat([plain_linear(x, self._of(name).lora_A.weight, self.tp) for name in self], -1) * self.scaling
+        return (
+            torch.cat([plain_linear(x, self._of(name).lora_A.weight, self.tp) for name in self], -1)
+            * self.scaling
+        )
 
     def high(self, name: str, low: Tensor) -> Tensor:
         """B low of one adapter."""
@@ -63,19 +73,41 @@ class _Adapters(nn.ModuleDict):
 
 
 class ColumnAdapters(_Adapters):
-    """For a column-parallel layer: input [s or s/tp, ..., inputs] -> [s, ..., outputs / tp], zero where a part has no adapter."""
+    """For a column-parallel layer: input [s or s/tp, ..., inputs] -> [s, ..., outputs / tp], zero
+    where a part has no adapter."""
 
-    def __init__(self, inputs: int, parts: Sequence[Part], *, rank: int, scaling: float, tp: Axis, sequence_parallel: bool) -> None:
+    def __init__(
+        self,
+        inputs: int,
+        parts: Sequence[Part],
+        *,
+        rank: int,
+        scaling: float,
+        tp: Axis,
+        sequence_parallel: bool,
+    ) -> None:
         super().__init__(inputs, parts, rank=rank, scaling=scaling, tp=tp)
-        self.parts, self.sequence_parallel = tuple(parts), sequence_parallel
+        self.parts = tuple(parts)
+        self.sequence_parallel = sequence_parallel
 
     def forward(self, x: Tensor | Recomputable) -> Tensor:
         """See the class."""
         low = self.low(x)
-        low = autograd.gather_sequence(low, self.tp) if self.sequence_parallel else autograd.copy(low, self.tp)
+        low = (
+            autograd.gather_sequence(low, self.tp)
+            if self.sequence_parallel
+            else autograd.copy(low, self.tp)
+        )
         lows = dict(zip(self, low.chunk(len(self), -1), strict=True))
-        shape, none = low.shape[:-1], low.new_zeros(1)
-        return torch.cat([self.high(p.name, lows[p.name]) if p.adapted else none.expand(*shape, p.rows) for p in self.parts], -1)
+        shape = low.shape[:-1]
+        none = low.new_zeros(1)
+        return torch.cat(
+            [
+                self.high(p.name, lows[p.name]) if p.adapted else none.expand(*shape, p.rows)
+                for p in self.parts
+            ],
+            -1,
+        )
 
 
 class RowAdapter(_Adapters):

@@ -24,9 +24,11 @@ class _Marked(Function):
 
 
 def before_backward(x: Tensor, callback: Callable[[], None]) -> Tensor:
-    """``x``; when its gradient is there, and before anything is computed from it, backward calls ``callback``.
+    """``x``; when its gradient is there, and before anything is computed from it, backward calls
+    ``callback``.
 
-    Nothing is saved for backward. A tensor without a gradient is returned as it is, since no backward gets there."""
+    Nothing is saved for backward. A tensor without a gradient is returned as it is, since no
+    backward gets there."""
     if not has_gradient(x):
         return x
     if is_followed(x):

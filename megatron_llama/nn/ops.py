@@ -1,7 +1,9 @@
-"""What layers compute between their matrix products: functions of tensors alone, without autograd and without the homes of weights.
+"""What layers compute between their matrix products: functions of tensors alone, without autograd
+and without the homes of weights.
 
-``PLAIN`` is torch, operator by operator, and the meaning of each; a compiler (``compiled.py``) or kernels of an accelerator take the
-place of some. Whoever builds a model chooses once, and its layers hand the choice on.
+``PLAIN`` is torch, operator by operator, and the meaning of each; a compiler (``compiled.py``) or
+kernels of an accelerator take the place of some. Whoever builds a model chooses once, and its
+layers hand the choice on.
 """
 
 from __future__ import annotations
@@ -13,8 +15,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-HOST_CHUNK, DEVICE_CHUNK = 2**19, 2**26
-"""Scores whose cross entropy is computed at once: what a host's cache holds, and what a device's memory spares."""
+HOST_CHUNK = 2**19
+DEVICE_CHUNK = 2**26
+"""Scores whose cross entropy is computed at once: what a host's cache holds, and what a device's
+memory spares."""
 
 
 def at_least_fp32(dtype: torch.dtype) -> torch.dtype:
@@ -32,9 +36,11 @@ def rows(x: Tensor) -> Tensor:
     return x if x.dim() == 2 else x.flatten(0, -2)
 
 
-def add_norm(x: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
-    """The sum of x [..., h] and delta, this scaled to unit root mean square times weight [h], and the scale [..., 1], which is at
-    least fp32. Without delta the sum is x itself."""
+def add_norm(
+    x: Tensor, delta: Tensor | None, weight: Tensor, eps: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The sum of x [..., h] and delta, this scaled to unit root mean square times weight [h], and
+    the scale [..., 1], which is at least fp32. Without delta the sum is x itself."""
     total = x if delta is None else x + delta
     norm = torch.linalg.vector_norm(total, dim=-1, keepdim=True, dtype=at_least_fp32(x.dtype))
     scale = torch.addcmul(norm.new_full((1,), eps), norm, norm, value=1.0 / x.shape[-1]).rsqrt_()
@@ -42,14 +48,18 @@ def add_norm(x: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -> tup
 
 
 def scaled(x: Tensor, weight: Tensor, scale: Tensor) -> Tensor:
-    """The norm again, from its scale. The product of scale with a narrower x is as wide as the scale."""
+    """The norm again, from its scale. The product of scale with a narrower x is as wide as the
+    scale."""
     return _as(x * scale, x.dtype).mul_(weight)
 
 
-def norm_backward(grad: Tensor, stream: Tensor | None, x: Tensor, weight: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
-    """From the gradient of the norm of x, and that of x by other ways (``stream``), the gradient of x, in its dtype, and that of the
-    weight [h], as wide as the scale."""
-    wide, weight = _as(grad, scale.dtype), _as(weight, scale.dtype)
+def norm_backward(
+    grad: Tensor, stream: Tensor | None, x: Tensor, weight: Tensor, scale: Tensor
+) -> tuple[Tensor, Tensor]:
+    """From the gradient of the norm of x, and that of x by other ways (``stream``), the gradient of
+    x, in its dtype, and that of the weight [h], as wide as the scale."""
+    wide = _as(grad, scale.dtype)
+    weight = _as(weight, scale.dtype)
     normed = x * scale
     product = wide * normed
     # d/dx of x * rsqrt(mean(x^2) + eps): remove the component along x, then rescale.
@@ -61,7 +71,8 @@ def norm_backward(grad: Tensor, stream: Tensor | None, x: Tensor, weight: Tensor
 
 
 def rotate(heads: Tensor, cos: Tensor, sin: Tensor) -> None:
-    """Turn the two halves of every head [s, b, n, d] by cos and sin [s, 1 or b, 1, d / 2], in place, computed at least in fp32."""
+    """Turn the two halves of every head [s, b, n, d] by cos and sin [s, 1 or b, 1, d / 2], in
+    place, computed at least in fp32."""
     _turn(heads, cos, sin, 1.0)
 
 
@@ -78,7 +89,8 @@ def _turn(heads: Tensor, cos: Tensor, sin: Tensor, sign: float) -> None:
 
 
 def rotate_back(query: Tensor, key: Tensor, value: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """The gradient [s, b, n + 2 n_kv, d] of the projection whose queries and keys were turned: from theirs and the values'."""
+    """The gradient [s, b, n + 2 n_kv, d] of the projection whose queries and keys were turned: from
+    theirs and the values'."""
     grad = torch.cat((query, key, value), dim=2)
     _turn(grad.narrow(2, 0, query.shape[2] + key.shape[2]), cos, sin, -1.0)
     return grad
@@ -100,10 +112,13 @@ def swiglu_backward(grad: Tensor, gate_up: Tensor) -> Tensor:
     return result
 
 
-def exponentials(scores: Tensor, labels: Tensor, valid: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Of rows [t, v]: exp(score - largest), at least fp32 and 0 from column ``valid`` on; the largest score, the sum, and the score of
-    column ``labels`` less the largest, [t] each. The rows are overwritten if they are wide enough."""
-    wide = _as(scores, at_least_fp32(scores.dtype))
+def softmax_stats(
+    logits: Tensor, labels: Tensor, valid: int
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Of rows [t, v]: exp(score - largest), at least fp32 and 0 from column ``valid`` on; the
+    largest score, the sum, and the score of column ``labels`` less the largest, [t] each. The rows
+    are overwritten if they are wide enough."""
+    wide = _as(logits, at_least_fp32(logits.dtype))
     if valid < wide.shape[1]:
         wide[:, valid:] = float("-inf")  # padding has no probability
     largest = wide.amax(-1, keepdim=True)
@@ -114,25 +129,35 @@ def exponentials(scores: Tensor, labels: Tensor, valid: int) -> tuple[Tensor, Te
     return wide, largest.squeeze(-1), sums, target.squeeze(-1)
 
 
-def cross_entropy(scores: Tensor, labels: Tensor, weights: Tensor, valid: int, z_weight: float) -> Tensor:
-    """Negative log-likelihood [t] of ``labels`` [t] by rows of scores [t, v], which become the gradient of the weighted sum of these.
+def cross_entropy(
+    logits: Tensor, labels: Tensor, weights: Tensor, valid: int, z_weight: float
+) -> Tensor:
+    """Negative log-likelihood [t] of ``labels`` [t] by rows of scores [t, v], which become the
+    gradient of the weighted sum of these.
 
-    ``weights`` [t], at least fp32; ``valid``: columns that are no padding; ``z_weight``: see ``nn/loss.py``."""
-    wide, largest, sums, target = exponentials(scores, labels, valid)
+    ``weights`` [t], at least fp32; ``valid``: columns that are no padding; ``z_weight``: see
+    ``nn/loss.py``."""
+    wide, largest, sums, target = softmax_stats(logits, labels, valid)
     logarithm = sums.log()
     pull = weights * (1.0 + 2 * z_weight * (logarithm + largest)) if z_weight else weights
-    wide.mul_((pull / sums).unsqueeze(-1)).scatter_add_(-1, labels.unsqueeze(-1), -weights.unsqueeze(-1))
-    if wide.dtype is not scores.dtype:
-        scores.copy_(wide)
+    wide.mul_((pull / sums).unsqueeze(-1)).scatter_add_(
+        -1, labels.unsqueeze(-1), -weights.unsqueeze(-1)
+    )
+    if wide.dtype is not logits.dtype:
+        logits.copy_(wide)
     return logarithm - target
 
 
 @dataclass(frozen=True)
-class Bodies:
+class Ops:
     """One implementation of each of the functions above, with their names and meanings."""
 
-    add_norm: Callable[[Tensor, Tensor | None, Tensor, float], tuple[Tensor, Tensor, Tensor]] = add_norm
-    norm_backward: Callable[[Tensor, Tensor | None, Tensor, Tensor, Tensor], tuple[Tensor, Tensor]] = norm_backward
+    add_norm: Callable[[Tensor, Tensor | None, Tensor, float], tuple[Tensor, Tensor, Tensor]] = (
+        add_norm
+    )
+    norm_backward: Callable[
+        [Tensor, Tensor | None, Tensor, Tensor, Tensor], tuple[Tensor, Tensor]
+    ] = norm_backward
     rotate: Callable[[Tensor, Tensor, Tensor], None] = rotate
     rotate_back: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor] = rotate_back
     swiglu: Callable[[Tensor], Tensor] = swiglu
@@ -142,4 +167,4 @@ class Bodies:
     """Scores at once on a host."""
 
 
-PLAIN = Bodies()
+PLAIN = Ops()

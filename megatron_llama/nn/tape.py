@@ -1,11 +1,16 @@
-"""Differentiation of layers that autograd sees as one function: a tape of their calls, played backward.
+"""Differentiation of layers that autograd sees as one function: a tape of their calls, played
+backward.
 
-A call of a function written in Python costs autograd 6 microseconds beside what it computes, forward and backward, and a tape less than
-4. A block has ten, and a stage many blocks, which shows where a model is small (docs/performance.md). The tape runs the functions'
-own ``forward`` and ``backward``, so whatever they save, wait for and deliver is the same, and so is every number.
+A call of a function written in Python costs autograd 6 microseconds beside what it computes,
+forward and backward, and a tape less than
+4. A block has ten, and a stage many blocks, which shows where a model is small
+   (docs/performance.md). The tape runs the functions'
+own ``forward`` and ``backward``, so whatever they save, wait for and deliver is the same, and so is
+every number.
 
-Calls of ``Function`` are recorded, nothing else. What other operators compute with followed tensors belongs into ``differentiated``;
-where it does not, the output of some function never gets its gradient, and backward says of which.
+Calls of ``Function`` are recorded, nothing else. What other operators compute with followed tensors
+belongs into ``differentiated``; where it does not, the output of some function never gets its
+gradient, and backward says of which.
 """
 
 from __future__ import annotations
@@ -42,8 +47,8 @@ class _Context:
 
 
 _Call = tuple[type[Function], _Context, list[int | Tensor | None], list[int | None], int]
-"""A function, what it keeps, of each argument its place or the weight that it is, of each output its place, and how many tensors it has
-saved. None: no gradient."""
+"""A function, what it keeps, of each argument its place or the weight that it is, of each output
+its place, and how many tensors it has saved. None: no gradient."""
 
 
 class Tape:
@@ -74,20 +79,30 @@ class Tape:
         """Call a function, and remember the call if it has gradients to compute."""
         inputs = [_place(arg) if isinstance(arg, Tensor) else None for arg in args]
         needs = [place is not None for place in inputs]
-        context, wanted = _Context(needs), True in needs
-        forward, name = function.forward, function.__name__
-        result = _named(name, forward, context, *args) if self._profiled else forward(context, *args)
+        context = _Context(needs)
+        wanted = True in needs
+        forward = function.forward
+        name = function.__name__
+        result = (
+            _named(name, forward, context, *args) if self._profiled else forward(context, *args)
+        )
         if isinstance(result, Tensor):
             places = [self._follow(result, wanted)]
         else:
             constant = [id(tensor) for tensor in context.constant]
-            places = [self._follow(out, wanted) if isinstance(out, Tensor) and id(out) not in constant else None for out in result]
+            places = [
+                self._follow(out, wanted)
+                if isinstance(out, Tensor) and id(out) not in constant
+                else None
+                for out in result
+            ]
         if wanted:
             self._calls.append((function, context, inputs, places, len(context.saved_tensors)))
         return result
 
     def end(self, tensor: Tensor) -> Iterator[Tensor | None]:
-        """The last tensor, which nobody follows any more. What the calls have saved goes to whoever keeps it until ``play``."""
+        """The last tensor, which nobody follows any more. What the calls have saved goes to whoever
+        keeps it until ``play``."""
         followed: tuple[Tape, int | None] | None = getattr(tensor, "followed", None)
         if followed is None:
             raise RuntimeError("the result comes from an operator that is on no tape")
@@ -98,10 +113,13 @@ class Tape:
             context.saved_tensors = context.constant = ()
 
     def play(self, grad: Tensor, saved: list[Tensor | None]) -> Tensor | None:
-        """Backward, from the gradient of the last tensor to that of the first, which is None where it is not wanted. Gradients of
-        weights without a home are added to their ``grad``. ``saved`` is emptied: what a call has saved may go when it has been used."""
+        """Backward, from the gradient of the last tensor to that of the first, which is None where
+        it is not wanted. Gradients of weights without a home are added to their ``grad``. ``saved``
+        is emptied: what a call has saved may go when it has been used."""
         grads = {self._last: grad}
-        while self._calls:  # what a function keeps goes with its call, also where a weight gradient that is put off keeps the tape
+        # what a function keeps goes with its call, also where a weight gradient that is put off
+        # keeps the tape
+        while self._calls:
             function, context, inputs, outputs, kept = self._calls.pop()
             first = len(saved) - kept
             context.saved_tensors = saved[first:]
@@ -111,11 +129,18 @@ class Tape:
             except KeyError:
                 problem = f"{function.__name__}: no gradient came back to an output: what has read it is on no tape"
                 raise RuntimeError(problem) from None
-            backward, name = function.backward, function.__name__
-            found = _named(f"{name}Backward", backward, context, *given) if self._profiled else backward(context, *given)
+            backward = function.backward
+            name = function.__name__
+            found = (
+                _named(f"{name}Backward", backward, context, *given)
+                if self._profiled
+                else backward(context, *given)
+            )
             context.saved_tensors = ()
             del given
-            for place, part in zip(inputs, found if isinstance(found, tuple) else (found,), strict=True):
+            for place, part in zip(
+                inputs, found if isinstance(found, tuple) else (found,), strict=True
+            ):
                 if part is None or place is None:
                     continue
                 if isinstance(place, Tensor):
@@ -126,7 +151,8 @@ class Tape:
 
 
 def _place(tensor: Tensor) -> int | Tensor | None:
-    """Of a tensor that is followed where its gradient is put, None where there is none; a weight that is trained itself."""
+    """Of a tensor that is followed where its gradient is put, None where there is none; a weight
+    that is trained itself."""
     followed: tuple[Tape, int | None] | None = getattr(tensor, "followed", None)
     if followed is not None:
         return followed[1]
@@ -140,12 +166,15 @@ def _named(name: str, call: Callable[..., Any], *args: Any) -> Any:
 
 
 class _Taped(Function):
-    """``anchor`` has no value and no gradient: it requires grad, so that backward comes here when the input does not."""
+    """``anchor`` has no value and no gradient: it requires grad, so that backward comes here when
+    the input does not."""
 
     clear_saved_tensors_on_access = True
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, anchor: Tensor | None, function: Callable[[Tensor], Tensor]) -> Tensor:
+    def forward(
+        ctx: Any, x: Tensor, anchor: Tensor | None, function: Callable[[Tensor], Tensor]
+    ) -> Tensor:
         ctx.tape = tape = Tape()
         output = function(tape.begin(x, wanted=ctx.needs_input_grad[0]))
         ctx.save_for_backward(*tape.end(output))
@@ -156,8 +185,11 @@ class _Taped(Function):
         return ctx.tape.play(grad, list(ctx.saved_tensors)), None, None
 
 
-def taped(function: Callable[[Tensor], Tensor], x: Tensor, *, weights: Iterable[Tensor] = ()) -> Tensor:
-    """``function(x)``, whose calls of ``Function`` are differentiated by a tape. ``weights``: those that it reads."""
+def taped(
+    function: Callable[[Tensor], Tensor], x: Tensor, *, weights: Iterable[Tensor] = ()
+) -> Tensor:
+    """``function(x)``, whose calls of ``Function`` are differentiated by a tape. ``weights``: those
+    that it reads."""
     if not torch.is_grad_enabled():
         return function(x)
     if x.requires_grad:
@@ -181,8 +213,8 @@ class _Root(Function):
 
 
 def backward(output: Tensor, grad: Tensor) -> None:
-    """``torch.autograd.backward(output, grad)``, but for torch's check of the gradient's shape, for which it loads sympy: half a second
-    of a program's start."""
+    """``torch.autograd.backward(output, grad)``, but for torch's check of the gradient's shape, for
+    which it loads sympy: half a second of a program's start."""
     with torch.enable_grad():  # there is none inside a backward pass
         root = _Root.apply(output, grad)
     torch.autograd.backward(root)
@@ -193,22 +225,29 @@ class _Differentiated(Function):
     def forward(ctx: Any, *args: Any) -> Tensor:
         *inputs, function, count = args
         with torch.enable_grad():
-            leaves = [x.detach().requires_grad_(wanted) for x, wanted in zip(inputs[:count], ctx.needs_input_grad, strict=False)]
+            leaves = [
+                x.detach().requires_grad_(wanted)
+                for x, wanted in zip(inputs[:count], ctx.needs_input_grad, strict=False)
+            ]
             output: Tensor = function(*leaves)
-        ctx.leaves, ctx.output = leaves, output
+        ctx.leaves = leaves
+        ctx.output = output
         return output.detach()
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        (leaves, output), rest = (ctx.leaves, ctx.output), len(ctx.needs_input_grad) - len(ctx.leaves)
+        (leaves, output) = (ctx.leaves, ctx.output)
+        rest = len(ctx.needs_input_grad) - len(ctx.leaves)
         del ctx.leaves, ctx.output
         backward(output, grad)
         return (*(leaf.grad for leaf in leaves), *[None] * rest)
 
 
-def differentiated(function: Callable[..., Tensor], *inputs: Tensor, weights: Iterable[Tensor] = ()) -> Tensor:
-    """``function(*inputs)``, differentiated by autograd also on a tape. ``weights``: those that it reads, to which their gradients get
-    by themselves."""
+def differentiated(
+    function: Callable[..., Tensor], *inputs: Tensor, weights: Iterable[Tensor] = ()
+) -> Tensor:
+    """``function(*inputs)``, differentiated by autograd also on a tape. ``weights``: those that it
+    reads, to which their gradients get by themselves."""
     if not is_followed(inputs[0]):
         return function(*inputs)
     return _Differentiated.apply(*inputs, *weights, function, len(inputs))  # type: ignore[no-any-return]

@@ -1,4 +1,5 @@
-"""The fastest published run of each source, model and GPU. Written by ``tools/fit_planner.py``; not edited by hand."""
+"""The fastest published run of each source, model and GPU. Written by ``tools/fit_planner.py``; not
+edited by hand."""
 
 from __future__ import annotations
 
@@ -176,4 +177,5 @@ yafsdp | llama2-70b | A100-80GB | a100 | 256 | 68714496000 | 4096 | tp1 pp1 cp1 
 yafsdp | llama2-7b | A100-80GB | a100 | 64 | 6607339520 | 8192 | tp1 pp1 cp1 dp64 mbs1 bf16-mixed | 3674
 yafsdp | llama3-8b | A100-80GB | a100 | 64 | 7504920576 | 4096 | tp1 pp1 cp1 dp64 mbs1 bf16-mixed | 3012
 """
-"""source | model | GPU | its name here | GPUs | elements of matrices | sequence | layout | tokens per second and GPU"""
+"""source | model | GPU | its name here | GPUs | elements of matrices | sequence | layout | tokens
+per second and GPU"""

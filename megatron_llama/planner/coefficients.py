@@ -1,4 +1,5 @@
-"""What has to be learnt: how fast kernels and links are beside their data sheets. Few numbers, each with a physical meaning."""
+"""What has to be learnt: how fast kernels and links are beside their data sheets. Few numbers, each
+with a physical meaning."""
 
 from __future__ import annotations
 
@@ -7,8 +8,8 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Coefficients:
-    """Efficiencies are shares of a data sheet's rate. Defaults are what is expected before any run is looked at; ``fitted.py`` has what
-    published runs say, from ``tools/fit_planner.py``."""
+    """Efficiencies are shares of a data sheet's rate. Defaults are what is expected before any run
+    is looked at; ``fitted.py`` has what published runs say, from ``tools/fit_planner.py``."""
 
     matmul_v100: float = 0.62
     """Share of the dense peak that large products reach; bytes come on top (``matmul_bytes``)."""
@@ -25,7 +26,8 @@ class Coefficients:
     mxfp8: float = 0.7
     fp4: float = 0.4
     matmul_bytes: float = 1.0
-    """Times the bytes that a product has to read and write at least, at the memory's full rate, beside its arithmetic."""
+    """Times the bytes that a product has to read and write at least, at the memory's full rate,
+    beside its arithmetic."""
     attention_a100: float = 0.5
     """Share of the peak in flash attention, half of the square counted."""
     attention_h100: float = 0.5
@@ -40,7 +42,8 @@ class Coefficients:
     scores_plain: float = 9.0
     """The same with a kernel for every step."""
     misaligned: float = 16.0
-    """Time of attention's products whose head dimension is no multiple of 8: tensor cores cannot take them (312 against 19.5 TFLOP/s)."""
+    """Time of attention's products whose head dimension is no multiple of 8: tensor cores cannot
+    take them (312 against 19.5 TFLOP/s)."""
     memory: float = 1.0
     """Times the ideal bytes of norms, activation, rotary embedding and residual sums."""
     compiled: float = 0.7
@@ -54,7 +57,8 @@ class Coefficients:
     launch_old: float = 1e-3
     """The same in trainers of many small kernels."""
     pcie: float = 0.8
-    """Share of the bus's rate between device and host that large copies reach; no published run tells."""
+    """Share of the bus's rate between device and host that large copies reach; no published run
+    tells."""
     host: float = 0.6
     """Share of the host memory's rate that updates on the host reach."""
     pressure: float = 0.1
@@ -76,7 +80,8 @@ class Coefficients:
     data_exposed: float = 0.2
     """Share of data-parallel communication that stays visible under backward and forward passes."""
     parameters_exposed: float = 0.3
-    """Slowdown of kernels beside gathers and reductions of sharded parameters, in what both would need."""
+    """Slowdown of kernels beside gathers and reductions of sharded parameters, in what both would
+    need."""
     cp_exposed: float = 0.3
     """Visible share of keys and values that travel between context-parallel ranks."""
     pipeline_exposed: float = 1.0
@@ -102,5 +107,6 @@ class Coefficients:
         return float(getattr(self, f"family_{name}", self.family_other))
 
     def of_gpu(self, what: str, family: str) -> float:
-        """A coefficient that depends on the GPU: ``matmul`` or ``attention``. V100s run attention like A100s."""
+        """A coefficient that depends on the GPU: ``matmul`` or ``attention``. V100s run attention
+        like A100s."""
         return float(getattr(self, f"{what}_{family}", self.attention_a100))

@@ -1,4 +1,5 @@
-"""A recorded run beside its plan: which parts of a step take longer than planned, and by how much."""
+"""A recorded run beside its plan: which parts of a step take longer than planned, and by how
+much."""
 
 from __future__ import annotations
 
@@ -22,7 +23,8 @@ from megatron_llama.plans.timeline_file import GATHERS, OTHER, PIPELINE, REDUCTI
 
 HEAD = ("", "a step", "measured", "planned", "ratio", "more in a step")
 LANES_APART = (PIPELINE, GATHERS, REDUCTIONS)
-"""Waits within a pass that the plan of a pass does not count; where links are not known, nor those for tp and cp."""
+"""Waits within a pass that the plan of a pass does not count; where links are not known, nor those
+for tp and cp."""
 
 
 @dataclass(frozen=True)
@@ -46,19 +48,28 @@ class Row:
         """For a table with the columns of HEAD."""
         known = ("?", "", "")
         if self.planned is not None:
-            known = (ms(self.planned), f"{self.measured / self.planned:.2f}" if self.planned else "", ms(self.more))
+            known = (
+                ms(self.planned),
+                f"{self.measured / self.planned:.2f}" if self.planned else "",
+                ms(self.more),
+            )
         return self.what, f"{self.count:.3g}", ms(self.measured), *known
 
     def as_json(self) -> dict[str, Any]:
         """The same as numbers."""
-        times = {"measured_seconds": self.measured, "planned_seconds": self.planned, "more_seconds": self.more}
+        times = {
+            "measured_seconds": self.measured,
+            "planned_seconds": self.planned,
+            "more_seconds": self.more,
+        }
         return {"what": self.what, "count": self.count, **times}
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """Recorded steps and the plan of the same configuration. ``known``: the plan is one for the device that ran them; if not, kernels
-    are planned for another one and scaled by one factor, and what links take is not planned."""
+    """Recorded steps and the plan of the same configuration. ``known``: the plan is one for the
+    device that ran them; if not, kernels are planned for another one and scaled by one factor, and
+    what links take is not planned."""
 
     steps: Steps
     planned: Planned
@@ -69,8 +80,11 @@ class Comparison:
         """What kernels take here, beside the plan; 1 for a device that is planned for."""
         if self.known:
             return 1.0
-        measured, planned = self.steps.passes(self.apart), self._passes
-        return sum(seconds * count for seconds, count in measured.values()) / sum(planned[key] * measured[key][1] for key in measured)
+        measured = self.steps.passes(self.apart)
+        planned = self._passes
+        return sum(seconds * count for seconds, count in measured.values()) / sum(
+            planned[key] * measured[key][1] for key in measured
+        )
 
     @property
     def apart(self) -> tuple[str, ...]:
@@ -86,16 +100,23 @@ class Comparison:
     def _passes(self) -> Mapping[tuple[Op, int], float]:
         """Before scaling."""
         stages = range(len(self.planned.stage_times))
-        return {(op, stage): self._bare(stage, 1.0).of(op) for stage in stages for op in self.planned.short.schedule.passes}
+        return {
+            (op, stage): self._bare(stage, 1.0).of(op)
+            for stage in stages
+            for op in self.planned.short.schedule.passes
+        }
 
     def _bare(self, stage: int, scale: float | None = None) -> StageTimes:
         factor = self.scale if scale is None else scale
-        times = replace(self.planned.stage_times[stage], gather_forward=0.0, gather_backward=0.0, reduce=0.0)
+        times = replace(
+            self.planned.stage_times[stage], gather_forward=0.0, gather_backward=0.0, reduce=0.0
+        )
         forward = backward = 0.0
         if not self.known:
             ends = 0.5 * self._axes.tp.reduce(self.planned.job.stream) * (stage == 0)
             shown = [self.shown(stage, part) for part in ("tensor", "context")]
-            forward, backward = ends + sum(first for first, _ in shown), sum(second for _, second in shown)
+            forward = ends + sum(first for first, _ in shown)
+            backward = sum(second for _, second in shown)
         return replace(
             times,
             forward=factor * max(0.0, times.forward - forward),
@@ -108,17 +129,23 @@ class Comparison:
         return axes_of(self.planned.job, self.planned.fit)
 
     def shown(self, stage: int, part: str) -> tuple[float, float]:
-        """Planned seconds of communication over tp (``tensor``) or cp (``context``) in one forward and one backward pass of a stage."""
-        job, fit = self.planned.job, self.planned.fit
-        block, layers = block_of(job, self._axes, Kernels(job, fit), fit), len(self.planned.short.partition.layers[stage])
+        """Planned seconds of communication over tp (``tensor``) or cp (``context``) in one forward
+        and one backward pass of a stage."""
+        job = self.planned.job
+        fit = self.planned.fit
+        block = block_of(job, self._axes, Kernels(job, fit), fit)
+        layers = len(self.planned.short.partition.layers[stage])
         return layers * _share(block.forward, part), layers * _share(block.backward, part)
 
     @cached_property
     def schedule(self) -> Schedule:
         """With all microbatches."""
-        parallel, job = self.planned.config.parallel, self.planned.job
+        parallel = self.planned.config.parallel
+        job = self.planned.job
         virtual = parallel.virtual_pipeline_model_parallel_size
-        return schedule_named(parallel.pipeline_schedule, ranks=job.pp, microbatches=job.microbatches, virtual=virtual)
+        return schedule_named(
+            parallel.pipeline_schedule, ranks=job.pp, microbatches=job.microbatches, virtual=virtual
+        )
 
     @cached_property
     def hop(self) -> float:
@@ -134,53 +161,94 @@ class Comparison:
 
     @cached_property
     def rows(self) -> tuple[Row, ...]:
-        """Every part, those first that cost most beyond the plan; at the end what nobody planned."""
+        """Every part, those first that cost most beyond the plan; at the end what nobody
+        planned."""
         rows = [*self._pass_rows(), *self._wait_rows(), *self._other_rows()]
         return tuple(sorted(rows, key=lambda row: (row.planned is None, -row.more)))
 
     @cached_property
     def messages(self) -> tuple[Row, ...]:
-        """Collectives from the moment at which a rank issues one, hidden by passes or not: with the wait for the last of the ranks."""
+        """Collectives from the moment at which a rank issues one, hidden by passes or not: with the
+        wait for the last of the ranks."""
         found: dict[tuple[str, str], list[Span]] = defaultdict(list)
         for span in self.steps.spans:
-            if span.lane in (GATHERS, REDUCTIONS, "tp", "cp") and self._link(str(span.details["axis"])).size > 1:
+            if (
+                span.lane in (GATHERS, REDUCTIONS, "tp", "cp")
+                and self._link(str(span.details["axis"])).size > 1
+            ):
                 found[str(span.details["axis"]), str(span.details["operation"])].append(span)
-        each, rows = self.steps.recorded.ranks * len(self.steps.numbers), []
+        each = self.steps.recorded.ranks * len(self.steps.numbers)
+        rows = []
         for (axis, operation), spans in found.items():
-            size, link = fmean(int(span.details["bytes"]) for span in spans), self._link(axis)
-            seconds = {"all_reduce": link.reduce, "send": link.send, "receive": link.send}.get(operation, link.gather)(size)
+            size = fmean(int(span.details["bytes"]) for span in spans)
+            link = self._link(axis)
+            seconds = {"all_reduce": link.reduce, "send": link.send, "receive": link.send}.get(
+                operation, link.gather
+            )(size)
             what = f"{operation} on {axis}, {gib(int(size))}"
-            rows.append(Row(what, len(spans) / each, fmean(span.seconds for span in spans), seconds if self.known else None))
+            rows.append(
+                Row(
+                    what,
+                    len(spans) / each,
+                    fmean(span.seconds for span in spans),
+                    seconds if self.known else None,
+                )
+            )
         return tuple(sorted(rows, key=lambda row: -row.count * row.measured))
 
     def _link(self, axis: str) -> Axis:
         if axis in ("tp", "kv", "cp"):
             return self._axes.tp if axis in ("tp", "kv") else self._axes.cp
-        return self._axes.replicas if axis == "dp_replica" or self._axes.shards.size == 1 else self._axes.shards
+        return (
+            self._axes.replicas
+            if axis == "dp_replica" or self._axes.shards.size == 1
+            else self._axes.shards
+        )
 
     def _pass_rows(self) -> Iterator[Row]:
         for (op, stage), (seconds, count) in self.steps.passes(self.apart).items():
-            yield Row(f"{op.value.replace('_', ' ')}, stage {stage}", count, seconds, self.times[stage].of(op))
+            yield Row(
+                f"{op.value.replace('_', ' ')}, stage {stage}",
+                count,
+                seconds,
+                self.times[stage].of(op),
+            )
 
     def _wait_rows(self) -> Iterator[Row]:
-        job, steps = self.planned.job, self.steps
+        job = self.planned.job
+        steps = self.steps
         idle = fmean(self.timeline.makespan - self.timeline.busy(rank) for rank in range(job.pp))
         if steps.recorded.ranks > 1:
-            yield Row("waiting for stages, the norm and the loss", 1, steps.waits(PIPELINE, OTHER), idle)
+            yield Row(
+                "waiting for stages, the norm and the loss", 1, steps.waits(PIPELINE, OTHER), idle
+            )
         if job.dp * job.cp > 1:
             planned = self.planned.timed.data if self.known else None
-            yield Row("waiting for parameters and gradients", 1, steps.waits(GATHERS, REDUCTIONS), planned)
+            yield Row(
+                "waiting for parameters and gradients", 1, steps.waits(GATHERS, REDUCTIONS), planned
+            )
         for axis, part, size in (("tp", "tensor", job.tp), ("cp", "context", job.cp)):
             if size > 1:
                 stages = range(len(self.planned.stage_times))
-                planned = job.microbatches * sum(sum(self.shown(stage, part)) for stage in stages) / job.pp if self.known else None
+                planned = (
+                    job.microbatches
+                    * sum(sum(self.shown(stage, part)) for stage in stages)
+                    / job.pp
+                    if self.known
+                    else None
+                )
                 within = " (within passes)" if self.known else ""
                 yield Row(f"waiting for {axis}{within}", 1, steps.waits(axis), planned)
 
     def _other_rows(self) -> Iterator[Row]:
         step = self.planned.timed
         yield Row("updates", 1, self.steps.updates, self.scale * step.update)
-        yield Row("the rest: samples, starting kernels, logging", 1, self.steps.rest, step.other if self.known else None)
+        yield Row(
+            "the rest: samples, starting kernels, logging",
+            1,
+            self.steps.rest,
+            step.other if self.known else None,
+        )
 
     def as_json(self) -> dict[str, Any]:
         """Everything that ``lines`` say."""
@@ -197,13 +265,19 @@ class Comparison:
 
     def lines(self, name: str) -> Iterator[str]:
         """What a terminal shows. ``name``: of the file."""
-        recorded, numbers = self.steps.recorded, self.steps.numbers
-        which = f"iterations {numbers[0]} to {numbers[-1]}, clocks within {ms(recorded.clock_error)}"
+        recorded = self.steps.recorded
+        numbers = self.steps.numbers
+        which = (
+            f"iterations {numbers[0]} to {numbers[-1]}, clocks within {ms(recorded.clock_error)}"
+        )
         yield f"{name}: {recorded.ranks} ranks on {recorded.device}, {which}"
         yield f"{label(self.planned)}, {self.planned.job.microbatches} microbatches"
         yield from self.verdict()
         yield ""
-        for what, count, measured, planned, ratio, more in (HEAD, *(row.cells for row in self.rows)):
+        for what, count, measured, planned, ratio, more in (
+            HEAD,
+            *(row.cells for row in self.rows),
+        ):
             yield f"{what:<45} {count:>6} {measured:>12} {planned:>12} {ratio:>6} {more:>14}".rstrip()
         if self.messages:
             yield ""
@@ -213,7 +287,8 @@ class Comparison:
 
     def verdict(self) -> Iterator[str]:
         """The whole step."""
-        gpu, step = self.planned.machine.gpu.name, self.steps.seconds
+        gpu = self.planned.machine.gpu.name
+        step = self.steps.seconds
         if self.known:
             yield f"a step took {ms(step)}, planned for {gpu} are {ms(self.planned.seconds)}: ratio {step / self.planned.seconds:.2f}"
             return

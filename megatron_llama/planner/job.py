@@ -1,4 +1,5 @@
-"""The work of one optimizer step, in integers: who computes and sends what. Nothing here knows how fast anything is."""
+"""The work of one optimizer step, in integers: who computes and sends what. Nothing here knows how
+fast anything is."""
 
 from __future__ import annotations
 
@@ -13,7 +14,8 @@ from megatron_llama.plans.params import ParamSpec, Shapes
 Sharding = Literal["none", "optimizer", "gradients", "parameters"]
 """What data-parallel ranks hold a share of, whoever's trainer it is."""
 Attention = Literal["flash", "flash1", "triton", "fused", "plain"]
-"""Flash attention, its first version, scores written to memory with one kernel for the softmax, the same with several kernels."""
+"""Flash attention, its first version, scores written to memory with one kernel for the softmax, the
+same with several kernels."""
 
 
 @dataclass(frozen=True)
@@ -50,7 +52,7 @@ class Machine:
 
 
 @dataclass(frozen=True)
-class Habits:
+class TrainerTraits:
     """What a trainer does beside the layout: where two trainers with one layout differ."""
 
     family: str = "own"
@@ -123,7 +125,7 @@ class Job:
 
     model: ModelConfig
     machine: Machine
-    habits: Habits
+    traits: TrainerTraits
     seq: int
     micro_batch: int
     microbatches: int
@@ -136,7 +138,8 @@ class Job:
     recomputed: float = 0.0
     """Share of the forward pass of blocks that backward computes again."""
     recomputed_memory: float = 0.0
-    """Of what only moves memory in a block's forward pass, the share that backward computes again beside that."""
+    """Of what only moves memory in a block's forward pass, the share that backward computes again
+    beside that."""
     last_stage_lacks: int = 0
     """Blocks that the last stage has less than the others."""
     ends_counted: bool = False
@@ -167,7 +170,17 @@ class Job:
     @property
     def layout(self) -> tuple[object, ...]:
         """What a user chooses, and nothing of the model or the machine."""
-        return self.tp, self.pp, self.vpp, self.cp, self.dp, self.micro_batch, self.recomputed, self.sequence_parallel, self.sharding
+        return (
+            self.tp,
+            self.pp,
+            self.vpp,
+            self.cp,
+            self.dp,
+            self.micro_batch,
+            self.recomputed,
+            self.sequence_parallel,
+            self.sharding,
+        )
 
     @property
     def total_tokens(self) -> int:
@@ -182,15 +195,21 @@ class Job:
     @cached_property
     def matmuls(self) -> tuple[Matmul, ...]:
         """Forward products with the weights of one block, for one microbatch."""
-        return tuple(Matmul(self.tokens, self._rows(spec), spec.shape[1]) for spec in self.weights if len(spec.shape) > 1)
+        return tuple(
+            Matmul(self.tokens, self._rows(spec), spec.shape[1])
+            for spec in self.weights
+            if len(spec.shape) > 1
+        )
 
     @cached_property
     def additions(self) -> tuple[Matmul, ...]:
         """Forward products with the low-rank additions of one block."""
-        return tuple(Matmul(self.tokens, outputs, inputs) for outputs, inputs in self.trained.additions)
+        return tuple(
+            Matmul(self.tokens, outputs, inputs) for outputs, inputs in self.trained.additions
+        )
 
     def _rows(self, spec: ParamSpec) -> int:
-        ungated = not self.habits.gated and "gate_up" in spec.name
+        ungated = not self.traits.gated and "gate_up" in spec.name
         return spec.shape[0] // 2 if ungated else spec.shape[0]
 
     @cached_property
@@ -212,7 +231,7 @@ class Job:
     @property
     def logits(self) -> int:
         """Logits of a microbatch that a rank holds."""
-        return self.tokens * self.head.n * (self.tp if self.habits.whole_logits else 1)
+        return self.tokens * self.head.n * (self.tp if self.traits.whole_logits else 1)
 
     @property
     def ends(self) -> int:

@@ -1,4 +1,5 @@
-"""How long a collective takes on an axis of the process grid: latency and bandwidth, inside a node and between nodes."""
+"""How long a collective takes on an axis of the process grid: latency and bandwidth, inside a node
+and between nodes."""
 
 from __future__ import annotations
 
@@ -10,7 +11,8 @@ from megatron_llama.planner.job import Job, Machine
 
 @dataclass(frozen=True)
 class Axis:
-    """A group of ranks that communicate. ``rate``: bytes per second that leave a rank in a ring through the group."""
+    """A group of ranks that communicate. ``rate``: bytes per second that leave a rank in a ring
+    through the group."""
 
     size: int
     rate: float
@@ -20,10 +22,13 @@ class Axis:
     """Of going once around the ring."""
 
     def gather(self, size: float, messages: float = 1) -> float:
-        """Seconds of all-gathers or reduce-scatters of ``size`` bytes together, counted over all ranks."""
+        """Seconds of all-gathers or reduce-scatters of ``size`` bytes together, counted over all
+        ranks."""
         if self.size == 1:
             return 0.0
-        return (self.size - 1) / self.size * size / self.rate + messages * (self.latency + self.hops)
+        return (self.size - 1) / self.size * size / self.rate + messages * (
+            self.latency + self.hops
+        )
 
     def reduce(self, size: float, messages: float = 1) -> float:
         """Seconds of all-reduces of ``size`` bytes together."""
@@ -35,8 +40,9 @@ class Axis:
 
 
 def axis_of(machine: Machine, size: int, stride: int, fit: Coefficients) -> Axis:
-    """The axis whose neighbours are ``stride`` ranks apart. Ranks of a group that NVLink joins drive a network card each, so a ring that
-    leaves them has the rate of so many cards, until NVLink is slower."""
+    """The axis whose neighbours are ``stride`` ranks apart. Ranks of a group that NVLink joins
+    drive a network card each, so a ring that leaves them has the rate of so many cards, until
+    NVLink is slower."""
     inside = machine.gpu.nvlink * fit.nvlink
     if size * stride <= machine.domain:
         return Axis(size, inside, fit.latency, fit.hop_inside * size)
@@ -58,7 +64,8 @@ class Axes:
 
 def axes_of(job: Job, fit: Coefficients) -> Axes:
     """The axes of a job on its machine. Stages are as far apart as everything inside one."""
-    machine, data = job.machine, job.dp * job.cp
+    machine = job.machine
+    data = job.dp * job.cp
     shards = job.shards if job.sharding != "none" else 1
     return Axes(
         tp=axis_of(machine, job.tp, 1, fit),

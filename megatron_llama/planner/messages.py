@@ -1,7 +1,9 @@
-"""Every message of a step, in integers: what a rank issues over each axis, as its recorder counts it.
+"""Every message of a step, in integers: what a rank issues over each axis, as its recorder counts
+it.
 
-Tensor parallelism as in Shoeybi et al., 2019 (figure 4), sequence parallelism as in Korthikanti et al., 2022 (section 4.2.2); what travels
-over the data-parallel axes is ``traffic.py``'s. For models of which everything is trained.
+Tensor parallelism as in Shoeybi et al., 2019 (figure 4), sequence parallelism as in Korthikanti et
+al., 2022 (section 4.2.2); what travels over the data-parallel axes is ``traffic.py``'s. For models
+of which everything is trained.
 """
 
 from __future__ import annotations
@@ -20,7 +22,8 @@ Messages = dict[tuple[str, str], tuple[int, int]]
 
 
 def step_messages(config: Config, world_size: int, rank: int) -> Messages:
-    """Of a pipeline rank in one step of many equal ones. ``config`` is resolved, with every ``auto`` decided."""
+    """Of a pipeline rank in one step of many equal ones. ``config`` is resolved, with every
+    ``auto`` decided."""
     found = _Step(config, MemoryPlan(config, world_size), rank, world_size)
     found.count()
     return found.messages
@@ -30,19 +33,28 @@ class _Step:
     """The count of one rank."""
 
     def __init__(self, config: Config, plan: MemoryPlan, rank: int, world_size: int) -> None:
-        self.config, self.plan, self.rank, self.world_size = config, plan, rank, world_size
-        self.parallel, self.shape, self.partition = config.parallel, plan.shape, plan.partition
+        self.config = config
+        self.plan = plan
+        self.rank = rank
+        self.world_size = world_size
+        self.parallel = config.parallel
+        self.shape = plan.shape
+        self.partition = plan.partition
         self.stages = self.partition.stages_of(rank)
         self.blocks = sum(len(self.partition.layers[stage]) for stage in self.stages)
-        self.first, self.last = 0 in self.stages, self.partition.stages - 1 in self.stages
+        self.first = 0 in self.stages
+        self.last = self.partition.stages - 1 in self.stages
         self.copies = kv_copies(config.model, self.shape.tp)
         self.hidden = self.shape.tokens * config.model.hidden_size * self.shape.narrow
         """Bytes of the residual stream of all tokens that tp ranks share."""
         self.again = 0
         """Blocks that are computed once more in backward."""
         if self.parallel.recompute_granularity == "full":
-            self.again = sum(min(plan.chosen(), len(self.partition.layers[stage])) for stage in self.stages)
-        self.calls, self.bytes = Counter[tuple[str, str]](), Counter[tuple[str, str]]()
+            self.again = sum(
+                min(plan.chosen(), len(self.partition.layers[stage])) for stage in self.stages
+            )
+        self.calls = Counter[tuple[str, str]]()
+        self.bytes = Counter[tuple[str, str]]()
 
     @property
     def messages(self) -> Messages:
@@ -58,7 +70,11 @@ class _Step:
         """Everything in one step."""
         for _ in range(self.plan.schedule.microbatches):
             if self.shape.tp > 1:
-                (self.sequence_parallel if self.parallel.sequence_parallel else self.tensor_parallel)()
+                (
+                    self.sequence_parallel
+                    if self.parallel.sequence_parallel
+                    else self.tensor_parallel
+                )()
                 self.cross_entropy()
             if self.shape.cp > 1:
                 self.context_parallel()
@@ -67,36 +83,56 @@ class _Step:
         self.norm()
 
     def tensor_parallel(self) -> None:
-        """Two sums a block forward, two backward, one more where keys and values have a weight of their own; the embedding's forward, the
-        head's backward. A block that is computed again also gathers its input, of which each rank kept a part."""
+        """Two sums a block forward, two backward, one more where keys and values have a weight of
+        their own; the embedding's forward, the head's backward. A block that is computed again also
+        gathers its input, of which each rank kept a part."""
         calls = (4 + (self.copies > 1)) * self.blocks + 2 * self.again + self.first + self.last
         self.add("tp", "all_reduce", self.hidden, calls)
         if self.shape.tokens * self.config.model.hidden_size % self.shape.tp == 0:
             self.add("tp", "all_gather", self.hidden, self.again)
 
     def sequence_parallel(self) -> None:
-        """Forward a gather before and a scatter after each half block; backward their conjugates, and the input gathered again for the
-        weight gradient. The input of a head in chunks is there anyway."""
+        """Forward a gather before and a scatter after each half block; backward their conjugates,
+        and the input gathered again for the weight gradient. The input of a head in chunks is there
+        anyway."""
         extra = int(self.copies > 1)
         head = 1 if self.plan.in_chunks else 2
-        gathers = (6 + 2 * extra) * self.blocks + (2 + extra) * self.again + self.first + head * self.last
+        gathers = (
+            (6 + 2 * extra) * self.blocks + (2 + extra) * self.again + self.first + head * self.last
+        )
         self.add("tp", "all_gather", self.hidden, gathers)
-        self.add("tp", "reduce_scatter", self.hidden, (4 + extra) * self.blocks + 2 * self.again + self.first + self.last)
+        self.add(
+            "tp",
+            "reduce_scatter",
+            self.hidden,
+            (4 + extra) * self.blocks + 2 * self.again + self.first + self.last,
+        )
 
     def cross_entropy(self) -> None:
-        """Of every token the maximum, then the sum and the target's score; chunk by chunk, where the head is."""
+        """Of every token the maximum, then the sum and the target's score; chunk by chunk, where
+        the head is."""
         if not self.last:
             return
-        rows, columns = self.shape.tokens, padded_vocab_size(self.config.model, self.shape.tp) // self.shape.tp
+        rows = self.shape.tokens
+        columns = padded_vocab_size(self.config.model, self.shape.tp) // self.shape.tp
         chunks = ceil(rows / max(1, self.shape.head_chunk // columns)) if self.plan.in_chunks else 1
         self.calls["tp", "all_reduce"] += 2 * chunks
         self.bytes["tp", "all_reduce"] += 3 * rows * self.shape.wide
 
     def context_parallel(self) -> None:
-        """Keys and values travel forward and again backward, then their gradients, in fp32: in one message each, or around the ring."""
-        model, cp = self.config.model, self.shape.cp
-        elements = 2 * self.shape.tokens * (model.num_key_value_heads * self.copies // self.shape.tp) * model.head_dim
-        values, gradients, passes = elements * self.shape.narrow, elements * self.shape.wide, 2 * self.blocks + self.again
+        """Keys and values travel forward and again backward, then their gradients, in fp32: in one
+        message each, or around the ring."""
+        model = self.config.model
+        cp = self.shape.cp
+        elements = (
+            2
+            * self.shape.tokens
+            * (model.num_key_value_heads * self.copies // self.shape.tp)
+            * model.head_dim
+        )
+        values = elements * self.shape.narrow
+        gradients = elements * self.shape.wide
+        passes = 2 * self.blocks + self.again
         if self.parallel.cp_comm_type == "all_gather":
             self.add("cp", "all_gather", cp * values, passes)
             self.add("cp", "reduce_scatter", cp * gradients, self.blocks)
@@ -106,9 +142,10 @@ class _Step:
             self.add("cp", operation, gradients, self.blocks * (cp - 1))
 
     def pipeline(self) -> None:
-        """One activation and one gradient over every boundary between stages of different ranks; apart from the others where virtual stages
-        lead from a later rank to an earlier one."""
-        placement, size = self.partition.placement, self.shape.hidden
+        """One activation and one gradient over every boundary between stages of different ranks;
+        apart from the others where virtual stages lead from a later rank to an earlier one."""
+        placement = self.partition.placement
+        size = self.shape.hidden
         for stage in self.stages:
             if stage + 1 < self.partition.stages and placement[stage + 1] != self.rank:
                 suffix = "" if placement[stage + 1] > self.rank else "_return"
@@ -121,7 +158,8 @@ class _Step:
 
     def data_parallel(self) -> None:
         """Reductions and gathers of buckets; sums of shards over replicas."""
-        traffic, layout = self.plan.traffic(self.rank), self.plan.layouts[self.rank]
+        traffic = self.plan.traffic(self.rank)
+        layout = self.plan.layouts[self.rank]
         trained = sum(bucket.kind.trainable for bucket in layout.buckets)
         if traffic.shards > 1:
             axis = "dp" if traffic.replicas == 1 else "dp_shard"
@@ -135,7 +173,8 @@ class _Step:
             self.bytes[axis, "all_reduce"] += traffic.replica_bytes
 
     def norm(self) -> None:
-        """Loss, and norm with vetoes, over everyone; reduced shards of copies that saw a part; the count of tokens that are not masked."""
+        """Loss, and norm with vetoes, over everyone; reduced shards of copies that saw a part; the
+        count of tokens that are not masked."""
         if self.world_size > 1:
             self.add("world", "all_reduce", FP64)
             self.add("world", "all_reduce", 2 * FP64)

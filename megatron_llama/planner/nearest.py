@@ -37,11 +37,17 @@ def read_table(text: str) -> list[Citation]:
     ]
 
 
-def nearest(citations: Iterable[Citation], *, known: str, gpus: int, numel: int, seq: int, count: int = 3) -> list[Citation]:
+def nearest(
+    citations: Iterable[Citation], *, known: str, gpus: int, numel: int, seq: int, count: int = 3
+) -> list[Citation]:
     """The runs of nearest size, GPU, sequence and number of GPUs, in this order of importance."""
 
     def distance(run: Citation) -> float:
-        near = 2 * abs(math.log(run.numel / numel)) + 0.5 * abs(math.log(run.seq / seq)) + 0.25 * abs(math.log(run.gpus / gpus))
+        near = (
+            2 * abs(math.log(run.numel / numel))
+            + 0.5 * abs(math.log(run.seq / seq))
+            + 0.25 * abs(math.log(run.gpus / gpus))
+        )
         return near + (0 if run.known == known else 1 if run.known[:2] == known[:2] else 2)
 
     return sorted(citations, key=distance)[:count]

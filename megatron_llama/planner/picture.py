@@ -1,4 +1,5 @@
-"""Pages with pictures that need nothing but a browser: tables, bars and timelines as HTML and SVG in one file."""
+"""Pages with pictures that need nothing but a browser: tables, bars and timelines as HTML and SVG
+in one file."""
 
 from __future__ import annotations
 
@@ -8,7 +9,10 @@ from html import escape
 from math import floor, log10
 from types import MappingProxyType
 
-WIDTH, MARGIN, ROW, GAP = 1160, 170, 20, 4
+WIDTH = 1160
+MARGIN = 170
+ROW = 20
+GAP = 4
 """Pixels: of a drawing, of its labels, of a row, between rows."""
 LETTER = 6.2
 """Pixels of a letter of a bar's text."""
@@ -29,7 +33,18 @@ COLOURS: Mapping[str, str] = MappingProxyType(
     }
 )
 """Of bars by what they are."""
-PALETTE = ("#3168be", "#c9ced6", "#a0742c", "#7a8a2c", "#5b8f9e", "#8a63b8", "#6b6f76", "#c0504d", "#1c8c62", "#e08214")
+PALETTE = (
+    "#3168be",
+    "#c9ced6",
+    "#a0742c",
+    "#7a8a2c",
+    "#5b8f9e",
+    "#8a63b8",
+    "#6b6f76",
+    "#c0504d",
+    "#1c8c62",
+    "#e08214",
+)
 """Of parts of a whole, in order."""
 STYLE = (
     "body{font:14px/1.45 system-ui,sans-serif;color:#222831;margin:24px;max-width:1200px}"
@@ -83,36 +98,61 @@ def code(text: str) -> str:
     return f"<pre>{escape(text)}</pre>"
 
 
-def table(head: Sequence[str], rows: Iterable[Sequence[str]], *, words: Sequence[int] = (0,)) -> str:
+def table(
+    head: Sequence[str], rows: Iterable[Sequence[str]], *, words: Sequence[int] = (0,)
+) -> str:
     """A table. ``words``: columns of text, the others are numbers."""
 
     def row(cells: Sequence[str], tag: str) -> str:
-        opened = (f'<{tag} class="t">' if place in words else f"<{tag}>" for place in range(len(cells)))
+        opened = (
+            f'<{tag} class="t">' if place in words else f"<{tag}>" for place in range(len(cells))
+        )
         return f"<tr>{''.join(f'{start}{escape(cell)}</{tag}>' for start, cell in zip(opened, cells, strict=True))}</tr>"
 
-    return "\n".join(["<table>", row(head, "th"), *(row(cells, "td") for cells in rows), "</table>"])
+    return "\n".join(
+        ["<table>", row(head, "th"), *(row(cells, "td") for cells in rows), "</table>"]
+    )
 
 
 def key(names: Iterable[tuple[str, str]]) -> str:
     """What colours mean: (words, colour)."""
-    return "<p>" + "".join(f'<span class="k"><i style="background:{colour}"></i>{escape(words)}</span>' for words, colour in names) + "</p>"
+    return (
+        "<p>"
+        + "".join(
+            f'<span class="k"><i style="background:{colour}"></i>{escape(words)}</span>'
+            for words, colour in names
+        )
+        + "</p>"
+    )
 
 
-def drawing(lanes: Sequence[Lane], whole: float, unit: str, *, marks: Iterable[tuple[float, str]] = ()) -> str:
-    """Lanes over one axis from 0 to ``whole``, of which ``unit`` is the name. ``marks``: places that a line shows, and their names."""
-    step, scale = _step(whole), (WIDTH - MARGIN - 20) / whole if whole > 0 else 0.0
+def drawing(
+    lanes: Sequence[Lane], whole: float, unit: str, *, marks: Iterable[tuple[float, str]] = ()
+) -> str:
+    """Lanes over one axis from 0 to ``whole``, of which ``unit`` is the name. ``marks``: places
+    that a line shows, and their names."""
+    step = _step(whole)
+    scale = (WIDTH - MARGIN - 20) / whole if whole > 0 else 0.0
     bottom = len(lanes) * (ROW + GAP) + GAP
     lines = [f'<svg width="{WIDTH}" height="{bottom + 40}" role="img">']
     lines += _axis(step, whole, scale, bottom, unit)
     for place, lane in enumerate(lanes):
         top = GAP + place * (ROW + GAP)
-        lines.append(f'<text x="{MARGIN - 8}" y="{top + 14}" text-anchor="end">{escape(lane.label)}</text>')
-        lines.append(f'<rect x="{MARGIN}" y="{top}" width="{whole * scale:.1f}" height="{ROW}" fill="#f7f8fa"/>')
+        lines.append(
+            f'<text x="{MARGIN - 8}" y="{top + 14}" text-anchor="end">{escape(lane.label)}</text>'
+        )
+        lines.append(
+            f'<rect x="{MARGIN}" y="{top}" width="{whole * scale:.1f}" height="{ROW}" fill="#f7f8fa"/>'
+        )
         lines += [line for bar in _visible(lane.bars, scale) for line in _bar(bar, top, scale)]
     for value, name in marks:
         x = MARGIN + value * scale
-        lines.append(f'<line x1="{x:.1f}" y1="0" x2="{x:.1f}" y2="{bottom}" stroke="#c0504d" stroke-dasharray="4 3"/>')
-        lines.append(f'<text x="{x - 4:.1f}" y="{bottom + 30}" text-anchor="end" fill="#c0504d">{escape(name)}</text>')
+        lines.append(
+            f'<line x1="{x:.1f}" y1="0" x2="{x:.1f}" y2="{bottom}" stroke="#c0504d" stroke-dasharray="4 3"/>'
+        )
+        lines.append(
+            f'<text x="{x - 4:.1f}" y="{bottom + 30}" text-anchor="end" fill="#c0504d">{escape(name)}</text>'
+        )
     return "\n".join([*lines, "</svg>"])
 
 
@@ -134,7 +174,8 @@ def _step(whole: float) -> float:
 
 
 def _visible(bars: Sequence[Bar], scale: float) -> Iterator[Bar]:
-    """Without bars of which another one of that colour has the pixel already: thousands of small messages are a file that nobody opens."""
+    """Without bars of which another one of that colour has the pixel already: thousands of small
+    messages are a file that nobody opens."""
     last: tuple[int, str] | None = None
     for bar in bars:
         place = int(bar.begin * scale), bar.colour
@@ -144,7 +185,8 @@ def _visible(bars: Sequence[Bar], scale: float) -> Iterator[Bar]:
 
 
 def _bar(bar: Bar, top: int, scale: float) -> Iterator[str]:
-    x, width = MARGIN + bar.begin * scale, (bar.end - bar.begin) * scale
+    x = MARGIN + bar.begin * scale
+    width = (bar.end - bar.begin) * scale
     tip = f"<title>{escape(bar.tip)}</title>" if bar.tip else ""
     yield f'<rect class="b" x="{x:.1f}" y="{top}" width="{max(width, 0.3):.1f}" height="{ROW}" fill="{bar.colour}">{tip}</rect>'
     if bar.text and width > LETTER * len(bar.text) + 2:

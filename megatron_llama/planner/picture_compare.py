@@ -1,4 +1,5 @@
-"""The page of ``plan compare --html``: one recorded step and its plan over one axis, and the table of differences."""
+"""The page of ``plan compare --html``: one recorded step and its plan over one axis, and the table
+of differences."""
 
 from __future__ import annotations
 
@@ -6,7 +7,17 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from megatron_llama.planner.compare import HEAD, Comparison
-from megatron_llama.planner.picture import COLOURS, Bar, Lane, drawing, heading, key, page, paragraph, table
+from megatron_llama.planner.picture import (
+    COLOURS,
+    Bar,
+    Lane,
+    drawing,
+    heading,
+    key,
+    page,
+    paragraph,
+    table,
+)
 from megatron_llama.planner.picture_plan import Streams, milli
 from megatron_llama.planner.report import label
 from megatron_llama.plans.timeline_file import COMPUTE, ITERATIONS, LANES, UPDATES, WAITS, Span
@@ -31,7 +42,12 @@ def _parts(found: Comparison) -> Iterator[str]:
         "A message ends when somebody has waited for it."
     )
     colours = [(op.value.replace("_", " "), COLOURS[op.value]) for op in found.schedule.passes]
-    yield key([*colours, *((lane, COLOURS["wait" if lane == WAITS else lane]) for lane in (WAITS, *BESIDE))])
+    yield key(
+        [
+            *colours,
+            *((lane, COLOURS["wait" if lane == WAITS else lane]) for lane in (WAITS, *BESIDE)),
+        ]
+    )
     measured, end = _measured(found)
     planned, planned_end = _planned(found)
     lanes = [lane for pair in zip(measured, planned, strict=True) for rank in pair for lane in rank]
@@ -41,37 +57,71 @@ def _parts(found: Comparison) -> Iterator[str]:
     yield table(HEAD, (row.cells for row in found.rows))
     if found.messages:
         yield heading("Messages")
-        yield paragraph("From being issued to being there: hidden by passes or not, with waiting for the last rank.")
+        yield paragraph(
+            "From being issued to being there: hidden by passes or not, with waiting for the last rank."
+        )
         yield table(HEAD[:-1], (row.cells[:-1] for row in found.messages))
 
 
 def _measured(found: Comparison) -> tuple[list[list[Lane]], float]:
-    """Of each pipeline rank the lanes of its first rank in one step, in milliseconds, and where that ends."""
-    steps, pp = found.steps, found.planned.job.pp
+    """Of each pipeline rank the lanes of its first rank in one step, in milliseconds, and where
+    that ends."""
+    steps = found.steps
+    pp = found.planned.job.pp
     apart = steps.recorded.ranks // pp
-    spans = [span for span in steps.spans if span.details["iteration"] == steps.typical and span.rank % apart == 0]
-    zero, end = (edge(span.begin if edge is min else span.end for span in spans if span.lane == ITERATIONS) for edge in (min, max))
-    return [_rank(rank, [span for span in spans if span.rank == rank * apart], zero) for rank in range(pp)], (end - zero) * 1e3
+    spans = [
+        span
+        for span in steps.spans
+        if span.details["iteration"] == steps.typical and span.rank % apart == 0
+    ]
+    zero, end = (
+        edge(span.begin if edge is min else span.end for span in spans if span.lane == ITERATIONS)
+        for edge in (min, max)
+    )
+    return [
+        _rank(rank, [span for span in spans if span.rank == rank * apart], zero)
+        for rank in range(pp)
+    ], (end - zero) * 1e3
 
 
 def _rank(rank: int, spans: Sequence[Span], zero: float) -> list[Lane]:
     shown = [_bar(span, zero) for lane in (COMPUTE, WAITS) for span in spans if span.lane == lane]
     beside = [(lane, [_bar(span, zero) for span in spans if span.lane == lane]) for lane in BESIDE]
-    return [Lane(f"pp rank {rank}, measured", shown), *(Lane(lane, bars) for lane, bars in beside if bars)]
+    return [
+        Lane(f"pp rank {rank}, measured", shown),
+        *(Lane(lane, bars) for lane, bars in beside if bars),
+    ]
 
 
 def _bar(span: Span, zero: float) -> Bar:
-    colour = "wait" if span.lane == WAITS else str(span.details.get("op", "")) if span.lane == COMPUTE else span.lane
-    words = f"{span.name}: {milli(span.seconds)}" + (f", {span.details['bytes']} bytes" if "bytes" in span.details else "")
+    colour = (
+        "wait"
+        if span.lane == WAITS
+        else str(span.details.get("op", ""))
+        if span.lane == COMPUTE
+        else span.lane
+    )
+    words = f"{span.name}: {milli(span.seconds)}" + (
+        f", {span.details['bytes']} bytes" if "bytes" in span.details else ""
+    )
     text = str(span.details["microbatch"]) if colour in COLOURS and span.lane == COMPUTE else ""
-    return Bar((span.begin - zero) * 1e3, (span.end - zero) * 1e3, COLOURS.get(colour, COLOURS["other"]), text, words)
+    return Bar(
+        (span.begin - zero) * 1e3,
+        (span.end - zero) * 1e3,
+        COLOURS.get(colour, COLOURS["other"]),
+        text,
+        words,
+    )
 
 
 def _planned(found: Comparison) -> tuple[list[list[Lane]], float]:
     """The same as planned."""
     behind = [(UPDATES, "norm and update", found.scale * found.planned.timed.update)]
     lanes, end = Streams(found.schedule, found.times, found.hop, behind).lanes()
-    return [[replace(lane, label=_planned_name(lane.label), bars=_in_ms(lane.bars)) for lane in rank] for rank in lanes], end * 1e3
+    return [
+        [replace(lane, label=_planned_name(lane.label), bars=_in_ms(lane.bars)) for lane in rank]
+        for rank in lanes
+    ], end * 1e3
 
 
 def _planned_name(name: str) -> str:

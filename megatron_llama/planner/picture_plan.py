@@ -1,4 +1,5 @@
-"""The page of ``plan --html``: the table, the pipeline of the fastest layout as the simulator runs it, where its time and memory go."""
+"""The page of ``plan --html``: the table, the pipeline of the fastest layout as the simulator runs
+it, where its time and memory go."""
 
 from __future__ import annotations
 
@@ -10,7 +11,19 @@ from megatron_llama.planner.candidate import Planned
 from megatron_llama.planner.fitted import HIGH, LOW
 from megatron_llama.planner.links import axes_of
 from megatron_llama.planner.oom_probability import USABLE
-from megatron_llama.planner.picture import COLOURS, PALETTE, Bar, Lane, code, drawing, heading, key, page, paragraph, table
+from megatron_llama.planner.picture import (
+    COLOURS,
+    PALETTE,
+    Bar,
+    Lane,
+    code,
+    drawing,
+    heading,
+    key,
+    page,
+    paragraph,
+    table,
+)
 from megatron_llama.planner.report import WORDS, command, label, losses, mfu
 from megatron_llama.planner.simulate import StageTimes, simulate
 from megatron_llama.plans.memory import gib
@@ -19,7 +32,21 @@ from megatron_llama.plans.schedule.actions import send_of
 from megatron_llama.plans.timeline_file import GATHERS, PIPELINE, REDUCTIONS, UPDATES
 
 GIB = 2**30
-HEAD = ("", "step s", "80 % between", "tokens/s/GPU", "MFU", "memory", "OOM", "bubble", "tp", "cp", "pp", "dp", "layout")
+HEAD = (
+    "",
+    "step s",
+    "80 % between",
+    "tokens/s/GPU",
+    "MFU",
+    "memory",
+    "OOM",
+    "bubble",
+    "tp",
+    "cp",
+    "pp",
+    "dp",
+    "layout",
+)
 
 
 @dataclass(frozen=True)
@@ -36,19 +63,29 @@ class Streams:
     def lanes(self) -> tuple[list[list[Lane]], float]:
         """For each pipeline rank its lanes, in seconds from 0, and the end of the step."""
         timeline = simulate(self.schedule, self.times, self.hop)
-        tail, clock = [], timeline.makespan
+        tail = []
+        clock = timeline.makespan
         for lane, words, seconds in self.behind:
-            tail.append((lane, Bar(clock, clock + seconds, COLOURS[lane], tip=f"{words}: {milli(seconds)}")))
+            tail.append(
+                (lane, Bar(clock, clock + seconds, COLOURS[lane], tip=f"{words}: {milli(seconds)}"))
+            )
             clock += seconds
         return [self._rank(rank, passes, tail) for rank, passes in enumerate(timeline.ranks)], clock
 
-    def _rank(self, rank: int, passes: Sequence[TimedPass], tail: Sequence[tuple[str, Bar]]) -> list[Lane]:
+    def _rank(
+        self, rank: int, passes: Sequence[TimedPass], tail: Sequence[tuple[str, Bar]]
+    ) -> list[Lane]:
         beside: dict[str, list[Bar]] = {PIPELINE: [], GATHERS: [], REDUCTIONS: []}
         for one in passes:
-            action, times = one.action, self.times[one.action.stage]
+            action = one.action
+            times = self.times[one.action.stage]
             if self.hop > 0 and send_of(action, self.schedule.placement) is not None:
                 beside[PIPELINE].append(_beside(PIPELINE, one.end, self.hop))
-            gather = times.gather_forward if action.op is Op.FORWARD else times.gather_backward * (action.op is not Op.BACKWARD_WEIGHT)
+            gather = (
+                times.gather_forward
+                if action.op is Op.FORWARD
+                else times.gather_backward * (action.op is not Op.BACKWARD_WEIGHT)
+            )
             if gather > 0:
                 beside[GATHERS].append(_beside(GATHERS, one.start, gather))
             if times.reduce > 0 and action.op in (Op.BACKWARD, Op.BACKWARD_WEIGHT):
@@ -67,7 +104,8 @@ def _beside(lane: str, begin: float, seconds: float) -> Bar:
 
 def pass_bar(one: TimedPass) -> Bar:
     """The box of a pass."""
-    op, action = one.action.op.value, one.action
+    op = one.action.op.value
+    action = one.action
     words = f"{op.replace('_', ' ')} {action.microbatch}, stage {action.stage}: {milli(one.end - one.start)}"
     return Bar(one.start, one.end, COLOURS[op], str(action.microbatch), words)
 
@@ -79,13 +117,19 @@ def milli(seconds: float) -> str:
 
 def streams_of(planned: Planned) -> Streams:
     """The first microbatches of a plan: as many as show the pattern."""
-    job, times, axes = planned.job, planned.stage_times, axes_of(planned.job, planned.fit)
+    job = planned.job
+    times = planned.stage_times
+    axes = axes_of(planned.job, planned.fit)
     bare = [replace(one, gather_forward=0.0, gather_backward=0.0, reduce=0.0) for one in times]
-    placement, longer = planned.short.partition.placement, [0.0] * job.pp
+    placement = planned.short.partition.placement
+    longer = [0.0] * job.pp
     for rank, one, other in zip(placement, times, bare, strict=True):
         longer[rank] += sum(one.of(op) - other.of(op) for op in planned.short.schedule.passes)
     once = max(0.0, planned.timed.data - job.microbatches * max(longer))
-    behind = [(REDUCTIONS, "exposed gradients and parameters", once), (UPDATES, "norm and update", planned.timed.update)]
+    behind = [
+        (REDUCTIONS, "exposed gradients and parameters", once),
+        (UPDATES, "norm and update", planned.timed.update),
+    ]
     hop = axes.pp.send(job.stream / (job.tp if job.sequence_parallel else 1)) if job.pp > 1 else 0.0
     return Streams(planned.short.schedule, times, hop, [one for one in behind if one[2] > 0])
 
@@ -99,15 +143,26 @@ def _parts(best: Sequence[Planned], near: Sequence[object]) -> Iterator[str]:
     first = best[0]
     yield table(HEAD, _rows(best), words=(12,))
     yield heading(f"The pipeline of {label(first)}")
-    shown, whole = first.short.schedule.microbatches, first.job.microbatches
-    few = f"The first {shown} of {whole} microbatches, then the end of the step. " if shown < whole else ""
-    yield paragraph(f"{few}Numbers are microbatches. Every pipeline rank computes; below it is what travels beside that.")
+    shown = first.short.schedule.microbatches
+    whole = first.job.microbatches
+    few = (
+        f"The first {shown} of {whole} microbatches, then the end of the step. "
+        if shown < whole
+        else ""
+    )
+    yield paragraph(
+        f"{few}Numbers are microbatches. Every pipeline rank computes; below it is what travels beside that."
+    )
     lanes, end = streams_of(first).lanes()
     yield pass_key(first.short.schedule)
     yield drawing([_in_ms(lane) for rank in lanes for lane in rank], end * 1e3, "ms")
     yield heading("Where the time goes")
     yield key(zip((words for _, words in WORDS), cycle(PALETTE), strict=False))
-    yield drawing([_time_lane(place, planned) for place, planned in enumerate(best, 1)], max(p.seconds for p in best), "s")
+    yield drawing(
+        [_time_lane(place, planned) for place, planned in enumerate(best, 1)],
+        max(p.seconds for p in best),
+        "s",
+    )
     yield heading(f"Memory of {label(first)}")
     yield key(zip(first.fullest, cycle(PALETTE), strict=False))
     yield memory_drawing(first)
@@ -123,7 +178,10 @@ def _parts(best: Sequence[Planned], near: Sequence[object]) -> Iterator[str]:
 def _rows(best: Sequence[Planned]) -> Iterator[tuple[str, ...]]:
     for place, planned in enumerate(best, 1):
         step = planned.timed
-        shares = (part / step.seconds for part in (step.bubble, step.tensor, step.context, step.pipeline, step.data))
+        shares = (
+            part / step.seconds
+            for part in (step.bubble, step.tensor, step.context, step.pipeline, step.data)
+        )
         yield (
             str(place),
             f"{step.seconds:.2f}",
@@ -131,7 +189,7 @@ def _rows(best: Sequence[Planned]) -> Iterator[tuple[str, ...]]:
             f"{planned.speed:,.0f}",
             f"{mfu(planned):.0%}",
             gib(sum(planned.fullest.values())),
-            f"{planned.odds:.0%}",
+            f"{planned.oom_probability:.0%}",
             *(f"{share:.1%}" for share in shares),
             label(planned),
         )
@@ -140,28 +198,48 @@ def _rows(best: Sequence[Planned]) -> Iterator[tuple[str, ...]]:
 def pass_key(schedule: Schedule) -> str:
     """What the colours of a pipeline mean."""
     passes = [(op.value.replace("_", " "), COLOURS[op.value]) for op in schedule.passes]
-    return key([*passes, *((lane, COLOURS[lane]) for lane in (PIPELINE, GATHERS, REDUCTIONS, UPDATES))])
+    return key(
+        [*passes, *((lane, COLOURS[lane]) for lane in (PIPELINE, GATHERS, REDUCTIONS, UPDATES))]
+    )
 
 
 def _in_ms(lane: Lane) -> Lane:
-    return Lane(lane.label, [replace(bar, begin=bar.begin * 1e3, end=bar.end * 1e3) for bar in lane.bars])
+    return Lane(
+        lane.label, [replace(bar, begin=bar.begin * 1e3, end=bar.end * 1e3) for bar in lane.bars]
+    )
 
 
 def _time_lane(place: int, planned: Planned) -> Lane:
-    return _stacked(str(place), [(words, getattr(planned.timed, name)) for name, words in WORDS], "s")
+    return _stacked(
+        str(place), [(words, getattr(planned.timed, name)) for name, words in WORDS], "s"
+    )
 
 
 def memory_drawing(planned: Planned) -> str:
     """Bytes of every pipeline rank by component, beside the memory of the device."""
-    total, ranks = planned.machine.gpu.memory / GIB, range(planned.job.pp)
-    lanes = [_stacked(f"pp rank {rank}", [(name, size / GIB) for name, size in planned.memory(rank).items()], "GiB") for rank in ranks]
+    total = planned.machine.gpu.memory / GIB
+    ranks = range(planned.job.pp)
+    lanes = [
+        _stacked(
+            f"pp rank {rank}",
+            [(name, size / GIB) for name, size in planned.memory(rank).items()],
+            "GiB",
+        )
+        for rank in ranks
+    ]
     largest = max(bar.end for lane in lanes for bar in lane.bars)
-    return drawing(lanes, max(largest, total), "GiB", marks=[(USABLE * total, f"usable of a {planned.machine.gpu.name}")])
+    return drawing(
+        lanes,
+        max(largest, total),
+        "GiB",
+        marks=[(USABLE * total, f"usable of a {planned.machine.gpu.name}")],
+    )
 
 
 def _stacked(name: str, parts: Sequence[tuple[str, float]], unit: str) -> Lane:
     """Parts of a whole one behind the other, in the colours of PALETTE."""
-    bars, begin = [], 0.0
+    bars = []
+    begin = 0.0
     for (words, size), colour in zip(parts, cycle(PALETTE), strict=False):
         if size > 0:
             bars.append(Bar(begin, begin + size, colour, tip=f"{words}: {size:.3f} {unit}"))

@@ -1,7 +1,9 @@
-"""Floating-point operations of a step that a rank really does: padding, copies and what is computed again included.
+"""Floating-point operations of a step that a rank really does: padding, copies and what is computed
+again included.
 
-Of matrix products and attention, by the conventions of ``planner/kernels.py``: attention does two products forward and five backward,
-of half of the square of scores. For models of which everything is trained.
+Of matrix products and attention, by the conventions of ``planner/kernels.py``: attention does two
+products forward and five backward, of half of the square of scores. For models of which everything
+is trained.
 """
 
 from __future__ import annotations
@@ -18,9 +20,13 @@ PASSES = 3
 
 def step_flops(config: Config, world_size: int, rank: int) -> int:
     """Of a pipeline rank in one step. ``config`` is resolved, with every ``auto`` decided."""
-    training, parallel = config.training, config.parallel
-    shape, partition = Activations.of(config), partition_of(config)
-    microbatches = training.global_batch_size // (training.micro_batch_size * dp_size(config, world_size))
+    training = config.training
+    parallel = config.parallel
+    shape = Activations.of(config)
+    partition = partition_of(config)
+    microbatches = training.global_batch_size // (
+        training.micro_batch_size * dp_size(config, world_size)
+    )
     wanted = parallel.recompute_num_layers
     queries = config.model.num_attention_heads * config.model.head_dim // shape.tp
     scores = shape.tokens * training.seq_length * queries
@@ -32,7 +38,9 @@ def step_flops(config: Config, world_size: int, rank: int) -> int:
             again = min(int(wanted), len(blocks)) if wanted.isdecimal() else len(blocks)
         for number, block in enumerate(blocks):
             products = sum(_product(spec, shape.tokens) for spec in block.params)
-            total += (PASSES + (number < again)) * products + (2 + 5 + 2 * (number < again)) * scores
+            total += (PASSES + (number < again)) * products + (
+                2 + 5 + 2 * (number < again)
+            ) * scores
         if stage == partition.stages - 1:
             # A head that is the embedding of this rank is not listed with the stage.
             total += PASSES * Matmul(shape.tokens, *_head(config)).flops

@@ -11,12 +11,21 @@ from pathlib import Path
 from megatron_llama.config.schema import ModelConfig
 from megatron_llama.errors import ConfigError, describe
 from megatron_llama.planner.hardware import MIB, Gpu, gpu_named
-from megatron_llama.planner.job import Attention, Habits, Job, Machine, Sharding
+from megatron_llama.planner.job import Attention, Job, Machine, Sharding, TrainerTraits
 from megatron_llama.planner.kernels import NARROW
 
 Cells = dict[str, str]
 
-NEEDED: tuple[str, ...] = ("model", "n_layers", "hidden", "heads", "seq", "gpu", "n_gpus", "quality")
+NEEDED: tuple[str, ...] = (
+    "model",
+    "n_layers",
+    "hidden",
+    "heads",
+    "seq",
+    "gpu",
+    "n_gpus",
+    "quality",
+)
 """Columns without which no row says anything."""
 BITS = 1e9 / 8
 """Bytes per second of a Gbit/s."""
@@ -31,7 +40,8 @@ class Run:
     cells: Cells
     job: Job
     seconds: float | None
-    """Of a step, where seconds or tokens per second were published; None: out of memory, or another unit."""
+    """Of a step, where seconds or tokens per second were published; None: out of memory, or another
+    unit."""
     fits: bool
 
 
@@ -41,25 +51,41 @@ def read_rows(path: Path) -> list[Cells]:
         with path.open(encoding="utf-8", newline="") as file:
             reader = csv.DictReader(file)
             names = reader.fieldnames or ()
-            rows = [{key: value or "" for key, value in row.items() if key is not None} for row in reader]
+            rows = [
+                {key: value or "" for key, value in row.items() if key is not None}
+                for row in reader
+            ]
     except (OSError, UnicodeDecodeError, csv.Error) as error:
-        raise ConfigError(describe(str(path), got=error, expected="a readable CSV file", do="check the path")) from None
+        raise ConfigError(
+            describe(str(path), got=error, expected="a readable CSV file", do="check the path")
+        ) from None
     missing = [name for name in NEEDED if name not in names]
     if missing:
-        raise ConfigError(describe(str(path), got=f"no column {', '.join(missing)}", expected="columns of published runs", do="add them"))
+        raise ConfigError(
+            describe(
+                str(path),
+                got=f"no column {', '.join(missing)}",
+                expected="columns of published runs",
+                do="add them",
+            )
+        )
     return rows
 
 
 def runs_of(rows: Sequence[Cells]) -> Iterator[Run]:
     """The rows that can be judged: not of quality C, with a known GPU and enough of a layout."""
     for index, cells in enumerate(rows):
-        if cells["quality"] == "C" or "grpo" in cells["model"]:  # reinforcement learning also holds what generates
+        if (
+            cells["quality"] == "C" or "grpo" in cells["model"]
+        ):  # reinforcement learning also holds what generates
             continue
         job = job_of_row(cells)
         if job is not None:
             label = cells.get("id") or f"row {index + 2}"
             source = cells.get("group") or cells.get("source", "")
-            yield Run(label, source, cells, job, _seconds(cells, job), cells.get("status", "ok") != "oom")
+            yield Run(
+                label, source, cells, job, _seconds(cells, job), cells.get("status", "ok") != "oom"
+            )
 
 
 def _seconds(cells: Cells, job: Job) -> float | None:
@@ -88,7 +114,8 @@ def whole(cells: Cells, name: str, default: int = 0) -> int:
 
 def model_of_row(cells: Cells) -> ModelConfig:
     """The shape of the model. Without an inner width it is four times the hidden one."""
-    hidden, heads = whole(cells, "hidden"), whole(cells, "heads")
+    hidden = whole(cells, "hidden")
+    heads = whole(cells, "heads")
     vocabulary = re.search(r"\d{4,}", cells.get("vocab", ""))
     return ModelConfig(
         vocab_size=int(vocabulary.group()) if vocabulary else 50257,
@@ -108,9 +135,12 @@ def job_of_row(cells: Cells) -> Job | None:
         gpu = gpu_named(cells["gpu"])
     except ConfigError:
         return None
-    if not all(whole(cells, name) > 0 for name in ("n_layers", "hidden", "heads", "seq", "n_gpus", "tp")):
+    if not all(
+        whole(cells, name) > 0 for name in ("n_layers", "hidden", "heads", "seq", "n_gpus", "tp")
+    ):
         return None
-    model, world = model_of_row(cells), whole(cells, "n_gpus")
+    model = model_of_row(cells)
+    world = whole(cells, "n_gpus")
     if "1node" in cells["model"] and gpu.node < world:
         world = gpu.node
     tp, pp, vpp, cp = (max(1, whole(cells, name, 1)) for name in ("tp", "pp", "vpp", "cp"))
@@ -123,10 +153,16 @@ def job_of_row(cells: Cells) -> Job | None:
     if tp * pp * cp * dp > world:  # the row contradicts itself
         return None
     counted = re.search(r"vp(\d+)_account_for_embedding_loss", cells["model"])
-    vpp = vpp if cells.get("vpp") else int(counted.group(1)) if counted else _usual_chunks(cells, model.num_hidden_layers, pp)
-    habits = habits_of_row(cells)
+    vpp = (
+        vpp
+        if cells.get("vpp")
+        else int(counted.group(1))
+        if counted
+        else _usual_chunks(cells, model.num_hidden_layers, pp)
+    )
+    traits = traits_of_row(cells)
     if "cross_entropy_loss_fusion" in cells["model"]:
-        habits = replace(habits, logit_bytes=10.0)
+        traits = replace(traits, logit_bytes=10.0)
     sharding, shards = _sharding(cells.get("dp_shard", ""), dp * cp)
     if "multi_dist_optimizer_instances" in cells["model"]:
         shards = max(1, shards // 2)
@@ -134,7 +170,7 @@ def job_of_row(cells: Cells) -> Job | None:
     job = Job(
         model=model,
         machine=_machine(cells, gpu, world),
-        habits=habits,
+        traits=traits,
         seq=whole(cells, "seq"),
         micro_batch=micro,
         microbatches=max(1, round(batch / (micro * dp))),
@@ -144,7 +180,8 @@ def job_of_row(cells: Cells) -> Job | None:
         vpp=max(1, min(vpp, (model.num_hidden_layers + 2 * (counted is not None)) // pp)),
         cp=cp,
         dp=dp,
-        sequence_parallel=tp > 1 and (cells.get("sp") == "1" or (not cells.get("sp") and habits.family == "nemo")),
+        sequence_parallel=tp > 1
+        and (cells.get("sp") == "1" or (not cells.get("sp") and traits.family == "nemo")),
         recomputed=part,
         recomputes_scores=scores,
         ends_counted=counted is not None,
@@ -158,15 +195,24 @@ def job_of_row(cells: Cells) -> Job | None:
 def _possible(job: Job) -> bool:
     """Whether every rank has something to do."""
     sizes = (size for spec in job.weights for size in spec.shape)
-    return job.pp <= job.model.num_hidden_layers and job.tokens > 0 and job.queries > 0 and min(sizes) > 0
+    return (
+        job.pp <= job.model.num_hidden_layers
+        and job.tokens > 0
+        and job.queries > 0
+        and min(sizes) > 0
+    )
 
 
 def _usual_chunks(cells: Cells, layers: int, pp: int) -> int:
-    """Virtual stages where the row is silent: NeMo's recipes and anything called interleaved have some."""
+    """Virtual stages where the row is silent: NeMo's recipes and anything called interleaved have
+    some."""
     name = cells.get("framework", "").lower()
     if pp == 1 or not ("interleaved" in name or "nemo" in name):
         return 1
-    return max((count for count in range(1, 6) if layers % (pp * count) == 0), default=2 if "interleaved" in name else 1)
+    return max(
+        (count for count in range(1, 6) if layers % (pp * count) == 0),
+        default=2 if "interleaved" in name else 1,
+    )
 
 
 def _machine(cells: Cells, gpu: Gpu, world: int) -> Machine:
@@ -176,14 +222,21 @@ def _machine(cells: Cells, gpu: Gpu, world: int) -> Machine:
 
 
 def nic_of(text: str, gpu: Gpu, node: int) -> float:
-    """Bytes per second between nodes for each GPU, from words such as ``4x100Gb/s RoCE`` (of a node) or ``400Gb/s per GPU``."""
+    """Bytes per second between nodes for each GPU, from words such as ``4x100Gb/s RoCE`` (of a
+    node) or ``400Gb/s per GPU``."""
     if "Jean Zay" in text or "Omni-Path" in text:
         return 4 * 100 * BITS / node
     found = re.search(r"(?:(\d+)x)?(\d+)\s*Gb", text)
     if found is None:
         return gpu.nic
     speed = int(found.group(1) or 1) * int(found.group(2)) * BITS
-    return speed if "per GPU" in text else speed / node if found.group(1) or "node" in text or int(found.group(2)) > 400 else speed
+    return (
+        speed
+        if "per GPU" in text
+        else speed / node
+        if found.group(1) or "node" in text or int(found.group(2)) > 400
+        else speed
+    )
 
 
 def _sharding(text: str, ranks: int) -> tuple[Sharding, int]:
@@ -197,13 +250,15 @@ def _sharding(text: str, ranks: int) -> tuple[Sharding, int]:
 
 
 def _recomputed(cells: Cells, layers: int) -> tuple[float, bool]:
-    """Share of the forward pass that is computed again, and whether it is the attention scores alone."""
+    """Share of the forward pass that is computed again, and whether it is the attention scores
+    alone."""
     text = cells.get("recompute", "")
     if text == "full-some-layers":
         return min(1.0, number(cells, "recompute_layers") / layers), False
     if text.startswith("full"):
         return 1.0, False
-    # Every second product and what lies between; every second layer; of IBM's scheme a third of the layers.
+    # Every second product and what lies between; every second layer; of IBM's scheme a third of the
+    # layers.
     shares = {"selective-op": 0.45, "selective-layer": 0.5}
     if text in shares:
         return shares[text], False
@@ -219,7 +274,8 @@ def _precision(text: str) -> str:
 
 
 def _writes_scores(cells: Cells) -> bool:
-    """Of Megatron's tests: asked for, or an old container, whose flash attention is not deterministic."""
+    """Of Megatron's tests: asked for, or an old container, whose flash attention is not
+    deterministic."""
     notes = cells.get("notes", "")
     old = "dracooci" in cells.get("source", "")
     return "attn=unfused" in notes or ("attn=nan" in notes and (old or "impl=local" in notes))
@@ -227,19 +283,29 @@ def _writes_scores(cells: Cells) -> bool:
 
 def says_recompute(cells: Cells) -> bool:
     """Whether the row says what is recomputed; recipes are published without it."""
-    return cells.get("recompute", "") != "" and not cells["recompute"].startswith(("recipe", "unknown"))
+    return cells.get("recompute", "") != "" and not cells["recompute"].startswith(
+        ("recipe", "unknown")
+    )
 
 
 def workspaces(cells: Cells) -> float:
     """Bytes that libraries keep in a row of Megatron's tests.
 
-    cuBLAS has a workspace for each handle: eight of 4 MiB where results have to be deterministic or the GPU is newer than Ampere, else 8.
-    Megatron's own layers have two handles (in fp16 a third) and keep the scores of a microbatch in a buffer. Transformer Engine has a
-    workspace of its own beside the two, and three more for the streams of products that overlap with tensor parallelism."""
-    notes, gpu = cells.get("notes", ""), cells.get("gpu", "")
+    cuBLAS has a workspace for each handle: eight of 4 MiB where results have to be deterministic or
+    the GPU is newer than Ampere, else 8. Megatron's own layers have two handles (in fp16 a third)
+    and keep the scores of a microbatch in a buffer. Transformer Engine has a workspace of its own
+    beside the two, and three more for the streams of products that overlap with tensor
+    parallelism."""
+    notes = cells.get("notes", "")
+    gpu = cells.get("gpu", "")
     handle = (32.0 if "det=True" in notes or "A100" not in gpu else 8.125) * MIB
     if "impl=local" in notes:
-        scores = whole(cells, "mbs", 1) * whole(cells, "heads") // max(1, whole(cells, "tp")) * whole(cells, "seq") ** 2
+        scores = (
+            whole(cells, "mbs", 1)
+            * whole(cells, "heads")
+            // max(1, whole(cells, "tp"))
+            * whole(cells, "seq") ** 2
+        )
         return (3 if "fp16" in cells.get("precision", "") else 2) * handle + NARROW * scores
     own = (4 if "A100" in gpu else 32) * MIB
     return 2 * handle + own * (4 if "tp_overlap" in cells["model"] else 1)
@@ -248,7 +314,17 @@ def workspaces(cells: Cells) -> float:
 FAMILIES = (
     ("aleph", ("aa-scaling",)),
     ("deepspeed", ("deepspeed zero", "deepspeed(hf)")),
-    ("megatron", ("megatron-deepspeed", "megatron-lm 2021", "megatron-lm 2022", "megatron-lm 285068c8", "megascale", "megatron-llama")),
+    (
+        "megatron",
+        (
+            "megatron-deepspeed",
+            "megatron-lm 2021",
+            "megatron-lm 2022",
+            "megatron-lm 285068c8",
+            "megascale",
+            "megatron-llama",
+        ),
+    ),
     ("nemo", ("nemo", "megatron-core", "megatron-bridge", "meta internal")),
     ("composer", ("composer",)),
     ("fsdp1", ("fsdp1",)),
@@ -259,30 +335,42 @@ FAMILIES = (
 """Trainers by words of the column ``framework``, first match."""
 
 
-def habits_of_row(cells: Cells) -> Habits:
+def traits_of_row(cells: Cells) -> TrainerTraits:
     """What the named trainer is known to do."""
-    name, words = cells.get("framework", "").lower(), cells.get("attention", "")
-    family = next((family for family, parts in FAMILIES if any(part in name for part in parts)), "other")
+    name = cells.get("framework", "").lower()
+    words = cells.get("attention", "")
+    family = next(
+        (family for family, parts in FAMILIES if any(part in name for part in parts)), "other"
+    )
     recent = any(word in name for word in ("285068c8", "megascale", "megatron-llama"))
     old = family in ("megatron", "aleph")
     attention: Attention = "flash"
     if "torch" in words:
         attention = "plain"
-    elif _writes_scores(cells) or "softmax" in words or words == "fused" or (not words and family == "megatron" and not recent):
+    elif (
+        _writes_scores(cells)
+        or "softmax" in words
+        or words == "fused"
+        or (not words and family == "megatron" and not recent)
+    ):
         attention = "fused"
     elif "triton" in words:
         attention = "triton"
     elif "v1" in words:
         attention = "flash1"
     compiled = "compile" in name and "no compile" not in name
-    habits = Habits(
+    traits = TrainerTraits(
         family=family,
         attention=attention,
         fused_norms=not (family == "aleph" and "RMS" not in words),
         compiled=compiled or family == "nemo",
-        overlap_data=not old or "megascale" in name or "overlapped" in cells.get("optimizer", "").lower(),
+        overlap_data=not old
+        or "megascale" in name
+        or "overlapped" in cells.get("optimizer", "").lower(),
         overlap_tensor="async" in name or "megascale" in name or family == "nemo",
-        gradient_bytes=2 if "PURE" in cells.get("precision", "") or family in ("megatron", "intern", "composer") else 4,
+        gradient_bytes=2
+        if "PURE" in cells.get("precision", "") or family in ("megatron", "intern", "composer")
+        else 4,
         gated=cells.get("gated_mlp", "1") == "1",
         biased=old or "megatron-core ci" in name,
         learned_positions=family == "megatron" or "megatron-core ci" in name,
@@ -290,10 +378,17 @@ def habits_of_row(cells: Cells) -> Habits:
         packed="packed" in name or "SFT" in cells.get("framework", ""),
     )
     if family == "nemo" and "megatron-core ci" not in name:
-        return replace(habits, gradient_bytes=2, kept_gradient_bytes=2)
+        return replace(traits, gradient_bytes=2, kept_gradient_bytes=2)
     if family in ("torchtitan", "fsdp1", "yafsdp"):
-        return replace(habits, state_bytes=10)
+        return replace(traits, state_bytes=10)
     if family == "aleph":
-        norms = 0.0 if habits.fused_norms else 24.0
-        return replace(habits, gradient_bytes=2, kept_gradient_bytes=2, whole_logits=True, logit_bytes=20.0, norm_bytes=norms)
-    return replace(habits, gradient_bytes=2) if family == "deepspeed" else habits
+        norms = 0.0 if traits.fused_norms else 24.0
+        return replace(
+            traits,
+            gradient_bytes=2,
+            kept_gradient_bytes=2,
+            whole_logits=True,
+            logit_bytes=20.0,
+            norm_bytes=norms,
+        )
+    return replace(traits, gradient_bytes=2) if family == "deepspeed" else traits

@@ -38,14 +38,23 @@ def duration(seconds: float) -> str:
 
 
 def flops_per_token(planned: Planned) -> float:
-    """Forward and backward FLOPs of a token, all of the square of scores counted, nothing that is computed again (torchtitan's MFU). With
-    low-rank additions the products with frozen weights have no third part."""
-    job, model = planned.job, planned.config.model
-    products = sum(product.n * product.k for product in job.matmuls) * job.tp * model.num_hidden_layers
+    """Forward and backward FLOPs of a token, all of the square of scores counted, nothing that is
+    computed again (torchtitan's MFU). With low-rank additions the products with frozen weights have
+    no third part."""
+    job = planned.job
+    model = planned.config.model
+    products = (
+        sum(product.n * product.k for product in job.matmuls) * job.tp * model.num_hidden_layers
+    )
     head = model.vocab_size * model.hidden_size
-    additions = sum(map(prod, adapter_shapes(model, planned.config.lora).values())) if job.additions else 0
+    additions = (
+        sum(map(prod, adapter_shapes(model, planned.config.lora).values())) if job.additions else 0
+    )
     weights = (4.0 if job.additions else 6.0) * (products + head) + 6.0 * additions
-    return weights + 12.0 * model.num_hidden_layers * model.num_attention_heads * model.head_dim * job.seq
+    return (
+        weights
+        + 12.0 * model.num_hidden_layers * model.num_attention_heads * model.head_dim * job.seq
+    )
 
 
 def mfu(planned: Planned) -> float:
@@ -55,12 +64,23 @@ def mfu(planned: Planned) -> float:
 
 def label(planned: Planned) -> str:
     """A layout in one word, as ``--explain`` takes it."""
-    parallel, job = planned.config.parallel, planned.job
-    parts = [f"tp{job.tp}", f"pp{job.pp}", f"cp{job.cp}", f"dp{job.dp}", f"mbs{job.micro_batch}", parallel.pipeline_schedule]
+    parallel = planned.config.parallel
+    job = planned.job
+    parts = [
+        f"tp{job.tp}",
+        f"pp{job.pp}",
+        f"cp{job.cp}",
+        f"dp{job.dp}",
+        f"mbs{job.micro_batch}",
+        parallel.pipeline_schedule,
+    ]
     if parallel.virtual_pipeline_model_parallel_size > 1:
         parts.append(f"v{parallel.virtual_pipeline_model_parallel_size}")
     offload = planned.config.offload.optimizer_offload
-    parts += [parallel.data_parallel_sharding_strategy, f"recompute-{parallel.recompute_granularity}"]
+    parts += [
+        parallel.data_parallel_sharding_strategy,
+        f"recompute-{parallel.recompute_granularity}",
+    ]
     return "/".join([*parts, *([f"offload-{offload}"] if offload != NONE else [])])
 
 
@@ -72,11 +92,14 @@ def table(best: Sequence[Planned]) -> Iterator[str]:
     )
     for place, planned in enumerate(best, 1):
         step = planned.timed
-        shares = [part / step.seconds for part in (step.bubble, step.tensor, step.context, step.pipeline, step.data)]
+        shares = [
+            part / step.seconds
+            for part in (step.bubble, step.tensor, step.context, step.pipeline, step.data)
+        ]
         between = f"{duration(step.seconds * LOW)} to {duration(step.seconds * HIGH)}"
         yield (
             f"{place:>2} {duration(step.seconds):>8} {between:>15} {planned.speed:>9,.0f} {mfu(planned):>5.0%} "
-            f"{gib(sum(planned.fullest.values())):>10} {planned.odds:>4.0%} {shares[0]:>6.1%} "
+            f"{gib(sum(planned.fullest.values())):>10} {planned.oom_probability:>4.0%} {shares[0]:>6.1%} "
             + " ".join(f"{share:>5.1%}" for share in shares[1:])
             + f"  {label(planned)}"
         )
@@ -84,16 +107,22 @@ def table(best: Sequence[Planned]) -> Iterator[str]:
 
 def details(planned: Planned) -> Iterator[str]:
     """Where time and memory go."""
-    step, gpu = planned.timed, planned.machine.gpu
+    step = planned.timed
+    gpu = planned.machine.gpu
     yield f"{label(planned)}: {duration(step.seconds)} s a step, {planned.job.microbatches} microbatches"
-    shown = [(words, getattr(step, name)) for name, words in WORDS if getattr(step, name) >= 0.002 * step.seconds]
+    shown = [
+        (words, getattr(step, name))
+        for name, words in WORDS
+        if getattr(step, name) >= 0.002 * step.seconds
+    ]
     yield "  time      " + ", ".join(f"{words} {duration(part)} s" for words, part in shown)
     parts = planned.fullest
     reserve = f"context and fragmentation {gib(int((1 - USABLE) * gpu.memory))} set aside"
     yield f"  memory    {', '.join(f'{name} {gib(size)}' for name, size in parts.items() if size)}; {reserve} of {gib(gpu.memory)}"
     if planned.host_bytes:
         rank = max(range(planned.job.pp), key=planned.host_wait)
-        moved, wait = planned.short.offload(rank), duration(planned.host_wait(rank))
+        moved = planned.short.offload(rank)
+        wait = duration(planned.host_wait(rank))
         assert moved is not None
         copies = f"a step copies {gib(moved.to_host)} to the host and {gib(moved.to_device)} to the device, and waits {wait} s for the host"
         yield f"  offload   {gib(planned.host_bytes)} of the {gib(gpu.host_memory)} of host memory for each GPU; {copies}"
@@ -120,19 +149,29 @@ def _growth(step: Step, winner: Step, name: str) -> float:
 
 def does_not_fit(smallest: Planned, enough: Planned | None) -> str:
     """What is missing, and the nearest thing that works: more GPUs."""
-    machine, needed = smallest.machine, sum(smallest.fullest.values())
+    machine = smallest.machine
+    needed = sum(smallest.fullest.values())
     got = f"{gib(needed)} for each of {machine.gpus} GPUs at least, with {label(smallest)}"
     do = "take GPUs of more memory, or a shorter --seq-length"
     if enough is not None:
         do = f"--gpus {enough.machine.gpus} would do, with {label(enough)}, or {do}"
-    return describe("memory", got=got, expected=f"at most {gib(int(USABLE * machine.gpu.memory))} usable of a {machine.gpu.name}", do=do)
+    return describe(
+        "memory",
+        got=got,
+        expected=f"at most {gib(int(USABLE * machine.gpu.memory))} usable of a {machine.gpu.name}",
+        do=do,
+    )
 
 
 def command(planned: Planned) -> str:
     """The line that starts such a run."""
     nodes = -(-planned.machine.gpus // planned.machine.node)
     config = planned.config
-    words = [f"--nnodes {nodes}", f"--nproc-per-node {min(planned.machine.node, planned.machine.gpus)}", "-m megatron_llama pretrain"]
+    words = [
+        f"--nnodes {nodes}",
+        f"--nproc-per-node {min(planned.machine.node, planned.machine.gpus)}",
+        "-m megatron_llama pretrain",
+    ]
     sections = (config.parallel, config.training, config.offload, config.zenflow, config.lora)
     changed = {**_model_options(planned), **differences(sections)}
     if config.optimizer.freeze:
@@ -165,7 +204,7 @@ def as_json(best: Sequence[Planned], near: Sequence[Citation], tried: int) -> di
                 "seconds": asdict(planned.timed),
                 "memory_bytes": planned.fullest,
                 "host_memory_bytes": planned.host_bytes,
-                "probability_out_of_memory": planned.odds,
+                "probability_out_of_memory": planned.oom_probability,
                 "command": command(planned),
             }
             for planned in best

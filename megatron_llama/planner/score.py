@@ -1,4 +1,5 @@
-"""``plan score``: how good the planner is on a table of published runs, of step times or of memory."""
+"""``plan score``: how good the planner is on a table of published runs, of step times or of
+memory."""
 
 from __future__ import annotations
 
@@ -12,23 +13,30 @@ from megatron_llama.planner.oom_probability import out_of_memory
 from megatron_llama.planner.published import Cells, Run, number, runs_of, says_recompute, workspaces
 from megatron_llama.planner.steps import estimate
 
-PERSISTENT_CLOSE, PEAK_CLOSE = 0.01, 0.08
-GAPS, CONTEXT = 1.05, 2e9
-"""What a tool sees beyond allocated bytes: gaps between allocations, and bytes of the driver's context and of communicators."""
+PERSISTENT_CLOSE = 0.01
+PEAK_CLOSE = 0.08
+GAPS = 1.05
+CONTEXT = 2e9
+"""What a tool sees beyond allocated bytes: gaps between allocations, and bytes of the driver's
+context and of communicators."""
 
 
 def score(rows: Sequence[Cells], fit: Coefficients) -> Figures:
-    """All figures that a file's columns allow; rows of quality C, and what says too little of its layout, are counted and left out."""
+    """All figures that a file's columns allow; rows of quality C, and what says too little of its
+    layout, are counted and left out."""
     runs = list(runs_of(rows))
     figures = {"rows": float(len(rows)), "rows_judged": float(len(runs))}
     if any("mem_alloc_bytes" in row for row in rows[:1]):
         return {**figures, **_memory_figures(runs)}
-    guesses = [Guess(run, estimate(run.job, fit).seconds) for run in runs if run.seconds is not None]
+    guesses = [
+        Guess(run, estimate(run.job, fit).seconds) for run in runs if run.seconds is not None
+    ]
     return {**figures, **step_figures(guesses), **sweep_figures(guesses), **_fit_figures(runs)}
 
 
 def needed(run: Run) -> float:
-    """Bytes of the fuller end of the pipeline; where the row does not say what is recomputed, the least that recomputing leaves."""
+    """Bytes of the fuller end of the pipeline; where the row does not say what is recomputed, the
+    least that recomputing leaves."""
     job = run.job if says_recompute(run.cells) else replace(run.job, recomputed=1.0)
     return max(footprint(job, last=last).peak for last in (False, True))
 
@@ -42,18 +50,28 @@ def _fit_figures(runs: Sequence[Run]) -> Figures:
         told = out_of_memory(needed(run), run.job.machine.gpu.memory) < 0.5
         right[run.fits][0] += told == run.fits
         right[run.fits][1] += 1
-    figures = {"fits_rows": float(len(runs)), "fits_right_percent": 100 * sum(count for count, _ in right.values()) / len(runs)}
-    for fits, name in ((True, "fits_right_of_those_that_ran_percent"), (False, "fits_right_of_those_out_of_memory_percent")):
+    figures = {
+        "fits_rows": float(len(runs)),
+        "fits_right_percent": 100 * sum(count for count, _ in right.values()) / len(runs),
+    }
+    for fits, name in (
+        (True, "fits_right_of_those_that_ran_percent"),
+        (False, "fits_right_of_those_out_of_memory_percent"),
+    ):
         if right[fits][1]:
             figures[name] = 100 * right[fits][0] / right[fits][1]
     return figures
 
 
 def _memory_figures(runs: Sequence[Run]) -> Figures:
-    """Allocator bytes of the last rank, where the row has them; else the peak that a tool reported."""
-    persistent, peak, reported = [], [], []
+    """Allocator bytes of the last rank, where the row has them; else the peak that a tool
+    reported."""
+    persistent = []
+    peak = []
+    reported = []
     for run in runs:
-        allocated, highest = number(run.cells, "mem_alloc_bytes"), number(run.cells, "mem_peak_bytes")
+        allocated = number(run.cells, "mem_alloc_bytes")
+        highest = number(run.cells, "mem_peak_bytes")
         if allocated and highest:
             found = footprint(run.job, last=True, workspaces=workspaces(run.cells))
             persistent.append(found.persistent / allocated - 1)
@@ -69,7 +87,8 @@ def _memory_figures(runs: Sequence[Run]) -> Figures:
 
 
 def _reported(cells: Cells) -> float | None:
-    unit, value = cells.get("mem_unit", ""), number(cells, "mem_value")
+    unit = cells.get("mem_unit", "")
+    value = number(cells, "mem_value")
     if not value or not unit.startswith(("GB", "GiB", "nvidia-smi GB")):
         return None
     return value * (2**30 if unit.startswith("GiB") else 1e9)

@@ -22,7 +22,8 @@ from megatron_llama.plans.resolve import problems
 EVEN_ODDS = 0.5
 MARGIN = 0.85
 """How far the formula may be above the plans."""
-DOUBLINGS, TRIES = 10, 4
+DOUBLINGS = 10
+TRIES = 4
 """How far to look for a cluster that is large enough, and how many layouts to try on each."""
 LONG = 4096
 """Tokens of a sequence that a rank keeps at least under context parallelism."""
@@ -55,49 +56,88 @@ def search(
     risk: float = EVEN_ODDS,
     offload: bool = True,
 ) -> Found:
-    """The fastest ``top`` layouts. ``config``: the model, the batch and everything that is not searched, resolved; ``pinned``: options of
-    a layout that the user has given, which all layouts keep; ``risk``: the probability of running out of memory from which on a layout
-    does not fit. ``offload``: where none fits, try the same with the optimizer on the host, unless the user has said where it is to be.
+    """The fastest ``top`` layouts. ``config``: the model, the batch and everything that is not
+    searched, resolved; ``pinned``: options of a layout that the user has given, which all layouts
+    keep; ``risk``: the probability of running out of memory from which on a layout does not fit.
+    ``offload``: where none fits, try the same with the optimizer on the host, unless the user has
+    said where it is to be.
 
     Raises ConfigError where no layout is valid at all."""
     found = _search(config, machine, fit, top, pinned, risk)
-    if not offload or found.best or config.offload.optimizer_offload != NONE or OFFLOAD in pinned or not machine.gpu.host_memory:
+    if (
+        not offload
+        or found.best
+        or config.offload.optimizer_offload != NONE
+        or OFFLOAD in pinned
+        or not machine.gpu.host_memory
+    ):
         return found
-    return _search(replace(config, offload=replace(config.offload, optimizer_offload="exact")), machine, fit, top, pinned, risk)
+    return _search(
+        replace(config, offload=replace(config.offload, optimizer_offload="exact")),
+        machine,
+        fit,
+        top,
+        pinned,
+        risk,
+    )
 
 
-def _search(config: Config, machine: Machine, fit: Coefficients, top: int, pinned: Mapping[str, Any], risk: float) -> Found:
-    ranked = sorted(candidates(config, machine, pinned), key=lambda one: estimate(job_of(one, machine), fit).seconds)
+def _search(
+    config: Config,
+    machine: Machine,
+    fit: Coefficients,
+    top: int,
+    pinned: Mapping[str, Any],
+    risk: float,
+) -> Found:
+    ranked = sorted(
+        candidates(config, machine, pinned),
+        key=lambda one: estimate(job_of(one, machine), fit).seconds,
+    )
     if not ranked:
         raise ConfigError(_nothing_valid(config, machine, pinned))
     fitting: list[Planned] = []
     for one in ranked:
         planned = Planned(one, machine, fit)
-        if roughly(planned) < machine.gpu.memory and planned.odds < risk:
+        if roughly(planned) < machine.gpu.memory and planned.oom_probability < risk:
             fitting.append(planned)
             if len(fitting) >= 2 * top:
                 break
-    valid = (planned for planned in sorted(fitting, key=lambda planned: planned.seconds) if not problems(planned.config, machine.gpus))
+    valid = (
+        planned
+        for planned in sorted(fitting, key=lambda planned: planned.seconds)
+        if not problems(planned.config, machine.gpus)
+    )
     best = tuple(islice(valid, top))
     if fitting and not best:
-        raise ConfigError(listing("No layout makes these options a run:", problems(fitting[0].config, machine.gpus)))
+        raise ConfigError(
+            listing(
+                "No layout makes these options a run:", problems(fitting[0].config, machine.gpus)
+            )
+        )
     smallest = None if best else min((Planned(one, machine, fit) for one in ranked), key=roughly)
     return Found(best, len(ranked), smallest)
 
 
 def roughly(planned: Planned) -> float:
-    """Bytes of the fuller end of the pipeline by a formula, on the low side: rules out most of what does not fit, at no cost."""
+    """Bytes of the fuller end of the pipeline by a formula, on the low side: rules out most of what
+    does not fit, at no cost."""
     job = planned.job
     return MARGIN * max(footprint(job, last=last).peak for last in (False, True))
 
 
-def enough_gpus(config: Config, machine: Machine, fit: Coefficients, pinned: Mapping[str, Any]) -> Planned | None:
-    """The least doubling of the GPUs with which some layout fits, by the layouts that need least."""
+def enough_gpus(
+    config: Config, machine: Machine, fit: Coefficients, pinned: Mapping[str, Any]
+) -> Planned | None:
+    """The least doubling of the GPUs with which some layout fits, by the layouts that need
+    least."""
     for doublings in range(1, DOUBLINGS + 1):
         larger = replace(machine, gpus=machine.gpus << doublings)
-        ranked = sorted((Planned(one, larger, fit) for one in candidates(config, larger, pinned)), key=roughly)
+        ranked = sorted(
+            (Planned(one, larger, fit) for one in candidates(config, larger, pinned)), key=roughly
+        )
         for planned in ranked[:TRIES]:
-            if planned.odds < EVEN_ODDS:
+            if planned.oom_probability < EVEN_ODDS:
                 return planned
     return None
 
@@ -107,9 +147,16 @@ def candidates(config: Config, machine: Machine, pinned: Mapping[str, Any]) -> I
     for shape in shapes(config, machine, pinned):
         tp, pp, cp, schedule, virtual, micro = shape
         dp = machine.gpus // (tp * pp * cp)
-        choices = product(_of(pinned, "data_parallel_sharding_strategy", STRATEGIES), _of(pinned, "recompute_granularity", GRANULARITIES))
+        choices = product(
+            _of(pinned, "data_parallel_sharding_strategy", STRATEGIES),
+            _of(pinned, "recompute_granularity", GRANULARITIES),
+        )
         for strategy, granularity in choices:
-            if dp * cp == 1 and strategy != BY_TRAFFIC[0] and "data_parallel_sharding_strategy" not in pinned:
+            if (
+                dp * cp == 1
+                and strategy != BY_TRAFFIC[0]
+                and "data_parallel_sharding_strategy" not in pinned
+            ):
                 continue
             parallel = replace(
                 config.parallel,
@@ -123,16 +170,25 @@ def candidates(config: Config, machine: Machine, pinned: Mapping[str, Any]) -> I
                 recompute_granularity=granularity,
             )
             parallel = with_ends(parallel, config.model.num_hidden_layers)
-            yield replace(config, parallel=parallel, training=replace(config.training, micro_batch_size=micro))
+            yield replace(
+                config, parallel=parallel, training=replace(config.training, micro_batch_size=micro)
+            )
 
 
 def with_ends(parallel: ParallelConfig, layers: int) -> ParallelConfig:
-    """Embedding and head count as a block each where that shares the blocks out equally and nothing else does (LLaMA 3.1 405B)."""
+    """Embedding and head count as a block each where that shares the blocks out equally and nothing
+    else does (LLaMA 3.1 405B)."""
     stages = parallel.pipeline_model_parallel_size
-    stages *= 2 if parallel.pipeline_schedule == "zb-v" else parallel.virtual_pipeline_model_parallel_size
+    stages *= (
+        2 if parallel.pipeline_schedule == "zb-v" else parallel.virtual_pipeline_model_parallel_size
+    )
     if layers % stages == 0 or parallel.pipeline_layer_split:
         return parallel
-    return replace(parallel, account_for_embedding_in_pipeline_split=True, account_for_loss_in_pipeline_split=True)
+    return replace(
+        parallel,
+        account_for_embedding_in_pipeline_split=True,
+        account_for_loss_in_pipeline_split=True,
+    )
 
 
 Shape = tuple[int, int, int, Any, int, int]
@@ -140,9 +196,19 @@ Shape = tuple[int, int, int, Any, int, int]
 
 def shapes(config: Config, machine: Machine, pinned: Mapping[str, Any]) -> Iterator[Shape]:
     """(tp, pp, cp, schedule, virtual stages, micro-batch) that divide what they have to."""
-    model, training, world = config.model, config.training, machine.gpus
-    tensors = [size for size in _powers(machine.node) if model.num_attention_heads % size == 0 and _whole_kv(config, size)]
-    pipes = [size for size in _divisors(world) if size <= model.num_hidden_layers and _shared_out(config, size)]
+    model = config.model
+    training = config.training
+    world = machine.gpus
+    tensors = [
+        size
+        for size in _powers(machine.node)
+        if model.num_attention_heads % size == 0 and _whole_kv(config, size)
+    ]
+    pipes = [
+        size
+        for size in _divisors(world)
+        if size <= model.num_hidden_layers and _shared_out(config, size)
+    ]
     contexts = [size for size in _powers(64) if size == 1 or training.seq_length // size >= LONG]
     for tp, pp, cp in product(
         _of(pinned, "tensor_model_parallel_size", tensors),
@@ -158,7 +224,9 @@ def shapes(config: Config, machine: Machine, pinned: Mapping[str, Any]) -> Itera
                     yield tp, pp, cp, schedule, virtual, micro
 
 
-def _pipelines(config: Config, pp: int, microbatches: int, pinned: Mapping[str, Any]) -> Iterator[tuple[str, int]]:
+def _pipelines(
+    config: Config, pp: int, microbatches: int, pinned: Mapping[str, Any]
+) -> Iterator[tuple[str, int]]:
     """Schedules with their numbers of virtual stages."""
     layers = config.model.num_hidden_layers // pp
     every = [("1f1b", 1)]
@@ -167,7 +235,10 @@ def _pipelines(config: Config, pp: int, microbatches: int, pinned: Mapping[str, 
         counts = range(2, min(layers, 10) + 1) if microbatches % pp == 0 else ()
         every += [("interleaved", count) for count in counts if _shared_out(config, count * pp)]
     for schedule, virtual in every:
-        wanted = pinned.get("pipeline_schedule", schedule), pinned.get("virtual_pipeline_model_parallel_size", virtual)
+        wanted = (
+            pinned.get("pipeline_schedule", schedule),
+            pinned.get("virtual_pipeline_model_parallel_size", virtual),
+        )
         if wanted == (schedule, virtual) or (schedule == "zb-v" and wanted[0] == schedule):
             yield schedule, 1 if schedule == "zb-v" else virtual
 
@@ -198,11 +269,20 @@ def _divisors(whole: int) -> list[int]:
 def _nothing_valid(config: Config, machine: Machine, pinned: Mapping[str, Any]) -> str:
     """Why no layout can be built, and the nearest batch that can."""
     given = ", ".join(f"{name} {value}" for name, value in pinned.items()) or "none"
-    batch, world = config.training.global_batch_size, machine.gpus
+    batch = config.training.global_batch_size
+    world = machine.gpus
     near = [size * max(1, round(batch / size)) for size in _divisors(world)]
-    works = [size for size in near if any(True for _ in shapes(_with_batch(config, size), machine, pinned))]
+    works = [
+        size
+        for size in near
+        if any(True for _ in shapes(_with_batch(config, size), machine, pinned))
+    ]
     best = min(works, key=lambda size: abs(size - batch), default=None)
-    do = f"--global-batch-size {best} would work" if best else "give --gpus that model and layout divide, such as 8 or 64"
+    do = (
+        f"--global-batch-size {best} would work"
+        if best
+        else "give --gpus that model and layout divide, such as 8 or 64"
+    )
     got = f"{world} GPUs, --global-batch-size {batch}, given options of the layout: {given}"
     return describe("plan", got=got, expected="numbers that divide each other", do=do)
 

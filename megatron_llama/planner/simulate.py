@@ -1,7 +1,9 @@
-"""An event simulator: the actions of a ``Schedule``, as the runtime walks them, with passes and transfers that take time.
+"""An event simulator: the actions of a ``Schedule``, as the runtime walks them, with passes and
+transfers that take time.
 
-The rules are those of ``schedule/replay.py``: a receive is posted and returns, a pass waits for what it receives, a send waits until the
-previous message of its link was taken. Beside them each rank has a stream for gathers and one for reductions.
+The rules are those of ``schedule/replay.py``: a receive is posted and returns, a pass waits for
+what it receives, a send waits until the previous message of its link was taken. Beside them each
+rank has a stream for gathers and one for reductions.
 """
 
 from __future__ import annotations
@@ -11,7 +13,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from megatron_llama.plans.schedule import Op, Schedule, ScheduleError, TimedPass, Timeline
-from megatron_llama.plans.schedule.actions import RECEIVES, SENDS, Action, Link, link_of, other_end, receive_of
+from megatron_llama.plans.schedule.actions import (
+    RECEIVES,
+    SENDS,
+    Action,
+    Link,
+    link_of,
+    other_end,
+    receive_of,
+)
 
 
 @dataclass(frozen=True)
@@ -37,18 +47,22 @@ class StageTimes:
         if op is Op.BACKWARD_WEIGHT:
             return self._beside(weight, self.reduce)
         kernels = self.backward_input + weight
-        return self._beside(kernels, max(self.gather_backward, self.reduce if op is Op.BACKWARD else 0.0))
+        return self._beside(
+            kernels, max(self.gather_backward, self.reduce if op is Op.BACKWARD else 0.0)
+        )
 
     def _beside(self, kernels: float, sent: float) -> float:
         return max(kernels, sent) + self.slowdown * min(kernels, sent)
 
 
 def simulate(schedule: Schedule, times: Sequence[StageTimes], transfer: float) -> Timeline:
-    """When every pass runs. ``times``: of each stage; ``transfer``: seconds of a message between neighbours.
+    """When every pass runs. ``times``: of each stage; ``transfer``: seconds of a message between
+    neighbours.
 
     Raises ScheduleError if ranks wait for each other for ever, which no validated schedule does."""
     walk = _Walk(schedule, times, transfer)
-    cursors, moved = [0] * len(schedule.ranks), True
+    cursors = [0] * len(schedule.ranks)
+    moved = True
     while moved:
         moved = False
         for rank, actions in enumerate(schedule.ranks):
@@ -64,8 +78,11 @@ class _Walk:
     """The clock of every rank, when messages arrive and when links are free."""
 
     def __init__(self, schedule: Schedule, times: Sequence[StageTimes], transfer: float) -> None:
-        self.placement, self.transfer = schedule.placement, transfer
-        self.durations = {(op, stage): one.of(op) for op in schedule.passes for stage, one in enumerate(times)}
+        self.placement = schedule.placement
+        self.transfer = transfer
+        self.durations = {
+            (op, stage): one.of(op) for op in schedule.passes for stage, one in enumerate(times)
+        }
         self.clocks = [0.0] * len(schedule.ranks)
         self.passes: list[list[TimedPass]] = [[] for _ in schedule.ranks]
         self.arrives: dict[Action, float] = {}
@@ -80,7 +97,8 @@ class _Walk:
             return True
         if action.op in SENDS:
             return self._send(rank, action)
-        receive, start = receive_of(action, self.placement), self.clocks[rank]
+        receive = receive_of(action, self.placement)
+        start = self.clocks[rank]
         if receive is not None:
             arrival = self.arrives.get(other_end(receive))
             if arrival is None:
@@ -92,12 +110,15 @@ class _Walk:
 
     def _send(self, rank: int, action: Action) -> bool:
         link = link_of(action, self.placement)
-        before, posted = self.sent[link], self.posted[link]
+        before = self.sent[link]
+        posted = self.posted[link]
         if len(posted) < before:
             return False
         if before:
             self.clocks[rank] = max(self.clocks[rank], posted[before - 1])
-        self.arrives[action] = self.free[link] = max(self.clocks[rank], self.free[link]) + self.transfer
+        self.arrives[action] = self.free[link] = (
+            max(self.clocks[rank], self.free[link]) + self.transfer
+        )
         self.sent[link] += 1
         return True
 
@@ -105,9 +126,10 @@ class _Walk:
 def tail(ends: Sequence[tuple[float, float]], messages: Sequence[tuple[float, float]]) -> float:
     """How long after the last pass of a rank the last reduction is through.
 
-    ``ends``: (start, end) of the pass that completes the gradients; ``messages``: (share of the pass after which it is ready, seconds), in
-    order of completion."""
-    clock, last = 0.0, max(end for _, end in ends)
+    ``ends``: (start, end) of the pass that completes the gradients; ``messages``: (share of the
+    pass after which it is ready, seconds), in order of completion."""
+    clock = 0.0
+    last = max(end for _, end in ends)
     for start, end in ends:
         for share, seconds in messages:
             clock = max(clock, start + share * (end - start)) + seconds / len(ends)

@@ -1,4 +1,5 @@
-"""How long a step takes, in closed form: equal stages, one bottleneck, what cannot hide. ``simulate`` does it action by action."""
+"""How long a step takes, in closed form: equal stages, one bottleneck, what cannot hide.
+``simulate`` does it action by action."""
 
 from __future__ import annotations
 
@@ -11,9 +12,10 @@ from megatron_llama.planner.job import Job
 from megatron_llama.planner.kernels import Kernels, Pass
 from megatron_llama.planner.links import Axes, axes_of
 
-UPDATE, UPDATE_WIDE = 34, 28
-"""Bytes an update moves for each parameter of a shard: gradient, master weight and two moments, in and out, and the narrow weight, if
-there is one beside the master."""
+UPDATE = 34
+UPDATE_WIDE = 28
+"""Bytes an update moves for each parameter of a shard: gradient, master weight and two moments, in
+and out, and the narrow weight, if there is one beside the master."""
 FULL = 0.85
 """Share of the memory beyond which the allocator has to return and take memory within a step."""
 HOST_UPDATE = 30
@@ -46,7 +48,16 @@ class Step:
     @property
     def seconds(self) -> float:
         """The whole step."""
-        return self.compute + self.bubble + self.tensor + self.context + self.pipeline + self.data + self.update + self.other
+        return (
+            self.compute
+            + self.bubble
+            + self.tensor
+            + self.context
+            + self.pipeline
+            + self.data
+            + self.update
+            + self.other
+        )
 
 
 @dataclass(frozen=True)
@@ -64,25 +75,39 @@ class Block:
 
 
 def block_of(job: Job, axes: Axes, kernels: Kernels, fit: Coefficients) -> Block:
-    """What one block costs. Each pass sums partial results over tp twice (gather and scatter under sequence parallelism); with context
-    parallelism keys and values travel forward, and their gradients come back."""
-    shown = fit.tensor_overlap if job.habits.overlap_tensor else 1.0
+    """What one block costs. Each pass sums partial results over tp twice (gather and scatter under
+    sequence parallelism); with context parallelism keys and values travel forward, and their
+    gradients come back."""
+    shown = fit.tensor_overlap if job.traits.overlap_tensor else 1.0
     tensor = 2 * axes.tp.reduce(job.stream) * shown
-    wide = 2 * job.model.num_key_value_heads * job.model.head_dim / min(job.tp, job.model.num_key_value_heads)
+    wide = (
+        2
+        * job.model.num_key_value_heads
+        * job.model.head_dim
+        / min(job.tp, job.model.num_key_value_heads)
+    )
     context = axes.cp.gather(job.itemsize * job.tokens * job.cp * wide) * fit.cp_exposed
     pure = kernels.forward()
     forward = replace(pure, tensor=tensor, context=context)
     backward = replace(kernels.backward(pure), tensor=tensor, context=2 * context)
     if job.recomputes_scores:
         return Block(forward, backward + Pass(attention=pure.attention))
-    return Block(forward, backward + forward.scaled(job.recomputed) + Pass(memory=pure.memory * job.recomputed_memory))
+    return Block(
+        forward,
+        backward
+        + forward.scaled(job.recomputed)
+        + Pass(memory=pure.memory * job.recomputed_memory),
+    )
 
 
 def estimate(job: Job, fit: Coefficients) -> Step:
     """The time of a step."""
-    axes, kernels = axes_of(job, fit), Kernels(job, fit)
-    block, head = block_of(job, axes, kernels, fit), kernels.head()
-    layers, share = job.model.num_hidden_layers, job.model.num_hidden_layers / job.pp
+    axes = axes_of(job, fit)
+    kernels = Kernels(job, fit)
+    block = block_of(job, axes, kernels, fit)
+    head = kernels.head()
+    layers = job.model.num_hidden_layers
+    share = job.model.num_hidden_layers / job.pp
     ends = (3 - job.trained.head_frozen) * head.seconds + axes.tp.reduce(job.stream) * 2
     middle = share * block.seconds
     # An uneven share: some rank has the larger part, unless it is the one with the head.
@@ -90,8 +115,15 @@ def estimate(job: Job, fit: Coefficients) -> Step:
     squeeze = 1 + fit.pressure * max(0.0, _fullness(job) - FULL)
     fullest = middle + uneven - block.seconds + ends if job.ends_counted else middle + ends
     bottleneck = max(fullest, middle + uneven) * squeeze
-    hops = axes.pp.send(job.stream / (job.tp if job.sequence_parallel else 1)) if job.pp > 1 else 0.0
-    wait = fit.pipeline_exposed * 2 * hops * (job.microbatches * (1 if job.vpp == 1 else 0.5 * job.vpp) + job.pp)
+    hops = (
+        axes.pp.send(job.stream / (job.tp if job.sequence_parallel else 1)) if job.pp > 1 else 0.0
+    )
+    wait = (
+        fit.pipeline_exposed
+        * 2
+        * hops
+        * (job.microbatches * (1 if job.vpp == 1 else 0.5 * job.vpp) + job.pp)
+    )
     bubble = job.bubble * (job.pp - 1) * middle / job.vpp
     work = job.microbatches * bottleneck
     data = data_time(job, axes, fit, work, middle)
@@ -102,17 +134,30 @@ def estimate(job: Job, fit: Coefficients) -> Step:
     both = block.forward + block.backward
     tensor, context = (job.microbatches * share * part for part in (both.tensor, both.context))
     whole = work + bubble + wait + data + update + fit.step
-    return Step(max(0.0, work - tensor - context), bubble, tensor, context, wait, data, update, fit.step + whole * straggling(job, fit))
+    return Step(
+        max(0.0, work - tensor - context),
+        bubble,
+        tensor,
+        context,
+        wait,
+        data,
+        update,
+        fit.step + whole * straggling(job, fit),
+    )
 
 
-def host_wait(job: Job, fit: Coefficients, elements: float, forward: float, backward: float) -> float:
-    """Seconds of a step that wait for an optimizer on the host, which updates ``elements`` for this rank: gradients that arrive behind the
-    last backward pass, and updates and weights that the next forward pass does not hide. ``forward``, ``backward``: of one microbatch
-    on a rank."""
-    offload, gpu = job.offload, job.machine.gpu
+def host_wait(
+    job: Job, fit: Coefficients, elements: float, forward: float, backward: float
+) -> float:
+    """Seconds of a step that wait for an optimizer on the host, which updates ``elements`` for this
+    rank: gradients that arrive behind the last backward pass, and updates and weights that the next
+    forward pass does not hide. ``forward``, ``backward``: of one microbatch on a rank."""
+    offload = job.offload
+    gpu = job.machine.gpu
     if offload is None or not elements:
         return 0.0
-    bus, update = gpu.pcie * fit.pcie, HOST_UPDATE * elements / (gpu.host * fit.host)
+    bus = gpu.pcie * fit.pcie
+    update = HOST_UPDATE * elements / (gpu.host * fit.host)
     late = max(0.0, offload.down * elements / bus - backward)
     hidden = forward + (backward if offload.early else 0.0)
     if offload.beside:
@@ -136,25 +181,37 @@ def straggling(job: Job, fit: Coefficients) -> float:
 
 
 def data_time(job: Job, axes: Axes, fit: Coefficients, work: float, middle: float) -> float:
-    """Exposed seconds of gradients and parameters between data-parallel ranks: of those that travel beside every microbatch, and of those
-    that travel once."""
-    numel, wire, units = job.rank_numel, job.habits.gradient_bytes, job.model.num_hidden_layers / job.pp
-    weights, trained = job.itemsize * numel, job.trained.share * numel
+    """Exposed seconds of gradients and parameters between data-parallel ranks: of those that travel
+    beside every microbatch, and of those that travel once."""
+    numel = job.rank_numel
+    wire = job.traits.gradient_bytes
+    units = job.model.num_hidden_layers / job.pp
+    weights = job.itemsize * numel
+    trained = job.trained.share * numel
     replicas = axes.replicas.reduce(wire * trained / (job.shards if job.sharding != "none" else 1))
     messages = max(1.0, trained / BUCKET)
     if job.sharding == "parameters":
         gathers = 2 * job.microbatches if job.pp == 1 else 1
-        sent = gathers * axes.shards.gather(weights, units) + job.microbatches * axes.shards.gather(wire * trained, units) + replicas
+        sent = (
+            gathers * axes.shards.gather(weights, units)
+            + job.microbatches * axes.shards.gather(wire * trained, units)
+            + replicas
+        )
         return _beside(sent, work, fit)
-    each = job.sharding == "gradients" and (job.pp == 1 or job.habits.reduces_every_microbatch)
-    reductions, gathers_once = axes.shards.gather(wire * trained, messages), axes.shards.gather(job.itemsize * trained, messages)
+    each = job.sharding == "gradients" and (job.pp == 1 or job.traits.reduces_every_microbatch)
+    reductions = axes.shards.gather(wire * trained, messages)
+    gathers_once = axes.shards.gather(job.itemsize * trained, messages)
     sent = gathers_once + replicas + (0.0 if each else reductions)
-    if job.habits.family == "intern":
+    if job.traits.family == "intern":
         sent += job.shards * fit.broadcast
     streamed = _beside(job.microbatches * reductions, work, fit) if each else 0.0
-    if not job.habits.overlap_data:
+    if not job.traits.overlap_data:
         return sent + (job.microbatches * reductions if each else 0.0)
-    return streamed + fit.data_exposed * sent + (1 - min(1.0, fit.data_exposed)) * max(0.0, sent - middle)
+    return (
+        streamed
+        + fit.data_exposed * sent
+        + (1 - min(1.0, fit.data_exposed)) * max(0.0, sent - middle)
+    )
 
 
 def _beside(sent: float, work: float, fit: Coefficients) -> float:

@@ -1,4 +1,5 @@
-"""What one step does, as traced (``megatron_llama.planner.trace``): integers and words, written as JSON and read without torch."""
+"""What one step does, as traced (``megatron_llama.planner.trace``): integers and words, written as
+JSON and read without torch."""
 
 from __future__ import annotations
 
@@ -55,7 +56,8 @@ class Done:
     """An action that was carried out."""
 
     action: str
-    """As the schedule writes it, ``the start`` before the first and ``the update`` behind the last."""
+    """As the schedule writes it, ``the start`` before the first and ``the update`` behind the
+    last."""
     segment: int
     live: int
     """Bytes beside the state when it began."""
@@ -89,7 +91,8 @@ class StageTrace:
     actions: tuple[Done, ...]
     """Of the whole step."""
     traced: tuple[str, ...]
-    """The actions that were really carried out, of this rank or of another one with the same layers."""
+    """The actions that were really carried out, of this rank or of another one with the same
+    layers."""
     lifetimes: tuple[Lifetime, ...]
     """Of these."""
 
@@ -146,14 +149,19 @@ class Trace:
                 if call < 0:
                     message = self.messages[-1 - call]
                     calls, size = found.get((message.axis, message.operation), (0, 0))
-                    found[message.axis, message.operation] = calls + times, size + times * message.bytes
+                    found[message.axis, message.operation] = (
+                        calls + times,
+                        size + times * message.bytes,
+                    )
         return found
 
     def peak(self, stage: StageTrace) -> Peak:
         """The fullest moment, the first of several."""
         done = max(stage.actions, key=lambda one: one.live + self.segments[one.segment].peak)
         working = self.segments[done.segment].peak
-        return Peak(done.action, sum(stage.state.values()) + done.live + working, done.live, working)
+        return Peak(
+            done.action, sum(stage.state.values()) + done.live + working, done.live, working
+        )
 
     def kept(self, stage: StageTrace) -> int:
         """Most bytes beside the state that are there between two actions."""
@@ -172,7 +180,11 @@ class Trace:
                 raise ValueError("another version")
             return _trace(fields)
         except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise ConfigError(describe("trace", got=error, expected="what plan trace --json wrote", do="trace again")) from None
+            raise ConfigError(
+                describe(
+                    "trace", got=error, expected="what plan trace --json wrote", do="trace again"
+                )
+            ) from None
 
 
 def _trace(fields: dict[str, Any]) -> Trace:
@@ -180,7 +192,10 @@ def _trace(fields: dict[str, Any]) -> Trace:
         fields["label"],
         fields["world_size"],
         fields["microbatches"],
-        tuple(Operator(**{**one, "shapes": tuple(map(tuple, one["shapes"]))}) for one in fields["operators"]),
+        tuple(
+            Operator(**{**one, "shapes": tuple(map(tuple, one["shapes"]))})
+            for one in fields["operators"]
+        ),
         tuple(Message(**one) for one in fields["messages"]),
         tuple(Segment(**{**one, "calls": tuple(one["calls"])}) for one in fields["segments"]),
         tuple(map(_stage, fields["stages"])),

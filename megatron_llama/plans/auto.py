@@ -14,10 +14,11 @@ FEWEST_SLOTS = 2
 
 
 def decide(config: Config, world_size: int, memory: int) -> tuple[Config, tuple[str, ...]]:
-    """Replace every ``auto`` by what fits into ``memory`` bytes per process, with a note on each. Sharding comes first: it costs
-    communication, which overlaps; recomputing costs computation.
+    """Replace every ``auto`` by what fits into ``memory`` bytes per process, with a note on each.
+    Sharding comes first: it costs communication, which overlaps; recomputing costs computation.
 
-    ``config`` is resolved and knows its vocabulary; all ranks must give the same memory, for all must decide alike."""
+    ``config`` is resolved and knows its vocabulary; all ranks must give the same memory, for all
+    must decide alike."""
     config, strategy = _decide_strategy(config, world_size, memory)
     config, slots = _decide_slots(config, world_size, memory)
     config, recompute = decide_recompute(config, world_size, memory)
@@ -30,13 +31,21 @@ def _with(config: Config, **parallel: str) -> Config:
 
 def _plan(config: Config, world_size: int) -> MemoryPlan:
     """With the fewest slots, where their number is still to be decided."""
-    return MemoryPlan(_with(config, param_slots=str(FEWEST_SLOTS)) if config.parallel.param_slots == AUTO else config, world_size)
+    return MemoryPlan(
+        _with(config, param_slots=str(FEWEST_SLOTS))
+        if config.parallel.param_slots == AUTO
+        else config,
+        world_size,
+    )
 
 
 def _least(plan: MemoryPlan) -> int:
     """Bytes of the process that needs most, recomputing as little as the configuration allows."""
     parallel = plan.config.parallel
-    return plan.needed(parallel.recompute_granularity, 0 if parallel.recompute_num_layers == AUTO else plan.chosen())
+    return plan.needed(
+        parallel.recompute_granularity,
+        0 if parallel.recompute_num_layers == AUTO else plan.chosen(),
+    )
 
 
 def _of_budget(needed: int, memory: int) -> str:
@@ -44,17 +53,26 @@ def _of_budget(needed: int, memory: int) -> str:
     return f"{gib(needed)} of {gib(budget)} usable per process{'' if needed <= budget else ', which is not enough'}"
 
 
-def _decide_strategy(config: Config, world_size: int, memory: int) -> tuple[Config, tuple[str, ...]]:
+def _decide_strategy(
+    config: Config, world_size: int, memory: int
+) -> tuple[Config, tuple[str, ...]]:
     """The first strategy that fits, in the order of what they send."""
     if config.parallel.data_parallel_sharding_strategy != AUTO:
         return config, ()
-    plans = {name: _plan(_with(config, data_parallel_sharding_strategy=name), world_size) for name in BY_TRAFFIC}
+    plans = {
+        name: _plan(_with(config, data_parallel_sharding_strategy=name), world_size)
+        for name in BY_TRAFFIC
+    }
     needed = {name: _least(plan) for name, plan in plans.items()}
     fitting = [name for name in BY_TRAFFIC if needed[name] <= memory * USABLE]
     chosen = fitting[0] if fitting else BY_TRAFFIC[-1]
-    reasons = [f"{name} would need {gib(needed[name])}" for name in BY_TRAFFIC[: BY_TRAFFIC.index(chosen)]]
+    reasons = [
+        f"{name} would need {gib(needed[name])}" for name in BY_TRAFFIC[: BY_TRAFFIC.index(chosen)]
+    ]
     if fitting:
-        reasons.append(f"with {plans[chosen].schedule.microbatches} microbatches it sends least of what fits")
+        reasons.append(
+            f"with {plans[chosen].schedule.microbatches} microbatches it sends least of what fits"
+        )
     note = f"--data-parallel-sharding-strategy auto: {chosen}; {_of_budget(needed[chosen], memory)}"
     return _with(config, data_parallel_sharding_strategy=chosen), ("; ".join([note, *reasons]),)
 
@@ -65,10 +83,16 @@ def _decide_slots(config: Config, world_size: int, memory: int) -> tuple[Config,
         return config, ()
     partition = partition_of(config)
     ranks = range(config.parallel.pipeline_model_parallel_size)
-    most = max(sum(len(partition.layers[stage]) for stage in partition.stages_of(rank)) for rank in ranks)
+    most = max(
+        sum(len(partition.layers[stage]) for stage in partition.stages_of(rank)) for rank in ranks
+    )
 
     def needed(slots: int) -> int:
-        return _least(MemoryPlan(_with(config, param_slots="all" if slots >= most else str(slots)), world_size))
+        return _least(
+            MemoryPlan(
+                _with(config, param_slots="all" if slots >= most else str(slots)), world_size
+            )
+        )
 
     counts = range(FEWEST_SLOTS, max(FEWEST_SLOTS, most) + 1)
     slots = counts[max(0, bisect_right(counts, memory * USABLE, key=needed) - 1)]
@@ -76,17 +100,27 @@ def _decide_slots(config: Config, world_size: int, memory: int) -> tuple[Config,
     return _with(config, param_slots="all" if slots >= most else str(slots)), (note,)
 
 
-def decide_recompute(config: Config, world_size: int, memory: int) -> tuple[Config, tuple[str, ...]]:
-    """Replace ``--recompute-num-layers auto`` by the fewest blocks with which every process fits into ``memory`` bytes, with a note.
+def decide_recompute(
+    config: Config, world_size: int, memory: int
+) -> tuple[Config, tuple[str, ...]]:
+    """Replace ``--recompute-num-layers auto`` by the fewest blocks with which every process fits
+    into ``memory`` bytes, with a note.
 
-    ``config`` is resolved and knows its vocabulary; all ranks must give the same memory, for all must decide alike."""
+    ``config`` is resolved and knows its vocabulary; all ranks must give the same memory, for all
+    must decide alike."""
     parallel = config.parallel
     if parallel.recompute_num_layers != AUTO:
         return config, ()
-    plan, granularity = MemoryPlan(config, world_size), parallel.recompute_granularity
+    plan = MemoryPlan(config, world_size)
+    granularity = parallel.recompute_granularity
     most = plan.largest_stage if granularity != "none" else 0
     counts = range(most + 1)
-    layers = min(most, bisect_left(counts, True, key=lambda count: plan.needed(granularity, count) <= memory * USABLE))
+    layers = min(
+        most,
+        bisect_left(
+            counts, True, key=lambda count: plan.needed(granularity, count) <= memory * USABLE
+        ),
+    )
     note = (
         f"--recompute-num-layers auto: {layers} of up to {plan.largest_stage} blocks of a stage recompute ({granularity}); "
         f"{_of_budget(plan.needed(granularity, layers), memory)}"

@@ -1,4 +1,5 @@
-"""What optimizer offload takes: which buckets are updated on the host, its memory, and what a step copies. Integers only."""
+"""What optimizer offload takes: which buckets are updated on the host, its memory, and what a step
+copies. Integers only."""
 
 from __future__ import annotations
 
@@ -8,18 +9,22 @@ from dataclasses import dataclass
 from megatron_llama.config.schema import Config
 from megatron_llama.errors import describe
 from megatron_llama.plans.activation_memory import compute_bytes
-from megatron_llama.plans.buckets import ALIGN, ShardLayout
+from megatron_llama.plans.buckets import ALIGN, BucketPlan
 from megatron_llama.plans.checks.zenflow import hot_columns, sends_wide, steps_of
 
-NONE, EXACT, ZENFLOW = "none", "exact", "zenflow"
+NONE = "none"
+EXACT = "exact"
+ZENFLOW = "zenflow"
 MODES = (NONE, EXACT, ZENFLOW)
 """Values of --optimizer-offload that can run."""
 STAGED = 2
-"""Buffers for weights in the compute dtype on their way to the device: one is filled while the other one is copied."""
+"""Buffers for weights in the compute dtype on their way to the device: one is filled while the
+other one is copied."""
 STATES = 3
 """Of an element on the host: weight and two moments."""
 FACTORS = ALIGN
-"""Elements of fp32 that a bucket keeps for the scale of its gradient and for whether to skip it: two, padded."""
+"""Elements of fp32 that a bucket keeps for the scale of its gradient and for whether to skip it:
+two, padded."""
 DIGITS = 6
 """No machine has more processors than numbers of so many."""
 
@@ -53,9 +58,9 @@ class OffloadPlan:
         return self.state + self.gradients + self.staging + self.undo
 
 
-def host_buckets(layout: ShardLayout, fraction: float) -> tuple[int, ...]:
-    """The buckets that are updated on the host. Those of the first layers stay on the device, as far as ``fraction`` leaves room:
-    a forward pass waits longest for them."""
+def host_buckets(layout: BucketPlan, fraction: float) -> tuple[int, ...]:
+    """The buckets that are updated on the host. Those of the first layers stay on the device, as
+    far as ``fraction`` leaves room: a forward pass waits longest for them."""
     trained = [bucket for bucket in layout.forward_order if layout.buckets[bucket].kind.trainable]
     room = (1.0 - fraction) * sum(layout.buckets[bucket].numel for bucket in trained)
     chosen = []
@@ -66,21 +71,27 @@ def host_buckets(layout: ShardLayout, fraction: float) -> tuple[int, ...]:
     return tuple(sorted(chosen))
 
 
-def speculated_buckets(layout: ShardLayout, buckets: Sequence[int], budget: int, wide: int) -> tuple[int, ...]:
-    """As many buckets, in the order in which their gradients arrive, as ``budget`` bytes can take back. A gradient that is summed over
-    copies arrives with the norm, and what the first units read right before it: to try that would hold up what is needed first."""
-    chosen, late = [], {bucket for unit in layout.unit_buckets[:2] for bucket in unit}
+def speculated_buckets(
+    layout: BucketPlan, buckets: Sequence[int], budget: int, wide: int
+) -> tuple[int, ...]:
+    """As many buckets, in the order in which their gradients arrive, as ``budget`` bytes can take
+    back. A gradient that is summed over copies arrives with the norm, and what the first units read
+    right before it: to try that would hold up what is needed first."""
+    chosen = []
+    late = {bucket for unit in layout.unit_buckets[:2] for bucket in unit}
     for bucket in buckets:
-        size, kind = STATES * layout.shard_numel(bucket) * wide, layout.buckets[bucket].kind
+        size = STATES * layout.shard_numel(bucket) * wide
+        kind = layout.buckets[bucket].kind
         if size <= budget and bucket not in late and not kind.partial and not kind.tied:
             chosen.append(bucket)
             budget -= size
     return tuple(chosen)
 
 
-def offload_plan(config: Config, layout: ShardLayout) -> OffloadPlan | None:
+def offload_plan(config: Config, layout: BucketPlan) -> OffloadPlan | None:
     """Of one rank of a resolved configuration; None where nothing is offloaded."""
-    options, narrow = config.offload, compute_bytes(config)
+    options = config.offload
+    narrow = compute_bytes(config)
     if options.optimizer_offload == NONE:
         return None
     wide = max(narrow, 4)
@@ -89,8 +100,12 @@ def offload_plan(config: Config, layout: ShardLayout) -> OffloadPlan | None:
     buckets = host_buckets(layout, options.optimizer_offload_fraction)
     sizes = {bucket: layout.shard_numel(bucket) for bucket in buckets}
     total = sum(sizes.values())
-    speculative = options.offload_speculative and config.optimizer.clip_grad > 0 and not config.training.fp16
-    speculated = speculated_buckets(layout, buckets, options.speculation_bytes, wide) if speculative else ()
+    speculative = (
+        options.offload_speculative and config.optimizer.clip_grad > 0 and not config.training.fp16
+    )
+    speculated = (
+        speculated_buckets(layout, buckets, options.speculation_bytes, wide) if speculative else ()
+    )
     staging = STAGED * max(sizes.values(), default=0) * narrow if narrow < wide else 0
     return OffloadPlan(
         buckets=buckets,
@@ -104,23 +119,37 @@ def offload_plan(config: Config, layout: ShardLayout) -> OffloadPlan | None:
     )
 
 
-def matrix_buckets(layout: ShardLayout, fraction: float) -> tuple[int, ...]:
-    """Of the buckets that are updated on the host those whose columns differ: norms and low-rank additions are small."""
+def matrix_buckets(layout: BucketPlan, fraction: float) -> tuple[int, ...]:
+    """Of the buckets that are updated on the host those whose columns differ: norms and low-rank
+    additions are small."""
     kinds = [bucket.kind for bucket in layout.buckets]
-    return tuple(bucket for bucket in host_buckets(layout, fraction) if kinds[bucket].decay and not kinds[bucket].adapter)
+    return tuple(
+        bucket
+        for bucket in host_buckets(layout, fraction)
+        if kinds[bucket].decay and not kinds[bucket].adapter
+    )
 
 
-def _zenflow_plan(config: Config, layout: ShardLayout, *, wide: int, narrow: int) -> OffloadPlan:
-    """Columns are chosen over all ranks: how many of a shard's are hot is what is to be expected."""
-    options, buckets = config.zenflow, matrix_buckets(layout, config.offload.optimizer_offload_fraction)
-    wire, windows = wide if sends_wide(options) else narrow, 1 + options.zenflow_overlap_step
+def _zenflow_plan(config: Config, layout: BucketPlan, *, wide: int, narrow: int) -> OffloadPlan:
+    """Columns are chosen over all ranks: how many of a shard's are hot is what is to be
+    expected."""
+    options = config.zenflow
+    buckets = matrix_buckets(layout, config.offload.optimizer_offload_fraction)
+    wire = wide if sends_wide(options) else narrow
+    windows = 1 + options.zenflow_overlap_step
     sizes = [layout.shard_numel(bucket) for bucket in buckets]
-    total, largest = sum(sizes), max(sizes, default=0)
+    total = sum(sizes)
+    largest = max(sizes, default=0)
     hot = elements = 0
     for spec in (placed.spec for bucket in buckets for placed in layout.buckets[bucket].placements):
         columns = spec.slices[0].shape[1]
         elements += spec.numel // layout.shards
-        hot += spec.numel // layout.shards * hot_columns(options.zenflow_topk_ratio, columns) // columns
+        hot += (
+            spec.numel
+            // layout.shards
+            * hot_columns(options.zenflow_topk_ratio, columns)
+            // columns
+        )
     return OffloadPlan(
         buckets=buckets,
         speculated=(),
@@ -139,31 +168,50 @@ def offload_problems(config: Config) -> Iterator[str]:
     options = config.offload
     if options.optimizer_offload not in MODES:
         expected = " or ".join(MODES)
-        yield describe("--optimizer-offload", got=options.optimizer_offload, expected=expected, do="exact hides what can be hidden exactly")
+        yield describe(
+            "--optimizer-offload",
+            got=options.optimizer_offload,
+            expected=expected,
+            do="exact hides what can be hidden exactly",
+        )
     if not 0 <= options.optimizer_offload_fraction <= 1:
         do = "give the share of the optimizer that is to leave the device"
-        yield describe("--optimizer-offload-fraction", got=options.optimizer_offload_fraction, expected="a number from 0 to 1", do=do)
+        yield describe(
+            "--optimizer-offload-fraction",
+            got=options.optimizer_offload_fraction,
+            expected="a number from 0 to 1",
+            do=do,
+        )
     if options.offload_cores != "auto" and not core_list(options.offload_cores):
         yield describe(
-            "--offload-cores", got=options.offload_cores, expected="auto, or numbers and ranges such as 0-15,32-47", do="mend it"
+            "--offload-cores",
+            got=options.offload_cores,
+            expected="auto, or numbers and ranges such as 0-15,32-47",
+            do="mend it",
         )
 
 
 def offload_warnings(config: Config) -> Iterator[str]:
     """What of the options has no effect."""
     options = config.offload
-    if options.optimizer_offload != NONE and options.offload_speculative and config.optimizer.clip_grad == 0:
+    if (
+        options.optimizer_offload != NONE
+        and options.offload_speculative
+        and config.optimizer.clip_grad == 0
+    ):
         yield "--offload-speculative has no effect with --clip-grad 0: buckets are updated when their gradients arrive anyway"
     if options.optimizer_offload != NONE and options.offload_speculative and config.training.fp16:
         yield "--offload-speculative has no effect with --fp16: whether a step counts is known at its end"
 
 
 def core_list(text: str) -> tuple[int, ...]:
-    """``0-2,8`` as 0, 1, 2, 8; nothing where it is no such list, or has numbers that no machine has."""
+    """``0-2,8`` as 0, 1, 2, 8; nothing where it is no such list, or has numbers that no machine
+    has."""
     cores: list[int] = []
     for part in text.split(","):
         low, dash, high = part.strip().partition("-")
-        first, last = _number(low), _number(high if dash else low)
+        first = _number(low)
+        last = _number(high if dash else low)
         if first is None or last is None or first > last:
             return ()
         cores += range(first, last + 1)

@@ -1,7 +1,9 @@
-"""Which parameters a pipeline stage owns, their local shapes, and where each element sits in the HuggingFace model.
+"""Which parameters a pipeline stage owns, their local shapes, and where each element sits in the
+HuggingFace model.
 
-Integers only. The model builds its modules from these specs, the layout packs them into buckets, checkpoints and imports
-read the HuggingFace coordinates, and ``--dry-run`` counts them: one table, so the four cannot disagree.
+Integers only. The model builds its modules from these specs, the layout packs them into buckets,
+checkpoints and imports read the HuggingFace coordinates, and ``--dry-run`` counts them: one table,
+so the four cannot disagree.
 """
 
 from __future__ import annotations
@@ -19,13 +21,15 @@ PROJECTIONS = LoraConfig().lora_target_modules
 """Linear layers of a block, by HuggingFace's names."""
 ROW_PARALLEL = ("o_proj", "down_proj")
 """Those of them whose inputs are split over tp; of the others it is the outputs."""
-LORA_A, LORA_B = "lora_A", "lora_B"
+LORA_A = "lora_A"
+LORA_B = "lora_B"
 NO_LORA = LoraConfig()
 
 
 @dataclass(frozen=True)
 class HFSlice:
-    """Rows ``[row, row + rows)`` of a local parameter are the block at ``(hf_row, hf_col)`` of one HuggingFace tensor."""
+    """Rows ``[row, row + rows)`` of a local parameter are the block at ``(hf_row, hf_col)`` of one
+    HuggingFace tensor."""
 
     name: str
     shape: tuple[int, ...]
@@ -37,7 +41,8 @@ class HFSlice:
 
 @dataclass(frozen=True)
 class ParamSpec:
-    """One local parameter. ``shape`` is padded and tensor-parallel local; slices cover its unpadded rows."""
+    """One local parameter. ``shape`` is padded and tensor-parallel local; slices cover its unpadded
+    rows."""
 
     name: str
     shape: tuple[int, ...]
@@ -51,7 +56,8 @@ class ParamSpec:
     tied: bool = False
     """A copy of the same parameter lives on the other end of the pipeline."""
     contributions: int = 1
-    """Gradient contributions of one microbatch: 2 for an embedding that is also the head of the same process."""
+    """Gradient contributions of one microbatch: 2 for an embedding that is also the head of the
+    same process."""
     stage: int = 0
     """The pipeline stage whose backward passes write the gradient."""
     trainable: bool = True
@@ -72,7 +78,8 @@ class ParamSpec:
 
 @dataclass(frozen=True)
 class UnitSpec:
-    """What is gathered together: the embedding, one transformer block, or the final norm with the head."""
+    """What is gathered together: the embedding, one transformer block, or the final norm with the
+    head."""
 
     name: str
     params: tuple[ParamSpec, ...]
@@ -102,13 +109,16 @@ class Rectangle:
 
 
 def rectangles(spec: ParamSpec, start: int, stop: int) -> Iterator[Rectangle]:
-    """The elements ``[start, stop)`` of the flattened parameter as HuggingFace rectangles, in order.
+    """The elements ``[start, stop)`` of the flattened parameter as HuggingFace rectangles, in
+    order.
 
-    At most three for each slice: the tail of a row, whole rows, the head of a row. Padding belongs to no slice.
+    At most three for each slice: the tail of a row, whole rows, the head of a row. Padding belongs
+    to no slice.
     """
     width = spec.width
     for part in spec.slices:
-        low, high = max(start, part.row * width), min(stop, (part.row + part.rows) * width)
+        low = max(start, part.row * width)
+        high = min(stop, (part.row + part.rows) * width)
         while low < high:
             row, col = divmod(low, width)
             rows = (high - low) // width if col == 0 else 0
@@ -118,7 +128,8 @@ def rectangles(spec: ParamSpec, start: int, stop: int) -> Iterator[Rectangle]:
 
 
 def _rectangle(part: HFSlice, row: int, col: int, rows: int, cols: int, start: int) -> Rectangle:
-    offset, size = (part.hf_row + row - part.row, part.hf_col + col), (rows, cols)
+    offset = (part.hf_row + row - part.row, part.hf_col + col)
+    size = (rows, cols)
     dims = len(part.shape)
     return Rectangle(part.name, part.shape, offset[:dims], size[:dims], start)
 
@@ -151,12 +162,17 @@ class Partition:
         return self.placement[0] == self.placement[-1]
 
 
-def split_layers(layers: int, stages: int, *, explicit: Sequence[int] = (), first: int = 0, last: int = 0) -> tuple[range, ...]:
-    """Ranges of blocks: as listed, or equal shares in which the first and the last stage give up so many layers.
+def split_layers(
+    layers: int, stages: int, *, explicit: Sequence[int] = (), first: int = 0, last: int = 0
+) -> tuple[range, ...]:
+    """Ranges of blocks: as listed, or equal shares in which the first and the last stage give up so
+    many layers.
 
     The caller has checked that the numbers fit (``split_problem``)."""
     share = (layers + first + last) // stages
-    counts = list(explicit) or [share - (first if s == 0 else 0) - (last if s == stages - 1 else 0) for s in range(stages)]
+    counts = list(explicit) or [
+        share - (first if s == 0 else 0) - (last if s == stages - 1 else 0) for s in range(stages)
+    ]
     stops = [sum(counts[: index + 1]) for index in range(stages)]
     return tuple(range(stop - count, stop) for count, stop in zip(counts, stops, strict=True))
 
@@ -165,7 +181,9 @@ def partition_of(config: Config) -> Partition:
     """The partition of a resolved configuration."""
     parallel = config.parallel
     placement = placement_of(
-        parallel.pipeline_schedule, parallel.pipeline_model_parallel_size, parallel.virtual_pipeline_model_parallel_size
+        parallel.pipeline_schedule,
+        parallel.pipeline_model_parallel_size,
+        parallel.virtual_pipeline_model_parallel_size,
     )
     layers = split_layers(
         config.model.num_hidden_layers,
@@ -178,7 +196,8 @@ def partition_of(config: Config) -> Partition:
 
 
 def kv_copies(model: ModelConfig, tp: int) -> int:
-    """Consecutive tensor-parallel ranks that share one key/value head: more than 1 when tp exceeds their number."""
+    """Consecutive tensor-parallel ranks that share one key/value head: more than 1 when tp exceeds
+    their number."""
     return max(1, tp // model.num_key_value_heads)
 
 
@@ -194,12 +213,15 @@ class Shapes:
 
     def embedding(self, *, tied: bool, contributions: int) -> UnitSpec:
         """The token embedding, rows split over tp."""
-        weight = self._vocab("model.embed_tokens.weight", "model.embed_tokens.weight", tied, contributions)
+        weight = self._vocab(
+            "model.embed_tokens.weight", "model.embed_tokens.weight", tied, contributions
+        )
         return UnitSpec("embed_tokens", (weight,))
 
     def block(self, layer: int) -> UnitSpec:
         """One transformer block, in the order of its forward pass."""
-        m, prefix = self.model, f"model.layers.{layer}"
+        m = self.model
+        prefix = f"model.layers.{layer}"
         query = m.num_attention_heads * m.head_dim
         return UnitSpec(
             f"layers.{layer}",
@@ -208,13 +230,16 @@ class Shapes:
                 *self._attention_inputs(f"{prefix}.self_attn"),
                 self._rows(f"{prefix}.self_attn.o_proj.weight", query),
                 self._norm(f"{prefix}.post_attention_layernorm.weight"),
-                self._columns(f"{prefix}.mlp.gate_up_proj.weight", _gate_up(prefix, m.intermediate_size)),
+                self._columns(
+                    f"{prefix}.mlp.gate_up_proj.weight", _gate_up(prefix, m.intermediate_size)
+                ),
                 self._rows(f"{prefix}.mlp.down_proj.weight", m.intermediate_size),
             ),
         )
 
     def head(self, *, tied: bool, shared: bool) -> UnitSpec:
-        """Final norm and output head. ``shared``: the head is the embedding of the same process, and not listed again."""
+        """Final norm and output head. ``shared``: the head is the embedding of the same process,
+        and not listed again."""
         norm = self._norm("model.norm.weight")
         if shared:
             return UnitSpec("head", (norm,))
@@ -222,26 +247,43 @@ class Shapes:
         return UnitSpec("head", (norm, self._vocab("lm_head.weight", source, tied, 1)))
 
     def _attention_inputs(self, prefix: str) -> tuple[ParamSpec, ...]:
-        """One fused weight, or, when several ranks share a key/value head, queries apart from keys and values: those are
-        copies, and each rank sees only the gradient through its own queries."""
+        """One fused weight, or, when several ranks share a key/value head, queries apart from keys
+        and values: those are copies, and each rank sees only the gradient through its own
+        queries."""
         m = self.model
-        query, key_value = m.num_attention_heads * m.head_dim, m.num_key_value_heads * m.head_dim
+        query = m.num_attention_heads * m.head_dim
+        key_value = m.num_key_value_heads * m.head_dim
         names = [f"{prefix}.{name}_proj.weight" for name in "qkv"]
         copies = kv_copies(m, self.tp)
         if copies == 1:
-            return (self._columns(f"{prefix}.qkv_proj.weight", list(zip(names, (query, key_value, key_value), strict=True))),)
-        shared = Shapes(m, m.num_key_value_heads, self.tp_rank // copies, self.sequence_parallel, self.stage)
+            return (
+                self._columns(
+                    f"{prefix}.qkv_proj.weight",
+                    list(zip(names, (query, key_value, key_value), strict=True)),
+                ),
+            )
+        shared = Shapes(
+            m, m.num_key_value_heads, self.tp_rank // copies, self.sequence_parallel, self.stage
+        )
         kv = shared._columns(f"{prefix}.kv_proj.weight", [(name, key_value) for name in names[1:]])
-        return self._columns(names[0], [(names[0], query)]), replace(kv, copies=copies, partial=True)
+        return self._columns(names[0], [(names[0], query)]), replace(
+            kv, copies=copies, partial=True
+        )
 
     def _norm(self, name: str) -> ParamSpec:
-        size, partial = self.model.hidden_size, self.sequence_parallel and self.tp > 1
+        size = self.model.hidden_size
+        partial = self.sequence_parallel and self.tp > 1
         part = HFSlice(name, (size,), 0, size)
-        return ParamSpec(name, (size,), (part,), decay=False, copies=self.tp, partial=partial, stage=self.stage)
+        return ParamSpec(
+            name, (size,), (part,), decay=False, copies=self.tp, partial=partial, stage=self.stage
+        )
 
     def _columns(self, name: str, parts: Sequence[tuple[str, int]]) -> ParamSpec:
-        """A fused column-parallel weight: each part is split by rows over tp, and the parts are stacked."""
-        hidden, row, slices = self.model.hidden_size, 0, []
+        """A fused column-parallel weight: each part is split by rows over tp, and the parts are
+        stacked."""
+        hidden = self.model.hidden_size
+        row = 0
+        slices = []
         for part, rows in parts:
             local = rows // self.tp
             slices.append(HFSlice(part, (rows, hidden), row, local, hf_row=self.tp_rank * local))
@@ -250,7 +292,8 @@ class Shapes:
 
     def _rows(self, name: str, inputs: int) -> ParamSpec:
         """A row-parallel weight: its input columns are split over tp."""
-        hidden, local = self.model.hidden_size, inputs // self.tp
+        hidden = self.model.hidden_size
+        local = inputs // self.tp
         part = HFSlice(name, (hidden, inputs), 0, hidden, hf_col=self.tp_rank * local)
         return ParamSpec(name, (hidden, local), (part,), decay=True, stage=self.stage)
 
@@ -259,9 +302,19 @@ class Shapes:
         local = padded_vocab_size(m, self.tp) // self.tp
         first = self.tp_rank * local
         rows = max(0, min(m.vocab_size - first, local))
-        part = HFSlice(source, (m.vocab_size, m.hidden_size), 0, rows, hf_row=min(first, m.vocab_size))
+        part = HFSlice(
+            source, (m.vocab_size, m.hidden_size), 0, rows, hf_row=min(first, m.vocab_size)
+        )
         shape = (local, m.hidden_size)
-        return ParamSpec(name, shape, (part,), decay=True, tied=tied, contributions=contributions, stage=self.stage)
+        return ParamSpec(
+            name,
+            shape,
+            (part,),
+            decay=True,
+            tied=tied,
+            contributions=contributions,
+            stage=self.stage,
+        )
 
 
 def _gate_up(prefix: str, size: int) -> list[tuple[str, int]]:
@@ -284,7 +337,9 @@ def adapter_names(name: str) -> tuple[str, str]:
     return f"{owner}.{LORA_A}.weight", f"{owner}.{LORA_B}.weight"
 
 
-def _with_adapters(unit: UnitSpec, lora: LoraConfig, tp: int, *, sequence_parallel: bool) -> UnitSpec:
+def _with_adapters(
+    unit: UnitSpec, lora: LoraConfig, tp: int, *, sequence_parallel: bool
+) -> UnitSpec:
     """The same unit, frozen, with an addition behind each weight that is to have one."""
     if not lora.lora_rank:
         return unit
@@ -293,7 +348,9 @@ def _with_adapters(unit: UnitSpec, lora: LoraConfig, tp: int, *, sequence_parall
         params.append(replace(spec, trainable=False))
         for part in spec.slices:
             if unit.is_block and projection_of(part.name) in lora.lora_target_modules:
-                params += _adapter(spec, part, lora.lora_rank, tp, sequence_parallel=sequence_parallel)
+                params += _adapter(
+                    spec, part, lora.lora_rank, tp, sequence_parallel=sequence_parallel
+                )
     return replace(unit, params=tuple(params))
 
 
@@ -302,11 +359,15 @@ def projection_of(name: str) -> str:
     return name.split(".")[-2]
 
 
-def _adapter(spec: ParamSpec, part: HFSlice, rank: int, tp: int, *, sequence_parallel: bool) -> tuple[ParamSpec, ParamSpec]:
-    """A [rank, inputs] and B [outputs, rank]. The one on the side that is split over tp is split too, the other one repeated; each
-    copy sees a part of its gradient where ranks have different outputs (row-parallel) or positions (sequence parallelism) before them."""
+def _adapter(
+    spec: ParamSpec, part: HFSlice, rank: int, tp: int, *, sequence_parallel: bool
+) -> tuple[ParamSpec, ParamSpec]:
+    """A [rank, inputs] and B [outputs, rank]. The one on the side that is split over tp is split
+    too, the other one repeated; each copy sees a part of its gradient where ranks have different
+    outputs (row-parallel) or positions (sequence parallelism) before them."""
     a, b = adapter_names(part.name)
-    projection, (outputs, inputs) = projection_of(part.name), part.shape
+    projection = projection_of(part.name)
+    (outputs, inputs) = part.shape
     local = f"{spec.name.removesuffix('.weight')}.adapters.{projection}"
     in_a = HFSlice(a, (rank, inputs), 0, rank, hf_col=part.hf_col)
     in_b = HFSlice(b, (outputs, rank), 0, part.rows, hf_row=part.hf_row)
@@ -315,13 +376,24 @@ def _adapter(spec: ParamSpec, part: HFSlice, rank: int, tp: int, *, sequence_par
     second = build(f"{local}.{LORA_B}.weight", (part.rows, rank), (in_b,))
     if projection in ROW_PARALLEL:
         return first, replace(second, copies=tp, partial=tp > 1)
-    return replace(first, copies=tp, partial=sequence_parallel and tp > 1), replace(second, copies=spec.copies, partial=spec.partial)
+    return replace(first, copies=tp, partial=sequence_parallel and tp > 1), replace(
+        second, copies=spec.copies, partial=spec.partial
+    )
 
 
 def _with_frozen(unit: UnitSpec, patterns: Sequence[str]) -> UnitSpec:
-    """The same unit, with parameters frozen all of whose HuggingFace tensors are (validate.py refuses a part of them)."""
-    frozen = (not spec.trainable or all(is_frozen(part.name, patterns) for part in spec.slices) for spec in unit.params)
-    return replace(unit, params=tuple(replace(spec, trainable=not no) for spec, no in zip(unit.params, frozen, strict=True)))
+    """The same unit, with parameters frozen all of whose HuggingFace tensors are (validate.py
+    refuses a part of them)."""
+    frozen = (
+        not spec.trainable or all(is_frozen(part.name, patterns) for part in spec.slices)
+        for spec in unit.params
+    )
+    return replace(
+        unit,
+        params=tuple(
+            replace(spec, trainable=not no) for spec, no in zip(unit.params, frozen, strict=True)
+        ),
+    )
 
 
 def stage_units(
@@ -335,21 +407,29 @@ def stage_units(
     freeze: Sequence[str] = (),
     lora: LoraConfig = NO_LORA,
 ) -> tuple[UnitSpec, ...]:
-    """The units of one pipeline stage on one tensor-parallel rank, in forward order. ``freeze``: patterns of HuggingFace names."""
-    shapes, tie = Shapes(model, tp, tp_rank, sequence_parallel, stage), model.tie_word_embeddings
-    shared, apart = tie and partition.ends_meet, tie and not partition.ends_meet
+    """The units of one pipeline stage on one tensor-parallel rank, in forward order. ``freeze``:
+    patterns of HuggingFace names."""
+    shapes = Shapes(model, tp, tp_rank, sequence_parallel, stage)
+    tie = model.tie_word_embeddings
+    shared = tie and partition.ends_meet
+    apart = tie and not partition.ends_meet
     units = [shapes.block(layer) for layer in partition.layers[stage]]
     if stage == 0:
         units.insert(0, shapes.embedding(tied=apart, contributions=2 if shared else 1))
     if stage == partition.stages - 1:
         units.append(shapes.head(tied=apart, shared=shared))
-    adapted = (_with_adapters(unit, lora, tp, sequence_parallel=sequence_parallel) for unit in units)
+    adapted = (
+        _with_adapters(unit, lora, tp, sequence_parallel=sequence_parallel) for unit in units
+    )
     return tuple(_with_frozen(unit, freeze) for unit in adapted)
 
 
-def rank_units(config: Config, *, rank: int = 0, tp_rank: int = 0) -> tuple[tuple[UnitSpec, ...], ...]:
+def rank_units(
+    config: Config, *, rank: int = 0, tp_rank: int = 0
+) -> tuple[tuple[UnitSpec, ...], ...]:
     """The units of every stage of one pipeline rank of a resolved configuration."""
-    partition, parallel = partition_of(config), config.parallel
+    partition = partition_of(config)
+    parallel = config.parallel
     build = partial(
         stage_units,
         config.model,
@@ -375,9 +455,16 @@ def hf_shapes(model: ModelConfig) -> dict[str, tuple[int, ...]]:
 
 
 def adapter_shapes(model: ModelConfig, lora: LoraConfig) -> dict[str, tuple[int, ...]]:
-    """Name and shape of both halves of every low-rank addition, in forward order; PEFT's names without its prefix."""
+    """Name and shape of both halves of every low-rank addition, in forward order; PEFT's names
+    without its prefix."""
     units = stage_units(model, whole_model(model), 0, lora=lora)
-    return {part.name: part.shape for unit in units for spec in unit.params for part in spec.slices if spec.adapter}
+    return {
+        part.name: part.shape
+        for unit in units
+        for spec in unit.params
+        for part in spec.slices
+        if spec.adapter
+    }
 
 
 def parameter_count(model: ModelConfig) -> int:

@@ -6,15 +6,16 @@ from dataclasses import dataclass
 
 from megatron_llama.config.schema import Config
 from megatron_llama.plans.activation_memory import compute_bytes
-from megatron_llama.plans.buckets import ShardLayout, rank_layout, strategy_named
-from megatron_llama.plans.prefetch import Residency, gathers
+from megatron_llama.plans.buckets import BucketPlan, rank_bucket_plan, strategy_named
+from megatron_llama.plans.prefetch import PrefetchPlan, gathers
 from megatron_llama.plans.schedule import Schedule
-from megatron_llama.plans.weight_access import rank_uses
+from megatron_llama.plans.weight_access import rank_weight_accesses
 
 
 @dataclass(frozen=True)
 class StepTraffic:
-    """Messages and bytes (of whole buckets, as a recorder counts them) of one rank in a step of many equal ones."""
+    """Messages and bytes (of whole buckets, as a recorder counts them) of one rank in a step of
+    many equal ones."""
 
     gathers: int
     gather_bytes: int
@@ -29,13 +30,15 @@ class StepTraffic:
     @property
     def sent(self) -> float:
         """Bytes that leave the rank: the least that these collectives can do with."""
-        sharded, repeated = 1 - 1 / self.shards, 2 * (1 - 1 / self.replicas)
+        sharded = 1 - 1 / self.shards
+        repeated = 2 * (1 - 1 / self.replicas)
         return (self.gather_bytes + self.reduction_bytes) * sharded + self.replica_bytes * repeated
 
 
-def residency_of(layout: ShardLayout, itemsize: int, prefetch_bytes: int) -> Residency:
-    """The plan of a layout's gathers. ``itemsize``: bytes of a parameter; ``prefetch_bytes``: 0 for no limit."""
-    return Residency(
+def prefetch_plan_of(layout: BucketPlan, itemsize: int, prefetch_bytes: int) -> PrefetchPlan:
+    """The plan of a layout's gathers. ``itemsize``: bytes of a parameter; ``prefetch_bytes``: 0 for
+    no limit."""
+    return PrefetchPlan(
         slots=layout.parameter_slots,
         sizes=[bucket.numel * itemsize for bucket in layout.buckets],
         unit_buckets=layout.unit_buckets,
@@ -44,18 +47,23 @@ def residency_of(layout: ShardLayout, itemsize: int, prefetch_bytes: int) -> Res
 
 
 def step_traffic(config: Config, schedule: Schedule, *, dp: int, rank: int = 0) -> StepTraffic:
-    """Of one pipeline rank. ``config`` is resolved, with every ``auto`` decided; ``dp``: data-parallel ranks, context-parallel
-    ones included."""
-    parallel, layout = config.parallel, rank_layout(config, dp=dp, rank=rank)
+    """Of one pipeline rank. ``config`` is resolved, with every ``auto`` decided; ``dp``:
+    data-parallel ranks, context-parallel ones included."""
+    parallel = config.parallel
+    layout = rank_bucket_plan(config, dp=dp, rank=rank)
     narrow = compute_bytes(config)
     wire = 2 if parallel.grad_reduce_in_bf16 else max(narrow, 4)
     trained = [bucket for bucket in layout.buckets if bucket.kind.trainable]
-    rounds = schedule.microbatches if strategy_named(parallel.data_parallel_sharding_strategy).reduce_every_microbatch else 1
+    rounds = (
+        schedule.microbatches
+        if strategy_named(parallel.data_parallel_sharding_strategy).reduce_every_microbatch
+        else 1
+    )
     elements = sum(bucket.numel for bucket in trained)
     replicas = dp // layout.shards
     frozen = {bucket.index for bucket in layout.buckets if not bucket.kind.trainable}
-    uses = rank_uses(config, schedule.ranks[rank], rank=rank)
-    counts = gathers(residency_of(layout, narrow, parallel.prefetch_bytes), uses, frozen)
+    accesses = rank_weight_accesses(config, schedule.ranks[rank], rank=rank)
+    counts = gathers(prefetch_plan_of(layout, narrow, parallel.prefetch_bytes), accesses, frozen)
     gathered = sum(layout.buckets[bucket].numel * count for bucket, count in counts.items())
     return StepTraffic(
         gathers=sum(counts.values()) if layout.shards > 1 else 0,

@@ -1,4 +1,5 @@
-"""Which weights a rank reads, in which order: one list of uses, made from the actions of its pipeline schedule."""
+"""Which weights a rank reads, in which order: one list of uses, made from the actions of its
+pipeline schedule."""
 
 from __future__ import annotations
 
@@ -11,7 +12,7 @@ from megatron_llama.plans.schedule import Action, Op
 
 
 @dataclass(frozen=True)
-class Use:
+class WeightAccess:
     """A unit is about to run forward or backward on one microbatch; ``F3`` and ``B3`` for short."""
 
     unit: int
@@ -22,41 +23,63 @@ class Use:
         return f"{'B' if self.backward else 'F'}{self.unit}"
 
 
-def rank_uses(config: Config, actions: Iterable[Action], *, rank: int) -> tuple[Use, ...]:
+def rank_weight_accesses(
+    config: Config, actions: Iterable[Action], *, rank: int
+) -> tuple[WeightAccess, ...]:
     """The uses of one pipeline rank of a resolved configuration in a list of its actions."""
-    return uses_of(actions, *unit_uses(rank_units(config, rank=rank), partition_of(config), rank=rank))
+    return weight_accesses_of(
+        actions,
+        *unit_weight_accesses(rank_units(config, rank=rank), partition_of(config), rank=rank),
+    )
 
 
-def uses_of(actions: Iterable[Action], forward: Mapping[int, Sequence[int]], backward: Mapping[int, Sequence[int]]) -> tuple[Use, ...]:
-    """The uses of one rank. ``forward`` and ``backward``: for each of its stages, the units in the order in which a pass
-    reads them (``unit_uses``). A weight gradient reads activations only, and transfers read no weight: neither is a use."""
-    return tuple(_uses_of(actions, forward, backward))
+def weight_accesses_of(
+    actions: Iterable[Action],
+    forward: Mapping[int, Sequence[int]],
+    backward: Mapping[int, Sequence[int]],
+) -> tuple[WeightAccess, ...]:
+    """The uses of one rank. ``forward`` and ``backward``: for each of its stages, the units in the
+    order in which a pass reads them (``unit_weight_accesses``). A weight gradient reads activations
+    only, and transfers read no weight: neither is a use."""
+    return tuple(_weight_accesses_of(actions, forward, backward))
 
 
-def _uses_of(actions: Iterable[Action], forward: Mapping[int, Sequence[int]], backward: Mapping[int, Sequence[int]]) -> Iterator[Use]:
+def _weight_accesses_of(
+    actions: Iterable[Action],
+    forward: Mapping[int, Sequence[int]],
+    backward: Mapping[int, Sequence[int]],
+) -> Iterator[WeightAccess]:
     for action in actions:
         if action.op is Op.FORWARD:
-            yield from (Use(unit, backward=False) for unit in forward[action.stage])
+            yield from (WeightAccess(unit, backward=False) for unit in forward[action.stage])
         elif action.op in (Op.BACKWARD, Op.BACKWARD_INPUT):
-            yield from (Use(unit, backward=True) for unit in backward[action.stage])
+            yield from (WeightAccess(unit, backward=True) for unit in backward[action.stage])
 
 
-def unit_uses(
+def unit_weight_accesses(
     units: Sequence[Sequence[UnitSpec]], partition: Partition, *, rank: int = 0
 ) -> tuple[dict[int, tuple[int, ...]], dict[int, tuple[int, ...]]]:
-    """(forward, backward) of ``uses_of`` for one pipeline rank. ``units``: of each of its stages, as ``rank_units`` returns them.
+    """(forward, backward) of ``weight_accesses_of`` for one pipeline rank. ``units``: of each of
+    its stages, as ``rank_units`` returns them.
 
-    Backward leaves out what it does not read: the embedding, whose gradient needs the token ids only, and the first blocks
-    of the model as long as nothing up to them is trainable, because no gradient goes that far down."""
-    forward, backward, first = {}, {}, 0
+    Backward leaves out what it does not read: the embedding, whose gradient needs the token ids
+    only, and the first blocks of the model as long as nothing up to them is trainable, because no
+    gradient goes that far down."""
+    forward = {}
+    backward = {}
+    first = 0
     for stage, specs in zip(partition.stages_of(rank), units, strict=True):
         numbers = tuple(range(first, first + len(specs)))
         unread = max(1, _frozen_start(specs)) if stage == 0 else 0
-        forward[stage], backward[stage] = numbers, numbers[unread:][::-1]
+        forward[stage] = numbers
+        backward[stage] = numbers[unread:][::-1]
         first += len(specs)
     return forward, backward
 
 
 def _frozen_start(specs: Sequence[UnitSpec]) -> int:
     """How many units come before the first that has a trainable parameter."""
-    return next((index for index, unit in enumerate(specs) if any(spec.trainable for spec in unit.params)), len(specs))
+    return next(
+        (index for index, unit in enumerate(specs) if any(spec.trainable for spec in unit.params)),
+        len(specs),
+    )

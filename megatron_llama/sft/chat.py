@@ -20,7 +20,8 @@ from megatron_llama.tokenizer.files import read_json_object, replace_file, to_js
 from megatron_llama.tokenizer.hf import HFTokenizer
 
 LossOn = Literal["assistant", "last", "all"]
-TEMPLATE_FILE, GENERATION_FILE = "chat_template.jinja", "generation_config.json"
+TEMPLATE_FILE = "chat_template.jinja"
+GENERATION_FILE = "generation_config.json"
 _SOMETHING = "an answer"
 
 
@@ -31,25 +32,42 @@ class Encoded:
     text: str
     """As the template renders it."""
     ids: list[int]
-    learned: list[bool]
+    loss_mask: list[bool]
     """Of each token whether the loss counts it."""
 
 
 class ChatTokenizer:
-    """A Tokenizer that knows conversations too. Raises DataError if the tokenizer cannot be expressed as a ``tokenizer.json``, which is
-    what reads special tokens in a text."""
+    """A Tokenizer that knows conversations too. Raises DataError if the tokenizer cannot be
+    expressed as a ``tokenizer.json``, which is what reads special tokens in a text."""
 
-    def __init__(self, tokenizer: Tokenizer, wanted: str | None = None, *, now: datetime | None = None) -> None:
-        """``wanted``: a template's file or name, instead of the tokenizer's own; ``now``: for one that says what day it is."""
+    def __init__(
+        self, tokenizer: Tokenizer, wanted: str | None = None, *, now: datetime | None = None
+    ) -> None:
+        """``wanted``: a template's file or name, instead of the tokenizer's own; ``now``: for one
+        that says what day it is."""
         self._tokenizer = tokenizer
-        self.vocab_size, self.bos_id, self.eos_id = tokenizer.vocab_size, tokenizer.bos_id, tokenizer.eos_id
+        self.vocab_size = tokenizer.vocab_size
+        self.bos_id = tokenizer.bos_id
+        self.eos_id = tokenizer.eos_id
         self._reader = tokenizer if isinstance(tokenizer, HFTokenizer) else _twin(tokenizer)
         path: Path | None = getattr(tokenizer, "path", None)
-        self.template = find_template(wanted, path.parent if path is not None else None, self._reader.special_names(), now)
-        self._special = re.compile("|".join(map(re.escape, sorted(self._reader.special_texts, key=len, reverse=True))) or r"(?!)")
+        self.template = find_template(
+            wanted, path.parent if path is not None else None, self._reader.special_names(), now
+        )
+        self._special = re.compile(
+            "|".join(map(re.escape, sorted(self._reader.special_texts, key=len, reverse=True)))
+            or r"(?!)"
+        )
         if self.eos_id is None:
             where = str(path or "the tokenizer")
-            raise DataError(describe(where, got="no end token", expected="one, which ends answers", do="use another tokenizer"))
+            raise DataError(
+                describe(
+                    where,
+                    got="no end token",
+                    expected="one, which ends answers",
+                    do="use another tokenizer",
+                )
+            )
 
     def encode(self, text: str) -> list[int]:
         """See Tokenizer."""
@@ -64,7 +82,8 @@ class ChatTokenizer:
         return self._tokenizer.decode(ids)
 
     def save_hf(self, folder: str | Path) -> None:
-        """See Tokenizer; with the chat template beside it, and the token that ends an answer among those that end generation."""
+        """See Tokenizer; with the chat template beside it, and the token that ends an answer among
+        those that end generation."""
         self._tokenizer.save_hf(folder)
         replace_file(Path(folder) / TEMPLATE_FILE, self.template.source.encode())
         path = Path(folder) / GENERATION_FILE
@@ -77,18 +96,21 @@ class ChatTokenizer:
                 replace_file(path, to_json({**config, "eos_token_id": [*known, *more]}))
 
     def spelt(self, ids: Sequence[int]) -> list[str]:
-        """Each token as a text that shows it: decoded alone, or the token's name if that gives nothing."""
+        """Each token as a text that shows it: decoded alone, or the token's name if that gives
+        nothing."""
         return [self._reader.decode([id]) or self._reader.token(id) or f"<{id}>" for id in ids]
 
     def prompt(self, text: str) -> list[int]:
-        """A user's message and the beginning of an answer. Raises DataError if the template cannot."""
+        """A user's message and the beginning of an answer. Raises DataError if the template
+        cannot."""
         try:
             return self.continued([{"role": "user", "content": text}])
         except UnusableError as problem:
             raise DataError(str(problem.at(f"prompt {text[:40]!r}"))) from problem
 
     def continued(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
-        """Messages and the beginning of an answer. Raises UnusableError if the template cannot, or a message has a special token."""
+        """Messages and the beginning of an answer. Raises UnusableError if the template cannot, or
+        a message has a special token."""
         for message in messages:
             self._refuse_special(message["content"])
         return self._reader.encode(self.template.render(messages, prompt=True).text)
@@ -108,8 +130,8 @@ class ChatTokenizer:
             self._refuse_special(text)
         text, spans = self._answers(example, loss_on)
         ids, places = self._reader.encode_with_places(text)
-        learned = [True] * len(ids) if loss_on == "all" else _overlapping(places, spans)
-        return _useful(text, ids, learned)
+        loss_mask = [True] * len(ids) if loss_on == "all" else _overlapping(places, spans)
+        return _useful(text, ids, loss_mask)
 
     def _refuse_special(self, text: str) -> None:
         if (found := self._special.search(text)) is not None:
@@ -122,19 +144,31 @@ class ChatTokenizer:
         assert self.eos_id is not None
         text = example.prompt + example.completion
         ids, places = self._reader.encode_with_places(text)
-        learned = [True] * len(ids) if loss_on == "all" else _overlapping(places, [(len(example.prompt), len(text))])
+        loss_mask = (
+            [True] * len(ids)
+            if loss_on == "all"
+            else _overlapping(places, [(len(example.prompt), len(text))])
+        )
         if self.bos_id is not None and ids[:1] != [self.bos_id]:
-            ids, learned = [self.bos_id, *ids], [loss_on == "all", *learned]
+            ids = [self.bos_id, *ids]
+            loss_mask = [loss_on == "all", *loss_mask]
         if ids[-1:] != [self.eos_id]:
-            ids, learned = [*ids, self.eos_id], [*learned, True]
-        return _useful(text, ids, learned)
+            ids = [*ids, self.eos_id]
+            loss_mask = [*loss_mask, True]
+        return _useful(text, ids, loss_mask)
 
-    def _answers(self, example: Conversation, loss_on: LossOn) -> tuple[str, Sequence[tuple[int, int]]]:
+    def _answers(
+        self, example: Conversation, loss_on: LossOn
+    ) -> tuple[str, Sequence[tuple[int, int]]]:
         """The rendered text and the characters of it that are learned."""
         whole = self.template.render(example.messages, example.tools)
         if loss_on == "all":
             return whole.text, ()
-        spans = list(whole.answers) if self.template.marks_answers else list(self._differences(example, whole.text))
+        spans = (
+            list(whole.answers)
+            if self.template.marks_answers
+            else list(self._differences(example, whole.text))
+        )
         return whole.text, spans[-1:] if loss_on == "last" else spans
 
     def _differences(self, example: Conversation, whole: str) -> Iterator[tuple[int, int]]:
@@ -145,10 +179,16 @@ class ChatTokenizer:
             before = self.template.render(example.messages[:index], example.tools, prompt=True).text
             until = self.template.render(example.messages[: index + 1], example.tools).text
             if not (until.startswith(before) and whole.startswith(until)):
-                expected = "{% generation %} around answers, or a text that only grows with each message"
+                expected = (
+                    "{% generation %} around answers, or a text that only grows with each message"
+                )
                 do = f"mark the answers in {self.template.name}, or give --chat-template or --loss-on all"
-                got = f"a template that renders messages[:{index + 1}] differently when others follow"
-                raise UnusableError("answers cannot be told apart", got=got, expected=expected, do=do)
+                got = (
+                    f"a template that renders messages[:{index + 1}] differently when others follow"
+                )
+                raise UnusableError(
+                    "answers cannot be told apart", got=got, expected=expected, do=do
+                )
             yield len(before), len(until)
 
 
@@ -159,17 +199,24 @@ def _twin(tokenizer: Tokenizer) -> HFTokenizer:
 
 
 def _overlapping(places: Sequence[tuple[int, int]], spans: Sequence[tuple[int, int]]) -> list[bool]:
-    """Whether each token stands for a character of one of the spans. Both are in the order of the text."""
-    learned, at = [], 0
+    """Whether each token stands for a character of one of the spans. Both are in the order of the
+    text."""
+    loss_mask = []
+    at = 0
     for start, stop in places:
         while at < len(spans) and spans[at][1] <= start:
             at += 1
-        learned.append(at < len(spans) and spans[at][0] < max(stop, start + 1))
-    return learned
+        loss_mask.append(at < len(spans) and spans[at][0] < max(stop, start + 1))
+    return loss_mask
 
 
-def _useful(text: str, ids: list[int], learned: list[bool]) -> Encoded:
-    if not any(learned[1:]):
+def _useful(text: str, ids: list[int], loss_mask: list[bool]) -> Encoded:
+    if not any(loss_mask[1:]):
         do = "leave the example out, or mend the template: nothing of it would be learned"
-        raise UnusableError("zero target tokens", got=f"{len(ids)} tokens, none of an answer", expected="one or more to learn", do=do)
-    return Encoded(text, ids, learned)
+        raise UnusableError(
+            "zero target tokens",
+            got=f"{len(ids)} tokens, none of an answer",
+            expected="one or more to learn",
+            do=do,
+        )
+    return Encoded(text, ids, loss_mask)

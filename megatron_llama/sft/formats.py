@@ -1,4 +1,5 @@
-"""Examples of the usual formats as conversations, or as a prompt with its completion; and everything that can be wrong with them."""
+"""Examples of the usual formats as conversations, or as a prompt with its completion; and
+everything that can be wrong with them."""
 
 from __future__ import annotations
 
@@ -14,15 +15,29 @@ ASSISTANT = "assistant"
 ROLES: Mapping[str, str] = MappingProxyType(
     {
         **{role: role for role in ("system", "user", ASSISTANT, "tool")},
-        **{"developer": "system", "human": "user", "gpt": ASSISTANT, "chatgpt": ASSISTANT, "model": ASSISTANT, "bot": ASSISTANT},
+        **{
+            "developer": "system",
+            "human": "user",
+            "gpt": ASSISTANT,
+            "chatgpt": ASSISTANT,
+            "model": ASSISTANT,
+            "bot": ASSISTANT,
+        },
         **{"observation": "tool", "function": "tool", "function_response": "tool"},
     }
 )
 """Names of roles, sharegpt's among them, and what they are here."""
 MARKS = ("\ufdd0", "\ufdd1")
-"""Characters that Unicode keeps free of meaning; ``template.py`` marks what is learned with them."""
+"""Characters that Unicode keeps free of meaning; ``template.py`` marks what is learned with
+them."""
 _FOLLOWS: Mapping[str, tuple[str, ...]] = MappingProxyType(
-    {"": ("system", "user"), "system": ("user",), "user": (ASSISTANT,), ASSISTANT: ("user", "tool"), "tool": ("tool", ASSISTANT)}
+    {
+        "": ("system", "user"),
+        "system": ("user",),
+        "user": (ASSISTANT,),
+        ASSISTANT: ("user", "tool"),
+        "tool": ("tool", ASSISTANT),
+    }
 )
 
 
@@ -36,7 +51,8 @@ class Conversation:
 
     @property
     def texts(self) -> Iterator[str]:
-        """All text that comes from the file: contents of the messages, and what tools and calls of them say."""
+        """All text that comes from the file: contents of the messages, and what tools and calls of
+        them say."""
         for message in self.messages:
             yield from _strings({key: value for key, value in message.items() if key != "role"})
         yield from _strings(self.tools)
@@ -44,7 +60,8 @@ class Conversation:
 
 @dataclass(frozen=True)
 class Passage:
-    """Text that no template touches. Only the completion is learned; a plain text is all completion."""
+    """Text that no template touches. Only the completion is learned; a plain text is all
+    completion."""
 
     prompt: str
     completion: str
@@ -69,14 +86,23 @@ def _strings(value: Any) -> Iterator[str]:
 def detect(record: Mapping[str, Any]) -> str:
     """The format of an example, by its fields. Raises UnusableError."""
     turns = record.get("conversations")
-    if "messages" in record or (isinstance(turns, list) and turns and isinstance(turns[0], dict) and "role" in turns[0]):
+    if "messages" in record or (
+        isinstance(turns, list) and turns and isinstance(turns[0], dict) and "role" in turns[0]
+    ):
         return "messages"
-    for name, found in (("conversations", "sharegpt"), ("instruction", "alpaca"), ("prompt", "prompt"), ("text", "text")):
+    for name, found in (
+        ("conversations", "sharegpt"),
+        ("instruction", "alpaca"),
+        ("prompt", "prompt"),
+        ("text", "text"),
+    ):
         if name in record:
             return found
     names = ", ".join(map(repr, list(record)[:10])) or "none"
     expected = "messages, conversations, instruction, prompt or text"
-    raise UnusableError("unknown format", got=f"the fields {names}", expected=expected, do="rename the fields")
+    raise UnusableError(
+        "unknown format", got=f"the fields {names}", expected=expected, do="rename the fields"
+    )
 
 
 def read_example(record: Mapping[str, Any], name: str) -> Example:
@@ -96,16 +122,36 @@ def _sharegpt(record: Mapping[str, Any]) -> Conversation:
 def _conversation(record: Mapping[str, Any], name: str, role: str, content: str) -> Conversation:
     turns = _field(record, name)
     if not isinstance(turns, list):
-        raise UnusableError("messages are no array", field=name, got=f"a JSON {json_type(turns)}", expected="an array", do="mend the line")
+        raise UnusableError(
+            "messages are no array",
+            field=name,
+            got=f"a JSON {json_type(turns)}",
+            expected="an array",
+            do="mend the line",
+        )
     if not turns:
-        raise UnusableError("no messages", field=name, got="an empty array", expected="messages", do="leave the line out")
-    messages = [_message(turn, f"{name}[{index}]", role, content) for index, turn in enumerate(turns)]
+        raise UnusableError(
+            "no messages",
+            field=name,
+            got="an empty array",
+            expected="messages",
+            do="leave the line out",
+        )
+    messages = [
+        _message(turn, f"{name}[{index}]", role, content) for index, turn in enumerate(turns)
+    ]
     system = record.get("system")
     if system is not None and (text := _text(system, "system")):
         messages.insert(0, {"role": "system", "content": text})
     tools = record.get("tools")
     if tools is not None and not isinstance(tools, list):
-        raise UnusableError("tools are no array", field="tools", got=f"a JSON {json_type(tools)}", expected="an array", do="mend the line")
+        raise UnusableError(
+            "tools are no array",
+            field="tools",
+            got=f"a JSON {json_type(tools)}",
+            expected="an array",
+            do="mend the line",
+        )
     for text in _strings(tools):
         _text(text, "tools")
     return _checked(messages, name, tools, offset=len(messages) - len(turns))
@@ -113,28 +159,69 @@ def _conversation(record: Mapping[str, Any], name: str, role: str, content: str)
 
 def _message(turn: Any, name: str, role: str, content: str) -> dict[str, Any]:
     if not isinstance(turn, dict):
-        got, expected = f"a JSON {json_type(turn)}", f"an object with {role!r} and {content!r}"
-        raise UnusableError("message is no object", field=name, got=got, expected=expected, do="mend the line")
+        got = f"a JSON {json_type(turn)}"
+        expected = f"an object with {role!r} and {content!r}"
+        raise UnusableError(
+            "message is no object", field=name, got=got, expected=expected, do="mend the line"
+        )
     if role not in turn:
         names = ", ".join(map(repr, turn)) or "no fields"
-        raise UnusableError("message without role", field=name, got=names, expected=f"a field {role!r}", do="say who speaks")
+        raise UnusableError(
+            "message without role",
+            field=name,
+            got=names,
+            expected=f"a field {role!r}",
+            do="say who speaks",
+        )
     who = turn[role]
     if not isinstance(who, str):
         got = f"a JSON {json_type(who)}"
-        raise UnusableError("role is no string", field=f"{name}.{role}", got=got, expected="a string", do="mend the line")
+        raise UnusableError(
+            "role is no string",
+            field=f"{name}.{role}",
+            got=got,
+            expected="a string",
+            do="mend the line",
+        )
     if who not in ROLES:
         expected = f"one of {', '.join(ROLES)}"
-        raise UnusableError("unknown role", field=f"{name}.{role}", got=repr(who), expected=expected, do="rename the role")
-    kept = {key: value for key, value in turn.items() if key not in (role, content) and value is not None}
+        raise UnusableError(
+            "unknown role",
+            field=f"{name}.{role}",
+            got=repr(who),
+            expected=expected,
+            do="rename the role",
+        )
+    kept = {
+        key: value
+        for key, value in turn.items()
+        if key not in (role, content) and value is not None
+    }
     calls = turn.get("tool_calls")
-    if calls is not None and not (isinstance(calls, list) and all(isinstance(call, dict) for call in calls)):
+    if calls is not None and not (
+        isinstance(calls, list) and all(isinstance(call, dict) for call in calls)
+    ):
         expected = "an array of objects"
-        raise UnusableError("broken tool calls", field=f"{name}.tool_calls", got=str(calls)[:40], expected=expected, do="mend the line")
+        raise UnusableError(
+            "broken tool calls",
+            field=f"{name}.tool_calls",
+            got=str(calls)[:40],
+            expected=expected,
+            do="mend the line",
+        )
     for text in _strings(kept):
         _text(text, name)
     if content not in turn and not calls:
-        raise UnusableError("message without content", field=name, got=", ".join(map(repr, turn)), expected=f"{content!r}", do="add it")
-    text = "" if calls and turn.get(content) is None else _content(turn[content], f"{name}.{content}")
+        raise UnusableError(
+            "message without content",
+            field=name,
+            got=", ".join(map(repr, turn)),
+            expected=f"{content!r}",
+            do="add it",
+        )
+    text = (
+        "" if calls and turn.get(content) is None else _content(turn[content], f"{name}.{content}")
+    )
     return {"role": ROLES[who], "content": text, **kept}
 
 
@@ -144,29 +231,60 @@ def _content(value: Any, name: str) -> str:
         return _text(value, name)
     for index, part in enumerate(value):
         if not isinstance(part, dict) or part.get("type") != "text":
-            got = f"a part of type {part.get('type')!r}" if isinstance(part, dict) else f"a JSON {json_type(part)}"
+            got = (
+                f"a part of type {part.get('type')!r}"
+                if isinstance(part, dict)
+                else f"a JSON {json_type(part)}"
+            )
             do = "leave the example out: images and sound cannot be learned"
-            raise UnusableError("content is no text", field=f"{name}[{index}]", got=got, expected="parts of type 'text'", do=do)
-    return "".join(_text(part.get("text"), f"{name}[{index}].text") for index, part in enumerate(value))
+            raise UnusableError(
+                "content is no text",
+                field=f"{name}[{index}]",
+                got=got,
+                expected="parts of type 'text'",
+                do=do,
+            )
+    return "".join(
+        _text(part.get("text"), f"{name}[{index}].text") for index, part in enumerate(value)
+    )
 
 
-def _checked(messages: list[dict[str, Any]], name: str, tools: list[Any] | None, *, offset: int = 0) -> Conversation:
-    """The order of roles, and what must not be empty. ``offset``: messages that are in no array of the file."""
+def _checked(
+    messages: list[dict[str, Any]], name: str, tools: list[Any] | None, *, offset: int = 0
+) -> Conversation:
+    """The order of roles, and what must not be empty. ``offset``: messages that are in no array of
+    the file."""
     before = ""
     for index, message in enumerate(messages, -offset):
-        role, where = message["role"], f"{name}[{index}]" if index >= 0 else "system"
+        role = message["role"]
+        where = f"{name}[{index}]" if index >= 0 else "system"
         if role not in _FOLLOWS[before]:
-            got, expected = f"{role} {f'after {before}' if before else 'first'}", " or ".join(_FOLLOWS[before])
-            reason = "conversation begins with an answer" if not before and role == ASSISTANT else "wrong role order"
-            raise UnusableError(reason, field=where, got=got, expected=expected, do="mend the order of the messages")
+            got = f"{role} {f'after {before}' if before else 'first'}"
+            expected = " or ".join(_FOLLOWS[before])
+            reason = (
+                "conversation begins with an answer"
+                if not before and role == ASSISTANT
+                else "wrong role order"
+            )
+            raise UnusableError(
+                reason, field=where, got=got, expected=expected, do="mend the order of the messages"
+            )
         if not message["content"].strip() and not message.get("tool_calls"):
             word = {ASSISTANT: "answer", "user": "question"}.get(role, f"{role} message")
             do = "leave the example out"
-            raise UnusableError(f"empty {word}", field=where, got="nothing but spaces", expected="text", do=do)
+            raise UnusableError(
+                f"empty {word}", field=where, got="nothing but spaces", expected="text", do=do
+            )
         before = role
     if before != ASSISTANT:
         do = "add the answer or leave the message out"
-        raise UnusableError("no answer at the end", field=name, got=f"a last message of role {before}", expected=ASSISTANT, do=do)
+        raise UnusableError(
+            "no answer at the end",
+            field=name,
+            got=f"a last message of role {before}",
+            expected=ASSISTANT,
+            do=do,
+        )
     return Conversation(tuple(messages), None if tools is None else tuple(tools))
 
 
@@ -175,68 +293,139 @@ def _alpaca(record: Mapping[str, Any]) -> Conversation:
     if (system := record.get("system")) is not None and (text := _text(system, "system")):
         messages.append({"role": "system", "content": text})
     history = record.get("history") or []
-    if not isinstance(history, list) or not all(isinstance(pair, list) and len(pair) == 2 for pair in history):
+    if not isinstance(history, list) or not all(
+        isinstance(pair, list) and len(pair) == 2 for pair in history
+    ):
         expected = "an array of [instruction, answer]"
-        raise UnusableError("broken history", field="history", got=str(history)[:40], expected=expected, do="mend the line")
+        raise UnusableError(
+            "broken history",
+            field="history",
+            got=str(history)[:40],
+            expected=expected,
+            do="mend the line",
+        )
     for index, pair in enumerate(history):
         for role, text in zip(("user", ASSISTANT), pair, strict=True):
             messages.append({"role": role, "content": _text(text, f"history[{index}]")})
-    instruction, more = _text(_field(record, "instruction"), "instruction"), record.get("input")
-    question = "\n\n".join(part for part in (instruction, "" if more is None else _text(more, "input")) if part.strip())
+    instruction = _text(_field(record, "instruction"), "instruction")
+    more = record.get("input")
+    question = "\n\n".join(
+        part for part in (instruction, "" if more is None else _text(more, "input")) if part.strip()
+    )
     answer = _text(_field(record, "output"), "output")
-    for text, name, word in ((question, "instruction", "instruction"), (answer, "output", "output")):
+    for text, name, word in (
+        (question, "instruction", "instruction"),
+        (answer, "output", "output"),
+    ):
         if not text.strip():
-            raise UnusableError(f"empty {word}", field=name, got="nothing but spaces", expected="text", do="leave the example out")
+            raise UnusableError(
+                f"empty {word}",
+                field=name,
+                got="nothing but spaces",
+                expected="text",
+                do="leave the example out",
+            )
     messages += [{"role": "user", "content": question}, {"role": ASSISTANT, "content": answer}]
     return _checked(messages, "instruction", None)
 
 
 def _prompt(record: Mapping[str, Any]) -> Example:
-    prompt, completion = _field(record, "prompt"), _field(record, "completion")
+    prompt = _field(record, "prompt")
+    completion = _field(record, "completion")
     if isinstance(prompt, list) != isinstance(completion, list):
         got = f"a JSON {json_type(prompt)} with a completion that is a JSON {json_type(completion)}"
         expected = "both text or both messages"
-        raise UnusableError("prompt and completion differ in kind", field="prompt", got=got, expected=expected, do="mend the line")
+        raise UnusableError(
+            "prompt and completion differ in kind",
+            field="prompt",
+            got=got,
+            expected=expected,
+            do="mend the line",
+        )
     if isinstance(prompt, list):
-        return _conversation({**record, "prompt+completion": prompt + completion}, "prompt+completion", "role", "content")
+        return _conversation(
+            {**record, "prompt+completion": prompt + completion},
+            "prompt+completion",
+            "role",
+            "content",
+        )
     passage = Passage(_text(prompt, "prompt"), _text(completion, "completion"))
     if not passage.completion.strip():
-        raise UnusableError("empty completion", field="completion", got="nothing but spaces", expected="text", do="leave the example out")
+        raise UnusableError(
+            "empty completion",
+            field="completion",
+            got="nothing but spaces",
+            expected="text",
+            do="leave the example out",
+        )
     return passage
 
 
 def _plain(record: Mapping[str, Any]) -> Passage:
     text = _text(_field(record, "text"), "text")
     if not text.strip():
-        raise UnusableError("empty text", field="text", got="nothing but spaces", expected="text", do="leave the example out")
+        raise UnusableError(
+            "empty text",
+            field="text",
+            got="nothing but spaces",
+            expected="text",
+            do="leave the example out",
+        )
     return Passage("", text)
 
 
 def _field(record: Mapping[str, Any], name: str) -> Any:
     if name not in record:
         names = ", ".join(map(repr, list(record)[:10])) or "none"
-        got, do = f"no such field (fields: {names})", "mend the line or change --data-format"
+        got = f"no such field (fields: {names})"
+        do = "mend the line or change --data-format"
         raise UnusableError(f"missing field {name}", field=name, got=got, expected="a value", do=do)
     return record[name]
 
 
 def _text(value: Any, name: str) -> str:
     if not isinstance(value, str):
-        raise UnusableError("no string", field=name, got=f"a JSON {json_type(value)}", expected="a string", do="mend the line")
+        raise UnusableError(
+            "no string",
+            field=name,
+            got=f"a JSON {json_type(value)}",
+            expected="a string",
+            do="mend the line",
+        )
     if not value.isascii():
         try:
             value.encode("utf-8")
         except UnicodeEncodeError as error:
             got = f"half a surrogate pair at character {error.start}"
-            raise UnusableError("half a surrogate pair", field=name, got=got, expected="Unicode text", do="mend the escape") from error
+            raise UnusableError(
+                "half a surrogate pair",
+                field=name,
+                got=got,
+                expected="Unicode text",
+                do="mend the escape",
+            ) from error
         if any(mark in value for mark in MARKS):
             got = f"the noncharacter U+{ord(next(mark for mark in MARKS if mark in value)):04X}"
-            raise UnusableError("noncharacter", field=name, got=got, expected="text", do="remove it")
+            raise UnusableError(
+                "noncharacter", field=name, got=got, expected="text", do="remove it"
+            )
     if "\0" in value:
-        raise UnusableError("null character", field=name, got=f"U+0000 at character {value.index(chr(0))}", expected="text", do="remove it")
+        raise UnusableError(
+            "null character",
+            field=name,
+            got=f"U+0000 at character {value.index(chr(0))}",
+            expected="text",
+            do="remove it",
+        )
     return value
 
 
 _READERS: Mapping[str, Callable[[Mapping[str, Any]], Example]] = MappingProxyType(
-    {"messages": _messages, "sharegpt": _sharegpt, "alpaca": _alpaca, "prompt": _prompt, "text": _plain}
+    {
+        "messages": _messages,
+        "sharegpt": _sharegpt,
+        "alpaca": _alpaca,
+        "prompt": _prompt,
+        "text": _plain,
+    }
 )

@@ -20,22 +20,29 @@ class Bar:
 
 
 def bars(counts: Mapping[int, int], most: int = 20) -> list[Bar]:
-    """At most ``most`` bars of one round width from the least to the largest number; none of nothing."""
+    """At most ``most`` bars of one round width from the least to the largest number; none of
+    nothing."""
     if not counts:
         return []
-    least, largest, width = min(counts), max(counts), 1
+    least = min(counts)
+    largest = max(counts)
+    width = 1
     steps = (step * 10**power for power in range(19) for step in _STEPS)
     while largest // width - least // width >= most:
         width = next(steps)
     found: Counter[int] = Counter()
     for number, count in counts.items():
         found[number // width] += count
-    return [Bar(index * width, index * width + width - 1, found[index]) for index in range(least // width, largest // width + 1)]
+    return [
+        Bar(index * width, index * width + width - 1, found[index])
+        for index in range(least // width, largest // width + 1)
+    ]
 
 
 def quantiles(counts: Mapping[int, int]) -> str:
     """Least, median, 90 %, 99 % and largest, and the mean."""
-    total, numbers = sum(counts.values()), sorted(counts)
+    total = sum(counts.values())
+    numbers = sorted(counts)
     found = {}
     for name, share in (("median", 0.5), ("90 %", 0.9), ("99 %", 0.99)):
         seen = 0
@@ -53,13 +60,16 @@ def text_bars(counts: Mapping[int, int], width: int = 50) -> Iterator[str]:
     """A line for each bar."""
     found = bars(counts)
     largest = max((bar.count for bar in found), default=1)
-    places = [f"{bar.low:,}-{bar.high:,}" if bar.high > bar.low else f"{bar.low:,}" for bar in found]
+    places = [
+        f"{bar.low:,}-{bar.high:,}" if bar.high > bar.low else f"{bar.low:,}" for bar in found
+    ]
     for bar, place in zip(found, places, strict=True):
         yield f"{place:>{max(map(len, places))}} {bar.count:>8,} {'#' * -(-bar.count * width // largest)}".rstrip()
 
 
 def page(title: str, lines: Iterable[str], charts: Sequence[tuple[str, Mapping[int, int]]]) -> str:
-    """A page of its own, without scripts or other files: some lines, then a chart for each name and its counts."""
+    """A page of its own, without scripts or other files: some lines, then a chart for each name and
+    its counts."""
     parts = [f"<h1>{html.escape(title)}</h1>", "<pre>", *map(html.escape, lines), "</pre>"]
     for name, counts in charts:
         parts += [f"<h2>{html.escape(name)}</h2>"]
@@ -71,12 +81,17 @@ def page(title: str, lines: Iterable[str], charts: Sequence[tuple[str, Mapping[i
 
 
 def _svg(found: Sequence[Bar], width: int = 800, height: int = 200) -> str:
-    largest, step = max(bar.count for bar in found), width / len(found)
-    parts = [f'<svg viewBox="0 0 {width} {height + 20}" width="{width}" height="{height + 20}" role="img">']
+    largest = max(bar.count for bar in found)
+    step = width / len(found)
+    parts = [
+        f'<svg viewBox="0 0 {width} {height + 20}" width="{width}" height="{height + 20}" role="img">'
+    ]
     for index, bar in enumerate(found):
         tall = bar.count * height / largest
         place = f'x="{index * step + 1:.1f}" y="{height - tall:.1f}" width="{max(step - 2, 1):.1f}" height="{tall:.1f}"'
-        parts.append(f"<rect {place}><title>{bar.low:,} to {bar.high:,}: {bar.count:,}</title></rect>")
+        parts.append(
+            f"<rect {place}><title>{bar.low:,} to {bar.high:,}: {bar.count:,}</title></rect>"
+        )
         if index % -(-len(found) // 10) == 0:
             parts.append(f'<text x="{index * step:.1f}" y="{height + 15}">{bar.low:,}</text>')
     return "\n".join([*parts, "</svg>"])

@@ -1,4 +1,5 @@
-"""JSON that says where it is broken: one value, or the elements of an array of any size, of which little is in memory at a time."""
+"""JSON that says where it is broken: one value, or the elements of an array of any size, of which
+little is in memory at a time."""
 
 from __future__ import annotations
 
@@ -12,7 +13,8 @@ from megatron_llama.data.documents import json_type
 from megatron_llama.sft.problems import UnusableError
 
 LARGEST = 64 << 20
-"""Bytes of a line, characters of an element. Far beyond any conversation: a file of another kind must not fill the memory."""
+"""Bytes of a line, characters of an element. Far beyond any conversation: a file of another kind
+must not fill the memory."""
 BLOCK = 1 << 20
 """Bytes of a file that are read at a time, at least."""
 BLANK = " \t\r\n"
@@ -28,7 +30,9 @@ def decoded(raw: bytes) -> str:
 
 def _no_utf8(byte: int, place: int) -> UnusableError:
     got = f"byte 0x{byte:02x} at byte {place}"
-    return UnusableError("bad UTF-8", got=got, expected="UTF-8", do="convert the file or leave the line out")
+    return UnusableError(
+        "bad UTF-8", got=got, expected="UTF-8", do="convert the file or leave the line out"
+    )
 
 
 def parsed(text: str) -> Any:
@@ -44,18 +48,30 @@ def parsed(text: str) -> Any:
 def json_object(value: Any) -> dict[str, Any]:
     """Raises UnusableError if a value is none."""
     if not isinstance(value, dict):
-        raise UnusableError("not an object", got=f"a JSON {json_type(value)}", expected="a JSON object", do="mend the line")
+        raise UnusableError(
+            "not an object",
+            got=f"a JSON {json_type(value)}",
+            expected="a JSON object",
+            do="mend the line",
+        )
     return value
 
 
 def _other(error: Exception, expected: str) -> UnusableError:
     if isinstance(error, RecursionError):
-        return UnusableError("too deeply nested", got="JSON nested too deeply to be read", expected=expected, do="leave the line out")
+        return UnusableError(
+            "too deeply nested",
+            got="JSON nested too deeply to be read",
+            expected=expected,
+            do="leave the line out",
+        )
     return _invalid(str(error), expected)
 
 
 def _invalid(reason: str, expected: str) -> UnusableError:
-    return UnusableError("invalid JSON", got=f"invalid JSON ({reason})", expected=expected, do="mend the line")
+    return UnusableError(
+        "invalid JSON", got=f"invalid JSON ({reason})", expected=expected, do="mend the line"
+    )
 
 
 def _decoder() -> json.JSONDecoder:
@@ -72,7 +88,13 @@ def _without_repetition(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     if len(value) < len(pairs):
         seen: set[str] = set()
         again = next(key for key, _ in pairs if key in seen or seen.add(key))  # type: ignore[func-returns-value]
-        raise UnusableError("repeated key", field=again, got="the key twice in one object", expected="each key once", do="mend the line")
+        raise UnusableError(
+            "repeated key",
+            field=again,
+            got="the key twice in one object",
+            expected="each key once",
+            do="mend the line",
+        )
     return value
 
 
@@ -88,8 +110,8 @@ def is_array(file: Path) -> bool:
 
 
 def elements(file: Path) -> Iterator[tuple[int, Any]]:
-    """Of a file that ``is_array``: the line of each element, and its value, or a UnusableError. What stands behind broken JSON is unknown:
-    it ends the array."""
+    """Of a file that ``is_array``: the line of each element, and its value, or a UnusableError.
+    What stands behind broken JSON is unknown: it ends the array."""
     with file.open("rb") as stream:
         window = _Window(stream)
         try:
@@ -99,8 +121,13 @@ def elements(file: Path) -> Iterator[tuple[int, Any]]:
             while (found := window.next_character()) != "]":
                 if not first:
                     if found != ",":
-                        got = repr(window.text[window.at : window.at + 10]) if found else "the end of the file"
-                        expected, do = "a comma or the closing bracket behind an example", "mend the file: it may be cut off"
+                        got = (
+                            repr(window.text[window.at : window.at + 10])
+                            if found
+                            else "the end of the file"
+                        )
+                        expected = "a comma or the closing bracket behind an example"
+                        do = "mend the file: it may be cut off"
                         raise UnusableError("broken array", got=got, expected=expected, do=do)
                     window.at += 1
                     if window.next_character() == "]":
@@ -110,8 +137,11 @@ def elements(file: Path) -> Iterator[tuple[int, Any]]:
                 yield line, window.value()
             window.at += 1
             if window.next_character():
-                got, do = repr(window.text[window.at : window.at + 10]), "put all examples into one array"
-                raise UnusableError("broken array", got=got, expected="nothing behind the closing bracket", do=do)
+                got = repr(window.text[window.at : window.at + 10])
+                do = "put all examples into one array"
+                raise UnusableError(
+                    "broken array", got=got, expected="nothing behind the closing bracket", do=do
+                )
         except UnusableError as problem:
             yield window.line, problem.followed("nothing behind it was read")
 
@@ -120,15 +150,21 @@ class _Window:
     """The part of a file's text that is being read."""
 
     def __init__(self, stream: BinaryIO) -> None:
-        self._stream, self._decode, self._bytes = stream, codecs.getincrementaldecoder("utf-8-sig")(), 0
-        self.text, self.at, self.line = "", 0, 1
+        self._stream = stream
+        self._decode = codecs.getincrementaldecoder("utf-8-sig")()
+        self._bytes = 0
+        self.text = ""
+        self.at = 0
+        self.line = 1
         """``line``: of the character ``at``, as long as only this class counts."""
         self._counted = self._column = 0
-        """Up to which character lines are counted; characters of the first line that are no longer here."""
+        """Up to which character lines are counted; characters of the first line that are no longer
+        here."""
         self._ended = False
 
     def next_character(self) -> str:
-        """The next one that is no blank, at which the window then is; empty at the end of the file. Raises UnusableError."""
+        """The next one that is no blank, at which the window then is; empty at the end of the file.
+        Raises UnusableError."""
         while True:
             while self.at < len(self.text) and self.text[self.at] in BLANK:
                 self.at += 1
@@ -149,7 +185,9 @@ class _Window:
                 if self._ended or len(self.text) - self.at > LARGEST:
                     column = error.colno + (self._column if error.lineno == 1 else 0)
                     self._count(error.pos)
-                    raise _invalid(f"{error.msg}, column {column}", "an array of objects") from error
+                    raise _invalid(
+                        f"{error.msg}, column {column}", "an array of objects"
+                    ) from error
             except (ValueError, RecursionError) as error:
                 raise _other(error, "an array of objects") from error
             self._more()
@@ -163,7 +201,9 @@ class _Window:
         self._count(self.at)
         newline = self.text.rfind("\n", 0, self.at)
         self._column = self.at - newline - 1 if newline >= 0 else self._column + self.at
-        self.text, self.at, self._counted = self.text[self.at :], 0, 0
+        self.text = self.text[self.at :]
+        self.at = 0
+        self._counted = 0
         raw = self._stream.read(max(BLOCK, len(self.text)))
         try:
             self.text += self._decode.decode(raw, final=not raw)

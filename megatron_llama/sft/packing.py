@@ -7,10 +7,12 @@ from collections.abc import Sequence
 
 
 def best_fit(lengths: Sequence[int], capacity: int) -> list[list[int]]:
-    """Indices of ``lengths`` in groups whose sum is at most ``capacity``; each length is from 1 to ``capacity``.
+    """Indices of ``lengths`` in groups whose sum is at most ``capacity``; each length is from 1 to
+    ``capacity``.
 
-    The longest first, each where it leaves least room, as in best-fit-decreasing bin packing: at most 11/9 of the fewest groups and 4 more
-    (Johnson, 1973). The same lengths give the same groups. Time is that of a search for the next free room: a bit of one integer per room.
+    The longest first, each where it leaves least room, as in best-fit-decreasing bin packing: at
+    most 11/9 of the fewest groups and 4 more (Johnson, 1973). The same lengths give the same
+    groups. Time is that of a search for the next free room: a bit of one integer per room.
     """
     groups: list[list[int]] = []
     with_room: dict[int, list[int]] = defaultdict(list)
@@ -27,7 +29,8 @@ def best_fit(lengths: Sequence[int], capacity: int) -> list[list[int]]:
             if not with_room[room]:
                 rooms &= ~(1 << room)
         else:
-            room, group = capacity, len(groups)
+            room = capacity
+            group = len(groups)
             groups.append([])
         groups[group].append(index)
         if room > length:

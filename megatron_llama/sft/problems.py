@@ -31,20 +31,28 @@ class Problem:
 class UnusableError(Exception):
     """An example cannot be used. Whoever knows where it is makes a Problem of this."""
 
-    def __init__(self, reason: str, *, got: object, expected: object, do: str, field: str | None = None) -> None:
+    def __init__(
+        self, reason: str, *, got: object, expected: object, do: str, field: str | None = None
+    ) -> None:
         super().__init__(reason)
-        self.reason, self._field, self._words = reason, field, (got, expected, do)
+        self.reason = reason
+        self._field = field
+        self._words = (got, expected, do)
 
     def at(self, where: str, number: int = 0) -> Problem:
         """The same with its place."""
         got, expected, do = self._words
         place = where if self._field is None else f"{where}: field {self._field!r}"
-        return Problem(where, self.reason, describe(place, got=got, expected=expected, do=do), number)
+        return Problem(
+            where, self.reason, describe(place, got=got, expected=expected, do=do), number
+        )
 
     def followed(self, words: str) -> UnusableError:
         """The same with something else to know behind its remedy."""
         got, expected, do = self._words
-        return UnusableError(self.reason, got=got, expected=expected, do=f"{do}; {words}", field=self._field)
+        return UnusableError(
+            self.reason, got=got, expected=expected, do=f"{do}; {words}", field=self._field
+        )
 
 
 def count_by_reason(problems: Sequence[Problem]) -> list[tuple[str, int]]:
@@ -58,4 +66,6 @@ def problem_lines(problems: Sequence[Problem], most: int | None = LISTED) -> Ite
     if most is not None and len(problems) > most:
         yield f"and {len(problems) - most:,} more"
     if len(problems) > 1:
-        yield "by reason: " + ", ".join(f"{reason} {count:,}" for reason, count in count_by_reason(problems))
+        yield "by reason: " + ", ".join(
+            f"{reason} {count:,}" for reason, count in count_by_reason(problems)
+        )

@@ -29,22 +29,51 @@ class Record:
 
 
 def example_files(paths: Sequence[str]) -> list[Path]:
-    """The files of ``paths``, folders walked in sorted order. Raises DataError naming every path that gives none."""
+    """The files of ``paths``, folders walked in sorted order. Raises DataError naming every path
+    that gives none."""
     files: list[Path] = []
     problems = []
     for path in map(Path, paths):
-        found = [file for file in files_below(path) if file.suffix in SUFFIXES] if path.is_dir() else [path]
+        found = (
+            [file for file in files_below(path) if file.suffix in SUFFIXES]
+            if path.is_dir()
+            else [path]
+        )
         if not found:
             expected = f"files that end in {', '.join(SUFFIXES)}"
-            problems.append(describe(str(path), got="a folder without examples", expected=expected, do="check the path"))
+            problems.append(
+                describe(
+                    str(path),
+                    got="a folder without examples",
+                    expected=expected,
+                    do="check the path",
+                )
+            )
         elif not found[0].is_file():
-            problems.append(describe(str(path), got="no such file", expected="a file or a folder", do="check the path"))
+            problems.append(
+                describe(
+                    str(path),
+                    got="no such file",
+                    expected="a file or a folder",
+                    do="check the path",
+                )
+            )
         elif found[0].suffix not in SUFFIXES:
             got = f"a {found[0].suffix or 'nameless'} file"
-            problems.append(describe(str(path), got=got, expected=" or ".join(SUFFIXES), do="convert or rename the file"))
+            problems.append(
+                describe(
+                    str(path),
+                    got=got,
+                    expected=" or ".join(SUFFIXES),
+                    do="convert or rename the file",
+                )
+            )
         else:
             empty = [file for file in found if file.stat().st_size == 0]
-            problems += [describe(str(file), got="an empty file", expected="examples", do="leave it out") for file in empty]
+            problems += [
+                describe(str(file), got="an empty file", expected="examples", do="leave it out")
+                for file in empty
+            ]
         files += found
     if problems:
         raise DataError(listing("These inputs cannot be read:", problems))
@@ -58,7 +87,9 @@ def records(file: Path) -> Iterator[Record]:
         yield from read(file)
     except OSError as error:
         do = "mend the permissions, or copy the file again"
-        raise DataError(describe(str(file), got=error.strerror or error, expected="a readable file", do=do)) from error
+        raise DataError(
+            describe(str(file), got=error.strerror or error, expected="a readable file", do=do)
+        ) from error
 
 
 def _lines(file: Path) -> Iterator[Record]:
@@ -71,9 +102,17 @@ def _lines(file: Path) -> Iterator[Record]:
             try:
                 if len(raw) > json_text.LARGEST:
                     _skip_line(stream)
-                    got, expected = f"a line of more than {json_text.LARGEST:,} bytes", "one example on each line"
-                    raise UnusableError("gigantic line", got=got, expected=expected, do="split the line or leave it out")
-                text = decoded(raw.removeprefix(codecs.BOM_UTF8) if number == 1 else raw).strip(BLANK)
+                    got = f"a line of more than {json_text.LARGEST:,} bytes"
+                    expected = "one example on each line"
+                    raise UnusableError(
+                        "gigantic line",
+                        got=got,
+                        expected=expected,
+                        do="split the line or leave it out",
+                    )
+                text = decoded(raw.removeprefix(codecs.BOM_UTF8) if number == 1 else raw).strip(
+                    BLANK
+                )
                 if text:
                     yield Record(where, json_object(parsed(text)))
             except UnusableError as problem:
@@ -104,7 +143,9 @@ def _parquet(file: Path) -> Iterator[Record]:
         import pyarrow.parquet as parquet
     except ImportError as error:
         do = "pip install 'megatron-llama[parquet]'"
-        raise DataError(describe(str(file), got="no pyarrow", expected="pyarrow, which reads parquet", do=do)) from error
+        raise DataError(
+            describe(str(file), got="no pyarrow", expected="pyarrow, which reads parquet", do=do)
+        ) from error
     row = 0
     try:
         with parquet.ParquetFile(file) as opened:
@@ -112,8 +153,13 @@ def _parquet(file: Path) -> Iterator[Record]:
                 for value in batch.to_pylist():
                     row += 1
                     # A table has every column in every row: null is what JSON would leave out.
-                    yield Record(f"{file}:row {row}", {name: cell for name, cell in value.items() if cell is not None})
+                    yield Record(
+                        f"{file}:row {row}",
+                        {name: cell for name, cell in value.items() if cell is not None},
+                    )
     except (OSError, ValueError) as error:
         cause = str(error).splitlines()[0]
-        problem = UnusableError("damaged parquet", got=cause, expected="a parquet file", do="copy the file again")
+        problem = UnusableError(
+            "damaged parquet", got=cause, expected="a parquet file", do="copy the file again"
+        )
         yield Record(f"{file}:row {row + 1}", problem)

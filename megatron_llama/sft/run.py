@@ -6,11 +6,17 @@ from collections.abc import Iterator
 
 from megatron_llama.config.schema import Config
 from megatron_llama.data.stream import split_documents
-from megatron_llama.distributed.comm.agreement import shared, together
+from megatron_llama.distributed.comm.agreement import raise_on_all_ranks, shared
 from megatron_llama.distributed.mesh import Mesh
 from megatron_llama.errors import DataError, describe
 from megatron_llama.sft.chat import ChatTokenizer
-from megatron_llama.sft.dataset import Examples, ExampleSamples, Noise, read_examples, refuse_problems
+from megatron_llama.sft.dataset import (
+    Examples,
+    ExampleSamples,
+    Noise,
+    read_examples,
+    refuse_problems,
+)
 from megatron_llama.sft.records import example_files
 from megatron_llama.sft.sft_config import SFTConfig
 
@@ -18,24 +24,41 @@ PARTS = ("training", "validation")
 
 
 class ExampleData:
-    """Training and validation examples. Each rank reads its share of every file and learns the rest from the others.
+    """Training and validation examples. Each rank reads its share of every file and learns the rest
+    from the others.
 
-    Collective. Raises DataError, on every rank, for examples that cannot be used (unless they are to be dropped), or too few."""
+    Collective. Raises DataError, on every rank, for examples that cannot be used (unless they are
+    to be dropped), or too few."""
 
-    def __init__(self, options: SFTConfig, config: Config, mesh: Mesh, tokenizer: ChatTokenizer, rendered: str | None = None) -> None:
+    def __init__(
+        self,
+        options: SFTConfig,
+        config: Config,
+        mesh: Mesh,
+        tokenizer: ChatTokenizer,
+        rendered: str | None = None,
+    ) -> None:
         """``rendered``: the day that the texts say it is, where they do."""
-        self._options, self._rendered = options, rendered
+        self._options = options
+        self._rendered = rendered
         self._made: dict[int, ExampleSamples] = {}
-        self._read = [self._read_all(paths, config, mesh, tokenizer) for paths in (options.train_data, options.valid_data) if paths]
+        self._read = [
+            self._read_all(paths, config, mesh, tokenizer)
+            for paths in (options.train_data, options.valid_data)
+            if paths
+        ]
 
-    def _read_all(self, paths: tuple[str, ...], config: Config, mesh: Mesh, tokenizer: ChatTokenizer) -> Examples:
-        share, length = (mesh.world.rank, mesh.world.size), config.training.seq_length
-        with together(mesh.world):
+    def _read_all(
+        self, paths: tuple[str, ...], config: Config, mesh: Mesh, tokenizer: ChatTokenizer
+    ) -> Examples:
+        share = (mesh.world.rank, mesh.world.size)
+        length = config.training.seq_length
+        with raise_on_all_ranks(mesh.world):
             files = example_files(paths)
             part = read_examples(files, tokenizer, self._options, length, share=share)
         examples = Examples()
         examples.merge(shared(part, mesh.world))
-        with together(mesh.world):
+        with raise_on_all_ranks(mesh.world):
             refuse_problems(examples, files, self._options)
         return examples
 
@@ -65,13 +88,19 @@ class ExampleData:
         return self._made[part]
 
     def _samples(self, config: Config, part: int) -> ExampleSamples:
-        examples, chosen, options = self._read[part if len(self._read) == 2 else 0], self._chosen(config, part), self._options
+        examples = self._read[part if len(self._read) == 2 else 0]
+        chosen = self._chosen(config, part)
+        options = self._options
         if not chosen:
-            got, do = f"none of {len(examples)} examples for {PARTS[part]}", "give --valid-data, or change --split"
-            raise DataError(describe(f"--split {config.data.split}", got=got, expected="one or more", do=do))
+            got = f"none of {len(examples)} examples for {PARTS[part]}"
+            do = "give --valid-data, or change --split"
+            raise DataError(
+                describe(f"--split {config.data.split}", got=got, expected="one or more", do=do)
+            )
         noise = None
         if part == 0 and options.neftune_noise_alpha:
             noise = Noise(options.neftune_noise_alpha, config.model.hidden_size)
         length = config.training.seq_length
-        return ExampleSamples(examples, chosen, length, packing=options.packing, noise=noise, rendered=self._rendered)
-
+        return ExampleSamples(
+            examples, chosen, length, packing=options.packing, noise=noise, rendered=self._rendered
+        )

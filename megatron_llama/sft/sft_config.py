@@ -17,23 +17,31 @@ class SFTConfig:
     valid_data: tuple[str, ...] = ()
     """Files for evaluation. Default: a share of --train-data, as --split says."""
     data_format: Format = "auto"
-    """What an example looks like: `messages` (OpenAI), `sharegpt` (`conversations` of `from` and `value`), `alpaca` (`instruction`,
-    `input`, `output`), `prompt` (`prompt` and `completion`), `text`. `auto`: what the first example of each file is."""
+    """What an example looks like: `messages` (OpenAI), `sharegpt` (`conversations` of `from` and
+    `value`), `alpaca` (`instruction`, `input`, `output`), `prompt` (`prompt` and `completion`),
+    `text`. `auto`: what the first example of each file is."""
     chat_template: str | None = None
-    """Jinja file, or one of the built-in `plain`, `chatml`, `llama2`, `llama3`. Default: the tokenizer's own, else `plain`."""
+    """Jinja file, or one of the built-in `plain`, `chatml`, `llama2`, `llama3`. Default: the
+    tokenizer's own, else `plain`."""
     loss_on: Literal["assistant", "last", "all"] = "assistant"
-    """Tokens that are learned: all answers, the last answer of each conversation, or everything. A `text` example is all answer."""
+    """Tokens that are learned: all answers, the last answer of each conversation, or everything. A
+    `text` example is all answer."""
     on_bad_sample: Literal["stop", "drop"] = "stop"
-    """When an example cannot be used: stop before training with a list, or leave it out and say how many."""
+    """When an example cannot be used: stop before training with a list, or leave it out and say how
+    many."""
     on_long_sample: Literal["truncate", "drop", "stop"] = "truncate"
-    """When an example has more than seq_length + 1 tokens: cut its end, leave it out, or count it as one that cannot be used."""
+    """When an example has more than seq_length + 1 tokens: cut its end, leave it out, or count it
+    as one that cannot be used."""
     on_changed_data: Literal["stop", "continue"] = "stop"
-    """When a run is resumed and its training samples are not those that its checkpoint was trained on: stop before training and say what
-    differs, or warn and go on at the same place in the new ones."""
+    """When a run is resumed and its training samples are not those that its checkpoint was trained
+    on: stop before training and say what differs, or warn and go on at the same place in the new
+    ones."""
     packing: bool = False
-    """Put several examples into each sample, by best fit. Attention and positions stay within an example."""
+    """Put several examples into each sample, by best fit. Attention and positions stay within an
+    example."""
     neftune_noise_alpha: float = 0.0
-    """NEFTune: add uniform noise of up to alpha / sqrt(length x hidden_size) to the embeddings of training samples. 0: none."""
+    """NEFTune: add uniform noise of up to alpha / sqrt(length x hidden_size) to the embeddings of
+    training samples. 0: none."""
 
 
 @dataclass(frozen=True)
@@ -41,8 +49,9 @@ class DataToolConfig:
     """What to do with the files of --train-data, and as which model sees them."""
 
     action: Literal["preview", "check", "stats"] = "check"
-    """`preview`: an example as text and as tokens, the learned ones marked. `check`: every problem, with file, line and field, counts and
-    lengths; the exit status is 1 if a run would stop. `stats`: histograms in a page."""
+    """`preview`: an example as text and as tokens, the learned ones marked. `check`: every problem,
+    with file, line and field, counts and lengths; the exit status is 1 if a run would stop.
+    `stats`: histograms in a page."""
     tokenizer_model: str | None = None
     """Tokenizer file or folder."""
     seq_length: int = 2048

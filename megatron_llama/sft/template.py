@@ -1,7 +1,9 @@
-"""Chat templates: HuggingFace's jinja, in a sandbox, with the places of what ``{% generation %}`` encloses.
+"""Chat templates: HuggingFace's jinja, in a sandbox, with the places of what ``{% generation %}``
+encloses.
 
-Templates come with models from anywhere, so they run without access to attributes that begin with an underscore and without the means
-to change what they are given. What they see is what ``transformers`` shows them: the same text comes out.
+Templates come with models from anywhere, so they run without access to attributes that begin with
+an underscore and without the means to change what they are given. What they see is what
+``transformers`` shows them: the same text comes out.
 """
 
 from __future__ import annotations
@@ -32,7 +34,8 @@ _START, _END = MARKS
 
 BUILT_IN: Mapping[str, str] = MappingProxyType(
     {
-        # For tokenizers that have nothing but a begin and an end token. It needs no others: headers are text.
+        # For tokenizers that have nothing but a begin and an end token. It needs no others: headers
+        # are text.
         "plain": (
             "{{ bos_token }}{% for message in messages %}{{ '<|' + message['role'] + '|>\\n' }}"
             "{% if message['role'] == 'assistant' %}"
@@ -80,39 +83,74 @@ class Rendered:
 
 
 class ChatTemplate:
-    """One template. ``name``: where it is from, for messages; ``tokens``: ``bos_token`` and the like. Raises DataError if it is
-    no jinja."""
+    """One template. ``name``: where it is from, for messages; ``tokens``: ``bos_token`` and the
+    like. Raises DataError if it is no jinja."""
 
-    def __init__(self, source: str, name: str, tokens: Mapping[str, str], now: datetime | None = None) -> None:
+    def __init__(
+        self, source: str, name: str, tokens: Mapping[str, str], now: datetime | None = None
+    ) -> None:
         """``now``: for templates that say what day it is; default: the clock's."""
-        self.source, self.name = source, name
+        self.source = source
+        self.name = name
         environment = ImmutableSandboxedEnvironment(
-            trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, "jinja2.ext.loopcontrols"]
+            trim_blocks=True,
+            lstrip_blocks=True,
+            extensions=[_Generation, "jinja2.ext.loopcontrols"],
         )
         environment.filters["tojson"] = _tojson
-        environment.globals.update(raise_exception=_raise, strftime_now=partial(_formatted, now), namespace=_Names, dict=_dict, **tokens)
+        environment.globals.update(
+            raise_exception=_raise,
+            strftime_now=partial(_formatted, now),
+            namespace=_Names,
+            dict=_dict,
+            **tokens,
+        )
         try:
             self._template = environment.from_string(source)
             tree = environment.parse(source)
         except jinja2.TemplateSyntaxError as error:
             do = "mend the template or give another --chat-template"
-            raise DataError(describe(f"{name}:{error.lineno}", got=error.message, expected="a jinja template", do=do)) from error
+            raise DataError(
+                describe(
+                    f"{name}:{error.lineno}", got=error.message, expected="a jinja template", do=do
+                )
+            ) from error
         self.marks_answers = any(data.data == _START for data in tree.find_all(nodes.TemplateData))
         """Whether it says by ``{% generation %}`` what is learned."""
         self.tells_time = "strftime_now" in source
         """Whether a text may depend on the day on which it is rendered."""
 
-    def render(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Any] | None = None, *, prompt: bool = False) -> Rendered:
-        """``prompt``: go on with the beginning of an answer. Raises UnusableError with what the template says of these messages."""
-        given = [{key: value for key, value in message.items() if value is not None} for message in messages]
+    def render(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Any] | None = None,
+        *,
+        prompt: bool = False,
+    ) -> Rendered:
+        """``prompt``: go on with the beginning of an answer. Raises UnusableError with what the
+        template says of these messages."""
+        given = [
+            {key: value for key, value in message.items() if value is not None}
+            for message in messages
+        ]
         try:
             marked = self._template.render(
-                messages=given, tools=None if tools is None else list(tools), documents=None, add_generation_prompt=prompt
+                messages=given,
+                tools=None if tools is None else list(tools),
+                documents=None,
+                add_generation_prompt=prompt,
             )
         except Exception as error:  # a template can fail in every way that Python can
-            expected, do = "a template that renders this conversation", "mend the example, or give another --chat-template"
-            got = f"{type(error).__name__}: {error}" if not isinstance(error, jinja2.TemplateError) else error.message
-            raise UnusableError("template error", got=f"{got} (from {self.name})", expected=expected, do=do) from error
+            expected = "a template that renders this conversation"
+            do = "mend the example, or give another --chat-template"
+            got = (
+                f"{type(error).__name__}: {error}"
+                if not isinstance(error, jinja2.TemplateError)
+                else error.message
+            )
+            raise UnusableError(
+                "template error", got=f"{got} (from {self.name})", expected=expected, do=do
+            ) from error
         return _without_marks(marked)
 
 
@@ -120,7 +158,8 @@ def _without_marks(marked: str) -> Rendered:
     if _START not in marked:
         return Rendered(marked, ())
     before, *parts = marked.split(_START)
-    text, answers = before, []
+    text = before
+    answers = []
     for part in parts:
         answer, _, rest = part.partition(_END)
         if answer:
@@ -141,8 +180,16 @@ class _Generation(Extension):
         return nodes.Scope([ends[0], *body, ends[1]]).set_lineno(line)
 
 
-def _tojson(value: Any, ensure_ascii: bool = False, indent: int | None = None, separators: Any = None, sort_keys: bool = False) -> str:
-    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+def _tojson(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: Any = None,
+    sort_keys: bool = False,
+) -> str:
+    return json.dumps(
+        value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
+    )
 
 
 def _raise(message: str) -> None:
@@ -176,26 +223,39 @@ def _refuse_private(name: Any) -> None:
         raise SecurityError(f"a namespace has no {name!r}")
 
 
-def find_template(wanted: str | None, folder: Path | None, tokens: Mapping[str, str], now: datetime | None = None) -> ChatTemplate:
-    """``wanted``: a file or the name of a built-in one; None: that of the tokenizer in ``folder``, else ``plain``. ``now``: as for
-    ChatTemplate. Raises DataError."""
+def find_template(
+    wanted: str | None, folder: Path | None, tokens: Mapping[str, str], now: datetime | None = None
+) -> ChatTemplate:
+    """``wanted``: a file or the name of a built-in one; None: that of the tokenizer in ``folder``,
+    else ``plain``. ``now``: as for ChatTemplate. Raises DataError."""
     if wanted is not None:
         if wanted in BUILT_IN:
             return ChatTemplate(BUILT_IN[wanted], f"built-in template {wanted}", tokens, now)
         return ChatTemplate(_read(Path(wanted)), wanted, tokens, now)
     own = None if folder is None else _own_template(folder)
-    source, name = own or (BUILT_IN["plain"], "built-in template plain, since the tokenizer has none")
+    source, name = own or (
+        BUILT_IN["plain"],
+        "built-in template plain, since the tokenizer has none",
+    )
     return ChatTemplate(source, name, tokens, now)
 
 
 def _own_template(folder: Path) -> tuple[str, str] | None:
     """Source and name. As in transformers, a file of its own wins over the configuration."""
-    file, config = folder / "chat_template.jinja", folder / "tokenizer_config.json"
+    file = folder / "chat_template.jinja"
+    config = folder / "tokenizer_config.json"
     if file.is_file():
         return _read(file), str(file)
     given = read_json_object(config).get("chat_template") if config.is_file() else None
     if isinstance(given, list):
-        given = next((entry.get("template") for entry in given if isinstance(entry, dict) and entry.get("name") == "default"), None)
+        given = next(
+            (
+                entry.get("template")
+                for entry in given
+                if isinstance(entry, dict) and entry.get("name") == "default"
+            ),
+            None,
+        )
     return None if given is None else (str(given), f"{config}: chat_template")
 
 
@@ -204,4 +264,6 @@ def _read(path: Path) -> str:
         return path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         expected = f"a jinja file, or one of {', '.join(BUILT_IN)}"
-        raise DataError(describe(f"--chat-template {path}", got=error, expected=expected, do="check the path")) from error
+        raise DataError(
+            describe(f"--chat-template {path}", got=error, expected=expected, do="check the path")
+        ) from error

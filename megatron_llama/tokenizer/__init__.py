@@ -1,1 +1,2 @@
-"""Text to token ids and back: sentencepiece, LLaMA 3's files of ranks and ``tokenizer.json`` behind one small interface."""
+"""Text to token ids and back: sentencepiece, LLaMA 3's files of ranks and ``tokenizer.json`` behind
+one small interface."""

@@ -38,7 +38,8 @@ class Tokenizer(Protocol):
         ...
 
     def save_hf(self, folder: str | Path) -> None:
-        """Write the files from which ``transformers.AutoTokenizer.from_pretrained(folder)`` gives the same ids.
+        """Write the files from which ``transformers.AutoTokenizer.from_pretrained(folder)`` gives
+        the same ids.
 
         Errors: DataError if the tokenizer cannot be expressed there.
         """

@@ -12,23 +12,35 @@ SPACE = "\N{LOWER ONE EIGHTH BLOCK}"  # sentencepiece's escaped space
 
 
 def hf_tokenizer(model: SentencePieceModel, name: str, bos: str | None) -> Tokenizer:
-    """The ``tokenizers`` twin of a sentencepiece BPE model; encoding with special tokens puts ``bos`` first.
+    """The ``tokenizers`` twin of a sentencepiece BPE model; encoding with special tokens puts
+    ``bos`` first.
 
-    Ids are equal for every text that does not spell a control token: ``tokenizers`` reads a literal ``</s>`` as the
-    token, sentencepiece as text. Errors: DataError, naming every property of the model that has no counterpart.
+    Ids are equal for every text that does not spell a control token: ``tokenizers`` reads a literal
+    ``</s>`` as the token, sentencepiece as text. Errors: DataError, naming every property of the
+    model that has no counterpart.
     """
     _check(model, name)
     vocabulary = {piece.text: id for id, piece in enumerate(model.pieces)}
     unknown = next((piece.text for piece in model.pieces if piece.type == proto.UNKNOWN), None)
-    bpe = models.BPE(vocab=vocabulary, merges=_merges(model), unk_token=unknown, fuse_unk=True, byte_fallback=model.byte_fallback)
+    bpe = models.BPE(
+        vocab=vocabulary,
+        merges=_merges(model),
+        unk_token=unknown,
+        fuse_unk=True,
+        byte_fallback=model.byte_fallback,
+    )
     tokenizer = Tokenizer(bpe)
     _set_normalizer(tokenizer, model)
     _set_decoder(tokenizer, model)
     special = [piece.text for piece in model.pieces if piece.type in (proto.UNKNOWN, proto.CONTROL)]
-    tokenizer.add_special_tokens([AddedToken(text, special=True, normalized=False) for text in special])
+    tokenizer.add_special_tokens(
+        [AddedToken(text, special=True, normalized=False) for text in special]
+    )
     if bos is not None:
         tokenizer.post_processor = processors.TemplateProcessing(
-            single=f"{bos} $A", pair=f"{bos} $A {bos}:1 $B:1", special_tokens=[(bos, vocabulary[bos])]
+            single=f"{bos} $A",
+            pair=f"{bos} $A {bos}:1 $B:1",
+            special_tokens=[(bos, vocabulary[bos])],
         )
     return tokenizer
 
@@ -36,18 +48,25 @@ def hf_tokenizer(model: SentencePieceModel, name: str, bos: str | None) -> Token
 def _check(model: SentencePieceModel, name: str) -> None:
     problems = []
     if model.model_type != proto.BPE:
-        problems.append(f"model_type is {model.model_type}, expected {proto.BPE} (BPE), which every LLaMA with sentencepiece uses")
+        problems.append(
+            f"model_type is {model.model_type}, expected {proto.BPE} (BPE), which every LLaMA with sentencepiece uses"
+        )
     if model.whitespace_as_suffix:
         problems.append("treat_whitespace_as_suffix is set, expected unset")
     if not model.escape_whitespaces:
         problems.append("escape_whitespaces is unset, expected set")
     if any(piece.type == proto.USER_DEFINED for piece in model.pieces):
-        problems.append("it has user-defined symbols, expected none (the text after one would get another space prefix)")
+        problems.append(
+            "it has user-defined symbols, expected none (the text after one would get another space prefix)"
+        )
     if len({piece.text for piece in model.pieces}) != len(model.pieces):
         problems.append("two pieces have the same text, expected distinct pieces")
     if problems:
         title = describe(
-            name, got="a model that tokenizer.json cannot express", expected="a LLaMA-like BPE model", do="keep using the .model file"
+            name,
+            got="a model that tokenizer.json cannot express",
+            expected="a LLaMA-like BPE model",
+            do="keep using the .model file",
         )
         raise DataError(listing(title, problems))
 
@@ -55,12 +74,17 @@ def _check(model: SentencePieceModel, name: str) -> None:
 def _merges(model: SentencePieceModel) -> list[tuple[str, str]]:
     """Every pair of pieces whose concatenation is a piece, best score first.
 
-    sentencepiece joins the neighbours whose joint piece scores highest, whichever way that piece was first built; the
-    order of ids, which usual conversions take, is another one.
+    sentencepiece joins the neighbours whose joint piece scores highest, whichever way that piece
+    was first built; the order of ids, which usual conversions take, is another one.
     """
     mergeable = {piece.text for piece in model.pieces if piece.type == proto.NORMAL}
-    joined = sorted((piece for piece in model.pieces if piece.type == proto.NORMAL), key=lambda piece: -piece.score)
-    splits = ((piece.text[:at], piece.text[at:]) for piece in joined for at in range(1, len(piece.text)))
+    joined = sorted(
+        (piece for piece in model.pieces if piece.type == proto.NORMAL),
+        key=lambda piece: -piece.score,
+    )
+    splits = (
+        (piece.text[:at], piece.text[at:]) for piece in joined for at in range(1, len(piece.text))
+    )
     return [(left, right) for left, right in splits if left in mergeable and right in mergeable]
 
 
@@ -69,8 +93,12 @@ def _set_normalizer(tokenizer: Tokenizer, model: SentencePieceModel) -> None:
     if model.charsmap:
         steps.append(normalizers.Precompiled(model.charsmap))
     if model.remove_extra_whitespaces:
-        # As sentencepiece: not newlines, which `Strip` would take too, but at the end a literal U+2581, read as an escaped space.
-        steps += [normalizers.Replace(Regex(rf"\A +|[ {SPACE}]+\z"), ""), normalizers.Replace(Regex(" {2,}"), " ")]
+        # As sentencepiece: not newlines, which `Strip` would take too, but at the end a literal
+        # U+2581, read as an escaped space.
+        steps += [
+            normalizers.Replace(Regex(rf"\A +|[ {SPACE}]+\z"), ""),
+            normalizers.Replace(Regex(" {2,}"), " "),
+        ]
     if model.add_dummy_prefix:
         steps.append(normalizers.Prepend(SPACE))
     steps.append(normalizers.Replace(" ", SPACE))
@@ -78,7 +106,11 @@ def _set_normalizer(tokenizer: Tokenizer, model: SentencePieceModel) -> None:
 
 
 def _set_decoder(tokenizer: Tokenizer, model: SentencePieceModel) -> None:
-    steps: list[decoders.Decoder] = [decoders.Replace(SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
+    steps: list[decoders.Decoder] = [
+        decoders.Replace(SPACE, " "),
+        decoders.ByteFallback(),
+        decoders.Fuse(),
+    ]
     if model.add_dummy_prefix or model.remove_extra_whitespaces:
         steps.append(decoders.Strip(" ", 1, 0))
     tokenizer.decoder = decoders.Sequence(steps)

@@ -11,7 +11,8 @@ from megatron_llama.errors import DataError, describe
 
 
 def replace_file(path: Path, content: bytes) -> None:
-    """Write ``content`` under a temporary name beside ``path``, then replace ``path``; its folder is made if missing."""
+    """Write ``content`` under a temporary name beside ``path``, then replace ``path``; its folder
+    is made if missing."""
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f"{path.name}.tmp-{os.getpid()}")
     try:
@@ -27,11 +28,21 @@ def to_json(value: object) -> bytes:
 
 
 def read_json_object(path: Path) -> dict[str, Any]:
-    """The JSON object in ``path``. Errors: DataError if the file cannot be read or holds anything else."""
+    """The JSON object in ``path``. Errors: DataError if the file cannot be read or holds anything
+    else."""
     try:
         value = json.loads(path.read_bytes())
     except (OSError, ValueError) as error:
-        raise DataError(describe(str(path), got=error, expected="a JSON file", do="restore the file")) from error
+        raise DataError(
+            describe(str(path), got=error, expected="a JSON file", do="restore the file")
+        ) from error
     if not isinstance(value, dict):
-        raise DataError(describe(str(path), got=f"a JSON {type(value).__name__}", expected="a JSON object", do="restore the file"))
+        raise DataError(
+            describe(
+                str(path),
+                got=f"a JSON {type(value).__name__}",
+                expected="a JSON object",
+                do="restore the file",
+            )
+        )
     return value

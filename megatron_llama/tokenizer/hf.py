@@ -1,4 +1,5 @@
-"""HuggingFace ``tokenizer.json`` files: the tokenizers of LLaMA 3, and exported sentencepiece models."""
+"""HuggingFace ``tokenizer.json`` files: the tokenizers of LLaMA 3, and exported sentencepiece
+models."""
 
 from __future__ import annotations
 
@@ -16,15 +17,32 @@ from megatron_llama.tokenizer.library import encode_many
 
 BOS_NAMES = ("<s>", "<|begin_of_text|>", "<bos>", "<|startoftext|>")
 EOS_NAMES = ("</s>", "<|end_of_text|>", "<|eot_id|>", "<|endoftext|>", "<eos>")
-SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
-COMPANIONS = ("tokenizer_config.json", "special_tokens_map.json", "tokenizer.model", "chat_template.jinja", "generation_config.json")
-"""Files beside tokenizer.json that belong to it; the last one because it lists the tokens that end an answer."""
+SPECIAL_NAMES = (
+    "bos_token",
+    "eos_token",
+    "unk_token",
+    "sep_token",
+    "pad_token",
+    "cls_token",
+    "mask_token",
+)
+COMPANIONS = (
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "tokenizer.model",
+    "chat_template.jinja",
+    "generation_config.json",
+)
+"""Files beside tokenizer.json that belong to it; the last one because it lists the tokens that end
+an answer."""
 
 
 class HFTokenizer:
-    """A ``tokenizer.json``. Ids are those of ``AutoTokenizer`` with ``add_special_tokens=False``: special tokens spelt in a text count.
+    """A ``tokenizer.json``. Ids are those of ``AutoTokenizer`` with ``add_special_tokens=False``:
+    special tokens spelt in a text count.
 
-    Begin and end tokens are those of ``tokenizer_config.json`` beside the file, else the first well-known name in the vocabulary.
+    Begin and end tokens are those of ``tokenizer_config.json`` beside the file, else the first
+    well-known name in the vocabulary.
     """
 
     def __init__(self, path: str | Path) -> None:
@@ -34,13 +52,19 @@ class HFTokenizer:
             self._tokenizer = tokenizers.Tokenizer.from_buffer(self._content)
         except Exception as error:  # `tokenizers` raises bare Exception
             message = describe(
-                str(path), got=error, expected="a HuggingFace tokenizer.json", do="restore the file or give a tokenizer.model"
+                str(path),
+                got=error,
+                expected="a HuggingFace tokenizer.json",
+                do="restore the file or give a tokenizer.model",
             )
             raise DataError(message) from error
-        # A file may carry padding or truncation from the batch it was saved after; neither belongs in a corpus.
+        # A file may carry padding or truncation from the batch it was saved after; neither belongs
+        # in a corpus.
         self._tokenizer.no_padding()
         self._tokenizer.no_truncation()
-        self.vocab_size: int = max(self._tokenizer.get_vocab(with_added_tokens=True).values(), default=-1) + 1
+        self.vocab_size: int = (
+            max(self._tokenizer.get_vocab(with_added_tokens=True).values(), default=-1) + 1
+        )
         beside = self.path.with_name("tokenizer_config.json")
         config = read_json_object(beside) if beside.exists() else {}
         self.bos_id = self._special("bos_token", config, beside, BOS_NAMES)
@@ -53,7 +77,11 @@ class HFTokenizer:
 
     def encode_packed(self, texts: Sequence[str]) -> list[bytes]:
         """See Tokenizer."""
-        return self._words.encode(texts) if self._words is not None else encode_many(self._tokenizer, texts)
+        return (
+            self._words.encode(texts)
+            if self._words is not None
+            else encode_many(self._tokenizer, texts)
+        )
 
     @cached_property
     def _words(self) -> HFWords | None:
@@ -61,14 +89,19 @@ class HFTokenizer:
         return hf_words(self._tokenizer)
 
     def encode_with_places(self, text: str) -> tuple[list[int], list[tuple[int, int]]]:
-        """Ids as ``encode`` gives them, and of each the characters [start, stop) of the text that it stands for."""
+        """Ids as ``encode`` gives them, and of each the characters [start, stop) of the text that
+        it stands for."""
         encoding = self._tokenizer.encode(text, add_special_tokens=False)
         return encoding.ids, encoding.offsets
 
     @property
     def special_texts(self) -> list[str]:
         """What a text must not spell if it is to have no special token."""
-        return [token.content for token in self._tokenizer.get_added_tokens_decoder().values() if token.special]
+        return [
+            token.content
+            for token in self._tokenizer.get_added_tokens_decoder().values()
+            if token.special
+        ]
 
     def token(self, id: int) -> str | None:
         """The token of an id, as the vocabulary spells it."""
@@ -76,13 +109,21 @@ class HFTokenizer:
         return spelt
 
     def special_names(self) -> dict[str, str]:
-        """``bos_token`` and the like with the tokens that they name: those of the configuration, else those that were found."""
+        """``bos_token`` and the like with the tokens that they name: those of the configuration,
+        else those that were found."""
         beside = self.path.with_name("tokenizer_config.json")
         config = read_json_object(beside) if beside.exists() else {}
         given = {name: config[name] for name in SPECIAL_NAMES if config.get(name) is not None}
-        named = {name: str(token["content"] if isinstance(token, dict) else token) for name, token in given.items()}
+        named = {
+            name: str(token["content"] if isinstance(token, dict) else token)
+            for name, token in given.items()
+        }
         found = {"bos_token": self.bos_id, "eos_token": self.eos_id}
-        return {name: token for name, id in found.items() if id is not None and (token := self.token(id)) is not None} | named
+        return {
+            name: token
+            for name, id in found.items()
+            if id is not None and (token := self.token(id)) is not None
+        } | named
 
     def decode(self, ids: Sequence[int]) -> str:
         """See Tokenizer."""
@@ -90,7 +131,8 @@ class HFTokenizer:
         return text
 
     def save_hf(self, folder: str | Path) -> None:
-        """tokenizer.json as it was loaded and what lies beside it (configuration, special tokens, chat template, end tokens)."""
+        """tokenizer.json as it was loaded and what lies beside it (configuration, special tokens,
+        chat template, end tokens)."""
         files = {"tokenizer.json": self._content}
         for name in COMPANIONS:
             if (beside := self.path.with_name(name)).is_file():
@@ -98,17 +140,26 @@ class HFTokenizer:
         for name, content in files.items():
             replace_file(Path(folder) / name, content)
 
-    def _special(self, field: str, config: dict[str, Any], where: Path, names: Sequence[str]) -> int | None:
-        """Id of the configured token, else of the first of ``names`` in the vocabulary, else None."""
+    def _special(
+        self, field: str, config: dict[str, Any], where: Path, names: Sequence[str]
+    ) -> int | None:
+        """Id of the configured token, else of the first of ``names`` in the vocabulary, else
+        None."""
         token = config.get(field)
         if isinstance(token, dict):
             token = token.get("content")
         if token is None:
-            return next((id for name in names if (id := self._tokenizer.token_to_id(name)) is not None), None)
+            return next(
+                (id for name in names if (id := self._tokenizer.token_to_id(name)) is not None),
+                None,
+            )
         id = self._tokenizer.token_to_id(str(token))
         if id is None:
             message = describe(
-                f"{where}: {field}", got=repr(token), expected="a token of tokenizer.json", do="restore the two files as a pair"
+                f"{where}: {field}",
+                got=repr(token),
+                expected="a token of tokenizer.json",
+                do="restore the two files as a pair",
             )
             raise DataError(message)
         return int(id)

@@ -1,13 +1,18 @@
-"""tokenizer.json word by word: the same ids as for the whole text, for the two kinds of tokenizer that LLaMA models have.
+"""tokenizer.json word by word: the same ids as for the whole text, for the two kinds of tokenizer
+that LLaMA models have.
 
-The first is an exported sentencepiece model, see ``words``: its spaces are escaped by a normalizer, or by a pre-tokenizer
-(Metaspace). LLaMA 3's cuts a text by a regular expression (``tiktoken.SPLIT``) and encodes what lies between two cuts by itself, so
-a word may be any run of such parts. Two cuts can be told without that expression, from the characters beside them:
+The first is an exported sentencepiece model, see ``words``: its spaces are escaped by a normalizer,
+or by a pre-tokenizer (Metaspace). LLaMA 3's cuts a text by a regular expression
+(``tiktoken.SPLIT``) and encodes what lies between two cuts by itself, so a word may be any run of
+such parts. Two cuts can be told without that expression, from the characters beside them:
 
-- before a space behind a printed ASCII character: no alternative takes a space anywhere but in front of something else, or among
+- before a space behind a printed ASCII character: no alternative takes a space anywhere but in
+  front of something else, or among
   white space, and none looks across it;
-- behind a newline which only spaces separate from a printed ASCII character: whatever takes that newline takes all of the white space
-  up to it and ends there, since the alternatives with newlines are tried before those with other white space, which look ahead.
+- behind a newline which only spaces separate from a printed ASCII character: whatever takes that
+  newline takes all of the white space
+  up to it and ends there, since the alternatives with newlines are tried before those with other
+  white space, which look ahead.
 """
 
 from __future__ import annotations
@@ -34,22 +39,32 @@ _PREPEND = MappingProxyType({"type": "Prepend", "prepend": SPACE})
 _BYTE_LEVEL = MappingProxyType({"type": "ByteLevel", "add_prefix_space": False, "use_regex": False})
 _SPACED = re.compile(f"{SPACE}?[^{SPACE}]+|{SPACE}")
 """What a pre-tokenizer that splits before each escaped space hands to the model."""
-_SPLIT = MappingProxyType({"type": "Split", "pattern": {"Regex": SPLIT}, "behavior": "Isolated", "invert": False})
+_SPLIT = MappingProxyType(
+    {"type": "Split", "pattern": {"Regex": SPLIT}, "behavior": "Isolated", "invert": False}
+)
 
 
 class HFWords:
-    """Encodes texts as ``encode_many`` does. ``Words`` for those that spell no added token, the library for the others."""
+    """Encodes texts as ``encode_many`` does. ``Words`` for those that spell no added token, the
+    library for the others."""
 
     def __init__(self, tokenizer: Tokenizer, words: Words) -> None:
-        self._tokenizer, self._words = tokenizer, words
+        self._tokenizer = tokenizer
+        self._words = words
         added = [token.content for token in tokenizer.get_added_tokens_decoder().values()]
         self._added = re.compile("|".join(map(re.escape, added)) if added else r"(?!)")
 
     def encode(self, texts: Sequence[str]) -> list[bytes]:
         """The ids of each text, packed."""
         spelt = [self._added.search(text) is not None for text in texts]
-        whole = iter(encode_many(self._tokenizer, [text for text, has in zip(texts, spelt, strict=True) if has]))
-        by_word = iter(self._words.encode([text for text, has in zip(texts, spelt, strict=True) if not has]))
+        whole = iter(
+            encode_many(
+                self._tokenizer, [text for text, has in zip(texts, spelt, strict=True) if has]
+            )
+        )
+        by_word = iter(
+            self._words.encode([text for text, has in zip(texts, spelt, strict=True) if not has])
+        )
         return [next(whole if has else by_word) for has in spelt]
 
 
@@ -57,8 +72,13 @@ def hf_words(tokenizer: Tokenizer) -> HFWords | None:
     """None for a tokenizer of which it is not known that words can be encoded one by one."""
     if not isinstance(tokenizer.model, BPE) or tokenizer.model.dropout is not None:
         return None
-    # Asked of the part alone: the whole of LLaMA 3's tokenizer takes half a second to be written and read.
-    steps = json.loads(tokenizer.pre_tokenizer.__getstate__()) if tokenizer.pre_tokenizer is not None else None
+    # Asked of the part alone: the whole of LLaMA 3's tokenizer takes half a second to be written
+    # and read.
+    steps = (
+        json.loads(tokenizer.pre_tokenizer.__getstate__())
+        if tokenizer.pre_tokenizer is not None
+        else None
+    )
     if steps is None or steps["type"] == "Metaspace":
         words = _sentencepiece_words(json.loads(tokenizer.to_str()))
         return None if words is None else HFWords(tokenizer, words)
@@ -71,24 +91,38 @@ def hf_words(tokenizer: Tokenizer) -> HFWords | None:
 
 
 def _sentencepiece_words(content: Mapping[str, Any]) -> Words | None:
-    """For a model whose text has its spaces escaped, and that joins nothing to a space behind it or gets each word by itself."""
-    model, joins = content["model"], content["model"]["merges"]
+    """For a model whose text has its spaces escaped, and that joins nothing to a space behind it or
+    gets each word by itself."""
+    model = content["model"]
+    joins = content["model"]["merges"]
     escape = _escape(content["normalizer"], content["pre_tokenizer"])
-    spelt = any(char in token["content"] for token in content["added_tokens"] for char in (" ", SPACE))
+    spelt = any(
+        char in token["content"] for token in content["added_tokens"] for char in (" ", SPACE)
+    )
     if escape is None or spelt:
         return None
-    bare = partial(encode_many, Tokenizer.from_str(json.dumps({**content, "normalizer": None, "pre_tokenizer": None})))
+    bare = partial(
+        encode_many,
+        Tokenizer.from_str(json.dumps({**content, "normalizer": None, "pre_tokenizer": None})),
+    )
     if content["pre_tokenizer"] is not None and content["pre_tokenizer"]["split"]:
         return Words(_SPACED, bare, escape)
-    plain = model["byte_fallback"] and not model["ignore_merges"] and model["vocab"].keys() >= _BYTES
+    plain = (
+        model["byte_fallback"] and not model["ignore_merges"] and model["vocab"].keys() >= _BYTES
+    )
     plain = plain and not model["continuing_subword_prefix"] and not model["end_of_word_suffix"]
-    if not plain or any(left in _BYTES or right in _BYTES or left[-1] != SPACE == right[0] for left, right in joins):
+    if not plain or any(
+        left in _BYTES or right in _BYTES or left[-1] != SPACE == right[0] for left, right in joins
+    ):
         return None
     return Words(word_pattern(SPACE, (left + right for left, right in joins)), bare, escape)
 
 
-def _escape(normalizer: Mapping[str, Any] | None, steps: Mapping[str, Any] | None) -> Callable[[str], str] | None:
-    """What escapes the spaces of a text, as one of the two ways to write it says; None where it does something else as well."""
+def _escape(
+    normalizer: Mapping[str, Any] | None, steps: Mapping[str, Any] | None
+) -> Callable[[str], str] | None:
+    """What escapes the spaces of a text, as one of the two ways to write it says; None where it
+    does something else as well."""
     if steps is not None:
         if normalizer is not None or steps["replacement"] != SPACE:
             return None
@@ -96,7 +130,11 @@ def _escape(normalizer: Mapping[str, Any] | None, steps: Mapping[str, Any] | Non
         return partial(_metaspaced, steps["prepend_scheme"] != "never")
     normalizer = normalizer or {}
     parts = normalizer["normalizers"] if normalizer.get("type") == "Sequence" else [normalizer]
-    return partial(_escaped, SPACE if _PREPEND in parts else "") if parts in ([_REPLACE], [_PREPEND, _REPLACE]) else None
+    return (
+        partial(_escaped, SPACE if _PREPEND in parts else "")
+        if parts in ([_REPLACE], [_PREPEND, _REPLACE])
+        else None
+    )
 
 
 def _escaped(prefix: str, text: str) -> str:

@@ -15,9 +15,13 @@ _THREADS = "TOKENIZERS_PARALLELISM"
 
 
 def encode_many(tokenizer: Tokenizer, texts: Sequence[str]) -> list[bytes]:
-    """The packed ids of each text, without places in the text, which cost as much as a quarter of the time. On the calling thread."""
+    """The packed ids of each text, without places in the text, which cost as much as a quarter of
+    the time. On the calling thread."""
     with _one_thread():
-        return [pack(encoding.ids) for encoding in tokenizer.encode_batch_fast(texts, add_special_tokens=False)]
+        return [
+            pack(encoding.ids)
+            for encoding in tokenizer.encode_batch_fast(texts, add_special_tokens=False)
+        ]
 
 
 @contextmanager

@@ -22,13 +22,15 @@ MEGATRON_TYPES: Mapping[str, tuple[str, ...]] = MappingProxyType(
 
 
 def load_tokenizer(path: str | Path, tokenizer_type: str | None = None) -> Tokenizer:
-    """The tokenizer at ``path``: a ``.model`` (sentencepiece's, or LLaMA 3's file of ranks), a ``tokenizer.json``, or a folder with
-    one (``tokenizer.json`` first).
+    """The tokenizer at ``path``: a ``.model`` (sentencepiece's, or LLaMA 3's file of ranks), a
+    ``tokenizer.json``, or a folder with one (``tokenizer.json`` first).
 
-    ``tokenizer_type``: one of Megatron's names, which says what the file has to be. Errors: DataError.
+    ``tokenizer_type``: one of Megatron's names, which says what the file has to be. Errors:
+    DataError.
     """
     file = tokenizer_file(path, tokenizer_type)
-    # Imported on use: a sentencepiece user need not have `tokenizers` loaded in every worker, nor the reverse.
+    # Imported on use: a sentencepiece user need not have `tokenizers` loaded in every worker, nor
+    # the reverse.
     if file.suffix == ".model":
         if _is_ranks(file):
             from megatron_llama.tokenizer.tiktoken import TiktokenTokenizer
@@ -43,7 +45,8 @@ def load_tokenizer(path: str | Path, tokenizer_type: str | None = None) -> Token
 
 
 def _is_ranks(file: Path) -> bool:
-    """Whether a ``.model`` file begins as LLaMA 3's does: a base64 word and a number. Sentencepiece's begins with the byte 0x0A."""
+    """Whether a ``.model`` file begins as LLaMA 3's does: a base64 word and a number.
+    Sentencepiece's begins with the byte 0x0A."""
     try:
         with file.open("rb") as opened:
             return re.match(rb"[A-Za-z0-9+/]+={0,2} \d+\r?\n", opened.read(4096)) is not None
@@ -52,19 +55,32 @@ def _is_ranks(file: Path) -> bool:
 
 
 def tokenizer_file(path: str | Path, tokenizer_type: str | None = None) -> Path:
-    """The file that ``load_tokenizer`` reads. Errors: DataError if there is none, or it is of another type."""
+    """The file that ``load_tokenizer`` reads. Errors: DataError if there is none, or it is of
+    another type."""
     path = Path(path)
     names: tuple[str, ...] = ("tokenizer.json", "tokenizer.model")
     if tokenizer_type is not None:
         if tokenizer_type not in MEGATRON_TYPES:
             expected = ", ".join(MEGATRON_TYPES)
-            raise DataError(describe("tokenizer_type", got=tokenizer_type, expected=f"one of {expected}", do="change it or leave it out"))
+            raise DataError(
+                describe(
+                    "tokenizer_type",
+                    got=tokenizer_type,
+                    expected=f"one of {expected}",
+                    do="change it or leave it out",
+                )
+            )
         names = MEGATRON_TYPES[tokenizer_type]
     if path.is_dir():
         found = next((path / name for name in names if (path / name).is_file()), None)
         if found is None:
             raise DataError(
-                describe(str(path), got="a folder without them", expected=" or ".join(names), do="give the folder of a tokenizer")
+                describe(
+                    str(path),
+                    got="a folder without them",
+                    expected=" or ".join(names),
+                    do="give the folder of a tokenizer",
+                )
             )
         return found
     if not path.is_file():
@@ -78,7 +94,10 @@ def tokenizer_file(path: str | Path, tokenizer_type: str | None = None) -> Path:
         by = f" for {tokenizer_type}" if tokenizer_type else ""
         raise DataError(
             describe(
-                str(path), got=f"a {path.suffix or 'nameless'} file", expected=f"{' or '.join(suffixes)}{by}", do="give the tokenizer file"
+                str(path),
+                got=f"a {path.suffix or 'nameless'} file",
+                expected=f"{' or '.join(suffixes)}{by}",
+                do="give the tokenizer file",
             )
         )
     return path

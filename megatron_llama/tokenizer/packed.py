@@ -1,7 +1,7 @@
 """Ids as bytes: native 32-bit integers, end to end.
 
-A corpus is millions of words that are looked up. To join their ids costs a copy of memory; as lists it took a Python object for each id,
-and most of the time of ``preprocess``.
+A corpus is millions of words that are looked up. To join their ids costs a copy of memory; as lists
+it took a Python object for each id, and most of the time of ``preprocess``.
 """
 
 from __future__ import annotations

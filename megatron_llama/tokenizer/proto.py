@@ -1,8 +1,9 @@
 """Reads the few fields of a serialized sentencepiece ``ModelProto`` that an exact export needs.
 
-Field numbers are those of sentencepiece's ``sentencepiece_model.proto``; wire types those of the protocol buffers
-encoding. Written by hand because sentencepiece's Python API does not show the normalizer, and a protobuf dependency
-for eleven fields would tie the package to one protobuf version.
+Field numbers are those of sentencepiece's ``sentencepiece_model.proto``; wire types those of the
+protocol buffers encoding. Written by hand because sentencepiece's Python API does not show the
+normalizer, and a protobuf dependency for eleven fields would tie the package to one protobuf
+version.
 """
 
 from __future__ import annotations
@@ -14,14 +15,24 @@ from typing import NamedTuple
 
 from megatron_llama.errors import DataError, describe
 
-NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = 1, 2, 3, 4, 5, 6
-UNIGRAM, BPE = 1, 2
+NORMAL = 1
+UNKNOWN = 2
+CONTROL = 3
+USER_DEFINED = 4
+UNUSED = 5
+BYTE = 6
+UNIGRAM = 1
+BPE = 2
 
-_VARINT, _FIXED64, _BYTES, _FIXED32 = 0, 1, 2, 5
+_VARINT = 0
+_FIXED64 = 1
+_BYTES = 2
+_FIXED32 = 5
 
 
 class Piece(NamedTuple):
-    """One vocabulary entry; ``type`` is one of the constants above, ``score`` orders BPE merges (highest first)."""
+    """One vocabulary entry; ``type`` is one of the constants above, ``score`` orders BPE merges
+    (highest first)."""
 
     text: str
     score: float
@@ -43,12 +54,18 @@ class SentencePieceModel:
 
 
 def parse_model(data: bytes, name: str) -> SentencePieceModel:
-    """Parse a ``.model`` file's content; ``name`` is for messages. Errors: DataError if it is no sentencepiece model."""
+    """Parse a ``.model`` file's content; ``name`` is for messages. Errors: DataError if it is no
+    sentencepiece model."""
     try:
         return _parse(data)
     except (IndexError, struct.error, TypeError, ValueError) as error:
         raise DataError(
-            describe(name, got=f"damaged content ({error})", expected="a sentencepiece model", do="restore the file")
+            describe(
+                name,
+                got=f"damaged content ({error})",
+                expected="a sentencepiece model",
+                do="restore the file",
+            )
         ) from error
 
 

@@ -1,4 +1,5 @@
-"""Sentencepiece models: the tokenizers of LLaMA 1 and 2, and those that ``train_tokenizer`` makes."""
+"""Sentencepiece models: the tokenizers of LLaMA 1 and 2, and those that ``train_tokenizer``
+makes."""
 
 from __future__ import annotations
 
@@ -22,8 +23,8 @@ FIRST_FREE_ID = 3 + 256  # unknown, begin, end, and one piece per byte
 class SentencePieceTokenizer:
     """A ``.model`` file. Ids are sentencepiece's own, so a literal ``</s>`` in a text stays text.
 
-    ``decode(encode(text)) == text`` holds for models with identity normalization, except that sentencepiece spells a
-    space as U+2581 and so gives a literal U+2581 back as a space.
+    ``decode(encode(text)) == text`` holds for models with identity normalization, except that
+    sentencepiece spells a space as U+2581 and so gives a literal U+2581 back as a space.
     """
 
     def __init__(self, path: str | Path) -> None:
@@ -32,7 +33,12 @@ class SentencePieceTokenizer:
             self._model = self.path.read_bytes()
             self._processor = sentencepiece.SentencePieceProcessor(model_proto=self._model)
         except (OSError, RuntimeError) as error:
-            message = describe(str(path), got=error, expected="a sentencepiece model", do="give the path of a tokenizer.model")
+            message = describe(
+                str(path),
+                got=error,
+                expected="a sentencepiece model",
+                do="give the path of a tokenizer.model",
+            )
             raise DataError(message) from error
         self.vocab_size: int = self._processor.get_piece_size()
         self.bos_id = _known(self._processor.bos_id())
@@ -61,9 +67,11 @@ class SentencePieceTokenizer:
         return text
 
     def save_hf(self, folder: str | Path) -> None:
-        """tokenizer.model, tokenizer.json and tokenizer_config.json. Errors: DataError if the model is not a BPE as LLaMA's."""
+        """tokenizer.model, tokenizer.json and tokenizer_config.json. Errors: DataError if the model
+        is not a BPE as LLaMA's."""
         folder = Path(folder)
-        bos, eos = self._piece(self.bos_id), self._piece(self.eos_id)
+        bos = self._piece(self.bos_id)
+        eos = self._piece(self.eos_id)
         tokenizer = hf_tokenizer(parse_model(self._model, str(self.path)), str(self.path), bos)
         config = {
             "tokenizer_class": "PreTrainedTokenizerFast",
@@ -82,15 +90,21 @@ class SentencePieceTokenizer:
         return None if id is None else str(self._processor.id_to_piece(id))
 
 
-def train_tokenizer(texts: Iterable[str], vocab_size: int, path: str | Path) -> SentencePieceTokenizer:
-    """Train a byte-fallback BPE of exactly ``vocab_size`` pieces as LLaMA's and write it to ``path`` (a ``.model`` file).
+def train_tokenizer(
+    texts: Iterable[str], vocab_size: int, path: str | Path
+) -> SentencePieceTokenizer:
+    """Train a byte-fallback BPE of exactly ``vocab_size`` pieces as LLaMA's and write it to
+    ``path`` (a ``.model`` file).
 
-    Pieces 0, 1, 2 are ``<unk>``, ``<s>``, ``</s>``; digits stand alone; a newline is its byte piece; text is not normalized.
-    The same texts give the same pieces. Errors: DataError if the texts are too few for ``vocab_size``.
+    Pieces 0, 1, 2 are ``<unk>``, ``<s>``, ``</s>``; digits stand alone; a newline is its byte
+    piece; text is not normalized. The same texts give the same pieces. Errors: DataError if the
+    texts are too few for ``vocab_size``.
     """
     if vocab_size <= FIRST_FREE_ID:
         expected = f"more than {FIRST_FREE_ID} (three special pieces and one per byte)"
-        raise DataError(describe("vocab_size", got=vocab_size, expected=expected, do="raise --vocab-size"))
+        raise DataError(
+            describe("vocab_size", got=vocab_size, expected=expected, do="raise --vocab-size")
+        )
     model = io.BytesIO()
     try:
         sentencepiece.SentencePieceTrainer.train(
@@ -127,13 +141,27 @@ def _training_problem(error: str, vocab_size: int) -> str:
     if most := re.search(r"too high .*<= (\d+)", error):
         got = f"too little text for vocab_size {vocab_size}"
         expected = f"a vocab_size of at most {most[1]} for this text"
-        return describe(where, got=got, expected=expected, do="lower --vocab-size or give more text")
+        return describe(
+            where, got=got, expected=expected, do="lower --vocab-size or give more text"
+        )
     if least := re.search(r"required_chars\. \d+ vs (\d+)", error):
         got = f"more distinct characters than vocab_size {vocab_size} holds"
-        return describe(where, got=got, expected=f"a vocab_size of at least {least[1]} for this text", do="raise --vocab-size")
+        return describe(
+            where,
+            got=got,
+            expected=f"a vocab_size of at least {least[1]} for this text",
+            do="raise --vocab-size",
+        )
     if "sentences_.empty()" in error:
-        return describe(where, got="no text", expected="at least one line of text", do="check the input files")
-    return describe(where, got=f"a sentencepiece error ({error})", expected="a trained model", do="check the text and --vocab-size")
+        return describe(
+            where, got="no text", expected="at least one line of text", do="check the input files"
+        )
+    return describe(
+        where,
+        got=f"a sentencepiece error ({error})",
+        expected="a trained model",
+        do="check the text and --vocab-size",
+    )
 
 
 def _known(id: int) -> int | None:

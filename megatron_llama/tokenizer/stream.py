@@ -13,13 +13,16 @@ UNFINISHED = "\ufffd"
 class TextStream:
     """Turns token ids into text piece by piece: the pieces together are the text of all ids.
 
-    A token's text may depend on the one before it (a space is dropped at the start), and a character may take several
-    tokens. So a few tokens are decoded again with every new one, and a piece is given out when it ends in whole characters."""
+    A token's text may depend on the one before it (a space is dropped at the start), and a
+    character may take several tokens. So a few tokens are decoded again with every new one, and a
+    piece is given out when it ends in whole characters."""
 
     def __init__(self, tokenizer: Tokenizer, before: Sequence[int] = ()) -> None:
         """``before``: ids whose text is not given out."""
-        self._tokenizer, self._ids = tokenizer, list(before)
-        self._context, self._shown = 0, len(self._ids)
+        self._tokenizer = tokenizer
+        self._ids = list(before)
+        self._context = 0
+        self._shown = len(self._ids)
 
     def add(self, token: int) -> str:
         """The text that the token completes, possibly none."""
@@ -27,12 +30,14 @@ class TextStream:
         text = self._pending()
         if not text or text.endswith(UNFINISHED):
             return ""
-        self._context, self._shown = self._shown, len(self._ids)
+        self._context = self._shown
+        self._shown = len(self._ids)
         return text
 
     def rest(self) -> str:
         """What is left when no token follows."""
-        text, self._shown = self._pending(), len(self._ids)
+        text = self._pending()
+        self._shown = len(self._ids)
         return text
 
     def _pending(self) -> str:

@@ -1,5 +1,6 @@
-"""LLaMA 3's ``tokenizer.model``: a line for each token, base64 and rank, as tiktoken has it. Run by ``tokenizers``; many texts at once by
-tiktoken itself, where that is installed: it gives the same ids in less time."""
+"""LLaMA 3's ``tokenizer.model``: a line for each token, base64 and rank, as tiktoken has it. Run by
+``tokenizers``; many texts at once by tiktoken itself, where that is installed: it gives the same
+ids in less time."""
 
 from __future__ import annotations
 
@@ -21,32 +22,47 @@ from megatron_llama.tokenizer.packed import pack
 from megatron_llama.tokenizer.words import SPLIT_WORD, Words
 
 SPLIT = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-"""Where LLaMA 3 cuts a text before it looks for tokens: part of the format, though the file does not carry it."""
+"""Where LLaMA 3 cuts a text before it looks for tokens: part of the format, though the file does
+not carry it."""
 SPECIAL_TOKENS = 256
-BOS, EOS = "<|begin_of_text|>", "<|end_of_text|>"
+BOS = "<|begin_of_text|>"
+EOS = "<|end_of_text|>"
 NAMED: Mapping[str, Mapping[int, str]] = MappingProxyType(
     {
-        "3": MappingProxyType({0: BOS, 1: EOS, 6: "<|start_header_id|>", 7: "<|end_header_id|>", 9: "<|eot_id|>"}),
+        "3": MappingProxyType(
+            {0: BOS, 1: EOS, 6: "<|start_header_id|>", 7: "<|end_header_id|>", 9: "<|eot_id|>"}
+        ),
         "3.1": MappingProxyType(
             {
-                **{0: BOS, 1: EOS, 4: "<|finetune_right_pad_id|>", 6: "<|start_header_id|>", 7: "<|end_header_id|>"},
+                **{
+                    0: BOS,
+                    1: EOS,
+                    4: "<|finetune_right_pad_id|>",
+                    6: "<|start_header_id|>",
+                    7: "<|end_header_id|>",
+                },
                 **{8: "<|eom_id|>", 9: "<|eot_id|>", 10: "<|python_tag|>"},
             }
         ),
     }
 )
-"""By version of LLaMA: the special tokens that have a name. Those between and behind them are numbered."""
+"""By version of LLaMA: the special tokens that have a name. Those between and behind them are
+numbered."""
 _SHOWN = 10
-_USUAL, _LONGEST = 25_000, 400_000
+_USUAL = 25_000
+_LONGEST = 400_000
 _RUN = re.compile(rf"\S{{{_USUAL}}}|\s{{{_USUAL}}}")
-"""tiktoken gives up on runs of many characters with or without white space, and on huge texts: Meta's own reader cuts them there."""
+"""tiktoken gives up on runs of many characters with or without white space, and on huge texts:
+Meta's own reader cuts them there."""
 
 
 class TiktokenTokenizer:
-    """A ``.model`` file of ranks. Ids are tiktoken's own, so a literal ``<|eot_id|>`` in a text stays text.
+    """A ``.model`` file of ranks. Ids are tiktoken's own, so a literal ``<|eot_id|>`` in a text
+    stays text.
 
-    The file is the same for every LLaMA 3. Its special tokens have the names of LLaMA 3.1 and later, unless a ``params.json``
-    beside it is LLaMA 3's (no ``use_scaled_rope``); ids and number are the same for both.
+    The file is the same for every LLaMA 3. Its special tokens have the names of LLaMA 3.1 and
+    later, unless a ``params.json`` beside it is LLaMA 3's (no ``use_scaled_rope``); ids and number
+    are the same for both.
     """
 
     def __init__(self, path: str | Path) -> None:
@@ -54,7 +70,12 @@ class TiktokenTokenizer:
         try:
             self._model = self.path.read_bytes()
         except OSError as error:
-            message = describe(str(path), got=error, expected="a tokenizer.model", do="give the path of a tokenizer.model")
+            message = describe(
+                str(path),
+                got=error,
+                expected="a tokenizer.model",
+                do="give the path of a tokenizer.model",
+            )
             raise DataError(message) from error
         self._tokens = parse_ranks(self._model, str(path))
         self.vocab_size: int = len(self._tokens) + SPECIAL_TOKENS
@@ -65,7 +86,9 @@ class TiktokenTokenizer:
     def _tokenizer(self) -> Tokenizer:
         """Made when it is first wanted: that takes more than a second."""
         made = hf_tokenizer(self._tokens, special_tokens(_version(self.path)))
-        made.encode_special_tokens = True  # as text, that is; a property of this object, not of what it saves
+        made.encode_special_tokens = (
+            True  # as text, that is; a property of this object, not of what it saves
+        )
         return made
 
     @cached_property
@@ -80,7 +103,9 @@ class TiktokenTokenizer:
         except ImportError:
             return None
         ranks = {token: rank for rank, token in enumerate(self._tokens)}
-        return tiktoken.Encoding(self.path.name, pat_str=SPLIT, mergeable_ranks=ranks, special_tokens={})
+        return tiktoken.Encoding(
+            self.path.name, pat_str=SPLIT, mergeable_ranks=ranks, special_tokens={}
+        )
 
     def encode(self, text: str) -> list[int]:
         """See Tokenizer."""
@@ -91,7 +116,12 @@ class TiktokenTokenizer:
         """See Tokenizer."""
         if self._library is None:
             return self._words.encode(texts)
-        return [pack(self._library.encode_ordinary(text)) if _is_usual(text) else self._words.encode([text])[0] for text in texts]
+        return [
+            pack(self._library.encode_ordinary(text))
+            if _is_usual(text)
+            else self._words.encode([text])[0]
+            for text in texts
+        ]
 
     def decode(self, ids: Sequence[int]) -> str:
         """See Tokenizer."""
@@ -118,7 +148,8 @@ def _is_usual(text: str) -> bool:
 
 
 def parse_ranks(content: bytes, name: str) -> list[bytes]:
-    """The tokens in the order of their ranks; ``name`` is for messages. Raises DataError with what is wrong, line by line."""
+    """The tokens in the order of their ranks; ``name`` is for messages. Raises DataError with what
+    is wrong, line by line."""
     tokens: list[bytes] = []
     seen: set[bytes] = set()
     problems = []
@@ -126,66 +157,98 @@ def parse_ranks(content: bytes, name: str) -> list[bytes]:
         try:
             encoded, rank = line.split()
             token = b64decode(encoded, validate=True)
-            problem = "" if int(rank) == len(tokens) else f"rank {int(rank)}, expected {len(tokens)}"
+            problem = (
+                "" if int(rank) == len(tokens) else f"rank {int(rank)}, expected {len(tokens)}"
+            )
         except ValueError as error:
-            token, problem = b"", f"got {line[:40]!r} ({error}), expected a base64 token and its rank"
+            token = b""
+            problem = f"got {line[:40]!r} ({error}), expected a base64 token and its rank"
         if not problem and (not token or token in seen):
             problem = f"token {token!r} again" if token else "an empty token"
         if problem:
             problems.append(f"line {number}: {problem}")
         seen.add(token)
         tokens.append(token)
-    problems += [f"no token for the byte {byte:#04x}" for byte in range(256) if bytes([byte]) not in seen]
+    problems += [
+        f"no token for the byte {byte:#04x}" for byte in range(256) if bytes([byte]) not in seen
+    ]
     if problems:
         more = [f"and {len(problems) - _SHOWN} more"] if len(problems) > _SHOWN else []
-        title = describe(name, got="damaged content", expected="a line for each token, by rank", do="copy the file again")
+        title = describe(
+            name,
+            got="damaged content",
+            expected="a line for each token, by rank",
+            do="copy the file again",
+        )
         raise DataError(listing(title, [*problems[:_SHOWN], *more]))
     return tokens
 
 
 def special_tokens(version: str) -> list[str]:
-    """The 256 special tokens of LLaMA ``3`` or ``3.1``, which follow the vocabulary, in the order of their ids."""
-    named, numbers = NAMED[version], count()
-    return [named[at] if at in named else f"<|reserved_special_token_{next(numbers)}|>" for at in range(SPECIAL_TOKENS)]
+    """The 256 special tokens of LLaMA ``3`` or ``3.1``, which follow the vocabulary, in the order
+    of their ids."""
+    named = NAMED[version]
+    numbers = count()
+    return [
+        named[at] if at in named else f"<|reserved_special_token_{next(numbers)}|>"
+        for at in range(SPECIAL_TOKENS)
+    ]
 
 
 def hf_tokenizer(tokens: Sequence[bytes], special: Sequence[str]) -> Tokenizer:
-    """The ``tokenizers`` twin of tiktoken's encoding; encoding with special tokens puts the first of them in front."""
+    """The ``tokenizers`` twin of tiktoken's encoding; encoding with special tokens puts the first
+    of them in front."""
     table = dict(enumerate(byte_characters()))
     spelt = [token.decode("latin-1").translate(table) for token in tokens]
     merges = [(spelt[left], spelt[right]) for left, right in _merges(tokens)]
-    bpe = models.BPE(vocab={text: rank for rank, text in enumerate(spelt)}, merges=merges, ignore_merges=True)
+    bpe = models.BPE(
+        vocab={text: rank for rank, text in enumerate(spelt)}, merges=merges, ignore_merges=True
+    )
     tokenizer = Tokenizer(bpe)
     split = pre_tokenizers.Split(Regex(SPLIT), "isolated")
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([split, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [split, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
+    )
     tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.add_special_tokens([AddedToken(text, special=True, normalized=False) for text in special])
+    tokenizer.add_special_tokens(
+        [AddedToken(text, special=True, normalized=False) for text in special]
+    )
     bos = special[0]
     template = processors.TemplateProcessing(
-        single=f"{bos} $A", pair=f"{bos} $A {bos}:1 $B:1", special_tokens=[(bos, tokenizer.token_to_id(bos))]
+        single=f"{bos} $A",
+        pair=f"{bos} $A {bos}:1 $B:1",
+        special_tokens=[(bos, tokenizer.token_to_id(bos))],
     )
-    tokenizer.post_processor = processors.Sequence([processors.ByteLevel(trim_offsets=False), template])
+    tokenizer.post_processor = processors.Sequence(
+        [processors.ByteLevel(trim_offsets=False), template]
+    )
     return tokenizer
 
 
 def byte_characters() -> tuple[str, ...]:
-    """The character that stands for each byte in a byte-level vocabulary: its own where that can be printed, else one
-    from U+0100 on (Radford et al., 2019)."""
+    """The character that stands for each byte in a byte-level vocabulary: its own where that can be
+    printed, else one from U+0100 on (Radford et al., 2019)."""
     printed = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
     others = count(0x100)
     return tuple(chr(byte if byte in printed else next(others)) for byte in range(256))
 
 
 def _merges(tokens: Sequence[bytes]) -> Iterator[tuple[int, int]]:
-    """Every pair of tokens, as ranks, whose concatenation is a token, in the order of that one's rank.
+    """Every pair of tokens, as ranks, whose concatenation is a token, in the order of that one's
+    rank.
 
-    tiktoken joins the neighbours whose joint token has the lowest rank, whichever way the parts were built."""
+    tiktoken joins the neighbours whose joint token has the lowest rank, whichever way the parts
+    were built."""
     ranks = {token: rank for rank, token in enumerate(tokens)}
     for token in tokens:
         halves = ((ranks.get(token[:at]), ranks.get(token[at:])) for at in range(1, len(token)))
-        yield from sorted((left, right) for left, right in halves if left is not None and right is not None)
+        yield from sorted(
+            (left, right) for left, right in halves if left is not None and right is not None
+        )
 
 
 def _version(path: Path) -> str:
     params = path.with_name("params.json")
-    return "3" if params.is_file() and not read_json_object(params).get("use_scaled_rope") else "3.1"
+    return (
+        "3" if params.is_file() and not read_json_object(params).get("use_scaled_rope") else "3.1"
+    )

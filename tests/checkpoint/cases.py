@@ -9,14 +9,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from torch import Tensor
-
 from megatron_llama.checkpoint import native
 from megatron_llama.checkpoint.chunks import Region, regions
 from megatron_llama.checkpoint.native import TrainState
 from megatron_llama.distributed.mesh import Place
 from megatron_llama.engine.optimizer import OverlappedDistributedOptimizer, WeightSource
 from megatron_llama.plans.params import Rectangle, hf_shapes
+from torch import Tensor
+
 from tests.parallel.cases import GLOBAL_BATCH_SIZE, Layout, Trainer, trainer
 
 SINGLE = Place(0, 1, 0)

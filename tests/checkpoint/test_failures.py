@@ -13,12 +13,11 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from torch.distributed.checkpoint.filesystem import FileSystemReader
-
-from megatron_llama.checkpoint import checkpoint_dir as series
-from megatron_llama.checkpoint import native
+from megatron_llama.checkpoint import checkpoint_dir, native
 from megatron_llama.distributed.mesh import Place
 from megatron_llama.errors import CheckpointError
+from torch.distributed.checkpoint.filesystem import FileSystemReader
+
 from tests.checkpoint.cases import SINGLE, copies, full_disk, load_under, merged, read_whole, same, save_under, state_at, trained
 from tests.harness import Cluster
 from tests.parallel.cases import Layout, trainer
@@ -150,10 +149,7 @@ def test_another_model_is_refused_with_every_field(good: Path) -> None:
         native.load(good, run.optimizer, run.mesh, other)
     text = str(caught.value)
     assert "another model" in text and text.count("meta.json") == 3 and "rms_norm_eps" not in text  # that warns
-    for line in (
-        "num_hidden_layers: got 4, expected 8;",
-        "rope_theta: got 10000.0, expected 500000.0;",
-    ):
+    for line in ("num_hidden_layers: got 4, expected 8;", "rope_theta: got 10000.0, expected 500000.0;"):
         assert line in text
     assert "rope_scaling: got None, expected {'rope_type': 'linear', 'factor': 2.0};" in text
 
@@ -175,10 +171,10 @@ def test_a_folder_without_checkpoints_is_named(tmp_path: Path) -> None:
         native.read_meta(tmp_path / "missing")
     (tmp_path / "iter_0000003.incomplete").mkdir()
     with pytest.raises(CheckpointError, match="got a folder without complete checkpoints"):
-        series.find(tmp_path)
+        checkpoint_dir.find(tmp_path)
     (tmp_path / "config.json").write_text("{}")
     with pytest.raises(CheckpointError, match="give it as --init-from-hf"):
-        series.find(tmp_path)
+        checkpoint_dir.find(tmp_path)
 
 
 def message_of_load(place: Place, layout: Layout, folder: Path) -> str:
@@ -211,9 +207,9 @@ def test_a_full_disk_leaves_the_last_checkpoint(copy: Path, size: int, file: str
     run = trained(SINGLE, ONE)
     with full_disk(size), pytest.raises(CheckpointError, match=rf"iter_0000003\.incomplete/{file}: got File too large, .*; free space"):
         native.save(folder, run.optimizer, run.mesh, state_at(3), ONE.config())
-    assert series.latest(folder) == copy
+    assert checkpoint_dir.latest(folder) == copy
     assert names(folder) == ["iter_0000002", "latest_checkpointed_iteration.txt"]
-    assert native.save(folder, run.optimizer, run.mesh, state_at(3), ONE.config()) == series.latest(folder)
+    assert native.save(folder, run.optimizer, run.mesh, state_at(3), ONE.config()) == checkpoint_dir.latest(folder)
 
 
 def test_a_disk_that_fills_up_at_the_end_leaves_the_last_checkpoint(copy: Path) -> None:
@@ -270,4 +266,4 @@ def test_a_folder_that_machines_do_not_share_is_noticed(cluster: Cluster, tmp_pa
     messages = cluster.run(2, save_apart, Layout(dp=2), tmp_path)
     assert messages[0] == messages[1]
     assert re.search(r"__1_0\.distcp: got No such file or directory, .* save to a folder that all machines share", messages[0])
-    assert series.latest(tmp_path / "machine 0") is None
+    assert checkpoint_dir.latest(tmp_path / "machine 0") is None

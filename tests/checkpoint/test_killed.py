@@ -9,9 +9,9 @@ import sys
 from pathlib import Path
 
 import pytest
-
 from megatron_llama.checkpoint import native
 from megatron_llama.distributed.mesh import Place
+
 from tests.checkpoint.cases import SINGLE, copies, merged, same, save_under, state_at, trained
 from tests.harness import Cluster
 from tests.parallel.cases import Layout, Trainer, trainer

@@ -11,16 +11,15 @@ from typing import Any
 
 import pytest
 import torch
+from megatron_llama.checkpoint import checkpoint_dir, native
+from megatron_llama.checkpoint.chunks import CHUNK_ELEMENTS, Region
+from megatron_llama.distributed.mesh import Place
+from megatron_llama.plans.params import Rectangle, hf_shapes
 from torch import Tensor
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 
-from megatron_llama.checkpoint import checkpoint_dir as series
-from megatron_llama.checkpoint import native
-from megatron_llama.checkpoint.chunks import CHUNK_ELEMENTS, Region
-from megatron_llama.distributed.mesh import Place
-from megatron_llama.plans.params import Rectangle, hf_shapes
 from tests.checkpoint.cases import SINGLE, TRAINED, Held, copies, load_under, merged, same, save_under, state_at, trained, whole_weights
 from tests.harness import Cluster
 from tests.parallel.cases import Layout, trainer
@@ -192,17 +191,17 @@ def test_meta(tmp_path: Path) -> None:
 
 
 def test_the_newest_complete_checkpoint_is_found(tmp_path: Path) -> None:
-    assert series.latest(tmp_path) is None and series.latest(tmp_path / "missing") is None
+    assert checkpoint_dir.latest(tmp_path) is None and checkpoint_dir.latest(tmp_path / "missing") is None
     run = trained(SINGLE, ONE, steps=0)
     first, second, third = (native.save(tmp_path, run.optimizer, run.mesh, state_at(i), ONE.config()) for i in (2, 10_000_000, 9))
     tracker = tmp_path / "latest_checkpointed_iteration.txt"
-    assert tracker.read_text() == "9\n" and series.latest(tmp_path) == third
+    assert tracker.read_text() == "9\n" and checkpoint_dir.latest(tmp_path) == third
     for text, expected in (("2", first), ("5", second), ("damaged", second)):
         tracker.write_text(text)
-        assert series.latest(tmp_path) == expected
+        assert checkpoint_dir.latest(tmp_path) == expected
     tracker.unlink()
     (second / ".metadata").unlink()
-    assert series.latest(tmp_path) == third
+    assert checkpoint_dir.latest(tmp_path) == third
     assert sorted(path.name for path in tmp_path.iterdir()) == ["iter_0000002", "iter_0000009", "iter_10000000"]
 
 

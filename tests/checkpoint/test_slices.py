@@ -9,8 +9,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch import Tensor
-
 from megatron_llama.config.schema import Config, ModelConfig, ParallelConfig
 from megatron_llama.convert.hf.files import HFWeights, export_hf
 from megatron_llama.distributed.mesh import Place, build_mesh
@@ -18,6 +16,8 @@ from megatron_llama.engine.build import build_optimizer
 from megatron_llama.model.init import InitialWeights
 from megatron_llama.model.llama import build_stages
 from megatron_llama.plans.params import Rectangle, hf_shapes, parameter_count
+from torch import Tensor
+
 from tests.harness import Cluster
 
 MODEL = ModelConfig(
@@ -77,7 +77,7 @@ def test_every_rank_reads_its_share(name: str, cluster: Cluster, tmp_path: Path)
     asked = cluster.run(ranks, ask, parallel, folder)
     assert not any(one.twice for one in asked)
     total, copies = parameter_count(MODEL), (parallel.tensor_model_parallel_size - 1) * NORMS
-    together = sum(one.elements.total() for one in asked)
-    assert together == (total + copies) * ranks // shares, "each element once by each group of ranks that holds the model"
+    raise_on_all_ranks = sum(one.elements.total() for one in asked)
+    assert raise_on_all_ranks == (total + copies) * ranks // shares, "each element once by each group of ranks that holds the model"
     # Buckets are shared out in equal parts; pipeline stages are as equal as layers are.
-    assert max(one.elements.total() for one in asked) < 1.1 * together / ranks
+    assert max(one.elements.total() for one in asked) < 1.1 * raise_on_all_ranks / ranks

@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 import torch
-
 from megatron_llama.commands.chat import Talk
 from megatron_llama.commands.common.trained import Trained
 from megatron_llama.config.schema import Config
@@ -22,6 +21,7 @@ from megatron_llama.model.load import load_stages, rank_specs
 from megatron_llama.sft.chat import ChatTokenizer
 from megatron_llama.sft.problems import UnusableError
 from megatron_llama.tokenizer.load import load_tokenizer
+
 from tests.model.test_generate import MODEL
 
 GREEDY = Sampling(max_new_tokens=6, temperature=0.0, top_k=0, top_p=1.0)
@@ -37,7 +37,15 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     letters = sorted(pre_tokenizers.ByteLevel.alphabet())
     coder = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
     added = [
-        {"id": len(letters) + number, "content": name, "special": True, "single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
+        {
+            "id": len(letters) + number,
+            "content": name,
+            "special": True,
+            "single_word": False,
+            "lstrip": False,
+            "rstrip": False,
+            "normalized": False,
+        }
         for number, name in enumerate(SPECIAL)
     ]
     model = {"type": "BPE", "vocab": {letter: number for number, letter in enumerate(letters)}, "merges": []}
@@ -52,7 +60,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def model(folder: Path) -> Trained:
     from dataclasses import replace
 
-    config, mesh = Config(model=replace(MODEL, vocab_size=259, max_position_embeddings=256)), Mesh.single()
+    config, mesh = (Config(model=replace(MODEL, vocab_size=259, max_position_embeddings=256)), Mesh.single())
     [stage] = build_stages(config, mesh).values()
     load_stages([stage], rank_specs(config, mesh), InitialWeights(3, 0.3), dtype=torch.float32, device=mesh.device)
     return Trained(stage, load_tokenizer(folder), frozenset({257}))
@@ -121,7 +129,18 @@ def test_a_conversation_through_a_pipe(model: Trained, folder: Path, tmp_path: P
 
     export_hf(tmp_path / "hf", model.stage.config, InitialWeights(3, 0.3), "float32", load_tokenizer(folder))
     (tmp_path / "template").write_text("{% for message in messages %}{{ message['role'][0] + message['content'] + '</s>' }}{% endfor %}")
-    command = [sys.executable, "-m", "megatron_llama", "chat", "--load", str(tmp_path / "hf"), "--temperature", "0", "--max-new-tokens", "6"]
+    command = [
+        sys.executable,
+        "-m",
+        "megatron_llama",
+        "chat",
+        "--load",
+        str(tmp_path / "hf"),
+        "--temperature",
+        "0",
+        "--max-new-tokens",
+        "6",
+    ]
     command += ["--chat-template", str(tmp_path / "template")]
     lines = ["hi", "", "</s>", "/reset", "hi", "again"]
     ended = subprocess.run(command, input="\n".join(lines), capture_output=True, text=True, check=True)

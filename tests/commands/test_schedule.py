@@ -7,7 +7,6 @@ import zlib
 from pathlib import Path
 
 import pytest
-
 from megatron_llama.cli import main
 from megatron_llama.commands.common.picture import CHARACTERS, GLYPHS, Canvas
 

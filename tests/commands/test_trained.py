@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 import torch
-
 from megatron_llama.cli import main
 from megatron_llama.commands.common.configs import ModelFolderConfig
 from megatron_llama.commands.common.trained import Trained, open_trained
@@ -17,6 +16,7 @@ from megatron_llama.convert.hf.files import export_hf
 from megatron_llama.model.generate import Reader, Sampling
 from megatron_llama.model.init import InitialWeights
 from megatron_llama.tokenizer.load import load_tokenizer
+
 from tests.commands.test_chat import folder, model
 
 __all__ = ["folder", "model"]
@@ -43,7 +43,7 @@ def test_every_format(to: str, hf: Path, model: Trained, tmp_path: Path) -> None
 
 
 def test_a_text_is_shown_while_it_is_made_and_those_behind_it_when_it_is_done(model: Trained) -> None:
-    prompts, sampling = [model.tokenizer.encode(text) for text in ("first", "second prompt")], Sampling(8, 0.0, 0, 1.0)
+    prompts, sampling = ([model.tokenizer.encode(text) for text in ("first", "second prompt")], Sampling(8, 0.0, 0, 1.0))
     whole = ["".join(continued(model, [prompt], sampling, 1)) for prompt in prompts]
     pieces = list(continued(model, prompts, sampling, 1))
     assert "".join(pieces) == "".join(whole) and whole[0].startswith("first") and whole[1].endswith("\n")

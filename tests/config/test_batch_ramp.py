@@ -6,7 +6,6 @@ from dataclasses import replace
 
 import pytest
 from megatron.core.num_microbatches_calculator import RampupBatchsizeNumMicroBatchesCalculator
-
 from megatron_llama.config.batch_ramp import BatchSizes, length_problems, size_problems, with_decay, with_epochs
 from megatron_llama.config.schema import Config, OptimizerConfig, TrainingConfig
 
@@ -63,7 +62,7 @@ def test_epochs_by_their_numbers() -> None:
 
 
 def test_where_the_decay_ends() -> None:
-    by_steps, by_samples = TrainingConfig(train_iters=9), TrainingConfig(train_iters=9, train_samples=80)
+    by_steps, by_samples = (TrainingConfig(train_iters=9), TrainingConfig(train_iters=9, train_samples=80))
     assert with_decay(OptimizerConfig(), by_steps).lr_decay_iters == 9
     assert with_decay(OptimizerConfig(), by_samples) == OptimizerConfig(lr_decay_samples=80)
     assert with_decay(OptimizerConfig(lr_warmup_samples=4), by_samples) == OptimizerConfig(lr_decay_samples=80, lr_warmup_samples=4)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pytest
-
 from megatron_llama.config.blend import Blend, blend_problems, read_blend
 
 

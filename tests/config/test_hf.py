@@ -4,12 +4,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from transformers import AutoConfig, LlamaConfig
-
 from megatron_llama.config.hf import hf_config_from_model, model_config_from_hf, read_hf_config
 from megatron_llama.config.presets import PRESETS
 from megatron_llama.config.schema import ModelConfig
 from megatron_llama.errors import CheckpointError
+from transformers import AutoConfig, LlamaConfig
 
 SMALL: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],
@@ -79,7 +78,7 @@ def test_underived_models_are_not_written() -> None:
 
 
 def test_defaults_are_those_of_transformers() -> None:
-    model, theirs = read(), LlamaConfig(**{key: SMALL[key] for key in SMALL if key not in ("architectures", "model_type")})
+    model, theirs = (read(), LlamaConfig(**{key: SMALL[key] for key in SMALL if key not in ("architectures", "model_type")}))
     for field in ("num_key_value_heads", "head_dim", "max_position_embeddings", "rms_norm_eps", "tie_word_embeddings", "initializer_range"):
         assert getattr(model, field) == getattr(theirs, field), field
     assert theirs.rope_parameters == {"rope_type": "default", "rope_theta": model.rope_theta}

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any, Literal
 
 import pytest
-
 from megatron_llama.config.help import config_sections, field_docs, help_text, main, options_markdown
 from megatron_llama.config.megatron_names import MEGATRON
 from megatron_llama.config.parse import Parsed, differences, options_of, parse
@@ -121,13 +120,7 @@ def test_nothing_given_is_all_defaults() -> None:
 
 
 @pytest.mark.parametrize(
-    "argv",
-    [
-        ["--micro-batch-size", "4"],
-        ["--micro_batch_size", "4"],
-        ["--micro-batch_size=4"],
-        ["--micro_batch_size=4"],
-    ],
+    "argv", [["--micro-batch-size", "4"], ["--micro_batch_size", "4"], ["--micro-batch_size=4"], ["--micro_batch_size=4"]]
 )
 def test_spellings_of_a_flag(argv: list[str]) -> None:
     parsed = run(*argv)

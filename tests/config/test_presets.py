@@ -1,7 +1,6 @@
 from dataclasses import FrozenInstanceError
 
 import pytest
-
 from megatron_llama.config.hf import model_config_from_hf
 from megatron_llama.config.presets import PRESETS
 from megatron_llama.config.schema import ModelConfig
@@ -27,7 +26,7 @@ TOTALS = {
 
 
 def count(model: ModelConfig) -> int:
-    queries, keys = model.num_attention_heads * model.head_dim, model.num_key_value_heads * model.head_dim
+    queries, keys = (model.num_attention_heads * model.head_dim, model.num_key_value_heads * model.head_dim)
     block = 2 * model.hidden_size * (queries + keys) + 3 * model.hidden_size * model.intermediate_size + 2 * model.hidden_size
     embeddings = (1 if model.tie_word_embeddings else 2) * model.vocab_size * model.hidden_size
     return model.num_hidden_layers * block + embeddings + model.hidden_size
@@ -100,7 +99,7 @@ def published(
 
 
 L2, L3 = {"longest": 4096, "eps": 1e-5}, {"longest": 8192, "eps": 1e-5}
-L31, L32 = {"longest": 131072, "eps": 1e-5, "factor": 8.0}, {"longest": 131072, "eps": 1e-5, "factor": 32.0, "tie_word_embeddings": True}
+L31, L32 = ({"longest": 131072, "eps": 1e-5, "factor": 8.0}, {"longest": 131072, "eps": 1e-5, "factor": 32.0, "tie_word_embeddings": True})
 CONFIGS: dict[str, dict[str, object]] = {
     "llama-7b": published(4096, 11008, 32, 32, 32, longest=2048, eps=1e-6),
     "llama-13b": published(5120, 13824, 40, 40, 40, longest=2048, eps=1e-6),

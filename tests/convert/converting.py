@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 import torch
+from megatron_llama.cli import main
 from torch import Tensor
 
-from megatron_llama.cli import main
 from tests.convert.test_hf import tensors, written
 
 SIZES = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 4, "num_attention_heads": 8, "num_key_value_heads": 4}

@@ -12,9 +12,9 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from megatron_llama.distributed.mesh import Place
 from torch import Tensor
 
-from megatron_llama.distributed.mesh import Place
 from tests.convert.converting import LLAMA31, assert_same, config, convert, hf_folder, identical, loaded, rank_file
 from tests.convert.test_hf import hf_model, tensors
 from tests.harness import Cluster

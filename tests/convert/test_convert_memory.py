@@ -10,11 +10,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch import Tensor
-
 from megatron_llama.config.schema import ModelConfig
 from megatron_llama.convert.hf.files import export_hf
 from megatron_llama.plans.params import Rectangle, parameter_count
+from torch import Tensor
 
 MODEL = ModelConfig(
     vocab_size=24_000,

@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 import torch
-
 from megatron_llama.checkpoint import native
 from megatron_llama.cli import main
 from megatron_llama.config.hf import read_hf_config
@@ -16,6 +15,7 @@ from megatron_llama.convert.hf.files import HFWeights
 from megatron_llama.distributed.mesh import Place, build_mesh
 from megatron_llama.engine.build import build_optimizer
 from megatron_llama.model.llama import build_stages
+
 from tests.checkpoint.cases import copies, same, state_at
 from tests.convert.converting import convert, hf_folder
 from tests.convert.test_hf import tensors

@@ -14,8 +14,8 @@ from typing import Any
 
 import pytest
 import torch
-
 from megatron_llama.cli import main
+
 from tests.checkpoint.cases import full_disk
 from tests.convert.converting import LLAMA31, assert_same, convert, hf_folder, loaded, rank_file, refusal
 from tests.convert.test_hf import same, tensors
@@ -396,7 +396,7 @@ def test_a_flipped_bit_of_an_earlier_conversion(hf: Path, tmp_path: Path, capsys
 
 
 def test_an_export_replaces_an_earlier_conversion_with_its_list(hf: Path, tmp_path: Path) -> None:
-    native, target = convert(hf, tmp_path / "native", "--to", "native"), convert(hf, tmp_path / "target", "--to", "hf")
+    native, target = (convert(hf, tmp_path / "native", "--to", "native"), convert(hf, tmp_path / "target", "--to", "hf"))
     assert (target / "SHA256SUMS").exists()
     assert main(["export", "--load", str(native), "--output", str(target), "--dtype", "float32"]) == 0
     assert not (target / "SHA256SUMS").exists(), "it would be that of other files"

@@ -11,11 +11,6 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors import safe_open
-from safetensors.torch import load_file, save_file
-from torch import Tensor
-from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
-
 from megatron_llama.checkpoint import native
 from megatron_llama.config.hf import model_config_from_hf, read_hf_config
 from megatron_llama.config.schema import Config, ModelConfig, ParallelConfig, TrainingConfig
@@ -27,6 +22,11 @@ from megatron_llama.errors import CheckpointError
 from megatron_llama.model.llama import build_stages
 from megatron_llama.plans.params import Rectangle, hf_shapes
 from megatron_llama.tokenizer.spm import SentencePieceTokenizer, train_tokenizer
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
+
 from tests.checkpoint.cases import full_disk, state_at
 from tests.harness import Cluster
 

@@ -14,7 +14,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-
 from megatron_llama.convert.parts import Outgoing, Part
 from megatron_llama.convert.pickled import ALIGNMENT, Inert, PickledFile, write_pickled
 from megatron_llama.errors import CheckpointError

@@ -13,9 +13,6 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
-from torch import Tensor
-
 from megatron_llama.checkpoint import native
 from megatron_llama.checkpoint.meta import TrainState
 from megatron_llama.cli import main
@@ -29,6 +26,8 @@ from megatron_llama.model.llama import build_stages
 from megatron_llama.model.load import load_stages, rank_specs
 from megatron_llama.plans.params import Rectangle
 from megatron_llama.tokenizer.spm import train_tokenizer
+from safetensors.torch import load_file, save_file
+from torch import Tensor
 
 LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 64}
 MODEL = ModelConfig(
@@ -189,7 +188,7 @@ def test_a_dropped_scaling_hides_in_small_weights_and_short_prompts(
 ) -> None:
     """Why there are random weights and a long prompt."""
     other = changed_config(original, tmp_path / "hf", rope_scaling=None, rope_parameters=None)
-    long, short = Printed(capsys, original, other), Printed(capsys, original, other, "--prompt-tokens", 2)
+    long, short = (Printed(capsys, original, other), Printed(capsys, original, other, "--prompt-tokens", 2))
     assert largest(long.line("logits on random")) > 100 * largest(long.line("logits on these"))
     assert largest(long.line("logits on random")) > 10 * largest(short.line("logits on random"))
     assert "note: a wrong rotary scaling may stay unseen: the prompt is no longer than original_max_position_embeddings 64" in short.lines

@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 import torch
 from megatron.core.datasets import indexed_dataset as megatron
-
 from megatron_llama.data.indexed import IndexedDataset, IndexedDatasetWriter, token_dtype
 from megatron_llama.errors import DataError
 
@@ -69,7 +68,7 @@ def test_offsets_with_gaps_are_gathered(tmp_path: Path) -> None:
     """Megatron never writes gaps, but the format allows them."""
     np.array([9, 1, 2, 3, 9, 9, 4, 5, 9, 6], np.uint16).tofile(tmp_path / "gaps.bin")
     header = struct.pack("<9sQBQQ", b"MMIDIDX\x00\x00", 1, 8, 4, 5)
-    lengths, offsets, documents = np.array([3, 2, 0, 1], np.int32), np.array([2, 12, 16, 18], np.int64), np.arange(5)
+    lengths, offsets, documents = (np.array([3, 2, 0, 1], np.int32), np.array([2, 12, 16, 18], np.int64), np.arange(5))
     (tmp_path / "gaps.idx").write_bytes(header + lengths.tobytes() + offsets.tobytes() + documents.tobytes())
     dataset = IndexedDataset(tmp_path / "gaps")
     for start in range(7):

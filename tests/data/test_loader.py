@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 import torch
-
 from megatron_llama.config.batch_ramp import BatchSizes
 from megatron_llama.config.schema import DataConfig
 from megatron_llama.data.indexed import IndexedDataset

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 
 import pytest
-
 from megatron_llama.data.order import BlendedOrder, sample_index
 
 

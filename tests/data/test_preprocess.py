@@ -14,8 +14,6 @@ import pyarrow
 import pytest
 import zstandard
 from megatron.core.datasets import indexed_dataset as megatron
-from pyarrow import parquet
-
 from megatron_llama.data.indexed import IndexedDataset
 from megatron_llama.data.meta import read_meta
 from megatron_llama.data.preprocess import PreprocessReport, preprocess
@@ -24,6 +22,7 @@ from megatron_llama.data.readers import CHUNK_BYTES
 from megatron_llama.errors import ConfigError, DataError
 from megatron_llama.tokenizer.load import load_tokenizer
 from megatron_llama.tokenizer.spm import SentencePieceTokenizer
+from pyarrow import parquet
 
 
 def write_jsonl(path: Path, records: list[Any]) -> Path:
@@ -331,5 +330,8 @@ def test_a_package_that_is_missing_is_named(tokenizer: SentencePieceTokenizer, t
     program = f"import sys; sys.modules.update(zstandard=None, pyarrow=None)\nfrom megatron_llama.cli import main; sys.exit(main({argv}))"
     ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
     assert ended.returncode == 1 and "Traceback" not in ended.stderr
-    assert f"{tmp_path}/a.jsonl.zst: got no package zstandard, expected it installed, to read .zst; pip install megatron-llama[zstd]" in ended.stderr
+    assert (
+        f"{tmp_path}/a.jsonl.zst: got no package zstandard, expected it installed, to read .zst; pip install megatron-llama[zstd]"
+        in ended.stderr
+    )
     assert f"{tmp_path}/b.parquet: got no package pyarrow, expected it installed, to read .parquet; pip install" in ended.stderr

@@ -6,7 +6,6 @@ from dataclasses import replace
 
 import pytest
 import torch
-
 from megatron_llama.data.loader import Batch
 from megatron_llama.data.upload import ALIGNMENT, Slab, Upload, laid_out, pack, size_of
 

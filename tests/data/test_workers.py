@@ -10,7 +10,6 @@ from itertools import count, islice
 from pathlib import Path
 
 import pytest
-
 from megatron_llama.data.readers import CHUNK_BYTES
 from megatron_llama.data.workers import workers
 from megatron_llama.errors import DataError

@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-
 from megatron_llama.distributed.host_memory import free_bytes
 
 GIB = 1 << 30

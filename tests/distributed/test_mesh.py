@@ -6,8 +6,6 @@ from dataclasses import dataclass, field, replace
 
 import pytest
 import torch
-from torch.distributed import distributed_c10d
-
 from megatron_llama.config.schema import Config, ModelConfig, ParallelConfig
 from megatron_llama.distributed.mesh import (
     Axis,
@@ -20,6 +18,8 @@ from megatron_llama.distributed.mesh import (
     placement_warnings,
 )
 from megatron_llama.errors import ClusterError
+from torch.distributed import distributed_c10d
+
 from tests.harness import Cluster
 
 TORCHRUN = {"RANK": "13", "WORLD_SIZE": "32", "LOCAL_RANK": "5", "MASTER_ADDR": "node7", "MASTER_PORT": "1234"}
@@ -145,7 +145,7 @@ def test_neighbours(pp: int, dp: int, cp: int, tp: int, cluster: Cluster) -> Non
     """Global rank = ((pipeline rank x dp + replica) x cp + part of the sequence) x tp + tensor rank: tensor ranks share a
     machine, pipeline ranks are farthest apart."""
     for rank, found in enumerate(cluster.run(pp * dp * cp * tp, build, Case(pp, dp, cp, tp, tied=True))):
-        stage, replica, part, tensor = rank // (dp * cp * tp), rank // (cp * tp) % dp, rank // tp % cp, rank % tp
+        stage, replica, part, tensor = (rank // (dp * cp * tp), rank // (cp * tp) % dp, rank // tp % cp, rank % tp)
 
         def at(stage: int, replica: int, part: int, tensor: int) -> int:
             return ((stage * dp + replica) * cp + part) * tp + tensor

@@ -6,10 +6,9 @@ from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 
 import pytest
-from torch.distributed import HashStore, Store  # type: ignore[attr-defined]
-
 from megatron_llama.distributed.rendezvous import meet
 from megatron_llama.errors import ClusterError
+from torch.distributed import HashStore, Store  # type: ignore[attr-defined]
 
 RANKS = 3
 

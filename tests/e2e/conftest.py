@@ -8,8 +8,8 @@ from itertools import islice
 from pathlib import Path
 
 import pytest
-
 from megatron_llama.data.corpus import python_documentation
+
 from tests.e2e.product import EVALUATED, LAYOUTS, VOCAB_SIZE, Product
 from tests.launch import Launcher
 

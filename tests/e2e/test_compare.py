@@ -10,12 +10,12 @@ from pathlib import Path
 
 import pytest
 import torch
-
 from megatron_llama.distributed.mesh import Mesh, Place, build_mesh
+from tools.compare_sharding import OutOfMemory, Row, built_everywhere, measured, table
+
 from tests.e2e.product import TINY, words
 from tests.harness import Cluster
 from tests.parallel.cases import Layout
-from tools.compare_sharding import OutOfMemory, Row, built_everywhere, measured, table
 
 ROOT = Path(__file__).resolve().parents[2]
 MODES = ("no_shard", "optim", "optim_grads", "optim_grads_params-2", "optim_grads_params-3", "optim_grads_params-all")

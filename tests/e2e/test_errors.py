@@ -13,9 +13,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from megatron_llama.data.indexed import IndexedDataset, IndexedDatasetWriter
 from safetensors.torch import load_file, save_file
 
-from megatron_llama.data.indexed import IndexedDataset, IndexedDatasetWriter
 from tests.e2e.product import (
     CP2,
     DP2,
@@ -136,7 +136,11 @@ CONFIGURATIONS: Mapping[str, tuple[int, dict[str, object], str]] = {
         "--seq-length: got 36, expected a multiple of 2 x cp 2 x tp 2 = 8; choose 32 or 40",
     ),
     "no data": (1, {"data_path": None, "vocab_size": 512}, "--data-path: got nothing, expected PREFIX of PREFIX.bin and PREFIX.idx"),
-    "no dataset": (1, {"data_path": "nowhere/docs"}, "--vocab-size: got nothing, expected the number of token ids; check --data-path, since there is no nowhere/docs.idx; or give"),
+    "no dataset": (
+        1,
+        {"data_path": "nowhere/docs"},
+        "--vocab-size: got nothing, expected the number of token ids; check --data-path, since there is no nowhere/docs.idx; or give",
+    ),
     "unknown flag": (
         1,
         {"micro_batchsize": 2},
@@ -159,11 +163,7 @@ CONFIGURATIONS: Mapping[str, tuple[int, dict[str, object], str]] = {
         {"recompute_granularity": "full", "recompute_num_layers": "some"},
         "--recompute-num-layers: got some, expected ",
     ),
-    "recomputing too many": (
-        1,
-        {"recompute_granularity": "full", "recompute_num_layers": 5},
-        "--recompute-num-layers: got 5, expected ",
-    ),
+    "recomputing too many": (1, {"recompute_granularity": "full", "recompute_num_layers": 5}, "--recompute-num-layers: got 5, expected "),
     "unknown schedule": (1, {"pipeline_schedule": "zb-v2"}, "--pipeline-schedule: got zb-v2, expected one of gpipe, 1f1b, interleaved, "),
     "steps": (1, {"train_iters": 0}, "--train-iters: got 0, expected a positive number"),
     "vocabulary": (
@@ -272,7 +272,12 @@ PREPROCESS: Mapping[str, tuple[str, int, list[str], str]] = {
         "docs.jsonl:2: field 'text': got no such field (fields: 'body'), expected a string",
     ),
     "no json": ('{"text": "one"}\n{"text": \n', 1, [], "docs.jsonl:2: got invalid JSON"),
-    "an array": ('[{"text": "one"},\n {"text": "two"}]\n', 1, [], "one JSON object per line; write the array's objects one to a line, as jq -c '.[]' does"),
+    "an array": (
+        '[{"text": "one"},\n {"text": "two"}]\n',
+        1,
+        [],
+        "one JSON object per line; write the array's objects one to a line, as jq -c '.[]' does",
+    ),
     "no text": ("\n\n", 1, [], "no text in the whole input, expected text; check the files and --json-keys"),
     "two tokenizers": (
         '{"text": "one"}\n',
@@ -286,7 +291,12 @@ PREPROCESS: Mapping[str, tuple[str, int, list[str], str]] = {
 def test_control_c_is_one_word(product: Product, tmp_path: Path) -> None:
     """And nothing is left of what was begun."""
     (tmp_path / "docs.jsonl").write_text(('{"text": "' + "some words " * 1000 + '"}\n') * 4000)
-    options = {"input": tmp_path / "docs.jsonl", "output_prefix": tmp_path / "out", "tokenizer_model": f"{product.data}-tokenizer", "workers": 2}
+    options = {
+        "input": tmp_path / "docs.jsonl",
+        "output_prefix": tmp_path / "out",
+        "tokenizer_model": f"{product.data}-tokenizer",
+        "workers": 2,
+    }
     run = product.launcher.start(["preprocess", *words(options)])
     run.until(lambda: any(path.stat().st_size for path in tmp_path.glob("out.bin.tmp-*")))
     run.signal(Signals.SIGINT)

@@ -11,8 +11,8 @@ import time
 from pathlib import Path
 
 import pytest
-
 from megatron_llama.cli import main
+
 from tests.e2e.product import VOCAB_SIZE, Product, column, steps, words
 from tests.launch import ROOT, free_port
 
@@ -53,7 +53,9 @@ def test_a_recipe_is_a_plan_that_fits(recipe: Path, capsys: pytest.CaptureFixtur
     assert "###" in recipe.read_text(), "a recipe has commented sections"
 
 
-@pytest.mark.parametrize("recipe", [path for path in RECIPES if path.stem != "guide"], ids=lambda path: path.stem)  # docs/guide starts that one
+@pytest.mark.parametrize(
+    "recipe", [path for path in RECIPES if path.stem != "guide"], ids=lambda path: path.stem
+)  # docs/guide starts that one
 def test_a_script_starts_each_on_its_machines(recipe: Path) -> None:
     script = recipe.with_suffix(".sh")
     assert recipe.name in script.read_text()

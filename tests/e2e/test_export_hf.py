@@ -9,10 +9,10 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
+from megatron_llama.cli import main
 from safetensors import safe_open
 from transformers import AutoTokenizer
 
-from megatron_llama.cli import main
 from tests.e2e.product import DP2, DP2_PARAMS, ONE, PP2, TINY, TP2, ZB_V, Layout, Product, steps
 
 SHORT: Mapping[str, object] = {"train_iters": 2, "lr_decay_iters": 2}

@@ -12,9 +12,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
-from torch import Tensor
-
 from megatron_llama.checkpoint.history import History, Skipped
 from megatron_llama.commands.pretrain import SECTIONS
 from megatron_llama.config.megatron_names import MEGATRON
@@ -24,6 +21,9 @@ from megatron_llama.engine.update_rule import AdamW
 from megatron_llama.errors import TrainingError
 from megatron_llama.plans.resolve import assemble, check
 from megatron_llama.train import train
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
 from tests.e2e.product import (
     DP2,
     GLOBAL_BATCH_SIZE,

@@ -92,7 +92,7 @@ def test_an_impossible_scale_recovers_by_skipping(recovered: tuple[Path, str]) -
 def test_a_skipped_step_changes_nothing(recovered: tuple[Path, str], product: Product, tmp_path: Path) -> None:
     product.train(save=tmp_path / "before", train_iters=1, lr=0.0)
     product.train(fp16=True, initial_loss_scale=BEYOND, save=tmp_path / "skipped", train_iters=2)
-    before, after = state(tmp_path / "before" / "iter_0000001"), state(tmp_path / "skipped" / "iter_0000002")
+    before, after = (state(tmp_path / "before" / "iter_0000001"), state(tmp_path / "skipped" / "iter_0000002"))
     assert len(before) > 30
     for name, tensor in after.items():
         assert torch.equal(tensor, torch.zeros_like(tensor) if name.startswith("optimizer.") else before[name]), name

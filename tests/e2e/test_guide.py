@@ -82,7 +82,7 @@ def programs(folder: Path, launcher: Launcher) -> Iterator[None]:
 @pytest.fixture(scope="module")
 def play(launcher: Launcher, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[Path], str]]:
     """Runs a page, after those before it, once each; gives what it printed."""
-    work, bin, printed = tmp_path_factory.mktemp("guide"), tmp_path_factory.mktemp("bin"), dict[Path, str]()
+    work, bin, printed = (tmp_path_factory.mktemp("guide"), tmp_path_factory.mktemp("bin"), dict[Path, str]())
     (work / "runs" / "guide").mkdir(parents=True)
     for name in ("examples", "tools"):
         (work / name).symlink_to(ROOT / name)

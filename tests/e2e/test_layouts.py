@@ -125,5 +125,5 @@ def test_each_document_mask_changes_the_loss(
     mask: str, product: Product, masked: Path, straight: Callable[[str], Path], tmp_path: Path
 ) -> None:
     product.train(save=tmp_path, train_iters=1, **{mask: True})
-    alone, none, together = (column(folder, "lm_loss")[0] for folder in (tmp_path, straight("one"), masked))
-    assert len({alone, none, together}) == 3
+    alone, none, raise_on_all_ranks = (column(folder, "lm_loss")[0] for folder in (tmp_path, straight("one"), masked))
+    assert len({alone, none, raise_on_all_ranks}) == 3

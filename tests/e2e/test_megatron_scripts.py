@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
-
 from megatron_llama.cli import main
+
 from tests.e2e.product import Product, column, exact_curve, log, state
 from tests.launch import Launcher, free_port
 

@@ -6,9 +6,9 @@ import re
 from pathlib import Path
 
 import pytest
+from megatron_llama.checkpoint import checkpoint_dir
+from megatron_llama.checkpoint.storage_paths import is_remote, storage_path
 
-from megatron_llama.checkpoint import checkpoint_dir as series
-from megatron_llama.checkpoint.storage_paths import is_remote, place
 from tests.e2e.product import DP2, EVALUATED, ONE, Layout, Product, assert_same_state, exact_curve
 
 
@@ -39,16 +39,19 @@ def test_what_a_killed_save_left_does_not_count_and_goes(product: Product, tmp_p
     """The file without which a checkpoint does not count is written last."""
     url = f"file://{tmp_path}/run"
     product.launcher.run(product.command(save=url, train_iters=2, save_interval=1), cwd=tmp_path).ok()
-    newest = place(url) / "iter_0000002"
+    newest = storage_path(url) / "iter_0000002"
     (newest / "meta.json").unlink()
-    assert is_remote(newest) and series.latest(url) == newest.parent / "iter_0000001"
-    series.tidy(url)
+    assert is_remote(newest) and checkpoint_dir.latest(url) == newest.parent / "iter_0000001"
+    checkpoint_dir.tidy(url)
     assert not newest.exists() and (newest.parent / "iter_0000001").exists()
 
 
 @pytest.mark.parametrize(
     ("url", "message"),
-    [("nothing://bucket/run", "expected a path or a URL; give a path"), ("s3://bucket/run", r"expected packages .*; install megatron-llama\[fsspec\]")],
+    [
+        ("nothing://bucket/run", "expected a path or a URL; give a path"),
+        ("s3://bucket/run", r"expected packages .*; install megatron-llama\[fsspec\]"),
+    ],
 )
 def test_a_url_that_cannot_be_read(url: str, message: str, product: Product) -> None:
     refused = product.start(save=url, load="auto").wait()

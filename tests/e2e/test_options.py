@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch import Tensor
-
 from megatron_llama.cli import main
 from megatron_llama.commands.pretrain import SECTIONS
 from megatron_llama.config.parse import options_of
+from torch import Tensor
+
 from tests.e2e.product import (
     DP2,
     EVALUATED,
@@ -301,7 +301,7 @@ def test_weight_decay(one_step: OneStep) -> None:
 
 def test_adam_betas(one_step: OneStep) -> None:
     """After one step the moments are (1 - beta) times the gradient and its square."""
-    (_, base), (_, first), (_, second) = one_step(), one_step(adam_beta1=0.5), one_step(adam_beta2=0.9)
+    (_, base), (_, first), (_, second) = (one_step(), one_step(adam_beta1=0.5), one_step(adam_beta2=0.9))
     torch.testing.assert_close(first[f"optimizer.exp_avg.{MATRIX}"], base[f"optimizer.exp_avg.{MATRIX}"] * 5)
     torch.testing.assert_close(second[f"optimizer.exp_avg_sq.{MATRIX}"], base[f"optimizer.exp_avg_sq.{MATRIX}"] * 100, rtol=1e-4, atol=0)
     assert torch.equal(second[f"optimizer.exp_avg.{MATRIX}"], base[f"optimizer.exp_avg.{MATRIX}"])

@@ -12,9 +12,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from megatron_llama.data.indexed import IndexedDataset, IndexedDatasetWriter
 from wandb.proto import wandb_internal_pb2
 
-from megatron_llama.data.indexed import IndexedDataset, IndexedDatasetWriter
 from tests.e2e.product import DP2, EVALUATED, ONE, PP2, Product, assert_same_curve, column, exact_curve, log, words
 
 RAMP = {"rampup_batch_size": (4, 4, 16), "global_batch_size": 12, "micro_batch_size": 2}
@@ -68,10 +68,24 @@ def test_parts_of_a_blend_have_one_vocabulary(product: Product, halves: tuple[Pa
 
 def test_the_plan_says_how_batches_grow(product: Product) -> None:
     planned = product.run(*product.command(**{**RAMP, "train_iters": None, "train_samples": 60}), "--dry-run").ok().out
-    assert "; 384 tokens a step, 6 steps\n  ramp-up       4 samples, 4 more at a time, to 12 over 16 samples\n  first steps   2 microbatches; " in planned
-    piped = {**RAMP, "train_iters": None, "train_samples": 60, "pipeline_model_parallel_size": 2, "world_size": 2, "pipeline_schedule": "gpipe"}
+    assert (
+        "; 384 tokens a step, 6 steps\n  ramp-up       4 samples, 4 more at a time, to 12 over 16 samples\n  first steps   2 microbatches; "
+        in planned
+    )
+    piped = {
+        **RAMP,
+        "train_iters": None,
+        "train_samples": 60,
+        "pipeline_model_parallel_size": 2,
+        "world_size": 2,
+        "pipeline_schedule": "gpipe",
+    }
     sizes = {}
-    for name, changes in {"growing": {}, "small": {"rampup_batch_size": None, "global_batch_size": 4}, "full": {"rampup_batch_size": None}}.items():
+    for name, changes in {
+        "growing": {},
+        "small": {"rampup_batch_size": None, "global_batch_size": 4},
+        "full": {"rampup_batch_size": None},
+    }.items():
         lines = product.run(*product.command(**{**piped, **changes}), "--dry-run").ok().out
         sizes[name] = max(re.findall(r"with the state (\S+ MiB)", lines), key=lambda size: float(size.split()[0]))
         if name == "growing":
@@ -99,7 +113,12 @@ def test_what_does_not_go_together_is_refused(product: Product) -> None:
     wrong = {"rampup_batch_size": (3, 1, 10), "train_samples": 100, "lr_decay_style": "WSD", "data_path": (0.5, "a", "b", "c")}
     refused = product.run(*product.command(**wrong))
     assert refused.codes == (2,)
-    for says in ("--rampup-batch-size: got 3 1 10", "got --train-samples 100 and --train-iters 6", "--lr-wsd-decay-iters: got 0", "--data-path: got 0.5 a b c"):
+    for says in (
+        "--rampup-batch-size: got 3 1 10",
+        "got --train-samples 100 and --train-iters 6",
+        "--lr-wsd-decay-iters: got 0",
+        "--data-path: got 0.5 a b c",
+    ):
         assert says in refused.err
 
 

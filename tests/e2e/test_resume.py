@@ -70,15 +70,7 @@ def test_a_checkpoint_is_the_model_whatever_saved_it(name: str, product: Product
     assert [tensor for tensor, value in weights.items() if not torch.equal(exported[tensor], value)] == []
 
 
-CHAIN = (
-    "one",
-    "cp2 ring",
-    "tp4 of 2 kv heads",
-    "pp2 1+3 layers",
-    "pp2 interleaved",
-    "dp4 optim_grads_params in shards of 2",
-    "one",
-)
+CHAIN = ("one", "cp2 ring", "tp4 of 2 kv heads", "pp2 1+3 layers", "pp2 interleaved", "dp4 optim_grads_params in shards of 2", "one")
 
 
 def test_no_layout_changes_what_it_loads(product: Product, straight: Callable[[str], Path], tmp_path: Path) -> None:
@@ -92,7 +84,7 @@ def test_no_layout_changes_what_it_loads(product: Product, straight: Callable[[s
             load[kind] = folders[kind]
     assert_same_curve(folders["moving"], folders["staying"])
     last = f"iter_{5 + len(CHAIN):07d}"
-    start, moved, stayed = state(straight("one") / LAST), state(folders["moving"] / last), state(folders["staying"] / last)
+    start, moved, stayed = (state(straight("one") / LAST), state(folders["moving"] / last), state(folders["staying"] / last))
     for tensor, value in moved.items():
         if tensor.startswith("optimizer."):
             torch.testing.assert_close(value, stayed[tensor], rtol=1e-4, atol=1e-7, msg=tensor)

@@ -15,8 +15,6 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
-
 from megatron_llama.config.parse import options_of
 from megatron_llama.config.schema import Config
 from megatron_llama.data.corpus import docstring_pairs
@@ -26,6 +24,8 @@ from megatron_llama.sft.dataset import ExampleSamples, read_examples
 from megatron_llama.sft.sft_config import DataToolConfig, SFTConfig
 from megatron_llama.sft.template import BUILT_IN
 from megatron_llama.tokenizer.load import load_tokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
 from tests.e2e.product import CP2_RING, DP2, DP2_PARAMS, ONE, TP2, ZB_V, Layout, Product, assert_same_curve, column, exact_curve, log, words
 from tests.launch import Finished
 
@@ -104,7 +104,7 @@ def test_a_plain_loop_in_transformers(tune: Tune, base: Path, pairs: Path, tmp_p
     samples = ExampleSamples(examples, range(round(0.9 * len(examples))), SEQ_LENGTH, packing=True)
     loader = BatchLoader(samples, shuffled=True, micro_batch_size=GLOBAL, global_batch_size=GLOBAL, seed=Config().training.seed)
     model = AutoModelForCausalLM.from_pretrained(base, attn_implementation="eager")
-    optimizer, losses = torch.optim.AdamW(model.parameters(), lr=3e-3, betas=(0.9, 0.999), eps=1e-8, weight_decay=0), []
+    optimizer, losses = (torch.optim.AdamW(model.parameters(), lr=3e-3, betas=(0.9, 0.999), eps=1e-8, weight_decay=0), [])
     for step in range(ITERS):
         [batch] = loader.microbatches(step * GLOBAL)
         assert batch.document_mask is not None and batch.position_ids is not None and batch.loss_mask is not None
@@ -129,7 +129,16 @@ def test_tuning_lowers_the_loss_of_answers_that_nobody_has_seen(product: Product
     pairs.write_text("".join(json.dumps({"instruction": question, "output": answer}) + "\n" for question, answer in found))
     product.train(export_hf=base, num_layers=2, train_iters=60, lr_decay_iters=60, seq_length=64, lr=1e-2, lr_warmup_iters=10)
     for seed in (1, 2, 3):
-        options = {**TUNING, "seq_length": 64, "micro_batch_size": 8, "global_batch_size": 8, "train_iters": 40, "lr": 1e-2, "lr_warmup_iters": 5, "seed": seed}
+        options = {
+            **TUNING,
+            "seq_length": 64,
+            "micro_batch_size": 8,
+            "global_batch_size": 8,
+            "train_iters": 40,
+            "lr": 1e-2,
+            "lr_warmup_iters": 5,
+            "seed": seed,
+        }
         run = ["sft", *words({**options, "init_from_hf": base, "train_data": pairs, "save": tmp_path / f"{seed}", "eval_interval": 40})]
         product.launcher.run(run).ok()
         before, after = (entry["validation_loss"] for entry in log(tmp_path / f"{seed}") if "validation_loss" in entry)
@@ -138,10 +147,16 @@ def test_tuning_lowers_the_loss_of_answers_that_nobody_has_seen(product: Product
 
 def test_what_a_run_says_and_leaves(tune: Tune, base: Path, pairs: Path, tmp_path: Path) -> None:
     ended = tune(save=tmp_path / "run", export_hf=tmp_path / "hf", eval_interval=ITERS).ok()
-    assert " chat template: built-in template plain, since the tokenizer has none; learned: answers, which the template marks\n" in ended.out
+    assert (
+        " chat template: built-in template plain, since the tokenizer has none; learned: answers, which the template marks\n" in ended.out
+    )
     assert f" {pairs}: format messages\n 120 examples, " in ended.out
     packed = re.search(r"108 training examples, packed into (\d+) samples, which are 8", ended.out)
-    assert packed is not None and int(packed[1]) < 70 and "\n 12 of 120 examples are not trained: 12 for validation (--split 90,10,0)\n" in ended.out
+    assert (
+        packed is not None
+        and int(packed[1]) < 70
+        and "\n 12 of 120 examples are not trained: 12 for validation (--split 90,10,0)\n" in ended.out
+    )
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "hf")
     messages = [{"role": "user", "content": "def f()"}]
     prompt = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True)["input_ids"]
@@ -236,7 +251,7 @@ def test_a_run_that_gets_no_better_ends(tune: Tune, tmp_path: Path) -> None:
 def learned_tokens(base: Path, file: Path) -> int:
     """Of all examples of a file that fit."""
     examples = read_examples([file], ChatTokenizer(load_tokenizer(base)), SFTConfig(), SEQ_LENGTH)
-    return sum(int(mask[1:].sum()) for mask in examples.learned)
+    return sum(int(mask[1:].sum()) for mask in examples.loss_mask)
 
 
 @pytest.mark.parametrize(("layout", "micro", "count"), [(ONE, 8, 115), (DP2, 2, 115), (DP2, 4, 7), (CP2_RING, 4, 7)])
@@ -262,11 +277,11 @@ def expected_loss(base: Path, file: Path) -> float:
     """In transformers, example by example, over the tokens of answers."""
     model, tokenizer = _model(base)
     total, count, examples = 0.0, 0, read_examples([file], tokenizer, SFTConfig(), SEQ_LENGTH)
-    for ids, learned in zip(examples.ids, examples.learned, strict=True):
+    for ids, loss_mask in zip(examples.ids, examples.loss_mask, strict=True):
         with torch.no_grad():
             logits = model(input_ids=torch.tensor(ids[:-1], dtype=torch.int64)[None]).logits[0]
         each = torch.nn.functional.cross_entropy(logits, torch.tensor(ids[1:], dtype=torch.int64), reduction="none")
-        total, count = total + float(each[torch.tensor(learned[1:])].double().sum()), count + int(learned[1:].sum())
+        total, count = (total + float(each[torch.tensor(loss_mask[1:])].double().sum()), count + int(loss_mask[1:].sum()))
     return total / count
 
 
@@ -299,7 +314,10 @@ def test_one_step_of_an_epoch_has_the_loss_of_its_examples(tune: Tune, base: Pat
 
 def test_resuming_with_other_examples(tune: Tune, pairs: Path, tmp_path: Path) -> None:
     """Refused on every rank before anything is trained, unless that is what was asked for; a file that only moved is no other data."""
-    lines, moved, longer, other = pairs.read_text().splitlines(keepends=True), *(tmp_path / f"{name}.jsonl" for name in ("moved", "longer", "other"))
+    lines, moved, longer, other = (
+        pairs.read_text().splitlines(keepends=True),
+        *(tmp_path / f"{name}.jsonl" for name in ("moved", "longer", "other")),
+    )
     moved.write_text("".join(lines))
     longer.write_text("".join([*lines, lines[0]]))
     other.write_text("".join([*lines[1:4], lines[0], *lines[4:]]))
@@ -347,7 +365,10 @@ def test_bad_and_long_examples(tune: Tune, pairs: Path, tmp_path: Path) -> None:
     """The run stops before training, on every rank with one message, or counts."""
     bad = tmp_path / "bad.jsonl"
     bad.write_text("[1]\n" + pairs.read_text())
-    for options, message in (({"on_bad_sample": "stop"}, f"{bad}:1: got a JSON array"), ({"on_long_sample": "stop", "on_bad_sample": None}, " tokens, expected at most 41")):
+    for options, message in (
+        ({"on_bad_sample": "stop"}, f"{bad}:1: got a JSON array"),
+        ({"on_long_sample": "stop", "on_bad_sample": None}, " tokens, expected at most 41"),
+    ):
         stopped = tune(DP2, train_data=bad, seq_length=40, save=tmp_path / "run", micro_batch_size=1, **options)
         assert set(stopped.codes) == {1} and stopped.err.count("error: ") == 1 and message in stopped.err
     assert column(tmp_path / "run", "lm_loss") == []
@@ -358,7 +379,13 @@ def test_bad_and_long_examples(tune: Tune, pairs: Path, tmp_path: Path) -> None:
 def test_wrong_options(tune: Tune, product: Product) -> None:
     ended = tune(data_path="x", valid_data="y", neftune_noise_alpha=-1, reset_position_ids=True, train_data=None)
     assert ended.codes == (2,)
-    flags = ("--data-path: got x", "--split, --valid-data: got both", "--neftune-noise-alpha: got -1", "--reset-position-ids", "--train-data: got nothing")
+    flags = (
+        "--data-path: got x",
+        "--split, --valid-data: got both",
+        "--neftune-noise-alpha: got -1",
+        "--reset-position-ids",
+        "--train-data: got nothing",
+    )
     assert [flag in ended.err for flag in flags] == [True] * 5
     planned = tune(dry_run="yes")
     assert "valid for 1 process\n" in planned.out and "--data-path" not in planned.out
@@ -388,7 +415,9 @@ def test_data_commands(product: Product, base: Path, pairs: Path, tmp_path: Path
     page = (tmp_path / "stats.html").read_text()
     assert wrote.out.endswith(f"wrote {tmp_path}/stats.html\n") and page.count("<svg") == 3 and "Learned tokens" in page
     wrong = product.run("data", "stats", "--example", 0, "--output", "stats.pdf")
-    assert wrong.codes == (2,) and wrong.err.count("  - ") == 4 and "--output: got stats.pdf, expected a name that ends in .html" in wrong.err
+    assert (
+        wrong.codes == (2,) and wrong.err.count("  - ") == 4 and "--output: got stats.pdf, expected a name that ends in .html" in wrong.err
+    )
 
 
 def test_no_option_is_forgotten() -> None:

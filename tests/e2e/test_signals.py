@@ -122,7 +122,7 @@ def test_killed_at_random_moments_and_resumed(saving: dict[str, object], soak: b
     kills = in_a_save = 0
     while kills < wanted_kills or in_a_save < wanted_kills // 2:
         assert kills < 3 * wanted_kills, f"only {in_a_save} of {kills} kills met a save"
-        started, lines, wanted, at_a_save = time.time_ns(), _lines(folder), chance.randrange(4), kills % 2 == 0
+        started, lines, wanted, at_a_save = (time.time_ns(), _lines(folder), chance.randrange(4), kills % 2 == 0)
         newest = _newest(folder)
         run = product.start(DP2, save=folder, load=folder, **options)
         run.until(lambda: _saving(folder, started) if at_a_save else _lines(folder) - lines >= wanted)  # noqa: B023  asked at once

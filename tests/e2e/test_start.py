@@ -8,11 +8,11 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
 from megatron_llama.cli import main
 from megatron_llama.config.schema import LogConfig
 from megatron_llama.metrics.tensorboard import TensorBoard
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
 from tests.e2e.product import DP2, EVALUATED, TP2, Product, column, exact_curve, log, steps, words
 
 SHAPE = {"num_layers", "num_query_groups"}

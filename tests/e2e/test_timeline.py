@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-
 from megatron_llama.cli import main
 from megatron_llama.planner.calibration import HOST, as_json
 from megatron_llama.planner.measured import Steps, config_of
@@ -28,6 +27,7 @@ from megatron_llama.plans.timeline_file import (
     Recorded,
     read_timeline,
 )
+
 from tests.e2e.product import DP2, EVALUATED, GLOBAL_BATCH_SIZE, Layout, Product, exact_curve
 
 PIPED = Layout(4, {"pipeline_model_parallel_size": 2, "data_parallel_sharding_strategy": "optim_grads", "reduce_bucket_size": 20000})
@@ -58,7 +58,9 @@ def test_passes_and_messages_are_those_of_the_plans(recorded: Recorded) -> None:
         spans = [span for span in recorded.spans if span.rank == rank and "evaluation" not in span.details]
         for step in steps:
             actions = [span for span in spans if span.lane == COMPUTE and span.details["iteration"] == step]
-            found = [(span.details["op"], span.details["stage"], span.details["microbatch"]) for span in sorted(actions, key=lambda s: s.begin)]
+            found = [
+                (span.details["op"], span.details["stage"], span.details["microbatch"]) for span in sorted(actions, key=lambda s: s.begin)
+            ]
             assert found == [(action.op.value, action.stage, action.microbatch) for action in plan.schedule.ranks[rank // 2]]
         traffic = plan.traffic(rank // 2)
         for lane, calls, size in (

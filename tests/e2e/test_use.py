@@ -11,14 +11,14 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors import safe_open
-from transformers import AutoModelForCausalLM, AutoTokenizer
-
 from megatron_llama.checkpoint import native
 from megatron_llama.config.schema import Config
 from megatron_llama.distributed.mesh import Mesh
 from megatron_llama.model.llama import build_stages
 from megatron_llama.model.load import load_stages, rank_specs
+from safetensors import safe_open
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
 from tests.e2e.product import DP2_PARAMS, SEQ_LENGTH, TP2, TP2_PP2, Layout, Product, column, log, state, words
 from tests.launch import Finished
 
@@ -77,7 +77,7 @@ def test_evaluate_reads_text(layout: Layout, product: Product, trained: Trained,
     (tmp_path / "held-out.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
     argv = ["evaluate", "--load", trained.hf, "--text", tmp_path / "held-out.jsonl", *words(layout.options)]
     printed = product.launcher.run(argv, layout.processes).ok().out
-    tokenizer, model = AutoTokenizer.from_pretrained(trained.hf), AutoModelForCausalLM.from_pretrained(trained.hf)
+    tokenizer, model = (AutoTokenizer.from_pretrained(trained.hf), AutoModelForCausalLM.from_pretrained(trained.hf))
     ids = [id for text in texts for id in (*tokenizer(text, add_special_tokens=False)["input_ids"], tokenizer.eos_token_id)]
     windows = torch.tensor(ids[: (len(ids) - 1) // SEQ_LENGTH * SEQ_LENGTH + 1])
     inputs, targets = windows[:-1].view(-1, SEQ_LENGTH), windows[1:]
@@ -108,8 +108,12 @@ def generated(product: Product, *options: object, prompt: str = PROMPT) -> str:
 
 def test_greedy_text_is_that_of_transformers(product: Product, trained: Trained) -> None:
     text = generated(product, "--load", trained.folder, "--temperature", 0)
-    assert text == generated(product, "--init-from-hf", trained.hf, "--temperature", 0) == generated(product, "--load", trained.hf, "--temperature", 0)
-    tokenizer, model = AutoTokenizer.from_pretrained(trained.hf), AutoModelForCausalLM.from_pretrained(trained.hf)
+    assert (
+        text
+        == generated(product, "--init-from-hf", trained.hf, "--temperature", 0)
+        == generated(product, "--load", trained.hf, "--temperature", 0)
+    )
+    tokenizer, model = (AutoTokenizer.from_pretrained(trained.hf), AutoModelForCausalLM.from_pretrained(trained.hf))
     prompt = tokenizer(PROMPT, return_tensors="pt")
     theirs = model.generate(**prompt, max_new_tokens=NEW, do_sample=False)[0]
     assert text == tokenizer.decode(theirs, skip_special_tokens=True) + "\n"
@@ -145,7 +149,7 @@ def test_wrong_sampling_is_refused_all_at_once(product: Product) -> None:
 
 
 def test_transformers_computes_the_same_logits(trained: Trained, product: Product) -> None:
-    model, tokenizer = AutoModelForCausalLM.from_pretrained(trained.hf), AutoTokenizer.from_pretrained(trained.hf)
+    model, tokenizer = (AutoModelForCausalLM.from_pretrained(trained.hf), AutoTokenizer.from_pretrained(trained.hf))
     ids = torch.tensor(tokenizer(product.texts[1])["input_ids"])[:SEQ_LENGTH]
     source = native.open_weights(trained.folder)
     config, mesh = Config(model=source.model), Mesh.single()
@@ -161,7 +165,7 @@ def test_transformers_computes_the_same_logits(trained: Trained, product: Produc
 def test_transformers_makes_the_same_tokens(trained: Trained, product: Product) -> None:
     from megatron_llama.tokenizer.load import load_tokenizer
 
-    theirs, ours = AutoTokenizer.from_pretrained(trained.hf), load_tokenizer(f"{product.data}-tokenizer/tokenizer.model")
+    theirs, ours = (AutoTokenizer.from_pretrained(trained.hf), load_tokenizer(f"{product.data}-tokenizer/tokenizer.model"))
     for text in product.texts[:100]:
         assert theirs(text)["input_ids"] == [ours.bos_id, *ours.encode(text)]
 

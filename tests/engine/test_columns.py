@@ -7,9 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
-
 from megatron_llama.config.schema import OptimizerConfig
 from megatron_llama.distributed.mesh import Mesh
 from megatron_llama.engine.offload import columns as in_parts
@@ -20,9 +17,12 @@ from megatron_llama.engine.offload.columns import AT_ONCE, ROWS_OF, Block, Packi
 from megatron_llama.engine.offload.hot import HotColumns, Packed
 from megatron_llama.engine.offload.selection import Matrix, Norms, choose
 from megatron_llama.engine.offload.windows import Pace, Step, Windows
-from megatron_llama.plans.buckets import Segment, ShardLayout, rank_layout
+from megatron_llama.plans.buckets import BucketPlan, Segment, rank_bucket_plan
 from megatron_llama.plans.checks.zenflow import hot_columns
 from megatron_llama.plans.params import HFSlice, ParamSpec
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
 from tests.parallel.cases import Layout
 
 HOST = torch.device("cpu")
@@ -124,13 +124,13 @@ def test_ties_go_to_the_first_columns_and_the_share_is_rounded_up() -> None:
     assert hot_columns(0.1, 50) == hot_columns(0.3, 16) == 5  # not what 0.1 and 0.3 lack to what they are called
 
 
-def specs(layout: ShardLayout) -> dict[str, Matrix]:
+def specs(layout: BucketPlan) -> dict[str, Matrix]:
     return {p.spec.name: Matrix.of(p.spec) for bucket in layout.buckets for p in bucket.placements if len(p.spec.shape) == 2}
 
 
 def test_matrices_know_their_columns_over_tp_and_share_attention_inputs() -> None:
-    whole = specs(rank_layout(Layout().config(), dp=1))
-    parts = [specs(rank_layout(Layout(tp=4).config(), dp=1, tp_rank=rank)) for rank in range(4)]
+    whole = specs(rank_bucket_plan(Layout().config(), dp=1))
+    parts = [specs(rank_bucket_plan(Layout(tp=4).config(), dp=1, tp_rank=rank)) for rank in range(4)]
     owner = "model.layers.1.self_attn"
     assert whole[f"{owner}.qkv_proj.weight"] == parts[3][f"{owner}.q_proj.weight"] == parts[2][f"{owner}.kv_proj.weight"]
     for leaf, total in ((f"{owner}.o_proj", 64), ("model.layers.1.mlp.down_proj", 160)):
@@ -169,7 +169,7 @@ def test_columns_are_corrected_by_their_own_number_of_updates() -> None:
 def test_in_place_and_in_parts_changes_no_bit() -> None:
     config, rows = OptimizerConfig(), ROWS_OF // 50
     state = (torch.randn(rows, 100), torch.randn(rows, 100), torch.rand(rows, 100))
-    grad, corrected = torch.randn(rows, 100), corrections(torch.arange(1, 101), config, torch.float32)
+    grad, corrected = (torch.randn(rows, 100), corrections(torch.arange(1, 101), config, torch.float32))
     expected = update_columns(state, grad, corrected, config, lr=0.1, decay=0.2)
     update_columns_(state, grad, corrected, config, lr=0.1, decay=0.2)
     assert all(torch.equal(found, wanted) for found, wanted in zip(state, expected, strict=True))
@@ -177,7 +177,7 @@ def test_in_place_and_in_parts_changes_no_bit() -> None:
 
 
 def test_a_window_sums_clipped_gradients_and_leaves_out_skipped_steps() -> None:
-    window, grads = Window(torch.full((ROWS_OF + 5,), 9.0)), [torch.randn(ROWS_OF + 5) for _ in range(3)]
+    window, grads = (Window(torch.full((ROWS_OF + 5,), 9.0)), [torch.randn(ROWS_OF + 5) for _ in range(3)])
     for grad, scale, skip in zip(grads, (2.0, 1.0, 3.0), (False, True, False), strict=True):
         window.add(grad.to(torch.bfloat16), torch.tensor(scale), skip=skip)
     assert window.steps == 2
@@ -227,7 +227,7 @@ def test_cold_columns_are_updated_by_their_own_counts_and_hot_ones_left_out() ->
     """One fused call for most, column by column for the others: as if each had been updated on its own."""
     config, mask = OptimizerConfig(), torch.tensor([True, True, False, True, True])
     one, blocks, columns = packing(mask)
-    counts, start = torch.tensor([4.0, 4.0, 9.0, 7.0, 2.0], dtype=torch.float64), tuple(torch.rand(64) for _ in range(3))
+    counts, start = (torch.tensor([4.0, 4.0, 9.0, 7.0, 2.0], dtype=torch.float64), tuple(torch.rand(64) for _ in range(3)))
     slabs = (start[0].clone(), start[1].clone(), start[2].clone())
     cold = ColdColumns(slabs, [torch.zeros(64)], decay=0.1, config=config)
     cold.arrange(blocks, [mask], [counts])

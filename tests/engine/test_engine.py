@@ -8,12 +8,12 @@ from dataclasses import dataclass
 
 import pytest
 import torch
-from torch import Tensor, nn
-
 from megatron_llama.distributed.mesh import Place
 from megatron_llama.engine.optimizer import OverlappedDistributedOptimizer
-from megatron_llama.nn.param_handle import home_of
+from megatron_llama.nn.param_handle import param_handle_of
 from megatron_llama.plans.params import Rectangle, parameter_count, rank_units
+from torch import Tensor, nn
+
 from tests.harness import Cluster
 from tests.parallel.cases import MODEL, OPTIMIZER, STRATEGIES, Layout, Trainer, trainer, whole_parameters
 
@@ -39,12 +39,12 @@ def deliver(run: Trainer, values: Gradients) -> None:
     parameters = parameters_of(run)
     run.optimizer.begin_step(1, ())
     for spec in specs:
-        home = home_of(parameters[spec.name])
-        assert home is not None
-        view, beta = home.buffer()
+        handle = param_handle_of(parameters[spec.name])
+        assert handle is not None
+        view, beta = handle.buffer()
         assert beta == 0.0
         view.copy_(values[spec.name])
-        home.done()
+        handle.done()
 
 
 def state_of(engine: OverlappedDistributedOptimizer) -> list[Tensor]:

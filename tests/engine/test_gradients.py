@@ -10,14 +10,14 @@ from functools import partial
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor
-
 from megatron_llama.config.schema import Config, ParallelConfig
 from megatron_llama.distributed.comm.streams import open_stream
 from megatron_llama.distributed.mesh import Mesh, Place, build_mesh
 from megatron_llama.engine.gradients import GradientBuckets
-from megatron_llama.plans.buckets import OWN, Placement, ShardLayout, Slots, layout_by_size, layout_by_unit, strategy_named
+from megatron_llama.plans.buckets import OWN, BucketPlan, Placement, Slots, bucket_plan_by_size, bucket_plan_by_unit, strategy_named
 from megatron_llama.plans.params import UnitSpec, stage_units, whole_model
+from torch import Tensor
+
 from tests.harness import Cluster
 from tests.parallel.cases import MODEL, STRATEGIES
 
@@ -38,7 +38,7 @@ class Sink:
     def done(self) -> None:
         self.buckets.written(self.bucket, self.placement)
 
-    def defer(self, work: Callable[[], None]) -> bool:
+    def postpone_wgrad(self, work: Callable[[], None]) -> bool:
         return self.buckets.keep(work)
 
 
@@ -48,11 +48,11 @@ class Backward:
     def __init__(self, mesh: Mesh, strategy: str, *, cap: int = 20_000, wire: torch.dtype | None = None, rough: bool = False) -> None:
         plan, self.mesh, self.rough = strategy_named(strategy), mesh, rough
         self.units: tuple[UnitSpec, ...] = stage_units(TIED, whole_model(TIED), 0)
-        shards, slots = mesh.dp_shard.size, Slots(2 if plan.by_unit else None, 2 if plan.reduce_every_microbatch else None)
-        self.layout: ShardLayout = (
-            layout_by_unit(self.units, shards=shards, slots=slots)
+        shards, slots = (mesh.dp_shard.size, Slots(2 if plan.by_unit else None, 2 if plan.reduce_every_microbatch else None))
+        self.layout: BucketPlan = (
+            bucket_plan_by_unit(self.units, shards=shards, slots=slots)
             if plan.by_unit
-            else layout_by_size(self.units, shards=shards, cap=cap, slots=slots)
+            else bucket_plan_by_size(self.units, shards=shards, cap=cap, slots=slots)
         )
         self.reduced: list[int] = []
         self.buckets = GradientBuckets(
@@ -126,7 +126,7 @@ def found_and_expected(backward: Backward, sums: dict[str, Tensor]) -> Iterator[
         for segment in backward.layout.segments(bucket.index, rank):
             own = slice(segment.in_shard, segment.in_shard + segment.length)
             rest[own] = 0.0
-            yield segment.spec.name, shard[own], sums[segment.spec.name].flatten()[segment.in_param : segment.in_param + segment.length]
+            yield (segment.spec.name, shard[own], sums[segment.spec.name].flatten()[segment.in_param : segment.in_param + segment.length])
         assert not bool(rest.any()), f"bucket {bucket.index}: the padding would count in the gradient norm"
 
 
@@ -265,13 +265,13 @@ def _turn(backward: Backward, name: str, half: list[str]) -> int:
 
 def deferred_pass(backward: Backward, key: object, microbatch: int) -> None:
     """The first half of a split pass: norms are written, matrices kept."""
-    backward.buckets.defer(key)
+    backward.buckets.postpone_wgrad(key)
     for turn, name in enumerate(backward.order):
         value = backward.gradient(name, turn, microbatch)
         work = partial(backward.write, name, value)
-        if "norm" in name or not backward.sinks[name].defer(work):
+        if "norm" in name or not backward.sinks[name].postpone_wgrad(work):
             work()
-    backward.buckets.defer(None)
+    backward.buckets.postpone_wgrad(None)
 
 
 def test_deferred_contributions_are_written_when_they_are_run_in_the_order_of_their_pass() -> None:
@@ -286,9 +286,9 @@ def test_deferred_contributions_are_written_when_they_are_run_in_the_order_of_th
     assert not any(bool(shard.any()) for bucket, shard in split.buckets.shards.items() if bucket != norms)
     with pytest.raises(RuntimeError, match=r"without gradient at the end of the step: .*model\.layers\.1\.mlp\.down_proj\.weight"):
         split.buckets.finish_all()
-    split.buckets.run_deferred(("stage", 0))
+    split.buckets.run_wgrads(("stage", 0))
     assert len(events) == 2, "half of the contributions completes nothing"
-    split.buckets.run_deferred(("stage", 1))
+    split.buckets.run_wgrads(("stage", 1))
     matrices = [bucket.index for bucket in split.layout.buckets if bucket.kind.decay]
     assert events[2:] == [f"{what} {bucket}" for bucket in matrices for what in ("complete", "reduce")]
     for backward in (straight, split):
@@ -300,14 +300,14 @@ def test_deferring_ends_and_a_pass_runs_once() -> None:
     backward = Backward(Mesh.single(), "optim")
     assert not backward.buckets.keep(lambda: None)
     ran: list[int] = []
-    backward.buckets.defer("a")
+    backward.buckets.postpone_wgrad("a")
     assert backward.buckets.keep(lambda: ran.append(1))
-    backward.buckets.defer("b")
+    backward.buckets.postpone_wgrad("b")
     assert backward.buckets.keep(lambda: ran.append(2)) and backward.buckets.keep(lambda: ran.append(3))
-    backward.buckets.defer(None)
+    backward.buckets.postpone_wgrad(None)
     assert not backward.buckets.keep(lambda: ran.append(4))
     for key, expected in (("b", [2, 3]), ("b", [2, 3]), ("a", [2, 3, 1]), ("c", [2, 3, 1])):
-        backward.buckets.run_deferred(key)
+        backward.buckets.run_wgrads(key)
         assert ran == expected
 
 

@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 import torch
-
 from megatron_llama.checkpoint import native
 from megatron_llama.config.schema import TrainingConfig
 from megatron_llama.distributed.mesh import Place
 from megatron_llama.engine.loss_scale import LossScale
+
 from tests.checkpoint.cases import SINGLE, state_at
 from tests.engine.test_engine import same, state_of
 from tests.harness import Cluster
@@ -107,7 +107,7 @@ def overflow_then_train(place: Place, layout: Layout) -> Story:
             only_one_token(run, index)
             loss, update = 0.0, run.optimizer.step(1e-3, clip=1.0)
         else:
-            loss, update = run.runtime.step(run.batches(index)).item(), run.optimizer.step(1e-3, clip=1.0)
+            loss, update = (run.runtime.step(run.batches(index)).item(), run.optimizer.step(1e-3, clip=1.0))
             losses.append(loss)
         skipped.append(float(update.skipped))
         scales.append(float(update.loss_scale))

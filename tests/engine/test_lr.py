@@ -6,11 +6,10 @@ from typing import Any
 import pytest
 import torch
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
-from transformers import get_cosine_schedule_with_warmup, get_linear_schedule_with_warmup
-
 from megatron_llama.config.batch_ramp import BatchSizes, with_decay
 from megatron_llama.config.schema import OptimizerConfig, TrainingConfig
 from megatron_llama.engine.lr import learning_rate
+from transformers import get_cosine_schedule_with_warmup, get_linear_schedule_with_warmup
 
 PEAK = 3e-4
 
@@ -32,7 +31,9 @@ def test_as_transformers(style: Any, theirs: Callable[..., Any], warmup: int) ->
 
 
 @pytest.mark.parametrize("warmup", [0, 1, 7])
-@pytest.mark.parametrize("style", ["constant", "linear", "cosine", *(f"WSD {end}" for end in ("exponential", "linear", "cosine", "minus_sqrt"))])
+@pytest.mark.parametrize(
+    "style", ["constant", "linear", "cosine", *(f"WSD {end}" for end in ("exponential", "linear", "cosine", "minus_sqrt"))]
+)
 def test_as_megatron(style: Any, warmup: int) -> None:
     style, _, end = style.partition(" ")
     optimizer = sgd()
@@ -98,7 +99,7 @@ def test_in_samples_as_megatron(style: Any, sizes: BatchSizes, share: float) -> 
 
 
 def test_a_share_of_the_iterations() -> None:
-    by_share, by_length = OptimizerConfig(lr=1.0, lr_warmup_fraction=0.25), OptimizerConfig(lr=1.0, lr_warmup_iters=10)
+    by_share, by_length = (OptimizerConfig(lr=1.0, lr_warmup_fraction=0.25), OptimizerConfig(lr=1.0, lr_warmup_iters=10))
     assert [learning_rate(by_share, 40, step) for step in range(40)] == [learning_rate(by_length, 40, step) for step in range(40)]
 
 

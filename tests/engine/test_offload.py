@@ -12,14 +12,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch import Tensor
-
 from megatron_llama.checkpoint import native
 from megatron_llama.checkpoint.meta import TrainState
 from megatron_llama.config.presets import PRESETS
 from megatron_llama.config.schema import Config, OffloadConfig, TrainingConfig
 from megatron_llama.distributed import device as devices
-from megatron_llama.distributed.comm.streams import Done, Job
+from megatron_llama.distributed.comm.streams import Future, Task
 from megatron_llama.distributed.mesh import Mesh, Place
 from megatron_llama.engine.build import build_optimizer
 from megatron_llama.engine.offload.build import Neighbour, place_among
@@ -32,10 +30,12 @@ from megatron_llama.engine.replicas import check_replicas
 from megatron_llama.engine.update_rule import AdamW, adamw_step
 from megatron_llama.errors import OffloadError, TrainingError
 from megatron_llama.model.llama import build_stages
-from megatron_llama.plans.buckets import rank_layout
+from megatron_llama.plans.buckets import rank_bucket_plan
 from megatron_llama.plans.memory import state_bytes
 from megatron_llama.plans.offload import offload_plan
 from megatron_llama.plans.resolve import resolve
+from torch import Tensor
+
 from tests.engine.test_engine import deliver, gradients, parameters_of, same, state_of
 from tests.harness import Cluster, WorkerError
 from tests.parallel.cases import OPTIMIZER, STRATEGIES, Layout, Trainer, _digest, trainer, whole_parameters
@@ -210,8 +210,8 @@ def test_a_layer_waits_for_its_own_bucket_alone() -> None:
     engine.step(1e-3, clip=1.0)
     before = parameters_of(run)["lm_head.weight"].detach().clone()
     for bucket in order[:-1]:
-        engine.weights.arrive(bucket, "any")
-    late = threading.Thread(target=engine.weights.arrive, args=(last, "any"))
+        engine.weights.wait_unsharded(bucket, "any")
+    late = threading.Thread(target=engine.weights.wait_unsharded, args=(last, "any"))
     late.start()
     assert torch.equal(parameters_of(run)["lm_head.weight"], before) and late.is_alive()
     gate.set()
@@ -221,11 +221,11 @@ def test_a_layer_waits_for_its_own_bucket_alone() -> None:
 
 def reduced_while_the_host_is_busy(place: Place) -> tuple[list[str], list[str], list[bool]]:
     """What was issued in a step before the host began to update, what after that, and whether it was so."""
-    run, busy, waited = trainer(place, Layout(dp=2, offload=EXACT, clip=0.0, strategy="optim_grads")), threading.Event(), list[bool]()
+    run, busy, waited = (trainer(place, Layout(dp=2, offload=EXACT, clip=0.0, strategy="optim_grads")), threading.Event(), list[bool]())
     run.step(0)
     run.optimizer.settle()
     run.optimizer.begin_update(OPTIMIZER.lr, clip=0.0)
-    rule_of(run)._worker.put(Job(lambda: waited.append(busy.wait(timeout=60))), turn=-1)
+    rule_of(run)._worker.put(Task(lambda: waited.append(busy.wait(timeout=60))), turn=-1)
     run.mesh.recorder.events = events = []
     run.runtime.step(run.batches(1))
     run.optimizer.gradients.finish_all()
@@ -238,7 +238,7 @@ def reduced_while_the_host_is_busy(place: Place) -> tuple[list[str], list[str], 
 
 def test_nothing_else_stands_behind_an_update(cluster: Cluster) -> None:
     """All gradients are reduced while the host does other things; gathers follow in the order in which it then updates."""
-    layout = rank_layout(Layout(dp=2).config(), dp=2)
+    layout = rank_bucket_plan(Layout(dp=2).config(), dp=2)
     for before, after, waited in cluster.run(2, reduced_while_the_host_is_busy):
         assert before == [f"reduce {bucket.index}" for bucket in layout.buckets] and waited == [True]
         assert after == [f"gather {bucket}" for bucket in layout.forward_order]
@@ -251,7 +251,7 @@ class Noting(HostCopies):
         super().__init__()
         self.order: list[int] = []
 
-    def to_device(self, target: Tensor, source: Tensor, *, after: Done) -> Copy:
+    def to_device(self, target: Tensor, source: Tensor, *, after: Future) -> Copy:
         """See HostCopies."""
         self.order.append(target.data_ptr())
         return super().to_device(target, source, after=after)
@@ -263,7 +263,7 @@ def test_updates_run_in_the_order_of_the_next_forward_pass(clip: float) -> None:
     copies, busy = Noting(), threading.Event()
     run = trainer(SINGLE, Layout(offload=EXACT, bucket=1, clip=clip), copies=copies)
     engine = run.optimizer
-    rule_of(run)._worker.put(Job(lambda: busy.wait(timeout=60)), turn=-1)
+    rule_of(run)._worker.put(Task(lambda: busy.wait(timeout=60)), turn=-1)
     deliver_announced(run, gradients(run, 0, scale=0.1))
     busy.set()
     engine.settle()
@@ -348,7 +348,7 @@ def measured(place: Place, layout: Layout) -> tuple[int, int, int, int]:
         if bucket not in chosen:
             tensors += [engine.masters[bucket], *(t for t in engine._state(bucket).values() if t.dim())]
     storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in tensors}
-    return rule.nbytes, sum(storages.values()), rule.to_host_bytes - before[0], rule.to_device_bytes - before[1]
+    return (rule.nbytes, sum(storages.values()), rule.to_host_bytes - before[0], rule.to_device_bytes - before[1])
 
 
 @pytest.mark.parametrize(
@@ -363,7 +363,7 @@ def measured(place: Place, layout: Layout) -> tuple[int, int, int, int]:
 )
 def test_what_is_held_and_copied_is_what_the_plan_says(layout: Layout, cluster: Cluster) -> None:
     config = layout.config()
-    plan, shape = offload_plan(config, rank_layout(config, dp=2)), rank_layout(config, dp=2)
+    plan, shape = (offload_plan(config, rank_bucket_plan(config, dp=2)), rank_bucket_plan(config, dp=2))
     assert plan is not None
     for held_there, held_here, to_host, to_device in cluster.run(2, measured, layout):
         assert held_there == plan.held
@@ -375,7 +375,7 @@ def test_a_fraction_leaves_the_first_layers_on_the_device() -> None:
     sizes = {}
     for fraction in (0.0, 0.3, 1.0):
         layout = Layout(bucket=1, offload=replace(EXACT, optimizer_offload_fraction=fraction))
-        plan, shape = offload_plan(layout.config(), rank_layout(layout.config(), dp=1)), rank_layout(layout.config(), dp=1)
+        plan, shape = (offload_plan(layout.config(), rank_bucket_plan(layout.config(), dp=1)), rank_bucket_plan(layout.config(), dp=1))
         assert plan is not None
         on_host = [bucket in plan.buckets for bucket in shape.forward_order]
         assert on_host == sorted(on_host), "a forward pass needs those of the device first"
@@ -386,7 +386,7 @@ def test_a_fraction_leaves_the_first_layers_on_the_device() -> None:
 def cores_of(run: Trainer) -> set[int]:
     """The processors that the worker may use, as it finds them."""
     found: set[int] = set()
-    job = Job(lambda: found.update(os.sched_getaffinity(0)))
+    job = Task(lambda: found.update(os.sched_getaffinity(0)))
     rule_of(run)._worker.put(job, turn=0)
     job.wait()
     return found
@@ -420,7 +420,7 @@ def test_threads_change_no_bit() -> None:
     results = []
     for threads in (1, 2, 3):
         worker, found = HostWorker(threads=threads), list[Tensor]()
-        job = Job(partial(updated, found))
+        job = Task(partial(updated, found))
         worker.put(job, turn=0)
         job.wait()
         worker.close()

@@ -6,11 +6,11 @@ from dataclasses import replace
 
 import pytest
 import torch
-
 from megatron_llama.config.schema import OffloadConfig, ZenFlowConfig
 from megatron_llama.distributed import device as devices
 from megatron_llama.distributed.mesh import Place
 from megatron_llama.engine.offload.slabs import Slab
+
 from tests.engine.test_engine import same, state_of
 from tests.engine.test_offload import EXACT, MIXED_CLIP, SPECULATIVE, rule_of
 from tests.parallel.cases import STRATEGIES, Layout, Trainer, trainer

@@ -15,15 +15,14 @@ from typing import Any
 
 import torch
 import triton
-from triton.backends.compiler import GPUTarget
-from triton.runtime.jit import JITFunction
-
 from megatron_llama.distributed import device as devices
 from megatron_llama.engine.adamw_kernel import adamw
 from megatron_llama.nn.kernels.cross_entropy import cross_entropy
 from megatron_llama.nn.kernels.norm import add_norm, norm_backward
 from megatron_llama.nn.kernels.rotary import rotate, rotate_back
 from megatron_llama.nn.kernels.swiglu import swiglu, swiglu_backward
+from triton.backends.compiler import GPUTarget
+from triton.runtime.jit import JITFunction
 
 
 class Absent:
@@ -69,7 +68,7 @@ def usage(cubin: bytes) -> dict[str, int]:
 
 def launch_all(dtype: torch.dtype, hidden: int, inner: int, vocabulary: int) -> None:
     """Every launching function once. Few rows: a kernel's code does not depend on their number."""
-    x, weight, scale = torch.empty(4, 1, hidden, dtype=dtype), torch.empty(hidden, dtype=dtype), torch.empty(4, 1, 1)
+    x, weight, scale = (torch.empty(4, 1, hidden, dtype=dtype), torch.empty(hidden, dtype=dtype), torch.empty(4, 1, 1))
     for beside in (None, x):
         add_norm(x, beside, weight, 1e-5)
         norm_backward(x, beside, x, weight, scale)

@@ -24,7 +24,7 @@ def test_steps_are_torchs(count: int, decay: float, narrow: torch.dtype | None, 
     torchs = [tensor.clone() for tensor in ours]
     copy = None if narrow is None else torch.zeros(count, device=device, dtype=narrow)
     for number in range(4):
-        grad, skip = draw(count, seed=10 + number, device=device), torch.tensor(float(number == 2), device=device)
+        grad, skip = (draw(count, seed=10 + number, device=device), torch.tensor(float(number == 2), device=device))
         if number == 2:
             grad[0] = float("nan")
         before = [tensor.clone() for tensor in ours]

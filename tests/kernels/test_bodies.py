@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
+from megatron_llama.nn import ops
+from megatron_llama.nn.functional import rope_frequencies, rope_table
 from torch import Tensor
 
-from megatron_llama.nn import ops as bodies
-from megatron_llama.nn.functional import rope_frequencies, rope_table
 from tests.kernels.closeness import DTYPES, as_near_as_torch, draw, error
 
 pytestmark = pytest.mark.kernels
@@ -28,7 +28,7 @@ def test_norm(beside: bool, shape: tuple[int, ...], dtype: torch.dtype, device: 
     x, delta = (draw(*shape, seed=seed, device=device, dtype=dtype) for seed in (1, 2))
     given = (x, delta if beside else None, weight(shape, dtype, device), 1e-5)
     assert torch.equal(add_norm(*given)[0], x + delta if beside else x)
-    as_near_as_torch(add_norm, bodies.add_norm, given)
+    as_near_as_torch(add_norm, ops.add_norm, given)
 
 
 @EACH_DTYPE
@@ -38,9 +38,9 @@ def test_norm_backward(beside: bool, shape: tuple[int, ...], dtype: torch.dtype,
     from megatron_llama.nn.kernels.norm import norm_backward
 
     grad, stream, total = (draw(*shape, seed=seed, device=device, dtype=dtype) for seed in (1, 2, 3))
-    scale = bodies.add_norm(total, None, weight(shape, dtype, device), 1e-5)[2]
+    scale = ops.add_norm(total, None, weight(shape, dtype, device), 1e-5)[2]
     given = (grad, stream if beside else None, total, weight(shape, dtype, device), scale)
-    as_near_as_torch(norm_backward, bodies.norm_backward, given)
+    as_near_as_torch(norm_backward, ops.norm_backward, given)
 
 
 def weight(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -67,7 +67,7 @@ def test_rotation(query: int, key: int, width: int, own: bool, dtype: torch.dtyp
     def part(body: object) -> object:
         return lambda heads, cos, sin: body(heads[:, :, : query + key], cos, sin)  # type: ignore[operator]
 
-    as_near_as_torch(part(rotate), part(bodies.rotate), (projected, cos, sin))
+    as_near_as_torch(part(rotate), part(ops.rotate), (projected, cos, sin))
     after = projected.clone()
     rotate(after[:, :, : query + key], cos, sin)
     assert torch.equal(after[:, :, query + key :], projected[:, :, query + key :])
@@ -84,7 +84,7 @@ def test_rotation_back(layout: str, dtype: torch.dtype, device: torch.device) ->
     for seed, heads in enumerate((12, 3, 3)):
         shape = [(sizes | {"n": heads})[axis] for axis in layout]
         grads.append(draw(*shape, seed=seed, device=device, dtype=dtype).permute(order))
-    as_near_as_torch(rotate_back, bodies.rotate_back, (*grads, *table(5, 1, 6, device)))
+    as_near_as_torch(rotate_back, ops.rotate_back, (*grads, *table(5, 1, 6, device)))
 
 
 @EACH_DTYPE
@@ -94,8 +94,8 @@ def test_swiglu(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
 
     gate_up = 3 * draw(*shape, seed=1, device=device, dtype=dtype)
     grad = draw(*shape[:-1], shape[-1] // 2, seed=2, device=device, dtype=dtype)
-    as_near_as_torch(swiglu, bodies.swiglu, (gate_up,))
-    as_near_as_torch(swiglu_backward, bodies.swiglu_backward, (grad, gate_up))
+    as_near_as_torch(swiglu, ops.swiglu, (gate_up,))
+    as_near_as_torch(swiglu_backward, ops.swiglu_backward, (grad, gate_up))
 
 
 @EACH_DTYPE
@@ -110,7 +110,7 @@ def test_cross_entropy(columns: int, valid: int, z_weight: float, dtype: torch.d
     scores[1] += 500.0  # overflows without the subtraction of the maximum
     labels = torch.tensor([0, valid - 1, 3, 1, 2, valid // 2], device=device)
     weights = torch.tensor([1.0, 0.5, 0.0, 2.0, 0.1, 1e-3], device=device)
-    as_near_as_torch(cross_entropy, bodies.cross_entropy, (scores, labels, weights, valid, z_weight))
+    as_near_as_torch(cross_entropy, ops.cross_entropy, (scores, labels, weights, valid, z_weight))
     cross_entropy(scores, labels, weights, valid, z_weight)
     assert not scores[:, valid:].any() and not scores[2].any()
 
@@ -122,7 +122,7 @@ def test_cross_entropy_of_a_part(first: int, valid: int, dtype: torch.dtype, dev
     the softmax alone."""
     from megatron_llama.nn.kernels.cross_entropy import gradient, statistics
 
-    scores, labels = 4 * draw(5, 24, seed=1, device=device, dtype=dtype), torch.tensor([0, 30, 26, 50, 23], device=device) - first
+    scores, labels = (4 * draw(5, 24, seed=1, device=device, dtype=dtype), torch.tensor([0, 30, 26, 50, 23], device=device) - first)
     mine = (labels >= 0) & (labels < valid)
     largest, sums, target = statistics(scores, labels, valid)
     exact = scores[:, :valid].double()
@@ -133,7 +133,7 @@ def test_cross_entropy_of_a_part(first: int, valid: int, dtype: torch.dtype, dev
         assert not sums.any() and not target.any() and largest.isfinite().all()
     for row in range(5):
         assert float(target[row]) == (float(scores[row, labels[row]]) if mine[row] else 0.0)
-    factor, weights = draw(5, seed=2, device=device).abs(), draw(5, seed=3, device=device).masked_fill(~mine, 0.0)
+    factor, weights = (draw(5, seed=2, device=device).abs(), draw(5, seed=3, device=device).masked_fill(~mine, 0.0))
     expected = torch.zeros(5, 24, dtype=torch.float64, device=device)
     expected[:, :valid] = (exact - largest.double().unsqueeze(-1)).exp() * factor.double().unsqueeze(-1)
     expected[mine, labels[mine]] -= weights.double()[mine]
@@ -146,7 +146,7 @@ def test_one_weight_for_all_rows(device: torch.device) -> None:
     from megatron_llama.nn.kernels.cross_entropy import cross_entropy
 
     scores, labels = draw(5, 9, seed=1, device=device), torch.arange(10, device=device)[::2]
-    as_near_as_torch(cross_entropy, bodies.cross_entropy, (scores, labels, torch.full((), 0.2, device=device).expand(5), 9, 0.0))
+    as_near_as_torch(cross_entropy, ops.cross_entropy, (scores, labels, torch.full((), 0.2, device=device).expand(5), 9, 0.0))
 
 
 def test_a_score_that_is_no_number_is_seen(device: torch.device) -> None:

@@ -6,10 +6,10 @@ from dataclasses import replace
 
 import pytest
 import torch
-
 from megatron_llama.distributed.mesh import Place
 from megatron_llama.model.llama import Stage
 from megatron_llama.nn.ops import PLAIN
+
 from tests.parallel.cases import LOSS_BOUND, NORM_BOUND, Layout, Trainer, deviation, trainer
 
 pytestmark = pytest.mark.kernels
@@ -20,7 +20,7 @@ def test_steps_in_fp32(device: torch.device) -> None:
     from megatron_llama.nn.kernels.ops import KERNELS
 
     layout = Layout(layers=1, tied=True, recompute="selective", documents=True)
-    run, exact = trainer(Place(0, 1, 0), layout, device), trainer(Place(0, 1, 0), replace(layout, fp64=True), device)
+    run, exact = (trainer(Place(0, 1, 0), layout, device), trainer(Place(0, 1, 0), replace(layout, fp64=True), device))
     assert bodies_of(run.stages) == {id(KERNELS)} and bodies_of(exact.stages) == {id(PLAIN)}
     (losses, norms), (exact_losses, exact_norms) = steps(run), steps(exact)
     slack = 1 if device.type == "cpu" else 20  # a device's products and exponentials are coarser
@@ -47,4 +47,4 @@ def steps(run: Trainer, count: int = 2) -> tuple[list[float], list[float]]:
 
 def bodies_of(stages: dict[int, Stage]) -> set[int]:
     """By identity."""
-    return {id(stage.options.bodies) for stage in stages.values()}
+    return {id(stage.options.ops) for stage in stages.values()}

@@ -1,7 +1,6 @@
 from dataclasses import replace
 
 import pytest
-
 from megatron_llama.config.presets import PRESETS
 from megatron_llama.config.schema import LoraConfig
 from megatron_llama.metrics.flops import flops_per_token, peak_flops

@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any, TextIO
 
 import pytest
-
 from megatron_llama.errors import TrainingError
 from megatron_llama.metrics.log import MetricLog, StepRecord, format_duration, format_record, format_validation, truncate
 

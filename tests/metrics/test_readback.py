@@ -6,12 +6,11 @@ import time
 
 import pytest
 import torch
-
 from megatron_llama.metrics.readback import Readback
 
 
 def test_numbers_are_those_of_their_moment() -> None:
-    loss, norm, skipped = torch.tensor(1.5, dtype=torch.float64), torch.tensor(0.25), torch.tensor(True)
+    loss, norm, skipped = (torch.tensor(1.5, dtype=torch.float64), torch.tensor(0.25), torch.tensor(True))
     found = Readback((loss, norm, skipped))
     for number in (loss, norm):
         number.fill_(7.0)

@@ -1,5 +1,4 @@
 import pytest
-
 from megatron_llama.config.presets import PRESETS
 from megatron_llama.metrics.flops import flops_per_token, peak_flops
 from megatron_llama.metrics.window import Interval, Work, averages

@@ -7,14 +7,13 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from torch import Tensor
-
 from megatron_llama.config.schema import Config, ModelConfig
 from megatron_llama.distributed.mesh import Mesh
 from megatron_llama.model.generate import Reader, Sampling, draw, generate, generate_batch
 from megatron_llama.model.init import InitialWeights
 from megatron_llama.model.llama import Stage, build_stages
 from megatron_llama.model.load import load_stages, rank_specs
+from torch import Tensor
 
 GREEDY = Sampling(max_new_tokens=8, temperature=0.0, top_k=0, top_p=1.0)
 FREE = dataclasses.replace(GREEDY, temperature=1.0)

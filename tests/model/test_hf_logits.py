@@ -10,14 +10,14 @@ from dataclasses import replace
 
 import pytest
 import torch
-from torch import Tensor
-
 from megatron_llama.config.schema import Config, ModelConfig, ParallelConfig
 from megatron_llama.distributed.mesh import Mesh, Place, build_mesh
 from megatron_llama.model.init import InitialWeights
 from megatron_llama.model.llama import build_stages
 from megatron_llama.model.load import load_stages, rank_specs
 from megatron_llama.nn.functional import rope_frequencies
+from torch import Tensor
+
 from tests.harness import Cluster
 from tests.parallel.cases import hf_model, token_ids
 

@@ -7,11 +7,11 @@ from dataclasses import replace
 
 import pytest
 import torch
-from torch import Tensor
-
 from megatron_llama.distributed.mesh import Place
 from megatron_llama.model.init import BLOCK_ELEMENTS, InitialWeights
 from megatron_llama.plans.params import Rectangle, hf_shapes
+from torch import Tensor
+
 from tests.harness import Cluster
 from tests.parallel.cases import MODEL, Layout, Record, initial_weights, merged, train
 

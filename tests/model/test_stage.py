@@ -7,16 +7,16 @@ from functools import partial
 
 import pytest
 import torch
-from torch import Tensor, nn
-
 from megatron_llama.model.init import InitialWeights
 from megatron_llama.model.llama import Stage, build_stages
 from megatron_llama.model.load import load_stages, rank_specs
-from megatron_llama.nn.param_handle import attach_home
+from megatron_llama.nn.param_handle import attach_param_handle
 from megatron_llama.plans.activation_memory import GRANULARITIES, Granularity
 from megatron_llama.plans.params import ParamSpec, Partition, stage_units, whole_model
 from megatron_llama.plans.schedule import Action, Op
-from megatron_llama.plans.weight_access import unit_uses, uses_of
+from megatron_llama.plans.weight_access import unit_weight_accesses, weight_accesses_of
+from torch import Tensor, nn
+
 from tests.parallel.cases import MODEL, Layout, token_ids
 from tests.plans.test_params import even, paper_mesh, paper_stage, specs_of
 
@@ -39,13 +39,13 @@ class Asked:
     def __init__(self, weight: nn.Parameter, log: Callable[[], None]) -> None:
         self.log, self.grad, self.kept = log, torch.zeros_like(weight), list[Callable[[], None]]()
         self.put_off = False
-        attach_home(weight, self)
+        attach_param_handle(weight, self)
 
-    def arrive(self) -> int:
+    def wait_unsharded(self) -> int:
         self.log()
         return 0
 
-    def check(self, generation: int) -> None:
+    def check(self, version: int) -> None:
         self.log()
 
     def buffer(self) -> tuple[Tensor, float]:
@@ -54,7 +54,7 @@ class Asked:
     def done(self) -> None:
         pass
 
-    def defer(self, work: Callable[[], None]) -> bool:
+    def postpone_wgrad(self, work: Callable[[], None]) -> bool:
         self.kept += [work] * self.put_off
         return self.put_off
 
@@ -66,8 +66,8 @@ class Watched:
         self.events = list[str]()
         partition = even(MODEL.num_hidden_layers, stages)
         self.stage = loaded(partition, index, recompute)
-        self.stage.on_use = lambda unit, backward: self.events.append(f"{'B' if backward else 'F'}{unit}")
-        self.homes = [
+        self.stage.on_weight_access = lambda unit, backward: self.events.append(f"{'B' if backward else 'F'}{unit}")
+        self.handles = [
             self.lived_in(unit, spec)
             for unit, specs in enumerate(stage_units(MODEL, partition, index, freeze=freeze))
             for spec in specs.params
@@ -83,10 +83,10 @@ class Watched:
 
     def seen(self) -> tuple[list[str], list[str]]:
         """The uses; and what was read while the use was the newest, without repetition."""
-        uses = [event for event in self.events if event[0] != "r"]
+        accesses = [event for event in self.events if event[0] != "r"]
         order = [event for event, before in zip(self.events, ["", *self.events], strict=False) if event != before]
         self.events.clear()
-        return uses, order
+        return accesses, order
 
 
 @pytest.mark.parametrize("recompute", GRANULARITIES)
@@ -95,32 +95,32 @@ def test_every_unit_is_announced_before_any_of_its_weights_is_read(stages: int, 
     watched = Watched(stages, index, recompute)
     units = range(len(stage_units(MODEL, even(MODEL.num_hidden_layers, stages), index)))
     output = watched.forward()
-    uses, order = watched.seen()
-    assert uses == [f"F{unit}" for unit in units]
+    accesses, order = watched.seen()
+    assert accesses == [f"F{unit}" for unit in units]
     assert order == [event for unit in units for event in (f"F{unit}", f"r{unit}")]
     output.sum().backward()
-    uses, order = watched.seen()
+    accesses, order = watched.seen()
     read = units[1:] if index == 0 else units
-    assert uses == [f"B{unit}" for unit in reversed(read)]
+    assert accesses == [f"B{unit}" for unit in reversed(read)]
     assert order == [event for unit in reversed(read) for event in (f"B{unit}", f"r{unit}")]
 
 
 @pytest.mark.parametrize("recompute", GRANULARITIES)
 def test_a_split_pass_announces_what_a_whole_one_does(recompute: Granularity) -> None:
     whole_pass, split = Watched(1, 0, recompute), Watched(1, 0, recompute)
-    for home in split.homes:
-        home.put_off = True
+    for handle in split.handles:
+        handle.put_off = True
     for watched in (whole_pass, split):
         watched.forward().sum().backward()
     assert split.seen()[0] == whole_pass.seen()[0]
     with torch.no_grad():
-        for home in split.homes:
-            for work in home.kept:
+        for handle in split.handles:
+            for work in handle.kept:
                 work()
-    uses, reads = split.seen()
+    accesses, reads = split.seen()
     # Norms of blocks that recompute them for the input of a matrix: they are resident, so it is no use.
-    assert uses == [] and (reads == []) is (recompute != "selective")
-    assert all(torch.equal(one.grad, other.grad) for one, other in zip(split.homes, whole_pass.homes, strict=True))
+    assert accesses == [] and (reads == []) is (recompute != "selective")
+    assert all(torch.equal(one.grad, other.grad) for one, other in zip(split.handles, whole_pass.handles, strict=True))
 
 
 @pytest.mark.parametrize("recompute", GRANULARITIES)
@@ -149,18 +149,18 @@ def test_backward_goes_down_to_the_first_unit_that_is_trained(freeze: tuple[str,
     """As the plan has it, which the engine gathers by. No frozen weight's gradient is written or put off."""
     watched = Watched(1, 0, recompute, freeze)
     units, partition = stage_units(MODEL, whole_model(MODEL), 0, freeze=freeze), whole_model(MODEL)
-    planned = uses_of([Action(Op.BACKWARD, 0, 0)], *unit_uses([units], partition))
+    planned = weight_accesses_of([Action(Op.BACKWARD, 0, 0)], *unit_weight_accesses([units], partition))
     for put_off in (False, True):
-        for home in watched.homes:
-            home.put_off = put_off
+        for handle in watched.handles:
+            handle.put_off = put_off
         output = watched.forward()
         watched.seen()
         output.sum().backward()
         assert " ".join(watched.seen()[0]) == backward == " ".join(map(str, planned))
     specs = [spec for unit in units for spec in unit.params]
-    for home, spec in zip(watched.homes, specs, strict=True):
-        assert bool(home.grad.any()) is spec.trainable, spec.name
-        assert len(home.kept) == (spec.trainable and spec.decay), spec.name
+    for handle, spec in zip(watched.handles, specs, strict=True):
+        assert bool(handle.grad.any()) is spec.trainable, spec.name
+        assert len(handle.kept) == (spec.trainable and spec.decay), spec.name
 
 
 @pytest.mark.parametrize("recompute", GRANULARITIES)

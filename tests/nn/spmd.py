@@ -10,11 +10,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
-
 from megatron_llama.config.schema import Config, ParallelConfig
 from megatron_llama.distributed.comm import autograd
 from megatron_llama.distributed.mesh import Axis, Mesh, Place, build_mesh
+from torch import Tensor
 
 
 def tensor_mesh(place: Place) -> Mesh:

@@ -7,10 +7,6 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor
-from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.utils._python_dispatch import TorchDispatchMode
-
 from megatron_llama.nn.attention import (
     Documents,
     _preferring,
@@ -25,6 +21,9 @@ from megatron_llama.nn.attention import (
     merge,
 )
 from megatron_llama.nn.context import causal_document_mask
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils._python_dispatch import TorchDispatchMode
 
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 1e-2}
 DTYPES = pytest.mark.parametrize("dtype", list(TOLERANCE), ids=str)
@@ -46,7 +45,7 @@ def heads(count: int, length: int, seed: int, dtype: torch.dtype) -> Tensor:
 
 
 def inputs(kv_heads: int, queries: int, keys: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
-    return heads(N, queries, 1, dtype), heads(kv_heads, keys, 2, dtype), heads(kv_heads, keys, 3, dtype)
+    return (heads(N, queries, 1, dtype), heads(kv_heads, keys, 2, dtype), heads(kv_heads, keys, 3, dtype))
 
 
 def textbook(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -117,7 +116,7 @@ def test_pieces_of_any_split_merge_to_the_whole(cuts: list[int], masked: bool, k
     masks = mask.split(cuts, -1) if mask is not None else [None] * len(cuts)
     pieces = list(zip(leaves[1].split(cuts, 2), leaves[2].split(cuts, 2), masks, strict=True))
 
-    out, lse = torch.zeros_like(query, dtype=wide), torch.full(query.shape[:3], float("-inf"), dtype=wide)
+    out, lse = (torch.zeros_like(query, dtype=wide), torch.full(query.shape[:3], float("-inf"), dtype=wide))
     for key, value, seen in pieces:
         merge(out, lse, *attend(query, key, value, mask=seen))
     assert deviation(lse, textbook(*leaves, mask)[1]) < TOLERANCE[dtype]
@@ -125,7 +124,7 @@ def test_pieces_of_any_split_merge_to_the_whole(cuts: list[int], masked: bool, k
 
     grads = [attend_backward(upstream, query, key, value, out.to(dtype), lse, mask=seen) for key, value, seen in pieces]
     query_grad = torch.stack([grad[0].to(wide) for grad in grads]).sum(0)
-    found = query_grad, torch.cat([grad[1] for grad in grads], 2), torch.cat([grad[2] for grad in grads], 2)
+    found = (query_grad, torch.cat([grad[1] for grad in grads], 2), torch.cat([grad[2] for grad in grads], 2))
     assert max(map(deviation, found, expected[1:])) < TOLERANCE[dtype]
 
 
@@ -138,7 +137,7 @@ def test_a_query_that_sees_nothing_changes_nothing(dtype: torch.dtype) -> None:
     assert all(part.isfinite().all() for part in nothing)
     wide = torch.promote_types(dtype, torch.float32)
     for order in ((seeing, nothing), (nothing, seeing)):
-        out, lse = torch.zeros_like(query, dtype=wide), torch.full(query.shape[:3], float("-inf"), dtype=wide)
+        out, lse = (torch.zeros_like(query, dtype=wide), torch.full(query.shape[:3], float("-inf"), dtype=wide))
         for piece in order:
             merge(out, lse, *piece)
         assert torch.equal(out, seeing[0].to(wide)) and torch.equal(lse, seeing[1])
@@ -239,7 +238,7 @@ def test_documents_need_a_kernel_that_takes_them() -> None:
 
 
 def test_cudnn_comes_first_where_it_is_sound() -> None:
-    cudnn, flash, others = SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, (SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH)
+    cudnn, flash, others = (SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, (SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH))
     assert attention_order(91900) == (cudnn, flash, *others)
     assert attention_order(91500) == attention_order(90100) == attention_order(None) == (flash, cudnn, *others)
 
@@ -247,7 +246,7 @@ def test_cudnn_comes_first_where_it_is_sound() -> None:
 def test_who_has_not_the_fastest_kernel_is_told() -> None:
     cudnn, flash, hopper = SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, (9, 0)
     assert attention_problem(cudnn, hopper, 91900) is None and attention_problem(flash, (8, 0), 90100) is None
-    old, other = attention_problem(flash, hopper, 90100), attention_problem(SDPBackend.EFFICIENT_ATTENTION, (10, 0), 91900)
+    old, other = (attention_problem(flash, hopper, 90100), attention_problem(SDPBackend.EFFICIENT_ATTENTION, (10, 0), 91900))
     assert old is not None and "runs FLASH_ATTENTION, not cuDNN's" in old and "cuDNN is 90100, and not later than 91500" in old
     assert other is not None and "EFFICIENT_ATTENTION" in other and "cannot take this model's heads" in other
     assert attention_warnings(torch.device("cpu"), torch.bfloat16, 4, 2, 64) == []

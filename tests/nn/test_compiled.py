@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 import torch
-
 from megatron_llama.config.schema import Config
 from megatron_llama.distributed.mesh import Mesh, Place
 from megatron_llama.nn import compiled
-from megatron_llama.nn.compiled import SHAPES, SMALLEST, Compiled, chosen_bodies
+from megatron_llama.nn.compiled import SHAPES, SMALLEST, Compiled, chosen_ops
 from megatron_llama.nn.ops import PLAIN
+
 from tests.parallel.cases import Layout, Trainer, trainer
 
 
@@ -33,13 +33,13 @@ def run_of(layout: Layout) -> Trainer:
 def test_a_compiled_step_is_the_plain_one_but_for_roundings(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compiled, "SMALLEST", 1)
     plain, fast = run_of(Layout()), run_of(WithCompiler())
-    bodies = fast.stages[0].options.bodies
-    assert bodies is not PLAIN and plain.stages[0].options.bodies is PLAIN
+    ops = fast.stages[0].options.ops
+    assert ops is not PLAIN and plain.stages[0].options.ops is PLAIN
     for step in range(2):
         (loss, norm), (expected, expected_norm) = fast.step(step), plain.step(step)
         assert float(loss) == pytest.approx(float(expected), rel=1e-6)
         assert float(norm) == pytest.approx(float(expected_norm), rel=2e-5)
-    used = (bodies.add_norm, bodies.norm_backward, bodies.rotate, bodies.rotate_back, bodies.swiglu_backward)
+    used = (ops.add_norm, ops.norm_backward, ops.rotate, ops.rotate_back, ops.swiglu_backward)
     assert all(isinstance(one, Compiled) and one._known for one in used)
 
 
@@ -50,9 +50,9 @@ def test_without_a_compiler_there_is_one_line_and_everything_goes_on(
         raise RuntimeError("no C++ compiler\nwas found")
 
     monkeypatch.setattr(torch, "compile", broken)
-    assert chosen_bodies(Mesh.single(), compiled=True) is PLAIN
+    assert chosen_ops(Mesh.single(), compiled=True) is PLAIN
     assert capsys.readouterr().out == " warning: --compile does nothing: no C++ compiler\n"
-    assert chosen_bodies(Mesh.single(), compiled=False) is PLAIN
+    assert chosen_ops(Mesh.single(), compiled=False) is PLAIN
     assert capsys.readouterr().out == ""
 
 

@@ -9,17 +9,17 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from torch import Tensor
-from torch.autograd import gradcheck
-from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.utils._python_dispatch import TorchDispatchMode
-
 from megatron_llama.distributed.comm.p2p import exchange
 from megatron_llama.distributed.mesh import Axis, Mesh, Place
 from megatron_llama.distributed.recorder import Recorder, Traffic
 from megatron_llama.errors import ConfigError
 from megatron_llama.nn.context import causal_document_mask, context_attention, local_sequence
 from megatron_llama.nn.zigzag import Piece, chunk_home, gathered_pieces, own_pieces, ring_pieces, zigzag_chunks, zigzag_positions
+from torch import Tensor
+from torch.autograd import gradcheck
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils._python_dispatch import TorchDispatchMode
+
 from tests.harness import Cluster
 from tests.nn.spmd import numbers, replicated, weighted_total
 
@@ -79,7 +79,7 @@ def check_gradients(place: Place, comm: Any, with_documents: bool) -> None:
     cp = context_axis(place)
     length = 2 * cp.size
     ids = documents(length)[:, 1:] if with_documents else None
-    whole = numbers(length, 2, 2, 3, seed=1), numbers(length, 2, 1, 3, seed=2), numbers(length, 2, 1, 3, seed=3)
+    whole = (numbers(length, 2, 2, 3, seed=1), numbers(length, 2, 1, 3, seed=2), numbers(length, 2, 1, 3, seed=3))
 
     def function(*leaves: Tensor) -> Tensor:
         local = (local_sequence(replicated(leaf), cp) for leaf in leaves)

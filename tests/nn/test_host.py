@@ -7,17 +7,17 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
-
 from megatron_llama.config.schema import Config
 from megatron_llama.distributed import device as devices
 from megatron_llama.distributed.mesh import Place
 from megatron_llama.nn.functional import rope_frequencies, rope_table
-from megatron_llama.nn.host import gemm as products
+from megatron_llama.nn.host import gemm
 from megatron_llama.nn.host.attention import rotated_attention
 from megatron_llama.nn.ops import PLAIN
 from megatron_llama.nn.param_handle import accumulate_product
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
 from tests.parallel.cases import Layout, trainer
 
 CPU = torch.device("cpu")
@@ -35,15 +35,15 @@ def test_large_products(apart: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Large enough to be cut, and with a rest. Relative to the largest element, sums of 300 terms in fp32."""
     monkeypatch.setattr(devices, "prefers_onednn", lambda: apart)
     monkeypatch.setattr("megatron_llama.nn.param_handle.PART", 100 * 70)
-    x, weight, grad = random(150, 2, 70, seed=1), random(370, 70, seed=2), random(150, 2, 370, seed=3)
-    assert products.apart(x, weight) is apart
+    x, weight, grad = (random(150, 2, 70, seed=1), random(370, 70, seed=2), random(150, 2, 370, seed=3))
+    assert gemm.apart(x, weight) is apart
     view = torch.full((370, 70), float("nan"))
     left, right = grad.flatten(0, 1).t(), x.flatten(0, 1)
     accumulate_product(view, 0.0, left, right)
     accumulate_product(view, 1.0, left, right)
-    output = products.linear(x, weight)
+    output = gemm.linear(x, weight)
     output.add_(1.0)
-    found = (output - 1.0, products.linear_backward(grad, weight), view)
+    found = (output - 1.0, gemm.linear_backward(grad, weight), view)
     wide = (x.double() @ weight.double().t(), grad.double() @ weight.double(), 2 * left.double() @ right.double())
     for own, exact in zip(found, wide, strict=True):
         assert (own - exact).abs().max() <= 3e-6 * exact.abs().max()
@@ -53,7 +53,7 @@ def attention(qkv: Tensor, heads: tuple[int, int], upstream: Tensor) -> tuple[Te
     leaf = qkv.clone().requires_grad_()
     width = qkv.shape[2] // (heads[0] + 2 * heads[1])
     cos, sin = rope_table(torch.arange(len(qkv)).unsqueeze(-1), rope_frequencies(width, 1e4, None, CPU))
-    out = rotated_attention(leaf.clone(), cos, sin, query=heads[0], key=heads[1], bodies=PLAIN)
+    out = rotated_attention(leaf.clone(), cos, sin, query=heads[0], key=heads[1], ops=PLAIN)
     out.backward(upstream.to(out.dtype))
     assert leaf.grad is not None
     return out.detach().double(), leaf.grad.double()
@@ -84,7 +84,10 @@ def test_attention_by_products(length: int, heads: tuple[int, int], monkeypatch:
     0.94 to 1.07 of it. Torch's kernel for hosts, which keeps scores in fp32, is another one: its output's error is 0.66 to 0.77 of that."""
     monkeypatch.setattr("megatron_llama.nn.host.attention.SCORES", 2**17)
     monkeypatch.setattr(devices, "multiplies_bf16", lambda: True)
-    qkv, upstream = random(length, 2, (heads[0] + 2 * heads[1]) * 16, seed=4).bfloat16(), random(length, 2, heads[0] * 16, seed=5).bfloat16()
+    qkv, upstream = (
+        random(length, 2, (heads[0] + 2 * heads[1]) * 16, seed=4).bfloat16(),
+        random(length, 2, heads[0] * 16, seed=5).bfloat16(),
+    )
     exact = attention(qkv.double(), heads, upstream)
     own, eager = (
         [float((found - true).norm() / true.norm()) for found, true in zip(body(qkv, heads, upstream), exact, strict=True)]

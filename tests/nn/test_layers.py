@@ -7,9 +7,6 @@ from dataclasses import replace
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor
-from torch.autograd import gradcheck
-
 from megatron_llama.distributed.comm import autograd
 from megatron_llama.distributed.mesh import Mesh, Place
 from megatron_llama.nn.attention import causal_attention
@@ -18,9 +15,12 @@ from megatron_llama.nn.functional import rms_norm, rope_frequencies, rope_table,
 from megatron_llama.nn.linear import ColumnLinear, RowLinear, column_linear
 from megatron_llama.nn.loss import cross_entropy
 from megatron_llama.nn.ops import PLAIN
+from tools.overlap.loss import token_losses
+from torch import Tensor
+from torch.autograd import gradcheck
+
 from tests.harness import Cluster
 from tests.nn.spmd import numbers, part, replicated, tensor_mesh, weighted_total
-from tools.overlap.loss import token_losses
 
 S, B, D, OUT = 4, 2, 6, 8
 
@@ -107,16 +107,16 @@ def check_cross_entropy(place: Place, dtype: torch.dtype, vocab: int, z_weight: 
     ((expected + z_weight * wide.logsumexp(-1).square()) * upstream).sum().backward()
 
     scores = logits.chunk(tp.size, -1)[tp.rank].clone()
-    exact, at_once = 1e-12 if dtype is torch.float64 else 3e-6, replace(PLAIN, host_chunk=3 * padded)
+    exact, at_once = (1e-12 if dtype is torch.float64 else 3e-6, replace(PLAIN, host_chunk=3 * padded))
     weights = upstream.to(torch.promote_types(dtype, torch.float32))
-    found = cross_entropy(scores, labels, tp, vocab, weights=weights, z_weight=z_weight, bodies=at_once)
+    found = cross_entropy(scores, labels, tp, vocab, weights=weights, z_weight=z_weight, ops=at_once)
     assert found.dtype is torch.promote_types(dtype, torch.float32)
     torch.testing.assert_close(found.double(), expected.detach(), rtol=exact, atol=exact)
     full = F.pad(wide.grad, (0, padded - vocab)).chunk(tp.size, -1)[tp.rank]
     rounding = 2**-8 if dtype is torch.bfloat16 else exact
     torch.testing.assert_close(scores.double(), full, rtol=rounding, atol=exact)
 
-    value = cross_entropy(logits.chunk(tp.size, -1)[tp.rank].clone(), labels, tp, vocab, bodies=at_once)
+    value = cross_entropy(logits.chunk(tp.size, -1)[tp.rank].clone(), labels, tp, vocab, ops=at_once)
     torch.testing.assert_close(value, found, rtol=exact, atol=exact)
     if dtype is torch.float64:
         leaf = logits.chunk(tp.size, -1)[tp.rank].clone().requires_grad_()
@@ -170,7 +170,7 @@ def test_functional_gradients() -> None:
     qkv = numbers(S, B, 4 * 4, seed=10)
     cos, sin = rope_table(torch.arange(S).unsqueeze(-1), rope_frequencies(4, 100.0, None, torch.device("cpu")))
     assert gradcheck(lambda value: split_heads(value.clone(), cos, sin, query=2, key=1), (qkv,))
-    query, key, value = numbers(S, B, 4, 4, seed=11), numbers(S, B, 2, 4, seed=12), numbers(S, B, 2, 4, seed=13)
+    query, key, value = (numbers(S, B, 4, 4, seed=11), numbers(S, B, 2, 4, seed=12), numbers(S, B, 2, 4, seed=13))
     assert gradcheck(lambda *inputs: causal_attention(*inputs, None), (query, key, value))
 
 
@@ -181,7 +181,7 @@ def test_swiglu_is_gate_then_up() -> None:
 
 def test_attention_is_causal_grouped_and_scaled() -> None:
     """Against the textbook: every query head of a group with the group's key head."""
-    query, key, value = numbers(S, B, 6, 4, seed=16), numbers(S, B, 2, 4, seed=17), numbers(S, B, 2, 4, seed=18)
+    query, key, value = (numbers(S, B, 6, 4, seed=16), numbers(S, B, 2, 4, seed=17), numbers(S, B, 2, 4, seed=18))
     found = causal_attention(query, key, value, None).unflatten(-1, (6, 4))
     future = torch.ones(S, S, dtype=torch.bool).triu(1)
     for head in range(6):

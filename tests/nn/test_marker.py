@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 import torch
+from megatron_llama.nn.marker import before_backward
 from torch import Tensor
 
-from megatron_llama.nn.marker import before_backward
 from tests.nn.spmd import numbers
 from tests.plans.test_activation_memory import kept, storage
 

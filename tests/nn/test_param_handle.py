@@ -9,15 +9,15 @@ from typing import Any, cast
 
 import pytest
 import torch
-from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils._python_dispatch import TorchDispatchMode
-
 from megatron_llama.distributed.mesh import Mesh
 from megatron_llama.nn.embedding import VocabParallelEmbedding
 from megatron_llama.nn.functional import recomputable_add_norm, rms_norm
 from megatron_llama.nn.linear import ColumnLinear, RowLinear, column_linear
-from megatron_llama.nn.param_handle import accumulate_product, addmm_wide, attach_home, home_of
+from megatron_llama.nn.param_handle import accumulate_product, addmm_wide, attach_param_handle, param_handle_of
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
 from tests.plans.test_activation_memory import kept, storage
 
 
@@ -28,11 +28,11 @@ class Accumulator:
     view: Tensor
     calls: list[str] = field(default_factory=list)
 
-    def arrive(self) -> int:
+    def wait_unsharded(self) -> int:
         return 0
 
-    def check(self, generation: int) -> None:
-        assert generation == 0
+    def check(self, version: int) -> None:
+        assert version == 0
 
     def buffer(self) -> tuple[Tensor, float]:
         beta = 1.0 if self.calls else 0.0
@@ -42,7 +42,7 @@ class Accumulator:
     def done(self) -> None:
         self.calls.append("done")
 
-    def defer(self, work: Callable[[], None]) -> bool:
+    def postpone_wgrad(self, work: Callable[[], None]) -> bool:
         return False
 
 
@@ -52,7 +52,7 @@ class Later(Accumulator):
 
     kept: list[Callable[[], None]] = field(default_factory=list)
 
-    def defer(self, work: Callable[[], None]) -> bool:
+    def postpone_wgrad(self, work: Callable[[], None]) -> bool:
         self.kept.append(work)
         return True
 
@@ -64,7 +64,7 @@ class Lender:
         self.parameter, self.values, self.put_off = parameter, parameter.detach().clone(), put_off
         self.grad = torch.full_like(self.values, torch.nan)
         self.calls, self.kept = list[str](), list[Callable[[], None]]()
-        attach_home(parameter, self)
+        attach_param_handle(parameter, self)
         self.take_away()
 
     def take_away(self) -> None:
@@ -76,13 +76,13 @@ class Lender:
         self.take_away()
         return calls
 
-    def arrive(self) -> int:
+    def wait_unsharded(self) -> int:
         self.calls.append("arrive")
         self.parameter.data.copy_(self.values)
         return 3
 
-    def check(self, generation: int) -> None:
-        assert generation == 3
+    def check(self, version: int) -> None:
+        assert version == 3
         self.calls.append("check")
         self.parameter.data.copy_(self.values)
 
@@ -93,7 +93,7 @@ class Lender:
     def done(self) -> None:
         self.calls.append("done")
 
-    def defer(self, work: Callable[[], None]) -> bool:
+    def postpone_wgrad(self, work: Callable[[], None]) -> bool:
         self.calls.append("defer")
         if self.put_off:
             self.kept.append(work)
@@ -132,19 +132,19 @@ def test_a_home_receives_what_autograd_would_have(name: str, dtype: torch.dtype)
     inputs = [x.to(dtype) if x.is_floating_point() else x for x in inputs]
     weight = torch.randn(shape, generator=torch.Generator().manual_seed(4)).to(dtype)
     layer.weight = nn.Parameter(weight.clone())
-    assert home_of(layer.weight) is None
+    assert param_handle_of(layer.weight) is None
     backward(layer, inputs)
     expected = layer.weight.grad
     assert expected is not None
 
     layer.weight = nn.Parameter(weight.clone())
-    home = Accumulator(torch.full(shape, float("nan")))  # beta 0 must overwrite, not multiply
-    attach_home(layer.weight, home)
+    handle = Accumulator(torch.full(shape, float("nan")))  # beta 0 must overwrite, not multiply
+    attach_param_handle(layer.weight, handle)
     backward(layer, inputs)
     assert layer.weight.grad is None
-    assert home.calls == ["buffer", "done"] * 2
+    assert handle.calls == ["buffer", "done"] * 2
     tolerance = 1e-6 if dtype is torch.float32 else 2**-5
-    torch.testing.assert_close(home.view, expected.float(), rtol=tolerance, atol=tolerance)
+    torch.testing.assert_close(handle.view, expected.float(), rtol=tolerance, atol=tolerance)
 
 
 @pytest.mark.parametrize("name", ["column", "row", "embedding"])
@@ -155,17 +155,17 @@ def test_a_deferred_contribution_is_the_same_one_later(name: str) -> None:
     views, input_grads = [], []
     for kind in (Accumulator, Later):
         layer.weight = nn.Parameter(weight.clone())
-        home = kind(torch.full(shape, float("nan")))
-        attach_home(layer.weight, home)
+        handle = kind(torch.full(shape, float("nan")))
+        attach_param_handle(layer.weight, handle)
         leaves = [x.clone().requires_grad_(x.is_floating_point()) for x in inputs]
         backward(layer, leaves)
-        if isinstance(home, Later):
-            assert home.calls == [] and len(home.kept) == 2
+        if isinstance(handle, Later):
+            assert handle.calls == [] and len(handle.kept) == 2
             with torch.no_grad():
-                for work in home.kept:
+                for work in handle.kept:
                     work()
-        assert home.calls == ["buffer", "done"] * 2
-        views.append(home.view)
+        assert handle.calls == ["buffer", "done"] * 2
+        views.append(handle.view)
         input_grads.append([leaf.grad for leaf in leaves])
     assert torch.equal(*views)
     assert all(one is other or torch.equal(one, other) for one, other in zip(*input_grads, strict=True))
@@ -190,28 +190,28 @@ READS = {
 @pytest.mark.parametrize("trained", [True, False])
 @pytest.mark.parametrize("name", READS)
 def test_a_weight_is_asked_for_before_every_read(name: str, trained: bool) -> None:
-    layer, home, x, twin = arranged(name, trained=trained)
+    layer, handle, x, twin = arranged(name, trained=trained)
     ours, plain = (x.clone().requires_grad_() for _ in range(2))
     forward, backward_, frozen = READS[name]
     output, expected = layer(ours), twin(plain)
     assert torch.equal(output, expected)
-    assert home.seen() == forward
+    assert handle.seen() == forward
     for result in (output, expected):
         result.backward(torch.ones_like(result))
-    assert home.seen() == (backward_ if trained else frozen)
+    assert handle.seen() == (backward_ if trained else frozen)
     assert torch.equal(ours.grad, plain.grad)
-    assert torch.equal(home.grad, twin.weight.grad) if trained else home.grad.isnan().all() and twin.weight.grad is None
+    assert torch.equal(handle.grad, twin.weight.grad) if trained else handle.grad.isnan().all() and twin.weight.grad is None
 
 
 @pytest.mark.parametrize("name", READS)
 def test_without_gradient_of_the_input_backward_reads_no_weight(name: str) -> None:
-    layer, home, x, twin = arranged(name, trained=True)
+    layer, handle, x, twin = arranged(name, trained=True)
     for module in (layer, twin):
         output = module(x)
-        assert module is twin or home.seen() == ["arrive"]
+        assert module is twin or handle.seen() == ["arrive"]
         output.backward(torch.ones_like(output))
-    assert "check" not in home.calls and home.calls[-2:] == ["buffer", "done"]
-    assert torch.equal(home.grad, twin.weight.grad)
+    assert "check" not in handle.calls and handle.calls[-2:] == ["buffer", "done"]
+    assert torch.equal(handle.grad, twin.weight.grad)
 
 
 @pytest.mark.parametrize("name", ["column", "row"])
@@ -224,14 +224,14 @@ def test_a_frozen_matrix_keeps_no_input(name: str) -> None:
 
 @pytest.mark.parametrize("trained", [True, False])
 def test_an_embedding_is_read_in_forward_only(trained: bool) -> None:
-    layer, home, ids, twin = arranged("embedding", trained=trained)
+    layer, handle, ids, twin = arranged("embedding", trained=trained)
     output, expected = layer(ids), twin(ids)
     assert torch.equal(output, expected) and output.requires_grad is trained
-    assert home.seen() == ["arrive"]
+    assert handle.seen() == ["arrive"]
     if trained:
         for result in (output, expected):
             result.backward(torch.ones_like(result))
-        assert home.calls == ["defer", "buffer", "done"] and torch.equal(home.grad, twin.weight.grad)
+        assert handle.calls == ["defer", "buffer", "done"] and torch.equal(handle.grad, twin.weight.grad)
 
 
 @pytest.mark.parametrize("put_off", [False, True])
@@ -248,11 +248,11 @@ def test_a_norm_that_is_computed_again_asks_again(trained: tuple[bool, bool], pu
 
     ours, plain = ([nn.Parameter(v.clone(), requires_grad=t) for v, t in zip(values, (*trained, True), strict=True)] for _ in range(2))
     run(*plain, lambda: None)
-    homes = [Lender(weight, put_off=put_off) for weight in ours[:2]]
-    norm, matrix = homes
+    handles = [Lender(weight, put_off=put_off) for weight in ours[:2]]
+    norm, matrix = handles
 
     def between() -> None:
-        assert [home.seen() for home in homes] == [["arrive"], ["arrive"]]
+        assert [handle.seen() for handle in handles] == [["arrive"], ["arrive"]]
 
     run(*ours, between)
     again, own = ["check"] * trained[1], ["check"] + ["buffer", "done"] * trained[0]
@@ -265,8 +265,8 @@ def test_a_norm_that_is_computed_again_asks_again(trained: tuple[bool, bool], pu
         with torch.no_grad():
             work()
         assert norm.seen() == ["check"] and matrix.seen() == ["buffer", "done"]
-    for home, weight in zip(homes, plain[:2], strict=True):
-        assert home.grad.isnan().all() if weight.grad is None else torch.equal(home.grad, weight.grad)
+    for handle, weight in zip(handles, plain[:2], strict=True):
+        assert handle.grad.isnan().all() if weight.grad is None else torch.equal(handle.grad, weight.grad)
 
 
 class Counting(Lender):
@@ -276,12 +276,12 @@ class Counting(Lender):
         self.generations, self.checked = count(), list[int]()
         super().__init__(parameter)
 
-    def arrive(self) -> int:
-        super().arrive()
+    def wait_unsharded(self) -> int:
+        super().wait_unsharded()
         return next(self.generations)
 
-    def check(self, generation: int) -> None:
-        self.checked.append(generation)
+    def check(self, version: int) -> None:
+        self.checked.append(version)
         super().check(3)
 
 
@@ -289,25 +289,25 @@ class Counting(Lender):
 def test_backward_checks_the_generation_that_its_own_forward_saw(name: str) -> None:
     layer, _, x, _ = arranged(name, trained=False)
     layer.weight = nn.Parameter(torch.ones(layer.weight.shape), requires_grad=False)
-    home = Counting(layer.weight)
+    handle = Counting(layer.weight)
     outputs = [layer(x.clone().requires_grad_()) for _ in range(3)]
     for index in (1, 0, 2):
         outputs[index].sum().backward()
-    assert home.checked == [1, 0, 2]
+    assert handle.checked == [1, 0, 2]
 
 
 @pytest.mark.parametrize("name", READS)
 def test_what_a_home_refuses_is_not_read(name: str) -> None:
-    layer, home, x, _ = arranged(name, trained=True)
+    layer, handle, x, _ = arranged(name, trained=True)
 
-    def refuse(generation: int = 0) -> int:
-        raise RuntimeError(f"generation {generation}")
+    def refuse(version: int = 0) -> int:
+        raise RuntimeError(f"generation {version}")
 
-    home.arrive = refuse
+    handle.wait_unsharded = refuse
     with pytest.raises(RuntimeError, match="generation 0"):
         layer(x)
-    del home.arrive
-    output, home.check = layer(x.clone().requires_grad_()), refuse
+    del handle.wait_unsharded
+    output, handle.check = layer(x.clone().requires_grad_()), refuse
     with pytest.raises(RuntimeError, match="generation 3"):
         output.sum().backward()
 

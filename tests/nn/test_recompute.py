@@ -11,10 +11,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
-from torch.autograd import gradcheck
-from torch.utils._python_dispatch import TorchDispatchMode
-
 from megatron_llama.distributed.mesh import Place
 from megatron_llama.distributed.recorder import Traffic
 from megatron_llama.engine.build import compute_dtype
@@ -29,10 +25,14 @@ from megatron_llama.nn.functional import (
     swiglu,
 )
 from megatron_llama.nn.linear import column_linear
-from megatron_llama.nn.param_handle import attach_home
+from megatron_llama.nn.param_handle import attach_param_handle
 from megatron_llama.nn.recompute import Recomputable, recomputed
 from megatron_llama.nn.tape import taped
 from megatron_llama.plans.activation_memory import GRANULARITIES, Activations, Granularity
+from torch import Tensor, nn
+from torch.autograd import gradcheck
+from torch.utils._python_dispatch import TorchDispatchMode
+
 from tests.harness import Cluster
 from tests.nn.spmd import numbers, tensor_mesh
 from tests.parallel.cases import MODEL, SEQ_LENGTH, Layout, train, trainer
@@ -123,11 +123,11 @@ class Kept:
         self.grad, self.work = torch.full_like(weight, torch.nan), list[Callable[[], None]]()
         self.written = 0
 
-    def arrive(self) -> int:
+    def wait_unsharded(self) -> int:
         return 0
 
-    def check(self, generation: int) -> None:
-        assert generation == 0
+    def check(self, version: int) -> None:
+        assert version == 0
 
     def buffer(self) -> tuple[Tensor, float]:
         return self.grad, float(self.written > 0)
@@ -135,7 +135,7 @@ class Kept:
     def done(self) -> None:
         self.written += 1
 
-    def defer(self, work: Callable[[], None]) -> bool:
+    def postpone_wgrad(self, work: Callable[[], None]) -> bool:
         self.work.append(work)
         return True
 
@@ -153,8 +153,8 @@ def deferred(place: Place, layout: Run) -> tuple[int, int]:
     config = layout.config()
     _, stage = build(place, config)
     weights = {weight: Kept(weight) for weight in stage.model.layers.parameters()}
-    for weight, home in weights.items():
-        attach_home(weight, home)
+    for weight, handle in weights.items():
+        attach_param_handle(weight, handle)
     length = SEQ_LENGTH // (layout.tp if layout.sp else 1)
     x = torch.randn(length, BATCH, MODEL.hidden_size, dtype=compute_dtype(config), requires_grad=True)
     positions = stage.positions(SEQ_LENGTH, CPU)
@@ -162,13 +162,13 @@ def deferred(place: Place, layout: Run) -> tuple[int, int]:
     gone = weakref.ref(positions)
     del positions
     assert gone() is None, "what a pass has read is kept for weight gradients"
-    held = {storage(t): t.untyped_storage().nbytes() for home in weights.values() for work in home.work for t in tensors_of(work)}
+    held = {storage(t): t.untyped_storage().nbytes() for handle in weights.values() for work in handle.work for t in tensors_of(work)}
     parameters = {storage(weight) for weight in stage.parameters()}
     found = sum(size for key, size in held.items() if key not in parameters)
-    for home in weights.values():
-        for work in home.work:
+    for handle in weights.values():
+        for work in handle.work:
             work()
-        assert home.written == 1 and bool(home.grad.isfinite().all())
+        assert handle.written == 1 and bool(handle.grad.isfinite().all())
     return found, BLOCKS * Activations.of(config).deferred_block(layout.recompute)
 
 
@@ -188,13 +188,13 @@ def test_a_split_pass_makes_the_input_only_with_the_weight_gradient() -> None:
         return x * 2
 
     weight = torch.nn.Parameter(numbers(3, 4, seed=2).detach())
-    home, x = Kept(weight), numbers(5, 2, 4, seed=1)
-    attach_home(weight, home)
+    handle, x = Kept(weight), numbers(5, 2, 4, seed=1)
+    attach_param_handle(weight, handle)
     tp = tensor_mesh(Place(0, 1, 0)).tp
     column_linear(Recomputable(x * 2, make, (x.detach(),)), weight, tp, sequence_parallel=False).sum().backward()
     assert made == [] and torch.equal(x.grad, 2 * weight.sum(0).expand_as(x))
-    home.work[0]()
-    assert made == [1] and torch.allclose(home.grad, (2 * x).sum((0, 1)).expand_as(weight))
+    handle.work[0]()
+    assert made == [1] and torch.allclose(handle.grad, (2 * x).sum((0, 1)).expand_as(weight))
 
 
 Blocks = tuple[nn.Module, Positions, Tensor]
@@ -206,7 +206,7 @@ def blocks_of(recompute: Granularity, place: Place, layout: Run) -> Blocks:
     mesh, stage = build(place, config)
     length = SEQ_LENGTH // (layout.tp if layout.sp else 1)
     seed = torch.Generator().manual_seed(mesh.tp.rank if layout.sp else 0)
-    return stage.model.layers, stage.positions(SEQ_LENGTH, CPU), torch.randn(length, BATCH, MODEL.hidden_size, generator=seed)
+    return (stage.model.layers, stage.positions(SEQ_LENGTH, CPU), torch.randn(length, BATCH, MODEL.hidden_size, generator=seed))
 
 
 def freeze(blocks: nn.Module, frozen: str) -> None:
@@ -267,11 +267,8 @@ def test_frozen_blocks_without_gradient_of_their_input_have_no_backward() -> Non
 
 
 def test_recipes_make_the_same_tensor_without_the_graph() -> None:
-    x, scale = numbers(3, 2, 8, seed=3).detach().bfloat16().requires_grad_(), torch.linspace(0.5, 2, 8).bfloat16()
-    for recipe, plain in (
-        (recomputable_add_norm(x, None, scale, 1e-5)[1], rms_norm(x, scale, 1e-5)),
-        (recomputable_swiglu(x), swiglu(x)),
-    ):
+    x, scale = (numbers(3, 2, 8, seed=3).detach().bfloat16().requires_grad_(), torch.linspace(0.5, 2, 8).bfloat16())
+    for recipe, plain in ((recomputable_add_norm(x, None, scale, 1e-5)[1], rms_norm(x, scale, 1e-5)), (recomputable_swiglu(x), swiglu(x))):
         again = recipe.function(*recipe.sources)
         assert torch.equal(recipe.value, plain) and torch.equal(again, plain) and not again.requires_grad
         assert recipe.value.grad_fn is not None

@@ -10,13 +10,13 @@ from functools import partial
 
 import pytest
 import torch
-from torch import Tensor, nn
-
 from megatron_llama.distributed.mesh import Place
 from megatron_llama.model import llama
 from megatron_llama.nn.functional import added, joined, swiglu
 from megatron_llama.nn.linear import plain_linear
 from megatron_llama.nn.tape import backward, differentiated, taped
+from torch import Tensor, nn
+
 from tests.harness import Cluster
 from tests.nn.spmd import numbers, tensor_mesh
 from tests.parallel.cases import Layout, trainer, whole_parameters
@@ -85,7 +85,10 @@ def test_without_backward_nothing_is_kept() -> None:
 def test_what_is_kept_is_what_autograd_keeps_and_goes_with_the_graph() -> None:
     """Without the collector: nothing that holds a tensor is in a circle."""
     x, first, second = numbers(3, 4, seed=1), numbers(4, 4, seed=2), numbers(4, 4, seed=3)
-    sizes = [kept(lambda run=run: run(x), set()) for run in (lambda y: network(y, first, second), partial(taped, lambda y: network(y, first, second)))]
+    sizes = [
+        kept(lambda run=run: run(x), set())
+        for run in (lambda y: network(y, first, second), partial(taped, lambda y: network(y, first, second)))
+    ]
     assert sizes[0] == sizes[1] > 0
     seen: list[weakref.ref[Tensor]] = []
 

@@ -16,19 +16,19 @@ from typing import Any, cast
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
-
 from megatron_llama.distributed.mesh import Place
 from megatron_llama.model import llama
 from megatron_llama.model.llama import Block, RMSNorm, Stage
 from megatron_llama.nn.context import local_sequence
 from megatron_llama.nn.embedding import VocabParallelEmbedding
 from megatron_llama.nn.linear import ColumnLinear, RowLinear
-from megatron_llama.nn.param_handle import attach_home
+from megatron_llama.nn.param_handle import attach_param_handle
 from megatron_llama.nn.zigzag import zigzag_chunks
 from megatron_llama.plans.params import HFSlice, rank_units
-from tests.parallel.cases import Layout, batch, trainer, whole_parameters
 from tools.overlap.loss import token_losses
+from torch import Tensor, nn
+
+from tests.parallel.cases import Layout, batch, trainer, whole_parameters
 
 Values = dict[str, Tensor]
 TOLERANCE = 1e-10
@@ -97,23 +97,23 @@ class Delivered:
     total: Tensor
     beta: float = 0.0
 
-    def arrive(self) -> int:
-        """See Home."""
+    def wait_unsharded(self) -> int:
+        """See ParamHandle."""
         return 0
 
-    def check(self, generation: int) -> None:
-        """See Home."""
+    def check(self, version: int) -> None:
+        """See ParamHandle."""
 
     def buffer(self) -> tuple[Tensor, float]:
-        """See Home."""
+        """See ParamHandle."""
         beta, self.beta = self.beta, 1.0
         return self.total, beta
 
     def done(self) -> None:
-        """See Home."""
+        """See ParamHandle."""
 
-    def defer(self, work: object) -> bool:
-        """See Home."""
+    def postpone_wgrad(self, work: object) -> bool:
+        """See ParamHandle."""
         return False
 
 
@@ -146,11 +146,11 @@ class Probe:
     def _keep_columns(self, name: str, part: HFSlice, grad: Tensor) -> None:
         self._keep(name, grad[..., part.row : part.row + part.rows])
 
-    def see_weight(self, name: str, parameter: nn.Parameter, home: Delivered) -> None:
+    def see_weight(self, name: str, parameter: nn.Parameter, handle: Delivered) -> None:
         """A parameter and what the layers delivered for it, apart as HuggingFace has them and without padding."""
         for part in self.slices[name]:
             rows = slice(part.row, part.row + part.rows)
-            self.values[part.name], self.gradients[part.name] = parameter.detach()[rows].clone(), home.total[rows].clone()
+            self.values[part.name], self.gradients[part.name] = (parameter.detach()[rows].clone(), handle.total[rows].clone())
 
     def attach(self, stage: Stage) -> None:
         """Look at the inputs and outputs of every layer from now on."""
@@ -180,13 +180,13 @@ def observe(place: Place, layout: Layout) -> tuple[Values, Values]:
     run = trainer(place, layout)
     list(whole_parameters(run))
     stage, mesh, config = run.stages[0], run.mesh, layout.config()
-    stage.on_use = lambda unit, backward: None  # every weight has been gathered, and no plan is followed
+    stage.on_weight_access = lambda unit, backward: None  # every weight has been gathered, and no plan is followed
     specs = [spec for unit in rank_units(config, tp_rank=mesh.tp.rank)[0] for spec in unit.params]
     probe = Probe({spec.name: spec.slices for spec in specs})
     parameters = dict(stage.named_parameters())
-    homes = {name: Delivered(torch.full_like(parameter, float("nan"))) for name, parameter in parameters.items()}
+    handles = {name: Delivered(torch.full_like(parameter, float("nan"))) for name, parameter in parameters.items()}
     for name, parameter in parameters.items():
-        attach_home(parameter, homes[name])
+        attach_param_handle(parameter, handles[name])
     probe.attach(stage)
 
     data = batch(SAMPLES, documents=True)
@@ -206,7 +206,7 @@ def observe(place: Place, layout: Layout) -> tuple[Values, Values]:
     probe.see("loss", loss)
     loss.backward()  # type: ignore[no-untyped-call]
     for name, parameter in parameters.items():
-        probe.see_weight(name, parameter, homes[name])
+        probe.see_weight(name, parameter, handles[name])
     return probe.values, probe.gradients
 
 
@@ -216,4 +216,4 @@ def unfuse_inputs(values: Values, gradients: Values) -> None:
         prefix = name.removesuffix("qkv_proj in")
         through = {part: gradients[f"{prefix}{part}_proj out"] @ values[f"{prefix}{part}_proj.weight"] for part in "qkv"}
         values[f"{prefix}q_proj in"] = values[f"{prefix}kv_proj in"] = values[name]
-        gradients[f"{prefix}q_proj in"], gradients[f"{prefix}kv_proj in"] = through["q"], through["k"] + through["v"]
+        gradients[f"{prefix}q_proj in"], gradients[f"{prefix}kv_proj in"] = (through["q"], through["k"] + through["v"])

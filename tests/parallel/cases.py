@@ -13,8 +13,6 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal, get_args
 
 import torch
-from torch import Tensor
-
 from megatron_llama.config.schema import Config, LoraConfig, ModelConfig, OffloadConfig, OptimizerConfig, ParallelConfig, TrainingConfig
 from megatron_llama.data.loader import Batch
 from megatron_llama.distributed.mesh import Mesh, Place, build_mesh
@@ -23,10 +21,12 @@ from megatron_llama.engine.offload.copies import Copies
 from megatron_llama.engine.optimizer import OverlappedDistributedOptimizer
 from megatron_llama.model.init import InitialWeights
 from megatron_llama.model.llama import Stage, build_stages
-from megatron_llama.nn.param_handle import home_of
+from megatron_llama.nn.param_handle import param_handle_of
 from megatron_llama.pipeline.runtime import PipelineRuntime
 from megatron_llama.plans.params import Rectangle, hf_shapes, rank_units
-from megatron_llama.plans.weight_access import Use
+from megatron_llama.plans.weight_access import WeightAccess
+from torch import Tensor
+
 from tests.harness import Cluster
 
 MODEL = ModelConfig(
@@ -165,7 +165,9 @@ class Layout:
         """The configuration with the numbers of a step, as plans need them."""
         config = self.config()
         micro = GLOBAL_BATCH_SIZE // (self.dp * self.microbatches)
-        sizes = replace(config.training, seq_length=SEQ_LENGTH, micro_batch_size=micro, global_batch_size=micro * self.dp * self.microbatches)
+        sizes = replace(
+            config.training, seq_length=SEQ_LENGTH, micro_batch_size=micro, global_batch_size=micro * self.dp * self.microbatches
+        )
         return replace(config, training=sizes, data=replace(config.data, eod_mask_loss=self.documents))
 
 
@@ -247,13 +249,13 @@ def whole_parameters(run: Trainer) -> Iterator[tuple[str, Tensor]]:
     parameters = {name: parameter for stage in run.stages.values() for name, parameter in stage.named_parameters()}
     config, mesh = run.layout.config(), run.mesh
     units = [unit for stage in rank_units(config, rank=mesh.pp.rank, tp_rank=mesh.tp.rank) for unit in stage]
-    run.optimizer.begin_evaluation([Use(number, backward=False) for number in range(len(units))])
+    run.optimizer.begin_evaluation([WeightAccess(number, backward=False) for number in range(len(units))])
     for number, unit in enumerate(units):
-        run.optimizer.use(number, False)
+        run.optimizer.access(number, False)
         for spec in unit.params:
-            home = home_of(parameters[spec.name])
-            assert home is not None
-            home.arrive()
+            handle = param_handle_of(parameters[spec.name])
+            assert handle is not None
+            handle.wait_unsharded()
             yield spec.name, parameters[spec.name].detach()
 
 

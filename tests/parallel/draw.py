@@ -15,6 +15,7 @@ from megatron_llama.distributed.mesh import Place
 from megatron_llama.errors import ConfigError
 from megatron_llama.plans.resolve import check
 from megatron_llama.plans.schedule import ScheduleError, placement_of, schedule_named
+
 from tests.harness import Cluster
 from tests.parallel.cases import GLOBAL_BATCH_SIZE, SEQ_LENGTH, STRATEGIES, Layout, Record, Reference, Schedule, train
 

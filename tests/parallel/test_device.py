@@ -10,11 +10,11 @@ from dataclasses import replace
 
 import pytest
 import torch
-
 from megatron_llama.data.upload import Upload
 from megatron_llama.distributed import device as devices
 from megatron_llama.distributed.mesh import Place
 from megatron_llama.metrics.readback import Readback
+
 from tests.parallel.cases import OPTIMIZER, STRATEGIES, Layout, Trainer, trainer
 
 pytestmark = pytest.mark.gpu
@@ -41,7 +41,11 @@ def test_a_step_allocates_nothing_on_the_device(strategy: str) -> None:
         assert after[counter] == before[counter], counter
 
 
-@pytest.mark.parametrize("layout", [*(Layout(strategy=s, bf16=True) for s in STRATEGIES), Layout(bf16=True, documents=True, microbatches=2)], ids=lambda layout: f"{layout.strategy} {layout.name}")
+@pytest.mark.parametrize(
+    "layout",
+    [*(Layout(strategy=s, bf16=True) for s in STRATEGIES), Layout(bf16=True, documents=True, microbatches=2)],
+    ids=lambda layout: f"{layout.strategy} {layout.name}",
+)
 def test_the_host_never_waits_for_the_device(layout: Layout) -> None:
     """From the batches, which come as they do in training, to the numbers of the step, which are read when the next one is under way."""
     run, later = on_device(layout), list[Readback]()
@@ -56,7 +60,7 @@ def test_the_host_never_waits_for_the_device(layout: Layout) -> None:
             upload.wait()
             current, batches = batches, upload.send(run.batches(index + 1))
             loss = run.runtime.step(current)
-            update = run.optimizer.step(OPTIMIZER.lr, clip=layout.clip, veto=loss.isfinite().logical_not().to(torch.float64))
+            update = run.optimizer.step(OPTIMIZER.lr, clip=layout.clip, skip_update=loss.isfinite().logical_not().to(torch.float64))
             later.append(Readback((loss, update.grad_norm)))
             if len(later) > 1:
                 assert all(map(math.isfinite, later[-2].read()))

@@ -8,8 +8,8 @@ import threading
 import pytest
 import torch
 import torch.distributed as dist
-
 from megatron_llama.distributed.mesh import Place
+
 from tests.harness import Cluster, WorkerError
 
 

@@ -6,9 +6,9 @@ from dataclasses import replace
 
 import pytest
 import torch
-
 from megatron_llama.distributed.mesh import Place
 from megatron_llama.model.llama import Stage
+
 from tests.harness import Cluster
 from tests.parallel.cases import Layout, Trainer, trainer
 
@@ -56,14 +56,14 @@ ALONE = [
 def test_one_process(layout: Layout, chunk: int) -> None:
     """In fp64, where another order of sums does not show."""
     layout = replace(layout, fp64=True, layers=1)
-    (found, *cut), (expected, *whole) = trained(Place(0, 1, 0), layout, chunk), trained(Place(0, 1, 0), layout, 10**9)
+    (found, *cut), (expected, *whole) = (trained(Place(0, 1, 0), layout, chunk), trained(Place(0, 1, 0), layout, 10**9))
     assert (cut, whole) == ([chunk < 10**9] * 2, [False] * 2)
     assert found == pytest.approx(expected, rel=1e-12)
 
 
 def test_bf16() -> None:
     layout = Layout(bf16=True, layers=1)
-    (found, cut, _), (expected, *_) = trained(Place(0, 1, 0), layout, 5 * 384), trained(Place(0, 1, 0), layout, 10**9)
+    (found, cut, _), (expected, *_) = (trained(Place(0, 1, 0), layout, 5 * 384), trained(Place(0, 1, 0), layout, 10**9))
     assert cut and found == pytest.approx(expected, rel=5e-3)
 
 
@@ -95,7 +95,9 @@ def test_never_more_scores_than_a_chunk() -> None:
     with_chunks(run, 4 * 384)
 
     class Products(torch.overrides.TorchFunctionMode):
-        def __torch_function__(self, function: object, types: object, args: tuple[object, ...] = (), kwargs: dict[str, object] | None = None) -> object:
+        def __torch_function__(
+            self, function: object, types: object, args: tuple[object, ...] = (), kwargs: dict[str, object] | None = None
+        ) -> object:
             found = function(*args, **(kwargs or {}))  # type: ignore[operator]
             if isinstance(found, torch.Tensor) and found.dim() > 1 and 384 in found.shape:
                 shapes.append(found.shape)

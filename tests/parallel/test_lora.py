@@ -6,11 +6,11 @@ from dataclasses import replace
 
 import pytest
 import torch
+from megatron_llama.distributed.mesh import Place
+from megatron_llama.plans.buckets import rank_bucket_plan
+from megatron_llama.plans.params import Rectangle, adapter_shapes, hf_shapes, is_adapter
 from torch import Tensor
 
-from megatron_llama.distributed.mesh import Place
-from megatron_llama.plans.buckets import rank_layout
-from megatron_llama.plans.params import Rectangle, adapter_shapes, hf_shapes, is_adapter
 from tests.harness import Cluster
 from tests.parallel.cases import (
     GLOBAL_BATCH_SIZE,
@@ -90,7 +90,9 @@ def test_nothing_but_the_additions_changes(single: dict[Layout, Record]) -> None
 
 
 def test_frozen_additions_stay(single: dict[Layout, Record]) -> None:
-    changed = {name.split(".")[2] for name, weight in merged([single[FEWER]]).items() if not torch.equal(weight, drawn(name, tuple(weight.shape)))}
+    changed = {
+        name.split(".")[2] for name, weight in merged([single[FEWER]]).items() if not torch.equal(weight, drawn(name, tuple(weight.shape)))
+    }
     assert changed == {"1", "3"}
 
 
@@ -124,13 +126,15 @@ def test_every_layout_trains_the_same(cluster: Cluster, single: dict[Layout, Rec
     assert ours.keys() == theirs.keys()
     for name, weight in theirs.items():
         # Adam's first steps have the size of the learning rate whatever that of the gradient: rounding may turn one of six.
-        torch.testing.assert_close(ours[name], weight, rtol=0, atol=2e-5 if is_adapter(name) else 0.0, msg=lambda text, name=name: f"{name}: {text}")
+        torch.testing.assert_close(
+            ours[name], weight, rtol=0, atol=2e-5 if is_adapter(name) else 0.0, msg=lambda text, name=name: f"{name}: {text}"
+        )
 
 
 @pytest.mark.parametrize("strategy", ["no_shard", "optim", "optim_grads", "optim_grads_params"])
 def test_a_step_sends_gradients_of_the_additions_alone(cluster: Cluster, strategy: str) -> None:
     layout = replace(ONE, dp=2, strategy=strategy, microbatches=2)  # type: ignore[arg-type]
-    buckets = rank_layout(layout.config(), dp=2).buckets
+    buckets = rank_bucket_plan(layout.config(), dp=2).buckets
     trained = [bucket for bucket in buckets if bucket.kind.trainable]
     shapes = adapter_shapes(layout.config().model, layout.config().lora)
     real = sum(rows * columns for rows, columns in shapes.values())
@@ -156,5 +160,5 @@ def kept_for_training(place: Place, layout: Layout) -> tuple[int, int, int]:
 
 def test_frozen_weights_have_no_gradients_and_no_moments(cluster: Cluster) -> None:
     layout = replace(ONE, dp=2)
-    trained = sum(bucket.numel for bucket in rank_layout(layout.config(), dp=2).buckets if bucket.kind.adapter)
+    trained = sum(bucket.numel for bucket in rank_bucket_plan(layout.config(), dp=2).buckets if bucket.kind.adapter)
     assert cluster.run(2, kept_for_training, layout)[0] == (trained, trained // 2, trained)

@@ -154,7 +154,7 @@ def test_optim_and_optim_grads_are_bitwise_equal_with_one_microbatch(cluster: Cl
 def test_bucket_size_does_not_change_bits(cluster: Cluster, strategy: str, bucket: int) -> None:
     """Without clipping: the norm sums squares per bucket, so its last bit may depend on where buckets end."""
     layout = Layout(dp=4, strategy=strategy, microbatches=2, clip=0.0, steps=5)
-    one, other = cluster.run(4, train, layout), cluster.run(4, train, replace(layout, bucket=bucket))
+    one, other = (cluster.run(4, train, layout), cluster.run(4, train, replace(layout, bucket=bucket)))
     assert one[0].losses == other[0].losses
     assert one[0].parameters != "" and [r.parameters for r in one] == [r.parameters for r in other]
     _assert_same_weights(one, other)

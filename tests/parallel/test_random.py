@@ -11,12 +11,12 @@ from pathlib import Path
 
 import pytest
 import torch
-
 from megatron_llama.distributed.mesh import Place
 from megatron_llama.model.llama import Positions, Stage
 from megatron_llama.nn.context import local_sequence
 from megatron_llama.plans.buckets import Kind
 from megatron_llama.plans.schedule import schedule_named
+
 from tests.harness import Cluster
 from tests.parallel.cases import (
     GLOBAL_BATCH_SIZE,

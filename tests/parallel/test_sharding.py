@@ -11,9 +11,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
-
 from megatron_llama.distributed.comm.streams import _put
 from megatron_llama.distributed.mesh import Place, build_mesh
 from megatron_llama.engine.build import build_optimizer
@@ -22,9 +19,12 @@ from megatron_llama.engine.optimizer import OverlappedDistributedOptimizer, _ear
 from megatron_llama.errors import ConfigError
 from megatron_llama.model.llama import Positions, build_stages
 from megatron_llama.nn.functional import added
-from megatron_llama.nn.param_handle import home_of
-from megatron_llama.plans.buckets import rank_layout
+from megatron_llama.nn.param_handle import param_handle_of
+from megatron_llama.plans.buckets import rank_bucket_plan
 from megatron_llama.plans.memory import host_buffer_bytes, squares_bytes, state_bytes
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
 from tests.harness import Cluster
 from tests.parallel.cases import MODEL, OPTIMIZER, STRATEGIES, Layout, Record, Trainer, merged, train, trainer
 
@@ -94,7 +94,7 @@ def order_of(place: Place, layout: Layout) -> list[str]:
 
 def test_without_clipping_updates_and_gathers_begin_in_backward(cluster: Cluster) -> None:
     layout = Layout(dp=2, clip=0.0, early=True)
-    buckets = rank_layout(layout.config(), dp=2)
+    buckets = rank_bucket_plan(layout.config(), dp=2)
     for events in cluster.run(2, order_of, layout):
         cut = events.index("backward is over")
         early = [int(event.split()[1]) for event in events[:cut] if event.startswith("gather")]
@@ -109,7 +109,7 @@ def test_with_clipping_gathers_follow_the_norm_in_forward_order(cluster: Cluster
     for events in cluster.run(2, order_of, layout):
         cut = events.index("backward is over")
         assert not [event for event in events[:cut] if event.startswith("gather")]
-        assert events[cut + 1 :] == [f"gather {bucket}" for bucket in rank_layout(layout.config(), dp=2).forward_order]
+        assert events[cut + 1 :] == [f"gather {bucket}" for bucket in rank_bucket_plan(layout.config(), dp=2).forward_order]
 
 
 def held(place: Place, layout: Layout) -> tuple[int, int, int]:
@@ -124,7 +124,7 @@ def held(place: Place, layout: Layout) -> tuple[int, int, int]:
     tensors = [*slots, *gradients, *engine.weights.own, *engine.gradients.shards.values(), *engine.masters]
     tensors += [tensor for bucket in engine.gradients.trainable for tensor in engine.update.state(bucket).values() if tensor.dim()]
     storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in tensors}
-    return sum(slot.numel() for slot in slots), sum(slot.numel() for slot in gradients), sum(storages.values())
+    return (sum(slot.numel() for slot in slots), sum(slot.numel() for slot in gradients), sum(storages.values()))
 
 
 @pytest.mark.parametrize(
@@ -139,7 +139,7 @@ def held(place: Place, layout: Layout) -> tuple[int, int, int]:
     ids=lambda layout: layout.name,
 )
 def test_what_is_held_is_what_the_dry_run_prints(cluster: Cluster, layout: Layout) -> None:
-    plan = rank_layout(layout.config(), dp=layout.dp)
+    plan = rank_bucket_plan(layout.config(), dp=layout.dp)
     for parameters, gradients, total in cluster.run(layout.world_size, held, layout):
         assert parameters == sum(plan.parameter_slot_numel().values())
         assert gradients == sum(plan.gradient_slot_numel().values())
@@ -148,7 +148,7 @@ def test_what_is_held_is_what_the_dry_run_prints(cluster: Cluster, layout: Layou
 
 def test_two_slots_hold_two_blocks_and_one_end(cluster: Cluster) -> None:
     layout = Layout(dp=2, strategy=PARAMS)
-    plan = rank_layout(layout.config(), dp=2)
+    plan = rank_bucket_plan(layout.config(), dp=2)
     (block,) = [b for b in plan.unit_buckets[1] if not plan.resident(b)]
     (end,) = plan.unit_buckets[0]
     norms = sum(bucket.numel for bucket in plan.buckets if bucket.kind.lasting)
@@ -213,7 +213,7 @@ def test_no_byte_is_copied_to_or_from_a_message(cluster: Cluster, layout: Layout
 def test_what_is_copied_where_it_must_be(cluster: Cluster) -> None:
     """With two slots a shard lives apart and is put into its place by every gather: 1/dp of what was gathered, nothing else."""
     layout = Layout(dp=2, strategy=PARAMS)
-    plan = rank_layout(layout.config(), dp=2)
+    plan = rank_bucket_plan(layout.config(), dp=2)
     shards = {bucket.index: plan.shard_numel(bucket.index) * 4 for bucket in plan.buckets if not plan.resident(bucket.index)}
     kept = {bucket for unit in (0, layout.layers - 1, layout.layers, layout.layers + 1) for bucket in plan.unit_buckets[unit]}
     expected = sum(size * (1 if bucket in kept else 2) for bucket, size in shards.items())
@@ -237,7 +237,7 @@ def copied_by_step(place: Place, layout: Layout) -> dict[str, int]:
 def test_a_step_copies_no_weights_in_the_callers_thread(cluster: Cluster, clip: float) -> None:
     """Also not those that were updated during backward and are gathered only now."""
     layout = Layout(dp=2, bf16=True, clip=clip)
-    buckets = rank_layout(layout.config(), dp=2)
+    buckets = rank_bucket_plan(layout.config(), dp=2)
     assert sum(_updated_early(buckets, bucket.index) for bucket in buckets.buckets) > len(list(_early_gathers(buckets)))
     assert cluster.run(2, copied_by_step, layout) == [{}] * 2
 
@@ -246,15 +246,15 @@ def gathered_by(place: Place, layout: Layout) -> list[str]:
     """Uses and gathers of one step, in order."""
     run = trainer(place, layout)
     run.step(0)
-    recorder, use = run.mesh.recorder, run.optimizer.use
+    recorder, access = run.mesh.recorder, run.optimizer.access
     recorder.events = []
     for stage in run.stages.values():
 
         def noted(unit: int, backward: bool) -> None:
             recorder.event(f"use {'B' if backward else 'F'}{unit}")
-            use(unit, backward)
+            access(unit, backward)
 
-        stage.on_use = noted
+        stage.on_weight_access = noted
     run.step(1)
     return [event for event in recorder.events if event.startswith(("use", "gather"))]
 
@@ -262,7 +262,7 @@ def gathered_by(place: Place, layout: Layout) -> list[str]:
 def test_prefetching_goes_as_far_as_the_bytes_allow(cluster: Cluster) -> None:
     """With three slots two blocks are on their way while one computes; with a limit of one byte a single one is."""
     layout = Layout(dp=2, strategy=PARAMS, slots="3", layers=6)
-    plan = rank_layout(layout.config(), dp=2)
+    plan = rank_bucket_plan(layout.config(), dp=2)
     block = {unit: next(b for b in plan.unit_buckets[unit] if not plan.resident(b)) for unit in range(1, 7)}
     far, near = (cluster.run(2, gathered_by, replace(layout, prefetch=prefetch)) for prefetch in (0, 1))
     assert far[0] == far[1] and near[0] == near[1] and sorted(far[0]) == sorted(near[0])
@@ -286,7 +286,7 @@ def chunks_of(place: Place, chunk_bytes: int) -> int:
 
 
 def test_messages_go_in_chunks_of_the_option(cluster: Cluster) -> None:
-    buckets = rank_layout(Layout(dp=2).config(), dp=2).buckets
+    buckets = rank_bucket_plan(Layout(dp=2).config(), dp=2).buckets
     for chunk_bytes in (1 << 20, 1 << 12):
         expected = sum(-(-bucket.numel // 2 * 4 // chunk_bytes) for bucket in buckets)
         assert cluster.run(2, chunks_of, chunk_bytes) == [expected] * 2
@@ -318,7 +318,7 @@ def least_chunk(place: Place, layout: Layout, least: int) -> str:
 )
 def test_chunks_that_are_too_small_are_refused_by_all_ranks(cluster: Cluster, layout: Layout, itemsize: int) -> None:
     """Of two ranks of a pipeline one alone may have messages that are too long."""
-    largest = max(bucket.numel for rank in range(layout.pp) for bucket in rank_layout(layout.config(), dp=2, rank=rank).buckets) // 2
+    largest = max(bucket.numel for rank in range(layout.pp) for bucket in rank_bucket_plan(layout.config(), dp=2, rank=rank).buckets) // 2
     assert 1 << 15 < largest < 1 << 18
     least = -(-largest // (1 << 15)) * itemsize
     expected = f"at least {least}, which cuts the largest message into 32768 pieces"
@@ -339,25 +339,25 @@ def broken(place: Place, how: str) -> str:
 
 def read_without_use(run: Trainer, engine: OverlappedDistributedOptimizer, parameters: dict[str, torch.Tensor]) -> None:
     """Block 3 has the slot of block 1."""
-    engine.begin_evaluation(run.runtime._plan(True, 1).uses)
-    home = home_of(parameters["model.layers.3.mlp.down_proj.weight"])
-    assert home is not None
-    home.arrive()
+    engine.begin_evaluation(run.runtime._plan(True, 1).accesses)
+    handle = param_handle_of(parameters["model.layers.3.mlp.down_proj.weight"])
+    assert handle is not None
+    handle.wait_unsharded()
 
 
 def stale_generation(run: Trainer, engine: OverlappedDistributedOptimizer, parameters: dict[str, torch.Tensor]) -> None:
     """An update between forward and backward."""
-    home = home_of(parameters["model.norm.weight"])
-    assert home is not None
-    generation = home.arrive()
+    handle = param_handle_of(parameters["model.norm.weight"])
+    assert handle is not None
+    version = handle.wait_unsharded()
     run.step(1)
-    home.check(generation)
+    handle.check(version)
 
 
 def out_of_order(run: Trainer, engine: OverlappedDistributedOptimizer, parameters: dict[str, torch.Tensor]) -> None:
     """Unit 2 before unit 0."""
-    engine.begin_evaluation(run.runtime._plan(True, 1).uses)
-    engine.use(2, False)
+    engine.begin_evaluation(run.runtime._plan(True, 1).accesses)
+    engine.access(2, False)
 
 
 def unused_in_forward(run: Trainer, engine: OverlappedDistributedOptimizer, parameters: dict[str, torch.Tensor]) -> None:
@@ -427,7 +427,7 @@ def largest_temporary(place: Place, layout: Layout) -> int:
 
 @pytest.mark.parametrize("layout", [Layout(dp=2, strategy="no_shard"), Layout(dp=2, bf16=True)], ids=lambda layout: layout.name)
 def test_the_largest_temporary_is_that_of_the_formula(cluster: Cluster, layout: Layout) -> None:
-    expected = squares_bytes(layout.config(), rank_layout(layout.config(), dp=layout.dp))
+    expected = squares_bytes(layout.config(), rank_bucket_plan(layout.config(), dp=layout.dp))
     assert cluster.run(2, largest_temporary, layout) == [expected] * 2
 
 
@@ -446,7 +446,7 @@ def _wire(layout: Layout) -> torch.dtype | None:
     ids=lambda layout: layout.name,
 )
 def test_receive_buffers_are_those_of_the_formula(cluster: Cluster, layout: Layout) -> None:
-    expected = host_buffer_bytes(layout.config(), rank_layout(layout.config(), dp=layout.dp), dp=layout.dp)
+    expected = host_buffer_bytes(layout.config(), rank_bucket_plan(layout.config(), dp=layout.dp), dp=layout.dp)
     assert max(cluster.run(layout.world_size, receive_bytes, layout)) == expected, "the last rank may have a smaller part"
     assert (expected > 0) is (layout.dp > 1)
 
@@ -456,7 +456,7 @@ def test_there_are_as_many_receive_buffers_as_gradient_slots(cluster: Cluster, g
     """Those of the blocks, one fewer (but one) of embedding and head, and one of the norms: each for the part that the other rank has
     of the largest bucket."""
     layout = Layout(dp=2, strategy=PARAMS, grad_slots=grad_slots)
-    plan = rank_layout(layout.config(), dp=2)
+    plan = rank_bucket_plan(layout.config(), dp=2)
     largest = max(bucket.numel for bucket in plan.buckets)
     assert len(plan.buckets) > buffers == len(plan.gradient_slot_numel())
     assert cluster.run(2, receive_bytes, layout) == [buffers * largest // 2 * 4] * 2

@@ -7,14 +7,14 @@ from dataclasses import astuple, dataclass, replace
 
 import pytest
 import torch
-from torch import Tensor
-
 from megatron_llama.distributed.mesh import Place
 from megatron_llama.engine.optimizer import _early_gathers, _updated_early
 from megatron_llama.planner.messages import Messages, step_messages
 from megatron_llama.planner.trace.run import trace_run
-from megatron_llama.plans.buckets import Bucket, ShardLayout, rank_layout
+from megatron_llama.plans.buckets import Bucket, BucketPlan, rank_bucket_plan
 from megatron_llama.plans.memory import MemoryPlan, peak_of
+from torch import Tensor
+
 from tests.harness import Cluster
 from tests.parallel.cases import STRATEGIES, Layout, trainer
 from tests.plans.test_activation_memory import Live, Saved, storage
@@ -68,8 +68,8 @@ def planned_saved(plan: MemoryPlan, rank: int) -> int:
     return peak_of(plan.schedule.ranks[rank], each, [0 for _ in stages])
 
 
-def _buckets(layout: Layout, rank: Counted) -> ShardLayout:
-    return rank_layout(layout.config(), dp=layout.dp * layout.cp, tp_rank=rank.tp_rank, rank=rank.pp_rank)
+def _buckets(layout: Layout, rank: Counted) -> BucketPlan:
+    return rank_bucket_plan(layout.config(), dp=layout.dp * layout.cp, tp_rank=rank.tp_rank, rank=rank.pp_rank)
 
 
 TENSOR = [Layout(tp=2), Layout(tp=2, microbatches=4), Layout(tp=2, sp=True), Layout(tp=2, sp=True, microbatches=4)]
@@ -134,7 +134,7 @@ def test_step_sends_and_holds_exactly_what_is_planned_and_traced(cluster: Cluste
             assert planned_saved(plan, counted.pp_rank) == pytest.approx(counted.saved, rel=0.01), f"rank {rank}"
 
 
-def _order(layout: Layout, buckets: ShardLayout, stage: int) -> list[str]:
+def _order(layout: Layout, buckets: BucketPlan, stage: int) -> list[str]:
     """Events of one stage over a step of one-forward-one-backward: complete buckets in backward order, in every round."""
     rounds = layout.microbatches if layout.strategy in ("optim_grads", "optim_grads_params") else 1
     own: list[Bucket] = [bucket for bucket in buckets.buckets if bucket.kind.stage == stage]
@@ -209,7 +209,7 @@ def test_what_backward_waits_for_first_goes_first(slots: str, gathered: int, clu
 
 def test_gathers_in_backward_are_spread_and_leave_the_first_units_alone() -> None:
     for config in (Layout(dp=2, bucket=1, layers=12), Layout(dp=2, bucket=20_000, layers=12), Layout(dp=2, bucket=10**9)):
-        layout = rank_layout(config.config(), dp=2)
+        layout = rank_bucket_plan(config.config(), dp=2)
         early = sorted(_early_gathers(layout))
         assert not {bucket for unit in layout.unit_buckets[:2] for bucket in unit} & set(early)
         for end in range(len(layout.buckets)):
@@ -232,7 +232,7 @@ def test_gathers_in_backward_are_spread_and_leave_the_first_units_alone() -> Non
 )
 def test_gathers_in_backward_are_of_what_is_updated_there(layout: Layout) -> None:
     """A third of that, however much there is beside it that is frozen, or has to be summed over copies."""
-    buckets = rank_layout(replace(layout, layers=12).config(), dp=2)
+    buckets = rank_bucket_plan(replace(layout, layers=12).config(), dp=2)
     early = set(_early_gathers(buckets))
     updated = [bucket for bucket in buckets.buckets if _updated_early(buckets, bucket.index)]
     assert all(bucket.kind.trainable and not bucket.kind.partial and not bucket.kind.lasting for bucket in updated)

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
-
 from megatron_llama.distributed.mesh import Place
 from megatron_llama.metrics.readback import Readback
+from torch.utils._python_dispatch import TorchDispatchMode
+
 from tests.parallel.cases import OPTIMIZER, Layout, trainer
 
 ASKING = frozenset({"_local_scalar_dense", "nonzero", "masked_select", "unique", "_unique2", "equal", "is_nonzero", "bincount"})
@@ -52,7 +52,7 @@ def test_a_step_asks_for_nothing(layout: Layout) -> None:
             if layout.early:
                 run.optimizer.begin_update(OPTIMIZER.lr, clip=layout.clip)
             loss = run.runtime.step(step)
-            update = run.optimizer.step(OPTIMIZER.lr, clip=layout.clip, veto=loss.isfinite().logical_not().to(torch.float64))
+            update = run.optimizer.step(OPTIMIZER.lr, clip=layout.clip, skip_update=loss.isfinite().logical_not().to(torch.float64))
             later = Readback((loss, update.grad_norm, update.skipped, update.loss_scale))
     assert asked.found == []
     assert later.read()[2] == 0.0

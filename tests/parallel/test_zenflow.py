@@ -10,8 +10,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch import Tensor
-
 from megatron_llama.checkpoint import native
 from megatron_llama.checkpoint.chunks import regions
 from megatron_llama.checkpoint.columns import column_pieces, zenflow_of
@@ -20,8 +18,10 @@ from megatron_llama.distributed.mesh import Place
 from megatron_llama.engine.offload.windows import Step
 from megatron_llama.engine.offload.zenflow import ZenFlow
 from megatron_llama.errors import OffloadError
-from megatron_llama.plans.buckets import rank_layout
+from megatron_llama.plans.buckets import rank_bucket_plan
 from megatron_llama.plans.offload import offload_plan
+from torch import Tensor
+
 from tests.checkpoint.cases import copies, merged, same, state_at
 from tests.harness import Cluster
 from tests.parallel.cases import MODEL, OPTIMIZER, STRATEGIES, Layout, Trainer, train, trainer
@@ -165,7 +165,7 @@ def test_the_same_columns_are_chosen_in_every_layout(
         if layout.dp > 1 and layout.strategy != "no_shard":
             sums, largest = columns + separate, sum(hidden.values())
             assert sent["dp"] == 4 * (sums + largest), "a number for each column to be summed, and one to agree on"
-        elements = sum(bucket.numel for bucket in rank_layout(layout.config(), dp=layout.dp).buckets)
+        elements = sum(bucket.numel for bucket in rank_bucket_plan(layout.config(), dp=layout.dp).buckets)
         assert 30 * sum(sent.values()) < 4 * elements
 
 

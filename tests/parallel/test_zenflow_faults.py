@@ -7,13 +7,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch import Tensor
-
 from megatron_llama.checkpoint import native
 from megatron_llama.config.schema import ZenFlowConfig
 from megatron_llama.distributed.mesh import Place
 from megatron_llama.engine.replicas import check_replicas
 from megatron_llama.errors import OffloadError, TrainingError
+from torch import Tensor
+
 from tests.checkpoint.cases import state_at
 from tests.engine.test_offload import Broken
 from tests.harness import Cluster

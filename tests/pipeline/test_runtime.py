@@ -9,15 +9,15 @@ from dataclasses import dataclass, replace
 
 import pytest
 import torch
-from torch import Tensor
-
 from megatron_llama.config.schema import Config
 from megatron_llama.distributed.mesh import Mesh, Place, build_mesh
 from megatron_llama.model.llama import Stage, build_stages
 from megatron_llama.model.load import load_stages, rank_specs
 from megatron_llama.pipeline.runtime import Engine, FixedWeights, PipelineRuntime
 from megatron_llama.plans.params import is_frozen
-from megatron_llama.plans.weight_access import Use
+from megatron_llama.plans.weight_access import WeightAccess
+from torch import Tensor
+
 from tests.harness import Cluster
 from tests.parallel.cases import GLOBAL_BATCH_SIZE, SEQ_LENGTH, Layout, Trainer, batch, initial_weights, trainer
 
@@ -165,18 +165,18 @@ class Recording(FixedWeights):
     """Writes down which uses it was told of in advance, and which came."""
 
     def __init__(self) -> None:
-        self.planned, self.used = list[Sequence[Use]](), list[list[Use]]()
+        self.planned, self.used = list[Sequence[WeightAccess]](), list[list[WeightAccess]]()
 
-    def begin_step(self, microbatches: int, uses: Sequence[Use]) -> Tensor:
-        self.begin_evaluation(uses)
+    def begin_step(self, microbatches: int, accesses: Sequence[WeightAccess]) -> Tensor:
+        self.begin_evaluation(accesses)
         return torch.ones(())
 
-    def begin_evaluation(self, uses: Sequence[Use]) -> None:
-        self.planned.append(uses)
+    def begin_evaluation(self, accesses: Sequence[WeightAccess]) -> None:
+        self.planned.append(accesses)
         self.used.append([])
 
-    def use(self, unit: int, backward: bool) -> None:
-        self.used[-1].append(Use(unit, backward))
+    def access(self, unit: int, backward: bool) -> None:
+        self.used[-1].append(WeightAccess(unit, backward))
 
 
 Gradients = dict[tuple[int, str], Tensor | None]
@@ -195,13 +195,13 @@ def announced(place: Place, layout: Layout) -> Gradients:
         for parameter in parameters.values():
             parameter.grad = None if run == runtime.step else parameter.grad
         run(batches)
-    assert engine.used == [list(uses) for uses in engine.planned]
+    assert engine.used == [list(accesses) for accesses in engine.planned]
     training, evaluation, *again = engine.planned
     assert again[0] is training and again[1] is evaluation, "made once"
     units = sum(stage.units for stage in stages.values())
-    forward = [Use(unit, False) for unit in range(units)]
-    assert {use for use in training if not use.backward} == set(forward)
-    assert sorted(evaluation, key=lambda use: use.unit) == [use for use in forward for _ in batches]
+    forward = [WeightAccess(unit, False) for unit in range(units)]
+    assert {access for access in training if not access.backward} == set(forward)
+    assert sorted(evaluation, key=lambda access: access.unit) == [access for access in forward for _ in batches]
     return {(mesh.pp.rank, name): parameter.grad for name, parameter in parameters.items()}
 
 

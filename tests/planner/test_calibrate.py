@@ -8,7 +8,6 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-
 from megatron_llama.cli import main
 from megatron_llama.errors import ConfigError
 from megatron_llama.planner.calibration import HOST, Calibration, as_json, calibration_of, read_calibration
@@ -19,8 +18,36 @@ from megatron_llama.planner.kernels import Kernels
 from megatron_llama.planner.measurements import Device, Point, coefficients_of, job_of_step, lines
 from megatron_llama.planner.steps import estimate
 
-SMALL = ["--hidden-size", "64", "--intermediate-size", "128", "--num-hidden-layers", "2", "--num-attention-heads", "4", "--vocab-size", "512", "--seq-length", "64", "--global-batch-size", "8"]
-RUN = ["pretrain", *SMALL, "--train-iters", "1", "--dry-run", "--world-size", "4", "--micro-batch-size", "1", "--pipeline-model-parallel-size", "1", "--auto-parallel"]
+SMALL = [
+    "--hidden-size",
+    "64",
+    "--intermediate-size",
+    "128",
+    "--num-hidden-layers",
+    "2",
+    "--num-attention-heads",
+    "4",
+    "--vocab-size",
+    "512",
+    "--seq-length",
+    "64",
+    "--global-batch-size",
+    "8",
+]
+RUN = [
+    "pretrain",
+    *SMALL,
+    "--train-iters",
+    "1",
+    "--dry-run",
+    "--world-size",
+    "4",
+    "--micro-batch-size",
+    "1",
+    "--pipeline-model-parallel-size",
+    "1",
+    "--auto-parallel",
+]
 
 
 def written(path: Path, calibration: Calibration) -> str:
@@ -38,16 +65,46 @@ def test_a_run_is_planned_with_what_was_measured(tmp_path: Path, capsys: pytest.
         out = capsys.readouterr().out
         seconds.append(float(re.findall(r"planned: (\S+) s a step", out)[0]))
     assert seconds[1] > 10 * seconds[0] and "on 4 x desk" in out and "measured on a desk" in out
-    assert main(["plan", *SMALL, "--gpus", "4", "--coefficients", file, "--explain", "tp2/optim", "--json", str(tmp_path / "plan.json")]) == 0
+    assert (
+        main(["plan", *SMALL, "--gpus", "4", "--coefficients", file, "--explain", "tp2/optim", "--json", str(tmp_path / "plan.json")]) == 0
+    )
     assert "4 x desk" in capsys.readouterr().out
     small = json.loads((tmp_path / "plan.json").read_text())["layouts"][0]
-    assert main(["plan", *SMALL, "--gpus", "4", "--coefficients", file, "--bf16", "--explain", "tp2/optim", "--json", str(tmp_path / "plan.json")]) == 0
+    assert (
+        main(
+            [
+                "plan",
+                *SMALL,
+                "--gpus",
+                "4",
+                "--coefficients",
+                file,
+                "--bf16",
+                "--explain",
+                "tp2/optim",
+                "--json",
+                str(tmp_path / "plan.json"),
+            ]
+        )
+        == 0
+    )
     narrow = json.loads((tmp_path / "plan.json").read_text())["layouts"][0]
     assert narrow["memory_bytes"]["activations"] < small["memory_bytes"]["activations"], "planned in the precision that was measured"
 
 
 TRUTH = replace(
-    HOST.fit, matmul_own=0.8, matmul_bytes=1.5, attention_own=0.25, memory=2.0, launch=3e-5, family_torchtitan=1.3, step=2e-3, straggle=0.0, latency=4e-5, hop_inside=0.0, nvlink=1.0
+    HOST.fit,
+    matmul_own=0.8,
+    matmul_bytes=1.5,
+    attention_own=0.25,
+    memory=2.0,
+    launch=3e-5,
+    family_torchtitan=1.3,
+    step=2e-3,
+    straggle=0.0,
+    latency=4e-5,
+    hop_inside=0.0,
+    nvlink=1.0,
 )
 DESK = replace(CPU, peak=2e11, hbm=2e10, nvlink=3e9, memory=8 << 30)
 
@@ -76,7 +133,9 @@ def test_a_machine_is_found_again() -> None:
     found = coefficients_of(measured, device, HOST.fit)
     gpu, fit = found.gpu, found.fit
     assert found.precision == "fp32" and gpu.family == "own" and (gpu.node, gpu.domain) == (4, 4)
-    assert gpu.peak * fit.matmul_own == pytest.approx(DESK.peak * TRUTH.matmul_own, rel=0.02) and fit.matmul_bytes == pytest.approx(1.5, rel=0.05)
+    assert gpu.peak * fit.matmul_own == pytest.approx(DESK.peak * TRUTH.matmul_own, rel=0.02) and fit.matmul_bytes == pytest.approx(
+        1.5, rel=0.05
+    )
     assert gpu.peak * fit.attention_own == pytest.approx(DESK.peak * TRUTH.attention_own) and gpu.hbm == pytest.approx(DESK.hbm)
     assert fit.memory == pytest.approx(2.0) and gpu.nvlink == pytest.approx(DESK.nvlink) and fit.latency == pytest.approx(TRUTH.latency)
     assert fit.data_exposed == pytest.approx(0.4) == fit.parameters_exposed and fit.latency_across == HOST.fit.latency_across
@@ -85,9 +144,14 @@ def test_a_machine_is_found_again() -> None:
         if kind == "step":
             assert estimate(job_of_step(sizes, gpu, device), fit).seconds == pytest.approx(seconds, rel=0.05)
     assert any("GFLOP/s" in line for line in lines(measured, found))
-    alone = coefficients_of({point: seconds for point, seconds in measured.items() if point[0] not in ("gather", "reduce", "beside")}, device, HOST.fit)
+    alone = coefficients_of(
+        {point: seconds for point, seconds in measured.items() if point[0] not in ("gather", "reduce", "beside")}, device, HOST.fit
+    )
     assert (alone.fit.latency, alone.gpu.nvlink, alone.fit.data_exposed) == (HOST.fit.latency, DESK.nvlink, HOST.fit.data_exposed)
-    across = {(kind, (sizes[0], sizes[0], sizes[2]) if kind in ("gather", "reduce") else sizes): seconds for (kind, sizes), seconds in measured.items()}
+    across = {
+        (kind, (sizes[0], sizes[0], sizes[2]) if kind in ("gather", "reduce") else sizes): seconds
+        for (kind, sizes), seconds in measured.items()
+    }
     apart = coefficients_of(across, replace(device, node=1), HOST.fit)
     assert apart.gpu.nic == pytest.approx(DESK.nvlink) and apart.fit.latency_across == pytest.approx(TRUTH.latency) and apart.fit.hop == 0
 
@@ -108,7 +172,7 @@ def test_a_file_that_is_none(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="leave one out"):
         calibration_of("h100", str(path))
     content = as_json(HOST)
-    content["device"]["peak"], content["coefficients"]["speed"], content["precision"] = "fast", 1.0, "fp8"
+    content["device"]["peak"], content["coefficients"]["speed"], content["precision"] = ("fast", 1.0, "fp8")
     del content["coefficients"]["nvlink"]
     path.write_text(json.dumps(content))
     with pytest.raises(ConfigError) as error:

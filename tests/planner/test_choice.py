@@ -7,7 +7,6 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-
 from megatron_llama.cli import main
 from megatron_llama.errors import ConfigError
 from megatron_llama.planner.calibration import HOST
@@ -21,10 +20,28 @@ from megatron_llama.planner.kernels import Kernels
 from megatron_llama.planner.search import search
 from megatron_llama.planner.steps import estimate
 from megatron_llama.plans.resolve import problems, resolve
+
 from tests.planner.test_plan import config, machine
 
 PIPE = {"pipeline_model_parallel_size": 1, "context_parallel_size": 1, "micro_batch_size": 1}
-RUN = ["pretrain", "--model", "llama2-7b", "--global-batch-size", "64", "--seq-length", "4096", "--train-iters", "1", "--bf16", "--dry-run", "--pipeline-model-parallel-size", "1", "--recompute-granularity", "none", "--auto-parallel"]
+RUN = [
+    "pretrain",
+    "--model",
+    "llama2-7b",
+    "--global-batch-size",
+    "64",
+    "--seq-length",
+    "4096",
+    "--train-iters",
+    "1",
+    "--bf16",
+    "--dry-run",
+    "--pipeline-model-parallel-size",
+    "1",
+    "--recompute-granularity",
+    "none",
+    "--auto-parallel",
+]
 
 
 def test_the_fastest_layout_with_little_risk_is_chosen() -> None:
@@ -44,8 +61,21 @@ def test_the_fastest_layout_with_little_risk_is_chosen() -> None:
 
 
 def test_where_everything_is_a_risk_it_is_taken_and_said() -> None:
-    asked, given = config("llama2-7b", 16), {**PIPE, "micro_batch_size": 1, "tensor_model_parallel_size": 1, "recompute_granularity": "full", "data_parallel_sharding_strategy": "optim"}
-    needed = sum(Planned(resolve(replace(asked, parallel=replace(asked.parallel, recompute_granularity="full")), 8), machine(8), FITTED).fullest.values())
+    asked, given = (
+        config("llama2-7b", 16),
+        {
+            **PIPE,
+            "micro_batch_size": 1,
+            "tensor_model_parallel_size": 1,
+            "recompute_granularity": "full",
+            "data_parallel_sharding_strategy": "optim",
+        },
+    )
+    needed = sum(
+        Planned(
+            resolve(replace(asked, parallel=replace(asked.parallel, recompute_granularity="full")), 8), machine(8), FITTED
+        ).fullest.values()
+    )
     tight = replace(machine(8), gpu=replace(GPUS["h100"], memory=int(needed / 0.955 * 1.03)))
     notes = choose(asked, tight, FITTED, given).notes
     assert any("probability of running out of memory" in note for note in notes)
@@ -54,7 +84,15 @@ def test_where_everything_is_a_risk_it_is_taken_and_said() -> None:
 
 
 def test_devices_by_their_vendors_names() -> None:
-    found = {name: gpu_of_device(name, memory << 30) for name, memory in (("NVIDIA H100 80GB HBM3", 80), ("NVIDIA A100-SXM4-40GB", 40), ("Tesla V100-SXM2-32GB", 32), ("NVIDIA GB200", 185))}
+    found = {
+        name: gpu_of_device(name, memory << 30)
+        for name, memory in (
+            ("NVIDIA H100 80GB HBM3", 80),
+            ("NVIDIA A100-SXM4-40GB", 40),
+            ("Tesla V100-SXM2-32GB", 32),
+            ("NVIDIA GB200", 185),
+        )
+    }
     assert [gpu.name for gpu in found.values() if gpu is not None] == ["h100", "a100-40", "v100", "gb200"]
     assert gpu_of_device("NVIDIA GeForce RTX 4090", 24 << 30) is None and gpu_named("CPU") == CPU
 
@@ -78,7 +116,10 @@ def test_a_dry_run_prints_the_choice(capsys: pytest.CaptureFixture[str]) -> None
         return float(re.findall(r"planned: (\S+) s a step", out)[0]), out
 
     usual, out = planned("--gpu", "h100", "--gpus-per-node", "8", "--micro-batch-size", "1")
-    assert "on 16 x h100, 8 in a node, of those with --pipeline-model-parallel-size 1 --recompute-granularity none --micro-batch-size 1" in out and "valid for 16 processes" in out
+    assert (
+        "on 16 x h100, 8 in a node, of those with --pipeline-model-parallel-size 1 --recompute-granularity none --micro-batch-size 1" in out
+        and "valid for 16 processes" in out
+    )
     tp = re.findall(r"--auto-parallel: --tensor-model-parallel-size (\d)", out)[0]
     assert f"16 = tp {tp} x cp 1 x pp 1 x dp {16 // int(tp)}" in out
     assert planned("--gpu", "a100", "--gpus-per-node", "8", "--micro-batch-size", "1")[0] > 1.5 * usual
@@ -101,7 +142,23 @@ def test_what_cannot_be_chosen(words: list[str], message: str, capsys: pytest.Ca
 
 
 def test_on_a_host_nobody_has_measured(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    small = ["--hidden-size", "64", "--intermediate-size", "128", "--num-hidden-layers", "2", "--num-attention-heads", "4", "--vocab-size", "512", "--seq-length", "64"]
-    assert main(["pretrain", *small, "--global-batch-size", "8", "--train-iters", "1", "--dry-run", "--world-size", "4", "--auto-parallel"]) == 0
+    small = [
+        "--hidden-size",
+        "64",
+        "--intermediate-size",
+        "128",
+        "--num-hidden-layers",
+        "2",
+        "--num-attention-heads",
+        "4",
+        "--vocab-size",
+        "512",
+        "--seq-length",
+        "64",
+    ]
+    assert (
+        main(["pretrain", *small, "--global-batch-size", "8", "--train-iters", "1", "--dry-run", "--world-size", "4", "--auto-parallel"])
+        == 0
+    )
     out = capsys.readouterr().out
     assert "on 4 x cpu, 4 in a node" in out and "plan calibrate measures this machine" in out

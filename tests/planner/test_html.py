@@ -10,7 +10,6 @@ from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
-
 from megatron_llama.cli import main
 from megatron_llama.planner.candidate import Planned
 from megatron_llama.planner.compare import Comparison
@@ -32,10 +31,20 @@ from megatron_llama.plans.timeline_file import (
     read_timeline,
     write_timeline,
 )
+
 from tests.planner.test_plan import planned
 
 PLAN = ["plan", "--model", "llama2-7b", "--gpus", "16", "--global-batch-size", "64", "--seq-length", "4096"]
-PIPED = ["--tensor-model-parallel-size", "2", "--pipeline-model-parallel-size", "4", "--micro-batch-size", "1", "--recompute-granularity", "none"]
+PIPED = [
+    "--tensor-model-parallel-size",
+    "2",
+    "--pipeline-model-parallel-size",
+    "4",
+    "--micro-batch-size",
+    "1",
+    "--recompute-granularity",
+    "none",
+]
 
 
 class Read(HTMLParser):
@@ -215,7 +224,10 @@ def test_a_comparison_as_a_page(tmp_path: Path, capsys: pytest.CaptureFixture[st
         write_timeline(tmp_path / name, recorded(plan, {(Op.BACKWARD, 2): 3.0}))
     pages, shown = [], []
     for name in ("run.json", "run.json.gz"):
-        assert main(["plan", "compare", str(tmp_path / name), "--html", str(tmp_path / "page.html"), "--json", str(tmp_path / "page.json")]) == 0
+        assert (
+            main(["plan", "compare", str(tmp_path / name), "--html", str(tmp_path / "page.html"), "--json", str(tmp_path / "page.json")])
+            == 0
+        )
         pages.append((tmp_path / "page.html").read_text().replace(name, "FILE"))
         shown.append(capsys.readouterr().out.replace(name, "FILE"))
     assert pages[0] == pages[1] and shown[0] == shown[1]
@@ -249,16 +261,24 @@ def test_a_file_is_what_was_written(tmp_path: Path) -> None:
     [
         (lambda text: text[: len(text) // 2], "got no JSON ("),
         (lambda text: "[]", "got a JSON list, expected a timeline"),
-        (lambda text: '{"traceEvents": []}', "got no timeline of this program, expected JSON with megatron_llama; give a file that pretrain"),
+        (
+            lambda text: '{"traceEvents": []}',
+            "got no timeline of this program, expected JSON with megatron_llama; give a file that pretrain",
+        ),
         (lambda text: text.replace('"format":1', '"format":9'), "run.json format: got 9, expected 1; record it again"),
         (lambda text: text.replace('"device":', '"devices":'), "got no 'device', expected what --record-timeline writes"),
         (lambda text: text.replace('"cat":"compute"', '"cat":"cooking"', 1), "got a lane cooking"),
         (lambda text: text.replace('"bf16":', '"bf17":'), "run.json config: got training.bf17, expected options of this version"),
         (lambda text: text.replace('"ranks":16', '"ranks":6'), "cannot have run on its 6 ranks:"),
-        (lambda text: json.dumps({**json.loads(text), "traceEvents": []}), "timeline: got no step, expected the passes of one step or more"),
+        (
+            lambda text: json.dumps({**json.loads(text), "traceEvents": []}),
+            "timeline: got no step, expected the passes of one step or more",
+        ),
     ],
 )
-def test_what_is_no_timeline(change: Callable[[str], str], says: str, whole: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_is_no_timeline(
+    change: Callable[[str], str], says: str, whole: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     path = tmp_path / "run.json"
     path.write_text(change(whole))
     assert main(["plan", "compare", str(path)]) == 2
@@ -267,11 +287,12 @@ def test_what_is_no_timeline(change: Callable[[str], str], says: str, whole: str
 
 
 def test_no_file_at_all(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    for words, says in ((["compare"], "plan compare: got no file"), (["compare", str(tmp_path / "no.json")], "got No such file or directory")):
+    for words, says in (
+        (["compare"], "plan compare: got no file"),
+        (["compare", str(tmp_path / "no.json")], "got No such file or directory"),
+    ):
         assert main(["plan", *words]) == 2
         assert says in capsys.readouterr().err
     (tmp_path / "cut.json.gz").write_bytes(b"\x1f\x8bnothing")
     assert main(["plan", "compare", str(tmp_path / "cut.json.gz")]) == 2
     assert "cut.json.gz: got " in capsys.readouterr().err
-
-

@@ -9,7 +9,6 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-
 from megatron_llama.cli import main
 from megatron_llama.config.presets import PRESETS
 from megatron_llama.config.schema import Config
@@ -124,9 +123,24 @@ def test_every_candidate_divides_what_it_has_to() -> None:
 
 
 def test_embedding_and_head_count_where_blocks_cannot_be_shared_out(capsys: pytest.CaptureFixture[str]) -> None:
-    shapes = {(one.parallel.pipeline_model_parallel_size, one.parallel.account_for_loss_in_pipeline_split) for one in candidates(config("llama3.1-405b", 128), machine(128), {"tensor_model_parallel_size": 8})}
+    shapes = {
+        (one.parallel.pipeline_model_parallel_size, one.parallel.account_for_loss_in_pipeline_split)
+        for one in candidates(config("llama3.1-405b", 128), machine(128), {"tensor_model_parallel_size": 8})
+    }
     assert (16, True) in shapes and (2, False) in shapes and (4, True) in shapes and (16, False) not in shapes
-    words = ["plan", "--model", "llama3.1-405b", "--gpus", "128", "--global-batch-size", "32", "--seq-length", "8192", "--explain", "tp8/pp16/1f1b/recompute-full"]
+    words = [
+        "plan",
+        "--model",
+        "llama3.1-405b",
+        "--gpus",
+        "128",
+        "--global-batch-size",
+        "32",
+        "--seq-length",
+        "8192",
+        "--explain",
+        "tp8/pp16/1f1b/recompute-full",
+    ]
     assert main(words) == 0
     assert "--account-for-loss-in-pipeline-split" in capsys.readouterr().out
 
@@ -137,7 +151,11 @@ def test_the_search_finds_the_fastest_that_fits() -> None:
     seconds = [plan.seconds for plan in found.best]
     assert len(seconds) == 3 and seconds == sorted(seconds) and all(plan.odds < 0.5 for plan in found.best)
     # Nothing of the same search that is faster by the closed form fits.
-    faster = [one for one in candidates(whole, machine(8), {"pipeline_model_parallel_size": 1}) if estimate(job_of(one, machine(8)), FITTED).seconds < 0.9 * seconds[0]]
+    faster = [
+        one
+        for one in candidates(whole, machine(8), {"pipeline_model_parallel_size": 1})
+        if estimate(job_of(one, machine(8)), FITTED).seconds < 0.9 * seconds[0]
+    ]
     assert all(Planned(one, machine(8), FITTED).odds > 0.5 for one in faster)
 
 
@@ -156,7 +174,19 @@ def test_gpus_by_other_names() -> None:
         gpu_named("h200x")
 
 
-SMALL = ["plan", "--model", "llama2-7b", "--gpus", "8", "--global-batch-size", "64", "--seq-length", "4096", "--pipeline-model-parallel-size", "1"]
+SMALL = [
+    "plan",
+    "--model",
+    "llama2-7b",
+    "--gpus",
+    "8",
+    "--global-batch-size",
+    "64",
+    "--seq-length",
+    "4096",
+    "--pipeline-model-parallel-size",
+    "1",
+]
 
 
 def test_the_command(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
@@ -169,7 +199,10 @@ def test_the_command(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None
     assert first["step_seconds_low"] < first["step_seconds"] < first["step_seconds_high"]
     assert first["step_seconds"] == pytest.approx(sum(first["seconds"].values()))
     assert first["command"] in text and "torchrun --nnodes 1 --nproc-per-node 8 -m megatron_llama pretrain --model llama2-7b" in text
-    assert main([*SMALL[:-2], "--top", "1", "--data-parallel-sharding-strategy", "auto", "--param-slots", "auto", "--micro-batch-size", "1"]) == 0
+    assert (
+        main([*SMALL[:-2], "--top", "1", "--data-parallel-sharding-strategy", "auto", "--param-slots", "auto", "--micro-batch-size", "1"])
+        == 0
+    )
     assert first["layout"] in capsys.readouterr().out
     assert main([*SMALL[:-2], "--explain", first["layout"]]) == 0
     assert f"{first['layout']}: {first['step_seconds']:.2f} s a step" in capsys.readouterr().out
@@ -177,12 +210,26 @@ def test_the_command(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None
 
 def test_kind_and_wires_of_the_gpus_matter(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     def seconds(*more: str) -> float:
-        words = ["plan", "--model", "llama2-7b", "--gpus", "16", "--global-batch-size", "16", "--seq-length", "4096", "--explain", "tp1/pp1/optim"]
+        words = [
+            "plan",
+            "--model",
+            "llama2-7b",
+            "--gpus",
+            "16",
+            "--global-batch-size",
+            "16",
+            "--seq-length",
+            "4096",
+            "--explain",
+            "tp1/pp1/optim",
+        ]
         assert main([*words, "--json", str(tmp_path / "one.json"), *more]) == 0
         return float(json.loads((tmp_path / "one.json").read_text())["layouts"][0]["step_seconds"])
 
     usual = seconds()
-    assert seconds("--nic-gbit", "10") > 1.2 * usual and seconds("--gpu", "a100") > 1.5 * usual > 2 * seconds("--gpu", "b200", "--gpus-per-node", "16")
+    assert seconds("--nic-gbit", "10") > 1.2 * usual and seconds("--gpu", "a100") > 1.5 * usual > 2 * seconds(
+        "--gpu", "b200", "--gpus-per-node", "16"
+    )
     capsys.readouterr()
 
 
@@ -208,7 +255,22 @@ def test_the_planned_command_line_is_valid(capsys: pytest.CaptureFixture[str]) -
         ([*SMALL, "--gpus-per-node", "3"], "--gpus: got 8, expected a multiple of 3"),
         ([*SMALL, "--head-dim", "7"], "This model cannot be trained"),
         (["plan", "score"], "plan score: got no file"),
-        (["plan", "--model", "llama2-13b", "--gpus", "1", "--global-batch-size", "8", "--seq-length", "2048", "--optimizer-offload", "none"], "--gpus 4 would do"),
+        (
+            [
+                "plan",
+                "--model",
+                "llama2-13b",
+                "--gpus",
+                "1",
+                "--global-batch-size",
+                "8",
+                "--seq-length",
+                "2048",
+                "--optimizer-offload",
+                "none",
+            ],
+            "--gpus 4 would do",
+        ),
     ],
 )
 def test_input_that_makes_no_sense(words: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:

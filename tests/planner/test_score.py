@@ -9,7 +9,6 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-
 from megatron_llama.cli import main
 from megatron_llama.planner.citations import TABLE
 from megatron_llama.planner.coefficients import Coefficients
@@ -22,18 +21,52 @@ from megatron_llama.planner.oom_probability import USABLE, out_of_memory
 from megatron_llama.planner.published import Cells, Run, job_of_row, nic_of, runs_of, workspaces
 from megatron_llama.planner.score import score
 from megatron_llama.planner.steps import estimate
+
 from tools import fit_planner, planner_headlines
 
 LLAMA: Cells = {
-    **{"id": "R1", "group": "study", "model": "llama-13b", "n_layers": "40", "hidden": "5120", "ffn": "13824", "heads": "40", "kv_heads": "40"},
+    **{
+        "id": "R1",
+        "group": "study",
+        "model": "llama-13b",
+        "n_layers": "40",
+        "hidden": "5120",
+        "ffn": "13824",
+        "heads": "40",
+        "kv_heads": "40",
+    },
     **{"vocab": "32000", "gated_mlp": "1", "tied_emb": "0", "seq": "2048", "gpu": "A100-80GB", "n_gpus": "64", "gpus_per_node": "8"},
     **{"tp": "2", "pp": "2", "dp": "16", "mbs": "1", "gbs": "2048", "recompute": "none", "dp_shard": "zero1", "precision": "bf16"},
     **{"framework": "NeMo", "attention": "flash", "step_s": "40", "status": "ok", "quality": "A", "sp": "1"},
 }
 MEGATRON: Cells = {
-    **{"source": "golden_values_dev_dgx_a100.json", "model": "gpt", "n_layers": "12", "hidden": "512", "ffn": "2048", "heads": "8", "kv_heads": "8"},
-    **{"vocab": "GPT2 BPE 50257", "gated_mlp": "0", "tied_emb": "1", "seq": "1024", "gpu": "A100-80GB", "n_gpus": "8", "mbs": "4", "gbs": "32"},
-    **{"framework": "Megatron-Core CI", "sp": "0", "precision": "bf16", "recompute": "none", "quality": "A", "notes": "attn=nan impl=transformer_engine det=True"},
+    **{
+        "source": "golden_values_dev_dgx_a100.json",
+        "model": "gpt",
+        "n_layers": "12",
+        "hidden": "512",
+        "ffn": "2048",
+        "heads": "8",
+        "kv_heads": "8",
+    },
+    **{
+        "vocab": "GPT2 BPE 50257",
+        "gated_mlp": "0",
+        "tied_emb": "1",
+        "seq": "1024",
+        "gpu": "A100-80GB",
+        "n_gpus": "8",
+        "mbs": "4",
+        "gbs": "32",
+    },
+    **{
+        "framework": "Megatron-Core CI",
+        "sp": "0",
+        "precision": "bf16",
+        "recompute": "none",
+        "quality": "A",
+        "notes": "attn=nan impl=transformer_engine det=True",
+    },
 }
 
 
@@ -52,7 +85,14 @@ def test_rows_become_jobs() -> None:
 
 @pytest.mark.parametrize(
     ("text", "node", "gbit"),
-    [("8x200Gb/s HDR IB", 8, 200), ("4x100Gb/s RoCE", 8, 50), ("800Gb/s/node", 8, 100), ("400Gb/s RDMA per GPU", 8, 400), ("1600Gb/s RoCE", 8, 200), ("4x Omni-Path 100", 4, 100)],
+    [
+        ("8x200Gb/s HDR IB", 8, 200),
+        ("4x100Gb/s RoCE", 8, 50),
+        ("800Gb/s/node", 8, 100),
+        ("400Gb/s RDMA per GPU", 8, 400),
+        ("1600Gb/s RoCE", 8, 200),
+        ("4x Omni-Path 100", 4, 100),
+    ],
 )
 def test_words_for_networks(text: str, node: int, gbit: int) -> None:
     assert nic_of(text, GPUS["a100"], node) == gbit * 1e9 / 8
@@ -100,8 +140,33 @@ LOCAL = MEGATRON["notes"].replace("transformer_engine", "local")
         ({"tp": "1", "pp": "1", "dp": "8", "dp_shard": "zero1", "notes": LOCAL}, 615_042_560),
         ({"tp": "4", "pp": "1", "dp": "2", "dp_shard": "none", "notes": LOCAL}, 382_956_544),
         ({"tp": "4", "pp": "1", "dp": "2", "dp_shard": "none", "notes": LOCAL, "precision": "fp16", "gpu": "GB200"}, 416_513_536),
-        ({"tp": "2", "pp": "2", "dp": "2", "dp_shard": "zero1", "sp": "1", "precision": "fp8", "gpu": "H100-80GB", "mbs": "2", "model": "fp8_tp_overlap"}, 476_258_816),
-        ({"tp": "1", "pp": "4", "dp": "2", "dp_shard": "none", "tied_emb": "0", "n_layers": "6", "gpu": "H100-80GB", "model": "vp2_account_for_embedding_loss_in_pipeline_split"}, 638_725_632),
+        (
+            {
+                "tp": "2",
+                "pp": "2",
+                "dp": "2",
+                "dp_shard": "zero1",
+                "sp": "1",
+                "precision": "fp8",
+                "gpu": "H100-80GB",
+                "mbs": "2",
+                "model": "fp8_tp_overlap",
+            },
+            476_258_816,
+        ),
+        (
+            {
+                "tp": "1",
+                "pp": "4",
+                "dp": "2",
+                "dp_shard": "none",
+                "tied_emb": "0",
+                "n_layers": "6",
+                "gpu": "H100-80GB",
+                "model": "vp2_account_for_embedding_loss_in_pipeline_split",
+            },
+            638_725_632,
+        ),
         ({"tp": "1", "pp": "1", "dp": "8", "dp_shard": "none", "recompute": "full"}, 1_232_487_936),
     ],
 )
@@ -113,7 +178,7 @@ def test_workspaces_of_megatrons_tests(cells: Cells, allocated: int) -> None:
 def test_probability_of_running_out() -> None:
     assert out_of_memory(USABLE * 80e9, 80e9) == pytest.approx(0.5)
     assert out_of_memory(60e9, 80e9) < 0.01 < 0.99 < out_of_memory(90e9, 80e9)
-    (small,), (large,) = runs({**LLAMA, "status": "ok"}), runs({**LLAMA, "status": "oom", "tp": "1", "pp": "1", "dp": "64", "mbs": "8"})
+    (small,), (large,) = (runs({**LLAMA, "status": "ok"}), runs({**LLAMA, "status": "oom", "tp": "1", "pp": "1", "dp": "64", "mbs": "8"}))
     assert score([small.cells, large.cells], FITTED)["fits_right_percent"] == 100
 
 
@@ -136,15 +201,24 @@ def test_errors_with_and_without_a_row() -> None:
 def test_ranks() -> None:
     assert spearman([1, 2, 3, 4], [10, 20, 30, 40]) == pytest.approx(1) and spearman([1, 2, 3, 4], [4, 3, 2, 1]) == pytest.approx(-1)
     assert spearman([1, 1, 2], [1, 2, 2]) == pytest.approx(0.5) and spearman([1, 1], [1, 2]) == 0
-    rows = [Run(str(size), "study", LLAMA, replace(one, micro_batch=size), 10.0 + size, True) for size in range(1, 13) if (one := job_of_row(LLAMA))]
+    rows = [
+        Run(str(size), "study", LLAMA, replace(one, micro_batch=size), 10.0 + size, True)
+        for size in range(1, 13)
+        if (one := job_of_row(LLAMA))
+    ]
     best_second = [Guess(run, 1.0 if run.label == "2" else 5.0 + run.job.micro_batch) for run in rows]
     figures = sweep_figures(best_second)
     assert figures["sweep_count"] == 1 and figures["sweep_regret_mean_percent"] == pytest.approx(100 * (12 / 11 - 1))
-    assert byte_figures("x", [0.001, -0.2], 0.01) == {"x_rows": 2, "x_error_mean_percent": pytest.approx(10.05), "x_error_median_percent": pytest.approx(10.05), "x_within_1_percent": 50}
+    assert byte_figures("x", [0.001, -0.2], 0.01) == {
+        "x_rows": 2,
+        "x_error_mean_percent": pytest.approx(10.05),
+        "x_error_median_percent": pytest.approx(10.05),
+        "x_within_1_percent": 50,
+    }
 
 
 def test_the_score_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    path, rows = tmp_path / "runs.csv", [LLAMA, {**LLAMA, "quality": "C"}, {**LLAMA, "status": "oom", "step_s": ""}]
+    path, rows = (tmp_path / "runs.csv", [LLAMA, {**LLAMA, "quality": "C"}, {**LLAMA, "status": "oom", "step_s": ""}])
     with path.open("w", newline="") as file:
         writer = csv.DictWriter(file, LLAMA)
         writer.writeheader()
@@ -162,7 +236,13 @@ def test_the_score_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
 
 def test_the_fit_finds_a_coefficient_and_leaves_sources_out() -> None:
     truth = replace(Coefficients(), matmul_a100=0.6, nvlink=0.5)
-    rows = [{**LLAMA, "group": source, "tp": tp, "dp": str(32 // int(tp)), "mbs": mbs, "recompute": again} for source in "abcd" for tp in ("1", "2", "4", "8") for mbs in ("1", "2", "4") for again in ("none", "full")]
+    rows = [
+        {**LLAMA, "group": source, "tp": tp, "dp": str(32 // int(tp)), "mbs": mbs, "recompute": again}
+        for source in "abcd"
+        for tp in ("1", "2", "4", "8")
+        for mbs in ("1", "2", "4")
+        for again in ("none", "full")
+    ]
     made = [replace(run, seconds=estimate(run.job, truth).seconds) for run in runs(*rows)]
     fit = fit_planner.fit_all(made)
     found = fit_planner.coefficients(fit.logs)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-
 from megatron_llama.cli import main
 from megatron_llama.config.schema import Config, LoraConfig, OffloadConfig, ZenFlowConfig
 from megatron_llama.metrics.flops import flops_per_token
@@ -20,10 +19,11 @@ from megatron_llama.planner.steps import HOST_UPDATE, estimate, host_wait
 from megatron_llama.plans.memory import MemoryPlan
 from megatron_llama.plans.resolve import problems, resolve
 from megatron_llama.plans.schedule import Op
+
 from tests.planner.test_plan import H100, config, machine
 
 LORA = LoraConfig(lora_rank=16)
-EXACT, ZENFLOW = OffloadConfig(optimizer_offload="exact"), OffloadConfig(optimizer_offload="zenflow")
+EXACT, ZENFLOW = (OffloadConfig(optimizer_offload="exact"), OffloadConfig(optimizer_offload="zenflow"))
 
 
 def planned(asked: Config, gpus: int = 8) -> Planned:
@@ -83,14 +83,31 @@ def test_the_bounds_of_offload() -> None:
     assert waits(plan) == pytest.approx(backward + 1.0)
     unclipped = planned(tuned(offload=EXACT, optimizer=replace(Config().optimizer, clip_grad=0.0)))
     assert waits(unclipped) == pytest.approx(1.0) == waits(planned(tuned(offload=replace(EXACT, offload_speculative=True))))
-    every, beside = (planned(tuned(offload=ZENFLOW, zenflow=ZenFlowConfig(zenflow_update_interval="4", zenflow_overlap_step=overlap))) for overlap in (False, True))
+    every, beside = (
+        planned(tuned(offload=ZENFLOW, zenflow=ZenFlowConfig(zenflow_update_interval="4", zenflow_overlap_step=overlap)))
+        for overlap in (False, True)
+    )
     assert waits(every) == pytest.approx((backward + 1.0) / 4) and waits(beside) == 0
     narrow = replace(gpu, pcie=4 * away / FITTED.pcie / (backward + 3.0), host=1e15)
     assert host_wait(replace(plan.job, machine=replace(plan.machine, gpu=narrow)), FITTED, away, forward, backward) >= 3.0
 
 
 def test_offload_is_tried_where_nothing_else_fits(capsys: pytest.CaptureFixture[str]) -> None:
-    words = ["plan", "--model", "llama2-13b", "--gpus", "1", "--global-batch-size", "8", "--seq-length", "2048", "--top", "1", "--recompute-granularity", "full"]
+    words = [
+        "plan",
+        "--model",
+        "llama2-13b",
+        "--gpus",
+        "1",
+        "--global-batch-size",
+        "8",
+        "--seq-length",
+        "2048",
+        "--top",
+        "1",
+        "--recompute-granularity",
+        "full",
+    ]
     assert main(words) == 0
     out = capsys.readouterr().out
     assert "likelier than not to fit, with --optimizer-offload exact" in out and "--optimizer-offload exact --data-path" in out
@@ -111,4 +128,6 @@ def test_what_is_said_of_offload() -> None:
     plan = planned(tuned(offload=EXACT))
     assert label(plan).endswith("recompute-none/offload-exact") and any(line.startswith("  offload") for line in details(plan))
     assert not any(line.startswith("  offload") for line in details(planned(tuned())))
-    assert planned(tuned(offload=EXACT)).odds < 0.5 < replace(plan, machine=replace(plan.machine, gpu=replace(H100, host_memory=1 << 30))).odds
+    assert (
+        planned(tuned(offload=EXACT)).odds < 0.5 < replace(plan, machine=replace(plan.machine, gpu=replace(H100, host_memory=1 << 30))).odds
+    )

@@ -10,8 +10,6 @@ from typing import Any, Literal
 
 import pytest
 import torch
-from torch import Tensor, nn
-
 from megatron_llama.config.presets import PRESETS
 from megatron_llama.config.schema import Config
 from megatron_llama.distributed.mesh import Mesh, Place, build_mesh
@@ -21,9 +19,11 @@ from megatron_llama.model.load import load_stages, rank_specs
 from megatron_llama.nn.context import local_sequence
 from megatron_llama.plans.activation_memory import GRANULARITIES, Activations, Granularity
 from megatron_llama.plans.memory import MemoryPlan, peak_of
+from tools.overlap.loss import token_losses
+from torch import Tensor, nn
+
 from tests.harness import Cluster
 from tests.parallel.cases import MODEL, SEQ_LENGTH, Layout, batch, initial_weights, trainer
-from tools.overlap.loss import token_losses
 
 BATCH = 2
 

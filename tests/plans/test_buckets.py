@@ -8,21 +8,21 @@ from collections import Counter
 
 import pytest
 import torch
-from torch import Tensor
-
 from megatron_llama.config.schema import ModelConfig, ParallelConfig
 from megatron_llama.plans.buckets import (
     ALIGN,
     OWN,
+    BucketPlan,
     Kind,
-    ShardLayout,
     Slots,
-    layout_by_size,
-    layout_by_unit,
+    bucket_plan_by_size,
+    bucket_plan_by_unit,
     parameter_slots,
     strategy_named,
 )
 from megatron_llama.plans.params import Partition, UnitSpec, hf_shapes, split_layers, stage_units
+from torch import Tensor
+
 from tests.plans.test_params import even
 
 
@@ -31,7 +31,7 @@ class Case:
 
     def __init__(self, seed: int) -> None:
         draw = random.Random(seed)
-        self.tp, self.pp, self.dp = draw.choice((1, 2, 3, 4)), draw.choice((1, 2, 3)), draw.choice((1, 2, 3))
+        self.tp, self.pp, self.dp = (draw.choice((1, 2, 3, 4)), draw.choice((1, 2, 3)), draw.choice((1, 2, 3)))
         kv = draw.choice((1, self.tp, self.tp, 2 * self.tp, max(1, self.tp // 2)))
         kv = kv if self.tp % kv == 0 or kv % self.tp == 0 else self.tp
         stages = self.pp * draw.choice((1, 1, 2))
@@ -61,12 +61,12 @@ class Case:
         stages = self.partition.stages_of(rank)
         return tuple(unit for stage in stages for unit in stage_units(self.model, self.partition, stage, **options))
 
-    def layout(self, tp_rank: int, rank: int) -> ShardLayout:
+    def layout(self, tp_rank: int, rank: int) -> BucketPlan:
         if self.by_unit:
-            return layout_by_unit(self.units(tp_rank, rank), shards=self.dp, slots=self.slots)
-        return layout_by_size(self.units(tp_rank, rank), shards=self.dp, cap=self.cap, slots=self.slots)
+            return bucket_plan_by_unit(self.units(tp_rank, rank), shards=self.dp, slots=self.slots)
+        return bucket_plan_by_size(self.units(tp_rank, rank), shards=self.dp, cap=self.cap, slots=self.slots)
 
-    def all(self) -> list[tuple[tuple[UnitSpec, ...], ShardLayout]]:
+    def all(self) -> list[tuple[tuple[UnitSpec, ...], BucketPlan]]:
         places = itertools.product(range(self.tp), range(self.pp))
         return [(self.units(*place), self.layout(*place)) for place in places]
 
@@ -177,11 +177,11 @@ def test_forward_order_and_unit_buckets(case: Case) -> None:
 @cases
 def test_slots_hold_their_largest_bucket(case: Case) -> None:
     for _, layout in case.all():
-        uses = [
+        accesses = [
             (layout.parameter_slots, layout.parameter_slot_numel(), case.slots.parameters),
             (layout.gradient_slots, layout.gradient_slot_numel(), case.slots.gradients),
         ]
-        for slots, sizes, count in uses:
+        for slots, sizes, count in accesses:
             users = {slot: [b.numel for b, used in zip(layout.buckets, slots, strict=True) if used == slot] for slot in slots}
             assert sizes == {slot: max(numels) for slot, numels in users.items()}
             pools = Counter(pool for pool, _ in users if pool != OWN)
@@ -209,12 +209,12 @@ def test_embedding_and_head_share_a_pool_of_their_own() -> None:
     model = ModelConfig(**(vars(CASES[0].model) | {"tie_word_embeddings": False, "num_hidden_layers": 4}))
     units = stage_units(model, even(4, 1), 0)
     for count, ends in ((1, 1), (2, 1), (3, 2), (8, 2)):
-        layout = layout_by_unit(units, shards=3, slots=Slots(count, count))
+        layout = bucket_plan_by_unit(units, shards=3, slots=Slots(count, count))
         for slots in (layout.parameter_slots, layout.gradient_slots):
             embedding, head = (slots[layout.unit_buckets[unit][-1]] for unit in (0, -1))
             block = slots[layout.unit_buckets[1][-1]]
             assert embedding[0] == head[0] != block[0] and len({embedding, head}) == ends
-    sizes = layout_by_unit(units, shards=3, slots=Slots(2, 2)).parameter_slot_numel()
+    sizes = bucket_plan_by_unit(units, shards=3, slots=Slots(2, 2)).parameter_slot_numel()
     assert len([slot for slot in sizes if slot[0] != OWN]) == 3, "two for blocks, one for the ends"
 
 
@@ -241,7 +241,7 @@ def test_rectangles_of_all_ranks_cover_every_huggingface_element_once(case: Case
 def test_both_copies_of_a_tied_weight_have_one_layout() -> None:
     model = CASES[0].model
     model = ModelConfig(**(vars(model) | {"tie_word_embeddings": True, "num_hidden_layers": 4}))
-    ends = [layout_by_size(stage_units(model, even(4, 2), s), shards=3, cap=5_000, slots=Slots(None, 2)) for s in (0, 1)]
+    ends = [bucket_plan_by_size(stage_units(model, even(4, 2), s), shards=3, cap=5_000, slots=Slots(None, 2)) for s in (0, 1)]
     first, last = ([b for b in layout.buckets if b.kind.tied] for layout in ends)
     assert len(first) == len(last) == 1
     assert [(p.start, p.stop, p.spec.slices) for p in first[0].placements] == [(p.start, p.stop, p.spec.slices) for p in last[0].placements]
@@ -281,7 +281,7 @@ def test_parameter_slots(strategy: str, slots: str, stages: int, expected: int |
 
 
 def test_labels_name_unit_and_parameters() -> None:
-    layout = layout_by_unit(stage_units(CASES[0].model, even(CASES[0].model.num_hidden_layers, 1), 0), shards=2, slots=Slots(2, 2))
+    layout = bucket_plan_by_unit(stage_units(CASES[0].model, even(CASES[0].model.num_hidden_layers, 1), 0), shards=2, slots=Slots(2, 2))
     (bucket,) = [b for b in layout.unit_buckets[1] if not layout.resident(b)]
     assert layout.label(bucket) == (
         f"bucket {bucket} of layers.0 (model.layers.0.mlp.down_proj.weight ... model.layers.0.self_attn.qkv_proj.weight)"

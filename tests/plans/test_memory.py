@@ -7,7 +7,6 @@ from dataclasses import replace
 from itertools import product
 
 import pytest
-
 from megatron_llama.config.presets import PRESETS
 from megatron_llama.config.schema import Config, ParallelConfig, TrainingConfig
 from megatron_llama.errors import ConfigError

@@ -7,8 +7,6 @@ from dataclasses import replace
 
 import pytest
 import torch
-from torch import Tensor
-
 from megatron_llama.config.schema import Config, ModelConfig, OptimizerConfig, ParallelConfig
 from megatron_llama.distributed.mesh import Axis, Mesh
 from megatron_llama.distributed.recorder import Recorder
@@ -28,6 +26,7 @@ from megatron_llama.plans.params import (
     split_layers,
     stage_units,
 )
+from torch import Tensor
 
 GQA = ModelConfig(
     vocab_size=301,

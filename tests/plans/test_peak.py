@@ -7,12 +7,12 @@ from dataclasses import dataclass, replace
 from itertools import accumulate
 
 import pytest
-from torch.profiler import ProfilerActivity, profile
-
 from megatron_llama.config.schema import Config
 from megatron_llama.distributed import device as devices
 from megatron_llama.distributed.mesh import Place
 from megatron_llama.plans.memory import MemoryPlan
+from torch.profiler import ProfilerActivity, profile
+
 from tests.harness import Cluster
 from tests.parallel.cases import GLOBAL_BATCH_SIZE, SEQ_LENGTH, Layout, Trainer, trainer
 
@@ -117,7 +117,7 @@ def near(found: int, planned: int) -> bool:
 def test_what_is_there_in_chunks_by_hand() -> None:
     """Without: all scores. With: those of one chunk, and under sequence parallelism what the head reads, gathered."""
     parts = Wide(tp=2, sp=True, microbatches=2)
-    plan, whole, bf16 = parts.plan(), replace(parts, chunk=10**9).plan(), replace(parts, bf16=True).plan()
+    plan, whole, bf16 = (parts.plan(), replace(parts, chunk=10**9).plan(), replace(parts, bf16=True).plan())
     tokens = GLOBAL_BATCH_SIZE // 2 * SEQ_LENGTH
     assert plan.in_chunks and plan.logits(0) == 0 and whole.logits(0) == whole.shape.logits == tokens * VOCABULARY // 2 * 4
     assert whole.shape.head(in_chunks=False) - plan.shape.head(in_chunks=True) == whole.logits(0)

@@ -10,36 +10,39 @@ from types import FrameType
 from typing import Any
 
 import pytest
-
 from megatron_llama.plans.buckets import Slot
 from megatron_llama.plans.params import Partition, split_layers, stage_units
-from megatron_llama.plans.prefetch import Residency, gathers
+from megatron_llama.plans.prefetch import PrefetchPlan, gathers
 from megatron_llama.plans.schedule import Op, placement_of, schedule_named
-from megatron_llama.plans.weight_access import Use, unit_uses, uses_of
+from megatron_llama.plans.weight_access import WeightAccess, unit_weight_accesses, weight_accesses_of
+
 from tests.plans.test_weight_access import MODEL
 
 NAMES = [("gpipe", 1), ("1f1b", 1), ("interleaved", 2), ("interleaved", 3), ("zb-h1", 1), ("zb-v", 2)]
 
 
-def parse(text: str) -> tuple[Use, ...]:
-    return tuple(Use(int(word[1:]), backward=word[0] == "B") for word in text.split())
+def parse(text: str) -> tuple[WeightAccess, ...]:
+    return tuple(WeightAccess(int(word[1:]), backward=word[0] == "B") for word in text.split())
 
 
-def blocks(count: int, slots: int, *, limit: int | None = None) -> Residency:
+def blocks(count: int, slots: int, *, limit: int | None = None) -> PrefetchPlan:
     """As many blocks of 10 bytes, one bucket each, in turn in so many slots."""
     places = [(0, block % slots) for block in range(count)]
-    return Residency(slots=places, sizes=[10] * count, unit_buckets=[(block,) for block in range(count)], prefetch_bytes=limit)
+    return PrefetchPlan(slots=places, sizes=[10] * count, unit_buckets=[(block,) for block in range(count)], prefetch_bytes=limit)
 
 
-def plain(count: int, microbatches: int) -> tuple[Use, ...]:
+def plain(count: int, microbatches: int) -> tuple[WeightAccess, ...]:
     """Forward and backward of one microbatch after the other."""
-    once = [*(Use(block, backward=False) for block in range(count)), *(Use(block, backward=True) for block in reversed(range(count)))]
+    once = [
+        *(WeightAccess(block, backward=False) for block in range(count)),
+        *(WeightAccess(block, backward=True) for block in reversed(range(count))),
+    ]
     return tuple(once * microbatches)
 
 
-def walk(residency: Residency, uses: Sequence[Use]) -> list[tuple[int, ...]]:
+def walk(prefetch: PrefetchPlan, accesses: Sequence[WeightAccess]) -> list[tuple[int, ...]]:
     """What is gathered at the beginning and at each use."""
-    return [residency.begin(uses), *(residency.enter(use) for use in uses)]
+    return [prefetch.begin(accesses), *(prefetch.enter(access) for access in accesses)]
 
 
 def changes(slots: Sequence[Slot], needs: Iterable[int]) -> int:
@@ -86,15 +89,15 @@ def test_gathers_of_1f1b(count: int, rank: int, microbatches: int) -> None:
     """Between two passes of one direction only those blocks stay that have their slot to themselves: 2N - L if positive."""
     actions = [a for a in schedule_named("1f1b", ranks=4, microbatches=microbatches).ranks[rank] if a.op in (Op.FORWARD, Op.BACKWARD)]
     forward = tuple(range(count))
-    uses = uses_of(actions, {rank: forward}, {rank: forward[::-1]})
+    accesses = weight_accesses_of(actions, {rank: forward}, {rank: forward[::-1]})
     turns = sum(a.op is not b.op for a, b in pairwise(actions))
     assert turns == 2 * max(1, microbatches - (3 - rank)) - 1, "warm-up, then one forward and one backward in turn"
     for slots in range(1, count + 1):
         kept = slots * turns + max(0, 2 * slots - count) * (2 * microbatches - 1 - turns)
-        assert sum(gathers(blocks(count, slots), uses).values()) == 2 * count * microbatches - kept
+        assert sum(gathers(blocks(count, slots), accesses).values()) == 2 * count * microbatches - kept
 
 
-def rank_case(name: str, virtual: int, rank: int, *, slots: int) -> tuple[Residency, tuple[Use, ...]]:
+def rank_case(name: str, virtual: int, rank: int, *, slots: int) -> tuple[PrefetchPlan, tuple[WeightAccess, ...]]:
     """A rank of a real pipeline: blocks share ``slots`` slots, embedding and head one; all norms are one resident bucket."""
     ranks = 3
     partition = Partition(split_layers(12, ranks * virtual), placement_of(name, ranks, virtual))
@@ -107,9 +110,9 @@ def rank_case(name: str, virtual: int, rank: int, *, slots: int) -> tuple[Reside
         places.append((int(block), turns[block] % (slots if block else 1)))
         turns[block] += 1
     buckets = [(bucket,) if unit == "embed_tokens" else (0, bucket) for bucket, unit in enumerate(names, start=1)]
-    residency = Residency(slots=places, sizes=[3] + [10] * len(names), unit_buckets=buckets, prefetch_bytes=None)
+    prefetch = PrefetchPlan(slots=places, sizes=[3] + [10] * len(names), unit_buckets=buckets, prefetch_bytes=None)
     actions = schedule_named(name, ranks=ranks, microbatches=6, virtual=virtual).ranks[rank]
-    return residency, uses_of(actions, *unit_uses(units, partition, rank=rank))
+    return prefetch, weight_accesses_of(actions, *unit_weight_accesses(units, partition, rank=rank))
 
 
 @pytest.mark.parametrize("slots", [1, 2, 3, 12])
@@ -117,13 +120,13 @@ def rank_case(name: str, virtual: int, rank: int, *, slots: int) -> tuple[Reside
 @pytest.mark.parametrize(("name", "virtual"), NAMES)
 def test_gathers_of_real_schedules(name: str, virtual: int, rank: int, slots: int) -> None:
     """As few as a fixed slot allows: one each time that the bucket changes. With all slots: one per bucket and step."""
-    residency, uses = rank_case(name, virtual, rank, slots=slots)
-    needs = [bucket for use in uses for bucket in residency.unit_buckets[use.unit]]
-    found = gathers(residency, uses)
-    assert found.total() == changes(residency.slots, needs)
+    prefetch, accesses = rank_case(name, virtual, rank, slots=slots)
+    needs = [bucket for access in accesses for bucket in prefetch.unit_buckets[access.unit]]
+    found = gathers(prefetch, accesses)
+    assert found.total() == changes(prefetch.slots, needs)
     assert found[0] == 1 and set(found) == set(needs)
     if slots == 12:
-        assert {found[bucket] for bucket in found if residency.slots[bucket][0] == 1} == {1}
+        assert {found[bucket] for bucket in found if prefetch.slots[bucket][0] == 1} == {1}
 
 
 @pytest.mark.parametrize("ends", [1, 2])
@@ -132,9 +135,9 @@ def test_a_slot_shared_by_embedding_and_head(ends: int) -> None:
     partition = Partition(split_layers(12, 1), (0,))
     units = [stage_units(MODEL, partition, 0)]
     places = [(1, 0), *[(0, block) for block in range(12)], (1, ends - 1)]
-    residency = Residency(slots=places, sizes=[1] * 14, unit_buckets=[(b,) for b in range(14)], prefetch_bytes=None)
-    uses = uses_of(schedule_named("1f1b", ranks=1, microbatches=5).ranks[0], *unit_uses(units, partition))
-    found = gathers(residency, uses)
+    prefetch = PrefetchPlan(slots=places, sizes=[1] * 14, unit_buckets=[(b,) for b in range(14)], prefetch_bytes=None)
+    accesses = weight_accesses_of(schedule_named("1f1b", ranks=1, microbatches=5).ranks[0], *unit_weight_accesses(units, partition))
+    found = gathers(prefetch, accesses)
     assert (found[0], found[13]) == ((5, 5) if ends == 1 else (1, 1))
     assert {found[bucket] for bucket in range(1, 13)} == {1}
 
@@ -144,8 +147,8 @@ def test_a_slot_shared_by_embedding_and_head(ends: int) -> None:
 
 def test_looking_ahead_in_both_directions() -> None:
     """Four blocks in two slots. When a block is done its slot is filled again: while 1 runs forward, 2 takes the slot of 0."""
-    residency = blocks(4, 2)
-    assert walk(residency, plain(4, 1)) == [(0, 1), (), (2,), (3,), (), (), (1,), (0,), ()]
+    prefetch = blocks(4, 2)
+    assert walk(prefetch, plain(4, 1)) == [(0, 1), (), (2,), (3,), (), (), (1,), (0,), ()]
 
 
 @pytest.mark.parametrize(
@@ -167,31 +170,31 @@ def test_how_far_a_limit_lets_it_look(limit: int | None, expected: list[tuple[in
 
 
 def test_a_large_bucket_waits_until_nothing_is_ahead_and_holds_up_those_behind_it() -> None:
-    residency = Residency(
+    prefetch = PrefetchPlan(
         slots=[(0, b) for b in range(4)], sizes=[10, 50, 10, 10], unit_buckets=[(0,), (1,), (2,), (3,)], prefetch_bytes=20
     )
-    assert walk(residency, parse("F0 F1 F2 F3")) == [(0,), (1,), (2, 3), (), ()]
+    assert walk(prefetch, parse("F0 F1 F2 F3")) == [(0,), (1,), (2, 3), (), ()]
 
 
 def test_what_a_use_lacks_comes_first_and_is_not_counted() -> None:
     """Unit 0 needs two buckets; the limit of 10 lets one of them go ahead. At its use the other follows, then one of unit 1."""
-    residency = Residency(slots=[(0, b) for b in range(4)], sizes=[10] * 4, unit_buckets=[(0, 1), (2, 3)], prefetch_bytes=10)
-    assert walk(residency, parse("F0 F1")) == [(0,), (1, 2), (3,)]
+    prefetch = PrefetchPlan(slots=[(0, b) for b in range(4)], sizes=[10] * 4, unit_buckets=[(0, 1), (2, 3)], prefetch_bytes=10)
+    assert walk(prefetch, parse("F0 F1")) == [(0,), (1, 2), (3,)]
 
 
 def test_kept_buckets_are_not_ahead() -> None:
     """What is still there from the forward pass costs nothing, so all of the limit is for what is missing."""
-    residency = blocks(4, 3, limit=10)
-    assert walk(residency, plain(4, 1)) == [(0,), (1,), (2,), (3,), (), (), (0,), (), ()]
+    prefetch = blocks(4, 3, limit=10)
+    assert walk(prefetch, plain(4, 1)) == [(0,), (1,), (2,), (3,), (), (), (0,), (), ()]
 
 
 # Lists, offers, refusals
 
 
-def forget_all(residency: Residency) -> None:
+def forget_all(prefetch: PrefetchPlan) -> None:
     """An update of everything."""
-    for bucket in range(len(residency.slots)):
-        residency.forget(bucket)
+    for bucket in range(len(prefetch.slots)):
+        prefetch.forget(bucket)
 
 
 def test_frozen_buckets_are_gathered_once_where_they_may_stay() -> None:
@@ -200,76 +203,76 @@ def test_frozen_buckets_are_gathered_once_where_they_may_stay() -> None:
 
 
 def test_slots_stay_filled_between_lists() -> None:
-    residency = blocks(3, 3)
+    prefetch = blocks(3, 3)
     evaluation = parse("F0 F1 F2")
-    assert walk(residency, evaluation) == [(0, 1, 2), (), (), ()]
-    assert walk(residency, plain(3, 1)) == [()] * 7
-    forget_all(residency)
-    assert [residency.occupant((0, slot)) for slot in range(3)] == [None] * 3
-    assert walk(residency, evaluation) == [(0, 1, 2), (), (), ()]
+    assert walk(prefetch, evaluation) == [(0, 1, 2), (), (), ()]
+    assert walk(prefetch, plain(3, 1)) == [()] * 7
+    forget_all(prefetch)
+    assert [prefetch.occupant((0, slot)) for slot in range(3)] == [None] * 3
+    assert walk(prefetch, evaluation) == [(0, 1, 2), (), (), ()]
 
 
 def test_offers_go_as_far_as_begin_would() -> None:
     """The first in each slot; nothing after the first that has to wait, even one that has a slot to itself."""
-    residency = Residency(
+    prefetch = PrefetchPlan(
         slots=[(0, 0), (0, 1), (0, 0), (1, 0)], sizes=[10] * 4, unit_buckets=[(b,) for b in range(4)], prefetch_bytes=None
     )
-    uses = plain(4, 1)
-    assert [residency.offer(bucket) for bucket in range(4)] == [False] * 4, "no list is known yet"
-    walk(residency, uses)
-    forget_all(residency)
-    assert [residency.offer(bucket) for bucket in range(4)] == [True, True, False, False]
-    assert [residency.holds(bucket) for bucket in range(4)] == [True, True, False, False]
-    assert residency.begin(uses) == ()
+    accesses = plain(4, 1)
+    assert [prefetch.offer(bucket) for bucket in range(4)] == [False] * 4, "no list is known yet"
+    walk(prefetch, accesses)
+    forget_all(prefetch)
+    assert [prefetch.offer(bucket) for bucket in range(4)] == [True, True, False, False]
+    assert [prefetch.holds(bucket) for bucket in range(4)] == [True, True, False, False]
+    assert prefetch.begin(accesses) == ()
 
 
 @pytest.mark.parametrize(("limit", "accepted"), [(0, 0), (5, 1), (10, 1), (20, 2), (29, 2), (30, 3), (None, 4)])
 def test_offers_keep_the_limit_in_any_order(limit: int | None, accepted: int) -> None:
     """A bucket offered early does not use up what those before it need."""
     for order in ((0, 1, 2, 3), (3, 2, 1, 0)):
-        residency = blocks(4, 4, limit=limit)
-        walk(residency, plain(4, 1))
-        forget_all(residency)
-        assert sorted(bucket for bucket in order if residency.offer(bucket)) == list(range(accepted))
+        prefetch = blocks(4, 4, limit=limit)
+        walk(prefetch, plain(4, 1))
+        forget_all(prefetch)
+        assert sorted(bucket for bucket in order if prefetch.offer(bucket)) == list(range(accepted))
 
 
 def test_early_offers() -> None:
     """During backward, once everything that the rest needs is in place and the slot has been read for the last time."""
-    residency, uses = blocks(4, 2), plain(4, 1)
-    walked = [residency.begin(uses)]
+    prefetch, accesses = blocks(4, 2), plain(4, 1)
+    walked = [prefetch.begin(accesses)]
     offers = {}
-    for use in uses:
-        walked.append(residency.enter(use))
-        if use.backward:
-            residency.forget(use.unit)
-            offers[use.unit] = residency.offer(use.unit)
+    for access in accesses:
+        walked.append(prefetch.enter(access))
+        if access.backward:
+            prefetch.forget(access.unit)
+            offers[access.unit] = prefetch.offer(access.unit)
     assert walked == [(0, 1), (), (2,), (3,), (), (), (1,), (0,), ()]
     assert offers == {3: False, 2: False, 1: True, 0: True}
-    assert residency.begin(uses) == ()
+    assert prefetch.begin(accesses) == ()
     everything = blocks(4, 4)
-    everything.begin(uses)
-    for use in uses:
-        everything.enter(use)
-        if use.backward:
-            everything.forget(use.unit)
-            assert everything.offer(use.unit), "resident: nothing is in its way"
+    everything.begin(accesses)
+    for access in accesses:
+        everything.enter(access)
+        if access.backward:
+            everything.forget(access.unit)
+            assert everything.offer(access.unit), "resident: nothing is in its way"
 
 
-def early_offers(residency: Residency, uses: Sequence[Use], alone: Sequence[int], due: Callable[[], bool]) -> list[object]:
+def early_offers(prefetch: PrefetchPlan, accesses: Sequence[WeightAccess], alone: Sequence[int], due: Callable[[], bool]) -> list[object]:
     """Everything that is gathered in two steps in which ``alone`` are offered after their last use, in that order, each when it is
     ``due``; by who asked for it, since the two do not wait for each other."""
-    needs = [(index, bucket) for index, use in enumerate(uses) for bucket in residency.unit_buckets[use.unit]]
+    needs = [(index, bucket) for index, access in enumerate(accesses) for bucket in prefetch.unit_buckets[access.unit]]
     last = {bucket: index for index, bucket in needs}
     gathered, answers = list[object](), list[object]()
     for _ in range(2):
-        gathered.append(residency.begin(uses))
+        gathered.append(prefetch.begin(accesses))
         waiting = list[int]()
-        for index, use in enumerate(uses):
-            gathered.append(residency.enter(use))
+        for index, access in enumerate(accesses):
+            gathered.append(prefetch.enter(access))
             waiting += [bucket for bucket in alone if last[bucket] == index]
-            while waiting and (due() or index + 1 == len(uses)):
-                residency.forget(waiting[0])
-                answers.append((waiting[0], residency.offer(waiting.pop(0))))
+            while waiting and (due() or index + 1 == len(accesses)):
+                prefetch.forget(waiting[0])
+                answers.append((waiting[0], prefetch.offer(waiting.pop(0))))
     return [gathered, answers]
 
 
@@ -279,14 +282,14 @@ def test_with_a_slot_of_its_own_a_bucket_may_be_offered_any_time_after_its_last_
     embedding, bucket 1, is not read in backward.)"""
     draw, accepted = random.Random(name), 0
     for rank, slots, limit in product((0, 1, 2), (1, 2, 3), (None, 10, 30, 60)):
-        shared, uses = rank_case(name, virtual, rank, slots=slots)
+        shared, accesses = rank_case(name, virtual, rank, slots=slots)
         sizes = [draw.choice([3, 5, 10, 20]) for _ in shared.slots]
         alone = [bucket for bucket in range(2, len(sizes)) if draw.random() < 0.4]
         places = [(10, bucket) if bucket in alone else slot for bucket, slot in enumerate(shared.slots)]
         found = []
         for due in (lambda: True, lambda: draw.random() < 0.5, lambda: draw.random() < 0.2, lambda: False):
-            residency = Residency(slots=places, sizes=sizes, unit_buckets=shared.unit_buckets, prefetch_bytes=limit)
-            found.append(early_offers(residency, uses, alone, due))
+            prefetch = PrefetchPlan(slots=places, sizes=sizes, unit_buckets=shared.unit_buckets, prefetch_bytes=limit)
+            found.append(early_offers(prefetch, accesses, alone, due))
         assert all(other == found[0] for other in found), (rank, slots, limit)
         accepted += str(found[0]).count("True")
     assert accepted > 20
@@ -294,36 +297,36 @@ def test_with_a_slot_of_its_own_a_bucket_may_be_offered_any_time_after_its_last_
 
 def test_an_offer_leaves_alone_what_the_current_use_reads() -> None:
     """Bucket 0 is offered while bucket 1 is read in its slot."""
-    residency = Residency(slots=[(0, 0), (0, 0)], sizes=[1, 1], unit_buckets=[(0,), (1,)], prefetch_bytes=None)
-    walk(residency, parse("F0 F1"))
-    residency.forget(0)
-    assert not residency.offer(0)
-    residency.forget(1)
-    assert residency.offer(0) and residency.occupant((0, 0)) == 0
+    prefetch = PrefetchPlan(slots=[(0, 0), (0, 0)], sizes=[1, 1], unit_buckets=[(0,), (1,)], prefetch_bytes=None)
+    walk(prefetch, parse("F0 F1"))
+    prefetch.forget(0)
+    assert not prefetch.offer(0)
+    prefetch.forget(1)
+    assert prefetch.offer(0) and prefetch.occupant((0, 0)) == 0
 
 
 def test_refusals() -> None:
     with pytest.raises(ValueError, match=r"unit 1: buckets \(1, 2\) meet in slots \[\(0, 1\)\]"):
-        Residency(slots=[(0, 0), (0, 1), (0, 1)], sizes=[1] * 3, unit_buckets=[(0, 1), (1, 2)], prefetch_bytes=None)
-    residency, uses = blocks(3, 3), plain(3, 1)
+        PrefetchPlan(slots=[(0, 0), (0, 1), (0, 1)], sizes=[1] * 3, unit_buckets=[(0, 1), (1, 2)], prefetch_bytes=None)
+    prefetch, accesses = blocks(3, 3), plain(3, 1)
     with pytest.raises(RuntimeError, match="use 0 of 0: got F0, expected the end of the list"):
-        residency.enter(uses[0])
-    residency.begin(uses)
-    residency.enter(uses[0])
+        prefetch.enter(accesses[0])
+    prefetch.begin(accesses)
+    prefetch.enter(accesses[0])
     with pytest.raises(RuntimeError, match="use 1 of 6: got B1, expected F1"):
-        residency.enter(Use(1, backward=True))
+        prefetch.enter(WeightAccess(1, backward=True))
     with pytest.raises(RuntimeError, match="a new list of uses begins after 1 of 6 uses: F1 is still to come"):
-        residency.begin(uses)
+        prefetch.begin(accesses)
     with pytest.raises(RuntimeError, match="bucket 0 changes after 1 of 6 uses: a later one still reads it"):
-        residency.forget(0)
-    for use in uses[1:]:
-        residency.enter(use)
+        prefetch.forget(0)
+    for access in accesses[1:]:
+        prefetch.enter(access)
     with pytest.raises(RuntimeError, match="use 6 of 6: got F0, expected the end of the list"):
-        residency.enter(uses[0])
+        prefetch.enter(accesses[0])
     with pytest.raises(RuntimeError, match=r"bucket 2 is offered while slot \(0, 2\) holds it"):
-        residency.offer(2)
-    residency.forget(2)
-    assert residency.offer(2)
+        prefetch.offer(2)
+    prefetch.forget(2)
+    assert prefetch.offer(2)
 
 
 @pytest.mark.parametrize("slots", [2, 7, 20])
@@ -332,7 +335,7 @@ def test_a_walk_takes_time_in_proportion_to_its_length(slots: int, limit: int | 
     """Executed lines, not seconds: twice the microbatches, at most twice the lines."""
 
     def lines(microbatches: int) -> int:
-        residency, uses, count = blocks(20, slots, limit=limit), plain(20, microbatches), 0
+        prefetch, accesses, count = blocks(20, slots, limit=limit), plain(20, microbatches), 0
 
         def trace(frame: FrameType, event: str, argument: object) -> Callable[[FrameType, str, object], Any]:
             nonlocal count
@@ -342,7 +345,7 @@ def test_a_walk_takes_time_in_proportion_to_its_length(slots: int, limit: int | 
         before = sys.gettrace()
         sys.settrace(trace)
         try:
-            walk(residency, uses)
+            walk(prefetch, accesses)
         finally:
             sys.settrace(before)
         return count

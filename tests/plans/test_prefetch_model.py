@@ -14,10 +14,10 @@ from functools import partial
 from typing import Generic, TypeVar
 
 import pytest
-
 from megatron_llama.plans.buckets import Slot
-from megatron_llama.plans.prefetch import Residency
-from megatron_llama.plans.weight_access import Use
+from megatron_llama.plans.prefetch import PrefetchPlan
+from megatron_llama.plans.weight_access import WeightAccess
+
 from tests.plans.test_prefetch import changes, plain
 
 SEQUENCES = 2000
@@ -28,7 +28,7 @@ class Call:
     """One line of the program that all ranks run: begin, enter, forget or offer."""
 
     name: str
-    uses: tuple[Use, ...] = ()
+    accesses: tuple[WeightAccess, ...] = ()
     bucket: int = -1
 
 
@@ -44,29 +44,29 @@ class Scenario:
         self.limit = draw.choice((None, None, 0, 1, 6, 12, 25))
         self.ranks, self.run_ahead = draw.choice((2, 2, 3)), draw.choice((0, 1, 3, 99))
         training = plain(len(self.units), draw.choice((1, 2, 3))) if draw.random() < 0.5 else self._uses()
-        evaluation = tuple(Use(unit, backward=False) for unit in range(len(self.units))) if draw.random() < 0.5 else self._uses()
+        evaluation = tuple(WeightAccess(unit, backward=False) for unit in range(len(self.units))) if draw.random() < 0.5 else self._uses()
         lists = [training if draw.random() < 0.7 else evaluation for _ in range(4)]
-        self.program = [call for uses in lists for call in self._walk(uses)]
+        self.program = [call for accesses in lists for call in self._walk(accesses)]
 
-    def plan(self, kind: type[Residency]) -> Residency:
+    def plan(self, kind: type[PrefetchPlan]) -> PrefetchPlan:
         return kind(slots=self.slots, sizes=self.sizes, unit_buckets=self.units, prefetch_bytes=self.limit)
 
     def _unit(self) -> tuple[int, ...]:
         some = self.draw.sample(range(len(self.slots)), self.draw.randint(0, min(4, len(self.slots))))
         return tuple({self.slots[bucket]: bucket for bucket in some}.values())
 
-    def _uses(self) -> tuple[Use, ...]:
+    def _uses(self) -> tuple[WeightAccess, ...]:
         numbers = range(self.draw.randint(0, 15))
-        return tuple(Use(self.draw.randrange(len(self.units)), backward=self.draw.random() < 0.5) for _ in numbers)
+        return tuple(WeightAccess(self.draw.randrange(len(self.units)), backward=self.draw.random() < 0.5) for _ in numbers)
 
-    def _walk(self, uses: tuple[Use, ...]) -> Iterator[Call]:
+    def _walk(self, accesses: tuple[WeightAccess, ...]) -> Iterator[Call]:
         """A list, and one of: no update, an update of everything, or updates of single buckets as soon as they may be."""
-        yield Call("begin", uses)
+        yield Call("begin", accesses)
         end = self.draw.choice(("nothing", "at once", "one by one"))
-        needs = [self.units[use.unit] for use in uses]
+        needs = [self.units[access.unit] for access in accesses]
         forward = list(dict.fromkeys([bucket for need in needs for bucket in need] + list(range(len(self.slots)))))
-        for index, use in enumerate(uses):
-            yield Call("enter", (use,))
+        for index, access in enumerate(accesses):
+            yield Call("enter", (access,))
             for bucket in [b for b in forward if not any(b in need for need in needs[index + 1 :])]:
                 if end == "one by one" and self.draw.random() < 0.3:
                     forward.remove(bucket)
@@ -86,12 +86,12 @@ class Rules:
         self.case = case
         self.held: dict[Slot, int] = {}
         self.unused: set[int] = set()
-        self.uses: tuple[Use, ...] = ()
+        self.accesses: tuple[WeightAccess, ...] = ()
         self.current: tuple[int, ...] = ()
         self.position = self.misses = 0
 
     def needs(self, start: int) -> list[int]:
-        return [bucket for use in self.uses[start:] for bucket in self.case.units[use.unit]]
+        return [bucket for access in self.accesses[start:] for bucket in self.case.units[access.unit]]
 
     def reads(self, bucket: int) -> bool:
         """The current use reads another bucket in the slot of this one, and it is still there."""
@@ -107,11 +107,11 @@ class Rules:
             self.held = {slot: bucket for slot, bucket in self.held.items() if bucket != call.bucket}
             self.unused.discard(call.bucket)
         if call.name == "begin":
-            self.uses, self.position, self.current = call.uses, 0, ()
+            self.accesses, self.position, self.current = call.accesses, 0, ()
             kept = list(self.held.values())
             self.misses = changes(self.case.slots, [*kept, *self.needs(0)]) - len(kept)
         if call.name == "enter":
-            self.current = self.case.units[call.uses[0].unit]
+            self.current = self.case.units[call.accesses[0].unit]
             self.position += 1
             self.unused -= set(self.current)
 
@@ -144,7 +144,7 @@ class Rules:
             sooner = [*self.current, *needs[: needs.index(missing[0])]]
             waits = self.held.get(self.case.slots[missing[0]]) in sooner
             assert waits or not self.fits(self.unused | {missing[0]}), "could have been gathered"
-        if self.position == len(self.uses) and call.name in ("begin", "enter"):
+        if self.position == len(self.accesses) and call.name in ("begin", "enter"):
             assert self.misses == 0, "more gathers than changes"
 
 
@@ -167,10 +167,10 @@ class Queue(Generic[Work]):
 class Rank:
     """A process: the host issues passes and gathers, which run later. Gathers into one pool share a communicator."""
 
-    def __init__(self, case: Scenario, residency: Residency) -> None:
-        self.case, self.residency, self.at = case, residency, 0
+    def __init__(self, case: Scenario, prefetch: PrefetchPlan) -> None:
+        self.case, self.prefetch, self.at = case, prefetch, 0
         self.rules = Rules(case)
-        self.generation = [0] * len(case.slots)
+        self.version = [0] * len(case.slots)
         self.passes = Queue[Pass]()
         self.comms = {pool: Queue[Gather]() for pool, _ in case.slots}
         self.gather_of: dict[int, int] = {}
@@ -183,7 +183,7 @@ class Rank:
             return False
         call, self.at = self.case.program[self.at], self.at + 1
         if call.name == "forget":
-            self.generation[call.bucket] += 1
+            self.version[call.bucket] += 1
         answer = self.ask(call)
         if check:
             self.rules.before(call)
@@ -193,22 +193,22 @@ class Rank:
         for bucket in answer:
             pool, slot = self.case.slots[bucket][0], self.case.slots[bucket]
             self.gather_of[bucket] = len(self.comms[pool].work)
-            self.comms[pool].work.append((bucket, self.generation[bucket], self.last_read.get(slot, 0)))
+            self.comms[pool].work.append((bucket, self.version[bucket], self.last_read.get(slot, 0)))
         if call.name == "enter":
-            needs = self.case.units[call.uses[0].unit]
-            self.passes.work.append(tuple((bucket, self.generation[bucket], self.gather_of[bucket]) for bucket in needs))
+            needs = self.case.units[call.accesses[0].unit]
+            self.passes.work.append(tuple((bucket, self.version[bucket], self.gather_of[bucket]) for bucket in needs))
             self.last_read |= {self.case.slots[bucket]: len(self.passes.work) for bucket in needs}
         return True
 
     def ask(self, call: Call) -> tuple[int, ...]:
         """The buckets to gather, of the plan under test."""
         if call.name == "begin":
-            return self.residency.begin(call.uses)
+            return self.prefetch.begin(call.accesses)
         if call.name == "enter":
-            return self.residency.enter(*call.uses)
+            return self.prefetch.enter(*call.accesses)
         if call.name == "offer":
-            return (call.bucket,) if self.residency.offer(call.bucket) else ()
-        self.residency.forget(call.bucket)
+            return (call.bucket,) if self.prefetch.offer(call.bucket) else ()
+        self.prefetch.forget(call.bucket)
         return ()
 
     def compute(self) -> bool:
@@ -227,9 +227,9 @@ class Rank:
         return True
 
     def read(self) -> None:
-        for bucket, generation, _ in self.passes.work[self.passes.started - 1]:
+        for bucket, version, _ in self.passes.work[self.passes.started - 1]:
             found = self.contents.get(self.case.slots[bucket])
-            assert found == (bucket, generation), f"reads {(bucket, generation)} where its slot has {found}"
+            assert found == (bucket, version), f"reads {(bucket, version)} where its slot has {found}"
 
     def communicate(self, pool: int, others: Sequence[Rank]) -> bool:
         """Start the next gather once its slot has been read, or end the one that runs if all ranks have started theirs."""
@@ -242,11 +242,11 @@ class Rank:
             return True
         if any(other.comms[pool].started <= queue.done for other in others):
             return False
-        bucket, generation, _ = queue.work[queue.done]
+        bucket, version, _ = queue.work[queue.done]
         for other in others:
-            assert other.comms[pool].work[queue.done][:2] == (bucket, generation), "ranks gather in different orders"
+            assert other.comms[pool].work[queue.done][:2] == (bucket, version), "ranks gather in different orders"
         queue.done += 1
-        self.contents[self.case.slots[bucket]] = (bucket, generation)
+        self.contents[self.case.slots[bucket]] = (bucket, version)
         return True
 
     @property
@@ -256,7 +256,7 @@ class Rank:
         return self.at == len(self.case.program) and not any(rest)
 
 
-def run(seed: int, kinds: tuple[type[Residency], ...] = (Residency,), *, rules: bool = True) -> Scenario:
+def run(seed: int, kinds: tuple[type[PrefetchPlan], ...] = (PrefetchPlan,), *, rules: bool = True) -> Scenario:
     """One sequence of events to its end. ``kinds``: the plans of the ranks, the last one for all others; ``rules``: hold the first
     rank to the rules for single gathers too, not only to what passes read."""
     case = Scenario(seed)
@@ -276,41 +276,41 @@ def test_no_stale_read_and_no_deadlock() -> None:
         run(seed)
 
 
-class EvictsWhatIsUsedSooner(Residency):
+class EvictsWhatIsUsedSooner(PrefetchPlan):
     """Looks ahead into any slot that the current use does not read."""
 
     def _free(self, slot: Slot) -> bool:
         return self.occupant(slot) not in self._plan.needs[self._start : self._end]
 
 
-class EvictsWhatIsRead(Residency):
+class EvictsWhatIsRead(PrefetchPlan):
     """Takes a slot from the current use already."""
 
     def _free(self, slot: Slot) -> bool:
         return self._reserved.get(slot, -1) < self._end
 
 
-class OffersWhatIsRead(Residency):
+class OffersWhatIsRead(PrefetchPlan):
     def _still_read(self, bucket: int) -> bool:
         return False
 
 
-class Unlimited(Residency):
+class Unlimited(PrefetchPlan):
     def _fits(self, bucket: int) -> bool:
         return True
 
 
-class NeverAhead(Residency):
+class NeverAhead(PrefetchPlan):
     def _fits(self, bucket: int) -> bool:
         return False
 
 
-class RefusesOffers(Residency):
+class RefusesOffers(PrefetchPlan):
     def offer(self, bucket: int) -> bool:
         return False
 
 
-class KeepsAllWeights(Residency):
+class KeepsAllWeights(PrefetchPlan):
     def forget(self, bucket: int) -> None:
         pass
 
@@ -321,22 +321,22 @@ class KeepsAllWeights(Residency):
 class KeepsOneWeight(KeepsAllWeights):
     def forget(self, bucket: int) -> None:
         if bucket != 1:
-            Residency.forget(self, bucket)
+            PrefetchPlan.forget(self, bucket)
 
 
-class InAnotherOrder(Residency):
-    def begin(self, uses: Sequence[Use]) -> tuple[int, ...]:
-        return super().begin(uses)[::-1]
+class InAnotherOrder(PrefetchPlan):
+    def begin(self, accesses: Sequence[WeightAccess]) -> tuple[int, ...]:
+        return super().begin(accesses)[::-1]
 
 
-class GathersTooOften(Residency):
+class GathersTooOften(PrefetchPlan):
     """Forgets what forward left over whenever a list turns."""
 
-    def begin(self, uses: Sequence[Use]) -> tuple[int, ...]:
+    def begin(self, accesses: Sequence[WeightAccess]) -> tuple[int, ...]:
         self._check_walked()
         for bucket in list(self._occupants.values()):
             self.forget(bucket)
-        return super().begin(uses)
+        return super().begin(accesses)
 
 
 @pytest.mark.parametrize(
@@ -354,11 +354,11 @@ class GathersTooOften(Residency):
         ((KeepsAllWeights,), False, "where its slot has"),
         ((KeepsOneWeight,), False, "where its slot has"),
         ((GathersTooOften,), True, "gathered twice|more gathers than changes"),
-        ((Residency, InAnotherOrder), False, "ranks gather in different orders"),
-        ((Residency, NeverAhead), False, "ranks gather in different orders|deadlock"),
+        ((PrefetchPlan, InAnotherOrder), False, "ranks gather in different orders"),
+        ((PrefetchPlan, NeverAhead), False, "ranks gather in different orders|deadlock"),
     ],
 )
-def test_the_model_catches_a_broken_plan(kinds: tuple[type[Residency], ...], rules: bool, caught: str) -> None:
+def test_the_model_catches_a_broken_plan(kinds: tuple[type[PrefetchPlan], ...], rules: bool, caught: str) -> None:
     with pytest.raises(AssertionError, match=caught):
         for seed in range(SEQUENCES):
             run(seed, kinds, rules=rules)

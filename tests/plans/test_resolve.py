@@ -4,7 +4,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-
 from megatron_llama.config.help import config_sections
 from megatron_llama.config.hf import hf_config_from_model
 from megatron_llama.config.megatron_names import MEGATRON
@@ -131,7 +130,12 @@ def test_a_million_microbatches_are_checked_without_their_schedule() -> None:
     """Building it would take minutes and gigabytes."""
     given = {"num_hidden_layers": 8, "pipeline_model_parallel_size": 4, "global_batch_size": 1 << 20}
     assert problems(config_of(**given), 4) == []
-    odd = problems(config_of(**given | {"global_batch_size": (1 << 20) + 1, "pipeline_schedule": "interleaved", "virtual_pipeline_model_parallel_size": 2}), 4)
+    odd = problems(
+        config_of(
+            **given | {"global_batch_size": (1 << 20) + 1, "pipeline_schedule": "interleaved", "virtual_pipeline_model_parallel_size": 2}
+        ),
+        4,
+    )
     assert len(odd) == 1 and "a multiple of --pipeline-model-parallel-size 4" in odd[0]
 
 

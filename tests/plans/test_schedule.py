@@ -7,7 +7,6 @@ from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
-
 from megatron_llama.plans.schedule import Action, Op, Schedule, ScheduleError, forward_only, placement_of, schedule_named, validate
 
 NAMES = [("gpipe", 1), ("1f1b", 1), ("interleaved", 2), ("interleaved", 3), ("zb-h1", 1), ("zb-v", 2)]

@@ -6,11 +6,10 @@ from pathlib import Path
 from pydoc_data.topics import topics
 
 import pytest
-from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
-
 from megatron_llama.sft.chat import ChatTokenizer
 from megatron_llama.tokenizer.hf import HFTokenizer
 from megatron_llama.tokenizer.spm import train_tokenizer
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 
 SPECIAL = ("<|begin_of_text|>", "<|end_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>", "<|im_start|>", "<|im_end|>")
 

@@ -10,7 +10,6 @@ from typing import Any
 import pyarrow
 import pyarrow.parquet as parquet
 import pytest
-
 from megatron_llama.errors import DataError
 from megatron_llama.sft import json_text, records
 from megatron_llama.sft.chat import ChatTokenizer
@@ -57,7 +56,11 @@ CASES: dict[str, tuple[str | bytes, str, str]] = {
     "unknown role": (chat(turn("narrator")), "unknown role", "field 'messages[0].role': got 'narrator', expected one of system, user"),
     "no content": (chat({"role": "user"}, ANSWER), "message without content", "field 'messages[0]': got 'role', expected 'content'"),
     "null content": (chat(turn("user", None), ANSWER), "no string", "field 'messages[0].content': got a JSON null, expected a string"),
-    "an image": (chat(turn("user", [{"type": "image_url"}])), "content is no text", "'messages[0].content[0]': got a part of type 'image_url'"),
+    "an image": (
+        chat(turn("user", [{"type": "image_url"}])),
+        "content is no text",
+        "'messages[0].content[0]': got a part of type 'image_url'",
+    ),
     "a part that is no object": (chat(turn("user", ["x"])), "content is no text", "'messages[0].content[0]': got a JSON string"),
     "broken tool calls": (chat(USER, {"role": "assistant", "tool_calls": "f"}), "broken tool calls", "'messages[1].tool_calls': got f"),
     "broken tools": (chat(USER, ANSWER, tools="f"), "tools are no array", "field 'tools': got a JSON string, expected an array"),
@@ -66,7 +69,11 @@ CASES: dict[str, tuple[str | bytes, str, str]] = {
     "a null character": (chat(turn("user", "a\0"), ANSWER), "null character", "'messages[0].content': got U+0000 at character 1"),
     "an answer first": (chat(ANSWER), "conversation begins with an answer", "'messages[0]': got assistant first, expected system or user"),
     "two questions": (chat(USER, USER, ANSWER), "wrong role order", "'messages[1]': got user after user, expected assistant"),
-    "a late system message": (chat(USER, ANSWER, turn("system"), ANSWER), "wrong role order", "got system after assistant, expected user or tool"),
+    "a late system message": (
+        chat(USER, ANSWER, turn("system"), ANSWER),
+        "wrong role order",
+        "got system after assistant, expected user or tool",
+    ),
     "two answers": (chat(USER, ANSWER, ANSWER), "wrong role order", "'messages[2]': got assistant after assistant"),
     "no answer": (chat(USER), "no answer at the end", "field 'messages': got a last message of role user, expected assistant"),
     "an empty answer": (chat(USER, turn("assistant", " \n")), "empty answer", "field 'messages[1]': got nothing but spaces"),
@@ -148,14 +155,23 @@ def test_arrays_have_lines_too(tmp_path: Path, chat: ChatTokenizer) -> None:
 def test_an_array_in_pieces(block: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Wherever the file is cut into blocks: the same values, lines and columns, characters of several bytes among them."""
     monkeypatch.setattr(json_text, "BLOCK", block)
-    path, values = tmp_path / "data.json", [{"a": "é\u20ac\U0001f600", "b": [1, -2.5e3, None]}, {}, 12345, "x", True, {"c": {"d": "]"}}]
-    texts = [json.dumps(values, ensure_ascii=False), json.dumps(values, indent=1), "\ufeff [" + ",\n\n".join(map(json.dumps, values)) + " , ] \n"]
+    path, values = (tmp_path / "data.json", [{"a": "é\u20ac\U0001f600", "b": [1, -2.5e3, None]}, {}, 12345, "x", True, {"c": {"d": "]"}}])
+    texts = [
+        json.dumps(values, ensure_ascii=False),
+        json.dumps(values, indent=1),
+        "\ufeff [" + ",\n\n".join(map(json.dumps, values)) + " , ] \n",
+    ]
     lines = [[1] * 6, [2, 10, 11, 12, 13, 14], [1, 3, 5, 7, 9, 11]]
     for text, at in zip(texts, lines, strict=True):
         path.write_text(text)
         assert json_text.is_array(path)
         assert list(json_text.elements(path)) == list(zip(at, values, strict=True))
-    broken = {'[{"a": 1}, {"b" 2}]': (1, "column 17"), '[1,\n 2,\n  {"b": 1 1}]': (3, "column 11"), "[1, 2] [3]": (1, "got '["), "[1, nul": (1, "column 5")}
+    broken = {
+        '[{"a": 1}, {"b" 2}]': (1, "column 17"),
+        '[1,\n 2,\n  {"b": 1 1}]': (3, "column 11"),
+        "[1, 2] [3]": (1, "got '["),
+        "[1, nul": (1, "column 5"),
+    }
     for text, (line, words) in broken.items():
         path.write_text(text)
         *_, (where, problem) = json_text.elements(path)
@@ -214,7 +230,10 @@ def test_templates_that_fail_or_leave_nothing(tmp_path: Path, llama3: Path) -> N
         "{{ messages[7].content }}": ("template error", "got list object has no element 7"),
         "{{ 1 // 0 }}": ("template error", "got ZeroDivisionError"),
         "{% generation %}{% endgeneration %}x": ("zero target tokens", "tokens, none of an answer"),
-        "{{ messages | length }}{% for m in messages %}{{ m.content }}{% endfor %}": ("answers cannot be told apart", "messages[:2] differently"),
+        "{{ messages | length }}{% for m in messages %}{{ m.content }}{% endfor %}": (
+            "answers cannot be told apart",
+            "messages[:2] differently",
+        ),
     }
     for number, (source, (reason, words)) in enumerate(cases.items()):
         file = tmp_path / f"{number}.jinja"
@@ -262,7 +281,10 @@ def test_parquet(tmp_path: Path, chat: ChatTokenizer) -> None:
     assert examples.formats == {str(path): "messages"} and examples.numbers == [0, 3]
     assert examples.ids[0].tolist() == read(tmp_path, GOOD.encode(), chat)[1].ids[0].tolist()
     found = [str(problem).split(",")[0] for problem in examples.problems]
-    assert found == [f"{path}:row 2: field 'messages': got an empty array", f"{path}:row 3: field 'messages': got no such field (fields: none)"]
+    assert found == [
+        f"{path}:row 2: field 'messages': got an empty array",
+        f"{path}:row 3: field 'messages': got no such field (fields: none)",
+    ]
     content = path.read_bytes()
     for damaged in (content[:-20], b"PAR1" + bytes(100)):
         path.write_bytes(damaged)

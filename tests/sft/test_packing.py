@@ -7,8 +7,6 @@ import random
 import numpy as np
 import pytest
 import torch
-from torch import Tensor
-
 from megatron_llama.config.schema import Config, ModelConfig
 from megatron_llama.distributed.mesh import Mesh
 from megatron_llama.model.init import InitialWeights
@@ -17,6 +15,7 @@ from megatron_llama.model.load import load_stages, rank_specs
 from megatron_llama.sft.dataset import Examples, ExampleSamples
 from megatron_llama.sft.packing import best_fit
 from tools.overlap.loss import token_losses
+from torch import Tensor
 
 SEQ_LENGTH, VOCABULARY = 96, 160
 MODEL = ModelConfig(
@@ -35,10 +34,10 @@ def examples(lengths: list[int], seed: int = 0) -> Examples:
     """Random tokens, about half of them learned."""
     draw, made = np.random.default_rng(seed), Examples()
     for length in lengths:
-        learned = draw.random(length) < 0.5
-        learned[-1] = True
+        loss_mask = draw.random(length) < 0.5
+        loss_mask[-1] = True
         made.ids.append(draw.integers(0, VOCABULARY, length, np.int32))
-        made.learned.append(learned)
+        made.loss_mask.append(loss_mask)
     return made
 
 
@@ -82,7 +81,7 @@ def test_a_packed_sample_by_its_parts() -> None:
                 continue
             seen += found
             assert batch.labels[places, row].tolist() == ids[1:]
-            assert batch.loss_mask[places, row].bool().tolist() == made.learned[found[0]][1:].tolist()
+            assert batch.loss_mask[places, row].bool().tolist() == made.loss_mask[found[0]][1:].tolist()
     assert sorted(seen) == [0, 1, 2, 3]
 
 
@@ -123,7 +122,7 @@ def gradients(stage: Stage, samples: ExampleSamples, targets: float) -> tuple[fl
 def test_packing_changes_no_gradient(stage: Stage) -> None:
     """fp32, per parameter, relative to the norm of the gradient."""
     made = examples([97, 3, 12, 40, 33, 29, 8, 61, 22, 5, 5, 5], seed=3)
-    targets = float(sum(mask[1:].sum() for mask in made.learned))
+    targets = float(sum(mask[1:].sum() for mask in made.loss_mask))
     packed, alone = (ExampleSamples(made, range(12), SEQ_LENGTH, packing=packing) for packing in (True, False))
     assert (len(packed), len(alone)) == (4, 12)
     loss, together = gradients(stage, packed, targets)

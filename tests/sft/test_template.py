@@ -8,8 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from transformers import AutoTokenizer
-
 from megatron_llama.errors import DataError
 from megatron_llama.sft.chat import ChatTokenizer, Encoded
 from megatron_llama.sft.formats import Conversation
@@ -17,6 +15,7 @@ from megatron_llama.sft.problems import UnusableError
 from megatron_llama.sft.template import BUILT_IN, ChatTemplate
 from megatron_llama.tokenizer.hf import HFTokenizer
 from megatron_llama.tokenizer.load import load_tokenizer
+from transformers import AutoTokenizer
 
 Message = Mapping[str, Any]
 SYSTEM = {"role": "system", "content": "Answer in one line.\n  Be kind."}
@@ -39,11 +38,7 @@ UNMARKED = {name: source.replace("{% generation %}", "").replace("{% endgenerati
 def theirs(folder: Path, template: str, messages: Sequence[Message]) -> tuple[list[int], list[bool]]:
     tokenizer = AutoTokenizer.from_pretrained(folder)
     found = tokenizer.apply_chat_template(
-        [dict(message) for message in messages],
-        chat_template=template,
-        tokenize=True,
-        return_dict=True,
-        return_assistant_tokens_mask=True,
+        [dict(message) for message in messages], chat_template=template, tokenize=True, return_dict=True, return_assistant_tokens_mask=True
     )
     return found["input_ids"], [bool(mark) for mark in found["assistant_masks"]]
 
@@ -60,7 +55,7 @@ def test_ids_and_masks_are_those_of_transformers(name: str, kind: str, request: 
         ids, mask = theirs(folder, BUILT_IN[name], messages)
         encoded = ours(folder, name, messages)
         assert encoded.ids == ids
-        assert encoded.learned == mask
+        assert encoded.loss_mask == mask
         assert 0 < sum(mask) < len(mask)
 
 
@@ -69,13 +64,13 @@ def test_differences_find_the_same_answers(name: str, llama3: Path, tmp_path: Pa
     """A template without marks: what each answer adds is what the marks enclose, and the end of its line."""
     (tmp_path / "template.jinja").write_text(UNMARKED[name])
     for messages in CONVERSATIONS:
-        marked, found = ours(llama3, name, messages), ours(llama3, str(tmp_path / "template.jinja"), messages)
+        marked, found = (ours(llama3, name, messages), ours(llama3, str(tmp_path / "template.jinja"), messages))
         assert found.ids == marked.ids and found.text == marked.text
         tokenizer = load_tokenizer(llama3)
-        more = [id for id, one, other in zip(found.ids, found.learned, marked.learned, strict=True) if one and not other]
+        more = [id for id, one, other in zip(found.ids, found.loss_mask, marked.loss_mask, strict=True) if one and not other]
         lines = sum(message["role"] == "assistant" for message in messages) if name in ("plain", "chatml") else 0
         assert tokenizer.decode(more) == "\n" * lines
-        assert not any(other and not one for one, other in zip(found.learned, marked.learned, strict=True))
+        assert not any(other and not one for one, other in zip(found.loss_mask, marked.loss_mask, strict=True))
 
 
 def test_loss_on_the_last_answer_and_on_all(llama3: Path, tmp_path: Path) -> None:
@@ -83,9 +78,9 @@ def test_loss_on_the_last_answer_and_on_all(llama3: Path, tmp_path: Path) -> Non
     for template in ("llama3", str(tmp_path / "template.jinja")):
         last = ours(llama3, template, CONVERSATIONS[2], "last")
         tokenizer = HFTokenizer(llama3 / "tokenizer.json")
-        learned = [id for id, mark in zip(last.ids, last.learned, strict=True) if mark]
-        assert [tokenizer.token(id) for id in learned] == ["!", "<|eot_id|>"]
-        assert all(ours(llama3, template, CONVERSATIONS[2], "all").learned)
+        loss_mask = [id for id, mark in zip(last.ids, last.loss_mask, strict=True) if mark]
+        assert [tokenizer.token(id) for id in loss_mask] == ["!", "<|eot_id|>"]
+        assert all(ours(llama3, template, CONVERSATIONS[2], "all").loss_mask)
 
 
 def test_sentencepiece_reads_special_tokens_in_templates(llama2: Path, tmp_path: Path) -> None:
@@ -93,7 +88,7 @@ def test_sentencepiece_reads_special_tokens_in_templates(llama2: Path, tmp_path:
     (tmp_path / "tokenizer.model").write_bytes((llama2 / "tokenizer.model").read_bytes())
     encoded = ChatTokenizer(load_tokenizer(tmp_path), "llama2").read(Conversation(tuple(CONVERSATIONS[0])), "assistant")
     assert encoded.ids == theirs(llama2, BUILT_IN["llama2"], CONVERSATIONS[0])[0]
-    assert encoded.ids[0] == 1 and encoded.ids[-1] == 2 and encoded.learned[-1]
+    assert encoded.ids[0] == 1 and encoded.ids[-1] == 2 and encoded.loss_mask[-1]
 
 
 def test_where_a_template_is_found(llama3: Path, tmp_path: Path) -> None:

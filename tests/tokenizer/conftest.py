@@ -4,7 +4,6 @@ from pathlib import Path
 from pydoc_data.topics import topics
 
 import pytest
-
 from megatron_llama.tokenizer.spm import SentencePieceTokenizer, train_tokenizer
 
 

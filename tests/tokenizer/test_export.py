@@ -10,13 +10,12 @@ from typing import Any
 
 import pytest
 import sentencepiece
-from tokenizers import Tokenizer
-from transformers import AutoTokenizer
-
 from megatron_llama.errors import DataError
 from megatron_llama.tokenizer.export import hf_tokenizer
 from megatron_llama.tokenizer.proto import BYTE, CONTROL, NORMAL, UNKNOWN, parse_model
 from megatron_llama.tokenizer.spm import SentencePieceTokenizer
+from tokenizers import Tokenizer
+from transformers import AutoTokenizer
 
 EDGES = ["", " ", "  a  b ", "a\n ", " \n", "\n a", "\t", "😀é漢 x", "\uff41\uff42\uff43 ① ﬁ e\u0301", "\u3000 a\u00a0b", "\u2581x \u2581"]
 

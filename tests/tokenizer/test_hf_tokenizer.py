@@ -10,14 +10,13 @@ import sys
 from pathlib import Path
 
 import pytest
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
-from transformers import AutoTokenizer
-
 from megatron_llama.errors import DataError
 from megatron_llama.tokenizer.hf import HFTokenizer
 from megatron_llama.tokenizer.load import load_tokenizer
 from megatron_llama.tokenizer.packed import unpack
 from megatron_llama.tokenizer.spm import SentencePieceTokenizer
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+from transformers import AutoTokenizer
 
 
 @pytest.fixture(scope="module")

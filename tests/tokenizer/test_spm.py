@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 import sentencepiece
-
 from megatron_llama.errors import DataError
 from megatron_llama.tokenizer.packed import unpack
 from megatron_llama.tokenizer.spm import SentencePieceTokenizer, train_tokenizer

@@ -7,12 +7,18 @@ from pathlib import Path
 
 import pytest
 import sentencepiece as spm
-
 from megatron_llama.tokenizer.base import Tokenizer
 from megatron_llama.tokenizer.load import load_tokenizer
 from megatron_llama.tokenizer.stream import TextStream
 
-TEXTS = ("Plain words, and more of them.", "  spaces   first", "na\u00efve \u4f60\u597d \U0001f600\U0001f468\u200d\U0001f469 end", "a\nb\n\nc", "\ufffd stays", "")
+TEXTS = (
+    "Plain words, and more of them.",
+    "  spaces   first",
+    "na\u00efve \u4f60\u597d \U0001f600\U0001f468\u200d\U0001f469 end",
+    "a\nb\n\nc",
+    "\ufffd stays",
+    "",
+)
 
 
 @pytest.fixture(scope="module", params=["sentencepiece", "bytes"])
@@ -31,8 +37,15 @@ def tokenizer(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathF
         return load_tokenizer(folder)
     (folder / "text").write_text("Plain words, and more of them.\n" * 20)
     spm.SentencePieceTrainer.train(
-        input=str(folder / "text"), model_prefix=str(folder / "tokenizer"), vocab_size=300, model_type="bpe", byte_fallback=True, minloglevel=2,
-        hard_vocab_limit=False, normalization_rule_name="identity", remove_extra_whitespaces=False,
+        input=str(folder / "text"),
+        model_prefix=str(folder / "tokenizer"),
+        vocab_size=300,
+        model_type="bpe",
+        byte_fallback=True,
+        minloglevel=2,
+        hard_vocab_limit=False,
+        normalization_rule_name="identity",
+        remove_extra_whitespaces=False,
     )
     return load_tokenizer(Path(folder / "tokenizer.model"))
 

@@ -13,15 +13,14 @@ from pathlib import Path
 
 import pytest
 import tiktoken
-from tokenizers import Regex, Tokenizer, models, pre_tokenizers, trainers
-from transformers import AutoTokenizer
-
 from megatron_llama.errors import DataError
 from megatron_llama.tokenizer.hf import HFTokenizer
 from megatron_llama.tokenizer.load import load_tokenizer
 from megatron_llama.tokenizer.packed import unpack
 from megatron_llama.tokenizer.spm import SentencePieceTokenizer
 from megatron_llama.tokenizer.tiktoken import SPLIT, TiktokenTokenizer, _is_usual, byte_characters, special_tokens
+from tokenizers import Regex, Tokenizer, models, pre_tokenizers, trainers
+from transformers import AutoTokenizer
 
 VOCAB = 3000
 UNREACHED = b" zqxjk"

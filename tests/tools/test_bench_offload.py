@@ -12,7 +12,6 @@ from pathlib import Path
 
 import pytest
 import torch
-
 from megatron_llama.config.help import config_sections
 from megatron_llama.config.megatron_names import MEGATRON
 from megatron_llama.config.parse import parse
@@ -30,7 +29,7 @@ from tools.offload.ours import Ours
 HOST = torch.device("cpu")
 LAYERS, MICROBATCHES, STEPS = 3, 2, 3
 PATIENCE_SECONDS = 60.0
-FORWARD, BACKWARD = "forward model.layers.0.input_layernorm", "backward model.layers.0.input_layernorm.weight"
+FORWARD, BACKWARD = ("forward model.layers.0.input_layernorm", "backward model.layers.0.input_layernorm.weight")
 """The first layer begins."""
 Rule = tuple[Callable[[str], bool], Callable[[], bool]]
 
@@ -120,7 +119,7 @@ class Run:
             for norm, part in (("input_layernorm", "self_attn.qkv_proj"), ("post_attention_layernorm", "mlp.gate_up_proj"))
         ]
         for (_, weight), (following, _) in pairwise(halves):
-            comes, begins = self.places(f"to device {self.bucket[weight]}"), self.places(f"forward {following}")[::MICROBATCHES]
+            comes, begins = (self.places(f"to device {self.bucket[weight]}"), self.places(f"forward {following}")[::MICROBATCHES])
             assert len(comes) == STEPS == len(begins)
             assert all(before < after for before, after in zip(comes[:-1], begins[1:], strict=True)), weight
 
@@ -260,9 +259,26 @@ def test_who_stops_the_bench_gets_what_was_found(tmp_path: Path, monkeypatch: py
         turn(bench, name)
 
     monkeypatch.setattr(Bench, "_turn", stopped)
-    words = ["--steps", "1", "--warmup", "1", "--compute-ms", "1", "--update-ms", "1", "--copy-ms", "1", "--contenders", "no offload", "exact"]
+    words = [
+        "--steps",
+        "1",
+        "--warmup",
+        "1",
+        "--compute-ms",
+        "1",
+        "--update-ms",
+        "1",
+        "--copy-ms",
+        "1",
+        "--contenders",
+        "no offload",
+        "exact",
+    ]
     main([*words, "--json", str(path)])
-    assert [(row["name"], row["ratio"] is not None) for row in json.loads(path.read_text())["rows"]] == [("no offload", True), ("exact", True)]
+    assert [(row["name"], row["ratio"] is not None) for row in json.loads(path.read_text())["rows"]] == [
+        ("no offload", True),
+        ("exact", True),
+    ]
 
 
 def test_a_contender_that_there_is_not() -> None:

@@ -5,11 +5,11 @@ from __future__ import annotations
 import time
 
 import torch
-
 from megatron_llama.data.loader import Batch
 from megatron_llama.distributed.mesh import Place, build_mesh
-from tests.harness import Cluster
 from tools.bench_schedule import SCHEDULES, configuration, runtime_of
+
+from tests.harness import Cluster
 
 UNIT, MICROBATCHES = 0.002, 4
 

@@ -9,7 +9,6 @@ from dataclasses import fields
 from pathlib import Path
 
 import pytest
-
 from megatron_llama.config.schema import Config, ModelConfig, TrainingConfig
 from megatron_llama.plans.resolve import check
 from tools.bench_step import Found, Row, baseline_of, disagreements, processor, report, rows_of
@@ -49,7 +48,10 @@ def test_a_contender_that_fails_is_said_and_the_others_go_on() -> None:
 
 
 def found(losses: tuple[float, ...]) -> Found:
-    samples = {HF: [Sample(2.0, 3.0, (5.0, 4.9), 10), Sample(4.0, 4.0, (4.8,), 12)], OURS: [Sample(1.0, 2.4, losses, 7), Sample(3.0, 3.2, (4.8,), 6)]}
+    samples = {
+        HF: [Sample(2.0, 3.0, (5.0, 4.9), 10), Sample(4.0, 4.0, (4.8,), 12)],
+        OURS: [Sample(1.0, 2.4, losses, 7), Sample(3.0, 3.2, (4.8,), 6)],
+    }
     return Found(samples, {}, {"fp32": 1e6})
 
 

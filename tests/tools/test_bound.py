@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-
 from megatron_llama.plans.schedule import schedule_named
 from megatron_llama.plans.traffic import step_traffic
 from tools.overlap.bound import FRAME_FACTOR, Pass, Plan, link_seconds, plan_of, step_seconds

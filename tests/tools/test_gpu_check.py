@@ -11,23 +11,38 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
-
 from megatron_llama.config.presets import PRESETS
 from megatron_llama.plans.memory import MemoryPlan, gib
-from tools import bench_links
 from tools.gpucheck.__main__ import EXAMPLE_MEMORY, check, main, parse
 from tools.gpucheck.parts import FULL, Part, Setting, all_parts, configuration, layers_that_fit, marked
 from tools.gpucheck.report import Outcome, markdown, read, rows_of, write
 
+from tools import bench_links
+
 ROOT = Path(__file__).parents[2]
 MACHINE = {"device": "GPU of a test", "torch": "2"}
-LACKING = ("transformers", "peft", "megatron", "liger_kernel", "deepspeed", "torchao", "pyarrow", "zstandard", "tiktoken", "tensorboard", "wandb", "upath")
+LACKING = (
+    "transformers",
+    "peft",
+    "megatron",
+    "liger_kernel",
+    "deepspeed",
+    "torchao",
+    "pyarrow",
+    "zstandard",
+    "tiktoken",
+    "tensorboard",
+    "wandb",
+    "upath",
+)
 """What a machine with a GPU need not have."""
 
 
 def script(*words: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    command, python = ["bash", str(ROOT / "tools" / "gpu_check.sh"), *words], str(Path(sys.executable).parent)
-    return subprocess.run(command, capture_output=True, text=True, env={"PATH": f"{python}:/usr/bin:/bin", "VIRTUAL_ENV": "", **environment})
+    command, python = (["bash", str(ROOT / "tools" / "gpu_check.sh"), *words], str(Path(sys.executable).parent))
+    return subprocess.run(
+        command, capture_output=True, text=True, env={"PATH": f"{python}:/usr/bin:/bin", "VIRTUAL_ENV": "", **environment}
+    )
 
 
 def test_without_a_gpu_there_is_one_error(tmp_path: Path) -> None:
@@ -88,7 +103,12 @@ def test_parts_can_be_listed_anywhere(capsys: pytest.CaptureFixture[str]) -> Non
 
 def test_whole_models_are_trained_as_one_of_eight_ranks() -> None:
     parts = {part.name: part for part in all_parts(Setting(Path("out"), EXAMPLE_MEMORY))}
-    assert [name for name in parts if name.startswith("step-7b")] == ["step-7b-4096", "step-7b-4096-dp8", "step-7b-8192", "step-7b-8192-dp8"]
+    assert [name for name in parts if name.startswith("step-7b")] == [
+        "step-7b-4096",
+        "step-7b-4096-dp8",
+        "step-7b-8192",
+        "step-7b-8192-dp8",
+    ]
     assert list(parts)[:4] == ["tests", "kernels", "step-7b-4096", "step-8b-4096"] and "--rounds 1 " in " ".join(parts["offload"].command)
     assert "--num-layers" not in parts["step-7b-4096-dp8"].command and "32 of 32 layers" in parts["step-7b-4096-dp8"].title
     planned = MemoryPlan(configuration("llama2-7b", 4096, layers=32, dp=8), 8).needed("none", 0)
@@ -245,4 +265,3 @@ def test_links_are_modelled_on_a_gpu_only(capsys: pytest.CaptureFixture[str]) ->
     config = bench_links.configuration(options, "optim_grads_params")
     assert (config.model.num_hidden_layers, config.training.global_batch_size) == (2, 12)
     assert config.parallel.data_parallel_sharding_strategy == "optim_grads_params"
-

@@ -6,7 +6,6 @@ from dataclasses import replace
 from fractions import Fraction
 
 import pytest
-
 from megatron_llama.plans.schedule import (
     Action,
     Costs,

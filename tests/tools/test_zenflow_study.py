@@ -6,7 +6,6 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-
 from megatron_llama.commands import pretrain, sft
 from megatron_llama.config.megatron_names import MEGATRON
 from megatron_llama.config.parse import parse
@@ -29,7 +28,7 @@ def test_everybody_sees_as_many_samples(both: list[Task], one: Contender, tmp_pa
         name, *words = task.command(one, 7, tmp_path)
         assert name == task.words[0]
         parsed = parse(words, sections, aliases=MEGATRON)
-        training, optimizer, zenflow = parsed.get(TrainingConfig), parsed.get(OptimizerConfig), parsed.get(ZenFlowConfig)
+        training, optimizer, zenflow = (parsed.get(TrainingConfig), parsed.get(OptimizerConfig), parsed.get(ZenFlowConfig))
         assert training.train_iters * training.global_batch_size == task.steps * task.samples and training.seed == 7
         assert training.eval_interval == training.train_iters and optimizer.lr == task.lr
         assert not list(zenflow_problems(replace(assemble(parsed), zenflow=zenflow)))

@@ -1,5 +1,6 @@
-"""Everything that only a GPU can show, part by part; a part that fails does not keep the others from running. Reports are written after
-each part, and all is over when --minutes are: what has not run by then is said to."""
+"""Everything that only a GPU can show, part by part; a part that fails does not keep the others
+from running. Reports are written after each part, and all is over when --minutes are: what has not
+run by then is said to."""
 
 from __future__ import annotations
 
@@ -18,7 +19,8 @@ from pathlib import Path
 from tools.gpucheck.parts import Part, Setting, all_parts
 from tools.gpucheck.report import CANNOT, PASSED, Outcome, markdown, read, rows_of, write
 
-REPORT, TABLES = "gpu_check.json", "gpu_check.md"
+REPORT = "gpu_check.json"
+TABLES = "gpu_check.md"
 EXAMPLE_MEMORY = 150_754_820_096
 """An H200's, where parts are listed without a GPU."""
 LEAST = 45.0
@@ -30,33 +32,73 @@ GRACE = 30.0
 def parse(words: Sequence[str]) -> argparse.Namespace:
     """The command line; exits with status 2 and one message where it is wrong."""
     parser = argparse.ArgumentParser("gpu_check.sh", description=__doc__, allow_abbrev=False)
-    parser.add_argument("--out", type=Path, default=Path("build/gpu_check"), metavar="FOLDER", help="of reports (default build/gpu_check)")
-    parser.add_argument("--only", metavar="PART,...", help="these parts, by name, or all whose names begin so")
-    parser.add_argument("--layers", type=int, default=0, help="at most so many in the benches of a step (default: all that fit)")
-    parser.add_argument("--rounds", type=int, default=1, help="of the benches of a step (default 1)")
-    parser.add_argument("--steps", type=int, default=4, help="timed steps in each of their rounds (default 4)")
+    parser.add_argument(
+        "--out",
+        type=Path,
+        default=Path("build/gpu_check"),
+        metavar="FOLDER",
+        help="of reports (default build/gpu_check)",
+    )
+    parser.add_argument(
+        "--only", metavar="PART,...", help="these parts, by name, or all whose names begin so"
+    )
+    parser.add_argument(
+        "--layers",
+        type=int,
+        default=0,
+        help="at most so many in the benches of a step (default: all that fit)",
+    )
+    parser.add_argument(
+        "--rounds", type=int, default=1, help="of the benches of a step (default 1)"
+    )
+    parser.add_argument(
+        "--steps", type=int, default=4, help="timed steps in each of their rounds (default 4)"
+    )
     parser.add_argument("--minutes", type=float, default=30.0, help="for everything (default 30)")
-    parser.add_argument("--tiny", action="store_true", help="tiny models, on a CPU too: shows that the check works, and no figures")
+    parser.add_argument(
+        "--tiny",
+        action="store_true",
+        help="tiny models, on a CPU too: shows that the check works, and no figures",
+    )
     parser.add_argument("--list", action="store_true", help="print the commands, run nothing")
-    parser.add_argument("--table", type=Path, metavar="FILE", nargs="+", help="print the tables of reports as one, run nothing")
+    parser.add_argument(
+        "--table",
+        type=Path,
+        metavar="FILE",
+        nargs="+",
+        help="print the tables of reports as one, run nothing",
+    )
     options = parser.parse_args(words)
     if options.layers < 0 or options.rounds < 1 or options.steps < 1 or options.minutes <= 0:
-        parser.error("--layers is not negative, --rounds and --steps are at least 1, --minutes is positive")
+        parser.error(
+            "--layers is not negative, --rounds and --steps are at least 1, --minutes is positive"
+        )
     known = [part.name for part in all_parts(setting_of(options, EXAMPLE_MEMORY))]
     wanted = options.only.split(",") if options.only is not None else [""]
     if unknown := [name for name in wanted if not any(one.startswith(name) for one in known)]:
-        parser.error(f"--only: no part begins with {', '.join(unknown)}; there are {', '.join(known)}")
+        parser.error(
+            f"--only: no part begins with {', '.join(unknown)}; there are {', '.join(known)}"
+        )
     options.wanted = tuple(wanted)
     return options
 
 
 def setting_of(options: argparse.Namespace, memory: int, *, gpu: bool = True) -> Setting:
     """What the parts depend on."""
-    return Setting(options.out, memory, options.layers, options.rounds, options.steps, tiny=options.tiny, gpu=gpu)
+    return Setting(
+        options.out,
+        memory,
+        options.layers,
+        options.rounds,
+        options.steps,
+        tiny=options.tiny,
+        gpu=gpu,
+    )
 
 
 def run(part: Part, folder: Path, seconds: float) -> Outcome:
-    """Run one part for at most so long, in a process group of its own, its output into ``FOLDER/NAME.log`` and the end of that here."""
+    """Run one part for at most so long, in a process group of its own, its output into
+    ``FOLDER/NAME.log`` and the end of that here."""
     command = shlex.join(part.command)
     print(f"== {part.name}: {command}", flush=True)
     if part.json is not None:
@@ -66,9 +108,12 @@ def run(part: Part, folder: Path, seconds: float) -> Outcome:
         return replace(outcome, status=f"{CANNOT}: {part.obstacle}")
     if seconds < min(LEAST, part.seconds):
         return replace(outcome, status=f"{CANNOT}: no time was left")
-    begin, log = time.monotonic(), folder / f"{part.name}.log"
+    begin = time.monotonic()
+    log = folder / f"{part.name}.log"
     with log.open("wb") as output:
-        process = subprocess.Popen(part.command, stdout=output, stderr=subprocess.STDOUT, start_new_session=True)
+        process = subprocess.Popen(
+            part.command, stdout=output, stderr=subprocess.STDOUT, start_new_session=True
+        )
         try:
             code = process.wait(timeout=min(seconds, part.seconds))
             status = PASSED if code == 0 else f"failed with {code}"
@@ -80,11 +125,19 @@ def run(part: Part, folder: Path, seconds: float) -> Outcome:
     print(text[-4000:].rstrip(), flush=True)
     rows, absent = rows_of(part)
     tail = "" if status == PASSED else text[-2000:]
-    return replace(outcome, status=status, seconds=time.monotonic() - begin, rows=rows, absent=part.absent + absent, tail=tail)
+    return replace(
+        outcome,
+        status=status,
+        seconds=time.monotonic() - begin,
+        rows=rows,
+        absent=part.absent + absent,
+        tail=tail,
+    )
 
 
 def end(process: subprocess.Popen[bytes]) -> None:
-    """The process, if it still runs, and what it has started: asked first, so that it can write what it has."""
+    """The process, if it still runs, and what it has started: asked first, so that it can write
+    what it has."""
     if process.poll() is None:
         process.send_signal(signal.SIGINT)
         with suppress(subprocess.TimeoutExpired):
@@ -95,20 +148,27 @@ def end(process: subprocess.Popen[bytes]) -> None:
 
 
 def check(parts: Sequence[Part], folder: Path, seconds: float, machine: dict[str, str]) -> int:
-    """Run parts for so long at most and write the reports, after each one: what ends the check early leaves what was found. 0 if all
-    passed, else 1."""
+    """Run parts for so long at most and write the reports, after each one: what ends the check
+    early leaves what was found. 0 if all passed, else 1."""
     folder.mkdir(parents=True, exist_ok=True)
-    begin, outcomes = time.monotonic(), list[Outcome]()
+    begin = time.monotonic()
+    outcomes = list[Outcome]()
     for part in parts:
         outcomes.append(run(part, folder, seconds - GRACE - (time.monotonic() - begin)))
         clock = f"{(time.monotonic() - begin) / 60:.1f} of {seconds / 60:g} minutes"
-        print(f"== {part.name}: {outcomes[-1].status}, {outcomes[-1].seconds:.0f} s; {clock}\n", flush=True)
+        print(
+            f"== {part.name}: {outcomes[-1].status}, {outcomes[-1].seconds:.0f} s; {clock}\n",
+            flush=True,
+        )
         write(folder / REPORT, machine, outcomes)
         (folder / TABLES).write_text("\n".join(markdown(machine, outcomes)) + "\n")
     print((folder / TABLES).read_text())
     bad = [outcome.name for outcome in outcomes if not outcome.passed]
     if bad:
-        print(f"error: {len(bad)} of {len(outcomes)} parts did not pass: {', '.join(bad)}; see {folder}/NAME.log", file=sys.stderr)
+        print(
+            f"error: {len(bad)} of {len(outcomes)} parts did not pass: {', '.join(bad)}; see {folder}/NAME.log",
+            file=sys.stderr,
+        )
     return 1 if bad else 0
 
 
@@ -121,17 +181,28 @@ def machine_of() -> tuple[dict[str, str], int] | None:
     device = devices.accelerator(0)
     if devices.is_host(device):
         return None
-    query = ["nvidia-smi", "--query-gpu=driver_version,power.limit,clocks.max.sm", "--format=csv,noheader"]
+    query = [
+        "nvidia-smi",
+        "--query-gpu=driver_version,power.limit,clocks.max.sm",
+        "--format=csv,noheader",
+    ]
     try:
-        said = subprocess.run(query, capture_output=True, text=True, check=True).stdout.splitlines()[0]
+        said = subprocess.run(
+            query, capture_output=True, text=True, check=True
+        ).stdout.splitlines()[0]
     except (OSError, subprocess.CalledProcessError, IndexError):
         said = "unknown"
-    named = {"device": devices.name(device), "torch": torch.__version__, "cuDNN": str(torch.backends.cudnn.version())}  # type: ignore[no-untyped-call]
+    named = {
+        "device": devices.name(device),
+        "torch": torch.__version__,
+        "cuDNN": str(torch.backends.cudnn.version()),  # type: ignore[no-untyped-call]
+    }
     return {**named, "driver, power limit, highest clock": said}, devices.memory_bytes(device)
 
 
 def main(words: Sequence[str]) -> int:
-    """The exit status: 0 if all parts passed, 1 if some did not, 2 for what is wrong with the call or the machine."""
+    """The exit status: 0 if all parts passed, 1 if some did not, 2 for what is wrong with the call
+    or the machine."""
     options = parse(words)
     if options.table is not None:
         return print_tables(options.table)
@@ -150,13 +221,18 @@ def main(words: Sequence[str]) -> int:
 
 
 def print_tables(paths: Sequence[Path]) -> int:
-    """Of several reports, as if it had been one check; the machine is that of the first. The exit status."""
+    """Of several reports, as if it had been one check; the machine is that of the first. The exit
+    status."""
     try:
         reports = [read(path) for path in paths]
     except (OSError, ValueError) as error:
         print(f"error: --table: {error}", file=sys.stderr)
         return 2
-    print("\n".join(markdown(reports[0][0], [outcome for _, outcomes in reports for outcome in outcomes])))
+    print(
+        "\n".join(
+            markdown(reports[0][0], [outcome for _, outcomes in reports for outcome in outcomes])
+        )
+    )
     return 0
 
 

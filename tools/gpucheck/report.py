@@ -10,7 +10,8 @@ from typing import Any
 
 from tools.gpucheck.parts import Part
 
-PASSED, CANNOT = "passed", "did not run"
+PASSED = "passed"
+CANNOT = "did not run"
 
 
 @dataclass(frozen=True)
@@ -36,8 +37,8 @@ class Outcome:
 
 
 def rows_of(part: Part) -> tuple[tuple[Mapping[str, Any], ...], tuple[str, ...]]:
-    """What a part wrote, a list of rows or an object with some and with those who were ``absent``, as far as it came: a part may fail
-    behind its first rows."""
+    """What a part wrote, a list of rows or an object with some and with those who were ``absent``,
+    as far as it came: a part may fail behind its first rows."""
     path = Path(part.json) if part.json is not None else None
     if path is None or not path.exists():
         return (), ()
@@ -46,14 +47,24 @@ def rows_of(part: Part) -> tuple[tuple[Mapping[str, Any], ...], tuple[str, ...]]
     except ValueError:
         return (), ()
     found = found if isinstance(found, dict) else {"rows": found}
-    rows, absent = found.get("rows"), found.get("absent")
-    missing = tuple(f"{name}: {why}" for name, why in absent.items()) if isinstance(absent, dict) else ()
-    return tuple(row for row in rows if isinstance(row, dict)) if isinstance(rows, list) else (), missing
+    rows = found.get("rows")
+    absent = found.get("absent")
+    missing = (
+        tuple(f"{name}: {why}" for name, why in absent.items()) if isinstance(absent, dict) else ()
+    )
+    return tuple(row for row in rows if isinstance(row, dict)) if isinstance(
+        rows, list
+    ) else (), missing
 
 
 def write(path: Path, machine: Mapping[str, str], outcomes: Sequence[Outcome]) -> None:
     """The whole check as JSON."""
-    path.write_text(json.dumps({"machine": dict(machine), "parts": [asdict(outcome) for outcome in outcomes]}, indent=2) + "\n")
+    path.write_text(
+        json.dumps(
+            {"machine": dict(machine), "parts": [asdict(outcome) for outcome in outcomes]}, indent=2
+        )
+        + "\n"
+    )
 
 
 def read(path: Path) -> tuple[dict[str, str], list[Outcome]]:
@@ -61,21 +72,27 @@ def read(path: Path) -> tuple[dict[str, str], list[Outcome]]:
     try:
         found = json.loads(path.read_text())
         lists = ("rows", "absent")
-        return dict(found["machine"]), [Outcome(**part | {name: tuple(part[name]) for name in lists}) for part in found["parts"]]
+        return dict(found["machine"]), [
+            Outcome(**part | {name: tuple(part[name]) for name in lists}) for part in found["parts"]
+        ]
     except (KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"{path} is no report of this tool: {error!r}") from error
 
 
 def markdown(machine: Mapping[str, str], outcomes: Sequence[Outcome]) -> Iterator[str]:
-    """Lines: the machine, one table for the parts, and one for the rows of each that has some, with who was absent and, where it did not
-    pass, the end of what it said. Never a figure for what failed."""
+    """Lines: the machine, one table for the parts, and one for the rows of each that has some, with
+    who was absent and, where it did not pass, the end of what it said. Never a figure for what
+    failed."""
     yield "; ".join(f"{name} {value}" for name, value in machine.items()) + "."
     yield from ("", "| part | result | seconds | command |", "|---|---|---|---|")
     for outcome in outcomes:
         yield f"| {outcome.title} | {outcome.status} | {outcome.seconds:.0f} | `{outcome.command}` |"
     for outcome in outcomes:
         if outcome.rows or outcome.absent or outcome.tail:
-            yield from ("", f"{outcome.title}" + ("" if outcome.passed else f" ({outcome.status})") + ":")
+            yield from (
+                "",
+                f"{outcome.title}" + ("" if outcome.passed else f" ({outcome.status})") + ":",
+            )
         if outcome.rows:
             yield from ("", *_table(outcome.rows))
         if outcome.absent:
@@ -93,7 +110,9 @@ def _table(rows: Sequence[Mapping[str, Any]]) -> Iterator[str]:
 
 
 def _heading(name: str) -> str:
-    return name.removesuffix("_bytes").replace("_", " ") + (", GiB" if name.endswith("_bytes") else "")
+    return name.removesuffix("_bytes").replace("_", " ") + (
+        ", GiB" if name.endswith("_bytes") else ""
+    )
 
 
 def _cell(name: str, value: Any) -> str:

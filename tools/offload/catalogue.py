@@ -1,4 +1,5 @@
-"""Who is compared: the modes of this project by name, their configurations, and the least that a step of each can take."""
+"""Who is compared: the modes of this project by name, their configurations, and the least that a
+step of each can take."""
 
 from __future__ import annotations
 
@@ -6,15 +7,23 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from megatron_llama.config.schema import Config, ModelConfig, ZenFlowConfig
-from megatron_llama.plans.buckets import rank_layout
+from megatron_llama.plans.buckets import rank_bucket_plan
 from megatron_llama.plans.checks.zenflow import longest_window
 from megatron_llama.plans.offload import EXACT, NONE, ZENFLOW, offload_plan
 
-NEVER, ALWAYS = 1e9, 1e-9
+NEVER = 1e9
+ALWAYS = 1e-9
 """Norms to clip to, where it happens in no step, and in every one."""
-SMALL = ModelConfig(vocab_size=256, hidden_size=128, intermediate_size=344, num_hidden_layers=8, num_attention_heads=4)
+SMALL = ModelConfig(
+    vocab_size=256,
+    hidden_size=128,
+    intermediate_size=344,
+    num_hidden_layers=8,
+    num_attention_heads=4,
+)
 BUCKET_ELEMENTS = 66_000
-"""For the small model: one bucket for each fused weight. With --model llama2-7b and buckets as they are by default there are 163."""
+"""For the small model: one bucket for each fused weight. With --model llama2-7b and buckets as they
+are by default there are 163."""
 
 
 @dataclass(frozen=True)
@@ -96,29 +105,46 @@ MODES = (
 
 
 def configuration(mode: Mode, config: Config) -> Config:
-    """A mode of a resolved configuration. ZenFlow: a tenth of the columns, four steps, beside the next ones, unless options say more."""
+    """A mode of a resolved configuration. ZenFlow: a tenth of the columns, four steps, beside the
+    next ones, unless options say more."""
     clip = config.optimizer.clip_grad if mode.clip is None else mode.clip
-    offload = replace(config.offload, optimizer_offload=mode.offload, offload_speculative=mode.speculative)  # type: ignore[arg-type]
+    offload = replace(
+        config.offload,
+        optimizer_offload=mode.offload,  # type: ignore[arg-type]
+        offload_speculative=mode.speculative,
+    )
     zenflow = config.zenflow
     if zenflow == ZenFlowConfig():
         zenflow = replace(zenflow, zenflow_update_interval="4", zenflow_overlap_step=True)
-    return replace(config, offload=offload, optimizer=replace(config.optimizer, clip_grad=clip), zenflow=zenflow)
+    return replace(
+        config,
+        offload=offload,
+        optimizer=replace(config.optimizer, clip_grad=clip),
+        zenflow=zenflow,
+    )
 
 
 def numbers_of(mode: Mode, config: Config, machine: Numbers) -> Numbers:
     """The machine's, with what the mode copies."""
-    layout = rank_layout(config, dp=1)
-    plan, total = offload_plan(config, layout), elements(config)
+    layout = rank_bucket_plan(config, dp=1)
+    plan = offload_plan(config, layout)
+    total = elements(config)
     if plan is None:
         return machine
-    wide, narrow = round(plan.to_host / total), round(plan.to_device / total)
+    wide = round(plan.to_host / total)
+    narrow = round(plan.to_device / total)
     if mode.offload != ZENFLOW:
         return replace(machine, wide=wide, narrow=narrow)
     cold = 1 - config.zenflow.zenflow_topk_ratio
-    return replace(machine, narrow=2 if config.training.bf16 else 4, cold=cold, window=longest_window(config.zenflow))
+    return replace(
+        machine,
+        narrow=2 if config.training.bf16 else 4,
+        cold=cold,
+        window=longest_window(config.zenflow),
+    )
 
 
 def elements(config: Config) -> int:
     """Trained elements of one process, padding included."""
-    layout = rank_layout(config, dp=1)
+    layout = rank_bucket_plan(config, dp=1)
     return sum(bucket.numel for bucket in layout.buckets if bucket.kind.trainable)

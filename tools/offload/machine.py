@@ -8,7 +8,7 @@ import torch
 
 from megatron_llama.config.schema import OptimizerConfig
 from megatron_llama.distributed import device as devices
-from megatron_llama.distributed.comm.streams import Job
+from megatron_llama.distributed.comm.streams import Task
 from megatron_llama.engine.offload.slabs import Slab
 from megatron_llama.engine.offload.worker import HostWorker, rank_cores
 from megatron_llama.engine.update_rule import adamw_step
@@ -20,8 +20,12 @@ TIMES = 3
 
 def bus_seconds(device: torch.device) -> float:
     """For four bytes in one direction, the slower one."""
-    slab, slowest = Slab(SAMPLE, torch.float32, device, "a sample"), 0.0  # pinned as long as it lives
-    there, here = torch.empty(SAMPLE, device=device), slab.take(SAMPLE)
+    slab, slowest = (
+        Slab(SAMPLE, torch.float32, device, "a sample"),
+        0.0,
+    )  # pinned as long as it lives
+    there = torch.empty(SAMPLE, device=device)
+    here = slab.take(SAMPLE)
     for target, source in ((here, there), (there, here)):
         target.copy_(source, non_blocking=True)
         begin = devices.timed_event(device)
@@ -36,17 +40,28 @@ def bus_seconds(device: torch.device) -> float:
 def update_seconds(cores: str) -> float:
     """For one element, on the processors of --offload-cores."""
     chosen = rank_cores(cores, 0, 1)
-    worker, found = HostWorker(chosen, len(chosen)), list[float]()
+    worker = HostWorker(chosen, len(chosen))
+    found = list[float]()
 
     def measure() -> None:
         master, grad, first, second = (torch.zeros(SAMPLE) for _ in range(4))
-        state, one = {"exp_avg": first, "exp_avg_sq": second, "step": torch.zeros(())}, torch.ones(())
+        state = {"exp_avg": first, "exp_avg_sq": second, "step": torch.zeros(())}
+        one = torch.ones(())
         for _ in range(TIMES):
             begin = time.perf_counter()
-            adamw_step(master, grad, state, OptimizerConfig(), decay=0.0, scale=one, skip=torch.zeros(()), lr=1e-3)
+            adamw_step(
+                master,
+                grad,
+                state,
+                OptimizerConfig(),
+                decay=0.0,
+                scale=one,
+                skip=torch.zeros(()),
+                lr=1e-3,
+            )
             found.append(time.perf_counter() - begin)
 
-    job = Job(measure)
+    job = Task(measure)
     worker.put(job, turn=0)
     job.wait()
     worker.close()

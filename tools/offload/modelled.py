@@ -1,7 +1,7 @@
 """A device, a bus and a host's memory of given speed, as timed waits: everything else is real.
 
-What is really done counts as part of the time it is given, so only what takes longer than that shows. A wait that ends a
-little late is made up for by the next one.
+What is really done counts as part of the time it is given, so only what takes longer than that
+shows. A wait that ends a little late is made up for by the next one.
 """
 
 from __future__ import annotations
@@ -26,8 +26,9 @@ from tools.overlap.waits import Clock, Ready, install
 TRAFFIC: Mapping[str, float] = MappingProxyType(
     {UPDATING: 1.0, SETTING_ASIDE: 24 / 30, ADDING_UP: 12 / 30, APPLYING: 42 / 30, PACKING: 8 / 30}
 )
-"""Bytes that the host moves for an element, over the 30 of an update: of ZenFlow with fp32 on the bus, a gradient and
-a sum are read to be added up, and one sum written; to be applied it is spread over the whole shard."""
+"""Bytes that the host moves for an element, over the 30 of an update: of ZenFlow with fp32 on the
+bus, a gradient and a sum are read to be added up, and one sum written; to be applied it is spread
+over the whole shard."""
 MOST_LATE_SECONDS = 2e-3
 """Beyond that a wait that ended late is not made up for: something else had the processor."""
 Note = Callable[[str], None]
@@ -61,7 +62,8 @@ class Waits:
 
 
 class DeviceClock(Clock):
-    """Counts everything that the thread does as work of the device: the host of a real one runs ahead of it."""
+    """Counts everything that the thread does as work of the device: the host of a real one runs
+    ahead of it."""
 
     def restart(self) -> None:
         """See Clock."""
@@ -91,7 +93,8 @@ class ModelledCopies(HostCopies):
     """A bus."""
 
     def __init__(self, speeds: Speeds, note: Note) -> None:
-        self._per_byte, self._note = speeds.copy / speeds.elements / 4, note
+        self._per_byte = speeds.copy / speeds.elements / 4
+        self._note = note
         self._waits: defaultdict[str, Waits] = defaultdict(Waits)
         self.names: dict[int, str] = {}
         """Of tensors on the device, by address. Each direction has a thread of its name."""
@@ -110,8 +113,12 @@ class ModelledCopies(HostCopies):
 class ModelledWorker(HostWorker):
     """A host whose memory moves so many bytes in a second."""
 
-    def __init__(self, cores: Sequence[int] = (), threads: int = 0, *, speeds: Speeds, note: Note) -> None:
-        self._per_element, self._note, self._waits = speeds.update / speeds.elements, note, Waits()
+    def __init__(
+        self, cores: Sequence[int] = (), threads: int = 0, *, speeds: Speeds, note: Note
+    ) -> None:
+        self._per_element = speeds.update / speeds.elements
+        self._note = note
+        self._waits = Waits()
         super().__init__(cores, threads)
 
     @contextmanager
@@ -125,8 +132,10 @@ class ModelledWorker(HostWorker):
 
 
 def compute(stage: nn.Module, speeds: Speeds, ready: Ready, note: Note) -> Clock:
-    """Make the blocks of a stage take their time, and note when each begins its forward and its backward pass."""
-    layers, clock = cast(nn.ModuleDict, stage.get_submodule("model.layers")), DeviceClock()
+    """Make the blocks of a stage take their time, and note when each begins its forward and its
+    backward pass."""
+    layers = cast(nn.ModuleDict, stage.get_submodule("model.layers"))
+    clock = DeviceClock()
     clock.forward_seconds = speeds.compute / (6 * len(layers))
 
     def begins(names: Sequence[str]) -> None:

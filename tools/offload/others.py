@@ -1,5 +1,5 @@
-"""Those who offload elsewhere, each as its authors say to use it, on the same plain LLaMA. They need a GPU; nothing of them is imported
-before they are asked for."""
+"""Those who offload elsewhere, each as its authors say to use it, on the same plain LLaMA. They
+need a GPU; nothing of them is imported before they are asked for."""
 
 from __future__ import annotations
 
@@ -41,14 +41,19 @@ class Peer:
 
 
 def _zero_offload(n: Numbers) -> float:
-    """Gradients leave in fp32 during the last backward pass; Adam is followed by passes that unscale and round."""
+    """Gradients leave in fp32 during the last backward pass; Adam is followed by passes that
+    unscale and round."""
     return (n.compute - n.backward) + max(n.backward, n.copy(4)) + n.update * 44 / 30 + n.copy(2)
 
 
 def _zenflow(n: Numbers) -> float:
     """Every microbatch counts as a step, every fourth one has a boundary."""
-    cold, window = 0.9, 4
-    part = max(n.compute / n.microbatches, cold * n.copy(2), n.update / window) + (n.update * 16 / 30 + n.copy(2)) / window
+    cold = 0.9
+    window = 4
+    part = (
+        max(n.compute / n.microbatches, cold * n.copy(2), n.update / window)
+        + (n.update * 16 / 30 + n.copy(2)) / window
+    )
     return n.microbatches * part
 
 
@@ -66,13 +71,33 @@ def _deepspeed(config: Config, device: torch.device, *, zenflow: bool) -> Built:
     import deepspeed  # type: ignore[import-not-found]
 
     if not dist.is_initialized():
-        dist.init_process_group(devices.backend(device), store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]
-    batches, o = list(_batches(config, device)), config.optimizer
-    zero: dict[str, Any] = {"stage": 2, "offload_optimizer": {"device": "cpu", "pin_memory": True}, "overlap_comm": True}
+        dist.init_process_group(
+            devices.backend(device),
+            store=dist.HashStore(),  # type: ignore[attr-defined]
+            rank=0,
+            world_size=1,
+        )
+    batches = list(_batches(config, device))
+    o = config.optimizer
+    zero: dict[str, Any] = {
+        "stage": 2,
+        "offload_optimizer": {"device": "cpu", "pin_memory": True},
+        "overlap_comm": True,
+    }
     if zenflow:
-        block = {"topk_ratio": 0.1, "select_strategy": "step", "select_interval": 1000, "update_interval": 4}
+        block = {
+            "topk_ratio": 0.1,
+            "select_strategy": "step",
+            "select_interval": 1000,
+            "update_interval": 4,
+        }
         zero["zenflow"] = block | {"full_warm_up_rounds": 0, "overlap_step": True}
-    numbers = {"lr": o.lr, "betas": [o.adam_beta1, o.adam_beta2], "eps": o.adam_eps, "weight_decay": o.weight_decay}
+    numbers = {
+        "lr": o.lr,
+        "betas": [o.adam_beta1, o.adam_beta2],
+        "eps": o.adam_eps,
+        "weight_decay": o.weight_decay,
+    }
     options = {
         "train_micro_batch_size_per_gpu": config.training.micro_batch_size,
         "gradient_accumulation_steps": len(batches),
@@ -83,7 +108,9 @@ def _deepspeed(config: Config, device: torch.device, *, zenflow: bool) -> Built:
         "zero_allow_untested_optimizer": True,
     }
     model = PlainLlama(config.model)
-    engine, *_ = deepspeed.initialize(model=model, model_parameters=list(model.parameters()), config=options)
+    engine, *_ = deepspeed.initialize(
+        model=model, model_parameters=list(model.parameters()), config=options
+    )
 
     def step() -> None:
         for tokens, labels in batches:
@@ -100,10 +127,20 @@ def _nothing() -> None:
 def _torchao(config: Config, device: torch.device) -> Built:
     from torchao.optim import CPUOffloadOptimizer  # type: ignore[import-not-found]
 
-    model = PlainLlama(config.model).to(device, torch.bfloat16 if config.training.bf16 else torch.float32)
-    o, batches = config.optimizer, list(_batches(config, device))
-    numbers = {"lr": o.lr, "betas": (o.adam_beta1, o.adam_beta2), "eps": o.adam_eps, "weight_decay": o.weight_decay}
-    optimizer = CPUOffloadOptimizer(model.parameters(), torch.optim.AdamW, offload_gradients=False, fused=True, **numbers)
+    model = PlainLlama(config.model).to(
+        device, torch.bfloat16 if config.training.bf16 else torch.float32
+    )
+    o = config.optimizer
+    batches = list(_batches(config, device))
+    numbers = {
+        "lr": o.lr,
+        "betas": (o.adam_beta1, o.adam_beta2),
+        "eps": o.adam_eps,
+        "weight_decay": o.weight_decay,
+    }
+    optimizer = CPUOffloadOptimizer(
+        model.parameters(), torch.optim.AdamW, offload_gradients=False, fused=True, **numbers
+    )
     return partial(_plain_step, model, optimizer, batches), _nothing
 
 
@@ -115,7 +152,9 @@ def _plain_step(model: nn.Module, optimizer: Any, batches: list[tuple[Tensor, Te
 
 
 PEERS = (
-    Peer("DeepSpeed ZeRO-Offload", "deepspeed", 18, _zero_offload, partial(_deepspeed, zenflow=False)),
+    Peer(
+        "DeepSpeed ZeRO-Offload", "deepspeed", 18, _zero_offload, partial(_deepspeed, zenflow=False)
+    ),
     Peer("DeepSpeed ZenFlow", "deepspeed", 36, _zenflow, partial(_deepspeed, zenflow=True)),
     Peer("torchao CPUOffloadOptimizer", "torchao", 8, _serial, _torchao),
 )
@@ -128,8 +167,13 @@ def obstacle(peer: Peer, device: torch.device, elements: int) -> str | None:
         return f"{peer.package} is not installed"
     if devices.is_host(device):
         return "needs a GPU"
-    free, needed = free_bytes(), peer.host_bytes * elements
-    return f"needs {needed / 1e9:.0f} GB of host memory, {free / 1e9:.0f} GB are free" if needed > free else None
+    free = free_bytes()
+    needed = peer.host_bytes * elements
+    return (
+        f"needs {needed / 1e9:.0f} GB of host memory, {free / 1e9:.0f} GB are free"
+        if needed > free
+        else None
+    )
 
 
 class Other:

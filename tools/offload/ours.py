@@ -13,7 +13,7 @@ from torch import Tensor
 
 from megatron_llama.config.schema import Config
 from megatron_llama.distributed import device as devices
-from megatron_llama.distributed.comm.streams import Done
+from megatron_llama.distributed.comm.streams import Future
 from megatron_llama.distributed.mesh import build_mesh
 from megatron_llama.engine.build import build_optimizer, compute_dtype
 from megatron_llama.engine.offload.copies import Copies, Copy, open_copies
@@ -50,9 +50,10 @@ class CountedCopies:
     """Copies (see there) with a meter."""
 
     def __init__(self, copies: Copies) -> None:
-        self._copies, self.bytes = copies, 0
+        self._copies = copies
+        self.bytes = 0
 
-    def given(self) -> Done:
+    def given(self) -> Future:
         """See Copies."""
         return self._copies.given()
 
@@ -61,7 +62,7 @@ class CountedCopies:
         self.bytes += target.nbytes
         return self._copies.to_host(target, source)
 
-    def to_device(self, target: Tensor, source: Tensor, *, after: Done) -> Copy:
+    def to_device(self, target: Tensor, source: Tensor, *, after: Future) -> Copy:
         """See Copies."""
         self.bytes += target.nbytes
         return self._copies.to_device(target, source, after=after)
@@ -78,11 +79,16 @@ class CountedCopies:
 class Ours:
     """One mode, built, with its weights."""
 
-    def __init__(self, mode: Mode, config: Config, device: torch.device, speeds: Speeds | None) -> None:
-        """``speeds``: of a modelled device; None: this one is real. Raises UserError or OutOfMemoryError."""
-        self.mode, self._config = mode, configuration(mode, config)
+    def __init__(
+        self, mode: Mode, config: Config, device: torch.device, speeds: Speeds | None
+    ) -> None:
+        """``speeds``: of a modelled device; None: this one is real. Raises UserError or
+        OutOfMemoryError."""
+        self.mode = mode
+        self._config = configuration(mode, config)
         self.mesh = build_mesh(self._config, rank=0, world_size=1, device=device)
-        self.recorder, self._elements = self.mesh.recorder, elements(config)
+        self.recorder = self.mesh.recorder
+        self._elements = elements(config)
         if not devices.is_host(device):
             self.recorder.mark = partial(devices.timed_event, device)
         modelled = None if speeds is None else ModelledCopies(speeds, self.recorder.event)
@@ -91,48 +97,72 @@ class Ours:
         self._clock = Clock()
         stages = build_stages(self._config, self.mesh)
         self.engine = build_optimizer(
-            self._config, stages.values(), self.mesh, copies=self._copies, hire=partial(self._hire, speeds), blocking=mode.blocking
+            self._config,
+            stages.values(),
+            self.mesh,
+            copies=self._copies,
+            worker_factory=partial(self._hire, speeds),
+            blocking=mode.blocking,
         )
-        self._runtime = PipelineRuntime(stages, self.engine, self.mesh, self._config, dtype=compute_dtype(self._config))
+        self._runtime = PipelineRuntime(
+            stages, self.engine, self.mesh, self._config, dtype=compute_dtype(self._config)
+        )
         self._batches = [batch.to(device) for batch in random_batches(self._config, self.mesh)]
         self.engine.load_weights(repeated)
         if modelled is not None and speeds is not None:
             self._model(stages[0], speeds, modelled)
 
     def _hire(self, speeds: Speeds | None, cores: Sequence[int], threads: int) -> HostWorker:
-        modelled = speeds and ModelledWorker(cores, threads, speeds=speeds, note=self.recorder.event)
+        modelled = speeds and ModelledWorker(
+            cores, threads, speeds=speeds, note=self.recorder.event
+        )
         worker = modelled or HostWorker(cores, threads)
         self._workers.append(worker)
         return worker
 
     def _model(self, stage: Any, speeds: Speeds, copies: ModelledCopies) -> None:
-        weights, layout = self.engine.weights, self.engine.layout
-        buckets = {placed.spec.name: bucket.index for bucket in layout.buckets for placed in bucket.placements}
+        weights = self.engine.weights
+        layout = self.engine.layout
+        buckets = {
+            placed.spec.name: bucket.index
+            for bucket in layout.buckets
+            for placed in bucket.placements
+        }
         for bucket, shard in self.engine.gradients.shards.items():
-            copies.names |= {shard.data_ptr(): str(bucket), weights.own[bucket].data_ptr(): str(bucket)}
+            copies.names |= {
+                shard.data_ptr(): str(bucket),
+                weights.own[bucket].data_ptr(): str(bucket),
+            }
 
         def ready(names: Sequence[str]) -> None:
             for name in names:
-                weights.arrive(buckets[name], name)
+                weights.wait_unsharded(buckets[name], name)
 
         self._clock = compute(stage, speeds, ready, self.recorder.event)
 
     def steps(self, count: int) -> Sample:
-        """So many steps, as they follow each other in a run: what the one before them has put off belongs to them, what they put off
-        to the next one."""
-        recorder, device = self.recorder, self.mesh.device
+        """So many steps, as they follow each other in a run: what the one before them has put off
+        belongs to them, what they put off to the next one."""
+        recorder = self.recorder
+        device = self.mesh.device
         self._clock.restart()
         self.step()
         recorder.take_exposed_seconds()
         recorder.marks.clear()
-        updating, sent, attempts = self._update_seconds, self._copies.bytes, self._attempts
+        updating = self._update_seconds
+        sent = self._copies.bytes
+        attempts = self._attempts
         begin = _now(device)
         for _ in range(count):
             self.step()
         end = _now(device)
         devices.synchronize(device)
         marks = [(before, after) for before, after in recorder.marks]
-        idle = recorder.take_exposed_seconds() if devices.is_host(device) else sum(_seconds(*pair) for pair in marks)
+        idle = (
+            recorder.take_exposed_seconds()
+            if devices.is_host(device)
+            else sum(_seconds(*pair) for pair in marks)
+        )
         kept, redone = (now - then for now, then in zip(self._attempts, attempts, strict=True))
         return Sample(
             _seconds(begin, end) / count,
@@ -157,7 +187,9 @@ class Ours:
     @property
     def _attempts(self) -> tuple[int, int]:
         rule = self.engine.update.rule if isinstance(self.engine.update, Divided) else None
-        return (rule.attempts.kept, rule.attempts.redone) if isinstance(rule, ExactOffload) else (0, 0)
+        return (
+            (rule.attempts.kept, rule.attempts.redone) if isinstance(rule, ExactOffload) else (0, 0)
+        )
 
     def close(self) -> None:
         """End its threads."""

@@ -18,7 +18,8 @@ class Row:
     step_ms: float
     step_ms_bound: float
     ratio: float | None
-    """Of the time of a step to that of no offload, within rounds. None: nobody ran without offload."""
+    """Of the time of a step to that of no offload, within rounds. None: nobody ran without
+    offload."""
     ratio_bound: float
     idle: float | None
     """Share of the step in which the device waited for the optimizer. None: not known."""
@@ -44,13 +45,17 @@ class Bound:
     bus_bytes: float | None
 
 
-def row_of(name: str, samples: Sequence[Sample], base: Sequence[Sample], bound: Bound, numbers: Numbers) -> Row:
+def row_of(
+    name: str, samples: Sequence[Sample], base: Sequence[Sample], bound: Bound, numbers: Numbers
+) -> Row:
     """``base``: the same rounds without offload."""
     return Row(
         name,
         _median([s.seconds for s in samples]) * 1e3,
         bound.step * 1e3,
-        _median([own.seconds / other.seconds for own, other in zip(samples, base, strict=True)]) if base else None,
+        _median([own.seconds / other.seconds for own, other in zip(samples, base, strict=True)])
+        if base
+        else None,
         bound.step / numbers.compute,
         _known([s.idle_seconds and s.idle_seconds / s.seconds for s in samples]),
         1 - numbers.compute / bound.step,
@@ -74,8 +79,18 @@ def _known(values: Sequence[float | None]) -> float | None:
 
 def table(rows: Sequence[Row], absent: Mapping[str, str]) -> Iterator[str]:
     """For people: figure, then its bound."""
-    columns = (("step ms", 16), ("of no offload", 16), ("device idle", 16), ("bus B/element", 16), ("host ms", 16))
-    yield f"{'contender':<28}" + "".join(f"{name:>{width}}" for name, width in columns) + "  kept, redone"
+    columns = (
+        ("step ms", 16),
+        ("of no offload", 16),
+        ("device idle", 16),
+        ("bus B/element", 16),
+        ("host ms", 16),
+    )
+    yield (
+        f"{'contender':<28}"
+        + "".join(f"{name:>{width}}" for name, width in columns)
+        + "  kept, redone"
+    )
     for row in rows:
         cells = (
             _cell(row.step_ms, row.step_ms_bound, "{:.1f}"),

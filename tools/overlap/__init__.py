@@ -1,1 +1,2 @@
-"""An emulated cluster on one machine, and data-parallel training of many kinds on it. Started by ``bench_overlap.sh``."""
+"""An emulated cluster on one machine, and data-parallel training of many kinds on it. Started by
+``bench_overlap.sh``."""

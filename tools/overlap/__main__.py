@@ -24,17 +24,49 @@ Contenders: {", ".join(NAMES)}."""
 
 def parse(arguments: list[str]) -> argparse.Namespace:
     """The command line."""
-    parser = argparse.ArgumentParser("bench_overlap.sh", description=DESCRIPTION, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--hosts", type=int, default=4, help="number of hosts, one process each (default 4)")
-    parser.add_argument("--rate", default="400mbit", help="of every cable, in each direction (default 400mbit)")
-    parser.add_argument("--rounds", type=int, default=8, help="measurements of each contender (default 8)")
-    parser.add_argument("--modes", default=",".join(NAMES), help="contenders, with commas between (default: all)")
+    parser = argparse.ArgumentParser(
+        "bench_overlap.sh",
+        description=DESCRIPTION,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument(
+        "--hosts", type=int, default=4, help="number of hosts, one process each (default 4)"
+    )
+    parser.add_argument(
+        "--rate", default="400mbit", help="of every cable, in each direction (default 400mbit)"
+    )
+    parser.add_argument(
+        "--rounds", type=int, default=8, help="measurements of each contender (default 8)"
+    )
+    parser.add_argument(
+        "--modes", default=",".join(NAMES), help="contenders, with commas between (default: all)"
+    )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write one row per contender")
-    parser.add_argument("--alternate", metavar="RATE:SECONDS,...", help="cables that change their rate, over and over")
+    parser.add_argument(
+        "--alternate",
+        metavar="RATE:SECONDS,...",
+        help="cables that change their rate, over and over",
+    )
     parser.add_argument("--slow-host", metavar="RATE", help="rate of the last host's cable")
-    parser.add_argument("--stall", metavar="MS:PERIOD_MS", help="the switch passes on nothing for MS in every PERIOD_MS")
-    parser.add_argument("--latency", type=float, default=0.0, metavar="MS", help="of every packet; needs a kernel with netem")
-    parser.add_argument("--jitter", type=float, default=0.0, metavar="MS", help="how far a packet's latency may be off")
+    parser.add_argument(
+        "--stall",
+        metavar="MS:PERIOD_MS",
+        help="the switch passes on nothing for MS in every PERIOD_MS",
+    )
+    parser.add_argument(
+        "--latency",
+        type=float,
+        default=0.0,
+        metavar="MS",
+        help="of every packet; needs a kernel with netem",
+    )
+    parser.add_argument(
+        "--jitter",
+        type=float,
+        default=0.0,
+        metavar="MS",
+        help="how far a packet's latency may be off",
+    )
     options = parser.parse_args(arguments)
     try:
         _complete(options)
@@ -77,7 +109,9 @@ def _stall(text: str) -> tuple[float, float]:
     """(length, period) in seconds."""
     length, _, period = text.partition(":")
     if not _positive(length) or not _positive(period) or float(length) >= float(period):
-        raise ValueError(f"--stall {text}: expected MS:PERIOD_MS, the first shorter than the second, like 100:500")
+        raise ValueError(
+            f"--stall {text}: expected MS:PERIOD_MS, the first shorter than the second, like 100:500"
+        )
     return float(length) / 1e3, float(period) / 1e3
 
 
@@ -92,7 +126,9 @@ def words(options: argparse.Namespace) -> tuple[str, ...]:
     """The conditions, for the title."""
     found = []
     if options.alternate is not None:
-        found.append("rates " + ", ".join(f"{rate} for {seconds:g} s" for rate, seconds in options.alternate))
+        found.append(
+            "rates " + ", ".join(f"{rate} for {seconds:g} s" for rate, seconds in options.alternate)
+        )
     if options.slow_host is not None:
         found.append(f"last host {options.slow_host}")
     if options.stall is not None:
@@ -132,10 +168,14 @@ def main() -> None:
     """Errors are one message; whatever happens, nothing stays behind."""
     options = parse(sys.argv[1:])
     if os.geteuid() != 0:
-        sys.exit("error: emulated hosts are network namespaces, which only root may make; run this as root (sudo -E)")
+        sys.exit(
+            "error: emulated hosts are network namespaces, which only root may make; run this as root (sudo -E)"
+        )
     missing = [tool for tool in ("ip", "tc") if shutil.which(tool) is None]
     if missing:
-        sys.exit(f"error: no {' and no '.join(missing)} in PATH; install iproute2 (apt-get install iproute2)")
+        sys.exit(
+            f"error: no {' and no '.join(missing)} in PATH; install iproute2 (apt-get install iproute2)"
+        )
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, _interrupted)
     try:

@@ -1,12 +1,15 @@
-"""The earliest time at which a step can end, by its dependency graph: an event simulation of integers and seconds.
+"""The earliest time at which a step can end, by its dependency graph: an event simulation of
+integers and seconds.
 
-Compute is a sequence of passes (half blocks, forward and backward). The link is ideal: full duplex, no latency, one message
-after the other; nothing else takes time. What depends on what:
+Compute is a sequence of passes (half blocks, forward and backward). The link is ideal: full duplex,
+no latency, one message after the other; nothing else takes time. What depends on what:
 
     pass        after the pass before it, when the weights it reads are there
     reduction   when the last gradient of its bucket exists; first complete, first sent
-    update      with clipping when every reduction of the step is done (the norm), else when that of its bucket is
-    gather      when the update is done and nobody reads the old content of its slot any more; the one that is read first, first
+    update      with clipping when every reduction of the step is done (the norm), else when that of
+                its bucket is
+    gather      when the update is done and nobody reads the old content of its slot any more; the
+                one that is read first, first
 
 Whether reductions or gathers go first when both are ready is a choice: the better one counts.
 """
@@ -18,16 +21,18 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from megatron_llama.config.schema import Config
-from megatron_llama.plans.buckets import ShardLayout, Slot, rank_layout
+from megatron_llama.plans.buckets import BucketPlan, Slot, rank_bucket_plan
 
 FRAME_FACTOR = 1514 / 1448
-"""Bytes on the link for a byte of payload: a 1500-byte packet holds 20 of IPv4, 20 of TCP, 12 of TCP timestamps and 1448 of
-payload, and has 14 of Ethernet around it, which the rate limit counts."""
+"""Bytes on the link for a byte of payload: a 1500-byte packet holds 20 of IPv4, 20 of TCP, 12 of
+TCP timestamps and 1448 of payload, and has 14 of Ethernet around it, which the rate limit
+counts."""
 
 
 @dataclass(frozen=True)
 class Pass:
-    """A piece of compute. ``reads``: buckets of its weights; ``writes``: buckets it adds gradients to, in that order."""
+    """A piece of compute. ``reads``: buckets of its weights; ``writes``: buckets it adds gradients
+    to, in that order."""
 
     seconds: float
     reads: tuple[int, ...]
@@ -51,13 +56,18 @@ class _Chain:
     """Steps one after the other, from weights that exist as shards only."""
 
     def __init__(self, plan: Plan, steps: int, *, gathers_first: bool) -> None:
-        self.plan, self.steps, self.gathers_first = plan, steps, gathers_first
+        self.plan = plan
+        self.steps = steps
+        self.gathers_first = gathers_first
         self.passes = plan.passes * steps
-        self.needs = [(index, bucket) for index, one in enumerate(self.passes) for bucket in one.reads]
+        self.needs = [
+            (index, bucket) for index, one in enumerate(self.passes) for bucket in one.reads
+        ]
         self.before = list(self._previous_users())
         shared = {slot for slot in plan.parameter_slots if plan.parameter_slots.count(slot) > 1}
         self.in_order = bool(shared)
-        """Look-ahead stops at the first bucket that has to wait: a later one would delay the one that is read first."""
+        """Look-ahead stops at the first bucket that has to wait: a later one would delay the one
+        that is read first."""
         self.time = 0.0
         self.done = 0
         self.compute_end: float | None = None
@@ -101,7 +111,9 @@ class _Chain:
                 pass
             ends = [end for end in (self.compute_end, self.link_end) if end is not None]
             if not ends:
-                raise RuntimeError(f"the plan stands still at pass {self.done} of {len(self.passes)}: {self.passes[self.done]}")
+                raise RuntimeError(
+                    f"the plan stands still at pass {self.done} of {len(self.passes)}: {self.passes[self.done]}"
+                )
             self.time = min(ends)
             if self.compute_end == self.time:
                 self.compute_end = None
@@ -126,11 +138,14 @@ class _Chain:
         return True
 
     def _write(self) -> bool:
-        """Put the next gradient of the pass into its slot, once the slot's last user has been reduced."""
+        """Put the next gradient of the pass into its slot, once the slot's last user has been
+        reduced."""
         if not self.unwritten:
             return False
         bucket = self.unwritten[0]
-        if self.users.setdefault(self.plan.gradient_slots[bucket], bucket) != bucket or self._being_reduced(bucket):
+        if self.users.setdefault(
+            self.plan.gradient_slots[bucket], bucket
+        ) != bucket or self._being_reduced(bucket):
             return False
         self.unwritten.popleft()
         self.missing[bucket] -= 1
@@ -154,10 +169,12 @@ class _Chain:
             slot = self.plan.parameter_slots[gather[0]]
             self.arrived.discard(self.held.get(slot, gather))
             self.held[slot] = gather
-            self.message, seconds = (False, *gather), self.plan.gather_seconds[gather[0]]
+            self.message = (False, *gather)
+            seconds = self.plan.gather_seconds[gather[0]]
         elif self.reductions:
             bucket, step = self.reductions.popleft()
-            self.message, seconds = (True, bucket, step), self.plan.reduce_seconds[bucket]
+            self.message = (True, bucket, step)
+            seconds = self.plan.reduce_seconds[bucket]
         else:
             return False
         self.link_end = self.time + seconds
@@ -167,7 +184,8 @@ class _Chain:
     def _next_gather(self) -> tuple[int, int] | None:
         for position in range(self.ahead, len(self.needs)):
             index, bucket = self.needs[position]
-            slot, wanted = self.plan.parameter_slots[bucket], (bucket, index // len(self.plan.passes))
+            slot = self.plan.parameter_slots[bucket]
+            wanted = (bucket, index // len(self.plan.passes))
             if self.held.get(slot) == wanted:
                 self.ahead += position == self.ahead
             elif self.version[bucket] >= wanted[1] and self.before[position] < self.done:
@@ -201,8 +219,11 @@ class _Chain:
 
 
 def step_seconds(plan: Plan, steps: int) -> float:
-    """Mean time of so many steps, from the start of their first gather to the end of their last update."""
-    return min(_Chain(plan, steps, gathers_first=first).run()[-1] for first in (False, True)) / steps
+    """Mean time of so many steps, from the start of their first gather to the end of their last
+    update."""
+    return (
+        min(_Chain(plan, steps, gathers_first=first).run()[-1] for first in (False, True)) / steps
+    )
 
 
 def link_seconds(plan: Plan, steps: int) -> float:
@@ -213,14 +234,18 @@ def link_seconds(plan: Plan, steps: int) -> float:
 
 
 def plan_of(config: Config, hosts: int, *, half_block: float, bits_per_second: float) -> Plan:
-    """The step of a resolved configuration of one pipeline stage. ``half_block``: seconds of its forward pass."""
-    layout = rank_layout(config, dp=hosts)
-    narrow, wide = (2 if config.training.bf16 else 4), (2 if config.parallel.grad_reduce_in_bf16 else 4)
+    """The step of a resolved configuration of one pipeline stage. ``half_block``: seconds of its
+    forward pass."""
+    layout = rank_bucket_plan(config, dp=hosts)
+    narrow = 2 if config.training.bf16 else 4
+    wide = 2 if config.parallel.grad_reduce_in_bf16 else 4
     per_byte = (hosts - 1) / hosts * 8 * FRAME_FACTOR / bits_per_second
     sharded = layout.shards > 1
     return Plan(
         passes=_passes(layout, config.model.num_hidden_layers, half_block),
-        reduce_seconds=tuple(b.numel * wide * per_byte * (1 if sharded else 2) for b in layout.buckets),
+        reduce_seconds=tuple(
+            b.numel * wide * per_byte * (1 if sharded else 2) for b in layout.buckets
+        ),
         gather_seconds=tuple(b.numel * narrow * per_byte * sharded for b in layout.buckets),
         parameter_slots=layout.parameter_slots,
         gradient_slots=layout.gradient_slots,
@@ -228,7 +253,7 @@ def plan_of(config: Config, hosts: int, *, half_block: float, bits_per_second: f
     )
 
 
-def _passes(layout: ShardLayout, blocks: int, half_block: float) -> tuple[Pass, ...]:
+def _passes(layout: BucketPlan, blocks: int, half_block: float) -> tuple[Pass, ...]:
     """Embedding and head take no time; the embedding is not read again in backward."""
     parts: dict[int, list[int]] = {}
     for bucket in layout.buckets:
@@ -238,14 +263,18 @@ def _passes(layout: ShardLayout, blocks: int, half_block: float) -> tuple[Pass, 
     order = [(part, tuple(sorted(set(parts[part])))) for part in range(last + 1)]
     times = [half_block if 0 < part < last else 0.0 for part in range(last + 1)]
     forward = [Pass(times[part], buckets) for part, buckets in order]
-    backward = [Pass(2 * times[part], buckets if part else (), buckets) for part, buckets in reversed(order)]
+    backward = [
+        Pass(2 * times[part], buckets if part else (), buckets) for part, buckets in reversed(order)
+    ]
     return (*forward, *backward)
 
 
 def _part(name: str, blocks: int) -> int:
-    """Where a parameter is read, in the order of the forward pass: embedding, two halves of each block, head."""
+    """Where a parameter is read, in the order of the forward pass: embedding, two halves of each
+    block, head."""
     words = name.split(".")
     if "layers" not in words:
         return 0 if "embed_tokens" in words else 2 * blocks + 1
-    layer, what = int(words[words.index("layers") + 1]), words[words.index("layers") + 2]
+    layer = int(words[words.index("layers") + 1])
+    what = words[words.index("layers") + 2]
     return 1 + 2 * layer + (what in ("post_attention_layernorm", "mlp"))

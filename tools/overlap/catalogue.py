@@ -4,17 +4,25 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megatron_llama.config.schema import Config, ModelConfig, OptimizerConfig, ParallelConfig, TrainingConfig
+from megatron_llama.config.schema import (
+    Config,
+    ModelConfig,
+    OptimizerConfig,
+    ParallelConfig,
+    TrainingConfig,
+)
 
 BLOCKS = 6
 SEQUENCE = 16
 STEPS = 4
 """Training steps of one contender in one round, one after the other."""
 BUCKET_ELEMENTS = 262144
-"""One bucket for each fused weight, o_proj with its qkv_proj: the finest cut that keeps weights whole. A larger bucket is reduced
-later and holds up the forward pass for longer; a smaller one cannot hold the two attention weights (768 + 256 rows of 256)."""
+"""One bucket for each fused weight, o_proj with its qkv_proj: the finest cut that keeps weights
+whole. A larger bucket is reduced later and holds up the forward pass for longer; a smaller one
+cannot hold the two attention weights (768 + 256 rows of 256)."""
 NOMINAL_BITS_PER_SECOND = 400e6
-"""The rate at which sending the minimum takes as long as computing; at 800mbit it takes half as long."""
+"""The rate at which sending the minimum takes as long as computing; at 800mbit it takes half as
+long."""
 
 
 @dataclass(frozen=True)
@@ -72,7 +80,13 @@ def configuration(mode: Mode, hosts: int) -> Config:
             grad_reduce_in_bf16=mode.bf16,
             param_slots=mode.param_slots,
         ),
-        training=TrainingConfig(seq_length=SEQUENCE, micro_batch_size=1, global_batch_size=hosts, train_iters=1, bf16=mode.bf16),
+        training=TrainingConfig(
+            seq_length=SEQUENCE,
+            micro_batch_size=1,
+            global_batch_size=hosts,
+            train_iters=1,
+            bf16=mode.bf16,
+        ),
         optimizer=OptimizerConfig(clip_grad=mode.clip),
     )
 
@@ -85,7 +99,8 @@ def parameters() -> int:
 
 
 def minimum_bytes(hosts: int) -> float:
-    """What one rank sends in a step at least: its part of every fp32 gradient to its owner, its own fp32 shard to the others."""
+    """What one rank sends in a step at least: its part of every fp32 gradient to its owner, its own
+    fp32 shard to the others."""
     return 2 * (hosts - 1) / hosts * 4 * parameters()
 
 

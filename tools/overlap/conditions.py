@@ -23,7 +23,8 @@ STALL = ["tbf", "rate", "8kbit", "burst", "2kb", "limit", "64mb"]
 
 
 class Limits:
-    """The rate limits of a cluster while it runs: one ``tc`` for each namespace reads changes from a pipe, in microseconds."""
+    """The rate limits of a cluster while it runs: one ``tc`` for each namespace reads changes from
+    a pipe, in microseconds."""
 
     def __init__(self, hosts: Hosts) -> None:
         self._hosts = hosts
@@ -33,10 +34,17 @@ class Limits:
     def __enter__(self) -> Self:
         for namespace in (self._hosts.switch, *map(self._hosts.host, range(self._hosts.count))):
             words = ["tc", "-n", namespace, "-batch", "-"]
-            self._pipes[namespace] = subprocess.Popen(words, stdin=subprocess.PIPE, text=True, start_new_session=True)
+            self._pipes[namespace] = subprocess.Popen(
+                words, stdin=subprocess.PIPE, text=True, start_new_session=True
+            )
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
         for pipe in self._pipes.values():
             assert pipe.stdin is not None
             pipe.stdin.close()
@@ -86,12 +94,19 @@ class Timetable:
         except BaseException as error:
             self._error = error
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
         self._stop.set()
         assert self._thread is not None
         self._thread.join()
         if self._error is not None and error is None:
-            raise RigError(f"the timetable of the network broke off: {self._error}") from self._error
+            raise RigError(
+                f"the timetable of the network broke off: {self._error}"
+            ) from self._error
 
 
 def alternating(limits: Limits, phases: list[tuple[str, float]]) -> Timetable:
@@ -109,7 +124,8 @@ def alternating(limits: Limits, phases: list[tuple[str, float]]) -> Timetable:
 
 @dataclass
 class Stalls:
-    """How often the switch stalled, and how much it passed on meanwhile, over what the cables could have carried."""
+    """How often the switch stalled, and how much it passed on meanwhile, over what the cables could
+    have carried."""
 
     count: int = 0
     seconds: float = 0.0
@@ -121,8 +137,11 @@ class Stalls:
         return f"{self.count} stalls of {self.seconds / max(1, self.count) * 1e3:.0f} ms; {share:.1%} of what the cables carry got through"
 
 
-def stalling(hosts: Hosts, limits: Limits, *, seconds: float, period: float, seen: Stalls) -> Timetable:
-    """Every ``period`` seconds the switch passes on nothing for so many. ``seen`` counts what really happened."""
+def stalling(
+    hosts: Hosts, limits: Limits, *, seconds: float, period: float, seen: Stalls
+) -> Timetable:
+    """Every ``period`` seconds the switch passes on nothing for so many. ``seen`` counts what
+    really happened."""
 
     def body(stop: threading.Event) -> None:
         _enter(hosts.switch)
@@ -130,13 +149,16 @@ def stalling(hosts: Hosts, limits: Limits, *, seconds: float, period: float, see
         kicks = [_open(port) for port in ports]
         while not stop.wait(period - seconds):
             limits.stall()
-            begin, before = time.perf_counter(), _sent(ports)
+            begin = time.perf_counter()
+            before = _sent(ports)
             stop.wait(seconds)
-            passed, took = _sent(ports) - before, time.perf_counter() - begin
+            passed = _sent(ports) - before
+            took = time.perf_counter() - begin
             limits.resume()
             time.sleep(0.001)  # tc reads its pipe
             for kick in kicks:
-                # A token bucket looks at its queue when a packet comes, or when the one in front should have gone at the old rate.
+                # A token bucket looks at its queue when a packet comes, or when the one in front
+                # should have gone at the old rate.
                 kick.send(KICK)
             seen.count += 1
             seen.seconds += took

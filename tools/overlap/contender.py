@@ -1,4 +1,5 @@
-"""What the measurement asks of a contender, and what contenders share: the model, its optimizer, a batch."""
+"""What the measurement asks of a contender, and what contenders share: the model, its optimizer, a
+batch."""
 
 from __future__ import annotations
 
@@ -27,7 +28,8 @@ class Contender(Protocol):
     """One kind of data-parallel training. ``begin``, some steps, ``drain``; then again."""
 
     def begin(self) -> None:
-        """Steps follow. What an update would have left behind is sent now: shards that have to be gathered."""
+        """Steps follow. What an update would have left behind is sent now: shards that have to be
+        gathered."""
 
     def step(self, batch: Batch) -> Tensor:
         """Forward, backward, update. Returns the loss, 0-dim, of this rank's batch or of all."""
@@ -63,14 +65,21 @@ class Head(nn.Module):
 
 
 class Model(nn.Module):
-    """The layers of a Stage of one process, with the loss, for those who wrap modules: embedding, blocks, head."""
+    """The layers of a Stage of one process, with the loss, for those who wrap modules: embedding,
+    blocks, head."""
 
     def __init__(self, config: Config, clock: Clock) -> None:
         super().__init__()
         mesh = Mesh.single()
         stages = build_stages(config, mesh)
         weights = InitialWeights(SEED, config.model.initializer_range)
-        load_stages(stages.values(), rank_specs(config, mesh), weights, dtype=torch.float32, device=mesh.device)
+        load_stages(
+            stages.values(),
+            rank_specs(config, mesh),
+            weights,
+            dtype=torch.float32,
+            device=mesh.device,
+        )
         stage = stages[0]
         self._stage = (stage,)  # in a tuple: its parameters are those of the modules below
         self.embedding = cast(nn.Module, stage.model.embed_tokens)
@@ -97,14 +106,19 @@ class Model(nn.Module):
 def decayed(tensors: Iterable[tuple[Tensor, bool]], config: Config) -> list[dict[str, object]]:
     """Parameter groups for torch's AdamW. Of each tensor: whether weights decay."""
     pairs = list(tensors)
-    groups = ((config.optimizer.weight_decay, [t for t, decay in pairs if decay]), (0.0, [t for t, decay in pairs if not decay]))
+    groups = (
+        (config.optimizer.weight_decay, [t for t, decay in pairs if decay]),
+        (0.0, [t for t, decay in pairs if not decay]),
+    )
     return [{"params": tensors, "weight_decay": rate} for rate, tensors in groups if tensors]
 
 
 def adamw(groups: Sequence[dict[str, object]], config: Config) -> torch.optim.AdamW:
     """With the numbers of the configuration."""
     o = config.optimizer
-    return torch.optim.AdamW(groups, lr=o.lr, betas=(o.adam_beta1, o.adam_beta2), eps=o.adam_eps, fused=True)
+    return torch.optim.AdamW(
+        groups, lr=o.lr, betas=(o.adam_beta1, o.adam_beta2), eps=o.adam_eps, fused=True
+    )
 
 
 def clip_factor(squared_norm: Tensor, clip: float) -> Tensor:

@@ -1,8 +1,10 @@
-"""torch's FSDP2 in its best configuration, over the same transport as ours: what is left to compare is the order of events.
+"""torch's FSDP2 in its best configuration, over the same transport as ours: what is left to compare
+is the order of events.
 
-Stock FSDP2 cannot overlap anything on gloo. Here its gathers are asynchronous and prefetched explicitly, its reductions are
-asynchronous and summed in a thread, and both travel over our exchanges with buffers that are allocated once. One group per
-block, as its authors advise, and one each for the embedding and the head, so that neither holds up the other's half of a step.
+Stock FSDP2 cannot overlap anything on gloo. Here its gathers are asynchronous and prefetched
+explicitly, its reductions are asynchronous and summed in a thread, and both travel over our
+exchanges with buffers that are allocated once. One group per block, as its authors advise, and one
+each for the embedding and the head, so that neither holds up the other's half of a step.
 """
 
 from __future__ import annotations
@@ -20,15 +22,16 @@ from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatt
 
 from megatron_llama.data.loader import Batch
 from megatron_llama.distributed.comm.exchange import Exchange, Reductions, gather
-from megatron_llama.distributed.comm.streams import Done, HostStream
+from megatron_llama.distributed.comm.streams import Future, HostStream
 from megatron_llama.distributed.mesh import Axis, build_mesh
 
 from .contender import Model, Setting, adamw, clip_factor, decayed
 from .plain import sharding
 
 PREFETCH = 2
-"""Groups gathered ahead. With one the link is idle between the use of a group and the next gather (1.67 instead of 1.52 with
-resharding at 400mbit); three, or all at once where parameters stay, were no better."""
+"""Groups gathered ahead. With one the link is idle between the use of a group and the next gather
+(1.67 instead of 1.52 with resharding at 400mbit); three, or all at once where parameters stay, were
+no better."""
 
 
 class _Waiting(Work):
@@ -47,18 +50,27 @@ class _Gather(AllGather):
     """The all-gathers of one group."""
 
     def __init__(self, axis: Axis, index: int) -> None:
-        self._axis, self._index = axis, index
+        self._axis = axis
+        self._index = index
         self._full: Tensor | None = None
         self._exchange: Exchange
 
-    def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+    def allocate(
+        self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device
+    ) -> Tensor:
         if self._full is None:
             self._full = torch.empty(*size, dtype=dtype, device=device)
             own = self._full.chunk(self._axis.size)[self._axis.rank]
             self._exchange = gather(self._full, own, self._axis, index=self._index)
         return self._full
 
-    def __call__(self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False) -> Work | None:
+    def __call__(
+        self,
+        output_tensor: Tensor,
+        input_tensor: Tensor,
+        group: dist.ProcessGroup,
+        async_op: bool = False,
+    ) -> Work | None:
         self._exchange.start()  # FSDP2 has copied the shards to their place in the output
         waiting = _Waiting(self._exchange)
         if not async_op:
@@ -70,12 +82,15 @@ class _Reduce(ReduceScatter):
     """The reduce-scatters of one group. FSDP2 does not wait for them: ``finish`` does."""
 
     def __init__(self, owner: Fsdp2, index: int) -> None:
-        self._owner, self._index = owner, index
+        self._owner = owner
+        self._index = index
         self._buffers: dict[int, Tensor] = {}
         self._exchange: Exchange | None = None
-        self._done: Done | None = None
+        self._done: Future | None = None
 
-    def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+    def allocate(
+        self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device
+    ) -> Tensor:
         numel = int(torch.Size(size).numel())  # type: ignore[arg-type]
         if numel not in self._buffers:
             self._buffers[numel] = torch.empty(*size, dtype=dtype, device=device)
@@ -90,7 +105,9 @@ class _Reduce(ReduceScatter):
         async_op: bool = False,
     ) -> Work | None:
         if self._exchange is None:
-            self._exchange = self._owner.reductions.scatter(input_tensor, output_tensor, index=self._index, buffer=self._index)
+            self._exchange = self._owner.reductions.scatter(
+                input_tensor, output_tensor, index=self._index, buffer=self._index
+            )
         self._exchange.start()
         self._done = self._owner.stream.run(self._exchange.wait)
         return None
@@ -101,28 +118,42 @@ class _Reduce(ReduceScatter):
 
 
 class Fsdp2:
-    """``reshard``: drop the parameters of a block after its forward pass and gather them again for backward."""
+    """``reshard``: drop the parameters of a block after its forward pass and gather them again for
+    backward."""
 
     def __init__(self, setting: Setting, *, reshard: bool) -> None:
-        self._config, self._hosts = sharding(setting), setting.hosts
-        axes = build_mesh(self._config, rank=setting.rank, world_size=setting.hosts, device=torch.device("cpu"))
+        self._config = sharding(setting)
+        self._hosts = setting.hosts
+        axes = build_mesh(
+            self._config, rank=setting.rank, world_size=setting.hosts, device=torch.device("cpu")
+        )
         self._model = Model(self._config, setting.clock)
         groups = self._model.groups
         largest = max(sum(p.numel() for p in group.parameters()) for group in groups)
         self.stream = HostStream()
         self.reductions = Reductions(
-            axes.dp, largest=largest, dtype=torch.float32, wire=None, device=torch.device("cpu"), in_flight=len(groups)
+            axes.dp,
+            largest=largest,
+            dtype=torch.float32,
+            wire=None,
+            device=torch.device("cpu"),
+            in_flight=len(groups),
         )
         self._reduces = [_Reduce(self, index) for index in range(len(groups))]
-        self._groups = [self._shard(group, index, axes.dp_gather, reshard) for index, group in enumerate(groups)]
+        self._groups = [
+            self._shard(group, index, axes.dp_gather, reshard) for index, group in enumerate(groups)
+        ]
         fully_shard(self._model, mesh=init_device_mesh("cpu", (setting.hosts,)))
         self._prefetch()
         self._shards: list[tuple[Any, nn.Parameter]] = []
 
     def _shard(self, group: nn.Module, index: int, axis: Axis, reshard: bool) -> FSDPModule:
-        # The last block and the head are used again at once; gathering them again would only delay backward.
+        # The last block and the head are used again at once; gathering them again would only delay
+        # backward.
         again = reshard and index < len(self._model.groups) - 2
-        sharded = fully_shard(group, mesh=init_device_mesh("cpu", (self._hosts,)), reshard_after_forward=again)
+        sharded = fully_shard(
+            group, mesh=init_device_mesh("cpu", (self._hosts,)), reshard_after_forward=again
+        )
         assert isinstance(sharded, FSDPModule)
         sharded.set_force_sum_reduction_for_comms(True)
         sharded.set_gradient_divide_factor(1.0)  # the loss is divided instead
@@ -135,7 +166,9 @@ class Fsdp2:
         self._groups[0].set_unshard_in_backward(False)
         for index, group in enumerate(self._groups):
             group.set_modules_to_forward_prefetch(self._groups[index + 1 : index + 1 + PREFETCH])
-            group.set_modules_to_backward_prefetch(self._groups[max(1, index - PREFETCH) : index][::-1])
+            group.set_modules_to_backward_prefetch(
+                self._groups[max(1, index - PREFETCH) : index][::-1]
+            )
 
     def begin(self) -> None:
         """See Contender."""

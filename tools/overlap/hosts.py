@@ -1,6 +1,8 @@
-"""Hosts as network namespaces: each with one interface, joined by a bridge, with a limited rate at both ends of every cable.
+"""Hosts as network namespaces: each with one interface, joined by a bridge, with a limited rate at
+both ends of every cable.
 
-Everything lives in namespaces of its own, named after this process, so that two runs do not meet. Leaving removes it all.
+Everything lives in namespaces of its own, named after this process, so that two runs do not meet.
+Leaving removes it all.
 """
 
 from __future__ import annotations
@@ -18,17 +20,20 @@ from typing import IO, Self
 from .job import bits_per_second
 
 GSO_BYTES = 32768
-"""Largest packet that is handed to an interface in one piece: larger ones save CPU, smaller ones make the rate limit exact."""
+"""Largest packet that is handed to an interface in one piece: larger ones save CPU, smaller ones
+make the rate limit exact."""
 BURST_BYTES = 2 * GSO_BYTES
-"""What an idle link may send at once: 1.3 ms at 400mbit. A token bucket passes no packet that is larger."""
+"""What an idle link may send at once: 1.3 ms at 400mbit. A token bucket passes no packet that is
+larger."""
 QUEUE_BYTES = 64 << 20
 """The switch never drops: what the network of a training cluster does by flow control."""
 WINDOW_BYTES = 262144
-"""Of a TCP connection. With megabytes one flow of a host runs ahead of the others, but a gather ends with its slowest part: with 21
-gathers under way the first five came 50 % late."""
+"""Of a TCP connection. With megabytes one flow of a host runs ahead of the others, but a gather
+ends with its slowest part: with 21 gathers under way the first five came 50 % late."""
 TCP = (("congestion_control", "reno"), ("slow_start_after_idle", "0"))
-"""What makes TCP a cable, on which nothing waits for anything but the rate. Every kernel has Reno, and where nothing is lost it never
-slows down; BBR, the default of some, probes and pauses, and exchanges took 12 % longer than the minimum instead of 3 %."""
+"""What makes TCP a cable, on which nothing waits for anything but the rate. Every kernel has Reno,
+and where nothing is lost it never slows down; BBR, the default of some, probes and pauses, and
+exchanges took 12 % longer than the minimum instead of 3 %."""
 
 
 class RigError(Exception):
@@ -40,7 +45,9 @@ def command(*words: str) -> str:
     done = subprocess.run(words, capture_output=True, text=True)
     if done.returncode:
         said = done.stderr.strip() or done.stdout.strip()
-        raise RigError(f"`{' '.join(words)}` failed: {said}\n  needs root with CAP_NET_ADMIN and CAP_SYS_ADMIN (a container: --privileged)")
+        raise RigError(
+            f"`{' '.join(words)}` failed: {said}\n  needs root with CAP_NET_ADMIN and CAP_SYS_ADMIN (a container: --privileged)"
+        )
     return done.stdout
 
 
@@ -53,7 +60,14 @@ class Delay:
 
     def tc(self) -> list[str]:
         """The arguments of ``tc qdisc``."""
-        return ["netem", "delay", f"{self.latency}ms", f"{self.jitter}ms", "limit", str(QUEUE_BYTES)]
+        return [
+            "netem",
+            "delay",
+            f"{self.latency}ms",
+            f"{self.jitter}ms",
+            "limit",
+            str(QUEUE_BYTES),
+        ]
 
 
 def limit(rate: str) -> list[str]:
@@ -66,7 +80,9 @@ class Hosts:
 
     def __init__(self, count: int, rates: Sequence[str], delay: Delay | None = None) -> None:
         """``rates``: of each host's cable, in both directions."""
-        self.count, self.rates, self._delay = count, list(rates), delay
+        self.count = count
+        self.rates = list(rates)
+        self._delay = delay
         self._prefix = f"overlap{os.getpid()}"
         self.switch = f"{self._prefix}-switch"
         self._logs = tempfile.TemporaryDirectory(prefix="overlap-")
@@ -94,7 +110,12 @@ class Hosts:
             raise
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
         self._remove()
 
     def _make(self) -> None:
@@ -102,17 +123,62 @@ class Hosts:
         command("ip", "-n", self.switch, "link", "add", "bridge", "type", "bridge")
         command("ip", "-n", self.switch, "link", "set", "bridge", "up")
         for number, rate in enumerate(self.rates):
-            host, port = self.host(number), self.port(number)
+            host = self.host(number)
+            port = self.port(number)
             command("ip", "netns", "add", host)
             command("ip", "-n", host, "link", "set", "lo", "up")
             for name, value in (*TCP, ("rmem", f"4096 131072 {self._window(rate)}")):
-                command("ip", "netns", "exec", host, "sh", "-c", f"echo {value} > /proc/sys/net/ipv4/tcp_{name}")
-            command("ip", "-n", host, "link", "add", "eth0", "type", "veth", "peer", "name", port, "netns", self.switch)
+                command(
+                    "ip",
+                    "netns",
+                    "exec",
+                    host,
+                    "sh",
+                    "-c",
+                    f"echo {value} > /proc/sys/net/ipv4/tcp_{name}",
+                )
+            command(
+                "ip",
+                "-n",
+                host,
+                "link",
+                "add",
+                "eth0",
+                "type",
+                "veth",
+                "peer",
+                "name",
+                port,
+                "netns",
+                self.switch,
+            )
             command("ip", "-n", host, "address", "add", f"{self.address(number)}/16", "dev", "eth0")
             command("ip", "-n", self.switch, "link", "set", port, "master", "bridge")
             for namespace, device in ((host, "eth0"), (self.switch, port)):
-                command("ip", "-n", namespace, "link", "set", device, "gso_max_size", str(GSO_BYTES), "up")
-                command("tc", "-n", namespace, "qdisc", "add", "dev", device, "root", "handle", "1:", *limit(rate))
+                command(
+                    "ip",
+                    "-n",
+                    namespace,
+                    "link",
+                    "set",
+                    device,
+                    "gso_max_size",
+                    str(GSO_BYTES),
+                    "up",
+                )
+                command(
+                    "tc",
+                    "-n",
+                    namespace,
+                    "qdisc",
+                    "add",
+                    "dev",
+                    device,
+                    "root",
+                    "handle",
+                    "1:",
+                    *limit(rate),
+                )
             if self._delay is not None:
                 self._slow_down(host, self._delay)
 
@@ -127,21 +193,26 @@ class Hosts:
             command("tc", "-n", host, "qdisc", "add", "dev", "eth0", "parent", "1:1", *delay.tc())
         except RigError as error:
             remedy = "the kernel has no netem; load it (modprobe sch_netem, in some distributions from the package of extra kernel modules)"
-            raise RigError(f"--latency and --jitter: {remedy}, or leave the options out\n  {error}") from None
+            raise RigError(
+                f"--latency and --jitter: {remedy}, or leave the options out\n  {error}"
+            ) from None
 
     def _remove(self) -> None:
         for rank in self._ranks:
             rank.kill()
         for rank in self._ranks:
             rank.wait()
-        known = subprocess.run(["ip", "netns", "list"], capture_output=True, text=True).stdout.split()
+        known = subprocess.run(
+            ["ip", "netns", "list"], capture_output=True, text=True
+        ).stdout.split()
         for namespace in (self.switch, *map(self.host, range(self.count))):
             if namespace in known:
                 subprocess.run(["ip", "netns", "delete", namespace], check=False)
         self._logs.cleanup()
 
     def run(self, arguments: Sequence[str]) -> None:
-        """Run this Python with the arguments on every host, as torchrun would. Raises RigError when one fails."""
+        """Run this Python with the arguments on every host, as torchrun would. Raises RigError when
+        one fails."""
         for number in range(self.count):
             self._ranks.append(self._start(number, arguments))
         for _ in range(self.count):
@@ -165,7 +236,9 @@ class Hosts:
         # Ctrl-C is for the parent, which ends the ranks; they would only add their tracebacks.
         with open(self._log(number), "wb") as log:
             output: IO[bytes] | None = None if number == 0 else log
-            return subprocess.Popen(words, env=environment, stdout=output, stderr=log, start_new_session=True)
+            return subprocess.Popen(
+                words, env=environment, stdout=output, stderr=log, start_new_session=True
+            )
 
     def _log(self, number: int) -> Path:
         return Path(self._logs.name) / f"rank{number}.log"

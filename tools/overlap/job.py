@@ -27,7 +27,9 @@ class Job:
     def load(text: str) -> Job:
         """The inverse of ``dump``."""
         fields = json.loads(text)
-        return Job(**{**fields, "names": tuple(fields["names"]), "conditions": tuple(fields["conditions"])})
+        return Job(
+            **{**fields, "names": tuple(fields["names"]), "conditions": tuple(fields["conditions"])}
+        )
 
 
 @dataclass(frozen=True)
@@ -51,7 +53,8 @@ UNITS = MappingProxyType({"kbit": 1e3, "mbit": 1e6, "gbit": 1e9})
 
 def bits_per_second(rate: str) -> float:
     """Of a rate as ``tc`` writes it: 400mbit. Raises ValueError."""
-    number, unit = rate[:-4], rate[-4:]
+    number = rate[:-4]
+    unit = rate[-4:]
     if unit in UNITS and number.isdecimal() and int(number):
         return int(number) * UNITS[unit]
     raise ValueError(f"{rate}: expected a number and kbit, mbit or gbit, like 400mbit")

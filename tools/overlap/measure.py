@@ -1,9 +1,10 @@
 """One rank: builds every contender, lets them take turns, and on rank 0 prints what came out.
 
-A window is so many training steps of one contender, one after the other. It holds as many gathers, reductions and updates of all
-parameters as steps: it opens on shards only, as an update leaves them, so the first gathers start with the clock; it closes after
-the last update, and what that has sent already is waited for before the next contender, outside the clock. So a step is as
-long as in an endless run, a gather that the next forward pass hides is free, and nobody leaves work to others.
+A window is so many training steps of one contender, one after the other. It holds as many gathers,
+reductions and updates of all parameters as steps: it opens on shards only, as an update leaves
+them, so the first gathers start with the clock; it closes after the last update, and what that has
+sent already is waited for before the next contender, outside the clock. So a step is as long as in
+an endless run, a gather that the next forward pass hides is free, and nobody leaves work to others.
 """
 
 from __future__ import annotations
@@ -60,19 +61,29 @@ def builders() -> dict[str, Callable[[Setting], Contender]]:
 
         return Fsdp2(setting, reshard=name == "fsdp2-reshard")
 
-    peers = {COMPUTE: plain, "serial": plain, "ddp": ddp, "ddp-zero": ddp, "fsdp2": fsdp2, "fsdp2-reshard": fsdp2}
+    peers = {
+        COMPUTE: plain,
+        "serial": plain,
+        "ddp": ddp,
+        "ddp-zero": ddp,
+        "fsdp2": fsdp2,
+        "fsdp2-reshard": fsdp2,
+    }
     makers = {**peers, **{mode.name: ours for mode in MODES}}
     return {name: partial(maker, name) for name, maker in makers.items()}
 
 
 def build(names: tuple[str, ...], setting: Setting) -> dict[str, Contender]:
     """All contenders. One that cannot be built ends the run, by name."""
-    makers, contenders = builders(), {}
+    makers = builders()
+    contenders = {}
     for name in names:
         try:
             contenders[name] = makers[name](setting)
         except Exception as error:
-            sys.exit(f"error: contender {name} cannot be built on torch {torch.__version__}: {type(error).__name__}: {error}")
+            sys.exit(
+                f"error: contender {name} cannot be built on torch {torch.__version__}: {type(error).__name__}: {error}"
+            )
         dist.barrier()
     return contenders
 
@@ -92,7 +103,8 @@ def sent_bytes() -> int:
 
 @dataclass(frozen=True)
 class Totals:
-    """Of a whole window. Times are those of the slowest rank, everything else is the mean over ranks."""
+    """Of a whole window. Times are those of the slowest rank, everything else is the mean over
+    ranks."""
 
     seconds: float
     nic_bytes: float
@@ -106,8 +118,11 @@ def window(contender: Contender, batches: list[Batch], clock: Clock) -> Totals:
     clock.restart()
     gc.collect()
     dist.barrier()
-    payload, sent, cpu = contender.payload_bytes() or 0.0, sent_bytes(), time.process_time()
-    begin, loss = time.perf_counter(), torch.zeros(())
+    payload = contender.payload_bytes() or 0.0
+    sent = sent_bytes()
+    cpu = time.process_time()
+    begin = time.perf_counter()
+    loss = torch.zeros(())
     contender.begin()
     for batch in batches:
         loss = contender.step(batch)
@@ -116,14 +131,18 @@ def window(contender: Contender, batches: list[Batch], clock: Clock) -> Totals:
     cpu = time.process_time() - cpu
     dist.barrier()
     slowest = torch.tensor(seconds, dtype=torch.float64)
-    means = torch.tensor([sent_bytes() - sent, (contender.payload_bytes() or 0.0) - payload, cpu, float(loss)], dtype=torch.float64)
+    means = torch.tensor(
+        [sent_bytes() - sent, (contender.payload_bytes() or 0.0) - payload, cpu, float(loss)],
+        dtype=torch.float64,
+    )
     dist.all_reduce(slowest, dist.ReduceOp.MAX)
     dist.all_reduce(means.div_(dist.get_world_size()))
     return Totals(float(slowest), *means.tolist())
 
 
 def sample(totals: Totals, empty: Totals, steps: int, *, recorded: bool) -> Sample:
-    """One step of a window. ``empty``: a window without steps. What is gathered for the first of them, the last one gathers again."""
+    """One step of a window. ``empty``: a window without steps. What is gathered for the first of
+    them, the last one gathers again."""
     return Sample(
         seconds=totals.seconds / steps,
         nic_bytes=(totals.nic_bytes - empty.nic_bytes) / steps,
@@ -135,9 +154,12 @@ def sample(totals: Totals, empty: Totals, steps: int, *, recorded: bool) -> Samp
 
 def run(job: Job, rank: int) -> dict[str, list[Sample]]:
     """Every contender once per round, in random order, after some steps that open connections."""
-    begin, clock = time.perf_counter(), Clock()
+    begin = time.perf_counter()
+    clock = Clock()
     contenders = build(job.names, Setting(rank, job.hosts, clock))
-    numbers, dice, order = count(), random.Random(0), list(job.names)
+    numbers = count()
+    dice = random.Random(0)
+    order = list(job.names)
     gc.freeze()
     gc.disable()  # collected before windows instead
     first = batch_of(next(numbers), rank)
@@ -152,9 +174,16 @@ def run(job: Job, rank: int) -> dict[str, list[Sample]]:
         dice.shuffle(order)
         for name in order:
             recorded = contenders[name].payload_bytes() is not None
-            samples[name].append(sample(window(contenders[name], batches, clock), empty[name], STEPS, recorded=recorded))
+            samples[name].append(
+                sample(
+                    window(contenders[name], batches, clock), empty[name], STEPS, recorded=recorded
+                )
+            )
         if rank == 0:
-            print(f"round {round_ + 1} of {job.rounds}: {time.perf_counter() - begin:.0f} s", flush=True)
+            print(
+                f"round {round_ + 1} of {job.rounds}: {time.perf_counter() - begin:.0f} s",
+                flush=True,
+            )
     return samples
 
 
@@ -165,17 +194,29 @@ def _prepare(contender: Contender, batch: Batch, clock: Clock) -> Totals:
 
 
 def stray(samples: dict[str, list[Sample]]) -> list[str]:
-    """Contenders that train something else than the others: same batches, same arithmetic, another loss."""
-    alike = [n for n in samples if n != COMPUTE and ((mode := mode_named(n)) is None or (mode.clip and not mode.bf16))]
+    """Contenders that train something else than the others: same batches, same arithmetic, another
+    loss."""
+    alike = [
+        n
+        for n in samples
+        if n != COMPUTE and ((mode := mode_named(n)) is None or (mode.clip and not mode.bf16))
+    ]
     losses = {name: samples[name][-1].loss for name in alike}
     middle = sorted(losses.values())[len(losses) // 2] if losses else 0.0
-    return [f"{name} has loss {loss:.5f}" for name, loss in losses.items() if abs(loss - middle) > LOSS_TOLERANCE * middle]
+    return [
+        f"{name} has loss {loss:.5f}"
+        for name, loss in losses.items()
+        if abs(loss - middle) > LOSS_TOLERANCE * middle
+    ]
 
 
 def go_first() -> None:
-    """Ahead of other processes of this machine, whose load is no part of what is measured. Before any thread is started."""
+    """Ahead of other processes of this machine, whose load is no part of what is measured. Before
+    any thread is started."""
     os.setpriority(os.PRIO_PROCESS, 0, -20)
-    group = Path("/proc/self/autogroup")  # where sessions share the cores equally, whatever the priority of their processes
+    group = Path(
+        "/proc/self/autogroup"
+    )  # where sessions share the cores equally, whatever the priority of their processes
     if group.exists():
         group.write_text("-20")
 
@@ -184,7 +225,8 @@ def main() -> None:
     """Run a job, given as one argument."""
     go_first()
     warnings.filterwarnings("ignore")  # of torch, about its own ways
-    job, rank = Job.load(sys.argv[1]), int(os.environ["RANK"])
+    job = Job.load(sys.argv[1])
+    rank = int(os.environ["RANK"])
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     samples = run(job, rank)

@@ -26,19 +26,31 @@ class Ours:
     def __init__(self, mode: Mode, setting: Setting) -> None:
         self._hosts = setting.hosts
         self._config = config = configuration(mode, setting.hosts)
-        self._mesh = build_mesh(config, rank=setting.rank, world_size=setting.hosts, device=torch.device("cpu"))
+        self._mesh = build_mesh(
+            config, rank=setting.rank, world_size=setting.hosts, device=torch.device("cpu")
+        )
         stages = build_stages(config, self._mesh)
         self._engine = build_optimizer(config, stages.values(), self._mesh)
-        self._runtime = PipelineRuntime(stages, self._engine, self._mesh, config, dtype=compute_dtype(config))
+        self._runtime = PipelineRuntime(
+            stages, self._engine, self._mesh, config, dtype=compute_dtype(config)
+        )
         self._engine.load_weights(InitialWeights(SEED, config.model.initializer_range))
         self._engine.settle()
         layers = cast(nn.ModuleDict, stages[0].model.layers)
-        self._buckets = {placed.spec.name: bucket.index for bucket in self._engine.layout.buckets for placed in bucket.placements}
-        install([(f"model.layers.{name}", block) for name, block in layers.items()], setting.clock, self._ready)
+        self._buckets = {
+            placed.spec.name: bucket.index
+            for bucket in self._engine.layout.buckets
+            for placed in bucket.placements
+        }
+        install(
+            [(f"model.layers.{name}", block) for name, block in layers.items()],
+            setting.clock,
+            self._ready,
+        )
 
     def _ready(self, names: Sequence[str]) -> None:
         for name in names:
-            self._engine.weights.arrive(self._buckets[name], name)
+            self._engine.weights.wait_unsharded(self._buckets[name], name)
 
     def begin(self) -> None:
         """See Contender."""

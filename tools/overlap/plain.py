@@ -18,22 +18,29 @@ ALIGN = 64
 
 
 def sharding(setting: Setting) -> Config:
-    """What peers take from our configuration: the shape of the model, the optimizer, and axes with communicators."""
+    """What peers take from our configuration: the shape of the model, the optimizer, and axes with
+    communicators."""
     return configuration(MODES[0], setting.hosts)
 
 
 class Shards:
-    """This rank's part of all parameters, and its optimizer, as flat tensors: one of matrices, which decay, one of norms."""
+    """This rank's part of all parameters, and its optimizer, as flat tensors: one of matrices,
+    which decay, one of norms."""
 
     def __init__(self, model: nn.Module, setting: Setting, config: Config) -> None:
         self.full: list[tuple[Tensor, Tensor]] = []
         """(parameters, gradients), padded to equal shards."""
         self.shards: list[nn.Parameter] = []
         self.clip = config.optimizer.clip_grad
-        kinds = [[p for p in model.parameters() if (p.dim() > 1) is matrix] for matrix in (True, False)]
+        kinds = [
+            [p for p in model.parameters() if (p.dim() > 1) is matrix] for matrix in (True, False)
+        ]
         for parameters in kinds:
             weights, grads = _flatten(parameters, setting.hosts)
-            own = slice(setting.rank * weights.numel() // setting.hosts, (setting.rank + 1) * weights.numel() // setting.hosts)
+            own = slice(
+                setting.rank * weights.numel() // setting.hosts,
+                (setting.rank + 1) * weights.numel() // setting.hosts,
+            )
             shard = nn.Parameter(weights[own])
             shard.grad = grads[own]
             self.full.append((weights, grads))
@@ -42,7 +49,13 @@ class Shards:
 
     def squared_norm(self) -> Tensor:
         """Of this rank's part of the gradient, 0-dim."""
-        return torch.stack([torch.linalg.vector_norm(s.grad) for s in self.shards if s.grad is not None]).square().sum()
+        return (
+            torch.stack(
+                [torch.linalg.vector_norm(s.grad) for s in self.shards if s.grad is not None]
+            )
+            .square()
+            .sum()
+        )
 
     def update(self, squared_norm: Tensor) -> None:
         """Clip and step."""
@@ -73,7 +86,8 @@ def _flatten(parameters: list[nn.Parameter], hosts: int) -> tuple[Tensor, Tensor
 
 
 class Compute:
-    """The same model and waits; every rank updates its share with its own gradients, and nobody learns of it."""
+    """The same model and waits; every rank updates its share with its own gradients, and nobody
+    learns of it."""
 
     def __init__(self, setting: Setting) -> None:
         config = sharding(setting)
@@ -99,19 +113,33 @@ class Compute:
 
 
 class Serial:
-    """What Megatron's distributed optimizer did before it overlapped: the whole backward pass, then one reduce-scatter of
-    everything, the norm, the update, one all-gather. Over our transport."""
+    """What Megatron's distributed optimizer did before it overlapped: the whole backward pass, then
+    one reduce-scatter of everything, the norm, the update, one all-gather. Over our transport."""
 
     def __init__(self, setting: Setting) -> None:
         config = sharding(setting)
-        axis = build_mesh(config, rank=setting.rank, world_size=setting.hosts, device=torch.device("cpu")).dp
+        axis = build_mesh(
+            config, rank=setting.rank, world_size=setting.hosts, device=torch.device("cpu")
+        ).dp
         self._model = Model(config, setting.clock)
         self._shards = shards = Shards(self._model, setting, config)
         largest = max(grads.numel() for _, grads in shards.full)
-        reductions = Reductions(axis, largest=largest, dtype=torch.float32, wire=None, device=torch.device("cpu"), in_flight=2)
+        reductions = Reductions(
+            axis,
+            largest=largest,
+            dtype=torch.float32,
+            wire=None,
+            device=torch.device("cpu"),
+            in_flight=2,
+        )
         pairs = list(zip(shards.full, shards.shards, strict=True))
-        self._reductions = [reductions.scatter(full[1], _grad(shard), index=i, buffer=i) for i, (full, shard) in enumerate(pairs)]
-        self._gathers = [gather(full[0], shard.data, axis, index=2 + i) for i, (full, shard) in enumerate(pairs)]
+        self._reductions = [
+            reductions.scatter(full[1], _grad(shard), index=i, buffer=i)
+            for i, (full, shard) in enumerate(pairs)
+        ]
+        self._gathers = [
+            gather(full[0], shard.data, axis, index=2 + i) for i, (full, shard) in enumerate(pairs)
+        ]
         self._hosts = setting.hosts
 
     def begin(self) -> None:

@@ -35,10 +35,14 @@ def write(job: Job, samples: Samples) -> None:
 
 
 def row(job: Job, name: str, samples: Samples) -> dict[str, Any]:
-    """One contender. Times are ratios to ``compute`` within a round; bytes are those of a step over the minimum in fp32."""
-    own, base, least = samples[name], samples[COMPUTE], minimum_bytes(job.hosts)
+    """One contender. Times are ratios to ``compute`` within a round; bytes are those of a step over
+    the minimum in fp32."""
+    own = samples[name]
+    base = samples[COMPUTE]
+    least = minimum_bytes(job.hosts)
     ratios = [one.seconds / other.seconds for one, other in zip(own, base, strict=True)]
-    ratio, quartiles = statistics.median(ratios), quartiles_of(ratios)
+    ratio = statistics.median(ratios)
+    quartiles = quartiles_of(ratios)
     payloads = [one.payload_bytes for one in own if one.payload_bytes is not None]
     bound, planned = bound_of(job, name, statistics.median(one.seconds for one in base))
     return {
@@ -65,8 +69,9 @@ def quartiles_of(values: Sequence[float]) -> tuple[float, float]:
 
 
 def bound_of(job: Job, name: str, compute: float) -> tuple[float | None, float | None]:
-    """(bound, planned bytes over the minimum) of a mode of ours; None for others. ``compute``: measured seconds of a step without
-    communication; beside the waits it holds some real work of the host, which the bound spreads over the half blocks."""
+    """(bound, planned bytes over the minimum) of a mode of ours; None for others. ``compute``:
+    measured seconds of a step without communication; beside the waits it holds some real work of
+    the host, which the bound spreads over the half blocks."""
     mode = mode_named(name)
     if mode is None:
         return None, None
@@ -82,7 +87,8 @@ def bound_of(job: Job, name: str, compute: float) -> tuple[float | None, float |
 
 def title(job: Job) -> list[str]:
     """What was run."""
-    compute, least = compute_seconds(job.hosts), minimum_bytes(job.hosts) * 8 / bits_per_second(job.rate)
+    compute = compute_seconds(job.hosts)
+    least = minimum_bytes(job.hosts) * 8 / bits_per_second(job.rate)
     return [
         "",
         f"{job.hosts} hosts, {job.rate}, {parameters() / 1e6:.2f} M parameters, {job.rounds} rounds of {STEPS} steps"
@@ -91,9 +97,7 @@ def title(job: Job) -> list[str]:
     ]
 
 
-COLUMNS = (
-    f"{'':<22}{'ratio':>7}{'quartiles':>16}{'bound':>8}{'over it':>9}{'ms':>9}{'CPU ms':>8}{'NIC bytes':>11}{'payload':>9}{'planned':>9}"
-)
+COLUMNS = f"{'':<22}{'ratio':>7}{'quartiles':>16}{'bound':>8}{'over it':>9}{'ms':>9}{'CPU ms':>8}{'NIC bytes':>11}{'payload':>9}{'planned':>9}"
 
 
 def table(rows: Sequence[dict[str, Any]]) -> list[str]:
@@ -104,7 +108,9 @@ def table(rows: Sequence[dict[str, Any]]) -> list[str]:
         over = f"{r['ratio'] / r['bound'] - 1:+.1%}" if r["bound"] else ""
         bytes_ = f"{r['bytes_ratio']:>11.3f}{_number(r['payload_ratio']):>9}{_number(r['planned_ratio']):>9}"
         times = f"{r['milliseconds']:>9.1f}{r['cpu_milliseconds']:>8.0f}"
-        lines.append(f"{r['name']:<22}{r['ratio']:>7.3f}{f'{low:.3f}..{high:.3f}':>16}{_number(r['bound']):>8}{over:>9}{times}{bytes_}")
+        lines.append(
+            f"{r['name']:<22}{r['ratio']:>7.3f}{f'{low:.3f}..{high:.3f}':>16}{_number(r['bound']):>8}{over:>9}{times}{bytes_}"
+        )
     return lines
 
 
@@ -118,8 +124,15 @@ def pairs(samples: Samples) -> list[str]:
     ours = [mode.name for mode in MODES if mode.name in samples]
     if not peers or not ours:
         return []
-    lines = ["", "ours over a peer, paired within rounds: median (quartiles)", f"{'':<22}" + "".join(f"{peer:>22}" for peer in peers)]
-    return lines + [f"{name:<22}" + "".join(f"{_pair(samples[name], samples[peer]):>22}" for peer in peers) for name in ours]
+    lines = [
+        "",
+        "ours over a peer, paired within rounds: median (quartiles)",
+        f"{'':<22}" + "".join(f"{peer:>22}" for peer in peers),
+    ]
+    return lines + [
+        f"{name:<22}" + "".join(f"{_pair(samples[name], samples[peer]):>22}" for peer in peers)
+        for name in ours
+    ]
 
 
 def _pair(one: Sequence[Sample], other: Sequence[Sample]) -> str:

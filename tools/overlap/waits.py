@@ -1,8 +1,9 @@
-"""Compute as timed waits: a half block takes a given time, most of it asleep, so that every rank has a "device" of its own and
-the host's cores are free for the transport. What is really computed counts as part of the time.
+"""Compute as timed waits: a half block takes a given time, most of it asleep, so that every rank
+has a "device" of its own and the host's cores are free for the transport. What is really computed
+counts as part of the time.
 
-A half block is a norm with the attention or MLP behind it. Forward, the wait ends the half: by then its weights have arrived.
-Backward, it comes first, before any gradient of the half exists.
+A half block is a norm with the attention or MLP behind it. Forward, the wait ends the half: by then
+its weights have arrived. Backward, it comes first, before any gradient of the half exists.
 """
 
 from __future__ import annotations
@@ -16,20 +17,24 @@ from torch import Tensor, nn
 from megatron_llama.distributed.comm.function import Function
 
 Ready = Callable[[Sequence[str]], None]
-"""Returns when the named parameters may be read: a backward pass must not start its wait before its weights are there."""
+"""Returns when the named parameters may be read: a backward pass must not start its wait before its
+weights are there."""
 
 
 class Clock:
     """The time of half blocks, for contenders that run one after the other.
 
-    What counts as work is the calling thread's: CPU time, and time in which it could have run but other processes had the cores.
-    Waiting for messages is neither."""
+    What counts as work is the calling thread's: CPU time, and time in which it could have run but
+    other processes had the cores. Waiting for messages is neither."""
 
     def __init__(self) -> None:
         self.forward_seconds = 0.0
-        """Of the forward pass of half a block; backward takes twice that. 0: as long as the work takes."""
-        self._mark, self._spent = 0.0, 0.0
-        """``_spent``: what is to be taken from the next wait, of work and of earlier waits that took too long."""
+        """Of the forward pass of half a block; backward takes twice that. 0: as long as the work
+        takes."""
+        self._mark = 0.0
+        self._spent = 0.0
+        """``_spent``: what is to be taken from the next wait, of work and of earlier waits that
+        took too long."""
 
     def restart(self) -> None:
         """Another contender comes: nothing is owed."""
@@ -80,7 +85,8 @@ class _Enter(Function):
 class _Leave(Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, clock: Clock, ready: Callable[[], None]) -> Tensor:
-        ctx.clock, ctx.ready = clock, ready
+        ctx.clock = clock
+        ctx.ready = ready
         clock.end()
         clock.wait_forward()
         return x.detach()  # not a view for autograd: what comes next may change it in place
@@ -93,16 +99,37 @@ class _Leave(Function):
         return grad, None, None
 
 
-def install(blocks: Sequence[tuple[str, nn.Module]], clock: Clock, ready: Ready = lambda names: None) -> None:
-    """Make the half blocks of transformer blocks, given with the prefixes of their parameters' names, take their time."""
+def install(
+    blocks: Sequence[tuple[str, nn.Module]], clock: Clock, ready: Ready = lambda names: None
+) -> None:
+    """Make the half blocks of transformer blocks, given with the prefixes of their parameters'
+    names, take their time."""
     for prefix, block in blocks:
         for norm, body in (("input_layernorm", "self_attn"), ("post_attention_layernorm", "mlp")):
-            _install(prefix, block.get_submodule(norm), block.get_submodule(body), clock, ready, (norm, body))
+            _install(
+                prefix,
+                block.get_submodule(norm),
+                block.get_submodule(body),
+                clock,
+                ready,
+                (norm, body),
+            )
 
 
-def _install(prefix: str, norm: nn.Module, body: nn.Module, clock: Clock, ready: Ready, parts: tuple[str, str]) -> None:
+def _install(
+    prefix: str,
+    norm: nn.Module,
+    body: nn.Module,
+    clock: Clock,
+    ready: Ready,
+    parts: tuple[str, str],
+) -> None:
     modules = zip(parts, (norm, body), strict=True)
-    names = [f"{prefix}.{part}.{name}" for part, module in modules for name, _ in module.named_parameters()]
+    names = [
+        f"{prefix}.{part}.{name}"
+        for part, module in modules
+        for name, _ in module.named_parameters()
+    ]
 
     def enter(_: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         return (_Enter.apply(inputs[0], clock), *inputs[1:])

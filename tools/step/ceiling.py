@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from megatron_llama.distributed import device as devices
-from megatron_llama.nn.host import gemm as products
+from megatron_llama.nn.host import gemm
 
 SIZES = ((2048, 2048, 2048), (2048, 512, 4096), (2048, 4096, 1024))
 """(rows, inner, columns) on a host."""
@@ -26,21 +26,25 @@ SECONDS = 0.3
 def matmul_flops(dtype: torch.dtype) -> float:
     """FLOP/s of the fastest of the shapes, here and now."""
     device = devices.accelerator(0)
-    return max(_rate(*size, dtype, device) for size in (SIZES if devices.is_host(device) else LARGE))
+    return max(
+        _rate(*size, dtype, device) for size in (SIZES if devices.is_host(device) else LARGE)
+    )
 
 
 def _rate(rows: int, inner: int, columns: int, dtype: torch.dtype, device: torch.device) -> float:
-    left, right = torch.randn(rows, inner, device=device).to(dtype), torch.randn(inner, columns, device=device).to(dtype)
+    left = torch.randn(rows, inner, device=device).to(dtype)
+    right = torch.randn(inner, columns, device=device).to(dtype)
     out = torch.empty(rows, columns, device=device, dtype=dtype)
     # Two libraries on a host, of which either may be the faster one.
-    calls = (partial(torch.mm, left, right, out=out), partial(products.product, left, right))
+    calls = (partial(torch.mm, left, right, out=out), partial(gemm.product, left, right))
     return 2 * rows * inner * columns / min(_least(call, device) for call in calls)
 
 
 def _least(call: Callable[[], Tensor], device: torch.device) -> float:
     """Seconds of a call, the least that was seen."""
     call()
-    best, spent = math.inf, 0.0
+    best = math.inf
+    spent = 0.0
     while spent < SECONDS:
         devices.synchronize(device)
         begin = time.perf_counter()
@@ -48,5 +52,6 @@ def _least(call: Callable[[], Tensor], device: torch.device) -> float:
             call()
         devices.synchronize(device)
         seconds = (time.perf_counter() - begin) / REPEAT
-        best, spent = min(best, seconds), spent + REPEAT * seconds
+        best = min(best, seconds)
+        spent = spent + REPEAT * seconds
     return best

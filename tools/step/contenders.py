@@ -1,4 +1,5 @@
-"""One training step of every contender: forward, backward, clipping to a global norm, AdamW. Same weights, same tokens."""
+"""One training step of every contender: forward, backward, clipping to a global norm, AdamW. Same
+weights, same tokens."""
 
 from __future__ import annotations
 
@@ -46,15 +47,20 @@ class Ours:
     """The real engine. Master weights and gradients are fp32 also where parameters are bf16."""
 
     def __init__(self, entry: Entry, config: Config, world_size: int) -> None:
-        compiled, bf16 = entry.name.endswith("-compile"), entry.dtype == "bf16"
+        compiled = entry.name.endswith("-compile")
+        bf16 = entry.dtype == "bf16"
         config = replace(config, training=replace(config.training, compile=compiled, bf16=bf16))
-        self._mesh, optimizer = init_mesh(config, Place(0, world_size, 0)), config.optimizer
+        self._mesh = init_mesh(config, Place(0, world_size, 0))
+        optimizer = config.optimizer
         self._trial = Trial(config, self._mesh)
         self._trial.load()
         if world_size > 1:
             self._trial.fill()
-        self._lr, self._clip = optimizer.lr, optimizer.clip_grad
-        self._batches = [batch.to(self._mesh.device) for batch in random_batches(config, self._mesh)]
+        self._lr = optimizer.lr
+        self._clip = optimizer.clip_grad
+        self._batches = [
+            batch.to(self._mesh.device) for batch in random_batches(config, self._mesh)
+        ]
 
     def step(self) -> Tensor:
         """See Contender."""
@@ -67,19 +73,29 @@ class Ours:
 
 
 class _Torch:
-    """What others have in common: parameters in the compute dtype, torch's clipping, and its fused AdamW over all of them."""
+    """What others have in common: parameters in the compute dtype, torch's clipping, and its fused
+    AdamW over all of them."""
 
     def __init__(self, make: Callable[[], nn.Module], entry: Entry, config: Config) -> None:
         device = devices.accelerator(0)
-        self._model = _made(make, torch.bfloat16 if entry.dtype == "bf16" else torch.float32, device).train()
+        self._model = _made(
+            make, torch.bfloat16 if entry.dtype == "bf16" else torch.float32, device
+        ).train()
         _initialize(self._model, config, device)
-        self._call: Any = torch.compile(self._model) if entry.name.endswith("-compile") else self._model
+        self._call: Any = (
+            torch.compile(self._model) if entry.name.endswith("-compile") else self._model
+        )
         o = config.optimizer
         self._clip, self._parameters = o.clip_grad, list(self._model.parameters())
         groups = _groups(self._parameters, o.weight_decay)
-        self._optimizer = torch.optim.AdamW(groups, lr=o.lr, betas=(o.adam_beta1, o.adam_beta2), eps=o.adam_eps, fused=True)
+        self._optimizer = torch.optim.AdamW(
+            groups, lr=o.lr, betas=(o.adam_beta1, o.adam_beta2), eps=o.adam_eps, fused=True
+        )
         batches = random_batches(config, Mesh.single())
-        self._batches = [(b.tokens.t().contiguous().to(device), b.labels.t().contiguous().to(device)) for b in batches]
+        self._batches = [
+            (b.tokens.t().contiguous().to(device), b.labels.t().contiguous().to(device))
+            for b in batches
+        ]
 
     def _loss(self, tokens: Tensor, labels: Tensor) -> Tensor:
         return cast(Tensor, self._call(tokens, labels))
@@ -100,7 +116,8 @@ class _Torch:
 
 
 class Transformers(_Torch):
-    """HuggingFace's LlamaForCausalLM with torch's attention (``sdpa``). ``liger``: with Liger's kernels in it."""
+    """HuggingFace's LlamaForCausalLM with torch's attention (``sdpa``). ``liger``: with Liger's
+    kernels in it."""
 
     def __init__(self, entry: Entry, config: Config) -> None:
         from transformers import LlamaForCausalLM
@@ -112,14 +129,24 @@ class Transformers(_Torch):
         super().__init__(partial(LlamaForCausalLM, hf_config(config.model)), entry, config)
 
     def _loss(self, tokens: Tensor, labels: Tensor) -> Tensor:
-        return cast(Tensor, self._call(input_ids=tokens, labels=labels, shift_labels=labels, use_cache=False).loss)
+        return cast(
+            Tensor,
+            self._call(input_ids=tokens, labels=labels, shift_labels=labels, use_cache=False).loss,
+        )
 
 
 def hf_config(model: ModelConfig) -> Any:
     """The shape in HuggingFace's class."""
     from transformers import LlamaConfig
 
-    names = ["vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads"]
+    names = [
+        "vocab_size",
+        "hidden_size",
+        "intermediate_size",
+        "num_hidden_layers",
+        "num_attention_heads",
+        "num_key_value_heads",
+    ]
     names += ["head_dim", "rms_norm_eps", "max_position_embeddings"]
     options: dict[str, Any] = {name: getattr(model, name) for name in names}
     rope = {"rope_type": "default", **(model.rope_scaling or {}), "rope_theta": model.rope_theta}
@@ -128,7 +155,8 @@ def hf_config(model: ModelConfig) -> Any:
 
 
 def _made(make: Callable[[], nn.Module], dtype: torch.dtype, device: torch.device) -> nn.Module:
-    """A model that is made where and as it is needed: on a host billions of weights, of which none is used, take minutes."""
+    """A model that is made where and as it is needed: on a host billions of weights, of which none
+    is used, take minutes."""
     usual = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
     try:
@@ -147,12 +175,15 @@ def _initialize(model: nn.Module, config: Config, device: torch.device) -> None:
 
 
 def _groups(parameters: Iterable[nn.Parameter], decay: float) -> list[dict[str, Any]]:
-    matrices, norms = ([p for p in parameters if (p.dim() > 1) is matrix] for matrix in (True, False))
+    matrices, norms = (
+        [p for p in parameters if (p.dim() > 1) is matrix] for matrix in (True, False)
+    )
     return [{"params": matrices, "weight_decay": decay}, {"params": norms, "weight_decay": 0.0}]
 
 
 def build(entry: Entry, config: Config, world_size: int) -> Contender:
-    """The contender of an entry. ``world_size``: of how many ranks ours is one (see ``--emulate-dp``)."""
+    """The contender of an entry. ``world_size``: of how many ranks ours is one (see
+    ``--emulate-dp``)."""
     if entry.name.startswith("ours"):
         return Ours(entry, config, world_size)
     if entry.name.startswith("torch"):

@@ -1,4 +1,5 @@
-"""LLaMA as one writes it in torch without a framework: modules, autograd, torch's own fused functions, nothing else."""
+"""LLaMA as one writes it in torch without a framework: modules, autograd, torch's own fused
+functions, nothing else."""
 
 from __future__ import annotations
 
@@ -14,7 +15,8 @@ from megatron_llama.config.schema import ModelConfig
 class _Norm(nn.Module):
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
-        self.weight, self.eps = nn.Parameter(torch.ones(config.hidden_size)), config.rms_norm_eps
+        self.weight = nn.Parameter(torch.ones(config.hidden_size))
+        self.eps = config.rms_norm_eps
 
     def forward(self, x: Tensor) -> Tensor:
         return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
@@ -23,15 +25,25 @@ class _Norm(nn.Module):
 class _Attention(nn.Module):
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
-        self.width, hidden = config.head_dim, config.hidden_size
-        query, key = (heads * config.head_dim for heads in (config.num_attention_heads, config.num_key_value_heads))
-        self.q_proj, self.o_proj = nn.Linear(hidden, query, bias=False), nn.Linear(query, hidden, bias=False)
+        self.width = config.head_dim
+        hidden = config.hidden_size
+        query, key = (
+            heads * config.head_dim
+            for heads in (config.num_attention_heads, config.num_key_value_heads)
+        )
+        self.q_proj = nn.Linear(hidden, query, bias=False)
+        self.o_proj = nn.Linear(query, hidden, bias=False)
         self.k_proj, self.v_proj = (nn.Linear(hidden, key, bias=False) for _ in range(2))
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        q, k, v = (part(x).unflatten(-1, (-1, self.width)).transpose(1, 2) for part in (self.q_proj, self.k_proj, self.v_proj))
+        q, k, v = (
+            part(x).unflatten(-1, (-1, self.width)).transpose(1, 2)
+            for part in (self.q_proj, self.k_proj, self.v_proj)
+        )
         q, k = (_rotated(part, cos, sin) for part in (q, k))
-        out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=q.shape[1] != k.shape[1])
+        out = F.scaled_dot_product_attention(
+            q, k, v, is_causal=True, enable_gqa=q.shape[1] != k.shape[1]
+        )
         return cast(Tensor, self.o_proj(out.transpose(1, 2).flatten(2)))
 
 
@@ -43,7 +55,8 @@ def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 class _MLP(nn.Module):
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
-        hidden, inner = config.hidden_size, config.intermediate_size
+        hidden = config.hidden_size
+        inner = config.intermediate_size
         self.gate_proj, self.up_proj = (nn.Linear(hidden, inner, bias=False) for _ in range(2))
         self.down_proj = nn.Linear(inner, hidden, bias=False)
 
@@ -54,8 +67,10 @@ class _MLP(nn.Module):
 class _Block(nn.Module):
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
-        self.input_layernorm, self.self_attn = _Norm(config), _Attention(config)
-        self.post_attention_layernorm, self.mlp = _Norm(config), _MLP(config)
+        self.input_layernorm = _Norm(config)
+        self.self_attn = _Attention(config)
+        self.post_attention_layernorm = _Norm(config)
+        self.mlp = _MLP(config)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         x = x + self.self_attn(self.input_layernorm(x), cos, sin)
@@ -63,7 +78,8 @@ class _Block(nn.Module):
 
 
 class PlainLlama(nn.Module):
-    """Token ids and labels [b, s] to the mean loss. Parameters carry HuggingFace's names. Rotary positions without scaling."""
+    """Token ids and labels [b, s] to the mean loss. Parameters carry HuggingFace's names. Rotary
+    positions without scaling."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
@@ -84,6 +100,10 @@ class PlainLlama(nn.Module):
         return F.cross_entropy(logits.float().flatten(0, 1), labels.flatten())
 
     def _table(self, length: int, x: Tensor) -> tuple[Tensor, Tensor]:
-        steps = torch.arange(0, self.config.head_dim, 2, device=x.device).float() / self.config.head_dim
-        angles = torch.outer(torch.arange(length, device=x.device).float(), self.config.rope_theta**-steps).repeat(1, 2)
+        steps = (
+            torch.arange(0, self.config.head_dim, 2, device=x.device).float() / self.config.head_dim
+        )
+        angles = torch.outer(
+            torch.arange(length, device=x.device).float(), self.config.rope_theta**-steps
+        ).repeat(1, 2)
         return angles.cos().to(x.dtype), angles.sin().to(x.dtype)

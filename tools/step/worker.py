@@ -1,4 +1,5 @@
-"""A contender in a process of its own: its allocator, its threads and its peak of memory are its own."""
+"""A contender in a process of its own: its allocator, its threads and its peak of memory are its
+own."""
 
 from __future__ import annotations
 
@@ -82,7 +83,9 @@ def _serve(task: Task, pipe: Connection) -> None:
     except EOFError:
         return
     except Exception as error:
-        pipe.send(f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else 'no message'}")
+        pipe.send(
+            f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else 'no message'}"
+        )
 
 
 def _measure(task: Task) -> Callable[[int], Sample]:
@@ -106,10 +109,17 @@ def _measure(task: Task) -> Callable[[int], Sample]:
 
     def measure(count: int) -> Sample:
         devices.synchronize(device)
-        begin, used = time.perf_counter(), time.process_time()
+        begin = time.perf_counter()
+        used = time.process_time()
         losses = [contender.step() for _ in range(count)]
         devices.synchronize(device)
-        seconds, processor = (time.perf_counter() - begin) / count, (time.process_time() - used) / count
-        return Sample(seconds, processor, tuple(map(float, torch.stack(losses).tolist())), devices.peak_memory_bytes(device) or 0)
+        seconds = (time.perf_counter() - begin) / count
+        processor = (time.process_time() - used) / count
+        return Sample(
+            seconds,
+            processor,
+            tuple(map(float, torch.stack(losses).tolist())),
+            devices.peak_memory_bytes(device) or 0,
+        )
 
     return measure

@@ -1,4 +1,5 @@
-"""``--auto-parallel``: what a run has, put before the planner. All ranks get the first one's answer."""
+"""``--auto-parallel``: what a run has, put before the planner. All ranks get the first one's
+answer."""
 
 from __future__ import annotations
 
@@ -38,29 +39,41 @@ class Seen:
 
 
 def wanted(parsed: Parsed) -> bool:
-    """Whether the layout is to be chosen. Raises ConfigError for options that say how, without it."""
+    """Whether the layout is to be chosen. Raises ConfigError for options that say how, without
+    it."""
     options = parsed.instances.get(AutoParallelConfig, AutoParallelConfig())
-    without = [flag(name) for name in ("gpu", "nic_gbit", "coefficients") if name in parsed.explicit]
+    without = [
+        flag(name) for name in ("gpu", "nic_gbit", "coefficients") if name in parsed.explicit
+    ]
     if not options.auto_parallel and without:
         do = "give --auto-parallel too, or leave them out"
-        raise ConfigError(describe(" ".join(without), got="no --auto-parallel", expected="a layout to choose", do=do))
+        raise ConfigError(
+            describe(
+                " ".join(without), got="no --auto-parallel", expected="a layout to choose", do=do
+            )
+        )
     return bool(options.auto_parallel)
 
 
 def chosen(parsed: Parsed, config: Config, place: Place, start: Start | None) -> Choice:
-    """The configuration with the layout that the first rank finds; ``start``: what the run loads. Joins the process group; collective.
-    Raises ConfigError."""
-    from megatron_llama.distributed.comm.agreement import decided_by_first, shared
+    """The configuration with the layout that the first rank finds; ``start``: what the run loads.
+    Joins the process group; collective. Raises ConfigError."""
+    from megatron_llama.distributed.comm.agreement import on_rank0, shared
     from megatron_llama.distributed.mesh import join
 
     world, _ = join(config.parallel, place)
-    everybody = shared(seen_here(place.local_rank, place.local_world_size or place.world_size, place.local_world_size), world)
+    everybody = shared(
+        seen_here(
+            place.local_rank, place.local_world_size or place.world_size, place.local_world_size
+        ),
+        world,
+    )
 
     def decide() -> Choice:
         choice = planned(parsed, with_tokens(config), place.world_size, everybody)
         return replace(choice, notes=(*choice.notes, *_since(choice.config, start)))
 
-    return decided_by_first(decide, world)
+    return on_rank0(decide, world)
 
 
 def _since(config: Config, start: Start | None) -> Iterator[str]:
@@ -71,7 +84,11 @@ def _since(config: Config, start: Start | None) -> Iterator[str]:
         return
     saved = native.read_meta(start.path).config
     before = {**saved.get("parallel", {}), **saved.get("training", {})}
-    changed = [f"{name} was {before[name]}" for name in SEARCHED if name in before and before[name] != value_of(config, name)]
+    changed = [
+        f"{name} was {before[name]}"
+        for name in SEARCHED
+        if name in before and before[name] != value_of(config, name)
+    ]
     if changed:
         yield f"  {start.path} was saved in another layout ({', '.join(changed)}): sums are added in another order from here on"
 
@@ -83,7 +100,13 @@ def seen_here(local_rank: int, sharing: int, node: int) -> Seen:
     device = devices.accelerator(local_rank)
     host = devices.is_host(device)
     beside = 0 if host else free_bytes() // sharing
-    return Seen(devices.name(device), host, devices.memory_bytes(device) // (sharing if host else 1), node, beside)
+    return Seen(
+        devices.name(device),
+        host,
+        devices.memory_bytes(device) // (sharing if host else 1),
+        node,
+        beside,
+    )
 
 
 def with_tokens(config: Config) -> Config:
@@ -98,22 +121,36 @@ def planned(parsed: Parsed, config: Config, world: int, everybody: list[Seen]) -
     options = parsed.get(AutoParallelConfig)
     if config.training.global_batch_size <= 0:
         do = "give --global-batch-size, so that what is learned does not depend on the layout"
-        raise ConfigError(describe("--global-batch-size", got="nothing", expected="samples in a step, with --auto-parallel", do=do))
+        raise ConfigError(
+            describe(
+                "--global-batch-size",
+                got="nothing",
+                expected="samples in a step, with --auto-parallel",
+                do=do,
+            )
+        )
     known = known_device(options, everybody)
     named = options.gpu is not None or options.coefficients is not None
     memory = known.gpu.memory if named else min(seen.memory for seen in everybody)
-    node = min(seen.node for seen in everybody) or parsed.get(LaunchConfig).gpus_per_node or known.gpu.node
+    node = (
+        min(seen.node for seen in everybody)
+        or parsed.get(LaunchConfig).gpus_per_node
+        or known.gpu.node
+    )
     node = gcd(world, node) if world > node else world
     domain = known.gpu.domain if known.gpu.domain > known.gpu.node else node
     nic = options.nic_gbit * BITS if options.nic_gbit > 0 else known.gpu.nic
     beside = known.gpu.host_memory if named else min(seen.beside for seen in everybody)
-    machine = Machine(replace(known.gpu, memory=memory, host_memory=beside), world, node, domain, nic)
+    machine = Machine(
+        replace(known.gpu, memory=memory, host_memory=beside), world, node, domain, nic
+    )
     choice = choose(config, machine, known.fit, given_of(config, parsed.explicit))
     return replace(choice, notes=(*choice.notes, *(f"  {line}" for line in known.notes)))
 
 
 def known_device(options: AutoParallelConfig, everybody: list[Seen]) -> Calibration:
-    """The device as the planner knows it: the one that is named or was calibrated, else the slowest of those there are."""
+    """The device as the planner knows it: the one that is named or was calibrated, else the slowest
+    of those there are."""
     if options.gpu is not None or options.coefficients is not None:
         return calibration_of(options.gpu, options.coefficients)
     if any(seen.host for seen in everybody):
@@ -122,5 +159,12 @@ def known_device(options: AutoParallelConfig, everybody: list[Seen]) -> Calibrat
     unknown = sorted({seen.name for seen, gpu in zip(everybody, found, strict=True) if gpu is None})
     if unknown:
         do = "name the nearest with --gpu, or measure yours with plan calibrate and give --coefficients FILE"
-        raise ConfigError(describe("--auto-parallel", got=f"a {', a '.join(unknown)}", expected=f"one of {', '.join(GPUS)}", do=do))
+        raise ConfigError(
+            describe(
+                "--auto-parallel",
+                got=f"a {', a '.join(unknown)}",
+                expected=f"one of {', '.join(GPUS)}",
+                do=do,
+            )
+        )
     return calibration_of(min(found, key=lambda gpu: gpu.peak).name, None)

@@ -11,10 +11,12 @@ class DryRunConfig:
     """Check a run without starting it."""
 
     dry_run: Literal["no", "yes", "strict"] = "no"
-    """Validate everything for a world size and print parameters, layout, memory and schedule; start nothing.
-    What is missing on this machine (paths, devices, memory) is a warning, with `strict` an error."""
+    """Validate everything for a world size and print parameters, layout, memory and schedule; start
+    nothing. What is missing on this machine (paths, devices, memory) is a warning, with `strict` an
+    error."""
     world_size: int = 0
-    """Processes that --dry-run plans for. 0: the `launch:` block of the YAML, else the environment."""
+    """Processes that --dry-run plans for. 0: the `launch:` block of the YAML, else the
+    environment."""
 
 
 @dataclass(frozen=True)
@@ -22,14 +24,16 @@ class AutoParallelConfig:
     """Let the planner choose the layout; with --dry-run it is only printed."""
 
     auto_parallel: bool = False
-    """Take the fastest layout that is planned to fit: tp, pp with its schedule and virtual stages, cp, data-parallel sharding,
-    micro-batch, recomputation. What is given of these stays as it is. Needs --global-batch-size."""
+    """Take the fastest layout that is planned to fit: tp, pp with its schedule and virtual stages,
+    cp, data-parallel sharding, micro-batch, recomputation. What is given of these stays as it is.
+    Needs --global-batch-size."""
     gpu: str | None = None
     """The kind to plan for, as with `plan`. Default: what this machine has."""
     nic_gbit: float = 0.0
     """Gbit/s between nodes for each GPU. 0: what machines with this GPU usually have."""
     coefficients: str | None = None
-    """A file of `plan calibrate`: plan with the rates that were measured instead of those that are shipped."""
+    """A file of `plan calibrate`: plan with the rates that were measured instead of those that are
+    shipped."""
 
 
 @dataclass(frozen=True)
@@ -37,8 +41,9 @@ class EvaluateConfig:
     """Text to measure a model on; without it, the validation split of --data-path."""
 
     text: tuple[str, ...] = ()
-    """Files or folders as `preprocess --input` takes them, tokenized with the model's tokenizer. All of it counts, in samples of
-    --seq-length tokens (default: 2048, or what the model is meant for, or what the text has)."""
+    """Files or folders as `preprocess --input` takes them, tokenized with the model's tokenizer.
+    All of it counts, in samples of --seq-length tokens (default: 2048, or what the model is meant
+    for, or what the text has)."""
 
 
 @dataclass(frozen=True)
@@ -46,15 +51,19 @@ class ModelFolderConfig:
     """The trained model to use, in one process."""
 
     load: str | None = None
-    """Model folder of any format: checkpoints of a run (any layout; the newest complete one is read), HuggingFace, Megatron, Meta."""
+    """Model folder of any format: checkpoints of a run (any layout; the newest complete one is
+    read), HuggingFace, Megatron, Meta."""
     init_from_hf: str | None = None
     """HuggingFace folder; the same as --load FOLDER."""
     tokenizer_model: str | None = None
-    """Tokenizer file or folder. Default: the one saved with the checkpoint or lying in the model folder."""
+    """Tokenizer file or folder. Default: the one saved with the checkpoint or lying in the model
+    folder."""
     hf_config: str | None = None
-    """A config.json of HuggingFace, for what a Megatron or Meta folder does not say of its model."""
+    """A config.json of HuggingFace, for what a Megatron or Meta folder does not say of its
+    model."""
     vocab_size: int = 0
-    """Number of token ids, for a folder that stores only a padded vocabulary. 0: what the folder or its tokenizer says."""
+    """Number of token ids, for a folder that stores only a padded vocabulary. 0: what the folder or
+    its tokenizer says."""
     bf16: bool = False
     """Compute in bfloat16."""
 
@@ -84,17 +93,20 @@ class GenerateConfig:
     prompt_file: str | None = None
     """File with a text to continue on each line, instead of --prompt."""
     batch_size: int = 8
-    """Prompts that are continued side by side. More are faster and take more memory; texts stay the same."""
+    """Prompts that are continued side by side. More are faster and take more memory; texts stay the
+    same."""
 
 
 @dataclass(frozen=True)
 class ChatConfig:
-    """Talk with a trained model: a line is a message, /reset starts afresh, the end of the input ends."""
+    """Talk with a trained model: a line is a message, /reset starts afresh, the end of the input
+    ends."""
 
     system: str | None = None
     """What the model is told before the conversation."""
     chat_template: str | None = None
-    """File with the jinja template of a conversation. Default: the one that lies beside the tokenizer."""
+    """File with the jinja template of a conversation. Default: the one that lies beside the
+    tokenizer."""
 
 
 @dataclass(frozen=True)
@@ -104,26 +116,30 @@ class ExportConfig:
     load: str = ""
     """Folder with checkpoints (any layout); the newest complete one is read."""
     output: str = ""
-    """Folder to write: model.safetensors (or shards with an index), config.json, generation_config.json and the tokenizer."""
+    """Folder to write: model.safetensors (or shards with an index), config.json,
+    generation_config.json and the tokenizer."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     """Of the written weights. auto: bfloat16 for a run with --bf16, else float32."""
     tokenizer_model: str | None = None
     """Tokenizer file or folder. Default: the one saved with the checkpoint."""
     adapter: bool = False
-    """Of a run with --lora-rank, write the low-rank additions alone, as HuggingFace's PEFT has them. Without it they are added to
-    the weights."""
+    """Of a run with --lora-rank, write the low-rank additions alone, as HuggingFace's PEFT has
+    them. Without it they are added to the weights."""
 
 
 @dataclass(frozen=True)
 class MergeConfig:
-    """Add low-rank additions to the weights of their model, and write those as a HuggingFace folder, in one process without a GPU."""
+    """Add low-rank additions to the weights of their model, and write those as a HuggingFace
+    folder, in one process without a GPU."""
 
     src: str
-    """Model folder of any format, or checkpoint of a run with --lora-rank. May stand first, without its name: `merge SRC DST`."""
+    """Model folder of any format, or checkpoint of a run with --lora-rank. May stand first, without
+    its name: `merge SRC DST`."""
     dst: str
     """Folder to write; it appears whole or not at all."""
     adapter: str | None = None
-    """Folder with the additions as HuggingFace's PEFT has them. Default: those of the checkpoint itself."""
+    """Folder with the additions as HuggingFace's PEFT has them. Default: those of the checkpoint
+    itself."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     """Of the written weights. auto: the model's."""
     max_shard_bytes: int = 5_000_000_000
@@ -131,12 +147,14 @@ class MergeConfig:
     workers: int = 2
     """Files that are written at the same time."""
     overwrite: bool = False
-    """Replace an earlier conversion in the target folder. Anything else there is refused all the same."""
+    """Replace an earlier conversion in the target folder. Anything else there is refused all the
+    same."""
 
 
 @dataclass(frozen=True)
 class ConvertConfig:
-    """Write a model folder of any format in any other, in one process without a GPU: weights, configuration, tokenizer."""
+    """Write a model folder of any format in any other, in one process without a GPU: weights,
+    configuration, tokenizer."""
 
     src: str
     """Folder to read. May stand first, without its name: `convert SRC DST --to FORMAT`."""
@@ -149,9 +167,11 @@ class ConvertConfig:
     hf_config: str | None = None
     """A config.json of HuggingFace, for what the source does not say of its model."""
     vocab_size: int = 0
-    """Number of token ids, for a source that stores only a padded vocabulary. 0: what the source or its tokenizer says."""
+    """Number of token ids, for a source that stores only a padded vocabulary. 0: what the source or
+    its tokenizer says."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
-    """Of the written weights (native: what a run computes in; its masters are fp32). auto: the source's."""
+    """Of the written weights (native: what a run computes in; its masters are fp32). auto: the
+    source's."""
     tensor_model_parallel_size: int = 1
     """Tensor-parallel size to write (megatron formats), or number of consolidated files (meta)."""
     pipeline_model_parallel_size: int = 1
@@ -159,20 +179,24 @@ class ConvertConfig:
     pipeline_layer_split: tuple[int, ...] = ()
     """Transformer blocks of each stage, first to last. Default: equal shares."""
     make_vocab_size_divisible_by: int = 128
-    """The written embedding is padded to a multiple of this times the tensor-parallel size (megatron formats)."""
+    """The written embedding is padded to a multiple of this times the tensor-parallel size
+    (megatron formats)."""
     megatron_layout: Literal["transformer_engine", "local", "legacy"] = "transformer_engine"
-    """Names to write for Megatron-LM: those of its --transformer-impl, or of the models before Megatron Core (legacy)."""
+    """Names to write for Megatron-LM: those of its --transformer-impl, or of the models before
+    Megatron Core (legacy)."""
     max_shard_bytes: int = 5_000_000_000
     """Largest weight file (hf), unless a single tensor is larger."""
     workers: int = 2
     """Files that are written at the same time."""
     overwrite: bool = False
-    """Replace an earlier conversion in the target folder. Anything else there is refused all the same."""
+    """Replace an earlier conversion in the target folder. Anything else there is refused all the
+    same."""
 
 
 @dataclass(frozen=True)
 class VerifyConfig:
-    """Compare two models: weights bit for bit, configurations field by field, logits within rounding. Exit status 1: they differ."""
+    """Compare two models: weights bit for bit, configurations field by field, logits within
+    rounding. Exit status 1: they differ."""
 
     a: str
     """Model folder of any format. May stand first, without its name: `verify A B`."""
@@ -187,10 +211,12 @@ class VerifyConfig:
     hf_config_b: str | None = None
     """The same for the second folder."""
     vocab_size: int = 0
-    """Number of token ids, for a format that stores only a padded vocabulary. 0: what the folders say."""
+    """Number of token ids, for a format that stores only a padded vocabulary. 0: what the folders
+    say."""
     prompt_tokens: int = 0
-    """Length of the text whose logits are compared. 0: 64 tokens more than original_max_position_embeddings, 128 without a
-    rotary scaling that has it. Fewer are faster, and may miss a wrong scaling."""
+    """Length of the text whose logits are compared. 0: 64 tokens more than
+    original_max_position_embeddings, 128 without a rotary scaling that has it. Fewer are faster,
+    and may miss a wrong scaling."""
 
 
 @dataclass(frozen=True)
@@ -211,16 +237,18 @@ class ScheduleConfig:
 
 @dataclass(frozen=True)
 class PlanConfig:
-    """Find the fastest layout for a cluster that is not here; options of a layout that are given stay as they are."""
+    """Find the fastest layout for a cluster that is not here; options of a layout that are given
+    stay as they are."""
 
     action: Literal["search", "score", "compare", "calibrate", "trace"] = "search"
-    """score: how good the planner is on a table of published runs. compare: a run that pretrain --record-timeline has recorded, beside
-    its plan. calibrate: measure these devices and their links, started like a run, and write a file for --coefficients. trace: the step
-    of the layout that a run's options describe, on --gpus processes, operator by operator. May stand first, without its name:
-    `plan score FILE.csv`, `plan compare FILE`."""
+    """score: how good the planner is on a table of published runs. compare: a run that pretrain
+    --record-timeline has recorded, beside its plan. calibrate: measure these devices and their
+    links, started like a run, and write a file for --coefficients. trace: the step of the layout
+    that a run's options describe, on --gpus processes, operator by operator. May stand first,
+    without its name: `plan score FILE.csv`, `plan compare FILE`."""
     file: str | None = None
-    """The table, with `plan score`, what was recorded, with `plan compare`, or the file to write, with `plan calibrate`. May stand behind
-    it without its name."""
+    """The table, with `plan score`, what was recorded, with `plan compare`, or the file to write,
+    with `plan calibrate`. May stand behind it without its name."""
     gpus: int = 0
     """GPUs of the whole cluster."""
     gpu: str = "h100"
@@ -228,17 +256,20 @@ class PlanConfig:
     nic_gbit: float = 0.0
     """Gbit/s between nodes for each GPU. 0: what machines with this GPU usually have."""
     coefficients: str | None = None
-    """A file of `plan calibrate`, instead of --gpu: plan with the device and the rates that were measured."""
+    """A file of `plan calibrate`, instead of --gpu: plan with the device and the rates that were
+    measured."""
     seconds: float = 120.0
     """How long `plan calibrate` may take, about. Of less it makes less exact coefficients."""
     top: int = 10
     """Layouts to show."""
     explain: str | None = None
-    """Show one layout only, as the table writes them: `tp4/pp4/mbs1/interleaved/v5/optim/recompute-none`."""
+    """Show one layout only, as the table writes them:
+    `tp4/pp4/mbs1/interleaved/v5/optim/recompute-none`."""
     json: str | None = None
     """Also write everything into this file."""
     html: str | None = None
-    """Also draw it into this file, for a browser: the pipeline, memory, the table; with `plan compare` measured and planned on one axis."""
+    """Also draw it into this file, for a browser: the pipeline, memory, the table; with `plan
+    compare` measured and planned on one axis."""
 
 
 @dataclass(frozen=True)

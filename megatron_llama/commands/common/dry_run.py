@@ -1,4 +1,5 @@
-"""``--dry-run``: everything that can be known of a run before it starts, from the plans that the run itself uses."""
+"""``--dry-run``: everything that can be known of a run before it starts, from the plans that the
+run itself uses."""
 
 from __future__ import annotations
 
@@ -19,7 +20,12 @@ from megatron_llama.plans.activation_memory import GRANULARITIES
 from megatron_llama.plans.auto import decide
 from megatron_llama.plans.buckets import BY_TRAFFIC, NO_SHARD, strategy_named
 from megatron_llama.plans.memory import MemoryPlan, gib, state_bytes
-from megatron_llama.plans.params import adapter_shapes, hf_shapes, padded_vocab_size, parameter_count
+from megatron_llama.plans.params import (
+    adapter_shapes,
+    hf_shapes,
+    padded_vocab_size,
+    parameter_count,
+)
 from megatron_llama.plans.resolve import assemble, check, dp_size
 from megatron_llama.plans.schedule import Op, Schedule
 
@@ -28,12 +34,13 @@ SHOWN_ACTIONS = 40
 
 
 def dry_run(parsed: Parsed, *, dataset: bool = True) -> None:
-    """Print the plan. ``dataset``: the run reads --data-path. Raises ConfigError if the run cannot work, in strict mode also for what
-    this machine lacks."""
+    """Print the plan. ``dataset``: the run reads --data-path. Raises ConfigError if the run cannot
+    work, in strict mode also for what this machine lacks."""
     from megatron_llama.commands.common.loaded import loaded_model
     from megatron_llama.loop.start import compare, named_start
 
-    options, loading = parsed.get(DryRunConfig), parsed.get(CheckpointConfig)
+    options = parsed.get(DryRunConfig)
+    loading = parsed.get(CheckpointConfig)
     world = options.world_size or _launched(parsed.get(LaunchConfig)) or _environment()
     start = named_start(loading)
     trained = loaded_model(parsed, start)
@@ -41,18 +48,27 @@ def dry_run(parsed: Parsed, *, dataset: bool = True) -> None:
     config, warnings = _with_vocabulary(config)
     layout: tuple[str, ...] = ()
     if wanted(parsed):
-        choice = planned(parsed, config, world, [seen_here(0, world, parsed.get(LaunchConfig).gpus_per_node)])
-        config, layout = choice.config, choice.notes
+        choice = planned(
+            parsed, config, world, [seen_here(0, world, parsed.get(LaunchConfig).gpus_per_node)]
+        )
+        config = choice.config
+        layout = choice.notes
     resolved = check(config, world, needs_data=False)
     config, decided = decide(resolved.config, world, _memory_here(world))
-    changes = compare(loading, start, trained, config.model) if start is not None and trained is not None else []
+    changes = (
+        compare(loading, start, trained, config.model)
+        if start is not None and trained is not None
+        else []
+    )
     plan = MemoryPlan(config, world)
     warnings = [*resolved.warnings, *changes, *warnings, *_missing_here(plan, world, dataset)]
     print("\n".join([*parsed.notes, *layout, *resolved.notes, *decided, *_report(plan, world)]))
     for line in warnings:
         print(f"warning: {line}")
     if warnings and options.dry_run == "strict":
-        raise ConfigError(listing("--dry-run=strict: this machine cannot run it as it is:", warnings))
+        raise ConfigError(
+            listing("--dry-run=strict: this machine cannot run it as it is:", warnings)
+        )
     print(f"valid for {world} process{'es' if world > 1 else ''}")
 
 
@@ -67,7 +83,8 @@ def _environment() -> int:
 
 
 def _with_vocabulary(config: Config) -> tuple[Config, list[str]]:
-    """The vocabulary from the tokenizer, or an assumed one with a warning where the tokenizer is not on this machine."""
+    """The vocabulary from the tokenizer, or an assumed one with a warning where the tokenizer is
+    not on this machine."""
     from megatron_llama.data.vocabulary import find_vocabulary, with_vocabulary
 
     try:
@@ -95,11 +112,17 @@ def _missing_here(plan: MemoryPlan, world: int, dataset: bool) -> Iterator[str]:
     config = plan.config
     load = config.checkpoint.load
     # A folder that is to be written as well may be missing: a fresh start.
-    paths = [("--load", load)] if load is not None and load not in (AUTO, config.checkpoint.save) else []
+    paths = (
+        [("--load", load)]
+        if load is not None and load not in (AUTO, config.checkpoint.save)
+        else []
+    )
     if dataset and not config.data.data_path:
         yield "--data-path is not given: the run itself needs one"
     prefixes = read_blend(config.data.data_path).prefixes
-    paths += [("--data-path", prefix + suffix) for prefix in prefixes for suffix in (".bin", ".idx")]
+    paths += [
+        ("--data-path", prefix + suffix) for prefix in prefixes for suffix in (".bin", ".idx")
+    ]
     for flag, path in paths:
         if not Path(path).exists():
             yield f"{flag}: {path} is not on this machine"
@@ -113,19 +136,30 @@ def _missing_here(plan: MemoryPlan, world: int, dataset: bool) -> Iterator[str]:
         yield f"devices: {world} processes, this machine has {count} GPUs and {os.cpu_count()} cores"
     if devices.is_host(device) and (problem := plan.chunk_problem()) is not None:
         yield problem
-    needed, here = plan.needed(config.parallel.recompute_granularity, plan.chosen()), _memory_here(world)
+    needed = plan.needed(config.parallel.recompute_granularity, plan.chosen())
+    here = _memory_here(world)
     yield from _host_memory(plan, world, needed)
     if needed > here:
-        share = f"{gib(here)} for each of {world}" if devices.is_host(device) and world > 1 else gib(here)
+        share = (
+            f"{gib(here)} for each of {world}"
+            if devices.is_host(device) and world > 1
+            else gib(here)
+        )
         yield f"memory: {gib(needed)} per process for parameters, gradients, optimizer state and activations, this machine has {share}"
 
 
 def _host_memory(plan: MemoryPlan, world: int, needed: int) -> Iterator[str]:
-    """What an offloaded optimizer lacks here. ``needed``: on each device, which may be the host itself."""
+    """What an offloaded optimizer lacks here. ``needed``: on each device, which may be the host
+    itself."""
     from megatron_llama.distributed import device as devices
 
-    device, free = devices.accelerator(0), free_bytes()
-    ranks, each = (world, plan.offloaded() + needed) if devices.is_host(device) else (devices.accelerator_count(), plan.offloaded())
+    device = devices.accelerator(0)
+    free = free_bytes()
+    ranks, each = (
+        (world, plan.offloaded() + needed)
+        if devices.is_host(device)
+        else (devices.accelerator_count(), plan.offloaded())
+    )
     if plan.offloaded() and ranks * each > free:
         machine = f"{gib(ranks * each)} for {ranks} on one machine; this one has {gib(free)} free"
         yield f"offload: {gib(each)} of host memory per process, {machine}"
@@ -133,9 +167,12 @@ def _host_memory(plan: MemoryPlan, world: int, needed: int) -> Iterator[str]:
 
 def _report(plan: MemoryPlan, world: int) -> Iterator[str]:
     config = plan.config
-    model, parallel, training = config.model, config.parallel, config.training
+    model = config.model
+    parallel = config.parallel
+    training = config.training
     dp = dp_size(config, world)
-    tp, pp = parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size
+    tp = parallel.tensor_model_parallel_size
+    pp = parallel.pipeline_model_parallel_size
     microbatches = plan.schedule.microbatches
     padded = padded_vocab_size(model, tp)
     tensors = len(hf_shapes(model))
@@ -162,11 +199,13 @@ def _report(plan: MemoryPlan, world: int) -> Iterator[str]:
 
 
 def _first_steps(plan: MemoryPlan, world: int) -> str:
-    """Of a ramp-up. Memory never falls with the number of microbatches, so that what is said of the full size holds for all."""
+    """Of a ramp-up. Memory never falls with the number of microbatches, so that what is said of the
+    full size holds for all."""
     training = plan.config.training
     small = replace(training, global_batch_size=training.rampup_batch_size[0], rampup_batch_size=())
     first = MemoryPlan(replace(plan.config, training=small), world)
-    granularity, blocks = plan.config.parallel.recompute_granularity, plan.chosen()
+    granularity = plan.config.parallel.recompute_granularity
+    blocks = plan.chosen()
     least, most = (gib(one.needed(granularity, blocks)) for one in (first, plan))
     return f"  first steps   {first.schedule.microbatches} microbatches; the process that needs most has {least}, at full size {most}"
 
@@ -176,19 +215,28 @@ def _length(training: TrainingConfig) -> str:
 
 
 def _rank_report(plan: MemoryPlan, rank: int) -> Iterator[str]:
-    config, partition, layout = plan.config, plan.partition, plan.layouts[rank]
+    config = plan.config
+    partition = plan.partition
+    layout = plan.layouts[rank]
     strategy = strategy_named(config.parallel.data_parallel_sharding_strategy)
     stages = partition.stages_of(rank)
-    ends = [name for name, stage in (("embedding", 0), ("head", partition.stages - 1)) if stage in stages]
+    ends = [
+        name
+        for name, stage in (("embedding", 0), ("head", partition.stages - 1))
+        if stage in stages
+    ]
     sizes = state_bytes(config, layout)
     traffic = plan.traffic(rank)
     verb = "reduce-scatters" if strategy.sharded else "all-reduces"
     gathers = f", {traffic.gathers} all-gathers" if strategy.sharded else ""
-    replicas = f" and {traffic.replicas} replicas" if strategy.sharded and traffic.replicas > 1 else ""
+    replicas = (
+        f" and {traffic.replicas} replicas" if strategy.sharded and traffic.replicas > 1 else ""
+    )
     blocks = [partition.layers[stage] for stage in stages]
     held = ", ".join([*(_layers(layers) for layers in blocks if layers), *ends])
     yield f"pp rank {rank:<8}{held}: {layout.numel:,} elements per process, padding included"
-    count, largest = len(layout.buckets), max(bucket.numel for bucket in layout.buckets)
+    count = len(layout.buckets)
+    largest = max(bucket.numel for bucket in layout.buckets)
     yield (
         f"  layout        {count} buckets, the largest {largest:,} elements, each in {layout.shards} shards{replicas}; "
         f"a step makes {traffic.reductions} {verb}{gathers} and sends {gib(round(traffic.sent))}"
@@ -203,10 +251,16 @@ def _rank_report(plan: MemoryPlan, rank: int) -> Iterator[str]:
 
 def _offload_report(plan: MemoryPlan, rank: int) -> Iterator[str]:
     """What the optimizer takes of the host."""
-    offload, mode = plan.offload(rank), plan.config.offload.optimizer_offload
+    offload = plan.offload(rank)
+    mode = plan.config.offload.optimizer_offload
     if offload is None:
         return
-    sizes = {"weights and moments": offload.state, "gradients": offload.gradients, "on their way": offload.staging, "to undo": offload.undo}
+    sizes = {
+        "weights and moments": offload.state,
+        "gradients": offload.gradients,
+        "on their way": offload.staging,
+        "to undo": offload.undo,
+    }
     parts = ", ".join(f"{name} {gib(size)}" for name, size in sizes.items() if size)
     trained = sum(bucket.kind.trainable for bucket in plan.layouts[rank].buckets)
     yield f"  offload       {mode}, {len(offload.buckets)} of {trained} buckets: {gib(offload.held)} of host memory per process: {parts}"
@@ -216,23 +270,39 @@ def _offload_report(plan: MemoryPlan, rank: int) -> Iterator[str]:
 def _choices(plan: MemoryPlan, world: int) -> Iterator[str]:
     """What other ways to shard would cost the process that needs most."""
     yield "sharding        per process, by --data-parallel-sharding-strategy (--param-slots):"
-    for name, slots in (*((name, "default") for name in ("no_shard", *BY_TRAFFIC[:-1])), (BY_TRAFFIC[-1], "2"), (BY_TRAFFIC[-1], "all")):
-        parallel = replace(plan.config.parallel, data_parallel_sharding_strategy=name, param_slots=slots)  # type: ignore[arg-type]
+    for name, slots in (
+        *((name, "default") for name in ("no_shard", *BY_TRAFFIC[:-1])),
+        (BY_TRAFFIC[-1], "2"),
+        (BY_TRAFFIC[-1], "all"),
+    ):
+        parallel = replace(
+            plan.config.parallel,
+            data_parallel_sharding_strategy=name,  # type: ignore[arg-type]
+            param_slots=slots,
+        )
         if name == NO_SHARD:
             parallel = replace(parallel, data_parallel_shard_size=0)
         other = MemoryPlan(replace(plan.config, parallel=parallel), world)
         ranks = range(len(other.layouts))
-        state, sent = max(other.state(rank) for rank in ranks), max(other.traffic(rank).sent for rank in ranks)
+        state = max(other.state(rank) for rank in ranks)
+        sent = max(other.traffic(rank).sent for rank in ranks)
         label = name + (f" ({slots})" if slots != "default" else "")
         yield f"  {label:<26}state {gib(state):>12}, sent in a step {gib(round(sent)):>12}"
 
 
 def _activation_report(plan: MemoryPlan, rank: int) -> Iterator[str]:
     """What recomputing would save, and what the run keeps."""
-    chosen, layers = plan.config.parallel.recompute_granularity, plan.chosen()
-    each = ", ".join(f"{name} {gib(plan.microbatch(rank, name, plan.largest_stage))}" for name in GRANULARITIES)
+    chosen = plan.config.parallel.recompute_granularity
+    layers = plan.chosen()
+    each = ", ".join(
+        f"{name} {gib(plan.microbatch(rank, name, plan.largest_stage))}" for name in GRANULARITIES
+    )
     yield f"  activations   of a microbatch, by --recompute-granularity: {each}"
-    some = "" if chosen == "none" or layers >= plan.largest_stage else f" on {layers} blocks of each stage"
+    some = (
+        ""
+        if chosen == "none" or layers >= plan.largest_stage
+        else f" on {layers} blocks of each stage"
+    )
     peak = plan.activations(rank, chosen, layers)
     yield (
         f"  peak          {gib(peak)} of activations with {plan.in_flight(rank):g} microbatches in flight, {chosen}{some}; "
@@ -249,6 +319,8 @@ def _schedule_report(schedule: Schedule) -> Iterator[str]:
     yield f"schedule        {schedule.name}, {stages}, {schedule.microbatches} microbatches (validated)"
     letters = {Op.FORWARD: "F", Op.BACKWARD: "B", Op.BACKWARD_INPUT: "B", Op.BACKWARD_WEIGHT: "W"}
     for rank, actions in enumerate(schedule.ranks):
-        passes = [f"{letters[action.op]}{action.microbatch}" for action in actions if action.op in letters]
+        passes = [
+            f"{letters[action.op]}{action.microbatch}" for action in actions if action.op in letters
+        ]
         tail = f" ... ({len(passes)} passes)" if len(passes) > SHOWN_ACTIONS else ""
         yield f"  pp rank {rank:<6}{' '.join(passes[:SHOWN_ACTIONS])}{tail}"

@@ -12,11 +12,12 @@ if TYPE_CHECKING:
 
 
 def loaded_model(parsed: Parsed, start: Start | None) -> ModelConfig | None:
-    """None without such weights. A folder that stores only a padded vocabulary has that of --vocab-size, or of the tokenizer that
-    is given. Raises CheckpointError or DataError."""
+    """None without such weights. A folder that stores only a padded vocabulary has that of
+    --vocab-size, or of the tokenizer that is given. Raises CheckpointError or DataError."""
     if start is None:
         return None
-    data, vocab_size = parsed.get(DataConfig), parsed.get(ModelConfig).vocab_size
+    data = parsed.get(DataConfig)
+    vocab_size = parsed.get(ModelConfig).vocab_size
     if start.native or data.tokenizer_model is None or vocab_size:
         return start.model(vocab_size=vocab_size)
     from megatron_llama.tokenizer.load import load_tokenizer

@@ -23,8 +23,10 @@ GLYPHS = (
     (30, 17, 17, 30, 17, 17, 30),
     (17, 17, 17, 21, 21, 27, 17),
 )
-"""Rows of five pixels, top to bottom, the highest bit on the left; one glyph for each of CHARACTERS."""
-GLYPH_WIDTH, GLYPH_HEIGHT = 5, 7
+"""Rows of five pixels, top to bottom, the highest bit on the left; one glyph for each of
+CHARACTERS."""
+GLYPH_WIDTH = 5
+GLYPH_HEIGHT = 7
 
 
 def text_width(text: str, scale: int) -> int:
@@ -36,19 +38,24 @@ class Canvas:
     """Pixels that can be painted. Nothing is clipped: what is painted must lie inside."""
 
     def __init__(self, width: int, height: int, background: Colour) -> None:
-        self.width, self.height = width, height
+        self.width = width
+        self.height = height
         self._rows = [bytearray(bytes(background) * width) for _ in range(height)]
 
-    def box(self, left: int, top: int, width: int, height: int, colour: Colour, *, rounded: int = 0) -> None:
+    def box(
+        self, left: int, top: int, width: int, height: int, colour: Colour, *, rounded: int = 0
+    ) -> None:
         """Fill a rectangle; ``rounded``: pixels cut from its corners, one fewer in each row."""
         for row in range(height):
             cut = max(0, rounded - min(row, height - 1 - row))
-            start, count = left + cut, width - 2 * cut
+            start = left + cut
+            count = width - 2 * cut
             self._rows[top + row][3 * start : 3 * (start + count)] = bytes(colour) * count
 
     def text(self, centre: int, middle: int, text: str, colour: Colour, *, scale: int) -> None:
         """Write CHARACTERS around a point."""
-        left, top = centre - text_width(text, scale) // 2, middle - scale * GLYPH_HEIGHT // 2
+        left = centre - text_width(text, scale) // 2
+        top = middle - scale * GLYPH_HEIGHT // 2
         for index, character in enumerate(text):
             start = left + scale * (GLYPH_WIDTH + 1) * index
             for row, bits in enumerate(GLYPHS[CHARACTERS.index(character)]):
@@ -57,10 +64,16 @@ class Canvas:
                         self.box(start + scale * column, top + scale * row, scale, scale, colour)
 
     def png(self) -> bytes:
-        """The file: 8 bits for each of red, green and blue, no filter (PNG specification, sections 5 and 11)."""
+        """The file: 8 bits for each of red, green and blue, no filter (PNG specification, sections
+        5 and 11)."""
         header = struct.pack(">IIBBBBB", self.width, self.height, 8, 2, 0, 0, 0)
         pixels = zlib.compress(b"".join(b"\0" + row for row in self._rows), 9)
-        return b"\x89PNG\r\n\x1a\n" + _chunk(b"IHDR", header) + _chunk(b"IDAT", pixels) + _chunk(b"IEND", b"")
+        return (
+            b"\x89PNG\r\n\x1a\n"
+            + _chunk(b"IHDR", header)
+            + _chunk(b"IDAT", pixels)
+            + _chunk(b"IEND", b"")
+        )
 
 
 def _chunk(kind: bytes, data: bytes) -> bytes:

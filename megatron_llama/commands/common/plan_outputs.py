@@ -24,4 +24,6 @@ def _write(option: str, path: str, text: str) -> None:
     try:
         Path(path).write_text(text, encoding="utf-8")
     except OSError as error:
-        raise ConfigError(describe(option, got=error, expected="a file that can be written", do="check the path")) from None
+        raise ConfigError(
+            describe(option, got=error, expected="a file that can be written", do="check the path")
+        ) from None

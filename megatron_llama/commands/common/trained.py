@@ -1,4 +1,5 @@
-"""A trained model for a command that runs it in one process: its weights, its tokenizer, and the tokens that end its texts."""
+"""A trained model for a command that runs it in one process: its weights, its tokenizer, and the
+tokens that end its texts."""
 
 from __future__ import annotations
 
@@ -26,7 +27,8 @@ class Trained:
     stage: Stage
     tokenizer: Tokenizer
     stops: frozenset[int]
-    """Tokens that end a text: those of generation_config.json and config.json, else the tokenizer's end token."""
+    """Tokens that end a text: those of generation_config.json and config.json, else the tokenizer's
+    end token."""
 
     @property
     def longest(self) -> int:
@@ -45,10 +47,13 @@ def open_trained(options: ModelFolderConfig) -> Trained:
     from megatron_llama.model.load import load_stages, rank_specs
     from megatron_llama.tokenizer.load import load_tokenizer
 
-    source = open_folder(options.load, options.init_from_hf, config=options.hf_config, vocab_size=options.vocab_size)
+    source = open_folder(
+        options.load, options.init_from_hf, config=options.hf_config, vocab_size=options.vocab_size
+    )
     with local_copy(tokenizer_folder(source)) as folder:
         tokenizer = load_tokenizer(options.tokenizer_model or folder)
-    config, mesh = Config(model=source.model), Mesh.single(devices.accelerator(0))
+    config = Config(model=source.model)
+    mesh = Mesh.single(devices.accelerator(0))
     [stage] = build_stages(config, mesh).values()
     dtype = torch.bfloat16 if options.bf16 else torch.float32
     load_stages([stage], rank_specs(config, mesh), source, dtype=dtype, device=mesh.device)
@@ -59,20 +64,25 @@ def open_trained(options: ModelFolderConfig) -> Trained:
 
 def tokenizer_folder(source: Source) -> Path:
     """Where the model's tokenizer lies, if it has one."""
-    return source.companions[0].parent if source.companions else source.folder
+    return source.tokenizer_files[0].parent if source.tokenizer_files else source.folder
 
 
-def open_folder(load: str | None, init_from_hf: str | None, *, config: str | None = None, vocab_size: int = 0) -> Source:
-    """The model folder that exactly one of two options names. Raises ConfigError or CheckpointError."""
-    from megatron_llama.checkpoint.storage_paths import is_remote, place
+def open_folder(
+    load: str | None, init_from_hf: str | None, *, config: str | None = None, vocab_size: int = 0
+) -> Source:
+    """The model folder that exactly one of two options names. Raises ConfigError or
+    CheckpointError."""
+    from megatron_llama.checkpoint.storage_paths import is_remote, storage_path
     from megatron_llama.convert.formats import open_source
     from megatron_llama.convert.native.source import NativeSource
 
     if (load is None) == (init_from_hf is None):
         found = "neither" if load is None else "both"
         do = "give --load FOLDER or --init-from-hf FOLDER"
-        raise ConfigError(describe("--load, --init-from-hf", got=found, expected="one of them", do=do))
-    folder = place(load or init_from_hf or "")
+        raise ConfigError(
+            describe("--load, --init-from-hf", got=found, expected="one of them", do=do)
+        )
+    folder = storage_path(load or init_from_hf or "")
     if is_remote(folder):
         return NativeSource(folder, config, vocab_size)
     return open_source(folder, config=config, vocab_size=vocab_size)
@@ -81,7 +91,7 @@ def open_folder(load: str | None, init_from_hf: str | None, *, config: str | Non
 def _end_tokens(source: Source) -> Iterator[int]:
     """The model's word: a chat model ends its messages with other tokens than its documents."""
     found: list[Any] = [source.model.eos_token_id, source.extra.get("eos_token_id")]
-    for path in source.companions:
+    for path in source.tokenizer_files:
         if path.name == "generation_config.json":
             found.append(json.loads(path.read_text()).get("eos_token_id"))
     for entry in found:

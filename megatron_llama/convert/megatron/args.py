@@ -1,6 +1,7 @@
 """The ``args`` in checkpoints of Megatron-LM and Megatron-LLaMA, and the model that they describe.
 
-Fields that these programs have no argument for travel in an extra one, ``hf_config``, which their loaders ignore.
+Fields that these programs have no argument for travel in an extra one, ``hf_config``, which their
+loaders ignore.
 """
 
 from __future__ import annotations
@@ -43,16 +44,25 @@ OTHER_MODELS: Mapping[str, tuple[Any, ...]] = MappingProxyType(
 )
 """Arguments that change what is computed, with the values that LLaMA has."""
 ASK = "give the model's HuggingFace config.json (--hf-config)"
-MEGATRON_LLAMA_ONLY, MEGATRON_ONLY = ("causal_lm", "RMSNorm"), ("normalization", "group_query_attention", "rotary_base")
+MEGATRON_LLAMA_ONLY = ("causal_lm", "RMSNorm")
+MEGATRON_ONLY = ("normalization", "group_query_attention", "rotary_base")
 """Arguments that one of the families has and the other has not."""
 
 
-def read_args(args: Mapping[str, Any], config: ModelConfig | None, *, tied: bool, where: str) -> ModelConfig:
-    """The model, its vocabulary still unknown (1). ``config``: the user's or the file's own, which must not contradict.
+def read_args(
+    args: Mapping[str, Any], config: ModelConfig | None, *, tied: bool, where: str
+) -> ModelConfig:
+    """The model, its vocabulary still unknown (1). ``config``: the user's or the file's own, which
+    must not contradict.
 
     Raises CheckpointError with every argument that is missing or is none of a LLaMA."""
     problems = [
-        describe(f"{where} {name}", got=args[name], expected=" or ".join(map(str, values)), do="only LLaMA models can be converted")
+        describe(
+            f"{where} {name}",
+            got=args[name],
+            expected=" or ".join(map(str, values)),
+            do="only LLaMA models can be converted",
+        )
         for name, values in OTHER_MODELS.items()
         if args.get(name, values[0]) not in values
     ]
@@ -61,28 +71,48 @@ def read_args(args: Mapping[str, Any], config: ModelConfig | None, *, tied: bool
         fields = hf_config_from_model(config, dtype="float32") | {"vocab_size": 1}
     else:
         fields, missing = _hf_fields(args, tied=tied)
-        problems += [describe(f"{where} {name}", got="nothing", expected="a value", do=ASK) for name in missing]
+        problems += [
+            describe(f"{where} {name}", got="nothing", expected="a value", do=ASK)
+            for name in missing
+        ]
     if problems:
         raise CheckpointError(listing(f"{where} cannot be used:", problems))
     return model_config_from_hf(fields, where=where)
 
 
-def _contradictions(args: Mapping[str, Any], config: ModelConfig, *, tied: bool, where: str) -> Iterator[str]:
+def _contradictions(
+    args: Mapping[str, Any], config: ModelConfig, *, tied: bool, where: str
+) -> Iterator[str]:
     for name, field in SIZES.items():
         expected = getattr(config, field)
         if args.get(name, expected) != expected:
-            yield describe(f"{where} {name}", got=args[name], expected=f"{expected}, by the config", do="give the config of this model")
+            yield describe(
+                f"{where} {name}",
+                got=args[name],
+                expected=f"{expected}, by the config",
+                do="give the config of this model",
+            )
     if config.tie_word_embeddings != tied:
         got, expected = ("none", "one") if tied else ("a head", "none")
-        yield describe(f"{where} head", got=got, expected=f"{expected}, by the config", do="give the config of this model")
+        yield describe(
+            f"{where} head",
+            got=got,
+            expected=f"{expected}, by the config",
+            do="give the config of this model",
+        )
 
 
 def _hf_fields(args: Mapping[str, Any], *, tied: bool) -> tuple[dict[str, Any], list[str]]:
-    """A config.json from the arguments of a training run, and the names of arguments that are missing."""
+    """A config.json from the arguments of a training run, and the names of arguments that are
+    missing."""
     eps = args.get("norm_epsilon", args.get("layernorm_epsilon"))
-    # Before there was an argument for it, the base was fixed; a converter's args, without this one, leave it open.
+    # Before there was an argument for it, the base was fixed; a converter's args, without this one,
+    # leave it open.
     theta = args.get("rotary_base", 10000 if "position_embedding_type" in args else None)
-    found = {name: args.get(name) for name in (*SIZES, "max_position_embeddings")} | {"norm_epsilon": eps, "rotary_base": theta}
+    found = {name: args.get(name) for name in (*SIZES, "max_position_embeddings")} | {
+        "norm_epsilon": eps,
+        "rotary_base": theta,
+    }
     missing = [name for name, value in found.items() if value is None]
     fields = {field: args.get(name) for name, field in SIZES.items()}
     groups = args.get("num_query_groups") if args.get("group_query_attention") else None
@@ -103,13 +133,23 @@ def _hf_fields(args: Mapping[str, Any], *, tied: bool) -> tuple[dict[str, Any], 
 def _scaling(args: Mapping[str, Any]) -> dict[str, Any] | None:
     """Megatron knows LLaMA 3.1's scaling with one free number, and linear interpolation."""
     if args.get("use_rope_scaling"):
-        numbers = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
-        return {"rope_type": "llama3", "factor": float(args.get("rope_scaling_factor", 8.0)), **numbers}
+        numbers = {
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 8192,
+        }
+        return {
+            "rope_type": "llama3",
+            "factor": float(args.get("rope_scaling_factor", 8.0)),
+            **numbers,
+        }
     linear = args.get("rotary_seq_len_interpolation_factor")
     return {"rope_type": "linear", "factor": float(linear)} if linear else None
 
 
-def make_args(model: ModelConfig, family: str, dtype: torch.dtype, tp: int, split: Sequence[int], layout: str) -> dict[str, Any]:
+def make_args(
+    model: ModelConfig, family: str, dtype: torch.dtype, tp: int, split: Sequence[int], layout: str
+) -> dict[str, Any]:
     """What the loaders of the family read. ``split``: blocks of each pipeline stage."""
     scaling = model.rope_scaling or {}
     kind = scaling.get("rope_type")
@@ -167,7 +207,8 @@ def make_args(model: ModelConfig, family: str, dtype: torch.dtype, tp: int, spli
 def _uneven(split: Sequence[int]) -> dict[str, int | None]:
     """Megatron-LM's arguments for a first or last stage with another number of blocks."""
     equal = len(set(split)) == 1
-    first, last = "decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers"
+    first = "decoder_first_pipeline_num_layers"
+    last = "decoder_last_pipeline_num_layers"
     return {first: None, last: None} if equal else {first: split[0], last: split[-1]}
 
 
@@ -177,9 +218,14 @@ def namespace(args: Mapping[str, Any], **more: Any) -> argparse.Namespace:
 
 
 def lost_fields(model: ModelConfig, family: str, split: Sequence[int]) -> Iterator[str]:
-    """What the family's own program cannot express: kept in the files for the way back, but not used there."""
+    """What the family's own program cannot express: kept in the files for the way back, but not
+    used there."""
     scaling = model.rope_scaling or {}
-    llama31 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+    llama31 = {
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 8192,
+    }
     if family == "megatron-llama":
         if model.num_key_value_heads != model.num_attention_heads:
             yield "grouped-query attention"
@@ -187,7 +233,9 @@ def lost_fields(model: ModelConfig, family: str, split: Sequence[int]) -> Iterat
             yield "rope_theta"
         if scaling:
             yield "rope_scaling"
-    elif scaling.get("rope_type") == "llama3" and any(scaling[name] != value for name, value in llama31.items()):
+    elif scaling.get("rope_type") == "llama3" and any(
+        scaling[name] != value for name, value in llama31.items()
+    ):
         yield "rope_scaling other than LLaMA 3.1's but for its factor"
     uneven = len(set(split)) > 1 and (family == "megatron-llama" or len(set(split[1:-1])) > 1)
     if uneven:

@@ -10,7 +10,11 @@ from megatron_llama.checkpoint import native
 from megatron_llama.checkpoint.checkpoint_dir import TOKENIZER
 from megatron_llama.checkpoint.meta import META
 from megatron_llama.config.hf import read_config_json
-from megatron_llama.convert.tokenizer_files import OPTIMIZER_LEFT_OUT, companions_of, extra_fields
+from megatron_llama.convert.tokenizer_files import (
+    OPTIMIZER_LEFT_OUT,
+    extra_fields,
+    tokenizer_files_of,
+)
 from megatron_llama.errors import CheckpointError, describe
 from megatron_llama.plans.params import Rectangle
 
@@ -19,21 +23,36 @@ class NativeSource:
     """See Source."""
 
     def __init__(self, path: Path, config: str | Path | None, vocab_size: int) -> None:
-        """Raises CheckpointError; ``config`` is refused, since a native checkpoint says everything itself."""
+        """Raises CheckpointError; ``config`` is refused, since a native checkpoint says everything
+        itself."""
         self.format = "native"
         if config is not None:
             do = "leave it out"
-            raise CheckpointError(describe("--config", got=config, expected="none for a native checkpoint, which has its own", do=do))
+            raise CheckpointError(
+                describe(
+                    "--config",
+                    got=config,
+                    expected="none for a native checkpoint, which has its own",
+                    do=do,
+                )
+            )
         self._weights = native.open_weights(path)
         meta = self._weights.meta
-        self.folder, self.model = meta.folder, meta.model
+        self.folder = meta.folder
+        self.model = meta.model
         if vocab_size not in (0, self.model.vocab_size):
             do = "leave it out: this format stores no padding"
-            raise CheckpointError(describe("--vocab-size", got=vocab_size, expected=self.model.vocab_size, do=do))
+            raise CheckpointError(
+                describe("--vocab-size", got=vocab_size, expected=self.model.vocab_size, do=do)
+            )
         training = meta.config.get("training", {})
-        self.dtype = "bfloat16" if training.get("bf16") else "float16" if training.get("fp16") else "float32"
+        self.dtype = (
+            "bfloat16" if training.get("bf16") else "float16" if training.get("fp16") else "float32"
+        )
         self.extra = extra_fields(read_config_json(self.folder / META).get("model", {}))
-        self.companions = companions_of(self.folder.parent / TOKENIZER, self.folder.parent)
+        self.tokenizer_files = tokenizer_files_of(
+            self.folder.parent / TOKENIZER, self.folder.parent
+        )
         self.notes = (OPTIMIZER_LEFT_OUT,) if meta.optimizer_step else ()
 
     def __call__(self, rectangle: Rectangle, out: Tensor) -> None:

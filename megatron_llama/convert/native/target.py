@@ -1,4 +1,5 @@
-"""Writes native checkpoints that hold weights only: a run that loads one starts at iteration 0, with a fresh optimizer."""
+"""Writes native checkpoints that hold weights only: a run that loads one starts at iteration 0,
+with a fresh optimizer."""
 
 from __future__ import annotations
 
@@ -18,14 +19,15 @@ from megatron_llama.checkpoint.folders import sync, write_synced
 from megatron_llama.checkpoint.meta import META, TrainState, meta_json
 from megatron_llama.checkpoint.storage import Written, write_index, write_parts
 from megatron_llama.config.schema import Config, ModelConfig, TrainingConfig
-from megatron_llama.convert.jobs import Job
+from megatron_llama.convert.jobs import WriteTask
 from megatron_llama.engine.optimizer import WeightSource
 from megatron_llama.plans.params import Rectangle, hf_shapes
 
 
 @dataclass(frozen=True)
 class NativeTarget:
-    """How a model is laid out in files: fp32 masters in chunks, whatever the layout of the run that loads them."""
+    """How a model is laid out in files: fp32 masters in chunks, whatever the layout of the run that
+    loads them."""
 
     files: int
 
@@ -33,17 +35,32 @@ class NativeTarget:
         """None: every model fits."""
         return iter(())
 
-    def jobs(self, folder: Path, model: ModelConfig, source: WeightSource, dtype: torch.dtype, extra: Mapping[str, Any]) -> Iterator[Job]:
-        """One for each file under ``folder``, and the index. ``dtype``: what the weights are meant to be computed in."""
-        checkpoint, written = checkpoint_path(folder, 0), list[Written]()
+    def jobs(
+        self,
+        folder: Path,
+        model: ModelConfig,
+        source: WeightSource,
+        dtype: torch.dtype,
+        extra: Mapping[str, Any],
+    ) -> Iterator[WriteTask]:
+        """One for each file under ``folder``, and the index. ``dtype``: what the weights are meant
+        to be computed in."""
+        checkpoint = checkpoint_path(folder, 0)
+        written = list[Written]()
         checkpoint.mkdir()
-        parts = [part for name, shape in hf_shapes(model).items() for part in _unread(name, shape).split()]
+        parts = [
+            part
+            for name, shape in hf_shapes(model).items()
+            for part in _unread(name, shape).split()
+        ]
         share = -(-len(parts) // self.files)
         for number in range(self.files):
             own = parts[number * share : (number + 1) * share]
             elements = sum(part.tensor.numel() for part in own)
-            yield Job(elements, partial(_write, checkpoint, number, own, source, written))
-        yield Job(0, partial(_finish, checkpoint, parts, written, _meta(model, dtype, extra)), last=True)
+            yield WriteTask(elements, partial(_write, checkpoint, number, own, source, written))
+        yield WriteTask(
+            0, partial(_finish, checkpoint, parts, written, _meta(model, dtype, extra)), last=True
+        )
 
 
 def _unread(name: str, shape: tuple[int, ...]) -> Region:
@@ -51,7 +68,9 @@ def _unread(name: str, shape: tuple[int, ...]) -> Region:
     return Region(name, shape, (0,) * len(shape), shape, torch.empty(()).expand(shape))
 
 
-def _write(folder: Path, number: int, parts: list[Region], source: WeightSource, written: list[Written]) -> None:
+def _write(
+    folder: Path, number: int, parts: list[Region], source: WeightSource, written: list[Written]
+) -> None:
     written.append(write_parts(folder, number, (_read(part, source) for part in parts)))
 
 
@@ -70,6 +89,8 @@ def _finish(folder: Path, parts: list[Region], written: list[Written], meta: byt
 
 def _meta(model: ModelConfig, dtype: torch.dtype, extra: Mapping[str, Any]) -> bytes:
     training = TrainingConfig(bf16=dtype == torch.bfloat16, fp16=dtype == torch.float16)
-    content = json.loads(meta_json(TrainState(0, 0), 0, [1.0, 0.0, 0.0], Config(model=model, training=training)))
+    content = json.loads(
+        meta_json(TrainState(0, 0), 0, [1.0, 0.0, 0.0], Config(model=model, training=training))
+    )
     content["model"] |= extra
     return (json.dumps(content, indent=2) + "\n").encode()

@@ -1,4 +1,5 @@
-"""Low-rank additions in the format of HuggingFace's PEFT: ``adapter_model.safetensors`` and ``adapter_config.json``."""
+"""Low-rank additions in the format of HuggingFace's PEFT: ``adapter_model.safetensors`` and
+``adapter_config.json``."""
 
 from __future__ import annotations
 
@@ -15,7 +16,14 @@ from torch import Tensor
 
 from megatron_llama.checkpoint.adapters import Merged
 from megatron_llama.checkpoint.failures import writing
-from megatron_llama.checkpoint.folders import commit, fresh_staging, recover, staging, sync, write_synced
+from megatron_llama.checkpoint.folders import (
+    commit,
+    fresh_staging,
+    recover,
+    staging,
+    sync,
+    write_synced,
+)
 from megatron_llama.checkpoint.storage import refuse
 from megatron_llama.config.schema import LoraConfig, ModelConfig
 from megatron_llama.convert.formats import Source
@@ -25,32 +33,52 @@ from megatron_llama.errors import CheckpointError, describe
 from megatron_llama.plans.params import PROJECTIONS, Rectangle, adapter_shapes
 from megatron_llama.tokenizer.base import Tokenizer
 
-WEIGHTS, CONFIG = "adapter_model.safetensors", "adapter_config.json"
+WEIGHTS = "adapter_model.safetensors"
+CONFIG = "adapter_config.json"
 PREFIX = "base_model.model."
 """What PEFT's wrappers put before every name."""
-UNKNOWN = ("use_dora", "modules_to_save", "rank_pattern", "alpha_pattern", "layers_to_transform", "fan_in_fan_out", "lora_bias")
+UNKNOWN = (
+    "use_dora",
+    "modules_to_save",
+    "rank_pattern",
+    "alpha_pattern",
+    "layers_to_transform",
+    "fan_in_fan_out",
+    "lora_bias",
+)
 """Fields that say that the additions are of another kind, unless they are empty."""
 COPY = "copy the folder again from where it came from"
 
 
 def write_peft(
-    folder: str | Path, model: ModelConfig, lora: LoraConfig, source: WeightSource, *, base: str | None, tokenizer: Tokenizer | None = None
+    folder: str | Path,
+    model: ModelConfig,
+    lora: LoraConfig,
+    source: WeightSource,
+    *,
+    base: str | None,
+    tokenizer: Tokenizer | None = None,
 ) -> None:
-    """Write a folder for ``PeftModel.from_pretrained``, in fp32; it appears whole or not at all. An earlier one is replaced, anything
-    else refused. ``source`` knows the halves by name; ``base``: where the model lies. Raises CheckpointError."""
+    """Write a folder for ``PeftModel.from_pretrained``, in fp32; it appears whole or not at all. An
+    earlier one is replaced, anything else refused. ``source`` knows the halves by name; ``base``:
+    where the model lies. Raises CheckpointError."""
     target = Path(folder).resolve()
     names = [entry.name for entry in target.iterdir()] if target.exists() else []
     if names and CONFIG not in names:
         expected = "no folder, an empty one or an earlier adapter"
         got = f"a folder with {', '.join(sorted(names)[:3])}"
-        raise CheckpointError(describe(str(target), got=got, expected=expected, do="give another path"))
+        raise CheckpointError(
+            describe(str(target), got=got, expected=expected, do="give another path")
+        )
     shapes = {PREFIX + name: shape for name, shape in adapter_shapes(model, lora).items()}
     try:
         with writing(target):
             recover(target)
             fresh = fresh_staging(target)
             write_safetensors(fresh / WEIGHTS, shapes, torch.float32, _Named(source))
-            write_synced(fresh / CONFIG, (json.dumps(_config(lora, base), indent=2) + "\n").encode())
+            write_synced(
+                fresh / CONFIG, (json.dumps(_config(lora, base), indent=2) + "\n").encode()
+            )
             if tokenizer is not None:
                 tokenizer.save_hf(fresh)
                 for path in fresh.iterdir():
@@ -97,8 +125,11 @@ class PeftAdapter:
         """``model``: the one they belong to. Raises CheckpointError with all that does not fit."""
         self.folder = Path(folder)
         config = _read_config(self.folder / CONFIG)
-        refuse(f"{self.folder} cannot be merged:", list(_config_problems(self.folder / CONFIG, config)))
-        rank, alpha = int(config["r"]), float(config["lora_alpha"])
+        refuse(
+            f"{self.folder} cannot be merged:", list(_config_problems(self.folder / CONFIG, config))
+        )
+        rank = int(config["r"])
+        alpha = float(config["lora_alpha"])
         targets = tuple(name for name in PROJECTIONS if name in config["target_modules"])
         self.lora = LoraConfig(lora_rank=rank, lora_alpha=alpha, lora_target_modules=targets)
         self.scaling = alpha / (rank**0.5 if config.get("use_rslora") else rank)
@@ -106,23 +137,40 @@ class PeftAdapter:
         try:
             self._file = cast(Any, safe_open(self.folder / WEIGHTS, framework="pt"))
         except (SafetensorError, OSError) as error:
-            raise CheckpointError(describe(str(self.folder / WEIGHTS), got=error, expected="a safetensors file", do=COPY)) from error
+            raise CheckpointError(
+                describe(
+                    str(self.folder / WEIGHTS), got=error, expected="a safetensors file", do=COPY
+                )
+            ) from error
         refuse(f"{self.folder} does not fit the model:", list(self._problems()))
 
     def _problems(self) -> Iterator[str]:
-        found, wanted = set(self._file.keys()), {PREFIX + name: shape for name, shape in self.shapes.items()}
+        found = set(self._file.keys())
+        wanted = {PREFIX + name: shape for name, shape in self.shapes.items()}
         for name, shape in wanted.items():
-            got = tuple(self._file.get_slice(name).get_shape()) if name in found else "no such tensor"
+            got = (
+                tuple(self._file.get_slice(name).get_shape()) if name in found else "no such tensor"
+            )
             if got != shape:
                 do = "give the model that the adapter was trained on"
-                yield describe(f"{self.folder / WEIGHTS} {name}", got=got, expected=f"shape {shape}", do=do)
+                yield describe(
+                    f"{self.folder / WEIGHTS} {name}", got=got, expected=f"shape {shape}", do=do
+                )
         for name in sorted(found - wanted.keys()):
             do = "only low-rank additions to the projections of a LLaMA can be merged"
-            yield describe(f"{self.folder / WEIGHTS} {name}", got="a tensor", expected="none of this name", do=do)
+            yield describe(
+                f"{self.folder / WEIGHTS} {name}",
+                got="a tensor",
+                expected="none of this name",
+                do=do,
+            )
 
     def __call__(self, rectangle: Rectangle, out: Tensor) -> None:
         """See WeightSource."""
-        window = tuple(slice(start, start + size) for start, size in zip(rectangle.offset, rectangle.size, strict=True))
+        window = tuple(
+            slice(start, start + size)
+            for start, size in zip(rectangle.offset, rectangle.size, strict=True)
+        )
         out.copy_(self._file.get_slice(PREFIX + rectangle.name)[window])
 
 
@@ -130,9 +178,15 @@ def _read_config(path: Path) -> Mapping[str, Any]:
     try:
         content = json.loads(path.read_bytes())
     except (OSError, ValueError) as error:
-        raise CheckpointError(describe(str(path), got=error, expected="the configuration of a PEFT adapter (JSON)", do=COPY)) from error
+        raise CheckpointError(
+            describe(
+                str(path), got=error, expected="the configuration of a PEFT adapter (JSON)", do=COPY
+            )
+        ) from error
     if not isinstance(content, dict):
-        raise CheckpointError(describe(str(path), got=type(content).__name__, expected="a JSON object", do=COPY))
+        raise CheckpointError(
+            describe(str(path), got=type(content).__name__, expected="a JSON object", do=COPY)
+        )
     return content
 
 
@@ -142,11 +196,22 @@ def _config_problems(path: Path, config: Mapping[str, Any]) -> Iterator[str]:
         yield describe(f"{path} peft_type", got=config.get("peft_type"), expected="LORA", do=do)
     for name in ("r", "lora_alpha"):
         if not isinstance(config.get(name), int | float) or config[name] <= 0:
-            yield describe(f"{path} {name}", got=config.get(name), expected="a number above 0", do=COPY)
+            yield describe(
+                f"{path} {name}", got=config.get(name), expected="a number above 0", do=COPY
+            )
     targets = config.get("target_modules")
-    strange = [name for name in targets if name not in PROJECTIONS] if isinstance(targets, list) else [targets]
+    strange = (
+        [name for name in targets if name not in PROJECTIONS]
+        if isinstance(targets, list)
+        else [targets]
+    )
     if strange or not targets:
-        yield describe(f"{path} target_modules", got=targets, expected=f"a list of {', '.join(PROJECTIONS)}", do=do)
+        yield describe(
+            f"{path} target_modules",
+            got=targets,
+            expected=f"a list of {', '.join(PROJECTIONS)}",
+            do=do,
+        )
     if config.get("bias", "none") != "none":
         yield describe(f"{path} bias", got=config["bias"], expected="none", do=do)
     for name in UNKNOWN:

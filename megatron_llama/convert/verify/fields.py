@@ -28,7 +28,8 @@ class FieldDifference:
 
 
 def field_differences(first: ModelConfig, second: ModelConfig) -> list[FieldDifference]:
-    """Every field that differs, in the order of ``ModelConfig``; scalings that mean the same are the same."""
+    """Every field that differs, in the order of ``ModelConfig``; scalings that mean the same are
+    the same."""
     found = []
     for name in (field.name for field in fields(ModelConfig) if field.name not in _OURS):
         values = [getattr(model, name) for model in (first, second)]

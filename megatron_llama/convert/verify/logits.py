@@ -1,4 +1,5 @@
-"""Logits in fp32 of models that need not fit into memory: layer by layer, and the head in blocks of the vocabulary."""
+"""Logits in fp32 of models that need not fit into memory: layer by layer, and the head in blocks of
+the vocabulary."""
 
 from __future__ import annotations
 
@@ -24,7 +25,9 @@ TOLERANCE = 1e-4
 """Largest deviation of a logit that rounding explains."""
 _BLOCK = 2**26
 """Elements of logits, or of the head, that are in memory at a time."""
-EMBEDDING, HEAD, NORM = "model.embed_tokens.weight", "lm_head.weight", "model.norm.weight"
+EMBEDDING = "model.embed_tokens.weight"
+HEAD = "lm_head.weight"
+NORM = "model.norm.weight"
 
 
 class Outputs(Protocol):
@@ -41,13 +44,16 @@ class Outputs(Protocol):
 
 
 class Streamed:
-    """One of our models, run over ``tokens`` [s] with one layer's weights in memory at a time. Raises CheckpointError."""
+    """One of our models, run over ``tokens`` [s] with one layer's weights in memory at a time.
+    Raises CheckpointError."""
 
     def __init__(self, model: ModelConfig, source: WeightSource, tokens: Tensor) -> None:
-        self._model, self._source = model, source
+        self._model = model
+        self._source = source
         self._mesh = Mesh.single(devices.accelerator(0))
         with torch.no_grad():
-            x, positions = self._embedded(tokens).unsqueeze(1), None
+            x = self._embedded(tokens).unsqueeze(1)
+            positions = None
             for layer in range(model.num_hidden_layers):
                 stage = self._stage(layer)
                 positions = positions or stage.positions(len(tokens), self._mesh.device)
@@ -70,7 +76,8 @@ class Streamed:
     def _embedded(self, tokens: Tensor) -> Tensor:
         x = torch.empty(len(tokens), self._model.hidden_size)
         for block in row_blocks(EMBEDDING, (self._model.vocab_size, self._model.hidden_size)):
-            rows, local = torch.empty(block.size), tokens - block.offset[0]
+            rows = torch.empty(block.size)
+            local = tokens - block.offset[0]
             self._source(block, rows)
             here = (local >= 0) & (local < block.size[0])
             x[here] = rows[local[here]]
@@ -79,9 +86,13 @@ class Streamed:
     def _stage(self, layer: int) -> Stage:
         """A stage of this layer alone, between those of the embedding and of the head."""
         layers = self._model.num_hidden_layers
-        apart = Partition((range(0), *(range(at, at + 1) for at in range(layers)), range(0)), (0,) * (layers + 2))
+        apart = Partition(
+            (range(0), *(range(at, at + 1) for at in range(layers)), range(0)), (0,) * (layers + 2)
+        )
         stage = Stage(self._model, self._mesh, StageOptions(), partition=apart, index=layer + 1)
-        specs = [spec for unit in stage_units(self._model, apart, layer + 1) for spec in unit.params]
+        specs = [
+            spec for unit in stage_units(self._model, apart, layer + 1) for spec in unit.params
+        ]
         load_stages([stage], specs, self._source, dtype=torch.float32, device=self._mesh.device)
         return stage
 
@@ -108,12 +119,19 @@ def logit_deviation(first: Outputs, second: Outputs, vocab_size: int) -> Deviati
     """Compare all logits of the same tokens."""
     length, width = first.hidden.shape
     rows = max(1, _BLOCK // max(length, width))
-    largest, total, squares = torch.zeros((), dtype=torch.float64), 0.0, 0.0
+    largest = torch.zeros((), dtype=torch.float64)
+    total = 0.0
+    squares = 0.0
     with torch.no_grad():
         for start in range(0, vocab_size, rows):
             stop = min(start + rows, vocab_size)
-            ours, theirs = (F.linear(side.hidden, side.head(start, stop)).cpu() for side in (first, second))
+            ours, theirs = (
+                F.linear(side.hidden, side.head(start, stop)).cpu() for side in (first, second)
+            )
             largest = torch.maximum(largest, (ours - theirs).abs().max().double())
-            total, squares = total + float(ours.sum(dtype=torch.float64)), squares + float(ours.double().square().sum())
+            total = total + float(ours.sum(dtype=torch.float64))
+            squares = squares + float(ours.double().square().sum())
     count = length * vocab_size
-    return Deviation(float(largest), math.sqrt(max(0.0, squares / count - (total / count) ** 2)), length)
+    return Deviation(
+        float(largest), math.sqrt(max(0.0, squares / count - (total / count) ** 2)), length
+    )

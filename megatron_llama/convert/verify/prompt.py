@@ -14,7 +14,8 @@ from megatron_llama.errors import DataError
 from megatron_llama.tokenizer.base import Tokenizer
 from megatron_llama.tokenizer.load import load_tokenizer
 
-BEYOND, PLAIN = 64, 128
+BEYOND = 64
+PLAIN = 128
 """Tokens behind the original context, and tokens where there is none."""
 
 
@@ -28,17 +29,26 @@ class Prompt:
 
 def original_context(models: Sequence[ModelConfig]) -> int:
     """The longest of the contexts that a rotary scaling stretches; 0 where none does."""
-    return max(int((model.rope_scaling or {}).get("original_max_position_embeddings", 0)) for model in models)
+    return max(
+        int((model.rope_scaling or {}).get("original_max_position_embeddings", 0))
+        for model in models
+    )
 
 
-def make_prompt(sources: Sequence[Source], vocab_size: int, length: int, texts: Callable[[], Iterable[str]]) -> Prompt:
-    """``length`` tokens of the texts, again and again where they are too short: of the first tokenizer beside the sources that
-    fits the vocabulary, else one for each byte."""
+def make_prompt(
+    sources: Sequence[Source], vocab_size: int, length: int, texts: Callable[[], Iterable[str]]
+) -> Prompt:
+    """``length`` tokens of the texts, again and again where they are too short: of the first
+    tokenizer beside the sources that fits the vocabulary, else one for each byte."""
     tokenizer = next(filter(None, (_tokenizer(source, vocab_size) for source in sources)), None)
     ids: list[int] = []
     while len(ids) < length:
         for text in texts():
-            ids += tokenizer.encode(text) if tokenizer is not None else [byte % vocab_size for byte in text.encode()]
+            ids += (
+                tokenizer.encode(text)
+                if tokenizer is not None
+                else [byte % vocab_size for byte in text.encode()]
+            )
             if len(ids) >= length:
                 break
     made_of = "text" if tokenizer is not None else "the bytes of a text, for want of a tokenizer"
@@ -46,7 +56,11 @@ def make_prompt(sources: Sequence[Source], vocab_size: int, length: int, texts: 
 
 
 def _tokenizer(source: Source, vocab_size: int) -> Tokenizer | None:
-    for path in sorted(path for path in source.companions if path.name in ("tokenizer.json", "tokenizer.model")):
+    for path in sorted(
+        path
+        for path in source.tokenizer_files
+        if path.name in ("tokenizer.json", "tokenizer.model")
+    ):
         try:
             tokenizer = load_tokenizer(path)
         except DataError:  # a damaged one is not what is being compared here

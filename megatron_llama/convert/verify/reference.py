@@ -1,4 +1,5 @@
-"""HuggingFace's own implementation, where it is installed: it reads a folder by itself, configuration and weights."""
+"""HuggingFace's own implementation, where it is installed: it reads a folder by itself,
+configuration and weights."""
 
 from __future__ import annotations
 
@@ -19,7 +20,8 @@ def obstacle(model: ModelConfig) -> str | None:
     """Why the reference cannot run here; None if it can."""
     if find_spec("transformers") is None:
         return "transformers is not installed"
-    needed, there = 4 * parameter_count(model), devices.memory_bytes(devices.accelerator(0)) // 2
+    needed = 4 * parameter_count(model)
+    there = devices.memory_bytes(devices.accelerator(0)) // 2
     if needed > there:
         return f"it needs {needed / 2**30:.0f} GiB for the weights, half of the device's memory is {there / 2**30:.0f} GiB"
     return None

@@ -1,4 +1,5 @@
-"""Compares the weights of two models bit for bit, block by block, so that neither is ever in memory."""
+"""Compares the weights of two models bit for bit, block by block, so that neither is ever in
+memory."""
 
 from __future__ import annotations
 
@@ -21,7 +22,8 @@ _BITS: Mapping[int, torch.dtype] = MappingProxyType({2: torch.int16, 4: torch.in
 
 
 def stored_dtype(source: Source) -> str:
-    """What the weights are stored in: always fp32 in a native checkpoint, whatever the run computed in."""
+    """What the weights are stored in: always fp32 in a native checkpoint, whatever the run computed
+    in."""
     return "float32" if source.format == "native" else source.dtype
 
 
@@ -34,7 +36,8 @@ class Rounded:
     """A source whose values are rounded to a dtype, whatever they are read in."""
 
     def __init__(self, source: WeightSource, dtype: torch.dtype) -> None:
-        self._source, self._dtype = source, dtype
+        self._source = source
+        self._dtype = dtype
 
     def __call__(self, rectangle: Rectangle, out: Tensor) -> None:
         """See WeightSource."""
@@ -57,8 +60,10 @@ class Unequal:
 
 
 def weight_differences(first: Source, second: Source) -> Iterator[str]:
-    """A line for each tensor that differs, in the order of the model. Raises CheckpointError for what cannot be read."""
-    ours, theirs = hf_shapes(first.model), hf_shapes(second.model)
+    """A line for each tensor that differs, in the order of the model. Raises CheckpointError for
+    what cannot be read."""
+    ours = hf_shapes(first.model)
+    theirs = hf_shapes(second.model)
     dtype = getattr(torch, common_dtype(first, second))
     for name in dict.fromkeys([*ours, *theirs]):
         if name not in ours or name not in theirs:
@@ -73,7 +78,9 @@ def weight_differences(first: Source, second: Source) -> Iterator[str]:
             )
 
 
-def _compare(name: str, shape: tuple[int, ...], first: Source, second: Source, dtype: torch.dtype) -> Unequal | None:
+def _compare(
+    name: str, shape: tuple[int, ...], first: Source, second: Source, dtype: torch.dtype
+) -> Unequal | None:
     parts = []
     for block in row_blocks(name, shape):
         sides = torch.empty(2, *block.size, dtype=dtype)
@@ -84,16 +91,25 @@ def _compare(name: str, shape: tuple[int, ...], first: Source, second: Source, d
     if not parts:
         return None
     deviations = torch.tensor([part.deviation for part in parts], dtype=torch.float64)
-    return Unequal(parts[0].first, parts[0].values, sum(part.count for part in parts), float(deviations.max()))
+    return Unequal(
+        parts[0].first, parts[0].values, sum(part.count for part in parts), float(deviations.max())
+    )
 
 
 def _unequal(a: Tensor, b: Tensor, *, row: int) -> Unequal | None:
-    """``row``: of the tensor, that is the first of these. Zeros of either sign differ, and a NaN equals itself: bits count."""
+    """``row``: of the tensor, that is the first of these. Zeros of either sign differ, and a NaN
+    equals itself: bits count."""
     bits = _BITS[a.element_size()]
     if torch.equal(a.view(bits), b.view(bits)):
         return None
     where = (a.view(bits) != b.view(bits)).view(-1)
     at = int(where.to(torch.uint8).argmax())
     inside = [int(index) for index in torch.unravel_index(torch.tensor(at), a.shape)]
-    ours, theirs = a.view(-1)[where].double(), b.view(-1)[where].double()
-    return Unequal((inside[0] + row, *inside[1:]), (float(ours[0]), float(theirs[0])), ours.numel(), float((ours - theirs).abs().max()))
+    ours = a.view(-1)[where].double()
+    theirs = b.view(-1)[where].double()
+    return Unequal(
+        (inside[0] + row, *inside[1:]),
+        (float(ours[0]), float(theirs[0])),
+        ours.numel(),
+        float((ours - theirs).abs().max()),
+    )

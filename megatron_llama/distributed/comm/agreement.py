@@ -1,4 +1,5 @@
-"""Errors and flags that all ranks must know of together: one rank that leaves alone makes the others hang."""
+"""Errors and flags that all ranks must know of together: one rank that leaves alone makes the
+others hang."""
 
 from __future__ import annotations
 
@@ -19,16 +20,22 @@ AGREEMENT = "what other ranks have to say"
 
 
 def largest(value: int, axis: Axis) -> tuple[torch.Tensor, Pending]:
-    """Start finding the largest of a small integer over the ranks; the tensor is valid after the wait.
+    """Start finding the largest of a small integer over the ranks; the tensor is valid after the
+    wait.
 
     On the host's own backend, so that asking never waits for a device."""
     found = torch.tensor(value)
-    work = dist.all_reduce(found, dist.ReduceOp.MAX, group=axis.group, async_op=True) if axis.size > 1 else None
+    work = (
+        dist.all_reduce(found, dist.ReduceOp.MAX, group=axis.group, async_op=True)
+        if axis.size > 1
+        else None
+    )
     return found, Pending(axis, work, operation="agreement")
 
 
-def everybodys(value: float, axis: Axis) -> list[float]:
-    """A number of every rank, in rank order, on all of them. Collective, on the host's own backend."""
+def all_gather_object(value: float, axis: Axis) -> list[float]:
+    """A number of every rank, in rank order, on all of them. Collective, on the host's own
+    backend."""
     found = torch.full((axis.size,), value, dtype=torch.float64)
     if axis.size > 1:
         with axis.recorder.waiting(AGREEMENT):
@@ -37,7 +44,8 @@ def everybodys(value: float, axis: Axis) -> list[float]:
 
 
 def gathered(value: T, axis: Axis) -> list[T] | None:
-    """Everybody's picklable value, in rank order, on the first rank of the axis; None on the others. Collective."""
+    """Everybody's picklable value, in rank order, on the first rank of the axis; None on the
+    others. Collective."""
     if axis.size == 1:
         return [value]
     found: list[Any] | None = [None] * axis.size if axis.rank == 0 else None
@@ -56,7 +64,8 @@ def shared(value: T, axis: Axis) -> list[T]:
 
 
 def raise_together(error: UserError | None, axis: Axis) -> None:
-    """If any rank has an error, every rank raises it: the first rank's, named, with a count of the others. Collective."""
+    """If any rank has an error, every rank raises it: the first rank's, named, with a count of the
+    others. Collective."""
     if axis.size == 1:
         if error is not None:
             raise error
@@ -81,7 +90,7 @@ def common_error(failed: Sequence[tuple[int, UserError]], size: int) -> UserErro
     return common
 
 
-def from_first(value: T, axis: Axis) -> T:
+def broadcast_object(value: T, axis: Axis) -> T:
     """The first rank's picklable value, on every rank. Collective."""
     box = [value]
     if axis.size > 1:
@@ -90,7 +99,7 @@ def from_first(value: T, axis: Axis) -> T:
     return box[0]
 
 
-def decided_by_first(decide: Callable[[], T], axis: Axis) -> T:
+def on_rank0(decide: Callable[[], T], axis: Axis) -> T:
     """What the first rank finds, on every rank; its user error is everybody's. Collective."""
     found: list[T] = []
     error = None
@@ -100,15 +109,16 @@ def decided_by_first(decide: Callable[[], T], axis: Axis) -> T:
         except UserError as caught:
             error = caught
             error.everywhere = True
-    found, error = from_first((found, error), axis)
+    found, error = broadcast_object((found, error), axis)
     if error is not None:
         raise error
     return found[0]
 
 
 @contextmanager
-def together(axis: Axis) -> Iterator[None]:
-    """A section in which user errors of any rank become errors of all. Nothing inside may be collective."""
+def raise_on_all_ranks(axis: Axis) -> Iterator[None]:
+    """A section in which user errors of any rank become errors of all. Nothing inside may be
+    collective."""
     error = None
     try:
         yield

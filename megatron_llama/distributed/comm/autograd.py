@@ -1,7 +1,8 @@
 """The conjugate pairs of tensor and sequence parallelism, as autograd functions.
 
-``copy`` and ``reduce`` are f and g of Megatron-LM (Shoeybi et al., 2019, section 3); ``gather_sequence`` and
-``scatter_sequence`` are g and g-bar of Korthikanti et al., 2022, section 4.2.2. All work on the first dim.
+``copy`` and ``reduce`` are f and g of Megatron-LM (Shoeybi et al., 2019, section 3);
+``gather_sequence`` and ``scatter_sequence`` are g and g-bar of Korthikanti et al., 2022, section
+4.2.2. All work on the first dim.
 """
 
 from __future__ import annotations
@@ -22,7 +23,8 @@ def gathered(shard: Tensor, axis: Axis) -> tuple[Tensor, collectives.Pending]:
 
 
 def scattered(full: Tensor, axis: Axis) -> tuple[Tensor, collectives.Pending]:
-    """Start summing over the ranks and splitting along the first dim; the tensor is valid after the wait."""
+    """Start summing over the ranks and splitting along the first dim; the tensor is valid after the
+    wait."""
     shard = full.new_empty((full.shape[0] // axis.size, *full.shape[1:]))
     return shard, collectives.reduce_scatter(shard, full.contiguous(), axis)
 
@@ -83,12 +85,14 @@ class _Scatter(Function):
 
 
 def copy(tensor: Tensor, axis: Axis) -> Tensor:
-    """The tensor, of which the ranks of the axis use different parts (f): summed over the axis in backward."""
+    """The tensor, of which the ranks of the axis use different parts (f): summed over the axis in
+    backward."""
     return tensor if axis.size == 1 else _Copy.apply(tensor, axis)
 
 
 def gather_sequence(shard: Tensor, axis: Axis) -> Tensor:
-    """[s / size, ...] to [s, ...], of which the ranks use different parts (g): summed and split in backward."""
+    """[s / size, ...] to [s, ...], of which the ranks use different parts (g): summed and split in
+    backward."""
     return shard if axis.size == 1 else _Gather.apply(shard, axis)
 
 

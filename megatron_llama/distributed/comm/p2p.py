@@ -1,7 +1,8 @@
 """Transfers between neighbouring pipeline stages, never waited for before their data is needed.
 
-Each direction has its own communicator: on NCCL a send and a receive of opposite directions on one communicator run in
-issue order, and 1F1B's two neighbours issue them in opposite order. Within a direction both sides use one order.
+Each direction has its own communicator: on NCCL a send and a receive of opposite directions on one
+communicator run in issue order, and 1F1B's two neighbours issue them in opposite order. Within a
+direction both sides use one order.
 """
 
 from __future__ import annotations
@@ -60,9 +61,11 @@ def receive(buffer: Tensor, axis: Axis, source: int) -> Transfer:
 
 
 def exchange(tensor: Tensor, buffer: Tensor, axis: Axis, *, to: int, source: int) -> Pending:
-    """Start one step of a ring: send ``tensor`` to the rank at position ``to`` and receive ``buffer`` from that at ``source``.
+    """Start one step of a ring: send ``tensor`` to the rank at position ``to`` and receive
+    ``buffer`` from that at ``source``.
 
-    As one batch: NCCL would otherwise run the two one after the other, and a ring in which everyone sends first stands still."""
+    As one batch: NCCL would otherwise run the two one after the other, and a ring in which everyone
+    sends first stands still."""
     sent = axis.recorder.count(axis.name, "send", tensor.numel() * tensor.element_size())
     received = axis.recorder.count(axis.name, "receive", buffer.numel() * buffer.element_size())
     outgoing = dist.P2POp(dist.isend, tensor.data, group=axis.group, group_peer=to)

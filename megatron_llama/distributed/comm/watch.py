@@ -1,10 +1,11 @@
-"""Who is gone, and who is stuck where? When a rank dies, the others only learn that some connection broke; when one stops,
-they wait. Together they find out whose fault it is.
+"""Who is gone, and who is stuck where? When a rank dies, the others only learn that some connection
+broke; when one stops, they wait. Together they find out whose fault it is.
 
-A thread on every rank looks at the job's store once a second, and leaves there where its rank is. The first rank whose
-communication fails, or does not finish within the timeout, calls the roll there; the threads answer, also for ranks that are
-stuck in a collective, and whoever does not answer is gone or stopped. Ranks that do not leave by themselves after that are
-ended by their thread, so that nobody hangs.
+A thread on every rank looks at the job's store once a second, and leaves there where its rank is.
+The first rank whose communication fails, or does not finish within the timeout, calls the roll
+there; the threads answer, also for ranks that are stuck in a collective, and whoever does not
+answer is gone or stopped. Ranks that do not leave by themselves after that are ended by their
+thread, so that nobody hangs.
 """
 
 from __future__ import annotations
@@ -24,15 +25,19 @@ import torch.distributed as dist
 from torch.distributed import DistStoreError, Store  # type: ignore[attr-defined]
 
 from megatron_llama.distributed.comm.store import connect
-from megatron_llama.distributed.hang_report import grouped, named, waited, whereabouts
+from megatron_llama.distributed.hang_report import grouped, hang_report, named, waited
 from megatron_llama.distributed.mesh import Place
 from megatron_llama.distributed.recorder import Recorder
 
-POLL_SECONDS, ANSWER_SECONDS, LEAVE_SECONDS = 1.0, 5.0, 10.0
+POLL_SECONDS = 1.0
+ANSWER_SECONDS = 5.0
+LEAVE_SECONDS = 10.0
 PATIENCE_SECONDS = 2 * ANSWER_SECONDS
-"""After which a store that does not answer is gone: its host may be the process that was stopped."""
+"""After which a store that does not answer is gone: its host may be the process that was
+stopped."""
 ROLL_CALL = "roll call"
-FAILED, STUCK = "failed", "stuck"
+FAILED = "failed"
+STUCK = "stuck"
 
 
 @dataclass(frozen=True)
@@ -56,35 +61,57 @@ class Account:
     """Where everybody is, or was last; begins with a separator."""
 
 
-def account(caller: int, stuck: bool, silent: Sequence[int], positions: Mapping[int, Position]) -> Account:
-    """From the answers to a sentence. ``positions``: by rank, those of silent ranks from when they were last seen."""
+def account(
+    caller: int, stuck: bool, silent: Sequence[int], positions: Mapping[int, Position]
+) -> Account:
+    """From the answers to a sentence. ``positions``: by rank, those of silent ranks from when they
+    were last seen."""
     gone = {rank: positions[rank].place for rank in silent if rank in positions}
     present = {rank: position for rank, position in positions.items() if rank not in silent}
     # With somebody silent, who else stands still does so because of it.
-    stopped = {rank: at.place for rank, at in present.items() if not at.waits} if stuck and not silent else {}
+    stopped = (
+        {rank: at.place for rank, at in present.items() if not at.waits}
+        if stuck and not silent
+        else {}
+    )
     others = {rank: at.place for rank, at in present.items() if rank not in stopped}
-    reason = f"{named(silent)} {'does' if len(silent) == 1 else 'do'} not answer" if silent else f"rank {caller} failed"
+    reason = (
+        f"{named(silent)} {'does' if len(silent) == 1 else 'do'} not answer"
+        if silent
+        else f"rank {caller} failed"
+    )
     if stuck and not silent:
-        reason = "; ".join(grouped(stopped, "stopped", "stopped")) or "all ranks wait for each other"
+        reason = (
+            "; ".join(grouped(stopped, "stopped", "stopped")) or "all ranks wait for each other"
+        )
     places = [*grouped(gone, "was last seen", "were last seen"), *grouped(others, "is", "are")]
     return Account(reason, tuple(silent), stuck, "".join(f"; {place}" for place in places))
 
 
 class Watch:
-    """One per rank of a job with more than one process. Start it when the job's process group exists, in the thread of the loop.
+    """One per rank of a job with more than one process. Start it when the job's process group
+    exists, in the thread of the loop.
 
     ``recorder``: has the rank's notes. ``timeout``: seconds that the loop may wait for anything."""
 
     def __init__(self, place: Place, recorder: Recorder, timeout: float = math.inf) -> None:
-        self._place, self._recorder, self._timeout, self._loop = place, recorder, timeout, threading.get_ident()
+        self._place = place
+        self._recorder = recorder
+        self._timeout = timeout
+        self._loop = threading.get_ident()
         # Waiting on a connection blocks all its users: the thread and the caller have one each.
-        name = [f"watch/{uuid4().hex}"]  # what an attempt before this one left in the store is none of its business
+        name = [
+            f"watch/{uuid4().hex}"
+        ]  # what an attempt before this one left in the store is none of its business
         dist.broadcast_object_list(name, src=0)
-        self._store, thread_store = connect(place, name[0]), connect(place, name[0])
+        self._store = connect(place, name[0])
+        thread_store = connect(place, name[0])
         self._over = threading.Event()
         self._account: Account | None = None
         self._post(self._store)
-        self._thread = threading.Thread(target=self._look, args=(thread_store,), name="watch", daemon=True)
+        self._thread = threading.Thread(
+            target=self._look, args=(thread_store,), name="watch", daemon=True
+        )
         self._thread.start()
 
     def stop(self) -> None:
@@ -93,7 +120,8 @@ class Watch:
         self._thread.join(ANSWER_SECONDS)  # it may be asking a store that was stopped
 
     def _post(self, store: Store) -> None:
-        place, seconds = whereabouts(self._recorder, self._loop), self._waited()
+        place = hang_report(self._recorder, self._loop)
+        seconds = self._waited()
         store.set(_where(self._place.rank), json.dumps([place, seconds is not None]))
 
     def _waited(self) -> float | None:
@@ -112,13 +140,23 @@ class Watch:
                 pass  # the store's host is gone, which every rank notices
             if self._over.wait(ANSWER_SECONDS):
                 return
-            found = self._find_out(store)  # now, while the store's host still waits for those who ask
+            found = self._find_out(
+                store
+            )  # now, while the store's host still waits for those who ask
             if not self._over.wait(0.0 if found.stuck else LEAVE_SECONDS):
                 self._end(store, found)
 
     def _end(self, store: Store, found: Account) -> None:
-        late = f"; nothing went on for {self._timeout:g} s (--distributed-timeout-minutes)" if found.stuck else ""
-        print(f"rank {self._place.rank} was stuck, and was ended: {found.reason}{found.places}{late}", file=sys.stderr, flush=True)
+        late = (
+            f"; nothing went on for {self._timeout:g} s (--distributed-timeout-minutes)"
+            if found.stuck
+            else ""
+        )
+        print(
+            f"rank {self._place.rank} was stuck, and was ended: {found.reason}{found.places}{late}",
+            file=sys.stderr,
+            flush=True,
+        )
         if found.stuck and self._place.rank == 0:
             self._linger(store, found.silent)
         os._exit(1)
@@ -130,18 +168,28 @@ class Watch:
             silent = [rank for rank in ranks if not store.check([_answer(rank)])]
             known = [rank for rank in ranks if store.check([_where(rank)])]
             posted = zip(known, store.multi_get([_where(rank) for rank in known]), strict=True)
-            self._account = account(int(caller), kind == STUCK, silent, {rank: Position(*json.loads(text)) for rank, text in posted})
+            self._account = account(
+                int(caller),
+                kind == STUCK,
+                silent,
+                {rank: Position(*json.loads(text)) for rank, text in posted},
+            )
             store.set(_heard(self._place.rank), "yes")
             return self._account
         except RuntimeError:
             return self._account or self._hosts_fault()
 
     def find_out(self) -> Account:
-        """Call the roll, unless that was done, and wait for the answers. Rank 0, whose machine may host the store, goes with it."""
+        """Call the roll, unless that was done, and wait for the answers. Rank 0, whose machine may
+        host the store, goes with it."""
         found: list[Account] = []
-        asking = threading.Thread(target=lambda: found.append(self._ask()), name="roll call", daemon=True)
+        asking = threading.Thread(
+            target=lambda: found.append(self._ask()), name="roll call", daemon=True
+        )
         asking.start()
-        asking.join(PATIENCE_SECONDS + (0.0 if self._place.rank else LEAVE_SECONDS + ANSWER_SECONDS))
+        asking.join(
+            PATIENCE_SECONDS + (0.0 if self._place.rank else LEAVE_SECONDS + ANSWER_SECONDS)
+        )
         return found[0] if found else self._account or self._hosts_fault()
 
     def _ask(self) -> Account:
@@ -161,7 +209,8 @@ class Watch:
             return self._account or self._hosts_fault()
 
     def _linger(self, store: Store, silent: Sequence[int]) -> None:
-        """Rank 0 may host the store: leaving now would look like its death to those still asking."""
+        """Rank 0 may host the store: leaving now would look like its death to those still
+        asking."""
         deadline = time.monotonic() + ANSWER_SECONDS + LEAVE_SECONDS
         try:
             for rank in set(range(1, self._place.world_size)) - set(silent):
@@ -171,12 +220,18 @@ class Watch:
 
     def _hosts_fault(self) -> Account:
         """Nobody else can be asked any more."""
-        here = grouped({self._place.rank: whereabouts(self._recorder, self._loop)}, "is", "are")[0]
-        return Account("rank 0 does not answer", (0,) if self._place.rank else (), stuck=False, places=f"; {here}")
+        here = grouped({self._place.rank: hang_report(self._recorder, self._loop)}, "is", "are")[0]
+        return Account(
+            "rank 0 does not answer",
+            (0,) if self._place.rank else (),
+            stuck=False,
+            places=f"; {here}",
+        )
 
     def _appears(self, key: str, deadline: float, store: Store | None = None) -> bool:
         """Raises RuntimeError when the store is gone."""
-        store, left = store or self._store, deadline - time.monotonic()
+        store = store or self._store
+        left = deadline - time.monotonic()
         if left <= 0 or store.check([key]):
             return store.check([key])
         try:

@@ -1,4 +1,5 @@
-"""From configuration to update rule: who updates which bucket, in which memory, on which processors."""
+"""From configuration to update rule: who updates which bucket, in which memory, on which
+processors."""
 
 from __future__ import annotations
 
@@ -11,54 +12,79 @@ import torch
 
 from megatron_llama.config.schema import Config
 from megatron_llama.distributed import device as devices
-from megatron_llama.distributed.comm.agreement import shared, together
+from megatron_llama.distributed.comm.agreement import raise_on_all_ranks, shared
 from megatron_llama.distributed.host_memory import free_bytes
 from megatron_llama.distributed.mesh import Mesh
 from megatron_llama.engine.offload.copies import Copies, open_copies
 from megatron_llama.engine.offload.divided import Divided
 from megatron_llama.engine.offload.exact import ExactOffload
 from megatron_llama.engine.offload.windows import Pace
-from megatron_llama.engine.offload.worker import Hire, HostWorker, rank_cores
+from megatron_llama.engine.offload.worker import HostWorker, WorkerFactory, rank_cores
 from megatron_llama.engine.offload.zenflow import ZenFlow
 from megatron_llama.engine.update_rule import AdamW, ShardUpdate
 from megatron_llama.errors import OffloadError, describe
-from megatron_llama.plans.buckets import ShardLayout
-from megatron_llama.plans.checks.zenflow import AUTO, longest_window, sends_wide, steps_between_choices
+from megatron_llama.plans.buckets import BucketPlan
+from megatron_llama.plans.checks.zenflow import (
+    AUTO,
+    longest_window,
+    sends_wide,
+    steps_between_choices,
+)
 from megatron_llama.plans.memory import gib, state_bytes
 from megatron_llama.plans.offload import ZENFLOW, OffloadPlan, offload_plan
 
 
 def build_update(
     config: Config,
-    layout: ShardLayout,
+    layout: BucketPlan,
     mesh: Mesh,
     *,
     dtype: torch.dtype,
     copies: Copies | None = None,
-    hire: Hire = HostWorker,
+    worker_factory: WorkerFactory = HostWorker,
     blocking: bool = False,
     steps_per_epoch: int = 0,
 ) -> ShardUpdate:
-    """The update rule of one rank. ``dtype``: of parameters; ``copies``: between device and host, by default as fast as they go;
-    ``hire``: makes who updates there; ``blocking``: offload that waits at once, for comparison; ``steps_per_epoch``: 0 where there is
-    no such thing. Collective.
+    """The update rule of one rank. ``dtype``: of parameters; ``copies``: between device and host,
+    by default as fast as they go; ``worker_factory``: makes who updates there; ``blocking``:
+    offload that waits at once, for comparison; ``steps_per_epoch``: 0 where there is no such thing.
+    Collective.
 
-    Raises ConfigError or OffloadError, on every rank, where processors or memory for offload are not there."""
+    Raises ConfigError or OffloadError, on every rank, where processors or memory for offload are
+    not there."""
     plan = offload_plan(config, layout)
     if plan is None:
         return AdamW(config.optimizer)
-    needed = plan.held + (sum(state_bytes(config, layout).values()) if devices.is_host(mesh.device) else 0)
+    needed = plan.held + (
+        sum(state_bytes(config, layout).values()) if devices.is_host(mesh.device) else 0
+    )
     ranks = shared(Neighbour(_machine(), devices.physical_cores(), needed), mesh.world)
-    here, option = [rank for rank in ranks if rank.machine == ranks[mesh.rank].machine], config.offload.offload_cores
-    with together(mesh.world):
+    here = [rank for rank in ranks if rank.machine == ranks[mesh.rank].machine]
+    option = config.offload.offload_cores
+    with raise_on_all_ranks(mesh.world):
         _require_memory(sum(rank.needed for rank in here), len(here), plan)
         cores = rank_cores(option, *place_among(ranks, mesh.rank, apart=option == AUTO))
-    with together(mesh.world):  # not before all have found enough of it free
-        # On a host without a device the ranks' own number of threads counts: they have been told how to share the processors.
-        worker = hire(cores, min(len(cores), torch.get_num_threads()) if devices.is_host(mesh.device) else len(cores))
+    with raise_on_all_ranks(mesh.world):  # not before all have found enough of it free
+        # On a host without a device the ranks' own number of threads counts: they have been told
+        # how to share the processors.
+        worker = worker_factory(
+            cores,
+            min(len(cores), torch.get_num_threads())
+            if devices.is_host(mesh.device)
+            else len(cores),
+        )
         copies = copies or open_copies(mesh.device)
         if config.offload.optimizer_offload == ZENFLOW:
-            rule: ShardUpdate = _zenflow(config, layout, mesh, plan, dtype=dtype, worker=worker, copies=copies, epoch=steps_per_epoch)
+            rule: ShardUpdate = _zenflow(
+                config,
+                layout,
+                mesh,
+                plan,
+                dtype=dtype,
+                worker=worker,
+                copies=copies,
+                epoch=steps_per_epoch,
+            )
         else:
             rule = ExactOffload(
                 config.optimizer,
@@ -78,7 +104,7 @@ def build_update(
 
 def _zenflow(
     config: Config,
-    layout: ShardLayout,
+    layout: BucketPlan,
     mesh: Mesh,
     plan: OffloadPlan,
     *,
@@ -87,7 +113,8 @@ def _zenflow(
     copies: Copies,
     epoch: int,
 ) -> ZenFlow:
-    options, wide = config.zenflow, torch.promote_types(dtype, torch.float32)
+    options = config.zenflow
+    wide = torch.promote_types(dtype, torch.float32)
     pace = Pace(
         interval=longest_window(options),
         asks=options.zenflow_update_interval == AUTO,
@@ -124,10 +151,15 @@ class Neighbour:
 
 
 def place_among(ranks: Sequence[Neighbour], rank: int, *, apart: bool) -> tuple[int, int]:
-    """Which one of how many ranks that divide processors a rank is: of all on its machine, or, ``apart``, of those that may use the same
-    ones. A launcher that binds each rank to processors of its own has divided them already."""
+    """Which one of how many ranks that divide processors a rank is: of all on its machine, or,
+    ``apart``, of those that may use the same ones. A launcher that binds each rank to processors of
+    its own has divided them already."""
     own = ranks[rank]
-    others = [number for number, one in enumerate(ranks) if one.machine == own.machine and (one.cores == own.cores or not apart)]
+    others = [
+        number
+        for number, one in enumerate(ranks)
+        if one.machine == own.machine and (one.cores == own.cores or not apart)
+    ]
     return others.index(rank), len(others)
 
 

@@ -1,8 +1,10 @@
-"""The columns of one shard that are updated now and then, on the host: where their gradients gather, and their update.
+"""The columns of one shard that are updated now and then, on the host: where their gradients
+gather, and their update.
 
-Only these cross the bus: their gradients at every step, packed and in the dtype of the wire, and their weights once a window, in the
-compute dtype. The host's slabs hold the whole shard, so that one fused call serves it: what an update does to the places of hot
-columns there is of no consequence, because these are written back from the device whenever anybody is to read them.
+Only these cross the bus: their gradients at every step, packed and in the dtype of the wire, and
+their weights once a window, in the compute dtype. The host's slabs hold the whole shard, so that
+one fused call serves it: what an update does to the places of hot columns there is of no
+consequence, because these are written back from the device whenever anybody is to read them.
 """
 
 from __future__ import annotations
@@ -66,24 +68,39 @@ class Unusual:
             for count, many in zip(values.tolist(), columns.tolist(), strict=True):
                 elements[int(count)] += many * block.rows
         usual = max(elements, key=lambda count: (elements[count], count), default=0)
-        packing = Packing(blocks, [mask & (count != usual) for mask, count in zip(masks, counts, strict=True)], torch.device("cpu"))
-        return Unusual(usual, packing, tuple(part.columns(counts[part.block.matrix]) for part in packing.parts))
+        packing = Packing(
+            blocks,
+            [mask & (count != usual) for mask, count in zip(masks, counts, strict=True)],
+            torch.device("cpu"),
+        )
+        return Unusual(
+            usual, packing, tuple(part.columns(counts[part.block.matrix]) for part in packing.parts)
+        )
 
 
 class ColdColumns:
     """Weights and moments of one shard on the host, and what is pending for its cold columns."""
 
-    def __init__(self, slabs: State, totals: Sequence[Tensor], *, decay: float, config: OptimizerConfig) -> None:
-        """``slabs``: [n] each, as are ``totals``: one for each window that may be pending, 1 or 2."""
-        self.slabs, self._config, self._decay = slabs, config, decay
+    def __init__(
+        self, slabs: State, totals: Sequence[Tensor], *, decay: float, config: OptimizerConfig
+    ) -> None:
+        """``slabs``: [n] each, as are ``totals``: one for each window that may be pending, 1 or
+        2."""
+        self.slabs = slabs
+        self._config = config
+        self._decay = decay
         self.windows = [Window(total) for total in totals]
         self.updates = 0
         """Of the cold columns since they were chosen."""
         self._unusual = Unusual(0, Packing((), (), torch.device("cpu")), ())
 
-    def arrange(self, blocks: Sequence[Block], masks: Sequence[Tensor], counts: Sequence[Tensor]) -> None:
-        """Take other columns. ``masks``: which are cold, ``counts``: how often they have been updated."""
-        self._unusual, self.updates = Unusual.of(blocks, masks, counts), 0
+    def arrange(
+        self, blocks: Sequence[Block], masks: Sequence[Tensor], counts: Sequence[Tensor]
+    ) -> None:
+        """Take other columns. ``masks``: which are cold, ``counts``: how often they have been
+        updated."""
+        self._unusual = Unusual.of(blocks, masks, counts)
+        self.updates = 0
 
     def gather(self, turn: int, packed: Tensor, scale: Tensor, *, skip: bool) -> None:
         """A step's gradients have arrived."""
@@ -94,20 +111,25 @@ class ColdColumns:
 
         ``packing``: theirs; ``room``: [n], for the gradient of the whole shard."""
         window = self.windows[turn]
-        steps, window.steps = window.steps, 0
+        steps = window.steps
+        window.steps = 0
         self.updates += steps > 0
         if steps == 0 or packing.numel == 0:
             return
         grad = room[: self.slabs[0].numel()].zero_()
         packing.unpack(window.total, grad)
         unusual = self._update_unusual(grad, steps, lr)
-        before, mean = torch.tensor(float(self._unusual.usual + self.updates - 1)), torch.tensor(float(steps))
-        update_alike(self.slabs, grad, before, self._config, scale=mean, skip=None, lr=lr, decay=self._decay)
+        before = torch.tensor(float(self._unusual.usual + self.updates - 1))
+        mean = torch.tensor(float(steps))
+        update_alike(
+            self.slabs, grad, before, self._config, scale=mean, skip=None, lr=lr, decay=self._decay
+        )
         for slab, packed in zip(self.slabs, unusual, strict=True):
             self._unusual.packing.unpack(packed, slab)
 
     def _update_unusual(self, grad: Tensor, steps: int, lr: float) -> list[Tensor]:
-        """What will be the state of these columns, packed. One fused call on the whole shard follows, and does not count for them."""
+        """What will be the state of these columns, packed. One fused call on the whole shard
+        follows, and does not count for them."""
         packing = self._unusual.packing
         *state, new = (tensor.new_empty(packing.numel) for tensor in (*self.slabs, grad))
         for tensor, packed in zip((*self.slabs, grad), (*state, new), strict=True):
@@ -116,5 +138,12 @@ class ColdColumns:
         for part, counts in zip(packing.parts, self._unusual.counts, strict=True):
             places = tuple(part.place(packed) for packed in state)
             corrected = corrections(counts + self.updates, self._config, grad.dtype)
-            update_columns_((places[0], places[1], places[2]), part.place(new), corrected, self._config, lr=lr, decay=self._decay)
+            update_columns_(
+                (places[0], places[1], places[2]),
+                part.place(new),
+                corrected,
+                self._config,
+                lr=lr,
+                decay=self._decay,
+            )
         return state

@@ -1,5 +1,6 @@
-"""The columns of a shard. A flat shard holds rows, and parts of rows, of several matrices; a column of such a matrix is one input
-channel. Here some of the columns are packed into one vector, and put back.
+"""The columns of a shard. A flat shard holds rows, and parts of rows, of several matrices; a column
+of such a matrix is one input channel. Here some of the columns are packed into one vector, and put
+back.
 """
 
 from __future__ import annotations
@@ -13,10 +14,12 @@ from torch import Tensor
 from megatron_llama.plans.buckets import ALIGN, Segment, align_up
 
 ROWS_OF = 1 << 16
-"""Elements that are worked on at once where an operation takes several passes: they stay in the cache of a core."""
+"""Elements that are worked on at once where an operation takes several passes: they stay in the
+cache of a core."""
 
 AT_ONCE = 1 << 22
-"""Elements that are worked on at once where an operation takes memory of its own on the device, which nobody has planned."""
+"""Elements that are worked on at once where an operation takes memory of its own on the device,
+which nobody has planned."""
 
 
 def in_rows(rows: int, columns: int) -> Iterator[slice]:
@@ -27,7 +30,8 @@ def in_rows(rows: int, columns: int) -> Iterator[slice]:
 
 @dataclass(frozen=True)
 class Block:
-    """``rows`` x ``cols`` elements of a shard from ``start``: the columns from ``col`` of matrix number ``matrix``."""
+    """``rows`` x ``cols`` elements of a shard from ``start``: the columns from ``col`` of matrix
+    number ``matrix``."""
 
     matrix: int
     start: int
@@ -50,8 +54,11 @@ class Block:
 
 
 def blocks_of(segment: Segment, matrix: int) -> Iterator[Block]:
-    """A segment as at most three blocks: the tail of a row, whole rows, the head of a row. ``matrix``: the number they carry."""
-    width, low, stop = segment.spec.width, segment.in_param, segment.in_param + segment.length
+    """A segment as at most three blocks: the tail of a row, whole rows, the head of a row.
+    ``matrix``: the number they carry."""
+    width = segment.spec.width
+    low = segment.in_param
+    stop = segment.in_param + segment.length
     while low < stop:
         col = low % width
         rows = (stop - low) // width if col == 0 else 0
@@ -89,7 +96,9 @@ class Part:
 class Packing:
     """Some columns of the matrices in one shard as one vector: block after block, row by row."""
 
-    def __init__(self, blocks: Iterable[Block], masks: Sequence[Tensor], device: torch.device) -> None:
+    def __init__(
+        self, blocks: Iterable[Block], masks: Sequence[Tensor], device: torch.device
+    ) -> None:
         """``masks``: by matrix, bool over its columns, on the host."""
         self.parts: list[Part] = []
         self.numel = 0
@@ -97,18 +106,22 @@ class Packing:
         for block in blocks:
             chosen = block.of(masks[block.matrix]).nonzero().flatten()
             if chosen.numel():
-                self.parts.append(Part(block, chosen.to(device), self.numel, chosen.numel() == block.cols))
+                self.parts.append(
+                    Part(block, chosen.to(device), self.numel, chosen.numel() == block.cols)
+                )
                 self.numel += block.rows * chosen.numel()
 
     @property
     def padded(self) -> int:
-        """Size of a vector for it in which no element is in the tail that fused kernels round differently."""
+        """Size of a vector for it in which no element is in the tail that fused kernels round
+        differently."""
         return align_up(self.numel, ALIGN)
 
     def pack(self, shard: Tensor, packed: Tensor) -> None:
         """Copy the chosen columns out of a shard, into the dtype of ``packed``."""
         for part in self.parts:
-            place, view = part.place(packed), part.block.view(shard)
+            place = part.place(packed)
+            view = part.block.view(shard)
             if part.every:
                 place.copy_(view)
                 continue
@@ -118,7 +131,8 @@ class Packing:
     def unpack(self, packed: Tensor, shard: Tensor) -> None:
         """Copy them back, into the dtype of ``shard``. Everything else stays."""
         for part in self.parts:
-            place, view = part.place(packed), part.block.view(shard)
+            place = part.place(packed)
+            view = part.block.view(shard)
             if part.every:
                 view.copy_(place)
                 continue

@@ -6,15 +6,18 @@ from collections.abc import Container, Mapping
 
 from torch import Tensor
 
-from megatron_llama.distributed.comm.streams import Done
+from megatron_llama.distributed.comm.streams import Future
 from megatron_llama.engine.update_rule import Shard, ShardUpdate
 
 
 class Divided:
-    """An update rule (ShardUpdate) of two: ``chosen`` buckets go to ``rule``, the others to ``rest``."""
+    """An update rule (ShardUpdate) of two: ``chosen`` buckets go to ``rule``, the others to
+    ``rest``."""
 
     def __init__(self, chosen: Container[int], rule: ShardUpdate, rest: ShardUpdate) -> None:
-        self.chosen, self.rule, self.rest = chosen, rule, rest
+        self.chosen = chosen
+        self.rule = rule
+        self.rest = rest
 
     def _of(self, bucket: int) -> ShardUpdate:
         return self.rule if bucket in self.chosen else self.rest
@@ -35,11 +38,11 @@ class Divided:
         """See ShardUpdate."""
         self._of(bucket).release(bucket)
 
-    def step(self, bucket: int, grad: Tensor, *, scale: Tensor, skip: Tensor, lr: float) -> Done:
+    def step(self, bucket: int, grad: Tensor, *, scale: Tensor, skip: Tensor, lr: float) -> Future:
         """See ShardUpdate."""
         return self._of(bucket).step(bucket, grad, scale=scale, skip=skip, lr=lr)
 
-    def finish(self, steps: Done, *, scale: Tensor, skip: Tensor) -> None:
+    def finish(self, steps: Future, *, scale: Tensor, skip: Tensor) -> None:
         """See ShardUpdate."""
         self.rule.finish(steps, scale=scale, skip=skip)
         self.rest.finish(steps, scale=scale, skip=skip)
@@ -48,7 +51,7 @@ class Divided:
         """See ShardUpdate."""
         self._of(bucket).refresh(bucket)
 
-    def settle(self) -> Mapping[int, Done]:
+    def settle(self) -> Mapping[int, Future]:
         """See ShardUpdate."""
         return {**self.rule.settle(), **self.rest.settle()}
 

@@ -1,11 +1,16 @@
-"""AdamW on the host that nobody waits for longer than has to be: to the bit what waiting for every update would give.
+"""AdamW on the host that nobody waits for longer than has to be: to the bit what waiting for every
+update would give.
 
-    backward    a gradient leaves for the host as soon as it is reduced; without clipping its bucket is updated at once
-    norm        with clipping updates begin here, in the order in which the next forward pass needs buckets; or, speculating, they
-                have been made during backward on a second copy, as if nothing were clipped, and are kept, or made again on the first
+    backward    a gradient leaves for the host as soon as it is reduced; without clipping its bucket
+                is updated at once
+    norm        with clipping updates begin here, in the order in which the next forward pass needs
+                buckets; or, speculating, they
+                have been made during backward on a second copy, as if nothing were clipped, and are
+                kept, or made again on the first
     forward     each layer waits for its own bucket only: update, copy to the device, gather
 
-One thread computes: torch's fused AdamW, which gives the same bits whatever shards it is called on, their lengths being multiples of 64.
+One thread computes: torch's fused AdamW, which gives the same bits whatever shards it is called on,
+their lengths being multiples of 64.
 """
 
 from __future__ import annotations
@@ -19,7 +24,7 @@ import torch
 from torch import Tensor
 
 from megatron_llama.config.schema import OptimizerConfig
-from megatron_llama.distributed.comm.streams import Done, Job
+from megatron_llama.distributed.comm.streams import Future, Task
 from megatron_llama.distributed.recorder import Recorder
 from megatron_llama.engine.offload.copies import Copies, Copy
 from megatron_llama.engine.offload.failures import of_bucket
@@ -28,7 +33,8 @@ from megatron_llama.engine.offload.worker import HostWorker
 from megatron_llama.engine.update_rule import Shard, adamw_step
 from megatron_llama.plans.offload import FACTORS, STAGED, OffloadPlan
 
-UPDATING, SETTING_ASIDE = "updating", "setting aside"
+UPDATING = "updating"
+SETTING_ASIDE = "setting aside"
 """What the worker's time is spent at."""
 
 
@@ -65,11 +71,11 @@ class _Held:
     spare: _Values | None = None
     """Room for a second copy; None: nothing is done ahead."""
     arrival: Copy | None = None
-    attempt: Job | None = None
+    attempt: Task | None = None
     """The update of this step that was tried before its scale was known."""
     ahead: Tensor | None = None
     """It was made on the second copy; the count of updates there."""
-    update: Job | None = None
+    update: Task | None = None
     """That of the last step."""
     live: _Values = field(init=False)
     """At the end of the last step; ``attached``, or what was the second copy."""
@@ -87,7 +93,8 @@ class Attempts:
 
 
 class ExactOffload:
-    """An update rule (ShardUpdate) for the buckets of a plan. Masters, moments and arriving gradients are in the host's memory.
+    """An update rule (ShardUpdate) for the buckets of a plan. Masters, moments and arriving
+    gradients are in the host's memory.
 
     ``blocking``: wait for every copy and update at once; the reference."""
 
@@ -106,16 +113,31 @@ class ExactOffload:
         recorder: Recorder,
         blocking: bool = False,
     ) -> None:
-        """``dtype``: of master and gradient; ``narrow``: of what is gathered; ``largest``: elements of the largest shard of the plan;
-        ``label``: buckets for people. Raises OffloadError where memory is refused."""
-        self._config, self._plan, self._label, self._recorder = config, plan, label, recorder
-        self._worker, self._copies, self._blocking = worker, copies, blocking
+        """``dtype``: of master and gradient; ``narrow``: of what is gathered; ``largest``: elements
+        of the largest shard of the plan; ``label``: buckets for people. Raises OffloadError where
+        memory is refused."""
+        self._config = config
+        self._plan = plan
+        self._label = label
+        self._recorder = recorder
+        self._worker = worker
+        self._copies = copies
+        self._blocking = blocking
         self._slabs = {
             "state": Slab(plan.state // dtype.itemsize, dtype, device, "weights and moments"),
             "gradients": Slab(plan.gradients // dtype.itemsize, dtype, device, "gradients"),
-            "undo": Slab(plan.undo // dtype.itemsize, dtype, device, "updates that may be taken back"),
-            "factors": Slab(FACTORS * len(plan.buckets), torch.float32, device, "scales of gradients"),
-            "staging": Slab(STAGED * largest if narrow != dtype else 0, narrow, device, "weights on their way to the device"),
+            "undo": Slab(
+                plan.undo // dtype.itemsize, dtype, device, "updates that may be taken back"
+            ),
+            "factors": Slab(
+                FACTORS * len(plan.buckets), torch.float32, device, "scales of gradients"
+            ),
+            "staging": Slab(
+                STAGED * largest if narrow != dtype else 0,
+                narrow,
+                device,
+                "weights on their way to the device",
+            ),
         }
         staging = self._slabs["staging"]
         self._staging = [staging.take(largest) for _ in range(STAGED)] if staging.nbytes else []
@@ -123,9 +145,11 @@ class ExactOffload:
         self._sent = 0
         self._held: dict[int, _Held] = {}
         self._wanted: dict[int, float] = {}
-        """Learning rates of updates that may be tried ahead; whoever takes one out decides about it."""
+        """Learning rates of updates that may be tried ahead; whoever takes one out decides about
+        it."""
         self._factors: _Factors | None = None
-        self._unscaled, self._unskipped = torch.ones(()), torch.zeros(())
+        self._unscaled = torch.ones(())
+        self._unskipped = torch.zeros(())
         self.to_host_bytes = self.to_device_bytes = 0
         """Of gradients and weights, so far."""
         self.attempts = Attempts()
@@ -137,7 +161,8 @@ class ExactOffload:
 
     def attach(self, shard: Shard) -> Tensor:
         """See ShardUpdate."""
-        numel, bucket = shard.own.numel(), shard.bucket
+        numel = shard.own.numel()
+        bucket = shard.bucket
         self._held[bucket] = held = _Held(
             shard,
             self._label(bucket),
@@ -166,7 +191,7 @@ class ExactOffload:
                 held.arrival.complete()
         elif ahead is not None and held.spare is not None:
             self._wanted[bucket] = ahead
-            held.attempt = Job(partial(self._try, held))
+            held.attempt = Task(partial(self._try, held))
             self._worker.put(held.attempt, turn=held.shard.turn)
 
     def release(self, bucket: int) -> None:
@@ -176,13 +201,15 @@ class ExactOffload:
             with of_bucket(held.label):
                 held.arrival.wait()
 
-    def step(self, bucket: int, grad: Tensor, *, scale: Tensor, skip: Tensor, lr: float) -> Done:
+    def step(self, bucket: int, grad: Tensor, *, scale: Tensor, skip: Tensor, lr: float) -> Future:
         """See ShardUpdate."""
         held = self._held[bucket]
         self._wanted.pop(bucket, None)  # with the scale there is nothing to try any more
-        update = _Update(self, held, lr, self._factors_on_host(held, scale, skip), self._copies.given())
-        held.update = update.job
-        self._worker.put(update.job, turn=held.shard.turn)
+        update = _Update(
+            self, held, lr, self._factors_on_host(held, scale, skip), self._copies.given()
+        )
+        held.update = update.task
+        self._worker.put(update.task, turn=held.shard.turn)
         if self._blocking:
             with self._recorder.exposed("the optimizer on the host"):
                 update.complete()
@@ -198,7 +225,8 @@ class ExactOffload:
         return factors
 
     def _try(self, held: _Held) -> None:
-        """In the worker: update as if nothing had to be clipped, unless the step has come meanwhile."""
+        """In the worker: update as if nothing had to be clipped, unless the step has come
+        meanwhile."""
         lr = self._wanted.pop(held.shard.bucket, None)
         if lr is None:
             return
@@ -219,9 +247,11 @@ class ExactOffload:
             held.attempt = None
         held.arrival.complete()
         factors.copy.complete()
-        scale, skip = factors.here[0], factors.here[1]
+        scale = factors.here[0]
+        skip = factors.here[1]
         if held.ahead is not None:
-            count, held.ahead = held.ahead, None
+            count = held.ahead
+            held.ahead = None
             if float(scale) == 1.0 and not bool(skip):
                 self.attempts.kept += 1
                 assert held.spare is not None
@@ -231,15 +261,27 @@ class ExactOffload:
             self.attempts.redone += 1
         self._adamw(held, held.live, held.count, scale, skip, lr)
 
-    def _adamw(self, held: _Held, values: _Values, count: Tensor, scale: Tensor, skip: Tensor, lr: float) -> None:
+    def _adamw(
+        self, held: _Held, values: _Values, count: Tensor, scale: Tensor, skip: Tensor, lr: float
+    ) -> None:
         master, average, square = values
         state = {"exp_avg": average, "exp_avg_sq": square, "step": count}
         with self._worker.working(UPDATING, master.numel()):
-            adamw_step(master, held.grad, state, self._config, decay=held.decay, scale=scale, skip=skip, lr=lr)
+            adamw_step(
+                master,
+                held.grad,
+                state,
+                self._config,
+                decay=held.decay,
+                scale=scale,
+                skip=skip,
+                lr=lr,
+            )
 
-    def send(self, held: _Held, given: Done) -> Copy:
+    def send(self, held: _Held, given: Future) -> Copy:
         """In the worker: the new weights go to the device."""
-        own, source = held.shard.own, held.live[0]
+        own = held.shard.own
+        source = held.live[0]
         if self._staging:
             number = self._sent % STAGED
             last = self._sending[number]
@@ -253,7 +295,7 @@ class ExactOffload:
         self.to_device_bytes += own.nbytes
         return copy
 
-    def finish(self, steps: Done, *, scale: Tensor, skip: Tensor) -> None:
+    def finish(self, steps: Future, *, scale: Tensor, skip: Tensor) -> None:
         """See ShardUpdate."""
 
     def refresh(self, bucket: int) -> None:
@@ -261,8 +303,9 @@ class ExactOffload:
         held = self._held[bucket]
         held.shard.own.copy_(held.attached[0])
 
-    def settle(self) -> Mapping[int, Done]:
-        """See ShardUpdate. Nothing is put off beyond its step; what became of second copies goes where everybody looks for it."""
+    def settle(self) -> Mapping[int, Future]:
+        """See ShardUpdate. Nothing is put off beyond its step; what became of second copies goes
+        where everybody looks for it."""
         for held in self._held.values():
             if held.update is not None:
                 with of_bucket(held.label), self.waiting():
@@ -304,26 +347,29 @@ def _values(slab: Slab, numel: int) -> _Values:
 
 
 class _Update:
-    """The update of one bucket in one step: a Done."""
+    """The update of one bucket in one step: a Future."""
 
-    def __init__(self, rule: ExactOffload, held: _Held, lr: float, factors: _Factors, given: Done) -> None:
-        self._rule, self._held = rule, held
+    def __init__(
+        self, rule: ExactOffload, held: _Held, lr: float, factors: _Factors, given: Future
+    ) -> None:
+        self._rule = rule
+        self._held = held
         self._sent: Copy | None = None
-        self.job = Job(partial(self._run, lr, factors, given))
+        self.task = Task(partial(self._run, lr, factors, given))
 
-    def _run(self, lr: float, factors: _Factors, given: Done) -> None:
+    def _run(self, lr: float, factors: _Factors, given: Future) -> None:
         with of_bucket(self._held.label):
             self._rule.perform(self._held, lr, factors)
             self._sent = self._rule.send(self._held, given)
 
     def _update(self) -> Copy:
         with self._rule.waiting():
-            self.job.wait()
+            self.task.wait()
         assert self._sent is not None
         return self._sent
 
     def wait(self) -> None:
-        """See Done."""
+        """See Future."""
         sent = self._update()
         with of_bucket(self._held.label):
             sent.wait()

@@ -1,11 +1,14 @@
-"""Which columns of each matrix are updated at every step: those whose gradient is largest, over all ranks.
+"""Which columns of each matrix are updated at every step: those whose gradient is largest, over all
+ranks.
 
-A column is an input channel of the matrix as it is over all tensor-parallel ranks. Its norm is summed over the shards of data-parallel
-ranks; over tensor-parallel ranks it is summed too where they split the outputs, while where they split the inputs each rank knows
-other columns. Only these norms cross ranks: a number for each column instead of one for each element.
+A column is an input channel of the matrix as it is over all tensor-parallel ranks. Its norm is
+summed over the shards of data-parallel ranks; over tensor-parallel ranks it is summed too where
+they split the outputs, while where they split the inputs each rank knows other columns. Only these
+norms cross ranks: a number for each column instead of one for each element.
 
-Queries, keys and values read the same channels: they are one matrix here even where they are stored as two, so that the same columns
-are chosen in every layout. One-dimensional parameters and low-rank additions have no columns: they are small, and always updated.
+Queries, keys and values read the same channels: they are one matrix here even where they are stored
+as two, so that the same columns are chosen in every layout. One-dimensional parameters and low-rank
+additions have no columns: they are small, and always updated.
 """
 
 from __future__ import annotations
@@ -24,7 +27,8 @@ from megatron_llama.plans.checks.zenflow import hot_columns
 from megatron_llama.plans.params import ParamSpec
 
 ATTENTION_INPUTS = ("q_proj", "kv_proj", "qkv_proj")
-"""Names under which queries, keys and values are stored: whatever the layout, the last of them names their columns."""
+"""Names under which queries, keys and values are stored: whatever the layout, the last of them
+names their columns."""
 
 
 @dataclass(frozen=True)
@@ -46,7 +50,11 @@ class Matrix:
         """Of a parameter with two dims."""
         owner, _, leaf = spec.name.removesuffix(".weight").rpartition(".")
         part = spec.slices[0]
-        name = f"{owner}.{ATTENTION_INPUTS[-1]}" if leaf in ATTENTION_INPUTS else f"{owner}.{leaf}".lstrip(".")
+        name = (
+            f"{owner}.{ATTENTION_INPUTS[-1]}"
+            if leaf in ATTENTION_INPUTS
+            else f"{owner}.{leaf}".lstrip(".")
+        )
         return Matrix(name, part.hf_col, spec.width, part.shape[1], spec.tied)
 
     def own(self, columns: Tensor) -> Tensor:
@@ -55,10 +63,12 @@ class Matrix:
 
 
 class Norms:
-    """Squared norms of the gradient's columns, for all matrices of one rank: taken shard by shard, then summed over the ranks."""
+    """Squared norms of the gradient's columns, for all matrices of one rank: taken shard by shard,
+    then summed over the ranks."""
 
     def __init__(self, matrices: Sequence[Matrix], mesh: Mesh) -> None:
-        """``matrices``: in the same order on every rank of dp and tp. Several may carry one name: they share their columns."""
+        """``matrices``: in the same order on every rank of dp and tp. Several may carry one name:
+        they share their columns."""
         self._mesh = mesh
         self._totals = {matrix.name: matrix.total for matrix in matrices}
         self._matrices = tuple(matrices)
@@ -66,25 +76,34 @@ class Norms:
         self._local = [torch.zeros(matrix.columns, device=mesh.device) for matrix in matrices]
 
     def add(self, shard: Tensor, blocks: Iterable[Block]) -> None:
-        """Count the gradient in a shard, where this rank is the one to count it. ``Block.matrix`` numbers the matrices."""
+        """Count the gradient in a shard, where this rank is the one to count it. ``Block.matrix``
+        numbers the matrices."""
         for block in blocks:
             for part in block.parts(shard):
                 block.of(self._local[block.matrix]).add_(part.square().sum(0, dtype=torch.float32))
 
     def totals(self) -> dict[str, Tensor]:
-        """Over all ranks, by name, [total], on the host; from now on zero again. Collective over the ranks of dp and tp, and where the
-        embedding is tied over those of both ends. Every rank gets the same bits."""
+        """Over all ranks, by name, [total], on the host; from now on zero again. Collective over
+        the ranks of dp and tp, and where the embedding is tied over those of both ends. Every rank
+        gets the same bits."""
         mesh = self._mesh
         flat = torch.cat([*self._local, torch.zeros(0, device=mesh.device)])
         for local in self._local:
             local.zero_()
         all_reduce(flat, mesh.dp_shard).wait()
-        whole = {name: torch.zeros(total, device=mesh.device) for name, total in self._totals.items()}
-        for matrix, part in zip(self._matrices, torch.split(flat, [matrix.columns for matrix in self._matrices]), strict=True):
+        whole = {
+            name: torch.zeros(total, device=mesh.device) for name, total in self._totals.items()
+        }
+        for matrix, part in zip(
+            self._matrices,
+            torch.split(flat, [matrix.columns for matrix in self._matrices]),
+            strict=True,
+        ):
             matrix.own(whole[matrix.name]).add_(part)
         together = torch.cat([*whole.values(), torch.zeros(0, device=mesh.device)])
         all_reduce(together, mesh.tp).wait()
-        # A backend may add in another order elsewhere. Replicas that took other columns for it would be replicas no more.
+        # A backend may add in another order elsewhere. Replicas that took other columns for it
+        # would be replicas no more.
         for axis in (mesh.dp, mesh.tp):
             all_reduce(together, axis, dist.ReduceOp.MAX).wait()
         found = dict(zip(whole, torch.split(together, list(self._totals.values())), strict=True))

@@ -1,4 +1,5 @@
-"""One shard under ZenFlow: its hot columns on the device, its cold ones on the host, and what crosses the bus between them."""
+"""One shard under ZenFlow: its hot columns on the device, its cold ones on the host, and what
+crosses the bus between them."""
 
 from __future__ import annotations
 
@@ -10,7 +11,7 @@ import torch
 from torch import Tensor
 
 from megatron_llama.config.schema import OptimizerConfig
-from megatron_llama.distributed.comm.streams import Job
+from megatron_llama.distributed.comm.streams import Task
 from megatron_llama.distributed.recorder import Recorder
 from megatron_llama.engine.offload.adam import State
 from megatron_llama.engine.offload.cold import ColdColumns
@@ -22,29 +23,42 @@ from megatron_llama.engine.offload.windows import Step
 from megatron_llama.engine.offload.worker import HostWorker
 from megatron_llama.engine.update_rule import Shard
 
-GATHERING, UPDATING = 0, 1
+GATHERING = 0
+UPDATING = 1
 """Turns of the worker: gradients that arrive do not wait for the updates of the window before."""
-ADDING_UP, APPLYING, PACKING = "adding up", "applying", "packing"
+ADDING_UP = "adding up"
+APPLYING = "applying"
+PACKING = "packing"
 """What the worker's time is spent at."""
 HOST = "the optimizer on the host"
 
 
 @dataclass
 class Crossed:
-    """What has crossed the bus, in bytes: packed columns alone, not the state of columns that move."""
+    """What has crossed the bus, in bytes: packed columns alone, not the state of columns that
+    move."""
 
     to_host: int = 0
     to_device: int = 0
 
 
-class Rooms:
+class ScratchBuffers:
     """Memory that all shards of a rank take turns in, each as large as the largest of them."""
 
-    def __init__(self, largest: int, device: torch.device, *, wide: torch.dtype, wire: torch.dtype, narrow: torch.dtype) -> None:
+    def __init__(
+        self,
+        largest: int,
+        device: torch.device,
+        *,
+        wide: torch.dtype,
+        wire: torch.dtype,
+        narrow: torch.dtype,
+    ) -> None:
         self.hot = torch.empty(largest, dtype=wide, device=device)
         """Where gradients of hot columns are packed."""
         self.leaving = [torch.empty(largest, dtype=wire, device=device) for _ in range(2)]
-        """Packed gradients on their way to the host: one is filled while the other one is copied."""
+        """Packed gradients on their way to the host: one is filled while the other one is
+        copied."""
         self.arriving = torch.empty(largest, dtype=narrow, device=device)
         """Packed weights that have come from the host."""
         self.whole = torch.empty(largest, dtype=wide)
@@ -52,10 +66,14 @@ class Rooms:
         self._copied: list[tuple[str, Copy] | None] = [None, None]
         self._turn = 0
 
-    def leave(self, copies: Copies, shard: Tensor, columns: Packed, target: Tensor, label: str) -> Copy:
-        """Pack the columns of a shard, which is part of the bucket ``label``, and copy them to ``target`` on the host."""
+    def leave(
+        self, copies: Copies, shard: Tensor, columns: Packed, target: Tensor, label: str
+    ) -> Copy:
+        """Pack the columns of a shard, which is part of the bucket ``label``, and copy them to
+        ``target`` on the host."""
         self._turn ^= 1
-        before, room = self._copied[self._turn], self.leaving[self._turn][: columns.here.numel]
+        before = self._copied[self._turn]
+        room = self.leaving[self._turn][: columns.here.numel]
         if before is not None:
             with of_bucket(before[0]):
                 before[1].wait()
@@ -78,7 +96,8 @@ class Staging:
 
 
 class ShardColumns:
-    """The state machine of one shard. ``step`` is called once in every step, ``arrived`` before it."""
+    """The state machine of one shard. ``step`` is called once in every step, ``arrived`` before
+    it."""
 
     def __init__(
         self,
@@ -87,7 +106,7 @@ class ShardColumns:
         slabs: State,
         totals: Sequence[Tensor],
         staging: Staging,
-        rooms: Rooms,
+        scratch_buffers: ScratchBuffers,
         copies: Copies,
         worker: HostWorker,
         config: OptimizerConfig,
@@ -95,9 +114,15 @@ class ShardColumns:
         recorder: Recorder,
     ) -> None:
         """``slabs`` and ``totals``: see ColdColumns. ``label``: the bucket for people."""
-        self._label, self._recorder = label, recorder
-        self.shard, self.blocks, self._staging, self._rooms = shard, blocks, staging, rooms
-        self._copies, self._worker, self._config = copies, worker, config
+        self._label = label
+        self._recorder = recorder
+        self.shard = shard
+        self.blocks = blocks
+        self._staging = staging
+        self._rooms = scratch_buffers
+        self._copies = copies
+        self._worker = worker
+        self._config = config
         self._decay = config.weight_decay if shard.kind.decay else 0.0
         self.state = ColdColumns(slabs, totals, decay=self._decay, config=config)
         self.steps = torch.zeros((), dtype=torch.float32, device=shard.own.device)
@@ -110,17 +135,23 @@ class ShardColumns:
         self._factors = torch.empty(0)
         """Scale and skip of the last step, as long as they may be on their way."""
         self._sent: Copy | None = None
-        self._gathered: Job | None = None
-        self._applied: Job | None = None
+        self._gathered: Task | None = None
+        self._applied: Task | None = None
         """The update of a window that is not in the weights yet."""
         self._fetched: Copy | None = None
 
     def arrange(self, masks: Sequence[Tensor], counts: Sequence[Tensor]) -> None:
-        """Take other columns, or the same ones after their state was written. Nothing is pending. ``masks``, ``counts``: by matrix, on
-        the host: which columns are hot, and how often each has been updated."""
-        device, blocks = self.shard.own.device, self.blocks
-        hot, cold = (Packed.of(blocks, which, counts, device) for which in (masks, [~mask for mask in masks]))
-        self.hot = HotColumns(hot, decay=self._decay, config=self._config, dtype=self.shard.dtype, device=device)
+        """Take other columns, or the same ones after their state was written. Nothing is pending.
+        ``masks``, ``counts``: by matrix, on the host: which columns are hot, and how often each has
+        been updated."""
+        device = self.shard.own.device
+        blocks = self.blocks
+        hot, cold = (
+            Packed.of(blocks, which, counts, device) for which in (masks, [~mask for mask in masks])
+        )
+        self.hot = HotColumns(
+            hot, decay=self._decay, config=self._config, dtype=self.shard.dtype, device=device
+        )
         self.hot.fetch(self.state.slabs)
         self.cold = cold
         self.state.arrange(blocks, [~mask for mask in masks], counts)
@@ -130,7 +161,9 @@ class ShardColumns:
         if self._gathered is not None:
             with self._recorder.exposed(HOST):
                 self._gathered.wait()  # has read the memory that it leaves for
-        self._sent = self._rooms.leave(self._copies, grad, self.cold, self._staging.grads, self._label)
+        self._sent = self._rooms.leave(
+            self._copies, grad, self.cold, self._staging.grads, self._label
+        )
         self.crossed.to_host += self.cold.here.numel * self._staging.grads.element_size()
 
     def step(self, grad: Tensor, plan: Step, *, scale: Tensor, skip: Tensor, lr: float) -> None:
@@ -139,7 +172,7 @@ class ShardColumns:
         self.steps += 1.0 - skip
         self._factors = torch.stack([scale, skip])
         factors = self._copies.to_host(self._staging.factors, self._factors)
-        self._gathered = Job(partial(self._gather, self._turn, self._sent, factors))
+        self._gathered = Task(partial(self._gather, self._turn, self._sent, factors))
         self._worker.put(self._gathered, turn=GATHERING)
         window = self.state.windows[self._turn]
         window.since = self.taken if window.since is None else window.since
@@ -163,8 +196,9 @@ class ShardColumns:
                 self.state.gather(turn, self._staging.grads[:size], scale, skip=bool(skip))
 
     def _close_window(self, lr: float) -> None:
-        """Have the open window's update computed; the next step's gradients go into another one, if there is one."""
-        self._applied = Job(partial(self._apply, self._turn, lr))
+        """Have the open window's update computed; the next step's gradients go into another one, if
+        there is one."""
+        self._applied = Task(partial(self._apply, self._turn, lr))
         self._worker.put(self._applied, turn=UPDATING)
         self._turn = (self._turn + 1) % len(self.state.windows)
 
@@ -179,11 +213,14 @@ class ShardColumns:
                 self.cold.there.pack(self.state.slabs[0], self._staging.weights)
 
     def deliver(self) -> None:
-        """Wait for the update of the window that closed last, if it is not in the weights yet, and put it there."""
+        """Wait for the update of the window that closed last, if it is not in the weights yet, and
+        put it there."""
         if self._applied is None:
             return
-        size, packing = self.cold.here.numel, self.cold.here
-        room, source = self._rooms.arriving[:size], self._staging.weights[:size]
+        size = self.cold.here.numel
+        packing = self.cold.here
+        room = self._rooms.arriving[:size]
+        source = self._staging.weights[:size]
         with of_bucket(self._label), self._recorder.exposed(HOST):
             self._applied.wait()
             self._applied = None
@@ -197,11 +234,16 @@ class ShardColumns:
 
     @property
     def oldest(self) -> int | None:
-        """Steps that were done before the oldest gradient that is not in the weights; None: there is none."""
-        return min((window.since for window in self.state.windows if window.since is not None), default=None)
+        """Steps that were done before the oldest gradient that is not in the weights; None: there
+        is none."""
+        return min(
+            (window.since for window in self.state.windows if window.since is not None),
+            default=None,
+        )
 
     def settle(self, lr: float) -> None:
-        """Apply everything that is pending, on the host and on the device, and write what is hot back to the host."""
+        """Apply everything that is pending, on the host and on the device, and write what is hot
+        back to the host."""
         self.deliver()
         if self.state.windows[self._turn].since is not None:
             self._close_window(lr)

@@ -1,4 +1,5 @@
-"""Memory of the host for optimizer state: allocated once, before training, and pinned for the device's copies."""
+"""Memory of the host for optimizer state: allocated once, before training, and pinned for the
+device's copies."""
 
 from __future__ import annotations
 
@@ -16,30 +17,47 @@ _REMEDY = "offload less with --optimizer-offload-fraction, shard over more ranks
 
 
 class Slab:
-    """One piece of zeroed host memory that hands out its parts, each at a multiple of ALIGN elements. They live as long as it does.
+    """One piece of zeroed host memory that hands out its parts, each at a multiple of ALIGN
+    elements. They live as long as it does.
 
-    Pinned as a whole: an allocator of pinned memory that rounds up each part to a power of two would take up to twice as much. Pages
-    of its own, since a page cannot be pinned twice; on a host without a device each exists from its first use, near whoever that is."""
+    Pinned as a whole: an allocator of pinned memory that rounds up each part to a power of two
+    would take up to twice as much. Pages of its own, since a page cannot be pinned twice; on a host
+    without a device each exists from its first use, near whoever that is."""
 
     def __init__(self, numel: int, dtype: torch.dtype, device: torch.device, what: str) -> None:
-        """``numel``: of all parts, padding included. Raises OffloadError where the system refuses it, or to pin it for ``device``."""
-        self._what, self._taken = what, 0
+        """``numel``: of all parts, padding included. Raises OffloadError where the system refuses
+        it, or to pin it for ``device``."""
+        self._what = what
+        self._taken = 0
         size = numel * dtype.itemsize
-        where, got = f"host memory for {what}", f"{size:,} bytes"
+        where = f"host memory for {what}"
+        got = f"{size:,} bytes"
         if not size:
             self._whole = torch.zeros(0, dtype=dtype)
             return
         try:
             memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         except (OSError, OverflowError) as error:
-            refusal = describe(where, got=f"{got}, which the system refused: {error}", expected="that much memory", do=_REMEDY)
+            refusal = describe(
+                where,
+                got=f"{got}, which the system refused: {error}",
+                expected="that much memory",
+                do=_REMEDY,
+            )
             raise OffloadError(refusal) from error
         self._whole = torch.frombuffer(memory, dtype=dtype)
         try:
             devices.pin(self._whole, device)
         except RuntimeError as error:
             do = f"raise the limit of locked memory (ulimit -l) or {_REMEDY}"
-            raise OffloadError(describe(where, got=f"{got}, refused: {error}", expected="memory that can be pinned", do=do)) from error
+            raise OffloadError(
+                describe(
+                    where,
+                    got=f"{got}, refused: {error}",
+                    expected="memory that can be pinned",
+                    do=do,
+                )
+            ) from error
         weakref.finalize(self, devices.unpin, self._whole, device).atexit = False
 
     @property
@@ -52,5 +70,7 @@ class Slab:
         start = self._taken
         self._taken += align_up(numel, ALIGN)
         if self._taken > self._whole.numel():
-            raise RuntimeError(f"host memory for {self._what}: {self._taken} elements are asked for, {self._whole.numel()} were planned")
+            raise RuntimeError(
+                f"host memory for {self._what}: {self._taken} elements are asked for, {self._whole.numel()} were planned"
+            )
         return self._whole[start : start + numel]

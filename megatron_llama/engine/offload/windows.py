@@ -1,10 +1,12 @@
 """When the cold columns of ZenFlow are updated, and when columns are chosen anew. Integers only.
 
-    window      the steps whose cold gradients become one update; it closes after ``interval`` steps, or when they ask for it
+    window      the steps whose cold gradients become one update; it closes after ``interval``
+                steps, or when they ask for it
     inline      the update of a window is in the weights when its last step ends
     beside      it is computed while the next window fills, and in the weights when that one closes
 
-Until columns have been chosen for the first time every step is a window of its own, with an inline update: nothing is hot yet.
+Until columns have been chosen for the first time every step is a window of its own, with an inline
+update: nothing is hot yet.
 """
 
 from __future__ import annotations
@@ -54,7 +56,8 @@ class Windows:
 
     def next(self, *, asked: bool = False) -> Step:
         """The step that follows. ``asked``: its window should close with it, if it may."""
-        pace, done = self.pace, self.done + 1
+        pace = self.pace
+        done = self.done + 1
         if self.last_choice is None:
             return Step(closes=True, inline=True, chooses=done >= max(1, pace.rounds))
         closes = done - self.opened >= pace.interval or (pace.asks and asked)
@@ -76,8 +79,11 @@ class Windows:
         self.opened = self.done
 
     def check(self, oldest: int | None, done: int, what: str) -> None:
-        """After ``done`` steps. ``oldest``: steps that were done before the oldest gradient that is not in the weights yet. RuntimeError
-        if that is two intervals ago: the promise of this method is broken."""
+        """After ``done`` steps. ``oldest``: steps that were done before the oldest gradient that is
+        not in the weights yet. RuntimeError if that is two intervals ago: the promise of this
+        method is broken."""
         if oldest is not None and done - oldest >= 2 * self.pace.interval:
             late = done - oldest
-            raise RuntimeError(f"{what}: gradients of {late} steps ago are not in the weights, at most {2 * self.pace.interval - 1} may be")
+            raise RuntimeError(
+                f"{what}: gradients of {late} steps ago are not in the weights, at most {2 * self.pace.interval - 1} may be"
+            )

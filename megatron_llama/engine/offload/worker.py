@@ -16,14 +16,15 @@ from itertools import count
 import torch
 
 from megatron_llama.distributed import device as devices
-from megatron_llama.distributed.comm.streams import Job
+from megatron_llama.distributed.comm.streams import Task
 from megatron_llama.errors import ConfigError, OffloadError, describe
 from megatron_llama.plans.offload import core_list
 
 
 def rank_cores(option: str, local_rank: int, local_ranks: int) -> tuple[int, ...]:
-    """The processors of one of ``local_ranks`` ranks of this machine: an equal part of those that --offload-cores names (auto: one of
-    each physical core). Where there are fewer than ranks, ranks share. Raises ConfigError for processors that there are not."""
+    """The processors of one of ``local_ranks`` ranks of this machine: an equal part of those that
+    --offload-cores names (auto: one of each physical core). Where there are fewer than ranks, ranks
+    share. Raises ConfigError for processors that there are not."""
     here = devices.physical_cores()
     cores = here if option == "auto" else core_list(option)
     allowed = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set(here)
@@ -33,38 +34,57 @@ def rank_cores(option: str, local_rank: int, local_ranks: int) -> tuple[int, ...
         do = "leave it out, or name some of these"
         expected = f"processors that this process may use: {', '.join(map(str, sorted(allowed)))}"
         raise ConfigError(describe("--offload-cores", got=got, expected=expected, do=do))
-    share, local_rank = len(cores) // local_ranks, local_rank % local_ranks
-    return cores[local_rank * share : (local_rank + 1) * share] if share else (cores[local_rank % len(cores)],)
+    share = len(cores) // local_ranks
+    local_rank = local_rank % local_ranks
+    return (
+        cores[local_rank * share : (local_rank + 1) * share]
+        if share
+        else (cores[local_rank % len(cores)],)
+    )
 
 
 class HostWorker:
-    """One thread; of the jobs that wait it takes the one with the lowest ``turn`` first, then the oldest. One that fails does not stop
-    the next."""
+    """One thread; of the jobs that wait it takes the one with the lowest ``turn`` first, then the
+    oldest. One that fails does not stop the next."""
 
     def __init__(self, cores: Sequence[int] = (), threads: int = 0) -> None:
-        """``cores``: processors it may use, none: any; ``threads``: of torch's operators in it, 0: as many as cores. Raises OffloadError
-        where the system does not let a thread choose its processors."""
+        """``cores``: processors it may use, none: any; ``threads``: of torch's operators in it, 0:
+        as many as cores. Raises OffloadError where the system does not let a thread choose its
+        processors."""
         self.seconds: defaultdict[str, float] = defaultdict(float)
         """Spent at each kind of ``working``, so far."""
-        self._jobs, first = _Jobs(), Job(partial(_settle_in, tuple(cores), threads or len(cores)))
+        self._jobs = _Tasks()
+        first = Task(partial(_settle_in, tuple(cores), threads or len(cores)))
         self.put(first, turn=0)
-        torch.get_num_threads()  # the caller's own number is settled before this thread chooses one for itself
-        self._thread = threading.Thread(target=_serve, args=(self._jobs,), name="optimizer", daemon=True)
+        # the caller's own number is settled before this thread chooses one for itself
+        torch.get_num_threads()
+        self._thread = threading.Thread(
+            target=_serve, args=(self._jobs,), name="optimizer", daemon=True
+        )
         self._thread.start()
         weakref.finalize(self, self._jobs.close)
         try:
             first.wait()
         except OSError as error:
-            got, do = f"{', '.join(map(str, cores))}, refused: {error}", "name others, or ask who runs this machine or container"
-            raise OffloadError(describe("--offload-cores", got=got, expected="processors that a thread may choose", do=do)) from error
+            got = f"{', '.join(map(str, cores))}, refused: {error}"
+            do = "name others, or ask who runs this machine or container"
+            raise OffloadError(
+                describe(
+                    "--offload-cores",
+                    got=got,
+                    expected="processors that a thread may choose",
+                    do=do,
+                )
+            ) from error
 
-    def put(self, job: Job, *, turn: int) -> None:
+    def put(self, task: Task, *, turn: int) -> None:
         """Perform a job in its turn. RuntimeError after ``close``."""
-        self._jobs.put(job, turn)
+        self._jobs.put(task, turn)
 
     @contextmanager
     def working(self, what: str, elements: int) -> Iterator[None]:
-        """In the thread: it does ``what`` to so many elements of a shard, and waits for nothing meanwhile."""
+        """In the thread: it does ``what`` to so many elements of a shard, and waits for nothing
+        meanwhile."""
         begin = time.perf_counter()
         yield
         self.seconds[what] += time.perf_counter() - begin
@@ -78,25 +98,29 @@ class HostWorker:
         self._thread.join(seconds)
 
 
-Hire = Callable[[Sequence[int], int], HostWorker]
+WorkerFactory = Callable[[Sequence[int], int], HostWorker]
 """Makes the worker of a rank from its processors and number of threads."""
 
 
-class _Jobs:
+class _Tasks:
     """A queue by turn, whose thread does not keep its worker alive."""
 
     def __init__(self) -> None:
-        self._heap: list[tuple[int, int, Job]] = []
-        self._numbers, self._changed, self._closed = count(), threading.Condition(), False
+        self._heap: list[tuple[int, int, Task]] = []
+        self._numbers = count()
+        self._changed = threading.Condition()
+        self._closed = False
 
-    def put(self, job: Job, turn: int) -> None:
+    def put(self, task: Task, turn: int) -> None:
         with self._changed:
             if self._closed:
-                raise RuntimeError("the optimizer's worker is closed")  # nobody would ever finish the job
-            heapq.heappush(self._heap, (turn, next(self._numbers), job))
+                raise RuntimeError(
+                    "the optimizer's worker is closed"
+                )  # nobody would ever finish the job
+            heapq.heappush(self._heap, (turn, next(self._numbers), task))
             self._changed.notify()
 
-    def take(self) -> Job | None:
+    def take(self) -> Task | None:
         """The next one; None: there will be none."""
         with self._changed:
             while not self._heap and not self._closed:
@@ -117,8 +141,8 @@ def _settle_in(cores: tuple[int, ...], threads: int) -> None:
         torch.set_num_threads(threads)
 
 
-def _serve(jobs: _Jobs) -> None:
+def _serve(tasks: _Tasks) -> None:
     with torch.no_grad():
-        while (job := jobs.take()) is not None:
-            job.perform()
-            del job
+        while (task := tasks.take()) is not None:
+            task.perform()
+            del task

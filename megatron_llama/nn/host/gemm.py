@@ -1,7 +1,7 @@
 """Matrix products of a linear layer, by the library that is fastest for them here.
 
-In fp32 torch calls MKL, which on a processor that is not Intel's leaves half of AVX-512 unused: oneDNN's product, which torch has
-too, takes half of the time there. Both sum in fp32.
+In fp32 torch calls MKL, which on a processor that is not Intel's leaves half of AVX-512 unused:
+oneDNN's product, which torch has too, takes half of the time there. Both sum in fp32.
 """
 
 from __future__ import annotations
@@ -37,11 +37,12 @@ def product(left: Tensor, right: Tensor) -> Tensor:
 
 
 def apart(left: Tensor, weight: Tensor) -> bool:
-    """Whether oneDNN is asked for the product over the last dim of ``left``: in fp32 on such a host, where it is large enough."""
+    """Whether oneDNN is asked for the product over the last dim of ``left``: in fp32 on such a
+    host, where it is large enough."""
     return (
         left.dtype is torch.float32
         and left.numel() * weight.numel() >= LEAST * left.shape[-1]
-        and not devices.imagined(left)
+        and not devices.is_fake(left)
         and devices.is_host(left.device)
         and devices.prefers_onednn()
     )

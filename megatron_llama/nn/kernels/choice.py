@@ -7,7 +7,7 @@ from functools import cache
 import torch
 
 from megatron_llama.distributed import device as devices
-from megatron_llama.nn.ops import Bodies
+from megatron_llama.nn.ops import Ops
 
 DTYPES = frozenset({torch.float32, torch.bfloat16, torch.float16})
 """Sums are taken in fp32, so fp64 (the reference runs) stays with torch."""
@@ -21,7 +21,7 @@ def runs_kernels(device: torch.device, dtype: torch.dtype) -> bool:
     return dtype in DTYPES and devices.runs_triton(device)
 
 
-def kernels_for(device: torch.device, dtype: torch.dtype, hidden: int) -> Bodies | None:
+def kernels_for(device: torch.device, dtype: torch.dtype, hidden: int) -> Ops | None:
     """The kernels, for layers of so many channels; None: torch's operators compute there."""
     if hidden > LARGEST_ROW or not runs_kernels(device, dtype):
         return None

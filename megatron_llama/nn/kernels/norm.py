@@ -1,7 +1,9 @@
-"""RMSNorm with the residual addition before it: one read and one write of each activation, forward and backward.
+"""RMSNorm with the residual addition before it: one read and one write of each activation, forward
+and backward.
 
-A block adds what a layer gives to the residual stream and normalizes the sum. Backward, two gradients meet in that sum, the one
-through the norm and the one along the stream, and are added where they are made.
+A block adds what a layer gives to the residual stream and normalizes the sum. Backward, two
+gradients meet in that sum, the one through the norm and the one along the stream, and are added
+where they are made.
 """
 
 from __future__ import annotations
@@ -19,16 +21,7 @@ PROGRAMS_PER_UNIT = 2
 
 @triton.jit
 def _forward(
-    x,
-    delta,
-    weight,
-    total,
-    out,
-    scale,
-    eps,
-    width,
-    HAS_DELTA: tl.constexpr,
-    BLOCK: tl.constexpr,
+    x, delta, weight, total, out, scale, eps, width, HAS_DELTA: tl.constexpr, BLOCK: tl.constexpr
 ):
     row = tl.program_id(0)
     columns = tl.arange(0, BLOCK)
@@ -36,7 +29,9 @@ def _forward(
     place = row.to(tl.int64) * width + columns
     values = tl.load(x + place, mask=inside, other=0.0)
     if HAS_DELTA:
-        values = (values.to(tl.float32) + tl.load(delta + place, mask=inside, other=0.0).to(tl.float32)).to(values.dtype)
+        values = (
+            values.to(tl.float32) + tl.load(delta + place, mask=inside, other=0.0).to(tl.float32)
+        ).to(values.dtype)
         tl.store(total + place, values, mask=inside)
     wide = values.to(tl.float32)
     inverse = tl.rsqrt(tl.sum(wide * wide, 0) / width + eps)
@@ -83,10 +78,14 @@ def _backward(
     tl.store(partial + program.to(tl.int64) * width + columns, summed, mask=inside)
 
 
-def add_norm(x: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
-    """x + delta, or x, both [..., h]; that scaled to unit root mean square, times weight [h]; and the scale [..., 1] in fp32."""
+def add_norm(
+    x: Tensor, delta: Tensor | None, weight: Tensor, eps: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """x + delta, or x, both [..., h]; that scaled to unit root mean square, times weight [h]; and
+    the scale [..., 1] in fp32."""
     x, width = x.contiguous(), x.shape[-1]
-    out, scale = torch.empty_like(x), x.new_empty((*x.shape[:-1], 1), dtype=torch.float32)
+    out = torch.empty_like(x)
+    scale = x.new_empty((*x.shape[:-1], 1), dtype=torch.float32)
     total, added = (x, x) if delta is None else (torch.empty_like(x), delta.contiguous())
     if x.numel():
         block = triton.next_power_of_2(width)
@@ -95,7 +94,9 @@ def add_norm(x: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -> tup
     return total, out, scale
 
 
-def norm_backward(grad: Tensor, stream: Tensor | None, total: Tensor, weight: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
+def norm_backward(
+    grad: Tensor, stream: Tensor | None, total: Tensor, weight: Tensor, scale: Tensor
+) -> tuple[Tensor, Tensor]:
     """Gradients of what was normalized, in its dtype, and of the weight, [h] in fp32.
 
     ``stream``: a gradient that reaches ``total`` beside the norm, and is added to the first."""
@@ -103,11 +104,13 @@ def norm_backward(grad: Tensor, stream: Tensor | None, total: Tensor, weight: Te
     rows = total.numel() // width
     share = max(1, -(-rows // (PROGRAMS_PER_UNIT * devices.multiprocessors(total.device))))
     programs = -(-rows // share)
-    x_grad, partial = torch.empty_like(total), total.new_empty((programs, width), dtype=torch.float32)
+    x_grad = torch.empty_like(total)
+    partial = total.new_empty((programs, width), dtype=torch.float32)
     beside = grad if stream is None else stream.contiguous()
     if programs:
         block = triton.next_power_of_2(width)
-        sizes, names = (rows, width, share), {"HAS_STREAM": stream is not None, "BLOCK": block, "num_warps": _warps(block)}
+        sizes = (rows, width, share)
+        names = {"HAS_STREAM": stream is not None, "BLOCK": block, "num_warps": _warps(block)}
         _backward[(programs,)](grad, beside, total, weight, scale, x_grad, partial, *sizes, **names)
     return x_grad, partial.sum(0)
 

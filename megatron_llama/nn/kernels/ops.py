@@ -6,9 +6,9 @@ from megatron_llama.nn.kernels.cross_entropy import cross_entropy
 from megatron_llama.nn.kernels.norm import add_norm, norm_backward
 from megatron_llama.nn.kernels.rotary import rotate, rotate_back
 from megatron_llama.nn.kernels.swiglu import swiglu, swiglu_backward
-from megatron_llama.nn.ops import Bodies
+from megatron_llama.nn.ops import Ops
 
-KERNELS = Bodies(
+KERNELS = Ops(
     add_norm=add_norm,
     norm_backward=norm_backward,
     rotate=rotate,

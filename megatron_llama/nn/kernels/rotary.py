@@ -41,8 +41,20 @@ def _turn(
     cosine = tl.load(cos + table, mask=known, other=0.0)[None, :]
     sine = tl.load(sin + table, mask=known, other=0.0)[None, :] * sign
     inside = (head < heads)[:, None] & known[None, :]
-    start = source + token * source_token + sample * source_sample + head[:, None] * source_head + channel[None, :]
-    goal = target + token * target_token + sample * target_sample + head[:, None] * target_head + channel[None, :]
+    start = (
+        source
+        + token * source_token
+        + sample * source_sample
+        + head[:, None] * source_head
+        + channel[None, :]
+    )
+    goal = (
+        target
+        + token * target_token
+        + sample * target_sample
+        + head[:, None] * target_head
+        + channel[None, :]
+    )
     first = tl.load(start, mask=inside, other=0.0).to(tl.float32)
     second = tl.load(start + half, mask=inside, other=0.0).to(tl.float32)
     tl.store(goal, (first * cosine - second * sine).to(target.dtype.element_ty), mask=inside)
@@ -50,13 +62,17 @@ def _turn(
 
 
 def rotate(heads: Tensor, cos: Tensor, sin: Tensor) -> None:
-    """Turn the two halves of every head [s, b, n, d] by cos and sin [s, 1 or b, 1, d / 2], fp32, in place."""
+    """Turn the two halves of every head [s, b, n, d] by cos and sin [s, 1 or b, 1, d / 2], fp32, in
+    place."""
     _turn_into(heads, heads, cos, sin, 1.0)
 
 
 def rotate_back(query: Tensor, key: Tensor, value: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """The gradient [s, b, n + 2 n_kv, d] of the projection whose queries and keys were turned: from theirs and the values'."""
-    query, key, value = (grad if grad.stride(-1) == 1 else grad.contiguous() for grad in (query, key, value))
+    """The gradient [s, b, n + 2 n_kv, d] of the projection whose queries and keys were turned: from
+    theirs and the values'."""
+    query, key, value = (
+        grad if grad.stride(-1) == 1 else grad.contiguous() for grad in (query, key, value)
+    )
     sizes = [part.shape[2] for part in (query, key, value)]
     result = query.new_empty(*query.shape[:2], sum(sizes), query.shape[3])
     places = torch.split(result, sizes, dim=2)
@@ -68,11 +84,21 @@ def rotate_back(query: Tensor, key: Tensor, value: Tensor, cos: Tensor, sin: Ten
 
 def _turn_into(source: Tensor, target: Tensor, cos: Tensor, sin: Tensor, sign: float) -> None:
     """``target`` may be ``source``. The coordinates of a head lie side by side in both."""
-    assert source.stride(-1) == target.stride(-1) == cos.stride(-1) == 1 and cos.stride() == sin.stride()
+    assert (
+        source.stride(-1) == target.stride(-1) == cos.stride(-1) == 1
+        and cos.stride() == sin.stride()
+    )
     length, batch, heads, width = source.shape
     if source.numel() == 0:
         return
-    strides = (*source.stride()[:3], *target.stride()[:3], cos.stride(0), cos.stride(1) if cos.shape[1] > 1 else 0)
+    strides = (
+        *source.stride()[:3],
+        *target.stride()[:3],
+        cos.stride(0),
+        cos.stride(1) if cos.shape[1] > 1 else 0,
+    )
     block = triton.next_power_of_2(width // 2)
     grid = (length * batch, -(-heads // HEADS))
-    _turn[grid](source, target, cos, sin, sign, batch, heads, width // 2, *strides, HEADS=HEADS, HALF=block)
+    _turn[grid](
+        source, target, cos, sin, sign, batch, heads, width // 2, *strides, HEADS=HEADS, HALF=block
+    )

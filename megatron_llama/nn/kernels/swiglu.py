@@ -51,7 +51,8 @@ def swiglu(gate_up: Tensor) -> Tensor:
 
 def swiglu_backward(grad: Tensor, gate_up: Tensor) -> Tensor:
     """The gradient of [..., 2f] from that of [..., f]."""
-    grad, gate_up = grad.contiguous(), gate_up.contiguous()
+    grad = grad.contiguous()
+    gate_up = gate_up.contiguous()
     result = torch.empty_like(gate_up)
     if grad.numel():
         _backward[_grid(grad)](grad, gate_up, result, grad.shape[-1], BLOCK=BLOCK)

@@ -1,4 +1,5 @@
-"""Products, attention, what moves memory, and whole steps of the trainer, each on this process's device alone."""
+"""Products, attention, what moves memory, and whole steps of the trainer, each on this process's
+device alone."""
 
 from __future__ import annotations
 
@@ -25,7 +26,8 @@ from megatron_llama.pipeline.runtime import PipelineRuntime
 from megatron_llama.planner.measurements import Point
 from megatron_llama.plans.resolve import resolve
 
-FEWEST, MOST = 3, 50
+FEWEST = 3
+MOST = 50
 """Repetitions of one point."""
 SHARE = 1 / 60
 """Of the whole time that one point may take."""
@@ -33,14 +35,15 @@ SIZES = (64, 256, 1024, 4096, 8192)
 """Of products. Those that take too long are left out."""
 LENGTHS = (256, 1024, 4096, 8192)
 """Tokens of attention."""
-HEADS, HEAD_DIM = 8, 128
+HEADS = 8
+HEAD_DIM = 128
 VOCABULARY = 512
 PROBE = 512
 
 
 def seconds_of(call: Callable[[], object], device: torch.device, budget: float) -> float:
-    """The least seconds of a call, of as many calls as ``budget`` seconds allow: what else a machine does only adds. The first is not
-    counted."""
+    """The least seconds of a call, of as many calls as ``budget`` seconds allow: what else a
+    machine does only adds. The first is not counted."""
     call()
     devices.synchronize(device)
     found: list[float] = []
@@ -59,9 +62,11 @@ def probed(device: torch.device, dtype: torch.dtype, budget: float) -> float:
     return 2 * PROBE**3 / seconds_of(partial(linear, square, square), device, budget)
 
 
-def kernel_points(device: torch.device, dtype: torch.dtype, budget: float, rate: float) -> Iterator[tuple[Point, float]]:
-    """Everything that runs alone, in the order of the kinds. ``budget``: seconds of one point; sizes are chosen so that it is kept at
-    ``rate``, which is the same on all ranks."""
+def kernel_points(
+    device: torch.device, dtype: torch.dtype, budget: float, rate: float
+) -> Iterator[tuple[Point, float]]:
+    """Everything that runs alone, in the order of the kinds. ``budget``: seconds of one point;
+    sizes are chosen so that it is kept at ``rate``, which is the same on all ranks."""
 
     def timed(call: Callable[[], object]) -> float:
         return seconds_of(call, device, budget)
@@ -76,14 +81,18 @@ def kernel_points(device: torch.device, dtype: torch.dtype, budget: float, rate:
     for tokens in LENGTHS:
         if tokens == LENGTHS[0] or 8 * HEADS * tokens**2 * HEAD_DIM <= most:
             query, key, value = (made(tokens, 1, HEADS, HEAD_DIM) for _ in range(3))
-            yield ("attention", (HEADS, tokens, HEAD_DIM)), timed(partial(causal_attention, query, key, value, None))
+            yield (
+                ("attention", (HEADS, tokens, HEAD_DIM)),
+                timed(partial(causal_attention, query, key, value, None)),
+            )
     host = devices.is_host(device)
     large = made(1 << (24 if host else 28))
     yield ("copy", (large.nbytes,)), timed(partial(torch.empty_like(large).copy_, large))
-    rows, weight = large[: 1 << (20 if host else 24)].view(-1, 1024), made(1024)
-    bodies = kernels_for(device, dtype, 1024) or PLAIN
-    yield ("norm", (rows.numel(),)), timed(partial(bodies.add_norm, rows, None, weight, 1e-5))
-    yield ("gate", (rows.numel() // 2,)), timed(partial(bodies.swiglu, rows))
+    rows = large[: 1 << (20 if host else 24)].view(-1, 1024)
+    weight = made(1024)
+    ops = kernels_for(device, dtype, 1024) or PLAIN
+    yield ("norm", (rows.numel(),)), timed(partial(ops.add_norm, rows, None, weight, 1e-5))
+    yield ("gate", (rows.numel() // 2,)), timed(partial(ops.swiglu, rows))
     yield from _steps(device, dtype, rate, budget)
 
 
@@ -94,25 +103,45 @@ def shapes() -> Iterator[tuple[int, int, int]]:
             yield m, n, k
 
 
-def _steps(device: torch.device, dtype: torch.dtype, rate: float, budget: float) -> Iterator[tuple[Point, float]]:
+def _steps(
+    device: torch.device, dtype: torch.dtype, rate: float, budget: float
+) -> Iterator[tuple[Point, float]]:
     """Steps of a tiny model, which are all overhead, and of one as wide as the device is fast."""
-    hidden = next((size for size in (4096, 2048, 1024, 512) if 6 * 12 * size**2 * size * 4 <= rate * budget), 256)
-    for layers, width, tokens in ((2, 64, 16), (6, 64, 16), (2, hidden, hidden), (4, hidden, hidden)):
+    hidden = next(
+        (size for size in (4096, 2048, 1024, 512) if 6 * 12 * size**2 * size * 4 <= rate * budget),
+        256,
+    )
+    for layers, width, tokens in (
+        (2, 64, 16),
+        (6, 64, 16),
+        (2, hidden, hidden),
+        (4, hidden, hidden),
+    ):
         heads = max(1, width // 64)
         sizes = (layers, width, 256 * -(-8 * width // 3 // 256), heads, VOCABULARY, tokens)
         yield ("step", sizes), _training_step(sizes, device, dtype, budget)
 
 
-def _training_step(sizes: tuple[int, ...], device: torch.device, dtype: torch.dtype, budget: float) -> float:
-    """Seconds of a whole step of this trainer in one process: forward, backward, clipping, update."""
+def _training_step(
+    sizes: tuple[int, ...], device: torch.device, dtype: torch.dtype, budget: float
+) -> float:
+    """Seconds of a whole step of this trainer in one process: forward, backward, clipping,
+    update."""
     layers, hidden, inner, heads, vocabulary, tokens = sizes
     model = ModelConfig(
-        vocab_size=vocabulary, hidden_size=hidden, intermediate_size=inner, num_hidden_layers=layers, num_attention_heads=heads
+        vocab_size=vocabulary,
+        hidden_size=hidden,
+        intermediate_size=inner,
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
     )
-    training = TrainingConfig(seq_length=tokens, global_batch_size=1, train_iters=1, bf16=dtype == torch.bfloat16)
+    training = TrainingConfig(
+        seq_length=tokens, global_batch_size=1, train_iters=1, bf16=dtype == torch.bfloat16
+    )
     config = resolve(Config(model=model, training=training), 1)
     mesh = Mesh.single(device)
-    stages, options = build_stages(config, mesh), config.optimizer
+    stages = build_stages(config, mesh)
+    options = config.optimizer
     with closing(build_optimizer(config, stages.values(), mesh)) as engine:
         engine.load_weights(InitialWeights(config.training.seed, config.model.initializer_range))
         runtime = PipelineRuntime(stages, engine, mesh, config, dtype=compute_dtype(config))

@@ -1,4 +1,5 @@
-"""Messages between processes, inside a machine and between machines, and what of them shows beside products."""
+"""Messages between processes, inside a machine and between machines, and what of them shows beside
+products."""
 
 from __future__ import annotations
 
@@ -10,7 +11,7 @@ import torch
 
 from megatron_llama.distributed import device as devices
 from megatron_llama.distributed.comm import exchange
-from megatron_llama.distributed.comm.agreement import everybodys
+from megatron_llama.distributed.comm.agreement import all_gather_object
 from megatron_llama.distributed.comm.collectives import all_reduce
 from megatron_llama.distributed.mesh import Axis, Mesh
 from megatron_llama.planner.calibrate.kernels import FEWEST, MOST
@@ -21,7 +22,8 @@ MESSAGES = (1 << 12, 1 << 16, 1 << 20, 1 << 23, 1 << 26)
 
 
 def link_points(mesh: Mesh, dtype: torch.dtype, budget: float) -> Iterator[tuple[Point, float]]:
-    """``mesh``: whose tp is a machine and whose dp has a rank of each. Collective; every rank finds the same points."""
+    """``mesh``: whose tp is a machine and whose dp has a rank of each. Collective; every rank finds
+    the same points."""
     for axis, nodes in ((mesh.tp, 1), (mesh.dp, mesh.dp.size)):
         if axis.size > 1:
             for size in MESSAGES:
@@ -60,7 +62,8 @@ def _beside(mesh: Mesh, dtype: torch.dtype, budget: float) -> Iterator[tuple[Poi
     square = torch.ones(512, 512, dtype=dtype, device=mesh.device)
 
     send = partial(_reduce, message, axis)
-    sending, single = _together(send, mesh, budget), _together(partial(torch.mm, square, square), mesh, budget)
+    sending = _together(send, mesh, budget)
+    single = _together(partial(torch.mm, square, square), mesh, budget)
     repeated = max(1, round(sending / single))
 
     def compute() -> None:
@@ -78,7 +81,8 @@ def _beside(mesh: Mesh, dtype: torch.dtype, budget: float) -> Iterator[tuple[Poi
 
 
 def _together(call: Callable[[], object], mesh: Mesh, budget: float) -> float:
-    """The least seconds, on the slowest rank, of something that all ranks do at once, as often on each. Collective."""
+    """The least seconds, on the slowest rank, of something that all ranks do at once, as often on
+    each. Collective."""
 
     def timed() -> float:
         begin = time.perf_counter()
@@ -87,6 +91,6 @@ def _together(call: Callable[[], object], mesh: Mesh, budget: float) -> float:
         return time.perf_counter() - begin
 
     timed()
-    slowest = max(everybodys(timed(), mesh.world))
+    slowest = max(all_gather_object(timed(), mesh.world))
     repeated = min(MOST, max(FEWEST, int(budget / max(slowest, 1e-9))))
-    return max(everybodys(min(timed() for _ in range(repeated)), mesh.world))
+    return max(all_gather_object(min(timed() for _ in range(repeated)), mesh.world))

@@ -1,4 +1,5 @@
-"""Looks on while a rank works: every operator, every message and every storage, by the action of the schedule in which it happens."""
+"""Looks on while a rank works: every operator, every message and every storage, by the action of
+the schedule in which it happens."""
 
 from __future__ import annotations
 
@@ -17,7 +18,8 @@ from megatron_llama.planner.trace.storages import Storages
 from megatron_llama.planner.traced import Done, Message, Operator, Segment
 
 _DEVICE = torch.ops.prim.device.default
-_UNSAFE_VIEW, _VIEW = torch.ops.aten._unsafe_view.default, torch.ops.aten.view.default
+_UNSAFE_VIEW = torch.ops.aten._unsafe_view.default
+_VIEW = torch.ops.aten.view.default
 
 
 @dataclass
@@ -48,12 +50,13 @@ class _Over:
         """See Note."""
 
 
-class Witness(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class OpRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """A dispatch mode, and the timeline of a recorder, which says which action is under way."""
 
     def __init__(self, tables: Tables, recorder: Recorder) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.tables, self.recorder = tables, recorder
+        self.tables = tables
+        self.recorder = recorder
         recorder.timeline = self._note
         self.storages = Storages(self._now)
         self._recipes: dict[torch._ops.OpOverload, Recipe] = {}
@@ -67,7 +70,9 @@ class Witness(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def looking(self) -> Iterator[None]:
         """The step that is noted happens in here; what there is when it begins is the state."""
         self.storages.begin()
-        self._begun, self._doing, self._state = True, self.recorder.doing, self.storages.live
+        self._begun = True
+        self._doing = self.recorder.doing
+        self._state = self.storages.live
         self._open()
         yield
         self._close()
@@ -100,22 +105,34 @@ class Witness(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _open(self) -> None:
         storages = self.storages
-        self._calls, self._start = [], storages.live
-        storages.peak, storages.allocated, storages.freed = storages.live, 0, 0
+        self._calls = []
+        self._start = storages.live
+        storages.peak = storages.live
+        storages.allocated = 0
+        storages.freed = 0
 
     def _close(self) -> None:
         storages = self.storages
-        segment = Segment(tuple(self._calls), storages.allocated, storages.freed, storages.peak - self._start)
-        self._actions.append(Done(str(self._doing), self.tables.segment(segment), self._start - self._state))
+        segment = Segment(
+            tuple(self._calls), storages.allocated, storages.freed, storages.peak - self._start
+        )
+        self._actions.append(
+            Done(str(self._doing), self.tables.segment(segment), self._start - self._state)
+        )
 
     def __torch_dispatch__(
-        self, func: torch._ops.OpOverload, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+        self,
+        func: torch._ops.OpOverload,
+        types: Sequence[type],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         """Run the operator and note it."""
         if func is _DEVICE:  # asked for often, and dear to answer by a dispatch
             return args[0].fake_device if isinstance(args[0], FakeTensor) else args[0].device
         named = kwargs or {}
-        # The same to whoever comes here, who is below autograd; but a cache of shapes forgets that this one shares its memory.
+        # The same to whoever comes here, who is below autograd; but a cache of shapes forgets that
+        # this one shares its memory.
         func = _VIEW if func is _UNSAFE_VIEW else func
         results = func(*args, **named)
         recipe = self._recipes.get(func)
@@ -127,5 +144,9 @@ class Witness(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if self._begun and recipe.works:
             self._look()
             found = cost(recipe, args, named, results)
-            self._calls.append(self.tables.operator(Operator(recipe.name, found.shapes, found.dtype, found.flops, found.bytes)))
+            self._calls.append(
+                self.tables.operator(
+                    Operator(recipe.name, found.shapes, found.dtype, found.flops, found.bytes)
+                )
+            )
         return results

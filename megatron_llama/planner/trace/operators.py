@@ -1,8 +1,10 @@
-"""What an operator costs: floating-point operations of products and attention, and bytes that it moves.
+"""What an operator costs: floating-point operations of products and attention, and bytes that it
+moves.
 
-Conventions: a multiplication with its addition is two operations; only matrix products and attention count. Attention has two products
-forward and five backward (scores are computed again; Dao et al., 2022, appendix B.4), of a causal square half. Every tensor that goes in
-is read once, every one that comes out or changes is written once; views and fresh memory move nothing.
+Conventions: a multiplication with its addition is two operations; only matrix products and
+attention count. Attention has two products forward and five backward (scores are computed again;
+Dao et al., 2022, appendix B.4), of a causal square half. Every tensor that goes in is read once,
+every one that comes out or changes is written once; views and fresh memory move nothing.
 """
 
 from __future__ import annotations
@@ -16,7 +18,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-FORWARD, BACKWARD = 2, 5
+FORWARD = 2
+BACKWARD = 5
 """Products of attention."""
 _OVERWRITES = frozenset({"aten::copy_", "aten::zero_", "aten::fill_", "aten::masked_fill_.Scalar"})
 """Operators that write a tensor without reading it."""
@@ -32,7 +35,8 @@ def _of_product(left: Tensor, right: Tensor) -> int:
 
 
 def _of_attention(query: Tensor, key: Tensor, value: Tensor, *, products: int, causal: bool) -> int:
-    """[b, n, s, d] each. ``products`` of scores with a head's width, those of keys and those of values alike."""
+    """[b, n, s, d] each. ``products`` of scores with a head's width, those of keys and those of
+    values alike."""
     scores = prod(query.shape[:2]) * query.shape[2] * key.shape[2]
     return products * scores * value.shape[3] * (1 if causal else 2)
 
@@ -81,13 +85,18 @@ class Recipe:
     def of(operator: torch._ops.OpOverload) -> Recipe:
         """From the schema."""
         schema = operator._schema
-        name, arguments = schema.name, list(enumerate(schema.arguments))
+        name = schema.name
+        arguments = list(enumerate(schema.arguments))
         written = {
             argument.name if argument.kwarg_only else place
             for place, argument in arguments
             if argument.alias_info is not None and argument.alias_info.is_write
         }
-        out = {argument.name for _, argument in arguments if argument.kwarg_only and argument.name in written}
+        out = {
+            argument.name
+            for _, argument in arguments
+            if argument.kwarg_only and argument.name in written
+        }
         fresh = name.startswith(_FRESH) or name in _IDLE or operator.is_view
         unread = written if name in _OVERWRITES else out
         return Recipe(name, not fresh, _FLOPS.get(name), frozenset(unread), frozenset(written))
@@ -107,7 +116,9 @@ class Cost:
 
 def cost(recipe: Recipe, arguments: Sequence[Any], named: Mapping[str, Any], results: Any) -> Cost:
     """What a call costs. ``named``: keyword arguments; ``results``: what the operator returned."""
-    shapes, size, dtype = [], 0, ""
+    shapes = []
+    size = 0
+    dtype = ""
     for place, value in [*enumerate(arguments), *named.items()]:
         for tensor in tensors(value):
             shapes.append(tuple(tensor.shape))

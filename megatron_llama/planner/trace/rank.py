@@ -1,4 +1,5 @@
-"""One rank of any run, in this process: its mesh over groups that send nothing, its stages and engine over tensors without memory."""
+"""One rank of any run, in this process: its mesh over groups that send nothing, its stages and
+engine over tensors without memory."""
 
 from __future__ import annotations
 
@@ -19,75 +20,105 @@ from megatron_llama.engine.build import build_optimizer, compute_dtype
 from megatron_llama.engine.optimizer import OverlappedDistributedOptimizer
 from megatron_llama.model.llama import build_stages
 from megatron_llama.pipeline.runtime import PipelineRuntime
-from megatron_llama.planner.trace.op_recorder import Tables, Witness
+from megatron_llama.planner.trace.op_recorder import OpRecorder, Tables
 from megatron_llama.planner.trace.storages import Storages
 from megatron_llama.planner.traced import StageTrace
 from megatron_llama.plans.params import partition_of
 from megatron_llama.plans.schedule import Schedule
-from megatron_llama.plans.weight_access import Use, rank_uses
+from megatron_llama.plans.weight_access import WeightAccess, rank_weight_accesses
 
-BATCHES, BUFFERS = "batches", "buffers"
-"""Components of the state: data of the step; what else there is, memory for messages and a few numbers."""
+BATCHES = "batches"
+BUFFERS = "buffers"
+"""Components of the state: data of the step; what else there is, memory for messages and a few
+numbers."""
 
 
-def trace_rank(config: Config, world_size: int, rank: int, schedule: Schedule, tables: Tables) -> StageTrace:
-    """The step of pipeline rank ``rank`` of a resolved configuration, on the first of its dp, cp and tp ranks. ``schedule``: of the run,
-    whose microbatches all run here. Not to be called where a process group exists."""
+def trace_rank(
+    config: Config, world_size: int, rank: int, schedule: Schedule, tables: Tables
+) -> StageTrace:
+    """The step of pipeline rank ``rank`` of a resolved configuration, on the first of its dp, cp
+    and tp ranks. ``schedule``: of the run, whose microbatches all run here. Not to be called where
+    a process group exists."""
     first = rank * (world_size // len(schedule.ranks))
-    with _imagined(first, world_size), _no_collection():
+    with _is_fake(first, world_size), _no_collection():
         mesh = build_mesh(config, rank=first, world_size=world_size, device=torch.device("cpu"))
-        witness, stages, dtype = Witness(tables, mesh.recorder), build_stages(config, mesh), compute_dtype(config)
-        with FakeTensorMode(), witness, closing(build_optimizer(config, stages.values(), mesh, at_once=True)) as optimizer:
+        op_recorder = OpRecorder(tables, mesh.recorder)
+        stages = build_stages(config, mesh)
+        dtype = compute_dtype(config)
+        with (
+            FakeTensorMode(),
+            op_recorder,
+            closing(build_optimizer(config, stages.values(), mesh, at_once=True)) as optimizer,
+        ):
             runtime = PipelineRuntime(stages, optimizer, mesh, config, dtype=dtype)
-            settle_in(optimizer, rank_uses(config, schedule.ranks[rank], rank=rank))
+            settle_in(optimizer, rank_weight_accesses(config, schedule.ranks[rank], rank=rank))
             batches = [_batch(config) for _ in range(schedule.microbatches)]
-            state = state_of(optimizer, batches, witness.storages)
-            step(runtime, optimizer, batches, config, witness)
+            state = state_of(optimizer, batches, op_recorder.storages)
+            step(runtime, optimizer, batches, config, op_recorder)
     layers = [partition_of(config).layers[stage] for stage in stages]
     return StageTrace(
         ranks=(rank,),
         layers=tuple((blocks.start, len(blocks)) for blocks in layers),
         groups={axis.name: axis.ranks for axis in _axes(mesh)},
         state=state,
-        actions=witness.actions,
-        traced=tuple(done.action for done in witness.actions),
-        lifetimes=witness.storages.lifetimes(),
+        actions=op_recorder.actions,
+        traced=tuple(done.action for done in op_recorder.actions),
+        lifetimes=op_recorder.storages.lifetimes(),
     )
 
 
 def step(
-    runtime: PipelineRuntime, optimizer: OverlappedDistributedOptimizer, batches: list[Batch], config: Config, witness: Witness
+    runtime: PipelineRuntime,
+    optimizer: OverlappedDistributedOptimizer,
+    batches: list[Batch],
+    config: Config,
+    op_recorder: OpRecorder,
 ) -> None:
     """A training step as the loop has it, looked at."""
-    lr, clip = config.optimizer.lr, config.optimizer.clip_grad
-    with witness.looking():
+    lr = config.optimizer.lr
+    clip = config.optimizer.clip_grad
+    with op_recorder.looking():
         optimizer.begin_update(lr, clip=clip)
         runtime.step(batches)
         optimizer.step(lr, clip=clip)
         optimizer.settle()
 
 
-def state_of(optimizer: OverlappedDistributedOptimizer, batches: list[Batch], storages: Storages) -> dict[str, int]:
-    """Bytes that are there when a step begins: those of weights, gradients and optimizer by the names of ``memory.state_bytes``."""
-    weights, gradients, update = optimizer.weights, optimizer.gradients, optimizer.update
-    seen, found = set[int](), dict[str, int]()
+def state_of(
+    optimizer: OverlappedDistributedOptimizer, batches: list[Batch], storages: Storages
+) -> dict[str, int]:
+    """Bytes that are there when a step begins: those of weights, gradients and optimizer by the
+    names of ``memory.state_bytes``."""
+    weights = optimizer.weights
+    gradients = optimizer.gradients
+    update = optimizer.update
+    seen = set[int]()
+    found = dict[str, int]()
     found["parameters"] = storages.of(weights.full, seen)
     found["parameter shards"] = storages.of(weights.own, seen)
     found["gradients"] = storages.of(gradients.memory, seen)
     found["master weights"] = storages.of(optimizer.masters, seen)
     states = [update.state(bucket) for bucket in gradients.trainable]
-    found["moments"] = storages.of((tensor for state in states for tensor in state.values() if tensor.dim()), seen)
-    found[BATCHES] = storages.of((tensor for batch in batches for tensor in batch.tensors().values()), seen)
+    found["moments"] = storages.of(
+        (tensor for state in states for tensor in state.values() if tensor.dim()), seen
+    )
+    found[BATCHES] = storages.of(
+        (tensor for batch in batches for tensor in batch.tensors().values()), seen
+    )
     return found | {BUFFERS: storages.live - sum(found.values())}
 
 
-def settle_in(optimizer: OverlappedDistributedOptimizer, uses: tuple[Use, ...]) -> None:
-    """Put the engine where it is between two steps of a run: the first gathers of a step are already there."""
-    weights, trained = optimizer.weights, set(optimizer.gradients.trainable)
+def settle_in(
+    optimizer: OverlappedDistributedOptimizer, accesses: tuple[WeightAccess, ...]
+) -> None:
+    """Put the engine where it is between two steps of a run: the first gathers of a step are
+    already there."""
+    weights = optimizer.weights
+    trained = set(optimizer.gradients.trainable)
     optimizer.publish()
-    weights.begin(uses)
-    for use in uses:
-        weights.use(use)
+    weights.begin(accesses)
+    for access in accesses:
+        weights.access(access)
     weights.changed(sorted(trained))
     for bucket in optimizer.layout.forward_order:
         if bucket in trained:
@@ -109,7 +140,7 @@ def _axes(mesh: Mesh) -> Iterator[Axis]:
 
 
 @contextmanager
-def _imagined(rank: int, world_size: int) -> Iterator[None]:
+def _is_fake(rank: int, world_size: int) -> Iterator[None]:
     """A process group of torch's ``fake`` backend, whose messages arrive at once and nowhere."""
     if world_size == 1:
         yield
@@ -123,7 +154,8 @@ def _imagined(rank: int, world_size: int) -> Iterator[None]:
 
 @contextmanager
 def _no_collection() -> Iterator[None]:
-    """Storages end when the last reference goes, not when somebody looks for cycles: the same moment in every trace."""
+    """Storages end when the last reference goes, not when somebody looks for cycles: the same
+    moment in every trace."""
     gc.collect()
     enabled = gc.isenabled()
     gc.disable()

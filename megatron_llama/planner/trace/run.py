@@ -1,4 +1,5 @@
-"""The trace of a whole run: of each kind of pipeline rank one, with few microbatches, and what others repeat of it."""
+"""The trace of a whole run: of each kind of pipeline rank one, with few microbatches, and what
+others repeat of it."""
 
 from __future__ import annotations
 
@@ -10,20 +11,21 @@ from megatron_llama.planner.trace.op_recorder import Tables
 from megatron_llama.planner.trace.rank import BATCHES, trace_rank
 from megatron_llama.planner.trace.repeats import composed, lengthened, period, steady
 from megatron_llama.planner.traced import Done, StageTrace, Trace
-from megatron_llama.plans.buckets import rank_layout
+from megatron_llama.plans.buckets import rank_bucket_plan
 from megatron_llama.plans.params import partition_of
 from megatron_llama.plans.resolve import dp_size
 from megatron_llama.plans.schedule import Schedule, schedule_named
 
 FEW = 5
-"""Microbatches that show everything: the first, the last, and some between them that do the same."""
+"""Microbatches that show everything: the first, the last, and some between them that do the
+same."""
 ATTEMPTS = 2
 """At leaving out what repeats itself, before all microbatches are traced."""
 
 
 def trace_run(config: Config, world_size: int) -> Trace:
-    """A step of every pipeline rank of a resolved configuration, every ``auto`` decided, on ``world_size`` processes. Not to be called
-    where a process group exists."""
+    """A step of every pipeline rank of a resolved configuration, every ``auto`` decided, on
+    ``world_size`` processes. Not to be called where a process group exists."""
     run = Run.of(config, world_size)
     return run.trace([stage for ranks in run.alike() for stage in run.traced(ranks)])
 
@@ -41,12 +43,15 @@ class Run:
     def of(config: Config, world_size: int) -> Run:
         """See ``trace_run``."""
         training = config.training
-        microbatches = training.global_batch_size // (training.micro_batch_size * dp_size(config, world_size))
+        microbatches = training.global_batch_size // (
+            training.micro_batch_size * dp_size(config, world_size)
+        )
         return Run(config, world_size, _schedule(config, microbatches), Tables())
 
     def trace(self, stages: Iterable[StageTrace]) -> Trace:
         """The trace with these stages, which were traced into the tables."""
-        parallel, dp = self.config.parallel, dp_size(self.config, self.world_size)
+        parallel = self.config.parallel
+        dp = dp_size(self.config, self.world_size)
         sizes = f"tp {parallel.tensor_model_parallel_size} x cp {parallel.context_parallel_size} x pp {len(self.whole.ranks)} x dp {dp}"
         return Trace(
             label=f"{self.config.model.preset or 'model'}: {sizes}, {self.whole.name}, {parallel.data_parallel_sharding_strategy}",
@@ -60,15 +65,20 @@ class Run:
 
     def alike(self) -> list[list[int]]:
         """Pipeline ranks with the same layers and ends, together."""
-        partition, found = partition_of(self.config), dict[object, list[int]]()
+        partition = partition_of(self.config)
+        found = dict[object, list[int]]()
         for rank in range(len(self.whole.ranks)):
             stages = partition.stages_of(rank)
-            shape = tuple((len(partition.layers[stage]), stage == 0, stage == partition.stages - 1) for stage in stages)
+            shape = tuple(
+                (len(partition.layers[stage]), stage == 0, stage == partition.stages - 1)
+                for stage in stages
+            )
             found.setdefault(shape, []).append(rank)
         return list(found.values())
 
     def traced(self, ranks: Sequence[int]) -> Iterator[StageTrace]:
-        """The steps of ranks that are alike: those of all of them from one, or each from its own."""
+        """The steps of ranks that are alike: those of all of them from one, or each from its
+        own."""
         few = -(-FEW // self._turn) * self._turn
         if self.whole.microbatches > few and self._separable(ranks[0]):
             short = _schedule(self.config, few)
@@ -82,20 +92,27 @@ class Run:
         for rank in ranks:
             yield self._alone(rank)
 
-    def _composed(self, one: StageTrace, short: Schedule, rank: int, other: int) -> tuple[Done, ...] | None:
-        stages, segments = self._stages(rank, other), list(self.tables.segments)
+    def _composed(
+        self, one: StageTrace, short: Schedule, rank: int, other: int
+    ) -> tuple[Done, ...] | None:
+        stages = self._stages(rank, other)
+        segments = list(self.tables.segments)
         return composed(one.actions, short.ranks[rank], self.whole.ranks[other], stages, segments)
 
     @property
     def _turn(self) -> int:
         """Microbatches that an interleaved schedule takes together."""
-        return len(self.whole.ranks) if self.config.parallel.virtual_pipeline_model_parallel_size > 1 else 1
+        return (
+            len(self.whole.ranks)
+            if self.config.parallel.virtual_pipeline_model_parallel_size > 1
+            else 1
+        )
 
     def _separable(self, rank: int) -> bool:
-        """Whether what a pass does follows from its own microbatch: no parameters come and go in slots, and with several stages no
-        gradients."""
+        """Whether what a pass does follows from its own microbatch: no parameters come and go in
+        slots, and with several stages no gradients."""
         dp = dp_size(self.config, self.world_size) * self.config.parallel.context_parallel_size
-        layout = rank_layout(self.config, dp=dp, rank=rank)
+        layout = rank_bucket_plan(self.config, dp=dp, rank=rank)
         slots = len(set(layout.gradient_slots)) == len(layout.buckets) or self.whole.virtual == 1
         return slots and all(layout.resident(bucket.index) for bucket in layout.buckets)
 
@@ -107,11 +124,16 @@ class Run:
     def _as(self, one: StageTrace, short: Schedule, rank: int, other: int) -> StageTrace:
         """The trace of a rank as that of another one, and of all microbatches."""
         away = (other - rank) * (self.world_size // len(self.whole.ranks))
-        groups = {axis: ranks if _leads_away(axis) else tuple(each + away for each in ranks) for axis, ranks in one.groups.items()}
+        groups = {
+            axis: ranks if _leads_away(axis) else tuple(each + away for each in ranks)
+            for axis, ranks in one.groups.items()
+        }
         blocks = [partition_of(self.config).layers[stage] for stage in self._stages(rank, other)]
         layers = tuple((each.start, len(each)) for each in blocks)
         batches = one.state[BATCHES] // short.microbatches * self.whole.microbatches
-        return replace(one, ranks=(other,), layers=layers, groups=groups, state={**one.state, BATCHES: batches})
+        return replace(
+            one, ranks=(other,), layers=layers, groups=groups, state={**one.state, BATCHES: batches}
+        )
 
     def _alone(self, rank: int) -> StageTrace:
         """One rank, with the microbatches that do not repeat what others do."""
@@ -125,7 +147,8 @@ class Run:
         return trace_rank(self.config, self.world_size, rank, self.whole, self.tables)
 
     def _shorter(self, rank: int) -> Iterator[tuple[Schedule, int, tuple[int, int]]]:
-        """Schedules of fewer microbatches that lack nothing but repetitions, the shortest ones: with how many, and where they are."""
+        """Schedules of fewer microbatches that lack nothing but repetitions, the shortest ones:
+        with how many, and where they are."""
         found = 0
         for microbatches in range(self._turn, self.whole.microbatches, self._turn):
             short = _schedule(self.config, microbatches)

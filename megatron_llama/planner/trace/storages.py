@@ -1,4 +1,5 @@
-"""Which storages there are: made when an operator returns one that nobody has seen, ended when its last tensor goes."""
+"""Which storages there are: made when an operator returns one that nobody has seen, ended when its
+last tensor goes."""
 
 from __future__ import annotations
 
@@ -16,7 +17,8 @@ BEFORE = -1
 
 
 def _key(tensor: Tensor) -> int:
-    """The address of what counts references to a storage: its own as long as it lives, whether it has memory or not."""
+    """The address of what counts references to a storage: its own as long as it lives, whether it
+    has memory or not."""
     key: int = tensor.untyped_storage()._cdata
     return key
 
@@ -29,19 +31,26 @@ class _Held:
 
 
 class Storages:
-    """Bytes that are there. ``action``: called before a storage is made or ended, answers in which action that is."""
+    """Bytes that are there. ``action``: called before a storage is made or ended, answers in which
+    action that is."""
 
     def __init__(self, action: Callable[[], int]) -> None:
-        self._action, self._held = action, dict[int, _Held]()
-        self.live, self.peak, self.allocated, self.freed = 0, 0, 0, 0
-        """Of all storages now, and what the caller sets back: the most since, and what came and went since."""
+        self._action = action
+        self._held = dict[int, _Held]()
+        self.live = 0
+        self.peak = 0
+        self.allocated = 0
+        self.freed = 0
+        """Of all storages now, and what the caller sets back: the most since, and what came and
+        went since."""
         self._outlived: Counter[tuple[int, int]] = Counter()
         self._bytes: Counter[tuple[int, int]] = Counter()
 
     def see(self, tensor: Tensor) -> None:
         """An operator has returned this tensor."""
         storage = tensor.untyped_storage()
-        key, size = storage._cdata, storage.nbytes()
+        key = storage._cdata
+        size = storage.nbytes()
         if key in self._held or not size:
             return
         action = self._action()
@@ -51,7 +60,8 @@ class Storages:
         self.peak = max(self.peak, self.live)
 
     def _end(self, key: int) -> None:
-        held, action = self._held.pop(key), self._action()
+        held = self._held.pop(key)
+        action = self._action()
         self.live -= held.bytes
         self.freed += held.bytes
         if held.made != action:
@@ -76,10 +86,15 @@ class Storages:
         self._bytes.clear()
 
     def lifetimes(self) -> tuple[Lifetime, ...]:
-        """Of what outlived the action that made it, or is still there and was made since ``begin``."""
-        counts, sizes = self._outlived.copy(), self._bytes.copy()
+        """Of what outlived the action that made it, or is still there and was made since
+        ``begin``."""
+        counts = self._outlived.copy()
+        sizes = self._bytes.copy()
         for held in self._held.values():
             if held.made != BEFORE:
                 counts[held.made, BEFORE] += 1
                 sizes[held.made, BEFORE] += held.bytes
-        return tuple(Lifetime(made, ended, counts[made, ended], sizes[made, ended]) for made, ended in sorted(counts))
+        return tuple(
+            Lifetime(made, ended, counts[made, ended], sizes[made, ended])
+            for made, ended in sorted(counts)
+        )

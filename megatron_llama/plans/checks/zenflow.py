@@ -1,4 +1,5 @@
-"""The options of ZenFlow: what is wrong with them, DeepSpeed's own file, and what the method takes. Standard library only."""
+"""The options of ZenFlow: what is wrong with them, DeepSpeed's own file, and what the method takes.
+Standard library only."""
 
 from __future__ import annotations
 
@@ -20,26 +21,52 @@ BLOCK = "zero_optimization.zenflow"
 
 def zenflow_problems(config: Config) -> Iterator[str]:
     """One line each."""
-    options, cap = config.zenflow, config.zenflow.zenflow_update_interval_cap
+    options = config.zenflow
+    cap = config.zenflow.zenflow_update_interval_cap
     if not 0 < options.zenflow_topk_ratio <= 1:
         do = "give the share of columns that are updated at every step"
-        yield describe("--zenflow-topk-ratio", got=options.zenflow_topk_ratio, expected="more than 0, at most 1", do=do)
+        yield describe(
+            "--zenflow-topk-ratio",
+            got=options.zenflow_topk_ratio,
+            expected="more than 0, at most 1",
+            do=do,
+        )
     for name in ("zenflow_select_interval", "zenflow_update_interval"):
         if getattr(options, name) != AUTO and steps_of(getattr(options, name)) == 0:
-            yield describe(flag(name), got=getattr(options, name), expected="a whole number from 1, or auto", do="correct it")
+            yield describe(
+                flag(name),
+                got=getattr(options, name),
+                expected="a whole number from 1, or auto",
+                do="correct it",
+            )
     if cap < 1:
-        yield describe("--zenflow-update-interval-cap", got=cap, expected="1 or more", do="give the most steps of a window")
+        yield describe(
+            "--zenflow-update-interval-cap",
+            got=cap,
+            expected="1 or more",
+            do="give the most steps of a window",
+        )
     if options.zenflow_full_warm_up_rounds < 0:
         got = options.zenflow_full_warm_up_rounds
-        yield describe("--zenflow-full-warm-up-rounds", got=got, expected="0 or more", do="correct it")
-    strategy, chosen = options.zenflow_select_strategy, options.zenflow_select_interval
+        yield describe(
+            "--zenflow-full-warm-up-rounds", got=got, expected="0 or more", do="correct it"
+        )
+    strategy = options.zenflow_select_strategy
+    chosen = options.zenflow_select_interval
     if strategy != AUTO and chosen == AUTO:
         do = "give --zenflow-select-interval N, or leave --zenflow-select-strategy out"
-        yield describe("--zenflow-select-interval", got=AUTO, expected=f"a number of {strategy}s", do=do)
+        yield describe(
+            "--zenflow-select-interval", got=AUTO, expected=f"a number of {strategy}s", do=do
+        )
     longest = longest_window(options)
     if strategy == "step" and 0 < steps_of(chosen) < longest:
         do = "columns are chosen between windows: choose more rarely, or make windows shorter"
-        yield describe("--zenflow-select-interval", got=chosen, expected=f"at least the {longest} steps of a window", do=do)
+        yield describe(
+            "--zenflow-select-interval",
+            got=chosen,
+            expected=f"at least the {longest} steps of a window",
+            do=do,
+        )
 
 
 def steps_of(text: str) -> int:
@@ -53,27 +80,34 @@ def longest_window(options: ZenFlowConfig) -> int:
 
 
 def sends_wide(options: ZenFlowConfig) -> bool:
-    """Whether gradients cross as they are, and not in the compute dtype: where the method is to be AdamW itself."""
+    """Whether gradients cross as they are, and not in the compute dtype: where the method is to be
+    AdamW itself."""
     alone = options.zenflow_update_interval == "1" and not options.zenflow_overlap_step
     return alone or options.zenflow_topk_ratio == 1
 
 
 def hot_columns(ratio: float, total: int) -> int:
-    """How many of a matrix's columns are updated at every step: the share, rounded up (but not by what 0.1 lacks to a tenth)."""
+    """How many of a matrix's columns are updated at every step: the share, rounded up (but not by
+    what 0.1 lacks to a tenth)."""
     return min(total, max(1, math.ceil(round(ratio * total, 6))))
 
 
 def steps_between_choices(options: ZenFlowConfig, steps_per_epoch: int) -> int:
-    """From one choice of columns to the next. ``steps_per_epoch``: 0 where nobody knows; then columns stay what an epoch would change.
-    0: never again."""
+    """From one choice of columns to the next. ``steps_per_epoch``: 0 where nobody knows; then
+    columns stay what an epoch would change. 0: never again."""
     if options.zenflow_select_strategy == "step":
         return steps_of(options.zenflow_select_interval)
-    return steps_per_epoch * (steps_of(options.zenflow_select_interval) if options.zenflow_select_strategy == "epoch" else 1)
+    return steps_per_epoch * (
+        steps_of(options.zenflow_select_interval)
+        if options.zenflow_select_strategy == "epoch"
+        else 1
+    )
 
 
 @dataclass(frozen=True)
 class _Key:
-    """A key of DeepSpeed's block. ``read``: its value as the text or value of our option; ValueError says what is expected."""
+    """A key of DeepSpeed's block. ``read``: its value as the text or value of our option;
+    ValueError says what is expected."""
 
     read: Callable[[Any], Any]
     note: str = ""
@@ -118,7 +152,9 @@ KEYS: Mapping[str, _Key] = MappingProxyType(
         "update_interval": _Key(_interval),
         "full_warm_up_rounds": _Key(_count),
         "overlap_step": _Key(_switch),
-        "auto_ratio": _Key(_ratio, "a window of update_interval auto closes when 0.99 of the matrices ask"),
+        "auto_ratio": _Key(
+            _ratio, "a window of update_interval auto closes when 0.99 of the matrices ask"
+        ),
         "offload": _Key(_switch, "moments of hot columns stay on the device"),
         "pt_reserved_cores_perc": _Key(_ratio, "--offload-cores says which processors update"),
     }
@@ -152,30 +188,52 @@ class Found:
 
 
 def read_zenflow(path: str) -> Found:
-    """DeepSpeed's configuration, or the block of it that is called zenflow. Raises ConfigError with every problem."""
+    """DeepSpeed's configuration, or the block of it that is called zenflow. Raises ConfigError with
+    every problem."""
     where = f"--zenflow-config {path}"
     try:
         with open(path, encoding="utf-8") as file:
             content = json.load(file)
     except (OSError, ValueError) as error:
-        raise ConfigError(describe(where, got=error, expected="a JSON file of DeepSpeed's", do="check the path and the file")) from error
+        raise ConfigError(
+            describe(
+                where,
+                got=error,
+                expected="a JSON file of DeepSpeed's",
+                do="check the path and the file",
+            )
+        ) from error
     if not isinstance(content, dict):
         do = "give DeepSpeed's configuration, or its zenflow block"
         raise ConfigError(describe(where, got=type(content).__name__, expected="an object", do=do))
     around = content.get("zero_optimization")
-    block = around.get("zenflow") if isinstance(around, dict) else content if content.keys() & KEYS.keys() else None
+    block = (
+        around.get("zenflow")
+        if isinstance(around, dict)
+        else content
+        if content.keys() & KEYS.keys()
+        else None
+    )
     if not isinstance(block, dict):
         do = "give DeepSpeed's configuration, or its zenflow block"
-        raise ConfigError(describe(where, got=f"no {BLOCK}", expected="a block of that name", do=do))
+        raise ConfigError(
+            describe(where, got=f"no {BLOCK}", expected="a block of that name", do=do)
+        )
     values, notes, problems = _read_block(where, block)
     if problems:
         raise ConfigError(listing("This file cannot be used:", problems))
-    others = [] if block is content else [*_others(content, ""), *_others(around or {}, "zero_optimization.")]
+    others = (
+        []
+        if block is content
+        else [*_others(content, ""), *_others(around or {}, "zero_optimization.")]
+    )
     notes += [f"{where}: {name} is not acted on{_hint(name)}" for name in others]
     return Found(MappingProxyType(values), tuple(notes))
 
 
-def _read_block(where: str, block: Mapping[str, Any]) -> tuple[dict[str, Any], list[str], list[str]]:
+def _read_block(
+    where: str, block: Mapping[str, Any]
+) -> tuple[dict[str, Any], list[str], list[str]]:
     """Values, notes and problems."""
     from difflib import get_close_matches
 
@@ -187,12 +245,23 @@ def _read_block(where: str, block: Mapping[str, Any]) -> tuple[dict[str, Any], l
         if key is None:
             near = get_close_matches(name, KEYS, 1)
             do = f"did you mean {near[0]}?" if near else "leave it out"
-            problems.append(describe(f"{where} {name}", got="an unknown key", expected=f"one of {', '.join(KEYS)}", do=do))
+            problems.append(
+                describe(
+                    f"{where} {name}",
+                    got="an unknown key",
+                    expected=f"one of {', '.join(KEYS)}",
+                    do=do,
+                )
+            )
             continue
         try:
             value = key.read(given)
         except ValueError as error:
-            problems.append(describe(f"{where} {name}", got=json.dumps(given), expected=error, do="correct the value"))
+            problems.append(
+                describe(
+                    f"{where} {name}", got=json.dumps(given), expected=error, do="correct the value"
+                )
+            )
             continue
         if key.note:
             notes.append(f"{where}: {name} is not acted on: {key.note}")
@@ -202,7 +271,8 @@ def _read_block(where: str, block: Mapping[str, Any]) -> tuple[dict[str, Any], l
 
 
 def _others(content: Mapping[str, Any], prefix: str) -> list[str]:
-    """Keys beside the block. That the optimizer is offloaded to the host is what the block means."""
+    """Keys beside the block. That the optimizer is offloaded to the host is what the block
+    means."""
     meant = ("zero_optimization", "zenflow")
     on_host = {"offload_optimizer"} if _device(content.get("offload_optimizer")) == "cpu" else set()
     return [prefix + name for name in content if name not in meant and name not in on_host]
@@ -217,13 +287,20 @@ def _hint(name: str) -> str:
 
 
 def with_file(config: Config, explicit: frozenset[str]) -> Config:
-    """The configuration with what its --zenflow-config says, where no other option says it. Raises ConfigError."""
+    """The configuration with what its --zenflow-config says, where no other option says it. Raises
+    ConfigError."""
     path = config.zenflow.zenflow_config
     if path is None:
         return config
-    values = {name: value for name, value in read_zenflow(path).values.items() if name not in explicit}
+    values = {
+        name: value for name, value in read_zenflow(path).values.items() if name not in explicit
+    }
     config = replace(config, zenflow=replace(config.zenflow, **values))
-    return config if "optimizer_offload" in explicit else replace(config, offload=replace(config.offload, optimizer_offload="zenflow"))
+    return (
+        config
+        if "optimizer_offload" in explicit
+        else replace(config, offload=replace(config.offload, optimizer_offload="zenflow"))
+    )
 
 
 def zenflow_notes(config: Config) -> Iterator[str]:
@@ -242,5 +319,8 @@ def zenflow_warnings(config: Config) -> Iterator[str]:
         yield "--optimizer-offload zenflow has no effect with --lora-rank: low-rank additions are updated by AdamW, on the device"
     if config.offload.offload_speculative:
         yield "--offload-speculative has no effect with zenflow: its updates follow the norm"
-    if config.zenflow.zenflow_update_interval == "1" and config.zenflow.zenflow_overlap_step is False:
+    if (
+        config.zenflow.zenflow_update_interval == "1"
+        and config.zenflow.zenflow_overlap_step is False
+    ):
         yield "--zenflow-update-interval 1 without --zenflow-overlap-step is AdamW: --optimizer-offload exact is faster"

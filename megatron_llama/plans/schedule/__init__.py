@@ -1,10 +1,23 @@
-"""Pipeline schedules as data: a list of actions for every rank, their proof, and the time they take.
+"""Pipeline schedules as data: a list of actions for every rank, their proof, and the time they
+take.
 
-``actions`` has the words, ``builders`` the schedules of ``--pipeline-schedule``, ``replay`` the clock, ``proof`` the checks.
+``actions`` has the words, ``builders`` the schedules of ``--pipeline-schedule``, ``replay`` the
+clock, ``proof`` the checks.
 """
 
-from megatron_llama.plans.schedule.actions import Action, Op, Schedule, ScheduleError, backward_comes_next
-from megatron_llama.plans.schedule.builders import forward_only, placement_of, schedule_named, schedule_problems
+from megatron_llama.plans.schedule.actions import (
+    Action,
+    Op,
+    Schedule,
+    ScheduleError,
+    backward_comes_next,
+)
+from megatron_llama.plans.schedule.builders import (
+    forward_only,
+    placement_of,
+    schedule_named,
+    schedule_problems,
+)
 from megatron_llama.plans.schedule.proof import Report, validate
 from megatron_llama.plans.schedule.replay import Costs, TimedPass, Timeline, simulate
 

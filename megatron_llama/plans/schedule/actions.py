@@ -1,8 +1,9 @@
 """What a pipeline rank can do, and which tensors travel between ranks.
 
-A *stage* is a chunk of the model; ``placement`` says on which pipeline rank each one runs. Tensors between neighbouring
-stages of one rank are handed over without a transfer. A *link* is one direction of the flow from one rank to another: its
-messages, of whichever stages, arrive in the order sent.
+A *stage* is a chunk of the model; ``placement`` says on which pipeline rank each one runs. Tensors
+between neighbouring stages of one rank are handed over without a transfer. A *link* is one
+direction of the flow from one rank to another: its messages, of whichever stages, arrive in the
+order sent.
 """
 
 from __future__ import annotations
@@ -19,11 +20,13 @@ Placement = tuple[int, ...]
 
 
 class ScheduleError(ConfigError):
-    """A schedule cannot be built from these options, is incomplete, out of order, or would deadlock."""
+    """A schedule cannot be built from these options, is incomplete, out of order, or would
+    deadlock."""
 
 
 class Op(enum.Enum):
-    """What one action does. FORWARD tensors flow to the next stage, BACKWARD tensors to the previous one."""
+    """What one action does. FORWARD tensors flow to the next stage, BACKWARD tensors to the
+    previous one."""
 
     RECV_FORWARD = "recv_forward"
     FORWARD = "forward"
@@ -48,7 +51,8 @@ SPLIT = (Op.FORWARD, Op.BACKWARD_INPUT, Op.BACKWARD_WEIGHT)
 
 
 class Action(NamedTuple):
-    """One step of a rank: an operation on one microbatch at one stage. A tuple, because long schedules have a million of them."""
+    """One step of a rank: an operation on one microbatch at one stage. A tuple, because long
+    schedules have a million of them."""
 
     op: Op
     stage: int
@@ -132,20 +136,24 @@ Link = tuple[Op, int, int]
 
 def link_of(action: Action, placement: Placement) -> Link:
     """The link that a send or a receive uses."""
-    send, receive = (action, other_end(action)) if action.op in SENDS else (other_end(action), action)
+    send, receive = (
+        (action, other_end(action)) if action.op in SENDS else (other_end(action), action)
+    )
     return send.op, placement[send.stage], placement[receive.stage]
 
 
 def with_transfers(passes: list[Action], placement: Placement) -> Iterator[Action]:
-    """Insert sends right after the pass that produces them and receives one pass ahead of their use, so that a
-    transfer has the whole previous pass to hide under."""
+    """Insert sends right after the pass that produces them and receives one pass ahead of their
+    use, so that a transfer has the whole previous pass to hide under."""
     kinds = {(op, stage) for op, stage, _ in passes}
     before = {kind: receive_before(*kind, placement) for kind in kinds}
     behind = {kind: send_behind(*kind, placement) for kind in kinds}
     receives = [before[op, stage] for op, stage, _ in passes]
     if passes and receives[0] is not None:
         yield Action(receives[0], *passes[0][1:])
-    for action, op, following in zip(passes, [*receives[1:], None], [*passes[1:], None], strict=True):
+    for action, op, following in zip(
+        passes, [*receives[1:], None], [*passes[1:], None], strict=True
+    ):
         if op is not None and following is not None:
             yield Action(op, *following[1:])
         yield action
@@ -155,10 +163,16 @@ def with_transfers(passes: list[Action], placement: Placement) -> Iterator[Actio
 
 
 def backward_comes_next(actions: Sequence[Action], last: int) -> bool:
-    """Whether, of what this rank computes, each forward pass of stage ``last`` is followed by the whole backward pass of its microbatch."""
-    passes = [action for action in actions if action.op in (Op.FORWARD, Op.BACKWARD, Op.BACKWARD_INPUT, Op.BACKWARD_WEIGHT)]
+    """Whether, of what this rank computes, each forward pass of stage ``last`` is followed by the
+    whole backward pass of its microbatch."""
+    passes = [
+        action
+        for action in actions
+        if action.op in (Op.FORWARD, Op.BACKWARD, Op.BACKWARD_INPUT, Op.BACKWARD_WEIGHT)
+    ]
     return all(
-        after.op is Op.BACKWARD and (after.stage, after.microbatch) == (before.stage, before.microbatch)
+        after.op is Op.BACKWARD
+        and (after.stage, after.microbatch) == (before.stage, before.microbatch)
         for before, after in pairwise(passes)
         if before.op is Op.FORWARD and before.stage == last
     )

@@ -1,9 +1,10 @@
 """The schedules of ``--pipeline-schedule``.
 
-Each is a closed formula: the order of the passes of one rank, from its position alone. p is the number of ranks, m of
-microbatches, v of chunks per rank; a forward pass (F), an input gradient (B) and a weight gradient (W) are taken to last
-equally long, and one microbatch through a rank's chunks is the unit of F. A *bubble* is the idle share of the makespan
-over all ranks; where the zero-bubble papers count otherwise, it is said so.
+Each is a closed formula: the order of the passes of one rank, from its position alone. p is the
+number of ranks, m of microbatches, v of chunks per rank; a forward pass (F), an input gradient (B)
+and a weight gradient (W) are taken to last equally long, and one microbatch through a rank's chunks
+is the unit of F. A *bubble* is the idle share of the makespan over all ranks; where the zero-bubble
+papers count otherwise, it is said so.
 """
 
 from __future__ import annotations
@@ -13,7 +14,16 @@ from functools import lru_cache
 from types import MappingProxyType
 
 from megatron_llama.errors import describe, listing
-from megatron_llama.plans.schedule.actions import SPLIT, WHOLE, Action, Op, Placement, Schedule, ScheduleError, with_transfers
+from megatron_llama.plans.schedule.actions import (
+    SPLIT,
+    WHOLE,
+    Action,
+    Op,
+    Placement,
+    Schedule,
+    ScheduleError,
+    with_transfers,
+)
 from megatron_llama.plans.schedule.proof import validate
 
 RECENT = 4
@@ -24,28 +34,49 @@ Pass = tuple[Op, int, int]
 
 @lru_cache(maxsize=RECENT)
 def schedule_named(name: str, *, ranks: int, microbatches: int, virtual: int = 1) -> Schedule:
-    """The schedule of ``--pipeline-schedule``, validated. ``virtual``: chunks per rank; zb-v always has 2.
+    """The schedule of ``--pipeline-schedule``, validated. ``virtual``: chunks per rank; zb-v always
+    has 2.
 
     Raises ScheduleError naming every option that does not fit."""
     problems = schedule_problems(name, ranks=ranks, microbatches=microbatches, virtual=virtual)
     if problems:
-        raise ScheduleError(problems[0] if len(problems) == 1 else listing("This pipeline schedule cannot be built:", problems))
-    placement, (order, passes) = placement_of(name, ranks, virtual), ORDERS[name]
-    return _built(name, microbatches, placement, [order(ranks, microbatches, virtual, rank) for rank in range(ranks)], passes)
+        raise ScheduleError(
+            problems[0]
+            if len(problems) == 1
+            else listing("This pipeline schedule cannot be built:", problems)
+        )
+    placement = placement_of(name, ranks, virtual)
+    (order, passes) = ORDERS[name]
+    return _built(
+        name,
+        microbatches,
+        placement,
+        [order(ranks, microbatches, virtual, rank) for rank in range(ranks)],
+        passes,
+    )
 
 
 def schedule_problems(name: str, *, ranks: int, microbatches: int, virtual: int = 1) -> list[str]:
-    """Every option that ``schedule_named`` would refuse, without building the schedule: a long one takes a second."""
-    return [*_placement_problems(name, ranks, virtual), *_microbatch_problems(name, ranks, microbatches)]
+    """Every option that ``schedule_named`` would refuse, without building the schedule: a long one
+    takes a second."""
+    return [
+        *_placement_problems(name, ranks, virtual),
+        *_microbatch_problems(name, ranks, microbatches),
+    ]
 
 
 def placement_of(name: str, ranks: int, virtual: int) -> Placement:
-    """The pipeline rank of each stage: around the ranks ``virtual`` times, or for zb-v down and up again.
+    """The pipeline rank of each stage: around the ranks ``virtual`` times, or for zb-v down and up
+    again.
 
     Raises ScheduleError naming every option that does not fit."""
     problems = list(_placement_problems(name, ranks, virtual))
     if problems:
-        raise ScheduleError(problems[0] if len(problems) == 1 else listing("This pipeline cannot be built:", problems))
+        raise ScheduleError(
+            problems[0]
+            if len(problems) == 1
+            else listing("This pipeline cannot be built:", problems)
+        )
     if name == "zb-v":
         return (*range(ranks), *reversed(range(ranks)))
     return tuple(range(ranks)) * virtual
@@ -54,38 +85,57 @@ def placement_of(name: str, ranks: int, virtual: int) -> Placement:
 def forward_only(placement: Placement, microbatches: int) -> Schedule:
     """Evaluation: every microbatch once through the stages of any placement, validated.
 
-    A rank takes of the passes that are ready the one furthest down the pipeline, as if every pass lasted one tick: nothing
-    queues up between ranks. Makespan in chunks: vm + p - 1 around the ranks (m a multiple of p), 2m + 2(p-1) down and up a V."""
-    done, ranks = [0] * len(placement), max(placement) + 1
+    A rank takes of the passes that are ready the one furthest down the pipeline, as if every pass
+    lasted one tick: nothing queues up between ranks. Makespan in chunks: vm + p - 1 around the
+    ranks (m a multiple of p), 2m + 2(p-1) down and up a V."""
+    done = [0] * len(placement)
+    ranks = max(placement) + 1
     orders: list[list[Pass]] = [[] for _ in range(ranks)]
     chunk = [placement[:stage].count(rank) for stage, rank in enumerate(placement)]
     while min(done) < microbatches:
         supply = [microbatches, *done[:-1]]
-        ready = {placement[stage]: stage for stage, before in enumerate(supply) if done[stage] < before}
+        ready = {
+            placement[stage]: stage for stage, before in enumerate(supply) if done[stage] < before
+        }
         for rank, stage in ready.items():
             orders[rank].append((Op.FORWARD, chunk[stage], done[stage]))
             done[stage] += 1
     return _built("forward_only", microbatches, placement, orders, (Op.FORWARD,))
 
 
-def _built(name: str, microbatches: int, placement: Placement, orders: Iterable[Iterable[Pass]], passes: tuple[Op, ...]) -> Schedule:
+def _built(
+    name: str,
+    microbatches: int,
+    placement: Placement,
+    orders: Iterable[Iterable[Pass]],
+    passes: tuple[Op, ...],
+) -> Schedule:
     ranks = []
     for rank, order in enumerate(orders):
         stages = [stage for stage, place in enumerate(placement) if place == rank]
-        ranks.append(tuple(with_transfers([Action(op, stages[chunk], microbatch) for op, chunk, microbatch in order], placement)))
+        ranks.append(
+            tuple(
+                with_transfers(
+                    [Action(op, stages[chunk], microbatch) for op, chunk, microbatch in order],
+                    placement,
+                )
+            )
+        )
     schedule = Schedule(name, microbatches, placement, tuple(ranks), passes)
     validate(schedule)
     return schedule
 
 
 def _gpipe(p: int, m: int, v: int, rank: int) -> Iterator[Pass]:
-    """All forwards, then all backwards (Huang et al., 2019). Bubble (p-1)/(m+p-1); m microbatches in flight."""
+    """All forwards, then all backwards (Huang et al., 2019). Bubble (p-1)/(m+p-1); m microbatches
+    in flight."""
     yield from ((Op.FORWARD, 0, i) for i in range(m))
     yield from ((Op.BACKWARD, 0, i) for i in range(m))
 
 
 def _one_forward_one_backward(p: int, m: int, v: int, rank: int) -> Iterator[Pass]:
-    """Warm up with as many forwards as ranks follow, then alternate (PipeDream-Flush, Narayanan et al., 2021).
+    """Warm up with as many forwards as ranks follow, then alternate (PipeDream-Flush, Narayanan et
+    al., 2021).
 
     Bubble (p-1)/(m+p-1); p - rank microbatches in flight."""
     forwards = [(Op.FORWARD, 0, i) for i in range(m)]
@@ -93,11 +143,22 @@ def _one_forward_one_backward(p: int, m: int, v: int, rank: int) -> Iterator[Pas
 
 
 def _interleaved(p: int, m: int, v: int, rank: int) -> Iterator[Pass]:
-    """1F1B over v chunks per rank, p microbatches at a time through each chunk (Narayanan et al., 2021, section 2.2).
+    """1F1B over v chunks per rank, p microbatches at a time through each chunk (Narayanan et al.,
+    2021, section 2.2).
 
     Bubble (p-1)/(vm+p-1); 2(p - rank - 1) + (v-1)p + 1 chunks in flight."""
-    forwards = [(Op.FORWARD, chunk, group + i) for group in range(0, m, p) for chunk in range(v) for i in range(p)]
-    backwards = [(Op.BACKWARD, chunk, group + i) for group in range(0, m, p) for chunk in reversed(range(v)) for i in range(p)]
+    forwards = [
+        (Op.FORWARD, chunk, group + i)
+        for group in range(0, m, p)
+        for chunk in range(v)
+        for i in range(p)
+    ]
+    backwards = [
+        (Op.BACKWARD, chunk, group + i)
+        for group in range(0, m, p)
+        for chunk in reversed(range(v))
+        for i in range(p)
+    ]
     yield from _alternating(forwards, backwards, 2 * (p - rank - 1) + (v - 1) * p)
 
 
@@ -112,10 +173,12 @@ def _alternating(forwards: list[Pass], backwards: list[Pass], ahead: int) -> Ite
 
 
 def _zb_h1(p: int, m: int, v: int, rank: int) -> Iterator[Pass]:
-    """1F1B in which rank r puts off its weight gradients by r microbatches (ZB-H1 of Qi et al., 2023).
+    """1F1B in which rank r puts off its weight gradients by r microbatches (ZB-H1 of Qi et al.,
+    2023).
 
-    Makespan 3m + p - 1 for m >= p, hence a bubble of (p-1)/(3m+p-1), a third of 1F1B's; the papers write its length,
-    (p-1)(F+B-W). At most p microbatches in flight on every rank, as on the first rank of 1F1B."""
+    Makespan 3m + p - 1 for m >= p, hence a bubble of (p-1)/(3m+p-1), a third of 1F1B's; the papers
+    write its length, (p-1)(F+B-W). At most p microbatches in flight on every rank, as on the first
+    rank of 1F1B."""
     ahead = min(p - rank - 1, m)
     yield from ((Op.FORWARD, 0, i) for i in range(ahead))
     for i in range(m):
@@ -128,12 +191,14 @@ def _zb_h1(p: int, m: int, v: int, rank: int) -> Iterator[Pass]:
 
 
 def _zb_v(p: int, m: int, v: int, rank: int) -> Iterator[Pass]:
-    """Two chunks per rank in the shape of a V: the loss is on rank 0 again (ZB-V of Qi et al., 2023 and 2024).
+    """Two chunks per rank in the shape of a V: the loss is on rank 0 again (ZB-V of Qi et al., 2023
+    and 2024).
 
-    For m >= 2p - 1 no rank is idle between its first pass and its last: no bubble by the definition of the papers, in which
-    a rank may begin its next step while others finish this one. Rank r begins r chunks after rank 0, so the makespan is
-    3m + (p-1)/2, and its idle share (p-1)/(6m+p-1). At most p microbatches in flight, as in 1F1B. With fewer microbatches
-    the passes of the missing ones are left out of the schedule for 2p - 1."""
+    For m >= 2p - 1 no rank is idle between its first pass and its last: no bubble by the definition
+    of the papers, in which a rank may begin its next step while others finish this one. Rank r
+    begins r chunks after rank 0, so the makespan is 3m + (p-1)/2, and its idle share
+    (p-1)/(6m+p-1). At most p microbatches in flight, as in 1F1B. With fewer microbatches the passes
+    of the missing ones are left out of the schedule for 2p - 1."""
     return (step for step in _full_zb_v(p, max(m, 2 * p - 1), rank) if step[2] < m)
 
 
@@ -149,7 +214,8 @@ def _full_zb_v(p: int, m: int, rank: int) -> Iterator[Pass]:
         late.append((Op.BACKWARD_WEIGHT, chunk, i))
         return op, chunk, i
 
-    # Until the first microbatch comes back up, only forwards; 2p - 1 chunks are in flight on every rank then.
+    # Until the first microbatch comes back up, only forwards; 2p - 1 chunks are in flight on every
+    # rank then.
     for _ in range(2 * (p - rank) - 1):
         yield next(down)
     for _ in range(rank):
@@ -192,26 +258,48 @@ ORDERS: Mapping[str, tuple[Order, tuple[Op, ...]]] = MappingProxyType(
 
 def _placement_problems(name: str, ranks: int, virtual: int) -> Iterator[str]:
     if name not in ORDERS:
-        yield describe("--pipeline-schedule", got=name, expected=f"one of {', '.join(ORDERS)}", do="choose one")
+        yield describe(
+            "--pipeline-schedule", got=name, expected=f"one of {', '.join(ORDERS)}", do="choose one"
+        )
     if ranks < 1:
-        yield describe("--pipeline-model-parallel-size", got=ranks, expected="1 or more", do="give the number of pipeline ranks")
+        yield describe(
+            "--pipeline-model-parallel-size",
+            got=ranks,
+            expected="1 or more",
+            do="give the number of pipeline ranks",
+        )
     where = "--virtual-pipeline-model-parallel-size"
     if name == "interleaved" and virtual < 2:
         do = "give 2, or choose --pipeline-schedule 1f1b"
-        yield describe(where, got=virtual, expected="2 or more chunks per rank with --pipeline-schedule interleaved", do=do)
+        yield describe(
+            where,
+            got=virtual,
+            expected="2 or more chunks per rank with --pipeline-schedule interleaved",
+            do=do,
+        )
     elif name == "zb-v" and virtual not in (1, 2):
-        yield describe(where, got=virtual, expected="2 chunks per rank with --pipeline-schedule zb-v", do="leave it out")
+        yield describe(
+            where,
+            got=virtual,
+            expected="2 chunks per rank with --pipeline-schedule zb-v",
+            do="leave it out",
+        )
     elif name not in ("interleaved", "zb-v") and virtual != 1:
         do = "leave it out, or choose --pipeline-schedule interleaved"
-        yield describe(where, got=virtual, expected=f"1 chunk per rank with --pipeline-schedule {name}", do=do)
+        yield describe(
+            where, got=virtual, expected=f"1 chunk per rank with --pipeline-schedule {name}", do=do
+        )
 
 
 def _microbatch_problems(name: str, ranks: int, microbatches: int) -> Iterator[str]:
     where = "number of microbatches, global_batch_size / (micro_batch_size x dp)"
     if microbatches < 1:
-        yield describe(where, got=microbatches, expected="1 or more", do="raise --global-batch-size")
+        yield describe(
+            where, got=microbatches, expected="1 or more", do="raise --global-batch-size"
+        )
     elif name == "interleaved" and ranks >= 1 and microbatches % ranks:
-        below, above = microbatches // ranks * ranks, -(-microbatches // ranks) * ranks
+        below = microbatches // ranks * ranks
+        above = -(-microbatches // ranks) * ranks
         near = f"{below} or {above}" if below else str(above)
         expected = f"a multiple of --pipeline-model-parallel-size {ranks} with --pipeline-schedule interleaved"
         do = f"choose {near} (change --global-batch-size), or another --pipeline-schedule"

@@ -37,14 +37,16 @@ class Report:
     bubble_per_rank: tuple[float, ...]
     """Idle share of the makespan, of each rank."""
     stalled_per_rank: tuple[float, ...]
-    """Idle time of each rank between its first pass and its last: 0 is zero bubble as Qi et al. (2023) define it."""
+    """Idle time of each rank between its first pass and its last: 0 is zero bubble as Qi et al.
+    (2023) define it."""
     peak_in_flight: tuple[float, ...]
-    """Most activations that each rank holds, in microbatches of all its layers. They live from the forward pass to the
-    weight gradient; a schedule without backward keeps none."""
+    """Most activations that each rank holds, in microbatches of all its layers. They live from the
+    forward pass to the weight gradient; a schedule without backward keeps none."""
 
 
 def validate(schedule: Schedule) -> Report:
-    """Prove a schedule complete, in order and free of deadlock. Raises ScheduleError naming the actions at fault."""
+    """Prove a schedule complete, in order and free of deadlock. Raises ScheduleError naming the
+    actions at fault."""
     _check_shape(schedule)
     for rank in range(len(schedule.ranks)):
         _check_complete(schedule, rank)
@@ -54,16 +56,21 @@ def validate(schedule: Schedule) -> Report:
 
 
 def _check_shape(schedule: Schedule) -> None:
-    ranks, placement = len(schedule.ranks), schedule.placement
+    ranks = len(schedule.ranks)
+    placement = schedule.placement
     counts = Counter(placement)
     if set(counts) != set(range(ranks)) or len(set(counts.values())) != 1:
-        raise ScheduleError(f"{schedule.name}: {ranks} action lists for stages on ranks {placement}; each rank needs equally many stages")
+        raise ScheduleError(
+            f"{schedule.name}: {ranks} action lists for stages on ranks {placement}; each rank needs equally many stages"
+        )
     if schedule.passes not in ((Op.FORWARD,), WHOLE, SPLIT):
         found = ", ".join(op.value for op in schedule.passes)
         expected = "forward, forward and backward, or forward, backward_input and backward_weight"
         raise ScheduleError(f"{schedule.name}: the passes are {found}, expected {expected}")
     if schedule.microbatches < 1:
-        raise ScheduleError(f"{schedule.name}: {schedule.microbatches} microbatches, expected 1 or more")
+        raise ScheduleError(
+            f"{schedule.name}: {schedule.microbatches} microbatches, expected 1 or more"
+        )
 
 
 def _kinds(schedule: Schedule, rank: int) -> Iterator[tuple[Op, int]]:
@@ -76,27 +83,42 @@ def _kinds(schedule: Schedule, rank: int) -> Iterator[tuple[Op, int]]:
 def _transfers(schedule: Schedule, rank: int) -> Iterator[tuple[Op, int]]:
     """Every operation and stage of what the rank sends and receives."""
     for op, stage in _kinds(schedule, rank):
-        for transfer in (receive_before(op, stage, schedule.placement), send_behind(op, stage, schedule.placement)):
+        for transfer in (
+            receive_before(op, stage, schedule.placement),
+            send_behind(op, stage, schedule.placement),
+        ):
             if transfer is not None:
                 yield transfer, stage
 
 
 def _check_complete(schedule: Schedule, rank: int) -> None:
     """Every pass exactly once, and the transfers around it, in whatever order."""
-    actions, kinds = schedule.ranks[rank], (*_kinds(schedule, rank), *_transfers(schedule, rank))
-    expected = {(op, stage, microbatch) for op, stage in kinds for microbatch in range(schedule.microbatches)}
+    actions = schedule.ranks[rank]
+    kinds = (*_kinds(schedule, rank), *_transfers(schedule, rank))
+    expected = {
+        (op, stage, microbatch)
+        for op, stage in kinds
+        for microbatch in range(schedule.microbatches)
+    }
     if len(actions) == len(expected) and set(actions) == expected:
         return
-    found, wanted = Counter(actions), Counter(Action(*one) for one in expected)
-    differing = [(word, acts) for word, acts in (("missing", wanted - found), ("unexpected", found - wanted)) if acts]
+    found = Counter(actions)
+    wanted = Counter(Action(*one) for one in expected)
+    differing = [
+        (word, acts)
+        for word, acts in (("missing", wanted - found), ("unexpected", found - wanted))
+        if acts
+    ]
     parts = [f"{word} {', '.join(map(str, sorted(acts, key=str)))}" for word, acts in differing]
     raise ScheduleError(f"{schedule.name}, rank {rank}: {'; '.join(parts)}")
 
 
 def _check_local_order(schedule: Schedule, rank: int) -> None:
-    """What a rank owes to itself: a pass comes after what it works on, and gradients add up in order of microbatches."""
+    """What a rank owes to itself: a pass comes after what it works on, and gradients add up in
+    order of microbatches."""
     where = {action: position for position, action in enumerate(schedule.ranks[rank])}
-    everyone, placement = range(schedule.microbatches), schedule.placement
+    everyone = range(schedule.microbatches)
+    placement = schedule.placement
 
     def at(op: Op, stage: int) -> list[int]:
         """Position of an operation on each microbatch."""
@@ -105,15 +127,23 @@ def _check_local_order(schedule: Schedule, rank: int) -> None:
     for op, stage in _kinds(schedule, rank):
         for first, second in _pairs(op, stage, schedule):
             if placement[first[1]] == placement[second[1]] == rank:
-                for microbatch, (one, other) in enumerate(zip(at(*first), at(*second), strict=True)):
+                for microbatch, (one, other) in enumerate(
+                    zip(at(*first), at(*second), strict=True)
+                ):
                     if one > other:
-                        needed, early = Action(*first, microbatch), Action(*second, microbatch)
-                        raise ScheduleError(f"{schedule.name}, rank {rank}: {early} comes before {needed}, which it needs")
+                        needed = Action(*first, microbatch)
+                        early = Action(*second, microbatch)
+                        raise ScheduleError(
+                            f"{schedule.name}, rank {rank}: {early} comes before {needed}, which it needs"
+                        )
         if op in (Op.BACKWARD, Op.BACKWARD_WEIGHT):
             for microbatch, (one, other) in enumerate(pairwise(at(op, stage))):
                 if one > other:
-                    before, action = Action(op, stage, microbatch), Action(op, stage, microbatch + 1)
-                    raise ScheduleError(f"{schedule.name}, rank {rank}: {action} comes before {before}; gradients add up in that order")
+                    before = Action(op, stage, microbatch)
+                    action = Action(op, stage, microbatch + 1)
+                    raise ScheduleError(
+                        f"{schedule.name}, rank {rank}: {action} comes before {before}; gradients add up in that order"
+                    )
 
 
 Kind = tuple[Op, int]
@@ -121,8 +151,10 @@ Kind = tuple[Op, int]
 
 
 def _pairs(op: Op, stage: int, schedule: Schedule) -> Iterator[tuple[Kind, Kind]]:
-    """(needed, pass) and (pass, what needs it) around the passes of a stage. Those of other ranks are not in this rank's list."""
-    receive, send = receive_before(op, stage, schedule.placement), send_behind(op, stage, schedule.placement)
+    """(needed, pass) and (pass, what needs it) around the passes of a stage. Those of other ranks
+    are not in this rank's list."""
+    receive = receive_before(op, stage, schedule.placement)
+    send = send_behind(op, stage, schedule.placement)
     if receive is not None:
         yield (receive, stage), (op, stage)
     if send is not None:
@@ -138,7 +170,8 @@ def _pairs(op: Op, stage: int, schedule: Schedule) -> Iterator[tuple[Kind, Kind]
 
 
 def _check_links(schedule: Schedule) -> None:
-    """Messages of one link arrive in the order sent: the k-th receive must expect the k-th message."""
+    """Messages of one link arrive in the order sent: the k-th receive must expect the k-th
+    message."""
     sends: dict[Link, list[Action]] = defaultdict(list)
     receives: dict[Link, list[Action]] = defaultdict(list)
     for rank, actions in enumerate(schedule.ranks):
@@ -153,12 +186,16 @@ def _check_links(schedule: Schedule) -> None:
         step = 1 if link[0] is Op.SEND_FORWARD else -1
         for send, receive in zip(sent, receives[link], strict=True):
             if send.stage + step != receive.stage or send.microbatch != receive.microbatch:
-                raise ScheduleError(f"{schedule.name}: {send} meets {receive} on one link; both sides must use one order")
+                raise ScheduleError(
+                    f"{schedule.name}: {send} meets {receive} on one link; both sides must use one order"
+                )
 
 
 def _report(schedule: Schedule, timeline: Timeline) -> Report:
     """``timeline``: of chunks that last 1."""
-    ranks, chunks, makespan = range(len(schedule.ranks)), schedule.virtual, timeline.makespan
+    ranks = range(len(schedule.ranks))
+    chunks = schedule.virtual
+    makespan = timeline.makespan
     idle = tuple(makespan - timeline.busy(rank) for rank in ranks)
     keeps = len(schedule.passes) > 1
     return Report(
@@ -166,13 +203,17 @@ def _report(schedule: Schedule, timeline: Timeline) -> Report:
         bubble_fraction=sum(idle) / (makespan * len(ranks)),
         bubble_per_rank=tuple(time / makespan for time in idle),
         stalled_per_rank=tuple(timeline.stalled(rank) / chunks for rank in ranks),
-        peak_in_flight=tuple(max(_in_flight(actions)) / chunks if keeps else 0.0 for actions in schedule.ranks),
+        peak_in_flight=tuple(
+            max(_in_flight(actions)) / chunks if keeps else 0.0 for actions in schedule.ranks
+        ),
     )
 
 
 def _in_flight(actions: tuple[Action, ...]) -> Iterator[int]:
-    """After each action: how many (stage, microbatch) have run forward and not all of their backward."""
-    live, changes = 0, {Op.FORWARD: 1, Op.BACKWARD: -1, Op.BACKWARD_WEIGHT: -1}
+    """After each action: how many (stage, microbatch) have run forward and not all of their
+    backward."""
+    live = 0
+    changes = {Op.FORWARD: 1, Op.BACKWARD: -1, Op.BACKWARD_WEIGHT: -1}
     for action in actions:
         live += changes.get(action.op, 0)
         yield live

@@ -1,8 +1,10 @@
-"""When every pass of a schedule runs, under exactly the rules of the runtime, with transfers that take no time.
+"""When every pass of a schedule runs, under exactly the rules of the runtime, with transfers that
+take no time.
 
-A rank walks its list. A receive is posted and returns at once. A pass waits until what it receives has been sent. A send
-returns when the previous message of its link has been taken, which is when its receive was posted: at most one sent tensor
-is kept per link. Ranks that all wait are a deadlock.
+A rank walks its list. A receive is posted and returns at once. A pass waits until what it receives
+has been sent. A send returns when the previous message of its link has been taken, which is when
+its receive was posted: at most one sent tensor is kept per link. Ranks that all wait are a
+deadlock.
 """
 
 from __future__ import annotations
@@ -39,7 +41,11 @@ class Costs:
         """The duration of a pass."""
         if op is Op.BACKWARD:
             return self.backward_input + self.backward_weight
-        return {Op.FORWARD: self.forward, Op.BACKWARD_INPUT: self.backward_input, Op.BACKWARD_WEIGHT: self.backward_weight}[op]
+        return {
+            Op.FORWARD: self.forward,
+            Op.BACKWARD_INPUT: self.backward_input,
+            Op.BACKWARD_WEIGHT: self.backward_weight,
+        }[op]
 
 
 class TimedPass(NamedTuple):
@@ -66,14 +72,19 @@ class Timeline:
         return sum(one.end - one.start for one in self.ranks[rank])
 
     def stalled(self, rank: int) -> float:
-        """Time that a rank is idle between its first pass and its last: the bubble as the zero-bubble papers define it."""
+        """Time that a rank is idle between its first pass and its last: the bubble as the
+        zero-bubble papers define it."""
         return self.ranks[rank][-1].end - self.ranks[rank][0].start - self.busy(rank)
 
 
 def simulate(schedule: Schedule, costs: Costs) -> Timeline:
-    """Run all ranks as far as they can go. Raises ScheduleError naming who waits for what if not all reach their end."""
-    replay, ranks = _Replay(schedule, costs), schedule.ranks
-    cursors, waits, moved = [0] * len(ranks), [Action(Op.FORWARD, 0, 0)] * len(ranks), True
+    """Run all ranks as far as they can go. Raises ScheduleError naming who waits for what if not
+    all reach their end."""
+    replay = _Replay(schedule, costs)
+    ranks = schedule.ranks
+    cursors = [0] * len(ranks)
+    waits = [Action(Op.FORWARD, 0, 0)] * len(ranks)
+    moved = True
     while moved:
         moved = False
         for rank, actions in enumerate(ranks):
@@ -84,7 +95,9 @@ def simulate(schedule: Schedule, costs: Costs) -> Timeline:
                 waits[rank] = awaited
     stuck = [rank for rank, actions in enumerate(ranks) if cursors[rank] < len(actions)]
     if stuck:
-        parts = [f"rank {rank} at {ranks[rank][cursors[rank]]} waits for {waits[rank]}" for rank in stuck]
+        parts = [
+            f"rank {rank} at {ranks[rank][cursors[rank]]} waits for {waits[rank]}" for rank in stuck
+        ]
         raise ScheduleError(f"{schedule.name}: deadlock: {'; '.join(parts)}")
     return Timeline(tuple(map(tuple, replay.passes)))
 
@@ -99,19 +112,27 @@ class _Traffic:
 
 
 class _Replay:
-    """The clock of every rank, and what has been sent and posted so far. What depends on operation and stage alone is looked up."""
+    """The clock of every rank, and what has been sent and posted so far. What depends on operation
+    and stage alone is looked up."""
 
     def __init__(self, schedule: Schedule, costs: Costs) -> None:
-        links, durations = defaultdict[Link, _Traffic](_Traffic), {op: costs.of(op) for op in schedule.passes}
+        links = defaultdict[Link, _Traffic](_Traffic)
+        durations = {op: costs.of(op) for op in schedule.passes}
         kinds = {(op, stage) for actions in schedule.ranks for op, stage, _ in actions}
-        self.roles = {kind: _role(Action(*kind, 0), schedule.placement, links, durations) for kind in kinds}
+        self.roles = {
+            kind: _role(Action(*kind, 0), schedule.placement, links, durations) for kind in kinds
+        }
         self.clocks: list[float] = [0] * len(schedule.ranks)
         self.passes: list[list[TimedPass]] = [[] for _ in schedule.ranks]
         self.sent_at: dict[tuple[Op, int, int], float] = {}
 
-    def advance(self, rank: int, actions: tuple[Action, ...], cursor: int) -> tuple[int, Action | None]:
-        """Carry out actions from ``cursor`` on, until one must wait; where that is, and the action of another rank that it waits for."""
-        clock, sent_at = self.clocks[rank], self.sent_at
+    def advance(
+        self, rank: int, actions: tuple[Action, ...], cursor: int
+    ) -> tuple[int, Action | None]:
+        """Carry out actions from ``cursor`` on, until one must wait; where that is, and the action
+        of another rank that it waits for."""
+        clock = self.clocks[rank]
+        sent_at = self.sent_at
         for position in range(cursor, len(actions)):
             action = actions[position]
             op, stage, microbatch = action
@@ -143,10 +164,13 @@ class _Replay:
 
 
 _Role = tuple[_Traffic | None, _Traffic | None, tuple[Op, int] | None, float]
-"""Of a kind of action: the link that it receives from or sends into; of a pass, the kind of send that it waits for, and its duration."""
+"""Of a kind of action: the link that it receives from or sends into; of a pass, the kind of send
+that it waits for, and its duration."""
 
 
-def _role(action: Action, placement: Placement, links: dict[Link, _Traffic], durations: Mapping[Op, float]) -> _Role:
+def _role(
+    action: Action, placement: Placement, links: dict[Link, _Traffic], durations: Mapping[Op, float]
+) -> _Role:
     if action.op in RECEIVES:
         return links[link_of(action, placement)], None, None, 0
     if action.op in SENDS:

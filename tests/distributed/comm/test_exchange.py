@@ -8,12 +8,12 @@ from dataclasses import replace
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor
-
 from megatron_llama.config.schema import Config
 from megatron_llama.distributed.comm.exchange import Exchange, Reductions, all_reduce, gather
 from megatron_llama.distributed.comm.streams import open_stream
 from megatron_llama.distributed.mesh import Axis, Mesh, Place, build_mesh
+from torch import Tensor
+
 from tests.harness import Cluster
 
 CPU = torch.device("cpu")

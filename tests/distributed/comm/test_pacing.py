@@ -6,8 +6,7 @@ import threading
 
 import pytest
 import torch
-
-from megatron_llama.distributed.comm.pacing import SMALL_BYTES, HostLane, Lane, PatientLane, open_lane
+from megatron_llama.distributed.comm.pacing import SMALL_BYTES, CommQueue, HostCommQueue, PacedCommQueue, open_comm_queue
 from megatron_llama.distributed.comm.streams import HostStream
 
 
@@ -32,18 +31,18 @@ class Message:
 
 
 @pytest.fixture(params=["host", "patient"])
-def lane(request: pytest.FixtureRequest) -> Lane:
+def comm_queue(request: pytest.FixtureRequest) -> CommQueue:
     stream = HostStream()
-    opened: Lane = HostLane(stream, window=2) if request.param == "host" else PatientLane(torch.device("cpu"), window=2)
+    opened: CommQueue = HostCommQueue(stream, window=2) if request.param == "host" else PacedCommQueue(torch.device("cpu"), window=2)
     request.addfinalizer(stream.close)
     request.addfinalizer(opened.close)
     return opened
 
 
-def test_two_are_under_way_and_the_third_starts_when_the_first_is_through(lane: Lane) -> None:
+def test_two_are_under_way_and_the_third_starts_when_the_first_is_through(comm_queue: CommQueue) -> None:
     log: list[str] = []
     messages = [Message(number, log) for number in range(4)]
-    done = [lane.submit(message, size=SMALL_BYTES) for message in messages]
+    done = [comm_queue.submit(message, size=SMALL_BYTES) for message in messages]
     for message in messages[:2]:
         assert message.started.wait(timeout=60)
     assert log == ["start 0", "start 1"]
@@ -58,10 +57,10 @@ def test_two_are_under_way_and_the_third_starts_when_the_first_is_through(lane: 
     assert log.index("wait 0") < log.index("start 2") and log.index("wait 1") < log.index("start 3")
 
 
-def test_small_messages_do_not_count(lane: Lane) -> None:
+def test_small_messages_do_not_count(comm_queue: CommQueue) -> None:
     log: list[str] = []
     messages = [Message(number, log) for number in range(5)]
-    done = [lane.submit(m, size=SMALL_BYTES - (m.number in (1, 2))) for m in messages]
+    done = [comm_queue.submit(m, size=SMALL_BYTES - (m.number in (1, 2))) for m in messages]
     for message in messages[:4]:
         assert message.started.wait(timeout=60)
     assert log == [f"start {number}" for number in range(4)], "two large ones, and the small ones between them"
@@ -70,7 +69,7 @@ def test_small_messages_do_not_count(lane: Lane) -> None:
     done[-1].wait()
 
 
-def test_an_exchange_waits_for_what_makes_its_source(lane: Lane) -> None:
+def test_an_exchange_waits_for_what_makes_its_source(comm_queue: CommQueue) -> None:
     log: list[str] = []
     stream, go_on = HostStream(), threading.Event()
     messages = [Message(number, log) for number in range(2)]
@@ -78,7 +77,7 @@ def test_an_exchange_waits_for_what_makes_its_source(lane: Lane) -> None:
         message.arrived.set()
     made = stream.run(lambda: log.append(f"made {go_on.wait(timeout=60)}"))
     failed = stream.run(_fail)
-    done = [lane.submit(m, size=SMALL_BYTES, after=a) for m, a in zip(messages, (made, failed), strict=True)]
+    done = [comm_queue.submit(m, size=SMALL_BYTES, after=a) for m, a in zip(messages, (made, failed), strict=True)]
     go_on.set()
     done[0].wait()
     assert log == ["made True", "start 0", "wait 0"]
@@ -88,12 +87,12 @@ def test_an_exchange_waits_for_what_makes_its_source(lane: Lane) -> None:
     stream.close()
 
 
-def test_an_arrival_is_announced_before_the_next_exchange_starts(lane: Lane) -> None:
+def test_an_arrival_is_announced_before_the_next_exchange_starts(comm_queue: CommQueue) -> None:
     log: list[str] = []
     stream, go_on = HostStream(), threading.Event()
     messages = [Message(number, log) for number in range(3)]
     made = stream.run(lambda: log.append(f"made {go_on.wait(timeout=60)}"))
-    done = [lane.submit(m, size=SMALL_BYTES, after=made if m.number == 2 else None) for m in messages]
+    done = [comm_queue.submit(m, size=SMALL_BYTES, after=made if m.number == 2 else None) for m in messages]
     assert messages[1].started.wait(timeout=60)
     messages[0].arrived.set()
     done[0].wait()
@@ -109,10 +108,10 @@ def test_an_arrival_is_announced_before_the_next_exchange_starts(lane: Lane) -> 
 def test_an_arrival_waits_for_no_source_but_its_own() -> None:
     """Of two exchanges that are under way the second one arrives, though what makes the source of the third is still to come."""
     log: list[str] = []
-    stream, go_on, lane = HostStream(), threading.Event(), PatientLane(torch.device("cpu"), window=2)
+    stream, go_on, comm_queue = (HostStream(), threading.Event(), PacedCommQueue(torch.device("cpu"), window=2))
     messages = [Message(number, log) for number in range(3)]
     made = stream.run(lambda: go_on.wait(timeout=60))
-    done = [lane.submit(m, size=SMALL_BYTES, after=made if m.number == 2 else None) for m in messages]
+    done = [comm_queue.submit(m, size=SMALL_BYTES, after=made if m.number == 2 else None) for m in messages]
     for message in messages:
         message.arrived.set()
     done[0].wait()
@@ -120,7 +119,7 @@ def test_an_arrival_waits_for_no_source_but_its_own() -> None:
     assert sorted(log) == ["start 0", "start 1", "wait 0", "wait 1"]
     go_on.set()
     done[2].wait()
-    lane.close()
+    comm_queue.close()
     stream.close()
 
 
@@ -128,10 +127,10 @@ def _fail() -> None:
     raise ZeroDivisionError
 
 
-def test_an_error_belongs_to_its_message_and_the_next_goes_on(lane: Lane) -> None:
+def test_an_error_belongs_to_its_message_and_the_next_goes_on(comm_queue: CommQueue) -> None:
     log: list[str] = []
     messages = [Message(0, log), Message(1, log, fails=True), Message(2, log)]
-    done = [lane.submit(message, size=SMALL_BYTES) for message in messages]
+    done = [comm_queue.submit(message, size=SMALL_BYTES) for message in messages]
     for message in messages:
         message.arrived.set()
     done[2].wait()
@@ -145,7 +144,7 @@ def test_with_nobody_to_talk_to_everything_happens_at_once() -> None:
     log: list[str] = []
     message = Message(0, log)
     message.arrived.set()
-    alone = open_lane(torch.device("cpu"), HostStream(), inline=True)
+    alone = open_comm_queue(torch.device("cpu"), HostStream(), inline=True)
     done = alone.submit(message, size=SMALL_BYTES)
     assert log == ["start 0"]
     done.wait()

@@ -8,7 +8,6 @@ import weakref
 
 import pytest
 import torch
-
 from megatron_llama.distributed.comm.streams import Stream, open_stream
 
 CPU = torch.device("cpu")
@@ -63,7 +62,7 @@ def test_autograd_is_off(stream: Stream) -> None:
 def test_an_error_belongs_to_its_work() -> None:
     stream = open_stream(CPU, inline=False)
     ran: list[int] = []
-    first, second, third = stream.run(lambda: ran.append(1)), stream.run(_fail), stream.run(lambda: ran.append(3))
+    first, second, third = (stream.run(lambda: ran.append(1)), stream.run(_fail), stream.run(lambda: ran.append(3)))
     third.wait()
     first.wait()
     for _ in range(2):

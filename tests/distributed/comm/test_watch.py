@@ -16,14 +16,14 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-
 from megatron_llama.commands.pretrain import watched
 from megatron_llama.distributed.comm.watch import Account, Position, account
-from megatron_llama.distributed.hang_report import grouped, named, whereabouts
+from megatron_llama.distributed.hang_report import grouped, hang_report, named
 from megatron_llama.distributed.mesh import Place
 from megatron_llama.distributed.recorder import Recorder
 from megatron_llama.errors import UserError
 from megatron_llama.plans.schedule import Action, Op
+
 from tests.harness import PRELOAD
 from tests.launch import free_port
 from tests.parallel.cases import Layout, trainer
@@ -189,19 +189,19 @@ def test_a_job_that_ends_well_says_nothing(tmp_path: Path) -> None:
 
 def test_where_a_rank_is() -> None:
     recorder, here = Recorder(), threading.get_ident()
-    assert whereabouts(recorder, here) == "the start (iteration 0)"
+    assert hang_report(recorder, here) == "the start (iteration 0)"
     recorder.iteration, recorder.doing = 17, Action(Op.BACKWARD_INPUT, stage=1, microbatch=3)
-    assert whereabouts(recorder, here) == "backward input 3 of stage 1 (iteration 17)"
+    assert hang_report(recorder, here) == "backward input 3 of stage 1 (iteration 17)"
     recorder.count("tp", "all_reduce", 8)
     with recorder.exposed("gradients"):
-        assert whereabouts(recorder, here).endswith(" (iteration 17), waiting for gradients (last sent: all_reduce on tp)")
+        assert hang_report(recorder, here).endswith(" (iteration 17), waiting for gradients (last sent: all_reduce on tp)")
         recorder.waits[-1] = "reduce_scatter 4 on dp", 0.0  # of another thread
-        assert whereabouts(recorder, here).endswith(" (iteration 17), waiting for gradients (reduce_scatter 4 on dp)")
+        assert hang_report(recorder, here).endswith(" (iteration 17), waiting for gradients (reduce_scatter 4 on dp)")
         with recorder.waiting(Recorder):
-            assert whereabouts(recorder, here).endswith(f" (iteration 17), waiting for {Recorder}")
-        assert "waiting for gradients" in whereabouts(recorder, here)
+            assert hang_report(recorder, here).endswith(f" (iteration 17), waiting for {Recorder}")
+        assert "waiting for gradients" in hang_report(recorder, here)
     recorder.evaluating = True
-    assert whereabouts(recorder, here) == "backward input 3 of stage 1 (evaluation at iteration 17)"
+    assert hang_report(recorder, here) == "backward input 3 of stage 1 (evaluation at iteration 17)"
 
 
 def test_who_is_to_blame() -> None:

@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 import torch
-
 from megatron_llama.cli import main
 from megatron_llama.config.schema import Config
 from megatron_llama.distributed.mesh import Mesh
@@ -18,13 +17,14 @@ from megatron_llama.model.llama import build_stages
 from megatron_llama.pipeline.runtime import PipelineRuntime
 from megatron_llama.planner.messages import step_messages
 from megatron_llama.planner.products import step_flops
-from megatron_llama.planner.trace.op_recorder import Tables, Witness
+from megatron_llama.planner.trace.op_recorder import OpRecorder, Tables
 from megatron_llama.planner.trace.rank import settle_in, state_of, step, trace_rank
 from megatron_llama.planner.trace.run import Run, trace_run
 from megatron_llama.planner.traced import StageTrace, Trace
 from megatron_llama.plans.memory import MemoryPlan, state_bytes
 from megatron_llama.plans.schedule import schedule_named
-from megatron_llama.plans.weight_access import rank_uses
+from megatron_llama.plans.weight_access import rank_weight_accesses
+
 from tests.parallel.cases import Layout, batch
 
 SEQ_LENGTH = 16
@@ -85,19 +85,19 @@ def test_the_trace_is_what_a_real_step_does(layout: Layout) -> None:
     config = small(layout)
     traced = trace_run(config, 1)
     mesh, tables = Mesh.single(), Tables()
-    witness, stages = Witness(tables, mesh.recorder), build_stages(config, mesh)
-    with witness:
+    op_recorder, stages = OpRecorder(tables, mesh.recorder), build_stages(config, mesh)
+    with op_recorder:
         optimizer = build_optimizer(config, stages.values(), mesh)
         runtime = PipelineRuntime(stages, optimizer, mesh, config, dtype=compute_dtype(config))
         schedule = schedule_named("1f1b", ranks=1, microbatches=layout.microbatches)
-        settle_in(optimizer, rank_uses(config, schedule.ranks[0], rank=0))
+        settle_in(optimizer, rank_weight_accesses(config, schedule.ranks[0], rank=0))
         batches = [batch(range(number, number + 1)) for number in range(layout.microbatches)]
         batches = [replace(one, tokens=one.tokens[:SEQ_LENGTH].clone(), labels=one.labels[:SEQ_LENGTH].clone()) for one in batches]
-        state = state_of(optimizer, batches, witness.storages)
-        step(runtime, optimizer, batches, config, witness)
+        state = state_of(optimizer, batches, op_recorder.storages)
+        step(runtime, optimizer, batches, config, op_recorder)
     assert torch.stack([shard.abs().sum() for shard in optimizer.gradients.shards.values()]).isfinite().all()
     one = traced.stages[0]
-    real = replace(one, state=state, actions=witness.actions, lifetimes=witness.storages.lifetimes())
+    real = replace(one, state=state, actions=op_recorder.actions, lifetimes=op_recorder.storages.lifetimes())
     found = replace(traced, operators=tuple(tables.operators), messages=tuple(tables.messages), segments=tuple(tables.segments))
     assert described(traced, one) == described(found, real)
     assert one.lifetimes == real.lifetimes and one.state == real.state

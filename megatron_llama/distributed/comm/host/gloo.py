@@ -1,8 +1,10 @@
-"""Exchanges over gloo: direct point-to-point transfers, which send the minimum and need no thread of their own.
+"""Exchanges over gloo: direct point-to-point transfers, which send the minimum and need no thread
+of their own.
 
-Every rank sends each part of its buffer straight to the part's owner, in chunks, with all receives posted before any send:
-gloo tells a sender that it may go by a message that would queue behind data of the other direction. Sums are taken in rank
-order, so that no value depends on where buffers, parts or chunks end. Everything is cut into views once; a step only issues.
+Every rank sends each part of its buffer straight to the part's owner, in chunks, with all receives
+posted before any send: gloo tells a sender that it may go by a message that would queue behind data
+of the other direction. Sums are taken in rank order, so that no value depends on where buffers,
+parts or chunks end. Everything is cut into views once; a step only issues.
 """
 
 from __future__ import annotations
@@ -20,11 +22,16 @@ from megatron_llama.plans.buckets import ALIGN, PIECES, align_up
 
 def carries(axis: Axis, device: torch.device) -> bool:
     """Whether gloo moves tensors of a device along an axis."""
-    return axis.group is not None and device.type == "cpu" and axis.group._get_backend(device).name() == "gloo"
+    return (
+        axis.group is not None
+        and device.type == "cpu"
+        and axis.group._get_backend(device).name() == "gloo"
+    )
 
 
 def _first_tag(index: int, phase: int) -> int:
-    """Tags of the exchanges of one communicator: phase 0 and 1 for reductions, 2 for the gather with the same index."""
+    """Tags of the exchanges of one communicator: phase 0 and 1 for reductions, 2 for the gather
+    with the same index."""
     return (3 * index + phase) * PIECES
 
 
@@ -37,19 +44,29 @@ class _Message:
     tag: int
 
 
-def _messages(parts: Sequence[tuple[int, Tensor]], first_tag: int, chunk_bytes: int) -> list[_Message]:
-    """The chunks of the parts of peers, numbered by tags. Raises ValueError where those would not suffice: see ``memory.chunk_problem``."""
+def _messages(
+    parts: Sequence[tuple[int, Tensor]], first_tag: int, chunk_bytes: int
+) -> list[_Message]:
+    """The chunks of the parts of peers, numbered by tags. Raises ValueError where those would not
+    suffice: see ``memory.chunk_problem``."""
     messages = []
     for peer, part in parts:
         chunk = max(1, chunk_bytes // part.element_size())
         if part.numel() > chunk * PIECES:
-            raise ValueError(f"a part of {part.numel()} elements makes more than {PIECES} chunks of {chunk_bytes} bytes")
-        messages += [_Message(view, peer, first_tag + i) for i, view in enumerate(torch.split(part, chunk)) if view.numel()]
+            raise ValueError(
+                f"a part of {part.numel()} elements makes more than {PIECES} chunks of {chunk_bytes} bytes"
+            )
+        messages += [
+            _Message(view, peer, first_tag + i)
+            for i, view in enumerate(torch.split(part, chunk))
+            if view.numel()
+        ]
     return messages
 
 
 def _peers(axis: Axis) -> list[int]:
-    """The other ranks, beginning with the next, so that not everybody sends to the same one first."""
+    """The other ranks, beginning with the next, so that not everybody sends to the same one
+    first."""
     return [(axis.rank + step) % axis.size for step in range(1, axis.size)]
 
 
@@ -58,7 +75,9 @@ class _Transfers:
 
     def __init__(self, axis: Axis, outgoing: list[_Message], incoming: list[_Message]) -> None:
         assert axis.group is not None
-        self._group, self._outgoing, self._incoming = axis.group, outgoing, incoming
+        self._group = axis.group
+        self._outgoing = outgoing
+        self._incoming = incoming
         self._receives: list[dist.Work] | None = None
         self._sends: list[dist.Work] = []
         self._error: RuntimeError | None = None
@@ -88,13 +107,16 @@ class _Transfers:
             work.wait()
         self._sends.clear()
 
-    def _post(self, post: Callable[[list[Tensor], int, int], dist.Work], messages: Sequence[_Message]) -> list[dist.Work]:
+    def _post(
+        self, post: Callable[[list[Tensor], int, int], dist.Work], messages: Sequence[_Message]
+    ) -> list[dist.Work]:
         works = []
         try:
             for message in messages:
                 works.append(post([message.view], message.peer, message.tag))
         except RuntimeError as error:
-            # A peer that is known to be gone fails here, one that goes later fails in the wait: callers look for it in one place.
+            # A peer that is known to be gone fails here, one that goes later fails in the wait:
+            # callers look for it in one place.
             self._error = error
         return works
 
@@ -103,7 +125,9 @@ class Gather:
     """See ``exchange.gather``; the own part is in its place in ``full`` when it starts."""
 
     def __init__(self, full: Tensor, axis: Axis, index: int, chunk_bytes: int) -> None:
-        parts, peers, tag = full.chunk(axis.size), _peers(axis), _first_tag(index, 2)
+        parts = full.chunk(axis.size)
+        peers = _peers(axis)
+        tag = _first_tag(index, 2)
         outgoing = _messages([(peer, parts[axis.rank]) for peer in peers], tag, chunk_bytes)
         incoming = _messages([(peer, parts[peer]) for peer in reversed(peers)], tag, chunk_bytes)
         self._transfers = _Transfers(axis, outgoing, incoming)
@@ -127,16 +151,22 @@ class Parts:
     """One part in the dtype of the sum, where that is not the dtype of the wire; else empty."""
 
     @staticmethod
-    def allocate(axis: Axis, largest: int, wire: torch.dtype, wide: torch.dtype, count: int) -> list[Parts]:
+    def allocate(
+        axis: Axis, largest: int, wire: torch.dtype, wide: torch.dtype, count: int
+    ) -> list[Parts]:
         """``count`` buffers for reductions of at most ``largest`` elements."""
         size = -(-largest // axis.size)
         sizes = (axis.size - 1) * size, size * (wire != wide)
-        return [Parts(torch.empty(sizes[0], dtype=wire), torch.empty(sizes[1], dtype=wide)) for _ in range(count)]
+        return [
+            Parts(torch.empty(sizes[0], dtype=wire), torch.empty(sizes[1], dtype=wide))
+            for _ in range(count)
+        ]
 
 
 def _add_in_rank_order(out: Tensor, parts: Sequence[Tensor], rank: int, wide: Tensor) -> None:
-    """``out = part 0 + part 1 + ...``. ``parts``: of all ranks; the own one, number ``rank``, may be ``out`` and is only read;
-    ``wide``: room for a part in the dtype of ``out``, where the parts have another one."""
+    """``out = part 0 + part 1 + ...``. ``parts``: of all ranks; the own one, number ``rank``, may
+    be ``out`` and is only read; ``wide``: room for a part in the dtype of ``out``, where the parts
+    have another one."""
     if parts[0].dtype != out.dtype:
         out.copy_(parts[0])
         for part in parts[1:]:
@@ -144,22 +174,32 @@ def _add_in_rank_order(out: Tensor, parts: Sequence[Tensor], rank: int, wide: Te
         return
     total = parts[0]
     for number, part in enumerate(parts[1:], start=1):
-        # Before the own part is in the sum, the sum may not be where the own part is: it stays in the first one received.
+        # Before the own part is in the sum, the sum may not be where the own part is: it stays in
+        # the first one received.
         total = torch.add(total, part, out=out if number >= rank else parts[0])
 
 
 class ReduceScatter:
-    """See ``exchange.Reductions``. ``full`` [n] in the dtype of the wire, ``shard`` [n / size] in that of the sum."""
+    """See ``exchange.Reductions``. ``full`` [n] in the dtype of the wire, ``shard`` [n / size] in
+    that of the sum."""
 
-    def __init__(self, full: Tensor, shard: Tensor, axis: Axis, parts: Parts, index: int, chunk_bytes: int) -> None:
-        own, peers, size = full.chunk(axis.size), _peers(axis), shard.numel()
+    def __init__(
+        self, full: Tensor, shard: Tensor, axis: Axis, parts: Parts, index: int, chunk_bytes: int
+    ) -> None:
+        own = full.chunk(axis.size)
+        peers = _peers(axis)
+        size = shard.numel()
         others = [rank for rank in range(axis.size) if rank != axis.rank]
-        addends = {axis.rank: own[axis.rank]} | {peer: parts.received[i * size : (i + 1) * size] for i, peer in enumerate(others)}
+        addends = {axis.rank: own[axis.rank]} | {
+            peer: parts.received[i * size : (i + 1) * size] for i, peer in enumerate(others)
+        }
         tag = _first_tag(index, 0)
         outgoing = _messages([(peer, own[peer]) for peer in peers], tag, chunk_bytes)
         incoming = _messages([(peer, addends[peer]) for peer in reversed(peers)], tag, chunk_bytes)
         self._transfers = _Transfers(axis, outgoing, incoming)
-        self._shard, self._addends, self._rank = shard, [addends[rank] for rank in range(axis.size)], axis.rank
+        self._shard = shard
+        self._addends = [addends[rank] for rank in range(axis.size)]
+        self._rank = axis.rank
         self._wide = parts.wide[:size]
 
     def start(self) -> None:
@@ -174,25 +214,39 @@ class ReduceScatter:
 
 
 class AllReduce:
-    """See ``exchange.all_reduce``: a reduce-scatter, then a gather of the sums. ``tensor``: in the dtype of the wire; ``wide``: of the sum.
+    """See ``exchange.all_reduce``: a reduce-scatter, then a gather of the sums. ``tensor``: in the
+    dtype of the wire; ``wide``: of the sum.
 
-    A peer sends a sum only after it has received all of its parts, ours too. So the receives of the second phase, which overwrite
-    what the first one sends, may be posted with the first."""
+    A peer sends a sum only after it has received all of its parts, ours too. So the receives of the
+    second phase, which overwrite what the first one sends, may be posted with the first."""
 
-    def __init__(self, tensor: Tensor, wide: torch.dtype, axis: Axis, index: int, chunk_bytes: int) -> None:
+    def __init__(
+        self, tensor: Tensor, wide: torch.dtype, axis: Axis, index: int, chunk_bytes: int
+    ) -> None:
         size = align_up(-(-tensor.numel() // axis.size), ALIGN)
         cuts = [min(tensor.numel(), rank * size) for rank in range(axis.size + 1)]
         parts = [tensor[cuts[rank] : cuts[rank + 1]] for rank in range(axis.size)]
-        own, peers = parts[axis.rank], _peers(axis)
+        own = parts[axis.rank]
+        peers = _peers(axis)
         addends = [own if rank == axis.rank else torch.empty_like(own) for rank in range(axis.size)]
-        tag, sums_tag = _first_tag(index, 0), _first_tag(index, 1)
+        tag = _first_tag(index, 0)
+        sums_tag = _first_tag(index, 1)
         out = _messages([(peer, parts[peer]) for peer in peers], tag, chunk_bytes)
         come = _messages([(peer, addends[peer]) for peer in reversed(peers)], tag, chunk_bytes)
         sums_out = _messages([(peer, own) for peer in peers], sums_tag, chunk_bytes)
-        sums_come = _messages([(peer, parts[peer]) for peer in reversed(peers)], sums_tag, chunk_bytes)
-        self._parts, self._sums = _Transfers(axis, out, come), _Transfers(axis, sums_out, sums_come)
-        self._own, self._addends, self._rank = own, addends, axis.rank
-        self._total, self._wide = (own, own) if own.dtype == wide else (torch.empty_like(own, dtype=wide) for _ in range(2))
+        sums_come = _messages(
+            [(peer, parts[peer]) for peer in reversed(peers)], sums_tag, chunk_bytes
+        )
+        self._parts = _Transfers(axis, out, come)
+        self._sums = _Transfers(axis, sums_out, sums_come)
+        self._own = own
+        self._addends = addends
+        self._rank = axis.rank
+        self._total, self._wide = (
+            (own, own)
+            if own.dtype == wide
+            else (torch.empty_like(own, dtype=wide) for _ in range(2))
+        )
 
     def start(self) -> None:
         """See Exchange."""
