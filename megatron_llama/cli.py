@@ -35,7 +35,7 @@ COMMANDS: Mapping[str, Command] = MappingProxyType(
         "preprocess": Command(
             "preprocess",
             "preprocess",
-            "data.options:PreprocessConfig",
+            "data.preprocess_config:PreprocessConfig",
             "Turn text into an indexed dataset of tokens.",
         ),
         "pretrain": Command(
@@ -75,40 +75,40 @@ COMMANDS: Mapping[str, Command] = MappingProxyType(
         "export": Command(
             "export",
             "export",
-            "commands.options:ExportConfig",
+            "commands.common.configs:ExportConfig",
             "Write a checkpoint as a HuggingFace folder.",
         ),
         "convert": Command(
             "convert",
             "convert",
-            "commands.options:ConvertConfig",
+            "commands.common.configs:ConvertConfig",
             "Write a model in another format: convert SRC DST --to FORMAT.",
             ("src", "dst"),
         ),
         "merge": Command(
             "merge",
             "merge",
-            "commands.options:MergeConfig",
+            "commands.common.configs:MergeConfig",
             "Add LoRA adapters to their model: merge SRC DST [--options].",
             ("src", "dst"),
         ),
         "verify": Command(
             "verify",
             "verify",
-            "commands.options:VerifyConfig",
+            "commands.common.configs:VerifyConfig",
             "Compare two models, of any formats: verify A B [--options].",
             ("a", "b"),
         ),
         "inspect": Command(
             "inspect",
             "inspect",
-            "commands.options:NoOptions",
+            "commands.common.configs:NoOptions",
             "Look at a file: inspect config|checkpoint|dataset PATH, or presets.",
         ),
         "schedule": Command(
             "schedule",
             "schedule",
-            "commands.options:ScheduleConfig",
+            "commands.common.configs:ScheduleConfig",
             "Show a pipeline schedule: who does what when, bubbles, memory.",
         ),
         "plan": Command(
@@ -119,7 +119,10 @@ COMMANDS: Mapping[str, Command] = MappingProxyType(
             ("action", "file"),
         ),
         "env": Command(
-            "env", "env", "commands.options:NoOptions", "Versions and devices, for a bug report."
+            "env",
+            "env",
+            "commands.common.configs:NoOptions",
+            "Versions and devices, for a bug report.",
         ),
     }
 )

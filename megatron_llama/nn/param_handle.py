@@ -48,12 +48,12 @@ class ParamHandle(Protocol):
 
 def attach_param_handle(parameter: nn.Parameter, handle: ParamHandle) -> None:
     """A parameter's values come from ``handle`` and its gradients go there from now on."""
-    parameter.handle = handle  # type: ignore[attr-defined]
+    parameter.param_handle = handle  # type: ignore[attr-defined]
 
 
 def param_handle_of(parameter: Tensor) -> ParamHandle | None:
     """The parameter's home, or None (a layer used on its own)."""
-    return getattr(parameter, "home", None)
+    return getattr(parameter, "param_handle", None)
 
 
 class UnshardedRead(NamedTuple):

@@ -51,7 +51,7 @@ def test_the_fastest_layout_with_little_risk_is_chosen() -> None:
     assert problems(choice.config, 8) == []
     planned = Planned(resolve(choice.config, 8), machine(8), FITTED)
     found = search(searchable(asked), machine(8), FITTED, top=1, pinned=PIPE)
-    assert planned.odds < RISK and planned.seconds >= found.best[0].seconds
+    assert planned.oom_probability < RISK and planned.seconds >= found.best[0].seconds
     assert value_of(choice.config, "pipeline_model_parallel_size") == 1 and "--pipeline-model-parallel-size" not in choice.notes[0]
     # What is not a matter of layout is left alone, and what is printed is what was chosen.
     assert replace(choice.config, parallel=asked.parallel, training=asked.training) == asked

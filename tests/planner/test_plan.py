@@ -149,23 +149,23 @@ def test_the_search_finds_the_fastest_that_fits() -> None:
     whole = resolve(config("llama2-7b", 64), 1)
     found = search(whole, machine(8), FITTED, top=3, pinned={"pipeline_model_parallel_size": 1})
     seconds = [plan.seconds for plan in found.best]
-    assert len(seconds) == 3 and seconds == sorted(seconds) and all(plan.odds < 0.5 for plan in found.best)
+    assert len(seconds) == 3 and seconds == sorted(seconds) and all(plan.oom_probability < 0.5 for plan in found.best)
     # Nothing of the same search that is faster by the closed form fits.
     faster = [
         one
         for one in candidates(whole, machine(8), {"pipeline_model_parallel_size": 1})
         if estimate(job_of(one, machine(8)), FITTED).seconds < 0.9 * seconds[0]
     ]
-    assert all(Planned(one, machine(8), FITTED).odds > 0.5 for one in faster)
+    assert all(Planned(one, machine(8), FITTED).oom_probability > 0.5 for one in faster)
 
 
 def test_a_model_that_fits_nowhere_and_the_cluster_it_needs() -> None:
     pinned = {"pipeline_model_parallel_size": 1, "micro_batch_size": 1, "recompute_granularity": "full", "optimizer_offload": "none"}
     whole = resolve(config("llama2-13b", 64), 1)
     found = search(whole, machine(1), FITTED, top=3, pinned=pinned)
-    assert found.best == () and found.smallest is not None and found.smallest.odds > 0.99
+    assert found.best == () and found.smallest is not None and found.smallest.oom_probability > 0.99
     enough = enough_gpus(whole, machine(1), FITTED, pinned)
-    assert enough is not None and enough.machine.gpus in (2, 4) and enough.odds < 0.5
+    assert enough is not None and enough.machine.gpus in (2, 4) and enough.oom_probability < 0.5
 
 
 def test_gpus_by_other_names() -> None:

@@ -129,5 +129,7 @@ def test_what_is_said_of_offload() -> None:
     assert label(plan).endswith("recompute-none/offload-exact") and any(line.startswith("  offload") for line in details(plan))
     assert not any(line.startswith("  offload") for line in details(planned(tuned())))
     assert (
-        planned(tuned(offload=EXACT)).odds < 0.5 < replace(plan, machine=replace(plan.machine, gpu=replace(H100, host_memory=1 << 30))).odds
+        planned(tuned(offload=EXACT)).oom_probability
+        < 0.5
+        < replace(plan, machine=replace(plan.machine, gpu=replace(H100, host_memory=1 << 30))).oom_probability
     )
