@@ -10,7 +10,8 @@ import sys
 from contextlib import ExitStack
 from pathlib import Path
 
-from .catalogue import COMPUTE, NAMES, STEPS
+from .against import PREFIX
+from .catalogue import COMPUTE, NAMES, STEPS, mode_named
 from .conditions import Limits, Stalls, alternating, stalling
 from .hosts import Delay, Hosts, RigError
 from .job import Job, bits_per_second
@@ -40,6 +41,13 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     )
     parser.add_argument(
         "--modes", default=",".join(NAMES), help="contenders, with commas between (default: all)"
+    )
+    parser.add_argument(
+        "--against",
+        type=Path,
+        metavar="CHECKOUT",
+        help="another checkout of this project (git worktree add): its modes take turns too, as "
+        "against:MODE",
     )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write one row per contender")
     parser.add_argument(
@@ -78,7 +86,12 @@ def parse(arguments: list[str]) -> argparse.Namespace:
 def _complete(options: argparse.Namespace) -> None:
     """Check and convert. Raises ValueError."""
     names = tuple(dict.fromkeys((COMPUTE, *options.modes.split(","))))
-    unknown = [name for name in names if name not in NAMES]
+    if options.against is not None:
+        options.against = options.against.absolute()
+        if not (options.against / "tools" / "overlap" / "ours.py").exists():
+            raise ValueError(f"--against {options.against}: no checkout of this project")
+        names += tuple(PREFIX + name for name in names if mode_named(name) is not None)
+    unknown = [name for name in names if name.removeprefix(PREFIX) not in NAMES]
     if unknown:
         raise ValueError(f"--modes: unknown {', '.join(unknown)}; there are {', '.join(NAMES)}")
     if not 2 <= options.hosts <= 250 or options.rounds < 1:
@@ -141,7 +154,15 @@ def words(options: argparse.Namespace) -> tuple[str, ...]:
 def run(options: argparse.Namespace) -> None:
     """Make the cluster, run the ranks, remove it."""
     target = str(options.json.absolute()) if options.json is not None else None
-    job = Job(options.hosts, options.rate, options.rounds, options.names, words(options), target)
+    job = Job(
+        options.hosts,
+        options.rate,
+        options.rounds,
+        options.names,
+        words(options),
+        target,
+        str(options.against) if options.against is not None else None,
+    )
     rates = [options.rate] * options.hosts
     if options.slow_host is not None:
         rates[-1] = options.slow_host

@@ -18,6 +18,8 @@ class Job:
     conditions: tuple[str, ...]
     """In words, for the title."""
     json: str | None
+    against: str | None = None
+    """The other checkout, absolute."""
 
     def dump(self) -> str:
         """As one command-line argument."""

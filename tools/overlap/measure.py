@@ -27,6 +27,7 @@ import torch.distributed as dist
 from megatron_llama.data.loader import Batch
 
 from . import report
+from .against import PREFIX, Against
 from .catalogue import COMPUTE, MODES, SEQUENCE, STEPS, half_block_seconds, mode_named, model
 from .contender import Contender, Setting
 from .job import Job, Sample
@@ -36,8 +37,12 @@ LOSS_TOLERANCE = 1e-3
 """Relative. Contenders with the same arithmetic differ in the order of sums only."""
 
 
-def builders() -> dict[str, Callable[[Setting], Contender]]:
+def builders(against: str | None) -> dict[str, Callable[[Setting], Contender]]:
     """How to make each contender. Imports are put off: a missing one must not stop the others."""
+
+    def other(name: str, setting: Setting) -> Contender:
+        assert against is not None
+        return Against(Path(against), name.removeprefix(PREFIX), setting)
 
     def ours(name: str, setting: Setting) -> Contender:
         from .ours import Ours
@@ -70,12 +75,15 @@ def builders() -> dict[str, Callable[[Setting], Contender]]:
         "fsdp2-reshard": fsdp2,
     }
     makers = {**peers, **{mode.name: ours for mode in MODES}}
+    makers |= {PREFIX + mode.name: other for mode in MODES}
     return {name: partial(maker, name) for name, maker in makers.items()}
 
 
-def build(names: tuple[str, ...], setting: Setting) -> dict[str, Contender]:
+def build(
+    names: tuple[str, ...], setting: Setting, against: str | None = None
+) -> dict[str, Contender]:
     """All contenders. One that cannot be built ends the run, by name."""
-    makers = builders()
+    makers = builders(against)
     contenders = {}
     for name in names:
         try:
@@ -156,7 +164,7 @@ def run(job: Job, rank: int) -> dict[str, list[Sample]]:
     """Every contender once per round, in random order, after some steps that open connections."""
     begin = time.perf_counter()
     clock = Clock()
-    contenders = build(job.names, Setting(rank, job.hosts, clock))
+    contenders = build(job.names, Setting(rank, job.hosts, clock), job.against)
     numbers = count()
     dice = random.Random(0)
     order = list(job.names)

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from .against import PREFIX
 from .bound import FRAME_FACTOR, link_seconds, plan_of, step_seconds
 from .catalogue import (
     COMPUTE,
@@ -119,20 +120,32 @@ def _number(value: float | None) -> str:
 
 
 def pairs(samples: Samples) -> list[str]:
-    """Ours over each peer: medians of the ratios within rounds, with quartiles."""
+    """Ours over each peer, and over itself at another checkout: medians of the ratios within
+    rounds, with quartiles."""
     peers = [name for name in PEERS if name in samples]
     ours = [mode.name for mode in MODES if mode.name in samples]
+    before = [
+        f"{name:<22}{_pair(samples[name], samples[PREFIX + name]):>22}"
+        for name in ours
+        if PREFIX + name in samples
+    ]
+    if before:
+        before = ["", "this checkout over the other, paired within rounds", *before]
     if not peers or not ours:
-        return []
+        return before
     lines = [
         "",
         "ours over a peer, paired within rounds: median (quartiles)",
         f"{'':<22}" + "".join(f"{peer:>22}" for peer in peers),
     ]
-    return lines + [
-        f"{name:<22}" + "".join(f"{_pair(samples[name], samples[peer]):>22}" for peer in peers)
-        for name in ours
-    ]
+    return (
+        lines
+        + [
+            f"{name:<22}" + "".join(f"{_pair(samples[name], samples[peer]):>22}" for peer in peers)
+            for name in ours
+        ]
+        + before
+    )
 
 
 def _pair(one: Sequence[Sample], other: Sequence[Sample]) -> str:
