@@ -8,10 +8,21 @@ from collections.abc import Iterable
 
 class UserError(ValueError):
     """Base of everything a user can cause. The command line prints it as one message, without a
-    traceback."""
+    traceback.
+
+    It takes a whole message, or the parts of the usual sentence, as ``describe`` does:
+    ``DataError(path, got="no such file", expected="a folder", do="check the path")``."""
 
     everywhere = False
     """Every rank raises it, so that one of them is enough to print it."""
+
+    def __init__(
+        self, where: object, *, got: object = "", expected: object = "", do: str | None = None
+    ) -> None:
+        # The message is the only argument that the base class keeps: so the error can be pickled.
+        super().__init__(
+            where if do is None else describe(where, got=got, expected=expected, do=do)
+        )
 
 
 class ConfigError(UserError):
@@ -42,8 +53,8 @@ class TrainingError(UserError):
     everywhere = True
 
 
-def describe(where: str, *, got: object, expected: object, do: str) -> str:
-    """One sentence in the house form: ``where: got X, expected Y; do Z``."""
+def describe(where: object, *, got: object, expected: object, do: str) -> str:
+    """Return the sentence of every message: ``where: got X, expected Y; do Z``."""
     return f"{where}: got {got}, expected {expected}; {do}"
 
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from megatron_llama.config.schema import LoraConfig
 from megatron_llama.engine.optimizer import WeightSource
-from megatron_llama.errors import CheckpointError, describe
+from megatron_llama.errors import CheckpointError
 from megatron_llama.plans.params import Rectangle, adapter_names
 
 LIKE = ("lora_rank", "lora_alpha", "lora_target_modules")
@@ -82,7 +82,7 @@ def takes_up(where: str, saved: LoraConfig, lora: LoraConfig, *, anew: bool) -> 
     if not anew:
         do = f"give {_flags(saved)} to resume, or --finetune to begin anew from its weights"
         raise CheckpointError(
-            describe(where, got="; ".join(differences), expected="the same as in this run", do=do)
+            where, got="; ".join(differences), expected="the same as in this run", do=do
         )
     return False
 

@@ -35,7 +35,7 @@ from megatron_llama.distributed import device as devices
 from megatron_llama.distributed.comm.agreement import common_error
 from megatron_llama.distributed.comm.store import connect
 from megatron_llama.distributed.mesh import Place
-from megatron_llama.errors import CheckpointError, ConfigError, describe
+from megatron_llama.errors import CheckpointError, ConfigError
 
 SLOTS = 2
 """A save may begin while the one before is being written."""
@@ -56,12 +56,10 @@ def in_background(place: Place, *, wanted: bool) -> Iterator[Background | None]:
     if not hasattr(os, "memfd_create"):
         do = "leave --async-save out"
         raise ConfigError(
-            describe(
-                "--async-save",
-                got=sys.platform,
-                expected="Linux, whose memory two processes can share",
-                do=do,
-            )
+            "--async-save",
+            got=sys.platform,
+            expected="Linux, whose memory two processes can share",
+            do=do,
         )
     with closing(Background(place)) as background:
         yield background
@@ -160,9 +158,7 @@ class Background:
         where = f"{job.target} on rank {self._place.rank}"
         got = f"a writing process that ended with code {self._process.exitcode}"
         do = "look at the memory of that machine (a process killed for memory ends with -9)"
-        error = CheckpointError(
-            describe(where, got=got, expected="its part of the checkpoint", do=do)
-        )
+        error = CheckpointError(where, got=got, expected="its part of the checkpoint", do=do)
         if self._place.world_size > 1 and self._place.rank:
             _answer(connect(self._place, self._room), job, self._place.rank, error)
         return Outcome(job.target, error)

@@ -29,7 +29,7 @@ from megatron_llama.checkpoint.folders import (
 from megatron_llama.checkpoint.meta import ANOTHER_COPY, META
 from megatron_llama.checkpoint.storage import METADATA, file_problems, read_metadata
 from megatron_llama.checkpoint.storage_paths import is_remote, remove_tree, storage_path
-from megatron_llama.errors import CheckpointError, describe
+from megatron_llama.errors import CheckpointError
 
 TRACKER = "latest_checkpointed_iteration.txt"
 LAST = "last"
@@ -91,9 +91,7 @@ def find(path: str | Path) -> Path:
         do = "check the path"
         if (path / "config.json").is_file():
             do = "it is a HuggingFace folder: give it as --init-from-hf"
-        raise CheckpointError(
-            describe(str(path), got=got, expected="iter_NNNNNNN, or a folder of them", do=do)
-        )
+        raise CheckpointError(path, got=got, expected="iter_NNNNNNN, or a folder of them", do=do)
     return found
 
 

@@ -85,18 +85,11 @@ def read_sums(folder: Path) -> dict[str, str]:
         lines = path.read_text().splitlines()
     except (OSError, ValueError) as error:
         got = error.strerror if isinstance(error, OSError) else "damaged content"
-        raise CheckpointError(
-            describe(str(path), got=got, expected="the list of checksums", do=do)
-        ) from error
+        raise CheckpointError(path, got=got, expected="the list of checksums", do=do) from error
     found = [re.fullmatch(r"([0-9a-f]{64})  ([^/]+)", line) for line in lines]
     if not found or None in found:
         raise CheckpointError(
-            describe(
-                str(path),
-                got="damaged content",
-                expected="a checksum and a file name in each line",
-                do=do,
-            )
+            path, got="damaged content", expected="a checksum and a file name in each line", do=do
         )
     return {match[2]: match[1] for match in found if match is not None}
 
@@ -116,14 +109,14 @@ def damaged_files(folder: Path) -> list[str]:
         except OSError as error:
             problems.append(
                 describe(
-                    str(path), got=error.strerror, expected=f"a file with SHA-256 {expected}", do=do
+                    path, got=error.strerror, expected=f"a file with SHA-256 {expected}", do=do
                 )
             )
             continue
         if got != expected:
             problems.append(
                 describe(
-                    str(path),
+                    path,
                     got=f"SHA-256 {got} in {path.stat().st_size} bytes",
                     expected=expected,
                     do=do,
@@ -132,9 +125,7 @@ def damaged_files(folder: Path) -> list[str]:
     for path in sorted(folder.iterdir()):
         if path.name not in sums and path.name != SUMS:
             problems.append(
-                describe(
-                    str(path), got="a file", expected="none of this name", do="move it elsewhere"
-                )
+                describe(path, got="a file", expected="none of this name", do="move it elsewhere")
             )
     return problems
 
@@ -187,7 +178,7 @@ def _damage(folder: Path, entry: tuple[str, tuple[str, str]]) -> str | None:
     return (
         None
         if got == f"{kind} {expected}"
-        else describe(str(path), got=got, expected=f"{kind} {expected}, by {listed}", do=do)
+        else describe(path, got=got, expected=f"{kind} {expected}, by {listed}", do=do)
     )
 
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from megatron_llama.errors import CheckpointError, UserError, describe
+from megatron_llama.errors import CheckpointError, UserError
 
 
 @contextmanager
@@ -30,7 +30,7 @@ def not_written(path: Path, error: BaseException) -> CheckpointError:
         else (system.filename or path, system.strerror)
     )
     do = "free space or mend the permissions, and try again; what was there before is untouched"
-    return CheckpointError(describe(str(where), got=got, expected="to write it", do=do))
+    return CheckpointError(where, got=got, expected="to write it", do=do)
 
 
 def _system_error(error: BaseException) -> OSError | None:

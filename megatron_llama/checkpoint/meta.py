@@ -106,9 +106,7 @@ def parse_meta(folder: Path) -> CheckpointMeta:
     version = content.get("format_version")
     if version != FORMAT_VERSION:
         do = "load it with the version of this program that saved it, and export it to HuggingFace format"
-        raise CheckpointError(
-            describe(f"{path} format_version", got=version, expected=FORMAT_VERSION, do=do)
-        )
+        raise CheckpointError(f"{path} format_version", got=version, expected=FORMAT_VERSION, do=do)
     try:
         return CheckpointMeta(
             folder=folder,
@@ -130,7 +128,7 @@ def parse_meta(folder: Path) -> CheckpointMeta:
             else f"a field that cannot be read ({error})"
         )
         raise CheckpointError(
-            describe(str(path), got=got, expected="the fields that saving writes", do=ANOTHER_COPY)
+            path, got=got, expected="the fields that saving writes", do=ANOTHER_COPY
         ) from error
 
 
@@ -152,17 +150,13 @@ def _read_object(path: Path) -> dict[str, Any]:
         content = json.loads(path.read_bytes())
     except OSError as error:
         raise CheckpointError(
-            describe(str(path), got=error.strerror, expected="a readable file", do=ANOTHER_COPY)
+            path, got=error.strerror, expected="a readable file", do=ANOTHER_COPY
         ) from error
     except ValueError as error:
-        raise CheckpointError(
-            describe(str(path), got=error, expected="valid JSON", do=ANOTHER_COPY)
-        ) from error
+        raise CheckpointError(path, got=error, expected="valid JSON", do=ANOTHER_COPY) from error
     if not isinstance(content, dict):
         raise CheckpointError(
-            describe(
-                str(path), got=type(content).__name__, expected="a JSON object", do=ANOTHER_COPY
-            )
+            path, got=type(content).__name__, expected="a JSON object", do=ANOTHER_COPY
         )
     return content
 

@@ -145,9 +145,7 @@ class ChunkReader(StorageReader):
                     else f"damaged content ({type(error).__name__})"
                 )
                 raise CheckpointError(
-                    describe(
-                        str(path), got=got, expected="the tensors that were saved", do=ANOTHER_COPY
-                    )
+                    path, got=got, expected="the tensors that were saved", do=ANOTHER_COPY
                 ) from error
         future: Future[None] = Future()
         future.set_result(None)
@@ -189,12 +187,12 @@ def file_problems(folder: Path, places: Iterable[Any], *, do: str) -> list[str]:
             found = path.stat().st_size
         except OSError as error:
             problems.append(
-                describe(str(path), got=error.strerror, expected=f"a file of {size} bytes", do=do)
+                describe(path, got=error.strerror, expected=f"a file of {size} bytes", do=do)
             )
             continue
         if found < size:
             problems.append(
-                describe(str(path), got=f"{found} bytes", expected=f"{size}: it was cut off", do=do)
+                describe(path, got=f"{found} bytes", expected=f"{size}: it was cut off", do=do)
             )
     return problems
 
@@ -219,7 +217,7 @@ def read_metadata(folder: Path) -> Metadata:
     except Exception as error:
         got = error.strerror if isinstance(error, OSError) else f"{type(error).__name__}: {error}"
         raise CheckpointError(
-            describe(str(path), got=got, expected="the index that saving writes", do=ANOTHER_COPY)
+            path, got=got, expected="the index that saving writes", do=ANOTHER_COPY
         ) from error
 
 

@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import cast
 
-from megatron_llama.errors import CheckpointError, describe
+from megatron_llama.errors import CheckpointError
 
 
 def storage_path(name: str | Path) -> Path:
@@ -34,13 +34,11 @@ def storage_path(name: str | Path) -> Path:
     except ImportError as error:
         do = "install megatron-llama[fsspec] and the package of the store, such as s3fs"
         raise CheckpointError(
-            describe(name, got=str(error), expected="packages that read such a URL", do=do)
+            name, got=str(error), expected="packages that read such a URL", do=do
         ) from error
     except ValueError as error:
         do = "give a path, or a URL that fsspec knows"
-        raise CheckpointError(
-            describe(name, got=str(error), expected="a path or a URL", do=do)
-        ) from error
+        raise CheckpointError(name, got=str(error), expected="a path or a URL", do=do) from error
 
 
 def is_remote(path: Path) -> bool:

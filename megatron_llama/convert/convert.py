@@ -23,7 +23,7 @@ from megatron_llama.convert.hf.files import WRITTEN, hf_jobs
 from megatron_llama.convert.jobs import Watched, WriteTask, run_write_tasks
 from megatron_llama.convert.tokenizer_files import TOKENIZER_FILES, copy_tokenizer_files
 from megatron_llama.engine.optimizer import WeightSource
-from megatron_llama.errors import CheckpointError, describe
+from megatron_llama.errors import CheckpointError
 
 OURS = (
     *(*WRITTEN, *TOKENIZER_FILES, TOKENIZER),
@@ -88,34 +88,26 @@ def require_free(target: Path, source: Path, *, overwrite: bool) -> None:
     if target == source or target in source.parents or source in target.parents:
         do = "give another path"
         raise CheckpointError(
-            describe(
-                str(target),
-                got=f"a folder that holds, or lies in, the source {source}",
-                expected="another",
-                do=do,
-            )
+            target,
+            got=f"a folder that holds, or lies in, the source {source}",
+            expected="another",
+            do=do,
         )
     if target.exists() and not target.is_dir():
-        raise CheckpointError(
-            describe(str(target), got="a file", expected="a folder", do="give another path")
-        )
+        raise CheckpointError(target, got="a file", expected="a folder", do="give another path")
     names = sorted(entry.name for entry in target.iterdir()) if target.exists() else []
     strange = [name for name in names if not any(fnmatch(name, pattern) for pattern in OURS)]
     if strange:
         do = "give another path"
         raise CheckpointError(
-            describe(
-                str(target),
-                got=f"a folder with {', '.join(strange[:3])}",
-                expected="an earlier conversion",
-                do=do,
-            )
+            target,
+            got=f"a folder with {', '.join(strange[:3])}",
+            expected="an earlier conversion",
+            do=do,
         )
     if names and not overwrite:
         do = "give another path, or replace it with --overwrite"
-        raise CheckpointError(
-            describe(str(target), got="a folder that is there already", expected="none", do=do)
-        )
+        raise CheckpointError(target, got="a folder that is there already", expected="none", do=do)
 
 
 def require_sound(folder: str | Path, workers: int) -> None:

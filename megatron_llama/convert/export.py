@@ -17,7 +17,7 @@ from megatron_llama.convert.peft.format import write_peft
 from megatron_llama.distributed.comm.agreement import largest, raise_on_all_ranks
 from megatron_llama.distributed.mesh import Mesh
 from megatron_llama.engine.optimizer import OverlappedDistributedOptimizer
-from megatron_llama.errors import CheckpointError, describe
+from megatron_llama.errors import CheckpointError
 from megatron_llama.metrics.log import MetricLog
 from megatron_llama.tokenizer.base import Tokenizer
 
@@ -57,12 +57,7 @@ def export_adapter(
     if not lora.lora_rank:
         do = "leave --adapter out"
         raise CheckpointError(
-            describe(
-                str(checkpoint),
-                got="no low-rank additions",
-                expected="a run with --lora-rank",
-                do=do,
-            )
+            checkpoint, got="no low-rank additions", expected="a run with --lora-rank", do=do
         )
     base = weights.meta.config.get("checkpoint", {}).get("init_from_hf")
     write_peft(output, weights.model, lora, weights.stored, base=base, tokenizer=tokenizer)

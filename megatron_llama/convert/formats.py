@@ -11,7 +11,7 @@ from torch import Tensor
 
 from megatron_llama.checkpoint.folders import INCOMPLETE
 from megatron_llama.config.schema import ModelConfig
-from megatron_llama.errors import CheckpointError, describe
+from megatron_llama.errors import CheckpointError
 from megatron_llama.plans.params import Rectangle
 
 FORMATS = ("hf", "native", "megatron", "megatron-llama", "meta")
@@ -88,7 +88,7 @@ def open_source(
     folder = Path(path)
     if format is not None and format not in FORMATS:
         raise CheckpointError(
-            describe("format", got=format, expected=f"one of {', '.join(FORMATS)}", do="correct it")
+            "format", got=format, expected=f"one of {', '.join(FORMATS)}", do="correct it"
         )
     kind = format or detect(folder)
     if kind == "hf":
@@ -113,26 +113,20 @@ def detect(folder: Path) -> str:
     several."""
     if not folder.is_dir():
         got = "a file" if folder.exists() else "no such folder"
-        raise CheckpointError(
-            describe(str(folder), got=got, expected="a model folder", do="check the path")
-        )
+        raise CheckpointError(folder, got=got, expected="a model folder", do="check the path")
     found = list(candidates(folder))
     if len(found) > 1:
         do = "say which one is meant (--from)"
         raise CheckpointError(
-            describe(
-                str(folder),
-                got=f"weights of {len(found)} formats: {', '.join(found)}",
-                expected="one",
-                do=do,
-            )
+            folder,
+            got=f"weights of {len(found)} formats: {', '.join(found)}",
+            expected="one",
+            do=do,
         )
     if not found:
         expected = "model.safetensors, pytorch_model.bin, consolidated.00.pth, mp_rank_00/ or a native checkpoint in it"
         raise CheckpointError(
-            describe(
-                str(folder), got="a folder without weights", expected=expected, do="check the path"
-            )
+            folder, got="a folder without weights", expected=expected, do="check the path"
         )
     if found[0] == "megatron":
         from megatron_llama.convert.megatron.source import family

@@ -37,7 +37,7 @@ from torch.serialization import (
 
 from megatron_llama.checkpoint.failures import writing
 from megatron_llama.convert.safetensors_file import is_finite
-from megatron_llama.errors import CheckpointError, describe
+from megatron_llama.errors import CheckpointError
 
 FOREIGN = (
     "megatron.",
@@ -113,12 +113,7 @@ class PickledFile:
             do = "do not load it elsewhere unless you trust who made it; convert a copy from its origin"
             got = f"a pickle that calls {', '.join(wrong)}"
             raise CheckpointError(
-                describe(
-                    str(path),
-                    got=got,
-                    expected="tensors and settings only (nothing was run)",
-                    do=do,
-                )
+                path, got=got, expected="tensors and settings only (nothing was run)", do=do
             )
         inert = [(Inert, name) for name in unknown if name not in known]
         try:
@@ -141,9 +136,7 @@ class PickledFile:
 
     def _error(self, got: object) -> CheckpointError:
         do = "copy the file again from where the model came from"
-        return CheckpointError(
-            describe(str(self.path), got=got, expected="a file that torch.save wrote", do=do)
-        )
+        return CheckpointError(self.path, got=got, expected="a file that torch.save wrote", do=do)
 
 
 def _checksums(path: Path) -> frozenset[tuple[int, int]]:
@@ -255,7 +248,5 @@ def require_finite(path: Path, values: Tensor) -> None:
             else "look at the source: its weights are damaged"
         )
         raise CheckpointError(
-            describe(
-                str(path.name), got=f"values beyond {values.dtype}", expected="finite values", do=do
-            )
+            path.name, got=f"values beyond {values.dtype}", expected="finite values", do=do
         )

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from megatron_llama.convert.pickled import PickledFile
 from megatron_llama.convert.safetensors_file import DTYPES
-from megatron_llama.errors import CheckpointError, describe
+from megatron_llama.errors import CheckpointError
 
 
 class PickledWeights:
@@ -23,7 +23,7 @@ class PickledWeights:
         ):
             do = "give the file that transformers' save_pretrained or Meta's download gave"
             raise CheckpointError(
-                describe(str(file.path), got="other things", expected="names with tensors", do=do)
+                file.path, got="other things", expected="names with tensors", do=do
             )
         self.file = file
         self.tensors = dict[str, Tensor](content)

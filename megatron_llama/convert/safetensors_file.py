@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from megatron_llama.engine.optimizer import WeightSource
-from megatron_llama.errors import CheckpointError, describe
+from megatron_llama.errors import CheckpointError
 from megatron_llama.plans.params import Rectangle
 
 DTYPES: Mapping[torch.dtype, str] = MappingProxyType(
@@ -79,10 +79,8 @@ def _require_finite(path: Path, block: Rectangle, values: Tensor) -> None:
             else "export an earlier checkpoint"
         )
         raise CheckpointError(
-            describe(
-                f"{path.name} {block.name}",
-                got=f"values beyond {values.dtype}",
-                expected="finite values",
-                do=do,
-            )
+            f"{path.name} {block.name}",
+            got=f"values beyond {values.dtype}",
+            expected="finite values",
+            do=do,
         )

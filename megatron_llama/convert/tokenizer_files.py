@@ -12,7 +12,7 @@ from megatron_llama.checkpoint.failures import writing
 from megatron_llama.checkpoint.folders import sync
 from megatron_llama.config.hf import model_config_from_hf, read_config_json
 from megatron_llama.config.schema import ModelConfig
-from megatron_llama.errors import CheckpointError, DataError, describe
+from megatron_llama.errors import CheckpointError, DataError
 from megatron_llama.tokenizer.load import load_tokenizer
 
 GENERATION = "generation_config.json"
@@ -98,16 +98,14 @@ def vocabulary(
         got = f"{stored} rows, and no word on how many are padding" + (
             f" (the tokenizer has {tokens})" if tokens else ""
         )
-        raise CheckpointError(
-            describe(f"{where} vocabulary", got=got, expected="its true size", do=do)
-        )
+        raise CheckpointError(f"{where} vocabulary", got=got, expected="its true size", do=do)
     if given and known and given != known:
         raise CheckpointError(
-            describe("--vocab-size", got=given, expected=f"{known}, by {where}", do="leave it out")
+            "--vocab-size", got=given, expected=f"{known}, by {where}", do="leave it out"
         )
     if not tokens <= size <= stored:
         expected = f"at most the {stored} stored rows" + (
             f" and at least the tokenizer's {tokens}" if tokens else ""
         )
-        raise CheckpointError(describe(f"{where} vocabulary", got=size, expected=expected, do=do))
+        raise CheckpointError(f"{where} vocabulary", got=size, expected=expected, do=do)
     return size

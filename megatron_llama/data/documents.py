@@ -51,17 +51,12 @@ def input_files(paths: Sequence[str]) -> list[Path]:
         found = files_below(path) if path.is_dir() else [path]
         if not found:
             problems.append(
-                describe(
-                    str(path), got="an empty folder", expected="text files", do="check the path"
-                )
+                describe(path, got="an empty folder", expected="text files", do="check the path")
             )
         elif not found[0].is_file():
             problems.append(
                 describe(
-                    str(path),
-                    got="no such file",
-                    expected="a file or a folder",
-                    do="check the path",
+                    path, got="no such file", expected="a file or a folder", do="check the path"
                 )
             )
         files += found

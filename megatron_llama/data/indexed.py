@@ -21,7 +21,7 @@ from typing import Any, Self
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
-from megatron_llama.errors import DataError, describe
+from megatron_llama.errors import DataError
 
 MAGIC = b"MMIDIDX\x00\x00"
 VERSION = 1
@@ -94,24 +94,20 @@ class IndexedDatasetWriter:
         if lengths.size and int(lengths.max()) > np.iinfo(np.int32).max:
             got = f"a document of {lengths.max()} tokens"
             raise DataError(
-                describe(
-                    self.prefix,
-                    got=got,
-                    expected="fewer than 2**31 tokens, the format's limit",
-                    do="split the document",
-                )
+                self.prefix,
+                got=got,
+                expected="fewer than 2**31 tokens, the format's limit",
+                do="split the document",
             )
         if tokens.size and not np.can_cast(tokens.dtype, self.dtype):
             limits = np.iinfo(self.dtype)
             if tokens.min() < limits.min or tokens.max() > limits.max:
                 got = f"token ids {tokens.min()} to {tokens.max()}"
                 raise DataError(
-                    describe(
-                        self.prefix,
-                        got=got,
-                        expected=f"ids that fit {self.dtype}",
-                        do="use a wider dtype",
-                    )
+                    self.prefix,
+                    got=got,
+                    expected=f"ids that fit {self.dtype}",
+                    do="use a wider dtype",
                 )
         self._bin.write(np.ascontiguousarray(tokens, dtype=self.dtype).data)
         self._lengths.append(lengths.astype(np.int32))
@@ -160,7 +156,7 @@ class IndexedDataset:
             if not os.path.isfile(path):
                 do = "give --data-path the common prefix of the .bin and .idx files, without suffix"
                 raise DataError(
-                    describe(path, got="no such file", expected="PREFIX.bin and PREFIX.idx", do=do)
+                    path, got="no such file", expected="PREFIX.bin and PREFIX.idx", do=do
                 )
         self.dtype, sequences, documents = _read_header(idx)
         raw = np.memmap(idx, mode="r", dtype=np.uint8).view(np.ndarray)
@@ -242,27 +238,21 @@ class IndexedDataset:
         documents = self._documents
         if documents[0] != 0 or documents[-1] != n or np.any(np.diff(documents) < 0):
             raise DataError(
-                describe(
-                    idx,
-                    got="document indices that do not rise",
-                    expected=f"indices from 0 to {n}",
-                    do=_RESTORE,
-                )
+                idx,
+                got="document indices that do not rise",
+                expected=f"indices from 0 to {n}",
+                do=_RESTORE,
             )
         if np.any(self._lengths < 0):
             raise DataError(
-                describe(
-                    idx, got="a negative length", expected="lengths of at least 0", do=_RESTORE
-                )
+                idx, got="a negative length", expected="lengths of at least 0", do=_RESTORE
             )
         if self.num_tokens == 0:
             raise DataError(
-                describe(
-                    bin,
-                    got="no tokens",
-                    expected="at least one document with text",
-                    do="preprocess a corpus that has text",
-                )
+                bin,
+                got="no tokens",
+                expected="at least one document with text",
+                do="preprocess a corpus that has text",
             )
         if (
             self._pointers[0] < 0
@@ -270,22 +260,15 @@ class IndexedDataset:
             or np.any(self._pointers % item)
         ):
             raise DataError(
-                describe(
-                    idx,
-                    got="offsets that do not rise",
-                    expected=f"rising multiples of {item} bytes",
-                    do=_RESTORE,
-                )
+                idx,
+                got="offsets that do not rise",
+                expected=f"rising multiples of {item} bytes",
+                do=_RESTORE,
             )
         needed = int(np.max(self._pointers + np.multiply(self._lengths, item, dtype=np.int64)))
         if bin_size < needed:
             raise DataError(
-                describe(
-                    bin,
-                    got=f"{bin_size} bytes",
-                    expected=f"{needed} bytes, as {idx} says",
-                    do=_RESTORE,
-                )
+                bin, got=f"{bin_size} bytes", expected=f"{needed} bytes, as {idx} says", do=_RESTORE
             )
 
 
@@ -296,44 +279,34 @@ def _read_header(idx: str) -> tuple[np.dtype[Any], int, int]:
         header = stream.read(_HEADER.size)
     if header[:9] != MAGIC[: len(header)]:
         do = "give the prefix of a Megatron indexed dataset"
-        raise DataError(
-            describe(idx, got=f"the first bytes {header[:9]!r}", expected=f"{MAGIC!r}", do=do)
-        )
+        raise DataError(idx, got=f"the first bytes {header[:9]!r}", expected=f"{MAGIC!r}", do=do)
     if size < _HEADER.size:
         raise DataError(
-            describe(
-                idx, got=f"{size} bytes", expected=f"a header of {_HEADER.size} bytes", do=_RESTORE
-            )
+            idx, got=f"{size} bytes", expected=f"a header of {_HEADER.size} bytes", do=_RESTORE
         )
     _, version, code, sequences, documents = _HEADER.unpack(header)
     if version != VERSION:
         raise DataError(
-            describe(
-                idx,
-                got=f"version {version}",
-                expected=f"version {VERSION}",
-                do="write it with Megatron's current tool or this one",
-            )
+            idx,
+            got=f"version {version}",
+            expected=f"version {VERSION}",
+            do="write it with Megatron's current tool or this one",
         )
     dtype = np.dtype(_CODES.get(code, "float64"))
     if dtype.kind == "f":
         expected = "the code of an integer type: " + ", ".join(
             f"{code} {name}" for code, name in _CODES.items() if "int" in name
         )
-        raise DataError(describe(idx, got=f"dtype code {code}", expected=expected, do=_RESTORE))
+        raise DataError(idx, got=f"dtype code {code}", expected=expected, do=_RESTORE)
     needed = _HEADER.size + 12 * sequences + 8 * documents
     # Multimodal datasets append one mode byte per sequence; it is not read.
     if size < needed:
         raise DataError(
-            describe(
-                idx,
-                got=f"{size} bytes",
-                expected=f"{needed} bytes for its {sequences} sequences",
-                do=_RESTORE,
-            )
+            idx,
+            got=f"{size} bytes",
+            expected=f"{needed} bytes for its {sequences} sequences",
+            do=_RESTORE,
         )
     if documents == 0:
-        raise DataError(
-            describe(idx, got="no document indices", expected="at least one", do=_RESTORE)
-        )
+        raise DataError(idx, got="no document indices", expected="at least one", do=_RESTORE)
     return dtype, sequences, documents

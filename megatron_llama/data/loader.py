@@ -17,7 +17,7 @@ from megatron_llama.config.schema import DataConfig
 from megatron_llama.data.order import BlendedOrder, mixed
 from megatron_llama.data.stream import TokenStream
 from megatron_llama.distributed.device import is_host
-from megatron_llama.errors import DataError, describe
+from megatron_llama.errors import DataError
 from megatron_llama.nn.attention import Documents
 
 
@@ -110,12 +110,10 @@ class StreamSamples:
         if needs and eod is None:
             do = "give --tokenizer-model a tokenizer with an end token, or leave these options out"
             raise DataError(
-                describe(
-                    ", ".join(needs),
-                    got="no end-of-document id",
-                    expected="a tokenizer that has one",
-                    do=do,
-                )
+                ", ".join(needs),
+                got="no end-of-document id",
+                expected="a tokenizer that has one",
+                do=do,
             )
         self._stream = stream
         self._data = data

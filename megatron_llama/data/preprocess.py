@@ -102,7 +102,7 @@ def preprocess(options: PreprocessConfig) -> PreprocessReport:
         where = str(error.filename or options.output_prefix)
         do = "make room, or give another --output-prefix"
         raise DataError(
-            describe(where, got=error.strerror, expected="a place for the dataset", do=do)
+            where, got=error.strerror, expected="a place for the dataset", do=do
         ) from error
 
 
@@ -114,12 +114,7 @@ def _preprocess(options: PreprocessConfig, started: float) -> PreprocessReport:
     ):
         expected = "only .jsonl and .parquet files with several --json-keys"
         raise DataError(
-            describe(
-                plain[0],
-                got="a plain text file",
-                expected=expected,
-                do="leave it out or give one key",
-            )
+            plain[0], got="a plain text file", expected=expected, do="leave it out or give one key"
         )
     total = sum(file.stat().st_size for file in files)
     with ExitStack() as stack:
@@ -132,12 +127,10 @@ def _preprocess(options: PreprocessConfig, started: float) -> PreprocessReport:
         tokenizer = _tokenizer(staged)
         if options.append_eod and tokenizer.eos_id is None:
             raise DataError(
-                describe(
-                    str(final),
-                    got="no end token",
-                    expected="one, for --append-eod",
-                    do="use another tokenizer or leave it out",
-                )
+                final,
+                got="no end token",
+                expected="one, for --append-eod",
+                do="use another tokenizer or leave it out",
             )
         eod = tokenizer.eos_id if options.append_eod else None
         job = _Job(staged, options.json_keys, eod, token_dtype(tokenizer.vocab_size))
@@ -334,12 +327,10 @@ def _write(
     for key, writer in writers.items():
         if writer.num_tokens == 0:
             raise DataError(
-                describe(
-                    f"field {key!r}",
-                    got="no text in the whole input",
-                    expected="text",
-                    do="check the files and --json-keys",
-                )
+                f"field {key!r}",
+                got="no text in the whole input",
+                expected="text",
+                do="check the files and --json-keys",
             )
     return skipped
 

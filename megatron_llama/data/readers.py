@@ -65,10 +65,7 @@ def require_packages(files: Sequence[Path]) -> None:
         do = f"pip install megatron-llama[{extra}]"
         problems.append(
             describe(
-                str(file),
-                got=f"no package {package}",
-                expected=f"it installed, to read {suffix}",
-                do=do,
+                file, got=f"no package {package}", expected=f"it installed, to read {suffix}", do=do
             )
         )
     if problems:
@@ -89,7 +86,7 @@ def chunks(files: Sequence[Path], keys: Sequence[str]) -> Iterator[Chunk]:
             )
         except (OSError, EOFError, zlib.error, _library_error(file)) as error:
             reason = " ".join(str(error).split()) or type(error).__name__
-            problem = describe(str(file), got=reason, expected="a readable file", do=_RESTORE)
+            problem = describe(file, got=reason, expected="a readable file", do=_RESTORE)
             yield Chunk(str(file), None, 0, problem=problem)
 
 

@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron_llama.data.indexed import IndexedDataset
-from megatron_llama.errors import DataError, describe
+from megatron_llama.errors import DataError
 
 
 def split_documents(
@@ -30,7 +30,7 @@ def split_documents(
         or sum(weights) == 0
     ):
         expected = "one to three weights of at least 0, not all 0, such as 969,30,1"
-        raise DataError(describe("split", got=repr(split), expected=expected, do="change --split"))
+        raise DataError("split", got=repr(split), expected=expected, do="change --split")
     weights += [0.0] * (3 - len(weights))
     # Rounded sums rather than summed roundings: the ranges are adjacent and the last ends at the
     # last document.
@@ -66,7 +66,7 @@ class TokenStream:
             got = f"{self.num_tokens} tokens in the {split} split"
             expected = f"at least {self.seq_length + 1} tokens (seq_length + 1)"
             do = "give more text, lower --seq-length or change --split"
-            raise DataError(describe(self.dataset.prefix, got=got, expected=expected, do=do))
+            raise DataError(self.dataset.prefix, got=got, expected=expected, do=do)
 
     def sample(self, index: int) -> NDArray[np.int64]:
         """Tokens of one sample, int64 [seq_length + 1]. Errors: DataError if an id is outside [0,
@@ -85,5 +85,5 @@ class TokenStream:
         where = f"{self.dataset.prefix}.bin: document {document}, token {start + at - self.dataset.document_start(document)}"
         do = "preprocess with this model's tokenizer or raise --vocab-size"
         raise DataError(
-            describe(where, got=f"id {tokens[at]}", expected=f"0 to {self.vocab_size - 1}", do=do)
+            where, got=f"id {tokens[at]}", expected=f"0 to {self.vocab_size - 1}", do=do
         )

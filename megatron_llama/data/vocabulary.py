@@ -10,7 +10,7 @@ from typing import Any
 from megatron_llama.config.blend import read_blend
 from megatron_llama.config.schema import CheckpointConfig, Config
 from megatron_llama.data.meta import read_meta
-from megatron_llama.errors import ConfigError, DataError, describe
+from megatron_llama.errors import ConfigError, DataError
 from megatron_llama.tokenizer.base import Tokenizer
 from megatron_llama.tokenizer.load import load_tokenizer
 
@@ -60,12 +60,10 @@ def _meta(prefixes: Sequence[str]) -> dict[str, Any]:
             if got != wanted:
                 do = "preprocess all datasets of a blend with one tokenizer"
                 raise DataError(
-                    describe(
-                        f"{prefix}.meta.json {name}",
-                        got=got,
-                        expected=f"{wanted}, as of {first}",
-                        do=do,
-                    )
+                    f"{prefix}.meta.json {name}",
+                    got=got,
+                    expected=f"{wanted}, as of {first}",
+                    do=do,
                 )
     return {} if first is None else found[first]
 
@@ -99,19 +97,12 @@ def with_vocabulary(config: Config, vocabulary: Vocabulary) -> Config:
         do = "give --tokenizer-model, a dataset with its meta.json, or --vocab-size"
         if absent:
             do = f"check --data-path, since there is no {absent[0]}; or {do}"
-        raise ConfigError(
-            describe("--vocab-size", got="nothing", expected="the number of token ids", do=do)
-        )
+        raise ConfigError("--vocab-size", got="nothing", expected="the number of token ids", do=do)
     size = model.vocab_size or vocabulary.size
     if size < vocabulary.size:
         do = f"give --vocab-size {vocabulary.size} or leave it out, or use this model's tokenizer"
         raise ConfigError(
-            describe(
-                "--vocab-size",
-                got=size,
-                expected=f"at least the tokenizer's {vocabulary.size}",
-                do=do,
-            )
+            "--vocab-size", got=size, expected=f"at least the tokenizer's {vocabulary.size}", do=do
         )
     bos = model.bos_token_id
     eos = model.eos_token_id

@@ -15,7 +15,7 @@ from multiprocessing.connection import Connection
 from threading import Thread
 from typing import TypeVar
 
-from megatron_llama.errors import DataError, describe
+from megatron_llama.errors import DataError
 
 Piece = TypeVar("Piece")
 Result = TypeVar("Result")
@@ -42,12 +42,7 @@ def workers(
     except BrokenProcessPool as error:
         remedy = "give fewer --workers, or --workers 1 to see the cause"
         raise DataError(
-            describe(
-                "preprocess",
-                got="a dead worker process",
-                expected="enough memory for each",
-                do=remedy,
-            )
+            "preprocess", got="a dead worker process", expected="enough memory for each", do=remedy
         ) from error
     except BaseException:
         ours.close()  # nobody wants what they are at

@@ -7,7 +7,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-from megatron_llama.errors import DataError, describe
+from megatron_llama.errors import DataError
 
 
 def replace_file(path: Path, content: bytes) -> None:
@@ -33,16 +33,12 @@ def read_json_object(path: Path) -> dict[str, Any]:
     try:
         value = json.loads(path.read_bytes())
     except (OSError, ValueError) as error:
-        raise DataError(
-            describe(str(path), got=error, expected="a JSON file", do="restore the file")
-        ) from error
+        raise DataError(path, got=error, expected="a JSON file", do="restore the file") from error
     if not isinstance(value, dict):
         raise DataError(
-            describe(
-                str(path),
-                got=f"a JSON {type(value).__name__}",
-                expected="a JSON object",
-                do="restore the file",
-            )
+            path,
+            got=f"a JSON {type(value).__name__}",
+            expected="a JSON object",
+            do="restore the file",
         )
     return value

@@ -10,7 +10,7 @@ from typing import Any
 
 import tokenizers
 
-from megatron_llama.errors import DataError, describe
+from megatron_llama.errors import DataError
 from megatron_llama.tokenizer.files import read_json_object, replace_file
 from megatron_llama.tokenizer.hf_words import HFWords, hf_words
 from megatron_llama.tokenizer.library import encode_many
@@ -51,13 +51,12 @@ class HFTokenizer:
             self._content = self.path.read_bytes()
             self._tokenizer = tokenizers.Tokenizer.from_buffer(self._content)
         except Exception as error:  # `tokenizers` raises bare Exception
-            message = describe(
-                str(path),
+            raise DataError(
+                path,
                 got=error,
                 expected="a HuggingFace tokenizer.json",
                 do="restore the file or give a tokenizer.model",
-            )
-            raise DataError(message) from error
+            ) from error
         # A file may carry padding or truncation from the batch it was saved after; neither belongs
         # in a corpus.
         self._tokenizer.no_padding()
@@ -155,11 +154,10 @@ class HFTokenizer:
             )
         id = self._tokenizer.token_to_id(str(token))
         if id is None:
-            message = describe(
+            raise DataError(
                 f"{where}: {field}",
                 got=repr(token),
                 expected="a token of tokenizer.json",
                 do="restore the two files as a pair",
             )
-            raise DataError(message)
         return int(id)

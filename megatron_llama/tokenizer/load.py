@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from types import MappingProxyType
 
-from megatron_llama.errors import DataError, describe
+from megatron_llama.errors import DataError
 from megatron_llama.tokenizer.base import Tokenizer
 
 # Megatron's --tokenizer-type names and the files each may be read from, preferred first.
@@ -63,24 +63,20 @@ def tokenizer_file(path: str | Path, tokenizer_type: str | None = None) -> Path:
         if tokenizer_type not in MEGATRON_TYPES:
             expected = ", ".join(MEGATRON_TYPES)
             raise DataError(
-                describe(
-                    "tokenizer_type",
-                    got=tokenizer_type,
-                    expected=f"one of {expected}",
-                    do="change it or leave it out",
-                )
+                "tokenizer_type",
+                got=tokenizer_type,
+                expected=f"one of {expected}",
+                do="change it or leave it out",
             )
         names = MEGATRON_TYPES[tokenizer_type]
     if path.is_dir():
         found = next((path / name for name in names if (path / name).is_file()), None)
         if found is None:
             raise DataError(
-                describe(
-                    str(path),
-                    got="a folder without them",
-                    expected=" or ".join(names),
-                    do="give the folder of a tokenizer",
-                )
+                path,
+                got="a folder without them",
+                expected=" or ".join(names),
+                do="give the folder of a tokenizer",
             )
         return found
     if not path.is_file():
@@ -88,16 +84,14 @@ def tokenizer_file(path: str | Path, tokenizer_type: str | None = None) -> Path:
         named = re.fullmatch(r"[\w.-]+/[\w.-]+", str(path)) is not None and not path.parent.exists()
         download = f"if that is its name on HuggingFace: hf download {path} --include 'tokenizer*' --local-dir FOLDER"
         do = download if named else "check the path"
-        raise DataError(describe(str(path), got="no such file", expected=expected, do=do))
+        raise DataError(path, got="no such file", expected=expected, do=do)
     suffixes = [Path(name).suffix for name in names]
     if path.suffix not in suffixes:
         by = f" for {tokenizer_type}" if tokenizer_type else ""
         raise DataError(
-            describe(
-                str(path),
-                got=f"a {path.suffix or 'nameless'} file",
-                expected=f"{' or '.join(suffixes)}{by}",
-                do="give the tokenizer file",
-            )
+            path,
+            got=f"a {path.suffix or 'nameless'} file",
+            expected=f"{' or '.join(suffixes)}{by}",
+            do="give the tokenizer file",
         )
     return path

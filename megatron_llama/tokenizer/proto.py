@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from megatron_llama.errors import DataError, describe
+from megatron_llama.errors import DataError
 
 NORMAL = 1
 UNKNOWN = 2
@@ -60,12 +60,10 @@ def parse_model(data: bytes, name: str) -> SentencePieceModel:
         return _parse(data)
     except (IndexError, struct.error, TypeError, ValueError) as error:
         raise DataError(
-            describe(
-                name,
-                got=f"damaged content ({error})",
-                expected="a sentencepiece model",
-                do="restore the file",
-            )
+            name,
+            got=f"damaged content ({error})",
+            expected="a sentencepiece model",
+            do="restore the file",
         ) from error
 
 

@@ -33,13 +33,12 @@ class SentencePieceTokenizer:
             self._model = self.path.read_bytes()
             self._processor = sentencepiece.SentencePieceProcessor(model_proto=self._model)
         except (OSError, RuntimeError) as error:
-            message = describe(
-                str(path),
+            raise DataError(
+                path,
                 got=error,
                 expected="a sentencepiece model",
                 do="give the path of a tokenizer.model",
-            )
-            raise DataError(message) from error
+            ) from error
         self.vocab_size: int = self._processor.get_piece_size()
         self.bos_id = _known(self._processor.bos_id())
         self.eos_id = _known(self._processor.eos_id())
@@ -102,9 +101,7 @@ def train_tokenizer(
     """
     if vocab_size <= FIRST_FREE_ID:
         expected = f"more than {FIRST_FREE_ID} (three special pieces and one per byte)"
-        raise DataError(
-            describe("vocab_size", got=vocab_size, expected=expected, do="raise --vocab-size")
-        )
+        raise DataError("vocab_size", got=vocab_size, expected=expected, do="raise --vocab-size")
     model = io.BytesIO()
     try:
         sentencepiece.SentencePieceTrainer.train(

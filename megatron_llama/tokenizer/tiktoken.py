@@ -70,13 +70,12 @@ class TiktokenTokenizer:
         try:
             self._model = self.path.read_bytes()
         except OSError as error:
-            message = describe(
-                str(path),
+            raise DataError(
+                path,
                 got=error,
                 expected="a tokenizer.model",
                 do="give the path of a tokenizer.model",
-            )
-            raise DataError(message) from error
+            ) from error
         self._tokens = parse_ranks(self._model, str(path))
         self.vocab_size: int = len(self._tokens) + SPECIAL_TOKENS
         self.bos_id: int | None = len(self._tokens)

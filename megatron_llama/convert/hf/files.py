@@ -76,12 +76,7 @@ class HFWeights:
             do = "leave tie_word_embeddings to the folder"
             where = f"{self.folder / 'config.json'} tie_word_embeddings"
             raise CheckpointError(
-                describe(
-                    where,
-                    got="false",
-                    expected="true, as in the run: its head would be lost",
-                    do=do,
-                )
+                where, got="false", expected="true, as in the run: its head would be lost", do=do
             )
         self._home: dict[str, Any] = {}
         for path in _files(self.folder):
@@ -143,9 +138,7 @@ class HFWeights:
             out.copy_(self._home[rectangle.name].get_slice(rectangle.name)[window])
         except (SafetensorError, OSError) as error:
             raise CheckpointError(
-                describe(
-                    f"{self.folder} {rectangle.name}", got=error, expected="its values", do=DOWNLOAD
-                )
+                f"{self.folder} {rectangle.name}", got=error, expected="its values", do=DOWNLOAD
             ) from error
 
 
@@ -161,9 +154,7 @@ def _files(folder: Path) -> list[Path]:
     )
     if found is None:
         do = "save the model with transformers' save_pretrained, which writes one of them"
-        raise CheckpointError(
-            describe(str(folder), got="no weights", expected=f"{SINGLE} or {INDEX}", do=do)
-        )
+        raise CheckpointError(folder, got="no weights", expected=f"{SINGLE} or {INDEX}", do=do)
     return _indexed(found) if found.name in (INDEX, OLD_INDEX) else [found]
 
 
@@ -175,12 +166,10 @@ def _indexed(path: Path) -> list[Path]:
     except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
         got = f"{type(error).__name__}: {error}"
         raise CheckpointError(
-            describe(str(path), got=got, expected="JSON with a weight_map", do=DOWNLOAD)
+            path, got=got, expected="JSON with a weight_map", do=DOWNLOAD
         ) from error
     missing = [
-        describe(
-            str(folder / name), got="no such file", expected=f"it, by {path.name}", do=DOWNLOAD
-        )
+        describe(folder / name, got="no such file", expected=f"it, by {path.name}", do=DOWNLOAD)
         for name in names
     ]
     refuse(
@@ -197,7 +186,7 @@ def _open(path: Path) -> Any:
         return safe_open(path, framework="pt")
     except (SafetensorError, OSError) as error:
         raise CheckpointError(
-            describe(str(path), got=error, expected="a safetensors file", do=DOWNLOAD)
+            path, got=error, expected="a safetensors file", do=DOWNLOAD
         ) from error
 
 
@@ -246,9 +235,7 @@ def require_free(target: Path) -> None:
     if strange or (names and "config.json" not in names):
         got = f"a folder with {', '.join((strange or names)[:3])}"
         expected = "no folder, an empty one or an earlier export"
-        raise CheckpointError(
-            describe(str(target), got=got, expected=expected, do="give another path")
-        )
+        raise CheckpointError(target, got=got, expected=expected, do="give another path")
 
 
 def _with_tokens(model: ModelConfig, tokenizer: Tokenizer | None) -> ModelConfig:
@@ -258,12 +245,7 @@ def _with_tokens(model: ModelConfig, tokenizer: Tokenizer | None) -> ModelConfig
         got = f"{tokenizer.vocab_size} tokens"
         expected = f"at most the model's vocab_size {model.vocab_size}"
         raise CheckpointError(
-            describe(
-                "tokenizer",
-                got=got,
-                expected=expected,
-                do="give the tokenizer of the training data",
-            )
+            "tokenizer", got=got, expected=expected, do="give the tokenizer of the training data"
         )
     bos = tokenizer.bos_id if model.bos_token_id is None else model.bos_token_id
     eos = tokenizer.eos_id if model.eos_token_id is None else model.eos_token_id

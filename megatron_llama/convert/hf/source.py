@@ -8,7 +8,7 @@ from torch import Tensor
 
 from megatron_llama.convert.hf.files import HFWeights
 from megatron_llama.convert.tokenizer_files import read_config, tokenizer_files_of
-from megatron_llama.errors import CheckpointError, describe
+from megatron_llama.errors import CheckpointError
 from megatron_llama.plans.params import Rectangle
 
 
@@ -25,12 +25,10 @@ class HFSource:
         if vocab_size not in (0, model.vocab_size):
             do = "leave it out: this format stores no padding"
             raise CheckpointError(
-                describe(
-                    "--vocab-size",
-                    got=vocab_size,
-                    expected=f"{model.vocab_size}, by config.json",
-                    do=do,
-                )
+                "--vocab-size",
+                got=vocab_size,
+                expected=f"{model.vocab_size}, by config.json",
+                do=do,
             )
         self._weights = HFWeights(folder, model, own=model)
         self.model = model

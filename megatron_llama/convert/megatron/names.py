@@ -20,7 +20,7 @@ from torch import Tensor
 
 from megatron_llama.config.schema import ModelConfig
 from megatron_llama.convert.parts import Part
-from megatron_llama.errors import CheckpointError, describe
+from megatron_llama.errors import CheckpointError
 from megatron_llama.plans.params import (
     HFSlice,
     ParamSpec,
@@ -224,18 +224,11 @@ def find_folder(path: Path) -> Path:
         named = tracker.read_text().strip()
     except (OSError, ValueError) as error:
         raise CheckpointError(
-            describe(
-                str(tracker), got=f"no readable file ({error})", expected="an iteration", do=do
-            )
+            tracker, got=f"no readable file ({error})", expected="an iteration", do=do
         ) from error
     folder = path / (f"iter_{int(named):07d}" if named.isdecimal() else named)
     if not re.fullmatch(r"release|\d+", named) or not any(folder.glob("mp_rank_*")):
         raise CheckpointError(
-            describe(
-                str(tracker),
-                got=named[:40],
-                expected="an iteration with an mp_rank_* folder",
-                do=do,
-            )
+            tracker, got=named[:40], expected="an iteration with an mp_rank_* folder", do=do
         )
     return folder

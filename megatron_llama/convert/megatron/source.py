@@ -69,9 +69,7 @@ def open_files(folder: Path) -> dict[tuple[int, int], RankFile]:
         )
         if match and paths.setdefault((int(match[1]), int(match[2] or 0)), path) != path:
             do = "keep the one that belongs there"
-            raise CheckpointError(
-                describe(str(entry), got="a second folder of one rank", expected="one", do=do)
-            )
+            raise CheckpointError(entry, got="a second folder of one rank", expected="one", do=do)
     tp, pp = (1 + max((key[axis] for key in paths), default=0) for axis in (0, 1))
     missing = [
         (t, p)
@@ -103,9 +101,7 @@ def _open(path: Path) -> RankFile:
     models = [content[name] for name in ("model", *chunks) if name in content]
     if not models:
         do = "give a folder that Megatron saved with --ckpt-format torch"
-        raise CheckpointError(
-            describe(str(path), got="no model in it", expected="a Megatron checkpoint", do=do)
-        )
+        raise CheckpointError(path, got="no model in it", expected="a Megatron checkpoint", do=do)
     return RankFile(
         file,
         vars(args) if hasattr(args, "__dict__") else {},
@@ -128,7 +124,7 @@ def family(path: Path) -> str:
             else "neither Megatron-LM's nor Megatron-LLaMA's names or arguments"
         )
         do = "say which program wrote it: --from megatron or --from megatron-llama (they order q, k and v differently)"
-        raise CheckpointError(describe(str(path), got=got, expected="those of one of them", do=do))
+        raise CheckpointError(path, got=got, expected="those of one of them", do=do)
     return "megatron-llama" if own else "megatron"
 
 
@@ -161,12 +157,7 @@ class MegatronSource:
         embedding = first.chunks[0].get(_named(first.chunks[0], EMBEDDING) or "")
         if embedding is None or embedding.dim() != 2:
             raise CheckpointError(
-                describe(
-                    str(first.file.path),
-                    got="no embedding",
-                    expected="a language model",
-                    do=FOREIGN_MODEL,
-                )
+                first.file.path, got="no embedding", expected="a language model", do=FOREIGN_MODEL
             )
         self.dtype = str(embedding.dtype).removeprefix("torch.")
         user, self.extra = read_config(config, first.args.get("hf_config"))
@@ -272,7 +263,7 @@ class MegatronSource:
                     got = "fewer model chunks than in others"
                     do = FOREIGN_MODEL
                     raise CheckpointError(
-                        describe(f"{files[0].file.path}", got=got, expected="equally many", do=do)
+                        f"{files[0].file.path}", got=got, expected="equally many", do=do
                     )
                 yield [(file, file.chunks[chunk]) for file in files]
 

@@ -108,9 +108,7 @@ class MetaSource:
         if paths != expected or not paths:
             got = ", ".join(path.name for path in paths) or "none"
             names = ", ".join(path.name for path in expected) or "consolidated.00.pth"
-            raise CheckpointError(
-                describe(str(folder), got=got, expected=names, do="copy the missing files too")
-            )
+            raise CheckpointError(folder, got=got, expected=names, do="copy the missing files too")
         self._files = [PickledWeights(PickledFile(path)) for path in paths]
         self.tokenizer_files = tokenizer_files_of(folder)
         shared = folder.parent / "tokenizer.model"
@@ -127,12 +125,10 @@ class MetaSource:
             where = str(config or beside)
             do = "give the config of this model"
             raise CheckpointError(
-                describe(
-                    where,
-                    got="tie_word_embeddings",
-                    expected=f"none: {OUTPUT} is not the embedding",
-                    do=do,
-                )
+                where,
+                got="tie_word_embeddings",
+                expected=f"none: {OUTPUT} is not the embedding",
+                do=do,
             )
 
     def __call__(self, rectangle: Rectangle, out: Tensor) -> None:
@@ -143,9 +139,7 @@ class MetaSource:
         found = self._files[rank].tensors.get(name)
         if found is None:
             where = f"{self._files[rank].file.path} {name}"
-            raise CheckpointError(
-                describe(where, got="no such tensor", expected="a LLaMA", do=FOREIGN_MODEL)
-            )
+            raise CheckpointError(where, got="no such tensor", expected="a LLaMA", do=FOREIGN_MODEL)
         return found
 
     def _model(
@@ -161,12 +155,10 @@ class MetaSource:
         if known not in (0, output):
             got = f"{output} rows in {len(self._files)} files"
             raise CheckpointError(
-                describe(
-                    f"{self.folder} {OUTPUT}",
-                    got=got,
-                    expected=f"{known}",
-                    do="copy the missing files too",
-                )
+                f"{self.folder} {OUTPUT}",
+                got=got,
+                expected=f"{known}",
+                do="copy the missing files too",
             )
         # Meta's files hold no padding: what is stored is the vocabulary.
         size = vocabulary(

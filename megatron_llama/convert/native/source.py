@@ -15,7 +15,7 @@ from megatron_llama.convert.tokenizer_files import (
     extra_fields,
     tokenizer_files_of,
 )
-from megatron_llama.errors import CheckpointError, describe
+from megatron_llama.errors import CheckpointError
 from megatron_llama.plans.params import Rectangle
 
 
@@ -29,12 +29,10 @@ class NativeSource:
         if config is not None:
             do = "leave it out"
             raise CheckpointError(
-                describe(
-                    "--config",
-                    got=config,
-                    expected="none for a native checkpoint, which has its own",
-                    do=do,
-                )
+                "--config",
+                got=config,
+                expected="none for a native checkpoint, which has its own",
+                do=do,
             )
         self._weights = native.open_weights(path)
         meta = self._weights.meta
@@ -43,7 +41,7 @@ class NativeSource:
         if vocab_size not in (0, self.model.vocab_size):
             do = "leave it out: this format stores no padding"
             raise CheckpointError(
-                describe("--vocab-size", got=vocab_size, expected=self.model.vocab_size, do=do)
+                "--vocab-size", got=vocab_size, expected=self.model.vocab_size, do=do
             )
         training = meta.config.get("training", {})
         self.dtype = (

@@ -67,9 +67,7 @@ def write_peft(
     if names and CONFIG not in names:
         expected = "no folder, an empty one or an earlier adapter"
         got = f"a folder with {', '.join(sorted(names)[:3])}"
-        raise CheckpointError(
-            describe(str(target), got=got, expected=expected, do="give another path")
-        )
+        raise CheckpointError(target, got=got, expected=expected, do="give another path")
     shapes = {PREFIX + name: shape for name, shape in adapter_shapes(model, lora).items()}
     try:
         with writing(target):
@@ -138,9 +136,7 @@ class PeftAdapter:
             self._file = cast(Any, safe_open(self.folder / WEIGHTS, framework="pt"))
         except (SafetensorError, OSError) as error:
             raise CheckpointError(
-                describe(
-                    str(self.folder / WEIGHTS), got=error, expected="a safetensors file", do=COPY
-                )
+                self.folder / WEIGHTS, got=error, expected="a safetensors file", do=COPY
             ) from error
         refuse(f"{self.folder} does not fit the model:", list(self._problems()))
 
@@ -179,14 +175,10 @@ def _read_config(path: Path) -> Mapping[str, Any]:
         content = json.loads(path.read_bytes())
     except (OSError, ValueError) as error:
         raise CheckpointError(
-            describe(
-                str(path), got=error, expected="the configuration of a PEFT adapter (JSON)", do=COPY
-            )
+            path, got=error, expected="the configuration of a PEFT adapter (JSON)", do=COPY
         ) from error
     if not isinstance(content, dict):
-        raise CheckpointError(
-            describe(str(path), got=type(content).__name__, expected="a JSON object", do=COPY)
-        )
+        raise CheckpointError(path, got=type(content).__name__, expected="a JSON object", do=COPY)
     return content
 
 
