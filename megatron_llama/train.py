@@ -12,7 +12,7 @@ from megatron_llama.checkpoint.background import Background
 from megatron_llama.checkpoint.saver import Saver
 from megatron_llama.config.schema import Config
 from megatron_llama.convert.export import FinalExport
-from megatron_llama.distributed.comm.agreement import raise_on_all_ranks
+from megatron_llama.distributed.comm.object_collectives import raise_on_all_ranks
 from megatron_llama.distributed.mesh import Mesh
 from megatron_llama.engine.build import build_optimizer, compute_dtype
 from megatron_llama.engine.lr import learning_rate

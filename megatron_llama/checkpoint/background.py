@@ -32,7 +32,7 @@ from megatron_llama.checkpoint.folders import discard, staging
 from megatron_llama.checkpoint.native import SavePlan, finish
 from megatron_llama.checkpoint.storage import Written, write_parts
 from megatron_llama.distributed import device as devices
-from megatron_llama.distributed.comm.agreement import common_error
+from megatron_llama.distributed.comm.object_collectives import common_error
 from megatron_llama.distributed.comm.store import connect
 from megatron_llama.distributed.mesh import Place
 from megatron_llama.errors import CheckpointError, ConfigError

@@ -52,12 +52,12 @@ from megatron_llama.checkpoint.storage import (
 )
 from megatron_llama.checkpoint.storage_paths import storage_path
 from megatron_llama.config.schema import Config, ModelConfig
-from megatron_llama.distributed.comm.agreement import (
+from megatron_llama.distributed.comm.object_collectives import (
+    all_reduce_max,
     broadcast_object,
-    gathered,
-    largest,
+    gather_object,
+    raise_error_on_all_ranks,
     raise_on_all_ranks,
-    raise_together,
 )
 from megatron_llama.distributed.mesh import Mesh
 from megatron_llama.engine.optimizer import OverlappedDistributedOptimizer
@@ -83,7 +83,7 @@ def plan_save(engine: OverlappedDistributedOptimizer, mesh: Mesh) -> SavePlan:
         piece for piece in chain(engine.pieces(), column_pieces(engine, mesh)) if piece.primary
     )
     parts = tuple(part for region in regions(pieces) for part in region.split())
-    plans = gathered([part.write_item() for part in parts], mesh.world)
+    plans = gather_object([part.write_item() for part in parts], mesh.world)
     return SavePlan(
         parts,
         make_index(plans) if plans is not None else None,
@@ -119,7 +119,7 @@ def save(
         written = None
         with raise_on_all_ranks(mesh.world):
             written = write_parts(staging(target), mesh.rank, plan.parts)
-        everybody = gathered(written, mesh.world)
+        everybody = gather_object(written, mesh.world)
         with raise_on_all_ranks(mesh.world), writing(target):
             if everybody is not None:
                 assert plan.index is not None
@@ -139,7 +139,7 @@ def describe_state(
 ) -> bytes:
     """The content of ``meta.json`` for the engine as it is, settled. Collective."""
     engine.settle()
-    updates, agreed = largest(
+    updates, agreed = all_reduce_max(
         max((int(count) for count in engine.step_counts()), default=0), mesh.world
     )
     agreed.wait()
@@ -181,7 +181,7 @@ def _run(path: Path, mesh: Mesh, action: Callable[[bool], object]) -> None:
                     if isinstance(cause, CheckpointError)
                     else CheckpointError(f"{path}: {type(cause).__name__}: {cause}")
                 )
-    raise_together(problem, mesh.world)
+    raise_error_on_all_ranks(problem, mesh.world)
 
 
 def read_meta(path: str | Path) -> CheckpointMeta:

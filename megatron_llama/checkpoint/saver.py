@@ -17,7 +17,10 @@ from megatron_llama.checkpoint.folders import commit, fresh_staging
 from megatron_llama.checkpoint.meta import TrainState
 from megatron_llama.checkpoint.storage_paths import is_remote, storage_path
 from megatron_llama.config.schema import Config
-from megatron_llama.distributed.comm.agreement import raise_on_all_ranks, raise_together
+from megatron_llama.distributed.comm.object_collectives import (
+    raise_error_on_all_ranks,
+    raise_on_all_ranks,
+)
 from megatron_llama.distributed.mesh import Mesh
 from megatron_llama.engine.optimizer import OverlappedDistributedOptimizer
 from megatron_llama.errors import CheckpointError
@@ -117,7 +120,7 @@ class Saver:
         )
         if background.full:
             self._collect(background, log, None)
-        raise_together(self._error, self._mesh.world)
+        raise_error_on_all_ranks(self._error, self._mesh.world)
         if self._plan is None:
             self._plan = native.plan_save(self._optimizer, self._mesh)
         target = checkpoint_path(folder, state.iteration)
@@ -142,7 +145,7 @@ class Saver:
         rank."""
         while self._background is not None and self._background.busy:
             self._collect(self._background, log, None)
-        raise_together(self._error, self._mesh.world)
+        raise_error_on_all_ranks(self._error, self._mesh.world)
 
     def _collect(self, background: Background, log: MetricLog, seconds: float | None) -> None:
         """``seconds``: how long to wait for the first outcome."""

@@ -58,18 +58,21 @@ def calibrate(parsed: Parsed) -> None:
 
 def _points(mesh: Mesh, dtype: torch.dtype, seconds: float) -> dict[Point, float]:
     """Every point, the median over the processes. Collective."""
-    from megatron_llama.distributed.comm.agreement import all_gather_object, shared
+    from megatron_llama.distributed.comm.object_collectives import (
+        all_gather_float,
+        all_gather_object,
+    )
     from megatron_llama.planner.calibrate.kernels import SHARE, kernel_points, probed
     from megatron_llama.planner.calibrate.links import link_points
 
     budget = seconds * SHARE
     found = dict[Point, float]()
-    rate = min(all_gather_object(probed(mesh.device, dtype, budget), mesh.world))
+    rate = min(all_gather_float(probed(mesh.device, dtype, budget), mesh.world))
     for points in (
         kernel_points(mesh.device, dtype, budget, rate),
         link_points(mesh, dtype, budget),
     ):
-        everybody = shared(dict(points), mesh.world)
+        everybody = all_gather_object(dict(points), mesh.world)
         found |= {point: median(one[point] for one in everybody) for point in everybody[0]}
     return found
 

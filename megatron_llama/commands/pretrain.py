@@ -94,7 +94,7 @@ def prepared(
     ``needs_data``: the command reads --data-path."""
     from megatron_llama.commands.common.loaded import loaded_model
     from megatron_llama.data.vocabulary import find_vocabulary, with_vocabulary
-    from megatron_llama.distributed.comm.agreement import raise_on_all_ranks
+    from megatron_llama.distributed.comm.object_collectives import raise_on_all_ranks
     from megatron_llama.distributed.mesh import (
         init_mesh,
         place_from_environment,

@@ -43,7 +43,7 @@ def sft(parsed: Parsed) -> None:
         place_from_environment(), wanted=saves.async_save and saves.save is not None
     )
     with saving as background, prepared(parsed, needs_data=False) as (config, mesh, vocabulary):
-        from megatron_llama.distributed.comm.agreement import raise_on_all_ranks
+        from megatron_llama.distributed.comm.object_collectives import raise_on_all_ranks
         from megatron_llama.sft.run import ExampleData
         from megatron_llama.train import train
 
@@ -75,7 +75,7 @@ def _chat_tokenizer(
     """The tokenizer, and the day that its template writes into the texts, if it does: on all ranks
     the same, and in a resumed run that of its beginning. Collective. Raises DataError,
     CheckpointError."""
-    from megatron_llama.distributed.comm.agreement import on_rank0, raise_on_all_ranks
+    from megatron_llama.distributed.comm.object_collectives import on_rank0, raise_on_all_ranks
     from megatron_llama.loop.start import resumed
     from megatron_llama.sft.chat import ChatTokenizer
     from megatron_llama.sft.dataset import RENDERED

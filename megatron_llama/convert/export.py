@@ -14,7 +14,7 @@ from megatron_llama.checkpoint.meta import TrainState
 from megatron_llama.config.schema import Config
 from megatron_llama.convert.hf.files import export_hf, require_free
 from megatron_llama.convert.peft.format import write_peft
-from megatron_llama.distributed.comm.agreement import largest, raise_on_all_ranks
+from megatron_llama.distributed.comm.object_collectives import all_reduce_max, raise_on_all_ranks
 from megatron_llama.distributed.mesh import Mesh
 from megatron_llama.engine.optimizer import OverlappedDistributedOptimizer
 from megatron_llama.errors import CheckpointError
@@ -129,7 +129,7 @@ class FinalExport:
             while running:
                 if job is not None:
                     wait([job], MEETING_SECONDS)
-                unfinished, agreed = largest(
+                unfinished, agreed = all_reduce_max(
                     int(job is not None and not job.done()), self._mesh.world
                 )
                 agreed.wait()

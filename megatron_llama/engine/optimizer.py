@@ -25,7 +25,7 @@ from torch import Tensor, nn
 
 from megatron_llama.distributed.comm import exchange
 from megatron_llama.distributed.comm.collectives import all_reduce
-from megatron_llama.distributed.comm.pacing import CommQueue, open_comm_queue
+from megatron_llama.distributed.comm.queues import CommQueue, open_comm_queue
 from megatron_llama.distributed.comm.streams import Future, Stream, open_stream
 from megatron_llama.distributed.mesh import Axis, Mesh
 from megatron_llama.engine.gradients import GradientBuckets
@@ -444,11 +444,13 @@ class OverlappedDistributedOptimizer:
                     update = partial(self._update, bucket, scale, skip, lr)
                     self.weights.publish(
                         bucket,
-                        update() if self.update.beside(bucket) else self._stream.aside(update),
+                        update()
+                        if self.update.beside(bucket)
+                        else self._stream.run_in_background(update),
                     )
                 elif bucket in early and bucket not in self._early_gathers:
                     self.weights.publish(bucket, early[bucket])
-            self.update.finish(self._stream.aside(_nothing), scale=scale, skip=skip)
+            self.update.finish(self._stream.run_in_background(_nothing), scale=scale, skip=skip)
             self.loss_scale.update(overflow)
         self._announced = None
         return StepResult(norm, skip, loss_scale)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from megatron_llama.distributed.comm.exchange import gather
-from megatron_llama.distributed.comm.pacing import CommQueue
+from megatron_llama.distributed.comm.queues import CommQueue
 from megatron_llama.distributed.comm.streams import Future
 from megatron_llama.distributed.mesh import Axis
 from megatron_llama.plans.buckets import BucketPlan, Slot

@@ -14,8 +14,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from megatron_llama.distributed.comm.agreement import AGREEMENT, raise_together
 from megatron_llama.distributed.comm.collectives import all_gather_single
+from megatron_llama.distributed.comm.object_collectives import AGREEMENT, raise_error_on_all_ranks
 from megatron_llama.distributed.mesh import Axis, Mesh
 from megatron_llama.engine.optimizer import OverlappedDistributedOptimizer, Replicated
 from megatron_llama.errors import TrainingError, describe
@@ -40,7 +40,7 @@ def check_replicas(engine: OverlappedDistributedOptimizer, mesh: Mesh, iteration
     )
     # All axes are compared before anybody leaves: their ranks are others.
     errors = [problem for problem in problems if problem is not None]
-    raise_together(errors[0] if errors else None, mesh.world)
+    raise_error_on_all_ranks(errors[0] if errors else None, mesh.world)
 
 
 def _difference(

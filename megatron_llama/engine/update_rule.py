@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from megatron_llama.config.schema import OptimizerConfig
-from megatron_llama.distributed.comm.streams import Future, Now
+from megatron_llama.distributed.comm.streams import CompletedFuture, Future
 from megatron_llama.nn.kernels.choice import runs_kernels
 from megatron_llama.plans.buckets import Kind, Segment
 
@@ -173,10 +173,10 @@ class AdamW:
         decay = self._decay[bucket]
         if runs_kernels(master.device, master.dtype):
             self._in_one_pass(bucket, grad, scale, skip, lr)
-            return Now()
+            return CompletedFuture()
         adamw_step(master, grad, state, self.config, decay=decay, scale=scale, skip=skip, lr=lr)
         self.refresh(bucket)
-        return Now()
+        return CompletedFuture()
 
     def _in_one_pass(
         self, bucket: int, grad: Tensor, scale: Tensor, skip: Tensor, lr: float

@@ -28,7 +28,7 @@ from megatron_llama.checkpoint.meta import TrainState
 from megatron_llama.checkpoint.storage_paths import local_folder
 from megatron_llama.config.batch_ramp import BatchSizes
 from megatron_llama.config.schema import Config
-from megatron_llama.distributed.comm.agreement import raise_on_all_ranks
+from megatron_llama.distributed.comm.object_collectives import raise_on_all_ranks
 from megatron_llama.distributed.mesh import Mesh
 from megatron_llama.engine.optimizer import StepResult
 from megatron_llama.errors import TrainingError, describe

@@ -21,7 +21,11 @@ from megatron_llama.convert.hf.files import HFWeights
 from megatron_llama.data.indexed import IndexedDataset
 from megatron_llama.data.loader import BatchLoader, BlendedSamples, Samples, StreamSamples
 from megatron_llama.data.stream import TokenStream, split_documents
-from megatron_llama.distributed.comm.agreement import broadcast_object, on_rank0, raise_on_all_ranks
+from megatron_llama.distributed.comm.object_collectives import (
+    broadcast_object,
+    on_rank0,
+    raise_on_all_ranks,
+)
 from megatron_llama.distributed.mesh import Mesh
 from megatron_llama.engine.optimizer import OverlappedDistributedOptimizer, WeightSource
 from megatron_llama.errors import ConfigError, DataError, TrainingError, describe, listing

@@ -15,8 +15,11 @@ from torch import Tensor
 from megatron_llama.checkpoint.storage_paths import local_folder
 from megatron_llama.data.loader import Batch, BatchLoader
 from megatron_llama.data.upload import Upload
-from megatron_llama.distributed.comm.agreement import largest, raise_together
 from megatron_llama.distributed.comm.collectives import Pending
+from megatron_llama.distributed.comm.object_collectives import (
+    all_reduce_max,
+    raise_error_on_all_ranks,
+)
 from megatron_llama.distributed.mesh import Axis
 from megatron_llama.errors import DataError
 
@@ -118,7 +121,7 @@ class Prefetcher:
         except DataError as error:
             self._error = error
         wish = self._interrupts.wish()
-        self._agreement = largest(FAILED if self._error else wish, self._world)
+        self._agreement = all_reduce_max(FAILED if self._error else wish, self._world)
         self._agreed = None
 
     def take(self, *, following: int) -> Sequence[Batch]:
@@ -130,7 +133,7 @@ class Prefetcher:
         batches = self._batches
         error = self._error
         if self.agreed() == FAILED:
-            raise_together(error, self._world)
+            raise_error_on_all_ranks(error, self._world)
         self._upload.wait()
         self._read(following)
         return batches

@@ -13,7 +13,7 @@ from torch import Tensor
 from megatron_llama.checkpoint.meta import TrainState
 from megatron_llama.config.schema import Config
 from megatron_llama.distributed import device as devices
-from megatron_llama.distributed.comm.agreement import all_gather_object
+from megatron_llama.distributed.comm.object_collectives import all_gather_float
 from megatron_llama.distributed.mesh import Mesh
 from megatron_llama.engine.optimizer import StepResult
 from megatron_llama.loop.bad_steps import BadSteps, Outcome
@@ -143,7 +143,7 @@ class Progress:
         if not self._config.log.log_straggler:
             return None
         seconds = (interval.seconds - (interval.exposed_seconds or 0.0)) / interval.steps
-        return spread(all_gather_object(seconds * 1e3, self._mesh.world))
+        return spread(all_gather_float(seconds * 1e3, self._mesh.world))
 
     def restart_clock(self) -> None:
         """Leave what happened since the last line (an evaluation, a save) out of the averages."""

@@ -25,7 +25,7 @@ import torch.distributed as dist
 from megatron_llama.checkpoint.failures import writing
 from megatron_llama.config.schema import Config
 from megatron_llama.distributed import device as devices
-from megatron_llama.distributed.comm.agreement import gathered, raise_on_all_ranks
+from megatron_llama.distributed.comm.object_collectives import gather_object, raise_on_all_ranks
 from megatron_llama.distributed.mesh import Axis, Mesh
 from megatron_llama.distributed.recorder import Note, Recorder
 from megatron_llama.metrics.log import MetricLog
@@ -277,7 +277,7 @@ class Recording:
         last = self._iterations[-1]
         spans = notes.spans(mesh.rank, self._offset)
         host = socket.gethostname()
-        everybody = gathered((spans, host, self._error, _place(mesh)), mesh.world)
+        everybody = gather_object((spans, host, self._error, _place(mesh)), mesh.world)
         with raise_on_all_ranks(mesh.world), writing(self._file):
             if everybody is not None:
                 write_timeline(self._file, _recorded(self._config, mesh.device, everybody))

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from megatron_llama.config.schema import Config
 from megatron_llama.data.stream import split_documents
-from megatron_llama.distributed.comm.agreement import raise_on_all_ranks, shared
+from megatron_llama.distributed.comm.object_collectives import all_gather_object, raise_on_all_ranks
 from megatron_llama.distributed.mesh import Mesh
 from megatron_llama.errors import DataError, describe
 from megatron_llama.sft.chat import ChatTokenizer
@@ -57,7 +57,7 @@ class ExampleData:
             files = example_files(paths)
             part = read_examples(files, tokenizer, self._options, length, share=share)
         examples = Examples()
-        examples.merge(shared(part, mesh.world))
+        examples.merge(all_gather_object(part, mesh.world))
         with raise_on_all_ranks(mesh.world):
             refuse_problems(examples, files, self._options)
         return examples

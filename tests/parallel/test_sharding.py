@@ -6,12 +6,10 @@ from __future__ import annotations
 import gc
 import threading
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import pytest
 import torch
-from megatron_llama.distributed.comm.streams import _put
 from megatron_llama.distributed.mesh import Place, build_mesh
 from megatron_llama.engine.build import build_optimizer
 from megatron_llama.engine.gradients import _Exchanges
@@ -186,8 +184,8 @@ def copied(place: Place, layout: Layout) -> dict[str, int]:
         *engine.gradients.shards.values(),
     ]
     mode = Copies({tensor.untyped_storage().data_ptr() for tensor in tensors})
-    lane: Any = engine.weights._lane
-    threads = (engine._stream.run, engine._stream.issue, partial(_put, lane._worker))
+    queue: Any = engine.weights._comm_queue
+    threads = (engine._stream.run, engine._stream.issue, queue._worker.submit)
     with mode:
         for put in threads:
             put(mode.__enter__).wait()

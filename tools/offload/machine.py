@@ -8,7 +8,7 @@ import torch
 
 from megatron_llama.config.schema import OptimizerConfig
 from megatron_llama.distributed import device as devices
-from megatron_llama.distributed.comm.streams import Task
+from megatron_llama.distributed.comm.worker import Task
 from megatron_llama.engine.offload.slabs import Slab
 from megatron_llama.engine.offload.worker import HostWorker, rank_cores
 from megatron_llama.engine.update_rule import adamw_step

@@ -22,7 +22,8 @@ from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatt
 
 from megatron_llama.data.loader import Batch
 from megatron_llama.distributed.comm.exchange import Exchange, Reductions, gather
-from megatron_llama.distributed.comm.streams import Future, HostStream
+from megatron_llama.distributed.comm.host.threads import ThreadStream
+from megatron_llama.distributed.comm.streams import Future
 from megatron_llama.distributed.mesh import Axis, build_mesh
 
 from .contender import Model, Setting, adamw, clip_factor, decayed
@@ -130,7 +131,7 @@ class Fsdp2:
         self._model = Model(self._config, setting.clock)
         groups = self._model.groups
         largest = max(sum(p.numel() for p in group.parameters()) for group in groups)
-        self.stream = HostStream()
+        self.stream = ThreadStream()
         self.reductions = Reductions(
             axes.dp,
             largest=largest,

@@ -58,11 +58,11 @@ def wanted(parsed: Parsed) -> bool:
 def chosen(parsed: Parsed, config: Config, place: Place, start: Start | None) -> Choice:
     """The configuration with the layout that the first rank finds; ``start``: what the run loads.
     Joins the process group; collective. Raises ConfigError."""
-    from megatron_llama.distributed.comm.agreement import on_rank0, shared
+    from megatron_llama.distributed.comm.object_collectives import all_gather_object, on_rank0
     from megatron_llama.distributed.mesh import join
 
     world, _ = join(config.parallel, place)
-    everybody = shared(
+    everybody = all_gather_object(
         seen_here(
             place.local_rank, place.local_world_size or place.world_size, place.local_world_size
         ),

@@ -12,7 +12,7 @@ import torch
 
 from megatron_llama.config.schema import Config
 from megatron_llama.distributed import device as devices
-from megatron_llama.distributed.comm.agreement import raise_on_all_ranks, shared
+from megatron_llama.distributed.comm.object_collectives import all_gather_object, raise_on_all_ranks
 from megatron_llama.distributed.host_memory import free_bytes
 from megatron_llama.distributed.mesh import Mesh
 from megatron_llama.engine.offload.copies import Copies, open_copies
@@ -58,7 +58,7 @@ def build_update(
     needed = plan.held + (
         sum(state_bytes(config, layout).values()) if devices.is_host(mesh.device) else 0
     )
-    ranks = shared(Neighbour(_machine(), devices.physical_cores(), needed), mesh.world)
+    ranks = all_gather_object(Neighbour(_machine(), devices.physical_cores(), needed), mesh.world)
     here = [rank for rank in ranks if rank.machine == ranks[mesh.rank].machine]
     option = config.offload.offload_cores
     with raise_on_all_ranks(mesh.world):

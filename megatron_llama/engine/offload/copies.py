@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from megatron_llama.distributed import device as devices
-from megatron_llama.distributed.comm.streams import Future, Now, Task, Worker
+from megatron_llama.distributed.comm.streams import CompletedFuture, Future
+from megatron_llama.distributed.comm.worker import Task, Worker
 
 
 class Copy(Future, Protocol):
@@ -56,7 +57,7 @@ class HostCopies:
 
     def given(self) -> Future:
         """See Copies. The caller has done it."""
-        return Now()
+        return CompletedFuture()
 
     def to_host(self, target: Tensor, source: Tensor) -> Copy:
         """See Copies."""

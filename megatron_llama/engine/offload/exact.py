@@ -24,7 +24,8 @@ import torch
 from torch import Tensor
 
 from megatron_llama.config.schema import OptimizerConfig
-from megatron_llama.distributed.comm.streams import Future, Task
+from megatron_llama.distributed.comm.streams import Future
+from megatron_llama.distributed.comm.worker import Task
 from megatron_llama.distributed.recorder import Recorder
 from megatron_llama.engine.offload.copies import Copies, Copy
 from megatron_llama.engine.offload.failures import of_bucket

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from megatron_llama.config.schema import OptimizerConfig
-from megatron_llama.distributed.comm.streams import Task
+from megatron_llama.distributed.comm.worker import Task
 from megatron_llama.distributed.recorder import Recorder
 from megatron_llama.engine.offload.adam import State
 from megatron_llama.engine.offload.cold import ColdColumns

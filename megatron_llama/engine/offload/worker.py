@@ -16,7 +16,7 @@ from itertools import count
 import torch
 
 from megatron_llama.distributed import device as devices
-from megatron_llama.distributed.comm.streams import Task
+from megatron_llama.distributed.comm.worker import Task
 from megatron_llama.errors import ConfigError, OffloadError, describe
 from megatron_llama.plans.offload import core_list
 

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from megatron_llama.config.schema import OptimizerConfig
-from megatron_llama.distributed.comm.streams import Future, Now
+from megatron_llama.distributed.comm.streams import CompletedFuture, Future
 from megatron_llama.distributed.mesh import Mesh
 from megatron_llama.engine.offload.asking import Asking
 from megatron_llama.engine.offload.columns import blocks_of
@@ -102,7 +102,7 @@ class ZenFlow:
         self._lock = threading.Lock()
         """Of the plans: the thread that updates makes them, and the one that computes."""
         self._lr = 0.0
-        self._last: Future = Now()
+        self._last: Future = CompletedFuture()
         self._settled_at = 0
 
     @property
@@ -166,7 +166,7 @@ class ZenFlow:
         self._lr = lr
         one.step(grad, self._plan(one.taken), scale=scale, skip=skip, lr=lr)
         self.windows.check(one.oldest, one.taken, self._layout.label(bucket))
-        return Now()
+        return CompletedFuture()
 
     def _plan(self, done: int) -> Step:
         """Of the step behind so many. Made when it is first asked for: then ``windows`` has come as
@@ -229,7 +229,7 @@ class ZenFlow:
         self.windows.settled()
         self._settled_at = self.windows.done
         self._note_progress()
-        return dict.fromkeys(self._shards, Now()) if pending else {}
+        return dict.fromkeys(self._shards, CompletedFuture()) if pending else {}
 
     def refresh(self, bucket: int) -> None:
         """See ShardUpdate."""

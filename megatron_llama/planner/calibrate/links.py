@@ -11,8 +11,8 @@ import torch
 
 from megatron_llama.distributed import device as devices
 from megatron_llama.distributed.comm import exchange
-from megatron_llama.distributed.comm.agreement import all_gather_object
 from megatron_llama.distributed.comm.collectives import all_reduce
+from megatron_llama.distributed.comm.object_collectives import all_gather_float
 from megatron_llama.distributed.mesh import Axis, Mesh
 from megatron_llama.planner.calibrate.kernels import FEWEST, MOST
 from megatron_llama.planner.measurements import Point
@@ -91,6 +91,6 @@ def _together(call: Callable[[], object], mesh: Mesh, budget: float) -> float:
         return time.perf_counter() - begin
 
     timed()
-    slowest = max(all_gather_object(timed(), mesh.world))
+    slowest = max(all_gather_float(timed(), mesh.world))
     repeated = min(MOST, max(FEWEST, int(budget / max(slowest, 1e-9))))
-    return max(all_gather_object(min(timed() for _ in range(repeated)), mesh.world))
+    return max(all_gather_float(min(timed() for _ in range(repeated)), mesh.world))

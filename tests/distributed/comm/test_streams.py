@@ -37,7 +37,7 @@ def test_what_is_issued_need_not_wait_for_what_runs() -> None:
     stream.issue(lambda: names.append(threading.current_thread().name)).wait()
     go_on.set()
     running.wait()
-    stream.aside(lambda: names.append(threading.current_thread().name)).wait()
+    stream.run_in_background(lambda: names.append(threading.current_thread().name)).wait()
     stream.close()
     assert names == ["issue", "follow up True", "follow up"]
 

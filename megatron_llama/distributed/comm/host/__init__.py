@@ -1,1 +1,2 @@
-"""Transport between hosts: what only gloo needs. A GPU run imports none of it."""
+"""Transport between hosts over gloo: direct exchanges in chunks, queues with a window, threads.
+A run on GPUs uses none of it."""

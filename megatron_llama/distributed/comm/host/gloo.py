@@ -30,14 +30,14 @@ def carries(axis: Axis, device: torch.device) -> bool:
 
 
 def _first_tag(index: int, phase: int) -> int:
-    """Tags of the exchanges of one communicator: phase 0 and 1 for reductions, 2 for the gather
-    with the same index."""
+    """The first of the tags of one exchange of a communicator: phase 0 and 1 are those of
+    reductions, 2 that of the gather with the same index."""
     return (3 * index + phase) * PIECES
 
 
 @dataclass(frozen=True)
 class _Message:
-    """One chunk, and its peer and tag."""
+    """One chunk of a part, with its peer and its tag."""
 
     view: Tensor
     peer: int
@@ -47,8 +47,8 @@ class _Message:
 def _messages(
     parts: Sequence[tuple[int, Tensor]], first_tag: int, chunk_bytes: int
 ) -> list[_Message]:
-    """The chunks of the parts of peers, numbered by tags. Raises ValueError where those would not
-    suffice: see ``memory.chunk_problem``."""
+    """Cut the parts of (peer, part) into chunks, numbered by tags. Raises ValueError where a part
+    has more chunks than an exchange has tags, which ``plans.memory.chunk_problem`` prevents."""
     messages = []
     for peer, part in parts:
         chunk = max(1, chunk_bytes // part.element_size())
@@ -65,13 +65,13 @@ def _messages(
 
 
 def _peers(axis: Axis) -> list[int]:
-    """The other ranks, beginning with the next, so that not everybody sends to the same one
+    """The other ranks, beginning with the next one, so that not all ranks send to the same one
     first."""
     return [(axis.rank + step) % axis.size for step in range(1, axis.size)]
 
 
 class _Transfers:
-    """Messages that go out and come in, together."""
+    """The messages that one exchange sends and receives."""
 
     def __init__(self, axis: Axis, outgoing: list[_Message], incoming: list[_Message]) -> None:
         assert axis.group is not None
@@ -82,18 +82,19 @@ class _Transfers:
         self._sends: list[dist.Work] = []
         self._error: RuntimeError | None = None
 
-    def expect(self) -> None:
-        """Post the receives, unless they are."""
+    def post_receives(self) -> None:
+        """Post the receives, unless they are posted already."""
         if self._receives is None:
             self._receives = self._post(self._group.recv, self._incoming)
 
     def start(self) -> None:
-        """Post the sends."""
-        self.expect()
+        """Post the receives, then the sends."""
+        self.post_receives()
         self._sends = self._post(self._group.send, self._outgoing)
 
-    def arrived(self) -> None:
-        """Wait for what comes in. Raises the backend's RuntimeError, also that of posting."""
+    def wait_received(self) -> None:
+        """Wait until everything is received. Raises the backend's RuntimeError, also one that came
+        when the messages were posted."""
         if self._error is not None:
             raise self._error
         assert self._receives is not None, "waited for before it was started"
@@ -101,8 +102,8 @@ class _Transfers:
             work.wait()
         self._receives = None
 
-    def sent(self) -> None:
-        """Wait until what goes out may be overwritten."""
+    def wait_sent(self) -> None:
+        """Wait until what is sent may be overwritten."""
         for work in self._sends:
             work.wait()
         self._sends.clear()
@@ -115,14 +116,14 @@ class _Transfers:
             for message in messages:
                 works.append(post([message.view], message.peer, message.tag))
         except RuntimeError as error:
-            # A peer that is known to be gone fails here, one that goes later fails in the wait:
-            # callers look for it in one place.
+            # A peer that is known to be gone fails here, one that goes later fails in the wait.
+            # Callers should find both in one place, the wait.
             self._error = error
         return works
 
 
 class Gather:
-    """See ``exchange.gather``; the own part is in its place in ``full`` when it starts."""
+    """``exchange.gather`` over gloo. The own part is in its place in ``full`` when it starts."""
 
     def __init__(self, full: Tensor, axis: Axis, index: int, chunk_bytes: int) -> None:
         parts = full.chunk(axis.size)
@@ -133,40 +134,39 @@ class Gather:
         self._transfers = _Transfers(axis, outgoing, incoming)
 
     def start(self) -> None:
-        """See Exchange."""
         self._transfers.start()
 
     def wait(self) -> None:
-        """See Exchange."""
-        self._transfers.arrived()
-        self._transfers.sent()
+        self._transfers.wait_received()
+        self._transfers.wait_sent()
 
 
 @dataclass(frozen=True)
-class Parts:
-    """A buffer for the parts that a reduction receives, used by one at a time."""
+class ReceivedParts:
+    """A staging buffer for what a reduction receives. One reduction at a time uses it."""
 
     received: Tensor
     wide: Tensor
-    """One part in the dtype of the sum, where that is not the dtype of the wire; else empty."""
+    """Room for one part in the dtype of the sum, where that is not the dtype of the wire; else
+    empty."""
 
     @staticmethod
     def allocate(
         axis: Axis, largest: int, wire: torch.dtype, wide: torch.dtype, count: int
-    ) -> list[Parts]:
+    ) -> list[ReceivedParts]:
         """``count`` buffers for reductions of at most ``largest`` elements."""
         size = -(-largest // axis.size)
         sizes = (axis.size - 1) * size, size * (wire != wide)
         return [
-            Parts(torch.empty(sizes[0], dtype=wire), torch.empty(sizes[1], dtype=wide))
+            ReceivedParts(torch.empty(sizes[0], dtype=wire), torch.empty(sizes[1], dtype=wide))
             for _ in range(count)
         ]
 
 
 def _add_in_rank_order(out: Tensor, parts: Sequence[Tensor], rank: int, wide: Tensor) -> None:
-    """``out = part 0 + part 1 + ...``. ``parts``: of all ranks; the own one, number ``rank``, may
-    be ``out`` and is only read; ``wide``: room for a part in the dtype of ``out``, where the parts
-    have another one."""
+    """Write ``part 0 + part 1 + ...`` to ``out``. The own part, number ``rank``, may be ``out`` and
+    is only read; the others are overwritten. ``wide`` has room for a part in the dtype of ``out``,
+    where the parts have another one."""
     if parts[0].dtype != out.dtype:
         out.copy_(parts[0])
         for part in parts[1:]:
@@ -174,24 +174,30 @@ def _add_in_rank_order(out: Tensor, parts: Sequence[Tensor], rank: int, wide: Te
         return
     total = parts[0]
     for number, part in enumerate(parts[1:], start=1):
-        # Before the own part is in the sum, the sum may not be where the own part is: it stays in
-        # the first one received.
+        # ``out`` may be the own part, so the sum must not be there before the own part is in it.
+        # Until then it is in part 0, which was received.
         total = torch.add(total, part, out=out if number >= rank else parts[0])
 
 
 class ReduceScatter:
-    """See ``exchange.Reductions``. ``full`` [n] in the dtype of the wire, ``shard`` [n / size] in
+    """``Reductions.scatter`` over gloo. ``full`` [n] has the dtype of the wire, ``shard`` [n / size]
     that of the sum."""
 
     def __init__(
-        self, full: Tensor, shard: Tensor, axis: Axis, parts: Parts, index: int, chunk_bytes: int
+        self,
+        full: Tensor,
+        shard: Tensor,
+        axis: Axis,
+        received: ReceivedParts,
+        index: int,
+        chunk_bytes: int,
     ) -> None:
         own = full.chunk(axis.size)
         peers = _peers(axis)
         size = shard.numel()
         others = [rank for rank in range(axis.size) if rank != axis.rank]
         addends = {axis.rank: own[axis.rank]} | {
-            peer: parts.received[i * size : (i + 1) * size] for i, peer in enumerate(others)
+            peer: received.received[i * size : (i + 1) * size] for i, peer in enumerate(others)
         }
         tag = _first_tag(index, 0)
         outgoing = _messages([(peer, own[peer]) for peer in peers], tag, chunk_bytes)
@@ -200,25 +206,20 @@ class ReduceScatter:
         self._shard = shard
         self._addends = [addends[rank] for rank in range(axis.size)]
         self._rank = axis.rank
-        self._wide = parts.wide[:size]
+        self._wide = received.wide[:size]
 
     def start(self) -> None:
-        """See Exchange."""
         self._transfers.start()
 
     def wait(self) -> None:
-        """See Exchange."""
-        self._transfers.arrived()
+        self._transfers.wait_received()
         _add_in_rank_order(self._shard, self._addends, self._rank, self._wide)
-        self._transfers.sent()
+        self._transfers.wait_sent()
 
 
 class AllReduce:
-    """See ``exchange.all_reduce``: a reduce-scatter, then a gather of the sums. ``tensor``: in the
-    dtype of the wire; ``wide``: of the sum.
-
-    A peer sends a sum only after it has received all of its parts, ours too. So the receives of the
-    second phase, which overwrite what the first one sends, may be posted with the first."""
+    """``exchange.all_reduce`` over gloo: a reduce-scatter, then a gather of the sums. ``tensor`` has
+    the dtype of the wire, ``wide`` is the dtype of the sum."""
 
     def __init__(
         self, tensor: Tensor, wide: torch.dtype, axis: Axis, index: int, chunk_bytes: int
@@ -231,35 +232,35 @@ class AllReduce:
         addends = [own if rank == axis.rank else torch.empty_like(own) for rank in range(axis.size)]
         tag = _first_tag(index, 0)
         sums_tag = _first_tag(index, 1)
-        out = _messages([(peer, parts[peer]) for peer in peers], tag, chunk_bytes)
-        come = _messages([(peer, addends[peer]) for peer in reversed(peers)], tag, chunk_bytes)
-        sums_out = _messages([(peer, own) for peer in peers], sums_tag, chunk_bytes)
-        sums_come = _messages(
-            [(peer, parts[peer]) for peer in reversed(peers)], sums_tag, chunk_bytes
+        self._parts = _Transfers(
+            axis,
+            _messages([(peer, parts[peer]) for peer in peers], tag, chunk_bytes),
+            _messages([(peer, addends[peer]) for peer in reversed(peers)], tag, chunk_bytes),
         )
-        self._parts = _Transfers(axis, out, come)
-        self._sums = _Transfers(axis, sums_out, sums_come)
+        self._sums = _Transfers(
+            axis,
+            _messages([(peer, own) for peer in peers], sums_tag, chunk_bytes),
+            _messages([(peer, parts[peer]) for peer in reversed(peers)], sums_tag, chunk_bytes),
+        )
         self._own = own
         self._addends = addends
         self._rank = axis.rank
-        self._total, self._wide = (
-            (own, own)
-            if own.dtype == wide
-            else (torch.empty_like(own, dtype=wide) for _ in range(2))
-        )
+        same = own.dtype == wide
+        self._total = own if same else torch.empty_like(own, dtype=wide)
+        self._wide = own if same else torch.empty_like(own, dtype=wide)
 
     def start(self) -> None:
-        """See Exchange."""
-        self._sums.expect()
+        # These receives overwrite what the first phase sends. They may be posted now, because a peer
+        # sends a sum only after it has received all of its parts, ours too.
+        self._sums.post_receives()
         self._parts.start()
 
     def wait(self) -> None:
-        """See Exchange."""
-        self._parts.arrived()
+        self._parts.wait_received()
         _add_in_rank_order(self._total, self._addends, self._rank, self._wide)
         if self._total is not self._own:
             self._own.copy_(self._total)
         self._sums.start()
-        self._sums.arrived()
-        self._parts.sent()
-        self._sums.sent()
+        self._sums.wait_received()
+        self._parts.wait_sent()
+        self._sums.wait_sent()

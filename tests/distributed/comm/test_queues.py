@@ -1,4 +1,4 @@
-"""A lane issues in order, keeps its window, and outlives errors."""
+"""A CommQueue on the host starts exchanges in order, keeps its window, and outlives errors."""
 
 from __future__ import annotations
 
@@ -6,8 +6,9 @@ import threading
 
 import pytest
 import torch
-from megatron_llama.distributed.comm.pacing import SMALL_BYTES, CommQueue, HostCommQueue, PacedCommQueue, open_comm_queue
-from megatron_llama.distributed.comm.streams import HostStream
+from megatron_llama.distributed.comm.host.queues import SMALL_BYTES, HostCommQueue, HostPacedCommQueue
+from megatron_llama.distributed.comm.host.threads import ThreadStream
+from megatron_llama.distributed.comm.queues import CommQueue, open_comm_queue
 
 
 class Message:
@@ -30,10 +31,10 @@ class Message:
             raise ZeroDivisionError
 
 
-@pytest.fixture(params=["host", "patient"])
+@pytest.fixture(params=["host", "paced"])
 def comm_queue(request: pytest.FixtureRequest) -> CommQueue:
-    stream = HostStream()
-    opened: CommQueue = HostCommQueue(stream, window=2) if request.param == "host" else PacedCommQueue(torch.device("cpu"), window=2)
+    stream = ThreadStream()
+    opened: CommQueue = HostCommQueue(stream, window=2) if request.param == "host" else HostPacedCommQueue(window=2)
     request.addfinalizer(stream.close)
     request.addfinalizer(opened.close)
     return opened
@@ -71,7 +72,7 @@ def test_small_messages_do_not_count(comm_queue: CommQueue) -> None:
 
 def test_an_exchange_waits_for_what_makes_its_source(comm_queue: CommQueue) -> None:
     log: list[str] = []
-    stream, go_on = HostStream(), threading.Event()
+    stream, go_on = ThreadStream(), threading.Event()
     messages = [Message(number, log) for number in range(2)]
     for message in messages:
         message.arrived.set()
@@ -89,7 +90,7 @@ def test_an_exchange_waits_for_what_makes_its_source(comm_queue: CommQueue) -> N
 
 def test_an_arrival_is_announced_before_the_next_exchange_starts(comm_queue: CommQueue) -> None:
     log: list[str] = []
-    stream, go_on = HostStream(), threading.Event()
+    stream, go_on = ThreadStream(), threading.Event()
     messages = [Message(number, log) for number in range(3)]
     made = stream.run(lambda: log.append(f"made {go_on.wait(timeout=60)}"))
     done = [comm_queue.submit(m, size=SMALL_BYTES, after=made if m.number == 2 else None) for m in messages]
@@ -108,7 +109,7 @@ def test_an_arrival_is_announced_before_the_next_exchange_starts(comm_queue: Com
 def test_an_arrival_waits_for_no_source_but_its_own() -> None:
     """Of two exchanges that are under way the second one arrives, though what makes the source of the third is still to come."""
     log: list[str] = []
-    stream, go_on, comm_queue = (HostStream(), threading.Event(), PacedCommQueue(torch.device("cpu"), window=2))
+    stream, go_on, comm_queue = (ThreadStream(), threading.Event(), HostPacedCommQueue(window=2))
     messages = [Message(number, log) for number in range(3)]
     made = stream.run(lambda: go_on.wait(timeout=60))
     done = [comm_queue.submit(m, size=SMALL_BYTES, after=made if m.number == 2 else None) for m in messages]
@@ -144,7 +145,7 @@ def test_with_nobody_to_talk_to_everything_happens_at_once() -> None:
     log: list[str] = []
     message = Message(0, log)
     message.arrived.set()
-    alone = open_comm_queue(torch.device("cpu"), HostStream(), inline=True)
+    alone = open_comm_queue(torch.device("cpu"), ThreadStream(), inline=True)
     done = alone.submit(message, size=SMALL_BYTES)
     assert log == ["start 0"]
     done.wait()

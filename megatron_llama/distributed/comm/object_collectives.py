@@ -1,5 +1,8 @@
-"""Errors and flags that all ranks must know of together: one rank that leaves alone makes the
-others hang."""
+"""Collectives of Python values and of errors, over the host's backend.
+
+A rank that leaves alone makes the others hang in their next collective. So an error that one rank
+alone can see (a file, a sample) becomes an error of all before anyone acts on it.
+"""
 
 from __future__ import annotations
 
@@ -16,14 +19,14 @@ from megatron_llama.errors import UserError
 
 T = TypeVar("T")
 AGREEMENT = "what other ranks have to say"
-"""Where a rank waits that is in one of these functions."""
+"""What a hang report says of a rank that waits in one of these functions."""
 
 
-def largest(value: int, axis: Axis) -> tuple[torch.Tensor, Pending]:
-    """Start finding the largest of a small integer over the ranks; the tensor is valid after the
-    wait.
+def all_reduce_max(value: int, axis: Axis) -> tuple[torch.Tensor, Pending]:
+    """Start finding the largest of an integer over the ranks. The tensor (0-dim) is valid after
+    the wait.
 
-    On the host's own backend, so that asking never waits for a device."""
+    It lives on the host, so that asking never waits for a device."""
     found = torch.tensor(value)
     work = (
         dist.all_reduce(found, dist.ReduceOp.MAX, group=axis.group, async_op=True)
@@ -33,9 +36,10 @@ def largest(value: int, axis: Axis) -> tuple[torch.Tensor, Pending]:
     return found, Pending(axis, work, operation="agreement")
 
 
-def all_gather_object(value: float, axis: Axis) -> list[float]:
-    """A number of every rank, in rank order, on all of them. Collective, on the host's own
-    backend."""
+def all_gather_float(value: float, axis: Axis) -> list[float]:
+    """A number of every rank, in rank order, on all of them. Collective.
+
+    Cheaper than ``all_gather_object``: one message of known size, nothing pickled."""
     found = torch.full((axis.size,), value, dtype=torch.float64)
     if axis.size > 1:
         with axis.recorder.waiting(AGREEMENT):
@@ -43,8 +47,8 @@ def all_gather_object(value: float, axis: Axis) -> list[float]:
     return found.tolist()
 
 
-def gathered(value: T, axis: Axis) -> list[T] | None:
-    """Everybody's picklable value, in rank order, on the first rank of the axis; None on the
+def gather_object(value: T, axis: Axis) -> list[T] | None:
+    """The picklable value of every rank, in rank order, on the first rank of the axis; None on the
     others. Collective."""
     if axis.size == 1:
         return [value]
@@ -54,8 +58,8 @@ def gathered(value: T, axis: Axis) -> list[T] | None:
     return found
 
 
-def shared(value: T, axis: Axis) -> list[T]:
-    """Everybody's picklable value, in rank order, on all ranks. Collective."""
+def all_gather_object(value: T, axis: Axis) -> list[T]:
+    """The picklable value of every rank, in rank order, on all ranks. Collective."""
     found: list[Any] = [value] * axis.size
     if axis.size > 1:
         with axis.recorder.waiting(AGREEMENT):
@@ -63,9 +67,9 @@ def shared(value: T, axis: Axis) -> list[T]:
     return found
 
 
-def raise_together(error: UserError | None, axis: Axis) -> None:
-    """If any rank has an error, every rank raises it: the first rank's, named, with a count of the
-    others. Collective."""
+def raise_error_on_all_ranks(error: UserError | None, axis: Axis) -> None:
+    """If any rank has an error, every rank raises that of the first rank which has one, with the
+    rank's name and a count of the others. Collective."""
     if axis.size == 1:
         if error is not None:
             raise error
@@ -79,7 +83,7 @@ def raise_together(error: UserError | None, axis: Axis) -> None:
 
 
 def common_error(failed: Sequence[tuple[int, UserError]], size: int) -> UserError:
-    """What all of ``size`` ranks raise when these ranks failed."""
+    """The error that all ``size`` ranks raise when these ranks failed."""
     rank, first = failed[0]
     text = str(first)
     if len(failed) < size or any(str(error) != text for _, error in failed):
@@ -91,7 +95,7 @@ def common_error(failed: Sequence[tuple[int, UserError]], size: int) -> UserErro
 
 
 def broadcast_object(value: T, axis: Axis) -> T:
-    """The first rank's picklable value, on every rank. Collective."""
+    """The picklable value of the first rank, on every rank. Collective."""
     box = [value]
     if axis.size > 1:
         with axis.recorder.waiting(AGREEMENT):
@@ -100,7 +104,8 @@ def broadcast_object(value: T, axis: Axis) -> T:
 
 
 def on_rank0(decide: Callable[[], T], axis: Axis) -> T:
-    """What the first rank finds, on every rank; its user error is everybody's. Collective."""
+    """Call ``decide`` on the first rank, and return its result on every rank. A UserError of it is
+    raised on every rank. Collective."""
     found: list[T] = []
     error = None
     if axis.rank == 0:
@@ -117,11 +122,11 @@ def on_rank0(decide: Callable[[], T], axis: Axis) -> T:
 
 @contextmanager
 def raise_on_all_ranks(axis: Axis) -> Iterator[None]:
-    """A section in which user errors of any rank become errors of all. Nothing inside may be
-    collective."""
+    """A section in which a UserError of any rank becomes an error of all, at its end. Nothing
+    inside may be collective, because a rank that has failed does not come to it."""
     error = None
     try:
         yield
     except UserError as caught:
         error = caught
-    raise_together(error, axis)
+    raise_error_on_all_ranks(error, axis)

@@ -1,0 +1,39 @@
+"""A ``Stream`` made of threads, for CPU tensors over gloo.
+
+The host has no streams, so the work that follows a transfer (a sum in rank order, a part of the
+norm, an update) needs a thread. Callbacks would not do: the Work of a gloo send or receive has no
+future, and does not even say that it is completed before somebody has waited for it.
+"""
+
+from __future__ import annotations
+
+from megatron_llama.distributed.comm.worker import Task, Work, Worker
+
+
+class ThreadStream:
+    """Two threads: one starts transfers, the other one waits for them and does what follows.
+
+    With one thread, a transfer could not start before the follow-up work of the one before is
+    done. The computing thread itself should not start a transfer either: a sender copies into its
+    socket as much as fits there, which takes processor time from the computation."""
+
+    def __init__(self) -> None:
+        self._issuing = Worker("issue")
+        self._running = Worker("follow up")
+
+    def issue(self, work: Work) -> Task:
+        return self._issuing.submit(work)
+
+    def run(self, work: Work) -> Task:
+        return self._running.submit(work)
+
+    def run_in_background(self, work: Work) -> Task:
+        return self.run(work)
+
+    def close(self) -> None:
+        self._issuing.close()
+        self._running.close()
+
+    def join(self, seconds: float) -> None:
+        self._issuing.join(seconds)
+        self._running.join(seconds)
