@@ -17,7 +17,22 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--all", action="store_true", help="also the tests that are marked long")
     parser.addoption("--soak", action="store_true", help="hours of what a usual run does for seconds")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave out what is marked ``long``, unless ``--all`` or ``--soak`` is given or the test is named on the command line."""
+    named = [argument for argument in config.args if "::" in argument]
+    if config.getoption("--all") or config.getoption("--soak") or "long" in config.getoption("-m"):
+        return
+    left_out = [item for item in items if item.get_closest_marker("long") and not _is_named(item, named)]
+    items[:] = [item for item in items if item not in left_out]
+    config.hook.pytest_deselected(items=left_out)
+
+
+def _is_named(item: pytest.Item, arguments: list[str]) -> bool:
+    return any(item.nodeid.startswith(argument) for argument in arguments)
 
 
 @pytest.fixture(scope="session")

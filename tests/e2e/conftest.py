@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from itertools import islice
 from pathlib import Path
 
 import pytest
+from megatron_llama.cli import main
 from megatron_llama.data.corpus import python_documentation
 
-from tests.e2e.product import EVALUATED, LAYOUTS, VOCAB_SIZE, Product
-from tests.launch import Launcher
+from tests.e2e.product import EVALUATED, LAYOUTS, VOCAB_SIZE, Product, Refuse
+from tests.launch import Launcher, torchrun
 
 DOCUMENTS = 600
 """Paragraphs of Python's language reference: short, so that one sample holds several."""
@@ -46,3 +47,26 @@ def straight(product: Product, tmp_path_factory: pytest.TempPathFactory) -> Call
         return done[name]
 
     return folder
+
+
+@pytest.fixture
+def refuse(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Refuse:
+    """Starts a command in this process, once as each rank, and gives what is said about it; for what every rank refuses by itself."""
+
+    def met(*given: object) -> None:
+        raise AssertionError("not refused: the rank goes to meet the others")
+
+    def said(argv: Sequence[object], *, code: int, processes: int = 1) -> str:
+        complaint = ""
+        for rank in range(processes):
+            if processes > 1:
+                monkeypatch.setattr("megatron_llama.distributed.mesh.init_mesh", met)
+                for name, value in torchrun(processes, 1)(rank).items():
+                    monkeypatch.setenv(name, value)
+            assert main([str(word) for word in argv]) == code
+            printed = capsys.readouterr()
+            assert " iteration " not in printed.out, "it trained"
+            complaint += printed.err
+        return complaint
+
+    return said

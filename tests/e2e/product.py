@@ -5,10 +5,10 @@ from __future__ import annotations
 import hashlib
 import json
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed.checkpoint as dcp
@@ -106,6 +106,13 @@ def words(options: Mapping[str, object]) -> list[str]:
             given = value if isinstance(value, tuple) else () if value is True else (value,)
             line += ["--" + name.replace("_", "-"), *map(str, given)]
     return line
+
+
+class Refuse(Protocol):
+    """The fixture of this name."""
+
+    def __call__(self, argv: Sequence[object], *, code: int, processes: int = 1) -> str:
+        """What is said about a command that ends with this exit status, on every rank."""
 
 
 @dataclass(frozen=True)

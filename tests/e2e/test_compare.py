@@ -22,7 +22,7 @@ MODES = ("no_shard", "optim", "optim_grads", "optim_grads_params-2", "optim_grad
 OPTIONS = {**TINY, "split": None, "micro_batch_size": 1, "vocab_size": 512, "steps": 2, "rounds": 1}
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("freeze", [(), ("model.layers.1.*", "model.embed_tokens.*")], ids=["all trained", "some frozen"])
 def test_every_mode_sends_what_was_planned(freeze: tuple[str, ...], tmp_path: Path) -> None:
     target = tmp_path / "rows.json"

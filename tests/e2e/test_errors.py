@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import re
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from signal import Signals
 from typing import Any
@@ -28,6 +29,7 @@ from tests.e2e.product import (
     ZB_V,
     Layout,
     Product,
+    Refuse,
     assert_same_curve,
     contents,
     exact_curve,
@@ -36,18 +38,21 @@ from tests.e2e.product import (
 from tests.launch import Finished
 
 TWO = Layout(2, {})
-SECONDS = 20.0
-"""In which every rank of a refused run must be gone; most are within one."""
 
 
-def refuse(product: Product, folder: Path, layout: Layout = ONE, *, code: int, **changes: Any) -> str:
-    """The complaint about a run with these options, which leaves ``folder`` as it was on every path."""
+@contextmanager
+def untouched(folder: Path) -> Iterator[None]:
+    """A section that leaves a folder as it was, on every path."""
     before = contents(folder), sorted(folder.rglob("*"))
-    ended = product.launcher.run(
-        product.command(**{**layout.options, "save": folder / "new", **changes}), layout.processes, timeout=SECONDS
-    )
-    assert set(ended.codes) == {code}, ended
+    yield
     assert (contents(folder), sorted(folder.rglob("*"))) == before
+
+
+def launched(product: Product, folder: Path, layout: Layout = ONE, *, code: int, **changes: Any) -> str:
+    """The complaint about a run of real processes with these options, which leaves ``folder`` as it was."""
+    with untouched(folder):
+        ended = product.start(layout, **{"save": folder / "new", **changes}).wait()
+        assert set(ended.codes) == {code}, ended
     return complaint(ended)
 
 
@@ -178,19 +183,27 @@ CONFIGURATIONS: Mapping[str, tuple[int, dict[str, object], str]] = {
 
 
 @pytest.mark.parametrize("name", CONFIGURATIONS)
-def test_wrong_configurations_exit_with_2(name: str, product: Product, tmp_path: Path) -> None:
+def test_wrong_configurations_exit_with_2(name: str, product: Product, refuse: Refuse, tmp_path: Path) -> None:
     processes, changes, says = CONFIGURATIONS[name]
     (tmp_path / "bad.yaml").write_text("lr: 1e-3\nseq_length: [32\nmicro_batch_size: 2\n")
     (tmp_path / "key.yaml").write_text("learning_rat: 1e-3\n")
     changes = {key: value.format(folder=tmp_path) if isinstance(value, str) else value for key, value in changes.items()}
-    text = refuse(product, tmp_path, Layout(processes, {}), code=2, **changes)
+    with untouched(tmp_path):
+        text = refuse(product.command(**{"save": tmp_path / "new", **changes}), code=2, processes=processes)
     assert says in text and text.count(says) == 1, "said once, by rank 0"
 
 
-def test_all_problems_are_said_at_once(product: Product, tmp_path: Path) -> None:
-    text = refuse(
-        product, tmp_path, code=2, num_query_groups=3, pipeline_model_parallel_size=3, global_batch_size=0, train_iters=-1, adam_beta1=2
-    )
+@pytest.mark.parametrize("name", ["processes", "yaml"])
+def test_so_do_the_processes_of_a_launcher(name: str, product: Product, tmp_path: Path) -> None:
+    processes, changes, says = CONFIGURATIONS[name]
+    (tmp_path / "bad.yaml").write_text("lr: 1e-3\nseq_length: [32\nmicro_batch_size: 2\n")
+    changes = {key: value.format(folder=tmp_path) if isinstance(value, str) else value for key, value in changes.items()}
+    assert launched(product, tmp_path, Layout(processes, {}), code=2, **changes).count(says) == 1
+
+
+def test_all_problems_are_said_at_once(product: Product, refuse: Refuse) -> None:
+    changes = {"num_query_groups": 3, "pipeline_model_parallel_size": 3, "global_batch_size": 0, "train_iters": -1, "adam_beta1": 2}
+    text = refuse(product.command(**changes), code=2)
     assert [
         word for word in ("--num-key-value-heads", "--pipeline-model", "processes:", "--train-iters", "--adam-beta1") if word not in text
     ] == []
@@ -226,24 +239,31 @@ DAMAGES: Mapping[str, tuple[Callable[[Path], object], str]] = {
 
 
 @pytest.mark.parametrize("name", DAMAGES)
-@pytest.mark.parametrize("layout", [ONE, TWO], ids=["one process", "dp2"])
-def test_damaged_datasets_exit_with_1(name: str, layout: Layout, product: Product, tmp_path: Path) -> None:
+def test_damaged_datasets_exit_with_1(name: str, product: Product, refuse: Refuse, tmp_path: Path) -> None:
     damage, says = DAMAGES[name]
     damage(copied(product, tmp_path / "docs"))
-    assert says in refuse(product, tmp_path, layout, code=1, data_path=tmp_path / "docs")
+    with untouched(tmp_path):
+        assert says in refuse(product.command(save=tmp_path / "new", data_path=tmp_path / "docs"), code=1)
 
 
-def test_no_dataset(product: Product, tmp_path: Path) -> None:
-    text = refuse(product, tmp_path, code=1, data_path=f"{product.data}.bin", vocab_size=512)
+@pytest.mark.parametrize("name", ["no tokens", "short bin", "strange meta"])
+def test_damaged_datasets_end_every_rank(name: str, product: Product, tmp_path: Path) -> None:
+    damage, says = DAMAGES[name]
+    damage(copied(product, tmp_path / "docs"))
+    assert says in launched(product, tmp_path, TWO, code=1, data_path=tmp_path / "docs")
+
+
+def test_no_dataset(product: Product, refuse: Refuse) -> None:
+    text = refuse(product.command(data_path=f"{product.data}.bin", vocab_size=512), code=1)
     assert "docs.bin.idx: got no such file, expected PREFIX.bin and PREFIX.idx; give --data-path the common prefix" in text
 
 
 def test_too_little_text_for_validation(product: Product, tmp_path: Path) -> None:
-    text = refuse(product, tmp_path, TWO, code=1, split="9999,1,0", **EVALUATED)
+    text = launched(product, tmp_path, TWO, code=1, split="9999,1,0", **EVALUATED)
     assert "tokens in the validation split, expected at least 33 tokens (seq_length + 1)" in text
 
 
-@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("rank", [pytest.param(0, marks=pytest.mark.long), 1])
 def test_a_wrong_token_that_one_rank_meets_in_the_middle(rank: int, product: Product, tmp_path: Path) -> None:
     """Samples in file order: the two of the fourth step's first microbatch on that rank are 24 + 2 * rank and the next."""
     prefix = copied(product, tmp_path / "docs")
@@ -254,9 +274,7 @@ def test_a_wrong_token_that_one_rank_meets_in_the_middle(rank: int, product: Pro
     tokens = np.memmap(f"{prefix}.bin", dtype=np.uint16, mode="r+")
     tokens[at] = 777
     tokens.flush()
-    ended = product.launcher.run(
-        product.command(data_path=prefix, data_order="sequential", save=tmp_path / "run", **DP2.options), 2, timeout=SECONDS
-    )
+    ended = product.launcher.run(product.command(data_path=prefix, data_order="sequential", save=tmp_path / "run", **DP2.options), 2)
     assert ended.codes == (1, 1)
     says = f"rank {rank}: {prefix}.bin: document {document}, token {token}: got id 777, expected 0 to 511; "
     assert says in complaint(ended) and ended.err.count(says) == 1
@@ -306,18 +324,17 @@ def test_control_c_is_one_word(product: Product, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", PREPROCESS)
-def test_preprocess_refuses(name: str, product: Product, tmp_path: Path) -> None:
+def test_preprocess_refuses(name: str, product: Product, refuse: Refuse, tmp_path: Path) -> None:
     content, code, more, says = PREPROCESS[name]
     (tmp_path / "docs.jsonl").write_text(content)
     tokenizer = ["--tokenizer-model", f"{product.data}-tokenizer"]
-    ended = product.run("preprocess", "--input", tmp_path / "docs.jsonl", "--output-prefix", tmp_path / "out", *tokenizer, *more)
-    assert ended.codes == (code,) and says in complaint(ended)
+    command = ["preprocess", "--input", tmp_path / "docs.jsonl", "--output-prefix", tmp_path / "out", "--workers", 1, *tokenizer, *more]
+    assert says in refuse(command, code=code)
     assert [path.name for path in tmp_path.iterdir()] == ["docs.jsonl"]
 
 
-@pytest.mark.parametrize("layout", [ONE, TP2], ids=["one process", "tp2 sp"])
-def test_the_checkpoint_of_another_model(layout: Layout, product: Product, straight: Callable[[str], Path], tmp_path: Path) -> None:
-    text = refuse(product, tmp_path, layout, code=1, load=straight("one"), num_layers=2, rotary_base=5000)
+def test_the_checkpoint_of_another_model(product: Product, straight: Callable[[str], Path], tmp_path: Path) -> None:
+    text = launched(product, tmp_path, TP2, code=1, load=straight("one"), num_layers=2, rotary_base=5000)
     assert "is a checkpoint of another model:" in text
     assert "num_hidden_layers: got 4, expected 2;" in text and "rope_theta: got 10000.0, expected 5000.0;" in text
 
@@ -326,17 +343,17 @@ def test_a_damaged_checkpoint(product: Product, straight: Callable[[str], Path],
     shutil.copytree(straight("one"), tmp_path / "run")
     (file,) = (tmp_path / "run" / "iter_0000006").glob("*.distcp")
     cut(file, file.stat().st_size // 2)
-    text = refuse(product, tmp_path, TWO, code=1, save=tmp_path / "run", load=tmp_path / "run", train_iters=8)
+    text = launched(product, tmp_path, TWO, code=1, save=tmp_path / "run", load=tmp_path / "run", train_iters=8)
     assert f"{file}: got {file.stat().st_size} bytes" in text
 
 
-@pytest.mark.parametrize("full", [(0,), (1,), (0, 1)], ids=["on rank 0", "on rank 1", "everywhere"])
+@pytest.mark.parametrize("full", [pytest.param((0,), marks=pytest.mark.long), (1,), pytest.param((0, 1), marks=pytest.mark.long)], ids=str)
 def test_a_full_disk(full: tuple[int, ...], product: Product, straight: Callable[[str], Path], tmp_path: Path) -> None:
     """The save fails on every rank, the checkpoint before it stays, and the run can go on from it when there is room."""
     product.train(DP2, save=tmp_path, train_iters=3, **EVALUATED)
     before = contents(tmp_path / "iter_0000003")
     command = product.command(save=tmp_path, load=tmp_path, **EVALUATED, **DP2.options)
-    ended = product.launcher.start(command, 2, file_bytes=dict.fromkeys(full, 200_000)).wait(SECONDS)
+    ended = product.launcher.start(command, 2, file_bytes=dict.fromkeys(full, 200_000)).wait()
     assert ended.codes == (1, 1)
     assert re.search(rf"{tmp_path}/iter_0000006\.incomplete/\S+: got File too large, expected to write it; free space", complaint(ended))
     assert contents(tmp_path / "iter_0000003") == before
@@ -354,10 +371,10 @@ def test_a_full_disk(full: tuple[int, ...], product: Product, straight: Callable
 
 def test_a_save_folder_that_is_a_file(product: Product, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("mine")
-    assert f"{tmp_path}/file" in refuse(product, tmp_path, TWO, code=1, save=tmp_path / "file")
+    assert f"{tmp_path}/file" in launched(product, tmp_path, TWO, code=1, save=tmp_path / "file")
 
 
-@pytest.mark.parametrize("layout", [ONE, TP2, DP2], ids=["one process", "tp2 sp", "dp2"])
+@pytest.mark.parametrize("layout", [pytest.param(ONE, marks=pytest.mark.long), TP2, pytest.param(DP2, marks=pytest.mark.long)])
 def test_a_loss_that_is_not_finite(layout: Layout, product: Product, straight: Callable[[str], Path], tmp_path: Path) -> None:
     """The step is named, the weights of the last save stay, nothing is saved."""
     shutil.copytree(straight("one"), tmp_path / "run")
@@ -365,7 +382,7 @@ def test_a_loss_that_is_not_finite(layout: Layout, product: Product, straight: C
     command = product.command(
         save=tmp_path / "run", load=tmp_path / "run", train_iters=12, lr=1e38, save_interval=3, lr_decay_style="constant", **layout.options
     )
-    ended = product.launcher.run(command, layout.processes, timeout=SECONDS)
+    ended = product.launcher.run(command, layout.processes)
     assert set(ended.codes) == {1}
     assert re.fullmatch(
         r"error: (loss|gradient norm) at iteration 8: got (nan|inf), expected a finite number; lower --lr, .*\n", complaint(ended)
@@ -392,14 +409,12 @@ def infinite(product: Product, straight: Callable[[str], Path], tmp_path_factory
 )
 def test_weights_that_are_not_finite(changes: dict[str, Any], names: str, product: Product, infinite: Path, tmp_path: Path) -> None:
     shape = dict.fromkeys(("hidden_size", "intermediate_size", "num_layers", "num_attention_heads", "num_query_groups"))
-    ended = product.launcher.run(
-        product.command(init_from_hf=infinite, save=tmp_path, **shape, **changes, **DP2.options), 2, timeout=SECONDS
-    )
+    ended = product.launcher.run(product.command(init_from_hf=infinite, save=tmp_path, **shape, **changes, **DP2.options), 2)
     assert ended.codes == (1, 1) and f"error: {names}: got nan, expected a finite number; " in complaint(ended)
     assert not list(tmp_path.glob("iter_*"))
 
 
-def test_evaluating_nothing(product: Product, straight: Callable[[str], Path]) -> None:
+def test_evaluating_nothing(product: Product, refuse: Refuse, straight: Callable[[str], Path]) -> None:
     data = ["--data-path", product.data, "--seq-length", SEQ_LENGTH]
     for code, says, argv in (
         (2, "--split: got 100,0,0, expected a share of documents for validation", ["--load", straight("one"), "--split", "100,0,0"]),
@@ -410,11 +425,10 @@ def test_evaluating_nothing(product: Product, straight: Callable[[str], Path]) -
             words({"hidden_size": 64, "intermediate_size": 128, "num_layers": 4, "num_attention_heads": 4}),
         ),
     ):
-        ended = product.run("evaluate", *data, *argv)
-        assert ended.codes == (code,) and says in complaint(ended), argv
+        assert says in refuse(["evaluate", *data, *argv], code=code), argv
 
 
-def test_generating_and_exporting_nothing(product: Product, straight: Callable[[str], Path], tmp_path: Path) -> None:
+def test_generating_and_exporting_nothing(refuse: Refuse, straight: Callable[[str], Path], tmp_path: Path) -> None:
     for code, says, argv in (
         (2, "--load, --init-from-hf: got neither", ["generate"]),
         (2, "--load, --init-from-hf: got both", ["generate", "--load", "a", "--init-from-hf", "b"]),
@@ -422,13 +436,12 @@ def test_generating_and_exporting_nothing(product: Product, straight: Callable[[
         (2, "--output: got nothing", ["export", "--load", straight("one")]),
         (1, "nowhere: got no such folder", ["export", "--load", "nowhere", "--output", tmp_path / "hf"]),
     ):
-        ended = product.run(*argv)
-        assert ended.codes == (code,) and says in complaint(ended), argv
+        assert says in refuse(argv, code=code), argv
     assert list(tmp_path.iterdir()) == []
 
 
 def test_a_refused_run_can_be_mended(product: Product, straight: Callable[[str], Path], tmp_path: Path) -> None:
     """Nothing that a refused run left behind is in the way of the right one."""
-    refuse(product, tmp_path, TWO, code=1, split="9999,1,0", **EVALUATED)
+    launched(product, tmp_path, TWO, code=1, split="9999,1,0", **EVALUATED)
     product.train(TP2, save=tmp_path / "new", load=tmp_path / "new", **EVALUATED)
     assert_same_curve(tmp_path / "new", straight("one"))

@@ -115,7 +115,7 @@ SAID = {
 }
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
 def test_a_page(page: Path, play: Callable[[Path], str]) -> None:
     assert re.search(SAID[page.stem], play(page)), play(page)

@@ -120,7 +120,7 @@ def test_a_plain_loop_in_transformers(tune: Tune, base: Path, pairs: Path, tmp_p
     assert losses[-1] < losses[0] - 0.3
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_tuning_lowers_the_loss_of_answers_that_nobody_has_seen(product: Product, tmp_path: Path) -> None:
     """From text to a tuned model in small, three seeds; `examples/sft_docstrings.sh` is the same in full."""
     base, pairs = tmp_path / "base", tmp_path / "pairs.jsonl"

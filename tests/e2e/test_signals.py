@@ -91,7 +91,7 @@ def test_a_rank_that_hangs_is_noticed_after_the_timeout(product: Product) -> Non
         assert words.endswith("; nothing went on for 3 s (--distributed-timeout-minutes)") and "Traceback" not in ended.errs[rank]
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_others_end_when_the_host_of_the_store_hangs(product: Product) -> None:
     """Nobody can be asked then; the backend's own timeout ends the wait, half a minute later."""
     run = product.start(DP2, train_iters=100_000, distributed_timeout_minutes=0.05)
@@ -109,7 +109,7 @@ SHORT_STEPS = {"save_interval": 2, "micro_batch_size": 4, "seq_length": 8, "num_
 """A run that is saving most of the time."""
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("saving", [{}, {"async_save": True, "save_retain": 3}], ids=["waited for", "in the background"])
 def test_killed_at_random_moments_and_resumed(saving: dict[str, object], soak: bool, product: Product, tmp_path: Path) -> None:
     """Every other kill waits for the folder in which a save is written, the others for a step; then both ranks are struck, some
