@@ -1,7 +1,7 @@
 """The kernels of a layer one by one, forward and backward together: ours, torch's operators, the
 same compiled, Liger's and apex's.
 
-    python -m tools.bench_kernels [--tokens N] [--json FILE]
+    python tools/bench_kernels.py [--tokens N] [--json FILE]
 
 On a GPU in bf16 at the sizes of LLaMA 8B; on a CPU torch's contenders only. Liger (PyPI
 `liger-kernel`) and NVIDIA's apex take part where they are installed. *GB/s* counts each tensor that
@@ -21,6 +21,8 @@ from dataclasses import asdict, dataclass
 from importlib import import_module
 from pathlib import Path
 from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # this checkout, and no other
 
 import torch
 import torch.nn.functional as F

@@ -1,6 +1,6 @@
 """How much communication a step hides on one GPU, over links that are modelled.
 
-python -m tools.bench_links [--model llama2-7b] [--ranks 8] [--gigabytes-per-second 25,50,150,370]
+python tools/bench_links.py [--model llama2-7b] [--ranks 8] [--gigabytes-per-second 25,50,150,370]
 [--json FILE]
 
 The engine runs as one of several data-parallel ranks. Its gathers and reductions are not sent: each
@@ -25,6 +25,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # this checkout, and no other
 
 import torch
 import torch.distributed as dist

@@ -1,8 +1,8 @@
 """How long does the device wait for an optimizer on the host? Every mode of --optimizer-offload,
 waiting for everything at once, others.
 
-    python -m tools.bench_offload [--json FILE]
-    python -m tools.bench_offload --model llama2-7b --num-layers 12 --seq-length 4096
+    python tools/bench_offload.py [--json FILE]
+    python tools/bench_offload.py --model llama2-7b --num-layers 12 --seq-length 4096
     --global-batch-size 4 --bf16
 
 The second one is for a GPU: of this size everybody's state fits into 128 GiB of the host, that of
@@ -28,6 +28,8 @@ import json
 import sys
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # this checkout, and no other
 
 import torch
 
@@ -247,7 +249,9 @@ def main(words: list[str]) -> None:
     """Run, print the table, write the JSON. Raises UserError."""
     sections = (*config_sections(), BenchOffloadConfig)
     if {"-h", "--help"} & set(words):
-        print(__doc__, help_text("bench_offload", "Compare ways to offload.", sections), sep="\n")
+        summary = "Compare ways to offload."
+        print(__doc__)
+        print(help_text("tools/bench_offload.py", summary, sections, program="python"))
         return
     parsed = parse(words, sections, aliases=MEGATRON)
     options = parsed.get(BenchOffloadConfig)

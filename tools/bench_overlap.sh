@@ -8,10 +8,10 @@ command -v "$python" >/dev/null || {
     echo "error: no $python; activate a virtual environment with torch" >&2
     exit 1
 }
-export PYTHONPATH=$root:$root/tools${PYTHONPATH:+:$PYTHONPATH}
+export PYTHONPATH=$root${PYTHONPATH:+:$PYTHONPATH}
 "$python" -c 'import torch, megatron_llama' || {
     echo "error: $(command -v "$python") cannot import torch and megatron_llama; activate an environment that can (tools/venv.sh makes one)" >&2
     exit 1
 }
 echo "python: $(command -v "$python")"
-exec "$python" -m overlap "$@"
+exec "$python" -m tools.overlap "$@"

@@ -1,7 +1,7 @@
 """How fast is ``preprocess``? Against Megatron-LM's way of doing it, and against the tokenizer
 alone, in turns.
 
-    python -m tools.bench_preprocess --megabytes 24 --rounds 5 --tokenizer tokenizers
+    python tools/bench_preprocess.py --megabytes 24 --rounds 5 --tokenizer tokenizers
 
 Three contenders tokenize the same JSON lines (Python's documentation, repeated) into the same ids
 with the same tokenizer on the same number of processes:
@@ -34,21 +34,26 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
+from importlib import import_module
 from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # this checkout, and no other
 
 import sentencepiece
-import tiktoken
 import tokenizers
-from megatron.core.datasets.indexed_dataset import DType, IndexedDatasetBuilder
 from tokenizers import models, pre_tokenizers, trainers
 
+from megatron_llama.config.help import help_text
 from megatron_llama.config.parse import parse
 from megatron_llama.data.corpus import python_documentation
 from megatron_llama.tokenizer.export import SPACE
 from megatron_llama.tokenizer.load import load_tokenizer
 from megatron_llama.tokenizer.spm import train_tokenizer
 from megatron_llama.tokenizer.tiktoken import SPLIT, TiktokenTokenizer, parse_ranks
+
+if TYPE_CHECKING:
+    import tiktoken
 
 TRAINED = ("sentencepiece", "unigram", "tokenizers", "metaspace", "llama3", "gpt2")
 
@@ -89,6 +94,8 @@ def _is_ranks(path: Path) -> bool:
 
 def _tiktoken(path: Path) -> tiktoken.Encoding:
     """LLaMA 3's tokenizer in the library that it was made with."""
+    import tiktoken
+
     ranks = {token: rank for rank, token in enumerate(parse_ranks(path.read_bytes(), str(path)))}
     return tiktoken.Encoding("llama3", pat_str=SPLIT, mergeable_ranks=ranks, special_tokens={})
 
@@ -112,6 +119,8 @@ def _encode_line(work: tuple[Path, str]) -> tuple[list[int], int]:
 
 def megatron(source: Path, prefix: Path, model: Path, workers: int) -> None:
     """Megatron-LM's tool, without its messages."""
+    from megatron.core.datasets.indexed_dataset import DType, IndexedDatasetBuilder
+
     builder = IndexedDatasetBuilder(
         f"{prefix}.bin", dtype=DType.optimal_dtype(load_tokenizer(model).vocab_size)
     )
@@ -137,6 +146,7 @@ def ours(source: Path, prefix: Path, model: Path, workers: int) -> None:
     subprocess.run(
         [sys.executable, "-m", "megatron_llama", "preprocess", *map(str, command)],
         check=True,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},  # imports what we do
         stdout=subprocess.DEVNULL,
     )
 
@@ -231,6 +241,14 @@ def _processor_seconds() -> float:
 
 def main(argv: Sequence[str]) -> None:
     """Measure and print."""
+    if {"-h", "--help"} & set(argv):
+        print(__doc__)
+        print(
+            help_text(
+                "tools/bench_preprocess.py", "Time preprocess.", [BenchConfig], program="python"
+            )
+        )
+        return
     options = parse(argv, [BenchConfig], aliases={}).get(BenchConfig)
     workers = options.workers or len(os.sched_getaffinity(0))
     documents = list(python_documentation())
@@ -244,6 +262,7 @@ def main(argv: Sequence[str]) -> None:
         lines = [json.dumps({"text": text}, ensure_ascii=False) + "\n" for text in texts]
         source.write_text("".join(lines))
         half.write_text("".join(lines[: len(lines) // 2]))
+        import_module("megatron.core.datasets.indexed_dataset")  # before the clock runs
         turns: list[tuple[str, Callable[[], Taken]]] = [
             ("preprocess", lambda: _timed(lambda: ours(source, root / "ours", model, workers))),
             ("megatron", lambda: _timed(lambda: megatron(source, root / "theirs", model, workers))),
@@ -277,6 +296,8 @@ def _report(
     workers: int,
 ) -> None:
     """``rest``: bytes of the corpus behind its half."""
+    import tiktoken
+
     libraries = ", ".join(
         f"{library.__name__} {library.__version__}"
         for library in (sentencepiece, tokenizers, tiktoken)

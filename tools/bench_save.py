@@ -1,7 +1,7 @@
 """How long does training stop for a checkpoint? Ours and torch's own, waited for and in the
 background, in turns.
 
-    python -m tools.bench_save --hidden-size 512 --intermediate-size 1376 --num-layers 8
+    python tools/bench_save.py --hidden-size 512 --intermediate-size 1376 --num-layers 8
     --num-attention-heads 8 --vocab-size 8192 \\
         --seq-length 256 --micro-batch-size 2 --global-batch-size 2
 
@@ -23,6 +23,8 @@ from contextlib import closing
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # this checkout, and no other
+
 import torch.distributed as dist
 from torch.distributed.checkpoint import state_dict_saver as dcp
 
@@ -31,7 +33,7 @@ from megatron_llama.checkpoint.background import Background
 from megatron_llama.checkpoint.checkpoint_dir import Retention, checkpoint_path
 from megatron_llama.checkpoint.folders import fresh_staging
 from megatron_llama.checkpoint.meta import TrainState
-from megatron_llama.config.help import config_sections
+from megatron_llama.config.help import config_sections, help_text
 from megatron_llama.config.megatron_names import MEGATRON
 from megatron_llama.config.parse import parse
 from megatron_llama.config.schema import Config
@@ -188,7 +190,12 @@ def report(rows: Mapping[str, list[Row]], size: int) -> str:
 
 def main(words: list[str]) -> None:
     """Measure, and print the table on rank 0. Raises UserError."""
-    parsed = parse(words, (*config_sections(), BenchConfig), aliases=MEGATRON)
+    sections = (*config_sections(), BenchConfig)
+    if {"-h", "--help"} & set(words):
+        print(__doc__)
+        print(help_text("tools/bench_save.py", "Compare saves.", sections, program="python"))
+        return
+    parsed = parse(words, sections, aliases=MEGATRON)
     place = place_from_environment()
     config = assemble(parsed)
     config = check(

@@ -16,11 +16,14 @@ import argparse
 import json
 import multiprocessing
 import statistics
+import sys
 import time
 from collections.abc import Callable, Hashable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # this checkout, and no other
 
 import torch
 import torch.distributed as dist
@@ -190,11 +193,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--ranks", type=int, default=4)
-    parser.add_argument("--microbatches", type=int, default=8)
-    parser.add_argument("--unit-ms", type=float, default=40.0)
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--json", type=Path)
+    parser.add_argument("--ranks", type=int, default=4, help="pipeline ranks (default 4)")
+    parser.add_argument("--microbatches", type=int, default=8, help="of a step (default 8)")
+    parser.add_argument("--unit-ms", type=float, default=40.0, help="length of a unit (default 40)")
+    parser.add_argument(
+        "--rounds", type=int, default=5, help="how often schedules take turns (default 5)"
+    )
+    parser.add_argument(
+        "--json", type=Path, metavar="FILE", help="also write the rows into this file"
+    )
     options = parser.parse_args()
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     port = store.port

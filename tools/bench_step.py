@@ -1,8 +1,8 @@
 """How fast is one whole training step? Ours, HuggingFace's LlamaForCausalLM, and plain torch, in
 turns, on this device.
 
-    python -m tools.bench_step [--json FILE]
-    python -m tools.bench_step --model llama2-7b --num-layers 16 --seq-length 4096 --dtypes bf16
+    python tools/bench_step.py [--json FILE]
+    python tools/bench_step.py --model llama2-7b --num-layers 16 --seq-length 4096 --dtypes bf16
     --contenders ours-compile hf-compile
 
 A step is forward, backward, clipping and AdamW. All contenders train the same model on the same
@@ -27,6 +27,8 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # this checkout, and no other
 
 import torch
 
@@ -255,7 +257,9 @@ def main(words: list[str]) -> int:
     """Run and print. Returns 1 if contenders fail or do not agree. Raises UserError."""
     sections = (*config_sections(), StepConfig)
     if {"-h", "--help"} & set(words):
-        print(__doc__, help_text("bench_step", "Compare whole training steps.", sections), sep="\n")
+        summary = "Compare whole training steps."
+        print(__doc__)
+        print(help_text("tools/bench_step.py", summary, sections, program="python"))
         return 0
     parsed = parse(words, sections, aliases=MEGATRON)
     model = parsed.get(ModelConfig)

@@ -24,6 +24,8 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TypeVar
 
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # this checkout, and no other
+
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -231,7 +233,9 @@ def main(words: list[str]) -> None:
     """Run, print the table on rank 0, write the JSON. Raises UserError."""
     sections = (*config_sections(), CompareConfig)
     if {"-h", "--help"} & set(words):
-        print(__doc__, help_text("compare_sharding", "Compare ways to shard.", sections), sep="\n")
+        summary = "Compare ways to shard."
+        print(__doc__)
+        print(help_text("tools/compare_sharding.py", summary, sections, program="python"))
         return
     parsed = parse(words, sections, aliases=MEGATRON)
     options = parsed.get(CompareConfig)

@@ -4,7 +4,7 @@ batches and options.
 TRL is no dependency of this project. In an environment that has both (``pip install trl``), from
 the root of the clone:
 
-    python -m tools.compare_trl --model FOLDER --data FILE.jsonl --steps 20
+    python tools/compare_trl.py --model FOLDER --data FILE.jsonl --steps 20
 
 Each side reads the conversations itself: TRL renders them with the exported tokenizer's template
 and finds the learned tokens with ``assistant_only_loss``. Both compute in fp32 without clipping, at
@@ -15,6 +15,7 @@ it exceeds the bound of parity, 1e-6.
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 import tempfile
@@ -23,11 +24,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
-from datasets import Dataset
-from transformers import AutoModelForCausalLM, AutoTokenizer
-from trl import SFTConfig, SFTTrainer
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # this checkout, and no other
 
+import torch
+
+from megatron_llama.config.help import help_text
 from megatron_llama.config.parse import parse
 from megatron_llama.config.schema import TrainingConfig
 from megatron_llama.data.order import sample_index
@@ -53,22 +54,6 @@ class CompareConfig:
     """Conversations in one step."""
     lr: float = 1e-3
     """Learning rate."""
-
-
-class Trainer(SFTTrainer):  # type: ignore[misc]
-    """Reads its samples in their order, and keeps the loss of each step as it is: a log line is
-    rounded."""
-
-    losses: list[float]
-
-    def _get_train_sampler(self, *args: Any, **kwargs: Any) -> torch.utils.data.Sampler[int]:
-        return torch.utils.data.SequentialSampler(args[0] if args else self.train_dataset)
-
-    def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        """A microbatch: its share of the mean over the learned tokens of the step."""
-        loss = super().training_step(*args, **kwargs)
-        self.losses.append(float(loss))
-        return loss
 
 
 def ours(options: CompareConfig, folder: Path) -> list[float]:
@@ -101,6 +86,7 @@ def ours(options: CompareConfig, folder: Path) -> list[float]:
     subprocess.run(
         [sys.executable, "-m", "megatron_llama", "sft", *words, *fixed],
         check=True,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},  # imports what we do
         stdout=subprocess.DEVNULL,
     )
     lines = [json.loads(line) for line in (folder / "log.jsonl").read_text().splitlines()]
@@ -109,6 +95,26 @@ def ours(options: CompareConfig, folder: Path) -> list[float]:
 
 def theirs(options: CompareConfig, tokenizer: Path, folder: Path) -> list[float]:
     """Those of TRL, with the tokenizer and the template that ours left beside its checkpoints."""
+    # TRL is no dependency, and --help needs none of it.
+    from datasets import Dataset
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from trl import SFTConfig, SFTTrainer
+
+    class Trainer(SFTTrainer):  # type: ignore[misc]
+        """Reads its samples in their order, and keeps the loss of each step as it is: a log line is
+        rounded."""
+
+        losses: list[float]
+
+        def _get_train_sampler(self, *args: Any, **kwargs: Any) -> torch.utils.data.Sampler[int]:
+            return torch.utils.data.SequentialSampler(args[0] if args else self.train_dataset)
+
+        def training_step(self, *args: Any, **kwargs: Any) -> Any:
+            """A microbatch: its share of the mean over the learned tokens of the step."""
+            loss = super().training_step(*args, **kwargs)
+            self.losses.append(float(loss))
+            return loss
+
     rows = [json.loads(line) for line in Path(options.data).read_text().splitlines()]
     seed = TrainingConfig().seed
     count = options.steps * options.global_batch_size
@@ -144,6 +150,12 @@ def theirs(options: CompareConfig, tokenizer: Path, folder: Path) -> list[float]
 
 def main(argv: Sequence[str]) -> int:
     """Train twice and compare."""
+    if {"-h", "--help"} & set(argv):
+        print(__doc__)
+        print(
+            help_text("tools/compare_trl.py", "Compare losses.", [CompareConfig], program="python")
+        )
+        return 0
     options = parse(argv, [CompareConfig], aliases={}).get(CompareConfig)
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)

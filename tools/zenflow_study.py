@@ -1,7 +1,7 @@
 """What does ZenFlow cost in loss? The same samples with AdamW, with ZenFlow, and with as few
 updates as its cold columns get.
 
-    python -m tools.zenflow_study runs/zenflow
+    python tools/zenflow_study.py runs/zenflow
 
 A small LLaMA is pretrained on the documentation that comes with Python, and tuned on its pairs of
 signature and documentation, by the ``pretrain`` and ``sft`` commands themselves. Every contender
@@ -23,6 +23,9 @@ from io import StringIO
 from multiprocessing import get_context
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # this checkout, and no other
+
+from megatron_llama.config.help import help_text
 from megatron_llama.config.parse import parse
 from megatron_llama.errors import UserError
 
@@ -117,6 +120,12 @@ class Task:
 
 def main(argv: Sequence[str]) -> int:
     """Run what is missing and print the table."""
+    if {"-h", "--help"} & set(argv):
+        print(__doc__)
+        print(
+            help_text("tools/zenflow_study.py", "Compare losses.", [StudyConfig], program="python")
+        )
+        return 0
     words = (
         [f"--folder={argv[0]}", *argv[1:]] if argv and not argv[0].startswith("--") else list(argv)
     )

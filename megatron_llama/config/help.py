@@ -46,13 +46,16 @@ def config_sections() -> list[type[Any]]:
     return [kinds[field.name] for field in fields(Config)]
 
 
-def help_text(command: str, summary: str, sections: Sequence[type[Any]]) -> str:
+def help_text(
+    command: str,
+    summary: str,
+    sections: Sequence[type[Any]],
+    *,
+    program: str = "python -m megatron_llama",
+) -> str:
     """What ``<command> --help`` prints: every option with its type, default and meaning, by
     section."""
-    lines = [
-        f"usage: python -m megatron_llama {command} [--config FILE.yaml] [--option value ...]",
-        "",
-    ]
+    lines = [f"usage: {program} {command} [--config FILE.yaml] [--option value ...]", ""]
     lines += [*textwrap.wrap(summary, _WIDTH), ""]
     lines += [
         "Options may stand in the YAML file (micro_batch_size: 4) or on the command line (--micro-batch-size 4), which wins."

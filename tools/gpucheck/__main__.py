@@ -16,6 +16,8 @@ from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # this checkout, and no other
+
 from tools.gpucheck.parts import Part, Setting, all_parts
 from tools.gpucheck.report import CANNOT, PASSED, Outcome, markdown, read, rows_of, write
 

@@ -10,11 +10,13 @@ import sys
 from contextlib import ExitStack
 from pathlib import Path
 
-from .against import PREFIX
-from .catalogue import COMPUTE, NAMES, STEPS, mode_named
-from .conditions import Limits, Stalls, alternating, stalling
-from .hosts import Delay, Hosts, RigError
-from .job import Job, bits_per_second
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # this checkout, and no other
+
+from tools.overlap.against import PREFIX
+from tools.overlap.catalogue import COMPUTE, NAMES, STEPS, mode_named
+from tools.overlap.conditions import Limits, Stalls, alternating, stalling
+from tools.overlap.hosts import Delay, Hosts, RigError
+from tools.overlap.job import Job, bits_per_second
 
 DESCRIPTION = f"""Data-parallel training on an emulated cluster: how long a step takes beyond its computation, and what it sends.
 
@@ -176,7 +178,7 @@ def run(options: argparse.Namespace) -> None:
         if options.stall is not None:
             length, period = options.stall
             stack.enter_context(stalling(hosts, limits, seconds=length, period=period, seen=stalls))
-        hosts.run(["-m", f"{__package__}.measure", job.dump()])
+        hosts.run(["-m", "tools.overlap.measure", job.dump()])
     if options.stall is not None:
         print(stalls)
 

@@ -16,8 +16,7 @@ from types import ModuleType
 from torch import Tensor
 
 from megatron_llama.data.loader import Batch
-
-from .contender import Setting
+from tools.overlap.contender import Setting
 
 PREFIX = "against:"
 """In front of a mode's name: the same mode of the other checkout."""

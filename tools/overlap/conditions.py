@@ -13,8 +13,8 @@ from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Self
 
-from .hosts import Hosts, RigError, limit
-from .job import bits_per_second
+from tools.overlap.hosts import Hosts, RigError, limit
+from tools.overlap.job import bits_per_second
 
 CLONE_NEWNET = 0x40000000
 KICK = b"\xff" * 6 + b"\x02" + bytes(5) + b"\x88\xb5"

@@ -17,9 +17,8 @@ from megatron_llama.model.init import InitialWeights
 from megatron_llama.model.llama import Positions, RMSNorm, Stage, build_stages
 from megatron_llama.model.load import load_stages, rank_specs
 from megatron_llama.nn.linear import column_linear
-
-from .loss import token_losses
-from .waits import Clock, install
+from tools.overlap.loss import token_losses
+from tools.overlap.waits import Clock, install
 
 SEED = 1234
 

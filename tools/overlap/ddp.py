@@ -9,9 +9,8 @@ from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 
 from megatron_llama.data.loader import Batch
-
-from .contender import Model, Setting, adamw, decayed
-from .plain import sharding
+from tools.overlap.contender import Model, Setting, adamw, decayed
+from tools.overlap.plain import sharding
 
 
 class Ddp:

@@ -25,9 +25,8 @@ from megatron_llama.distributed.comm.exchange import Exchange, Reductions, gathe
 from megatron_llama.distributed.comm.host.threads import ThreadStream
 from megatron_llama.distributed.comm.streams import Future
 from megatron_llama.distributed.mesh import Axis, build_mesh
-
-from .contender import Model, Setting, adamw, clip_factor, decayed
-from .plain import sharding
+from tools.overlap.contender import Model, Setting, adamw, clip_factor, decayed
+from tools.overlap.plain import sharding
 
 PREFETCH = 2
 """Groups gathered ahead. With one the link is idle between the use of a group and the next gather

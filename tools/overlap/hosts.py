@@ -17,7 +17,9 @@ from pathlib import Path
 from types import TracebackType
 from typing import IO, Self
 
-from .job import bits_per_second
+from tools.overlap.job import bits_per_second
+
+ROOT = str(Path(__file__).resolve().parents[2])
 
 GSO_BYTES = 32768
 """Largest packet that is handed to an interface in one piece: larger ones save CPU, smaller ones
@@ -231,6 +233,8 @@ class Hosts:
             "GLOO_SOCKET_IFNAME": "eth0",
             "OMP_NUM_THREADS": 1,
             "MKL_NUM_THREADS": 1,
+            # Ranks import this checkout too, whichever way this process was started.
+            "PYTHONPATH": os.pathsep.join([ROOT, *filter(None, [os.environ.get("PYTHONPATH")])]),
         }
         environment = {**os.environ, **{name: str(value) for name, value in place.items()}}
         # Ctrl-C is for the parent, which ends the ranks; they would only add their tracebacks.

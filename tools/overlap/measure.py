@@ -25,13 +25,20 @@ import torch
 import torch.distributed as dist
 
 from megatron_llama.data.loader import Batch
-
-from . import report
-from .against import PREFIX, Against
-from .catalogue import COMPUTE, MODES, SEQUENCE, STEPS, half_block_seconds, mode_named, model
-from .contender import Contender, Setting
-from .job import Job, Sample
-from .waits import Clock
+from tools.overlap import report
+from tools.overlap.against import PREFIX, Against
+from tools.overlap.catalogue import (
+    COMPUTE,
+    MODES,
+    SEQUENCE,
+    STEPS,
+    half_block_seconds,
+    mode_named,
+    model,
+)
+from tools.overlap.contender import Contender, Setting
+from tools.overlap.job import Job, Sample
+from tools.overlap.waits import Clock
 
 LOSS_TOLERANCE = 1e-3
 """Relative. Contenders with the same arithmetic differ in the order of sums only."""

@@ -14,10 +14,9 @@ from megatron_llama.engine.build import build_optimizer, compute_dtype
 from megatron_llama.model.init import InitialWeights
 from megatron_llama.model.llama import build_stages
 from megatron_llama.pipeline.runtime import PipelineRuntime
-
-from .catalogue import Mode, configuration
-from .contender import SEED, Setting
-from .waits import install
+from tools.overlap.catalogue import Mode, configuration
+from tools.overlap.contender import SEED, Setting
+from tools.overlap.waits import install
 
 
 class Ours:

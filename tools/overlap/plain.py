@@ -10,9 +10,8 @@ from megatron_llama.config.schema import Config
 from megatron_llama.data.loader import Batch
 from megatron_llama.distributed.comm.exchange import Reductions, gather
 from megatron_llama.distributed.mesh import build_mesh
-
-from .catalogue import MODES, configuration
-from .contender import Model, Setting, adamw, clip_factor, decayed
+from tools.overlap.catalogue import MODES, configuration
+from tools.overlap.contender import Model, Setting, adamw, clip_factor, decayed
 
 ALIGN = 64
 

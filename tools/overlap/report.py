@@ -8,9 +8,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from .against import PREFIX
-from .bound import FRAME_FACTOR, link_seconds, plan_of, step_seconds
-from .catalogue import (
+from tools.overlap.against import PREFIX
+from tools.overlap.bound import FRAME_FACTOR, link_seconds, plan_of, step_seconds
+from tools.overlap.catalogue import (
     COMPUTE,
     MODES,
     PEERS,
@@ -22,7 +22,7 @@ from .catalogue import (
     mode_named,
     parameters,
 )
-from .job import Job, Sample, bits_per_second
+from tools.overlap.job import Job, Sample, bits_per_second
 
 Samples = dict[str, list[Sample]]
 
