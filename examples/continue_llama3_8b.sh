@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# Continued pretraining of LLaMA 3 8B from a HuggingFace folder (config.json, *.safetensors, tokenizer.json).
+# Continued pretraining of LLaMA 3 8B from a HuggingFace folder (config.json, *.safetensors,
+# tokenizer.json).
 #   bash examples/continue_llama3_8b.sh FOLDER --data-path PREFIX [options]
 set -euo pipefail
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)

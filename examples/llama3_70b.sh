@@ -1,6 +1,8 @@
 #!/usr/bin/env bash
 # LLaMA 3 70B from scratch on 64 machines with eight GPUs of 80 GB each.
-#   bash examples/llama3_70b.sh --data-path PREFIX [options]        (sbatch's own options: SBATCH_PARTITION, SBATCH_ACCOUNT, ...)
+#   bash examples/llama3_70b.sh --data-path PREFIX [options]
+# It submits a Slurm job. sbatch reads its own options from the environment: SBATCH_PARTITION,
+# SBATCH_ACCOUNT, ...
 set -euo pipefail
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
 exec sbatch --nodes=64 --job-name=llama3_70b "$here/launch/slurm.sbatch" pretrain --config "$here/llama3_70b.yaml" "$@"

@@ -1,7 +1,10 @@
 #!/usr/bin/env bash
-# From nothing to a trained LLaMA in HuggingFace format: makes .venv, trains a tokenizer and a small model on the Python
-# documentation with several processes, writes a sentence, exports. Everything stays inside the clone (runs/quickstart).
-# Safe to run again: an interrupted run is resumed, a finished one is only evaluated and sampled.
+# From nothing to a trained LLaMA in HuggingFace format:
+#   bash examples/quickstart.sh
+# It makes .venv, trains a tokenizer and a small model on Python's documentation with several
+# processes, prints a sample of text, and exports the model. All files stay in the clone, in
+# runs/quickstart. You may start it again: an interrupted run is resumed, and a finished one is only
+# evaluated and sampled.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 bash tools/venv.sh hf

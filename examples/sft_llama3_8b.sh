@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
-# LLaMA 3 8B tuned on conversations, all weights, on one machine with eight GPUs of 80 GB.
-#   bash examples/sft_llama3_8b.sh FOLDER --train-data FILE ... [options]        (FOLDER: config.json, *.safetensors, tokenizer)
+# LLaMA 3 8B: tuning of all weights on conversations, on one machine with eight GPUs of 80 GB.
+#   bash examples/sft_llama3_8b.sh FOLDER --train-data FILE ... [options]
+# FOLDER is a HuggingFace folder with config.json, *.safetensors and the tokenizer.
 set -euo pipefail
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
 [ $# -gt 0 ] || { echo "usage: bash examples/sft_llama3_8b.sh FOLDER --train-data FILE ... [options]" >&2; exit 2; }

@@ -1,5 +1,7 @@
 #!/usr/bin/env bash
-# What only a GPU can show, with the active Python (torch for CUDA, pytest): the tests that need one, and the benches; --help says more.
+# Run the tests and benchmarks that need a GPU:
+#   bash tools/gpu_check.sh
+# It uses the active Python, which needs torch for CUDA and pytest. --help lists the options.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 python=${VIRTUAL_ENV:+$VIRTUAL_ENV/bin/}python3

@@ -1,7 +1,9 @@
 #!/usr/bin/env bash
-# Start a command on all GPUs of this machine: bash examples/launch/node.sh pretrain --config FILE [options]
-# PROCESSES: how many (default: one for each GPU). RESTARTS: how often a run that failed is started again (default 3); with
-# `load: auto` it goes on from its newest checkpoint. SIGTERM and Ctrl-C end a run behind a checkpoint.
+# Start a command on all GPUs of this machine:
+#   bash examples/launch/node.sh pretrain --config FILE [options]
+# PROCESSES in the environment is the number of processes (default: one for each GPU). RESTARTS is
+# how often a failed run is started again (default 3). With `load: auto` it then resumes from its
+# newest checkpoint. SIGTERM and Ctrl-C end a run after it has saved a checkpoint.
 set -euo pipefail
 python=${PYTHON:-python}
 processes=${PROCESSES:-$("$python" -c 'from megatron_llama.distributed.device import accelerator_count; print(accelerator_count() or 1)')}
