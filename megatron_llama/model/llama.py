@@ -1,15 +1,15 @@
 """LLaMA (Touvron et al., 2023; Dubey et al., 2024) as a pipeline stage; with one stage it is the
 whole model.
 
-Activations are [sequence, batch, hidden], inside a stage [sequence * batch, hidden]: the sequence
-is the outermost dim, so that sequence-parallel shards are contiguous. Names are those of
-HuggingFace's LlamaForCausalLM; qkv_proj and gate_up_proj are its projections stacked (see
-params.py).
+Activations are [sequence, batch, hidden]: with the sequence outermost, the part of a
+sequence-parallel rank is contiguous. In shapes, s is this rank's part of the sequence under context
+parallelism, and s/tp its part under sequence parallelism too. Names are those of HuggingFace's
+LlamaForCausalLM; qkv_proj and gate_up_proj are its projections stacked (``plans/params.py``).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import cast
@@ -17,25 +17,21 @@ from typing import cast
 import torch
 from torch import Tensor, nn
 
-from megatron_llama.config.schema import Config, LoraConfig, ModelConfig, ParallelConfig
-from megatron_llama.distributed.comm.function import has_gradient
+from megatron_llama.config.schema import Config, ModelConfig, ParallelConfig
 from megatron_llama.distributed.device import is_host
 from megatron_llama.distributed.mesh import Mesh
 from megatron_llama.nn.attention import Documents, attends_by_document, causal_attention
+from megatron_llama.nn.backward import pre_backward_hook
 from megatron_llama.nn.cache import KVCache
 from megatron_llama.nn.compiled import chosen_ops
 from megatron_llama.nn.context import Comm, causal_document_mask, context_attention, local_sequence
 from megatron_llama.nn.embedding import VocabParallelEmbedding
 from megatron_llama.nn.functional import (
     add_norm,
-    added,
-    final_norm,
-    joined,
     recomputable_add_norm,
     recomputable_swiglu,
     rope_frequencies,
     rope_table,
-    shaped,
     split_heads,
     swiglu,
 )
@@ -43,28 +39,23 @@ from megatron_llama.nn.head import head_loss
 from megatron_llama.nn.host.attention import rotated_attention
 from megatron_llama.nn.kernels.choice import kernels_for
 from megatron_llama.nn.linear import ColumnLinear, RowLinear, column_linear, empty_weight
-from megatron_llama.nn.lora import ColumnAdapters, Part, RowAdapter
-from megatron_llama.nn.marker import before_backward
+from megatron_llama.nn.lora import add_adapters
 from megatron_llama.nn.ops import PLAIN, Ops
-from megatron_llama.nn.param_handle import ParamHandle, param_handle_of
+from megatron_llama.nn.param_handle import ParamHandle, use_param_handles
 from megatron_llama.nn.recompute import Recomputable, recomputed
-from megatron_llama.nn.tape import differentiated, taped
 from megatron_llama.plans.activation_memory import HEAD_CHUNK, Granularity
 from megatron_llama.plans.params import (
-    ParamSpec,
     Partition,
-    adapter_names,
     kv_copies,
     padded_vocab_size,
     partition_of,
-    projection_of,
     rank_units,
 )
 
 
 @dataclass(frozen=True)
 class StageOptions:
-    """How a stage computes, beside the shape of the model."""
+    """How a stage computes, whatever the shape of the model."""
 
     sequence_parallel: bool = False
     cp_comm_type: Comm = "all_gather"
@@ -74,12 +65,12 @@ class StageOptions:
     ops: Ops = PLAIN
     """What computes between matrix products."""
     head_chunk: int = HEAD_CHUNK
-    """Most scores of the vocabulary that there are at once, where no backward pass comes, or the
-    schedule lets gradients be made in the forward pass."""
+    """The most logits that exist at once, where no backward pass comes, or the schedule lets their
+    gradients be computed in the forward pass."""
 
     @staticmethod
     def of(parallel: ParallelConfig) -> StageOptions:
-        """From a resolved configuration, in which ``auto`` has been decided (memory.py)."""
+        """Read the options from a resolved configuration, in which ``auto`` has been decided."""
         layers = (
             None if parallel.recompute_num_layers == "all" else int(parallel.recompute_num_layers)
         )
@@ -91,20 +82,17 @@ class StageOptions:
         )
 
     def recompute_of(self, position: int) -> Granularity:
-        """What the block at this position of the stage recomputes."""
-        return (
-            self.recompute
-            if self.recompute_layers is None or position < self.recompute_layers
-            else "none"
-        )
+        """Return what the block at this position of the stage recomputes."""
+        recomputes = self.recompute_layers is None or position < self.recompute_layers
+        return self.recompute if recomputes else "none"
 
 
 @dataclass(frozen=True)
 class Continuation:
-    """The tokens follow others, whose keys and values are kept. See KVCache for ``slots`` [s, b]
-    and ``length``.
+    """The tokens follow others, whose keys and values are in a cache (one process).
 
-    ``last``, int64 [b]: of each sequence the place of the one token whose logits are wanted."""
+    ``slots`` [s, b] and ``length`` are those of ``KVCache``. ``last``, int64 [b], is the place in
+    each sequence of the one token whose logits are wanted."""
 
     cache: KVCache
     slots: Tensor
@@ -114,12 +102,12 @@ class Continuation:
 
 @dataclass(frozen=True)
 class Positions:
-    """What attention needs to know of a microbatch: cos and sin [s/cp, 1 or b, 1, head_dim / 2] of
-    this rank's positions; with documents, these or a mask bool [b, 1, s, s] (without context
-    parallelism), or document_ids int [s, b] of the whole sequence.
+    """What attention needs to know of a microbatch.
 
-    With a continuation (one process), the mask is [b, 1, s, length], and None when nothing was read
-    before."""
+    ``cos`` and ``sin`` [s, 1 or b, 1, head_dim / 2] are those of this rank's positions. Documents
+    are given as ``mask`` without context parallelism, either as such or as bool [b, 1, s, s], and as
+    ``document_ids``, int [s, b] of the whole sequence, with it. With a continuation the mask is
+    [b, 1, s, length], and None when nothing was read before."""
 
     cos: Tensor
     sin: Tensor
@@ -129,106 +117,102 @@ class Positions:
 
 
 class RMSNorm(nn.Module):
-    """The residual stream [..., h], and what a layer adds to it, to their sum and its norm;
-    ``recompute``: for a linear layer that makes the norm again in backward; ``final``: the stream
-    ends here."""
+    """The residual addition and the norm behind it, in one pass.
 
-    def __init__(
-        self, config: ModelConfig, ops: Ops, *, recompute: bool = False, final: bool = False
-    ) -> None:
+    With ``recompute``, the norm is given as something that the next layer can make again in
+    backward."""
+
+    def __init__(self, config: ModelConfig, ops: Ops, *, recompute: bool = False) -> None:
         super().__init__()
         self.eps = config.rms_norm_eps
         self.ops = ops
+        self.recompute = recompute
         self.weight = empty_weight(config.hidden_size)
-        self._function: Callable[..., tuple[Tensor, Tensor | Recomputable]]
-        self._function = final_norm if final else recomputable_add_norm if recompute else add_norm
 
     def forward(
         self, x: Tensor, delta: Tensor | None = None
     ) -> tuple[Tensor, Tensor | Recomputable]:
-        """See ``add_norm``."""
-        return self._function(x, delta, self.weight, self.eps, self.ops)
+        """Return x + delta, [s or s/tp, b, h] each, and its norm."""
+        if self.recompute:
+            return recomputable_add_norm(x, delta, self.weight, self.eps, self.ops)
+        return add_norm(x, delta, self.weight, self.eps, self.ops)
 
 
 class Attention(nn.Module):
-    """Grouped-query attention with rotary positions; heads are split over tp, the sequence over cp.
-
-    With more tp ranks than key/value heads several ranks hold one such head, in a weight of its own
-    (``kv_proj``)."""
+    """Grouped-query attention with rotary positions; heads are split over tp, the sequence over
+    cp."""
 
     def __init__(self, config: ModelConfig, mesh: Mesh, options: StageOptions) -> None:
         super().__init__()
         self.cp = mesh.cp
-        self.comm = options.cp_comm_type
+        self.cp_comm_type = options.cp_comm_type
         self.ops = options.ops
+        # With more tp ranks than key/value heads, several ranks hold a copy of one such head.
         copies = kv_copies(config, mesh.tp.size)
-        parallel = options.sequence_parallel
+        self.head_dim = config.head_dim
         self.heads = config.num_attention_heads // mesh.tp.size
         self.kv_heads = config.num_key_value_heads * copies // mesh.tp.size
         hidden = config.hidden_size
         query = config.num_attention_heads * config.head_dim
         key_value = 2 * config.num_key_value_heads * copies * config.head_dim
-        if copies == 1:
-            self.qkv_proj = ColumnLinear(
-                hidden, query + key_value, tp=mesh.tp, sequence_parallel=parallel
-            )
+        column = partial(ColumnLinear, tp=mesh.tp, sequence_parallel=options.sequence_parallel)
+        self.is_fused = copies == 1
+        if self.is_fused:
+            self.qkv_proj = column(hidden, query + key_value)
         else:
-            self.q_proj = ColumnLinear(hidden, query, tp=mesh.tp, sequence_parallel=parallel)
-            self.kv_proj = ColumnLinear(hidden, key_value, tp=mesh.tp, sequence_parallel=parallel)
-        self.o_proj = RowLinear(query, hidden, tp=mesh.tp, sequence_parallel=parallel)
-
-    def _project(self, x: Tensor | Recomputable) -> Tensor:
-        if hasattr(self, "qkv_proj"):
-            return cast(Tensor, self.qkv_proj(x))
-        return joined(self.q_proj(x), self.kv_proj(x))
+            # Gradients of the copies are summed, those of the queries are not: two weights.
+            self.q_proj = column(hidden, query)
+            self.kv_proj = column(hidden, key_value)
+        self.o_proj = RowLinear(
+            query, hidden, tp=mesh.tp, sequence_parallel=options.sequence_parallel
+        )
 
     def forward(self, x: Tensor | Recomputable, positions: Positions) -> Tensor:
-        """Tokens in one dim or two, [s * b or s, b, h] or with s/tp, to the same; s is this rank's
-        part of the sequence under context parallelism."""
+        """[s or s/tp, b, h] -> [s or s/tp, b, h]."""
+        return cast(Tensor, self.o_proj(self.attend(self.project(x), positions)))
+
+    def project(self, x: Tensor | Recomputable) -> Tensor:
+        """[s or s/tp, b, h] -> queries, keys and values [s, b, (heads + 2 kv_heads) * head_dim].
+
+        The result must be a tensor that nobody else reads: ``attend`` rotates it in place."""
+        if self.is_fused:
+            return cast(Tensor, self.qkv_proj(x))
+        return torch.cat((self.q_proj(x), self.kv_proj(x)), dim=-1)
+
+    def attend(self, qkv: Tensor, positions: Positions) -> Tensor:
+        """[s, b, (heads + 2 kv_heads) * head_dim] -> [s, b, heads * head_dim]."""
         cos = positions.cos
         sin = positions.sin
         before = positions.continuation
-        projected = self._project(x)
-        if self.cp.size == 1 and before is None and positions.mask is None and is_host(cos.device):
-            context = rotated_attention(
-                projected, cos, sin, query=self.heads, key=self.kv_heads, ops=self.ops
-            )
-            return self._output(context, x)
-        tokens = projected.shape[:-1]
-        query, key, value = split_heads(
-            projected, cos, sin, query=self.heads, key=self.kv_heads, ops=self.ops
-        )
+        sizes = {"query": self.heads, "key": self.kv_heads}
+        if is_host(qkv.device) and self.cp.size == 1 and before is None and positions.mask is None:
+            return rotated_attention(qkv, cos, sin, **sizes, ops=self.ops)
+        query, key, value = split_heads(qkv, cos, sin, **sizes, ops=self.ops)
         if before is not None:
             key, value = before.cache.extend(self, key, value, before.slots, before.length)
         if self.cp.size == 1:
-            context = differentiated(
-                partial(causal_attention, mask=positions.mask), query, key, value
-            )
-        else:
-            context = context_attention(
-                query, key, value, cp=self.cp, comm=self.comm, document_ids=positions.document_ids
-            )
-        # Not where this is a copy: that would be kept beside the output.
-        return self._output(
-            shaped(context, *tokens, context.shape[-1]) if context.is_contiguous() else context, x
+            return causal_attention(query, key, value, positions.mask)
+        return context_attention(
+            query,
+            key,
+            value,
+            cp=self.cp,
+            comm=self.cp_comm_type,
+            document_ids=positions.document_ids,
         )
-
-    def _output(self, context: Tensor, x: Tensor | Recomputable) -> Tensor:
-        """In the shape of the input."""
-        like = x.value if isinstance(x, Recomputable) else x
-        return shaped(self.o_proj(context), *like.shape)
 
 
 class MLP(nn.Module):
-    """down(silu(gate(x)) * up(x)); the inner width is split over tp. ``recompute``: the product is
-    made again in backward."""
+    """down(silu(gate(x)) * up(x)); the inner width is split over tp.
+
+    With ``recompute``, the input of the down projection is made again in backward."""
 
     def __init__(
         self, config: ModelConfig, mesh: Mesh, options: StageOptions, *, recompute: bool = False
     ) -> None:
         super().__init__()
-        self._swiglu = recomputable_swiglu if recompute else swiglu
         self.ops = options.ops
+        self.recompute = recompute
         hidden = config.hidden_size
         inner = config.intermediate_size
         parallel = options.sequence_parallel
@@ -236,13 +220,16 @@ class MLP(nn.Module):
         self.down_proj = RowLinear(inner, hidden, tp=mesh.tp, sequence_parallel=parallel)
 
     def forward(self, x: Tensor | Recomputable) -> Tensor:
-        """[s or s/tp, ..., h] -> the same."""
-        return cast(Tensor, self.down_proj(self._swiglu(self.gate_up_proj(x), self.ops)))
+        """[s or s/tp, b, h] -> [s or s/tp, b, h]."""
+        activation = recomputable_swiglu if self.recompute else swiglu
+        return cast(Tensor, self.down_proj(activation(self.gate_up_proj(x), self.ops)))
 
 
 class Block(nn.Module):
-    """One pre-norm transformer block. What it keeps for backward, to the byte:
-    ``activations.py``."""
+    """One pre-norm transformer block. ``plans/activation_memory.py`` says to the byte what it keeps
+    for backward."""
+
+    attention: type[Attention] = Attention
 
     def __init__(
         self,
@@ -255,31 +242,40 @@ class Block(nn.Module):
         super().__init__()
         selective = recompute == "selective"
         self.recompute_all = recompute == "full"
-        # With sequence parallelism ranks hold different parts of the input; without it, all hold
-        # all of it.
+        # Without sequence parallelism all tp ranks have the same input, and divide what is kept of
+        # it; with it each has a part anyway.
         self.shared_input = None if options.sequence_parallel else mesh.tp
         self.input_layernorm = RMSNorm(config, options.ops, recompute=selective)
-        self.self_attn = Attention(config, mesh, options)
+        self.self_attn = self.attention(config, mesh, options)
         self.post_attention_layernorm = RMSNorm(config, options.ops, recompute=selective)
         self.mlp = MLP(config, mesh, options, recompute=selective)
 
     def forward(self, x: Tensor, positions: Positions) -> Tensor:
-        """[s * b or s, b, h], or with s/tp, to the same."""
+        """[s or s/tp, b, h] -> [s or s/tp, b, h]."""
         compute = partial(self._compute, positions=positions)
         if not self.recompute_all:
             return compute(x)
-        return recomputed(
-            partial(_taped, self, compute), x, weights=self.parameters(), shared=self.shared_input
-        )
+        return recomputed(compute, x, weights=self.parameters(), shared=self.shared_input)
 
     def _compute(self, x: Tensor, positions: Positions) -> Tensor:
+        # A norm also adds what the layer before it has computed, and returns both.
         x, normed = self.input_layernorm(x)
         x, normed = self.post_attention_layernorm(x, self.self_attn(normed, positions))
-        return added(self.mlp(normed), x)
+        return cast(Tensor, x + self.mlp(normed))
+
+
+class _Decoder(nn.Module):
+    """What HuggingFace calls ``model``: a stage has all of it or a part."""
+
+    embed_tokens: VocabParallelEmbedding
+    layers: nn.ModuleDict
+    norm: RMSNorm
 
 
 class Stage(nn.Module):
-    """The embedding (first stage), some blocks, and the final norm with the head (last stage)."""
+    """The embedding (first stage), some blocks, and the final norm with the head (last stage).
+
+    Parameters are on the meta device until the engine, or ``load_stages``, gives them values."""
 
     def __init__(
         self,
@@ -289,6 +285,7 @@ class Stage(nn.Module):
         *,
         partition: Partition,
         index: int,
+        block: type[Block] = Block,
     ) -> None:
         super().__init__()
         self.config = config
@@ -299,94 +296,100 @@ class Stage(nn.Module):
         self.is_last = index == partition.stages - 1
         self.on_weight_access: Callable[[int, bool], None] = lambda unit, backward: None
         """Called with the index of a unit of this stage and False right before its forward pass,
-        and with True right before its backward pass: the engine brings its weights. The embedding's
+        and with True right before its backward pass: the engine gathers its weights. The embedding's
         backward reads no weight and is not announced."""
-        padded = padded_vocab_size(config, mesh.tp.size)
-        hidden = config.hidden_size
-        parallel = options.sequence_parallel
-        self._shared: list[Stage] = []
+        self._embedding_stage: list[Stage] = []
+        """The stage of this process whose embedding is the head, in a list, so that it is no
+        submodule; empty: this one."""
         self._head_handle: ParamHandle | None = None
-        """Of the head, where its gradient has been written and not announced."""
+        """Of the head, between ``loss_in_chunks``, which writes its gradient, and the backward pass
+        to which that gradient belongs."""
         self._head_alone = False
         """Whether no backward pass gets to the head: nothing is trained below."""
-        self.model = nn.Module()
-        if self.is_first:
-            self.model.embed_tokens = VocabParallelEmbedding(
-                padded, hidden, tp=mesh.tp, sequence_parallel=parallel
+
+        padded = padded_vocab_size(config, mesh.tp.size)
+        self.model = _Decoder()
+        with torch.device("meta"):
+            if self.is_first:
+                self.model.embed_tokens = VocabParallelEmbedding(
+                    padded,
+                    config.hidden_size,
+                    tp=mesh.tp,
+                    sequence_parallel=options.sequence_parallel,
+                )
+            self.model.layers = nn.ModuleDict(
+                {
+                    str(layer): block(
+                        config, mesh, options, recompute=options.recompute_of(position)
+                    )
+                    for position, layer in enumerate(partition.layers[index])
+                }
             )
-        layers = enumerate(partition.layers[index])
-        blocks = {
-            str(layer): Block(config, mesh, options, recompute=options.recompute_of(position))
-            for position, layer in layers
-        }
-        self.model.layers = nn.ModuleDict(blocks)
-        if self.is_last:
-            self.model.norm = RMSNorm(config, options.ops, final=True)
-            if not (config.tie_word_embeddings and partition.ends_meet):
-                self.lm_head = nn.Module()
-                self.lm_head.weight = empty_weight(padded // mesh.tp.size, hidden)
+            if self.is_last:
+                self.model.norm = RMSNorm(config, options.ops)
+                if not (config.tie_word_embeddings and partition.ends_meet):
+                    self.lm_head = nn.Module()
+                    self.lm_head.weight = empty_weight(padded // mesh.tp.size, config.hidden_size)
+        for module in self.modules():
+            # The layers of nn/ ask the handles themselves: they know best when.
+            if not isinstance(module, (ColumnLinear, RowLinear, RMSNorm, VocabParallelEmbedding)):
+                use_param_handles(module)
 
     @property
     def units(self) -> int:
         """Number of units: embedding, blocks, head."""
-        return len(cast(nn.ModuleDict, self.model.layers)) + self.is_first + self.is_last
+        return len(self.model.layers) + self.is_first + self.is_last
 
     def share_embedding_of(self, first: Stage) -> None:
-        """WeightAccess the embedding of another stage of this process as the head: tied weights
-        when both ends are here."""
-        self._shared = [first]
+        """Use the embedding of another stage of this process as the head: tied weights, when both
+        ends are here."""
+        self._embedding_stage = [first]
 
     def forward(
-        self,
-        inputs: Tensor,
-        positions: Positions,
-        noise: Tensor | None = None,
-        *,
-        head: bool = True,
+        self, x: Tensor, positions: Positions, noise: Tensor | None = None, *, head: bool = True
     ) -> Tensor:
-        """First stage: token ids [s, b] in, and what is added to their embeddings, if anything, [s
-        or s/tp, b, h]; else activations [s or s/tp, b, h]. Last stage: logits [s, b, padded_vocab /
-        tp] out ([1, b, ...] with a continuation), else activations. s is this rank's part of the
-        sequence. ``head``: False for activations of the last stage too, of which ``loss_in_chunks``
-        makes the loss."""
-        return _taped(
-            self, partial(self._compute, positions=positions, noise=noise, head=head), inputs
-        )
+        """Run the stage: token ids [s, b] (first stage) or activations [s or s/tp, b, h] in, logits
+        [s, b, padded_vocab / tp] (last stage) or activations out.
 
-    def _compute(self, x: Tensor, positions: Positions, noise: Tensor | None, head: bool) -> Tensor:
+        ``noise``, as the activations, is added to the embeddings. With a continuation the logits
+        are [1, b, padded_vocab]. Without ``head`` the last stage returns what the head reads, of
+        which ``loss_in_chunks`` makes the loss."""
         unit = 0
-        batch = x.shape[1]
         if self.is_first:
             self.on_weight_access(unit, False)
-            x, unit = self.model.embed_tokens(x), unit + 1  # type: ignore[operator]
-            x = x if noise is None else added(x, noise)
-        # Tokens in one dim: operators ask again and again for what products want anyway.
-        x = shaped(x, x.shape[0] * batch, x.shape[2])
-        for block in cast(nn.ModuleDict, self.model.layers).values():
+            x = self.model.embed_tokens(x)
+            if noise is not None:
+                x = x + noise
+            unit += 1
+        for block in self.model.layers.values():
             self.on_weight_access(unit, False)
-            x = self._marked(block(x, positions), unit)
-            unit = unit + 1
-        if self.is_last:
-            self.on_weight_access(unit, False)
-            if positions.continuation is not None:
-                last = positions.continuation.last
-                x = x.view(-1, batch, x.shape[1])[last, torch.arange(batch, device=x.device)]
-            (_, x), parallel = self.model.norm(x), self.options.sequence_parallel  # type: ignore[operator]
-            if head:
-                x = self._marked(
-                    column_linear(x, self.head_weight, self.mesh.tp, sequence_parallel=parallel),
-                    unit,
-                )
-            else:
-                self._head_alone = not has_gradient(x)
-                x = before_backward(x, partial(self._head_backward, unit))
-        return shaped(x, x.shape[0] // batch, batch, x.shape[1])
+            x = block(x, positions)
+            # The gradient of the output is complete before any weight of the block is read again.
+            pre_backward_hook(x, partial(self.on_weight_access, unit, True))
+            unit += 1
+        if not self.is_last:
+            return x
+
+        self.on_weight_access(unit, False)
+        if positions.continuation is not None:
+            last = positions.continuation.last
+            x = x[last, torch.arange(len(last), device=x.device)].unsqueeze(0)
+        _, normed = self.model.norm(x)
+        if not head:
+            self._head_alone = not normed.requires_grad
+            pre_backward_hook(normed, partial(self._head_backward, unit))
+            return cast(Tensor, normed)
+        logits = column_linear(
+            normed, self.head_weight, self.mesh.tp, sequence_parallel=self.options.sequence_parallel
+        )
+        pre_backward_hook(logits, partial(self.on_weight_access, unit, True))
+        return logits
 
     def loss_in_chunks(
         self, normed: Tensor, labels: Tensor, *, weights: Tensor | None, z_weight: float
     ) -> Tensor:
-        """See ``head_loss``; ``normed`` from ``forward`` without head, whose backward pass, if any,
-        comes next."""
+        """Return the losses of ``head_loss`` for the result of ``forward`` without head, whose
+        backward pass, if any, has to come next."""
         losses, self._head_handle = head_loss(
             normed,
             self.head_weight,
@@ -404,27 +407,21 @@ class Stage(nn.Module):
         return losses
 
     def _head_backward(self, unit: int) -> None:
-        """The backward pass begins: what ``loss_in_chunks`` has written is the head's contribution
-        to it."""
+        """Announce the head's backward pass, and that its weight gradient, which ``loss_in_chunks``
+        has written, is complete."""
         self.on_weight_access(unit, True)
         handle = self._head_handle
         self._head_handle = None
         if handle is not None:
             handle.done()
 
-    def _marked(self, output: Tensor, unit: int) -> Tensor:
-        """The output of a unit, which announces the unit's backward pass."""
-        return before_backward(output, partial(self.on_weight_access, unit, True))
-
     @property
     def head_weight(self) -> Tensor:
         """The output head: a weight of its own, or the embedding of this process."""
-        owner = (
-            self.lm_head
-            if hasattr(self, "lm_head")
-            else (self._shared or [self])[0].model.embed_tokens
-        )
-        return cast(Tensor, cast(nn.Module, owner).weight)
+        if hasattr(self, "lm_head"):
+            return cast(Tensor, self.lm_head.weight)
+        owner = self._embedding_stage[0] if self._embedding_stage else self
+        return owner.model.embed_tokens.weight
 
     def positions(
         self,
@@ -434,87 +431,43 @@ class Stage(nn.Module):
         document_ids: Tensor | None = None,
         documents: Documents | None = None,
     ) -> Positions:
-        """Tables for a whole sequence of ``length`` positions from 0, or for given ids [s, b]; with
-        context parallelism only of this rank's part. ``documents``: those of ``document_ids``,
-        which replace the mask where there is a kernel for them."""
+        """Make the tables for a whole sequence of ``length`` positions from 0, or for given ids
+        [s, b]; with context parallelism those of this rank's part only.
+
+        ``documents`` are those of ``document_ids``, and replace the mask where there is a kernel
+        for them."""
         c = self.config
-        cp = self.mesh.cp
-        ids = (
-            torch.arange(length, device=device).unsqueeze(-1)
-            if position_ids is None
-            else position_ids
-        )
+        ids = position_ids
+        if ids is None:
+            ids = torch.arange(length, device=device).unsqueeze(-1)
         frequencies = rope_frequencies(c.head_dim, c.rope_theta, c.rope_scaling, device)
-        cos, sin = rope_table(local_sequence(ids, cp), frequencies)
-        if cp.size > 1 or document_ids is None:
+        cos, sin = rope_table(local_sequence(ids, self.mesh.cp), frequencies)
+        if self.mesh.cp.size > 1 or document_ids is None:
             return Positions(cos, sin, document_ids=document_ids)
-        if documents is not None and attends_by_document(
-            device, next(self.parameters()).dtype, c.head_dim
-        ):
+        dtype = next(self.parameters()).dtype
+        if documents is not None and attends_by_document(device, dtype, c.head_dim):
             return Positions(cos, sin, mask=documents)
         return Positions(cos, sin, mask=causal_document_mask(document_ids))
 
 
-def _taped(module: nn.Module, function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
-    """``function(x)``, which computes with a module's weights. Those without a home are autograd's,
-    and of those who wait for it to deliver gradients; the others, and what is between them, need a
-    tape only."""
-    if param_handle_of(next(module.parameters())) is None:
-        return function(x)
-    return taped(function, x, weights=module.parameters())
-
-
-def build_stages(config: Config, mesh: Mesh) -> dict[int, Stage]:
-    """This process's pipeline stages by index, on the meta device: the engine gives them weights.
-    Collective with --compile."""
-    t = config.training
-    hidden = config.model.hidden_size
-    kernels = (
-        None
-        if t.compile
-        else kernels_for(mesh.device, torch.float64 if t.fp64 else torch.float32, hidden)
-    )
-    ops = kernels or chosen_ops(mesh, compiled=t.compile)
-    partition = partition_of(config)
+def build_stages(config: Config, mesh: Mesh, block: type[Block] = Block) -> dict[int, Stage]:
+    """Build this process's pipeline stages, by index, without values. Collective with --compile."""
+    training = config.training
+    kernels = None
+    if not training.compile:
+        dtype = torch.float64 if training.fp64 else torch.float32
+        kernels = kernels_for(mesh.device, dtype, config.model.hidden_size)
+    ops = kernels or chosen_ops(mesh, compiled=training.compile)
     options = replace(StageOptions.of(config.parallel), ops=ops)
-    indices = partition.stages_of(mesh.pp.rank)
-    stages = {i: Stage(config.model, mesh, options, partition=partition, index=i) for i in indices}
+    partition = partition_of(config)
+    stages = {
+        index: Stage(config.model, mesh, options, partition=partition, index=index, block=block)
+        for index in partition.stages_of(mesh.pp.rank)
+    }
     if partition.ends_meet and partition.stages > 1 and mesh.pp.rank == partition.placement[0]:
         stages[partition.stages - 1].share_embedding_of(stages[0])
     if config.lora.lora_rank:
-        for stage, units in zip(
-            stages.values(),
-            rank_units(config, rank=mesh.pp.rank, tp_rank=mesh.tp.rank),
-            strict=True,
-        ):
-            _adapt(stage, [spec for unit in units for spec in unit.params], config.lora)
+        units_of_stages = rank_units(config, rank=mesh.pp.rank, tp_rank=mesh.tp.rank)
+        for stage, units in zip(stages.values(), units_of_stages, strict=True):
+            add_adapters(stage, [spec for unit in units for spec in unit.params], config.lora)
     return stages
-
-
-def _adapt(stage: Stage, specs: Sequence[ParamSpec], lora: LoraConfig) -> None:
-    """Give the linear layers of a stage their low-rank additions."""
-    adapted = {part.name for spec in specs if spec.adapter for part in spec.slices}
-    for spec in specs:
-        parts = [
-            Part(projection_of(part.name), part.rows, adapter_names(part.name)[0] in adapted)
-            for part in spec.slices
-        ]
-        if not any(part.adapted for part in parts):
-            continue
-        layer = stage.get_submodule(spec.name.removesuffix(".weight"))
-        rank = lora.lora_rank
-        scaling = lora.lora_alpha / lora.lora_rank
-        if isinstance(layer, ColumnLinear):
-            layer.adapters = ColumnAdapters(
-                spec.shape[1],
-                parts,
-                rank=rank,
-                scaling=scaling,
-                tp=layer.tp,
-                sequence_parallel=layer.sequence_parallel,
-            )
-        else:
-            assert isinstance(layer, RowLinear)
-            layer.adapters = RowAdapter(
-                spec.shape[1], parts, rank=rank, scaling=scaling, tp=layer.tp
-            )

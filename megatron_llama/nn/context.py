@@ -18,7 +18,6 @@ from torch import Tensor
 
 from megatron_llama.distributed.comm.autograd import gathered, scattered
 from megatron_llama.distributed.comm.collectives import Pending
-from megatron_llama.distributed.comm.function import Function
 from megatron_llama.distributed.comm.p2p import exchange
 from megatron_llama.distributed.mesh import Axis
 from megatron_llama.nn.attention import attend, attend_backward, causal_attention, merge
@@ -57,7 +56,7 @@ def context_attention(
             query, key, value, None if document_ids is None else causal_document_mask(document_ids)
         )
     chunk_length(query.shape[0] * cp.size, cp.size)
-    return _ContextAttention.apply(query, key, value, cp, comm, document_ids)  # type: ignore[no-any-return]
+    return _ContextAttention.apply(query, key, value, cp, comm, document_ids)  # type: ignore[no-any-return, no-untyped-call]
 
 
 def local_sequence(whole: Tensor, cp: Axis) -> Tensor:
@@ -220,7 +219,7 @@ class _Ring:
         return self.mine
 
 
-class _ContextAttention(Function):
+class _ContextAttention(torch.autograd.Function):
     """Saves what the rank owns; keys and values of the others travel again in backward."""
 
     @staticmethod

@@ -12,13 +12,12 @@ from torch import Tensor, nn
 
 from megatron_llama.distributed import device as devices
 from megatron_llama.distributed.comm import autograd
-from megatron_llama.distributed.comm.function import Function
 from megatron_llama.distributed.mesh import Axis
 from megatron_llama.nn.linear import empty_weight
 from megatron_llama.nn.param_handle import ParamHandle, wait_unsharded
 
 
-class _Lookup(Function):
+class _Lookup(torch.autograd.Function):
     """Rows of ids held by this rank, zeros for the others; ``first`` is None where it holds all.
     Backward does not read the weight, and runs only if it is trained: nothing else here has a
     gradient."""
@@ -99,7 +98,7 @@ class VocabParallelEmbedding(nn.Module):
     def forward(self, ids: Tensor) -> Tensor:
         """See the class."""
         first = None if self.tp.size == 1 else self.tp.rank * self.weight.shape[0]
-        partial = _Lookup.apply(ids, self.weight, first)
+        partial = _Lookup.apply(ids, self.weight, first)  # type: ignore[no-untyped-call]
         return (
             autograd.scatter_sequence(partial, self.tp)
             if self.sequence_parallel

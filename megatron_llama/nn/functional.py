@@ -4,64 +4,67 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from megatron_llama.distributed.comm.function import Function
-from megatron_llama.nn.ops import PLAIN, Ops, rows, scaled
-from megatron_llama.nn.ops import at_least_fp32 as at_least_fp32
-from megatron_llama.nn.param_handle import ParamHandle, UnshardedRead, accumulate, wait_unsharded
+from megatron_llama.nn.ops import PLAIN, Ops, accumulate, rows, scaled
+from megatron_llama.nn.param_handle import ParamHandle, UnshardedRead, wait_unsharded
 from megatron_llama.nn.recompute import Recomputable
 
 
-class _AddNorm(Function):
-    """The residual stream goes through, so that its two gradients meet here and are added in one
-    pass; ``ends``: nobody reads it any more. Also returns what repeating the product needs: the
-    scale, and the weight's arrival."""
+class _AddNorm(torch.autograd.Function):
+    """The sum of the residual stream and what a layer adds to it, and the norm of that sum.
+
+    Both gradients of the sum, the one along the stream and the one through the norm, meet in this
+    backward pass and are added where they are computed, in one pass over memory. The last two
+    outputs are what is needed to repeat the norm: its scale, and the read of the weight."""
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, delta: Tensor | None, weight: Tensor, eps: float, ops: Ops, ends: bool
+        ctx: Any, x: Tensor, delta: Tensor | None, weight: Tensor, eps: float, ops: Ops
     ) -> tuple[Tensor, Tensor, Tensor, UnshardedRead]:
         ctx.unsharded = wait_unsharded(weight)
         ctx.ops = ops
         total, normed, scale = ops.add_norm(x, delta, weight, eps)
-        # Not x itself: autograd would make that a view, which may not be changed in place.
+        # A new tensor, because autograd refuses in-place changes of an input that is returned.
         total = total.detach() if delta is None else total
         ctx.save_for_backward(total, weight, scale)
-        ctx.mark_non_differentiable(scale, *(total,) * ends)
+        ctx.mark_non_differentiable(scale)
+        # Behind the last norm nobody reads the sum: its gradient is None rather than zeros.
         ctx.set_materialize_grads(False)
         return total, normed, scale, ctx.unsharded
 
     @staticmethod
     def backward(
-        ctx: Any, stream: Tensor | None, grad: Tensor | None, *_: None
-    ) -> tuple[Tensor | None, Tensor | None, Tensor | None, None, None, None]:
-        if grad is None:
-            return stream, stream, None, None, None, None
+        ctx: Any, total_grad: Tensor | None, normed_grad: Tensor | None, *_: None
+    ) -> tuple[Tensor | None, Tensor | None, Tensor | None, None, None]:
+        if normed_grad is None:
+            return total_grad, total_grad, None, None, None
         total, weight, scale = ctx.saved_tensors
-        x_wanted, delta_wanted, weight_wanted, *_ = ctx.needs_input_grad
+        needs_x, needs_delta, needs_weight, *_ = ctx.needs_input_grad
         x_grad = None
-        if x_wanted or delta_wanted:
+        if needs_x or needs_delta:
             ctx.unsharded.check()
-            x_grad, weight_grad = ctx.ops.norm_backward(grad, stream, total, weight, scale)
+            x_grad, weight_grad = ctx.ops.norm_backward(
+                normed_grad, total_grad, total, weight, scale
+            )
         else:
-            weight_grad = rows(grad.to(scale.dtype) * (total * scale)).sum(0)
-        delivered = (
-            _deliver(ctx.unsharded.handle, weight_grad, weight.dtype) if weight_wanted else None
+            weight_grad = rows(normed_grad.to(scale.dtype) * (total * scale)).sum(0)
+        if needs_weight:
+            weight_grad = _deliver(ctx.unsharded.handle, weight_grad, weight.dtype)
+        return (
+            x_grad,
+            x_grad if needs_delta else None,
+            weight_grad if needs_weight else None,
+            None,
+            None,
         )
-        return x_grad, x_grad if delta_wanted else None, delivered, None, None, None
-
-
-def _scaled_again(unsharded: UnshardedRead, x: Tensor, weight: Tensor, scale: Tensor) -> Tensor:
-    unsharded.check()
-    return scaled(x, weight, scale)
 
 
 def _deliver(handle: ParamHandle | None, grad: Tensor, dtype: torch.dtype) -> Tensor | None:
+    """Give a gradient to the weight's handle, or return it to autograd if there is none."""
     if handle is None:
         return grad.to(dtype)
     view, beta = handle.buffer()
@@ -70,87 +73,33 @@ def _deliver(handle: ParamHandle | None, grad: Tensor, dtype: torch.dtype) -> Te
     return None
 
 
-class _Added(Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, other: Tensor) -> Tensor:
-        ctx.mark_dirty(x)
-        return x.add_(other)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
-        return grad, grad
-
-
-def added(x: Tensor, other: Tensor) -> Tensor:
-    """x + other, in the place of x."""
-    return _Added.apply(x, other)  # type: ignore[no-any-return]
-
-
-class _Shaped(Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, shape: tuple[int, ...]) -> Tensor:
-        ctx.shape = x.shape
-        # To autograd a view might not be added to in place.
-        shaped: Tensor = torch.ops.aten._unsafe_view(x, shape)
-        return shaped
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return grad.reshape(ctx.shape), None
-
-
-def shaped(x: Tensor, *shape: int) -> Tensor:
-    """x, contiguous, in another shape and the same memory: change neither."""
-    return x if x.shape == shape else _Shaped.apply(x, shape)
-
-
-class _Joined(Function):
-    @staticmethod
-    def forward(ctx: Any, *parts: Tensor) -> Tensor:
-        ctx.widths = [part.shape[-1] for part in parts]
-        return torch.cat(parts, -1)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, ...]:
-        return torch.split(grad, ctx.widths, -1)
-
-
-def joined(*parts: Tensor) -> Tensor:
-    """Side by side in the last dim."""
-    return _Joined.apply(*parts)  # type: ignore[no-any-return]
-
-
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """x [..., h] scaled to unit root mean square, times weight [h]; sums in fp32 (Zhang and
-    Sennrich, 2019)."""
-    return final_norm(x, None, weight, eps, PLAIN)[1]
+    """Return x [..., h] scaled to unit root mean square, times weight [h]; sums are taken in fp32
+    (Zhang and Sennrich, 2019)."""
+    return add_norm(x, None, weight, eps)[1]
 
 
 def add_norm(
     x: Tensor, delta: Tensor | None, weight: Tensor, eps: float, ops: Ops = PLAIN
 ) -> tuple[Tensor, Tensor]:
-    """x + delta, [..., h] each, and its ``rms_norm``. Read x no more: its gradients are gathered in
-    the sum that is returned."""
-    total, normed, *_ = _AddNorm.apply(x, delta, weight, eps, ops, False)
-    return total, normed
+    """Return x + delta, [..., h] each, and its ``rms_norm``.
 
-
-def final_norm(
-    x: Tensor, delta: Tensor | None, weight: Tensor, eps: float, ops: Ops
-) -> tuple[Tensor, Tensor]:
-    """``add_norm`` where the residual stream ends: the sum has no gradient of its own."""
-    total, normed, *_ = _AddNorm.apply(x, delta, weight, eps, ops, True)
+    Go on with the returned sum instead of x: all gradients of the stream are gathered there."""
+    total, normed, *_ = _AddNorm.apply(x, delta, weight, eps, ops)  # type: ignore[no-untyped-call]
     return total, normed
 
 
 def recomputable_add_norm(
     x: Tensor, delta: Tensor | None, weight: Tensor, eps: float, ops: Ops = PLAIN
 ) -> tuple[Tensor, Recomputable]:
-    """``add_norm``, and how to repeat the norm from the sum and the scale."""
-    total, normed, scale, unsharded = _AddNorm.apply(x, delta, weight, eps, ops, False)
-    return total, Recomputable(
-        normed, partial(_scaled_again, unsharded), (total.detach(), weight.detach(), scale)
-    )
+    """``add_norm``, whose norm can be repeated from the sum and the scale."""
+    total, normed, scale, unsharded = _AddNorm.apply(x, delta, weight, eps, ops)  # type: ignore[no-untyped-call]
+
+    def repeat(x: Tensor, weight: Tensor, scale: Tensor) -> Tensor:
+        unsharded.check()
+        return scaled(x, weight, scale)
+
+    return total, Recomputable(normed, repeat, (total.detach(), weight.detach(), scale))
 
 
 def rope_frequencies(
@@ -193,20 +142,19 @@ def rope_table(positions: Tensor, frequencies: Tensor) -> tuple[Tensor, Tensor]:
     return angles.cos().unsqueeze(-2), angles.sin().unsqueeze(-2)
 
 
-class _SplitHeads(Function):
-    """Rotates in place, in the storage of the projection: queries, keys and values are then kept
-    for backward as they lie there, once. The projection's output must have no other reader."""
+class _SplitHeads(torch.autograd.Function):
+    """Rotates queries and keys in the storage of the projection, which attention keeps for backward
+    anyway: so queries, keys and values are kept once."""
 
     @staticmethod
     def forward(
         ctx: Any, qkv: Tensor, cos: Tensor, sin: Tensor, sizes: tuple[int, int], ops: Ops
     ) -> tuple[Tensor, ...]:
         ctx.save_for_backward(cos, sin)
-        ctx.shape = qkv.shape
         ctx.ops = ops
-        (query, key) = sizes
+        query, key = sizes
         # Detached: to autograd the three are new tensors, not views of an input that has changed.
-        heads = heads_of(qkv.detach(), cos)
+        heads = heads_of(qkv.detach(), 2 * cos.shape[-1])
         ops.rotate(heads[:, :, : query + key], cos, sin)
         return torch.split(heads, [query, key, heads.shape[2] - query - key], dim=2)
 
@@ -214,34 +162,27 @@ class _SplitHeads(Function):
     def backward(
         ctx: Any, query: Tensor, key: Tensor, value: Tensor
     ) -> tuple[Tensor, None, None, None, None]:
-        return (
-            ctx.ops.rotate_back(query, key, value, *ctx.saved_tensors).view(ctx.shape),
-            None,
-            None,
-            None,
-            None,
-        )
+        grad = ctx.ops.rotate_back(query, key, value, *ctx.saved_tensors)
+        return grad.flatten(2), None, None, None, None
 
 
-def heads_of(projected: Tensor, cos: Tensor) -> Tensor:
-    """[..., n * d], tokens in one dim or two, as [s, b, n, d]; cos [s, 1 or b, 1, d / 2]."""
-    width = 2 * cos.shape[-1]
-    return projected.view(len(cos), -1, projected.shape[-1] // width, width)
+def heads_of(projected: Tensor, head_dim: int) -> Tensor:
+    """View [s, b, n * d] as [s, b, n, d]."""
+    return projected.view(*projected.shape[:2], -1, head_dim)
 
 
 def split_heads(
     qkv: Tensor, cos: Tensor, sin: Tensor, *, query: int, key: int, ops: Ops = PLAIN
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Projections [s * b or s, b, (query + 2 key) * head_dim], which are overwritten, to queries
-    [s, b, query, head_dim], keys and values [s, b, key, head_dim], with queries and keys rotated;
-    cos and sin [s, 1 or b, 1, head_dim / 2].
+    """Split qkv [s, b, (query + 2 key) * d] into queries [s, b, query, d], keys and values [s, b,
+    key, d], and rotate queries and keys by cos and sin [s, 1 or b, 1, d / 2].
 
-    The two halves of a head are the two coordinates, as in HuggingFace."""
-    return _SplitHeads.apply(qkv, cos, sin, (query, key), ops)  # type: ignore[no-any-return]
+    ``qkv`` is overwritten. The two halves of a head are the two coordinates, as in HuggingFace."""
+    return _SplitHeads.apply(qkv, cos, sin, (query, key), ops)  # type: ignore[no-any-return, no-untyped-call]
 
 
-class _SwiGLU(Function):
-    """Keeps its input alone; silu(gate) is computed again."""
+class _SwiGLU(torch.autograd.Function):
+    """Keeps its input alone: silu(gate) is computed again in backward."""
 
     @staticmethod
     def forward(ctx: Any, gate_up: Tensor, ops: Ops) -> Tensor:
@@ -256,10 +197,11 @@ class _SwiGLU(Function):
 
 
 def swiglu(gate_up: Tensor, ops: Ops = PLAIN) -> Tensor:
-    """silu(gate) * up of a [..., 2f] tensor whose halves are gate and up (Shazeer, 2020)."""
-    return _SwiGLU.apply(gate_up, ops)  # type: ignore[no-any-return]
+    """Return silu(gate) * up, [..., f], of a tensor [..., 2f] whose halves are gate and up (Shazeer,
+    2020)."""
+    return _SwiGLU.apply(gate_up, ops)  # type: ignore[no-any-return, no-untyped-call]
 
 
 def recomputable_swiglu(gate_up: Tensor, ops: Ops = PLAIN) -> Recomputable:
-    """``swiglu``, and how to repeat it."""
+    """``swiglu``, which can be repeated from its input."""
     return Recomputable(swiglu(gate_up, ops), ops.swiglu, (gate_up.detach(),))

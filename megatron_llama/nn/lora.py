@@ -14,10 +14,12 @@ from typing import cast
 import torch
 from torch import Tensor, nn
 
+from megatron_llama.config.schema import LoraConfig
 from megatron_llama.distributed.comm import autograd
 from megatron_llama.distributed.mesh import Axis
-from megatron_llama.nn.linear import empty_weight, plain_linear
+from megatron_llama.nn.linear import ColumnLinear, RowLinear, empty_weight, plain_linear
 from megatron_llama.nn.recompute import Recomputable
+from megatron_llama.plans.params import ParamSpec, adapter_names, projection_of
 
 
 @dataclass(frozen=True)
@@ -117,3 +119,31 @@ class RowAdapter(_Adapters):
         """See the class."""
         [name] = self
         return self.high(name, self.low(x))
+
+
+def add_adapters(stage: nn.Module, specs: Sequence[ParamSpec], lora: LoraConfig) -> None:
+    """Give the linear layers of a stage the low-rank additions that its parameters ``specs`` say."""
+    adapted = {part.name for spec in specs if spec.adapter for part in spec.slices}
+    for spec in specs:
+        parts = [
+            Part(projection_of(part.name), part.rows, adapter_names(part.name)[0] in adapted)
+            for part in spec.slices
+        ]
+        if not any(part.adapted for part in parts):
+            continue
+        layer = stage.get_submodule(spec.name.removesuffix(".weight"))
+        assert isinstance(layer, (ColumnLinear, RowLinear))
+        scaling = lora.lora_alpha / lora.lora_rank
+        if isinstance(layer, ColumnLinear):
+            layer.adapters = ColumnAdapters(
+                spec.shape[1],
+                parts,
+                rank=lora.lora_rank,
+                scaling=scaling,
+                tp=layer.tp,
+                sequence_parallel=layer.sequence_parallel,
+            )
+        else:
+            layer.adapters = RowAdapter(
+                spec.shape[1], parts, rank=lora.lora_rank, scaling=scaling, tp=layer.tp
+            )

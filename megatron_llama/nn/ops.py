@@ -36,6 +36,14 @@ def rows(x: Tensor) -> Tensor:
     return x if x.dim() == 2 else x.flatten(0, -2)
 
 
+def accumulate(view: Tensor, beta: float, value: Tensor) -> None:
+    """``view = beta * view + value``, beta 0 or 1."""
+    if beta == 0.0:
+        view.copy_(value)
+    else:
+        view.add_(value)
+
+
 def add_norm(
     x: Tensor, delta: Tensor | None, weight: Tensor, eps: float
 ) -> tuple[Tensor, Tensor, Tensor]:

@@ -1,42 +1,42 @@
-"""A parameter's home: where its values are while they are read, and the one path of its gradients.
+"""A parameter's handle: where its values come from, and where its gradients go.
 
-A layer asks the home for its weight right before reading it, and in backward once more. Its
-backward also asks for a buffer, accumulates into it and reports completion. Autograd never holds a
-weight gradient, so nothing is copied, and a parameter is complete at a known moment. Layers used on
-their own have weights without a home; then nothing is waited for, and gradients go to ``.grad``.
+A layer asks the handle for its weight right before reading it, and in backward once more. Its
+backward also asks for a buffer, accumulates into it and reports completion. Autograd never holds
+the gradient of a matrix, so nothing is copied, and a parameter is complete at a known moment. Layers
+used on their own have weights without a handle; then nothing is waited for, and gradients go to
+``.grad``.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
 
 from megatron_llama.distributed.device import is_fake, is_host
-from megatron_llama.nn.host.gemm import apart, product
-
-PART = 2**21
-"""Elements of a weight gradient that a host computes at once."""
+from megatron_llama.nn.backward import pre_backward_hook
+from megatron_llama.nn.host import gemm
+from megatron_llama.nn.ops import accumulate
 
 
 class ParamHandle(Protocol):
     """The engine's side of one parameter."""
 
     def wait_unsharded(self) -> int:
-        """Wait until the weight may be read: its gather has arrived. Returns its generation, the
+        """Wait until the weight may be read: its gather is complete. Returns its version, the
         number of times its values changed.
 
-        RuntimeError, with bucket, unit and parameter, if its slot does not hold it."""
+        Raises RuntimeError, with bucket, unit and parameter, if its slot does not hold it."""
 
     def check(self, version: int) -> None:
-        """In backward: wait again. RuntimeError if the slot holds another bucket, or another
-        generation than forward saw."""
+        """In backward: wait again. Raises RuntimeError if the slot holds another bucket, or another
+        version than forward saw."""
 
     def buffer(self) -> tuple[Tensor, float]:
-        """(view shaped like the parameter, beta): the new gradient is ``beta * view +
-        contribution``; 0 writes."""
+        """Return a view shaped like the parameter, and beta: the new gradient is ``beta * view +
+        contribution``; with beta 0 the view may hold anything."""
 
     def done(self) -> None:
         """This contribution has been written."""
@@ -47,53 +47,93 @@ class ParamHandle(Protocol):
 
 
 def attach_param_handle(parameter: nn.Parameter, handle: ParamHandle) -> None:
-    """A parameter's values come from ``handle`` and its gradients go there from now on."""
+    """Let a parameter's values come from ``handle``, and its gradients go there, from now on."""
     parameter.param_handle = handle  # type: ignore[attr-defined]
 
 
 def param_handle_of(parameter: Tensor) -> ParamHandle | None:
-    """The parameter's home, or None (a layer used on its own)."""
+    """Return the parameter's handle, or None (a layer used on its own)."""
     return getattr(parameter, "param_handle", None)
 
 
 class UnshardedRead(NamedTuple):
-    """A weight that forward has read; what backward has to know to read it again."""
+    """A weight that forward has read, and what backward has to know to read it again."""
 
     handle: ParamHandle | None
     version: int
 
     def check(self) -> None:
-        """Call right before any read in backward. See ``ParamHandle.check``."""
+        """Wait, right before any read in backward, as ``ParamHandle.check``."""
         if self.handle is not None:
             self.handle.check(self.version)
 
 
 def wait_unsharded(weight: Tensor) -> UnshardedRead:
-    """Call right before the first read in forward. See ``ParamHandle.arrive``."""
+    """Wait, right before the first read in forward, as ``ParamHandle.wait_unsharded``."""
     handle = param_handle_of(weight)
     return UnshardedRead(handle, 0 if handle is None else handle.wait_unsharded())
 
 
+def use_param_handles(module: nn.Module) -> None:
+    """Let a module of plain torch, which returns one tensor, have parameters that the engine shards:
+    from now on its forward and backward passes wait for them, and the gradients that autograd
+    computes go to their handles.
+
+    Does nothing for a module without parameters of its own."""
+    if not any(True for _ in module.parameters(recurse=False)):
+        return
+
+    def before_forward(module: nn.Module, args: Any) -> None:
+        for parameter in module.parameters(recurse=False):
+            read = wait_unsharded(parameter)
+            # Once per parameter, and only now: the engine replaces the parameters that a module was
+            # built with.
+            delivers = getattr(parameter, "delivers_grad", False)
+            if read.handle is not None and parameter.requires_grad and not delivers:
+                parameter.delivers_grad = True  # type: ignore[attr-defined]
+                parameter.register_post_accumulate_grad_hook(_deliver_grad)  # type: ignore[no-untyped-call]
+
+    def after_forward(module: nn.Module, args: Any, output: Tensor) -> None:
+        # The gathers are complete: this only asks which versions have been read.
+        reads = [wait_unsharded(parameter) for parameter in module.parameters(recurse=False)]
+
+        def before_backward() -> None:
+            for read in reads:
+                read.check()
+
+        pre_backward_hook(output, before_backward)
+
+    module.register_forward_pre_hook(before_forward)
+    module.register_forward_hook(after_forward)
+
+
+def _deliver_grad(parameter: Tensor) -> None:
+    """Give what autograd has accumulated to the parameter's handle."""
+    handle = param_handle_of(parameter)
+    if handle is None or parameter.grad is None:
+        return
+    view, beta = handle.buffer()
+    accumulate(view, beta, parameter.grad)
+    parameter.grad = None
+    handle.done()
+
+
 def accumulate_product(view: Tensor, beta: float, left: Tensor, right: Tensor) -> None:
-    """``view = beta * view + left @ right`` with ``view`` possibly of a wider dtype than the
-    factors, which share one; beta 0 or 1.
+    """``view = beta * view + left @ right``, beta 0 or 1. The factors share a dtype, and that of the
+    view may be wider.
 
     With beta 0 the view is not read: it may hold anything, NaN too. BLAS defines it so, cuBLAS
     included."""
-    if view.dtype == left.dtype and not apart(left, right):
+    if view.dtype == left.dtype and not gemm.prefers_onednn(left, right):
         torch.addmm(view, left, right, beta=beta, out=view)
     elif is_host(view.device) and not is_fake(view):
-        # No product here writes into the view: parts of one are made where a cache holds them, and
-        # put in their place.
-        step = max(1, PART // view.shape[1])
-        for start in range(0, len(view), step):
-            accumulate(view[start : start + step], beta, product(left[start : start + step], right))
+        gemm.accumulate_product(view, beta, left, right)
     else:
-        addmm_wide(view, left, right, beta)
+        addmm_fp32(view, left, right, beta)
 
 
-@torch.library.custom_op("megatron_llama::addmm_wide", mutates_args=("view",))
-def addmm_wide(view: Tensor, left: Tensor, right: Tensor, beta: float) -> None:
+@torch.library.custom_op("megatron_llama::addmm_fp32", mutates_args=("view",))
+def addmm_fp32(view: Tensor, left: Tensor, right: Tensor, beta: float) -> None:
     """``view = beta * view + left @ right`` in one kernel: fp32 view [m, n], bf16 or fp16 factors
     [m, k] and [k, n].
 
@@ -102,14 +142,6 @@ def addmm_wide(view: Tensor, left: Tensor, right: Tensor, beta: float) -> None:
     torch.addmm(view, left, right, out_dtype=view.dtype, beta=beta, out=view)
 
 
-@addmm_wide.register_fake
+@addmm_fp32.register_fake
 def _(view: Tensor, left: Tensor, right: Tensor, beta: float) -> None:
     """Nothing is returned, and the view keeps its shape."""
-
-
-def accumulate(view: Tensor, beta: float, value: Tensor) -> None:
-    """``view = beta * view + value``, beta 0 or 1."""
-    if beta == 0.0:
-        view.copy_(value)
-    else:
-        view.add_(value)

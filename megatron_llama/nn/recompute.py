@@ -15,9 +15,8 @@ import torch
 from torch import Tensor
 
 from megatron_llama.distributed.comm.autograd import gathered
-from megatron_llama.distributed.comm.function import Function, has_gradient, is_followed
 from megatron_llama.distributed.mesh import Axis
-from megatron_llama.nn.tape import backward
+from megatron_llama.nn.backward import backward
 
 
 @dataclass(frozen=True)
@@ -33,12 +32,12 @@ class Recomputable:
     sources: tuple[Tensor, ...]
 
 
-class _Recomputed(Function):
-    """Keeps the input, or 1/size of it where the ranks of an axis have it in common, and runs the
-    function twice.
+class _Recomputed(torch.autograd.Function):
+    """Keeps the input of a function and runs the function again in backward. Where the ranks of an
+    axis have the input in common, each keeps 1/size of it.
 
-    ``anchor`` has no value and no gradient: it requires grad, so that backward comes here when the
-    input does not."""
+    ``anchor`` is empty. It requires grad where the input does not, so that backward comes here for
+    the weights alone."""
 
     @staticmethod
     def forward(
@@ -51,22 +50,23 @@ class _Recomputed(Function):
         ctx.function = function
         ctx.shared = shared
         ctx.shape = x.shape
+        # The clone lets the other parts of the storage go.
         ctx.save_for_backward(
             x if shared is None else x.reshape(shared.size, -1)[shared.rank].clone()
         )
-        return function(x.detach())  # which no tape follows
+        return function(x.detach())
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, None, None, None]:
         (x,) = ctx.saved_tensors
         if ctx.shared is not None:
-            x, pending = gathered(x, ctx.shared)
-            pending.wait()
+            x, gathering = gathered(x, ctx.shared)
+            gathering.wait()
         x = x.view(ctx.shape).detach().requires_grad_(ctx.needs_input_grad[0])
         with torch.enable_grad():
             output = ctx.function(x)
-        # Weights are reached from inside, once: through their homes (now, or later when the pass is
-        # split) or into .grad.
+        # The inner pass reaches the weights, once: through their handles, or into .grad. Only the
+        # gradient of the input is left to return.
         backward(output, grad)
         return x.grad, None, None, None
 
@@ -78,19 +78,17 @@ def recomputed(
     weights: Iterable[Tensor] = (),
     shared: Axis | None = None,
 ) -> Tensor:
-    """``function(x)``, of which only the input is kept (Chen et al., 2016).
+    """Compute ``function(x)``, and keep only its input for backward (Chen et al., 2016).
 
-    ``weights``: those that the function reads. Nothing is kept when neither they nor the input
-    require grad; an input that does not (above frozen layers) gets no gradient, and is kept alike.
-    ``shared``: an axis whose ranks all have this input and divide it among them until backward,
-    when they gather it (collective); a tensor that does not divide evenly is kept whole."""
-    wanted = has_gradient(x)
-    if not wanted and not (
-        (is_followed(x) or torch.is_grad_enabled())
-        and any(weight.requires_grad for weight in weights)
-    ):
+    ``weights`` are those that the function reads: nothing is kept when neither they nor the input
+    require grad. ``shared`` is an axis whose ranks all have this input: they divide it among them
+    until backward, when they gather it (collective). An input that does not divide evenly is kept
+    whole."""
+    if not torch.is_grad_enabled():
+        return function(x)
+    if not x.requires_grad and not any(weight.requires_grad for weight in weights):
         return function(x)
     if shared is not None and (shared.size == 1 or x.numel() % shared.size):
         shared = None
-    anchor = torch.empty(0, requires_grad=not wanted)
-    return _Recomputed.apply(x, anchor, function, shared)  # type: ignore[no-any-return]
+    anchor = torch.empty(0, requires_grad=not x.requires_grad)
+    return _Recomputed.apply(x, anchor, function, shared)  # type: ignore[no-any-return, no-untyped-call]

@@ -18,11 +18,11 @@ from megatron_llama.distributed.comm.collectives import all_reduce
 from megatron_llama.distributed.mesh import Mesh
 from megatron_llama.model.llama import Stage
 from megatron_llama.nn.attention import Documents
+from megatron_llama.nn.backward import backward
 from megatron_llama.nn.context import local_sequence
 from megatron_llama.nn.embedding import uniform_noise
 from megatron_llama.nn.loss import argmax, cross_entropy
 from megatron_llama.nn.ops import at_least_fp32
-from megatron_llama.nn.tape import backward
 from megatron_llama.plans.params import partition_of
 from megatron_llama.plans.schedule import (
     Action,

@@ -21,9 +21,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from tests.parallel.cases import Layout, trainer
 
 CPU = torch.device("cpu")
-OPERATORS = 133
-"""Calls of one block, forward and backward, views included. With one sample of a model without grouped heads they are 100, and 211 in
-HuggingFace's (transformers 5.23)."""
+OPERATORS = 86
+"""Of one block, forward, backward and update, those that read or write memory: a pass over the activations that is added shows here."""
+VIEWS = {"view", "_unsafe_view", "detach", "t", "permute", "split", "split_with_sizes", "select", "slice", "unsqueeze", "promote_types"}
 
 
 def random(*shape: int, seed: int) -> Tensor:
@@ -34,9 +34,9 @@ def random(*shape: int, seed: int) -> Tensor:
 def test_large_products(apart: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Large enough to be cut, and with a rest. Relative to the largest element, sums of 300 terms in fp32."""
     monkeypatch.setattr(devices, "prefers_onednn", lambda: apart)
-    monkeypatch.setattr("megatron_llama.nn.param_handle.PART", 100 * 70)
+    monkeypatch.setattr("megatron_llama.nn.host.gemm.WGRAD_CHUNK", 100 * 70)
     x, weight, grad = (random(150, 2, 70, seed=1), random(370, 70, seed=2), random(150, 2, 370, seed=3))
-    assert gemm.apart(x, weight) is apart
+    assert gemm.prefers_onednn(x, weight) is apart
     view = torch.full((370, 70), float("nan"))
     left, right = grad.flatten(0, 1).t(), x.flatten(0, 1)
     accumulate_product(view, 0.0, left, right)
@@ -109,12 +109,12 @@ class Deep(Layout):
 
 
 class Count(TorchDispatchMode):
-    """Operators that reach torch's dispatcher."""
+    """Operators that reach torch's dispatcher and are no views."""
 
     calls = 0
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.calls += 1
+        self.calls += function.overloadpacket.__name__ not in VIEWS
         return function(*args, **(kwargs or {}))
 
 

@@ -13,7 +13,7 @@ from megatron_llama.distributed.mesh import Mesh
 from megatron_llama.nn.embedding import VocabParallelEmbedding
 from megatron_llama.nn.functional import recomputable_add_norm, rms_norm
 from megatron_llama.nn.linear import ColumnLinear, RowLinear, column_linear
-from megatron_llama.nn.param_handle import accumulate_product, addmm_wide, attach_param_handle, param_handle_of
+from megatron_llama.nn.param_handle import accumulate_product, addmm_fp32, attach_param_handle, param_handle_of
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -331,7 +331,7 @@ def test_a_product_is_accumulated_at_least_in_fp32(dtype: torch.dtype) -> None:
 def test_schemas_of_the_wide_product() -> None:
     """Ours, and the overload of torch that it calls."""
     assert (
-        str(addmm_wide._opoverload._schema) == "megatron_llama::addmm_wide(Tensor(a0!) view, Tensor left, Tensor right, float beta) -> ()"
+        str(addmm_fp32._opoverload._schema) == "megatron_llama::addmm_fp32(Tensor(a0!) view, Tensor left, Tensor right, float beta) -> ()"
     )
     assert str(torch.ops.aten.addmm.dtype_out._schema) == (
         "aten::addmm.dtype_out(Tensor self, Tensor mat1, Tensor mat2, ScalarType out_dtype, *, "
@@ -339,7 +339,7 @@ def test_schemas_of_the_wide_product() -> None:
     )
     left, right = factors(torch.bfloat16, "cpu")
     with pytest.raises(RuntimeError, match=r"Could not run 'aten::addmm.dtype_out' with arguments from the 'CPU' backend"):
-        addmm_wide(torch.zeros(5, 3), left, right, 0.0)
+        addmm_fp32(torch.zeros(5, 3), left, right, 0.0)
 
 
 class Operators(TorchDispatchMode):
@@ -364,7 +364,7 @@ def test_a_device_gets_one_operator_for_narrow_factors(fake: bool) -> None:
         with Operators() as seen:
             for beta in (0.0, 1.0):
                 accumulate_product(view, beta, left, right)
-    assert seen.called == [("megatron_llama.addmm_wide.default", (0.0,)), ("megatron_llama.addmm_wide.default", (1.0,))]
+    assert seen.called == [("megatron_llama.addmm_fp32.default", (0.0,)), ("megatron_llama.addmm_fp32.default", (1.0,))]
 
 
 @pytest.mark.gpu
@@ -379,4 +379,4 @@ def test_the_wide_product_on_a_device(dtype: torch.dtype) -> None:
         accumulate_product(view, float(times > 1), left, right)
         torch.testing.assert_close(view.double(), times * exact, rtol=1e-5, atol=1e-4)
     assert slot[:64].isnan().all() and slot[64 + 48 * 80 :].isnan().all()
-    torch.library.opcheck(cast(Any, addmm_wide), (torch.zeros_like(view), left, right, 1.0))
+    torch.library.opcheck(cast(Any, addmm_fp32), (torch.zeros_like(view), left, right, 1.0))

@@ -27,7 +27,6 @@ from megatron_llama.nn.functional import (
 from megatron_llama.nn.linear import column_linear
 from megatron_llama.nn.param_handle import attach_param_handle
 from megatron_llama.nn.recompute import Recomputable, recomputed
-from megatron_llama.nn.tape import taped
 from megatron_llama.plans.activation_memory import GRANULARITIES, Activations, Granularity
 from torch import Tensor, nn
 from torch.autograd import gradcheck
@@ -158,7 +157,7 @@ def deferred(place: Place, layout: Run) -> tuple[int, int]:
     length = SEQ_LENGTH // (layout.tp if layout.sp else 1)
     x = torch.randn(length, BATCH, MODEL.hidden_size, dtype=compute_dtype(config), requires_grad=True)
     positions = stage.positions(SEQ_LENGTH, CPU)
-    taped(partial(several, stage.model.layers, BLOCKS, positions=positions), x).square().sum().backward()
+    several(stage.model.layers, BLOCKS, x, positions).square().sum().backward()
     gone = weakref.ref(positions)
     del positions
     assert gone() is None, "what a pass has read is kept for weight gradients"

@@ -16,7 +16,6 @@ from megatron_llama.engine.gradients import _Exchanges
 from megatron_llama.engine.optimizer import OverlappedDistributedOptimizer, _early_gathers, _updated_early
 from megatron_llama.errors import ConfigError
 from megatron_llama.model.llama import Positions, build_stages
-from megatron_llama.nn.functional import added
 from megatron_llama.nn.param_handle import param_handle_of
 from megatron_llama.plans.buckets import rank_bucket_plan
 from megatron_llama.plans.memory import host_buffer_bytes, squares_bytes, state_bytes
@@ -364,7 +363,7 @@ def unused_in_forward(run: Trainer, engine: OverlappedDistributedOptimizer, para
 
     def forward(x: torch.Tensor, positions: Positions) -> torch.Tensor:
         stream, normed = block.input_layernorm(x)
-        return added(block.self_attn(normed, positions), stream)
+        return stream + block.self_attn(normed, positions)
 
     block.forward = forward
     run.step(1)

@@ -14,7 +14,7 @@ from megatron_llama.config.schema import Config
 from megatron_llama.data.loader import Batch
 from megatron_llama.distributed.mesh import Mesh
 from megatron_llama.model.init import InitialWeights
-from megatron_llama.model.llama import Positions, RMSNorm, Stage, build_stages
+from megatron_llama.model.llama import Positions, Stage, build_stages
 from megatron_llama.model.load import load_stages, rank_specs
 from megatron_llama.nn.linear import column_linear
 from tools.overlap.loss import token_losses
@@ -54,7 +54,7 @@ class Head(nn.Module):
 
     def __init__(self, stage: Stage) -> None:
         super().__init__()
-        self.norm = cast(RMSNorm, stage.model.norm)
+        self.norm = stage.model.norm
         self.weight = cast(nn.Parameter, stage.head_weight)
         self.tp = stage.mesh.tp
 
@@ -82,7 +82,7 @@ class Model(nn.Module):
         stage = stages[0]
         self._stage = (stage,)  # in a tuple: its parameters are those of the modules below
         self.embedding = cast(nn.Module, stage.model.embed_tokens)
-        self.blocks = nn.ModuleList(cast(nn.ModuleDict, stage.model.layers).values())
+        self.blocks = nn.ModuleList(stage.model.layers.values())
         self.head = Head(stage)
         self.requires_grad_(True)
         install([(f"blocks.{index}", block) for index, block in enumerate(self.blocks)], clock)

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import cast
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from megatron_llama.data.loader import Batch
 from megatron_llama.distributed.mesh import build_mesh
@@ -35,7 +34,7 @@ class Ours:
         )
         self._engine.load_weights(InitialWeights(SEED, config.model.initializer_range))
         self._engine.settle()
-        layers = cast(nn.ModuleDict, stages[0].model.layers)
+        layers = stages[0].model.layers
         self._buckets = {
             placed.spec.name: bucket.index
             for bucket in self._engine.layout.buckets

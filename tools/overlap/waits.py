@@ -12,9 +12,8 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor, nn
-
-from megatron_llama.distributed.comm.function import Function
 
 Ready = Callable[[Sequence[str]], None]
 """Returns when the named parameters may be read: a backward pass must not start its wait before its
@@ -69,7 +68,7 @@ def _worked() -> float:
         return time.thread_time() + int(counters.read().split()[1]) / 1e9
 
 
-class _Enter(Function):
+class _Enter(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, clock: Clock) -> Tensor:
         ctx.clock = clock
@@ -82,7 +81,7 @@ class _Enter(Function):
         return grad, None
 
 
-class _Leave(Function):
+class _Leave(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, clock: Clock, ready: Callable[[], None]) -> Tensor:
         ctx.clock = clock
@@ -132,10 +131,10 @@ def _install(
     ]
 
     def enter(_: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        return (_Enter.apply(inputs[0], clock), *inputs[1:])
+        return (_Enter.apply(inputs[0], clock), *inputs[1:])  # type: ignore[no-untyped-call]
 
     def leave(_: nn.Module, inputs: object, output: Tensor) -> Tensor:
-        return _Leave.apply(output, clock, lambda: ready(names))  # type: ignore[no-any-return]
+        return _Leave.apply(output, clock, lambda: ready(names))  # type: ignore[no-any-return, no-untyped-call]
 
     norm.register_forward_pre_hook(enter)
     body.register_forward_hook(leave)

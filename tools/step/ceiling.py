@@ -36,7 +36,7 @@ def _rate(rows: int, inner: int, columns: int, dtype: torch.dtype, device: torch
     right = torch.randn(inner, columns, device=device).to(dtype)
     out = torch.empty(rows, columns, device=device, dtype=dtype)
     # Two libraries on a host, of which either may be the faster one.
-    calls = (partial(torch.mm, left, right, out=out), partial(gemm.product, left, right))
+    calls = (partial(torch.mm, left, right, out=out), partial(gemm.matmul, left, right))
     return 2 * rows * inner * columns / min(_least(call, device) for call in calls)
 
 

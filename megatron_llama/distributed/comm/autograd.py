@@ -9,10 +9,10 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from megatron_llama.distributed.comm import collectives
-from megatron_llama.distributed.comm.function import Function
 from megatron_llama.distributed.mesh import Axis
 
 
@@ -29,7 +29,7 @@ def scattered(full: Tensor, axis: Axis) -> tuple[Tensor, collectives.Pending]:
     return shard, collectives.reduce_scatter(shard, full.contiguous(), axis)
 
 
-class _Copy(Function):
+class _Copy(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, axis: Axis) -> Tensor:
         ctx.axis = axis
@@ -42,7 +42,7 @@ class _Copy(Function):
         return grad, None
 
 
-class _Gather(Function):
+class _Gather(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, shard: Tensor, axis: Axis) -> Tensor:
         ctx.axis = axis
@@ -57,7 +57,7 @@ class _Gather(Function):
         return shard, None
 
 
-class _Reduce(Function):
+class _Reduce(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, axis: Axis) -> Tensor:
         ctx.mark_dirty(tensor)
@@ -69,7 +69,7 @@ class _Reduce(Function):
         return grad, None
 
 
-class _Scatter(Function):
+class _Scatter(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, full: Tensor, axis: Axis) -> Tensor:
         ctx.axis = axis
@@ -87,20 +87,20 @@ class _Scatter(Function):
 def copy(tensor: Tensor, axis: Axis) -> Tensor:
     """The tensor, of which the ranks of the axis use different parts (f): summed over the axis in
     backward."""
-    return tensor if axis.size == 1 else _Copy.apply(tensor, axis)
+    return tensor if axis.size == 1 else _Copy.apply(tensor, axis)  # type: ignore[no-untyped-call]
 
 
 def gather_sequence(shard: Tensor, axis: Axis) -> Tensor:
     """[s / size, ...] to [s, ...], of which the ranks use different parts (g): summed and split in
     backward."""
-    return shard if axis.size == 1 else _Gather.apply(shard, axis)
+    return shard if axis.size == 1 else _Gather.apply(shard, axis)  # type: ignore[no-untyped-call]
 
 
 def reduce(tensor: Tensor, axis: Axis) -> Tensor:
     """Sum over the axis, in place (g): identity in backward."""
-    return tensor if axis.size == 1 else _Reduce.apply(tensor, axis)
+    return tensor if axis.size == 1 else _Reduce.apply(tensor, axis)  # type: ignore[no-untyped-call]
 
 
 def scatter_sequence(full: Tensor, axis: Axis) -> Tensor:
     """[s, ...] partial sums to [s / size, ...] sums (g-bar): all-gather in backward."""
-    return full if axis.size == 1 else _Scatter.apply(full, axis)
+    return full if axis.size == 1 else _Scatter.apply(full, axis)  # type: ignore[no-untyped-call]

@@ -17,7 +17,6 @@ import torch
 from torch import Tensor
 
 from megatron_llama.distributed import device as devices
-from megatron_llama.distributed.comm.function import Function
 from megatron_llama.nn.attention import attend, attend_backward
 from megatron_llama.nn.functional import heads_of
 from megatron_llama.nn.ops import Ops
@@ -31,7 +30,7 @@ SCORES = 2**22
 """Scores at once, more or less."""
 
 
-class _RotatedAttention(Function):
+class _RotatedAttention(torch.autograd.Function):
     """Rotates in place, and keeps queries, keys and values for backward as they lie in the
     projection's output."""
 
@@ -41,7 +40,7 @@ class _RotatedAttention(Function):
     ) -> Tensor:
         ctx.heads = heads
         ctx.ops = ops
-        whole = heads_of(qkv.detach(), cos)
+        whole = heads_of(qkv.detach(), 2 * cos.shape[-1])
         ops.rotate(whole.narrow(2, 0, sum(heads)), cos, sin)
         query, key, value = _apart(whole, heads)
         ctx.by_products = _by_products(query)
@@ -51,23 +50,20 @@ class _RotatedAttention(Function):
         else:
             out, lse = attend(query, key, value, causal=True)
             ctx.save_for_backward(whole, cos, sin, out, lse)
-        ctx.shape = qkv.shape
-        return out.permute(2, 0, 1, 3).reshape(
-            *qkv.shape[:-1], -1
-        )  # a view: so torch's kernel for hosts leaves it in memory
+        return out.permute(2, 0, 1, 3).flatten(2)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None, None]:
         whole, cos, sin, *rest = ctx.saved_tensors
         query, key, value = _apart(whole, ctx.heads)
-        above = heads_of(grad, cos).permute(1, 2, 0, 3)
+        above = heads_of(grad, whole.shape[3]).permute(1, 2, 0, 3)
         grads = (
             _backward(above, query, key, value)
             if ctx.by_products
             else attend_backward(above, query, key, value, *rest, causal=True)
         )
         found = ctx.ops.rotate_back(*(part.permute(2, 0, 1, 3) for part in grads), cos, sin)
-        return found.view(ctx.shape), None, None, None, None
+        return found.flatten(2), None, None, None, None
 
 
 def _apart(whole: Tensor, heads: tuple[int, int]) -> tuple[Tensor, ...]:
@@ -81,7 +77,7 @@ def rotated_attention(
     """Projections [s * b or s, b, (query + 2 key) * d], which are overwritten, to the output [s * b
     or s, b, query * d] of plain causal attention with rotary positions; cos and sin [s, 1 or b, 1,
     d / 2]. The projection must have no other reader. On a host."""
-    return _RotatedAttention.apply(qkv, cos, sin, (query, key), ops)  # type: ignore[no-any-return]
+    return _RotatedAttention.apply(qkv, cos, sin, (query, key), ops)  # type: ignore[no-any-return, no-untyped-call]
 
 
 def _by_products(query: Tensor) -> bool:

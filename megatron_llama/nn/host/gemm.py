@@ -1,4 +1,4 @@
-"""Matrix products of a linear layer, by the library that is fastest for them here.
+"""Matrix products of linear layers on a CPU, by the library that is fastest for them there.
 
 In fp32 torch calls MKL, which on a processor that is not Intel's leaves half of AVX-512 unused:
 oneDNN's product, which torch has too, takes half of the time there. Both sum in fp32.
@@ -11,52 +11,64 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megatron_llama.distributed import device as devices
-from megatron_llama.nn.ops import rows
+from megatron_llama.nn.ops import accumulate, rows
 
-LEAST = 2**22
-"""Multiplications from which on a product is worth the dearer call."""
+MIN_ONEDNN_PRODUCTS = 2**22
+"""Multiplications from which on a product is worth oneDNN's dearer call."""
+WGRAD_CHUNK = 2**21
+"""Elements of a weight gradient that are computed at once: what a cache holds."""
 
 
 def linear(x: Tensor, weight: Tensor) -> Tensor:
-    """x [..., d] and weight [f, d] -> [..., f]."""
-    if not apart(x, weight):
+    """Multiply x [..., d] by weight [f, d]: [..., f]."""
+    if not prefers_onednn(x, weight):
         return F.linear(x, weight)
-    return _shaped(_onednn(rows(x), weight), x)
+    return _unflatten(_onednn_linear(rows(x), weight), x)
 
 
 def linear_backward(grad: Tensor, weight: Tensor) -> Tensor:
-    """The gradient [..., d] of x from that of ``linear``, [..., f]."""
-    if not apart(grad, weight):
+    """Return the gradient [..., d] of the input of ``linear`` from that of its output, [..., f]."""
+    if not prefers_onednn(grad, weight):
         return torch.matmul(grad, weight)
-    return _shaped(_onednn(rows(grad), weight.t()), grad)
+    return _unflatten(_onednn_linear(rows(grad), weight.t()), grad)
 
 
-def product(left: Tensor, right: Tensor) -> Tensor:
-    """left [m, k] and right [k, n] -> [m, n]."""
-    return _onednn(left, right.t()) if apart(left, right) else left @ right
+def matmul(left: Tensor, right: Tensor) -> Tensor:
+    """Multiply left [m, k] by right [k, n]: [m, n]."""
+    return _onednn_linear(left, right.t()) if prefers_onednn(left, right) else left @ right
 
 
-def apart(left: Tensor, weight: Tensor) -> bool:
-    """Whether oneDNN is asked for the product over the last dim of ``left``: in fp32 on such a
-    host, where it is large enough."""
+def accumulate_product(view: Tensor, beta: float, left: Tensor, right: Tensor) -> None:
+    """``view = beta * view + left @ right``, also for a view of a wider dtype than the factors.
+
+    No product of a CPU writes into such a view, so rows of the product are made at a time, few
+    enough to stay in a cache, and added in place."""
+    step = max(1, WGRAD_CHUNK // view.shape[1])
+    for start in range(0, len(view), step):
+        part = left[start : start + step]
+        accumulate(view[start : start + step], beta, matmul(part, right))
+
+
+def prefers_onednn(left: Tensor, weight: Tensor) -> bool:
+    """Whether oneDNN is asked for the product over the last dim of ``left``: in fp32, on a CPU that
+    MKL does not serve well, where the product is large enough."""
     return (
         left.dtype is torch.float32
-        and left.numel() * weight.numel() >= LEAST * left.shape[-1]
+        and left.numel() * weight.numel() >= MIN_ONEDNN_PRODUCTS * left.shape[-1]
         and not devices.is_fake(left)
         and devices.is_host(left.device)
         and devices.prefers_onednn()
     )
 
 
-def _onednn(left: Tensor, weight: Tensor) -> Tensor:
-    """left [m, k] and weight [n, k], of any strides -> [m, n]."""
+def _onednn_linear(left: Tensor, weight: Tensor) -> Tensor:
+    """Multiply left [m, k] by weight [n, k], of any strides: [m, n]."""
     result: Tensor = torch.ops.mkldnn._linear_pointwise(left, weight, None, "none", [], "")
     return result
 
 
-def _shaped(result: Tensor, like: Tensor) -> Tensor:
-    """[t, f] as [..., f]. Not a view to autograd, which would not let it be added to in place."""
-    if like.dim() == 2:
-        return result
-    shaped: Tensor = torch.ops.aten._unsafe_view(result, [*like.shape[:-1], result.shape[1]])
-    return shaped
+def _unflatten(result: Tensor, like: Tensor) -> Tensor:
+    """[tokens, f] -> [..., f]. Not a view to autograd, which forbids in-place changes of views that a
+    function returns: the sum over tp is taken in place."""
+    unflat: Tensor = torch.ops.aten._unsafe_view(result, [*like.shape[:-1], result.shape[1]])
+    return unflat

@@ -61,7 +61,7 @@ _FLOPS: Mapping[str, Callable[[Sequence[Any]], int]] = MappingProxyType(
         "aten::addmm": lambda arguments: _of_product(*arguments[1:3]),
         "aten::baddbmm": lambda arguments: _of_product(*arguments[1:3]),
         "mkldnn::_linear_pointwise": lambda arguments: _of_product(arguments[0], arguments[1].t()),
-        "megatron_llama::addmm_wide": lambda arguments: _of_product(*arguments[1:3]),
+        "megatron_llama::addmm_fp32": lambda arguments: _of_product(*arguments[1:3]),
         "aten::_scaled_dot_product_flash_attention_for_cpu": _forward_attention,
         "aten::_scaled_dot_product_flash_attention_for_cpu_backward": _backward_attention,
     }
