@@ -271,9 +271,14 @@ class Shapes:
         )
 
     def _norm(self, name: str) -> ParamSpec:
-        size = self.model.hidden_size
-        partial = self.sequence_parallel and self.tp > 1
+        # With sequence parallelism each rank normalizes its part of the sequence.
+        return self._vector(name, self.model.hidden_size, partial=self.sequence_parallel)
+
+    def _vector(self, name: str, size: int, *, partial: bool) -> ParamSpec:
+        """A vector that every tp rank holds. ``partial``: each of them applies it to other positions
+        or heads, so that their gradients are to be summed."""
         part = HFSlice(name, (size,), 0, size)
+        partial = partial and self.tp > 1
         return ParamSpec(
             name, (size,), (part,), decay=False, copies=self.tp, partial=partial, stage=self.stage
         )

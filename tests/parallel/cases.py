@@ -20,7 +20,7 @@ from megatron_llama.engine.build import build_optimizer, compute_dtype
 from megatron_llama.engine.offload.copies import Copies
 from megatron_llama.engine.optimizer import OverlappedDistributedOptimizer
 from megatron_llama.model.init import InitialWeights
-from megatron_llama.model.llama import Stage, build_stages
+from megatron_llama.model.llama import Block, Stage, build_stages
 from megatron_llama.nn.param_handle import param_handle_of
 from megatron_llama.pipeline.runtime import PipelineRuntime
 from megatron_llama.plans.params import Rectangle, hf_shapes, rank_units
@@ -218,20 +218,22 @@ class Trainer:
         return [batch(range(start, start + size), documents=self.layout.documents) for start in starts]
 
 
-def trainer(place: Place, layout: Layout, device: torch.device | None = None, copies: Copies | None = None) -> Trainer:
+def trainer(
+    place: Place, layout: Layout, device: torch.device | None = None, copies: Copies | None = None, block: type[Block] = Block
+) -> Trainer:
     """Build everything, with the initial weights that all layouts share. On the CPU, unless ``device`` is given. ``copies``: of offload."""
     config = layout.config()
     mesh = build_mesh(config, rank=place.rank, world_size=place.world_size, device=device or torch.device("cpu"))
-    stages = build_stages(config, mesh)
+    stages = build_stages(config, mesh, block)
     optimizer = build_optimizer(config, stages.values(), mesh, copies=copies, blocking=layout.blocking)
     optimizer.load_weights(initial_weights() if not layout.lora else AdaptedWeights())
     runtime = PipelineRuntime(stages, optimizer, mesh, config, dtype=compute_dtype(config))
     return Trainer(layout, mesh, stages, optimizer, runtime)
 
 
-def train(place: Place, layout: Layout) -> Record:
+def train(place: Place, layout: Layout, block: type[Block] = Block) -> Record:
     """Run all steps."""
-    run = trainer(place, layout)
+    run = trainer(place, layout, block=block)
     steps = [run.step(index) for index in range(layout.steps)]
     run.optimizer.settle()
     pieces = (Piece(piece.rectangle, piece.tensors["master"].clone(), piece.primary) for piece in run.optimizer.pieces())
