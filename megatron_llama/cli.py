@@ -13,7 +13,7 @@ from types import MappingProxyType
 from typing import Any
 
 from megatron_llama import __version__
-from megatron_llama.errors import ConfigError, UserError, describe
+from megatron_llama.errors import ConfigError, UserError
 
 
 @dataclass(frozen=True)
@@ -169,9 +169,7 @@ def run(words: list[str]) -> int:
 
         near = get_close_matches(name, COMMANDS, 1)
         do = f"did you mean {near[0]}?" if near else "see --help"
-        raise ConfigError(
-            describe("command", got=name, expected=f"one of {', '.join(COMMANDS)}", do=do)
-        )
+        raise ConfigError("command", got=name, expected=f"one of {', '.join(COMMANDS)}", do=do)
     if name == "preprocess":
         # Numpy's threads, which nothing there uses: they start when it is imported, and keep
         # processes from being forked (data/workers.py).

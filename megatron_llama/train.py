@@ -1,11 +1,10 @@
-"""The training loop: everything that happens in a run is visible in ``train``."""
+"""The training loop. Everything that happens in a run is visible in ``train``."""
 
 from __future__ import annotations
 
 import gc
 import time
-from collections.abc import Iterator
-from contextlib import ExitStack, closing, contextmanager
+from contextlib import ExitStack, closing
 from functools import partial
 
 from megatron_llama.checkpoint.background import Background
@@ -21,11 +20,11 @@ from megatron_llama.loop.bad_steps import BadSteps
 from megatron_llama.loop.build import (
     Source,
     Validation,
-    begin,
     build_loader,
-    go_back,
     load_or_init,
     open_log,
+    open_training_samples,
+    roll_back,
     stream_samples,
 )
 from megatron_llama.loop.prefetch import SAVE, STOP, Interrupts, Prefetcher
@@ -40,8 +39,9 @@ from megatron_llama.tokenizer.base import Tokenizer
 
 
 def evaluate_only(config: Config, mesh: Mesh, source: Source) -> None:
-    """Print the loss of a checkpoint or HuggingFace folder on the validation split. No optimizer is
-    built: a rank holds its share of the weights and nothing else."""
+    """Print the loss of a checkpoint or HuggingFace folder on the validation split.
+
+    No optimizer is built: a rank holds its share of the weights and nothing else."""
     stages = build_stages(config, mesh)
     dtype = compute_dtype(config)
     with raise_on_all_ranks(mesh.world):
@@ -64,120 +64,117 @@ def train(
     prompt: Prompt | None = None,
     same_data: bool = False,
 ) -> None:
-    """Train until ``train_iters``, or until some rank is asked to stop.
+    """Train until ``train_iters``, or until some rank is asked to stop. Collective.
 
-    ``config`` is resolved (validate.check); ``source`` gives the samples, by default those of
-    --data-path without the options that need an end-of-document id; ``tokenizer`` is kept beside
-    the checkpoints; ``background`` writes them, if given; ``prompt`` makes tokens of
-    --sample-prompt; ``same_data``: refuse to go on with other samples than the checkpoint was
-    trained on. Raises UserError of some kind, on every rank the same."""
+    ``config`` is resolved (``plans.resolve.check``). ``source`` gives the samples; the default is
+    those of --data-path, without the options that need an end-of-document id. ``tokenizer`` is
+    copied into each checkpoint. ``background``, if given, writes the checkpoints while training
+    goes on. ``prompt`` makes tokens of --sample-prompt. With ``same_data`` a run does not resume
+    from a checkpoint that was trained on other samples. Raises UserError, the same on every
+    rank."""
     started = time.monotonic()
     source = source or partial(stream_samples, eod=None)
-    config, samples, identity = begin(config, mesh, source, same_data=same_data)
+    config, samples, identity = open_training_samples(config, mesh, source, same_data=same_data)
     training = config.training
-    clip = config.optimizer.clip_grad
-    replicas = config.training.check_weight_hash_across_dp_replicas_interval
-    stages = build_stages(config, mesh)
-    steps_per_epoch = -(-len(samples) // training.global_batch_size)
-    with closing(
-        build_optimizer(config, stages.values(), mesh, steps_per_epoch=steps_per_epoch)
-    ) as optimizer:
+    clip_grad = config.optimizer.clip_grad
+    check_replicas_interval = training.check_weight_hash_across_dp_replicas_interval
+
+    with ExitStack() as stack:
+        stages = build_stages(config, mesh)
+        steps_per_epoch = -(-len(samples) // training.global_batch_size)
+        optimizer = stack.enter_context(
+            closing(build_optimizer(config, stages.values(), mesh, steps_per_epoch=steps_per_epoch))
+        )
         loader = build_loader(config, mesh, samples)
         runtime = PipelineRuntime(stages, optimizer, mesh, config, dtype=compute_dtype(config))
         validation = Validation(config, mesh, runtime, source)
         texts = SampleTexts(config, mesh, runtime, tokenizer, prompt)
-        hopeless = None
         state = load_or_init(config, optimizer, mesh)
         export = FinalExport(config, mesh, optimizer, tokenizer)
-        saver = Saver(
-            config, mesh, optimizer, tokenizer, background, identity
-        )  # writes to --save: nothing before this line has
-        with (
-            open_log(config, mesh, state) as log,
-            _interrupts(config, mesh, started) as interrupts,
-            _frozen(),
-            ExitStack() as ended,
-        ):
-            bad_steps = BadSteps(config, mesh, log, state.history)
-            progress = Progress(config, mesh, log, bad_steps)
-            validation.run(state, log)
-            profiling = ended.enter_context(
-                Profiling(config, mesh, log, optimizer.settle, progress.restart_clock)
+        # From here on the run writes to --save. Nothing before this line has, so that a run that
+        # cannot start leaves the folder as it was.
+        saver = Saver(config, mesh, optimizer, tokenizer, background, identity)
+        log = stack.enter_context(open_log(config, mesh, state))
+        if mesh.rank == 0:  # which looks at the file save-now and at the clock for all ranks
+            minutes = training.exit_duration_in_mins
+            interrupts = Interrupts(config.checkpoint.save, minutes=minutes, since=started)
+        else:
+            interrupts = Interrupts()
+        stack.enter_context(interrupts)
+        # What has been built lives as long as the run. The garbage collector would look at it again
+        # and again, on every rank at another moment, while the others wait.
+        gc.collect()
+        gc.freeze()
+        stack.callback(gc.unfreeze)
+
+        bad_steps = BadSteps(config, mesh, log, state.history)
+        progress = Progress(config, mesh, log, bad_steps)
+        validation.run(state, log)
+        profiling = stack.enter_context(
+            Profiling(config, mesh, log, optimizer.settle, progress.restart_clock)
+        )
+        prefetcher = Prefetcher(
+            loader,
+            mesh.world,
+            interrupts,
+            first_sample=bad_steps.first_sample(state),
+            device=mesh.device,
+        )
+        early_stop_reason = None
+
+        while state.iteration < training.train_iters:
+            profiling.before(state.iteration)
+            lr = learning_rate(
+                config.optimizer, training.train_iters, state.iteration, state.consumed_samples
             )
-            prefetcher = Prefetcher(
-                loader,
-                mesh.world,
-                interrupts,
-                first_sample=bad_steps.first_sample(state),
-                device=mesh.device,
-            )
-            while state.iteration < training.train_iters:
-                profiling.before(state.iteration)
-                lr = learning_rate(
-                    config.optimizer, training.train_iters, state.iteration, state.consumed_samples
-                )
-                state = bad_steps.following(state)
-                mesh.recorder.iteration = state.iteration
-                batches = prefetcher.take(following=bad_steps.first_sample(state))
-                optimizer.begin_update(lr, clip=clip)
-                loss = runtime.step(batches)  # every microbatch: forward, backward, reduce
-                update = optimizer.step(lr, clip=clip, skip_update=bad_steps.skip_update(loss))
-                progress.step(state, lr, loss, update)
-                wish = prefetcher.agreed()
-                stopping = wish == STOP or (
-                    training.exit_interval > 0 and state.iteration % training.exit_interval == 0
-                )
-                saving = saver.due(state) or stopping or wish == SAVE
-                if validation.due(state) or saving or texts.due(state):
-                    progress.settle()  # never save or evaluate a step that went wrong
-                if bad_steps.goes_back:
-                    state = go_back(config, optimizer, mesh, saver, log)
-                    bad_steps.rewind(state)
-                    progress.rewind()
-                    prefetcher.restart(bad_steps.first_sample(state))
-                    continue
-                if replicas and state.iteration % replicas == 0:
-                    check_replicas(optimizer, mesh, state.iteration)
-                if validation.due(state) or saving:
-                    measured = validation.run(state, log) if validation.due(state) else None
-                    hopeless = validation.hopeless(log) if measured is not None else None
-                    if saving or hopeless:
-                        saver.save(bad_steps.remember(state), log, measured)
-                    progress.restart_clock()
-                if texts.due(state):
-                    texts.write(state, log)
-                    progress.restart_clock()
-                if saver.failed(log):
-                    interrupts.stop()
-                if hopeless:
-                    log.say(f" stopped after iteration {state.iteration}: {hopeless}")
-                    break
-                if stopping:
-                    why = interrupts.why if wish == STOP else "--exit-interval"
-                    log.say(f" stopped by {why} after iteration {state.iteration}")
-                    break
-            progress.settle()
-            optimizer.settle()
-            saver.finish(log)
-            export.write(state, saver.newest, log, early=hopeless is not None)
+            state = bad_steps.next_state(state)
+            mesh.recorder.iteration = state.iteration
+            batches = prefetcher.take(next_sample=bad_steps.first_sample(state))
+            optimizer.begin_update(lr, clip=clip_grad)
+            # Every microbatch: forward, backward, and the reduction of its gradients.
+            loss = runtime.step(batches)
+            update = optimizer.step(lr, clip=clip_grad, skip_update=bad_steps.skip_update(loss))
+            progress.record_step(state, lr, loss, update)
 
+            request = prefetcher.request()
+            interval = training.exit_interval
+            stopping = request == STOP or (interval > 0 and state.iteration % interval == 0)
+            saving = saver.due(state) or stopping or request == SAVE
+            evaluating = validation.due(state)
+            if evaluating or saving or texts.due(state):
+                # The host learns how a step went one step later. It waits for that here, so that
+                # a step that went wrong is never saved or evaluated.
+                progress.check_last_step()
+            if bad_steps.rollback_needed:
+                state = roll_back(config, optimizer, mesh, saver, log)
+                bad_steps.rewind(state)
+                progress.rewind()
+                prefetcher.restart(bad_steps.first_sample(state))
+                continue
 
-@contextmanager
-def _frozen() -> Iterator[None]:
-    """What has been built lives as long as the run: the garbage collector need not look at it again
-    and again, on every rank at another moment, while the others wait."""
-    gc.collect()
-    gc.freeze()
-    try:
-        yield
-    finally:
-        gc.unfreeze()
+            if check_replicas_interval and state.iteration % check_replicas_interval == 0:
+                check_replicas(optimizer, mesh, state.iteration)
+            validation_loss = None
+            if evaluating:
+                validation_loss = validation.run(state, log)
+                early_stop_reason = validation.early_stop_reason(log)
+            if saving or early_stop_reason:
+                saver.save(bad_steps.with_history(state), log, validation_loss)
+            if texts.due(state):
+                texts.write(state, log)
+            if evaluating or saving or texts.due(state):
+                progress.restart_clock()  # the log's averages are those of training alone
+            if saver.failed(log):
+                interrupts.stop()
+            if early_stop_reason:
+                log.say(f" stopped after iteration {state.iteration}: {early_stop_reason}")
+                break
+            if stopping:
+                reason = interrupts.reason if request == STOP else "--exit-interval"
+                log.say(f" stopped by {reason} after iteration {state.iteration}")
+                break
 
-
-def _interrupts(config: Config, mesh: Mesh, started: float) -> Interrupts:
-    """The file and the clock are rank 0's."""
-    if mesh.rank != 0:
-        return Interrupts()
-    return Interrupts(
-        config.checkpoint.save, minutes=config.training.exit_duration_in_mins, since=started
-    )
+        progress.check_last_step()
+        optimizer.settle()
+        saver.finish(log)
+        export.write(state, saver.newest, log, early=early_stop_reason is not None)

@@ -22,7 +22,7 @@ from megatron_llama.config.schema import Config, ParallelConfig
 from megatron_llama.distributed import device as devices
 from megatron_llama.distributed.recorder import Recorder
 from megatron_llama.distributed.rendezvous import meet
-from megatron_llama.errors import ClusterError, describe
+from megatron_llama.errors import ClusterError
 from megatron_llama.plans.buckets import shard_count
 from megatron_llama.plans.params import kv_copies, partition_of
 
@@ -146,12 +146,10 @@ def place_from_environment(environ: Mapping[str, str] | None = None) -> Place:
     elif "RANK" in env and env.get("WORLD_SIZE", "1") != "1":
         found = f"RANK={env['RANK']} WORLD_SIZE={env['WORLD_SIZE']} without MASTER_ADDR"
         raise ClusterError(
-            describe(
-                "environment",
-                got=found,
-                expected="all three",
-                do="start with torchrun or srun, or set MASTER_ADDR",
-            )
+            "environment",
+            got=found,
+            expected="all three",
+            do="start with torchrun or srun, or set MASTER_ADDR",
         )
     else:
         return Place(0, 1, 0)
@@ -182,12 +180,10 @@ def _integer(env: Mapping[str, str], name: str) -> int:
         return int(env[name])
     except ValueError:
         raise ClusterError(
-            describe(
-                f"environment variable {name}",
-                got=repr(env[name]),
-                expected="an integer",
-                do="unset it",
-            )
+            f"environment variable {name}",
+            got=repr(env[name]),
+            expected="an integer",
+            do="unset it",
         ) from None
 
 
@@ -273,9 +269,7 @@ def build_mesh(config: Config, *, rank: int, world_size: int, device: torch.devi
     if world_size % (tp * cp * pp):
         want = f"a multiple of tensor x context x pipeline parallel size ({tp} x {cp} x {pp})"
         raise ClusterError(
-            describe(
-                "number of processes", got=world_size, expected=want, do="change one of the four"
-            )
+            "number of processes", got=world_size, expected=want, do="change one of the four"
         )
     grid = _Grid(pp, world_size // (tp * cp * pp), cp, tp)
     recorder = Recorder()

@@ -6,10 +6,10 @@ A step is bad when its loss or its gradient norm is not finite, or when its loss
 have been as many. With --fp16 a gradient that overflows under a loss scale that can still fall is
 neither good nor bad.
 
-The loss is judged where it is, on the device: it is summed behind the last forward pass, long
-before the update, so the engine learns from a tensor that it has to leave the weights alone, and
-the host waits for nothing. The host reads what happened a step later, and acts: stops, notes the
-samples and goes on, or takes the run back to its newest checkpoint.
+The loss is judged on the device. It is summed after the last forward pass, long before the update,
+so a tensor tells the engine to leave the weights unchanged, and the host waits for nothing. The
+host reads one step later what happened, and then stops the run, goes on without the samples, or
+returns to the newest checkpoint.
 """
 
 from __future__ import annotations
@@ -43,36 +43,36 @@ SPIKE = "loss spike"
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a step left on the device; nothing of it has been read."""
+    """What a step leaves on the device. Nothing of it has been read."""
 
     state: TrainState
-    """The step leads to it."""
+    """The state after the step."""
     samples: int
-    """In the step."""
+    """Samples in the step."""
     numbers: Readback
-    """Of ``read``."""
+    """The fields of ``Numbers``."""
 
     def read(self) -> Numbers:
-        """Waits for the end of the step, and for no later one."""
+        """Wait for the end of the step, and for no later one, and return its numbers."""
         return Numbers(*self.numbers.read())
 
 
 @dataclass(frozen=True)
 class Numbers:
-    """Of one step."""
+    """The numbers of one step."""
 
     loss: float
     grad_norm: float
     skipped: float
-    """Not 0: the step changed nothing; see StepResult."""
+    """Not 0 if the step changed nothing; see StepResult."""
     loss_scale: float
     limit: float
-    """What the loss was allowed to be; not a number: anything."""
+    """The largest loss that is no spike; NaN where there is no limit."""
 
 
 class BadSteps:
-    """The policy of one run. Every rank sees the same losses and norms, and the votes on spikes are
-    counted: all decide the same."""
+    """The policy of one run. Every rank sees the same losses and norms, and the engine sums the
+    ranks' flags to skip an update: all ranks decide the same."""
 
     def __init__(self, config: Config, mesh: Mesh, log: MetricLog, history: History) -> None:
         """Raises CheckpointError, on every rank, if ``skipped.jsonl`` cannot be written."""
@@ -89,43 +89,43 @@ class BadSteps:
             if config.checkpoint.save is not None and mesh.rank == 0
             else None
         )
-        self.goes_back = False
-        """The run has to return to an earlier state: ``rewind`` says that it has."""
-        self._losses, self._limit = self._window(history), self._number(math.nan)
+        self.rollback_needed = False
+        """Whether the run has to return to an earlier state. ``rewind`` says that it has."""
+        self._losses = self._window(history)
+        self._limit = torch.tensor(math.nan, dtype=torch.float64, device=self._device)
         with raise_on_all_ranks(mesh.world):
             self._write_file()
 
-    def _number(self, value: float) -> Tensor:
-        return torch.tensor(value, dtype=torch.float64, device=self._device)
-
     def _window(self, history: History) -> Tensor:
-        """Losses of the last good steps, newest last, not a number where there are too few: then no
-        mean is one either."""
+        """The losses of the last good steps, newest last. Where there are too few the rest is NaN,
+        which makes the mean and so the limit NaN: no loss is greater than that."""
         size = self._training.loss_spike_window if self._training.loss_spike_factor else 0
         losses = [math.nan] * size + list(history.good_losses)
         return torch.tensor(losses[len(losses) - size :], dtype=torch.float64, device=self._device)
 
-    def following(self, state: TrainState) -> TrainState:
-        """The state behind the step that comes after ``state``; samples that are left out are
-        consumed with it."""
+    def next_state(self, state: TrainState) -> TrainState:
+        """The state after the step that follows ``state``. Samples that are left out count as
+        consumed."""
         first = self.first_sample(state)
         self._size = self._sizes.at(first)
         return replace(state, iteration=state.iteration + 1, consumed_samples=first + self._size)
 
     def first_sample(self, state: TrainState) -> int:
-        """Where that step begins."""
+        """The first sample of the step that follows ``state``."""
         return self._history.first_sample(state.consumed_samples, self._sizes.at)
 
     def skip_update(self, loss: Tensor) -> Tensor:
-        """Whether the step with this loss must change nothing: 0 or 1, 0-dim fp64 on the device."""
+        """Whether the step with this loss must leave the weights unchanged: 0 or 1, 0-dim fp64 on
+        the device."""
         bad = loss.isfinite().logical_not()
         if self._training.loss_spike_factor:
             self._limit = self._losses.mean() * self._training.loss_spike_factor
             bad = bad | (loss > self._limit)
         return bad.to(torch.float64)
 
-    def issued(self, state: TrainState, loss: Tensor, update: StepResult) -> Outcome:
-        """The step that had the last ``skip_update`` is under way."""
+    def outcome(self, state: TrainState, loss: Tensor, update: StepResult) -> Outcome:
+        """The outcome of the step for which ``skip_update`` was called last; its kernels need not
+        have run."""
         if self._training.loss_spike_factor:
             longer = torch.cat([self._losses[1:], loss.reshape(1)])
             self._losses = torch.where(update.skipped > 0, self._losses, longer)
@@ -135,11 +135,11 @@ class BadSteps:
             Readback((loss, update.grad_norm, update.skipped, update.loss_scale, self._limit)),
         )
 
-    def settle(self, step: Outcome) -> bool:
-        """Read a step's outcome and act on it. Whether it was a good one.
+    def check(self, step: Outcome) -> bool:
+        """Read a step's outcome and act on it. Returns whether it was a good step.
 
-        Raises TrainingError, the same on every rank, when the run must not go on; ``goes_back``
-        when it must elsewhere."""
+        Sets ``rollback_needed`` when the run has to return to an earlier state. Raises
+        TrainingError, the same on every rank, when it must not go on."""
         training = self._training
         found = step.read()
         loss = found.loss
@@ -153,7 +153,7 @@ class BadSteps:
             self._act(step, "loss", loss)
         elif math.isfinite(norm):
             self._act(step, SPIKE, loss)
-        elif not overflow:  # which is part of the method
+        elif not overflow:  # a scale that falls after an overflow is how loss scaling works
             self._act(step, "gradient norm", norm)
         return False
 
@@ -162,7 +162,7 @@ class BadSteps:
         iteration = step.state.iteration
         found = Skipped(iteration, last + 1 - step.samples, last, reason, value)
         if self._training.on_bad_step == STOP:
-            raise TrainingError(self._complaint(step, found))
+            raise TrainingError(self._message(step, found))
         row = self._history.bad_in_a_row + 1
         self._history = replace(
             self._history, skipped=(*self._history.skipped, found), bad_in_a_row=row
@@ -174,16 +174,14 @@ class BadSteps:
             allowed = f"at most {self._training.max_bad_steps} (--max-bad-steps)"
             do = "lower --lr, look at the data, or go back further"
             raise TrainingError(
-                describe(
-                    "bad steps",
-                    got=f"{row} in a row, the last: {reason} {value:.6g}",
-                    expected=allowed,
-                    do=do,
-                )
+                "bad steps",
+                got=f"{row} in a row, the last: {reason} {value:.6g}",
+                expected=allowed,
+                do=do,
             )
-        self.goes_back = self._training.on_bad_step == ROLLBACK
+        self.rollback_needed = self._training.on_bad_step == ROLLBACK
 
-    def _complaint(self, step: Outcome, found: Skipped) -> str:
+    def _message(self, step: Outcome, found: Skipped) -> str:
         kept = (
             "the weights were not changed by it"
             if self._clips
@@ -197,26 +195,29 @@ class BadSteps:
         if found.reason == SPIKE:
             factor = self._training.loss_spike_factor
             window = self._training.loss_spike_window
-            expected = f"at most {step.read().limit:.6g}, {factor:g} times the mean of the last {window} good steps (--loss-spike-factor)"
+            expected = (
+                f"at most {step.read().limit:.6g}, {factor:g} times the mean of the last {window} "
+                "good steps (--loss-spike-factor)"
+            )
         return describe(where, got=found.value, expected=expected, do=do)
 
-    def remember(self, state: TrainState) -> TrainState:
-        """``state`` for a checkpoint. Every step before it is settled; bad ones from which the run
-        comes back here are behind it."""
+    def with_history(self, state: TrainState) -> TrainState:
+        """``state`` as a checkpoint keeps it. Every step before it has been checked."""
         losses = tuple(loss for loss in self._losses.tolist() if not math.isnan(loss))
+        # With a rollback the bad steps in a row are those after the checkpoint, not before it.
         row = 0 if self._training.on_bad_step == ROLLBACK else self._history.bad_in_a_row
         self._history = replace(self._history, good_losses=losses, bad_in_a_row=row)
         return replace(state, history=self._history)
 
     def rewind(self, state: TrainState) -> None:
-        """The run is at ``state`` again. What it has left out since then it goes on to leave
-        out."""
+        """The run has returned to ``state``. It still leaves out the samples that it has learned to
+        leave out since then."""
         self._losses = self._window(state.history)
-        self.goes_back = False
+        self.rollback_needed = False
 
     def _write_file(self) -> None:
-        """The file says what the history says: of a run that was interrupted, what its checkpoint
-        knows."""
+        """Write the file anew, with what the history knows: an interrupted run may have written
+        lines that its checkpoint does not know."""
         if self._file is not None and (self._history.skipped or self._file.exists()):
             lines = "".join(json.dumps(one.entry()) + "\n" for one in self._history.skipped)
             with writing(self._file):

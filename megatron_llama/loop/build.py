@@ -1,5 +1,5 @@
-"""The parts of a run, each built from the configuration: data, first state, log, evaluation,
-saving."""
+"""The parts of a run, each built from the configuration: samples, loader, first weights, log and
+validation."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from megatron_llama.distributed.comm.object_collectives import (
 )
 from megatron_llama.distributed.mesh import Mesh
 from megatron_llama.engine.optimizer import OverlappedDistributedOptimizer, WeightSource
-from megatron_llama.errors import ConfigError, DataError, TrainingError, describe, listing
+from megatron_llama.errors import ConfigError, DataError, TrainingError, listing
 from megatron_llama.loop.bad_steps import ROLLBACK
 from megatron_llama.loop.start import (
     AUTO,
@@ -50,11 +50,11 @@ from megatron_llama.plans.checks.run import optimizer_problems
 TRAINING = 0
 VALIDATION = 1
 Source = Callable[[Config, int], Samples]
-"""The samples of TRAINING or VALIDATION. Raises DataError; nothing in it may be collective."""
+"""Makes the samples of TRAINING or VALIDATION. Raises DataError. Nothing in it may be collective."""
 
 
 def open_stream(config: Config, prefix: str, part: int) -> TokenStream:
-    """The token stream of the training or the validation split of a dataset. Raises DataError."""
+    """Open the training or the validation split of a dataset. Raises DataError."""
     dataset = IndexedDataset(prefix)
     documents = split_documents(config.data.split, dataset.num_documents)[part]
     stream = TokenStream(dataset, documents, config.training.seq_length, config.model.vocab_size)
@@ -63,39 +63,42 @@ def open_stream(config: Config, prefix: str, part: int) -> TokenStream:
 
 
 def stream_samples(config: Config, part: int, *, eod: int | None) -> Samples:
-    """The samples of --data-path: a Source. ``eod``: the end-of-document id where an option needs
+    """The ``Source`` of --data-path. ``eod`` is the end-of-document id, where an option needs
     one."""
     blend = read_blend(config.data.data_path)
     parts = [
         StreamSamples(open_stream(config, prefix, part), config.data, eod)
         for prefix in blend.prefixes
     ]
-    return (
-        parts[0]
-        if len(parts) == 1
-        else BlendedSamples(parts, blend.weights or [len(samples) for samples in parts])
-    )
+    if len(parts) == 1:
+        return parts[0]
+    return BlendedSamples(parts, blend.weights or [len(samples) for samples in parts])
 
 
-def begin(
+def open_training_samples(
     config: Config, mesh: Mesh, source: Source, *, same_data: bool
 ) -> tuple[Config, Samples, Mapping[str, Any]]:
-    """The configuration with the length of the run, which --epochs leaves to the training samples;
-    these samples; and what they say of themselves, which is compared with what the checkpoint knows
-    where the run goes on. Where that differs, ``same_data`` refuses, otherwise a warning is
-    printed. Collective. Raises DataError, ConfigError, CheckpointError."""
+    """Open the training samples. Returns the configuration, with the number of steps that --epochs
+    leaves to the samples; the samples; and their identity, which a checkpoint keeps.
+
+    A run that resumes compares the identity with that of its checkpoint. Where they differ it
+    prints a warning, or raises DataError with ``same_data``. Collective. Raises DataError,
+    ConfigError, CheckpointError."""
     with raise_on_all_ranks(mesh.world):
         samples = source(config, TRAINING)
 
-    def compared() -> tuple[Mapping[str, Any], TrainState]:
+    def compare_with_checkpoint() -> tuple[Mapping[str, Any], TrainState]:
         identity = samples.identity()
         meta = resumed(config.checkpoint)
         changes = sample_changes(meta.state.data, identity) if meta is not None else ""
         if meta is not None and changes and same_data:
-            do = "give the files and options of that run, begin anew with its weights (--finetune), or --on-changed-data continue"
+            do = (
+                "give the files and options of that run, begin anew with its weights (--finetune), "
+                "or --on-changed-data continue"
+            )
             got = f"other training samples than those of {meta.folder} ({changes})"
             expected = "the samples in whose order the run goes on"
-            raise DataError(describe("--train-data", got=got, expected=expected, do=do))
+            raise DataError("--train-data", got=got, expected=expected, do=do)
         if meta is not None and changes:
             print(
                 f" warning: other training samples than those of {meta.folder} ({changes})",
@@ -103,20 +106,23 @@ def begin(
             )
         return identity, meta.state if meta is not None else TrainState(0, 0)
 
-    identity, state = on_rank0(compared, mesh.world)
+    identity, state = on_rank0(compare_with_checkpoint, mesh.world)
     with raise_on_all_ranks(mesh.world):
-        config = _with_length(config, mesh, len(samples), state)
+        config = _with_run_length(config, mesh, len(samples), state)
     return config, samples, identity
 
 
-def _with_length(config: Config, mesh: Mesh, samples: int, state: TrainState) -> Config:
-    """See ``with_epochs``. Raises ConfigError for what does not fit the length."""
+def _with_run_length(config: Config, mesh: Mesh, samples: int, state: TrainState) -> Config:
+    """The configuration with the number of steps that --epochs means. Raises ConfigError for
+    options that do not fit it."""
     if not config.training.epochs:
         return config
-    again = config.training.on_bad_step == ROLLBACK
-    left_out = (
-        sum(one.last_sample + 1 - one.first_sample for one in state.history.skipped) if again else 0
-    )
+    # A rollback repeats iterations with other samples: those that are left out are consumed, but no
+    # step that counts has had them.
+    left_out = 0
+    if config.training.on_bad_step == ROLLBACK:
+        skipped = state.history.skipped
+        left_out = sum(one.last_sample + 1 - one.first_sample for one in skipped)
     config = with_epochs(
         config, samples, steps_done=state.iteration, samples_done=state.consumed_samples - left_out
     )
@@ -138,7 +144,7 @@ def _with_length(config: Config, mesh: Mesh, samples: int, state: TrainState) ->
 
 
 def build_loader(config: Config, mesh: Mesh, samples: Samples) -> BatchLoader:
-    """This rank's share of every training step."""
+    """The loader of this rank's share of every training step."""
     return BatchLoader(
         samples,
         shuffled=config.data.data_order == "shuffled",
@@ -153,15 +159,25 @@ def build_loader(config: Config, mesh: Mesh, samples: Samples) -> BatchLoader:
 def load_or_init(
     config: Config, optimizer: OverlappedDistributedOptimizer, mesh: Mesh
 ) -> TrainState:
-    """The weights and the state a run starts from: a checkpoint, a HuggingFace folder, or the seed.
-    Raises CheckpointError."""
+    """Load the weights and the state from which the run starts: a checkpoint, a folder of another
+    format, or weights drawn from the seed. Collective. Raises CheckpointError."""
     options = config.checkpoint
     weights: WeightSource
     start = on_rank0(lambda: find_start(options), mesh.world)
     with raise_on_all_ranks(mesh.world):
         for line in _start_lines(config, start) if mesh.rank == 0 else ():
             print(f" {line}", flush=True)
-    if start is not None and start.native and _takes_up(config, start):
+    resumes = (
+        start is not None
+        and start.native
+        and takes_up(
+            f"--load {start.path}",
+            saved_lora(native.read_meta(start.path).config),
+            config.lora,
+            anew=options.finetune,
+        )
+    )
+    if start is not None and resumes:
         state = native.load(
             start.path,
             optimizer,
@@ -182,18 +198,8 @@ def load_or_init(
     return TrainState(0, 0)
 
 
-def _takes_up(config: Config, start: Start) -> bool:
-    """See ``takes_up``."""
-    return takes_up(
-        f"--load {start.path}",
-        saved_lora(native.read_meta(start.path).config),
-        config.lora,
-        anew=config.checkpoint.finetune,
-    )
-
-
 def _start_lines(config: Config, start: Start | None) -> Iterator[str]:
-    """What the user should know of where the run starts."""
+    """What the user should know about the place from which the run starts."""
     options = config.checkpoint
     if start is None:
         if options.load is not None:
@@ -213,15 +219,15 @@ def _start_lines(config: Config, start: Start | None) -> Iterator[str]:
         )
 
 
-def go_back(
+def roll_back(
     config: Config,
     optimizer: OverlappedDistributedOptimizer,
     mesh: Mesh,
     saver: Saver,
     log: MetricLog,
 ) -> TrainState:
-    """Return to the newest checkpoint of this run, or to where it started. Collective. Raises
-    CheckpointError."""
+    """Return to the newest checkpoint of this run, or to its start where there is none. Collective.
+    Raises CheckpointError."""
     saver.finish(log)
     optimizer.forget()
     newest = saver.newest
@@ -236,7 +242,8 @@ def go_back(
 
 
 def open_log(config: Config, mesh: Mesh, state: TrainState) -> MetricLog:
-    """The log of this run; rank 0 writes it. Raises CheckpointError if it cannot."""
+    """Open the log of this run, which rank 0 writes. Collective. Raises CheckpointError if it cannot
+    be written."""
     folder = local_folder(config.checkpoint.save) if config.checkpoint.save is not None else None
     loggers = list[MetricLogger]()
     with raise_on_all_ranks(mesh.world), writing(Path(config.log.tensorboard_dir or ".")):
@@ -259,7 +266,7 @@ def open_log(config: Config, mesh: Mesh, state: TrainState) -> MetricLog:
 
 
 class Validation:
-    """The mean loss over the same validation samples every time."""
+    """Evaluates the mean loss over the validation samples, the same ones every time."""
 
     def __init__(
         self, config: Config, mesh: Mesh, runtime: PipelineRuntime, source: Source
@@ -283,48 +290,49 @@ class Validation:
                 dp_rank=mesh.data_rank,
                 dp_size=mesh.data_size,
             )
-        units = -(
-            -len(samples) // self._unit
-        )  # the last may have fewer samples than places: each counts once
+        # The last unit may have fewer samples than places; each sample counts once.
+        self._units = -(-len(samples) // self._unit)
         self._per_batch = self._training.global_batch_size // self._unit
-        self._units = (
-            min(units, self._training.eval_iters * self._per_batch)
-            if self._training.eval_iters
-            else units
-        )
+        if self._training.eval_iters:
+            self._units = min(self._units, self._training.eval_iters * self._per_batch)
 
     def due(self, state: TrainState) -> bool:
         """Whether the run evaluates after this step."""
-        return _due(self._training.eval_interval, state.iteration, self._training.train_iters)
+        interval = self._training.eval_interval
+        last = self._training.train_iters
+        return interval > 0 and (state.iteration % interval == 0 or state.iteration == last)
 
-    def hopeless(self, log: MetricLog) -> str | None:
-        """Why the run should end, if no evaluation has been better for as long as
-        --early-stop-patience says. Collective."""
+    def early_stop_reason(self, log: MetricLog) -> str | None:
+        """Why the run should end, if the last --early-stop-patience evaluations have brought no
+        lower loss; else None. Collective."""
         patience = self._training.early_stop_patience
         if patience == 0:
             return None
         losses = broadcast_object(sorted(log.evaluated.items()), self._world)
         best, least = min(losses, key=lambda entry: (entry[1], entry[0]))
-        behind = sum(iteration > best for iteration, _ in losses)
-        if behind < patience:
+        since = sum(iteration > best for iteration, _ in losses)
+        if since < patience:
             return None
-        return f"{behind} evaluations without a lower loss than {least:.6E} of iteration {best} (--early-stop-patience)"
+        return (
+            f"{since} evaluations without a lower loss than {least:.6E} of iteration {best} "
+            "(--early-stop-patience)"
+        )
 
     def run(self, state: TrainState, log: MetricLog) -> float | None:
-        """Evaluate, log and return the loss, unless this run never evaluates. Raises TrainingError,
-        on every rank, if it is not finite."""
+        """Evaluate, log the loss and return it; None in a run that never evaluates. Collective.
+        Raises TrainingError, on every rank, if the loss is not finite."""
         if self._training.eval_interval == 0:
             return None
-        loss, tokens = self.measure()
+        loss, tokens = self._evaluate()
         if not math.isfinite(loss):
             where = f"validation loss at iteration {state.iteration}"
             do = "look at the weights, or go back to an earlier checkpoint"
-            raise TrainingError(describe(where, got=loss, expected="a finite number", do=do))
+            raise TrainingError(where, got=loss, expected="a finite number", do=do)
         log.write_validation(state.iteration, state.consumed_samples, loss, tokens)
         return loss
 
-    def measure(self) -> tuple[float, int]:
-        """Mean loss and number of target tokens."""
+    def _evaluate(self) -> tuple[float, int]:
+        """Mean loss, and number of target tokens."""
         total = 0.0
         tokens = 0.0
         for first in range(0, self._units, self._per_batch):
@@ -335,10 +343,6 @@ class Validation:
                 for batch in self._loader.microbatches(unit * self._unit)
             ]
             loss, count = self._runtime.evaluate(batches)
-            total = total + float(loss) * float(count)
-            tokens = tokens + float(count)
+            total += float(loss) * float(count)
+            tokens += float(count)
         return total / max(tokens, 1.0), int(tokens)
-
-
-def _due(interval: int, iteration: int, last: int) -> bool:
-    return interval > 0 and (iteration % interval == 0 or iteration == last)

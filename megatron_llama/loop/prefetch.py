@@ -1,4 +1,5 @@
-"""Batches that all ranks have, and signals that all ranks heed: nobody starts a step alone."""
+"""Batches that are read one step ahead, and requests to save or to stop that every rank follows at
+the same step."""
 
 from __future__ import annotations
 
@@ -23,32 +24,34 @@ from megatron_llama.distributed.comm.object_collectives import (
 from megatron_llama.distributed.mesh import Axis
 from megatron_llama.errors import DataError
 
-GO, SAVE, STOP, FAILED = range(4)
-"""What ranks agree on; the largest counts."""
+CONTINUE, SAVE, STOP, FAILED = range(4)
+"""What a rank was asked for, or that its batches could not be read. Of all ranks' values the
+largest counts."""
 SAVE_NOW = "save-now"
-"""A file of this name in the folder of checkpoints asks for one."""
+"""A file of this name in the folder of checkpoints asks for a checkpoint."""
 
 
 class Interrupts:
-    """SIGTERM and SIGINT become a wish to stop after the current step, a second SIGINT stops at
-    once; SIGUSR1 and the file ``save-now`` in ``folder`` become a wish to save."""
+    """What this rank was asked for from outside. SIGTERM and SIGINT ask to stop after the current
+    step, a second SIGINT stops at once; SIGUSR1 and the file ``save-now`` ask for a checkpoint."""
 
     def __init__(
         self, folder: str | None = None, *, minutes: float = 0.0, since: float = 0.0
     ) -> None:
-        """``folder``: where to look for the file; None on ranks that leave that to another.
-        ``minutes``, unless 0: after ``since``, a time of ``time.monotonic``, that is a wish to
-        stop."""
+        """``folder``: where to look for the file; None on ranks that leave that to another one.
+        ``minutes``, unless 0: so long after ``since``, a time of ``time.monotonic``, the run is
+        asked to stop."""
         self._file = local_folder(folder) / SAVE_NOW if folder is not None else None
-        self._stop = self._save = False
-        self.why = "a signal"
-        """What asks for the stop, as far as this rank knows."""
+        self._stop = False
+        self._save = False
+        self.reason = "a signal"
+        """What asks to stop, as far as this rank knows."""
         self._deadline = since + 60 * minutes if minutes else math.inf
         self._previous: dict[signal.Signals, object] = {}
 
     def __enter__(self) -> Self:
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
-            self._previous[number] = signal.signal(number, self._note)
+            self._previous[number] = signal.signal(number, self._on_signal)
         return self
 
     def __exit__(
@@ -60,7 +63,7 @@ class Interrupts:
         for number, handler in self._previous.items():
             signal.signal(number, handler)  # type: ignore[arg-type]
 
-    def _note(self, number: int, frame: FrameType | None) -> None:
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
         if number == signal.SIGUSR1:
             self._save = True
             return
@@ -69,29 +72,31 @@ class Interrupts:
         self._stop = True
 
     def stop(self) -> None:
-        """This rank wants to stop after the current step."""
+        """Ask to stop after the current step, from this rank."""
         self._stop = True
 
-    def wish(self) -> int:
-        """GO, SAVE or STOP. A wish to save is told once."""
+    def request(self) -> int:
+        """CONTINUE, SAVE or STOP. Each request to save is returned once."""
         if self._file is not None and self._file.exists():
             self._file.unlink(missing_ok=True)
             self._save = True
         if not self._stop and time.monotonic() > self._deadline:
             self._stop = True
-            self.why = "--exit-duration-in-mins"
+            self.reason = "--exit-duration-in-mins"
         save = self._save
         self._save = False
-        return STOP if self._stop else SAVE if save else GO
+        if self._stop:
+            return STOP
+        return SAVE if save else CONTINUE
 
 
 class Prefetcher:
     """Reads the next step's batches while the current one runs, brings them to the device, and
-    agrees with the other ranks that everybody has theirs.
+    finds out whether every rank has its own.
 
-    The agreement (one small integer over the host's backend) is posted with the read and looked at
-    a step later, so it costs nothing; a bad sample on one rank is everybody's error before anybody
-    starts the step.
+    An all-reduce of one small integer over the host's backend is started when the batches have been
+    read, and waited for one step later, so it costs nothing. If one rank cannot read a sample, all
+    ranks raise its error before any of them starts the step.
     """
 
     def __init__(
@@ -109,8 +114,8 @@ class Prefetcher:
         self._upload = Upload(device)
         self._batches: Sequence[Batch] = ()
         self._error: DataError | None = None
-        self._agreement: tuple[Tensor, Pending]
-        self._agreed: int | None = None
+        self._all_reduce: tuple[Tensor, Pending]
+        self._request: int | None = None
         self._read(first_sample)
 
     def _read(self, sample: int) -> None:
@@ -120,34 +125,33 @@ class Prefetcher:
             self._batches = self._upload.send(self._loader.microbatches(sample))
         except DataError as error:
             self._error = error
-        wish = self._interrupts.wish()
-        self._agreement = all_reduce_max(FAILED if self._error else wish, self._world)
-        self._agreed = None
+        # Asked for in any case: a request to save is returned once, and then belongs to this step.
+        request = self._interrupts.request()
+        self._all_reduce = all_reduce_max(FAILED if self._error else request, self._world)
+        self._request = None
 
-    def take(self, *, following: int) -> Sequence[Batch]:
-        """The batches of this step; starts reading those of the step that begins at sample
-        ``following``.
-
-        Raises DataError on every rank if any rank's batches could not be read."""
+    def take(self, *, next_sample: int) -> Sequence[Batch]:
+        """Return the batches of this step, and read those of the step that begins at
+        ``next_sample``. Raises DataError on every rank if any rank could not read its batches."""
         self._world.recorder.doing = "reading samples"
         batches = self._batches
         error = self._error
-        if self.agreed() == FAILED:
+        if self.request() == FAILED:
             raise_error_on_all_ranks(error, self._world)
         self._upload.wait()
-        self._read(following)
+        self._read(next_sample)
         return batches
 
     def restart(self, first_sample: int) -> None:
-        """The next step begins at another sample than was announced. On all ranks."""
-        self.agreed()
+        """Read the batches of the next step anew, from another sample. Collective."""
+        self.request()
         self._read(first_sample)
 
-    def agreed(self) -> int:
-        """What some rank was asked for before this step: GO, SAVE, STOP or FAILED. The same answer
-        on every rank."""
-        if self._agreed is None:
-            status, pending = self._agreement
+    def request(self) -> int:
+        """What any rank was asked for before this step: CONTINUE, SAVE, STOP or FAILED, the same on
+        every rank."""
+        if self._request is None:
+            largest, pending = self._all_reduce
             pending.wait()
-            self._agreed = int(status)
-        return self._agreed
+            self._request = int(largest)
+        return self._request

@@ -1,5 +1,5 @@
-"""Some steps of a run as traces that chrome://tracing and ui.perfetto.dev show: torch's of some
-ranks (--profile), and what all ranks do when (--record-timeline)."""
+"""Traces of some steps of a run, for chrome://tracing and ui.perfetto.dev: those of torch's
+profiler on some ranks (--profile), and a timeline of all ranks (--record-timeline)."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from megatron_llama.config.schema import Config
 from megatron_llama.distributed import device as devices
 from megatron_llama.distributed.comm.object_collectives import raise_on_all_ranks
 from megatron_llama.distributed.mesh import Mesh
-from megatron_llama.loop.timeline_recorder import Recording
+from megatron_llama.loop.timeline_recorder import TimelineRecorder
 from megatron_llama.metrics.log import MetricLog
 
 
 class Profiling:
-    """Traces the steps behind ``profile_step_start`` up to and with ``profile_step_end``, on the
-    ranks of ``profile_ranks``.
+    """Traces the steps after ``profile_step_start`` up to and including ``profile_step_end``, on
+    the ranks of ``profile_ranks``.
 
-    Each writes ``rank-R.trace.json.gz``, and on a GPU ``rank-R.memory.pickle`` for
-    pytorch.org/memory_viz. The same steps are those of the timeline."""
+    Each of these writes ``rank-R.trace.json.gz``, and on a GPU ``rank-R.memory.pickle`` for
+    pytorch.org/memory_viz. The timeline has the same steps."""
 
     def __init__(
         self,
@@ -32,15 +32,16 @@ class Profiling:
         settle: Callable[[], None],
         restart_clock: Callable[[], None],
     ) -> None:
-        """``settle``: see Recording, which raises where its file cannot be written;
-        ``restart_clock``: leaves out of the log's averages what beginning and writing take."""
+        """``settle`` waits until nothing of the optimizer is in flight. ``restart_clock`` leaves the
+        time that beginning and writing take out of the log's averages. Raises CheckpointError, on
+        every rank, if the timeline cannot be written."""
         self._options = config.log
         self._mesh = mesh
         self._log = log
         self._folder = Path(config.log.profile_dir)
         self._here = mesh.rank in config.log.profile_ranks
         self._profiler: Any = None
-        self._recording = Recording(config, mesh, log, settle)
+        self._timeline = TimelineRecorder(config, mesh, log, settle)
         self._restart_clock = restart_clock
 
     def __enter__(self) -> Self:
@@ -53,14 +54,14 @@ class Profiling:
         trace: TracebackType | None,
     ) -> None:
         if self._profiler is not None:
-            # A run that ends inside the traced steps shows what there was; an error has no time for
-            # that.
+            # A run that ends inside the traced steps writes what there was. After an error other
+            # ranks may be gone, and the user waits for the message.
             self._stop(write=error is None)
-        self._recording.stop(write=error is None)
+        self._timeline.stop(write=error is None)
 
     def before(self, iteration: int) -> None:
-        """The step after so many is about to begin. Raises CheckpointError, on every rank, if the
-        folder cannot be made or the timeline cannot be written."""
+        """Called before the step that follows ``iteration`` steps. Raises CheckpointError, on every
+        rank, if the folder cannot be made or the timeline cannot be written."""
         if self._options.profile and iteration == self._options.profile_step_start:
             with raise_on_all_ranks(self._mesh.world), writing(self._folder):
                 self._folder.mkdir(parents=True, exist_ok=True)
@@ -68,7 +69,7 @@ class Profiling:
                 self._start()
         elif self._profiler is not None and iteration >= self._options.profile_step_end:
             self._stop(write=True)
-        self._recording.before(iteration)
+        self._timeline.before(iteration)
         asked = self._options.profile or self._options.record_timeline is not None
         if asked and iteration in (
             self._options.profile_step_start,
@@ -94,7 +95,7 @@ class Profiling:
             with writing(self._folder):
                 profiler.export_chrome_trace(f"{name}.trace.json.gz")
                 devices.write_memory(self._mesh.device, f"{name}.memory.pickle")
-            self._log.say(
-                f" traced iterations {self._options.profile_step_start + 1} to {self._mesh.recorder.iteration}: {self._folder}"
-            )
+            first = self._options.profile_step_start + 1
+            last = self._mesh.recorder.iteration
+            self._log.say(f" traced iterations {first} to {last}: {self._folder}")
         devices.record_memory(self._mesh.device, on=False)

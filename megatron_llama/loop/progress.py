@@ -1,11 +1,10 @@
-"""Turns what a step returns into log lines, one step late, so that the host never waits for the
-device inside a step."""
+"""What steps return becomes log lines, one step late, so that the host never waits for the device
+inside a step."""
 
 from __future__ import annotations
 
 import math
 import time
-from dataclasses import dataclass
 from functools import partial
 
 from torch import Tensor
@@ -22,14 +21,8 @@ from megatron_llama.metrics.log import MetricLog, StepRecord
 from megatron_llama.metrics.window import Interval, Spread, Work, averages, spread
 
 
-@dataclass(frozen=True)
-class _Step:
-    outcome: Outcome
-    lr: float
-
-
 class Progress:
-    """Has every step looked at, logs every ``log_interval``-th and the last."""
+    """Checks every step and logs every ``log_interval``-th one and the last."""
 
     def __init__(self, config: Config, mesh: Mesh, log: MetricLog, bad_steps: BadSteps) -> None:
         self._config = config
@@ -45,53 +38,54 @@ class Progress:
             peak_flops=peak_flops(devices.name(mesh.device)),
         )
         if config.log.log_straggler and not devices.is_host(mesh.device):
+            # On a device a wait is measured by two events, recorded only where somebody asks.
             mesh.recorder.mark = partial(devices.timed_event, mesh.device)
-        self._pending: _Step | None = None
+        self._pending: Outcome | None = None
         self._steps = 0
         self._samples = 0
         self._since = time.perf_counter()
         self._skipped = 0
 
-    def step(self, state: TrainState, lr: float, loss: Tensor, update: StepResult) -> None:
-        """The step that leads to ``state`` was issued. Raises TrainingError if the one before it
-        must not be followed by others."""
-        self.settle()
-        if self._bad_steps.goes_back:
+    def record_step(self, state: TrainState, lr: float, loss: Tensor, update: StepResult) -> None:
+        """Record the step that leads to ``state`` and has been issued, and check the one before it.
+        Raises TrainingError if the run must not go on."""
+        self.check_last_step()
+        if self._bad_steps.rollback_needed:
             return
-        self._pending = step = _Step(self._bad_steps.issued(state, loss, update), lr)
+        outcome = self._bad_steps.outcome(state, loss, update)
+        self._pending = outcome
         self._steps += 1
-        self._samples += step.outcome.samples
+        self._samples += outcome.samples
         self._log.advance()
         if (
             state.iteration % self._config.log.log_interval == 0
             or state.iteration == self._config.training.train_iters
         ):
-            self._write(step)
+            self._write(outcome, lr)
 
-    def settle(self) -> None:
-        """Look at the last step. Raises TrainingError, the same on every rank, if the run must not
-        go on."""
-        step = self._pending
+    def check_last_step(self) -> None:
+        """Wait for the last step and check it, unless that was done. Raises TrainingError, the same
+        on every rank, if the run must not go on."""
+        outcome = self._pending
         self._pending = None
-        if step is not None:
+        if outcome is not None:
             with self._mesh.recorder.waiting("the device"):
-                good = self._bad_steps.settle(step.outcome)
+                good = self._bad_steps.check(outcome)
             self._skipped += not good
 
     def rewind(self) -> None:
-        """The run is at an earlier state again."""
+        """The run has returned to an earlier state: forget the last step."""
         self._pending = None
         self._skipped = 0
         self.restart_clock()
 
-    def _write(self, step: _Step) -> None:
-        self.settle()
-        if self._bad_steps.goes_back:
+    def _write(self, outcome: Outcome, lr: float) -> None:
+        self.check_last_step()
+        if self._bad_steps.rollback_needed:
             return
         mesh = self._mesh
         training = self._config.training
-        outcome = step.outcome
-        found = step.outcome.read()
+        found = outcome.read()
         with mesh.recorder.waiting("the device"):
             devices.synchronize(mesh.device)
         tokens = self._samples * training.seq_length
@@ -106,7 +100,7 @@ class Progress:
                 iteration=outcome.state.iteration,
                 train_iters=training.train_iters,
                 consumed_samples=outcome.state.consumed_samples,
-                learning_rate=step.lr,
+                learning_rate=lr,
                 global_batch_size=outcome.samples,
                 lm_loss=_finite(found.loss),
                 grad_norm=_finite(found.grad_norm),
@@ -127,7 +121,8 @@ class Progress:
         self.restart_clock()
 
     def _exposed_seconds(self) -> float | None:
-        """Since the last line; on an idle device. None: nobody measured."""
+        """Seconds since the last line in which this rank waited for communication; None where that
+        is not measured. The device is idle."""
         recorder = self._mesh.recorder
         if devices.is_host(self._mesh.device):
             return recorder.take_exposed_seconds()
@@ -138,15 +133,15 @@ class Progress:
         )
 
     def _spread(self, interval: Interval) -> Spread | None:
-        """Of all ranks' times without waiting, with --log-straggler. Gathered here, at log lines,
-        and nowhere else."""
+        """How long the ranks compute in a step, with --log-straggler. It is gathered at log lines
+        only, because it is a collective."""
         if not self._config.log.log_straggler:
             return None
         seconds = (interval.seconds - (interval.exposed_seconds or 0.0)) / interval.steps
         return spread(all_gather_float(seconds * 1e3, self._mesh.world))
 
     def restart_clock(self) -> None:
-        """Leave what happened since the last line (an evaluation, a save) out of the averages."""
+        """Begin the averages anew. Called after an evaluation or a save, which they leave out."""
         self._mesh.recorder.take_exposed_seconds()
         self._mesh.recorder.marks.clear()
         self._steps = 0

@@ -1,5 +1,4 @@
-"""Where a run starts: what ``--load`` names, whether the run may begin there, and what it takes
-from it."""
+"""Where a run starts: what ``--load`` names, whether the run may start there, and what it loads."""
 
 from __future__ import annotations
 
@@ -22,53 +21,46 @@ from megatron_llama.config.schema import CheckpointConfig, Config, ModelConfig
 from megatron_llama.convert.formats import candidates, open_source
 from megatron_llama.convert.hf.files import HFWeights
 from megatron_llama.engine.optimizer import WeightSource
-from megatron_llama.errors import CheckpointError, ConfigError, describe
+from megatron_llama.errors import CheckpointError, ConfigError
 
 AUTO = "auto"
-"""As --load: the newest usable checkpoint of --save, or a fresh start."""
+"""A value of --load: the newest usable checkpoint of --save, or a fresh start."""
 
 
 @dataclass(frozen=True)
 class Start:
-    """A folder with weights."""
+    """A folder of weights from which a run starts."""
 
     path: Path
     native: bool
-    """A checkpoint of this program, which has optimizer and position too. Else a folder of another
-    format."""
+    """Whether this is a checkpoint of this program, which also has the optimizer's state and the
+    position in the data; else it is a folder of another format."""
 
     def model(self, *, vocab_size: int = 0, tokens: int = 0) -> ModelConfig:
-        """Of the weights. The sizes are for a folder that stores only a padded vocabulary; see
-        ``open_source``."""
+        """The configuration of the weights. The sizes are for a folder that stores only a padded
+        vocabulary; see ``open_source``."""
         if self.native:
             return native.read_meta(self.path).model
         return open_source(self.path, vocab_size=vocab_size, tokens=tokens).model
 
     def weights(self, model: ModelConfig) -> WeightSource:
-        """The values of ``model``, whose vocabulary is known."""
-        return (
-            native.open_weights(self.path)
-            if self.native
-            else open_source(self.path, tokens=model.vocab_size)
-        )
+        """Open the weights of ``model``, whose vocabulary is known."""
+        if self.native:
+            return native.open_weights(self.path)
+        return open_source(self.path, tokens=model.vocab_size)
 
 
 def named_start(options: CheckpointConfig) -> Start | None:
-    """What ``--load`` names: a checkpoint, the latest one in a folder of them, with AUTO the newest
-    usable one of --save, or a folder of another format; None without any. Raises ConfigError for
-    AUTO without --save."""
+    """Find what ``--load`` names: a checkpoint, the latest one in a folder of checkpoints, with AUTO
+    the newest usable one of --save, or a folder of another format. None if there is none of these.
+    Raises ConfigError for AUTO without --save."""
     if options.load is None:
         return None
     if options.load == AUTO:
         if options.save is None:
             do = "give --save FOLDER, or --load FOLDER"
             raise ConfigError(
-                describe(
-                    "--load auto",
-                    got="no --save",
-                    expected="the folder in which the run saves",
-                    do=do,
-                )
+                "--load auto", got="no --save", expected="the folder in which the run saves", do=do
             )
         newest = checkpoint_dir.newest_usable(options.save)
         return Start(newest, native=True) if newest is not None else None
@@ -81,9 +73,10 @@ def named_start(options: CheckpointConfig) -> Start | None:
 
 
 def find_start(options: CheckpointConfig) -> Start | None:
-    """The weights to start from; None for those of --init-from-hf or the seed. Raises
-    CheckpointError rather than guess: a run that begins at iteration 0 never does so in a folder
-    that already holds somebody's checkpoints, and a resumed one never starts over."""
+    """Find the weights to start from; None means those of --init-from-hf or the seed.
+
+    Raises CheckpointError rather than guess: a run that begins at iteration 0 does not save into a
+    folder that already holds checkpoints, and a run that should resume does not start over."""
     save = options.save
     load = options.load
     named = named_start(options)
@@ -100,12 +93,7 @@ def find_start(options: CheckpointConfig) -> Start | None:
             without = " without --finetune" if options.finetune else ""
             do = f"give --load {save}{without} to resume, or another --save"
             raise CheckpointError(
-                describe(
-                    f"--save {save}",
-                    got=present.name,
-                    expected=f"no checkpoint, since {why}",
-                    do=do,
-                )
+                f"--save {save}", got=present.name, expected=f"no checkpoint, since {why}", do=do
             )
         if (
             named is not None
@@ -115,39 +103,31 @@ def find_start(options: CheckpointConfig) -> Start | None:
         ):
             do = "give another --save"
             raise CheckpointError(
-                describe(
-                    f"--save {save}",
-                    got="weights of another format",
-                    expected="a folder of its own",
-                    do=do,
-                )
+                f"--save {save}",
+                got="weights of another format",
+                expected="a folder of its own",
+                do=do,
             )
     elif named is None and load not in (save, AUTO):
         found = "no complete checkpoint" if storage_path(load).is_dir() else "no such folder"
         expected = "iter_* folders, or a model folder of HuggingFace, Megatron or Meta"
         raise CheckpointError(
-            describe(
-                f"--load {load}",
-                got=found,
-                expected=expected,
-                do="check the path, or leave --load out",
-            )
+            f"--load {load}", got=found, expected=expected, do="check the path, or leave --load out"
         )
     return named
 
 
 def begins_anew(options: CheckpointConfig, start: Start) -> bool:
-    """Whether the run takes the weights alone and begins at iteration 0."""
+    """Whether the run loads the weights alone and begins at iteration 0."""
     return options.finetune or not start.native
 
 
 def compare(
     options: CheckpointConfig, start: Start, saved: ModelConfig, model: ModelConfig
 ) -> list[str]:
-    """What the options change in how the loaded weights compute, one warning each. ``model``:
-    derived fields filled in.
-
-    Raises CheckpointError with every field that may not differ."""
+    """Compare the configuration of the loaded weights (``saved``) with that of the run (``model``,
+    derived fields filled in). Returns a warning for each difference that changes what the weights
+    compute. Raises CheckpointError with every field that must not differ."""
     resumes = options.load_optim and not begins_anew(options, start)
     where = str(start.path / META) if start.native else str(start.path)
     title = (
@@ -160,19 +140,17 @@ def compare(
 
 
 def resumed(options: CheckpointConfig) -> CheckpointMeta | None:
-    """The checkpoint where the run goes on; None for one that begins at iteration 0. Raises
+    """The checkpoint from which the run resumes; None if it begins at iteration 0. Raises
     CheckpointError."""
     start = find_start(options)
-    return (
-        native.read_meta(start.path)
-        if start is not None and not begins_anew(options, start)
-        else None
-    )
+    if start is None or begins_anew(options, start):
+        return None
+    return native.read_meta(start.path)
 
 
 def sample_changes(before: Mapping[str, Any] | None, now: Mapping[str, Any]) -> str:
-    """In which words training samples differ from those that a checkpoint knows; empty where they
-    do not, or nothing is known."""
+    """Describe how training samples differ from those that a checkpoint knows. Empty if they do not
+    differ, or if the checkpoint knows nothing of them."""
     if before is None or before == now:
         return ""
     counts = [
@@ -188,8 +166,8 @@ def sample_changes(before: Mapping[str, Any] | None, now: Mapping[str, Any]) -> 
 
 
 def data_changes(saved: Mapping[str, Any], config: Config) -> Iterator[str]:
-    """What makes a resumed run read other samples than the run that saved the checkpoint would
-    have."""
+    """Describe the options that make a resumed run read other samples than the run that saved the
+    checkpoint would have read."""
     sections = (
         ("training", ("seed", "seq_length")),
         ("data", ("data_path", "split", "data_order")),
@@ -204,33 +182,39 @@ def data_changes(saved: Mapping[str, Any], config: Config) -> Iterator[str]:
                 )
             )
             if before != now:
-                yield f"--{name.replace('_', '-')} was {before} when the checkpoint was saved and is {now}: the samples are others"
+                flag = f"--{name.replace('_', '-')}"
+                yield (
+                    f"{flag} was {before} when the checkpoint was saved and is {now}: "
+                    "the samples are others"
+                )
 
 
 def _words(value: Any) -> Any:
-    """Several words, which JSON has as a list, as they are on a command line."""
+    """A list (as which JSON keeps a tuple) as the words of a command line."""
     return " ".join(map(str, value)) if isinstance(value, list | tuple) else value
 
 
 def damaged(start: Start) -> Iterator[str]:
-    """Newer checkpoints than the one that AUTO found usable, one warning each."""
+    """Warn of each checkpoint that is newer than the one that AUTO found usable."""
     for path in checkpoint_dir.complete(start.path.parent).values():
         if path.name > start.path.name:
-            yield f"{path} is damaged, going on from {start.path}; inspect checkpoint {path} --verify says more"
+            yield (
+                f"{path} is damaged, going on from {start.path}; "
+                f"inspect checkpoint {path} --verify says more"
+            )
 
 
 def trained_weights(config: Config) -> tuple[TrainState, WeightSource]:
-    """The weights to evaluate, and the iteration they are of. Raises CheckpointError,
+    """The weights to evaluate, and the state of the run that trained them. Raises CheckpointError,
     ConfigError."""
     folder = config.checkpoint.init_from_hf
     start = find_start(config.checkpoint) if config.checkpoint.load is not None else None
     if start is not None:
-        return native.read_meta(start.path).state if start.native else TrainState(
-            0, 0
-        ), start.weights(config.model)
+        state = native.read_meta(start.path).state if start.native else TrainState(0, 0)
+        return state, start.weights(config.model)
     if folder is not None:
         return TrainState(0, 0), HFWeights(folder)
     do = "give --load FOLDER or --init-from-hf FOLDER"
     raise ConfigError(
-        describe("--load, --init-from-hf", got="neither", expected="the weights to evaluate", do=do)
+        "--load, --init-from-hf", got="neither", expected="the weights to evaluate", do=do
     )

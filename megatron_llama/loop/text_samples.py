@@ -1,8 +1,8 @@
-"""How the model goes on with some texts while it is trained: a look at what it has learned.
+"""Continuations of some prompts, printed while the model trains.
 
-Under every layout, with the weights where the engine has them: each new token is one forward pass
-over what there is so far, greedy and without a cache. That is slow for long texts and nothing
-beside the steps between.
+They work in every layout, because the pipeline's evaluation makes them with the weights where the
+engine has them. Each new token is one forward pass over the whole text, greedy and without a cache:
+slow for long texts, but little compared with the steps in between.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from megatron_llama.checkpoint.meta import TrainState
 from megatron_llama.config.schema import Config
 from megatron_llama.data.loader import Batch
 from megatron_llama.distributed.mesh import Mesh
-from megatron_llama.errors import ConfigError, describe
+from megatron_llama.errors import ConfigError
 from megatron_llama.metrics.log import MetricLog
 from megatron_llama.pipeline.runtime import PipelineRuntime
 from megatron_llama.tokenizer.base import Tokenizer
 
 Prompt = Callable[[str], Sequence[int]]
-"""A text as the tokens that the model is to continue."""
+"""Makes the tokens that the model continues from a text."""
 
 
 class SampleTexts:
@@ -49,9 +49,7 @@ class SampleTexts:
         if tokenizer is None:
             do = "give --tokenizer-model"
             raise ConfigError(
-                describe(
-                    "--sample-interval", got="no tokenizer", expected="one, for the prompts", do=do
-                )
+                "--sample-interval", got="no tokenizer", expected="one, for the prompts", do=do
             )
         self._prompts = [
             list(prompt(text) if prompt is not None else _plain(tokenizer, text))
@@ -63,36 +61,33 @@ class SampleTexts:
             expected = f"1 to {room}, which is seq_length"
             do = "shorten --sample-prompt or lower --sample-tokens"
             raise ConfigError(
-                describe(
-                    "--sample-prompt",
-                    got=f"{longest} tokens with their continuation",
-                    expected=expected,
-                    do=do,
-                )
+                "--sample-prompt",
+                got=f"{longest} tokens with their continuation",
+                expected=expected,
+                do=do,
             )
         parallel = config.parallel
-        unit = (
-            2
-            * parallel.context_parallel_size
-            * (parallel.tensor_model_parallel_size if parallel.sequence_parallel else 1)
-        )
+        # Context parallelism cuts a sequence into 2 x cp chunks, sequence parallelism each of them
+        # among the tensor-parallel ranks.
+        unit = 2 * parallel.context_parallel_size
+        if parallel.sequence_parallel:
+            unit *= parallel.tensor_model_parallel_size
         self._length = min(room, -(-longest // unit) * unit)
 
     def due(self, state: TrainState) -> bool:
-        """Whether to print after this step."""
+        """Whether to print continuations after this step."""
         interval = self._log.sample_interval
         return interval > 0 and (state.iteration % interval == 0 or state.iteration == self._last)
 
     def write(self, state: TrainState, log: MetricLog) -> None:
-        """Print them. Collective."""
+        """Print the continuations. Collective."""
         assert self._tokenizer is not None
         for text, tokens in zip(self._log.sample_prompt, self.continuations(), strict=True):
-            log.say(
-                f" sample at iteration {state.iteration} | {text!r} | {self._tokenizer.decode(tokens)!r} |"
-            )
+            continuation = self._tokenizer.decode(tokens)
+            log.say(f" sample at iteration {state.iteration} | {text!r} | {continuation!r} |")
 
     def continuations(self) -> list[list[int]]:
-        """The new tokens of each prompt, the end token left out. Collective."""
+        """The new tokens of each prompt, without the end token. Collective."""
         assert self._tokenizer is not None
         lengths = torch.tensor([len(prompt) for prompt in self._prompts])
         count = len(self._prompts)

@@ -1,8 +1,8 @@
 """Some steps of a run as one timeline of all ranks (--record-timeline).
 
-Every rank notes its actions and messages where its recorder sees them: on the host by the clock, on
-a device by events that are read when the recording is over. Nothing is sent or waited for in
-between. Before the first step and behind the last everything in flight arrives, so that every
+Every rank notes its actions and messages where its ``Recorder`` sees them: on the host by the
+clock, on a device by events that are read when the recording is over. Nothing is sent or waited for
+in between. Before the first step and after the last one everything in flight arrives, so that every
 message that is issued in the recorded steps ends in them.
 """
 
@@ -13,8 +13,8 @@ import socket
 import time
 from bisect import bisect_right
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -29,7 +29,6 @@ from megatron_llama.distributed.comm.object_collectives import gather_object, ra
 from megatron_llama.distributed.mesh import Axis, Mesh
 from megatron_llama.distributed.recorder import Note, Recorder
 from megatron_llama.metrics.log import MetricLog
-from megatron_llama.plans.schedule import Action
 from megatron_llama.plans.timeline_file import (
     AXIS_LANES,
     COMPUTE,
@@ -45,47 +44,37 @@ from megatron_llama.plans.timeline_file import (
 )
 
 ROUNDS = 8
-"""Questions that a rank asks for the first rank's time; the one that is answered fastest counts."""
+"""How often a rank asks for the first rank's time. The question that is answered fastest counts."""
 ENGINE_WAITS: Sequence[tuple[str, str]] = (("parameters", GATHERS), ("gradients", REDUCTIONS))
 """What the engine calls the messages that it waits for, and their lanes."""
 
 
-@dataclass(frozen=True)
-class _Noted:
-    """As it was noted: plain values, so that nothing is kept alive."""
-
-    kind: str
-    what: Any
-    begin: Any
-    end: Any
-    """Seconds of the host's clock, or events of a device."""
-    evaluating: bool
-
-
-class _Noting:
-    """Under way; see Note."""
+class _Note:
+    """See ``Note``. Times are seconds of the host's clock, or events of a device."""
 
     def __init__(
-        self, kind: str, what: Any, evaluating: bool, clock: Callable[[], Any], found: list[_Noted]
+        self, kind: str, what: Any, evaluating: bool, clock: Callable[[], Any], ended: list[_Note]
     ) -> None:
-        self._begun = (kind, what)
-        self._evaluating = evaluating
+        self.kind = kind
+        self.what = what
+        self.evaluating = evaluating
         self._clock = clock
-        self._found = found
-        self._begin = clock()
+        self._ended = ended
+        self.start = clock()
+        self.stop: Any = None
 
     def end(self) -> None:
-        """See Note. From any thread."""
-        self._found.append(_Noted(*self._begun, self._begin, self._clock(), self._evaluating))
+        self.stop = self._clock()
+        self._ended.append(self)  # which is atomic: notes end in several threads
 
 
 class Notes:
-    """What one rank notes, between ``begin`` and ``spans``."""
+    """The notes of one rank, from ``begin`` to ``finish``."""
 
     def __init__(self, recorder: Recorder, device: torch.device) -> None:
         self._recorder = recorder
         self._device = device
-        self._found = list[_Noted]()
+        self._ended = list[_Note]()
         self._clock: Callable[[], Any] = (
             time.perf_counter if devices.is_host(device) else partial(devices.timed_event, device)
         )
@@ -93,105 +82,88 @@ class Notes:
         self._iteration: Note | None = None
 
     def begin(self) -> None:
-        """From now on the recorder's notes come here. The device must be idle."""
-        first = self._clock()
+        """Note what the recorder sees from now on. The device must be idle."""
+        event = self._clock()
         devices.synchronize(self._device)
-        self._zero = first, time.perf_counter()
+        # The device is idle, so this event and this moment of the host's clock are the same.
+        self._zero = event, time.perf_counter()
         self._recorder.timeline = self._note
 
     def _note(self, kind: str, what: Any) -> Note:
-        if kind == "wait":  # what is waited for may hold tensors
-            what = str(what)
-        elif (
-            kind == "message" and what[0] not in AXIS_LANES
-        ):  # of the whole world: one number, and no bucket
-            what = (*what[:3], None)
-        return _Noting(kind, what, self._recorder.evaluating, self._clock, self._found)
+        if kind == "wait":
+            what = str(what)  # what is waited for may hold tensors, which must not live on here
+        elif kind == "message" and what[0] not in AXIS_LANES:
+            what = (*what[:3], None)  # a message of the whole world is one number, and no bucket
+        return _Note(kind, what, self._recorder.evaluating, self._clock, self._ended)
 
     def next_iteration(self, iteration: int | None) -> None:
-        """One iteration is over, the next begins, if there is one."""
+        """End the iteration under way, and begin the next one unless it is None."""
         if self._iteration is not None:
             self._iteration.end()
         self._recorder.evaluating = False  # what a step sends before its first action is its own
         self._iteration = None if iteration is None else self._note("iteration", iteration)
 
     def finish(self) -> None:
-        """Note no more. The device is idle."""
+        """Note no more. The device must be idle."""
         self._recorder.timeline = None
         self.next_iteration(None)
         devices.synchronize(self._device)
 
-    def _seconds(self, moment: Any) -> float:
-        """On this host's clock."""
-        event, host = self._zero
-        return (
-            float(moment)
-            if devices.is_host(self._device)
-            else host + event.elapsed_time(moment) / 1e3
-        )
-
     def spans(self, rank: int, offset: float) -> list[Span]:
-        """Everything noted. ``offset``: what to add to this host's clock."""
-        timed = [
-            (one, self._seconds(one.begin) + offset, self._seconds(one.end) + offset)
-            for one in self._found
-        ]
-        starts = sorted((begin, one.what) for one, begin, _ in timed if one.kind == "iteration")
-        firsts = [begin for begin, _ in starts]
+        """Everything that was noted. ``offset`` is added to this host's clock."""
+        event, host = self._zero
+
+        def seconds(moment: Any) -> float:
+            if devices.is_host(self._device):
+                return float(moment) + offset
+            return host + float(event.elapsed_time(moment)) / 1e3 + offset
+
+        iterations = sorted(
+            (seconds(note.start), note.what) for note in self._ended if note.kind == "iteration"
+        )
+        starts = [start for start, _ in iterations]
         spans = []
-        for one, begin, end in timed:
-            place = max(0, bisect_right(firsts, begin) - 1)
-            details = {"iteration": starts[place][1], **_details(one)}
-            spans.append(Span(rank, _lane(one), _name(one), begin, end, details))
+        for note in self._ended:
+            lane, name, details = _described(note)
+            start = seconds(note.start)
+            _, iteration = iterations[max(0, bisect_right(starts, start) - 1)]
+            details = {"iteration": iteration, **details}
+            if note.evaluating:
+                details["evaluation"] = 1
+            spans.append(Span(rank, lane, name, start, seconds(note.stop), details))
         return spans
 
 
-def _lane(noted: _Noted) -> str:
-    if noted.kind == "message":
-        return AXIS_LANES.get(noted.what[0], OTHER)
-    return {"iteration": ITERATIONS, "action": COMPUTE, "wait": WAITS, "update": UPDATES}[
-        noted.kind
-    ]
-
-
-def _name(noted: _Noted) -> str:
-    what = noted.what
-    if isinstance(what, Action):
-        return f"{what.op.value} {what.microbatch}"
-    if noted.kind == "message":
-        _, operation, _, bucket = what
-        return str(operation) if bucket is None else f"{operation} {bucket}"
-    return str(what) if noted.kind == "wait" else f"{noted.kind} {what}"
-
-
-def _details(noted: _Noted) -> Mapping[str, int | str]:
-    what = noted.what
-    found = dict[str, int | str]()
-    if isinstance(what, Action):
-        found = {"op": what.op.value, "stage": what.stage, "microbatch": what.microbatch}
-    elif noted.kind == "message":
+def _described(note: _Note) -> tuple[str, str, dict[str, int | str]]:
+    """The lane, the name and the details of a note's span."""
+    what = note.what
+    if note.kind == "action":
+        details = {"op": what.op.value, "stage": what.stage, "microbatch": what.microbatch}
+        return COMPUTE, f"{what.op.value} {what.microbatch}", details
+    if note.kind == "message":
         axis, operation, size, bucket = what
-        found = {
-            "axis": axis,
-            "operation": operation,
-            "bytes": size,
-            **({} if bucket is None else {"bucket": bucket}),
-        }
-    elif noted.kind == "wait":
-        found = {
-            "on": dict(ENGINE_WAITS).get(what) or AXIS_LANES.get(what.rpartition(" on ")[2], OTHER)
-        }
-    elif noted.kind == "update":
-        found = {"bucket": what}
-    return found | ({"evaluation": 1} if noted.evaluating else {})
+        details = {"axis": axis, "operation": operation, "bytes": size}
+        name = str(operation)
+        if bucket is not None:
+            name = f"{operation} {bucket}"
+            details["bucket"] = bucket
+        return AXIS_LANES.get(axis, OTHER), name, details
+    if note.kind == "wait":
+        # "parameters" and "gradients" are words of the engine, anything else ends in its axis.
+        lane = dict(ENGINE_WAITS).get(what) or AXIS_LANES.get(what.rpartition(" on ")[2], OTHER)
+        return WAITS, what, {"on": lane}
+    if note.kind == "update":
+        return UPDATES, f"update {what}", {"bucket": what}
+    return ITERATIONS, f"iteration {what}", {}
 
 
 def clock_offset(axis: Axis, clock: Callable[[], float] = time.perf_counter) -> tuple[float, float]:
-    """What to add to this rank's clock to have the first rank's, and by how much that may be wrong,
-    in seconds. Collective.
+    """What to add to this rank's clock to have the first rank's, and the largest error of that, in
+    seconds. Collective.
 
     By question and answer over the host's backend (Cristian, 1989): the answer was given somewhere
-    between the two moments at which this rank asked and heard, taken as their middle."""
+    between the two moments at which this rank asked and heard, and is taken as from their
+    middle."""
     answer = torch.zeros((), dtype=torch.float64)
     if axis.rank == 0:
         for peer in range(1, axis.size):
@@ -199,67 +171,64 @@ def clock_offset(axis: Axis, clock: Callable[[], float] = time.perf_counter) -> 
                 dist.recv(answer, group=axis.group, group_src=peer)
                 dist.send(answer.fill_(clock()), group=axis.group, group_dst=peer)
         return 0.0, 0.0
-    return min(_asked(axis, clock, answer) for _ in range(ROUNDS))[::-1]
+    best = (math.inf, 0.0)
+    for _ in range(ROUNDS):
+        asked = clock()
+        dist.send(answer, group=axis.group, group_dst=0)
+        dist.recv(answer, group=axis.group, group_src=0)
+        heard = clock()
+        best = min(best, ((heard - asked) / 2, float(answer) - (asked + heard) / 2))
+    error, offset = best
+    return offset, error
 
 
-def _asked(axis: Axis, clock: Callable[[], float], answer: torch.Tensor) -> tuple[float, float]:
-    """(error, offset) of one question."""
-    asked = clock()
-    dist.send(answer, group=axis.group, group_dst=0)
-    dist.recv(answer, group=axis.group, group_src=0)
-    heard = clock()
-    return (heard - asked) / 2, float(answer) - (asked + heard) / 2
-
-
-class Recording:
-    """Records the steps behind ``profile_step_start`` up to and with ``profile_step_end``, on all
-    ranks, where --record-timeline asks."""
+class TimelineRecorder:
+    """Records the steps after ``profile_step_start`` up to and including ``profile_step_end``, on
+    all ranks, if --record-timeline is given."""
 
     def __init__(
         self, config: Config, mesh: Mesh, log: MetricLog, settle: Callable[[], None]
     ) -> None:
-        """``settle``: waits until nothing of the optimizer is in flight. Raises CheckpointError, on
-        every rank, if the file's folder cannot be made."""
+        """``settle`` waits until nothing of the optimizer is in flight. Raises CheckpointError, on
+        every rank, if the file cannot be written."""
         self._config = config
         self._mesh = mesh
         self._log = log
         self._settle = settle
-        self._file = (
-            Path(config.log.record_timeline) if config.log.record_timeline is not None else None
-        )
+        path = config.log.record_timeline
+        self._file = Path(path) if path is not None else None
         self._notes: Notes | None = None
         self._iterations: list[int] = []
-        self._offset = self._error = 0.0
+        self._offset = 0.0
+        self._error = 0.0
         if self._file is not None:
+            # A file that cannot be written is an error before the first step, not after the last.
             with raise_on_all_ranks(mesh.world), writing(self._file):
                 if mesh.rank == 0:
                     self._file.parent.mkdir(parents=True, exist_ok=True)
                     self._file.touch()
 
     def before(self, iteration: int) -> None:
-        """The step after so many is about to begin. Collective at either end of the recording."""
-        options = self._config.log
+        """Called before the step that follows ``iteration`` steps. Collective where the recording
+        begins or ends."""
         if self._file is None:
             return
-        if iteration == options.profile_step_start:
-            self._start()
-        elif iteration >= options.profile_step_end:
+        if iteration == self._config.log.profile_step_start:
+            self._settle()
+            devices.synchronize(self._mesh.device)
+            self._notes = Notes(self._mesh.recorder, self._mesh.device)
+            self._iterations = []
+            self._offset, self._error = clock_offset(self._mesh.world)
+            self._notes.begin()
+        elif iteration >= self._config.log.profile_step_end:
             self.stop(write=True)
         if self._notes is not None:
             self._iterations.append(iteration + 1)
             self._notes.next_iteration(iteration + 1)
 
-    def _start(self) -> None:
-        self._settle()
-        devices.synchronize(self._mesh.device)
-        self._notes = Notes(self._mesh.recorder, self._mesh.device)
-        self._iterations = []
-        self._offset, self._error = clock_offset(self._mesh.world)
-        self._notes.begin()
-
     def stop(self, *, write: bool) -> None:
-        """End a recording that is under way. Collective if it is to be written. Raises
-        CheckpointError, on every rank, if it cannot be."""
+        """End a recording that is under way, and write its file if asked, which is collective.
+        Raises CheckpointError, on every rank, if the file cannot be written."""
         notes = self._notes
         self._notes = None
         if notes is None:
@@ -267,59 +236,41 @@ class Recording:
         if write:
             self._settle()
         notes.finish()
-        if write:
-            self._write(notes)
-
-    def _write(self, notes: Notes) -> None:
+        if not write:
+            return
         assert self._file is not None
         mesh = self._mesh
+        axes = {
+            "pp": (mesh.pp.rank, mesh.pp.size),
+            "dp": (mesh.data_rank, mesh.data_size),
+            "cp": (mesh.cp.rank, mesh.cp.size),
+            "tp": (mesh.tp.rank, mesh.tp.size),
+        }
+        label = " ".join(f"{name} {rank}" for name, (rank, size) in axes.items() if size > 1)
+        spans = notes.spans(mesh.rank, self._offset)
+        ranks = gather_object((spans, socket.gethostname(), self._error, label), mesh.world)
+        with raise_on_all_ranks(mesh.world), writing(self._file):
+            if ranks is not None:
+                write_timeline(self._file, _recorded(self._config, mesh.device, ranks))
         first = self._iterations[0]
         last = self._iterations[-1]
-        spans = notes.spans(mesh.rank, self._offset)
-        host = socket.gethostname()
-        everybody = gather_object((spans, host, self._error, _place(mesh)), mesh.world)
-        with raise_on_all_ranks(mesh.world), writing(self._file):
-            if everybody is not None:
-                write_timeline(self._file, _recorded(self._config, mesh.device, everybody))
         self._log.say(f" timeline of iterations {first} to {last}: {self._file}")
 
 
 def _recorded(
-    config: Config, device: torch.device, everybody: Sequence[tuple[list[Span], str, float, str]]
+    config: Config, device: torch.device, ranks: Sequence[tuple[list[Span], str, float, str]]
 ) -> Recorded:
-    zero = min((span.begin for spans, *_ in everybody for span in spans), default=0.0)
-    errors = sorted((error for _, _, error, _ in everybody), reverse=True)
+    every = [span for spans, *_ in ranks for span in spans]
+    zero = min((span.begin for span in every), default=0.0)
+    errors = sorted((error for _, _, error, _ in ranks), reverse=True)
     return Recorded(
         config=asdict(config),
-        ranks=len(everybody),
-        per_node=max(Counter(host for _, host, _, _ in everybody).values()),
+        ranks=len(ranks),
+        per_node=max(Counter(host for _, host, _, _ in ranks).values()),
         device=devices.name(device),
         host=devices.is_host(device),
         memory=devices.memory_bytes(device),
-        clock_error=math.fsum(errors[:2]),
-        labels=tuple(label for *_, label in everybody),
-        spans=tuple(_shifted(everybody, zero)),
-    )
-
-
-def _shifted(
-    everybody: Sequence[tuple[list[Span], str, float, str]], zero: float
-) -> Iterator[Span]:
-    for spans, *_ in everybody:
-        for span in spans:
-            yield Span(
-                span.rank, span.lane, span.name, span.begin - zero, span.end - zero, span.details
-            )
-
-
-def _place(mesh: Mesh) -> str:
-    places = (
-        ("pp", mesh.pp.rank, mesh.pp.size),
-        ("dp", mesh.data_rank, mesh.data_size),
-        ("cp", mesh.cp.rank, mesh.cp.size),
-    )
-    return " ".join(
-        f"{name} {rank}"
-        for name, rank, size in (*places, ("tp", mesh.tp.rank, mesh.tp.size))
-        if size > 1
+        clock_error=math.fsum(errors[:2]),  # both clocks of a pair may be wrong
+        labels=tuple(label for *_, label in ranks),
+        spans=tuple(replace(span, begin=span.begin - zero, end=span.end - zero) for span in every),
     )

@@ -13,7 +13,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Protocol, Self, TextIO
 
-from megatron_llama.errors import CheckpointError, TrainingError, describe
+from megatron_llama.errors import CheckpointError, TrainingError
 from megatron_llama.metrics.window import Spread
 
 FILE_NAME = "log.jsonl"
@@ -292,7 +292,7 @@ class MetricLog:
             if isinstance(value, float) and not math.isfinite(value):
                 where = f"{key} at iteration {entry['iteration']}"
                 do = "lower --lr or look at the data of this step"
-                raise TrainingError(describe(where, got=value, expected="a finite number", do=do))
+                raise TrainingError(where, got=value, expected="a finite number", do=do)
         if self._file is not None:
             try:
                 self._file.write(json.dumps(entry) + "\n")
@@ -300,9 +300,7 @@ class MetricLog:
             except OSError as error:
                 do = "free space or mend the permissions, and resume with --load"
                 raise CheckpointError(
-                    describe(
-                        self._file.name, got=error.strerror, expected="to append a line", do=do
-                    )
+                    self._file.name, got=error.strerror, expected="to append a line", do=do
                 ) from error
 
 

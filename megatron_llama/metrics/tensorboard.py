@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_llama.config.schema import LogConfig
-from megatron_llama.errors import ConfigError, describe
+from megatron_llama.errors import ConfigError
 from megatron_llama.metrics.log import StepRecord
 
 FLUSH_SECONDS = 120
@@ -21,9 +21,7 @@ def require_tensorboard(config: LogConfig) -> None:
     if config.tensorboard_dir is not None and find_spec("tensorboard") is None:
         do = "pip install megatron-llama[tensorboard], or leave it out"
         raise ConfigError(
-            describe(
-                "--tensorboard-dir", got="no package tensorboard", expected="it installed", do=do
-            )
+            "--tensorboard-dir", got="no package tensorboard", expected="it installed", do=do
         )
 
 

@@ -8,7 +8,7 @@ from importlib.util import find_spec
 from typing import Any
 
 from megatron_llama.config.schema import Config, LogConfig
-from megatron_llama.errors import ConfigError, describe
+from megatron_llama.errors import ConfigError
 from megatron_llama.metrics.log import StepRecord
 
 
@@ -16,9 +16,7 @@ def require_wandb(config: LogConfig) -> None:
     """Raise ConfigError where a run is wanted and the package that keeps it is not installed."""
     if config.wandb_project is not None and find_spec("wandb") is None:
         do = "pip install megatron-llama[wandb], or leave it out"
-        raise ConfigError(
-            describe("--wandb-project", got="no package wandb", expected="it installed", do=do)
-        )
+        raise ConfigError("--wandb-project", got="no package wandb", expected="it installed", do=do)
 
 
 class WandB:
@@ -44,9 +42,7 @@ class WandB:
         except wandb.Error as error:
             do = "run wandb login, set WANDB_MODE=offline, or leave --wandb-project out"
             raise ConfigError(
-                describe(
-                    "--wandb-project", got=error, expected="a service that takes the run", do=do
-                )
+                "--wandb-project", got=error, expected="a service that takes the run", do=do
             ) from error
         self._run.define_metric("*", step_metric="iteration")
 
