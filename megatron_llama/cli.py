@@ -187,7 +187,7 @@ def run(words: list[str]) -> int:
     if command.function == "inspect":
         function(words)
         return 0
-    from megatron_llama.config.megatron_names import CONVERT, MEGATRON
+    from megatron_llama.config.megatron_names import ALIASES, MEGATRON
     from megatron_llama.config.parse import parse
 
     return (
@@ -195,7 +195,7 @@ def run(words: list[str]) -> int:
             parse(
                 _with_dry_run_value(_named(words, command.words)),
                 sections,
-                aliases={**MEGATRON, **CONVERT},
+                aliases={**MEGATRON, **ALIASES},
             )
         )
         or 0

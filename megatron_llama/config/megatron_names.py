@@ -2,7 +2,7 @@
 LLaMA needs.
 
 Most Megatron flags need no alias: ``--micro-batch-size``, ``--lr``, ``--seq-length`` and so on are
-field names in ``config.py``.
+field names in ``schema.py``.
 """
 
 from __future__ import annotations
@@ -95,11 +95,13 @@ MEGATRON: Mapping[str, Alias] = MappingProxyType(
         "causal_lm": Alias(value="true", help=_LLAMA),
         "use_flash_attn": Alias(
             value="true",
-            help="attention is torch's SDPA, which brings the flash kernels: accepted, changes nothing",
+            help="attention is torch's SDPA, which brings the flash kernels: accepted, changes "
+            "nothing",
         ),
         "no_gradient_accumulation_fusion": Alias(
             value="true",
-            help="gradients are always written into the buffers that are reduced, without apex: accepted, changes nothing",
+            help="gradients are always written into the buffers that are reduced, without "
+            "apex: accepted, changes nothing",
         ),
         "data_impl": Alias(
             convert=only("mmap"),
@@ -107,7 +109,8 @@ MEGATRON: Mapping[str, Alias] = MappingProxyType(
         ),
         "override_opt_param_scheduler": Alias(
             value="true",
-            help="the learning rate always follows the options, never a checkpoint: accepted, changes nothing",
+            help="the learning rate always follows the options, never a checkpoint: accepted, "
+            "changes nothing",
         ),
         "position_embedding_type": Alias(convert=only("rope"), help=_LLAMA),
         "attention_dropout": Alias(convert=zero, help=_NO_DROPOUT),
@@ -116,5 +119,25 @@ MEGATRON: Mapping[str, Alias] = MappingProxyType(
     }
 )
 
-CONVERT: Mapping[str, Alias] = MappingProxyType({"from": Alias("source_format")})
-"""A name that no field can have."""
+
+def _replaced_by(option: str) -> Callable[[str], str]:
+    """A converter that accepts nothing, for an option that another one has replaced."""
+
+    def refuse(text: str) -> str:
+        raise ValueError(option)
+
+    return refuse
+
+
+ALIASES: Mapping[str, Alias] = MappingProxyType(
+    {
+        # `from` is a keyword of Python, so no field can have that name.
+        "from": Alias("source_format"),
+        "png": Alias(
+            "svg",
+            convert=_replaced_by("--svg FILE"),
+            help="drawings are written as SVG, which every browser shows: give --svg FILE",
+        ),
+    }
+)
+"""Other names of options of single commands; a command without that option does not know them."""

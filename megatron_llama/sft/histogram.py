@@ -7,6 +7,8 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
+from megatron_llama.metrics.svg import Drawing
+
 _STEPS = (1, 2, 5)
 
 
@@ -64,7 +66,10 @@ def text_bars(counts: Mapping[int, int], width: int = 50) -> Iterator[str]:
         f"{bar.low:,}-{bar.high:,}" if bar.high > bar.low else f"{bar.low:,}" for bar in found
     ]
     for bar, place in zip(found, places, strict=True):
-        yield f"{place:>{max(map(len, places))}} {bar.count:>8,} {'#' * -(-bar.count * width // largest)}".rstrip()
+        yield (
+            f"{place:>{max(map(len, places))}} {bar.count:>8,} "
+            f"{'#' * -(-bar.count * width // largest)}"
+        ).rstrip()
 
 
 def page(title: str, lines: Iterable[str], charts: Sequence[tuple[str, Mapping[int, int]]]) -> str:
@@ -74,24 +79,27 @@ def page(title: str, lines: Iterable[str], charts: Sequence[tuple[str, Mapping[i
     for name, counts in charts:
         parts += [f"<h2>{html.escape(name)}</h2>"]
         if counts:
-            parts += [f"<p>{html.escape(quantiles(counts))}</p>", _svg(bars(counts, 40))]
-    style = "body{font:14px sans-serif;margin:2em;max-width:60em}rect{fill:#3b6ea5}text{font:11px sans-serif}"
-    head = f'<!doctype html><html lang="en"><meta charset="utf-8"><title>{html.escape(title)}</title><style>{style}</style>'
+            parts += [f"<p>{html.escape(quantiles(counts))}</p>", _chart(bars(counts, 40))]
+    style = (
+        "body{font:14px sans-serif;margin:2em;max-width:60em}rect{fill:#3b6ea5}text{font:11px "
+        "sans-serif}"
+    )
+    head = (
+        '<!doctype html><html lang="en"><meta '
+        f'charset="utf-8"><title>{html.escape(title)}</title><style>{style}</style>'
+    )
     return "\n".join([head, *parts, "</html>"]) + "\n"
 
 
-def _svg(found: Sequence[Bar], width: int = 800, height: int = 200) -> str:
+def _chart(found: Sequence[Bar], width: int = 800, height: int = 200) -> str:
+    """The bars as an SVG element, with about ten of their lower ends written below."""
+    drawing = Drawing(width, height + 20)
     largest = max(bar.count for bar in found)
     step = width / len(found)
-    parts = [
-        f'<svg viewBox="0 0 {width} {height + 20}" width="{width}" height="{height + 20}" role="img">'
-    ]
     for index, bar in enumerate(found):
         tall = bar.count * height / largest
-        place = f'x="{index * step + 1:.1f}" y="{height - tall:.1f}" width="{max(step - 2, 1):.1f}" height="{tall:.1f}"'
-        parts.append(
-            f"<rect {place}><title>{bar.low:,} to {bar.high:,}: {bar.count:,}</title></rect>"
-        )
+        tip = f"{bar.low:,} to {bar.high:,}: {bar.count:,}"
+        drawing.box(index * step + 1, height - tall, max(step - 2, 1), tall, tip=tip)
         if index % -(-len(found) // 10) == 0:
-            parts.append(f'<text x="{index * step:.1f}" y="{height + 15}">{bar.low:,}</text>')
-    return "\n".join([*parts, "</svg>"])
+            drawing.text(index * step, height + 15, f"{bar.low:,}")
+    return drawing.svg()

@@ -1,14 +1,12 @@
-"""The ``schedule`` command: its text grid, its numbers, its picture and its errors."""
+"""The ``schedule`` command: its text grid, its numbers, its drawing and its errors."""
 
 from __future__ import annotations
 
-import struct
-import zlib
 from pathlib import Path
+from xml.etree import ElementTree
 
 import pytest
 from megatron_llama.cli import main
-from megatron_llama.commands.common.picture import CHARACTERS, GLYPHS, Canvas
 
 FOUR = ["schedule", "--pipeline-model-parallel-size", "4", "--num-microbatches", "8", "--pipeline-schedule"]
 
@@ -16,27 +14,6 @@ FOUR = ["schedule", "--pipeline-model-parallel-size", "4", "--num-microbatches",
 def output(words: list[str], capsys: pytest.CaptureFixture[str]) -> str:
     assert main(words) == 0
     return capsys.readouterr().out
-
-
-def pixels(data: bytes) -> list[list[tuple[int, int, int]]]:
-    """Decode an 8-bit RGB PNG without filters, checking every checksum."""
-    assert data[:8] == b"\x89PNG\r\n\x1a\n"
-    chunks: dict[bytes, bytes] = {}
-    at = 8
-    while at < len(data):
-        (length,) = struct.unpack_from(">I", data, at)
-        kind, body = data[at + 4 : at + 8], data[at + 8 : at + 8 + length]
-        assert struct.unpack_from(">I", data, at + 8 + length) == (zlib.crc32(kind + body),)
-        chunks[kind] = body
-        at += 12 + length
-    assert list(chunks) == [b"IHDR", b"IDAT", b"IEND"]
-    width, height, *form = struct.unpack(">IIBBBBB", chunks[b"IHDR"])
-    assert form == [8, 2, 0, 0, 0]
-    raw = zlib.decompress(chunks[b"IDAT"])
-    stride = 1 + 3 * width
-    assert len(raw) == height * stride and {raw[row * stride] for row in range(height)} == {0}
-    lines = [raw[row * stride + 1 : (row + 1) * stride] for row in range(height)]
-    return [[(line[3 * x], line[3 * x + 1], line[3 * x + 2]) for x in range(width)] for line in lines]
 
 
 def test_one_row_per_rank_on_a_time_grid(capsys: pytest.CaptureFixture[str]) -> None:
@@ -78,33 +55,39 @@ def test_long_schedules_continue_below(capsys: pytest.CaptureFixture[str]) -> No
 
 
 @pytest.mark.parametrize(("name", "ticks"), [("1f1b", 33), ("zb-v", 51)])
-def test_the_picture(name: str, ticks: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    target = tmp_path / "schedule.png"
-    assert f"drawn in {target}" in output([*FOUR, name, "--png", str(target)], capsys)
-    assert [path.name for path in tmp_path.iterdir()] == ["schedule.png"]
-    image = pixels(target.read_bytes())
+def test_the_drawing(name: str, ticks: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    target = tmp_path / "schedule.svg"
+    assert f"drawn in {target}" in output([*FOUR, name, "--svg", str(target)], capsys)
+    assert [path.name for path in tmp_path.iterdir()] == ["schedule.svg"]
+    root = ElementTree.fromstring(target.read_text())
     cell, row, left, top = 24, 34, 38, 16
-    assert (len(image[0]), len(image)) == (left + ticks * cell + 16 + cell // 2, top + 4 * row + 30 + row + 16)
-    forward, idle = (49, 104, 190), (238, 240, 244)
-    # Beside the number: the first pass of rank r begins at tick r, and the rank is idle before.
+    size = left + ticks * cell + 16 + cell // 2, top + 4 * row + 30 + row + 16
+    assert (root.get("width"), root.get("height")) == tuple(map(str, size))
+    boxes = [
+        (item.get("fill"), *(float(item.get(key, "")) for key in ("x", "y", "width")))
+        for item in root.iter("{http://www.w3.org/2000/svg}rect")
+    ]
+    forward, idle = "#3168be", "#eef0f4"
+    # The first pass of rank r begins at tick r, and the rank is idle before.
     for rank in range(4):
-        line = image[top + rank * row + row // 2]
-        assert [line[left + tick * cell + 4] for tick in range(rank + 1)] == [idle] * rank + [forward]
-    share = sum(line[left + tick * cell + cell // 2] == idle for line in image[top + 4 : top + 4 * row : row] for tick in range(ticks))
-    assert share == 4 * ticks - {"1f1b": 4 * 24, "zb-v": 4 * 48}[name]
-
-
-def test_text_is_drawn_where_it_belongs() -> None:
-    canvas = Canvas(20, 20, (255, 255, 255))
-    canvas.text(10, 10, "1", (0, 0, 0), scale=1)
-    dark = {(x, y) for y, line in enumerate(pixels(canvas.png())) for x, colour in enumerate(line) if colour == (0, 0, 0)}
-    assert dark == {(10, y) for y in range(7, 14)} | {(9, 8), (9, 13), (11, 13)}
-    assert len(GLYPHS) == len(CHARACTERS) == len(set(GLYPHS))
+        inside = [(fill, x, width) for fill, x, y, width in boxes if y == top + rank * row + 1]
+        assert inside[0] == (idle, left, ticks * cell)
+        assert inside[1][:2] == (forward, left + rank * cell + 1)
+        busy = sum(width + 2 for _, _, width in inside[1:])
+        assert busy == {"1f1b": 24, "zb-v": 48}[name] * cell
+        numbers = [
+            item.text
+            for item in root.iter("{http://www.w3.org/2000/svg}text")
+            if float(item.get("y", "")) == top + rank * row + row / 2 + 5.2
+        ]
+        assert len(numbers) == len(inside) and numbers[:2] == [str(rank), "0"]
 
 
 def test_errors(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*FOUR, "interleaved"]) == 2
     assert "--virtual-pipeline-model-parallel-size: got 1, expected 2 or more" in capsys.readouterr().err
-    assert main([*FOUR, "1f1b", "--png", str(tmp_path / "absent" / "a.png")]) == 2
-    assert "--png: got" in capsys.readouterr().err
+    assert main([*FOUR, "1f1b", "--svg", str(tmp_path / "absent" / "a.svg")]) == 2
+    assert "--svg: got" in capsys.readouterr().err
+    assert main([*FOUR, "1f1b", "--png", "a.png"]) == 2
+    assert "--png: got a.png, expected --svg FILE; " in capsys.readouterr().err
     assert list(tmp_path.iterdir()) == []

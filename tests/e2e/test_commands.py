@@ -198,13 +198,13 @@ def test_dry_run_shows_the_passes_that_the_schedule_command_shows(product: Produ
         assert " ".join(word for word in row.split() if word != ".") == passes
 
 
-def test_schedule_writes_a_picture(product: Product, tmp_path: Path) -> None:
-    options = words({**ZB_H1.options, "num_microbatches": 4, "png": tmp_path / "zb.png"})
+def test_schedule_writes_a_drawing(product: Product, tmp_path: Path) -> None:
+    options = words({**ZB_H1.options, "num_microbatches": 4, "svg": tmp_path / "zb.svg"})
     ended = product.run("schedule", *options).ok()
     assert ended.out.startswith("zb-h1: 2 pipeline ranks, 4 microbatches (validated)\n")
-    assert "bubble       7.69% of the makespan" in ended.out and ended.out.endswith(f"drawn in {tmp_path}/zb.png\n")
-    assert [path.name for path in tmp_path.iterdir()] == ["zb.png"]
-    assert (tmp_path / "zb.png").read_bytes().startswith(b"\x89PNG\r\n\x1a\n")
+    assert "bubble       7.69% of the makespan" in ended.out and ended.out.endswith(f"drawn in {tmp_path}/zb.svg\n")
+    assert [path.name for path in tmp_path.iterdir()] == ["zb.svg"]
+    assert (tmp_path / "zb.svg").read_text().startswith("<svg ")
 
 
 def test_inspect(product: Product, straight: Callable[[str], Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -231,8 +231,8 @@ class ScheduleConfig:
     """Model chunks per rank, for the interleaved schedule. zb-v always has 2."""
     num_microbatches: int = 8
     """Microbatches of a step: global_batch_size / (micro_batch_size x dp)."""
-    png: str | None = None
-    """Also draw the schedule into this file."""
+    svg: str | None = None
+    """Also draw the schedule into this SVG file."""
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,71 @@
+"""Drawings as SVG: text that every browser shows and that needs no library to write."""
+
+from __future__ import annotations
+
+from html import escape
+
+
+class Drawing:
+    """Boxes, lines and texts on a canvas. Coordinates are pixels from the upper left corner."""
+
+    def __init__(self, width: float, height: float) -> None:
+        self._width = width
+        self._height = height
+        self._elements: list[str] = []
+
+    def box(
+        self,
+        x: float,
+        y: float,
+        width: float,
+        height: float,
+        *,
+        fill: str = "",
+        tip: str = "",
+        rounded: float = 0,
+        css_class: str = "",
+    ) -> None:
+        """Draw a filled rectangle. ``tip`` is shown while the mouse is over it."""
+        place = f'x="{x:.1f}" y="{y:.1f}" width="{width:.1f}" height="{height:.1f}"'
+        more = f' rx="{rounded:g}"' if rounded else ""
+        title = f"<title>{escape(tip)}</title>" if tip else ""
+        self._elements.append(f"<rect{_paint(fill, css_class)} {place}{more}>{title}</rect>")
+
+    def line(
+        self, x: float, y: float, to_x: float, to_y: float, *, stroke: str, dashes: str = ""
+    ) -> None:
+        """Draw a straight line. ``dashes``: pixels drawn and left out in turn, such as ``4 3``."""
+        more = f' stroke-dasharray="{dashes}"' if dashes else ""
+        ends = f'x1="{x:.1f}" y1="{y:.1f}" x2="{to_x:.1f}" y2="{to_y:.1f}"'
+        self._elements.append(f'<line {ends} stroke="{stroke}"{more}/>')
+
+    def text(
+        self,
+        x: float,
+        y: float,
+        words: str,
+        *,
+        fill: str = "",
+        anchor: str = "start",
+        size: float = 0,
+        css_class: str = "",
+    ) -> None:
+        """Write a text whose baseline is at ``y``. ``anchor`` (``start``, ``middle``, ``end``) says
+        which part of it is at ``x``."""
+        more = f' font-size="{size:g}"' if size else ""
+        more += f' text-anchor="{anchor}"' if anchor != "start" else ""
+        self._elements.append(
+            f'<text{_paint(fill, css_class)} x="{x:.1f}" y="{y:.1f}"{more}>{escape(words)}</text>'
+        )
+
+    def svg(self) -> str:
+        """The ``<svg>`` element: a file of its own, or a part of an HTML page."""
+        size = f'width="{self._width:.0f}" height="{self._height:.0f}"'
+        view = f'viewBox="0 0 {self._width:.0f} {self._height:.0f}"'
+        form = 'role="img" font-family="sans-serif"'
+        opened = f'<svg xmlns="http://www.w3.org/2000/svg" {view} {size} {form}>'
+        return "\n".join([opened, *self._elements, "</svg>"])
+
+
+def _paint(fill: str, css_class: str) -> str:
+    return (f' class="{css_class}"' if css_class else "") + (f' fill="{fill}"' if fill else "")
