@@ -61,3 +61,18 @@ def describe(where: object, *, got: object, expected: object, do: str) -> str:
 def listing(title: str, problems: Iterable[str]) -> str:
     """A title and one problem per line, so that a user mends everything in one go."""
     return "\n".join([title, *(f"  - {problem}" for problem in problems)])
+
+
+def nearest_divisors(whole: int, value: int) -> str:
+    """The divisors of ``whole`` next to ``value``, below and above, as a remedy says them: ``2 or
+    4``. Both numbers are positive."""
+    divisors = [n for n in range(1, whole + 1) if whole % n == 0]
+    below = [n for n in divisors if n < value]
+    above = [n for n in divisors if n > value]
+    return " or ".join(map(str, below[-1:] + above[:1]))
+
+
+def nearest_multiples(value: int, unit: int) -> str:
+    """The positive multiples of ``unit`` next to ``value``, as a remedy says them: ``96 or 128``."""
+    below = max(value, 0) // unit * unit
+    return " or ".join(str(n) for n in (below, below + unit) if n > 0)

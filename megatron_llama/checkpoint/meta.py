@@ -15,9 +15,8 @@ import torch
 from megatron_llama.checkpoint.history import NO_HISTORY, History, read_history
 from megatron_llama.config.hf import hf_config_from_model, model_config_from_hf, normal_rope
 from megatron_llama.config.parse import flag
-from megatron_llama.config.schema import Config, ModelConfig
+from megatron_llama.config.schema import MODEL_SHAPE, Config, ModelConfig
 from megatron_llama.errors import CheckpointError, describe
-from megatron_llama.plans.resolve import SHAPE
 
 META = "meta.json"
 FORMAT_VERSION = 1
@@ -175,7 +174,7 @@ def model_differences(
         for field in dataclasses.fields(ModelConfig)
         if field.name not in (*WITHOUT_EFFECT, EPSILON)
     ]
-    for name in names if resumes else SHAPE:
+    for name in names if resumes else MODEL_SHAPE:
         found = getattr(saved, name)
         expected = getattr(model, name)
         if name == "rope_scaling":

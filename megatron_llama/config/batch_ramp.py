@@ -25,8 +25,8 @@ class BatchSizes:
     0: every step has its size."""
 
     @staticmethod
-    def of(training: TrainingConfig) -> BatchSizes:
-        """Those of a run."""
+    def from_training(training: TrainingConfig) -> BatchSizes:
+        """The batch sizes of a run."""
         return BatchSizes(
             training.global_batch_size,
             training.rampup_batch_size,

@@ -20,6 +20,16 @@ from megatron_llama.config.parse import Option, flag, options_of, section_name
 from megatron_llama.config.schema import Config
 
 _WIDTH = 100
+_HEADER = """\
+# Options
+
+Written by `python -m megatron_llama.config.help docs/options.md` from `megatron_llama/config/schema.py`;
+a test holds it current.
+
+Every option is a flag (`--micro-batch-size 4`, `--micro_batch_size=4`) and a YAML key
+(`micro_batch_size: 4`, flat or under the name of its section). The file of `--config FILE` wins over
+the fields that `--model` or `--init-from-hf` give, flags win over both. Integers may be written `2e8`
+or `1_000`; booleans `--bf16`, `--no-bf16` or `--bf16 false`."""
 
 
 def field_docs(section: type[Any]) -> dict[str, str]:
@@ -57,9 +67,10 @@ def help_text(
     section."""
     lines = [f"usage: {program} {command} [--config FILE.yaml] [--option value ...]", ""]
     lines += [*textwrap.wrap(summary, _WIDTH), ""]
-    lines += [
-        "Options may stand in the YAML file (micro_batch_size: 4) or on the command line (--micro-batch-size 4), which wins."
-    ]
+    lines.append(
+        "Options may stand in the YAML file (micro_batch_size: 4) or on the command line "
+        "(--micro-batch-size 4), which wins."
+    )
     for section in sections:
         lines += ["", f"{section_name(section)}: {_first_line(section)}"]
         docs = field_docs(section)
@@ -75,15 +86,7 @@ def help_text(
 
 def options_markdown(sections: Sequence[type[Any]], aliases: Mapping[str, Alias]) -> str:
     """``docs/options.md``: one table per section, then the aliases."""
-    lines = [
-        "# Options",
-        "",
-        "Written by `python -m megatron_llama.config.help docs/options.md` from `megatron_llama/config.py`; a test holds it current.",
-        "",
-        "Every option is a flag (`--micro-batch-size 4`, `--micro_batch_size=4`) and a YAML key (`micro_batch_size: 4`, flat or under the",
-        "name of its section). The file of `--config FILE` wins over the fields that `--model` or `--init-from-hf` give, flags win over",
-        "both. Integers may be written `2e8` or `1_000`; booleans `--bf16`, `--no-bf16` or `--bf16 false`.",
-    ]
+    lines = [_HEADER]
     for section in sections:
         docs = field_docs(section)
         lines += [

@@ -2,8 +2,8 @@
 
 The string under a field is its help text, its line in ``docs/options.md`` and its YAML comment.
 Model fields carry the names of the HuggingFace ``config.json``; everything else carries Megatron's
-flag names (``--micro-batch-size`` is ``micro_batch_size`` in YAML). Parsing lives in
-``options.py``, cross-field checks in ``validate.py``.
+flag names (``--micro-batch-size`` is ``micro_batch_size`` in YAML). ``parse.py`` reads
+them, ``plans/checks`` has what can be wrong with their combinations.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class ModelConfig:
     """Rotary scaling as in config.json: rope_type `llama3` (factor, low_freq_factor,
     high_freq_factor, original_max_position_embeddings) or `linear` (factor)."""
     tie_word_embeddings: bool = False
-    """WeightAccess the embedding as the output head."""
+    """Use the embedding as the output head."""
     initializer_range: float = 0.02
     """Standard deviation of the initial weights (normal; norm weights start at 1)."""
     attention_bias: bool = False
@@ -59,6 +59,12 @@ class ModelConfig:
     make_vocab_size_divisible_by: int = 128
     """The embedding is padded inside to a multiple of this times the tensor-parallel size. Never
     exported."""
+
+
+MODEL_SIZES = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
+"""Fields of the model that nothing derives."""
+MODEL_SHAPE = ("vocab_size", *MODEL_SIZES, "num_key_value_heads", "head_dim", "tie_word_embeddings")
+"""Fields of the model that decide the shapes of its weights."""
 
 
 @dataclass(frozen=True)

@@ -81,7 +81,7 @@ class BadSteps:
         self._log = log
         self._device = mesh.device
         self._history = history
-        self._sizes = BatchSizes.of(config.training)
+        self._sizes = BatchSizes.from_training(config.training)
         self._size = 0
         """Samples of the step under way."""
         self._file = (

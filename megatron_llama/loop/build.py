@@ -45,7 +45,7 @@ from megatron_llama.metrics.tensorboard import TensorBoard
 from megatron_llama.metrics.wandb import WandB
 from megatron_llama.model.init import InitialWeights, WithAdapters
 from megatron_llama.pipeline.runtime import PipelineRuntime
-from megatron_llama.plans.checks.run import optimizer_problems
+from megatron_llama.plans.checks.optimizer import optimizer_problems
 
 TRAINING = 0
 VALIDATION = 1
@@ -149,7 +149,7 @@ def build_loader(config: Config, mesh: Mesh, samples: Samples) -> BatchLoader:
         samples,
         shuffled=config.data.data_order == "shuffled",
         micro_batch_size=config.training.micro_batch_size,
-        global_batch_size=BatchSizes.of(config.training),
+        global_batch_size=BatchSizes.from_training(config.training),
         seed=config.training.seed,
         dp_rank=mesh.data_rank,
         dp_size=mesh.data_size,

@@ -9,10 +9,10 @@ is trained.
 from __future__ import annotations
 
 from megatron_llama.config.schema import Config
+from megatron_llama.config.world import dp_size
 from megatron_llama.planner.job import Matmul
 from megatron_llama.plans.activation_memory import Activations
 from megatron_llama.plans.params import ParamSpec, padded_vocab_size, partition_of, rank_units
-from megatron_llama.plans.resolve import dp_size
 
 PASSES = 3
 """Products with each weight: forward, the gradient of the input, that of the weight."""

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 from megatron_llama.config.schema import Config
+from megatron_llama.config.world import dp_size
 from megatron_llama.errors import describe
 from megatron_llama.plans.activation_memory import (
     HEAD_CHUNK,
@@ -25,7 +26,6 @@ from megatron_llama.plans.buckets import (
 )
 from megatron_llama.plans.offload import OffloadPlan, offload_plan
 from megatron_llama.plans.params import partition_of
-from megatron_llama.plans.resolve import dp_size
 from megatron_llama.plans.schedule import Action, Op, backward_comes_next, schedule_named
 from megatron_llama.plans.traffic import StepTraffic, step_traffic
 

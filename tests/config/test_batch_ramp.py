@@ -40,7 +40,7 @@ def test_every_sample_of_a_run_of_epochs_is_in_one_step(ramp: tuple[int, ...], s
     """The last step has what is left, in as many places as any other."""
     training = TrainingConfig(micro_batch_size=1, global_batch_size=32, rampup_batch_size=ramp, epochs=2)
     config = with_epochs(Config(training=training), samples)
-    sizes, consumed, whole = BatchSizes.of(config.training), 0, BatchSizes(32, ramp)
+    sizes, consumed, whole = BatchSizes.from_training(config.training), 0, BatchSizes(32, ramp)
     for _ in range(config.training.train_iters):
         assert 0 < sizes.at(consumed) <= sizes.places(consumed) == whole.at(consumed)
         consumed += sizes.at(consumed)

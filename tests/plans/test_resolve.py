@@ -10,8 +10,9 @@ from megatron_llama.config.megatron_names import MEGATRON
 from megatron_llama.config.parse import parse
 from megatron_llama.config.presets import PRESETS
 from megatron_llama.config.schema import Config
+from megatron_llama.config.world import dp_size
 from megatron_llama.errors import CheckpointError, ConfigError
-from megatron_llama.plans.resolve import assemble, check, dp_size, problems, resolve
+from megatron_llama.plans.resolve import assemble, check, problems, resolve
 
 SMALL = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 4, "num_attention_heads": 8, "vocab_size": 100}
 

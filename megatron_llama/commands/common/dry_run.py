@@ -14,6 +14,7 @@ from megatron_llama.commands.common.configs import DryRunConfig
 from megatron_llama.config.blend import read_blend
 from megatron_llama.config.parse import Parsed
 from megatron_llama.config.schema import CheckpointConfig, Config, LaunchConfig, TrainingConfig
+from megatron_llama.config.world import dp_size
 from megatron_llama.distributed.host_memory import free_bytes
 from megatron_llama.errors import ConfigError, UserError, listing
 from megatron_llama.plans.activation_memory import GRANULARITIES
@@ -26,7 +27,7 @@ from megatron_llama.plans.params import (
     padded_vocab_size,
     parameter_count,
 )
-from megatron_llama.plans.resolve import assemble, check, dp_size
+from megatron_llama.plans.resolve import assemble, check
 from megatron_llama.plans.schedule import Op, Schedule
 
 LLAMA_VOCABULARY = 32000

@@ -7,13 +7,13 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from megatron_llama.config.schema import Config
+from megatron_llama.config.world import dp_size
 from megatron_llama.planner.trace.op_recorder import Tables
 from megatron_llama.planner.trace.rank import BATCHES, trace_rank
 from megatron_llama.planner.trace.repeats import composed, lengthened, period, steady
 from megatron_llama.planner.traced import Done, StageTrace, Trace
 from megatron_llama.plans.buckets import rank_bucket_plan
 from megatron_llama.plans.params import partition_of
-from megatron_llama.plans.resolve import dp_size
 from megatron_llama.plans.schedule import Schedule, schedule_named
 
 FEW = 5

@@ -1,4 +1,4 @@
-"""What is wrong with the options of low-rank additions. Standard library only."""
+"""The low-rank additions of ``--lora-rank``."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from megatron_llama.plans.params import PROJECTIONS, adapter_shapes, is_frozen
 
 
 def lora_problems(config: Config) -> Iterator[str]:
-    """One line each. ``config``: resolved as far as it can be."""
+    """Yield what is wrong with the additions' options, and with --freeze if it leaves none to train."""
     lora = config.lora
     model = config.model
     if lora.lora_dropout:

@@ -1,0 +1,52 @@
+"""What ``--freeze`` leaves to be trained."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from difflib import get_close_matches
+
+from megatron_llama.config.schema import MODEL_SIZES, ModelConfig
+from megatron_llama.errors import describe
+from megatron_llama.plans.params import is_frozen, stage_units, whole_model
+
+
+def freeze_problems(model: ModelConfig, patterns: tuple[str, ...]) -> Iterator[str]:
+    """Yield patterns that match nothing, or everything, and weights of which a part would be frozen.
+
+    What some layout stores as one weight (q, k and v; gate and up) is frozen as one in every
+    layout: a checkpoint may be resumed in another one."""
+    sizes = [getattr(model, name) for name in (*MODEL_SIZES, "make_vocab_size_divisible_by")]
+    if not patterns or min(sizes) <= 0:
+        return
+    units = stage_units(model, whole_model(model), 0)
+    groups = [[part.name for part in spec.slices] for unit in units for spec in unit.params]
+    names = [name for group in groups for name in group]
+    for pattern in patterns:
+        if not any(is_frozen(name, (pattern,)) for name in names):
+            if model.tie_word_embeddings and is_frozen("lm_head.weight", (pattern,)):
+                nearest = "model.embed_tokens.weight"  # the head is the embedding
+            else:
+                nearest = get_close_matches(pattern, names, 1, cutoff=0.0)[0]
+            yield describe(
+                "--freeze",
+                got=pattern,
+                expected="a pattern of the model's parameters",
+                do=f"did you mean {nearest}?",
+            )
+    if all(is_frozen(name, patterns) for name in names):
+        yield describe(
+            "--freeze",
+            got=f"all {len(names)} parameters",
+            expected="one or more that are trained",
+            do="leave out a pattern",
+        )
+    parted = [group for group in groups if len({is_frozen(name, patterns) for name in group}) == 2]
+    missing = [name for group in parted for name in group if not is_frozen(name, patterns)]
+    if missing:
+        more = f" and {len(missing) - 4} more" if len(missing) > 4 else ""
+        yield describe(
+            "--freeze",
+            got=" ".join(patterns),
+            expected=f"also {', '.join(missing[:4])}{more}, which are stored with them",
+            do="freeze all or none of what is stored as one weight",
+        )

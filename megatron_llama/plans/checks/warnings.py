@@ -1,0 +1,64 @@
+"""What can run but is probably not meant."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from megatron_llama.config.parse import flag
+from megatron_llama.config.schema import Config, LoraConfig
+from megatron_llama.plans.buckets import by_unit
+from megatron_llama.plans.checks.zenflow import zenflow_warnings
+from megatron_llama.plans.offload import offload_warnings
+
+
+def warnings_of(config: Config) -> Iterator[str]:
+    """Yield one line for each option of a resolved configuration that has no effect, or a
+    surprising one."""
+    length = config.training.seq_length
+    longest = config.model.max_position_embeddings
+    if length > longest:
+        yield (
+            f"--seq-length {length} is beyond max_position_embeddings {longest}: the exported "
+            "model will claim the shorter one"
+        )
+    if (
+        config.parallel.recompute_num_layers != "all"
+        and config.parallel.recompute_granularity == "none"
+    ):
+        wanted = config.parallel.recompute_num_layers
+        yield (
+            f"--recompute-num-layers {wanted} without --recompute-granularity selective or "
+            "full: nothing is recomputed"
+        )
+    parallel = config.parallel
+    if parallel.param_slots != "default" and not by_unit(parallel):
+        strategy = parallel.data_parallel_sharding_strategy
+        yield (
+            f"--param-slots {parallel.param_slots} has no effect under {strategy}: parameters "
+            "stay whole"
+        )
+    if config.checkpoint.load is None and (
+        config.checkpoint.finetune or not config.checkpoint.load_optim
+    ):
+        yield "--finetune and --no-load-optim have no effect without --load"
+    if config.log.tensorboard_dir is None:
+        chosen = (
+            "log_timers_to_tensorboard",
+            "log_batch_size_to_tensorboard",
+            "log_validation_ppl_to_tensorboard",
+        )
+        without_effect = " ".join(flag(name) for name in chosen if getattr(config.log, name))
+        if without_effect:
+            yield f"{without_effect} without --tensorboard-dir: nothing is written"
+    yield from offload_warnings(config)
+    yield from zenflow_warnings(config)
+    if config.lora.lora_rank == 0 and config.lora != LoraConfig():
+        yield (
+            "options of --lora without --lora-rank: there are no additions, the model itself "
+            "is trained"
+        )
+    if config.checkpoint.save_interval > 0 and config.checkpoint.save is None:
+        yield (
+            f"--save-interval {config.checkpoint.save_interval} without --save: nothing will "
+            "be saved"
+        )
