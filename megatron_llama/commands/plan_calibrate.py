@@ -15,7 +15,7 @@ from megatron_llama.errors import ConfigError, describe
 from megatron_llama.planner.calibration import HOST, as_json
 from megatron_llama.planner.fitted import FITTED
 from megatron_llama.planner.hardware import CPU, gpu_of_device
-from megatron_llama.planner.measurements import Device, Point, coefficients_of, lines
+from megatron_llama.planner.measurements import MeasuredDevice, Point, coefficients_of, lines
 
 if TYPE_CHECKING:
     import torch
@@ -77,7 +77,7 @@ def _points(mesh: Mesh, dtype: torch.dtype, seconds: float) -> dict[Point, float
     return found
 
 
-def _device(mesh: Mesh, place: Place, node: int, dtype: torch.dtype) -> Device:
+def _device(mesh: Mesh, place: Place, node: int, dtype: torch.dtype) -> MeasuredDevice:
     """What is measured, as far as it is known without."""
     from megatron_llama.distributed import device as devices
     from megatron_llama.distributed.host_memory import free_bytes
@@ -93,4 +93,4 @@ def _device(mesh: Mesh, place: Place, node: int, dtype: torch.dtype) -> Device:
         host_memory=0 if host else free_bytes() // node,
         source=f"{place.world_size} x {name}",
     )
-    return Device(base, dtype.itemsize, node)
+    return MeasuredDevice(base, dtype.itemsize, node)

@@ -12,10 +12,10 @@ from megatron_llama.commands.common.plan_outputs import write_json, write_page
 from megatron_llama.config.parse import Parsed
 from megatron_llama.config.schema import LaunchConfig
 from megatron_llama.errors import ConfigError, describe
-from megatron_llama.planner.candidate import Planned
+from megatron_llama.planner.candidate import Candidate
 from megatron_llama.planner.compare import Comparison
 from megatron_llama.planner.hardware import CPU, gpu_of_device
-from megatron_llama.planner.measured import Steps, config_of
+from megatron_llama.planner.measured import MeasuredSteps, config_of
 from megatron_llama.planner.picture_compare import compare_page
 from megatron_llama.plans.timeline_file import Recorded, read_timeline
 
@@ -44,7 +44,7 @@ def compare_runs(parsed: Parsed) -> None:
         or gpu_of_device(recorded.device, recorded.memory) is not None
     )
     found = Comparison(
-        Steps(recorded), Planned(config, machine_of(same), calibrated(same).fit), known
+        MeasuredSteps(recorded), Candidate(config, machine_of(same), calibrated(same).fit), known
     )
     print("\n".join(found.lines(path.name)))
     if options.json is not None:

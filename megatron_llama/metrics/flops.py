@@ -45,7 +45,7 @@ def flops_per_token(
     return 6 * (layers * per_layer + head) + scores
 
 
-_PEAKS: Mapping[str, float] = MappingProxyType(
+PEAK_FLOPS: Mapping[str, float] = MappingProxyType(
     {
         "A100": 312e12,
         "A800": 312e12,
@@ -75,5 +75,5 @@ def peak_flops(device_name: str) -> float | None:
     """Dense bf16 peak in FLOP/s of a device by its name (``NVIDIA H100 80GB HBM3``). None: unknown,
     so no MFU."""
     words = re.split(r"[^A-Z0-9]+", device_name.upper())
-    known = [name for name in _PEAKS if set(name.split()) <= set(words)]
-    return _PEAKS[max(known, key=len)] if known else None
+    known = [name for name in PEAK_FLOPS if set(name.split()) <= set(words)]
+    return PEAK_FLOPS[max(known, key=len)] if known else None

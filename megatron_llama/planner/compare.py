@@ -10,13 +10,13 @@ from functools import cached_property
 from statistics import fmean
 from typing import Any
 
-from megatron_llama.planner.candidate import Planned
-from megatron_llama.planner.kernels import Kernels, Pass
-from megatron_llama.planner.links import Axes, Axis, axes_of
-from megatron_llama.planner.measured import Steps
+from megatron_llama.planner.candidate import Candidate
+from megatron_llama.planner.kernels import Kernels, PassTime
+from megatron_llama.planner.links import RankGroup, RankGroups, rank_groups
+from megatron_llama.planner.measured import MeasuredSteps
 from megatron_llama.planner.report import label
 from megatron_llama.planner.simulate import StageTimes, simulate
-from megatron_llama.planner.steps import block_of
+from megatron_llama.planner.steps import block_time
 from megatron_llama.plans.memory import gib
 from megatron_llama.plans.schedule import Op, Schedule, Timeline, schedule_named
 from megatron_llama.plans.timeline_file import GATHERS, OTHER, PIPELINE, REDUCTIONS, Span
@@ -28,7 +28,7 @@ for tp and cp."""
 
 
 @dataclass(frozen=True)
-class Row:
+class ComparedPart:
     """One part of a step. Seconds of one, mean over the ranks that have it."""
 
     what: str
@@ -71,8 +71,8 @@ class Comparison:
     device that ran them; if not, kernels are planned for another one and scaled by one factor, and
     what links take is not planned."""
 
-    steps: Steps
-    planned: Planned
+    steps: MeasuredSteps
+    planned: Candidate
     known: bool
 
     @cached_property
@@ -125,15 +125,15 @@ class Comparison:
         )
 
     @cached_property
-    def _axes(self) -> Axes:
-        return axes_of(self.planned.job, self.planned.fit)
+    def _axes(self) -> RankGroups:
+        return rank_groups(self.planned.job, self.planned.fit)
 
     def shown(self, stage: int, part: str) -> tuple[float, float]:
-        """Planned seconds of communication over tp (``tensor``) or cp (``context``) in one forward
+        """Candidate seconds of communication over tp (``tensor``) or cp (``context``) in one forward
         and one backward pass of a stage."""
         job = self.planned.job
         fit = self.planned.fit
-        block = block_of(job, self._axes, Kernels(job, fit), fit)
+        block = block_time(job, self._axes, Kernels(job, fit), fit)
         layers = len(self.planned.short.partition.layers[stage])
         return layers * _share(block.forward, part), layers * _share(block.backward, part)
 
@@ -160,14 +160,14 @@ class Comparison:
         return simulate(self.schedule, self.times, self.hop)
 
     @cached_property
-    def rows(self) -> tuple[Row, ...]:
+    def rows(self) -> tuple[ComparedPart, ...]:
         """Every part, those first that cost most beyond the plan; at the end what nobody
         planned."""
         rows = [*self._pass_rows(), *self._wait_rows(), *self._other_rows()]
         return tuple(sorted(rows, key=lambda row: (row.planned is None, -row.more)))
 
     @cached_property
-    def messages(self) -> tuple[Row, ...]:
+    def messages(self) -> tuple[ComparedPart, ...]:
         """Collectives from the moment at which a rank issues one, hidden by passes or not: with the
         wait for the last of the ranks."""
         found: dict[tuple[str, str], list[Span]] = defaultdict(list)
@@ -187,7 +187,7 @@ class Comparison:
             )(size)
             what = f"{operation} on {axis}, {gib(int(size))}"
             rows.append(
-                Row(
+                ComparedPart(
                     what,
                     len(spans) / each,
                     fmean(span.seconds for span in spans),
@@ -196,7 +196,7 @@ class Comparison:
             )
         return tuple(sorted(rows, key=lambda row: -row.count * row.measured))
 
-    def _link(self, axis: str) -> Axis:
+    def _link(self, axis: str) -> RankGroup:
         if axis in ("tp", "kv", "cp"):
             return self._axes.tp if axis in ("tp", "kv") else self._axes.cp
         return (
@@ -205,26 +205,26 @@ class Comparison:
             else self._axes.shards
         )
 
-    def _pass_rows(self) -> Iterator[Row]:
+    def _pass_rows(self) -> Iterator[ComparedPart]:
         for (op, stage), (seconds, count) in self.steps.passes(self.apart).items():
-            yield Row(
+            yield ComparedPart(
                 f"{op.value.replace('_', ' ')}, stage {stage}",
                 count,
                 seconds,
                 self.times[stage].of(op),
             )
 
-    def _wait_rows(self) -> Iterator[Row]:
+    def _wait_rows(self) -> Iterator[ComparedPart]:
         job = self.planned.job
         steps = self.steps
         idle = fmean(self.timeline.makespan - self.timeline.busy(rank) for rank in range(job.pp))
         if steps.recorded.ranks > 1:
-            yield Row(
+            yield ComparedPart(
                 "waiting for stages, the norm and the loss", 1, steps.waits(PIPELINE, OTHER), idle
             )
         if job.dp * job.cp > 1:
-            planned = self.planned.timed.data if self.known else None
-            yield Row(
+            planned = self.planned.step_time.data if self.known else None
+            yield ComparedPart(
                 "waiting for parameters and gradients", 1, steps.waits(GATHERS, REDUCTIONS), planned
             )
         for axis, part, size in (("tp", "tensor", job.tp), ("cp", "context", job.cp)):
@@ -238,12 +238,12 @@ class Comparison:
                     else None
                 )
                 within = " (within passes)" if self.known else ""
-                yield Row(f"waiting for {axis}{within}", 1, steps.waits(axis), planned)
+                yield ComparedPart(f"waiting for {axis}{within}", 1, steps.waits(axis), planned)
 
-    def _other_rows(self) -> Iterator[Row]:
-        step = self.planned.timed
-        yield Row("updates", 1, self.steps.updates, self.scale * step.update)
-        yield Row(
+    def _other_rows(self) -> Iterator[ComparedPart]:
+        step = self.planned.step_time
+        yield ComparedPart("updates", 1, self.steps.updates, self.scale * step.update)
+        yield ComparedPart(
             "the rest: samples, starting kernels, logging",
             1,
             self.steps.rest,
@@ -300,7 +300,7 @@ class Comparison:
         )
 
 
-def _share(one: Pass, part: str) -> float:
+def _share(one: PassTime, part: str) -> float:
     return one.seconds - replace(one, **{part: 0.0}).seconds
 
 

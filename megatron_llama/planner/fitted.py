@@ -1,5 +1,6 @@
-"""Coefficients fitted to published runs. Written by ``tools/fit_planner.py``; not edited by
-hand."""
+"""Coefficients fitted to 852 published runs of 42 sources, which are in
+``published_runs.csv``. Written by ``python -m tools.planner_eval fit``; not edited by hand.
+"""
 
 from __future__ import annotations
 
@@ -64,48 +65,3 @@ LOW = 0.879
 HIGH = 1.191
 """Measured over predicted: eight of ten runs of a source that the fit has not seen lie between
 these."""
-RUNS = 852
-SOURCES = (
-    "alephalpha-main",
-    "alephalpha-seqpar",
-    "bigscience-a100",
-    "bigscience-v100",
-    "bridge-25.09",
-    "bridge-25.11",
-    "bridge-26.02",
-    "bridge-26.02.01",
-    "bridge-26.04",
-    "bridge-26.04.01",
-    "bridge-26.06",
-    "dgxc-24.11.1",
-    "dgxc-25.02",
-    "dgxc-25.04",
-    "dgxc-25.05",
-    "dgxc-sft",
-    "fms-fsdp",
-    "internevo-ckpt",
-    "internevo-nockpt",
-    "internevo-tgs",
-    "kempner-h200",
-    "korthikanti-tab5",
-    "llm-foundry",
-    "megascale",
-    "megatron-llama",
-    "mlperf-v3.0",
-    "mlperf-v3.1",
-    "mlperf-v4.1",
-    "mlperf-v5.0",
-    "mlperf-v5.1",
-    "nemo-24.01/03",
-    "nemo-24.05",
-    "nemo-24.05-sft",
-    "nemo-24.07",
-    "nemo-24.07-sft",
-    "tinyllama",
-    "torchtitan-2404",
-    "torchtitan-2412",
-    "torchtitan-asynctp",
-    "torchtitan-h200",
-    "vtrain-multi",
-    "yafsdp",
-)

@@ -1,76 +1,78 @@
-"""How long a collective takes on an axis of the process grid: latency and bandwidth, inside a node
-and between nodes."""
+"""How long a collective takes in a group of ranks: latency and bandwidth, inside a node and between
+nodes."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
 from megatron_llama.planner.coefficients import Coefficients
-from megatron_llama.planner.job import Job, Machine
+from megatron_llama.planner.training_job import Machine, TrainingJob
 
 
 @dataclass(frozen=True)
-class Axis:
-    """A group of ranks that communicate. ``rate``: bytes per second that leave a rank in a ring
-    through the group."""
+class RankGroup:
+    """A group of ranks that communicate in a ring."""
 
     size: int
     rate: float
+    """Bytes per second that leave a rank in the ring."""
     latency: float
-    """Of starting a collective or a message."""
+    """Seconds to start a collective or a message."""
     hops: float
-    """Of going once around the ring."""
+    """Seconds of going once around the ring."""
 
     def gather(self, size: float, messages: float = 1) -> float:
-        """Seconds of all-gathers or reduce-scatters of ``size`` bytes together, counted over all
-        ranks."""
+        """Return the seconds of all-gathers or reduce-scatters of ``size`` bytes together, counted
+        over all ranks: a rank sends all but one of ``self.size`` parts."""
         if self.size == 1:
             return 0.0
-        return (self.size - 1) / self.size * size / self.rate + messages * (
-            self.latency + self.hops
-        )
+        start = messages * (self.latency + self.hops)
+        return (self.size - 1) / self.size * size / self.rate + start
 
     def reduce(self, size: float, messages: float = 1) -> float:
-        """Seconds of all-reduces of ``size`` bytes together."""
+        """Return the seconds of all-reduces of ``size`` bytes together: a reduce-scatter and an
+        all-gather."""
         return 2 * self.gather(size, messages)
 
     def send(self, size: float) -> float:
-        """Seconds of a message of ``size`` bytes to one rank."""
+        """Return the seconds of a message of ``size`` bytes to one rank."""
         return size / self.rate + self.latency
 
 
-def axis_of(machine: Machine, size: int, stride: int, fit: Coefficients) -> Axis:
-    """The axis whose neighbours are ``stride`` ranks apart. Ranks of a group that NVLink joins
-    drive a network card each, so a ring that leaves them has the rate of so many cards, until
-    NVLink is slower."""
+def rank_group(machine: Machine, size: int, stride: int, fit: Coefficients) -> RankGroup:
+    """Return the group of ``size`` ranks whose neighbours are ``stride`` ranks apart."""
     inside = machine.gpu.nvlink * fit.nvlink
     if size * stride <= machine.domain:
-        return Axis(size, inside, fit.latency, fit.hop_inside * size)
+        return RankGroup(size, inside, fit.latency, fit.hop_inside * size)
+    # Each rank of the group in a node drives a network card, so a ring that leaves the node has
+    # the rate of that many cards, until NVLink is slower.
     members = max(1, min(size, machine.domain // stride))
     rate = min(inside, members * machine.nic * fit.nic)
-    return Axis(size, rate, fit.latency_across, fit.hop * size / members + fit.hop_inside * size)
+    hops = fit.hop * size / members + fit.hop_inside * size
+    return RankGroup(size, rate, fit.latency_across, hops)
 
 
 @dataclass(frozen=True)
-class Axes:
-    """The axes of a job; ranks are counted tp first, then cp, dp and pp."""
+class RankGroups:
+    """The groups of a job by axis; ranks are counted tp first, then cp, dp and pp."""
 
-    tp: Axis
-    cp: Axis
-    shards: Axis
-    replicas: Axis
-    pp: Axis
+    tp: RankGroup
+    cp: RankGroup
+    shards: RankGroup
+    replicas: RankGroup
+    pp: RankGroup
 
 
-def axes_of(job: Job, fit: Coefficients) -> Axes:
-    """The axes of a job on its machine. Stages are as far apart as everything inside one."""
+def rank_groups(job: TrainingJob, fit: Coefficients) -> RankGroups:
+    """Return the groups of a job on its machine. Neighbouring stages are as far apart as all ranks
+    of one stage."""
     machine = job.machine
     data = job.dp * job.cp
     shards = job.shards if job.sharding != "none" else 1
-    return Axes(
-        tp=axis_of(machine, job.tp, 1, fit),
-        cp=axis_of(machine, job.cp, job.tp, fit),
-        shards=axis_of(machine, shards, job.tp, fit),
-        replicas=axis_of(machine, data // shards, job.tp * shards, fit),
-        pp=axis_of(machine, 2, job.tp * data, fit),
+    return RankGroups(
+        tp=rank_group(machine, job.tp, 1, fit),
+        cp=rank_group(machine, job.cp, job.tp, fit),
+        shards=rank_group(machine, shards, job.tp, fit),
+        replicas=rank_group(machine, data // shards, job.tp * shards, fit),
+        pp=rank_group(machine, 2, job.tp * data, fit),
     )

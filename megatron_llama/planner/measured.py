@@ -80,7 +80,9 @@ def _restored(kind: Any, value: Any) -> Any:
 def _with_steps(config: Config, recorded: Recorded) -> Config:
     """A batch that was still growing is as large as the recorded steps."""
     numbers = [
-        int(span.details["microbatch"]) for span in Steps(recorded).spans if span.lane == COMPUTE
+        int(span.details["microbatch"])
+        for span in MeasuredSteps(recorded).spans
+        if span.lane == COMPUTE
     ]
     parallel = config.parallel
     training = config.training
@@ -96,7 +98,7 @@ def _with_steps(config: Config, recorded: Recorded) -> Config:
 
 
 @dataclass(frozen=True)
-class Steps:
+class MeasuredSteps:
     """The recorded steps that count: where there are others, without those behind which an
     evaluation came, and without the first, into which nothing had been gathered ahead."""
 

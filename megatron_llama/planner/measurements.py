@@ -27,8 +27,8 @@ from megatron_llama.config.schema import ModelConfig
 from megatron_llama.planner.calibration import Calibration
 from megatron_llama.planner.coefficients import Coefficients
 from megatron_llama.planner.hardware import Gpu
-from megatron_llama.planner.job import Job, Machine, Matmul, TrainerTraits
 from megatron_llama.planner.steps import estimate
+from megatron_llama.planner.training_job import Machine, Matmul, TrainerTraits, TrainingJob
 
 Point = tuple[str, tuple[int, ...]]
 Points = Mapping[Point, float]
@@ -43,7 +43,7 @@ HALVINGS = 30
 
 
 @dataclass(frozen=True)
-class Device:
+class MeasuredDevice:
     """What was measured."""
 
     base: Gpu
@@ -53,7 +53,7 @@ class Device:
     """Ranks on a machine."""
 
 
-def coefficients_of(points: Points, device: Device, shipped: Coefficients) -> Calibration:
+def coefficients_of(points: Points, device: MeasuredDevice, shipped: Coefficients) -> Calibration:
     """The device with its own rates. What was not measured (links of one process) stays as it is
     known."""
     gpu = replace(
@@ -158,7 +158,7 @@ def _links(points: Points, gpu: Gpu, fit: Coefficients) -> tuple[Gpu, Coefficien
     return gpu, fit
 
 
-def _steps(points: Points, gpu: Gpu, fit: Coefficients, device: Device) -> Coefficients:
+def _steps(points: Points, gpu: Gpu, fit: Coefficients, device: MeasuredDevice) -> Coefficients:
     """What the trainer itself adds: the host's time to start a block, of a step, and its kernels
     beside those that were timed. Of the small model, which is nothing but overhead, the difference
     of two depths is blocks."""
@@ -195,7 +195,7 @@ def _solved(function: Callable[[float], float], wanted: float, low: float, high:
     return sqrt(low * high)
 
 
-def job_of_step(sizes: Sequence[int], gpu: Gpu, device: Device) -> Job:
+def job_of_step(sizes: Sequence[int], gpu: Gpu, device: MeasuredDevice) -> TrainingJob:
     """The work of a measured training step."""
     layers, hidden, inner, heads, vocabulary, tokens = sizes
     model = ModelConfig(
@@ -210,7 +210,7 @@ def job_of_step(sizes: Sequence[int], gpu: Gpu, device: Device) -> Job:
     )
     machine = Machine(gpu, 1, device.node, device.node, gpu.nic)
     traits = TrainerTraits(family="torchtitan", gradient_bytes=max(4, device.itemsize))
-    return Job(
+    return TrainingJob(
         model,
         machine,
         traits,

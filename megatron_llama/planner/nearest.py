@@ -1,10 +1,16 @@
-"""Published runs that are like a plan, to hold it against."""
+"""Published runs of other trainers that are like a plan, for comparison.
+
+``published_runs.csv`` has the fastest published run of each source, model and GPU; ``python -m
+tools.planner_eval fit --write`` writes it.
+"""
 
 from __future__ import annotations
 
+import csv
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
+from pathlib import Path
 
 
 @dataclass(frozen=True)
@@ -15,22 +21,24 @@ class Citation:
     model: str
     gpu: str
     known: str
-    """The GPU as ``hardware.py`` calls it."""
+    """The name of the GPU in ``hardware.py``."""
     gpus: int
     numel: int
-    """Of matrices."""
+    """Elements of all weight matrices."""
     seq: int
     layout: str
     speed: float
     """Tokens per second and GPU."""
 
     def __str__(self) -> str:
-        return f"{self.source}: {self.model}, {self.gpus} x {self.gpu}, sequence {self.seq}, {self.layout}: {self.speed:,.0f} tokens/s/GPU"
+        machine = f"{self.gpus} x {self.gpu}, sequence {self.seq}, {self.layout}"
+        return f"{self.source}: {self.model}, {machine}: {self.speed:,.0f} tokens/s/GPU"
 
 
-def read_table(text: str) -> list[Citation]:
-    """The lines of ``citations.TABLE``."""
-    rows = (line.split(" | ") for line in text.strip().splitlines())
+def read_citations() -> list[Citation]:
+    """Return the published runs that come with the package."""
+    with Path(__file__).with_name("published_runs.csv").open(encoding="utf-8", newline="") as file:
+        rows = list(csv.reader(file))[1:]
     return [
         Citation(source, model, gpu, known, int(gpus), int(numel), int(seq), layout, float(speed))
         for source, model, gpu, known, gpus, numel, seq, layout, speed in rows
@@ -40,14 +48,15 @@ def read_table(text: str) -> list[Citation]:
 def nearest(
     citations: Iterable[Citation], *, known: str, gpus: int, numel: int, seq: int, count: int = 3
 ) -> list[Citation]:
-    """The runs of nearest size, GPU, sequence and number of GPUs, in this order of importance."""
+    """Return the ``count`` runs that are nearest in size, GPU, sequence length and number of GPUs,
+    in this order of importance."""
 
     def distance(run: Citation) -> float:
-        near = (
+        sizes = (
             2 * abs(math.log(run.numel / numel))
             + 0.5 * abs(math.log(run.seq / seq))
             + 0.25 * abs(math.log(run.gpus / gpus))
         )
-        return near + (0 if run.known == known else 1 if run.known[:2] == known[:2] else 2)
+        return sizes + (0 if run.known == known else 1 if run.known[:2] == known[:2] else 2)
 
     return sorted(citations, key=distance)[:count]

@@ -70,7 +70,7 @@ class Bar:
 
 
 @dataclass(frozen=True)
-class Lane:
+class BarRow:
     """A row of bars."""
 
     label: str
@@ -127,7 +127,7 @@ def key(names: Iterable[tuple[str, str]]) -> str:
 
 
 def drawing(
-    lanes: Sequence[Lane], whole: float, unit: str, *, marks: Iterable[tuple[float, str]] = ()
+    lanes: Sequence[BarRow], whole: float, unit: str, *, marks: Iterable[tuple[float, str]] = ()
 ) -> str:
     """Lanes over one axis from 0 to ``whole``, of which ``unit`` is the name. ``marks``: places
     that a line shows, and their names."""

@@ -10,7 +10,7 @@ from megatron_llama.planner.compare import HEAD, Comparison
 from megatron_llama.planner.picture import (
     COLOURS,
     Bar,
-    Lane,
+    BarRow,
     drawing,
     heading,
     key,
@@ -63,7 +63,7 @@ def _parts(found: Comparison) -> Iterator[str]:
         yield table(HEAD[:-1], (row.cells[:-1] for row in found.messages))
 
 
-def _measured(found: Comparison) -> tuple[list[list[Lane]], float]:
+def _measured(found: Comparison) -> tuple[list[list[BarRow]], float]:
     """Of each pipeline rank the lanes of its first rank in one step, in milliseconds, and where
     that ends."""
     steps = found.steps
@@ -84,12 +84,12 @@ def _measured(found: Comparison) -> tuple[list[list[Lane]], float]:
     ], (end - zero) * 1e3
 
 
-def _rank(rank: int, spans: Sequence[Span], zero: float) -> list[Lane]:
+def _rank(rank: int, spans: Sequence[Span], zero: float) -> list[BarRow]:
     shown = [_bar(span, zero) for lane in (COMPUTE, WAITS) for span in spans if span.lane == lane]
     beside = [(lane, [_bar(span, zero) for span in spans if span.lane == lane]) for lane in BESIDE]
     return [
-        Lane(f"pp rank {rank}, measured", shown),
-        *(Lane(lane, bars) for lane, bars in beside if bars),
+        BarRow(f"pp rank {rank}, measured", shown),
+        *(BarRow(lane, bars) for lane, bars in beside if bars),
     ]
 
 
@@ -114,9 +114,9 @@ def _bar(span: Span, zero: float) -> Bar:
     )
 
 
-def _planned(found: Comparison) -> tuple[list[list[Lane]], float]:
+def _planned(found: Comparison) -> tuple[list[list[BarRow]], float]:
     """The same as planned."""
-    behind = [(UPDATES, "norm and update", found.scale * found.planned.timed.update)]
+    behind = [(UPDATES, "norm and update", found.scale * found.planned.step_time.update)]
     lanes, end = Streams(found.schedule, found.times, found.hop, behind).lanes()
     return [
         [replace(lane, label=_planned_name(lane.label), bars=_in_ms(lane.bars)) for lane in rank]

@@ -7,15 +7,15 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import cycle
 
-from megatron_llama.planner.candidate import Planned
+from megatron_llama.planner.candidate import Candidate
 from megatron_llama.planner.fitted import HIGH, LOW
-from megatron_llama.planner.links import axes_of
-from megatron_llama.planner.oom_probability import USABLE
+from megatron_llama.planner.links import rank_groups
+from megatron_llama.planner.oom_probability import ALLOCATABLE
 from megatron_llama.planner.picture import (
     COLOURS,
     PALETTE,
     Bar,
-    Lane,
+    BarRow,
     code,
     drawing,
     heading,
@@ -24,7 +24,7 @@ from megatron_llama.planner.picture import (
     paragraph,
     table,
 )
-from megatron_llama.planner.report import WORDS, command, label, losses, mfu
+from megatron_llama.planner.report import PARTS, command, label, losses, mfu
 from megatron_llama.planner.simulate import StageTimes, simulate
 from megatron_llama.plans.memory import gib
 from megatron_llama.plans.schedule import Op, Schedule, TimedPass
@@ -60,7 +60,7 @@ class Streams:
     behind: Sequence[tuple[str, str, float]] = ()
     """What every rank does behind the last pass: lane, words, seconds."""
 
-    def lanes(self) -> tuple[list[list[Lane]], float]:
+    def lanes(self) -> tuple[list[list[BarRow]], float]:
         """For each pipeline rank its lanes, in seconds from 0, and the end of the step."""
         timeline = simulate(self.schedule, self.times, self.hop)
         tail = []
@@ -74,7 +74,7 @@ class Streams:
 
     def _rank(
         self, rank: int, passes: Sequence[TimedPass], tail: Sequence[tuple[str, Bar]]
-    ) -> list[Lane]:
+    ) -> list[BarRow]:
         beside: dict[str, list[Bar]] = {PIPELINE: [], GATHERS: [], REDUCTIONS: []}
         for one in passes:
             action = one.action
@@ -94,8 +94,8 @@ class Streams:
         for lane, bar in tail:
             if lane != UPDATES:
                 beside[lane].append(bar)
-        first = Lane(f"pp rank {rank}", [*(pass_bar(one) for one in passes), *updates])
-        return [first, *(Lane(lane, bars) for lane, bars in beside.items() if bars)]
+        first = BarRow(f"pp rank {rank}", [*(pass_bar(one) for one in passes), *updates])
+        return [first, *(BarRow(lane, bars) for lane, bars in beside.items() if bars)]
 
 
 def _beside(lane: str, begin: float, seconds: float) -> Bar:
@@ -115,31 +115,26 @@ def milli(seconds: float) -> str:
     return f"{seconds * 1e3:.3f} ms"
 
 
-def streams_of(planned: Planned) -> Streams:
+def streams_of(planned: Candidate) -> Streams:
     """The first microbatches of a plan: as many as show the pattern."""
     job = planned.job
     times = planned.stage_times
-    axes = axes_of(planned.job, planned.fit)
-    bare = [replace(one, gather_forward=0.0, gather_backward=0.0, reduce=0.0) for one in times]
-    placement = planned.short.partition.placement
-    longer = [0.0] * job.pp
-    for rank, one, other in zip(placement, times, bare, strict=True):
-        longer[rank] += sum(one.of(op) - other.of(op) for op in planned.short.schedule.passes)
-    once = max(0.0, planned.timed.data - job.microbatches * max(longer))
+    axes = rank_groups(planned.job, planned.fit)
+    once = max(0.0, planned.step_time.data - job.microbatches * planned.stretched)
     behind = [
         (REDUCTIONS, "exposed gradients and parameters", once),
-        (UPDATES, "norm and update", planned.timed.update),
+        (UPDATES, "norm and update", planned.step_time.update),
     ]
     hop = axes.pp.send(job.stream / (job.tp if job.sequence_parallel else 1)) if job.pp > 1 else 0.0
     return Streams(planned.short.schedule, times, hop, [one for one in behind if one[2] > 0])
 
 
-def plan_page(best: Sequence[Planned], title: str, near: Sequence[object]) -> str:
+def plan_page(best: Sequence[Candidate], title: str, near: Sequence[object]) -> str:
     """The whole page. ``near``: published runs that are like the first."""
     return page(title, _parts(best, near))
 
 
-def _parts(best: Sequence[Planned], near: Sequence[object]) -> Iterator[str]:
+def _parts(best: Sequence[Candidate], near: Sequence[object]) -> Iterator[str]:
     first = best[0]
     yield table(HEAD, _rows(best), words=(12,))
     yield heading(f"The pipeline of {label(first)}")
@@ -157,7 +152,7 @@ def _parts(best: Sequence[Planned], near: Sequence[object]) -> Iterator[str]:
     yield pass_key(first.short.schedule)
     yield drawing([_in_ms(lane) for rank in lanes for lane in rank], end * 1e3, "ms")
     yield heading("Where the time goes")
-    yield key(zip((words for _, words in WORDS), cycle(PALETTE), strict=False))
+    yield key(zip((words for _, words in PARTS), cycle(PALETTE), strict=False))
     yield drawing(
         [_time_lane(place, planned) for place, planned in enumerate(best, 1)],
         max(p.seconds for p in best),
@@ -175,9 +170,9 @@ def _parts(best: Sequence[Planned], near: Sequence[object]) -> Iterator[str]:
     yield code(command(first))
 
 
-def _rows(best: Sequence[Planned]) -> Iterator[tuple[str, ...]]:
+def _rows(best: Sequence[Candidate]) -> Iterator[tuple[str, ...]]:
     for place, planned in enumerate(best, 1):
-        step = planned.timed
+        step = planned.step_time
         shares = (
             part / step.seconds
             for part in (step.bubble, step.tensor, step.context, step.pipeline, step.data)
@@ -203,19 +198,19 @@ def pass_key(schedule: Schedule) -> str:
     )
 
 
-def _in_ms(lane: Lane) -> Lane:
-    return Lane(
+def _in_ms(lane: BarRow) -> BarRow:
+    return BarRow(
         lane.label, [replace(bar, begin=bar.begin * 1e3, end=bar.end * 1e3) for bar in lane.bars]
     )
 
 
-def _time_lane(place: int, planned: Planned) -> Lane:
+def _time_lane(place: int, planned: Candidate) -> BarRow:
     return _stacked(
-        str(place), [(words, getattr(planned.timed, name)) for name, words in WORDS], "s"
+        str(place), [(words, getattr(planned.step_time, name)) for name, words in PARTS], "s"
     )
 
 
-def memory_drawing(planned: Planned) -> str:
+def memory_drawing(planned: Candidate) -> str:
     """Bytes of every pipeline rank by component, beside the memory of the device."""
     total = planned.machine.gpu.memory / GIB
     ranks = range(planned.job.pp)
@@ -232,11 +227,11 @@ def memory_drawing(planned: Planned) -> str:
         lanes,
         max(largest, total),
         "GiB",
-        marks=[(USABLE * total, f"usable of a {planned.machine.gpu.name}")],
+        marks=[(ALLOCATABLE * total, f"usable of a {planned.machine.gpu.name}")],
     )
 
 
-def _stacked(name: str, parts: Sequence[tuple[str, float]], unit: str) -> Lane:
+def _stacked(name: str, parts: Sequence[tuple[str, float]], unit: str) -> BarRow:
     """Parts of a whole one behind the other, in the colours of PALETTE."""
     bars = []
     begin = 0.0
@@ -244,4 +239,4 @@ def _stacked(name: str, parts: Sequence[tuple[str, float]], unit: str) -> Lane:
         if size > 0:
             bars.append(Bar(begin, begin + size, colour, tip=f"{words}: {size:.3f} {unit}"))
         begin += size
-    return Lane(name, bars)
+    return BarRow(name, bars)

@@ -4,22 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
-from math import prod
 from shlex import quote
 from typing import Any
 
 from megatron_llama.config.parse import differences, flag
 from megatron_llama.errors import describe
-from megatron_llama.planner.candidate import Planned
+from megatron_llama.metrics.flops import flops_per_token
+from megatron_llama.planner.candidate import Candidate
 from megatron_llama.planner.fitted import HIGH, LOW
 from megatron_llama.planner.nearest import Citation
-from megatron_llama.planner.oom_probability import USABLE
-from megatron_llama.planner.steps import Step
+from megatron_llama.planner.oom_probability import ALLOCATABLE
 from megatron_llama.plans.memory import gib
 from megatron_llama.plans.offload import NONE
-from megatron_llama.plans.params import adapter_shapes
 
-WORDS = (
+PARTS = (
     ("compute", "kernels"),
     ("bubble", "pipeline bubble"),
     ("tensor", "exposed tensor-parallel communication"),
@@ -29,185 +27,159 @@ WORDS = (
     ("update", "optimizer"),
     ("other", "stragglers and the rest"),
 )
-"""Parts of a step, in words."""
+"""Fields of a StepTime in words."""
+SHARES = ("bubble", "tensor", "context", "pipeline", "data")
+"""Fields whose share of the step a table shows."""
 
 
 def duration(seconds: float) -> str:
-    """Seconds for people: of short ones more digits."""
+    """Return seconds for people, with more digits if they are few."""
     return f"{seconds:.{2 if seconds >= 1 else 3 if seconds >= 0.1 else 4}f}"
 
 
-def flops_per_token(planned: Planned) -> float:
-    """Forward and backward FLOPs of a token, all of the square of scores counted, nothing that is
-    computed again (torchtitan's MFU). With low-rank additions the products with frozen weights have
-    no third part."""
-    job = planned.job
-    model = planned.config.model
-    products = (
-        sum(product.n * product.k for product in job.matmuls) * job.tp * model.num_hidden_layers
-    )
-    head = model.vocab_size * model.hidden_size
-    additions = (
-        sum(map(prod, adapter_shapes(model, planned.config.lora).values())) if job.additions else 0
-    )
-    weights = (4.0 if job.additions else 6.0) * (products + head) + 6.0 * additions
-    return (
-        weights
-        + 12.0 * model.num_hidden_layers * model.num_attention_heads * model.head_dim * job.seq
-    )
+def interval(candidate: Candidate) -> str:
+    """Return the seconds between which eight of ten runs lie."""
+    return f"{duration(candidate.seconds * LOW)} to {duration(candidate.seconds * HIGH)}"
 
 
-def mfu(planned: Planned) -> float:
-    """Model FLOPs that are used of what the device could do."""
-    return planned.speed * flops_per_token(planned) / planned.machine.gpu.peak
+def mfu(candidate: Candidate) -> float:
+    """Return the model FLOPs utilization in torchtitan's convention."""
+    config = candidate.config
+    flops = flops_per_token(config.model, candidate.job.seq, causal=False, lora=config.lora)
+    return candidate.speed * flops / candidate.machine.gpu.peak
 
 
-def label(planned: Planned) -> str:
-    """A layout in one word, as ``--explain`` takes it."""
-    parallel = planned.config.parallel
-    job = planned.job
-    parts = [
-        f"tp{job.tp}",
-        f"pp{job.pp}",
-        f"cp{job.cp}",
-        f"dp{job.dp}",
-        f"mbs{job.micro_batch}",
-        parallel.pipeline_schedule,
-    ]
-    if parallel.virtual_pipeline_model_parallel_size > 1:
-        parts.append(f"v{parallel.virtual_pipeline_model_parallel_size}")
-    offload = planned.config.offload.optimizer_offload
-    parts += [
-        parallel.data_parallel_sharding_strategy,
-        f"recompute-{parallel.recompute_granularity}",
-    ]
+def label(candidate: Candidate) -> str:
+    """Return a layout in one word, as ``--explain`` takes it."""
+    parallel = candidate.config.parallel
+    job = candidate.job
+    virtual = parallel.virtual_pipeline_model_parallel_size
+    offload = candidate.config.offload.optimizer_offload
+    parts = [f"tp{job.tp}", f"pp{job.pp}", f"cp{job.cp}", f"dp{job.dp}", f"mbs{job.micro_batch}"]
+    parts += [parallel.pipeline_schedule, *([f"v{virtual}"] if virtual > 1 else [])]
+    parts += [parallel.data_parallel_sharding_strategy]
+    parts += [f"recompute-{parallel.recompute_granularity}"]
     return "/".join([*parts, *([f"offload-{offload}"] if offload != NONE else [])])
 
 
-def table(best: Sequence[Planned]) -> Iterator[str]:
-    """A line for each layout, fastest first."""
+def table(best: Sequence[Candidate]) -> Iterator[str]:
+    """Yield a line for each layout, fastest first."""
     yield (
-        f"{'':>2} {'step s':>8} {'80 % between':>15} {'tok/s/GPU':>9} {'MFU':>5} {'memory':>10} {'OOM':>4} "
-        f"{'bubble':>6} {'tp':>5} {'cp':>5} {'pp':>5} {'dp':>5}  layout"
+        f"{'':>2} {'step s':>8} {'80 % between':>15} {'tok/s/GPU':>9} {'MFU':>5} {'memory':>10} "
+        f"{'OOM':>4} {'bubble':>6} {'tp':>5} {'cp':>5} {'pp':>5} {'dp':>5}  layout"
     )
-    for place, planned in enumerate(best, 1):
-        step = planned.timed
-        shares = [
-            part / step.seconds
-            for part in (step.bubble, step.tensor, step.context, step.pipeline, step.data)
-        ]
-        between = f"{duration(step.seconds * LOW)} to {duration(step.seconds * HIGH)}"
+    for place, candidate in enumerate(best, 1):
+        step = candidate.step_time
+        bubble, *shares = (getattr(step, name) / step.seconds for name in SHARES)
         yield (
-            f"{place:>2} {duration(step.seconds):>8} {between:>15} {planned.speed:>9,.0f} {mfu(planned):>5.0%} "
-            f"{gib(sum(planned.fullest.values())):>10} {planned.oom_probability:>4.0%} {shares[0]:>6.1%} "
-            + " ".join(f"{share:>5.1%}" for share in shares[1:])
-            + f"  {label(planned)}"
+            f"{place:>2} {duration(step.seconds):>8} {interval(candidate):>15} "
+            f"{candidate.speed:>9,.0f} {mfu(candidate):>5.0%} {gib(candidate.needed):>10} "
+            f"{candidate.oom_probability:>4.0%} {bubble:>6.1%} "
+            f"{' '.join(f'{share:>5.1%}' for share in shares)}  {label(candidate)}"
         )
 
 
-def details(planned: Planned) -> Iterator[str]:
-    """Where time and memory go."""
-    step = planned.timed
-    gpu = planned.machine.gpu
-    yield f"{label(planned)}: {duration(step.seconds)} s a step, {planned.job.microbatches} microbatches"
-    shown = [
-        (words, getattr(step, name))
-        for name, words in WORDS
-        if getattr(step, name) >= 0.002 * step.seconds
-    ]
-    yield "  time      " + ", ".join(f"{words} {duration(part)} s" for words, part in shown)
-    parts = planned.fullest
-    reserve = f"context and fragmentation {gib(int((1 - USABLE) * gpu.memory))} set aside"
-    yield f"  memory    {', '.join(f'{name} {gib(size)}' for name, size in parts.items() if size)}; {reserve} of {gib(gpu.memory)}"
-    if planned.host_bytes:
-        rank = max(range(planned.job.pp), key=planned.host_wait)
-        moved = planned.short.offload(rank)
-        wait = duration(planned.host_wait(rank))
+def details(candidate: Candidate) -> Iterator[str]:
+    """Yield where the time and the memory of a layout go."""
+    step = candidate.step_time
+    gpu = candidate.machine.gpu
+    microbatches = f"{candidate.job.microbatches} microbatches"
+    yield f"{label(candidate)}: {duration(step.seconds)} s a step, {microbatches}"
+    parts = [(words, getattr(step, name)) for name, words in PARTS]
+    shown = [f"{words} {duration(part)} s" for words, part in parts if part >= 0.002 * step.seconds]
+    yield f"  time      {', '.join(shown)}"
+    sizes = [f"{name} {gib(size)}" for name, size in candidate.fullest.items() if size]
+    reserve = f"context and fragmentation {gib(int((1 - ALLOCATABLE) * gpu.memory))} set aside"
+    yield f"  memory    {', '.join(sizes)}; {reserve} of {gib(gpu.memory)}"
+    if candidate.host_bytes:
+        rank = max(range(candidate.job.pp), key=candidate.host_wait)
+        moved = candidate.short.offload(rank)
         assert moved is not None
-        copies = f"a step copies {gib(moved.to_host)} to the host and {gib(moved.to_device)} to the device, and waits {wait} s for the host"
-        yield f"  offload   {gib(planned.host_bytes)} of the {gib(gpu.host_memory)} of host memory for each GPU; {copies}"
-    traffic = planned.traffic[0]
-    short = f"{traffic.gathers} gathers of {gib(traffic.gather_bytes)}, {traffic.reductions} reductions of {gib(traffic.reduction_bytes)}"
-    yield f"  traffic   of {planned.short.schedule.microbatches} microbatches, pp rank 0, over dp: {short}"
+        yield (
+            f"  offload   {gib(candidate.host_bytes)} of the {gib(gpu.host_memory)} of host memory "
+            f"for each GPU; a step copies {gib(moved.to_host)} to the host and "
+            f"{gib(moved.to_device)} to the device, and waits "
+            f"{duration(candidate.host_wait(rank))} s for the host"
+        )
+    traffic = candidate.traffic[0]
+    yield (
+        f"  traffic   of {candidate.short.schedule.microbatches} microbatches, pp rank 0, over dp: "
+        f"{traffic.gathers} gathers of {gib(traffic.gather_bytes)}, "
+        f"{traffic.reductions} reductions of {gib(traffic.reduction_bytes)}"
+    )
 
 
-def losses(best: Sequence[Planned]) -> Iterator[str]:
-    """Why each layout after the first is slower: the part that grew most."""
-    if not best:
-        return
-    winner = best[0].timed
-    for place, planned in enumerate(best[1:], 2):
-        step = planned.timed
-        name, words = max(WORDS, key=lambda part: _growth(step, winner, part[0]))
-        more = f"{words} {duration(getattr(step, name))} s instead of {duration(getattr(winner, name))} s"
-        yield f"{place:>2} loses {duration(step.seconds - winner.seconds)} s: {more}"
+def losses(best: Sequence[Candidate]) -> Iterator[str]:
+    """Yield why each layout after the first is slower: the part of a step that grew most."""
+    for place, candidate in enumerate(best[1:], 2):
+        slower = candidate.step_time
+        winner = best[0].step_time
+        name, words = max(
+            PARTS, key=lambda part: getattr(slower, part[0]) - getattr(winner, part[0])
+        )
+        yield (
+            f"{place:>2} loses {duration(slower.seconds - winner.seconds)} s: {words} "
+            f"{duration(getattr(slower, name))} s instead of {duration(getattr(winner, name))} s"
+        )
 
 
-def _growth(step: Step, winner: Step, name: str) -> float:
-    return float(getattr(step, name) - getattr(winner, name))
-
-
-def does_not_fit(smallest: Planned, enough: Planned | None) -> str:
-    """What is missing, and the nearest thing that works: more GPUs."""
+def does_not_fit(smallest: Candidate, enough: Candidate | None) -> str:
+    """Say what is missing, and the nearest thing that works: more GPUs."""
     machine = smallest.machine
-    needed = sum(smallest.fullest.values())
-    got = f"{gib(needed)} for each of {machine.gpus} GPUs at least, with {label(smallest)}"
     do = "take GPUs of more memory, or a shorter --seq-length"
     if enough is not None:
         do = f"--gpus {enough.machine.gpus} would do, with {label(enough)}, or {do}"
+    usable = gib(int(ALLOCATABLE * machine.gpu.memory))
     return describe(
         "memory",
-        got=got,
-        expected=f"at most {gib(int(USABLE * machine.gpu.memory))} usable of a {machine.gpu.name}",
+        got=f"{gib(smallest.needed)} for each of {machine.gpus} GPUs at least, with {label(smallest)}",
+        expected=f"at most {usable} usable of a {machine.gpu.name}",
         do=do,
     )
 
 
-def command(planned: Planned) -> str:
-    """The line that starts such a run."""
-    nodes = -(-planned.machine.gpus // planned.machine.node)
-    config = planned.config
-    words = [
-        f"--nnodes {nodes}",
-        f"--nproc-per-node {min(planned.machine.node, planned.machine.gpus)}",
-        "-m megatron_llama pretrain",
-    ]
+def command(candidate: Candidate) -> str:
+    """Return the line that starts such a run."""
+    machine = candidate.machine
+    config = candidate.config
     sections = (config.parallel, config.training, config.offload, config.zenflow, config.lora)
-    changed = {**_model_options(planned), **differences(sections)}
+    preset = config.model.preset
+    changed: dict[str, Any] = {"model": preset} if preset else differences([config.model])
+    changed |= differences(sections)
     if config.optimizer.freeze:
         changed["freeze"] = config.optimizer.freeze
     if config.training.train_iters <= 1:
         changed["train_iters"] = "N"
+    options = []
     for name, value in changed.items():
         text = " ".join(map(quote, map(str, value))) if isinstance(value, tuple) else value
-        words.append(flag(name) if value is True else f"{flag(name)} {text}")
-    return f"torchrun {' '.join(words)} --data-path PREFIX"
+        options.append(flag(name) if value is True else f"{flag(name)} {text}")
+    return (
+        f"torchrun --nnodes {-(-machine.gpus // machine.node)} "
+        f"--nproc-per-node {min(machine.node, machine.gpus)} -m megatron_llama pretrain "
+        f"{' '.join(options)} --data-path PREFIX"
+    )
 
 
-def _model_options(planned: Planned) -> dict[str, Any]:
-    model = planned.config.model
-    return {"model": model.preset} if model.preset else differences([model])
-
-
-def as_json(best: Sequence[Planned], near: Sequence[Citation], tried: int) -> dict[str, Any]:
-    """Everything that the table and the details say."""
+def as_json(best: Sequence[Candidate], near: Sequence[Citation], tried: int) -> dict[str, Any]:
+    """Return everything that the table and the details say."""
     return {
         "tried": tried,
         "layouts": [
             {
-                "layout": label(planned),
-                "step_seconds": planned.seconds,
-                "step_seconds_low": planned.seconds * LOW,
-                "step_seconds_high": planned.seconds * HIGH,
-                "tokens_per_second_per_gpu": planned.speed,
-                "mfu": mfu(planned),
-                "seconds": asdict(planned.timed),
-                "memory_bytes": planned.fullest,
-                "host_memory_bytes": planned.host_bytes,
-                "probability_out_of_memory": planned.oom_probability,
-                "command": command(planned),
+                "layout": label(candidate),
+                "step_seconds": candidate.seconds,
+                "step_seconds_low": candidate.seconds * LOW,
+                "step_seconds_high": candidate.seconds * HIGH,
+                "tokens_per_second_per_gpu": candidate.speed,
+                "mfu": mfu(candidate),
+                "seconds": asdict(candidate.step_time),
+                "memory_bytes": candidate.fullest,
+                "host_memory_bytes": candidate.host_bytes,
+                "probability_out_of_memory": candidate.oom_probability,
+                "command": command(candidate),
             }
-            for planned in best
+            for candidate in best
         ],
         "nearest_published": [asdict(citation) for citation in near],
     }

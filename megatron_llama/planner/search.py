@@ -9,41 +9,42 @@ from typing import Any
 
 from megatron_llama.config.schema import Config, ParallelConfig
 from megatron_llama.errors import ConfigError, describe, listing
-from megatron_llama.planner.candidate import Planned
-from megatron_llama.planner.candidate_job import job_of
+from megatron_llama.planner.candidate import Candidate
 from megatron_llama.planner.coefficients import Coefficients
-from megatron_llama.planner.footprint import footprint
-from megatron_llama.planner.job import Machine
+from megatron_llama.planner.footprint import fuller_end
 from megatron_llama.planner.steps import estimate
+from megatron_llama.planner.training_job import Machine, job_of
 from megatron_llama.plans.buckets import BY_TRAFFIC, NO_SHARD
 from megatron_llama.plans.offload import NONE
 from megatron_llama.plans.resolve import problems
 
-EVEN_ODDS = 0.5
+EVEN_RISK = 0.5
+"""The probability of running out of memory from which on a layout does not fit."""
 MARGIN = 0.85
-"""How far the formula may be above the plans."""
+"""Factor that makes ``memory_estimate`` a low estimate: the formula may be this much above the
+plans."""
 DOUBLINGS = 10
 TRIES = 4
-"""How far to look for a cluster that is large enough, and how many layouts to try on each."""
+"""How many doublings of a cluster that is too small to look at, and how many layouts on each."""
 LONG = 4096
 """Tokens of a sequence that a rank keeps at least under context parallelism."""
 MICRO_BATCHES = (1, 2, 4, 8)
 OFFLOAD = "optimizer_offload"
-"""The option that is changed where nothing fits."""
+"""The option that is changed if nothing fits."""
 STRATEGIES = (NO_SHARD, *BY_TRAFFIC)
 GRANULARITIES = ("none", "selective", "full")
 
 
 @dataclass(frozen=True)
-class Found:
-    """What a search saw."""
+class SearchResult:
+    """What a search found."""
 
-    best: tuple[Planned, ...]
+    best: tuple[Candidate, ...]
     """Layouts that fit, fastest first."""
     tried: int
-    """Layouts that are valid."""
-    smallest: Planned | None
-    """Where nothing fits: the layout that needs least memory."""
+    """How many valid layouts there are."""
+    smallest: Candidate | None
+    """If nothing fits, the layout that needs least memory."""
 
 
 def search(
@@ -53,16 +54,16 @@ def search(
     *,
     top: int,
     pinned: Mapping[str, Any],
-    risk: float = EVEN_ODDS,
+    risk: float = EVEN_RISK,
     offload: bool = True,
-) -> Found:
-    """The fastest ``top`` layouts. ``config``: the model, the batch and everything that is not
-    searched, resolved; ``pinned``: options of a layout that the user has given, which all layouts
-    keep; ``risk``: the probability of running out of memory from which on a layout does not fit.
-    ``offload``: where none fits, try the same with the optimizer on the host, unless the user has
-    said where it is to be.
+) -> SearchResult:
+    """Return the fastest ``top`` layouts. ``config`` has the model, the batch and everything that is
+    not searched, resolved; ``pinned`` has the options of a layout that the user has given, which
+    all layouts keep; ``risk`` is the probability of running out of memory from which on a layout
+    does not fit. With ``offload`` and no layout that fits, the search is repeated with the
+    optimizer on the host, unless the user has said where it is to be.
 
-    Raises ConfigError where no layout is valid at all."""
+    Raises ConfigError if no layout is valid."""
     found = _search(config, machine, fit, top, pinned, risk)
     if (
         not offload
@@ -89,75 +90,64 @@ def _search(
     top: int,
     pinned: Mapping[str, Any],
     risk: float,
-) -> Found:
+) -> SearchResult:
     ranked = sorted(
         candidates(config, machine, pinned),
         key=lambda one: estimate(job_of(one, machine), fit).seconds,
     )
     if not ranked:
         raise ConfigError(_nothing_valid(config, machine, pinned))
-    fitting: list[Planned] = []
+    fitting: list[Candidate] = []
     for one in ranked:
-        planned = Planned(one, machine, fit)
-        if roughly(planned) < machine.gpu.memory and planned.oom_probability < risk:
-            fitting.append(planned)
+        candidate = Candidate(one, machine, fit)
+        if memory_estimate(candidate) < machine.gpu.memory and candidate.oom_probability < risk:
+            fitting.append(candidate)
             if len(fitting) >= 2 * top:
                 break
     valid = (
-        planned
-        for planned in sorted(fitting, key=lambda planned: planned.seconds)
-        if not problems(planned.config, machine.gpus)
+        candidate
+        for candidate in sorted(fitting, key=lambda candidate: candidate.seconds)
+        if not problems(candidate.config, machine.gpus)
     )
     best = tuple(islice(valid, top))
     if fitting and not best:
-        raise ConfigError(
-            listing(
-                "No layout makes these options a run:", problems(fitting[0].config, machine.gpus)
-            )
-        )
-    smallest = None if best else min((Planned(one, machine, fit) for one in ranked), key=roughly)
-    return Found(best, len(ranked), smallest)
+        wrong = problems(fitting[0].config, machine.gpus)
+        raise ConfigError(listing("No layout makes these options a run:", wrong))
+    every = (Candidate(one, machine, fit) for one in ranked)
+    smallest = None if best else min(every, key=memory_estimate)
+    return SearchResult(best, len(ranked), smallest)
 
 
-def roughly(planned: Planned) -> float:
-    """Bytes of the fuller end of the pipeline by a formula, on the low side: rules out most of what
-    does not fit, at no cost."""
-    job = planned.job
-    return MARGIN * max(footprint(job, last=last).peak for last in (False, True))
+def memory_estimate(candidate: Candidate) -> float:
+    """Return the bytes of the fuller end of the pipeline by a formula, as a low estimate: it rules
+    out most of what does not fit without making its plans."""
+    return MARGIN * fuller_end(candidate.job)
 
 
 def enough_gpus(
     config: Config, machine: Machine, fit: Coefficients, pinned: Mapping[str, Any]
-) -> Planned | None:
-    """The least doubling of the GPUs with which some layout fits, by the layouts that need
-    least."""
+) -> Candidate | None:
+    """Return a layout that fits on the least doubling of the GPUs, looking at those that need least
+    memory. None if ten doublings are not enough."""
     for doublings in range(1, DOUBLINGS + 1):
         larger = replace(machine, gpus=machine.gpus << doublings)
-        ranked = sorted(
-            (Planned(one, larger, fit) for one in candidates(config, larger, pinned)), key=roughly
-        )
-        for planned in ranked[:TRIES]:
-            if planned.oom_probability < EVEN_ODDS:
-                return planned
+        every = (Candidate(one, larger, fit) for one in candidates(config, larger, pinned))
+        for candidate in sorted(every, key=memory_estimate)[:TRIES]:
+            if candidate.oom_probability < EVEN_RISK:
+                return candidate
     return None
 
 
 def candidates(config: Config, machine: Machine, pinned: Mapping[str, Any]) -> Iterator[Config]:
-    """Valid layouts, without looking at memory."""
-    for shape in shapes(config, machine, pinned):
-        tp, pp, cp, schedule, virtual, micro = shape
-        dp = machine.gpus // (tp * pp * cp)
-        choices = product(
-            _of(pinned, "data_parallel_sharding_strategy", STRATEGIES),
-            _of(pinned, "recompute_granularity", GRANULARITIES),
-        )
-        for strategy, granularity in choices:
-            if (
-                dp * cp == 1
-                and strategy != BY_TRAFFIC[0]
-                and "data_parallel_sharding_strategy" not in pinned
-            ):
-                continue
+    """Yield the valid layouts, without looking at memory."""
+    strategies = _pinned_or(pinned, "data_parallel_sharding_strategy", STRATEGIES)
+    granularities = _pinned_or(pinned, "recompute_granularity", GRANULARITIES)
+    for tp, pp, cp, schedule, virtual, micro in shapes(config, machine, pinned):
+        # With one data-parallel rank all strategies are the same.
+        several = machine.gpus > tp * pp or "data_parallel_sharding_strategy" in pinned
+        for strategy, granularity in product(
+            strategies if several else BY_TRAFFIC[:1], granularities
+        ):
             parallel = replace(
                 config.parallel,
                 tensor_model_parallel_size=tp,
@@ -176,8 +166,8 @@ def candidates(config: Config, machine: Machine, pinned: Mapping[str, Any]) -> I
 
 
 def with_ends(parallel: ParallelConfig, layers: int) -> ParallelConfig:
-    """Embedding and head count as a block each where that shares the blocks out equally and nothing
-    else does (LLaMA 3.1 405B)."""
+    """Return the options with embedding and head counted as a block each, if that divides the blocks
+    equally and nothing else does (LLaMA 3.1 405B)."""
     stages = parallel.pipeline_model_parallel_size
     stages *= (
         2 if parallel.pipeline_schedule == "zb-v" else parallel.virtual_pipeline_model_parallel_size
@@ -195,7 +185,7 @@ Shape = tuple[int, int, int, Any, int, int]
 
 
 def shapes(config: Config, machine: Machine, pinned: Mapping[str, Any]) -> Iterator[Shape]:
-    """(tp, pp, cp, schedule, virtual stages, micro-batch) that divide what they have to."""
+    """Yield (tp, pp, cp, schedule, virtual stages, micro-batch) that divide what they have to."""
     model = config.model
     training = config.training
     world = machine.gpus
@@ -207,18 +197,18 @@ def shapes(config: Config, machine: Machine, pinned: Mapping[str, Any]) -> Itera
     pipes = [
         size
         for size in _divisors(world)
-        if size <= model.num_hidden_layers and _shared_out(config, size)
+        if size <= model.num_hidden_layers and _divides_blocks(config, size)
     ]
     contexts = [size for size in _powers(64) if size == 1 or training.seq_length // size >= LONG]
     for tp, pp, cp in product(
-        _of(pinned, "tensor_model_parallel_size", tensors),
-        _of(pinned, "pipeline_model_parallel_size", pipes),
-        _of(pinned, "context_parallel_size", contexts),
+        _pinned_or(pinned, "tensor_model_parallel_size", tensors),
+        _pinned_or(pinned, "pipeline_model_parallel_size", pipes),
+        _pinned_or(pinned, "context_parallel_size", contexts),
     ):
         if world % (tp * pp * cp):
             continue
         samples, rest = divmod(training.global_batch_size, world // (tp * pp * cp))
-        for micro in _of(pinned, "micro_batch_size", MICRO_BATCHES):
+        for micro in _pinned_or(pinned, "micro_batch_size", MICRO_BATCHES):
             if rest == 0 and samples and samples % micro == 0:
                 for schedule, virtual in _pipelines(config, pp, samples // micro, pinned):
                     yield tp, pp, cp, schedule, virtual, micro
@@ -227,13 +217,13 @@ def shapes(config: Config, machine: Machine, pinned: Mapping[str, Any]) -> Itera
 def _pipelines(
     config: Config, pp: int, microbatches: int, pinned: Mapping[str, Any]
 ) -> Iterator[tuple[str, int]]:
-    """Schedules with their numbers of virtual stages."""
+    """Yield the schedules with their numbers of virtual stages."""
     layers = config.model.num_hidden_layers // pp
     every = [("1f1b", 1)]
     if pp > 1:
-        every += [("zb-h1", 1)] + [("zb-v", 2)] * _shared_out(config, 2 * pp)
+        every += [("zb-h1", 1)] + [("zb-v", 2)] * _divides_blocks(config, 2 * pp)
         counts = range(2, min(layers, 10) + 1) if microbatches % pp == 0 else ()
-        every += [("interleaved", count) for count in counts if _shared_out(config, count * pp)]
+        every += [("interleaved", count) for count in counts if _divides_blocks(config, count * pp)]
     for schedule, virtual in every:
         wanted = (
             pinned.get("pipeline_schedule", schedule),
@@ -243,13 +233,13 @@ def _pipelines(
             yield schedule, 1 if schedule == "zb-v" else virtual
 
 
-def _shared_out(config: Config, stages: int) -> bool:
-    """Whether stages have equally many blocks, or would with their ends (``with_ends``)."""
+def _divides_blocks(config: Config, stages: int) -> bool:
+    """Whether stages have equally many blocks, or would with embedding and head (``with_ends``)."""
     layers = config.model.num_hidden_layers
     return layers % stages == 0 or ((layers + 2) % stages == 0 and (layers + 2) // stages > 1)
 
 
-def _of(pinned: Mapping[str, Any], name: str, every: Any) -> Any:
+def _pinned_or(pinned: Mapping[str, Any], name: str, every: Any) -> Any:
     return (pinned[name],) if name in pinned else every
 
 
@@ -267,16 +257,16 @@ def _divisors(whole: int) -> list[int]:
 
 
 def _nothing_valid(config: Config, machine: Machine, pinned: Mapping[str, Any]) -> str:
-    """Why no layout can be built, and the nearest batch that can."""
+    """Say why no layout can be built, and which batch is the nearest that can."""
     given = ", ".join(f"{name} {value}" for name, value in pinned.items()) or "none"
     batch = config.training.global_batch_size
     world = machine.gpus
     near = [size * max(1, round(batch / size)) for size in _divisors(world)]
-    works = [
-        size
-        for size in near
-        if any(True for _ in shapes(_with_batch(config, size), machine, pinned))
-    ]
+    works = []
+    for size in near:
+        training = replace(config.training, global_batch_size=size)
+        if any(True for _ in shapes(replace(config, training=training), machine, pinned)):
+            works.append(size)
     best = min(works, key=lambda size: abs(size - batch), default=None)
     do = (
         f"--global-batch-size {best} would work"
@@ -285,7 +275,3 @@ def _nothing_valid(config: Config, machine: Machine, pinned: Mapping[str, Any]) 
     )
     got = f"{world} GPUs, --global-batch-size {batch}, given options of the layout: {given}"
     return describe("plan", got=got, expected="numbers that divide each other", do=do)
-
-
-def _with_batch(config: Config, batch: int) -> Config:
-    return replace(config, training=replace(config.training, global_batch_size=batch))

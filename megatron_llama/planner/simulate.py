@@ -1,16 +1,16 @@
-"""An event simulator: the actions of a ``Schedule``, as the runtime walks them, with passes and
+"""An event simulator: it walks the actions of a ``Schedule`` as the runtime does, with passes and
 transfers that take time.
 
-The rules are those of ``schedule/replay.py``: a receive is posted and returns, a pass waits for
-what it receives, a send waits until the previous message of its link was taken. Beside them each
-rank has a stream for gathers and one for reductions.
+The rules are those of ``plans/schedule/replay.py``: a receive is posted and returns, a pass waits
+for what it receives, a send waits until the previous message of its link was taken. Gathers and
+reductions run at the same time as the passes and may make them longer.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from megatron_llama.plans.schedule import Op, Schedule, ScheduleError, TimedPass, Timeline
 from megatron_llama.plans.schedule.actions import (
@@ -32,34 +32,40 @@ class StageTimes:
     backward_input: float
     backward_weight: float
     gather_forward: float = 0.0
-    """Parameters that have to come for every forward pass, beside it."""
+    """Parameters that have to arrive during every forward pass."""
     gather_backward: float = 0.0
     reduce: float = 0.0
-    """Gradients that leave behind every backward pass."""
+    """Gradients that are sent after every backward pass."""
     slowdown: float = 0.0
-    """Of kernels beside communication, as a share of the shorter of the two."""
+    """How much kernels and communication at the same time delay each other, as a share of the shorter
+    of the two."""
 
     def of(self, op: Op) -> float:
-        """The duration of a pass: kernels, unless what travels beside them takes longer."""
+        """Return the duration of a pass: its kernels, unless its communication takes longer."""
         if op is Op.FORWARD:
-            return self._beside(self.forward, self.gather_forward)
+            return self._overlapped(self.forward, self.gather_forward)
         weight = 0.0 if op is Op.BACKWARD_INPUT else self.backward_weight
         if op is Op.BACKWARD_WEIGHT:
-            return self._beside(weight, self.reduce)
+            return self._overlapped(weight, self.reduce)
         kernels = self.backward_input + weight
-        return self._beside(
+        return self._overlapped(
             kernels, max(self.gather_backward, self.reduce if op is Op.BACKWARD else 0.0)
         )
 
-    def _beside(self, kernels: float, sent: float) -> float:
+    @property
+    def alone(self) -> StageTimes:
+        """The same without communication."""
+        return replace(self, gather_forward=0.0, gather_backward=0.0, reduce=0.0)
+
+    def _overlapped(self, kernels: float, sent: float) -> float:
         return max(kernels, sent) + self.slowdown * min(kernels, sent)
 
 
 def simulate(schedule: Schedule, times: Sequence[StageTimes], transfer: float) -> Timeline:
-    """When every pass runs. ``times``: of each stage; ``transfer``: seconds of a message between
-    neighbours.
+    """Return when every pass runs. ``times`` has an entry for each stage; ``transfer`` is the seconds
+    of a message between neighbours.
 
-    Raises ScheduleError if ranks wait for each other for ever, which no validated schedule does."""
+    Raises ScheduleError if ranks wait for each other forever, which no validated schedule does."""
     walk = _Walk(schedule, times, transfer)
     cursors = [0] * len(schedule.ranks)
     moved = True
@@ -91,7 +97,7 @@ class _Walk:
         self.posted: dict[Link, list[float]] = defaultdict(list)
 
     def perform(self, rank: int, action: Action) -> bool:
-        """Carry out the action, unless it has to wait for another rank's."""
+        """Carry out the action and return True, or False if it has to wait for another rank."""
         if action.op in RECEIVES:
             self.posted[link_of(action, self.placement)].append(self.clocks[rank])
             return True
@@ -124,9 +130,9 @@ class _Walk:
 
 
 def tail(ends: Sequence[tuple[float, float]], messages: Sequence[tuple[float, float]]) -> float:
-    """How long after the last pass of a rank the last reduction is through.
+    """Return how many seconds after the last pass of a rank the last reduction ends.
 
-    ``ends``: (start, end) of the pass that completes the gradients; ``messages``: (share of the
+    ``ends`` are (start, end) of the passes that complete gradients; ``messages`` are (share of the
     pass after which it is ready, seconds), in order of completion."""
     clock = 0.0
     last = max(end for _, end in ends)

@@ -38,7 +38,7 @@ class Message:
 
 
 @dataclass(frozen=True)
-class Segment:
+class ActionSegment:
     """What happens in one action. Equal ones are listed once."""
 
     calls: tuple[int, ...]
@@ -52,7 +52,7 @@ class Segment:
 
 
 @dataclass(frozen=True)
-class Done:
+class TracedAction:
     """An action that was carried out."""
 
     action: str
@@ -88,7 +88,7 @@ class StageTrace:
     """Global ranks of every axis, for the first of them, where dp, cp and tp are 0."""
     state: dict[str, int]
     """Bytes that are there between steps, and its batches, by component."""
-    actions: tuple[Done, ...]
+    actions: tuple[TracedAction, ...]
     """Of the whole step."""
     traced: tuple[str, ...]
     """The actions that were really carried out, of this rank or of another one with the same
@@ -121,7 +121,7 @@ class Trace:
     """Of each data-parallel rank."""
     operators: tuple[Operator, ...]
     messages: tuple[Message, ...]
-    segments: tuple[Segment, ...]
+    segments: tuple[ActionSegment, ...]
     stages: tuple[StageTrace, ...]
 
     def stage_of(self, rank: int) -> StageTrace:
@@ -197,7 +197,7 @@ def _trace(fields: dict[str, Any]) -> Trace:
             for one in fields["operators"]
         ),
         tuple(Message(**one) for one in fields["messages"]),
-        tuple(Segment(**{**one, "calls": tuple(one["calls"])}) for one in fields["segments"]),
+        tuple(ActionSegment(**{**one, "calls": tuple(one["calls"])}) for one in fields["segments"]),
         tuple(map(_stage, fields["stages"])),
     )
 
@@ -208,7 +208,7 @@ def _stage(fields: dict[str, Any]) -> StageTrace:
         layers=tuple(map(tuple, fields["layers"])),
         groups={axis: tuple(ranks) for axis, ranks in fields["groups"].items()},
         state=fields["state"],
-        actions=tuple(Done(**one) for one in fields["actions"]),
+        actions=tuple(TracedAction(**one) for one in fields["actions"]),
         traced=tuple(fields["traced"]),
         lifetimes=tuple(Lifetime(**one) for one in fields["lifetimes"]),
     )

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from megatron_llama.cli import main
 from megatron_llama.planner.calibration import HOST, as_json
-from megatron_llama.planner.measured import Steps, config_of
+from megatron_llama.planner.measured import MeasuredSteps, config_of
 from megatron_llama.plans.memory import MemoryPlan
 from megatron_llama.plans.schedule import Op
 from megatron_llama.plans.timeline_file import (
@@ -106,7 +106,7 @@ def test_a_run_that_ends_within_shows_what_there_was(product: Product, tmp_path:
     found = read_timeline(written)
     assert (found.ranks, found.clock_error, found.labels) == (1, 0.0, ("",))
     assert {span.lane for span in found.spans} == {ITERATIONS, COMPUTE, WAITS, UPDATES}
-    assert Steps(found).numbers == (4,) and Steps(found).waits(*LANES) < 0.5 * Steps(found).seconds
+    assert MeasuredSteps(found).numbers == (4,) and MeasuredSteps(found).waits(*LANES) < 0.5 * MeasuredSteps(found).seconds
 
 
 def test_clocks_of_ranks_agree(recorded: Recorded) -> None:
@@ -138,7 +138,7 @@ def test_recording_changes_no_bit(product: Product, straight: Callable[[str], Pa
     recording = {"record_timeline": tmp_path / "run.json", "profile_step_start": 1, "profile_step_end": 3}
     product.train(DP2, save=tmp_path / "run", **EVALUATED, **recording)
     assert exact_curve(tmp_path / "run") == exact_curve(straight("dp2 optim_grads"))
-    assert Steps(read_timeline(tmp_path / "run.json")).numbers == (2,)  # behind the third there was an evaluation
+    assert MeasuredSteps(read_timeline(tmp_path / "run.json")).numbers == (2,)  # behind the third there was an evaluation
 
 
 def test_what_cannot_be_recorded_is_refused_at_once(product: Product, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -84,7 +84,7 @@ def test_steps_equal_torch_adamw_with_clipping(clip: float, strategy: str) -> No
 
 
 def test_clipping_changes_the_step_and_only_above_the_threshold() -> None:
-    """Seen in the first moment: Adam's first update itself does not depend on the gradient's scale."""
+    """RankDevice in the first moment: Adam's first update itself does not depend on the gradient's scale."""
     norms, moments = [], []
     for clip in (0.0, 1e9, 1.0):
         run = trainer(SINGLE, Layout())

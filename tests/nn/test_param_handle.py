@@ -356,7 +356,7 @@ class Operators(TorchDispatchMode):
 
 @pytest.mark.parametrize("fake", [False, True])
 def test_a_device_gets_one_operator_for_narrow_factors(fake: bool) -> None:
-    """Seen on the device that computes nothing, and by what compilers trace with."""
+    """RankDevice on the device that computes nothing, and by what compilers trace with."""
     with FakeTensorMode() if fake else torch.device("meta"):
         device = "cuda" if fake else "meta"
         view = torch.empty(5, 3, device=device)

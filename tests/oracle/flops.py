@@ -1,21 +1,36 @@
-"""Floating-point operations of a step that a rank really does: padding, copies and what is computed
-again included.
+"""Floating-point operations of a step, counted a second time from shapes of weights: padding, copies
+and what is computed again included.
 
-Of matrix products and attention, by the conventions of ``planner/kernels.py``: attention does two
-products forward and five backward, of half of the square of scores. For models of which everything
-is trained.
+Matrix products and attention count, by the conventions of ``planner/kernels.py``: attention does two
+products forward and five backward, of half of the square of scores. ``step_flops`` is for models of
+which everything is trained.
 """
 
 from __future__ import annotations
 
+from math import prod
+
 from megatron_llama.config.schema import Config
 from megatron_llama.config.world import dp_size
-from megatron_llama.planner.job import Matmul
+from megatron_llama.planner.candidate import Candidate
+from megatron_llama.planner.training_job import Matmul
 from megatron_llama.plans.activation_memory import Activations
-from megatron_llama.plans.params import ParamSpec, padded_vocab_size, partition_of, rank_units
+from megatron_llama.plans.params import ParamSpec, adapter_shapes, padded_vocab_size, partition_of, rank_units
 
 PASSES = 3
 """Products with each weight: forward, the gradient of the input, that of the weight."""
+
+
+def planned_flops(candidate: Candidate) -> float:
+    """Forward and backward FLOPs of a token by the products that are planned, all scores counted and nothing twice. With low-rank
+    additions the products with frozen weights have no third part."""
+    job = candidate.job
+    model = candidate.config.model
+    products = sum(product.n * product.k for product in job.matmuls) * job.tp * model.num_hidden_layers
+    head = model.vocab_size * model.hidden_size
+    additions = sum(map(prod, adapter_shapes(model, candidate.config.lora).values())) if job.additions else 0
+    weights = (4.0 if job.additions else 6.0) * (products + head) + 6.0 * additions
+    return weights + 12.0 * model.num_hidden_layers * model.num_attention_heads * model.head_dim * job.seq
 
 
 def step_flops(config: Config, world_size: int, rank: int) -> int:
@@ -24,9 +39,7 @@ def step_flops(config: Config, world_size: int, rank: int) -> int:
     parallel = config.parallel
     shape = Activations.of(config)
     partition = partition_of(config)
-    microbatches = training.global_batch_size // (
-        training.micro_batch_size * dp_size(config, world_size)
-    )
+    microbatches = training.global_batch_size // (training.micro_batch_size * dp_size(config, world_size))
     wanted = parallel.recompute_num_layers
     queries = config.model.num_attention_heads * config.model.head_dim // shape.tp
     scores = shape.tokens * training.seq_length * queries
@@ -38,9 +51,7 @@ def step_flops(config: Config, world_size: int, rank: int) -> int:
             again = min(int(wanted), len(blocks)) if wanted.isdecimal() else len(blocks)
         for number, block in enumerate(blocks):
             products = sum(_product(spec, shape.tokens) for spec in block.params)
-            total += (PASSES + (number < again)) * products + (
-                2 + 5 + 2 * (number < again)
-            ) * scores
+            total += (PASSES + (number < again)) * products + (2 + 5 + 2 * (number < again)) * scores
         if stage == partition.stages - 1:
             # A head that is the embedding of this rank is not listed with the stage.
             total += PASSES * Matmul(shape.tokens, *_head(config)).flops

@@ -50,9 +50,7 @@ class _Step:
         self.again = 0
         """Blocks that are computed once more in backward."""
         if self.parallel.recompute_granularity == "full":
-            self.again = sum(
-                min(plan.chosen(), len(self.partition.layers[stage])) for stage in self.stages
-            )
+            self.again = sum(min(plan.chosen(), len(self.partition.layers[stage])) for stage in self.stages)
         self.calls = Counter[tuple[str, str]]()
         self.bytes = Counter[tuple[str, str]]()
 
@@ -70,11 +68,7 @@ class _Step:
         """Everything in one step."""
         for _ in range(self.plan.schedule.microbatches):
             if self.shape.tp > 1:
-                (
-                    self.sequence_parallel
-                    if self.parallel.sequence_parallel
-                    else self.tensor_parallel
-                )()
+                (self.sequence_parallel if self.parallel.sequence_parallel else self.tensor_parallel)()
                 self.cross_entropy()
             if self.shape.cp > 1:
                 self.context_parallel()
@@ -97,16 +91,9 @@ class _Step:
         anyway."""
         extra = int(self.copies > 1)
         head = 1 if self.plan.in_chunks else 2
-        gathers = (
-            (6 + 2 * extra) * self.blocks + (2 + extra) * self.again + self.first + head * self.last
-        )
+        gathers = (6 + 2 * extra) * self.blocks + (2 + extra) * self.again + self.first + head * self.last
         self.add("tp", "all_gather", self.hidden, gathers)
-        self.add(
-            "tp",
-            "reduce_scatter",
-            self.hidden,
-            (4 + extra) * self.blocks + 2 * self.again + self.first + self.last,
-        )
+        self.add("tp", "reduce_scatter", self.hidden, (4 + extra) * self.blocks + 2 * self.again + self.first + self.last)
 
     def cross_entropy(self) -> None:
         """Of every token the maximum, then the sum and the target's score; chunk by chunk, where
@@ -124,12 +111,7 @@ class _Step:
         message each, or around the ring."""
         model = self.config.model
         cp = self.shape.cp
-        elements = (
-            2
-            * self.shape.tokens
-            * (model.num_key_value_heads * self.copies // self.shape.tp)
-            * model.head_dim
-        )
+        elements = 2 * self.shape.tokens * (model.num_key_value_heads * self.copies // self.shape.tp) * model.head_dim
         values = elements * self.shape.narrow
         gradients = elements * self.shape.wide
         passes = 2 * self.blocks + self.again

@@ -9,13 +9,13 @@ import pytest
 import torch
 from megatron_llama.distributed.mesh import Place
 from megatron_llama.engine.optimizer import _early_gathers, _updated_early
-from megatron_llama.planner.messages import Messages, step_messages
 from megatron_llama.planner.trace.run import trace_run
 from megatron_llama.plans.buckets import Bucket, BucketPlan, rank_bucket_plan
 from megatron_llama.plans.memory import MemoryPlan, peak_of
 from torch import Tensor
 
 from tests.harness import Cluster
+from tests.oracle.messages import Messages, step_messages
 from tests.parallel.cases import STRATEGIES, Layout, trainer
 from tests.plans.test_activation_memory import Live, Saved, storage
 

@@ -1,6 +1,6 @@
 """No operator of a training step asks for a number that a device would still have to compute, so that its host would wait.
 
-Seen on the host, where asking costs nothing: the operators are the same. What a GPU says itself: distributed/test_device.py."""
+RankDevice on the host, where asking costs nothing: the operators are the same. What a GPU says itself: distributed/test_device.py."""
 
 from __future__ import annotations
 

@@ -13,10 +13,10 @@ from megatron_llama.errors import ConfigError
 from megatron_llama.planner.calibration import HOST, Calibration, as_json, calibration_of, read_calibration
 from megatron_llama.planner.fitted import FITTED
 from megatron_llama.planner.hardware import CPU
-from megatron_llama.planner.job import Matmul
 from megatron_llama.planner.kernels import Kernels
-from megatron_llama.planner.measurements import Device, Point, coefficients_of, job_of_step, lines
+from megatron_llama.planner.measurements import MeasuredDevice, Point, coefficients_of, job_of_step, lines
 from megatron_llama.planner.steps import estimate
+from megatron_llama.planner.training_job import Matmul
 
 SMALL = [
     "--hidden-size",
@@ -109,7 +109,7 @@ TRUTH = replace(
 DESK = replace(CPU, peak=2e11, hbm=2e10, nvlink=3e9, memory=8 << 30)
 
 
-def points(device: Device) -> dict[Point, float]:
+def points(device: MeasuredDevice) -> dict[Point, float]:
     """What a machine that is as TRUTH says would have measured."""
     gpu, made = DESK, dict[Point, float]()
     steps = [(2, 64, 256, 1, 512, 16), (6, 64, 256, 1, 512, 16), (2, 1024, 2816, 16, 512, 1024), (4, 1024, 2816, 16, 512, 1024)]
@@ -128,7 +128,7 @@ def points(device: Device) -> dict[Point, float]:
 
 
 def test_a_machine_is_found_again() -> None:
-    device = Device(DESK, 4, 4)
+    device = MeasuredDevice(DESK, 4, 4)
     measured = points(device)
     found = coefficients_of(measured, device, HOST.fit)
     gpu, fit = found.gpu, found.fit

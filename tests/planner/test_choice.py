@@ -10,15 +10,14 @@ import pytest
 from megatron_llama.cli import main
 from megatron_llama.errors import ConfigError
 from megatron_llama.planner.calibration import HOST
-from megatron_llama.planner.candidate import Planned
-from megatron_llama.planner.candidate_job import job_of
+from megatron_llama.planner.candidate import Candidate
 from megatron_llama.planner.choice import RISK, SEARCHED, choose, searchable, value_of
 from megatron_llama.planner.fitted import FITTED
 from megatron_llama.planner.hardware import CPU, GPUS, gpu_named, gpu_of_device
-from megatron_llama.planner.job import Machine
 from megatron_llama.planner.kernels import Kernels
 from megatron_llama.planner.search import search
 from megatron_llama.planner.steps import estimate
+from megatron_llama.planner.training_job import Machine, job_of
 from megatron_llama.plans.resolve import problems, resolve
 
 from tests.planner.test_plan import config, machine
@@ -49,7 +48,7 @@ def test_the_fastest_layout_with_little_risk_is_chosen() -> None:
     choice = choose(asked, machine(8), FITTED, PIPE)
     assert choice == choose(asked, machine(8), FITTED, PIPE)
     assert problems(choice.config, 8) == []
-    planned = Planned(resolve(choice.config, 8), machine(8), FITTED)
+    planned = Candidate(resolve(choice.config, 8), machine(8), FITTED)
     found = search(searchable(asked), machine(8), FITTED, top=1, pinned=PIPE)
     assert planned.oom_probability < RISK and planned.seconds >= found.best[0].seconds
     assert value_of(choice.config, "pipeline_model_parallel_size") == 1 and "--pipeline-model-parallel-size" not in choice.notes[0]
@@ -72,7 +71,7 @@ def test_where_everything_is_a_risk_it_is_taken_and_said() -> None:
         },
     )
     needed = sum(
-        Planned(
+        Candidate(
             resolve(replace(asked, parallel=replace(asked.parallel, recompute_granularity="full")), 8), machine(8), FITTED
         ).fullest.values()
     )

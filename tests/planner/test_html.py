@@ -11,12 +11,12 @@ from pathlib import Path
 
 import pytest
 from megatron_llama.cli import main
-from megatron_llama.planner.candidate import Planned
+from megatron_llama.planner.candidate import Candidate
 from megatron_llama.planner.compare import Comparison
 from megatron_llama.planner.fitted import FITTED
-from megatron_llama.planner.links import axes_of
-from megatron_llama.planner.measured import Steps
-from megatron_llama.planner.picture import Bar, Lane, drawing, page, paragraph, table
+from megatron_llama.planner.links import rank_groups
+from megatron_llama.planner.measured import MeasuredSteps
+from megatron_llama.planner.picture import Bar, BarRow, drawing, page, paragraph, table
 from megatron_llama.plans.schedule import Op
 from megatron_llama.plans.timeline_file import (
     COMPUTE,
@@ -87,7 +87,7 @@ def alone(text: str) -> Read:
 
 def test_everything_that_is_written_into_a_page_is_escaped() -> None:
     bad = '<b a="x">&</b>'
-    lane = Lane(bad, [Bar(0.0, 9.0, "#000", bad, bad)])
+    lane = BarRow(bad, [Bar(0.0, 9.0, "#000", bad, bad)])
     text = page(bad, [paragraph(bad), table([bad], [[bad]]), drawing([lane], 9.0, bad, marks=[(1.0, bad)])])
     found = alone(text)
     assert found.count("b") == 0 and found.texts.count(bad) == 9 and "<b" not in text.replace("<body", "")
@@ -95,7 +95,7 @@ def test_everything_that_is_written_into_a_page_is_escaped() -> None:
 
 def test_bars_are_where_their_times_say() -> None:
     bars = [Bar(0.0, 2.0, "#111"), Bar(2.0, 10.0, "#222", "3")]
-    boxes = [a for tag, a in Read(page("", [drawing([Lane("a", bars)], 10.0, "s")])).elements if tag == "rect" and a.get("class") == "b"]
+    boxes = [a for tag, a in Read(page("", [drawing([BarRow("a", bars)], 10.0, "s")])).elements if tag == "rect" and a.get("class") == "b"]
     first, second = ((float(box["x"] or 0), float(box["width"] or 0)) for box in boxes)
     assert second[1] == pytest.approx(4 * first[1], abs=0.1) and second[0] == pytest.approx(first[0] + first[1], abs=0.1)
 
@@ -104,7 +104,7 @@ def test_what_no_pixel_shows_is_left_out() -> None:
     """Of a hundred thousand messages in a thousand pixels; one among them that is long stays."""
     bars = [Bar(at / 1e5, (at + 1) / 1e5, "#111") for at in range(100_000)]
     bars[50_001] = Bar(0.50001, 0.6, "#111", tip="long")
-    text = page("", [drawing([Lane("a", bars)], 1.0, "s")])
+    text = page("", [drawing([BarRow("a", bars)], 1.0, "s")])
     assert 500 < text.count('class="b"') < 1500 and "<title>long</title>" in text
 
 
@@ -133,10 +133,10 @@ def test_a_page_that_cannot_be_written(tmp_path: Path, capsys: pytest.CaptureFix
     assert "--html: got [Errno 2]" in capsys.readouterr().err
 
 
-def recorded(plan: Planned, slower: Mapping[tuple[Op, int], float], *, device: str = "NVIDIA H100 80GB HBM3") -> Recorded:
+def recorded(plan: Candidate, slower: Mapping[tuple[Op, int], float], *, device: str = "NVIDIA H100 80GB HBM3") -> Recorded:
     """Two equal steps of a machine whose passes take what the plan says, but for some that are so many times slower. Each waits for its
     message for a millisecond; behind the last there is a wait, an update, and nothing."""
-    found = Comparison(Steps(Recorded({}, 1, 1, "", False, 0, 0.0, (), ())), plan, known=True)
+    found = Comparison(MeasuredSteps(Recorded({}, 1, 1, "", False, 0, 0.0, (), ())), plan, known=True)
     spans, apart = [], plan.machine.gpus // plan.job.pp
     length = 1.01 * max(
         sum(0.001 + (one.end - one.start) * slower.get((one.action.op, one.action.stage), 1.0) for one in passes)
@@ -173,21 +173,21 @@ def messages(rank: int, zero: float, at: Mapping[str, int | str]) -> Iterator[Sp
 
 def test_messages_are_held_against_their_links() -> None:
     plan = planned("1f1b", 64)
-    [row] = Comparison(Steps(recorded(plan, {})), plan, known=True).messages
+    [row] = Comparison(MeasuredSteps(recorded(plan, {})), plan, known=True).messages
     assert (row.what, row.count, row.measured) == ("all_gather on dp_gather, 1.0 MiB", 3, pytest.approx(0.002))
-    assert row.planned == axes_of(plan.job, FITTED).shards.gather(2**20) > 0
-    [row] = Comparison(Steps(recorded(plan, {}, device="x86_64")), plan, known=False).messages
+    assert row.planned == rank_groups(plan.job, FITTED).shards.gather(2**20) > 0
+    [row] = Comparison(MeasuredSteps(recorded(plan, {}, device="x86_64")), plan, known=False).messages
     assert row.planned is None and row.cells[3:] == ("?", "", "")
 
 
 def test_a_run_that_does_what_was_planned_and_one_that_does_not() -> None:
     plan = planned("1f1b", 64)
-    same = Comparison(Steps(recorded(plan, {})), plan, known=True)
+    same = Comparison(MeasuredSteps(recorded(plan, {})), plan, known=True)
     passes = [row for row in same.rows if "stage " in row.what and row.count > 1]
     assert same.scale == 1.0 and len(passes) == 8
     assert [row.measured for row in passes] == pytest.approx([row.planned for row in passes])
     slow = {(Op.BACKWARD, 2): 3.0, (Op.FORWARD, 1): 0.5}
-    rows = {row.what: row for row in Comparison(Steps(recorded(plan, slow)), plan, known=True).rows if row.what in {r.what for r in passes}}
+    rows = {row.what: row for row in Comparison(MeasuredSteps(recorded(plan, slow)), plan, known=True).rows if row.what in {r.what for r in passes}}
     assert [*rows][:: len(rows) - 1] == ["backward, stage 2", "forward, stage 1"]
     assert [round(row.measured / (row.planned or 0), 6) for row in (rows["backward, stage 2"], rows["forward, stage 1"])] == [3.0, 0.5]
     assert rows["backward, stage 2"].count == plan.job.microbatches and same.steps.numbers == (2,)
@@ -195,7 +195,7 @@ def test_a_run_that_does_what_was_planned_and_one_that_does_not() -> None:
 
 def test_waits_updates_and_the_rest_add_up_to_a_step() -> None:
     plan = planned("1f1b", 64)
-    found = Comparison(Steps(recorded(plan, {})), plan, known=True)
+    found = Comparison(MeasuredSteps(recorded(plan, {})), plan, known=True)
     parts = {row.what: row for row in found.rows}
     waits = [row for what, row in parts.items() if what.startswith("waiting") and "within" not in what]
     passes = sum(row.count * row.measured for what, row in parts.items() if "stage " in what and row.count > 1) / plan.job.pp
@@ -208,12 +208,12 @@ def test_an_unknown_device_is_compared_in_proportion() -> None:
     """One factor makes all passes take as long as they did; what links take is left open."""
     plan = planned("zb-h1", 64)
     slow = {(op, stage): 7.0 for op in plan.short.schedule.passes for stage in range(4)}
-    found = Comparison(Steps(recorded(plan, slow, device="x86_64")), plan, known=False)
+    found = Comparison(MeasuredSteps(recorded(plan, slow, device="x86_64")), plan, known=False)
     passes = [row for row in found.rows if "stage " in row.what and row.count > 1]
     assert found.scale == pytest.approx(7.0) and len(passes) == 12
     assert [row.measured for row in passes] == pytest.approx([row.planned for row in passes])
     split = planned("1f1b", 64)
-    rows = {row.what: row for row in Comparison(Steps(recorded(split, {}, device="x86_64")), split, known=False).rows}
+    rows = {row.what: row for row in Comparison(MeasuredSteps(recorded(split, {}, device="x86_64")), split, known=False).rows}
     assert rows["waiting for parameters and gradients"].planned is None and rows["waiting for tp"].planned is None
     assert any("nobody has measured x86_64 for the planner" in line for line in found.lines("a.json"))
 

@@ -14,21 +14,21 @@ from megatron_llama.config.presets import PRESETS
 from megatron_llama.config.schema import Config
 from megatron_llama.errors import ConfigError
 from megatron_llama.metrics.flops import flops_per_token
-from megatron_llama.planner.candidate import Planned
-from megatron_llama.planner.candidate_job import job_of
+from megatron_llama.planner.candidate import Candidate
 from megatron_llama.planner.fitted import FITTED
 from megatron_llama.planner.hardware import GPUS, gpu_named
-from megatron_llama.planner.job import Machine
-from megatron_llama.planner.links import axis_of
+from megatron_llama.planner.links import rank_group
 from megatron_llama.planner.report import command, label
-from megatron_llama.planner.report import flops_per_token as planned_flops
 from megatron_llama.planner.search import candidates, enough_gpus, search
 from megatron_llama.planner.simulate import StageTimes, simulate, tail
 from megatron_llama.planner.steps import estimate
+from megatron_llama.planner.training_job import Machine, job_of
 from megatron_llama.plans.memory import MemoryPlan
 from megatron_llama.plans.resolve import problems, resolve
 from megatron_llama.plans.schedule import Costs, Op, schedule_named
 from megatron_llama.plans.schedule import simulate as replayed
+
+from tests.oracle.flops import planned_flops
 
 H100 = gpu_named("h100")
 
@@ -55,10 +55,10 @@ LAYOUTS = {
 }
 
 
-def planned(name: str, batch: int = 256) -> Planned:
+def planned(name: str, batch: int = 256) -> Candidate:
     chosen = config("llama2-7b", batch, seq=8192 if name == "long" else 4096, **LAYOUTS[name])
     assert problems(chosen, 16) == []
-    return Planned(resolve(chosen, 16), machine(16), FITTED)
+    return Candidate(resolve(chosen, 16), machine(16), FITTED)
 
 
 @pytest.mark.parametrize("name", ["gpipe", "1f1b", "interleaved", "zb-h1", "zb-v"])
@@ -93,7 +93,7 @@ def test_flops_and_memory_are_those_of_the_plans(name: str) -> None:
 def test_the_simulated_step_is_near_the_closed_form(name: str) -> None:
     plan = planned(name)
     assert plan.seconds == pytest.approx(estimate(plan.job, FITTED).seconds, rel=0.05)
-    parts = plan.timed
+    parts = plan.step_time
     assert parts.compute > 0.6 * plan.seconds
     assert (parts.bubble > 0) == (plan.job.pp > 1) and (parts.tensor > 0) == (plan.job.tp > 1) and (parts.context > 0) == (plan.job.cp > 1)
 
@@ -109,10 +109,10 @@ def test_a_few_microbatches_show_what_all_do() -> None:
 
 def test_a_ring_uses_the_cards_of_all_its_ranks_in_a_node() -> None:
     node = replace(machine(64), nic=12.5e9)
-    inside, across, strided = (axis_of(node, size, stride, FITTED) for size, stride in ((8, 1), (64, 1), (8, 8)))
+    inside, across, strided = (rank_group(node, size, stride, FITTED) for size, stride in ((8, 1), (64, 1), (8, 8)))
     assert inside.rate > across.rate > strided.rate
     assert across.rate == pytest.approx(min(inside.rate, 8 * strided.rate))
-    assert inside.gather(1e9) < across.gather(1e9) < strided.gather(1e9) and axis_of(node, 1, 1, FITTED).gather(1e9) == 0
+    assert inside.gather(1e9) < across.gather(1e9) < strided.gather(1e9) and rank_group(node, 1, 1, FITTED).gather(1e9) == 0
 
 
 def test_every_candidate_divides_what_it_has_to() -> None:
@@ -156,7 +156,7 @@ def test_the_search_finds_the_fastest_that_fits() -> None:
         for one in candidates(whole, machine(8), {"pipeline_model_parallel_size": 1})
         if estimate(job_of(one, machine(8)), FITTED).seconds < 0.9 * seconds[0]
     ]
-    assert all(Planned(one, machine(8), FITTED).oom_probability > 0.5 for one in faster)
+    assert all(Candidate(one, machine(8), FITTED).oom_probability > 0.5 for one in faster)
 
 
 def test_a_model_that_fits_nowhere_and_the_cluster_it_needs() -> None:
@@ -254,7 +254,7 @@ def test_the_planned_command_line_is_valid(capsys: pytest.CaptureFixture[str]) -
         ([*SMALL, "--optimizer-offload", "all"], "--optimizer-offload: got all"),
         ([*SMALL, "--gpus-per-node", "3"], "--gpus: got 8, expected a multiple of 3"),
         ([*SMALL, "--head-dim", "7"], "This model cannot be trained"),
-        (["plan", "score"], "plan score: got no file"),
+        (["plan", "score", "runs.csv"], "plan score: got runs.csv, expected another action; to score the planner, run python -m tools.planner_eval score"),
         (
             [
                 "plan",

@@ -8,27 +8,27 @@ import pytest
 from megatron_llama.cli import main
 from megatron_llama.config.schema import Config, LoraConfig, OffloadConfig, ZenFlowConfig
 from megatron_llama.metrics.flops import flops_per_token
-from megatron_llama.planner.candidate import Planned
+from megatron_llama.planner.candidate import Candidate
 from megatron_llama.planner.choice import choose
 from megatron_llama.planner.fitted import FITTED
-from megatron_llama.planner.job import Machine
 from megatron_llama.planner.kernels import Kernels
 from megatron_llama.planner.report import command, details, label
-from megatron_llama.planner.report import flops_per_token as planned_flops
 from megatron_llama.planner.steps import HOST_UPDATE, estimate, host_wait
+from megatron_llama.planner.training_job import Machine
 from megatron_llama.plans.memory import MemoryPlan
 from megatron_llama.plans.resolve import problems, resolve
 from megatron_llama.plans.schedule import Op
 
+from tests.oracle.flops import planned_flops
 from tests.planner.test_plan import H100, config, machine
 
 LORA = LoraConfig(lora_rank=16)
 EXACT, ZENFLOW = (OffloadConfig(optimizer_offload="exact"), OffloadConfig(optimizer_offload="zenflow"))
 
 
-def planned(asked: Config, gpus: int = 8) -> Planned:
+def planned(asked: Config, gpus: int = 8) -> Candidate:
     assert problems(asked, gpus) == []
-    return Planned(resolve(asked, gpus), machine(gpus), FITTED)
+    return Candidate(resolve(asked, gpus), machine(gpus), FITTED)
 
 
 def tuned(**sections: object) -> Config:
@@ -62,7 +62,7 @@ def test_frozen_weights_have_no_gradients() -> None:
     forward = [Kernels(plan.job, FITTED).forward().matmul for plan in (full, half, lora)]
     assert forward[0] == forward[1] < forward[2] < 1.25 * forward[0]
     assert lora.seconds < 0.9 * full.seconds and half.seconds < 0.9 * full.seconds
-    assert lora.timed.update < 0.05 * full.timed.update and lora.timed.data < 0.1 * full.timed.data
+    assert lora.step_time.update < 0.05 * full.step_time.update and lora.step_time.data < 0.1 * full.step_time.data
     assert lora.job.trained.head_frozen and not half.job.trained.head_frozen
     assert "--lora-rank 16" in command(lora) and f"--freeze {chr(39)}model.layers.0.*{chr(39)} " in command(half)
 
@@ -76,7 +76,7 @@ def test_the_bounds_of_offload() -> None:
     assert away == owned
     gpu = replace(H100, pcie=1e15, host=HOST_UPDATE * away / FITTED.host / (forward + backward + 1.0))
 
-    def waits(plan: Planned) -> float:
+    def waits(plan: Candidate) -> float:
         slow = replace(plan.job, machine=replace(plan.machine, gpu=gpu))
         return host_wait(slow, FITTED, away, forward, backward)
 

@@ -1,4 +1,4 @@
-"""Published runs as jobs, their memory, and how predictions are judged and fitted."""
+"""Published runs as jobs, their memory, how predictions are judged and fitted, and the tool's commands."""
 
 from __future__ import annotations
 
@@ -9,20 +9,18 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from megatron_llama.cli import main
-from megatron_llama.planner.citations import TABLE
 from megatron_llama.planner.coefficients import Coefficients
-from megatron_llama.planner.fitted import FITTED, HIGH, LOW, SOURCES
+from megatron_llama.planner.fitted import FITTED, HIGH, LOW
 from megatron_llama.planner.footprint import footprint
 from megatron_llama.planner.hardware import GPUS
-from megatron_llama.planner.judge import Guess, byte_figures, calibrated, spearman, step_figures, sweep_figures
-from megatron_llama.planner.nearest import nearest, read_table
-from megatron_llama.planner.oom_probability import USABLE, out_of_memory
-from megatron_llama.planner.published import Cells, Run, job_of_row, nic_of, runs_of, workspaces
-from megatron_llama.planner.score import score
+from megatron_llama.planner.nearest import nearest, read_citations
+from megatron_llama.planner.oom_probability import ALLOCATABLE, out_of_memory
 from megatron_llama.planner.steps import estimate
-
-from tools import fit_planner, planner_headlines
+from tools.planner_eval import fit, headlines
+from tools.planner_eval.__main__ import main
+from tools.planner_eval.judge import Prediction, byte_figures, calibrated, spearman, step_figures, sweep_figures
+from tools.planner_eval.published import Cells, PublishedRun, job_of_row, nic_of, runs_of, workspaces
+from tools.planner_eval.score import score
 
 LLAMA: Cells = {
     **{
@@ -70,7 +68,7 @@ MEGATRON: Cells = {
 }
 
 
-def runs(*rows: Cells) -> list[Run]:
+def runs(*rows: Cells) -> list[PublishedRun]:
     return list(runs_of(rows))
 
 
@@ -176,25 +174,28 @@ def test_workspaces_of_megatrons_tests(cells: Cells, allocated: int) -> None:
 
 
 def test_probability_of_running_out() -> None:
-    assert out_of_memory(USABLE * 80e9, 80e9) == pytest.approx(0.5)
+    assert out_of_memory(ALLOCATABLE * 80e9, 80e9) == pytest.approx(0.5)
     assert out_of_memory(60e9, 80e9) < 0.01 < 0.99 < out_of_memory(90e9, 80e9)
     (small,), (large,) = (runs({**LLAMA, "status": "ok"}), runs({**LLAMA, "status": "oom", "tp": "1", "pp": "1", "dp": "64", "mbs": "8"}))
     assert score([small.cells, large.cells], FITTED)["fits_right_percent"] == 100
 
 
-def guesses(*pairs: tuple[str, float, float]) -> list[Guess]:
+def predictions(*pairs: tuple[str, float, float]) -> list[Prediction]:
     """(source, measured, predicted)."""
     job = job_of_row(LLAMA)
     assert job is not None
-    return [Guess(Run(str(at), source, {}, job, measured, True), predicted) for at, (source, measured, predicted) in enumerate(pairs)]
+    return [
+        Prediction(PublishedRun(str(at), source, {}, job, measured, True), predicted)
+        for at, (source, measured, predicted) in enumerate(pairs)
+    ]
 
 
 def test_errors_with_and_without_a_row() -> None:
-    scaled = guesses(("a", 10, 12), ("a", 20, 24), ("a", 30, 36), ("b", 10, 10))
+    scaled = predictions(("a", 10, 12), ("a", 20, 24), ("a", 30, 36), ("b", 10, 10))
     figures = step_figures(scaled)
     assert figures["step_mape_none_percent"] == pytest.approx(15.0) and figures["step_mape_one_row_percent"] == pytest.approx(0.0)
     assert figures["step_within_10_none_percent"] == 25 and len(calibrated(scaled)) == 3
-    mixed = calibrated(guesses(("a", 10, 10), ("a", 10, 11), ("a", 10, 10)))
+    mixed = calibrated(predictions(("a", 10, 10), ("a", 10, 11), ("a", 10, 10)))
     assert mixed[1][0] == pytest.approx(0.1) and mixed[0][1] == 1.0
 
 
@@ -202,11 +203,11 @@ def test_ranks() -> None:
     assert spearman([1, 2, 3, 4], [10, 20, 30, 40]) == pytest.approx(1) and spearman([1, 2, 3, 4], [4, 3, 2, 1]) == pytest.approx(-1)
     assert spearman([1, 1, 2], [1, 2, 2]) == pytest.approx(0.5) and spearman([1, 1], [1, 2]) == 0
     rows = [
-        Run(str(size), "study", LLAMA, replace(one, micro_batch=size), 10.0 + size, True)
+        PublishedRun(str(size), "study", LLAMA, replace(one, micro_batch=size), 10.0 + size, True)
         for size in range(1, 13)
         if (one := job_of_row(LLAMA))
     ]
-    best_second = [Guess(run, 1.0 if run.label == "2" else 5.0 + run.job.micro_batch) for run in rows]
+    best_second = [Prediction(run, 1.0 if run.label == "2" else 5.0 + run.job.micro_batch) for run in rows]
     figures = sweep_figures(best_second)
     assert figures["sweep_count"] == 1 and figures["sweep_regret_mean_percent"] == pytest.approx(100 * (12 / 11 - 1))
     assert byte_figures("x", [0.001, -0.2], 0.01) == {
@@ -223,15 +224,15 @@ def test_the_score_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
         writer = csv.DictWriter(file, LLAMA)
         writer.writeheader()
         writer.writerows(rows)
-    assert main(["plan", "score", str(path), "--json", str(tmp_path / "score.json")]) == 0
+    assert main(["score", str(path), "--json", str(tmp_path / "score.json")]) == 0
     printed = dict(line.split() for line in capsys.readouterr().out.splitlines())
     written = json.loads((tmp_path / "score.json").read_text())
     assert printed["rows"] == "3" and printed["rows_judged"] == "2" and printed.keys() == written.keys()
     assert float(printed["step_mape_none_percent"]) == pytest.approx(written["step_mape_none_percent"], rel=1e-3)
     path.write_text("a,b\n1,2\n")
-    assert main(["plan", "score", str(path)]) == 2
+    assert main(["score", str(path)]) == 2
     assert "no column model, n_layers" in capsys.readouterr().err
-    assert main(["plan", "score", str(tmp_path / "none.csv")]) == 2
+    assert main(["score", str(tmp_path / "none.csv")]) == 2
 
 
 def test_the_fit_finds_a_coefficient_and_leaves_sources_out() -> None:
@@ -244,24 +245,24 @@ def test_the_fit_finds_a_coefficient_and_leaves_sources_out() -> None:
         for again in ("none", "full")
     ]
     made = [replace(run, seconds=estimate(run.job, truth).seconds) for run in runs(*rows)]
-    fit = fit_planner.fit_all(made)
-    found = fit_planner.coefficients(fit.logs)
-    worst = max(abs(math.expm1(value - math.log(run.seconds))) for value, run in zip(fit.predicted, made, strict=True) if run.seconds)
+    fitted = fit.fit_all(made)
+    found = fit.coefficients(fitted.logs)
+    worst = max(abs(math.expm1(value - math.log(run.seconds))) for value, run in zip(fitted.predicted, made, strict=True) if run.seconds)
     before = max(abs(math.log(estimate(run.job, Coefficients()).seconds / run.seconds)) for run in made if run.seconds)
     assert worst < 0.02 < 0.15 < before and found.matmul_a100 < 0.75 and found.nvlink < 0.65
-    left = fit_planner.left_out(made, fit)
+    left = fit.left_out(made, fitted)
     assert len(left) == len(made) and step_figures(left)["step_mape_none_percent"] < 2
 
 
 def test_what_is_shipped() -> None:
-    assert 0.7 < LOW < 1 < HIGH < 1.4 and len(SOURCES) > 30
-    table = read_table(TABLE)
+    assert 0.7 < LOW < 1 < HIGH < 1.4 and len({run.source for run in read_citations()}) > 30
+    table = read_citations()
     (first, *_) = nearest(table, known="h100", gpus=64, numel=68_000_000_000, seq=4096)
     assert len(table) > 50 and "70b" in first.model and first.known == "h100" and f"{first.speed:,.0f} tokens/s/GPU" in str(first)
 
 
 def test_the_headlines_of_other_trainers(capsys: pytest.CaptureFixture[str]) -> None:
-    planner_headlines.scaling()
+    headlines.scaling()
     rows = [line.split() for line in capsys.readouterr().out.splitlines() if line.split()[0] in ("1", "8")]
     speeds = {(row[0], int(row[1])): [float(cell.replace(",", "")) for cell in row[2:]] for row in rows}
     for gpus in (32, 64, 128, 256, 512):
@@ -269,7 +270,7 @@ def test_the_headlines_of_other_trainers(capsys: pytest.CaptureFixture[str]) -> 
         one, eight = speeds["1", gpus], speeds["8", gpus]
         assert min(one[:2]) > 1.15 * one[2] and eight[0] > eight[2] > eight[1]
     assert speeds["8", 512][0] > 0.9 * speeds["8", 32][0]
-    planner_headlines.layer_sharding()
+    headlines.layer_sharding()
     for line in capsys.readouterr().out.splitlines()[2:]:
         _, _, ours, fsdp, gain, yandex, published, _ = line.replace(",", "").split()
         assert float(ours) == pytest.approx(float(yandex), rel=0.15) and float(fsdp) == pytest.approx(float(published), rel=0.15)

@@ -1,47 +1,58 @@
-"""Fit the planner's coefficients to a table of published runs: ``python tools/fit_planner.py
-RUNS.csv [--write]``.
+"""Fit the planner's coefficients to a table of published runs.
 
-Prints what the fit reaches, each source predicted by a fit that has not seen it; with ``--write``
-it replaces ``megatron_llama/planner/fitted.py`` and ``citations.py``. Gauss-Newton on logarithms of
-step times, with a prior on every coefficient, one offset for each source (of a spread of 8 %, so
-that no source with many rows decides the level), and less weight for outliers.
+Gauss-Newton on logarithms of step times, with a prior on every coefficient, one offset for each
+source (with a spread of 8 %, so that a source with many rows does not decide the level), and less
+weight for outliers.
 """
 
 from __future__ import annotations
 
+import csv
 import math
-import sys
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 
 from megatron_llama.planner.coefficients import Coefficients
-from megatron_llama.planner.judge import Guess, lines, step_figures, sweep_figures
-from megatron_llama.planner.published import Run, read_rows, runs_of
 from megatron_llama.planner.steps import estimate
+from tools.planner_eval.judge import Prediction, lines, step_figures, sweep_figures
+from tools.planner_eval.published import PublishedRun, read_rows, runs_of
 
-PACKAGE = Path(__file__).parent.parent / "megatron_llama" / "planner"
+PACKAGE = Path(__file__).parents[2] / "megatron_llama" / "planner"
 NAMES = tuple(item.name for item in fields(Coefficients))
 ROW = 0.07
 SOURCE = 0.08
+"""Standard deviation of the logarithm of a row and of a source's offset."""
 OUTLIER = 0.12
-"""Standard deviation of a row and of a source, and from where a row's weight falls, in
-logarithms."""
+"""Error of a logarithm from which on a row's weight falls."""
+COLUMNS = "source model gpu known_as gpus numel seq layout tokens_s_gpu".split()
+"""Of ``published_runs.csv``."""
 STEP = 0.02
+"""Step of the numeric derivatives, in logarithms."""
 ROUNDS = 10
-LOOSE = (*("step", "straggle", "launch_old"),)
-"""Coefficients nobody knows beforehand: a factor of e either way."""
+LOOSE = ("step", "straggle", "launch_old")
+"""Coefficients of which nothing is known beforehand: a factor of e either way."""
 WIDE = (
-    *("launch", "latency_across", "logits", "pressure", "hop", "hop_inside", "broadcast"),
-    *("data_exposed", "parameters_exposed", "cp_exposed", "pipeline_exposed"),
+    "launch",
+    "latency_across",
+    "logits",
+    "pressure",
+    "hop",
+    "hop_inside",
+    "broadcast",
+    "data_exposed",
+    "parameters_exposed",
+    "cp_exposed",
+    "pipeline_exposed",
 )
+"""Coefficients of which little is known: a factor of 2 either way."""
 MATMULS = ("matmul_v100", "matmul_a100", "matmul_h100", "matmul_b200")
 Vector = list[float]
 
 
 def spread(name: str) -> float:
-    """Standard deviation of a coefficient's logarithm before any run is seen."""
+    """Return the standard deviation of a coefficient's logarithm before any run is seen."""
     if name in MATMULS:
         return 0.12
     if name.startswith("family"):
@@ -54,18 +65,18 @@ SPREADS = tuple(spread(name) for name in NAMES)
 
 
 def coefficients(logs: Sequence[float]) -> Coefficients:
-    """Logarithms in the order of the fields."""
+    """Return the coefficients with these logarithms, in the order of the fields."""
     return Coefficients(**{name: math.exp(value) for name, value in zip(NAMES, logs, strict=True)})
 
 
-def predict(logs: Sequence[float], runs: Sequence[Run]) -> Vector:
-    """Logarithms of step times."""
+def predict(logs: Sequence[float], runs: Sequence[PublishedRun]) -> Vector:
+    """Return the logarithms of step times."""
     fit = coefficients(logs)
     return [math.log(estimate(run.job, fit).seconds) for run in runs]
 
 
 def solve(matrix: list[Vector], right: Vector) -> Vector:
-    """The solution of a symmetric positive system, by elimination."""
+    """Return the solution of a symmetric positive system, by elimination."""
     size = len(right)
     rows = [[*row, value] for row, value in zip(matrix, right, strict=True)]
     for pivot in range(size):
@@ -90,14 +101,14 @@ class Fit:
     offsets: dict[str, float]
     predicted: Vector
     slopes: list[dict[int, float]]
-    """Of each run, by coefficient; those that do not matter to it are left out."""
+    """Derivatives of each run's prediction by coefficient, without those that are 0."""
 
 
 def differentiate(
-    runs: Sequence[Run], logs: Vector, relevant: Sequence[Sequence[int]] | None
+    runs: Sequence[PublishedRun], logs: Vector, relevant: Sequence[Sequence[int]] | None
 ) -> tuple[Vector, list[dict[int, float]]]:
-    """Predictions and their derivatives. ``relevant``: for each coefficient the runs it matters to,
-    once that is known."""
+    """Return predictions and their derivatives. ``relevant`` has for each coefficient the runs that
+    depend on it, once that is known."""
     predicted = predict(logs, runs)
     slopes: list[dict[int, float]] = [{} for _ in runs]
     for number in range(len(NAMES)):
@@ -111,8 +122,10 @@ def differentiate(
     return predicted, slopes
 
 
-def improve(runs: Sequence[Run], kept: Sequence[int], fit: Fit) -> tuple[Vector, dict[str, float]]:
-    """One Gauss-Newton step on the runs ``kept``: new coefficients and offsets."""
+def improve(
+    runs: Sequence[PublishedRun], kept: Sequence[int], fit: Fit
+) -> tuple[Vector, dict[str, float]]:
+    """Return new coefficients and offsets by one Gauss-Newton step on the runs ``kept``."""
     sources = sorted({runs[index].source for index in kept})
     place = {source: len(NAMES) + number for number, source in enumerate(sources)}
     size = len(NAMES) + len(sources)
@@ -145,8 +158,8 @@ def improve(runs: Sequence[Run], kept: Sequence[int], fit: Fit) -> tuple[Vector,
     }
 
 
-def fit_all(runs: Sequence[Run]) -> Fit:
-    """The fit to all runs."""
+def fit_all(runs: Sequence[PublishedRun]) -> Fit:
+    """Return the fit to all runs."""
     logs = list(PRIOR)
     offsets = dict[str, float]()
     predicted, slopes = differentiate(runs, logs, None)
@@ -161,33 +174,35 @@ def fit_all(runs: Sequence[Run]) -> Fit:
     return fit
 
 
-def left_out(runs: Sequence[Run], fit: Fit) -> list[Guess]:
-    """Every source as predicted by a fit without it: one step away from the fit to all, which is
-    almost linear there."""
+def left_out(runs: Sequence[PublishedRun], fit: Fit) -> list[Prediction]:
+    """Return every source as predicted by a fit without it: one step away from the fit to all, near
+    which predictions are almost linear."""
     members: dict[str, list[int]] = defaultdict(list)
     for index, run in enumerate(runs):
         members[run.source].append(index)
-    guesses = []
+    predictions = []
     for indices in members.values():
         out = set(indices)
         logs, _ = improve(runs, [index for index in range(len(runs)) if index not in out], fit)
         chosen = [runs[index] for index in indices]
-        guesses += [
-            Guess(run, math.exp(value))
+        predictions += [
+            Prediction(run, math.exp(value))
             for run, value in zip(chosen, predict(logs, chosen), strict=True)
         ]
-    return guesses
+    return predictions
 
 
-def write_fitted(fit: Fit, guesses: Sequence[Guess], runs: Sequence[Run]) -> None:
-    """``fitted.py``: the coefficients, how wrong they are on sources they have not seen, and where
-    they come from."""
+def write_fitted(fit: Fit, predictions: Sequence[Prediction], runs: Sequence[PublishedRun]) -> None:
+    """Write ``fitted.py``: the coefficients, and how wrong they are on sources that a fit has not
+    seen."""
     values = coefficients(fit.logs)
-    ratios = sorted(-guess.error for guess in guesses)
+    ratios = sorted(-prediction.error for prediction in predictions)
     low, high = (math.exp(ratios[round(share * (len(ratios) - 1))]) for share in (0.1, 0.9))
-    names = sorted({run.source for run in runs})
+    sources = len({run.source for run in runs})
     body = [
-        '"""Coefficients fitted to published runs. Written by ``tools/fit_planner.py``; not edited by hand."""',
+        f'"""Coefficients fitted to {len(runs)} published runs of {sources} sources, which are in',
+        "``published_runs.csv``. Written by ``python -m tools.planner_eval fit``; not edited by hand.",
+        '"""',
         "",
         "from __future__ import annotations",
         "",
@@ -196,77 +211,50 @@ def write_fitted(fit: Fit, guesses: Sequence[Guess], runs: Sequence[Run]) -> Non
         "FITTED = Coefficients(",
         *(f"    {name}={getattr(values, name):.4g}," for name in NAMES),
         ")",
-        f"LOW, HIGH = {low:.3f}, {high:.3f}",
-        '"""Measured over predicted: eight of ten runs of a source that the fit has not seen lie between these."""',
-        f"RUNS = {len(runs)}",
-        "SOURCES = (",
-        *(f'    "{name}",' for name in names),
-        ")",
+        f"LOW = {low:.3f}",
+        f"HIGH = {high:.3f}",
+        '"""Measured over predicted: eight of ten runs of a source that the fit has not seen lie between',
+        'these."""',
     ]
     (PACKAGE / "fitted.py").write_text("\n".join(body) + "\n")
 
 
-def write_citations(runs: Sequence[Run]) -> None:
-    """``citations.py``: of each source, model and GPU the fastest run, for "nearest published
-    runs"."""
-    best: dict[tuple[str, str, str], Run] = {}
+def write_citations(runs: Sequence[PublishedRun]) -> None:
+    """Write ``published_runs.csv``: the fastest run of each source, model and GPU."""
+    best: dict[tuple[str, str, str], PublishedRun] = {}
     for run in runs:
         key = run.source, run.cells["model"], run.cells["gpu"]
         if key not in best or _speed(run) > _speed(best[key]):
             best[key] = run
-    rows = []
-    for (source, model, gpu), run in sorted(best.items()):
-        job = run.job
-        layout = f"tp{job.tp} pp{job.pp} cp{job.cp} dp{job.dp} mbs{job.micro_batch} {run.cells['precision']}"
-        size = (job.block_numel * job.model.num_hidden_layers + job.head.n * job.head.k) * job.tp
-        cells = (
-            source,
-            model,
-            gpu,
-            job.machine.gpu.name,
-            job.machine.gpus,
-            size,
-            job.seq,
-            layout,
-            f"{_speed(run):.0f}",
-        )
-        rows.append(" | ".join(map(str, cells)))
-    body = [
-        '"""The fastest published run of each source, model and GPU. Written by ``tools/fit_planner.py``; not edited by hand."""',
-        "",
-        "from __future__ import annotations",
-        "",
-        'TABLE = """',
-        *rows,
-        '"""',
-        '"""source | model | GPU | its name here | GPUs | elements of matrices | sequence | layout | tokens per second and GPU"""',
-    ]
-    (PACKAGE / "citations.py").write_text("\n".join(body) + "\n")
+    with (PACKAGE / "published_runs.csv").open("w", encoding="utf-8", newline="") as file:
+        writer = csv.writer(file, lineterminator="\n")
+        writer.writerow(COLUMNS)
+        for (source, model, gpu), run in sorted(best.items()):
+            job = run.job
+            layout = f"tp{job.tp} pp{job.pp} cp{job.cp} dp{job.dp} mbs{job.micro_batch}"
+            layout = f"{layout} {run.cells['precision']}"
+            machine = job.machine
+            cells = (source, model, gpu, machine.gpu.name, machine.gpus, job.matrix_numel, job.seq)
+            writer.writerow([*cells, layout, f"{_speed(run):.0f}"])
 
 
-def _speed(run: Run) -> float:
+def _speed(run: PublishedRun) -> float:
     """Tokens per second and GPU."""
     assert run.seconds is not None
     return run.job.total_tokens / run.seconds / run.job.machine.gpus
 
 
-def main(words: Sequence[str]) -> int:
-    """Fit, judge, and write where that is asked for."""
-    paths = [word for word in words if not word.startswith("--")]
-    if len(paths) != 1:
-        print(__doc__)
-        return 2
-    runs = [run for run in runs_of(read_rows(Path(paths[0]))) if run.seconds is not None]
+def fit_table(path: Path, *, write: bool) -> None:
+    """Fit to the table at ``path`` and print what the fit reaches, on all runs and on each source as
+    predicted by a fit that has not seen it. ``write`` replaces what the package has."""
+    runs = [run for run in runs_of(read_rows(path)) if run.seconds is not None]
     fit = fit_all(runs)
-    seen = [Guess(run, math.exp(value)) for run, value in zip(runs, fit.predicted, strict=True)]
-    guesses = left_out(runs, fit)
-    for title, found in (("fitted to all", seen), ("each source left out", guesses)):
+    seen = [
+        Prediction(run, math.exp(value)) for run, value in zip(runs, fit.predicted, strict=True)
+    ]
+    unseen = left_out(runs, fit)
+    for title, found in (("fitted to all", seen), ("each source left out", unseen)):
         print(f"# {title}", *lines({**step_figures(found), **sweep_figures(found)}), sep="\n")
-    if "--write" in words:
-        write_fitted(fit, guesses, runs)
+    if write:
+        write_fitted(fit, unseen, runs)
         write_citations(runs)
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))

@@ -1,19 +1,17 @@
-"""Simulate the headlines of the trainers that this one learnt from, beside what they published:
-``python tools/planner_headlines.py``."""
+"""Simulates the headline results of the trainers that this one learnt from, next to what they
+published."""
 
 from __future__ import annotations
 
-import sys
 from dataclasses import replace
 
 from megatron_llama.config.presets import PRESETS
 from megatron_llama.config.schema import Config
-from megatron_llama.planner.candidate import Planned
+from megatron_llama.planner.candidate import Candidate
 from megatron_llama.planner.fitted import FITTED
-from megatron_llama.planner.hardware import gpu_named
-from megatron_llama.planner.job import Machine, TrainerTraits
-from megatron_llama.planner.published import BITS
+from megatron_llama.planner.hardware import GBIT, gpu_named
 from megatron_llama.planner.steps import estimate
+from megatron_llama.planner.training_job import Machine, TrainerTraits
 from megatron_llama.plans.resolve import resolve
 
 A100 = gpu_named("a100")
@@ -31,7 +29,7 @@ DISTRIBUTED = 1630
 
 
 def run(model: str, gpus: int, batch: int, seq: int, micro: int, **parallel: object) -> Config:
-    """A resolved configuration in bfloat16."""
+    """Return a resolved configuration in bfloat16."""
     whole = Config(model=replace(PRESETS[model], preset=model))
     training = replace(
         whole.training,
@@ -48,16 +46,17 @@ def run(model: str, gpus: int, batch: int, seq: int, micro: int, **parallel: obj
 
 
 def scaling() -> None:
-    """LLaMA-13B on 32 to 512 A100 with 4 x 200 Gbit/s at half efficiency, one and eight
-    microbatches: the optimizers beside each other."""
+    """Print the speed of LLaMA-13B on 32 to 512 A100 with 4 x 200 Gbit/s at half efficiency, with one
+    and eight microbatches, for each optimizer."""
     fit = replace(FITTED, nic=0.5)
     print(
-        "LLaMA-13B, tp 2, micro-batch 4, sequence 2048, A100 with 4 x 200 Gbit/s at half efficiency: tokens/s/GPU"
+        "LLaMA-13B, tp 2, micro-batch 4, sequence 2048, "
+        "A100 with 4 x 200 Gbit/s at half efficiency: tokens/s/GPU"
     )
     print(f"{'microbatches':>12} {'GPUs':>5} {'optim':>7} {'optim_grads':>12} {'serial':>7}")
     for microbatches in (1, 8):
         for gpus in (32, 64, 128, 256, 512):
-            machine = Machine(A100, gpus, 8, 8, 100 * BITS)
+            machine = Machine(A100, gpus, 8, 8, 100 * GBIT)
             speeds = []
             for strategy in ("optim", "optim_grads"):
                 chosen = run(
@@ -66,23 +65,23 @@ def scaling() -> None:
                     sequence_parallel=True,
                     data_parallel_sharding_strategy=strategy,
                 )
-                speeds.append(Planned(chosen, machine, fit).speed)
-            job = replace(Planned(chosen, machine, fit).job, sharding="optimizer")
+                speeds.append(Candidate(chosen, machine, fit).speed)
+            job = replace(Candidate(chosen, machine, fit).job, sharding="optimizer")
             serial = replace(job, traits=replace(job.traits, overlap_data=False))
             speeds.append(job.total_tokens / estimate(serial, fit).seconds / gpus)
+            optim, optim_grads, unhidden = speeds
             print(
-                f"{microbatches:>12} {gpus:>5} {speeds[0]:>7,.0f} {speeds[1]:>12,.0f} {speeds[2]:>7,.0f}"
+                f"{microbatches:>12} {gpus:>5} {optim:>7,.0f} {optim_grads:>12,.0f} {unhidden:>7,.0f}"
             )
     print(f"published for 256: {OVERLAPPED:,} overlapped, {DISTRIBUTED:,} serial; batch not stated")
 
 
 def layer_sharding() -> None:
-    """70B with layer sharding against FSDP's schedule."""
+    """Print the step of 70B models with layer sharding and with FSDP's schedule."""
     machine = Machine(A100, 256, 8, 8, A100.nic)
     print("70B on 256 A100, micro-batch 1: seconds of a step")
-    print(
-        f"{'model':>11} {'sequence':>8} {'layers':>7} {'FSDP':>6} {'gain':>5}   published: YaFSDP, FSDP, gain"
-    )
+    head = f"{'model':>11} {'sequence':>8} {'layers':>7} {'FSDP':>6} {'gain':>5}"
+    print(f"{head}   published: YaFSDP, FSDP, gain")
     for model, seq, recomputed, yandex, fsdp in LAYERS:
         chosen = run(
             *(model, 256, 256, seq, 1),
@@ -90,19 +89,13 @@ def layer_sharding() -> None:
             recompute_granularity="full",
             recompute_num_layers=str(recomputed),
         )
-        ours = Planned(
+        ours = Candidate(
             chosen, machine, replace(FITTED, family_torchtitan=FITTED.family("yafsdp"))
         ).seconds
         job = replace(
-            Planned(chosen, machine, FITTED).job,
+            Candidate(chosen, machine, FITTED).job,
             traits=TrainerTraits(family="fsdp1", attention="flash"),
         )
         theirs = estimate(job, FITTED).seconds
         gains = f"{1 - ours / theirs:>5.0%}   {yandex:.2f}, {fsdp:.2f}, {1 - yandex / fsdp:.0%}"
         print(f"{model:>11} {seq:>8} {ours:>7.2f} {theirs:>6.2f} {gains}")
-
-
-if __name__ == "__main__":
-    scaling()
-    layer_sharding()
-    sys.exit(0)

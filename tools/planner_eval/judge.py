@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
 
-from megatron_llama.planner.published import Run
+from tools.planner_eval.published import PublishedRun
 
 CLOSE = 0.1
 FEWEST = 10
@@ -17,10 +17,10 @@ Figures = dict[str, float]
 
 
 @dataclass(frozen=True)
-class Guess:
+class Prediction:
     """A run with its measured and its predicted seconds."""
 
-    run: Run
+    run: PublishedRun
     predicted: float
 
     @property
@@ -35,20 +35,20 @@ class Guess:
         return math.log(self.predicted / self.measured)
 
 
-def by_source(guesses: Iterable[Guess]) -> dict[str, list[Guess]]:
+def by_source(predictions: Iterable[Prediction]) -> dict[str, list[Prediction]]:
     """The guesses of each source."""
-    groups: dict[str, list[Guess]] = defaultdict(list)
-    for guess in guesses:
-        groups[guess.run.source].append(guess)
+    groups: dict[str, list[Prediction]] = defaultdict(list)
+    for prediction in predictions:
+        groups[prediction.run.source].append(prediction)
     return groups
 
 
-def calibrated(guesses: Iterable[Guess]) -> list[tuple[float, float]]:
+def calibrated(predictions: Iterable[Prediction]) -> list[tuple[float, float]]:
     """When one row of each source scales the others: for every row the mean relative error and the
     share within 10 %, over all rows that could have been the one."""
     found = []
-    for group in by_source(guesses).values():
-        errors = [guess.error for guess in group]
+    for group in by_source(predictions).values():
+        errors = [prediction.error for prediction in group]
         for index, error in enumerate(errors):
             others = [
                 abs(math.expm1(error - other))
@@ -65,12 +65,15 @@ def calibrated(guesses: Iterable[Guess]) -> list[tuple[float, float]]:
     return found
 
 
-def step_figures(guesses: Sequence[Guess]) -> Figures:
+def step_figures(predictions: Sequence[Prediction]) -> Figures:
     """Errors of step times, in percent, without any row of a source and with one."""
-    plain = [abs(math.expm1(guess.error)) for guess in guesses]
+    plain = [abs(math.expm1(prediction.error)) for prediction in predictions]
     none = [(error, float(error <= CLOSE)) for error in plain]
-    figures = {"step_rows": float(len(guesses)), "step_sources": float(len(by_source(guesses)))}
-    for name, found in (("none", none), ("one_row", calibrated(guesses))):
+    figures = {
+        "step_rows": float(len(predictions)),
+        "step_sources": float(len(by_source(predictions))),
+    }
+    for name, found in (("none", none), ("one_row", calibrated(predictions))):
         if found:
             figures[f"step_mape_{name}_percent"] = (
                 100 * sum(error for error, _ in found) / len(found)
@@ -81,42 +84,45 @@ def step_figures(guesses: Sequence[Guess]) -> Figures:
     return figures
 
 
-def sweeps(guesses: Iterable[Guess]) -> list[list[Guess]]:
+def sweeps(predictions: Iterable[Prediction]) -> list[list[Prediction]]:
     """Runs of one source that differ in their layout alone, where there are at least ten."""
-    groups: dict[tuple[str, ...], list[Guess]] = defaultdict(list)
-    for guess in guesses:
-        cells = guess.run.cells
+    groups: dict[tuple[str, ...], list[Prediction]] = defaultdict(list)
+    for prediction in predictions:
+        cells = prediction.run.cells
         groups[
-            guess.run.source,
+            prediction.run.source,
             *(cells.get(name, "") for name in ("model", "gpu", "n_gpus", "seq", "gbs")),
-        ].append(guess)
+        ].append(prediction)
     return [
         group
         for group in groups.values()
-        if len(group) >= FEWEST and len({guess.run.job.layout for guess in group}) > 2
+        if len(group) >= FEWEST and len({prediction.run.job.layout for prediction in group}) > 2
     ]
 
 
-def sweep_figures(guesses: Iterable[Guess]) -> Figures:
+def sweep_figures(predictions: Iterable[Prediction]) -> Figures:
     """Of sweeps over LLaMA models, which this trainer could run, and of those over other models."""
-    found = sweeps(guesses)
+    found = sweeps(predictions)
     own = [group for group in found if group[0].run.job.traits.gated]
     others = [group for group in found if not group[0].run.job.traits.gated]
     return {**_ranking("sweep", own), **_ranking("sweep_other_models", others)}
 
 
-def _ranking(name: str, found: Sequence[Sequence[Guess]]) -> Figures:
+def _ranking(name: str, found: Sequence[Sequence[Prediction]]) -> Figures:
     """Rank correlation within sweeps, and how much slower the layout predicted to be fastest is
     than the fastest."""
     if not found:
         return {}
     ranks = [
-        spearman([guess.predicted for guess in group], [guess.measured for guess in group])
+        spearman(
+            [prediction.predicted for prediction in group],
+            [prediction.measured for prediction in group],
+        )
         for group in found
     ]
     regrets = [
-        min(group, key=lambda guess: guess.predicted).measured
-        / min(guess.measured for guess in group)
+        min(group, key=lambda prediction: prediction.predicted).measured
+        / min(prediction.measured for prediction in group)
         - 1
         for group in found
     ]

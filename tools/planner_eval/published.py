@@ -11,8 +11,14 @@ from pathlib import Path
 from megatron_llama.config.schema import ModelConfig
 from megatron_llama.errors import ConfigError, describe
 from megatron_llama.planner.hardware import MIB, Gpu, gpu_named
-from megatron_llama.planner.job import Attention, Job, Machine, Sharding, TrainerTraits
-from megatron_llama.planner.kernels import NARROW
+from megatron_llama.planner.kernels import BF16_BYTES
+from megatron_llama.planner.training_job import (
+    Attention,
+    Machine,
+    Sharding,
+    TrainerTraits,
+    TrainingJob,
+)
 
 Cells = dict[str, str]
 
@@ -27,18 +33,18 @@ NEEDED: tuple[str, ...] = (
     "quality",
 )
 """Columns without which no row says anything."""
-BITS = 1e9 / 8
+GBIT = 1e9 / 8
 """Bytes per second of a Gbit/s."""
 
 
 @dataclass(frozen=True)
-class Run:
+class PublishedRun:
     """One published run."""
 
     label: str
     source: str
     cells: Cells
-    job: Job
+    job: TrainingJob
     seconds: float | None
     """Of a step, where seconds or tokens per second were published; None: out of memory, or another
     unit."""
@@ -72,7 +78,7 @@ def read_rows(path: Path) -> list[Cells]:
     return rows
 
 
-def runs_of(rows: Sequence[Cells]) -> Iterator[Run]:
+def runs_of(rows: Sequence[Cells]) -> Iterator[PublishedRun]:
     """The rows that can be judged: not of quality C, with a known GPU and enough of a layout."""
     for index, cells in enumerate(rows):
         if (
@@ -83,12 +89,12 @@ def runs_of(rows: Sequence[Cells]) -> Iterator[Run]:
         if job is not None:
             label = cells.get("id") or f"row {index + 2}"
             source = cells.get("group") or cells.get("source", "")
-            yield Run(
+            yield PublishedRun(
                 label, source, cells, job, _seconds(cells, job), cells.get("status", "ok") != "oom"
             )
 
 
-def _seconds(cells: Cells, job: Job) -> float | None:
+def _seconds(cells: Cells, job: TrainingJob) -> float | None:
     """Measured time of a step. FLOP rates are left alone: their definitions differ."""
     if cells.get("status") == "oom":
         return None
@@ -129,7 +135,7 @@ def model_of_row(cells: Cells) -> ModelConfig:
     )
 
 
-def job_of_row(cells: Cells) -> Job | None:
+def job_of_row(cells: Cells) -> TrainingJob | None:
     """The work of a step of a row; None where the row does not say enough."""
     try:
         gpu = gpu_named(cells["gpu"])
@@ -167,7 +173,7 @@ def job_of_row(cells: Cells) -> Job | None:
     if "multi_dist_optimizer_instances" in cells["model"]:
         shards = max(1, shards // 2)
     part, scores = _recomputed(cells, model.num_hidden_layers)
-    job = Job(
+    job = TrainingJob(
         model=model,
         machine=_machine(cells, gpu, world),
         traits=traits,
@@ -192,7 +198,7 @@ def job_of_row(cells: Cells) -> Job | None:
     return job if _possible(job) else None
 
 
-def _possible(job: Job) -> bool:
+def _possible(job: TrainingJob) -> bool:
     """Whether every rank has something to do."""
     sizes = (size for spec in job.weights for size in spec.shape)
     return (
@@ -225,11 +231,11 @@ def nic_of(text: str, gpu: Gpu, node: int) -> float:
     """Bytes per second between nodes for each GPU, from words such as ``4x100Gb/s RoCE`` (of a
     node) or ``400Gb/s per GPU``."""
     if "Jean Zay" in text or "Omni-Path" in text:
-        return 4 * 100 * BITS / node
+        return 4 * 100 * GBIT / node
     found = re.search(r"(?:(\d+)x)?(\d+)\s*Gb", text)
     if found is None:
         return gpu.nic
-    speed = int(found.group(1) or 1) * int(found.group(2)) * BITS
+    speed = int(found.group(1) or 1) * int(found.group(2)) * GBIT
     return (
         speed
         if "per GPU" in text
@@ -306,7 +312,7 @@ def workspaces(cells: Cells) -> float:
             // max(1, whole(cells, "tp"))
             * whole(cells, "seq") ** 2
         )
-        return (3 if "fp16" in cells.get("precision", "") else 2) * handle + NARROW * scores
+        return (3 if "fp16" in cells.get("precision", "") else 2) * handle + BF16_BYTES * scores
     own = (4 if "A100" in gpu else 32) * MIB
     return 2 * handle + own * (4 if "tp_overlap" in cells["model"] else 1)
 

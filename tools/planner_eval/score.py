@@ -8,10 +8,17 @@ from dataclasses import replace
 
 from megatron_llama.planner.coefficients import Coefficients
 from megatron_llama.planner.footprint import footprint
-from megatron_llama.planner.judge import Figures, Guess, byte_figures, step_figures, sweep_figures
 from megatron_llama.planner.oom_probability import out_of_memory
-from megatron_llama.planner.published import Cells, Run, number, runs_of, says_recompute, workspaces
 from megatron_llama.planner.steps import estimate
+from tools.planner_eval.judge import Figures, Prediction, byte_figures, step_figures, sweep_figures
+from tools.planner_eval.published import (
+    Cells,
+    PublishedRun,
+    number,
+    runs_of,
+    says_recompute,
+    workspaces,
+)
 
 PERSISTENT_CLOSE = 0.01
 PEAK_CLOSE = 0.08
@@ -28,20 +35,25 @@ def score(rows: Sequence[Cells], fit: Coefficients) -> Figures:
     figures = {"rows": float(len(rows)), "rows_judged": float(len(runs))}
     if any("mem_alloc_bytes" in row for row in rows[:1]):
         return {**figures, **_memory_figures(runs)}
-    guesses = [
-        Guess(run, estimate(run.job, fit).seconds) for run in runs if run.seconds is not None
+    predictions = [
+        Prediction(run, estimate(run.job, fit).seconds) for run in runs if run.seconds is not None
     ]
-    return {**figures, **step_figures(guesses), **sweep_figures(guesses), **_fit_figures(runs)}
+    return {
+        **figures,
+        **step_figures(predictions),
+        **sweep_figures(predictions),
+        **_fit_figures(runs),
+    }
 
 
-def needed(run: Run) -> float:
+def needed(run: PublishedRun) -> float:
     """Bytes of the fuller end of the pipeline; where the row does not say what is recomputed, the
     least that recomputing leaves."""
     job = run.job if says_recompute(run.cells) else replace(run.job, recomputed=1.0)
     return max(footprint(job, last=last).peak for last in (False, True))
 
 
-def _fit_figures(runs: Sequence[Run]) -> Figures:
+def _fit_figures(runs: Sequence[PublishedRun]) -> Figures:
     """Whether it was right that a run fits: likelier than not."""
     if not runs:
         return {}
@@ -63,7 +75,7 @@ def _fit_figures(runs: Sequence[Run]) -> Figures:
     return figures
 
 
-def _memory_figures(runs: Sequence[Run]) -> Figures:
+def _memory_figures(runs: Sequence[PublishedRun]) -> Figures:
     """Allocator bytes of the last rank, where the row has them; else the peak that a tool
     reported."""
     persistent = []

@@ -241,14 +241,14 @@ class PlanConfig:
     stay as they are."""
 
     action: Literal["search", "score", "compare", "calibrate", "trace"] = "search"
-    """score: how good the planner is on a table of published runs. compare: a run that pretrain
-    --record-timeline has recorded, beside its plan. calibrate: measure these devices and their
-    links, started like a run, and write a file for --coefficients. trace: the step of the layout
-    that a run's options describe, on --gpus processes, operator by operator. May stand first,
-    without its name: `plan score FILE.csv`, `plan compare FILE`."""
+    """compare: a run that pretrain --record-timeline has recorded, next to its plan. calibrate:
+    measure these devices and their links, started like a run, and write a file for --coefficients.
+    trace: the step of the layout that a run's options describe, on --gpus processes, operator by
+    operator. score: names the tool that scores the planner on published runs. May stand first,
+    without its name: `plan compare FILE`."""
     file: str | None = None
-    """The table, with `plan score`, what was recorded, with `plan compare`, or the file to write,
-    with `plan calibrate`. May stand behind it without its name."""
+    """What was recorded, with `plan compare`, or the file to write, with `plan calibrate`. May stand
+    after the action without its name."""
     gpus: int = 0
     """GPUs of the whole cluster."""
     gpu: str = "h100"

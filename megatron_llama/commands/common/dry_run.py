@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
-from megatron_llama.commands.common.auto_parallel import planned, seen_here, wanted
+from megatron_llama.commands.common.auto_parallel import planned, this_device, wanted
 from megatron_llama.commands.common.configs import DryRunConfig
 from megatron_llama.config.blend import read_blend
 from megatron_llama.config.parse import Parsed
@@ -50,7 +50,7 @@ def dry_run(parsed: Parsed, *, dataset: bool = True) -> None:
     layout: tuple[str, ...] = ()
     if wanted(parsed):
         choice = planned(
-            parsed, config, world, [seen_here(0, world, parsed.get(LaunchConfig).gpus_per_node)]
+            parsed, config, world, [this_device(0, world, parsed.get(LaunchConfig).gpus_per_node)]
         )
         config = choice.config
         layout = choice.notes

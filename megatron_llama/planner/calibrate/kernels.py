@@ -106,7 +106,7 @@ def shapes() -> Iterator[tuple[int, int, int]]:
 def _steps(
     device: torch.device, dtype: torch.dtype, rate: float, budget: float
 ) -> Iterator[tuple[Point, float]]:
-    """Steps of a tiny model, which are all overhead, and of one as wide as the device is fast."""
+    """MeasuredSteps of a tiny model, which are all overhead, and of one as wide as the device is fast."""
     hidden = next(
         (size for size in (4096, 2048, 1024, 512) if 6 * 12 * size**2 * size * 4 <= rate * budget),
         256,

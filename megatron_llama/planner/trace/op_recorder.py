@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from megatron_llama.distributed.recorder import Recorder
 from megatron_llama.planner.trace.operators import Recipe, cost, tensors
 from megatron_llama.planner.trace.storages import Storages
-from megatron_llama.planner.traced import Done, Message, Operator, Segment
+from megatron_llama.planner.traced import ActionSegment, Message, Operator, TracedAction
 
 _DEVICE = torch.ops.prim.device.default
 _UNSAFE_VIEW = torch.ops.aten._unsafe_view.default
@@ -28,7 +28,7 @@ class Tables:
 
     operators: dict[Operator, int] = field(default_factory=dict)
     messages: dict[Message, int] = field(default_factory=dict)
-    segments: dict[Segment, int] = field(default_factory=dict)
+    segments: dict[ActionSegment, int] = field(default_factory=dict)
 
     def operator(self, one: Operator) -> int:
         """Its number as a call."""
@@ -38,7 +38,7 @@ class Tables:
         """Its number as a call: a negative one."""
         return -1 - self.messages.setdefault(one, len(self.messages))
 
-    def segment(self, one: Segment) -> int:
+    def segment(self, one: ActionSegment) -> int:
         """Its number."""
         return self.segments.setdefault(one, len(self.segments))
 
@@ -63,7 +63,7 @@ class OpRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._begun = False
         self._doing: object = None
         self._calls: list[int] = []
-        self._actions: list[Done] = []
+        self._actions: list[TracedAction] = []
         self._start = self._state = 0
 
     @contextmanager
@@ -79,7 +79,7 @@ class OpRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._begun = False
 
     @property
-    def actions(self) -> tuple[Done, ...]:
+    def actions(self) -> tuple[TracedAction, ...]:
         """Of the step."""
         return tuple(self._actions)
 
@@ -113,11 +113,11 @@ class OpRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _close(self) -> None:
         storages = self.storages
-        segment = Segment(
+        segment = ActionSegment(
             tuple(self._calls), storages.allocated, storages.freed, storages.peak - self._start
         )
         self._actions.append(
-            Done(str(self._doing), self.tables.segment(segment), self._start - self._state)
+            TracedAction(str(self._doing), self.tables.segment(segment), self._start - self._state)
         )
 
     def __torch_dispatch__(
@@ -127,7 +127,7 @@ class OpRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         args: Sequence[Any] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        """Run the operator and note it."""
+        """RunTracer the operator and note it."""
         if func is _DEVICE:  # asked for often, and dear to answer by a dispatch
             return args[0].fake_device if isinstance(args[0], FakeTensor) else args[0].device
         named = kwargs or {}

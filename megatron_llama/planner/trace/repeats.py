@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import accumulate
 
-from megatron_llama.planner.traced import Done, Segment
+from megatron_llama.planner.traced import ActionSegment, TracedAction
 from megatron_llama.plans.schedule import Action, Op
 
 PERIODS = 4
@@ -25,12 +25,12 @@ FIRST, BETWEEN, LAST = range(3)
 
 
 def composed(
-    traced: Sequence[Done],
+    traced: Sequence[TracedAction],
     short: Sequence[Action],
     whole: Sequence[Action],
     stages: Mapping[int, int],
-    segments: Sequence[Segment],
-) -> tuple[Done, ...] | None:
+    segments: Sequence[ActionSegment],
+) -> tuple[TracedAction, ...] | None:
     """The step of a rank whose schedule is ``whole`` from the one that was traced, whose schedule
     is ``short``. ``stages``: stages of the traced rank by those of the other. None where passes
     between the first and the last one of a kind differ, or where bytes would be left over."""
@@ -53,7 +53,7 @@ def composed(
     if live[-2] != traced[-1].live:
         return None
     words = [traced[0].action, *map(str, whole), traced[-1].action]
-    return tuple(map(Done, words, chosen, live))
+    return tuple(map(TracedAction, words, chosen, live))
 
 
 def _places(kinds: Iterator[Kind]) -> list[tuple[Kind, int]]:
@@ -86,7 +86,7 @@ def period(short: Sequence[Action], whole: Sequence[Action], times: int) -> tupl
     return (size, end) if many == few[:end] + turn * times + few[end:] else None
 
 
-def steady(traced: Sequence[Done], size: int, end: int) -> tuple[int, int] | None:
+def steady(traced: Sequence[TracedAction], size: int, end: int) -> tuple[int, int] | None:
     """The last ``size`` actions up to ``end`` that do exactly what those right before them did, and
     leave as many bytes: [start, stop). Where a list of actions repeats itself, any of its turns may
     be the one to be repeated."""
@@ -103,9 +103,11 @@ def steady(traced: Sequence[Done], size: int, end: int) -> tuple[int, int] | Non
 
 
 def lengthened(
-    traced: Sequence[Done], start: int, stop: int, times: int, whole: Sequence[Action]
-) -> tuple[Done, ...]:
+    traced: Sequence[TracedAction], start: int, stop: int, times: int, whole: Sequence[Action]
+) -> tuple[TracedAction, ...]:
     """The step of ``whole``: what was traced, with the actions [start, stop) ``times`` more."""
     done = [*traced[:stop], *[*traced[start:stop]] * times, *traced[stop:]]
     words = [traced[0].action, *map(str, whole), traced[-1].action]
-    return tuple(Done(word, one.segment, one.live) for word, one in zip(words, done, strict=True))
+    return tuple(
+        TracedAction(word, one.segment, one.live) for word, one in zip(words, done, strict=True)
+    )

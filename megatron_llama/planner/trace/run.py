@@ -11,7 +11,7 @@ from megatron_llama.config.world import dp_size
 from megatron_llama.planner.trace.op_recorder import Tables
 from megatron_llama.planner.trace.rank import BATCHES, trace_rank
 from megatron_llama.planner.trace.repeats import composed, lengthened, period, steady
-from megatron_llama.planner.traced import Done, StageTrace, Trace
+from megatron_llama.planner.traced import StageTrace, Trace, TracedAction
 from megatron_llama.plans.buckets import rank_bucket_plan
 from megatron_llama.plans.params import partition_of
 from megatron_llama.plans.schedule import Schedule, schedule_named
@@ -26,12 +26,12 @@ ATTEMPTS = 2
 def trace_run(config: Config, world_size: int) -> Trace:
     """A step of every pipeline rank of a resolved configuration, every ``auto`` decided, on
     ``world_size`` processes. Not to be called where a process group exists."""
-    run = Run.of(config, world_size)
+    run = RunTracer.of(config, world_size)
     return run.trace([stage for ranks in run.alike() for stage in run.traced(ranks)])
 
 
 @dataclass(frozen=True)
-class Run:
+class RunTracer:
     """What is traced."""
 
     config: Config
@@ -40,13 +40,13 @@ class Run:
     tables: Tables
 
     @staticmethod
-    def of(config: Config, world_size: int) -> Run:
+    def of(config: Config, world_size: int) -> RunTracer:
         """See ``trace_run``."""
         training = config.training
         microbatches = training.global_batch_size // (
             training.micro_batch_size * dp_size(config, world_size)
         )
-        return Run(config, world_size, _schedule(config, microbatches), Tables())
+        return RunTracer(config, world_size, _schedule(config, microbatches), Tables())
 
     def trace(self, stages: Iterable[StageTrace]) -> Trace:
         """The trace with these stages, which were traced into the tables."""
@@ -94,7 +94,7 @@ class Run:
 
     def _composed(
         self, one: StageTrace, short: Schedule, rank: int, other: int
-    ) -> tuple[Done, ...] | None:
+    ) -> tuple[TracedAction, ...] | None:
         stages = self._stages(rank, other)
         segments = list(self.tables.segments)
         return composed(one.actions, short.ranks[rank], self.whole.ranks[other], stages, segments)

@@ -15,16 +15,16 @@ from megatron_llama.engine.build import build_optimizer, compute_dtype
 from megatron_llama.errors import ConfigError
 from megatron_llama.model.llama import build_stages
 from megatron_llama.pipeline.runtime import PipelineRuntime
-from megatron_llama.planner.messages import step_messages
-from megatron_llama.planner.products import step_flops
 from megatron_llama.planner.trace.op_recorder import OpRecorder, Tables
 from megatron_llama.planner.trace.rank import settle_in, state_of, step, trace_rank
-from megatron_llama.planner.trace.run import Run, trace_run
+from megatron_llama.planner.trace.run import RunTracer, trace_run
 from megatron_llama.planner.traced import StageTrace, Trace
 from megatron_llama.plans.memory import MemoryPlan, state_bytes
 from megatron_llama.plans.schedule import schedule_named
 from megatron_llama.plans.weight_access import rank_weight_accesses
 
+from tests.oracle.flops import step_flops
+from tests.oracle.messages import step_messages
 from tests.parallel.cases import Layout, batch
 
 SEQ_LENGTH = 16
@@ -49,7 +49,7 @@ def described(trace: Trace, stage: StageTrace) -> list[object]:
 
 def whole(config: Config, world_size: int) -> Trace:
     """Every rank and every microbatch traced."""
-    run = Run.of(config, world_size)
+    run = RunTracer.of(config, world_size)
     stages = [trace_rank(config, world_size, rank, run.whole, run.tables) for rank in range(len(run.whole.ranks))]
     return run.trace(stages)
 
@@ -81,7 +81,7 @@ def test_what_is_left_out_repeats_what_was_traced(layout: Layout) -> None:
     ids=lambda layout: layout.name,
 )
 def test_the_trace_is_what_a_real_step_does(layout: Layout) -> None:
-    """The same witness beside tensors with memory: operators, shapes, storages and their lifetimes."""
+    """The same recorder over tensors with memory: operators, shapes, storages and their lifetimes."""
     config = small(layout)
     traced = trace_run(config, 1)
     mesh, tables = Mesh.single(), Tables()

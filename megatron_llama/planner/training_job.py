@@ -1,0 +1,361 @@
+"""The work of one optimizer step in integers: who computes what and who sends what. Nothing here
+knows how fast anything is."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property, lru_cache
+from typing import Literal
+
+from megatron_llama.config.schema import Config, LoraConfig, ModelConfig
+from megatron_llama.planner.hardware import Gpu
+from megatron_llama.plans.activation_memory import compute_bytes
+from megatron_llama.plans.buckets import shard_count, strategy_named
+from megatron_llama.plans.checks.zenflow import longest_window, sends_wide
+from megatron_llama.plans.offload import EXACT, NONE
+from megatron_llama.plans.params import ParamSpec, Shapes, stage_units, whole_model
+
+Sharding = Literal["none", "optimizer", "gradients", "parameters"]
+"""What data-parallel ranks hold a share of, in any trainer."""
+Attention = Literal["flash", "flash1", "triton", "fused", "plain"]
+"""Flash attention 2; its first version; the same in Triton; scores written to memory with one
+kernel for the softmax; scores written to memory with a kernel for each operation."""
+
+
+@dataclass(frozen=True)
+class Matmul:
+    """A matrix product of [m, k] with [k, n]: one pass of one weight."""
+
+    m: int
+    n: int
+    k: int
+
+    @cached_property
+    def flops(self) -> int:
+        """Multiplications and additions."""
+        return 2 * self.m * self.n * self.k
+
+    @cached_property
+    def elements(self) -> int:
+        """Elements that have to be read or written at least."""
+        return self.m * self.n + self.n * self.k + self.m * self.k
+
+
+@dataclass(frozen=True)
+class Machine:
+    """The GPUs of a run and the links between them."""
+
+    gpu: Gpu
+    gpus: int
+    node: int
+    """GPUs in a node."""
+    domain: int
+    """GPUs that NVLink joins."""
+    nic: float
+    """Bytes per second between nodes, per GPU and direction."""
+
+
+@dataclass(frozen=True)
+class TrainerTraits:
+    """What distinguishes two trainers that run the same layout."""
+
+    family: str = "own"
+    """Whose code it is: each family has one factor on the time of its kernels."""
+    attention: Attention = "flash"
+    fused_norms: bool = True
+    compiled: bool = False
+    overlap_data: bool = True
+    """Gradients travel during the backward pass, parameters during the forward pass."""
+    reduces_every_microbatch: bool = False
+    """Sharded gradients are reduced after every microbatch, with pipeline stages too."""
+    overlap_tensor: bool = False
+    gradient_bytes: int = 4
+    """Bytes of a gradient's element between data-parallel ranks."""
+    gated: bool = True
+    """The MLP has a gate."""
+    biased: bool = False
+    """Linear layers and norms have biases."""
+    learned_positions: bool = False
+    dropout: bool = False
+    norm_bytes: float = 0.0
+    """Bytes that norms keep of an element of the residual stream in addition to their inputs."""
+    score_bytes: float = 5.0
+    """Bytes that attention keeps of each score, where it writes scores."""
+    logit_bytes: float = 6.0
+    """Bytes that the loss holds of a logit at its peak."""
+    whole_logits: bool = False
+    """Every rank of tp holds the logits of the whole vocabulary."""
+    kept_gradient_bytes: int = 4
+    state_bytes: int = 12
+    """Bytes of the optimizer for a parameter: the fp32 master and two moments."""
+    packed: bool = False
+    """Sequences are packed from short examples, which attend within themselves."""
+
+
+@dataclass(frozen=True)
+class HostOptimizer:
+    """An optimizer in the host's memory: which part of it, and when it works."""
+
+    share: float
+    """Share of the trained elements that the host updates."""
+    down: int
+    """Bytes of a gradient's element on its way to the host, in every step."""
+    up: int
+    """Bytes of a weight's element on its way back, after every update."""
+    during_backward: bool
+    """Buckets are updated when their gradients arrive, not when the norm of all is known."""
+    interval: int = 1
+    """Steps from one update to the next."""
+    overlapped: bool = False
+    """The update is computed while the next steps run."""
+
+
+@dataclass(frozen=True)
+class TrainedShare:
+    """Which part of a model is trained, where that is not all."""
+
+    frozen: float = 0.0
+    """Share of the products' FLOPs whose weights are frozen: they have no weight gradients."""
+    head_frozen: bool = False
+    share: float = 1.0
+    """Share of a rank's elements that are trained."""
+    additions: tuple[tuple[int, int], ...] = ()
+    """Outputs and inputs of a block's low-rank additions."""
+
+
+@dataclass(frozen=True)
+class TrainingJob:
+    """One step of one run."""
+
+    model: ModelConfig
+    machine: Machine
+    traits: TrainerTraits
+    seq: int
+    micro_batch: int
+    microbatches: int
+    tp: int = 1
+    pp: int = 1
+    vpp: int = 1
+    cp: int = 1
+    dp: int = 1
+    sequence_parallel: bool = False
+    recomputed: float = 0.0
+    """Share of the forward pass of blocks that backward computes again."""
+    recomputed_memory: float = 0.0
+    """Share of the memory-bound work of a block's forward pass that backward repeats in addition to
+    ``recomputed``."""
+    last_stage_lacks: int = 0
+    """Blocks that the last stage has less than the others."""
+    ends_counted: bool = False
+    """Embedding and head count as a block each when blocks are divided among stages."""
+    bubble: float = 1.0
+    """Share of the idle time of 1F1B that remains: weight gradients fill the rest."""
+    recomputes_scores: bool = False
+    """Backward computes the attention scores again and nothing else."""
+    sharding: Sharding = "optimizer"
+    shards: int = 1
+    """Ranks among which what is sharded is divided."""
+    precision: str = "bf16"
+    itemsize: int = 2
+    """Bytes of an activation or a weight in computation."""
+    trained: TrainedShare = TrainedShare()
+    offload: HostOptimizer | None = None
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of one microbatch on one rank."""
+        return self.micro_batch * self.seq // self.cp
+
+    @property
+    def stream(self) -> float:
+        """Bytes of the residual stream of one microbatch, over all tp ranks."""
+        return float(self.itemsize * self.tokens * self.model.hidden_size)
+
+    @property
+    def stage_message(self) -> float:
+        """Bytes that a rank sends to the next stage for one microbatch."""
+        return self.stream / (self.tp if self.sequence_parallel else 1)
+
+    @property
+    def layout(self) -> tuple[object, ...]:
+        """What a user chooses, without the model and the machine."""
+        return (
+            *(self.tp, self.pp, self.vpp, self.cp, self.dp, self.micro_batch),
+            *(self.recomputed, self.sequence_parallel, self.sharding),
+        )
+
+    @property
+    def total_tokens(self) -> int:
+        """Tokens of a whole step."""
+        return self.micro_batch * self.microbatches * self.dp * self.seq
+
+    @cached_property
+    def weights(self) -> tuple[ParamSpec, ...]:
+        """The parameters of one block of a rank, as this trainer builds them."""
+        return Shapes(self.model, self.tp, 0, self.sequence_parallel).block(0).params
+
+    @cached_property
+    def matmuls(self) -> tuple[Matmul, ...]:
+        """Forward products with the weights of one block, for one microbatch."""
+        return tuple(
+            Matmul(self.tokens, self._rows(spec), spec.shape[1])
+            for spec in self.weights
+            if len(spec.shape) > 1
+        )
+
+    @cached_property
+    def additions(self) -> tuple[Matmul, ...]:
+        """Forward products with the low-rank additions of one block."""
+        return tuple(
+            Matmul(self.tokens, outputs, inputs) for outputs, inputs in self.trained.additions
+        )
+
+    def _rows(self, spec: ParamSpec) -> int:
+        ungated = not self.traits.gated and "gate_up" in spec.name
+        return spec.shape[0] // 2 if ungated else spec.shape[0]
+
+    @cached_property
+    def head(self) -> Matmul:
+        """The forward product with the output head."""
+        spec = Shapes(self.model, self.tp).embedding(tied=False, contributions=1).params[0]
+        return Matmul(self.tokens, *spec.shape)
+
+    @cached_property
+    def block_numel(self) -> int:
+        """Elements of the weights of one block on one rank."""
+        return sum(self._rows(spec) * spec.width for spec in self.weights)
+
+    @property
+    def matrix_numel(self) -> int:
+        """Elements of all blocks and of the head, over all tp ranks."""
+        blocks = self.block_numel * self.model.num_hidden_layers
+        return (blocks + self.head.n * self.head.k) * self.tp
+
+    @property
+    def queries(self) -> int:
+        """Width of all query heads of one rank."""
+        return self.model.num_attention_heads * self.model.head_dim // self.tp
+
+    @property
+    def logits(self) -> int:
+        """Logits of a microbatch that a rank holds."""
+        return self.tokens * self.head.n * (self.tp if self.traits.whole_logits else 1)
+
+    @property
+    def ends(self) -> int:
+        """Tables of the vocabulary: embedding and head, which may be one."""
+        return 1 if self.model.tie_word_embeddings else 2
+
+    @cached_property
+    def rank_numel(self) -> int:
+        """Elements of the weights of the rank that has most."""
+        layers = -(-self.model.num_hidden_layers // self.pp)
+        tables = self.ends if self.pp == 1 else 1
+        return layers * self.block_numel + tables * self.head.n * self.head.k
+
+
+def job_of(config: Config, machine: Machine) -> TrainingJob:
+    """Return the work of a step of this trainer with a resolved configuration."""
+    parallel = config.parallel
+    training = config.training
+    model = config.model
+    schedule = parallel.pipeline_schedule
+    tp = parallel.tensor_model_parallel_size
+    pp = parallel.pipeline_model_parallel_size
+    cp = parallel.context_parallel_size
+    vpp = parallel.virtual_pipeline_model_parallel_size
+    dp = machine.gpus // (tp * pp * cp)
+    strategy = strategy_named(parallel.data_parallel_sharding_strategy)
+    sharding: Sharding = "none"
+    if strategy.sharded and strategy.by_unit:
+        sharding = "parameters"
+    elif strategy.sharded:
+        sharding = "gradients" if strategy.reduce_every_microbatch else "optimizer"
+    itemsize = compute_bytes(config)
+    recomputing = 1.0
+    if parallel.recompute_num_layers.isdecimal():
+        blocks = int(parallel.recompute_num_layers) * pp * vpp
+        recomputing = min(1.0, blocks / model.num_hidden_layers)
+    return TrainingJob(
+        model=model,
+        machine=machine,
+        # This trainer's kernels are torch's, so they are timed like torchtitan's.
+        traits=TrainerTraits(
+            family="torchtitan",
+            gradient_bytes=2 if parallel.grad_reduce_in_bf16 else max(4, itemsize),
+            reduces_every_microbatch=True,
+        ),
+        seq=training.seq_length,
+        micro_batch=training.micro_batch_size,
+        microbatches=training.global_batch_size // (training.micro_batch_size * dp),
+        tp=tp,
+        pp=pp,
+        vpp=2 if schedule == "zb-v" else vpp,
+        cp=cp,
+        dp=dp,
+        sequence_parallel=parallel.sequence_parallel,
+        recomputed=recomputing if parallel.recompute_granularity == "full" else 0.0,
+        recomputed_memory=0.5 * recomputing * (parallel.recompute_granularity == "selective"),
+        ends_counted=parallel.account_for_loss_in_pipeline_split,
+        bubble=1 / 3 if schedule in ("zb-h1", "zb-v") else 1.0,
+        sharding=sharding,
+        shards=shard_count(parallel, dp * cp),
+        itemsize=itemsize,
+        # Without its mapping of RoPE's scaling a model can be the key of a cache.
+        trained=_trained_share(
+            replace(model, rope_scaling=None), tp, config.optimizer.freeze, config.lora
+        ),
+        offload=_host_optimizer(config, itemsize),
+    )
+
+
+@lru_cache(maxsize=64)
+def _trained_share(
+    model: ModelConfig, tp: int, freeze: tuple[str, ...], lora: LoraConfig
+) -> TrainedShare:
+    if not freeze and not lora.lora_rank:
+        return TrainedShare()
+    units = stage_units(model, whole_model(model), 0, tp=tp, freeze=freeze, lora=lora)
+    blocks = [unit for unit in units if unit.is_block]
+    every = [spec for unit in units for spec in unit.params]
+    matrices = [
+        spec for unit in blocks for spec in unit.params if len(spec.shape) > 1 and not spec.adapter
+    ]
+    head = next((spec for spec in units[-1].params if len(spec.shape) > 1), None)
+    additions = [spec.shape for spec in blocks[0].params if spec.adapter]
+    return TrainedShare(
+        frozen=_share_of(matrices, trainable=False),
+        head_frozen=head is not None and not head.trainable,
+        share=_share_of(every, trainable=True),
+        additions=tuple((outputs, inputs) for outputs, inputs in additions),
+    )
+
+
+def _share_of(specs: Sequence[ParamSpec], *, trainable: bool) -> float:
+    chosen = sum(spec.numel for spec in specs if spec.trainable is trainable)
+    return chosen / max(1, sum(spec.numel for spec in specs))
+
+
+def _host_optimizer(config: Config, itemsize: int) -> HostOptimizer | None:
+    options = config.offload
+    zenflow = config.zenflow
+    wide = max(4, itemsize)
+    if options.optimizer_offload == NONE:
+        return None
+    if options.optimizer_offload == EXACT:
+        speculative = options.offload_speculative and not config.training.fp16
+        return HostOptimizer(
+            share=options.optimizer_offload_fraction,
+            down=wide,
+            up=itemsize,
+            during_backward=config.optimizer.clip_grad == 0 or speculative,
+        )
+    return HostOptimizer(
+        share=options.optimizer_offload_fraction * (1 - zenflow.zenflow_topk_ratio),
+        down=wide if sends_wide(zenflow) else itemsize,
+        up=itemsize,
+        during_backward=False,
+        interval=longest_window(zenflow),
+        overlapped=zenflow.zenflow_overlap_step,
+    )
