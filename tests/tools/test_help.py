@@ -17,7 +17,7 @@ SCRIPTS = sorted(
     for path in TOOLS.rglob("*.py")
     if 'if __name__ == "__main__":' in path.read_text()
     for name in [str(path.relative_to(TOOLS)).removesuffix("/__main__.py")]
-    if name not in INNER and "planner" not in name
+    if name not in INNER
 )
 
 

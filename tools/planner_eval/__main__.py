@@ -13,8 +13,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-if not __package__:  # started by the path of this folder
-    sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # this checkout, and no other
 
 from megatron_llama.errors import UserError
 from megatron_llama.planner.fitted import FITTED
