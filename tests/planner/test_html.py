@@ -187,7 +187,11 @@ def test_a_run_that_does_what_was_planned_and_one_that_does_not() -> None:
     assert same.scale == 1.0 and len(passes) == 8
     assert [row.measured for row in passes] == pytest.approx([row.planned for row in passes])
     slow = {(Op.BACKWARD, 2): 3.0, (Op.FORWARD, 1): 0.5}
-    rows = {row.what: row for row in Comparison(MeasuredSteps(recorded(plan, slow)), plan, known=True).rows if row.what in {r.what for r in passes}}
+    rows = {
+        row.what: row
+        for row in Comparison(MeasuredSteps(recorded(plan, slow)), plan, known=True).rows
+        if row.what in {r.what for r in passes}
+    }
     assert [*rows][:: len(rows) - 1] == ["backward, stage 2", "forward, stage 1"]
     assert [round(row.measured / (row.planned or 0), 6) for row in (rows["backward, stage 2"], rows["forward, stage 1"])] == [3.0, 0.5]
     assert rows["backward, stage 2"].count == plan.job.microbatches and same.steps.numbers == (2,)
