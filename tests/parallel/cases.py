@@ -10,6 +10,7 @@ import math
 import pydoc_data.topics
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from typing import Any, Literal, get_args
 
 import torch
@@ -234,7 +235,11 @@ def trainer(
 def train(place: Place, layout: Layout, block: type[Block] = Block) -> Record:
     """Run all steps."""
     run = trainer(place, layout, block=block)
-    steps = [run.step(index) for index in range(layout.steps)]
+    return record(run, [run.step(index) for index in range(layout.steps)])
+
+
+def record(run: Trainer, steps: Sequence[tuple[Tensor, Tensor]]) -> Record:
+    """What is left of a run that took these steps. Collective."""
     run.optimizer.settle()
     pieces = (Piece(piece.rectangle, piece.tensors["master"].clone(), piece.primary) for piece in run.optimizer.pieces())
     return Record(
@@ -281,10 +286,14 @@ class AdaptedWeights:
         initial_weights()(replace(rectangle, name=rectangle.name.replace("lora_", "drawn_")), out)
 
 
+@cache
+def _text() -> bytes:
+    return "".join(pydoc_data.topics.topics.values()).encode()
+
+
 def token_ids(count: int) -> Tensor:
     """English text as ids below 300. Bytes times 7 modulo 300 are distinct, and text uses ids on both sides of 256."""
-    text = "".join(pydoc_data.topics.topics.values()).encode()
-    return torch.frombuffer(bytearray(text[:count]), dtype=torch.uint8).to(torch.int64) * 7 % MODEL.vocab_size
+    return torch.frombuffer(bytearray(_text()[:count]), dtype=torch.uint8).to(torch.int64) * 7 % MODEL.vocab_size
 
 
 def samples(positions: range) -> Tensor:

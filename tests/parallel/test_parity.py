@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from megatron_llama.distributed.mesh import Place
+from tools.parity import markdown, rows
 
 from tests.harness import Cluster
 from tests.parallel.cases import (
@@ -27,12 +29,32 @@ from tests.parallel.cases import (
     Strategy,
     deviation,
     merged,
+    record,
+    reference,
     train,
     train_hf,
+    trainer,
 )
+from tests.parallel.test_traffic import COUNTED, Counted, assert_as_planned, assert_reduced_when_complete, counted
 
 References = Callable[[Layout], Reference]
 FULL = Layout(tp=2, pp=2, dp=2, sp=True, microbatches=2, steps=5)
+FEWER_STEPS = 6
+"""With --all every layout makes the twenty steps of the table in docs/numerics.md."""
+EVERYTHING = replace(FULL, microbatches=1, steps=STEPS)
+ONLY_WITH_ALL = {
+    *(replace(EVERYTHING, strategy=strategy) for strategy in STRATEGIES[:3]),
+    *(replace(EVERYTHING, strategy=strategy, microbatches=4) for strategy in STRATEGIES[1:3]),
+    *(replace(EVERYTHING, strategy=strategy, microbatches=2, tied=True) for strategy in STRATEGIES[:2]),
+    replace(EVERYTHING, schedule="gpipe", microbatches=4),
+}
+"""Eight processes again, for what two processes show of one axis and the layouts that stay show of all together."""
+
+
+@pytest.fixture
+def steps(request: pytest.FixtureRequest) -> int:
+    """How many steps a layout is compared over."""
+    return STEPS if request.config.getoption("--all") else FEWER_STEPS
 
 
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
@@ -53,17 +75,37 @@ def test_fp64_twins_agree_far_below_the_bounds(references: References, cluster: 
     ours, theirs = references(Layout()).exact, train_hf(Layout(fp64=True))
     assert deviation(ours.losses, theirs.losses) < LOSS_BOUND / 10
     assert deviation(ours.norms, theirs.norms) < NORM_BOUND / 100
-    spread = cluster.run(4, train, Layout(tp=2, pp=2, sp=True, fp64=True, microbatches=2))[0]
-    assert deviation(spread.losses, ours.losses) < LOSS_BOUND / 1000
-    assert deviation(spread.norms, ours.norms) < NORM_BOUND / 1000
+    spread = cluster.run(4, train, Layout(tp=2, pp=2, sp=True, fp64=True, microbatches=2, steps=8))[0]
+    assert deviation(spread.losses, ours.losses[:8]) < LOSS_BOUND / 1000
+    assert deviation(spread.norms, ours.norms[:8]) < NORM_BOUND / 1000
 
 
-@pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: layout.name)
-def test_layout_equals_one_process(references: References, cluster: Cluster, layout: Layout) -> None:
-    records = cluster.run(layout.world_size, train, layout)
-    assert all(record.losses == records[0].losses and record.norms == records[0].norms for record in records)
+def train_and_count(place: Place, layout: Layout) -> tuple[Record, Counted]:
+    """All steps, and what the second one did."""
+    run = trainer(place, layout)
+    first = run.step(0)
+    second, done = counted(run, 1)
+    return record(run, [first, second, *(run.step(index) for index in range(2, layout.steps))]), done
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        pytest.param(layout, id=layout.name, marks=[pytest.mark.long] if layout in ONLY_WITH_ALL else [])
+        for layout in dict.fromkeys((*LAYOUTS, *COUNTED))
+    ],
+)
+def test_layout_equals_one_process_and_does_what_is_planned(references: References, cluster: Cluster, layout: Layout, steps: int) -> None:
+    """Losses, norms, trained weights and their copies; and of one step each message to the byte, what autograd holds, and the order
+    in which buckets are reduced."""
+    layout = replace(layout, steps=steps)
+    ranks = cluster.run(layout.world_size, train_and_count, layout)
+    records = [trained for trained, _ in ranks]
+    assert_as_planned(layout, [done for _, done in ranks])
+    if layout.schedule in ("1f1b", "interleaved"):
+        assert_reduced_when_complete(layout, [done for _, done in ranks])
+    assert all(one.losses == records[0].losses and one.norms == records[0].norms for one in records)
     row = references(layout).row(layout.name, records[0])
-    print(row)
     assert row.holds, row
     _assert_replicas_equal(records)
     trained, alone = merged(records), merged([references(layout).single])
@@ -84,10 +126,20 @@ def test_a_row_holds_within_the_larger_of_bound_and_twice_the_rounding() -> None
     assert math.isnan(deviation([1.0, math.nan], [1.0, 1.0])) and deviation([2.0, 1.0], [1.0, 1.0]) == 1.0
 
 
-def test_the_tool_prints_the_table() -> None:
+def test_the_tool_prints_the_table(cluster: Cluster) -> None:
+    table = rows(cluster, [replace(layout, steps=2) for layout in LAYOUTS if layout.tied and layout.world_size == 1], reference)
+    assert_table(markdown(table))
+
+
+@pytest.mark.long
+def test_the_tool_prints_the_table_by_itself() -> None:
     tool = Path(__file__).parents[2] / "tools" / "parity.py"
     done = subprocess.run([sys.executable, tool, "--only", "one process", "tied"], capture_output=True, text=True, check=True)
-    lines = [[cell.strip() for cell in line.strip("|").split("|")] for line in done.stdout.splitlines()]
+    assert_table(done.stdout)
+
+
+def assert_table(text: str) -> None:
+    lines = [[cell.strip() for cell in line.strip("|").split("|")] for line in text.splitlines()]
     assert [line[0] for line in lines[2:]] == ["one process tied", "one process 4 microbatches tied"]
     assert lines[2][1:3] == ["0", "0"] and 0 < float(lines[3][1]) < LOSS_BOUND and lines[3][-1] == "1e-06, 2e-05"
 
@@ -97,8 +149,9 @@ def test_the_tool_prints_the_table() -> None:
     [Layout(tp=2, sp=True), Layout(tp=2, pp=2, dp=2, sp=True, tied=True, microbatches=2, strategy="optim_grads")],
     ids=lambda layout: layout.name,
 )
-def test_bf16_layouts_follow_fp32(references: References, cluster: Cluster, layout: Layout) -> None:
+def test_bf16_layouts_follow_fp32(references: References, cluster: Cluster, layout: Layout, steps: int) -> None:
     """Rounding to 8 bits bounds what can be said: the masters follow, and all replicas round alike."""
+    layout = replace(layout, steps=steps)
     records = cluster.run(layout.world_size, train, replace(layout, bf16=True))
     row = references(layout).row(layout.name, records[0])
     assert LOSS_BOUND < row.loss < 5e-3 and row.norm < 5e-2, row
@@ -111,8 +164,9 @@ def test_bf16_layouts_follow_fp32(references: References, cluster: Cluster, layo
     [Layout(dp=2), Layout(tp=2, pp=2, dp=2, sp=True, tied=True, microbatches=2, strategy="optim_grads")],
     ids=lambda layout: layout.name,
 )
-def test_fp16_layouts_follow_fp32(references: References, cluster: Cluster, layout: Layout) -> None:
+def test_fp16_layouts_follow_fp32(references: References, cluster: Cluster, layout: Layout, steps: int) -> None:
     """The loss scale leaves loss and norm as they are. Eleven bits are nearer to fp32 than eight."""
+    layout = replace(layout, steps=steps)
     records = cluster.run(layout.world_size, train, replace(layout, fp16=True, loss_scale=2.0**14))
     row = references(layout).row(layout.name, records[0])
     assert LOSS_BOUND < row.loss < 1e-3 and row.norm < 1e-2, row
@@ -121,21 +175,21 @@ def test_fp16_layouts_follow_fp32(references: References, cluster: Cluster, layo
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
-def test_reductions_in_bf16_follow_fp32(references: References, cluster: Cluster, strategy: Strategy) -> None:
-    layout = Layout(dp=2, strategy=strategy, microbatches=4)
+def test_reductions_in_bf16_follow_fp32(references: References, cluster: Cluster, strategy: Strategy, steps: int) -> None:
+    layout = Layout(dp=2, strategy=strategy, microbatches=4, steps=steps)
     exact, records = (cluster.run(2, train, replace(layout, reduce_bf16=narrow)) for narrow in (False, True))
     assert records[0].losses[0] == exact[0].losses[0], "the first forward pass knows no gradient yet"
     row = references(layout).row(layout.name, records[0])
     assert LOSS_BOUND < row.loss < 1e-3 and NORM_BOUND < row.norm < 1e-2, row
-    assert all(record.losses == records[0].losses and record.norms == records[0].norms for record in records)
+    assert all(one.losses == records[0].losses and one.norms == records[0].norms for one in records)
     _assert_replicas_equal(records)
     merged(records)
 
 
 def _assert_replicas_equal(records: list[Record]) -> None:
-    for record in records:
-        digests = {records[rank].parameters for rank in record.dp_line}
-        assert len(digests) == 1, f"data-parallel ranks {record.dp_line} hold different parameters"
+    for one in records:
+        digests = {records[rank].parameters for rank in one.dp_line}
+        assert len(digests) == 1, f"data-parallel ranks {one.dp_line} hold different parameters"
 
 
 @pytest.mark.parametrize("layout", [FULL, replace(FULL, strategy="optim_grads", tied=True)], ids=lambda layout: layout.name)
@@ -150,14 +204,16 @@ def test_optim_and_optim_grads_are_bitwise_equal_with_one_microbatch(cluster: Cl
 
 
 @pytest.mark.parametrize("strategy", ["optim", "optim_grads"])
-@pytest.mark.parametrize("bucket", [1, 3_000, 10**9])
-def test_bucket_size_does_not_change_bits(cluster: Cluster, strategy: str, bucket: int) -> None:
+def test_bucket_size_does_not_change_bits(cluster: Cluster, strategy: Strategy) -> None:
     """Without clipping: the norm sums squares per bucket, so its last bit may depend on where buckets end."""
     layout = Layout(dp=4, strategy=strategy, microbatches=2, clip=0.0, steps=5)
-    one, other = (cluster.run(4, train, layout), cluster.run(4, train, replace(layout, bucket=bucket)))
-    assert one[0].losses == other[0].losses
-    assert one[0].parameters != "" and [r.parameters for r in one] == [r.parameters for r in other]
-    _assert_same_weights(one, other)
+    one = cluster.run(4, train, layout)
+    assert one[0].parameters != ""
+    for bucket in (1, 3_000, 10**9):
+        other = cluster.run(4, train, replace(layout, bucket=bucket))
+        assert one[0].losses == other[0].losses
+        assert [r.parameters for r in one] == [r.parameters for r in other]
+        _assert_same_weights(one, other)
 
 
 def test_another_seed_of_rounding_is_seen(cluster: Cluster) -> None:

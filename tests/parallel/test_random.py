@@ -1,11 +1,11 @@
-"""Layouts drawn at random train what one process trains, execute what was planned, and a wrong one would be seen."""
+"""Layouts drawn at random train what one process trains, and a wrong one would be seen."""
 
 from __future__ import annotations
 
 import subprocess
 import sys
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,18 +15,16 @@ from megatron_llama.distributed.mesh import Place
 from megatron_llama.model.llama import Positions, Stage
 from megatron_llama.nn.context import local_sequence
 from megatron_llama.plans.buckets import Kind
-from megatron_llama.plans.schedule import schedule_named
+from tools.parity import markdown_of_drawn, rows
 
 from tests.harness import Cluster
 from tests.parallel.cases import (
-    GLOBAL_BATCH_SIZE,
     LOSS_BOUND,
     NORM_BOUND,
     STRATEGIES,
     Layout,
     Record,
     Reference,
-    Schedule,
     Trainer,
     merged,
     train,
@@ -35,6 +33,8 @@ from tests.parallel.cases import (
 from tests.parallel.draw import COUNT, DOUBLINGS, EACH_SCHEDULE, SCHEDULES, SEED, STEPS, THREE_AXES, alone, axes, draw
 
 DRAWN = draw()
+FEWER = 12
+"""Layouts of a run without --all."""
 TWICE = [max((layout for layout in DRAWN if layout.pp > 1 and layout.schedule == schedule), key=axes) for schedule in SCHEDULES]
 """Of each schedule the one with most axes, which is run again."""
 References = Callable[[Layout], Reference]
@@ -113,7 +113,39 @@ def test_the_draw_meets_what_needs_two_choices() -> None:
     assert any(len(set(layout.split)) > 1 for layout in DRAWN)
 
 
-@pytest.mark.parametrize("layout", DRAWN, ids=lambda layout: layout.name)
+def choices(layout: Layout) -> set[tuple[str, object]]:
+    """What is drawn of it, the pairs of schedule and virtual stages and of each axis with the kind of messages among it."""
+    chosen = {(field, getattr(layout, field)) for field in CHOICES}
+    return chosen | {("schedule", layout.schedule if layout.pp > 1 else ""), ("cp_comm", layout.cp_comm if layout.cp > 1 else "")}
+
+
+def most_choices(layouts: Sequence[Layout], count: int) -> list[Layout]:
+    """Those of the layouts that together meet most: one after the other the one that adds most to those before it, and of equals the
+    one with fewest processes."""
+    taken: list[Layout] = []
+    met: set[tuple[str, object]] = set()
+    while len(taken) < count:
+        rest = [layout for layout in layouts if layout not in taken]
+        best = max(rest, key=lambda layout: (len(choices(layout) - met), -layout.world_size))
+        taken.append(best)
+        met |= choices(best)
+    return taken
+
+
+SHORT = most_choices(DRAWN, FEWER)
+
+
+@pytest.mark.parametrize("field", CHOICES)
+def test_a_run_without_all_meets_every_choice_too(field: str) -> None:
+    assert {getattr(layout, field) for layout in SHORT} == set(CHOICES[field])
+
+
+def test_a_run_without_all_meets_every_schedule_and_both_ways_to_pass_keys() -> None:
+    assert {layout.schedule for layout in SHORT if layout.pp > 1} == set(SCHEDULES)
+    assert {layout.cp_comm for layout in SHORT if layout.cp > 1} == {"all_gather", "ring"}
+
+
+@pytest.mark.parametrize("layout", [pytest.param(one, id=one.name, marks=[] if one in SHORT else [pytest.mark.long]) for one in DRAWN])
 def test_drawn_layout_equals_one_process(references: References, runs: Runs, layout: Layout) -> None:
     records, reference = runs(layout), references(layout)
     assert len(records[0].losses) == STEPS
@@ -129,6 +161,7 @@ def test_drawn_layout_equals_one_process(references: References, runs: Runs, lay
         assert float((weight - single[name]).norm() / single[name].norm()) < 1e-4, (name, layout)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("layout", TWICE, ids=lambda layout: layout.schedule)
 def test_drawn_layout_twice_is_bitwise_equal(runs: Runs, cluster: Cluster, layout: Layout) -> None:
     one, other = runs(layout), cluster.run(layout.world_size, train, layout)
@@ -140,26 +173,6 @@ def test_drawn_layout_twice_is_bitwise_equal(runs: Runs, cluster: Cluster, layou
 
 def _bits(records: list[Record]) -> list[tuple[tuple[float, ...], tuple[float, ...], str]]:
     return [(record.losses, record.norms, record.parameters) for record in records]
-
-
-def executed(place: Place, layout: Layout) -> list[str]:
-    """What the runtime did in one step, in order, without the engine's own events."""
-    run, events = trainer(place, layout), list[str]()
-    run.mesh.recorder.events = events
-    run.step(0)
-    return [event for event in events if not event.startswith(("complete ", "reduce ", "gather "))]
-
-
-@pytest.mark.parametrize("schedule", SCHEDULES)
-@pytest.mark.parametrize("ranks", range(2, 9))
-def test_executed_order_is_the_plan(cluster: Cluster, schedule: Schedule, ranks: int) -> None:
-    virtual = 2 if schedule in ("interleaved", "zb-v") else 1
-    microbatches = ranks if schedule == "interleaved" else GLOBAL_BATCH_SIZE
-    plan = schedule_named(schedule, ranks=ranks, microbatches=microbatches, virtual=virtual)
-    layout = Layout(pp=ranks, virtual=virtual, schedule=schedule, microbatches=microbatches, layers=ranks * virtual, strategy="optim_grads")
-    done = cluster.run(ranks, executed, layout)
-    assert done == [[str(action) for action in actions] for actions in plan.ranks]
-    assert all(len(set(actions)) == len(actions) >= 2 * microbatches for actions in done)
 
 
 def positions_in_rank_order(run: Trainer) -> None:
@@ -245,10 +258,18 @@ def test_a_mistake_exceeds_the_bounds(references: References, cluster: Cluster, 
     assert max(wrong.loss / wrong.loss_bound, wrong.norm / wrong.norm_bound) > 10, wrong
 
 
-def test_the_tool_prints_the_drawn_table() -> None:
+def test_the_tool_prints_the_drawn_table(cluster: Cluster) -> None:
+    assert_table(markdown_of_drawn(rows(cluster, draw(5, 2), alone)))
+
+
+@pytest.mark.long
+def test_the_tool_prints_the_drawn_table_by_itself() -> None:
     tool = Path(__file__).parents[2] / "tools" / "parity.py"
     command = [sys.executable, tool, "--random", "--seed", "5", "--count", "2"]
-    done = subprocess.run(command, capture_output=True, text=True, check=True)
-    lines = [[cell.strip() for cell in line.strip("|").split("|")] for line in done.stdout.splitlines()]
+    assert_table(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
+
+
+def assert_table(text: str) -> None:
+    lines = [[cell.strip() for cell in line.strip("|").split("|")] for line in text.splitlines()]
     assert [line[0] for line in lines[2:]] == [*(layout.name for layout in draw(5, 2)), "**largest of 2**"]
     assert all(float(line[1]) < LOSS_BOUND and float(line[2]) < NORM_BOUND for line in lines[2:4])

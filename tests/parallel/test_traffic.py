@@ -3,6 +3,7 @@ which reductions are issued."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import astuple, dataclass, replace
 
 import pytest
@@ -16,7 +17,7 @@ from torch import Tensor
 
 from tests.harness import Cluster
 from tests.oracle.messages import Messages, step_messages
-from tests.parallel.cases import STRATEGIES, Layout, trainer
+from tests.parallel.cases import STEPS, STRATEGIES, Layout, Trainer, trainer
 from tests.plans.test_activation_memory import Live, Saved, storage
 
 
@@ -41,21 +42,26 @@ class Kept(Live):
 
 
 def count(place: Place, layout: Layout) -> Counted:
-    """Record the second step: the first one also publishes the initial weights."""
+    """What the second step does: the first one also publishes the initial weights."""
     run = trainer(place, layout)
     run.step(0)
+    return counted(run, 1)[1]
+
+
+def counted(run: Trainer, index: int) -> tuple[tuple[Tensor, Tensor], Counted]:
+    """Take one step of a run: its loss and norm, and what it did."""
     run.optimizer.settle()
     recorder = run.mesh.recorder
     recorder.traffic.clear()
     recorder.events = []
     live = Kept({storage(parameter) for stage in run.stages.values() for parameter in stage.parameters()})
     with torch.autograd.graph.saved_tensors_hooks(live.pack, lambda saved: saved.tensor):
-        run.step(1)
+        result = run.step(index)
     run.optimizer.settle()
     assert live.now == 0
     events = [event for event in recorder.events if event.startswith(("complete", "reduce"))]
     traffic = {key: astuple(value) for key, value in recorder.traffic.items()}
-    return Counted(traffic, events, run.mesh.tp.rank, run.mesh.pp.rank, live.peak)
+    return result, Counted(traffic, events, run.mesh.tp.rank, run.mesh.pp.rank, live.peak)
 
 
 def planned_saved(plan: MemoryPlan, rank: int) -> int:
@@ -72,22 +78,6 @@ def _buckets(layout: Layout, rank: Counted) -> BucketPlan:
     return rank_bucket_plan(layout.config(), dp=layout.dp * layout.cp, tp_rank=rank.tp_rank, rank=rank.pp_rank)
 
 
-TENSOR = [Layout(tp=2), Layout(tp=2, microbatches=4), Layout(tp=2, sp=True), Layout(tp=2, sp=True, microbatches=4)]
-PIPELINE = [Layout(pp=2, microbatches=4), Layout(pp=4, microbatches=4, schedule="gpipe"), Layout(pp=2, microbatches=2, tied=True)]
-DATA = [Layout(dp=2, strategy=s, microbatches=m) for s in STRATEGIES for m in (1, 4)] + [Layout(dp=4), Layout(dp=2, documents=True)]
-FULL = [Layout(tp=2, pp=2, dp=2, sp=True, microbatches=2, tied=True, strategy=s) for s in STRATEGIES]
-
-
-CONTEXT = [Layout(cp=2), Layout(cp=4, cp_comm="ring", microbatches=2), Layout(cp=2, dp=2, documents=True), Layout(tp=2, cp=2, sp=True)]
-SHARED = [Layout(tp=4, microbatches=2), Layout(tp=4, sp=True, dp=2), Layout(tp=4, kv_heads=1, sp=True)]
-CHUNKS = [
-    Layout(pp=2, virtual=2, microbatches=4, schedule="interleaved"),
-    Layout(pp=4, microbatches=4, schedule="zb-h1"),
-    Layout(pp=2, virtual=2, microbatches=4, schedule="zb-v", tied=True),
-    Layout(pp=2, virtual=2, dp=2, microbatches=2, schedule="interleaved", tied=True, strategy="optim_grads"),
-    Layout(tp=2, sp=True, pp=2, dp=2, microbatches=4, schedule="zb-h1", strategy="optim_grads"),
-    Layout(pp=2, split=(3, 1), microbatches=2),
-]
 SHARDED = Layout(dp=2, strategy="optim_grads_params", microbatches=3, layers=6)
 SLOTS = [replace(SHARDED, slots=slots) for slots in ("1", "2", "3", "5", "6", "all")]
 SLOTS += [
@@ -96,36 +86,61 @@ SLOTS += [
     replace(SHARDED, tied=True),
     replace(SHARDED, prefetch=1),
 ]
-HYBRID = [Layout(dp=4, shard_size=2, strategy=s, microbatches=2) for s in STRATEGIES[1:]] + [
-    Layout(dp=2, shard_size=1, strategy=s, microbatches=2) for s in STRATEGIES[1:]
-]
 NARROW = [Layout(dp=2, strategy=s, microbatches=2, reduce_bf16=True) for s in STRATEGIES]
-
-
-EXACT = (*TENSOR[1:3], *PIPELINE, *DATA[1:8:2], *FULL[1:], *CONTEXT[1:], *SHARED[1:2], *CHUNKS[:5], SLOTS[1], HYBRID[0])
+FULL = Layout(tp=2, pp=2, dp=2, sp=True, microbatches=2, tied=True, strategy="optim_grads")
+INTERLEAVED = Layout(pp=2, virtual=2, dp=2, microbatches=2, schedule="interleaved", tied=True, strategy="optim_grads")
+SPLIT_PASSES = Layout(tp=2, sp=True, pp=2, dp=2, microbatches=4, schedule="zb-h1", strategy="optim_grads")
+TRACED = (
+    Layout(tp=2, microbatches=4),
+    Layout(tp=2, sp=True),
+    Layout(pp=2, microbatches=4),
+    Layout(pp=4, microbatches=4, schedule="gpipe"),
+    Layout(pp=2, microbatches=2, tied=True),
+    *(Layout(dp=2, strategy=s, microbatches=4) for s in STRATEGIES),
+    *(replace(FULL, strategy=s) for s in STRATEGIES[1:]),
+    Layout(cp=4, cp_comm="ring", microbatches=2),
+    Layout(cp=2, dp=2, documents=True),
+    Layout(tp=2, cp=2, sp=True),
+    Layout(tp=4, sp=True, dp=2),
+    Layout(pp=2, virtual=2, microbatches=4, schedule="interleaved"),
+    Layout(pp=4, microbatches=4, schedule="zb-h1"),
+    Layout(pp=2, virtual=2, microbatches=4, schedule="zb-v", tied=True),
+    INTERLEAVED,
+    SPLIT_PASSES,
+    SLOTS[1],
+    Layout(dp=4, shard_size=2, strategy="optim_grads", microbatches=2),
+)
 """Of these also a trace is taken: all axes, ways to shard and schedules."""
+COUNTED = (
+    Layout(tp=2, sp=True, microbatches=4),
+    Layout(dp=2, documents=True),
+    Layout(tp=4, microbatches=2),
+    *(Layout(dp=4, shard_size=2, strategy=s, microbatches=2) for s in STRATEGIES[1:]),
+    *(Layout(dp=2, shard_size=1, strategy=s, microbatches=2) for s in STRATEGIES[1:]),
+    *(layout for layout in TRACED if layout != SLOTS[1]),
+)
+"""What test_parity.py counts, beside the layouts of its table."""
 
 
 def test_every_axis_is_used_somewhere(cluster: Cluster) -> None:
-    """So that no count above is an empty promise."""
-    used = {
-        axis
-        for layout in (SHARED[1], FULL[1], CONTEXT[1], CHUNKS[0])
-        for rank in cluster.run(layout.world_size, count, layout)
-        for axis, _ in rank.traffic
-    }
+    """So that no count is an empty promise."""
+    layouts = (Layout(tp=4, sp=True, dp=2), FULL, Layout(cp=4, cp_comm="ring", microbatches=2), INTERLEAVED)
+    used = {axis for layout in layouts for rank in cluster.run(layout.world_size, count, layout) for axis, _ in rank.traffic}
     assert used == {"world", "tp", "kv", "cp", "dp", "dp_gather", "pp", "pp_backward", "pp_return", "pp_backward_return", "embedding"}
 
 
-@pytest.mark.parametrize(
-    "layout", TENSOR + PIPELINE + DATA + FULL + CONTEXT + SHARED + CHUNKS + NARROW + SLOTS + HYBRID, ids=lambda layout: layout.name
-)
+@pytest.mark.parametrize("layout", SLOTS + NARROW, ids=lambda layout: layout.name)
 def test_step_sends_and_holds_exactly_what_is_planned_and_traced(cluster: Cluster, layout: Layout) -> None:
-    """Messages and bytes of each rank, to the byte: counted on the way, planned, and for EXACT traced in one process. What autograd holds:
-    within a hundredth."""
+    """Where parity says nothing. Of all other layouts: test_parity.py."""
+    assert_as_planned(layout, cluster.run(layout.world_size, count, layout))
+
+
+def assert_as_planned(layout: Layout, ranks: Sequence[Counted]) -> None:
+    """Messages and bytes of each rank, to the byte: counted on the way, planned, and for TRACED traced in one process. What autograd
+    holds: within a hundredth."""
     config, world = layout.sized(), layout.world_size
-    plan, trace = MemoryPlan(config, world), trace_run(config, world) if layout in EXACT else None
-    for rank, counted in enumerate(cluster.run(world, count, layout)):
+    plan, trace = MemoryPlan(config, world), trace_run(config, world) if replace(layout, steps=STEPS) in TRACED else None
+    for rank, counted in enumerate(ranks):
         assert counted.traffic == step_messages(config, world, counted.pp_rank), f"rank {rank}"
         if trace is not None:
             stage = trace.stage_of(counted.pp_rank)
@@ -141,22 +156,15 @@ def _order(layout: Layout, buckets: BucketPlan, stage: int) -> list[str]:
     return [f"{what} {bucket.index}" for _ in range(rounds) for bucket in own for what in ("complete", "reduce")]
 
 
-@pytest.mark.parametrize(
-    "layout",
-    [
-        *DATA,
-        *FULL,
-        Layout(dp=2, bucket=1),
-        Layout(dp=2, bucket=10**9),
-        Layout(cp=2, dp=2, strategy="optim_grads", microbatches=2),
-        CHUNKS[0],
-        CHUNKS[3],
-    ],
-    ids=lambda layout: layout.name,
-)
+@pytest.mark.parametrize("layout", [Layout(dp=2, bucket=1), Layout(dp=2, bucket=10**9)], ids=lambda layout: layout.name)
 def test_reduction_starts_as_soon_as_its_bucket_is_complete(cluster: Cluster, layout: Layout) -> None:
-    """So it travels under the backward passes of all later buckets."""
-    for rank, counted in enumerate(cluster.run(layout.world_size, count, layout)):
+    """With a bucket for each parameter and with one for all. Of other layouts: test_parity.py."""
+    assert_reduced_when_complete(layout, cluster.run(layout.world_size, count, layout))
+
+
+def assert_reduced_when_complete(layout: Layout, ranks: Sequence[Counted]) -> None:
+    """So a reduction travels under the backward passes of all later buckets."""
+    for rank, counted in enumerate(ranks):
         buckets = _buckets(layout, counted)
         assert len(buckets.buckets) > 1 and (len(buckets.buckets) > 8 or layout.bucket != 1), "the order of one bucket says nothing"
         stages = {bucket.kind.stage for bucket in buckets.buckets}
@@ -186,7 +194,7 @@ def ordered(place: Place, layout: Layout) -> list[str]:
     return run.mesh.recorder.events
 
 
-@pytest.mark.parametrize("layout", [CHUNKS[3], CHUNKS[4], FULL[2]], ids=lambda layout: layout.name)
+@pytest.mark.parametrize("layout", [INTERLEAVED, SPLIT_PASSES, FULL], ids=lambda layout: layout.name)
 def test_all_ranks_of_a_reduction_issue_the_same_sequence(cluster: Cluster, layout: Layout) -> None:
     """That is the argument against deadlock, also when stages and halves of passes interleave."""
     events = cluster.run(layout.world_size, ordered, layout)
