@@ -87,14 +87,9 @@ LAYOUTS: Mapping[str, Layout] = {
     "tp4 of 2 kv heads": TP4,
     "tp2 sp cp2 ring pp2 zb-v optim_grads": MIXED,
 }
-SPREAD = (
-    "tp2 pp2 dp2 sp",
-    "dp4 optim_grads_params in shards of 2",
-    "tp4 of 2 kv heads",
-    "pp2 interleaved",
-    "tp2 sp cp2 ring pp2 zb-v optim_grads",
-)
+SPREAD = ("dp4 optim_grads_params in shards of 2", "pp2 interleaved", "tp2 sp cp2 ring pp2 zb-v optim_grads")
 """Layouts that together have everything; ``tests/parallel`` and ``tests/checkpoint`` compare many more, without the command line."""
+SPREAD_WITH_ALL = (*SPREAD, "tp2 pp2 dp2 sp", "tp4 of 2 kv heads")
 
 
 def words(options: Mapping[str, object]) -> list[str]:

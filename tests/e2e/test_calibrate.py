@@ -13,6 +13,7 @@ from tests.launch import Launcher
 from tests.planner.test_calibrate import SMALL
 
 
+@pytest.mark.long
 def test_two_processes_measure_this_machine(launcher: Launcher, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "here.json"
     ended = launcher.start(["plan", "calibrate", file, "--seconds", 1.5], 2).wait().ok()

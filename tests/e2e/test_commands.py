@@ -15,7 +15,7 @@ import pytest
 from megatron_llama.cli import main
 
 from tests.e2e.product import EVALUATED, MIXED, TP2, VOCAB_SIZE, ZB_H1, Product, exact_curve, steps, words
-from tests.launch import LAUNCHERS, ROOT, free_port
+from tests.launch import LAUNCHERS, ROOT, TIMEOUT, free_port
 
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
 
@@ -28,7 +28,7 @@ def environment() -> dict[str, str]:
 
 def shell(command: list[str], cwd: Path) -> subprocess.CompletedProcess[str]:
     """A command as typed."""
-    return subprocess.run(command, cwd=cwd, env=environment(), capture_output=True, text=True, timeout=180)
+    return subprocess.run(command, cwd=cwd, env=environment(), capture_output=True, text=True, timeout=TIMEOUT)
 
 
 def test_torchrun(product: Product, straight: Callable[[str], Path], tmp_path: Path) -> None:
@@ -37,6 +37,7 @@ def test_torchrun(product: Product, straight: Callable[[str], Path], tmp_path: P
     assert exact_curve(tmp_path / "run") == exact_curve(straight("tp2 sp"))
 
 
+@pytest.mark.long
 def test_torchrun_reports_a_refused_run_once(product: Product, straight: Callable[[str], Path], tmp_path: Path) -> None:
     shutil.copytree(straight("one"), tmp_path / "run")
     ended = shell([*TORCHRUN, "-m", "megatron_llama", *product.command(save="run")], tmp_path)
@@ -50,12 +51,12 @@ def test_sigterm_to_torchrun_saves(product: Product, tmp_path: Path) -> None:
     with (tmp_path / "output").open("w") as output:
         agent = subprocess.Popen(command, cwd=tmp_path, env=environment(), stdout=output, stderr=output)
         try:
-            deadline = time.monotonic() + 60
+            deadline = time.monotonic() + TIMEOUT
             while len(steps(tmp_path / "run")) < 3 and time.monotonic() < deadline:
                 assert agent.poll() is None, (tmp_path / "output").read_text()
                 time.sleep(0.01)
             agent.terminate()
-            agent.wait(timeout=30)
+            agent.wait(timeout=TIMEOUT)
         finally:
             agent.kill()
     last = steps(tmp_path / "run")[-1]["iteration"]
@@ -148,7 +149,7 @@ def test_dry_run_counts_what_the_launch_block_says(product: Product, tmp_path: P
 def test_dry_run_joins_nobody(product: Product) -> None:
     """It plans for the processes that its environment promises, though there is nobody at that address."""
     environ = {"RANK": "0", "WORLD_SIZE": "8", "LOCAL_RANK": "0", "MASTER_ADDR": "192.0.2.1", "MASTER_PORT": "9"}
-    ended = product.launcher.run([*product.command(global_batch_size=16), "--dry-run"], environ=environ, timeout=10.0)
+    ended = product.launcher.run([*product.command(global_batch_size=16), "--dry-run"], environ=environ)
     assert ended.ok().out.endswith("valid for 8 processes\n")
 
 

@@ -14,8 +14,9 @@ import pytest
 from megatron_llama.cli import main
 
 from tests.e2e.product import VOCAB_SIZE, Product, column, steps, words
-from tests.launch import ROOT, free_port
+from tests.launch import ROOT, TIMEOUT, free_port
 
+pytestmark = pytest.mark.long
 EXAMPLES = ROOT / "examples"
 OTHER_KINDS = re.compile(r"^k8s|pytorchjob|sky")
 RECIPES = sorted(path for path in EXAMPLES.rglob("*.yaml") if not OTHER_KINDS.search(path.name))
@@ -89,7 +90,7 @@ def test_the_launcher_of_one_machine(product: Product, tmp_path: Path) -> None:
     """A recipe shrunk by options, which win over its file; its paths are relative to where it is started."""
     options = words({**SMALL, "data_path": product.data, "train_iters": 3, "log_interval": 1})
     command = ["bash", str(EXAMPLES / "llama2_7b.sh"), *options]
-    ended = subprocess.run(command, cwd=tmp_path, env=environment(PROCESSES="1"), capture_output=True, text=True, timeout=120)
+    ended = subprocess.run(command, cwd=tmp_path, env=environment(PROCESSES="1"), capture_output=True, text=True, timeout=TIMEOUT)
     assert ended.returncode == 0, ended.stderr
     assert column(tmp_path / "runs" / "llama2_7b", "iteration") == [1, 2, 3] and " job llama2_7b\n" in ended.stdout
 
@@ -118,12 +119,12 @@ def test_a_slurm_job_is_queued_again_behind_a_checkpoint(product: Product, tmp_p
     run = {**SMALL, "data_path": product.data, "save": tmp_path / "run", "load": "auto", "log_interval": 1, "lr_decay_iters": 9}
     command = ["bash", str(EXAMPLES / "launch" / "slurm.sbatch"), "pretrain", *words({**run, "train_iters": 10**6})]
     batch = subprocess.Popen(command, env=environment(PATH=path, SCRATCH=str(tmp_path), **job), stdout=subprocess.PIPE, text=True)
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + TIMEOUT
     while not steps(tmp_path / "run"):
         assert batch.poll() is None and time.monotonic() < deadline
         time.sleep(0.05)
     batch.send_signal(signal.SIGTERM)
-    said = batch.communicate(timeout=60)[0]
+    said = batch.communicate(timeout=TIMEOUT)[0]
     assert batch.returncode == 0 and f"queueing job {job['SLURM_JOB_ID']} again" in said
     assert (tmp_path / "scancel").read_text() == f"--signal=TERM {job['SLURM_JOB_ID']}.0\n"
     assert (tmp_path / "scontrol").read_text() == f"requeue {job['SLURM_JOB_ID']}\n"

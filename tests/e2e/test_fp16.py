@@ -22,7 +22,11 @@ def scales(folder: Path) -> list[tuple[float, int]]:
     return [(entry["loss_scale"], entry["skipped_iterations"]) for entry in steps(folder)]
 
 
-@pytest.mark.parametrize("layout", [TP2, ZB_V, CP2], ids=["tp2 sp", "pp2 zb-v", "cp2"])
+@pytest.mark.parametrize(
+    "layout",
+    [pytest.param(TP2, marks=pytest.mark.long), ZB_V, pytest.param(CP2, marks=pytest.mark.long)],
+    ids=["tp2 sp", "pp2 zb-v", "cp2"],
+)
 def test_the_loss_falls(layout: Layout, product: Product, tmp_path: Path) -> None:
     printed = product.train(layout, fp16=True, save=tmp_path / "run", train_iters=20, lr_decay_iters=20, lr=1e-2)
     losses = column(tmp_path / "run", "lm_loss")
@@ -53,7 +57,7 @@ def test_export_keeps_the_masters(product: Product, tmp_path: Path) -> None:
 GROWING: dict[str, Any] = {"fp16": True, "initial_loss_scale": 1024, "loss_scale_window": 3, "train_iters": 8, "lr_decay_iters": 8}
 
 
-@pytest.mark.parametrize("layout", [ONE, DP2], ids=["one process", "dp2"])
+@pytest.mark.parametrize("layout", [pytest.param(ONE, marks=pytest.mark.long), DP2], ids=["one process", "dp2"])
 def test_resuming_goes_on_with_the_scale(layout: Layout, product: Product, tmp_path: Path) -> None:
     """Also with the count of good steps: five are a window and two thirds."""
     product.train(layout, save=tmp_path / "straight", **GROWING)

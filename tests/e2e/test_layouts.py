@@ -19,6 +19,7 @@ from tests.e2e.product import (
     PP2,
     SEQ_LENGTH,
     SPREAD,
+    SPREAD_WITH_ALL,
     TP2,
     VOCAB_SIZE,
     ZB_V,
@@ -48,7 +49,7 @@ STEP_KEYS = (
 )
 
 
-@pytest.mark.parametrize("name", SPREAD)
+@pytest.mark.parametrize("name", [name if name in SPREAD else pytest.param(name, marks=pytest.mark.long) for name in SPREAD_WITH_ALL])
 def test_every_layout_trains_the_same_model(name: str, straight: Callable[[str], Path]) -> None:
     assert_same_curve(straight(name), straight("one"))
 
@@ -114,7 +115,17 @@ def masked(product: Product, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("layout", [TP2, PP2, DP2, CP2, CP2_RING, ZB_V], ids=["tp2 sp", "pp2", "dp2", "cp2", "cp2 ring", "zb-v"])
+@pytest.mark.parametrize(
+    "layout",
+    [
+        pytest.param(TP2, id="tp2 sp"),
+        pytest.param(PP2, id="pp2", marks=pytest.mark.long),
+        pytest.param(DP2, id="dp2", marks=pytest.mark.long),
+        pytest.param(CP2, id="cp2", marks=pytest.mark.long),
+        pytest.param(CP2_RING, id="cp2 ring"),
+        pytest.param(ZB_V, id="zb-v"),
+    ],
+)
 def test_document_masks_under_every_axis(layout: Layout, product: Product, masked: Path, tmp_path: Path) -> None:
     product.train(layout, save=tmp_path, **dict.fromkeys(MASKS, True))
     assert_same_curve(tmp_path, masked)

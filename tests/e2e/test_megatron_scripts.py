@@ -124,6 +124,7 @@ def three_steps(folder: Path, job: str) -> None:
     assert len(list((folder / "board" / job).iterdir())) == 1
 
 
+@pytest.mark.long
 def test_on_one_machine_from_huggingface_weights(launcher: Launcher, paths: dict[str, str], tmp_path: Path) -> None:
     """Four ranks; and the same curve from what Megatron-LLaMA has of these weights, started by srun."""
     launcher.run(small("LLaMA_13_standalone", paths, paths["hf"], tmp_path / "hf"), 4).ok()

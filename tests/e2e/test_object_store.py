@@ -12,8 +12,15 @@ from megatron_llama.checkpoint.storage_paths import is_remote, storage_path
 from tests.e2e.product import DP2, EVALUATED, ONE, Layout, Product, assert_same_state, exact_curve
 
 
-@pytest.mark.parametrize("layout", [ONE, DP2], ids=["one process", "dp 2"])
-@pytest.mark.parametrize("background", [{}, {"async_save": True}], ids=["waited for", "in the background"])
+@pytest.mark.parametrize(
+    ("layout", "background"),
+    [
+        pytest.param(ONE, {}, id="one process", marks=pytest.mark.long),
+        pytest.param(ONE, {"async_save": True}, id="one process in the background", marks=pytest.mark.long),
+        pytest.param(DP2, {}, id="dp 2", marks=pytest.mark.long),
+        pytest.param(DP2, {"async_save": True}, id="dp 2 in the background"),
+    ],
+)
 def test_a_run_that_saves_to_a_url(layout: Layout, background: dict, product: Product, tmp_path: Path) -> None:
     straight, folder, work = tmp_path / "straight", tmp_path / "bucket" / "run", tmp_path / "work"
     work.mkdir()

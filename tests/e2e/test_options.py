@@ -406,7 +406,14 @@ def test_recompute_granularity(product: Product, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "kind"), [("tp2 sp", "full"), ("pp2 zb-v", "full"), ("pp2 zb-v", "selective"), ("tp2 sp cp2 ring", "selective")], ids=str
+    ("name", "kind"),
+    [
+        ("tp2 sp", "full"),
+        pytest.param("pp2 zb-v", "full", marks=pytest.mark.long),
+        ("pp2 zb-v", "selective"),
+        pytest.param("tp2 sp cp2 ring", "selective", marks=pytest.mark.long),
+    ],
+    ids=str,
 )
 def test_recomputing_changes_no_bit(name: str, kind: str, product: Product, straight: Callable[[str], Path], tmp_path: Path) -> None:
     product.train(LAYOUTS[name], save=tmp_path, recompute_granularity=kind, **EVALUATED)

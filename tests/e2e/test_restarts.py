@@ -15,9 +15,8 @@ from pathlib import Path
 import pytest
 
 from tests.e2e.product import DP2, Product, assert_same_state, exact_curve, steps
-from tests.launch import LAUNCHERS, POLL, ROOT
+from tests.launch import LAUNCHERS, POLL, ROOT, TIMEOUT
 
-SECONDS = 120.0
 ITERS = 60
 
 
@@ -64,7 +63,7 @@ def test_a_killed_rank_restarts_the_run(kind: str, product: Product, tmp_path: P
     options = {"train_iters": ITERS, "lr_decay_iters": ITERS, "num_layers": 2, "save_interval": 8, **DP2.options}
     rendezvous = ["--standalone"] if kind == "standalone" else ["--master-addr", "127.0.0.1", "--master-port", quiet_port()]
     with torchrun(tmp_path, rendezvous, product.command(save=folder, load=folder, **options)) as process:
-        deadline, killed = time.monotonic() + SECONDS, False
+        deadline, killed = time.monotonic() + TIMEOUT, False
         while process.poll() is None and time.monotonic() < deadline:
             if not killed and len(steps(folder)) >= 20:
                 os.kill(rank_of(process.pid, 1), signal.SIGKILL)

@@ -18,6 +18,7 @@ from tests.e2e.product import (
     LAYOUTS,
     PP2,
     SPREAD,
+    SPREAD_WITH_ALL,
     TP2,
     Product,
     assert_same_curve,
@@ -31,7 +32,16 @@ from tests.e2e.product import (
 LAST = "iter_0000006"
 
 
-@pytest.mark.parametrize("name", ["one", "tp2 sp", "dp2 optim_grads_params", "cp2 ring", "pp2 zb-v"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param("one", marks=pytest.mark.long),
+        "tp2 sp",
+        "dp2 optim_grads_params",
+        pytest.param("cp2 ring", marks=pytest.mark.long),
+        "pp2 zb-v",
+    ],
+)
 def test_resuming_changes_no_bit(name: str, product: Product, straight: Callable[[str], Path], tmp_path: Path) -> None:
     layout = LAYOUTS[name]
     product.train(layout, save=tmp_path, train_iters=3, **EVALUATED)
@@ -42,7 +52,7 @@ def test_resuming_changes_no_bit(name: str, product: Product, straight: Callable
     assert column(tmp_path, "learning_rate") == pytest.approx(rates, rel=1e-12)
 
 
-@pytest.mark.parametrize("first", [True, False], ids=["first", "last"])
+@pytest.mark.parametrize("first", [True, pytest.param(False, marks=pytest.mark.long)], ids=["first", "last"])
 def test_a_stage_with_nothing_to_train(first: bool, product: Product, tmp_path: Path) -> None:
     """It only passes activations on, or gradients; the checkpoint knows the number of updates all the same."""
     freeze = ("model.embed_tokens.*", "model.layers.[01].*") if first else ("model.layers.[23].*", "model.norm.weight", "lm_head.*")
@@ -55,7 +65,7 @@ def test_a_stage_with_nothing_to_train(first: bool, product: Product, tmp_path: 
     assert meta["optimizer_step"] == 6
 
 
-@pytest.mark.parametrize("name", SPREAD)
+@pytest.mark.parametrize("name", [name if name in SPREAD else pytest.param(name, marks=pytest.mark.long) for name in SPREAD_WITH_ALL])
 def test_a_checkpoint_is_the_model_whatever_saved_it(name: str, product: Product, straight: Callable[[str], Path], tmp_path: Path) -> None:
     """Equal to that of one process but for rounding, and exported as it is."""
     ours, theirs = state(straight(name) / LAST), state(straight("one") / LAST)
@@ -73,6 +83,7 @@ def test_a_checkpoint_is_the_model_whatever_saved_it(name: str, product: Product
 CHAIN = ("one", "cp2 ring", "tp4 of 2 kv heads", "pp2 1+3 layers", "pp2 interleaved", "dp4 optim_grads_params in shards of 2", "one")
 
 
+@pytest.mark.long
 def test_no_layout_changes_what_it_loads(product: Product, straight: Callable[[str], Path], tmp_path: Path) -> None:
     """A rate of 0 takes steps that move no weight: after every layout in turn each one has its bits, and one process ends with
     moments that only rounding tells from those of a run that never left it."""

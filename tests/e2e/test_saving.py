@@ -15,7 +15,7 @@ from signal import Signals
 import pytest
 
 from tests.e2e.product import DP2, EVALUATED, ONE, TP2_PP2, Layout, Product, assert_same_state, contents, exact_curve, log, steps
-from tests.launch import Run
+from tests.launch import TIMEOUT, Run
 
 BACKGROUND = {"async_save": True, "save_interval": 1}
 ENDLESS = {"train_iters": 100_000, "save_interval": 0}
@@ -32,7 +32,11 @@ def writers(run: Run) -> list[int]:
     return [int(child) for (child,) in found]
 
 
-@pytest.mark.parametrize("layout", [ONE, DP2, TP2_PP2], ids=["one process", "dp 2", "tp 2 pp 2"])
+@pytest.mark.parametrize(
+    "layout",
+    [pytest.param(ONE, marks=pytest.mark.long), DP2, pytest.param(TP2_PP2, marks=pytest.mark.long)],
+    ids=["one process", "dp 2", "tp 2 pp 2"],
+)
 def test_what_is_written_in_the_background_is_what_training_would_have_waited_for(layout: Layout, product: Product, tmp_path: Path) -> None:
     waited, beside = tmp_path / "waited", tmp_path / "beside"
     product.train(layout, save=waited, save_interval=2, **EVALUATED)
@@ -146,7 +150,7 @@ def test_signals_for_the_ranks_do_not_reach_their_writers(product: Product, tmp_
     assert len(checkpoints(tmp_path)) == 1
 
 
-@pytest.mark.parametrize("victim", [0, 1])
+@pytest.mark.parametrize("victim", [0, pytest.param(1, marks=pytest.mark.long)])
 def test_a_writer_that_dies_ends_the_run_and_is_named(victim: int, product: Product, tmp_path: Path) -> None:
     product.train(DP2, save=tmp_path, train_iters=2)
     before = contents(tmp_path / "iter_0000002")
@@ -160,7 +164,7 @@ def test_a_writer_that_dies_ends_the_run_and_is_named(victim: int, product: Prod
     assert contents(tmp_path / "iter_0000002") == before and checkpoints(tmp_path) == [2]
 
 
-@pytest.mark.parametrize("victim", [0, 1])
+@pytest.mark.parametrize("victim", [pytest.param(0, marks=pytest.mark.long), 1])
 def test_a_disk_that_fills_up_in_the_background(victim: int, product: Product, tmp_path: Path) -> None:
     product.train(DP2, save=tmp_path, train_iters=2)
     before = contents(tmp_path / "iter_0000002")
@@ -181,7 +185,7 @@ def test_a_killed_rank_takes_its_writer_along(product: Product, tmp_path: Path) 
     assert not select.select([writer], [], [], 0)[0]
     run.signal(Signals.SIGKILL)
     run.wait()
-    assert select.select([writer], [], [], 10.0)[0], "it still runs"
+    assert select.select([writer], [], [], TIMEOUT)[0], "it still runs"
     os.close(writer)
 
 

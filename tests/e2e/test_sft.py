@@ -81,7 +81,16 @@ def straight(tune: Tune, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("layout", [TP2, DP2, DP2_PARAMS, CP2_RING, ZB_V], ids=["tp2 sp", "dp2", "dp2 params", "cp2 ring", "pp2 zb-v"])
+@pytest.mark.parametrize(
+    "layout",
+    [
+        pytest.param(TP2, id="tp2 sp", marks=pytest.mark.long),
+        pytest.param(DP2, id="dp2", marks=pytest.mark.long),
+        pytest.param(DP2_PARAMS, id="dp2 params"),
+        pytest.param(CP2_RING, id="cp2 ring"),
+        pytest.param(ZB_V, id="pp2 zb-v", marks=pytest.mark.long),
+    ],
+)
 def test_every_layout_tunes_the_same_model(layout: Layout, tune: Tune, straight: Path, tmp_path: Path) -> None:
     """Packed samples, with noise."""
     micro = 1 if layout.processes == 2 and layout in (DP2, DP2_PARAMS) else 2
@@ -228,7 +237,11 @@ def samples(product: Product, tmp_path_factory: pytest.TempPathFactory) -> list[
     return found
 
 
-@pytest.mark.parametrize("layout", [TP2, DP2_PARAMS, CP2_RING, ZB_V], ids=["tp2 sp", "dp2 params", "cp2 ring", "pp2 zb-v"])
+@pytest.mark.parametrize(
+    "layout",
+    [pytest.param(TP2, marks=pytest.mark.long), pytest.param(DP2_PARAMS, marks=pytest.mark.long), CP2_RING, ZB_V],
+    ids=["tp2 sp", "dp2 params", "cp2 ring", "pp2 zb-v"],
+)
 def test_samples_are_what_generate_gives(layout: Layout, product: Product, samples: list[tuple[str, str, str]]) -> None:
     """Under every layout, with the weights of that moment."""
     assert samples_of(product.train(layout, sample_prompt=SAMPLED_PROMPTS, **{**SAMPLED, "save_interval": None})) == samples
@@ -254,7 +267,10 @@ def learned_tokens(base: Path, file: Path) -> int:
     return sum(int(mask[1:].sum()) for mask in examples.loss_mask)
 
 
-@pytest.mark.parametrize(("layout", "micro", "count"), [(ONE, 8, 115), (DP2, 2, 115), (DP2, 4, 7), (CP2_RING, 4, 7)])
+@pytest.mark.parametrize(
+    ("layout", "micro", "count"),
+    [pytest.param(ONE, 8, 115, marks=pytest.mark.long), (DP2, 2, 115), pytest.param(DP2, 4, 7, marks=pytest.mark.long), (CP2_RING, 4, 7)],
+)
 def test_every_held_out_token_counts_once(
     layout: Layout, micro: int, count: int, tune: Tune, base: Path, pairs: Path, tmp_path: Path
 ) -> None:

@@ -22,7 +22,12 @@ def long_run(product: Product, folder: Path) -> dict[str, object]:
 
 @pytest.mark.parametrize(
     ("layout", "number", "ranks"),
-    [(PP2, Signals.SIGTERM, [1]), (DP2, Signals.SIGTERM, [0]), (TP2, Signals.SIGTERM, None), (DP2, Signals.SIGINT, None)],
+    [
+        (PP2, Signals.SIGTERM, [1]),
+        pytest.param(DP2, Signals.SIGTERM, [0], marks=pytest.mark.long),
+        pytest.param(TP2, Signals.SIGTERM, None, marks=pytest.mark.long),
+        (DP2, Signals.SIGINT, None),
+    ],
     ids=["one pipeline stage", "one replica", "everyone", "control-C"],
 )
 def test_a_signal_saves_and_ends_every_rank(
@@ -51,14 +56,19 @@ def test_a_signal_ends_a_run_that_saves_nothing(product: Product) -> None:
 
 @pytest.mark.parametrize(
     ("layout", "victim"),
-    [(DP2, 0), (DP2, 1), (ZB_V, 1), (CP2_RING, 0), (TP2_PP2, 2)],
-    ids=["replica 0", "replica 1", "pipeline rank 1 of 2", "context rank 0 of 2", "rank 2 of 4"],
+    [
+        pytest.param(DP2, 0, id="replica 0"),
+        pytest.param(DP2, 1, id="replica 1", marks=pytest.mark.long),
+        pytest.param(ZB_V, 1, id="pipeline rank 1 of 2", marks=pytest.mark.long),
+        pytest.param(CP2_RING, 0, id="context rank 0 of 2", marks=pytest.mark.long),
+        pytest.param(TP2_PP2, 2, id="rank 2 of 4"),
+    ],
 )
 def test_the_death_of_one_rank_is_named_by_the_others(layout: Layout, victim: int, product: Product) -> None:
     run = product.start(layout, train_iters=100_000)
     run.until(lambda: " iteration        2/" in run.text())
     run.signal(Signals.SIGKILL, [victim])
-    ended = run.wait(timeout=30.0)
+    ended = run.wait()
     assert ended.codes[victim] == -9
     for rank, (code, said) in enumerate(zip(ended.codes, ended.errs, strict=True)):
         if rank != victim:
@@ -72,6 +82,7 @@ LATER = 150
 """A step in which every rank has told where it is, more than a second after the start."""
 
 
+@pytest.mark.long
 def test_a_rank_that_hangs_is_noticed_after_the_timeout(product: Product) -> None:
     """All others say which it is, where it was last seen, and where they wait; and end."""
     run = product.start(TP2_PP2, train_iters=100_000, num_layers=2, seq_length=8, distributed_timeout_minutes=0.05)
@@ -97,7 +108,7 @@ def test_others_end_when_the_host_of_the_store_hangs(product: Product) -> None:
     run = product.start(DP2, train_iters=100_000, distributed_timeout_minutes=0.05)
     run.until(lambda: " iteration        2/" in run.text())
     run.signal(Signals.SIGSTOP, [0])
-    run.until(lambda: run.pids[1] in product.launcher.ended, timeout=60.0)
+    run.until(lambda: run.pids[1] in product.launcher.ended)
     run.signal(Signals.SIGKILL, [0])
     ended = run.wait()
     assert ended.codes == (-9, 1) and "rank 0: got no answer, expected all ranks at work; " in ended.errs[1]

@@ -39,7 +39,9 @@ def from_hf(product: Product, folders: dict[str, Path], tmp_path_factory: pytest
     return folder
 
 
-@pytest.mark.parametrize("name", ["native", "hf", "megatron-llama", "megatron"])
+@pytest.mark.parametrize(
+    "name", ["native", pytest.param("hf", marks=pytest.mark.long), "megatron-llama", pytest.param("megatron", marks=pytest.mark.long)]
+)
 def test_the_weights_of_every_format(name: str, product: Product, folders: dict[str, Path], from_hf: Path, tmp_path: Path) -> None:
     """They alone: iteration 0, the first samples, a fresh optimizer. Of a native checkpoint with --finetune."""
     finetune = True if name == "native" else None

@@ -19,7 +19,7 @@ from megatron_llama.model.load import load_stages, rank_specs
 from safetensors import safe_open
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from tests.e2e.product import DP2_PARAMS, SEQ_LENGTH, TP2, TP2_PP2, Layout, Product, column, log, state, words
+from tests.e2e.product import DP2_PARAMS, SEQ_LENGTH, TP2, Layout, Product, Refuse, column, log, state, words
 from tests.launch import Finished
 
 PROMPT, NEW = "The statement is", 16
@@ -27,7 +27,7 @@ PROMPT, NEW = "The statement is", 16
 
 @dataclass(frozen=True)
 class Trained:
-    """A run of four processes, and its export."""
+    """A run of two processes, and its export."""
 
     folder: Path
     hf: Path
@@ -39,7 +39,7 @@ class Trained:
 @pytest.fixture(scope="module")
 def trained(product: Product, tmp_path_factory: pytest.TempPathFactory) -> Trained:
     folder = tmp_path_factory.mktemp("trained")
-    product.train(TP2_PP2, save=folder / "run", train_iters=20, lr_decay_iters=20, lr=1e-2, eval_interval=20, eval_iters=0)
+    product.train(TP2, save=folder / "run", train_iters=20, lr_decay_iters=20, lr=1e-2, eval_interval=20, eval_iters=0)
     exported = product.run("export", "--load", folder / "run", "--output", folder / "hf").ok()
     return Trained(folder / "run", folder / "hf", log(folder / "run")[-1]["validation_loss"], exported)
 
@@ -88,11 +88,11 @@ def test_evaluate_reads_text(layout: Layout, product: Product, trained: Trained,
     assert float(match[2]) == pytest.approx(math.exp(float(expected)), rel=1e-5)
 
 
-def test_evaluate_takes_text_or_a_dataset(product: Product, trained: Trained) -> None:
-    ended = product.run("evaluate", "--load", trained.hf, "--text", "x", "--data-path", product.data)
-    assert ended.codes == (2,) and "--data-path: got given beside --text" in ended.err
-    ended = product.run("evaluate", "--load", trained.hf)
-    assert ended.codes == (2,) and "--data-path, --text: got neither, expected one of them; give --data-path PREFIX" in ended.err
+def test_evaluate_takes_text_or_a_dataset(product: Product, refuse: Refuse, trained: Trained) -> None:
+    both = refuse(["evaluate", "--load", trained.hf, "--text", "x", "--data-path", product.data], code=2)
+    assert "--data-path: got given beside --text" in both
+    neither = refuse(["evaluate", "--load", trained.hf], code=2)
+    assert "--data-path, --text: got neither, expected one of them; give --data-path PREFIX" in neither
 
 
 def test_training_goes_on_from_a_huggingface_folder(product: Product, trained: Trained, tmp_path: Path) -> None:
@@ -142,10 +142,9 @@ def test_many_prompts_from_a_file_side_by_side(product: Product, trained: Traine
     assert [printed[0].index(prompt) for prompt in prompts] == sorted(printed[0].index(prompt) for prompt in prompts)
 
 
-def test_wrong_sampling_is_refused_all_at_once(product: Product) -> None:
-    ended = product.run("generate", "--load", "x", "--temperature", -1, "--top-p", 0, "--top-k", -1, "--max-new-tokens", 0)
-    assert ended.codes == (2,)
-    assert [f"--{name}: got" in ended.err for name in ("temperature", "top-p", "top-k", "max-new-tokens")] == [True] * 4
+def test_wrong_sampling_is_refused_all_at_once(refuse: Refuse) -> None:
+    said = refuse(["generate", "--load", "x", "--temperature", -1, "--top-p", 0, "--top-k", -1, "--max-new-tokens", 0], code=2)
+    assert [f"--{name}: got" in said for name in ("temperature", "top-p", "top-k", "max-new-tokens")] == [True] * 4
 
 
 def test_transformers_computes_the_same_logits(trained: Trained, product: Product) -> None:
@@ -212,7 +211,7 @@ def test_fp64_is_closer_to_the_truth_than_fp32(product: Product, tmp_path: Path)
         assert ours == pytest.approx(theirs, rel=1e-12)
 
 
-@pytest.mark.parametrize("bf16", [None, True], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("bf16", [pytest.param(None, marks=pytest.mark.long), True], ids=["fp32", "bf16"])
 def test_frozen_weights_stay_and_the_others_learn(product: Product, tmp_path: Path, bf16: bool | None) -> None:
     """Sharded, saved, resumed, and resumed under another layout."""
     names = ("model.embed_tokens.*", "model.layers.0.*", "model.layers.2.mlp.down_proj.weight")

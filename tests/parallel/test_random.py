@@ -18,18 +18,7 @@ from megatron_llama.plans.buckets import Kind
 from tools.parity import markdown_of_drawn, rows
 
 from tests.harness import Cluster
-from tests.parallel.cases import (
-    LOSS_BOUND,
-    NORM_BOUND,
-    STRATEGIES,
-    Layout,
-    Record,
-    Reference,
-    Trainer,
-    merged,
-    train,
-    trainer,
-)
+from tests.parallel.cases import LOSS_BOUND, NORM_BOUND, STRATEGIES, Layout, Record, Reference, Trainer, merged, train, trainer
 from tests.parallel.draw import COUNT, DOUBLINGS, EACH_SCHEDULE, SCHEDULES, SEED, STEPS, THREE_AXES, alone, axes, draw
 
 DRAWN = draw()

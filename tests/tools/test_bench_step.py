@@ -25,6 +25,7 @@ def run(*words: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
 
 
+@pytest.mark.long
 def test_all_contenders_compute_the_same(tmp_path: Path) -> None:
     path = tmp_path / "rows.json"
     done = run("--contenders", "hf", "torch", "ours", "--dtypes", "bf16", "--json", str(path))
@@ -39,6 +40,7 @@ def test_all_contenders_compute_the_same(tmp_path: Path) -> None:
     assert "avx512_bf16" in done.stdout.splitlines()[0]
 
 
+@pytest.mark.long
 def test_a_contender_that_fails_is_said_and_the_others_go_on() -> None:
     done = run("--contenders", "liger", "ours", "--dtypes", "fp32")
     assert done.returncode == 1

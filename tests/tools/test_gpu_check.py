@@ -53,6 +53,7 @@ def test_without_a_gpu_there_is_one_error(tmp_path: Path) -> None:
     assert not (tmp_path / "reports").exists()
 
 
+@pytest.mark.long
 def test_tiny_parts_where_packages_are_lacking(tmp_path: Path) -> None:
     """The script, its processes and its reports, on a host, where nothing can be imported that training does not need."""
     (tmp_path / "sitecustomize.py").write_text(f"import sys; sys.modules |= dict.fromkeys({LACKING!r})")
