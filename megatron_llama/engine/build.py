@@ -1,4 +1,4 @@
-"""From configuration to engine: the one place that turns flags into the engine's two axes."""
+"""From configuration to engine: the one place that turns options into the arguments of the engine."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from megatron_llama.config.schema import Config
 from megatron_llama.distributed.comm.host.gloo import carries
 from megatron_llama.distributed.mesh import Mesh
 from megatron_llama.engine.loss_scale import LossScale
-from megatron_llama.engine.offload.build import build_update
+from megatron_llama.engine.offload.build import build_update_rules
 from megatron_llama.engine.offload.copies import Copies
 from megatron_llama.engine.offload.worker import HostWorker, WorkerFactory
 from megatron_llama.engine.optimizer import DataAxes, OverlappedDistributedOptimizer, Transport
@@ -40,31 +40,33 @@ def build_optimizer(
     steps_per_epoch: int = 0,
     at_once: bool = False,
 ) -> OverlappedDistributedOptimizer:
-    """The engine of this rank's stages. Its parameters are zero until ``load_weights`` or a
+    """Build the engine of this rank's stages. Its parameters are zero until ``load_weights`` or a
     checkpoint fills them.
 
-    ``copies``: who copies between device and host, where the optimizer is offloaded, and
-    ``worker_factory``: makes who updates there; ``blocking``: wait for such an optimizer at once,
-    for comparison; ``steps_per_epoch``: 0 where there is no such thing; ``at_once``: see Transport.
+    ``copies`` copies between device and host where the optimizer is offloaded, and
+    ``worker_factory`` makes the worker that updates there. ``blocking`` waits for such an optimizer
+    at once, for comparison. ``steps_per_epoch`` is 0 where an epoch has no meaning. ``at_once`` is
+    explained at ``Transport``.
+
     Raises ConfigError, on every rank, where some rank's messages would be cut into more pieces than
-    gloo can tell apart; ConfigError or OffloadError where processors or memory for offload are not
-    there."""
+    gloo can tell apart; ConfigError or OffloadError where processors or memory for offload are
+    missing."""
     parallel = config.parallel
     if carries(mesh.world, mesh.device):
-        layouts = (
+        bucket_plans = (
             rank_bucket_plan(config, dp=mesh.dp.size, rank=rank)
             for rank in range(parallel.pipeline_model_parallel_size)
         )
-        if (problem := chunk_problem(config, layouts, dp=mesh.dp.size)) is not None:
+        if (problem := chunk_problem(config, bucket_plans, dp=mesh.dp.size)) is not None:
             raise ConfigError(problem)
-    layout = rank_bucket_plan(config, dp=mesh.dp.size, tp_rank=mesh.tp.rank, rank=mesh.pp.rank)
+    bucket_plan = rank_bucket_plan(config, dp=mesh.dp.size, tp_rank=mesh.tp.rank, rank=mesh.pp.rank)
     dtype = compute_dtype(config)
     return OverlappedDistributedOptimizer(
         stages,
-        layout,
-        build_update(
+        bucket_plan,
+        build_update_rules(
             config,
-            layout,
+            bucket_plan,
             mesh,
             dtype=dtype,
             copies=copies,

@@ -1,16 +1,16 @@
-"""OverlappedDistributedOptimizer: THE engine.
+"""OverlappedDistributedOptimizer: the engine that holds parameters, gradients and optimizer state.
 
-    forward     each layer waits for the gather of its own bucket only; a unit's use launches the
-                gathers of what comes next
-    backward    layers write gradients into slots; a complete bucket is reduced under the rest of
-                backward, and its part of the
-                norm taken; without clipping it is updated there and then, and some are gathered
-                again
-    step        one scalar for the norm, clip factor (on the device), then bucket by bucket: update
-                the shard, launch its gather
+    forward     A unit that is about to run launches the gathers of what comes next. Each layer
+                waits for the gather of its own bucket only.
+    backward    Layers write weight gradients into slots. A complete bucket is reduced while the
+                rest of backward computes, and its part of the norm is taken. Without clipping it is
+                also updated then, and some buckets are gathered.
+    step        One all-reduce of two numbers gives the norm. Then, bucket by bucket in forward
+                order: update the shard, launch its gather.
 
-Parameters and gradients live in slots allocated once; the modules' parameters are views that never
-move. Where masters live, and who updates them when, is the update rule's affair.
+Parameters and gradients live in slots that are allocated once; the parameters of the modules are
+views that never move. The update rule decides where the masters live and who updates them when.
+docs/engine.md follows a weight and a gradient through a step.
 """
 
 from __future__ import annotations
@@ -30,16 +30,17 @@ from megatron_llama.distributed.comm.streams import Future, Stream, open_stream
 from megatron_llama.distributed.mesh import Axis, Mesh
 from megatron_llama.engine.gradients import GradientBuckets
 from megatron_llama.engine.loss_scale import LossScale
-from megatron_llama.engine.parameters import Weights
-from megatron_llama.engine.update_rule import Shard, ShardUpdate
+from megatron_llama.engine.parameters import ParameterBuckets
+from megatron_llama.engine.update_rule import ColumnState, Shard, UpdateRules
 from megatron_llama.nn.ops import at_least_fp32
 from megatron_llama.nn.param_handle import attach_param_handle
 from megatron_llama.plans.buckets import ALIGN, BucketPlan, Kind, Placement
+from megatron_llama.plans.overlap import gathered_during_backward, updated_during_backward
 from megatron_llama.plans.params import Rectangle
 from megatron_llama.plans.weight_access import WeightAccess
 
-PATIENCE_SECONDS = 5.0
-"""For threads that wait for peers, which may be gone."""
+CLOSE_TIMEOUT_SECONDS = 5.0
+"""How long ``close`` waits for each thread: it may itself wait for a peer that is gone."""
 WeightSource = Callable[[Rectangle, Tensor], None]
 """Writes the values of a HuggingFace rectangle into a tensor of the rectangle's size (any float
 dtype)."""
@@ -47,15 +48,15 @@ dtype)."""
 
 @dataclass(frozen=True)
 class StepResult:
-    """0-dim tensors on the device; reading them is the caller's synchronisation."""
+    """What a step found, as 0-dim tensors on the device. Whoever reads one waits for the device."""
 
     grad_norm: Tensor
     """Global L2 norm before clipping."""
     skipped: Tensor
-    """1 if the gradient was not finite or a rank had a veto, else 0. Then nothing was changed (with
-    early updates: no shard whose gradient was not finite)."""
+    """1 if the gradient was not finite or some rank asked to skip the update, else 0. Then nothing
+    was changed (with updates during backward: no shard whose gradient was not finite)."""
     loss_scale: Tensor
-    """The factor the loss had in this step; 1 without --fp16."""
+    """The factor of the loss in this step; 1 without --fp16."""
 
 
 @dataclass(frozen=True)
@@ -66,17 +67,16 @@ class ShardPiece:
     tensors: dict[str, Tensor]
     """``master`` and the update rule's shard-shaped state, as views of the rectangle's size."""
     primary: bool
-    """Whether this rank is the one that writes it, when several ranks hold the same values."""
+    """Whether this rank is the one that writes it, if several ranks hold the same values."""
 
 
 @dataclass(frozen=True)
 class Replicated:
-    """A part of a parameter, or of its optimizer state, that all ranks of an axis must hold
-    alike."""
+    """A part of a parameter or of its optimizer state that all ranks of an axis must hold alike."""
 
     axis: Axis
     name: str
-    """Of the parameter."""
+    """The name of the parameter."""
     what: str
     """``gathered``, ``master``, or the name of the update rule's state."""
     start: int
@@ -87,7 +87,7 @@ class Replicated:
 
 @dataclass(frozen=True)
 class DataAxes:
-    """Who shares a bucket: ``shard`` splits it, ``replica`` repeats the shards, ``gather`` has the
+    """Who shares a bucket: ``shard`` splits it, ``replica`` repeats the shards. ``gather`` has the
     ranks of ``shard``, on a device with a communicator of its own."""
 
     shard: Axis
@@ -100,39 +100,39 @@ class Transport:
     """How data-parallel messages travel."""
 
     wire: torch.dtype | None
-    """The dtype of gradients on their way; None: that of the slot."""
+    """The dtype in which gradients are sent; None: that of the slot."""
     chunk_bytes: int
     """Largest piece of a message, where the backend is gloo."""
     prefetch_bytes: int
-    """Most bytes gathered ahead of their use; 0: as many as the slots hold."""
+    """Most bytes that are gathered before they are needed; 0: as many as the slots hold."""
     at_once: bool = False
-    """Messages take no time, as in a trace: what follows them is done where they are issued, and
+    """Messages take no time, as in a trace: what follows a message is done where it is issued, and
     not by threads."""
 
 
 @dataclass(frozen=True)
 class _BucketParamHandle:
-    """The engine's side of one parameter; see ``nn.sink.ParamHandle``."""
+    """The engine's side of one parameter: a ``nn.param_handle.ParamHandle``."""
 
-    weights: Weights
+    parameters: ParameterBuckets
     gradients: GradientBuckets
     bucket: int
     placement: Placement
 
     def wait_unsharded(self) -> int:
-        return self.weights.wait_unsharded(self.bucket, self.placement.spec.name)
+        return self.parameters.wait_unsharded(self.bucket, self.placement.spec.name)
 
     def check(self, version: int) -> None:
-        self.weights.check(self.bucket, self.placement.spec.name, version)
+        self.parameters.check(self.bucket, self.placement.spec.name, version)
 
     def buffer(self) -> tuple[Tensor, float]:
-        return self.gradients.write(self.bucket, self.placement)
+        return self.gradients.grad_view(self.bucket, self.placement)
 
     def done(self) -> None:
-        self.gradients.written(self.bucket, self.placement)
+        self.gradients.grad_written(self.bucket, self.placement)
 
     def postpone_wgrad(self, work: Callable[[], None]) -> bool:
-        return self.gradients.keep(work)
+        return self.gradients.keep_wgrad(work)
 
 
 class OverlappedDistributedOptimizer:
@@ -141,8 +141,8 @@ class OverlappedDistributedOptimizer:
     def __init__(
         self,
         stages: Iterable[nn.Module],
-        layout: BucketPlan,
-        update: ShardUpdate,
+        bucket_plan: BucketPlan,
+        rules: UpdateRules,
         mesh: Mesh,
         *,
         axes: DataAxes,
@@ -151,23 +151,28 @@ class OverlappedDistributedOptimizer:
         loss_scale: LossScale,
         transport: Transport,
     ) -> None:
-        self.layout = layout
-        self.update = update
+        self.bucket_plan = bucket_plan
+        self.rules = rules
         self.mesh = mesh
         self.dtype = dtype
-        self._axes = axes
         self.loss_scale = loss_scale
-        wide = at_least_fp32(dtype)
+        self._axes = axes
+        master_dtype = at_least_fp32(dtype)
         inline = transport.at_once or axes.shard.size == 1 == axes.replica.size
         self._stream = stream = open_stream(mesh.device, inline=inline)
-        trained = [bucket.index for bucket in layout.buckets if bucket.kind.trainable]
+        trained = [bucket.index for bucket in bucket_plan.buckets if bucket.kind.trainable]
+        # An update on the host takes long. The paced queue waits for it in a thread of its own, so
+        # that a reduction never stands behind an update.
         comm_queue = open_comm_queue(
-            mesh.device, stream, inline=inline, paced=any(map(update.beside, trained))
+            mesh.device,
+            stream,
+            inline=inline,
+            paced=any(rules.by_bucket[bucket].is_async for bucket in trained),
         )
-        self._threads = (comm_queue, update, stream)
-        self._closing = weakref.finalize(self, _close, self._threads)
-        self.weights = Weights(
-            layout,
+        self._queues = (comm_queue, stream)
+        self._closing = weakref.finalize(self, _close, self._queues, rules)
+        self.parameters = ParameterBuckets(
+            bucket_plan,
             axes.gather,
             dtype=dtype,
             device=mesh.device,
@@ -176,250 +181,199 @@ class OverlappedDistributedOptimizer:
             chunk_bytes=transport.chunk_bytes,
         )
         self.gradients = GradientBuckets(
-            layout,
+            bucket_plan,
             shard_axis=axes.shard,
             replica_axis=axes.replica,
             reduce_every_microbatch=reduce_every_microbatch,
-            dtype=wide,
+            dtype=master_dtype,
             wire=transport.wire,
             device=mesh.device,
             stream=stream,
             chunk_bytes=transport.chunk_bytes,
             reduced=_weakly(self),
-            unread=update.release,
-            more_to_come=self.weights.more_to_come,
+            before_reuse=lambda bucket: rules.by_bucket[bucket].before_grad_reuse(bucket),
+            gathers_to_come=self.parameters.gathers_to_come,
         )
-        self.masters = [self._master(bucket, wide) for bucket in range(len(layout.buckets))]
-        self._squares = torch.zeros(len(layout.buckets), dtype=torch.float64, device=mesh.device)
-        self._total = torch.zeros(2, dtype=torch.float64, device=mesh.device)  # squares, vetoes
+        self.masters = [
+            self._master(bucket, master_dtype) for bucket in range(len(bucket_plan.buckets))
+        ]
+        self._squared_norms = torch.zeros(
+            len(bucket_plan.buckets), dtype=torch.float64, device=mesh.device
+        )
+        self._total = torch.zeros(2, dtype=torch.float64, device=mesh.device)
+        """Squared norm of the whole gradient, and the number of ranks that ask to skip."""
         self._sum_total = exchange.all_reduce(self._total, mesh.world, index=0, wire=None)
-        kinds = [bucket.kind for bucket in layout.buckets]
-        shards = self.gradients.shards
-        # In the order of ranks: the backend's own sums of more than two depend on where in a bucket
-        # an element stands.
-        partial_sums = (
-            (b, shard, self._copies_axis(kinds[b]))
-            for b, shard in shards.items()
-            if kinds[b].partial
-        )
-        self._copied = [
-            exchange.all_reduce(shard, axis, index=b, wire=None) for b, shard, axis in partial_sums
+        # Exchanges sum in rank order. A backend's own sum of more than two ranks depends on where
+        # in the bucket an element stands, so its bits would depend on the bucket size.
+        self._copy_sums = [
+            exchange.all_reduce(
+                shard, self._copies_axis(bucket_plan.buckets[b].kind), index=b, wire=None
+            )
+            for b, shard in self.gradients.shards.items()
+            if bucket_plan.buckets[b].kind.partial
         ]
         self._unscaled = torch.ones((), device=mesh.device)
         self._announced: tuple[float, float] | None = None
-        self._early: dict[int, Future | None] = {}
-        """Buckets that are updated during backward, and when they are if that is not over."""
-        # Gathers start in one order. One that waited for a host, which does first what the first
-        # layers need, would hold these up.
-        self._early_gathers = frozenset(
-            bucket for bucket in _early_gathers(layout) if not update.beside(bucket)
+        self._updated: dict[int, Future | None] = {}
+        """Buckets that have been updated during this step's backward, and the end of the update
+        where threads make it."""
+        # All ranks start gathers in one order. A gather during backward would wait for the host,
+        # which first updates what the first layers need, and so would hold up the gathers of these.
+        self._gathered_during_backward = frozenset(
+            bucket
+            for bucket in gathered_during_backward(bucket_plan)
+            if not rules.by_bucket[bucket].is_async
         )
         self._attach(stages)
 
     def _master(self, bucket: int, dtype: torch.dtype) -> Tensor:
-        """The rule's; of what never changes the shard itself."""
-        own = self.weights.own[bucket]
-        kind = self.layout.buckets[bucket].kind
+        """Returns the master shard: the rule's, or for frozen buckets the shard itself."""
+        param_shard = self.parameters.shards[bucket]
+        kind = self.bucket_plan.buckets[bucket].kind
         if not kind.trainable:
-            return own
-        segments = tuple(self.layout.segments(bucket, self._axes.shard.rank))
-        return self.update.attach(
-            Shard(bucket, self.layout.forward_order.index(bucket), own, dtype, kind, segments)
+            return param_shard
+        segments = tuple(self.bucket_plan.segments(bucket, self._axes.shard.rank))
+        position = self.bucket_plan.forward_order.index(bucket)
+        return self.rules.by_bucket[bucket].attach(
+            Shard(bucket, position, param_shard, dtype, kind, segments)
         )
 
     def _attach(self, stages: Iterable[nn.Module]) -> None:
-        """Make every parameter of the stages a view of its bucket, with a home."""
-        homes = {name: stage for stage in stages for name, _ in stage.named_parameters()}
-        for bucket, full in zip(self.layout.buckets, self.weights.full, strict=True):
+        """Make every parameter of the stages a view of its bucket, with a handle."""
+        stage_of = {name: stage for stage in stages for name, _ in stage.named_parameters()}
+        for bucket, whole in zip(self.bucket_plan.buckets, self.parameters.unsharded, strict=True):
             for placed in bucket.placements:
-                # .data has a version counter of its own: gathers into the slot stay invisible to
-                # autograd.
-                view = full.data[placed.start : placed.stop].view(placed.spec.shape)
+                # .data has a version counter of its own. A gather writes the slot in place, and
+                # autograd must not take that for a change of what it saved.
+                view = whole.data[placed.start : placed.stop].view(placed.spec.shape)
                 parameter = nn.Parameter(view, requires_grad=bucket.kind.trainable)
                 attach_param_handle(
                     parameter,
-                    _BucketParamHandle(self.weights, self.gradients, bucket.index, placed),
+                    _BucketParamHandle(self.parameters, self.gradients, bucket.index, placed),
                 )
                 owner, _, leaf = placed.spec.name.rpartition(".")
-                setattr(homes[placed.spec.name].get_submodule(owner), leaf, parameter)
+                setattr(stage_of[placed.spec.name].get_submodule(owner), leaf, parameter)
 
     def load_weights(self, source: WeightSource) -> None:
-        """Fill this rank's master shards from a source of HuggingFace rectangles, then publish
-        them."""
+        """Fill this rank's master shards from a source of HuggingFace rectangles, and gather the
+        parameters."""
         with torch.no_grad():
             for bucket, master in enumerate(self.masters):
-                for rectangle, place in self.layout.rectangles(bucket, self._axes.shard.rank):
+                for rectangle, place in self.bucket_plan.rectangles(bucket, self._axes.shard.rank):
                     source(rectangle, master[place].view(rectangle.size))
         self.publish()
 
-    def forget(self) -> None:
-        """Back to the first step: before other weights are loaded, unless optimizer state comes
-        with them."""
+    def reset(self) -> None:
+        """Return optimizer state and loss scale to those of the first step. The weights stay."""
         self.settle()
-        self.update.forget()
+        for rule in self.rules.distinct:
+            rule.reset()
         self.loss_scale.reset()
 
     def publish(self) -> None:
         """The masters were written: gather the parameters, in the order of the next forward
         pass."""
-        self.weights.changed(self.layout.forward_order)
-        for bucket in self.layout.forward_order:
-            if self.layout.buckets[bucket].kind.trainable:
-                self.update.refresh(bucket)
-            self.weights.publish(bucket)
+        self.parameters.invalidate(self.bucket_plan.forward_order)
+        for bucket in self.bucket_plan.forward_order:
+            if self.bucket_plan.buckets[bucket].kind.trainable:
+                self.rules.by_bucket[bucket].refresh(bucket)
+            self.parameters.publish(bucket)
 
-    def access(self, unit: int, backward: bool) -> None:
-        """A unit is about to run: what it and its successors need is gathered, and what waited for
-        that is reduced."""
-        self.weights.access(WeightAccess(unit, backward))
-        self.gradients.release()
-
-    def settle(self) -> None:
-        """Nothing in flight and nothing put off: before saving, and before the buffers are read by
-        anything but layers."""
-        self._catch_up()
-        self.weights.settle()
-
-    def _catch_up(self) -> None:
-        """What the rule has put off beyond its step becomes part of the weights."""
-        self.weights.settle()  # what is being gathered must not change
-        changed = self.update.settle()
-        self.weights.changed(sorted(changed))
-        for bucket in self.layout.forward_order:
-            if bucket in changed:
-                self.weights.publish(bucket, changed[bucket])
+    # During forward and backward
 
     def begin_update(self, lr: float, *, clip: float) -> None:
-        """Optional, before a step's first backward pass: announces the arguments of the ``step``
-        that will follow it.
+        """Announce, before a step's first backward pass, the arguments of the ``step`` that will
+        follow. Calling this is optional.
 
-        Without clipping every bucket is then updated as soon as it is reduced. (With a loss scale
-        that may overflow a step can still be called off, so nothing is early.)"""
+        Without clipping every bucket is then updated as soon as it is reduced."""
         self._announced = lr, clip
 
-    def _early_lr(self) -> float | None:
-        """The learning rate of updates during backward; None: there are none in this step."""
-        lr, clip = self._announced or (None, 0.0)
-        return None if clip or self.loss_scale.dynamic else lr
-
     def begin_step(self, microbatches: int, accesses: Sequence[WeightAccess]) -> Tensor:
-        """A step of so many microbatches starts. Returns the factor for the loss, 0-dim."""
-        self._early = {}
+        """Start a step of so many microbatches. Returns the factor for the loss, 0-dim."""
+        self._updated = {}
         self.gradients.begin_step(microbatches)
-        self.weights.begin(accesses)
+        self.parameters.begin(accesses)
         return self.loss_scale.value
 
     def begin_evaluation(self, accesses: Sequence[WeightAccess]) -> None:
-        """Forward passes that no update follows."""
-        self._catch_up()
-        self.weights.begin(accesses)
+        """Start forward passes that no update follows."""
+        self._apply_pending()
+        self.parameters.begin(accesses)
+
+    def access(self, unit: int, backward: bool) -> None:
+        """A unit is about to run: gather what it and the next units need, then reduce what was
+        delayed until these gathers are under way."""
+        self.parameters.access(WeightAccess(unit, backward))
+        self.gradients.send_delayed()
 
     def postpone_wgrad(self, key: Hashable | None) -> None:
-        """Keep the weight gradients of the coming backward pass under ``key``; None: write them at
-        once again."""
+        """Keep the weight gradients of the coming backward pass under ``key``; None: compute them
+        at once again."""
         self.gradients.postpone_wgrad(key)
 
     def run_wgrads(self, key: Hashable) -> None:
-        """Write the weight gradients kept under ``key``."""
+        """Compute the weight gradients kept under ``key``."""
         self.gradients.run_wgrads(key)
 
     def _on_reduced(self, bucket: int) -> None:
-        """On the reductions' stream: a bucket has its final gradient of the step, unless copies
-        have to be summed."""
-        kind = self.layout.buckets[bucket].kind
+        """A bucket has its final gradient of the step. Called on the stream of the results, in the
+        order of the reductions."""
+        kind = self.bucket_plan.buckets[bucket].kind
         if kind.partial or kind.tied:
-            return
-        square = self._take_square(bucket)
-        self._arrived(bucket)
-        lr = self._early_lr()
-        if lr is not None and _updated_early(
-            self.layout, bucket, beside=self.update.beside(bucket)
-        ):
-            self._update_early(bucket, square, lr)
-
-    def _arrived(self, bucket: int) -> None:
-        """The gradient of the step is there: tell the rule, with the learning rate where only the
-        norm is open."""
+            return  # copies have to be summed first, in ``step``
+        squared_norm = self._take_squared_norm(bucket)
+        self._tell_rule(bucket)
         lr, clip = self._announced or (None, 0.0)
-        ahead = lr if clip and not self.loss_scale.dynamic else None
-        self.update.arrived(bucket, self.gradients.shards[bucket], ahead=ahead)
+        # With a loss scale that may overflow, a step can still be called off at its end.
+        if lr is None or clip or self.loss_scale.dynamic:
+            return
+        is_async = self.rules.by_bucket[bucket].is_async
+        if not updated_during_backward(self.bucket_plan, bucket, is_async=is_async):
+            return
+        skip = squared_norm.isfinite().logical_not().to(torch.float32)
+        done = self._update(bucket, self._unscaled, skip, lr)
+        self._updated[bucket] = updated = done if is_async else None
+        # Every gradient of the bucket is there, so nobody reads these weights before the next step.
+        # A bucket that shares its slot is announced by ``step``: a fixed point of the program, the
+        # same on all ranks, which prefetching needs.
+        if self.bucket_plan.stays_unsharded(bucket):
+            self.parameters.invalidate((bucket,))
+        if bucket in self._gathered_during_backward:
+            self.parameters.publish(bucket, updated)
 
-    def _take_square(self, bucket: int) -> Tensor:
-        """The squared norm of a shard, which counts if this rank is the one to count it. In blocks
-        of ALIGN elements, which no bucket or shard boundary cuts, then in fp64: so that the norm
-        does not depend on the layout."""
-        square: Tensor = (
+    def _tell_rule(self, bucket: int) -> None:
+        """Tell the rule that its gradient is there."""
+        lr, clip = self._announced or (None, 0.0)
+        self.rules.by_bucket[bucket].on_reduced(
+            bucket,
+            self.gradients.shards[bucket],
+            speculative_lr=lr if clip and not self.loss_scale.dynamic else None,
+        )
+
+    def _take_squared_norm(self, bucket: int) -> Tensor:
+        """Returns the squared norm of a gradient shard, and notes it if this rank is the one to
+        count it."""
+        # In blocks of ALIGN (64) elements, which no boundary of a bucket or shard cuts, and then in
+        # fp64: so the norm does not depend on how the model is cut. The largest temporary is one
+        # number for each block, which plans/memory.py counts.
+        squared_norm: Tensor = (
             torch.linalg.vector_norm(self.gradients.shards[bucket].view(-1, ALIGN), dim=1)
             .square_()
             .sum(dtype=torch.float64)
         )
         if self._is_primary(bucket):
-            self._squares[bucket] = square
-        return square
+            self._squared_norms[bucket] = squared_norm
+        return squared_norm
 
-    def _update_early(self, bucket: int, square: Tensor, lr: float) -> None:
-        """Nobody reads these weights again before the next step: every gradient of the bucket is
-        there."""
-        skip = square.isfinite().logical_not().to(torch.float32)
-        beside = self.update.beside(bucket)
-        done = self._update(bucket, self._unscaled, skip, lr)
-        self._early[bucket] = done if beside else None
-        if self.layout.resident(bucket):
-            self.weights.changed((bucket,))
-        if bucket in self._early_gathers:
-            self.weights.publish(bucket, self._early[bucket])
-
-    def _grad_norm(self, skip_update: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Global L2 norm of the step's gradient (times the loss scale), counting no copied or tied
-        parameter twice, and how many ranks have a veto."""
-        self._sum_partial_shards()
-        self._total[0] = self._squares.sum()
-        self._total[1] = 0.0 if skip_update is None else skip_update
-        self._sum_total.start()
-        with self.mesh.recorder.exposed("the gradient norm"):
-            self._sum_total.wait()
-        return self._total[0].sqrt().to(at_least_fp32(self.dtype)), self._total[1]
-
-    def _sum_partial_shards(self) -> None:
-        """Copies that saw a part of the gradient each: norms under sequence parallelism, shared
-        key/value heads, tied embeddings. Summing the reduced shards moves 1/dp of what summing
-        whole gradients would."""
-        kinds = {bucket.index: bucket.kind for bucket in self.layout.buckets}
-        shards = self.gradients.shards
-        for exchanged in self._copied:
-            exchanged.start()
-        for exchanged in self._copied:
-            with self.mesh.recorder.exposed(exchanged):
-                exchanged.wait()
-        # A shard may be both: its sum over copies has to be there first.
-        tied = [
-            all_reduce(shard, self.mesh.embedding) for b, shard in shards.items() if kinds[b].tied
-        ]
-        for pending in tied:
-            pending.wait()
-        for bucket in shards:
-            if kinds[bucket].partial or kinds[bucket].tied:
-                self._take_square(bucket)
-                self._arrived(bucket)
-
-    def _copies_axis(self, kind: Kind) -> Axis:
-        return self.mesh.tp if kind.copies == self.mesh.tp.size else self.mesh.kv
-
-    def _is_primary(self, bucket: int) -> bool:
-        kind = self.layout.buckets[bucket].kind
-        mesh = self.mesh
-        copies = [self._axes.replica.rank]
-        copies += [mesh.tp.rank % kind.copies]
-        copies += [mesh.embedding.rank] if kind.tied else []
-        return not any(copies)
+    # The step
 
     def step(self, lr: float, *, clip: float, skip_update: Tensor | None = None) -> StepResult:
         """Update every shard with the gradient scaled to a norm of at most ``clip`` (0: as it is),
         and launch the gathers.
 
-        A gradient that is not finite changes nothing, nor does a step to which some rank has a
-        ``skip_update`` (0-dim fp64 on the device: 1 or 0). No host synchronisation. RuntimeError
-        where ``begin_update`` announced others."""
+        A gradient that is not finite changes nothing, and neither does a step for which some rank
+        sets ``skip_update`` (0-dim fp64 on the device: 1 or 0). The host does not wait for the
+        device. Raises RuntimeError if ``begin_update`` announced other arguments."""
         if self._announced is not None and self._announced != (lr, clip):
             raise RuntimeError(
                 f"step got (lr, clip) {(lr, clip)}, begin_update announced {self._announced}"
@@ -428,144 +382,198 @@ class OverlappedDistributedOptimizer:
         with torch.no_grad():
             loss_scale = self.loss_scale.value
             self.gradients.finish_all()
-            early = self._early
-            late = set(self.gradients.trainable) - early.keys()
-            self.weights.changed(
-                sorted(late | {bucket for bucket in early if not self.layout.resident(bucket)})
-            )
+            updated = self._updated
+            remaining = set(self.gradients.trainable) - updated.keys()
+            announced_late = {b for b in updated if not self.bucket_plan.stays_unsharded(b)}
+            self.parameters.invalidate(sorted(remaining | announced_late))
             total, skip_updates = self._grad_norm(skip_update)
             norm = total / loss_scale
+            # Scale and skip stay on the device: nothing here asks the host for a number.
             overflow = norm.isfinite().logical_not()
             skip = (overflow | (skip_updates > 0)).to(torch.float32)
             scale = ((norm + 1e-6) / clip).clamp(min=1.0) if clip else torch.ones_like(norm)
             scale = (scale * loss_scale).to(torch.float32)
-            for bucket in self.layout.forward_order:
-                if bucket in late:
+            # In forward order: what the next forward pass reads first is updated and gathered
+            # first. On the host a thread updates, and the next forward pass begins when its first
+            # gathers have arrived, not when the last bucket has been updated (0.6 % of a step).
+            for bucket in self.bucket_plan.forward_order:
+                if bucket in remaining:
                     update = partial(self._update, bucket, scale, skip, lr)
-                    self.weights.publish(
-                        bucket,
-                        update()
-                        if self.update.beside(bucket)
-                        else self._stream.run_in_background(update),
+                    is_async = self.rules.by_bucket[bucket].is_async
+                    self.parameters.publish(
+                        bucket, update() if is_async else self._stream.run_in_background(update)
                     )
-                elif bucket in early and bucket not in self._early_gathers:
-                    self.weights.publish(bucket, early[bucket])
-            self.update.finish(self._stream.run_in_background(_nothing), scale=scale, skip=skip)
+                elif bucket in updated and bucket not in self._gathered_during_backward:
+                    self.parameters.publish(bucket, updated[bucket])
+            # The stream runs in order: when nothing has run, all updates before it have.
+            steps = self._stream.run_in_background(_nothing)
+            for rule in self.rules.distinct:
+                rule.end_step(steps, scale=scale, skip=skip)
             self.loss_scale.update(overflow)
         self._announced = None
         return StepResult(norm, skip, loss_scale)
 
+    def _grad_norm(self, skip_update: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Returns the global L2 norm of the step's gradient (times the loss scale), in which no
+        copied or tied parameter counts twice, and how many ranks ask to skip the update."""
+        self._sum_copies()
+        self._total[0] = self._squared_norms.sum()
+        self._total[1] = 0.0 if skip_update is None else skip_update
+        self._sum_total.start()
+        with self.mesh.recorder.exposed("the gradient norm"):
+            self._sum_total.wait()
+        return self._total[0].sqrt().to(at_least_fp32(self.dtype)), self._total[1]
+
+    def _sum_copies(self) -> None:
+        """Sum the gradients of copies that each saw a part: norms under sequence parallelism,
+        shared key/value heads, tied embeddings. These are reduced shards, 1/dp of the bytes of
+        whole gradients."""
+        kinds = {bucket.index: bucket.kind for bucket in self.bucket_plan.buckets}
+        shards = self.gradients.shards
+        for copy_sum in self._copy_sums:
+            copy_sum.start()
+        for copy_sum in self._copy_sums:
+            with self.mesh.recorder.exposed(copy_sum):
+                copy_sum.wait()
+        # A shard may be both partial and tied: its sum over copies has to be there first.
+        tied = [
+            all_reduce(shard, self.mesh.embedding) for b, shard in shards.items() if kinds[b].tied
+        ]
+        for pending in tied:
+            pending.wait()
+        for bucket in shards:
+            if kinds[bucket].partial or kinds[bucket].tied:
+                self._take_squared_norm(bucket)
+                self._tell_rule(bucket)
+
+    def _copies_axis(self, kind: Kind) -> Axis:
+        return self.mesh.tp if kind.copies == self.mesh.tp.size else self.mesh.kv
+
+    def _is_primary(self, bucket: int) -> bool:
+        """Whether this rank is the one that counts a shard, or writes it to a checkpoint, of all
+        that hold the same."""
+        kind = self.bucket_plan.buckets[bucket].kind
+        mesh = self.mesh
+        copies = [self._axes.replica.rank, mesh.tp.rank % kind.copies]
+        copies += [mesh.embedding.rank] if kind.tied else []
+        return not any(copies)
+
     def _update(self, bucket: int, scale: Tensor, skip: Tensor, lr: float) -> Future:
         note = self.mesh.recorder.begin("update", bucket)
-        done = self.update.step(
+        done = self.rules.by_bucket[bucket].step(
             bucket, self.gradients.shards[bucket], scale=scale, skip=skip, lr=lr
         )
         if note is not None:
             note.end()
         return done
 
+    # Between steps: checkpoints, comparisons, the end
+
+    def settle(self) -> None:
+        """Wait until nothing is in flight and no update is put off. Call this before saving, and
+        before anything but a layer reads the buffers."""
+        self._apply_pending()
+        self.parameters.settle()
+
+    def _apply_pending(self) -> None:
+        """Have the rules apply what they put off, and gather what changes by that."""
+        self.parameters.settle()  # a shard that is being gathered must not change
+        changed: dict[int, Future] = {}
+        for rule in self.rules.distinct:
+            changed |= rule.settle()
+        self.parameters.invalidate(sorted(changed))
+        for bucket in self.bucket_plan.forward_order:
+            if bucket in changed:
+                self.parameters.publish(bucket, changed[bucket])
+
     def pieces(self) -> Iterator[ShardPiece]:
-        """Everything a checkpoint holds of this rank, in HuggingFace coordinates. Call ``settle``
-        first."""
-        for bucket, master in enumerate(self.masters):
-            shards = {
-                "master": master,
-                **{name: t for name, t in self._state(bucket).items() if t.dim() == 1},
-            }
+        """Yields everything that a checkpoint holds of this rank, in HuggingFace coordinates. Call
+        ``settle`` first."""
+        for bucket in range(len(self.masters)):
+            tensors = self._shard_tensors(bucket)
             primary = self._is_primary(bucket)
-            for rectangle, place in self.layout.rectangles(bucket, self._axes.shard.rank):
+            for rectangle, place in self.bucket_plan.rectangles(bucket, self._axes.shard.rank):
                 views = {
-                    name: tensor[place].view(rectangle.size) for name, tensor in shards.items()
+                    name: tensor[place].view(rectangle.size) for name, tensor in tensors.items()
                 }
                 yield ShardPiece(rectangle, views, primary)
 
-    def _state(self, bucket: int) -> dict[str, Tensor]:
-        return self.update.state(bucket) if self.layout.buckets[bucket].kind.trainable else {}
+    def _shard_tensors(self, bucket: int) -> dict[str, Tensor]:
+        """Returns the master and all shard-shaped state of a bucket, live."""
+        trainable = self.bucket_plan.buckets[bucket].kind.trainable
+        state = self.rules.by_bucket[bucket].state(bucket) if trainable else {}
+        return {
+            "master": self.masters[bucket],
+            **{name: tensor for name, tensor in state.items() if tensor.dim() == 1},
+        }
 
     def replicated(self) -> Iterator[Replicated]:
-        """Everything that this rank holds and others too, in the same order on all of them. Call
+        """Yields everything that this rank and others hold, in the same order on all of them. Call
         ``settle`` first."""
-        for bucket, master in enumerate(self.masters):
-            placements = self.layout.buckets[bucket].placements
-            kind = self.layout.buckets[bucket].kind
-            if self.mesh.dp.size > 1 and self.weights.whole(bucket):
-                for placed in placements:
-                    yield Replicated(
-                        self.mesh.dp,
-                        placed.spec.name,
-                        "gathered",
-                        0,
-                        self.weights.full[bucket][placed.start : placed.stop],
-                    )
+        for bucket in self.bucket_plan.buckets:
+            kind = bucket.kind
+            if self.mesh.dp.size > 1 and self.parameters.is_unsharded(bucket.index):
+                whole = self.parameters.unsharded[bucket.index]
+                for placed in bucket.placements:
+                    piece = whole[placed.start : placed.stop]
+                    yield Replicated(self.mesh.dp, placed.spec.name, "gathered", 0, piece)
             axes = (
                 [self._axes.replica]
                 + [self._copies_axis(kind)] * (kind.copies > 1)
                 + [self.mesh.embedding] * kind.tied
             )
-            shards = {
-                "master": master,
-                **{name: t for name, t in self._state(bucket).items() if t.dim() == 1},
-            }
+            tensors = self._shard_tensors(bucket.index)
             for axis in (axis for axis in axes if axis.size > 1):
-                for part in self.layout.segments(bucket, self._axes.shard.rank):
-                    for what, tensor in shards.items():
+                for part in self.bucket_plan.segments(bucket.index, self._axes.shard.rank):
+                    for what, tensor in tensors.items():
                         piece = tensor[part.in_shard : part.in_shard + part.length]
                         yield Replicated(axis, part.spec.name, what, part.in_param, piece)
 
     def step_counts(self) -> list[Tensor]:
-        """The update rule's step counters (0-dim, live), equal on every rank."""
-        return [self.update.state(bucket)["step"] for bucket in self.gradients.trainable]
+        """Returns the update rules' step counters (0-dim, live), which are equal on every rank."""
+        return [
+            self.rules.by_bucket[bucket].state(bucket)["step"]
+            for bucket in self.gradients.trainable
+        ]
+
+    def column_state(self) -> list[ColumnState]:
+        """Returns what update rules keep for single columns. Call ``settle`` first."""
+        return [column for rule in self.rules.distinct for column in rule.column_state()]
+
+    def progress(self) -> Tensor | None:
+        """Returns the live vector of the rule that has a schedule of its own, or None."""
+        found = (rule.progress() for rule in self.rules.distinct)
+        return next((progress for progress in found if progress is not None), None)
+
+    def resume(self, step: int) -> None:
+        """All state has been written: have the rules continue from it, after ``step`` updates."""
+        for rule in self.rules.distinct:
+            rule.resume(step)
 
     def close(self) -> None:
-        """End the engine's threads and wait for them: one that is inside an operator when the
-        interpreter ends aborts the process. Without this they end, unwatched, with the engine."""
+        """End the engine's threads and wait for them: a thread that is inside an operator when the
+        interpreter ends aborts the process. Without this call they end with the engine, and nobody
+        waits for them."""
         self._closing()
-        for thread in self._threads:
-            thread.join(PATIENCE_SECONDS)
-
-
-def _updated_early(layout: BucketPlan, bucket: int, *, beside: bool = False) -> bool:
-    """Whether a bucket may be updated during backward: its own reduction completes its gradient,
-    and nobody reads it again, or takes its slot, before the next step. ``beside``: threads do so,
-    for which a slot with other users is no obstacle: the shard is not in it, and that it has
-    changed is announced at the end of the step."""
-    kind = layout.buckets[bucket].kind
-    return (
-        kind.trainable
-        and not kind.partial
-        and not kind.lasting
-        and (beside or layout.resident(bucket))
-    )
-
-
-def _early_gathers(layout: BucketPlan) -> Iterator[int]:
-    """The buckets that are gathered during backward, of those that are updated there: evenly
-    spread, so that no layer of the next forward pass lacks more than another, and a third of all
-    elements. Where communication takes as long as computing, backward, two thirds of a step, has
-    room for the reductions and for that. What the first units read is reduced last, right before
-    ``step`` gathers: nothing may be in its way."""
-    first = {bucket for unit in layout.unit_buckets[:2] for bucket in unit}
-    reduced = gathered = 0
-    for bucket in layout.buckets:
-        if not _updated_early(layout, bucket.index):
-            continue
-        reduced += bucket.numel
-        if bucket.index not in first and 3 * (gathered + bucket.numel) <= reduced:
-            gathered += bucket.numel
-            yield bucket.index
+        for queue in self._queues:
+            queue.join(CLOSE_TIMEOUT_SECONDS)
+        for rule in self.rules.distinct:
+            rule.close(CLOSE_TIMEOUT_SECONDS)
 
 
 def _nothing() -> None:
-    """Future when everything before it is."""
+    """Its Future ends when everything before it has."""
 
 
-def _close(threads: Iterable[CommQueue | ShardUpdate | Stream]) -> None:
-    for thread in threads:
-        thread.close()
+def _close(queues: Iterable[CommQueue | Stream], rules: UpdateRules) -> None:
+    for queue in queues:
+        queue.close()
+    for rule in rules.distinct:
+        rule.close()
 
 
 def _weakly(engine: OverlappedDistributedOptimizer) -> Callable[[int], None]:
-    """A thread must not keep the engine alive that it works for."""
+    """Returns ``_on_reduced`` for a thread that must not keep the engine alive."""
     reference = weakref.ref(engine)
 
     def reduced(bucket: int) -> None:

@@ -1,8 +1,9 @@
-"""Whole parameters, while they are used: slots, the gathers that fill them, and who may read what.
+"""Parameter buckets: the slots that hold whole (unsharded) buckets while layers read them, and the
+all-gathers that fill the slots.
 
-Which bucket is gathered when is decided by ``PrefetchPlan``, integers only; this executes it. A
-gather is launched at a use or after an update, and waited for by the first layer that reads one of
-its parameters.
+``PrefetchPlan`` decides which bucket is gathered when, with integers only; this module carries it
+out. A gather is launched when a unit is about to run or when a shard has been updated, and waited
+for by the first layer that reads one of the bucket's parameters.
 """
 
 from __future__ import annotations
@@ -22,15 +23,15 @@ from megatron_llama.plans.traffic import prefetch_plan_of
 from megatron_llama.plans.weight_access import WeightAccess
 
 
-class Weights:
-    """Parameter slots of one rank, and its own shards in the compute dtype.
+class ParameterBuckets:
+    """Parameter slots of one rank, and its shards in the compute dtype.
 
-    Two threads come here: the one that computes, and, when buckets are updated during backward, the
-    one that does so. The lock covers the bookkeeping; layers wait outside of it."""
+    Two threads call this: the one that computes, and the one that updates buckets during backward.
+    The lock covers the bookkeeping; layers wait for gathers outside of it."""
 
     def __init__(
         self,
-        layout: BucketPlan,
+        bucket_plan: BucketPlan,
         axis: Axis,
         *,
         dtype: torch.dtype,
@@ -39,117 +40,126 @@ class Weights:
         prefetch_bytes: int,
         chunk_bytes: int,
     ) -> None:
-        self.layout = layout
+        self.bucket_plan = bucket_plan
         self._axis = axis
         self._comm_queue = comm_queue
-        sizes = layout.parameter_slot_numel()
         self._slots = {
-            slot: torch.zeros(size, dtype=dtype, device=device) for slot, size in sizes.items()
+            slot: torch.zeros(size, dtype=dtype, device=device)
+            for slot, size in bucket_plan.parameter_slot_numel().items()
         }
-        self.full = [
-            self._slots[layout.parameter_slots[b.index]][: b.numel] for b in layout.buckets
+        # A bucket always uses the same slot, so views of it never move, and what autograd saved in
+        # forward is valid in backward: the second gather fills the same addresses.
+        self.unsharded = [
+            self._slots[bucket_plan.parameter_slots[b.index]][: b.numel]
+            for b in bucket_plan.buckets
         ]
-        """The place of every bucket in its slot."""
-        self.own = [self._own(b) for b in range(len(layout.buckets))]
-        """This rank's shards: part of the slot where the bucket has it to itself, else memory of
-        their own."""
+        """The place of every whole bucket in its slot."""
+        self.shards = [self._shard(b) for b in range(len(bucket_plan.buckets))]
+        """This rank's shards: a part of the slot if the bucket has the slot to itself, else memory
+        of their own."""
         self._gathers = [
-            gather(f, o, axis, index=b, chunk_bytes=chunk_bytes)
-            for b, (f, o) in enumerate(zip(self.full, self.own, strict=True))
+            gather(whole, shard, axis, index=b, chunk_bytes=chunk_bytes)
+            for b, (whole, shard) in enumerate(zip(self.unsharded, self.shards, strict=True))
         ]
         self._prefetch = prefetch_plan_of(
-            layout, torch.empty((), dtype=dtype).element_size(), prefetch_bytes
+            bucket_plan, torch.empty((), dtype=dtype).element_size(), prefetch_bytes
         )
         self._in_flight: dict[Slot, tuple[int, Future]] = {}
         self._updates: dict[int, Future] = {}
-        """Of buckets whose gather has not been launched."""
-        self._version = [0] * len(layout.buckets)
+        """Updates under way, of buckets whose gather has not been launched."""
+        self._version = [0] * len(bucket_plan.buckets)
+        """How often the values of each bucket have changed."""
         self._lock = threading.Lock()
 
-    def _own(self, bucket: int) -> Tensor:
-        part = self.full[bucket][self.layout.shard(bucket, self._axis.rank)]
-        return part if self.layout.resident(bucket) else torch.zeros_like(part)
+    def _shard(self, bucket: int) -> Tensor:
+        part = self.unsharded[bucket][self.bucket_plan.shard(bucket, self._axis.rank)]
+        return part if self.bucket_plan.stays_unsharded(bucket) else torch.zeros_like(part)
 
     def begin(self, accesses: Sequence[WeightAccess]) -> None:
-        """A list of uses starts; its first gathers go out."""
+        """Start a list of weight accesses: launch its first gathers."""
         with self._lock:
             self._launch(self._prefetch.begin(accesses))
 
     def access(self, access: WeightAccess) -> None:
-        """A unit is about to run: gather what it lacks, then what comes next."""
+        """A unit is about to run: gather what it lacks, then what the next units need."""
         with self._lock:
-            self._launch(self._prefetch.enter(access))
+            self._launch(self._prefetch.advance(access))
 
-    def changed(self, buckets: Iterable[int]) -> None:
-        """New values are coming for these: nothing may read the old ones any more."""
+    def invalidate(self, buckets: Iterable[int]) -> None:
+        """New values are coming for these buckets: nobody may read the old ones any more."""
         with self._lock:
             for bucket in buckets:
-                self._prefetch.forget(bucket)
+                self._prefetch.invalidate(bucket)
                 self._version[bucket] += 1
 
     def publish(self, bucket: int, updated: Future | None = None) -> None:
-        """The own shard holds the new values, or will when it is ``updated``: gather it then, if
-        its slot is free for it."""
+        """The shard holds the new values, or will when ``updated`` ends: gather it then, unless its
+        slot is still needed. (Then ``begin`` or ``access`` gathers it later.)"""
         with self._lock:
             if updated is not None:
                 self._updates[bucket] = updated
-            if self._prefetch.offer(bucket):
+            if self._prefetch.try_gather(bucket):
                 self._launch((bucket,))
 
-    def whole(self, bucket: int) -> bool:
-        """Whether all of a bucket's values are in a slot of its own, now that everything is
-        settled."""
-        return self.layout.resident(bucket) and self._prefetch.holds(bucket)
+    def is_unsharded(self, bucket: int) -> bool:
+        """Whether all values of a bucket are in a slot of its own. Call ``settle`` first."""
+        return self.bucket_plan.stays_unsharded(bucket) and self._prefetch.holds(bucket)
 
-    def more_to_come(self) -> bool:
-        """Whether later uses of this list need a gather that has not been launched."""
-        return self._prefetch.more_to_come
+    def gathers_to_come(self) -> bool:
+        """Whether later accesses of the list need a gather that has not been launched."""
+        return self._prefetch.gathers_to_come
 
     def _launch(self, buckets: Iterable[int]) -> None:
         for bucket in buckets:
-            slot = self.layout.parameter_slots[bucket]
+            slot = self.bucket_plan.parameter_slots[bucket]
             if slot in self._in_flight:
-                self._finish(
-                    slot
-                )  # gathered ahead for a list of uses that ended before it was read
+                # It was prefetched for a list that ended before anybody read it. Two gathers must
+                # not write one slot.
+                self._wait(slot)
             self._axis.recorder.event(f"gather {bucket}")
-            arriving = self._comm_queue.submit(
+            gathered = self._comm_queue.submit(
                 self._gathers[bucket],
-                size=self.full[bucket].nbytes,
+                size=self.unsharded[bucket].nbytes,
                 after=self._updates.pop(bucket, None),
             )
-            self._in_flight[slot] = bucket, arriving
+            self._in_flight[slot] = bucket, gathered
 
-    def _finish(self, slot: Slot) -> None:
+    def _wait(self, slot: Slot) -> None:
         with self._axis.recorder.exposed("parameters"):
             self._in_flight.pop(slot)[1].wait()
 
     def wait_unsharded(self, bucket: int, parameter: str) -> int:
-        """Wait until a bucket may be read. Returns its generation; RuntimeError if its slot does
-        not hold it."""
-        slot = self.layout.parameter_slots[bucket]
+        """Wait until a bucket may be read. Returns its version. Raises RuntimeError if its slot
+        does not hold it."""
+        slot = self.bucket_plan.parameter_slots[bucket]
         if not self._prefetch.holds(bucket):
             holder = self._prefetch.occupant(slot)
-            found = "nothing" if holder is None else self.layout.label(holder)
+            label = self.bucket_plan.label
+            found = "nothing" if holder is None else label(holder)
             raise RuntimeError(
-                f"{parameter}: read while its slot {slot} holds {found}, not {self.layout.label(bucket)}"
+                f"{parameter}: read while its slot {slot} holds {found}, not {label(bucket)}"
             )
+        # Only the layer that reads the bucket waits for it: the attention half of a block does not
+        # wait for the weights of the MLP.
         if slot in self._in_flight:
-            self._finish(slot)
+            self._wait(slot)
         return self._version[bucket]
 
     def check(self, bucket: int, parameter: str, version: int) -> None:
-        """In backward: RuntimeError unless the values that forward saw are there."""
+        """Wait as ``wait_unsharded`` does, in backward. Raises RuntimeError unless the values that
+        forward read are there."""
         found = self.wait_unsharded(bucket, parameter)
         if found != version:
+            label = self.bucket_plan.label(bucket)
             raise RuntimeError(
-                f"{parameter}: backward reads generation {found} of {self.layout.label(bucket)}, forward saw generation {version}"
+                f"{parameter}: backward reads version {found} of {label}, "
+                f"forward saw version {version}"
             )
 
     def settle(self) -> None:
-        """Wait for every update and every gather in flight."""
+        """Wait for all updates and all gathers in flight."""
         for updated in self._updates.values():
             updated.wait()
         self._updates.clear()
         for slot in list(self._in_flight):
-            self._finish(slot)
+            self._wait(slot)

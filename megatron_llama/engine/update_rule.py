@@ -1,11 +1,18 @@
-"""Update rules. They see flat shards only: nothing of buckets' residence, of the model or of
-communication."""
+"""Update rules: what the engine asks of an optimizer, and AdamW.
+
+A rule sees flat shards. It knows nothing of the model, of slots, or of communication. Where the
+fp32 masters live, on which processor and when they change is the rule's decision; the engine only
+waits for the Future that ``step`` returns before it gathers a shard.
+
+AdamW implements the five abstract methods. The other methods are for rules that work in threads of
+their own or put updates off (``engine/offload``); by default they do nothing.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -14,81 +21,130 @@ from megatron_llama.config.schema import OptimizerConfig
 from megatron_llama.distributed.comm.streams import CompletedFuture, Future
 from megatron_llama.nn.kernels.choice import runs_kernels
 from megatron_llama.plans.buckets import Kind, Segment
+from megatron_llama.plans.params import ParamSpec
 
 
 @dataclass(frozen=True)
 class Shard:
-    """What a rule takes charge of: one rank's part of a bucket."""
+    """One rank's part of a bucket, as a rule takes charge of it."""
 
     bucket: int
-    turn: int
-    """Its place in the order in which a forward pass first needs buckets."""
-    own: Tensor
-    """[n] on the device, in the compute dtype: what is gathered. The rule writes it whenever the
-    master has changed."""
-    dtype: torch.dtype
-    """Of master and gradient."""
+    position: int
+    """Its place in the order in which a forward pass first needs the buckets."""
+    param_shard: Tensor
+    """[n] on the device, in the compute dtype: the source of the all-gather. The rule writes it
+    whenever the master has changed."""
+    master_dtype: torch.dtype
+    """The dtype of master and gradient."""
     kind: Kind
     segments: tuple[Segment, ...]
-    """Which parts of which parameters it holds; what lies between them is padding, whose gradient
-    is zero."""
+    """Which parts of which parameters the shard holds. What lies between them is padding, whose
+    gradient is zero."""
 
 
-class ShardUpdate(Protocol):
-    """What the engine asks of an update rule. A step of the engine: ``arrived`` and then ``step``,
-    once for each bucket, during backward or behind the norm; ``release`` before the bucket's next
-    gradient is written. All of one thread at a time, with the device's current stream set to where
-    the arguments are made."""
+@dataclass(frozen=True)
+class ColumnState:
+    """State that a rule keeps for each column (input channel) of one parameter, for checkpoints."""
 
+    spec: ParamSpec
+    first: int
+    """The first column that this tensor-parallel rank has, of all columns of the matrix."""
+    total: int
+    """The number of columns over all tensor-parallel ranks."""
+    updates: Tensor
+    """How often each column has been updated, fp64 [columns of this rank], live."""
+    selected: Tensor
+    """1 for the columns that the rule has selected, else 0, fp64 [columns of this rank], live."""
+
+
+class UpdateRule(ABC):
+    """An optimizer for the shards of some buckets.
+
+    In a step of the engine each bucket gets ``on_reduced`` and then ``step``, during backward or
+    after the norm is known; ``end_step`` follows once; ``before_grad_reuse`` comes before the next
+    gradient of the bucket is written. The methods are called by one thread at a time, and on a
+    device the current stream is the one in which the arguments are computed.
+    """
+
+    is_async: bool = False
+    """Whether ``step`` only starts work in threads of the rule. The engine then gathers through a
+    queue that can wait for sources, and may update a bucket whose slot has other users."""
+
+    @abstractmethod
     def attach(self, shard: Shard) -> Tensor:
-        """Take charge of a shard. Returns its master [n] in ``shard.dtype``, wherever the rule
-        keeps it: ``own`` itself, if it likes."""
+        """Take charge of a shard. Returns its master [n] in ``shard.master_dtype``, wherever the
+        rule keeps it; this may be ``param_shard`` itself."""
 
-    def beside(self, bucket: int) -> bool:
-        """Whether ``step`` of this bucket only sets threads of the rule to work. May be asked
-        before ``attach``."""
-
-    def arrived(self, bucket: int, grad: Tensor, *, ahead: float | None) -> None:
-        """The reduced gradient [n] of the step is final, and stays until ``release``. ``ahead``:
-        the learning rate of the step, where nothing but the norm is unknown: most likely it will
-        have scale 1 and no skip."""
-
-    def release(self, bucket: int) -> None:
-        """The gradient that arrived last is about to be overwritten: wait until nobody reads it (a
-        device: its current stream does)."""
-
+    @abstractmethod
     def step(self, bucket: int, grad: Tensor, *, scale: Tensor, skip: Tensor, lr: float) -> Future:
-        """Update the master with ``grad / scale``, or leave everything as it is where ``skip`` is
-        1; then write ``own``.
+        """Update the master with ``grad / scale`` and write ``param_shard``; where ``skip`` is 1,
+        change nothing.
 
-        ``scale`` and ``skip`` are 0-dim tensors on the device: whoever calls never learns them
-        inside a step. Nobody reads ``own`` from the call until ``Future``, which may be waited for
-        more than once, or not at all."""
+        ``scale`` and ``skip`` are 0-dim tensors on the device: the host never learns them within a
+        step. Nobody reads ``param_shard`` between the call and the end of the returned Future,
+        which may be waited for once, several times, or never."""
 
-    def finish(self, steps: Future, *, scale: Tensor, skip: Tensor) -> None:
-        """Every bucket has had its ``step``, with these; ``steps``: all of those calls have
-        returned. Of the thread that computes; may be collective over all ranks."""
-
+    @abstractmethod
     def refresh(self, bucket: int) -> None:
-        """Master and state were written from outside, nothing being under way: ``own`` follows at
-        once."""
+        """Copy the master to ``param_shard`` at once: somebody has written master and state while
+        nothing was in flight."""
+
+    @abstractmethod
+    def state(self, bucket: int) -> dict[str, Tensor]:
+        """Returns the live state by name: tensors [n], and 0-dim tensors that are equal on all
+        ranks, ``step`` among them."""
+
+    @abstractmethod
+    def reset(self) -> None:
+        """Return to the state before the first step. The masters keep their values."""
+
+    def on_reduced(self, bucket: int, grad: Tensor, *, speculative_lr: float | None) -> None:
+        """The reduced gradient [n] of the step is final, and stays until ``before_grad_reuse``.
+        ``speculative_lr`` is the learning rate if nothing but the norm is unknown (most likely the
+        step will have scale 1 and no skip), else None."""
+
+    def before_grad_reuse(self, bucket: int) -> None:
+        """The engine is about to overwrite the gradient that ``on_reduced`` announced last: wait
+        until nobody reads it (on a device: make the current stream wait)."""
+
+    def end_step(self, steps: Future, *, scale: Tensor, skip: Tensor) -> None:
+        """Every bucket has had its ``step`` with these arguments; ``steps`` ends when all those
+        calls have returned. Called by the thread that computes; may be collective over all
+        ranks."""
 
     def settle(self) -> Mapping[int, Future]:
-        """Begin what was put off beyond its step. Returns the buckets whose ``own`` changes by it,
-        and when. The same ones on all ranks that share them."""
+        """Apply all updates that were put off beyond their step. Returns the buckets whose
+        ``param_shard`` changes by that, and when each has changed. All ranks that share a bucket
+        return the same buckets."""
+        return {}
 
-    def forget(self) -> None:
-        """Back to the state before the first step; masters stay."""
+    def column_state(self) -> Sequence[ColumnState]:
+        """Returns what a checkpoint has to hold for single columns, complete after ``settle``."""
+        return ()
 
-    def state(self, bucket: int) -> dict[str, Tensor]:
-        """Live state by name: shard-shaped tensors, and 0-dim ones that are equal on every rank;
-        ``step`` among these."""
+    def progress(self) -> Tensor | None:
+        """Returns a live fp64 vector that says where the rule is in its own schedule, equal on all
+        ranks and complete after ``settle``; None if it has no schedule."""
+        return None
 
-    def close(self) -> None:
-        """Nothing more will be asked."""
+    def resume(self, step: int) -> None:
+        """Continue from ``column_state`` and ``progress`` as they have been written. ``step`` is
+        the number of earlier updates, which counts where ``progress`` is zero."""
 
-    def join(self, seconds: float) -> None:
-        """After ``close``: wait for the end of the rule's threads, each at most so long."""
+    def close(self, timeout: float = 0.0) -> None:
+        """End the rule's threads after the work they still have, and wait for each at most
+        ``timeout`` seconds. May be called again."""
+
+
+@dataclass(frozen=True)
+class UpdateRules:
+    """Which rule updates which bucket of a rank."""
+
+    by_bucket: Sequence[UpdateRule]
+    """The rule of each bucket; that of a frozen bucket is never asked."""
+    distinct: Sequence[UpdateRule]
+    """Each rule once. A rule without a bucket on this rank belongs to them too, because its
+    ``end_step`` may be collective."""
 
 
 def adamw_step(
@@ -102,10 +158,12 @@ def adamw_step(
     skip: Tensor | None,
     lr: float,
 ) -> None:
-    """Decoupled weight decay (Loshchilov and Hutter, 2019) by torch's fused kernel, in place. It
-    also applies the clip factor, to the gradient too, and the skip, so that everything is read
-    once. The kernel itself, because what ``torch.optim`` does around it takes longer than the
-    update of a small shard."""
+    """Make one AdamW step in place (decoupled weight decay, Loshchilov and Hutter, 2019) with
+    ``grad / scale``, by torch's fused kernel; ``grad`` is scaled in place too.
+
+    The kernel reads everything once, and applies the clip factor and the skip itself. It is called
+    directly because what ``torch.optim`` does around it takes longer than the update of a small
+    shard."""
     step = state["step"].add_(1.0)
     torch._fused_adamw_(
         [master],
@@ -128,27 +186,25 @@ def adamw_step(
         step.sub_(skip)
 
 
-class AdamW:
-    """AdamW where the shards are: one call per bucket."""
+class AdamW(UpdateRule):
+    """AdamW on the device that has the shards: one fused call for each bucket."""
 
     def __init__(self, config: OptimizerConfig) -> None:
         self.config = config
         self._shards: dict[int, Shard] = {}
         self._masters: dict[int, Tensor] = {}
         self._states: dict[int, dict[str, Tensor]] = {}
-        self._decay: dict[int, float] = {}
 
     def attach(self, shard: Shard) -> Tensor:
-        """See ShardUpdate. In the compute dtype itself the shard is the master: nothing to copy
-        after an update."""
+        param_shard = shard.param_shard
+        # In fp32 training the shard is its own master: there is nothing to copy after an update.
         master = (
-            shard.own
-            if shard.own.dtype == shard.dtype
-            else torch.zeros_like(shard.own, dtype=shard.dtype)
+            param_shard
+            if param_shard.dtype == shard.master_dtype
+            else torch.zeros_like(param_shard, dtype=shard.master_dtype)
         )
         self._shards[shard.bucket] = shard
         self._masters[shard.bucket] = master
-        self._decay[shard.bucket] = self.config.weight_decay if shard.kind.decay else 0.0
         self._states[shard.bucket] = {
             "exp_avg": torch.zeros_like(master),
             "exp_avg_sq": torch.zeros_like(master),
@@ -156,80 +212,46 @@ class AdamW:
         }
         return master
 
-    def beside(self, bucket: int) -> bool:
-        """See ShardUpdate."""
-        return False
-
-    def arrived(self, bucket: int, grad: Tensor, *, ahead: float | None) -> None:
-        """See ShardUpdate."""
-
-    def release(self, bucket: int) -> None:
-        """See ShardUpdate."""
-
     def step(self, bucket: int, grad: Tensor, *, scale: Tensor, skip: Tensor, lr: float) -> Future:
-        """See ShardUpdate."""
-        master = self._masters[bucket]
-        state = self._states[bucket]
-        decay = self._decay[bucket]
-        if runs_kernels(master.device, master.dtype):
-            self._in_one_pass(bucket, grad, scale, skip, lr)
-            return CompletedFuture()
-        adamw_step(master, grad, state, self.config, decay=decay, scale=scale, skip=skip, lr=lr)
-        self.refresh(bucket)
-        return CompletedFuture()
-
-    def _in_one_pass(
-        self, bucket: int, grad: Tensor, scale: Tensor, skip: Tensor, lr: float
-    ) -> None:
-        """The update, and the shard in the compute dtype with it."""
-        from megatron_llama.engine.adamw_kernel import adamw as one_pass
-
-        master = self._masters[bucket]
-        own = self._shards[bucket].own
-        state = self._states[bucket]
         c = self.config
-        one_pass(
+        shard = self._shards[bucket]
+        master = self._masters[bucket]
+        state = self._states[bucket]
+        decay = c.weight_decay if shard.kind.decay else 0.0
+        if not runs_kernels(master.device, master.dtype):
+            adamw_step(master, grad, state, c, decay=decay, scale=scale, skip=skip, lr=lr)
+            self.refresh(bucket)
+            return CompletedFuture()
+        # Triton exists on GPUs only. Its kernel writes the shard in the compute dtype as well.
+        from megatron_llama.engine.adamw_kernel import adamw
+
+        adamw(
             master,
             grad,
             state["exp_avg"],
             state["exp_avg_sq"],
             state["step"],
-            None if own is master else own,
+            None if shard.param_shard is master else shard.param_shard,
             scale=scale,
             skip=skip,
             lr=lr,
             beta1=c.adam_beta1,
             beta2=c.adam_beta2,
-            decay=self._decay[bucket],
+            decay=decay,
             eps=c.adam_eps,
         )
-
-    def finish(self, steps: Future, *, scale: Tensor, skip: Tensor) -> None:
-        """See ShardUpdate."""
+        return CompletedFuture()
 
     def refresh(self, bucket: int) -> None:
-        """See ShardUpdate."""
-        own = self._shards[bucket].own
+        param_shard = self._shards[bucket].param_shard
         master = self._masters[bucket]
-        if own is not master:
-            own.copy_(master)
+        if param_shard is not master:
+            param_shard.copy_(master)
 
-    def settle(self) -> Mapping[int, Future]:
-        """See ShardUpdate."""
-        return {}
+    def state(self, bucket: int) -> dict[str, Tensor]:
+        return self._states[bucket]
 
-    def forget(self) -> None:
-        """See ShardUpdate."""
+    def reset(self) -> None:
         for state in self._states.values():
             for tensor in state.values():
                 tensor.zero_()
-
-    def state(self, bucket: int) -> dict[str, Tensor]:
-        """See ShardUpdate."""
-        return self._states[bucket]
-
-    def close(self) -> None:
-        """See ShardUpdate."""
-
-    def join(self, seconds: float) -> None:
-        """See ShardUpdate."""

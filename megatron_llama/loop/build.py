@@ -229,7 +229,7 @@ def roll_back(
     """Return to the newest checkpoint of this run, or to its start where there is none. Collective.
     Raises CheckpointError."""
     saver.finish(log)
-    optimizer.forget()
+    optimizer.reset()
     newest = saver.newest
     state = (
         native.load(newest, optimizer, mesh, config.model)

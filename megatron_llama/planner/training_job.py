@@ -12,7 +12,7 @@ from megatron_llama.config.schema import Config, LoraConfig, ModelConfig
 from megatron_llama.planner.hardware import Gpu
 from megatron_llama.plans.activation_memory import compute_bytes
 from megatron_llama.plans.buckets import shard_count, strategy_named
-from megatron_llama.plans.checks.zenflow import longest_window, sends_wide
+from megatron_llama.plans.checks.zenflow import longest_window, sends_fp32
 from megatron_llama.plans.offload import EXACT, NONE
 from megatron_llama.plans.params import ParamSpec, Shapes, stage_units, whole_model
 
@@ -353,7 +353,7 @@ def _host_optimizer(config: Config, itemsize: int) -> HostOptimizer | None:
         )
     return HostOptimizer(
         share=options.optimizer_offload_fraction * (1 - zenflow.zenflow_topk_ratio),
-        down=wide if sends_wide(zenflow) else itemsize,
+        down=wide if sends_fp32(zenflow) else itemsize,
         up=itemsize,
         during_backward=False,
         interval=longest_window(zenflow),

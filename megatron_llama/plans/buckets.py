@@ -26,7 +26,7 @@ PIECES = 1 << 15
 """Into how many pieces a message between two ranks can be cut, where the backend is gloo: each has
 a tag."""
 NO_SHARD = "no_shard"
-OWN = 0
+UNSHARED = 0
 """The pool of slots with one user each."""
 ALIGN = 64
 """Elements: parameters and shards start at multiples of this. Keeps 128-byte alignment in bf16, and
@@ -63,7 +63,7 @@ class Kind:
         )
 
     @property
-    def lasting(self) -> bool:
+    def needs_own_slot(self) -> bool:
         """Read or written all through a pass (norms of all layers, an embedding that is also the
         head), or too small to be gathered again and again (low-rank additions): never shares a
         slot."""
@@ -160,13 +160,13 @@ class BucketPlan:
         pairs = zip(self.gradient_slots, self.buckets, strict=True)
         return _largest((slot, bucket) for slot, bucket in pairs if bucket.kind.trainable)
 
-    def resident(self, bucket: int) -> bool:
+    def stays_unsharded(self, bucket: int) -> bool:
         """Whether a bucket has its parameter slot to itself, so that one gather serves until its
         next update."""
-        return bucket in self._resident
+        return bucket in self._stays_unsharded
 
     @cached_property
-    def _resident(self) -> frozenset[int]:
+    def _stays_unsharded(self) -> frozenset[int]:
         users = Counter(self.parameter_slots)
         return frozenset(
             bucket for bucket, slot in enumerate(self.parameter_slots) if users[slot] == 1
@@ -235,7 +235,7 @@ def bucket_plan_by_unit(units: Sequence[UnitSpec], *, shards: int, slots: Slots)
     for index, unit in reversed(list(enumerate(units))):
         for spec in reversed(unit.params):
             kind = Kind.of(spec)
-            filled.setdefault((kind, -1 if kind.lasting else index), []).append(spec)
+            filled.setdefault((kind, -1 if kind.needs_own_slot else index), []).append(spec)
     ends = frozenset(spec.name for unit in units if not unit.is_block for spec in unit.params)
     return _layout(units, _close(filled.values(), reverse, shards), shards, slots, ends)
 
@@ -314,10 +314,10 @@ def _assign_slots(
     for bucket in buckets:
         kind = bucket.kind
         end = ends is not None and bucket.placements[0].spec.name in ends
-        if count is None or kind.lasting or (kind.copies > 1 and ends is None):
-            slots.append((OWN, bucket.index))
+        if count is None or kind.needs_own_slot or (kind.copies > 1 and ends is None):
+            slots.append((UNSHARED, bucket.index))
             continue
-        pool = pools.setdefault((end, kind.copies > 1, kind.trainable), OWN + 1 + len(pools))
+        pool = pools.setdefault((end, kind.copies > 1, kind.trainable), UNSHARED + 1 + len(pools))
         slots.append((pool, turns[pool] % max(1, count - end)))
         turns[pool] += 1
     return tuple(slots)

@@ -50,7 +50,7 @@ def state_bytes(config: Config, layout: BucketPlan) -> dict[str, int]:
     apart = sum(
         layout.shard_numel(bucket.index)
         for bucket in layout.buckets
-        if not layout.resident(bucket.index)
+        if not layout.stays_unsharded(bucket.index)
     )
     slots = sum(layout.gradient_slot_numel().values())
     return {

@@ -10,7 +10,7 @@ from megatron_llama.config.schema import Config
 from megatron_llama.errors import describe
 from megatron_llama.plans.activation_memory import compute_bytes
 from megatron_llama.plans.buckets import ALIGN, BucketPlan
-from megatron_llama.plans.checks.zenflow import hot_columns, sends_wide, steps_of
+from megatron_llama.plans.checks.zenflow import hot_column_count, sends_fp32, steps_of
 
 NONE = "none"
 EXACT = "exact"
@@ -58,37 +58,39 @@ class OffloadPlan:
         return self.state + self.gradients + self.staging + self.undo
 
 
-def host_buckets(layout: BucketPlan, fraction: float) -> tuple[int, ...]:
+def host_buckets(bucket_plan: BucketPlan, fraction: float) -> tuple[int, ...]:
     """The buckets that are updated on the host. Those of the first layers stay on the device, as
     far as ``fraction`` leaves room: a forward pass waits longest for them."""
-    trained = [bucket for bucket in layout.forward_order if layout.buckets[bucket].kind.trainable]
-    room = (1.0 - fraction) * sum(layout.buckets[bucket].numel for bucket in trained)
+    trained = [
+        bucket for bucket in bucket_plan.forward_order if bucket_plan.buckets[bucket].kind.trainable
+    ]
+    room = (1.0 - fraction) * sum(bucket_plan.buckets[bucket].numel for bucket in trained)
     chosen = []
     for bucket in trained:
-        room -= layout.buckets[bucket].numel
+        room -= bucket_plan.buckets[bucket].numel
         if room < 0:
             chosen.append(bucket)
     return tuple(sorted(chosen))
 
 
 def speculated_buckets(
-    layout: BucketPlan, buckets: Sequence[int], budget: int, wide: int
+    bucket_plan: BucketPlan, buckets: Sequence[int], budget: int, wide: int
 ) -> tuple[int, ...]:
     """As many buckets, in the order in which their gradients arrive, as ``budget`` bytes can take
     back. A gradient that is summed over copies arrives with the norm, and what the first units read
     right before it: to try that would hold up what is needed first."""
     chosen = []
-    late = {bucket for unit in layout.unit_buckets[:2] for bucket in unit}
+    late = {bucket for unit in bucket_plan.unit_buckets[:2] for bucket in unit}
     for bucket in buckets:
-        size = STATES * layout.shard_numel(bucket) * wide
-        kind = layout.buckets[bucket].kind
+        size = STATES * bucket_plan.shard_numel(bucket) * wide
+        kind = bucket_plan.buckets[bucket].kind
         if size <= budget and bucket not in late and not kind.partial and not kind.tied:
             chosen.append(bucket)
             budget -= size
     return tuple(chosen)
 
 
-def offload_plan(config: Config, layout: BucketPlan) -> OffloadPlan | None:
+def offload_plan(config: Config, bucket_plan: BucketPlan) -> OffloadPlan | None:
     """Of one rank of a resolved configuration; None where nothing is offloaded."""
     options = config.offload
     narrow = compute_bytes(config)
@@ -96,15 +98,17 @@ def offload_plan(config: Config, layout: BucketPlan) -> OffloadPlan | None:
         return None
     wide = max(narrow, 4)
     if options.optimizer_offload == ZENFLOW:
-        return _zenflow_plan(config, layout, wide=wide, narrow=narrow)
-    buckets = host_buckets(layout, options.optimizer_offload_fraction)
-    sizes = {bucket: layout.shard_numel(bucket) for bucket in buckets}
+        return _zenflow_plan(config, bucket_plan, wide=wide, narrow=narrow)
+    buckets = host_buckets(bucket_plan, options.optimizer_offload_fraction)
+    sizes = {bucket: bucket_plan.shard_numel(bucket) for bucket in buckets}
     total = sum(sizes.values())
     speculative = (
         options.offload_speculative and config.optimizer.clip_grad > 0 and not config.training.fp16
     )
     speculated = (
-        speculated_buckets(layout, buckets, options.speculation_bytes, wide) if speculative else ()
+        speculated_buckets(bucket_plan, buckets, options.speculation_bytes, wide)
+        if speculative
+        else ()
     )
     staging = STAGED * max(sizes.values(), default=0) * narrow if narrow < wide else 0
     return OffloadPlan(
@@ -119,35 +123,39 @@ def offload_plan(config: Config, layout: BucketPlan) -> OffloadPlan | None:
     )
 
 
-def matrix_buckets(layout: BucketPlan, fraction: float) -> tuple[int, ...]:
+def matrix_buckets(bucket_plan: BucketPlan, fraction: float) -> tuple[int, ...]:
     """Of the buckets that are updated on the host those whose columns differ: norms and low-rank
     additions are small."""
-    kinds = [bucket.kind for bucket in layout.buckets]
+    kinds = [bucket.kind for bucket in bucket_plan.buckets]
     return tuple(
         bucket
-        for bucket in host_buckets(layout, fraction)
+        for bucket in host_buckets(bucket_plan, fraction)
         if kinds[bucket].decay and not kinds[bucket].adapter
     )
 
 
-def _zenflow_plan(config: Config, layout: BucketPlan, *, wide: int, narrow: int) -> OffloadPlan:
+def _zenflow_plan(
+    config: Config, bucket_plan: BucketPlan, *, wide: int, narrow: int
+) -> OffloadPlan:
     """Columns are chosen over all ranks: how many of a shard's are hot is what is to be
     expected."""
     options = config.zenflow
-    buckets = matrix_buckets(layout, config.offload.optimizer_offload_fraction)
-    wire = wide if sends_wide(options) else narrow
+    buckets = matrix_buckets(bucket_plan, config.offload.optimizer_offload_fraction)
+    wire = wide if sends_fp32(options) else narrow
     windows = 1 + options.zenflow_overlap_step
-    sizes = [layout.shard_numel(bucket) for bucket in buckets]
+    sizes = [bucket_plan.shard_numel(bucket) for bucket in buckets]
     total = sum(sizes)
     largest = max(sizes, default=0)
     hot = elements = 0
-    for spec in (placed.spec for bucket in buckets for placed in layout.buckets[bucket].placements):
+    for spec in (
+        placed.spec for bucket in buckets for placed in bucket_plan.buckets[bucket].placements
+    ):
         columns = spec.slices[0].shape[1]
-        elements += spec.numel // layout.shards
+        elements += spec.numel // bucket_plan.shards
         hot += (
             spec.numel
-            // layout.shards
-            * hot_columns(options.zenflow_topk_ratio, columns)
+            // bucket_plan.shards
+            * hot_column_count(options.zenflow_topk_ratio, columns)
             // columns
         )
     return OffloadPlan(

@@ -13,8 +13,8 @@ whatever the limit in bytes.
 
 Why ranks cannot deadlock: what is gathered depends on the arguments and on the sequence of calls,
 never on what has completed. Ranks of one data-parallel group make the same calls, so they issue the
-same gathers in the same order, and each gather waits only for what was issued before it. ``forget``
-and ``offer`` therefore belong at fixed points of the program.
+same gathers in the same order, and each gather waits only for what was issued before it. ``invalidate``
+and ``try_gather`` therefore belong at fixed points of the program.
 
 One exception, for updates during backward: a bucket with a slot of its own may be forgotten and
 offered at any time after its last use, where that is in backward, as long as all ranks offer in the
@@ -121,7 +121,7 @@ class PrefetchPlan:
         self._reserved.clear()
         return tuple(self._look_ahead())
 
-    def enter(self, access: WeightAccess) -> tuple[int, ...]:
+    def advance(self, access: WeightAccess) -> tuple[int, ...]:
         """The next use is about to run; returns the buckets to gather now in issue order: those it
         lacks, then those of later uses. Raises RuntimeError where another use was planned."""
         plan = self._plan
@@ -139,21 +139,21 @@ class PrefetchPlan:
             self._count_used(bucket)
         return missing + tuple(self._look_ahead())
 
-    def offer(self, bucket: int) -> bool:
+    def try_gather(self, bucket: int) -> bool:
         """The engine has new weights for this bucket: are they to be gathered at once, for the next
         walk of the same list?
 
         True makes the bucket the occupant of its slot. That is so for those that ``begin`` would
         gather into empty slots, once the rest of the present list is in place and no use of it
-        reads this slot. A bucket that is refused is gathered by ``begin`` or ``enter`` later.
-        Raises RuntimeError where the slot holds this bucket: ``forget`` comes first."""
+        reads this slot. A bucket that is refused is gathered by ``begin`` or ``advance`` later.
+        Raises RuntimeError where the slot holds this bucket: ``invalidate`` comes first."""
         if self.holds(bucket):
             raise RuntimeError(
                 f"bucket {bucket} is offered while slot {self.slots[bucket]} holds it: forget the old weights first"
             )
         if (
             bucket not in self._round
-            or self.more_to_come
+            or self.gathers_to_come
             or not self._fits(bucket)
             or self._still_read(bucket)
         ):
@@ -161,7 +161,7 @@ class PrefetchPlan:
         self._occupy(bucket, ahead=True)
         return True
 
-    def forget(self, bucket: int) -> None:
+    def invalidate(self, bucket: int) -> None:
         """The weights of one bucket changed. Raises RuntimeError where the present list still uses
         it."""
         if self._plan.last.get(bucket, -1) >= self._end:
@@ -182,7 +182,7 @@ class PrefetchPlan:
         return self._occupants.get(slot)
 
     @property
-    def more_to_come(self) -> bool:
+    def gathers_to_come(self) -> bool:
         """Whether look-ahead has not come to the end of the list."""
         return self._ahead < len(self._plan.needs)
 
@@ -206,7 +206,7 @@ class PrefetchPlan:
 
     def _look_ahead(self) -> Iterator[int]:
         """Gather for later uses, in their order, up to the first that has to wait."""
-        while self.more_to_come:
+        while self.gathers_to_come:
             bucket = self._plan.needs[self._ahead]
             if not self.holds(bucket):
                 if not self._free(self.slots[bucket]) or not self._fits(bucket):
@@ -286,8 +286,8 @@ def gathers(
     for _ in range(steps):
         count = Counter(prefetch.begin(accesses))
         for access in accesses:
-            count.update(prefetch.enter(access))
+            count.update(prefetch.advance(access))
         for bucket in trained:
-            prefetch.forget(bucket)
-        count.update(bucket for bucket in trained if prefetch.offer(bucket))
+            prefetch.invalidate(bucket)
+        count.update(bucket for bucket in trained if prefetch.try_gather(bucket))
     return count

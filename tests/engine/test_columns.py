@@ -9,16 +9,25 @@ import pytest
 import torch
 from megatron_llama.config.schema import OptimizerConfig
 from megatron_llama.distributed.mesh import Mesh
-from megatron_llama.engine.offload import columns as in_parts
-from megatron_llama.engine.offload.adam import corrections, update_columns, update_columns_
-from megatron_llama.engine.offload.asking import Asking
-from megatron_llama.engine.offload.cold import ColdColumns, Window
-from megatron_llama.engine.offload.columns import AT_ONCE, ROWS_OF, Block, Packing, blocks_of
-from megatron_llama.engine.offload.hot import HotColumns, Packed
-from megatron_llama.engine.offload.selection import Matrix, Norms, choose
-from megatron_llama.engine.offload.windows import Pace, Step, Windows
+from megatron_llama.engine.offload.zenflow import columns as in_parts
+from megatron_llama.engine.offload.zenflow.columns import (
+    AT_ONCE,
+    ROWS_OF,
+    AccumulatedGradient,
+    Block,
+    ColdColumns,
+    ColumnSet,
+    HotColumns,
+    Packing,
+    adamw_columns,
+    adamw_columns_,
+    bias_corrections,
+    blocks_of,
+)
+from megatron_llama.engine.offload.zenflow.schedule import AutoInterval, Intervals, Step, UpdateWindows
+from megatron_llama.engine.offload.zenflow.selection import ColumnNorms, Matrix, select_columns
 from megatron_llama.plans.buckets import BucketPlan, Segment, rank_bucket_plan
-from megatron_llama.plans.checks.zenflow import hot_columns
+from megatron_llama.plans.checks.zenflow import hot_column_count
 from megatron_llama.plans.params import HFSlice, ParamSpec
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -97,16 +106,16 @@ def test_nothing_takes_much_memory_that_nobody_has_planned(monkeypatch: pytest.M
     monkeypatch.setattr(in_parts, "AT_ONCE", 500)
     rows, mask = 400, torch.tensor([True, False, True, True, False])
     blocks, shard = [Block(0, 0, rows, 0, 5)], torch.randn(5 * rows)
-    one = Packed.of(blocks, [mask], [torch.tensor([3.0, 3.0, 2.0, 3.0, 3.0])], HOST)
+    one = ColumnSet.of(blocks, [mask], [torch.tensor([3.0, 3.0, 2.0, 3.0, 3.0])], HOST)
     hot = HotColumns(one, decay=0.1, config=OptimizerConfig(), dtype=torch.float32, device=HOST)
     matrix = Matrix("m", 0, 5, 5, False)
-    norms, asking = Norms([matrix], Mesh.single()), Asking([matrix], 0.5, Mesh.single())
-    asking.begin([mask])
-    packed, room = torch.zeros(one.here.numel, dtype=torch.bfloat16), torch.zeros(5 * rows)
+    norms, asking = ColumnNorms([matrix], Mesh.single()), AutoInterval([matrix], 0.5, Mesh.single())
+    asking.begin_window([mask])
+    packed, room = torch.zeros(one.on_device.numel, dtype=torch.bfloat16), torch.zeros(5 * rows)
     scale, skip = torch.ones(()), torch.zeros(())
     with Largest() as largest:
-        one.here.pack(shard, packed)
-        one.here.unpack(packed, shard)
+        one.on_device.pack(shard, packed)
+        one.on_device.unpack(packed, shard)
         hot.step(shard, shard, room, scale=scale, skip=skip, lr=0.1)
         norms.add(shard, blocks)
         asking.add(shard, blocks)
@@ -117,11 +126,11 @@ def test_nothing_takes_much_memory_that_nobody_has_planned(monkeypatch: pytest.M
 
 def test_ties_go_to_the_first_columns_and_the_share_is_rounded_up() -> None:
     norms = {"a": torch.tensor([1.0, 3.0, 1.0, 3.0, 1.0]), "b": torch.tensor([0.0, 0.0, 0.0])}
-    found = choose(norms, 0.5)
+    found = select_columns(norms, 0.5)
     assert found["a"].tolist() == [True, True, False, True, False] and found["b"].tolist() == [True, True, False]
-    assert choose(norms, 0.5)["a"].equal(found["a"])
-    assert [hot_columns(ratio, 64) for ratio in (0.1, 0.5, 1.0, 1e-9)] == [7, 32, 64, 1]
-    assert hot_columns(0.1, 50) == hot_columns(0.3, 16) == 5  # not what 0.1 and 0.3 lack to what they are called
+    assert select_columns(norms, 0.5)["a"].equal(found["a"])
+    assert [hot_column_count(ratio, 64) for ratio in (0.1, 0.5, 1.0, 1e-9)] == [7, 32, 64, 1]
+    assert hot_column_count(0.1, 50) == hot_column_count(0.3, 16) == 5  # not what 0.1 and 0.3 lack to what they are called
 
 
 def specs(layout: BucketPlan) -> dict[str, Matrix]:
@@ -137,7 +146,7 @@ def test_matrices_know_their_columns_over_tp_and_share_attention_inputs() -> Non
         found = [part[f"{leaf}.weight"] for part in parts]
         assert [one.first for one in found] == [rank * total // 4 for rank in range(4)]
         assert {(one.name, one.total, one.columns) for one in found} == {(leaf, total, total // 4)}
-        assert found[1].own(torch.arange(total)).tolist() == list(range(total // 4, total // 2))
+        assert found[1].local(torch.arange(total)).tolist() == list(range(total // 4, total // 2))
 
 
 def adamw(values: Tensor, grads: list[Tensor], config: OptimizerConfig) -> Tensor:
@@ -158,7 +167,7 @@ def test_columns_are_corrected_by_their_own_number_of_updates() -> None:
     for step, grad in enumerate(grads):
         takes = torch.tensor([True, step % 2 == 0, step == 4])  # 5, 3 and 1 updates
         counts += takes
-        new = update_columns(state, grad, corrections(counts.clamp(min=1), config, torch.float32), config, lr=0.1, decay=0.2)
+        new = adamw_columns(state, grad, bias_corrections(counts.clamp(min=1), config, torch.float32), config, lr=0.1, decay=0.2)
         for tensor, value in zip(state, new, strict=True):
             tensor.copy_(torch.where(takes, value, tensor))
     for column, wanted in enumerate(([0, 1, 2, 3, 4], [0, 2, 4], [4])):
@@ -169,58 +178,58 @@ def test_columns_are_corrected_by_their_own_number_of_updates() -> None:
 def test_in_place_and_in_parts_changes_no_bit() -> None:
     config, rows = OptimizerConfig(), ROWS_OF // 50
     state = (torch.randn(rows, 100), torch.randn(rows, 100), torch.rand(rows, 100))
-    grad, corrected = (torch.randn(rows, 100), corrections(torch.arange(1, 101), config, torch.float32))
-    expected = update_columns(state, grad, corrected, config, lr=0.1, decay=0.2)
-    update_columns_(state, grad, corrected, config, lr=0.1, decay=0.2)
+    grad, corrected = (torch.randn(rows, 100), bias_corrections(torch.arange(1, 101), config, torch.float32))
+    expected = adamw_columns(state, grad, corrected, config, lr=0.1, decay=0.2)
+    adamw_columns_(state, grad, corrected, config, lr=0.1, decay=0.2)
     assert all(torch.equal(found, wanted) for found, wanted in zip(state, expected, strict=True))
-    assert float(corrections(torch.tensor([1]), config, torch.float32)[1] ** 2) == pytest.approx(1e-3, rel=1e-6)
+    assert float(bias_corrections(torch.tensor([1]), config, torch.float32)[1] ** 2) == pytest.approx(1e-3, rel=1e-6)
 
 
 def test_a_window_sums_clipped_gradients_and_leaves_out_skipped_steps() -> None:
-    window, grads = (Window(torch.full((ROWS_OF + 5,), 9.0)), [torch.randn(ROWS_OF + 5) for _ in range(3)])
+    window, grads = (AccumulatedGradient(torch.full((ROWS_OF + 5,), 9.0)), [torch.randn(ROWS_OF + 5) for _ in range(3)])
     for grad, scale, skip in zip(grads, (2.0, 1.0, 3.0), (False, True, False), strict=True):
         window.add(grad.to(torch.bfloat16), torch.tensor(scale), skip=skip)
     assert window.steps == 2
     assert torch.equal(window.total, grads[0].bfloat16().float() / 2.0 + grads[2].bfloat16().float() / 3.0)
 
 
-def steps(windows: Windows, count: int) -> list[Step]:
+def steps(windows: UpdateWindows, count: int) -> list[Step]:
     found = []
     for _ in range(count):
         found.append(windows.next())
         windows.end(found[-1])
-        if found[-1].chooses:
-            windows.chose()
+        if found[-1].selects:
+            windows.selected()
     return found
 
 
 def test_windows_close_and_columns_are_chosen_when_they_should() -> None:
-    windows = Windows(Pace(interval=3, asks=False, overlap=True, rounds=2, choice=5))
+    windows = UpdateWindows(Intervals(update=3, auto=False, overlap=True, warm_up_rounds=2, selection=5))
     found = steps(windows, 12)
     assert [step.closes for step in found] == [True, True, *[False, False, True] * 3, False]
-    assert [number for number, step in enumerate(found, 1) if step.chooses] == [2, 8]
-    assert [number for number, step in enumerate(found, 1) if step.inline] == [1, 2, 8]
-    waiting = steps(Windows(Pace(3, False, False, 0, 0)), 8)
-    assert [step.inline for step in waiting] == [step.closes for step in waiting] == [True, *[False, False, True] * 2, False]
-    assert [step.chooses for step in waiting] == [True, *[False] * 7], "the first step has nothing to go by, 0 is never again"
+    assert [number for number, step in enumerate(found, 1) if step.selects] == [2, 8]
+    assert [number for number, step in enumerate(found, 1) if step.applies] == [1, 2, 8]
+    waiting = steps(UpdateWindows(Intervals(3, False, False, 0, 0)), 8)
+    assert [step.applies for step in waiting] == [step.closes for step in waiting] == [True, *[False, False, True] * 2, False]
+    assert [step.selects for step in waiting] == [True, *[False] * 7], "the first step has nothing to go by, 0 is never again"
 
 
 def test_a_window_that_asks_closes_earlier_and_one_that_is_settled_begins_anew() -> None:
-    windows = Windows(Pace(interval=4, asks=True, overlap=False, rounds=0, choice=0))
+    windows = UpdateWindows(Intervals(update=4, auto=True, overlap=False, warm_up_rounds=0, selection=0))
     steps(windows, 3)
-    assert not windows.next().closes and windows.next(asked=True).closes
+    assert not windows.next().closes and windows.next(requested=True).closes
     windows.settled()
     assert [step.closes for step in steps(windows, 4)] == [False, False, False, True]
-    fixed = Windows(Pace(interval=4, asks=False, overlap=False, rounds=0, choice=0), done=2, last_choice=1, opened=1)
-    assert not fixed.next(asked=True).closes
+    fixed = UpdateWindows(Intervals(update=4, auto=False, overlap=False, warm_up_rounds=0, selection=0), done=2, last_selection=1, opened=1)
+    assert not fixed.next(requested=True).closes
 
 
 def test_a_late_gradient_is_an_error() -> None:
-    windows = Windows(Pace(interval=4, asks=False, overlap=True, rounds=0, choice=0))
-    windows.check(10, 17, "a bucket")
-    windows.check(None, 99, "a bucket")
+    windows = UpdateWindows(Intervals(update=4, auto=False, overlap=True, warm_up_rounds=0, selection=0))
+    windows.check_staleness(10, 17, "a bucket")
+    windows.check_staleness(None, 99, "a bucket")
     with pytest.raises(RuntimeError, match="a bucket: gradients of 8 steps ago are not in the weights, at most 7 may be"):
-        windows.check(10, 18, "a bucket")
+        windows.check_staleness(10, 18, "a bucket")
 
 
 def test_cold_columns_are_updated_by_their_own_counts_and_hot_ones_left_out() -> None:
@@ -230,19 +239,19 @@ def test_cold_columns_are_updated_by_their_own_counts_and_hot_ones_left_out() ->
     counts, start = (torch.tensor([4.0, 4.0, 9.0, 7.0, 2.0], dtype=torch.float64), tuple(torch.rand(64) for _ in range(3)))
     slabs = (start[0].clone(), start[1].clone(), start[2].clone())
     cold = ColdColumns(slabs, [torch.zeros(64)], decay=0.1, config=config)
-    cold.arrange(blocks, [mask], [counts])
+    cold.select(blocks, [mask], [counts])
     grads = [torch.randn(one.numel) for _ in range(2)]
     for grad in grads:
-        cold.gather(0, grad, torch.tensor(2.0), skip=False)
-    cold.apply(0, one, torch.empty(64), lr=0.1)
+        cold.accumulated[0].add(grad, torch.tensor(2.0), skip=False)
+    cold.update(0, one, torch.empty(64), lr=0.1)
     mean = torch.zeros(64)
     one.unpack((grads[0] + grads[1]) / 4, mean)
     for column, before in enumerate(counts.tolist()):
         here = columns == column
         if mask[column]:
             state = (start[0][here].unsqueeze(1), start[1][here].unsqueeze(1), start[2][here].unsqueeze(1))
-            corrected = corrections(torch.tensor([before + 1]), config, torch.float32)
-            expected = update_columns(state, mean[here].unsqueeze(1), corrected, config, lr=0.1, decay=0.1)
+            corrected = bias_corrections(torch.tensor([before + 1]), config, torch.float32)
+            expected = adamw_columns(state, mean[here].unsqueeze(1), corrected, config, lr=0.1, decay=0.1)
             for slab, wanted in zip(slabs, expected, strict=True):
                 torch.testing.assert_close(slab[here], wanted.squeeze(1), rtol=2e-6, atol=1e-7)
-    assert cold.updates == 1 and cold.windows[0].steps == 0
+    assert cold.updates == 1 and cold.accumulated[0].steps == 0

@@ -141,7 +141,7 @@ def poisoned_rank(place: Place, layout: Layout) -> tuple[float, bool, bool]:
     run.optimizer.gradients.finish_all()
     if place.rank == place.world_size - 1:
         run.optimizer.gradients.shards[0][0] = float("nan")
-        run.optimizer._take_square(0)
+        run.optimizer._take_squared_norm(0)
     skipped = run.optimizer.step(1e-3, clip=1.0).skipped
     untouched = same(before, state_of(run.optimizer))
     run.step(2)
@@ -177,7 +177,7 @@ def sums_before_waits(place: Place, layout: Layout) -> tuple[int, list[int]]:
     recorder = run.mesh.recorder
     recorder.traffic.clear()
     recorder.mark = lambda: sum(traffic.calls for traffic in recorder.traffic.values())
-    run.optimizer._sum_partial_shards()
+    run.optimizer._sum_copies()
     return recorder.mark(), [before for before, _ in recorder.marks]
 
 

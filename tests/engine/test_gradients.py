@@ -14,7 +14,7 @@ from megatron_llama.config.schema import Config, ParallelConfig
 from megatron_llama.distributed.comm.streams import open_stream
 from megatron_llama.distributed.mesh import Mesh, Place, build_mesh
 from megatron_llama.engine.gradients import GradientBuckets
-from megatron_llama.plans.buckets import OWN, BucketPlan, Placement, Slots, bucket_plan_by_size, bucket_plan_by_unit, strategy_named
+from megatron_llama.plans.buckets import UNSHARED, BucketPlan, Placement, Slots, bucket_plan_by_size, bucket_plan_by_unit, strategy_named
 from megatron_llama.plans.params import UnitSpec, stage_units, whole_model
 from torch import Tensor
 
@@ -33,13 +33,13 @@ class Sink:
     placement: Placement
 
     def buffer(self) -> tuple[Tensor, float]:
-        return self.buckets.write(self.bucket, self.placement)
+        return self.buckets.grad_view(self.bucket, self.placement)
 
     def done(self) -> None:
-        self.buckets.written(self.bucket, self.placement)
+        self.buckets.grad_written(self.bucket, self.placement)
 
     def postpone_wgrad(self, work: Callable[[], None]) -> bool:
-        return self.buckets.keep(work)
+        return self.buckets.keep_wgrad(work)
 
 
 class Backward:
@@ -66,7 +66,8 @@ class Backward:
             stream=open_stream(torch.device("cpu"), inline=mesh.dp.size == 1),
             chunk_bytes=10_000,
             reduced=self.reduced.append,
-            more_to_come=lambda: True,
+            before_reuse=lambda bucket: None,
+            gathers_to_come=lambda: True,
         )
         placements = [(bucket.index, placed) for bucket in self.layout.buckets for placed in bucket.placements]
         self.sinks = {placed.spec.name: Sink(self.buckets, index, placed) for index, placed in placements}
@@ -298,14 +299,14 @@ def test_deferred_contributions_are_written_when_they_are_run_in_the_order_of_th
 
 def test_deferring_ends_and_a_pass_runs_once() -> None:
     backward = Backward(Mesh.single(), "optim")
-    assert not backward.buckets.keep(lambda: None)
+    assert not backward.buckets.keep_wgrad(lambda: None)
     ran: list[int] = []
     backward.buckets.postpone_wgrad("a")
-    assert backward.buckets.keep(lambda: ran.append(1))
+    assert backward.buckets.keep_wgrad(lambda: ran.append(1))
     backward.buckets.postpone_wgrad("b")
-    assert backward.buckets.keep(lambda: ran.append(2)) and backward.buckets.keep(lambda: ran.append(3))
+    assert backward.buckets.keep_wgrad(lambda: ran.append(2)) and backward.buckets.keep_wgrad(lambda: ran.append(3))
     backward.buckets.postpone_wgrad(None)
-    assert not backward.buckets.keep(lambda: ran.append(4))
+    assert not backward.buckets.keep_wgrad(lambda: ran.append(4))
     for key, expected in (("b", [2, 3]), ("b", [2, 3]), ("a", [2, 3, 1]), ("c", [2, 3, 1])):
         backward.buckets.run_wgrads(key)
         assert ran == expected
@@ -341,7 +342,7 @@ def test_more_gradients_than_planned_are_refused(name: str, planned: int, microb
 def test_two_slots_hold_all_weight_matrices_of_optim_grads() -> None:
     whole, two = (Backward(Mesh.single(), strategy).layout for strategy in ("optim", "optim_grads"))
     assert len(whole.gradient_slot_numel()) == len(whole.buckets) > 4
-    assert len([slot for slot in two.gradient_slot_numel() if slot[0] != OWN]) == 2
+    assert len([slot for slot in two.gradient_slot_numel() if slot[0] != UNSHARED]) == 2
     assert sum(two.gradient_slot_numel().values()) < 0.7 * sum(whole.gradient_slot_numel().values())
 
 

@@ -23,9 +23,8 @@ from megatron_llama.distributed.mesh import Mesh, Place
 from megatron_llama.engine.build import build_optimizer
 from megatron_llama.engine.offload.build import Neighbour, place_among
 from megatron_llama.engine.offload.copies import Copy, HostCopies
-from megatron_llama.engine.offload.divided import Divided
 from megatron_llama.engine.offload.exact import ExactOffload
-from megatron_llama.engine.offload.slabs import Slab
+from megatron_llama.engine.offload.pinned_buffer import PinnedBuffer
 from megatron_llama.engine.offload.worker import HostWorker
 from megatron_llama.engine.replicas import check_replicas
 from megatron_llama.engine.update_rule import AdamW, adamw_step
@@ -52,9 +51,8 @@ MIXED_CLIP = 1.3
 
 def rule_of(run: Trainer) -> ExactOffload:
     """What updates on the host."""
-    update = run.optimizer.update
-    assert isinstance(update, Divided) and isinstance(update.rule, ExactOffload)
-    return update.rule
+    (rule,) = [rule for rule in run.optimizer.rules.distinct if isinstance(rule, ExactOffload)]
+    return rule
 
 
 @dataclass(frozen=True)
@@ -72,7 +70,7 @@ def outcome(place: Place, layout: Layout) -> Outcome:
     """Of a whole run."""
     run = trainer(place, layout)
     norms = [run.step(index)[1] for index in range(layout.steps)]
-    attempts = rule_of(run).attempts if layout.offload != OffloadConfig() else None
+    attempts = rule_of(run).speculation if layout.offload != OffloadConfig() else None
     found = Outcome(digest_of(run), tuple(norm.item() for norm in norms), *((attempts.kept, attempts.redone) if attempts else ()))
     run.optimizer.close()
     return found
@@ -205,14 +203,14 @@ def test_a_layer_waits_for_its_own_bucket_alone() -> None:
     run = trainer(SINGLE, Layout(offload=EXACT, bucket=1), copies=copies)
     engine = run.optimizer
     run.runtime.step(run.batches(0))
-    order = engine.layout.forward_order
+    order = engine.bucket_plan.forward_order
     last = order[-1]
-    gate = copies.gates[engine.weights.own[last].data_ptr()] = threading.Event()
+    gate = copies.gates[engine.parameters.shards[last].data_ptr()] = threading.Event()
     engine.step(1e-3, clip=1.0)
     before = parameters_of(run)["lm_head.weight"].detach().clone()
     for bucket in order[:-1]:
-        engine.weights.wait_unsharded(bucket, "any")
-    late = threading.Thread(target=engine.weights.wait_unsharded, args=(last, "any"))
+        engine.parameters.wait_unsharded(bucket, "any")
+    late = threading.Thread(target=engine.parameters.wait_unsharded, args=(last, "any"))
     late.start()
     assert torch.equal(parameters_of(run)["lm_head.weight"], before) and late.is_alive()
     gate.set()
@@ -226,7 +224,7 @@ def reduced_while_the_host_is_busy(place: Place) -> tuple[list[str], list[str], 
     run.step(0)
     run.optimizer.settle()
     run.optimizer.begin_update(OPTIMIZER.lr, clip=0.0)
-    rule_of(run)._worker.put(Task(lambda: waited.append(busy.wait(timeout=60))), turn=-1)
+    rule_of(run)._worker.put(Task(lambda: waited.append(busy.wait(timeout=60))), priority=-1)
     run.mesh.recorder.events = events = []
     run.runtime.step(run.batches(1))
     run.optimizer.gradients.finish_all()
@@ -264,11 +262,11 @@ def test_updates_run_in_the_order_of_the_next_forward_pass(clip: float) -> None:
     copies, busy = Noting(), threading.Event()
     run = trainer(SINGLE, Layout(offload=EXACT, bucket=1, clip=clip), copies=copies)
     engine = run.optimizer
-    rule_of(run)._worker.put(Task(lambda: busy.wait(timeout=60)), turn=-1)
+    rule_of(run)._worker.put(Task(lambda: busy.wait(timeout=60)), priority=-1)
     deliver_announced(run, gradients(run, 0, scale=0.1))
     busy.set()
     engine.settle()
-    assert copies.order == [engine.weights.own[bucket].data_ptr() for bucket in engine.layout.forward_order]
+    assert copies.order == [engine.parameters.shards[bucket].data_ptr() for bucket in engine.bucket_plan.forward_order]
 
 
 class Broken(HostCopies):
@@ -318,7 +316,7 @@ def refused_memory(place: Place) -> str:
     before = resource.getrlimit(resource.RLIMIT_AS)
     resource.setrlimit(resource.RLIMIT_AS, (1 << 34, before[1]))
     try:
-        Slab(1 << 33, torch.float32, torch.device("cpu"), "weights and moments")
+        PinnedBuffer(1 << 33, torch.float32, torch.device("cpu"), "weights and moments")
     except OffloadError as error:
         return str(error)
     finally:
@@ -343,11 +341,15 @@ def measured(place: Place, layout: Layout) -> tuple[int, int, int, int]:
     before = rule.to_host_bytes, rule.to_device_bytes
     run.step(1)
     engine.settle()
-    chosen = engine.update.chosen  # type: ignore[attr-defined]
-    tensors = [*engine.weights._slots.values(), *engine.gradients._slots.values(), *engine.weights.own, *engine.gradients.shards.values()]
-    for bucket in range(len(engine.layout.buckets)):
-        if bucket not in chosen:
-            tensors += [engine.masters[bucket], *(t for t in engine._state(bucket).values() if t.dim())]
+    tensors = [
+        *engine.parameters._slots.values(),
+        *engine.gradients._slots.values(),
+        *engine.parameters.shards,
+        *engine.gradients.shards.values(),
+    ]
+    for bucket in range(len(engine.bucket_plan.buckets)):
+        if engine.rules.by_bucket[bucket] is not rule:
+            tensors += engine._shard_tensors(bucket).values()
     storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in tensors}
     return (rule.nbytes, sum(storages.values()), rule.to_host_bytes - before[0], rule.to_device_bytes - before[1])
 
@@ -388,7 +390,7 @@ def cores_of(run: Trainer) -> set[int]:
     """The processors that the worker may use, as it finds them."""
     found: set[int] = set()
     job = Task(lambda: found.update(os.sched_getaffinity(0)))
-    rule_of(run)._worker.put(job, turn=0)
+    rule_of(run)._worker.put(job, priority=0)
     job.wait()
     return found
 
@@ -422,7 +424,7 @@ def test_threads_change_no_bit() -> None:
     for threads in (1, 2, 3):
         worker, found = HostWorker(threads=threads), list[Tensor]()
         job = Task(partial(updated, found))
-        worker.put(job, turn=0)
+        worker.put(job, priority=0)
         job.wait()
         worker.close()
         results.append(found)
@@ -443,7 +445,7 @@ def test_a_run_that_goes_back_is_at_its_checkpoint_again(tmp_path: Path) -> None
     native.save(tmp_path, run.optimizer, run.mesh, TrainState(1, 0), run.layout.config())
     before = state_of(run.optimizer)
     run.step(1)
-    run.optimizer.forget()
+    run.optimizer.reset()
     assert not any(map(bool, run.optimizer.step_counts())) and not same(before, state_of(run.optimizer))
     native.load(tmp_path, run.optimizer, run.mesh, run.layout.config().model)
     assert same(before, state_of(run.optimizer))
@@ -469,7 +471,7 @@ def flipped_on_the_host(place: Place, layout: Layout) -> str:
 
 
 def test_without_offload_nothing_of_it_is_there() -> None:
-    assert isinstance(trainer(SINGLE, Layout()).optimizer.update, AdamW)
+    assert all(isinstance(rule, AdamW) for rule in trainer(SINGLE, Layout()).optimizer.rules.distinct)
 
 
 def test_a_model_that_does_not_fit_is_refused_before_anything_is_allocated() -> None:

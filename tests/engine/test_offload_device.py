@@ -9,7 +9,7 @@ import torch
 from megatron_llama.config.schema import OffloadConfig, ZenFlowConfig
 from megatron_llama.distributed import device as devices
 from megatron_llama.distributed.mesh import Place
-from megatron_llama.engine.offload.slabs import Slab
+from megatron_llama.engine.offload.pinned_buffer import PinnedBuffer
 
 from tests.engine.test_engine import same, state_of
 from tests.engine.test_offload import EXACT, MIXED_CLIP, SPECULATIVE, rule_of
@@ -51,8 +51,8 @@ def test_state_is_pinned_and_off_the_device() -> None:
     run = trained(Layout(offload=EXACT, bf16=True), 1)
     assert all(master.device.type == "cpu" and master.is_pinned() for master in run.optimizer.masters)
     assert rule_of(run).nbytes > 16 * sum(master.numel() for master in run.optimizer.masters)
-    slab = Slab(1 << 20, torch.float32, run.mesh.device, "a sample")
-    part = slab.take(64)
+    buffer = PinnedBuffer(1 << 20, torch.float32, run.mesh.device, "a sample")
+    part = buffer.take(64)
     assert part.is_pinned()
 
 

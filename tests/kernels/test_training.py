@@ -30,11 +30,11 @@ def test_steps_in_fp32(device: torch.device) -> None:
 def test_a_step_in_bf16(device: torch.device) -> None:
     """The update also writes what the next step computes with."""
     run, exact = (trainer(Place(0, 1, 0), layout, device) for layout in (Layout(layers=1, bf16=True), Layout(layers=1, fp64=True)))
-    before = [own.clone() for own in run.optimizer.weights.own]
+    before = [own.clone() for own in run.optimizer.parameters.shards]
     (losses, norms), (exact_losses, exact_norms) = steps(run, 1), steps(exact, 1)
     assert deviation(losses, exact_losses) < 5e-3 and deviation(norms, exact_norms) < 2e-2
     run.optimizer.settle()
-    after = run.optimizer.weights.own
+    after = run.optimizer.parameters.shards
     assert all(torch.equal(own, master.to(torch.bfloat16)) for own, master in zip(after, run.optimizer.masters, strict=True))
     assert not all(torch.equal(own, old) for own, old in zip(after, before, strict=True))
 

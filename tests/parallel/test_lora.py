@@ -153,8 +153,13 @@ def kept_for_training(place: Place, layout: Layout) -> tuple[int, int, int]:
     run.step(0)
     run.optimizer.settle()
     gradients = run.optimizer.gradients
-    slots = sum(run.optimizer.layout.gradient_slot_numel().values())
-    state = sum(tensor.numel() for bucket in gradients.trainable for tensor in run.optimizer.update.state(bucket).values() if tensor.dim())
+    slots = sum(run.optimizer.bucket_plan.gradient_slot_numel().values())
+    state = sum(
+        tensor.numel()
+        for bucket in gradients.trainable
+        for tensor in run.optimizer.rules.by_bucket[bucket].state(bucket).values()
+        if tensor.dim()
+    )
     return slots, sum(shard.numel() for shard in gradients.shards.values()), state
 
 

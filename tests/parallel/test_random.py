@@ -194,8 +194,8 @@ def _without_documents(stage: Stage) -> Callable[..., Positions]:
 
 
 def _mistake(run: Trainer, change: Callable[[Kind], Kind]) -> None:
-    buckets = (replace(bucket, kind=change(bucket.kind)) for bucket in run.optimizer.layout.buckets)
-    run.optimizer.layout = replace(run.optimizer.layout, buckets=tuple(buckets))
+    buckets = (replace(bucket, kind=change(bucket.kind)) for bucket in run.optimizer.bucket_plan.buckets)
+    run.optimizer.bucket_plan = replace(run.optimizer.bucket_plan, buckets=tuple(buckets))
 
 
 def shared_heads_not_summed(run: Trainer) -> None:

@@ -13,12 +13,13 @@ import torch
 from megatron_llama.distributed.mesh import Place, build_mesh
 from megatron_llama.engine.build import build_optimizer
 from megatron_llama.engine.gradients import _Exchanges
-from megatron_llama.engine.optimizer import OverlappedDistributedOptimizer, _early_gathers, _updated_early
+from megatron_llama.engine.optimizer import OverlappedDistributedOptimizer
 from megatron_llama.errors import ConfigError
 from megatron_llama.model.llama import Positions, build_stages
 from megatron_llama.nn.param_handle import param_handle_of
 from megatron_llama.plans.buckets import rank_bucket_plan
 from megatron_llama.plans.memory import host_buffer_bytes, squares_bytes, state_bytes
+from megatron_llama.plans.overlap import gathered_during_backward, updated_during_backward
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -116,10 +117,12 @@ def held(place: Place, layout: Layout) -> tuple[int, int, int]:
     run.step(1)
     engine = run.optimizer
     engine.settle()
-    slots = list(engine.weights._slots.values())
+    slots = list(engine.parameters._slots.values())
     gradients = list(engine.gradients._slots.values())
-    tensors = [*slots, *gradients, *engine.weights.own, *engine.gradients.shards.values(), *engine.masters]
-    tensors += [tensor for bucket in engine.gradients.trainable for tensor in engine.update.state(bucket).values() if tensor.dim()]
+    tensors = [*slots, *gradients, *engine.parameters.shards, *engine.gradients.shards.values(), *engine.masters]
+    tensors += [
+        tensor for bucket in engine.gradients.trainable for tensor in engine.rules.by_bucket[bucket].state(bucket).values() if tensor.dim()
+    ]
     storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in tensors}
     return (sum(slot.numel() for slot in slots), sum(slot.numel() for slot in gradients), sum(storages.values()))
 
@@ -146,9 +149,9 @@ def test_what_is_held_is_what_the_dry_run_prints(cluster: Cluster, layout: Layou
 def test_two_slots_hold_two_blocks_and_one_end(cluster: Cluster) -> None:
     layout = Layout(dp=2, strategy=PARAMS)
     plan = rank_bucket_plan(layout.config(), dp=2)
-    (block,) = [b for b in plan.unit_buckets[1] if not plan.resident(b)]
+    (block,) = [b for b in plan.unit_buckets[1] if not plan.stays_unsharded(b)]
     (end,) = plan.unit_buckets[0]
-    norms = sum(bucket.numel for bucket in plan.buckets if bucket.kind.lasting)
+    norms = sum(bucket.numel for bucket in plan.buckets if bucket.kind.needs_own_slot)
     expected = 2 * plan.buckets[block].numel + plan.buckets[end].numel + norms
     assert [found[:2] for found in cluster.run(2, held, layout)] == [(expected, expected)] * 2
 
@@ -176,14 +179,14 @@ def copied(place: Place, layout: Layout) -> dict[str, int]:
     engine = run.optimizer
     engine.settle()
     tensors = [
-        *engine.weights.full,
-        *engine.weights.own,
+        *engine.parameters.unsharded,
+        *engine.parameters.shards,
         *engine.masters,
-        *engine.gradients._full.values(),
+        *engine.gradients._unsharded.values(),
         *engine.gradients.shards.values(),
     ]
     mode = Copies({tensor.untyped_storage().data_ptr() for tensor in tensors})
-    queue: Any = engine.weights._comm_queue
+    queue: Any = engine.parameters._comm_queue
     threads = (engine._stream.run, engine._stream.issue, queue._worker.submit)
     with mode:
         for put in threads:
@@ -211,7 +214,7 @@ def test_what_is_copied_where_it_must_be(cluster: Cluster) -> None:
     """With two slots a shard lives apart and is put into its place by every gather: 1/dp of what was gathered, nothing else."""
     layout = Layout(dp=2, strategy=PARAMS)
     plan = rank_bucket_plan(layout.config(), dp=2)
-    shards = {bucket.index: plan.shard_numel(bucket.index) * 4 for bucket in plan.buckets if not plan.resident(bucket.index)}
+    shards = {bucket.index: plan.shard_numel(bucket.index) * 4 for bucket in plan.buckets if not plan.stays_unsharded(bucket.index)}
     kept = {bucket for unit in (0, layout.layers - 1, layout.layers, layout.layers + 1) for bucket in plan.unit_buckets[unit]}
     expected = sum(size * (1 if bucket in kept else 2) for bucket, size in shards.items())
     for found in cluster.run(2, copied, layout):
@@ -224,7 +227,7 @@ def copied_by_step(place: Place, layout: Layout) -> dict[str, int]:
     engine = run.optimizer
     engine.begin_update(OPTIMIZER.lr, clip=layout.clip)
     run.runtime.step(run.batches(0))
-    with Copies({tensor.untyped_storage().data_ptr() for tensor in (*engine.weights.full, *engine.masters)}) as mode:
+    with Copies({tensor.untyped_storage().data_ptr() for tensor in (*engine.parameters.unsharded, *engine.masters)}) as mode:
         engine.step(OPTIMIZER.lr, clip=layout.clip)
     engine.settle()
     return mode.moved
@@ -235,7 +238,9 @@ def test_a_step_copies_no_weights_in_the_callers_thread(cluster: Cluster, clip: 
     """Also not those that were updated during backward and are gathered only now."""
     layout = Layout(dp=2, bf16=True, clip=clip)
     buckets = rank_bucket_plan(layout.config(), dp=2)
-    assert sum(_updated_early(buckets, bucket.index) for bucket in buckets.buckets) > len(list(_early_gathers(buckets)))
+    assert sum(updated_during_backward(buckets, bucket.index, is_async=False) for bucket in buckets.buckets) > len(
+        list(gathered_during_backward(buckets))
+    )
     assert cluster.run(2, copied_by_step, layout) == [{}] * 2
 
 
@@ -260,7 +265,7 @@ def test_prefetching_goes_as_far_as_the_bytes_allow(cluster: Cluster) -> None:
     """With three slots two blocks are on their way while one computes; with a limit of one byte a single one is."""
     layout = Layout(dp=2, strategy=PARAMS, slots="3", layers=6)
     plan = rank_bucket_plan(layout.config(), dp=2)
-    block = {unit: next(b for b in plan.unit_buckets[unit] if not plan.resident(b)) for unit in range(1, 7)}
+    block = {unit: next(b for b in plan.unit_buckets[unit] if not plan.stays_unsharded(b)) for unit in range(1, 7)}
     far, near = (cluster.run(2, gathered_by, replace(layout, prefetch=prefetch)) for prefetch in (0, 1))
     assert far[0] == far[1] and near[0] == near[1] and sorted(far[0]) == sorted(near[0])
     # When block 2 begins, it and the two after it have been asked for, or only the next.
@@ -275,7 +280,7 @@ def chunks_of(place: Place, chunk_bytes: int) -> int:
     config = replace(config, parallel=replace(config.parallel, exchange_chunk_bytes=chunk_bytes))
     mesh = build_mesh(config, rank=place.rank, world_size=2, device=torch.device("cpu"))
     engine = build_optimizer(config, build_stages(config, mesh).values(), mesh)
-    transfers = [exchange._exchange._transfers for exchange in engine.weights._gathers]
+    transfers = [exchange._exchange._transfers for exchange in engine.parameters._gathers]
     messages = [message.view for transfer in transfers for message in transfer._outgoing]
     assert all(view.numel() * view.element_size() <= chunk_bytes for view in messages)
     engine.close()
@@ -342,7 +347,7 @@ def read_without_use(run: Trainer, engine: OverlappedDistributedOptimizer, param
     handle.wait_unsharded()
 
 
-def stale_generation(run: Trainer, engine: OverlappedDistributedOptimizer, parameters: dict[str, torch.Tensor]) -> None:
+def stale_version(run: Trainer, engine: OverlappedDistributedOptimizer, parameters: dict[str, torch.Tensor]) -> None:
     """An update between forward and backward."""
     handle = param_handle_of(parameters["model.norm.weight"])
     assert handle is not None
@@ -369,10 +374,10 @@ def unused_in_forward(run: Trainer, engine: OverlappedDistributedOptimizer, para
     run.step(1)
 
 
-MISUSE = {function.__name__: function for function in (read_without_use, stale_generation, out_of_order, unused_in_forward)}
+MISUSE = {function.__name__: function for function in (read_without_use, stale_version, out_of_order, unused_in_forward)}
 EXPECTED = {
     "read_without_use": ("model.layers.3.mlp.down_proj.weight: read while its slot", "of layers.3", "holds"),
-    "stale_generation": ("model.norm.weight: backward reads generation", "layers.0 ... head", "forward saw generation"),
+    "stale_version": ("model.norm.weight: backward reads version", "layers.0 ... head", "forward saw version"),
     "out_of_order": ("got F2, expected F0",),
     "unused_in_forward": ("model.layers.2.mlp.down_proj.weight", "layers.2"),
 }
@@ -398,8 +403,8 @@ def receive_bytes(place: Place, layout: Layout) -> int:
     run = trainer(place, layout)
     old = run.optimizer.gradients
     with Made():
-        slots = {bucket: old.layout.gradient_slots[bucket] for bucket in old.trainable}
-        _Exchanges(old._full, old._own, old.shards, slots, run.mesh.dp_shard, run.mesh.dp_replica, _wire(layout), 1 << 20)
+        slots = {bucket: old.bucket_plan.gradient_slots[bucket] for bucket in old.trainable}
+        _Exchanges(old._unsharded, old._parts, old.shards, slots, run.mesh.dp_shard, run.mesh.dp_replica, _wire(layout), 1 << 20)
     return sum(tensor.untyped_storage().nbytes() for tensor in made)
 
 
@@ -418,7 +423,7 @@ def largest_temporary(place: Place, layout: Layout) -> int:
     run.step(0)
     with Made():
         for bucket in run.optimizer.gradients.trainable:
-            run.optimizer._take_square(bucket)
+            run.optimizer._take_squared_norm(bucket)
     return max(sizes)
 
 

@@ -9,10 +9,10 @@ from dataclasses import astuple, dataclass, replace
 import pytest
 import torch
 from megatron_llama.distributed.mesh import Place
-from megatron_llama.engine.optimizer import _early_gathers, _updated_early
 from megatron_llama.planner.trace.run import trace_run
 from megatron_llama.plans.buckets import Bucket, BucketPlan, rank_bucket_plan
 from megatron_llama.plans.memory import MemoryPlan, peak_of
+from megatron_llama.plans.overlap import gathered_during_backward, updated_during_backward
 from torch import Tensor
 
 from tests.harness import Cluster
@@ -218,7 +218,7 @@ def test_what_backward_waits_for_first_goes_first(slots: str, gathered: int, clu
 def test_gathers_in_backward_are_spread_and_leave_the_first_units_alone() -> None:
     for config in (Layout(dp=2, bucket=1, layers=12), Layout(dp=2, bucket=20_000, layers=12), Layout(dp=2, bucket=10**9)):
         layout = rank_bucket_plan(config.config(), dp=2)
-        early = sorted(_early_gathers(layout))
+        early = sorted(gathered_during_backward(layout))
         assert not {bucket for unit in layout.unit_buckets[:2] for bucket in unit} & set(early)
         for end in range(len(layout.buckets)):
             gathered = sum(layout.buckets[bucket].numel for bucket in early if bucket <= end)
@@ -241,9 +241,9 @@ def test_gathers_in_backward_are_spread_and_leave_the_first_units_alone() -> Non
 def test_gathers_in_backward_are_of_what_is_updated_there(layout: Layout) -> None:
     """A third of that, however much there is beside it that is frozen, or has to be summed over copies."""
     buckets = rank_bucket_plan(replace(layout, layers=12).config(), dp=2)
-    early = set(_early_gathers(buckets))
-    updated = [bucket for bucket in buckets.buckets if _updated_early(buckets, bucket.index)]
-    assert all(bucket.kind.trainable and not bucket.kind.partial and not bucket.kind.lasting for bucket in updated)
+    early = set(gathered_during_backward(buckets))
+    updated = [bucket for bucket in buckets.buckets if updated_during_backward(buckets, bucket.index, is_async=False)]
+    assert all(bucket.kind.trainable and not bucket.kind.partial and not bucket.kind.needs_own_slot for bucket in updated)
     assert 0 < len(updated) < len(buckets.buckets) and early < {bucket.index for bucket in updated}
     share = sum(bucket.numel for bucket in updated if bucket.index in early) / sum(bucket.numel for bucket in updated)
     assert 0.25 < share <= 1 / 3

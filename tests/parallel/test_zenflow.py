@@ -12,11 +12,11 @@ import pytest
 import torch
 from megatron_llama.checkpoint import native
 from megatron_llama.checkpoint.chunks import regions
-from megatron_llama.checkpoint.columns import column_pieces, zenflow_of
+from megatron_llama.checkpoint.columns import column_pieces
 from megatron_llama.config.schema import Config, OffloadConfig, ZenFlowConfig
 from megatron_llama.distributed.mesh import Place
-from megatron_llama.engine.offload.windows import Step
-from megatron_llama.engine.offload.zenflow import ZenFlow
+from megatron_llama.engine.offload.zenflow.rule import ZenFlow
+from megatron_llama.engine.offload.zenflow.schedule import Step
 from megatron_llama.errors import OffloadError
 from megatron_llama.plans.buckets import rank_bucket_plan
 from megatron_llama.plans.offload import offload_plan
@@ -51,8 +51,7 @@ def zen(layout: Layout, zenflow: ZenFlowConfig = FOUR) -> Zen:
 
 
 def rule_of(run: Trainer) -> ZenFlow:
-    rule = zenflow_of(run.optimizer)
-    assert rule is not None
+    (rule,) = [rule for rule in run.optimizer.rules.distinct if isinstance(rule, ZenFlow)]
     return rule
 
 
@@ -174,11 +173,11 @@ def crossing(place: Place, layout: Zen) -> tuple[int, int, int]:
     run = trainer(place, layout)
     run.step(0)
     rule = rule_of(run)
-    before = rule.crossed()
+    before = rule.copied_bytes()
     for index in range(1, 9):
         run.step(index)
-    run.optimizer.weights.settle()
-    after = rule.crossed()
+    run.optimizer.parameters.settle()
+    after = rule.copied_bytes()
     elements = sum(block.rows * block.cols for one in rule._shards.values() for block in one.blocks)
     return after[0] - before[0], after[1] - before[1], elements
 
@@ -198,7 +197,7 @@ def late(place: Place, layout: Zen) -> str:
     run = trainer(place, layout)
     rule = rule_of(run)
     run.step(0)
-    rule.windows.next = lambda *, asked=False: Step(closes=False, inline=False, chooses=False)  # type: ignore[method-assign]
+    rule.windows.next = lambda *, requested=False: Step(closes=False, applies=False, selects=False)  # type: ignore[method-assign]
     with pytest.raises(RuntimeError) as error:
         for index in range(1, 12):
             run.step(index)
@@ -314,8 +313,8 @@ def test_a_gradient_that_is_not_finite_changes_nothing() -> None:
         shard[5] = torch.nan
     poisoned = run.optimizer.gradients.shards
     for bucket, shard in poisoned.items():
-        run.optimizer._take_square(bucket)
-        run.optimizer.update.arrived(bucket, shard, ahead=None)
+        run.optimizer._take_squared_norm(bucket)
+        run.optimizer.rules.by_bucket[bucket].on_reduced(bucket, shard, speculative_lr=None)
     result = run.optimizer.step(OPTIMIZER.lr, clip=1.0)
     assert float(result.skipped) == 1.0
     run.optimizer.settle()
@@ -330,7 +329,7 @@ def course(zenflow: ZenFlowConfig, steps: int) -> tuple[list[int], list[int]]:
     for index in range(steps):
         run.step(index)
         closed += [index + 1] if windows.opened == windows.done else []
-        chose += [index + 1] if windows.last_choice == windows.done else []
+        chose += [index + 1] if windows.last_selection == windows.done else []
     return closed, chose
 
 
@@ -349,7 +348,7 @@ def test_windows_close_and_columns_are_chosen_as_the_options_say() -> None:
 def kept(place: Place, layout: Zen) -> tuple[int, int]:
     """Bytes of host memory that the rule has taken, and what the plan says."""
     run = trainer(place, layout)
-    plan = offload_plan(layout.config(), run.optimizer.layout)
+    plan = offload_plan(layout.config(), run.optimizer.bucket_plan)
     assert plan is not None
     return rule_of(run).nbytes, plan.held
 
@@ -371,7 +370,7 @@ class Full:
 def failing(place: Place, layout: Zen) -> str:
     run = trainer(place, layout)
     run.step(0)
-    rule_of(run)._rooms.whole = Full()  # type: ignore[assignment]
+    rule_of(run)._scratch.whole_grad = Full()  # type: ignore[assignment]
     with pytest.raises(OffloadError) as error:
         for index in range(1, 6):
             run.step(index)

@@ -32,7 +32,7 @@ def goes_back(place: Place, layout: Zen, folder: Path, bad: int) -> tuple[list[l
     native.save(folder, run.optimizer, run.mesh, state_at(3), layout.config())
     for index in range(3, 3 + bad):
         run.step(index)
-    run.optimizer.forget()
+    run.optimizer.reset()
     losses, ends = [], []
     for each in (run, other):
         native.load(folder, each.optimizer, each.mesh, layout.config().model)

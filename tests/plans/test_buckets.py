@@ -11,7 +11,7 @@ import torch
 from megatron_llama.config.schema import ModelConfig, ParallelConfig
 from megatron_llama.plans.buckets import (
     ALIGN,
-    OWN,
+    UNSHARED,
     BucketPlan,
     Kind,
     Slots,
@@ -184,7 +184,7 @@ def test_slots_hold_their_largest_bucket(case: Case) -> None:
         for slots, sizes, count in accesses:
             users = {slot: [b.numel for b, used in zip(layout.buckets, slots, strict=True) if used == slot] for slot in slots}
             assert sizes == {slot: max(numels) for slot, numels in users.items()}
-            pools = Counter(pool for pool, _ in users if pool != OWN)
+            pools = Counter(pool for pool, _ in users if pool != UNSHARED)
             assert all(size <= (count or 0) for size in pools.values())
             if count is None:
                 assert len(users) == len(layout.buckets)
@@ -193,7 +193,7 @@ def test_slots_hold_their_largest_bucket(case: Case) -> None:
 @cases
 def test_by_unit_every_block_has_a_bucket_and_its_neighbour_another_slot(case: Case) -> None:
     for units, layout in case.all() if case.by_unit else ():
-        shared = [[b for b in buckets if not layout.resident(b)] for buckets in layout.unit_buckets]
+        shared = [[b for b in buckets if not layout.stays_unsharded(b)] for buckets in layout.unit_buckets]
         for unit, buckets in zip(units, shared, strict=True):
             slots = [layout.parameter_slots[b] for b in buckets]
             assert len(set(slots)) == len(slots)
@@ -215,7 +215,7 @@ def test_embedding_and_head_share_a_pool_of_their_own() -> None:
             block = slots[layout.unit_buckets[1][-1]]
             assert embedding[0] == head[0] != block[0] and len({embedding, head}) == ends
     sizes = bucket_plan_by_unit(units, shards=3, slots=Slots(2, 2)).parameter_slot_numel()
-    assert len([slot for slot in sizes if slot[0] != OWN]) == 3, "two for blocks, one for the ends"
+    assert len([slot for slot in sizes if slot[0] != UNSHARED]) == 3, "two for blocks, one for the ends"
 
 
 @cases
@@ -282,7 +282,7 @@ def test_parameter_slots(strategy: str, slots: str, stages: int, expected: int |
 
 def test_labels_name_unit_and_parameters() -> None:
     layout = bucket_plan_by_unit(stage_units(CASES[0].model, even(CASES[0].model.num_hidden_layers, 1), 0), shards=2, slots=Slots(2, 2))
-    (bucket,) = [b for b in layout.unit_buckets[1] if not layout.resident(b)]
+    (bucket,) = [b for b in layout.unit_buckets[1] if not layout.stays_unsharded(b)]
     assert layout.label(bucket) == (
         f"bucket {bucket} of layers.0 (model.layers.0.mlp.down_proj.weight ... model.layers.0.self_attn.qkv_proj.weight)"
     )

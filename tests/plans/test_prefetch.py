@@ -42,7 +42,7 @@ def plain(count: int, microbatches: int) -> tuple[WeightAccess, ...]:
 
 def walk(prefetch: PrefetchPlan, accesses: Sequence[WeightAccess]) -> list[tuple[int, ...]]:
     """What is gathered at the beginning and at each use."""
-    return [prefetch.begin(accesses), *(prefetch.enter(access) for access in accesses)]
+    return [prefetch.begin(accesses), *(prefetch.advance(access) for access in accesses)]
 
 
 def changes(slots: Sequence[Slot], needs: Iterable[int]) -> int:
@@ -194,7 +194,7 @@ def test_kept_buckets_are_not_ahead() -> None:
 def forget_all(prefetch: PrefetchPlan) -> None:
     """An update of everything."""
     for bucket in range(len(prefetch.slots)):
-        prefetch.forget(bucket)
+        prefetch.invalidate(bucket)
 
 
 def test_frozen_buckets_are_gathered_once_where_they_may_stay() -> None:
@@ -218,10 +218,10 @@ def test_offers_go_as_far_as_begin_would() -> None:
         slots=[(0, 0), (0, 1), (0, 0), (1, 0)], sizes=[10] * 4, unit_buckets=[(b,) for b in range(4)], prefetch_bytes=None
     )
     accesses = plain(4, 1)
-    assert [prefetch.offer(bucket) for bucket in range(4)] == [False] * 4, "no list is known yet"
+    assert [prefetch.try_gather(bucket) for bucket in range(4)] == [False] * 4, "no list is known yet"
     walk(prefetch, accesses)
     forget_all(prefetch)
-    assert [prefetch.offer(bucket) for bucket in range(4)] == [True, True, False, False]
+    assert [prefetch.try_gather(bucket) for bucket in range(4)] == [True, True, False, False]
     assert [prefetch.holds(bucket) for bucket in range(4)] == [True, True, False, False]
     assert prefetch.begin(accesses) == ()
 
@@ -233,7 +233,7 @@ def test_offers_keep_the_limit_in_any_order(limit: int | None, accepted: int) ->
         prefetch = blocks(4, 4, limit=limit)
         walk(prefetch, plain(4, 1))
         forget_all(prefetch)
-        assert sorted(bucket for bucket in order if prefetch.offer(bucket)) == list(range(accepted))
+        assert sorted(bucket for bucket in order if prefetch.try_gather(bucket)) == list(range(accepted))
 
 
 def test_early_offers() -> None:
@@ -242,20 +242,20 @@ def test_early_offers() -> None:
     walked = [prefetch.begin(accesses)]
     offers = {}
     for access in accesses:
-        walked.append(prefetch.enter(access))
+        walked.append(prefetch.advance(access))
         if access.backward:
-            prefetch.forget(access.unit)
-            offers[access.unit] = prefetch.offer(access.unit)
+            prefetch.invalidate(access.unit)
+            offers[access.unit] = prefetch.try_gather(access.unit)
     assert walked == [(0, 1), (), (2,), (3,), (), (), (1,), (0,), ()]
     assert offers == {3: False, 2: False, 1: True, 0: True}
     assert prefetch.begin(accesses) == ()
     everything = blocks(4, 4)
     everything.begin(accesses)
     for access in accesses:
-        everything.enter(access)
+        everything.advance(access)
         if access.backward:
-            everything.forget(access.unit)
-            assert everything.offer(access.unit), "resident: nothing is in its way"
+            everything.invalidate(access.unit)
+            assert everything.try_gather(access.unit), "resident: nothing is in its way"
 
 
 def early_offers(prefetch: PrefetchPlan, accesses: Sequence[WeightAccess], alone: Sequence[int], due: Callable[[], bool]) -> list[object]:
@@ -268,11 +268,11 @@ def early_offers(prefetch: PrefetchPlan, accesses: Sequence[WeightAccess], alone
         gathered.append(prefetch.begin(accesses))
         waiting = list[int]()
         for index, access in enumerate(accesses):
-            gathered.append(prefetch.enter(access))
+            gathered.append(prefetch.advance(access))
             waiting += [bucket for bucket in alone if last[bucket] == index]
             while waiting and (due() or index + 1 == len(accesses)):
-                prefetch.forget(waiting[0])
-                answers.append((waiting[0], prefetch.offer(waiting.pop(0))))
+                prefetch.invalidate(waiting[0])
+                answers.append((waiting[0], prefetch.try_gather(waiting.pop(0))))
     return [gathered, answers]
 
 
@@ -299,10 +299,10 @@ def test_an_offer_leaves_alone_what_the_current_use_reads() -> None:
     """Bucket 0 is offered while bucket 1 is read in its slot."""
     prefetch = PrefetchPlan(slots=[(0, 0), (0, 0)], sizes=[1, 1], unit_buckets=[(0,), (1,)], prefetch_bytes=None)
     walk(prefetch, parse("F0 F1"))
-    prefetch.forget(0)
-    assert not prefetch.offer(0)
-    prefetch.forget(1)
-    assert prefetch.offer(0) and prefetch.occupant((0, 0)) == 0
+    prefetch.invalidate(0)
+    assert not prefetch.try_gather(0)
+    prefetch.invalidate(1)
+    assert prefetch.try_gather(0) and prefetch.occupant((0, 0)) == 0
 
 
 def test_refusals() -> None:
@@ -310,23 +310,23 @@ def test_refusals() -> None:
         PrefetchPlan(slots=[(0, 0), (0, 1), (0, 1)], sizes=[1] * 3, unit_buckets=[(0, 1), (1, 2)], prefetch_bytes=None)
     prefetch, accesses = blocks(3, 3), plain(3, 1)
     with pytest.raises(RuntimeError, match="use 0 of 0: got F0, expected the end of the list"):
-        prefetch.enter(accesses[0])
+        prefetch.advance(accesses[0])
     prefetch.begin(accesses)
-    prefetch.enter(accesses[0])
+    prefetch.advance(accesses[0])
     with pytest.raises(RuntimeError, match="use 1 of 6: got B1, expected F1"):
-        prefetch.enter(WeightAccess(1, backward=True))
+        prefetch.advance(WeightAccess(1, backward=True))
     with pytest.raises(RuntimeError, match="a new list of uses begins after 1 of 6 uses: F1 is still to come"):
         prefetch.begin(accesses)
     with pytest.raises(RuntimeError, match="bucket 0 changes after 1 of 6 uses: a later one still reads it"):
-        prefetch.forget(0)
+        prefetch.invalidate(0)
     for access in accesses[1:]:
-        prefetch.enter(access)
+        prefetch.advance(access)
     with pytest.raises(RuntimeError, match="use 6 of 6: got F0, expected the end of the list"):
-        prefetch.enter(accesses[0])
+        prefetch.advance(accesses[0])
     with pytest.raises(RuntimeError, match=r"bucket 2 is offered while slot \(0, 2\) holds it"):
-        prefetch.offer(2)
-    prefetch.forget(2)
-    assert prefetch.offer(2)
+        prefetch.try_gather(2)
+    prefetch.invalidate(2)
+    assert prefetch.try_gather(2)
 
 
 @pytest.mark.parametrize("slots", [2, 7, 20])

@@ -25,7 +25,7 @@ SEQUENCES = 2000
 
 @dataclass(frozen=True)
 class Call:
-    """One line of the program that all ranks run: begin, enter, forget or offer."""
+    """One line of the program that all ranks run: begin, advance, invalidate or try_gather."""
 
     name: str
     accesses: tuple[WeightAccess, ...] = ()
@@ -66,17 +66,17 @@ class Scenario:
         needs = [self.units[access.unit] for access in accesses]
         forward = list(dict.fromkeys([bucket for need in needs for bucket in need] + list(range(len(self.slots)))))
         for index, access in enumerate(accesses):
-            yield Call("enter", (access,))
+            yield Call("advance", (access,))
             for bucket in [b for b in forward if not any(b in need for need in needs[index + 1 :])]:
                 if end == "one by one" and self.draw.random() < 0.3:
                     forward.remove(bucket)
-                    yield from (Call("forget", bucket=bucket), Call("offer", bucket=bucket))
+                    yield from (Call("invalidate", bucket=bucket), Call("try_gather", bucket=bucket))
         if end == "at once":
-            yield from (Call("forget", bucket=bucket) for bucket in forward)
-            yield from (Call("offer", bucket=bucket) for bucket in forward)
+            yield from (Call("invalidate", bucket=bucket) for bucket in forward)
+            yield from (Call("try_gather", bucket=bucket) for bucket in forward)
         elif end == "one by one":
             for bucket in forward:
-                yield from (Call("forget", bucket=bucket), Call("offer", bucket=bucket))
+                yield from (Call("invalidate", bucket=bucket), Call("try_gather", bucket=bucket))
 
 
 class Rules:
@@ -103,21 +103,21 @@ class Rules:
         return limit is None or total <= limit or (limit > 0 and len(ahead) == 1)
 
     def before(self, call: Call) -> None:
-        if call.name == "forget":
+        if call.name == "invalidate":
             self.held = {slot: bucket for slot, bucket in self.held.items() if bucket != call.bucket}
             self.unused.discard(call.bucket)
         if call.name == "begin":
             self.accesses, self.position, self.current = call.accesses, 0, ()
             kept = list(self.held.values())
             self.misses = changes(self.case.slots, [*kept, *self.needs(0)]) - len(kept)
-        if call.name == "enter":
+        if call.name == "advance":
             self.current = self.case.units[call.accesses[0].unit]
             self.position += 1
             self.unused -= set(self.current)
 
     def gathered(self, call: Call, bucket: int) -> None:
-        slot, current = self.case.slots[bucket], self.current if call.name == "enter" else ()
-        upcoming = [*current, *self.needs(self.position), *(self.needs(0) if call.name == "offer" else ())]
+        slot, current = self.case.slots[bucket], self.current if call.name == "advance" else ()
+        upcoming = [*current, *self.needs(self.position), *(self.needs(0) if call.name == "try_gather" else ())]
         assert self.held.get(slot) != bucket, "gathered twice"
         assert bucket in current or not self.reads(bucket), "into a slot that the current use reads"
         if self.held.get(slot) in upcoming:
@@ -127,24 +127,24 @@ class Rules:
         if bucket not in current:
             self.unused.add(bucket)
             assert self.fits(self.unused), "too many bytes ahead"
-        self.misses -= call.name != "offer"
+        self.misses -= call.name != "try_gather"
 
     def after(self, call: Call, answer: tuple[int, ...]) -> None:
         """Nothing more could have been gathered, and no list needed more gathers than its slots ask for."""
         missing = [bucket for bucket in self.needs(self.position) if self.held.get(self.case.slots[bucket]) != bucket]
-        if call.name == "offer":
+        if call.name == "try_gather":
             first = list(dict.fromkeys(self.needs(0)))
             front = first[: first.index(call.bucket) + 1] if call.bucket in first else []
             apart = len({self.case.slots[bucket] for bucket in front}) == len(front) > 0
             room = self.fits(self.unused | {call.bucket}) and self.fits(set(front))
             wanted = [bucket for bucket in self.needs(self.position) if self.case.slots[bucket] == self.case.slots[call.bucket]]
             assert answer or not (apart and room and not missing and not wanted and not self.reads(call.bucket)), "refused for no reason"
-        elif missing and call.name in ("begin", "enter"):
+        elif missing and call.name in ("begin", "advance"):
             needs = self.needs(self.position)
             sooner = [*self.current, *needs[: needs.index(missing[0])]]
             waits = self.held.get(self.case.slots[missing[0]]) in sooner
             assert waits or not self.fits(self.unused | {missing[0]}), "could have been gathered"
-        if self.position == len(self.accesses) and call.name in ("begin", "enter"):
+        if self.position == len(self.accesses) and call.name in ("begin", "advance"):
             assert self.misses == 0, "more gathers than changes"
 
 
@@ -182,7 +182,7 @@ class Rank:
         if self.at == len(self.case.program) or len(self.passes.work) - self.passes.done > self.case.run_ahead:
             return False
         call, self.at = self.case.program[self.at], self.at + 1
-        if call.name == "forget":
+        if call.name == "invalidate":
             self.version[call.bucket] += 1
         answer = self.ask(call)
         if check:
@@ -194,7 +194,7 @@ class Rank:
             pool, slot = self.case.slots[bucket][0], self.case.slots[bucket]
             self.gather_of[bucket] = len(self.comms[pool].work)
             self.comms[pool].work.append((bucket, self.version[bucket], self.last_read.get(slot, 0)))
-        if call.name == "enter":
+        if call.name == "advance":
             needs = self.case.units[call.accesses[0].unit]
             self.passes.work.append(tuple((bucket, self.version[bucket], self.gather_of[bucket]) for bucket in needs))
             self.last_read |= {self.case.slots[bucket]: len(self.passes.work) for bucket in needs}
@@ -204,11 +204,11 @@ class Rank:
         """The buckets to gather, of the plan under test."""
         if call.name == "begin":
             return self.prefetch.begin(call.accesses)
-        if call.name == "enter":
-            return self.prefetch.enter(*call.accesses)
-        if call.name == "offer":
-            return (call.bucket,) if self.prefetch.offer(call.bucket) else ()
-        self.prefetch.forget(call.bucket)
+        if call.name == "advance":
+            return self.prefetch.advance(*call.accesses)
+        if call.name == "try_gather":
+            return (call.bucket,) if self.prefetch.try_gather(call.bucket) else ()
+        self.prefetch.invalidate(call.bucket)
         return ()
 
     def compute(self) -> bool:
@@ -306,22 +306,22 @@ class NeverAhead(PrefetchPlan):
 
 
 class RefusesOffers(PrefetchPlan):
-    def offer(self, bucket: int) -> bool:
+    def try_gather(self, bucket: int) -> bool:
         return False
 
 
 class KeepsAllWeights(PrefetchPlan):
-    def forget(self, bucket: int) -> None:
+    def invalidate(self, bucket: int) -> None:
         pass
 
-    def offer(self, bucket: int) -> bool:
-        return not self.holds(bucket) and super().offer(bucket)
+    def try_gather(self, bucket: int) -> bool:
+        return not self.holds(bucket) and super().try_gather(bucket)
 
 
 class KeepsOneWeight(KeepsAllWeights):
-    def forget(self, bucket: int) -> None:
+    def invalidate(self, bucket: int) -> None:
         if bucket != 1:
-            PrefetchPlan.forget(self, bucket)
+            PrefetchPlan.invalidate(self, bucket)
 
 
 class InAnotherOrder(PrefetchPlan):
@@ -335,7 +335,7 @@ class GathersTooOften(PrefetchPlan):
     def begin(self, accesses: Sequence[WeightAccess]) -> tuple[int, ...]:
         self._check_walked()
         for bucket in list(self._occupants.values()):
-            self.forget(bucket)
+            self.invalidate(bucket)
         return super().begin(accesses)
 
 

@@ -15,8 +15,8 @@ from megatron_llama.config.schema import Config, LoraConfig, OffloadConfig, ZenF
 from megatron_llama.errors import ConfigError
 from megatron_llama.plans.checks.zenflow import (
     longest_window,
-    sends_wide,
-    steps_between_choices,
+    selection_steps,
+    sends_fp32,
     zenflow_notes,
     zenflow_problems,
     zenflow_warnings,
@@ -53,13 +53,13 @@ def file(folder: Path, content: Any) -> str:
 
 def test_intervals_in_steps() -> None:
     every_epoch = ZenFlowConfig(zenflow_select_strategy="epoch", zenflow_select_interval="3")
-    assert steps_between_choices(every_epoch, 10) == 30
-    assert steps_between_choices(MEANT, 10) == 32
-    assert steps_between_choices(ZenFlowConfig(), 10) == 10 and steps_between_choices(ZenFlowConfig(), 0) == 0
+    assert selection_steps(every_epoch, 10) == 30
+    assert selection_steps(MEANT, 10) == 32
+    assert selection_steps(ZenFlowConfig(), 10) == 10 and selection_steps(ZenFlowConfig(), 0) == 0
     assert longest_window(MEANT) == 8 and longest_window(ZenFlowConfig(zenflow_update_interval_cap=5)) == 5
     at_once = replace(MEANT, zenflow_update_interval="1", zenflow_overlap_step=False)
-    assert [sends_wide(one) for one in (MEANT, at_once, replace(at_once, zenflow_overlap_step=True))] == [False, True, False]
-    assert sends_wide(replace(MEANT, zenflow_topk_ratio=1.0))
+    assert [sends_fp32(one) for one in (MEANT, at_once, replace(at_once, zenflow_overlap_step=True))] == [False, True, False]
+    assert sends_fp32(replace(MEANT, zenflow_topk_ratio=1.0))
 
 
 def test_yaml_flags_and_deepspeeds_file_say_the_same(tmp_path: Path) -> None:

@@ -16,9 +16,8 @@ from megatron_llama.config.help import config_sections
 from megatron_llama.config.megatron_names import MEGATRON
 from megatron_llama.config.parse import parse
 from megatron_llama.config.schema import Config
-from megatron_llama.engine.offload.divided import Divided
-from megatron_llama.engine.offload.exact import UPDATING, Attempts, ExactOffload
-from megatron_llama.engine.offload.shard import APPLYING
+from megatron_llama.engine.offload.exact import UPDATING, ExactOffload, Speculation
+from megatron_llama.engine.offload.zenflow.rule import APPLYING
 from megatron_llama.errors import ConfigError
 from tools.bench_offload import Bench, BenchOffloadConfig, main, resolved
 from tools.offload.catalogue import MODES, Numbers
@@ -66,7 +65,7 @@ class Run:
         mode = next(mode for mode in MODES if mode.name == name)
         self.ours = Ours(mode, small(), HOST, Speeds(0.0, 0.0, 0.0, 1))
         self.journal = self.ours.recorder.events = Journal()
-        layout = self.ours.engine.layout
+        layout = self.ours.engine.bucket_plan
         self.order = [str(bucket) for bucket in layout.forward_order]
         self.bucket = {placed.spec.name: str(bucket.index) for bucket in layout.buckets for placed in bucket.placements}
         self.later = {
@@ -106,10 +105,9 @@ class Run:
         return [text.removeprefix("to device ") for text in self.journal if text.startswith("to device ")]
 
     @property
-    def attempts(self) -> Attempts:
-        update = self.ours.engine.update
-        assert isinstance(update, Divided) and isinstance(update.rule, ExactOffload)
-        return update.rule.attempts
+    def speculation(self) -> Speculation:
+        (rule,) = [rule for rule in self.ours.engine.rules.distinct if isinstance(rule, ExactOffload)]
+        return rule.speculation
 
     def check_weights_come_first(self) -> None:
         """Nothing is computed with weights that are still on their way: each half of a layer begins when the one before has computed."""
@@ -172,13 +170,13 @@ def test_without_clipping_a_host_that_is_late_does_first_what_is_needed_first() 
 @pytest.mark.parametrize("misses", [False, True], ids=["hits", "misses"])
 def test_speculation_updates_during_backward_and_sends_nothing_before_the_norm(misses: bool) -> None:
     run = Run("exact, speculation misses" if misses else "exact, speculation hits")
-    run.hold_backward(lambda: run.seen(UPDATING) >= run.step * len(run.order) + len(run.later) + run.attempts.redone)
+    run.hold_backward(lambda: run.seen(UPDATING) >= run.step * len(run.order) + len(run.later) + run.speculation.redone)
     run.hold_last_weights()
     run.go()
     assert run.arrivals == STEPS * run.order
-    tried = run.attempts.redone if misses else run.attempts.kept
-    assert tried >= STEPS * len(run.later) and run.attempts.kept * run.attempts.redone == 0
-    assert run.seen(UPDATING) == STEPS * len(run.order) + run.attempts.redone, "what was right is not done again"
+    tried = run.speculation.redone if misses else run.speculation.kept
+    assert tried >= STEPS * len(run.later) and run.speculation.kept * run.speculation.redone == 0
+    assert run.seen(UPDATING) == STEPS * len(run.order) + run.speculation.redone, "what was right is not done again"
     run.check_weights_come_first()
 
 
@@ -193,8 +191,6 @@ def test_blocking_offload_waits_for_everything() -> None:
 def test_zenflow_updates_beside_the_next_window_and_sends_weights_at_its_end() -> None:
     """The first step updates everything and chooses columns, the next four are a window."""
     run = Run("zenflow")
-    update = run.ours.engine.update
-    assert isinstance(update, Divided)
     buckets = len(run.order) - 1  # norms have no columns
     run.journal.rules.append(
         (lambda text: text == APPLYING and buckets <= run.seen(text) < 2 * buckets, lambda: run.seen(BACKWARD) > 5 * MICROBATCHES)

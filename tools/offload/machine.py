@@ -9,7 +9,7 @@ import torch
 from megatron_llama.config.schema import OptimizerConfig
 from megatron_llama.distributed import device as devices
 from megatron_llama.distributed.comm.worker import Task
-from megatron_llama.engine.offload.slabs import Slab
+from megatron_llama.engine.offload.pinned_buffer import PinnedBuffer
 from megatron_llama.engine.offload.worker import HostWorker, rank_cores
 from megatron_llama.engine.update_rule import adamw_step
 
@@ -21,7 +21,7 @@ TIMES = 3
 def bus_seconds(device: torch.device) -> float:
     """For four bytes in one direction, the slower one."""
     slab, slowest = (
-        Slab(SAMPLE, torch.float32, device, "a sample"),
+        PinnedBuffer(SAMPLE, torch.float32, device, "a sample"),
         0.0,
     )  # pinned as long as it lives
     there = torch.empty(SAMPLE, device=device)
@@ -62,7 +62,7 @@ def update_seconds(cores: str) -> float:
             found.append(time.perf_counter() - begin)
 
     job = Task(measure)
-    worker.put(job, turn=0)
+    worker.put(job, priority=0)
     job.wait()
     worker.close()
     return min(found) / SAMPLE

@@ -18,13 +18,19 @@ from typing import cast
 from torch import Tensor, nn
 
 from megatron_llama.engine.offload.copies import HostCopies
-from megatron_llama.engine.offload.exact import SETTING_ASIDE, UPDATING
-from megatron_llama.engine.offload.shard import ADDING_UP, APPLYING, PACKING
+from megatron_llama.engine.offload.exact import COPYING_STATE, UPDATING
 from megatron_llama.engine.offload.worker import HostWorker
+from megatron_llama.engine.offload.zenflow.rule import ACCUMULATING, APPLYING, PACKING
 from tools.overlap.waits import Clock, Ready, install
 
 TRAFFIC: Mapping[str, float] = MappingProxyType(
-    {UPDATING: 1.0, SETTING_ASIDE: 24 / 30, ADDING_UP: 12 / 30, APPLYING: 42 / 30, PACKING: 8 / 30}
+    {
+        UPDATING: 1.0,
+        COPYING_STATE: 24 / 30,
+        ACCUMULATING: 12 / 30,
+        APPLYING: 42 / 30,
+        PACKING: 8 / 30,
+    }
 )
 """Bytes that the host moves for an element, over the 30 of an update: of ZenFlow with fp32 on the
 bus, a gradient and a sum are read to be added up, and one sum written; to be applied it is spread

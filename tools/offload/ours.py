@@ -17,7 +17,6 @@ from megatron_llama.distributed.comm.streams import Future
 from megatron_llama.distributed.mesh import build_mesh
 from megatron_llama.engine.build import build_optimizer, compute_dtype
 from megatron_llama.engine.offload.copies import Copies, Copy, open_copies
-from megatron_llama.engine.offload.divided import Divided
 from megatron_llama.engine.offload.exact import ExactOffload
 from megatron_llama.engine.offload.worker import HostWorker
 from megatron_llama.model.llama import build_stages
@@ -67,13 +66,9 @@ class CountedCopies:
         self.bytes += target.nbytes
         return self._copies.to_device(target, source, after=after)
 
-    def close(self) -> None:
+    def close(self, timeout: float = 0.0) -> None:
         """See Copies."""
-        self._copies.close()
-
-    def join(self, seconds: float) -> None:
-        """See Copies."""
-        self._copies.join(seconds)
+        self._copies.close(timeout)
 
 
 class Ours:
@@ -121,8 +116,8 @@ class Ours:
         return worker
 
     def _model(self, stage: Any, speeds: Speeds, copies: ModelledCopies) -> None:
-        weights = self.engine.weights
-        layout = self.engine.layout
+        weights = self.engine.parameters
+        layout = self.engine.bucket_plan
         buckets = {
             placed.spec.name: bucket.index
             for bucket in layout.buckets
@@ -131,7 +126,7 @@ class Ours:
         for bucket, shard in self.engine.gradients.shards.items():
             copies.names |= {
                 shard.data_ptr(): str(bucket),
-                weights.own[bucket].data_ptr(): str(bucket),
+                weights.shards[bucket].data_ptr(): str(bucket),
             }
 
         def ready(names: Sequence[str]) -> None:
@@ -186,10 +181,12 @@ class Ours:
 
     @property
     def _attempts(self) -> tuple[int, int]:
-        rule = self.engine.update.rule if isinstance(self.engine.update, Divided) else None
-        return (
-            (rule.attempts.kept, rule.attempts.redone) if isinstance(rule, ExactOffload) else (0, 0)
-        )
+        found = [
+            rule.speculation
+            for rule in self.engine.rules.distinct
+            if isinstance(rule, ExactOffload)
+        ]
+        return (found[0].kept, found[0].redone) if found else (0, 0)
 
     def close(self) -> None:
         """End its threads."""

@@ -37,7 +37,7 @@ class Ours:
         layers = stages[0].model.layers
         self._buckets = {
             placed.spec.name: bucket.index
-            for bucket in self._engine.layout.buckets
+            for bucket in self._engine.bucket_plan.buckets
             for placed in bucket.placements
         }
         install(
@@ -48,7 +48,7 @@ class Ours:
 
     def _ready(self, names: Sequence[str]) -> None:
         for name in names:
-            self._engine.weights.wait_unsharded(self._buckets[name], name)
+            self._engine.parameters.wait_unsharded(self._buckets[name], name)
 
     def begin(self) -> None:
         """See Contender."""

@@ -1,4 +1,4 @@
-"""From configuration to update rule: who updates which bucket, in which memory, on which
+"""From configuration to update rules: who updates which bucket, in which memory, on which
 processors."""
 
 from __future__ import annotations
@@ -16,27 +16,21 @@ from megatron_llama.distributed.comm.object_collectives import all_gather_object
 from megatron_llama.distributed.host_memory import free_bytes
 from megatron_llama.distributed.mesh import Mesh
 from megatron_llama.engine.offload.copies import Copies, open_copies
-from megatron_llama.engine.offload.divided import Divided
 from megatron_llama.engine.offload.exact import ExactOffload
-from megatron_llama.engine.offload.windows import Pace
 from megatron_llama.engine.offload.worker import HostWorker, WorkerFactory, rank_cores
-from megatron_llama.engine.offload.zenflow import ZenFlow
-from megatron_llama.engine.update_rule import AdamW, ShardUpdate
+from megatron_llama.engine.offload.zenflow.rule import ZenFlow
+from megatron_llama.engine.offload.zenflow.schedule import Intervals
+from megatron_llama.engine.update_rule import AdamW, UpdateRule, UpdateRules
 from megatron_llama.errors import OffloadError, describe
 from megatron_llama.plans.buckets import BucketPlan
-from megatron_llama.plans.checks.zenflow import (
-    AUTO,
-    longest_window,
-    sends_wide,
-    steps_between_choices,
-)
+from megatron_llama.plans.checks.zenflow import AUTO, longest_window, selection_steps, sends_fp32
 from megatron_llama.plans.memory import gib, state_bytes
 from megatron_llama.plans.offload import ZENFLOW, OffloadPlan, offload_plan
 
 
-def build_update(
+def build_update_rules(
     config: Config,
-    layout: BucketPlan,
+    bucket_plan: BucketPlan,
     mesh: Mesh,
     *,
     dtype: torch.dtype,
@@ -44,99 +38,85 @@ def build_update(
     worker_factory: WorkerFactory = HostWorker,
     blocking: bool = False,
     steps_per_epoch: int = 0,
-) -> ShardUpdate:
-    """The update rule of one rank. ``dtype``: of parameters; ``copies``: between device and host,
-    by default as fast as they go; ``worker_factory``: makes who updates there; ``blocking``:
-    offload that waits at once, for comparison; ``steps_per_epoch``: 0 where there is no such thing.
-    Collective.
+) -> UpdateRules:
+    """Build the update rules of one rank: AdamW on the device, and where the optimizer is offloaded
+    a rule on the host for the buckets that the plan names. Collective.
+
+    ``dtype`` is that of the parameters. ``copies`` copies between device and host, by default as
+    fast as possible. ``worker_factory`` makes the worker that updates on the host. ``blocking``
+    makes the exact offload wait at once, for comparison. ``steps_per_epoch`` is 0 where an epoch
+    has no meaning.
 
     Raises ConfigError or OffloadError, on every rank, where processors or memory for offload are
-    not there."""
-    plan = offload_plan(config, layout)
+    missing."""
+    adamw = AdamW(config.optimizer)
+    count = len(bucket_plan.buckets)
+    plan = offload_plan(config, bucket_plan)
     if plan is None:
-        return AdamW(config.optimizer)
-    needed = plan.held + (
-        sum(state_bytes(config, layout).values()) if devices.is_host(mesh.device) else 0
-    )
+        return UpdateRules([adamw] * count, [adamw])
+    on_cpu = devices.is_host(mesh.device)
+    # Without a device the rest of the training state is in the host's memory as well.
+    needed = plan.held + (sum(state_bytes(config, bucket_plan).values()) if on_cpu else 0)
     ranks = all_gather_object(Neighbour(_machine(), devices.physical_cores(), needed), mesh.world)
     here = [rank for rank in ranks if rank.machine == ranks[mesh.rank].machine]
     option = config.offload.offload_cores
     with raise_on_all_ranks(mesh.world):
         _require_memory(sum(rank.needed for rank in here), len(here), plan)
         cores = rank_cores(option, *place_among(ranks, mesh.rank, apart=option == AUTO))
-    with raise_on_all_ranks(mesh.world):  # not before all have found enough of it free
-        # On a host without a device the ranks' own number of threads counts: they have been told
-        # how to share the processors.
-        worker = worker_factory(
-            cores,
-            min(len(cores), torch.get_num_threads())
-            if devices.is_host(mesh.device)
-            else len(cores),
-        )
+    # A section of its own: nobody allocates before all ranks have found enough free memory.
+    with raise_on_all_ranks(mesh.world):
+        # On a machine without a device OMP_NUM_THREADS says how ranks share the processors.
+        threads = min(len(cores), torch.get_num_threads()) if on_cpu else len(cores)
+        worker = worker_factory(cores, threads)
         copies = copies or open_copies(mesh.device)
+        master_dtype = torch.promote_types(dtype, torch.float32)
+        rule: UpdateRule
         if config.offload.optimizer_offload == ZENFLOW:
-            rule: ShardUpdate = _zenflow(
-                config,
-                layout,
+            options = config.zenflow
+            wire = dtype
+            if sends_fp32(options):
+                wire = master_dtype
+            elif dtype == torch.float16:
+                # Gradients in float16 overflow where the norm, in fp32, does not.
+                wire = torch.bfloat16
+            rule = ZenFlow(
+                config.optimizer,
+                options.zenflow_topk_ratio,
+                Intervals(
+                    update=longest_window(options),
+                    auto=options.zenflow_update_interval == AUTO,
+                    overlap=options.zenflow_overlap_step,
+                    warm_up_rounds=options.zenflow_full_warm_up_rounds,
+                    selection=selection_steps(options, steps_per_epoch),
+                ),
+                bucket_plan,
                 mesh,
-                plan,
-                dtype=dtype,
+                plan.buckets,
+                master_dtype=master_dtype,
+                compute_dtype=dtype,
+                wire=wire,
                 worker=worker,
                 copies=copies,
-                epoch=steps_per_epoch,
             )
         else:
             rule = ExactOffload(
                 config.optimizer,
                 plan,
-                dtype=torch.promote_types(dtype, torch.float32),
-                narrow=dtype,
+                master_dtype=master_dtype,
+                compute_dtype=dtype,
                 device=mesh.device,
-                largest=max((layout.shard_numel(bucket) for bucket in plan.buckets), default=0),
-                label=layout.label,
+                largest=max(map(bucket_plan.shard_numel, plan.buckets), default=0),
+                label=bucket_plan.label,
                 worker=worker,
                 copies=copies,
                 recorder=mesh.recorder,
                 blocking=blocking,
             )
-    return Divided(frozenset(plan.buckets), rule, AdamW(config.optimizer))
-
-
-def _zenflow(
-    config: Config,
-    layout: BucketPlan,
-    mesh: Mesh,
-    plan: OffloadPlan,
-    *,
-    dtype: torch.dtype,
-    worker: HostWorker,
-    copies: Copies,
-    epoch: int,
-) -> ZenFlow:
-    options = config.zenflow
-    wide = torch.promote_types(dtype, torch.float32)
-    pace = Pace(
-        interval=longest_window(options),
-        asks=options.zenflow_update_interval == AUTO,
-        overlap=options.zenflow_overlap_step,
-        rounds=options.zenflow_full_warm_up_rounds,
-        choice=steps_between_choices(options, epoch),
-    )
-    # Gradients in float16 overflow where the norm, in fp32, does not.
-    wire = wide if sends_wide(options) else torch.bfloat16 if dtype == torch.float16 else dtype
-    return ZenFlow(
-        config.optimizer,
-        options.zenflow_topk_ratio,
-        pace,
-        layout,
-        mesh,
-        plan.buckets,
-        dtype=wide,
-        narrow=dtype,
-        wire=wire,
-        worker=worker,
-        copies=copies,
-    )
+    offloaded = frozenset(plan.buckets)
+    by_bucket = [rule if bucket in offloaded else adamw for bucket in range(count)]
+    # Also a rule that has no bucket on this rank: on other ranks it may have, and its collectives
+    # need all of them.
+    return UpdateRules(by_bucket, [rule, adamw])
 
 
 @dataclass(frozen=True)
@@ -145,26 +125,26 @@ class Neighbour:
 
     machine: str
     cores: tuple[int, ...]
-    """The physical ones that it may use."""
+    """The physical cores that it may use."""
     needed: int
-    """Bytes of host memory."""
+    """Bytes of host memory that it needs."""
 
 
 def place_among(ranks: Sequence[Neighbour], rank: int, *, apart: bool) -> tuple[int, int]:
-    """Which one of how many ranks that divide processors a rank is: of all on its machine, or,
-    ``apart``, of those that may use the same ones. A launcher that binds each rank to processors of
-    its own has divided them already."""
-    own = ranks[rank]
-    others = [
+    """Returns (i, n): a rank is the i-th of n ranks that divide processors among them. These are
+    all ranks of its machine, or with ``apart`` those that may use the same processors: a launcher
+    that binds each rank to processors of its own has divided them already."""
+    me = ranks[rank]
+    sharing = [
         number
         for number, one in enumerate(ranks)
-        if one.machine == own.machine and (one.cores == own.cores or not apart)
+        if one.machine == me.machine and (one.cores == me.cores or not apart)
     ]
-    return others.index(rank), len(others)
+    return sharing.index(rank), len(sharing)
 
 
 def _machine() -> str:
-    """Tells machines, and containers on them, apart."""
+    """Returns a text that differs between machines, and between containers on one machine."""
     boot = Path("/proc/sys/kernel/random/boot_id")
     return socket.gethostname() + (boot.read_text() if boot.exists() else "")
 

@@ -1,4 +1,4 @@
-"""Copies between the device's memory and the host's, each way beside everything else: in two
+"""Copies between the device's memory and the host's, overlapped with everything else: in two
 streams of the device, or, where the host itself is the device, in two threads."""
 
 from __future__ import annotations
@@ -14,57 +14,51 @@ from megatron_llama.distributed.comm.worker import Task, Worker
 
 
 class Copy(Future, Protocol):
-    """A copy under way. ``wait``: what comes after it in the current stream of a device finds it
-    done; on the host the caller does."""
+    """A copy under way. ``wait`` makes the device's current stream wait for it; where the host is
+    the device, the caller waits."""
 
     def complete(self) -> None:
-        """The host waits for its end. Raises what went wrong."""
+        """Make the host wait for the end of the copy. Raises what went wrong."""
 
 
 class Copies(Protocol):
-    """Who copies. Those of one direction are done one after the other, in the order of the
-    calls."""
+    """Copies in two directions. Those of one direction are done one after the other, in the order
+    of the calls."""
 
     def given(self) -> Future:
-        """The end of what the caller's current stream has been given so far."""
+        """Returns the end of the work that the caller's current stream has been given so far."""
 
     def to_host(self, target: Tensor, source: Tensor) -> Copy:
-        """Copy from the device, after what the caller's current stream has been given so far. Both
-        tensors have to stay alive."""
+        """Copy from the device, after the work that the caller's current stream has been given so
+        far. Both tensors have to stay alive until the copy has ended."""
 
     def to_device(self, target: Tensor, source: Tensor, *, after: Future) -> Copy:
-        """Copy from the host, where the source is complete, once ``after``, made by ``given``, is
+        """Copy from the host, where ``source`` is complete, once ``after`` (made by ``given``) is
         over."""
 
-    def close(self) -> None:
-        """Nothing more will be copied."""
-
-    def join(self, seconds: float) -> None:
-        """After ``close``: wait for the end of the threads, each at most so long."""
+    def close(self, timeout: float = 0.0) -> None:
+        """End the threads, and wait for each at most ``timeout`` seconds."""
 
 
 def open_copies(device: torch.device) -> Copies:
-    """For tensors of this device."""
+    """Returns the copies for tensors of this device."""
     return HostCopies() if devices.is_host(device) else DeviceCopies(device)
 
 
 class HostCopies:
-    """The host is the device: a thread for each direction."""
+    """Copies where the host is the device: a thread for each direction."""
 
     def __init__(self) -> None:
         self._to_host = Worker("to host")
         self._to_device = Worker("to device")
 
     def given(self) -> Future:
-        """See Copies. The caller has done it."""
-        return CompletedFuture()
+        return CompletedFuture()  # the caller has done it itself
 
     def to_host(self, target: Tensor, source: Tensor) -> Copy:
-        """See Copies."""
         return self._put(self._to_host, target, source)
 
     def to_device(self, target: Tensor, source: Tensor, *, after: Future) -> Copy:
-        """See Copies."""
         return self._put(self._to_device, target, source)
 
     def _put(self, worker: Worker, target: Tensor, source: Tensor) -> Copy:
@@ -73,18 +67,15 @@ class HostCopies:
         return task
 
     def copy(self, target: Tensor, source: Tensor) -> None:
-        """One copy, in its thread."""
+        """Make one copy. Called by the thread of its direction."""
         target.copy_(source)
 
-    def close(self) -> None:
-        """See Copies."""
-        self._to_host.close()
-        self._to_device.close()
-
-    def join(self, seconds: float) -> None:
-        """See Copies."""
-        self._to_host.join(seconds)
-        self._to_device.join(seconds)
+    def close(self, timeout: float = 0.0) -> None:
+        for worker in (self._to_host, self._to_device):
+            worker.close()
+        if timeout:
+            for worker in (self._to_host, self._to_device):
+                worker.join(timeout)
 
 
 class _CopyTask(Task):
@@ -93,8 +84,8 @@ class _CopyTask(Task):
 
 
 class DeviceCopies:
-    """A stream for each direction, joined to others by events. The host's side has to be pinned, or
-    the host waits for each copy."""
+    """Copies in a stream for each direction, so that a copy to the host does not delay one to the
+    device. The host's side has to be pinned, or the host waits for each copy."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -102,16 +93,13 @@ class DeviceCopies:
         self._to_device = devices.new_stream(device)
 
     def given(self) -> Future:
-        """See Copies."""
         return _Recorded(self._device)
 
     def to_host(self, target: Tensor, source: Tensor) -> Copy:
-        """See Copies."""
         self._to_host.wait_stream(devices.current_stream(self._device))
         return self._copy(self._to_host, target, source)
 
     def to_device(self, target: Tensor, source: Tensor, *, after: Future) -> Copy:
-        """See Copies."""
         with devices.on_stream(self._to_device):
             after.wait()
         return self._copy(self._to_device, target, source)
@@ -121,17 +109,15 @@ class DeviceCopies:
             target.copy_(source, non_blocking=True)
             return _Recorded(self._device)
 
-    def close(self) -> None:
-        """See Copies."""
-
-    def join(self, seconds: float) -> None:
-        """See Copies. What is under way must end before its memory is given back."""
-        self._to_host.synchronize()
-        self._to_device.synchronize()
+    def close(self, timeout: float = 0.0) -> None:
+        if timeout:
+            # A copy under way must end before its pinned memory is given back.
+            self._to_host.synchronize()
+            self._to_device.synchronize()
 
 
 class _Recorded:
-    """What the current stream was given until now."""
+    """The end of the work that the current stream has been given until now."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device

@@ -1,16 +1,15 @@
-"""AdamW on the host that nobody waits for longer than has to be: to the bit what waiting for every
-update would give.
+"""Exact optimizer offload: AdamW on the host, overlapped with the device's work, with the bits that
+waiting for every update would give.
 
-    backward    a gradient leaves for the host as soon as it is reduced; without clipping its bucket
-                is updated at once
-    norm        with clipping updates begin here, in the order in which the next forward pass needs
-                buckets; or, speculating, they
-                have been made during backward on a second copy, as if nothing were clipped, and are
-                kept, or made again on the first
-    forward     each layer waits for its own bucket only: update, copy to the device, gather
+    backward    A gradient is copied to the host as soon as it is reduced. Without clipping its
+                bucket is updated at once.
+    norm        With clipping updates begin here, in the order in which the next forward pass needs
+                the buckets. With --offload-speculative they have been made during backward on a
+                second copy, as if nothing were clipped; they are kept, or made again on the first.
+    forward     Each layer waits for its own bucket only: update, copy to the device, all-gather.
 
-One thread computes: torch's fused AdamW, which gives the same bits whatever shards it is called on,
-their lengths being multiples of 64.
+One worker thread updates, with torch's fused AdamW. The kernel gives the same bits however the
+elements are cut into calls, because all lengths are multiples of 64.
 """
 
 from __future__ import annotations
@@ -28,84 +27,88 @@ from megatron_llama.distributed.comm.streams import Future
 from megatron_llama.distributed.comm.worker import Task
 from megatron_llama.distributed.recorder import Recorder
 from megatron_llama.engine.offload.copies import Copies, Copy
-from megatron_llama.engine.offload.failures import of_bucket
-from megatron_llama.engine.offload.slabs import Slab
-from megatron_llama.engine.offload.worker import HostWorker
-from megatron_llama.engine.update_rule import Shard, adamw_step
+from megatron_llama.engine.offload.pinned_buffer import PinnedBuffer
+from megatron_llama.engine.offload.worker import HostWorker, errors_of_bucket
+from megatron_llama.engine.update_rule import Shard, UpdateRule, adamw_step
 from megatron_llama.plans.offload import FACTORS, STAGED, OffloadPlan
 
 UPDATING = "updating"
-SETTING_ASIDE = "setting aside"
-"""What the worker's time is spent at."""
+COPYING_STATE = "copying state"
+"""What the worker's time is spent on."""
 
 
 @dataclass
 class _Factors:
-    """Scale and skip of an update on their way to the host."""
+    """Scale and skip of an update, on their way to the host."""
 
     scale: Tensor
     skip: Tensor
     source: Tensor
-    """[2] on the device: both of them."""
-    here: Tensor
+    """[2] on the device: both. Kept here because the copy reads it later."""
+    on_host: Tensor
     """[2] on the host."""
     copy: Copy
 
 
-_Values = tuple[Tensor, Tensor, Tensor]
+_State = tuple[Tensor, Tensor, Tensor]
 """Master and both moments of a shard."""
 
 
 @dataclass
-class _Held:
-    """A bucket on the host."""
+class _HostShard:
+    """The state of one bucket on the host."""
 
     shard: Shard
     label: str
-    attached: _Values
-    """Where everybody but the worker looks for them, when nothing is under way."""
+    attached: _State
+    """Where the engine and checkpoints look when nothing is in flight."""
     count: Tensor
-    """Of updates, 0-dim."""
+    """Number of updates, 0-dim."""
     grad: Tensor
+    """Where the gradient arrives."""
     factors: Tensor
+    """[2], room for scale and skip."""
     decay: float
-    spare: _Values | None = None
-    """Room for a second copy; None: nothing is done ahead."""
+    spare: _State | None = None
+    """Room for a second copy; None: this bucket is not updated speculatively."""
     arrival: Copy | None = None
+    """The copy of the last gradient to the host."""
     attempt: Task | None = None
-    """The update of this step that was tried before its scale was known."""
-    ahead: Tensor | None = None
-    """It was made on the second copy; the count of updates there."""
+    """The speculative update of this step."""
+    speculative_count: Tensor | None = None
+    """The number of updates of the second copy, if a speculative update has been made there."""
     update: Task | None = None
-    """That of the last step."""
-    live: _Values = field(init=False)
-    """At the end of the last step; ``attached``, or what was the second copy."""
+    """The update of the last step."""
+    live: _State = field(init=False)
+    """The state at the end of the last step: ``attached``, or what was the second copy."""
 
     def __post_init__(self) -> None:
         self.live = self.attached
 
 
 @dataclass
-class Attempts:
-    """How often buckets were updated ahead of the norm, and what became of that."""
+class Speculation:
+    """How often speculative updates were kept, and how often they had to be made again."""
 
     kept: int = 0
     redone: int = 0
 
 
-class ExactOffload:
-    """An update rule (ShardUpdate) for the buckets of a plan. Masters, moments and arriving
-    gradients are in the host's memory.
+class ExactOffload(UpdateRule):
+    """AdamW on the host for the buckets of a plan. Masters, moments and arriving gradients are in
+    the host's memory.
 
-    ``blocking``: wait for every copy and update at once; the reference."""
+    ``blocking`` waits for every copy and update at once: the reference for comparisons."""
+
+    is_async = True
 
     def __init__(
         self,
         config: OptimizerConfig,
         plan: OffloadPlan,
         *,
-        dtype: torch.dtype,
-        narrow: torch.dtype,
+        master_dtype: torch.dtype,
+        compute_dtype: torch.dtype,
         device: torch.device,
         largest: int,
         label: Callable[[int], str],
@@ -114,9 +117,8 @@ class ExactOffload:
         recorder: Recorder,
         blocking: bool = False,
     ) -> None:
-        """``dtype``: of master and gradient; ``narrow``: of what is gathered; ``largest``: elements
-        of the largest shard of the plan; ``label``: buckets for people. Raises OffloadError where
-        memory is refused."""
+        """``largest`` is the number of elements of the plan's largest shard; ``label`` names
+        buckets in errors. Raises OffloadError where memory is refused."""
         self._config = config
         self._plan = plan
         self._label = label
@@ -124,259 +126,254 @@ class ExactOffload:
         self._worker = worker
         self._copies = copies
         self._blocking = blocking
-        self._slabs = {
-            "state": Slab(plan.state // dtype.itemsize, dtype, device, "weights and moments"),
-            "gradients": Slab(plan.gradients // dtype.itemsize, dtype, device, "gradients"),
-            "undo": Slab(
-                plan.undo // dtype.itemsize, dtype, device, "updates that may be taken back"
+        self._buffers = {
+            "state": PinnedBuffer(
+                plan.state // master_dtype.itemsize, master_dtype, device, "weights and moments"
             ),
-            "factors": Slab(
+            "gradients": PinnedBuffer(
+                plan.gradients // master_dtype.itemsize, master_dtype, device, "gradients"
+            ),
+            "undo": PinnedBuffer(
+                plan.undo // master_dtype.itemsize,
+                master_dtype,
+                device,
+                "updates that may be taken back",
+            ),
+            "factors": PinnedBuffer(
                 FACTORS * len(plan.buckets), torch.float32, device, "scales of gradients"
             ),
-            "staging": Slab(
-                STAGED * largest if narrow != dtype else 0,
-                narrow,
+            "staging": PinnedBuffer(
+                STAGED * largest if compute_dtype != master_dtype else 0,
+                compute_dtype,
                 device,
                 "weights on their way to the device",
             ),
         }
-        staging = self._slabs["staging"]
+        staging = self._buffers["staging"]
         self._staging = [staging.take(largest) for _ in range(STAGED)] if staging.nbytes else []
         self._sending: list[Copy | None] = [None] * STAGED
         self._sent = 0
-        self._held: dict[int, _Held] = {}
-        self._wanted: dict[int, float] = {}
-        """Learning rates of updates that may be tried ahead; whoever takes one out decides about
-        it."""
+        self._shards: dict[int, _HostShard] = {}
+        self._speculative_lr: dict[int, float] = {}
+        """Learning rates of speculative updates that nobody has begun. Two threads look: whoever
+        pops the entry decides whether the update is made."""
         self._factors: _Factors | None = None
         self._unscaled = torch.ones(())
         self._unskipped = torch.zeros(())
-        self.to_host_bytes = self.to_device_bytes = 0
-        """Of gradients and weights, so far."""
-        self.attempts = Attempts()
+        self.to_host_bytes = 0
+        """Bytes of gradients that have been copied to the host so far."""
+        self.to_device_bytes = 0
+        """Bytes of weights that have been copied to the device so far."""
+        self.speculation = Speculation()
 
     @property
     def nbytes(self) -> int:
-        """Of all memory that it has taken from the host."""
-        return sum(slab.nbytes for slab in self._slabs.values())
+        """Bytes of all host memory that the rule has allocated."""
+        return sum(buffer.nbytes for buffer in self._buffers.values())
 
     def attach(self, shard: Shard) -> Tensor:
-        """See ShardUpdate."""
-        numel = shard.own.numel()
+        numel = shard.param_shard.numel()
         bucket = shard.bucket
-        self._held[bucket] = held = _Held(
+        self._shards[bucket] = one = _HostShard(
             shard,
             self._label(bucket),
-            _values(self._slabs["state"], numel),
+            _take_state(self._buffers["state"], numel),
             torch.zeros((), dtype=torch.float32),
-            self._slabs["gradients"].take(numel),
-            self._slabs["factors"].take(2),
+            self._buffers["gradients"].take(numel),
+            self._buffers["factors"].take(2),
             self._config.weight_decay if shard.kind.decay else 0.0,
-            _values(self._slabs["undo"], numel) if bucket in self._plan.speculated else None,
+            _take_state(self._buffers["undo"], numel) if bucket in self._plan.speculated else None,
         )
-        return held.attached[0]
+        return one.attached[0]
 
-    def beside(self, bucket: int) -> bool:
-        """See ShardUpdate."""
-        return bucket in self._plan.buckets
-
-    def arrived(self, bucket: int, grad: Tensor, *, ahead: float | None) -> None:
-        """See ShardUpdate."""
-        held = self._held[bucket]
-        if held.update is not None:
-            held.update.wait()  # long over: a forward pass has read what it made
-        held.arrival = self._copies.to_host(held.grad, grad)
+    def on_reduced(self, bucket: int, grad: Tensor, *, speculative_lr: float | None) -> None:
+        one = self._shards[bucket]
+        if one.update is not None:
+            # It reads the gradient that is overwritten now. It ended long ago, since a forward pass
+            # has read what it made; waiting brings its error here.
+            one.update.wait()
+        one.arrival = self._copies.to_host(one.grad, grad)
         self.to_host_bytes += grad.nbytes
         if self._blocking:
-            with of_bucket(held.label), self._recorder.exposed("the optimizer on the host"):
-                held.arrival.complete()
-        elif ahead is not None and held.spare is not None:
-            self._wanted[bucket] = ahead
-            held.attempt = Task(partial(self._try, held))
-            self._worker.put(held.attempt, turn=held.shard.turn)
+            with errors_of_bucket(one.label), self._recorder.exposed("the optimizer on the host"):
+                one.arrival.complete()
+        elif speculative_lr is not None and one.spare is not None:
+            self._speculative_lr[bucket] = speculative_lr
+            one.attempt = Task(partial(self._speculate, one))
+            self._worker.put(one.attempt, priority=one.shard.position)
 
-    def release(self, bucket: int) -> None:
-        """See ShardUpdate."""
-        held = self._held[bucket]
-        if held.arrival is not None:
-            with of_bucket(held.label):
-                held.arrival.wait()
+    def before_grad_reuse(self, bucket: int) -> None:
+        one = self._shards[bucket]
+        if one.arrival is not None:
+            with errors_of_bucket(one.label):
+                one.arrival.wait()
 
     def step(self, bucket: int, grad: Tensor, *, scale: Tensor, skip: Tensor, lr: float) -> Future:
-        """See ShardUpdate."""
-        held = self._held[bucket]
-        self._wanted.pop(bucket, None)  # with the scale there is nothing to try any more
-        update = _Update(
-            self, held, lr, self._factors_on_host(held, scale, skip), self._copies.given()
-        )
-        held.update = update.task
-        self._worker.put(update.task, turn=held.shard.turn)
+        one = self._shards[bucket]
+        # With the scale on its way, a speculative update that has not begun would only cost time.
+        self._speculative_lr.pop(bucket, None)
+        factors = self._factors_on_host(one, scale, skip)
+        update = _Update(self, one, lr, factors, self._copies.given())
+        one.update = update.task
+        self._worker.put(update.task, priority=one.shard.position)
         if self._blocking:
             with self._recorder.exposed("the optimizer on the host"):
                 update.complete()
         return update
 
-    def _factors_on_host(self, held: _Held, scale: Tensor, skip: Tensor) -> _Factors:
-        """One copy for all buckets that have them in common."""
+    def _factors_on_host(self, one: _HostShard, scale: Tensor, skip: Tensor) -> _Factors:
+        """Copy scale and skip to the host, once for all buckets that have them in common. Neither
+        thread waits for the copy here: the worker does."""
         factors = self._factors
         if factors is None or factors.scale is not scale or factors.skip is not skip:
             source = torch.stack([scale, skip])
-            copy = self._copies.to_host(held.factors, source)
-            factors = self._factors = _Factors(scale, skip, source, held.factors, copy)
+            copy = self._copies.to_host(one.factors, source)
+            factors = self._factors = _Factors(scale, skip, source, one.factors, copy)
         return factors
 
-    def _try(self, held: _Held) -> None:
-        """In the worker: update as if nothing had to be clipped, unless the step has come
-        meanwhile."""
-        lr = self._wanted.pop(held.shard.bucket, None)
+    def _speculate(self, one: _HostShard) -> None:
+        """Called by the worker: update a second copy as if nothing were clipped or skipped, unless
+        the step has come meanwhile."""
+        lr = self._speculative_lr.pop(one.shard.bucket, None)
         if lr is None:
             return
-        assert held.arrival is not None and held.spare is not None
-        held.arrival.complete()
-        with self._worker.working(SETTING_ASIDE, held.grad.numel()):
-            for copy, tensor in zip(held.spare, held.live, strict=True):
+        assert one.arrival is not None and one.spare is not None
+        one.arrival.complete()
+        with self._worker.working(COPYING_STATE, one.grad.numel()):
+            for copy, tensor in zip(one.spare, one.live, strict=True):
                 copy.copy_(tensor)
-        count = held.count.clone()
-        self._adamw(held, held.spare, count, self._unscaled, self._unskipped, lr)
-        held.ahead = count
+        count = one.count.clone()
+        self._adamw(one, one.spare, count, self._unscaled, self._unskipped, lr)
+        one.speculative_count = count
 
-    def perform(self, held: _Held, lr: float, factors: _Factors) -> None:
-        """In the worker: bring master and moments to the end of the step."""
-        assert held.arrival is not None, f"{held.label}: no gradient has arrived"
-        if held.attempt is not None:
-            held.attempt.wait()  # it was before this in the queue
-            held.attempt = None
-        held.arrival.complete()
+    def perform(self, one: _HostShard, lr: float, factors: _Factors) -> None:
+        """Called by the worker: bring master and moments to the end of the step."""
+        assert one.arrival is not None, f"{one.label}: no gradient has arrived"
+        if one.attempt is not None:
+            # It was before this in the queue, so it has ended; waiting raises its error.
+            one.attempt.wait()
+            one.attempt = None
+        one.arrival.complete()
         factors.copy.complete()
-        scale = factors.here[0]
-        skip = factors.here[1]
-        if held.ahead is not None:
-            count = held.ahead
-            held.ahead = None
+        scale = factors.on_host[0]
+        skip = factors.on_host[1]
+        if one.speculative_count is not None:
+            count = one.speculative_count
+            one.speculative_count = None
             if float(scale) == 1.0 and not bool(skip):
-                self.attempts.kept += 1
-                assert held.spare is not None
-                held.live, held.spare = held.spare, held.live
-                held.count.copy_(count)
+                self.speculation.kept += 1
+                assert one.spare is not None
+                one.live, one.spare = one.spare, one.live
+                one.count.copy_(count)
                 return
-            self.attempts.redone += 1
-        self._adamw(held, held.live, held.count, scale, skip, lr)
+            # Nothing has to be restored: the guess was made on the second copy.
+            self.speculation.redone += 1
+        self._adamw(one, one.live, one.count, scale, skip, lr)
 
     def _adamw(
-        self, held: _Held, values: _Values, count: Tensor, scale: Tensor, skip: Tensor, lr: float
+        self, one: _HostShard, values: _State, count: Tensor, scale: Tensor, skip: Tensor, lr: float
     ) -> None:
-        master, average, square = values
-        state = {"exp_avg": average, "exp_avg_sq": square, "step": count}
+        master, exp_avg, exp_avg_sq = values
+        state = {"exp_avg": exp_avg, "exp_avg_sq": exp_avg_sq, "step": count}
         with self._worker.working(UPDATING, master.numel()):
             adamw_step(
                 master,
-                held.grad,
+                one.grad,
                 state,
                 self._config,
-                decay=held.decay,
+                decay=one.decay,
                 scale=scale,
                 skip=skip,
                 lr=lr,
             )
 
-    def send(self, held: _Held, given: Future) -> Copy:
-        """In the worker: the new weights go to the device."""
-        own = held.shard.own
-        source = held.live[0]
+    def send(self, one: _HostShard, given: Future) -> Copy:
+        """Called by the worker: copy the new weights to the device, once ``given`` is over."""
+        param_shard = one.shard.param_shard
+        source = one.live[0]
         if self._staging:
+            # Two buffers: weights are cast into one while the other one is copied.
             number = self._sent % STAGED
             last = self._sending[number]
             if last is not None:
                 last.complete()
-            source = self._staging[number][: own.numel()].copy_(source)
-        copy = self._copies.to_device(own, source, after=given)
+            source = self._staging[number][: param_shard.numel()].copy_(source)
+        copy = self._copies.to_device(param_shard, source, after=given)
         if self._staging:
             self._sending[number] = copy
         self._sent += 1
-        self.to_device_bytes += own.nbytes
+        self.to_device_bytes += param_shard.nbytes
         return copy
 
-    def finish(self, steps: Future, *, scale: Tensor, skip: Tensor) -> None:
-        """See ShardUpdate."""
-
     def refresh(self, bucket: int) -> None:
-        """See ShardUpdate."""
-        held = self._held[bucket]
-        held.shard.own.copy_(held.attached[0])
+        one = self._shards[bucket]
+        one.shard.param_shard.copy_(one.attached[0])
 
     def settle(self) -> Mapping[int, Future]:
-        """See ShardUpdate. Nothing is put off beyond its step; what became of second copies goes
-        where everybody looks for it."""
-        for held in self._held.values():
-            if held.update is not None:
-                with of_bucket(held.label), self.waiting():
-                    held.update.wait()
-            if held.live is not held.attached:
-                for tensor, copy in zip(held.attached, held.live, strict=True):
+        """Nothing is put off beyond its step. Wait for the updates, and put the state that became
+        live by speculation where everybody looks for it."""
+        for one in self._shards.values():
+            if one.update is not None:
+                with errors_of_bucket(one.label), self.waiting():
+                    one.update.wait()
+            if one.live is not one.attached:
+                for tensor, copy in zip(one.attached, one.live, strict=True):
                     tensor.copy_(copy)
-                held.live, held.spare = held.attached, held.live
+                one.live, one.spare = one.attached, one.live
         return {}
 
-    def forget(self) -> None:
-        """See ShardUpdate."""
-        for held in self._held.values():
-            for tensor in (*held.attached[1:], held.count):
+    def reset(self) -> None:
+        for one in self._shards.values():
+            for tensor in (*one.attached[1:], one.count):
                 tensor.zero_()
 
     def state(self, bucket: int) -> dict[str, Tensor]:
-        """See ShardUpdate."""
-        held = self._held[bucket]
-        return {"exp_avg": held.attached[1], "exp_avg_sq": held.attached[2], "step": held.count}
+        one = self._shards[bucket]
+        return {"exp_avg": one.attached[1], "exp_avg_sq": one.attached[2], "step": one.count}
 
     def waiting(self) -> AbstractContextManager[None]:
-        """A section in which somebody waits for the host."""
+        """Returns a section in which somebody waits for the host."""
         return self._recorder.waiting("the optimizer on the host")
 
-    def close(self) -> None:
-        """See ShardUpdate."""
-        self._worker.close()
-        self._copies.close()
-
-    def join(self, seconds: float) -> None:
-        """See ShardUpdate."""
-        self._worker.join(seconds)
-        self._copies.join(seconds)
+    def close(self, timeout: float = 0.0) -> None:
+        self._worker.close(timeout)
+        self._copies.close(timeout)
 
 
-def _values(slab: Slab, numel: int) -> _Values:
-    return slab.take(numel), slab.take(numel), slab.take(numel)
+def _take_state(buffer: PinnedBuffer, numel: int) -> _State:
+    return buffer.take(numel), buffer.take(numel), buffer.take(numel)
 
 
 class _Update:
-    """The update of one bucket in one step: a Future."""
+    """The update of one bucket in one step, including the copy to the device: a Future."""
 
     def __init__(
-        self, rule: ExactOffload, held: _Held, lr: float, factors: _Factors, given: Future
+        self, rule: ExactOffload, one: _HostShard, lr: float, factors: _Factors, given: Future
     ) -> None:
         self._rule = rule
-        self._held = held
+        self._one = one
         self._sent: Copy | None = None
         self.task = Task(partial(self._run, lr, factors, given))
 
     def _run(self, lr: float, factors: _Factors, given: Future) -> None:
-        with of_bucket(self._held.label):
-            self._rule.perform(self._held, lr, factors)
-            self._sent = self._rule.send(self._held, given)
+        with errors_of_bucket(self._one.label):
+            self._rule.perform(self._one, lr, factors)
+            self._sent = self._rule.send(self._one, given)
 
-    def _update(self) -> Copy:
+    def _copy(self) -> Copy:
+        """The host waits for the update itself, which no event of a device can announce."""
         with self._rule.waiting():
             self.task.wait()
         assert self._sent is not None
         return self._sent
 
     def wait(self) -> None:
-        """See Future."""
-        sent = self._update()
-        with of_bucket(self._held.label):
+        sent = self._copy()
+        with errors_of_bucket(self._one.label):
             sent.wait()
 
     def complete(self) -> None:
-        """The host waits for all of it."""
-        sent = self._update()
-        with of_bucket(self._held.label):
+        """The host waits for the copy too."""
+        sent = self._copy()
+        with errors_of_bucket(self._one.label):
             sent.complete()

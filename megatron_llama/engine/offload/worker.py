@@ -22,9 +22,9 @@ from megatron_llama.plans.offload import core_list
 
 
 def rank_cores(option: str, local_rank: int, local_ranks: int) -> tuple[int, ...]:
-    """The processors of one of ``local_ranks`` ranks of this machine: an equal part of those that
-    --offload-cores names (auto: one of each physical core). Where there are fewer than ranks, ranks
-    share. Raises ConfigError for processors that there are not."""
+    """Returns the processors of one of ``local_ranks`` ranks of this machine: an equal part of those
+    that --offload-cores names (auto: one of each physical core). If there are fewer processors than
+    ranks, ranks share. Raises ConfigError for processors that this process may not use."""
     here = devices.physical_cores()
     cores = here if option == "auto" else core_list(option)
     allowed = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set(here)
@@ -44,25 +44,26 @@ def rank_cores(option: str, local_rank: int, local_ranks: int) -> tuple[int, ...
 
 
 class HostWorker:
-    """One thread; of the jobs that wait it takes the one with the lowest ``turn`` first, then the
-    oldest. One that fails does not stop the next."""
+    """One thread with a queue: of the waiting tasks it takes the one with the lowest ``priority``,
+    then the oldest. A task that fails does not stop the next."""
 
     def __init__(self, cores: Sequence[int] = (), threads: int = 0) -> None:
-        """``cores``: processors it may use, none: any; ``threads``: of torch's operators in it, 0:
-        as many as cores. Raises OffloadError where the system does not let a thread choose its
-        processors."""
+        """``cores`` are the processors that it may use (none: any); ``threads`` is the number of
+        threads of torch's operators in it (0: as many as cores). Raises OffloadError where the
+        system does not let a thread choose its processors."""
         self.seconds: defaultdict[str, float] = defaultdict(float)
-        """Spent at each kind of ``working``, so far."""
-        self._jobs = _Tasks()
-        first = Task(partial(_settle_in, tuple(cores), threads or len(cores)))
-        self.put(first, turn=0)
-        # the caller's own number is settled before this thread chooses one for itself
+        """Seconds spent on each kind of ``working`` so far."""
+        self._queue = _TaskQueue()
+        first = Task(partial(_configure_thread, tuple(cores), threads or len(cores)))
+        self.put(first, priority=0)
+        # torch takes the number of threads from the environment when it is first asked. The caller
+        # asks now, because set_num_threads in the new thread would otherwise decide for both.
         torch.get_num_threads()
         self._thread = threading.Thread(
-            target=_serve, args=(self._jobs,), name="optimizer", daemon=True
+            target=_serve, args=(self._queue,), name="optimizer", daemon=True
         )
         self._thread.start()
-        weakref.finalize(self, self._jobs.close)
+        weakref.finalize(self, self._queue.close)
         try:
             first.wait()
         except OSError as error:
@@ -77,33 +78,54 @@ class HostWorker:
                 )
             ) from error
 
-    def put(self, task: Task, *, turn: int) -> None:
-        """Perform a job in its turn. RuntimeError after ``close``."""
-        self._jobs.put(task, turn)
+    def put(self, task: Task, *, priority: int) -> None:
+        """Queue a task; the lowest ``priority`` goes first. Raises RuntimeError after ``close``."""
+        self._queue.put(task, priority)
 
     @contextmanager
     def working(self, what: str, elements: int) -> Iterator[None]:
-        """In the thread: it does ``what`` to so many elements of a shard, and waits for nothing
-        meanwhile."""
+        """A section of the thread that does ``what`` to so many elements of a shard without waiting
+        for anything. Its seconds are counted."""
         begin = time.perf_counter()
         yield
         self.seconds[what] += time.perf_counter() - begin
 
-    def close(self) -> None:
-        """End the thread after what it still has to do."""
-        self._jobs.close()
-
-    def join(self, seconds: float) -> None:
-        """Wait for the end of the thread, at most so long."""
-        self._thread.join(seconds)
+    def close(self, timeout: float = 0.0) -> None:
+        """End the thread after the tasks it still has, and wait for it at most ``timeout``
+        seconds."""
+        self._queue.close()
+        if timeout:
+            self._thread.join(timeout)
 
 
 WorkerFactory = Callable[[Sequence[int], int], HostWorker]
 """Makes the worker of a rank from its processors and number of threads."""
 
 
-class _Tasks:
-    """A queue by turn, whose thread does not keep its worker alive."""
+@contextmanager
+def errors_of_bucket(label: str) -> Iterator[None]:
+    """A section in which any error of a copy or of the worker becomes an OffloadError about the
+    bucket ``label``. An OffloadError passes as it is: others than its own bucket may wait for
+    it."""
+    try:
+        yield
+    except OffloadError:
+        raise
+    except Exception as error:
+        where = f"optimizer offload, {label}"
+        got = f"{type(error).__name__}: {error}"
+        do = (
+            "look at the memory of this machine and at what it printed before; "
+            "resume from the last checkpoint"
+        )
+        raise OffloadError(
+            describe(where, got=got, expected="an update on the host", do=do)
+        ) from error
+
+
+class _TaskQueue:
+    """A queue by priority. The thread holds the queue and not the worker, so that the worker can be
+    collected."""
 
     def __init__(self) -> None:
         self._heap: list[tuple[int, int, Task]] = []
@@ -111,17 +133,16 @@ class _Tasks:
         self._changed = threading.Condition()
         self._closed = False
 
-    def put(self, task: Task, turn: int) -> None:
+    def put(self, task: Task, priority: int) -> None:
         with self._changed:
             if self._closed:
-                raise RuntimeError(
-                    "the optimizer's worker is closed"
-                )  # nobody would ever finish the job
-            heapq.heappush(self._heap, (turn, next(self._numbers), task))
+                # Nobody would ever perform the task, and its waiter would hang.
+                raise RuntimeError("the optimizer's worker is closed")
+            heapq.heappush(self._heap, (priority, next(self._numbers), task))
             self._changed.notify()
 
     def take(self) -> Task | None:
-        """The next one; None: there will be none."""
+        """Wait for the next task; None when there will be none."""
         with self._changed:
             while not self._heap and not self._closed:
                 self._changed.wait()
@@ -133,16 +154,17 @@ class _Tasks:
             self._changed.notify()
 
 
-def _settle_in(cores: tuple[int, ...], threads: int) -> None:
-    """In the thread, before anything else."""
+def _configure_thread(cores: tuple[int, ...], threads: int) -> None:
+    """Called by the thread before anything else."""
     if cores and hasattr(os, "sched_setaffinity"):
-        os.sched_setaffinity(0, cores)  # of this thread, and of those that operators start from it
+        # 0 is this thread. The threads that torch's operators start from it inherit the setting.
+        os.sched_setaffinity(0, cores)
     if threads:
         torch.set_num_threads(threads)
 
 
-def _serve(tasks: _Tasks) -> None:
-    with torch.no_grad():
+def _serve(tasks: _TaskQueue) -> None:
+    with torch.no_grad():  # grad mode belongs to a thread
         while (task := tasks.take()) is not None:
             task.perform()
             del task

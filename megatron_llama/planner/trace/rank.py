@@ -89,16 +89,16 @@ def state_of(
 ) -> dict[str, int]:
     """Bytes that are there when a step begins: those of weights, gradients and optimizer by the
     names of ``memory.state_bytes``."""
-    weights = optimizer.weights
+    weights = optimizer.parameters
     gradients = optimizer.gradients
-    update = optimizer.update
+    rules = optimizer.rules.by_bucket
     seen = set[int]()
     found = dict[str, int]()
-    found["parameters"] = storages.of(weights.full, seen)
-    found["parameter shards"] = storages.of(weights.own, seen)
+    found["parameters"] = storages.of(weights.unsharded, seen)
+    found["parameter shards"] = storages.of(weights.shards, seen)
     found["gradients"] = storages.of(gradients.memory, seen)
     found["master weights"] = storages.of(optimizer.masters, seen)
-    states = [update.state(bucket) for bucket in gradients.trainable]
+    states = [rules[bucket].state(bucket) for bucket in gradients.trainable]
     found["moments"] = storages.of(
         (tensor for state in states for tensor in state.values() if tensor.dim()), seen
     )
@@ -113,14 +113,14 @@ def settle_in(
 ) -> None:
     """Put the engine where it is between two steps of a run: the first gathers of a step are
     already there."""
-    weights = optimizer.weights
+    weights = optimizer.parameters
     trained = set(optimizer.gradients.trainable)
     optimizer.publish()
     weights.begin(accesses)
     for access in accesses:
         weights.access(access)
-    weights.changed(sorted(trained))
-    for bucket in optimizer.layout.forward_order:
+    weights.invalidate(sorted(trained))
+    for bucket in optimizer.bucket_plan.forward_order:
         if bucket in trained:
             weights.publish(bucket)
     weights.settle()

@@ -79,20 +79,20 @@ def longest_window(options: ZenFlowConfig) -> int:
     return steps_of(options.zenflow_update_interval) or options.zenflow_update_interval_cap
 
 
-def sends_wide(options: ZenFlowConfig) -> bool:
+def sends_fp32(options: ZenFlowConfig) -> bool:
     """Whether gradients cross as they are, and not in the compute dtype: where the method is to be
     AdamW itself."""
     alone = options.zenflow_update_interval == "1" and not options.zenflow_overlap_step
     return alone or options.zenflow_topk_ratio == 1
 
 
-def hot_columns(ratio: float, total: int) -> int:
+def hot_column_count(ratio: float, total: int) -> int:
     """How many of a matrix's columns are updated at every step: the share, rounded up (but not by
     what 0.1 lacks to a tenth)."""
     return min(total, max(1, math.ceil(round(ratio * total, 6))))
 
 
-def steps_between_choices(options: ZenFlowConfig, steps_per_epoch: int) -> int:
+def selection_steps(options: ZenFlowConfig, steps_per_epoch: int) -> int:
     """From one choice of columns to the next. ``steps_per_epoch``: 0 where nobody knows; then
     columns stay what an epoch would change. 0: never again."""
     if options.zenflow_select_strategy == "step":

@@ -1,14 +1,14 @@
-"""Which columns of each matrix are updated at every step: those whose gradient is largest, over all
-ranks.
+"""Which columns of each matrix ZenFlow updates at every step: those with the largest gradient, over
+all ranks.
 
 A column is an input channel of the matrix as it is over all tensor-parallel ranks. Its norm is
 summed over the shards of data-parallel ranks; over tensor-parallel ranks it is summed too where
 they split the outputs, while where they split the inputs each rank knows other columns. Only these
 norms cross ranks: a number for each column instead of one for each element.
 
-Queries, keys and values read the same channels: they are one matrix here even where they are stored
-as two, so that the same columns are chosen in every layout. One-dimensional parameters and low-rank
-additions have no columns: they are small, and always updated.
+Queries, keys and values read the same channels. They are one matrix here even where they are stored
+as two, so that the same columns are selected in every layout. One-dimensional parameters and
+low-rank additions have no columns: they are small, and always updated.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from torch import Tensor
 
 from megatron_llama.distributed.comm.collectives import all_reduce
 from megatron_llama.distributed.mesh import Mesh
-from megatron_llama.engine.offload.columns import Block
-from megatron_llama.plans.checks.zenflow import hot_columns
+from megatron_llama.engine.offload.zenflow.columns import Block
+from megatron_llama.plans.checks.zenflow import hot_column_count
 from megatron_llama.plans.params import ParamSpec
 
 ATTENTION_INPUTS = ("q_proj", "kv_proj", "qkv_proj")
-"""Names under which queries, keys and values are stored: whatever the layout, the last of them
+"""Names under which queries, keys and values are stored. Whatever the layout, the last of them
 names their columns."""
 
 
@@ -37,17 +37,17 @@ class Matrix:
 
     name: str
     first: int
-    """Of all columns, the first that is here."""
+    """The first column that is here, of all columns."""
     columns: int
-    """Here."""
+    """The number of columns here."""
     total: int
-    """Over all tensor-parallel ranks."""
+    """The number of columns over all tensor-parallel ranks."""
     tied: bool
-    """The other end of the pipeline holds it too."""
+    """Whether the other end of the pipeline holds the matrix too."""
 
     @staticmethod
     def of(spec: ParamSpec) -> Matrix:
-        """Of a parameter with two dims."""
+        """Returns the columns of a parameter with two dims."""
         owner, _, leaf = spec.name.removesuffix(".weight").rpartition(".")
         part = spec.slices[0]
         name = (
@@ -57,18 +57,18 @@ class Matrix:
         )
         return Matrix(name, part.hf_col, spec.width, part.shape[1], spec.tied)
 
-    def own(self, columns: Tensor) -> Tensor:
-        """Of a vector over all columns, this rank's part."""
+    def local(self, columns: Tensor) -> Tensor:
+        """Returns this rank's part of a vector over all columns."""
         return columns[self.first : self.first + self.columns]
 
 
-class Norms:
+class ColumnNorms:
     """Squared norms of the gradient's columns, for all matrices of one rank: taken shard by shard,
     then summed over the ranks."""
 
     def __init__(self, matrices: Sequence[Matrix], mesh: Mesh) -> None:
-        """``matrices``: in the same order on every rank of dp and tp. Several may carry one name:
-        they share their columns."""
+        """``matrices`` come in the same order on every rank of dp and tp. Several may have one
+        name: they share their columns."""
         self._mesh = mesh
         self._totals = {matrix.name: matrix.total for matrix in matrices}
         self._matrices = tuple(matrices)
@@ -76,16 +76,16 @@ class Norms:
         self._local = [torch.zeros(matrix.columns, device=mesh.device) for matrix in matrices]
 
     def add(self, shard: Tensor, blocks: Iterable[Block]) -> None:
-        """Count the gradient in a shard, where this rank is the one to count it. ``Block.matrix``
+        """Count the gradient of a shard, where this rank is the one to count it. ``Block.matrix``
         numbers the matrices."""
         for block in blocks:
             for part in block.parts(shard):
                 block.of(self._local[block.matrix]).add_(part.square().sum(0, dtype=torch.float32))
 
     def totals(self) -> dict[str, Tensor]:
-        """Over all ranks, by name, [total], on the host; from now on zero again. Collective over
-        the ranks of dp and tp, and where the embedding is tied over those of both ends. Every rank
-        gets the same bits."""
+        """Returns the squared norms over all ranks, by name, [total], on the host, and starts from
+        zero again. Every rank gets the same bits. Collective over the ranks of dp and tp, and where
+        the embedding is tied over those of both ends."""
         mesh = self._mesh
         flat = torch.cat([*self._local, torch.zeros(0, device=mesh.device)])
         for local in self._local:
@@ -99,24 +99,25 @@ class Norms:
             torch.split(flat, [matrix.columns for matrix in self._matrices]),
             strict=True,
         ):
-            matrix.own(whole[matrix.name]).add_(part)
-        together = torch.cat([*whole.values(), torch.zeros(0, device=mesh.device)])
-        all_reduce(together, mesh.tp).wait()
-        # A backend may add in another order elsewhere. Replicas that took other columns for it
-        # would be replicas no more.
+            matrix.local(whole[matrix.name]).add_(part)
+        norms = torch.cat([*whole.values(), torch.zeros(0, device=mesh.device)])
+        all_reduce(norms, mesh.tp).wait()
+        # A backend may add in another order on another rank. Replicas that then select other
+        # columns would be replicas no more, so the largest sum that any rank found counts.
         for axis in (mesh.dp, mesh.tp):
-            all_reduce(together, axis, dist.ReduceOp.MAX).wait()
-        found = dict(zip(whole, torch.split(together, list(self._totals.values())), strict=True))
+            all_reduce(norms, axis, dist.ReduceOp.MAX).wait()
+        found = dict(zip(whole, torch.split(norms, list(self._totals.values())), strict=True))
         if mesh.embedding.size > 1 and self._tied is not None:
             all_reduce(found[self._tied], mesh.embedding).wait()
-        return {name: norms.cpu() for name, norms in found.items()}
+        return {name: values.cpu() for name, values in found.items()}
 
 
-def choose(norms: Mapping[str, Tensor], ratio: float) -> dict[str, Tensor]:
-    """By name, which columns are hot: bool [total]. Of equal norms the first columns."""
-    chosen = {}
+def select_columns(norms: Mapping[str, Tensor], ratio: float) -> dict[str, Tensor]:
+    """Returns by name which columns are hot, bool [total]: the share ``ratio`` with the largest
+    norms; of equal norms the first columns."""
+    selected = {}
     for name, values in norms.items():
         order = torch.sort(values, descending=True, stable=True).indices
-        chosen[name] = torch.zeros(values.numel(), dtype=torch.bool)
-        chosen[name][order[: hot_columns(ratio, values.numel())]] = True
-    return chosen
+        selected[name] = torch.zeros(values.numel(), dtype=torch.bool)
+        selected[name][order[: hot_column_count(ratio, values.numel())]] = True
+    return selected

@@ -1,5 +1,5 @@
-"""Memory of the host for optimizer state: allocated once, before training, and pinned for the
-device's copies."""
+"""Host memory for optimizer state: allocated once, before training, and pinned, so that the device
+copies without the host."""
 
 from __future__ import annotations
 
@@ -13,20 +13,19 @@ from megatron_llama.distributed import device as devices
 from megatron_llama.errors import OffloadError, describe
 from megatron_llama.plans.buckets import ALIGN, align_up
 
-_REMEDY = "offload less with --optimizer-offload-fraction, shard over more ranks, or free memory of the machine"
+_REMEDY = (
+    "offload less with --optimizer-offload-fraction, shard over more ranks, "
+    "or free memory of the machine"
+)
 
 
-class Slab:
-    """One piece of zeroed host memory that hands out its parts, each at a multiple of ALIGN
-    elements. They live as long as it does.
-
-    Pinned as a whole: an allocator of pinned memory that rounds up each part to a power of two
-    would take up to twice as much. Pages of its own, since a page cannot be pinned twice; on a host
-    without a device each exists from its first use, near whoever that is."""
+class PinnedBuffer:
+    """A piece of zeroed host memory that hands out its parts, each at a multiple of ALIGN elements.
+    The parts are valid as long as the buffer lives."""
 
     def __init__(self, numel: int, dtype: torch.dtype, device: torch.device, what: str) -> None:
-        """``numel``: of all parts, padding included. Raises OffloadError where the system refuses
-        it, or to pin it for ``device``."""
+        """``numel`` counts all parts, padding included; ``what`` names the memory in errors. Raises
+        OffloadError where the system refuses the memory, or refuses to pin it for ``device``."""
         self._what = what
         self._taken = 0
         size = numel * dtype.itemsize
@@ -35,6 +34,9 @@ class Slab:
         if not size:
             self._whole = torch.zeros(0, dtype=dtype)
             return
+        # Pinned as a whole: torch's allocator of pinned memory rounds each part up to a power of
+        # two, and would take up to twice as much. From mmap, because a page cannot be pinned twice;
+        # and without a device its pages are allocated near the thread that first uses them.
         try:
             memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         except (OSError, OverflowError) as error:
@@ -62,15 +64,16 @@ class Slab:
 
     @property
     def nbytes(self) -> int:
-        """Of the whole."""
+        """Bytes of the whole buffer."""
         return self._whole.nbytes
 
     def take(self, numel: int) -> Tensor:
-        """The next part [numel]. RuntimeError where the slab was planned smaller."""
+        """Returns the next part [numel]. Raises RuntimeError if the buffer was planned smaller."""
         start = self._taken
         self._taken += align_up(numel, ALIGN)
         if self._taken > self._whole.numel():
             raise RuntimeError(
-                f"host memory for {self._what}: {self._taken} elements are asked for, {self._whole.numel()} were planned"
+                f"host memory for {self._what}: {self._taken} elements are asked for, "
+                f"{self._whole.numel()} were planned"
             )
         return self._whole[start : start + numel]

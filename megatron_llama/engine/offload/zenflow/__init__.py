@@ -1,0 +1,1 @@
+"""ZenFlow: the columns with the largest gradients on the device, all others on the host."""

@@ -1,0 +1,506 @@
+"""The columns of one shard under ZenFlow: how they are packed, updated and kept.
+
+A flat shard holds rows, and parts of rows, of several matrices; a column of such a matrix is one
+input channel. Some columns are *hot* (ZenFlow's important, or selected, columns) and live packed on
+the device (``HotColumns``). The others are *cold* and live on the host (``ColdColumns``), where
+their gradients accumulate until the next update. Columns have been updated different numbers of
+times, so each has a bias correction of its own.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from megatron_llama.config.schema import OptimizerConfig
+from megatron_llama.engine.update_rule import adamw_step
+from megatron_llama.plans.buckets import ALIGN, Segment, align_up
+
+ROWS_OF = 1 << 16
+"""Elements that are worked on at once where an operation takes two or three passes on the host:
+they stay in the cache of a core."""
+CACHED = 1 << 15
+"""The same for AdamW, which takes more passes over more tensors: six times as many elements stay in
+the cache of a core."""
+AT_ONCE = 1 << 22
+"""Elements that are worked on at once where an operation allocates temporary memory on the device,
+which no plan counts."""
+HOST = torch.device("cpu")
+State = tuple[Tensor, Tensor, Tensor]
+"""Weights, first and second moments, all of one shape."""
+
+
+def in_rows(rows: int, columns: int) -> Iterator[slice]:
+    """Yields slices of a matrix's rows, each of at most AT_ONCE elements (or one row)."""
+    step = max(1, AT_ONCE // max(1, columns))
+    return (slice(low, low + step) for low in range(0, rows, step))
+
+
+# Packing
+
+
+@dataclass(frozen=True)
+class Block:
+    """A rectangle of a matrix inside a shard: ``rows`` x ``cols`` elements of the shard from
+    ``start``, which are the columns from ``col`` of matrix number ``matrix``."""
+
+    matrix: int
+    start: int
+    rows: int
+    col: int
+    cols: int
+
+    def view(self, shard: Tensor) -> Tensor:
+        """Returns its place in a shard, [rows, cols]."""
+        return shard[self.start : self.start + self.rows * self.cols].view(self.rows, self.cols)
+
+    def parts(self, shard: Tensor) -> Iterator[Tensor]:
+        """Yields its place in a shard, some rows at a time."""
+        view = self.view(shard)
+        return (view[rows] for rows in in_rows(self.rows, self.cols))
+
+    def of(self, columns: Tensor) -> Tensor:
+        """Returns the part of a vector over the matrix's columns that belongs to it, [cols]."""
+        return columns[self.col : self.col + self.cols]
+
+
+def blocks_of(segment: Segment, matrix: int) -> Iterator[Block]:
+    """Cut a segment into at most three blocks: the tail of a row, whole rows, the head of a row.
+    ``matrix`` is the number that they carry."""
+    width = segment.spec.width
+    low = segment.in_param
+    stop = segment.in_param + segment.length
+    while low < stop:
+        col = low % width
+        rows = (stop - low) // width if col == 0 else 0
+        cols = width if rows else min(width - col, stop - low)
+        yield Block(matrix, segment.in_shard + low - segment.in_param, max(rows, 1), col, cols)
+        low += max(rows, 1) * cols
+
+
+@dataclass(frozen=True)
+class Part:
+    """Some columns of one block, and their place in the packed vector."""
+
+    block: Block
+    columns: Tensor
+    """Numbers of these columns within the block, int64 [c], increasing."""
+    start: int
+    every: bool
+    """Whether these are all columns of the block."""
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """[rows, c]."""
+        return self.block.rows, self.columns.numel()
+
+    def place(self, packed: Tensor) -> Tensor:
+        """Returns its elements in a packed vector, [rows, c]."""
+        rows, columns = self.shape
+        return packed[self.start : self.start + rows * columns].view(rows, columns)
+
+    def values(self, by_column: Tensor) -> Tensor:
+        """Returns the values of these columns from a vector over the matrix's columns, [c]."""
+        return self.block.of(by_column)[self.columns]
+
+
+class Packing:
+    """Some columns of the matrices in one shard as one vector: block after block, row by row."""
+
+    def __init__(
+        self, blocks: Iterable[Block], masks: Sequence[Tensor], device: torch.device
+    ) -> None:
+        """``masks`` says for each matrix which columns are packed: bool over its columns, on the
+        host."""
+        self.parts: list[Part] = []
+        self.numel = 0
+        """Packed elements."""
+        for block in blocks:
+            columns = block.of(masks[block.matrix]).nonzero().flatten()
+            if columns.numel():
+                every = columns.numel() == block.cols
+                self.parts.append(Part(block, columns.to(device), self.numel, every))
+                self.numel += block.rows * columns.numel()
+
+    @property
+    def padded(self) -> int:
+        """The size of a vector for it in which no element is in the tail that fused kernels round
+        differently."""
+        return align_up(self.numel, ALIGN)
+
+    def pack(self, shard: Tensor, packed: Tensor) -> None:
+        """Copy the columns out of a shard, into the dtype of ``packed``."""
+        for part in self.parts:
+            place = part.place(packed)
+            view = part.block.view(shard)
+            if part.every:
+                place.copy_(view)
+                continue
+            for rows in in_rows(*part.shape):
+                place[rows].copy_(view[rows].index_select(1, part.columns))
+
+    def unpack(self, packed: Tensor, shard: Tensor) -> None:
+        """Copy the columns back, into the dtype of ``shard``. Everything else stays."""
+        for part in self.parts:
+            place = part.place(packed)
+            view = part.block.view(shard)
+            if part.every:
+                view.copy_(place)
+                continue
+            for rows in in_rows(*part.shape):
+                view[rows].index_copy_(1, part.columns, place[rows].to(shard.dtype))
+
+
+@dataclass(frozen=True)
+class ColumnSet:
+    """The hot columns of one shard, or its cold ones."""
+
+    on_device: Packing
+    """With its indices on the device."""
+    on_host: Packing
+    """The same with its indices on the host."""
+    counts: tuple[Tensor, ...]
+    """For each part of the packing, how often its columns had been updated when they were selected,
+    [c] on the host."""
+    common_count: int | None
+    """The number of updates of all of them, if they have one in common."""
+
+    @staticmethod
+    def of(
+        blocks: Sequence[Block],
+        masks: Sequence[Tensor],
+        counts: Sequence[Tensor],
+        device: torch.device,
+    ) -> ColumnSet:
+        """``masks`` and ``counts`` have for each matrix a vector over its columns, on the host."""
+        on_host = Packing(blocks, masks, HOST)
+        on_device = on_host if device.type == "cpu" else Packing(blocks, masks, device)
+        found = [part.values(counts[part.block.matrix]) for part in on_host.parts]
+        values = {int(value) for one in found for value in torch.unique(one).tolist()}
+        return ColumnSet(
+            on_device, on_host, tuple(found), values.pop() if len(values) == 1 else None
+        )
+
+
+# AdamW over columns
+
+
+def adamw_equal_counts(
+    state: State,
+    grad: Tensor,
+    steps: Tensor,
+    config: OptimizerConfig,
+    *,
+    scale: Tensor,
+    skip: Tensor | None,
+    lr: float,
+    decay: float,
+) -> None:
+    """AdamW in place with ``grad / scale``, where all elements have been updated ``steps`` times
+    (0-dim fp32; counted up unless skipped)."""
+    moments = {"exp_avg": state[1], "exp_avg_sq": state[2], "step": steps}
+    adamw_step(state[0], grad, moments, config, decay=decay, scale=scale, skip=skip, lr=lr)
+
+
+def bias_corrections(
+    counts: Tensor, config: OptimizerConfig, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    """Returns 1 - beta1^n and the square root of 1 - beta2^n for columns that get their n-th
+    update; ``counts`` has n in any shape."""
+    n = counts.to(torch.float64)
+    first, second = (
+        -torch.expm1(n * math.log(beta)) if beta else torch.ones_like(n)
+        for beta in (config.adam_beta1, config.adam_beta2)
+    )
+    return first.to(dtype), second.sqrt().to(dtype)
+
+
+def adamw_columns(
+    state: State,
+    grad: Tensor,
+    corrections: tuple[Tensor, Tensor],
+    config: OptimizerConfig,
+    *,
+    lr: float,
+    decay: float,
+) -> State:
+    """AdamW over [rows, c] with bias corrections for each column [c]. Returns the new values as new
+    tensors."""
+    weight, first, second = state
+    first = first.lerp(grad, 1.0 - config.adam_beta1)
+    second = (second * config.adam_beta2).addcmul_(grad, grad, value=1.0 - config.adam_beta2)
+    root = second.sqrt().div_(corrections[1]).add_(config.adam_eps)
+    return (
+        (weight * (1.0 - lr * decay)).addcdiv_(first / corrections[0], root, value=-lr),
+        first,
+        second,
+    )
+
+
+def adamw_columns_(
+    state: State,
+    grad: Tensor,
+    corrections: tuple[Tensor, Tensor],
+    config: OptimizerConfig,
+    *,
+    lr: float,
+    decay: float,
+) -> None:
+    """The same in place and with the same bits, some rows at a time, so that intermediate results
+    stay in the cache, as they would in one fused kernel."""
+    rows = max(1, CACHED // grad.shape[1])
+    root_buffer = torch.empty_like(grad[:rows])
+    step_buffer = torch.empty_like(grad[:rows])
+    for low in range(0, grad.shape[0], rows):
+        part = slice(low, low + rows)
+        weight = state[0][part]
+        first = state[1][part]
+        second = state[2][part]
+        new = grad[part]
+        root = root_buffer[: len(new)]
+        step = step_buffer[: len(new)]
+        first.lerp_(new, 1.0 - config.adam_beta1)
+        second.mul_(config.adam_beta2).addcmul_(new, new, value=1.0 - config.adam_beta2)
+        torch.sqrt(second, out=root).div_(corrections[1]).add_(config.adam_eps)
+        weight.mul_(1.0 - lr * decay).addcdiv_(
+            torch.div(first, corrections[0], out=step), root, value=-lr
+        )
+
+
+# The two kinds of columns
+
+
+class HotColumns:
+    """Weights and moments of the hot columns of one shard: packed on the device, in fp32 whatever
+    the model computes in, and updated at every step."""
+
+    def __init__(
+        self,
+        columns: ColumnSet,
+        *,
+        decay: float,
+        config: OptimizerConfig,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        self.columns = columns
+        self._config = config
+        self._decay = decay
+        size = columns.on_device.padded
+        self.state: State = (
+            torch.zeros(size, dtype=dtype, device=device),
+            torch.zeros(size, dtype=dtype, device=device),
+            torch.zeros(size, dtype=dtype, device=device),
+        )
+        self.steps = torch.zeros((), dtype=torch.float32, device=device)
+        """Updates since the columns were selected: on the device, because only the device knows
+        which steps were skipped."""
+        self._counts = [count.to(device) for count in columns.counts]
+
+    def step(
+        self,
+        grad: Tensor,
+        param_shard: Tensor,
+        buffer: Tensor,
+        *,
+        scale: Tensor,
+        skip: Tensor,
+        lr: float,
+    ) -> None:
+        """Update the columns with their part of the gradient shard, and write them into
+        ``param_shard`` in the compute dtype. ``buffer`` takes the packed gradient, in the dtype of
+        the state."""
+        packing = self.columns.on_device
+        self.steps += 1.0 - skip
+        if packing.numel == 0:
+            return
+        packed = buffer[: packing.padded]
+        packed[packing.numel :].zero_()
+        packing.pack(grad, packed)
+        if self.columns.common_count is not None:
+            adamw_equal_counts(
+                self.state,
+                packed,
+                self.steps + self.columns.common_count - (1.0 - skip),
+                self._config,
+                scale=scale,
+                skip=skip,
+                lr=lr,
+                decay=self._decay,
+            )
+        else:
+            self._step_columns(packed.div_(scale), skip, lr)
+        packing.unpack(self.state[0], param_shard)
+
+    def _step_columns(self, grad: Tensor, skip: Tensor, lr: float) -> None:
+        """Update with a bias correction for each column. The host does not know whether the step is
+        skipped: the update is computed, and ``torch.where`` drops it."""
+        for part, before in zip(self.columns.on_device.parts, self._counts, strict=True):
+            corrections = bias_corrections(before + self.steps, self._config, grad.dtype)
+            places = [part.place(one) for one in (*self.state, grad)]
+            for rows in in_rows(*part.shape):
+                *old, new_grad = (place[rows] for place in places)
+                new = adamw_columns(
+                    (old[0], old[1], old[2]),
+                    new_grad,
+                    corrections,
+                    self._config,
+                    lr=lr,
+                    decay=self._decay,
+                )
+                for tensor, values in zip(old, new, strict=True):
+                    tensor.copy_(torch.where(skip > 0, tensor, values))
+
+    def load(self, host_state: State) -> None:
+        """Take the columns' state from that of the whole shard on the host."""
+        packing = self.columns.on_host
+        for packed, whole in zip(self.state, host_state, strict=True):
+            buffer = torch.zeros(packing.padded, dtype=packed.dtype)
+            packing.pack(whole, buffer)
+            packed.copy_(buffer)
+
+    def store(self, host_state: State) -> None:
+        """Write the columns' state into that of the whole shard on the host."""
+        for packed, whole in zip(self.state, host_state, strict=True):
+            self.columns.on_host.unpack(packed.cpu(), whole)
+
+
+@dataclass
+class AccumulatedGradient:
+    """The cold gradients of one update interval."""
+
+    total: Tensor
+    """Sum of the clipped gradients, packed, in the dtype of the master."""
+    steps: int = 0
+    """Gradients in the sum: those of skipped steps are left out."""
+    since: int | None = None
+    """Steps that were done before the first of its gradients; None: it has none."""
+
+    def add(self, grads: Tensor, scale: Tensor, *, skip: bool) -> None:
+        """Add the packed gradient of one step, divided by ``scale`` (0-dim on the host)."""
+        if skip:
+            return
+        self.steps += 1
+        for low in range(0, grads.numel(), ROWS_OF):
+            grad = grads[low : low + ROWS_OF]
+            place = self.total[low : low + grad.numel()]
+            converted = grad.to(place.dtype)
+            if self.steps == 1:
+                torch.div(converted, scale, out=place)
+            else:
+                place.add_(converted / scale)
+
+
+@dataclass(frozen=True)
+class MinorityColumns:
+    """Cold columns that have been updated more or less often than most."""
+
+    majority_count: int
+    """How often most cold elements had been updated when the columns were selected."""
+    packing: Packing
+    """The other columns."""
+    counts: tuple[Tensor, ...]
+    """For each part of the packing, how often its columns had been updated, [c]."""
+
+    @staticmethod
+    def of(
+        blocks: Sequence[Block], masks: Sequence[Tensor], counts: Sequence[Tensor]
+    ) -> MinorityColumns:
+        """``masks`` and ``counts`` have for each matrix a vector over its columns, on the host."""
+        elements = Counter[int]()
+        for block in blocks:
+            here = block.of(counts[block.matrix])[block.of(masks[block.matrix])]
+            values, columns = torch.unique(here, return_counts=True)
+            for count, number in zip(values.tolist(), columns.tolist(), strict=True):
+                elements[int(count)] += number * block.rows
+        majority = max(elements, key=lambda count: (elements[count], count), default=0)
+        others = [mask & (count != majority) for mask, count in zip(masks, counts, strict=True)]
+        packing = Packing(blocks, others, HOST)
+        return MinorityColumns(
+            majority,
+            packing,
+            tuple(part.values(counts[part.block.matrix]) for part in packing.parts),
+        )
+
+
+class ColdColumns:
+    """Weights and moments of one shard on the host, and the accumulated gradients of its cold
+    columns.
+
+    Only cold columns cross the bus: their gradients at every step, packed, in the dtype of the
+    wire, and their weights once an update interval, in the compute dtype. The state on the host is
+    that of the whole shard, so that one fused call serves it. What an update writes into the places
+    of hot columns there does not matter: these are written back from the device whenever anybody is
+    to read them."""
+
+    def __init__(
+        self, state: State, totals: Sequence[Tensor], *, decay: float, config: OptimizerConfig
+    ) -> None:
+        """``state`` has three tensors [n]; ``totals`` has one tensor [n] for each interval that may
+        be pending, 1 or 2."""
+        self.state = state
+        self.accumulated = [AccumulatedGradient(total) for total in totals]
+        self.updates = 0
+        """Updates of the cold columns since they were selected."""
+        self._config = config
+        self._decay = decay
+        self._minority = MinorityColumns(0, Packing((), (), HOST), ())
+
+    def select(
+        self, blocks: Sequence[Block], masks: Sequence[Tensor], counts: Sequence[Tensor]
+    ) -> None:
+        """Take other columns: ``masks`` says which are cold, ``counts`` how often they have been
+        updated."""
+        self._minority = MinorityColumns.of(blocks, masks, counts)
+        self.updates = 0
+
+    def update(self, number: int, packing: Packing, buffer: Tensor, lr: float) -> None:
+        """Update the cold columns with the mean of accumulated gradient ``number``, which is empty
+        then. ``packing`` is theirs; ``buffer`` [n] takes the gradient of the whole shard."""
+        accumulated = self.accumulated[number]
+        steps = accumulated.steps
+        accumulated.steps = 0
+        self.updates += steps > 0
+        if steps == 0 or packing.numel == 0:
+            return
+        grad = buffer[: self.state[0].numel()].zero_()
+        packing.unpack(accumulated.total, grad)
+        # One fused call on the whole shard counts for the majority. The state of the others is
+        # computed before it and written over its result.
+        minority = self._update_minority(grad, steps, lr)
+        adamw_equal_counts(
+            self.state,
+            grad,
+            torch.tensor(float(self._minority.majority_count + self.updates - 1)),
+            self._config,
+            scale=torch.tensor(float(steps)),
+            skip=None,
+            lr=lr,
+            decay=self._decay,
+        )
+        for whole, packed in zip(self.state, minority, strict=True):
+            self._minority.packing.unpack(packed, whole)
+
+    def _update_minority(self, grad: Tensor, steps: int, lr: float) -> list[Tensor]:
+        """Returns the new state of the minority columns, packed."""
+        packing = self._minority.packing
+        *state, mean = (tensor.new_empty(packing.numel) for tensor in (*self.state, grad))
+        for whole, packed in zip((*self.state, grad), (*state, mean), strict=True):
+            packing.pack(whole, packed)
+        mean.div_(steps)
+        for part, counts in zip(packing.parts, self._minority.counts, strict=True):
+            places = tuple(part.place(packed) for packed in state)
+            adamw_columns_(
+                (places[0], places[1], places[2]),
+                part.place(mean),
+                bias_corrections(counts + self.updates, self._config, grad.dtype),
+                self._config,
+                lr=lr,
+                decay=self._decay,
+            )
+        return state
