@@ -53,7 +53,7 @@ FORMULAS: Mapping[str, Formula] = MappingProxyType(
         ),
     }
 )
-"""The published bubble of every schedule, which is printed next to the one of the simulation."""
+"""The bubbles that the papers state, printed next to the one that is simulated."""
 
 
 def schedule(parsed: Parsed) -> None:
@@ -132,18 +132,17 @@ def _chunk(plan: Schedule, action: Action) -> int:
 
 
 def _summary(plan: Schedule, report: Report) -> Iterator[str]:
-    words, value, fewest = FORMULAS[plan.name]
     p = len(plan.ranks)
     m = plan.microbatches
-    share = float(value(p, m, plan.virtual))
-    holds = "" if m >= fewest(p) else f", which needs {fewest(p)} microbatches"
+    published = ""
+    if plan.name in FORMULAS:
+        words, value, fewest = FORMULAS[plan.name]
+        holds = "" if m >= fewest(p) else f", which needs {fewest(p)} microbatches"
+        published = f"; formula {words} = {float(value(p, m, plan.virtual)):.2%}{holds}"
     bubbles = " ".join(f"{bubble:.2%}" for bubble in report.bubble_per_rank)
     stalls = " ".join(f"{time:.4g}" for time in report.stalled_per_rank)
     peaks = " ".join(f"{peak:.3g}" for peak in report.peak_in_flight)
-    yield (
-        f"bubble       {report.bubble_fraction:.2%} of the makespan; "
-        f"formula {words} = {share:.2%}{holds}"
-    )
+    yield f"bubble       {report.bubble_fraction:.2%} of the makespan{published}"
     yield f"  per rank   {bubbles}"
     yield f"  inside     {stalls} idle between a rank's first and last pass"
     yield f"makespan     {report.makespan:.6g} forward passes of one microbatch"

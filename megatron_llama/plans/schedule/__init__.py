@@ -1,8 +1,9 @@
 """Pipeline schedules as data: a list of actions for every rank, their proof, and the time they
 take.
 
-``actions`` has the words, ``builders`` the schedules of ``--pipeline-schedule``, ``replay`` the
-clock, ``proof`` the checks.
+``actions.py`` defines what a rank can do, ``builders.py`` the schedules of ``--pipeline-schedule``
+(a new one is added there), ``proof.py`` checks that a schedule is complete and cannot deadlock, and
+``replay.py`` computes when each pass runs.
 """
 
 from megatron_llama.plans.schedule.actions import (

@@ -1,9 +1,10 @@
 """What a pipeline rank can do, and which tensors travel between ranks.
 
-A *stage* is a chunk of the model; ``placement`` says on which pipeline rank each one runs. Tensors
-between neighbouring stages of one rank are handed over without a transfer. A *link* is one
-direction of the flow from one rank to another: its messages, of whichever stages, arrive in the
-order sent.
+A *stage* is a chunk of consecutive layers; ``placement`` says on which pipeline rank each one runs.
+With 2 ranks and 2 chunks per rank, interleaved, the placement is (0, 1, 0, 1): rank 0 runs stages 0
+and 2. Tensors between neighbouring stages of one rank are handed over without a transfer. A *link*
+is one direction of the flow from one rank to another, such as the activations from rank 0 to rank
+1: its messages, of whichever stages, arrive in the order sent.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from typing import NamedTuple
 from megatron_llama.errors import ConfigError
 
 Placement = tuple[int, ...]
+"""The pipeline rank of each stage."""
 
 
 class ScheduleError(ConfigError):
@@ -25,22 +27,24 @@ class ScheduleError(ConfigError):
 
 
 class Op(enum.Enum):
-    """What one action does. FORWARD tensors flow to the next stage, BACKWARD tensors to the
-    previous one."""
+    """What one action does. Activations (FORWARD) flow to the next stage, gradients (BACKWARD) to
+    the previous one."""
 
     RECV_FORWARD = "recv_forward"
     FORWARD = "forward"
     SEND_FORWARD = "send_forward"
     RECV_BACKWARD = "recv_backward"
     BACKWARD = "backward"
-    """Input and weight gradients together."""
+    """Compute input and weight gradients together."""
     BACKWARD_INPUT = "backward_input"
-    """The gradient that the previous stage waits for."""
+    """Compute only the input's gradient, which the previous stage waits for."""
     BACKWARD_WEIGHT = "backward_weight"
-    """The rest, at any time after it: what fills the bubbles of the zero-bubble schedules."""
+    """Compute the weight gradients that BACKWARD_INPUT left out. They may come at any later time,
+    and so fill the bubbles of the zero-bubble schedules."""
     SEND_BACKWARD = "send_backward"
 
-    # Members are singletons; the default hashes the name, in Python, for every lookup of an action.
+    # Enum hashes a member's name, in Python, and actions are looked up a million times in a long
+    # schedule. Members are singletons, so their identity is enough.
     __hash__ = object.__hash__
 
 
@@ -51,8 +55,8 @@ SPLIT = (Op.FORWARD, Op.BACKWARD_INPUT, Op.BACKWARD_WEIGHT)
 
 
 class Action(NamedTuple):
-    """One step of a rank: an operation on one microbatch at one stage. A tuple, because long
-    schedules have a million of them."""
+    """An operation on one microbatch at one stage. A tuple, because long schedules have a million
+    of them."""
 
     op: Op
     stage: int
@@ -72,21 +76,21 @@ class Schedule:
     """Pipeline rank of each stage."""
     ranks: tuple[tuple[Action, ...], ...]
     passes: tuple[Op, ...]
-    """What each microbatch goes through at each stage."""
+    """What each microbatch goes through at each stage: WHOLE, SPLIT, or FORWARD alone."""
 
     @property
     def stages(self) -> int:
-        """Model chunks of the whole pipeline."""
+        """The number of stages of the whole pipeline."""
         return len(self.placement)
 
     @property
     def virtual(self) -> int:
-        """Model chunks of each rank."""
+        """The number of stages of each rank."""
         return len(self.placement) // len(self.ranks)
 
 
 def receive_of(action: Action, placement: Placement) -> Action | None:
-    """The receive that must come before this pass; None where its input is this rank's own."""
+    """The receive that must come before this pass; None where its input is made on this rank."""
     op = receive_before(action.op, action.stage, placement)
     return Action(op, action.stage, action.microbatch) if op is not None else None
 
@@ -98,7 +102,7 @@ def send_of(action: Action, placement: Placement) -> Action | None:
 
 
 def receive_before(op: Op, stage: int, placement: Placement) -> Op | None:
-    """``receive_of`` for all microbatches."""
+    """The kind of receive that a pass at ``stage`` needs; ``receive_of`` without a microbatch."""
     if op is Op.FORWARD:
         return Op.RECV_FORWARD if _elsewhere(stage, stage - 1, placement) else None
     if op in (Op.BACKWARD, Op.BACKWARD_INPUT):
@@ -107,7 +111,7 @@ def receive_before(op: Op, stage: int, placement: Placement) -> Op | None:
 
 
 def send_behind(op: Op, stage: int, placement: Placement) -> Op | None:
-    """``send_of`` for all microbatches."""
+    """The kind of send that follows a pass at ``stage``; ``send_of`` without a microbatch."""
     if op is Op.FORWARD:
         return Op.SEND_FORWARD if _elsewhere(stage, stage + 1, placement) else None
     if op in (Op.BACKWARD, Op.BACKWARD_INPUT):
@@ -120,7 +124,7 @@ def _elsewhere(stage: int, neighbour: int, placement: Placement) -> bool:
 
 
 def other_end(action: Action) -> Action:
-    """The receive of a send, the send of a receive."""
+    """The receive that belongs to a send, or the send that belongs to a receive."""
     if action.op is Op.SEND_FORWARD:
         return Action(Op.RECV_FORWARD, action.stage + 1, action.microbatch)
     if action.op is Op.RECV_FORWARD:
@@ -143,8 +147,10 @@ def link_of(action: Action, placement: Placement) -> Link:
 
 
 def with_transfers(passes: list[Action], placement: Placement) -> Iterator[Action]:
-    """Insert sends right after the pass that produces them and receives one pass ahead of their
-    use, so that a transfer has the whole previous pass to hide under."""
+    """Insert the sends and receives that the passes need.
+
+    A send comes right after the pass that produces its tensor. A receive is posted one pass before
+    the one that needs it: the transfer for F1 is posted before F0 and runs while F0 computes."""
     kinds = {(op, stage) for op, stage, _ in passes}
     before = {kind: receive_before(*kind, placement) for kind in kinds}
     behind = {kind: send_behind(*kind, placement) for kind in kinds}
@@ -163,13 +169,9 @@ def with_transfers(passes: list[Action], placement: Placement) -> Iterator[Actio
 
 
 def backward_comes_next(actions: Sequence[Action], last: int) -> bool:
-    """Whether, of what this rank computes, each forward pass of stage ``last`` is followed by the
-    whole backward pass of its microbatch."""
-    passes = [
-        action
-        for action in actions
-        if action.op in (Op.FORWARD, Op.BACKWARD, Op.BACKWARD_INPUT, Op.BACKWARD_WEIGHT)
-    ]
+    """Whether each forward pass of stage ``last`` is followed, among this rank's passes, by the
+    whole backward pass of the same microbatch. Then the loss may be computed in chunks."""
+    passes = [action for action in actions if action.op in (Op.BACKWARD, *SPLIT)]
     return all(
         after.op is Op.BACKWARD
         and (after.stage, after.microbatch) == (before.stage, before.microbatch)

@@ -1,10 +1,14 @@
 """The schedules of ``--pipeline-schedule``.
 
-Each is a closed formula: the order of the passes of one rank, from its position alone. p is the
-number of ranks, m of microbatches, v of chunks per rank; a forward pass (F), an input gradient (B)
-and a weight gradient (W) are taken to last equally long, and one microbatch through a rank's chunks
-is the unit of F. A *bubble* is the idle share of the makespan over all ranks; where the zero-bubble
-papers count otherwise, it is said so.
+To add one: write a function that yields the passes of one rank in their order, enter it in
+``SCHEDULES`` below, and add its name to ``pipeline_schedule`` in ``config/schema.py``. Sends and
+receives are inserted, and the result is proved, by ``schedule_named``. A schedule with several
+chunks per rank also says in ``placement_of`` where its stages are.
+
+Each function knows only p (the number of ranks), m (microbatches), v (chunks per rank) and the rank
+itself. In the formulas a forward pass (F), an input gradient (B) and a weight gradient (W) last
+equally long, and one microbatch through all chunks of a rank is the unit of F. A *bubble* is the
+idle share of the makespan over all ranks; where the zero-bubble papers count otherwise, it is said.
 """
 
 from __future__ import annotations
@@ -26,18 +30,15 @@ from megatron_llama.plans.schedule.actions import (
 )
 from megatron_llama.plans.schedule.proof import validate
 
-RECENT = 4
-"""Schedules that are kept: the plans of one run ask for the same one again and again."""
 Pass = tuple[Op, int, int]
 """(operation, which of the rank's chunks, microbatch)."""
 
 
-@lru_cache(maxsize=RECENT)
+# The plans of one run ask for the same schedule again and again, and a long one takes a second.
+@lru_cache(maxsize=4)
 def schedule_named(name: str, *, ranks: int, microbatches: int, virtual: int = 1) -> Schedule:
-    """The schedule of ``--pipeline-schedule``, validated. ``virtual``: chunks per rank; zb-v always
-    has 2.
-
-    Raises ScheduleError naming every option that does not fit."""
+    """Build the schedule of ``--pipeline-schedule`` and prove it. ``virtual``: chunks per rank;
+    zb-v always has 2. Raises ScheduleError naming every option that does not fit."""
     problems = schedule_problems(name, ranks=ranks, microbatches=microbatches, virtual=virtual)
     if problems:
         raise ScheduleError(
@@ -46,19 +47,13 @@ def schedule_named(name: str, *, ranks: int, microbatches: int, virtual: int = 1
             else listing("This pipeline schedule cannot be built:", problems)
         )
     placement = placement_of(name, ranks, virtual)
-    (order, passes) = ORDERS[name]
-    return _built(
-        name,
-        microbatches,
-        placement,
-        [order(ranks, microbatches, virtual, rank) for rank in range(ranks)],
-        passes,
-    )
+    order, passes = SCHEDULES[name]
+    orders = [order(ranks, microbatches, virtual, rank) for rank in range(ranks)]
+    return _built(name, microbatches, placement, orders, passes)
 
 
 def schedule_problems(name: str, *, ranks: int, microbatches: int, virtual: int = 1) -> list[str]:
-    """Every option that ``schedule_named`` would refuse, without building the schedule: a long one
-    takes a second."""
+    """Every option that ``schedule_named`` would refuse, without building the schedule."""
     return [
         *_placement_problems(name, ranks, virtual),
         *_microbatch_problems(name, ranks, microbatches),
@@ -83,12 +78,12 @@ def placement_of(name: str, ranks: int, virtual: int) -> Placement:
 
 
 def forward_only(placement: Placement, microbatches: int) -> Schedule:
-    """Evaluation: every microbatch once through the stages of any placement, validated.
+    """The schedule of an evaluation: every microbatch once through the stages of any placement.
 
-    A rank takes of the passes that are ready the one furthest down the pipeline, as if every pass
-    lasted one tick: nothing queues up between ranks. Makespan in chunks: vm + p - 1 around the
-    ranks (m a multiple of p), 2m + 2(p-1) down and up a V."""
-    done = [0] * len(placement)
+    Every pass is taken to last one tick. At each tick a rank runs, of the passes whose input is
+    there, the one furthest down the pipeline, so that nothing queues up between ranks. The makespan
+    in chunks is vm + p - 1 around the ranks (m a multiple of p), 2m + 2(p-1) down and up a V."""
+    done = [0] * len(placement)  # microbatches that have passed each stage
     ranks = max(placement) + 1
     orders: list[list[Pass]] = [[] for _ in range(ranks)]
     chunk = [placement[:stage].count(rank) for stage, rank in enumerate(placement)]
@@ -110,6 +105,7 @@ def _built(
     orders: Iterable[Iterable[Pass]],
     passes: tuple[Op, ...],
 ) -> Schedule:
+    """Chunks become stages, transfers are inserted, and the proof is made."""
     ranks = []
     for rank, order in enumerate(orders):
         stages = [stage for stage, place in enumerate(placement) if place == rank]
@@ -163,7 +159,7 @@ def _interleaved(p: int, m: int, v: int, rank: int) -> Iterator[Pass]:
 
 
 def _alternating(forwards: list[Pass], backwards: list[Pass], ahead: int) -> Iterator[Pass]:
-    """The forwards, each backward following the forward that is ``ahead`` of it."""
+    """All forwards in order; after the first ``ahead`` of them, a backward follows each one."""
     ahead = min(ahead, len(forwards))
     yield from forwards[:ahead]
     for forward, backward in zip(forwards[ahead:], backwards, strict=False):
@@ -245,7 +241,7 @@ def _full_zb_v(p: int, m: int, rank: int) -> Iterator[Pass]:
 Order = Callable[[int, int, int, int], Iterator[Pass]]
 """(ranks, microbatches, chunks per rank, rank) -> the passes of that rank."""
 
-ORDERS: Mapping[str, tuple[Order, tuple[Op, ...]]] = MappingProxyType(
+SCHEDULES: Mapping[str, tuple[Order, tuple[Op, ...]]] = MappingProxyType(
     {
         "gpipe": (_gpipe, WHOLE),
         "1f1b": (_one_forward_one_backward, WHOLE),
@@ -257,9 +253,12 @@ ORDERS: Mapping[str, tuple[Order, tuple[Op, ...]]] = MappingProxyType(
 
 
 def _placement_problems(name: str, ranks: int, virtual: int) -> Iterator[str]:
-    if name not in ORDERS:
+    if name not in SCHEDULES:
         yield describe(
-            "--pipeline-schedule", got=name, expected=f"one of {', '.join(ORDERS)}", do="choose one"
+            "--pipeline-schedule",
+            got=name,
+            expected=f"one of {', '.join(SCHEDULES)}",
+            do="choose one",
         )
     if ranks < 1:
         yield describe(
@@ -301,6 +300,9 @@ def _microbatch_problems(name: str, ranks: int, microbatches: int) -> Iterator[s
         below = microbatches // ranks * ranks
         above = -(-microbatches // ranks) * ranks
         near = f"{below} or {above}" if below else str(above)
-        expected = f"a multiple of --pipeline-model-parallel-size {ranks} with --pipeline-schedule interleaved"
+        expected = (
+            f"a multiple of --pipeline-model-parallel-size {ranks} with --pipeline-schedule "
+            "interleaved"
+        )
         do = f"choose {near} (change --global-batch-size), or another --pipeline-schedule"
         yield describe(where, got=microbatches, expected=expected, do=do)

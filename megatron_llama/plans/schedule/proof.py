@@ -1,4 +1,9 @@
-"""The proof that a schedule is complete, in order and cannot hang, made before anything runs."""
+"""The proof that a schedule is complete, in order and cannot deadlock, made before anything runs.
+
+Schedules are plain lists that anyone may write, so nothing is taken on trust: each pass and each
+transfer happens exactly once, no pass comes before what it needs, both ends of a link use one
+order, and a simulation under the runtime's rules reaches the end.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +40,7 @@ class Report:
     bubble_fraction: float
     """Idle share of the makespan, over all ranks."""
     bubble_per_rank: tuple[float, ...]
-    """Idle share of the makespan, of each rank."""
+    """Idle share of the makespan of each rank."""
     stalled_per_rank: tuple[float, ...]
     """Idle time of each rank between its first pass and its last: 0 is zero bubble as Qi et al.
     (2023) define it."""
@@ -45,8 +50,8 @@ class Report:
 
 
 def validate(schedule: Schedule) -> Report:
-    """Prove a schedule complete, in order and free of deadlock. Raises ScheduleError naming the
-    actions at fault."""
+    """Prove a schedule complete, in order and free of deadlock, and return what it costs. Raises
+    ScheduleError naming the actions at fault."""
     _check_shape(schedule)
     for rank in range(len(schedule.ranks)):
         _check_complete(schedule, rank)
@@ -61,7 +66,8 @@ def _check_shape(schedule: Schedule) -> None:
     counts = Counter(placement)
     if set(counts) != set(range(ranks)) or len(set(counts.values())) != 1:
         raise ScheduleError(
-            f"{schedule.name}: {ranks} action lists for stages on ranks {placement}; each rank needs equally many stages"
+            f"{schedule.name}: {ranks} action lists for stages on ranks {placement}; each "
+            "rank needs equally many stages"
         )
     if schedule.passes not in ((Op.FORWARD,), WHOLE, SPLIT):
         found = ", ".join(op.value for op in schedule.passes)
@@ -74,14 +80,14 @@ def _check_shape(schedule: Schedule) -> None:
 
 
 def _kinds(schedule: Schedule, rank: int) -> Iterator[tuple[Op, int]]:
-    """Every operation and stage of the rank's passes, in order of the data flow."""
+    """Yield (operation, stage) of the rank's passes, in the order of the data flow."""
     for stage in range(schedule.stages):
         if schedule.placement[stage] == rank:
             yield from ((op, stage) for op in schedule.passes)
 
 
 def _transfers(schedule: Schedule, rank: int) -> Iterator[tuple[Op, int]]:
-    """Every operation and stage of what the rank sends and receives."""
+    """Yield (operation, stage) of what the rank sends and receives."""
     for op, stage in _kinds(schedule, rank):
         for transfer in (
             receive_before(op, stage, schedule.placement),
@@ -92,7 +98,7 @@ def _transfers(schedule: Schedule, rank: int) -> Iterator[tuple[Op, int]]:
 
 
 def _check_complete(schedule: Schedule, rank: int) -> None:
-    """Every pass exactly once, and the transfers around it, in whatever order."""
+    """Each pass occurs exactly once, and so do the transfers around it, in whatever order."""
     actions = schedule.ranks[rank]
     kinds = (*_kinds(schedule, rank), *_transfers(schedule, rank))
     expected = {
@@ -134,7 +140,8 @@ def _check_local_order(schedule: Schedule, rank: int) -> None:
                         needed = Action(*first, microbatch)
                         early = Action(*second, microbatch)
                         raise ScheduleError(
-                            f"{schedule.name}, rank {rank}: {early} comes before {needed}, which it needs"
+                            f"{schedule.name}, rank {rank}: {early} comes before {needed}, "
+                            "which it needs"
                         )
         if op in (Op.BACKWARD, Op.BACKWARD_WEIGHT):
             for microbatch, (one, other) in enumerate(pairwise(at(op, stage))):
@@ -142,7 +149,8 @@ def _check_local_order(schedule: Schedule, rank: int) -> None:
                     before = Action(op, stage, microbatch)
                     action = Action(op, stage, microbatch + 1)
                     raise ScheduleError(
-                        f"{schedule.name}, rank {rank}: {action} comes before {before}; gradients add up in that order"
+                        f"{schedule.name}, rank {rank}: {action} comes before {before}; "
+                        "gradients add up in that order"
                     )
 
 
@@ -187,7 +195,8 @@ def _check_links(schedule: Schedule) -> None:
         for send, receive in zip(sent, receives[link], strict=True):
             if send.stage + step != receive.stage or send.microbatch != receive.microbatch:
                 raise ScheduleError(
-                    f"{schedule.name}: {send} meets {receive} on one link; both sides must use one order"
+                    f"{schedule.name}: {send} meets {receive} on one link; both sides must "
+                    "use one order"
                 )
 
 

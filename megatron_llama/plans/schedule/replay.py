@@ -1,10 +1,10 @@
 """When every pass of a schedule runs, under exactly the rules of the runtime, with transfers that
 take no time.
 
-A rank walks its list. A receive is posted and returns at once. A pass waits until what it receives
-has been sent. A send returns when the previous message of its link has been taken, which is when
-its receive was posted: at most one sent tensor is kept per link. Ranks that all wait are a
-deadlock.
+A rank walks its list of actions. A receive is posted and returns at once. A pass waits until what
+it receives has been sent. A send returns when the previous message of its link has been taken,
+which is when the receive of that message was posted: at most one sent tensor is kept per link. It
+is a deadlock when every rank that is not at its end waits.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ from megatron_llama.plans.schedule.actions import (
 
 @dataclass(frozen=True)
 class Costs:
-    """How long the passes of one microbatch at one stage last, in any unit."""
+    """How long the passes of one microbatch at one stage last, in any unit of time."""
 
     forward: float = 1
     backward_input: float = 1
     backward_weight: float = 1
 
     def of(self, op: Op) -> float:
-        """The duration of a pass."""
+        """The duration of a pass of this kind."""
         if op is Op.BACKWARD:
             return self.backward_input + self.backward_weight
         return {
@@ -58,28 +58,28 @@ class TimedPass(NamedTuple):
 
 @dataclass(frozen=True)
 class Timeline:
-    """The passes of every rank, in order."""
+    """When the passes of every rank run, in order."""
 
     ranks: tuple[tuple[TimedPass, ...], ...]
 
     @property
     def makespan(self) -> float:
-        """When the last rank is done; the first begins at 0."""
+        """The time at which the last rank is done; the first one begins at 0."""
         return max(passes[-1].end for passes in self.ranks)
 
     def busy(self, rank: int) -> float:
-        """Time that a rank computes."""
+        """The time that a rank computes."""
         return sum(one.end - one.start for one in self.ranks[rank])
 
     def stalled(self, rank: int) -> float:
-        """Time that a rank is idle between its first pass and its last: the bubble as the
+        """The time that a rank is idle between its first pass and its last: the bubble as the
         zero-bubble papers define it."""
         return self.ranks[rank][-1].end - self.ranks[rank][0].start - self.busy(rank)
 
 
 def simulate(schedule: Schedule, costs: Costs) -> Timeline:
-    """Run all ranks as far as they can go. Raises ScheduleError naming who waits for what if not
-    all reach their end."""
+    """Run all ranks to the end of their lists and return when each pass ran. Raises ScheduleError
+    naming who waits for what if they deadlock."""
     replay = _Replay(schedule, costs)
     ranks = schedule.ranks
     cursors = [0] * len(ranks)
@@ -108,12 +108,14 @@ class _Traffic:
 
     sent: list[Action] = field(default_factory=list)
     posted: list[float] = field(default_factory=list)
-    """When each of its receives was."""
+    """When each receive of this link was posted."""
 
 
 class _Replay:
-    """The clock of every rank, and what has been sent and posted so far. What depends on operation
-    and stage alone is looked up."""
+    """The clock of every rank, and what has been sent and posted so far.
+
+    What depends on operation and stage alone is computed once: a long schedule has a million
+    actions."""
 
     def __init__(self, schedule: Schedule, costs: Costs) -> None:
         links = defaultdict[Link, _Traffic](_Traffic)
@@ -129,8 +131,8 @@ class _Replay:
     def advance(
         self, rank: int, actions: tuple[Action, ...], cursor: int
     ) -> tuple[int, Action | None]:
-        """Carry out actions from ``cursor`` on, until one must wait; where that is, and the action
-        of another rank that it waits for."""
+        """Carry out actions from ``cursor`` on until one must wait. Return its position and the
+        action of another rank that it waits for, or the end of the list and None."""
         clock = self.clocks[rank]
         sent_at = self.sent_at
         for position in range(cursor, len(actions)):
@@ -164,8 +166,8 @@ class _Replay:
 
 
 _Role = tuple[_Traffic | None, _Traffic | None, tuple[Op, int] | None, float]
-"""Of a kind of action: the link that it receives from or sends into; of a pass, the kind of send
-that it waits for, and its duration."""
+"""What the replay needs to know of a kind of action: the link that it receives from; the link that
+it sends into; for a pass the kind of send that it waits for, and its duration."""
 
 
 def _role(
