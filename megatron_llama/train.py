@@ -7,7 +7,7 @@ import time
 from contextlib import ExitStack, closing
 from functools import partial
 
-from megatron_llama.checkpoint.background import Background
+from megatron_llama.checkpoint.background import BackgroundSaver
 from megatron_llama.checkpoint.saver import Saver
 from megatron_llama.config.schema import Config
 from megatron_llama.convert.export import FinalExport
@@ -60,7 +60,7 @@ def train(
     source: Source | None = None,
     *,
     tokenizer: Tokenizer | None = None,
-    background: Background | None = None,
+    background: BackgroundSaver | None = None,
     prompt: Prompt | None = None,
     same_data: bool = False,
 ) -> None:

@@ -275,7 +275,7 @@ def become(job: Job) -> None:
 def preload() -> None:
     """Import what commands import when they run."""
     import megatron_llama.commands.pretrain
-    import megatron_llama.convert.hf.files
+    import megatron_llama.convert.hf.reader
     import megatron_llama.data.preprocess
     import megatron_llama.model.generate
     import megatron_llama.tokenizer.load

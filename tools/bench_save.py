@@ -29,7 +29,7 @@ import torch.distributed as dist
 from torch.distributed.checkpoint import state_dict_saver as dcp
 
 from megatron_llama.checkpoint import native
-from megatron_llama.checkpoint.background import Background
+from megatron_llama.checkpoint.background import BackgroundSaver
 from megatron_llama.checkpoint.checkpoint_dir import Retention, checkpoint_path
 from megatron_llama.checkpoint.folders import fresh_staging
 from megatron_llama.checkpoint.meta import TrainState
@@ -62,7 +62,7 @@ class Saves:
     """The contenders. Each begins a save into an empty folder and returns how to wait for the rest
     of it."""
 
-    def __init__(self, trial: Trial, background: Background, folder: Path) -> None:
+    def __init__(self, trial: Trial, background: BackgroundSaver, folder: Path) -> None:
         self._trial = trial
         self._background = background
         self._folder = folder
@@ -151,7 +151,7 @@ def _meet(mesh: Mesh) -> None:
 
 
 def run(
-    config: Config, mesh: Mesh, background: Background, folder: Path, bench: BenchConfig
+    config: Config, mesh: Mesh, background: BackgroundSaver, folder: Path, bench: BenchConfig
 ) -> tuple[dict[str, list[Row]], int]:
     """All rounds of all contenders, and the bytes that one save writes."""
     trial = Trial(config, mesh)
@@ -201,7 +201,7 @@ def main(words: list[str]) -> None:
     config = check(
         replace(config, training=replace(config.training, train_iters=1)), place.world_size
     ).config
-    with closing(Background(place)) as background, tempfile.TemporaryDirectory() as name:
+    with closing(BackgroundSaver(place)) as background, tempfile.TemporaryDirectory() as name:
         if place.world_size == 1:
             dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]
         mesh = init_mesh(config, place)

@@ -1,5 +1,5 @@
-"""Low-rank additions in checkpoints: added to the weights that they belong to, as they are read,
-and taken up by a run."""
+"""Low-rank additions (LoRA) in checkpoints: how they are merged into weights that are read, and
+whether a run goes on with them."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from megatron_llama.errors import CheckpointError
 from megatron_llama.plans.params import Rectangle, adapter_names
 
 LIKE = ("lora_rank", "lora_alpha", "lora_target_modules")
-"""Options that a run must have in common with the checkpoint whose additions it trains on."""
+"""Options that a run must share with the checkpoint whose additions it goes on to train."""
 
 
-class Merged:
-    """A source of HuggingFace rectangles: the model's weights W as W + scaling * B A, computed in
-    fp32 and rounded once."""
+class MergedWeights:
+    """A WeightSource of the merged weights W + scaling * B A, which are computed in fp32 and rounded
+    once."""
 
     def __init__(
         self,
@@ -30,14 +30,14 @@ class Merged:
         shapes: Mapping[str, tuple[int, ...]],
         scaling: float,
     ) -> None:
-        """``shapes``: of all halves that ``adapters`` has, by name; see ``adapter_shapes``."""
+        """``shapes`` holds the shape of each A and B that ``adapters`` has, by name, as
+        ``adapter_shapes`` returns them."""
         self._base = base
         self._adapters = adapters
         self._shapes = shapes
         self._scaling = scaling
 
     def __call__(self, rectangle: Rectangle, out: Tensor) -> None:
-        """See WeightSource."""
         first, second = adapter_names(rectangle.name)
         if first not in self._shapes:
             self._base(rectangle, out)
@@ -55,13 +55,13 @@ class Merged:
 
 
 def scaling_of(lora: LoraConfig) -> float:
-    """The factor of the product."""
+    """Return the factor of the product B A."""
     return lora.lora_alpha / lora.lora_rank
 
 
 def saved_lora(config: Mapping[str, Any]) -> LoraConfig:
-    """The additions of a checkpoint, by the configuration in its ``meta.json``; rank 0: it has
-    none."""
+    """Return the additions of a checkpoint by the configuration in its ``meta.json``. Rank 0 stands
+    for none."""
     saved = config.get("lora", {})
     known = {field.name: saved[field.name] for field in fields(LoraConfig) if field.name in saved}
     targets = known.pop("lora_target_modules", None)
@@ -70,12 +70,12 @@ def saved_lora(config: Mapping[str, Any]) -> LoraConfig:
 
 
 def takes_up(where: str, saved: LoraConfig, lora: LoraConfig, *, anew: bool) -> bool:
-    """Whether a run that loads a checkpoint trains on what is in it: the model alone, or the same
-    additions.
+    """Return whether a run that loads a checkpoint goes on to train exactly what is in it: the model
+    alone, or the same additions.
 
-    Otherwise it begins with the model (the additions of the checkpoint, if any, added to it) and,
-    if it has a rank, with additions of its own: only ``anew`` (--finetune). Raises CheckpointError
-    where that is not asked for: silently either is wrong."""
+    If not, it begins with the merged model and, if it has a rank, with additions of its own. That
+    has to be asked for with ``anew`` (--finetune). Raises CheckpointError where it is not, since
+    either choice would be wrong without a word."""
     differences = list(_differences(saved, lora))
     if not differences:
         return True
@@ -104,10 +104,6 @@ def _flags(lora: LoraConfig) -> str:
 
 
 def _words(value: object) -> str:
-    return (
-        " ".join(value)
-        if isinstance(value, tuple)
-        else f"{value:g}"
-        if isinstance(value, float)
-        else str(value)
-    )
+    if isinstance(value, tuple):
+        return " ".join(value)
+    return f"{value:g}" if isinstance(value, float) else str(value)

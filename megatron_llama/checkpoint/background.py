@@ -1,9 +1,10 @@
-"""Saves that training does not wait for: a process beside each rank writes what the rank has copied
-into shared memory.
+"""Saves that training does not wait for: each rank has a process that writes what the rank has copied
+into memory that both share.
 
-The process is forked while its rank is still single-threaded and has touched no device, and dies
-with it: what a dead rank began must not go on beside a restarted run. Ranks tell rank 0's process
-through the job's store that their files are on the disk, so that nothing here is collective.
+The process is forked while its rank has one thread and has touched no device, and it dies with its
+rank: what a dead rank began must not go on while a restarted run writes there. The processes tell
+that of rank 0 through the job's store that their files are on the disk. Nothing of it is collective,
+so nothing can interfere with the order of collectives.
 """
 
 from __future__ import annotations
@@ -29,8 +30,8 @@ from torch.distributed.checkpoint.metadata import Metadata
 from megatron_llama.checkpoint.checkpoint_dir import Retention
 from megatron_llama.checkpoint.chunks import Region
 from megatron_llama.checkpoint.folders import discard, staging
-from megatron_llama.checkpoint.native import SavePlan, finish
-from megatron_llama.checkpoint.storage import Written, write_parts
+from megatron_llama.checkpoint.native import RankSavePlan, finish
+from megatron_llama.checkpoint.storage import WrittenParts, write_parts
 from megatron_llama.distributed import device as devices
 from megatron_llama.distributed.comm.object_collectives import common_error
 from megatron_llama.distributed.comm.store import connect
@@ -38,18 +39,18 @@ from megatron_llama.distributed.mesh import Place
 from megatron_llama.errors import CheckpointError, ConfigError
 
 SLOTS = 2
-"""A save may begin while the one before is being written."""
+"""Saves for which there is memory: one may begin while the one before it is being written."""
 ALIGN_BYTES = 64
 PATIENCE_SECONDS = 30.0
-"""For the last saves of a run that ends with an error."""
+"""A run that ends with an error waits so long for its last saves."""
 NICENESS = 10
-"""Writing comes second where cores are few."""
+"""Where cores are few, training comes before writing."""
 
 
 @contextmanager
-def in_background(place: Place, *, wanted: bool) -> Iterator[Background | None]:
-    """A section with a writing process, or, if none is wanted, without. Raises ConfigError where
-    the system cannot have one."""
+def in_background(place: Place, *, wanted: bool) -> Iterator[BackgroundSaver | None]:
+    """A section with a writing process, or without one if none is ``wanted``. Raises ConfigError
+    where the system cannot have one."""
     if not wanted:
         yield None
         return
@@ -61,13 +62,13 @@ def in_background(place: Place, *, wanted: bool) -> Iterator[Background | None]:
             expected="Linux, whose memory two processes can share",
             do=do,
         )
-    with closing(Background(place)) as background:
+    with closing(BackgroundSaver(place)) as background:
         yield background
 
 
 @dataclass(frozen=True)
 class SaveTask:
-    """One save."""
+    """One save: the copy in slot ``slot`` becomes the checkpoint ``target``."""
 
     number: int
     slot: int
@@ -77,20 +78,21 @@ class SaveTask:
 
 
 @dataclass(frozen=True)
-class Outcome:
-    """How a save ended on this rank; on rank 0, for all ranks."""
+class SaveOutcome:
+    """How a save ended on this rank. On rank 0 it stands for all ranks."""
 
     target: Path
     error: CheckpointError | None = None
 
 
-class Background:
-    """A rank's side. Make it before the process group, device and threads exist; ``close`` it at
-    the end."""
+class BackgroundSaver:
+    """A rank's end of its writing process. It has to be made before process group, device and
+    threads exist, and closed at the end."""
 
     def __init__(self, place: Place) -> None:
         self._place = place
-        # Not /dev/shm, which containers limit to 64 MB; pages exist from their first use.
+        # An anonymous file: containers limit /dev/shm to 64 MB. It takes memory page by page, when
+        # it is first written.
         self._memory = os.memfd_create("checkpoint")
         context = multiprocessing.get_context("fork")
         self._connection, there = context.Pipe()
@@ -101,7 +103,7 @@ class Background:
         )
         self._process.start()
         there.close()
-        self._buffers: Buffers | None = None
+        self._buffers: SharedBuffers | None = None
         self._room = ""
         self._open: list[SaveTask] = []
         self._started = 0
@@ -116,56 +118,57 @@ class Background:
         """Whether a save is under way on this rank."""
         return bool(self._open)
 
-    def write(self, plan: SavePlan, target: Path, meta: bytes, keep: Retention) -> None:
-        """Copy the parts, and have them written to the staged ``target``. Not while ``full``. The
-        plan is the same every time.
+    def write(self, plan: RankSavePlan, target: Path, meta: bytes, keep: Retention) -> None:
+        """Copy the parts, and have them written into the staged folder of ``target``. The plan is the
+        same every time, and ``full`` is false.
 
-        The copies are complete on return: training may change the tensors."""
+        The copies are complete on return: then training may change the tensors."""
         assert not self.full, "collect an outcome first"
         if self._buffers is None:
             self._send((_outlines(plan.parts), plan.index, plan.room))
-            self._buffers = Buffers(self._memory, plan.parts)
+            self._buffers = SharedBuffers(self._memory, plan.parts)
             self._room = plan.room
             for device in {part.tensor.device for part in plan.parts}:
                 self._buffers.pin(device)
-        slot = next(slot for slot in range(SLOTS) if slot not in {job.slot for job in self._open})
+        slot = next(slot for slot in range(SLOTS) if slot not in {task.slot for task in self._open})
         self._buffers.fill(slot, plan.parts)
-        job = SaveTask(self._started, slot, target, meta, keep)
+        task = SaveTask(self._started, slot, target, meta, keep)
         self._started += 1
-        self._open.append(job)
-        self._send(job)
+        self._open.append(task)
+        self._send(task)
 
     def _send(self, message: object) -> None:
-        with suppress(OSError):  # the process is gone, which the next ``collect`` finds out
+        with suppress(OSError):  # the process is gone: the next ``collect`` finds that out
             self._connection.send_bytes(pickle.dumps(message))
 
-    def collect(self, seconds: float | None = 0.0) -> Outcome | None:
-        """The outcome of the oldest save under way, if there is one; waits so long for it, None:
-        until it is there."""
+    def collect(self, seconds: float | None = 0.0) -> SaveOutcome | None:
+        """Return the outcome of the oldest save under way, or None if there is none yet. Wait so
+        many seconds for it, with None until it is there."""
         if not self._open or not self._connection.poll(seconds):
             return None
         try:
-            outcome: Outcome = pickle.loads(self._connection.recv_bytes())
+            outcome: SaveOutcome = pickle.loads(self._connection.recv_bytes())
         except (EOFError, OSError):
             return self._lost()
         self._open.pop(0)
         return outcome
 
-    def _lost(self) -> Outcome:
-        """The process is gone: rank 0's must not wait for what this rank will never write."""
+    def _lost(self) -> SaveOutcome:
+        """Return the outcome of a save whose process is gone."""
         self._process.join()
-        job = self._open.pop(0)
-        where = f"{job.target} on rank {self._place.rank}"
+        task = self._open.pop(0)
+        where = f"{task.target} on rank {self._place.rank}"
         got = f"a writing process that ended with code {self._process.exitcode}"
         do = "look at the memory of that machine (a process killed for memory ends with -9)"
         error = CheckpointError(where, got=got, expected="its part of the checkpoint", do=do)
+        # Rank 0's process must not wait for what this rank will never write.
         if self._place.world_size > 1 and self._place.rank:
-            _answer(connect(self._place, self._room), job, self._place.rank, error)
-        return Outcome(job.target, error)
+            _answer(connect(self._place, self._room), task, self._place.rank, error)
+        return SaveOutcome(task.target, error)
 
     def close(self) -> None:
-        """Give saves under way some time, and end the process. Errors have been collected before,
-        or do not matter any more."""
+        """Give saves under way some time, and end the process. Their errors have been collected
+        before, or do not matter any more."""
         while self._open and self.collect(PATIENCE_SECONDS) is not None:
             pass
         self._connection.close()
@@ -176,8 +179,8 @@ class Background:
         os.close(self._memory)
 
 
-class Buffers:
-    """Room for the parts of a rank, ``SLOTS`` times, in memory that two processes share."""
+class SharedBuffers:
+    """Memory that two processes share, with room for the parts of a rank ``SLOTS`` times."""
 
     def __init__(self, memory: int, parts: Sequence[Region]) -> None:
         starts = []
@@ -197,7 +200,7 @@ class Buffers:
         )
 
     def pin(self, device: torch.device) -> None:
-        """Let the device copy into it at full speed."""
+        """Pin the memory, so that the device copies into it at full speed."""
         devices.pin(self._whole, device)
 
     def fill(self, slot: int, parts: Sequence[Region]) -> None:
@@ -216,7 +219,7 @@ def _view(whole: torch.Tensor, start: int, part: Region) -> Region:
 
 
 def _outlines(parts: Sequence[Region]) -> list[Region]:
-    """The same parts without values."""
+    """Return the same parts without values."""
     return [
         replace(part, tensor=torch.empty(part.tensor.shape, dtype=part.tensor.dtype, device="meta"))
         for part in parts
@@ -226,16 +229,18 @@ def _outlines(parts: Sequence[Region]) -> list[Region]:
 def _serve(
     connection: Connection, parents: Connection, memory: int, place: Place, parent: int
 ) -> None:
-    """The life of the writing process."""
-    parents.close()  # inherited: while it is open here, the end of the rank would go unnoticed
+    """Run the writing process: one save after the other, until the rank closes the connection."""
+    # The rank's end of the pipe was inherited: while it is open here, nobody sees the rank end.
+    parents.close()
     _die_with(parent)
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
-        signal.signal(number, signal.SIG_IGN)  # meant for the rank, sent to the whole process group
+        # These are meant for the rank, but a terminal or launcher sends them to the process group.
+        signal.signal(number, signal.SIG_IGN)
     os.nice(NICENESS)
-    torch.set_num_threads(1)  # threads of the parent's pool do not exist here
+    torch.set_num_threads(1)  # the threads of the parent's pool do not exist after a fork
     try:
         outlines, index, room = pickle.loads(connection.recv_bytes())
-        writer = _Writer(place, Buffers(memory, outlines), index, room)
+        writer = _Writer(place, SharedBuffers(memory, outlines), index, room)
         while True:
             connection.send_bytes(
                 pickle.dumps(writer.perform(pickle.loads(connection.recv_bytes())))
@@ -245,35 +250,37 @@ def _serve(
 
 
 def _die_with(parent: int) -> None:
-    """Have the kernel kill this process when its parent ends, however that happens."""
+    """Have the kernel kill this process when its parent ends, however that happens: SIGKILL leaves
+    the parent no time to tell."""
     set_parent_death_signal = 1
     ctypes.CDLL(None).prctl(set_parent_death_signal, signal.SIGKILL)
-    if os.getppid() != parent:
+    if os.getppid() != parent:  # it ended before the call above
         os._exit(1)
 
 
 class _Writer:
-    def __init__(self, place: Place, buffers: Buffers, index: Metadata | None, room: str) -> None:
+    def __init__(
+        self, place: Place, buffers: SharedBuffers, index: Metadata | None, room: str
+    ) -> None:
         self._place = place
         self._buffers = buffers
         self._index = index
         self._room = room
         self._store: Store | None = None
 
-    def perform(self, job: SaveTask) -> Outcome:
-        """Write this rank's part; on rank 0 wait for the others and give the checkpoint its
-        name."""
+    def perform(self, task: SaveTask) -> SaveOutcome:
+        """Write this rank's part. On rank 0, wait for the others and complete the checkpoint."""
         answer = _caught(
             lambda: write_parts(
-                staging(job.target), self._place.rank, self._buffers.slots[job.slot]
+                staging(task.target), self._place.rank, self._buffers.slots[task.slot]
             )
         )
         if self._place.rank:
-            _answer(self._connected(), job, self._place.rank, answer)
-            return Outcome(job.target)
+            _answer(self._connected(), task, self._place.rank, answer)
+            return SaveOutcome(task.target)
         answers = [
             answer,
-            *(self._received(job, rank) for rank in range(1, self._place.world_size)),
+            *(self._received(task, rank) for rank in range(1, self._place.world_size)),
         ]
         failed = [
             (rank, one) for rank, one in enumerate(answers) if isinstance(one, CheckpointError)
@@ -287,42 +294,42 @@ class _Writer:
         else:
             assert self._index is not None
             index = self._index
-            written = [one for one in answers if isinstance(one, Written)]
-            done = _caught(lambda: finish(job.target, index, written, job.meta, job.keep))
+            written = [one for one in answers if isinstance(one, WrittenParts)]
+            done = _caught(lambda: finish(task.target, index, written, task.meta, task.keep))
             error = done if isinstance(done, CheckpointError) else None
         if error is not None:
-            discard(job.target)
-        return Outcome(job.target, error)
+            discard(task.target)
+        return SaveOutcome(task.target, error)
 
     def _connected(self) -> Store:
         if self._store is None:
             self._store = connect(self._place, self._room)
         return self._store
 
-    def _received(self, job: SaveTask, rank: int) -> Written | CheckpointError:
-        """What another rank's process, or that rank for its dead process, has to say. Ends with the
-        job at the latest."""
+    def _received(self, task: SaveTask, rank: int) -> WrittenParts | CheckpointError:
+        """Return the answer of another rank's process, or of that rank for its dead process. It
+        comes, or this process ends with its rank."""
         store = self._connected()
-        key = _key(job, rank)
+        key = _key(task, rank)
         while True:
             try:
-                answer: Written | CheckpointError = pickle.loads(store.get(key))
+                answer: WrittenParts | CheckpointError = pickle.loads(store.get(key))
             except DistStoreError:
-                continue  # a large part on a slow disk
+                continue  # the store's timeout: a large part on a slow disk takes longer
             store.delete_key(key)
             return answer
 
 
-def _caught(work: Callable[[], Written | None]) -> Written | CheckpointError | None:
+def _caught(work: Callable[[], WrittenParts | None]) -> WrittenParts | CheckpointError | None:
     try:
         return work()
     except CheckpointError as error:
         return error
 
 
-def _key(job: SaveTask, rank: int) -> str:
-    return f"{job.number}/{rank}"
+def _key(task: SaveTask, rank: int) -> str:
+    return f"{task.number}/{rank}"
 
 
-def _answer(store: Store, job: SaveTask, rank: int, answer: object) -> None:
-    store.set(_key(job, rank), pickle.dumps(answer))  # type: ignore[arg-type]  # bytes are as good
+def _answer(store: Store, task: SaveTask, rank: int, answer: object) -> None:
+    store.set(_key(task, rank), pickle.dumps(answer))  # type: ignore[arg-type]  # bytes are as good

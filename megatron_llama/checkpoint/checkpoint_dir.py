@@ -1,5 +1,5 @@
-"""The checkpoints of one run, side by side in a folder: which are complete, which is the newest,
-which may go.
+"""The folder with the checkpoints of one run: which are complete, which is the newest, which may be
+removed.
 
 SAVE/iter_0000100/                          one checkpoint; it has this name since everything in it
                                             was on the disk
@@ -35,26 +35,27 @@ TRACKER = "latest_checkpointed_iteration.txt"
 LAST = "last"
 BEST = "best"
 TOKENIZER = "tokenizer"
-"""Folder beside the checkpoints, so that generation and export need nothing else."""
+"""Folder beside the checkpoints with the tokenizer, so that generation and export need nothing
+else."""
 
 
 @dataclass(frozen=True)
 class Retention:
-    """Which checkpoints stay when a new one is complete; the best one always does."""
+    """Which checkpoints stay when a new one is complete. The best one always does."""
 
     newest: int = 0
-    """So many of the newest; 0: all."""
+    """So many of the newest stay; 0 stands for all."""
     interval: int = 0
-    """Besides those, all whose iteration is a multiple of this; 0: none."""
+    """Besides those, all stay whose iteration is a multiple of this; 0 stands for none."""
 
 
 def checkpoint_path(folder: str | Path, iteration: int) -> Path:
-    """Where the checkpoint of an iteration belongs."""
+    """Return the path of the checkpoint of an iteration."""
     return storage_path(folder) / f"iter_{iteration:07d}"
 
 
 def complete(folder: str | Path) -> dict[int, Path]:
-    """The complete checkpoints of a folder by iteration, oldest first."""
+    """Return the complete checkpoints of a folder by iteration, oldest first."""
     found: dict[int, Path] = {}
     folder = storage_path(folder)
     # NAME.replaced counts only without NAME, which sorts before it: a save was killed between two
@@ -67,7 +68,7 @@ def complete(folder: str | Path) -> dict[int, Path]:
 
 
 def latest(folder: str | Path) -> Path | None:
-    """The checkpoint that the tracker names, or the newest one if it names none that is there; None
+    """Return the checkpoint that the tracker names, or the newest one if that is not there; None
     without checkpoints."""
     found = complete(folder)
     if not found:
@@ -80,8 +81,8 @@ def latest(folder: str | Path) -> Path | None:
 
 
 def find(path: str | Path) -> Path:
-    """The checkpoint at ``path``: itself one, a link to one, or the latest one in it. Raises
-    CheckpointError."""
+    """Return the checkpoint at ``path``: ``path`` itself, also as a link, or the latest one in it.
+    Raises CheckpointError."""
     path = storage_path(path)
     if (re.match(r"iter_\d{7}", path.name) and path.is_dir()) or (path / META).is_file():
         return path
@@ -96,10 +97,8 @@ def find(path: str | Path) -> Path:
 
 
 def newest_usable(folder: str | Path) -> Path | None:
-    """The newest complete checkpoint whose files are all there at their full size; None without
-    any.
-
-    Damage inside files is found by ``inspect checkpoint --verify``, and by loading."""
+    """Return the newest complete checkpoint whose files are all there at their full size, or None.
+    Damage inside the files is found by ``inspect checkpoint --verify``, and by loading."""
     for path in reversed(complete(folder).values()):
         try:
             if not file_problems(path, read_metadata(path).storage_data.values(), do=ANOTHER_COPY):
@@ -110,16 +109,15 @@ def newest_usable(folder: str | Path) -> Path | None:
 
 
 def tidy(folder: str | Path) -> None:
-    """Remove what killed saves left behind. Nobody may be saving there. Raises CheckpointError."""
+    """Remove what killed saves left behind. Nobody may be saving there meanwhile. Raises
+    CheckpointError."""
     folder = storage_path(folder)
     with writing(folder):
         folder.mkdir(parents=True, exist_ok=True)
         for entry in list(folder.iterdir()):
-            unfinished = (
-                is_remote(folder)
-                and re.fullmatch(r"iter_\d{7,}", entry.name)
-                and not (entry / META).is_file()
-            )
+            # In an object store, which cannot rename, META comes last: without it a save was killed.
+            named = is_remote(folder) and re.fullmatch(r"iter_\d{7,}", entry.name)
+            unfinished = named and not (entry / META).is_file()
             if unfinished or re.fullmatch(r"iter_\d{7,}" + re.escape(INCOMPLETE), entry.name):
                 remove_tree(entry)
             elif re.fullmatch(r"iter_\d{7,}" + re.escape(REPLACED), entry.name):
@@ -127,14 +125,15 @@ def tidy(folder: str | Path) -> None:
 
 
 def publish(target: Path) -> None:
-    """Give the staged checkpoint its name, and make the tracker name it, in one step each. What can
-    fill a disk comes first."""
+    """Give the staged checkpoint its name, and make the tracker name it, in one step each."""
     tracker = target.with_name(TRACKER)
     named = f"{int(target.name.removeprefix('iter_'))}\n".encode()
     if is_remote(target):
         tracker.write_bytes(named)
         return
     try:
+        # The tracker's content is on the disk before the first rename: a disk that is full shows
+        # here, while both old names still stand.
         write_synced(staging(tracker), named)
         commit(target)
         staging(tracker).replace(tracker)
@@ -144,30 +143,30 @@ def publish(target: Path) -> None:
 
 
 def retain(folder: Path, keep: Retention) -> None:
-    """Renew the links, then remove what need not stay. A folder loses its name before its content:
-    none is ever half there."""
+    """Renew the links, then remove the checkpoints that need not stay."""
     found = complete(folder)
-    losses = {
-        iteration: loss
-        for iteration, path in found.items()
-        if (loss := validation_loss(path)) is not None
-    }
+    read = {iteration: validation_loss(path) for iteration, path in found.items()}
+    losses = {iteration: loss for iteration, loss in read.items() if loss is not None}
     best = min(losses, key=lambda iteration: (losses[iteration], iteration), default=None)
     newest = sorted(found)[-keep.newest :] if keep.newest else list(found)
     _link(folder / LAST, found[max(found)])
     if best is not None:
         _link(folder / BEST, found[best])
     for iteration, path in found.items():
-        if (
-            iteration not in newest
-            and iteration != best
-            and not (keep.interval and iteration % keep.interval == 0)
-        ):
-            _remove(path)
+        at_interval = keep.interval and iteration % keep.interval == 0
+        if iteration in newest or iteration == best or at_interval:
+            continue
+        # It stops counting before its content goes: no checkpoint is ever half there.
+        if is_remote(path):
+            (path / META).unlink()
+            remove_tree(path)
+        else:
+            remove_tree(path.rename(staging(path)))
 
 
 def validation_loss(checkpoint: Path) -> float | None:
-    """Of the iteration at which it was saved, where that was evaluated."""
+    """Return the validation loss at the iteration of a checkpoint, or None where it was not
+    measured."""
     try:
         loss = json.loads((checkpoint / META).read_bytes()).get("validation_loss")
     except (OSError, ValueError, AttributeError):
@@ -175,18 +174,9 @@ def validation_loss(checkpoint: Path) -> float | None:
     return float(loss) if isinstance(loss, int | float) else None
 
 
-def _remove(checkpoint: Path) -> None:
-    """It stops counting before its content goes."""
-    if is_remote(checkpoint):
-        (checkpoint / META).unlink()
-        remove_tree(checkpoint)
-    else:
-        remove_tree(checkpoint.rename(staging(checkpoint)))
-
-
 def _link(link: Path, target: Path) -> None:
-    """Renew a symbolic link in one step; what is there and is no link stays. An object store has
-    none."""
+    """Renew a symbolic link in one step. Anything else of that name stays. An object store has no
+    links."""
     if is_remote(link) or (link.exists() and not link.is_symlink()):
         return
     beside = staging(link)

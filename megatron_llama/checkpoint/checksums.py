@@ -1,5 +1,5 @@
-"""SHA256SUMS: a checksum of every file of a checkpoint, or of the weights that a conversion wrote,
-as ``sha256sum --check`` reads it."""
+"""``SHA256SUMS``: the checksums of all files of a checkpoint, or of the weights that a conversion
+wrote, as ``sha256sum --check`` reads them."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from megatron_llama.errors import CheckpointError, describe
 
 SUMS = "SHA256SUMS"
 META_SUMS = "checklist.chk"
-"""Ours, and the list of MD5 sums that comes with Meta's downloads."""
+"""The list of MD5 sums that comes with Meta's downloads."""
 WEIGHTS = (".safetensors", ".pth")
-"""Endings of files of weights that have no checksums of their own, or do not say which of several
-files they are."""
+"""Endings of weight files that have no checksums inside, or do not say which of several files they
+are."""
 _READ_BYTES = 2**20
 
 
 class HashedFile:
-    """A new file for sequential writing that knows its checksum and is on the disk when it is
+    """A new file for sequential writing. It computes its checksum, and is on the disk when it is
     closed without an error."""
 
     def __init__(self, path: Path) -> None:
@@ -34,16 +34,16 @@ class HashedFile:
         self._hash = hashlib.sha256()
 
     def write(self, content: bytes | memoryview) -> int:
-        """Append."""
+        """Append bytes."""
         self._hash.update(content)
         return self._file.write(content)
 
     def tell(self) -> int:
-        """Bytes so far."""
+        """Return the number of bytes so far."""
         return self._file.tell()
 
     def flush(self) -> None:
-        """For those who write through an interface of files."""
+        """Flush the file, as those who write to any file expect to."""
         self._file.flush()
 
     @property
@@ -66,8 +66,8 @@ class HashedFile:
 
 
 def seal(folder: Path, sums: Mapping[str, str], last: str, content: bytes) -> None:
-    """Write the checksums of all files, in the order of names, then the file that makes the others
-    count: where folders cannot be renamed, a reader takes those for complete that have it."""
+    """Write the list of checksums, ordered by name, and then the file ``last``, which makes the
+    folder count: where folders cannot be renamed, readers take those for complete that have it."""
     complete = {**sums, last: hashlib.sha256(content).hexdigest()}
     write_synced(
         folder / SUMS,
@@ -77,8 +77,8 @@ def seal(folder: Path, sums: Mapping[str, str], last: str, content: bytes) -> No
 
 
 def read_sums(folder: Path) -> dict[str, str]:
-    """File name -> SHA-256. Raises CheckpointError when there is no such list, or not a readable
-    one."""
+    """Return the SHA-256 of each file by name. Raises CheckpointError when the list is missing or
+    damaged."""
     path = folder / SUMS
     do = "verify a copy, or an earlier checkpoint"
     try:
@@ -95,10 +95,8 @@ def read_sums(folder: Path) -> dict[str, str]:
 
 
 def damaged_files(folder: Path) -> list[str]:
-    """A line for each file of a checkpoint that is missing, damaged or does not belong there. Reads
-    everything.
-
-    Raises CheckpointError when the list of checksums itself cannot be read."""
+    """Read all files of a checkpoint and return a line for each that is missing, damaged or does
+    not belong there. Raises CheckpointError when the list of checksums itself cannot be read."""
     sums = read_sums(folder)
     problems = []
     do = "restore the file from a copy, or load an earlier checkpoint"
@@ -131,8 +129,7 @@ def damaged_files(folder: Path) -> list[str]:
 
 
 def seal_weights(folder: Path) -> None:
-    """Write the checksums of files of weights, where there are such, under a folder that is about
-    to get its name."""
+    """Write the checksums of the weight files, if any, of a folder that is about to get its name."""
     files = sorted(path for path in folder.rglob("*") if path.suffix in WEIGHTS)
     if files:
         write_synced(
@@ -142,10 +139,8 @@ def seal_weights(folder: Path) -> None:
 
 
 def damaged_weights(folder: Path, workers: int) -> list[str]:
-    """A line for each file of weights that is not what a list of checksums in the folder says; none
-    without such a list.
-
-    Reads all of them, ``workers`` at a time."""
+    """Read the weight files that a list of checksums in the folder names, ``workers`` at a time, and
+    return a line for each that differs from it. Without such a list there are none."""
     with ThreadPoolExecutor(workers) as pool:
         listed = {
             name: entry for name, entry in _listed(folder).items() if (folder / name).exists()
@@ -155,7 +150,7 @@ def damaged_weights(folder: Path, workers: int) -> list[str]:
 
 
 def _listed(folder: Path) -> dict[str, tuple[str, str]]:
-    """File of weights -> its checksum, and the list that has it."""
+    """Return for each listed weight file its checksum, and the list that has it."""
     found: dict[str, tuple[str, str]] = {}
     for name in (META_SUMS, SUMS):
         path = folder / name

@@ -1,7 +1,8 @@
-"""Live shards as chunks of HuggingFace tensors, for torch's distributed checkpoint planners.
+"""Describes the shards of a running engine as chunks of HuggingFace tensors, for the planners of
+torch.distributed.checkpoint.
 
-Keys: ``NAME`` is the master weight, ``optimizer.STATE.NAME`` the update rule's state, NAME as in
-the HuggingFace model.
+The key of a master weight is its NAME in the HuggingFace model, that of the update rule's state
+``optimizer.STATE.NAME``.
 """
 
 from __future__ import annotations
@@ -36,14 +37,14 @@ from megatron_llama.plans.params import Rectangle
 
 STATE = "optimizer."
 CHUNK_ELEMENTS = 2**22
-"""Chunks are read whole: this bounds what a rank of another layout reads beyond its own part, and
+"""Chunks are read whole. So this bounds what a rank of another layout reads beyond its own part, and
 the host memory of one chunk. At 16 MiB (fp32) reading a chunk costs the same per byte as reading a
 larger one."""
 
 
 @dataclass(frozen=True)
 class Region:
-    """A rectangle of a saved tensor with its live storage, a view of the rectangle's size."""
+    """A rectangle of a saved tensor, with the tensor of its size that holds the values now."""
 
     key: str
     shape: tuple[int, ...]
@@ -53,23 +54,30 @@ class Region:
 
     @staticmethod
     def of(rectangle: Rectangle, tensor: Tensor, key: str | None = None) -> Region:
-        """The region of a HuggingFace rectangle. ``key``: the HuggingFace name unless given."""
+        """Return the region of a HuggingFace rectangle; ``key`` is the HuggingFace name by
+        default."""
         return Region(
             key or rectangle.name, rectangle.shape, rectangle.offset, rectangle.size, tensor
         )
 
+    @staticmethod
+    def without_values(key: str, shape: tuple[int, ...]) -> Region:
+        """Return the region of a whole tensor of which only the size is known."""
+        # An expanded scalar has the shape and takes no memory.
+        return Region(key, shape, (0,) * len(shape), shape, torch.empty(()).expand(shape))
+
     @property
     def index(self) -> MetadataIndex:
-        """What the planners call it."""
+        """Its name for torch's planners."""
         return MetadataIndex(self.key, self.offset)
 
     @property
     def chunk(self) -> ChunkStorageMetadata:
-        """Its place in the saved tensor."""
+        """Its position and size in the saved tensor."""
         return ChunkStorageMetadata(torch.Size(self.offset), torch.Size(self.size))
 
     def split(self) -> Iterator[Region]:
-        """The same rectangle in blocks of rows of at most CHUNK_ELEMENTS, but at least one row."""
+        """Yield the rectangle in blocks of rows of at most CHUNK_ELEMENTS, but at least one row."""
         rows = max(1, CHUNK_ELEMENTS // math.prod(self.size[1:]))
         for row in range(0, self.size[0], rows):
             part = self.tensor[row : row + rows]
@@ -82,7 +90,7 @@ class Region:
             )
 
     def write_item(self) -> WriteItem:
-        """The request to write it."""
+        """Return the request to write it."""
         properties = TensorProperties.create_from_tensor(self.tensor)
         return WriteItem(
             self.index,
@@ -92,31 +100,31 @@ class Region:
 
 
 def state_key(state: str, name: str) -> str:
-    """The saved name of a piece's tensor."""
+    """Return the key of a tensor of the engine."""
     return name if state == "master" else f"{STATE}{state}.{name}"
 
 
 def is_state(key: str) -> bool:
-    """Whether a saved tensor belongs to the update rule."""
+    """Return whether a key belongs to the update rule's state."""
     return key.startswith(STATE)
 
 
 def regions(pieces: Iterable[ShardPiece]) -> Iterator[Region]:
-    """Every tensor of the pieces."""
+    """Yield every tensor of the pieces."""
     for piece in pieces:
         for state, tensor in piece.tensors.items():
             yield Region.of(piece.rectangle, tensor, state_key(state, piece.rectangle.name))
 
 
 def make_index(plans: Iterable[list[WriteItem]]) -> Metadata:
-    """The index of what all ranks write, without places in files. torch checks that the parts of a
-    tensor fill it, once."""
+    """Return the index of what all ranks write, without positions in files. torch checks that the
+    chunks fill each tensor, and do not overlap."""
     planner = DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
     return planner.create_global_plan([SavePlan(items) for items in plans])[1]
 
 
-class LoadRegions(DefaultLoadPlanner):
-    """Reads regions into where they live, from whatever chunks were saved."""
+class RegionLoadPlanner(DefaultLoadPlanner):
+    """Reads saved chunks of any shape into the tensors of regions."""
 
     def __init__(self, parts: Iterable[Region], metadata: Metadata) -> None:
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
@@ -124,7 +132,6 @@ class LoadRegions(DefaultLoadPlanner):
         self._saved = metadata.state_dict_metadata
 
     def create_local_plan(self) -> LoadPlan:
-        """See LoadPlanner."""
         wanted: dict[str, list[ChunkStorageMetadata]] = {}
         for part in self._regions.values():
             wanted.setdefault(part.key, []).append(part.chunk)
@@ -136,11 +143,11 @@ class LoadRegions(DefaultLoadPlanner):
         return LoadPlan(items)
 
     def lookup_tensor(self, index: MetadataIndex) -> Tensor:
-        """See DefaultLoadPlanner."""
         return self._regions[index].tensor
 
     def problems(self, where: str, *, any_dtype: bool) -> list[str]:
-        """Regions that the saved tensors cannot fill. ``any_dtype``: values may be converted."""
+        """Return a line for each region that the saved tensors cannot fill. With ``any_dtype``
+        values may be converted."""
         found: dict[str, None] = {}
         filled = dict.fromkeys(self._regions, 0)
         for item in self.create_local_plan().items:

@@ -1,4 +1,4 @@
-"""The operating system's complaints as CheckpointError."""
+"""Turns errors of the operating system into CheckpointErrors."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from megatron_llama.errors import CheckpointError, UserError
 
 @contextmanager
 def writing(path: Path) -> Iterator[None]:
-    """A section that writes ``path``: whatever goes wrong becomes a CheckpointError naming the file
-    and the cause."""
+    """A section that writes ``path``. Whatever goes wrong in it becomes a CheckpointError that names
+    the file and the cause."""
     try:
         yield
     except UserError:
@@ -22,20 +22,13 @@ def writing(path: Path) -> Iterator[None]:
 
 
 def not_written(path: Path, error: BaseException) -> CheckpointError:
-    """The error of a file that could not be written."""
-    system = _system_error(error)
-    where, got = (
-        (path, f"{type(error).__name__}: {error}")
-        if system is None
-        else (system.filename or path, system.strerror)
-    )
+    """Return the error of a file that could not be written."""
+    # The operating system's error may be the cause of causes: a full disk reaches us as a
+    # RuntimeError of torch's zip writer.
+    cause: BaseException | None = error
+    while cause is not None and not isinstance(cause, OSError):
+        cause = cause.__cause__ or cause.__context__
+    where = path if cause is None else cause.filename or path
+    got = f"{type(error).__name__}: {error}" if cause is None else cause.strerror
     do = "free space or mend the permissions, and try again; what was there before is untouched"
     return CheckpointError(where, got=got, expected="to write it", do=do)
-
-
-def _system_error(error: BaseException) -> OSError | None:
-    """The cause of causes: a full disk reaches us as a RuntimeError of torch's zip writer."""
-    seen: BaseException | None = error
-    while seen is not None and not isinstance(seen, OSError):
-        seen = seen.__cause__ or seen.__context__
-    return seen

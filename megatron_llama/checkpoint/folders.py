@@ -1,37 +1,42 @@
 """Folders that appear whole or not at all, whenever the process dies.
 
-A folder is written as ``NAME.incomplete``, synced and renamed. One that it replaces waits as
-``NAME.replaced`` until the new one has its name: no file system renames onto a full folder. In an
-object store it is written in its place: whoever writes it puts the file last without which it does
-not count.
+A folder is written as ``NAME.incomplete``, synced and renamed. The one that it replaces waits as
+``NAME.replaced`` until the new one has its name: no file system renames onto a folder with files in
+it. An object store cannot rename, so there the folder is written in its place; its writer writes
+last the file without which the folder does not count.
 """
 
 from __future__ import annotations
 
 import os
 import shutil
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from fnmatch import fnmatch
 from pathlib import Path
 
+from megatron_llama.checkpoint.failures import writing
 from megatron_llama.checkpoint.storage_paths import is_remote, remove_tree
+from megatron_llama.errors import CheckpointError
 
 INCOMPLETE = ".incomplete"
 REPLACED = ".replaced"
 
 
 def staging(target: Path) -> Path:
-    """Where ``target`` is written before it has its name."""
+    """Return the path at which ``target`` is written before it gets its name."""
     if is_remote(target):
         return target
     return target.with_name(target.name + INCOMPLETE)
 
 
 def set_aside(target: Path) -> Path:
-    """Where the folder that ``target`` replaces waits."""
+    """Return the path at which the folder that ``target`` replaces waits."""
     return target.with_name(target.name + REPLACED)
 
 
 def fresh_staging(target: Path) -> Path:
-    """An empty folder to write ``target`` in; what a killed predecessor left there is removed."""
+    """Make an empty folder to write ``target`` in. What a killed process left there is removed."""
     folder = staging(target)
     if folder.exists():
         remove_tree(folder)
@@ -40,10 +45,9 @@ def fresh_staging(target: Path) -> Path:
 
 
 def discard(target: Path) -> None:
-    """Remove what was staged, if it is still there: after an error."""
-    folder = staging(target)
+    """Remove the staged folder, if there still is one: after an error."""
     if not is_remote(target):
-        shutil.rmtree(folder, ignore_errors=True)
+        shutil.rmtree(staging(target), ignore_errors=True)
 
 
 def commit(target: Path) -> None:
@@ -51,20 +55,23 @@ def commit(target: Path) -> None:
     if is_remote(target):
         return
     old = set_aside(target)
+    # The names in the folder have to be on the disk before the folder is found under its own name.
     sync(staging(target))
     if target.exists():
         if old.exists():
             shutil.rmtree(old)
         target.rename(old)
+    # Between these two renames only NAME.replaced is there: ``recover`` and readers know that name.
     staging(target).rename(target)
     sync(target.parent)
+    # The old folder goes last, when the new name has survived a crash of the machine.
     if old.exists():
         shutil.rmtree(old)
 
 
 def recover(target: Path) -> None:
-    """Undo or finish a ``commit`` that was killed: the folder set aside comes back if it is the
-    only one."""
+    """Finish or undo a ``commit`` that was killed: the old folder gets its name back if the new one
+    has not got it."""
     old = set_aside(target)
     if old.exists() and target.exists():
         shutil.rmtree(old)
@@ -73,9 +80,39 @@ def recover(target: Path) -> None:
         sync(target.parent)
 
 
+@contextmanager
+def new_folder(target: Path) -> Iterator[Path]:
+    """A section that writes the files of ``target`` into the folder it is given, which gets its
+    name when the section ends, and is removed when it raises. Errors of the operating system become
+    CheckpointErrors."""
+    try:
+        with writing(target):
+            recover(target)
+            yield fresh_staging(target)
+            commit(target)
+    finally:
+        discard(target)
+
+
+def require_replaceable(
+    target: Path, patterns: Sequence[str], *, expected: str, marker: str | None = None
+) -> bool:
+    """Return whether ``target`` holds anything that would be replaced.
+
+    Raises CheckpointError if it holds a name that matches none of ``patterns``, or anything without
+    a file named ``marker``: then somebody else's files are there. ``expected`` is for the message.
+    """
+    names = sorted(entry.name for entry in target.iterdir()) if target.exists() else []
+    strange = [name for name in names if not any(fnmatch(name, pattern) for pattern in patterns)]
+    if strange or (names and marker is not None and marker not in names):
+        got = f"a folder with {', '.join((strange or names)[:3])}"
+        raise CheckpointError(target, got=got, expected=expected, do="give another path")
+    return bool(names)
+
+
 def sync(path: Path) -> None:
-    """Put a file's content, or the names in a folder, on the disk; an object is there once it is
-    written."""
+    """Put the content of a file, or the names in a folder, on the disk. An object is in its store
+    once it is written."""
     if is_remote(path):
         return
     descriptor = os.open(path, os.O_RDONLY)

@@ -1,5 +1,5 @@
-"""What a run keeps of its bad steps: the samples it leaves out, and what the next loss is compared
-with. Numbers only."""
+"""What a run remembers of its bad steps: the samples that it leaves out, and the losses that the
+next one is compared with."""
 
 from __future__ import annotations
 
@@ -11,42 +11,40 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Skipped:
-    """One bad step, of which nothing stayed in the weights."""
+    """One bad step. Nothing of it stayed in the weights."""
 
     iteration: int
-    """1-based: the step that it would have been."""
+    """The step that it would have been, counted from 1."""
     first_sample: int
-    """Position in the run's order of samples, as ``consumed_samples`` counts."""
+    """Position of the step's first sample in the run's order, as ``consumed_samples`` counts."""
     last_sample: int
-    """Included."""
+    """Position of its last sample."""
     reason: str
-    """``loss`` or ``gradient norm``, which was not finite, or ``loss spike``."""
+    """``loss`` or ``gradient norm`` where that was not finite, or ``loss spike``."""
     value: float
-    """Of what the reason names."""
+    """The loss or gradient norm of the step."""
 
     def entry(self) -> dict[str, Any]:
-        """For JSON, which has no word for what is not finite: those become text."""
-        return {
-            **asdict(self),
-            "value": self.value if math.isfinite(self.value) else str(self.value),
-        }
+        """Return the fields for JSON, where a value that is not finite has to be text."""
+        value = self.value if math.isfinite(self.value) else str(self.value)
+        return {**asdict(self), "value": value}
 
 
 @dataclass(frozen=True)
 class History:
-    """What of the past decides on bad steps to come: with it a resumed run decides as one that was
+    """The past that decides on bad steps to come. With it a resumed run decides as one that was
     never interrupted."""
 
     skipped: tuple[Skipped, ...] = ()
-    """In the order in which they were found."""
+    """Bad steps in the order in which they were found."""
     good_losses: tuple[float, ...] = ()
-    """Of the last good steps, newest last; with --loss-spike-factor."""
+    """Losses of the last good steps, newest last; empty without --loss-spike-factor."""
     bad_in_a_row: int = 0
 
     def first_sample(self, consumed: int, size: Callable[[int], int]) -> int:
-        """Where a step begins when ``consumed`` samples are behind the run: a step that would hold
-        a sample that is left out begins behind it. ``size``: samples of a step that begins at a
-        sample."""
+        """Return the position at which a step begins when ``consumed`` samples are behind the run.
+        A step that would contain a sample that is left out begins behind that one. ``size`` gives
+        the samples of a step that begins at a position."""
         for left_out in sorted(self.skipped, key=lambda entry: entry.first_sample):
             if (
                 left_out.first_sample < consumed + size(consumed)
@@ -56,17 +54,17 @@ class History:
         return consumed
 
     def entry(self) -> dict[str, Any]:
-        """For ``meta.json``."""
+        """Return the fields for ``meta.json``."""
         return {**asdict(self), "skipped": [one.entry() for one in self.skipped]}
 
 
 NO_HISTORY = History()
-"""Of a run without bad steps."""
+"""The history of a run without bad steps."""
 
 
 def read_history(entry: Mapping[str, Any]) -> History:
-    """The inverse of ``History.entry``. Raises KeyError, TypeError or ValueError where it is
-    none."""
+    """Return the history of which ``entry`` made the fields. Raises KeyError, TypeError or
+    ValueError for others."""
     skipped = (Skipped(**{**one, "value": float(one["value"])}) for one in entry["skipped"])
     return History(
         tuple(skipped),

@@ -1,5 +1,5 @@
-"""``meta.json``: what a checkpoint holds besides tensors, and whether it belongs to the model at
-hand."""
+"""``meta.json``: what a checkpoint holds besides tensors. Here it is written, read, and compared
+with the model of a run."""
 
 from __future__ import annotations
 
@@ -30,26 +30,25 @@ WITHOUT_EFFECT = frozenset(
         "eos_token_id",
     }
 )
-"""Model fields that change nothing in what the trained weights compute: a run may resume with other
-ones."""
+"""Model fields that do not change what the weights compute: a run may resume with others."""
 EPSILON = "rms_norm_eps"
-"""May be another one, with a warning: launch scripts of Megatron-LLaMA give LLaMA 2 that of LLaMA
-1."""
+"""A run may have another epsilon, with a warning: launch scripts of Megatron-LLaMA give LLaMA 2 that
+of LLaMA 1."""
 ANOTHER_COPY = "restore the file from a copy, or load an earlier checkpoint"
 
 
 @dataclass(frozen=True)
 class TrainState:
-    """Where a run is. The order of the data and everything drawn at random follow from this and the
-    seed."""
+    """The position of a run. The order of the data, and everything drawn at random, follow from it
+    and the seed."""
 
     iteration: int
     """Optimizer steps taken, skipped ones included."""
     consumed_samples: int
-    """Those that bad steps left out included."""
+    """Samples behind the run, those that bad steps left out included."""
     history: History = NO_HISTORY
     data: Mapping[str, Any] | None = None
-    """What the training samples say of themselves (``Samples.identity``). None: not known."""
+    """What identifies the training samples (``Samples.identity``); None if that is not known."""
 
 
 @dataclass(frozen=True)
@@ -57,10 +56,10 @@ class CheckpointMeta:
     """The content of ``meta.json``."""
 
     folder: Path
-    """The checkpoint itself, ``iter_...``."""
+    """The folder of the checkpoint, ``iter_...``."""
     state: TrainState
     optimizer_step: int
-    """The update rule's counter: iterations that were not skipped."""
+    """The update rule's step count: iterations that were not skipped."""
     loss_scale: list[float]
     """Scale, steps without overflow, overflows in a row; 1, 0, 0 without --fp16."""
     model: ModelConfig
@@ -68,7 +67,7 @@ class CheckpointMeta:
     tokenizer_model: str | None
     torch_version: str
     config: dict[str, Any]
-    """The whole configuration of the run that saved it, section by section."""
+    """The configuration of the run that saved it, section by section."""
 
 
 def meta_json(
@@ -78,8 +77,8 @@ def meta_json(
     config: Config,
     validation_loss: float | None = None,
 ) -> bytes:
-    """The file's content. ``config``: derived model fields filled in. ``validation_loss``: of this
-    very iteration."""
+    """Return the content of the file. ``config`` has its derived model fields filled in;
+    ``validation_loss`` was measured at this very iteration."""
     content = {
         "format_version": FORMAT_VERSION,
         "iteration": state.iteration,
@@ -101,15 +100,36 @@ def meta_json(
 def parse_meta(folder: Path) -> CheckpointMeta:
     """Read ``meta.json`` of one checkpoint. Raises CheckpointError naming the file."""
     path = folder / META
-    content = _read_object(path)
+    try:
+        content = json.loads(path.read_bytes())
+    except OSError as error:
+        raise CheckpointError(
+            path, got=error.strerror, expected="a readable file", do=ANOTHER_COPY
+        ) from error
+    except ValueError as error:
+        raise CheckpointError(path, got=error, expected="valid JSON", do=ANOTHER_COPY) from error
+    if not isinstance(content, dict):
+        got = type(content).__name__
+        raise CheckpointError(path, got=got, expected="a JSON object", do=ANOTHER_COPY)
     version = content.get("format_version")
     if version != FORMAT_VERSION:
-        do = "load it with the version of this program that saved it, and export it to HuggingFace format"
+        do = (
+            "load it with the version of this program that saved it,"
+            " and export it to HuggingFace format"
+        )
         raise CheckpointError(f"{path} format_version", got=version, expected=FORMAT_VERSION, do=do)
     try:
+        # Older files have neither a history nor the identity of the training data.
+        history = read_history(content["history"]) if "history" in content else NO_HISTORY
+        data = content.get("training_data")
         return CheckpointMeta(
             folder=folder,
-            state=_state(content),
+            state=TrainState(
+                int(content["iteration"]),
+                int(content["consumed_samples"]),
+                history,
+                None if data is None else dict(data),
+            ),
             optimizer_step=int(content["optimizer_step"]),
             loss_scale=[float(number) for number in content["loss_scale"]],
             model=model_config_from_hf(content["model"], where=f"{path} model"),
@@ -121,59 +141,24 @@ def parse_meta(folder: Path) -> CheckpointMeta:
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         if isinstance(error, CheckpointError):
             raise
-        got = (
-            f"no field {error}"
-            if isinstance(error, KeyError)
-            else f"a field that cannot be read ({error})"
-        )
+        missing = isinstance(error, KeyError)
+        got = f"no field {error}" if missing else f"a field that cannot be read ({error})"
         raise CheckpointError(
             path, got=got, expected="the fields that saving writes", do=ANOTHER_COPY
         ) from error
 
 
-def _state(content: dict[str, Any]) -> TrainState:
-    history = (
-        read_history(content["history"]) if "history" in content else NO_HISTORY
-    )  # older files have none
-    data = content.get("training_data")  # nor this
-    return TrainState(
-        int(content["iteration"]),
-        int(content["consumed_samples"]),
-        history,
-        None if data is None else dict(data),
-    )
-
-
-def _read_object(path: Path) -> dict[str, Any]:
-    try:
-        content = json.loads(path.read_bytes())
-    except OSError as error:
-        raise CheckpointError(
-            path, got=error.strerror, expected="a readable file", do=ANOTHER_COPY
-        ) from error
-    except ValueError as error:
-        raise CheckpointError(path, got=error, expected="valid JSON", do=ANOTHER_COPY) from error
-    if not isinstance(content, dict):
-        raise CheckpointError(
-            path, got=type(content).__name__, expected="a JSON object", do=ANOTHER_COPY
-        )
-    return content
-
-
 def model_differences(
     where: str, saved: ModelConfig, model: ModelConfig, *, resumes: bool = True
 ) -> list[str]:
-    """Every field in which saved weights compute something else than ``model``, epsilon apart.
-    ``where`` names them, for messages.
+    """Return a line for each field that makes saved weights compute something else than ``model``,
+    epsilon apart. ``where`` names the weights.
 
-    ``resumes``: the run goes on with its optimizer. A new one that begins with the weights may have
-    other positions too."""
+    A run that ``resumes`` goes on with its optimizer. One that only begins with the weights may have
+    other rotary positions too, so only the shapes have to agree."""
     problems = []
-    names = [
-        field.name
-        for field in dataclasses.fields(ModelConfig)
-        if field.name not in (*WITHOUT_EFFECT, EPSILON)
-    ]
+    fields = (field.name for field in dataclasses.fields(ModelConfig))
+    names = [name for name in fields if name not in (*WITHOUT_EFFECT, EPSILON)]
     for name in names if resumes else MODEL_SHAPE:
         found = getattr(saved, name)
         expected = getattr(model, name)
@@ -186,7 +171,8 @@ def model_differences(
 
 
 def model_changes(where: str, saved: ModelConfig, model: ModelConfig) -> list[str]:
-    """What a run may change in what its loaded weights compute, one warning each."""
+    """Return a warning for each field that a run may change, and that changes what its loaded
+    weights compute."""
     changes = []
     for name in (EPSILON, "rope_theta", "rope_scaling"):
         before = getattr(saved, name)

@@ -1,15 +1,15 @@
-"""Checkpoints to resume from: written by all ranks together, read under any layout, never half
-there.
+"""Checkpoints to resume from. All ranks write one together; it is read under any layout, and appears
+whole or not at all.
 
 SAVE/iter_0000100/      meta.json, .metadata and *.distcp (torch.distributed.checkpoint), SHA256SUMS
 
-Tensors have the names and shapes of the HuggingFace model, and the saved weight is the fp32 master.
+Tensors have the names and shapes of the HuggingFace model. The saved weight is the fp32 master.
 """
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
@@ -20,7 +20,7 @@ from torch.distributed.checkpoint import state_dict_loader
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import Metadata
 
-from megatron_llama.checkpoint.adapters import Merged, saved_lora, scaling_of
+from megatron_llama.checkpoint.adapters import MergedWeights, saved_lora, scaling_of
 from megatron_llama.checkpoint.checkpoint_dir import (
     Retention,
     checkpoint_path,
@@ -30,7 +30,13 @@ from megatron_llama.checkpoint.checkpoint_dir import (
     tidy,
 )
 from megatron_llama.checkpoint.checksums import seal
-from megatron_llama.checkpoint.chunks import LoadRegions, Region, is_state, make_index, regions
+from megatron_llama.checkpoint.chunks import (
+    Region,
+    RegionLoadPlanner,
+    is_state,
+    make_index,
+    regions,
+)
 from megatron_llama.checkpoint.columns import SavedColumns, column_pieces
 from megatron_llama.checkpoint.failures import writing
 from megatron_llama.checkpoint.folders import discard, fresh_staging, staging
@@ -44,7 +50,7 @@ from megatron_llama.checkpoint.meta import (
 )
 from megatron_llama.checkpoint.storage import (
     ChunkReader,
-    Written,
+    WrittenParts,
     read_metadata,
     refuse,
     write_index,
@@ -66,25 +72,27 @@ from megatron_llama.plans.params import Rectangle, adapter_shapes, hf_shapes
 
 
 @dataclass(frozen=True)
-class SavePlan:
-    """What a rank writes at every save of a run, agreed on once."""
+class RankSavePlan:
+    """What a rank writes at every save of a run. The ranks agree on it once."""
 
     parts: tuple[Region, ...]
-    """Of this rank, with their live storage."""
+    """The chunks that this rank writes, with the tensors that hold their values now."""
     index: Metadata | None
-    """Of all ranks' parts; on rank 0."""
+    """The index of all ranks' chunks, on rank 0; None on the others."""
     room: str
-    """Where in the job's store the ranks say that they are done; drawn anew for each run."""
+    """Prefix of the keys in the job's store under which the ranks say that they are done. It is
+    drawn anew for each run."""
 
 
-def plan_save(engine: OverlappedDistributedOptimizer, mesh: Mesh) -> SavePlan:
-    """Find out who writes what: of duplicates, one. Collective."""
-    pieces = (
-        piece for piece in chain(engine.pieces(), column_pieces(engine, mesh)) if piece.primary
-    )
-    parts = tuple(part for region in regions(pieces) for part in region.split())
+def plan_save(engine: OverlappedDistributedOptimizer, mesh: Mesh) -> RankSavePlan:
+    """Agree on who writes what. Collective."""
+    pieces = chain(engine.pieces(), column_pieces(engine, mesh))
+    # Several ranks may hold the same piece, such as a norm under tensor parallelism. One of them
+    # writes it: torch refuses an index whose chunks overlap.
+    primary = (piece for piece in pieces if piece.primary)
+    parts = tuple(part for region in regions(primary) for part in region.split())
     plans = gather_object([part.write_item() for part in parts], mesh.world)
-    return SavePlan(
+    return RankSavePlan(
         parts,
         make_index(plans) if plans is not None else None,
         broadcast_object(f"save/{uuid4().hex}", mesh.world),
@@ -101,12 +109,11 @@ def save(
     validation_loss: float | None = None,
     keep: Retention | None = None,
 ) -> Path:
-    """Write ``folder/iter_NNNNNNN`` and point the tracker at it. Collective; every rank returns the
-    path.
+    """Write ``folder/iter_NNNNNNN``, point the tracker at it, and return its path. Collective.
 
     A failure on any rank raises the same CheckpointError on all, and leaves earlier checkpoints as
-    they were. What killed saves left behind is removed first. ``keep``: which checkpoints stay;
-    None: all, and no links.
+    they were. What killed saves left behind is removed first. ``keep`` says which checkpoints stay;
+    without it all stay, and no links are made.
     """
     target = checkpoint_path(folder, state.iteration)
     plan = plan_save(engine, mesh)
@@ -137,22 +144,26 @@ def describe_state(
     config: Config,
     validation_loss: float | None,
 ) -> bytes:
-    """The content of ``meta.json`` for the engine as it is, settled. Collective."""
+    """Wait for the engine's last update, and return the content of ``meta.json`` for its state.
+    Collective."""
     engine.settle()
-    updates, agreed = all_reduce_max(
-        max((int(count) for count in engine.step_counts()), default=0), mesh.world
-    )
+    # A rank without parameters has no step count of its own.
+    own = max((int(count) for count in engine.step_counts()), default=0)
+    updates, agreed = all_reduce_max(own, mesh.world)
     agreed.wait()
     return meta_json(state, int(updates), engine.loss_scale.state(), config, validation_loss)
 
 
 def finish(
-    target: Path, index: Metadata, written: Sequence[Written], meta: bytes, keep: Retention | None
+    target: Path,
+    index: Metadata,
+    written: Sequence[WrittenParts],
+    meta: bytes,
+    keep: Retention | None,
 ) -> None:
-    """Give a checkpoint its name, when every rank has written its part; then renew the links and
-    remove old ones.
-
-    Raises CheckpointError."""
+    """Complete a checkpoint of which every rank has written its part: write index, checksums and
+    ``meta.json``, give it its name, then renew the links and remove old checkpoints. Raises
+    CheckpointError."""
     folder = staging(target)
     sums = write_index(folder, index, written)
     with writing(folder / META):
@@ -163,29 +174,8 @@ def finish(
             retain(target.parent, keep)
 
 
-def _run(path: Path, mesh: Mesh, action: Callable[[bool], object]) -> None:
-    """Run a function of torch.distributed.checkpoint, which fails on every rank if on one, with an
-    error of ours."""
-    problem = None
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-        try:
-            action(mesh.world.size == 1)
-        except CheckpointException as error:
-            cause = next(
-                (cause for rank, (cause, _) in error.failures.items() if rank == mesh.rank), None
-            )
-            if cause is not None:
-                problem = (
-                    cause
-                    if isinstance(cause, CheckpointError)
-                    else CheckpointError(f"{path}: {type(cause).__name__}: {cause}")
-                )
-    raise_error_on_all_ranks(problem, mesh.world)
-
-
 def read_meta(path: str | Path) -> CheckpointMeta:
-    """What a checkpoint (or the latest one in a folder) holds besides tensors. Raises
+    """Return what a checkpoint, or the latest one in a folder, holds besides tensors. Raises
     CheckpointError."""
     return parse_meta(find(path))
 
@@ -201,26 +191,35 @@ def load(
     """Fill the engine from a checkpoint, or the latest one in a folder, whatever layout it was
     saved under. Collective.
 
-    ``model``: the one the engine was built for, derived fields filled in. ``optimizer``: its state
-    too, which else is that of a fresh one, at a loss scale as configured. Everything that can be
-    checked without reading the tensors is checked first; a failure on any rank raises the same
-    CheckpointError on all.
+    ``model`` is the one that the engine was built for, derived fields filled in. Without
+    ``optimizer`` the optimizer's state is that of a fresh one, and the loss scale as configured.
+    Everything that can be checked without reading the tensors is checked first. A failure on any
+    rank raises the same CheckpointError on all.
     """
     engine.settle()
     with raise_on_all_ranks(mesh.world):
         folder = find(path) if mesh.rank == 0 else storage_path(path)
-    # Machines may see different states of a shared folder for a while; loading different iterations
-    # would go unnoticed.
+    # Machines may see different states of a shared folder for a while. That they load different
+    # iterations would go unnoticed, so all take what rank 0 has found.
     folder = broadcast_object(folder, mesh.world)
     with raise_on_all_ranks(mesh.world):
         meta, reader, planner, columns = _open(folder, engine, mesh, model, optimizer)
-    _run(
-        folder,
-        mesh,
-        lambda no_dist: state_dict_loader.load(
-            {}, storage_reader=reader, planner=planner, no_dist=no_dist
-        ),
-    )
+    problem = None
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+        try:
+            state_dict_loader.load(
+                {}, storage_reader=reader, planner=planner, no_dist=mesh.world.size == 1
+            )
+        except CheckpointException as error:
+            # torch raises on every rank if one fails. The cause of this rank, if any, is made known
+            # to all in the words of the other errors.
+            cause, _ = error.failures.get(mesh.rank, (None, None))
+            if isinstance(cause, CheckpointError):
+                problem = cause
+            elif cause is not None:
+                problem = CheckpointError(f"{folder}: {type(cause).__name__}: {cause}")
+    raise_error_on_all_ranks(problem, mesh.world)
     for count in engine.step_counts():
         count.fill_(meta.optimizer_step if optimizer else 0)
     columns.take_up(meta.optimizer_step if optimizer else 0, meta.config["optimizer"])
@@ -238,17 +237,21 @@ def _open(
     mesh: Mesh,
     model: ModelConfig,
     optimizer: bool,
-) -> tuple[CheckpointMeta, ChunkReader, LoadRegions, SavedColumns]:
+) -> tuple[CheckpointMeta, ChunkReader, RegionLoadPlanner, SavedColumns]:
     meta = parse_meta(folder)
     differences = model_differences(str(folder / META), meta.model, model, resumes=optimizer)
     refuse(f"{folder} is a checkpoint of another model:", differences)
     metadata = read_metadata(folder)
     columns = SavedColumns(engine, mesh, metadata)
-    own = [*regions(engine.pieces()), *columns.regions]
+    wanted = [*regions(engine.pieces()), *columns.regions]
+    # A converted checkpoint has no optimizer state: then the optimizer starts afresh.
     if not optimizer or not any(is_state(key) for key in metadata.state_dict_metadata):
-        own = _without_state(own)
+        for part in wanted:
+            if is_state(part.key):
+                part.tensor.zero_()
+        wanted = [part for part in wanted if not is_state(part.key)]
     reader = ChunkReader(folder, metadata)
-    planner = LoadRegions(own, metadata)
+    planner = RegionLoadPlanner(wanted, metadata)
     problems = planner.problems(str(folder), any_dtype=False) or reader.problems(
         planner.create_local_plan().items
     )
@@ -256,22 +259,14 @@ def _open(
     return meta, reader, planner, columns
 
 
-def _without_state(own: list[Region]) -> list[Region]:
-    """The weights alone. A converted checkpoint has no more: the optimizer starts afresh, with
-    moments of zero."""
-    for part in own:
-        if is_state(part.key):
-            part.tensor.zero_()
-    return [part for part in own if not is_state(part.key)]
-
-
 class NativeWeights:
-    """The weights of a checkpoint, without an engine: a source of HuggingFace rectangles that holds
-    one chunk at a time.
+    """The weights of a checkpoint, without an engine: a WeightSource that holds one chunk in memory
+    at a time.
 
-    Low-rank additions are added to the weights; ``stored`` is what the files hold."""
+    Low-rank additions are added to the weights. ``stored`` gives what is in the files."""
 
     def __init__(self, path: str | Path) -> None:
+        """Open a checkpoint, or the latest one in a folder. Raises CheckpointError."""
         self.meta = read_meta(path)
         self._metadata = read_metadata(self.meta.folder)
         self._reader = ChunkReader(self.meta.folder, self._metadata)
@@ -279,23 +274,19 @@ class NativeWeights:
         adapters = adapter_shapes(self.model, self.lora)
         self._check({**hf_shapes(self.model), **adapters})
         self._merged = (
-            Merged(self.stored, self.stored, adapters, scaling_of(self.lora))
+            MergedWeights(self.stored, self.stored, adapters, scaling_of(self.lora))
             if adapters
             else self.stored
         )
 
     @property
     def model(self) -> ModelConfig:
-        """The saved model."""
+        """The saved model, derived fields filled in."""
         return self.meta.model
 
     def _check(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
-        # Expanded scalars: only their sizes count.
-        whole = [
-            Region(n, s, (0,) * len(s), s, Tensor().new_empty(()).expand(s))
-            for n, s in shapes.items()
-        ]
-        planner = LoadRegions(whole, self._metadata)
+        whole = [Region.without_values(name, shape) for name, shape in shapes.items()]
+        planner = RegionLoadPlanner(whole, self._metadata)
         problems = planner.problems(str(self.meta.folder), any_dtype=True) or self._reader.problems(
             planner.create_local_plan().items
         )
@@ -307,11 +298,12 @@ class NativeWeights:
         self._merged(rectangle, out)
 
     def stored(self, rectangle: Rectangle, out: Tensor) -> None:
-        """The same for what is in the files, low-rank additions among it."""
-        planner = LoadRegions([Region.of(rectangle, out)], self._metadata)
+        """Do the same for a tensor as it is in the files, low-rank additions among them."""
+        planner = RegionLoadPlanner([Region.of(rectangle, out)], self._metadata)
         self._reader.read_data(planner.create_local_plan(), planner)
 
 
 def open_weights(path: str | Path) -> NativeWeights:
-    """The weights of a checkpoint, or of the latest one in a folder. Raises CheckpointError."""
+    """Open the weights of a checkpoint, or of the latest one in a folder. Raises
+    CheckpointError."""
     return NativeWeights(path)

@@ -1,4 +1,4 @@
-"""When a run saves, what stays, and whether training waits for it."""
+"""Decides when a run saves, and whether training waits for it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_llama.checkpoint import native
-from megatron_llama.checkpoint.background import Background
+from megatron_llama.checkpoint.background import BackgroundSaver
 from megatron_llama.checkpoint.checkpoint_dir import TOKENIZER, Retention, checkpoint_path, tidy
 from megatron_llama.checkpoint.failures import writing
 from megatron_llama.checkpoint.folders import commit, fresh_staging
@@ -29,11 +29,11 @@ from megatron_llama.tokenizer.base import Tokenizer
 
 
 class Saver:
-    """Writes checkpoints when they are due, beside a copy of the tokenizer, so that they can be
+    """Writes the checkpoints of a run. A copy of the tokenizer goes beside them, so that they can be
     used on their own.
 
-    ``background``: writes them while training goes on; None: training waits. ``data``: what the
-    training samples say of themselves. Raises CheckpointError or DataError, on every rank, when
+    With ``background`` they are written while training goes on; without it training waits.
+    ``data`` identifies the training samples. Raises CheckpointError or DataError on every rank when
     nothing can be written to --save: at the start, not at the first save."""
 
     def __init__(
@@ -42,7 +42,7 @@ class Saver:
         mesh: Mesh,
         optimizer: OverlappedDistributedOptimizer,
         tokenizer: Tokenizer | None,
-        background: Background | None = None,
+        background: BackgroundSaver | None = None,
         data: Mapping[str, Any] | None = None,
     ) -> None:
         self._config = config
@@ -53,7 +53,7 @@ class Saver:
         options = config.checkpoint
         self._folder = storage_path(options.save) if options.save is not None else None
         self._keep = Retention(options.save_retain, options.save_retain_interval)
-        self._plan: native.SavePlan | None = None
+        self._plan: native.RankSavePlan | None = None
         self._saved: int | None = None
         self._error: CheckpointError | None = None
         if self._folder is not None:
@@ -62,21 +62,19 @@ class Saver:
                 if mesh.rank == 0:
                     tidy(self._folder)
                     if tokenizer is not None and not target.exists():
-                        _keep_tokenizer(tokenizer, target)
+                        _save_tokenizer(tokenizer, target)
 
     @property
     def newest(self) -> Path | None:
-        """The last checkpoint of this run; with background saves it is there after ``finish``. None
-        before the first."""
-        return (
-            checkpoint_path(self._folder, self._saved)
-            if self._folder is not None and self._saved is not None
-            else None
-        )
+        """The last checkpoint of this run, or None before the first. With background saves it is
+        complete after ``finish``."""
+        if self._folder is None or self._saved is None:
+            return None
+        return checkpoint_path(self._folder, self._saved)
 
     def due(self, state: TrainState) -> bool:
-        """Whether the run saves after this step: at the interval, at the end, and after the first
-        step where that is asked for."""
+        """Return whether the run saves after this step: at the interval, at the end, and with
+        --save-first-step after the first."""
         options = self._config.checkpoint
         now = state.iteration
         at_interval = options.save_interval > 0 and now % options.save_interval == 0
@@ -84,11 +82,11 @@ class Saver:
         return self._folder is not None and (at_interval or at_ends)
 
     def save(self, state: TrainState, log: MetricLog, validation_loss: float | None = None) -> None:
-        """Save, unless the run has no --save or this iteration is saved. ``validation_loss``: of
-        this iteration, if it was measured.
+        """Save, unless the run has no --save or this iteration is saved already. Collective.
+        ``validation_loss`` is that of this iteration, if it was measured.
 
-        Raises CheckpointError on every rank, also for an earlier save in the background; the last
-        checkpoint stays as it was."""
+        Raises CheckpointError on every rank, also for an earlier save in the background. Earlier
+        checkpoints stay as they were."""
         if self._folder is None or state.iteration == self._saved:
             return
         state = replace(state, data=self._data)
@@ -110,7 +108,7 @@ class Saver:
     def _begin(
         self,
         folder: Path,
-        background: Background,
+        background: BackgroundSaver,
         state: TrainState,
         log: MetricLog,
         validation_loss: float | None,
@@ -129,13 +127,12 @@ class Saver:
                 fresh_staging(target)
         start = time.perf_counter()
         background.write(self._plan, target, meta, self._keep)
-        log.say(
-            f" saving {target} in the background; training waited {(time.perf_counter() - start) * 1e3:.0f} ms for the copy"
-        )
+        waited = f"{(time.perf_counter() - start) * 1e3:.0f} ms"
+        log.say(f" saving {target} in the background; training waited {waited} for the copy")
 
     def failed(self, log: MetricLog) -> bool:
-        """Report the saves that have ended meanwhile. Whether one failed: then this rank should ask
-        for a stop, and ``finish`` raises."""
+        """Log the saves that have ended meanwhile, and return whether one has failed. Then this rank
+        should ask for a stop, and ``finish`` raises."""
         if self._background is not None:
             self._collect(self._background, log, 0.0)
         return self._error is not None
@@ -147,8 +144,8 @@ class Saver:
             self._collect(self._background, log, None)
         raise_error_on_all_ranks(self._error, self._mesh.world)
 
-    def _collect(self, background: Background, log: MetricLog, seconds: float | None) -> None:
-        """``seconds``: how long to wait for the first outcome."""
+    def _collect(self, background: BackgroundSaver, log: MetricLog, seconds: float | None) -> None:
+        """Take all outcomes that are there; wait ``seconds`` for the first, None without limit."""
         while (outcome := background.collect(seconds)) is not None:
             seconds = 0.0
             if outcome.error is None:
@@ -156,7 +153,7 @@ class Saver:
             self._error = self._error or outcome.error
 
 
-def _keep_tokenizer(tokenizer: Tokenizer, target: Path) -> None:
+def _save_tokenizer(tokenizer: Tokenizer, target: Path) -> None:
     if not is_remote(target):
         tokenizer.save_hf(fresh_staging(target))
         commit(target)

@@ -1,5 +1,5 @@
-"""The files of a native checkpoint: torch's own format, with bounded memory, checksums, and errors
-that name the file."""
+"""Reads and writes the files of a native checkpoint: the format of torch.distributed.checkpoint, with
+bounded memory, checksums, and errors that name the file."""
 
 from __future__ import annotations
 
@@ -28,45 +28,42 @@ from megatron_llama.errors import CheckpointError, describe, listing
 
 METADATA = ".metadata"
 LISTED = 10
-"""A damaged checkpoint of a large model has thousands of problems of one kind."""
+"""So many problems are listed: a damaged checkpoint of a large model has thousands of one kind."""
 
 
 @dataclass(frozen=True)
-class Written:
-    """What one rank wrote."""
+class WrittenParts:
+    """What one rank has written."""
 
     places: dict[MetadataIndex, _StorageInfo]
-    """Where each chunk is."""
+    """File and position of each chunk."""
     sums: dict[str, str]
-    """File name -> SHA-256."""
+    """SHA-256 by file name."""
 
 
-def write_parts(folder: Path, rank: int, parts: Iterable[Region]) -> Written:
+def write_parts(folder: Path, rank: int, parts: Iterable[Region]) -> WrittenParts:
     """Write and sync this rank's file: one ``torch.save`` after the other, as torch's own writer
-    does.
-
-    Holds a copy of one part at a time. Raises CheckpointError naming the file."""
+    does. A copy of one part is in memory at a time. Raises CheckpointError naming the file."""
     name = f"__{rank}_0{DEFAULT_SUFFIX}"
     places = {}
     with writing(folder):
-        # Rank 0 has made it, but another machine's view of a shared folder may be a while behind.
+        # Rank 0 has made the folder, but another machine's view of a shared disk may be behind.
         folder.mkdir(parents=True, exist_ok=True)
     with writing(folder / name), HashedFile(folder / name) as file:
         for part in parts:
             start = file.tell()
-            # A copy of its own: torch saves the whole storage of a view.
-            torch.save(
-                part.tensor.detach().to("cpu", copy=True, memory_format=torch.contiguous_format),
-                cast(IO[bytes], file),
+            # A copy, since torch saves the whole storage of a view.
+            values = part.tensor.detach().to(
+                "cpu", copy=True, memory_format=torch.contiguous_format
             )
+            torch.save(values, cast(IO[bytes], file))
             places[part.index] = _StorageInfo(name, start, file.tell() - start)
-    return Written(places, {name: file.sum} if places else {})
+    return WrittenParts(places, {name: file.sum} if places else {})
 
 
-def write_index(folder: Path, index: Metadata, written: Sequence[Written]) -> dict[str, str]:
-    """Write the index of all ranks' chunks and return the checksums of all files so far.
-
-    Raises CheckpointError unless every rank's files can be seen from here."""
+def write_index(folder: Path, index: Metadata, written: Sequence[WrittenParts]) -> dict[str, str]:
+    """Write the index of all ranks' chunks and return the checksums of all files so far. Raises
+    CheckpointError unless the files of every rank can be seen from here."""
     index.storage_data = {key: place for rank in written for key, place in rank.places.items()}
     with writing(folder / METADATA), HashedFile(folder / METADATA) as file:
         pickle.dump(index, file)
@@ -74,13 +71,12 @@ def write_index(folder: Path, index: Metadata, written: Sequence[Written]) -> di
         folder, index.storage_data.values(), do="save to a folder that all machines share"
     )
     refuse("the files of some ranks have not arrived:", problems)
-    return {name: digest for rank in written for name, digest in rank.sums.items()} | {
-        METADATA: file.sum
-    }
+    sums = {name: digest for rank in written for name, digest in rank.sums.items()}
+    return {**sums, METADATA: file.sum}
 
 
 class ChunkReader(StorageReader):
-    """Reads chunks of a checkpoint whose metadata is known."""
+    """Reads chunks of a checkpoint whose metadata is known, as torch's planners ask for them."""
 
     def __init__(self, folder: Path, metadata: Metadata) -> None:
         self._folder = folder
@@ -88,62 +84,55 @@ class ChunkReader(StorageReader):
         self._places = metadata.storage_data
 
     def reset(self, checkpoint_id: object = None) -> None:
-        """See StorageReader: nothing is kept between reads."""
+        """Do nothing: no state is kept between reads."""
 
     def set_up_storage_reader(
         self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any
     ) -> None:
-        """See StorageReader: done by the constructor."""
+        """Do nothing: the constructor has set everything up."""
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: object) -> bool:
-        """See StorageReader: the constructor has been given a checkpoint."""
         return True
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """See StorageReader."""
         return self._metadata
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
-        """See StorageReader: as planned."""
         return plan
 
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
-        """See StorageReader: as planned."""
         return plans
 
     def problems(self, items: Iterable[ReadItem]) -> list[str]:
-        """Files that these reads need and that are missing or too short."""
+        """Return a line for each file that these reads need and that is missing or too short."""
         return file_problems(
             self._folder, (self._places[item.storage_index] for item in items), do=ANOTHER_COPY
         )
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        """See StorageReader: files one after the other, each from its start to its end, every chunk
-        once and checked.
-
-        Raises CheckpointError naming the file."""
+        """Read the files one after the other, each from its start to its end. Every chunk is read
+        once and checked. Raises CheckpointError naming the file."""
         by_file: dict[str, dict[tuple[int, int], list[ReadItem]]] = {}
-        for item in sorted(
-            plan.items, key=lambda item: int(self._places[item.storage_index].offset)
-        ):
-            place = self._places[item.storage_index]
-            by_file.setdefault(place.relative_path, {}).setdefault(
-                (place.offset, place.length), []
-            ).append(item)
+        placed = [(self._places[item.storage_index], item) for item in plan.items]
+        for place, item in sorted(placed, key=lambda pair: int(pair[0].offset)):
+            chunks = by_file.setdefault(place.relative_path, {})
+            chunks.setdefault((place.offset, place.length), []).append(item)
         for name, chunks in by_file.items():
             path = self._folder / name
             try:
                 with path.open("rb") as file:
                     for (offset, length), items in chunks.items():
-                        _fill(items, _read_chunk(file, offset, length), planner)
+                        chunk = _read_chunk(file, offset, length)
+                        for item in items:
+                            target = planner.resolve_tensor(item).detach()
+                            part = narrow_tensor_by_index(chunk, item.storage_offsets, item.lengths)
+                            target.copy_(part)
+                            planner.commit_tensor(item, target)
             except Exception as error:
-                # What torch says of damaged bytes is long, and advises to load them unsafely.
-                got = (
-                    error.strerror
-                    if isinstance(error, OSError)
-                    else f"damaged content ({type(error).__name__})"
-                )
+                # torch's message for damaged bytes is long, and advises to load them unsafely.
+                damage = f"damaged content ({type(error).__name__})"
+                got = error.strerror if isinstance(error, OSError) else damage
                 raise CheckpointError(
                     path, got=got, expected="the tensors that were saved", do=ANOTHER_COPY
                 ) from error
@@ -153,10 +142,10 @@ class ChunkReader(StorageReader):
 
 
 def _read_chunk(file: BinaryIO, offset: int, length: int) -> Tensor:
-    """One saved tensor. torch reads its zip archives without looking at their checksums: a flipped
-    bit would go unnoticed."""
     file.seek(offset)
     content = io.BytesIO(file.read(length))
+    # torch reads its zip archives without a look at their checksums: a flipped bit would become a
+    # wrong weight.
     with zipfile.ZipFile(content) as archive:
         damaged = archive.testzip()
     if damaged is not None:
@@ -166,20 +155,13 @@ def _read_chunk(file: BinaryIO, offset: int, length: int) -> Tensor:
     return tensor
 
 
-def _fill(items: Iterable[ReadItem], chunk: Tensor, planner: LoadPlanner) -> None:
-    for item in items:
-        target = planner.resolve_tensor(item).detach()
-        target.copy_(narrow_tensor_by_index(chunk, item.storage_offsets, item.lengths))
-        planner.commit_tensor(item, target)
-
-
 def file_problems(folder: Path, places: Iterable[Any], *, do: str) -> list[str]:
-    """Files in which some of the stored places (relative_path, offset, length) cannot be."""
+    """Return a line for each file that is missing, or too short for its chunks, of which ``places``
+    holds (relative_path, offset, length)."""
     needed: dict[str, int] = {}
     for place in places:
-        needed[place.relative_path] = max(
-            needed.get(place.relative_path, 0), place.offset + place.length
-        )
+        end = place.offset + place.length
+        needed[place.relative_path] = max(needed.get(place.relative_path, 0), end)
     problems = []
     for name, size in sorted(needed.items()):
         path = folder / name
@@ -222,8 +204,8 @@ def read_metadata(folder: Path) -> Metadata:
 
 
 class _MetadataUnpickler(pickle.Unpickler):
-    """Knows the classes of the index and no others: a pickle may name any function of any
-    module."""
+    """Reads the index, which torch pickles. It knows the classes that belong there and no others,
+    since a pickle may call any function of any module."""
 
     def find_class(self, module: str, name: str) -> Any:
         index = (

@@ -1,7 +1,7 @@
 """Folders on a disk, and folders in an object store (``s3://bucket/run``), which knows neither
 renaming nor links.
 
-Both behave as ``pathlib.Path``; what differs is in ``folders.py`` and ``series.py``, behind
+Both behave as ``pathlib.Path``. What differs is in ``folders.py`` and ``checkpoint_dir.py``, behind
 ``is_remote``.
 """
 
@@ -18,8 +18,8 @@ from megatron_llama.errors import CheckpointError
 
 
 def storage_path(name: str | Path) -> Path:
-    """The folder of that name. Raises CheckpointError for a URL where what reads them is not
-    installed."""
+    """Return the folder of that name. Raises CheckpointError for a URL that nothing installed can
+    read."""
     if not isinstance(name, str):
         return name
     if "://" not in name:
@@ -42,14 +42,14 @@ def storage_path(name: str | Path) -> Path:
 
 
 def is_remote(path: Path) -> bool:
-    """Whether it lies in an object store."""
+    """Return whether the path lies in an object store."""
     return not isinstance(path, Path)
 
 
 def local_folder(name: str) -> Path:
-    """Where the small files of a run are that grow line by line: the folder itself, or, as an
-    object is written once, a folder in the working directory with the last part of the URL's path
-    as its name."""
+    """Return where the small files of a run are that grow line by line: the folder itself. For an
+    object store, whose objects are written once, it is a folder in the working directory that is
+    named as the last part of the URL."""
     found = storage_path(name)
     return Path(found.name) if is_remote(found) else found
 
@@ -64,8 +64,8 @@ def remove_tree(folder: Path) -> None:
 
 @contextmanager
 def local_copy(folder: Path) -> Iterator[Path]:
-    """A section in which the files of a folder are on the disk: itself, or a copy that goes with
-    the section."""
+    """A section in which the files of a folder are on the disk: the folder itself, or a copy that
+    is removed at the end."""
     if not is_remote(folder):
         yield folder
         return

@@ -15,7 +15,7 @@ from megatron_llama.plans.params import split_layers
 
 if TYPE_CHECKING:
     from megatron_llama.config.schema import ModelConfig
-    from megatron_llama.convert.convert import Target
+    from megatron_llama.convert.formats import ModelWriter
 
 MEGATRONS = ("megatron", "megatron-llama")
 ONLY_WITH = (
@@ -38,13 +38,13 @@ def convert(parsed: Parsed) -> None:
     from megatron_llama.checkpoint.checkpoint_dir import TOKENIZER
     from megatron_llama.convert.convert import convert as run
     from megatron_llama.convert.convert import require_free, require_sound
-    from megatron_llama.convert.formats import open_source
+    from megatron_llama.convert.formats import open_model
     from megatron_llama.convert.tokenizer_files import tokens_in
 
     start = time.perf_counter()
     target_folder = Path(options.dst)
     require_free(target_folder.resolve(), Path(options.src).resolve(), overwrite=options.overwrite)
-    source = open_source(
+    source = open_model(
         options.src,
         format=options.source_format,
         config=options.hf_config,
@@ -110,20 +110,20 @@ def _check(options: ConvertConfig, explicit: frozenset[str]) -> None:
         raise ConfigError(listing("These options cannot be used:", problems))
 
 
-def _target(options: ConvertConfig, model: ModelConfig) -> Target:
-    from megatron_llama.convert.convert import HFTarget
-    from megatron_llama.convert.megatron.target import MegatronTarget
-    from megatron_llama.convert.meta.format import MetaTarget
-    from megatron_llama.convert.native.target import NativeTarget
+def _target(options: ConvertConfig, model: ModelConfig) -> ModelWriter:
+    from megatron_llama.convert.hf.writer import HFWriter
+    from megatron_llama.convert.megatron.writer import MegatronWriter
+    from megatron_llama.convert.meta.writer import MetaWriter
+    from megatron_llama.convert.native.writer import NativeWriter
 
     if options.to == "hf":
-        return HFTarget(options.max_shard_bytes)
+        return HFWriter(options.max_shard_bytes)
     if options.to == "native":
-        return NativeTarget(options.workers)
+        return NativeWriter(options.workers)
     if options.to == "meta":
-        return MetaTarget(options.tensor_model_parallel_size)
+        return MetaWriter(options.tensor_model_parallel_size)
     split = _split(options, model.num_hidden_layers)
-    return MegatronTarget(
+    return MegatronWriter(
         options.to, options.tensor_model_parallel_size, split, options.megatron_layout
     )
 
@@ -163,7 +163,7 @@ def _split(options: ConvertConfig, layers: int) -> tuple[int, ...]:
 def _losses(options: ConvertConfig, model: ModelConfig) -> Iterator[str]:
     """What the target's own program cannot express."""
     from megatron_llama.convert.megatron import args as megatron_args
-    from megatron_llama.convert.meta import format as meta_format
+    from megatron_llama.convert.meta import names as meta_names
 
     fields: Iterator[str] = iter(())
     if options.to in MEGATRONS:
@@ -171,6 +171,6 @@ def _losses(options: ConvertConfig, model: ModelConfig) -> Iterator[str]:
             model, options.to, _split(options, model.num_hidden_layers)
         )
     elif options.to == "meta":
-        fields = meta_format.lost_fields(model)
+        fields = meta_names.lost_fields(model)
     for name in fields:
         yield f"{name}: the program of format {options.to} does not know it and will not use it; it is kept for converting back"

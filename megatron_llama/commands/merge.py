@@ -17,18 +17,19 @@ def merge(parsed: Parsed) -> None:
 
     from megatron_llama.checkpoint.adapters import saved_lora
     from megatron_llama.checkpoint.native import read_meta
-    from megatron_llama.convert.convert import HFTarget, convert, require_free, require_sound
-    from megatron_llama.convert.formats import Source, open_source
-    from megatron_llama.convert.peft.format import MergedSource, PeftAdapter
+    from megatron_llama.convert.convert import convert, require_free, require_sound
+    from megatron_llama.convert.formats import ModelReader, open_model
+    from megatron_llama.convert.hf.writer import HFWriter
+    from megatron_llama.convert.peft.adapter import MergedReader, PeftAdapter
 
     options = parsed.get(MergeConfig)
     target = Path(options.dst)
     require_free(target.resolve(), Path(options.src).resolve(), overwrite=options.overwrite)
-    source = open_source(options.src)
+    source = open_model(options.src)
     require_sound(options.src, options.workers)
     if options.adapter is not None:
         adapter = PeftAdapter(options.adapter, source.model)
-        source = cast(Source, MergedSource(source, adapter))
+        source = cast(ModelReader, MergedReader(source, adapter))
         said = f"{options.adapter} (rank {adapter.lora.lora_rank})"
     else:
         lora = saved_lora(read_meta(source.folder).config) if source.format == "native" else None
@@ -47,7 +48,7 @@ def merge(parsed: Parsed) -> None:
     size = convert(
         source,
         target,
-        HFTarget(options.max_shard_bytes),
+        HFWriter(options.max_shard_bytes),
         source.model,
         getattr(torch, dtype),
         tokenizer_files="",

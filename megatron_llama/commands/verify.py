@@ -10,8 +10,8 @@ from megatron_llama.config.parse import Parsed
 from megatron_llama.errors import ConfigError, describe
 
 if TYPE_CHECKING:
-    from megatron_llama.convert.formats import Source
-    from megatron_llama.convert.verify.logits import Deviation
+    from megatron_llama.convert.formats import ModelReader
+    from megatron_llama.convert.verify.logits import LogitDeviation
     from megatron_llama.convert.verify.prompt import Prompt
     from megatron_llama.engine.optimizer import WeightSource
 
@@ -27,7 +27,7 @@ def verify(parsed: Parsed) -> int:
     """Print what was compared, every difference, and one verdict. Returns the exit status: 0 equal,
     1 different."""
     from megatron_llama.convert.convert import require_sound
-    from megatron_llama.convert.formats import open_source
+    from megatron_llama.convert.formats import open_model
     from megatron_llama.convert.verify.fields import field_differences
 
     options = parsed.get(VerifyConfig)
@@ -37,10 +37,10 @@ def verify(parsed: Parsed) -> int:
                 "--prompt-tokens", got=options.prompt_tokens, expected="0 or more", do="correct it"
             )
         )
-    first = open_source(
+    first = open_model(
         options.a, format=options.from_a, config=options.hf_config_a, vocab_size=options.vocab_size
     )
-    second = open_source(
+    second = open_model(
         options.b, format=options.from_b, config=options.hf_config_b, vocab_size=options.vocab_size
     )
     for name, source, folder in zip("AB", (first, second), (options.a, options.b), strict=True):
@@ -62,7 +62,7 @@ def _say(line: str) -> None:
     print(line, flush=True)
 
 
-def _weights_differ(first: Source, second: Source) -> bool:
+def _weights_differ(first: ModelReader, second: ModelReader) -> bool:
     from megatron_llama.convert.verify.weights import common_dtype, stored_dtype, weight_differences
     from megatron_llama.plans.params import hf_shapes, parameter_count
 
@@ -86,7 +86,7 @@ def _weights_differ(first: Source, second: Source) -> bool:
     return bool(shown)
 
 
-def _logits_that_differ(first: Source, second: Source, asked: int) -> list[str]:
+def _logits_that_differ(first: ModelReader, second: ModelReader, asked: int) -> list[str]:
     from megatron_llama.convert.verify.prompt import BEYOND, PLAIN, make_prompt, original_context
     from megatron_llama.data.corpus import python_documentation
 
@@ -111,25 +111,28 @@ def _logits_that_differ(first: Source, second: Source, asked: int) -> list[str]:
     )
 
 
-def _far_apart(first: Source, second: Source, prompt: Prompt) -> bool:
+def _far_apart(first: ModelReader, second: ModelReader, prompt: Prompt) -> bool:
     """Whether the two models compute different logits, with random weights or with their own."""
     import torch
 
-    from megatron_llama.convert.verify.logits import Streamed, logit_deviation
-    from megatron_llama.convert.verify.weights import Rounded, common_dtype
+    from megatron_llama.convert.verify.logits import StreamedModel, logit_deviation
+    from megatron_llama.convert.verify.weights import RoundedSource, common_dtype
     from megatron_llama.model.init import InitialWeights
 
     drawn = InitialWeights(RANDOM_SEED, RANDOM_STD)
     common = getattr(torch, common_dtype(first, second))
-    own: tuple[WeightSource, WeightSource] = Rounded(first, common), Rounded(second, common)
+    own: tuple[WeightSource, WeightSource] = (
+        RoundedSource(first, common),
+        RoundedSource(second, common),
+    )
     found = []
     for name, (ours, theirs) in (
         (f"random weights (std {RANDOM_STD})", (drawn, drawn)),
         ("these weights", own),
     ):
         outputs = (
-            Streamed(first.model, ours, prompt.tokens),
-            Streamed(second.model, theirs, prompt.tokens),
+            StreamedModel(first.model, ours, prompt.tokens),
+            StreamedModel(second.model, theirs, prompt.tokens),
         )
         found.append(
             _report(f"logits on {name}", logit_deviation(*outputs, first.model.vocab_size))
@@ -137,11 +140,11 @@ def _far_apart(first: Source, second: Source, prompt: Prompt) -> bool:
     return any(found)
 
 
-def _far_from_reference(first: Source, second: Source, prompt: Prompt) -> bool:
+def _far_from_reference(first: ModelReader, second: ModelReader, prompt: Prompt) -> bool:
     """Whether HuggingFace's own implementation computes other logits for a side that it can
     read."""
-    from megatron_llama.convert.verify.logits import Streamed, logit_deviation
-    from megatron_llama.convert.verify.reference import Reference, obstacle
+    from megatron_llama.convert.verify.logits import StreamedModel, logit_deviation
+    from megatron_llama.convert.verify.reference import TransformersModel, obstacle
     from megatron_llama.model.init import InitialWeights
 
     found = []
@@ -153,7 +156,7 @@ def _far_from_reference(first: Source, second: Source, prompt: Prompt) -> bool:
         if (reason := obstacle(source.model)) is not None:
             _say(f"{where}: not compared, {reason}")
             continue
-        reference = Reference(source.folder)
+        reference = TransformersModel(source.folder)
         both: tuple[tuple[str, WeightSource], ...] = (
             ("these weights", source),
             (f"random weights (std {RANDOM_STD})", drawn),
@@ -162,7 +165,7 @@ def _far_from_reference(first: Source, second: Source, prompt: Prompt) -> bool:
             if weights is drawn:
                 reference.fill(drawn)
             reference.run(prompt.tokens)
-            ours = Streamed(source.model, weights, prompt.tokens)
+            ours = StreamedModel(source.model, weights, prompt.tokens)
             found.append(
                 _report(
                     f"{where} on {name}", logit_deviation(ours, reference, source.model.vocab_size)
@@ -171,6 +174,6 @@ def _far_from_reference(first: Source, second: Source, prompt: Prompt) -> bool:
     return any(found)
 
 
-def _report(what: str, deviation: Deviation) -> bool:
+def _report(what: str, deviation: LogitDeviation) -> bool:
     _say(f"{what}: {'equal' if deviation.within else 'different'}, {deviation}")
     return not deviation.within

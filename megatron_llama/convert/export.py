@@ -1,19 +1,18 @@
-"""Native checkpoints as HuggingFace folders: on demand, and at the end of a run."""
+"""Exports native checkpoints as HuggingFace folders: on demand, and at the end of a run."""
 
 from __future__ import annotations
 
 import shutil
 from concurrent.futures import ThreadPoolExecutor, wait
-from functools import partial
 from pathlib import Path
 
 from megatron_llama.checkpoint import native
 from megatron_llama.checkpoint.failures import writing
-from megatron_llama.checkpoint.folders import fresh_staging, staging
+from megatron_llama.checkpoint.folders import discard, fresh_staging
 from megatron_llama.checkpoint.meta import TrainState
 from megatron_llama.config.schema import Config
-from megatron_llama.convert.hf.files import export_hf, require_free
-from megatron_llama.convert.peft.format import write_peft
+from megatron_llama.convert.hf.writer import export_hf, require_export
+from megatron_llama.convert.peft.adapter import write_peft
 from megatron_llama.distributed.comm.object_collectives import all_reduce_max, raise_on_all_ranks
 from megatron_llama.distributed.mesh import Mesh
 from megatron_llama.engine.optimizer import OverlappedDistributedOptimizer
@@ -22,8 +21,9 @@ from megatron_llama.metrics.log import MetricLog
 from megatron_llama.tokenizer.base import Tokenizer
 
 WEIGHTS = ".weights"
-"""Beside the folder of an export: the checkpoint of a run that saves none, until it is exported."""
+"""Ending of the folder that holds the checkpoint of a run that saves none, until it is exported."""
 MEETING_SECONDS = 1.0
+"""The other ranks meet rank 0 so often while it exports."""
 
 
 def export_checkpoint(
@@ -33,11 +33,11 @@ def export_checkpoint(
     dtype: str = "auto",
     tokenizer: Tokenizer | None = None,
 ) -> str:
-    """Write a checkpoint as a HuggingFace folder, which appears whole or not at all. Returns the
+    """Write a checkpoint as a HuggingFace folder, which appears whole or not at all, and return the
     dtype of its weights.
 
-    ``dtype``: as ``export_hf`` has it, or ``auto``: bfloat16 for a run with --bf16, else float32.
-    Raises CheckpointError."""
+    ``dtype`` is one of those of ``export_hf``, or ``auto``: bfloat16 for a run with --bf16, else
+    float32. Raises CheckpointError."""
     weights = native.open_weights(checkpoint)
     if dtype == "auto":
         dtype = "bfloat16" if weights.meta.config["training"]["bf16"] else "float32"
@@ -48,10 +48,8 @@ def export_checkpoint(
 def export_adapter(
     checkpoint: str | Path, output: str | Path, tokenizer: Tokenizer | None = None
 ) -> str:
-    """Write the low-rank additions of a checkpoint as PEFT has them; the folder appears whole or
-    not at all. Returns their dtype.
-
-    Raises CheckpointError."""
+    """Write the low-rank additions of a checkpoint in PEFT's format and return their dtype. The
+    folder appears whole or not at all. Raises CheckpointError."""
     weights = native.open_weights(checkpoint)
     lora = weights.lora
     if not lora.lora_rank:
@@ -65,11 +63,11 @@ def export_adapter(
 
 
 class FinalExport:
-    """Writes the model of a run into --export-hf when all its iterations are done. Does nothing
-    without that option.
+    """Writes the model of a run into --export-hf when all its iterations are done. Without that
+    option it does nothing.
 
-    Raises CheckpointError or DataError, on every rank, where that could not work: at the start, not
-    after days."""
+    Raises CheckpointError or DataError on every rank where that could not work: at the start of the
+    run, not after days."""
 
     def __init__(
         self,
@@ -82,21 +80,24 @@ class FinalExport:
         self._mesh = mesh
         self._optimizer = optimizer
         self._tokenizer = tokenizer
-        self._target = (
-            Path(config.checkpoint.export_hf).resolve()
-            if config.checkpoint.export_hf is not None
-            else None
-        )
+        folder = config.checkpoint.export_hf
+        self._target = Path(folder).resolve() if folder is not None else None
         if self._target is not None:
             with raise_on_all_ranks(mesh.world), writing(self._target):
                 if mesh.rank == 0:
-                    _rehearse(self._target, tokenizer)
+                    require_export(self._target)
+                    try:  # as at the end: the folder can be written, the tokenizer expressed there
+                        fresh = fresh_staging(self._target)
+                        if tokenizer is not None:
+                            tokenizer.save_hf(fresh)
+                    finally:
+                        discard(self._target)
 
     def write(
         self, state: TrainState, checkpoint: Path | None, log: MetricLog, *, early: bool = False
     ) -> None:
-        """Export ``checkpoint``, or, where the run has saved none, what the engine holds.
-        Collective; nothing is done before the last iteration, unless the run has come to its end
+        """Export ``checkpoint``, or, where the run has saved none, what the engine holds. This is
+        collective. Nothing is done before the last iteration, unless the run has come to its end
         ``early``. Raises CheckpointError on every rank."""
         if self._target is None or not (
             early or state.iteration == self._config.training.train_iters
@@ -110,41 +111,27 @@ class FinalExport:
         finally:
             if self._mesh.rank == 0:
                 shutil.rmtree(beside, ignore_errors=True)
-        log.say(
-            f" exported to {self._target}{'' if self._tokenizer is not None else ', without a tokenizer: none is known'}"
-        )
+        without = "" if self._tokenizer is not None else ", without a tokenizer: none is known"
+        log.say(f" exported to {self._target}{without}")
 
     def _export(self, checkpoint: Path, target: Path) -> None:
-        """On the first rank. The others meet it every second: a large model takes longer than a
-        collective may."""
+        """Export on rank 0."""
         with ThreadPoolExecutor(1) as pool:
-            job = (
-                pool.submit(
-                    partial(export_checkpoint, checkpoint, target, tokenizer=self._tokenizer)
+            export = None
+            if self._mesh.rank == 0:
+                export = pool.submit(
+                    export_checkpoint, checkpoint, target, tokenizer=self._tokenizer
                 )
-                if self._mesh.rank == 0
-                else None
-            )
+            # The other ranks meet rank 0 again and again: the export of a large model takes longer
+            # than a collective may wait.
             running = True
             while running:
-                if job is not None:
-                    wait([job], MEETING_SECONDS)
-                unfinished, agreed = all_reduce_max(
-                    int(job is not None and not job.done()), self._mesh.world
-                )
+                if export is not None:
+                    wait([export], MEETING_SECONDS)
+                unfinished = int(export is not None and not export.done())
+                running_somewhere, agreed = all_reduce_max(unfinished, self._mesh.world)
                 agreed.wait()
-                running = bool(unfinished)
+                running = bool(running_somewhere)
         with raise_on_all_ranks(self._mesh.world):
-            if job is not None:
-                job.result()
-
-
-def _rehearse(target: Path, tokenizer: Tokenizer | None) -> None:
-    """Whether the folder may be written, and the tokenizer can be expressed there."""
-    require_free(target)
-    try:
-        folder = fresh_staging(target)
-        if tokenizer is not None:
-            tokenizer.save_hf(folder)
-    finally:
-        shutil.rmtree(staging(target), ignore_errors=True)
+            if export is not None:
+                export.result()

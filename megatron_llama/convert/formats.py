@@ -1,5 +1,5 @@
-"""Model folders of every format, opened the same way: which format a folder has, and its weights as
-HuggingFace tensors."""
+"""Model folders of every format behind two interfaces: ``open_model`` finds out which format a
+folder has and reads its weights as HuggingFace tensors; a ``ModelWriter`` writes them."""
 
 from __future__ import annotations
 
@@ -7,24 +7,25 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
+import torch
 from torch import Tensor
 
 from megatron_llama.checkpoint.folders import INCOMPLETE
 from megatron_llama.config.schema import ModelConfig
+from megatron_llama.convert.hf.reader import WEIGHT_FILES, HFReader
+from megatron_llama.convert.megatron.reader import MegatronReader, family
+from megatron_llama.convert.meta.reader import MetaReader
+from megatron_llama.convert.native.reader import NativeReader
+from megatron_llama.convert.write_tasks import WriteTask
+from megatron_llama.engine.optimizer import WeightSource
 from megatron_llama.errors import CheckpointError
 from megatron_llama.plans.params import Rectangle
 
 FORMATS = ("hf", "native", "megatron", "megatron-llama", "meta")
-_HF_FILES = (
-    "model.safetensors",
-    "model.safetensors.index.json",
-    "pytorch_model.bin",
-    "pytorch_model.bin.index.json",
-)
 
 
-class Source(Protocol):
-    """The weights of a folder and what is known of them: a WeightSource that knows what it is."""
+class ModelReader(Protocol):
+    """An opened model folder: a WeightSource of its weights, and what is known of them."""
 
     @property
     def format(self) -> str:
@@ -33,23 +34,23 @@ class Source(Protocol):
 
     @property
     def folder(self) -> Path:
-        """Where the weights lie: of a folder of checkpoints the one that was chosen."""
+        """Where the weights lie; in a folder of checkpoints, the checkpoint that was chosen."""
         ...
 
     @property
     def model(self) -> ModelConfig:
-        """Derived fields filled in; the vocabulary without padding."""
+        """The model, derived fields filled in, its vocabulary without padding."""
         ...
 
     @property
     def dtype(self) -> str:
-        """``float32``, ``bfloat16`` or ``float16``: of the stored weights; of a native checkpoint,
-        whose masters are always fp32, what the run computed in."""
+        """``float32``, ``bfloat16`` or ``float16``: the dtype of the stored weights. For a native
+        checkpoint, whose masters are always fp32, it is what the run computed in."""
         ...
 
     @property
     def tokenizer_files(self) -> Sequence[Path]:
-        """Files that travel along: tokenizer, chat template, generation config."""
+        """The files that go with the model: tokenizer, chat template, generation config."""
         ...
 
     @property
@@ -60,7 +61,7 @@ class Source(Protocol):
 
     @property
     def notes(self) -> Sequence[str]:
-        """What the user should know: optimizer state that is there and not read, for one."""
+        """What the user should know, such as optimizer state that is there and is not read."""
         ...
 
     def __call__(self, rectangle: Rectangle, out: Tensor) -> None:
@@ -69,21 +70,41 @@ class Source(Protocol):
         ...
 
 
-def open_source(
+class ModelWriter(Protocol):
+    """A format to write, with its choices made."""
+
+    def problems(self, model: ModelConfig) -> Iterator[str]:
+        """Yield the reasons why the model cannot be written so."""
+        ...
+
+    def tasks(
+        self,
+        folder: Path,
+        model: ModelConfig,
+        source: WeightSource,
+        dtype: torch.dtype,
+        extra: Mapping[str, Any],
+    ) -> Iterator[WriteTask]:
+        """Yield the work, by files under ``folder``, which is there and empty. ``extra`` holds
+        fields of a config.json beside the model's. The tasks may run side by side."""
+        ...
+
+
+def open_model(
     path: str | Path,
     *,
     format: str | None = None,
     config: str | Path | None = None,
     vocab_size: int = 0,
     tokens: int = 0,
-) -> Source:
+) -> ModelReader:
     """Open a model folder of any format.
 
-    ``format``: one of FORMATS; found from the content unless given. ``config``: a HuggingFace
-    ``config.json`` that says what the folder does not. ``vocab_size``: the number of token ids, for
-    a format that stores only a padded vocabulary; where neither it nor the folder says, ``tokens``
-    does: those of the tokenizer that belongs to the weights. Raises CheckpointError with all that
-    is wrong, or with what to pass when the folder leaves something open.
+    ``format`` is one of FORMATS, by default found from the content. ``config`` names a HuggingFace
+    ``config.json`` that says what the folder does not. ``vocab_size`` is the number of token ids,
+    for a format that stores only a padded vocabulary; where neither it nor the folder says, the
+    ``tokens`` of the tokenizer that belongs to the weights count. Raises CheckpointError with all
+    that is wrong, or with what to pass when the folder leaves something open.
     """
     folder = Path(path)
     if format is not None and format not in FORMATS:
@@ -92,25 +113,17 @@ def open_source(
         )
     kind = format or detect(folder)
     if kind == "hf":
-        from megatron_llama.convert.hf.source import HFSource
-
-        return HFSource(folder, config, vocab_size)
+        return HFReader(folder, config, vocab_size)
     if kind == "native":
-        from megatron_llama.convert.native.source import NativeSource
-
-        return NativeSource(folder, config, vocab_size)
+        return NativeReader(folder, config, vocab_size)
     if kind == "meta":
-        from megatron_llama.convert.meta.format import MetaSource
-
-        return MetaSource(folder, config, vocab_size)
-    from megatron_llama.convert.megatron.source import MegatronSource
-
-    return MegatronSource(folder, kind, config, vocab_size, tokens)
+        return MetaReader(folder, config, vocab_size)
+    return MegatronReader(folder, kind, config, vocab_size, tokens)
 
 
 def detect(folder: Path) -> str:
-    """The format of a folder, one of FORMATS. Raises CheckpointError when it has none of them, or
-    several."""
+    """Return the format of a folder, one of FORMATS. Raises CheckpointError when it has none of
+    them, or several."""
     if not folder.is_dir():
         got = "a file" if folder.exists() else "no such folder"
         raise CheckpointError(folder, got=got, expected="a model folder", do="check the path")
@@ -128,19 +141,15 @@ def detect(folder: Path) -> str:
         raise CheckpointError(
             folder, got="a folder without weights", expected=expected, do="check the path"
         )
-    if found[0] == "megatron":
-        from megatron_llama.convert.megatron.source import family
-
-        return family(folder)
-    return found[0]
+    return family(folder) if found[0] == "megatron" else found[0]
 
 
 def candidates(folder: Path) -> Iterator[str]:
-    """Formats whose files lie there. ``megatron`` stands for both families, which only their
-    content tells apart."""
+    """Yield the formats whose files lie there. ``megatron`` stands for both families, which only
+    their content tells apart."""
     written = (each for each in sorted(folder.glob("iter_*")) if not each.name.endswith(INCOMPLETE))
     inner = [folder, *written, folder / "release"]
-    if any((folder / name).is_file() for name in _HF_FILES):
+    if any((folder / name).is_file() for name in WEIGHT_FILES):
         yield "hf"
     if any((each / "meta.json").is_file() and (each / ".metadata").is_file() for each in inner):
         yield "native"

@@ -22,17 +22,18 @@ DTYPES: Mapping[torch.dtype, str] = MappingProxyType(
 )
 """Float dtypes by their names in the format."""
 BLOCK_ELEMENTS = 2**24
-"""Of one request to the source: 64 MiB in fp32, and above the chunks of a checkpoint, which are
+"""Values of one request to a source: 64 MiB in fp32, and more than a chunk of a checkpoint, which is
 read whole."""
 
 
 def write_safetensors(
     path: Path, shapes: Mapping[str, tuple[int, ...]], dtype: torch.dtype, source: WeightSource
 ) -> None:
-    """Write and sync the tensors in the order of ``shapes``.
+    """Write and sync the tensors in the order of ``shapes``. Raises CheckpointError when a value is
+    not finite.
 
-    The format: length of the header (8 bytes, little-endian), header (JSON, padded to 8 bytes),
-    data without gaps. Raises CheckpointError when a value is not finite.
+    The format is the length of the header (8 bytes, little-endian), the header (JSON, padded to a
+    multiple of 8 bytes), and the data without gaps.
     """
     with path.open("wb") as file:
         file.write(_header(shapes, dtype))
@@ -59,7 +60,7 @@ def _header(shapes: Mapping[str, tuple[int, ...]], dtype: torch.dtype) -> bytes:
 
 
 def row_blocks(name: str, shape: tuple[int, ...]) -> Iterable[Rectangle]:
-    """A whole tensor as rectangles of at most BLOCK_ELEMENTS, but at least one row."""
+    """Yield a whole tensor as rectangles of at most BLOCK_ELEMENTS, but at least one row."""
     rows = max(1, BLOCK_ELEMENTS // math.prod(shape[1:]))
     for row in range(0, shape[0], rows):
         size = (min(rows, shape[0] - row), *shape[1:])
@@ -67,7 +68,8 @@ def row_blocks(name: str, shape: tuple[int, ...]) -> Iterable[Rectangle]:
 
 
 def is_finite(values: Tensor) -> bool:
-    """Whether no value is infinite or not a number; needs no memory."""
+    """Return whether no value is infinite or not a number."""
+    # The two ends tell it without a mask of the tensor's size: NaN wins in both.
     return all(bool(end.isfinite()) for end in values.aminmax())
 
 

@@ -20,7 +20,7 @@ ALIGNMENT = 256
 """Bytes at whose multiples tensors begin."""
 
 
-class Slab:
+class GrowingBuffer:
     """Memory in which tensors lie one behind the other. It grows when it has to."""
 
     def __init__(self, device: torch.device, *, pinned: bool = False) -> None:
@@ -71,8 +71,8 @@ def _aligned(size: int) -> int:
 
 class _Pair:
     def __init__(self, device: torch.device) -> None:
-        self.here = Slab(torch.device("cpu"), pinned=True)
-        self.there = Slab(device)
+        self.here = GrowingBuffer(torch.device("cpu"), pinned=True)
+        self.there = GrowingBuffer(device)
         self.copied: torch.Event | None = None
 
 

@@ -17,7 +17,7 @@ from megatron_llama.checkpoint.storage_paths import local_folder
 from megatron_llama.config.batch_ramp import BatchSizes, with_epochs
 from megatron_llama.config.blend import read_blend
 from megatron_llama.config.schema import Config
-from megatron_llama.convert.hf.files import HFWeights
+from megatron_llama.convert.hf.reader import HFWeights
 from megatron_llama.data.indexed import IndexedDataset
 from megatron_llama.data.loader import BatchLoader, BlendedSamples, Samples, StreamSamples
 from megatron_llama.data.stream import TokenStream, split_documents

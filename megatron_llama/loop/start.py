@@ -18,8 +18,8 @@ from megatron_llama.checkpoint.meta import (
 from megatron_llama.checkpoint.storage import refuse
 from megatron_llama.checkpoint.storage_paths import is_remote, storage_path
 from megatron_llama.config.schema import CheckpointConfig, Config, ModelConfig
-from megatron_llama.convert.formats import candidates, open_source
-from megatron_llama.convert.hf.files import HFWeights
+from megatron_llama.convert.formats import candidates, open_model
+from megatron_llama.convert.hf.reader import HFWeights
 from megatron_llama.engine.optimizer import WeightSource
 from megatron_llama.errors import CheckpointError, ConfigError
 
@@ -38,16 +38,16 @@ class Start:
 
     def model(self, *, vocab_size: int = 0, tokens: int = 0) -> ModelConfig:
         """The configuration of the weights. The sizes are for a folder that stores only a padded
-        vocabulary; see ``open_source``."""
+        vocabulary; see ``open_model``."""
         if self.native:
             return native.read_meta(self.path).model
-        return open_source(self.path, vocab_size=vocab_size, tokens=tokens).model
+        return open_model(self.path, vocab_size=vocab_size, tokens=tokens).model
 
     def weights(self, model: ModelConfig) -> WeightSource:
         """Open the weights of ``model``, whose vocabulary is known."""
         if self.native:
             return native.open_weights(self.path)
-        return open_source(self.path, tokens=model.vocab_size)
+        return open_model(self.path, tokens=model.vocab_size)
 
 
 def named_start(options: CheckpointConfig) -> Start | None:

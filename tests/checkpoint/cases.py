@@ -81,8 +81,11 @@ def save_under(place: Place, layout: Layout, folder: Path, later: int = 2) -> He
 
 
 def load_under(place: Place, layout: Layout, folder: Path, later: int = 2) -> Held:
-    run = trainer(place, layout)
-    assert native.load(folder, run.optimizer, run.mesh, layout.config().model) == state_at(TRAINED)
+    return load_into(trainer(place, layout), folder, later)
+
+
+def load_into(run: Trainer, folder: Path, later: int = 2) -> Held:
+    assert native.load(folder, run.optimizer, run.mesh, run.layout.config().model) == state_at(TRAINED)
     return held(run, later)
 
 

@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 from megatron_llama.config.schema import Config, ModelConfig, ParallelConfig
-from megatron_llama.convert.hf.files import HFWeights, export_hf
+from megatron_llama.convert.hf.reader import HFWeights
+from megatron_llama.convert.hf.writer import export_hf
 from megatron_llama.distributed.mesh import Place, build_mesh
 from megatron_llama.engine.build import build_optimizer
 from megatron_llama.model.init import InitialWeights
@@ -77,7 +78,7 @@ def test_every_rank_reads_its_share(name: str, cluster: Cluster, tmp_path: Path)
     asked = cluster.run(ranks, ask, parallel, folder)
     assert not any(one.twice for one in asked)
     total, copies = parameter_count(MODEL), (parallel.tensor_model_parallel_size - 1) * NORMS
-    raise_on_all_ranks = sum(one.elements.total() for one in asked)
-    assert raise_on_all_ranks == (total + copies) * ranks // shares, "each element once by each group of ranks that holds the model"
+    elements = sum(one.elements.total() for one in asked)
+    assert elements == (total + copies) * ranks // shares, "each element once by each group of ranks that holds the model"
     # Buckets are shared out in equal parts; pipeline stages are as equal as layers are.
-    assert max(one.elements.total() for one in asked) < 1.1 * raise_on_all_ranks / ranks
+    assert max(one.elements.total() for one in asked) < 1.1 * elements / ranks

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import pty
-import subprocess
 import sys
 import termios
 from contextlib import suppress
@@ -258,16 +257,18 @@ def drained(terminal: int) -> bytes:
     return found
 
 
-def test_a_bar_with_bytes_on_a_terminal_only(tmp_path: Path) -> None:
+def test_a_bar_with_bytes_on_a_terminal_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     original = hf_folder(tmp_path / "hf")
-    command = [sys.executable, "-m", "megatron_llama", "convert", str(original), "--to", "meta"]
     ours, theirs = pty.openpty()
     termios.tcsetwinsize(theirs, (24, 80))
-    subprocess.run([*command, "--dst", str(tmp_path / "a")], stderr=theirs, stdout=subprocess.DEVNULL, check=True)
-    os.close(theirs)
+    with monkeypatch.context() as patch, os.fdopen(theirs, "w") as terminal:
+        patch.setattr(sys, "stderr", terminal)
+        convert(original, tmp_path / "a", "--to", "meta")
     assert b"100%" in drained(ours)
-    quiet = subprocess.run([*command, "--dst", str(tmp_path / "b")], capture_output=True, check=True)
-    assert quiet.stderr == b"" and quiet.stdout.startswith(b"converted hf ")
+    capsys.readouterr()
+    convert(original, tmp_path / "b", "--to", "meta")
+    quiet = capsys.readouterr()
+    assert quiet.err == "" and quiet.out.startswith("converted hf ")
 
 
 def test_sources_may_be_named_before_or_among_the_options(tmp_path: Path) -> None:

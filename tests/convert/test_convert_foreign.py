@@ -231,7 +231,7 @@ def test_a_download_of_meta(tmp_path: Path, by_rows: bool) -> None:
 )
 def test_the_width_of_the_mlp_follows_from_params_json(dim: int, width: int, rule: Any) -> None:
     from megatron_llama.config.schema import ModelConfig
-    from megatron_llama.convert.meta.format import make_params, mlp_width
+    from megatron_llama.convert.meta.names import make_params, mlp_width
 
     params = make_params(ModelConfig(hidden_size=dim, intermediate_size=width, num_attention_heads=8, num_key_value_heads=4))
     found = params["multiple_of"], params.get("ffn_dim_multiplier")

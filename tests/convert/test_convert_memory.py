@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 from megatron_llama.config.schema import ModelConfig
-from megatron_llama.convert.hf.files import export_hf
+from megatron_llama.convert.hf.writer import export_hf
 from megatron_llama.plans.params import Rectangle, parameter_count
 from torch import Tensor
 
@@ -33,8 +33,8 @@ GRID = ("--tensor-model-parallel-size", "2", "--pipeline-model-parallel-size", "
 CHILD = """
 import os, sys, threading
 from megatron_llama.cli import main
-import megatron_llama.convert.convert, megatron_llama.convert.formats, megatron_llama.convert.native.source
-import megatron_llama.convert.megatron.source, megatron_llama.convert.meta.format
+import megatron_llama.convert.convert
+import megatron_llama.convert.formats, megatron_llama.convert.hf.writer, megatron_llama.convert.megatron.writer, megatron_llama.convert.meta.writer, megatron_llama.convert.native.writer
 def anonymous():
     with open("/proc/self/status") as status:
         return next(int(line.split()[1]) * 1024 for line in status if line.startswith("RssAnon"))

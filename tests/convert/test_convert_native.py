@@ -11,7 +11,7 @@ from megatron_llama.checkpoint import native
 from megatron_llama.cli import main
 from megatron_llama.config.hf import read_hf_config
 from megatron_llama.config.schema import Config, ParallelConfig
-from megatron_llama.convert.hf.files import HFWeights
+from megatron_llama.convert.hf.reader import HFWeights
 from megatron_llama.distributed.mesh import Place, build_mesh
 from megatron_llama.engine.build import build_optimizer
 from megatron_llama.model.llama import build_stages

@@ -19,7 +19,7 @@ from megatron_llama.cli import main
 from tests.checkpoint.cases import full_disk
 from tests.convert.converting import LLAMA31, assert_same, convert, hf_folder, loaded, rank_file, refusal
 from tests.convert.test_hf import same, tensors
-from tests.convert.test_pickled import Attack
+from tests.convert.test_torch_file import Attack
 
 Capture = pytest.CaptureFixture[str]
 GRID = ("--tensor-model-parallel-size", "2", "--pipeline-model-parallel-size", "2")

@@ -14,7 +14,8 @@ import torch
 from megatron_llama.checkpoint import native
 from megatron_llama.config.hf import model_config_from_hf, read_hf_config
 from megatron_llama.config.schema import Config, ModelConfig, ParallelConfig, TrainingConfig
-from megatron_llama.convert.hf.files import HFWeights, export_hf
+from megatron_llama.convert.hf.reader import HFWeights
+from megatron_llama.convert.hf.writer import export_hf
 from megatron_llama.convert.safetensors_file import BLOCK_ELEMENTS, row_blocks
 from megatron_llama.distributed.mesh import Mesh, Place, build_mesh
 from megatron_llama.engine.build import build_optimizer

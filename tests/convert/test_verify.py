@@ -17,8 +17,9 @@ from megatron_llama.checkpoint import native
 from megatron_llama.checkpoint.meta import TrainState
 from megatron_llama.cli import main
 from megatron_llama.config.schema import Config, ModelConfig
-from megatron_llama.convert.hf.files import HFWeights, export_hf
-from megatron_llama.convert.verify.logits import Streamed
+from megatron_llama.convert.hf.reader import HFWeights
+from megatron_llama.convert.hf.writer import export_hf
+from megatron_llama.convert.verify.logits import StreamedModel
 from megatron_llama.distributed.mesh import Mesh
 from megatron_llama.engine.build import build_optimizer
 from megatron_llama.model.init import InitialWeights
@@ -296,7 +297,7 @@ def test_one_layer_at_a_time(original: Path) -> None:
         asked.append(rectangle.name)
         source(rectangle, out)
 
-    streamed = Streamed(source.model, watched, tokens)
+    streamed = StreamedModel(source.model, watched, tokens)
     config, mesh = Config(model=source.model), Mesh.single()
     [stage] = build_stages(config, mesh).values()
     load_stages([stage], rank_specs(config, mesh), source, dtype=torch.float32, device=mesh.device)

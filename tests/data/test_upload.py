@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 from megatron_llama.data.loader import Batch
-from megatron_llama.data.upload import ALIGNMENT, Slab, Upload, laid_out, pack, size_of
+from megatron_llama.data.upload import ALIGNMENT, GrowingBuffer, Upload, laid_out, pack, size_of
 
 CPU = torch.device("cpu")
 
@@ -29,7 +29,7 @@ def same(one: Batch, other: Batch) -> bool:
 
 
 def test_batches_lie_in_one_slab() -> None:
-    given, slab = batches(1), Slab(CPU)
+    given, slab = batches(1), GrowingBuffer(CPU)
     memory = slab.hold(size_of(given))
     pack(given, memory)
     placed = laid_out(given, memory.clone())
@@ -40,7 +40,7 @@ def test_batches_lie_in_one_slab() -> None:
 
 
 def test_a_slab_is_taken_again() -> None:
-    slab = Slab(CPU)
+    slab = GrowingBuffer(CPU)
     first = slab.hold(1000).data_ptr()
     assert slab.hold(500).data_ptr() == slab.hold(1000).data_ptr() == first
     assert slab.hold(2000).numel() == 2000 and slab.memory.numel() == 2000

@@ -139,14 +139,14 @@ def test_wrong_options_are_refused_together(product: Product) -> None:
     ids=str,
 )
 def test_an_adapter_of_another_kind_is_not_merged(adapted: Adapted, tmp_path: Path, changes: dict[str, object], says: str) -> None:
-    from megatron_llama.convert.formats import open_source
-    from megatron_llama.convert.peft.format import CONFIG, WEIGHTS, PeftAdapter
+    from megatron_llama.convert.formats import open_model
+    from megatron_llama.convert.peft.adapter import CONFIG, WEIGHTS, PeftAdapter
     from megatron_llama.errors import CheckpointError
 
     (tmp_path / WEIGHTS).write_bytes((adapted.adapter / WEIGHTS).read_bytes())
     (tmp_path / CONFIG).write_text(json.dumps({**json.loads((adapted.adapter / CONFIG).read_text()), **changes}))
     with pytest.raises(CheckpointError) as error:
-        PeftAdapter(tmp_path, open_source(adapted.base).model)
+        PeftAdapter(tmp_path, open_model(adapted.base).model)
     assert says in str(error.value)
 
 

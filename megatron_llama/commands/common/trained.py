@@ -14,7 +14,7 @@ from megatron_llama.config.schema import Config
 from megatron_llama.errors import ConfigError, describe, listing
 
 if TYPE_CHECKING:
-    from megatron_llama.convert.formats import Source
+    from megatron_llama.convert.formats import ModelReader
     from megatron_llama.model.generate import Sampling
     from megatron_llama.model.llama import Stage
     from megatron_llama.tokenizer.base import Tokenizer
@@ -62,19 +62,19 @@ def open_trained(options: ModelFolderConfig) -> Trained:
     return Trained(stage, tokenizer, stops)
 
 
-def tokenizer_folder(source: Source) -> Path:
+def tokenizer_folder(source: ModelReader) -> Path:
     """Where the model's tokenizer lies, if it has one."""
     return source.tokenizer_files[0].parent if source.tokenizer_files else source.folder
 
 
 def open_folder(
     load: str | None, init_from_hf: str | None, *, config: str | None = None, vocab_size: int = 0
-) -> Source:
+) -> ModelReader:
     """The model folder that exactly one of two options names. Raises ConfigError or
     CheckpointError."""
     from megatron_llama.checkpoint.storage_paths import is_remote, storage_path
-    from megatron_llama.convert.formats import open_source
-    from megatron_llama.convert.native.source import NativeSource
+    from megatron_llama.convert.formats import open_model
+    from megatron_llama.convert.native.reader import NativeReader
 
     if (load is None) == (init_from_hf is None):
         found = "neither" if load is None else "both"
@@ -84,11 +84,11 @@ def open_folder(
         )
     folder = storage_path(load or init_from_hf or "")
     if is_remote(folder):
-        return NativeSource(folder, config, vocab_size)
-    return open_source(folder, config=config, vocab_size=vocab_size)
+        return NativeReader(folder, config, vocab_size)
+    return open_model(folder, config=config, vocab_size=vocab_size)
 
 
-def _end_tokens(source: Source) -> Iterator[int]:
+def _end_tokens(source: ModelReader) -> Iterator[int]:
     """The model's word: a chat model ends its messages with other tokens than its documents."""
     found: list[Any] = [source.model.eos_token_id, source.extra.get("eos_token_id")]
     for path in source.tokenizer_files:

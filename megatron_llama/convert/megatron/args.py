@@ -6,7 +6,6 @@ loaders ignore.
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
@@ -15,6 +14,7 @@ import torch
 
 from megatron_llama.config.hf import hf_config_from_model, model_config_from_hf
 from megatron_llama.config.schema import ModelConfig
+from megatron_llama.convert.model_fields import GIVE_CONFIG, LLAMA31_SCALING, is_llama31_scaling
 from megatron_llama.errors import CheckpointError, describe, listing
 from megatron_llama.plans.params import padded_vocab_size
 
@@ -43,19 +43,18 @@ OTHER_MODELS: Mapping[str, tuple[Any, ...]] = MappingProxyType(
     }
 )
 """Arguments that change what is computed, with the values that LLaMA has."""
-ASK = "give the model's HuggingFace config.json (--hf-config)"
 MEGATRON_LLAMA_ONLY = ("causal_lm", "RMSNorm")
 MEGATRON_ONLY = ("normalization", "group_query_attention", "rotary_base")
-"""Arguments that one of the families has and the other has not."""
+"""Arguments that one of the families has and the other does not."""
 
 
 def read_args(
     args: Mapping[str, Any], config: ModelConfig | None, *, tied: bool, where: str
 ) -> ModelConfig:
-    """The model, its vocabulary still unknown (1). ``config``: the user's or the file's own, which
-    must not contradict.
+    """Return the model of a file's arguments, its vocabulary still unknown (1). ``config`` is the
+    user's or the file's own, which must not contradict them.
 
-    Raises CheckpointError with every argument that is missing or is none of a LLaMA."""
+    Raises CheckpointError with every argument that is missing, or that no LLaMA has."""
     problems = [
         describe(
             f"{where} {name}",
@@ -72,7 +71,7 @@ def read_args(
     else:
         fields, missing = _hf_fields(args, tied=tied)
         problems += [
-            describe(f"{where} {name}", got="nothing", expected="a value", do=ASK)
+            describe(f"{where} {name}", got="nothing", expected="a value", do=GIVE_CONFIG)
             for name in missing
         ]
     if problems:
@@ -83,28 +82,20 @@ def read_args(
 def _contradictions(
     args: Mapping[str, Any], config: ModelConfig, *, tied: bool, where: str
 ) -> Iterator[str]:
+    do = "give the config of this model"
     for name, field in SIZES.items():
-        expected = getattr(config, field)
-        if args.get(name, expected) != expected:
-            yield describe(
-                f"{where} {name}",
-                got=args[name],
-                expected=f"{expected}, by the config",
-                do="give the config of this model",
-            )
+        size = getattr(config, field)
+        if args.get(name, size) != size:
+            expected = f"{size}, by the config"
+            yield describe(f"{where} {name}", got=args[name], expected=expected, do=do)
     if config.tie_word_embeddings != tied:
         got, expected = ("none", "one") if tied else ("a head", "none")
-        yield describe(
-            f"{where} head",
-            got=got,
-            expected=f"{expected}, by the config",
-            do="give the config of this model",
-        )
+        yield describe(f"{where} head", got=got, expected=f"{expected}, by the config", do=do)
 
 
 def _hf_fields(args: Mapping[str, Any], *, tied: bool) -> tuple[dict[str, Any], list[str]]:
-    """A config.json from the arguments of a training run, and the names of arguments that are
-    missing."""
+    """Return a config.json made of the arguments of a training run, and the names of the arguments
+    that are missing."""
     eps = args.get("norm_epsilon", args.get("layernorm_epsilon"))
     # Before there was an argument for it, the base was fixed; a converter's args, without this one,
     # leave it open.
@@ -131,18 +122,11 @@ def _hf_fields(args: Mapping[str, Any], *, tied: bool) -> tuple[dict[str, Any], 
 
 
 def _scaling(args: Mapping[str, Any]) -> dict[str, Any] | None:
-    """Megatron knows LLaMA 3.1's scaling with one free number, and linear interpolation."""
+    """Return the rotary scaling: Megatron knows LLaMA 3.1's with one free number, and linear
+    interpolation."""
     if args.get("use_rope_scaling"):
-        numbers = {
-            "low_freq_factor": 1.0,
-            "high_freq_factor": 4.0,
-            "original_max_position_embeddings": 8192,
-        }
-        return {
-            "rope_type": "llama3",
-            "factor": float(args.get("rope_scaling_factor", 8.0)),
-            **numbers,
-        }
+        factor = float(args.get("rope_scaling_factor", 8.0))
+        return {"rope_type": "llama3", "factor": factor, **LLAMA31_SCALING}
     linear = args.get("rotary_seq_len_interpolation_factor")
     return {"rope_type": "linear", "factor": float(linear)} if linear else None
 
@@ -150,7 +134,8 @@ def _scaling(args: Mapping[str, Any]) -> dict[str, Any] | None:
 def make_args(
     model: ModelConfig, family: str, dtype: torch.dtype, tp: int, split: Sequence[int], layout: str
 ) -> dict[str, Any]:
-    """What the loaders of the family read. ``split``: blocks of each pipeline stage."""
+    """Return the arguments that the loaders of the family read. ``split`` holds the number of
+    blocks of each pipeline stage."""
     scaling = model.rope_scaling or {}
     kind = scaling.get("rope_type")
     own = {"causal_lm": not model.tie_word_embeddings, "RMSNorm": True}
@@ -205,27 +190,17 @@ def make_args(
 
 
 def _uneven(split: Sequence[int]) -> dict[str, int | None]:
-    """Megatron-LM's arguments for a first or last stage with another number of blocks."""
+    """Return Megatron-LM's arguments for a first or last stage with another number of blocks."""
     equal = len(set(split)) == 1
     first = "decoder_first_pipeline_num_layers"
     last = "decoder_last_pipeline_num_layers"
     return {first: None, last: None} if equal else {first: split[0], last: split[-1]}
 
 
-def namespace(args: Mapping[str, Any], **more: Any) -> argparse.Namespace:
-    """The arguments as the programs pickle them."""
-    return argparse.Namespace(**args, **more)
-
-
 def lost_fields(model: ModelConfig, family: str, split: Sequence[int]) -> Iterator[str]:
-    """What the family's own program cannot express: kept in the files for the way back, but not
-    used there."""
+    """Yield what the family's own program cannot express. It is kept in the files for the way back,
+    but not used there."""
     scaling = model.rope_scaling or {}
-    llama31 = {
-        "low_freq_factor": 1.0,
-        "high_freq_factor": 4.0,
-        "original_max_position_embeddings": 8192,
-    }
     if family == "megatron-llama":
         if model.num_key_value_heads != model.num_attention_heads:
             yield "grouped-query attention"
@@ -233,10 +208,7 @@ def lost_fields(model: ModelConfig, family: str, split: Sequence[int]) -> Iterat
             yield "rope_theta"
         if scaling:
             yield "rope_scaling"
-    elif scaling.get("rope_type") == "llama3" and any(
-        scaling[name] != value for name, value in llama31.items()
-    ):
+    elif scaling.get("rope_type") == "llama3" and not is_llama31_scaling(scaling):
         yield "rope_scaling other than LLaMA 3.1's but for its factor"
-    uneven = len(set(split)) > 1 and (family == "megatron-llama" or len(set(split[1:-1])) > 1)
-    if uneven:
+    if len(set(split)) > 1 and (family == "megatron-llama" or len(set(split[1:-1])) > 1):
         yield "an uneven pipeline split"

@@ -1,5 +1,5 @@
-"""Checkpoints of Megatron-LM and Megatron-LLaMA: ``mp_rank_TT[_PPP]/model_optim_rng.pt`` in
-``iter_NNNNNNN`` or ``release``.
+"""Names and tensors in checkpoints of Megatron-LM and Megatron-LLaMA:
+``mp_rank_TT[_PPP]/model_optim_rng.pt`` in ``iter_NNNNNNN`` or ``release``.
 
 Both hold tensor-parallel pieces with fused q, k, v and fused gate and up projections. They differ
 in the order of the first: Megatron-LM interleaves by key/value head (its queries, its key, its
@@ -10,16 +10,18 @@ arguments in a file tell which it is, the user has to.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from itertools import accumulate
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
 from torch import Tensor
 
+from megatron_llama.checkpoint.checkpoint_dir import TRACKER
 from megatron_llama.config.schema import ModelConfig
-from megatron_llama.convert.parts import Part
+from megatron_llama.convert.tensor_map import TensorMap
 from megatron_llama.errors import CheckpointError
 from megatron_llama.plans.params import (
     HFSlice,
@@ -29,72 +31,59 @@ from megatron_llama.plans.params import (
     stage_units,
 )
 
-TRACKER = "latest_checkpointed_iteration.txt"
 FILE = "model_optim_rng.pt"
 CHECKPOINT_VERSION = 3.0
 TE = "transformer_engine"
 LOCAL = "local"
 LEGACY = "legacy"
 LAYOUTS = (TE, LOCAL, LEGACY)
+TP_SIZES = ("num_attention_heads", "num_key_value_heads", "intermediate_size")
+"""Sizes that the number of tensor ranks has to divide."""
 EMBEDDING = "model.embed_tokens.weight"
 NORM = "model.norm.weight"
 HEAD = "lm_head.weight"
 
 _OWN = (
-    "input_layernorm",
-    "self_attn.qkv_proj",
-    "self_attn.o_proj",
-    "post_attention_layernorm",
-    "mlp.gate_up_proj",
-    "mlp.down_proj",
+    "input_layernorm.weight",
+    "self_attn.qkv_proj.weight",
+    "self_attn.o_proj.weight",
+    "post_attention_layernorm.weight",
+    "mlp.gate_up_proj.weight",
+    "mlp.down_proj.weight",
 )
-_CORE = (
-    "self_attention.linear_qkv",
-    "self_attention.linear_proj",
-    "mlp.linear_fc1",
-    "mlp.linear_fc2",
+_THEIRS = (
+    (
+        TE,
+        "self_attention.linear_qkv.layer_norm_weight",
+        "self_attention.linear_qkv.weight",
+        "self_attention.linear_proj.weight",
+        "mlp.linear_fc1.layer_norm_weight",
+        "mlp.linear_fc1.weight",
+        "mlp.linear_fc2.weight",
+    ),
+    (
+        LOCAL,
+        "input_layernorm.weight",
+        "self_attention.linear_qkv.weight",
+        "self_attention.linear_proj.weight",
+        "pre_mlp_layernorm.weight",
+        "mlp.linear_fc1.weight",
+        "mlp.linear_fc2.weight",
+    ),
+    (
+        LEGACY,
+        "input_layernorm.weight",
+        "self_attention.query_key_value.weight",
+        "self_attention.dense.weight",
+        "post_attention_layernorm.weight",
+        "mlp.dense_h_to_4h.weight",
+        "mlp.dense_4h_to_h.weight",
+    ),
 )
-_OLD = (
-    "self_attention.query_key_value",
-    "self_attention.dense",
-    "mlp.dense_h_to_4h",
-    "mlp.dense_4h_to_h",
-)
-
-
-def _block(first: str, qkv: str, out: str, second: str, up: str, down: str) -> Mapping[str, str]:
-    return MappingProxyType(
-        {
-            f"{own}.weight": name
-            for own, name in zip(_OWN, (first, qkv, out, second, up, down), strict=True)
-        }
-    )
-
-
-_QKV, _OUT, _UP, _DOWN = (f"{name}.weight" for name in _CORE)
-_OLD_QKV, _OLD_OUT, _OLD_UP, _OLD_DOWN = (f"{name}.weight" for name in _OLD)
 BLOCKS: Mapping[str, Mapping[str, str]] = MappingProxyType(
-    {
-        TE: _block(
-            "self_attention.linear_qkv.layer_norm_weight",
-            _QKV,
-            _OUT,
-            "mlp.linear_fc1.layer_norm_weight",
-            _UP,
-            _DOWN,
-        ),
-        LOCAL: _block("input_layernorm.weight", _QKV, _OUT, "pre_mlp_layernorm.weight", _UP, _DOWN),
-        LEGACY: _block(
-            "input_layernorm.weight",
-            _OLD_QKV,
-            _OLD_OUT,
-            "post_attention_layernorm.weight",
-            _OLD_UP,
-            _OLD_DOWN,
-        ),
-    }
+    {layout: MappingProxyType(dict(zip(_OWN, names, strict=True))) for layout, *names in _THEIRS}
 )
-"""Names of a block's weights: ours -> theirs, for each layout."""
+"""Names of a block's weights, for each layout: ours -> theirs."""
 EARLIER: Mapping[str, str] = MappingProxyType(
     {
         "input_norm.weight": "input_layernorm.weight",
@@ -122,8 +111,8 @@ _HEAD = re.compile(
 
 
 def own_name(theirs: str) -> str | None:
-    """``decoder.layers.0.mlp.linear_fc2.weight`` -> ``model.layers.0.mlp.down_proj.weight``, for
-    every layout; None: unknown."""
+    """Return our name of a tensor, whatever the layout: ``decoder.layers.0.mlp.linear_fc2.weight``
+    is ``model.layers.0.mlp.down_proj.weight``. None stands for an unknown one."""
     for pattern, name in ((_EMBEDDING, EMBEDDING), (_FINAL, NORM), (_HEAD, HEAD)):
         if pattern.fullmatch(theirs):
             return name
@@ -132,8 +121,8 @@ def own_name(theirs: str) -> str | None:
 
 
 def their_name(own: str, layout: str, family: str, *, tied: bool) -> str:
-    """The other way round. A tied head on a stage of its own has a name of its own under the legacy
-    layout."""
+    """Return the name in the family's files. A tied head on another stage than the embedding has a
+    name of its own under the legacy layout."""
     old = layout == LEGACY
     if own == HEAD and tied and old:
         return "word_embeddings_for_head.weight"
@@ -142,17 +131,15 @@ def their_name(own: str, layout: str, family: str, *, tied: bool) -> str:
     root = "language_model.encoder" if old else "decoder"
     if own == NORM:
         return f"{root}.final_layernorm.weight"
+    if own == HEAD and family == "megatron-llama":
+        return WHOLE_HEAD
     if own == HEAD:
-        return (
-            WHOLE_HEAD
-            if family == "megatron-llama"
-            else ("language_model." if old else "") + "output_layer.weight"
-        )
+        return ("language_model." if old else "") + "output_layer.weight"
     _, _, layer, name = own.split(".", 3)
     return f"{root}.layers.{layer}.{BLOCKS[layout][name]}"
 
 
-def local_parts(
+def file_tensors(
     model: ModelConfig,
     family: str,
     partition: Partition,
@@ -161,38 +148,33 @@ def local_parts(
     tp: int,
     tp_rank: int,
     whole_head: bool,
-) -> dict[str, Part]:
-    """The tensors of one file by their own names, blocks counted from 0 within the stage.
+) -> dict[str, TensorMap]:
+    """Return the tensors of one file by our names, blocks counted from 0 within the stage.
 
-    A tied head on another stage than the embedding is there as a copy. ``whole_head``: every rank
-    has all of the head."""
+    A tied head on another stage than the embedding is there as a copy. ``whole_head`` says that
+    every rank has all of the head, as in Megatron-LLaMA."""
     first = partition.layers[stage].start
     found = {}
     for unit in stage_units(model, partition, stage, tp=tp, tp_rank=tp_rank):
         for spec in unit.params:
-            name = re.sub(
-                r"^model\.layers\.(\d+)",
-                lambda match: f"model.layers.{int(match[1]) - first}",
-                spec.name,
-            )
-            if spec.name.endswith("qkv_proj.weight") and family == "megatron":
+            name = spec.name
+            if name.startswith("model.layers."):
+                _, _, layer, leaf = name.split(".", 3)
+                name = f"model.layers.{int(layer) - first}.{leaf}"
+            if name.endswith("qkv_proj.weight") and family == "megatron":
                 found[name] = _by_group(spec, model)
+            elif name == HEAD and whole_head:
+                # Not split, but padded as if it were.
+                size = (model.vocab_size, model.hidden_size)
+                stored = (padded_vocab_size(model, tp), model.hidden_size)
+                found[name] = TensorMap(stored, (HFSlice(HEAD, size, 0, model.vocab_size),))
             else:
-                found[name] = _whole(model, tp) if whole_head and name == HEAD else Part.of(spec)
+                found[name] = TensorMap.of(spec)
     return found
 
 
-def _whole(model: ModelConfig, tp: int) -> Part:
-    """The head of Megatron-LLaMA: not split, but padded as if it were."""
-    shape = (model.vocab_size, model.hidden_size)
-    return Part(
-        (padded_vocab_size(model, tp), model.hidden_size),
-        (HFSlice(HEAD, shape, 0, model.vocab_size),),
-    )
-
-
-def _by_group(spec: ParamSpec, model: ModelConfig) -> Part:
-    """q, k, v stacked -> for each key/value head its queries, its key, its value."""
+def _by_group(spec: ParamSpec, model: ModelConfig) -> TensorMap:
+    """Return the order of Megatron-LM: for each key/value head its queries, its key, its value."""
     groups = spec.slices[1].rows // model.head_dim
     row = 0
     slices = []
@@ -201,11 +183,18 @@ def _by_group(spec: ParamSpec, model: ModelConfig) -> Part:
             rows = each.rows // groups
             slices.append(replace(each, row=row, rows=rows, hf_row=each.hf_row + group * rows))
             row += rows
-    return Part(spec.shape, tuple(slices))
+    return TensorMap(spec.shape, tuple(slices))
+
+
+def partition_of(counts: Sequence[int], pp: int) -> Partition:
+    """Return the stages with so many blocks each, which the ``pp`` pipeline ranks hold in turn."""
+    stops = list(accumulate(counts))
+    layers = tuple(range(stop - count, stop) for stop, count in zip(stops, counts, strict=True))
+    return Partition(layers, tuple(index % pp for index in range(len(counts))))
 
 
 def flat(content: object, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Nested dicts as dotted names."""
+    """Yield the tensors of nested dicts by dotted names."""
     for name, value in content.items() if isinstance(content, dict) else ():
         if isinstance(value, dict):
             yield from flat(value, f"{prefix}{name}.")
@@ -214,8 +203,8 @@ def flat(content: object, prefix: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def find_folder(path: Path) -> Path:
-    """``release`` or ``iter_NNNNNNN``: itself, or the one that the tracker beside it names. Raises
-    CheckpointError."""
+    """Return the folder of the ranks, ``release`` or ``iter_NNNNNNN``: ``path`` itself, or the one
+    that the tracker in it names. Raises CheckpointError."""
     if any(path.glob("mp_rank_*")):
         return path
     tracker = path / TRACKER

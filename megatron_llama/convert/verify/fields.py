@@ -10,7 +10,7 @@ from megatron_llama.config.hf import normal_rope
 from megatron_llama.config.schema import ModelConfig
 
 _OURS = frozenset({"preset", "make_vocab_size_divisible_by"})
-"""Of a run, not of a model."""
+"""Fields that describe a run, not a model."""
 
 
 @dataclass(frozen=True)
@@ -28,8 +28,8 @@ class FieldDifference:
 
 
 def field_differences(first: ModelConfig, second: ModelConfig) -> list[FieldDifference]:
-    """Every field that differs, in the order of ``ModelConfig``; scalings that mean the same are
-    the same."""
+    """Return every field that differs, in the order of ``ModelConfig``. Rotary scalings that mean
+    the same are equal."""
     found = []
     for name in (field.name for field in fields(ModelConfig) if field.name not in _OURS):
         values = [getattr(model, name) for model in (first, second)]

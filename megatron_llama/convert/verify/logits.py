@@ -1,5 +1,5 @@
-"""Logits in fp32 of models that need not fit into memory: layer by layer, and the head in blocks of
-the vocabulary."""
+"""Computes logits in fp32 of models that need not fit into memory: layer by layer, and the head in
+blocks of the vocabulary."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from megatron_llama.plans.params import Partition, Rectangle, stage_units
 TOLERANCE = 1e-4
 """Largest deviation of a logit that rounding explains."""
 _BLOCK = 2**26
-"""Elements of logits, or of the head, that are in memory at a time."""
+"""So many elements of logits, or of the head, are in memory at a time."""
 EMBEDDING = "model.embed_tokens.weight"
 HEAD = "lm_head.weight"
 NORM = "model.norm.weight"
@@ -35,15 +35,15 @@ class Outputs(Protocol):
 
     @property
     def hidden(self) -> Tensor:
-        """What the head reads, fp32 [s, h]."""
+        """The input of the head, fp32 [s, h]."""
         ...
 
     def head(self, start: int, stop: int) -> Tensor:
-        """Rows [start, stop) of the head, fp32."""
+        """Return rows [start, stop) of the head, fp32."""
         ...
 
 
-class Streamed:
+class StreamedModel:
     """One of our models, run over ``tokens`` [s] with one layer's weights in memory at a time.
     Raises CheckpointError."""
 
@@ -58,12 +58,12 @@ class Streamed:
                 stage = self._stage(layer)
                 positions = positions or stage.positions(len(tokens), self._mesh.device)
                 x = stage(x, positions)
-                del stage  # before the next one is there
+                del stage  # only one layer is in memory: this one goes before the next one comes
             norm = self._read(Rectangle(NORM, (model.hidden_size,), (0,), (model.hidden_size,), 0))
             self.hidden = rms_norm(x.squeeze(1), norm, model.rms_norm_eps)
 
     def head(self, start: int, stop: int) -> Tensor:
-        """See Outputs."""
+        """Return rows [start, stop) of the head, fp32."""
         shape = (self._model.vocab_size, self._model.hidden_size)
         name = EMBEDDING if self._model.tie_word_embeddings else HEAD
         return self._read(Rectangle(name, shape, (start, 0), (stop - start, shape[1]), 0))
@@ -84,7 +84,7 @@ class Streamed:
         return x.to(self._mesh.device)
 
     def _stage(self, layer: int) -> Stage:
-        """A stage of this layer alone, between those of the embedding and of the head."""
+        """Return a pipeline stage that is this layer alone."""
         layers = self._model.num_hidden_layers
         apart = Partition(
             (range(0), *(range(at, at + 1) for at in range(layers)), range(0)), (0,) * (layers + 2)
@@ -98,24 +98,25 @@ class Streamed:
 
 
 @dataclass(frozen=True)
-class Deviation:
-    """How far the logits of two models are apart."""
+class LogitDeviation:
+    """The distance between the logits of two models."""
 
     largest: float
     spread: float
-    """Standard deviation of the logits: where they are all alike, agreement proves nothing."""
+    """Standard deviation of the logits. Where they are all alike, agreement proves nothing."""
     tokens: int
 
     @property
     def within(self) -> bool:
-        """Whether rounding explains it; not so where it is not a number."""
+        """Whether rounding explains the deviation. It does not explain a NaN."""
         return self.largest <= TOLERANCE
 
     def __str__(self) -> str:
-        return f"largest deviation {self.largest:.2e} over {self.tokens:,} tokens (tolerance {TOLERANCE:.0e}, spread {self.spread:.3g})"
+        scale = f"tolerance {TOLERANCE:.0e}, spread {self.spread:.3g}"
+        return f"largest deviation {self.largest:.2e} over {self.tokens:,} tokens ({scale})"
 
 
-def logit_deviation(first: Outputs, second: Outputs, vocab_size: int) -> Deviation:
+def logit_deviation(first: Outputs, second: Outputs, vocab_size: int) -> LogitDeviation:
     """Compare all logits of the same tokens."""
     length, width = first.hidden.shape
     rows = max(1, _BLOCK // max(length, width))
@@ -132,6 +133,6 @@ def logit_deviation(first: Outputs, second: Outputs, vocab_size: int) -> Deviati
             total = total + float(ours.sum(dtype=torch.float64))
             squares = squares + float(ours.double().square().sum())
     count = length * vocab_size
-    return Deviation(
+    return LogitDeviation(
         float(largest), math.sqrt(max(0.0, squares / count - (total / count) ** 2)), length
     )

@@ -9,14 +9,15 @@ import torch
 from torch import Tensor
 
 from megatron_llama.config.schema import ModelConfig
-from megatron_llama.convert.formats import Source
+from megatron_llama.convert.formats import ModelReader
 from megatron_llama.errors import DataError
 from megatron_llama.tokenizer.base import Tokenizer
 from megatron_llama.tokenizer.load import load_tokenizer
 
 BEYOND = 64
+"""Tokens behind the context that a rotary scaling stretches: there a wrong scaling shows."""
 PLAIN = 128
-"""Tokens behind the original context, and tokens where there is none."""
+"""Tokens of a prompt where no scaling stretches a context."""
 
 
 @dataclass(frozen=True)
@@ -28,7 +29,7 @@ class Prompt:
 
 
 def original_context(models: Sequence[ModelConfig]) -> int:
-    """The longest of the contexts that a rotary scaling stretches; 0 where none does."""
+    """Return the longest of the contexts that a rotary scaling stretches, or 0 where none does."""
     return max(
         int((model.rope_scaling or {}).get("original_max_position_embeddings", 0))
         for model in models
@@ -36,10 +37,11 @@ def original_context(models: Sequence[ModelConfig]) -> int:
 
 
 def make_prompt(
-    sources: Sequence[Source], vocab_size: int, length: int, texts: Callable[[], Iterable[str]]
+    sources: Sequence[ModelReader], vocab_size: int, length: int, texts: Callable[[], Iterable[str]]
 ) -> Prompt:
-    """``length`` tokens of the texts, again and again where they are too short: of the first
-    tokenizer beside the sources that fits the vocabulary, else one for each byte."""
+    """Return ``length`` tokens of the texts, which begin again where they are too short. The tokens
+    are those of the first tokenizer beside the sources that fits the vocabulary, or else one for
+    each byte."""
     tokenizer = next(filter(None, (_tokenizer(source, vocab_size) for source in sources)), None)
     ids: list[int] = []
     while len(ids) < length:
@@ -55,7 +57,7 @@ def make_prompt(
     return Prompt(torch.tensor(ids[:length]), made_of)
 
 
-def _tokenizer(source: Source, vocab_size: int) -> Tokenizer | None:
+def _tokenizer(source: ModelReader, vocab_size: int) -> Tokenizer | None:
     for path in sorted(
         path
         for path in source.tokenizer_files

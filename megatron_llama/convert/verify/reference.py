@@ -1,5 +1,5 @@
-"""HuggingFace's own implementation, where it is installed: it reads a folder by itself,
-configuration and weights."""
+"""HuggingFace's own implementation as a reference, where it is installed: it reads configuration and
+weights of a folder by itself."""
 
 from __future__ import annotations
 
@@ -17,17 +17,18 @@ from megatron_llama.plans.params import Rectangle, parameter_count
 
 
 def obstacle(model: ModelConfig) -> str | None:
-    """Why the reference cannot run here; None if it can."""
+    """Return why the reference cannot run here, or None if it can."""
     if find_spec("transformers") is None:
         return "transformers is not installed"
     needed = 4 * parameter_count(model)
     there = devices.memory_bytes(devices.accelerator(0)) // 2
     if needed > there:
-        return f"it needs {needed / 2**30:.0f} GiB for the weights, half of the device's memory is {there / 2**30:.0f} GiB"
+        half = f"half of the device's memory is {there / 2**30:.0f} GiB"
+        return f"it needs {needed / 2**30:.0f} GiB for the weights, {half}"
     return None
 
 
-class Reference:
+class TransformersModel:
     """``LlamaForCausalLM`` with the weights of a folder, in fp32."""
 
     def __init__(self, folder: Path) -> None:
@@ -35,23 +36,23 @@ class Reference:
         from transformers.utils import logging
 
         logging.disable_progress_bar()  # type: ignore[no-untyped-call]
-        twin: Any = LlamaForCausalLM.from_pretrained(folder)
+        model: Any = LlamaForCausalLM.from_pretrained(folder)
         self._device = devices.accelerator(0)
-        self._twin = twin.float().to(self._device).eval()
+        self._model = model.float().to(self._device).eval()
 
     def fill(self, source: WeightSource) -> None:
-        """Take other weights."""
-        for name, weight in self._twin.named_parameters():
+        """Replace the weights by those of a source."""
+        for name, weight in self._model.named_parameters():
             shape = tuple(weight.shape)
             source(Rectangle(name, shape, (0,) * len(shape), shape, 0), weight.data)
 
     def run(self, tokens: Tensor) -> None:
-        """Run over tokens [s] up to the head."""
+        """Run the model over tokens [s] up to the head."""
         with torch.no_grad():
-            output = self._twin.model(tokens.unsqueeze(0).to(self._device), use_cache=False)
+            output = self._model.model(tokens.unsqueeze(0).to(self._device), use_cache=False)
         self.hidden: Tensor = output.last_hidden_state[0]
 
     def head(self, start: int, stop: int) -> Tensor:
-        """See Outputs."""
-        rows: Tensor = self._twin.lm_head.weight.detach()[start:stop]
+        """Return rows [start, stop) of the head, fp32."""
+        rows: Tensor = self._model.lm_head.weight.detach()[start:stop]
         return rows

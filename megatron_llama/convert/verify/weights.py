@@ -11,57 +11,57 @@ from types import MappingProxyType
 import torch
 from torch import Tensor
 
-from megatron_llama.convert.formats import Source
+from megatron_llama.convert.formats import ModelReader
 from megatron_llama.convert.safetensors_file import row_blocks
 from megatron_llama.engine.optimizer import WeightSource
 from megatron_llama.plans.params import Rectangle, hf_shapes
 
 PRECISION: Mapping[str, int] = MappingProxyType({"bfloat16": 8, "float16": 11, "float32": 24})
-"""Bits of the significand."""
+"""Bits of the significand, by dtype."""
 _BITS: Mapping[int, torch.dtype] = MappingProxyType({2: torch.int16, 4: torch.int32})
 
 
-def stored_dtype(source: Source) -> str:
-    """What the weights are stored in: always fp32 in a native checkpoint, whatever the run computed
-    in."""
+def stored_dtype(source: ModelReader) -> str:
+    """Return the dtype that the weights are stored in: in a native checkpoint always fp32, whatever
+    the run computed in."""
     return "float32" if source.format == "native" else source.dtype
 
 
-def common_dtype(first: Source, second: Source) -> str:
-    """The less precise of what the two are stored in: in it they are compared."""
+def common_dtype(first: ModelReader, second: ModelReader) -> str:
+    """Return the less precise of the two stored dtypes, in which the weights are compared."""
     return min((stored_dtype(first), stored_dtype(second)), key=PRECISION.__getitem__)
 
 
-class Rounded:
-    """A source whose values are rounded to a dtype, whatever they are read in."""
+class RoundedSource:
+    """A WeightSource whose values are rounded to a dtype, whatever dtype they are read in."""
 
     def __init__(self, source: WeightSource, dtype: torch.dtype) -> None:
         self._source = source
         self._dtype = dtype
 
     def __call__(self, rectangle: Rectangle, out: Tensor) -> None:
-        """See WeightSource."""
         rounded = torch.empty(rectangle.size, dtype=self._dtype)
         self._source(rectangle, rounded)
         out.copy_(rounded)
 
 
 @dataclass(frozen=True)
-class Unequal:
-    """What differs in one tensor, or in a part of it."""
+class TensorDifference:
+    """The difference between two tensors, or between parts of them."""
 
     first: tuple[int, ...]
     """Index of the first element that differs."""
     values: tuple[float, float]
-    """Of that element."""
+    """The two values of that element."""
     count: int
+    """Elements that differ."""
     deviation: float
-    """The largest; not a number where only one side is one."""
+    """The largest difference; NaN where only one side is a number."""
 
 
-def weight_differences(first: Source, second: Source) -> Iterator[str]:
-    """A line for each tensor that differs, in the order of the model. Raises CheckpointError for
-    what cannot be read."""
+def weight_differences(first: ModelReader, second: ModelReader) -> Iterator[str]:
+    """Yield a line for each tensor that differs, in the order of the model. Raises CheckpointError
+    for what cannot be read."""
     ours = hf_shapes(first.model)
     theirs = hf_shapes(second.model)
     dtype = getattr(torch, common_dtype(first, second))
@@ -79,26 +79,26 @@ def weight_differences(first: Source, second: Source) -> Iterator[str]:
 
 
 def _compare(
-    name: str, shape: tuple[int, ...], first: Source, second: Source, dtype: torch.dtype
-) -> Unequal | None:
-    parts = []
+    name: str, shape: tuple[int, ...], first: ModelReader, second: ModelReader, dtype: torch.dtype
+) -> TensorDifference | None:
+    found = []
     for block in row_blocks(name, shape):
         sides = torch.empty(2, *block.size, dtype=dtype)
         for source, out in zip((first, second), sides, strict=True):
             source(block, out)
-        if (part := _unequal(*sides, row=block.offset[0])) is not None:
-            parts.append(part)
-    if not parts:
+        if (difference := _difference(*sides, row=block.offset[0])) is not None:
+            found.append(difference)
+    if not found:
         return None
-    deviations = torch.tensor([part.deviation for part in parts], dtype=torch.float64)
-    return Unequal(
-        parts[0].first, parts[0].values, sum(part.count for part in parts), float(deviations.max())
-    )
+    # torch's maximum keeps a NaN, Python's may lose it.
+    deviations = torch.tensor([each.deviation for each in found], dtype=torch.float64)
+    count = sum(each.count for each in found)
+    return TensorDifference(found[0].first, found[0].values, count, float(deviations.max()))
 
 
-def _unequal(a: Tensor, b: Tensor, *, row: int) -> Unequal | None:
-    """``row``: of the tensor, that is the first of these. Zeros of either sign differ, and a NaN
-    equals itself: bits count."""
+def _difference(a: Tensor, b: Tensor, *, row: int) -> TensorDifference | None:
+    """Return how two blocks of rows differ, of which ``row`` is the first, or None. Bits count: 0
+    and -0 differ, and a NaN equals itself."""
     bits = _BITS[a.element_size()]
     if torch.equal(a.view(bits), b.view(bits)):
         return None
@@ -107,7 +107,7 @@ def _unequal(a: Tensor, b: Tensor, *, row: int) -> Unequal | None:
     inside = [int(index) for index in torch.unravel_index(torch.tensor(at), a.shape)]
     ours = a.view(-1)[where].double()
     theirs = b.view(-1)[where].double()
-    return Unequal(
+    return TensorDifference(
         (inside[0] + row, *inside[1:]),
         (float(ours[0]), float(theirs[0])),
         ours.numel(),

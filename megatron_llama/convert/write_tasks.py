@@ -1,9 +1,9 @@
-"""The work of writing a folder in pieces that may run side by side, and how far it is."""
+"""The work of writing a folder, cut into tasks that may run side by side, and its progress."""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from threading import Lock
@@ -18,18 +18,18 @@ from megatron_llama.plans.params import Rectangle
 
 @dataclass(frozen=True)
 class WriteTask:
-    """One file, or what is left to do when all files are there."""
+    """One file to write, or what is left to do when all files are there."""
 
     elements: int
     """Values that it asks of the source."""
     run: Callable[[], None]
     last: bool = False
-    """Runs alone, after all others."""
+    """It runs alone, after all others."""
 
 
-class Watched:
-    """A source that shows how many bytes were asked of it: a bar with bytes and remaining time, on
-    a terminal only."""
+class ProgressSource:
+    """A WeightSource that counts the bytes that are asked of it, and shows them with the remaining
+    time in a bar, on a terminal only."""
 
     def __init__(self, source: WeightSource) -> None:
         self._source = source
@@ -38,7 +38,7 @@ class Watched:
         self._bar: Any = None
 
     def show(self, total: int) -> None:
-        """Start the bar. ``total``: bytes in the whole."""
+        """Start the bar; ``total`` is the number of bytes in the whole."""
         self._bar = tqdm(total=total, unit="B", unit_scale=True, disable=not sys.stderr.isatty())
 
     def close(self) -> None:
@@ -47,7 +47,6 @@ class Watched:
             self._bar.close()
 
     def __call__(self, rectangle: Rectangle, out: Tensor) -> None:
-        """See WeightSource."""
         self._source(rectangle, out)
         with self._lock:
             self.bytes += out.nbytes
@@ -55,16 +54,15 @@ class Watched:
                 self._bar.update(out.nbytes)
 
 
-def run_write_tasks(jobs: Iterable[WriteTask], workers: int) -> None:
-    """Run all, ``workers`` at a time. The first error stops what has not begun, and is raised when
-    the rest has ended."""
-    jobs = list(jobs)
+def run_write_tasks(tasks: Sequence[WriteTask], workers: int) -> None:
+    """Run all tasks, ``workers`` at a time. The first error stops those that have not begun, and is
+    raised when the others have ended."""
     with ThreadPoolExecutor(workers) as pool:
-        waiting = [pool.submit(job.run) for job in jobs if not job.last]
+        waiting = [pool.submit(task.run) for task in tasks if not task.last]
         done, _ = wait(waiting, return_when=FIRST_EXCEPTION)
         pool.shutdown(cancel_futures=True)
     for each in done:
         each.result()
-    for job in jobs:
-        if job.last:
-            job.run()
+    for task in tasks:
+        if task.last:
+            task.run()

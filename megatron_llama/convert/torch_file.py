@@ -1,10 +1,12 @@
-"""Files of ``torch.save``: read through a memory map without running anything in them, written
+"""Files of ``torch.save``: read through a memory map without running anything in them, and written
 tensor by tensor.
 
-Reading: torch's own restricted unpickler, with the few plain classes that checkpoints hold. Classes
-of Megatron and its libraries (enums, settings) become inert objects: nothing of theirs is imported.
-Everything else is refused by name. Writing: the file is a zip archive of one pickle and one entry
-per tensor; the values are streamed into their entries.
+Files are read with torch's own restricted unpickler and the few plain classes that checkpoints
+hold. Classes of Megatron and its libraries (enums, settings) become inert objects: nothing of
+theirs is imported. Everything else is refused by name.
+
+A written file is a zip archive of one pickle and one entry for each tensor, into which the values
+are streamed: ``torch.save`` wants all of them in memory.
 """
 
 from __future__ import annotations
@@ -17,7 +19,7 @@ import types
 import zipfile
 import zlib
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Iterator, KeysView
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -36,7 +38,7 @@ from torch.serialization import (
 )
 
 from megatron_llama.checkpoint.failures import writing
-from megatron_llama.convert.safetensors_file import is_finite
+from megatron_llama.convert.safetensors_file import DTYPES, is_finite
 from megatron_llama.errors import CheckpointError
 
 FOREIGN = (
@@ -59,11 +61,12 @@ STORAGES = MappingProxyType(
     }
 )
 ALIGNMENT = 64
-"""Of each tensor in the file, as torch does: memory-mapped values are read in place."""
+"""Tensors begin at multiples of so many bytes, as torch has it: memory-mapped values are read in
+place."""
 
 
 class Inert:
-    """Stands for an object of a class that is not wanted here: takes what a pickle gives it and
+    """Stands for an object of a class that is not wanted here. It takes what a pickle gives it and
     does nothing."""
 
     def __init__(self, *_: object, **__: object) -> None:
@@ -86,18 +89,19 @@ def _no_others() -> Iterator[None]:
         add_safe_globals(trusted)
 
 
-class PickledFile:
+class TorchFile:
     """The content of one file: memory-mapped tensors in whatever dicts and lists they were saved
     in."""
 
     def __init__(self, path: Path) -> None:
-        """Raises CheckpointError when the file is damaged, of another kind, or names code to
-        run."""
+        """Open the file. Raises CheckpointError when it is damaged, of another kind, or names code
+        to run."""
         self.path = path
         self._lock = Lock()
         self._verified = set[int]()
         try:
             self._sums = _checksums(path)
+            # What the pickle would call is listed before anything in it runs.
             with _no_others():
                 unknown = get_unsafe_globals_in_checkpoint(path)
         except OSError as error:
@@ -140,8 +144,8 @@ class PickledFile:
 
 
 def _checksums(path: Path) -> frozenset[tuple[int, int]]:
-    """Size and CRC-32 of every tensor's entry. The other entries are read, and with that checked,
-    at once."""
+    """Return size and CRC-32 of every tensor's entry. The other entries are small: they are read at
+    once, which checks them."""
     sums = set()
     with zipfile.ZipFile(path) as archive:
         for entry in archive.infolist():
@@ -152,28 +156,77 @@ def _checksums(path: Path) -> frozenset[tuple[int, int]]:
     return frozenset(sums)
 
 
-class Values(Protocol):
+class TorchWeights:
+    """A file with plain named tensors, behind the interface of an opened safetensors file."""
+
+    def __init__(self, file: TorchFile) -> None:
+        """Take the file's content. Raises CheckpointError when it is something else."""
+        content = file.content
+        if not isinstance(content, dict) or not all(
+            isinstance(name, str) and isinstance(t, Tensor) for name, t in content.items()
+        ):
+            do = "give the file that transformers' save_pretrained or Meta's download gave"
+            raise CheckpointError(
+                file.path, got="other things", expected="names with tensors", do=do
+            )
+        self.file = file
+        self.tensors = dict[str, Tensor](content)
+
+    def keys(self) -> KeysView[str]:
+        """Return the names of the tensors."""
+        return self.tensors.keys()
+
+    def get_slice(self, name: str) -> TorchSlice:
+        """Return a tensor of which nothing is read yet."""
+        return TorchSlice(self.file, self.tensors[name])
+
+
+class TorchSlice:
+    """One tensor of a file, memory-mapped: its shape and dtype, and slices of its values."""
+
+    def __init__(self, file: TorchFile, tensor: Tensor) -> None:
+        self._file = file
+        self._tensor = tensor
+
+    def get_shape(self) -> list[int]:
+        """Return the shape of the whole tensor."""
+        return list(self._tensor.shape)
+
+    def get_dtype(self) -> str:
+        """Return the dtype by its name in safetensors, where it has one there."""
+        return DTYPES.get(self._tensor.dtype, str(self._tensor.dtype))
+
+    def __getitem__(self, window: tuple[slice, ...]) -> Tensor:
+        """Return the values of a window after a comparison with the file's checksum. Raises
+        CheckpointError."""
+        self._file.verify(self._tensor)
+        return self._tensor[window]
+
+
+class StreamedTensor(Protocol):
     """A tensor to write: its shape, and its values as consecutive blocks of rows."""
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Of the whole tensor."""
+        """The shape of the whole tensor."""
         ...
 
     def blocks(self, dtype: torch.dtype) -> Iterator[Tensor]:
-        """Contiguous rows from the first to the last."""
+        """Yield contiguous rows from the first to the last."""
         ...
 
 
 @dataclass(frozen=True)
 class _Storage:
+    """A storage in the pickle: the number of its zip entry, its type and its length."""
+
     key: str
     kind: Any
     numel: int
 
 
 class _Pickler(pickle.Pickler):
-    """Pickles ``Values`` as ``torch.save`` does tensors, and remembers them in order."""
+    """Pickles ``StreamedTensor`` as ``torch.save`` does tensors, and remembers them in order."""
 
     def __init__(self, file: io.BytesIO, dtype: torch.dtype) -> None:
         super().__init__(file, protocol=2)
@@ -181,36 +234,27 @@ class _Pickler(pickle.Pickler):
         self.values = list[Any]()
 
     def reducer_override(self, thing: Any) -> Any:
-        """See pickle."""
         if not hasattr(thing, "blocks"):
             return NotImplemented
         like = torch.empty(thing.shape, device="meta")
         storage = _Storage(str(len(self.values)), STORAGES[self.dtype], like.numel())
         self.values.append(thing)
-        return torch._utils._rebuild_tensor_v2, (
-            storage,
-            0,
-            tuple(thing.shape),
-            like.stride(),
-            False,
-            OrderedDict(),
-        )
+        no_hooks: OrderedDict[str, Any] = OrderedDict()
+        layout = (storage, 0, tuple(thing.shape), like.stride(), False, no_hooks)
+        return torch._utils._rebuild_tensor_v2, layout
 
     def persistent_id(self, thing: Any) -> Any:
-        """See pickle."""
-        return (
-            ("storage", thing.kind, thing.key, "cpu", thing.numel)
-            if isinstance(thing, _Storage)
-            else None
-        )
+        if not isinstance(thing, _Storage):
+            return None
+        return "storage", thing.kind, thing.key, "cpu", thing.numel
 
 
-def write_pickled(path: Path, content: object, dtype: torch.dtype) -> None:
-    """Write and sync a file for ``torch.load`` in which every ``Values`` of ``content`` is a tensor
-    of ``dtype``.
+def write_torch_file(path: Path, content: object, dtype: torch.dtype) -> None:
+    """Write and sync a file for ``torch.load`` in which every ``StreamedTensor`` of ``content`` is
+    a tensor of ``dtype``.
 
-    Holds one block at a time. Raises CheckpointError naming the file, also when a value does not
-    fit into ``dtype``."""
+    One block of values is in memory at a time. Raises CheckpointError naming the file, also when a
+    value does not fit into ``dtype``."""
     text = io.BytesIO()
     pickler = _Pickler(text, dtype)
     pickler.dump(content)
@@ -223,14 +267,15 @@ def write_pickled(path: Path, content: object, dtype: torch.dtype) -> None:
                 entry = _aligned(f"archive/data/{number}", file.tell())
                 with archive.open(entry, "w", force_zip64=True) as target:
                     for block in values.blocks(dtype):
-                        require_finite(path, block)
+                        _require_finite(path, block)
                         target.write(block.reshape(-1).view(torch.uint8).numpy().data)
         file.flush()
         os.fsync(file.fileno())
 
 
 def _aligned(name: str, start: int) -> zipfile.ZipInfo:
-    """An entry whose data begin at a multiple of ALIGNMENT, by an extra field that readers skip."""
+    """Return an entry whose data begin at a multiple of ALIGNMENT if it is written at ``start``: a
+    field of padding, which readers skip, stands before them."""
     entry = zipfile.ZipInfo(name)
     header = 30 + len(name) + 20  # local header, name, sizes of 64 bits
     room = -(start + header + 4) % ALIGNMENT
@@ -238,9 +283,9 @@ def _aligned(name: str, start: int) -> zipfile.ZipInfo:
     return entry
 
 
-def require_finite(path: Path, values: Tensor) -> None:
-    """Raise CheckpointError when some value is infinite or no number: too large for the target's
-    dtype, or damaged."""
+def _require_finite(path: Path, values: Tensor) -> None:
+    """Raise CheckpointError when some value is infinite or not a number: it was too large for the
+    target's dtype, or is damaged."""
     if values.numel() and not is_finite(values):
         do = (
             "convert to bfloat16 or float32"

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -14,19 +13,11 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from megatron_llama.checkpoint.adapters import Merged
-from megatron_llama.checkpoint.failures import writing
-from megatron_llama.checkpoint.folders import (
-    commit,
-    fresh_staging,
-    recover,
-    staging,
-    sync,
-    write_synced,
-)
+from megatron_llama.checkpoint.adapters import MergedWeights
+from megatron_llama.checkpoint.folders import new_folder, require_replaceable, sync, write_synced
 from megatron_llama.checkpoint.storage import refuse
 from megatron_llama.config.schema import LoraConfig, ModelConfig
-from megatron_llama.convert.formats import Source
+from megatron_llama.convert.formats import ModelReader
 from megatron_llama.convert.safetensors_file import write_safetensors
 from megatron_llama.engine.optimizer import WeightSource
 from megatron_llama.errors import CheckpointError, describe
@@ -37,7 +28,7 @@ WEIGHTS = "adapter_model.safetensors"
 CONFIG = "adapter_config.json"
 PREFIX = "base_model.model."
 """What PEFT's wrappers put before every name."""
-UNKNOWN = (
+UNSUPPORTED = (
     "use_dora",
     "modules_to_save",
     "rank_pattern",
@@ -46,7 +37,7 @@ UNKNOWN = (
     "fan_in_fan_out",
     "lora_bias",
 )
-"""Fields that say that the additions are of another kind, unless they are empty."""
+"""Fields that say, unless they are empty, that the additions are of another kind."""
 COPY = "copy the folder again from where it came from"
 
 
@@ -59,41 +50,27 @@ def write_peft(
     base: str | None,
     tokenizer: Tokenizer | None = None,
 ) -> None:
-    """Write a folder for ``PeftModel.from_pretrained``, in fp32; it appears whole or not at all. An
-    earlier one is replaced, anything else refused. ``source`` knows the halves by name; ``base``:
-    where the model lies. Raises CheckpointError."""
+    """Write a folder for ``PeftModel.from_pretrained``, in fp32. It appears whole or not at all; an
+    earlier one is replaced, and anything else refused.
+
+    ``source`` has the halves of the additions by name; ``base`` says where the model lies. Raises
+    CheckpointError."""
     target = Path(folder).resolve()
-    names = [entry.name for entry in target.iterdir()] if target.exists() else []
-    if names and CONFIG not in names:
-        expected = "no folder, an empty one or an earlier adapter"
-        got = f"a folder with {', '.join(sorted(names)[:3])}"
-        raise CheckpointError(target, got=got, expected=expected, do="give another path")
+    expected = "no folder, an empty one or an earlier adapter"
+    require_replaceable(target, ("*",), expected=expected, marker=CONFIG)
     shapes = {PREFIX + name: shape for name, shape in adapter_shapes(model, lora).items()}
-    try:
-        with writing(target):
-            recover(target)
-            fresh = fresh_staging(target)
-            write_safetensors(fresh / WEIGHTS, shapes, torch.float32, _Named(source))
-            write_synced(
-                fresh / CONFIG, (json.dumps(_config(lora, base), indent=2) + "\n").encode()
-            )
-            if tokenizer is not None:
-                tokenizer.save_hf(fresh)
-                for path in fresh.iterdir():
-                    sync(path)
-            commit(target)
-    finally:
-        shutil.rmtree(staging(target), ignore_errors=True)
 
+    def by_peft_name(rectangle: Rectangle, out: Tensor) -> None:
+        source(replace(rectangle, name=rectangle.name.removeprefix(PREFIX)), out)
 
-class _Named:
-    """A source by PEFT's names."""
-
-    def __init__(self, source: WeightSource) -> None:
-        self._source = source
-
-    def __call__(self, rectangle: Rectangle, out: Tensor) -> None:
-        self._source(replace(rectangle, name=rectangle.name.removeprefix(PREFIX)), out)
+    with new_folder(target) as fresh:
+        write_safetensors(fresh / WEIGHTS, shapes, torch.float32, by_peft_name)
+        config = json.dumps(_config(lora, base), indent=2) + "\n"
+        write_synced(fresh / CONFIG, config.encode())
+        if tokenizer is not None:
+            tokenizer.save_hf(fresh)
+            for path in fresh.iterdir():
+                sync(path)
 
 
 def _config(lora: LoraConfig, base: str | None) -> dict[str, Any]:
@@ -117,10 +94,11 @@ def _config(lora: LoraConfig, base: str | None) -> dict[str, Any]:
 
 
 class PeftAdapter:
-    """The additions in a folder of PEFT: a source of their halves, memory-mapped."""
+    """The additions in a folder of PEFT: a WeightSource of their halves, memory-mapped."""
 
     def __init__(self, folder: str | Path, model: ModelConfig) -> None:
-        """``model``: the one they belong to. Raises CheckpointError with all that does not fit."""
+        """Open the folder; ``model`` is the one that the additions belong to. Raises
+        CheckpointError with all that does not fit."""
         self.folder = Path(folder)
         config = _read_config(self.folder / CONFIG)
         refuse(
@@ -162,7 +140,6 @@ class PeftAdapter:
             )
 
     def __call__(self, rectangle: Rectangle, out: Tensor) -> None:
-        """See WeightSource."""
         window = tuple(
             slice(start, start + size)
             for start, size in zip(rectangle.offset, rectangle.size, strict=True)
@@ -206,22 +183,23 @@ def _config_problems(path: Path, config: Mapping[str, Any]) -> Iterator[str]:
         )
     if config.get("bias", "none") != "none":
         yield describe(f"{path} bias", got=config["bias"], expected="none", do=do)
-    for name in UNKNOWN:
+    for name in UNSUPPORTED:
         if config.get(name):
             yield describe(f"{path} {name}", got=config[name], expected="nothing", do=do)
 
 
 @dataclass(frozen=True)
-class MergedSource:
-    """A model with an adapter added to it; see Source."""
+class MergedReader:
+    """A model with an adapter added to it, as a ModelReader."""
 
-    base: Source
+    base: ModelReader
     adapter: PeftAdapter
 
     def __call__(self, rectangle: Rectangle, out: Tensor) -> None:
-        """See Source."""
-        Merged(self.base, self.adapter, self.adapter.shapes, self.adapter.scaling)(rectangle, out)
+        MergedWeights(self.base, self.adapter, self.adapter.shapes, self.adapter.scaling)(
+            rectangle, out
+        )
 
     def __getattr__(self, name: str) -> Any:
-        """What the model says of itself."""
+        """Return what the model says of itself."""
         return getattr(self.base, name)

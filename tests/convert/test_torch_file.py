@@ -14,8 +14,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from megatron_llama.convert.parts import Outgoing, Part
-from megatron_llama.convert.pickled import ALIGNMENT, Inert, PickledFile, write_pickled
+from megatron_llama.convert.tensor_map import MappedTensor, TensorMap
+from megatron_llama.convert.torch_file import ALIGNMENT, Inert, TorchFile, write_torch_file
 from megatron_llama.errors import CheckpointError
 from megatron_llama.plans.params import HFSlice, Rectangle
 
@@ -40,7 +40,7 @@ def test_settings_and_random_states_are_read(tmp_path: Path, monkeypatch: pytest
     path = saved(tmp_path / "a.pt", content)
     monkeypatch.delitem(sys.modules, module.__name__)
     with torch.serialization.safe_globals([module.ModelType]):  # as megatron.core does for its own, if something has imported it
-        found = PickledFile(path).content
+        found = TorchFile(path).content
         assert module.ModelType in torch.serialization.get_safe_globals()
     assert (found["args"].lr, found["args"].params_dtype, found["plain"].rank) == (1e-3, torch.bfloat16, 3)
     assert isinstance(found["args"].model_type, Inert)
@@ -62,7 +62,7 @@ def test_code_is_refused_by_name_and_not_run(tmp_path: Path) -> None:
     target = tmp_path / "made"
     path = saved(tmp_path / "a.pt", {"w": torch.ones(2), "args": Attack(target)})
     with pytest.raises(CheckpointError, match=r"a\.pt: got a pickle that calls posix\.mkdir, expected tensors .*nothing was run"):
-        PickledFile(path)
+        TorchFile(path)
     assert not target.exists()
     torch.load(path, weights_only=False)
     assert target.exists()  # the attack is a real one
@@ -81,7 +81,7 @@ def test_damaged_files(tmp_path: Path, damage: str) -> None:
     elif damage == "folder":
         path.mkdir()
     with pytest.raises(CheckpointError, match=r"a\.pt: got .*, expected a file that torch\.save wrote; copy the file again"):
-        PickledFile(path)
+        TorchFile(path)
 
 
 @pytest.mark.parametrize("at", [0, 1, 399_999])
@@ -91,7 +91,7 @@ def test_a_flipped_bit_is_found_when_its_tensor_is_read(tmp_path: Path, at: int)
     content = bytearray(path.read_bytes())
     content[content.index(values.numpy().tobytes()) + at] ^= 16
     path.write_bytes(content)
-    file = PickledFile(path)
+    file = TorchFile(path)
     file.verify(file.content["other"])
     for _ in range(2):
         with pytest.raises(CheckpointError, match=r"a\.pt: got damaged content \(a checksum does not match\)"):
@@ -101,13 +101,13 @@ def test_a_flipped_bit_is_found_when_its_tensor_is_read(tmp_path: Path, at: int)
 def test_parts_of_one_storage(tmp_path: Path) -> None:
     """Meta's files hold many tensors that are views of one storage."""
     whole = torch.arange(24.0)
-    file = PickledFile(saved(tmp_path / "a.pt", {"a": whole[:6].view(2, 3), "b": whole[6:].view(3, 6).t()}))
+    file = TorchFile(saved(tmp_path / "a.pt", {"a": whole[:6].view(2, 3), "b": whole[6:].view(3, 6).t()}))
     for name in "ab":
         file.verify(file.content[name])
     assert torch.equal(file.content["b"], whole[6:].view(3, 6).t())
 
 
-def outgoing(values: torch.Tensor) -> Outgoing:
+def outgoing(values: torch.Tensor) -> MappedTensor:
     """A tensor under the name ``w``, one row at a time asked for by rectangles."""
 
     def source(rectangle: Rectangle, out: torch.Tensor) -> None:
@@ -115,14 +115,14 @@ def outgoing(values: torch.Tensor) -> Outgoing:
         out.copy_(values[window])
 
     shape = tuple(values.shape)
-    return Outgoing(Part(shape, (HFSlice("w", shape, 0, shape[0]),)), source)
+    return MappedTensor(TensorMap(shape, (HFSlice("w", shape, 0, shape[0]),)), source)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_what_is_written_is_a_file_of_torch(tmp_path: Path, dtype: torch.dtype) -> None:
     values = {name: torch.randn(shape).to(dtype) for name, shape in (("a", (5, 7)), ("b", (3,)), ("c", (2**9, 2**6)))}
     content = {"args": argparse.Namespace(n=3, none=None), "model": {name: outgoing(tensor) for name, tensor in values.items()}}
-    write_pickled(tmp_path / "a.pt", content, dtype)
+    write_torch_file(tmp_path / "a.pt", content, dtype)
     for mmap in (False, True):
         found = torch.load(tmp_path / "a.pt", weights_only=False, mmap=mmap)
         assert vars(found["args"]) == {"n": 3, "none": None}
@@ -132,7 +132,7 @@ def test_what_is_written_is_a_file_of_torch(tmp_path: Path, dtype: torch.dtype) 
             assert not mmap or tensor.data_ptr() % ALIGNMENT == 0
     with zipfile.ZipFile(tmp_path / "a.pt") as archive:
         assert archive.testzip() is None
-    PickledFile(tmp_path / "a.pt").verify(PickledFile(tmp_path / "a.pt").content["model"]["c"])
+    TorchFile(tmp_path / "a.pt").verify(TorchFile(tmp_path / "a.pt").content["model"]["c"])
 
 
 @pytest.mark.parametrize("value", [float("inf"), float("nan")])
@@ -140,4 +140,4 @@ def test_values_that_are_not_finite_are_not_written(tmp_path: Path, value: float
     values = torch.ones(4, 4)
     values[2, 1] = value
     with pytest.raises(CheckpointError, match=r"a\.pt: got values beyond torch\.float32, expected finite values; look at the source"):
-        write_pickled(tmp_path / "a.pt", {"w": outgoing(values)}, torch.float32)
+        write_torch_file(tmp_path / "a.pt", {"w": outgoing(values)}, torch.float32)

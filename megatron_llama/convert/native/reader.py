@@ -1,4 +1,4 @@
-"""Native checkpoints as a Source."""
+"""Reads native checkpoints, as a conversion does: the weights, without an engine."""
 
 from __future__ import annotations
 
@@ -10,30 +10,22 @@ from megatron_llama.checkpoint import native
 from megatron_llama.checkpoint.checkpoint_dir import TOKENIZER
 from megatron_llama.checkpoint.meta import META
 from megatron_llama.config.hf import read_config_json
-from megatron_llama.convert.tokenizer_files import (
-    OPTIMIZER_LEFT_OUT,
-    extra_fields,
-    tokenizer_files_of,
-)
+from megatron_llama.convert.model_fields import OPTIMIZER_LEFT_OUT, extra_fields
+from megatron_llama.convert.tokenizer_files import tokenizer_files_of
 from megatron_llama.errors import CheckpointError
 from megatron_llama.plans.params import Rectangle
 
 
-class NativeSource:
-    """See Source."""
+class NativeReader:
+    """A native checkpoint, or the latest one in a folder, as a ModelReader."""
 
     def __init__(self, path: Path, config: str | Path | None, vocab_size: int) -> None:
-        """Raises CheckpointError; ``config`` is refused, since a native checkpoint says everything
-        itself."""
+        """Open the checkpoint. Raises CheckpointError; ``config`` is refused, since a native
+        checkpoint says everything itself."""
         self.format = "native"
         if config is not None:
-            do = "leave it out"
-            raise CheckpointError(
-                "--config",
-                got=config,
-                expected="none for a native checkpoint, which has its own",
-                do=do,
-            )
+            expected = "none for a native checkpoint, which has its own"
+            raise CheckpointError("--config", got=config, expected=expected, do="leave it out")
         self._weights = native.open_weights(path)
         meta = self._weights.meta
         self.folder = meta.folder
@@ -48,11 +40,9 @@ class NativeSource:
             "bfloat16" if training.get("bf16") else "float16" if training.get("fp16") else "float32"
         )
         self.extra = extra_fields(read_config_json(self.folder / META).get("model", {}))
-        self.tokenizer_files = tokenizer_files_of(
-            self.folder.parent / TOKENIZER, self.folder.parent
-        )
+        run_folder = self.folder.parent
+        self.tokenizer_files = tokenizer_files_of(run_folder / TOKENIZER, run_folder)
         self.notes = (OPTIMIZER_LEFT_OUT,) if meta.optimizer_step else ()
 
     def __call__(self, rectangle: Rectangle, out: Tensor) -> None:
-        """See Source."""
         self._weights(rectangle, out)

@@ -1,0 +1,74 @@
+"""Fields of a model that a foreign folder may leave open: its ``config.json``, its vocabulary."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+from megatron_llama.config.hf import model_config_from_hf, read_config_json
+from megatron_llama.config.schema import ModelConfig
+from megatron_llama.errors import CheckpointError
+
+EXTRA = ("bos_token_id", "eos_token_id", "pad_token_id")
+"""Fields of a config.json that are no numbers of the model, or say more than a ModelConfig holds:
+they are written as they were read."""
+LLAMA31_SCALING: Mapping[str, float] = MappingProxyType(
+    {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+)
+"""The numbers of LLaMA 3.1's rotary scaling, which other programs have as constants."""
+GIVE_CONFIG = "give the model's HuggingFace config.json (--hf-config)"
+MATCHING_FILES = "take the files, args and config that belong together"
+OPTIMIZER_LEFT_OUT = "the optimizer state of the source is left out: it does not cross formats"
+PLAIN_MODELS = "only plain LLaMA models can be converted"
+
+
+def is_llama31_scaling(scaling: Mapping[str, Any]) -> bool:
+    """Return whether a rotary scaling is LLaMA 3.1's, whatever its factor."""
+    return scaling.get("rope_type") == "llama3" and all(
+        scaling[name] == value for name, value in LLAMA31_SCALING.items()
+    )
+
+
+def extra_fields(config_json: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the fields of ``EXTRA`` that a config.json has."""
+    return {name: config_json[name] for name in EXTRA if name in config_json}
+
+
+def read_config(
+    path: str | Path | None, own: Mapping[str, Any] | None = None
+) -> tuple[ModelConfig | None, dict[str, Any]]:
+    """Return the model and the extra fields of the user's ``config.json`` at ``path``, or else of
+    ``own``, the one within a file; (None, {}) without either. Raises CheckpointError."""
+    if path is None and own is None:
+        return None, {}
+    config_json = own if path is None else read_config_json(path)
+    assert config_json is not None
+    model = model_config_from_hf(config_json, where=str(path or "hf_config"))
+    return model, extra_fields(config_json)
+
+
+def true_vocab_size(
+    where: str, stored: int, *, given: int, known: int, tokens: int, exact: bool = False
+) -> int:
+    """Return the number of token ids of a model that stores ``stored`` rows, padding included.
+
+    ``given`` is the user's word, ``known`` the file's, ``tokens`` the tokenizer's; 0 stands for "not
+    known". The tokenizer's counts where nothing else is known and ``exact`` says that padding it
+    gives ``stored``. Raises CheckpointError rather than take padding for tokens."""
+    size = given or known or (tokens if exact else 0)
+    do = "give the number of token ids: --vocab-size"
+    if size == 0:
+        has = f" (the tokenizer has {tokens})" if tokens else ""
+        got = f"{stored} rows, and no word on how many are padding{has}"
+        raise CheckpointError(f"{where} vocabulary", got=got, expected="its true size", do=do)
+    if given and known and given != known:
+        raise CheckpointError(
+            "--vocab-size", got=given, expected=f"{known}, by {where}", do="leave it out"
+        )
+    if not tokens <= size <= stored:
+        least = f" and at least the tokenizer's {tokens}" if tokens else ""
+        expected = f"at most the {stored} stored rows{least}"
+        raise CheckpointError(f"{where} vocabulary", got=size, expected=expected, do=do)
+    return size

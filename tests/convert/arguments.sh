@@ -1,0 +1,3 @@
+#!/bin/sh
+# Stands for Python: writes its arguments, one a line.
+printf "%s\n" "$@"
