@@ -20,8 +20,8 @@ LIKE = ("lora_rank", "lora_alpha", "lora_target_modules")
 
 
 class MergedWeights:
-    """A WeightSource of the merged weights W + scaling * B A, which are computed in fp32 and rounded
-    once."""
+    """A WeightSource of the merged weights W + scaling * B A, which are computed in fp32 and
+    rounded once."""
 
     def __init__(
         self,
@@ -70,8 +70,8 @@ def saved_lora(config: Mapping[str, Any]) -> LoraConfig:
 
 
 def takes_up(where: str, saved: LoraConfig, lora: LoraConfig, *, anew: bool) -> bool:
-    """Return whether a run that loads a checkpoint goes on to train exactly what is in it: the model
-    alone, or the same additions.
+    """Return whether a run that loads a checkpoint goes on to train exactly what is in it: the
+    model alone, or the same additions.
 
     If not, it begins with the merged model and, if it has a rank, with additions of its own. That
     has to be asked for with ``anew`` (--finetune). Raises CheckpointError where it is not, since

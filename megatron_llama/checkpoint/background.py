@@ -1,10 +1,10 @@
-"""Saves that training does not wait for: each rank has a process that writes what the rank has copied
-into memory that both share.
+"""Saves that training does not wait for: each rank has a process that writes what the rank has
+copied into memory that both share.
 
 The process is forked while its rank has one thread and has touched no device, and it dies with its
 rank: what a dead rank began must not go on while a restarted run writes there. The processes tell
-that of rank 0 through the job's store that their files are on the disk. Nothing of it is collective,
-so nothing can interfere with the order of collectives.
+that of rank 0 through the job's store that their files are on the disk. Nothing of it is
+collective, so nothing can interfere with the order of collectives.
 """
 
 from __future__ import annotations
@@ -119,8 +119,8 @@ class BackgroundSaver:
         return bool(self._open)
 
     def write(self, plan: RankSavePlan, target: Path, meta: bytes, keep: Retention) -> None:
-        """Copy the parts, and have them written into the staged folder of ``target``. The plan is the
-        same every time, and ``full`` is false.
+        """Copy the parts, and have them written into the staged folder of ``target``. The plan is
+        the same every time, and ``full`` is false.
 
         The copies are complete on return: then training may change the tensors."""
         assert not self.full, "collect an outcome first"

@@ -115,7 +115,8 @@ def tidy(folder: str | Path) -> None:
     with writing(folder):
         folder.mkdir(parents=True, exist_ok=True)
         for entry in list(folder.iterdir()):
-            # In an object store, which cannot rename, META comes last: without it a save was killed.
+            # In an object store, which cannot rename, META comes last: without it a save was
+            # killed.
             named = is_remote(folder) and re.fullmatch(r"iter_\d{7,}", entry.name)
             unfinished = named and not (entry / META).is_file()
             if unfinished or re.fullmatch(r"iter_\d{7,}" + re.escape(INCOMPLETE), entry.name):

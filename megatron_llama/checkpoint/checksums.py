@@ -129,7 +129,8 @@ def damaged_files(folder: Path) -> list[str]:
 
 
 def seal_weights(folder: Path) -> None:
-    """Write the checksums of the weight files, if any, of a folder that is about to get its name."""
+    """Write the checksums of the weight files, if any, of a folder that is about to get its
+    name."""
     files = sorted(path for path in folder.rglob("*") if path.suffix in WEIGHTS)
     if files:
         write_synced(
@@ -139,8 +140,8 @@ def seal_weights(folder: Path) -> None:
 
 
 def damaged_weights(folder: Path, workers: int) -> list[str]:
-    """Read the weight files that a list of checksums in the folder names, ``workers`` at a time, and
-    return a line for each that differs from it. Without such a list there are none."""
+    """Read the weight files that a list of checksums in the folder names, ``workers`` at a time,
+    and return a line for each that differs from it. Without such a list there are none."""
     with ThreadPoolExecutor(workers) as pool:
         listed = {
             name: entry for name, entry in _listed(folder).items() if (folder / name).exists()

@@ -37,9 +37,9 @@ from megatron_llama.plans.params import Rectangle
 
 STATE = "optimizer."
 CHUNK_ELEMENTS = 2**22
-"""Chunks are read whole. So this bounds what a rank of another layout reads beyond its own part, and
-the host memory of one chunk. At 16 MiB (fp32) reading a chunk costs the same per byte as reading a
-larger one."""
+"""Chunks are read whole. So this bounds what a rank of another layout reads beyond its own part,
+and the host memory of one chunk. At 16 MiB (fp32) reading a chunk costs the same per byte as
+reading a larger one."""
 
 
 @dataclass(frozen=True)

@@ -11,8 +11,8 @@ from megatron_llama.errors import CheckpointError, UserError
 
 @contextmanager
 def writing(path: Path) -> Iterator[None]:
-    """A section that writes ``path``. Whatever goes wrong in it becomes a CheckpointError that names
-    the file and the cause."""
+    """A section that writes ``path``. Whatever goes wrong in it becomes a CheckpointError that
+    names the file and the cause."""
     try:
         yield
     except UserError:

@@ -32,8 +32,8 @@ WITHOUT_EFFECT = frozenset(
 )
 """Model fields that do not change what the weights compute: a run may resume with others."""
 EPSILON = "rms_norm_eps"
-"""A run may have another epsilon, with a warning: launch scripts of Megatron-LLaMA give LLaMA 2 that
-of LLaMA 1."""
+"""A run may have another epsilon, with a warning: launch scripts of Megatron-LLaMA give LLaMA 2
+that of LLaMA 1."""
 ANOTHER_COPY = "restore the file from a copy, or load an earlier checkpoint"
 
 
@@ -154,8 +154,8 @@ def model_differences(
     """Return a line for each field that makes saved weights compute something else than ``model``,
     epsilon apart. ``where`` names the weights.
 
-    A run that ``resumes`` goes on with its optimizer. One that only begins with the weights may have
-    other rotary positions too, so only the shapes have to agree."""
+    A run that ``resumes`` goes on with its optimizer. One that only begins with the weights may
+    have other rotary positions too, so only the shapes have to agree."""
     problems = []
     fields = (field.name for field in dataclasses.fields(ModelConfig))
     names = [name for name in fields if name not in (*WITHOUT_EFFECT, EPSILON)]

@@ -1,5 +1,5 @@
-"""Checkpoints to resume from. All ranks write one together; it is read under any layout, and appears
-whole or not at all.
+"""Checkpoints to resume from. All ranks write one together; it is read under any layout, and
+appears whole or not at all.
 
 SAVE/iter_0000100/      meta.json, .metadata and *.distcp (torch.distributed.checkpoint), SHA256SUMS
 

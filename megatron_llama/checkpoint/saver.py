@@ -29,8 +29,8 @@ from megatron_llama.tokenizer.base import Tokenizer
 
 
 class Saver:
-    """Writes the checkpoints of a run. A copy of the tokenizer goes beside them, so that they can be
-    used on their own.
+    """Writes the checkpoints of a run. A copy of the tokenizer goes beside them, so that they can
+    be used on their own.
 
     With ``background`` they are written while training goes on; without it training waits.
     ``data`` identifies the training samples. Raises CheckpointError or DataError on every rank when
@@ -131,8 +131,8 @@ class Saver:
         log.say(f" saving {target} in the background; training waited {waited} for the copy")
 
     def failed(self, log: MetricLog) -> bool:
-        """Log the saves that have ended meanwhile, and return whether one has failed. Then this rank
-        should ask for a stop, and ``finish`` raises."""
+        """Log the saves that have ended meanwhile, and return whether one has failed. Then this
+        rank should ask for a stop, and ``finish`` raises."""
         if self._background is not None:
             self._collect(self._background, log, 0.0)
         return self._error is not None

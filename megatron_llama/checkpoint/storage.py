@@ -1,5 +1,5 @@
-"""Reads and writes the files of a native checkpoint: the format of torch.distributed.checkpoint, with
-bounded memory, checksums, and errors that name the file."""
+"""Reads and writes the files of a native checkpoint: the format of torch.distributed.checkpoint,
+with bounded memory, checksums, and errors that name the file."""
 
 from __future__ import annotations
 

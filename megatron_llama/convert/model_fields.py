@@ -54,9 +54,9 @@ def true_vocab_size(
 ) -> int:
     """Return the number of token ids of a model that stores ``stored`` rows, padding included.
 
-    ``given`` is the user's word, ``known`` the file's, ``tokens`` the tokenizer's; 0 stands for "not
-    known". The tokenizer's counts where nothing else is known and ``exact`` says that padding it
-    gives ``stored``. Raises CheckpointError rather than take padding for tokens."""
+    ``given`` is the user's word, ``known`` the file's, ``tokens`` the tokenizer's; 0 stands for
+    "not known". The tokenizer's counts where nothing else is known and ``exact`` says that padding
+    it gives ``stored``. Raises CheckpointError rather than take padding for tokens."""
     size = given or known or (tokens if exact else 0)
     do = "give the number of token ids: --vocab-size"
     if size == 0:

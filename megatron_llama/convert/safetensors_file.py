@@ -22,8 +22,8 @@ DTYPES: Mapping[torch.dtype, str] = MappingProxyType(
 )
 """Float dtypes by their names in the format."""
 BLOCK_ELEMENTS = 2**24
-"""Values of one request to a source: 64 MiB in fp32, and more than a chunk of a checkpoint, which is
-read whole."""
+"""Values of one request to a source: 64 MiB in fp32, and more than a chunk of a checkpoint, which
+is read whole."""
 
 
 def write_safetensors(

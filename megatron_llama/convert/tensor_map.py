@@ -163,7 +163,8 @@ class TensorReader:
         key = tuple((piece.name, piece.hf_row, piece.hf_col) for piece in map.slices)
         if key in self._first:
             other, origin = self._first[key]
-            # Copies of norms are compared. Those of a whole head are large: they are not read twice.
+            # Copies of norms are compared. Those of a whole head are large: they are not read
+            # twice.
             if tensor.dim() > 1 or torch.equal(tensor, other):
                 return []
             expected = f"those of {origin.path}: files of one checkpoint"

@@ -18,7 +18,8 @@ from megatron_llama.errors import DataError, describe, listing
 
 CHUNK_BYTES = (
     1 << 20
-    # large against the cost of a task (0.1 ms), small against a file, so that all workers end together
+    # large against the cost of a task (0.1 ms), small against a file, so that all workers end
+    # together
 )
 JSON_LINES = (".jsonl", ".json")
 PARQUET = ".parquet"

@@ -1,4 +1,4 @@
-"""What the rest of the package needs from a tokenizer."""
+"""The interface of a tokenizer to the rest of the package."""
 
 from __future__ import annotations
 
@@ -17,30 +17,27 @@ class Tokenizer(Protocol):
 
     @property
     def bos_id(self) -> int | None:
-        """Begin-of-text id, None if the tokenizer has none."""
+        """The begin-of-text id, or None if the tokenizer has none."""
         ...
 
     @property
     def eos_id(self) -> int | None:
-        """End-of-text id, which also ends documents; None if the tokenizer has none."""
+        """The end-of-text id, which also ends documents, or None if the tokenizer has none."""
         ...
 
     def encode(self, text: str) -> list[int]:
-        """Ids of the text alone: no begin or end token is added."""
+        """Return the ids of the text alone: no begin or end token is added."""
         ...
 
     def encode_packed(self, texts: Sequence[str]) -> list[bytes]:
-        """``encode`` of each text as bytes (see ``packed``), on the calling thread."""
+        """Encode each text on the calling thread, and return its ids as bytes (see ``packed``)."""
         ...
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Text of the ids; special tokens give no text."""
+        """Return the text of the ids. Special tokens give no text."""
         ...
 
     def save_hf(self, folder: str | Path) -> None:
         """Write the files from which ``transformers.AutoTokenizer.from_pretrained(folder)`` gives
-        the same ids.
-
-        Errors: DataError if the tokenizer cannot be expressed there.
-        """
+        the same ids. Raises DataError if the tokenizer cannot be expressed there."""
         ...

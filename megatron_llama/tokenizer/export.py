@@ -1,4 +1,4 @@
-"""A sentencepiece BPE model as a HuggingFace ``tokenizer.json`` that gives the same ids."""
+"""Expresses a sentencepiece BPE model as a HuggingFace ``tokenizer.json`` with the same ids."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ SPACE = "\N{LOWER ONE EIGHTH BLOCK}"  # sentencepiece's escaped space
 
 
 def hf_tokenizer(model: SentencePieceModel, name: str, bos: str | None) -> Tokenizer:
-    """The ``tokenizers`` twin of a sentencepiece BPE model; encoding with special tokens puts
-    ``bos`` first.
+    """Return a tokenizer of the ``tokenizers`` library with the ids of a sentencepiece BPE model.
+    Encoding with special tokens puts ``bos`` first.
 
     Ids are equal for every text that does not spell a control token: ``tokenizers`` reads a literal
-    ``</s>`` as the token, sentencepiece as text. Errors: DataError, naming every property of the
-    model that has no counterpart.
+    ``</s>`` as the token, sentencepiece as text. Raises DataError with every property of the model
+    that has no counterpart.
     """
     _check(model, name)
     vocabulary = {piece.text: id for id, piece in enumerate(model.pieces)}
@@ -49,7 +49,8 @@ def _check(model: SentencePieceModel, name: str) -> None:
     problems = []
     if model.model_type != proto.BPE:
         problems.append(
-            f"model_type is {model.model_type}, expected {proto.BPE} (BPE), which every LLaMA with sentencepiece uses"
+            f"model_type is {model.model_type}, expected {proto.BPE} (BPE),"
+            " which every LLaMA with sentencepiece uses"
         )
     if model.whitespace_as_suffix:
         problems.append("treat_whitespace_as_suffix is set, expected unset")
@@ -57,7 +58,8 @@ def _check(model: SentencePieceModel, name: str) -> None:
         problems.append("escape_whitespaces is unset, expected set")
     if any(piece.type == proto.USER_DEFINED for piece in model.pieces):
         problems.append(
-            "it has user-defined symbols, expected none (the text after one would get another space prefix)"
+            "it has user-defined symbols, expected none"
+            " (the text after one would get another space prefix)"
         )
     if len({piece.text for piece in model.pieces}) != len(model.pieces):
         problems.append("two pieces have the same text, expected distinct pieces")
@@ -72,10 +74,10 @@ def _check(model: SentencePieceModel, name: str) -> None:
 
 
 def _merges(model: SentencePieceModel) -> list[tuple[str, str]]:
-    """Every pair of pieces whose concatenation is a piece, best score first.
+    """Return every pair of pieces whose concatenation is a piece, best score first.
 
     sentencepiece joins the neighbours whose joint piece scores highest, whichever way that piece
-    was first built; the order of ids, which usual conversions take, is another one.
+    was first built. Usual conversions take the order of ids, which is another one.
     """
     mergeable = {piece.text for piece in model.pieces if piece.type == proto.NORMAL}
     joined = sorted(
@@ -93,8 +95,8 @@ def _set_normalizer(tokenizer: Tokenizer, model: SentencePieceModel) -> None:
     if model.charsmap:
         steps.append(normalizers.Precompiled(model.charsmap))
     if model.remove_extra_whitespaces:
-        # As sentencepiece: not newlines, which `Strip` would take too, but at the end a literal
-        # U+2581, read as an escaped space.
+        # As sentencepiece does: newlines stay, which `Strip` would remove; at the end a literal
+        # U+2581, which it reads as an escaped space, goes too.
         steps += [
             normalizers.Replace(Regex(rf"\A +|[ {SPACE}]+\z"), ""),
             normalizers.Replace(Regex(" {2,}"), " "),

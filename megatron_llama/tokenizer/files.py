@@ -1,4 +1,4 @@
-"""Small files, written whole or not at all."""
+"""Reads and writes small files; a file is written whole or not at all."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from megatron_llama.errors import DataError
 
 
 def replace_file(path: Path, content: bytes) -> None:
-    """Write ``content`` under a temporary name beside ``path``, then replace ``path``; its folder
-    is made if missing."""
+    """Write ``content`` under a temporary name beside ``path``, then replace ``path``. Its folder
+    is made if it is missing."""
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f"{path.name}.tmp-{os.getpid()}")
     try:
@@ -23,13 +23,13 @@ def replace_file(path: Path, content: bytes) -> None:
 
 
 def to_json(value: object) -> bytes:
-    """UTF-8 JSON for people: indented, non-ASCII characters as they are."""
+    """Return JSON in UTF-8 for people: indented, non-ASCII characters as they are."""
     return (json.dumps(value, indent=2, ensure_ascii=False) + "\n").encode()
 
 
 def read_json_object(path: Path) -> dict[str, Any]:
-    """The JSON object in ``path``. Errors: DataError if the file cannot be read or holds anything
-    else."""
+    """Return the JSON object in ``path``. Raises DataError if the file cannot be read or holds
+    anything else."""
     try:
         value = json.loads(path.read_bytes())
     except (OSError, ValueError) as error:

@@ -26,26 +26,27 @@ SPECIAL_NAMES = (
     "cls_token",
     "mask_token",
 )
-COMPANIONS = (
+FILES_BESIDE = (
     "tokenizer_config.json",
     "special_tokens_map.json",
     "tokenizer.model",
     "chat_template.jinja",
     "generation_config.json",
 )
-"""Files beside tokenizer.json that belong to it; the last one because it lists the tokens that end
-an answer."""
+"""Files beside tokenizer.json that belong to it; the last one lists the tokens that end an
+answer."""
 
 
 class HFTokenizer:
-    """A ``tokenizer.json``. Ids are those of ``AutoTokenizer`` with ``add_special_tokens=False``:
-    special tokens spelt in a text count.
+    """A ``tokenizer.json``. Ids are those of ``AutoTokenizer`` with ``add_special_tokens=False``: a
+    special token that a text spells becomes that token.
 
-    Begin and end tokens are those of ``tokenizer_config.json`` beside the file, else the first
+    Begin and end tokens are those of ``tokenizer_config.json`` beside the file, or else the first
     well-known name in the vocabulary.
     """
 
     def __init__(self, path: str | Path) -> None:
+        """Load the file. Raises DataError if it is damaged."""
         self.path = Path(path)
         try:
             self._content = self.path.read_bytes()
@@ -70,12 +71,10 @@ class HFTokenizer:
         self.eos_id = self._special("eos_token", config, beside, EOS_NAMES)
 
     def encode(self, text: str) -> list[int]:
-        """See Tokenizer."""
         ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False).ids
         return ids
 
     def encode_packed(self, texts: Sequence[str]) -> list[bytes]:
-        """See Tokenizer."""
         return (
             self._words.encode(texts)
             if self._words is not None
@@ -84,18 +83,18 @@ class HFTokenizer:
 
     @cached_property
     def _words(self) -> HFWords | None:
-        """Faster, where the tokenizer allows it."""
+        """The same ids in less time, or None where the tokenizer does not allow it."""
         return hf_words(self._tokenizer)
 
     def encode_with_places(self, text: str) -> tuple[list[int], list[tuple[int, int]]]:
-        """Ids as ``encode`` gives them, and of each the characters [start, stop) of the text that
+        """Return the ids of ``encode``, and for each the characters [start, stop) of the text that
         it stands for."""
         encoding = self._tokenizer.encode(text, add_special_tokens=False)
         return encoding.ids, encoding.offsets
 
     @property
     def special_texts(self) -> list[str]:
-        """What a text must not spell if it is to have no special token."""
+        """The special tokens as text: what a text must not spell if it is to have none of them."""
         return [
             token.content
             for token in self._tokenizer.get_added_tokens_decoder().values()
@@ -103,13 +102,13 @@ class HFTokenizer:
         ]
 
     def token(self, id: int) -> str | None:
-        """The token of an id, as the vocabulary spells it."""
+        """Return the token of an id as the vocabulary spells it."""
         spelt: str | None = self._tokenizer.id_to_token(id)
         return spelt
 
     def special_names(self) -> dict[str, str]:
-        """``bos_token`` and the like with the tokens that they name: those of the configuration,
-        else those that were found."""
+        """Return ``bos_token`` and the like with the tokens that they name: those of the
+        configuration, or else those that were found in the vocabulary."""
         beside = self.path.with_name("tokenizer_config.json")
         config = read_json_object(beside) if beside.exists() else {}
         given = {name: config[name] for name in SPECIAL_NAMES if config.get(name) is not None}
@@ -125,15 +124,14 @@ class HFTokenizer:
         } | named
 
     def decode(self, ids: Sequence[int]) -> str:
-        """See Tokenizer."""
         text: str = self._tokenizer.decode(list(ids), skip_special_tokens=True)
         return text
 
     def save_hf(self, folder: str | Path) -> None:
-        """tokenizer.json as it was loaded and what lies beside it (configuration, special tokens,
-        chat template, end tokens)."""
+        """Write tokenizer.json as it was loaded, and copy the files beside it that belong to it
+        (configuration, special tokens, chat template, end tokens)."""
         files = {"tokenizer.json": self._content}
-        for name in COMPANIONS:
+        for name in FILES_BESIDE:
             if (beside := self.path.with_name(name)).is_file():
                 files[name] = beside.read_bytes()
         for name, content in files.items():
@@ -142,8 +140,8 @@ class HFTokenizer:
     def _special(
         self, field: str, config: dict[str, Any], where: Path, names: Sequence[str]
     ) -> int | None:
-        """Id of the configured token, else of the first of ``names`` in the vocabulary, else
-        None."""
+        """Return the id of the configured token, or else of the first of ``names`` in the
+        vocabulary, or else None."""
         token = config.get(field)
         if isinstance(token, dict):
             token = token.get("content")

@@ -1,18 +1,17 @@
-"""tokenizer.json word by word: the same ids as for the whole text, for the two kinds of tokenizer
-that LLaMA models have.
+"""Encodes texts with a ``tokenizer.json`` word by word. The ids are those of the whole text, for
+the two kinds of tokenizer that LLaMA models have.
 
-The first is an exported sentencepiece model, see ``words``: its spaces are escaped by a normalizer,
-or by a pre-tokenizer (Metaspace). LLaMA 3's cuts a text by a regular expression
-(``tiktoken.SPLIT``) and encodes what lies between two cuts by itself, so a word may be any run of
-such parts. Two cuts can be told without that expression, from the characters beside them:
+The first kind is an exported sentencepiece model (see ``words``): its spaces are escaped by a
+normalizer, or by a pre-tokenizer (Metaspace). The second is LLaMA 3's: it cuts a text by a regular
+expression (``tiktoken.SPLIT``) and encodes what lies between two cuts by itself, so a word may be
+any run of such parts. Two cuts can be found without that expression, from the characters around
+them:
 
-- before a space behind a printed ASCII character: no alternative takes a space anywhere but in
-  front of something else, or among
-  white space, and none looks across it;
-- behind a newline which only spaces separate from a printed ASCII character: whatever takes that
-  newline takes all of the white space
-  up to it and ends there, since the alternatives with newlines are tried before those with other
-  white space, which look ahead.
+- Before a space that follows a printed ASCII character. No alternative of the expression takes a
+  space anywhere but in front of something else, or among white space, and none looks across it.
+- Behind a newline which only spaces separate from a printed ASCII character. The alternative that
+  takes that newline takes all of the white space up to it and ends there, since alternatives with
+  newlines are tried before those with other white space, which look ahead.
 """
 
 from __future__ import annotations
@@ -38,15 +37,15 @@ _REPLACE = MappingProxyType({"type": "Replace", "pattern": {"String": " "}, "con
 _PREPEND = MappingProxyType({"type": "Prepend", "prepend": SPACE})
 _BYTE_LEVEL = MappingProxyType({"type": "ByteLevel", "add_prefix_space": False, "use_regex": False})
 _SPACED = re.compile(f"{SPACE}?[^{SPACE}]+|{SPACE}")
-"""What a pre-tokenizer that splits before each escaped space hands to the model."""
+"""The words of a pre-tokenizer that splits before each escaped space."""
 _SPLIT = MappingProxyType(
     {"type": "Split", "pattern": {"Regex": SPLIT}, "behavior": "Isolated", "invert": False}
 )
 
 
 class HFWords:
-    """Encodes texts as ``encode_many`` does. ``Words`` for those that spell no added token, the
-    library for the others."""
+    """Encodes texts with the ids of ``encode_many``: word by word those that spell no added token,
+    and with the library the others."""
 
     def __init__(self, tokenizer: Tokenizer, words: Words) -> None:
         self._tokenizer = tokenizer
@@ -55,7 +54,7 @@ class HFWords:
         self._added = re.compile("|".join(map(re.escape, added)) if added else r"(?!)")
 
     def encode(self, texts: Sequence[str]) -> list[bytes]:
-        """The ids of each text, packed."""
+        """Return the packed ids of each text."""
         spelt = [self._added.search(text) is not None for text in texts]
         whole = iter(
             encode_many(
@@ -69,11 +68,12 @@ class HFWords:
 
 
 def hf_words(tokenizer: Tokenizer) -> HFWords | None:
-    """None for a tokenizer of which it is not known that words can be encoded one by one."""
+    """Return the word by word encoder of a tokenizer, or None unless words of it are known to be
+    independent."""
     if not isinstance(tokenizer.model, BPE) or tokenizer.model.dropout is not None:
         return None
-    # Asked of the part alone: the whole of LLaMA 3's tokenizer takes half a second to be written
-    # and read.
+    # Only this part is serialized: the whole of LLaMA 3's tokenizer takes half a second to be
+    # written and read.
     steps = (
         json.loads(tokenizer.pre_tokenizer.__getstate__())
         if tokenizer.pre_tokenizer is not None
@@ -83,7 +83,7 @@ def hf_words(tokenizer: Tokenizer) -> HFWords | None:
         words = _sentencepiece_words(json.loads(tokenizer.to_str()))
         return None if words is None else HFWords(tokenizer, words)
     parts = steps["pretokenizers"] if steps["type"] == "Sequence" else []
-    # trim_offsets is about places in the text only.
+    # trim_offsets only changes positions in the text.
     known = [{key: part[key] for key in part if key != "trim_offsets"} for part in parts]
     if tokenizer.normalizer is not None or known != [_SPLIT, _BYTE_LEVEL]:
         return None
@@ -91,15 +91,13 @@ def hf_words(tokenizer: Tokenizer) -> HFWords | None:
 
 
 def _sentencepiece_words(content: Mapping[str, Any]) -> Words | None:
-    """For a model whose text has its spaces escaped, and that joins nothing to a space behind it or
-    gets each word by itself."""
+    """Return the words of a model whose spaces are escaped, and that joins nothing to a space
+    behind it or gets each word by itself; None for another one."""
     model = content["model"]
     joins = content["model"]["merges"]
     escape = _escape(content["normalizer"], content["pre_tokenizer"])
-    spelt = any(
-        char in token["content"] for token in content["added_tokens"] for char in (" ", SPACE)
-    )
-    if escape is None or spelt:
+    added = "".join(token["content"] for token in content["added_tokens"])
+    if escape is None or " " in added or SPACE in added:
         return None
     bare = partial(
         encode_many,
@@ -121,12 +119,12 @@ def _sentencepiece_words(content: Mapping[str, Any]) -> Words | None:
 def _escape(
     normalizer: Mapping[str, Any] | None, steps: Mapping[str, Any] | None
 ) -> Callable[[str], str] | None:
-    """What escapes the spaces of a text, as one of the two ways to write it says; None where it
-    does something else as well."""
+    """Return the function that escapes the spaces of a text as the normalizer or pre-tokenizer
+    does; None where these do something else as well."""
     if steps is not None:
         if normalizer is not None or steps["replacement"] != SPACE:
             return None
-        # Without added tokens a text is one part, so that the first is every.
+        # Without added tokens a text is one part: "first" and "always" mean the same.
         return partial(_metaspaced, steps["prepend_scheme"] != "never")
     normalizer = normalizer or {}
     parts = normalizer["normalizers"] if normalizer.get("type") == "Sequence" else [normalizer]
@@ -142,6 +140,6 @@ def _escaped(prefix: str, text: str) -> str:
 
 
 def _metaspaced(prepends: bool, text: str) -> str:
-    """Unlike the normalizer this adds no second space in front."""
+    """Escape spaces as Metaspace does, which adds no second space in front."""
     escaped = text.replace(" ", SPACE)
     return SPACE + escaped if prepends and not escaped.startswith(SPACE) else escaped

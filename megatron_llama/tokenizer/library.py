@@ -1,4 +1,5 @@
-"""The ``tokenizers`` library's batch call, in processes of which each is meant to use one core."""
+"""Calls the ``tokenizers`` library for many texts, in processes that are each meant to use one
+core."""
 
 from __future__ import annotations
 
@@ -11,12 +12,12 @@ from tokenizers import Tokenizer
 from megatron_llama.tokenizer.packed import pack
 
 _THREADS = "TOKENIZERS_PARALLELISM"
-"""The library looks it up at every call; it has no other switch."""
+"""The library looks this variable up at every call, and has no other switch for its threads."""
 
 
 def encode_many(tokenizer: Tokenizer, texts: Sequence[str]) -> list[bytes]:
-    """The packed ids of each text, without places in the text, which cost as much as a quarter of
-    the time. On the calling thread."""
+    """Return the packed ids of each text, encoded on the calling thread. Positions in the text are
+    not computed: they take as much as a quarter of the time."""
     with _one_thread():
         return [
             pack(encoding.ids)

@@ -1,4 +1,4 @@
-"""Find and load a tokenizer, whatever kind it is."""
+"""Finds and loads a tokenizer of any kind."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ MEGATRON_TYPES: Mapping[str, tuple[str, ...]] = MappingProxyType(
 
 
 def load_tokenizer(path: str | Path, tokenizer_type: str | None = None) -> Tokenizer:
-    """The tokenizer at ``path``: a ``.model`` (sentencepiece's, or LLaMA 3's file of ranks), a
-    ``tokenizer.json``, or a folder with one (``tokenizer.json`` first).
+    """Load the tokenizer at ``path``: a ``.model`` (sentencepiece's, or LLaMA 3's file of ranks), a
+    ``tokenizer.json``, or a folder with one of them (``tokenizer.json`` first).
 
-    ``tokenizer_type``: one of Megatron's names, which says what the file has to be. Errors:
+    ``tokenizer_type`` is one of Megatron's names, which says what the file has to be. Raises
     DataError.
     """
     file = tokenizer_file(path, tokenizer_type)
-    # Imported on use: a sentencepiece user need not have `tokenizers` loaded in every worker, nor
-    # the reverse.
+    # Imported on use: who uses sentencepiece need not load `tokenizers` in every worker, nor the
+    # other way round.
     if file.suffix == ".model":
         if _is_ranks(file):
             from megatron_llama.tokenizer.tiktoken import TiktokenTokenizer
@@ -45,7 +45,7 @@ def load_tokenizer(path: str | Path, tokenizer_type: str | None = None) -> Token
 
 
 def _is_ranks(file: Path) -> bool:
-    """Whether a ``.model`` file begins as LLaMA 3's does: a base64 word and a number.
+    """Return whether a ``.model`` file begins as LLaMA 3's does, with a base64 word and a number.
     Sentencepiece's begins with the byte 0x0A."""
     try:
         with file.open("rb") as opened:
@@ -55,7 +55,7 @@ def _is_ranks(file: Path) -> bool:
 
 
 def tokenizer_file(path: str | Path, tokenizer_type: str | None = None) -> Path:
-    """The file that ``load_tokenizer`` reads. Errors: DataError if there is none, or it is of
+    """Return the file that ``load_tokenizer`` reads. Raises DataError if there is none, or it is of
     another type."""
     path = Path(path)
     names: tuple[str, ...] = ("tokenizer.json", "tokenizer.model")
@@ -82,7 +82,10 @@ def tokenizer_file(path: str | Path, tokenizer_type: str | None = None) -> Path:
     if not path.is_file():
         expected = "a .model file, a tokenizer.json or a folder with one"
         named = re.fullmatch(r"[\w.-]+/[\w.-]+", str(path)) is not None and not path.parent.exists()
-        download = f"if that is its name on HuggingFace: hf download {path} --include 'tokenizer*' --local-dir FOLDER"
+        download = (
+            f"if that is its name on HuggingFace: hf download {path} --include 'tokenizer*'"
+            " --local-dir FOLDER"
+        )
         do = download if named else "check the path"
         raise DataError(path, got="no such file", expected=expected, do=do)
     suffixes = [Path(name).suffix for name in names]

@@ -1,7 +1,7 @@
 """Ids as bytes: native 32-bit integers, end to end.
 
-A corpus is millions of words that are looked up. To join their ids costs a copy of memory; as lists
-it took a Python object for each id, and most of the time of ``preprocess``.
+A corpus is millions of words that are looked up. Joining their ids as bytes costs a copy of memory.
+As lists it took a Python object for each id, and most of the time of ``preprocess``.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ ID_BYTES = array("i").itemsize
 
 
 def pack(ids: Iterable[int]) -> bytes:
-    """The ids as bytes. Errors: OverflowError for one that is no 32-bit integer."""
+    """Return the ids as bytes. Raises OverflowError for one that is no 32-bit integer."""
     return array("i", ids).tobytes()
 
 
 def unpack(packed: bytes) -> list[int]:
-    """What ``pack`` was given."""
+    """Return the ids that ``pack`` was given."""
     return array("i", packed).tolist()

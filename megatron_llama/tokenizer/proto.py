@@ -1,9 +1,9 @@
 """Reads the few fields of a serialized sentencepiece ``ModelProto`` that an exact export needs.
 
-Field numbers are those of sentencepiece's ``sentencepiece_model.proto``; wire types those of the
-protocol buffers encoding. Written by hand because sentencepiece's Python API does not show the
-normalizer, and a protobuf dependency for eleven fields would tie the package to one protobuf
-version.
+Field numbers are those of sentencepiece's ``sentencepiece_model.proto``, wire types those of the
+protocol buffers encoding. sentencepiece's Python API does not show the normalizer. The module that
+it generates for this file needs the protobuf package, which would be a new dependency for eleven
+fields and would tie the package to the protobuf version of the generated code.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ _FIXED32 = 5
 
 
 class Piece(NamedTuple):
-    """One vocabulary entry; ``type`` is one of the constants above, ``score`` orders BPE merges
-    (highest first)."""
+    """One entry of the vocabulary. ``type`` is one of the constants above; ``score`` orders BPE
+    merges, highest first."""
 
     text: str
     score: float
@@ -41,7 +41,7 @@ class Piece(NamedTuple):
 
 @dataclass(frozen=True)
 class SentencePieceModel:
-    """The parsed model. Flags have sentencepiece's defaults where the file is silent."""
+    """The parsed model. Flags that the file leaves out have sentencepiece's defaults."""
 
     pieces: tuple[Piece, ...]
     model_type: int
@@ -54,8 +54,8 @@ class SentencePieceModel:
 
 
 def parse_model(data: bytes, name: str) -> SentencePieceModel:
-    """Parse a ``.model`` file's content; ``name`` is for messages. Errors: DataError if it is no
-    sentencepiece model."""
+    """Parse the content of a ``.model`` file; ``name`` is for messages. Raises DataError if it is
+    no sentencepiece model."""
     try:
         return _parse(data)
     except (IndexError, struct.error, TypeError, ValueError) as error:
@@ -105,7 +105,7 @@ def _as_bytes(value: int | bytes) -> bytes:
 
 
 def _fields(data: bytes) -> Iterator[tuple[int, int | bytes]]:
-    """(field number, value) of one message: varints as int, everything else as its raw bytes."""
+    """Yield (field number, value) of one message: varints as int, everything else as raw bytes."""
     at = 0
     while at < len(data):
         key, at = _varint(data, at)

@@ -28,6 +28,7 @@ class SentencePieceTokenizer:
     """
 
     def __init__(self, path: str | Path) -> None:
+        """Load the file. Raises DataError if it is damaged."""
         self.path = Path(path)
         try:
             self._model = self.path.read_bytes()
@@ -44,30 +45,27 @@ class SentencePieceTokenizer:
         self.eos_id = _known(self._processor.eos_id())
 
     def encode(self, text: str) -> list[int]:
-        """See Tokenizer."""
         ids: list[int] = self._processor.encode(text)
         return ids
 
     def encode_packed(self, texts: Sequence[str]) -> list[bytes]:
-        """See Tokenizer."""
         if self._words is not None:
             return self._words.encode(texts)
         return encode_pieces(self._processor, texts)
 
     @cached_property
     def _words(self) -> Words | None:
-        """Faster, where the model allows it."""
+        """The same ids in less time, or None where the model does not allow it."""
         model = parse_model(self._model, str(self.path))
         return sentencepiece_words(self._model, model) if splits(model) else None
 
     def decode(self, ids: Sequence[int]) -> str:
-        """See Tokenizer."""
         text: str = self._processor.decode(list(ids))
         return text
 
     def save_hf(self, folder: str | Path) -> None:
-        """tokenizer.model, tokenizer.json and tokenizer_config.json. Errors: DataError if the model
-        is not a BPE as LLaMA's."""
+        """Write tokenizer.model, tokenizer.json and tokenizer_config.json. Raises DataError if the
+        model is not a BPE as LLaMA's."""
         folder = Path(folder)
         bos = self._piece(self.bos_id)
         eos = self._piece(self.eos_id)
@@ -92,11 +90,11 @@ class SentencePieceTokenizer:
 def train_tokenizer(
     texts: Iterable[str], vocab_size: int, path: str | Path
 ) -> SentencePieceTokenizer:
-    """Train a byte-fallback BPE of exactly ``vocab_size`` pieces as LLaMA's and write it to
+    """Train a BPE as LLaMA's, with byte fallback and exactly ``vocab_size`` pieces, and write it to
     ``path`` (a ``.model`` file).
 
-    Pieces 0, 1, 2 are ``<unk>``, ``<s>``, ``</s>``; digits stand alone; a newline is its byte
-    piece; text is not normalized. The same texts give the same pieces. Errors: DataError if the
+    Pieces 0, 1, 2 are ``<unk>``, ``<s>``, ``</s>``. Digits stand alone, a newline is its byte
+    piece, and text is not normalized. The same texts give the same pieces. Raises DataError if the
     texts are too few for ``vocab_size``.
     """
     if vocab_size <= FIRST_FREE_ID:
@@ -162,5 +160,5 @@ def _training_problem(error: str, vocab_size: int) -> str:
 
 
 def _known(id: int) -> int | None:
-    """Sentencepiece says -1 for a token that the model lacks."""
+    """Return None for -1, by which sentencepiece means that the model lacks a token."""
     return id if id >= 0 else None

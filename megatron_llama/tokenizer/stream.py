@@ -1,4 +1,4 @@
-"""Text as its tokens arrive."""
+"""Decodes tokens into text while they arrive."""
 
 from __future__ import annotations
 
@@ -11,21 +11,21 @@ UNFINISHED = "\ufffd"
 
 
 class TextStream:
-    """Turns token ids into text piece by piece: the pieces together are the text of all ids.
+    """Turns token ids into text piece by piece. The pieces together are the text of all ids.
 
-    A token's text may depend on the one before it (a space is dropped at the start), and a
-    character may take several tokens. So a few tokens are decoded again with every new one, and a
-    piece is given out when it ends in whole characters."""
+    The text of a token may depend on the one before it (a space is dropped at the start), and a
+    character may take several tokens. So the last tokens are decoded again with every new one, and
+    a piece is returned when it ends in whole characters."""
 
     def __init__(self, tokenizer: Tokenizer, before: Sequence[int] = ()) -> None:
-        """``before``: ids whose text is not given out."""
+        """``before`` holds ids that come first and whose text is not returned."""
         self._tokenizer = tokenizer
         self._ids = list(before)
         self._context = 0
         self._shown = len(self._ids)
 
     def add(self, token: int) -> str:
-        """The text that the token completes, possibly none."""
+        """Return the text that the token completes, which may be empty."""
         self._ids.append(token)
         text = self._pending()
         if not text or text.endswith(UNFINISHED):
@@ -35,7 +35,7 @@ class TextStream:
         return text
 
     def rest(self) -> str:
-        """What is left when no token follows."""
+        """Return the text that is left when no token follows."""
         text = self._pending()
         self._shown = len(self._ids)
         return text

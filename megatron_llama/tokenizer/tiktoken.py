@@ -1,6 +1,9 @@
-"""LLaMA 3's ``tokenizer.model``: a line for each token, base64 and rank, as tiktoken has it. Run by
-``tokenizers``; many texts at once by tiktoken itself, where that is installed: it gives the same
-ids in less time."""
+"""LLaMA 3's ``tokenizer.model``, the format of tiktoken: a line for each token, base64 and rank.
+
+The ``tokenizers`` library runs it. tiktoken joins the neighbours whose joint token has the lowest
+rank; a byte-level BPE with every split of every token as a merge, in the order of ranks, does the
+same. Where tiktoken is installed it encodes many texts at once: the ids are the same, in less time.
+"""
 
 from __future__ import annotations
 
@@ -22,8 +25,8 @@ from megatron_llama.tokenizer.packed import pack
 from megatron_llama.tokenizer.words import SPLIT_WORD, Words
 
 SPLIT = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-"""Where LLaMA 3 cuts a text before it looks for tokens: part of the format, though the file does
-not carry it."""
+"""The expression by which LLaMA 3 cuts a text before it looks for tokens. It is part of the format,
+though the file does not hold it."""
 SPECIAL_TOKENS = 256
 BOS = "<|begin_of_text|>"
 EOS = "<|end_of_text|>"
@@ -46,14 +49,13 @@ NAMED: Mapping[str, Mapping[int, str]] = MappingProxyType(
         ),
     }
 )
-"""By version of LLaMA: the special tokens that have a name. Those between and behind them are
-numbered."""
+"""The special tokens that have a name, by version of LLaMA. The others are numbered."""
 _SHOWN = 10
 _USUAL = 25_000
 _LONGEST = 400_000
 _RUN = re.compile(rf"\S{{{_USUAL}}}|\s{{{_USUAL}}}")
-"""tiktoken gives up on runs of many characters with or without white space, and on huge texts:
-Meta's own reader cuts them there."""
+"""tiktoken fails on long runs of characters with or without white space, and on huge texts. Meta's
+own reader cuts texts at these lengths."""
 
 
 class TiktokenTokenizer:
@@ -83,12 +85,11 @@ class TiktokenTokenizer:
 
     @cached_property
     def _tokenizer(self) -> Tokenizer:
-        """Made when it is first wanted: that takes more than a second."""
-        made = hf_tokenizer(self._tokens, special_tokens(_version(self.path)))
-        made.encode_special_tokens = (
-            True  # as text, that is; a property of this object, not of what it saves
-        )
-        return made
+        """The twin in the ``tokenizers`` library, which takes more than a second to make."""
+        twin = hf_tokenizer(self._tokens, special_tokens(_version(self.path)))
+        # Special tokens in a text stay text. This belongs to the object, not to what it saves.
+        twin.encode_special_tokens = True
+        return twin
 
     @cached_property
     def _words(self) -> Words:
@@ -96,7 +97,7 @@ class TiktokenTokenizer:
 
     @cached_property
     def _library(self) -> Any:
-        """tiktoken's encoding; None where it is not installed."""
+        """tiktoken's encoding, or None where tiktoken is not installed."""
         try:
             import tiktoken
         except ImportError:
@@ -107,12 +108,10 @@ class TiktokenTokenizer:
         )
 
     def encode(self, text: str) -> list[int]:
-        """See Tokenizer."""
         ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False).ids
         return ids
 
     def encode_packed(self, texts: Sequence[str]) -> list[bytes]:
-        """See Tokenizer."""
         if self._library is None:
             return self._words.encode(texts)
         return [
@@ -123,12 +122,11 @@ class TiktokenTokenizer:
         ]
 
     def decode(self, ids: Sequence[int]) -> str:
-        """See Tokenizer."""
         text: str = self._tokenizer.decode(list(ids), skip_special_tokens=True)
         return text
 
     def save_hf(self, folder: str | Path) -> None:
-        """tokenizer.model, tokenizer.json and tokenizer_config.json."""
+        """Write tokenizer.model, tokenizer.json and tokenizer_config.json."""
         folder = Path(folder)
         config = {
             "tokenizer_class": "PreTrainedTokenizerFast",
@@ -147,8 +145,8 @@ def _is_usual(text: str) -> bool:
 
 
 def parse_ranks(content: bytes, name: str) -> list[bytes]:
-    """The tokens in the order of their ranks; ``name`` is for messages. Raises DataError with what
-    is wrong, line by line."""
+    """Return the tokens in the order of their ranks; ``name`` is for messages. Raises DataError
+    with what is wrong, line by line."""
     tokens: list[bytes] = []
     seen: set[bytes] = set()
     problems = []
@@ -156,9 +154,8 @@ def parse_ranks(content: bytes, name: str) -> list[bytes]:
         try:
             encoded, rank = line.split()
             token = b64decode(encoded, validate=True)
-            problem = (
-                "" if int(rank) == len(tokens) else f"rank {int(rank)}, expected {len(tokens)}"
-            )
+            expected = len(tokens)
+            problem = "" if int(rank) == expected else f"rank {int(rank)}, expected {expected}"
         except ValueError as error:
             token = b""
             problem = f"got {line[:40]!r} ({error}), expected a base64 token and its rank"
@@ -184,8 +181,8 @@ def parse_ranks(content: bytes, name: str) -> list[bytes]:
 
 
 def special_tokens(version: str) -> list[str]:
-    """The 256 special tokens of LLaMA ``3`` or ``3.1``, which follow the vocabulary, in the order
-    of their ids."""
+    """Return the 256 special tokens of LLaMA ``3`` or ``3.1``, which follow the vocabulary, in the
+    order of their ids."""
     named = NAMED[version]
     numbers = count()
     return [
@@ -195,8 +192,8 @@ def special_tokens(version: str) -> list[str]:
 
 
 def hf_tokenizer(tokens: Sequence[bytes], special: Sequence[str]) -> Tokenizer:
-    """The ``tokenizers`` twin of tiktoken's encoding; encoding with special tokens puts the first
-    of them in front."""
+    """Return a tokenizer of the ``tokenizers`` library with the ids of tiktoken. Encoding with
+    special tokens puts the first of them in front."""
     table = dict(enumerate(byte_characters()))
     spelt = [token.decode("latin-1").translate(table) for token in tokens]
     merges = [(spelt[left], spelt[right]) for left, right in _merges(tokens)]
@@ -225,19 +222,16 @@ def hf_tokenizer(tokens: Sequence[bytes], special: Sequence[str]) -> Tokenizer:
 
 
 def byte_characters() -> tuple[str, ...]:
-    """The character that stands for each byte in a byte-level vocabulary: its own where that can be
-    printed, else one from U+0100 on (Radford et al., 2019)."""
+    """Return the character that stands for each byte in a byte-level vocabulary: the byte's own
+    where that can be printed, or else one from U+0100 on (Radford et al., 2019)."""
     printed = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
     others = count(0x100)
     return tuple(chr(byte if byte in printed else next(others)) for byte in range(256))
 
 
 def _merges(tokens: Sequence[bytes]) -> Iterator[tuple[int, int]]:
-    """Every pair of tokens, as ranks, whose concatenation is a token, in the order of that one's
-    rank.
-
-    tiktoken joins the neighbours whose joint token has the lowest rank, whichever way the parts
-    were built."""
+    """Yield every pair of tokens, as ranks, whose concatenation is a token, in the order of that
+    token's rank: tiktoken does not ask how the parts were built."""
     ranks = {token: rank for rank, token in enumerate(tokens)}
     for token in tokens:
         halves = ((ranks.get(token[:at]), ranks.get(token[at:])) for at in range(1, len(token)))

@@ -1,11 +1,11 @@
-"""Sentencepiece BPE word by word: the same ids as for the whole text, and most words are looked up
-instead of encoded again.
+"""Encodes text with a sentencepiece BPE word by word. The ids are those of the whole text, and most
+words are looked up instead of encoded again.
 
-BPE joins two neighbouring pieces only into a piece of the vocabulary. Where two characters follow
-each other that do so in no piece of two or more characters, nothing is ever joined across them, and
-what is left and right of them is encoded independently. In a LLaMA model this holds before every
-run of spaces (no piece has a space behind another character), and around characters that are in no
-longer piece, such as digits and newlines. Words repeat: most of a corpus is a few thousand of them.
+BPE joins two neighbouring pieces only into a piece of the vocabulary. If two characters follow each
+other in no piece, nothing is ever joined across them, and the texts left and right of them are
+encoded independently. In a LLaMA model this holds before every run of spaces (no piece has a space
+behind another character), and around characters that are in no longer piece, such as digits and
+newlines. Words repeat: most of a corpus is a few thousand of them.
 """
 
 from __future__ import annotations
@@ -23,55 +23,50 @@ from megatron_llama.tokenizer.packed import pack
 from megatron_llama.tokenizer.proto import SentencePieceModel
 
 KEPT_WORDS = 1 << 18
+"""So many words are remembered before all are forgotten."""
 KEPT_LENGTH = 64
-"""Characters: longer words hardly repeat."""
+"""Words of more characters are not remembered: they hardly repeat."""
 _ALONE = "\n\t0123456789"
-"""Characters that are tried for being in no longer piece."""
+"""Characters that may be in no longer piece; whether they are is looked up in the model."""
 SPLIT_WORD = re.compile(
     # the usual word, which need not be looked at character by character
     r" *[!-~]+(?:\n+(?= *[!-~])|(?= ))"
     r"|[\s\S]+?(?:(?<=[!-~])(?= )|(?<=\n)(?= *[!-~])|\Z)"
 )
-"""What a text consists of that LLaMA 3's tokenizer can encode one by one; why is in
-``hf_words``."""
+"""The words that LLaMA 3's tokenizer can encode one by one; ``hf_words`` says why."""
 _NO_PREFIX = b"\x1a\x02\x18\x00"
-"""normalizer_spec { add_dummy_prefix: false }: behind a serialized model it overrides what the
-model says, as protocol buffers merge."""
+"""The field normalizer_spec { add_dummy_prefix: false }. Appended to a serialized model it
+overrides what the model says, since protocol buffers merge."""
 
 
 def splits(model: SentencePieceModel) -> bool:
-    """Whether words of this model can be encoded one by one: an unnormalized BPE whose pieces have
-    spaces only at their beginning."""
-    plain = model.model_type == proto.BPE and model.byte_fallback and not model.charsmap
+    """Return whether words of this model can be encoded one by one: whether it is a BPE that does
+    not normalize text, and whose pieces have spaces only at their beginning."""
     plain = (
-        plain
+        model.model_type == proto.BPE
+        and model.byte_fallback
         and model.escape_whitespaces
+        and not model.charsmap
         and not model.remove_extra_whitespaces
         and not model.whitespace_as_suffix
     )
-    joined = [piece.text for piece in model.pieces if piece.type == proto.NORMAL]
     odd = any(piece.type in (proto.USER_DEFINED, proto.UNUSED) for piece in model.pieces)
-    return (
-        plain
-        and not odd
-        and not any(after == SPACE != before for text in joined for before, after in pairwise(text))
-    )
+    joined = (piece.text for piece in model.pieces if piece.type == proto.NORMAL)
+    pairs = (pair for text in joined for pair in pairwise(text))
+    return plain and not odd and not any(after == SPACE != before for before, after in pairs)
 
 
 def word_pattern(space: str, joined: Iterable[str]) -> re.Pattern[str]:
-    """Words of a model that joins nothing to a ``space`` behind it; ``joined``: all its pieces of
-    two or more characters."""
+    """Return the expression of the words of a model that joins nothing to a ``space`` behind it.
+    ``joined`` holds all its pieces of two or more characters."""
     used = set(chain.from_iterable(joined))
     alone = "".join(re.escape(char) for char in _ALONE if char not in used)
-    return re.compile(
-        f"[{alone}]|{space}*[^{space}{alone}]+|{space}+"
-        if alone
-        else f"{space}*[^{space}]+|{space}+"
-    )
+    one = f"[{alone}]|" if alone else ""
+    return re.compile(f"{one}{space}*[^{space}{alone}]+|{space}+")
 
 
 def sentencepiece_words(content: bytes, model: SentencePieceModel) -> Words:
-    """For a model that ``splits``. ``content``: of its file."""
+    """Return the encoder of a model that ``splits``; ``content`` is that of its file."""
     processor = sentencepiece.SentencePieceProcessor(model_proto=content + _NO_PREFIX)
     joined = (
         piece.text for piece in model.pieces if piece.type == proto.NORMAL and len(piece.text) > 1
@@ -83,17 +78,17 @@ def sentencepiece_words(content: bytes, model: SentencePieceModel) -> Words:
 def encode_pieces(
     processor: sentencepiece.SentencePieceProcessor, texts: Sequence[str]
 ) -> list[bytes]:
-    """The packed ids of each text, on the calling thread."""
+    """Return the packed ids of each text, encoded on the calling thread."""
     return list(map(pack, processor.encode(list(texts), num_threads=1)))
 
 
 def _unescaped(prefix: str, text: str) -> str:
-    """A literal U+2581 is a space to sentencepiece."""
+    """Replace a literal U+2581, which is a space to sentencepiece."""
     return prefix + text.replace(SPACE, " ")
 
 
 class Words:
-    """Encodes texts whose words can be encoded one by one."""
+    """Encodes texts whose words can be encoded one by one, and remembers the words."""
 
     def __init__(
         self,
@@ -101,15 +96,15 @@ class Words:
         encode: Callable[[list[str]], Iterable[bytes]],
         prepare: Callable[[str], str] = str,
     ) -> None:
-        """``prepare``: what is to be done to a text that is not empty before ``pattern`` finds its
-        words, which ``encode`` gets."""
+        """``prepare`` is applied to a text that is not empty. Then ``pattern`` finds its words, and
+        ``encode`` returns the packed ids of those that are new."""
         self._pattern = pattern
         self._encode = encode
         self._prepare = prepare
         self._known: dict[str, bytes] = {}
 
     def encode(self, texts: Sequence[str]) -> list[bytes]:
-        """The ids of each text, packed."""
+        """Return the packed ids of each text."""
         words = [self._pattern.findall(self._prepare(text)) if text else [] for text in texts]
         ids = [b""] * len(texts)
         waiting = []

@@ -89,9 +89,9 @@ def export_hf(
     """Write a folder for ``LlamaForCausalLM.from_pretrained`` and return its path. It appears whole
     or not at all.
 
-    ``model`` has its derived fields filled in. ``dtype`` is ``float32`` (bit-exact), ``bfloat16`` or
-    ``float16``. At most 64 MiB of weights are in memory at a time. An earlier export is replaced;
-    anything else is refused. Raises CheckpointError.
+    ``model`` has its derived fields filled in. ``dtype`` is ``float32`` (bit-exact), ``bfloat16``
+    or ``float16``. At most 64 MiB of weights are in memory at a time. An earlier export is
+    replaced; anything else is refused. Raises CheckpointError.
     """
     target = Path(folder).resolve()
     require_export(target)

@@ -1,5 +1,5 @@
-"""HuggingFace's own implementation as a reference, where it is installed: it reads configuration and
-weights of a folder by itself."""
+"""HuggingFace's own implementation as a reference, where it is installed: it reads configuration
+and weights of a folder by itself."""
 
 from __future__ import annotations
 
