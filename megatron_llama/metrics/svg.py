@@ -58,12 +58,14 @@ class Drawing:
             f'<text{_paint(fill, css_class)} x="{x:.1f}" y="{y:.1f}"{more}>{escape(words)}</text>'
         )
 
-    def svg(self) -> str:
-        """The ``<svg>`` element: a file of its own, or a part of an HTML page."""
+    def svg(self, *, inline: bool = False) -> str:
+        """The ``<svg>`` element: a file of its own or, ``inline``, a part of an HTML page, which needs
+        no namespace."""
         size = f'width="{self._width:.0f}" height="{self._height:.0f}"'
         view = f'viewBox="0 0 {self._width:.0f} {self._height:.0f}"'
         form = 'role="img" font-family="sans-serif"'
-        opened = f'<svg xmlns="http://www.w3.org/2000/svg" {view} {size} {form}>'
+        namespace = "" if inline else 'xmlns="http://www.w3.org/2000/svg" '
+        opened = f"<svg {namespace}{view} {size} {form}>"
         return "\n".join([opened, *self._elements, "</svg>"])
 
 

@@ -1,11 +1,11 @@
-"""A recorded timeline in the words of a plan: the run's configuration, and the seconds of its
-passes, waits and updates."""
+"""A recorded timeline in the terms of a plan: the run's configuration, and the seconds of its passes,
+waits and updates."""
 
 from __future__ import annotations
 
 from bisect import bisect_right
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from pathlib import Path
@@ -14,7 +14,7 @@ from types import MappingProxyType
 from typing import Any, get_origin, get_type_hints
 
 from megatron_llama.config.schema import Config
-from megatron_llama.errors import ConfigError, describe, listing
+from megatron_llama.errors import ConfigError, listing
 from megatron_llama.plans.resolve import problems
 from megatron_llama.plans.schedule import Op
 from megatron_llama.plans.timeline_file import (
@@ -30,102 +30,80 @@ from megatron_llama.plans.timeline_file import (
 PASSES: Mapping[str, Op] = MappingProxyType(
     {op.value: op for op in (Op.FORWARD, Op.BACKWARD, Op.BACKWARD_INPUT, Op.BACKWARD_WEIGHT)}
 )
+"""Kinds of passes by their names in a file, in the order in which they are listed."""
 
 
 def config_of(recorded: Recorded, path: Path) -> Config:
-    """The configuration of the run, with as many microbatches as the recorded steps had. Raises
-    ConfigError where it cannot be read, or could not have run on so many ranks."""
-    kinds = get_type_hints(Config)
+    """Return the configuration of the run, with as many microbatches as the recorded steps had.
+    Raises ConfigError if it cannot be read, or cannot have run on so many ranks."""
+    where = f"{path} config"
     again = "record it again with this version"
+    kinds = get_type_hints(Config)
     unknown = [name for name in recorded.config if name not in kinds]
     sections: dict[str, Any] = {}
     for name, kind in kinds.items():
+        hints = get_type_hints(kind)
         values = recorded.config.get(name)
         values = values if isinstance(values, Mapping) else {}
-        known = {field.name: get_type_hints(kind)[field.name] for field in fields(kind)}
+        known = {item.name for item in fields(kind)}
         unknown += [f"{name}.{key}" for key in values if key not in known]
         sections[name] = kind(
-            **{key: _restored(known[key], value) for key, value in values.items() if key in known}
+            **{
+                key: tuple(value) if get_origin(hints[key]) is tuple else value
+                for key, value in values.items()
+                if key in known
+            }
         )
     if unknown:
-        raise ConfigError(
-            describe(
-                f"{path} config",
-                got=", ".join(unknown),
-                expected="options of this version",
-                do=again,
-            )
-        )
+        expected = "options of this version"
+        raise ConfigError(where, got=", ".join(unknown), expected=expected, do=again)
     config = Config(**sections)
     try:
         found = problems(config, recorded.ranks)
     except (TypeError, AttributeError) as error:
-        raise ConfigError(
-            describe(f"{path} config", got=error, expected="values of the options' kinds", do=again)
-        ) from None
+        expected = "values of the options' kinds"
+        raise ConfigError(where, got=error, expected=expected, do=again) from None
     if found:
+        on = f"its {recorded.ranks} ranks"
         raise ConfigError(
-            listing(
-                f"{path} has a configuration that cannot have run on its {recorded.ranks} ranks:",
-                found,
-            )
+            listing(f"{path} has a configuration that cannot have run on {on}:", found)
         )
-    return _with_steps(config, recorded)
-
-
-def _restored(kind: Any, value: Any) -> Any:
-    return tuple(value) if get_origin(kind) is tuple else value
-
-
-def _with_steps(config: Config, recorded: Recorded) -> Config:
-    """A batch that was still growing is as large as the recorded steps."""
-    numbers = [
-        int(span.details["microbatch"])
-        for span in MeasuredSteps(recorded).spans
-        if span.lane == COMPUTE
-    ]
+    # A batch that was still growing is as large as the recorded steps.
+    passes = [span for span in MeasuredSteps(recorded).spans if span.lane == COMPUTE]
+    microbatches = max(int(span.details["microbatch"]) for span in passes) + 1
     parallel = config.parallel
-    training = config.training
     model_parallel = (
         parallel.tensor_model_parallel_size
         * parallel.context_parallel_size
         * parallel.pipeline_model_parallel_size
     )
-    batch = (max(numbers) + 1) * training.micro_batch_size * (recorded.ranks // model_parallel)
-    return replace(
-        config, training=replace(training, global_batch_size=batch, rampup_batch_size=())
-    )
+    samples = microbatches * config.training.micro_batch_size
+    batch = samples * (recorded.ranks // model_parallel)
+    training = replace(config.training, global_batch_size=batch, rampup_batch_size=())
+    return replace(config, training=training)
 
 
 @dataclass(frozen=True)
 class MeasuredSteps:
-    """The recorded steps that count: where there are others, without those behind which an
-    evaluation came, and without the first, into which nothing had been gathered ahead."""
+    """The recorded steps that are compared. If there are others, steps before an evaluation are left
+    out, and the first, for which nothing had been gathered ahead."""
 
     recorded: Recorded
 
     @cached_property
     def numbers(self) -> tuple[int, ...]:
-        """Iterations."""
-        every = sorted(
-            {
-                int(span.details["iteration"])
-                for span in self.recorded.spans
-                if span.lane == ITERATIONS
-            }
-        )
-        longer = {
-            int(span.details["iteration"])
-            for span in self.recorded.spans
-            if "evaluation" in span.details
-        }
+        """Their iterations."""
+        spans = self.recorded.spans
+        every = sorted(int(span.details["iteration"]) for span in self._iterations(spans))
+        every = list(dict.fromkeys(every))
+        longer = {span.details["iteration"] for span in spans if "evaluation" in span.details}
         pure = [number for number in every if number not in longer] or every
         return tuple([number for number in pure if number != every[0]] or pure)
 
     @cached_property
     def spans(self) -> tuple[Span, ...]:
         """What belongs to these steps, and to no evaluation between them. Raises ConfigError if
-        that is nothing."""
+        there is no pass."""
         numbers = set(self.numbers)
         spans = [
             span
@@ -133,15 +111,14 @@ class MeasuredSteps:
             if span.details.get("iteration") in numbers and "evaluation" not in span.details
         ]
         if not any(span.lane == COMPUTE for span in spans):
-            raise ConfigError(
-                describe(
-                    "timeline",
-                    got="no step",
-                    expected="the passes of one step or more",
-                    do="record more iterations",
-                )
-            )
+            expected = "the passes of one step or more"
+            do = "record more iterations"
+            raise ConfigError("timeline", got="no step", expected=expected, do=do)
         return tuple(spans)
+
+    @staticmethod
+    def _iterations(spans: tuple[Span, ...]) -> list[Span]:
+        return [span for span in spans if span.lane == ITERATIONS]
 
     @cached_property
     def lanes(self) -> Mapping[tuple[int, str], list[Span]]:
@@ -153,78 +130,66 @@ class MeasuredSteps:
 
     @cached_property
     def seconds(self) -> float:
-        """Of a step, mean."""
-        return fmean(span.seconds for span in self.spans if span.lane == ITERATIONS)
+        """Mean seconds of a step."""
+        return fmean(span.seconds for span in self._iterations(self.spans))
 
     @cached_property
     def typical(self) -> int:
-        """The step that takes most nearly as long."""
+        """The iteration whose seconds are nearest to the mean."""
         lengths = {
-            int(span.details["iteration"]): span.seconds
-            for span in self.spans
-            if span.lane == ITERATIONS
+            int(span.details["iteration"]): span.seconds for span in self._iterations(self.spans)
         }
         return min(lengths, key=lambda number: (abs(lengths[number] - self.seconds), number))
 
-    def passes(self, apart: tuple[str, ...]) -> Mapping[tuple[Op, int], tuple[float, float]]:
-        """By kind and stage: (mean seconds of a pass, passes of a rank in a step). ``apart``: waits
-        for these lanes are no part of one."""
+    def passes(self, excluded: tuple[str, ...]) -> Mapping[tuple[Op, int], tuple[float, float]]:
+        """Return by kind and stage the mean seconds of a pass, without waits for the ``excluded``
+        lanes, and the number of passes of a rank in a step."""
         found: dict[tuple[Op, int], list[float]] = defaultdict(list)
         ranks: dict[int, set[int]] = defaultdict(set)
         for rank in range(self.recorded.ranks):
-            for span, waited in self._with_waits(rank, apart):
-                key = PASSES[str(span.details["op"])], int(span.details["stage"])
-                found[key].append(span.seconds - waited)
-                ranks[key[1]].add(rank)
+            for span, waited in self._passes_with_waits(rank, excluded):
+                stage = int(span.details["stage"])
+                found[PASSES[str(span.details["op"])], stage].append(span.seconds - waited)
+                ranks[stage].add(rank)
         steps = len(self.numbers)
+        order = list(PASSES.values())
         return {
-            key: (fmean(times), len(times) / len(ranks[key[1]]) / steps)
-            for key, times in sorted(found.items(), key=_order)
+            key: (fmean(found[key]), len(found[key]) / len(ranks[key[1]]) / steps)
+            for key in sorted(found, key=lambda key: (order.index(key[0]), key[1]))
         }
 
-    def _with_waits(self, rank: int, apart: tuple[str, ...]) -> Iterable[tuple[Span, float]]:
-        """The passes of a rank, each with the seconds that it waits for these lanes."""
-        spans = [
-            span for span in self.lanes.get((rank, COMPUTE), []) if span.details["op"] in PASSES
-        ]
-        begins = [span.begin for span in spans]
-        waited = [0.0] * len(spans)
+    def _passes_with_waits(
+        self, rank: int, excluded: tuple[str, ...]
+    ) -> Iterator[tuple[Span, float]]:
+        """The passes of a rank, each with the seconds that it waits for the lanes."""
+        passes = self.lanes.get((rank, COMPUTE), [])
+        passes = [span for span in passes if span.details["op"] in PASSES]
+        begins = [span.begin for span in passes]
+        waited = [0.0] * len(passes)
         for wait in self.lanes.get((rank, WAITS), []):
             place = bisect_right(begins, wait.begin) - 1
-            if wait.details["on"] in apart and place >= 0 and wait.end <= spans[place].end + 1e-9:
+            inside = place >= 0 and wait.end <= passes[place].end + 1e-9
+            if wait.details["on"] in excluded and inside:
                 waited[place] += wait.seconds
-        return zip(spans, waited, strict=True)
+        yield from zip(passes, waited, strict=True)
 
     def waits(self, *lanes: str) -> float:
-        """Mean seconds of a rank in a step that it waits for messages of these lanes."""
-        total = sum(
-            span.seconds
-            for span in self.spans
-            if span.lane == WAITS and span.details["on"] in lanes
-        )
-        return total / self.recorded.ranks / len(self.numbers)
+        """Return the mean seconds of a rank in a step that it waits for messages of these lanes."""
+        waits = [span for span in self.spans if span.lane == WAITS and span.details["on"] in lanes]
+        return sum(span.seconds for span in waits) / self.recorded.ranks / len(self.numbers)
 
     @cached_property
     def updates(self) -> float:
         """Mean seconds of a rank's updates in a step."""
-        return (
-            sum(span.seconds for span in self.spans if span.lane == UPDATES)
-            / self.recorded.ranks
-            / len(self.numbers)
-        )
+        updates = [span.seconds for span in self.spans if span.lane == UPDATES]
+        return sum(updates) / self.recorded.ranks / len(self.numbers)
 
     @cached_property
     def rest(self) -> float:
         """Mean seconds of a rank in a step in which it neither computes, nor updates, nor waits for
         messages."""
-        shown = (COMPUTE, WAITS, UPDATES)
-        busy = [
-            union([span for lane in shown for span in self.lanes.get((rank, lane), [])])
-            for rank in range(self.recorded.ranks)
-        ]
+        busy = []
+        for rank in range(self.recorded.ranks):
+            lanes = [self.lanes.get((rank, lane), []) for lane in (COMPUTE, WAITS, UPDATES)]
+            busy.append(union([span for spans in lanes for span in spans]))
         return max(0.0, self.seconds - fmean(busy) / len(self.numbers))
-
-
-def _order(entry: tuple[tuple[Op, int], list[float]]) -> tuple[int, int]:
-    (op, stage), _ = entry
-    return list(PASSES.values()).index(op), stage

@@ -1,15 +1,14 @@
 """The page of ``plan --html``: the table, the pipeline of the fastest layout as the simulator runs
-it, where its time and memory go."""
+it, and where its time and memory go."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import cycle
 
 from megatron_llama.planner.candidate import Candidate
 from megatron_llama.planner.fitted import HIGH, LOW
-from megatron_llama.planner.links import rank_groups
 from megatron_llama.planner.oom_probability import ALLOCATABLE
 from megatron_llama.planner.picture import (
     COLOURS,
@@ -24,7 +23,7 @@ from megatron_llama.planner.picture import (
     paragraph,
     table,
 )
-from megatron_llama.planner.report import PARTS, command, label, losses, mfu
+from megatron_llama.planner.report import PARTS, SHARES, command, label, losses, mfu
 from megatron_llama.planner.simulate import StageTimes, simulate
 from megatron_llama.plans.memory import gib
 from megatron_llama.plans.schedule import Op, Schedule, TimedPass
@@ -33,134 +32,89 @@ from megatron_llama.plans.timeline_file import GATHERS, PIPELINE, REDUCTIONS, UP
 
 GIB = 2**30
 HEAD = (
-    "",
-    "step s",
-    "80 % between",
-    "tokens/s/GPU",
-    "MFU",
-    "memory",
-    "OOM",
-    "bubble",
-    "tp",
-    "cp",
-    "pp",
-    "dp",
-    "layout",
+    *("", "step s", "80 % between", "tokens/s/GPU", "MFU", "memory", "OOM"),
+    *("bubble", "tp", "cp", "pp", "dp", "layout"),
 )
 
 
 @dataclass(frozen=True)
-class Streams:
-    """A schedule with what travels beside its passes."""
+class PlannedTimeline:
+    """The passes of a schedule, and the messages that travel meanwhile."""
 
     schedule: Schedule
     times: Sequence[StageTimes]
     hop: float
     """Seconds of a message between stages."""
-    behind: Sequence[tuple[str, str, float]] = ()
-    """What every rank does behind the last pass: lane, words, seconds."""
+    end: Sequence[tuple[str, str, float]] = ()
+    """What every rank does after the last pass: lane, words, seconds."""
 
-    def lanes(self) -> tuple[list[list[BarRow]], float]:
-        """For each pipeline rank its lanes, in seconds from 0, and the end of the step."""
+    def rows(self) -> tuple[list[list[BarRow]], float]:
+        """Return for each pipeline rank its rows in milliseconds, and the end of the step."""
         timeline = simulate(self.schedule, self.times, self.hop)
-        tail = []
         clock = timeline.makespan
-        for lane, words, seconds in self.behind:
-            tail.append(
-                (lane, Bar(clock, clock + seconds, COLOURS[lane], tip=f"{words}: {milli(seconds)}"))
-            )
+        last = []
+        for lane, words, seconds in self.end:
+            last.append((lane, _bar(lane, words, clock, seconds)))
             clock += seconds
-        return [self._rank(rank, passes, tail) for rank, passes in enumerate(timeline.ranks)], clock
+        ranks = [self._rank(rank, passes, last) for rank, passes in enumerate(timeline.ranks)]
+        return [[row.scaled(1e3) for row in rows] for rows in ranks], clock * 1e3
 
     def _rank(
-        self, rank: int, passes: Sequence[TimedPass], tail: Sequence[tuple[str, Bar]]
+        self, rank: int, passes: Sequence[TimedPass], last: Sequence[tuple[str, Bar]]
     ) -> list[BarRow]:
-        beside: dict[str, list[Bar]] = {PIPELINE: [], GATHERS: [], REDUCTIONS: []}
+        compute: list[Bar] = []
+        messages: dict[str, list[Bar]] = {PIPELINE: [], GATHERS: [], REDUCTIONS: []}
         for one in passes:
             action = one.action
-            times = self.times[one.action.stage]
+            op = action.op
+            times = self.times[action.stage]
+            seconds = one.end - one.start
+            words = f"{op.value.replace('_', ' ')} {action.microbatch}, stage {action.stage}"
+            compute.append(_bar(op.value, words, one.start, seconds, str(action.microbatch)))
+            gather = 0.0 if op is Op.BACKWARD_WEIGHT else times.gather_backward
+            gather = times.gather_forward if op is Op.FORWARD else gather
             if self.hop > 0 and send_of(action, self.schedule.placement) is not None:
-                beside[PIPELINE].append(_beside(PIPELINE, one.end, self.hop))
-            gather = (
-                times.gather_forward
-                if action.op is Op.FORWARD
-                else times.gather_backward * (action.op is not Op.BACKWARD_WEIGHT)
-            )
+                messages[PIPELINE].append(_bar(PIPELINE, PIPELINE, one.end, self.hop))
             if gather > 0:
-                beside[GATHERS].append(_beside(GATHERS, one.start, gather))
-            if times.reduce > 0 and action.op in (Op.BACKWARD, Op.BACKWARD_WEIGHT):
-                beside[REDUCTIONS].append(_beside(REDUCTIONS, one.start, times.reduce))
-        updates = [bar for lane, bar in tail if lane == UPDATES]
-        for lane, bar in tail:
-            if lane != UPDATES:
-                beside[lane].append(bar)
-        first = BarRow(f"pp rank {rank}", [*(pass_bar(one) for one in passes), *updates])
-        return [first, *(BarRow(lane, bars) for lane, bars in beside.items() if bars)]
+                messages[GATHERS].append(_bar(GATHERS, GATHERS, one.start, gather))
+            if times.reduce > 0 and op in (Op.BACKWARD, Op.BACKWARD_WEIGHT):
+                messages[REDUCTIONS].append(_bar(REDUCTIONS, REDUCTIONS, one.start, times.reduce))
+        for lane, bar in last:
+            (compute if lane == UPDATES else messages[lane]).append(bar)
+        first = BarRow(f"pp rank {rank}", compute)
+        return [first, *(BarRow(lane, bars) for lane, bars in messages.items() if bars)]
 
 
-def _beside(lane: str, begin: float, seconds: float) -> Bar:
-    return Bar(begin, begin + seconds, COLOURS[lane], tip=f"{lane}: {milli(seconds)}")
+def _bar(kind: str, words: str, begin: float, seconds: float, text: str = "") -> Bar:
+    tip = f"{words}: {milliseconds(seconds)}"
+    return Bar(begin, begin + seconds, COLOURS[kind], text, tip)
 
 
-def pass_bar(one: TimedPass) -> Bar:
-    """The box of a pass."""
-    op = one.action.op.value
-    action = one.action
-    words = f"{op.replace('_', ' ')} {action.microbatch}, stage {action.stage}: {milli(one.end - one.start)}"
-    return Bar(one.start, one.end, COLOURS[op], str(action.microbatch), words)
-
-
-def milli(seconds: float) -> str:
-    """Milliseconds in a tip."""
+def milliseconds(seconds: float) -> str:
+    """Return milliseconds for a tip."""
     return f"{seconds * 1e3:.3f} ms"
 
 
-def streams_of(planned: Candidate) -> Streams:
-    """The first microbatches of a plan: as many as show the pattern."""
-    job = planned.job
-    times = planned.stage_times
-    axes = rank_groups(planned.job, planned.fit)
-    once = max(0.0, planned.step_time.data - job.microbatches * planned.stretched)
-    behind = [
-        (REDUCTIONS, "exposed gradients and parameters", once),
-        (UPDATES, "norm and update", planned.step_time.update),
-    ]
-    hop = axes.pp.send(job.stream / (job.tp if job.sequence_parallel else 1)) if job.pp > 1 else 0.0
-    return Streams(planned.short.schedule, times, hop, [one for one in behind if one[2] > 0])
-
-
 def plan_page(best: Sequence[Candidate], title: str, near: Sequence[object]) -> str:
-    """The whole page. ``near``: published runs that are like the first."""
+    """Return the whole page. ``near`` are published runs that are like the first layout."""
     return page(title, _parts(best, near))
 
 
 def _parts(best: Sequence[Candidate], near: Sequence[object]) -> Iterator[str]:
     first = best[0]
-    yield table(HEAD, _rows(best), words=(12,))
+    yield table(HEAD, _table_rows(best), words=(12,))
     yield heading(f"The pipeline of {label(first)}")
-    shown = first.short.schedule.microbatches
-    whole = first.job.microbatches
-    few = (
-        f"The first {shown} of {whole} microbatches, then the end of the step. "
-        if shown < whole
-        else ""
-    )
-    yield paragraph(
-        f"{few}Numbers are microbatches. Every pipeline rank computes; below it is what travels beside that."
-    )
-    lanes, end = streams_of(first).lanes()
-    yield pass_key(first.short.schedule)
-    yield drawing([_in_ms(lane) for rank in lanes for lane in rank], end * 1e3, "ms")
+    yield from _pipeline(first)
     yield heading("Where the time goes")
     yield key(zip((words for _, words in PARTS), cycle(PALETTE), strict=False))
-    yield drawing(
-        [_time_lane(place, planned) for place, planned in enumerate(best, 1)],
-        max(p.seconds for p in best),
-        "s",
-    )
+    times = []
+    for place, candidate in enumerate(best, 1):
+        parts = [(words, getattr(candidate.step_time, name)) for name, words in PARTS]
+        times.append(_stacked(str(place), parts, "s"))
+    yield drawing(times, max(candidate.seconds for candidate in best), "s")
     yield heading(f"Memory of {label(first)}")
     yield key(zip(first.fullest, cycle(PALETTE), strict=False))
-    yield memory_drawing(first)
+    yield _memory(first)
     if len(best) > 1:
         yield heading("Why the others are slower")
         yield code("\n".join(losses(best)))
@@ -170,69 +124,63 @@ def _parts(best: Sequence[Candidate], near: Sequence[object]) -> Iterator[str]:
     yield code(command(first))
 
 
-def _rows(best: Sequence[Candidate]) -> Iterator[tuple[str, ...]]:
-    for place, planned in enumerate(best, 1):
-        step = planned.step_time
-        shares = (
-            part / step.seconds
-            for part in (step.bubble, step.tensor, step.context, step.pipeline, step.data)
-        )
+def _table_rows(best: Sequence[Candidate]) -> Iterator[tuple[str, ...]]:
+    for place, candidate in enumerate(best, 1):
+        step = candidate.step_time
         yield (
             str(place),
             f"{step.seconds:.2f}",
             f"{step.seconds * LOW:.2f} to {step.seconds * HIGH:.2f}",
-            f"{planned.speed:,.0f}",
-            f"{mfu(planned):.0%}",
-            gib(sum(planned.fullest.values())),
-            f"{planned.oom_probability:.0%}",
-            *(f"{share:.1%}" for share in shares),
-            label(planned),
+            f"{candidate.speed:,.0f}",
+            f"{mfu(candidate):.0%}",
+            gib(candidate.needed),
+            f"{candidate.oom_probability:.0%}",
+            *(f"{getattr(step, name) / step.seconds:.1%}" for name in SHARES),
+            label(candidate),
         )
 
 
-def pass_key(schedule: Schedule) -> str:
-    """What the colours of a pipeline mean."""
-    passes = [(op.value.replace("_", " "), COLOURS[op.value]) for op in schedule.passes]
-    return key(
-        [*passes, *((lane, COLOURS[lane]) for lane in (PIPELINE, GATHERS, REDUCTIONS, UPDATES))]
+def _pipeline(candidate: Candidate) -> Iterator[str]:
+    """The first microbatches, as many as show the pattern, and the end of the step."""
+    job = candidate.job
+    schedule = candidate.short.schedule
+    shown = schedule.microbatches
+    few = f"The first {shown} of {job.microbatches} microbatches, then the end of the step. "
+    yield paragraph(
+        f"{few if shown < job.microbatches else ''}Numbers are microbatches. "
+        "Every pipeline rank computes; below it is what travels meanwhile."
     )
-
-
-def _in_ms(lane: BarRow) -> BarRow:
-    return BarRow(
-        lane.label, [replace(bar, begin=bar.begin * 1e3, end=bar.end * 1e3) for bar in lane.bars]
+    colours = [(op.value.replace("_", " "), COLOURS[op.value]) for op in schedule.passes]
+    lanes = (PIPELINE, GATHERS, REDUCTIONS, UPDATES)
+    yield key([*colours, *((lane, COLOURS[lane]) for lane in lanes)])
+    once = max(0.0, candidate.step_time.data - job.microbatches * candidate.stretched)
+    end = (
+        (REDUCTIONS, "exposed gradients and parameters", once),
+        (UPDATES, "norm and update", candidate.step_time.update),
     )
+    rows, length = PlannedTimeline(
+        schedule,
+        candidate.stage_times,
+        candidate.hop if job.pp > 1 else 0.0,
+        [one for one in end if one[2] > 0],
+    ).rows()
+    yield drawing([row for rank in rows for row in rank], length, "ms")
 
 
-def _time_lane(place: int, planned: Candidate) -> BarRow:
-    return _stacked(
-        str(place), [(words, getattr(planned.step_time, name)) for name, words in PARTS], "s"
-    )
-
-
-def memory_drawing(planned: Candidate) -> str:
-    """Bytes of every pipeline rank by component, beside the memory of the device."""
-    total = planned.machine.gpu.memory / GIB
-    ranks = range(planned.job.pp)
-    lanes = [
-        _stacked(
-            f"pp rank {rank}",
-            [(name, size / GIB) for name, size in planned.memory(rank).items()],
-            "GiB",
-        )
-        for rank in ranks
-    ]
-    largest = max(bar.end for lane in lanes for bar in lane.bars)
-    return drawing(
-        lanes,
-        max(largest, total),
-        "GiB",
-        marks=[(ALLOCATABLE * total, f"usable of a {planned.machine.gpu.name}")],
-    )
+def _memory(candidate: Candidate) -> str:
+    """Bytes of every pipeline rank by component, and the memory of the device."""
+    total = candidate.machine.gpu.memory / GIB
+    rows = []
+    for rank in range(candidate.job.pp):
+        parts = [(name, size / GIB) for name, size in candidate.memory(rank).items()]
+        rows.append(_stacked(f"pp rank {rank}", parts, "GiB"))
+    largest = max(bar.end for row in rows for bar in row.bars)
+    usable = (ALLOCATABLE * total, f"usable of a {candidate.machine.gpu.name}")
+    return drawing(rows, max(largest, total), "GiB", marks=[usable])
 
 
 def _stacked(name: str, parts: Sequence[tuple[str, float]], unit: str) -> BarRow:
-    """Parts of a whole one behind the other, in the colours of PALETTE."""
+    """The parts of a whole one after the other, in the colours of PALETTE."""
     bars = []
     begin = 0.0
     for (words, size), colour in zip(parts, cycle(PALETTE), strict=False):

@@ -1,9 +1,9 @@
 """The file of ``--record-timeline``: what every rank did when, for chrome://tracing,
 ui.perfetto.dev and ``plan compare``.
 
-JSON in Chrome's format: a process for each rank, a thread for each lane. What overlaps within a
-lane (two gathers under way) gets a second thread of that name, so no viewer has to guess. Under a
-key of its own the file has the run's configuration.
+It is JSON in Chrome's trace event format: a process for each rank, a thread for each lane. Where
+spans of a lane overlap (two gathers under way), the lane gets a second thread, because a viewer
+expects the spans of a thread to be nested. The run's configuration has a key of its own.
 """
 
 from __future__ import annotations
@@ -11,18 +11,18 @@ from __future__ import annotations
 import gzip
 import json
 import zlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from megatron_llama.errors import ConfigError, describe
+from megatron_llama.errors import ConfigError
 
 KEY = "megatron_llama"
 FORMAT = 1
-"""Where the file says what it is, and its version."""
+"""The key under which the file says what it is, and its version."""
 ITERATIONS = "iterations"
 COMPUTE = "compute"
 WAITS = "waits"
@@ -42,8 +42,20 @@ AXIS_LANES: Mapping[str, str] = MappingProxyType(
         **dict.fromkeys(("dp", "dp_shard", "dp_replica", "embedding"), REDUCTIONS),
     }
 )
-"""Whose messages a lane shows, by axis of the mesh; others are in ``other``."""
-MICRO = 1e6
+"""The lane of an axis' messages; those of other axes are in ``other``."""
+_META: Mapping[str, Callable[[Any], Any]] = MappingProxyType(
+    {
+        "ranks": int,
+        "per_node": int,
+        "device": str,
+        "host": bool,
+        "memory": int,
+        "clock_error": float,
+        "labels": lambda labels: tuple(map(str, labels)),
+        "config": dict,
+    }
+)
+"""What the file says of the run, in order, and how it is read."""
 
 
 @dataclass(frozen=True)
@@ -59,11 +71,11 @@ class Span:
     details: Mapping[str, int | str] = field(default_factory=dict)
     """``iteration``; of an action ``op``, ``stage`` and ``microbatch``; of a message ``axis``,
     ``operation``, ``bytes`` and, in the engine, ``bucket``; of a wait ``on``, the lane whose
-    messages it waits for; ``evaluation`` where it belongs to one."""
+    messages it waits for; ``evaluation`` if it belongs to one."""
 
     @property
     def seconds(self) -> float:
-        """How long."""
+        """How long it took."""
         return self.end - self.begin
 
 
@@ -75,37 +87,24 @@ class Recorded:
     """The configuration of the run, section by section."""
     ranks: int
     per_node: int
-    """Ranks on the fullest machine."""
+    """Ranks on the machine that has most."""
     device: str
-    """What the vendor calls it."""
+    """The vendor's name of the device."""
     host: bool
     """Whether the host itself computed."""
     memory: int
     """Bytes of the device."""
     clock_error: float
-    """Seconds by which the clocks of two ranks may be apart."""
+    """Seconds by which the clocks of two ranks may differ."""
     labels: tuple[str, ...]
-    """Of every rank: its place on the axes."""
+    """The place of every rank on the axes."""
     spans: tuple[Span, ...]
 
 
 def write_timeline(path: Path, recorded: Recorded) -> None:
-    """Write the file, compressed where its name ends in ``.gz``. Raises OSError."""
-    meta = {
-        name: getattr(recorded, name)
-        for name in (
-            "ranks",
-            "per_node",
-            "device",
-            "host",
-            "memory",
-            "clock_error",
-            "labels",
-            "config",
-        )
-    }
+    """Write the file, compressed if its name ends in ``.gz``. Raises OSError."""
     content = {
-        KEY: {"format": FORMAT, **meta},
+        KEY: {"format": FORMAT, **{name: getattr(recorded, name) for name in _META}},
         "displayTimeUnit": "ms",
         "traceEvents": list(_events(recorded)),
     }
@@ -115,59 +114,53 @@ def write_timeline(path: Path, recorded: Recorded) -> None:
 
 
 def _events(recorded: Recorded) -> Iterator[dict[str, Any]]:
+    def meta(what: str, rank: int, thread: int, **args: object) -> dict[str, Any]:
+        return {"ph": "M", "name": what, "pid": rank, "tid": thread, "args": args}
+
     for rank, label in enumerate(recorded.labels):
-        yield _named(
+        yield meta(
             "process_name", rank, 0, name=f"rank {rank}: {label}" if label else f"rank {rank}"
         )
-        yield _named("process_sort_index", rank, 0, sort_index=rank)
+        yield meta("process_sort_index", rank, 0, sort_index=rank)
     order = sorted(
         recorded.spans, key=lambda span: (span.rank, LANES.index(span.lane), span.begin, span.end)
     )
     for rank, own in groupby(order, key=lambda span: span.rank):
         thread = 0
         for lane, spans in groupby(own, key=lambda span: span.lane):
-            for number, track in enumerate(tracks(list(spans))):
+            for number, track in enumerate(tracks(spans), 1):
                 thread += 1
-                yield _named(
-                    "thread_name",
-                    rank,
-                    thread,
-                    name=lane if number == 0 else f"{lane} {number + 1}",
+                yield meta(
+                    "thread_name", rank, thread, name=lane if number == 1 else f"{lane} {number}"
                 )
-                yield _named("thread_sort_index", rank, thread, sort_index=thread)
-                yield from (_complete(span, thread) for span in track)
+                yield meta("thread_sort_index", rank, thread, sort_index=thread)
+                for span in track:
+                    begin = _microseconds(span.begin)
+                    yield {
+                        "ph": "X",
+                        "name": span.name,
+                        "cat": span.lane,
+                        "pid": rank,
+                        "tid": thread,
+                        "ts": begin,
+                        "dur": round(_microseconds(span.end) - begin, 3),
+                        "args": dict(span.details),
+                    }
 
 
-def _named(what: str, rank: int, thread: int, **args: object) -> dict[str, Any]:
-    return {"ph": "M", "name": what, "pid": rank, "tid": thread, "args": args}
-
-
-def _complete(span: Span, thread: int) -> dict[str, Any]:
-    begin = round(span.begin * MICRO, 3)
-    end = round(span.end * MICRO, 3)
-    times = {"ts": begin, "dur": round(end - begin, 3)}
-    return {
-        "ph": "X",
-        "name": span.name,
-        "cat": span.lane,
-        "pid": span.rank,
-        "tid": thread,
-        **times,
-        "args": dict(span.details),
-    }
+def _microseconds(seconds: float) -> float:
+    """A time as the file has it."""
+    return round(seconds * 1e6, 3)
 
 
 def tracks(spans: Iterable[Span]) -> list[list[Span]]:
-    """Spans in order of their beginning, shared out so that nothing overlaps within a track: as few
-    tracks as that takes."""
+    """Divide spans, in order of their beginning, into as few tracks as possible in which nothing
+    overlaps."""
     found: list[list[Span]] = []
     for span in spans:
-        # In the units of the file, so that what is written does not overlap either.
-        free = (
-            track
-            for track in found
-            if round(track[-1].end * MICRO, 3) <= round(span.begin * MICRO, 3)
-        )
+        # Compared in the units of the file, so that what is written does not overlap either.
+        begin = _microseconds(span.begin)
+        free = (track for track in found if _microseconds(track[-1].end) <= begin)
         track = next(free, None)
         if track is None:
             found.append([span])
@@ -177,81 +170,53 @@ def tracks(spans: Iterable[Span]) -> list[list[Span]]:
 
 
 def read_timeline(path: Path) -> Recorded:
-    """The content of a file. Raises ConfigError for anything that is not a whole one of this
-    version."""
-    content = _read_object(path)
-    meta = content.get(KEY)
-    if not isinstance(meta, dict) or "format" not in meta:
-        do = "give a file that pretrain --record-timeline has written; traces of --profile have nothing to compare"
-        raise ConfigError(
-            describe(
-                str(path), got="no timeline of this program", expected=f"JSON with {KEY}", do=do
-            )
-        )
-    if meta["format"] != FORMAT:
-        do = "record it again with this version"
-        raise ConfigError(describe(f"{path} format", got=meta["format"], expected=FORMAT, do=do))
-    try:
-        events = [event for event in content["traceEvents"] if event["ph"] == "X"]
-        return Recorded(
-            config=dict(meta["config"]),
-            ranks=int(meta["ranks"]),
-            per_node=int(meta["per_node"]),
-            device=str(meta["device"]),
-            host=bool(meta["host"]),
-            memory=int(meta["memory"]),
-            clock_error=float(meta["clock_error"]),
-            labels=tuple(map(str, meta["labels"])),
-            spans=tuple(map(_span, events)),
-        )
-    except (KeyError, TypeError, ValueError) as error:
-        got = f"no {error}" if isinstance(error, KeyError) else error
-        raise ConfigError(
-            describe(
-                str(path), got=got, expected="what --record-timeline writes", do="record it again"
-            )
-        ) from None
-
-
-def _span(event: Mapping[str, Any]) -> Span:
-    begin = float(event["ts"])
-    lane = str(event["cat"])
-    if lane not in LANES:
-        raise ValueError(f"a lane {lane}")
-    end = begin + float(event["dur"])
-    return Span(
-        int(event["pid"]),
-        lane,
-        str(event["name"]),
-        begin / MICRO,
-        end / MICRO,
-        dict(event.get("args", {})),
-    )
-
-
-def _read_object(path: Path) -> dict[str, Any]:
-    where = str(path)
+    """Return the content of a file. Raises ConfigError for anything that is not a complete one of
+    this version."""
     do = "give the file that pretrain --record-timeline has written, whole"
     try:
         data = path.read_bytes()
         content = json.loads(gzip.decompress(data) if data[:2] == b"\x1f\x8b" else data)
     except OSError as error:
-        raise ConfigError(
-            describe(where, got=error.strerror or error, expected="a readable timeline", do=do)
-        ) from None
+        got = error.strerror or error
+        raise ConfigError(path, got=got, expected="a readable timeline", do=do) from None
     except (ValueError, EOFError, zlib.error) as error:
-        raise ConfigError(
-            describe(where, got=f"no JSON ({error})", expected="a timeline", do=do)
-        ) from None
+        raise ConfigError(path, got=f"no JSON ({error})", expected="a timeline", do=do) from None
     if not isinstance(content, dict):
-        raise ConfigError(
-            describe(where, got=f"a JSON {type(content).__name__}", expected="a timeline", do=do)
+        got = f"a JSON {type(content).__name__}"
+        raise ConfigError(path, got=got, expected="a timeline", do=do)
+    meta = content.get(KEY)
+    if not isinstance(meta, dict) or "format" not in meta:
+        do = (
+            "give a file that pretrain --record-timeline has written; "
+            "traces of --profile have nothing to compare"
         )
-    return content
+        expected = f"JSON with {KEY}"
+        raise ConfigError(path, got="no timeline of this program", expected=expected, do=do)
+    if meta["format"] != FORMAT:
+        do = "record it again with this version"
+        raise ConfigError(f"{path} format", got=meta["format"], expected=FORMAT, do=do)
+    try:
+        events = [event for event in content["traceEvents"] if event["ph"] == "X"]
+        run = {name: read(meta[name]) for name, read in _META.items()}
+        return Recorded(**run, spans=tuple(map(_span, events)))
+    except (KeyError, TypeError, ValueError) as error:
+        got = f"no {error}" if isinstance(error, KeyError) else str(error)
+        expected = "what --record-timeline writes"
+        raise ConfigError(path, got=got, expected=expected, do="record it again") from None
+
+
+def _span(event: Mapping[str, Any]) -> Span:
+    begin = float(event["ts"])
+    end = begin + float(event["dur"])
+    lane = str(event["cat"])
+    if lane not in LANES:
+        raise ValueError(f"a lane {lane}")
+    details = dict(event.get("args", {}))
+    return Span(int(event["pid"]), lane, str(event["name"]), begin / 1e6, end / 1e6, details)
 
 
 def union(spans: Sequence[Span]) -> float:
-    """Seconds in which at least one of the spans goes on."""
+    """Return the seconds in which at least one of the spans goes on."""
     total = 0.0
     until = float("-inf")
     for span in sorted(spans, key=lambda one: one.begin):
