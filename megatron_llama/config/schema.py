@@ -11,6 +11,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+PipelineSchedule = Literal["gpipe", "1f1b", "interleaved", "zb-h1", "zb-v"]
+"""The names of ``plans/schedule/builders.py``."""
+
 
 @dataclass(frozen=True)
 class ModelConfig:
@@ -92,7 +95,7 @@ class ParallelConfig:
     sequence_parallel: bool = False
     """Split norms and residual stream along the sequence over the tp processes. Ignored with tp
     1."""
-    pipeline_schedule: Literal["gpipe", "1f1b", "interleaved", "zb-h1", "zb-v"] = "1f1b"
+    pipeline_schedule: PipelineSchedule = "1f1b"
     """Order of forward and backward passes over the pipeline stages. zb-*: weight gradients fill
     the bubbles."""
     data_parallel_sharding_strategy: Literal[

@@ -66,13 +66,17 @@ class Candidate:
     @cached_property
     def recomputing(self) -> int:
         """Blocks of each stage that recompute."""
-        return self.short.chosen() if self.config.parallel.recompute_granularity != "none" else 0
+        return (
+            self.short.recompute_layers()
+            if self.config.parallel.recompute_granularity != "none"
+            else 0
+        )
 
     def memory(self, rank: int) -> dict[str, int]:
         """Return the bytes of a pipeline rank by component, at the fullest moment."""
         plan = self.short
         granularity = self.config.parallel.recompute_granularity
-        state = state_bytes(self.config, plan.layouts[rank])
+        state = state_bytes(self.config, plan.bucket_plans[rank])
         logits = plan.logits(rank)
         return {
             "weights": state["parameters"] + state["parameter shards"],
@@ -152,7 +156,7 @@ class Candidate:
             return 0.0, 0.0
         shards = self.groups.shards
         traffic = self.traffic[rank]
-        layout = plan.layouts[rank]
+        layout = plan.bucket_plans[rank]
         passes = plan.schedule.microbatches * plan.schedule.virtual
         once = all(layout.stays_unsharded(bucket.index) for bucket in layout.buckets)
         gathers = 0.0 if once else shards.gather(traffic.gather_bytes, traffic.gathers) / passes
@@ -211,7 +215,7 @@ class Candidate:
         if self.job.dp * self.job.cp == 1:
             return 0.0
         worst = 0.0
-        for rank, layout in enumerate(self.short.layouts):
+        for rank, layout in enumerate(self.short.bucket_plans):
             if any(bucket.kind.trainable for bucket in layout.buckets):
                 stages = self.short.partition.stages_of(rank)
                 times = [self.stage_times[stage] for stage in stages]
@@ -252,7 +256,7 @@ class Candidate:
         for the host."""
         norm = self.groups.shards.reduce(8.0) if self.config.optimizer.clip_grad else 0.0
         elements = []
-        for layout, away in zip(self.short.layouts, self.away, strict=True):
+        for layout, away in zip(self.short.bucket_plans, self.away, strict=True):
             trained = [bucket for bucket in layout.buckets if bucket.kind.trainable]
             elements.append(sum(layout.shard_numel(one.index) for one in trained) - away)
         update = update_bytes(self.job) * max(elements) / Kernels(self.job, self.fit).hbm

@@ -10,9 +10,9 @@ from typing import Literal
 
 from megatron_llama.config.schema import Config, LoraConfig, ModelConfig
 from megatron_llama.planner.hardware import Gpu
-from megatron_llama.plans.activation_memory import compute_bytes
 from megatron_llama.plans.buckets import shard_count, strategy_named
 from megatron_llama.plans.checks.zenflow import longest_window, sends_fp32
+from megatron_llama.plans.itemsize import compute_itemsize
 from megatron_llama.plans.offload import EXACT, NONE
 from megatron_llama.plans.params import ParamSpec, Shapes, stage_units, whole_model
 
@@ -272,7 +272,7 @@ def job_of(config: Config, machine: Machine) -> TrainingJob:
         sharding = "parameters"
     elif strategy.sharded:
         sharding = "gradients" if strategy.reduce_every_microbatch else "optimizer"
-    itemsize = compute_bytes(config)
+    itemsize = compute_itemsize(config)
     recomputing = 1.0
     if parallel.recompute_num_layers.isdecimal():
         blocks = int(parallel.recompute_num_layers) * pp * vpp

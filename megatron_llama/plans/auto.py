@@ -1,4 +1,4 @@
-"""Replaces every ``auto`` by what fits into memory, and says why."""
+"""Replaces every ``auto`` of a configuration by what fits into memory, and says why."""
 
 from __future__ import annotations
 
@@ -14,11 +14,13 @@ FEWEST_SLOTS = 2
 
 
 def decide(config: Config, world_size: int, memory: int) -> tuple[Config, tuple[str, ...]]:
-    """Replace every ``auto`` by what fits into ``memory`` bytes per process, with a note on each.
-    Sharding comes first: it costs communication, which overlaps; recomputing costs computation.
+    """Replace every ``auto`` by what fits into ``memory`` bytes per process. Return the
+    configuration and a note on each decision.
 
-    ``config`` is resolved and knows its vocabulary; all ranks must give the same memory, for all
-    must decide alike."""
+    ``config`` is resolved and knows its vocabulary. All ranks must give the same memory, because
+    all must decide alike."""
+    # Sharding is decided before recomputation: it costs communication, which overlaps with
+    # computation, while recomputing costs computation.
     config, strategy = _decide_strategy(config, world_size, memory)
     config, slots = _decide_slots(config, world_size, memory)
     config, recompute = decide_recompute(config, world_size, memory)
@@ -29,41 +31,39 @@ def _with(config: Config, **parallel: str) -> Config:
     return replace(config, parallel=replace(config.parallel, **parallel))  # type: ignore[arg-type]
 
 
-def _plan(config: Config, world_size: int) -> MemoryPlan:
-    """With the fewest slots, where their number is still to be decided."""
-    return MemoryPlan(
-        _with(config, param_slots=str(FEWEST_SLOTS))
-        if config.parallel.param_slots == AUTO
-        else config,
-        world_size,
-    )
-
-
-def _least(plan: MemoryPlan) -> int:
+def _least_needed(plan: MemoryPlan) -> int:
     """Bytes of the process that needs most, recomputing as little as the configuration allows."""
     parallel = plan.config.parallel
     return plan.needed(
         parallel.recompute_granularity,
-        0 if parallel.recompute_num_layers == AUTO else plan.chosen(),
+        0 if parallel.recompute_num_layers == AUTO else plan.recompute_layers(),
     )
 
 
 def _of_budget(needed: int, memory: int) -> str:
     budget = int(memory * USABLE)
-    return f"{gib(needed)} of {gib(budget)} usable per process{'' if needed <= budget else ', which is not enough'}"
+    return (
+        f"{gib(needed)} of {gib(budget)} usable per "
+        f"process{'' if needed <= budget else ', which is not enough'}"
+    )
 
 
 def _decide_strategy(
     config: Config, world_size: int, memory: int
 ) -> tuple[Config, tuple[str, ...]]:
-    """The first strategy that fits, in the order of what they send."""
+    """Choose the strategy that sends least of those that fit."""
     if config.parallel.data_parallel_sharding_strategy != AUTO:
         return config, ()
+    # Whether a strategy fits is asked with the fewest slots, if their number is still open.
+    slots = config.parallel.param_slots
+    fewest = str(FEWEST_SLOTS) if slots == AUTO else slots
     plans = {
-        name: _plan(_with(config, data_parallel_sharding_strategy=name), world_size)
+        name: MemoryPlan(
+            _with(config, data_parallel_sharding_strategy=name, param_slots=fewest), world_size
+        )
         for name in BY_TRAFFIC
     }
-    needed = {name: _least(plan) for name, plan in plans.items()}
+    needed = {name: _least_needed(plan) for name, plan in plans.items()}
     fitting = [name for name in BY_TRAFFIC if needed[name] <= memory * USABLE]
     chosen = fitting[0] if fitting else BY_TRAFFIC[-1]
     reasons = [
@@ -78,7 +78,7 @@ def _decide_strategy(
 
 
 def _decide_slots(config: Config, world_size: int, memory: int) -> tuple[Config, tuple[str, ...]]:
-    """The most slots that fit: each saves gathers."""
+    """Choose the most parameter slots that fit: each one saves gathers."""
     if config.parallel.param_slots != AUTO or not by_unit(config.parallel):
         return config, ()
     partition = partition_of(config)
@@ -88,7 +88,7 @@ def _decide_slots(config: Config, world_size: int, memory: int) -> tuple[Config,
     )
 
     def needed(slots: int) -> int:
-        return _least(
+        return _least_needed(
             MemoryPlan(
                 _with(config, param_slots="all" if slots >= most else str(slots)), world_size
             )
@@ -104,10 +104,7 @@ def decide_recompute(
     config: Config, world_size: int, memory: int
 ) -> tuple[Config, tuple[str, ...]]:
     """Replace ``--recompute-num-layers auto`` by the fewest blocks with which every process fits
-    into ``memory`` bytes, with a note.
-
-    ``config`` is resolved and knows its vocabulary; all ranks must give the same memory, for all
-    must decide alike."""
+    into ``memory`` bytes. The rest is as for ``decide``."""
     parallel = config.parallel
     if parallel.recompute_num_layers != AUTO:
         return config, ()
@@ -122,7 +119,8 @@ def decide_recompute(
         ),
     )
     note = (
-        f"--recompute-num-layers auto: {layers} of up to {plan.largest_stage} blocks of a stage recompute ({granularity}); "
+        f"--recompute-num-layers auto: {layers} of up to {plan.largest_stage} blocks of a "
+        f"stage recompute ({granularity}); "
         f"{_of_budget(plan.needed(granularity, layers), memory)}"
     )
     return _with(config, recompute_num_layers=str(layers)), (note,)

@@ -1,5 +1,5 @@
-"""Memory of every process of a run, from the plans that the run uses: state, and activations over
-the schedule."""
+"""Memory of every process of a run, computed from the plans that the run executes: the state that
+stays, and the activations that come and go with the schedule."""
 
 from __future__ import annotations
 
@@ -9,12 +9,7 @@ from dataclasses import replace
 from megatron_llama.config.schema import Config
 from megatron_llama.config.world import dp_size
 from megatron_llama.errors import describe
-from megatron_llama.plans.activation_memory import (
-    HEAD_CHUNK,
-    Activations,
-    Granularity,
-    compute_bytes,
-)
+from megatron_llama.plans.activation_memory import HEAD_CHUNK, Activations, Granularity
 from megatron_llama.plans.buckets import (
     ALIGN,
     PIECES,
@@ -24,103 +19,108 @@ from megatron_llama.plans.buckets import (
     rank_bucket_plan,
     strategy_named,
 )
+from megatron_llama.plans.itemsize import compute_itemsize, fp32_itemsize, reduce_itemsize
 from megatron_llama.plans.offload import OffloadPlan, offload_plan
 from megatron_llama.plans.params import partition_of
 from megatron_llama.plans.schedule import Action, Op, backward_comes_next, schedule_named
 from megatron_llama.plans.traffic import StepTraffic, step_traffic
 
 USABLE = 0.9
-"""Of the device's memory: the rest is for the driver's context, communicators and the gaps between
-allocations."""
+"""The share of a device's memory that ``auto`` fills. The rest is for the driver's context,
+communicators and the gaps between allocations."""
 
 
-def state_bytes(config: Config, layout: BucketPlan) -> dict[str, int]:
-    """Persistent bytes of one process, by component, as the engine allocates them on the device:
-    without what is offloaded."""
+def state_bytes(config: Config, bucket_plan: BucketPlan) -> dict[str, int]:
+    """Bytes that one process holds on the device throughout a run, by component, as the engine
+    allocates them. What is offloaded to the host is not counted."""
     strategy = strategy_named(config.parallel.data_parallel_sharding_strategy)
-    narrow = compute_bytes(config)
-    wide = max(narrow, 4)
+    itemsize = compute_itemsize(config)
+    fp32 = fp32_itemsize(config)
     trained = sum(
-        layout.shard_numel(bucket.index) for bucket in layout.buckets if bucket.kind.trainable
+        bucket_plan.shard_numel(bucket.index)
+        for bucket in bucket_plan.buckets
+        if bucket.kind.trainable
     )
-    offload = offload_plan(config, layout)
+    offload = offload_plan(config, bucket_plan)
     updated = trained - (
-        sum(map(layout.shard_numel, offload.buckets)) if offload is not None else 0
+        sum(map(bucket_plan.shard_numel, offload.buckets)) if offload is not None else 0
     )
     apart = sum(
-        layout.shard_numel(bucket.index)
-        for bucket in layout.buckets
-        if not layout.stays_unsharded(bucket.index)
+        bucket_plan.shard_numel(bucket.index)
+        for bucket in bucket_plan.buckets
+        if not bucket_plan.stays_unsharded(bucket.index)
     )
-    slots = sum(layout.gradient_slot_numel().values())
+    slots = sum(bucket_plan.gradient_slot_numel().values())
     return {
-        "parameters": sum(layout.parameter_slot_numel().values()) * narrow,
-        "parameter shards": apart * narrow,
-        "gradients": slots * wide + (trained * wide if strategy.reduce_every_microbatch else 0),
-        "master weights": updated * wide if narrow != wide else 0,
-        "moments": 2 * updated * wide,
+        "parameters": sum(bucket_plan.parameter_slot_numel().values()) * itemsize,
+        "parameter shards": apart * itemsize,
+        "gradients": slots * fp32 + (trained * fp32 if strategy.reduce_every_microbatch else 0),
+        # In fp32 the shard itself is the master copy.
+        "master weights": updated * fp32 if itemsize != fp32 else 0,
+        "moments": 2 * updated * fp32,
         **({"hot columns": offload.on_device} if offload is not None and offload.on_device else {}),
     }
 
 
-def host_buffer_bytes(config: Config, layout: BucketPlan, *, dp: int) -> int:
-    """What gradients need on their way where the backend is gloo, beside ``state_bytes``: receive
-    buffers, and casts to a narrower wire. A GPU's backend has its own. ``dp``: data-parallel ranks,
-    context-parallel ones included."""
-    wide = max(compute_bytes(config), 4)
-    wire = 2 if config.parallel.grad_reduce_in_bf16 else wide
-    trained = [bucket.numel for bucket in layout.buckets if bucket.kind.trainable]
-    narrow = wire < wide
-    size = layout.shards
-    replicas = dp // layout.shards
+def host_buffer_bytes(config: Config, bucket_plan: BucketPlan, *, dp: int) -> int:
+    """Bytes of the buffers in which gloo receives gradients, and of casts to the dtype in which
+    they are sent; they come on top of ``state_bytes``. A GPU's backend has buffers of its own.
+    ``dp``: data-parallel ranks, context-parallel ones included."""
+    fp32 = fp32_itemsize(config)
+    wire = reduce_itemsize(config)
+    cast = wire < fp32
+    trained = [bucket.numel for bucket in bucket_plan.buckets if bucket.kind.trainable]
+    shards = bucket_plan.shards
+    replicas = dp // shards
     total = 0
-    if size > 1:
+    if shards > 1:
         largest = max(trained, default=0)
-        part = -(-largest // size)
-        each = (size - 1) * part * wire + narrow * (largest * wire + part * wide)
-        total += min(REDUCTIONS_IN_FLIGHT, len(layout.gradient_slot_numel())) * each
+        part = -(-largest // shards)
+        each = (shards - 1) * part * wire + cast * (largest * wire + part * fp32)
+        total += min(REDUCTIONS_IN_FLIGHT, len(bucket_plan.gradient_slot_numel())) * each
     if replicas > 1:
         for numel in trained:
-            part = align_up(-(-numel // size // replicas), ALIGN)
-            total += (replicas - 1) * part * wire + narrow * (
-                numel // size * wire + 2 * part * wide
+            part = align_up(-(-numel // shards // replicas), ALIGN)
+            total += (replicas - 1) * part * wire + cast * (
+                numel // shards * wire + 2 * part * fp32
             )
     return total
 
 
-def squares_bytes(config: Config, layout: BucketPlan) -> int:
-    """The largest tensor that the engine allocates for the gradient's norm: of one shard a number
-    for every ALIGN elements."""
+def squares_bytes(config: Config, bucket_plan: BucketPlan) -> int:
+    """Bytes of the largest tensor that the engine allocates for the gradient's norm: one number for
+    every ALIGN elements of a shard."""
     shards = (
-        layout.shard_numel(bucket.index) for bucket in layout.buckets if bucket.kind.trainable
+        bucket_plan.shard_numel(bucket.index)
+        for bucket in bucket_plan.buckets
+        if bucket.kind.trainable
     )
-    return max(shards, default=0) // ALIGN * max(compute_bytes(config), 4)
+    return max(shards, default=0) // ALIGN * fp32_itemsize(config)
 
 
-def least_chunk_bytes(config: Config, layout: BucketPlan, *, dp: int) -> int:
-    """The smallest ``--exchange-chunk-bytes`` that cuts no message of a layout into more than
+def least_chunk_bytes(config: Config, bucket_plan: BucketPlan, *, dp: int) -> int:
+    """The smallest ``--exchange-chunk-bytes`` with which no message is cut into more than
     PIECES."""
-    narrow = compute_bytes(config)
-    wire = 2 if config.parallel.grad_reduce_in_bf16 else max(narrow, 4)
-    replicas = dp // layout.shards
+    itemsize = compute_itemsize(config)
+    wire = reduce_itemsize(config)
+    replicas = dp // bucket_plan.shards
     messages = [(0, 1)]
-    for bucket in layout.buckets:
-        shard = layout.shard_numel(bucket.index)
-        if layout.shards > 1:
-            messages += [(shard, narrow), (shard * bucket.kind.trainable, wire)]
+    for bucket in bucket_plan.buckets:
+        shard = bucket_plan.shard_numel(bucket.index)
+        if bucket_plan.shards > 1:
+            messages += [(shard, itemsize), (shard * bucket.kind.trainable, wire)]
         if replicas > 1 and bucket.kind.trainable:
             messages.append((min(shard, align_up(-(-shard // replicas), ALIGN)), wire))
-    pieces = [(-(-numel // PIECES), itemsize) for numel, itemsize in messages]
-    return max(
-        elements * itemsize if elements > 1 else 1 for elements, itemsize in pieces
-    )  # a piece has one element at least
+    pieces = [(-(-numel // PIECES), size) for numel, size in messages]
+    # A piece has one element at least, so no limit is too small for messages of PIECES elements.
+    return max(elements * size if elements > 1 else 1 for elements, size in pieces)
 
 
-def chunk_problem(config: Config, layouts: Iterable[BucketPlan], *, dp: int) -> str | None:
-    """What is wrong with ``--exchange-chunk-bytes`` for the layouts of all pipeline ranks, where
-    the backend is gloo."""
+def chunk_problem(config: Config, bucket_plans: Iterable[BucketPlan], *, dp: int) -> str | None:
+    """What is wrong with ``--exchange-chunk-bytes`` where the backend is gloo; None if nothing is.
+    ``bucket_plans``: those of all pipeline ranks."""
     given = config.parallel.exchange_chunk_bytes
-    least = max(least_chunk_bytes(config, layout, dp=dp) for layout in layouts)
+    least = max(least_chunk_bytes(config, bucket_plan, dp=dp) for bucket_plan in bucket_plans)
     if given >= least:
         return None
     expected = f"at least {least}, which cuts the largest message into {PIECES} pieces"
@@ -132,13 +132,15 @@ def chunk_problem(config: Config, layouts: Iterable[BucketPlan], *, dp: int) -> 
 def peak_of(
     actions: Iterable[Action],
     kept: Sequence[int],
-    deferred: Sequence[int],
+    postponed: Sequence[int],
     message: int = 0,
     placement: Sequence[int] = (),
 ) -> int:
-    """Most bytes that a rank holds: a microbatch at stage s keeps ``kept[s]`` from its forward pass
-    to its backward pass, and ``deferred[s]`` from there to its weight gradients if the pass is
-    split. ``message``: of what crosses stages, on its way to the ranks in ``placement``."""
+    """Most bytes that a rank holds while it walks ``actions``.
+
+    A microbatch at stage s keeps ``kept[s]`` from its forward pass to its backward pass, and, if
+    the backward pass is split, ``postponed[s]`` from there to its weight gradients. ``message`` is
+    the size of a tensor that crosses stages; ``placement`` says which stages are on one rank."""
     live = peak = 0
     transit = _Transit(message, placement)
     for action in actions:
@@ -148,26 +150,29 @@ def peak_of(
         elif action.op is Op.BACKWARD:
             live -= kept[action.stage]
         elif action.op is Op.BACKWARD_INPUT:
-            live += deferred[action.stage] - kept[action.stage]
+            live += postponed[action.stage] - kept[action.stage]
         elif action.op is Op.BACKWARD_WEIGHT:
-            live -= deferred[action.stage]
+            live -= postponed[action.stage]
         peak = max(peak, live)
     return peak
 
 
 class _Transit:
-    """What lies between stages and is nobody's activation: received and not read yet, or a gradient
-    until its link has taken the next. What is sent forward is kept by the pass that made it."""
+    """Tensors between stages that no pass keeps: those received and not read yet, and gradients
+    that are being sent. What is sent forward is kept by the pass that made it."""
 
     def __init__(self, message: int, placement: Sequence[int]) -> None:
         self._message = message
         self._placement = placement
         self._received = set[tuple[bool, int, int]]()
+        """(forward, stage, microbatch) of what has arrived and was not read."""
         self._sent = set[int]()
+        """Ranks that have been sent a gradient: a link keeps one until it takes the next."""
         self._made = set[tuple[int, int]]()
+        """(stage, microbatch) whose input gradient was computed and not handed on."""
 
     def step(self, action: Action) -> int:
-        """By how many bytes an action changes it."""
+        """Return by how many bytes ``action`` changes what is in transit."""
         op = action.op
         stage = action.stage
         microbatch = action.microbatch
@@ -186,8 +191,10 @@ class _Transit:
         change = -self._message * (arrived in self._received)
         self._received.discard(arrived)
         if op is not Op.FORWARD:
-            # From the next stage of this rank, or for the one before, which has its output until
-            # then if it is here too.
+            # This pass consumes the gradient of the next stage if that one is on this rank,
+            # together with the output that the gradient belongs to, and makes one for the stage
+            # before. If that stage is on this rank, its output is held as long as the gradient: two
+            # messages.
             change -= 2 * self._message * ((stage + 1, microbatch) in self._made)
             self._made.discard((stage + 1, microbatch))
             if stage > 0:
@@ -200,15 +207,16 @@ class _Transit:
 
 
 class MemoryPlan:
-    """Memory of the ranks of a resolved configuration with a known vocabulary."""
+    """Memory of all ranks of a resolved configuration whose vocabulary is known. All numbers are
+    bytes."""
 
     def __init__(self, config: Config, world_size: int, *, head_chunk: int = HEAD_CHUNK) -> None:
-        """``head_chunk``: see there."""
+        """``head_chunk``: logits that the last stage holds at once."""
         parallel = config.parallel
         training = config.training
         self.config = config
         self.partition = partition_of(config)
-        self.shape = replace(Activations.of(config), head_chunk=head_chunk)
+        self.shape = replace(Activations.from_config(config), head_chunk=head_chunk)
         dp = dp_size(config, world_size)
         ranks = parallel.pipeline_model_parallel_size
         self.schedule = schedule_named(
@@ -218,21 +226,23 @@ class MemoryPlan:
             virtual=parallel.virtual_pipeline_model_parallel_size,
         )
         last = self.partition.stages - 1
-        self.in_chunks = self.shape.many_scores and backward_comes_next(
+        self.in_chunks = self.shape.exceeds_head_chunk and backward_comes_next(
             self.schedule.ranks[self.partition.placement[last]], last
         )
-        """Whether the last stage never holds the scores of all tokens of a microbatch."""
+        """Whether the last stage never holds the logits of all tokens of a microbatch."""
         self._data = dp * parallel.context_parallel_size
-        self.layouts = [rank_bucket_plan(config, dp=self._data, rank=rank) for rank in range(ranks)]
+        self.bucket_plans = [
+            rank_bucket_plan(config, dp=self._data, rank=rank) for rank in range(ranks)
+        ]
         self.largest_stage = max(len(layers) for layers in self.partition.layers)
 
-    def chosen(self) -> int:
-        """Blocks of each stage that recompute by the configuration (``auto`` counts as all)."""
+    def recompute_layers(self) -> int:
+        """Blocks of each stage that --recompute-num-layers asks for; ``auto`` counts as all."""
         wanted = self.config.parallel.recompute_num_layers
         return int(wanted) if wanted.isdecimal() else self.largest_stage
 
     def kept(self, stage: int, granularity: Granularity, recomputing: int) -> int:
-        """Bytes that autograd keeps of one microbatch at one stage."""
+        """What autograd keeps of one microbatch at one stage."""
         blocks = len(self.partition.layers[stage])
         return self.shape.stage(
             blocks,
@@ -243,75 +253,75 @@ class MemoryPlan:
         )
 
     def microbatch(self, rank: int, granularity: Granularity, recomputing: int) -> int:
-        """Bytes of one microbatch in all stages of a pipeline rank."""
+        """What autograd keeps of one microbatch in all stages of a pipeline rank."""
         return sum(
             self.kept(stage, granularity, recomputing) for stage in self.partition.stages_of(rank)
         )
 
     def in_flight(self, rank: int) -> float:
-        """Most microbatches a pipeline rank holds; one chunk of several is a fraction of one."""
+        """The most microbatches (no bytes) that a pipeline rank holds; a chunk of it counts as a
+        fraction."""
         ones = [1] * self.partition.stages
         return peak_of(self.schedule.ranks[rank], ones, ones) / self.schedule.virtual
 
     def activations(self, rank: int, granularity: Granularity, recomputing: int) -> int:
-        """Peak of what is neither state nor saved by nobody: ``between``, and the working memory of
-        a pass."""
+        """The peak of everything that is not state: what lies between two actions, and the working
+        memory of a pass."""
         return self.between(rank, granularity, recomputing) + self._working(
             rank, granularity, recomputing
         )
 
     def between(self, rank: int, granularity: Granularity, recomputing: int) -> int:
-        """Most bytes beside the state that are there between two actions: kept by autograd and by
-        the runtime, and messages."""
+        """The most that exists between two actions besides the state: what autograd and the runtime
+        keep, and messages."""
         stages = range(self.partition.stages)
         kept = [
             self.kept(stage, granularity, recomputing)
             + self._boundary(stage, granularity, recomputing)
             for stage in stages
         ]
-        deferred = [self._deferred(stage, granularity, recomputing) for stage in stages]
+        postponed = [self._postponed(stage, granularity, recomputing) for stage in stages]
         return peak_of(
-            self.schedule.ranks[rank], kept, deferred, self.shape.hidden, self.partition.placement
+            self.schedule.ranks[rank], kept, postponed, self.shape.hidden, self.partition.placement
         )
 
     def state(self, rank: int) -> int:
-        """Parameters, gradients, optimizer."""
-        return sum(state_bytes(self.config, self.layouts[rank]).values())
+        """Parameters, gradients and optimizer of a rank."""
+        return sum(state_bytes(self.config, self.bucket_plans[rank]).values())
 
     def offload(self, rank: int) -> OffloadPlan | None:
-        """What the optimizer takes of the host's memory, and moves; None where it stays on the
-        device."""
-        return offload_plan(self.config, self.layouts[rank])
+        """The plan of an optimizer in the host's memory; None where it stays on the device."""
+        return offload_plan(self.config, self.bucket_plans[rank])
 
     def offloaded(self) -> int:
-        """Bytes of host memory of the process that needs most."""
+        """Host memory that the offloaded optimizer of one process needs at most."""
         return max(
             plan.held if plan is not None else 0
-            for plan in map(self.offload, range(len(self.layouts)))
+            for plan in map(self.offload, range(len(self.bucket_plans)))
         )
 
     def host_buffers(self, rank: int) -> int:
-        """Bytes of receive buffers on a CPU."""
-        return host_buffer_bytes(self.config, self.layouts[rank], dp=self._data)
+        """Receive buffers of a rank on a CPU."""
+        return host_buffer_bytes(self.config, self.bucket_plans[rank], dp=self._data)
 
     def logits(self, rank: int) -> int:
-        """Of its activations those bytes that are scores of all tokens of a microbatch: none where
-        they are made in chunks."""
+        """The part of a rank's activations that is logits of all tokens of a microbatch: nothing
+        where they are computed in chunks."""
         return (
             self.shape.logits if self.partition.placement[-1] == rank and not self.in_chunks else 0
         )
 
     def chunk_problem(self) -> str | None:
-        """See the function, for the whole run on CPUs."""
-        return chunk_problem(self.config, self.layouts, dp=self._data)
+        """What is wrong with --exchange-chunk-bytes if this run is on CPUs."""
+        return chunk_problem(self.config, self.bucket_plans, dp=self._data)
 
     def traffic(self, rank: int) -> StepTraffic:
         """What a step of this pipeline rank sends to its data-parallel peers."""
         return step_traffic(self.config, self.schedule, dp=self._data, rank=rank)
 
     def needed(self, granularity: Granularity, recomputing: int) -> int:
-        """Bytes of the process that needs most."""
-        ranks = range(len(self.layouts))
+        """State and activations of the process that needs most."""
+        ranks = range(len(self.bucket_plans))
         return max(
             self.state(rank) + self.activations(rank, granularity, recomputing) for rank in ranks
         )
@@ -319,16 +329,16 @@ class MemoryPlan:
     def _ends(self, stage: int) -> dict[str, bool]:
         return {"first": stage == 0, "last": stage == self.partition.stages - 1}
 
-    def _deferred(self, stage: int, granularity: Granularity, recomputing: int) -> int:
+    def _postponed(self, stage: int, granularity: Granularity, recomputing: int) -> int:
         blocks = len(self.partition.layers[stage])
-        return self.shape.deferred_stage(
+        return self.shape.postponed_stage(
             blocks, granularity, min(recomputing, blocks), **self._ends(stage)
         )
 
     def _boundary(self, stage: int, granularity: Granularity, recomputing: int) -> int:
-        """What the runtime holds of a stage's ends until its backward pass: the output, unless it
-        is the input of the next stage here; and a received input of which the first block keeps
-        only this rank's part."""
+        """What the runtime holds of a stage's input and output until its backward pass: the output,
+        unless the next stage is on this rank and keeps it as its input; and a received input of
+        which the first block keeps only 1/tp."""
         placement = self.partition.placement
         shape = self.shape
         sent = stage + 1 < self.partition.stages and placement[stage + 1] != placement[stage]
@@ -341,18 +351,18 @@ class MemoryPlan:
         return (sent + divided) * shape.hidden
 
     def _working(self, rank: int, granularity: Granularity, recomputing: int) -> int:
-        """Of a pass, at the moment at which most is kept, or of the gradient's norm, of which a
-        shard's parts are there at once.
-
-        Blocks that recompute are the first of a stage: if not all do, another one has been
-        forgotten before one is computed again."""
+        """The working memory of a pass at the moment at which most is kept, and of the gradient's
+        norm."""
         stages = self.partition.stages_of(rank)
-        again = any(0 < len(self.partition.layers[stage]) <= recomputing for stage in stages)
-        blocks = self.shape.gradients(granularity if again else "none")
+        # Blocks that recompute are the first of a stage. If not all do, a block that keeps
+        # everything has been freed before one is computed again, so recomputing does not add to the
+        # peak.
+        recomputes = any(0 < len(self.partition.layers[stage]) <= recomputing for stage in stages)
+        blocks = self.shape.gradients(granularity if recomputes else "none")
         last = self.partition.stages - 1 in stages
         return max(
             blocks, self.shape.loss(in_chunks=self.in_chunks) if last else 0
-        ) + squares_bytes(self.config, self.layouts[rank])
+        ) + squares_bytes(self.config, self.bucket_plans[rank])
 
 
 def gib(size: int) -> str:

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 
 from megatron_llama.config.schema import Config
 from megatron_llama.errors import describe
-from megatron_llama.plans.activation_memory import compute_bytes
 from megatron_llama.plans.buckets import ALIGN, BucketPlan
 from megatron_llama.plans.checks.zenflow import hot_column_count, sends_fp32, steps_of
+from megatron_llama.plans.itemsize import compute_itemsize
 
 NONE = "none"
 EXACT = "exact"
@@ -93,7 +93,7 @@ def speculated_buckets(
 def offload_plan(config: Config, bucket_plan: BucketPlan) -> OffloadPlan | None:
     """Of one rank of a resolved configuration; None where nothing is offloaded."""
     options = config.offload
-    narrow = compute_bytes(config)
+    narrow = compute_itemsize(config)
     if options.optimizer_offload == NONE:
         return None
     wide = max(narrow, 4)

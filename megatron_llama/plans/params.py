@@ -1,9 +1,17 @@
 """Which parameters a pipeline stage owns, their local shapes, and where each element sits in the
 HuggingFace model.
 
-Integers only. The model builds its modules from these specs, the layout packs them into buckets,
-checkpoints and imports read the HuggingFace coordinates, and ``--dry-run`` counts them: one table,
-so the four cannot disagree.
+There is one table of this, so that those who read it cannot disagree: the model builds its modules
+from it, ``buckets.py`` packs the parameters into messages, checkpoints and conversions read the
+HuggingFace coordinates, and ``--dry-run`` counts.
+
+An example, with hidden size 64, 8 heads of 8 dims, 8 key/value heads and tp 2: rank 1 holds
+``qkv_proj`` of shape [96, 64]. It has three *slices*: its rows 0-31 are rows 32-63 of HuggingFace's
+``q_proj``, its rows 32-63 the same rows of ``k_proj``, its rows 64-95 those of ``v_proj``. A shard
+of the engine is any range of the flattened parameter, say its elements 100 to 1500. In
+HuggingFace's tensor that is no block of rows: it is the rest of row 1, whole rows, and the
+beginning of a row. These blocks are its *rectangles*. A *partition* says which transformer blocks
+each pipeline stage holds.
 """
 
 from __future__ import annotations
@@ -18,9 +26,9 @@ from megatron_llama.config.schema import Config, LoraConfig, ModelConfig
 from megatron_llama.plans.schedule import placement_of
 
 PROJECTIONS = LoraConfig().lora_target_modules
-"""Linear layers of a block, by HuggingFace's names."""
+"""The linear layers of a transformer block, by HuggingFace's names."""
 ROW_PARALLEL = ("o_proj", "down_proj")
-"""Those of them whose inputs are split over tp; of the others it is the outputs."""
+"""Projections whose inputs are split over tp; the others' outputs are."""
 LORA_A = "lora_A"
 LORA_B = "lora_B"
 NO_LORA = LoraConfig()
@@ -41,29 +49,30 @@ class HFSlice:
 
 @dataclass(frozen=True)
 class ParamSpec:
-    """One local parameter. ``shape`` is padded and tensor-parallel local; slices cover its unpadded
-    rows."""
+    """One parameter as a tensor-parallel rank holds it. ``shape`` includes the padding of the
+    vocabulary; the slices cover all other rows."""
 
     name: str
     shape: tuple[int, ...]
     slices: tuple[HFSlice, ...]
     decay: bool
-    """Weight decay applies: two or more dims."""
+    """Whether weight decay applies: to two or more dims."""
     copies: int = 1
-    """So many consecutive tensor-parallel ranks hold the same values."""
+    """How many consecutive tensor-parallel ranks hold the same values."""
     partial: bool = False
-    """Each copy sees a part of the gradient: the copies' gradients have to be summed."""
+    """Whether each copy sees only a part of the gradient, so that the copies' gradients have to be
+    summed."""
     tied: bool = False
-    """A copy of the same parameter lives on the other end of the pipeline."""
+    """Whether the other end of the pipeline holds the same parameter: the tied embedding."""
     contributions: int = 1
     """Gradient contributions of one microbatch: 2 for an embedding that is also the head of the
     same process."""
     stage: int = 0
     """The pipeline stage whose backward passes write the gradient."""
     trainable: bool = True
-    """Whether it is trained: none of the patterns of ``--freeze`` covers it."""
+    """Whether it is trained: not frozen by ``--freeze`` or by ``--lora-rank``."""
     adapter: bool = False
-    """A low-rank addition: small, and with buffers of its own."""
+    """Whether it is one half of a low-rank addition: small, and with buffers of its own."""
 
     @property
     def numel(self) -> int:
@@ -78,8 +87,8 @@ class ParamSpec:
 
 @dataclass(frozen=True)
 class UnitSpec:
-    """What is gathered together: the embedding, one transformer block, or the final norm with the
-    head."""
+    """Parameters that are gathered together: the embedding, one transformer block, or the final
+    norm with the head."""
 
     name: str
     params: tuple[ParamSpec, ...]
@@ -96,11 +105,11 @@ class Rectangle:
 
     name: str
     shape: tuple[int, ...]
-    """Of the whole HuggingFace tensor."""
+    """The shape of the whole HuggingFace tensor."""
     offset: tuple[int, ...]
     size: tuple[int, ...]
     start: int
-    """First element, in the flattened local parameter."""
+    """Its first element in the flattened local parameter."""
 
     @property
     def numel(self) -> int:
@@ -109,12 +118,9 @@ class Rectangle:
 
 
 def rectangles(spec: ParamSpec, start: int, stop: int) -> Iterator[Rectangle]:
-    """The elements ``[start, stop)`` of the flattened parameter as HuggingFace rectangles, in
-    order.
-
-    At most three for each slice: the tail of a row, whole rows, the head of a row. Padding belongs
-    to no slice.
-    """
+    """Yield the elements ``[start, stop)`` of the flattened parameter as HuggingFace rectangles, in
+    order: at most three for each slice, the end of a row, whole rows, and the beginning of a row.
+    Padding belongs to no slice and is left out."""
     width = spec.width
     for part in spec.slices:
         low = max(start, part.row * width)
@@ -142,7 +148,7 @@ def padded_vocab_size(model: ModelConfig, tp: int) -> int:
 
 @dataclass(frozen=True)
 class Partition:
-    """Which blocks each pipeline stage holds, and which pipeline rank runs it."""
+    """Which transformer blocks each pipeline stage holds, and which pipeline rank runs it."""
 
     layers: tuple[range, ...]
     placement: tuple[int, ...]
@@ -165,10 +171,10 @@ class Partition:
 def split_layers(
     layers: int, stages: int, *, explicit: Sequence[int] = (), first: int = 0, last: int = 0
 ) -> tuple[range, ...]:
-    """Ranges of blocks: as listed, or equal shares in which the first and the last stage give up so
-    many layers.
+    """The blocks of each stage: as listed in ``explicit``, or equal shares of which the first and
+    the last stage give up ``first`` and ``last`` blocks.
 
-    The caller has checked that the numbers fit (``split_problem``)."""
+    The caller has checked that the numbers fit (``checks/parallel.py``)."""
     share = (layers + first + last) // stages
     counts = list(explicit) or [
         share - (first if s == 0 else 0) - (last if s == stages - 1 else 0) for s in range(stages)
@@ -196,14 +202,14 @@ def partition_of(config: Config) -> Partition:
 
 
 def kv_copies(model: ModelConfig, tp: int) -> int:
-    """Consecutive tensor-parallel ranks that share one key/value head: more than 1 when tp exceeds
-    their number."""
+    """How many consecutive tensor-parallel ranks share one key/value head: more than 1 when tp
+    exceeds the number of heads."""
     return max(1, tp // model.num_key_value_heads)
 
 
 @dataclass(frozen=True)
 class Shapes:
-    """Builds the specs of one tensor-parallel rank of one pipeline stage."""
+    """Makes the specs of one tensor-parallel rank of one pipeline stage."""
 
     model: ModelConfig
     tp: int = 1
@@ -238,8 +244,8 @@ class Shapes:
         )
 
     def head(self, *, tied: bool, shared: bool) -> UnitSpec:
-        """Final norm and output head. ``shared``: the head is the embedding of the same process,
-        and not listed again."""
+        """Final norm and output head. ``shared``: the head is the embedding of the same process and
+        is not listed again."""
         norm = self._norm("model.norm.weight")
         if shared:
             return UnitSpec("head", (norm,))
@@ -247,9 +253,9 @@ class Shapes:
         return UnitSpec("head", (norm, self._vocab("lm_head.weight", source, tied, 1)))
 
     def _attention_inputs(self, prefix: str) -> tuple[ParamSpec, ...]:
-        """One fused weight, or, when several ranks share a key/value head, queries apart from keys
-        and values: those are copies, and each rank sees only the gradient through its own
-        queries."""
+        """One fused weight ``qkv_proj``. When several ranks share a key/value head, queries are
+        apart from keys and values: those are copies, and each rank sees only the gradient through
+        its own queries."""
         m = self.model
         query = m.num_attention_heads * m.head_dim
         key_value = m.num_key_value_heads * m.head_dim
@@ -275,8 +281,8 @@ class Shapes:
         return self._vector(name, self.model.hidden_size, partial=self.sequence_parallel)
 
     def _vector(self, name: str, size: int, *, partial: bool) -> ParamSpec:
-        """A vector that every tp rank holds. ``partial``: each of them applies it to other positions
-        or heads, so that their gradients are to be summed."""
+        """A vector that every tp rank holds. ``partial``: each of them applies it to other
+        positions or heads, so that their gradients are to be summed."""
         part = HFSlice(name, (size,), 0, size)
         partial = partial and self.tp > 1
         return ParamSpec(
@@ -284,8 +290,8 @@ class Shapes:
         )
 
     def _columns(self, name: str, parts: Sequence[tuple[str, int]]) -> ParamSpec:
-        """A fused column-parallel weight: each part is split by rows over tp, and the parts are
-        stacked."""
+        """A fused column-parallel weight: each part (name, rows) is split by rows over tp, and the
+        rank's shares are stacked."""
         hidden = self.model.hidden_size
         row = 0
         slices = []
@@ -337,7 +343,7 @@ def is_adapter(name: str) -> bool:
 
 
 def adapter_names(name: str) -> tuple[str, str]:
-    """The two halves of a weight's addition, in the words of PEFT."""
+    """The names of both halves of a weight's low-rank addition, as PEFT has them."""
     owner = name.removesuffix(".weight")
     return f"{owner}.{LORA_A}.weight", f"{owner}.{LORA_B}.weight"
 
@@ -345,7 +351,7 @@ def adapter_names(name: str) -> tuple[str, str]:
 def _with_adapters(
     unit: UnitSpec, lora: LoraConfig, tp: int, *, sequence_parallel: bool
 ) -> UnitSpec:
-    """The same unit, frozen, with an addition behind each weight that is to have one."""
+    """The unit with all its weights frozen, and an addition after each weight that gets one."""
     if not lora.lora_rank:
         return unit
     params: list[ParamSpec] = []
@@ -367,9 +373,11 @@ def projection_of(name: str) -> str:
 def _adapter(
     spec: ParamSpec, part: HFSlice, rank: int, tp: int, *, sequence_parallel: bool
 ) -> tuple[ParamSpec, ParamSpec]:
-    """A [rank, inputs] and B [outputs, rank]. The one on the side that is split over tp is split
-    too, the other one repeated; each copy sees a part of its gradient where ranks have different
-    outputs (row-parallel) or positions (sequence parallelism) before them."""
+    """A [rank, inputs] and B [outputs, rank] of one slice of a weight.
+
+    The half at the weight's split side is split over tp too, the other half is repeated. A repeated
+    half sees only a part of its gradient where the tp ranks compute with different inputs
+    (row-parallel) or different positions (sequence parallelism)."""
     a, b = adapter_names(part.name)
     projection = projection_of(part.name)
     (outputs, inputs) = part.shape
@@ -387,18 +395,13 @@ def _adapter(
 
 
 def _with_frozen(unit: UnitSpec, patterns: Sequence[str]) -> UnitSpec:
-    """The same unit, with parameters frozen all of whose HuggingFace tensors are (validate.py
-    refuses a part of them)."""
-    frozen = (
-        not spec.trainable or all(is_frozen(part.name, patterns) for part in spec.slices)
-        for spec in unit.params
-    )
-    return replace(
-        unit,
-        params=tuple(
-            replace(spec, trainable=not no) for spec, no in zip(unit.params, frozen, strict=True)
-        ),
-    )
+    """The unit with those parameters frozen of which every HuggingFace tensor is.
+    ``checks/freeze.py`` refuses patterns that freeze a part of one."""
+    params = []
+    for spec in unit.params:
+        frozen = all(is_frozen(part.name, patterns) for part in spec.slices)
+        params.append(replace(spec, trainable=spec.trainable and not frozen))
+    return replace(unit, params=tuple(params))
 
 
 def stage_units(
@@ -412,8 +415,8 @@ def stage_units(
     freeze: Sequence[str] = (),
     lora: LoraConfig = NO_LORA,
 ) -> tuple[UnitSpec, ...]:
-    """The units of one pipeline stage on one tensor-parallel rank, in forward order. ``freeze``:
-    patterns of HuggingFace names."""
+    """The units of one pipeline stage on one tensor-parallel rank, in forward order. ``freeze``
+    holds patterns of HuggingFace names."""
     shapes = Shapes(model, tp, tp_rank, sequence_parallel, stage)
     tie = model.tie_word_embeddings
     shared = tie and partition.ends_meet
@@ -449,7 +452,7 @@ def rank_units(
 
 
 def whole_model(model: ModelConfig) -> Partition:
-    """One stage with everything."""
+    """The partition of a model that is one single stage."""
     return Partition((range(model.num_hidden_layers),), (0,))
 
 

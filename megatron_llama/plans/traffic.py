@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from megatron_llama.config.schema import Config
-from megatron_llama.plans.activation_memory import compute_bytes
 from megatron_llama.plans.buckets import BucketPlan, rank_bucket_plan, strategy_named
+from megatron_llama.plans.itemsize import compute_itemsize, reduce_itemsize
 from megatron_llama.plans.prefetch import PrefetchPlan, gathers
 from megatron_llama.plans.schedule import Schedule
 from megatron_llama.plans.weight_access import rank_weight_accesses
@@ -14,63 +14,64 @@ from megatron_llama.plans.weight_access import rank_weight_accesses
 
 @dataclass(frozen=True)
 class StepTraffic:
-    """Messages and bytes (of whole buckets, as a recorder counts them) of one rank in a step of
-    many equal ones."""
+    """Messages and bytes of one rank in one of many equal steps. Bytes are those of whole buckets,
+    as the recorder of a run counts them; ``sent`` is what leaves the rank."""
 
     gathers: int
     gather_bytes: int
     reductions: int
-    """Reduce-scatters; all-reduces where nothing is sharded."""
+    """Reduce-scatters, or all-reduces where nothing is sharded."""
     reduction_bytes: int
     replica_bytes: int
-    """Shards that are all-reduced over replicas."""
+    """Bytes of the shards that are all-reduced over replicas."""
     shards: int
     replicas: int
 
     @property
     def sent(self) -> float:
-        """Bytes that leave the rank: the least that these collectives can do with."""
+        """Bytes that leave the rank: the least with which these collectives are possible."""
         sharded = 1 - 1 / self.shards
         repeated = 2 * (1 - 1 / self.replicas)
         return (self.gather_bytes + self.reduction_bytes) * sharded + self.replica_bytes * repeated
 
 
-def prefetch_plan_of(layout: BucketPlan, itemsize: int, prefetch_bytes: int) -> PrefetchPlan:
-    """The plan of a layout's gathers. ``itemsize``: bytes of a parameter; ``prefetch_bytes``: 0 for
-    no limit."""
+def prefetch_plan_of(bucket_plan: BucketPlan, itemsize: int, prefetch_bytes: int) -> PrefetchPlan:
+    """The plan of when buckets are gathered. ``itemsize``: bytes of a parameter;
+    ``prefetch_bytes``: 0 for no limit."""
     return PrefetchPlan(
-        slots=layout.parameter_slots,
-        sizes=[bucket.numel * itemsize for bucket in layout.buckets],
-        unit_buckets=layout.unit_buckets,
+        slots=bucket_plan.parameter_slots,
+        sizes=[bucket.numel * itemsize for bucket in bucket_plan.buckets],
+        unit_buckets=bucket_plan.unit_buckets,
         prefetch_bytes=prefetch_bytes or None,
     )
 
 
 def step_traffic(config: Config, schedule: Schedule, *, dp: int, rank: int = 0) -> StepTraffic:
-    """Of one pipeline rank. ``config`` is resolved, with every ``auto`` decided; ``dp``:
-    data-parallel ranks, context-parallel ones included."""
+    """Count what a step of one pipeline rank sends. ``config`` is resolved, with every ``auto``
+    decided; ``dp``: data-parallel ranks, context-parallel ones included."""
     parallel = config.parallel
-    layout = rank_bucket_plan(config, dp=dp, rank=rank)
-    narrow = compute_bytes(config)
-    wire = 2 if parallel.grad_reduce_in_bf16 else max(narrow, 4)
-    trained = [bucket for bucket in layout.buckets if bucket.kind.trainable]
-    rounds = (
-        schedule.microbatches
-        if strategy_named(parallel.data_parallel_sharding_strategy).reduce_every_microbatch
-        else 1
-    )
+    bucket_plan = rank_bucket_plan(config, dp=dp, rank=rank)
+    shards = bucket_plan.shards
+    replicas = dp // shards
+    itemsize = compute_itemsize(config)
+    wire = reduce_itemsize(config)
+    every_microbatch = strategy_named(
+        parallel.data_parallel_sharding_strategy
+    ).reduce_every_microbatch
+    rounds = schedule.microbatches if every_microbatch else 1
+    trained = [bucket for bucket in bucket_plan.buckets if bucket.kind.trainable]
     elements = sum(bucket.numel for bucket in trained)
-    replicas = dp // layout.shards
-    frozen = {bucket.index for bucket in layout.buckets if not bucket.kind.trainable}
+    frozen = {bucket.index for bucket in bucket_plan.buckets if not bucket.kind.trainable}
     accesses = rank_weight_accesses(config, schedule.ranks[rank], rank=rank)
-    counts = gathers(prefetch_plan_of(layout, narrow, parallel.prefetch_bytes), accesses, frozen)
-    gathered = sum(layout.buckets[bucket].numel * count for bucket, count in counts.items())
+    prefetch = prefetch_plan_of(bucket_plan, itemsize, parallel.prefetch_bytes)
+    counts = gathers(prefetch, accesses, frozen)
+    gathered = sum(bucket_plan.buckets[bucket].numel * count for bucket, count in counts.items())
     return StepTraffic(
-        gathers=sum(counts.values()) if layout.shards > 1 else 0,
-        gather_bytes=gathered * narrow if layout.shards > 1 else 0,
+        gathers=sum(counts.values()) if shards > 1 else 0,
+        gather_bytes=gathered * itemsize if shards > 1 else 0,
         reductions=len(trained) * rounds,
-        reduction_bytes=elements * rounds * wire if layout.shards > 1 else 0,
-        replica_bytes=elements // layout.shards * wire if replicas > 1 else 0,
-        shards=layout.shards,
+        reduction_bytes=elements * rounds * wire if shards > 1 else 0,
+        replica_bytes=elements // shards * wire if replicas > 1 else 0,
+        shards=shards,
         replicas=replicas,
     )

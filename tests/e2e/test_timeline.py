@@ -71,7 +71,7 @@ def test_passes_and_messages_are_those_of_the_plans(recorded: Recorded) -> None:
             assert len(messages) == 2 * calls > 0 and sum(int(span.details["bytes"]) for span in messages) == 2 * size
             assert {span.details["operation"] for span in messages} == {"all_gather" if lane == GATHERS else "reduce_scatter"}
         updates = [span.details["bucket"] for span in spans if span.lane == UPDATES]
-        assert sorted(updates) == sorted(2 * [bucket.index for bucket in plan.layouts[rank // 2].buckets])
+        assert sorted(updates) == sorted(2 * [bucket.index for bucket in plan.bucket_plans[rank // 2].buckets])
         sends = Counter(span.details["axis"] for span in spans if span.lane == PIPELINE)
         assert sends == {"pp": 2 * plan.schedule.microbatches, "pp_backward": 2 * plan.schedule.microbatches}
 

@@ -168,7 +168,7 @@ def deferred(place: Place, layout: Run) -> tuple[int, int]:
         for work in handle.work:
             work()
         assert handle.written == 1 and bool(handle.grad.isfinite().all())
-    return found, BLOCKS * Activations.of(config).deferred_block(layout.recompute)
+    return found, BLOCKS * Activations.from_config(config).postponed_block(layout.recompute)
 
 
 @pytest.mark.parametrize("bf16", [False, True])
@@ -233,7 +233,7 @@ def above_frozen(place: Place, layout: Run, frozen: str) -> tuple[list[int], lis
 @pytest.mark.parametrize("frozen", ["nothing", r"0\.", r"[01]\.", r"(0\.|1\.self_attn|1\.input)", r"\d\.mlp"])
 @pytest.mark.parametrize("layout", [Run(), Run(tp=2), Run(tp=2, sp=True)], ids=lambda layout: layout.name)
 def test_above_frozen_layers_recomputing_saves_memory_and_changes_nothing(cluster: Cluster, layout: Run, frozen: str) -> None:
-    full = Activations.of(layout.config()).block("full")
+    full = Activations.from_config(layout.config()).block("full")
     untouched = sum(re.match(frozen, f"{block}.") is not None for block in range(BLOCKS))
     for sizes, same in cluster.run(layout.tp, above_frozen, layout, frozen):
         assert same == [True, True]

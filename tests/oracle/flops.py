@@ -37,7 +37,7 @@ def step_flops(config: Config, world_size: int, rank: int) -> int:
     """Of a pipeline rank in one step. ``config`` is resolved, with every ``auto`` decided."""
     training = config.training
     parallel = config.parallel
-    shape = Activations.of(config)
+    shape = Activations.from_config(config)
     partition = partition_of(config)
     microbatches = training.global_batch_size // (training.micro_batch_size * dp_size(config, world_size))
     wanted = parallel.recompute_num_layers

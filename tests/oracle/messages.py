@@ -45,12 +45,12 @@ class _Step:
         self.first = 0 in self.stages
         self.last = self.partition.stages - 1 in self.stages
         self.copies = kv_copies(config.model, self.shape.tp)
-        self.hidden = self.shape.tokens * config.model.hidden_size * self.shape.narrow
+        self.hidden = self.shape.tokens * config.model.hidden_size * self.shape.itemsize
         """Bytes of the residual stream of all tokens that tp ranks share."""
         self.again = 0
         """Blocks that are computed once more in backward."""
         if self.parallel.recompute_granularity == "full":
-            self.again = sum(min(plan.chosen(), len(self.partition.layers[stage])) for stage in self.stages)
+            self.again = sum(min(plan.recompute_layers(), len(self.partition.layers[stage])) for stage in self.stages)
         self.calls = Counter[tuple[str, str]]()
         self.bytes = Counter[tuple[str, str]]()
 
@@ -104,7 +104,7 @@ class _Step:
         columns = padded_vocab_size(self.config.model, self.shape.tp) // self.shape.tp
         chunks = ceil(rows / max(1, self.shape.head_chunk // columns)) if self.plan.in_chunks else 1
         self.calls["tp", "all_reduce"] += 2 * chunks
-        self.bytes["tp", "all_reduce"] += 3 * rows * self.shape.wide
+        self.bytes["tp", "all_reduce"] += 3 * rows * self.shape.fp32_itemsize
 
     def context_parallel(self) -> None:
         """Keys and values travel forward and again backward, then their gradients, in fp32: in one
@@ -112,8 +112,8 @@ class _Step:
         model = self.config.model
         cp = self.shape.cp
         elements = 2 * self.shape.tokens * (model.num_key_value_heads * self.copies // self.shape.tp) * model.head_dim
-        values = elements * self.shape.narrow
-        gradients = elements * self.shape.wide
+        values = elements * self.shape.itemsize
+        gradients = elements * self.shape.fp32_itemsize
         passes = 2 * self.blocks + self.again
         if self.parallel.cp_comm_type == "all_gather":
             self.add("cp", "all_gather", cp * values, passes)
@@ -141,7 +141,7 @@ class _Step:
     def data_parallel(self) -> None:
         """Reductions and gathers of buckets; sums of shards over replicas."""
         traffic = self.plan.traffic(self.rank)
-        layout = self.plan.layouts[self.rank]
+        layout = self.plan.bucket_plans[self.rank]
         trained = sum(bucket.kind.trainable for bucket in layout.buckets)
         if traffic.shards > 1:
             axis = "dp" if traffic.replicas == 1 else "dp_shard"
@@ -160,9 +160,9 @@ class _Step:
         if self.world_size > 1:
             self.add("world", "all_reduce", FP64)
             self.add("world", "all_reduce", 2 * FP64)
-        layout = self.plan.layouts[self.rank]
+        layout = self.plan.bucket_plans[self.rank]
         for bucket in layout.buckets:
-            shard = layout.shard_numel(bucket.index) * self.shape.wide
+            shard = layout.shard_numel(bucket.index) * self.shape.fp32_itemsize
             if bucket.kind.partial:
                 self.add(self._copies_axis(bucket.kind), "all_reduce", shard)
             if bucket.kind.tied:

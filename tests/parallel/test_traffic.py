@@ -70,7 +70,7 @@ def planned_saved(plan: MemoryPlan, rank: int) -> int:
     granularity, last = plan.config.parallel.recompute_granularity, plan.partition.stages - 1
     stages = range(plan.partition.stages)
     held = [plan.shape.logits * (stage == last) + plan.shape.rotary * (granularity == "full") for stage in stages]
-    each = [plan.kept(stage, granularity, plan.chosen()) - held[stage] for stage in stages]
+    each = [plan.kept(stage, granularity, plan.recompute_layers()) - held[stage] for stage in stages]
     return peak_of(plan.schedule.ranks[rank], each, [0 for _ in stages])
 
 

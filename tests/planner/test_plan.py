@@ -84,9 +84,9 @@ def test_flops_and_memory_are_those_of_the_plans(name: str) -> None:
     assert planned_flops(plan) == flops_per_token(model, plan.job.seq, causal=False)
     granularity = plan.config.parallel.recompute_granularity
     whole = MemoryPlan(plan.config, 16)
-    chosen = whole.chosen() if granularity != "none" else 0
+    chosen = whole.recompute_layers() if granularity != "none" else 0
     assert sum(plan.fullest.values()) == whole.needed(granularity, chosen)
-    assert [traffic.shards for traffic in plan.traffic] == [layout.shards for layout in whole.layouts]
+    assert [traffic.shards for traffic in plan.traffic] == [layout.shards for layout in whole.bucket_plans]
 
 
 @pytest.mark.parametrize("name", LAYOUTS)

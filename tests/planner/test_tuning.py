@@ -72,7 +72,7 @@ def test_the_bounds_of_offload() -> None:
     plan = planned(tuned(offload=EXACT))
     (stage,), (away,) = plan.stage_times, plan.away
     forward, backward = stage.of(Op.FORWARD), stage.of(Op.BACKWARD)
-    owned = sum(plan.short.layouts[0].shard_numel(bucket.index) for bucket in plan.short.layouts[0].buckets)
+    owned = sum(plan.short.bucket_plans[0].shard_numel(bucket.index) for bucket in plan.short.bucket_plans[0].buckets)
     assert away == owned
     gpu = replace(H100, pcie=1e15, host=HOST_UPDATE * away / FITTED.host / (forward + backward + 1.0))
 

@@ -118,7 +118,7 @@ def several(blocks: Any, count: int, x: Tensor, positions: Positions) -> Tensor:
 def predicted(layout: Run, per_sample: bool) -> Parts:
     config = layout.config()
     config = replace(config, data=replace(config.data, reset_position_ids=per_sample))
-    shape, layers = Activations.of(config), config.model.num_hidden_layers
+    shape, layers = Activations.from_config(config), config.model.num_hidden_layers
     recomputing = layers if layout.recompute_layers == "all" else int(layout.recompute_layers)
     stage = shape.stage(layers, layout.recompute, recomputing, first=True, last=True)
     return Parts(shape.embedding, shape.block(layout.recompute), shape.head(in_chunks=False), shape.rotary, stage)
@@ -233,6 +233,6 @@ def test_peak_of_a_schedule(cluster: Cluster, layout: Run, recompute: Granularit
     found = cluster.run(run.world_size, peak_of_a_step, run)
     last = plan.partition.stages - 1
     # The runtime, not autograd, holds the gradient of the logits.
-    each = [plan.kept(stage, recompute, plan.chosen()) - plan.shape.logits * (stage == last) for stage in range(last + 1)]
+    each = [plan.kept(stage, recompute, plan.recompute_layers()) - plan.shape.logits * (stage == last) for stage in range(last + 1)]
     expected = [peak_of(actions, each, each) for actions in plan.schedule.ranks]
     assert found == [(peak, 0) for peak in expected]

@@ -86,7 +86,7 @@ def test_auto_takes_the_fewest_blocks_that_fit(granularity: str, ranks: int) -> 
         decided, (note,) = decide_recompute(asked, ranks, int(needed / USABLE) + 1)
         assert decided.parallel.recompute_num_layers == str(layers) and f"auto: {layers} of up to {32 // ranks} " in note
         assert "not enough" not in note
-        assert MemoryPlan(decided, ranks).chosen() == layers
+        assert MemoryPlan(decided, ranks).recompute_layers() == layers
     decided, (note,) = decide_recompute(asked, ranks, plan.needed(granularity, plan.largest_stage) - 1)
     assert decided.parallel.recompute_num_layers == str(plan.largest_stage) and "not enough" in note
 
@@ -98,7 +98,7 @@ def test_auto_without_recomputation_and_numbers_are_left_alone() -> None:
     for words in ("all", "3"):
         given = replace(asked, parallel=replace(asked.parallel, recompute_num_layers=words, recompute_granularity="full"))
         assert decide_recompute(given, 1, 1) == (given, ())
-        assert MemoryPlan(given, 1).chosen() == (3 if words == "3" else 32)
+        assert MemoryPlan(given, 1).recompute_layers() == (3 if words == "3" else 32)
 
 
 def parallel_config(**parallel: object) -> Config:

@@ -92,7 +92,7 @@ def test_one_process(layout: Wide, in_chunks: bool) -> None:
     plan = layout.plan()
     most, left, evaluated = of_a_step(Place(0, 1, 0), layout)
     assert plan.in_chunks is in_chunks and left == 0
-    assert near(most, plan.activations(0, layout.recompute, plan.chosen()))
+    assert near(most, plan.activations(0, layout.recompute, plan.recompute_layers()))
     assert evaluated < most and (evaluated < plan.shape.logits) is (layout.chunk == CHUNK and layout.vocabulary == VOCABULARY)
 
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from megatron_llama.config.schema import PipelineSchedule
+
 
 @dataclass(frozen=True)
 class DryRunConfig:
@@ -223,7 +225,7 @@ class VerifyConfig:
 class ScheduleConfig:
     """Show a pipeline schedule, for passes that all last equally long."""
 
-    pipeline_schedule: Literal["gpipe", "1f1b", "interleaved", "zb-h1", "zb-v"] = "1f1b"
+    pipeline_schedule: PipelineSchedule = "1f1b"
     """Order of forward and backward passes over the pipeline stages."""
     pipeline_model_parallel_size: int = 4
     """Pipeline ranks (pp)."""
@@ -247,8 +249,8 @@ class PlanConfig:
     operator. score: names the tool that scores the planner on published runs. May stand first,
     without its name: `plan compare FILE`."""
     file: str | None = None
-    """What was recorded, with `plan compare`, or the file to write, with `plan calibrate`. May stand
-    after the action without its name."""
+    """What was recorded, with `plan compare`, or the file to write, with `plan calibrate`. May
+    stand after the action without its name."""
     gpus: int = 0
     """GPUs of the whole cluster."""
     gpu: str = "h100"

@@ -134,10 +134,12 @@ def _missing_here(plan: MemoryPlan, world: int, dataset: bool) -> Iterator[str]:
     device = devices.accelerator(0)
     count = devices.accelerator_count()
     if count < world and not (devices.is_host(device) and world <= (os.cpu_count() or 1)):
-        yield f"devices: {world} processes, this machine has {count} GPUs and {os.cpu_count()} cores"
+        yield (
+            f"devices: {world} processes, this machine has {count} GPUs and {os.cpu_count()} cores"
+        )
     if devices.is_host(device) and (problem := plan.chunk_problem()) is not None:
         yield problem
-    needed = plan.needed(config.parallel.recompute_granularity, plan.chosen())
+    needed = plan.needed(config.parallel.recompute_granularity, plan.recompute_layers())
     here = _memory_here(world)
     yield from _host_memory(plan, world, needed)
     if needed > here:
@@ -146,7 +148,10 @@ def _missing_here(plan: MemoryPlan, world: int, dataset: bool) -> Iterator[str]:
             if devices.is_host(device) and world > 1
             else gib(here)
         )
-        yield f"memory: {gib(needed)} per process for parameters, gradients, optimizer state and activations, this machine has {share}"
+        yield (
+            f"memory: {gib(needed)} per process for parameters, gradients, optimizer state and "
+            f"activations, this machine has {share}"
+        )
 
 
 def _host_memory(plan: MemoryPlan, world: int, needed: int) -> Iterator[str]:
@@ -177,20 +182,33 @@ def _report(plan: MemoryPlan, world: int) -> Iterator[str]:
     microbatches = plan.schedule.microbatches
     padded = padded_vocab_size(model, tp)
     tensors = len(hf_shapes(model))
-    yield f"parameters      {parameter_count(model):,} in {tensors} tensors; vocabulary {model.vocab_size:,}, padded to {padded:,}"
+    yield (
+        f"parameters      {parameter_count(model):,} in {tensors} tensors; vocabulary "
+        f"{model.vocab_size:,}, padded to {padded:,}"
+    )
     if config.lora.lora_rank:
         trained = [math.prod(shape) for shape in adapter_shapes(model, config.lora).values()]
-        yield f"  trained       {sum(trained):,} in {len(trained)} tensors: low-rank additions, rank {config.lora.lora_rank}"
+        yield (
+            f"  trained       {sum(trained):,} in {len(trained)} tensors: low-rank additions, "
+            f"rank {config.lora.lora_rank}"
+        )
     sequence = ", sequence parallel" if parallel.sequence_parallel else ""
-    yield f"processes       {world} = tp {tp} x cp {parallel.context_parallel_size} x pp {pp} x dp {dp}{sequence}"
     yield (
-        f"batch           {training.global_batch_size} samples = {microbatches} microbatches x {training.micro_batch_size} x dp {dp}; "
+        f"processes       {world} = tp {tp} x cp {parallel.context_parallel_size} x pp {pp} x "
+        f"dp {dp}{sequence}"
+    )
+    yield (
+        f"batch           {training.global_batch_size} samples = {microbatches} "
+        f"microbatches x {training.micro_batch_size} x dp {dp}; "
         f"{training.global_batch_size * training.seq_length:,} tokens a step, {_length(training)}"
     )
     if training.rampup_batch_size:
         start, increment, samples = training.rampup_batch_size
         full = training.global_batch_size
-        yield f"  ramp-up       {start:,} samples, {increment:,} more at a time, to {full:,} over {samples:,} samples"
+        yield (
+            f"  ramp-up       {start:,} samples, {increment:,} more at a time, to {full:,} "
+            f"over {samples:,} samples"
+        )
         yield _first_steps(plan, world)
     for rank in range(pp):
         yield from _rank_report(plan, rank)
@@ -206,9 +224,12 @@ def _first_steps(plan: MemoryPlan, world: int) -> str:
     small = replace(training, global_batch_size=training.rampup_batch_size[0], rampup_batch_size=())
     first = MemoryPlan(replace(plan.config, training=small), world)
     granularity = plan.config.parallel.recompute_granularity
-    blocks = plan.chosen()
+    blocks = plan.recompute_layers()
     least, most = (gib(one.needed(granularity, blocks)) for one in (first, plan))
-    return f"  first steps   {first.schedule.microbatches} microbatches; the process that needs most has {least}, at full size {most}"
+    return (
+        f"  first steps   {first.schedule.microbatches} microbatches; the process that needs "
+        f"most has {least}, at full size {most}"
+    )
 
 
 def _length(training: TrainingConfig) -> str:
@@ -218,7 +239,7 @@ def _length(training: TrainingConfig) -> str:
 def _rank_report(plan: MemoryPlan, rank: int) -> Iterator[str]:
     config = plan.config
     partition = plan.partition
-    layout = plan.layouts[rank]
+    layout = plan.bucket_plans[rank]
     strategy = strategy_named(config.parallel.data_parallel_sharding_strategy)
     stages = partition.stages_of(rank)
     ends = [
@@ -239,7 +260,8 @@ def _rank_report(plan: MemoryPlan, rank: int) -> Iterator[str]:
     count = len(layout.buckets)
     largest = max(bucket.numel for bucket in layout.buckets)
     yield (
-        f"  layout        {count} buckets, the largest {largest:,} elements, each in {layout.shards} shards{replicas}; "
+        f"  layout        {count} buckets, the largest {largest:,} elements, each in "
+        f"{layout.shards} shards{replicas}; "
         f"a step makes {traffic.reductions} {verb}{gathers} and sends {gib(round(traffic.sent))}"
     )
     parts = ", ".join(f"{name} {gib(size)}" for name, size in sizes.items() if size)
@@ -263,9 +285,15 @@ def _offload_report(plan: MemoryPlan, rank: int) -> Iterator[str]:
         "to undo": offload.undo,
     }
     parts = ", ".join(f"{name} {gib(size)}" for name, size in sizes.items() if size)
-    trained = sum(bucket.kind.trainable for bucket in plan.layouts[rank].buckets)
-    yield f"  offload       {mode}, {len(offload.buckets)} of {trained} buckets: {gib(offload.held)} of host memory per process: {parts}"
-    yield f"                a step copies {gib(offload.to_host)} to the host and {gib(offload.to_device)} to the device"
+    trained = sum(bucket.kind.trainable for bucket in plan.bucket_plans[rank].buckets)
+    yield (
+        f"  offload       {mode}, {len(offload.buckets)} of {trained} buckets: "
+        f"{gib(offload.held)} of host memory per process: {parts}"
+    )
+    yield (
+        f"                a step copies {gib(offload.to_host)} to the host and "
+        f"{gib(offload.to_device)} to the device"
+    )
 
 
 def _choices(plan: MemoryPlan, world: int) -> Iterator[str]:
@@ -284,7 +312,7 @@ def _choices(plan: MemoryPlan, world: int) -> Iterator[str]:
         if name == NO_SHARD:
             parallel = replace(parallel, data_parallel_shard_size=0)
         other = MemoryPlan(replace(plan.config, parallel=parallel), world)
-        ranks = range(len(other.layouts))
+        ranks = range(len(other.bucket_plans))
         state = max(other.state(rank) for rank in ranks)
         sent = max(other.traffic(rank).sent for rank in ranks)
         label = name + (f" ({slots})" if slots != "default" else "")
@@ -294,7 +322,7 @@ def _choices(plan: MemoryPlan, world: int) -> Iterator[str]:
 def _activation_report(plan: MemoryPlan, rank: int) -> Iterator[str]:
     """What recomputing would save, and what the run keeps."""
     chosen = plan.config.parallel.recompute_granularity
-    layers = plan.chosen()
+    layers = plan.recompute_layers()
     each = ", ".join(
         f"{name} {gib(plan.microbatch(rank, name, plan.largest_stage))}" for name in GRANULARITIES
     )
@@ -306,7 +334,8 @@ def _activation_report(plan: MemoryPlan, rank: int) -> Iterator[str]:
     )
     peak = plan.activations(rank, chosen, layers)
     yield (
-        f"  peak          {gib(peak)} of activations with {plan.in_flight(rank):g} microbatches in flight, {chosen}{some}; "
+        f"  peak          {gib(peak)} of activations with {plan.in_flight(rank):g} "
+        f"microbatches in flight, {chosen}{some}; "
         f"with the state {gib(plan.state(rank) + peak)}"
     )
 
@@ -317,7 +346,10 @@ def _layers(layers: range) -> str:
 
 def _schedule_report(schedule: Schedule) -> Iterator[str]:
     stages = f"{schedule.stages} stage{'s' if schedule.stages > 1 else ''}"
-    yield f"schedule        {schedule.name}, {stages}, {schedule.microbatches} microbatches (validated)"
+    yield (
+        f"schedule        {schedule.name}, {stages}, {schedule.microbatches} microbatches "
+        "(validated)"
+    )
     letters = {Op.FORWARD: "F", Op.BACKWARD: "B", Op.BACKWARD_INPUT: "B", Op.BACKWARD_WEIGHT: "W"}
     for rank, actions in enumerate(schedule.ranks):
         passes = [

@@ -1,7 +1,7 @@
 """The schedules of ``--pipeline-schedule``.
 
 To add one: write a function that yields the passes of one rank in their order, enter it in
-``SCHEDULES`` below, and add its name to ``pipeline_schedule`` in ``config/schema.py``. Sends and
+``SCHEDULES`` below, and add its name to ``PipelineSchedule`` in ``config/schema.py``. Sends and
 receives are inserted, and the result is proved, by ``schedule_named``. A schedule with several
 chunks per rank also says in ``placement_of`` where its stages are.
 

@@ -124,9 +124,9 @@ def test_plans_are_what_is_traced(layout: Layout) -> None:
     for rank in range(layout.pp):
         stage = trace.stage_of(rank)
         assert trace.traffic(stage) == step_messages(config, world, rank)
-        assert {name: stage.state[name] for name in state_bytes(config, plan.layouts[rank])} == state_bytes(config, plan.layouts[rank])
+        assert {name: stage.state[name] for name in state_bytes(config, plan.bucket_plans[rank])} == state_bytes(config, plan.bucket_plans[rank])
         assert trace.flops(stage) == step_flops(config, world, rank)
-        assert plan.between(rank, layout.recompute, plan.chosen()) == pytest.approx(trace.kept(stage), rel=0.01)
+        assert plan.between(rank, layout.recompute, plan.recompute_layers()) == pytest.approx(trace.kept(stage), rel=0.01)
 
 
 def test_a_trace_is_written_and_read(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
