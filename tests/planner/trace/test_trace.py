@@ -124,7 +124,9 @@ def test_plans_are_what_is_traced(layout: Layout) -> None:
     for rank in range(layout.pp):
         stage = trace.stage_of(rank)
         assert trace.traffic(stage) == step_messages(config, world, rank)
-        assert {name: stage.state[name] for name in state_bytes(config, plan.bucket_plans[rank])} == state_bytes(config, plan.bucket_plans[rank])
+        assert {name: stage.state[name] for name in state_bytes(config, plan.bucket_plans[rank])} == state_bytes(
+            config, plan.bucket_plans[rank]
+        )
         assert trace.flops(stage) == step_flops(config, world, rank)
         assert plan.between(rank, layout.recompute, plan.recompute_layers()) == pytest.approx(trace.kept(stage), rel=0.01)
 
