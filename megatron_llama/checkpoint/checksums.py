@@ -166,7 +166,8 @@ def _damage(folder: Path, entry: tuple[str, tuple[str, str]]) -> str | None:
     name, (expected, listed) = entry
     kind = "md5" if len(expected) == 32 else "sha256"
     path = folder / name
-    do = f"copy the file again from where the model came from, or remove {listed} if you changed it yourself"
+    origin = "copy the file again from where the model came from"
+    do = f"{origin}, or remove {listed} if you changed it yourself"
     try:
         got = f"{kind} {_sum(path, kind)}"
     except OSError as error:

@@ -137,7 +137,10 @@ def detect(folder: Path) -> str:
             do=do,
         )
     if not found:
-        expected = "model.safetensors, pytorch_model.bin, consolidated.00.pth, mp_rank_00/ or a native checkpoint in it"
+        expected = (
+            "model.safetensors, pytorch_model.bin, consolidated.00.pth, mp_rank_00/"
+            " or a native checkpoint in it"
+        )
         raise CheckpointError(
             folder, got="a folder without weights", expected=expected, do="check the path"
         )

@@ -114,7 +114,8 @@ class TorchFile:
             name for name in unknown if name not in known and not name.startswith(FOREIGN)
         )
         if wrong:
-            do = "do not load it elsewhere unless you trust who made it; convert a copy from its origin"
+            trust = "do not load it elsewhere unless you trust who made it"
+            do = f"{trust}; convert a copy from its origin"
             got = f"a pickle that calls {', '.join(wrong)}"
             raise CheckpointError(
                 path, got=got, expected="tensors and settings only (nothing was run)", do=do

@@ -1,5 +1,5 @@
-"""Real English text that every Python installation carries: its own documentation. For examples and
-tests without a download."""
+"""Real English text that every Python installation has: its own documentation. Examples and tests
+use it instead of a download."""
 
 from __future__ import annotations
 
@@ -18,10 +18,9 @@ _SHORTEST = 40
 
 
 def python_documentation() -> Iterator[str]:
-    """The language reference of ``pydoc``, then the standard library's docstrings of more than 40
-    characters, in a fixed order.
-
-    About 2.2 MB; the same Python installation gives the same text.
+    """Yield the language reference of ``pydoc``, then the standard library's docstrings of more
+    than 40 characters, in a fixed order: about 2.2 MB. The same Python installation gives the same
+    text.
     """
     for name in sorted(topics):
         yield topics[name]
@@ -32,8 +31,8 @@ def python_documentation() -> Iterator[str]:
 
 
 def write_corpus(path: str | Path) -> int:
-    """Write ``python_documentation`` as JSON lines with the field ``text``. Returns the number of
-    documents."""
+    """Write ``python_documentation`` as JSON lines with the field ``text``, and return the number
+    of documents."""
     lines = [
         json.dumps({"text": text}, ensure_ascii=False) + "\n" for text in python_documentation()
     ]
@@ -42,9 +41,9 @@ def write_corpus(path: str | Path) -> int:
 
 
 def docstring_pairs() -> Iterator[tuple[str, str]]:
-    """Of the standard library's functions the signature (``def join(*paths)`` and the module) and
-    the first paragraph of the documentation, in a fixed order, each signature once: instruction
-    pairs without a download."""
+    """Yield pairs for instruction tuning: the signature of a function of the standard library
+    (``def join(*paths)`` and the module), and the first paragraph of its documentation. The order
+    is fixed, and each signature comes once."""
     library = Path(sysconfig.get_path("stdlib"))
     seen = set()
     for source in sorted(library.rglob("*.py")):
@@ -67,8 +66,8 @@ def docstring_pairs() -> Iterator[tuple[str, str]]:
 
 
 def write_pairs(path: str | Path) -> int:
-    """Write ``docstring_pairs`` as JSON lines of ``messages``, in an order that mixes modules.
-    Returns the number of pairs."""
+    """Write ``docstring_pairs`` as JSON lines of ``messages``, in an order that mixes modules, and
+    return the number of pairs."""
     pairs = list(docstring_pairs())
     random.Random(0).shuffle(pairs)
     roles = ("user", "assistant")

@@ -1,4 +1,4 @@
-"""The documents of a chunk, and what can be wrong with a line."""
+"""Finds the documents in a chunk of a file, and what is wrong with a line."""
 
 from __future__ import annotations
 
@@ -16,22 +16,22 @@ LISTED = 10
 
 @dataclass
 class Problems:
-    """What is wrong with the input: the first few in full, the rest counted."""
+    """Problems of the input: the first few in full, all counted."""
 
     count: int = 0
     listed: list[str] = field(default_factory=list)
 
     def add(self, problem: str) -> None:
-        """One more."""
+        """Add one problem."""
         self.extend(Problems(1, [problem]))
 
     def extend(self, other: Problems) -> None:
-        """Those of another part of the input."""
+        """Add the problems of another part of the input."""
         self.count += other.count
         self.listed = (self.listed + other.listed)[:LISTED]
 
     def raise_if_any(self) -> None:
-        """Errors: DataError with all of them, if there are any."""
+        """Raise DataError with the problems, if there are any."""
         if self.count:
             more = f" (the first {LISTED} follow)" if self.count > LISTED else ""
             raise DataError(
@@ -43,8 +43,8 @@ class Problems:
 
 
 def input_files(paths: Sequence[str]) -> list[Path]:
-    """The files of ``paths``, folders walked in sorted order. Errors: DataError naming every path
-    that gives none."""
+    """Return the files of ``paths``; folders are walked in sorted order. Raises DataError with
+    every path that gives none."""
     files: list[Path] = []
     problems: list[str] = []
     for path in map(Path, paths):
@@ -66,7 +66,7 @@ def input_files(paths: Sequence[str]) -> list[Path]:
 
 
 def files_below(folder: Path) -> list[Path]:
-    """All files of a folder and its folders, sorted, but for hidden ones."""
+    """Return all files in a folder and the folders in it, sorted, without hidden ones."""
     seen = (
         file
         for file in folder.rglob("*")
@@ -76,8 +76,8 @@ def files_below(folder: Path) -> list[Path]:
 
 
 def texts(chunk: Chunk, keys: Sequence[str], problems: Problems) -> dict[str, list[str]]:
-    """The chunk's documents for each key, in order, empty ones included. Problems go to
-    ``problems``; blank lines are no documents."""
+    """Return the chunk's documents for each key, in order, empty ones included. Blank lines are no
+    documents. Problems are added to ``problems``."""
     found: dict[str, list[str]] = {key: [] for key in keys}
     if chunk.problem is not None:
         problems.add(chunk.problem)
@@ -118,21 +118,13 @@ def _read_line(line: str, where: str, found: dict[str, list[str]], problems: Pro
     try:
         record = json.loads(line.rstrip())
     except (ValueError, RecursionError) as error:
-        reason = (
-            f"{error.msg}, column {error.colno}"
-            if isinstance(error, json.JSONDecodeError)
-            else error
-        )
-        do = (
-            "write the array's objects one to a line, as jq -c '.[]' does"
-            if line.startswith("[")
-            else "mend the line"
-        )
-        problems.add(
-            describe(
-                where, got=f"invalid JSON ({reason})", expected="one JSON object per line", do=do
-            )
-        )
+        reason: object = error
+        if isinstance(error, json.JSONDecodeError):
+            reason = f"{error.msg}, column {error.colno}"
+        array = "write the array's objects one to a line, as jq -c '.[]' does"
+        do = array if line.startswith("[") else "mend the line"
+        got = f"invalid JSON ({reason})"
+        problems.add(describe(where, got=got, expected="one JSON object per line", do=do))
         return
     if not isinstance(record, dict):
         got = f"a JSON {json_type(record)}"
@@ -142,38 +134,22 @@ def _read_line(line: str, where: str, found: dict[str, list[str]], problems: Pro
         return
     for key, documents in found.items():
         value = record.get(key)
-        if isinstance(value, str) and not _has_surrogate(value):
-            documents.append(value)
-        elif key not in record:
+        expected = "a string"
+        do = "mend the line or change --json-keys"
+        if key not in record:
             names = ", ".join(map(repr, list(record)[:LISTED])) or "none"
             got = f"no such field (fields: {names})"
-            problems.add(
-                describe(
-                    f"{where}: field {key!r}",
-                    got=got,
-                    expected="a string",
-                    do="mend the line or change --json-keys",
-                )
-            )
-        elif isinstance(value, str):
-            problems.add(
-                describe(
-                    f"{where}: field {key!r}",
-                    got="half a surrogate pair",
-                    expected="Unicode text",
-                    do="mend the escape",
-                )
-            )
-        else:
+        elif not isinstance(value, str):
             got = f"{json_type(value)} {json.dumps(value)[:40]}"
-            problems.add(
-                describe(
-                    f"{where}: field {key!r}",
-                    got=got,
-                    expected="a string",
-                    do="mend the line or change --json-keys",
-                )
-            )
+        elif _has_surrogate(value):
+            got = "half a surrogate pair"
+            expected = "Unicode text"
+            do = "mend the escape"
+        else:
+            documents.append(value)
+            continue
+        where_field = f"{where}: field {key!r}"
+        problems.add(describe(where_field, got=got, expected=expected, do=do))
 
 
 def _has_surrogate(text: str) -> bool:
@@ -185,7 +161,8 @@ def _has_surrogate(text: str) -> bool:
 
 
 def json_type(value: object) -> str:
-    """JSON's name for the type of a value, Python's for one that JSON does not have."""
+    """Return JSON's name for the type of a value, or Python's for a type that JSON does not
+    have."""
     names = {
         dict: "object",
         list: "array",

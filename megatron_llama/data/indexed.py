@@ -1,10 +1,10 @@
 """Megatron's indexed dataset: PREFIX.bin holds token ids, PREFIX.idx says where each document
 begins.
 
-Index layout, little endian: ``MMIDIDX\\0\\0``, version u64 = 1, dtype code u8, number of sequences
-n u64, number of document indices d u64, int32[n] sequence lengths in tokens, int64[n] byte offsets
-into the .bin, int64[d] first sequence of each document and n at the end. Files are interchangeable
-with ``megatron.core.datasets.indexed_dataset``.
+The layout of the index, little endian, is: ``MMIDIDX\\0\\0``, version u64 = 1, dtype code u8,
+number of sequences n u64, number of document indices d u64, int32[n] sequence lengths in tokens,
+int64[n] byte offsets into the .bin, int64[d] first sequence of each document and n at the end.
+Files are interchangeable with ``megatron.core.datasets.indexed_dataset``.
 """
 
 from __future__ import annotations
@@ -44,15 +44,15 @@ Tokens = NDArray[np.integer[Any]]
 
 
 def token_dtype(vocab_size: int) -> np.dtype[Any]:
-    """Megatron's choice: uint16 below 65500 ids, else int32."""
+    """Return the dtype that Megatron takes: uint16 below 65500 ids, else int32."""
     return np.dtype(np.uint16 if vocab_size < 65500 else np.int32)
 
 
 class IndexedDatasetWriter:
-    """Appends documents; ``finish`` puts both files in place, replacing older ones. Nothing appears
-    under the final names before.
+    """Writes a dataset document by document. ``finish`` puts both files in place, replacing older
+    ones; nothing appears under the final names before.
 
-    As a context manager: finishes at the end of the block, or removes its temporary files if the
+    As a context manager it finishes at the end of the block, or removes its temporary files if the
     block raises.
     """
 
@@ -83,13 +83,13 @@ class IndexedDatasetWriter:
             self.discard()
 
     def add(self, document: Tokens) -> None:
-        """Append one document, a vector of token ids. Errors: DataError if an id does not fit the
+        """Append one document, a vector of token ids. Raises DataError if an id does not fit the
         dtype."""
         self.add_many(document, np.array([document.size]))
 
     def add_many(self, tokens: Tokens, lengths: NDArray[np.integer[Any]]) -> None:
-        """Append documents laid end to end in ``tokens``; ``lengths`` says where each ends. Errors:
-        as ``add``."""
+        """Append documents of the given lengths, which lie end to end in ``tokens``. Raises
+        DataError if an id does not fit the dtype, or a document is too long for the format."""
         assert int(lengths.sum()) == tokens.size, "lengths do not add up to the tokens"
         if lengths.size and int(lengths.max()) > np.iinfo(np.int32).max:
             got = f"a document of {lengths.max()} tokens"
@@ -115,12 +115,12 @@ class IndexedDatasetWriter:
         self.num_tokens += tokens.size
 
     def finish(self) -> None:
-        """Write the index and put both files in place. No other call may follow."""
+        """Write the index and put both files in place. Nothing may be called after it."""
         try:
             self._bin.close()
             self._write_index()
-            # Without the old index no reader can pair it with the new tokens, even if this process
-            # dies between the two lines.
+            # The old index goes first: if this process dies in between, no reader can pair it with
+            # the new tokens.
             Path(self.prefix + ".idx").unlink(missing_ok=True)
             os.replace(self._temporary[".bin"], self.prefix + ".bin")
             os.replace(self._temporary[".idx"], self.prefix + ".idx")
@@ -145,10 +145,10 @@ class IndexedDatasetWriter:
 
 
 class IndexedDataset:
-    """Documents of PREFIX.bin as one token stream, memory-mapped. Errors on opening: DataError for
-    a missing or damaged file."""
+    """The documents of PREFIX.bin as one token stream, memory-mapped."""
 
     def __init__(self, prefix: str | Path) -> None:
+        """Open the files. Raises DataError if one is missing or damaged."""
         self.prefix = str(prefix)
         idx = self.prefix + ".idx"
         bin = self.prefix + ".bin"
@@ -168,7 +168,7 @@ class IndexedDataset:
         self.num_tokens = int(self._lengths.sum(dtype=np.int64))
         self.num_documents = documents - 1
         self._check(idx, bin, bin_size)
-        # A plain view: slicing np.memmap itself runs Python code.
+        # A plain view, since slicing an np.memmap runs Python code.
         self._tokens: Tokens = np.memmap(
             bin, mode="r", dtype=self.dtype, shape=(bin_size // self.dtype.itemsize,)
         ).view(np.ndarray)
@@ -188,8 +188,8 @@ class IndexedDataset:
         return np.diff(starts[self._documents])
 
     def document_start(self, document: int) -> int:
-        """Stream position of a document's first token; for ``num_documents``, the length of the
-        stream."""
+        """Return the stream position of a document's first token; for ``num_documents`` that is the
+        length of the stream."""
         sequence = int(self._documents[document])
         if sequence == self._lengths.size:
             return self.num_tokens
@@ -200,12 +200,12 @@ class IndexedDataset:
         )
 
     def document_at(self, position: int) -> int:
-        """The document that holds a stream position."""
+        """Return the document that holds a stream position."""
         return bisect_right(range(self.num_documents), position, key=self.document_start) - 1
 
     def tokens(self, start: int, stop: int) -> Tokens:
-        """Tokens [start, stop) of the stream in the file's dtype; read-only and not copied where
-        the .bin is contiguous."""
+        """Return tokens [start, stop) of the stream in the file's dtype. Where the .bin is
+        contiguous they are read-only and not copied."""
         assert 0 <= start <= stop <= self.num_tokens, (
             f"[{start}, {stop}) is outside the stream of {self.num_tokens} tokens"
         )
@@ -227,12 +227,13 @@ class IndexedDataset:
 
     @cached_property
     def _starts(self) -> NDArray[np.int64]:
-        """Stream position of each sequence and the end, int64 [n + 1]. Eight bytes a sequence: only
-        built where pointers do not say it."""
+        """Stream position of each sequence, and the end, int64 [n + 1]. It takes eight bytes a
+        sequence, so it is only made where the file's offsets do not say the same."""
         return np.concatenate([np.zeros(1, np.int64), np.cumsum(self._lengths, dtype=np.int64)])
 
     def _check(self, idx: str, bin: str, bin_size: int) -> None:
-        """Refuse an index that contradicts itself or the .bin, and a dataset without tokens."""
+        """Raise DataError for an index that contradicts itself or the .bin, and for a dataset
+        without tokens."""
         n = self._lengths.size
         item = self.dtype.itemsize
         documents = self._documents
@@ -273,7 +274,8 @@ class IndexedDataset:
 
 
 def _read_header(idx: str) -> tuple[np.dtype[Any], int, int]:
-    """(dtype, number of sequences, number of document indices) of an index whose size they fit."""
+    """Return (dtype, number of sequences, number of document indices) of an index. Raises DataError
+    if its header is damaged or does not fit its size."""
     size = os.path.getsize(idx)
     with open(idx, "rb") as stream:
         header = stream.read(_HEADER.size)

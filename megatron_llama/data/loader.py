@@ -1,4 +1,4 @@
-"""Samples as batches, and the masks that document boundaries ask for."""
+"""Makes batches of samples, with the masks that document boundaries ask for."""
 
 from __future__ import annotations
 
@@ -30,50 +30,51 @@ class Batch:
     labels: Tensor
     """The next ids, int64 [s, b]."""
     loss_mask: Tensor | None = None
-    """1 where the label counts, else 0, float32 [s, b]. None: every label counts."""
+    """1 where the label counts, else 0, float32 [s, b]. With None every label counts."""
     position_ids: Tensor | None = None
-    """Positions, int64 [s, b]. None: 0, 1, ..., s - 1."""
+    """Positions, int64 [s, b]. None stands for 0, 1, ..., s - 1."""
     document_ids: Tensor | None = None
-    """Number of the document within the sample, int32 [s, b]. None: attention crosses documents."""
+    """Number of the document within the sample, int32 [s, b]. With None attention crosses
+    documents."""
     noise_scale: Tensor | None = None
-    """Largest noise that training adds to the embedding of a token, float32 [s, b]. None: no
-    noise."""
+    """Largest noise that training adds to the embedding of a token, float32 [s, b]. None stands for
+    no noise."""
     noise_seeds: tuple[int, ...] = ()
-    """Of each sample, where there is noise."""
+    """A seed for each sample, where there is noise."""
     document_starts: Tensor | None = None
-    """``Documents.starts`` of ``document_ids``, for a device that attends by document. None: nobody
-    has counted."""
+    """``Documents.starts`` of ``document_ids``, for a device that attends by document; None if they
+    have not been counted."""
     longest_document: int = 0
-    """Tokens of the longest, where they are counted."""
+    """Tokens of the longest document, where they are counted."""
 
     @property
     def document_mask(self) -> Tensor | None:
-        """True where a query (third dim) may attend to a key (fourth): earlier or same position of
-        the same document; bool [b, 1, s, s].
-
-        Built on each call, on the batch's device: s * s bytes a sample would otherwise be held for
-        every microbatch of a step.
-        """
+        """The mask of attention, bool [b, 1, s, s], or None without documents. It is True where a
+        query (third dim) may attend to a key (fourth): at the same or an earlier position of the
+        same document."""
         if self.document_ids is None:
             return None
+        # Made on each call: otherwise s * s bytes a sample were held for every microbatch of a
+        # step.
         ids = self.document_ids.t()
         return (ids[:, :, None] == ids[:, None, :]).tril().unsqueeze(1)
 
     def tensors(self) -> dict[str, Tensor]:
-        """What there is, by field."""
+        """Return the tensors that the batch has, by field."""
         found = {field.name: getattr(self, field.name) for field in fields(self)}
         return {name: value for name, value in found.items() if isinstance(value, Tensor)}
 
     def prepared(self, device: torch.device) -> Batch:
-        """With its documents counted, if ``device`` may want that: once they are there, counting
-        them would be waiting for it."""
+        """Return the batch with its documents counted, if ``device`` needs that."""
+        # The host counts before it sends the ids: to count them on the device, it would wait for
+        # it.
         if self.document_ids is None or is_host(device) or not is_host(self.document_ids.device):
             return self
         documents = Documents.of(self.document_ids)
         return replace(self, document_starts=documents.starts, longest_document=documents.longest)
 
     def to(self, device: torch.device) -> Batch:
-        """The same batch on another device, or itself where that is its own."""
+        """Return the batch on a device; that is itself where it already is there."""
         if self.tokens.device == device:
             return self
         ready = self.prepared(device)
@@ -84,24 +85,23 @@ class Batch:
 
 
 class Samples(Protocol):
-    """What batches are made of: some number of samples, of one length each."""
+    """Samples of one length, of which batches are made."""
 
     def __len__(self) -> int:
-        """How many there are."""
+        """Return the number of samples."""
 
     def batch(self, indices: Sequence[int]) -> Batch:
-        """These samples side by side. Errors: DataError."""
+        """Return these samples as a batch. Raises DataError."""
 
     def identity(self) -> dict[str, Any]:
-        """What can be told of them in a few words, for JSON: other samples say something else. A
-        checkpoint keeps it."""
+        """Return a few fields for JSON that differ for other samples. A checkpoint keeps them."""
 
 
 class StreamSamples:
-    """Samples of a token stream, with the masks that ``data`` asks for. Errors: DataError if one of
-    them needs the end-of-document id and ``eod`` is None."""
+    """The samples of a token stream, with the masks that ``data`` asks for."""
 
     def __init__(self, stream: TokenStream, data: DataConfig, eod: int | None) -> None:
+        """Raises DataError if a mask needs the end-of-document id and ``eod`` is None."""
         needs = [
             name
             for name in ("reset_position_ids", "reset_attention_mask", "eod_mask_loss")
@@ -120,16 +120,15 @@ class StreamSamples:
         self._eod = eod
 
     def __len__(self) -> int:
-        """See Samples."""
         return len(self._stream)
 
     def identity(self) -> dict[str, Any]:
-        """See Samples: counts, since the tokens may be more than anybody wants to read at the start
-        of a run."""
+        # Counts and no checksum: the start of a run is no time to read all tokens.
         return {"documents": self._stream.num_documents, "tokens": self._stream.num_tokens}
 
     def batch(self, indices: Sequence[int]) -> Batch:
-        """See Samples. Errors: DataError if a token id is outside the vocabulary."""
+        """Return these samples as a batch. Raises DataError if a token id is outside the
+        vocabulary."""
         samples = np.stack([self._stream.sample(index) for index in indices])
         tokens = samples[:, :-1]
         ends = tokens == self._eod
@@ -142,19 +141,18 @@ class StreamSamples:
 
 
 class BlendedSamples:
-    """The samples of several parts, laid end to end, to be read in the order of a blend."""
+    """The samples of several parts, laid end to end, which are read in the order of a blend."""
 
     def __init__(self, parts: Sequence[Samples], weights: Sequence[int]) -> None:
-        """``weights``: how often each part is read, in proportion to the others."""
+        """``weights`` says how often each part is read, in proportion to the others."""
         self._parts = tuple(parts)
         self.order = BlendedOrder(weights, [len(part) for part in parts])
 
     def __len__(self) -> int:
-        """Samples of the blend until some part begins again."""
+        """Return the number of samples until some part begins again."""
         return len(self.order)
 
     def identity(self) -> dict[str, Any]:
-        """See Samples."""
         parts = enumerate(part.identity() for part in self._parts)
         return {
             f"{name} of part {number}": value
@@ -163,7 +161,7 @@ class BlendedSamples:
         }
 
     def batch(self, indices: Sequence[int]) -> Batch:
-        """See Samples. ``indices`` count over all parts."""
+        """Return these samples as a batch; ``indices`` count over all parts."""
         places = [bisect_right(self.order.starts, index) - 1 for index in indices]
         one_by_one = [
             self._parts[part].batch([index - self.order.starts[part]])
@@ -173,13 +171,14 @@ class BlendedSamples:
 
 
 class BatchLoader:
-    """This data-parallel rank's microbatches of each step. It has no state: the same consumed
-    samples give the same batches.
+    """Gives this data-parallel rank its microbatches of each step. It has no state: the same
+    consumed samples give the same batches.
 
-    A step's samples are those at positions consumed .. consumed + global batch size of the run,
-    whatever the layout: rank r's microbatch m holds positions consumed + (m * dp_size + r) *
-    micro_batch_size + j. A step that has fewer samples than places has as many microbatches as any
-    other; what is in the places behind its last sample does not count.
+    The samples of a step are those at positions consumed .. consumed + global batch size of the
+    run, whatever the layout: microbatch m of rank r holds the positions consumed + (m * dp_size +
+    r)
+    * micro_batch_size + j. A step that has fewer samples than places still fills all microbatches;
+    the places behind its last sample do not count in the loss.
     """
 
     def __init__(
@@ -202,7 +201,7 @@ class BatchLoader:
         assert fit, "global_batch_size is a multiple of micro_batch_size x dp"
         self.samples = samples
         self._sizes = sizes
-        # What is no blend is one of a single part.
+        # Samples that are no blend are read as a blend of one part.
         self._order = (
             samples.order
             if isinstance(samples, BlendedSamples)
@@ -215,8 +214,8 @@ class BatchLoader:
         self._dp_size = dp_size
 
     def microbatches(self, consumed_samples: int) -> list[Batch]:
-        """The step that follows ``consumed_samples`` samples. Errors: DataError if they cannot be
-        read."""
+        """Return the microbatches of the step that follows ``consumed_samples`` samples. Raises
+        DataError if they cannot be read."""
         size = self._micro_batch_size
         places = self._sizes.places(consumed_samples)
         samples = self._sizes.at(consumed_samples)
@@ -227,8 +226,8 @@ class BatchLoader:
         batches = [self._batch(range(start, start + size)) for start in starts]
         if samples == places:
             return batches
-        # On every rank, also one whose places all have samples: whether there is a mask must not
-        # differ between ranks.
+        # Also on a rank whose places all have samples: ranks must not differ in whether there is a
+        # mask.
         counts = [consumed_samples + samples - start for start in starts]
         return [_counting(batch, count) for batch, count in zip(batches, counts, strict=True)]
 
@@ -236,8 +235,8 @@ class BatchLoader:
         batch = self.samples.batch(
             [self._order.index(position, self._seed, self._shuffled) for position in positions]
         )
-        # Noise belongs to a place in the run, not to a sample: it is new whenever the sample comes
-        # again.
+        # Noise belongs to a position of the run, not to a sample: it is new whenever the sample
+        # comes again.
         seeds = (
             ()
             if batch.noise_scale is None
@@ -247,14 +246,14 @@ class BatchLoader:
 
 
 def _counting(batch: Batch, count: int) -> Batch:
-    """The same batch, of whose samples only the first ``count`` are in the loss."""
+    """Return the batch with a mask that leaves only its first ``count`` samples in the loss."""
     mask = torch.ones(batch.labels.shape) if batch.loss_mask is None else batch.loss_mask.clone()
     mask[:, max(count, 0) :] = 0.0
     return replace(batch, loss_mask=mask)
 
 
 def side_by_side(batches: Sequence[Batch]) -> Batch:
-    """Batches of the same length and with the same masks as one."""
+    """Join batches of the same length and with the same masks into one."""
 
     def joined(tensors: Sequence[Tensor | None]) -> Tensor | None:
         there = [tensor for tensor in tensors if tensor is not None]
@@ -270,13 +269,13 @@ def side_by_side(batches: Sequence[Batch]) -> Batch:
 
 
 def _documents(ends: NDArray[np.bool_]) -> NDArray[np.int32]:
-    """How many documents ended before each token, [b, s]: an end token belongs to the document it
-    ends."""
+    """Return how many documents ended before each token, [b, s]. An end token belongs to the
+    document that it ends."""
     return (np.cumsum(ends, axis=1) - ends).astype(np.int32)
 
 
 def _positions(ends: NDArray[np.bool_]) -> NDArray[np.int64]:
-    """Distance to the first token of the token's document, [b, s]."""
+    """Return the distance to the first token of the token's document, [b, s]."""
     place = np.arange(ends.shape[1], dtype=np.int64)
     first = np.zeros(ends.shape, np.int64)
     first[:, 1:] = np.where(ends[:, :-1], place[1:], 0)
@@ -284,5 +283,5 @@ def _positions(ends: NDArray[np.bool_]) -> NDArray[np.int64]:
 
 
 def sequence_first(array: NDArray[np.generic]) -> Tensor:
-    """[b, s] -> [s, b]."""
+    """Return an array [b, s] as a tensor [s, b]."""
     return torch.from_numpy(np.ascontiguousarray(array.T))

@@ -1,4 +1,5 @@
-"""PREFIX.meta.json: what made a dataset, so that training finds its tokenizer and vocabulary."""
+"""``PREFIX.meta.json`` says how a dataset was made, so that training finds its tokenizer and
+vocabulary."""
 
 from __future__ import annotations
 
@@ -11,8 +12,8 @@ from megatron_llama.tokenizer.files import read_json_object, replace_file, to_js
 def write_meta(
     prefix: str, *, tokenizer: Path, vocab_size: int, eod: int | None, documents: int, tokens: int
 ) -> None:
-    """Write PREFIX.meta.json. A tokenizer in or below the dataset's folder is named relative to it,
-    so that both move together."""
+    """Write PREFIX.meta.json. A tokenizer in the dataset's folder, or below it, is named relative
+    to that folder, so that both can be moved together."""
     folder = Path(prefix).absolute().parent
     tokenizer = tokenizer.absolute()
     name = tokenizer.relative_to(folder) if tokenizer.is_relative_to(folder) else tokenizer
@@ -27,10 +28,8 @@ def write_meta(
 
 
 def read_meta(prefix: str | Path) -> dict[str, Any] | None:
-    """tokenizer (an absolute path), vocab_size, eod, documents and tokens of a dataset.
-
-    None if the dataset has no such file, as Megatron's have not. Errors: DataError if the file is
-    damaged.
+    """Return tokenizer (an absolute path), vocab_size, eod, documents and tokens of a dataset, or
+    None if it has no such file, as Megatron's datasets. Raises DataError if the file is damaged.
     """
     path = Path(f"{prefix}.meta.json")
     if not path.exists():

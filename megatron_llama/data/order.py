@@ -1,10 +1,10 @@
-"""Which sample stands at which position of a run: a pure function, so that a resume needs one
-integer.
+"""The order of samples in a run. It is a pure function of the position, so a resume needs one
+integer, and any layout reads the same samples.
 
 Inside an epoch the order is a keyed permutation of range(n) that is computed, not stored: a Feistel
-network over the next power of two (Luby and Rackoff 1988), walked until it lands inside range(n)
-(Black and Rogaway 2002, "cycle walking": fewer than two rounds on average, since the power of two
-is less than 2n).
+network over the next power of two (Luby and Rackoff 1988), applied until the result lies in
+range(n) (Black and Rogaway 2002, "cycle walking": fewer than two rounds on average, since the power
+of two is less than 2n).
 """
 
 from __future__ import annotations
@@ -18,10 +18,11 @@ _ROUNDS = 8  # four suffice for large domains; halves of one bit need more to lo
 
 
 def sample_index(position: int, num_samples: int, seed: int, shuffled: bool) -> int:
-    """Sample at ``position`` of the run (samples consumed before it), in [0, num_samples).
+    """Return the sample at ``position`` of the run, in [0, num_samples). The position is the number
+    of samples that were consumed before.
 
-    Each epoch of ``num_samples`` positions holds every sample once; shuffled, in an order of its
-    own per seed and epoch.
+    Each epoch of ``num_samples`` positions holds every sample once. If they are ``shuffled``, each
+    seed and epoch has an order of its own.
     """
     epoch, index = divmod(position, num_samples)
     if not shuffled or num_samples == 1:
@@ -35,26 +36,26 @@ def sample_index(position: int, num_samples: int, seed: int, shuffled: bool) -> 
 
 
 class BlendedOrder:
-    """Which sample of which part stands at which position of a run that blends several: again a
-    pure function.
+    """The order of samples in a run that blends several parts, which is a pure function too.
 
-    Position p goes down a binary tree: a node hands its first n samples to its two halves in
-    proportion to their weights, rounded, so that what a half has had is known for every n without
+    A position goes down a binary tree. A node gives its first n samples to its two halves in
+    proportion to their weights, rounded, so the share of a half is known for every n without
     counting. At any moment a part among k has had what its weight says to within ceil(log2(k)) / 2
     samples, and exactly that at multiples of the sum of all weights (whole numbers without a common
-    divisor). A part runs through its own samples as if it were alone, each epoch in an order of its
+    divisor). Each part runs through its samples as if it were alone, each epoch in an order of its
     own.
     """
 
     def __init__(self, weights: Sequence[int], sizes: Sequence[int]) -> None:
-        """Of each part: its weight, above 0, and the number of its samples."""
+        """``weights`` holds the weight of each part, above 0, and ``sizes`` its number of
+        samples."""
         assert len(weights) == len(sizes) > 0 and min(weights) > 0
         self._sums = (0, *accumulate(weights))
         self._sizes = tuple(sizes)
         self.starts = (0, *accumulate(sizes))
 
     def __len__(self) -> int:
-        """Positions until some part begins again."""
+        """Return the number of positions until some part begins again."""
         if len(self._sizes) == 1:
             return self._sizes[0]
         low = 0
@@ -68,7 +69,7 @@ class BlendedOrder:
         return low
 
     def counts(self, positions: int) -> list[int]:
-        """Samples of each part among the first positions."""
+        """Return the number of samples of each part among the first positions."""
         return self._counts(0, len(self._sizes), positions)
 
     def _counts(self, first: int, last: int, samples: int) -> list[int]:
@@ -79,12 +80,13 @@ class BlendedOrder:
         return self._counts(first, middle, left) + self._counts(middle, last, samples - left)
 
     def _left(self, first: int, middle: int, last: int, samples: int) -> int:
-        """Of the first samples of the parts [first, last), those of [first, middle)."""
+        """Return how many of the first samples of the parts [first, last) are of the parts [first,
+        middle)."""
         whole = self._sums[last] - self._sums[first]
         return (2 * samples * (self._sums[middle] - self._sums[first]) + whole) // (2 * whole)
 
     def place(self, position: int) -> tuple[int, int]:
-        """(part, how many of its samples came before)."""
+        """Return the part at a position, and how many of its samples came before."""
         first = 0
         last = len(self._sizes)
         while last - first > 1:
@@ -99,7 +101,7 @@ class BlendedOrder:
         return first, position
 
     def index(self, position: int, seed: int, shuffled: bool) -> int:
-        """Sample at ``position`` of the run, counted over all parts laid end to end."""
+        """Return the sample at ``position`` of the run, counted over all parts laid end to end."""
         part, own = self.place(position)
         return self.starts[part] + sample_index(
             own, self._sizes[part], seed + (part << 32), shuffled
@@ -107,8 +109,8 @@ class BlendedOrder:
 
 
 def _feistel(value: int, bits: int, key: int) -> int:
-    """A keyed permutation of range(2 ** bits), bits >= 2. The halves may differ by a bit and swap
-    widths each round."""
+    """Apply a keyed permutation of range(2 ** bits), bits >= 2. The halves may differ by a bit, and
+    swap widths each round."""
     low_bits = bits // 2
     high_bits = bits - bits // 2
     low = value & ((1 << low_bits) - 1)
@@ -121,13 +123,13 @@ def _feistel(value: int, bits: int, key: int) -> int:
 
 
 def mixed(seed: int, number: int) -> int:
-    """A seed of its own for each number, 63 bits."""
+    """Return a seed of its own for each number, 63 bits."""
     return _mix(_mix(seed & _MASK) + number) >> 1
 
 
 def _mix(value: int) -> int:
-    """The finalizer of splitmix64 (Steele, Lea, Flood 2014): every input bit reaches every output
-    bit."""
+    """Apply the finalizer of splitmix64 (Steele, Lea, Flood 2014): every input bit reaches every
+    output bit."""
     value = (value + _GOLDEN) & _MASK
     value = ((value ^ value >> 30) * 0xBF58476D1CE4E5B9) & _MASK
     value = ((value ^ value >> 27) * 0x94D049BB133111EB) & _MASK

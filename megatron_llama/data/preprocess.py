@@ -1,4 +1,4 @@
-"""Text files -> indexed datasets, in several processes, in the order of the input."""
+"""Makes indexed datasets of text files, in several processes and in the order of the input."""
 
 from __future__ import annotations
 
@@ -59,16 +59,19 @@ class PreprocessReport:
     seconds: float
 
     def __str__(self) -> str:
-        """One line for people."""
+        """Return one line for people."""
         skipped = f", {self.skipped:,} empty ones skipped" if self.skipped else ""
         rate = self.bytes / 1e6 / max(self.seconds, 1e-9)
-        counts = f"{self.documents:,} documents, {self.tokens:,} tokens from {self.bytes:,} bytes{skipped}"
-        return f"{', '.join(self.outputs)}: {counts}; vocabulary {self.vocab_size:,}; {self.seconds:.1f} s ({rate:.1f} MB/s)"
+        return (
+            f"{', '.join(self.outputs)}: {self.documents:,} documents, {self.tokens:,} tokens"
+            f" from {self.bytes:,} bytes{skipped}; vocabulary {self.vocab_size:,};"
+            f" {self.seconds:.1f} s ({rate:.1f} MB/s)"
+        )
 
 
 @dataclass(frozen=True)
-class _Job:
-    """What a worker needs to know besides its chunk."""
+class _Encoding:
+    """How documents are encoded: what a worker needs to know besides its chunk."""
 
     tokenizer: Path
     keys: tuple[str, ...]
@@ -78,7 +81,7 @@ class _Job:
 
 @dataclass(frozen=True)
 class _Encoded:
-    """One chunk as tokens: for each key the documents end to end and their lengths."""
+    """A chunk as tokens: for each key the documents end to end, and their lengths."""
 
     size: int
     skipped: int
@@ -87,18 +90,18 @@ class _Encoded:
 
 
 def preprocess(options: PreprocessConfig) -> PreprocessReport:
-    """Tokenize ``options.input`` into indexed datasets; the outputs appear, replacing older ones,
+    """Tokenize ``options.input`` into indexed datasets. The outputs appear, replacing older ones,
     when all of them are complete.
 
-    Errors: ConfigError for options that do not go together; DataError for unusable input, listing
-    up to ten documents and counting all, for a tokenizer that does not fit, or for a place that
-    cannot be written. Nothing is written then.
+    Raises ConfigError for options that do not go together; DataError for unusable input, with the
+    first ten documents and the count of all, for a tokenizer that does not fit, and for a folder
+    that cannot be written. Then nothing is written.
     """
     started = time.perf_counter()
     _check_options(options)
     try:
         return _preprocess(options, started)
-    except OSError as error:  # what cannot be read is told by the readers
+    except OSError as error:  # of writing: readers report what they cannot read themselves
         where = str(error.filename or options.output_prefix)
         do = "make room, or give another --output-prefix"
         raise DataError(
@@ -133,15 +136,16 @@ def _preprocess(options: PreprocessConfig, started: float) -> PreprocessReport:
                 do="use another tokenizer or leave it out",
             )
         eod = tokenizer.eos_id if options.append_eod else None
-        job = _Job(staged, options.json_keys, eod, token_dtype(tokenizer.vocab_size))
-        tokenizer.encode_packed(["a word"])  # makes what encoding takes, before there are processes
+        encoding = _Encoding(staged, options.json_keys, eod, token_dtype(tokenizer.vocab_size))
+        # The first call makes the tables of the encoder. Forked workers then share them.
+        tokenizer.encode_packed(["a word"])
         prefixes = _prefixes(options)
         writers = {
-            key: stack.enter_context(IndexedDatasetWriter(prefix, job.dtype))
+            key: stack.enter_context(IndexedDatasetWriter(prefix, encoding.dtype))
             for key, prefix in prefixes.items()
         }
         skipped = _write(
-            job,
+            encoding,
             chunks(files, options.json_keys),
             writers,
             count=_workers(options.workers, total),
@@ -234,14 +238,14 @@ def _check_options(options: PreprocessConfig) -> None:
 
 
 def _prefixes(options: PreprocessConfig) -> dict[str, str]:
-    """Output prefix of each key."""
+    """Return the output prefix of each key."""
     if len(options.json_keys) == 1 and not options.megatron_names:
         return {options.json_keys[0]: options.output_prefix}
     return {key: f"{options.output_prefix}_{key}_document" for key in options.json_keys}
 
 
 def _workers(wanted: int, total: int) -> int:
-    """Processes that have a chunk each to work on."""
+    """Return the number of processes: no more than there are chunks."""
     cores = (
         len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     )
@@ -252,8 +256,8 @@ def _workers(wanted: int, total: int) -> int:
 def _trained(
     options: PreprocessConfig, files: Sequence[Path], total: int
 ) -> Iterator[tuple[Path, Path]]:
-    """Train a tokenizer into a temporary folder, which takes its final name if the block succeeds.
-    Gives both paths of the model."""
+    """A block with a tokenizer that was trained into a temporary folder, whose files get their
+    final names if the block succeeds. It gives both paths of the model."""
     from megatron_llama.tokenizer.spm import train_tokenizer
 
     folder = Path(f"{options.output_prefix}-tokenizer")
@@ -274,8 +278,8 @@ def _trained(
 
 
 def _training_texts(files: Sequence[Path], keys: tuple[str, ...], total: int) -> list[str]:
-    """All documents, or evenly spaced ones that make up about ``TRAINING_BYTES``: sentencepiece
-    holds its corpus in memory."""
+    """Return all documents, or evenly spaced ones that make up about ``TRAINING_BYTES``, since
+    sentencepiece holds its corpus in memory."""
     stride = -(-total // TRAINING_BYTES)
     problems = Problems()
     found = (
@@ -290,21 +294,21 @@ def _training_texts(files: Sequence[Path], keys: tuple[str, ...], total: int) ->
 
 
 def _write(
-    job: _Job,
+    encoding: _Encoding,
     work: Iterable[Chunk],
     writers: Mapping[str, IndexedDatasetWriter],
     *,
     count: int,
     total: int,
 ) -> int:
-    """Tokenize and append everything; returns the number of skipped documents. Errors: DataError
+    """Tokenize and append everything, and return the number of skipped documents. Raises DataError
     with the input's problems."""
     problems = Problems()
     skipped = 0
     with ExitStack() as stack:
-        # Processes first: they are forked where nothing has started a thread yet, neither the bar
-        # below nor a reader of the input.
-        encode = functools.partial(_encode, job)
+        # Processes come first: they can be forked while nothing has started a thread, neither the
+        # bar below nor a reader of the input.
+        encode = functools.partial(_encode, encoding)
         encoded = (
             stack.enter_context(workers(count, encode))(work) if count > 1 else map(encode, work)
         )
@@ -337,23 +341,23 @@ def _write(
 
 @functools.lru_cache(maxsize=1)
 def _tokenizer(path: Path) -> Tokenizer:
-    """Loaded once, and forgotten with the call of ``preprocess``, after which the file may change.
-    Forked processes have it."""
+    """Load the tokenizer once for a call of ``preprocess``, after which the file may change. Forked
+    processes have it already."""
     return load_tokenizer(path)
 
 
-def _encode(job: _Job, chunk: Chunk) -> _Encoded:
-    tokenizer = _tokenizer(job.tokenizer)
+def _encode(encoding: _Encoding, chunk: Chunk) -> _Encoded:
+    tokenizer = _tokenizer(encoding.tokenizer)
     problems = Problems()
     skipped = 0
-    found = texts(chunk, job.keys, problems)
+    found = texts(chunk, encoding.keys, problems)
     if problems.count:
         return _Encoded(chunk.size, 0, problems, {})
     documents = {}
-    end = pack([job.eod]) if job.eod is not None else b""
+    end = pack([encoding.eod]) if encoding.eod is not None else b""
     for key, of_key in found.items():
         ids = [document + end for document in tokenizer.encode_packed(of_key) if document]
         skipped += len(of_key) - len(ids)
         lengths = np.fromiter(map(len, ids), np.int64, count=len(ids)) // ID_BYTES
-        documents[key] = (np.frombuffer(b"".join(ids), np.intc).astype(job.dtype), lengths)
+        documents[key] = (np.frombuffer(b"".join(ids), np.intc).astype(encoding.dtype), lengths)
     return _Encoded(chunk.size, skipped, problems, documents)

@@ -1,4 +1,4 @@
-"""Files of text, compressed or not, as ordered pieces of documents that are read while others are
+"""Reads files of text, compressed or not, piece by piece in order, while other pieces are
 tokenized."""
 
 from __future__ import annotations
@@ -16,18 +16,16 @@ from typing import IO, Any, cast
 
 from megatron_llama.errors import DataError, describe, listing
 
-CHUNK_BYTES = (
-    1 << 20
-    # large against the cost of a task (0.1 ms), small against a file, so that all workers end
-    # together
-)
+CHUNK_BYTES = 1 << 20
+"""Large against the cost of a task (0.1 ms), and small against a file, so that all workers end
+together."""
 JSON_LINES = (".jsonl", ".json")
 PARQUET = ".parquet"
 COMPRESSED = (".gz", ".zst")
 _PACKAGES: Mapping[str, tuple[str, str]] = MappingProxyType(
     {".zst": ("zstandard", "zstd"), PARQUET: ("pyarrow", "parquet")}
 )
-"""Suffix -> what reads it, and the extra that brings it."""
+"""By suffix: the package that reads such a file, and the extra that installs it."""
 _RESTORE = "restore the file or leave it out"
 
 
@@ -37,19 +35,19 @@ class Chunk:
 
     path: str
     first: int | None
-    """Number of the first line or row, from 1; None for a text file."""
+    """Number of the first line or row, counted from 1; None for a text file."""
     size: int
-    """Bytes of the file that it takes."""
+    """Bytes of the file that the chunk takes."""
     lines: Sequence[bytes] = ()
-    """Of a JSON-lines file, or the text."""
+    """Lines of a JSON-lines file, or the whole text."""
     columns: Mapping[str, Sequence[str | None]] | None = None
-    """Of a parquet file, by key."""
+    """Columns of a parquet file, by key."""
     problem: str | None = None
     """Why nothing more could be read of the file."""
 
 
 def kind(file: Path) -> str:
-    """The suffix that says what is in a file, compressed or not."""
+    """Return the suffix that says what is in a file, compressed or not."""
     return Path(file.stem).suffix if file.suffix in COMPRESSED else file.suffix
 
 
@@ -74,17 +72,16 @@ def require_packages(files: Sequence[Path]) -> None:
 
 
 def chunks(files: Sequence[Path], keys: Sequence[str]) -> Iterator[Chunk]:
-    """The content of the files, in order, in pieces of about ``CHUNK_BYTES``; a text file is one
-    piece. ``keys``: columns of parquet."""
+    """Yield the content of the files in order, in pieces of about ``CHUNK_BYTES``; a text file is
+    one piece. ``keys`` are the columns of parquet files."""
     for file in files:
         try:
-            yield from (
-                _parquet(file, keys)
-                if kind(file) == PARQUET
-                else _lines(file)
-                if kind(file) in JSON_LINES
-                else _text(file)
-            )
+            if kind(file) == PARQUET:
+                yield from _parquet(file, keys)
+            elif kind(file) in JSON_LINES:
+                yield from _lines(file)
+            else:
+                yield from _text(file)
         except (OSError, EOFError, zlib.error, _library_error(file)) as error:
             reason = " ".join(str(error).split()) or type(error).__name__
             problem = describe(file, got=reason, expected="a readable file", do=_RESTORE)
@@ -92,7 +89,7 @@ def chunks(files: Sequence[Path], keys: Sequence[str]) -> Iterator[Chunk]:
 
 
 def _library_error(file: Path) -> type[Exception]:
-    """What the library that reads a file raises."""
+    """Return the exception of the library that reads a file."""
     if file.suffix == ".zst":
         import zstandard
 
@@ -105,7 +102,8 @@ def _library_error(file: Path) -> type[Exception]:
 
 
 def _open(file: Path, stack: ExitStack) -> tuple[IO[bytes], IO[bytes]]:
-    """The text of a file, and the file itself, whose position says how much of it is read."""
+    """Return the text of a file, and the file itself, whose position says how much of it is
+    read."""
     raw: IO[bytes] = stack.enter_context(open(file, "rb"))  # noqa: SIM115  closed by the stack
     if file.suffix == ".gz":
         return cast(IO[bytes], stack.enter_context(gzip.GzipFile(fileobj=raw))), raw
@@ -115,8 +113,8 @@ def _open(file: Path, stack: ExitStack) -> tuple[IO[bytes], IO[bytes]]:
 
 
 class _ZstdFrames(io.RawIOBase):
-    """What the frames of a .zst file hold. Raises EOFError where the file ends inside one, which
-    the library's own stream does not tell."""
+    """The content of all frames of a .zst file. It raises EOFError where the file ends inside a
+    frame, which the library's own stream does not tell."""
 
     def __init__(self, raw: IO[bytes]) -> None:
         import zstandard
@@ -127,11 +125,9 @@ class _ZstdFrames(io.RawIOBase):
         self._input = self._output = b""
 
     def readable(self) -> bool:
-        """See RawIOBase."""
         return True
 
     def readinto(self, buffer: Any) -> int:
-        """See RawIOBase."""
         while not self._output and self._advance():
             pass
         taken = self._output[: len(buffer)]
@@ -140,7 +136,7 @@ class _ZstdFrames(io.RawIOBase):
         return len(taken)
 
     def _advance(self) -> bool:
-        """Decompress some more; False at the end of the file."""
+        """Decompress some more, and return False at the end of the file."""
         self._input = self._input or self._raw.read(CHUNK_BYTES // 8)
         if not self._input:
             if self._frame is not None:

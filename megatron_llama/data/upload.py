@@ -1,8 +1,8 @@
-"""The batches of a step go to the device while the step before it computes.
+"""Sends the batches of a step to the device while the step before it computes.
 
-All their tensors lie in one slab of host memory that the device reads by itself, and in one of the
-device: one copy a step, in a stream of its own. Two pairs of slabs take turns, so that nothing is
-overwritten that a step under way still reads.
+All tensors of a step lie in one buffer of pinned host memory, and in one of the device: one copy a
+step, in a stream of its own. Two pairs of buffers take turns, so that nothing is overwritten that a
+step under way still reads.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from megatron_llama.data.loader import Batch
 from megatron_llama.distributed import device as devices
 
 ALIGNMENT = 256
-"""Bytes at whose multiples tensors begin."""
+"""Tensors begin at multiples of so many bytes."""
 
 
 class GrowingBuffer:
-    """Memory in which tensors lie one behind the other. It grows when it has to."""
+    """Memory in which tensors lie one behind the other. It grows when a step needs more."""
 
     def __init__(self, device: torch.device, *, pinned: bool = False) -> None:
         self._device = device
@@ -29,7 +29,7 @@ class GrowingBuffer:
         self.memory = torch.empty(0, dtype=torch.uint8, device=device, pin_memory=pinned)
 
     def hold(self, size: int) -> Tensor:
-        """The first ``size`` bytes. What lay there is lost if it has to grow."""
+        """Return the first ``size`` bytes. If the buffer has to grow, its content is lost."""
         if self.memory.numel() < size:
             self.memory = torch.empty(
                 size, dtype=torch.uint8, device=self._device, pin_memory=self._pinned
@@ -38,12 +38,12 @@ class GrowingBuffer:
 
 
 def size_of(batches: Sequence[Batch]) -> int:
-    """Bytes of a slab for them."""
+    """Return the bytes that the tensors of the batches take in a buffer."""
     return sum(_aligned(tensor.nbytes) for batch in batches for tensor in batch.tensors().values())
 
 
 def laid_out(batches: Sequence[Batch], memory: Tensor) -> list[Batch]:
-    """The same batches with tensors that are views of ``memory``, as it is."""
+    """Return the same batches with tensors that are views of ``memory``, whatever is in it."""
     placed = []
     begin = 0
     for batch in batches:
@@ -58,7 +58,7 @@ def laid_out(batches: Sequence[Batch], memory: Tensor) -> list[Batch]:
 
 
 def pack(batches: Sequence[Batch], memory: Tensor) -> None:
-    """Write the tensors of batches where ``laid_out`` has them."""
+    """Copy the tensors of batches to where ``laid_out`` has them."""
     for batch, place in zip(batches, laid_out(batches, memory), strict=True):
         views = place.tensors()
         for name, tensor in batch.tensors().items():
@@ -69,37 +69,40 @@ def _aligned(size: int) -> int:
     return -(-size // ALIGNMENT) * ALIGNMENT
 
 
-class _Pair:
+class _BufferPair:
     def __init__(self, device: torch.device) -> None:
-        self.here = GrowingBuffer(torch.device("cpu"), pinned=True)
-        self.there = GrowingBuffer(device)
+        self.host = GrowingBuffer(torch.device("cpu"), pinned=True)
+        self.device = GrowingBuffer(device)
         self.copied: torch.Event | None = None
 
 
 class Upload:
-    """Of one process. On a host batches are where they should be."""
+    """Sends the batches of one process. On a host it returns them as they are."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._host = devices.is_host(device)
         self._stream = None if self._host else devices.new_stream(device)
-        self._pairs = () if self._host else (_Pair(device), _Pair(device))
+        self._pairs = () if self._host else (_BufferPair(device), _BufferPair(device))
         self._turn = 0
 
     def send(self, batches: Sequence[Batch]) -> Sequence[Batch]:
-        """The batches on the device, to be read after ``wait``. They are valid until the second
-        ``send`` after this one, before which everything that reads them must have been issued."""
+        """Return the batches on the device, to be read after ``wait``. They are valid until the
+        second ``send`` after this one; everything that reads them has to be issued before."""
         if self._stream is None:
             return batches
         batches = [batch.prepared(self._device) for batch in batches]
         pair = self._pairs[self._turn]
         self._turn = 1 - self._turn
         if pair.copied is not None:
-            pair.copied.synchronize()  # long ago: the step that it was for has begun
+            # The host is about to write the buffer that this copy read. It does not wait: the step
+            # that the copy was for has begun long ago.
+            pair.copied.synchronize()
         size = size_of(batches)
-        source = pair.here.hold(size)
-        target = pair.there.hold(size)
+        source = pair.host.hold(size)
+        target = pair.device.hold(size)
         pack(batches, source)
+        # The step that reads the device's buffer now has been issued: the copy comes after it.
         self._stream.wait_stream(devices.current_stream(self._device))
         with devices.on_stream(self._stream):
             target.copy_(source, non_blocking=True)
@@ -107,7 +110,7 @@ class Upload:
         return laid_out(batches, target)
 
     def wait(self) -> None:
-        """What is issued from now on comes after the last ``send``."""
+        """Have everything that is issued from now on come after the copy of the last ``send``."""
         pair = self._pairs[1 - self._turn] if self._pairs else None
         if pair is not None and pair.copied is not None:
             devices.current_stream(self._device).wait_event(pair.copied)

@@ -1,4 +1,4 @@
-"""Which tokenizer a run belongs to, and what the model takes from it."""
+"""Finds the tokenizer of a run, and fills in what the model takes from it."""
 
 from __future__ import annotations
 
@@ -19,18 +19,19 @@ TOKENIZERS = ("tokenizer.json", "tokenizer.model")
 
 @dataclass(frozen=True)
 class Vocabulary:
-    """What is known of the tokens of a run; the tokenizer is absent for a dataset that came without
-    one."""
+    """The tokens of a run."""
 
     tokenizer: Tokenizer | None
+    """None for a dataset that came without one."""
     size: int
+    """The number of token ids; 0 if it is not known."""
     eod: int | None
-    """Id that ends documents."""
+    """The id that ends documents."""
 
 
 def find_vocabulary(config: Config) -> Vocabulary:
-    """From --tokenizer-model, else the dataset's PREFIX.meta.json, else the HuggingFace folder of
-    the weights. Raises DataError."""
+    """Return the vocabulary of --tokenizer-model, or else of the dataset's PREFIX.meta.json, or
+    else of the folder of the weights. Raises DataError."""
     meta = _meta(read_blend(config.data.data_path).prefixes)
     path = (
         config.data.tokenizer_model
@@ -49,8 +50,8 @@ def find_vocabulary(config: Config) -> Vocabulary:
 
 
 def _meta(prefixes: Sequence[str]) -> dict[str, Any]:
-    """Of the first dataset that has a PREFIX.meta.json. Raises DataError where those of a blend
-    have other tokens."""
+    """Return the content of the first PREFIX.meta.json that is there. Raises DataError where the
+    datasets of a blend have other tokens."""
     found = {prefix: meta for prefix in prefixes if (meta := read_meta(prefix)) is not None}
     first = next(iter(found), None)
     for prefix, meta in found.items():
@@ -69,23 +70,20 @@ def _meta(prefixes: Sequence[str]) -> dict[str, Any]:
 
 
 def _tokenizer_of_weights(options: CheckpointConfig) -> str | None:
-    """In the folder of the weights; of a run's checkpoint in the folder that the run keeps beside
-    it."""
+    """Return the folder of the tokenizer that belongs to the weights: their own folder, or the one
+    that a run keeps beside its checkpoints."""
     loaded = options.save if options.load == "auto" else options.load
     folders = [Path(folder) for folder in (options.init_from_hf, loaded) if folder is not None]
-    places = [
-        place
-        for folder in folders
-        for place in (folder, folder / "tokenizer", folder.parent / "tokenizer")
-    ]
-    return next(
-        (str(place) for place in places for name in TOKENIZERS if (place / name).is_file()), None
-    )
+    for folder in folders:
+        for place in (folder, folder / "tokenizer", folder.parent / "tokenizer"):
+            if any((place / name).is_file() for name in TOKENIZERS):
+                return str(place)
+    return None
 
 
 def with_vocabulary(config: Config, vocabulary: Vocabulary) -> Config:
-    """Fill the model fields that come from the tokenizer. Raises ConfigError if the model is too
-    small for it."""
+    """Return the configuration with the model fields that come from the tokenizer. Raises
+    ConfigError if the model is too small for it."""
     model = config.model
     tokenizer = vocabulary.tokenizer
     if model.vocab_size == 0 and vocabulary.size == 0:

@@ -1,4 +1,4 @@
-"""Processes that work on the pieces of a corpus side by side."""
+"""Runs a function on the pieces of a corpus in several processes."""
 
 from __future__ import annotations
 
@@ -25,19 +25,20 @@ Result = TypeVar("Result")
 def workers(
     count: int, do: Callable[[Piece], Result]
 ) -> Iterator[Callable[[Iterable[Piece]], Iterator[Result]]]:
-    """``map(do, pieces)`` with ``count`` processes, which run when the block begins: results in the
-    order of the pieces, few in memory at a time. ``do`` has to be picklable.
+    """A block with ``count`` processes, which gives ``map(do, pieces)``: results in the order of
+    the pieces, few in memory at a time. ``do`` has to be picklable. The processes run when the
+    block begins.
 
-    Processes are copies of this one, and have what it has loaded, where it has a single thread.
-    They end with the block, and at once if it raises. Errors: DataError if a process dies.
+    If this process has a single thread they are forks of it, and have what it has loaded. They end
+    with the block, and at once if it raises. Raises DataError if a process dies.
     """
-    # Another thread may hold a lock, of a library or of the heap, that a fork would copy and nobody
-    # would release.
+    # Another thread may hold a lock, of a library or of the heap. A fork would copy that lock, and
+    # nobody would release it.
     context = multiprocessing.get_context("fork" if single_threaded() else "spawn")
     theirs, ours = context.Pipe(duplex=False)
     pool = ProcessPoolExecutor(count, context, initializer=_begin, initargs=(theirs, ours))
     try:
-        pool.submit(int)  # makes the processes
+        pool.submit(int)  # the pool makes its processes at the first call
         yield partial(_ordered, pool, 4 * count, do)
     except BrokenProcessPool as error:
         remedy = "give fewer --workers, or --workers 1 to see the cause"
@@ -45,7 +46,7 @@ def workers(
             "preprocess", got="a dead worker process", expected="enough memory for each", do=remedy
         ) from error
     except BaseException:
-        ours.close()  # nobody wants what they are at
+        ours.close()  # the processes end at once: nobody wants their results
         raise
     finally:
         pool.shutdown(cancel_futures=True)
@@ -54,8 +55,9 @@ def workers(
 
 
 def _begin(line: Connection, others: Connection) -> None:
-    """In a worker, which ends when nobody is left at the other end of the line: when the process
-    that started it is gone, or wants it to. Control-C is for that process to hear."""
+    """Begin a worker. It ends when the other end of the line is closed: when the process that
+    started it is gone, or wants it to end."""
+    # Control-C goes to all processes of the terminal; the one that started this one reacts to it.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     others.close()
     Thread(target=_end_with, args=(line,), daemon=True).start()
@@ -68,8 +70,8 @@ def _end_with(line: Connection) -> None:
 
 
 def single_threaded() -> bool:
-    """Whether this process has one thread, those of libraries counted. False where the system does
-    not say."""
+    """Return whether this process has one thread, counting those of libraries. It is False where
+    the system does not say."""
     try:
         return len(os.listdir("/proc/self/task")) == 1
     except OSError:

@@ -24,7 +24,10 @@ from megatron_llama.tokenizer.library import encode_many
 from megatron_llama.tokenizer.packed import pack
 from megatron_llama.tokenizer.words import SPLIT_WORD, Words
 
-SPLIT = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+SPLIT = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
+    r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
 """The expression by which LLaMA 3 cuts a text before it looks for tokens. It is part of the format,
 though the file does not hold it."""
 SPECIAL_TOKENS = 256

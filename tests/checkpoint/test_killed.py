@@ -43,14 +43,13 @@ def save_killed_at(run: Trainer, folder: Path, iteration: int, operation: int) -
 
 def kill_everywhere(place: Place, good: Path, work: Path, iteration: int) -> list[str]:
     """What is found after a kill at each operation: the iteration and the optimizer steps of the newest checkpoint."""
-    run = trained(place, ONE, steps=1)
+    run, other = trained(place, ONE, steps=1), trainer(place, ONE)
     found: list[str] = []
     killed = True
     while killed:
         folder = work / f"{len(found)}"
         shutil.copytree(good, folder)
         killed = save_killed_at(run, folder, iteration, len(found))
-        other = trainer(place, ONE)
         state = native.load(folder, other.optimizer, other.mesh, ONE.config().model)
         steps = native.read_meta(folder).optimizer_step
         assert same(merged(copies(other.optimizer)), merged(copies(run.optimizer))) == (steps == 1)

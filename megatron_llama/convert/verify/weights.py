@@ -73,7 +73,8 @@ def weight_differences(first: ModelReader, second: ModelReader) -> Iterator[str]
         elif (found := _compare(name, ours[name], first, second, dtype)) is not None:
             a, b = found.values
             yield (
-                f"{name}: {found.count:,} of {math.prod(ours[name]):,} elements, the first at {list(found.first)}:"
+                f"{name}: {found.count:,} of {math.prod(ours[name]):,} elements,"
+                f" the first at {list(found.first)}:"
                 f" {a:.9g} in A, {b:.9g} in B; largest deviation {found.deviation:.3g}"
             )
 
