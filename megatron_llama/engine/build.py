@@ -1,4 +1,4 @@
-"""From configuration to engine: the one place that turns options into the arguments of the engine."""
+"""From configuration to engine: the one place that turns options into the engine's arguments."""
 
 from __future__ import annotations
 

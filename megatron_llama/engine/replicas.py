@@ -1,10 +1,10 @@
-"""Are replicas still replicas? Ranks that must hold the same bits compare them, and say who does
-not (a faulty memory or link).
+"""Compares what several ranks must hold alike, bit by bit, and names the rank that differs: it may
+have a faulty memory, device or link.
 
-Compared are whole parameters over the data-parallel ranks, where they stay in place after an
-update; shards and optimizer state over the replicas of hybrid sharding, over the tensor-parallel
-ranks that share a parameter, and over the two ends of the pipeline where the embedding is tied. A
-rank sends two numbers for each tensor, and whole tensors only where those differ.
+Whole parameters are compared over the data-parallel ranks, where they stay unsharded after an
+update. Shards and optimizer state are compared over the replicas of hybrid sharding, over the
+tensor-parallel ranks that share a parameter, and over the two ends of the pipeline where the
+embedding is tied. A rank sends two numbers for each tensor, and whole tensors only if those differ.
 """
 
 from __future__ import annotations
@@ -21,24 +21,24 @@ from megatron_llama.engine.optimizer import OverlappedDistributedOptimizer, Repl
 from megatron_llama.errors import TrainingError, describe
 
 AXES = ("dp", "dp_replica", "tp", "kv", "embedding")
-"""In which all ranks compare, so that those who meet on several axes meet in one order."""
+"""The order in which all ranks compare, so that ranks which share several axes cannot deadlock."""
 CHUNK = 1 << 20
-"""Elements that are widened at once."""
+"""Elements that are converted to int64 at once."""
 
 
 def check_replicas(engine: OverlappedDistributedOptimizer, mesh: Mesh, iteration: int) -> None:
-    """Compare everything that some ranks must hold alike. Collective; waits for the updates of the
-    last step.
+    """Compare everything that several ranks must hold alike. Collective; waits for the updates of
+    the last step.
 
-    Raises TrainingError on every rank, naming the first parameter that differs, where it does, and
-    the ranks."""
+    Raises TrainingError on every rank if something differs. It names the first such parameter, the
+    element and the ranks."""
     engine.settle()
     found = list(engine.replicated())
     problems = (
         _difference([one for one in found if one.axis.name == name], mesh.device, iteration)
         for name in AXES
     )
-    # All axes are compared before anybody leaves: their ranks are others.
+    # All axes are compared before anybody raises: another axis has other ranks, which would wait.
     errors = [problem for problem in problems if problem is not None]
     raise_error_on_all_ranks(errors[0] if errors else None, mesh.world)
 
@@ -46,8 +46,8 @@ def check_replicas(engine: OverlappedDistributedOptimizer, mesh: Mesh, iteration
 def _difference(
     tensors: Sequence[Replicated], device: torch.device, iteration: int
 ) -> TrainingError | None:
-    """Of the tensors of one axis, which all its ranks have in the same order. Some may be in the
-    host's memory."""
+    """Returns what is wrong with the tensors of one axis, which all its ranks have in the same
+    order. Some tensors may be in the host's memory."""
     if not tensors:
         return None
     axis = tensors[0].axis
@@ -64,8 +64,8 @@ def _difference(
 
 
 def _complaint(one: Replicated, majority: Sequence[int], iteration: int) -> TrainingError:
-    """``majority``: positions on the axis whose tensors are alike; the lower ones where there are
-    as many others."""
+    """Returns the error for a tensor that differs. ``majority`` has the positions on the axis whose
+    tensors are alike; of two equal groups, that of the lowest position."""
     values = _gathered(_bits(one.tensor), one.axis)
     ranks = one.axis.ranks
     differs = (values != values[majority[0]]).any(dim=0)
@@ -74,8 +74,12 @@ def _complaint(one: Replicated, majority: Sequence[int], iteration: int) -> Trai
     shown = values[:, place].contiguous().view(one.tensor.dtype).tolist()
     wrong = ", ".join(f"{shown[position]:.9g} on rank {ranks[position]}" for position in odd)
     where = f"{one.name} ({one.what}) at iteration {iteration}, element {one.start + place}"
-    expected = f"{shown[majority[0]]:.9g} as on rank {', '.join(str(ranks[position]) for position in majority)}, over {one.axis.name}"
-    do = "look for a faulty memory, device or link there; resume from a checkpoint, on other machines"
+    agreeing = ", ".join(str(ranks[position]) for position in majority)
+    expected = f"{shown[majority[0]]:.9g} as on rank {agreeing}, over {one.axis.name}"
+    do = (
+        "look for a faulty memory, device or link there; "
+        "resume from a checkpoint, on other machines"
+    )
     return TrainingError(
         describe(
             where, got=f"{wrong} ({int(differs.sum())} elements differ)", expected=expected, do=do
@@ -89,21 +93,21 @@ def _bits(tensor: Tensor) -> Tensor:
 
 
 def _digest(tensor: Tensor) -> Tensor:
-    """Two sums over the bits, modulo 2^64: as they are, which sees any single change, and by place,
-    which sees exchanges."""
+    """Returns two sums over the bits, modulo 2^64: of the values, which changes with any single
+    element, and of values times places, which changes when elements are exchanged."""
     plain, placed = (torch.zeros((), dtype=torch.int64, device=tensor.device) for _ in range(2))
     for number, chunk in enumerate(torch.split(_bits(tensor), CHUNK)):
-        wide = chunk.to(torch.int64)
-        plain += wide.sum()
-        places = torch.arange(number * CHUNK, number * CHUNK + wide.numel(), device=tensor.device)
-        placed += (wide * (2 * places + 1)).sum()  # odd factors lose no bit
+        values = chunk.to(torch.int64)
+        plain += values.sum()
+        places = torch.arange(number * CHUNK, number * CHUNK + len(values), device=tensor.device)
+        placed += (values * (2 * places + 1)).sum()  # an odd factor loses no bit modulo 2^64
     return torch.stack([plain, placed])
 
 
 def _gathered(tensor: Tensor, axis: Axis) -> Tensor:
-    """Everybody's tensor, [size, *shape], on the host."""
-    own = tensor.cpu()
-    found = own.new_empty((axis.size * own.shape[0], *own.shape[1:]))
+    """Returns the tensors of all ranks, [size, *shape], on the host."""
+    local = tensor.cpu()
+    found = local.new_empty((axis.size * local.shape[0], *local.shape[1:]))
     with axis.recorder.waiting(AGREEMENT):
-        all_gather_single(found, own, group=axis.group)
-    return found.view(axis.size, *own.shape)
+        all_gather_single(found, local, group=axis.group)
+    return found.view(axis.size, *local.shape)

@@ -1,6 +1,6 @@
 """Where every parameter element lives: buckets, shards, segments, slots. Integers only.
 
-The runtime moves data with this table, checkpoints reshard with it, the planner reads it: there is
+The engine moves data with this table, checkpoints reshard with it, the planner reads it: there is
 no other copy.
 """
 
@@ -19,38 +19,39 @@ Slot = tuple[int, int]
 AUTO = "auto"
 """The strategy that ``auto.decide`` replaces by a real one."""
 REDUCTIONS_IN_FLIGHT = 8
-"""Most reductions whose parts may be on their way at once, where the backend is gloo: each has a
-receive buffer. Links that stand still for 100 ms in 470 cost a step 60 ms with eight and 79 ms with
-four, behind which backward waits."""
+"""Most reductions that may be in flight at once, where the backend is gloo: each has a receive
+buffer. With links that stand still for 100 ms in 470, a step took 60 ms longer with eight and 79 ms
+longer with four, because backward waits for a buffer."""
 PIECES = 1 << 15
-"""Into how many pieces a message between two ranks can be cut, where the backend is gloo: each has
-a tag."""
+"""Into how many pieces a message between two ranks can be cut, where the backend is gloo, which
+needs a tag for each."""
 NO_SHARD = "no_shard"
 UNSHARED = 0
-"""The pool of slots with one user each."""
+"""The pool of slots that have one user each."""
 ALIGN = 64
-"""Elements: parameters and shards start at multiples of this. Keeps 128-byte alignment in bf16, and
-makes a fused CPU AdamW bit-equal for any chunking (its SIMD tail rounds differently)."""
+"""Parameters and shards start at multiples of this many elements. That keeps 128-byte alignment in
+bf16, and makes torch's fused CPU AdamW bit-equal however the elements are cut into calls: its SIMD
+tail rounds differently, and this way there is no tail."""
 
 
 @dataclass(frozen=True)
 class Kind:
     """What all parameters of one bucket have in common, so that one update call and one message
-    serve the bucket."""
+    serve the bucket. The fields are those of ``ParamSpec``."""
 
     decay: bool
     copies: int
     partial: bool
     tied: bool
     stage: int
-    """Stages finish their microbatches at different times; a bucket belongs to one."""
+    """Stages finish their microbatches at different times, so a bucket belongs to one of them."""
     contributions: int
     trainable: bool
     adapter: bool
 
     @staticmethod
     def of(spec: ParamSpec) -> Kind:
-        """The kind of bucket that a parameter belongs to."""
+        """Returns the kind of bucket that a parameter belongs to."""
         return Kind(
             spec.decay,
             spec.copies,
@@ -64,15 +65,15 @@ class Kind:
 
     @property
     def needs_own_slot(self) -> bool:
-        """Read or written all through a pass (norms of all layers, an embedding that is also the
-        head), or too small to be gathered again and again (low-rank additions): never shares a
-        slot."""
+        """Whether a bucket of this kind must not share a slot: it is read or written all through a
+        pass (norms of all layers, an embedding that is also the head), or too small to be gathered
+        again and again (low-rank additions)."""
         return not self.decay or self.tied or self.contributions > 1 or self.adapter
 
 
 @dataclass(frozen=True)
 class Placement:
-    """One parameter inside its bucket: elements ``[start, stop)`` of the bucket."""
+    """One parameter inside its bucket: the elements ``[start, stop)`` of the bucket."""
 
     spec: ParamSpec
     start: int
@@ -115,35 +116,35 @@ class BucketPlan:
     unit_buckets: tuple[tuple[int, ...], ...]
     """For each unit, the buckets that hold its parameters."""
     parameter_slots: tuple[Slot, ...]
-    """For each bucket, the buffer of its whole parameters."""
+    """For each bucket, the slot of its whole parameters."""
     gradient_slots: tuple[Slot, ...]
-    """For each bucket, the buffer of its whole gradients. Frozen buckets have one that nobody
+    """For each bucket, the slot of its whole gradients. Frozen buckets have one that nobody
     allocates."""
     gathers_first: bool
-    """Whether backward waits for a gather sooner than for room for gradients: with p slots for
-    parameters the gather launched after a unit is needed p - 1 units later, and with g for
-    gradients its reduction at the end of the g-th."""
+    """Whether gathers are issued before reductions (``gathers_before_reductions``)."""
 
     def shard_numel(self, bucket: int) -> int:
-        """Elements of one shard of a bucket."""
+        """Returns the elements of one shard of a bucket."""
         return self.buckets[bucket].numel // self.shards
 
     def shard(self, bucket: int, rank: int) -> slice:
-        """The elements of a bucket that a rank owns."""
+        """Returns the elements of a bucket that a rank owns."""
         size = self.shard_numel(bucket)
         return slice(rank * size, (rank + 1) * size)
 
     def segments(self, bucket: int, rank: int) -> Iterator[Segment]:
-        """The pieces of parameters inside one shard, in order; gaps between them are padding."""
-        own = self.shard(bucket, rank)
+        """Yields the parts of parameters inside one shard, in order. What lies between them is
+        padding."""
+        shard = self.shard(bucket, rank)
         for placed in self.buckets[bucket].placements:
-            low = max(placed.start, own.start)
-            high = min(placed.stop, own.stop)
+            low = max(placed.start, shard.start)
+            high = min(placed.stop, shard.stop)
             if low < high:
-                yield Segment(placed.spec, low - placed.start, low, low - own.start, high - low)
+                yield Segment(placed.spec, low - placed.start, low, low - shard.start, high - low)
 
     def rectangles(self, bucket: int, rank: int) -> Iterator[tuple[Rectangle, slice]]:
-        """The shard as rectangles of HuggingFace tensors, each with its place in the shard."""
+        """Yields the shard as rectangles of HuggingFace tensors, each with its place in the
+        shard."""
         for segment in self.segments(bucket, rank):
             for piece in rectangles(
                 segment.spec, segment.in_param, segment.in_param + segment.length
@@ -152,11 +153,13 @@ class BucketPlan:
                 yield piece, slice(start, start + piece.numel)
 
     def parameter_slot_numel(self) -> dict[Slot, int]:
-        """Size of every parameter slot: the largest bucket that uses it."""
+        """Returns the elements of every parameter slot: those of the largest bucket that uses
+        it."""
         return _largest(zip(self.parameter_slots, self.buckets, strict=True))
 
     def gradient_slot_numel(self) -> dict[Slot, int]:
-        """Size of every gradient slot: the largest trainable bucket that uses it."""
+        """Returns the elements of every gradient slot: those of the largest trainable bucket that
+        uses it."""
         pairs = zip(self.gradient_slots, self.buckets, strict=True)
         return _largest((slot, bucket) for slot, bucket in pairs if bucket.kind.trainable)
 
@@ -173,7 +176,7 @@ class BucketPlan:
         )
 
     def label(self, bucket: int) -> str:
-        """A bucket for people: its number, its units and its parameters."""
+        """Returns a bucket's name for messages: its number, its units and its parameters."""
         units = [
             name
             for name, buckets in zip(self.unit_names, self.unit_buckets, strict=True)
@@ -200,14 +203,13 @@ def _range(names: Sequence[str]) -> str:
 
 
 def align_up(value: int, multiple: int) -> int:
-    """The smallest multiple that is not below ``value``."""
+    """Returns the smallest multiple of ``multiple`` that is not below ``value``."""
     return -(-value // multiple) * multiple
 
 
 @dataclass(frozen=True)
 class Slots:
-    """How many buffers buckets that need them one after the other take turns in; None: every bucket
-    has its own."""
+    """The number of slots that buckets of matrices share; None: every bucket has its own."""
 
     parameters: int | None = None
     gradients: int | None = None
@@ -217,19 +219,22 @@ def bucket_plan_by_size(
     units: Sequence[UnitSpec], *, shards: int, cap: int, slots: Slots
 ) -> BucketPlan:
     """Fill buckets of at most ``cap`` elements from the last layer to the first, one open bucket
-    per kind.
+    for each kind.
 
-    Backward completes buckets in this order, and the small remainder of a kind is the last message,
-    not the first. A bucket may hold parameters of several units, so parameters cannot take
-    turns."""
+    Backward completes buckets in this order, and the small remainder of a kind is the last message
+    and not the first. A bucket may hold parameters of several units, so parameter slots cannot be
+    shared."""
     assert slots.parameters is None
     reverse = [spec for unit in reversed(units) for spec in reversed(unit.params)]
-    return _layout(units, _close(_fill(reverse, cap), reverse, shards), shards, slots, ends=None)
+    return _bucket_plan(
+        units, _close(_fill(reverse, cap), reverse, shards), shards, slots, ends=None
+    )
 
 
 def bucket_plan_by_unit(units: Sequence[UnitSpec], *, shards: int, slots: Slots) -> BucketPlan:
-    """One bucket per unit (one more for shared key/value heads, and for frozen beside trainable
-    parameters). What lasts through a pass is small, or tied: one bucket per kind for all units."""
+    """Make one bucket for each unit, and one more where the unit has shared key/value heads or both
+    frozen and trainable parameters. Kinds that need a slot of their own have one bucket for all
+    units: they are small, or tied."""
     reverse = [spec for unit in reversed(units) for spec in reversed(unit.params)]
     filled: dict[tuple[Kind, int], list[ParamSpec]] = {}
     for index, unit in reversed(list(enumerate(units))):
@@ -237,36 +242,47 @@ def bucket_plan_by_unit(units: Sequence[UnitSpec], *, shards: int, slots: Slots)
             kind = Kind.of(spec)
             filled.setdefault((kind, -1 if kind.needs_own_slot else index), []).append(spec)
     ends = frozenset(spec.name for unit in units if not unit.is_block for spec in unit.params)
-    return _layout(units, _close(filled.values(), reverse, shards), shards, slots, ends)
+    return _bucket_plan(units, _close(filled.values(), reverse, shards), shards, slots, ends)
 
 
-def _layout(
+def _bucket_plan(
     units: Sequence[UnitSpec],
     closed: tuple[Bucket, ...],
     shards: int,
     slots: Slots,
     ends: frozenset[str] | None,
 ) -> BucketPlan:
-    home = {placed.spec.name: bucket.index for bucket in closed for placed in bucket.placements}
+    bucket_of = {
+        placed.spec.name: bucket.index for bucket in closed for placed in bucket.placements
+    }
     unit_buckets = tuple(
-        tuple(dict.fromkeys(home[spec.name] for spec in unit.params)) for unit in units
+        tuple(dict.fromkeys(bucket_of[spec.name] for spec in unit.params)) for unit in units
     )
     forward = tuple(dict.fromkeys(bucket for unit in unit_buckets for bucket in unit))
     names = tuple(unit.name for unit in units)
     parameters, gradients = (
         _assign_slots(closed, count, ends) for count in (slots.parameters, slots.gradients)
     )
-    gathers_first = slots.parameters is not None and slots.parameters <= (
-        slots.gradients or len(closed)
-    )
+    gathers_first = gathers_before_reductions(slots.parameters, slots.gradients or len(closed))
     return BucketPlan(
         closed, shards, forward, names, unit_buckets, parameters, gradients, gathers_first
     )
 
 
+def gathers_before_reductions(parameter_slots: int | None, gradient_slots: int) -> bool:
+    """Whether backward issues the gathers of a unit before the reductions of the unit before it.
+
+    What is needed sooner goes first, because messages of one connection go out in the order in
+    which they are issued. With p parameter slots, the gather that is launched after a unit is
+    needed p - 1 units later; with g gradient slots, its reduction has to end at the end of the g-th
+    unit. So gathers go first where p <= g. Without shared parameter slots (None) backward launches
+    no gathers."""
+    return parameter_slots is not None and parameter_slots <= gradient_slots
+
+
 def _fill(specs: Iterable[ParamSpec], cap: int) -> list[list[ParamSpec]]:
-    """Norms are not bound by the cap: all of a stage together are small, and one message serves
-    them."""
+    """Returns the parameters of each bucket. The cap does not hold for norms: all norms of a stage
+    are small together, and one message serves them."""
     full: list[list[ParamSpec]] = []
     open_buckets: dict[Kind, list[ParamSpec]] = {}
     for spec in specs:
@@ -284,7 +300,7 @@ def _fill(specs: Iterable[ParamSpec], cap: int) -> list[list[ParamSpec]]:
 def _close(
     filled: Iterable[Sequence[ParamSpec]], reverse: Sequence[ParamSpec], shards: int
 ) -> tuple[Bucket, ...]:
-    """Order the buckets by their last parameter in backward order: that is when each is
+    """Make buckets, ordered by their last parameter in the order of backward: then each is
     complete."""
     rank = {spec.name: position for position, spec in enumerate(reverse)}
     filled = sorted(filled, key=lambda specs: max(rank[spec.name] for spec in specs))
@@ -303,13 +319,17 @@ def _bucket(index: int, specs: Sequence[ParamSpec], shards: int) -> Bucket:
 def _assign_slots(
     buckets: Sequence[Bucket], count: int | None, ends: frozenset[str] | None
 ) -> tuple[Slot, ...]:
-    """Buckets of weight matrices take turns in ``count`` slots of their pool, in the order of their
-    use. Embedding and head (``ends``) have a pool of their own, since a common size would waste
-    memory on one of the two, and one slot less: the embedding is not read again in backward, so the
-    head may follow it. Every other bucket has a slot to itself, as have buckets of shared key/value
-    heads when a bucket may hold several layers: the last one stays open for long."""
+    """Returns the slot of each bucket. ``count`` is the number of slots in a pool; ``ends`` names
+    the parameters of embedding and head where buckets are made by unit.
+
+    Buckets of weight matrices share the slots of their pool, in the order of their accesses.
+    Embedding and head have a pool of their own, because a common slot size would waste memory
+    in one of the two pools, and it has one slot less: the embedding is not read again in backward,
+    so the head may follow it. Every other bucket has a slot to itself. So have buckets of shared
+    key/value heads where a bucket may hold several layers, because the last of them stays open for
+    long."""
     slots = []
-    turns = Counter[int]()
+    users = Counter[int]()
     pools = dict[tuple[bool, ...], int]()
     for bucket in buckets:
         kind = bucket.kind
@@ -318,25 +338,25 @@ def _assign_slots(
             slots.append((UNSHARED, bucket.index))
             continue
         pool = pools.setdefault((end, kind.copies > 1, kind.trainable), UNSHARED + 1 + len(pools))
-        slots.append((pool, turns[pool] % max(1, count - end)))
-        turns[pool] += 1
+        slots.append((pool, users[pool] % max(1, count - end)))
+        users[pool] += 1
     return tuple(slots)
 
 
 @dataclass(frozen=True)
 class Strategy:
-    """What a ``--data-parallel-sharding-strategy`` means, as the axes of the engine."""
+    """What a ``--data-parallel-sharding-strategy`` means for the engine."""
 
     sharded: bool
-    """Each data-parallel rank owns 1/dp of every bucket; otherwise all of it."""
+    """Whether each data-parallel rank owns 1/dp of every bucket; otherwise it owns all of it."""
     reduce_every_microbatch: bool
     by_unit: bool = False
-    """One bucket per unit, gathered before its uses; otherwise buckets by size, gathered once per
-    step."""
+    """Whether there is one bucket for each unit, gathered before it is accessed; otherwise buckets
+    are filled by size and gathered once in a step."""
 
 
 def strategy_named(name: str) -> Strategy:
-    """The only place that knows the strategies by name."""
+    """Returns what a strategy means. This is the only place that knows strategies by name."""
     return {
         NO_SHARD: Strategy(sharded=False, reduce_every_microbatch=False),
         "optim": Strategy(sharded=True, reduce_every_microbatch=False),
@@ -351,15 +371,16 @@ per microbatch; both."""
 
 
 def by_unit(parallel: ParallelConfig) -> bool:
-    """Whether parameters are gathered before their uses, or may yet be (``auto``)."""
+    """Whether parameters are gathered before each access, or ``auto`` may still decide so."""
     name = parallel.data_parallel_sharding_strategy
     return name == AUTO or strategy_named(name).by_unit
 
 
 def parameter_slots(parallel: ParallelConfig) -> int | None:
-    """Block-sized parameter slots of a resolved configuration; None: all.
+    """Returns the number of block-sized parameter slots of a resolved configuration; None: one for
+    each bucket.
 
-    With pipeline stages the default is all: each of m microbatches would gather everything twice,
+    With pipeline stages the default is None: each of m microbatches would gather everything twice,
     in a pipeline that waits."""
     chosen = parallel.param_slots
     stages = parallel.pipeline_model_parallel_size
@@ -373,8 +394,8 @@ def parameter_slots(parallel: ParallelConfig) -> int | None:
 
 
 def shard_count(parallel: ParallelConfig, dp: int) -> int:
-    """Into how many shards a bucket is cut. ``dp``: data-parallel ranks, context-parallel ones
-    included."""
+    """Returns into how many shards a bucket is cut. ``dp`` counts the data-parallel ranks,
+    context-parallel ones included."""
     name = parallel.data_parallel_sharding_strategy
     # Process groups are made before ``auto`` is decided, by the memory of all processes; it always
     # shards.
@@ -384,10 +405,9 @@ def shard_count(parallel: ParallelConfig, dp: int) -> int:
 
 
 def rank_bucket_plan(config: Config, *, dp: int, tp_rank: int = 0, rank: int = 0) -> BucketPlan:
-    """The layout of one pipeline rank (all its stages) on one tensor-parallel rank of a resolved
-    configuration.
-
-    ``dp``: data-parallel ranks, context-parallel ones included."""
+    """Returns the bucket plan of one pipeline rank (all its stages) on one tensor-parallel rank,
+    for a resolved configuration. ``dp`` counts the data-parallel ranks, context-parallel ones
+    included."""
     parallel = config.parallel
     strategy = strategy_named(parallel.data_parallel_sharding_strategy)
     shards = shard_count(parallel, dp)

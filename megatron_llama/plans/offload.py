@@ -1,5 +1,5 @@
-"""What optimizer offload takes: which buckets are updated on the host, its memory, and what a step
-copies. Integers only."""
+"""What optimizer offload takes: which buckets are updated on the host, how much memory that needs,
+and what a step copies. Integers only."""
 
 from __future__ import annotations
 
@@ -16,73 +16,77 @@ NONE = "none"
 EXACT = "exact"
 ZENFLOW = "zenflow"
 MODES = (NONE, EXACT, ZENFLOW)
-"""Values of --optimizer-offload that can run."""
+"""The values of --optimizer-offload."""
 STAGED = 2
 """Buffers for weights in the compute dtype on their way to the device: one is filled while the
 other one is copied."""
 STATES = 3
-"""Of an element on the host: weight and two moments."""
+"""Values of each element on the host: weight and two moments."""
 FACTORS = ALIGN
-"""Elements of fp32 that a bucket keeps for the scale of its gradient and for whether to skip it:
-two, padded."""
+"""Elements of fp32 that a bucket has for the scale of its gradient and for whether to skip it: two,
+padded."""
 DIGITS = 6
-"""No machine has more processors than numbers of so many."""
+"""Most digits of a processor's number."""
 
 
 @dataclass(frozen=True)
 class OffloadPlan:
-    """What one rank's optimizer on the host holds and moves. All sizes in bytes."""
+    """What one rank's optimizer on the host holds and copies. All sizes are in bytes."""
 
     buckets: tuple[int, ...]
-    """Those that are updated on the host, in the order in which backward completes them."""
+    """The buckets that are updated on the host, in the order in which backward completes them."""
     speculated: tuple[int, ...]
-    """Those of them that may be updated before the gradient norm is known."""
+    """The buckets of these that may be updated before the gradient norm is known."""
     state: int
     """Weights and moments in fp32."""
     gradients: int
     """Where gradients arrive."""
     staging: int
-    """Weights on their way to the device, where they are narrower there; scales of gradients."""
+    """Weights on their way to the device, if the compute dtype is not fp32, and scales of
+    gradients."""
     undo: int
-    """What --offload-speculative may have to take back."""
+    """The second copies of --offload-speculative."""
     to_host: int
-    """Gradients, in a step."""
+    """Gradients that a step copies."""
     to_device: int
-    """Weights, in a step: of zenflow on average, at most where its windows close when they ask."""
+    """Weights that a step copies; with zenflow on average, and at most where its update interval is
+    auto."""
     on_device: int = 0
-    """Held on the device nevertheless: hot columns, and room for what crosses."""
+    """Device memory that is needed nevertheless: hot columns, and buffers for what is copied."""
 
     @property
     def held(self) -> int:
-        """All host memory."""
+        """Bytes of all host memory."""
         return self.state + self.gradients + self.staging + self.undo
 
 
 def host_buckets(bucket_plan: BucketPlan, fraction: float) -> tuple[int, ...]:
-    """The buckets that are updated on the host. Those of the first layers stay on the device, as
-    far as ``fraction`` leaves room: a forward pass waits longest for them."""
+    """Returns the buckets that are updated on the host: ``fraction`` of the elements, up to whole
+    buckets. Those of the first layers stay on the device, because a forward pass would wait longest
+    for them."""
     trained = [
         bucket for bucket in bucket_plan.forward_order if bucket_plan.buckets[bucket].kind.trainable
     ]
-    room = (1.0 - fraction) * sum(bucket_plan.buckets[bucket].numel for bucket in trained)
+    left_on_device = (1.0 - fraction) * sum(bucket_plan.buckets[b].numel for b in trained)
     chosen = []
     for bucket in trained:
-        room -= bucket_plan.buckets[bucket].numel
-        if room < 0:
+        left_on_device -= bucket_plan.buckets[bucket].numel
+        if left_on_device < 0:
             chosen.append(bucket)
     return tuple(sorted(chosen))
 
 
 def speculated_buckets(
-    bucket_plan: BucketPlan, buckets: Sequence[int], budget: int, wide: int
+    bucket_plan: BucketPlan, buckets: Sequence[int], budget: int, master_bytes: int
 ) -> tuple[int, ...]:
-    """As many buckets, in the order in which their gradients arrive, as ``budget`` bytes can take
-    back. A gradient that is summed over copies arrives with the norm, and what the first units read
-    right before it: to try that would hold up what is needed first."""
+    """Returns as many buckets, in the order in which their gradients arrive, as second copies of
+    ``budget`` bytes allow. Left out are gradients that arrive too late to gain time: those that are
+    summed over copies arrive with the norm, and those of the first two units right before it.
+    Trying these would delay the updates that are needed first."""
     chosen = []
     late = {bucket for unit in bucket_plan.unit_buckets[:2] for bucket in unit}
     for bucket in buckets:
-        size = STATES * bucket_plan.shard_numel(bucket) * wide
+        size = STATES * bucket_plan.shard_numel(bucket) * master_bytes
         kind = bucket_plan.buckets[bucket].kind
         if size <= budget and bucket not in late and not kind.partial and not kind.tied:
             chosen.append(bucket)
@@ -91,14 +95,16 @@ def speculated_buckets(
 
 
 def offload_plan(config: Config, bucket_plan: BucketPlan) -> OffloadPlan | None:
-    """Of one rank of a resolved configuration; None where nothing is offloaded."""
+    """Returns the plan of one rank of a resolved configuration; None if nothing is offloaded."""
     options = config.offload
-    narrow = compute_itemsize(config)
     if options.optimizer_offload == NONE:
         return None
-    wide = max(narrow, 4)
+    weight_bytes = compute_itemsize(config)
+    master_bytes = max(weight_bytes, 4)
     if options.optimizer_offload == ZENFLOW:
-        return _zenflow_plan(config, bucket_plan, wide=wide, narrow=narrow)
+        return _zenflow_plan(
+            config, bucket_plan, master_bytes=master_bytes, weight_bytes=weight_bytes
+        )
     buckets = host_buckets(bucket_plan, options.optimizer_offload_fraction)
     sizes = {bucket: bucket_plan.shard_numel(bucket) for bucket in buckets}
     total = sum(sizes.values())
@@ -106,26 +112,28 @@ def offload_plan(config: Config, bucket_plan: BucketPlan) -> OffloadPlan | None:
         options.offload_speculative and config.optimizer.clip_grad > 0 and not config.training.fp16
     )
     speculated = (
-        speculated_buckets(bucket_plan, buckets, options.speculation_bytes, wide)
+        speculated_buckets(bucket_plan, buckets, options.speculation_bytes, master_bytes)
         if speculative
         else ()
     )
-    staging = STAGED * max(sizes.values(), default=0) * narrow if narrow < wide else 0
+    staging = (
+        STAGED * max(sizes.values(), default=0) * weight_bytes if weight_bytes < master_bytes else 0
+    )
     return OffloadPlan(
         buckets=buckets,
         speculated=speculated,
-        state=STATES * total * wide,
-        gradients=total * wide,
+        state=STATES * total * master_bytes,
+        gradients=total * master_bytes,
         staging=staging + FACTORS * 4 * len(buckets),
-        undo=STATES * sum(sizes[bucket] for bucket in speculated) * wide,
-        to_host=total * wide,
-        to_device=total * narrow,
+        undo=STATES * sum(sizes[bucket] for bucket in speculated) * master_bytes,
+        to_host=total * master_bytes,
+        to_device=total * weight_bytes,
     )
 
 
 def matrix_buckets(bucket_plan: BucketPlan, fraction: float) -> tuple[int, ...]:
-    """Of the buckets that are updated on the host those whose columns differ: norms and low-rank
-    additions are small."""
+    """Returns those of the host's buckets in which ZenFlow selects columns. Norms and low-rank
+    additions are left out: they are small, and AdamW updates them on the device."""
     kinds = [bucket.kind for bucket in bucket_plan.buckets]
     return tuple(
         bucket
@@ -135,13 +143,13 @@ def matrix_buckets(bucket_plan: BucketPlan, fraction: float) -> tuple[int, ...]:
 
 
 def _zenflow_plan(
-    config: Config, bucket_plan: BucketPlan, *, wide: int, narrow: int
+    config: Config, bucket_plan: BucketPlan, *, master_bytes: int, weight_bytes: int
 ) -> OffloadPlan:
-    """Columns are chosen over all ranks: how many of a shard's are hot is what is to be
-    expected."""
+    """Returns the plan under ZenFlow. Columns are selected over all ranks, so the number of hot
+    columns in a shard is an expected value."""
     options = config.zenflow
     buckets = matrix_buckets(bucket_plan, config.offload.optimizer_offload_fraction)
-    wire = wide if sends_fp32(options) else narrow
+    wire = master_bytes if sends_fp32(options) else weight_bytes
     windows = 1 + options.zenflow_overlap_step
     sizes = [bucket_plan.shard_numel(bucket) for bucket in buckets]
     total = sum(sizes)
@@ -161,18 +169,20 @@ def _zenflow_plan(
     return OffloadPlan(
         buckets=buckets,
         speculated=(),
-        state=STATES * total * wide,
-        gradients=windows * total * wide + total * wire + largest * wide,
-        staging=total * narrow + FACTORS * 4 * len(buckets),
+        state=STATES * total * master_bytes,
+        gradients=windows * total * master_bytes + total * wire + largest * master_bytes,
+        staging=total * weight_bytes + FACTORS * 4 * len(buckets),
         undo=0,
         to_host=(elements - hot) * wire,
-        to_device=(elements - hot) * narrow // (steps_of(options.zenflow_update_interval) or 1),
-        on_device=STATES * hot * wide + largest * (wide + 2 * wire + narrow),
+        to_device=(elements - hot)
+        * weight_bytes
+        // (steps_of(options.zenflow_update_interval) or 1),
+        on_device=STATES * hot * master_bytes + largest * (master_bytes + 2 * wire + weight_bytes),
     )
 
 
 def offload_problems(config: Config) -> Iterator[str]:
-    """Of the options of offload."""
+    """Yields one line for each problem with the options of offload."""
     options = config.offload
     if options.optimizer_offload not in MODES:
         expected = " or ".join(MODES)
@@ -200,21 +210,27 @@ def offload_problems(config: Config) -> Iterator[str]:
 
 
 def offload_warnings(config: Config) -> Iterator[str]:
-    """What of the options has no effect."""
+    """Yields one line for each option of offload that has no effect."""
     options = config.offload
     if (
         options.optimizer_offload != NONE
         and options.offload_speculative
         and config.optimizer.clip_grad == 0
     ):
-        yield "--offload-speculative has no effect with --clip-grad 0: buckets are updated when their gradients arrive anyway"
+        yield (
+            "--offload-speculative has no effect with --clip-grad 0: "
+            "buckets are updated when their gradients arrive anyway"
+        )
     if options.optimizer_offload != NONE and options.offload_speculative and config.training.fp16:
-        yield "--offload-speculative has no effect with --fp16: whether a step counts is known at its end"
+        yield (
+            "--offload-speculative has no effect with --fp16: "
+            "whether a step counts is known at its end"
+        )
 
 
 def core_list(text: str) -> tuple[int, ...]:
-    """``0-2,8`` as 0, 1, 2, 8; nothing where it is no such list, or has numbers that no machine
-    has."""
+    """Reads ``0-2,8`` as 0, 1, 2, 8. Returns nothing if the text is no such list, or has numbers
+    with too many digits."""
     cores: list[int] = []
     for part in text.split(","):
         low, dash, high = part.strip().partition("-")

@@ -1,9 +1,9 @@
-"""Which weights a rank reads, in which order: one list of uses, made from the actions of its
-pipeline schedule."""
+"""Which weights a rank reads, in which order: one list of weight accesses, made from the actions of
+its pipeline schedule."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from megatron_llama.config.schema import Config
@@ -13,10 +13,10 @@ from megatron_llama.plans.schedule import Action, Op
 
 @dataclass(frozen=True)
 class WeightAccess:
-    """A unit is about to run forward or backward on one microbatch; ``F3`` and ``B3`` for short."""
+    """A unit is about to run forward or backward on one microbatch. Prints as ``F3`` or ``B3``."""
 
     unit: int
-    """Counted over all stages of the rank, in order."""
+    """The number of the unit, counted over all stages of the rank, in order."""
     backward: bool
 
     def __str__(self) -> str:
@@ -26,7 +26,8 @@ class WeightAccess:
 def rank_weight_accesses(
     config: Config, actions: Iterable[Action], *, rank: int
 ) -> tuple[WeightAccess, ...]:
-    """The uses of one pipeline rank of a resolved configuration in a list of its actions."""
+    """Returns the weight accesses of one pipeline rank of a resolved configuration in a list of its
+    actions."""
     return weight_accesses_of(
         actions,
         *unit_weight_accesses(rank_units(config, rank=rank), partition_of(config), rank=rank),
@@ -38,33 +39,27 @@ def weight_accesses_of(
     forward: Mapping[int, Sequence[int]],
     backward: Mapping[int, Sequence[int]],
 ) -> tuple[WeightAccess, ...]:
-    """The uses of one rank. ``forward`` and ``backward``: for each of its stages, the units in the
-    order in which a pass reads them (``unit_weight_accesses``). A weight gradient reads activations
-    only, and transfers read no weight: neither is a use."""
-    return tuple(_weight_accesses_of(actions, forward, backward))
-
-
-def _weight_accesses_of(
-    actions: Iterable[Action],
-    forward: Mapping[int, Sequence[int]],
-    backward: Mapping[int, Sequence[int]],
-) -> Iterator[WeightAccess]:
+    """Returns the weight accesses of one rank. ``forward`` and ``backward`` have for each of its
+    stages the units in the order in which a pass reads them (``unit_weight_accesses``). A weight
+    gradient reads activations only, and transfers read no weight: neither is an access."""
+    found: list[WeightAccess] = []
     for action in actions:
         if action.op is Op.FORWARD:
-            yield from (WeightAccess(unit, backward=False) for unit in forward[action.stage])
+            found += [WeightAccess(unit, backward=False) for unit in forward[action.stage]]
         elif action.op in (Op.BACKWARD, Op.BACKWARD_INPUT):
-            yield from (WeightAccess(unit, backward=True) for unit in backward[action.stage])
+            found += [WeightAccess(unit, backward=True) for unit in backward[action.stage]]
+    return tuple(found)
 
 
 def unit_weight_accesses(
     units: Sequence[Sequence[UnitSpec]], partition: Partition, *, rank: int = 0
 ) -> tuple[dict[int, tuple[int, ...]], dict[int, tuple[int, ...]]]:
-    """(forward, backward) of ``weight_accesses_of`` for one pipeline rank. ``units``: of each of
-    its stages, as ``rank_units`` returns them.
+    """Returns ``forward`` and ``backward`` of ``weight_accesses_of`` for one pipeline rank.
+    ``units`` are those of each of its stages, as ``rank_units`` returns them.
 
     Backward leaves out what it does not read: the embedding, whose gradient needs the token ids
-    only, and the first blocks of the model as long as nothing up to them is trainable, because no
-    gradient goes that far down."""
+    only, and the first blocks of the model up to the first trainable parameter, because no gradient
+    goes that far down."""
     forward = {}
     backward = {}
     first = 0
@@ -78,7 +73,7 @@ def unit_weight_accesses(
 
 
 def _frozen_start(specs: Sequence[UnitSpec]) -> int:
-    """How many units come before the first that has a trainable parameter."""
+    """Returns how many units come before the first with a trainable parameter."""
     return next(
         (index for index, unit in enumerate(specs) if any(spec.trainable for spec in unit.params)),
         len(specs),

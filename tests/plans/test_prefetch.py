@@ -309,21 +309,21 @@ def test_refusals() -> None:
     with pytest.raises(ValueError, match=r"unit 1: buckets \(1, 2\) meet in slots \[\(0, 1\)\]"):
         PrefetchPlan(slots=[(0, 0), (0, 1), (0, 1)], sizes=[1] * 3, unit_buckets=[(0, 1), (1, 2)], prefetch_bytes=None)
     prefetch, accesses = blocks(3, 3), plain(3, 1)
-    with pytest.raises(RuntimeError, match="use 0 of 0: got F0, expected the end of the list"):
+    with pytest.raises(RuntimeError, match="access 0 of 0: got F0, expected the end of the list"):
         prefetch.advance(accesses[0])
     prefetch.begin(accesses)
     prefetch.advance(accesses[0])
-    with pytest.raises(RuntimeError, match="use 1 of 6: got B1, expected F1"):
+    with pytest.raises(RuntimeError, match="access 1 of 6: got B1, expected F1"):
         prefetch.advance(WeightAccess(1, backward=True))
-    with pytest.raises(RuntimeError, match="a new list of uses begins after 1 of 6 uses: F1 is still to come"):
+    with pytest.raises(RuntimeError, match="a new list of accesses begins after 1 of 6 accesses: F1 is still to come"):
         prefetch.begin(accesses)
-    with pytest.raises(RuntimeError, match="bucket 0 changes after 1 of 6 uses: a later one still reads it"):
+    with pytest.raises(RuntimeError, match="bucket 0 changes after 1 of 6 accesses: a later one still reads it"):
         prefetch.invalidate(0)
     for access in accesses[1:]:
         prefetch.advance(access)
-    with pytest.raises(RuntimeError, match="use 6 of 6: got F0, expected the end of the list"):
+    with pytest.raises(RuntimeError, match="access 6 of 6: got F0, expected the end of the list"):
         prefetch.advance(accesses[0])
-    with pytest.raises(RuntimeError, match=r"bucket 2 is offered while slot \(0, 2\) holds it"):
+    with pytest.raises(RuntimeError, match=r"bucket 2 is to be gathered while slot \(0, 2\) holds it"):
         prefetch.try_gather(2)
     prefetch.invalidate(2)
     assert prefetch.try_gather(2)

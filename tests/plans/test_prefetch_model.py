@@ -279,14 +279,14 @@ def test_no_stale_read_and_no_deadlock() -> None:
 class EvictsWhatIsUsedSooner(PrefetchPlan):
     """Looks ahead into any slot that the current use does not read."""
 
-    def _free(self, slot: Slot) -> bool:
-        return self.occupant(slot) not in self._plan.needs[self._start : self._end]
+    def _is_free(self, slot: Slot) -> bool:
+        return self.occupant(slot) not in self._list.needs[self._start : self._end]
 
 
 class EvictsWhatIsRead(PrefetchPlan):
     """Takes a slot from the current use already."""
 
-    def _free(self, slot: Slot) -> bool:
+    def _is_free(self, slot: Slot) -> bool:
         return self._reserved.get(slot, -1) < self._end
 
 
@@ -296,12 +296,12 @@ class OffersWhatIsRead(PrefetchPlan):
 
 
 class Unlimited(PrefetchPlan):
-    def _fits(self, bucket: int) -> bool:
+    def _within_limit(self, bucket: int) -> bool:
         return True
 
 
 class NeverAhead(PrefetchPlan):
-    def _fits(self, bucket: int) -> bool:
+    def _within_limit(self, bucket: int) -> bool:
         return False
 
 

@@ -153,6 +153,12 @@ def _require_memory(needed: int, ranks: int, plan: OffloadPlan) -> None:
     free = free_bytes()
     if needed > free:
         got = f"{gib(free)} free on this machine"
-        expected = f"{gib(needed)} for its {ranks} rank{'s' if ranks > 1 else ''}, {gib(plan.held)} of it for the optimizer of this one"
-        do = "shard over more machines, lower --optimizer-offload-fraction or --speculation-bytes, or stop what else runs here"
+        expected = (
+            f"{gib(needed)} for its {ranks} rank{'s' if ranks > 1 else ''}, "
+            f"{gib(plan.held)} of it for the optimizer of this one"
+        )
+        do = (
+            "shard over more machines, lower --optimizer-offload-fraction or --speculation-bytes, "
+            "or stop what else runs here"
+        )
         raise OffloadError(describe("--optimizer-offload", got=got, expected=expected, do=do))

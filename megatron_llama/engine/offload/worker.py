@@ -22,7 +22,7 @@ from megatron_llama.plans.offload import core_list
 
 
 def rank_cores(option: str, local_rank: int, local_ranks: int) -> tuple[int, ...]:
-    """Returns the processors of one of ``local_ranks`` ranks of this machine: an equal part of those
+    """Returns the processors of one of this machine's ``local_ranks`` ranks: an equal part of those
     that --offload-cores names (auto: one of each physical core). If there are fewer processors than
     ranks, ranks share. Raises ConfigError for processors that this process may not use."""
     here = devices.physical_cores()

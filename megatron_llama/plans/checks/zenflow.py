@@ -1,5 +1,5 @@
-"""The options of ZenFlow: what is wrong with them, DeepSpeed's own file, and what the method takes.
-Standard library only."""
+"""The options of ZenFlow: problems with them, DeepSpeed's configuration file, and the integers that
+follow from them. Standard library only."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ BLOCK = "zero_optimization.zenflow"
 
 
 def zenflow_problems(config: Config) -> Iterator[str]:
-    """One line each."""
+    """Yields one line for each problem with the options."""
     options = config.zenflow
     cap = config.zenflow.zenflow_update_interval_cap
     if not 0 < options.zenflow_topk_ratio <= 1:
@@ -60,7 +60,7 @@ def zenflow_problems(config: Config) -> Iterator[str]:
         )
     longest = longest_window(options)
     if strategy == "step" and 0 < steps_of(chosen) < longest:
-        do = "columns are chosen between windows: choose more rarely, or make windows shorter"
+        do = "columns are selected between windows: select more rarely, or make windows shorter"
         yield describe(
             "--zenflow-select-interval",
             got=chosen,
@@ -70,31 +70,33 @@ def zenflow_problems(config: Config) -> Iterator[str]:
 
 
 def steps_of(text: str) -> int:
-    """A whole number above 0; 0 for any other text."""
+    """Reads a whole number above 0. Returns 0 for any other text."""
     return int(text) if text.isascii() and text.isdecimal() else 0
 
 
 def longest_window(options: ZenFlowConfig) -> int:
-    """Steps of a window, where it does not ask to close earlier."""
+    """Returns the steps of an update window; with interval auto the most that it may have."""
     return steps_of(options.zenflow_update_interval) or options.zenflow_update_interval_cap
 
 
 def sends_fp32(options: ZenFlowConfig) -> bool:
-    """Whether gradients cross as they are, and not in the compute dtype: where the method is to be
-    AdamW itself."""
+    """Whether gradients are copied to the host in fp32 and not in the compute dtype: where the
+    result has to be AdamW's to the bit."""
     alone = options.zenflow_update_interval == "1" and not options.zenflow_overlap_step
     return alone or options.zenflow_topk_ratio == 1
 
 
 def hot_column_count(ratio: float, total: int) -> int:
-    """How many of a matrix's columns are updated at every step: the share, rounded up (but not by
-    what 0.1 lacks to a tenth)."""
+    """Returns how many of a matrix's columns are hot: the share ``ratio``, rounded up.
+    It is rounded to six digits first: as a float 0.1 is not exactly a tenth, and a product just
+    above a whole number must not gain a column."""
     return min(total, max(1, math.ceil(round(ratio * total, 6))))
 
 
 def selection_steps(options: ZenFlowConfig, steps_per_epoch: int) -> int:
-    """From one choice of columns to the next. ``steps_per_epoch``: 0 where nobody knows; then
-    columns stay what an epoch would change. 0: never again."""
+    """Returns the steps from one selection of columns to the next; 0: never again.
+    ``steps_per_epoch`` is 0 if an epoch has no meaning; then columns that an epoch would change
+    stay as they are."""
     if options.zenflow_select_strategy == "step":
         return steps_of(options.zenflow_select_interval)
     return steps_per_epoch * (
@@ -106,8 +108,8 @@ def selection_steps(options: ZenFlowConfig, steps_per_epoch: int) -> int:
 
 @dataclass(frozen=True)
 class _Key:
-    """A key of DeepSpeed's block. ``read``: its value as the text or value of our option;
-    ValueError says what is expected."""
+    """A key of DeepSpeed's ``zenflow`` block. ``read`` converts its value to that of our option,
+    and raises ValueError with what is expected."""
 
     read: Callable[[Any], Any]
     note: str = ""
@@ -159,7 +161,7 @@ KEYS: Mapping[str, _Key] = MappingProxyType(
         "pt_reserved_cores_perc": _Key(_ratio, "--offload-cores says which processors update"),
     }
 )
-"""Of the block, all."""
+"""All keys of the block."""
 INSTEAD: Mapping[str, str] = MappingProxyType(
     {
         "gradient_accumulation_steps": "--global-batch-size",
@@ -174,12 +176,12 @@ INSTEAD: Mapping[str, str] = MappingProxyType(
         "steps_per_print": "--log-interval",
     }
 )
-"""Options here for what a DeepSpeed configuration has beside the block."""
+"""Our options for what a DeepSpeed configuration has outside of the block."""
 
 
 @dataclass(frozen=True)
 class Found:
-    """A file of DeepSpeed's."""
+    """What a file of DeepSpeed's says."""
 
     values: Mapping[str, Any]
     """Our options and their values."""
@@ -188,8 +190,8 @@ class Found:
 
 
 def read_zenflow(path: str) -> Found:
-    """DeepSpeed's configuration, or the block of it that is called zenflow. Raises ConfigError with
-    every problem."""
+    """Reads DeepSpeed's configuration, or the block of it that is called zenflow. Raises
+    ConfigError with every problem."""
     where = f"--zenflow-config {path}"
     try:
         with open(path, encoding="utf-8") as file:
@@ -234,7 +236,7 @@ def read_zenflow(path: str) -> Found:
 def _read_block(
     where: str, block: Mapping[str, Any]
 ) -> tuple[dict[str, Any], list[str], list[str]]:
-    """Values, notes and problems."""
+    """Returns values, notes and problems."""
     from difflib import get_close_matches
 
     values: dict[str, Any] = {}
@@ -271,8 +273,8 @@ def _read_block(
 
 
 def _others(content: Mapping[str, Any], prefix: str) -> list[str]:
-    """Keys beside the block. That the optimizer is offloaded to the host is what the block
-    means."""
+    """Returns the keys outside of the block. An optimizer that is offloaded to the CPU is not among
+    them, because the block implies it."""
     meant = ("zero_optimization", "zenflow")
     on_host = {"offload_optimizer"} if _device(content.get("offload_optimizer")) == "cpu" else set()
     return [prefix + name for name in content if name not in meant and name not in on_host]
@@ -287,8 +289,8 @@ def _hint(name: str) -> str:
 
 
 def with_file(config: Config, explicit: frozenset[str]) -> Config:
-    """The configuration with what its --zenflow-config says, where no other option says it. Raises
-    ConfigError."""
+    """Returns the configuration with the values of its --zenflow-config, where no option on the
+    command line (``explicit``) sets them. Raises ConfigError."""
     path = config.zenflow.zenflow_config
     if path is None:
         return config
@@ -304,23 +306,30 @@ def with_file(config: Config, explicit: frozenset[str]) -> Config:
 
 
 def zenflow_notes(config: Config) -> Iterator[str]:
-    """What of --zenflow-config is not acted on."""
+    """Yields one line for each key of --zenflow-config that is not acted on."""
     if config.zenflow.zenflow_config is not None:
         yield from read_zenflow(config.zenflow.zenflow_config).notes
 
 
 def zenflow_warnings(config: Config) -> Iterator[str]:
-    """What of the options has no effect."""
+    """Yields one line for each option that has no effect."""
     if config.offload.optimizer_offload != "zenflow":
         if config.zenflow != ZenFlowConfig():
-            yield f"--zenflow options have no effect with --optimizer-offload {config.offload.optimizer_offload}"
+            mode = config.offload.optimizer_offload
+            yield f"--zenflow options have no effect with --optimizer-offload {mode}"
         return
     if config.lora.lora_rank:
-        yield "--optimizer-offload zenflow has no effect with --lora-rank: low-rank additions are updated by AdamW, on the device"
+        yield (
+            "--optimizer-offload zenflow has no effect with --lora-rank: "
+            "low-rank additions are updated by AdamW, on the device"
+        )
     if config.offload.offload_speculative:
         yield "--offload-speculative has no effect with zenflow: its updates follow the norm"
     if (
         config.zenflow.zenflow_update_interval == "1"
         and config.zenflow.zenflow_overlap_step is False
     ):
-        yield "--zenflow-update-interval 1 without --zenflow-overlap-step is AdamW: --optimizer-offload exact is faster"
+        yield (
+            "--zenflow-update-interval 1 without --zenflow-overlap-step is AdamW: "
+            "--optimizer-offload exact is faster"
+        )
