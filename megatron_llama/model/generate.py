@@ -1,5 +1,5 @@
-"""Sampling from a model in one process: prompts of different lengths side by side, each token
-computed once."""
+"""Text generation in one process: prompts of different lengths in one batch, each token computed
+once."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from megatron_llama.nn.cache import KVCache
 
 @dataclass(frozen=True)
 class Sampling:
-    """How the next token is drawn; see GenerateConfig for the fields."""
+    """How the next token is drawn; ``GenerateConfig`` documents the fields."""
 
     max_new_tokens: int
     temperature: float
@@ -24,31 +24,30 @@ class Sampling:
 
 
 class Reader:
-    """A model that reads sequences bit by bit and remembers what it has read.
+    """A model with a key/value cache, which reads the sequences of a batch a few tokens at a time.
 
-    Shorter sequences of a batch are padded behind their end: the padding lies at positions that no
-    token of the sequence attends to, and the next tokens take its slots. So nothing needs a mask
-    but tokens that follow others."""
+    Shorter sequences are padded behind their end: padding has positions that no token of the
+    sequence attends to, and the next tokens take its slots. So only tokens that follow others need
+    a mask."""
 
     def __init__(self, stage: Stage) -> None:
         self._stage = stage
         self._cache = KVCache()
         self.lengths: list[int] = []
-        """Tokens of each sequence that count as read."""
+        """Tokens of each sequence that have been read."""
 
     def read(self, tokens: Sequence[Sequence[int]]) -> Tensor:
-        """Go on with some tokens (at least one) of every sequence: logits [b, vocab_size] of what
-        follows each."""
+        """Read more tokens (at least one) of every sequence, and return the logits [b, vocab_size]
+        of what follows each."""
         self.lengths = self.lengths or [0] * len(tokens)
         device = self._stage.mesh.device
         counts = [len(new) for new in tokens]
         longest = max(counts)
-        ids = torch.tensor(
-            [[*new, *[0] * (longest - len(new))] for new in tokens], device=device
-        ).t()
-        slots = torch.tensor(self.lengths, device=device) + torch.arange(
-            longest, device=device
-        ).unsqueeze(-1)
+        padded = [[*new, *[0] * (longest - len(new))] for new in tokens]
+        ids = torch.tensor(padded, device=device).t()
+        # A slot is a position: token i of a sequence takes slot (tokens read before) + i.
+        offsets = torch.arange(longest, device=device).unsqueeze(-1)
+        slots = torch.tensor(self.lengths, device=device) + offsets
         length = max(self.lengths) + longest
         positions = self._stage.positions(longest, device, slots)
         if any(self.lengths):
@@ -62,12 +61,12 @@ class Reader:
         return logits[0, :, : self._stage.config.vocab_size].float()  # type: ignore[no-any-return]
 
     def keep(self, rows: Sequence[int]) -> None:
-        """Go on with these sequences of the batch alone."""
+        """Keep these sequences of the batch only."""
         self.lengths = [self.lengths[row] for row in rows]
         self._cache.keep(torch.tensor(rows, device=self._stage.mesh.device))
 
     def return_to(self, length: int) -> None:
-        """Forget all but the first tokens of the one sequence that is read."""
+        """Forget all but the first ``length`` tokens of the one sequence that is read."""
         self.lengths = [length]
 
 
@@ -101,8 +100,8 @@ def go_on(
     generator: torch.Generator,
     longest: int,
 ) -> Iterator[int]:
-    """Let the reader, of one sequence, read on, and yield what follows until one of ``stops`` (not
-    yielded), the limit, or ``longest`` tokens in all."""
+    """Let the reader of one sequence read ``tokens``, and yield what follows until one of ``stops``
+    (not yielded), the limit, or ``longest`` tokens in all."""
     new = list(tokens)
     read = sum(reader.lengths) + len(tokens)
     for _ in range(min(sampling.max_new_tokens, longest - read)):
@@ -120,11 +119,11 @@ def generate_batch(
     stops: frozenset[int],
     seed: int,
 ) -> Iterator[tuple[int, int | None]]:
-    """Continue prompts (none empty) side by side: yield (number of the prompt, new token), and
-    (number, None) when a prompt is done.
+    """Continue prompts (none empty) in one batch: yield (index of the prompt, new token), and
+    (index, None) when a prompt is done.
 
-    Each prompt ends as with ``generate``, and has a generator of its own: its text does not depend
-    on what else is in the batch."""
+    Each prompt ends as with ``generate``, and has a generator of its own, so that its text does not
+    depend on the rest of the batch."""
     room = [
         min(sampling.max_new_tokens, stage.config.max_position_embeddings - len(prompt))
         for prompt in prompts
@@ -155,7 +154,7 @@ def generate_batch(
 
 
 def draw(logits: Tensor, sampling: Sampling, generator: torch.Generator) -> int:
-    """One token from logits [vocab_size]: temperature, then top-k, then top-p (Holtzman et al.,
+    """Draw a token from logits [vocab_size]: temperature, then top-k, then top-p (Holtzman et al.,
     2020)."""
     if sampling.temperature == 0.0:
         return int(logits.argmax())
@@ -164,7 +163,7 @@ def draw(logits: Tensor, sampling: Sampling, generator: torch.Generator) -> int:
         sorted_logits = sorted_logits[: sampling.top_k]
         order = order[: sampling.top_k]
     probabilities = sorted_logits.softmax(-1)
-    # The first token whose predecessors do not yet have top_p together is the last one kept.
+    # A token is kept while the more likely ones do not yet have top_p together.
     keep = probabilities.cumsum(-1) - probabilities < sampling.top_p
     probabilities = probabilities.where(keep, torch.zeros_like(probabilities))
     return int(order[torch.multinomial(probabilities.cpu(), 1, generator=generator)])

@@ -1,5 +1,5 @@
-"""Initial weights that do not depend on the layout: drawn per block of rows of each HuggingFace
-tensor."""
+"""Initial weights that do not depend on the parallel layout: they are drawn for each block of rows
+of each HuggingFace tensor."""
 
 from __future__ import annotations
 
@@ -12,17 +12,16 @@ from torch import Tensor
 from megatron_llama.plans.params import LORA_B, Rectangle, is_adapter
 
 BLOCK_ELEMENTS = 2**20
-"""A rank draws whole blocks and keeps its part, so it wastes at most two blocks per rectangle and
-holds one at a time."""
+"""Elements of a block. A rank draws whole blocks and keeps its part, so it wastes at most two
+blocks per rectangle, and has one at a time in memory."""
 
 
 class InitialWeights:
-    """A source of HuggingFace rectangles: normal(0, std) matrices and norm weights of 1; low-rank
-    additions that are zero, of which the first half is uniform within +- 1 / sqrt(inputs), as in
-    PEFT, and the second zero.
+    """A source of HuggingFace rectangles: normal(0, std) matrices, and vectors of ones. Low-rank
+    additions start at zero: A is uniform within +- 1 / sqrt(inputs), as in PEFT, and B is zero.
 
-    Values are a pure function of (seed, tensor name, position), drawn in fp32 on the CPU; on
-    another ``device`` they are other ones, and there in a moment.
+    Values are a pure function of (seed, tensor name, position), drawn in fp32 on the CPU. On
+    another ``device`` they are other values, drawn much faster.
     """
 
     def __init__(self, seed: int, std: float, device: torch.device | None = None) -> None:
@@ -38,8 +37,8 @@ class InitialWeights:
         if f".{LORA_B}." in rectangle.name:
             out.zero_()
             return
-        (first, column) = rectangle.offset
-        (rows, columns) = rectangle.size
+        first, column = rectangle.offset
+        rows, columns = rectangle.size
         per_block = max(1, BLOCK_ELEMENTS // rectangle.shape[1])
         for block in range(first // per_block, (first + rows - 1) // per_block + 1):
             start = max(first, block * per_block)
@@ -67,8 +66,7 @@ class InitialWeights:
 
 
 class WithAdapters:
-    """A source that has no low-rank additions, with new ones: A as ``InitialWeights`` draws it, B
-    zero."""
+    """Another source, with low-rank additions that are initialized as ``InitialWeights`` does."""
 
     def __init__(self, source: Callable[[Rectangle, Tensor], None], seed: int) -> None:
         self._source = source

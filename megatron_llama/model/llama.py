@@ -105,8 +105,8 @@ class Positions:
     """What attention needs to know of a microbatch.
 
     ``cos`` and ``sin`` [s, 1 or b, 1, head_dim / 2] are those of this rank's positions. Documents
-    are given as ``mask`` without context parallelism, either as such or as bool [b, 1, s, s], and as
-    ``document_ids``, int [s, b] of the whole sequence, with it. With a continuation the mask is
+    are given as ``mask`` without context parallelism, either as such or as bool [b, 1, s, s], and
+    as ``document_ids``, int [s, b] of the whole sequence, with it. With a continuation the mask is
     [b, 1, s, length], and None when nothing was read before."""
 
     cos: Tensor
@@ -296,8 +296,8 @@ class Stage(nn.Module):
         self.is_last = index == partition.stages - 1
         self.on_weight_access: Callable[[int, bool], None] = lambda unit, backward: None
         """Called with the index of a unit of this stage and False right before its forward pass,
-        and with True right before its backward pass: the engine gathers its weights. The embedding's
-        backward reads no weight and is not announced."""
+        and with True right before its backward pass: the engine gathers its weights. The
+        embedding's backward reads no weight and is not announced."""
         self._embedding_stage: list[Stage] = []
         """The stage of this process whose embedding is the head, in a list, so that it is no
         submodule; empty: this one."""

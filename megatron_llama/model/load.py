@@ -13,7 +13,7 @@ from megatron_llama.plans.params import ParamSpec, Rectangle, rank_units, rectan
 
 
 def rank_specs(config: Config, mesh: Mesh) -> list[ParamSpec]:
-    """Every parameter of this process."""
+    """Return every parameter of this process."""
     stages = rank_units(config, rank=mesh.pp.rank, tp_rank=mesh.tp.rank)
     return [spec for units in stages for unit in units for spec in unit.params]
 
@@ -28,14 +28,14 @@ def load_stages(
 ) -> None:
     """Give every parameter of the stages storage on the device and the values of ``source``;
     padding is zero."""
-    homes = {name: stage for stage in stages for name, _ in stage.named_parameters()}
+    stage_of = {name: stage for stage in stages for name, _ in stage.named_parameters()}
     for spec in specs:
         flat = torch.zeros(spec.numel, dtype=dtype, device=device)
         for piece in rectangles(spec, 0, spec.numel):
             source(piece, flat[piece.start : piece.start + piece.numel].view(piece.size))
         owner, _, leaf = spec.name.rpartition(".")
         setattr(
-            homes[spec.name].get_submodule(owner),
+            stage_of[spec.name].get_submodule(owner),
             leaf,
             nn.Parameter(flat.view(spec.shape), requires_grad=False),
         )

@@ -1,5 +1,5 @@
-"""Attention, whole and in pieces: the same kernels, once with autograd and once with the
-log-sum-exp that lets pieces be merged.
+"""Causal attention, whole or in pieces: torch's kernels, once with autograd, and once with the
+log-sum-exp by which pieces are merged.
 
 A piece is a set of queries against a set of keys. Pieces of the same queries merge exactly (Rabe
 and Staats, 2021; Dao et al., 2022), and a piece's backward is exact when it is given the merged
@@ -24,28 +24,28 @@ _BIAS_ALIGNMENT = 16
 _LSE_ALIGNMENT = 32
 """Queries to which that kernel pads its log-sum-exp."""
 _SOUND_CUDNN = 91500
-"""Before this version its attention was wrong for some lengths; torch also takes it by itself only
-from later ones on."""
+"""Up to this version cuDNN's attention was wrong for some lengths; torch, too, prefers it only from
+later ones on."""
 _LARGEST_PACKED_HEAD = 256
+"""The largest head_dim of the kernel for variable lengths."""
 _HOPPER = (9, 0)
-"""From this generation on cuDNN's attention is the faster one."""
+"""From this generation on cuDNN's attention is faster than torch's flash attention."""
 
 
 @dataclass(frozen=True)
 class Documents:
-    """Packed documents, those of one sequence behind those of the one before it. A token attends
+    """Packed documents of all sequences of a batch, one sequence after the other. A token attends
     within its document only."""
 
     starts: Tensor
-    """int32 [documents + 1]: place of each document's first token among the tokens of all
-    sequences, then their number."""
+    """int32 [documents + 1]: the place of each document's first token among the tokens of all
+    sequences, and last the number of these tokens."""
     longest: int
-    """Tokens of the longest document. A number of the host's: nobody asks the device how long its
-    documents are."""
+    """Tokens of the longest document, counted on the host: asking the device would wait for it."""
 
     @staticmethod
     def of(document_ids: Tensor) -> Documents:
-        """From ids [s, b] on the host, of which each change begins another document."""
+        """Count documents of ids [s, b] on the host: a new one begins where the id changes."""
         ids = document_ids.t()
         begins = torch.ones(ids.shape, dtype=torch.bool)
         torch.ne(ids[:, 1:], ids[:, :-1], out=begins[:, 1:])
@@ -54,8 +54,8 @@ class Documents:
 
 
 def attends_by_document(device: torch.device, dtype: torch.dtype, head_dim: int) -> bool:
-    """Whether there is a kernel for ``Documents``; elsewhere they are a mask, s * s bytes a
-    sequence, of which nothing is left out."""
+    """Whether there is a kernel for ``Documents``. Elsewhere they are a mask of s * s bytes a
+    sequence, and also what it masks is computed."""
     return (
         not is_host(device)
         and dtype in (torch.bfloat16, torch.float16)
@@ -67,16 +67,15 @@ def attends_by_document(device: torch.device, dtype: torch.dtype, head_dim: int)
 def causal_attention(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor | Documents | None
 ) -> Tensor:
-    """The whole of causal attention. query [s, b, n, d], key and value [s, b, n_kv, d] -> [s, b, n
-    * d].
+    """Compute causal attention of query [s, b, n, d], key and value [s, b, n_kv, d]: [s, b, n * d].
 
-    mask: bool [b, 1, s, s], True where a position may attend (causality included); None is plain
-    causal.
+    ``mask`` is bool [b, 1, s, s], True where a position may attend (causality included); None is
+    plain causal attention.
     """
     if isinstance(mask, Documents):
         return _packed_attention(query, key, value, mask)
     q, k, v = (part.permute(1, 2, 0, 3) for part in (query, key, value))
-    with _preferring(query.device):
+    with _preferred_kernels(query.device):
         out = F.scaled_dot_product_attention(
             q, k, v, attn_mask=mask, is_causal=mask is None, enable_gqa=q.shape[1] != k.shape[1]
         )
@@ -84,11 +83,11 @@ def causal_attention(
 
 
 def attention_order(cudnn: int | None) -> tuple[SDPBackend, ...]:
-    """An accelerator's kernels, the one to be taken first; the next where it cannot. ``cudnn``: its
-    version, as torch numbers it.
+    """Return an accelerator's kernels in order of preference. ``cudnn`` is its version, as torch
+    numbers it.
 
-    On Hopper cuDNN's takes 60 % of the time of torch's flash attention (2), 7 % of a step of LLaMA
-    7B."""
+    On Hopper cuDNN's takes 60 % of the time of torch's flash attention (2), which is 7 % of a step
+    of LLaMA 7B."""
     fastest = (SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION)
     return (
         *(fastest if (cudnn or 0) > _SOUND_CUDNN else fastest[::-1]),
@@ -98,10 +97,10 @@ def attention_order(cudnn: int | None) -> tuple[SDPBackend, ...]:
 
 
 def attention_kernel(query: Tensor, key: Tensor, value: Tensor) -> SDPBackend:
-    """What plain causal attention of these is computed by: shapes as ``causal_attention`` has
-    them."""
+    """Return the kernel that computes plain causal attention of these, in the shapes of
+    ``causal_attention``."""
     q, k, v = (part.permute(1, 2, 0, 3) for part in (query, key, value))
-    with _preferring(query.device):
+    with _preferred_kernels(query.device):
         return SDPBackend(
             torch._fused_sdp_choice(q, k, v, is_causal=True, enable_gqa=q.shape[1] != k.shape[1])
         )
@@ -110,7 +109,7 @@ def attention_kernel(query: Tensor, key: Tensor, value: Tensor) -> SDPBackend:
 def attention_warnings(
     device: torch.device, dtype: torch.dtype, heads: int, kv_heads: int, head_dim: int
 ) -> list[str]:
-    """What to tell the user of the kernel that computes this model's attention here."""
+    """Return what a user should know of the kernel that computes this model's attention here."""
     if is_host(device) or dtype.itemsize != 2:
         return []
     query, key = (
@@ -125,23 +124,26 @@ def attention_warnings(
 def attention_problem(
     kernel: SDPBackend, generation: tuple[int, int], cudnn: int | None
 ) -> str | None:
-    """Why a device has not the kernel that would be fastest; None: it has."""
+    """Say why a device does not run the kernel that would be fastest; None: it does."""
     if kernel is SDPBackend.CUDNN_ATTENTION or generation < _HOPPER:
         return None
     why = "it cannot take this model's heads"
     if (cudnn or 0) <= _SOUND_CUDNN:
-        why = f"cuDNN is {cudnn}, and not later than {_SOUND_CUDNN} (LD_LIBRARY_PATH may name an old one)"
+        why = (
+            f"cuDNN is {cudnn}, and not later than {_SOUND_CUDNN} "
+            "(LD_LIBRARY_PATH may name an old one)"
+        )
     return (
         f"attention runs {kernel.name}, not cuDNN's kernel, which is faster on this device: {why}"
     )
 
 
-def _preferring(device: torch.device) -> AbstractContextManager[object]:
-    """``attention_order`` on an accelerator. Without ``set_priority`` torch takes the list for a
-    set and keeps its own order."""
+def _preferred_kernels(device: torch.device) -> AbstractContextManager[object]:
+    """Make torch follow ``attention_order`` on an accelerator."""
     if is_host(device):
         return nullcontext()
     version = torch.backends.cudnn.version()  # type: ignore[no-untyped-call]
+    # Without set_priority torch takes the list for a set and keeps its own order.
     return sdpa_kernel(list(attention_order(version)), set_priority=True)
 
 
@@ -160,7 +162,8 @@ def _packed_attention(query: Tensor, key: Tensor, value: Tensor, documents: Docu
 
 
 def _one_by_one(query: Tensor, key: Tensor, value: Tensor, documents: Documents) -> Tensor:
-    """[tokens, n, d] -> the same: what the accelerator's kernel computes, document by document."""
+    """Compute document by document what the accelerator's kernel computes at once: [tokens, n, d]
+    -> [tokens, n, d]."""
     lengths = documents.starts.diff().tolist()
     parts = zip(
         *(torch.split(part.unsqueeze(1), lengths) for part in (query, key, value)), strict=True
@@ -173,13 +176,12 @@ def _one_by_one(query: Tensor, key: Tensor, value: Tensor, documents: Documents)
 def attend(
     query: Tensor, key: Tensor, value: Tensor, *, causal: bool = False, mask: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """One piece. query [b, n, s_q, d], key and value [b, n_kv, s_k, d] -> output as query,
-    log-sum-exp [b, n, s_q].
+    """Compute one piece, query [b, n, s_q, d] against key and value [b, n_kv, s_k, d]: the output,
+    shaped as query, and the log-sum-exp [b, n, s_q], fp32 (fp64 for fp64).
 
-    The log-sum-exp is fp32 (fp64 for fp64). ``causal`` needs s_q = s_k; ``mask`` is bool [b, 1,
-    s_q, s_k], True where a query may attend; both hold at once. A query that may attend to nothing
-    gets some finite output and a log-sum-exp so low that ``merge`` drops it. No autograd: see
-    ``attend_backward``.
+    ``causal`` needs s_q = s_k; ``mask`` is bool [b, 1, s_q, s_k], True where a query may attend;
+    both hold at once. A query that may attend to nothing gets some finite output and a log-sum-exp
+    so low that ``merge`` drops it. Not differentiated by autograd, but by ``attend_backward``.
     """
     bias = _bias(mask, query)
     if is_host(query.device):
@@ -209,13 +211,11 @@ def attend_backward(
     causal: bool = False,
     mask: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of one piece's query, key and value, in their shapes and dtypes. ``out`` and
-    ``lse`` are the merged ones."""
+    """Compute the gradients of one piece's query, key and value, in their shapes and dtypes, from
+    the merged ``out`` and ``lse``."""
     bias = _bias(mask, query)
     lse = lse.contiguous()
-    q = query
-    k = key
-    v = value
+    q, k, v = query, key, value
     if is_host(query.device):
         grads = _aten._scaled_dot_product_flash_attention_for_cpu_backward.default(
             grad, q, k, v, out, lse, 0.0, causal, attn_mask=bias
@@ -240,11 +240,11 @@ def attend_backward(
 
 
 def merge(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -> None:
-    """Add a piece to what other pieces of the same queries gave, in place. out and part [b, n, s_q,
-    d], lse [b, n, s_q].
+    """Add a piece, part [b, n, s_q, d] with its log-sum-exp [b, n, s_q], to the sum of other pieces
+    of the same queries, in place.
 
-    Start from zeros with a log-sum-exp of minus infinity. ``out`` is at least fp32: it is rounded
-    once, after the last piece.
+    The sum starts from zeros with a log-sum-exp of minus infinity. ``out`` is at least fp32: it is
+    rounded once, after the last piece.
     """
     share = torch.sigmoid(part_lse - lse).unsqueeze(-1)
     out.lerp_(part.to(out.dtype), share)
@@ -252,17 +252,16 @@ def merge(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -> None:
 
 
 def _is_flash(query: Tensor, bias: Tensor | None) -> bool:
-    """Whether the accelerator's fastest kernel applies, which also takes grouped heads: no bias, 16
-    bits."""
+    """Whether flash attention applies, which also takes grouped heads: no bias, 16 bits."""
     return bias is None and query.element_size() == 2
 
 
 def _bias(mask: Tensor | None, query: Tensor) -> Tensor | None:
-    """What the kernels add to the scores, [b, n, s_q, s_k]. Not minus infinity: a row of nothing
-    else has no softmax, and kernels disagree on what they return for it. Half of the lowest number
-    leaves room for the score and for a change of base."""
+    """Return what the kernels add to the attention scores, [b, n, s_q, s_k]."""
     if mask is None:
         return None
+    # Not minus infinity: a row of nothing else has no softmax, and kernels disagree on what they
+    # return for it. Half of the lowest number leaves room for the score and for a change of base.
     padded = -(-mask.shape[-1] // _BIAS_ALIGNMENT) * _BIAS_ALIGNMENT
     bias = query.new_zeros(*mask.shape[:-1], padded)[..., : mask.shape[-1]]
     bias.masked_fill_(~mask, torch.finfo(query.dtype).min / 2)
@@ -270,11 +269,11 @@ def _bias(mask: Tensor | None, query: Tensor) -> Tensor | None:
 
 
 def _expanded(heads: Tensor, query: Tensor) -> Tensor:
-    """One key or value head per query head."""
+    """Repeat key or value heads, one for each query head."""
     groups = query.shape[1] // heads.shape[1]
     return heads if groups == 1 else heads.repeat_interleave(groups, dim=1)
 
 
 def _summed(grad: Tensor, heads: Tensor) -> Tensor:
-    """The transpose of ``_expanded``."""
+    """Sum over the query heads of each key or value head: the transpose of ``_expanded``."""
     return grad.reshape(heads.shape[0], heads.shape[1], -1, *heads.shape[2:]).sum(2)

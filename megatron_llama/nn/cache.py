@@ -1,5 +1,5 @@
-"""Keys and values of the positions that a model has read, so that a new token is the only one that
-is computed."""
+"""The key/value cache of generation: keys and values of the positions that a model has read, so
+that only new tokens are computed."""
 
 from __future__ import annotations
 
@@ -8,11 +8,8 @@ from torch import Tensor, nn
 
 
 class KVCache:
-    """One pair of tensors [slots, b, n_kv, d] for each attention layer; the slot of a token is its
-    position in its own sequence.
-
-    Rotated keys are kept. Slots grow as they are needed, to at least twice as many: a token costs
-    no copy of all others."""
+    """A pair of tensors [slots, b, n_kv, d] for each attention layer. The slot of a token is its
+    position in its own sequence, and keys are kept rotated."""
 
     def __init__(self) -> None:
         self._layers: dict[nn.Module, tuple[Tensor, Tensor]] = {}
@@ -20,11 +17,10 @@ class KVCache:
     def extend(
         self, layer: nn.Module, key: Tensor, value: Tensor, slots: Tensor, length: int
     ) -> tuple[Tensor, Tensor]:
-        """Write key and value [s, b, n_kv, d] into ``slots`` int64 [s, b]; what stood there is
-        forgotten.
+        """Write key and value [s, b, n_kv, d] into ``slots``, int64 [s, b], and return the first
+        ``length`` slots of both, which is more than any of ``slots``.
 
-        Returns the first ``length`` slots of both, which is more than any of ``slots``. Slots never
-        written are zero."""
+        Slots never written are zero."""
         kept = self._layers.get(layer)
         if kept is None or kept[0].shape[0] < length:
             kept = self._layers[layer] = (
@@ -37,13 +33,14 @@ class KVCache:
         return kept[0][:length], kept[1][:length]
 
     def keep(self, rows: Tensor) -> None:
-        """Forget all sequences of the batch but those at ``rows``, int64."""
+        """Drop all sequences of the batch but those at ``rows``, int64."""
         self._layers = {
             layer: (key[:, rows], value[:, rows]) for layer, (key, value) in self._layers.items()
         }
 
 
 def _grown(kept: Tensor | None, new: Tensor, length: int) -> Tensor:
+    # At least doubled, so that a new token does not cost a copy of all others.
     slots = length if kept is None else max(length, 2 * kept.shape[0])
     whole = new.new_zeros(slots, *new.shape[1:])
     if kept is not None:

@@ -1,17 +1,18 @@
 """Context parallelism: attention over a sequence that is spread over ranks in zig-zag order
 (``zigzag.py``).
 
-Two algorithms share their kernels, their merge and their plan of pieces. ``all_gather``: keys and
-values of all ranks in one message (Dubey et al., 2024, section 3.3.2). ``ring``: they travel from
-rank to rank (Liu et al., 2023) and no rank ever holds them all. In both, messages travel under
-computation: forward starts with the pieces of the rank's own keys, and backward ends with one.
+Two algorithms share their kernels, their merge and their plan of pieces. With ``all_gather`` the
+keys and values of all ranks come in one message (Dubey et al., 2024, section 3.3.2). With ``ring``
+they travel from rank to rank (Liu et al., 2023), and no rank ever holds them all. In both, messages
+are hidden under computation: forward starts with the pieces of the rank's own keys, and backward
+ends with one of them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -24,7 +25,7 @@ from megatron_llama.nn.attention import attend, attend_backward, causal_attentio
 from megatron_llama.nn.ops import at_least_fp32
 from megatron_llama.nn.zigzag import (
     Piece,
-    chunk_home,
+    chunk_owner,
     chunk_length,
     gathered_pieces,
     own_pieces,
@@ -44,24 +45,23 @@ def context_attention(
     comm: Comm = "all_gather",
     document_ids: Tensor | None = None,
 ) -> Tensor:
-    """Causal attention. query [s / cp, b, n, d], key and value [s / cp, b, n_kv, d], in zig-zag
-    order -> [s / cp, b, n * d].
+    """Compute causal attention of query [s / cp, b, n, d], key and value [s / cp, b, n_kv, d], in
+    zig-zag order: [s / cp, b, n * d].
 
-    Rotary positions are already applied, with global positions. ``document_ids``: int [s, b] of the
-    whole sequence in its order; a token attends within its document only. Raises ConfigError if the
-    ranks' chunks are not equal. Collective over ``cp``.
+    Rotary embeddings have been applied, with global positions. ``document_ids`` are int [s, b] of
+    the whole sequence in its order; a token attends within its document only. Raises ConfigError if
+    the ranks' chunks are not equal. Collective over ``cp``.
     """
     if cp.size == 1:
-        return causal_attention(
-            query, key, value, None if document_ids is None else causal_document_mask(document_ids)
-        )
+        mask = None if document_ids is None else causal_document_mask(document_ids)
+        return causal_attention(query, key, value, mask)
     chunk_length(query.shape[0] * cp.size, cp.size)
     return _ContextAttention.apply(query, key, value, cp, comm, document_ids)  # type: ignore[no-any-return, no-untyped-call]
 
 
 def local_sequence(whole: Tensor, cp: Axis) -> Tensor:
-    """This rank's tokens [s / cp, ...] of a sequence [s, ...]. Raises ConfigError if the chunks are
-    not equal."""
+    """Return this rank's tokens [s / cp, ...] of a sequence [s, ...]. Raises ConfigError if the
+    chunks are not equal."""
     if cp.size == 1:
         return whole
     length = chunk_length(whole.shape[0], cp.size)
@@ -71,8 +71,8 @@ def local_sequence(whole: Tensor, cp: Axis) -> Tensor:
 
 
 def causal_document_mask(document_ids: Tensor) -> Tensor:
-    """bool [b, 1, s, s] of ids [s, b]: True where a token may attend, which is to its document's
-    tokens up to itself."""
+    """Return bool [b, 1, s, s] for ids [s, b]: True where a token may attend, which is to its
+    document's tokens up to itself."""
     return _same_document(document_ids, document_ids).tril_()
 
 
@@ -82,8 +82,8 @@ def _same_document(queries: Tensor, keys: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class _Block:
-    """Keys and values that are here, [2, t, b, n_kv, d], which chunks of the sequence they are, and
-    what to compute with them."""
+    """Keys and values that this rank has, [2, t, b, n_kv, d], which chunks of the sequence they
+    are, and what to compute with them."""
 
     key_value: Tensor
     chunks: Sequence[int]
@@ -92,7 +92,7 @@ class _Block:
 
 @dataclass(frozen=True)
 class _Sequence:
-    """How the sequence is spread, and what of it may see what."""
+    """How the sequence is spread over ranks, and which token may attend to which."""
 
     cp: Axis
     chunk: int
@@ -100,11 +100,11 @@ class _Sequence:
     document_ids: Tensor | None
 
     def tokens(self, chunks: tuple[int, int]) -> slice:
-        """Tokens of chunks [start, stop)."""
+        """Return the tokens of chunks [start, stop)."""
         return slice(chunks[0] * self.chunk, chunks[1] * self.chunk)
 
     def mask(self, piece: Piece, block: _Block) -> Tensor | None:
-        """bool [b, 1, s_q, s_k] of one piece, without causality."""
+        """Return the document mask of one piece, bool [b, 1, s_q, s_k], without causality."""
         if self.document_ids is None:
             return None
         own = zigzag_chunks(self.cp.rank, self.cp.size)
@@ -120,12 +120,12 @@ class _Sequence:
 
 
 def _heads_first(tensor: Tensor) -> Tensor:
-    """[s, b, n, d] as the kernels see it: [b, n, s, d]."""
+    """View [s, b, n, d] as kernels take it: [b, n, s, d]."""
     return tensor.permute(1, 2, 0, 3)
 
 
 def _blocks(key_value: Tensor, cp: Axis, comm: Comm) -> Iterator[_Block]:
-    """The rank's own block, then the others' as they arrive. What comes next is on its way while
+    """Yield the rank's own block, then the others' as they arrive. The next one is on its way while
     the caller computes."""
     rank = cp.rank
     size = cp.size
@@ -151,14 +151,14 @@ def _ring_block(key_value: Tensor, cp: Axis, step: int) -> _Block:
 
 
 def _in_sequence_order(full: Tensor, size: int) -> Tensor:
-    """[size * 2, s / size, ...], rank after rank, to [2, s, ...]: one copy."""
+    """Copy [size * 2, s / size, ...], rank after rank, to [2, s, ...]."""
     parts = full.view(size, 2, 2, full.shape[1] // 2, *full.shape[2:])
-    homes = (chunk_home(chunk, size) for chunk in range(2 * size))
-    return torch.cat([parts[rank, :, half] for rank, half in homes], dim=1)
+    owners = (chunk_owner(chunk, size) for chunk in range(2 * size))
+    return torch.cat([parts[rank, :, half] for rank, half in owners], dim=1)
 
 
 def _in_rank_order(full: Tensor, size: int) -> Tensor:
-    """The inverse of ``_in_sequence_order``."""
+    """Copy [2, s, ...] to [size * 2, s / size, ...], rank after rank."""
     parts = full.view(2, 2 * size, full.shape[1] // (2 * size), *full.shape[2:])
     order = [
         (which, chunk)
@@ -171,31 +171,24 @@ def _in_rank_order(full: Tensor, size: int) -> Tensor:
     )
 
 
-class _Homecoming(Protocol):
-    """How gradients of other ranks' keys and values reach them."""
-
-    def send(self, grad: Tensor) -> None: ...
-
-    def arrived(self) -> Tensor: ...
-
-
-class _Scatter:
-    """All at once, in one reduce-scatter."""
+class _ReduceScatterGrads:
+    """Sends the gradients of all ranks' keys and values to their owners in one reduce-scatter."""
 
     def __init__(self, cp: Axis) -> None:
         self.cp = cp
 
     def send(self, grad: Tensor) -> None:
-        self.mine, self.pending = scattered(_in_rank_order(grad, self.cp.size), self.cp)
+        self.own_grad, self.pending = scattered(_in_rank_order(grad, self.cp.size), self.cp)
 
-    def arrived(self) -> Tensor:
+    def wait(self) -> Tensor:
+        """Return the sum of the other ranks' gradients for the own keys and values."""
         self.pending.wait()
-        return self.mine
+        return self.own_grad
 
 
-class _Ring:
-    """A block's gradient follows the block from rank to rank, one step behind it; everyone adds its
-    part, the last sends it home."""
+class _RingGrads:
+    """Sends the gradient of a block of keys and values around the ring, one step behind the block:
+    every rank adds its part, and the last one sends the sum to the block's owner."""
 
     def __init__(self, cp: Axis) -> None:
         self.cp = cp
@@ -203,24 +196,26 @@ class _Ring:
 
     def send(self, grad: Tensor) -> None:
         if self.pending is not None:
-            grad += self.arrived()
-        self.mine = torch.empty_like(grad)
+            grad += self.wait()
+        self.received = torch.empty_like(grad)
         self.pending = exchange(
             grad,
-            self.mine,
+            self.received,
             self.cp,
             to=(self.cp.rank + 1) % self.cp.size,
             source=(self.cp.rank - 1) % self.cp.size,
         )
 
-    def arrived(self) -> Tensor:
+    def wait(self) -> Tensor:
+        """Return what the rank before this one has sent; in the end, that is the sum for the own
+        keys and values."""
         assert self.pending is not None
         self.pending.wait()
-        return self.mine
+        return self.received
 
 
 class _ContextAttention(torch.autograd.Function):
-    """Saves what the rank owns; keys and values of the others travel again in backward."""
+    """Saves what the rank owns: keys and values of the others are sent again in backward."""
 
     @staticmethod
     def forward(
@@ -234,22 +229,22 @@ class _ContextAttention(torch.autograd.Function):
     ) -> Tensor:
         sequence = _Sequence(cp, query.shape[0] // 2, document_ids)
         key_value = torch.stack((key, value))
-        wide = at_least_fp32(query.dtype)
         q = _heads_first(query)
-        out = torch.zeros_like(query, dtype=wide)
-        lse = q.new_full(q.shape[:3], float("-inf"), dtype=wide)
+        # Pieces are merged in fp32 and rounded once, behind the last one.
+        fp32 = at_least_fp32(query.dtype)
+        out = torch.zeros_like(query, dtype=fp32)
+        lse = q.new_full(q.shape[:3], float("-inf"), dtype=fp32)
         for block in _blocks(key_value, cp, comm):
             k, v = (_heads_first(part) for part in block.key_value)
             for piece in block.pieces:
                 rows = sequence.tokens(piece.queries)
                 columns = sequence.tokens(piece.keys)
-                mask = sequence.mask(piece, block)
                 part = attend(
                     q[:, :, rows],
                     k[:, :, columns],
                     v[:, :, columns],
                     causal=piece.causal,
-                    mask=mask,
+                    mask=sequence.mask(piece, block),
                 )
                 merge(_heads_first(out)[:, :, rows], lse[:, :, rows], *part)
         out = out.to(query.dtype)
@@ -261,28 +256,28 @@ class _ContextAttention(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         query, key_value, out, lse = ctx.saved_tensors
-        walk = _Backward(
+        sums = _GradientSums(
             ctx.sequence, _heads_first(grad.contiguous().view_as(query)), query, out, lse
         )
         cp = ctx.sequence.cp
-        blocks = _blocks(key_value, ctx.sequence.cp, ctx.comm)
-        handle: _Homecoming = _Scatter(cp) if ctx.comm == "all_gather" else _Ring(cp)
+        others_grads = _ReduceScatterGrads(cp) if ctx.comm == "all_gather" else _RingGrads(cp)
+        blocks = _blocks(key_value, cp, ctx.comm)
         own = next(blocks)
-        own_grad = walk.zeros(own)
-        walk.add(own, own.pieces[:-1], own_grad)
+        own_grad = sums.zeros(own)
+        sums.add(own, own.pieces[:-1], own_grad)
         for block in blocks:
-            block_grad = walk.zeros(block)
-            walk.add(block, block.pieces, block_grad)
-            handle.send(block_grad)
+            block_grad = sums.zeros(block)
+            sums.add(block, block.pieces, block_grad)
+            others_grads.send(block_grad)
         # One own piece is left for the time in which the last gradients travel.
-        walk.add(own, own.pieces[-1:], own_grad)
-        own_grad += handle.arrived()
+        sums.add(own, own.pieces[-1:], own_grad)
+        own_grad += others_grads.wait()
         key_grad, value_grad = own_grad.to(key_value.dtype)
-        return walk.query_grad.to(query.dtype), key_grad, value_grad, None, None, None
+        return sums.query_grad.to(query.dtype), key_grad, value_grad, None, None, None
 
 
-class _Backward:
-    """Sums, at least in fp32, of what the pieces give."""
+class _GradientSums:
+    """The gradients of queries, keys and values, summed over pieces at least in fp32."""
 
     def __init__(
         self, sequence: _Sequence, grad: Tensor, query: Tensor, out: Tensor, lse: Tensor
@@ -295,11 +290,12 @@ class _Backward:
         self.query_grad = torch.zeros_like(query, dtype=lse.dtype)
 
     def zeros(self, block: _Block) -> Tensor:
-        """Where the gradients of a block's keys and values are summed."""
+        """Return zeros into which the gradients of a block's keys and values are summed."""
         return torch.zeros_like(block.key_value, dtype=self.lse.dtype)
 
     def add(self, block: _Block, pieces: tuple[Piece, ...], block_grad: Tensor) -> None:
-        """Compute pieces, and add their gradients to the queries' and the block's."""
+        """Compute the gradients of pieces, and add them to those of the queries and of the
+        block."""
         k, v = (_heads_first(part) for part in block.key_value)
         for piece in pieces:
             rows = self.sequence.tokens(piece.queries)

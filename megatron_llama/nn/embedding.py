@@ -18,9 +18,10 @@ from megatron_llama.nn.param_handle import ParamHandle, wait_unsharded
 
 
 class _Lookup(torch.autograd.Function):
-    """Rows of ids held by this rank, zeros for the others; ``first`` is None where it holds all.
-    Backward does not read the weight, and runs only if it is trained: nothing else here has a
-    gradient."""
+    """Looks up the ids whose rows this rank holds, from row ``first`` on, and gives zeros for the
+    others; ``first`` is None where it holds all rows.
+
+    Backward does not read the weight, and runs only if it is trained: ids have no gradient."""
 
     @staticmethod
     def forward(ctx: Any, ids: Tensor, weight: Tensor, first: int | None) -> Tensor:
@@ -50,29 +51,29 @@ class _Lookup(torch.autograd.Function):
 
 def _deliver(handle: ParamHandle, rows: Tensor, grad: Tensor) -> None:
     view, beta = handle.buffer()
-    if beta == 0.0:
+    if beta == 0.0:  # most rows are not written by this contribution
         view.zero_()
     _add_rows(view, rows, grad)
     handle.done()
 
 
 def _add_rows(view: Tensor, rows: Tensor, grad: Tensor) -> Tensor:
-    """``view[rows] += grad`` in a fixed order on either device: index_add_ uses atomics on a GPU,
-    and an accumulating index_put_ uses them on a CPU with several threads. rows [s, b], grad [s, b,
-    h]; returns the view."""
+    """Add grad [s, b, h] to rows [s, b] of the view, in the same order every time, and return the
+    view."""
     rows = rows.flatten()
     values = grad.flatten(0, -2).to(view.dtype)
+    # index_add_ uses atomics on a GPU, and an accumulating index_put_ uses them on a CPU with
+    # several threads: sums would depend on their order.
     if devices.is_host(view.device):
         return view.index_add_(0, rows, values)
     return view.index_put_((rows,), values, accumulate=True)
 
 
 def uniform_noise(scale: Tensor, seeds: Sequence[int], hidden: int, dtype: torch.dtype) -> Tensor:
-    """Of each place of a batch a vector that is uniform in [-scale, scale), [s, b, h]; a sample's
-    follow from its seed alone.
+    """Return a vector uniform in [-scale, scale) for each token of a batch, [s, b, h].
 
-    scale: float32 [s, b]; one seed a sample. The numbers of a GPU are others than those of a
-    CPU."""
+    scale is float32 [s, b]. Those of a sample follow from its seed alone, whatever the layout; a
+    GPU draws other numbers than a CPU."""
     columns = []
     for seed in seeds:
         generator = torch.Generator(scale.device).manual_seed(seed)
@@ -85,7 +86,8 @@ def uniform_noise(scale: Tensor, seeds: Sequence[int], hidden: int, dtype: torch
 
 
 class VocabParallelEmbedding(nn.Module):
-    """ids [s, b] int64 -> [s or s/tp, b, h]; rank r holds rows [r, r + 1) * padded_vocab / tp."""
+    """An embedding whose rows are split over tp: rank r holds rows [r, r + 1) * padded_vocab /
+    tp."""
 
     def __init__(
         self, padded_vocab: int, hidden: int, *, tp: Axis, sequence_parallel: bool
@@ -96,7 +98,7 @@ class VocabParallelEmbedding(nn.Module):
         self.weight = empty_weight(padded_vocab // tp.size, hidden)
 
     def forward(self, ids: Tensor) -> Tensor:
-        """See the class."""
+        """Look up ids [s, b] int64: [s or s/tp, b, h]."""
         first = None if self.tp.size == 1 else self.tp.rank * self.weight.shape[0]
         partial = _Lookup.apply(ids, self.weight, first)  # type: ignore[no-untyped-call]
         return (

@@ -197,8 +197,8 @@ class _SwiGLU(torch.autograd.Function):
 
 
 def swiglu(gate_up: Tensor, ops: Ops = PLAIN) -> Tensor:
-    """Return silu(gate) * up, [..., f], of a tensor [..., 2f] whose halves are gate and up (Shazeer,
-    2020)."""
+    """Return silu(gate) * up, [..., f], of a tensor [..., 2f] whose halves are gate and up
+    (Shazeer, 2020)."""
     return _SwiGLU.apply(gate_up, ops)  # type: ignore[no-any-return, no-untyped-call]
 
 

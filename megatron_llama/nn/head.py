@@ -1,11 +1,11 @@
-"""The head and the loss together, chunk by chunk of tokens, where all scores at once would take too
+"""The head and the loss together, chunk by chunk of tokens, where all logits at once would take too
 much memory.
 
-Scores, [tokens, vocabulary], are the largest tensor of a step: 1 GiB in bf16 for 4096 tokens and
-128,256 words. Here a chunk of them is made, becomes its own gradient, gives its part of the
-gradients of input and weight, and is forgotten. So all gradients are computed in the forward pass;
-the backward pass of the same microbatch has to follow before any other pass. Without a backward
-pass each chunk gives its losses only.
+Logits, [tokens, vocabulary], are the largest tensor of a step: 1 GiB in bf16 for 4096 tokens and
+128,256 words. Here a chunk of them is computed, is overwritten by its own gradient, gives its part
+of the gradients of input and weight, and is freed. So all gradients are computed in the forward
+pass, and the backward pass of the same microbatch has to follow before any other pass. Without a
+backward pass each chunk gives its losses only.
 """
 
 from __future__ import annotations
@@ -35,45 +35,53 @@ def head_loss(
     ops: Ops,
     chunk: int = HEAD_CHUNK,
 ) -> tuple[Tensor, ParamHandle | None]:
-    """What ``cross_entropy`` says of the scores of x [s or s/tp, b, h] by this rank's rows
-    [padded_vocab / tp, h] of the head; labels and weights [s, b]; without weights no gradients. x,
-    contiguous, becomes its gradient. The weight's is in its home: whoever begins the backward pass
-    calls ``done``. None: the weight is not trained. ``chunk``: scores at once."""
+    """Return the losses of ``cross_entropy`` for the logits of x [s or s/tp, b, h] by this rank's
+    rows [padded_vocab / tp, h] of the head, and the handle that the weight gradient was written to.
+
+    labels and weights are [s, b]; without weights no gradients are computed. x, contiguous, is
+    overwritten by its gradient. Whoever begins the backward pass calls ``done`` on the handle,
+    which is None where the weight is not trained. ``chunk`` logits are computed at once."""
     unsharded = wait_unsharded(weight)
     trained = weight.requires_grad and weights is not None
     handle = unsharded.handle if trained else None
-    assert handle is not None or not trained, "a weight that is trained has a home"
-    own = x.detach()
+    assert handle is not None or not trained, "a weight that is trained has a handle"
+    shard = x.detach()
     gathers = sequence_parallel and tp.size > 1
     with torch.no_grad():
-        full, pending = autograd.gathered(own, tp) if gathers else (own, collectives.DONE)
-        view, beta = (None, 0.0) if handle is None else handle.buffer()
-        pending.wait()
+        full, gathering = autograd.gathered(shard, tp) if gathers else (shard, collectives.DONE)
+        wgrad, beta = (None, 0.0) if handle is None else handle.buffer()
+        gathering.wait()
         rows = full.flatten(0, -2)
         targets = labels.flatten()
+        token_weights = None if weights is None else weights.flatten()
         losses = []
-        shares = None if weights is None else weights.flatten()
         step = max(1, chunk // weight.shape[0])
         for part in (slice(start, start + step) for start in range(0, len(rows), step)):
             logits = F.linear(rows[part], weight)
-            share = None if shares is None else shares[part]
-            losses.append(
-                cross_entropy(
-                    logits, targets[part], tp, vocab_size, weights=share, z_weight=z_weight, ops=ops
-                )
+            loss = cross_entropy(
+                logits,
+                targets[part],
+                tp,
+                vocab_size,
+                weights=None if token_weights is None else token_weights[part],
+                z_weight=z_weight,
+                ops=ops,
             )
-            if view is not None:
-                accumulate_product(view, beta, logits.t(), rows[part])
+            losses.append(loss)
+            # The logits are their gradient now. The weight gradient reads these rows of the input
+            # before their gradient takes their place.
+            if wgrad is not None:
+                accumulate_product(wgrad, beta, logits.t(), rows[part])
                 beta = 1.0
-            if share is not None:
+            if token_weights is not None:
                 torch.mm(logits, weight, out=rows[part])
-            del logits  # before the next ones are made
+            del logits  # two chunks at once would be twice the memory
         if weights is None:
             return torch.cat(losses).view(labels.shape), None
         if gathers:
-            summed, pending = autograd.scattered(full, tp)
-            pending.wait()
-            own.copy_(summed)
+            summed, scattering = autograd.scattered(full, tp)
+            scattering.wait()
+            shard.copy_(summed)
         else:
             collectives.all_reduce(full, tp).wait()
     return torch.cat(losses).view(labels.shape), handle

@@ -169,8 +169,8 @@ class ColumnLinear(nn.Module):
 
 
 class RowLinear(nn.Module):
-    """A linear layer whose inputs are split over tp: [s, b, inputs / tp] to [s or s/tp, b, outputs],
-    summed over tp."""
+    """A linear layer whose inputs are split over tp: [s, b, inputs / tp] to [s or s/tp, b,
+    outputs], summed over tp."""
 
     def __init__(self, inputs: int, outputs: int, *, tp: Axis, sequence_parallel: bool) -> None:
         super().__init__()

@@ -24,7 +24,7 @@ from megatron_llama.plans.params import ParamSpec, adapter_names, projection_of
 
 @dataclass(frozen=True)
 class Part:
-    """A projection among those whose outputs a layer stacks."""
+    """One of the projections whose outputs a layer stacks."""
 
     name: str
     rows: int
@@ -32,23 +32,24 @@ class Part:
     adapted: bool
 
 
-class _Half(nn.Module):
+class _Factor(nn.Module):
     def __init__(self, rows: int, columns: int) -> None:
         super().__init__()
         self.weight = empty_weight(rows, columns)
 
 
 class Adapter(nn.Module):
-    """B A of one projection: A [rank, inputs], B [outputs, rank], both as this rank holds them."""
+    """The product B A for one projection: A [rank, inputs] and B [outputs, rank], as this tp rank
+    holds them."""
 
     def __init__(self, inputs: int, outputs: int, rank: int) -> None:
         super().__init__()
-        self.lora_A = _Half(rank, inputs)
-        self.lora_B = _Half(outputs, rank)
+        self.lora_A = _Factor(rank, inputs)
+        self.lora_B = _Factor(outputs, rank)
 
 
 class _Adapters(nn.ModuleDict):
-    """One adapter by name of its projection."""
+    """The adapters of one layer, by the names of their projections."""
 
     def __init__(
         self, inputs: int, parts: Sequence[Part], *, rank: int, scaling: float, tp: Axis
@@ -60,14 +61,12 @@ class _Adapters(nn.ModuleDict):
         self.tp = tp
 
     def low(self, x: Tensor | Recomputable) -> Tensor:
-        """scaling * A x of all adapters side by side: [..., adapters * rank]."""
-        return (
-            torch.cat([plain_linear(x, self._of(name).lora_A.weight, self.tp) for name in self], -1)
-            * self.scaling
-        )
+        """Return scaling * A x of all adapters, concatenated: [..., adapters * rank]."""
+        parts = [plain_linear(x, self._of(name).lora_A.weight, self.tp) for name in self]
+        return torch.cat(parts, -1) * self.scaling
 
     def high(self, name: str, low: Tensor) -> Tensor:
-        """B low of one adapter."""
+        """Return B low of one adapter."""
         return plain_linear(low, self._of(name).lora_B.weight, self.tp)
 
     def _of(self, name: str) -> Adapter:
@@ -75,8 +74,7 @@ class _Adapters(nn.ModuleDict):
 
 
 class ColumnAdapters(_Adapters):
-    """For a column-parallel layer: input [s or s/tp, ..., inputs] -> [s, ..., outputs / tp], zero
-    where a part has no adapter."""
+    """The addition to a column-parallel layer, zero where a projection has no adapter."""
 
     def __init__(
         self,
@@ -93,19 +91,19 @@ class ColumnAdapters(_Adapters):
         self.sequence_parallel = sequence_parallel
 
     def forward(self, x: Tensor | Recomputable) -> Tensor:
-        """See the class."""
+        """[s or s/tp, b, inputs] -> [s, b, outputs / tp]."""
         low = self.low(x)
-        low = (
-            autograd.gather_sequence(low, self.tp)
-            if self.sequence_parallel
-            else autograd.copy(low, self.tp)
-        )
+        # The wide side of B is split over tp, so the gradient of its input is a partial sum.
+        if self.sequence_parallel:
+            low = autograd.gather_sequence(low, self.tp)
+        else:
+            low = autograd.copy(low, self.tp)
         lows = dict(zip(self, low.chunk(len(self), -1), strict=True))
         shape = low.shape[:-1]
-        none = low.new_zeros(1)
+        zero = low.new_zeros(1)
         return torch.cat(
             [
-                self.high(p.name, lows[p.name]) if p.adapted else none.expand(*shape, p.rows)
+                self.high(p.name, lows[p.name]) if p.adapted else zero.expand(*shape, p.rows)
                 for p in self.parts
             ],
             -1,
@@ -113,16 +111,17 @@ class ColumnAdapters(_Adapters):
 
 
 class RowAdapter(_Adapters):
-    """For a row-parallel layer: input [..., inputs / tp] -> partial sums [..., outputs]."""
+    """The addition to a row-parallel layer, to its sums before they are summed over tp."""
 
     def forward(self, x: Tensor | Recomputable) -> Tensor:
-        """See the class."""
+        """[s, b, inputs / tp] -> partial sums [s, b, outputs]."""
         [name] = self
         return self.high(name, self.low(x))
 
 
 def add_adapters(stage: nn.Module, specs: Sequence[ParamSpec], lora: LoraConfig) -> None:
-    """Give the linear layers of a stage the low-rank additions that its parameters ``specs`` say."""
+    """Give the linear layers of a stage the low-rank additions that its parameters ``specs``
+    say."""
     adapted = {part.name for spec in specs if spec.adapter for part in spec.slices}
     for spec in specs:
         parts = [

@@ -1,9 +1,9 @@
 """What layers compute between their matrix products: functions of tensors alone, without autograd
-and without the homes of weights.
+and without parameter handles.
 
-``PLAIN`` is torch, operator by operator, and the meaning of each; a compiler (``compiled.py``) or
-kernels of an accelerator take the place of some. Whoever builds a model chooses once, and its
-layers hand the choice on.
+``PLAIN`` is torch, operator by operator, and defines what each function means. A compiler
+(``compiled.py``) or an accelerator's kernels (``kernels/``) replace some of them. The choice is
+made once, in ``build_stages``, and passed to all layers as ``Ops``.
 """
 
 from __future__ import annotations
@@ -16,24 +16,19 @@ import torch.nn.functional as F
 from torch import Tensor
 
 HOST_CHUNK = 2**19
+"""Logits whose cross entropy a CPU computes at once: what its cache holds."""
 DEVICE_CHUNK = 2**26
-"""Scores whose cross entropy is computed at once: what a host's cache holds, and what a device's
-memory spares."""
+"""The same on an accelerator: what its memory spares."""
 
 
 def at_least_fp32(dtype: torch.dtype) -> torch.dtype:
-    """The dtype in which sums are taken: fp32, or fp64 for the reference runs."""
+    """Return the dtype in which sums are taken: fp32, or fp64 for fp64 (reference runs)."""
     return torch.promote_types(dtype, torch.float32)
 
 
-def _as(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """``x.to(dtype)``, for which torch takes a microsecond where there is nothing to do."""
-    return x if x.dtype is dtype else x.to(dtype)
-
-
 def rows(x: Tensor) -> Tensor:
-    """[..., h] as [tokens, h]; for which torch takes a microsecond where there is nothing to do."""
-    return x if x.dim() == 2 else x.flatten(0, -2)
+    """Return x [..., h] as [tokens, h]."""
+    return x.flatten(0, -2)
 
 
 def accumulate(view: Tensor, beta: float, value: Tensor) -> None:
@@ -47,71 +42,74 @@ def accumulate(view: Tensor, beta: float, value: Tensor) -> None:
 def add_norm(
     x: Tensor, delta: Tensor | None, weight: Tensor, eps: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The sum of x [..., h] and delta, this scaled to unit root mean square times weight [h], and
-    the scale [..., 1], which is at least fp32. Without delta the sum is x itself."""
+    """Return the sum of x [..., h] and delta; this sum scaled to unit root mean square, times
+    weight [h]; and the scale [..., 1], at least fp32. Without delta the sum is x itself."""
     total = x if delta is None else x + delta
+    # 1 / sqrt(norm^2 / h + eps), with the norm summed in fp32 and no fp32 copy of x.
     norm = torch.linalg.vector_norm(total, dim=-1, keepdim=True, dtype=at_least_fp32(x.dtype))
     scale = torch.addcmul(norm.new_full((1,), eps), norm, norm, value=1.0 / x.shape[-1]).rsqrt_()
     return total, scaled(total, weight, scale), scale
 
 
 def scaled(x: Tensor, weight: Tensor, scale: Tensor) -> Tensor:
-    """The norm again, from its scale. The product of scale with a narrower x is as wide as the
-    scale."""
-    return _as(x * scale, x.dtype).mul_(weight)
+    """Return the norm of x from its scale, rounded before the weight is applied, as HuggingFace
+    does."""
+    return (x * scale).to(x.dtype).mul_(weight)
 
 
 def norm_backward(
     grad: Tensor, stream: Tensor | None, x: Tensor, weight: Tensor, scale: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """From the gradient of the norm of x, and that of x by other ways (``stream``), the gradient of
-    x, in its dtype, and that of the weight [h], as wide as the scale."""
-    wide = _as(grad, scale.dtype)
-    weight = _as(weight, scale.dtype)
+    """Return the gradient of x, in its dtype, and of the weight [h], in the dtype of the scale.
+
+    ``grad`` is the gradient of the norm, and ``stream`` that of x along the residual stream, which
+    is added to the result."""
+    grad = grad.to(scale.dtype)
+    weight = weight.to(scale.dtype)
     normed = x * scale
-    product = wide * normed
+    product = grad * normed
     # d/dx of x * rsqrt(mean(x^2) + eps): remove the component along x, then rescale.
     along = torch.matmul(product, weight).unsqueeze(-1)
-    x_grad = (wide * weight).addcmul_(normed, along, value=-1.0 / x.shape[-1]).mul_(scale)
+    x_grad = (grad * weight).addcmul_(normed, along, value=-1.0 / x.shape[-1]).mul_(scale)
     if stream is not None:
         x_grad.add_(stream)
-    return _as(x_grad, x.dtype), rows(product).sum(0)
+    return x_grad.to(x.dtype), rows(product).sum(0)
 
 
 def rotate(heads: Tensor, cos: Tensor, sin: Tensor) -> None:
-    """Turn the two halves of every head [s, b, n, d] by cos and sin [s, 1 or b, 1, d / 2], in
-    place, computed at least in fp32."""
-    _turn(heads, cos, sin, 1.0)
+    """Rotate the two halves of every head [s, b, n, d] by cos and sin [s, 1 or b, 1, d / 2], in
+    place. Computed at least in fp32."""
+    _rotate(heads, cos, sin, 1.0)
 
 
-def _turn(heads: Tensor, cos: Tensor, sin: Tensor, sign: float) -> None:
+def _rotate(heads: Tensor, cos: Tensor, sin: Tensor, sign: float) -> None:
     first, second = heads.chunk(2, dim=-1)
-    turned = first * cos
-    if heads.dtype is turned.dtype:
-        turned.addcmul_(second, sin, value=-sign)
+    rotated = first * cos
+    if heads.dtype is rotated.dtype:
+        rotated.addcmul_(second, sin, value=-sign)
         second.mul_(cos).addcmul_(first, sin, value=sign)
-    else:  # rounded once, at the end
-        turned.sub_(second * sin, alpha=sign)
+    else:  # sums in fp32, rounded once
+        rotated.sub_(second * sin, alpha=sign)
         second.copy_((second * cos).add_(first * sin, alpha=sign))
-    first.copy_(turned)
+    first.copy_(rotated)
 
 
 def rotate_back(query: Tensor, key: Tensor, value: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """The gradient [s, b, n + 2 n_kv, d] of the projection whose queries and keys were turned: from
-    theirs and the values'."""
+    """Return the gradient [s, b, n + 2 n_kv, d] of the projection, from those of the rotated
+    queries and keys and of the values."""
     grad = torch.cat((query, key, value), dim=2)
-    _turn(grad.narrow(2, 0, query.shape[2] + key.shape[2]), cos, sin, -1.0)
+    _rotate(grad.narrow(2, 0, query.shape[2] + key.shape[2]), cos, sin, -1.0)
     return grad
 
 
 def swiglu(gate_up: Tensor) -> Tensor:
-    """silu(gate) * up of [..., 2f]."""
+    """Return silu(gate) * up of [..., 2f]."""
     gate, up = gate_up.chunk(2, dim=-1)
     return F.silu(gate).mul_(up)
 
 
 def swiglu_backward(grad: Tensor, gate_up: Tensor) -> Tensor:
-    """The gradient of ``gate_up``; silu is computed again."""
+    """Return the gradient of ``gate_up``; silu is computed again."""
     gate, up = gate_up.chunk(2, dim=-1)
     result = torch.empty_like(gate_up)
     gate_grad, up_grad = result.chunk(2, dim=-1)
@@ -123,37 +121,41 @@ def swiglu_backward(grad: Tensor, gate_up: Tensor) -> Tensor:
 def softmax_stats(
     logits: Tensor, labels: Tensor, valid: int
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Of rows [t, v]: exp(score - largest), at least fp32 and 0 from column ``valid`` on; the
-    largest score, the sum, and the score of column ``labels`` less the largest, [t] each. The rows
-    are overwritten if they are wide enough."""
-    wide = _as(logits, at_least_fp32(logits.dtype))
-    if valid < wide.shape[1]:
-        wide[:, valid:] = float("-inf")  # padding has no probability
-    largest = wide.amax(-1, keepdim=True)
+    """Return what the softmax of rows [t, v] needs: exp(logit - max), at least fp32, and 0 from
+    column ``valid`` on; the max; the sum of the exponentials; and the logit of column ``labels``
+    minus the max; the last three [t].
+
+    Rows of fp32 or wider are overwritten."""
+    logits = logits.to(at_least_fp32(logits.dtype))
+    if valid < logits.shape[1]:
+        logits[:, valid:] = float("-inf")  # padding has no probability
+    row_max = logits.amax(-1, keepdim=True)
     if not valid:
-        largest.clamp_(min=torch.finfo(wide.dtype).min)
-    target = wide.sub_(largest).gather(-1, labels.unsqueeze(-1))
-    sums = wide.exp_().sum(-1)
-    return wide, largest.squeeze(-1), sums, target.squeeze(-1)
+        # This rank has padding only: -inf minus -inf would be NaN.
+        row_max.clamp_(min=torch.finfo(logits.dtype).min)
+    target = logits.sub_(row_max).gather(-1, labels.unsqueeze(-1))
+    sums = logits.exp_().sum(-1)
+    return logits, row_max.squeeze(-1), sums, target.squeeze(-1)
 
 
 def cross_entropy(
     logits: Tensor, labels: Tensor, weights: Tensor, valid: int, z_weight: float
 ) -> Tensor:
-    """Negative log-likelihood [t] of ``labels`` [t] by rows of scores [t, v], which become the
-    gradient of the weighted sum of these.
+    """Return the negative log-likelihood [t] of ``labels`` [t] by logits [t, v], which are
+    overwritten by the gradient of its sum weighted by ``weights``.
 
-    ``weights`` [t], at least fp32; ``valid``: columns that are no padding; ``z_weight``: see
+    ``weights`` [t] are at least fp32, ``valid`` columns are no padding, and ``z_weight`` is that of
     ``nn/loss.py``."""
-    wide, largest, sums, target = softmax_stats(logits, labels, valid)
-    logarithm = sums.log()
-    pull = weights * (1.0 + 2 * z_weight * (logarithm + largest)) if z_weight else weights
-    wide.mul_((pull / sums).unsqueeze(-1)).scatter_add_(
+    exponentials, row_max, sums, target = softmax_stats(logits, labels, valid)
+    log_sum = sums.log()
+    # The gradient is weight * (softmax - one_hot), and the z-loss adds 2 z dz to the softmax part.
+    factor = weights * (1.0 + 2 * z_weight * (log_sum + row_max)) if z_weight else weights
+    exponentials.mul_((factor / sums).unsqueeze(-1)).scatter_add_(
         -1, labels.unsqueeze(-1), -weights.unsqueeze(-1)
     )
-    if wide.dtype is not logits.dtype:
-        logits.copy_(wide)
-    return logarithm - target
+    if exponentials.dtype is not logits.dtype:
+        logits.copy_(exponentials)
+    return log_sum - target
 
 
 @dataclass(frozen=True)
@@ -172,7 +174,7 @@ class Ops:
     swiglu_backward: Callable[[Tensor, Tensor], Tensor] = swiglu_backward
     cross_entropy: Callable[[Tensor, Tensor, Tensor, int, float], Tensor] = cross_entropy
     host_chunk: int = HOST_CHUNK
-    """Scores at once on a host."""
+    """Logits whose cross entropy a CPU computes at once."""
 
 
 PLAIN = Ops()

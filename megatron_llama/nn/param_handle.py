@@ -2,9 +2,9 @@
 
 A layer asks the handle for its weight right before reading it, and in backward once more. Its
 backward also asks for a buffer, accumulates into it and reports completion. Autograd never holds
-the gradient of a matrix, so nothing is copied, and a parameter is complete at a known moment. Layers
-used on their own have weights without a handle; then nothing is waited for, and gradients go to
-``.grad``.
+the gradient of a matrix, so nothing is copied, and a parameter is complete at a known moment.
+Layers used on their own have weights without a handle; then nothing is waited for, and gradients go
+to ``.grad``.
 """
 
 from __future__ import annotations
@@ -75,9 +75,9 @@ def wait_unsharded(weight: Tensor) -> UnshardedRead:
 
 
 def use_param_handles(module: nn.Module) -> None:
-    """Let a module of plain torch, which returns one tensor, have parameters that the engine shards:
-    from now on its forward and backward passes wait for them, and the gradients that autograd
-    computes go to their handles.
+    """Let a module of plain torch, which returns one tensor, have parameters that the engine
+    shards: from now on its forward and backward passes wait for them, and the gradients that
+    autograd computes go to their handles.
 
     Does nothing for a module without parameters of its own."""
     if not any(True for _ in module.parameters(recurse=False)):
@@ -119,8 +119,8 @@ def _deliver_grad(parameter: Tensor) -> None:
 
 
 def accumulate_product(view: Tensor, beta: float, left: Tensor, right: Tensor) -> None:
-    """``view = beta * view + left @ right``, beta 0 or 1. The factors share a dtype, and that of the
-    view may be wider.
+    """``view = beta * view + left @ right``, beta 0 or 1. The factors share a dtype, and that of
+    the view may be wider.
 
     With beta 0 the view is not read: it may hold anything, NaN too. BLAS defines it so, cuBLAS
     included."""

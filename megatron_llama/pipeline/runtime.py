@@ -1,5 +1,8 @@
-"""Runs this rank's list of actions. Everything that decides what happens when is in the
-schedule."""
+"""The pipeline runtime: it walks this rank's list of actions, and does nothing else.
+
+Which pass, send or receive comes when is decided and proven in ``plans/schedule``. A step is
+``_run``: each action is one call of one of the eight methods below it.
+"""
 
 from __future__ import annotations
 
@@ -62,7 +65,7 @@ class Microbatch(Protocol):
 
     @property
     def document_starts(self) -> Tensor | None:
-        """``Documents.starts`` of the document ids; None: nobody has counted."""
+        """``Documents.starts`` of the document ids; None: not counted."""
 
     @property
     def longest_document(self) -> int:
@@ -70,7 +73,8 @@ class Microbatch(Protocol):
 
     @property
     def noise_scale(self) -> Tensor | None:
-        """[s, b] float32, largest noise that training adds to each embedding; None: no noise."""
+        """[s, b] float32, the largest noise that training adds to each embedding; None: no
+        noise."""
 
     @property
     def noise_seeds(self) -> tuple[int, ...]:
@@ -81,16 +85,16 @@ class Microbatch(Protocol):
 
 
 class Engine(Protocol):
-    """What the runtime needs of the optimizer."""
+    """What the runtime needs of the optimizer, which shards the weights."""
 
     def access(self, unit: int, backward: bool) -> None:
         """A unit (counted over all stages of this process) is about to run forward or backward."""
 
     def begin_step(self, microbatches: int, accesses: Sequence[WeightAccess]) -> Tensor:
-        """A training step with these uses starts; returns the factor for the loss (0-dim)."""
+        """A training step with these weight accesses starts; returns the loss scale (0-dim)."""
 
     def begin_evaluation(self, accesses: Sequence[WeightAccess]) -> None:
-        """An evaluation with these uses starts."""
+        """An evaluation with these weight accesses starts."""
 
     def postpone_wgrad(self, key: Hashable | None) -> None:
         """Keep the weight gradients of the coming backward pass under ``key``; None: no longer."""
@@ -100,23 +104,22 @@ class Engine(Protocol):
 
 
 class FixedWeights:
-    """The engine of a model that is only evaluated: its weights are always there."""
+    """The engine of a model that is only evaluated: its weights are never sharded."""
 
     def access(self, unit: int, backward: bool) -> None:
-        """See Engine."""
+        pass
 
     def begin_evaluation(self, accesses: Sequence[WeightAccess]) -> None:
-        """See Engine."""
+        pass
 
     def begin_step(self, microbatches: int, accesses: Sequence[WeightAccess]) -> Tensor:
-        """See Engine."""
         raise RuntimeError("a model without an optimizer has no training step")
 
     def postpone_wgrad(self, key: Hashable | None) -> None:
-        """See Engine."""
+        pass
 
     def run_wgrads(self, key: Hashable) -> None:
-        """See Engine."""
+        pass
 
 
 Key = tuple[int, int]
@@ -124,21 +127,22 @@ Key = tuple[int, int]
 
 
 @dataclass(frozen=True)
-class _Plan:
-    """What this rank does in one run: its actions, and the weights that they read."""
+class _RankPlan:
+    """What this rank does in one step or evaluation: its actions, and the weights that they
+    read."""
 
     actions: tuple[Action, ...]
     accesses: tuple[WeightAccess, ...]
     last_forward: int
     """Index of the action behind which this rank's part of the loss is complete."""
-    at_once: bool
-    """Whether each backward pass of the last stage comes next after its forward pass, in one
+    backward_comes_next: bool
+    """Whether each backward pass of the last stage comes right behind its forward pass, in one
     piece."""
 
 
 @dataclass
-class _Flight:
-    """What one run of a schedule holds."""
+class _Step:
+    """The tensors of one walk through a plan."""
 
     batches: Sequence[Microbatch]
     tokens: Tensor
@@ -146,18 +150,17 @@ class _Flight:
     loss_scale: Tensor | None
     """None: no backward."""
     loss: Tensor
-    at_once: bool
-    """See _Plan."""
+    backward_comes_next: bool
     predicted: Tensor | None = None
-    """[s, b], where the last stage writes the likeliest tokens; None: nobody asks."""
+    """[s, b], where the last stage writes the most likely tokens; None: not asked for."""
     receives: dict[tuple[Op, Key], p2p.Transfer] = field(default_factory=dict)
     sends: dict[tuple[Op, int], p2p.Transfer] = field(default_factory=dict)
     inputs: dict[Key, Tensor] = field(default_factory=dict)
     outputs: dict[Key, Tensor] = field(default_factory=dict)
-    """Of the last stage the logits, or what the head reads; in that memory its gradient is by
-    then."""
-    handed: dict[tuple[Op, Key], Tensor] = field(default_factory=dict)
-    """Tensors for a neighbouring stage of this process."""
+    """Of the last stage: logits, or the input of the head. The loss overwrites them by their
+    gradient, with which the backward pass begins."""
+    local: dict[tuple[Op, Key], Tensor] = field(default_factory=dict)
+    """Tensors for a neighbouring stage of this process, which are passed without a message."""
 
     @property
     def training(self) -> bool:
@@ -184,12 +187,12 @@ class PipelineRuntime:
         self._config = config
         self._parallel = config.parallel
         self._partition = partition_of(config)
-        self._plans: dict[tuple[bool, int], _Plan] = {}
+        self._plans: dict[tuple[bool, int], _RankPlan] = {}
         first = 0
         for stage in stages.values():
             stage.on_weight_access = partial(_access, engine, first)
             first += stage.units
-        self._handlers: dict[Op, Callable[[_Flight, Key], None]] = {
+        self._handlers: dict[Op, Callable[[_Step, Key], None]] = {
             Op.RECV_FORWARD: self._receive_forward,
             Op.FORWARD: self._forward,
             Op.SEND_FORWARD: self._send_forward,
@@ -208,18 +211,18 @@ class PipelineRuntime:
         return self._run(batches, training=True)[0]
 
     def evaluate(self, batches: Sequence[Microbatch]) -> tuple[Tensor, Tensor]:
-        """The same loss without backward, and the number of target tokens it is the mean of (0-dim
-        fp64)."""
+        """Return the same loss without backward, and the number of target tokens of which it is the
+        mean, 0-dim fp64 each."""
         with torch.no_grad():
             return self._run(batches, training=False)
 
     def predict(self, batch: Microbatch) -> Tensor:
-        """The likeliest token behind each of a batch's, int64 [s, b], on every rank. All ranks give
-        the same batch; labels do not count."""
+        """Return the most likely token behind each of a batch's, int64 [s, b], on every rank. All
+        ranks give the same batch; labels are not read."""
         found = torch.full(batch.tokens.shape, -1, device=self.mesh.device)
         with torch.no_grad():
             self._run([batch], training=False, predicted=found)
-        # Those who do not know say -1: ranks of other stages, and of other parts of the sequence.
+        # Ranks of other stages, and of other parts of the sequence, have -1.
         all_reduce(found, self.mesh.world, dist.ReduceOp.MAX).wait()
         return found
 
@@ -233,8 +236,13 @@ class PipelineRuntime:
             loss_scale = self.engine.begin_step(len(batches), plan.accesses)
         else:
             self.engine.begin_evaluation(plan.accesses)
-        flight = _Flight(
-            batches, self._target_tokens(batches), loss_scale, loss, plan.at_once, predicted
+        step = _Step(
+            batches,
+            self._target_tokens(batches),
+            loss_scale,
+            loss,
+            plan.backward_comes_next,
+            predicted,
         )
         recorder = self.mesh.recorder
         recorder.evaluating = not training
@@ -242,19 +250,20 @@ class PipelineRuntime:
             recorder.doing = action
             recorder.event(str(action))
             note = recorder.begin("action", action)
-            self._handlers[action.op](flight, (action.stage, action.microbatch))
+            self._handlers[action.op](step, (action.stage, action.microbatch))
             if note is not None:
                 note.end()
             if index == plan.last_forward:
-                # The last stage of every data-parallel replica holds its part, once per tp rank.
+                # Now rather than at the end, so that nobody waits for it. The last stage of every
+                # data-parallel replica has its part, and each tp rank has it once.
                 total = loss / self.mesh.tp.size
                 summed = all_reduce(total, self.mesh.world)
-        for transfer in flight.sends.values():
+        for transfer in step.sends.values():
             transfer.wait()
         summed.wait()
-        return total, flight.tokens
+        return total, step.tokens
 
-    def _plan(self, training: bool, microbatches: int) -> _Plan:
+    def _plan(self, training: bool, microbatches: int) -> _RankPlan:
         key = (training, microbatches)
         if key not in self._plans:
             actions = self._schedule(training, microbatches).ranks[self.mesh.pp.rank]
@@ -263,7 +272,7 @@ class PipelineRuntime:
             )
             accesses = rank_weight_accesses(self._config, actions, rank=self.mesh.pp.rank)
             last = self._partition.stages - 1
-            self._plans[key] = _Plan(
+            self._plans[key] = _RankPlan(
                 actions, accesses, last_forward, training and backward_comes_next(actions, last)
             )
         return self._plans[key]
@@ -278,34 +287,35 @@ class PipelineRuntime:
         )
 
     def _target_tokens(self, batches: Sequence[Microbatch]) -> Tensor:
-        """Target tokens of the global batch. Counted before the first backward, since it divides
+        """Count the target tokens of the global batch, before the first backward pass: they divide
         every loss."""
         masks = [b.loss_mask for b in batches if b.loss_mask is not None]
         whole = sum(b.labels.numel() for b in batches if b.loss_mask is None)
-        # A number of the host's is filled in, not copied: a device's stream would be waited for.
+        # Filled in, not copied: a copy from the host would wait for the device's stream.
         count = torch.full((), float(whole), dtype=torch.float64, device=self.mesh.device)
         for mask in masks:
             count += mask.sum().to(self.mesh.device, non_blocking=True)
-        # Ranks that share a sequence count all of it, and are summed over too.
+        # Ranks that share a sequence each count all of it, and are in the sum too.
         count /= self.mesh.cp.size
         if masks:
             all_reduce(count, self.mesh.dp).wait()
             return count.clamp_(min=1.0)
         return count * self.mesh.dp.size
 
-    def _receive_forward(self, flight: _Flight, key: Key) -> None:
+    def _receive_forward(self, step: _Step, key: Key) -> None:
         source = self._partition.placement[key[0] - 1]
         link = self.mesh.link(source, self.mesh.pp.rank, backward=False)
-        flight.receives[Op.FORWARD, key] = p2p.receive(self._activation(flight, key), link, source)
+        step.receives[Op.FORWARD, key] = p2p.receive(self._activation(step, key), link, source)
 
-    def _receive_backward(self, flight: _Flight, key: Key) -> None:
+    def _receive_backward(self, step: _Step, key: Key) -> None:
         source = self._partition.placement[key[0] + 1]
         link = self.mesh.link(source, self.mesh.pp.rank, backward=True)
-        flight.receives[Op.BACKWARD, key] = p2p.receive(self._activation(flight, key), link, source)
+        step.receives[Op.BACKWARD, key] = p2p.receive(self._activation(step, key), link, source)
 
-    def _activation(self, flight: _Flight, key: Key) -> Tensor:
-        """An empty tensor of the shape that crosses stages: [s/cp or s/cp/tp, b, h]."""
-        length, batch = flight.batches[key[1]].tokens.shape
+    def _activation(self, step: _Step, key: Key) -> Tensor:
+        """Return an empty tensor of the shape that is sent between stages: [s/cp or s/cp/tp, b,
+        h]."""
+        length, batch = step.batches[key[1]].tokens.shape
         length //= self.mesh.cp.size * (
             self.mesh.tp.size if self._parallel.sequence_parallel else 1
         )
@@ -317,25 +327,23 @@ class PipelineRuntime:
             device=self.mesh.device,
         )
 
-    def _arrived(self, flight: _Flight, op: Op, key: Key) -> Tensor:
-        """What a pass works on: received, or handed over by the neighbouring stage of this
-        process."""
-        return (
-            flight.receives.pop((op, key)).wait()
-            if (op, key) in flight.receives
-            else flight.handed.pop((op, key))
-        )
+    def _arrived(self, step: _Step, op: Op, key: Key) -> Tensor:
+        """Return the input of a pass, once it is here: received, or from the neighbouring stage of
+        this process."""
+        if (op, key) in step.receives:
+            return step.receives.pop((op, key)).wait()
+        return step.local.pop((op, key))
 
-    def _forward(self, flight: _Flight, key: Key) -> None:
+    def _forward(self, step: _Step, key: Key) -> None:
         stage = self.stages[key[0]]
-        batch = flight.batches[key[1]].to(self.mesh.device)
+        batch = step.batches[key[1]].to(self.mesh.device)
         if stage.is_first:
             inputs = local_sequence(batch.tokens, self.mesh.cp)
         else:
-            inputs = self._arrived(flight, Op.FORWARD, key).requires_grad_(flight.training)
-        starts = batch.document_starts
-        longest = batch.longest_document
-        documents = None if starts is None else Documents(starts, longest)
+            inputs = self._arrived(step, Op.FORWARD, key).requires_grad_(step.training)
+        documents = None
+        if batch.document_starts is not None:
+            documents = Documents(batch.document_starts, batch.longest_document)
         positions = stage.positions(
             batch.tokens.shape[0],
             self.mesh.device,
@@ -343,25 +351,25 @@ class PipelineRuntime:
             batch.document_ids,
             documents,
         )
-        noise = self._noise(batch, stage) if flight.training and stage.is_first else None
-        in_chunks = self._in_chunks(stage, batch, flight)
+        noise = self._noise(batch, stage) if step.training and stage.is_first else None
+        in_chunks = self._in_chunks(stage, batch, step)
         output = stage(inputs, positions, noise, head=not in_chunks)
-        if stage.is_last and flight.predicted is not None:
+        if stage.is_last and step.predicted is not None:
             here = local_sequence(
                 torch.arange(len(batch.tokens), device=self.mesh.device), self.mesh.cp
             )
-            flight.predicted[here] = argmax(output, self.mesh.tp, stage.config.vocab_size)
+            step.predicted[here] = argmax(output, self.mesh.tp, stage.config.vocab_size)
         elif stage.is_last:
-            self._add_loss(output, batch, flight, in_chunks=in_chunks)
+            self._add_loss(output, batch, step, in_chunks=in_chunks)
         elif self._is_here(key[0] + 1):
-            flight.handed[Op.FORWARD, (key[0] + 1, key[1])] = output.detach()
-        if flight.training:
-            flight.inputs[key] = inputs
-        if flight.training or not (stage.is_last or self._is_here(key[0] + 1)):
-            flight.outputs[key] = output
+            step.local[Op.FORWARD, (key[0] + 1, key[1])] = output.detach()
+        if step.training:
+            step.inputs[key] = inputs
+        if step.training or not (stage.is_last or self._is_here(key[0] + 1)):
+            step.outputs[key] = output
 
     def _noise(self, batch: Microbatch, stage: Stage) -> Tensor | None:
-        """This rank's part of the noise of a batch, in the shape of its embeddings."""
+        """Return this rank's part of the noise of a batch, in the shape of its embeddings."""
         if batch.noise_scale is None:
             return None
         noise = local_sequence(
@@ -379,34 +387,32 @@ class PipelineRuntime:
     def _is_here(self, stage: int) -> bool:
         return stage in self.stages
 
-    def _in_chunks(self, stage: Stage, batch: Microbatch, flight: _Flight) -> bool:
-        """Whether the scores of a batch are too many to be there at once, and may be made one chunk
-        after the other."""
-        if (
-            not stage.is_last
-            or flight.predicted is not None
-            or (flight.training and not flight.at_once)
-        ):
+    def _in_chunks(self, stage: Stage, batch: Microbatch, step: _Step) -> bool:
+        """Whether the logits of a batch are too many to exist at once, and may be computed chunk by
+        chunk, which leaves their gradient in place of the head's input until the backward pass."""
+        if not stage.is_last or step.predicted is not None:
             return False
-        return (
-            batch.labels.numel() // self.mesh.cp.size * stage.head_weight.shape[0]
-            > stage.options.head_chunk
-        )
+        if step.training and not step.backward_comes_next:
+            return False
+        logits = batch.labels.numel() // self.mesh.cp.size * stage.head_weight.shape[0]
+        return logits > stage.options.head_chunk
 
-    def _add_loss(
-        self, output: Tensor, batch: Microbatch, flight: _Flight, *, in_chunks: bool
-    ) -> None:
-        """Add this microbatch's share of the mean over all target tokens of the global batch. In
-        training the logits, or what the head reads, become the gradient of that share times the
-        loss scale."""
+    def _add_loss(self, output: Tensor, batch: Microbatch, step: _Step, *, in_chunks: bool) -> None:
+        """Add this microbatch's share of the mean over all target tokens of the global batch.
+
+        In training ``output``, logits or the input of the head, is overwritten by the gradient of
+        that share times the loss scale."""
         cp = self.mesh.cp
         stage = self.stages[self._partition.stages - 1]
         labels = local_sequence(batch.labels, cp)
         weights = None
         mask = None if batch.loss_mask is None else local_sequence(batch.loss_mask, cp)
-        if flight.loss_scale is not None:
-            each = (flight.loss_scale / flight.tokens).to(at_least_fp32(self.dtype))
-            weights = each.expand(labels.shape) if mask is None else mask.to(each.dtype) * each
+        if step.loss_scale is not None:
+            # The weight of a token in the loss, which is also what its gradient is multiplied by.
+            weight = (step.loss_scale / step.tokens).to(at_least_fp32(self.dtype))
+            weights = (
+                weight.expand(labels.shape) if mask is None else mask.to(weight.dtype) * weight
+            )
         z_weight = self._config.training.z_loss_weight
         ops = stage.options.ops
         if in_chunks:
@@ -421,45 +427,47 @@ class PipelineRuntime:
                 z_weight=z_weight,
                 ops=ops,
             )
-        flight.loss += (losses if mask is None else losses * mask).sum(
+        step.loss += (losses if mask is None else losses * mask).sum(
             dtype=torch.float64
-        ) / flight.tokens
+        ) / step.tokens
 
-    def _send_forward(self, flight: _Flight, key: Key) -> None:
-        output = flight.outputs[key] if flight.training else flight.outputs.pop(key)
-        self._send(flight, Op.SEND_FORWARD, output.detach(), self._partition.placement[key[0] + 1])
+    def _send_forward(self, step: _Step, key: Key) -> None:
+        output = step.outputs[key] if step.training else step.outputs.pop(key)
+        self._send(step, Op.SEND_FORWARD, output.detach(), self._partition.placement[key[0] + 1])
 
-    def _backward(self, flight: _Flight, key: Key) -> None:
+    def _backward(self, step: _Step, key: Key) -> None:
         stage = self.stages[key[0]]
-        output = flight.outputs.pop(key)
-        grad = output.detach() if stage.is_last else self._arrived(flight, Op.BACKWARD, key)
-        # The first stage may have nothing to train; the others pass a gradient on.
+        output = step.outputs.pop(key)
+        grad = output.detach() if stage.is_last else self._arrived(step, Op.BACKWARD, key)
+        # Where nothing is trained below, the first stage has no backward pass.
         if output.requires_grad:
             backward(output, grad)
         if stage.is_first:
-            del flight.inputs[key]
+            del step.inputs[key]
         elif self._is_here(key[0] - 1):
-            flight.handed[Op.BACKWARD, (key[0] - 1, key[1])] = _gradient(flight.inputs.pop(key))
+            step.local[Op.BACKWARD, (key[0] - 1, key[1])] = _gradient(step.inputs.pop(key))
 
-    def _backward_input(self, flight: _Flight, key: Key) -> None:
+    def _backward_input(self, step: _Step, key: Key) -> None:
         self.engine.postpone_wgrad(key)
-        self._backward(flight, key)
+        self._backward(step, key)
         self.engine.postpone_wgrad(None)
 
-    def _backward_weight(self, flight: _Flight, key: Key) -> None:
+    def _backward_weight(self, step: _Step, key: Key) -> None:
         self.engine.run_wgrads(key)
 
-    def _send_backward(self, flight: _Flight, key: Key) -> None:
-        grad = _gradient(flight.inputs.pop(key))
-        self._send(flight, Op.SEND_BACKWARD, grad, self._partition.placement[key[0] - 1])
+    def _send_backward(self, step: _Step, key: Key) -> None:
+        grad = _gradient(step.inputs.pop(key))
+        self._send(step, Op.SEND_BACKWARD, grad, self._partition.placement[key[0] - 1])
 
-    def _send(self, flight: _Flight, op: Op, tensor: Tensor, to: int) -> None:
-        """One sent tensor is kept per link: the previous one must have been taken (validate()
-        proves that it will be)."""
-        if (op, to) in flight.sends:
-            flight.sends.pop((op, to)).wait()
+    def _send(self, step: _Step, op: Op, tensor: Tensor, to: int) -> None:
+        """Send a tensor, which is kept until the next one of the same link is sent.
+
+        So the receiver must have taken the previous one, which ``plans/schedule/proof.py`` proves
+        that it does."""
+        if (op, to) in step.sends:
+            step.sends.pop((op, to)).wait()
         link = self.mesh.link(self.mesh.pp.rank, to, backward=op is Op.SEND_BACKWARD)
-        flight.sends[op, to] = p2p.send(tensor, link, to)
+        step.sends[op, to] = p2p.send(tensor, link, to)
 
 
 def _access(engine: Engine, first: int, unit: int, backward: bool) -> None:

@@ -120,11 +120,11 @@ def test_cross_entropy(columns: int, valid: int, z_weight: float, dtype: torch.d
 def test_cross_entropy_of_a_part(first: int, valid: int, dtype: torch.dtype, device: torch.device) -> None:
     """What a tensor-parallel rank computes of its columns, when it has met the others, here: with itself. Rows whose label it lacks get
     the softmax alone."""
-    from megatron_llama.nn.kernels.cross_entropy import gradient, statistics
+    from megatron_llama.nn.kernels.cross_entropy import gradient, softmax_stats
 
     scores, labels = (4 * draw(5, 24, seed=1, device=device, dtype=dtype), torch.tensor([0, 30, 26, 50, 23], device=device) - first)
     mine = (labels >= 0) & (labels < valid)
-    largest, sums, target = statistics(scores, labels, valid)
+    largest, sums, target = softmax_stats(scores, labels, valid)
     exact = scores[:, :valid].double()
     if valid:
         assert torch.equal(largest, scores[:, :valid].amax(-1).float())

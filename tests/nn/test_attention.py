@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from megatron_llama.nn.attention import (
     Documents,
-    _preferring,
+    _preferred_kernels,
     attend,
     attend_backward,
     attends_by_document,
@@ -257,11 +257,11 @@ def test_the_order_holds_inside_and_ends_with_it(version: int | None, monkeypatc
     """torch takes a list of kernels for a set, unless it is told that it is an order."""
     before = torch._C._get_sdp_priority_order()
     monkeypatch.setattr(torch.backends.cudnn, "version", lambda: version)
-    with _preferring(torch.device("meta")):
+    with _preferred_kernels(torch.device("meta")):
         assert torch._C._get_sdp_priority_order()[:4] == [int(kernel) for kernel in attention_order(version)]
         assert torch.backends.cuda.cudnn_sdp_enabled() and torch.backends.cuda.math_sdp_enabled()
     assert torch._C._get_sdp_priority_order() == before
-    with _preferring(torch.device("cpu")):
+    with _preferred_kernels(torch.device("cpu")):
         assert torch._C._get_sdp_priority_order() == before
 
 

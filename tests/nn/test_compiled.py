@@ -10,7 +10,7 @@ import torch
 from megatron_llama.config.schema import Config
 from megatron_llama.distributed.mesh import Mesh, Place
 from megatron_llama.nn import compiled
-from megatron_llama.nn.compiled import SHAPES, SMALLEST, Compiled, chosen_ops
+from megatron_llama.nn.compiled import MAX_SHAPES, MIN_ELEMENTS, Compiled, chosen_ops
 from megatron_llama.nn.ops import PLAIN
 
 from tests.parallel.cases import Layout, Trainer, trainer
@@ -31,7 +31,7 @@ def run_of(layout: Layout) -> Trainer:
 
 
 def test_a_compiled_step_is_the_plain_one_but_for_roundings(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(compiled, "SMALLEST", 1)
+    monkeypatch.setattr(compiled, "MIN_ELEMENTS", 1)
     plain, fast = run_of(Layout()), run_of(WithCompiler())
     ops = fast.stages[0].options.ops
     assert ops is not PLAIN and plain.stages[0].options.ops is PLAIN
@@ -65,8 +65,8 @@ def test_small_tensors_and_ever_new_shapes_run_plain(monkeypatch: pytest.MonkeyP
         return lambda x: seen.append(name)
 
     function = Compiled(note("plain"), note("compiled"))
-    function(torch.empty(SMALLEST - 1))
-    for extra in range(SHAPES + 2):
-        function(torch.empty(SMALLEST + extra))
-    function(torch.empty(SMALLEST))
-    assert seen == ["plain", *["compiled"] * SHAPES, "plain", "plain", "compiled"]
+    function(torch.empty(MIN_ELEMENTS - 1))
+    for extra in range(MAX_SHAPES + 2):
+        function(torch.empty(MIN_ELEMENTS + extra))
+    function(torch.empty(MIN_ELEMENTS))
+    assert seen == ["plain", *["compiled"] * MAX_SHAPES, "plain", "plain", "compiled"]

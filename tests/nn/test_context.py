@@ -14,7 +14,7 @@ from megatron_llama.distributed.mesh import Axis, Mesh, Place
 from megatron_llama.distributed.recorder import Recorder, Traffic
 from megatron_llama.errors import ConfigError
 from megatron_llama.nn.context import causal_document_mask, context_attention, local_sequence
-from megatron_llama.nn.zigzag import Piece, chunk_home, gathered_pieces, own_pieces, ring_pieces, zigzag_chunks, zigzag_positions
+from megatron_llama.nn.zigzag import Piece, chunk_owner, gathered_pieces, own_pieces, ring_pieces, zigzag_chunks, zigzag_positions
 from torch import Tensor
 from torch.autograd import gradcheck
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -253,7 +253,7 @@ def test_chunks_and_positions(size: int) -> None:
     assert sorted(place for one in positions for place in one) == list(range(length))
     assert all(one == sorted(one) for one in positions)
     for rank in range(size):
-        assert [chunk_home(chunk, size) for chunk in zigzag_chunks(rank, size)] == [(rank, 0), (rank, 1)]
+        assert [chunk_owner(chunk, size) for chunk in zigzag_chunks(rank, size)] == [(rank, 0), (rank, 1)]
         axis = Axis("cp", rank, tuple(range(size)), None, Recorder())
         assert local_sequence(torch.arange(length), axis).tolist() == positions[rank]
 

@@ -68,7 +68,7 @@ def _onednn_linear(left: Tensor, weight: Tensor) -> Tensor:
 
 
 def _unflatten(result: Tensor, like: Tensor) -> Tensor:
-    """[tokens, f] -> [..., f]. Not a view to autograd, which forbids in-place changes of views that a
-    function returns: the sum over tp is taken in place."""
+    """[tokens, f] -> [..., f]. Not a view to autograd, which forbids in-place changes of views that
+    a function returns: the sum over tp is taken in place."""
     unflat: Tensor = torch.ops.aten._unsafe_view(result, [*like.shape[:-1], result.shape[1]])
     return unflat

@@ -1,4 +1,4 @@
-"""Where Triton's kernels compute, and where torch's operators do: the one place that decides."""
+"""Decides, alone, where Triton's kernels compute and where torch's operators do."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from megatron_llama.nn.ops import Ops
 
 DTYPES = frozenset({torch.float32, torch.bfloat16, torch.float16})
 """Sums are taken in fp32, so fp64 (the reference runs) stays with torch."""
-LARGEST_ROW = 1 << 15
-"""Elements: the kernels of the norm hold a whole row."""
+MAX_HIDDEN = 1 << 15
+"""The kernels of the norm hold a whole row of so many elements."""
 
 
 @cache
@@ -22,8 +22,8 @@ def runs_kernels(device: torch.device, dtype: torch.dtype) -> bool:
 
 
 def kernels_for(device: torch.device, dtype: torch.dtype, hidden: int) -> Ops | None:
-    """The kernels, for layers of so many channels; None: torch's operators compute there."""
-    if hidden > LARGEST_ROW or not runs_kernels(device, dtype):
+    """Return the kernels for layers of this hidden size; None: torch's operators compute there."""
+    if hidden > MAX_HIDDEN or not runs_kernels(device, dtype):
         return None
     from megatron_llama.nn.kernels.ops import KERNELS
 

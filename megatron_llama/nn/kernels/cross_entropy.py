@@ -1,5 +1,5 @@
 """Cross entropy over one rank's columns of the vocabulary: what a row's softmax needs, and the
-gradient in the place of the scores."""
+gradient in the memory of the logits."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ LOWEST = tl.constexpr(torch.finfo(torch.float32).min)
 
 
 @triton.jit
-def _statistics(logits, labels, out, rows, columns, valid, BLOCK: tl.constexpr):
+def _softmax_stats(logits, labels, out, rows, columns, valid, BLOCK: tl.constexpr):
     row = tl.program_id(0)
     start = logits + row.to(tl.int64) * columns
     largest = LOWEST
@@ -54,15 +54,16 @@ def _gradient(logits, labels, largest, factor, weights, columns, valid, BLOCK: t
         tl.store(start + place, result.to(values.dtype), mask=inside)
 
 
-def statistics(logits: Tensor, labels: Tensor, valid: int) -> Tensor:
-    """Rows of scores [t, v], contiguous, that have ``valid`` columns without padding; labels int64
-    [t], below 0 or from ``valid`` on where another rank has the column -> fp32 [3, t]: the largest
-    score, the sum of exp(score - largest), and the label's score or 0. Without any valid column:
-    the lowest finite score, 0 and 0."""
+def softmax_stats(logits: Tensor, labels: Tensor, valid: int) -> Tensor:
+    """Return fp32 [3, t] for logits [t, v], contiguous, and labels int64 [t]: the row's maximum,
+    the sum of exp(logit - maximum), and the label's logit.
+
+    Columns from ``valid`` on are padding. A label below 0 or from ``valid`` on, whose column
+    another rank has, gives 0. Without any valid column: the lowest finite number, 0 and 0."""
     rows, columns = logits.shape
     out = torch.empty(3, rows, dtype=torch.float32, device=logits.device)
     if rows:
-        _statistics[(rows,)](
+        _softmax_stats[(rows,)](
             logits, labels.contiguous(), out, rows, columns, valid, BLOCK=BLOCK, num_warps=8
         )
     return out
@@ -71,31 +72,27 @@ def statistics(logits: Tensor, labels: Tensor, valid: int) -> Tensor:
 def gradient(
     logits: Tensor, labels: Tensor, largest: Tensor, factor: Tensor, weights: Tensor, valid: int
 ) -> None:
-    """Overwrite scores with ``exp(score - largest) * factor - [is the label] * weight``, 0 in
-    padding; the others fp32 [t]."""
+    """Overwrite logits [t, v] with ``exp(logit - largest) * factor - [is the label] * weight``, and
+    padding with 0; the other arguments are fp32 [t]."""
     rows, columns = logits.shape
     if rows:
-        given = [
-            one.contiguous() for one in (labels, largest, factor, weights)
-        ]  # one weight may stand for all
+        # One weight, expanded, may stand for all tokens.
+        given = [one.contiguous() for one in (labels, largest, factor, weights)]
         _gradient[(rows,)](logits, *given, columns, valid, BLOCK=BLOCK, num_warps=8)
 
 
 def cross_entropy(
     logits: Tensor, labels: Tensor, weights: Tensor, valid: int, z_weight: float
 ) -> Tensor:
-    """Negative log-likelihood [t] of ``labels`` [t] by rows of scores [t, v], which become the
-    gradient of the sum weighted by ``weights`` [t]. ``valid``: columns that are no padding;
-    ``z_weight``: see ``nn/loss.py``."""
-    logits = logits if logits.is_contiguous() else _refuse(logits)
-    largest, sums, target = statistics(logits, labels, valid)
-    logarithm = sums.log()
-    pull = weights * (1.0 + 2 * z_weight * (logarithm + largest)) if z_weight else weights
-    gradient(logits, labels, largest, pull / sums, weights, valid)
-    return torch.sub(logarithm, target - largest)
-
-
-def _refuse(logits: Tensor) -> Tensor:
-    raise ValueError(
-        f"scores of strides {logits.stride()}: they are overwritten row by row and must be contiguous"
-    )
+    """Return the negative log-likelihood [t] of ``labels`` [t] by logits [t, v], which become the
+    gradient of its sum weighted by ``weights`` [t]. ``valid`` columns are no padding; ``z_weight``
+    is that of ``nn/loss.py``."""
+    if not logits.is_contiguous():
+        raise ValueError(
+            f"logits of strides {logits.stride()}: they are overwritten row by row and must be contiguous"
+        )
+    largest, sums, target = softmax_stats(logits, labels, valid)
+    log_sum = sums.log()
+    factor = weights * (1.0 + 2 * z_weight * (log_sum + largest)) if z_weight else weights
+    gradient(logits, labels, largest, factor / sums, weights, valid)
+    return torch.sub(log_sum, target - largest)

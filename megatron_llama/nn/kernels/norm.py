@@ -1,9 +1,8 @@
 """RMSNorm with the residual addition before it: one read and one write of each activation, forward
 and backward.
 
-A block adds what a layer gives to the residual stream and normalizes the sum. Backward, two
-gradients meet in that sum, the one through the norm and the one along the stream, and are added
-where they are made.
+A block adds a layer's output to the residual stream and normalizes the sum. In backward two
+gradients of that sum, through the norm and along the stream, are added where they are computed.
 """
 
 from __future__ import annotations
@@ -16,7 +15,8 @@ from torch import Tensor
 from megatron_llama.distributed import device as devices
 
 PROGRAMS_PER_UNIT = 2
-"""Of the backward pass: each leaves one row of partial sums for the weight."""
+"""Programs of the backward pass for each multiprocessor: each leaves one row of partial sums of the
+weight's gradient."""
 
 
 @triton.jit
@@ -33,11 +33,11 @@ def _forward(
             values.to(tl.float32) + tl.load(delta + place, mask=inside, other=0.0).to(tl.float32)
         ).to(values.dtype)
         tl.store(total + place, values, mask=inside)
-    wide = values.to(tl.float32)
-    inverse = tl.rsqrt(tl.sum(wide * wide, 0) / width + eps)
+    fp32 = values.to(tl.float32)
+    inverse = tl.rsqrt(tl.sum(fp32 * fp32, 0) / width + eps)
     tl.store(scale + row, inverse)
     # Rounded before the weight is applied, as HuggingFace does.
-    normed = (wide * inverse).to(values.dtype).to(tl.float32)
+    normed = (fp32 * inverse).to(values.dtype).to(tl.float32)
     factor = tl.load(weight + columns, mask=inside, other=0.0).to(tl.float32)
     tl.store(out + place, (factor * normed).to(values.dtype), mask=inside)
 
@@ -81,40 +81,48 @@ def _backward(
 def add_norm(
     x: Tensor, delta: Tensor | None, weight: Tensor, eps: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """x + delta, or x, both [..., h]; that scaled to unit root mean square, times weight [h]; and
-    the scale [..., 1] in fp32."""
-    x, width = x.contiguous(), x.shape[-1]
+    """Return x + delta, or x, both [..., h]; this scaled to unit root mean square, times weight
+    [h]; and the scale [..., 1] in fp32."""
+    x = x.contiguous()
+    width = x.shape[-1]
     out = torch.empty_like(x)
     scale = x.new_empty((*x.shape[:-1], 1), dtype=torch.float32)
-    total, added = (x, x) if delta is None else (torch.empty_like(x), delta.contiguous())
+    total = x if delta is None else torch.empty_like(x)
+    delta_or_x = x if delta is None else delta.contiguous()
     if x.numel():
         block = triton.next_power_of_2(width)
         names = {"HAS_DELTA": delta is not None, "BLOCK": block, "num_warps": _warps(block)}
-        _forward[(x.numel() // width,)](x, added, weight, total, out, scale, eps, width, **names)
+        _forward[(x.numel() // width,)](
+            x, delta_or_x, weight, total, out, scale, eps, width, **names
+        )
     return total, out, scale
 
 
 def norm_backward(
     grad: Tensor, stream: Tensor | None, total: Tensor, weight: Tensor, scale: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Gradients of what was normalized, in its dtype, and of the weight, [h] in fp32.
+    """Return the gradients of what was normalized, in its dtype, and of the weight, [h] in fp32.
 
-    ``stream``: a gradient that reaches ``total`` beside the norm, and is added to the first."""
-    grad, total, width = grad.contiguous(), total.contiguous(), total.shape[-1]
+    ``stream`` is the gradient of ``total`` along the residual stream, and is added to the first."""
+    grad = grad.contiguous()
+    total = total.contiguous()
+    width = total.shape[-1]
     rows = total.numel() // width
     share = max(1, -(-rows // (PROGRAMS_PER_UNIT * devices.multiprocessors(total.device))))
     programs = -(-rows // share)
     x_grad = torch.empty_like(total)
     partial = total.new_empty((programs, width), dtype=torch.float32)
-    beside = grad if stream is None else stream.contiguous()
+    stream_or_grad = grad if stream is None else stream.contiguous()
     if programs:
         block = triton.next_power_of_2(width)
         sizes = (rows, width, share)
         names = {"HAS_STREAM": stream is not None, "BLOCK": block, "num_warps": _warps(block)}
-        _backward[(programs,)](grad, beside, total, weight, scale, x_grad, partial, *sizes, **names)
+        _backward[(programs,)](
+            grad, stream_or_grad, total, weight, scale, x_grad, partial, *sizes, **names
+        )
     return x_grad, partial.sum(0)
 
 
 def _warps(block: int) -> int:
-    """16 elements a thread, within what a program may have."""
+    """Return the warps for 16 elements a thread, within what a program may have."""
     return min(16, max(1, block // 512))

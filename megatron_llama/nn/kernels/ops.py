@@ -1,4 +1,4 @@
-"""The kernels as one of the implementations among which ``choice.py`` chooses."""
+"""The kernels as ``Ops``, for ``choice.py``."""
 
 from __future__ import annotations
 
@@ -17,4 +17,4 @@ KERNELS = Ops(
     swiglu_backward=swiglu_backward,
     cross_entropy=cross_entropy,
 )
-"""Triton, for every body."""
+"""Triton for every function."""

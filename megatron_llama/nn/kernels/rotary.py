@@ -8,11 +8,11 @@ import triton.language as tl
 from torch import Tensor
 
 HEADS = 8
-"""Heads of a token that one program turns with one read of the table."""
+"""Heads of a token that one program rotates with one read of the table."""
 
 
 @triton.jit
-def _turn(
+def _rotate(
     source,
     target,
     cos,
@@ -62,28 +62,29 @@ def _turn(
 
 
 def rotate(heads: Tensor, cos: Tensor, sin: Tensor) -> None:
-    """Turn the two halves of every head [s, b, n, d] by cos and sin [s, 1 or b, 1, d / 2], fp32, in
-    place."""
-    _turn_into(heads, heads, cos, sin, 1.0)
+    """Rotate the two halves of every head [s, b, n, d] by cos and sin [s, 1 or b, 1, d / 2], fp32,
+    in place."""
+    _rotate_into(heads, heads, cos, sin, 1.0)
 
 
 def rotate_back(query: Tensor, key: Tensor, value: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """The gradient [s, b, n + 2 n_kv, d] of the projection whose queries and keys were turned: from
-    theirs and the values'."""
+    """Return the gradient [s, b, n + 2 n_kv, d] of the projection, from those of the rotated
+    queries and keys and of the values."""
     query, key, value = (
         grad if grad.stride(-1) == 1 else grad.contiguous() for grad in (query, key, value)
     )
     sizes = [part.shape[2] for part in (query, key, value)]
     result = query.new_empty(*query.shape[:2], sum(sizes), query.shape[3])
     places = torch.split(result, sizes, dim=2)
-    _turn_into(query, places[0], cos, sin, -1.0)
-    _turn_into(key, places[1], cos, sin, -1.0)
+    _rotate_into(query, places[0], cos, sin, -1.0)
+    _rotate_into(key, places[1], cos, sin, -1.0)
     places[2].copy_(value)
     return result
 
 
-def _turn_into(source: Tensor, target: Tensor, cos: Tensor, sin: Tensor, sign: float) -> None:
-    """``target`` may be ``source``. The coordinates of a head lie side by side in both."""
+def _rotate_into(source: Tensor, target: Tensor, cos: Tensor, sin: Tensor, sign: float) -> None:
+    """Write rotated heads into ``target``, which may be ``source``; the last dim is contiguous in
+    both."""
     assert (
         source.stride(-1) == target.stride(-1) == cos.stride(-1) == 1
         and cos.stride() == sin.stride()
@@ -99,6 +100,6 @@ def _turn_into(source: Tensor, target: Tensor, cos: Tensor, sin: Tensor, sign: f
     )
     block = triton.next_power_of_2(width // 2)
     grid = (length * batch, -(-heads // HEADS))
-    _turn[grid](
+    _rotate[grid](
         source, target, cos, sin, sign, batch, heads, width // 2, *strides, HEADS=HEADS, HALF=block
     )

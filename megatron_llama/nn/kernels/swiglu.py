@@ -18,8 +18,9 @@ def _forward(gate_up, out, width, BLOCK: tl.constexpr):
     start = gate_up + row * 2 * width + columns
     gate = tl.load(start, mask=inside, other=0.0)
     up = tl.load(start + width, mask=inside, other=0.0).to(tl.float32)
-    wide = gate.to(tl.float32)
-    silu = (wide * tl.sigmoid(wide)).to(gate.dtype).to(tl.float32)
+    fp32 = gate.to(tl.float32)
+    # Rounded as torch rounds the output of silu.
+    silu = (fp32 * tl.sigmoid(fp32)).to(gate.dtype).to(tl.float32)
     tl.store(out + row * width + columns, (silu * up).to(gate.dtype), mask=inside)
 
 
@@ -32,15 +33,15 @@ def _backward(grad, gate_up, result, width, BLOCK: tl.constexpr):
     gate = tl.load(gate_up + start, mask=inside, other=0.0).to(tl.float32)
     up = tl.load(gate_up + start + width, mask=inside, other=0.0).to(tl.float32)
     upstream = tl.load(grad + row * width + columns, mask=inside, other=0.0)
-    wide = upstream.to(tl.float32)
+    grad_fp32 = upstream.to(tl.float32)
     sigmoid = tl.sigmoid(gate)
     slope = sigmoid * (1.0 + gate * (1.0 - sigmoid))
-    tl.store(result + start, (wide * up * slope).to(upstream.dtype), mask=inside)
-    tl.store(result + start + width, (wide * gate * sigmoid).to(upstream.dtype), mask=inside)
+    tl.store(result + start, (grad_fp32 * up * slope).to(upstream.dtype), mask=inside)
+    tl.store(result + start + width, (grad_fp32 * gate * sigmoid).to(upstream.dtype), mask=inside)
 
 
 def swiglu(gate_up: Tensor) -> Tensor:
-    """silu(gate) * up of [..., 2f], to [..., f]."""
+    """Return silu(gate) * up, [..., f], of [..., 2f]."""
     gate_up = gate_up.contiguous()
     width = gate_up.shape[-1] // 2
     out = gate_up.new_empty((*gate_up.shape[:-1], width))
@@ -50,7 +51,7 @@ def swiglu(gate_up: Tensor) -> Tensor:
 
 
 def swiglu_backward(grad: Tensor, gate_up: Tensor) -> Tensor:
-    """The gradient of [..., 2f] from that of [..., f]."""
+    """Return the gradient of [..., 2f] from that of [..., f]."""
     grad = grad.contiguous()
     gate_up = gate_up.contiguous()
     result = torch.empty_like(gate_up)
