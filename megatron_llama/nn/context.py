@@ -17,7 +17,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from megatron_llama.distributed.comm.autograd import gathered, scattered
+from megatron_llama.distributed.comm.autograd import start_all_gather, start_reduce_scatter
 from megatron_llama.distributed.comm.collectives import Pending
 from megatron_llama.distributed.comm.p2p import exchange
 from megatron_llama.distributed.mesh import Axis
@@ -25,8 +25,8 @@ from megatron_llama.nn.attention import attend, attend_backward, causal_attentio
 from megatron_llama.nn.ops import at_least_fp32
 from megatron_llama.nn.zigzag import (
     Piece,
-    chunk_owner,
     chunk_length,
+    chunk_owner,
     gathered_pieces,
     own_pieces,
     ring_pieces,
@@ -130,7 +130,7 @@ def _blocks(key_value: Tensor, cp: Axis, comm: Comm) -> Iterator[_Block]:
     rank = cp.rank
     size = cp.size
     if comm == "all_gather":
-        full, pending = gathered(key_value, cp)
+        full, pending = start_all_gather(key_value, cp)
         yield _Block(key_value, zigzag_chunks(rank, size), own_pieces())
         pending.wait()
         yield _Block(_in_sequence_order(full, size), range(2 * size), gathered_pieces(rank, size))
@@ -178,7 +178,9 @@ class _ReduceScatterGrads:
         self.cp = cp
 
     def send(self, grad: Tensor) -> None:
-        self.own_grad, self.pending = scattered(_in_rank_order(grad, self.cp.size), self.cp)
+        self.own_grad, self.pending = start_reduce_scatter(
+            _in_rank_order(grad, self.cp.size), self.cp
+        )
 
     def wait(self) -> Tensor:
         """Return the sum of the other ranks' gradients for the own keys and values."""

@@ -48,7 +48,9 @@ def head_loss(
     shard = x.detach()
     gathers = sequence_parallel and tp.size > 1
     with torch.no_grad():
-        full, gathering = autograd.gathered(shard, tp) if gathers else (shard, collectives.DONE)
+        full, gathering = (
+            autograd.start_all_gather(shard, tp) if gathers else (shard, collectives.DONE)
+        )
         wgrad, beta = (None, 0.0) if handle is None else handle.buffer()
         gathering.wait()
         rows = full.flatten(0, -2)
@@ -79,7 +81,7 @@ def head_loss(
         if weights is None:
             return torch.cat(losses).view(labels.shape), None
         if gathers:
-            summed, scattering = autograd.scattered(full, tp)
+            summed, scattering = autograd.start_reduce_scatter(full, tp)
             scattering.wait()
             shard.copy_(summed)
         else:

@@ -52,7 +52,7 @@ class _Linear(torch.autograd.Function):
         ctx.column = column
         ctx.sequence = sequence
         if sequence:
-            x, gathering = autograd.gathered(x, tp)
+            x, gathering = autograd.start_all_gather(x, tp)
             gathering.wait()
         ctx.unsharded = wait_unsharded(weight)
         return gemm.linear(x, weight)
@@ -88,7 +88,7 @@ class _Linear(torch.autograd.Function):
             x_grad = gemm.linear_backward(grad, weight)
             # The input gradient travels while the weight gradient is computed.
             if ctx.sequence:
-                x_grad, reducing = autograd.scattered(x_grad, ctx.tp)
+                x_grad, reducing = autograd.start_reduce_scatter(x_grad, ctx.tp)
             elif ctx.column and ctx.tp.size > 1:
                 reducing = collectives.all_reduce(x_grad, ctx.tp)
         gathering.wait()
@@ -105,7 +105,9 @@ def _start_input(
     """Take or make the input of a product again, and start to gather it; it is valid after the
     wait."""
     x = sources[0] if make_input is None else make_input(*sources)
-    return (x, collectives.DONE) if gather_axis is None else autograd.gathered(x, gather_axis)
+    return (
+        (x, collectives.DONE) if gather_axis is None else autograd.start_all_gather(x, gather_axis)
+    )
 
 
 def _postponed_wgrad(

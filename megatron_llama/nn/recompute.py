@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_llama.distributed.comm.autograd import gathered
+from megatron_llama.distributed.comm.autograd import start_all_gather
 from megatron_llama.distributed.mesh import Axis
 from megatron_llama.nn.backward import backward
 
@@ -60,7 +60,7 @@ class _Recomputed(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, None, None, None]:
         (x,) = ctx.saved_tensors
         if ctx.shared is not None:
-            x, gathering = gathered(x, ctx.shared)
+            x, gathering = start_all_gather(x, ctx.shared)
             gathering.wait()
         x = x.view(ctx.shape).detach().requires_grad_(ctx.needs_input_grad[0])
         with torch.enable_grad():

@@ -13,7 +13,7 @@ from megatron_llama.distributed.mesh import Mesh
 from megatron_llama.nn.embedding import VocabParallelEmbedding
 from megatron_llama.nn.functional import recomputable_add_norm, rms_norm
 from megatron_llama.nn.linear import ColumnLinear, RowLinear, column_linear
-from megatron_llama.nn.param_handle import accumulate_product, addmm_fp32, attach_param_handle, param_handle_of
+from megatron_llama.nn.param_handle import accumulate_product, addmm_fp32, attach_param_handle, param_handle_of, use_param_handles
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -169,6 +169,37 @@ def test_a_deferred_contribution_is_the_same_one_later(name: str) -> None:
         input_grads.append([leaf.grad for leaf in leaves])
     assert torch.equal(*views)
     assert all(one is other or torch.equal(one, other) for one, other in zip(*input_grads, strict=True))
+
+
+class Scaled(nn.Module):
+    """A module as anybody writes it."""
+
+    def __init__(self, weight: Tensor) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(weight)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (x @ self.weight.t()).sin() * self.weight.sum()
+
+
+@pytest.mark.parametrize("trained", [True, False])
+def test_a_module_of_plain_torch_waits_in_both_passes_and_delivers_once(trained: bool) -> None:
+    """Also with two microbatches in flight. The module holds NaN where nobody has waited."""
+    weight, inputs = torch.linspace(-1, 1, 12).view(3, 4), [torch.linspace(0, i, 8).view(2, 4) for i in (1, 2)]
+    plain, lent = Scaled(weight.clone()), Scaled(torch.empty(3, 4, device="meta"))
+    use_param_handles(lent)
+    lent.weight = nn.Parameter(weight.clone(), requires_grad=trained)  # as the engine does
+    handle = Lender(lent.weight)
+    leaves, expected = [x.clone().requires_grad_() for x in inputs], [x.clone().requires_grad_() for x in inputs]
+    outputs = [lent(x) for x in leaves]
+    assert set(handle.seen()) == {"arrive"}
+    for x, output, leaf in zip(leaves, outputs, expected, strict=True):
+        output.sum().backward()
+        assert handle.seen() == ["check"] + ["buffer", "done"] * trained
+        plain.weight.grad = None
+        plain(leaf).sum().backward()
+        assert torch.equal(x.grad, leaf.grad) and lent.weight.grad is None
+        assert not trained or torch.equal(handle.grad, plain.weight.grad)
 
 
 def arranged(name: str, *, trained: bool, put_off: bool = False) -> tuple[nn.Module, Lender, Tensor, nn.Module]:

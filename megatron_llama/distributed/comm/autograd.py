@@ -2,7 +2,7 @@
 
 ``copy`` and ``reduce`` are f and g of Megatron-LM (Shoeybi et al., 2019, section 3);
 ``gather_sequence`` and ``scatter_sequence`` are g and g-bar of Korthikanti et al., 2022, section
-4.2.2. All work on the first dim.
+4.2.2. All work on the first dim, and do nothing on an axis of size 1.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ from megatron_llama.distributed.comm import collectives
 from megatron_llama.distributed.mesh import Axis
 
 
-def gathered(shard: Tensor, axis: Axis) -> tuple[Tensor, collectives.Pending]:
-    """Start gathering along the first dim; the tensor is valid after the wait."""
+def start_all_gather(shard: Tensor, axis: Axis) -> tuple[Tensor, collectives.Pending]:
+    """Start to gather shards [s / size, ...] to [s, ...]; the tensor is valid after the wait."""
     full = shard.new_empty((shard.shape[0] * axis.size, *shard.shape[1:]))
     return full, collectives.all_gather(full, shard.contiguous(), axis)
 
 
-def scattered(full: Tensor, axis: Axis) -> tuple[Tensor, collectives.Pending]:
-    """Start summing over the ranks and splitting along the first dim; the tensor is valid after the
-    wait."""
+def start_reduce_scatter(full: Tensor, axis: Axis) -> tuple[Tensor, collectives.Pending]:
+    """Start to sum [s, ...] over the ranks and split the sum to [s / size, ...]; the tensor is
+    valid after the wait."""
     shard = full.new_empty((full.shape[0] // axis.size, *full.shape[1:]))
     return shard, collectives.reduce_scatter(shard, full.contiguous(), axis)
 
@@ -37,7 +37,7 @@ class _Copy(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        grad = grad.clone()  # summed in place, and somebody else may read it
+        grad = grad.clone()  # autograd may give the same tensor to others, and the sum is in place
         collectives.all_reduce(grad, ctx.axis).wait()
         return grad, None
 
@@ -46,13 +46,13 @@ class _Gather(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, shard: Tensor, axis: Axis) -> Tensor:
         ctx.axis = axis
-        full, pending = gathered(shard, axis)
+        full, pending = start_all_gather(shard, axis)
         pending.wait()
         return full
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        shard, pending = scattered(grad, ctx.axis)
+        shard, pending = start_reduce_scatter(grad, ctx.axis)
         pending.wait()
         return shard, None
 
@@ -73,34 +73,35 @@ class _Scatter(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, full: Tensor, axis: Axis) -> Tensor:
         ctx.axis = axis
-        shard, pending = scattered(full, axis)
+        shard, pending = start_reduce_scatter(full, axis)
         pending.wait()
         return shard
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        full, pending = gathered(grad, ctx.axis)
+        full, pending = start_all_gather(grad, ctx.axis)
         pending.wait()
         return full, None
 
 
 def copy(tensor: Tensor, axis: Axis) -> Tensor:
-    """The tensor, of which the ranks of the axis use different parts (f): summed over the axis in
-    backward."""
+    """Return the tensor, which each rank of the axis uses in another way (f): its gradient is
+    summed over the axis."""
     return tensor if axis.size == 1 else _Copy.apply(tensor, axis)  # type: ignore[no-untyped-call]
 
 
 def gather_sequence(shard: Tensor, axis: Axis) -> Tensor:
-    """[s / size, ...] to [s, ...], of which the ranks use different parts (g): summed and split in
-    backward."""
+    """Gather [s / size, ...] to [s, ...], which each rank uses in another way (g): its gradient is
+    summed and split."""
     return shard if axis.size == 1 else _Gather.apply(shard, axis)  # type: ignore[no-untyped-call]
 
 
 def reduce(tensor: Tensor, axis: Axis) -> Tensor:
-    """Sum over the axis, in place (g): identity in backward."""
+    """Sum over the axis, in place (g): its gradient is passed on as it is."""
     return tensor if axis.size == 1 else _Reduce.apply(tensor, axis)  # type: ignore[no-untyped-call]
 
 
 def scatter_sequence(full: Tensor, axis: Axis) -> Tensor:
-    """[s, ...] partial sums to [s / size, ...] sums (g-bar): all-gather in backward."""
+    """Sum partial sums [s, ...] over the axis, and split to [s / size, ...] (g-bar): its gradient
+    is gathered."""
     return full if axis.size == 1 else _Scatter.apply(full, axis)  # type: ignore[no-untyped-call]

@@ -89,7 +89,8 @@ def cross_entropy(
     is that of ``nn/loss.py``."""
     if not logits.is_contiguous():
         raise ValueError(
-            f"logits of strides {logits.stride()}: they are overwritten row by row and must be contiguous"
+            f"logits of strides {logits.stride()}: "
+            "they are overwritten row by row and must be contiguous"
         )
     largest, sums, target = softmax_stats(logits, labels, valid)
     log_sum = sums.log()
