@@ -184,7 +184,7 @@ def watched(place: Place, recorder: Recorder, timeout: float = inf) -> Iterator[
     try:
         yield
     except RuntimeError as error:
-        found = watch.find_out()
+        found = watch.diagnose()
         expected = "all ranks at work"
         if found.silent:
             do = f"look at what that rank printed last and at its machine; resume with --load{found.places}"

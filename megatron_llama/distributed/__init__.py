@@ -1,1 +1,1 @@
-"""Processes, devices and the messages between them."""
+"""Processes, their devices, and the messages between them."""

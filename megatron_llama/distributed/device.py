@@ -1,4 +1,4 @@
-"""The one module that knows which accelerator runs the model; everything else asks here."""
+"""The only module that knows which accelerator runs the model. Everything else asks here."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 
 def accelerator(local_rank: int) -> torch.device:
-    """This process's device: its GPU where there is one, else the CPU."""
+    """The device of this process: its GPU where there is one, else the CPU."""
     if not torch.cuda.is_available():
         return torch.device("cpu")
     device = torch.device("cuda", local_rank % torch.cuda.device_count())
@@ -24,14 +24,14 @@ def accelerator(local_rank: int) -> torch.device:
 
 
 def use_allocator(settings: str) -> None:
-    """How a GPU's memory is handed out, in the words of PYTORCH_ALLOC_CONF. Before the first tensor
-    there; nothing on a host."""
+    """Set how a GPU's memory is handed out, in the words of PYTORCH_ALLOC_CONF. Called before the
+    first tensor there; does nothing on a host."""
     if torch.cuda.is_available():
         torch.cuda.memory._set_allocator_settings(settings)
 
 
 def accelerator_count() -> int:
-    """GPUs of this machine."""
+    """The number of GPUs of this machine."""
     return torch.cuda.device_count() if torch.cuda.is_available() else 0
 
 
@@ -41,26 +41,27 @@ def backend(device: torch.device) -> str:
 
 
 def one_connection_per_peer(device: torch.device) -> bool:
-    """Whether communicators over the same ranks should be one. Over sockets, messages of one
-    communicator go out in the order in which they were issued, those of two share the link as they
-    like. A GPU's communicator runs one operation at a time."""
+    """Whether operations over the same ranks should share one communicator."""
+    # Over sockets, messages of one communicator go out in the order in which they were issued,
+    # those of two share the link as they like. A GPU's communicator runs one operation at a time,
+    # so two of them are needed to run two operations concurrently.
     return is_host(device)
 
 
 def is_host(device: torch.device) -> bool:
-    """Whether the host itself computes, so that waiting for communication is time on the host's
+    """Whether the host itself computes. Then waiting for communication is time on the host's
     clock."""
     return device.type == "cpu"
 
 
 def is_fake(tensor: torch.Tensor) -> bool:
-    """Whether a tensor has no memory because a run is only traced: then it does not matter what
-    suits the processor that does so."""
+    """Whether a tensor has no memory because a run is only traced. What suits the processor that
+    traces must not decide anything then."""
     return isinstance(tensor, FakeTensor)
 
 
 def name(device: torch.device) -> str:
-    """What the vendor calls it."""
+    """The vendor's name of the device."""
     return (
         platform.processor() or platform.machine()
         if is_host(device)
@@ -70,8 +71,8 @@ def name(device: torch.device) -> str:
 
 @cache
 def prefers_onednn() -> bool:
-    """Whether fp32 products on the host are faster by oneDNN than by MKL, which uses AVX-512 on
-    Intel's processors only."""
+    """Whether fp32 matrix products on the host are faster with oneDNN than with MKL, which uses
+    AVX-512 on Intel's processors only."""
     known = hasattr(torch.ops.mkldnn, "_linear_pointwise") and torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
     info = Path("/proc/cpuinfo")
     wide = torch.backends.cpu.get_cpu_capability() == "AVX512"
@@ -85,8 +86,8 @@ def prefers_onednn() -> bool:
 
 @cache
 def multiplies_bf16() -> bool:
-    """Whether the host's processor has instructions for products in bf16 of wide vectors or
-    tiles."""
+    """Whether the host's processor has instructions for matrix products in bf16 (AVX-512 or
+    AMX)."""
     kinds = ("_is_avx512_bf16_supported", "_is_amx_tile_supported")
     return any(bool(getattr(torch.cpu, kind, bool)()) for kind in kinds)
 
@@ -98,7 +99,7 @@ def synchronize(device: torch.device) -> None:
 
 
 def reset_peak_memory(device: torch.device) -> None:
-    """Start ``peak_memory_bytes`` anew, where it is known."""
+    """Start ``peak_memory_bytes`` anew, where the system knows it."""
     if is_host(device):
         with suppress(FileNotFoundError), open("/proc/self/clear_refs", "w") as switch:
             switch.write("5")
@@ -107,13 +108,11 @@ def reset_peak_memory(device: torch.device) -> None:
 
 
 def peak_memory_bytes(device: torch.device) -> int | None:
-    """Largest memory so far, or since ``reset_peak_memory``: allocated bytes on a GPU, resident set
-    of the process on a CPU. None where the system does not say: only Linux does."""
-    return (
-        _largest_resident_set(Path("/proc/self/status"))
-        if is_host(device)
-        else torch.cuda.max_memory_allocated(device)
-    )
+    """Largest memory so far, or since ``reset_peak_memory``: allocated bytes on a GPU, the resident
+    set of the process on a CPU. None where the system does not say (only Linux does)."""
+    if is_host(device):
+        return _largest_resident_set(Path("/proc/self/status"))
+    return torch.cuda.max_memory_allocated(device)
 
 
 def _largest_resident_set(status: Path) -> int | None:
@@ -129,15 +128,15 @@ def timed_event(device: torch.device) -> torch.Event:
 
 
 def memory_bytes(device: torch.device) -> int:
-    """Memory of the device; of the machine on a CPU."""
+    """Bytes of memory of the device; on a CPU, of the machine."""
     if is_host(device):
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     return int(torch.cuda.get_device_properties(device).total_memory)
 
 
 def runs_triton(device: torch.device) -> bool:
-    """Whether Triton's kernels may run: it is installed, and the device can do what they need. On a
-    host only in Triton's interpreter, which tests choose before they import it."""
+    """Whether Triton's kernels may run: Triton is installed, and the device can do what they need.
+    On a host they run only in Triton's interpreter, which tests choose before they import it."""
     if is_host(device):
         triton = sys.modules.get("triton")
         return triton is not None and bool(triton.knobs.runtime.interpret)
@@ -149,21 +148,19 @@ def runs_triton(device: torch.device) -> bool:
 
 
 def capability(device: torch.device) -> tuple[int, int]:
-    """Generation of a GPU, (9, 0) for Hopper; (0, 0) of a host."""
+    """The compute capability of a GPU, (9, 0) for Hopper; (0, 0) for a host."""
     return (0, 0) if is_host(device) else torch.cuda.get_device_capability(device)
 
 
 def multiprocessors(device: torch.device) -> int:
-    """Units of the device that run programs side by side."""
-    return (
-        2
-        if is_host(device)
-        else int(torch.cuda.get_device_properties(device).multi_processor_count)
-    )
+    """The number of the device's multiprocessors; on a host, 2."""
+    if is_host(device):
+        return 2
+    return int(torch.cuda.get_device_properties(device).multi_processor_count)
 
 
 def new_stream(device: torch.device) -> torch.Stream:
-    """A stream of its own for work beside the computation."""
+    """A new stream, for work that runs concurrently with the computation."""
     return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
 
@@ -173,25 +170,25 @@ def current_stream(device: torch.device) -> torch.Stream:
 
 
 def on_stream(stream: torch.Stream) -> AbstractContextManager[object]:
-    """Work issued inside goes to this stream."""
+    """A context in which work is issued to ``stream``."""
     return torch.cuda.stream(stream)  # type: ignore[arg-type]
 
 
 def record_memory(device: torch.device, *, on: bool) -> None:
-    """Begin or end to note every allocation on the device. The host's are not noted."""
+    """Begin or end a record of every allocation on the device. A host has none."""
     if not is_host(device):
         torch.cuda.memory._record_memory_history("all" if on else None)
 
 
 def write_memory(device: torch.device, path: str) -> None:
-    """Write what was noted; nothing on a host."""
+    """Write the record of allocations to ``path``; does nothing on a host."""
     if not is_host(device):
         torch.cuda.memory._dump_snapshot(path)  # type: ignore[no-untyped-call]
 
 
 def pin(memory: torch.Tensor, device: torch.device) -> None:
-    """Register host memory with the device's driver, so that copies run at full speed and beside
-    the host."""
+    """Register host memory with the device's driver, so that copies run at full speed and
+    asynchronously."""
     if not is_host(device):
         status = torch.cuda.cudart().cudaHostRegister(  # type: ignore[no-untyped-call]
             memory.data_ptr(), memory.numel() * memory.element_size(), 0
@@ -200,23 +197,24 @@ def pin(memory: torch.Tensor, device: torch.device) -> None:
 
 
 def unpin(memory: torch.Tensor, device: torch.device) -> None:
-    """Undo ``pin``, before the memory is freed."""
+    """Undo ``pin``. Called before the memory is freed."""
     if not is_host(device):
         status = torch.cuda.cudart().cudaHostUnregister(memory.data_ptr())  # type: ignore[no-untyped-call]
         torch.cuda.check_error(status)
 
 
 def host_event(device: torch.device) -> torch.Event:
-    """An event that the host waits for asleep, its processor being needed; recorded on the current
-    stream."""
-    event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]  # torch.Event takes no notice of it
+    """An event, recorded on the current stream, for which the host waits asleep: its processor is
+    needed for updates."""
+    # torch.Event has the argument too, but ignores it.
+    event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
     event.record(current_stream(device))
     return event
 
 
 def physical_cores() -> tuple[int, ...]:
-    """The processors that this process may run on, one of each physical core; all of them where the
-    system does not say."""
+    """One processor of each physical core, of those that this process may use; all of them where
+    the system does not say."""
     allowed = (
         sorted(os.sched_getaffinity(0))
         if hasattr(os, "sched_getaffinity")
@@ -230,8 +228,8 @@ def physical_cores() -> tuple[int, ...]:
 
 
 def copy_to_host(values: torch.Tensor) -> tuple[torch.Tensor, torch.Event | None]:
-    """The same values on the host when the event has happened, which comes behind what was issued
-    so far. None: at once."""
+    """Start copying to the host. The copy is complete when the event has happened, which comes
+    after everything that was issued so far; None means that it is complete now."""
     if is_host(values.device):
         return values, None
     copy = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
@@ -242,6 +240,6 @@ def copy_to_host(values: torch.Tensor) -> tuple[torch.Tensor, torch.Event | None
 
 
 def wait_for_copies(device: torch.device) -> None:
-    """Wait until copies to the host that the caller has issued are complete."""
+    """Let the host wait until the copies that the caller has issued are complete."""
     if not is_host(device):
         torch.cuda.current_stream(device).synchronize()

@@ -1,4 +1,4 @@
-"""Where ranks are, in words: from one rank's notes to a sentence about all of them."""
+"""Sentences that say where ranks are, made of the notes that each has in its ``Recorder``."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ PLACES = 6
 
 
 def hang_report(recorder: Recorder, thread: int) -> str:
-    """Where a rank is whose loop runs in this thread: ``backward 3 of stage 1 (iteration 17),
-    waiting for message from rank 2 on pp``."""
+    """Where the rank is whose loop runs in ``thread``, for example ``backward 3 of stage 1
+    (iteration 17), waiting for message from rank 2 on pp``."""
     waits = dict(recorder.waits)
     doing = recorder.doing
     if isinstance(doing, Action):
@@ -29,32 +29,32 @@ def hang_report(recorder: Recorder, thread: int) -> str:
         return text
     what, _ = mine
     text += f", waiting for {what}"
+    # A wait that has a name of the engine ("gradients") is for what other threads bring, so their
+    # waits say more.
     others = ", ".join(str(other) for other, _ in waits.values())
-    if isinstance(what, str) and others:  # which other threads bring
+    if isinstance(what, str) and others:
         text += f" ({others})"
     elif isinstance(what, str) and recorder.issued is not None:
-        text += f" (last sent: {_sent(recorder.issued)})"
+        issued = recorder.issued
+        last = f"{issued[1]} on {issued[0]}" if isinstance(issued, tuple) else str(issued)
+        text += f" (last sent: {last})"
     return text
 
 
-def _sent(issued: object) -> str:
-    return f"{issued[1]} on {issued[0]}" if isinstance(issued, tuple) else str(issued)
-
-
 def waited(recorder: Recorder, thread: int, now: float) -> float | None:
-    """Seconds since when that thread has been waiting; None when it is not."""
+    """Seconds for which ``thread`` has been waiting; None if it is not."""
     mine = recorder.waits.get(thread)
     return now - mine[1] if mine is not None else None
 
 
 def grouped(places: Mapping[int, str], one: str, many: str) -> list[str]:
-    """``ranks 0, 1, 3 are in ...``: one for each place, that of the lowest rank first. ``one``,
-    ``many``: the verb."""
-    together: dict[str, list[int]] = {}
+    """Sentences like ``ranks 0, 1, 3 are in ...``, one for each place, that of the lowest rank
+    first. ``one`` and ``many`` are the verb for one rank and for several."""
+    ranks_at: dict[str, list[int]] = {}
     for rank in sorted(places):
-        together.setdefault(places[rank], []).append(rank)
-    shown = list(together.items())[:PLACES]
-    hidden = list(together.values())[PLACES:]
+        ranks_at.setdefault(places[rank], []).append(rank)
+    shown = list(ranks_at.items())[:PLACES]
+    hidden = list(ranks_at.values())[PLACES:]
     sentences = [
         f"{named(ranks)} {many if len(ranks) > 1 else one} in {place}" for place, ranks in shown
     ]
@@ -63,7 +63,7 @@ def grouped(places: Mapping[int, str], one: str, many: str) -> list[str]:
 
 
 def named(ranks: Sequence[int]) -> str:
-    """``rank 3``, ``ranks 0, 2-5``. Ranks in ascending order."""
+    """Name ranks, given in ascending order: ``rank 3`` or ``ranks 0, 2-5``."""
     runs: list[list[int]] = []
     for rank in ranks:
         if runs and rank == runs[-1][-1] + 1:

@@ -1,4 +1,4 @@
-"""What this machine's memory has left for the processes of a run. Standard library only."""
+"""How much of this machine's memory is left for the processes of a run."""
 
 from __future__ import annotations
 
@@ -11,15 +11,16 @@ from pathlib import Path
 
 @dataclass(frozen=True)
 class _Controller:
-    """How one version of Linux's control groups says what a group has."""
+    """Where one version of Linux's control groups keeps the numbers of a group."""
 
     mount: str
     name: str
-    """In /proc/self/cgroup."""
+    """The controller's name in /proc/self/cgroup."""
     limit: str
     used: str
     files: tuple[str, ...]
-    """Entries of memory.stat: kept of files, and given up before anybody goes without."""
+    """Entries of memory.stat that count cached files: the kernel gives these up when a process
+    needs memory."""
 
 
 _NEW = _Controller(
@@ -35,9 +36,9 @@ _OLD = _Controller(
 
 
 def free_bytes(root: Path = Path("/")) -> int:
-    """Memory that processes may still take: what the machine has left, within the limits of the
-    groups to which this process belongs, those of containers and of batch systems. Where the system
-    does not say, all there is. ``root``: of the file system."""
+    """Bytes that processes may still take: what the machine has left, within the limits of the
+    control groups of this process (those of containers and of batch systems). Where the system does
+    not say, all memory of the machine. ``root`` is the root of the file system, for tests."""
     free = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")]
     info = root / "proc/meminfo"
     if info.exists():
@@ -54,8 +55,8 @@ def free_bytes(root: Path = Path("/")) -> int:
 
 
 def _groups(root: Path, controller: _Controller) -> Iterator[Path]:
-    """The folder of this process's group, and of all groups that hold it. Inside a container the
-    mount itself is one of the container."""
+    """The folders of this process's group and of all groups around it. Inside a container the mount
+    itself is a group of the container."""
     mount = root / controller.mount
     own = root / "proc/self/cgroup"
     yield mount
@@ -67,7 +68,7 @@ def _groups(root: Path, controller: _Controller) -> Iterator[Path]:
 
 
 def _left(group: Path, controller: _Controller) -> int:
-    """Of one group. Raises OSError or ValueError where it has no limit."""
+    """Bytes that one group has left. Raises OSError or ValueError if it has no limit."""
     limit, used = (int((group / name).read_text()) for name in (controller.limit, controller.used))
     entries = (line.split() for line in (group / "memory.stat").read_text().splitlines())
     return limit - used + sum(int(size) for name, size in entries if name in controller.files)

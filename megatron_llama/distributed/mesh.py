@@ -1,7 +1,9 @@
-"""The grid of processes: a pure function of the rank, and the process groups of its axes.
+"""The grid of processes, which is a pure function of the rank, and the process groups of its axes.
 
 Rank order, outermost to innermost: pp, dp, cp, tp. Tensor-parallel ranks are neighbours, so they
-share a machine.
+share a machine. Groups are made by ``torch.distributed.new_group`` and not by ``DeviceMesh``,
+because the two directions of the pipeline, and on a device gathers and reductions, need a
+communicator each over the same ranks.
 """
 
 from __future__ import annotations
@@ -27,14 +29,13 @@ from megatron_llama.plans.buckets import shard_count
 from megatron_llama.plans.params import kv_copies, partition_of
 
 GRACE = timedelta(seconds=30)
+"""What the backend waits longer than the watch."""
 _ALLOCATOR_VARIABLES = frozenset({"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"})
-"""With which a user says how a GPU's memory is handed out. Who says nothing gets segments that
-grow, so that gaps between allocations of different sizes do not add up."""
 
 
 @dataclass(frozen=True)
 class Place:
-    """Which process this is, as the launcher says."""
+    """Which process this is, as the launcher (torchrun or Slurm) says."""
 
     rank: int
     world_size: int
@@ -42,13 +43,13 @@ class Place:
     master_addr: str = "localhost"
     master_port: int = 29500
     local_world_size: int = 0
-    """Processes on this machine; 0: unknown."""
+    """Processes on this machine; 0 means unknown."""
 
 
 @dataclass(frozen=True)
 class Axis:
-    """The processes along one dimension of the mesh. Size 1 has no group, and its collectives are
-    no-ops."""
+    """The processes along one dimension of the mesh. An axis of size 1 has no group, and its
+    collectives do nothing."""
 
     name: str
     rank: int
@@ -65,78 +66,77 @@ class Axis:
 
 @dataclass(frozen=True)
 class Mesh:
-    """This process's place on every axis. ``pp_backward`` spans the ranks of ``pp`` with a
-    communicator of its own, so that traffic of opposite directions never queues behind each
-    other."""
+    """This process's position on every axis."""
 
     world: Axis
     tp: Axis
     kv: Axis
-    """The tensor-parallel ranks that share a key/value head, where those are some of ``tp``; else
-    size 1."""
+    """The tensor-parallel ranks that hold copies of the same key/value head, where these are more
+    than one and not all of ``tp``; else size 1."""
     cp: Axis
     dp: Axis
-    """All ranks that hold the same weights, data-parallel and context-parallel ones: shards and
-    reductions span both."""
+    """All ranks that hold the same weights: the data-parallel and the context-parallel ones.
+    Shards and reductions span both."""
     dp_shard: Axis
-    """The ranks of ``dp`` that share a bucket, for its reductions: all, some neighbours (hybrid
-    sharding), or one."""
+    """The ranks of ``dp`` over which a bucket is sharded, for its reductions: all of them, some
+    neighbours (hybrid sharding), or one."""
     dp_replica: Axis
     """The ranks of ``dp`` that hold the same shard."""
     dp_gather: Axis
-    """The ranks of ``dp_shard``, for gathers: on a device with a communicator of their own, to run
-    beside reductions."""
+    """The ranks of ``dp_shard``, for gathers. On a device they have a communicator of their own,
+    so that gathers and reductions run concurrently."""
     pp: Axis
     pp_backward: Axis
+    """The ranks of ``pp`` with a communicator of their own, so that gradients never queue behind
+    activations."""
     embedding: Axis
-    """First and last pipeline rank, for tied embeddings; size 1 on the ranks between."""
+    """The first and the last pipeline rank, for tied embeddings; size 1 on the ranks between."""
     device: torch.device
     recorder: Recorder = field(repr=False)
     pp_return: Axis | None = None
     pp_backward_return: Axis | None = None
-    """With virtual stages, also: transfers against the usual direction of ``pp`` and
-    ``pp_backward``."""
+    """With virtual stages: transfers against the usual direction of ``pp`` and ``pp_backward``."""
 
     def link(self, sender: int, receiver: int, *, backward: bool) -> Axis:
-        """The communicator for transfers between two pipeline ranks: one for each kind of tensor
-        and direction. On NCCL two ranks that each wait to receive from the other on one
-        communicator would wait for ever."""
+        """The communicator for transfers from one pipeline rank to another: there is one for each
+        kind of tensor and each direction."""
+        # NCCL runs the operations of one communicator in the order of their issue. Two ranks that
+        # each first wait to receive from the other would wait forever.
         usual = (sender < receiver) is not backward
-        axis = (
-            (self.pp_backward if usual else self.pp_backward_return)
-            if backward
-            else (self.pp if usual else self.pp_return)
-        )
+        if backward:
+            axis = self.pp_backward if usual else self.pp_backward_return
+        else:
+            axis = self.pp if usual else self.pp_return
         assert axis is not None, "only virtual stages send against the usual direction"
         return axis
 
     @property
     def rank(self) -> int:
-        """Global rank."""
+        """The global rank."""
         return self.world.rank
 
     @property
     def data_rank(self) -> int:
-        """Which share of a global batch this process reads: context-parallel ranks read the same
+        """Which share of a global batch this process reads. Context-parallel ranks read the same
         samples."""
         return self.dp.rank // self.cp.size
 
     @property
     def data_size(self) -> int:
-        """Into how many shares a global batch is split."""
+        """The number of shares of a global batch."""
         return self.dp.size // self.cp.size
 
     @staticmethod
     def single(device: torch.device | None = None) -> Mesh:
-        """One process, no process groups."""
+        """The mesh of one process, without process groups."""
         return build_mesh(Config(), rank=0, world_size=1, device=device or torch.device("cpu"))
 
 
 def place_from_environment(environ: Mapping[str, str] | None = None) -> Place:
-    """Read torchrun's variables, else Slurm's, else assume a single process.
+    """Read torchrun's variables, else Slurm's, else assume a single process. Raises ClusterError.
 
-    Slurm wins over a stray WORLD_SIZE: only RANK, WORLD_SIZE and MASTER_ADDR together mean
-    torchrun.
+    Only RANK, WORLD_SIZE and MASTER_ADDR together mean torchrun: a WORLD_SIZE alone, which some
+    clusters set, does not win over Slurm.
     """
     env = os.environ if environ is None else environ
     if all(key in env for key in ("RANK", "WORLD_SIZE", "MASTER_ADDR")):
@@ -157,22 +157,14 @@ def place_from_environment(environ: Mapping[str, str] | None = None) -> Place:
     world_size = _integer(env, names[1])
     local_rank = _integer(env, names[2]) if names[2] in env else rank
     nodes = env.get("SLURM_STEP_NODELIST", env.get("SLURM_JOB_NODELIST", "localhost"))
-    port = (
-        _integer(env, "MASTER_PORT")
-        if "MASTER_PORT" in env
-        else 20000 + int(env.get("SLURM_JOB_ID", "9500")) % 20000
-    )
-    local = next(
-        (
-            _integer(env, name)
-            for name in ("LOCAL_WORLD_SIZE", "SLURM_NTASKS_PER_NODE")
-            if name in env
-        ),
-        0,
-    )
-    return Place(
-        rank, world_size, local_rank, env.get("MASTER_ADDR") or first_host(nodes), port, local
-    )
+    if "MASTER_PORT" in env:
+        port = _integer(env, "MASTER_PORT")
+    else:  # the same on all ranks of a job, and another one for the next job on these machines
+        port = 20000 + int(env.get("SLURM_JOB_ID", "9500")) % 20000
+    sizes = ("LOCAL_WORLD_SIZE", "SLURM_NTASKS_PER_NODE")
+    local_size = next((_integer(env, name) for name in sizes if name in env), 0)
+    host = env.get("MASTER_ADDR") or first_host(nodes)
+    return Place(rank, world_size, local_rank, host, port, local_size)
 
 
 def _integer(env: Mapping[str, str], name: str) -> int:
@@ -195,15 +187,17 @@ def first_host(nodelist: str) -> str:
 
 
 def init_mesh(config: Config, place: Place) -> Mesh:
-    """Join the process group (if there is more than one process) and build the mesh. Pair with
-    ``close_mesh``."""
+    """Join the process group, if there is more than one process, and build the mesh. Call
+    ``close_mesh`` at the end. Collective."""
     _, device = join(config.parallel, place)
     return build_mesh(config, rank=place.rank, world_size=place.world_size, device=device)
 
 
 def join(parallel: ParallelConfig, place: Place) -> tuple[Axis, torch.device]:
-    """Join the process group, unless this process has: all processes, and the device of this one.
-    Nothing here depends on the layout."""
+    """Join the process group, unless this process has. Returns the axis of all processes, and the
+    device of this one. Nothing here depends on the layout. Collective."""
+    # Segments that grow, so that gaps between allocations of different sizes do not add up. A user
+    # who sets one of these variables has decided otherwise.
     if not _ALLOCATOR_VARIABLES & os.environ.keys():
         devices.use_allocator("expandable_segments:True")
     device = devices.accelerator(place.local_rank)
@@ -232,35 +226,37 @@ def _world(rank: int, world_size: int, recorder: Recorder) -> Axis:
 
 
 def _backend_timeout(parallel: ParallelConfig) -> timedelta:
-    """Later than the watch, which can say who is missing, and where the others are."""
+    """Later than the timeout of the watch, which can say who is missing and where the others
+    are."""
     return timedelta(minutes=parallel.distributed_timeout_minutes) + GRACE
 
 
 def placement_warnings(parallel: ParallelConfig, local_world_size: int) -> list[str]:
-    """What is slow about this layout on machines with so many processes each (0: unknown)."""
+    """Warn of what is slow in this layout on machines of ``local_world_size`` processes (0 means
+    unknown)."""
     tp = parallel.tensor_model_parallel_size
     if local_world_size and tp > 1 and local_world_size % tp:
         return [
-            f"tensor parallel size {tp} does not divide the {local_world_size} processes of a machine: its traffic leaves the machine"
+            f"tensor parallel size {tp} does not divide the {local_world_size} processes of a "
+            "machine: its traffic leaves the machine"
         ]
     return []
 
 
 def close_mesh() -> None:
-    """Leave the process group. Call it when no variable holds a Mesh any more.
-
-    A group's threads end when the last reference to it goes. Reference cycles (a runtime holds its
-    own methods) would keep groups until the interpreter shuts down, and a gloo thread that then
-    frees a tensor aborts the process."""
+    """Leave the process group. Call it when no variable holds a Mesh any more."""
     if dist.is_initialized():
         dist.destroy_process_group()
+        # A group's threads end when the last reference to it goes. Reference cycles (a runtime
+        # holds its own methods) would keep groups until the interpreter shuts down, and a gloo
+        # thread that then frees a tensor aborts the process.
         gc.collect()
 
 
 def build_mesh(config: Config, *, rank: int, world_size: int, device: torch.device) -> Mesh:
-    """The mesh of an already joined process group. Collective: every rank calls it.
-
-    Communicators are made only for what the configuration uses."""
+    """Build the mesh of a process group that has been joined, with communicators for what the
+    configuration uses only. Collective. Raises ClusterError if the layout does not divide
+    ``world_size``."""
     parallel = config.parallel
     model = config.model
     tp = parallel.tensor_model_parallel_size
@@ -274,41 +270,48 @@ def build_mesh(config: Config, *, rank: int, world_size: int, device: torch.devi
     grid = _Grid(pp, world_size // (tp * cp * pp), cp, tp)
     recorder = Recorder()
     builder = _AxisBuilder(rank, recorder, _backend_timeout(parallel))
-    world = _world(rank, world_size, recorder)
-    data = grid.lines(1, 2)
-    stages = grid.lines(0)
-    shards = shard_count(parallel, len(data[0]))
-    together = [line[i : i + shards] for line in data for i in range(0, len(line), shards)]
-    replicas = [line[i::shards] for line in data for i in range(shards)]
+
+    data_lines = grid.lines(1, 2)
+    shards = shard_count(parallel, len(data_lines[0]))
+    shard_lines = [line[i : i + shards] for line in data_lines for i in range(0, len(line), shards)]
+    replica_lines = [line[i::shards] for line in data_lines for i in range(shards)]
+    dp = builder.build("dp", data_lines)
+    dp_shard = dp if shards == dp.size else builder.build("dp_shard", shard_lines)
+
+    tp_lines = grid.lines(3)
     copies = kv_copies(model, tp) if model.num_key_value_heads else 1
-    sharing = (
-        [line[i : i + copies] for line in grid.lines(3) for i in range(0, tp, copies)]
-        if copies < tp
-        else []
-    )
+    kv_lines = []
+    if copies < tp:
+        kv_lines = [line[i : i + copies] for line in tp_lines for i in range(0, tp, copies)]
+    tp_axis = builder.build("tp", tp_lines)
+    kv = builder.build("kv", kv_lines)
+    cp_axis = builder.build("cp", grid.lines(2))
+
+    dp_replica = dp if shards == 1 else builder.build("dp_replica", replica_lines)
+    if devices.one_connection_per_peer(device):
+        dp_gather = replace(dp_shard, name="dp_gather")
+    else:
+        dp_gather = builder.build("dp_gather", shard_lines)
+
+    pp_lines = grid.lines(0)
     partition = partition_of(config)
-    dp = builder.build("dp", data)
-    tied = model.tie_word_embeddings and not partition.ends_meet
     virtual = partition.stages > pp
-    dp_shard = dp if shards == dp.size else builder.build("dp_shard", together)
-    apart = not devices.one_connection_per_peer(device)
+    tied = model.tie_word_embeddings and not partition.ends_meet
     return Mesh(
-        world=world,
-        tp=builder.build("tp", grid.lines(3)),
-        kv=builder.build("kv", sharing),
-        cp=builder.build("cp", grid.lines(2)),
+        world=_world(rank, world_size, recorder),
+        tp=tp_axis,
+        kv=kv,
+        cp=cp_axis,
         dp=dp,
         dp_shard=dp_shard,
-        dp_replica=dp if shards == 1 else builder.build("dp_replica", replicas),
-        dp_gather=builder.build("dp_gather", together)
-        if apart
-        else replace(dp_shard, name="dp_gather"),
-        pp=builder.build("pp", stages),
-        pp_backward=builder.build("pp_backward", stages),
-        pp_return=builder.build("pp_return", stages) if virtual else None,
-        pp_backward_return=builder.build("pp_backward_return", stages) if virtual else None,
+        dp_replica=dp_replica,
+        dp_gather=dp_gather,
+        pp=builder.build("pp", pp_lines),
+        pp_backward=builder.build("pp_backward", pp_lines),
+        pp_return=builder.build("pp_return", pp_lines) if virtual else None,
+        pp_backward_return=builder.build("pp_backward_return", pp_lines) if virtual else None,
         embedding=builder.build(
-            "embedding", [(line[0], line[-1]) for line in stages] if tied else []
+            "embedding", [(line[0], line[-1]) for line in pp_lines] if tied else []
         ),
         device=device,
         recorder=recorder,
@@ -323,16 +326,13 @@ class _Grid:
     tp: int
 
     def lines(self, *dims: int) -> list[tuple[int, ...]]:
-        """All lines of ranks along one or more dims (0 pp, 1 dp, 2 cp, 3 tp), the last of them
+        """All lines of ranks along one or more dims (0 pp, 1 dp, 2 cp, 3 tp), the last one
         innermost."""
-        ranks = torch.arange(self.pp * self.dp * self.cp * self.tp).view(
-            self.pp, self.dp, self.cp, self.tp
-        )
-        size = math.prod(ranks.shape[dim] for dim in dims)
-        return [
-            tuple(line)
-            for line in ranks.movedim(dims, tuple(range(-len(dims), 0))).reshape(-1, size).tolist()
-        ]
+        shape = (self.pp, self.dp, self.cp, self.tp)
+        ranks = torch.arange(math.prod(shape)).view(shape)
+        size = math.prod(shape[dim] for dim in dims)
+        lines = ranks.movedim(dims, tuple(range(-len(dims), 0))).reshape(-1, size)
+        return [tuple(line) for line in lines.tolist()]
 
 
 @dataclass(frozen=True)
@@ -342,8 +342,9 @@ class _AxisBuilder:
     timeout: timedelta
 
     def build(self, name: str, lines: list[tuple[int, ...]]) -> Axis:
-        """Create every line's group, on every rank in the same order as torch.distributed demands,
-        and keep our own."""
+        """Create the group of every line, and return the axis of the line to which this rank
+        belongs."""
+        # torch.distributed demands that every rank creates every group, in the same order.
         mine = Axis(name, 0, (self.rank,), None, self.recorder)
         for line in lines:
             if len(line) == 1:

@@ -1,10 +1,11 @@
-"""Where the ranks of one attempt of a job meet: a part of the launcher's store that no other
+"""How the ranks of one attempt of a job agree on a part of the launcher's store that no earlier
 attempt has written to.
 
-torchrun keeps its store when it restarts a job, with the addresses of processes that are gone in
-it; and how often it has restarted, each machine counts on its own. So the ranks agree on a fresh
-name themselves, with numbers drawn for this attempt: rank 0 answers whoever says hello, also those
-of attempts before, who do not hear it.
+torchrun keeps its store when it restarts a job, and in it the addresses of processes that are gone.
+Its count of restarts cannot tell the attempts apart, because each machine counts on its own. So
+every rank draws a random number for this attempt and writes it into the store; rank 0 answers each
+number with its own, which becomes the name of the attempt. Rank 0 also answers numbers that ranks
+of earlier attempts have left there, which does no harm: nobody waits for those answers.
 """
 
 from __future__ import annotations
@@ -21,15 +22,15 @@ POLL_SECONDS = 0.005
 
 
 def meet(store: Store, rank: int, world_size: int, seconds: float) -> Store:
-    """This attempt's part of the store. Collective. Raises ClusterError when a rank does not come
-    in time."""
-    own = uuid4().hex
+    """Return this attempt's part of the store. Collective. Raises ClusterError if a rank does not
+    come within ``seconds``."""
+    own = uuid4().hex  # on rank 0 the name of the attempt
     if rank == 0:
-        _receive(store, own, range(1, world_size), time.monotonic() + seconds)
+        _answer_all(store, own, range(1, world_size), time.monotonic() + seconds)
         return PrefixStore(own, store)
     store.set(_hello(rank), own)
     try:
-        store.wait([own])  # for the store's own timeout
+        store.wait([own])  # for as long as the timeout of the store
     except DistStoreError:
         raise ClusterError(_absent([0])) from None
     attempt = store.get(own).decode()
@@ -37,7 +38,7 @@ def meet(store: Store, rank: int, world_size: int, seconds: float) -> Store:
     return PrefixStore(attempt, store)
 
 
-def _receive(store: Store, attempt: str, others: Sequence[int], deadline: float) -> None:
+def _answer_all(store: Store, attempt: str, others: Sequence[int], deadline: float) -> None:
     missing = list(others)
     answered = dict.fromkeys(others, "")
     while missing := [rank for rank in missing if not store.check([_here(attempt, rank)])]:

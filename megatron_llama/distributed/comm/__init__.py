@@ -1,1 +1,2 @@
-"""Collectives, with and without autograd, and point-to-point transfers."""
+"""Collectives and point-to-point transfers, the order in which they are issued, and the watch over
+ranks that hang. What only gloo needs is in ``host``."""

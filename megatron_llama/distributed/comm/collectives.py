@@ -1,9 +1,9 @@
-"""Collectives on an axis of the mesh. Every function returns a handle; nothing has happened before
-its ``wait``.
+"""Collectives on an axis of the mesh. Every function returns a handle, and the result may be used
+after its ``wait``.
 
-Tensors are handed over as ``.data``: a backend that writes them would otherwise bump the autograd
-version of every view of the buffer (gloo does), and weights that are views of a gathered buffer
-would then fail in backward.
+Tensors are handed over as ``.data``. A backend that writes them (gloo does) would otherwise
+increase the autograd version of every view of the buffer, and weights that are views of a gathered
+buffer would then fail in backward.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.red
 
 @dataclass
 class Pending:
-    """A collective in flight. ``wait`` may be called once; on a device it only makes the current
-    stream wait."""
+    """A collective in flight. ``wait`` is called once; on a device the current stream waits, not
+    the host."""
 
     axis: Axis | None
     work: dist.Work | None
     finish: Callable[[], None] | None = None
     operation: str = "messages"
     note: Note | None = None
-    """Of a timeline."""
+    """The note of a timeline, if one is recorded."""
 
     def __str__(self) -> str:
         return self.operation if self.axis is None else f"{self.operation} on {self.axis.name}"
@@ -59,19 +59,16 @@ def _issue(axis: Axis, operation: str, tensor: Tensor) -> Note | None:
 
 
 def same_place(first: Tensor, second: Tensor) -> bool:
-    """Whether two tensors begin with the same element of the same storage, which need not have
-    memory."""
-    storages = first.untyped_storage(), second.untyped_storage()
-    return (
-        storages[0]._cdata == storages[1]._cdata
-        and first.storage_offset() == second.storage_offset()
-    )
+    """Whether two tensors begin with the same element of the same storage."""
+    # Not ``data_ptr``: the tensors of a traced run have no memory.
+    same_storage = first.untyped_storage()._cdata == second.untyped_storage()._cdata
+    return same_storage and first.storage_offset() == second.storage_offset()
 
 
 def all_reduce(
     tensor: Tensor, axis: Axis, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM
 ) -> Pending:
-    """Reduce in place over the axis, same result on every rank."""
+    """Reduce in place over the axis; every rank gets the same result."""
     if axis.size == 1:
         return Pending(axis, None)
     note = _issue(axis, "all_reduce", tensor)
@@ -84,8 +81,8 @@ def all_reduce(
 
 
 def all_gather(full: Tensor, shard: Tensor, axis: Axis) -> Pending:
-    """Concatenate the shards of all ranks into ``full`` along the first dim. ``shard`` may be its
-    place inside ``full``."""
+    """Concatenate the shards of all ranks into ``full`` along the first dim. ``shard`` may be this
+    rank's part of ``full``."""
     if axis.size == 1:
         if not same_place(full, shard):
             full.data.copy_(shard.data)
@@ -96,8 +93,8 @@ def all_gather(full: Tensor, shard: Tensor, axis: Axis) -> Pending:
 
 
 def reduce_scatter(shard: Tensor, full: Tensor, axis: Axis) -> Pending:
-    """Sum ``full`` over the ranks and keep this rank's part of its first dim. ``shard`` may be its
-    place inside ``full``."""
+    """Sum ``full`` over the ranks and write this rank's part of its first dim to ``shard``, which
+    may be that part of ``full``."""
     if axis.size == 1:
         if not same_place(full, shard):
             shard.data.copy_(full.data)
@@ -110,9 +107,9 @@ def reduce_scatter(shard: Tensor, full: Tensor, axis: Axis) -> Pending:
 
 
 def _exchange_and_sum(shard: Tensor, full: Tensor, axis: Axis, note: Note | None) -> Pending:
-    """gloo's own reduce-scatter is an all-reduce: twice the volume, and a sum whose order depends
-    on the message size. A direct exchange summed in rank order sends the minimum and gives every
-    element the same value in any bucket."""
+    # gloo's own reduce-scatter is an all-reduce: twice the volume, and a sum whose order depends on
+    # the message size. A direct exchange summed in rank order sends the minimum and gives every
+    # element the same value in any bucket.
     received = torch.empty_like(full)
     work = dist.all_to_all_single(received, full, group=axis.group, async_op=True)
     parts = received.view(axis.size, -1)

@@ -1,8 +1,8 @@
-"""Transfers between neighbouring pipeline stages, never waited for before their data is needed.
+"""Transfers between neighbouring pipeline stages, and steps of a ring.
 
-Each direction has its own communicator: on NCCL a send and a receive of opposite directions on one
-communicator run in issue order, and 1F1B's two neighbours issue them in opposite order. Within a
-direction both sides use one order.
+Each direction has a communicator of its own (``Mesh.link``). On NCCL, a send and a receive of one
+communicator run in the order of their issue, and in 1F1B the two neighbours issue those of opposite
+directions in opposite order. Within a direction both sides use the same order.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from megatron_llama.distributed.recorder import Note
 
 @dataclass
 class Transfer:
-    """A message in flight. Keeps the tensor alive until it has been waited for."""
+    """A message in flight. It keeps its tensor alive until it has been waited for."""
 
     axis: Axis
     tensor: Tensor
@@ -27,15 +27,15 @@ class Transfer:
     direction: str
     """``to`` or ``from``."""
     peer: int
-    """Position on the axis."""
+    """The other rank's position on the axis."""
     note: Note | None = None
-    """Of a timeline."""
+    """The note of a timeline, if one is recorded."""
 
     def __str__(self) -> str:
         return f"message {self.direction} rank {self.axis.ranks[self.peer]} on {self.axis.name}"
 
     def wait(self) -> Tensor:
-        """The tensor, when it may be read (received) or reused (sent)."""
+        """Return the tensor when it may be read (received) or reused (sent)."""
         with self.axis.recorder.exposed(self):
             self.work.wait()
         if self.note is not None:
@@ -62,14 +62,13 @@ def receive(buffer: Tensor, axis: Axis, source: int) -> Transfer:
 
 def exchange(tensor: Tensor, buffer: Tensor, axis: Axis, *, to: int, source: int) -> Pending:
     """Start one step of a ring: send ``tensor`` to the rank at position ``to`` and receive
-    ``buffer`` from that at ``source``.
-
-    As one batch: NCCL would otherwise run the two one after the other, and a ring in which everyone
-    sends first stands still."""
+    ``buffer`` from the rank at position ``source``."""
     sent = axis.recorder.count(axis.name, "send", tensor.numel() * tensor.element_size())
     received = axis.recorder.count(axis.name, "receive", buffer.numel() * buffer.element_size())
     outgoing = dist.P2POp(dist.isend, tensor.data, group=axis.group, group_peer=to)
     incoming = dist.P2POp(dist.irecv, buffer.data, group=axis.group, group_peer=source)
+    # One batch: NCCL would otherwise run the two one after the other, and a ring in which every
+    # rank sends first would wait forever.
     works = dist.batch_isend_irecv([outgoing, incoming])
 
     def wait_for_both() -> None:

@@ -1,4 +1,4 @@
-"""The job's key-value store, for what cannot wait for the next collective."""
+"""Connections to the job's key-value store, for messages that cannot wait for a collective."""
 
 from __future__ import annotations
 
@@ -9,13 +9,14 @@ from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-
 from megatron_llama.distributed.mesh import Place
 
 
-def connect(place: Place, room: str) -> Store:
-    """A new connection to a part of the store. Waiting on a connection blocks all its users.
+def connect(place: Place, prefix: str) -> Store:
+    """Open a new connection to the part of the store under ``prefix``. One who waits on a
+    connection blocks all its other users.
 
-    ``room``: a name that no attempt of the job before this one has used, since a launcher may keep
-    its store over restarts."""
+    No earlier attempt of the job may have used ``prefix``, since a launcher may keep its store over
+    restarts."""
     return PrefixStore(
-        room,
+        prefix,
         TCPStore(
             place.master_addr, place.master_port, is_master=False, timeout=timedelta(seconds=30)
         ),

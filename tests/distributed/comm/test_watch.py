@@ -17,7 +17,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from megatron_llama.commands.pretrain import watched
-from megatron_llama.distributed.comm.watch import Account, Position, account
+from megatron_llama.distributed.comm.watch import Diagnosis, Position, diagnose
 from megatron_llama.distributed.hang_report import grouped, hang_report, named
 from megatron_llama.distributed.mesh import Place
 from megatron_llama.distributed.recorder import Recorder
@@ -208,13 +208,13 @@ def test_who_is_to_blame() -> None:
     update = Position("the update (iteration 9)", waits=True)
     positions = {0: update, 1: Position("forward 0 of stage 1 (iteration 9)", waits=False), 2: update, 3: update}
     stopped = "rank 1 stopped in forward 0 of stage 1 (iteration 9)"
-    assert account(2, True, [], positions) == Account(stopped, (), True, "; ranks 0, 2, 3 are in the update (iteration 9)")
-    gone = account(2, True, [3], positions)
+    assert diagnose(2, True, [], positions) == Diagnosis(stopped, (), True, "; ranks 0, 2, 3 are in the update (iteration 9)")
+    gone = diagnose(2, True, [3], positions)
     assert (gone.reason, gone.silent) == ("rank 3 does not answer", (3,))
     assert gone.places.startswith("; rank 3 was last seen in the update (iteration 9); ranks 0, 2 are in the update")
-    assert account(2, False, [], positions).reason == "rank 2 failed"
-    assert account(0, True, [], {0: update, 1: update}).reason == "all ranks wait for each other"
-    assert account(0, True, [1, 2], {0: update}) == Account(
+    assert diagnose(2, False, [], positions).reason == "rank 2 failed"
+    assert diagnose(0, True, [], {0: update, 1: update}).reason == "all ranks wait for each other"
+    assert diagnose(0, True, [1, 2], {0: update}) == Diagnosis(
         "ranks 1, 2 do not answer", (1, 2), True, "; rank 0 is in the update (iteration 9)"
     )
 

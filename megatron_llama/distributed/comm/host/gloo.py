@@ -54,7 +54,8 @@ def _messages(
         chunk = max(1, chunk_bytes // part.element_size())
         if part.numel() > chunk * PIECES:
             raise ValueError(
-                f"a part of {part.numel()} elements makes more than {PIECES} chunks of {chunk_bytes} bytes"
+                f"a part of {part.numel()} elements makes more than {PIECES} chunks "
+                f"of {chunk_bytes} bytes"
             )
         messages += [
             _Message(view, peer, first_tag + i)
@@ -180,8 +181,8 @@ def _add_in_rank_order(out: Tensor, parts: Sequence[Tensor], rank: int, wide: Te
 
 
 class ReduceScatter:
-    """``Reductions.scatter`` over gloo. ``full`` [n] has the dtype of the wire, ``shard`` [n / size]
-    that of the sum."""
+    """``Reductions.scatter`` over gloo. ``full`` [n] has the dtype of the wire, and ``shard``
+    [n / size] that of the sum."""
 
     def __init__(
         self,
@@ -218,8 +219,8 @@ class ReduceScatter:
 
 
 class AllReduce:
-    """``exchange.all_reduce`` over gloo: a reduce-scatter, then a gather of the sums. ``tensor`` has
-    the dtype of the wire, ``wide`` is the dtype of the sum."""
+    """``exchange.all_reduce`` over gloo: a reduce-scatter, then a gather of the sums. ``tensor``
+    has the wire's dtype, ``wide`` is the dtype of the sum."""
 
     def __init__(
         self, tensor: Tensor, wide: torch.dtype, axis: Axis, index: int, chunk_bytes: int
@@ -250,8 +251,8 @@ class AllReduce:
         self._wide = own if same else torch.empty_like(own, dtype=wide)
 
     def start(self) -> None:
-        # These receives overwrite what the first phase sends. They may be posted now, because a peer
-        # sends a sum only after it has received all of its parts, ours too.
+        # These receives overwrite what the first phase sends. They may be posted now: a peer sends
+        # a sum only after it has received all of its parts, ours too.
         self._sums.post_receives()
         self._parts.start()
 
