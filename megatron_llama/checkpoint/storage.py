@@ -52,11 +52,12 @@ def write_parts(folder: Path, rank: int, parts: Iterable[Region]) -> WrittenPart
     with writing(folder / name), HashedFile(folder / name) as file:
         for part in parts:
             start = file.tell()
-            # A copy, since torch saves the whole storage of a view.
-            values = part.tensor.detach().to(
-                "cpu", copy=True, memory_format=torch.contiguous_format
+            # A copy, since torch saves the whole storage of a view. It has no name that would keep it
+            # in memory while the next part is read.
+            torch.save(
+                part.tensor.detach().to("cpu", copy=True, memory_format=torch.contiguous_format),
+                cast(IO[bytes], file),
             )
-            torch.save(values, cast(IO[bytes], file))
             places[part.index] = _StorageInfo(name, start, file.tell() - start)
     return WrittenParts(places, {name: file.sum} if places else {})
 
@@ -123,12 +124,8 @@ class ChunkReader(StorageReader):
             try:
                 with path.open("rb") as file:
                     for (offset, length), items in chunks.items():
-                        chunk = _read_chunk(file, offset, length)
-                        for item in items:
-                            target = planner.resolve_tensor(item).detach()
-                            part = narrow_tensor_by_index(chunk, item.storage_offsets, item.lengths)
-                            target.copy_(part)
-                            planner.commit_tensor(item, target)
+                        # No name here holds a chunk while the next one is read.
+                        _fill(items, _read_chunk(file, offset, length), planner)
             except Exception as error:
                 # torch's message for damaged bytes is long, and advises to load them unsafely.
                 damage = f"damaged content ({type(error).__name__})"
@@ -153,6 +150,14 @@ def _read_chunk(file: BinaryIO, offset: int, length: int) -> Tensor:
     content.seek(0)
     tensor: Tensor = torch.load(content, map_location="cpu", weights_only=True)
     return tensor
+
+
+def _fill(items: Iterable[ReadItem], chunk: Tensor, planner: LoadPlanner) -> None:
+    """Copy the parts of a chunk that were asked for to where they belong."""
+    for item in items:
+        target = planner.resolve_tensor(item).detach()
+        target.copy_(narrow_tensor_by_index(chunk, item.storage_offsets, item.lengths))
+        planner.commit_tensor(item, target)
 
 
 def file_problems(folder: Path, places: Iterable[Any], *, do: str) -> list[str]:
