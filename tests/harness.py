@@ -33,7 +33,7 @@ PRELOAD = ["megatron_llama.model.init", "megatron_llama.engine.build", "megatron
 """Imported once, by the server that the workers are forked from."""
 SMALL_JOB = 2
 """Processes."""
-GRACE_SECONDS = 10.0
+GRACE_SECONDS = 60.0
 """After one worker failed, its peers lose their connections and fail too; those that do not are killed."""
 
 
@@ -66,7 +66,7 @@ class _Worker:
 
 
 class Cluster:
-    """The pool. WeightAccess as a context manager."""
+    """The pool. Use it as a context manager."""
 
     def __init__(self) -> None:
         self._context = multiprocessing.get_context("forkserver")
@@ -82,7 +82,7 @@ class Cluster:
         for rank in list(self._workers):
             self._discard(rank)
 
-    def run(self, world_size: int, function: Callable[..., Any], *args: Any, timeout: float = 120.0) -> list[Any]:
+    def run(self, world_size: int, function: Callable[..., Any], *args: Any, timeout: float = 180.0) -> list[Any]:
         """Results of ``function(place, *args)`` by rank. Raises WorkerError."""
         self._jobs += 1
         with _room(world_size):

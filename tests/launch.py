@@ -25,8 +25,8 @@ from pathlib import Path
 from typing import IO, Any, Self
 
 ROOT = Path(__file__).parent.parent
-TIMEOUT = 180.0
-"""Seconds after which a run is killed and its test fails. Runs take one or two."""
+TIMEOUT = 300.0
+"""Seconds after which a run is killed and its test fails: it hangs. Runs take one or two, more where others use the machine."""
 POLL = 0.001
 LAUNCHERS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "SLURM_PROCID", "SLURM_NTASKS", "SLURM_JOB_ID")
 
@@ -120,7 +120,7 @@ class Run:
 
 @dataclass
 class Launcher:
-    """Starts runs. WeightAccess as a context manager; leaving it kills what still runs. ``folder``: for outputs."""
+    """Starts runs. Use it as a context manager; leaving it kills what still runs. ``folder``: for outputs."""
 
     folder: Path
     ended: dict[int, int] = field(default_factory=dict)
@@ -274,10 +274,17 @@ def become(job: Job) -> None:
 
 def preload() -> None:
     """Import what commands import when they run."""
+    import megatron_llama.commands.common.loaded
+    import megatron_llama.commands.common.trained
+    import megatron_llama.commands.export
     import megatron_llama.commands.pretrain
+    import megatron_llama.commands.sft
     import megatron_llama.convert.hf.reader
     import megatron_llama.data.preprocess
+    import megatron_llama.data.vocabulary
+    import megatron_llama.distributed.comm.watch
     import megatron_llama.model.generate
+    import megatron_llama.plans.auto
     import megatron_llama.tokenizer.load
     import megatron_llama.train  # noqa: F401
     import sentencepiece  # noqa: F401

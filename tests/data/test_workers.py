@@ -77,7 +77,7 @@ if __name__ == "__main__":
 def test_nobody_works_on_for_a_process_that_is_gone(number: signal.Signals, tmp_path: Path) -> None:
     """Its output is open as long as one of them lives."""
     (tmp_path / "endless.py").write_text(ENDLESS)
-    ended = subprocess.run([sys.executable, tmp_path / "endless.py", str(int(number))], capture_output=True, text=True, timeout=60)
+    ended = subprocess.run([sys.executable, tmp_path / "endless.py", str(int(number))], capture_output=True, text=True, timeout=180)
     assert ended.returncode == -number
 
 

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
+import os
+import shutil
 from collections.abc import Callable, Iterator, Sequence
 from itertools import islice
 from pathlib import Path
@@ -37,14 +40,22 @@ def product(launcher: Launcher, tmp_path_factory: pytest.TempPathFactory) -> Pro
 
 @pytest.fixture(scope="session")
 def straight(product: Product, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    """The folder of a run of six steps that nobody interrupted, by name of its layout."""
-    done: dict[str, Path] = {}
+    """The folder of a run of six steps that nobody interrupted, by name of its layout. Nothing writes there afterwards: of several
+    workers of pytest the first one that asks makes it, for all."""
+    root = tmp_path_factory.getbasetemp()
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        root = root.parent
 
     def folder(name: str) -> Path:
-        if name not in done:
-            done[name] = tmp_path_factory.mktemp("straight")
-            product.train(LAYOUTS[name], save=done[name], **EVALUATED)
-        return done[name]
+        made = root / f"straight {name}"
+        whole = made.with_name(f"{made.name}.whole")
+        with open(made.with_name(f"{made.name}.lock"), "w") as file:
+            fcntl.flock(file, fcntl.LOCK_EX)
+            if not whole.exists():
+                shutil.rmtree(made, ignore_errors=True)
+                product.train(LAYOUTS[name], save=made, **EVALUATED)
+                whole.touch()
+        return made
 
     return folder
 

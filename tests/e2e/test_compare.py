@@ -28,7 +28,7 @@ def test_every_mode_sends_what_was_planned(freeze: tuple[str, ...], tmp_path: Pa
     target = tmp_path / "rows.json"
     launch = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "tools/compare_sharding.py"]
     arguments = words({**OPTIONS, "json": target, **({"freeze": freeze} if freeze else {})})
-    done = subprocess.run(launch + arguments, cwd=ROOT, capture_output=True, text=True, timeout=300, check=False)
+    done = subprocess.run(launch + arguments, cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     rows = {row["name"]: row for row in json.loads(target.read_text())}
     assert tuple(rows) == MODES
@@ -82,7 +82,8 @@ def test_ranks_agree_on_a_mode_that_does_not_fit(cluster: Cluster) -> None:
     assert cluster.run(2, short_of_memory) == ["built later"] * 2
 
 
+@pytest.mark.long
 def test_a_mode_that_is_none(tmp_path: Path) -> None:
     command = [sys.executable, "tools/compare_sharding.py", *words({**OPTIONS, "modes": "zero3", "global_batch_size": 1})]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120, check=False)
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode != 0 and "--modes: got zero3, expected of no_shard, optim" in done.stderr and "Traceback" not in done.stderr

@@ -63,7 +63,7 @@ def test_dead_worker_is_named_and_replaced(cluster: Cluster) -> None:
 
 def test_hanging_worker_is_named_and_replaced(cluster: Cluster) -> None:
     with pytest.raises(WorkerError, match=r"one_hangs failed on 1 of 2.*\n--- rank 0: did not come back in time"):
-        cluster.run(2, one_hangs, timeout=1.0)
+        cluster.run(2, one_hangs, timeout=3.0)
     assert cluster.run(2, total, 1)[0][1] == 1.0
 
 

@@ -116,7 +116,17 @@ LAYOUTS = [
 ]
 
 
-@pytest.mark.parametrize("layout", [*LAYOUTS, Layout(tp=2, sp=True, targets=SOME.targets)], ids=lambda layout: layout.name)
+ONLY_WITH_ALL = (*LAYOUTS[2:4], LAYOUTS[6], *LAYOUTS[10:13], LAYOUTS[14])
+"""Layouts whose axes, ways to shard and recomputation others here have too."""
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        pytest.param(one, id=one.name, marks=[pytest.mark.long] if one in ONLY_WITH_ALL else [])
+        for one in (*LAYOUTS, Layout(tp=2, sp=True, targets=SOME.targets))
+    ],
+)
 def test_every_layout_trains_the_same(cluster: Cluster, single: dict[Layout, Record], layout: Layout) -> None:
     layout = replace(layout, lora=ONE.lora, steps=ONE.steps)
     records, expected = cluster.run(layout.world_size, train, layout), single[layout.reference]

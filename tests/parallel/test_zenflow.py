@@ -64,11 +64,15 @@ SPREAD = (
     Layout(dp=2, clip=0.0, early=True, steps=4, layers=2),
     FULL,
 )
+ONLY_WITH_ALL = (SPREAD[2], SPREAD[3], SPREAD[6])
+"""Sharding of the optimizer alone and of gradients, which are buckets like others here, and four tensor-parallel ranks."""
 EVERY = ZenFlowConfig(zenflow_topk_ratio=1.0, zenflow_update_interval="4", zenflow_overlap_step=True)
 AT_ONCE = replace(FOUR, zenflow_update_interval="1", zenflow_select_interval="2")
 
 
-@pytest.mark.parametrize("layout", SPREAD, ids=lambda layout: layout.name)
+@pytest.mark.parametrize(
+    "layout", [pytest.param(one, id=one.name, marks=[pytest.mark.long] if one in ONLY_WITH_ALL else []) for one in SPREAD]
+)
 def test_it_is_adamw_with_every_column_hot_or_with_windows_of_one_step(cluster: Cluster, layout: Layout) -> None:
     """To the bit: the same fused kernel, and no element in a tail."""
     plain = cluster.run(layout.world_size, train, layout)
@@ -244,7 +248,9 @@ def everything(run: Trainer) -> list[native.Region]:
 
 
 @pytest.mark.parametrize(
-    ("zenflow", "steps"), [(FOUR, 1), (FOUR, 7), (BESIDE, 9), (BESIDE, 11)], ids=["inline 1", "inline 7", "beside 9", "beside 11"]
+    ("zenflow", "steps"),
+    [pytest.param(FOUR, 1, marks=pytest.mark.long), (FOUR, 7), pytest.param(BESIDE, 9, marks=pytest.mark.long), (BESIDE, 11)],
+    ids=["inline 1", "inline 7", "beside 9", "beside 11"],
 )
 def test_a_run_that_is_killed_goes_on_as_the_one_that_saved(tmp_path: Path, cluster: Cluster, zenflow: ZenFlowConfig, steps: int) -> None:
     """Behind the first choice, in the middle of a window, at the end of one (that of the second choice), with one in flight."""
@@ -261,7 +267,7 @@ def test_a_run_that_is_killed_goes_on_as_the_one_that_saved(tmp_path: Path, clus
 @pytest.mark.parametrize(
     ("one", "other"),
     [
-        (Layout(dp=2, layers=2), Layout(tp=2, dp=2, sp=True, strategy="optim_grads_params", layers=2)),
+        pytest.param(Layout(dp=2, layers=2), Layout(tp=2, dp=2, sp=True, strategy="optim_grads_params", layers=2), marks=pytest.mark.long),
         (Layout(tp=4, tied=True, layers=2), Layout(pp=2, dp=2, tied=True, microbatches=2, strategy="optim_grads", bucket=5_000, layers=2)),
     ],
     ids=["to tp", "to pp"],

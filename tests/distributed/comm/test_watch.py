@@ -29,7 +29,7 @@ from tests.launch import free_port
 from tests.parallel.cases import Layout, trainer
 
 RANKS = 4
-SOON = 30.0
+SOON = 180.0
 """Seconds within which every other rank is to end."""
 
 
@@ -62,7 +62,7 @@ def last_words(folder: Path, work: Callable[[Place], None], ends: int) -> tuple[
     processes = [context.Process(target=enter, args=(place, folder, work), daemon=True) for place in places]
     for process in processes:
         process.start()
-    processes[ends].join(120.0)
+    processes[ends].join(SOON)
     deadline = time.monotonic() + SOON
     for process in processes:
         process.join(max(0.0, deadline - time.monotonic()))
