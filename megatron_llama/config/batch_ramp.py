@@ -1,5 +1,7 @@
-"""Samples in each step, and the steps of a run: one number, more and more at the start
-(--rampup-batch-size), or what is left at the end (--epochs)."""
+"""Samples in each step, and the steps of a run.
+
+A step has --global-batch-size samples, fewer while --rampup-batch-size grows, and in the last step
+of --epochs those that are left."""
 
 from __future__ import annotations
 
@@ -12,17 +14,17 @@ from megatron_llama.errors import describe
 
 @dataclass(frozen=True)
 class BatchSizes:
-    """The global batch size as a function of the samples that a run has consumed, as Megatron has
-    it."""
+    """The global batch size as a function of the samples that a run has consumed, as in
+    Megatron."""
 
     full: int
     """``--global-batch-size``."""
     ramp: tuple[int, ...] = ()
-    """First size, what it grows by, and the samples over which it grows to ``full``. Empty: it does
-    not grow."""
+    """(first size, what it grows by, samples over which it grows to ``full``); empty: it does not
+    grow."""
     end: int = 0
-    """The step in which a run has consumed so many samples ends there, and has fewer than its size.
-    0: every step has its size."""
+    """The run ends after so many samples, and its last step has what is left. 0: every step has its
+    whole size."""
 
     @staticmethod
     def from_training(training: TrainingConfig) -> BatchSizes:
@@ -34,12 +36,12 @@ class BatchSizes:
         )
 
     def at(self, consumed: int) -> int:
-        """Samples of the step that begins when so many are consumed."""
+        """The samples of the step that begins after ``consumed`` samples."""
         size = self.places(consumed)
         return min(size, self.end - consumed) if consumed < self.end else size
 
     def places(self, consumed: int) -> int:
-        """Room for samples in that step: what it has before the end is taken into account."""
+        """The size of that step before ``end`` is taken into account."""
         if not self.ramp:
             return self.full
         start, increment, samples = self.ramp
@@ -52,13 +54,13 @@ class BatchSizes:
         )
 
     def all(self) -> Iterator[int]:
-        """Every number of places that can occur, rising."""
+        """Every size that can occur, rising."""
         yield from range(self.ramp[0], self.full, self.ramp[1]) if self.ramp else ()
         yield self.full
 
     def steps(self, first: int, last: int) -> tuple[int, int]:
-        """Whole steps from the sample ``first`` on that need nothing behind ``last``, and the
-        samples that are left between."""
+        """Count the whole steps that fit between the samples ``first`` and ``last``, and the
+        samples that are left after them."""
         steps = 0
         while self.ramp and first <= self.ramp[2]:
             size = self.places(first)
@@ -71,9 +73,11 @@ class BatchSizes:
 
 
 def with_decay(optimizer: OptimizerConfig, training: TrainingConfig) -> OptimizerConfig:
-    """Where the decay ends, filled in where the length of the run is known: in samples if something
-    of the schedule is given in samples, or the run's length is and nothing of the schedule is given
-    in iterations, as Megatron has it; else in iterations."""
+    """Fill in where the learning rate's decay ends, if the length of the run is known.
+
+    As in Megatron it ends after so many samples if something of the schedule is given in samples,
+    or if the length of the run is and nothing of the schedule is given in iterations. Otherwise it
+    ends after so many iterations."""
     in_iterations = (
         optimizer.lr_decay_iters or optimizer.lr_warmup_iters or optimizer.lr_wsd_decay_iters
     )
@@ -90,10 +94,9 @@ def with_decay(optimizer: OptimizerConfig, training: TrainingConfig) -> Optimize
 def with_epochs(
     config: Config, samples: int, *, steps_done: int = 0, samples_done: int = 0
 ) -> Config:
-    """The configuration of a run of --epochs, now that its training samples are counted, with its
-    length filled in.
+    """Fill in the length of a run of --epochs, now that its training samples are counted.
 
-    ``steps_done`` and ``samples_done``: where it goes on."""
+    ``steps_done`` and ``samples_done`` say where a resumed run goes on."""
     training = config.training
     if not training.epochs:
         return config
@@ -106,7 +109,7 @@ def with_epochs(
 
 
 def length_problems(training: TrainingConfig) -> Iterator[str]:
-    """What is wrong with the length of a resolved run."""
+    """Yield what is wrong with the length of a resolved run."""
     iterations = training.train_iters
     samples = training.train_samples
     epochs = training.epochs
@@ -132,22 +135,25 @@ def length_problems(training: TrainingConfig) -> Iterator[str]:
 
 
 def size_problems(training: TrainingConfig, unit: int) -> Iterator[str]:
-    """What is wrong with the sizes of the steps of a resolved run. ``unit``: samples in a
-    microbatch of all data-parallel ranks; 0: unknown."""
+    """Yield what is wrong with --rampup-batch-size in a resolved run. ``unit``: samples in one
+    microbatch of all data-parallel ranks."""
     full = training.global_batch_size
     ramp = training.rampup_batch_size
     if ramp and full > 0:
         start, increment, samples = ramp if len(ramp) == 3 else (0, 0, 0)
         got = " ".join(map(str, ramp))
         if min(start, increment, samples) <= 0 or start > full or (full - start) % increment:
-            wanted = f"START INCREMENT SAMPLES with START + n x INCREMENT = global_batch_size {full} for a whole n"
+            wanted = (
+                "START INCREMENT SAMPLES with START + n x INCREMENT = global_batch_size "
+                f"{full} for a whole n"
+            )
             yield describe(
                 "--rampup-batch-size",
                 got=got,
                 expected=wanted,
                 do="change these or --global-batch-size",
             )
-        elif unit and (start % unit or (increment % unit and start < full)):
+        elif start % unit or (increment % unit and start < full):
             wanted = f"multiples of micro_batch_size x dp = {unit} for START and INCREMENT"
             yield describe(
                 "--rampup-batch-size",
@@ -158,8 +164,8 @@ def size_problems(training: TrainingConfig, unit: int) -> Iterator[str]:
 
 
 def planned_iterations(training: TrainingConfig) -> int:
-    """Steps of a run whose length is given in samples; 0 where that cannot be told from wrong
-    values."""
+    """The steps of a run whose length is given in samples; otherwise, and for invalid sizes,
+    ``train_iters`` as it is."""
     full = training.global_batch_size
     ramp = training.rampup_batch_size
     if (

@@ -18,13 +18,13 @@ class Blend:
 
     prefixes: tuple[str, ...]
     weights: tuple[int, ...] | None
-    """What each contributes, in whole numbers that are to each other as those given. None: as much
-    as it has samples."""
+    """Whole numbers in the ratio of the weights that were given. None: each dataset contributes all
+    that it has."""
 
 
 def read_blend(words: Sequence[str]) -> Blend:
-    """The words of ``--data-path``. Raises ConfigError where they mix datasets with and without
-    weights."""
+    """Read the words of ``--data-path``. Raises ConfigError where they mix datasets with and
+    without weights."""
     if len(words) == 1:
         return Blend(tuple(words), None)
     weights = words[0::2]
@@ -59,7 +59,7 @@ def is_number(word: str) -> bool:
 
 
 def blend_problems(words: Sequence[str]) -> Iterator[str]:
-    """What is wrong with ``--data-path``."""
+    """Yield what is wrong with ``--data-path``."""
     try:
         read_blend(words)
     except ConfigError as error:

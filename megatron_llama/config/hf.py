@@ -3,6 +3,9 @@ transformers 5.
 
 transformers 4: ``rope_theta``, ``rope_scaling`` (``rope_type``, earlier ``type``), ``torch_dtype``.
 transformers 5: ``rope_parameters`` (rope_type, rope_theta, factor, ...), ``dtype``.
+
+To add a rotary scaling, enter its name and its numbers in ``ROPE_FIELDS`` here, and compute its
+frequencies in ``nn/functional.py``.
 """
 
 from __future__ import annotations
@@ -28,12 +31,12 @@ ROPE_FIELDS: Mapping[str, tuple[str, ...]] = MappingProxyType(
         ),
     }
 )
-"""Rotary scalings that the model implements, and the numbers that each needs."""
+"""The rotary scalings that the model implements, and the numbers that each one needs."""
 
 
 def rope_problems(where: str, scaling: Any) -> list[str]:
-    """What is wrong with a ``rope_scaling`` mapping (rope_type and its numbers, without
-    rope_theta)."""
+    """What is wrong with a ``rope_scaling`` mapping: rope_type and its numbers, without
+    rope_theta. ``where`` names it in the messages."""
     if not isinstance(scaling, Mapping):
         return [
             describe(

@@ -1,9 +1,9 @@
 """One YAML file and command-line flags -> frozen dataclasses ("sections"); every command uses this
 one parser.
 
-A section is a frozen dataclass: its fields are the options, the string under a field is its help.
-Values stay text until the field's annotation reads them, so that YAML and the command line
-understand exactly the same spellings. ``manual.py`` prints the help.
+A section is a frozen dataclass: its fields are the options, the string under a field is its help,
+which ``help.py`` prints. Values stay text until the field's annotation converts them, so that YAML
+and the command line understand exactly the same spellings.
 """
 
 from __future__ import annotations
@@ -43,13 +43,13 @@ class Option:
 
 @dataclass(frozen=True)
 class Parsed:
-    """The sections, and where each explicitly given field came from."""
+    """The sections that a command line and its YAML file give, and where each value came from."""
 
     instances: Mapping[type[Any], Any]
     sources: Mapping[str, str]
     """Field name -> ``--lr`` or ``run.yaml:3 lr``, for the fields that were given."""
     notes: tuple[str, ...] = ()
-    """Of every key that was accepted and sets nothing, what is so here anyway."""
+    """One line for every key that was accepted and sets nothing, saying what holds here anyway."""
 
     def get(self, section: type[T]) -> T:
         """The instance of ``section``. Fields that were not given have their defaults."""
@@ -69,8 +69,9 @@ class Parsed:
 
 @dataclass(frozen=True)
 class _Given:
-    """A key as it was written. ``raw``: the words after a flag, or from YAML text, a list of texts,
-    a mapping or None (null)."""
+    """A key as it was written. ``raw`` holds the words after a flag, or what YAML has: text, a list
+    of texts, a mapping or None (null). ``group`` is the section's name under which YAML has the
+    key."""
 
     key: str
     raw: Any
@@ -129,9 +130,9 @@ def parse(
     not known to this command. Raises ConfigError with every problem of the file and the flags.
     """
     reader = _Reader(sections, aliases)
-    flags, file = reader.split(argv)
-    values = reader.values(reader.yaml(file)) if file is not None else {}
-    values |= reader.values(flags)
+    flags, file = reader.read_command_line(argv)
+    values = reader.convert(reader.read_yaml(file)) if file is not None else {}
+    values |= reader.convert(flags)
     for name, implied in reader.implied.items():
         values.setdefault(name, implied)
     reader.problems.extend(
@@ -143,23 +144,30 @@ def parse(
     )
     if reader.problems:
         raise ConfigError(listing("These options cannot be used:", reader.problems))
-    instances = {
-        s: s(**{n: v for n, (v, _) in values.items() if reader.options[n].section is s})
-        for s in sections
-    }
+    instances = {}
+    for section in sections:
+        own = {
+            name: value
+            for name, (value, _) in values.items()
+            if reader.options[name].section is section
+        }
+        instances[section] = section(**own)
     sources = MappingProxyType({name: where for name, (_, where) in values.items()})
     return Parsed(MappingProxyType(instances), sources, tuple(reader.notes))
 
 
 def expected(kind: Any) -> str:
-    """The values of an annotation, in words."""
+    """Say in words which values an annotation takes."""
     inner, optional = _strip_optional(kind)
     if get_origin(inner) is Literal:
         return "one of " + ", ".join(get_args(inner))
     if get_origin(inner) is tuple:
         return f"one or more of: {expected(get_args(inner)[0])}"
     if get_origin(inner) is dict:
-        return 'a mapping (on the command line JSON, such as \'{"rope_type": "linear", "factor": 2.0}\')'
+        return (
+            'a mapping (on the command line JSON, such as \'{"rope_type": "linear", "factor": '
+            "2.0}')"
+        )
     words = {
         int: "an integer such as 4, 1_000 or 2e8",
         float: "a number such as 0.1 or 3e-4",
@@ -170,8 +178,8 @@ def expected(kind: Any) -> str:
 
 
 def read(kind: Any, raw: Any) -> Any:
-    """Text (list of texts, mapping, None) -> value of the annotation. Raises ValueError when it is
-    none."""
+    """Convert text (a list of texts, a mapping, None) to a value of the annotation. Raises
+    ValueError for text that is none."""
     inner, optional = _strip_optional(kind)
     if optional and (raw is None or (raw == "null" and inner is not str)):
         return None
@@ -239,7 +247,7 @@ _READERS: Mapping[Any, Any] = MappingProxyType(
 
 
 class _Reader:
-    """Collects values and problems of one command line."""
+    """Collects values and problems of one command line and its YAML file."""
 
     def __init__(self, sections: Sequence[type[Any]], aliases: Mapping[str, Alias]) -> None:
         self.options = options_of(sections)
@@ -253,23 +261,23 @@ class _Reader:
         self.problems: list[str] = []
         self.notes: list[str] = []
         self.implied: dict[str, tuple[Any, str]] = {}
-        """Option -> (value, the switch that asks for it)."""
+        """Option -> (value, the switch that implies it unless the option is given)."""
         self.refused: set[str] = set()
         """Options that were given, but wrongly: not reported as missing too."""
 
     def problem(self, where: str, *, got: object, expected: object, do: str) -> None:
         self.problems.append(describe(where, got=got, expected=expected, do=do))
 
-    def split(self, argv: Sequence[str]) -> tuple[list[_Given], str | None]:
+    def read_command_line(self, argv: Sequence[str]) -> tuple[list[_Given], str | None]:
         """The command line as keys with their words, and the file named by ``--config``."""
         given: list[_Given] = []
         files: list[list[str]] = []
-        for name, inline, words in _words(argv):
+        for name, inline, words in _flags_with_words(argv):
             if name is None:
-                self._stray(words)
+                self._refuse_stray_words(words)
                 continue
             if inline is not None:
-                self._stray(words)
+                self._refuse_stray_words(words)
                 words = [inline]
             key = name.replace("-", "_")
             where = "--" + name
@@ -304,7 +312,7 @@ class _Reader:
         known = key in self.options or key in self.aliases
         return None if known or option is None or option.kind is not bool else option
 
-    def yaml(self, path: str) -> list[_Given]:
+    def read_yaml(self, path: str) -> list[_Given]:
         """The keys of a YAML file, flat or one level down under a section's name."""
         try:
             with open(path, encoding="utf-8") as file:
@@ -337,7 +345,7 @@ class _Reader:
                 name = str(key.value).replace("-", "_")
                 if isinstance(node, yaml.MappingNode) and name in self.groups:
                     for inner, value in node.value:
-                        yield self._unabridged(_yaml_given(loader, path, inner, value, name))
+                        yield self._with_section_name(_yaml_given(loader, path, inner, value, name))
                 else:
                     yield _yaml_given(loader, path, key, node, None)
         except yaml.YAMLError as error:
@@ -346,8 +354,9 @@ class _Reader:
             cause = getattr(error, "problem", None) or str(error)
             self.problem(where, got=cause, expected="valid YAML", do="mend that line")
 
-    def _unabridged(self, item: _Given) -> _Given:
-        """Under its section's name a key may leave that name out: ``rank`` under ``lora:``."""
+    def _with_section_name(self, item: _Given) -> _Given:
+        """Under its section's name a key may leave that name out: ``rank`` under ``lora:`` is
+        ``lora_rank``."""
         name = f"{item.group}_{item.key}"
         return (
             replace(item, key=name)
@@ -355,11 +364,12 @@ class _Reader:
             else item
         )
 
-    def values(self, given: Iterable[_Given]) -> dict[str, tuple[Any, str]]:
-        """Option -> (value, where it was given). A key may be repeated only with the same value."""
+    def convert(self, given: Iterable[_Given]) -> dict[str, tuple[Any, str]]:
+        """Return option -> (value, where it was given). A key may be repeated with the same value
+        only."""
         values: dict[str, tuple[Any, str]] = {}
         for item in given:
-            pair = self._value(item)
+            pair = self._read_given(item)
             if pair is None:
                 continue
             name, value = pair
@@ -371,20 +381,24 @@ class _Reader:
                 )
         return values
 
-    def _value(self, item: _Given) -> tuple[str, Any] | None:
+    def _read_given(self, item: _Given) -> tuple[str, Any] | None:
         alias = self.aliases.get(item.key)
         name = alias.field if alias is not None else item.key
         if name is not None and (name not in self.options or not self._in_group(item, name)):
-            self._unknown(item)
+            self._refuse_unknown(item)
             return None
         if alias is None:
-            return self._own(item, self.options[item.key])
-        return self._switch(item, alias) if alias.value is not None else self._renamed(item, alias)
+            return self._read_option(item, self.options[item.key])
+        return (
+            self._read_switch(item, alias)
+            if alias.value is not None
+            else self._read_renamed(item, alias)
+        )
 
     def _in_group(self, item: _Given, name: str) -> bool:
         return item.group is None or self.options[name].section is self.groups[item.group]
 
-    def _own(self, item: _Given, option: Option) -> tuple[str, Any] | None:
+    def _read_option(self, item: _Given, option: Option) -> tuple[str, Any] | None:
         inner, _ = _strip_optional(option.kind)
         raw = item.raw
         if isinstance(raw, list) and get_origin(inner) is not tuple and item.is_flag:
@@ -417,7 +431,7 @@ class _Reader:
         self.problem(item.where, got=got, expected=expected(kind), do=remedy)
         return None
 
-    def _renamed(self, item: _Given, alias: Alias) -> tuple[str, Any] | None:
+    def _read_renamed(self, item: _Given, alias: Alias) -> tuple[str, Any] | None:
         raw = item.raw
         if alias.convert is not None:
             word = self._one_word(item, None, str) if isinstance(raw, list) else raw
@@ -429,14 +443,11 @@ class _Reader:
                 self.problem(item.where, got=word, expected=error, do=alias.help)
                 return None
         if alias.field is None:
-            self._accepted(item, alias)
+            self.notes.append(f"{item.where}: {alias.help}")
             return None
-        return self._own(_Given(alias.field, raw, item.where), self.options[alias.field])
+        return self._read_option(_Given(alias.field, raw, item.where), self.options[alias.field])
 
-    def _accepted(self, item: _Given, alias: Alias) -> None:
-        self.notes.append(f"{item.where}: {alias.help}")
-
-    def _switch(self, item: _Given, alias: Alias) -> tuple[str, Any] | None:
+    def _read_switch(self, item: _Given, alias: Alias) -> tuple[str, Any] | None:
         word = self._one_word(item, "true", bool) if isinstance(item.raw, list) else item.raw
         if word is None and isinstance(item.raw, list):
             return None
@@ -450,7 +461,7 @@ class _Reader:
             if on != stands_for:
                 self.problem(item.where, got=str(on).lower(), expected=alias.value, do=alias.help)
             else:
-                self._accepted(item, alias)
+                self.notes.append(f"{item.where}: {alias.help}")
         elif on or stands_for is not None:
             # `untie...: false` says tied; a switch that stands for a word has no such opposite.
             text = alias.value if on else str(not stands_for).lower()
@@ -467,19 +478,19 @@ class _Reader:
             )
         return None
 
-    def _stray(self, words: Sequence[str]) -> None:
+    def _refuse_stray_words(self, words: Sequence[str]) -> None:
         if words:
             do = "write a flag before it (flags start with two dashes)"
             self.problem("command line", got=" ".join(words), expected="--option value", do=do)
 
-    def _unknown(self, item: _Given) -> None:
+    def _refuse_unknown(self, item: _Given) -> None:
         name = self.aliases[item.key].field if item.key in self.aliases else item.key
         if name in self.options:
-            home = section_name(self.options[name].section)
+            section = section_name(self.options[name].section)
             self.problem(
                 item.where,
                 got=f"it under {item.group}:",
-                expected=f"it under {home}: or at the top",
+                expected=f"it under {section}: or at the top",
                 do="move it",
             )
             return
@@ -506,9 +517,9 @@ class _Reader:
         return f"did you mean {near[0]}?" if near else None
 
 
-def _words(argv: Sequence[str]) -> Iterator[tuple[str | None, str | None, list[str]]]:
-    """(flag name, text after ``=``, the words up to the next flag); words before any flag come with
-    no name."""
+def _flags_with_words(argv: Sequence[str]) -> Iterator[tuple[str | None, str | None, list[str]]]:
+    """Yield (flag name, text after ``=``, the words up to the next flag). Words before any flag
+    come with no name."""
     bounds = [*(i for i, word in enumerate(argv) if _FLAG.fullmatch(word)), len(argv)]
     if bounds[0] > 0:
         yield None, None, list(argv[: bounds[0]])
