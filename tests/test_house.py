@@ -215,7 +215,11 @@ def _documented_elsewhere(module: str, owner: ast.ClassDef, name: str, classes: 
     own = {method for each in lineage for method in _methods(each)}
     protocols = [each for group in classes.values() for each in group if "Protocol" in _bases(each)]
     implemented = [
-        each for each in protocols if {method for one in _lineage(each, classes) for method in _methods(one) if method[0] != "_"} <= own
+        each
+        for each in protocols
+        # A property of a protocol may be a plain attribute of the class.
+        if {name for one in _lineage(each, classes) for name, node in _methods(one).items() if name[0] != "_" and not node.decorator_list}
+        <= own
     ]
     for each in (*lineage[1:], *(base for protocol in implemented for base in _lineage(protocol, classes))):
         if each is not owner and name in _methods(each) and ast.get_docstring(_methods(each)[name]):

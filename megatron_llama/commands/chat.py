@@ -100,7 +100,7 @@ class Talk:
 
         The oldest messages are forgotten when the conversation gets longer than the model's longest
         sequence."""
-        from megatron_llama.model.generate import go_on
+        from megatron_llama.model.generate import continue_sequence
         from megatron_llama.tokenizer.stream import TextStream
 
         said, ids = self._fitting([*self._said, {"role": "user", "content": message}])
@@ -109,10 +109,10 @@ class Talk:
             min(len(self._read), len(ids)),
         )
         known = min(known, len(ids) - 1)  # something has to be read, for its logits
-        self._reader.return_to(known)
+        self._reader.truncate(known)
         stream = TextStream(self._model.tokenizer)
         new = list[int]()
-        answer = go_on(
+        answer = continue_sequence(
             self._reader,
             ids[known:],
             self._sampling,
@@ -135,7 +135,10 @@ class Talk:
             if len(ids) < self._model.longest:
                 return said, ids
             if len(said) <= 2:
-                expected = f"at most {self._model.longest - 1}, the model's max_position_embeddings less one"
+                expected = (
+                    f"at most {self._model.longest - 1}, the model's max_position_embeddings "
+                    "less one"
+                )
                 raise DataError(
                     describe(
                         "the message", got=f"{len(ids)} tokens", expected=expected, do="shorten it"

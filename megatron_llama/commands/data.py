@@ -62,7 +62,8 @@ def data(parsed: Parsed) -> int:
     files = example_files([*options.train_data, *options.valid_data])
     tokenizer = ChatTokenizer(load_tokenizer(tool.tokenizer_model), options.chat_template)
     print(
-        f"chat template: {tokenizer.template.name}; learned: {loss_parts(tokenizer.template.marks_answers, options)}"
+        f"chat template: {tokenizer.template.name}; in the loss: "
+        f"{loss_parts(tokenizer.template.marks_answers, options)}"
     )
     if tool.action == "preview":
         return _preview(files, tokenizer, tool, options)
@@ -99,7 +100,8 @@ def _preview(
     longest = tool.seq_length + 1
     cut = f", of which a sample holds {longest:,}" if count > longest else ""
     print(
-        f"{where}: format {list(formats.values())[-1]}, {count:,} tokens{cut}, {sum(encoded.loss_mask):,} learned\n\n{encoded.text}\n"
+        f"{where}: format {list(formats.values())[-1]}, {count:,} tokens{cut}, "
+        f"{sum(encoded.loss_mask):,} in the loss\n\n{encoded.text}\n"
     )
     color = tool.color == "always" or (tool.color == "auto" and sys.stdout.isatty())
     before, behind = (_GREEN, _PLAIN) if color else ("[[", "]]")
@@ -133,8 +135,8 @@ def _check(
         shares = Counter(int(100 * mask.mean()) for mask in examples.loss_mask)
         charts = (
             ("Tokens of an example", examples.lengths),
-            ("Learned tokens", targets),
-            ("Share of learned tokens, %", shares),
+            ("Tokens in the loss", targets),
+            ("Share of tokens in the loss, %", shares),
         )
         replace_file(Path(tool.output), page("Examples", lines, charts).encode())
         print(f"wrote {tool.output}")

@@ -52,7 +52,8 @@ def sft(parsed: Parsed) -> None:
         strict = options.on_changed_data == "stop"
         with raise_on_all_ranks(mesh.world):
             lines = [
-                f"chat template: {tokenizer.template.name}; learned: {loss_parts(tokenizer.template.marks_answers, options)}"
+                f"chat template: {tokenizer.template.name}; in the loss: "
+                f"{loss_parts(tokenizer.template.marks_answers, options)}"
             ]
             lines += data.report(config)
         if mesh.rank == 0:
@@ -105,7 +106,10 @@ def loss_parts(marks: bool, options: SFTConfig) -> str:
     if options.loss_on == "all":
         return "every token (--loss-on all)"
     which = "answers" if options.loss_on == "assistant" else "the last answer"
-    return f"{which}, which {'the template marks' if marks else 'are what each adds to the text before it'}"
+    return (
+        f"{which}, which "
+        f"{'the template marks' if marks else 'are what each adds to the text before it'}"
+    )
 
 
 def refuse(problems: list[str]) -> None:

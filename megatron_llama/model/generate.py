@@ -1,5 +1,5 @@
-"""Text generation in one process: prompts of different lengths in one batch, each token computed
-once."""
+"""Text generation in one process: prompts of different lengths in one batch, with a cache of keys
+and values, so that each token is computed once."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from megatron_llama.nn.cache import KVCache
 
 @dataclass(frozen=True)
 class Sampling:
-    """How the next token is drawn; ``GenerateConfig`` documents the fields."""
+    """How the next token is sampled. The fields are the options of ``SamplingConfig``."""
 
     max_new_tokens: int
     temperature: float
@@ -24,30 +24,31 @@ class Sampling:
 
 
 class Reader:
-    """A model with a key/value cache, which reads the sequences of a batch a few tokens at a time.
+    """A model that reads a batch of sequences piece by piece and remembers what it has read.
 
-    Shorter sequences are padded behind their end: padding has positions that no token of the
-    sequence attends to, and the next tokens take its slots. So only tokens that follow others need
-    a mask."""
+    A token's slot in the cache is its position. Shorter sequences are padded behind their end,
+    where no token of theirs attends, and the next tokens overwrite the padding. So the first piece
+    is plain causal attention without a mask; only later pieces need one."""
 
     def __init__(self, stage: Stage) -> None:
         self._stage = stage
         self._cache = KVCache()
         self.lengths: list[int] = []
-        """Tokens of each sequence that have been read."""
+        """How many tokens of each sequence have been read."""
 
     def read(self, tokens: Sequence[Sequence[int]]) -> Tensor:
-        """Read more tokens (at least one) of every sequence, and return the logits [b, vocab_size]
-        of what follows each."""
+        """Read more tokens (at least one) of every sequence. Return fp32 logits [b, vocab_size] of
+        the token that follows each."""
         self.lengths = self.lengths or [0] * len(tokens)
         device = self._stage.mesh.device
         counts = [len(new) for new in tokens]
         longest = max(counts)
-        padded = [[*new, *[0] * (longest - len(new))] for new in tokens]
-        ids = torch.tensor(padded, device=device).t()
-        # A slot is a position: token i of a sequence takes slot (tokens read before) + i.
-        offsets = torch.arange(longest, device=device).unsqueeze(-1)
-        slots = torch.tensor(self.lengths, device=device) + offsets
+        ids = torch.tensor(
+            [[*new, *[0] * (longest - len(new))] for new in tokens], device=device
+        ).t()
+        slots = torch.tensor(self.lengths, device=device) + torch.arange(
+            longest, device=device
+        ).unsqueeze(-1)
         length = max(self.lengths) + longest
         positions = self._stage.positions(longest, device, slots)
         if any(self.lengths):
@@ -61,37 +62,16 @@ class Reader:
         return logits[0, :, : self._stage.config.vocab_size].float()  # type: ignore[no-any-return]
 
     def keep(self, rows: Sequence[int]) -> None:
-        """Keep these sequences of the batch only."""
+        """Keep only these sequences of the batch."""
         self.lengths = [self.lengths[row] for row in rows]
         self._cache.keep(torch.tensor(rows, device=self._stage.mesh.device))
 
-    def return_to(self, length: int) -> None:
-        """Forget all but the first ``length`` tokens of the one sequence that is read."""
+    def truncate(self, length: int) -> None:
+        """Forget all but the first ``length`` tokens of a batch of one sequence."""
         self.lengths = [length]
 
 
-def generate(
-    stage: Stage,
-    prompt: Sequence[int],
-    sampling: Sampling,
-    *,
-    eos: int | None,
-    generator: torch.Generator,
-) -> Iterator[int]:
-    """Yield new token ids after ``prompt`` (not empty), until ``eos`` (not yielded), the limit, or
-    the model's longest sequence."""
-    stops = frozenset() if eos is None else frozenset({eos})
-    return go_on(
-        Reader(stage),
-        prompt,
-        sampling,
-        stops=stops,
-        generator=generator,
-        longest=stage.config.max_position_embeddings,
-    )
-
-
-def go_on(
+def continue_sequence(
     reader: Reader,
     tokens: Sequence[int],
     sampling: Sampling,
@@ -100,12 +80,12 @@ def go_on(
     generator: torch.Generator,
     longest: int,
 ) -> Iterator[int]:
-    """Let the reader of one sequence read ``tokens``, and yield what follows until one of ``stops``
-    (not yielded), the limit, or ``longest`` tokens in all."""
+    """Read ``tokens`` of a single sequence and yield the tokens that follow, until one of ``stops``
+    (not yielded), the limit of new tokens, or ``longest`` tokens in all."""
     new = list(tokens)
     read = sum(reader.lengths) + len(tokens)
     for _ in range(min(sampling.max_new_tokens, longest - read)):
-        new = [draw(reader.read([new])[0], sampling, generator)]
+        new = [sample_token(reader.read([new])[0], sampling, generator)]
         if new[0] in stops:
             return
         yield new[0]
@@ -119,11 +99,11 @@ def generate_batch(
     stops: frozenset[int],
     seed: int,
 ) -> Iterator[tuple[int, int | None]]:
-    """Continue prompts (none empty) in one batch: yield (index of the prompt, new token), and
-    (index, None) when a prompt is done.
+    """Continue prompts (none empty) in one batch: yield (number of the prompt, new token), and
+    (number, None) when a prompt is done.
 
-    Each prompt ends as with ``generate``, and has a generator of its own, so that its text does not
-    depend on the rest of the batch."""
+    Each prompt ends as in ``continue_sequence``. Each has a generator of its own, so that its text
+    does not depend on what else is in the batch."""
     room = [
         min(sampling.max_new_tokens, stage.config.max_position_embeddings - len(prompt))
         for prompt in prompts
@@ -135,7 +115,7 @@ def generate_batch(
     new: list[Sequence[int]] = [prompts[number] for number in rows]
     while rows:
         drawn = [
-            draw(logits, sampling, generators[number])
+            sample_token(logits, sampling, generators[number])
             for number, logits in zip(rows, reader.read(new), strict=True)
         ]
         stay = []
@@ -153,9 +133,9 @@ def generate_batch(
         new = [[drawn[row]] for row in stay]
 
 
-def draw(logits: Tensor, sampling: Sampling, generator: torch.Generator) -> int:
-    """Draw a token from logits [vocab_size]: temperature, then top-k, then top-p (Holtzman et al.,
-    2020)."""
+def sample_token(logits: Tensor, sampling: Sampling, generator: torch.Generator) -> int:
+    """Sample a token from logits [vocab_size]: temperature, then top-k, then top-p (Holtzman et
+    al., 2020)."""
     if sampling.temperature == 0.0:
         return int(logits.argmax())
     sorted_logits, order = (logits / sampling.temperature).sort(descending=True)
@@ -163,7 +143,7 @@ def draw(logits: Tensor, sampling: Sampling, generator: torch.Generator) -> int:
         sorted_logits = sorted_logits[: sampling.top_k]
         order = order[: sampling.top_k]
     probabilities = sorted_logits.softmax(-1)
-    # A token is kept while the more likely ones do not yet have top_p together.
+    # The first token whose predecessors do not yet have top_p together is the last one kept.
     keep = probabilities.cumsum(-1) - probabilities < sampling.top_p
     probabilities = probabilities.where(keep, torch.zeros_like(probabilities))
     return int(order[torch.multinomial(probabilities.cpu(), 1, generator=generator)])

@@ -1,4 +1,5 @@
-"""A tokenizer with its chat template: conversations to token ids, and which of them are learned."""
+"""A tokenizer with its chat template: conversations to token ids, and which of them the loss
+counts."""
 
 from __future__ import annotations
 
@@ -30,26 +31,33 @@ class Encoded:
     """An example as tokens."""
 
     text: str
-    """As the template renders it."""
+    """The conversation as the template renders it."""
     ids: list[int]
     loss_mask: list[bool]
-    """Of each token whether the loss counts it."""
+    """Whether each token is in the loss."""
 
 
 class ChatTokenizer:
-    """A Tokenizer that knows conversations too. Raises DataError if the tokenizer cannot be
-    expressed as a ``tokenizer.json``, which is what reads special tokens in a text."""
+    """A Tokenizer that also encodes conversations.
+
+    Only a ``tokenizer.json`` reads special tokens in a text, so any other tokenizer is converted to
+    one for that. Raises DataError if this is not possible, or if there is no end token."""
 
     def __init__(
         self, tokenizer: Tokenizer, wanted: str | None = None, *, now: datetime | None = None
     ) -> None:
-        """``wanted``: a template's file or name, instead of the tokenizer's own; ``now``: for one
-        that says what day it is."""
+        """``wanted``: a template's file or name, instead of the tokenizer's own. ``now``: the day
+        for a template that writes it into the text."""
         self._tokenizer = tokenizer
         self.vocab_size = tokenizer.vocab_size
         self.bos_id = tokenizer.bos_id
         self.eos_id = tokenizer.eos_id
-        self._reader = tokenizer if isinstance(tokenizer, HFTokenizer) else _twin(tokenizer)
+        if isinstance(tokenizer, HFTokenizer):
+            self._reader = tokenizer
+        else:
+            with tempfile.TemporaryDirectory() as folder:
+                tokenizer.save_hf(folder)
+                self._reader = HFTokenizer(Path(folder) / "tokenizer.json")
         path: Path | None = getattr(tokenizer, "path", None)
         self.template = find_template(
             wanted, path.parent if path is not None else None, self._reader.special_names(), now
@@ -70,20 +78,17 @@ class ChatTokenizer:
             )
 
     def encode(self, text: str) -> list[int]:
-        """See Tokenizer."""
         return self._tokenizer.encode(text)
 
     def encode_packed(self, texts: Sequence[str]) -> list[bytes]:
-        """See Tokenizer."""
         return self._tokenizer.encode_packed(texts)
 
     def decode(self, ids: Sequence[int]) -> str:
-        """See Tokenizer."""
         return self._tokenizer.decode(ids)
 
     def save_hf(self, folder: str | Path) -> None:
-        """See Tokenizer; with the chat template beside it, and the token that ends an answer among
-        those that end generation."""
+        """Write the tokenizer, the chat template, and the token that ends an answer among those
+        that end generation."""
         self._tokenizer.save_hf(folder)
         replace_file(Path(folder) / TEMPLATE_FILE, self.template.source.encode())
         path = Path(folder) / GENERATION_FILE
@@ -101,29 +106,30 @@ class ChatTokenizer:
         return [self._reader.decode([id]) or self._reader.token(id) or f"<{id}>" for id in ids]
 
     def prompt(self, text: str) -> list[int]:
-        """A user's message and the beginning of an answer. Raises DataError if the template
-        cannot."""
+        """Encode a user's message and the beginning of an answer. Raises DataError if the template
+        cannot render it."""
         try:
             return self.continued([{"role": "user", "content": text}])
         except UnusableError as problem:
             raise DataError(str(problem.at(f"prompt {text[:40]!r}"))) from problem
 
     def continued(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
-        """Messages and the beginning of an answer. Raises UnusableError if the template cannot, or
-        a message has a special token."""
+        """Encode messages and the beginning of an answer. Raises UnusableError if the template
+        cannot render them, or a message contains a special token."""
         for message in messages:
             self._refuse_special(message["content"])
         return self._reader.encode(self.template.render(messages, prompt=True).text)
 
     def ends(self) -> frozenset[int]:
-        """The special token with which the template ends an answer, if there is one."""
+        """The special token with which the template ends an answer; empty if it uses none."""
         before = [{"role": "user", "content": "?"}]
         text = self.template.render([*before, {"role": ASSISTANT, "content": _SOMETHING}]).text
         behind = self._reader.encode(text.rpartition(_SOMETHING)[2])
         return frozenset(next(([id] for id in behind if not self._reader.decode([id])), []))
 
     def read(self, example: Example, loss_on: LossOn) -> Encoded:
-        """Raises UnusableError if nothing of it is learned, or nobody can say what."""
+        """Encode an example. Raises UnusableError if no token of it would be in the loss, or if the
+        answers cannot be told apart from the rest."""
         if isinstance(example, Passage):
             return self._passage(example, loss_on)
         for text in example.texts:
@@ -140,7 +146,7 @@ class ChatTokenizer:
             raise UnusableError("special token in a message", got=got, expected="text", do=do)
 
     def _passage(self, example: Passage, loss_on: LossOn) -> Encoded:
-        """A begin token before and an end token behind it, unless the text spells them."""
+        """Encode plain text, with a begin and an end token unless the text itself has them."""
         assert self.eos_id is not None
         text = example.prompt + example.completion
         ids, places = self._reader.encode_with_places(text)
@@ -160,7 +166,7 @@ class ChatTokenizer:
     def _answers(
         self, example: Conversation, loss_on: LossOn
     ) -> tuple[str, Sequence[tuple[int, int]]]:
-        """The rendered text and the characters of it that are learned."""
+        """The rendered text and the ranges of its characters that are in the loss."""
         whole = self.template.render(example.messages, example.tools)
         if loss_on == "all":
             return whole.text, ()
@@ -172,7 +178,8 @@ class ChatTokenizer:
         return whole.text, spans[-1:] if loss_on == "last" else spans
 
     def _differences(self, example: Conversation, whole: str) -> Iterator[tuple[int, int]]:
-        """Of each answer what it adds to the text of the messages before it."""
+        """Yield for each answer the characters that it adds to the text of the messages before
+        it."""
         for index, message in enumerate(example.messages):
             if message["role"] != ASSISTANT:
                 continue
@@ -182,7 +189,10 @@ class ChatTokenizer:
                 expected = (
                     "{% generation %} around answers, or a text that only grows with each message"
                 )
-                do = f"mark the answers in {self.template.name}, or give --chat-template or --loss-on all"
+                do = (
+                    f"mark the answers in {self.template.name}, or give --chat-template or "
+                    "--loss-on all"
+                )
                 got = (
                     f"a template that renders messages[:{index + 1}] differently when others follow"
                 )
@@ -190,12 +200,6 @@ class ChatTokenizer:
                     "answers cannot be told apart", got=got, expected=expected, do=do
                 )
             yield len(before), len(until)
-
-
-def _twin(tokenizer: Tokenizer) -> HFTokenizer:
-    with tempfile.TemporaryDirectory() as folder:
-        tokenizer.save_hf(folder)
-        return HFTokenizer(Path(folder) / "tokenizer.json")
 
 
 def _overlapping(places: Sequence[tuple[int, int]], spans: Sequence[tuple[int, int]]) -> list[bool]:

@@ -1,4 +1,4 @@
-"""Files of examples as tokens in memory, read by all ranks together, and as samples of batches."""
+"""Examples as tokens in memory, and the samples of a run that are made of them."""
 
 from __future__ import annotations
 
@@ -23,30 +23,31 @@ from megatron_llama.sft.records import records
 from megatron_llama.sft.sft_config import SFTConfig
 
 RENDERED = "rendered"
-"""The name of a day in an identity: with it a resumed run renders the same texts on another day."""
+"""The key of a day in the identity that a checkpoint keeps: some templates write the day into the
+text, and a run that is resumed on another day has to render the same texts."""
 
 
 @dataclass
 class Examples:
-    """Those of some files that can be used, and what became of the others."""
+    """The examples of some files that can be used, and what became of the others."""
 
     ids: list[NDArray[np.int32]] = field(default_factory=list)
     loss_mask: list[NDArray[np.bool_]] = field(default_factory=list)
-    """Of each token whether the loss counts it."""
+    """Whether each token of an example is in the loss."""
     numbers: list[int] = field(default_factory=list)
-    """Place of each among all examples of the files, so that the shares of several ranks can be put
-    in order."""
+    """The position of each example among all examples of the files, by which the shares of several
+    ranks are put in order."""
     formats: dict[str, str] = field(default_factory=dict)
-    """By file."""
+    """Format by file."""
     problems: list[Problem] = field(default_factory=list)
     lengths: Counter[int] = field(default_factory=Counter)
-    """How many examples have so many tokens, before anything was cut."""
+    """How many examples have a given number of tokens, before anything is cut."""
     truncated: int = 0
     dropped: int = 0
     """Examples that were too long."""
 
     def __len__(self) -> int:
-        """How many can be used."""
+        """The number of examples that can be used."""
         return len(self.ids)
 
     def merge(self, others: Iterable[Examples]) -> None:
@@ -67,14 +68,14 @@ class Examples:
         self.problems.sort(key=lambda problem: problem.number)
 
     def report(self, most: int | None = LISTED) -> Iterator[str]:
-        """What was read and what was left out, line by line; with the first ``most`` of what cannot
-        be used."""
+        """Yield lines that say what was read and what was left out, with the first ``most``
+        problems; None: all of them."""
         for file, name in self.formats.items():
             yield f"{file}: format {name}"
         tokens = sum(map(len, self.ids))
-        loss_mask = sum(int(mask.sum()) for mask in self.loss_mask)
-        share = f" ({loss_mask / tokens:.0%})" if tokens else ""
-        yield f"{len(self):,} examples, {tokens:,} tokens, {loss_mask:,} of them learned{share}"
+        counted = sum(int(mask.sum()) for mask in self.loss_mask)
+        share = f" ({counted / tokens:.0%})" if tokens else ""
+        yield f"{len(self):,} examples, {tokens:,} tokens, {counted:,} of them in the loss{share}"
         if self.truncated or self.dropped:
             yield f"too long: {self.truncated:,} examples truncated, {self.dropped:,} dropped"
         if self.problems:
@@ -90,10 +91,8 @@ def read_examples(
     *,
     share: tuple[int, int] = (0, 1),
 ) -> Examples:
-    """Every n-th example of the files from the r-th on, for ``share`` (r, n); what cannot be used
-    is in ``problems``.
-
-    Raises DataError if a file cannot be read at all."""
+    """Read every n-th example of the files from the r-th on, for ``share`` (r, n). Examples that
+    cannot be used are in ``problems``. Raises DataError if a file cannot be read at all."""
     examples = Examples()
     for number, (where, found) in enumerate(parsed_examples(files, options, examples.formats)):
         if number % share[1] != share[0]:
@@ -116,8 +115,8 @@ def read_examples(
 def parsed_examples(
     files: Sequence[Path], options: SFTConfig, formats: dict[str, str]
 ) -> Iterator[tuple[str, Example | UnusableError]]:
-    """Place and content of every example. Where the format is to be detected, the first example
-    that has one decides for its file."""
+    """Yield place and content of every example. Where the format is to be detected, the first
+    example with a known one decides for its file, and ``formats`` gets it."""
     for file in files:
         name: str | None = None if options.data_format == "auto" else options.data_format
         for record in records(file):
@@ -133,7 +132,8 @@ def parsed_examples(
 def _add(
     examples: Examples, number: int, encoded: Encoded, on_long_sample: str, seq_length: int
 ) -> None:
-    """Raises UnusableError if the example is too long for what is asked."""
+    """Add an example, cut or left out as --on-long-sample says. Raises UnusableError if it is too
+    long for that."""
     count = len(encoded.ids)
     longest = seq_length + 1
     ids = np.array(encoded.ids, np.int32)
@@ -161,13 +161,19 @@ def _add(
 
 
 def refuse_problems(examples: Examples, files: Sequence[Path], options: SFTConfig) -> None:
-    """Raises DataError if there are examples that cannot be used and nobody said to drop them, or
-    if none is left."""
+    """Raise DataError if there are examples that cannot be used and --on-bad-sample is not
+    ``drop``, or if no example is left."""
     if examples.problems and options.on_bad_sample == "stop":
-        title = f"{len(examples.problems):,} examples cannot be used (--on-bad-sample drop leaves them out):"
+        title = (
+            f"{len(examples.problems):,} examples cannot be used (--on-bad-sample drop leaves "
+            "them out):"
+        )
         raise DataError(listing(title, problem_lines(examples.problems)))
     if not examples.ids:
-        got = f"no example that can be used ({len(examples.problems):,} cannot, {examples.dropped:,} are too long)"
+        got = (
+            f"no example that can be used ({len(examples.problems):,} cannot, "
+            f"{examples.dropped:,} are too long)"
+        )
         do = "run data check on the file"
         raise DataError(
             describe(", ".join(map(str, files)), got=got, expected="one or more", do=do)
@@ -176,20 +182,20 @@ def refuse_problems(examples: Examples, files: Sequence[Path], options: SFTConfi
 
 @dataclass(frozen=True)
 class Noise:
-    """NEFTune (Jain et al., 2023): uniform, at most alpha / sqrt(length of the example x
-    hidden_size)."""
+    """NEFTune (Jain et al., 2023): uniform noise of at most alpha / sqrt(length of the example x
+    hidden_size) on the embeddings of training samples."""
 
     alpha: float
     hidden_size: int
 
 
 class ExampleSamples:
-    """Samples of ``seq_length`` tokens, each filled with one example, or with several that share
-    it.
+    """Samples of ``seq_length`` tokens, each filled with one example, or packed with several.
 
-    An example of n tokens takes n - 1 places: each of its tokens but the last is read, each but the
-    first may be a label. Examples of a sample see only themselves and have positions of their own;
-    so does what pads its end, which is never a label."""
+    An example of n tokens takes n - 1 places: all its tokens but the last are inputs, all but the
+    first may be labels. Each example of a packed sample is a document of its own: it attends only
+    to itself, and its positions start at 0. So does the padding at the end, which is never a
+    label."""
 
     def __init__(
         self,
@@ -201,7 +207,7 @@ class ExampleSamples:
         noise: Noise | None = None,
         rendered: str | None = None,
     ) -> None:
-        """``rendered``: the day that the texts say it is; None if they do not."""
+        """``rendered``: the day that the template has written into the texts, if it does."""
         self._examples = examples
         self._seq_length = seq_length
         self._noise = noise
@@ -212,15 +218,14 @@ class ExampleSamples:
         )
         self._rows = [[chosen[index] for index in group] for group in groups]
         self.filled = sum(lengths) / max(1, len(groups) * seq_length)
-        """Share of the places that examples take."""
+        """The share of all places that examples take; the rest is padding."""
 
     def __len__(self) -> int:
-        """See Samples."""
         return len(self._rows)
 
     def identity(self) -> dict[str, Any]:
-        """See Samples: counts for people, and a digest of every token, whether it is learned, and
-        which examples share a sample."""
+        """Return what a checkpoint keeps to recognize the samples: counts for people, and a digest
+        of every token, of the loss mask, and of which examples share a sample."""
         ids = self._examples.ids
         loss_mask = self._examples.loss_mask
         order = [index for row in self._rows for index in row]
@@ -233,6 +238,7 @@ class ExampleSamples:
         return {
             "examples": len(order),
             "tokens": int(lengths.sum()),
+            # This key is in saved checkpoints, with which a resumed run compares.
             "learned tokens": sum(int(loss_mask[index].sum()) for index in order),
             "samples": len(self),
             "seq_length": self._seq_length,
@@ -241,7 +247,6 @@ class ExampleSamples:
         }
 
     def batch(self, indices: Sequence[int]) -> Batch:
-        """See Samples."""
         shape = (len(indices), self._seq_length)
         tokens, labels, positions = (np.zeros(shape, np.int64) for _ in range(3))
         mask = np.zeros(shape, np.float32)

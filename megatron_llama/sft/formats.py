@@ -1,4 +1,4 @@
-"""Examples of the usual formats as conversations, or as a prompt with its completion; and
+"""Examples of the usual formats as conversations, or as a prompt with its completion, and
 everything that can be wrong with them."""
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ ROLES: Mapping[str, str] = MappingProxyType(
         **{"observation": "tool", "function": "tool", "function_response": "tool"},
     }
 )
-"""Names of roles, sharegpt's among them, and what they are here."""
+"""Names of roles in files, sharegpt's among them, and the role each one stands for."""
 MARKS = ("\ufdd0", "\ufdd1")
-"""Characters that Unicode keeps free of meaning; ``template.py`` marks what is learned with
-them."""
+"""Characters that Unicode keeps free of meaning. ``template.py`` marks answers with them, so no
+message may contain one."""
 _FOLLOWS: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {
         "": ("system", "user"),
@@ -43,7 +43,7 @@ _FOLLOWS: Mapping[str, tuple[str, ...]] = MappingProxyType(
 
 @dataclass(frozen=True)
 class Conversation:
-    """Messages in the order in which they were said; the last one is the assistant's."""
+    """Messages in the order of the conversation; the last one is the assistant's."""
 
     messages: tuple[Mapping[str, Any], ...]
     """Each with ``role`` and ``content``, a string; the assistant's may have ``tool_calls``."""
@@ -51,8 +51,8 @@ class Conversation:
 
     @property
     def texts(self) -> Iterator[str]:
-        """All text that comes from the file: contents of the messages, and what tools and calls of
-        them say."""
+        """Yield all text that comes from the file: contents of the messages, and the texts in tools
+        and calls of them."""
         for message in self.messages:
             yield from _strings({key: value for key, value in message.items() if key != "role"})
         yield from _strings(self.tools)
@@ -60,7 +60,7 @@ class Conversation:
 
 @dataclass(frozen=True)
 class Passage:
-    """Text that no template touches. Only the completion is learned; a plain text is all
+    """Text that no template touches. Only the completion is in the loss; a plain text is all
     completion."""
 
     prompt: str
@@ -71,7 +71,7 @@ Example = Conversation | Passage
 
 
 def _strings(value: Any) -> Iterator[str]:
-    """Every text in a JSON value, keys of objects included."""
+    """Yield every text in a JSON value, keys of objects included."""
     waiting = [value]
     while waiting:
         value = waiting.pop()
@@ -84,7 +84,7 @@ def _strings(value: Any) -> Iterator[str]:
 
 
 def detect(record: Mapping[str, Any]) -> str:
-    """The format of an example, by its fields. Raises UnusableError."""
+    """Tell the format of an example by its fields. Raises UnusableError for an unknown one."""
     turns = record.get("conversations")
     if "messages" in record or (
         isinstance(turns, list) and turns and isinstance(turns[0], dict) and "role" in turns[0]
@@ -106,7 +106,7 @@ def detect(record: Mapping[str, Any]) -> str:
 
 
 def read_example(record: Mapping[str, Any], name: str) -> Example:
-    """An example of the format ``name``. Raises UnusableError."""
+    """Read an example of the format ``name``. Raises UnusableError."""
     return _READERS[name](record)
 
 
@@ -226,7 +226,7 @@ def _message(turn: Any, name: str, role: str, content: str) -> dict[str, Any]:
 
 
 def _content(value: Any, name: str) -> str:
-    """A string, or OpenAI's array of parts."""
+    """The content of a message: a string, or OpenAI's array of parts."""
     if not isinstance(value, list):
         return _text(value, name)
     for index, part in enumerate(value):
@@ -252,8 +252,8 @@ def _content(value: Any, name: str) -> str:
 def _checked(
     messages: list[dict[str, Any]], name: str, tools: list[Any] | None, *, offset: int = 0
 ) -> Conversation:
-    """The order of roles, and what must not be empty. ``offset``: messages that are in no array of
-    the file."""
+    """Check the order of roles and that no message is empty. ``offset``: how many messages at the
+    front are not in the array ``name`` of the file."""
     before = ""
     for index, message in enumerate(messages, -offset):
         role = message["role"]

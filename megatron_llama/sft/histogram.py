@@ -14,7 +14,7 @@ _STEPS = (1, 2, 5)
 
 @dataclass(frozen=True)
 class Bar:
-    """So many numbers from ``low`` to ``high``, both included."""
+    """``count`` numbers from ``low`` to ``high``, both included."""
 
     low: int
     high: int
@@ -22,8 +22,8 @@ class Bar:
 
 
 def bars(counts: Mapping[int, int], most: int = 20) -> list[Bar]:
-    """At most ``most`` bars of one round width from the least to the largest number; none of
-    nothing."""
+    """Sort numbers into at most ``most`` bars of one round width (1, 2 or 5 times a power of
+    ten)."""
     if not counts:
         return []
     least = min(counts)
@@ -42,7 +42,7 @@ def bars(counts: Mapping[int, int], most: int = 20) -> list[Bar]:
 
 
 def quantiles(counts: Mapping[int, int]) -> str:
-    """Least, median, 90 %, 99 % and largest, and the mean."""
+    """Say the least, median, 90 %, 99 % and largest number, and the mean."""
     total = sum(counts.values())
     numbers = sorted(counts)
     found = {}
@@ -59,7 +59,7 @@ def quantiles(counts: Mapping[int, int]) -> str:
 
 
 def text_bars(counts: Mapping[int, int], width: int = 50) -> Iterator[str]:
-    """A line for each bar."""
+    """Yield a line of text for each bar."""
     found = bars(counts)
     largest = max((bar.count for bar in found), default=1)
     places = [
@@ -73,8 +73,8 @@ def text_bars(counts: Mapping[int, int], width: int = 50) -> Iterator[str]:
 
 
 def page(title: str, lines: Iterable[str], charts: Sequence[tuple[str, Mapping[int, int]]]) -> str:
-    """A page of its own, without scripts or other files: some lines, then a chart for each name and
-    its counts."""
+    """Return an HTML page without scripts or other files: some lines, then a chart for each name
+    and its counts."""
     parts = [f"<h1>{html.escape(title)}</h1>", "<pre>", *map(html.escape, lines), "</pre>"]
     for name, counts in charts:
         parts += [f"<h2>{html.escape(name)}</h2>"]

@@ -1,5 +1,8 @@
-"""JSON that says where it is broken: one value, or the elements of an array of any size, of which
-little is in memory at a time."""
+"""JSON that says where it is broken: one value, or the elements of an array of any size.
+
+The decoder is the standard library's. What is added here is a window that moves over the file, so
+that little of an array is in memory at a time, and errors with line, column and field.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +24,7 @@ BLANK = " \t\r\n"
 
 
 def decoded(raw: bytes) -> str:
-    """Raises UnusableError for what is no UTF-8."""
+    """Decode UTF-8. Raises UnusableError with the first byte that is none."""
     try:
         return raw.decode("utf-8")
     except UnicodeDecodeError as error:
@@ -36,7 +39,7 @@ def _no_utf8(byte: int, place: int) -> UnusableError:
 
 
 def parsed(text: str) -> Any:
-    """The one value of a text. Raises UnusableError."""
+    """Read the one value of a text. Raises UnusableError."""
     try:
         return _decoder().decode(text)
     except json.JSONDecodeError as error:
@@ -46,7 +49,7 @@ def parsed(text: str) -> Any:
 
 
 def json_object(value: Any) -> dict[str, Any]:
-    """Raises UnusableError if a value is none."""
+    """Return the value if it is an object. Raises UnusableError otherwise."""
     if not isinstance(value, dict):
         raise UnusableError(
             "not an object",
@@ -99,7 +102,7 @@ def _without_repetition(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def is_array(file: Path) -> bool:
-    """Whether the first character of a file, but for blanks, opens an array."""
+    """Whether the first character of a file that is no blank opens an array."""
     with file.open("rb") as stream:
         if stream.read(len(codecs.BOM_UTF8)) != codecs.BOM_UTF8:
             stream.seek(0)
@@ -110,8 +113,8 @@ def is_array(file: Path) -> bool:
 
 
 def elements(file: Path) -> Iterator[tuple[int, Any]]:
-    """Of a file that ``is_array``: the line of each element, and its value, or a UnusableError.
-    What stands behind broken JSON is unknown: it ends the array."""
+    """Yield the line of each element of an array, and its value or an UnusableError. After broken
+    JSON nothing is known of the rest, so it ends the array."""
     with file.open("rb") as stream:
         window = _Window(stream)
         try:
@@ -156,14 +159,14 @@ class _Window:
         self.text = ""
         self.at = 0
         self.line = 1
-        """``line``: of the character ``at``, as long as only this class counts."""
+        """The line of the character ``at``."""
         self._counted = self._column = 0
-        """Up to which character lines are counted; characters of the first line that are no longer
-        here."""
+        """How far lines are counted, and how many characters of the first line have been
+        dropped."""
         self._ended = False
 
     def next_character(self) -> str:
-        """The next one that is no blank, at which the window then is; empty at the end of the file.
+        """Move to the next character that is no blank and return it; empty at the end of the file.
         Raises UnusableError."""
         while True:
             while self.at < len(self.text) and self.text[self.at] in BLANK:
@@ -174,7 +177,7 @@ class _Window:
             self._more()
 
     def value(self) -> Any:
-        """The one that begins here; the window is behind it then. Raises UnusableError."""
+        """Read the value that begins here and move behind it. Raises UnusableError."""
         while True:
             try:
                 value, end = _decoder().raw_decode(self.text, self.at)
@@ -197,7 +200,8 @@ class _Window:
         self._counted = max(place, self._counted)
 
     def _more(self) -> None:
-        """Twice as much as is being read, so that a large element is not begun again and again."""
+        """Read on. The window doubles, so that a large element is not decoded from its beginning
+        again for every block."""
         self._count(self.at)
         newline = self.text.rfind("\n", 0, self.at)
         self._column = self.at - newline - 1 if newline >= 0 else self._column + self.at

@@ -1,4 +1,4 @@
-"""Which examples share a sample: best fit of lengths that are known, longest first."""
+"""Which examples share a sample: best-fit-decreasing bin packing of their lengths."""
 
 from __future__ import annotations
 
@@ -7,18 +7,19 @@ from collections.abc import Sequence
 
 
 def best_fit(lengths: Sequence[int], capacity: int) -> list[list[int]]:
-    """Indices of ``lengths`` in groups whose sum is at most ``capacity``; each length is from 1 to
-    ``capacity``.
+    """Put the indices of ``lengths`` into groups whose lengths sum up to at most ``capacity``. Each
+    length is from 1 to ``capacity``.
 
-    The longest first, each where it leaves least room, as in best-fit-decreasing bin packing: at
-    most 11/9 of the fewest groups and 4 more (Johnson, 1973). The same lengths give the same
-    groups. Time is that of a search for the next free room: a bit of one integer per room.
+    The longest example comes first, and each goes where it leaves the least room. That gives at
+    most 11/9 of the fewest possible groups and 4 more (Johnson, 1973). The same lengths always give
+    the same groups.
     """
     groups: list[list[int]] = []
     with_room: dict[int, list[int]] = defaultdict(list)
     """Groups by the room they have left."""
     rooms = 0
-    """Bit r: some group has room for r."""
+    """Bit r is set if some group has exactly room r left. The lowest bit from ``length`` on is then
+    the best fit, found without a search over the groups."""
     for index in sorted(range(len(lengths)), key=lambda index: -lengths[index]):
         length = lengths[index]
         assert 1 <= length <= capacity

@@ -1,4 +1,4 @@
-"""What can be wrong with an example: where, which field, why, and how often."""
+"""An example that cannot be used: where it is, which field is wrong, why, and how often."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ class Problem:
     """One example that cannot be used."""
 
     where: str
-    """File and line (parquet: row)."""
+    """File and line, for parquet the row."""
     reason: str
-    """A few words, the same for all examples with this problem: they are counted by it."""
+    """A few words that are the same for all examples with this problem, to count them by."""
     message: str
     """The whole sentence."""
     number: int = 0
-    """Of the example in all files, from 0."""
+    """The position of the example among all files, from 0."""
 
     def __str__(self) -> str:
         return self.message
 
 
 class UnusableError(Exception):
-    """An example cannot be used. Whoever knows where it is makes a Problem of this."""
+    """An example cannot be used. Whoever knows its place turns this into a Problem with ``at``."""
 
     def __init__(
         self, reason: str, *, got: object, expected: object, do: str, field: str | None = None
@@ -40,7 +40,7 @@ class UnusableError(Exception):
         self._words = (got, expected, do)
 
     def at(self, where: str, number: int = 0) -> Problem:
-        """The same with its place."""
+        """Make a Problem of it."""
         got, expected, do = self._words
         place = where if self._field is None else f"{where}: field {self._field!r}"
         return Problem(
@@ -48,7 +48,7 @@ class UnusableError(Exception):
         )
 
     def followed(self, words: str) -> UnusableError:
-        """The same with something else to know behind its remedy."""
+        """The same error with more words after its remedy."""
         got, expected, do = self._words
         return UnusableError(
             self.reason, got=got, expected=expected, do=f"{do}; {words}", field=self._field

@@ -1,4 +1,4 @@
-"""Files of examples as JSON objects with their places: JSON lines, JSON arrays, parquet."""
+"""Files of examples as JSON objects with their places: JSON lines, JSON arrays and parquet."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ class Record:
     """One example as it stands in its file."""
 
     where: str
-    """``FILE:LINE``; of parquet ``FILE:row N``."""
+    """``FILE:LINE``, for parquet ``FILE:row N``."""
     value: Mapping[str, Any] | UnusableError
-    """An error: what stands there instead."""
+    """The object, or the error that says what is there instead."""
 
 
 def example_files(paths: Sequence[str]) -> list[Path]:
-    """The files of ``paths``, folders walked in sorted order. Raises DataError naming every path
-    that gives none."""
+    """List the files of ``paths``, with folders walked in sorted order. Raises DataError naming
+    every path that gives none."""
     files: list[Path] = []
     problems = []
     for path in map(Path, paths):
@@ -81,7 +81,7 @@ def example_files(paths: Sequence[str]) -> list[Path]:
 
 
 def records(file: Path) -> Iterator[Record]:
-    """Every example of a file, in order. Raises DataError if it cannot be read."""
+    """Yield every example of a file, in order. Raises DataError if the file cannot be read."""
     read = {".parquet": _parquet, ".json": _array}.get(file.suffix, _lines)
     try:
         yield from read(file)
@@ -125,7 +125,8 @@ def _skip_line(stream: BinaryIO) -> None:
 
 
 def _array(file: Path) -> Iterator[Record]:
-    """A file that does not begin as an array is read as JSON lines."""
+    """Yield the elements of a JSON array. A file that does not begin as one is read as JSON
+    lines."""
     if not is_array(file):
         yield from _lines(file)
         return

@@ -24,11 +24,11 @@ PARTS = ("training", "validation")
 
 
 class ExampleData:
-    """Training and validation examples. Each rank reads its share of every file and learns the rest
-    from the others.
+    """Training and validation examples. Each rank encodes its share of every file and receives the
+    rest from the others.
 
-    Collective. Raises DataError, on every rank, for examples that cannot be used (unless they are
-    to be dropped), or too few."""
+    Creating it is collective. Raises DataError, on every rank, for examples that cannot be used
+    (unless they are to be dropped), or if there are too few."""
 
     def __init__(
         self,
@@ -38,7 +38,7 @@ class ExampleData:
         tokenizer: ChatTokenizer,
         rendered: str | None = None,
     ) -> None:
-        """``rendered``: the day that the texts say it is, where they do."""
+        """``rendered``: the day that the template writes into the texts, if it does."""
         self._options = options
         self._rendered = rendered
         self._made: dict[int, ExampleSamples] = {}
@@ -63,13 +63,16 @@ class ExampleData:
         return examples
 
     def report(self, config: Config) -> Iterator[str]:
-        """What was read, and how it fills samples."""
+        """Yield lines that say what was read, and how it fills samples."""
         for examples in self._read:
             yield from examples.report()
         samples = self.samples(config, 0)
         packed = "packed into" if self._options.packing else "one to each of"
         shares = [len(self._chosen(config, part)) for part in range(len(PARTS))]
-        yield f"{shares[0]:,} training examples, {packed} {len(samples):,} samples, which are {samples.filled:.1%} full"
+        yield (
+            f"{shares[0]:,} training examples, {packed} {len(samples):,} samples, which are "
+            f"{samples.filled:.1%} full"
+        )
         whole = len(self._read[0])
         if len(self._read) == 1 and shares[0] < whole:
             rest = f", {whole - sum(shares):,} for neither" if sum(shares) < whole else ""
@@ -82,7 +85,8 @@ class ExampleData:
         return range(*split_documents(config.data.split, len(self._read[0]))[part])
 
     def samples(self, config: Config, part: int) -> ExampleSamples:
-        """A Source of a run. Raises DataError if there is no example in this part."""
+        """The samples of training (part 0) or validation (1). Raises DataError if it has no
+        example."""
         if part not in self._made:
             self._made[part] = self._samples(config, part)
         return self._made[part]

@@ -1,4 +1,4 @@
-"""Options of ``sft`` and of the ``data`` commands. Standard library only."""
+"""Options of ``sft`` and of the ``data`` commands."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ Format = Literal["auto", "messages", "sharegpt", "alpaca", "prompt", "text"]
 
 @dataclass(frozen=True)
 class SFTConfig:
-    """Conversations, what of them is learned, and how they fill samples."""
+    """Conversations, what of them is in the loss, and how they fill samples."""
 
     train_data: tuple[str, ...] = ()
     """Files or folders of examples: `.jsonl`, `.json` (an array of objects), `.parquet`."""
@@ -24,7 +24,7 @@ class SFTConfig:
     """Jinja file, or one of the built-in `plain`, `chatml`, `llama2`, `llama3`. Default: the
     tokenizer's own, else `plain`."""
     loss_on: Literal["assistant", "last", "all"] = "assistant"
-    """Tokens that are learned: all answers, the last answer of each conversation, or everything. A
+    """Tokens in the loss: all answers, the last answer of each conversation, or everything. A
     `text` example is all answer."""
     on_bad_sample: Literal["stop", "drop"] = "stop"
     """When an example cannot be used: stop before training with a list, or leave it out and say how
@@ -49,9 +49,9 @@ class DataToolConfig:
     """What to do with the files of --train-data, and as which model sees them."""
 
     action: Literal["preview", "check", "stats"] = "check"
-    """`preview`: an example as text and as tokens, the learned ones marked. `check`: every problem,
-    with file, line and field, counts and lengths; the exit status is 1 if a run would stop.
-    `stats`: histograms in a page."""
+    """`preview`: an example as text and as tokens, those in the loss marked. `check`: every
+    problem, with file, line and field, counts and lengths; the exit status is 1 if a run would
+    stop. `stats`: histograms in a page."""
     tokenizer_model: str | None = None
     """Tokenizer file or folder."""
     seq_length: int = 2048
@@ -61,4 +61,4 @@ class DataToolConfig:
     output: str = "stats.html"
     """The page that `stats` writes."""
     color: Literal["auto", "always", "never"] = "auto"
-    """Mark learned tokens by color, otherwise by brackets. `auto`: color on a terminal."""
+    """Mark tokens in the loss by color, otherwise by brackets. `auto`: color on a terminal."""

@@ -55,10 +55,13 @@ BUILT_IN: Mapping[str, str] = MappingProxyType(
             "{% set system = '<<SYS>>\\n' + messages[0]['content'] + '\\n<</SYS>>\\n\\n' %}"
             "{% else %}{% set rest = messages %}{% set system = '' %}{% endif %}"
             "{% for message in rest %}{% if message['role'] == 'user' %}"
-            "{{ bos_token + '[INST] ' + (system if loop.first else '') + message['content'].strip() + ' [/INST]' }}"
+            "{{ bos_token + '[INST] ' + (system if loop.first else '') + "
+            "message['content'].strip() + ' [/INST]' }}"
             "{% elif message['role'] == 'assistant' %}"
-            "{% generation %}{{ ' ' + message['content'].strip() + ' ' + eos_token }}{% endgeneration %}"
-            "{% else %}{{ raise_exception('Llama 2 knows no role ' + message['role']) }}{% endif %}{% endfor %}"
+            "{% generation %}{{ ' ' + message['content'].strip() + ' ' + eos_token }}{% "
+            "endgeneration %}"
+            "{% else %}{{ raise_exception('Llama 2 knows no role ' + message['role']) "
+            "}}{% endif %}{% endfor %}"
         ),
         "llama3": (
             "{{ bos_token }}{% for message in messages %}"
@@ -66,7 +69,8 @@ BUILT_IN: Mapping[str, str] = MappingProxyType(
             "{% if message['role'] == 'assistant' %}"
             "{% generation %}{{ message['content'].strip() + '<|eot_id|>' }}{% endgeneration %}"
             "{% else %}{{ message['content'].strip() + '<|eot_id|>' }}{% endif %}{% endfor %}"
-            "{% if add_generation_prompt %}{{ '<|start_header_id|>assistant<|end_header_id|>\\n\\n' }}{% endif %}"
+            "{% if add_generation_prompt %}{{ "
+            "'<|start_header_id|>assistant<|end_header_id|>\\n\\n' }}{% endif %}"
         ),
     }
 )
@@ -83,13 +87,13 @@ class Rendered:
 
 
 class ChatTemplate:
-    """One template. ``name``: where it is from, for messages; ``tokens``: ``bos_token`` and the
-    like. Raises DataError if it is no jinja."""
+    """One template. ``name`` says where it is from, for messages; ``tokens`` are ``bos_token`` and
+    the like. Raises DataError if it is no jinja."""
 
     def __init__(
         self, source: str, name: str, tokens: Mapping[str, str], now: datetime | None = None
     ) -> None:
-        """``now``: for templates that say what day it is; default: the clock's."""
+        """``now``: the time that the template sees; None: the clock's."""
         self.source = source
         self.name = name
         environment = ImmutableSandboxedEnvironment(
@@ -116,7 +120,7 @@ class ChatTemplate:
                 )
             ) from error
         self.marks_answers = any(data.data == _START for data in tree.find_all(nodes.TemplateData))
-        """Whether it says by ``{% generation %}`` what is learned."""
+        """Whether it marks answers by ``{% generation %}``."""
         self.tells_time = "strftime_now" in source
         """Whether a text may depend on the day on which it is rendered."""
 
@@ -127,8 +131,8 @@ class ChatTemplate:
         *,
         prompt: bool = False,
     ) -> Rendered:
-        """``prompt``: go on with the beginning of an answer. Raises UnusableError with what the
-        template says of these messages."""
+        """Render messages; with ``prompt`` also the beginning of an answer. Raises UnusableError
+        with what the template says of these messages."""
         given = [
             {key: value for key, value in message.items() if value is not None}
             for message in messages
@@ -201,7 +205,7 @@ def _formatted(now: datetime | None, form: str) -> str:
 
 
 def _dict(*args: Any, **values: Any) -> dict[Any, Any]:
-    """Not the class itself, whose methods would be within reach."""
+    """A function, because the methods of the class ``dict`` itself must not be within reach."""
     return dict(*args, **values)
 
 
@@ -226,8 +230,8 @@ def _refuse_private(name: Any) -> None:
 def find_template(
     wanted: str | None, folder: Path | None, tokens: Mapping[str, str], now: datetime | None = None
 ) -> ChatTemplate:
-    """``wanted``: a file or the name of a built-in one; None: that of the tokenizer in ``folder``,
-    else ``plain``. ``now``: as for ChatTemplate. Raises DataError."""
+    """Find the template ``wanted``, a file or the name of a built-in one; None: that of the
+    tokenizer in ``folder``, else ``plain``. ``now`` is as for ChatTemplate. Raises DataError."""
     if wanted is not None:
         if wanted in BUILT_IN:
             return ChatTemplate(BUILT_IN[wanted], f"built-in template {wanted}", tokens, now)

@@ -157,7 +157,8 @@ def test_tuning_lowers_the_loss_of_answers_that_nobody_has_seen(product: Product
 def test_what_a_run_says_and_leaves(tune: Tune, base: Path, pairs: Path, tmp_path: Path) -> None:
     ended = tune(save=tmp_path / "run", export_hf=tmp_path / "hf", eval_interval=ITERS).ok()
     assert (
-        " chat template: built-in template plain, since the tokenizer has none; learned: answers, which the template marks\n" in ended.out
+        " chat template: built-in template plain, since the tokenizer has none; in the loss: answers, which the template marks\n"
+        in ended.out
     )
     assert f" {pairs}: format messages\n 120 examples, " in ended.out
     packed = re.search(r"108 training examples, packed into (\d+) samples, which are 8", ended.out)
@@ -184,9 +185,9 @@ def usual(tune: Tune, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 CHANGES: dict[str, tuple[dict[str, object], str]] = {
-    "loss_on": ({"loss_on": "all"}, "learned: every token (--loss-on all)"),
+    "loss_on": ({"loss_on": "all"}, "in the loss: every token (--loss-on all)"),
     "packing": ({"packing": None}, "108 training examples, one to each of 108 samples"),
-    "chat_template": ({"chat_template": "chatml"}, "chat template: built-in template chatml; learned: answers"),
+    "chat_template": ({"chat_template": "chatml"}, "chat template: built-in template chatml; in the loss: answers"),
     "neftune_noise_alpha": ({"neftune_noise_alpha": 50}, "120 examples"),
     "seq_length": ({"seq_length": 80, "on_long_sample": "drop"}, " dropped\n"),
     "data_format": ({"data_format": "alpaca", "train_data": "alpaca"}, "format alpaca"),
@@ -429,7 +430,7 @@ def test_data_commands(product: Product, base: Path, pairs: Path, tmp_path: Path
     assert product.run("data", "preview", tmp_path / "bad.jsonl", *common).codes == (1,)
     wrote = product.run("data", "stats", pairs, *common, "--output", tmp_path / "stats.html", "--on-long-sample", "drop").ok()
     page = (tmp_path / "stats.html").read_text()
-    assert wrote.out.endswith(f"wrote {tmp_path}/stats.html\n") and page.count("<svg") == 3 and "Learned tokens" in page
+    assert wrote.out.endswith(f"wrote {tmp_path}/stats.html\n") and page.count("<svg") == 3 and "Tokens in the loss" in page
     wrong = product.run("data", "stats", "--example", 0, "--output", "stats.pdf")
     assert (
         wrong.codes == (2,) and wrong.err.count("  - ") == 4 and "--output: got stats.pdf, expected a name that ends in .html" in wrong.err

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import pytest
 import torch
 from megatron_llama.config.schema import Config, ModelConfig
 from megatron_llama.distributed.mesh import Mesh
-from megatron_llama.model.generate import Reader, Sampling, draw, generate, generate_batch
+from megatron_llama.model.generate import Reader, Sampling, continue_sequence, generate_batch, sample_token
 from megatron_llama.model.init import InitialWeights
 from megatron_llama.model.llama import Stage, build_stages
 from megatron_llama.model.load import load_stages, rank_specs
@@ -30,11 +30,19 @@ MODEL = ModelConfig(
 PROBABILITIES = torch.tensor([0.05, 0.4, 0.1, 0.25, 0.2])
 
 
+def generate(stage: Stage, prompt: Sequence[int], sampling: Sampling, *, eos: int | None, generator: torch.Generator) -> Iterator[int]:
+    """New tokens after one prompt, without a batch."""
+    stops = frozenset() if eos is None else frozenset({eos})
+    return continue_sequence(
+        Reader(stage), prompt, sampling, stops=stops, generator=generator, longest=stage.config.max_position_embeddings
+    )
+
+
 def drawn(sampling: Sampling, logits: Tensor | None = None, times: int = 4000) -> Tensor:
     """Frequencies of the tokens."""
     generator = torch.Generator().manual_seed(5)
     logits = PROBABILITIES.log() if logits is None else logits
-    counts = torch.bincount(torch.tensor([draw(logits, sampling, generator) for _ in range(times)]), minlength=logits.numel())
+    counts = torch.bincount(torch.tensor([sample_token(logits, sampling, generator) for _ in range(times)]), minlength=logits.numel())
     return counts / times
 
 
@@ -129,7 +137,7 @@ def test_what_was_read_before_counts_as_if_it_were_read_now(stage: Stage) -> Non
     whole, reader = logits_of_all(stage, text), Reader(stage)
     for start, stop in ((0, 3), (3, 4), (4, 7), (7, 8), (8, 10)):
         torch.testing.assert_close(reader.read([text[start:stop]])[0], whole[stop - 1], rtol=0, atol=1e-5)
-    reader.return_to(4)
+    reader.truncate(4)
     torch.testing.assert_close(reader.read([text[4:]])[0], whole[-1], rtol=0, atol=1e-5)
     assert whole.std() > 0.3 and (whole[-1] - whole[-2]).abs().max() > 0.1
 
