@@ -10,7 +10,7 @@ from megatron_llama.config.schema import Config
 from megatron_llama.errors import describe
 from megatron_llama.plans.buckets import ALIGN, BucketPlan
 from megatron_llama.plans.checks.zenflow import hot_column_count, sends_fp32, steps_of
-from megatron_llama.plans.itemsize import compute_itemsize
+from megatron_llama.plans.itemsize import compute_itemsize, fp32_itemsize
 
 NONE = "none"
 EXACT = "exact"
@@ -77,7 +77,7 @@ def host_buckets(bucket_plan: BucketPlan, fraction: float) -> tuple[int, ...]:
 
 
 def speculated_buckets(
-    bucket_plan: BucketPlan, buckets: Sequence[int], budget: int, master_bytes: int
+    bucket_plan: BucketPlan, buckets: Sequence[int], budget: int, master_itemsize: int
 ) -> tuple[int, ...]:
     """Returns as many buckets, in the order in which their gradients arrive, as second copies of
     ``budget`` bytes allow. Left out are gradients that arrive too late to gain time: those that are
@@ -86,7 +86,7 @@ def speculated_buckets(
     chosen = []
     late = {bucket for unit in bucket_plan.unit_buckets[:2] for bucket in unit}
     for bucket in buckets:
-        size = STATES * bucket_plan.shard_numel(bucket) * master_bytes
+        size = STATES * bucket_plan.shard_numel(bucket) * master_itemsize
         kind = bucket_plan.buckets[bucket].kind
         if size <= budget and bucket not in late and not kind.partial and not kind.tied:
             chosen.append(bucket)
@@ -99,11 +99,11 @@ def offload_plan(config: Config, bucket_plan: BucketPlan) -> OffloadPlan | None:
     options = config.offload
     if options.optimizer_offload == NONE:
         return None
-    weight_bytes = compute_itemsize(config)
-    master_bytes = max(weight_bytes, 4)
+    weight_itemsize = compute_itemsize(config)
+    master_itemsize = fp32_itemsize(config)
     if options.optimizer_offload == ZENFLOW:
         return _zenflow_plan(
-            config, bucket_plan, master_bytes=master_bytes, weight_bytes=weight_bytes
+            config, bucket_plan, master_itemsize=master_itemsize, weight_itemsize=weight_itemsize
         )
     buckets = host_buckets(bucket_plan, options.optimizer_offload_fraction)
     sizes = {bucket: bucket_plan.shard_numel(bucket) for bucket in buckets}
@@ -112,22 +112,24 @@ def offload_plan(config: Config, bucket_plan: BucketPlan) -> OffloadPlan | None:
         options.offload_speculative and config.optimizer.clip_grad > 0 and not config.training.fp16
     )
     speculated = (
-        speculated_buckets(bucket_plan, buckets, options.speculation_bytes, master_bytes)
+        speculated_buckets(bucket_plan, buckets, options.speculation_bytes, master_itemsize)
         if speculative
         else ()
     )
     staging = (
-        STAGED * max(sizes.values(), default=0) * weight_bytes if weight_bytes < master_bytes else 0
+        STAGED * max(sizes.values(), default=0) * weight_itemsize
+        if weight_itemsize < master_itemsize
+        else 0
     )
     return OffloadPlan(
         buckets=buckets,
         speculated=speculated,
-        state=STATES * total * master_bytes,
-        gradients=total * master_bytes,
+        state=STATES * total * master_itemsize,
+        gradients=total * master_itemsize,
         staging=staging + FACTORS * 4 * len(buckets),
-        undo=STATES * sum(sizes[bucket] for bucket in speculated) * master_bytes,
-        to_host=total * master_bytes,
-        to_device=total * weight_bytes,
+        undo=STATES * sum(sizes[bucket] for bucket in speculated) * master_itemsize,
+        to_host=total * master_itemsize,
+        to_device=total * weight_itemsize,
     )
 
 
@@ -143,13 +145,13 @@ def matrix_buckets(bucket_plan: BucketPlan, fraction: float) -> tuple[int, ...]:
 
 
 def _zenflow_plan(
-    config: Config, bucket_plan: BucketPlan, *, master_bytes: int, weight_bytes: int
+    config: Config, bucket_plan: BucketPlan, *, master_itemsize: int, weight_itemsize: int
 ) -> OffloadPlan:
     """Returns the plan under ZenFlow. Columns are selected over all ranks, so the number of hot
     columns in a shard is an expected value."""
     options = config.zenflow
     buckets = matrix_buckets(bucket_plan, config.offload.optimizer_offload_fraction)
-    wire = master_bytes if sends_fp32(options) else weight_bytes
+    wire = master_itemsize if sends_fp32(options) else weight_itemsize
     windows = 1 + options.zenflow_overlap_step
     sizes = [bucket_plan.shard_numel(bucket) for bucket in buckets]
     total = sum(sizes)
@@ -169,15 +171,16 @@ def _zenflow_plan(
     return OffloadPlan(
         buckets=buckets,
         speculated=(),
-        state=STATES * total * master_bytes,
-        gradients=windows * total * master_bytes + total * wire + largest * master_bytes,
-        staging=total * weight_bytes + FACTORS * 4 * len(buckets),
+        state=STATES * total * master_itemsize,
+        gradients=windows * total * master_itemsize + total * wire + largest * master_itemsize,
+        staging=total * weight_itemsize + FACTORS * 4 * len(buckets),
         undo=0,
         to_host=(elements - hot) * wire,
         to_device=(elements - hot)
-        * weight_bytes
+        * weight_itemsize
         // (steps_of(options.zenflow_update_interval) or 1),
-        on_device=STATES * hot * master_bytes + largest * (master_bytes + 2 * wire + weight_bytes),
+        on_device=STATES * hot * master_itemsize
+        + largest * (master_itemsize + 2 * wire + weight_itemsize),
     )
 
 
