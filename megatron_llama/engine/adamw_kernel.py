@@ -1,7 +1,7 @@
-"""AdamW over a flat shard in one pass, by a kernel of Triton: 30 bytes a parameter with fp32 state
-and a bf16 copy.
+"""AdamW over a flat shard in one pass, as a Triton kernel: with fp32 state and a bf16 copy it moves
+30 bytes for each parameter.
 
-torch's fused kernel leaves the copy in the compute dtype to a second pass, and writes the unscaled
+torch's fused kernel needs a second pass for the copy in the compute dtype, and writes the unscaled
 gradient back."""
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def _adamw(
     if tl.load(skip) == 0.0:
         place = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
         inside = place < count
-        # In fp64: 1 - 0.999^t loses what fp32 has.
+        # In fp64: in fp32 the difference 1 - 0.999^t loses most of its digits for small t.
         time = tl.load(step).to(tl.float64)
         correction1 = (1.0 - tl.exp(time * LOG1)).to(tl.float32)
         correction2 = tl.sqrt(1.0 - tl.exp(time * LOG2)).to(tl.float32)
@@ -74,11 +74,11 @@ def adamw(
     decay: float,
     eps: float,
 ) -> None:
-    """One step with ``grad / scale`` on [n]: master and moments fp32, ``copy`` in any narrower
-    dtype, which then holds the new master.
+    """Make one AdamW step with ``grad / scale`` on [n], in place. Master and moments are fp32;
+    ``copy``, in the compute dtype, gets the new master.
 
-    ``step``, ``scale`` and ``skip``: 0-dim fp32 on the device. Where ``skip`` is not 0 nothing
-    changes, ``step`` included."""
+    ``step``, ``scale`` and ``skip`` are 0-dim fp32 tensors on the device. If ``skip`` is not 0
+    nothing changes, ``step`` included."""
     count = master.numel()
     step.add_(1.0).sub_(skip)
     if count == 0:
@@ -107,4 +107,4 @@ def adamw(
 
 
 def _logarithm(beta: float) -> float:
-    return math.log(max(beta, 1e-300))  # of 0: as good as minus infinity
+    return math.log(max(beta, 1e-300))  # log(0) is minus infinity, which this stands for

@@ -1,5 +1,5 @@
-"""Dynamic loss scale for float16 (Micikevicius et al., 2018, section 3.2), entirely on the
-device."""
+"""Dynamic loss scale for float16 (Micikevicius et al., 2018, section 3.2), kept on the device: the
+host never waits to learn whether a step overflowed."""
 
 from __future__ import annotations
 
@@ -12,12 +12,11 @@ FACTOR = 2.0
 
 
 class LossScale:
-    """Halves after ``hysteresis`` overflowing steps in a row, doubles after ``loss_scale_window``
-    steps without one.
+    """A factor for the loss that halves after ``hysteresis`` overflowing steps in a row, and
+    doubles after ``loss_scale_window`` steps without overflow.
 
-    Overflow is found in the global gradient norm, which every rank has, so that all ranks change
-    the scale together. Without --fp16 it stays 1.
-    """
+    Overflow is found in the global gradient norm, which every rank has, so all ranks change the
+    scale together. Without --fp16 the scale stays 1."""
 
     def __init__(self, config: TrainingConfig, device: torch.device) -> None:
         self._config = config
@@ -29,7 +28,7 @@ class LossScale:
         self._overflows = torch.zeros((), dtype=torch.float32, device=device)
 
     def update(self, overflow: Tensor) -> None:
-        """Take note of a step; ``overflow`` is 1 or 0, 0-dim on the device."""
+        """Count a step. ``overflow`` is 1 or 0, 0-dim on the device."""
         if not self.dynamic:
             return
         c = self._config
@@ -46,17 +45,17 @@ class LossScale:
         self._clean = torch.where(grow, zero, self._clean)
 
     def reset(self) -> None:
-        """Back to the start."""
+        """Return to the initial scale."""
         if self.dynamic:
             self.load([self._config.initial_loss_scale, 0.0, 0.0])
 
     def state(self) -> list[float]:
-        """For a checkpoint: scale, steps without overflow, overflows in a row."""
+        """Returns what a checkpoint holds: scale, steps without overflow, overflows in a row."""
         return [float(t) for t in (self.value, self._clean, self._overflows)]
 
     def load(self, state: list[float]) -> None:
-        """Continue from a checkpoint's state; that of a run without --fp16 has nothing to
-        continue."""
+        """Continue from a checkpoint's ``state``. That of a run without --fp16 says nothing, and
+        the initial scale stays."""
         if self.dynamic and state != [1.0, 0.0, 0.0]:
             self.value, self._clean, self._overflows = (
                 torch.full_like(self.value, number) for number in state

@@ -10,14 +10,14 @@ from megatron_llama.config.schema import OptimizerConfig
 def learning_rate(
     config: OptimizerConfig, train_iters: int, iteration: int, consumed_samples: int = 0
 ) -> float:
-    """The rate of step ``iteration`` (0-based), as Megatron's ``OptimizerParamScheduler`` has it.
-    ``consumed_samples``: before that step.
+    """Returns the learning rate of step ``iteration`` (0-based), as Megatron's
+    ``OptimizerParamScheduler`` does. ``consumed_samples`` is the number of samples before that
+    step.
 
-    Warm-up rises linearly from 0, so its first step changes nothing (Megatron and HuggingFace
-    alike); the decay goes from ``lr`` to ``min_lr`` over the rest of ``lr_decay_iters`` (0:
-    ``train_iters``), with WSD over the last ``lr_wsd_decay_iters`` of them; afterwards the rate
-    stays at ``min_lr``. With ``lr_decay_samples`` all of this is in samples.
-    """
+    Warm-up rises linearly from 0, so its first step changes nothing (as in Megatron and
+    HuggingFace). The rate then decays from ``lr`` to ``min_lr`` over the rest of ``lr_decay_iters``
+    (0: ``train_iters``), with WSD over the last ``lr_wsd_decay_iters`` of them, and stays at
+    ``min_lr``. With ``lr_decay_samples`` all of this is counted in samples."""
     if config.lr_decay_samples:
         now = consumed_samples
         decay = config.lr_decay_samples
@@ -45,8 +45,8 @@ def learning_rate(
 
 
 def _left(style: str, done: float) -> float:
-    """How much of the way from ``min_lr`` to ``lr`` is left when so much of the decay is done, both
-    from 0 to 1."""
+    """Returns how much of the way from ``min_lr`` to ``lr`` is left (0 to 1) when the share
+    ``done`` of the decay is over (0 to 1)."""
     if style == "cosine":
         return 0.5 * (1.0 + math.cos(math.pi * done))
     if style == "exponential":

@@ -237,8 +237,8 @@ def test_cold_columns_are_updated_by_their_own_counts_and_hot_ones_left_out() ->
     config, mask = OptimizerConfig(), torch.tensor([True, True, False, True, True])
     one, blocks, columns = packing(mask)
     counts, start = (torch.tensor([4.0, 4.0, 9.0, 7.0, 2.0], dtype=torch.float64), tuple(torch.rand(64) for _ in range(3)))
-    slabs = (start[0].clone(), start[1].clone(), start[2].clone())
-    cold = ColdColumns(slabs, [torch.zeros(64)], decay=0.1, config=config)
+    host_state = (start[0].clone(), start[1].clone(), start[2].clone())
+    cold = ColdColumns(host_state, [torch.zeros(64)], decay=0.1, config=config)
     cold.select(blocks, [mask], [counts])
     grads = [torch.randn(one.numel) for _ in range(2)]
     for grad in grads:
@@ -252,6 +252,6 @@ def test_cold_columns_are_updated_by_their_own_counts_and_hot_ones_left_out() ->
             state = (start[0][here].unsqueeze(1), start[1][here].unsqueeze(1), start[2][here].unsqueeze(1))
             corrected = bias_corrections(torch.tensor([before + 1]), config, torch.float32)
             expected = adamw_columns(state, mean[here].unsqueeze(1), corrected, config, lr=0.1, decay=0.1)
-            for slab, wanted in zip(slabs, expected, strict=True):
-                torch.testing.assert_close(slab[here], wanted.squeeze(1), rtol=2e-6, atol=1e-7)
+            for tensor, wanted in zip(host_state, expected, strict=True):
+                torch.testing.assert_close(tensor[here], wanted.squeeze(1), rtol=2e-6, atol=1e-7)
     assert cold.updates == 1 and cold.accumulated[0].steps == 0

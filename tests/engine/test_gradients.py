@@ -25,8 +25,8 @@ TIED = replace(MODEL, tie_word_embeddings=True, num_hidden_layers=2)
 
 
 @dataclass(frozen=True)
-class Sink:
-    """What the home of one parameter does with gradients."""
+class Handle:
+    """What the handle of one parameter does with gradients."""
 
     buckets: GradientBuckets
     bucket: int
@@ -49,14 +49,14 @@ class Backward:
         plan, self.mesh, self.rough = strategy_named(strategy), mesh, rough
         self.units: tuple[UnitSpec, ...] = stage_units(TIED, whole_model(TIED), 0)
         shards, slots = (mesh.dp_shard.size, Slots(2 if plan.by_unit else None, 2 if plan.reduce_every_microbatch else None))
-        self.layout: BucketPlan = (
+        self.bucket_plan: BucketPlan = (
             bucket_plan_by_unit(self.units, shards=shards, slots=slots)
             if plan.by_unit
             else bucket_plan_by_size(self.units, shards=shards, cap=cap, slots=slots)
         )
         self.reduced: list[int] = []
         self.buckets = GradientBuckets(
-            self.layout,
+            self.bucket_plan,
             shard_axis=mesh.dp_shard,
             replica_axis=mesh.dp_replica,
             reduce_every_microbatch=plan.reduce_every_microbatch,
@@ -69,27 +69,27 @@ class Backward:
             before_reuse=lambda bucket: None,
             gathers_to_come=lambda: True,
         )
-        placements = [(bucket.index, placed) for bucket in self.layout.buckets for placed in bucket.placements]
-        self.sinks = {placed.spec.name: Sink(self.buckets, index, placed) for index, placed in placements}
+        placements = [(bucket.index, placed) for bucket in self.bucket_plan.buckets for placed in bucket.placements]
+        self.handles = {placed.spec.name: Handle(self.buckets, index, placed) for index, placed in placements}
         specs = [spec for unit in reversed(self.units) for spec in reversed(unit.params)]
         self.order = [spec.name for spec in specs if spec.contributions == 2] + [spec.name for spec in specs]
 
     def write(self, name: str, value: Tensor) -> None:
         """One contribution, as a layer makes it."""
-        view, beta = self.sinks[name].buffer()
+        view, beta = self.handles[name].buffer()
         view.copy_(value if beta == 0.0 else view + value)
-        self.sinks[name].done()
+        self.handles[name].done()
 
     def gradient(self, name: str, turn: int, microbatch: int) -> Tensor:
         """What this rank contributes: whole numbers, or (``rough``) some that bfloat16 cannot hold."""
         seed = hash((self.order.index(name), turn, microbatch, self.mesh.dp.rank)) % 2**31
-        shape = self.sinks[name].placement.spec.shape
+        shape = self.handles[name].placement.spec.shape
         whole = torch.randint(-8, 9, shape, generator=torch.Generator().manual_seed(seed)).float()
         return whole / 3 + 2**-10 if self.rough else whole
 
     def run(self, step: int, microbatches: int) -> dict[str, list[Tensor]]:
         """One step's backward passes; returns this rank's own gradient of every parameter, microbatch by microbatch."""
-        totals = {name: [torch.zeros(sink.placement.spec.shape) for _ in range(microbatches)] for name, sink in self.sinks.items()}
+        totals = {name: [torch.zeros(handle.placement.spec.shape) for _ in range(microbatches)] for name, handle in self.handles.items()}
         self.buckets.begin_step(microbatches)
         for microbatch in range(microbatches):
             for turn, name in enumerate(self.order):
@@ -100,7 +100,7 @@ class Backward:
 
     def zeros(self, name: str) -> None:
         """A contribution of nothing."""
-        self.write(name, torch.zeros(self.sinks[name].placement.spec.shape))
+        self.write(name, torch.zeros(self.handles[name].placement.spec.shape))
 
 
 def data_mesh(place: Place, strategy: str) -> Mesh:
@@ -121,10 +121,10 @@ def over_ranks(own: Tensor) -> list[Tensor]:
 def found_and_expected(backward: Backward, sums: dict[str, Tensor]) -> Iterator[tuple[str, Tensor, Tensor]]:
     """This rank's reduced segments beside their part of the sums. Asserts that there is nothing between them."""
     rank = backward.mesh.dp_shard.rank
-    for bucket in backward.layout.buckets:
+    for bucket in backward.bucket_plan.buckets:
         shard = backward.buckets.shards[bucket.index]
         rest = shard.clone()
-        for segment in backward.layout.segments(bucket.index, rank):
+        for segment in backward.bucket_plan.segments(bucket.index, rank):
             own = slice(segment.in_shard, segment.in_shard + segment.length)
             rest[own] = 0.0
             yield (segment.spec.name, shard[own], sums[segment.spec.name].flatten()[segment.in_param : segment.in_param + segment.length])
@@ -207,10 +207,10 @@ def test_beta(strategy: str, later: float) -> None:
         for expected in (0.0, later, later):
             seen: dict[str, list[float]] = {}
             for name in backward.order:
-                view, beta = backward.sinks[name].buffer()
+                view, beta = backward.handles[name].buffer()
                 seen.setdefault(name, []).append(beta)
-                assert view.shape == backward.sinks[name].placement.spec.shape
-                backward.sinks[name].done()
+                assert view.shape == backward.handles[name].placement.spec.shape
+                backward.handles[name].done()
             assert seen.pop("model.embed_tokens.weight") == [expected, 1.0]
             assert all(betas == [expected] for betas in seen.values())
         backward.buckets.finish_all()
@@ -220,7 +220,7 @@ def test_beta(strategy: str, later: float) -> None:
 def test_every_bucket_is_reduced_once_a_round(strategy: str, rounds: int) -> None:
     """A round is the step, or one microbatch of it."""
     backward = Backward(Mesh.single(), strategy)
-    count = len(backward.layout.buckets)
+    count = len(backward.bucket_plan.buckets)
     for step in range(2):
         events = backward.mesh.recorder.events = []
         backward.run(step, 3)
@@ -235,14 +235,14 @@ def test_reduction_starts_at_the_last_write_of_its_bucket_inside_backward(microb
     backward = Backward(Mesh.single(), "optim")
     events = backward.mesh.recorder.events = []
     backward.buckets.begin_step(microbatches)
-    last = {placed.spec.name: bucket.index for bucket in backward.layout.buckets for placed in bucket.placements[-1:]}
+    last = {placed.spec.name: bucket.index for bucket in backward.bucket_plan.buckets for placed in bucket.placements[-1:]}
     left = Counter(backward.order * microbatches)
     for name in backward.order * microbatches:
         events.clear()
         backward.zeros(name)
         left[name] -= 1
         assert events == ([f"complete {last[name]}", f"reduce {last[name]}"] if name in last and not left[name] else []), name
-    assert left.keys() == backward.sinks.keys() and not left.total()
+    assert left.keys() == backward.handles.keys() and not left.total()
 
 
 def test_microbatches_may_overtake_each_other() -> None:
@@ -270,7 +270,7 @@ def deferred_pass(backward: Backward, key: object, microbatch: int) -> None:
     for turn, name in enumerate(backward.order):
         value = backward.gradient(name, turn, microbatch)
         work = partial(backward.write, name, value)
-        if "norm" in name or not backward.sinks[name].postpone_wgrad(work):
+        if "norm" in name or not backward.handles[name].postpone_wgrad(work):
             work()
     backward.buckets.postpone_wgrad(None)
 
@@ -280,7 +280,7 @@ def test_deferred_contributions_are_written_when_they_are_run_in_the_order_of_th
     straight.run(0, 2)
     events = split.mesh.recorder.events = []
     split.buckets.begin_step(2)
-    norms = next(bucket.index for bucket in split.layout.buckets if not bucket.kind.decay)
+    norms = next(bucket.index for bucket in split.bucket_plan.buckets if not bucket.kind.decay)
     for microbatch in range(2):
         deferred_pass(split, ("stage", microbatch), microbatch)
     assert events == [f"complete {norms}", f"reduce {norms}"]
@@ -290,7 +290,7 @@ def test_deferred_contributions_are_written_when_they_are_run_in_the_order_of_th
     split.buckets.run_wgrads(("stage", 0))
     assert len(events) == 2, "half of the contributions completes nothing"
     split.buckets.run_wgrads(("stage", 1))
-    matrices = [bucket.index for bucket in split.layout.buckets if bucket.kind.decay]
+    matrices = [bucket.index for bucket in split.bucket_plan.buckets if bucket.kind.decay]
     assert events[2:] == [f"{what} {bucket}" for bucket in matrices for what in ("complete", "reduce")]
     for backward in (straight, split):
         backward.buckets.finish_all()
@@ -324,8 +324,8 @@ def test_a_parameter_without_gradient_is_named(skipped: str, strategy: str) -> N
         for name in order:
             backward.zeros(name)  # refuses already here to overwrite a slot that another bucket waits in
         backward.buckets.finish_all()
-    bucket = next(b.index for b in backward.layout.buckets for placed in b.placements if placed.spec.name == skipped)
-    assert skipped in str(error.value) and backward.layout.label(bucket) in str(error.value)
+    bucket = next(b.index for b in backward.bucket_plan.buckets for placed in b.placements if placed.spec.name == skipped)
+    assert skipped in str(error.value) and backward.bucket_plan.label(bucket) in str(error.value)
 
 
 @pytest.mark.parametrize("microbatches", [1, 3])
@@ -340,7 +340,7 @@ def test_more_gradients_than_planned_are_refused(name: str, planned: int, microb
 
 
 def test_two_slots_hold_all_weight_matrices_of_optim_grads() -> None:
-    whole, two = (Backward(Mesh.single(), strategy).layout for strategy in ("optim", "optim_grads"))
+    whole, two = (Backward(Mesh.single(), strategy).bucket_plan for strategy in ("optim", "optim_grads"))
     assert len(whole.gradient_slot_numel()) == len(whole.buckets) > 4
     assert len([slot for slot in two.gradient_slot_numel() if slot[0] != UNSHARED]) == 2
     assert sum(two.gradient_slot_numel().values()) < 0.7 * sum(whole.gradient_slot_numel().values())
@@ -350,7 +350,7 @@ def test_two_slots_hold_all_weight_matrices_of_optim_grads() -> None:
 def test_a_reduction_is_waited_for_once(strategy: str) -> None:
     backward = Backward(Mesh.single(), strategy)
     backward.run(0, 1)
-    last = backward.layout.buckets[-1].index
+    last = backward.bucket_plan.buckets[-1].index
     backward.buckets.finish(last)
     with pytest.raises(RuntimeError) as error:
         backward.buckets.finish(last)
@@ -361,7 +361,7 @@ def test_a_reduction_is_waited_for_once(strategy: str) -> None:
 def test_a_slot_in_use_is_not_taken() -> None:
     """Two buckets of one slot, the first of them half written."""
     backward = Backward(Mesh.single(), "optim_grads")
-    slots, buckets = backward.layout.gradient_slots, backward.layout.buckets
+    slots, buckets = backward.bucket_plan.gradient_slots, backward.bucket_plan.buckets
     pairs = ((one, other) for one in buckets for other in buckets if one is not other and slots[one.index] == slots[other.index])
     first, second = next((one, other) for one, other in pairs if len(one.placements) > 1)
     backward.buckets.begin_step(1)
@@ -369,7 +369,7 @@ def test_a_slot_in_use_is_not_taken() -> None:
     backward.zeros(written)
     with pytest.raises(RuntimeError) as error:
         backward.zeros(second.placements[0].spec.name)
-    label = backward.layout.label
+    label = backward.bucket_plan.label
     assert str(error.value) == (
         f"{second.placements[0].spec.name}: {label(second.index)} needs gradient slot {slots[first.index]} "
         f"while {label(first.index)} still misses {', '.join(missing)}"
@@ -383,4 +383,4 @@ def test_the_engine_hears_of_every_bucket_once_in_launch_order(strategy: str, mi
         backward.reduced.clear()
         backward.run(step, microbatches)
         backward.buckets.finish_all()
-        assert backward.reduced == [bucket.index for bucket in backward.layout.buckets]
+        assert backward.reduced == [bucket.index for bucket in backward.bucket_plan.buckets]

@@ -57,7 +57,7 @@ def rule_of(run: Trainer) -> ExactOffload:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a run leaves, and how its attempts ended."""
+    """What a run leaves, and how its speculative updates ended."""
 
     digest: str
     """Of whole parameters, masters, both moments and counters."""
@@ -70,8 +70,8 @@ def outcome(place: Place, layout: Layout) -> Outcome:
     """Of a whole run."""
     run = trainer(place, layout)
     norms = [run.step(index)[1] for index in range(layout.steps)]
-    attempts = rule_of(run).speculation if layout.offload != OffloadConfig() else None
-    found = Outcome(digest_of(run), tuple(norm.item() for norm in norms), *((attempts.kept, attempts.redone) if attempts else ()))
+    speculation = rule_of(run).speculation if layout.offload != OffloadConfig() else None
+    found = Outcome(digest_of(run), tuple(norm.item() for norm in norms), *((speculation.kept, speculation.redone) if speculation else ()))
     run.optimizer.close()
     return found
 
@@ -312,7 +312,7 @@ def test_a_worker_that_dies_ends_all_ranks(cluster: Cluster) -> None:
 
 
 def refused_memory(place: Place) -> str:
-    """What a slab says that is larger than the address space the system allows."""
+    """What a buffer says that is larger than the address space the system allows."""
     before = resource.getrlimit(resource.RLIMIT_AS)
     resource.setrlimit(resource.RLIMIT_AS, (1 << 34, before[1]))
     try:

@@ -98,7 +98,7 @@ def test_gathers_of_1f1b(count: int, rank: int, microbatches: int) -> None:
 
 
 def rank_case(name: str, virtual: int, rank: int, *, slots: int) -> tuple[PrefetchPlan, tuple[WeightAccess, ...]]:
-    """A rank of a real pipeline: blocks share ``slots`` slots, embedding and head one; all norms are one resident bucket."""
+    """A rank of a real pipeline: blocks share ``slots`` slots, embedding and head one; all norms are one bucket that stays unsharded."""
     ranks = 3
     partition = Partition(split_layers(12, ranks * virtual), placement_of(name, ranks, virtual))
     units = [stage_units(MODEL, partition, stage) for stage in partition.stages_of(rank)]
@@ -255,7 +255,7 @@ def test_early_offers() -> None:
         everything.advance(access)
         if access.backward:
             everything.invalidate(access.unit)
-            assert everything.try_gather(access.unit), "resident: nothing is in its way"
+            assert everything.try_gather(access.unit), "it has its slot to itself: nothing is in its way"
 
 
 def early_offers(prefetch: PrefetchPlan, accesses: Sequence[WeightAccess], alone: Sequence[int], due: Callable[[], bool]) -> list[object]:

@@ -149,9 +149,9 @@ class Rules:
 
 
 Gather = tuple[int, int, int]
-"""(bucket, generation of its weights, how many passes must be done before its slot may be written)."""
+"""(bucket, version of its weights, how many passes must be done before its slot may be written)."""
 Pass = tuple[tuple[int, int, int], ...]
-"""What a pass reads: (bucket, generation, number of its gather)."""
+"""What a pass reads: (bucket, version, number of its gather)."""
 Work = TypeVar("Work", Gather, Pass)
 
 

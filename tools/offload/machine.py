@@ -20,12 +20,12 @@ TIMES = 3
 
 def bus_seconds(device: torch.device) -> float:
     """For four bytes in one direction, the slower one."""
-    slab, slowest = (
+    buffer, slowest = (
         PinnedBuffer(SAMPLE, torch.float32, device, "a sample"),
         0.0,
     )  # pinned as long as it lives
     there = torch.empty(SAMPLE, device=device)
-    here = slab.take(SAMPLE)
+    here = buffer.take(SAMPLE)
     for target, source in ((here, there), (there, here)):
         target.copy_(source, non_blocking=True)
         begin = devices.timed_event(device)
