@@ -33,7 +33,7 @@ PRELOAD = ["megatron_llama.model.init", "megatron_llama.engine.build", "megatron
 """Imported once, by the server that the workers are forked from."""
 SMALL_JOB = 2
 """Processes."""
-GRACE_SECONDS = 60.0
+GRACE_SECONDS = 10.0
 """After one worker failed, its peers lose their connections and fail too; those that do not are killed."""
 
 

@@ -45,6 +45,7 @@ def test_torchrun_reports_a_refused_run_once(product: Product, straight: Callabl
     assert ended.stderr.count("error: --save run: got iter_0000006, expected no checkpoint") == 1
 
 
+@pytest.mark.long
 def test_sigterm_to_torchrun_saves(product: Product, tmp_path: Path) -> None:
     """As schedulers send it when the time is over."""
     command = [*TORCHRUN, "-m", "megatron_llama", *product.command(save="run", train_iters=100_000, **TP2.options)]

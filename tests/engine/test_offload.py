@@ -95,7 +95,7 @@ def ways(layout: Layout) -> list[Layout]:
     "layout",
     [
         *(Layout(dp=2, strategy=strategy, bf16=number % 2 == 0, layers=2) for number, strategy in enumerate(STRATEGIES)),
-        Layout(tp=2, pp=2, dp=2, sp=True, bf16=True, strategy="optim_grads", layers=3, split=(2, 1)),
+        pytest.param(Layout(tp=2, pp=2, dp=2, sp=True, bf16=True, strategy="optim_grads", layers=3, split=(2, 1)), marks=pytest.mark.long),
     ],
     ids=lambda layout: layout.name,
 )

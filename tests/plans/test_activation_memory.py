@@ -147,7 +147,7 @@ def test_low_rank_additions_keep_their_inner_activations(cluster: Cluster, layou
 
 
 @pytest.mark.parametrize("kv_heads", [2, 4])
-@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp64"])
+@pytest.mark.parametrize("precision", ["fp32", "bf16", pytest.param("fp64", marks=pytest.mark.long)])
 @pytest.mark.parametrize("recompute", GRANULARITIES)
 @pytest.mark.parametrize("layout", SPREAD, ids=lambda layout: f"{layout.name} {layout.recompute_layers}")
 def test_formula_is_what_autograd_keeps(
