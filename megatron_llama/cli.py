@@ -1,5 +1,5 @@
-"""``python -m megatron_llama <command>``: finds the command, reads its options, and prints what
-went wrong in one message."""
+"""``python -m megatron_llama <command>``: finds the command, parses its options, runs it, and prints
+an error as one message."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ from megatron_llama.errors import ConfigError, UserError
 
 @dataclass(frozen=True)
 class Command:
-    """Where a command lives. Modules are imported only for the command that runs."""
+    """Where a command is found. Its module is imported only if the command runs, so that --help
+    does not wait for torch."""
 
     module: str
     function: str
     sections: str
-    """Name of the sections in the module of options, ``module:attribute``."""
+    """The sections of its options, as ``module:attribute``."""
     summary: str
-    words: tuple[str, ...] = ()
-    """Options whose values may stand right behind the command, in this order and without their
-    names."""
+    positional: tuple[str, ...] = ()
+    """Options whose values may follow the command in this order, without their names."""
 
 
 COMMANDS: Mapping[str, Command] = MappingProxyType(
@@ -115,7 +115,8 @@ COMMANDS: Mapping[str, Command] = MappingProxyType(
             "plan",
             "plan",
             "commands.plan:SECTIONS",
-            "The fastest layouts for a cluster: plan --model NAME --gpus N; plan score|compare FILE.",
+            "The fastest layouts for a cluster: plan --model NAME --gpus N; "
+            "plan score|compare FILE.",
             ("action", "file"),
         ),
         "env": Command(
@@ -129,21 +130,18 @@ COMMANDS: Mapping[str, Command] = MappingProxyType(
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command and return the exit status: 0, 2 for a wrong command line or configuration,
-    130 for Control-C, 1 for other errors."""
+    """Run one command and return the exit status: 0 if it went well, 2 for a wrong command line or
+    configuration, 130 for Control-C, 1 for other errors."""
     words = list(sys.argv[1:] if argv is None else argv)
     try:
         return run(words)
     except UserError as error:
         rank = os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0"))
         if rank == "0" or not error.everywhere:
-            print(
-                f"error{'' if rank == '0' else f' on rank {rank}'}: {error}",
-                file=sys.stderr,
-                flush=True,
-            )
+            on_rank = "" if rank == "0" else f" on rank {rank}"
+            print(f"error{on_rank}: {error}", file=sys.stderr, flush=True)
         return 2 if isinstance(error, ConfigError) else 1
-    except BrokenPipeError:  # the reader of our output left: head, less
+    except BrokenPipeError:  # the reader of our output has ended, as head and less do
         return 1
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr, flush=True)
@@ -156,7 +154,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def run(words: list[str]) -> int:
-    """Dispatch and return the exit status. Raises UserError."""
+    """Dispatch to a command and return its exit status. Raises UserError."""
     if not words or words[0] in ("-h", "--help"):
         print(overview())
         return 0
@@ -171,11 +169,13 @@ def run(words: list[str]) -> int:
         do = f"did you mean {near[0]}?" if near else "see --help"
         raise ConfigError("command", got=name, expected=f"one of {', '.join(COMMANDS)}", do=do)
     if name == "preprocess":
-        # Numpy's threads, which nothing there uses: they start when it is imported, and keep
-        # processes from being forked (data/workers.py).
+        # NumPy starts threads when it is imported. Nothing here uses them, and a process with
+        # threads cannot fork its workers (data/workers.py).
         os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
     command = COMMANDS[name]
-    sections = _sections(command)
+    module, _, attribute = command.sections.partition(":")
+    found = getattr(import_module(f"megatron_llama.{module}"), attribute)
+    sections: Sequence[type[Any]] = found if isinstance(found, tuple) else (found,)
     if {"-h", "--help"} & set(words):
         from megatron_llama.config.help import help_text
 
@@ -184,35 +184,25 @@ def run(words: list[str]) -> int:
     function: Callable[..., int | None] = getattr(
         import_module(f"megatron_llama.commands.{command.module}"), command.function
     )
-    if command.function == "inspect":
+    if name == "inspect":  # takes words, no options
         function(words)
         return 0
     from megatron_llama.config.megatron_names import ALIASES, MEGATRON
     from megatron_llama.config.parse import parse
 
-    return (
-        function(
-            parse(
-                _with_dry_run_value(_named(words, command.words)),
-                sections,
-                aliases={**MEGATRON, **ALIASES},
-            )
-        )
-        or 0
-    )
+    words = _with_dry_run_value(_with_names(words, command.positional))
+    return function(parse(words, sections, aliases={**MEGATRON, **ALIASES})) or 0
 
 
-def _named(words: list[str], names: Sequence[str]) -> list[str]:
-    """The words before the first flag as the options that they stand for."""
+def _with_names(words: list[str], names: Sequence[str]) -> list[str]:
+    """Turn the words before the first flag into the options that they stand for."""
     leading = list(takewhile(lambda word: not word.startswith("--"), words))[: len(names)]
-    return [
-        *(f"--{name}={word}" for name, word in zip(names, leading, strict=False)),
-        *words[len(leading) :],
-    ]
+    options = [f"--{name}={word}" for name, word in zip(names, leading, strict=False)]
+    return [*options, *words[len(leading) :]]
 
 
 def _with_dry_run_value(words: list[str]) -> list[str]:
-    """--dry-run is the only flag with an optional value: alone it means yes."""
+    """Give --dry-run, the only flag with an optional value, the value yes if it has none."""
     bare = ("--dry-run", "--dry_run")
     values = ("no", "yes", "strict")
     return [
@@ -221,14 +211,8 @@ def _with_dry_run_value(words: list[str]) -> list[str]:
     ]
 
 
-def _sections(command: Command) -> Sequence[type[Any]]:
-    module, _, attribute = command.sections.partition(":")
-    found = getattr(import_module(f"megatron_llama.{module}"), attribute)
-    return found if isinstance(found, tuple) else (found,)
-
-
 def overview() -> str:
-    """What ``--help`` prints without a command."""
+    """The text of ``--help`` without a command."""
     lines = [
         "usage: python -m megatron_llama COMMAND [--config FILE.yaml] [--option value ...]",
         "",

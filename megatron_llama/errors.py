@@ -73,6 +73,7 @@ def nearest_divisors(whole: int, value: int) -> str:
 
 
 def nearest_multiples(value: int, unit: int) -> str:
-    """The positive multiples of ``unit`` next to ``value``, as a remedy says them: ``96 or 128``."""
+    """The positive multiples of ``unit`` next to ``value``, in the words of a remedy:
+    ``96 or 128``."""
     below = max(value, 0) // unit * unit
     return " or ".join(str(n) for n in (below, below + unit) if n > 0)

@@ -50,7 +50,7 @@ from megatron_llama.plans.checks.optimizer import optimizer_problems
 TRAINING = 0
 VALIDATION = 1
 Source = Callable[[Config, int], Samples]
-"""Makes the samples of TRAINING or VALIDATION. Raises DataError. Nothing in it may be collective."""
+"""Makes the samples of TRAINING or VALIDATION. Raises DataError. It must not be collective."""
 
 
 def open_stream(config: Config, prefix: str, part: int) -> TokenStream:
@@ -242,8 +242,8 @@ def roll_back(
 
 
 def open_log(config: Config, mesh: Mesh, state: TrainState) -> MetricLog:
-    """Open the log of this run, which rank 0 writes. Collective. Raises CheckpointError if it cannot
-    be written."""
+    """Open the log of this run, which rank 0 writes. Collective. Raises CheckpointError if the log
+    cannot be written."""
     folder = local_folder(config.checkpoint.save) if config.checkpoint.save is not None else None
     loggers = list[MetricLogger]()
     with raise_on_all_ranks(mesh.world), writing(Path(config.log.tensorboard_dir or ".")):

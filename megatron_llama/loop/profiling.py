@@ -32,9 +32,9 @@ class Profiling:
         settle: Callable[[], None],
         restart_clock: Callable[[], None],
     ) -> None:
-        """``settle`` waits until nothing of the optimizer is in flight. ``restart_clock`` leaves the
-        time that beginning and writing take out of the log's averages. Raises CheckpointError, on
-        every rank, if the timeline cannot be written."""
+        """``settle`` waits until nothing of the optimizer is in flight. ``restart_clock`` leaves
+        the time that beginning and writing take out of the log's averages. Raises
+        CheckpointError, on every rank, if the timeline cannot be written."""
         self._options = config.log
         self._mesh = mesh
         self._log = log

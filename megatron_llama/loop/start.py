@@ -51,9 +51,9 @@ class Start:
 
 
 def named_start(options: CheckpointConfig) -> Start | None:
-    """Find what ``--load`` names: a checkpoint, the latest one in a folder of checkpoints, with AUTO
-    the newest usable one of --save, or a folder of another format. None if there is none of these.
-    Raises ConfigError for AUTO without --save."""
+    """Find what ``--load`` names: a checkpoint, the latest one in a folder of checkpoints, with
+    AUTO the newest usable one of --save, or a folder of another format. None if there is none of
+    these. Raises ConfigError for AUTO without --save."""
     if options.load is None:
         return None
     if options.load == AUTO:

@@ -1,2 +1,2 @@
-"""What a run reports: FLOPs and MFU, the averages of a log interval, the log lines and
-``log.jsonl``."""
+"""What a run reports: FLOPs and MFU, the averages of a log interval, log lines, TensorBoard and
+Weights & Biases."""

@@ -1,9 +1,9 @@
-"""Floating-point operations of training, and what devices could do at most.
+"""Floating-point operations of training, and the peak rates of devices.
 
 Two conventions are in use and differ by 10 to 20 %. torchtitan (and the PaLM paper, appendix B)
 counts the whole square of attention scores; Megatron-LM counts the half below the diagonal. MFU
-here follows the first. Both count matrix products only, forward once and backward twice, never
-recomputation, and no embedding lookup.
+follows the first one here. Both count matrix products only, forward once and backward twice, and
+neither recomputation nor the embedding lookup.
 """
 
 from __future__ import annotations
@@ -22,10 +22,8 @@ def flops_per_token(
 ) -> int:
     """Forward and backward FLOPs of one token in a sequence of ``seq_length``.
 
-    ``model``: every derived field filled in; ``vocab_size`` without padding. ``causal``: count only
-    the scores that the mask leaves (Megatron) instead of all (torchtitan). ``lora``: with a rank,
-    weights are frozen and have no gradients, which is one of the three products with each; low-rank
-    additions have all three.
+    ``model`` has every derived field filled in, and a ``vocab_size`` without padding. ``causal``
+    counts only the scores that the mask leaves (Megatron) instead of all (torchtitan).
     """
     hidden = model.hidden_size
     layers = model.num_hidden_layers
@@ -40,6 +38,7 @@ def flops_per_token(
     # Scores and their product with V: 2 products x 2 FLOPs x 3 passes = 12 per score and channel.
     scores = (6 if causal else 12) * layers * queries * seq_length
     if lora.lora_rank:
+        # Frozen weights have no gradient, which is one of three products; the additions have all.
         additions = sum(math.prod(shape) for shape in adapter_shapes(model, lora).values())
         return 4 * (layers * per_layer + head) + 6 * additions + scores
     return 6 * (layers * per_layer + head) + scores

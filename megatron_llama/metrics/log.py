@@ -1,4 +1,5 @@
-"""The log of a run: Megatron's line on the terminal, one JSON object per line in ``log.jsonl``."""
+"""The log of a run: Megatron's line on the terminal, and one JSON object per line in
+``log.jsonl``."""
 
 from __future__ import annotations
 
@@ -21,36 +22,36 @@ FILE_NAME = "log.jsonl"
 
 @dataclass(frozen=True)
 class StepRecord:
-    """One log line of training. Times and rates are averages since the last line."""
+    """The numbers of one log line of training. Times and rates are averages since the last line."""
 
     iteration: int
-    """1-based: optimizer steps done."""
+    """Optimizer steps done, so 1-based."""
     train_iters: int
     consumed_samples: int
     learning_rate: float
     global_batch_size: int
     lm_loss: float | None
-    """None: not finite, the step was skipped."""
+    """None if it was not finite and the step was skipped."""
     grad_norm: float | None
-    """Before clipping. None: not finite, the step was skipped."""
+    """Before clipping. None if it was not finite and the step was skipped."""
     elapsed_ms: float
     """Per iteration."""
     tokens_per_second: float
     tokens_per_second_per_gpu: float
     tflops_per_gpu: float
     mfu: float | None
-    """Fraction of the device's peak. None: peak unknown."""
+    """Fraction of the device's peak; None if the peak is unknown."""
     exposed_comm_ms: float | None
-    """Per iteration, communication that no computation hid. None: not measured."""
+    """Per iteration, communication that no computation hid; None if not measured."""
     peak_memory_bytes: int | None
-    """None: the device does not count."""
+    """None if the device does not count."""
     eta_seconds: float | None
     loss_scale: float = 1.0
     skipped_iterations: int = 0
     """Since the last line."""
     nan_iterations: int = 0
     compute: Spread | None = None
-    """Of the ranks; with --log-straggler."""
+    """How long the ranks compute in a step; with --log-straggler."""
 
 
 _JSON_KEYS = (
@@ -74,8 +75,8 @@ _JSON_KEYS = (
 
 
 def format_record(record: StepRecord, now: datetime) -> str:
-    """The line of Megatron's ``training_log``, which log readers parse, with our own fields
-    appended."""
+    """The line of Megatron's ``training_log``, which log readers parse, with our own fields at the
+    end."""
     r = record
     megatron = [
         f" [{now:%Y-%m-%d %H:%M:%S}] iteration {r.iteration:8d}/{r.train_iters:8d}",
@@ -102,7 +103,8 @@ def format_record(record: StepRecord, now: datetime) -> str:
     if r.compute is not None:
         c = r.compute
         ours.append(
-            f"compute per rank (ms): min {c.least:.1f}, median {c.median:.1f}, max {c.most:.1f} (rank {c.slowest})"
+            f"compute per rank (ms): min {c.least:.1f}, median {c.median:.1f}, "
+            f"max {c.most:.1f} (rank {c.slowest})"
         )
     return " | ".join(megatron + ours) + " |"
 
@@ -111,43 +113,45 @@ def format_validation(iteration: int, consumed_samples: int, loss: float, tokens
     """The line of an evaluation; perplexity is capped at e^20 as in Megatron."""
     perplexity = math.exp(min(20.0, loss))
     return (
-        f" validation loss at iteration {iteration} | consumed samples: {consumed_samples:12d} | lm loss value: {loss:.6E} "
-        f"| lm loss PPL: {perplexity:.6E} | validation tokens: {tokens} |"
+        f" validation loss at iteration {iteration} | consumed samples: {consumed_samples:12d} "
+        f"| lm loss value: {loss:.6E} | lm loss PPL: {perplexity:.6E} "
+        f"| validation tokens: {tokens} |"
     )
 
 
 def format_duration(seconds: float) -> str:
-    """``1:02:03``; hours are not folded into days."""
+    """Format seconds as ``1:02:03``. There are no days: hours go on beyond 24."""
     minutes, rest = divmod(round(seconds), 60)
     return f"{minutes // 60}:{minutes % 60:02d}:{rest:02d}"
 
 
 class MetricLogger(Protocol):
-    """Another place that log lines go to: TensorBoard, for one."""
+    """Another receiver of log lines, for example TensorBoard."""
 
     def step(self, record: StepRecord) -> None:
-        """An interval of training."""
+        """Log an interval of training."""
         ...
 
     def validation(self, iteration: int, loss: float) -> None:
-        """An evaluation."""
+        """Log an evaluation."""
         ...
 
     def rewind(self, iteration: int) -> None:
-        """The run goes on behind ``iteration`` once more."""
+        """The run has returned to ``iteration`` and repeats what follows."""
         ...
 
     def close(self) -> None:
-        """Nothing more comes."""
+        """End the log."""
         ...
 
 
 class MetricLog:
-    """Prints log lines and appends them to ``log.jsonl``; does neither on ranks that do not print.
+    """Prints log lines and appends them to ``log.jsonl``. On ranks that do not print it does
+    neither.
 
-    The file is always one consistent curve: opening it for a run that continues after
-    ``start_iteration`` drops what an interrupted run wrote beyond that, and a last line that was
-    cut off.
+    The file is always one consistent curve. Opening it for a run that continues after
+    ``start_iteration`` drops what an interrupted run has written beyond that, and a last line that
+    was cut off.
     """
 
     def __init__(
@@ -161,16 +165,16 @@ class MetricLog:
         out: TextIO | None = None,
         loggers: Sequence[MetricLogger] = (),
     ) -> None:
-        """``folder``: of ``log.jsonl``, made if need be; None: no file. ``prints``: this is the
-        printing rank. ``out``: default stdout. ``loggers``: of the printing rank; they are closed
-        with the log."""
+        """``folder`` is that of ``log.jsonl``, made if need be; None means no file. ``prints``:
+        this is the rank that prints. ``out`` is stdout by default. ``loggers`` are those of the rank
+        that prints; they are closed with the log."""
         self._prints = prints
         self._loggers = tuple(loggers)
         self._out = sys.stdout if out is None else out
         self._file: TextIO | None = None
         self.evaluated: dict[int, float] = {}
-        """Loss of each evaluation of the run, earlier parts of it included; on the rank that
-        prints."""
+        """By iteration, the loss of each evaluation of the run, those before a resume included. It
+        is filled on the rank that prints."""
         self._bar: Any = None
         if not prints:
             return
@@ -219,8 +223,7 @@ class MetricLog:
         self._file = path.open("a", encoding="utf-8")
 
     def rewind(self, iteration: int) -> None:
-        """The run goes on behind ``iteration`` once more: later lines leave the file, not the
-        terminal."""
+        """The run has returned to ``iteration``: later lines leave the file, not the terminal."""
         if self._file is not None:
             self._file.close()
             self._open(Path(self._file.name), iteration)
@@ -231,34 +234,30 @@ class MetricLog:
             self._bar.refresh()
 
     def advance(self) -> None:
-        """One optimizer step is done: moves the progress bar."""
+        """Move the progress bar by one optimizer step."""
         if self._bar is not None:
             self._bar.update(1)
 
     def write(self, record: StepRecord) -> None:
-        """Log one interval. Raises TrainingError when a number in it is not finite: the run has to
-        stop first."""
-        if self._prints:
-            self.say(format_record(record, datetime.now()))
-            c = record.compute
-            spread = (
-                {
-                    "compute_ms_min": c.least,
-                    "compute_ms_median": c.median,
-                    "compute_ms_max": c.most,
-                    "slowest_rank": c.slowest,
-                }
-                if c
-                else {}
-            )
-            self._append({key: getattr(record, key) for key in _JSON_KEYS} | spread)
-            for logger in self._loggers:
-                logger.step(record)
+        """Log one interval. Raises TrainingError if a number in it is not finite: the run should
+        have stopped before."""
+        if not self._prints:
+            return
+        self.say(format_record(record, datetime.now()))
+        entry = {key: getattr(record, key) for key in _JSON_KEYS}
+        if record.compute is not None:
+            entry["compute_ms_min"] = record.compute.least
+            entry["compute_ms_median"] = record.compute.median
+            entry["compute_ms_max"] = record.compute.most
+            entry["slowest_rank"] = record.compute.slowest
+        self._append(entry)
+        for logger in self._loggers:
+            logger.step(record)
 
     def write_validation(
         self, iteration: int, consumed_samples: int, loss: float, tokens: int
     ) -> None:
-        """Log one evaluation: mean ``loss`` over ``tokens`` tokens, after ``iteration`` steps.
+        """Log one evaluation after ``iteration`` steps: the mean ``loss`` over ``tokens`` tokens.
 
         A resumed run that repeats the evaluation of its first iteration prints it again, but the
         file keeps one.
@@ -305,17 +304,16 @@ class MetricLog:
 
 
 def truncate(path: Path, iteration: int) -> list[dict[str, Any]]:
-    """Drop the lines of ``path`` beyond ``iteration``, all of them for 0 (a fresh start), and any
-    that is cut off.
+    """Drop the lines of ``path`` beyond ``iteration`` (all of them for 0, a fresh start) and any
+    line that was cut off. Returns the lines that are kept.
 
-    Replaces the file in one step, and returns what is kept. A missing file is an empty one.
+    The file is replaced in one step. A missing file counts as an empty one.
     """
+    lines = []
+    if path.exists() and iteration > 0:
+        lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
     kept = []
-    for line in (
-        path.read_text(encoding="utf-8", errors="replace").splitlines()
-        if path.exists() and iteration > 0
-        else []
-    ):
+    for line in lines:
         try:
             entry = json.loads(line)
         except json.JSONDecodeError:
@@ -326,10 +324,10 @@ def truncate(path: Path, iteration: int) -> list[dict[str, Any]]:
             and entry["iteration"] <= iteration
         ):
             kept.append((line, entry))
-    beside = path.with_name(path.name + ".part")
-    with beside.open("w", encoding="utf-8") as file:
+    part = path.with_name(path.name + ".part")
+    with part.open("w", encoding="utf-8") as file:
         file.writelines(line + "\n" for line, _ in kept)
         file.flush()
         os.fsync(file.fileno())
-    beside.replace(path)
+    part.replace(path)
     return [entry for _, entry in kept]

@@ -1,4 +1,4 @@
-"""Numbers that the device still computes, on their way to the host."""
+"""Numbers that the device still computes, and that the host reads later."""
 
 from __future__ import annotations
 
@@ -11,19 +11,18 @@ from megatron_llama.distributed import device as devices
 
 
 class Readback:
-    """Copies 0-dim tensors behind what was issued so far, into memory that the device writes by
-    itself.
+    """An asynchronous copy of 0-dim tensors to the host.
 
-    ``float(tensor)`` would wait for all that was issued until it is called, ``read`` waits for what
-    came before this object only: a host that reads the numbers of one step after it has issued the
-    next never keeps the device waiting."""
+    ``float(tensor)`` waits for everything that has been issued when it is called; ``read`` waits
+    only for what was issued before this object was made. So a host that reads the numbers of a step
+    after it has issued the next step never keeps the device waiting."""
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:
         values = torch.stack([tensor.detach().to(torch.float64) for tensor in tensors])
-        self._values, self._there = devices.copy_to_host(values)
+        self._values, self._copied = devices.copy_to_host(values)
 
     def read(self) -> list[float]:
-        """The numbers, in the order of the tensors."""
-        if self._there is not None:
-            self._there.synchronize()
+        """Wait for the numbers, and return them in the order of the tensors."""
+        if self._copied is not None:
+            self._copied.synchronize()
         return list(self._values.tolist())

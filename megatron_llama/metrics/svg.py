@@ -59,8 +59,8 @@ class Drawing:
         )
 
     def svg(self, *, inline: bool = False) -> str:
-        """The ``<svg>`` element: a file of its own or, ``inline``, a part of an HTML page, which needs
-        no namespace."""
+        """The ``<svg>`` element: a file of its own or, ``inline``, a part of an HTML page, which
+        needs no namespace."""
         size = f'width="{self._width:.0f}" height="{self._height:.0f}"'
         view = f'viewBox="0 0 {self._width:.0f} {self._height:.0f}"'
         form = 'role="img" font-family="sans-serif"'

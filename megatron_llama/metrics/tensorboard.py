@@ -16,7 +16,7 @@ FLUSH_SECONDS = 120
 
 
 def require_tensorboard(config: LogConfig) -> None:
-    """Raise ConfigError where events are wanted and the package that writes them is not
+    """Raise ConfigError if events are asked for and the package that writes them is not
     installed."""
     if config.tensorboard_dir is not None and find_spec("tensorboard") is None:
         do = "pip install megatron-llama[tensorboard], or leave it out"
@@ -26,11 +26,11 @@ def require_tensorboard(config: LogConfig) -> None:
 
 
 class TensorBoard:
-    """A MetricLogger. Events of iterations that a resumed or rewound run repeats are hidden by
-    those that it writes."""
+    """A MetricLogger. When a resumed or rewound run repeats iterations, its events hide the earlier
+    ones."""
 
     def __init__(self, config: LogConfig, iteration: int) -> None:
-        """``iteration``: behind which the run goes on."""
+        """The run continues after ``iteration``."""
         assert config.tensorboard_dir is not None
         self._config = config
         self._folder = Path(config.tensorboard_dir, config.job_name or "")
@@ -45,7 +45,6 @@ class TensorBoard:
         )
 
     def step(self, record: StepRecord) -> None:
-        """See MetricLogger."""
         for name, value in self._scalars(record):
             if value is not None:
                 self._writer.add_scalar(name, value, record.iteration)
@@ -72,16 +71,13 @@ class TensorBoard:
             )
 
     def validation(self, iteration: int, loss: float) -> None:
-        """See MetricLogger. Perplexity is capped at e^20, as in the log."""
         self._writer.add_scalar("lm loss validation", loss, iteration)
         if self._config.log_validation_ppl_to_tensorboard:
             self._writer.add_scalar("lm loss validation ppl", math.exp(min(20.0, loss)), iteration)
 
     def rewind(self, iteration: int) -> None:
-        """See MetricLogger."""
         self._writer.close()
         self._writer = self._open(iteration)
 
     def close(self) -> None:
-        """See MetricLogger."""
         self._writer.close()

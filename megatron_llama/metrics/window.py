@@ -1,4 +1,4 @@
-"""Seconds and steps of a log interval -> the averages that a log line shows."""
+"""From the seconds and steps of a log interval to the averages that a log line shows."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ class Interval:
     steps: int
     """Optimizer steps, at least 1."""
     tokens: int
-    """In all of them."""
+    """Tokens in all of these steps."""
     seconds: float
     """Wall-clock time of these steps; evaluation and saving excluded."""
     exposed_seconds: float | None
-    """Time in which the rank waited for communication. None: not measured."""
+    """Time in which the rank waited for communication; None if not measured."""
 
 
 @dataclass(frozen=True)
 class Work:
-    """What the run works on, and with what."""
+    """What the run computes, and on which devices."""
 
     flops_per_token: int
     world_size: int
     peak_flops: float | None
-    """Of one device, FLOP/s. None: unknown."""
+    """FLOP/s of one device; None if unknown."""
 
 
 @dataclass(frozen=True)
@@ -46,17 +46,17 @@ class Averages:
 
 @dataclass(frozen=True)
 class Spread:
-    """How long the ranks compute in a step, milliseconds."""
+    """How long the ranks compute in a step, in milliseconds."""
 
     least: float
     median: float
     most: float
     slowest: int
-    """The rank that takes most."""
+    """The rank that takes the longest."""
 
 
 def spread(milliseconds: Sequence[float]) -> Spread:
-    """Over the times of all ranks, in rank order."""
+    """The spread of the times of all ranks, given in rank order."""
     most = max(milliseconds)
     return Spread(
         min(milliseconds), statistics.median(milliseconds), most, list(milliseconds).index(most)
@@ -64,7 +64,8 @@ def spread(milliseconds: Sequence[float]) -> Spread:
 
 
 def averages(interval: Interval, work: Work, *, steps_left: int) -> Averages:
-    """Average an interval. ``steps_left``: optimizer steps until the end of the run."""
+    """Average an interval. ``steps_left`` is the number of optimizer steps until the end of the
+    run."""
     per_step = interval.seconds / interval.steps
     tokens_per_second = interval.tokens / interval.seconds
     per_gpu = tokens_per_second / work.world_size

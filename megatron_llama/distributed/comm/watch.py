@@ -180,8 +180,8 @@ class Watch:
             return self._diagnosis or self._diagnose_lost_store()
 
     def diagnose(self) -> Diagnosis:
-        """Set the alarm, unless it is set, and wait for the answers. Rank 0 returns last, because it
-        may host the store."""
+        """Set the alarm, unless it is set, and wait for the answers. Rank 0 returns last, because
+        it may host the store."""
         found: list[Diagnosis] = []
         asking = threading.Thread(
             target=lambda: found.append(self._ask()), name="alarm", daemon=True
