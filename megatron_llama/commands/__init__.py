@@ -1,2 +1,5 @@
-"""One module for each command. They import what is heavy when they run, so that ``--help`` appears
-at once."""
+"""One file for each command; what several share is in ``common/``.
+
+A command imports torch and other heavy libraries inside its function, so that ``--help`` appears at
+once.
+"""

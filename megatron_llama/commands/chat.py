@@ -51,7 +51,7 @@ def chat(parsed: Parsed) -> None:
 
 
 def _lines() -> Iterator[str]:
-    """Messages: lines that are not empty."""
+    """Yield the messages: lines that are not empty."""
     while True:
         if sys.stdin.isatty():
             print("> ", end="", file=sys.stderr, flush=True)
@@ -63,8 +63,8 @@ def _lines() -> Iterator[str]:
 
 
 class Talk:
-    """A conversation. What the model has read of it stays read: with each message it reads what is
-    new, unless the template renders what was said before differently now."""
+    """A conversation. The model keeps what it has read: with each message it reads only the tokens
+    that are new, unless the template now renders earlier messages differently."""
 
     def __init__(
         self,
@@ -84,7 +84,7 @@ class Talk:
         self.reset()
 
     def reset(self) -> None:
-        """Forget everything but the system's message."""
+        """Forget everything but the system message."""
         import torch
 
         from megatron_llama.model.generate import Reader
@@ -95,11 +95,11 @@ class Talk:
         self._generator = torch.Generator().manual_seed(self._seed)
 
     def answer(self, message: str) -> Iterator[str]:
-        """The answer, piece by piece. Raises DataError or UnusableError, and forgets the message,
-        if it is too long or the template cannot render it.
+        """Yield the answer piece by piece. Raises DataError or UnusableError, and forgets the
+        message, if it is too long or the template cannot render it.
 
-        The oldest messages are forgotten when the conversation gets longer than the model's longest
-        sequence."""
+        When the conversation gets longer than the model's longest sequence, the oldest messages are
+        forgotten."""
         from megatron_llama.model.generate import continue_sequence
         from megatron_llama.tokenizer.stream import TextStream
 
@@ -129,7 +129,7 @@ class Talk:
         self._said = [*said, {"role": "assistant", "content": self._model.tokenizer.decode(new)}]
 
     def _fitting(self, said: list[dict[str, str]]) -> tuple[list[dict[str, str]], list[int]]:
-        """As many of the newest messages as fit, and their tokens."""
+        """Return as many of the newest messages as fit, and their tokens."""
         while True:
             ids = self._speaker.continued([*self._opening, *said])
             if len(ids) < self._model.longest:

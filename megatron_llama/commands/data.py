@@ -23,8 +23,8 @@ _PLAIN = "\x1b[0m"
 
 
 def data(parsed: Parsed) -> int:
-    """Do what ``action`` says. Returns the exit status: 1 if there are examples for which a run
-    would stop."""
+    """Do what ``action`` says. Return the exit status: 1 if there are examples at which a run would
+    stop."""
     tool = parsed.get(DataToolConfig)
     options = parsed.get(SFTConfig)
     wrong = []

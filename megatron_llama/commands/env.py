@@ -54,8 +54,8 @@ def _version(name: str) -> str:
 
 
 def apex_found() -> str:
-    """Which apex is here. Training uses none (``docs/dependencies.md``), ``tools/bench_kernels.py``
-    times NVIDIA's."""
+    """Say which apex is installed. Training uses none (``docs/dependencies.md``); it is shown
+    because ``tools/bench_kernels.py`` times NVIDIA's, and PyPI has another package of that name."""
     spec = find_spec("apex")
     if spec is None:
         return "not installed"
@@ -63,7 +63,10 @@ def apex_found() -> str:
     if not any(
         Path(place, "normalization").is_dir() for place in spec.submodule_search_locations or ()
     ):
-        return f"{version}: not NVIDIA's apex but PyPI's package of that name, a toolkit for web applications; uninstall it"
+        return (
+            f"{version}: not NVIDIA's apex but PyPI's package of that name, a toolkit for web "
+            "applications; uninstall it"
+        )
     return f"{version}, NVIDIA's" + (
         "" if find_spec("amp_C") is not None else ", built without its kernels"
     )

@@ -59,8 +59,8 @@ def evaluate(parsed: Parsed) -> None:
 def _with_text(
     parsed: Parsed, text: tuple[str, ...], prefix: Path, tokenizer: str, longest: int
 ) -> Parsed:
-    """The same command line with a dataset of all of the text, whose samples are no longer than
-    ``longest``."""
+    """Return the command line with a dataset of all of the text in it, whose samples are no longer
+    than ``longest``."""
     from megatron_llama.data.preprocess import preprocess
     from megatron_llama.data.preprocess_config import PreprocessConfig
     from megatron_llama.tokenizer.load import load_tokenizer

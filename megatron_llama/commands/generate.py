@@ -18,25 +18,26 @@ SECTIONS = (ModelFolderConfig, GenerateConfig, SamplingConfig)
 
 
 def generate(parsed: Parsed) -> None:
-    """Print each prompt with its continuation, in their order, as the tokens come."""
+    """Print each prompt with its continuation, in the order of the prompts, as the tokens come."""
     from megatron_llama.commands.common.trained import open_trained, sampling_of
 
     options = parsed.get(GenerateConfig)
     sampling = parsed.get(SamplingConfig)
     drawing = sampling_of(sampling)
-    texts = _texts(options, parsed)
+    texts = _prompt_texts(options, parsed)
     if options.batch_size < 1:
         raise ConfigError(
             describe("--batch-size", got=options.batch_size, expected="1 or more", do="correct it")
         )
     model = open_trained(parsed.get(ModelFolderConfig))
     prompts = _tokens(model, texts)
-    for some in _batches(prompts, options.batch_size):
-        for text in continued(model, some, drawing, sampling.seed):
+    for start in range(0, len(prompts), options.batch_size):
+        batch = prompts[start : start + options.batch_size]
+        for text in continued(model, batch, drawing, sampling.seed):
             print(text, end="", flush=True)
 
 
-def _texts(options: GenerateConfig, parsed: Parsed) -> Sequence[str]:
+def _prompt_texts(options: GenerateConfig, parsed: Parsed) -> Sequence[str]:
     if options.prompt_file is None:
         return options.prompt
     if "prompt" in parsed.explicit:
@@ -66,7 +67,7 @@ def _texts(options: GenerateConfig, parsed: Parsed) -> Sequence[str]:
 
 
 def _tokens(model: Trained, texts: Sequence[str]) -> list[list[int]]:
-    """Ids of the prompts. Raises DataError with all that cannot be continued."""
+    """Encode the prompts. Raises DataError naming all that cannot be continued."""
     bos = model.tokenizer.bos_id
     problems = []
     prompts = []
@@ -93,15 +94,13 @@ def _tokens(model: Trained, texts: Sequence[str]) -> list[list[int]]:
     return prompts
 
 
-def _batches(prompts: Sequence[list[int]], size: int) -> Iterator[Sequence[list[int]]]:
-    return (prompts[start : start + size] for start in range(0, len(prompts), size))
-
-
 def continued(
     model: Trained, prompts: Sequence[Sequence[int]], sampling: Sampling, seed: int
 ) -> Iterator[str]:
-    """The prompts with their continuations, each with a newline at its end, piece by piece: the
-    first that is not done as its tokens come, the others when those before them are done."""
+    """Yield the prompts with their continuations, each with a newline at its end, piece by piece.
+
+    All prompts grow at the same time, but a terminal shows one after the other: the first that is
+    not done is shown as its tokens come, the others when those before them are done."""
     from megatron_llama.model.generate import generate_batch
     from megatron_llama.tokenizer.stream import TextStream
 

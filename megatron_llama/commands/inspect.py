@@ -10,10 +10,8 @@ from megatron_llama.errors import ConfigError, describe
 
 
 def inspect(words: list[str]) -> None:
-    """``inspect KIND PATH``; for a checkpoint with ``--verify`` all its files are read and compared
-    with their checksums.
-
-    Raises UserError."""
+    """Run ``inspect KIND PATH``. With ``inspect checkpoint PATH --verify`` all files are read and
+    compared with their checksums. Raises UserError."""
     if not words or words[0] not in KINDS:
         found = words[0] if words else "nothing"
         raise ConfigError(
@@ -123,7 +121,10 @@ def _presets() -> None:
 
     for name, model in PRESETS.items():
         heads = f"{model.num_attention_heads}/{model.num_key_value_heads}"
-        shape = f"{model.num_hidden_layers} layers, hidden {model.hidden_size}, heads {heads}, vocabulary {model.vocab_size}"
+        shape = (
+            f"{model.num_hidden_layers} layers, hidden {model.hidden_size}, heads {heads}, "
+            f"vocabulary {model.vocab_size}"
+        )
         print(f"{name:<16}{parameter_count(model):>18,}  {shape}")
 
 

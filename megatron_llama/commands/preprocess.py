@@ -7,7 +7,7 @@ from megatron_llama.data.preprocess_config import PreprocessConfig
 
 
 def preprocess(parsed: Parsed) -> None:
-    """Run it and print the exact counts."""
+    """Write the dataset and print exact counts of documents and tokens."""
     from megatron_llama.data.preprocess import preprocess as run
 
     print(run(parsed.get(PreprocessConfig)))

@@ -35,7 +35,8 @@ def pretrain(parsed: Parsed) -> None:
     from megatron_llama.distributed.mesh import place_from_environment
 
     options = parsed.get(CheckpointConfig)
-    # Forks a process: before the process group and its threads exist.
+    # --async-save forks a process here, before the process group and its threads exist: a fork
+    # copies no thread, and locks that one holds would stay locked.
     saving = in_background(
         place_from_environment(), wanted=options.async_save and options.save is not None
     )
@@ -58,7 +59,7 @@ def evaluate(parsed: Parsed) -> None:
         from megatron_llama.loop.build import stream_samples
         from megatron_llama.train import evaluate_only
 
-        if config.training.eval_interval == 0:  # validate.check switched it off
+        if config.training.eval_interval == 0:  # `check` switched it off
             expected = "a share of documents for validation"
             do = "give --split 0,100,0 to evaluate on all of them"
             raise ConfigError(describe("--split", got=config.data.split, expected=expected, do=do))
@@ -66,7 +67,8 @@ def evaluate(parsed: Parsed) -> None:
 
 
 def _for_evaluation(parsed: Parsed) -> Parsed:
-    """Nothing is saved, all of the validation split counts unless --eval-iters says otherwise."""
+    """Change a command line of training so that nothing is saved and all of the validation split
+    counts, unless --eval-iters says otherwise."""
     config = Config(
         **{
             name: parsed.get(section)
@@ -89,7 +91,7 @@ def prepared(
     parsed: Parsed, *, needs_data: bool = True
 ) -> Iterator[tuple[Config, Mesh, Vocabulary]]:
     """Resolve and check the configuration, join the other processes, and print what was decided on
-    the way.
+    the way. Inside the context the death of a rank becomes an error that names it.
 
     ``needs_data``: the command reads --data-path."""
     from megatron_llama.commands.common.loaded import loaded_model
@@ -112,7 +114,8 @@ def prepared(
     options = parsed.get(CheckpointConfig)
     require_tensorboard(parsed.get(LogConfig))
     require_wandb(parsed.get(LogConfig))
-    # Raises where a checkpoint is missing: better than asking for the model fields that it has.
+    # The checkpoint is looked for before the model fields: if it is missing, that is the error to
+    # show, not the absence of the fields that it would have given.
     start = find_start(options) if options.load is not None else None
     trained = loaded_model(parsed, start)
     config = assemble(parsed, trained=trained)
@@ -131,6 +134,7 @@ def prepared(
             if start is not None and trained is not None
             else []
         )
+    # What only some ranks can see (a tokenizer, a dataset) has raised on all of them by now.
     config, decided = decide(config, place.world_size, agreed_memory(mesh, place))
     if mesh.rank == 0:
         m = config.model
@@ -156,8 +160,8 @@ def prepared(
 
 
 def agreed_memory(mesh: Mesh, place: Place) -> int:
-    """Bytes that every process has: the least of all ranks, so that what is decided with it is the
-    same everywhere. Collective."""
+    """Bytes of memory that every process has: the minimum over all ranks, so that all decide alike.
+    Collective."""
     import torch
     import torch.distributed as dist
 
@@ -172,9 +176,9 @@ def agreed_memory(mesh: Mesh, place: Place) -> int:
 
 @contextmanager
 def watched(place: Place, recorder: Recorder, timeout: float = inf) -> Iterator[None]:
-    """A section in which the death of a rank, and a wait of more than ``timeout`` seconds, become
-    an error that names the rank to blame, on every other rank. Raises ClusterError, or ends the
-    process where that cannot be."""
+    """Turn the death of a rank, and a wait of more than ``timeout`` seconds, into an error that
+    names the rank to blame, on every other rank. Raises ClusterError, or ends the process where
+    that is not possible."""
     from megatron_llama.distributed.comm.watch import Watch
 
     if place.world_size == 1:
@@ -187,7 +191,10 @@ def watched(place: Place, recorder: Recorder, timeout: float = inf) -> Iterator[
         found = watch.diagnose()
         expected = "all ranks at work"
         if found.silent:
-            do = f"look at what that rank printed last and at its machine; resume with --load{found.places}"
+            do = (
+                "look at what that rank printed last and at its machine; resume with "
+                f"--load{found.places}"
+            )
             where = ", ".join(map(str, found.silent))
             raise ClusterError(
                 describe(f"rank {where}", got="no answer", expected=expected, do=do)

@@ -1,5 +1,5 @@
-"""``sft``: instruction tuning. The loop is that of ``pretrain``; samples are examples, and the loss
-counts their answers."""
+"""``sft``: instruction tuning. The training loop is that of ``pretrain``; the samples are examples,
+and the loss counts their answers."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 SECTIONS = (SFTConfig, *PRETRAIN)
 OTHER_DATA = ("data_path", "reset_position_ids", "reset_attention_mask", "eod_mask_loss")
-"""Options that are about token streams."""
+"""Options of token streams, which sft does not read."""
 
 
 def sft(parsed: Parsed) -> None:
@@ -73,9 +73,10 @@ def sft(parsed: Parsed) -> None:
 def _chat_tokenizer(
     vocabulary: Vocabulary, options: SFTConfig, config: Config, mesh: Mesh
 ) -> tuple[ChatTokenizer, str | None]:
-    """The tokenizer, and the day that its template writes into the texts, if it does: on all ranks
-    the same, and in a resumed run that of its beginning. Collective. Raises DataError,
-    CheckpointError."""
+    """Return the tokenizer, and the day that its template writes into the texts, if it does.
+
+    The day is the same on all ranks, and in a resumed run that on which the run began. Collective.
+    Raises DataError and CheckpointError."""
     from megatron_llama.distributed.comm.object_collectives import on_rank0, raise_on_all_ranks
     from megatron_llama.loop.start import resumed
     from megatron_llama.sft.chat import ChatTokenizer
@@ -102,7 +103,7 @@ def _chat_tokenizer(
 
 
 def loss_parts(marks: bool, options: SFTConfig) -> str:
-    """In words, what the loss counts and how it is known."""
+    """Say in words what the loss counts and how it is known."""
     if options.loss_on == "all":
         return "every token (--loss-on all)"
     which = "answers" if options.loss_on == "assistant" else "the last answer"
@@ -113,7 +114,7 @@ def loss_parts(marks: bool, options: SFTConfig) -> str:
 
 
 def refuse(problems: list[str]) -> None:
-    """Raises ConfigError with all of them, if there are any."""
+    """Raise ConfigError with all problems, if there are any."""
     if problems:
         raise ConfigError(listing("These options cannot be used:", problems))
 

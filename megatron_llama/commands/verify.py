@@ -16,7 +16,8 @@ if TYPE_CHECKING:
     from megatron_llama.engine.optimizer import WeightSource
 
 LISTED = 10
-READERS = 2
+"""Differing weights that are listed one by one."""
+CHECKSUM_WORKERS = 2
 RANDOM_SEED = 1234
 RANDOM_STD = 0.1
 """Weights of std 0.02 make attention so flat that a dropped rotary scaling changes logits by less
@@ -24,8 +25,8 @@ than rounding does."""
 
 
 def verify(parsed: Parsed) -> int:
-    """Print what was compared, every difference, and one verdict. Returns the exit status: 0 equal,
-    1 different."""
+    """Print what was compared, every difference, and one verdict. Return the exit status: 0 if the
+    models are equal, 1 if they differ."""
     from megatron_llama.convert.convert import require_sound
     from megatron_llama.convert.formats import open_model
     from megatron_llama.convert.verify.fields import field_differences
@@ -45,15 +46,16 @@ def verify(parsed: Parsed) -> int:
     )
     for name, source, folder in zip("AB", (first, second), (options.a, options.b), strict=True):
         _say(f"{name}: {source.format} {source.folder} ({source.dtype})")
-        require_sound(folder, READERS)
-    different = ["weights"] if _weights_differ(first, second) else []
+        require_sound(folder, CHECKSUM_WORKERS)
+    different = [] if _compare_weights(first, second) else ["weights"]
     fields = field_differences(first.model, second.model)
     for field in fields:
         _say(f"config {field}" if field.matters else f"note: config {field}: computes the same")
     if not any(field.matters for field in fields):
         _say("config: equal")
     different += [f"config {field.name}" for field in fields if field.matters]
-    different += _logits_that_differ(first, second, options.prompt_tokens)
+    if not _compare_logits(first, second, options.prompt_tokens):
+        different.append("logits")
     _say(f"verdict: {'different: ' + ', '.join(different) if different else 'equal'}")
     return 1 if different else 0
 
@@ -62,7 +64,8 @@ def _say(line: str) -> None:
     print(line, flush=True)
 
 
-def _weights_differ(first: ModelReader, second: ModelReader) -> bool:
+def _compare_weights(first: ModelReader, second: ModelReader) -> bool:
+    """Compare every tensor in the narrower of its two dtypes, and return whether all are equal."""
     from megatron_llama.convert.verify.weights import common_dtype, stored_dtype, weight_differences
     from megatron_llama.plans.params import hf_shapes, parameter_count
 
@@ -77,23 +80,27 @@ def _weights_differ(first: ModelReader, second: ModelReader) -> bool:
         _say(f"weights of {more} more tensors differ")
     if stored != (common, common):
         _say(
-            f"note: weights are {stored[0]} in A, {stored[1]} in B: compared after rounding to {common}"
+            f"note: weights are {stored[0]} in A, {stored[1]} in B: compared after "
+            f"rounding to {common}"
         )
     if not shown:
         _say(
-            f"weights: equal bit for bit: {len(hf_shapes(first.model))} tensors, {parameter_count(first.model):,} elements of {common}"
+            f"weights: equal bit for bit: {len(hf_shapes(first.model))} tensors, "
+            f"{parameter_count(first.model):,} elements of {common}"
         )
-    return bool(shown)
+    return not shown
 
 
-def _logits_that_differ(first: ModelReader, second: ModelReader, asked: int) -> list[str]:
+def _compare_logits(first: ModelReader, second: ModelReader, asked: int) -> bool:
+    """Compare the logits of a text of ``asked`` tokens (0: as many as a wrong rotary scaling needs
+    to show), and return whether they agree within rounding."""
     from megatron_llama.convert.verify.prompt import BEYOND, PLAIN, make_prompt, original_context
     from megatron_llama.data.corpus import python_documentation
 
     models = first.model, second.model
     if models[0].vocab_size != models[1].vocab_size:
         _say("logits: not compared, the vocabularies have different sizes")
-        return []
+        return True
     context = original_context(models)
     length = asked or (context + BEYOND if context else PLAIN)
     prompt = make_prompt((first, second), models[0].vocab_size, length, python_documentation)
@@ -102,17 +109,16 @@ def _logits_that_differ(first: ModelReader, second: ModelReader, asked: int) -> 
     )
     if length <= context:
         _say(
-            f"note: a wrong rotary scaling may stay unseen: the prompt is no longer than original_max_position_embeddings {context:,}"
+            "note: a wrong rotary scaling may stay unseen: the prompt is no longer than "
+            f"original_max_position_embeddings {context:,}"
         )
-    return (
-        ["logits"]
-        if _far_apart(first, second, prompt) | _far_from_reference(first, second, prompt)
-        else []
-    )
+    # Both are run and printed, whatever the first one finds.
+    same = _compare_with_each_other(first, second, prompt)
+    return _compare_with_transformers(first, second, prompt) and same
 
 
-def _far_apart(first: ModelReader, second: ModelReader, prompt: Prompt) -> bool:
-    """Whether the two models compute different logits, with random weights or with their own."""
+def _compare_with_each_other(first: ModelReader, second: ModelReader, prompt: Prompt) -> bool:
+    """Whether the two models compute the same logits, with random weights and with their own."""
     import torch
 
     from megatron_llama.convert.verify.logits import StreamedModel, logit_deviation
@@ -137,11 +143,11 @@ def _far_apart(first: ModelReader, second: ModelReader, prompt: Prompt) -> bool:
         found.append(
             _report(f"logits on {name}", logit_deviation(*outputs, first.model.vocab_size))
         )
-    return any(found)
+    return all(found)
 
 
-def _far_from_reference(first: ModelReader, second: ModelReader, prompt: Prompt) -> bool:
-    """Whether HuggingFace's own implementation computes other logits for a side that it can
+def _compare_with_transformers(first: ModelReader, second: ModelReader, prompt: Prompt) -> bool:
+    """Whether HuggingFace's own implementation computes the same logits for each side that it can
     read."""
     from megatron_llama.convert.verify.logits import StreamedModel, logit_deviation
     from megatron_llama.convert.verify.reference import TransformersModel, obstacle
@@ -171,9 +177,9 @@ def _far_from_reference(first: ModelReader, second: ModelReader, prompt: Prompt)
                     f"{where} on {name}", logit_deviation(ours, reference, source.model.vocab_size)
                 )
             )
-    return any(found)
+    return all(found)
 
 
 def _report(what: str, deviation: LogitDeviation) -> bool:
     _say(f"{what}: {'equal' if deviation.within else 'different'}, {deviation}")
-    return not deviation.within
+    return deviation.within

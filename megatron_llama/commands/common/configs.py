@@ -1,4 +1,4 @@
-"""Options of the commands beside the configuration of a run. Standard library only."""
+"""Options of the commands that are no part of a run's configuration."""
 
 from __future__ import annotations
 

@@ -12,8 +12,10 @@ if TYPE_CHECKING:
 
 
 def loaded_model(parsed: Parsed, start: Start | None) -> ModelConfig | None:
-    """None without such weights. A folder that stores only a padded vocabulary has that of
-    --vocab-size, or of the tokenizer that is given. Raises CheckpointError or DataError."""
+    """Read the model's fields from what --load names; None if nothing is loaded.
+
+    A folder that stores only a padded vocabulary gets the size of --vocab-size, or of the tokenizer
+    that is given. Raises CheckpointError or DataError."""
     if start is None:
         return None
     data = parsed.get(DataConfig)

@@ -1,4 +1,4 @@
-"""A trained model for a command that runs it in one process: its weights, its tokenizer, and the
+"""A trained model for commands that run it in one process: its weights, its tokenizer, and the
 tokens that end its texts."""
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Trained:
-    """What ``open_trained`` finds."""
+    """A model with its weights, ready to generate."""
 
     stage: Stage
     tokenizer: Tokenizer
@@ -32,12 +32,13 @@ class Trained:
 
     @property
     def longest(self) -> int:
-        """Tokens of the longest sequence."""
+        """The number of tokens of the longest sequence."""
         return self.stage.config.max_position_embeddings
 
 
 def open_trained(options: ModelFolderConfig) -> Trained:
-    """Raises ConfigError, CheckpointError or DataError."""
+    """Read the model folder that the options name. Raises ConfigError, CheckpointError or
+    DataError."""
     import torch
 
     from megatron_llama.checkpoint.storage_paths import local_copy
@@ -63,14 +64,14 @@ def open_trained(options: ModelFolderConfig) -> Trained:
 
 
 def tokenizer_folder(source: ModelReader) -> Path:
-    """Where the model's tokenizer lies, if it has one."""
+    """The folder of the model's tokenizer, if it has one."""
     return source.tokenizer_files[0].parent if source.tokenizer_files else source.folder
 
 
 def open_folder(
     load: str | None, init_from_hf: str | None, *, config: str | None = None, vocab_size: int = 0
 ) -> ModelReader:
-    """The model folder that exactly one of two options names. Raises ConfigError or
+    """Open the model folder that exactly one of the two options names. Raises ConfigError or
     CheckpointError."""
     from megatron_llama.checkpoint.storage_paths import is_remote, storage_path
     from megatron_llama.convert.formats import open_model
@@ -89,7 +90,8 @@ def open_folder(
 
 
 def _end_tokens(source: ModelReader) -> Iterator[int]:
-    """The model's word: a chat model ends its messages with other tokens than its documents."""
+    """Yield the end tokens that the model's own files name. They come before the tokenizer's: a
+    chat model ends its messages with another token than its documents."""
     found: list[Any] = [source.model.eos_token_id, source.extra.get("eos_token_id")]
     for path in source.tokenizer_files:
         if path.name == "generation_config.json":
@@ -101,7 +103,7 @@ def _end_tokens(source: ModelReader) -> Iterator[int]:
 
 
 def sampling_of(options: SamplingConfig) -> Sampling:
-    """Raises ConfigError with all that is wrong."""
+    """Check the options of sampling. Raises ConfigError with all that is wrong."""
     from megatron_llama.model.generate import Sampling
 
     wrong = [
