@@ -24,9 +24,6 @@ from megatron_llama.plans.schedule import (
     validate,
 )
 
-LETTERS: Mapping[Op, str] = MappingProxyType(
-    {Op.FORWARD: "F", Op.BACKWARD: "B", Op.BACKWARD_INPUT: "B", Op.BACKWARD_WEIGHT: "W"}
-)
 LINE = 120
 """Columns of text; longer schedules continue below."""
 RULER = 5
@@ -107,7 +104,7 @@ def _grid(plan: Schedule, timeline: Timeline) -> Iterator[str]:
         for one in passes:
             length = int(one.end - one.start)
             letter = chr(ord("a") + _chunk(plan, one.action)) if plan.virtual > 1 else ""
-            label = f"{LETTERS[one.action.op]}{one.action.microbatch}{letter}"
+            label = f"{one.action.op.letter}{one.action.microbatch}{letter}"
             # A pass of several ticks is one box: filled up to the space before the next.
             text = (
                 f"{label:<{width}}" if length == 1 else label.ljust(width * length - 1, "-") + " "
@@ -190,7 +187,7 @@ def drawing(plan: Schedule, timeline: Timeline) -> str:
             length = int(one.end - one.start) * cell
             # The first chunk has the full colour, the last one is two thirds of the way to white.
             pale = 0.66 * _chunk(plan, one.action) / max(1, plan.virtual - 1)
-            colour = COLOURS[LETTERS[one.action.op]]
+            colour = COLOURS[one.action.op.letter]
             canvas.box(
                 x + GAP / 2,
                 top + GAP / 2,
@@ -205,7 +202,7 @@ def drawing(plan: Schedule, timeline: Timeline) -> str:
         x = left + tick * cell
         canvas.line(x, axis + 3, x, axis + 8, stroke=GREY)
         centred(x, axis + 17, str(tick), GREY, 11)
-    for index, letter in enumerate(dict.fromkeys(LETTERS[op] for op in plan.passes)):
+    for index, letter in enumerate(dict.fromkeys(op.letter for op in plan.passes)):
         x = left + index * (ROW + 24)
         fill = "#" + "".join(f"{part:02x}" for part in COLOURS[letter])
         canvas.box(x, axis + 34, ROW - 8, ROW - 8, fill=fill, rounded=2)

@@ -1,5 +1,5 @@
-"""``--dry-run``: everything that can be known of a run before it starts, from the plans that the
-run itself uses."""
+"""``--dry-run``: what can be known of a run before it starts, from the plans that the run itself
+executes."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from megatron_llama.commands.common.auto_parallel import planned, this_device, w
 from megatron_llama.commands.common.configs import DryRunConfig
 from megatron_llama.config.blend import read_blend
 from megatron_llama.config.parse import Parsed
-from megatron_llama.config.schema import CheckpointConfig, Config, LaunchConfig, TrainingConfig
+from megatron_llama.config.schema import CheckpointConfig, Config, LaunchConfig
 from megatron_llama.config.world import dp_size
 from megatron_llama.distributed.host_memory import free_bytes
 from megatron_llama.errors import ConfigError, UserError, listing
@@ -28,30 +28,34 @@ from megatron_llama.plans.params import (
     parameter_count,
 )
 from megatron_llama.plans.resolve import assemble, check
-from megatron_llama.plans.schedule import Op, Schedule
+from megatron_llama.plans.schedule import Schedule
 
 LLAMA_VOCABULARY = 32000
 SHOWN_ACTIONS = 40
 
 
 def dry_run(parsed: Parsed, *, dataset: bool = True) -> None:
-    """Print the plan. ``dataset``: the run reads --data-path. Raises ConfigError if the run cannot
-    work, in strict mode also for what this machine lacks."""
+    """Print the plan of a run. ``dataset``: the run reads --data-path. Raises ConfigError if the
+    run cannot work, in strict mode also for what this machine lacks."""
     from megatron_llama.commands.common.loaded import loaded_model
+    from megatron_llama.distributed.mesh import place_from_environment
     from megatron_llama.loop.start import compare, named_start
 
     options = parsed.get(DryRunConfig)
     loading = parsed.get(CheckpointConfig)
-    world = options.world_size or _launched(parsed.get(LaunchConfig)) or _environment()
+    launch = parsed.get(LaunchConfig)
+    world = (
+        options.world_size
+        or launch.nodes * launch.gpus_per_node
+        or place_from_environment().world_size
+    )
     start = named_start(loading)
     trained = loaded_model(parsed, start)
     config = assemble(parsed, trained=trained)
     config, warnings = _with_vocabulary(config)
     layout: tuple[str, ...] = ()
     if wanted(parsed):
-        choice = planned(
-            parsed, config, world, [this_device(0, world, parsed.get(LaunchConfig).gpus_per_node)]
-        )
+        choice = planned(parsed, config, world, [this_device(0, world, launch.gpus_per_node)])
         config = choice.config
         layout = choice.notes
     resolved = check(config, world, needs_data=False)
@@ -73,19 +77,9 @@ def dry_run(parsed: Parsed, *, dataset: bool = True) -> None:
     print(f"valid for {world} process{'es' if world > 1 else ''}")
 
 
-def _launched(launch: LaunchConfig) -> int:
-    return launch.nodes * launch.gpus_per_node
-
-
-def _environment() -> int:
-    from megatron_llama.distributed.mesh import place_from_environment
-
-    return place_from_environment().world_size
-
-
 def _with_vocabulary(config: Config) -> tuple[Config, list[str]]:
-    """The vocabulary from the tokenizer, or an assumed one with a warning where the tokenizer is
-    not on this machine."""
+    """Fill in the vocabulary of the tokenizer. Where that is not on this machine, assume one and
+    return a warning."""
     from megatron_llama.data.vocabulary import find_vocabulary, with_vocabulary
 
     try:
@@ -98,7 +92,7 @@ def _with_vocabulary(config: Config) -> tuple[Config, list[str]]:
 
 
 def _memory_here(world: int) -> int:
-    """Bytes for each process on this machine."""
+    """Bytes of memory for each of ``world`` processes on this machine."""
     from megatron_llama.distributed import device as devices
 
     device = devices.accelerator(0)
@@ -106,6 +100,7 @@ def _memory_here(world: int) -> int:
 
 
 def _missing_here(plan: MemoryPlan, world: int, dataset: bool) -> Iterator[str]:
+    """Yield what the run needs and this machine lacks: files, devices, memory."""
     from megatron_llama.distributed import device as devices
     from megatron_llama.loop.start import AUTO
     from megatron_llama.metrics.tensorboard import require_tensorboard
@@ -141,7 +136,17 @@ def _missing_here(plan: MemoryPlan, world: int, dataset: bool) -> Iterator[str]:
         yield problem
     needed = plan.needed(config.parallel.recompute_granularity, plan.recompute_layers())
     here = _memory_here(world)
-    yield from _host_memory(plan, world, needed)
+    offloaded = plan.offloaded()
+    if offloaded:
+        # On a CPU the host holds what a device would hold, too.
+        ranks = world if devices.is_host(device) else count
+        each = offloaded + (needed if devices.is_host(device) else 0)
+        free = free_bytes()
+        if ranks * each > free:
+            yield (
+                f"offload: {gib(each)} of host memory per process, {gib(ranks * each)} for "
+                f"{ranks} on one machine; this one has {gib(free)} free"
+            )
     if needed > here:
         share = (
             f"{gib(here)} for each of {world}"
@@ -152,23 +157,6 @@ def _missing_here(plan: MemoryPlan, world: int, dataset: bool) -> Iterator[str]:
             f"memory: {gib(needed)} per process for parameters, gradients, optimizer state and "
             f"activations, this machine has {share}"
         )
-
-
-def _host_memory(plan: MemoryPlan, world: int, needed: int) -> Iterator[str]:
-    """What an offloaded optimizer lacks here. ``needed``: on each device, which may be the host
-    itself."""
-    from megatron_llama.distributed import device as devices
-
-    device = devices.accelerator(0)
-    free = free_bytes()
-    ranks, each = (
-        (world, plan.offloaded() + needed)
-        if devices.is_host(device)
-        else (devices.accelerator_count(), plan.offloaded())
-    )
-    if plan.offloaded() and ranks * each > free:
-        machine = f"{gib(ranks * each)} for {ranks} on one machine; this one has {gib(free)} free"
-        yield f"offload: {gib(each)} of host memory per process, {machine}"
 
 
 def _report(plan: MemoryPlan, world: int) -> Iterator[str]:
@@ -192,6 +180,7 @@ def _report(plan: MemoryPlan, world: int) -> Iterator[str]:
             f"  trained       {sum(trained):,} in {len(trained)} tensors: low-rank additions, "
             f"rank {config.lora.lora_rank}"
         )
+    length = f"{training.epochs:g} epochs" if training.epochs else f"{training.train_iters:,} steps"
     sequence = ", sequence parallel" if parallel.sequence_parallel else ""
     yield (
         f"processes       {world} = tp {tp} x cp {parallel.context_parallel_size} x pp {pp} x "
@@ -200,7 +189,7 @@ def _report(plan: MemoryPlan, world: int) -> Iterator[str]:
     yield (
         f"batch           {training.global_batch_size} samples = {microbatches} "
         f"microbatches x {training.micro_batch_size} x dp {dp}; "
-        f"{training.global_batch_size * training.seq_length:,} tokens a step, {_length(training)}"
+        f"{training.global_batch_size * training.seq_length:,} tokens a step, {length}"
     )
     if training.rampup_batch_size:
         start, increment, samples = training.rampup_batch_size
@@ -209,7 +198,17 @@ def _report(plan: MemoryPlan, world: int) -> Iterator[str]:
             f"  ramp-up       {start:,} samples, {increment:,} more at a time, to {full:,} "
             f"over {samples:,} samples"
         )
-        yield _first_steps(plan, world)
+        # Memory never falls with the number of microbatches, so what is said below of the full size
+        # holds for all steps.
+        small = replace(training, global_batch_size=start, rampup_batch_size=())
+        first = MemoryPlan(replace(config, training=small), world)
+        granularity = parallel.recompute_granularity
+        blocks = plan.recompute_layers()
+        least, most = (gib(one.needed(granularity, blocks)) for one in (first, plan))
+        yield (
+            f"  first steps   {first.schedule.microbatches} microbatches; "
+            f"the process that needs most has {least}, at full size {most}"
+        )
     for rank in range(pp):
         yield from _rank_report(plan, rank)
     if dp * parallel.context_parallel_size > 1:
@@ -217,87 +216,79 @@ def _report(plan: MemoryPlan, world: int) -> Iterator[str]:
     yield from _schedule_report(plan.schedule)
 
 
-def _first_steps(plan: MemoryPlan, world: int) -> str:
-    """Of a ramp-up. Memory never falls with the number of microbatches, so that what is said of the
-    full size holds for all."""
-    training = plan.config.training
-    small = replace(training, global_batch_size=training.rampup_batch_size[0], rampup_batch_size=())
-    first = MemoryPlan(replace(plan.config, training=small), world)
-    granularity = plan.config.parallel.recompute_granularity
-    blocks = plan.recompute_layers()
-    least, most = (gib(one.needed(granularity, blocks)) for one in (first, plan))
-    return (
-        f"  first steps   {first.schedule.microbatches} microbatches; the process that needs "
-        f"most has {least}, at full size {most}"
-    )
-
-
-def _length(training: TrainingConfig) -> str:
-    return f"{training.epochs:g} epochs" if training.epochs else f"{training.train_iters:,} steps"
-
-
 def _rank_report(plan: MemoryPlan, rank: int) -> Iterator[str]:
+    """Yield what one pipeline rank holds, sends and keeps."""
     config = plan.config
     partition = plan.partition
-    layout = plan.bucket_plans[rank]
+    bucket_plan = plan.bucket_plans[rank]
     strategy = strategy_named(config.parallel.data_parallel_sharding_strategy)
     stages = partition.stages_of(rank)
-    ends = [
-        name
-        for name, stage in (("embedding", 0), ("head", partition.stages - 1))
-        if stage in stages
+    held = [
+        f"layer {layers[0]}" if len(layers) == 1 else f"layers {layers[0]}-{layers[-1]}"
+        for layers in (partition.layers[stage] for stage in stages)
+        if layers
     ]
-    sizes = state_bytes(config, layout)
+    held += ["embedding"] * (0 in stages) + ["head"] * (partition.stages - 1 in stages)
+    yield (
+        f"pp rank {rank:<8}{', '.join(held)}: {bucket_plan.numel:,} elements per process, "
+        "padding included"
+    )
     traffic = plan.traffic(rank)
     verb = "reduce-scatters" if strategy.sharded else "all-reduces"
     gathers = f", {traffic.gathers} all-gathers" if strategy.sharded else ""
     replicas = (
         f" and {traffic.replicas} replicas" if strategy.sharded and traffic.replicas > 1 else ""
     )
-    blocks = [partition.layers[stage] for stage in stages]
-    held = ", ".join([*(_layers(layers) for layers in blocks if layers), *ends])
-    yield f"pp rank {rank:<8}{held}: {layout.numel:,} elements per process, padding included"
-    count = len(layout.buckets)
-    largest = max(bucket.numel for bucket in layout.buckets)
+    largest = max(bucket.numel for bucket in bucket_plan.buckets)
     yield (
-        f"  layout        {count} buckets, the largest {largest:,} elements, each in "
-        f"{layout.shards} shards{replicas}; "
+        f"  layout        {len(bucket_plan.buckets)} buckets, the largest {largest:,} elements, "
+        f"each in {bucket_plan.shards} shards{replicas}; "
         f"a step makes {traffic.reductions} {verb}{gathers} and sends {gib(round(traffic.sent))}"
     )
+    sizes = state_bytes(config, bucket_plan)
     parts = ", ".join(f"{name} {gib(size)}" for name, size in sizes.items() if size)
     buffers = plan.host_buffers(rank)
     host = f"; on a CPU also {gib(buffers)} of receive buffers" if buffers else ""
     yield f"  state         {gib(sum(sizes.values()))} per process: {parts}{host}"
-    yield from _offload_report(plan, rank)
-    yield from _activation_report(plan, rank)
-
-
-def _offload_report(plan: MemoryPlan, rank: int) -> Iterator[str]:
-    """What the optimizer takes of the host."""
     offload = plan.offload(rank)
-    mode = plan.config.offload.optimizer_offload
-    if offload is None:
-        return
-    sizes = {
-        "weights and moments": offload.state,
-        "gradients": offload.gradients,
-        "on their way": offload.staging,
-        "to undo": offload.undo,
-    }
-    parts = ", ".join(f"{name} {gib(size)}" for name, size in sizes.items() if size)
-    trained = sum(bucket.kind.trainable for bucket in plan.bucket_plans[rank].buckets)
-    yield (
-        f"  offload       {mode}, {len(offload.buckets)} of {trained} buckets: "
-        f"{gib(offload.held)} of host memory per process: {parts}"
+    if offload is not None:
+        sizes = {
+            "weights and moments": offload.state,
+            "gradients": offload.gradients,
+            "on their way": offload.staging,
+            "to undo": offload.undo,
+        }
+        parts = ", ".join(f"{name} {gib(size)}" for name, size in sizes.items() if size)
+        trained = sum(bucket.kind.trainable for bucket in bucket_plan.buckets)
+        yield (
+            f"  offload       {config.offload.optimizer_offload}, {len(offload.buckets)} of "
+            f"{trained} buckets: {gib(offload.held)} of host memory per process: {parts}"
+        )
+        yield (
+            f"                a step copies {gib(offload.to_host)} to the host and "
+            f"{gib(offload.to_device)} to the device"
+        )
+    granularity = config.parallel.recompute_granularity
+    layers = plan.recompute_layers()
+    each = ", ".join(
+        f"{name} {gib(plan.microbatch(rank, name, plan.largest_stage))}" for name in GRANULARITIES
     )
+    yield f"  activations   of a microbatch, by --recompute-granularity: {each}"
+    some = (
+        ""
+        if granularity == "none" or layers >= plan.largest_stage
+        else f" on {layers} blocks of each stage"
+    )
+    peak = plan.activations(rank, granularity, layers)
     yield (
-        f"                a step copies {gib(offload.to_host)} to the host and "
-        f"{gib(offload.to_device)} to the device"
+        f"  peak          {gib(peak)} of activations with {plan.in_flight(rank):g} "
+        f"microbatches in flight, {granularity}{some}; "
+        f"with the state {gib(plan.state(rank) + peak)}"
     )
 
 
 def _choices(plan: MemoryPlan, world: int) -> Iterator[str]:
-    """What other ways to shard would cost the process that needs most."""
+    """Yield what other ways to shard would cost the process that needs most."""
     yield "sharding        per process, by --data-parallel-sharding-strategy (--param-slots):"
     for name, slots in (
         *((name, "default") for name in ("no_shard", *BY_TRAFFIC[:-1])),
@@ -319,41 +310,15 @@ def _choices(plan: MemoryPlan, world: int) -> Iterator[str]:
         yield f"  {label:<26}state {gib(state):>12}, sent in a step {gib(round(sent)):>12}"
 
 
-def _activation_report(plan: MemoryPlan, rank: int) -> Iterator[str]:
-    """What recomputing would save, and what the run keeps."""
-    chosen = plan.config.parallel.recompute_granularity
-    layers = plan.recompute_layers()
-    each = ", ".join(
-        f"{name} {gib(plan.microbatch(rank, name, plan.largest_stage))}" for name in GRANULARITIES
-    )
-    yield f"  activations   of a microbatch, by --recompute-granularity: {each}"
-    some = (
-        ""
-        if chosen == "none" or layers >= plan.largest_stage
-        else f" on {layers} blocks of each stage"
-    )
-    peak = plan.activations(rank, chosen, layers)
-    yield (
-        f"  peak          {gib(peak)} of activations with {plan.in_flight(rank):g} "
-        f"microbatches in flight, {chosen}{some}; "
-        f"with the state {gib(plan.state(rank) + peak)}"
-    )
-
-
-def _layers(layers: range) -> str:
-    return f"layer {layers[0]}" if len(layers) == 1 else f"layers {layers[0]}-{layers[-1]}"
-
-
 def _schedule_report(schedule: Schedule) -> Iterator[str]:
     stages = f"{schedule.stages} stage{'s' if schedule.stages > 1 else ''}"
     yield (
         f"schedule        {schedule.name}, {stages}, {schedule.microbatches} microbatches "
         "(validated)"
     )
-    letters = {Op.FORWARD: "F", Op.BACKWARD: "B", Op.BACKWARD_INPUT: "B", Op.BACKWARD_WEIGHT: "W"}
     for rank, actions in enumerate(schedule.ranks):
         passes = [
-            f"{letters[action.op]}{action.microbatch}" for action in actions if action.op in letters
+            f"{action.op.letter}{action.microbatch}" for action in actions if action.op.letter
         ]
         tail = f" ... ({len(passes)} passes)" if len(passes) > SHOWN_ACTIONS else ""
         yield f"  pp rank {rank:<6}{' '.join(passes[:SHOWN_ACTIONS])}{tail}"

@@ -47,6 +47,16 @@ class Op(enum.Enum):
     # schedule. Members are singletons, so their identity is enough.
     __hash__ = object.__hash__
 
+    @property
+    def letter(self) -> str:
+        """How the papers draw a pass: F, B or W; empty for a send or a receive."""
+        return {
+            Op.FORWARD: "F",
+            Op.BACKWARD: "B",
+            Op.BACKWARD_INPUT: "B",
+            Op.BACKWARD_WEIGHT: "W",
+        }.get(self, "")
+
 
 RECEIVES = (Op.RECV_FORWARD, Op.RECV_BACKWARD)
 SENDS = (Op.SEND_FORWARD, Op.SEND_BACKWARD)
