@@ -354,7 +354,7 @@ def test_a_reduction_is_waited_for_once(strategy: str) -> None:
     backward.buckets.finish(last)
     with pytest.raises(RuntimeError) as error:
         backward.buckets.finish(last)
-    assert str(error.value) == f"{backward.layout.label(last)}: a reduction is waited for, but the bucket is idle"
+    assert str(error.value) == f"{backward.bucket_plan.label(last)}: a reduction is waited for, but the bucket is idle"
     assert "model.embed_tokens.weight" in str(error.value)
 
 
