@@ -229,7 +229,9 @@ class Block(nn.Module):
     """One pre-norm transformer block. ``plans/activation_memory.py`` says to the byte what it keeps
     for backward."""
 
-    attention: type[Attention] = Attention
+    attention_class: type[Attention] = Attention
+    mlp_class: type[MLP] = MLP
+    """What a changed block replaces (docs/change-the-model.md)."""
 
     def __init__(
         self,
@@ -246,9 +248,9 @@ class Block(nn.Module):
         # it; with it each has a part anyway.
         self.shared_input = None if options.sequence_parallel else mesh.tp
         self.input_layernorm = RMSNorm(config, options.ops, recompute=selective)
-        self.self_attn = self.attention(config, mesh, options)
+        self.self_attn = self.attention_class(config, mesh, options)
         self.post_attention_layernorm = RMSNorm(config, options.ops, recompute=selective)
-        self.mlp = MLP(config, mesh, options, recompute=selective)
+        self.mlp = self.mlp_class(config, mesh, options, recompute=selective)
 
     def forward(self, x: Tensor, positions: Positions) -> Tensor:
         """[s or s/tp, b, h] -> [s or s/tp, b, h]."""
@@ -309,6 +311,7 @@ class Stage(nn.Module):
 
         padded = padded_vocab_size(config, mesh.tp.size)
         self.model = _Decoder()
+        # So that a module of plain torch needs no device argument.
         with torch.device("meta"):
             if self.is_first:
                 self.model.embed_tokens = VocabParallelEmbedding(
@@ -331,7 +334,8 @@ class Stage(nn.Module):
                     self.lm_head = nn.Module()
                     self.lm_head.weight = empty_weight(padded // mesh.tp.size, config.hidden_size)
         for module in self.modules():
-            # The layers of nn/ ask the handles themselves: they know best when.
+            # The layers of nn/ wait themselves, later than a hook would: with sequence parallelism
+            # a weight's gather may still run while the input is gathered.
             if not isinstance(module, (ColumnLinear, RowLinear, RMSNorm, VocabParallelEmbedding)):
                 use_param_handles(module)
 

@@ -15,10 +15,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-HOST_CHUNK = 2**19
-"""Logits whose cross entropy a CPU computes at once: what its cache holds."""
+from megatron_llama.plans.activation_memory import LOSS_CHUNK
+
 DEVICE_CHUNK = 2**26
-"""The same on an accelerator: what its memory spares."""
+"""Logits whose cross entropy an accelerator computes at once: what its memory spares."""
 
 
 def at_least_fp32(dtype: torch.dtype) -> torch.dtype:
@@ -173,7 +173,7 @@ class Ops:
     swiglu: Callable[[Tensor], Tensor] = swiglu
     swiglu_backward: Callable[[Tensor, Tensor], Tensor] = swiglu_backward
     cross_entropy: Callable[[Tensor, Tensor, Tensor, int, float], Tensor] = cross_entropy
-    host_chunk: int = HOST_CHUNK
+    host_chunk: int = LOSS_CHUNK
     """Logits whose cross entropy a CPU computes at once."""
 
 

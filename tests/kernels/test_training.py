@@ -21,7 +21,7 @@ def test_steps_in_fp32(device: torch.device) -> None:
 
     layout = Layout(layers=1, tied=True, recompute="selective", documents=True)
     run, exact = (trainer(Place(0, 1, 0), layout, device), trainer(Place(0, 1, 0), replace(layout, fp64=True), device))
-    assert bodies_of(run.stages) == {id(KERNELS)} and bodies_of(exact.stages) == {id(PLAIN)}
+    assert ops_of(run.stages) == {id(KERNELS)} and ops_of(exact.stages) == {id(PLAIN)}
     (losses, norms), (exact_losses, exact_norms) = steps(run), steps(exact)
     slack = 1 if device.type == "cpu" else 20  # a device's products and exponentials are coarser
     assert deviation(losses, exact_losses) < slack * LOSS_BOUND and deviation(norms, exact_norms) < slack * NORM_BOUND
@@ -45,6 +45,6 @@ def steps(run: Trainer, count: int = 2) -> tuple[list[float], list[float]]:
     return [float(loss) for loss, _ in found], [float(norm) for _, norm in found]
 
 
-def bodies_of(stages: dict[int, Stage]) -> set[int]:
+def ops_of(stages: dict[int, Stage]) -> set[int]:
     """By identity."""
     return {id(stage.options.ops) for stage in stages.values()}

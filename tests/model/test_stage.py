@@ -34,7 +34,7 @@ def whole() -> Stage:
 
 
 class Asked:
-    """A home that writes down when its weight is asked for."""
+    """A handle that writes down when its weight is asked for."""
 
     def __init__(self, weight: nn.Parameter, log: Callable[[], None]) -> None:
         self.log, self.grad, self.kept = log, torch.zeros_like(weight), list[Callable[[], None]]()
@@ -146,7 +146,7 @@ def test_evaluation_announces_forward_passes_only(recompute: Granularity) -> Non
     ],
 )
 def test_backward_goes_down_to_the_first_unit_that_is_trained(freeze: tuple[str, ...], backward: str, recompute: Granularity) -> None:
-    """As the plan has it, which the engine gathers by. No frozen weight's gradient is written or put off."""
+    """As the plan has it, which the engine gathers by. No frozen weight's gradient is written or postponed."""
     watched = Watched(1, 0, recompute, freeze)
     units, partition = stage_units(MODEL, whole_model(MODEL), 0, freeze=freeze), whole_model(MODEL)
     planned = weight_accesses_of([Action(Op.BACKWARD, 0, 0)], *unit_weight_accesses([units], partition))

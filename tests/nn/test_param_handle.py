@@ -1,4 +1,4 @@
-"""A weight is read only after its home was asked for it; its gradients go there, or to autograd without a home."""
+"""A weight is read only after its handle was asked for it; its gradients go there, or to autograd without a handle."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from tests.plans.test_activation_memory import kept, storage
 
 @dataclass
 class Accumulator:
-    """A home whose weight is always there. Writes at the first contribution, adds after."""
+    """A handle whose weight is always there. Writes at the first contribution, adds after."""
 
     view: Tensor
     calls: list[str] = field(default_factory=list)
@@ -58,10 +58,10 @@ class Later(Accumulator):
 
 
 class Lender:
-    """A home that has its weight elsewhere: its place holds NaN, but from the moment it is asked until it is taken away."""
+    """A handle whose weight is elsewhere: it is NaN, except from a wait until it is taken away."""
 
-    def __init__(self, parameter: nn.Parameter, *, put_off: bool = False) -> None:
-        self.parameter, self.values, self.put_off = parameter, parameter.detach().clone(), put_off
+    def __init__(self, parameter: nn.Parameter, *, postpones: bool = False) -> None:
+        self.parameter, self.values, self.postpones = parameter, parameter.detach().clone(), postpones
         self.grad = torch.full_like(self.values, torch.nan)
         self.calls, self.kept = list[str](), list[Callable[[], None]]()
         attach_param_handle(parameter, self)
@@ -77,7 +77,7 @@ class Lender:
         return calls
 
     def wait_unsharded(self) -> int:
-        self.calls.append("arrive")
+        self.calls.append("wait")
         self.parameter.data.copy_(self.values)
         return 3
 
@@ -94,10 +94,10 @@ class Lender:
         self.calls.append("done")
 
     def postpone_wgrad(self, work: Callable[[], None]) -> bool:
-        self.calls.append("defer")
-        if self.put_off:
+        self.calls.append("postpone")
+        if self.postpones:
             self.kept.append(work)
-        return self.put_off
+        return self.postpones
 
 
 class Norm(nn.Module):
@@ -127,7 +127,7 @@ def backward(layer: nn.Module, inputs: list[Tensor]) -> None:
 
 @pytest.mark.parametrize("name", ["column", "row", "embedding", "norm"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_a_home_receives_what_autograd_would_have(name: str, dtype: torch.dtype) -> None:
+def test_a_handle_receives_what_autograd_would_have(name: str, dtype: torch.dtype) -> None:
     layer, shape, inputs = layers()[name]
     inputs = [x.to(dtype) if x.is_floating_point() else x for x in inputs]
     weight = torch.randn(shape, generator=torch.Generator().manual_seed(4)).to(dtype)
@@ -148,7 +148,7 @@ def test_a_home_receives_what_autograd_would_have(name: str, dtype: torch.dtype)
 
 
 @pytest.mark.parametrize("name", ["column", "row", "embedding"])
-def test_a_deferred_contribution_is_the_same_one_later(name: str) -> None:
+def test_a_postponed_contribution_is_the_same_one_later(name: str) -> None:
     """Nothing is written in the pass itself, and its other gradients do not change."""
     layer, shape, inputs = layers()[name]
     weight = torch.randn(shape, generator=torch.Generator().manual_seed(4))
@@ -192,7 +192,7 @@ def test_a_module_of_plain_torch_waits_in_both_passes_and_delivers_once(trained:
     handle = Lender(lent.weight)
     leaves, expected = [x.clone().requires_grad_() for x in inputs], [x.clone().requires_grad_() for x in inputs]
     outputs = [lent(x) for x in leaves]
-    assert set(handle.seen()) == {"arrive"}
+    assert set(handle.seen()) == {"wait"}
     for x, output, leaf in zip(leaves, outputs, expected, strict=True):
         output.sum().backward()
         assert handle.seen() == ["check"] + ["buffer", "done"] * trained
@@ -202,18 +202,18 @@ def test_a_module_of_plain_torch_waits_in_both_passes_and_delivers_once(trained:
         assert not trained or torch.equal(handle.grad, plain.weight.grad)
 
 
-def arranged(name: str, *, trained: bool, put_off: bool = False) -> tuple[nn.Module, Lender, Tensor, nn.Module]:
-    """A layer whose weight is lent, its home, an input, and the same layer with a plain weight."""
+def arranged(name: str, *, trained: bool, postpones: bool = False) -> tuple[nn.Module, Lender, Tensor, nn.Module]:
+    """A layer whose weight is lent, its handle, an input, and the same layer with a plain weight."""
     (layer, shape, (x, _)), (twin, *_) = layers()[name], layers()[name]
     weight = torch.randn(shape, generator=torch.Generator().manual_seed(4))
     layer.weight, twin.weight = (nn.Parameter(weight.clone(), requires_grad=trained) for _ in range(2))
-    return layer, Lender(layer.weight, put_off=put_off), x, twin
+    return layer, Lender(layer.weight, postpones=postpones), x, twin
 
 
 READS = {
-    "column": (["arrive"], ["defer", "check", "buffer", "done"], ["check"]),
-    "row": (["arrive"], ["defer", "check", "buffer", "done"], ["check"]),
-    "norm": (["arrive"], ["check", "buffer", "done"], ["check"]),
+    "column": (["wait"], ["postpone", "check", "buffer", "done"], ["check"]),
+    "row": (["wait"], ["postpone", "check", "buffer", "done"], ["check"]),
+    "norm": (["wait"], ["check", "buffer", "done"], ["check"]),
 }
 """Calls in forward; in backward; in backward of a frozen weight."""
 
@@ -239,7 +239,7 @@ def test_without_gradient_of_the_input_backward_reads_no_weight(name: str) -> No
     layer, handle, x, twin = arranged(name, trained=True)
     for module in (layer, twin):
         output = module(x)
-        assert module is twin or handle.seen() == ["arrive"]
+        assert module is twin or handle.seen() == ["wait"]
         output.backward(torch.ones_like(output))
     assert "check" not in handle.calls and handle.calls[-2:] == ["buffer", "done"]
     assert torch.equal(handle.grad, twin.weight.grad)
@@ -258,17 +258,17 @@ def test_an_embedding_is_read_in_forward_only(trained: bool) -> None:
     layer, handle, ids, twin = arranged("embedding", trained=trained)
     output, expected = layer(ids), twin(ids)
     assert torch.equal(output, expected) and output.requires_grad is trained
-    assert handle.seen() == ["arrive"]
+    assert handle.seen() == ["wait"]
     if trained:
         for result in (output, expected):
             result.backward(torch.ones_like(result))
-        assert handle.calls == ["defer", "buffer", "done"] and torch.equal(handle.grad, twin.weight.grad)
+        assert handle.calls == ["postpone", "buffer", "done"] and torch.equal(handle.grad, twin.weight.grad)
 
 
-@pytest.mark.parametrize("put_off", [False, True])
+@pytest.mark.parametrize("postpones", [False, True])
 @pytest.mark.parametrize("trained", [(True, True), (False, True), (True, False), (False, False)])
-def test_a_norm_that_is_computed_again_asks_again(trained: tuple[bool, bool], put_off: bool) -> None:
-    """(norm, matrix): the norm's weight is read for the matrix's gradient, also when that is put off, and for its own input's."""
+def test_a_norm_that_is_computed_again_asks_again(trained: tuple[bool, bool], postpones: bool) -> None:
+    """(norm, matrix): the norm's weight is read for the matrix's gradient, also when that is postponed, and for its own input's."""
     generator, tp = torch.Generator().manual_seed(5), Mesh.single().tp
     values = [torch.randn(shape, generator=generator) for shape in ((8,), (6, 8), (5, 2, 8))]
 
@@ -279,17 +279,17 @@ def test_a_norm_that_is_computed_again_asks_again(trained: tuple[bool, bool], pu
 
     ours, plain = ([nn.Parameter(v.clone(), requires_grad=t) for v, t in zip(values, (*trained, True), strict=True)] for _ in range(2))
     run(*plain, lambda: None)
-    handles = [Lender(weight, put_off=put_off) for weight in ours[:2]]
+    handles = [Lender(weight, postpones=postpones) for weight in ours[:2]]
     norm, matrix = handles
 
     def between() -> None:
-        assert [handle.seen() for handle in handles] == [["arrive"], ["arrive"]]
+        assert [handle.seen() for handle in handles] == [["wait"], ["wait"]]
 
     run(*ours, between)
     again, own = ["check"] * trained[1], ["check"] + ["buffer", "done"] * trained[0]
-    late = put_off and trained[1]
+    late = postpones and trained[1]
     assert norm.seen() == (own if late else again + own)
-    assert matrix.seen() == ["defer"] * trained[1] + ["check"] + ["buffer", "done"] * (trained[1] and not late)
+    assert matrix.seen() == ["postpone"] * trained[1] + ["check"] + ["buffer", "done"] * (trained[1] and not late)
     assert torch.equal(ours[2].grad, plain[2].grad)
     assert len(matrix.kept) == late and norm.kept == []
     for work in matrix.kept:
@@ -301,15 +301,15 @@ def test_a_norm_that_is_computed_again_asks_again(trained: tuple[bool, bool], pu
 
 
 class Counting(Lender):
-    """Every arrival is another generation."""
+    """Every wait finds another version."""
 
     def __init__(self, parameter: nn.Parameter) -> None:
-        self.generations, self.checked = count(), list[int]()
+        self.versions, self.checked = count(), list[int]()
         super().__init__(parameter)
 
     def wait_unsharded(self) -> int:
         super().wait_unsharded()
-        return next(self.generations)
+        return next(self.versions)
 
     def check(self, version: int) -> None:
         self.checked.append(version)
@@ -317,7 +317,7 @@ class Counting(Lender):
 
 
 @pytest.mark.parametrize("name", READS)
-def test_backward_checks_the_generation_that_its_own_forward_saw(name: str) -> None:
+def test_backward_checks_the_version_that_its_own_forward_saw(name: str) -> None:
     layer, _, x, _ = arranged(name, trained=False)
     layer.weight = nn.Parameter(torch.ones(layer.weight.shape), requires_grad=False)
     handle = Counting(layer.weight)
@@ -332,14 +332,14 @@ def test_what_a_home_refuses_is_not_read(name: str) -> None:
     layer, handle, x, _ = arranged(name, trained=True)
 
     def refuse(version: int = 0) -> int:
-        raise RuntimeError(f"generation {version}")
+        raise RuntimeError(f"version {version}")
 
     handle.wait_unsharded = refuse
-    with pytest.raises(RuntimeError, match="generation 0"):
+    with pytest.raises(RuntimeError, match="version 0"):
         layer(x)
     del handle.wait_unsharded
     output, handle.check = layer(x.clone().requires_grad_()), refuse
-    with pytest.raises(RuntimeError, match="generation 3"):
+    with pytest.raises(RuntimeError, match="version 3"):
         output.sum().backward()
 
 

@@ -116,7 +116,7 @@ def test_what_is_computed_and_sent_again(cluster: Cluster, tp: int, sp: bool, la
 
 
 class Kept:
-    """A home that puts everything off."""
+    """A handle that postpones everything."""
 
     def __init__(self, weight: Tensor) -> None:
         self.grad, self.work = torch.full_like(weight, torch.nan), list[Callable[[], None]]()

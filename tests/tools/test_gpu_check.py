@@ -123,7 +123,7 @@ def test_only_files_with_tests_for_a_gpu_are_read() -> None:
     files = marked(ROOT)
     assert command[1:5] == ("-m", "pytest", "-m", "gpu or kernels")
     assert set(command[5:]) == set(files) - (set() if find_spec("liger_kernel") else {"tests/kernels/test_liger.py"})
-    assert {"tests/parallel/test_device.py", "tests/kernels/test_bodies.py", "tests/engine/test_offload_device.py"} <= set(files)
+    assert {"tests/parallel/test_device.py", "tests/kernels/test_ops.py", "tests/engine/test_offload_device.py"} <= set(files)
     assert "tests/engine/test_lr.py" not in files
 
 
