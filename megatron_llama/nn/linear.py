@@ -55,7 +55,7 @@ class _Linear(torch.autograd.Function):
             x, gathering = autograd.start_all_gather(x, tp)
             gathering.wait()
         ctx.unsharded = wait_unsharded(weight)
-        return gemm.linear(x, weight)
+        return gemm.linear(x, weight)  # F.linear, but on some CPUs oneDNN's product
 
     @staticmethod
     def backward(

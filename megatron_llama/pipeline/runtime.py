@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
@@ -122,8 +122,21 @@ class FixedWeights:
         pass
 
 
-Key = tuple[int, int]
-"""(stage, microbatch)."""
+class Key(NamedTuple):
+    """One microbatch at one stage."""
+
+    stage: int
+    microbatch: int
+
+    @property
+    def next_stage(self) -> Key:
+        """The same microbatch one stage later."""
+        return Key(self.stage + 1, self.microbatch)
+
+    @property
+    def previous_stage(self) -> Key:
+        """The same microbatch one stage earlier."""
+        return Key(self.stage - 1, self.microbatch)
 
 
 @dataclass(frozen=True)
@@ -190,6 +203,7 @@ class PipelineRuntime:
         self._plans: dict[tuple[bool, int], _RankPlan] = {}
         first = 0
         for stage in stages.values():
+            # The engine counts the units of all stages of this process.
             stage.on_weight_access = partial(_access, engine, first)
             first += stage.units
         self._handlers: dict[Op, Callable[[_Step, Key], None]] = {
@@ -250,7 +264,7 @@ class PipelineRuntime:
             recorder.doing = action
             recorder.event(str(action))
             note = recorder.begin("action", action)
-            self._handlers[action.op](step, (action.stage, action.microbatch))
+            self._handlers[action.op](step, Key(action.stage, action.microbatch))
             if note is not None:
                 note.end()
             if index == plan.last_forward:
@@ -303,29 +317,24 @@ class PipelineRuntime:
         return count * self.mesh.dp.size
 
     def _receive_forward(self, step: _Step, key: Key) -> None:
-        source = self._partition.placement[key[0] - 1]
+        source = self._partition.placement[key.stage - 1]
         link = self.mesh.link(source, self.mesh.pp.rank, backward=False)
-        step.receives[Op.FORWARD, key] = p2p.receive(self._activation(step, key), link, source)
+        step.receives[Op.FORWARD, key] = p2p.receive(self._empty(step, key), link, source)
 
     def _receive_backward(self, step: _Step, key: Key) -> None:
-        source = self._partition.placement[key[0] + 1]
+        source = self._partition.placement[key.stage + 1]
         link = self.mesh.link(source, self.mesh.pp.rank, backward=True)
-        step.receives[Op.BACKWARD, key] = p2p.receive(self._activation(step, key), link, source)
+        step.receives[Op.BACKWARD, key] = p2p.receive(self._empty(step, key), link, source)
 
-    def _activation(self, step: _Step, key: Key) -> Tensor:
+    def _empty(self, step: _Step, key: Key) -> Tensor:
         """Return an empty tensor of the shape that is sent between stages: [s/cp or s/cp/tp, b,
         h]."""
-        length, batch = step.batches[key[1]].tokens.shape
-        length //= self.mesh.cp.size * (
-            self.mesh.tp.size if self._parallel.sequence_parallel else 1
-        )
-        return torch.empty(
-            length,
-            batch,
-            self.stages[key[0]].config.hidden_size,
-            dtype=self.dtype,
-            device=self.mesh.device,
-        )
+        length, batch = step.batches[key.microbatch].tokens.shape
+        length //= self.mesh.cp.size
+        if self._parallel.sequence_parallel:
+            length //= self.mesh.tp.size
+        hidden = self.stages[key.stage].config.hidden_size
+        return torch.empty(length, batch, hidden, dtype=self.dtype, device=self.mesh.device)
 
     def _arrived(self, step: _Step, op: Op, key: Key) -> Tensor:
         """Return the input of a pass, once it is here: received, or from the neighbouring stage of
@@ -335,11 +344,15 @@ class PipelineRuntime:
         return step.local.pop((op, key))
 
     def _forward(self, step: _Step, key: Key) -> None:
-        stage = self.stages[key[0]]
-        batch = step.batches[key[1]].to(self.mesh.device)
+        stage = self.stages[key.stage]
+        batch = step.batches[key.microbatch].to(self.mesh.device)
+        noise = None
         if stage.is_first:
             inputs = local_sequence(batch.tokens, self.mesh.cp)
+            if step.training:
+                noise = self._noise(batch, stage)
         else:
+            # A leaf of this stage's graph: its .grad is what the stage before it needs.
             inputs = self._arrived(step, Op.FORWARD, key).requires_grad_(step.training)
         documents = None
         if batch.document_starts is not None:
@@ -351,41 +364,34 @@ class PipelineRuntime:
             batch.document_ids,
             documents,
         )
-        noise = self._noise(batch, stage) if step.training and stage.is_first else None
         in_chunks = self._in_chunks(stage, batch, step)
         output = stage(inputs, positions, noise, head=not in_chunks)
+
+        next_is_here = key.stage + 1 in self.stages
         if stage.is_last and step.predicted is not None:
-            here = local_sequence(
-                torch.arange(len(batch.tokens), device=self.mesh.device), self.mesh.cp
-            )
+            places = torch.arange(len(batch.tokens), device=self.mesh.device)
+            here = local_sequence(places, self.mesh.cp)
             step.predicted[here] = argmax(output, self.mesh.tp, stage.config.vocab_size)
         elif stage.is_last:
             self._add_loss(output, batch, step, in_chunks=in_chunks)
-        elif self._is_here(key[0] + 1):
-            step.local[Op.FORWARD, (key[0] + 1, key[1])] = output.detach()
+        elif next_is_here:
+            # Detached: every stage has a graph of its own, whether the next one is here or not.
+            step.local[Op.FORWARD, key.next_stage] = output.detach()
         if step.training:
             step.inputs[key] = inputs
-        if step.training or not (stage.is_last or self._is_here(key[0] + 1)):
+        if step.training or not (stage.is_last or next_is_here):
             step.outputs[key] = output
 
     def _noise(self, batch: Microbatch, stage: Stage) -> Tensor | None:
         """Return this rank's part of the noise of a batch, in the shape of its embeddings."""
         if batch.noise_scale is None:
             return None
-        noise = local_sequence(
-            uniform_noise(
-                batch.noise_scale, batch.noise_seeds, stage.config.hidden_size, self.dtype
-            ),
-            self.mesh.cp,
-        )
-        return (
-            noise.chunk(self.mesh.tp.size)[self.mesh.tp.rank]
-            if self._parallel.sequence_parallel
-            else noise
-        )
-
-    def _is_here(self, stage: int) -> bool:
-        return stage in self.stages
+        hidden = stage.config.hidden_size
+        whole = uniform_noise(batch.noise_scale, batch.noise_seeds, hidden, self.dtype)
+        noise = local_sequence(whole, self.mesh.cp)
+        if self._parallel.sequence_parallel:
+            return noise.chunk(self.mesh.tp.size)[self.mesh.tp.rank]
+        return noise
 
     def _in_chunks(self, stage: Stage, batch: Microbatch, step: _Step) -> bool:
         """Whether the logits of a batch are too many to exist at once, and may be computed chunk by
@@ -433,19 +439,20 @@ class PipelineRuntime:
 
     def _send_forward(self, step: _Step, key: Key) -> None:
         output = step.outputs[key] if step.training else step.outputs.pop(key)
-        self._send(step, Op.SEND_FORWARD, output.detach(), self._partition.placement[key[0] + 1])
+        to = self._partition.placement[key.stage + 1]
+        self._send(step, Op.SEND_FORWARD, output.detach(), to)
 
     def _backward(self, step: _Step, key: Key) -> None:
-        stage = self.stages[key[0]]
+        stage = self.stages[key.stage]
         output = step.outputs.pop(key)
         grad = output.detach() if stage.is_last else self._arrived(step, Op.BACKWARD, key)
-        # Where nothing is trained below, the first stage has no backward pass.
+        # The first stage may have nothing to train; the others have a gradient to pass on.
         if output.requires_grad:
             backward(output, grad)
         if stage.is_first:
             del step.inputs[key]
-        elif self._is_here(key[0] - 1):
-            step.local[Op.BACKWARD, (key[0] - 1, key[1])] = _gradient(step.inputs.pop(key))
+        elif key.stage - 1 in self.stages:
+            step.local[Op.BACKWARD, key.previous_stage] = _gradient(step.inputs.pop(key))
 
     def _backward_input(self, step: _Step, key: Key) -> None:
         self.engine.postpone_wgrad(key)
@@ -456,8 +463,8 @@ class PipelineRuntime:
         self.engine.run_wgrads(key)
 
     def _send_backward(self, step: _Step, key: Key) -> None:
-        grad = _gradient(step.inputs.pop(key))
-        self._send(step, Op.SEND_BACKWARD, grad, self._partition.placement[key[0] - 1])
+        to = self._partition.placement[key.stage - 1]
+        self._send(step, Op.SEND_BACKWARD, _gradient(step.inputs.pop(key)), to)
 
     def _send(self, step: _Step, op: Op, tensor: Tensor, to: int) -> None:
         """Send a tensor, which is kept until the next one of the same link is sent.

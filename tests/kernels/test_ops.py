@@ -1,4 +1,4 @@
-"""Every kernel against the body in torch's operators whose place it takes."""
+"""Every kernel against the function of torch's operators that it replaces."""
 
 from __future__ import annotations
 

@@ -328,7 +328,7 @@ def test_backward_checks_the_version_that_its_own_forward_saw(name: str) -> None
 
 
 @pytest.mark.parametrize("name", READS)
-def test_what_a_home_refuses_is_not_read(name: str) -> None:
+def test_what_a_handle_refuses_is_not_read(name: str) -> None:
     layer, handle, x, _ = arranged(name, trained=True)
 
     def refuse(version: int = 0) -> int:
