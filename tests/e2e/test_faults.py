@@ -16,6 +16,7 @@ from megatron_llama.checkpoint.history import History, Skipped
 from megatron_llama.commands.pretrain import SECTIONS
 from megatron_llama.config.megatron_names import MEGATRON
 from megatron_llama.config.parse import parse
+from megatron_llama.distributed.comm.streams import Future
 from megatron_llama.distributed.mesh import Place, build_mesh
 from megatron_llama.engine.update_rule import AdamW
 from megatron_llama.errors import TrainingError
@@ -254,12 +255,14 @@ def with_a_faulty_memory(place: Place, argv: list[str]) -> str:
     mesh = build_mesh(config, rank=place.rank, world_size=place.world_size, device=torch.device("cpu"))
     sound, updates = AdamW.step, 0
 
-    def faulty(self: AdamW, bucket: int, grad: Tensor, **named: Any) -> None:
+    def faulty(self: AdamW, bucket: int, grad: Tensor, **named: Any) -> Future:
         nonlocal updates
-        sound(self, bucket, grad, **named)
-        updates += self._decay[bucket] == 0.0
-        if place.rank == 1 and self._decay[bucket] == 0.0 and updates == 3:
+        done = sound(self, bucket, grad, **named)
+        is_norm = not self._shards[bucket].kind.decay
+        updates += is_norm
+        if place.rank == 1 and is_norm and updates == 3:
             self._masters[bucket][5:6].view(torch.int32).bitwise_xor_(1 << 20)
+        return done
 
     AdamW.step = faulty  # type: ignore[assignment]
     try:
