@@ -347,7 +347,8 @@ def main(words: Sequence[str]) -> int:
     found = list[Row]()
     sizes = Sizes(options.tokens, device, options.scale)
     print(
-        f"{devices.name(device)}; torch {torch.__version__}; {sizes.dtype}; {options.tokens} tokens; apex {apex_found()}"
+        f"{devices.name(device)}; torch {torch.__version__}; {sizes.dtype}; "
+        f"{options.tokens} tokens; apex {apex_found()}"
     )
     missing = 0
     for make in (norm, rope, swiglu, loss, adamw, attention, weight_gradient):

@@ -181,7 +181,10 @@ def measure(options: argparse.Namespace, strategy: str) -> list[Row]:
 
 def line(row: Row) -> str:
     """For people."""
-    times = f"{row.alone_ms:.1f} ms alone, {row.overlapped_ms:.1f} overlapped, {row.serial_ms:.1f} serial"
+    times = (
+        f"{row.alone_ms:.1f} ms alone, {row.overlapped_ms:.1f} overlapped, "
+        f"{row.serial_ms:.1f} serial"
+    )
     share = "too little to tell" if row.hidden is None else f"{row.hidden:.1%} hidden"
     return f"{row.name:<20}{row.gigabytes_per_second:>6g} GB/s: {times}: {share}"
 
@@ -228,7 +231,8 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
         options.rates = [float(rate) for rate in options.gigabytes_per_second.split(",")]
     except ValueError:
         parser.error(
-            f"--gigabytes-per-second {options.gigabytes_per_second}: expected numbers with commas between"
+            f"--gigabytes-per-second {options.gigabytes_per_second}: expected numbers "
+            "with commas between"
         )
     if (
         min(options.rates) <= 0
@@ -238,7 +242,8 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
         or options.layers < 0
     ):
         parser.error(
-            "rates are positive, --ranks is at least 2, --rounds and --microbatches at least 1, --layers not negative"
+            "rates are positive, --ranks is at least 2, --rounds and --microbatches at "
+            "least 1, --layers not negative"
         )
     return options
 

@@ -293,7 +293,10 @@ def title(config: Config, n: Numbers, device: torch.device) -> str:
         "update": n.update,
     }
     times = ", ".join(f"{what} {seconds * 1e3:.1f} ms" for what, seconds in parts.items())
-    return f"{kind} device, {elements(config) / 1e6:.2f} M elements, {n.microbatches} microbatches; {times}"
+    return (
+        f"{kind} device, {elements(config) / 1e6:.2f} M elements, {n.microbatches} "
+        f"microbatches; {times}"
+    )
 
 
 if __name__ == "__main__":

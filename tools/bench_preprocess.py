@@ -303,7 +303,8 @@ def _report(
         for library in (sentencepiece, tokenizers, tiktoken)
     )
     print(
-        f"{size / 1e6:.1f} MB, {documents:,} documents, {workers} processes, {options.tokenizer}, {options.rounds} rounds; {libraries}"
+        f"{size / 1e6:.1f} MB, {documents:,} documents, {workers} processes, "
+        f"{options.tokenizer}, {options.rounds} rounds; {libraries}"
     )
     whole = taken["preprocess"]
     half = taken.pop("half", [])
@@ -322,7 +323,8 @@ def _report(
                 getattr(theirs, measure) / getattr(own, measure) for own, theirs in pairs
             )
             print(
-                f"by {measure}: {statistics.median(ratios):.3f} {words} ({ratios[0]:.3f} - {ratios[-1]:.3f} in single rounds)"
+                f"by {measure}: {statistics.median(ratios):.3f} {words} ({ratios[0]:.3f} "
+                f"- {ratios[-1]:.3f} in single rounds)"
             )
     for measure in Taken._fields if half else ():
         alone, own, start = (
@@ -331,7 +333,8 @@ def _report(
         )
         steady = rest * alone / ((own - start) * size)
         print(
-            f"by {measure}: behind the first half {steady:.3f} of the tokenizer's own rate (medians)"
+            f"by {measure}: behind the first half {steady:.3f} of the tokenizer's own "
+            "rate (medians)"
         )
 
 

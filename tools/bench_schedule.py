@@ -242,7 +242,10 @@ def report(times: dict[str, list[float]], ranks: int, microbatches: int) -> list
 def line(row: dict[str, Any]) -> str:
     """A row as text."""
     measured = f"{row['seconds'] * 1e3:8.1f} ms   {row['ratio']:.3f} of 1f1b"
-    return f"{row['name']:<12}{measured}   planned {row['planned_ratio']:.3f}   spread {row['spread']:.1%}"
+    return (
+        f"{row['name']:<12}{measured}   planned {row['planned_ratio']:.3f}   spread "
+        f"{row['spread']:.1%}"
+    )
 
 
 if __name__ == "__main__":

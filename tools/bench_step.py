@@ -49,7 +49,8 @@ BASELINES = (Entry("hf", "fp32"), Entry("hf-compile", "bf16"))
 AGREEMENT = (("fp32", 2e-4), ("bf16", 2e-2))
 """Largest relative difference of a loss from the baseline's first."""
 SMALL = (
-    "--hidden-size 512 --intermediate-size 1376 --num-layers 8 --num-attention-heads 8 --vocab-size 32000 --seq-length 512 "
+    "--hidden-size 512 --intermediate-size 1376 --num-layers 8 --num-attention-heads 8 "
+    "--vocab-size 32000 --seq-length 512 "
     "--micro-batch-size 4"
 )
 
@@ -203,7 +204,8 @@ def disagreements(samples: Mapping[Entry, Sequence[Sample]]) -> list[str]:
         if not worst <= bound:
             got = ", ".join(f"{loss:.5f}" for loss in own[0].losses)
             wrong.append(
-                f"{entry.label}: losses {got} are {worst:.1e} away from those of {base.label}, at most {bound:.0e}"
+                f"{entry.label}: losses {got} are {worst:.1e} away from those of "
+                f"{base.label}, at most {bound:.0e}"
             )
     return wrong
 
@@ -213,18 +215,28 @@ def report(rows: Sequence[Row], found: Found, base: Entry) -> Iterator[str]:
     for dtype, rate in found.ceilings.items():
         yield f"matmul ceiling {dtype}: {rate / 1e12:.3f} TFLOP/s"
     yield ""
-    yield f"{'contender':<20}{'step ms':>10}{'tokens/s':>10}{'MFU':>8}{'causal':>8}{'ceiling':>9}{'peak memory':>13}"
+    yield (
+        f"{'contender':<20}{'step ms':>10}{'tokens/s':>10}"
+        f"{'MFU':>8}{'causal':>8}{'ceiling':>9}{'peak memory':>13}"
+    )
     for row in rows:
         shares = f"{row.mfu:>8.1%}{row.mfu_causal:>8.1%}{row.of_ceiling:>9.1%}"
         label = Entry(row.name, row.dtype).label
-        yield f"{label:<20}{row.step_ms:>10.1f}{row.tokens_per_second:>10.0f}{shares}{gib(row.peak_memory_bytes):>13}"
+        rate = f"{row.step_ms:>10.1f}{row.tokens_per_second:>10.0f}"
+        yield f"{label:<20}{rate}{shares}{gib(row.peak_memory_bytes):>13}"
     yield from (f"{entry.label:<20}failed: {why}" for entry, why in found.failures.items())
-    yield f"\nratio of step times to {base.label}: median over rounds (single rounds), and of processor times"
+    yield (
+        f"\nratio of step times to {base.label}: median over rounds (single rounds), and of "
+        "processor times"
+    )
     for row in rows:
         entry = Entry(row.name, row.dtype)
         pairs = zip(found.samples[entry], found.samples[base], strict=False)
         single = sorted(own.seconds / other.seconds for own, other in pairs)
-        yield f"{entry.label:<20}{row.ratio:>8.3f}   ({single[0]:.3f} - {single[-1]:.3f}){row.processor_ratio:>10.3f}"
+        yield (
+            f"{entry.label:<20}{row.ratio:>8.3f}   ({single[0]:.3f} - "
+            f"{single[-1]:.3f}){row.processor_ratio:>10.3f}"
+        )
 
 
 def processor() -> str:

@@ -219,13 +219,17 @@ def random_batches(config: Config, mesh: Mesh) -> Iterator[Batch]:
 
 def table(rows: Sequence[Row], failed: Sequence[str]) -> Iterator[str]:
     """For people."""
-    yield f"{'mode':<26}{'step ms':>10}{'of best':>9}{'exposed ms':>12}{'sent':>12}{'planned':>12}{'peak memory':>13}"
+    yield (
+        f"{'mode':<26}{'step ms':>10}{'of best':>9}{'exposed ms':>12}"
+        f"{'sent':>12}{'planned':>12}{'peak memory':>13}"
+    )
     best = min((row.step_ms for row in rows), default=0.0)
     for row in rows:
         sent = gib(round(row.sent_bytes))
         planned = gib(round(row.planned_bytes))
         peak = "n/a" if row.peak_memory_bytes is None else gib(row.peak_memory_bytes)
-        yield f"{row.name:<26}{row.step_ms:>10.1f}{row.step_ms / best:>9.3f}{row.exposed_ms:>12.1f}{sent:>12}{planned:>12}{peak:>13}"
+        times = f"{row.step_ms:>10.1f}{row.step_ms / best:>9.3f}{row.exposed_ms:>12.1f}"
+        yield f"{row.name:<26}{times}{sent:>12}{planned:>12}{peak:>13}"
     yield from (f"{name:<26}does not fit into memory" for name in failed)
 
 

@@ -29,7 +29,10 @@ from megatron_llama.config.help import help_text
 from megatron_llama.config.parse import parse
 from megatron_llama.errors import UserError
 
-SHAPE = "--hidden-size 64 --intermediate-size 176 --num-layers 2 --num-attention-heads 4 --max-position-embeddings 256"
+SHAPE = (
+    "--hidden-size 64 --intermediate-size 176 --num-layers 2 --num-attention-heads 4 "
+    "--max-position-embeddings 256"
+)
 COMMON = ("--adam-beta2", "0.95", "--split", "95,5,0", "--eval-iters", "24", "--no-progress-bar")
 
 
@@ -69,7 +72,10 @@ class Contender:
 
 def zenflow(ratio: float, interval: int, *, overlap: bool = False) -> Contender:
     """ZenFlow that chooses columns anew every 48 steps."""
-    words = f"--optimizer-offload zenflow --zenflow-topk-ratio {ratio} --zenflow-update-interval {interval}"
+    words = (
+        f"--optimizer-offload zenflow --zenflow-topk-ratio {ratio} --zenflow-update-interval "
+        f"{interval}"
+    )
     words += (
         " --zenflow-select-strategy step --zenflow-select-interval 48"
         + " --zenflow-overlap-step" * overlap
@@ -105,8 +111,14 @@ class Task:
     def command(self, one: Contender, seed: int, folder: Path) -> list[str]:
         """One run."""
         steps = self.steps // one.accumulate
-        schedule = f"--train-iters {steps} --lr {self.lr} --lr-warmup-iters {max(1, steps // 12)} --eval-interval {steps} --seed {seed}"
-        batch = f"--micro-batch-size {self.samples} --global-batch-size {self.samples * one.accumulate} --save {folder}"
+        schedule = (
+            f"--train-iters {steps} --lr {self.lr} --lr-warmup-iters {max(1, steps // 12)} "
+            f"--eval-interval {steps} --seed {seed}"
+        )
+        batch = (
+            f"--micro-batch-size {self.samples} --global-batch-size "
+            f"{self.samples * one.accumulate} --save {folder}"
+        )
         points = f"--log-interval {max(1, self.steps // POINTS // one.accumulate)}"
         return [
             *self.words,
@@ -179,7 +191,10 @@ def prepared(folder: Path) -> Path:
     if not docs.with_name("docs.meta.json").exists():
         write_corpus(folder / "corpus.jsonl")
         write_pairs(folder / "pairs.jsonl")
-        words = f"preprocess --input {folder / 'corpus.jsonl'} --output-prefix {docs} --train-tokenizer --vocab-size 1024 --append-eod"
+        words = (
+            f"preprocess --input {folder / 'corpus.jsonl'} --output-prefix {docs} "
+            "--train-tokenizer --vocab-size 1024 --append-eod"
+        )
         run(words.split())
     return docs
 
@@ -224,7 +239,10 @@ def table(task: Task) -> Iterator[str]:
     for name, losses in task.losses.items():
         ratios = [100 * (loss / other - 1) for loss, other in zip(losses, plain, strict=True)]
         spread = f"{min(losses):.4f} to {max(losses):.4f}"
-        yield f"| {name} | {statistics.fmean(losses):.4f} | {spread} | {statistics.fmean(ratios):+.2f} % | {max(ratios):+.2f} % |"
+        yield (
+            f"| {name} | {statistics.fmean(losses):.4f} | {spread} | "
+            f"{statistics.fmean(ratios):+.2f} % | {max(ratios):+.2f} % |"
+        )
 
 
 def curves(task: Task, seed: int, folder: Path) -> Iterator[str]:

@@ -168,7 +168,8 @@ def check(parts: Sequence[Part], folder: Path, seconds: float, machine: dict[str
     bad = [outcome.name for outcome in outcomes if not outcome.passed]
     if bad:
         print(
-            f"error: {len(bad)} of {len(outcomes)} parts did not pass: {', '.join(bad)}; see {folder}/NAME.log",
+            f"error: {len(bad)} of {len(outcomes)} parts did not pass: {', '.join(bad)}; "
+            f"see {folder}/NAME.log",
             file=sys.stderr,
         )
     return 1 if bad else 0
@@ -210,7 +211,10 @@ def main(words: Sequence[str]) -> int:
         return print_tables(options.table)
     machine = None if options.list else machine_of()
     if machine is None and not (options.list or options.tiny):
-        do = "install torch for CUDA, or run this where there is one (--list, --table and --tiny work here)"
+        do = (
+            "install torch for CUDA, or run this where there is one (--list, --table and "
+            "--tiny work here)"
+        )
         print(f"error: {sys.executable} sees no GPU: {do}", file=sys.stderr)
         return 2
     named, memory = machine or ({"device": "none: no figure below means anything"}, EXAMPLE_MEMORY)

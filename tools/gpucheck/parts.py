@@ -29,8 +29,14 @@ OFFLOAD = (
     "--model llama2-7b --num-layers 12 --seq-length 4096 --global-batch-size 4 --bf16 --rounds 1"
 )
 """Of this size everybody's state fits into 128 GiB of the host."""
-TINY = "--hidden-size 64 --intermediate-size 176 --num-layers 2 --num-attention-heads 4 --vocab-size 512 --seq-length 64"
-TINY_OFFLOAD = f"{TINY} --global-batch-size 2 --rounds 1 --steps 1 --warmup 1 --compute-ms 1 --copy-ms 1 --update-ms 1"
+TINY = (
+    "--hidden-size 64 --intermediate-size 176 --num-layers 2 --num-attention-heads 4 "
+    "--vocab-size 512 --seq-length 64"
+)
+TINY_OFFLOAD = (
+    f"{TINY} --global-batch-size 2 --rounds 1 --steps 1 --warmup 1 --compute-ms 1 --copy-ms 1 "
+    "--update-ms 1"
+)
 TINY_LINKS = "--layers 1 --seq-length 64 --ranks 2 --rounds 1 --gigabytes-per-second 370"
 MARKED = re.compile(r"mark\.(gpu|kernels)\b")
 

@@ -86,7 +86,9 @@ def markdown(machine: Mapping[str, str], outcomes: Sequence[Outcome]) -> Iterato
     yield "; ".join(f"{name} {value}" for name, value in machine.items()) + "."
     yield from ("", "| part | result | seconds | command |", "|---|---|---|---|")
     for outcome in outcomes:
-        yield f"| {outcome.title} | {outcome.status} | {outcome.seconds:.0f} | `{outcome.command}` |"
+        yield (
+            f"| {outcome.title} | {outcome.status} | {outcome.seconds:.0f} | `{outcome.command}` |"
+        )
     for outcome in outcomes:
         if outcome.rows or outcome.absent or outcome.tail:
             yield from (

@@ -18,10 +18,11 @@ from tools.overlap.conditions import Limits, Stalls, alternating, stalling
 from tools.overlap.hosts import Delay, Hosts, RigError
 from tools.overlap.job import Job, bits_per_second
 
-DESCRIPTION = f"""Data-parallel training on an emulated cluster: how long a step takes beyond its computation, and what it sends.
+DESCRIPTION = f"""Data-parallel training on an emulated cluster: how long a step takes beyond its
+computation, and what it sends.
 
-Hosts are network namespaces of this machine; block compute is a timed wait. All contenders take turns in one run: in each
-round, in random order, {STEPS} training steps of each.
+Hosts are network namespaces of this machine; block compute is a timed wait. All contenders take
+turns in one run: in each round, in random order, {STEPS} training steps of each.
 Contenders: {", ".join(NAMES)}."""
 
 
@@ -125,7 +126,8 @@ def _stall(text: str) -> tuple[float, float]:
     length, _, period = text.partition(":")
     if not _positive(length) or not _positive(period) or float(length) >= float(period):
         raise ValueError(
-            f"--stall {text}: expected MS:PERIOD_MS, the first shorter than the second, like 100:500"
+            f"--stall {text}: expected MS:PERIOD_MS, the first shorter than the second, "
+            "like 100:500"
         )
     return float(length) / 1e3, float(period) / 1e3
 
@@ -192,12 +194,14 @@ def main() -> None:
     options = parse(sys.argv[1:])
     if os.geteuid() != 0:
         sys.exit(
-            "error: emulated hosts are network namespaces, which only root may make; run this as root (sudo -E)"
+            "error: emulated hosts are network namespaces, which only root may make; run "
+            "this as root (sudo -E)"
         )
     missing = [tool for tool in ("ip", "tc") if shutil.which(tool) is None]
     if missing:
         sys.exit(
-            f"error: no {' and no '.join(missing)} in PATH; install iproute2 (apt-get install iproute2)"
+            f"error: no {' and no '.join(missing)} in PATH; install iproute2 (apt-get "
+            "install iproute2)"
         )
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, _interrupted)

@@ -112,7 +112,8 @@ class _Chain:
             ends = [end for end in (self.compute_end, self.link_end) if end is not None]
             if not ends:
                 raise RuntimeError(
-                    f"the plan stands still at pass {self.done} of {len(self.passes)}: {self.passes[self.done]}"
+                    f"the plan stands still at pass {self.done} of {len(self.passes)}: "
+                    f"{self.passes[self.done]}"
                 )
             self.time = min(ends)
             if self.compute_end == self.time:

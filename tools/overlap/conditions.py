@@ -134,7 +134,10 @@ class Stalls:
 
     def __str__(self) -> str:
         share = self.passed / self.capacity if self.capacity else 0.0
-        return f"{self.count} stalls of {self.seconds / max(1, self.count) * 1e3:.0f} ms; {share:.1%} of what the cables carry got through"
+        return (
+            f"{self.count} stalls of {self.seconds / max(1, self.count) * 1e3:.0f} ms; "
+            f"{share:.1%} of what the cables carry got through"
+        )
 
 
 def stalling(

@@ -48,7 +48,8 @@ def command(*words: str) -> str:
     if done.returncode:
         said = done.stderr.strip() or done.stdout.strip()
         raise RigError(
-            f"`{' '.join(words)}` failed: {said}\n  needs root with CAP_NET_ADMIN and CAP_SYS_ADMIN (a container: --privileged)"
+            f"`{' '.join(words)}` failed: {said}\n  needs root with CAP_NET_ADMIN and "
+            "CAP_SYS_ADMIN (a container: --privileged)"
         )
     return done.stdout
 
@@ -194,7 +195,10 @@ class Hosts:
         try:
             command("tc", "-n", host, "qdisc", "add", "dev", "eth0", "parent", "1:1", *delay.tc())
         except RigError as error:
-            remedy = "the kernel has no netem; load it (modprobe sch_netem, in some distributions from the package of extra kernel modules)"
+            remedy = (
+                "the kernel has no netem; load it (modprobe sch_netem, in some distributions "
+                "from the package of extra kernel modules)"
+            )
             raise RigError(
                 f"--latency and --jitter: {remedy}, or leave the options out\n  {error}"
             ) from None

@@ -97,7 +97,8 @@ def build(
             contenders[name] = makers[name](setting)
         except Exception as error:
             sys.exit(
-                f"error: contender {name} cannot be built on torch {torch.__version__}: {type(error).__name__}: {error}"
+                f"error: contender {name} cannot be built on torch {torch.__version__}: "
+                f"{type(error).__name__}: {error}"
             )
         dist.barrier()
     return contenders

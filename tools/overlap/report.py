@@ -92,13 +92,18 @@ def title(job: Job) -> list[str]:
     least = minimum_bytes(job.hosts) * 8 / bits_per_second(job.rate)
     return [
         "",
-        f"{job.hosts} hosts, {job.rate}, {parameters() / 1e6:.2f} M parameters, {job.rounds} rounds of {STEPS} steps"
+        f"{job.hosts} hosts, {job.rate}, {parameters() / 1e6:.2f} M parameters, "
+        f"{job.rounds} rounds of {STEPS} steps"
         + "".join(f", {condition}" for condition in job.conditions),
-        f"timed waits {compute * 1e3:.0f} ms a step; the minimum of bytes takes {least * 1e3:.0f} ms, {least / compute:.2f} of that",
+        f"timed waits {compute * 1e3:.0f} ms a step; the minimum of bytes takes "
+        f"{least * 1e3:.0f} ms, {least / compute:.2f} of that",
     ]
 
 
-COLUMNS = f"{'':<22}{'ratio':>7}{'quartiles':>16}{'bound':>8}{'over it':>9}{'ms':>9}{'CPU ms':>8}{'NIC bytes':>11}{'payload':>9}{'planned':>9}"
+COLUMNS = (
+    f"{'':<22}{'ratio':>7}{'quartiles':>16}{'bound':>8}{'over it':>9}{'ms':>9}{'CPU ms':>8}"
+    f"{'NIC bytes':>11}{'payload':>9}{'planned':>9}"
+)
 
 
 def table(rows: Sequence[dict[str, Any]]) -> list[str]:
@@ -107,7 +112,8 @@ def table(rows: Sequence[dict[str, Any]]) -> list[str]:
     for r in rows:
         low, high = r["quartiles"]
         over = f"{r['ratio'] / r['bound'] - 1:+.1%}" if r["bound"] else ""
-        bytes_ = f"{r['bytes_ratio']:>11.3f}{_number(r['payload_ratio']):>9}{_number(r['planned_ratio']):>9}"
+        payload = _number(r["payload_ratio"])
+        bytes_ = f"{r['bytes_ratio']:>11.3f}{payload:>9}{_number(r['planned_ratio']):>9}"
         times = f"{r['milliseconds']:>9.1f}{r['cpu_milliseconds']:>8.0f}"
         lines.append(
             f"{r['name']:<22}{r['ratio']:>7.3f}{f'{low:.3f}..{high:.3f}':>16}{_number(r['bound']):>8}{over:>9}{times}{bytes_}"

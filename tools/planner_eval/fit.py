@@ -201,7 +201,8 @@ def write_fitted(fit: Fit, predictions: Sequence[Prediction], runs: Sequence[Pub
     sources = len({run.source for run in runs})
     body = [
         f'"""Coefficients fitted to {len(runs)} published runs of {sources} sources, which are in',
-        "``published_runs.csv``. Written by ``python -m tools.planner_eval fit``; not edited by hand.",
+        "``published_runs.csv``. Written by ``python -m tools.planner_eval fit``; not "
+        "edited by hand.",
         '"""',
         "",
         "from __future__ import annotations",
@@ -213,7 +214,8 @@ def write_fitted(fit: Fit, predictions: Sequence[Prediction], runs: Sequence[Pub
         ")",
         f"LOW = {low:.3f}",
         f"HIGH = {high:.3f}",
-        '"""Measured over predicted: eight of ten runs of a source that the fit has not seen lie between',
+        '"""Measured over predicted: eight of ten runs of a source that the fit has not '
+        "seen lie between",
         'these."""',
     ]
     (PACKAGE / "fitted.py").write_text("\n".join(body) + "\n")
@@ -245,8 +247,8 @@ def _speed(run: PublishedRun) -> float:
 
 
 def fit_table(path: Path, *, write: bool) -> None:
-    """Fit to the table at ``path`` and print what the fit reaches, on all runs and on each source as
-    predicted by a fit that has not seen it. ``write`` replaces what the package has."""
+    """Fit to the table at ``path`` and print what the fit reaches, on all runs and on each source
+    as predicted by a fit that has not seen it. ``write`` replaces what the package has."""
     runs = [run for run in runs_of(read_rows(path)) if run.seconds is not None]
     fit = fit_all(runs)
     seen = [

@@ -46,8 +46,8 @@ def run(model: str, gpus: int, batch: int, seq: int, micro: int, **parallel: obj
 
 
 def scaling() -> None:
-    """Print the speed of LLaMA-13B on 32 to 512 A100 with 4 x 200 Gbit/s at half efficiency, with one
-    and eight microbatches, for each optimizer."""
+    """Print the speed of LLaMA-13B on 32 to 512 A100 with 4 x 200 Gbit/s at half efficiency, with
+    one and eight microbatches, for each optimizer."""
     fit = replace(FITTED, nic=0.5)
     print(
         "LLaMA-13B, tp 2, micro-batch 4, sequence 2048, "
@@ -71,7 +71,8 @@ def scaling() -> None:
             speeds.append(job.total_tokens / estimate(serial, fit).seconds / gpus)
             optim, optim_grads, unhidden = speeds
             print(
-                f"{microbatches:>12} {gpus:>5} {optim:>7,.0f} {optim_grads:>12,.0f} {unhidden:>7,.0f}"
+                f"{microbatches:>12} {gpus:>5} {optim:>7,.0f} {optim_grads:>12,.0f} "
+                f"{unhidden:>7,.0f}"
             )
     print(f"published for 256: {OVERLAPPED:,} overlapped, {DISTRIBUTED:,} serial; batch not stated")
 

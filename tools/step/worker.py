@@ -84,7 +84,8 @@ def _serve(task: Task, pipe: Connection) -> None:
         return
     except Exception as error:
         pipe.send(
-            f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else 'no message'}"
+            f"{type(error).__name__}: "
+            f"{str(error).strip().splitlines()[0] if str(error).strip() else 'no message'}"
         )
 
 
