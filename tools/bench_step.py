@@ -222,8 +222,8 @@ def report(rows: Sequence[Row], found: Found, base: Entry) -> Iterator[str]:
     for row in rows:
         shares = f"{row.mfu:>8.1%}{row.mfu_causal:>8.1%}{row.of_ceiling:>9.1%}"
         label = Entry(row.name, row.dtype).label
-        rate = f"{row.step_ms:>10.1f}{row.tokens_per_second:>10.0f}"
-        yield f"{label:<20}{rate}{shares}{gib(row.peak_memory_bytes):>13}"
+        speed = f"{row.step_ms:>10.1f}{row.tokens_per_second:>10.0f}"
+        yield f"{label:<20}{speed}{shares}{gib(row.peak_memory_bytes):>13}"
     yield from (f"{entry.label:<20}failed: {why}" for entry, why in found.failures.items())
     yield (
         f"\nratio of step times to {base.label}: median over rounds (single rounds), and of "
