@@ -41,15 +41,15 @@ CPU = torch.device("cpu")
 LAYOUTS = [
     Layout(microbatches=2),
     Layout(microbatches=2, bf16=True),
-    Layout(tp=2),
+    pytest.param(Layout(tp=2), marks=pytest.mark.long),
     Layout(tp=2, sp=True),
-    Layout(tp=2, kv_heads=1, sp=True),
+    pytest.param(Layout(tp=2, kv_heads=1, sp=True), marks=pytest.mark.long),
     Layout(cp=2),
     Layout(dp=2, microbatches=2, strategy="optim_grads"),
     Layout(pp=2, microbatches=4),
     Layout(pp=2, microbatches=4, schedule="zb-h1"),
     Layout(pp=2, microbatches=4, virtual=2, schedule="zb-v", tied=True),
-    Layout(tp=2, pp=2, microbatches=4, schedule="zb-h1"),
+    pytest.param(Layout(tp=2, pp=2, microbatches=4, schedule="zb-h1"), marks=pytest.mark.long),
     Layout(tp=2, pp=2, sp=True, microbatches=4, schedule="zb-h1"),
     Layout(documents=True, microbatches=2),
 ]
