@@ -239,6 +239,8 @@ class GradientBuckets:
         self._delayed.append(partial(self._send, bucket, exchange, first=first, final=final))
         if not final:
             self._begin_round(bucket, 1)
+        # Messages of one connection go out in the order of issue. Where the gather of the next
+        # unit is needed sooner than this slot, it has to be issued first.
         if not (self.bucket_plan.gathers_first and self._gathers_to_come()):
             self.send_delayed()
 

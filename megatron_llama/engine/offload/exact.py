@@ -213,6 +213,8 @@ class ExactOffload(UpdateRule):
         # With the scale on its way, a speculative update that has not begun would only cost time.
         self._speculative_lr.pop(bucket, None)
         factors = self._factors_on_host(one, scale, skip)
+        # What the current stream has been given so far may still read the shard (its last gather):
+        # the copy of the new weights to the device waits for that.
         update = _Update(self, one, lr, factors, self._copies.given())
         one.update = update.task
         self._worker.put(update.task, priority=one.shard.position)
@@ -225,6 +227,7 @@ class ExactOffload(UpdateRule):
         """Copy scale and skip to the host, once for all buckets that have them in common. Neither
         thread waits for the copy here: the worker does."""
         factors = self._factors
+        # The tensors themselves are compared: to compare their values would wait for the device.
         if factors is None or factors.scale is not scale or factors.skip is not skip:
             source = torch.stack([scale, skip])
             copy = self._copies.to_host(one.factors, source)
@@ -253,6 +256,7 @@ class ExactOffload(UpdateRule):
             # It was before this in the queue, so it has ended; waiting raises its error.
             one.attempt.wait()
             one.attempt = None
+        # ``complete`` and not ``wait``: this is a thread of the host, which no stream holds back.
         one.arrival.complete()
         factors.copy.complete()
         scale = factors.on_host[0]
@@ -263,6 +267,7 @@ class ExactOffload(UpdateRule):
             if float(scale) == 1.0 and not bool(skip):
                 self.speculation.kept += 1
                 assert one.spare is not None
+                # The two copies change roles. Nothing is moved before ``settle``.
                 one.live, one.spare = one.spare, one.live
                 one.count.copy_(count)
                 return
@@ -292,7 +297,8 @@ class ExactOffload(UpdateRule):
         param_shard = one.shard.param_shard
         source = one.live[0]
         if self._staging:
-            # Two buffers: weights are cast into one while the other one is copied.
+            # The host casts, so that half as many bytes cross the bus. There are two buffers:
+            # weights are cast into one while the other one is copied.
             number = self._sent % STAGED
             last = self._sending[number]
             if last is not None:
@@ -316,6 +322,7 @@ class ExactOffload(UpdateRule):
             if one.update is not None:
                 with errors_of_bucket(one.label), self.waiting():
                     one.update.wait()
+            # The engine's masters and checkpoints are views of ``attached``.
             if one.live is not one.attached:
                 for tensor, copy in zip(one.attached, one.live, strict=True):
                     tensor.copy_(copy)

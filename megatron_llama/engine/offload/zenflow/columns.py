@@ -77,6 +77,7 @@ def blocks_of(segment: Segment, matrix: int) -> Iterator[Block]:
     stop = segment.in_param + segment.length
     while low < stop:
         col = low % width
+        # From the start of a row as many whole rows as there are; else the rest of this row.
         rows = (stop - low) // width if col == 0 else 0
         cols = width if rows else min(width - col, stop - low)
         yield Block(matrix, segment.in_shard + low - segment.in_param, max(rows, 1), col, cols)
@@ -320,9 +321,11 @@ class HotColumns:
         if packing.numel == 0:
             return
         packed = buffer[: packing.padded]
+        # The padding is updated too. With zero gradients its weights and moments stay zero.
         packed[packing.numel :].zero_()
         packing.pack(grad, packed)
         if self.columns.common_count is not None:
+            # The kernel adds one to the count unless it skips, so the count is that of before.
             adamw_equal_counts(
                 self.state,
                 packed,
@@ -390,6 +393,7 @@ class AccumulatedGradient:
             grad = grads[low : low + ROWS_OF]
             place = self.total[low : low + grad.numel()]
             converted = grad.to(place.dtype)
+            # The first gradient overwrites, so that nothing has to be zeroed.
             if self.steps == 1:
                 torch.div(converted, scale, out=place)
             else:
@@ -418,6 +422,8 @@ class MinorityColumns:
             values, columns = torch.unique(here, return_counts=True)
             for count, number in zip(values.tolist(), columns.tolist(), strict=True):
                 elements[int(count)] += number * block.rows
+        # Of two counts with as many elements the larger one, so that the choice is the same on
+        # every rank and in every run.
         majority = max(elements, key=lambda count: (elements[count], count), default=0)
         others = [mask & (count != majority) for mask, count in zip(masks, counts, strict=True)]
         packing = Packing(blocks, others, HOST)

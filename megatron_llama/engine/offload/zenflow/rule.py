@@ -93,6 +93,7 @@ class ScratchBuffers:
         before = self._copies[self._number]
         packing = columns.on_device
         buffer = self.sent_grads[self._number][: packing.numel]
+        # The copy before the last one read this buffer. Its error belongs to its own bucket.
         if before is not None:
             with errors_of_bucket(before[0]):
                 before[1].wait()
@@ -218,6 +219,7 @@ class ShardColumns:
     def _accumulate(self, number: int, sent: Copy | None, factors: Copy) -> None:
         """Called by the worker."""
         with errors_of_bucket(self._label):
+            # The worker, unlike the thread that trains, may wait for scale and skip.
             factors.complete()
             if sent is not None:
                 sent.complete()
@@ -257,6 +259,7 @@ class ShardColumns:
         with errors_of_bucket(self._label), self._recorder.exposed(WAITING_FOR_HOST):
             self._updated.wait()
             self._updated = None
+            # All shards use this buffer: the current stream may still unpack the one before.
             copy = self._copies.to_device(buffer, source, after=self._copies.given())
             copy.wait()
         packing.unpack(buffer, self.shard.param_shard)
@@ -463,6 +466,7 @@ class ZenFlow(UpdateRule):
 
     def _select(self) -> None:
         """Make those columns hot whose gradient in this step is largest. Collective."""
+        # Columns that change sides take their state along, so it has to be complete on the host.
         self.settle()
         for bucket, one in self._shards.items():
             if self._is_counted(bucket):
@@ -486,6 +490,7 @@ class ZenFlow(UpdateRule):
         """See UpdateRule. Everything has been applied when this returns, and the state on the host
         has the hot columns too."""
         self._last_steps.wait()
+        # Saving, evaluating and comparing replicas each settle, often at the same step.
         if self._settled_at == self.windows.done or not self._shards:
             return {}
         pending = any(one.oldest is not None for one in self._shards.values())
@@ -493,7 +498,7 @@ class ZenFlow(UpdateRule):
             one.settle(self._lr)
         # All shards have made the same updates, so one of them says how many.
         some = next(iter(self._shards.values()))
-        hot_updates = int(some.hot.steps)
+        hot_updates = int(some.hot.steps)  # waits for the device, which only settling may do
         for column in self._columns:
             column.updates.add_(torch.where(column.selected > 0, hot_updates, some.cold.updates))
         self._distribute()

@@ -117,6 +117,7 @@ def select_columns(norms: Mapping[str, Tensor], ratio: float) -> dict[str, Tenso
     norms; of equal norms the first columns."""
     selected = {}
     for name, values in norms.items():
+        # A stable sort, on the host: all ranks and layouts break ties in the same way.
         order = torch.sort(values, descending=True, stable=True).indices
         selected[name] = torch.zeros(values.numel(), dtype=torch.bool)
         selected[name][order[: hot_column_count(ratio, values.numel())]] = True
