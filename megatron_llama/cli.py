@@ -1,5 +1,5 @@
-"""``python -m megatron_llama <command>``: finds the command, parses its options, runs it, and prints
-an error as one message."""
+"""``python -m megatron_llama <command>``: finds the command, parses its options, runs it, and
+prints an error as one message."""
 
 from __future__ import annotations
 

@@ -136,7 +136,7 @@ def train(
             update = optimizer.step(lr, clip=clip_grad, skip_update=bad_steps.skip_update(loss))
             progress.record_step(state, lr, loss, update)
 
-            request = prefetcher.request()
+            request = prefetcher.agreed_request()
             interval = training.exit_interval
             stopping = request == STOP or (interval > 0 and state.iteration % interval == 0)
             saving = saver.due(state) or stopping or request == SAVE

@@ -83,7 +83,7 @@ class BadSteps:
         self._history = history
         self._sizes = BatchSizes.from_training(config.training)
         self._size = 0
-        """Samples of the step under way."""
+        """Samples of the current step."""
         self._file = (
             local_folder(config.checkpoint.save) / FILE_NAME
             if config.checkpoint.save is not None and mesh.rank == 0

@@ -125,7 +125,6 @@ class Prefetcher:
             self._batches = self._upload.send(self._loader.microbatches(sample))
         except DataError as error:
             self._error = error
-        # Asked for in any case: a request to save is returned once, and then belongs to this step.
         request = self._interrupts.request()
         self._all_reduce = all_reduce_max(FAILED if self._error else request, self._world)
         self._request = None
@@ -136,7 +135,7 @@ class Prefetcher:
         self._world.recorder.doing = "reading samples"
         batches = self._batches
         error = self._error
-        if self.request() == FAILED:
+        if self.agreed_request() == FAILED:
             raise_error_on_all_ranks(error, self._world)
         self._upload.wait()
         self._read(next_sample)
@@ -144,10 +143,10 @@ class Prefetcher:
 
     def restart(self, first_sample: int) -> None:
         """Read the batches of the next step anew, from another sample. Collective."""
-        self.request()
+        self.agreed_request()
         self._read(first_sample)
 
-    def request(self) -> int:
+    def agreed_request(self) -> int:
         """What any rank was asked for before this step: CONTINUE, SAVE, STOP or FAILED, the same on
         every rank."""
         if self._request is None:

@@ -38,7 +38,7 @@ class Progress:
             peak_flops=peak_flops(devices.name(mesh.device)),
         )
         if config.log.log_straggler and not devices.is_host(mesh.device):
-            # On a device a wait is measured by two events, recorded only where somebody asks.
+            # On a device a wait is measured by two events, recorded only if they are asked for.
             mesh.recorder.mark = partial(devices.timed_event, mesh.device)
         self._pending: Outcome | None = None
         self._steps = 0

@@ -50,7 +50,7 @@ ENGINE_WAITS: Sequence[tuple[str, str]] = (("parameters", GATHERS), ("gradients"
 
 
 class _Note:
-    """See ``Note``. Times are seconds of the host's clock, or events of a device."""
+    """A ``Note`` of the timeline. Times are seconds of the host's clock, or events of a device."""
 
     def __init__(
         self, kind: str, what: Any, evaluating: bool, clock: Callable[[], Any], ended: list[_Note]
@@ -97,7 +97,7 @@ class Notes:
         return _Note(kind, what, self._recorder.evaluating, self._clock, self._ended)
 
     def next_iteration(self, iteration: int | None) -> None:
-        """End the iteration under way, and begin the next one unless it is None."""
+        """End the current iteration, and begin the next one unless it is None."""
         if self._iteration is not None:
             self._iteration.end()
         self._recorder.evaluating = False  # what a step sends before its first action is its own
@@ -227,7 +227,7 @@ class TimelineRecorder:
             self._notes.next_iteration(iteration + 1)
 
     def stop(self, *, write: bool) -> None:
-        """End a recording that is under way, and write its file if asked, which is collective.
+        """End the recording, if there is one, and write its file if asked, which is collective.
         Raises CheckpointError, on every rank, if the file cannot be written."""
         notes = self._notes
         self._notes = None

@@ -34,7 +34,7 @@ def open_comm_queue(
 ) -> CommQueue:
     """The queue for exchanges of tensors of ``device``.
 
-    ``stream``: what else is issued on the host. ``inline``: there is nobody to exchange with.
+    ``stream``: what else is issued on the host. ``inline``: there is no rank to exchange with.
     ``paced``: sources are long in coming (the host updates them), and nothing but their own
     exchange may wait for them."""
     host = devices.is_host(device)
@@ -62,7 +62,7 @@ class InlineCommQueue:
 class DeviceCommQueue:
     """Issues exchanges in a stream of its own, at the point of the program where they are
     submitted. ``after`` is not looked at: the source is made in the stream from which ``submit`` is
-    called, and the exchange comes behind that anyway."""
+    called, so the exchange runs after it anyway."""
 
     def __init__(self, device: torch.device) -> None:
         self._stream = DeviceStream(device)

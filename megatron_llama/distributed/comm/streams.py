@@ -57,7 +57,7 @@ class Stream(Protocol):
 
 def open_stream(device: torch.device, *, inline: bool) -> Stream:
     """The stream for tensors of ``device``. ``inline`` runs everything at once in the caller, for
-    an engine that has nobody to communicate with."""
+    an engine that has no other rank to communicate with."""
     if inline:
         return InlineStream()
     return ThreadStream() if devices.is_host(device) else DeviceStream(device)

@@ -20,7 +20,8 @@ from megatron_llama.distributed.comm.worker import Task, Worker
 WINDOW = 2
 """Exchanges in flight: while one is waited for, the next is on its way."""
 SMALL_BYTES = 1 << 18
-"""Messages below this size do not count in the window: a link would idle behind them."""
+"""Messages below this size do not count in the window: a link would be idle while they are waited
+for."""
 
 
 class _Ticket:
@@ -107,7 +108,7 @@ class HostPacedCommQueue:
     """A ``CommQueue`` for sources that are long in coming. One thread waits for the sources, in
     their order, and starts the exchanges; another one waits for the exchanges. So whoever waits for
     an exchange waits for its own source only, and what ``Stream`` issues, reductions for example,
-    never stands behind a source."""
+    never waits for a source."""
 
     def __init__(self, window: int = WINDOW) -> None:
         self._starting = Worker("gathers")

@@ -2,7 +2,7 @@
 
 The host has no streams, so the work that follows a transfer (a sum in rank order, a part of the
 norm, an update) needs a thread. Callbacks would not do: the Work of a gloo send or receive has no
-future, and does not even say that it is completed before somebody has waited for it.
+future, and says that it is completed only after a thread has waited for it.
 """
 
 from __future__ import annotations
