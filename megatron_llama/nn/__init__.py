@@ -1,1 +1,1 @@
-"""Layers that read like the papers: each takes its process group as an argument."""
+"""Layers: each takes the axes of the mesh on which it communicates as arguments."""

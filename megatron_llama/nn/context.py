@@ -271,7 +271,7 @@ class _ContextAttention(torch.autograd.Function):
             block_grad = sums.zeros(block)
             sums.add(block, block.pieces, block_grad)
             others_grads.send(block_grad)
-        # One own piece is left for the time in which the last gradients travel.
+        # One own piece was left for the time in which the last gradients are sent.
         sums.add(own, own.pieces[-1:], own_grad)
         own_grad += others_grads.wait()
         key_grad, value_grad = own_grad.to(key_value.dtype)

@@ -78,7 +78,7 @@ class _Linear(torch.autograd.Function):
                 )
         gathering = collectives.DONE
         if needs_weight and not postponed:
-            # The input travels while the input gradient is computed.
+            # The gather runs while the input gradient is computed.
             x, gathering = start_input()
 
         x_grad = None
@@ -86,7 +86,7 @@ class _Linear(torch.autograd.Function):
         if needs_x:
             ctx.unsharded.check()
             x_grad = gemm.linear_backward(grad, weight)
-            # The input gradient travels while the weight gradient is computed.
+            # The reduction runs while the weight gradient is computed.
             if ctx.sequence:
                 x_grad, reducing = autograd.start_reduce_scatter(x_grad, ctx.tp)
             elif ctx.column and ctx.tp.size > 1:
@@ -105,9 +105,9 @@ def _start_input(
     """Take or make the input of a product again, and start to gather it; it is valid after the
     wait."""
     x = sources[0] if make_input is None else make_input(*sources)
-    return (
-        (x, collectives.DONE) if gather_axis is None else autograd.start_all_gather(x, gather_axis)
-    )
+    if gather_axis is None:
+        return x, collectives.DONE
+    return autograd.start_all_gather(x, gather_axis)
 
 
 def _postponed_wgrad(

@@ -1,1 +1,1 @@
-"""Executes pipeline schedules."""
+"""Runs pipeline schedules."""

@@ -1,1 +1,2 @@
-"""Kernels for CPUs only. A GPU run uses none of them."""
+"""What CPUs compute in ways of their own. For tensors on a GPU these modules are not called, or
+call torch's operator at once."""
