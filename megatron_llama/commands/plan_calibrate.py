@@ -1,5 +1,5 @@
-"""``plan calibrate FILE``: measure the devices and links at hand, and write the coefficients that
-plans are made with."""
+"""``plan calibrate FILE``: measure the devices and links at hand, and write the coefficients with
+which plans are made."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ if TYPE_CHECKING:
 
 
 def calibrate(parsed: Parsed) -> None:
-    """Time kernels, then links, on all processes that were started together; the first one writes.
-    Raises ConfigError."""
+    """Time kernels, then links, on all processes that were started together; the first one writes
+    the file. Raises ConfigError."""
     options = parsed.get(PlanConfig)
     training = parsed.get(TrainingConfig)
     if options.file is None or options.seconds <= 0:
@@ -57,7 +57,7 @@ def calibrate(parsed: Parsed) -> None:
 
 
 def _points(mesh: Mesh, dtype: torch.dtype, seconds: float) -> dict[Point, float]:
-    """Every point, the median over the processes. Collective."""
+    """Every point with its median over the processes. Collective."""
     from megatron_llama.distributed.comm.object_collectives import (
         all_gather_float,
         all_gather_object,
@@ -78,7 +78,7 @@ def _points(mesh: Mesh, dtype: torch.dtype, seconds: float) -> dict[Point, float
 
 
 def _device(mesh: Mesh, place: Place, node: int, dtype: torch.dtype) -> MeasuredDevice:
-    """What is measured, as far as it is known without."""
+    """The device with what is known of it without measuring."""
     from megatron_llama.distributed import device as devices
     from megatron_llama.distributed.host_memory import free_bytes
 

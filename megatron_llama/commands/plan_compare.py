@@ -1,4 +1,4 @@
-"""``plan compare TIMELINE``: a run as --record-timeline saw it, beside its plan."""
+"""``plan compare FILE``: a run as --record-timeline saw it, next to its plan."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from megatron_llama.commands.common.plan_inputs import calibrated, machine_of
 from megatron_llama.commands.common.plan_outputs import write_json, write_page
 from megatron_llama.config.parse import Parsed
 from megatron_llama.config.schema import LaunchConfig
-from megatron_llama.errors import ConfigError, describe
+from megatron_llama.errors import ConfigError
 from megatron_llama.planner.candidate import Candidate
 from megatron_llama.planner.compare import Comparison
 from megatron_llama.planner.hardware import CPU, gpu_of_device
@@ -25,15 +25,9 @@ def compare_runs(parsed: Parsed) -> None:
     longer. Raises ConfigError."""
     options = parsed.get(PlanConfig)
     if options.file is None:
+        expected = "a file of pretrain --record-timeline"
         do = "write plan compare FILE"
-        raise ConfigError(
-            describe(
-                "plan compare",
-                got="no file",
-                expected="a file of pretrain --record-timeline",
-                do=do,
-            )
-        )
+        raise ConfigError("plan compare", got="no file", expected=expected, do=do)
     path = Path(options.file)
     recorded = read_timeline(path)
     config = config_of(recorded, path)
@@ -43,9 +37,8 @@ def compare_runs(parsed: Parsed) -> None:
         or "gpu" in parsed.explicit
         or gpu_of_device(recorded.device, recorded.memory) is not None
     )
-    found = Comparison(
-        MeasuredSteps(recorded), Candidate(config, machine_of(same), calibrated(same).fit), known
-    )
+    candidate = Candidate(config, machine_of(same), calibrated(same).fit)
+    found = Comparison(MeasuredSteps(recorded), candidate, known)
     print("\n".join(found.lines(path.name)))
     if options.json is not None:
         write_json(options.json, found.as_json())
@@ -54,7 +47,7 @@ def compare_runs(parsed: Parsed) -> None:
 
 
 def _for_machine(parsed: Parsed, recorded: Recorded) -> Parsed:
-    """The options of a machine such as the run had, where they are not given."""
+    """The options of the machine that the run had, unless they are given."""
     options = parsed.get(PlanConfig)
     launch = parsed.get(LaunchConfig)
     gpu = CPU if recorded.host else gpu_of_device(recorded.device, recorded.memory)

@@ -1,10 +1,9 @@
-"""What a cluster would do with a layout: time, memory and traffic, without a GPU. Standard library
-only.
+"""What a cluster would do with a layout: time, memory and traffic, without a GPU and without torch
+(``trace`` and ``calibrate`` excepted).
 
-``hardware`` has what data sheets say and ``fitted`` what published runs taught; ``job`` the work of
-a step in integers, read from the plans of the trainer; ``kernels``, ``links`` and ``steps`` turn it
-into seconds, ``simulate`` replays a schedule with them, ``own`` is a configuration of this trainer,
-``search`` tries layouts and ``report`` prints them. ``measured`` reads a recorded run, ``compare``
-holds it against its plan, ``picture`` draws both. Runs of other trainers come in through
-``published`` and ``footprint``; ``score`` and ``judge`` say how good all this is.
+``training_job`` reads the work of a step from the trainer's plans, ``hardware`` and ``fitted`` say
+how fast devices are. ``kernels``, ``links`` and ``steps`` turn both into seconds, ``simulate``
+walks a schedule with them. A ``candidate`` is a configuration with its times, ``search`` ranks
+candidates and ``choice`` takes one for a run. ``report`` and ``picture_plan`` show the result;
+``measured``, ``compare`` and ``picture_compare`` hold a recorded run against it.
 """

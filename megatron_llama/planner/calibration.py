@@ -1,10 +1,11 @@
-"""A device as the planner knows it: its rates and the coefficients that go with them, shipped or
+"""A device as the planner knows it: its rates and the coefficients that belong to them, shipped or
 measured by ``plan calibrate``."""
 
 from __future__ import annotations
 
 import json
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
@@ -15,40 +16,42 @@ from megatron_llama.planner.fitted import FITTED
 from megatron_llama.planner.hardware import CPU, Gpu, gpu_named
 
 FORMAT = 1
+AGAIN = "measure again with plan calibrate"
 
 
 @dataclass(frozen=True)
 class Calibration:
-    """A device, and how fast its kernels and links are beside its data sheet."""
+    """A device, and how fast its kernels and links are relative to its data sheet."""
 
     gpu: Gpu
     fit: Coefficients
     precision: str = "bf16"
-    """In which it was measured: bf16 or fp32."""
+    """The precision of the measurement: bf16 or fp32."""
     notes: tuple[str, ...] = ()
-    """What a user should know of where the times come from."""
+    """What a user should know about the origin of the times."""
 
 
 HOST = Calibration(
     CPU,
+    # Sockets take long to start a message.
     replace(
         FITTED, latency=2e-4, latency_across=5e-4, hop=5e-5, hop_inside=2e-5, launch=3e-4, step=5e-3
     ),
     "fp32",
     (
-        "times are those of a process on one core somewhere; plan calibrate measures this machine: --coefficients FILE",
+        "times are those of a process on one core somewhere; "
+        "plan calibrate measures this machine: --coefficients FILE",
     ),
 )
-"""Processes on CPUs that nobody has measured: sockets take long to start a message."""
+"""Processes on CPUs that have not been measured."""
 
 
 def calibration_of(name: str | None, file: str | None) -> Calibration:
-    """The device called ``name``, or that of a file of ``plan calibrate``. Raises ConfigError."""
+    """Return the device called ``name``, or that of a file of ``plan calibrate``. Raises
+    ConfigError."""
     if file is not None and name is not None:
         do = "leave one out: the file says which device it is"
-        raise ConfigError(
-            describe("--coefficients, --gpu", got="both", expected="one device", do=do)
-        )
+        raise ConfigError("--coefficients, --gpu", got="both", expected="one device", do=do)
     if file is not None:
         return read_calibration(Path(file))
     gpu = gpu_named(name or "h100")
@@ -56,7 +59,7 @@ def calibration_of(name: str | None, file: str | None) -> Calibration:
 
 
 def as_json(calibration: Calibration) -> dict[str, Any]:
-    """The file's content, but for what was measured."""
+    """Return the content of a file, without the measured points."""
     gpu = calibration.gpu
     fit = calibration.fit
     return {
@@ -68,78 +71,50 @@ def as_json(calibration: Calibration) -> dict[str, Any]:
 
 
 def read_calibration(path: Path) -> Calibration:
-    """Raises ConfigError for a file that is none, with every problem."""
+    """Return the content of a file of ``plan calibrate``. Raises ConfigError with every problem."""
+    where = f"--coefficients {path}"
+    expected = "a file of plan calibrate"
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        raise ConfigError(
-            describe(
-                f"--coefficients {path}",
-                got=error,
-                expected="a file of plan calibrate",
-                do="check the path",
-            )
-        ) from None
+        raise ConfigError(where, got=error, expected=expected, do="check the path") from None
     if not isinstance(content, dict) or content.get("format") != FORMAT:
         got = f"format {content.get('format')}" if isinstance(content, dict) else "something else"
-        do = "measure again with plan calibrate"
-        raise ConfigError(
-            describe(
-                f"--coefficients {path}",
-                got=got,
-                expected=f"a file of plan calibrate, format {FORMAT}",
-                do=do,
-            )
-        )
-    problems = [
-        *_problems(path, content, "device", Gpu),
-        *_problems(path, content, "coefficients", Coefficients),
-    ]
-    if content.get("precision") not in ("bf16", "fp32"):
-        do = "measure again with plan calibrate"
-        problems.append(
-            describe(
-                f"{path} precision", got=content.get("precision"), expected="bf16 or fp32", do=do
-            )
-        )
-    if problems:
-        raise ConfigError(listing(f"--coefficients {path} cannot be used:", problems))
+        raise ConfigError(where, got=got, expected=f"{expected}, format {FORMAT}", do=AGAIN)
+    wrong = [*_problems(path, content, "device", Gpu)]
+    wrong += _problems(path, content, "coefficients", Coefficients)
+    precision = str(content.get("precision"))
+    if precision not in ("bf16", "fp32"):
+        expected = "bf16 or fp32"
+        wrong.append(describe(f"{path} precision", got=precision, expected=expected, do=AGAIN))
+    if wrong:
+        raise ConfigError(listing(f"--coefficients {path} cannot be used:", wrong))
     gpu = Gpu(**content["device"])
     note = f"times are those of {path}, measured on {gpu.source}"
-    return Calibration(gpu, Coefficients(**content["coefficients"]), content["precision"], (note,))
+    return Calibration(gpu, Coefficients(**content["coefficients"]), precision, (note,))
 
 
-def _problems(path: Path, content: dict[str, Any], name: str, kind: type[Any]) -> list[str]:
-    """What is missing, unknown or no positive number in one part of the file."""
+def _problems(path: Path, content: dict[str, Any], name: str, kind: type[Any]) -> Iterator[str]:
+    """What is missing, unknown or not a positive number in one part of the file."""
     part = content.get(name)
-    do = "measure again with plan calibrate"
+    where = f"{path} {name}"
     if not isinstance(part, dict):
-        return [describe(f"{path} {name}", got="nothing", expected="numbers by name", do=do)]
+        yield describe(where, got="nothing", expected="numbers by name", do=AGAIN)
+        return
     names = {item.name for item in fields(kind)}
-    wrong = [
-        describe(f"{path} {name}", got=key, expected="a known name", do=do)
-        for key in part
-        if key not in names
-    ]
-    wrong += [
-        describe(f"{path} {name}", got=f"no {key}", expected="all numbers", do=do)
-        for key in sorted(names - part.keys())
-    ]
-    words = ("name", "family", "source")
-    for key, value in part.items():
-        number = (
-            isinstance(value, int | float)
-            and not isinstance(value, bool)
-            and math.isfinite(value)
-            and value >= 0
-        )
-        if key in names and (isinstance(value, str) if key in words else number) is False:
-            wrong.append(
-                describe(
-                    f"{path} {name}.{key}",
-                    got=value,
-                    expected="text" if key in words else "a number of 0 or more",
-                    do=do,
-                )
-            )
-    return wrong
+    for key in part:
+        if key not in names:
+            yield describe(where, got=key, expected="a known name", do=AGAIN)
+    for key in sorted(names - part.keys()):
+        yield describe(where, got=f"no {key}", expected="all numbers", do=AGAIN)
+    for key in (key for key in part if key in names):
+        value = part[key]
+        if key in ("name", "family", "source"):
+            right = isinstance(value, str)
+            expected = "text"
+        else:
+            number = isinstance(value, int | float) and not isinstance(value, bool)
+            right = number and math.isfinite(value) and value >= 0
+            expected = "a number of 0 or more"
+        if not right:
+            yield describe(f"{where}.{key}", got=value, expected=expected, do=AGAIN)

@@ -1,5 +1,5 @@
-"""What has to be learnt: how fast kernels and links are beside their data sheets. Few numbers, each
-with a physical meaning."""
+"""What has to be learnt: how fast kernels and links are relative to their data sheets. Each number
+has a physical meaning."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Coefficients:
-    """Efficiencies are shares of a data sheet's rate. Defaults are what is expected before any run
-    is looked at; ``fitted.py`` has what published runs say, from ``tools/fit_planner.py``."""
+    """Efficiencies are shares of a data sheet's rate. The defaults are what is expected before any
+    run is seen, the prior of the fit; ``fitted.py`` has the result of the fit."""
 
     matmul_v100: float = 0.62
     """Share of the dense peak that large products reach; bytes come on top (``matmul_bytes``)."""
@@ -17,52 +17,54 @@ class Coefficients:
     matmul_h100: float = 0.70
     matmul_b200: float = 0.70
     matmul_own: float = 0.7
-    """Of a device whose peak was measured, not read from a data sheet."""
+    """The same for a device whose peak was measured, not read from a data sheet."""
     fp8: float = 0.72
-    """Of 8-bit products on Hopper beside twice the rate of 16-bit ones, conversions included."""
+    """8-bit products on Hopper relative to twice the rate of 16-bit ones, conversions included."""
     fp8_b200: float = 0.85
     rowwise: float = 0.4
     """The same with a scale for every row."""
     mxfp8: float = 0.7
     fp4: float = 0.4
     matmul_bytes: float = 1.0
-    """Times the bytes that a product has to read and write at least, at the memory's full rate,
-    beside its arithmetic."""
+    """How many times the least bytes of a product are moved, at the memory's full rate, in addition
+    to its arithmetic."""
     attention_a100: float = 0.5
-    """Share of the peak in flash attention, half of the square counted."""
+    """Share of the peak in flash attention, with half of the scores counted."""
     attention_h100: float = 0.5
     attention_b200: float = 0.45
     attention_own: float = 0.3
     flash1: float = 1.3
-    """Time of flash attention's first version beside the second."""
+    """Time of flash attention's first version relative to the second."""
     triton: float = 2.0
-    """Time of the same in Triton with a bias (MPT)."""
+    """Time of flash attention in Triton with a bias (MPT), relative to the second version."""
     scores_fused: float = 5.0
-    """Times that written scores are moved forward, softmax in one kernel."""
+    """How often written scores are moved in a forward pass, with softmax in one kernel."""
     scores_plain: float = 9.0
-    """The same with a kernel for every step."""
+    """The same with a kernel for every operation."""
     misaligned: float = 16.0
-    """Time of attention's products whose head dimension is no multiple of 8: tensor cores cannot
-    take them (312 against 19.5 TFLOP/s)."""
+    """Time of attention's products if the head dimension is not a multiple of 8, relative to
+    others: tensor cores cannot compute them (312 against 19.5 TFLOP/s)."""
     memory: float = 1.0
-    """Times the ideal bytes of norms, activation, rotary embedding and residual sums."""
+    """How many times the ideal bytes of norms, activation, rotary embedding and residual sums are
+    moved."""
     compiled: float = 0.7
-    """Of that, where a compiler or hand-written kernels fuse them."""
+    """Share of that if a compiler or hand-written kernels fuse them."""
     norms: float = 6.0
-    """Bytes of a norm of separate operations in fp32, in norms of one kernel, beyond the first."""
+    """Extra bytes of a norm of separate fp32 operations, in units of a norm of one kernel."""
     logits: float = 2.0
-    """Passes over the logits in fp32, forward."""
+    """Passes over the fp32 logits, forward."""
     launch: float = 150e-6
     """Seconds the host needs to start a block's forward pass."""
     launch_old: float = 1e-3
     """The same in trainers of many small kernels."""
     pcie: float = 0.8
-    """Share of the bus's rate between device and host that large copies reach; no published run
-    tells."""
+    """Share of the bus's rate that large copies between device and host reach; no published run
+    contains it."""
     host: float = 0.6
     """Share of the host memory's rate that updates on the host reach."""
     pressure: float = 0.1
-    """Slowdown when memory is full, from 85 %: the allocator returns memory and takes it again."""
+    """Slowdown when more than 85 % of the memory is used: the allocator returns memory and takes it
+    again."""
     nvlink: float = 0.75
     """Share of NVLink's rate in rings."""
     nic: float = 0.75
@@ -74,24 +76,25 @@ class Coefficients:
     """Seconds from one node to the next in a ring."""
     hop_inside: float = 1e-6
     broadcast: float = 2e-3
-    """Seconds for each shard where updated parameters are broadcast rank by rank (InternEvo)."""
+    """Seconds for each shard if updated parameters are broadcast rank by rank (InternEvo)."""
     tensor_overlap: float = 0.6
-    """Share of tensor-parallel communication that stays visible where products hide it."""
+    """Share of tensor-parallel communication that stays exposed if products overlap with it."""
     data_exposed: float = 0.2
-    """Share of data-parallel communication that stays visible under backward and forward passes."""
+    """Share of data-parallel communication that stays exposed during backward and forward
+    passes."""
     parameters_exposed: float = 0.3
-    """Slowdown of kernels beside gathers and reductions of sharded parameters, in what both would
-    need."""
+    """How much kernels and gathers or reductions of sharded parameters delay each other, as a share
+    of the shorter of the two."""
     cp_exposed: float = 0.3
-    """Visible share of keys and values that travel between context-parallel ranks."""
+    """Exposed share of keys and values that travel between context-parallel ranks."""
     pipeline_exposed: float = 1.0
-    """Visible share of sends between pipeline stages."""
+    """Exposed share of sends between pipeline stages."""
     straggle: float = 0.006
     """Slowdown of a step for every doubling of the GPUs beyond 8."""
     step: float = 0.02
-    """Seconds of a step beside all this: data, norm, log line."""
+    """Seconds of a step for the rest: data, norm, log line."""
     family_aleph: float = 1.2
-    """Time of a trainer's kernels beside NVIDIA's own, for what is left over."""
+    """Time of a trainer's kernels relative to NVIDIA's own, for what nothing else explains."""
     family_megatron: float = 1.2
     family_nemo: float = 1.0
     family_composer: float = 1.2
@@ -103,10 +106,10 @@ class Coefficients:
     family_other: float = 1.2
 
     def family(self, name: str) -> float:
-        """The factor of a trainer's family; one that nobody has measured is like the others."""
+        """Return the factor of a family of trainers, or that of the others."""
         return float(getattr(self, f"family_{name}", self.family_other))
 
     def of_gpu(self, what: str, family: str) -> float:
-        """A coefficient that depends on the GPU: ``matmul`` or ``attention``. V100s run attention
-        like A100s."""
+        """Return a coefficient that depends on the GPU, ``matmul`` or ``attention``. V100s run
+        attention like A100s."""
         return float(getattr(self, f"{what}_{family}", self.attention_a100))

@@ -1,5 +1,5 @@
 """Coefficients fitted to 852 published runs of 42 sources, which are in
-``published_runs.csv``. Written by ``python -m tools.planner_eval fit``; not edited by hand.
+``published_runs.csv``. Written by ``python -m tools.planner_eval fit``.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""How long kernels last on a GPU: matrix products, attention, and what only moves memory. A roofline
-model (Williams et al., 2009) with fitted efficiencies."""
+"""How long kernels last on a GPU: matrix products, attention, and what only moves memory. A
+roofline model (Williams et al., 2009) with fitted efficiencies."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""A recorded timeline in the terms of a plan: the run's configuration, and the seconds of its passes,
-waits and updates."""
+"""A recorded timeline in the terms of a plan: the run's configuration, and the seconds of its
+passes, waits and updates."""
 
 from __future__ import annotations
 
@@ -85,8 +85,8 @@ def config_of(recorded: Recorded, path: Path) -> Config:
 
 @dataclass(frozen=True)
 class MeasuredSteps:
-    """The recorded steps that are compared. If there are others, steps before an evaluation are left
-    out, and the first, for which nothing had been gathered ahead."""
+    """The recorded steps that are compared. If there are others, steps before an evaluation are
+    left out, and the first, for which nothing had been gathered ahead."""
 
     recorded: Recorded
 

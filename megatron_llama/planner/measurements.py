@@ -1,7 +1,7 @@
-"""What ``plan calibrate`` has timed, and the coefficients that it comes to. Standard library only;
+"""The coefficients that follow from what ``plan calibrate`` has timed. Standard library only;
 ``calibrate/`` does the timing.
 
-A point is the kind of what was timed, its sizes, and seconds:
+A point is the kind of what was timed, its sizes, and its seconds:
 
 | kind | sizes | seconds of |
 |---|---|---|
@@ -10,9 +10,10 @@ A point is the kind of what was timed, its sizes, and seconds:
 | copy | bytes | a copy, read and written |
 | norm, gate | elements | an RMS norm; an activation times another tensor |
 | step | layers, hidden, inner, heads, vocabulary, tokens | a training step of one process |
-| gather, reduce | ranks, nodes, bytes | an all-gather, an all-reduce of so many bytes over all
-ranks |
-| alone, beside | 0, 1 | a product and a message, each for itself; 2: both at once |
+| gather, reduce | ranks, nodes, bytes | an all-gather, an all-reduce of so many bytes in total |
+| beside | 0 | a product alone |
+| beside | 1 | a message alone |
+| beside | 2 | both at once |
 """
 
 from __future__ import annotations
@@ -33,13 +34,14 @@ from megatron_llama.planner.training_job import Machine, Matmul, TrainerTraits, 
 Point = tuple[str, tuple[int, ...]]
 Points = Mapping[Point, float]
 LEAST = 1e-7
+"""Seconds that everything takes at least."""
 LATEST = 1.0
-"""Seconds that nothing takes less than, and that no block takes to start."""
+"""Seconds that a block takes at most to start."""
 FACTORS = (0.3, 5.0)
-"""Within which the trainer's kernels take longer than those that were timed alone."""
+"""The range of the factor by which the trainer's kernels take longer than those timed alone."""
 ROUNDS = 3
 HALVINGS = 30
-"""Of the search for both."""
+"""How often the search for these two is repeated, and how often it halves their range."""
 
 
 @dataclass(frozen=True)
@@ -47,15 +49,16 @@ class MeasuredDevice:
     """What was measured."""
 
     base: Gpu
-    """As far as it is known without."""
+    """What is known without measuring."""
     itemsize: int
+    """Bytes of an element of the precision that was measured."""
     node: int
     """Ranks on a machine."""
 
 
 def coefficients_of(points: Points, device: MeasuredDevice, shipped: Coefficients) -> Calibration:
-    """The device with its own rates. What was not measured (links of one process) stays as it is
-    known."""
+    """Return the device with its own rates. What was not measured (links of one process) stays as
+    ``shipped``."""
     gpu = replace(
         device.base,
         family="own",
@@ -96,8 +99,8 @@ def _of(points: Points, kind: str) -> list[tuple[tuple[int, ...], float]]:
 
 
 def _fit(rows: Iterable[tuple[float, float, float]]) -> tuple[float, float]:
-    """(a, b), neither below 0, for which a x + b y is nearest to the seconds of (x, y, seconds), in
-    relative terms."""
+    """Return (a, b), neither below 0, that make a x + b y the nearest to the seconds of (x, y,
+    seconds), in relative terms: least squares with two unknowns."""
     scaled = [(x / seconds, y / seconds) for x, y, seconds in rows]
     xx, xy, yy = (sum(row[i] * row[j] for row in scaled) for i, j in ((0, 0), (0, 1), (1, 1)))
     x, y = (sum(row[i] for row in scaled) for i in (0, 1))
@@ -107,7 +110,7 @@ def _fit(rows: Iterable[tuple[float, float, float]]) -> tuple[float, float]:
         b = (y * xx - x * xy) / determinant
         if a > 0 and b > 0:
             return a, b
-    # One of them alone; which one leaves less.
+    # Only one of them is positive: take the one that leaves less.
     alone = [(x / xx if xx else 0.0, 0.0), (0.0, y / yy if yy else 0.0)]
     usable = alone[:1] if xx else alone[1:]
     return min(
@@ -117,7 +120,7 @@ def _fit(rows: Iterable[tuple[float, float, float]]) -> tuple[float, float]:
 
 
 def _memory(points: Points, itemsize: int, hbm: float) -> float:
-    """Times the ideal bytes that operators between products move."""
+    """Return how many times the ideal bytes operators between products take."""
     moved = {"norm": 2, "gate": 3}
     return fmean(
         seconds * hbm / (moved[kind] * itemsize * elements)
@@ -127,8 +130,8 @@ def _memory(points: Points, itemsize: int, hbm: float) -> float:
 
 
 def _links(points: Points, gpu: Gpu, fit: Coefficients) -> tuple[Gpu, Coefficients]:
-    """Start and rate of messages within a machine and between machines; how much of them shows
-    beside products."""
+    """Return the device and the coefficients with start and rate of messages, within a machine and
+    between machines, and with the share of them that products do not hide."""
     for inside in (True, False):
         rows = []
         for kind, times in (("gather", 1), ("reduce", 2)):
@@ -159,9 +162,9 @@ def _links(points: Points, gpu: Gpu, fit: Coefficients) -> tuple[Gpu, Coefficien
 
 
 def _steps(points: Points, gpu: Gpu, fit: Coefficients, device: MeasuredDevice) -> Coefficients:
-    """What the trainer itself adds: the host's time to start a block, of a step, and its kernels
-    beside those that were timed. Of the small model, which is nothing but overhead, the difference
-    of two depths is blocks."""
+    """Return the coefficients with what the trainer itself adds: the host's time to start a block,
+    the time of a step without blocks, and a factor on the kernels that were timed alone. The small
+    model is nothing but overhead: two depths of it differ by blocks."""
     steps = sorted(_of(points, "step"), key=lambda point: (point[0][1], point[0][0]))
     (small, first), (deep, second), (wide, third), (widest, fourth) = steps
     fit = replace(fit, step=0.0, straggle=0.0)
@@ -188,7 +191,7 @@ def _steps(points: Points, gpu: Gpu, fit: Coefficients, device: MeasuredDevice) 
 
 
 def _solved(function: Callable[[float], float], wanted: float, low: float, high: float) -> float:
-    """Where a growing function is ``wanted``, within bounds."""
+    """Return where a growing function has the value ``wanted``, by bisection within bounds."""
     for _ in range(HALVINGS):
         middle = sqrt(low * high)
         low, high = (middle, high) if function(middle) < wanted else (low, middle)
@@ -196,7 +199,7 @@ def _solved(function: Callable[[float], float], wanted: float, low: float, high:
 
 
 def job_of_step(sizes: Sequence[int], gpu: Gpu, device: MeasuredDevice) -> TrainingJob:
-    """The work of a measured training step."""
+    """Return the work of a measured training step."""
     layers, hidden, inner, heads, vocabulary, tokens = sizes
     model = ModelConfig(
         vocab_size=vocabulary,
@@ -223,21 +226,22 @@ def job_of_step(sizes: Sequence[int], gpu: Gpu, device: MeasuredDevice) -> Train
 
 
 def lines(points: Points, calibration: Calibration) -> list[str]:
-    """What was found, for people."""
+    """Return what was found, for people."""
     gpu = calibration.gpu
     fit = calibration.fit
     worst = max(points, key=lambda point: points[point])
-    rate = gpu.peak * fit.matmul_own
-    trainer = (
-        f"{fit.family_torchtitan:.2f} x these kernels, {fit.launch * 1e6:,.0f} us to start a block"
-    )
+    longest = f"{worst[0]} {' '.join(map(str, worst[1]))}: {points[worst]:.4g} s"
     return [
-        f"products      {gpu.peak / 1e9:,.0f} GFLOP/s at most, {rate / 1e9:,.0f} beside {fit.matmul_bytes:.2f} x their bytes",
+        f"products      {gpu.peak / 1e9:,.0f} GFLOP/s at most, "
+        f"{gpu.peak * fit.matmul_own / 1e9:,.0f} beside {fit.matmul_bytes:.2f} x their bytes",
         f"attention     {gpu.peak * fit.attention_own / 1e9:,.0f} GFLOP/s",
-        f"memory        {gpu.hbm / 1e9:,.1f} GB/s, {fit.memory:.2f} x the bytes of norms and activations",
-        f"in a machine  {gpu.nvlink / 1e9:,.2f} GB/s of a process, {fit.latency * 1e6:,.0f} us to start",
+        f"memory        {gpu.hbm / 1e9:,.1f} GB/s, "
+        f"{fit.memory:.2f} x the bytes of norms and activations",
+        f"in a machine  {gpu.nvlink / 1e9:,.2f} GB/s of a process, "
+        f"{fit.latency * 1e6:,.0f} us to start",
         f"between them  {gpu.nic / 1e9:,.2f} GB/s, {fit.latency_across * 1e6:,.0f} us",
         f"beside        {fit.data_exposed:.0%} of messages show beside products",
-        f"the trainer   {trainer}, {fit.step * 1e3:,.1f} ms a step",
-        f"points        {len(points)}, the longest {worst[0]} {' '.join(map(str, worst[1]))}: {points[worst]:.4g} s",
+        f"the trainer   {fit.family_torchtitan:.2f} x these kernels, "
+        f"{fit.launch * 1e6:,.0f} us to start a block, {fit.step * 1e3:,.1f} ms a step",
+        f"points        {len(points)}, the longest {longest}",
     ]

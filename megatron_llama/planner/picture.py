@@ -52,7 +52,8 @@ h2 { font-size: 16px; margin-top: 28px }
 p { max-width: 80em }
 pre { white-space: pre-wrap }
 table { border-collapse: collapse; font-variant-numeric: tabular-nums }
-th, td { padding: 3px 9px; text-align: right; border-bottom: 1px solid #e3e6eb; white-space: nowrap }
+th, td { padding: 3px 9px; text-align: right; white-space: nowrap }
+th, td { border-bottom: 1px solid #e3e6eb }
 th { font-weight: 600 }
 td.t, th.t { text-align: left }
 svg { display: block; margin: 6px 0; font: 11px system-ui, sans-serif }

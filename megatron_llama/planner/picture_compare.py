@@ -1,5 +1,5 @@
-"""The page of ``plan compare --html``: one recorded step and its plan over one axis, and the table of
-differences."""
+"""The page of ``plan compare --html``: one recorded step and its plan over one axis, and the table
+of differences."""
 
 from __future__ import annotations
 

@@ -132,7 +132,8 @@ def does_not_fit(smallest: Candidate, enough: Candidate | None) -> str:
     usable = gib(int(ALLOCATABLE * machine.gpu.memory))
     return describe(
         "memory",
-        got=f"{gib(smallest.needed)} for each of {machine.gpus} GPUs at least, with {label(smallest)}",
+        got=f"{gib(smallest.needed)} for each of {machine.gpus} GPUs at least, "
+        f"with {label(smallest)}",
         expected=f"at most {usable} usable of a {machine.gpu.name}",
         do=do,
     )

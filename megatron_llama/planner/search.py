@@ -57,8 +57,8 @@ def search(
     risk: float = EVEN_RISK,
     offload: bool = True,
 ) -> SearchResult:
-    """Return the fastest ``top`` layouts. ``config`` has the model, the batch and everything that is
-    not searched, resolved; ``pinned`` has the options of a layout that the user has given, which
+    """Return the fastest ``top`` layouts. ``config`` has the model, the batch and everything that
+    is not searched, resolved; ``pinned`` has the options of a layout that the user has given, which
     all layouts keep; ``risk`` is the probability of running out of memory from which on a layout
     does not fit. With ``offload`` and no layout that fits, the search is repeated with the
     optimizer on the host, unless the user has said where it is to be.
@@ -166,8 +166,8 @@ def candidates(config: Config, machine: Machine, pinned: Mapping[str, Any]) -> I
 
 
 def with_ends(parallel: ParallelConfig, layers: int) -> ParallelConfig:
-    """Return the options with embedding and head counted as a block each, if that divides the blocks
-    equally and nothing else does (LLaMA 3.1 405B)."""
+    """Return the options with embedding and head counted as a block each, if that divides the
+    blocks equally and nothing else does (LLaMA 3.1 405B)."""
     stages = parallel.pipeline_model_parallel_size
     stages *= (
         2 if parallel.pipeline_schedule == "zb-v" else parallel.virtual_pipeline_model_parallel_size

@@ -37,8 +37,8 @@ class StageTimes:
     reduce: float = 0.0
     """Gradients that are sent after every backward pass."""
     slowdown: float = 0.0
-    """How much kernels and communication at the same time delay each other, as a share of the shorter
-    of the two."""
+    """How much kernels and communication at the same time delay each other, as a share of the
+    shorter of the two."""
 
     def of(self, op: Op) -> float:
         """Return the duration of a pass: its kernels, unless its communication takes longer."""
@@ -62,8 +62,8 @@ class StageTimes:
 
 
 def simulate(schedule: Schedule, times: Sequence[StageTimes], transfer: float) -> Timeline:
-    """Return when every pass runs. ``times`` has an entry for each stage; ``transfer`` is the seconds
-    of a message between neighbours.
+    """Return when every pass runs. ``times`` has an entry for each stage; ``transfer`` is the
+    seconds of a message between neighbours.
 
     Raises ScheduleError if ranks wait for each other forever, which no validated schedule does."""
     walk = _Walk(schedule, times, transfer)

@@ -1,5 +1,5 @@
-"""How long a step takes, in closed form: equal stages, one bottleneck, and what communication cannot
-hide. ``simulate.py`` computes it action by action."""
+"""How long a step takes, in closed form: equal stages, one bottleneck, and what communication
+cannot hide. ``simulate.py`` computes it action by action."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from megatron_llama.planner.training_job import TrainingJob
 
 UPDATE = 34
 UPDATE_WIDE = 28
-"""Bytes that an update moves for each parameter of a shard: gradient, master weight and two moments,
-in and out, and (UPDATE) the 16-bit weight where it is separate from the master."""
+"""Bytes that an update moves for each parameter of a shard: gradient, master weight and two
+moments, in and out, and (UPDATE) the 16-bit weight where it is separate from the master."""
 HOST_UPDATE = 30
 """The same on the host, which reads 16 bytes and writes 12, and 2 of the 16-bit weight."""
 FULL = 0.85

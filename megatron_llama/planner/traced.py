@@ -1,4 +1,4 @@
-"""What one step does, as traced (``megatron_llama.planner.trace``): integers and words, written as
+"""What one step does, as ``megatron_llama.planner.trace`` found it: integers and words, written as
 JSON and read without torch."""
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ class Operator:
 
     name: str
     shapes: tuple[tuple[int, ...], ...]
-    """Of the tensors that go in."""
+    """Shapes of the tensors that go in."""
     dtype: str
     flops: int
-    """Of matrix products and attention; half of a causal square of scores."""
+    """Those of matrix products and attention, with half of the causal scores."""
     bytes: int
-    """Read and written."""
+    """Bytes read and written."""
 
 
 @dataclass(frozen=True)
@@ -34,21 +34,21 @@ class Message:
     axis: str
     operation: str
     bytes: int
-    """Of the full (gathered) tensor."""
+    """Bytes of the full (gathered) tensor."""
 
 
 @dataclass(frozen=True)
 class ActionSegment:
-    """What happens in one action. Equal ones are listed once."""
+    """What happens in one action of the schedule. Equal ones are listed once."""
 
     calls: tuple[int, ...]
-    """In order: operator n of the list as n, message n as -1 - n."""
+    """Calls in order: operator n of the list as n, message n as -1 - n."""
     allocated: int
     """Bytes of storages made here."""
     freed: int
     """Bytes of storages that end here."""
     peak: int
-    """Most bytes above those that were there when it began."""
+    """Most bytes in excess of those that were there when it began."""
 
 
 @dataclass(frozen=True)
@@ -56,11 +56,11 @@ class TracedAction:
     """An action that was carried out."""
 
     action: str
-    """As the schedule writes it, ``the start`` before the first and ``the update`` behind the
+    """Its name in the schedule; ``the start`` before the first and ``the update`` after the
     last."""
     segment: int
     live: int
-    """Bytes beside the state when it began."""
+    """Bytes in addition to the state when it began."""
 
 
 @dataclass(frozen=True)
@@ -73,28 +73,28 @@ class Lifetime:
     """Index of the action in which they were freed; -1: still there at the end of the step."""
     count: int
     bytes: int
-    """Of all of them."""
+    """Bytes of all of them."""
 
 
 @dataclass(frozen=True)
 class StageTrace:
-    """The step of a pipeline rank, and of those that do the same."""
+    """The step of a pipeline rank, and of the others that do the same."""
 
     ranks: tuple[int, ...]
-    """Pipeline ranks that it stands for."""
+    """The pipeline ranks that it stands for."""
     layers: tuple[tuple[int, int], ...]
-    """First block and number of blocks of each stage of the first of them."""
+    """First block and number of blocks of each stage of the first of these ranks."""
     groups: dict[str, tuple[int, ...]]
-    """Global ranks of every axis, for the first of them, where dp, cp and tp are 0."""
+    """Global ranks of every axis, for the first of these ranks with dp, cp and tp rank 0."""
     state: dict[str, int]
-    """Bytes that are there between steps, and its batches, by component."""
+    """Bytes between steps and of the step's batches, by component."""
     actions: tuple[TracedAction, ...]
-    """Of the whole step."""
+    """The actions of the whole step."""
     traced: tuple[str, ...]
-    """The actions that were really carried out, of this rank or of another one with the same
+    """The actions that were actually carried out, of this rank or of another with the same
     layers."""
     lifetimes: tuple[Lifetime, ...]
-    """Of these."""
+    """Lifetimes in these actions."""
 
 
 @dataclass(frozen=True)
@@ -103,11 +103,12 @@ class Peak:
 
     action: str
     bytes: int
-    """All of them."""
+    """State and everything else."""
     kept: int
-    """Made by earlier actions of the step: activations, messages, gradients between stages."""
+    """Bytes made by earlier actions of the step: activations, messages, gradients between
+    stages."""
     working: int
-    """Made by the action itself."""
+    """Bytes made by the action itself."""
 
 
 @dataclass(frozen=True)
@@ -118,45 +119,47 @@ class Trace:
     """Model and layout, for people."""
     world_size: int
     microbatches: int
-    """Of each data-parallel rank."""
+    """Microbatches of each data-parallel rank."""
     operators: tuple[Operator, ...]
     messages: tuple[Message, ...]
     segments: tuple[ActionSegment, ...]
     stages: tuple[StageTrace, ...]
 
     def stage_of(self, rank: int) -> StageTrace:
-        """That of a pipeline rank."""
+        """Return the trace of a pipeline rank."""
         return next(stage for stage in self.stages if rank in stage.ranks)
 
-    def operator_calls(self, stage: StageTrace) -> Counter[Operator]:
-        """How often each operator runs in the step."""
-        counts: Counter[Operator] = Counter()
+    def _calls(self, stage: StageTrace) -> Counter[int]:
+        """How often each call of ``ActionSegment.calls`` occurs in the step."""
+        counts = Counter[int]()
         for segment, times in Counter(done.segment for done in stage.actions).items():
             for call in self.segments[segment].calls:
-                if call >= 0:
-                    counts[self.operators[call]] += times
+                counts[call] += times
         return counts
 
+    def operator_calls(self, stage: StageTrace) -> Counter[Operator]:
+        """Return how often each operator runs in the step."""
+        calls = self._calls(stage).items()
+        return Counter({self.operators[call]: times for call, times in calls if call >= 0})
+
     def flops(self, stage: StageTrace) -> int:
-        """Of the whole step."""
+        """Return the FLOPs of the whole step."""
         return sum(operator.flops * count for operator, count in self.operator_calls(stage).items())
 
     def traffic(self, stage: StageTrace) -> dict[tuple[str, str], tuple[int, int]]:
-        """Messages and bytes of the whole step by (axis, operation), as a recorder counts them."""
+        """Return messages and bytes of the whole step by (axis, operation), as a recorder counts
+        them."""
         found: dict[tuple[str, str], tuple[int, int]] = {}
-        for segment, times in Counter(done.segment for done in stage.actions).items():
-            for call in self.segments[segment].calls:
-                if call < 0:
-                    message = self.messages[-1 - call]
-                    calls, size = found.get((message.axis, message.operation), (0, 0))
-                    found[message.axis, message.operation] = (
-                        calls + times,
-                        size + times * message.bytes,
-                    )
+        for call, times in self._calls(stage).items():
+            if call < 0:
+                message = self.messages[-1 - call]
+                kind = message.axis, message.operation
+                calls, size = found.get(kind, (0, 0))
+                found[kind] = calls + times, size + times * message.bytes
         return found
 
     def peak(self, stage: StageTrace) -> Peak:
-        """The fullest moment, the first of several."""
+        """Return the fullest moment, the first if there are several."""
         done = max(stage.actions, key=lambda one: one.live + self.segments[one.segment].peak)
         working = self.segments[done.segment].peak
         return Peak(
@@ -164,42 +167,41 @@ class Trace:
         )
 
     def kept(self, stage: StageTrace) -> int:
-        """Most bytes beside the state that are there between two actions."""
+        """Return the most bytes in addition to the state between two actions."""
         return max(done.live for done in stage.actions)
 
     def to_json(self) -> str:
-        """One line."""
+        """Return the trace as one line."""
         return json.dumps({"format": FORMAT, **asdict(self)}, separators=(",", ":"))
 
     @staticmethod
     def from_json(text: str) -> Trace:
-        """What ``to_json`` wrote. Raises ConfigError for anything else."""
+        """Return what ``to_json`` wrote. Raises ConfigError for anything else."""
         try:
             fields = json.loads(text)
             if fields.pop("format") != FORMAT:
                 raise ValueError("another version")
-            return _trace(fields)
+            return Trace(
+                fields["label"],
+                fields["world_size"],
+                fields["microbatches"],
+                tuple(
+                    Operator(**{**one, "shapes": tuple(map(tuple, one["shapes"]))})
+                    for one in fields["operators"]
+                ),
+                tuple(Message(**one) for one in fields["messages"]),
+                tuple(
+                    ActionSegment(**{**one, "calls": tuple(one["calls"])})
+                    for one in fields["segments"]
+                ),
+                tuple(map(_stage, fields["stages"])),
+            )
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise ConfigError(
                 describe(
                     "trace", got=error, expected="what plan trace --json wrote", do="trace again"
                 )
             ) from None
-
-
-def _trace(fields: dict[str, Any]) -> Trace:
-    return Trace(
-        fields["label"],
-        fields["world_size"],
-        fields["microbatches"],
-        tuple(
-            Operator(**{**one, "shapes": tuple(map(tuple, one["shapes"]))})
-            for one in fields["operators"]
-        ),
-        tuple(Message(**one) for one in fields["messages"]),
-        tuple(ActionSegment(**{**one, "calls": tuple(one["calls"])}) for one in fields["segments"]),
-        tuple(map(_stage, fields["stages"])),
-    )
 
 
 def _stage(fields: dict[str, Any]) -> StageTrace:

@@ -26,8 +26,8 @@ SOURCE = 0.08
 """Standard deviation of the logarithm of a row and of a source's offset."""
 OUTLIER = 0.12
 """Error of a logarithm from which on a row's weight falls."""
-COLUMNS = "source model gpu known_as gpus numel seq layout tokens_s_gpu".split()
-"""Of ``published_runs.csv``."""
+COLUMNS = ("source", "model", "gpu", "known_as", "gpus", "numel", "seq", "layout", "tokens_s_gpu")
+"""Columns of ``published_runs.csv``."""
 STEP = 0.02
 """Step of the numeric derivatives, in logarithms."""
 ROUNDS = 10
@@ -201,8 +201,7 @@ def write_fitted(fit: Fit, predictions: Sequence[Prediction], runs: Sequence[Pub
     sources = len({run.source for run in runs})
     body = [
         f'"""Coefficients fitted to {len(runs)} published runs of {sources} sources, which are in',
-        "``published_runs.csv``. Written by ``python -m tools.planner_eval fit``; not "
-        "edited by hand.",
+        "``published_runs.csv``. Written by ``python -m tools.planner_eval fit``.",
         '"""',
         "",
         "from __future__ import annotations",
@@ -214,9 +213,8 @@ def write_fitted(fit: Fit, predictions: Sequence[Prediction], runs: Sequence[Pub
         ")",
         f"LOW = {low:.3f}",
         f"HIGH = {high:.3f}",
-        '"""Measured over predicted: eight of ten runs of a source that the fit has not '
-        "seen lie between",
-        'these."""',
+        '"""Measured over predicted: eight of ten runs of a source that the fit has not seen lie',
+        'between these."""',
     ]
     (PACKAGE / "fitted.py").write_text("\n".join(body) + "\n")
 

@@ -69,11 +69,9 @@ def scaling() -> None:
             job = replace(Candidate(chosen, machine, fit).job, sharding="optimizer")
             serial = replace(job, traits=replace(job.traits, overlap_data=False))
             speeds.append(job.total_tokens / estimate(serial, fit).seconds / gpus)
-            optim, optim_grads, unhidden = speeds
-            print(
-                f"{microbatches:>12} {gpus:>5} {optim:>7,.0f} {optim_grads:>12,.0f} "
-                f"{unhidden:>7,.0f}"
-            )
+            optim, optim_grads, serial_speed = (f"{speed:,.0f}" for speed in speeds)
+            row = f"{optim:>7} {optim_grads:>12} {serial_speed:>7}"
+            print(f"{microbatches:>12} {gpus:>5} {row}")
     print(f"published for 256: {OVERLAPPED:,} overlapped, {DISTRIBUTED:,} serial; batch not stated")
 
 

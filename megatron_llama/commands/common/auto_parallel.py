@@ -1,5 +1,5 @@
-"""``--auto-parallel``: the planner chooses a layout for the devices of a run. The first rank searches,
-and all take its answer."""
+"""``--auto-parallel``: the planner chooses a layout for the devices of a run. The first rank
+searches, and all take its answer."""
 
 from __future__ import annotations
 
@@ -151,7 +151,10 @@ def known_device(options: AutoParallelConfig, devices: list[RankDevice]) -> Cali
         {device.name for device, gpu in zip(devices, found, strict=True) if gpu is None}
     )
     if unknown:
-        do = "name the nearest with --gpu, or measure yours with plan calibrate and give --coefficients FILE"
+        do = (
+            "name the nearest with --gpu, "
+            "or measure yours with plan calibrate and give --coefficients FILE"
+        )
         got = f"a {', a '.join(unknown)}"
         raise ConfigError("--auto-parallel", got=got, expected=f"one of {', '.join(GPUS)}", do=do)
     slowest = min((gpu for gpu in found if gpu is not None), key=lambda gpu: gpu.peak)

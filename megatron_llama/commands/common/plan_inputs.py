@@ -87,8 +87,8 @@ def with_precision(config: Config, *, bf16: bool) -> Config:
 
 
 def calibrated(parsed: Parsed) -> Calibration:
-    """Return the kind of GPU and how fast it is. Raises ConfigError for a GPU that is not known, and
-    for a file that has no coefficients."""
+    """Return the kind of GPU and how fast it is. Raises ConfigError for a GPU that is not known,
+    and for a file that has no coefficients."""
     options = parsed.get(PlanConfig)
     # The default of --gpu counts for nothing where a file says which device it is.
     named = options.coefficients is None or "gpu" in parsed.explicit
@@ -96,8 +96,8 @@ def calibrated(parsed: Parsed) -> Calibration:
 
 
 def machine_of(parsed: Parsed) -> Machine:
-    """Return the GPUs and their links. Raises ConfigError for a GPU that is not known, and for nodes
-    that are not full."""
+    """Return the GPUs and their links. Raises ConfigError for a GPU that is not known, and for
+    nodes that are not full."""
     options = parsed.get(PlanConfig)
     gpu = calibrated(parsed).gpu
     node = parsed.get(LaunchConfig).gpus_per_node or gpu.node
@@ -109,8 +109,8 @@ def machine_of(parsed: Parsed) -> Machine:
 
 
 def machine_with(gpu: Gpu, gpus: int, node: int, nic_gbit: float) -> Machine:
-    """Return ``gpus`` GPUs, ``node`` of them in a node. ``nic_gbit`` replaces the usual network if it
-    is above 0. NVLink joins a rack where the GPU has that, else a node."""
+    """Return ``gpus`` GPUs, ``node`` of them in a node. ``nic_gbit`` replaces the usual network if
+    it is above 0. NVLink joins a rack where the GPU has that, else a node."""
     domain = gpu.domain if gpu.domain > gpu.node else node
     return Machine(gpu, gpus, node, domain, nic_gbit * GBIT if nic_gbit > 0 else gpu.nic)
 

@@ -7,23 +7,23 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from megatron_llama.errors import ConfigError, describe
+from megatron_llama.errors import ConfigError
 
 
 def write_json(path: str, content: Mapping[str, Any]) -> None:
-    """What --json asks for. Raises ConfigError."""
-    _write("--json", path, json.dumps(content, indent=1) + "\n")
+    """Write what --json asks for. Raises ConfigError."""
+    write_text("--json", path, json.dumps(content, indent=1) + "\n")
 
 
 def write_page(path: str, content: str) -> None:
-    """What --html asks for. Raises ConfigError."""
-    _write("--html", path, content)
+    """Write what --html asks for. Raises ConfigError."""
+    write_text("--html", path, content)
 
 
-def _write(option: str, path: str, text: str) -> None:
+def write_text(option: str, path: str, text: str) -> None:
+    """Write the file that ``option`` names. Raises ConfigError."""
     try:
         Path(path).write_text(text, encoding="utf-8")
     except OSError as error:
-        raise ConfigError(
-            describe(option, got=error, expected="a file that can be written", do="check the path")
-        ) from None
+        expected = "a file that can be written"
+        raise ConfigError(option, got=error, expected=expected, do="check the path") from None

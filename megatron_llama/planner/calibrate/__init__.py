@@ -1,2 +1,2 @@
-"""Timing of what the planner has coefficients for, on the devices and links at hand; the kinds of
-points: ``planner/measurements.py``."""
+"""Timing of everything that the planner has coefficients for, on the devices and links at hand. The
+kinds of points are listed in ``planner/measurements.py``."""

@@ -1,5 +1,5 @@
-"""Products, attention, what moves memory, and whole steps of the trainer, each on this process's
-device alone."""
+"""Times matrix products, attention, what moves memory, and whole steps of the trainer, each on this
+process's device alone."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ from megatron_llama.plans.resolve import resolve
 
 FEWEST = 3
 MOST = 50
-"""Repetitions of one point."""
+"""Least and largest number of repetitions of one point."""
 SHARE = 1 / 60
-"""Of the whole time that one point may take."""
+"""Share of the whole time that one point may take."""
 SIZES = (64, 256, 1024, 4096, 8192)
-"""Of products. Those that take too long are left out."""
+"""Dimensions of products. Products that take too long are left out."""
 LENGTHS = (256, 1024, 4096, 8192)
-"""Tokens of attention."""
+"""Sequence lengths of attention."""
 HEADS = 8
 HEAD_DIM = 128
 VOCABULARY = 512
@@ -42,8 +42,8 @@ PROBE = 512
 
 
 def seconds_of(call: Callable[[], object], device: torch.device, budget: float) -> float:
-    """The least seconds of a call, of as many calls as ``budget`` seconds allow: what else a
-    machine does only adds. The first is not counted."""
+    """Return the least seconds of a call, of as many calls as ``budget`` seconds allow:
+    disturbances only add time. A first call is not counted."""
     call()
     devices.synchronize(device)
     found: list[float] = []
@@ -57,7 +57,7 @@ def seconds_of(call: Callable[[], object], device: torch.device, budget: float) 
 
 
 def probed(device: torch.device, dtype: torch.dtype, budget: float) -> float:
-    """FLOP/s of a product of moderate size."""
+    """Return the FLOP/s of a product of moderate size."""
     square = torch.randn(PROBE, PROBE, device=device).to(dtype)
     return 2 * PROBE**3 / seconds_of(partial(linear, square, square), device, budget)
 
@@ -65,8 +65,9 @@ def probed(device: torch.device, dtype: torch.dtype, budget: float) -> float:
 def kernel_points(
     device: torch.device, dtype: torch.dtype, budget: float, rate: float
 ) -> Iterator[tuple[Point, float]]:
-    """Everything that runs alone, in the order of the kinds. ``budget``: seconds of one point;
-    sizes are chosen so that it is kept at ``rate``, which is the same on all ranks."""
+    """Yield every point that needs one process, in the order of their kinds. Sizes are chosen so
+    that a point takes about ``budget`` seconds at ``rate`` FLOP/s, which is the same on all
+    ranks."""
 
     def timed(call: Callable[[], object]) -> float:
         return seconds_of(call, device, budget)
@@ -97,7 +98,7 @@ def kernel_points(
 
 
 def shapes() -> Iterator[tuple[int, int, int]]:
-    """(m, n, k) of products: all m with four shapes of weights, squares, and tall ones."""
+    """Yield (m, n, k) of products: each m with four shapes of weights, squares, and tall ones."""
     for m, n, k in product(SIZES, repeat=3):
         if {n, k} <= {256, 1024} or (n == k and m >= n):
             yield m, n, k
@@ -106,11 +107,11 @@ def shapes() -> Iterator[tuple[int, int, int]]:
 def _steps(
     device: torch.device, dtype: torch.dtype, rate: float, budget: float
 ) -> Iterator[tuple[Point, float]]:
-    """MeasuredSteps of a tiny model, which are all overhead, and of one as wide as the device is fast."""
-    hidden = next(
-        (size for size in (4096, 2048, 1024, 512) if 6 * 12 * size**2 * size * 4 <= rate * budget),
-        256,
-    )
+    """MeasuredSteps of a tiny model, which are all overhead, and of one as wide as the device is
+    fast."""
+    # Four layers of 12 h^2 weights each, h tokens, 6 FLOPs for each weight and token.
+    fitting = (size for size in (4096, 2048, 1024, 512) if 6 * 12 * 4 * size**3 <= rate * budget)
+    hidden = next(fitting, 256)
     for layers, width, tokens in (
         (2, 64, 16),
         (6, 64, 16),
@@ -125,7 +126,7 @@ def _steps(
 def _training_step(
     sizes: tuple[int, ...], device: torch.device, dtype: torch.dtype, budget: float
 ) -> float:
-    """Seconds of a whole step of this trainer in one process: forward, backward, clipping,
+    """The seconds of a whole step of this trainer in one process: forward, backward, clipping,
     update."""
     layers, hidden, inner, heads, vocabulary, tokens = sizes
     model = ModelConfig(

@@ -1,5 +1,5 @@
-"""Messages between processes, inside a machine and between machines, and what of them shows beside
-products."""
+"""Times messages between processes, inside a machine and between machines, and how much of them
+products hide."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from megatron_llama.planner.calibrate.kernels import FEWEST, MOST
 from megatron_llama.planner.measurements import Point
 
 MESSAGES = (1 << 12, 1 << 16, 1 << 20, 1 << 23, 1 << 26)
-"""Bytes over all ranks. Those that take too long are left out, by all ranks alike."""
+"""Bytes over all ranks. Messages that take too long are left out, by all ranks alike."""
 
 
 def link_points(mesh: Mesh, dtype: torch.dtype, budget: float) -> Iterator[tuple[Point, float]]:
-    """``mesh``: whose tp is a machine and whose dp has a rank of each. Collective; every rank finds
-    the same points."""
+    """Yield the points of links. tp of ``mesh`` is a machine, and dp has a rank of each machine.
+    Collective; every rank yields the same points."""
     for axis, nodes in ((mesh.tp, 1), (mesh.dp, mesh.dp.size)):
         if axis.size > 1:
             for size in MESSAGES:
@@ -42,7 +42,7 @@ def link_points(mesh: Mesh, dtype: torch.dtype, budget: float) -> Iterator[tuple
                 if longest > budget / FEWEST / 8:
                     break
     if mesh.world.size > 1:
-        yield from _beside(mesh, dtype, budget)
+        yield from _overlapped(mesh, dtype, budget)
 
 
 def _gather(full: torch.Tensor, own: torch.Tensor, axis: Axis) -> None:
@@ -55,8 +55,8 @@ def _reduce(full: torch.Tensor, axis: Axis) -> None:
     all_reduce(full, axis).wait()
 
 
-def _beside(mesh: Mesh, dtype: torch.dtype, budget: float) -> Iterator[tuple[Point, float]]:
-    """A product and a message, and both at once, for about as long."""
+def _overlapped(mesh: Mesh, dtype: torch.dtype, budget: float) -> Iterator[tuple[Point, float]]:
+    """A product and a message of about the same duration, and both at once."""
     axis = mesh.tp if mesh.tp.size > 1 else mesh.dp
     message = torch.ones(1 << 20, dtype=dtype, device=mesh.device)
     square = torch.ones(512, 512, dtype=dtype, device=mesh.device)
@@ -81,8 +81,8 @@ def _beside(mesh: Mesh, dtype: torch.dtype, budget: float) -> Iterator[tuple[Poi
 
 
 def _together(call: Callable[[], object], mesh: Mesh, budget: float) -> float:
-    """The least seconds, on the slowest rank, of something that all ranks do at once, as often on
-    each. Collective."""
+    """The least seconds, on the slowest rank, of something that all ranks do at once, equally
+    often. Collective."""
 
     def timed() -> float:
         begin = time.perf_counter()

@@ -1,5 +1,5 @@
-"""Looks on while a rank works: every operator, every message and every storage, by the action of
-the schedule in which it happens."""
+"""Records every operator, every message and every storage of a rank, by the action of the schedule
+in which it occurs."""
 
 from __future__ import annotations
 
@@ -24,34 +24,35 @@ _VIEW = torch.ops.aten.view.default
 
 @dataclass
 class Tables:
-    """What several ranks of one run have in common: operators, messages and segments, each once."""
+    """Operators, messages and segments of all ranks of a run, each once, with their numbers."""
 
     operators: dict[Operator, int] = field(default_factory=dict)
     messages: dict[Message, int] = field(default_factory=dict)
     segments: dict[ActionSegment, int] = field(default_factory=dict)
 
     def operator(self, one: Operator) -> int:
-        """Its number as a call."""
+        """Return the operator's number as a call."""
         return self.operators.setdefault(one, len(self.operators))
 
     def message(self, one: Message) -> int:
-        """Its number as a call: a negative one."""
+        """Return the message's number as a call, which is negative."""
         return -1 - self.messages.setdefault(one, len(self.messages))
 
     def segment(self, one: ActionSegment) -> int:
-        """Its number."""
+        """Return the segment's number."""
         return self.segments.setdefault(one, len(self.segments))
 
 
-class _Over:
-    """A note of a timeline that has no clock."""
+class _NoTime:
+    """A note in a timeline without a clock."""
 
     def end(self) -> None:
-        """See Note."""
+        """Do nothing: only the order of notes is recorded."""
 
 
 class OpRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """A dispatch mode, and the timeline of a recorder, which says which action is under way."""
+    """A dispatch mode, which sees operators, and the timeline of a recorder, which sees messages
+    and knows the action under way."""
 
     def __init__(self, tables: Tables, recorder: Recorder) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -67,8 +68,8 @@ class OpRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._start = self._state = 0
 
     @contextmanager
-    def looking(self) -> Iterator[None]:
-        """The step that is noted happens in here; what there is when it begins is the state."""
+    def recording(self) -> Iterator[None]:
+        """Record the step that runs in this context. What exists when it begins is the state."""
         self.storages.begin()
         self._begun = True
         self._doing = self.recorder.doing
@@ -80,27 +81,27 @@ class OpRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     @property
     def actions(self) -> tuple[TracedAction, ...]:
-        """Of the step."""
+        """The actions of the step."""
         return tuple(self._actions)
 
-    def _look(self) -> None:
-        """Another action may have begun."""
+    def _follow(self) -> None:
+        """Begin another segment if another action has begun."""
         if self._begun and self.recorder.doing is not self._doing:
             self._close()
             self._doing = self.recorder.doing
             self._open()
 
-    def _note(self, kind: str, what: Any) -> _Over:
-        """See ``Recorder.timeline``: actions of the schedule, and messages."""
+    def _note(self, kind: str, what: Any) -> _NoTime:
+        """Take a note of ``Recorder.timeline``: an action of the schedule, or a message."""
         if self._begun:
-            self._look()
+            self._follow()
             if kind == "message":
                 axis, operation, size, _ = what
                 self._calls.append(self.tables.message(Message(axis, operation, size)))
-        return _Over()
+        return _NoTime()
 
     def _now(self) -> int:
-        self._look()
+        self._follow()
         return len(self._actions)
 
     def _open(self) -> None:
@@ -128,11 +129,12 @@ class OpRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         """RunTracer the operator and note it."""
-        if func is _DEVICE:  # asked for often, and dear to answer by a dispatch
+        # Models ask for devices often, and a dispatch is a slow way to answer.
+        if func is _DEVICE:
             return args[0].fake_device if isinstance(args[0], FakeTensor) else args[0].device
         named = kwargs or {}
-        # The same to whoever comes here, who is below autograd; but a cache of shapes forgets that
-        # this one shares its memory.
+        # Below autograd both do the same, but FakeTensorMode's cache of shapes forgets that the
+        # result of _unsafe_view shares the memory of its input.
         func = _VIEW if func is _UNSAFE_VIEW else func
         results = func(*args, **named)
         recipe = self._recipes.get(func)
@@ -142,7 +144,7 @@ class OpRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             for tensor in tensors(results):
                 self.storages.see(tensor)
         if self._begun and recipe.works:
-            self._look()
+            self._follow()
             found = cost(recipe, args, named, results)
             self._calls.append(
                 self.tables.operator(

@@ -1,10 +1,10 @@
-"""What an operator costs: floating-point operations of products and attention, and bytes that it
-moves.
+"""What an operator costs: floating-point operations of products and attention, and the bytes that
+it moves.
 
-Conventions: a multiplication with its addition is two operations; only matrix products and
-attention count. Attention has two products forward and five backward (scores are computed again;
-Dao et al., 2022, appendix B.4), of a causal square half. Every tensor that goes in is read once,
-every one that comes out or changes is written once; views and fresh memory move nothing.
+A multiplication with its addition is two operations; only matrix products and attention count.
+Attention has two products forward and five backward, because scores are computed again (Dao et al.,
+2022, appendix B.4); with a causal mask half of the scores count. Every input is read once, every
+output or changed tensor is written once; views and new memory move nothing.
 """
 
 from __future__ import annotations
@@ -20,23 +20,22 @@ from torch import Tensor
 
 FORWARD = 2
 BACKWARD = 5
-"""Products of attention."""
+"""Number of matrix products in attention."""
 _OVERWRITES = frozenset({"aten::copy_", "aten::zero_", "aten::fill_", "aten::masked_fill_.Scalar"})
 """Operators that write a tensor without reading it."""
 _FRESH = ("aten::empty", "aten::new_empty")
-"""How the names of operators begin that give memory and no work."""
+"""Prefixes of operators that allocate memory and compute nothing."""
 _IDLE = frozenset({"aten::lift_fresh", "aten::_unsafe_view", "prim::device"})
-"""Operators that do nothing to any element, beside views."""
+"""Operators other than views that touch no element."""
 
 
 def _of_product(left: Tensor, right: Tensor) -> int:
-    """[..., m, k] with [..., k, n]."""
+    """The FLOPs of [..., m, k] times [..., k, n]."""
     return 2 * left.numel() * right.shape[-1]
 
 
 def _of_attention(query: Tensor, key: Tensor, value: Tensor, *, products: int, causal: bool) -> int:
-    """[b, n, s, d] each. ``products`` of scores with a head's width, those of keys and those of
-    values alike."""
+    """The FLOPs of ``products`` matrix products of attention; all tensors are [b, n, s, d]."""
     scores = prod(query.shape[:2]) * query.shape[2] * key.shape[2]
     return products * scores * value.shape[3] * (1 if causal else 2)
 
@@ -50,7 +49,7 @@ def _backward_attention(arguments: Sequence[Any]) -> int:
 
 
 def _has(arguments: Sequence[Any], place: int) -> bool:
-    """A switch that is off where it is left out: a dispatcher leaves out defaults at the end."""
+    """Whether a flag is set; the dispatcher leaves out trailing arguments with default values."""
     return len(arguments) > place and bool(arguments[place])
 
 
@@ -66,24 +65,24 @@ _FLOPS: Mapping[str, Callable[[Sequence[Any]], int]] = MappingProxyType(
         "aten::_scaled_dot_product_flash_attention_for_cpu_backward": _backward_attention,
     }
 )
-"""By the operator's name; all overloads have the same first arguments."""
+"""FLOPs by the operator's name; all overloads have the same first arguments."""
 
 
 @dataclass(frozen=True)
 class Recipe:
-    """What is known of an operator before its arguments."""
+    """What is known about an operator without its arguments."""
 
     name: str
     works: bool
     """Whether it computes or moves anything."""
     flops: Callable[[Sequence[Any]], int] | None
     unread: frozenset[int | str]
-    """Arguments, by place or name, that are written only."""
+    """Arguments, by place or name, that are written without being read."""
     written: frozenset[int | str]
 
     @staticmethod
     def of(operator: torch._ops.OpOverload) -> Recipe:
-        """From the schema."""
+        """Return what the operator's schema says."""
         schema = operator._schema
         name = schema.name
         arguments = list(enumerate(schema.arguments))
@@ -107,15 +106,16 @@ class Cost:
     """One call."""
 
     shapes: tuple[tuple[int, ...], ...]
-    """Of the tensors that go in, in order."""
+    """Shapes of the input tensors, in order."""
     dtype: str
-    """Of the first of them, or of the result."""
+    """The dtype of the first input, or of the result."""
     flops: int
     bytes: int
 
 
 def cost(recipe: Recipe, arguments: Sequence[Any], named: Mapping[str, Any], results: Any) -> Cost:
-    """What a call costs. ``named``: keyword arguments; ``results``: what the operator returned."""
+    """Return what a call costs. ``named`` are the keyword arguments, ``results`` what the operator
+    returned."""
     shapes = []
     size = 0
     dtype = ""
@@ -133,7 +133,7 @@ def cost(recipe: Recipe, arguments: Sequence[Any], named: Mapping[str, Any], res
 
 
 def tensors(value: Any) -> list[Tensor]:
-    """The tensors of an argument or a result: itself, or those of a list."""
+    """Return the tensors of an argument or a result: itself, or those of a list."""
     if isinstance(value, Tensor):
         return [value]
     if isinstance(value, (list, tuple)):

@@ -1,5 +1,5 @@
-"""One rank of any run, in this process: its mesh over groups that send nothing, its stages and
-engine over tensors without memory."""
+"""One rank of any run in this process: its mesh has process groups that send nothing, its stages
+and engine have tensors without memory."""
 
 from __future__ import annotations
 
@@ -29,18 +29,18 @@ from megatron_llama.plans.weight_access import WeightAccess, rank_weight_accesse
 
 BATCHES = "batches"
 BUFFERS = "buffers"
-"""Components of the state: data of the step; what else there is, memory for messages and a few
+"""Components of the state: the data of the step, and the rest: memory for messages and a few
 numbers."""
 
 
 def trace_rank(
     config: Config, world_size: int, rank: int, schedule: Schedule, tables: Tables
 ) -> StageTrace:
-    """The step of pipeline rank ``rank`` of a resolved configuration, on the first of its dp, cp
-    and tp ranks. ``schedule``: of the run, whose microbatches all run here. Not to be called where
-    a process group exists."""
+    """Return the step of pipeline rank ``rank`` of a resolved configuration, on the first of its
+    dp, cp and tp ranks. All microbatches of ``schedule`` run. Must not be called while a process
+    group exists."""
     first = rank * (world_size // len(schedule.ranks))
-    with _is_fake(first, world_size), _no_collection():
+    with _fake_process_group(first, world_size), _no_collection():
         mesh = build_mesh(config, rank=first, world_size=world_size, device=torch.device("cpu"))
         op_recorder = OpRecorder(tables, mesh.recorder)
         stages = build_stages(config, mesh)
@@ -74,10 +74,10 @@ def step(
     config: Config,
     op_recorder: OpRecorder,
 ) -> None:
-    """A training step as the loop has it, looked at."""
+    """Record a training step as the training loop runs it."""
     lr = config.optimizer.lr
     clip = config.optimizer.clip_grad
-    with op_recorder.looking():
+    with op_recorder.recording():
         optimizer.begin_update(lr, clip=clip)
         runtime.step(batches)
         optimizer.step(lr, clip=clip)
@@ -87,8 +87,8 @@ def step(
 def state_of(
     optimizer: OverlappedDistributedOptimizer, batches: list[Batch], storages: Storages
 ) -> dict[str, int]:
-    """Bytes that are there when a step begins: those of weights, gradients and optimizer by the
-    names of ``memory.state_bytes``."""
+    """Return the bytes that are there when a step begins, by the components of
+    ``plans.memory.state_bytes`` and those above."""
     weights = optimizer.parameters
     gradients = optimizer.gradients
     rules = optimizer.rules.by_bucket
@@ -111,8 +111,8 @@ def state_of(
 def settle_in(
     optimizer: OverlappedDistributedOptimizer, accesses: tuple[WeightAccess, ...]
 ) -> None:
-    """Put the engine where it is between two steps of a run: the first gathers of a step are
-    already there."""
+    """Bring the engine into its state between two steps of a run, in which the first gathers of the
+    next step have arrived."""
     weights = optimizer.parameters
     trained = set(optimizer.gradients.trainable)
     optimizer.publish()
@@ -127,21 +127,22 @@ def settle_in(
 
 
 def _batch(config: Config) -> Batch:
-    """A microbatch without documents: which ones there are is known when data are."""
+    """A microbatch without documents, which are known only with data."""
     shape = config.training.seq_length, config.training.micro_batch_size
     mask = torch.empty(shape) if config.data.eod_mask_loss else None
     return Batch(torch.empty(shape, dtype=torch.int64), torch.empty(shape, dtype=torch.int64), mask)
 
 
 def _axes(mesh: Mesh) -> Iterator[Axis]:
-    """Those with more than one rank."""
+    """The axes with more than one rank."""
     values = (getattr(mesh, field.name) for field in fields(mesh))
     yield from (value for value in values if isinstance(value, Axis) and value.size > 1)
 
 
 @contextmanager
-def _is_fake(rank: int, world_size: int) -> Iterator[None]:
-    """A process group of torch's ``fake`` backend, whose messages arrive at once and nowhere."""
+def _fake_process_group(rank: int, world_size: int) -> Iterator[None]:
+    """A process group of torch's ``fake`` backend, whose collectives return at once and send
+    nothing."""
     if world_size == 1:
         yield
         return
@@ -154,8 +155,8 @@ def _is_fake(rank: int, world_size: int) -> Iterator[None]:
 
 @contextmanager
 def _no_collection() -> Iterator[None]:
-    """Storages end when the last reference goes, not when somebody looks for cycles: the same
-    moment in every trace."""
+    """Without garbage collection a storage ends when its last reference goes, at the same moment in
+    every trace."""
     gc.collect()
     enabled = gc.isenabled()
     gc.disable()

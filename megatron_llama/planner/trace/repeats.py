@@ -1,10 +1,10 @@
-"""What of a step need not be traced, because it repeats what was. Integers only; what is assumed is
-looked for in the trace.
+"""Which part of a step need not be traced, because it repeats what was traced. Integers only; what
+is assumed is checked in the trace.
 
-Two ways. ``composed``: where a pass does the same for every microbatch but the first and the last,
-whatever lies between, the steps of all ranks with the same layers follow from one short one.
-``lengthened``: where a pass depends on those before it (slots that are filled again and again), a
-turn of the schedule that did exactly what the turn before it did is repeated.
+There are two ways. ``composed``: if a pass does the same for every microbatch but the first and the
+last, the steps of all ranks with the same layers follow from one short step. ``lengthened``: if a
+pass depends on those before it (slots that are filled again and again), a turn of the schedule that
+did exactly what the turn before it did is repeated.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from megatron_llama.planner.traced import ActionSegment, TracedAction
 from megatron_llama.plans.schedule import Action, Op
 
 PERIODS = 4
-"""So many equal turns a schedule has when others are left out. The first may hold the first
-microbatch, the last one the last forward pass."""
+"""Equal turns that a shortened schedule has at least. The first of them may contain the first
+microbatch, and the last one the last forward pass."""
 Kind = tuple[Op, int]
 """An operation and its stage."""
 FIRST, BETWEEN, LAST = range(3)
@@ -31,9 +31,9 @@ def composed(
     stages: Mapping[int, int],
     segments: Sequence[ActionSegment],
 ) -> tuple[TracedAction, ...] | None:
-    """The step of a rank whose schedule is ``whole`` from the one that was traced, whose schedule
-    is ``short``. ``stages``: stages of the traced rank by those of the other. None where passes
-    between the first and the last one of a kind differ, or where bytes would be left over."""
+    """Return the step of a rank whose schedule is ``whole`` from a traced one whose schedule is
+    ``short``. ``stages`` maps stages of the former to those of the traced rank. None if passes
+    between the first and the last one of a kind differ, or if bytes would be left over."""
     known: dict[tuple[Kind, int], set[int]] = {}
     for done, place in zip(
         traced[1:-1], _places((action.op, action.stage) for action in short), strict=True
@@ -57,7 +57,7 @@ def composed(
 
 
 def _places(kinds: Iterator[Kind]) -> list[tuple[Kind, int]]:
-    """Every action as the first, the last or one between them of its kind."""
+    """Every action as the first, the last or another of its kind."""
     listed = list(kinds)
     seen = Counter[Kind]()
     total = Counter(listed)
@@ -71,9 +71,9 @@ def _places(kinds: Iterator[Kind]) -> list[tuple[Kind, int]]:
 
 
 def period(short: Sequence[Action], whole: Sequence[Action], times: int) -> tuple[int, int] | None:
-    """(size, end): ``whole`` is ``short`` with the ``size`` actions before ``end`` repeated
-    ``times`` more, their microbatches apart. None where it is not, or where they are not there
-    PERIODS times to begin with."""
+    """Return (size, end) if ``whole`` is ``short`` with the ``size`` actions before ``end``
+    repeated ``times`` more, apart from their microbatches. None if it is not, or if ``short`` has
+    them fewer than PERIODS times."""
     few, many = ([(action.op, action.stage) for action in actions] for actions in (short, whole))
     size, rest = divmod(len(many) - len(few), times)
     end = next(
@@ -87,9 +87,9 @@ def period(short: Sequence[Action], whole: Sequence[Action], times: int) -> tupl
 
 
 def steady(traced: Sequence[TracedAction], size: int, end: int) -> tuple[int, int] | None:
-    """The last ``size`` actions up to ``end`` that do exactly what those right before them did, and
-    leave as many bytes: [start, stop). Where a list of actions repeats itself, any of its turns may
-    be the one to be repeated."""
+    """Return as [start, stop) the last ``size`` actions up to ``end`` that did exactly what those
+    right before them did, and left as many bytes. Any turn of a list of actions that repeats itself
+    may be the one to repeat."""
     did = [(done.segment, done.live) for done in traced]
     for stop in range(end, end - size * (PERIODS - 2) - 1, -1):
         start = stop - size
@@ -105,7 +105,8 @@ def steady(traced: Sequence[TracedAction], size: int, end: int) -> tuple[int, in
 def lengthened(
     traced: Sequence[TracedAction], start: int, stop: int, times: int, whole: Sequence[Action]
 ) -> tuple[TracedAction, ...]:
-    """The step of ``whole``: what was traced, with the actions [start, stop) ``times`` more."""
+    """Return the step of ``whole``: what was traced, with the actions [start, stop) ``times``
+    more."""
     done = [*traced[:stop], *[*traced[start:stop]] * times, *traced[stop:]]
     words = [traced[0].action, *map(str, whole), traced[-1].action]
     return tuple(

@@ -1,5 +1,5 @@
-"""The trace of a whole run: of each kind of pipeline rank one, with few microbatches, and what
-others repeat of it."""
+"""The trace of a whole run: one pipeline rank of each kind with few microbatches, from which the
+others follow."""
 
 from __future__ import annotations
 
@@ -17,22 +17,21 @@ from megatron_llama.plans.params import partition_of
 from megatron_llama.plans.schedule import Schedule, schedule_named
 
 FEW = 5
-"""Microbatches that show everything: the first, the last, and some between them that do the
-same."""
+"""Microbatches that show everything: the first, the last, and others that do the same."""
 ATTEMPTS = 2
-"""At leaving out what repeats itself, before all microbatches are traced."""
+"""Attempts to leave out what repeats itself, before all microbatches are traced."""
 
 
 def trace_run(config: Config, world_size: int) -> Trace:
-    """A step of every pipeline rank of a resolved configuration, every ``auto`` decided, on
-    ``world_size`` processes. Not to be called where a process group exists."""
-    run = RunTracer.of(config, world_size)
-    return run.trace([stage for ranks in run.alike() for stage in run.traced(ranks)])
+    """Return a step of every pipeline rank of a resolved configuration, every ``auto`` decided, on
+    ``world_size`` processes. Must not be called while a process group exists."""
+    tracer = RunTracer.of(config, world_size)
+    return tracer.trace([stage for ranks in tracer.alike() for stage in tracer.traced(ranks)])
 
 
 @dataclass(frozen=True)
 class RunTracer:
-    """What is traced."""
+    """Traces ranks of one run into common tables."""
 
     config: Config
     world_size: int
@@ -41,7 +40,7 @@ class RunTracer:
 
     @staticmethod
     def of(config: Config, world_size: int) -> RunTracer:
-        """See ``trace_run``."""
+        """Return the tracer of a run, as ``trace_run`` takes it."""
         training = config.training
         microbatches = training.global_batch_size // (
             training.micro_batch_size * dp_size(config, world_size)
@@ -49,12 +48,16 @@ class RunTracer:
         return RunTracer(config, world_size, _schedule(config, microbatches), Tables())
 
     def trace(self, stages: Iterable[StageTrace]) -> Trace:
-        """The trace with these stages, which were traced into the tables."""
+        """Return the trace of these stages, which were traced into the tables."""
         parallel = self.config.parallel
         dp = dp_size(self.config, self.world_size)
-        sizes = f"tp {parallel.tensor_model_parallel_size} x cp {parallel.context_parallel_size} x pp {len(self.whole.ranks)} x dp {dp}"
+        sizes = (
+            f"tp {parallel.tensor_model_parallel_size} x cp {parallel.context_parallel_size} x "
+            f"pp {len(self.whole.ranks)} x dp {dp}"
+        )
+        strategy = parallel.data_parallel_sharding_strategy
         return Trace(
-            label=f"{self.config.model.preset or 'model'}: {sizes}, {self.whole.name}, {parallel.data_parallel_sharding_strategy}",
+            label=f"{self.config.model.preset or 'model'}: {sizes}, {self.whole.name}, {strategy}",
             world_size=self.world_size,
             microbatches=self.whole.microbatches,
             operators=tuple(self.tables.operators),
@@ -64,7 +67,8 @@ class RunTracer:
         )
 
     def alike(self) -> list[list[int]]:
-        """Pipeline ranks with the same layers and ends, together."""
+        """Return groups of pipeline ranks that have the same numbers of layers and the same
+        ends."""
         partition = partition_of(self.config)
         found = dict[object, list[int]]()
         for rank in range(len(self.whole.ranks)):
@@ -77,8 +81,8 @@ class RunTracer:
         return list(found.values())
 
     def traced(self, ranks: Sequence[int]) -> Iterator[StageTrace]:
-        """The steps of ranks that are alike: those of all of them from one, or each from its
-        own."""
+        """Yield the steps of ranks that are alike: all of them composed from one, if that is
+        possible, or each from its own trace."""
         few = -(-FEW // self._turn) * self._turn
         if self.whole.microbatches > few and self._separable(ranks[0]):
             short = _schedule(self.config, few)
@@ -101,7 +105,7 @@ class RunTracer:
 
     @property
     def _turn(self) -> int:
-        """Microbatches that an interleaved schedule takes together."""
+        """The number of microbatches that an interleaved schedule treats together."""
         return (
             len(self.whole.ranks)
             if self.config.parallel.virtual_pipeline_model_parallel_size > 1
@@ -109,20 +113,20 @@ class RunTracer:
         )
 
     def _separable(self, rank: int) -> bool:
-        """Whether what a pass does follows from its own microbatch: no parameters come and go in
-        slots, and with several stages no gradients."""
+        """Whether what a pass does depends on its own microbatch alone: parameters do not come and
+        go in slots, nor do gradients with several stages."""
         dp = dp_size(self.config, self.world_size) * self.config.parallel.context_parallel_size
         layout = rank_bucket_plan(self.config, dp=dp, rank=rank)
         slots = len(set(layout.gradient_slots)) == len(layout.buckets) or self.whole.virtual == 1
         return slots and all(layout.stays_unsharded(bucket.index) for bucket in layout.buckets)
 
     def _stages(self, rank: int, other: int) -> dict[int, int]:
-        """The stages of one rank by those of another."""
+        """Stages of ``rank`` by those of ``other``."""
         partition = partition_of(self.config)
         return dict(zip(partition.stages_of(other), partition.stages_of(rank), strict=True))
 
     def _as(self, one: StageTrace, short: Schedule, rank: int, other: int) -> StageTrace:
-        """The trace of a rank as that of another one, and of all microbatches."""
+        """The trace of ``rank`` as that of ``other`` and of all microbatches."""
         away = (other - rank) * (self.world_size // len(self.whole.ranks))
         groups = {
             axis: ranks if _leads_away(axis) else tuple(each + away for each in ranks)
@@ -136,7 +140,8 @@ class RunTracer:
         )
 
     def _alone(self, rank: int) -> StageTrace:
-        """One rank, with the microbatches that do not repeat what others do."""
+        """The step of one rank, traced without microbatches that repeat others, if there are
+        such."""
         for short, times, (size, end) in self._shorter(rank):
             one = trace_rank(self.config, self.world_size, rank, short, self.tables)
             # Before the actions of the schedule there is the start of the step.
@@ -147,8 +152,8 @@ class RunTracer:
         return trace_rank(self.config, self.world_size, rank, self.whole, self.tables)
 
     def _shorter(self, rank: int) -> Iterator[tuple[Schedule, int, tuple[int, int]]]:
-        """Schedules of fewer microbatches that lack nothing but repetitions, the shortest ones:
-        with how many, and where they are."""
+        """The shortest schedules that lack nothing but repetitions of the whole one, with the
+        number of these repetitions and their (size, end)."""
         found = 0
         for microbatches in range(self._turn, self.whole.microbatches, self._turn):
             short = _schedule(self.config, microbatches)
@@ -162,7 +167,7 @@ class RunTracer:
 
 
 def _leads_away(axis: str) -> bool:
-    """Whether an axis has ranks of other pipeline ranks."""
+    """Whether an axis contains ranks of other pipeline ranks."""
     return axis.startswith(("world", "pp", "embedding"))
 
 

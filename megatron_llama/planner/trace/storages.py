@@ -1,5 +1,5 @@
-"""Which storages there are: made when an operator returns one that nobody has seen, ended when its
-last tensor goes."""
+"""Which storages exist: one is made when an operator returns a tensor with a new storage, and ends
+when its last tensor goes."""
 
 from __future__ import annotations
 
@@ -17,8 +17,7 @@ BEFORE = -1
 
 
 def _key(tensor: Tensor) -> int:
-    """The address of what counts references to a storage: its own as long as it lives, whether it
-    has memory or not."""
+    """The address of the StorageImpl: unique while the storage lives, with or without memory."""
     key: int = tensor.untyped_storage()._cdata
     return key
 
@@ -31,8 +30,8 @@ class _Held:
 
 
 class Storages:
-    """Bytes that are there. ``action``: called before a storage is made or ended, answers in which
-    action that is."""
+    """Bytes of all storages. ``action`` is called before a storage is made or ended and returns the
+    number of the action in which that happens."""
 
     def __init__(self, action: Callable[[], int]) -> None:
         self._action = action
@@ -41,13 +40,13 @@ class Storages:
         self.peak = 0
         self.allocated = 0
         self.freed = 0
-        """Of all storages now, and what the caller sets back: the most since, and what came and
-        went since."""
+        """``live`` is the bytes of all storages now. The caller resets the others: the most since
+        then, and what was allocated and freed since then."""
         self._outlived: Counter[tuple[int, int]] = Counter()
         self._bytes: Counter[tuple[int, int]] = Counter()
 
     def see(self, tensor: Tensor) -> None:
-        """An operator has returned this tensor."""
+        """Take note of a tensor that an operator has returned."""
         storage = tensor.untyped_storage()
         key = storage._cdata
         size = storage.nbytes()
@@ -69,7 +68,8 @@ class Storages:
             self._bytes[held.made, action] += held.bytes
 
     def of(self, tensors: Iterable[Tensor], without: set[int]) -> int:
-        """Bytes of the storages of tensors, those in ``without`` left out and put in."""
+        """Return the bytes of the storages of ``tensors``, without those in ``without``, to which
+        they are added."""
         total = 0
         for tensor in tensors:
             key = _key(tensor)
@@ -79,15 +79,15 @@ class Storages:
         return total
 
     def begin(self) -> None:
-        """The step begins: everything was made before."""
+        """Begin a step: everything that exists was made before it."""
         for held in self._held.values():
             held.made = BEFORE
         self._outlived.clear()
         self._bytes.clear()
 
     def lifetimes(self) -> tuple[Lifetime, ...]:
-        """Of what outlived the action that made it, or is still there and was made since
-        ``begin``."""
+        """Return the lifetimes of what outlived the action that made it, or exists and was made
+        since ``begin``."""
         counts = self._outlived.copy()
         sizes = self._bytes.copy()
         for held in self._held.values():
