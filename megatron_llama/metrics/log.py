@@ -166,8 +166,8 @@ class MetricLog:
         loggers: Sequence[MetricLogger] = (),
     ) -> None:
         """``folder`` is that of ``log.jsonl``, made if need be; None means no file. ``prints``:
-        this is the rank that prints. ``out`` is stdout by default. ``loggers`` are those of the rank
-        that prints; they are closed with the log."""
+        this is the rank that prints. ``out`` is stdout by default. ``loggers`` are those of the
+        rank that prints; they are closed with the log."""
         self._prints = prints
         self._loggers = tuple(loggers)
         self._out = sys.stdout if out is None else out
