@@ -109,13 +109,13 @@ def choices(layout: Layout) -> set[tuple[str, object]]:
 
 
 def most_choices(layouts: Sequence[Layout], count: int) -> list[Layout]:
-    """Those of the layouts that together meet most: one after the other the one that adds most to those before it, and of equals the
-    one with fewest processes."""
+    """Those of the layouts that together meet most for what they cost: one after the other the one that adds most to those before it,
+    for its passes of microbatches and a share that every layout costs."""
     taken: list[Layout] = []
     met: set[tuple[str, object]] = set()
     while len(taken) < count:
         rest = [layout for layout in layouts if layout not in taken]
-        best = max(rest, key=lambda layout: (len(choices(layout) - met), -layout.world_size))
+        best = max(rest, key=lambda layout: len(choices(layout) - met) / (16 + layout.world_size * layout.microbatches))
         taken.append(best)
         met |= choices(best)
     return taken
