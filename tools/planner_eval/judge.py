@@ -44,8 +44,8 @@ def by_source(predictions: Iterable[Prediction]) -> dict[str, list[Prediction]]:
 
 
 def calibrated(predictions: Iterable[Prediction]) -> list[tuple[float, float]]:
-    """When one row of each source scales the others: for every row the mean relative error and the
-    share within 10 %, over all rows that could have been the one."""
+    """Return the errors if one row of each source scales the others: for every row the mean
+    relative error and the share within 10 %, over all rows that could have been that one."""
     found = []
     for group in by_source(predictions).values():
         errors = [prediction.error for prediction in group]
@@ -66,7 +66,7 @@ def calibrated(predictions: Iterable[Prediction]) -> list[tuple[float, float]]:
 
 
 def step_figures(predictions: Sequence[Prediction]) -> Figures:
-    """Errors of step times, in percent, without any row of a source and with one."""
+    """Return errors of step times in percent, without any row of a source and with one."""
     plain = [abs(math.expm1(prediction.error)) for prediction in predictions]
     none = [(error, float(error <= CLOSE)) for error in plain]
     figures = {
@@ -85,7 +85,7 @@ def step_figures(predictions: Sequence[Prediction]) -> Figures:
 
 
 def sweeps(predictions: Iterable[Prediction]) -> list[list[Prediction]]:
-    """Runs of one source that differ in their layout alone, where there are at least ten."""
+    """Return groups of at least ten runs of one source that differ in their layout alone."""
     groups: dict[tuple[str, ...], list[Prediction]] = defaultdict(list)
     for prediction in predictions:
         cells = prediction.run.cells
@@ -101,7 +101,8 @@ def sweeps(predictions: Iterable[Prediction]) -> list[list[Prediction]]:
 
 
 def sweep_figures(predictions: Iterable[Prediction]) -> Figures:
-    """Of sweeps over LLaMA models, which this trainer could run, and of those over other models."""
+    """Return the ranking figures of sweeps over LLaMA models, which this trainer could run, and of
+    sweeps over other models."""
     found = sweeps(predictions)
     own = [group for group in found if group[0].run.job.traits.gated]
     others = [group for group in found if not group[0].run.job.traits.gated]
@@ -135,7 +136,8 @@ def _ranking(name: str, found: Sequence[Sequence[Prediction]]) -> Figures:
 
 
 def spearman(first: Sequence[float], second: Sequence[float]) -> float:
-    """Rank correlation; equal values share their mean rank. 0 where one side is constant."""
+    """Return the rank correlation; equal values share their mean rank. 0 if one side is
+    constant."""
     a = _ranks(first)
     b = _ranks(second)
     centre = (len(a) - 1) / 2
@@ -152,7 +154,7 @@ def _ranks(values: Sequence[float]) -> list[float]:
 
 
 def byte_figures(name: str, errors: Sequence[float], close: float) -> Figures:
-    """Relative errors of bytes, in percent; ``close``: the bound whose share is counted."""
+    """Return relative errors of bytes in percent; ``close`` is the bound whose share is counted."""
     if not errors:
         return {}
     sizes = [abs(error) for error in errors]
@@ -167,5 +169,5 @@ def byte_figures(name: str, errors: Sequence[float], close: float) -> Figures:
 
 
 def lines(figures: Mapping[str, float]) -> list[str]:
-    """One ``name value`` a line."""
+    """Return a line ``name value`` for each figure."""
     return [f"{name} {value:.4g}" for name, value in figures.items()]

@@ -1,4 +1,4 @@
-"""Tables of published runs: a row of a CSV file as the work of a step, and what was measured."""
+"""Tables of published runs: reads a row of a CSV file as the work of a step and its measurement."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ NEEDED: tuple[str, ...] = (
     "n_gpus",
     "quality",
 )
-"""Columns without which no row says anything."""
+"""Columns without which no row can be used."""
 GBIT = 1e9 / 8
 """Bytes per second of a Gbit/s."""
 
@@ -46,13 +46,13 @@ class PublishedRun:
     cells: Cells
     job: TrainingJob
     seconds: float | None
-    """Of a step, where seconds or tokens per second were published; None: out of memory, or another
-    unit."""
+    """Seconds of a step, if seconds or tokens per second were published; None if the run was out of
+    memory, or another unit was published."""
     fits: bool
 
 
 def read_rows(path: Path) -> list[Cells]:
-    """All rows. Raises ConfigError for a file that is none, or of other columns."""
+    """Return all rows. Raises ConfigError for a file that is no table, or has other columns."""
     try:
         with path.open(encoding="utf-8", newline="") as file:
             reader = csv.DictReader(file)
@@ -79,7 +79,8 @@ def read_rows(path: Path) -> list[Cells]:
 
 
 def runs_of(rows: Sequence[Cells]) -> Iterator[PublishedRun]:
-    """The rows that can be judged: not of quality C, with a known GPU and enough of a layout."""
+    """Yield the rows that can be judged: not of quality C, with a known GPU and enough of a
+    layout."""
     for index, cells in enumerate(rows):
         if (
             cells["quality"] == "C" or "grpo" in cells["model"]
@@ -95,7 +96,7 @@ def runs_of(rows: Sequence[Cells]) -> Iterator[PublishedRun]:
 
 
 def _seconds(cells: Cells, job: TrainingJob) -> float | None:
-    """Measured time of a step. FLOP rates are left alone: their definitions differ."""
+    """The measured time of a step. FLOP rates are not used, because their definitions differ."""
     if cells.get("status") == "oom":
         return None
     if (value := number(cells, "step_s")) > 0:
@@ -105,7 +106,7 @@ def _seconds(cells: Cells, job: TrainingJob) -> float | None:
 
 
 def number(cells: Cells, name: str, default: float = 0) -> float:
-    """A cell as a number; empty or text: the default."""
+    """Return a cell as a number, or the default if it is empty or text."""
     try:
         value = float(cells.get(name) or default)
     except ValueError:
@@ -114,12 +115,12 @@ def number(cells: Cells, name: str, default: float = 0) -> float:
 
 
 def whole(cells: Cells, name: str, default: int = 0) -> int:
-    """A cell as an integer."""
+    """Return a cell as an integer."""
     return int(number(cells, name, default))
 
 
 def model_of_row(cells: Cells) -> ModelConfig:
-    """The shape of the model. Without an inner width it is four times the hidden one."""
+    """Return the shape of the model. Without an inner width it is four times the hidden one."""
     hidden = whole(cells, "hidden")
     heads = whole(cells, "heads")
     vocabulary = re.search(r"\d{4,}", cells.get("vocab", ""))
@@ -136,7 +137,7 @@ def model_of_row(cells: Cells) -> ModelConfig:
 
 
 def job_of_row(cells: Cells) -> TrainingJob | None:
-    """The work of a step of a row; None where the row does not say enough."""
+    """Return the work of a step of a row, or None if the row does not say enough."""
     try:
         gpu = gpu_named(cells["gpu"])
     except ConfigError:
@@ -210,7 +211,7 @@ def _possible(job: TrainingJob) -> bool:
 
 
 def _usual_chunks(cells: Cells, layers: int, pp: int) -> int:
-    """Virtual stages where the row is silent: NeMo's recipes and anything called interleaved have
+    """Virtual stages if the row does not say: NeMo's recipes and anything called interleaved have
     some."""
     name = cells.get("framework", "").lower()
     if pp == 1 or not ("interleaved" in name or "nemo" in name):
@@ -228,8 +229,8 @@ def _machine(cells: Cells, gpu: Gpu, world: int) -> Machine:
 
 
 def nic_of(text: str, gpu: Gpu, node: int) -> float:
-    """Bytes per second between nodes for each GPU, from words such as ``4x100Gb/s RoCE`` (of a
-    node) or ``400Gb/s per GPU``."""
+    """Return the bytes per second between nodes for each GPU, from words such as ``4x100Gb/s RoCE``
+    (of a node) or ``400Gb/s per GPU``."""
     if "Jean Zay" in text or "Omni-Path" in text:
         return 4 * 100 * GBIT / node
     found = re.search(r"(?:(\d+)x)?(\d+)\s*Gb", text)
@@ -280,22 +281,22 @@ def _precision(text: str) -> str:
 
 
 def _writes_scores(cells: Cells) -> bool:
-    """Of Megatron's tests: asked for, or an old container, whose flash attention is not
-    deterministic."""
+    """Whether a row of Megatron's tests writes attention scores: because it says so, or because its
+    old container has no deterministic flash attention."""
     notes = cells.get("notes", "")
     old = "dracooci" in cells.get("source", "")
     return "attn=unfused" in notes or ("attn=nan" in notes and (old or "impl=local" in notes))
 
 
 def says_recompute(cells: Cells) -> bool:
-    """Whether the row says what is recomputed; recipes are published without it."""
+    """Return whether the row says what is recomputed; recipes are published without it."""
     return cells.get("recompute", "") != "" and not cells["recompute"].startswith(
         ("recipe", "unknown")
     )
 
 
 def workspaces(cells: Cells) -> float:
-    """Bytes that libraries keep in a row of Megatron's tests.
+    """Return the bytes that libraries keep in a row of Megatron's tests.
 
     cuBLAS has a workspace for each handle: eight of 4 MiB where results have to be deterministic or
     the GPU is newer than Ampere, else 8. Megatron's own layers have two handles (in fp16 a third)
@@ -338,11 +339,11 @@ FAMILIES = (
     ("torchtitan", ("torchtitan", "kempner", "fsdp2")),
     ("intern", ("internevo",)),
 )
-"""Trainers by words of the column ``framework``, first match."""
+"""Families of trainers by words of the column ``framework``; the first match counts."""
 
 
 def traits_of_row(cells: Cells) -> TrainerTraits:
-    """What the named trainer is known to do."""
+    """Return what the named trainer is known to do."""
     name = cells.get("framework", "").lower()
     words = cells.get("attention", "")
     family = next(

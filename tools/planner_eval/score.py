@@ -1,5 +1,4 @@
-"""``plan score``: how good the planner is on a table of published runs, of step times or of
-memory."""
+"""How good the planner is on a table of published runs, of step times or of memory."""
 
 from __future__ import annotations
 
@@ -29,8 +28,8 @@ context and of communicators."""
 
 
 def score(rows: Sequence[Cells], fit: Coefficients) -> Figures:
-    """All figures that a file's columns allow; rows of quality C, and what says too little of its
-    layout, are counted and left out."""
+    """Return all figures that a file's columns allow. Rows of quality C, and rows that say too
+    little of their layout, are counted and left out."""
     runs = list(runs_of(rows))
     figures = {"rows": float(len(rows)), "rows_judged": float(len(runs))}
     if any("mem_alloc_bytes" in row for row in rows[:1]):
@@ -47,14 +46,14 @@ def score(rows: Sequence[Cells], fit: Coefficients) -> Figures:
 
 
 def needed(run: PublishedRun) -> float:
-    """Bytes of the fuller end of the pipeline; where the row does not say what is recomputed, the
-    least that recomputing leaves."""
+    """Return the bytes of the fuller end of the pipeline. If the row does not say what is
+    recomputed, these are the least that recomputation leaves."""
     job = run.job if says_recompute(run.cells) else replace(run.job, recomputed=1.0)
     return max(footprint(job, last=last).peak for last in (False, True))
 
 
 def _fit_figures(runs: Sequence[PublishedRun]) -> Figures:
-    """Whether it was right that a run fits: likelier than not."""
+    """How often it was right whether a run fits, which is predicted if it is likelier than not."""
     if not runs:
         return {}
     right = {True: [0, 0], False: [0, 0]}
@@ -76,8 +75,8 @@ def _fit_figures(runs: Sequence[PublishedRun]) -> Figures:
 
 
 def _memory_figures(runs: Sequence[PublishedRun]) -> Figures:
-    """Allocator bytes of the last rank, where the row has them; else the peak that a tool
-    reported."""
+    """Errors of the allocator's bytes of the last rank, if the row has them, else of the peak that
+    a tool reported."""
     persistent = []
     peak = []
     reported = []
