@@ -14,7 +14,7 @@ from megatron_llama.engine.offload.pinned_buffer import PinnedBuffer
 from tests.engine.test_engine import same, state_of
 from tests.engine.test_offload import EXACT, MIXED_CLIP, SPECULATIVE, rule_of
 from tests.parallel.cases import STRATEGIES, Layout, Trainer, trainer
-from tests.parallel.test_zenflow import AT_ONCE, BESIDE, EVERY, FOUR, everything, zen
+from tests.parallel.test_zenflow import AT_ONCE, OVERLAP, EVERY, FOUR, everything, zen
 
 pytestmark = pytest.mark.gpu
 
@@ -77,7 +77,7 @@ def test_zenflow_is_adamw_where_it_should_be(zenflow: ZenFlowConfig) -> None:
 
 
 @pytest.mark.parametrize("clip", [MIXED_CLIP, 0.0])
-@pytest.mark.parametrize("zenflow", [FOUR, BESIDE, replace(BESIDE, zenflow_update_interval="auto")], ids=["inline", "beside", "asking"])
+@pytest.mark.parametrize("zenflow", [FOUR, OVERLAP, replace(OVERLAP, zenflow_update_interval="auto")], ids=["inline", "overlap", "auto"])
 def test_zenflow_can_be_repeated_bit_for_bit(zenflow: ZenFlowConfig, clip: float) -> None:
     """No moment decides anything: what crosses the bus beside the computation is complete when it is used, and memory that shards take turns
     in is free when it is taken."""
@@ -87,7 +87,7 @@ def test_zenflow_can_be_repeated_bit_for_bit(zenflow: ZenFlowConfig, clip: float
 
 
 def test_zenflow_takes_no_memory_between_choices() -> None:
-    run = trained(zen(Layout(bf16=True), replace(BESIDE, zenflow_select_interval="100")), 10)
+    run = trained(zen(Layout(bf16=True), replace(OVERLAP, zenflow_select_interval="100")), 10)
     before = torch.cuda.memory_stats()
     for index in range(10, 19):
         run.step(index)

@@ -30,7 +30,7 @@ from tests.parallel.cases import merged as trained
 SINGLE = Place(0, 1, 0)
 ZENFLOW = OffloadConfig(optimizer_offload="zenflow")
 FOUR = ZenFlowConfig(zenflow_topk_ratio=0.25, zenflow_select_strategy="step", zenflow_select_interval="8", zenflow_update_interval="4")
-BESIDE = replace(FOUR, zenflow_overlap_step=True)
+OVERLAP = replace(FOUR, zenflow_overlap_step=True)
 
 
 @dataclass(frozen=True)
@@ -97,9 +97,9 @@ def test_so_it_is_where_gradients_cross_as_they_are(cluster: Cluster, layout: La
 def test_otherwise_it_is_not(cluster: Cluster) -> None:
     layout = Layout(dp=2, steps=6, layers=2)
     plain = trained(cluster.run(2, train, layout))
-    four, beside = (trained(cluster.run(2, train, zen(layout, zenflow))) for zenflow in (FOUR, BESIDE))
+    four, overlap = (trained(cluster.run(2, train, zen(layout, zenflow))) for zenflow in (FOUR, OVERLAP))
     name = "model.layers.0.mlp.down_proj.weight"
-    assert not torch.equal(four[name], plain[name]) and not torch.equal(beside[name], four[name])
+    assert not torch.equal(four[name], plain[name]) and not torch.equal(overlap[name], four[name])
 
 
 def chosen(place: Place, layout: Zen) -> tuple[list[tuple[str, int, Tensor, Tensor]], dict[str, int]]:
@@ -186,7 +186,7 @@ def crossing(place: Place, layout: Zen) -> tuple[int, int, int]:
     return after[0] - before[0], after[1] - before[1], elements
 
 
-@pytest.mark.parametrize("zenflow", [FOUR, BESIDE], ids=["inline", "beside"])
+@pytest.mark.parametrize("zenflow", [FOUR, OVERLAP], ids=["inline", "overlap"])
 def test_what_crosses_is_what_is_cold(cluster: Cluster, zenflow: ZenFlowConfig) -> None:
     """At most (1 - k)(1 + 1/S) of the bf16 model in a step."""
     layout = zen(Layout(dp=2, bf16=True, layers=2), replace(zenflow, zenflow_select_interval="100"))
@@ -249,8 +249,8 @@ def everything(run: Trainer) -> list[native.Region]:
 
 @pytest.mark.parametrize(
     ("zenflow", "steps"),
-    [pytest.param(FOUR, 1, marks=pytest.mark.long), (FOUR, 7), pytest.param(BESIDE, 9, marks=pytest.mark.long), (BESIDE, 11)],
-    ids=["inline 1", "inline 7", "beside 9", "beside 11"],
+    [pytest.param(FOUR, 1, marks=pytest.mark.long), (FOUR, 7), pytest.param(OVERLAP, 9, marks=pytest.mark.long), (OVERLAP, 11)],
+    ids=["inline 1", "inline 7", "overlap 9", "overlap 11"],
 )
 def test_a_run_that_is_killed_goes_on_as_the_one_that_saved(tmp_path: Path, cluster: Cluster, zenflow: ZenFlowConfig, steps: int) -> None:
     """Behind the first choice, in the middle of a window, at the end of one (that of the second choice), with one in flight."""
@@ -361,7 +361,7 @@ def kept(place: Place, layout: Zen) -> tuple[int, int]:
 
 @pytest.mark.parametrize("layout", [Layout(dp=2, bf16=True, layers=1), Layout(tp=2, layers=1)], ids=lambda layout: layout.name)
 def test_the_host_holds_what_the_plan_says(cluster: Cluster, layout: Layout) -> None:
-    for zenflow in (FOUR, BESIDE, AT_ONCE):
+    for zenflow in (FOUR, OVERLAP, AT_ONCE):
         for held, planned in cluster.run(2, kept, zen(layout, zenflow)):
             assert held == planned
 

@@ -18,9 +18,9 @@ from tests.checkpoint.cases import state_at
 from tests.engine.test_offload import Broken
 from tests.harness import Cluster
 from tests.parallel.cases import Layout, Trainer, merged, train, trainer
-from tests.parallel.test_zenflow import AT_ONCE, BESIDE, EVERY, FOUR, SINGLE, Zen, everything, rule_of, zen
+from tests.parallel.test_zenflow import AT_ONCE, OVERLAP, EVERY, FOUR, SINGLE, Zen, everything, rule_of, zen
 
-ASKING = replace(BESIDE, zenflow_update_interval="auto")
+AUTO_INTERVAL = replace(OVERLAP, zenflow_update_interval="auto")
 
 
 def goes_back(place: Place, layout: Zen, folder: Path, bad: int) -> tuple[list[list[float]], bool]:
@@ -43,7 +43,7 @@ def goes_back(place: Place, layout: Zen, folder: Path, bad: int) -> tuple[list[l
 
 
 @pytest.mark.parametrize(
-    ("zenflow", "bad"), [(FOUR, 1), (BESIDE, 3), (BESIDE, 5), (ASKING, 2)], ids=["first", "middle", "beside", "asking"]
+    ("zenflow", "bad"), [(FOUR, 1), (OVERLAP, 3), (OVERLAP, 5), (AUTO_INTERVAL, 2)], ids=["first", "middle", "overlap", "auto"]
 )
 def test_a_run_that_goes_back_is_as_one_that_was_killed(tmp_path: Path, cluster: Cluster, zenflow: ZenFlowConfig, bad: int) -> None:
     """Right behind the checkpoint, in the middle of a window, with an update on its way, and where windows ask to close."""
@@ -81,7 +81,7 @@ def complaint(run: Trainer, iteration: int) -> str:
     return ""
 
 
-@pytest.mark.parametrize("zenflow", [FOUR, BESIDE], ids=["inline", "beside"])
+@pytest.mark.parametrize("zenflow", [FOUR, OVERLAP], ids=["inline", "overlap"])
 def test_replicas_are_compared_with_nothing_pending(cluster: Cluster, zenflow: ZenFlowConfig) -> None:
     """Hot columns are on the device: what the comparison sees of them on the host is what they are."""
     layout = zen(Layout(dp=4, strategy="optim_grads_params", shard_size=2, layers=1, bf16=True), zenflow)
@@ -95,7 +95,7 @@ def test_replicas_are_compared_with_nothing_pending(cluster: Cluster, zenflow: Z
 def test_a_copy_that_fails_has_a_name(good: int, clip: float) -> None:
     """Of a gradient or its scale on its way to the host, and of weights on their way back."""
     layout = Layout(layers=1, bf16=True, clip=clip, early=clip == 0.0)
-    run = trainer(SINGLE, zen(layout, BESIDE), copies=Broken(good))
+    run = trainer(SINGLE, zen(layout, OVERLAP), copies=Broken(good))
     with pytest.raises(OffloadError, match=r"^optimizer offload, bucket \d+ of .*: got MemoryError: a page of host memory is gone, expect"):
         for index in range(9):
             run.step(index)
