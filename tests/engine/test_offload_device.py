@@ -14,7 +14,7 @@ from megatron_llama.engine.offload.pinned_buffer import PinnedBuffer
 from tests.engine.test_engine import same, state_of
 from tests.engine.test_offload import EXACT, MIXED_CLIP, SPECULATIVE, rule_of
 from tests.parallel.cases import STRATEGIES, Layout, Trainer, trainer
-from tests.parallel.test_zenflow import AT_ONCE, OVERLAP, EVERY, FOUR, everything, zen
+from tests.parallel.test_zenflow import AT_ONCE, EVERY, FOUR, OVERLAP, everything, zen
 
 pytestmark = pytest.mark.gpu
 

@@ -18,7 +18,7 @@ from tests.checkpoint.cases import state_at
 from tests.engine.test_offload import Broken
 from tests.harness import Cluster
 from tests.parallel.cases import Layout, Trainer, merged, train, trainer
-from tests.parallel.test_zenflow import AT_ONCE, OVERLAP, EVERY, FOUR, SINGLE, Zen, everything, rule_of, zen
+from tests.parallel.test_zenflow import AT_ONCE, EVERY, FOUR, OVERLAP, SINGLE, Zen, everything, rule_of, zen
 
 AUTO_INTERVAL = replace(OVERLAP, zenflow_update_interval="auto")
 
