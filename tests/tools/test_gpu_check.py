@@ -173,7 +173,7 @@ def test_a_part_that_fails_does_not_stop_the_others(tmp_path: Path, capsys: pyte
     parts = [
         part_of(tmp_path, "late", f"import sys; {WRITES}; sys.exit(3)"),
         part_of(tmp_path, "early", "raise RuntimeError('nothing yet')"),
-        part_of(tmp_path, "slow", SLOW.replace("LEFT", repr(str(left))), seconds=6.0),
+        part_of(tmp_path, "slow", SLOW.replace("LEFT", repr(str(left))), seconds=12.0),
         replace(part_of(tmp_path, "never", "raise RuntimeError('never')"), obstacle="needs something"),
         replace(part_of(tmp_path, "last", f"import sys; {WRITES}"), absent=("hf: not here",)),
     ]
