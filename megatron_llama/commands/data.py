@@ -104,12 +104,12 @@ def _preview(
         f"{sum(encoded.loss_mask):,} in the loss\n\n{encoded.text}\n"
     )
     color = tool.color == "always" or (tool.color == "auto" and sys.stdout.isatty())
-    before, behind = (_GREEN, _PLAIN) if color else ("[[", "]]")
+    opened, closed = (_GREEN, _PLAIN) if color else ("[[", "]]")
     for counts, group in groupby(
         zip(tokenizer.spelt(encoded.ids), encoded.loss_mask, strict=True), key=lambda pair: pair[1]
     ):
         line = "|".join(text.replace("\n", "\\n") for text, _ in group)
-        print(f"{before}{line}{behind}" if counts else line)
+        print(f"{opened}{line}{closed}" if counts else line)
     return 0
 
 

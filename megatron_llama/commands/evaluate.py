@@ -36,15 +36,15 @@ def evaluate(parsed: Parsed) -> None:
         names = ", ".join(f"--{name.replace('_', '-')}" for name in given)
         raise ConfigError(
             describe(
-                names, got="given beside --text", expected="one or the other", do="leave one out"
+                names, got="given with --text", expected="one or the other", do="leave one out"
             )
         )
     weights = parsed.get(CheckpointConfig)
     source = open_folder(weights.load, weights.init_from_hf)
     # Every process makes its own dataset: the tokens are the same, and machines need not share a
     # disk.
-    with tempfile.TemporaryDirectory() as folder, local_copy(tokenizer_folder(source)) as beside:
-        tokenizer = parsed.get(DataConfig).tokenizer_model or str(beside)
+    with tempfile.TemporaryDirectory() as folder, local_copy(tokenizer_folder(source)) as own:
+        tokenizer = parsed.get(DataConfig).tokenizer_model or str(own)
         pretrain.evaluate(
             _with_text(
                 parsed,

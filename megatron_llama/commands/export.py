@@ -24,9 +24,9 @@ def export(parsed: Parsed) -> None:
         do = f"give {' FOLDER '.join(missing)} FOLDER"
         raise ConfigError(describe(", ".join(missing), got="nothing", expected="a folder", do=do))
     path = checkpoint_dir.find(options.load)
-    with local_copy(path.parent / checkpoint_dir.TOKENIZER) as beside:
+    with local_copy(path.parent / checkpoint_dir.TOKENIZER) as saved:
         chosen = options.tokenizer_model or (
-            beside if beside.is_dir() and any(beside.iterdir()) else None
+            saved if saved.is_dir() and any(saved.iterdir()) else None
         )
         tokenizer = load_tokenizer(chosen) if chosen is not None else None
         if options.adapter:
@@ -38,5 +38,6 @@ def export(parsed: Parsed) -> None:
     print(f"exported {path} to {options.output} ({dtype})")
     if tokenizer is None:
         print(
-            "warning: no tokenizer is known for this checkpoint; give --tokenizer-model to export one with it"
+            "warning: no tokenizer is known for this checkpoint; give --tokenizer-model "
+            "to export one with it"
         )

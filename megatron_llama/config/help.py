@@ -23,13 +23,13 @@ _WIDTH = 100
 _HEADER = """\
 # Options
 
-Written by `python -m megatron_llama.config.help docs/options.md` from `megatron_llama/config/schema.py`;
-a test holds it current.
+Written by `python -m megatron_llama.config.help docs/options.md` from
+`megatron_llama/config/schema.py`; a test holds it current.
 
 Every option is a flag (`--micro-batch-size 4`, `--micro_batch_size=4`) and a YAML key
-(`micro_batch_size: 4`, flat or under the name of its section). The file of `--config FILE` wins over
-the fields that `--model` or `--init-from-hf` give, flags win over both. Integers may be written `2e8`
-or `1_000`; booleans `--bf16`, `--no-bf16` or `--bf16 false`."""
+(`micro_batch_size: 4`, flat or under the name of its section). The file of `--config FILE` wins
+over the fields that `--model` or `--init-from-hf` give, flags win over both. Integers may be
+written `2e8` or `1_000`; booleans `--bf16`, `--no-bf16` or `--bf16 false`."""
 
 
 def field_docs(section: type[Any]) -> dict[str, str]:
@@ -166,9 +166,9 @@ def _row(*cells: str) -> str:
 def main(argv: Sequence[str]) -> None:
     """Write the options of a training run to the file named by the first argument."""
     target = Path(argv[0])
-    beside = target.with_name(target.name + ".part")
-    beside.write_text(options_markdown(config_sections(), MEGATRON), encoding="utf-8")
-    beside.replace(target)
+    unfinished = target.with_name(target.name + ".part")
+    unfinished.write_text(options_markdown(config_sections(), MEGATRON), encoding="utf-8")
+    unfinished.replace(target)
 
 
 if __name__ == "__main__":

@@ -21,7 +21,7 @@ class ModelConfig:
 
     preset: str | None = None
     """Take all model fields from a known model (`--model llama3-8b`; `inspect presets` lists them).
-    Flags given beside it win."""
+    Flags given with it win."""
     vocab_size: int = 0
     """Rows of the embedding, without padding. 0: the tokenizer's size."""
     hidden_size: int = 0
@@ -193,7 +193,7 @@ class TrainingConfig:
     """After a step whose loss or gradient norm is not finite, or whose loss is a spike: stop with
     an error; leave the weights as they are and go on with the next samples (needs --clip-grad); or
     go back to the newest checkpoint and leave out that step's samples when they come again. What is
-    left out is listed in `skipped.jsonl` beside the checkpoints."""
+    left out is listed in `skipped.jsonl` next to the checkpoints."""
     loss_spike_factor: float = 0.0
     """A loss beyond so many times the mean of the last good steps is a spike. 0: none is."""
     loss_spike_window: int = 100
@@ -265,7 +265,8 @@ class OptimizerConfig:
 
 @dataclass(frozen=True)
 class OffloadConfig:
-    """Optimizer state in the host's memory, updated by its processor beside the device's work."""
+    """Optimizer state in the host's memory, updated by its processor while the device
+    computes."""
 
     optimizer_offload: Literal["none", "exact", "zenflow"] = "none"
     """Keep fp32 weights and moments in the host's memory and update them there. exact: to the bit
@@ -308,11 +309,11 @@ class ZenFlowConfig:
     """Steps at the start that update everything. The first step always does: by its gradient
     columns are chosen."""
     zenflow_overlap_step: bool = False
-    """Compute these updates beside the steps that follow: each is in the weights when the next one
-    begins."""
+    """Compute these updates in the background, during the steps that follow: each is in the weights
+    when the next one begins."""
     zenflow_config: str | None = None
     """A JSON file of DeepSpeed's with `zero_optimization.zenflow`, or that block alone. Options
-    given beside it win."""
+    given with it win."""
 
 
 @dataclass(frozen=True)
@@ -345,7 +346,7 @@ class DataConfig:
 
     data_path: tuple[str, ...] = ()
     """Prefix of an indexed dataset: PREFIX.bin and PREFIX.idx, without suffix. Or several, each
-    behind its weight, in a blend: `0.7 web 0.3 code` takes seven samples of web to three of code,
+    after its weight, in a blend: `0.7 web 0.3 code` takes seven samples of web to three of code,
     however large they are. Without weights each contributes what it has."""
     split: str = "969,30,1"
     """Shares of the documents for training, validation and test, in file order. `100,0,0` means no
@@ -391,8 +392,8 @@ class CheckpointConfig:
     """With --save-retain, keep also those whose iteration is a multiple of this. 0: none
     besides."""
     async_save: bool = False
-    """Write checkpoints in a process beside each rank: training stops only while the state is
-    copied to memory of the host, twice 12 bytes for each parameter of the rank's shard at most.
+    """Write checkpoints in a background process of each rank: training stops only while the state
+    is copied to memory of the host, twice 12 bytes for each parameter of the rank's shard at most.
     Linux only."""
     load: str | None = None
     """Resume from the newest complete checkpoint of this folder, or from this `iter_...` folder
@@ -431,7 +432,7 @@ class LogConfig:
     sample_prompt: tuple[str, ...] = ()
     """Texts for --sample-interval; `sft` takes each as a user's message."""
     sample_tokens: int = 32
-    """Tokens of such a continuation, the likeliest one at each place; the end token ends it
+    """Tokens of such a continuation, always the most probable one; the end token ends it
     earlier."""
     job_name: str | None = None
     """Name of the run: first line of the log, and the run's name in TensorBoard."""
@@ -439,7 +440,7 @@ class LogConfig:
     """Trace some steps with torch's profiler: `rank-R.trace.json.gz` in --profile-dir, on a GPU
     also a snapshot of its memory."""
     profile_step_start: int = 10
-    """Tracing begins behind so many iterations."""
+    """Iterations before tracing begins."""
     profile_step_end: int = 12
     """The last iteration that is traced."""
     profile_ranks: tuple[int, ...] = (0,)

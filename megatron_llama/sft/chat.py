@@ -124,8 +124,8 @@ class ChatTokenizer:
         """The special token with which the template ends an answer; empty if it uses none."""
         before = [{"role": "user", "content": "?"}]
         text = self.template.render([*before, {"role": ASSISTANT, "content": _SOMETHING}]).text
-        behind = self._reader.encode(text.rpartition(_SOMETHING)[2])
-        return frozenset(next(([id] for id in behind if not self._reader.decode([id])), []))
+        after = self._reader.encode(text.rpartition(_SOMETHING)[2])
+        return frozenset(next(([id] for id in after if not self._reader.decode([id])), []))
 
     def read(self, example: Example, loss_on: LossOn) -> Encoded:
         """Encode an example. Raises UnusableError if no token of it would be in the loss, or if the

@@ -129,7 +129,7 @@ def elements(file: Path) -> Iterator[tuple[int, Any]]:
                             if found
                             else "the end of the file"
                         )
-                        expected = "a comma or the closing bracket behind an example"
+                        expected = "a comma or the closing bracket after an example"
                         do = "mend the file: it may be cut off"
                         raise UnusableError("broken array", got=got, expected=expected, do=do)
                     window.at += 1
@@ -143,10 +143,10 @@ def elements(file: Path) -> Iterator[tuple[int, Any]]:
                 got = repr(window.text[window.at : window.at + 10])
                 do = "put all examples into one array"
                 raise UnusableError(
-                    "broken array", got=got, expected="nothing behind the closing bracket", do=do
+                    "broken array", got=got, expected="nothing after the closing bracket", do=do
                 )
         except UnusableError as problem:
-            yield window.line, problem.followed("nothing behind it was read")
+            yield window.line, problem.followed("nothing after it was read")
 
 
 class _Window:
@@ -177,11 +177,11 @@ class _Window:
             self._more()
 
     def value(self) -> Any:
-        """Read the value that begins here and move behind it. Raises UnusableError."""
+        """Read the value that begins here and move to its end. Raises UnusableError."""
         while True:
             try:
                 value, end = _decoder().raw_decode(self.text, self.at)
-                if end < len(self.text) or self._ended:  # a number may go on behind what is here
+                if end < len(self.text) or self._ended:  # a number may go on after what is here
                     self.at = end
                     return value
             except json.JSONDecodeError as error:

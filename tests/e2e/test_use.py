@@ -90,7 +90,7 @@ def test_evaluate_reads_text(layout: Layout, product: Product, trained: Trained,
 
 def test_evaluate_takes_text_or_a_dataset(product: Product, refuse: Refuse, trained: Trained) -> None:
     both = refuse(["evaluate", "--load", trained.hf, "--text", "x", "--data-path", product.data], code=2)
-    assert "--data-path: got given beside --text" in both
+    assert "--data-path: got given with --text" in both
     neither = refuse(["evaluate", "--load", trained.hf], code=2)
     assert "--data-path, --text: got neither, expected one of them; give --data-path PREFIX" in neither
 

@@ -176,7 +176,7 @@ def test_an_array_in_pieces(block: int, tmp_path: Path, monkeypatch: pytest.Monk
         path.write_text(text)
         *_, (where, problem) = json_text.elements(path)
         said = str(problem.at("data"))
-        assert where == line and words in said and said.endswith("; nothing behind it was read"), said
+        assert where == line and words in said and said.endswith("; nothing after it was read"), said
     path.write_bytes(b'[1,\n"\xc3\xa9", "\xff"]')
     *_, (where, problem) = json_text.elements(path)
     assert where == 2 and "got byte 0xff at byte 11, expected UTF-8" in str(problem.at("data"))

@@ -77,11 +77,11 @@ class SamplingConfig:
     max_new_tokens: int = 64
     """Tokens to add to each prompt; the end token ends it earlier."""
     temperature: float = 0.8
-    """Divides the logits before sampling. 0: always the likeliest token."""
+    """Divides the logits before sampling. 0: always the most probable token."""
     top_k: int = 0
-    """Sample among the k likeliest tokens. 0: no limit."""
+    """Sample among the k most probable tokens. 0: no limit."""
     top_p: float = 0.95
-    """Sample among the likeliest tokens that together have this probability."""
+    """Sample among the most probable tokens that together have this probability."""
     seed: int = 1234
     """Same seed, same text."""
 
@@ -107,8 +107,8 @@ class ChatConfig:
     system: str | None = None
     """What the model is told before the conversation."""
     chat_template: str | None = None
-    """File with the jinja template of a conversation. Default: the one that lies beside the
-    tokenizer."""
+    """File with the jinja template of a conversation. Default: the one in the tokenizer's
+    folder."""
 
 
 @dataclass(frozen=True)
@@ -121,11 +121,11 @@ class ExportConfig:
     """Folder to write: model.safetensors (or shards with an index), config.json,
     generation_config.json and the tokenizer."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
-    """Of the written weights. auto: bfloat16 for a run with --bf16, else float32."""
+    """Dtype of the written weights. auto: bfloat16 for a run with --bf16, else float32."""
     tokenizer_model: str | None = None
     """Tokenizer file or folder. Default: the one saved with the checkpoint."""
     adapter: bool = False
-    """Of a run with --lora-rank, write the low-rank additions alone, as HuggingFace's PEFT has
+    """For a run with --lora-rank, write the low-rank additions alone, as HuggingFace's PEFT has
     them. Without it they are added to the weights."""
 
 
@@ -143,7 +143,7 @@ class MergeConfig:
     """Folder with the additions as HuggingFace's PEFT has them. Default: those of the checkpoint
     itself."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
-    """Of the written weights. auto: the model's."""
+    """Dtype of the written weights. auto: the model's."""
     max_shard_bytes: int = 5_000_000_000
     """Largest weight file, unless a single tensor is larger."""
     workers: int = 2
@@ -172,8 +172,8 @@ class ConvertConfig:
     """Number of token ids, for a source that stores only a padded vocabulary. 0: what the source or
     its tokenizer says."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
-    """Of the written weights (native: what a run computes in; its masters are fp32). auto: the
-    source's."""
+    """Dtype of the written weights (native: what a run computes in; its masters are fp32). auto:
+    the source's."""
     tensor_model_parallel_size: int = 1
     """Tensor-parallel size to write (megatron formats), or number of consolidated files (meta)."""
     pipeline_model_parallel_size: int = 1

@@ -57,7 +57,7 @@ def _decay_problems(optimizer: OptimizerConfig, training: TrainingConfig) -> Ite
     whole, warmup, last = (getattr(optimizer, name) for name in named[unit])
     share = optimizer.lr_warmup_fraction
     if share and (warmup or share >= 1):
-        got = f"{share}{f' beside --lr-warmup-{unit} {warmup}' if warmup else ''}"
+        got = f"{share}{f' with --lr-warmup-{unit} {warmup}' if warmup else ''}"
         do = "give one length of the warm-up, and 0 for the other"
         yield describe(
             "--lr-warmup-fraction", got=got, expected="a share below 1, and no other length", do=do
@@ -65,7 +65,7 @@ def _decay_problems(optimizer: OptimizerConfig, training: TrainingConfig) -> Ite
         return
     stable = whole - (warmup or int(share * whole))
     if optimizer.lr_decay_style == "WSD" and stable > 0 and not 0 < last <= stable:
-        wanted = f"1 to {stable}, the lr_decay_{unit} behind the warm-up"
+        wanted = f"1 to {stable}, the lr_decay_{unit} after the warm-up"
         yield describe(
             f"--lr-wsd-decay-{unit}",
             got=last,

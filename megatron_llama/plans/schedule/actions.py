@@ -107,7 +107,7 @@ def receive_of(action: Action, placement: Placement) -> Action | None:
 
 def send_of(action: Action, placement: Placement) -> Action | None:
     """The send that must come after this pass; None where its output stays on this rank."""
-    op = send_behind(action.op, action.stage, placement)
+    op = send_after(action.op, action.stage, placement)
     return Action(op, action.stage, action.microbatch) if op is not None else None
 
 
@@ -120,7 +120,7 @@ def receive_before(op: Op, stage: int, placement: Placement) -> Op | None:
     return None
 
 
-def send_behind(op: Op, stage: int, placement: Placement) -> Op | None:
+def send_after(op: Op, stage: int, placement: Placement) -> Op | None:
     """The kind of send that follows a pass at ``stage``; ``send_of`` without a microbatch."""
     if op is Op.FORWARD:
         return Op.SEND_FORWARD if _elsewhere(stage, stage + 1, placement) else None
@@ -163,7 +163,7 @@ def with_transfers(passes: list[Action], placement: Placement) -> Iterator[Actio
     the one that needs it: the transfer for F1 is posted before F0 and runs while F0 computes."""
     kinds = {(op, stage) for op, stage, _ in passes}
     before = {kind: receive_before(*kind, placement) for kind in kinds}
-    behind = {kind: send_behind(*kind, placement) for kind in kinds}
+    after = {kind: send_after(*kind, placement) for kind in kinds}
     receives = [before[op, stage] for op, stage, _ in passes]
     if passes and receives[0] is not None:
         yield Action(receives[0], *passes[0][1:])
@@ -173,7 +173,7 @@ def with_transfers(passes: list[Action], placement: Placement) -> Iterator[Actio
         if op is not None and following is not None:
             yield Action(op, *following[1:])
         yield action
-        send = behind[action.op, action.stage]
+        send = after[action.op, action.stage]
         if send is not None:
             yield Action(send, action.stage, action.microbatch)
 

@@ -24,7 +24,7 @@ from megatron_llama.plans.schedule.actions import (
     ScheduleError,
     link_of,
     receive_before,
-    send_behind,
+    send_after,
 )
 from megatron_llama.plans.schedule.replay import Costs, Timeline, simulate
 
@@ -91,7 +91,7 @@ def _transfers(schedule: Schedule, rank: int) -> Iterator[tuple[Op, int]]:
     for op, stage in _kinds(schedule, rank):
         for transfer in (
             receive_before(op, stage, schedule.placement),
-            send_behind(op, stage, schedule.placement),
+            send_after(op, stage, schedule.placement),
         ):
             if transfer is not None:
                 yield transfer, stage
@@ -162,7 +162,7 @@ def _pairs(op: Op, stage: int, schedule: Schedule) -> Iterator[tuple[Kind, Kind]
     """(needed, pass) and (pass, what needs it) around the passes of a stage. Those of other ranks
     are not in this rank's list."""
     receive = receive_before(op, stage, schedule.placement)
-    send = send_behind(op, stage, schedule.placement)
+    send = send_after(op, stage, schedule.placement)
     if receive is not None:
         yield (receive, stage), (op, stage)
     if send is not None:
