@@ -8,6 +8,9 @@ from types import MappingProxyType
 
 from megatron_llama.config.schema import ModelConfig
 
+LLAMA_VOCABULARY = 32000
+"""The vocabulary that plans assume where no tokenizer is at hand."""
+
 _LLAMA_7B = ModelConfig(
     vocab_size=32000,
     hidden_size=4096,

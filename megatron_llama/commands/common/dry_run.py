@@ -13,6 +13,7 @@ from megatron_llama.commands.common.auto_parallel import planned, this_device, w
 from megatron_llama.commands.common.configs import DryRunConfig
 from megatron_llama.config.blend import read_blend
 from megatron_llama.config.parse import Parsed
+from megatron_llama.config.presets import LLAMA_VOCABULARY
 from megatron_llama.config.schema import CheckpointConfig, Config, LaunchConfig
 from megatron_llama.config.world import dp_size
 from megatron_llama.distributed.host_memory import free_bytes
@@ -30,7 +31,6 @@ from megatron_llama.plans.params import (
 from megatron_llama.plans.resolve import assemble, check
 from megatron_llama.plans.schedule import Schedule
 
-LLAMA_VOCABULARY = 32000
 SHOWN_ACTIONS = 40
 
 

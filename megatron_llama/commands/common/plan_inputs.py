@@ -11,6 +11,7 @@ from typing import Any, get_args, get_type_hints
 
 from megatron_llama.commands.common.configs import PlanConfig
 from megatron_llama.config.parse import Parsed
+from megatron_llama.config.presets import LLAMA_VOCABULARY
 from megatron_llama.config.schema import Config, LaunchConfig, ParallelConfig
 from megatron_llama.errors import ConfigError, describe, listing
 from megatron_llama.planner.calibration import Calibration, calibration_of
@@ -34,7 +35,6 @@ NUMBERS: Mapping[str, str] = MappingProxyType(
 """Numbers in the word for a layout (``tp4/pp2``), and their options."""
 CHOICES = ("pipeline_schedule", "data_parallel_sharding_strategy", "recompute_granularity")
 """Options whose values stand in that word by themselves."""
-LLAMA_VOCABULARY = 32000
 MODEL_HINT = "give --model llama2-70b or the model's fields"
 
 
