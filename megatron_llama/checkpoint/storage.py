@@ -52,8 +52,8 @@ def write_parts(folder: Path, rank: int, parts: Iterable[Region]) -> WrittenPart
     with writing(folder / name), HashedFile(folder / name) as file:
         for part in parts:
             start = file.tell()
-            # A copy, since torch saves the whole storage of a view. It has no name that would keep it
-            # in memory while the next part is read.
+            # A copy, since torch saves the whole storage of a view. It has no name that would keep
+            # it in memory while the next part is read.
             torch.save(
                 part.tensor.detach().to("cpu", copy=True, memory_format=torch.contiguous_format),
                 cast(IO[bytes], file),
@@ -192,8 +192,8 @@ def refuse(title: str, problems: list[str]) -> None:
 
 
 def read_metadata(folder: Path) -> Metadata:
-    """The index of all chunks. Raises CheckpointError naming the file; a file with anything else in
-    it runs no code."""
+    """Return the index of all chunks. Raises CheckpointError naming the file; a file with anything
+    else in it runs no code."""
     path = folder / METADATA
     try:
         with path.open("rb") as file:
