@@ -11,7 +11,8 @@ from megatron_llama.plans.params import is_frozen, stage_units, whole_model
 
 
 def freeze_problems(model: ModelConfig, patterns: tuple[str, ...]) -> Iterator[str]:
-    """Yield patterns that match nothing, or everything, and weights of which a part would be frozen.
+    """Yield patterns that match nothing, or everything, and weights of which a part would be
+    frozen.
 
     What some layout stores as one weight (q, k and v; gate and up) is frozen as one in every
     layout: a checkpoint may be resumed in another one."""

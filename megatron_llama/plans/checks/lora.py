@@ -10,7 +10,8 @@ from megatron_llama.plans.params import PROJECTIONS, adapter_shapes, is_frozen
 
 
 def lora_problems(config: Config) -> Iterator[str]:
-    """Yield what is wrong with the additions' options, and with --freeze if it leaves none to train."""
+    """Yield what is wrong with the additions' options, and with --freeze if it leaves none to
+    train."""
     lora = config.lora
     model = config.model
     if lora.lora_dropout:
