@@ -32,7 +32,7 @@ def storage_path(name: str | Path) -> Path:
         found.fs.invalidate_cache()  # asks for the store's package
         return cast(Path, found)
     except ImportError as error:
-        do = "install megatron-llama[fsspec] and the package of the store, such as s3fs"
+        do = "pip install '.[fsspec]' and the package of the store, such as s3fs"
         raise CheckpointError(
             name, got=str(error), expected="packages that read such a URL", do=do
         ) from error

@@ -453,7 +453,7 @@ class LogConfig:
     Compressed where the name ends in `.gz`."""
     wandb_project: str | None = None
     """Write every log line and evaluation to this project of Weights & Biases. Needs `pip install
-    megatron-llama[wandb]`."""
+    '.[wandb]'`."""
     wandb_exp_name: str | None = None
     """Name of the run there. Default: --job-name."""
     wandb_save_dir: str | None = None
@@ -461,7 +461,7 @@ class LogConfig:
     tensorboard_dir: str | None = None
     """Write every log line and evaluation as TensorBoard events, under Megatron's names, into this
     folder, with --job-name into a folder of that name in it. Needs `pip install
-    megatron-llama[tensorboard]`."""
+    '.[tensorboard]'`."""
     tensorboard_queue_size: int = 1000
     """Events that may wait in memory to be written; a log line that adds more waits."""
     log_timers_to_tensorboard: bool = False

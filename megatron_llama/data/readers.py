@@ -61,7 +61,7 @@ def require_packages(files: Sequence[Path]) -> None:
     problems = []
     for suffix, file in missing.items():
         package, extra = _PACKAGES[suffix]
-        do = f"pip install megatron-llama[{extra}]"
+        do = f"pip install '.[{extra}]'"
         problems.append(
             describe(
                 file, got=f"no package {package}", expected=f"it installed, to read {suffix}", do=do

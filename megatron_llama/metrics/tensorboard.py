@@ -19,7 +19,7 @@ def require_tensorboard(config: LogConfig) -> None:
     """Raise ConfigError if events are asked for and the package that writes them is not
     installed."""
     if config.tensorboard_dir is not None and find_spec("tensorboard") is None:
-        do = "pip install megatron-llama[tensorboard], or leave it out"
+        do = "pip install '.[tensorboard]', or leave it out"
         raise ConfigError(
             "--tensorboard-dir", got="no package tensorboard", expected="it installed", do=do
         )

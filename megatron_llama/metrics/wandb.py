@@ -14,7 +14,7 @@ def require_wandb(config: LogConfig) -> None:
     """Raise ConfigError if a run of Weights & Biases is asked for and its package is not
     installed."""
     if config.wandb_project is not None and find_spec("wandb") is None:
-        do = "pip install megatron-llama[wandb], or leave it out"
+        do = "pip install '.[wandb]', or leave it out"
         raise ConfigError("--wandb-project", got="no package wandb", expected="it installed", do=do)
 
 

@@ -143,7 +143,7 @@ def _parquet(file: Path) -> Iterator[Record]:
     try:
         import pyarrow.parquet as parquet
     except ImportError as error:
-        do = "pip install 'megatron-llama[parquet]'"
+        do = "pip install '.[parquet]' in the clone"
         raise DataError(
             describe(str(file), got="no pyarrow", expected="pyarrow, which reads parquet", do=do)
         ) from error
