@@ -330,8 +330,5 @@ def test_a_package_that_is_missing_is_named(tokenizer: SentencePieceTokenizer, t
     program = f"import sys; sys.modules.update(zstandard=None, pyarrow=None)\nfrom megatron_llama.cli import main; sys.exit(main({argv}))"
     ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
     assert ended.returncode == 1 and "Traceback" not in ended.stderr
-    assert (
-        f"{tmp_path}/a.jsonl.zst: got no package zstandard, expected it installed, to read .zst; pip install '.[zstd]'"
-        in ended.stderr
-    )
+    assert f"{tmp_path}/a.jsonl.zst: got no package zstandard, expected it installed, to read .zst; pip install '.[zstd]'" in ended.stderr
     assert f"{tmp_path}/b.parquet: got no package pyarrow, expected it installed, to read .parquet; pip install" in ended.stderr

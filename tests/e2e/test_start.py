@@ -195,8 +195,7 @@ def test_tensorboard_needs_its_package(
     assert main(product.command(tensorboard_dir=tmp_path / "board")) == 2
     said = capsys.readouterr().err
     assert said == (
-        "error: --tensorboard-dir: got no package tensorboard, expected it installed; pip install '.[tensorboard]', "
-        "or leave it out\n"
+        "error: --tensorboard-dir: got no package tensorboard, expected it installed; pip install '.[tensorboard]', or leave it out\n"
     )
     assert not (tmp_path / "board").exists()
     assert main(product.command(tensorboard_dir=tmp_path / "board", dry_run=True)) == 0
