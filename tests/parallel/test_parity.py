@@ -192,7 +192,9 @@ def _assert_replicas_equal(records: list[Record]) -> None:
         assert len(digests) == 1, f"data-parallel ranks {one.dp_line} hold different parameters"
 
 
-@pytest.mark.parametrize("layout", [FULL, replace(FULL, strategy="optim_grads", tied=True)], ids=lambda layout: layout.name)
+@pytest.mark.parametrize(
+    "layout", [pytest.param(FULL, marks=pytest.mark.long), replace(FULL, strategy="optim_grads", tied=True)], ids=lambda layout: layout.name
+)
 def test_same_layout_twice_is_bitwise_equal(cluster: Cluster, layout: Layout) -> None:
     _assert_bitwise(cluster.run(8, train, layout), cluster.run(8, train, layout))
 

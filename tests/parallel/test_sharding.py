@@ -40,7 +40,7 @@ def bits(records: list[Record]) -> list[tuple[tuple[float, ...], tuple[float, ..
 @pytest.mark.parametrize(
     "shape",
     [
-        Layout(dp=8),
+        pytest.param(Layout(dp=8), marks=pytest.mark.long),
         Layout(dp=2, tied=True, recompute="full", documents=True),
         Layout(dp=2, bf16=True),
         Layout(dp=2, reduce_bf16=True),
