@@ -73,7 +73,8 @@ def convert(parsed: Parsed) -> None:
         print(f"note: {note}")
     seconds = time.perf_counter() - start
     print(
-        f"converted {source.format} {source.folder} to {options.to} {options.dst} ({dtype}, {size / 1e9:.2f} GB, {seconds:.1f} s)"
+        f"converted {source.format} {source.folder} to {options.to} {options.dst} "
+        f"({dtype}, {size / 1e9:.2f} GB, {seconds:.1f} s)"
     )
 
 
@@ -173,4 +174,7 @@ def _losses(options: ConvertConfig, model: ModelConfig) -> Iterator[str]:
     elif options.to == "meta":
         fields = meta_names.lost_fields(model)
     for name in fields:
-        yield f"{name}: the program of format {options.to} does not know it and will not use it; it is kept for converting back"
+        yield (
+            f"{name}: the program of format {options.to} does not know it and will not use it; "
+            "it is kept for converting back"
+        )

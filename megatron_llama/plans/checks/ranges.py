@@ -10,19 +10,21 @@ from megatron_llama.config.parse import flag, options_of
 from megatron_llama.config.schema import Config
 from megatron_llama.errors import describe
 
-POSITIVE = frozenset(
+_POSITIVE = (
     "rms_norm_eps rope_theta make_vocab_size_divisible_by "
     "tensor_model_parallel_size pipeline_model_parallel_size virtual_pipeline_model_parallel_size "
     "context_parallel_size grad_slots exchange_chunk_bytes reduce_bucket_size "
     "distributed_timeout_minutes seq_length micro_batch_size initial_loss_scale min_loss_scale "
     "loss_scale_window hysteresis loss_spike_window adam_eps lora_alpha log_interval "
-    "sample_tokens tensorboard_queue_size".split()
+    "sample_tokens tensorboard_queue_size"
 )
+POSITIVE = frozenset(_POSITIVE.split())
 """Numbers that must not be 0. All others may be."""
-CHECKED_ELSEWHERE = frozenset(
+_CHECKED_ELSEWHERE = (
     "train_iters adam_beta1 adam_beta2 optimizer_offload_fraction zenflow_topk_ratio "
-    "zenflow_update_interval_cap zenflow_full_warm_up_rounds lora_dropout profile_step_end".split()
+    "zenflow_update_interval_cap zenflow_full_warm_up_rounds lora_dropout profile_step_end"
 )
+CHECKED_ELSEWHERE = frozenset(_CHECKED_ELSEWHERE.split())
 """Numbers of which another check says more exactly what they have to be."""
 
 
