@@ -46,6 +46,9 @@ def workers(
             "preprocess", got="a dead worker process", expected="enough memory for each", do=remedy
         ) from error
     except BaseException:
+        # A worker may end in the middle of a result. The thread that reads results has to see the
+        # end of the pipe then, which it does not while this process can still write to it.
+        pool._result_queue._writer.close()  # type: ignore[attr-defined]
         ours.close()  # the processes end at once: nobody wants their results
         raise
     finally:
