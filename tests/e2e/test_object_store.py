@@ -59,7 +59,7 @@ def test_what_a_killed_save_left_does_not_count_and_goes(product: Product, tmp_p
     ("url", "message"),
     [
         ("nothing://bucket/run", "expected a path or a URL; give a path"),
-        ("s3://bucket/run", r"expected packages .*; install megatron-llama\[fsspec\]"),
+        ("s3://bucket/run", r"expected packages .*; pip install '\.\[fsspec\]'"),
     ],
 )
 def test_a_url_that_cannot_be_read(url: str, message: str, product: Product) -> None:
