@@ -95,7 +95,8 @@ def train(
         # cannot start leaves the folder as it was.
         saver = Saver(config, mesh, optimizer, tokenizer, background, identity)
         log = stack.enter_context(open_log(config, mesh, state))
-        if mesh.rank == 0:  # which looks at the file save-now and at the clock for all ranks
+        # Only rank 0 looks at the file save-now and at the clock; the others follow its request.
+        if mesh.rank == 0:
             minutes = training.exit_duration_in_mins
             interrupts = Interrupts(config.checkpoint.save, minutes=minutes, since=started)
         else:
@@ -130,7 +131,8 @@ def train(
             state = bad_steps.next_state(state)
             mesh.recorder.iteration = state.iteration
             batches = prefetcher.take(next_sample=bad_steps.first_sample(state))
-            optimizer.begin_update(lr, clip=clip_grad)
+            # So that buckets can be updated during backward when nothing is clipped.
+            optimizer.announce_step(lr, clip=clip_grad)
             # Every microbatch: forward, backward, and the reduction of its gradients.
             loss = runtime.step(batches)
             update = optimizer.step(lr, clip=clip_grad, skip_update=bad_steps.skip_update(loss))
@@ -141,7 +143,8 @@ def train(
             stopping = request == STOP or (interval > 0 and state.iteration % interval == 0)
             saving = saver.due(state) or stopping or request == SAVE
             evaluating = validation.due(state)
-            if evaluating or saving or texts.due(state):
+            writing_texts = texts.due(state)
+            if evaluating or saving or writing_texts:
                 # The host learns how a step went one step later. It waits for that here, so that
                 # a step that went wrong is never saved or evaluated.
                 progress.check_last_step()
@@ -160,9 +163,9 @@ def train(
                 early_stop_reason = validation.early_stop_reason(log)
             if saving or early_stop_reason:
                 saver.save(bad_steps.with_history(state), log, validation_loss)
-            if texts.due(state):
+            if writing_texts:
                 texts.write(state, log)
-            if evaluating or saving or texts.due(state):
+            if evaluating or saving or writing_texts:
                 progress.restart_clock()  # the log's averages are those of training alone
             if saver.failed(log):
                 interrupts.stop()

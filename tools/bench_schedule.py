@@ -61,7 +61,7 @@ class Waits:
     def begin_evaluation(self, accesses: Sequence[WeightAccess]) -> None:
         """See the runtime's Engine."""
 
-    def postpone_wgrad(self, key: Hashable | None) -> None:
+    def postpone_wgrads(self, key: Hashable | None) -> None:
         """See the runtime's Engine."""
         self._key = key
 

@@ -128,7 +128,7 @@ class Trial:
         """So many steps, to the last message."""
         optimizer = self.config.optimizer
         for _ in range(steps):
-            self.engine.begin_update(optimizer.lr, clip=optimizer.clip_grad)
+            self.engine.announce_step(optimizer.lr, clip=optimizer.clip_grad)
             self.runtime.step(batches)
             self.engine.step(optimizer.lr, clip=optimizer.clip_grad)
         self.engine.settle()

@@ -296,7 +296,7 @@ def build_mesh(config: Config, *, rank: int, world_size: int, device: torch.devi
     pp_lines = grid.lines(0)
     partition = partition_of(config)
     virtual = partition.stages > pp
-    tied = model.tie_word_embeddings and not partition.ends_meet
+    tied = model.tie_word_embeddings and not partition.first_and_last_share_rank
     return Mesh(
         world=_world(rank, world_size, recorder),
         tp=tp_axis,

@@ -38,14 +38,14 @@ def build_optimizer(
     worker_factory: WorkerFactory = HostWorker,
     blocking: bool = False,
     steps_per_epoch: int = 0,
-    at_once: bool = False,
+    inline: bool = False,
 ) -> OverlappedDistributedOptimizer:
     """Build the engine of this rank's stages. Its parameters are zero until ``load_weights`` or a
     checkpoint fills them.
 
     ``copies`` copies between device and host where the optimizer is offloaded, and
     ``worker_factory`` makes the worker that updates there. ``blocking`` waits for such an optimizer
-    at once, for comparison. ``steps_per_epoch`` is 0 where an epoch has no meaning. ``at_once`` is
+    at once, for comparison. ``steps_per_epoch`` is 0 where an epoch has no meaning. ``inline`` is
     explained at ``Transport``.
 
     Raises ConfigError, on every rank, where some rank's messages would be cut into more pieces than
@@ -85,6 +85,6 @@ def build_optimizer(
             wire=torch.bfloat16 if parallel.grad_reduce_in_bf16 else None,
             chunk_bytes=parallel.exchange_chunk_bytes,
             prefetch_bytes=parallel.prefetch_bytes,
-            at_once=at_once,
+            inline=inline,
         ),
     )

@@ -15,8 +15,8 @@ stream of its own, while the rest of backward computes. All of this follows from
 never from the moment when a message arrives, so all ranks issue the same collectives in the same
 order and cannot deadlock.
 
-Zero-bubble schedules split a backward pass: between ``postpone_wgrad(key)`` and
-``postpone_wgrad(None)`` the weight gradients of matrices are kept as closures, and
+Zero-bubble schedules split a backward pass: between ``postpone_wgrads(key)`` and
+``postpone_wgrads(None)`` the weight gradients of matrices are kept as closures, and
 ``run_wgrads(key)`` computes them later.
 """
 
@@ -32,7 +32,7 @@ from torch import Tensor
 from megatron_llama.distributed.comm.exchange import Exchange, Reductions, all_reduce
 from megatron_llama.distributed.comm.streams import Future, Stream
 from megatron_llama.distributed.mesh import Axis
-from megatron_llama.plans.buckets import REDUCTIONS_IN_FLIGHT, BucketPlan, Placement, Slot
+from megatron_llama.plans.buckets import REDUCTIONS_IN_FLIGHT, BucketPlan, PlacedParam, Slot
 
 
 class State(Enum):
@@ -160,7 +160,7 @@ class GradientBuckets:
         }
         self._unwritten |= {p.spec.name for p in placements}
 
-    def postpone_wgrad(self, key: Hashable | None) -> None:
+    def postpone_wgrads(self, key: Hashable | None) -> None:
         """Keep weight gradients under ``key`` from now on; None: compute them at once again."""
         self._wgrad_key = key
 
@@ -178,7 +178,7 @@ class GradientBuckets:
             for work in self._wgrads.pop(key, ()):
                 work()
 
-    def grad_view(self, bucket: int, placement: Placement) -> tuple[Tensor, float]:
+    def grad_view(self, bucket: int, placement: PlacedParam) -> tuple[Tensor, float]:
         """Returns (view, beta): a layer makes ``view = beta * view + contribution``. The first
         contribution of a round has beta 0, so nothing is ever zeroed."""
         if self._state[bucket] is not State.OPEN:
@@ -210,7 +210,7 @@ class GradientBuckets:
         self._slot_user[slot] = bucket
         self._state[bucket] = State.OPEN
 
-    def grad_written(self, bucket: int, placement: Placement) -> None:
+    def grad_written(self, bucket: int, placement: PlacedParam) -> None:
         """A layer has written one contribution. A complete bucket is reduced."""
         missing = self._missing[bucket]
         name = placement.spec.name
@@ -263,7 +263,7 @@ class GradientBuckets:
     def _follow_up(
         self, bucket: int, exchange: Exchange, started: Future, *, first: bool, final: bool
     ) -> None:
-        """Called on the stream of results, in the order of the reductions."""
+        """Called on the stream ``follow_up``, in the order of the reductions."""
         started.wait()
         exchange.wait()
         self._exchanges.release(bucket)
@@ -388,7 +388,7 @@ class _Exchanges:
             self._replicas[bucket].wait()
 
 
-def _padding(placements: Sequence[Placement], unsharded: Tensor) -> list[Tensor]:
+def _padding(placements: Sequence[PlacedParam], unsharded: Tensor) -> list[Tensor]:
     """Returns what lies behind every parameter of a bucket, up to the next one."""
     edges = [placed.start for placed in placements[1:]] + [unsharded.numel()]
     return [

@@ -34,7 +34,7 @@ from megatron_llama.engine.parameters import ParameterBuckets
 from megatron_llama.engine.update_rule import ColumnState, Shard, UpdateRules
 from megatron_llama.nn.ops import at_least_fp32
 from megatron_llama.nn.param_handle import attach_param_handle
-from megatron_llama.plans.buckets import ALIGN, BucketPlan, Kind, Placement
+from megatron_llama.plans.buckets import ALIGN, BucketKind, BucketPlan, PlacedParam
 from megatron_llama.plans.overlap import gathered_during_backward, updated_during_backward
 from megatron_llama.plans.params import Rectangle
 from megatron_llama.plans.weight_access import WeightAccess
@@ -105,7 +105,7 @@ class Transport:
     """Largest piece of a message, where the backend is gloo."""
     prefetch_bytes: int
     """Most bytes that are gathered before they are needed; 0: as many as the slots hold."""
-    at_once: bool = False
+    inline: bool = False
     """Messages take no time, as in a trace: what follows a message is done where it is issued, and
     not by threads."""
 
@@ -117,21 +117,21 @@ class _BucketParamHandle:
     parameters: ParameterBuckets
     gradients: GradientBuckets
     bucket: int
-    placement: Placement
+    placement: PlacedParam
 
     def wait_unsharded(self) -> int:
         return self.parameters.wait_unsharded(self.bucket, self.placement.spec.name)
 
-    def check(self, version: int) -> None:
-        self.parameters.check(self.bucket, self.placement.spec.name, version)
+    def check_version(self, version: int) -> None:
+        self.parameters.check_version(self.bucket, self.placement.spec.name, version)
 
-    def buffer(self) -> tuple[Tensor, float]:
+    def grad_view(self) -> tuple[Tensor, float]:
         return self.gradients.grad_view(self.bucket, self.placement)
 
-    def done(self) -> None:
+    def grad_written(self) -> None:
         self.gradients.grad_written(self.bucket, self.placement)
 
-    def postpone_wgrad(self, work: Callable[[], None]) -> bool:
+    def keep_wgrad(self, work: Callable[[], None]) -> bool:
         return self.gradients.keep_wgrad(work)
 
 
@@ -158,7 +158,7 @@ class OverlappedDistributedOptimizer:
         self.loss_scale = loss_scale
         self._axes = axes
         master_dtype = at_least_fp32(dtype)
-        inline = transport.at_once or axes.shard.size == 1 == axes.replica.size
+        inline = transport.inline or axes.shard.size == 1 == axes.replica.size
         self._stream = stream = open_stream(mesh.device, inline=inline)
         trained = [bucket.index for bucket in bucket_plan.buckets if bucket.kind.trainable]
         # An update on the host takes long. The paced queue waits for it in a thread of its own, so
@@ -190,7 +190,7 @@ class OverlappedDistributedOptimizer:
             device=mesh.device,
             stream=stream,
             chunk_bytes=transport.chunk_bytes,
-            reduced=_weakly(self),
+            reduced=_weak_on_reduced(self),
             before_reuse=lambda bucket: rules.by_bucket[bucket].before_grad_reuse(bucket),
             gathers_to_come=self.parameters.gathers_to_come,
         )
@@ -210,7 +210,7 @@ class OverlappedDistributedOptimizer:
                 shard, self._copies_axis(bucket_plan.buckets[b].kind), index=b, wire=None
             )
             for b, shard in self.gradients.shards.items()
-            if bucket_plan.buckets[b].kind.partial
+            if bucket_plan.buckets[b].kind.partial_grad
         ]
         self._unscaled = torch.ones((), device=mesh.device)
         self._announced: tuple[float, float] | None = None
@@ -281,7 +281,7 @@ class OverlappedDistributedOptimizer:
 
     # During forward and backward
 
-    def begin_update(self, lr: float, *, clip: float) -> None:
+    def announce_step(self, lr: float, *, clip: float) -> None:
         """Announce, before a step's first backward pass, the arguments of the ``step`` that will
         follow. Calling this is optional.
 
@@ -306,20 +306,20 @@ class OverlappedDistributedOptimizer:
         self.parameters.access(WeightAccess(unit, backward))
         self.gradients.send_delayed()
 
-    def postpone_wgrad(self, key: Hashable | None) -> None:
+    def postpone_wgrads(self, key: Hashable | None) -> None:
         """Keep the weight gradients of the coming backward pass under ``key``; None: compute them
         at once again."""
-        self.gradients.postpone_wgrad(key)
+        self.gradients.postpone_wgrads(key)
 
     def run_wgrads(self, key: Hashable) -> None:
         """Compute the weight gradients kept under ``key``."""
         self.gradients.run_wgrads(key)
 
     def _on_reduced(self, bucket: int) -> None:
-        """A bucket has its final gradient of the step. Called on the stream of the results, in the
+        """A bucket has its final gradient of the step. Called on the stream ``follow_up``, in the
         order of the reductions."""
         kind = self.bucket_plan.buckets[bucket].kind
-        if kind.partial or kind.tied:
+        if kind.partial_grad or kind.tied:
             return  # copies have to be summed first, in ``step``
         squared_norm = self._take_squared_norm(bucket)
         self._tell_rule(bucket)
@@ -334,9 +334,9 @@ class OverlappedDistributedOptimizer:
         done = self._update(bucket, self._unscaled, skip, lr)
         self._updated[bucket] = updated = done if is_async else None
         # Every gradient of the bucket is there, so nobody reads these weights before the next step.
-        # A bucket that shares its slot is announced by ``step``: a fixed point of the program, the
-        # same on all ranks, which prefetching needs.
-        if self.bucket_plan.stays_unsharded(bucket):
+        # A bucket that shares its slot is invalidated by ``step``: a fixed point of the program,
+        # the same on all ranks, which prefetching needs.
+        if self.bucket_plan.has_own_slot(bucket):
             self.parameters.invalidate((bucket,))
         if bucket in self._gathered_during_backward:
             self.parameters.publish(bucket, updated)
@@ -373,10 +373,10 @@ class OverlappedDistributedOptimizer:
 
         A gradient that is not finite changes nothing, and neither does a step for which some rank
         sets ``skip_update`` (0-dim fp64 on the device: 1 or 0). The host does not wait for the
-        device. Raises RuntimeError if ``begin_update`` announced other arguments."""
+        device. Raises RuntimeError if ``announce_step`` announced other arguments."""
         if self._announced is not None and self._announced != (lr, clip):
             raise RuntimeError(
-                f"step got (lr, clip) {(lr, clip)}, begin_update announced {self._announced}"
+                f"step got (lr, clip) {(lr, clip)}, announce_step announced {self._announced}"
             )
         self.mesh.recorder.doing = "the update"
         with torch.no_grad():
@@ -384,8 +384,8 @@ class OverlappedDistributedOptimizer:
             self.gradients.finish_all()
             updated = self._updated
             remaining = set(self.gradients.trainable) - updated.keys()
-            announced_late = {b for b in updated if not self.bucket_plan.stays_unsharded(b)}
-            self.parameters.invalidate(sorted(remaining | announced_late))
+            not_yet_invalidated = {b for b in updated if not self.bucket_plan.has_own_slot(b)}
+            self.parameters.invalidate(sorted(remaining | not_yet_invalidated))
             total, skip_updates = self._grad_norm(skip_update)
             norm = total / loss_scale
             # Scale and skip stay on the device: nothing here asks the host for a number.
@@ -401,12 +401,12 @@ class OverlappedDistributedOptimizer:
                     update = partial(self._update, bucket, scale, skip, lr)
                     is_async = self.rules.by_bucket[bucket].is_async
                     self.parameters.publish(
-                        bucket, update() if is_async else self._stream.run_in_background(update)
+                        bucket, update() if is_async else self._stream.run_update(update)
                     )
                 elif bucket in updated and bucket not in self._gathered_during_backward:
                     self.parameters.publish(bucket, updated[bucket])
-            # The stream runs in order: when nothing has run, all updates before it have.
-            steps = self._stream.run_in_background(_nothing)
+            # The stream runs in order, so this empty task ends after all updates.
+            steps = self._stream.run_update(_no_work)
             for rule in self.rules.distinct:
                 rule.end_step(steps, scale=scale, skip=skip)
             self.loss_scale.update(overflow)
@@ -442,11 +442,11 @@ class OverlappedDistributedOptimizer:
         for pending in tied:
             pending.wait()
         for bucket in shards:
-            if kinds[bucket].partial or kinds[bucket].tied:
+            if kinds[bucket].partial_grad or kinds[bucket].tied:
                 self._take_squared_norm(bucket)
                 self._tell_rule(bucket)
 
-    def _copies_axis(self, kind: Kind) -> Axis:
+    def _copies_axis(self, kind: BucketKind) -> Axis:
         return self.mesh.tp if kind.copies == self.mesh.tp.size else self.mesh.kv
 
     def _is_primary(self, bucket: int) -> bool:
@@ -561,8 +561,8 @@ class OverlappedDistributedOptimizer:
             rule.close(CLOSE_TIMEOUT_SECONDS)
 
 
-def _nothing() -> None:
-    """Its Future ends when everything before it has."""
+def _no_work() -> None:
+    """Does nothing: only the end of this task matters."""
 
 
 def _close(queues: Iterable[CommQueue | Stream], rules: UpdateRules) -> None:
@@ -572,7 +572,7 @@ def _close(queues: Iterable[CommQueue | Stream], rules: UpdateRules) -> None:
         rule.close()
 
 
-def _weakly(engine: OverlappedDistributedOptimizer) -> Callable[[int], None]:
+def _weak_on_reduced(engine: OverlappedDistributedOptimizer) -> Callable[[int], None]:
     """Returns ``_on_reduced`` for a thread that must not keep the engine alive."""
     reference = weakref.ref(engine)
 

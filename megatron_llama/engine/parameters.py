@@ -73,7 +73,7 @@ class ParameterBuckets:
 
     def _shard(self, bucket: int) -> Tensor:
         part = self.unsharded[bucket][self.bucket_plan.shard(bucket, self._axis.rank)]
-        return part if self.bucket_plan.stays_unsharded(bucket) else torch.zeros_like(part)
+        return part if self.bucket_plan.has_own_slot(bucket) else torch.zeros_like(part)
 
     def begin(self, accesses: Sequence[WeightAccess]) -> None:
         """Start a list of weight accesses: launch its first gathers."""
@@ -103,7 +103,7 @@ class ParameterBuckets:
 
     def is_unsharded(self, bucket: int) -> bool:
         """Whether all values of a bucket are in a slot of its own. Call ``settle`` first."""
-        return self.bucket_plan.stays_unsharded(bucket) and self._prefetch.holds(bucket)
+        return self.bucket_plan.has_own_slot(bucket) and self._prefetch.holds(bucket)
 
     def gathers_to_come(self) -> bool:
         """Whether later accesses of the list need a gather that has not been launched."""
@@ -145,7 +145,7 @@ class ParameterBuckets:
             self._wait(slot)
         return self._version[bucket]
 
-    def check(self, bucket: int, parameter: str, version: int) -> None:
+    def check_version(self, bucket: int, parameter: str, version: int) -> None:
         """Wait as ``wait_unsharded`` does, in backward. Raises RuntimeError unless the values that
         forward read are there."""
         found = self.wait_unsharded(bucket, parameter)

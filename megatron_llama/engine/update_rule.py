@@ -20,7 +20,7 @@ from torch import Tensor
 from megatron_llama.config.schema import OptimizerConfig
 from megatron_llama.distributed.comm.streams import CompletedFuture, Future
 from megatron_llama.nn.kernels.choice import runs_kernels
-from megatron_llama.plans.buckets import Kind, Segment
+from megatron_llama.plans.buckets import BucketKind, Segment
 from megatron_llama.plans.params import ParamSpec
 
 
@@ -36,7 +36,7 @@ class Shard:
     whenever the master has changed."""
     master_dtype: torch.dtype
     """The dtype of master and gradient."""
-    kind: Kind
+    kind: BucketKind
     segments: tuple[Segment, ...]
     """Which parts of which parameters the shard holds. What lies between them is padding, whose
     gradient is zero."""

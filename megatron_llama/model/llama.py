@@ -116,7 +116,7 @@ class Positions:
     continuation: Continuation | None = None
 
 
-class RMSNorm(nn.Module):
+class AddRMSNorm(nn.Module):
     """The residual addition and the norm behind it, in one pass.
 
     With ``recompute``, the norm is given as something that the next layer can make again in
@@ -247,9 +247,9 @@ class Block(nn.Module):
         # Without sequence parallelism all tp ranks have the same input, and divide what is kept of
         # it; with it each has a part anyway.
         self.shared_input = None if options.sequence_parallel else mesh.tp
-        self.input_layernorm = RMSNorm(config, options.ops, recompute=selective)
+        self.input_layernorm = AddRMSNorm(config, options.ops, recompute=selective)
         self.self_attn = self.attention_class(config, mesh, options)
-        self.post_attention_layernorm = RMSNorm(config, options.ops, recompute=selective)
+        self.post_attention_layernorm = AddRMSNorm(config, options.ops, recompute=selective)
         self.mlp = self.mlp_class(config, mesh, options, recompute=selective)
 
     def forward(self, x: Tensor, positions: Positions) -> Tensor:
@@ -271,7 +271,7 @@ class _Decoder(nn.Module):
 
     embed_tokens: VocabParallelEmbedding
     layers: nn.ModuleDict
-    norm: RMSNorm
+    norm: AddRMSNorm
 
 
 class Stage(nn.Module):
@@ -306,7 +306,7 @@ class Stage(nn.Module):
         self._head_handle: ParamHandle | None = None
         """Of the head, between ``loss_in_chunks``, which writes its gradient, and the backward pass
         to which that gradient belongs."""
-        self._head_alone = False
+        self._head_input_is_frozen = False
         """Whether no backward pass gets to the head: nothing is trained below."""
 
         padded = padded_vocab_size(config, mesh.tp.size)
@@ -329,14 +329,16 @@ class Stage(nn.Module):
                 }
             )
             if self.is_last:
-                self.model.norm = RMSNorm(config, options.ops)
-                if not (config.tie_word_embeddings and partition.ends_meet):
+                self.model.norm = AddRMSNorm(config, options.ops)
+                if not (config.tie_word_embeddings and partition.first_and_last_share_rank):
                     self.lm_head = nn.Module()
                     self.lm_head.weight = empty_weight(padded // mesh.tp.size, config.hidden_size)
         for module in self.modules():
             # The layers of nn/ wait themselves, later than a hook would: with sequence parallelism
             # a weight's gather may still run while the input is gathered.
-            if not isinstance(module, (ColumnLinear, RowLinear, RMSNorm, VocabParallelEmbedding)):
+            if not isinstance(
+                module, (ColumnLinear, RowLinear, AddRMSNorm, VocabParallelEmbedding)
+            ):
                 use_param_handles(module)
 
     @property
@@ -380,7 +382,7 @@ class Stage(nn.Module):
             x = x[last, torch.arange(len(last), device=x.device)].unsqueeze(0)
         _, normed = self.model.norm(x)
         if not head:
-            self._head_alone = not normed.requires_grad
+            self._head_input_is_frozen = not normed.requires_grad
             pre_backward_hook(normed, partial(self._head_backward, unit))
             return cast(Tensor, normed)
         logits = column_linear(
@@ -406,7 +408,7 @@ class Stage(nn.Module):
             ops=self.options.ops,
             chunk=self.options.head_chunk,
         )
-        if self._head_alone and self._head_handle is not None:
+        if self._head_input_is_frozen and self._head_handle is not None:
             self._head_backward(self.units - 1)
         return losses
 
@@ -417,7 +419,7 @@ class Stage(nn.Module):
         handle = self._head_handle
         self._head_handle = None
         if handle is not None:
-            handle.done()
+            handle.grad_written()
 
     @property
     def head_weight(self) -> Tensor:
@@ -468,7 +470,11 @@ def build_stages(config: Config, mesh: Mesh, block: type[Block] = Block) -> dict
         index: Stage(config.model, mesh, options, partition=partition, index=index, block=block)
         for index in partition.stages_of(mesh.pp.rank)
     }
-    if partition.ends_meet and partition.stages > 1 and mesh.pp.rank == partition.placement[0]:
+    if (
+        partition.first_and_last_share_rank
+        and partition.stages > 1
+        and mesh.pp.rank == partition.placement[0]
+    ):
         stages[partition.stages - 1].share_embedding_of(stages[0])
     if config.lora.lora_rank:
         units_of_stages = rank_units(config, rank=mesh.pp.rank, tp_rank=mesh.tp.rank)

@@ -44,17 +44,17 @@ class _Lookup(torch.autograd.Function):
         handle: ParamHandle | None = ctx.handle
         if handle is None:
             return None, _add_rows(grad.new_zeros(ctx.weight_shape), local, grad), None
-        if not handle.postpone_wgrad(partial(_deliver, handle, local, grad)):
+        if not handle.keep_wgrad(partial(_deliver, handle, local, grad)):
             _deliver(handle, local, grad)
         return None, None, None
 
 
 def _deliver(handle: ParamHandle, rows: Tensor, grad: Tensor) -> None:
-    view, beta = handle.buffer()
+    view, beta = handle.grad_view()
     if beta == 0.0:  # most rows are not written by this contribution
         view.zero_()
     _add_rows(view, rows, grad)
-    handle.done()
+    handle.grad_written()
 
 
 def _add_rows(view: Tensor, rows: Tensor, grad: Tensor) -> Tensor:

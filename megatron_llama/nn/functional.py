@@ -67,9 +67,9 @@ def _deliver(handle: ParamHandle | None, grad: Tensor, dtype: torch.dtype) -> Te
     """Give a gradient to the weight's handle, or return it to autograd if there is none."""
     if handle is None:
         return grad.to(dtype)
-    view, beta = handle.buffer()
+    view, beta = handle.grad_view()
     accumulate(view, beta, grad)
-    handle.done()
+    handle.grad_written()
     return None
 
 
@@ -109,16 +109,16 @@ def rope_frequencies(
     3.4.2).
 
     ``scaling`` as in a resolved ModelConfig: None, or rope_type ``linear`` or ``llama3`` with its
-    numbers."""
+    numbers. Raises ValueError for another type."""
     steps = torch.arange(0, head_dim, 2, dtype=torch.int64, device=device).to(torch.float32)
     frequencies = 1.0 / (theta ** (steps / head_dim))
     if scaling is None:
         return frequencies
-    return (
-        _llama3_scaled(frequencies, scaling)
-        if scaling["rope_type"] == "llama3"
-        else frequencies / float(scaling["factor"])
-    )
+    if scaling["rope_type"] == "linear":
+        return frequencies / float(scaling["factor"])
+    if scaling["rope_type"] == "llama3":
+        return _llama3_scaled(frequencies, scaling)
+    raise ValueError(f"rope_type {scaling['rope_type']}: expected linear or llama3")
 
 
 def _llama3_scaled(frequencies: Tensor, scaling: Mapping[str, Any]) -> Tensor:

@@ -51,7 +51,7 @@ def head_loss(
         full, gathering = (
             autograd.start_all_gather(shard, tp) if gathers else (shard, collectives.DONE)
         )
-        wgrad, beta = (None, 0.0) if handle is None else handle.buffer()
+        wgrad, beta = (None, 0.0) if handle is None else handle.grad_view()
         gathering.wait()
         rows = full.flatten(0, -2)
         targets = labels.flatten()

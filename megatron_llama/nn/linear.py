@@ -73,9 +73,7 @@ class _Linear(torch.autograd.Function):
                 _start_input, ctx.make_input, ctx.tp if ctx.sequence else None, *detached
             )
             if handle is not None:
-                postponed = handle.postpone_wgrad(
-                    partial(_postponed_wgrad, handle, grad, start_input)
-                )
+                postponed = handle.keep_wgrad(partial(_postponed_wgrad, handle, grad, start_input))
         gathering = collectives.DONE
         if needs_weight and not postponed:
             # The gather runs while the input gradient is computed.
@@ -126,9 +124,9 @@ def _weight_gradient(handle: ParamHandle | None, grad: Tensor, x: Tensor) -> Ten
     right = rows(x)
     if handle is None:
         return left @ right
-    view, beta = handle.buffer()
+    view, beta = handle.grad_view()
     accumulate_product(view, beta, left, right)
-    handle.done()
+    handle.grad_written()
     return None
 
 

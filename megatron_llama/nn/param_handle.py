@@ -1,10 +1,10 @@
 """A parameter's handle: where its values come from, and where its gradients go.
 
 A layer asks the handle for its weight right before reading it, and in backward once more. Its
-backward also asks for a buffer, accumulates into it and reports completion. Autograd never holds
-the gradient of a matrix, so nothing is copied, and a parameter is complete at a known moment.
-Layers used on their own have weights without a handle; then nothing is waited for, and gradients go
-to ``.grad``.
+backward also asks for a view of the gradient, accumulates into it and reports completion. Autograd
+never holds the gradient of a matrix, so nothing is copied, and a parameter is complete at a known
+moment. Layers used on their own have weights without a handle; then nothing is waited for, and
+gradients go to ``.grad``.
 """
 
 from __future__ import annotations
@@ -30,18 +30,20 @@ class ParamHandle(Protocol):
 
         Raises RuntimeError, with bucket, unit and parameter, if its slot does not hold it."""
 
-    def check(self, version: int) -> None:
-        """In backward: wait again. Raises RuntimeError if the slot holds another bucket, or another
-        version than forward saw."""
+    def check_version(self, version: int) -> None:
+        """Wait again, in backward, and compare the weight with what forward read.
 
-    def buffer(self) -> tuple[Tensor, float]:
+        Raises RuntimeError if the slot holds another bucket, or a version other than ``version``.
+        """
+
+    def grad_view(self) -> tuple[Tensor, float]:
         """Return a view shaped like the parameter, and beta: the new gradient is ``beta * view +
         contribution``; with beta 0 the view may hold anything."""
 
-    def done(self) -> None:
-        """This contribution has been written."""
+    def grad_written(self) -> None:
+        """Report that this contribution has been written."""
 
-    def postpone_wgrad(self, work: Callable[[], None]) -> bool:
+    def keep_wgrad(self, work: Callable[[], None]) -> bool:
         """Keep ``work``, which writes this contribution, for a later weight pass; False: write it
         now."""
 
@@ -63,9 +65,9 @@ class UnshardedRead(NamedTuple):
     version: int
 
     def check(self) -> None:
-        """Wait, right before any read in backward, as ``ParamHandle.check``."""
+        """Wait, right before any read in backward, as ``ParamHandle.check_version``."""
         if self.handle is not None:
-            self.handle.check(self.version)
+            self.handle.check_version(self.version)
 
 
 def wait_unsharded(weight: Tensor) -> UnshardedRead:
@@ -112,10 +114,10 @@ def _deliver_grad(parameter: Tensor) -> None:
     handle = param_handle_of(parameter)
     if handle is None or parameter.grad is None:
         return
-    view, beta = handle.buffer()
+    view, beta = handle.grad_view()
     accumulate(view, beta, parameter.grad)
     parameter.grad = None
-    handle.done()
+    handle.grad_written()
 
 
 def accumulate_product(view: Tensor, beta: float, left: Tensor, right: Tensor) -> None:

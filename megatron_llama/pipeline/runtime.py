@@ -96,7 +96,7 @@ class Engine(Protocol):
     def begin_evaluation(self, accesses: Sequence[WeightAccess]) -> None:
         """An evaluation with these weight accesses starts."""
 
-    def postpone_wgrad(self, key: Hashable | None) -> None:
+    def postpone_wgrads(self, key: Hashable | None) -> None:
         """Keep the weight gradients of the coming backward pass under ``key``; None: no longer."""
 
     def run_wgrads(self, key: Hashable) -> None:
@@ -115,7 +115,7 @@ class FixedWeights:
     def begin_step(self, microbatches: int, accesses: Sequence[WeightAccess]) -> Tensor:
         raise RuntimeError("a model without an optimizer has no training step")
 
-    def postpone_wgrad(self, key: Hashable | None) -> None:
+    def postpone_wgrads(self, key: Hashable | None) -> None:
         pass
 
     def run_wgrads(self, key: Hashable) -> None:
@@ -450,14 +450,16 @@ class PipelineRuntime:
         if output.requires_grad:
             backward(output, grad)
         if stage.is_first:
-            del step.inputs[key]
+            del step.inputs[key]  # token ids have no gradient
         elif key.stage - 1 in self.stages:
+            # No message: the previous stage is in this process. Where it is not, the action
+            # SEND_BACKWARD takes the gradient from ``inputs``.
             step.local[Op.BACKWARD, key.previous_stage] = _gradient(step.inputs.pop(key))
 
     def _backward_input(self, step: _Step, key: Key) -> None:
-        self.engine.postpone_wgrad(key)
+        self.engine.postpone_wgrads(key)
         self._backward(step, key)
-        self.engine.postpone_wgrad(None)
+        self.engine.postpone_wgrads(None)
 
     def _backward_weight(self, step: _Step, key: Key) -> None:
         self.engine.run_wgrads(key)

@@ -158,7 +158,7 @@ class Candidate:
         traffic = self.traffic[rank]
         layout = plan.bucket_plans[rank]
         passes = plan.schedule.microbatches * plan.schedule.virtual
-        once = all(layout.stays_unsharded(bucket.index) for bucket in layout.buckets)
+        once = all(layout.has_own_slot(bucket.index) for bucket in layout.buckets)
         gathers = 0.0 if once else shards.gather(traffic.gather_bytes, traffic.gathers) / passes
         return gathers, shards.gather(traffic.reduction_bytes, traffic.reductions) / passes
 
@@ -241,7 +241,7 @@ class Candidate:
         once = [
             bucket.numel
             for bucket in layout.buckets
-            if bucket.kind.trainable and layout.stays_unsharded(bucket.index)
+            if bucket.kind.trainable and layout.has_own_slot(bucket.index)
         ]
         gathers = 0.0
         if layout.shards > 1:

@@ -22,11 +22,10 @@ REDUCTIONS_IN_FLIGHT = 8
 """Most reductions that may be in flight at once, where the backend is gloo: each has a receive
 buffer. With links that stand still for 100 ms in 470, a step took 60 ms longer with eight and 79 ms
 longer with four, because backward waits for a buffer."""
-PIECES = 1 << 15
-"""Into how many pieces a message between two ranks can be cut, where the backend is gloo, which
-needs a tag for each."""
+MAX_PIECES = 1 << 15
+"""Most pieces of one message over gloo: each needs a tag."""
 NO_SHARD = "no_shard"
-UNSHARED = 0
+OWN_SLOT_POOL = 0
 """The pool of slots that have one user each."""
 ALIGN = 64
 """Parameters and shards start at multiples of this many elements. That keeps 128-byte alignment in
@@ -35,13 +34,13 @@ tail rounds differently, and this way there is no tail."""
 
 
 @dataclass(frozen=True)
-class Kind:
+class BucketKind:
     """What all parameters of one bucket have in common, so that one update call and one message
     serve the bucket. The fields are those of ``ParamSpec``."""
 
     decay: bool
     copies: int
-    partial: bool
+    partial_grad: bool
     tied: bool
     stage: int
     """Stages finish their microbatches at different times, so a bucket belongs to one of them."""
@@ -50,12 +49,12 @@ class Kind:
     adapter: bool
 
     @staticmethod
-    def of(spec: ParamSpec) -> Kind:
+    def of(spec: ParamSpec) -> BucketKind:
         """Returns the kind of bucket that a parameter belongs to."""
-        return Kind(
+        return BucketKind(
             spec.decay,
             spec.copies,
-            spec.partial,
+            spec.partial_grad,
             spec.tied,
             spec.stage,
             spec.contributions,
@@ -72,7 +71,7 @@ class Kind:
 
 
 @dataclass(frozen=True)
-class Placement:
+class PlacedParam:
     """One parameter inside its bucket: the elements ``[start, stop)`` of the bucket."""
 
     spec: ParamSpec
@@ -86,9 +85,9 @@ class Bucket:
     shards."""
 
     index: int
-    kind: Kind
+    kind: BucketKind
     numel: int
-    placements: tuple[Placement, ...]
+    placements: tuple[PlacedParam, ...]
 
 
 @dataclass(frozen=True)
@@ -163,13 +162,13 @@ class BucketPlan:
         pairs = zip(self.gradient_slots, self.buckets, strict=True)
         return _largest((slot, bucket) for slot, bucket in pairs if bucket.kind.trainable)
 
-    def stays_unsharded(self, bucket: int) -> bool:
+    def has_own_slot(self, bucket: int) -> bool:
         """Whether a bucket has its parameter slot to itself, so that one gather serves until its
         next update."""
-        return bucket in self._stays_unsharded
+        return bucket in self._has_own_slot
 
     @cached_property
-    def _stays_unsharded(self) -> frozenset[int]:
+    def _has_own_slot(self) -> frozenset[int]:
         users = Counter(self.parameter_slots)
         return frozenset(
             bucket for bucket, slot in enumerate(self.parameter_slots) if users[slot] == 1
@@ -227,7 +226,7 @@ def bucket_plan_by_size(
     assert slots.parameters is None
     reverse = [spec for unit in reversed(units) for spec in reversed(unit.params)]
     return _bucket_plan(
-        units, _close(_fill(reverse, cap), reverse, shards), shards, slots, ends=None
+        units, _in_backward_order(_fill(reverse, cap), reverse, shards), shards, slots, ends=None
     )
 
 
@@ -236,13 +235,15 @@ def bucket_plan_by_unit(units: Sequence[UnitSpec], *, shards: int, slots: Slots)
     frozen and trainable parameters. Kinds that need a slot of their own have one bucket for all
     units: they are small, or tied."""
     reverse = [spec for unit in reversed(units) for spec in reversed(unit.params)]
-    filled: dict[tuple[Kind, int], list[ParamSpec]] = {}
+    filled: dict[tuple[BucketKind, int], list[ParamSpec]] = {}
     for index, unit in reversed(list(enumerate(units))):
         for spec in reversed(unit.params):
-            kind = Kind.of(spec)
+            kind = BucketKind.of(spec)
             filled.setdefault((kind, -1 if kind.needs_own_slot else index), []).append(spec)
     ends = frozenset(spec.name for unit in units if not unit.is_block for spec in unit.params)
-    return _bucket_plan(units, _close(filled.values(), reverse, shards), shards, slots, ends)
+    return _bucket_plan(
+        units, _in_backward_order(filled.values(), reverse, shards), shards, slots, ends
+    )
 
 
 def _bucket_plan(
@@ -284,9 +285,9 @@ def _fill(specs: Iterable[ParamSpec], cap: int) -> list[list[ParamSpec]]:
     """Returns the parameters of each bucket. The cap does not hold for norms: all norms of a stage
     are small together, and one message serves them."""
     full: list[list[ParamSpec]] = []
-    open_buckets: dict[Kind, list[ParamSpec]] = {}
+    open_buckets: dict[BucketKind, list[ParamSpec]] = {}
     for spec in specs:
-        kind = Kind.of(spec)
+        kind = BucketKind.of(spec)
         bucket = open_buckets.get(kind)
         if bucket is None or (
             spec.decay and sum(other.numel for other in bucket) + spec.numel > cap
@@ -297,13 +298,13 @@ def _fill(specs: Iterable[ParamSpec], cap: int) -> list[list[ParamSpec]]:
     return full
 
 
-def _close(
+def _in_backward_order(
     filled: Iterable[Sequence[ParamSpec]], reverse: Sequence[ParamSpec], shards: int
 ) -> tuple[Bucket, ...]:
     """Make buckets, ordered by their last parameter in the order of backward: then each is
     complete."""
-    rank = {spec.name: position for position, spec in enumerate(reverse)}
-    filled = sorted(filled, key=lambda specs: max(rank[spec.name] for spec in specs))
+    backward_position = {spec.name: position for position, spec in enumerate(reverse)}
+    filled = sorted(filled, key=lambda specs: max(backward_position[spec.name] for spec in specs))
     return tuple(_bucket(index, specs, shards) for index, specs in enumerate(filled))
 
 
@@ -311,9 +312,9 @@ def _bucket(index: int, specs: Sequence[ParamSpec], shards: int) -> Bucket:
     placements = []
     at = 0
     for spec in specs:
-        placements.append(Placement(spec, at, at + spec.numel))
+        placements.append(PlacedParam(spec, at, at + spec.numel))
         at = align_up(at + spec.numel, ALIGN)
-    return Bucket(index, Kind.of(specs[0]), align_up(at, shards * ALIGN), tuple(placements))
+    return Bucket(index, BucketKind.of(specs[0]), align_up(at, shards * ALIGN), tuple(placements))
 
 
 def _assign_slots(
@@ -335,9 +336,11 @@ def _assign_slots(
         kind = bucket.kind
         end = ends is not None and bucket.placements[0].spec.name in ends
         if count is None or kind.needs_own_slot or (kind.copies > 1 and ends is None):
-            slots.append((UNSHARED, bucket.index))
+            slots.append((OWN_SLOT_POOL, bucket.index))
             continue
-        pool = pools.setdefault((end, kind.copies > 1, kind.trainable), UNSHARED + 1 + len(pools))
+        pool = pools.setdefault(
+            (end, kind.copies > 1, kind.trainable), OWN_SLOT_POOL + 1 + len(pools)
+        )
         slots.append((pool, users[pool] % max(1, count - end)))
         users[pool] += 1
     return tuple(slots)

@@ -12,7 +12,7 @@ from megatron_llama.errors import describe
 from megatron_llama.plans.activation_memory import HEAD_CHUNK, Activations, Granularity
 from megatron_llama.plans.buckets import (
     ALIGN,
-    PIECES,
+    MAX_PIECES,
     REDUCTIONS_IN_FLIGHT,
     BucketPlan,
     align_up,
@@ -48,7 +48,7 @@ def state_bytes(config: Config, bucket_plan: BucketPlan) -> dict[str, int]:
     apart = sum(
         bucket_plan.shard_numel(bucket.index)
         for bucket in bucket_plan.buckets
-        if not bucket_plan.stays_unsharded(bucket.index)
+        if not bucket_plan.has_own_slot(bucket.index)
     )
     slots = sum(bucket_plan.gradient_slot_numel().values())
     return {
@@ -100,7 +100,7 @@ def squares_bytes(config: Config, bucket_plan: BucketPlan) -> int:
 
 def least_chunk_bytes(config: Config, bucket_plan: BucketPlan, *, dp: int) -> int:
     """The smallest ``--exchange-chunk-bytes`` with which no message is cut into more than
-    PIECES."""
+    MAX_PIECES."""
     itemsize = compute_itemsize(config)
     wire = reduce_itemsize(config)
     replicas = dp // bucket_plan.shards
@@ -111,8 +111,9 @@ def least_chunk_bytes(config: Config, bucket_plan: BucketPlan, *, dp: int) -> in
             messages += [(shard, itemsize), (shard * bucket.kind.trainable, wire)]
         if replicas > 1 and bucket.kind.trainable:
             messages.append((min(shard, align_up(-(-shard // replicas), ALIGN)), wire))
-    pieces = [(-(-numel // PIECES), size) for numel, size in messages]
-    # A piece has one element at least, so no limit is too small for messages of PIECES elements.
+    pieces = [(-(-numel // MAX_PIECES), size) for numel, size in messages]
+    # A piece has one element at least, so no limit is too small for messages of MAX_PIECES
+    # elements.
     return max(elements * size if elements > 1 else 1 for elements, size in pieces)
 
 
@@ -123,7 +124,7 @@ def chunk_problem(config: Config, bucket_plans: Iterable[BucketPlan], *, dp: int
     least = max(least_chunk_bytes(config, bucket_plan, dp=dp) for bucket_plan in bucket_plans)
     if given >= least:
         return None
-    expected = f"at least {least}, which cuts the largest message into {PIECES} pieces"
+    expected = f"at least {least}, which cuts the largest message into {MAX_PIECES} pieces"
     return describe(
         "--exchange-chunk-bytes", got=given, expected=expected, do="give more or leave it out"
     )

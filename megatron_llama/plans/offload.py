@@ -88,7 +88,7 @@ def speculated_buckets(
     for bucket in buckets:
         size = STATES * bucket_plan.shard_numel(bucket) * master_itemsize
         kind = bucket_plan.buckets[bucket].kind
-        if size <= budget and bucket not in late and not kind.partial and not kind.tied:
+        if size <= budget and bucket not in late and not kind.partial_grad and not kind.tied:
             chosen.append(bucket)
             budget -= size
     return tuple(chosen)

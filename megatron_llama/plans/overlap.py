@@ -19,9 +19,9 @@ def updated_during_backward(bucket_plan: BucketPlan, bucket: int, *, is_async: b
     kind = bucket_plan.buckets[bucket].kind
     return (
         kind.trainable
-        and not kind.partial
+        and not kind.partial_grad
         and not kind.needs_own_slot
-        and (is_async or bucket_plan.stays_unsharded(bucket))
+        and (is_async or bucket_plan.has_own_slot(bucket))
     )
 
 

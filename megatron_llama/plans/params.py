@@ -59,7 +59,7 @@ class ParamSpec:
     """Whether weight decay applies: to two or more dims."""
     copies: int = 1
     """How many consecutive tensor-parallel ranks hold the same values."""
-    partial: bool = False
+    partial_grad: bool = False
     """Whether each copy sees only a part of the gradient, so that the copies' gradients have to be
     summed."""
     tied: bool = False
@@ -163,7 +163,7 @@ class Partition:
         return tuple(stage for stage, owner in enumerate(self.placement) if owner == rank)
 
     @property
-    def ends_meet(self) -> bool:
+    def first_and_last_share_rank(self) -> bool:
         """The first and the last stage run on one rank: a tied head is the embedding itself."""
         return self.placement[0] == self.placement[-1]
 
@@ -273,20 +273,26 @@ class Shapes:
         )
         kv = shared._columns(f"{prefix}.kv_proj.weight", [(name, key_value) for name in names[1:]])
         return self._columns(names[0], [(names[0], query)]), replace(
-            kv, copies=copies, partial=True
+            kv, copies=copies, partial_grad=True
         )
 
     def _norm(self, name: str) -> ParamSpec:
         # With sequence parallelism each rank normalizes its part of the sequence.
-        return self._vector(name, self.model.hidden_size, partial=self.sequence_parallel)
+        return self._vector(name, self.model.hidden_size, partial_grad=self.sequence_parallel)
 
-    def _vector(self, name: str, size: int, *, partial: bool) -> ParamSpec:
-        """A vector that every tp rank holds. ``partial``: each of them applies it to other
+    def _vector(self, name: str, size: int, *, partial_grad: bool) -> ParamSpec:
+        """A vector that every tp rank holds. ``partial_grad``: each of them applies it to other
         positions or heads, so that their gradients are to be summed."""
         part = HFSlice(name, (size,), 0, size)
-        partial = partial and self.tp > 1
+        partial_grad = partial_grad and self.tp > 1
         return ParamSpec(
-            name, (size,), (part,), decay=False, copies=self.tp, partial=partial, stage=self.stage
+            name,
+            (size,),
+            (part,),
+            decay=False,
+            copies=self.tp,
+            partial_grad=partial_grad,
+            stage=self.stage,
         )
 
     def _columns(self, name: str, parts: Sequence[tuple[str, int]]) -> ParamSpec:
@@ -388,9 +394,9 @@ def _adapter(
     first = build(f"{local}.{LORA_A}.weight", (rank, spec.shape[1]), (in_a,))
     second = build(f"{local}.{LORA_B}.weight", (part.rows, rank), (in_b,))
     if projection in ROW_PARALLEL:
-        return first, replace(second, copies=tp, partial=tp > 1)
-    return replace(first, copies=tp, partial=sequence_parallel and tp > 1), replace(
-        second, copies=spec.copies, partial=spec.partial
+        return first, replace(second, copies=tp, partial_grad=tp > 1)
+    return replace(first, copies=tp, partial_grad=sequence_parallel and tp > 1), replace(
+        second, copies=spec.copies, partial_grad=spec.partial_grad
     )
 
 
@@ -419,13 +425,13 @@ def stage_units(
     holds patterns of HuggingFace names."""
     shapes = Shapes(model, tp, tp_rank, sequence_parallel, stage)
     tie = model.tie_word_embeddings
-    shared = tie and partition.ends_meet
-    apart = tie and not partition.ends_meet
+    shared = tie and partition.first_and_last_share_rank
+    tied_across_ranks = tie and not partition.first_and_last_share_rank
     units = [shapes.block(layer) for layer in partition.layers[stage]]
     if stage == 0:
-        units.insert(0, shapes.embedding(tied=apart, contributions=2 if shared else 1))
+        units.insert(0, shapes.embedding(tied=tied_across_ranks, contributions=2 if shared else 1))
     if stage == partition.stages - 1:
-        units.append(shapes.head(tied=apart, shared=shared))
+        units.append(shapes.head(tied=tied_across_ranks, shared=shared))
     adapted = (
         _with_adapters(unit, lora, tp, sequence_parallel=sequence_parallel) for unit in units
     )

@@ -41,10 +41,10 @@ def deliver(run: Trainer, values: Gradients) -> None:
     for spec in specs:
         handle = param_handle_of(parameters[spec.name])
         assert handle is not None
-        view, beta = handle.buffer()
+        view, beta = handle.grad_view()
         assert beta == 0.0
         view.copy_(values[spec.name])
-        handle.done()
+        handle.grad_written()
 
 
 def state_of(engine: OverlappedDistributedOptimizer) -> list[Tensor]:
@@ -159,11 +159,11 @@ def test_one_ranks_nan_stops_every_rank(cluster: Cluster, layout: Layout) -> Non
 def test_a_step_is_the_one_that_was_announced(step: tuple[float, float]) -> None:
     """Some buckets have been updated by then."""
     run = trainer(SINGLE, Layout())
-    run.optimizer.begin_update(1e-3, clip=0.0)
+    run.optimizer.announce_step(1e-3, clip=0.0)
     deliver(run, gradients(run, 0, scale=0.1))
     with pytest.raises(RuntimeError) as error:
         run.optimizer.step(step[0], clip=step[1])
-    assert str(error.value) == f"step got (lr, clip) {step}, begin_update announced (0.001, 0.0)"
+    assert str(error.value) == f"step got (lr, clip) {step}, announce_step announced (0.001, 0.0)"
     run.optimizer.step(1e-3, clip=0.0)
     deliver(run, gradients(run, 1, scale=0.1))
     run.optimizer.step(step[0], clip=step[1])  # an announcement holds for one step

@@ -14,7 +14,15 @@ from megatron_llama.config.schema import Config, ParallelConfig
 from megatron_llama.distributed.comm.streams import open_stream
 from megatron_llama.distributed.mesh import Mesh, Place, build_mesh
 from megatron_llama.engine.gradients import GradientBuckets
-from megatron_llama.plans.buckets import UNSHARED, BucketPlan, Placement, Slots, bucket_plan_by_size, bucket_plan_by_unit, strategy_named
+from megatron_llama.plans.buckets import (
+    OWN_SLOT_POOL,
+    BucketPlan,
+    PlacedParam,
+    Slots,
+    bucket_plan_by_size,
+    bucket_plan_by_unit,
+    strategy_named,
+)
 from megatron_llama.plans.params import UnitSpec, stage_units, whole_model
 from torch import Tensor
 
@@ -30,15 +38,15 @@ class Handle:
 
     buckets: GradientBuckets
     bucket: int
-    placement: Placement
+    placement: PlacedParam
 
-    def buffer(self) -> tuple[Tensor, float]:
+    def grad_view(self) -> tuple[Tensor, float]:
         return self.buckets.grad_view(self.bucket, self.placement)
 
-    def done(self) -> None:
+    def grad_written(self) -> None:
         self.buckets.grad_written(self.bucket, self.placement)
 
-    def postpone_wgrad(self, work: Callable[[], None]) -> bool:
+    def keep_wgrad(self, work: Callable[[], None]) -> bool:
         return self.buckets.keep_wgrad(work)
 
 
@@ -76,9 +84,9 @@ class Backward:
 
     def write(self, name: str, value: Tensor) -> None:
         """One contribution, as a layer makes it."""
-        view, beta = self.handles[name].buffer()
+        view, beta = self.handles[name].grad_view()
         view.copy_(value if beta == 0.0 else view + value)
-        self.handles[name].done()
+        self.handles[name].grad_written()
 
     def gradient(self, name: str, turn: int, microbatch: int) -> Tensor:
         """What this rank contributes: whole numbers, or (``rough``) some that bfloat16 cannot hold."""
@@ -207,10 +215,10 @@ def test_beta(strategy: str, later: float) -> None:
         for expected in (0.0, later, later):
             seen: dict[str, list[float]] = {}
             for name in backward.order:
-                view, beta = backward.handles[name].buffer()
+                view, beta = backward.handles[name].grad_view()
                 seen.setdefault(name, []).append(beta)
                 assert view.shape == backward.handles[name].placement.spec.shape
-                backward.handles[name].done()
+                backward.handles[name].grad_written()
             assert seen.pop("model.embed_tokens.weight") == [expected, 1.0]
             assert all(betas == [expected] for betas in seen.values())
         backward.buckets.finish_all()
@@ -266,13 +274,13 @@ def _turn(backward: Backward, name: str, half: list[str]) -> int:
 
 def deferred_pass(backward: Backward, key: object, microbatch: int) -> None:
     """The first half of a split pass: norms are written, matrices kept."""
-    backward.buckets.postpone_wgrad(key)
+    backward.buckets.postpone_wgrads(key)
     for turn, name in enumerate(backward.order):
         value = backward.gradient(name, turn, microbatch)
         work = partial(backward.write, name, value)
-        if "norm" in name or not backward.handles[name].postpone_wgrad(work):
+        if "norm" in name or not backward.handles[name].keep_wgrad(work):
             work()
-    backward.buckets.postpone_wgrad(None)
+    backward.buckets.postpone_wgrads(None)
 
 
 def test_deferred_contributions_are_written_when_they_are_run_in_the_order_of_their_pass() -> None:
@@ -301,11 +309,11 @@ def test_deferring_ends_and_a_pass_runs_once() -> None:
     backward = Backward(Mesh.single(), "optim")
     assert not backward.buckets.keep_wgrad(lambda: None)
     ran: list[int] = []
-    backward.buckets.postpone_wgrad("a")
+    backward.buckets.postpone_wgrads("a")
     assert backward.buckets.keep_wgrad(lambda: ran.append(1))
-    backward.buckets.postpone_wgrad("b")
+    backward.buckets.postpone_wgrads("b")
     assert backward.buckets.keep_wgrad(lambda: ran.append(2)) and backward.buckets.keep_wgrad(lambda: ran.append(3))
-    backward.buckets.postpone_wgrad(None)
+    backward.buckets.postpone_wgrads(None)
     assert not backward.buckets.keep_wgrad(lambda: ran.append(4))
     for key, expected in (("b", [2, 3]), ("b", [2, 3]), ("a", [2, 3, 1]), ("c", [2, 3, 1])):
         backward.buckets.run_wgrads(key)
@@ -342,7 +350,7 @@ def test_more_gradients_than_planned_are_refused(name: str, planned: int, microb
 def test_two_slots_hold_all_weight_matrices_of_optim_grads() -> None:
     whole, two = (Backward(Mesh.single(), strategy).bucket_plan for strategy in ("optim", "optim_grads"))
     assert len(whole.gradient_slot_numel()) == len(whole.buckets) > 4
-    assert len([slot for slot in two.gradient_slot_numel() if slot[0] != UNSHARED]) == 2
+    assert len([slot for slot in two.gradient_slot_numel() if slot[0] != OWN_SLOT_POOL]) == 2
     assert sum(two.gradient_slot_numel().values()) < 0.7 * sum(whole.gradient_slot_numel().values())
 
 

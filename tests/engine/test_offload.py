@@ -181,7 +181,7 @@ def test_a_gradient_that_is_not_finite_changes_nothing(poison: float, offload: O
 
 def deliver_announced(run: Trainer, values: dict[str, Tensor]) -> Tensor:
     """A whole step with these gradients; whether it was skipped."""
-    run.optimizer.begin_update(1e-3, clip=run.layout.clip)
+    run.optimizer.announce_step(1e-3, clip=run.layout.clip)
     deliver(run, values)
     return run.optimizer.step(1e-3, clip=run.layout.clip).skipped
 
@@ -226,7 +226,7 @@ def reduced_while_the_host_is_busy(place: Place) -> tuple[list[str], list[str], 
     run, busy, waited = (trainer(place, Layout(dp=2, offload=EXACT, clip=0.0, strategy="optim_grads")), threading.Event(), list[bool]())
     run.step(0)
     run.optimizer.settle()
-    run.optimizer.begin_update(OPTIMIZER.lr, clip=0.0)
+    run.optimizer.announce_step(OPTIMIZER.lr, clip=0.0)
     rule_of(run)._worker.put(Task(lambda: waited.append(busy.wait(timeout=60))), priority=-1)
     run.mesh.recorder.events = events = []
     run.runtime.step(run.batches(1))

@@ -45,16 +45,16 @@ class Asked:
         self.log()
         return 0
 
-    def check(self, version: int) -> None:
+    def check_version(self, version: int) -> None:
         self.log()
 
-    def buffer(self) -> tuple[Tensor, float]:
+    def grad_view(self) -> tuple[Tensor, float]:
         return self.grad, 1.0
 
-    def done(self) -> None:
+    def grad_written(self) -> None:
         pass
 
-    def postpone_wgrad(self, work: Callable[[], None]) -> bool:
+    def keep_wgrad(self, work: Callable[[], None]) -> bool:
         self.kept += [work] * self.put_off
         return self.put_off
 

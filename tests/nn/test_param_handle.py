@@ -31,18 +31,18 @@ class Accumulator:
     def wait_unsharded(self) -> int:
         return 0
 
-    def check(self, version: int) -> None:
+    def check_version(self, version: int) -> None:
         assert version == 0
 
-    def buffer(self) -> tuple[Tensor, float]:
+    def grad_view(self) -> tuple[Tensor, float]:
         beta = 1.0 if self.calls else 0.0
         self.calls.append("buffer")
         return self.view, beta
 
-    def done(self) -> None:
+    def grad_written(self) -> None:
         self.calls.append("done")
 
-    def postpone_wgrad(self, work: Callable[[], None]) -> bool:
+    def keep_wgrad(self, work: Callable[[], None]) -> bool:
         return False
 
 
@@ -52,7 +52,7 @@ class Later(Accumulator):
 
     kept: list[Callable[[], None]] = field(default_factory=list)
 
-    def postpone_wgrad(self, work: Callable[[], None]) -> bool:
+    def keep_wgrad(self, work: Callable[[], None]) -> bool:
         self.kept.append(work)
         return True
 
@@ -81,19 +81,19 @@ class Lender:
         self.parameter.data.copy_(self.values)
         return 3
 
-    def check(self, version: int) -> None:
+    def check_version(self, version: int) -> None:
         assert version == 3
         self.calls.append("check")
         self.parameter.data.copy_(self.values)
 
-    def buffer(self) -> tuple[Tensor, float]:
+    def grad_view(self) -> tuple[Tensor, float]:
         self.calls.append("buffer")
         return self.grad, 0.0
 
-    def done(self) -> None:
+    def grad_written(self) -> None:
         self.calls.append("done")
 
-    def postpone_wgrad(self, work: Callable[[], None]) -> bool:
+    def keep_wgrad(self, work: Callable[[], None]) -> bool:
         self.calls.append("postpone")
         if self.postpones:
             self.kept.append(work)
@@ -311,9 +311,9 @@ class Counting(Lender):
         super().wait_unsharded()
         return next(self.versions)
 
-    def check(self, version: int) -> None:
+    def check_version(self, version: int) -> None:
         self.checked.append(version)
-        super().check(3)
+        super().check_version(3)
 
 
 @pytest.mark.parametrize("name", READS)

@@ -125,16 +125,16 @@ class Kept:
     def wait_unsharded(self) -> int:
         return 0
 
-    def check(self, version: int) -> None:
+    def check_version(self, version: int) -> None:
         assert version == 0
 
-    def buffer(self) -> tuple[Tensor, float]:
+    def grad_view(self) -> tuple[Tensor, float]:
         return self.grad, float(self.written > 0)
 
-    def done(self) -> None:
+    def grad_written(self) -> None:
         self.written += 1
 
-    def postpone_wgrad(self, work: Callable[[], None]) -> bool:
+    def keep_wgrad(self, work: Callable[[], None]) -> bool:
         self.work.append(work)
         return True
 

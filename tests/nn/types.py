@@ -16,7 +16,7 @@ from typing import Any, cast
 import torch
 import torch.nn.functional as F
 from megatron_llama.distributed.mesh import Place
-from megatron_llama.model.llama import Block, RMSNorm, Stage
+from megatron_llama.model.llama import AddRMSNorm, Block, Stage
 from megatron_llama.nn.context import local_sequence
 from megatron_llama.nn.embedding import VocabParallelEmbedding
 from megatron_llama.nn.linear import ColumnLinear, RowLinear
@@ -99,18 +99,18 @@ class Delivered:
         """See ParamHandle."""
         return 0
 
-    def check(self, version: int) -> None:
+    def check_version(self, version: int) -> None:
         """See ParamHandle."""
 
-    def buffer(self) -> tuple[Tensor, float]:
+    def grad_view(self) -> tuple[Tensor, float]:
         """See ParamHandle."""
         beta, self.beta = self.beta, 1.0
         return self.total, beta
 
-    def done(self) -> None:
+    def grad_written(self) -> None:
         """See ParamHandle."""
 
-    def postpone_wgrad(self, work: object) -> bool:
+    def keep_wgrad(self, work: object) -> bool:
         """See ParamHandle."""
         return False
 
@@ -153,9 +153,9 @@ class Probe:
     def attach(self, stage: Stage) -> None:
         """Look at the inputs and outputs of every layer from now on."""
         for name, module in stage.named_modules():
-            if isinstance(module, (Block, RMSNorm, ColumnLinear, RowLinear)):
+            if isinstance(module, (Block, AddRMSNorm, ColumnLinear, RowLinear)):
                 module.register_forward_pre_hook(partial(self._input, name))
-            if isinstance(module, (RMSNorm, RowLinear, VocabParallelEmbedding, Block, ColumnLinear)):
+            if isinstance(module, (AddRMSNorm, RowLinear, VocabParallelEmbedding, Block, ColumnLinear)):
                 module.register_forward_hook(partial(self._output, name))
 
     def _input(self, name: str, module: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -168,7 +168,7 @@ class Probe:
         if isinstance(module, ColumnLinear):
             self.see_outputs(f"{name}.weight", output)
         else:
-            self.see(f"{name} out", output[1] if isinstance(module, RMSNorm) else output)
+            self.see(f"{name} out", output[1] if isinstance(module, AddRMSNorm) else output)
         if isinstance(module, RowLinear):
             self.values[f"{name} terms"] = F.linear(inputs[0], module.weight).detach()
 

@@ -12,7 +12,7 @@ from collections import Counter
 from math import ceil
 
 from megatron_llama.config.schema import Config
-from megatron_llama.plans.buckets import Kind
+from megatron_llama.plans.buckets import BucketKind
 from megatron_llama.plans.memory import MemoryPlan
 from megatron_llama.plans.params import kv_copies, padded_vocab_size
 
@@ -163,7 +163,7 @@ class _Step:
         layout = self.plan.bucket_plans[self.rank]
         for bucket in layout.buckets:
             shard = layout.shard_numel(bucket.index) * self.shape.fp32_itemsize
-            if bucket.kind.partial:
+            if bucket.kind.partial_grad:
                 self.add(self._copies_axis(bucket.kind), "all_reduce", shard)
             if bucket.kind.tied:
                 self.add("embedding", "all_reduce", shard)
@@ -171,5 +171,5 @@ class _Step:
         if self.config.data.eod_mask_loss and traffic.shards * traffic.replicas > 1:
             self.add("dp", "all_reduce", FP64)
 
-    def _copies_axis(self, kind: Kind) -> str:
+    def _copies_axis(self, kind: BucketKind) -> str:
         return "tp" if kind.copies == self.shape.tp else "kv"

@@ -208,7 +208,7 @@ class Trainer:
     def step(self, index: int) -> tuple[Tensor, Tensor]:
         """Loss and gradient norm of one step."""
         if self.layout.early:
-            self.optimizer.begin_update(OPTIMIZER.lr, clip=self.layout.clip)
+            self.optimizer.announce_step(OPTIMIZER.lr, clip=self.layout.clip)
         loss = self.runtime.step(self.batches(index))
         return loss, self.optimizer.step(OPTIMIZER.lr, clip=self.layout.clip).grad_norm
 

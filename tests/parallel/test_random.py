@@ -14,7 +14,7 @@ import torch
 from megatron_llama.distributed.mesh import Place
 from megatron_llama.model.llama import Positions, Stage
 from megatron_llama.nn.context import local_sequence
-from megatron_llama.plans.buckets import Kind
+from megatron_llama.plans.buckets import BucketKind
 from tools.parity import markdown_of_drawn, rows
 
 from tests.harness import Cluster
@@ -193,19 +193,19 @@ def _without_documents(stage: Stage) -> Callable[..., Positions]:
     return lambda length, device, position_ids, document_ids, documents: correct(length, device, position_ids)
 
 
-def _mistake(run: Trainer, change: Callable[[Kind], Kind]) -> None:
+def _mistake(run: Trainer, change: Callable[[BucketKind], BucketKind]) -> None:
     buckets = (replace(bucket, kind=change(bucket.kind)) for bucket in run.optimizer.bucket_plan.buckets)
     run.optimizer.bucket_plan = replace(run.optimizer.bucket_plan, buckets=tuple(buckets))
 
 
 def shared_heads_not_summed(run: Trainer) -> None:
     """Each copy of a key/value head keeps the gradient through its own queries."""
-    _mistake(run, lambda kind: replace(kind, partial=kind.partial and not kind.decay))
+    _mistake(run, lambda kind: replace(kind, partial_grad=kind.partial_grad and not kind.decay))
 
 
 def norms_not_summed(run: Trainer) -> None:
     """Each rank keeps the gradient of norms through its part of the sequence."""
-    _mistake(run, lambda kind: replace(kind, partial=kind.partial and kind.decay))
+    _mistake(run, lambda kind: replace(kind, partial_grad=kind.partial_grad and kind.decay))
 
 
 def tied_ends_not_summed(run: Trainer) -> None:

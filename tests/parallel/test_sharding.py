@@ -82,7 +82,7 @@ def order_of(place: Place, layout: Layout) -> list[str]:
     recorder = run.mesh.recorder
     recorder.events = []
     if layout.early:
-        run.optimizer.begin_update(OPTIMIZER.lr, clip=layout.clip)
+        run.optimizer.announce_step(OPTIMIZER.lr, clip=layout.clip)
     run.runtime.step(run.batches(1))
     run.optimizer.gradients.finish_all()
     recorder.event("backward is over")
@@ -149,7 +149,7 @@ def test_what_is_held_is_what_the_dry_run_prints(cluster: Cluster, layout: Layou
 def test_two_slots_hold_two_blocks_and_one_end(cluster: Cluster) -> None:
     layout = Layout(dp=2, strategy=PARAMS)
     plan = rank_bucket_plan(layout.config(), dp=2)
-    (block,) = [b for b in plan.unit_buckets[1] if not plan.stays_unsharded(b)]
+    (block,) = [b for b in plan.unit_buckets[1] if not plan.has_own_slot(b)]
     (end,) = plan.unit_buckets[0]
     norms = sum(bucket.numel for bucket in plan.buckets if bucket.kind.needs_own_slot)
     expected = 2 * plan.buckets[block].numel + plan.buckets[end].numel + norms
@@ -214,7 +214,7 @@ def test_what_is_copied_where_it_must_be(cluster: Cluster) -> None:
     """With two slots a shard lives apart and is put into its place by every gather: 1/dp of what was gathered, nothing else."""
     layout = Layout(dp=2, strategy=PARAMS)
     plan = rank_bucket_plan(layout.config(), dp=2)
-    shards = {bucket.index: plan.shard_numel(bucket.index) * 4 for bucket in plan.buckets if not plan.stays_unsharded(bucket.index)}
+    shards = {bucket.index: plan.shard_numel(bucket.index) * 4 for bucket in plan.buckets if not plan.has_own_slot(bucket.index)}
     kept = {bucket for unit in (0, layout.layers - 1, layout.layers, layout.layers + 1) for bucket in plan.unit_buckets[unit]}
     expected = sum(size * (1 if bucket in kept else 2) for bucket, size in shards.items())
     for found in cluster.run(2, copied, layout):
@@ -225,7 +225,7 @@ def copied_by_step(place: Place, layout: Layout) -> dict[str, int]:
     """Of the engine's weights, in the thread that calls ``step``."""
     run = trainer(place, layout)
     engine = run.optimizer
-    engine.begin_update(OPTIMIZER.lr, clip=layout.clip)
+    engine.announce_step(OPTIMIZER.lr, clip=layout.clip)
     run.runtime.step(run.batches(0))
     with Copies({tensor.untyped_storage().data_ptr() for tensor in (*engine.parameters.unsharded, *engine.masters)}) as mode:
         engine.step(OPTIMIZER.lr, clip=layout.clip)
@@ -265,7 +265,7 @@ def test_prefetching_goes_as_far_as_the_bytes_allow(cluster: Cluster) -> None:
     """With three slots two blocks are on their way while one computes; with a limit of one byte a single one is."""
     layout = Layout(dp=2, strategy=PARAMS, slots="3", layers=6)
     plan = rank_bucket_plan(layout.config(), dp=2)
-    block = {unit: next(b for b in plan.unit_buckets[unit] if not plan.stays_unsharded(b)) for unit in range(1, 7)}
+    block = {unit: next(b for b in plan.unit_buckets[unit] if not plan.has_own_slot(b)) for unit in range(1, 7)}
     far, near = (cluster.run(2, gathered_by, replace(layout, prefetch=prefetch)) for prefetch in (0, 1))
     assert far[0] == far[1] and near[0] == near[1] and sorted(far[0]) == sorted(near[0])
     # When block 2 begins, it and the two after it have been asked for, or only the next.
@@ -353,7 +353,7 @@ def stale_version(run: Trainer, engine: OverlappedDistributedOptimizer, paramete
     assert handle is not None
     version = handle.wait_unsharded()
     run.step(1)
-    handle.check(version)
+    handle.check_version(version)
 
 
 def out_of_order(run: Trainer, engine: OverlappedDistributedOptimizer, parameters: dict[str, torch.Tensor]) -> None:
@@ -470,7 +470,7 @@ def build_and_drop(place: Place) -> tuple[int, int]:
     run = trainer(place, Layout(dp=2))
     run.step(0)
     run.optimizer.settle()
-    threads = [thread for thread in set(threading.enumerate()) - before if thread.name in ("issue", "follow up", "gathers")]
+    threads = [thread for thread in set(threading.enumerate()) - before if thread.name in ("issue", "follow_up", "gathers")]
     run.optimizer.close()
     del run
     gc.collect()

@@ -243,7 +243,7 @@ def test_gathers_in_backward_are_of_what_is_updated_there(layout: Layout) -> Non
     buckets = rank_bucket_plan(replace(layout, layers=12).config(), dp=2)
     early = set(gathered_during_backward(buckets))
     updated = [bucket for bucket in buckets.buckets if updated_during_backward(buckets, bucket.index, is_async=False)]
-    assert all(bucket.kind.trainable and not bucket.kind.partial and not bucket.kind.needs_own_slot for bucket in updated)
+    assert all(bucket.kind.trainable and not bucket.kind.partial_grad and not bucket.kind.needs_own_slot for bucket in updated)
     assert 0 < len(updated) < len(buckets.buckets) and early < {bucket.index for bucket in updated}
     share = sum(bucket.numel for bucket in updated if bucket.index in early) / sum(bucket.numel for bucket in updated)
     assert 0.25 < share <= 1 / 3

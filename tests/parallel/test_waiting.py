@@ -50,7 +50,7 @@ def test_a_step_asks_for_nothing(layout: Layout) -> None:
     with Asked() as asked:
         for step in batches:
             if layout.early:
-                run.optimizer.begin_update(OPTIMIZER.lr, clip=layout.clip)
+                run.optimizer.announce_step(OPTIMIZER.lr, clip=layout.clip)
             loss = run.runtime.step(step)
             update = run.optimizer.step(OPTIMIZER.lr, clip=layout.clip, skip_update=loss.isfinite().logical_not().to(torch.float64))
             later = Readback((loss, update.grad_norm, update.skipped, update.loss_scale))

@@ -11,9 +11,9 @@ import torch
 from megatron_llama.config.schema import ModelConfig, ParallelConfig
 from megatron_llama.plans.buckets import (
     ALIGN,
-    UNSHARED,
+    OWN_SLOT_POOL,
+    BucketKind,
     BucketPlan,
-    Kind,
     Slots,
     bucket_plan_by_size,
     bucket_plan_by_unit,
@@ -80,11 +80,11 @@ def test_the_cases_cover_what_they_should() -> None:
     assert {case.dp for case in CASES} == {1, 2, 3} and {case.tp * case.pp for case in CASES} >= {1, 2, 3, 4, 6, 9}
     assert {case.model.tie_word_embeddings for case in CASES if case.pp > 1} == {True, False}
     tied = [case.partition for case in CASES if case.model.tie_word_embeddings and case.pp > 1]
-    assert {partition.ends_meet for partition in tied} == {True, False}
+    assert {partition.first_and_last_share_rank for partition in tied} == {True, False}
     assert {case.partition.stages // case.pp for case in CASES} == {1, 2}
     assert {case.tp // case.model.num_key_value_heads for case in CASES} >= {0, 1, 2, 4}
     kinds = {bucket.kind for case in CASES for bucket in case.plan(0, 0).buckets}
-    assert {(kind.copies > 1, kind.partial) for kind in kinds} == {(False, False), (True, False), (True, True)}
+    assert {(kind.copies > 1, kind.partial_grad) for kind in kinds} == {(False, False), (True, False), (True, True)}
     assert {len(case.plan(0, 0).buckets) > 5 for case in CASES} == {True, False}
 
 
@@ -122,7 +122,7 @@ def test_buckets_are_homogeneous_and_capped(case: Case) -> None:
     for _, plan in case.all():
         for bucket in plan.buckets:
             specs = [placed.spec for placed in bucket.placements]
-            assert {Kind.of(spec) for spec in specs} == {bucket.kind}
+            assert {BucketKind.of(spec) for spec in specs} == {bucket.kind}
             if bucket.kind.decay and not case.by_unit:
                 assert len(specs) == 1 or sum(spec.numel for spec in specs) <= case.cap
         norms = [bucket.kind.stage for bucket in plan.buckets if not bucket.kind.decay]
@@ -184,7 +184,7 @@ def test_slots_hold_their_largest_bucket(case: Case) -> None:
         for slots, sizes, count in accesses:
             users = {slot: [b.numel for b, used in zip(plan.buckets, slots, strict=True) if used == slot] for slot in slots}
             assert sizes == {slot: max(numels) for slot, numels in users.items()}
-            pools = Counter(pool for pool, _ in users if pool != UNSHARED)
+            pools = Counter(pool for pool, _ in users if pool != OWN_SLOT_POOL)
             assert all(size <= (count or 0) for size in pools.values())
             if count is None:
                 assert len(users) == len(plan.buckets)
@@ -193,7 +193,7 @@ def test_slots_hold_their_largest_bucket(case: Case) -> None:
 @cases
 def test_by_unit_every_block_has_a_bucket_and_its_neighbour_another_slot(case: Case) -> None:
     for units, plan in case.all() if case.by_unit else ():
-        shared = [[b for b in buckets if not plan.stays_unsharded(b)] for buckets in plan.unit_buckets]
+        shared = [[b for b in buckets if not plan.has_own_slot(b)] for buckets in plan.unit_buckets]
         for unit, buckets in zip(units, shared, strict=True):
             slots = [plan.parameter_slots[b] for b in buckets]
             assert len(set(slots)) == len(slots)
@@ -215,7 +215,7 @@ def test_embedding_and_head_share_a_pool_of_their_own() -> None:
             block = slots[plan.unit_buckets[1][-1]]
             assert embedding[0] == head[0] != block[0] and len({embedding, head}) == ends
     sizes = bucket_plan_by_unit(units, shards=3, slots=Slots(2, 2)).parameter_slot_numel()
-    assert len([slot for slot in sizes if slot[0] != UNSHARED]) == 3, "two for blocks, one for the ends"
+    assert len([slot for slot in sizes if slot[0] != OWN_SLOT_POOL]) == 3, "two for blocks, one for the ends"
 
 
 @cases
@@ -282,7 +282,7 @@ def test_parameter_slots(strategy: str, slots: str, stages: int, expected: int |
 
 def test_labels_name_unit_and_parameters() -> None:
     plan = bucket_plan_by_unit(stage_units(CASES[0].model, even(CASES[0].model.num_hidden_layers, 1), 0), shards=2, slots=Slots(2, 2))
-    (bucket,) = [b for b in plan.unit_buckets[1] if not plan.stays_unsharded(b)]
+    (bucket,) = [b for b in plan.unit_buckets[1] if not plan.has_own_slot(b)]
     assert plan.label(bucket) == (
         f"bucket {bucket} of layers.0 (model.layers.0.mlp.down_proj.weight ... model.layers.0.self_attn.qkv_proj.weight)"
     )

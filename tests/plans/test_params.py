@@ -201,7 +201,7 @@ def test_a_rank_holds_the_blocks_of_all_its_stages(options: dict[str, object], l
         assert [name for name in names if name.startswith("layers")] == [f"layers.{block}" for block in blocks]
     partition = partition_of(config)
     assert sorted(stage for rank in range(2) for stage in partition.stages_of(rank)) == list(range(partition.stages))
-    assert partition.ends_meet == (options.get("pipeline_schedule") == "zb-v")
+    assert partition.first_and_last_share_rank == (options.get("pipeline_schedule") == "zb-v")
 
 
 @pytest.mark.parametrize(("tp", "kv_heads", "copies"), [(4, 4, 1), (4, 8, 1), (4, 2, 2), (8, 2, 4), (4, 1, 4), (1, 1, 1)])
@@ -211,7 +211,7 @@ def test_shared_key_value_heads_are_marked_as_copies_with_partial_gradients(tp: 
     for rank in range(tp):
         specs = {spec.name.split(".")[-2]: spec for spec in specs_of(stage_units(model, even(4, 1), 0, tp=tp, tp_rank=rank))}
         assert ("kv_proj" in specs, "qkv_proj" in specs) == (copies > 1, copies == 1)
-        shared = {name for name, spec in specs.items() if spec.copies > 1 and spec.partial}
+        shared = {name for name, spec in specs.items() if spec.copies > 1 and spec.partial_grad}
         assert shared == ({"kv_proj"} if copies > 1 else set())
         if copies > 1:
             assert specs["kv_proj"].copies == copies and specs["q_proj"].copies == 1
@@ -222,8 +222,8 @@ def test_shared_key_value_heads_are_marked_as_copies_with_partial_gradients(tp: 
 def test_norms_are_copies_whose_gradients_are_partial_only_under_sequence_parallelism() -> None:
     for tp, sequence_parallel, expected in ((1, True, (1, False)), (2, False, (2, False)), (2, True, (2, True))):
         specs = specs_of(stage_units(GQA, even(4, 1), 0, tp=tp, sequence_parallel=sequence_parallel))
-        assert {(spec.copies, spec.partial) for spec in specs if not spec.decay} == {expected}
-        assert {(spec.copies, spec.partial) for spec in specs if spec.decay} == {(1, False)}
+        assert {(spec.copies, spec.partial_grad) for spec in specs if not spec.decay} == {expected}
+        assert {(spec.copies, spec.partial_grad) for spec in specs if spec.decay} == {(1, False)}
 
 
 def frozen_of(model: ModelConfig, partition: Partition, tp: int, freeze: tuple[str, ...]) -> set[str]:

@@ -171,7 +171,7 @@ class Ours:
     def step(self) -> None:
         """One step of training."""
         optimizer = self._config.optimizer
-        self.engine.begin_update(optimizer.lr, clip=optimizer.clip_grad)
+        self.engine.announce_step(optimizer.lr, clip=optimizer.clip_grad)
         self._runtime.step(self._batches)
         self.engine.step(optimizer.lr, clip=optimizer.clip_grad)
 

@@ -57,7 +57,7 @@ class Ours:
     def step(self, batch: Batch) -> Tensor:
         """See Contender."""
         optimizer = self._config.optimizer
-        self._engine.begin_update(optimizer.lr, clip=optimizer.clip_grad)
+        self._engine.announce_step(optimizer.lr, clip=optimizer.clip_grad)
         loss = self._runtime.step([batch])
         self._engine.step(optimizer.lr, clip=optimizer.clip_grad)
         return loss

@@ -65,7 +65,7 @@ class Ours:
     def step(self) -> Tensor:
         """See Contender."""
         engine = self._trial.engine
-        engine.begin_update(self._lr, clip=self._clip)
+        engine.announce_step(self._lr, clip=self._clip)
         loss = self._trial.runtime.step(self._batches)
         engine.step(self._lr, clip=self._clip)
         engine.settle()

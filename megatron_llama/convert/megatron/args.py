@@ -208,7 +208,9 @@ def lost_fields(model: ModelConfig, family: str, split: Sequence[int]) -> Iterat
             yield "rope_theta"
         if scaling:
             yield "rope_scaling"
-    elif scaling.get("rope_type") == "llama3" and not is_llama31_scaling(scaling):
+    elif scaling.get("rope_type", "default") not in ("default", "linear") and not (
+        is_llama31_scaling(scaling)
+    ):
         yield "rope_scaling other than LLaMA 3.1's but for its factor"
     if len(set(split)) > 1 and (family == "megatron-llama" or len(set(split[1:-1])) > 1):
         yield "an uneven pipeline split"

@@ -69,7 +69,7 @@ def gather(
 
 
 class Reductions:
-    """The reduce-scatters of one rank. They share ``in_flight`` staging buffers: the last user of
+    """The reduce-scatters of one rank. They share ``in_flight`` receive buffers: the last user of
     an exchange's buffer must have been waited for when it starts. RuntimeError otherwise."""
 
     def __init__(
@@ -88,7 +88,7 @@ class Reductions:
         self._axis = axis
         self._wire = wire if wire != dtype else None
         self._chunk_bytes = chunk_bytes
-        self._buffers = [_StagingBuffer() for _ in range(in_flight)]
+        self._buffers = [_ReceiveBuffer() for _ in range(in_flight)]
         self._received = (
             gloo.ReceivedParts.allocate(axis, largest, wire or dtype, dtype, in_flight)
             if gloo.carries(axis, device)
@@ -115,7 +115,7 @@ class Reductions:
         ``shard``: no value depends on where buffers or chunks end.
 
         ``index`` tells the reductions of one axis apart and is the same on all ranks; ``buffer`` is
-        the number of the staging buffer."""
+        the number of the receive buffer."""
         axis = self._axis
         if axis.size == 1:
             return _LocalExchange(None if same_place(shard, full) else _copying(shard, full))
@@ -226,8 +226,8 @@ class _BackendExchange:
 
 
 @dataclass
-class _StagingBuffer:
-    """Who uses a staging buffer, and on a device the event after which the next user may write it:
+class _ReceiveBuffer:
+    """Who uses a receive buffer, and on a device the event after which the next user may write it:
     ``wait`` returns at once there, and the next user may start in another stream."""
 
     user: _CheckedExchange | None = None
@@ -237,7 +237,7 @@ class _StagingBuffer:
         """Raises RuntimeError if the last user was not waited for."""
         if self.user is not None:
             raise RuntimeError(
-                f"{user} needs the staging buffer of {self.user}, which was not waited for"
+                f"{user} needs the receive buffer of {self.user}, which was not waited for"
             )
         self.user = user
         if self.free is not None:
@@ -264,7 +264,7 @@ class _CheckedExchange:
         *,
         before: Callable[[], None] | None = None,
         after: Callable[[], None] | None = None,
-        buffer: _StagingBuffer | None = None,
+        buffer: _ReceiveBuffer | None = None,
     ) -> None:
         self._exchange = exchange
         self._axis = axis

@@ -42,10 +42,10 @@ class Stream(Protocol):
         second stream, after everything that was issued here and everything that the caller's
         current stream was given so far; errors are raised at once."""
 
-    def run_in_background(self, work: Work) -> Future:
-        """Run ``work`` that the caller need not wait for. On the host it is the same as ``run``. On
-        a device the work goes to the caller's current stream, because issuing it there takes the
-        host no longer than issuing it anywhere else."""
+    def run_update(self, work: Work) -> Future:
+        """Run an update. On the host it is the same as ``run``, so that the caller goes on while a
+        thread updates. On a device the update goes to the caller's current stream, because issuing
+        it there takes the host no longer than issuing it anywhere else."""
 
     def close(self) -> None:
         """Take no more work."""
@@ -81,7 +81,7 @@ class InlineStream:
         with torch.no_grad():
             return self.issue(work)
 
-    def run_in_background(self, work: Work) -> Future:
+    def run_update(self, work: Work) -> Future:
         return self.run(work)
 
     def close(self) -> None:
@@ -100,7 +100,7 @@ class DeviceStream:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._issuing = devices.new_stream(device)
-        self._running = devices.new_stream(device)
+        self._follow_up = devices.new_stream(device)
 
     def issue(self, work: Work) -> Future:
         # The caller's stream computes what is sent.
@@ -110,14 +110,14 @@ class DeviceStream:
         return CompletedFuture()
 
     def run(self, work: Work) -> Future:
-        self._running.wait_stream(devices.current_stream(self._device))
+        self._follow_up.wait_stream(devices.current_stream(self._device))
         # What was issued before includes copies into the buffers that this work reads.
-        self._running.wait_stream(self._issuing)
-        with torch.no_grad(), devices.on_stream(self._running):
+        self._follow_up.wait_stream(self._issuing)
+        with torch.no_grad(), devices.on_stream(self._follow_up):
             work()
-        return _EventFuture(self._device, self._running.record_event())
+        return _EventFuture(self._device, self._follow_up.record_event())
 
-    def run_in_background(self, work: Work) -> Future:
+    def run_update(self, work: Work) -> Future:
         with torch.no_grad():
             work()
         return CompletedFuture()

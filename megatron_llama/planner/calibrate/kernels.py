@@ -150,7 +150,7 @@ def _training_step(
         batch = Batch(words, words, None)
 
         def step() -> None:
-            engine.begin_update(options.lr, clip=options.clip_grad)
+            engine.announce_step(options.lr, clip=options.clip_grad)
             runtime.step([batch])
             engine.step(options.lr, clip=options.clip_grad)
             engine.settle()

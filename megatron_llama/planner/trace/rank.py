@@ -48,7 +48,7 @@ def trace_rank(
         with (
             FakeTensorMode(),
             op_recorder,
-            closing(build_optimizer(config, stages.values(), mesh, at_once=True)) as optimizer,
+            closing(build_optimizer(config, stages.values(), mesh, inline=True)) as optimizer,
         ):
             runtime = PipelineRuntime(stages, optimizer, mesh, config, dtype=dtype)
             settle_in(optimizer, rank_weight_accesses(config, schedule.ranks[rank], rank=rank))
@@ -78,7 +78,7 @@ def step(
     lr = config.optimizer.lr
     clip = config.optimizer.clip_grad
     with op_recorder.recording():
-        optimizer.begin_update(lr, clip=clip)
+        optimizer.announce_step(lr, clip=clip)
         runtime.step(batches)
         optimizer.step(lr, clip=clip)
         optimizer.settle()

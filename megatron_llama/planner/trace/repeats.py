@@ -19,7 +19,7 @@ from megatron_llama.plans.schedule import Action, Op
 PERIODS = 4
 """Equal turns that a shortened schedule has at least. The first of them may contain the first
 microbatch, and the last one the last forward pass."""
-Kind = tuple[Op, int]
+PassKind = tuple[Op, int]
 """An operation and its stage."""
 FIRST, BETWEEN, LAST = range(3)
 
@@ -34,7 +34,7 @@ def composed(
     """Return the step of a rank whose schedule is ``whole`` from a traced one whose schedule is
     ``short``. ``stages`` maps stages of the former to those of the traced rank. None if passes
     between the first and the last one of a kind differ, or if bytes would be left over."""
-    known: dict[tuple[Kind, int], set[int]] = {}
+    known: dict[tuple[PassKind, int], set[int]] = {}
     for done, place in zip(
         traced[1:-1], _places((action.op, action.stage) for action in short), strict=True
     ):
@@ -56,10 +56,10 @@ def composed(
     return tuple(map(TracedAction, words, chosen, live))
 
 
-def _places(kinds: Iterator[Kind]) -> list[tuple[Kind, int]]:
+def _places(kinds: Iterator[PassKind]) -> list[tuple[PassKind, int]]:
     """Every action as the first, the last or another of its kind."""
     listed = list(kinds)
-    seen = Counter[Kind]()
+    seen = Counter[PassKind]()
     total = Counter(listed)
     places = []
     for kind in listed:

@@ -118,7 +118,7 @@ class RunTracer:
         dp = dp_size(self.config, self.world_size) * self.config.parallel.context_parallel_size
         layout = rank_bucket_plan(self.config, dp=dp, rank=rank)
         slots = len(set(layout.gradient_slots)) == len(layout.buckets) or self.whole.virtual == 1
-        return slots and all(layout.stays_unsharded(bucket.index) for bucket in layout.buckets)
+        return slots and all(layout.has_own_slot(bucket.index) for bucket in layout.buckets)
 
     def _stages(self, rank: int, other: int) -> dict[int, int]:
         """Stages of ``rank`` by those of ``other``."""

@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 from megatron_llama.errors import ConfigError
 
-Placement = tuple[int, ...]
+StagePlacement = tuple[int, ...]
 """The pipeline rank of each stage."""
 
 
@@ -82,7 +82,7 @@ class Schedule:
 
     name: str
     microbatches: int
-    placement: Placement
+    placement: StagePlacement
     """Pipeline rank of each stage."""
     ranks: tuple[tuple[Action, ...], ...]
     passes: tuple[Op, ...]
@@ -99,19 +99,19 @@ class Schedule:
         return len(self.placement) // len(self.ranks)
 
 
-def receive_of(action: Action, placement: Placement) -> Action | None:
+def receive_of(action: Action, placement: StagePlacement) -> Action | None:
     """The receive that must come before this pass; None where its input is made on this rank."""
     op = receive_before(action.op, action.stage, placement)
     return Action(op, action.stage, action.microbatch) if op is not None else None
 
 
-def send_of(action: Action, placement: Placement) -> Action | None:
+def send_of(action: Action, placement: StagePlacement) -> Action | None:
     """The send that must come after this pass; None where its output stays on this rank."""
     op = send_after(action.op, action.stage, placement)
     return Action(op, action.stage, action.microbatch) if op is not None else None
 
 
-def receive_before(op: Op, stage: int, placement: Placement) -> Op | None:
+def receive_before(op: Op, stage: int, placement: StagePlacement) -> Op | None:
     """The kind of receive that a pass at ``stage`` needs; ``receive_of`` without a microbatch."""
     if op is Op.FORWARD:
         return Op.RECV_FORWARD if _elsewhere(stage, stage - 1, placement) else None
@@ -120,7 +120,7 @@ def receive_before(op: Op, stage: int, placement: Placement) -> Op | None:
     return None
 
 
-def send_after(op: Op, stage: int, placement: Placement) -> Op | None:
+def send_after(op: Op, stage: int, placement: StagePlacement) -> Op | None:
     """The kind of send that follows a pass at ``stage``; ``send_of`` without a microbatch."""
     if op is Op.FORWARD:
         return Op.SEND_FORWARD if _elsewhere(stage, stage + 1, placement) else None
@@ -129,7 +129,7 @@ def send_after(op: Op, stage: int, placement: Placement) -> Op | None:
     return None
 
 
-def _elsewhere(stage: int, neighbour: int, placement: Placement) -> bool:
+def _elsewhere(stage: int, neighbour: int, placement: StagePlacement) -> bool:
     return 0 <= neighbour < len(placement) and placement[neighbour] != placement[stage]
 
 
@@ -148,7 +148,7 @@ Link = tuple[Op, int, int]
 """(SEND_FORWARD or SEND_BACKWARD, sending rank, receiving rank)."""
 
 
-def link_of(action: Action, placement: Placement) -> Link:
+def link_of(action: Action, placement: StagePlacement) -> Link:
     """The link that a send or a receive uses."""
     send, receive = (
         (action, other_end(action)) if action.op in SENDS else (other_end(action), action)
@@ -156,7 +156,7 @@ def link_of(action: Action, placement: Placement) -> Link:
     return send.op, placement[send.stage], placement[receive.stage]
 
 
-def with_transfers(passes: list[Action], placement: Placement) -> Iterator[Action]:
+def with_transfers(passes: list[Action], placement: StagePlacement) -> Iterator[Action]:
     """Insert the sends and receives that the passes need.
 
     A send comes right after the pass that produces its tensor. A receive is posted one pass before

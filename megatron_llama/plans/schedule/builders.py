@@ -23,9 +23,9 @@ from megatron_llama.plans.schedule.actions import (
     WHOLE,
     Action,
     Op,
-    Placement,
     Schedule,
     ScheduleError,
+    StagePlacement,
     with_transfers,
 )
 from megatron_llama.plans.schedule.proof import validate
@@ -60,7 +60,7 @@ def schedule_problems(name: str, *, ranks: int, microbatches: int, virtual: int 
     ]
 
 
-def placement_of(name: str, ranks: int, virtual: int) -> Placement:
+def placement_of(name: str, ranks: int, virtual: int) -> StagePlacement:
     """The pipeline rank of each stage: around the ranks ``virtual`` times, or for zb-v down and up
     again.
 
@@ -77,7 +77,7 @@ def placement_of(name: str, ranks: int, virtual: int) -> Placement:
     return tuple(range(ranks)) * virtual
 
 
-def forward_only(placement: Placement, microbatches: int) -> Schedule:
+def forward_only(placement: StagePlacement, microbatches: int) -> Schedule:
     """The schedule of an evaluation: every microbatch once through the stages of any placement.
 
     Every pass is taken to last one tick. At each tick a rank runs, of the passes whose input is
@@ -101,7 +101,7 @@ def forward_only(placement: Placement, microbatches: int) -> Schedule:
 def _built(
     name: str,
     microbatches: int,
-    placement: Placement,
+    placement: StagePlacement,
     orders: Iterable[Iterable[Pass]],
     passes: tuple[Op, ...],
 ) -> Schedule:

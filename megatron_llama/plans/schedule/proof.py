@@ -154,11 +154,11 @@ def _check_local_order(schedule: Schedule, rank: int) -> None:
                     )
 
 
-Kind = tuple[Op, int]
+PassKind = tuple[Op, int]
 """An operation at a stage, of any microbatch."""
 
 
-def _pairs(op: Op, stage: int, schedule: Schedule) -> Iterator[tuple[Kind, Kind]]:
+def _pairs(op: Op, stage: int, schedule: Schedule) -> Iterator[tuple[PassKind, PassKind]]:
     """(needed, pass) and (pass, what needs it) around the passes of a stage. Those of other ranks
     are not in this rank's list."""
     receive = receive_before(op, stage, schedule.placement)

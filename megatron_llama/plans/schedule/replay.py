@@ -20,9 +20,9 @@ from megatron_llama.plans.schedule.actions import (
     Action,
     Link,
     Op,
-    Placement,
     Schedule,
     ScheduleError,
+    StagePlacement,
     link_of,
     other_end,
     receive_of,
@@ -171,7 +171,10 @@ it sends into; for a pass the kind of send that it waits for, and its duration."
 
 
 def _role(
-    action: Action, placement: Placement, links: dict[Link, _Traffic], durations: Mapping[Op, float]
+    action: Action,
+    placement: StagePlacement,
+    links: dict[Link, _Traffic],
+    durations: Mapping[Op, float],
 ) -> _Role:
     if action.op in RECEIVES:
         return links[link_of(action, placement)], None, None, 0

@@ -183,7 +183,7 @@ def misused(place: Place, wire: torch.dtype | None) -> list[str]:
 
 @pytest.mark.parametrize("wire", [None, torch.bfloat16])
 def test_wrong_orders_are_errors_that_spoil_nothing(cluster: Cluster, wire: torch.dtype | None) -> None:
-    taken = "reduce_scatter 3 on dp needs the staging buffer of reduce_scatter 0 on dp, which was not waited for"
+    taken = "reduce_scatter 3 on dp needs the receive buffer of reduce_scatter 0 on dp, which was not waited for"
     again = "reduce_scatter 0 on dp was started again before it was waited for"
     early = "reduce_scatter 3 on dp was waited for, but not started"
     assert cluster.run(2, misused, wire) == [[taken, again, early]] * 2

@@ -37,9 +37,9 @@ def test_what_is_issued_need_not_wait_for_what_runs() -> None:
     stream.issue(lambda: names.append(threading.current_thread().name)).wait()
     go_on.set()
     running.wait()
-    stream.run_in_background(lambda: names.append(threading.current_thread().name)).wait()
+    stream.run_update(lambda: names.append(threading.current_thread().name)).wait()
     stream.close()
-    assert names == ["issue", "follow up True", "follow up"]
+    assert names == ["issue", "follow_up True", "follow_up"]
 
 
 def test_what_is_issued_keeps_its_order_and_its_errors(stream: Stream) -> None:

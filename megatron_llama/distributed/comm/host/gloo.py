@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_llama.distributed.mesh import Axis
-from megatron_llama.plans.buckets import ALIGN, PIECES, align_up
+from megatron_llama.plans.buckets import ALIGN, MAX_PIECES, align_up
 
 
 def carries(axis: Axis, device: torch.device) -> bool:
@@ -32,7 +32,7 @@ def carries(axis: Axis, device: torch.device) -> bool:
 def _first_tag(index: int, phase: int) -> int:
     """The first of the tags of one exchange of a communicator: phase 0 and 1 are those of
     reductions, 2 that of the gather with the same index."""
-    return (3 * index + phase) * PIECES
+    return (3 * index + phase) * MAX_PIECES
 
 
 @dataclass(frozen=True)
@@ -52,9 +52,9 @@ def _messages(
     messages = []
     for peer, part in parts:
         chunk = max(1, chunk_bytes // part.element_size())
-        if part.numel() > chunk * PIECES:
+        if part.numel() > chunk * MAX_PIECES:
             raise ValueError(
-                f"a part of {part.numel()} elements makes more than {PIECES} chunks "
+                f"a part of {part.numel()} elements makes more than {MAX_PIECES} chunks "
                 f"of {chunk_bytes} bytes"
             )
         messages += [
@@ -144,7 +144,7 @@ class Gather:
 
 @dataclass(frozen=True)
 class ReceivedParts:
-    """A staging buffer for what a reduction receives. One reduction at a time uses it."""
+    """A receive buffer of reductions. One reduction at a time uses it."""
 
     received: Tensor
     wide: Tensor

@@ -19,21 +19,21 @@ class ThreadStream:
 
     def __init__(self) -> None:
         self._issuing = Worker("issue")
-        self._running = Worker("follow up")
+        self._follow_up = Worker("follow_up")
 
     def issue(self, work: Work) -> Task:
         return self._issuing.submit(work)
 
     def run(self, work: Work) -> Task:
-        return self._running.submit(work)
+        return self._follow_up.submit(work)
 
-    def run_in_background(self, work: Work) -> Task:
+    def run_update(self, work: Work) -> Task:
         return self.run(work)
 
     def close(self) -> None:
         self._issuing.close()
-        self._running.close()
+        self._follow_up.close()
 
     def join(self, seconds: float) -> None:
         self._issuing.join(seconds)
-        self._running.join(seconds)
+        self._follow_up.join(seconds)
