@@ -17,7 +17,7 @@ from megatron_llama.planner.steps import StepTime, block_time, host_wait, stragg
 from megatron_llama.planner.training_job import Machine, TrainingJob, job_of
 from megatron_llama.plans.buckets import BucketPlan, strategy_named
 from megatron_llama.plans.memory import MemoryPlan, state_bytes
-from megatron_llama.plans.schedule import Op
+from megatron_llama.plans.schedule import SCHEDULES, Op
 from megatron_llama.plans.traffic import StepTraffic
 
 ENOUGH = 2
@@ -47,8 +47,7 @@ class Candidate:
     def few(self) -> Config:
         """The configuration with as many microbatches as show the pattern."""
         job = self.job
-        # The memory of gpipe grows with every microbatch.
-        everything = self.config.parallel.pipeline_schedule == "gpipe"
+        everything = SCHEDULES[self.config.parallel.pipeline_schedule].keeps_every_microbatch
         few = job.microbatches if everything else min(job.microbatches, ENOUGH * job.pp)
         batch = few * job.micro_batch * job.dp
         return replace(self.config, training=replace(self.config.training, global_batch_size=batch))

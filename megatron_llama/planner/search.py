@@ -17,6 +17,7 @@ from megatron_llama.planner.training_job import Machine, job_of
 from megatron_llama.plans.buckets import BY_TRAFFIC, NO_SHARD
 from megatron_llama.plans.offload import NONE
 from megatron_llama.plans.resolve import problems
+from megatron_llama.plans.schedule import SCHEDULES
 
 EVEN_RISK = 0.5
 """The probability of running out of memory from which on a layout does not fit."""
@@ -169,8 +170,8 @@ def with_ends(parallel: ParallelConfig, layers: int) -> ParallelConfig:
     """Return the options with embedding and head counted as a block each, if that divides the
     blocks equally and nothing else does (LLaMA 3.1 405B)."""
     stages = parallel.pipeline_model_parallel_size
-    stages *= (
-        2 if parallel.pipeline_schedule == "zb-v" else parallel.virtual_pipeline_model_parallel_size
+    stages *= SCHEDULES[parallel.pipeline_schedule].chunks(
+        parallel.virtual_pipeline_model_parallel_size
     )
     if layers % stages == 0 or parallel.pipeline_layer_split:
         return parallel
@@ -221,16 +222,22 @@ def _pipelines(
     layers = config.model.num_hidden_layers // pp
     every = [("1f1b", 1)]
     if pp > 1:
-        every += [("zb-h1", 1)] + [("zb-v", 2)] * _divides_blocks(config, 2 * pp)
         counts = range(2, min(layers, 10) + 1) if microbatches % pp == 0 else ()
-        every += [("interleaved", count) for count in counts if _divides_blocks(config, count * pp)]
+        split = [name for name, entry in SCHEDULES.items() if entry.bubble < 1]
+        several = [name for name, entry in SCHEDULES.items() if entry.several_chunks]
+        for name in split:
+            chunks = SCHEDULES[name].chunks(1)
+            if chunks == 1 or _divides_blocks(config, chunks * pp):
+                every.append((name, chunks))
+        every += product(several, (v for v in counts if _divides_blocks(config, v * pp)))
     for schedule, virtual in every:
         wanted = (
             pinned.get("pipeline_schedule", schedule),
             pinned.get("virtual_pipeline_model_parallel_size", virtual),
         )
-        if wanted == (schedule, virtual) or (schedule == "zb-v" and wanted[0] == schedule):
-            yield schedule, 1 if schedule == "zb-v" else virtual
+        folded = SCHEDULES[schedule].folded  # its number of chunks is no option
+        if wanted == (schedule, virtual) or (folded and wanted[0] == schedule):
+            yield schedule, 1 if folded else virtual
 
 
 def _divides_blocks(config: Config, stages: int) -> bool:

@@ -15,6 +15,7 @@ from megatron_llama.plans.checks.zenflow import longest_window, sends_fp32
 from megatron_llama.plans.itemsize import compute_itemsize
 from megatron_llama.plans.offload import EXACT, NONE
 from megatron_llama.plans.params import ParamSpec, Shapes, stage_units, whole_model
+from megatron_llama.plans.schedule import SCHEDULES
 
 Sharding = Literal["none", "optimizer", "gradients", "parameters"]
 """What data-parallel ranks hold a share of, in any trainer."""
@@ -291,14 +292,14 @@ def job_of(config: Config, machine: Machine) -> TrainingJob:
         microbatches=training.global_batch_size // (training.micro_batch_size * dp),
         tp=tp,
         pp=pp,
-        vpp=2 if schedule == "zb-v" else vpp,
+        vpp=SCHEDULES[schedule].chunks(vpp),
         cp=cp,
         dp=dp,
         sequence_parallel=parallel.sequence_parallel,
         recomputed=recomputing if parallel.recompute_granularity == "full" else 0.0,
         recomputed_memory=0.5 * recomputing * (parallel.recompute_granularity == "selective"),
         ends_counted=parallel.account_for_loss_in_pipeline_split,
-        bubble=1 / 3 if schedule in ("zb-h1", "zb-v") else 1.0,
+        bubble=SCHEDULES[schedule].bubble,
         sharding=sharding,
         shards=shard_count(parallel, dp * cp),
         itemsize=itemsize,

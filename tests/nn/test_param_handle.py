@@ -338,7 +338,7 @@ def test_what_a_handle_refuses_is_not_read(name: str) -> None:
     with pytest.raises(RuntimeError, match="version 0"):
         layer(x)
     del handle.wait_unsharded
-    output, handle.check = layer(x.clone().requires_grad_()), refuse
+    output, handle.check_version = layer(x.clone().requires_grad_()), refuse
     with pytest.raises(RuntimeError, match="version 3"):
         output.sum().backward()
 

@@ -5,9 +5,21 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable
 from dataclasses import replace
+from typing import get_args
 
 import pytest
-from megatron_llama.plans.schedule import Action, Op, Schedule, ScheduleError, forward_only, placement_of, schedule_named, validate
+from megatron_llama.config.schema import PipelineSchedule
+from megatron_llama.plans.schedule import (
+    SCHEDULES,
+    Action,
+    Op,
+    Schedule,
+    ScheduleError,
+    forward_only,
+    placement_of,
+    schedule_named,
+    validate,
+)
 
 NAMES = [("gpipe", 1), ("1f1b", 1), ("interleaved", 2), ("interleaved", 3), ("zb-h1", 1), ("zb-v", 2)]
 
@@ -306,3 +318,7 @@ def test_wrong_shapes_are_refused() -> None:
     refused(replace(schedule, ranks=schedule.ranks[:2]), "2 action lists for stages on ranks (0, 1, 2)")
     refused(replace(schedule, passes=(Op.FORWARD, Op.BACKWARD_INPUT)), "the passes are forward, backward_input, expected")
     refused(replace(schedule, microbatches=0), "0 microbatches, expected 1 or more")
+
+
+def test_every_name_of_the_option_has_an_entry() -> None:
+    assert set(SCHEDULES) == set(get_args(PipelineSchedule))

@@ -14,6 +14,7 @@ from megatron_llama.plans.schedule.actions import (
     backward_comes_next,
 )
 from megatron_llama.plans.schedule.builders import (
+    SCHEDULES,
     forward_only,
     placement_of,
     schedule_named,
@@ -23,6 +24,7 @@ from megatron_llama.plans.schedule.proof import Report, validate
 from megatron_llama.plans.schedule.replay import Costs, TimedPass, Timeline, simulate
 
 __all__ = (
+    "SCHEDULES",
     "Action",
     "Costs",
     "Op",

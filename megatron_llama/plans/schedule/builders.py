@@ -2,8 +2,8 @@
 
 To add one: write a function that yields the passes of one rank in their order, enter it in
 ``SCHEDULES`` below, and add its name to ``PipelineSchedule`` in ``config/schema.py``. Sends and
-receives are inserted, and the result is proved, by ``schedule_named``. A schedule with several
-chunks per rank also says in ``placement_of`` where its stages are.
+receives are inserted, and the result is proved, by ``schedule_named``. The entry also says where
+the stages are, and what the planner needs to know.
 
 Each function knows only p (the number of ranks), m (microbatches), v (chunks per rank) and the rank
 itself. In the formulas a forward pass (F), an input gradient (B) and a weight gradient (W) last
@@ -14,6 +14,7 @@ idle share of the makespan over all ranks; where the zero-bubble papers count ot
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from functools import lru_cache
 from types import MappingProxyType
 
@@ -47,9 +48,9 @@ def schedule_named(name: str, *, ranks: int, microbatches: int, virtual: int = 1
             else listing("This pipeline schedule cannot be built:", problems)
         )
     placement = placement_of(name, ranks, virtual)
-    order, passes = SCHEDULES[name]
-    orders = [order(ranks, microbatches, virtual, rank) for rank in range(ranks)]
-    return _built(name, microbatches, placement, orders, passes)
+    entry = SCHEDULES[name]
+    orders = [entry.order(ranks, microbatches, virtual, rank) for rank in range(ranks)]
+    return _built(name, microbatches, placement, orders, entry.passes)
 
 
 def schedule_problems(name: str, *, ranks: int, microbatches: int, virtual: int = 1) -> list[str]:
@@ -72,7 +73,7 @@ def placement_of(name: str, ranks: int, virtual: int) -> StagePlacement:
             if len(problems) == 1
             else listing("This pipeline cannot be built:", problems)
         )
-    if name == "zb-v":
+    if SCHEDULES[name].folded:
         return (*range(ranks), *reversed(range(ranks)))
     return tuple(range(ranks)) * virtual
 
@@ -241,13 +242,34 @@ def _full_zb_v(p: int, m: int, rank: int) -> Iterator[Pass]:
 Order = Callable[[int, int, int, int], Iterator[Pass]]
 """(ranks, microbatches, chunks per rank, rank) -> the passes of that rank."""
 
-SCHEDULES: Mapping[str, tuple[Order, tuple[Op, ...]]] = MappingProxyType(
+
+@dataclass(frozen=True)
+class ScheduleEntry:
+    """A schedule, and what the planner needs to know of it."""
+
+    order: Order
+    passes: tuple[Op, ...]
+    bubble: float = 1.0
+    """The length of the bubble, relative to 1F1B with the same number of chunks."""
+    several_chunks: bool = False
+    """Whether --virtual-pipeline-model-parallel-size gives the chunks of each rank, 2 or more."""
+    folded: bool = False
+    """Whether the stages go down the ranks and up again, with 2 chunks on each rank."""
+    keeps_every_microbatch: bool = False
+    """Whether the memory for activations grows with every microbatch."""
+
+    def chunks(self, virtual: int) -> int:
+        """The chunks of each rank, ``virtual`` being the option's value."""
+        return 2 if self.folded else virtual
+
+
+SCHEDULES: Mapping[str, ScheduleEntry] = MappingProxyType(
     {
-        "gpipe": (_gpipe, WHOLE),
-        "1f1b": (_one_forward_one_backward, WHOLE),
-        "interleaved": (_interleaved, WHOLE),
-        "zb-h1": (_zb_h1, SPLIT),
-        "zb-v": (_zb_v, SPLIT),
+        "gpipe": ScheduleEntry(_gpipe, WHOLE, keeps_every_microbatch=True),
+        "1f1b": ScheduleEntry(_one_forward_one_backward, WHOLE),
+        "interleaved": ScheduleEntry(_interleaved, WHOLE, several_chunks=True),
+        "zb-h1": ScheduleEntry(_zb_h1, SPLIT, bubble=1 / 3),
+        "zb-v": ScheduleEntry(_zb_v, SPLIT, bubble=1 / 3, folded=True),
     }
 )
 
@@ -268,22 +290,25 @@ def _placement_problems(name: str, ranks: int, virtual: int) -> Iterator[str]:
             do="give the number of pipeline ranks",
         )
     where = "--virtual-pipeline-model-parallel-size"
-    if name == "interleaved" and virtual < 2:
+    entry = SCHEDULES.get(name)
+    several_chunks = entry is not None and entry.several_chunks
+    folded = entry is not None and entry.folded
+    if several_chunks and virtual < 2:
         do = "give 2, or choose --pipeline-schedule 1f1b"
         yield describe(
             where,
             got=virtual,
-            expected="2 or more chunks per rank with --pipeline-schedule interleaved",
+            expected=f"2 or more chunks per rank with --pipeline-schedule {name}",
             do=do,
         )
-    elif name == "zb-v" and virtual not in (1, 2):
+    elif folded and virtual not in (1, 2):
         yield describe(
             where,
             got=virtual,
-            expected="2 chunks per rank with --pipeline-schedule zb-v",
+            expected=f"2 chunks per rank with --pipeline-schedule {name}",
             do="leave it out",
         )
-    elif name not in ("interleaved", "zb-v") and virtual != 1:
+    elif not several_chunks and not folded and virtual != 1:
         do = "leave it out, or choose --pipeline-schedule interleaved"
         yield describe(
             where, got=virtual, expected=f"1 chunk per rank with --pipeline-schedule {name}", do=do
