@@ -391,6 +391,7 @@ class OverlappedDistributedOptimizer:
             # Scale and skip stay on the device: nothing here asks the host for a number.
             overflow = norm.isfinite().logical_not()
             skip = (overflow | (skip_updates > 0)).to(torch.float32)
+            # As torch.nn.utils.clip_grad_norm_: the gradient is multiplied by clip / (norm + 1e-6).
             scale = ((norm + 1e-6) / clip).clamp(min=1.0) if clip else torch.ones_like(norm)
             scale = (scale * loss_scale).to(torch.float32)
             # In forward order: what the next forward pass reads first is updated and gathered
@@ -455,7 +456,8 @@ class OverlappedDistributedOptimizer:
         kind = self.bucket_plan.buckets[bucket].kind
         mesh = self.mesh
         copies = [self._axes.replica.rank, mesh.tp.rank % kind.copies]
-        copies += [mesh.embedding.rank] if kind.tied else []
+        if kind.tied:
+            copies.append(mesh.embedding.rank)
         return not any(copies)
 
     def _update(self, bucket: int, scale: Tensor, skip: Tensor, lr: float) -> Future:
@@ -517,11 +519,11 @@ class OverlappedDistributedOptimizer:
                 for placed in bucket.placements:
                     piece = whole[placed.start : placed.stop]
                     yield Replicated(self.mesh.dp, placed.spec.name, "gathered", 0, piece)
-            axes = (
-                [self._axes.replica]
-                + [self._copies_axis(kind)] * (kind.copies > 1)
-                + [self.mesh.embedding] * kind.tied
-            )
+            axes = [self._axes.replica]
+            if kind.copies > 1:
+                axes.append(self._copies_axis(kind))
+            if kind.tied:
+                axes.append(self.mesh.embedding)
             tensors = self._shard_tensors(bucket.index)
             for axis in (axis for axis in axes if axis.size > 1):
                 for part in self.bucket_plan.segments(bucket.index, self._axes.shard.rank):

@@ -215,9 +215,12 @@ class MLP(nn.Module):
         self.recompute = recompute
         hidden = config.hidden_size
         inner = config.intermediate_size
-        parallel = options.sequence_parallel
-        self.gate_up_proj = ColumnLinear(hidden, 2 * inner, tp=mesh.tp, sequence_parallel=parallel)
-        self.down_proj = RowLinear(inner, hidden, tp=mesh.tp, sequence_parallel=parallel)
+        self.gate_up_proj = ColumnLinear(
+            hidden, 2 * inner, tp=mesh.tp, sequence_parallel=options.sequence_parallel
+        )
+        self.down_proj = RowLinear(
+            inner, hidden, tp=mesh.tp, sequence_parallel=options.sequence_parallel
+        )
 
     def forward(self, x: Tensor | Recomputable) -> Tensor:
         """[s or s/tp, b, h] -> [s or s/tp, b, h]."""
@@ -304,10 +307,11 @@ class Stage(nn.Module):
         """The stage of this process whose embedding is the head, in a list, so that it is no
         submodule; empty: this one."""
         self._head_handle: ParamHandle | None = None
-        """Of the head, between ``loss_in_chunks``, which writes its gradient, and the backward pass
-        to which that gradient belongs."""
+        """The handle of the head's weight, kept from ``loss_in_chunks``, which writes the gradient,
+        until the backward pass to which that gradient belongs."""
         self._head_input_is_frozen = False
-        """Whether no backward pass gets to the head: nothing is trained below."""
+        """Whether the head's input has no gradient, because nothing is trained below: then no
+        backward pass calls the hook of the head."""
 
         padded = padded_vocab_size(config, mesh.tp.size)
         self.model = _Decoder()
@@ -461,6 +465,7 @@ def build_stages(config: Config, mesh: Mesh, block: type[Block] = Block) -> dict
     training = config.training
     kernels = None
     if not training.compile:
+        # Only fp64 is excluded; kernels take fp32, bf16 and fp16 alike.
         dtype = torch.float64 if training.fp64 else torch.float32
         kernels = kernels_for(mesh.device, dtype, config.model.hidden_size)
     ops = kernels or chosen_ops(mesh, compiled=training.compile)

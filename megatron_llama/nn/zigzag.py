@@ -47,14 +47,6 @@ def chunk_length(length: int, size: int) -> int:
     return length // (2 * size)
 
 
-def zigzag_positions(length: int, rank: int, size: int) -> tuple[range, range]:
-    """Return the global positions of a rank's tokens, in local order. Raises ConfigError unless the
-    chunks are equal."""
-    chunk = chunk_length(length, size)
-    first, second = zigzag_chunks(rank, size)
-    return range(first * chunk, (first + 1) * chunk), range(second * chunk, (second + 1) * chunk)
-
-
 def own_pieces() -> tuple[Piece, ...]:
     """Return both chunks attending to themselves: this needs no communication, and is the same for
     both algorithms."""

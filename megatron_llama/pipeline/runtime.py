@@ -170,8 +170,8 @@ class _Step:
     sends: dict[tuple[Op, int], p2p.Transfer] = field(default_factory=dict)
     inputs: dict[Key, Tensor] = field(default_factory=dict)
     outputs: dict[Key, Tensor] = field(default_factory=dict)
-    """Of the last stage: logits, or the input of the head. The loss overwrites them by their
-    gradient, with which the backward pass begins."""
+    """What each stage returned. For the last stage these are logits, or the input of the head. The
+    loss overwrites them by their gradient, with which the backward pass begins."""
     local: dict[tuple[Op, Key], Tensor] = field(default_factory=dict)
     """Tensors for a neighbouring stage of this process, which are passed without a message."""
 

@@ -237,7 +237,11 @@ class Shapes:
                 self._rows(f"{prefix}.self_attn.o_proj.weight", query),
                 self._norm(f"{prefix}.post_attention_layernorm.weight"),
                 self._columns(
-                    f"{prefix}.mlp.gate_up_proj.weight", _gate_up(prefix, m.intermediate_size)
+                    f"{prefix}.mlp.gate_up_proj.weight",
+                    [
+                        (f"{prefix}.mlp.{name}_proj.weight", m.intermediate_size)
+                        for name in ("gate", "up")
+                    ],
                 ),
                 self._rows(f"{prefix}.mlp.down_proj.weight", m.intermediate_size),
             ),
@@ -268,9 +272,8 @@ class Shapes:
                     list(zip(names, (query, key_value, key_value), strict=True)),
                 ),
             )
-        shared = Shapes(
-            m, m.num_key_value_heads, self.tp_rank // copies, self.sequence_parallel, self.stage
-        )
+        # As if tp were the number of key/value heads: neighbours get the same rows.
+        shared = replace(self, tp=m.num_key_value_heads, tp_rank=self.tp_rank // copies)
         kv = shared._columns(f"{prefix}.kv_proj.weight", [(name, key_value) for name in names[1:]])
         return self._columns(names[0], [(names[0], query)]), replace(
             kv, copies=copies, partial_grad=True
@@ -332,10 +335,6 @@ class Shapes:
             contributions=contributions,
             stage=self.stage,
         )
-
-
-def _gate_up(prefix: str, size: int) -> list[tuple[str, int]]:
-    return [(f"{prefix}.mlp.{name}.weight", size) for name in ("gate_proj", "up_proj")]
 
 
 def is_frozen(name: str, patterns: Sequence[str]) -> bool:

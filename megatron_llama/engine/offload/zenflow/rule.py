@@ -376,12 +376,6 @@ class ZenFlow(UpdateRule):
         pinned = sum(buffer.nbytes for buffer in self._buffers.values())
         return pinned + self._scratch.whole_grad.nbytes
 
-    def copied_bytes(self) -> tuple[int, int]:
-        """Returns the bytes of packed columns that have crossed the bus so far: to the host, and to
-        the device."""
-        shards = self._shards.values()
-        return sum(one.to_host_bytes for one in shards), sum(one.to_device_bytes for one in shards)
-
     def attach(self, shard: Shard) -> Tensor:
         numel = shard.param_shard.numel()
         buffers = self._buffers
