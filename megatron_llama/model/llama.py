@@ -242,11 +242,11 @@ class Block(nn.Module):
         mesh: Mesh,
         options: StageOptions,
         *,
-        recompute: Granularity = "none",
+        granularity: Granularity = "none",
     ) -> None:
         super().__init__()
-        selective = recompute == "selective"
-        self.recompute_all = recompute == "full"
+        selective = granularity == "selective"
+        self.recompute_all = granularity == "full"
         # Without sequence parallelism all tp ranks have the same input, and divide what is kept of
         # it; with it each has a part anyway.
         self.shared_input = None if options.sequence_parallel else mesh.tp
@@ -327,7 +327,7 @@ class Stage(nn.Module):
             self.model.layers = nn.ModuleDict(
                 {
                     str(layer): block(
-                        config, mesh, options, recompute=options.recompute_of(position)
+                        config, mesh, options, granularity=options.recompute_of(position)
                     )
                     for position, layer in enumerate(partition.layers[index])
                 }

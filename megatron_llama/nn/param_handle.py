@@ -129,6 +129,7 @@ def accumulate_product(view: Tensor, beta: float, left: Tensor, right: Tensor) -
     if view.dtype == left.dtype and not gemm.prefers_onednn(left, right):
         torch.addmm(view, left, right, beta=beta, out=view)
     elif is_host(view.device) and not is_fake(view):
+        # Hosts have no kernel of torch that accumulates into a wider dtype.
         gemm.accumulate_product(view, beta, left, right)
     else:
         addmm_fp32(view, left, right, beta)
