@@ -300,10 +300,13 @@ class GradientBuckets:
             for bucket, names in self._missing.items()
             if names
         ]
-        if missing or self._wgrads:
+        if missing:
             raise RuntimeError(
                 f"parameters without gradient at the end of the step: {'; '.join(missing)}"
             )
+        if self._wgrads:
+            kept = ", ".join(map(str, self._wgrads))
+            raise RuntimeError(f"weight gradients that were postponed and never run: {kept}")
         for bucket in self.trainable:
             if self._state[bucket] is State.REDUCING:
                 self.finish(bucket)

@@ -344,6 +344,8 @@ class OverlappedDistributedOptimizer:
     def _tell_rule(self, bucket: int) -> None:
         """Tell the rule that its gradient is there."""
         lr, clip = self._announced or (None, 0.0)
+        # Without clipping nothing is unknown, so nothing is speculative; with a dynamic loss scale
+        # the whole step may still be called off.
         self.rules.by_bucket[bucket].on_reduced(
             bucket,
             self.gradients.shards[bucket],

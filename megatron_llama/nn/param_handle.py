@@ -126,12 +126,14 @@ def accumulate_product(view: Tensor, beta: float, left: Tensor, right: Tensor) -
 
     With beta 0 the view is not read: it may hold anything, NaN too. BLAS defines it so, cuBLAS
     included."""
+    # BLAS accumulates in place into a view of the factors' own dtype.
     if view.dtype == left.dtype and not gemm.prefers_onednn(left, right):
         torch.addmm(view, left, right, beta=beta, out=view)
     elif is_host(view.device) and not is_fake(view):
         # Hosts have no kernel of torch that accumulates into a wider dtype.
         gemm.accumulate_product(view, beta, left, right)
     else:
+        # cuBLAS writes wider than it reads (torch's ``out_dtype``): no bf16 gradient is ever made.
         addmm_fp32(view, left, right, beta)
 
 

@@ -32,8 +32,12 @@ from megatron_llama.distributed.mesh import Place
 from megatron_llama.distributed.recorder import Recorder
 
 POLL_SECONDS = 1.0
+"""How often a rank writes its position and looks for an alarm."""
 ANSWER_SECONDS = 5.0
+"""How long the ranks have to answer an alarm: several polls, of a thread that a loaded machine may
+keep from running."""
 LEAVE_SECONDS = 10.0
+"""How long a rank that heard the alarm has to leave by itself before its watch ends it."""
 PATIENCE_SECONDS = 2 * ANSWER_SECONDS
 """How long a rank waits for the store itself, whose host may be the process that was stopped."""
 ALARM = "alarm"
