@@ -11,6 +11,7 @@ import atexit
 import gc
 import json
 import os
+import random
 import resource
 import runpy
 import select
@@ -214,6 +215,18 @@ def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
+
+
+def quiet_port() -> int:
+    """A TCP port that nobody listens on, below those that the kernel gives to connections: nobody takes it before it is used."""
+    for port in random.sample(range(20001, 32000), 100):
+        with socket.socket() as probe:
+            try:
+                probe.bind(("127.0.0.1", port))
+            except OSError:
+                continue
+            return port
+    raise OSError("no port from 20001 to 31999 is free")
 
 
 def serve() -> Job | None:

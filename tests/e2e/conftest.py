@@ -27,35 +27,45 @@ def launcher(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Launcher]:
         yield started
 
 
+def _once(tmp_path_factory: pytest.TempPathFactory, name: str, make: Callable[[Path], None]) -> Path:
+    """A folder that of several workers of pytest the first one that asks makes, for all: its path is then the same for all."""
+    root = tmp_path_factory.getbasetemp()
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        root = root.parent
+    made = root / name
+    whole = made.with_name(f"{made.name}.whole")
+    with open(made.with_name(f"{made.name}.lock"), "w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        if not whole.exists():
+            shutil.rmtree(made, ignore_errors=True)
+            make(made)
+            whole.touch()
+    return made
+
+
 @pytest.fixture(scope="session")
 def product(launcher: Launcher, tmp_path_factory: pytest.TempPathFactory) -> Product:
-    folder = tmp_path_factory.mktemp("data")
     paragraphs = (part for topic in python_documentation() for part in topic.split("\n\n") if len(part) > 80)
     texts = tuple(islice(paragraphs, DOCUMENTS))
-    (folder / "docs.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
-    command = ["preprocess", "--input", folder / "docs.jsonl", "--output-prefix", folder / "docs", "--append-eod", "--workers", 1]
-    launcher.run([*command, "--train-tokenizer", "--vocab-size", VOCAB_SIZE]).ok()
-    return Product(launcher, folder / "docs", texts)
+
+    def make(folder: Path) -> None:
+        folder.mkdir()
+        (folder / "docs.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+        command = ["preprocess", "--input", folder / "docs.jsonl", "--output-prefix", folder / "docs", "--append-eod", "--workers", 1]
+        launcher.run([*command, "--train-tokenizer", "--vocab-size", VOCAB_SIZE]).ok()
+
+    return Product(launcher, _once(tmp_path_factory, "data", make) / "docs", texts)
 
 
 @pytest.fixture(scope="session")
 def straight(product: Product, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    """The folder of a run of six steps that nobody interrupted, by name of its layout. Nothing writes there afterwards: of several
-    workers of pytest the first one that asks makes it, for all."""
-    root = tmp_path_factory.getbasetemp()
-    if "PYTEST_XDIST_WORKER" in os.environ:
-        root = root.parent
+    """The folder of a run of six steps that nobody interrupted, by name of its layout. Nothing writes there afterwards."""
 
     def folder(name: str) -> Path:
-        made = root / f"straight {name}"
-        whole = made.with_name(f"{made.name}.whole")
-        with open(made.with_name(f"{made.name}.lock"), "w") as file:
-            fcntl.flock(file, fcntl.LOCK_EX)
-            if not whole.exists():
-                shutil.rmtree(made, ignore_errors=True)
-                product.train(LAYOUTS[name], save=made, **EVALUATED)
-                whole.touch()
-        return made
+        def make(made: Path) -> None:
+            product.train(LAYOUTS[name], save=made, **EVALUATED)
+
+        return _once(tmp_path_factory, f"straight {name}", make)
 
     return folder
 

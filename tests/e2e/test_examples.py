@@ -14,7 +14,7 @@ import pytest
 from megatron_llama.cli import main
 
 from tests.e2e.product import VOCAB_SIZE, Product, column, steps, words
-from tests.launch import ROOT, TIMEOUT, free_port
+from tests.launch import ROOT, TIMEOUT, quiet_port
 
 pytestmark = pytest.mark.long
 EXAMPLES = ROOT / "examples"
@@ -113,7 +113,7 @@ def test_a_slurm_job_is_queued_again_behind_a_checkpoint(product: Product, tmp_p
     for name, text in SLURM.items():
         (tmp_path / name).write_text(f"#!/usr/bin/env bash\n{text}")
         (tmp_path / name).chmod(0o755)
-    port = next(port for port in iter(free_port, 0) if port < 40000)
+    port = quiet_port()
     path = f"{tmp_path}:{os.environ['PATH']}"
     job = {"SLURM_JOB_ID": str(port - 20000), "SLURM_NTASKS": "2", "SLURM_JOB_NODELIST": "localhost", "WORLD_SIZE": "7"}
     run = {**SMALL, "data_path": product.data, "save": tmp_path / "run", "load": "auto", "log_interval": 1, "lr_decay_iters": 9}

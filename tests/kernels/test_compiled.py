@@ -13,7 +13,7 @@ import pytest
 
 pytestmark = pytest.mark.kernels
 ROOT = Path(__file__).parent.parent.parent
-SOURCES = (*sorted((ROOT / "megatron_llama" / "nn" / "kernels").glob("*.py")), ROOT / "megatron_llama" / "optim" / "one_pass.py")
+SOURCES = (*sorted((ROOT / "megatron_llama" / "nn" / "kernels").glob("*.py")), ROOT / "megatron_llama" / "engine" / "adamw_kernel.py")
 
 
 def kernels() -> set[str]:
