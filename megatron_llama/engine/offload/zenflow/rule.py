@@ -428,7 +428,8 @@ class ZenFlow(UpdateRule):
         return self._mesh.tp.rank % self._bucket_plan.buckets[bucket].kind.copies == 0
 
     def step(self, bucket: int, grad: Tensor, *, scale: Tensor, skip: Tensor, lr: float) -> Future:
-        """See UpdateRule. Raises RuntimeError where a gradient is late."""
+        """Update the hot columns, and add the gradient of the cold ones to the window. Raises
+        RuntimeError for a gradient that would reach the weights two windows after its step."""
         one = self._shards[bucket]
         self._lr = lr
         one.step(grad, self._plan(one.taken), scale=scale, skip=skip, lr=lr)
@@ -481,8 +482,8 @@ class ZenFlow(UpdateRule):
             self._auto.begin_window(masks)
 
     def settle(self) -> Mapping[int, Future]:
-        """See UpdateRule. Everything has been applied when this returns, and the state on the host
-        has the hot columns too."""
+        """Apply what is pending, at once: when this returns, the state on the host has the hot
+        columns too."""
         self._last_steps.wait()
         # Saving, evaluating and comparing replicas each settle, often at the same step.
         if self._settled_at == self.windows.done or not self._shards:
@@ -517,7 +518,7 @@ class ZenFlow(UpdateRule):
         self.resume(0)
 
     def state(self, bucket: int) -> dict[str, Tensor]:
-        """See UpdateRule. On the host; complete after ``settle``."""
+        """Return the state on the host. It has the hot columns only after ``settle``."""
         one = self._shards[bucket]
         return {"exp_avg": one.cold.state[1], "exp_avg_sq": one.cold.state[2], "step": one.steps}
 
