@@ -3,6 +3,25 @@
 python=${PYTHON:-python}
 source= target= forward=()
 
+help() {
+  sed -n '2,/^set /s/^# \{0,1\}//p' "$script"
+  cat <<'END'
+
+  --load_path FOLDER                       the model to read
+  --save_path FOLDER                       the folder to write
+  --target_params_dtype fp32|bf16|fp16     dtype of the written weights (default: the source's)
+  --target_tensor_model_parallel_size N    tensor-parallel size to write
+  --target_pipeline_model_parallel_size N  pipeline stages to write
+  --make_vocab_size_divisible_by N         how the written embedding is padded
+  --config_path FILE                       a config.json, for what the source does not say of its model
+  --max_shard_size 5GB                     largest weight file
+  --convert_checkpoint_from_megatron_to_transformers, --print-checkpoint-structure, --use_distributed_optimizer,
+  --target_data_parallel_size N, --megatron-path PATH, --tokenizer_name NAME
+                                           accepted: nothing depends on them here
+PYTHON in the environment is the Python to run (default: python).
+END
+}
+
 die() { echo "error: $*" >&2; exit 2; }
 
 dtype_of() {
@@ -17,13 +36,14 @@ dtype_of() {
 read_options() {
   while (($#)); do
     case $1 in
+      -h | --help) help; exit 0 ;;
       --convert_checkpoint_from_megatron_to_transformers | --print-checkpoint-structure | --use_distributed_optimizer) shift; continue ;;
     esac
     local name=${1%%=*} value
     case $1 in
       --*=*) value=${1#*=}; shift ;;
       --*) (($# > 1)) || die "$1: got nothing, expected a value; give one"; value=$2; shift 2 ;;
-      *) die "$1: got a word, expected an option; see docs/conversion.md" ;;
+      *) die "$1: got a word, expected an option; see --help" ;;
     esac
     case $name in
       --load_path) source=$value ;;

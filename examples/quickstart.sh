@@ -1,11 +1,16 @@
 #!/usr/bin/env bash
+# usage: bash examples/quickstart.sh
+#
 # From nothing to a trained LLaMA in HuggingFace format:
-#   bash examples/quickstart.sh
 # It makes .venv, trains a tokenizer and a small model on Python's documentation with several
 # processes, prints a sample of text, and exports the model. All files stay in the clone, in
 # runs/quickstart. You may start it again: an interrupted run is resumed, and a finished one is only
 # evaluated and sampled.
 set -euo pipefail
+if [ $# -gt 0 ]; then
+    sed -n '2,/^set /s/^# \{0,1\}//p' "${BASH_SOURCE[0]}"
+    [ "$1" = --help ] || [ "$1" = -h ] && exit 0 || exit 2
+fi
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 bash tools/venv.sh hf
 out=runs/quickstart
@@ -25,7 +30,7 @@ if [ ! -e "$out/docs.meta.json" ]; then
     "$python" -c "from megatron_llama.data.corpus import write_corpus; write_corpus('$out/corpus.jsonl')"
     echo "== 2. tokenizer and tokens"
     "$python" -m megatron_llama preprocess --input "$out/corpus.jsonl" --output-prefix "$out/docs" \
-        --train-tokenizer --vocab-size 4096 --append-eod
+        --train-tokenizer --vocab-size 4096 --append-eod --overwrite
 fi
 
 echo "== 3. training: $processes processes, tensor parallel $tensor with sequence parallelism"

@@ -17,7 +17,8 @@ if [ ! -e "$out/docs.meta.json" ]; then
     .venv/bin/python -c "
 from megatron_llama.data.corpus import write_corpus, write_pairs
 print(write_corpus('$out/corpus.jsonl'), 'documents,', write_pairs('$out/pairs.jsonl'), 'pairs')"
-    $llama preprocess --input "$out/corpus.jsonl" --output-prefix "$out/docs" --train-tokenizer --vocab-size 1024 --append-eod
+    $llama preprocess --input "$out/corpus.jsonl" --output-prefix "$out/docs" --overwrite \
+        --train-tokenizer --vocab-size 1024 --append-eod
 fi
 
 echo "== 2. what the pairs look like to the model"

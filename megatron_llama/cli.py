@@ -3,10 +3,12 @@ prints an error as one message."""
 
 from __future__ import annotations
 
+import json
 import os
 import sys
+import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from importlib import import_module
 from itertools import pairwise, takewhile
 from types import MappingProxyType
@@ -28,6 +30,17 @@ class Command:
     summary: str
     positional: tuple[str, ...] = ()
     """Options whose values may follow the command in this order, without their names."""
+    words: str = "[--config FILE.yaml] [--option value ...]"
+    """What follows the command on its line of usage."""
+
+    logs_notes: bool = False
+    """The log of its run has the notes of its options; of other commands they are complaints."""
+
+    def options(self) -> tuple[type[Any], ...]:
+        """The sections of its options."""
+        module, _, attribute = self.sections.partition(":")
+        found = getattr(import_module(f"megatron_llama.{module}"), attribute)
+        return found if isinstance(found, tuple) else (found,)
 
 
 COMMANDS: Mapping[str, Command] = MappingProxyType(
@@ -43,25 +56,29 @@ COMMANDS: Mapping[str, Command] = MappingProxyType(
             "pretrain",
             "commands.pretrain:SECTIONS",
             "Train a LLaMA; torchrun or srun start it on several processes.",
+            logs_notes=True,
         ),
         "sft": Command(
             "sft",
             "sft",
             "commands.sft:SECTIONS",
             "Tune a model on conversations; started like pretrain.",
+            logs_notes=True,
         ),
         "evaluate": Command(
             "evaluate",
             "evaluate",
             "commands.evaluate:SECTIONS",
             "Loss and perplexity of --load or --init-from-hf on a dataset or text.",
+            logs_notes=True,
         ),
         "data": Command(
             "data",
             "data",
             "commands.data:SECTIONS",
-            "Look at examples for sft: data preview|check|stats FILE.",
+            "Look at examples for sft.",
             ("action", "train_data"),
+            "preview|check|stats FILE --tokenizer-model FOLDER [--option value ...]",
         ),
         "generate": Command(
             "generate",
@@ -82,28 +99,32 @@ COMMANDS: Mapping[str, Command] = MappingProxyType(
             "convert",
             "convert",
             "commands.common.configs:ConvertConfig",
-            "Write a model in another format: convert SRC DST --to FORMAT.",
+            "Write a model in another format.",
             ("src", "dst"),
+            "SRC DST --to FORMAT [--option value ...]",
         ),
         "merge": Command(
             "merge",
             "merge",
             "commands.common.configs:MergeConfig",
-            "Add LoRA adapters to their model: merge SRC DST [--options].",
+            "Add LoRA adapters to their model.",
             ("src", "dst"),
+            "SRC DST [--option value ...]",
         ),
         "verify": Command(
             "verify",
             "verify",
             "commands.common.configs:VerifyConfig",
-            "Compare two models, of any formats: verify A B [--options].",
+            "Compare two models, of any formats.",
             ("a", "b"),
+            "A B [--option value ...]",
         ),
         "inspect": Command(
             "inspect",
             "inspect",
             "commands.common.configs:NoOptions",
-            "Look at a file: inspect config|checkpoint|dataset PATH, or presets.",
+            "Look at a file, or list the presets: inspect presets.",
+            words="config|checkpoint|dataset PATH [--verify]",
         ),
         "schedule": Command(
             "schedule",
@@ -115,15 +136,16 @@ COMMANDS: Mapping[str, Command] = MappingProxyType(
             "plan",
             "plan",
             "commands.plan:SECTIONS",
-            "The fastest layouts for a cluster: plan --model NAME --gpus N; "
-            "plan score|compare FILE.",
+            "The fastest layouts for a cluster, or a recorded run and its plan: plan compare FILE.",
             ("action", "file"),
+            "--model NAME --gpus N [--option value ...]",
         ),
         "env": Command(
             "env",
             "env",
             "commands.common.configs:NoOptions",
             "Versions and devices, for a bug report.",
+            words="",
         ),
     }
 )
@@ -131,31 +153,44 @@ COMMANDS: Mapping[str, Command] = MappingProxyType(
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return the exit status: 0 if it went well, 2 for a wrong command line or
-    configuration, 130 for Control-C, 1 for other errors."""
+    configuration, 130 for Control-C, 143 for a run that SIGTERM ended, 1 for other errors."""
     words = list(sys.argv[1:] if argv is None else argv)
+    rank = _rank()
     try:
         return run(words)
     except UserError as error:
-        rank = os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0"))
         if rank == "0" or not error.everywhere:
             on_rank = "" if rank == "0" else f" on rank {rank}"
             print(f"error{on_rank}: {error}", file=sys.stderr, flush=True)
+            _tell_torchrun(str(error))
         return 2 if isinstance(error, ConfigError) else 1
     except BrokenPipeError:  # the reader of our output has ended, as head and less do
         return 1
     except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr, flush=True)
+        if rank == "0":
+            print("interrupted", file=sys.stderr, flush=True)
         return 130
     finally:
-        if "torch.distributed" in sys.modules:
-            from megatron_llama.distributed.mesh import close_mesh
+        # Only this module joins a process group. It is not imported here: Control-C may have ended
+        # the import of torch halfway, and then a second one fails.
+        mesh = sys.modules.get("megatron_llama.distributed.mesh")
+        if mesh is not None:
+            mesh.close_mesh()
 
-            close_mesh()
+
+def _tell_torchrun(message: str) -> None:
+    """Write the error where torchrun looks for it, as torch's ``record`` does. The last lines of
+    its own report then say what was wrong, and not how a traceback could be had."""
+    path = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if path:
+        extra = {"py_callstack": message, "timestamp": str(int(time.time()))}
+        with open(path, "w", encoding="utf-8") as file:
+            json.dump({"message": {"message": message, "extraInfo": extra}}, file)
 
 
 def run(words: list[str]) -> int:
     """Dispatch to a command and return its exit status. Raises UserError."""
-    if not words or words[0] in ("-h", "--help"):
+    if not words or words[0] in ("-h", "--help", "help"):
         print(overview())
         return 0
     if words[0] == "--version":
@@ -173,14 +208,16 @@ def run(words: list[str]) -> int:
         # threads cannot fork its workers (data/workers.py).
         os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
     command = COMMANDS[name]
-    module, _, attribute = command.sections.partition(":")
-    found = getattr(import_module(f"megatron_llama.{module}"), attribute)
-    sections: Sequence[type[Any]] = found if isinstance(found, tuple) else (found,)
+    sections = command.options()
     if {"-h", "--help"} & set(words):
         from megatron_llama.config.help import help_text
 
-        print(help_text(name, command.summary, sections), end="")
+        usage = f"python -m megatron_llama {name} {command.words}".rstrip()
+        print(help_text(usage, command.summary, sections), end="")
         return 0
+    # torch asks for NumPy from C: it takes Control-C in the middle of that import for a machine
+    # without NumPy, and goes on. Imported here, Control-C ends the command.
+    import_module("numpy")
     function: Callable[..., int | None] = getattr(
         import_module(f"megatron_llama.commands.{command.module}"), command.function
     )
@@ -191,7 +228,25 @@ def run(words: list[str]) -> int:
     from megatron_llama.config.parse import parse
 
     words = _with_dry_run_value(_with_names(words, command.positional))
-    return function(parse(words, sections, aliases={**MEGATRON, **ALIASES})) or 0
+    parsed = parse(words, sections, aliases={**MEGATRON, **ALIASES}, owners=_commands_with)
+    if _rank() == "0" and not command.logs_notes:
+        for note in parsed.notes:
+            print(f"note: {note}", file=sys.stderr, flush=True)
+    return function(parsed) or 0
+
+
+def _rank() -> str:
+    """The rank of this process, as its launcher says it."""
+    return os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0"))
+
+
+def _commands_with(option: str) -> list[str]:
+    """The commands that have an option of this name."""
+    return [
+        name
+        for name, command in COMMANDS.items()
+        if any(option == item.name for section in command.options() for item in fields(section))
+    ]
 
 
 def _with_names(words: list[str], names: Sequence[str]) -> list[str]:
@@ -217,7 +272,10 @@ def overview() -> str:
         "usage: python -m megatron_llama COMMAND [--config FILE.yaml] [--option value ...]",
         "",
     ]
-    lines += [f"  {name:<11}{command.summary}" for name, command in COMMANDS.items()]
+    for name, command in COMMANDS.items():
+        lines.append(f"  {name:<11}{command.summary}")
+        if command.words and "--config" not in command.words:
+            lines.append(f"  {'':<11}{name} {command.words}")
     return "\n".join(
         [*lines, "", "COMMAND --help lists the options of a command; docs/options.md has them all."]
     )

@@ -63,6 +63,12 @@ def listing(title: str, problems: Iterable[str]) -> str:
     return "\n".join([title, *(f"  - {problem}" for problem in problems)])
 
 
+def counted(count: int, thing: str, things: str = "") -> str:
+    """``1 token``, ``7 tokens``, ``1,200 tokens``. ``things``: the plural, if an s does not make
+    it."""
+    return f"{count:,} {thing if count == 1 else things or thing + 's'}"
+
+
 def nearest_divisors(whole: int, value: int) -> str:
     """The divisors of ``whole`` next to ``value``, below and above, as a remedy says them: ``2 or
     4``. Both numbers are positive."""

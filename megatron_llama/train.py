@@ -5,37 +5,36 @@ from __future__ import annotations
 import gc
 import time
 from contextlib import ExitStack, closing
-from functools import partial
+from signal import Signals
 
 from megatron_llama.checkpoint.background import BackgroundSaver
 from megatron_llama.checkpoint.saver import Saver
 from megatron_llama.config.schema import Config
 from megatron_llama.convert.export import FinalExport
-from megatron_llama.distributed.comm.object_collectives import raise_on_all_ranks
+from megatron_llama.distributed.comm.object_collectives import on_rank0, raise_on_all_ranks
 from megatron_llama.distributed.mesh import Mesh
 from megatron_llama.engine.build import build_optimizer, compute_dtype
 from megatron_llama.engine.lr import learning_rate
 from megatron_llama.engine.replicas import check_replicas
 from megatron_llama.loop.bad_steps import BadSteps
+from megatron_llama.loop.banner import already_finished, banner
 from megatron_llama.loop.build import (
-    Source,
     Validation,
     build_loader,
     load_or_init,
     open_log,
-    open_training_samples,
+    read_first_step,
     roll_back,
-    stream_samples,
 )
-from megatron_llama.loop.prefetch import SAVE, STOP, Interrupts, Prefetcher
+from megatron_llama.loop.inputs import VALIDATION, Inputs, Source, require_outputs
+from megatron_llama.loop.prefetch import SAVE, SIGNALS, STOPS, Interrupts, Prefetcher
 from megatron_llama.loop.profiling import Profiling
 from megatron_llama.loop.progress import Progress
 from megatron_llama.loop.start import trained_weights
-from megatron_llama.loop.text_samples import Prompt, SampleTexts
+from megatron_llama.loop.text_samples import SampleTexts
 from megatron_llama.model.llama import build_stages
 from megatron_llama.model.load import load_stages, rank_specs
 from megatron_llama.pipeline.runtime import FixedWeights, PipelineRuntime
-from megatron_llama.tokenizer.base import Tokenizer
 
 
 def evaluate_only(config: Config, mesh: Mesh, source: Source) -> None:
@@ -45,55 +44,54 @@ def evaluate_only(config: Config, mesh: Mesh, source: Source) -> None:
     stages = build_stages(config, mesh)
     dtype = compute_dtype(config)
     with raise_on_all_ranks(mesh.world):
+        samples = source(config, VALIDATION)
         state, weights = trained_weights(config)
         load_stages(
             stages.values(), rank_specs(config, mesh), weights, dtype=dtype, device=mesh.device
         )
     runtime = PipelineRuntime(stages, FixedWeights(), mesh, config, dtype=dtype)
     with open_log(config, mesh, state) as log:
-        Validation(config, mesh, runtime, source).run(state, log)
+        Validation(config, mesh, runtime, samples).run(state, log, last=True)
 
 
 def train(
-    config: Config,
-    mesh: Mesh,
-    source: Source | None = None,
-    *,
-    tokenizer: Tokenizer | None = None,
-    background: BackgroundSaver | None = None,
-    prompt: Prompt | None = None,
-    same_data: bool = False,
-) -> None:
-    """Train until ``train_iters``, or until some rank is asked to stop. Collective.
+    inputs: Inputs, mesh: Mesh, *, background: BackgroundSaver | None = None
+) -> Signals | None:
+    """Train until ``train_iters``, until the samples of --epochs are used up, or until some rank
+    is asked to stop. Returns the signal that asked for it, if one did: everything is saved by then.
+    Collective.
 
-    ``config`` is resolved (``plans.resolve.check``). ``source`` gives the samples; the default is
-    those of --data-path, without the options that need an end-of-document id. ``tokenizer`` is
-    copied into each checkpoint. ``background``, if given, writes the checkpoints while training
-    goes on. ``prompt`` makes tokens of --sample-prompt. With ``same_data`` a run does not resume
-    from a checkpoint that was trained on other samples. Raises UserError, the same on every
-    rank."""
+    ``background``, if given, writes the checkpoints while training goes on. Raises UserError, the
+    same on every rank."""
     started = time.monotonic()
-    source = source or partial(stream_samples, eod=None)
-    config, samples, identity = open_training_samples(config, mesh, source, same_data=same_data)
+    config = inputs.config
+    with raise_on_all_ranks(mesh.world):
+        read_first_step(inputs, (mesh.data_rank,), mesh.data_size)
+        if mesh.rank == 0:
+            require_outputs(config)
+    for line in (*inputs.lines, *banner(inputs, mesh)) if mesh.rank == 0 else ():
+        print(f" {line}", flush=True)
     training = config.training
     clip_grad = config.optimizer.clip_grad
     check_replicas_interval = training.check_weight_hash_across_dp_replicas_interval
 
     with ExitStack() as stack:
         stages = build_stages(config, mesh)
-        steps_per_epoch = -(-len(samples) // training.global_batch_size)
+        steps_per_epoch = -(-len(inputs.training) // training.global_batch_size)
         optimizer = stack.enter_context(
             closing(build_optimizer(config, stages.values(), mesh, steps_per_epoch=steps_per_epoch))
         )
-        loader = build_loader(config, mesh, samples)
+        loader = build_loader(
+            config, inputs.training, data_rank=mesh.data_rank, data_size=mesh.data_size
+        )
         runtime = PipelineRuntime(stages, optimizer, mesh, config, dtype=compute_dtype(config))
-        validation = Validation(config, mesh, runtime, source)
-        texts = SampleTexts(config, mesh, runtime, tokenizer, prompt)
-        state = load_or_init(config, optimizer, mesh)
-        export = FinalExport(config, mesh, optimizer, tokenizer)
+        validation = Validation(config, mesh, runtime, inputs.validation)
+        texts = SampleTexts(config, mesh, runtime, inputs.tokenizer, inputs.prompts)
+        state = load_or_init(config, optimizer, mesh, inputs.start)
+        export = FinalExport(config, mesh, optimizer, inputs.tokenizer)
         # From here on the run writes to --save. Nothing before this line has, so that a run that
         # cannot start leaves the folder as it was.
-        saver = Saver(config, mesh, optimizer, tokenizer, background, identity)
+        saver = Saver(config, mesh, optimizer, inputs.tokenizer, background, inputs.identity)
         log = stack.enter_context(open_log(config, mesh, state))
         # Only rank 0 looks at the file save-now and at the clock; the others follow its request.
         if mesh.rank == 0:
@@ -110,7 +108,9 @@ def train(
 
         bad_steps = BadSteps(config, mesh, log, state.history)
         progress = Progress(config, mesh, log, bad_steps)
-        validation.run(state, log)
+        if bad_steps.is_last(state):
+            log.say(f" {already_finished(inputs)}")
+        validation.run(state, log, last=bad_steps.is_last(state))
         profiling = stack.enter_context(
             Profiling(config, mesh, log, optimizer.settle, progress.restart_clock)
         )
@@ -122,8 +122,9 @@ def train(
             device=mesh.device,
         )
         early_stop_reason = None
+        stopped_by: Signals | None = None
 
-        while state.iteration < training.train_iters:
+        while not bad_steps.is_last(state):
             profiling.before(state.iteration)
             lr = learning_rate(
                 config.optimizer, training.train_iters, state.iteration, state.consumed_samples
@@ -136,30 +137,35 @@ def train(
             # Every microbatch: forward, backward, and the reduction of its gradients.
             loss = runtime.step(batches)
             update = optimizer.step(lr, clip=clip_grad, skip_update=bad_steps.skip_update(loss))
-            progress.record_step(state, lr, loss, update)
+            last = bad_steps.is_last(state)
+            progress.record_step(state, lr, loss, update, last=last)
 
             request = prefetcher.agreed_request()
             interval = training.exit_interval
-            stopping = request == STOP or (interval > 0 and state.iteration % interval == 0)
-            saving = saver.due(state) or stopping or request == SAVE
-            evaluating = validation.due(state)
-            writing_texts = texts.due(state)
+            stopping = request in STOPS or (interval > 0 and state.iteration % interval == 0)
+            saving = saver.due(state, last=last) or stopping or request == SAVE
+            evaluating = validation.due(state, last=last)
+            writing_texts = texts.due(state, last=last)
             if evaluating or saving or writing_texts:
                 # The host learns how a step went one step later. It waits for that here, so that
                 # a step that went wrong is never saved or evaluated.
                 progress.check_last_step()
             if bad_steps.rollback_needed:
-                state = roll_back(config, optimizer, mesh, saver, log)
+                state = roll_back(config, optimizer, mesh, saver, log, inputs.start)
                 bad_steps.rewind(state)
                 progress.rewind()
-                prefetcher.restart(bad_steps.first_sample(state))
-                continue
+                last = bad_steps.is_last(state)
+                if not last:
+                    prefetcher.restart(bad_steps.first_sample(state))
+                    continue
+                # The last step of a pass was bad, and nothing is left to repeat it with: the run
+                # ends here, in the state to which it has returned.
 
             if check_replicas_interval and state.iteration % check_replicas_interval == 0:
                 check_replicas(optimizer, mesh, state.iteration)
             validation_loss = None
             if evaluating:
-                validation_loss = validation.run(state, log)
+                validation_loss = validation.run(state, log, last=last)
                 early_stop_reason = validation.early_stop_reason(log)
             if saving or early_stop_reason:
                 saver.save(bad_steps.with_history(state), log, validation_loss)
@@ -173,11 +179,18 @@ def train(
                 log.say(f" stopped after iteration {state.iteration}: {early_stop_reason}")
                 break
             if stopping:
-                reason = interrupts.reason if request == STOP else "--exit-interval"
+                stopped_by = SIGNALS.get(request)
+                reason = interrupts.reason(request) if request in STOPS else "--exit-interval"
                 log.say(f" stopped by {reason} after iteration {state.iteration}")
                 break
 
         progress.check_last_step()
         optimizer.settle()
         saver.finish(log)
-        export.write(state, saver.newest, log, early=early_stop_reason is not None)
+        if early_stop_reason or bad_steps.is_last(state):
+            export.write(state, saver.newest, log)
+        if stopped_by is not None:
+            # A launcher may end the other ranks as soon as one has ended with another status than
+            # 0: not before rank 0 has closed its logs.
+            on_rank0(log.close, mesh.world)
+        return stopped_by or interrupts.stopped_by

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import signal
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
+from megatron_llama import cli
 
 from tests.harness import Cluster, be_patient
+from tests.refusals import rehearsing
 
 torch.set_num_threads(1)
 be_patient()
@@ -35,6 +38,14 @@ def _is_named(item: pytest.Item, arguments: list[str]) -> bool:
     return any(item.nodeid.startswith(argument) for argument in arguments)
 
 
+@pytest.fixture(scope="session", autouse=True)
+def refusals_are_rehearsed() -> Iterator[None]:
+    """What a run of this process refuses, it is made to refuse as a dry run, too."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(cli, "run", rehearsing(cli.run))
+        yield
+
+
 @pytest.fixture(scope="session")
 def soak(request: pytest.FixtureRequest) -> bool:
     """Whether ``--soak`` was given."""
@@ -46,3 +57,13 @@ def cluster() -> Iterator[Cluster]:
     """Worker processes: ``cluster.run(world_size, function, *args)``."""
     with Cluster() as pool:
         yield pool
+
+
+@pytest.fixture(scope="session")
+def layouts(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Eight tokenizers as third parties ship them, each in a folder of its name: see ``tests/tokenizer/layouts.py``. Copy what you change."""
+    from tests.tokenizer.layouts import write_layouts
+
+    folder = tmp_path_factory.mktemp("layouts")
+    write_layouts(folder)
+    return folder

@@ -26,7 +26,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from megatron_llama.distributed.mesh import Place
+from megatron_llama.distributed.launcher import Place
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
 PRELOAD = ["megatron_llama.model.init", "megatron_llama.engine.build", "megatron_llama.pipeline.runtime", "tests.harness"]

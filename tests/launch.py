@@ -63,9 +63,9 @@ class Finished:
         """All complaints."""
         return "".join(self.errs)
 
-    def ok(self) -> Self:
-        """Itself, after making sure that every rank succeeded and complained about nothing."""
-        assert set(self.codes) == {0} and self.err == "", f"exit {self.codes}\n{self.out}\n{self.err}"
+    def ok(self, code: int = 0) -> Self:
+        """Itself, after making sure that every rank ended with this status and complained about nothing."""
+        assert set(self.codes) == {code} and self.err == "", f"exit {self.codes}\n{self.out}\n{self.err}"
         return self
 
 
@@ -108,7 +108,21 @@ class Run:
                 self.signal(signal.SIGKILL)
                 raise AssertionError(f"ranks {running} still run after {timeout} s: {self.wait()}")
             self._server.poll(left)
-        return self._finished()
+        ended = self._finished()
+        self._rehearse(ended)
+        return ended
+
+    def _rehearse(self, ended: Finished) -> None:
+        """Try again as a dry run what every rank has refused before its first step."""
+        job = self._jobs[0]
+        errors = [line for line in ended.err.splitlines() if line.startswith("error")]
+        refused = set(ended.codes) in ({1}, {2}) and " iteration " not in ended.out
+        # A disk that fills up is none that was full when the run began.
+        if refused and errors and job.file_bytes is None:
+            from tests.refusals import place, rehearse  # the server, which is this file too, does without
+
+            with place(job.environ, Path(job.cwd)):
+                rehearse(job.argv, len(self._jobs), errors[0])
 
     def text(self, rank: int = 0) -> str:
         """What a rank has printed so far."""
@@ -294,8 +308,8 @@ def preload() -> None:
     import megatron_llama.commands.sft
     import megatron_llama.convert.hf.reader
     import megatron_llama.data.preprocess
-    import megatron_llama.data.vocabulary
     import megatron_llama.distributed.comm.watch
+    import megatron_llama.loop.vocabulary
     import megatron_llama.model.generate
     import megatron_llama.plans.auto
     import megatron_llama.tokenizer.load

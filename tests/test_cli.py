@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from dataclasses import fields
@@ -11,7 +12,7 @@ from pathlib import Path
 import pytest
 from megatron_llama import __version__
 from megatron_llama.cli import COMMANDS, main
-from megatron_llama.commands.common.configs import ConvertConfig, ExportConfig, GenerateConfig, ScheduleConfig
+from megatron_llama.commands.common.configs import ConvertConfig, EvaluateConfig, ExportConfig, GenerateConfig, ScheduleConfig
 from megatron_llama.config.help import config_sections
 from megatron_llama.config.parse import flag, options_of
 from megatron_llama.data.preprocess_config import PreprocessConfig
@@ -26,12 +27,13 @@ def said(capsys: pytest.CaptureFixture[str], *argv: str) -> tuple[int, str, str]
     return status, captured.out, captured.err
 
 
-@pytest.mark.parametrize("argv", [(), ("--help",), ("-h",)])
+@pytest.mark.parametrize("argv", [(), ("--help",), ("-h",), ("help",)])
 def test_the_overview_names_every_command(argv: tuple[str, ...], capsys: pytest.CaptureFixture[str]) -> None:
     status, out, err = said(capsys, *argv)
     assert (status, err) == (0, "")
     for name, command in COMMANDS.items():
         assert f"  {name:<11}{command.summary}\n" in out
+        assert "--" not in command.words or "--config" in command.words or f"  {name} {command.words}\n" in out
 
 
 def test_version(capsys: pytest.CaptureFixture[str]) -> None:
@@ -42,7 +44,7 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
     ("command", "sections"),
     [
         ("pretrain", config_sections()),
-        ("evaluate", config_sections()),
+        ("evaluate", [EvaluateConfig]),
         ("preprocess", [PreprocessConfig]),
         ("generate", [GenerateConfig]),
         ("export", [ExportConfig]),
@@ -67,6 +69,30 @@ def test_help_of_every_command_imports_nothing_heavy() -> None:
     assert ended.returncode == 0, ended.stderr
 
 
+@pytest.mark.parametrize("name", COMMANDS)
+def test_a_usage_line_can_be_typed(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """Its flags are options of the command, and what stands before them is read without a flag."""
+    status, out, _ = said(capsys, name, "--help")
+    usage = out.splitlines()[0].removeprefix(f"usage: python -m megatron_llama {name}")
+    command = COMMANDS[name]
+    known = {"--config", "--option", *(option.flag for option in options_of(command.options()).values())}
+    flags = set(re.findall(r"--[a-z-]+", usage))
+    assert status == 0 and (name == "inspect" or flags - known <= {"--model"})
+    leading = [word for word in usage.split(" [")[0].split(" --")[0].split() if not word.startswith("[")]
+    assert name == "inspect" or len(leading) == len(command.positional) * (name != "plan")
+    assert "()" not in out and "('" not in out and "(default: )" not in out
+
+
+def test_notes_are_said_by_every_command(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a repeated flag replaced, on the side of the errors: the output may be read by a program."""
+    argv = ["schedule", "--num-microbatches", "8", "--num-microbatches", "4"]
+    status, out, err = said(capsys, *argv)
+    assert status == 0 and "4 microbatches (validated)" in out and "replaces" not in out
+    assert err == "note: --num-microbatches 4 replaces --num-microbatches 8, which stands before it\n"
+    monkeypatch.setenv("RANK", "1")
+    assert said(capsys, *argv)[2] == ""
+
+
 ALL = "expected one of preprocess, pretrain, sft, evaluate, data, generate, chat, export, convert, merge, verify, inspect, schedule, plan, env"
 UNKNOWN = "got an unknown flag, expected an option of this command"
 
@@ -77,9 +103,15 @@ UNKNOWN = "got an unknown flag, expected an option of this command"
         (["pretrian"], f"error: command: got pretrian, {ALL}; did you mean pretrain?\n"),
         (["zzz"], f"error: command: got zzz, {ALL}; see --help\n"),
         (["env", "--all"], f"error: These options cannot be used:\n  - --all: {UNKNOWN}; --help lists the options\n"),
+        (["generate", "--train-iters", "1"], f"--train-iters: {UNKNOWN}; pretrain, sft and plan have --train-iters\n"),
+        (["preprocess", "--num-workers", "4"], f"--num-workers: {UNKNOWN}; --help lists the options\n"),
         (["generate", "--promt", "x"], f"--promt: {UNKNOWN}; did you mean --prompt?\n"),
         (["inspect"], "error: inspect: got nothing, expected one of config, checkpoint, dataset, presets; write inspect KIND PATH\n"),
         (["inspect", "dataset"], "error: inspect dataset: got nothing, expected one path; write inspect dataset PATH\n"),
+        (
+            ["inspect", "dataset", "x", "--verify"],
+            "inspect dataset: got --verify, expected --verify at most, with a checkpoint; leave it out\n",
+        ),
         (["inspect", "presets", "x"], "error: inspect presets: got x, expected no path; write inspect presets\n"),
     ],
 )

@@ -143,8 +143,8 @@ def test_no_globals_and_no_mutable_module_state() -> None:
     assert wrong == []
 
 
-def test_the_environment_is_read_in_three_files() -> None:
-    allowed = {"cli.py", "distributed/mesh.py", "tokenizer/library.py"}
+def test_the_environment_is_read_in_four_files() -> None:
+    allowed = {"cli.py", "distributed/launcher.py", "distributed/mesh.py", "tokenizer/library.py"}
     found = [
         where(path, node)
         for path in FILES

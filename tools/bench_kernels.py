@@ -327,7 +327,9 @@ def timed(body: Body, device: torch.device, least: float = 0.02) -> float:
 def main(words: Sequence[str]) -> int:
     """1 if one of ours failed."""
     parser = argparse.ArgumentParser(
-        "bench_kernels", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        "python tools/bench_kernels.py",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--tokens", type=int, default=4096, help="of a microbatch (default 4096)")
     parser.add_argument(

@@ -36,7 +36,8 @@ from megatron_llama.config.presets import PRESETS
 from megatron_llama.config.schema import Config, ParallelConfig, TrainingConfig
 from megatron_llama.distributed import device as devices
 from megatron_llama.distributed.comm import exchange
-from megatron_llama.distributed.mesh import Place, init_mesh
+from megatron_llama.distributed.launcher import Place
+from megatron_llama.distributed.mesh import init_mesh
 from megatron_llama.plans.resolve import check
 from tools.compare_sharding import Trial, random_batches
 
@@ -192,7 +193,9 @@ def line(row: Row) -> str:
 def parse(words: Sequence[str]) -> argparse.Namespace:
     """The command line; exits with status 2 and one message where it is wrong."""
     parser = argparse.ArgumentParser(
-        "bench_links", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        "python tools/bench_links.py",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument(
         "--model", default="llama2-7b", choices=sorted(PRESETS), help="preset (default llama2-7b)"

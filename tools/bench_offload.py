@@ -249,9 +249,8 @@ def main(words: list[str]) -> None:
     """Run, print the table, write the JSON. Raises UserError."""
     sections = (*config_sections(), BenchOffloadConfig)
     if {"-h", "--help"} & set(words):
-        summary = "Compare ways to offload."
-        print(__doc__)
-        print(help_text("tools/bench_offload.py", summary, sections, program="python"))
+        usage = "python tools/bench_offload.py [--option value ...]"
+        print(help_text(usage, __doc__ or "", sections), end="")
         return
     parsed = parse(words, sections, aliases=MEGATRON)
     options = parsed.get(BenchOffloadConfig)

@@ -47,6 +47,7 @@ from tokenizers import models, pre_tokenizers, trainers
 from megatron_llama.config.help import help_text
 from megatron_llama.config.parse import parse
 from megatron_llama.data.corpus import python_documentation
+from megatron_llama.errors import UserError
 from megatron_llama.tokenizer.export import SPACE
 from megatron_llama.tokenizer.load import load_tokenizer
 from megatron_llama.tokenizer.spm import train_tokenizer
@@ -142,6 +143,7 @@ def ours(source: Path, prefix: Path, model: Path, workers: int) -> None:
         model,
         "--workers",
         workers,
+        "--overwrite",
     ]
     subprocess.run(
         [sys.executable, "-m", "megatron_llama", "preprocess", *map(str, command)],
@@ -242,12 +244,8 @@ def _processor_seconds() -> float:
 def main(argv: Sequence[str]) -> None:
     """Measure and print."""
     if {"-h", "--help"} & set(argv):
-        print(__doc__)
-        print(
-            help_text(
-                "tools/bench_preprocess.py", "Time preprocess.", [BenchConfig], program="python"
-            )
-        )
+        usage = "python tools/bench_preprocess.py [--option value ...]"
+        print(help_text(usage, __doc__ or "", [BenchConfig]), end="")
         return
     options = parse(argv, [BenchConfig], aliases={}).get(BenchConfig)
     workers = options.workers or len(os.sched_getaffinity(0))
@@ -339,4 +337,7 @@ def _report(
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    try:
+        main(sys.argv[1:])
+    except UserError as error:
+        sys.exit(f"error: {error}")

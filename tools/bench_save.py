@@ -20,7 +20,7 @@ import time
 import warnings
 from collections.abc import Callable, Mapping
 from contextlib import closing
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # this checkout, and no other
@@ -38,10 +38,11 @@ from megatron_llama.config.megatron_names import MEGATRON
 from megatron_llama.config.parse import parse
 from megatron_llama.config.schema import Config
 from megatron_llama.distributed import device as devices
-from megatron_llama.distributed.mesh import Mesh, close_mesh, init_mesh, place_from_environment
+from megatron_llama.distributed.launcher import place_from_environment
+from megatron_llama.distributed.mesh import Mesh, close_mesh, init_mesh
 from megatron_llama.errors import UserError
-from megatron_llama.plans.resolve import assemble, check
-from tools.compare_sharding import Trial, random_batches
+from megatron_llama.plans.memory import sized
+from tools.compare_sharding import Trial, checked, random_batches
 
 
 @dataclass(frozen=True)
@@ -170,7 +171,7 @@ def run(
 def report(rows: Mapping[str, list[Row]], size: int) -> str:
     """The table: medians, and ratios to a step without a save."""
     step = statistics.median(row.step for row in rows["no save"])
-    lines = [f"{size / 2**20:.0f} MiB a save on this rank; a step takes {step:.1f} ms", ""]
+    lines = [f"{sized(size)} a save on this rank; a step takes {step:.1f} ms", ""]
     lines += [
         "| contender | training stops, ms | in steps | a step beside it | on the disk after, ms |",
         "|---|---|---|---|---|",
@@ -192,15 +193,12 @@ def main(words: list[str]) -> None:
     """Measure, and print the table on rank 0. Raises UserError."""
     sections = (*config_sections(), BenchConfig)
     if {"-h", "--help"} & set(words):
-        print(__doc__)
-        print(help_text("tools/bench_save.py", "Compare saves.", sections, program="python"))
+        usage = "python tools/bench_save.py [--option value ...]"
+        print(help_text(usage, __doc__ or "", sections), end="")
         return
     parsed = parse(words, sections, aliases=MEGATRON)
     place = place_from_environment()
-    config = assemble(parsed)
-    config = check(
-        replace(config, training=replace(config.training, train_iters=1)), place.world_size
-    ).config
+    config = checked(parsed, place.world_size)
     with closing(BackgroundSaver(place)) as background, tempfile.TemporaryDirectory() as name:
         if place.world_size == 1:
             dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]

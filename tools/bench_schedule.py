@@ -191,7 +191,9 @@ def measure(rank: int, options: argparse.Namespace, port: int, result: Any) -> N
 def main() -> None:
     """Run, print the table, write the JSON."""
     parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        "python tools/bench_schedule.py",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--ranks", type=int, default=4, help="pipeline ranks (default 4)")
     parser.add_argument("--microbatches", type=int, default=8, help="of a step (default 8)")
@@ -203,6 +205,8 @@ def main() -> None:
         "--json", type=Path, metavar="FILE", help="also write the rows into this file"
     )
     options = parser.parse_args()
+    if options.json and not options.json.resolve().parent.is_dir():
+        parser.error(f"--json {options.json}: its folder is not there")
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     port = store.port
     del store

@@ -39,7 +39,7 @@ from megatron_llama.config.schema import CheckpointConfig, Config, ModelConfig, 
 from megatron_llama.distributed import device as devices
 from megatron_llama.errors import ConfigError, UserError, describe
 from megatron_llama.metrics.flops import flops_per_token, peak_flops
-from megatron_llama.plans.memory import gib
+from megatron_llama.plans.memory import sized
 from megatron_llama.plans.resolve import assemble, check
 from tools.step.ceiling import matmul_flops
 from tools.step.contenders import DTYPES, NAMES, Entry
@@ -223,7 +223,7 @@ def report(rows: Sequence[Row], found: Found, base: Entry) -> Iterator[str]:
         shares = f"{row.mfu:>8.1%}{row.mfu_causal:>8.1%}{row.of_ceiling:>9.1%}"
         label = Entry(row.name, row.dtype).label
         speed = f"{row.step_ms:>10.1f}{row.tokens_per_second:>10.0f}"
-        yield f"{label:<20}{speed}{shares}{gib(row.peak_memory_bytes):>13}"
+        yield f"{label:<20}{speed}{shares}{sized(row.peak_memory_bytes):>13}"
     yield from (f"{entry.label:<20}failed: {why}" for entry, why in found.failures.items())
     yield (
         f"\nratio of step times to {base.label}: median over rounds (single rounds), and of "
@@ -269,9 +269,8 @@ def main(words: list[str]) -> int:
     """Run and print. Returns 1 if contenders fail or do not agree. Raises UserError."""
     sections = (*config_sections(), StepConfig)
     if {"-h", "--help"} & set(words):
-        summary = "Compare whole training steps."
-        print(__doc__)
-        print(help_text("tools/bench_step.py", summary, sections, program="python"))
+        usage = "python tools/bench_step.py [--option value ...]"
+        print(help_text(usage, __doc__ or "", sections), end="")
         return 0
     parsed = parse(words, sections, aliases=MEGATRON)
     model = parsed.get(ModelConfig)

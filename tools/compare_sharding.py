@@ -4,7 +4,8 @@ machines, and prints one table.
 torchrun --nproc-per-node 8 tools/compare_sharding.py --model llama2-7b --seq-length 4096 --bf16
 --global-batch-size 64
 
-Takes every option of ``pretrain`` (``--config FILE`` too) except those of data: tokens are random.
+Takes every option of ``pretrain`` (``--config FILE`` too). Tokens are random: of data only the
+vocabulary is read, that of ``--tokenizer-model`` or ``--data-path`` (32,000 without one).
 Modes take turns, ``--rounds`` times; each is built anew, so that one at a time needs memory. A mode
 whose state does not fit is a line in the table, not the end. One that runs out of memory later, in
 a step, ends the tool, because its other ranks are in the middle of their messages: leave it out
@@ -30,30 +31,28 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megatron_llama.checkpoint.failures import require_writable
 from megatron_llama.commands.pretrain import agreed_memory
 from megatron_llama.config.help import config_sections, help_text
 from megatron_llama.config.megatron_names import MEGATRON
-from megatron_llama.config.parse import parse
-from megatron_llama.config.schema import Config, ModelConfig
+from megatron_llama.config.parse import Parsed, parse
+from megatron_llama.config.presets import LLAMA_VOCABULARY
+from megatron_llama.config.schema import Config
 from megatron_llama.data.loader import Batch
 from megatron_llama.distributed import device as devices
 from megatron_llama.distributed.comm.collectives import all_reduce
-from megatron_llama.distributed.mesh import (
-    Mesh,
-    build_mesh,
-    close_mesh,
-    init_mesh,
-    place_from_environment,
-)
+from megatron_llama.distributed.launcher import place_from_environment
+from megatron_llama.distributed.mesh import Mesh, build_mesh, close_mesh, init_mesh
 from megatron_llama.engine.build import build_optimizer, compute_dtype
 from megatron_llama.engine.optimizer import OverlappedDistributedOptimizer
 from megatron_llama.errors import ConfigError, UserError, describe
+from megatron_llama.loop.vocabulary import find_vocabulary, with_vocabulary
 from megatron_llama.model.init import InitialWeights
 from megatron_llama.model.llama import build_stages
 from megatron_llama.pipeline.runtime import PipelineRuntime
 from megatron_llama.plans.auto import decide
 from megatron_llama.plans.buckets import BY_TRAFFIC, NO_SHARD
-from megatron_llama.plans.memory import MemoryPlan, gib
+from megatron_llama.plans.memory import MemoryPlan, sized
 from megatron_llama.plans.resolve import assemble, check
 
 T = TypeVar("T")
@@ -225,9 +224,9 @@ def table(rows: Sequence[Row], failed: Sequence[str]) -> Iterator[str]:
     )
     best = min((row.step_ms for row in rows), default=0.0)
     for row in rows:
-        sent = gib(round(row.sent_bytes))
-        planned = gib(round(row.planned_bytes))
-        peak = "n/a" if row.peak_memory_bytes is None else gib(row.peak_memory_bytes)
+        sent = sized(round(row.sent_bytes))
+        planned = sized(round(row.planned_bytes))
+        peak = "n/a" if row.peak_memory_bytes is None else sized(row.peak_memory_bytes)
         times = f"{row.step_ms:>10.1f}{row.step_ms / best:>9.3f}{row.exposed_ms:>12.1f}"
         yield f"{row.name:<26}{times}{sent:>12}{planned:>12}{peak:>13}"
     yield from (f"{name:<26}does not fit into memory" for name in failed)
@@ -237,9 +236,8 @@ def main(words: list[str]) -> None:
     """Run, print the table on rank 0, write the JSON. Raises UserError."""
     sections = (*config_sections(), CompareConfig)
     if {"-h", "--help"} & set(words):
-        summary = "Compare ways to shard."
-        print(__doc__)
-        print(help_text("tools/compare_sharding.py", summary, sections, program="python"))
+        usage = "torchrun --nproc-per-node N tools/compare_sharding.py [--option value ...]"
+        print(help_text(usage, __doc__ or "", sections), end="")
         return
     parsed = parse(words, sections, aliases=MEGATRON)
     options = parsed.get(CompareConfig)
@@ -254,16 +252,9 @@ def main(words: list[str]) -> None:
                 do="leave the others out",
             )
         )
-    config = assemble(
-        replace(
-            parsed,
-            instances={**parsed.instances, ModelConfig: _with_vocabulary(parsed.get(ModelConfig))},
-        )
-    )
-    config = replace(
-        config, training=replace(config.training, train_iters=config.training.train_iters or 1)
-    )
-    config = check(config, place.world_size).config
+    config = checked(parsed, place.world_size)
+    if options.json is not None:
+        require_writable(Path(options.json).parent)
     mesh = init_mesh(config, place)
     memory = agreed_memory(mesh, place)
     configs = {
@@ -299,11 +290,20 @@ def _in_mode(config: Config, mode: str) -> Config:
     return replace(config, parallel=parallel)
 
 
-def _with_vocabulary(model: ModelConfig) -> ModelConfig:
-    """Random tokens need a vocabulary, not a tokenizer."""
-    return (
-        model if model.vocab_size or model.preset is not None else replace(model, vocab_size=32000)
+def checked(parsed: Parsed, world_size: int) -> Config:
+    """The configuration for steps on random tokens. They need a vocabulary, not a tokenizer: it is
+    that of the tokenizer or dataset that is named, if one is. Raises UserError."""
+    config = assemble(parsed)
+    if config.data.data_path or config.data.tokenizer_model is not None:
+        config = with_vocabulary(config, find_vocabulary(config))
+    size = config.model.vocab_size or LLAMA_VOCABULARY
+    steps = config.training.train_iters or 1
+    config = replace(
+        config,
+        model=replace(config.model, vocab_size=size),
+        training=replace(config.training, train_iters=steps),
     )
+    return check(config, world_size).config
 
 
 def _median(rows: Sequence[Row]) -> Row:

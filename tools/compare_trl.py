@@ -32,6 +32,7 @@ from megatron_llama.config.help import help_text
 from megatron_llama.config.parse import parse
 from megatron_llama.config.schema import TrainingConfig
 from megatron_llama.data.order import sample_index
+from megatron_llama.errors import UserError
 
 BOUND = 1e-6
 
@@ -151,10 +152,8 @@ def theirs(options: CompareConfig, tokenizer: Path, folder: Path) -> list[float]
 def main(argv: Sequence[str]) -> int:
     """Train twice and compare."""
     if {"-h", "--help"} & set(argv):
-        print(__doc__)
-        print(
-            help_text("tools/compare_trl.py", "Compare losses.", [CompareConfig], program="python")
-        )
+        usage = "python tools/compare_trl.py --model FOLDER --data FILE.jsonl [--option value ...]"
+        print(help_text(usage, __doc__ or "", [CompareConfig]), end="")
         return 0
     options = parse(argv, [CompareConfig], aliases={}).get(CompareConfig)
     with tempfile.TemporaryDirectory() as name:
@@ -169,4 +168,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    try:
+        sys.exit(main(sys.argv[1:]))
+    except UserError as error:
+        sys.exit(f"error: {error}")

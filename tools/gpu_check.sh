@@ -5,7 +5,7 @@
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 python=${VIRTUAL_ENV:+$VIRTUAL_ENV/bin/}python3
-"$python" -c 'import torch' 2>/dev/null || {
+[[ " $* " == *" --help "* || " $* " == *" -h "* ]] || "$python" -c 'import torch' 2>/dev/null || {
     echo "error: $(command -v "$python" || echo "$python") cannot import torch: activate an environment with torch for CUDA" >&2
     exit 2
 }

@@ -1,9 +1,21 @@
 #!/usr/bin/env bash
-# Make .venv at the root of the clone and install the tested versions: `bash tools/venv.sh hf` or `... test`.
-# Does nothing when that was already done for the same pyproject.toml and constraints.txt.
+# usage: bash tools/venv.sh EXTRA
+#
+# Make .venv at the root of the clone and install the package with the tested versions of its dependencies and of one of
+# its extras: `hf` (what users need besides), `test` (what the tests need), or another one of pyproject.toml. Does nothing
+# when that was already done for the same pyproject.toml and constraints.txt.
+#   PYTHON=/path/to/python3.11   the Python to make it with (default: python3)
 set -euo pipefail
+extra=${1:---help}
+if [ "$extra" = --help ] || [ "$extra" = -h ]; then
+    sed -n '2,/^set /s/^# \{0,1\}//p' "${BASH_SOURCE[0]}"
+    [ $# -gt 0 ] && exit 0 || exit 2
+fi
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
-extra=$1
+if ! grep -q "^$extra = \[" pyproject.toml; then
+    echo "error: tools/venv.sh: got $extra, expected an extra of pyproject.toml; give hf or test" >&2
+    exit 2
+fi
 stamp=.venv/installed-$extra-$(cat pyproject.toml constraints.txt | sha256sum | cut -c1-16)
 [ -e "$stamp" ] && exit 0
 python=${PYTHON:-python3}

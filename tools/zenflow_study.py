@@ -133,10 +133,8 @@ class Task:
 def main(argv: Sequence[str]) -> int:
     """Run what is missing and print the table."""
     if {"-h", "--help"} & set(argv):
-        print(__doc__)
-        print(
-            help_text("tools/zenflow_study.py", "Compare losses.", [StudyConfig], program="python")
-        )
+        usage = "python tools/zenflow_study.py FOLDER [--option value ...]"
+        print(help_text(usage, __doc__ or "", [StudyConfig]), end="")
         return 0
     words = (
         [f"--folder={argv[0]}", *argv[1:]] if argv and not argv[0].startswith("--") else list(argv)
@@ -193,7 +191,7 @@ def prepared(folder: Path) -> Path:
         write_pairs(folder / "pairs.jsonl")
         words = (
             f"preprocess --input {folder / 'corpus.jsonl'} --output-prefix {docs} "
-            "--train-tokenizer --vocab-size 1024 --append-eod"
+            "--train-tokenizer --vocab-size 1024 --append-eod --overwrite"
         )
         run(words.split())
     return docs

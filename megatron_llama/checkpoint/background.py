@@ -35,7 +35,7 @@ from megatron_llama.checkpoint.storage import WrittenParts, write_parts
 from megatron_llama.distributed import device as devices
 from megatron_llama.distributed.comm.object_collectives import common_error
 from megatron_llama.distributed.comm.store import connect
-from megatron_llama.distributed.mesh import Place
+from megatron_llama.distributed.launcher import Place
 from megatron_llama.errors import CheckpointError, ConfigError
 
 SLOTS = 2

@@ -91,7 +91,10 @@ def find(path: str | Path) -> Path:
         got = "a folder without complete checkpoints" if path.is_dir() else "no such folder"
         do = "check the path"
         if (path / "config.json").is_file():
-            do = "it is a HuggingFace folder: give it as --init-from-hf"
+            do = (
+                "it is a HuggingFace folder: give the checkpoint of a run (pretrain, sft, "
+                "evaluate, generate and chat read such a folder with --init-from-hf)"
+            )
         raise CheckpointError(path, got=got, expected="iter_NNNNNNN, or a folder of them", do=do)
     return found
 

@@ -61,10 +61,14 @@ class Region:
         )
 
     @staticmethod
-    def without_values(key: str, shape: tuple[int, ...]) -> Region:
-        """Return the region of a whole tensor of which only the size is known."""
+    def without_values(
+        key: str, shape: tuple[int, ...], dtype: torch.dtype = torch.float32
+    ) -> Region:
+        """Return the region of a whole tensor of which only size and dtype are known."""
         # An expanded scalar has the shape and takes no memory.
-        return Region(key, shape, (0,) * len(shape), shape, torch.empty(()).expand(shape))
+        return Region(
+            key, shape, (0,) * len(shape), shape, torch.empty((), dtype=dtype).expand(shape)
+        )
 
     @property
     def index(self) -> MetadataIndex:

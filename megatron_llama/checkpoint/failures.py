@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import errno
+import os
+import tempfile
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from types import MappingProxyType
 
 from megatron_llama.errors import CheckpointError, UserError
 
@@ -32,3 +36,32 @@ def not_written(path: Path, error: BaseException) -> CheckpointError:
     got = f"{type(error).__name__}: {error}" if cause is None else cause.strerror
     do = "free space or mend the permissions, and try again; what was there before is untouched"
     return CheckpointError(where, got=got, expected="to write it", do=do)
+
+
+REMEDIES: Mapping[int, str] = MappingProxyType(
+    {
+        errno.ENOSPC: "free space there, or give another folder",
+        errno.EDQUOT: "free space there, or give another folder",
+        errno.EACCES: "mend the permissions, or give another folder",
+        errno.EPERM: "mend the permissions, or give another folder",
+    }
+)
+
+
+def require_writable(folder: Path) -> None:
+    """Raise CheckpointError unless files can be written into a folder, or into a new one of this
+    name. Nothing stays there."""
+    there = next(place for place in (folder, *folder.parents) if os.path.lexists(place))
+    try:
+        if not there.is_dir():
+            raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR))
+        # To ask for permissions is not enough: a disk may be full or read-only.
+        with tempfile.TemporaryFile(dir=there, buffering=0) as file:
+            file.write(bytes(4096))
+    except OSError as error:
+        # The folder is what the user has named; the place above it is where the cause lies.
+        got = error.strerror if there == folder else f"{there}: {error.strerror}"
+        do = REMEDIES.get(error.errno or 0, "give another folder")
+        raise CheckpointError(
+            folder, got=got, expected="a folder in which files can be written", do=do
+        ) from error

@@ -61,7 +61,8 @@ class CheckpointMeta:
     optimizer_step: int
     """The update rule's step count: iterations that were not skipped."""
     loss_scale: list[float]
-    """Scale, steps without overflow, overflows in a row; 1, 0, 0 without --fp16."""
+    """Scale, steps without overflow, overflows in a row. It says nothing without --fp16, nor in a
+    converted checkpoint: there it is 1, 0, 0."""
     model: ModelConfig
     seed: int
     tokenizer_model: str | None
@@ -166,6 +167,8 @@ def model_differences(
             expected = normal_rope(expected)
         if found != expected:
             do = "take the model fields from the checkpoint, or load another one"
+            if name == "vocab_size" and expected > found:
+                do += ", or give --resize-embeddings --finetune to begin anew with more rows"
             problems.append(describe(f"{where} {name}", got=found, expected=expected, do=do))
     return problems
 

@@ -15,6 +15,7 @@ from itertools import chain
 from pathlib import Path
 from uuid import uuid4
 
+import torch
 from torch import Tensor
 from torch.distributed.checkpoint import state_dict_loader
 from torch.distributed.checkpoint.api import CheckpointException
@@ -36,6 +37,7 @@ from megatron_llama.checkpoint.chunks import (
     is_state,
     make_index,
     regions,
+    state_key,
 )
 from megatron_llama.checkpoint.columns import SavedColumns, column_pieces
 from megatron_llama.checkpoint.failures import writing
@@ -66,9 +68,19 @@ from megatron_llama.distributed.comm.object_collectives import (
     raise_on_all_ranks,
 )
 from megatron_llama.distributed.mesh import Mesh
+from megatron_llama.engine.build import compute_dtype
 from megatron_llama.engine.optimizer import OverlappedDistributedOptimizer
 from megatron_llama.errors import CheckpointError
-from megatron_llama.plans.params import Rectangle, adapter_shapes, hf_shapes
+from megatron_llama.plans.params import (
+    Rectangle,
+    adapter_shapes,
+    hf_shapes,
+    stage_units,
+    whole_model,
+)
+
+MOMENTS = ("exp_avg", "exp_avg_sq")
+"""The state of every trained parameter, by its name in the engine."""
 
 
 @dataclass(frozen=True)
@@ -203,7 +215,7 @@ def load(
     # iterations would go unnoticed, so all take what rank 0 has found.
     folder = broadcast_object(folder, mesh.world)
     with raise_on_all_ranks(mesh.world):
-        meta, reader, planner, columns = _open(folder, engine, mesh, model, optimizer)
+        meta, reader, planner, columns, resumes = _open(folder, engine, mesh, model, optimizer)
     problem = None
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")
@@ -220,15 +232,58 @@ def load(
             elif cause is not None:
                 problem = CheckpointError(f"{folder}: {type(cause).__name__}: {cause}")
     raise_error_on_all_ranks(problem, mesh.world)
+    updates = meta.optimizer_step if resumes else 0
     for count in engine.step_counts():
-        count.fill_(meta.optimizer_step if optimizer else 0)
-    columns.take_up(meta.optimizer_step if optimizer else 0, meta.config["optimizer"])
-    if optimizer:
+        count.fill_(updates)
+    columns.take_up(updates, meta.config["optimizer"])
+    # A run without --fp16 writes a scale of 1, which an fp16 run may also have reached: the scale
+    # itself does not tell them apart.
+    if resumes and meta.config["training"].get("fp16"):
         engine.loss_scale.load(meta.loss_scale)
     else:
         engine.loss_scale.reset()
     engine.publish()
     return meta.state
+
+
+def require_complete(folder: Path, config: Config, *, optimizer: bool) -> None:
+    """Raise CheckpointError unless a checkpoint has every tensor that a run with this resolved
+    configuration loads, whatever its layout, and the files are all there. ``optimizer``: the run
+    takes up the optimizer's state."""
+    metadata = read_metadata(folder)
+    saved = metadata.state_dict_metadata
+    # A converted checkpoint has no optimizer state.
+    optimizer = optimizer and any(is_state(key) for key in saved)
+    master_dtype = torch.float64 if config.training.fp64 else torch.float32
+    model = config.model
+    units = stage_units(
+        model, whole_model(model), 0, freeze=config.optimizer.freeze, lora=config.lora
+    )
+    wanted = [
+        Region.without_values(
+            state_key(state, part.name),
+            part.shape,
+            # A frozen weight has no master beside what the model computes with.
+            master_dtype if spec.trainable else compute_dtype(config),
+        )
+        for unit in units
+        for spec in unit.params
+        for part in spec.slices
+        for state in ("master", *(MOMENTS if optimizer and spec.trainable else ()))
+    ]
+    _refuse_incomplete(
+        folder, ChunkReader(folder, metadata), RegionLoadPlanner(wanted, metadata), any_dtype=False
+    )
+
+
+def _refuse_incomplete(
+    folder: Path, reader: ChunkReader, planner: RegionLoadPlanner, *, any_dtype: bool
+) -> None:
+    """Raise CheckpointError if the files cannot fill what the planner wants."""
+    problems = planner.problems(str(folder), any_dtype=any_dtype) or reader.problems(
+        planner.create_local_plan().items
+    )
+    refuse(f"{folder} is incomplete:", problems)
 
 
 def _open(
@@ -237,7 +292,9 @@ def _open(
     mesh: Mesh,
     model: ModelConfig,
     optimizer: bool,
-) -> tuple[CheckpointMeta, ChunkReader, RegionLoadPlanner, SavedColumns]:
+) -> tuple[CheckpointMeta, ChunkReader, RegionLoadPlanner, SavedColumns, bool]:
+    """Check everything that can be checked without reading tensors. The last part of the answer is
+    whether the optimizer goes on with its saved state."""
     meta = parse_meta(folder)
     differences = model_differences(str(folder / META), meta.model, model, resumes=optimizer)
     refuse(f"{folder} is a checkpoint of another model:", differences)
@@ -245,18 +302,16 @@ def _open(
     columns = SavedColumns(engine, mesh, metadata)
     wanted = [*regions(engine.pieces()), *columns.regions]
     # A converted checkpoint has no optimizer state: then the optimizer starts afresh.
-    if not optimizer or not any(is_state(key) for key in metadata.state_dict_metadata):
+    resumes = optimizer and any(is_state(key) for key in metadata.state_dict_metadata)
+    if not resumes:
         for part in wanted:
             if is_state(part.key):
                 part.tensor.zero_()
         wanted = [part for part in wanted if not is_state(part.key)]
     reader = ChunkReader(folder, metadata)
     planner = RegionLoadPlanner(wanted, metadata)
-    problems = planner.problems(str(folder), any_dtype=False) or reader.problems(
-        planner.create_local_plan().items
-    )
-    refuse(f"{folder} is incomplete:", problems)
-    return meta, reader, planner, columns
+    _refuse_incomplete(folder, reader, planner, any_dtype=False)
+    return meta, reader, planner, columns, resumes
 
 
 class NativeWeights:
@@ -287,10 +342,7 @@ class NativeWeights:
     def _check(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
         whole = [Region.without_values(name, shape) for name, shape in shapes.items()]
         planner = RegionLoadPlanner(whole, self._metadata)
-        problems = planner.problems(str(self.meta.folder), any_dtype=True) or self._reader.problems(
-            planner.create_local_plan().items
-        )
-        refuse(f"{self.meta.folder} is incomplete:", problems)
+        _refuse_incomplete(self.meta.folder, self._reader, planner, any_dtype=True)
 
     def __call__(self, rectangle: Rectangle, out: Tensor) -> None:
         """Write the rectangle's values into ``out``, a tensor of its size. Raises CheckpointError

@@ -4,20 +4,28 @@ from __future__ import annotations
 
 import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from megatron_llama.checkpoint import native
 from megatron_llama.checkpoint.background import BackgroundSaver
-from megatron_llama.checkpoint.checkpoint_dir import TOKENIZER, Retention, checkpoint_path, tidy
+from megatron_llama.checkpoint.checkpoint_dir import (
+    TOKENIZER,
+    Retention,
+    checkpoint_path,
+    latest,
+    tidy,
+)
 from megatron_llama.checkpoint.failures import writing
-from megatron_llama.checkpoint.folders import commit, fresh_staging
+from megatron_llama.checkpoint.folders import fresh_staging, new_folder
 from megatron_llama.checkpoint.meta import TrainState
 from megatron_llama.checkpoint.storage_paths import is_remote, storage_path
 from megatron_llama.config.schema import Config
 from megatron_llama.distributed.comm.object_collectives import (
+    MEETING_SECONDS,
+    all_reduce_max,
     raise_error_on_all_ranks,
     raise_on_all_ranks,
 )
@@ -61,7 +69,9 @@ class Saver:
             with raise_on_all_ranks(mesh.world), writing(target):
                 if mesh.rank == 0:
                     tidy(self._folder)
-                    if tokenizer is not None and not target.exists():
+                    # Without a checkpoint it may be that of a run which never came to its first.
+                    begun = target.exists() and latest(self._folder) is not None
+                    if tokenizer is not None and not begun:
                         _save_tokenizer(tokenizer, target)
 
     @property
@@ -72,13 +82,13 @@ class Saver:
             return None
         return checkpoint_path(self._folder, self._saved)
 
-    def due(self, state: TrainState) -> bool:
-        """Return whether the run saves after this step: at the interval, at the end, and with
-        --save-first-step after the first."""
+    def due(self, state: TrainState, *, last: bool) -> bool:
+        """Return whether the run saves after this step: at the interval, after its last one, and
+        with --save-first-step after the first."""
         options = self._config.checkpoint
         now = state.iteration
         at_interval = options.save_interval > 0 and now % options.save_interval == 0
-        at_ends = now == self._config.training.train_iters or (options.save_first_step and now == 1)
+        at_ends = last or (options.save_first_step and now == 1)
         return self._folder is not None and (at_interval or at_ends)
 
     def save(self, state: TrainState, log: MetricLog, validation_loss: float | None = None) -> None:
@@ -116,8 +126,7 @@ class Saver:
         meta = native.describe_state(
             self._optimizer, self._mesh, state, self._config, validation_loss
         )
-        if background.full:
-            self._collect(background, log, None)
+        self._collect_while(lambda: background.full, background, log)
         raise_error_on_all_ranks(self._error, self._mesh.world)
         if self._plan is None:
             self._plan = native.plan_save(self._optimizer, self._mesh)
@@ -140,12 +149,27 @@ class Saver:
     def finish(self, log: MetricLog) -> None:
         """Wait until everything is on the disk. Collective. Raises CheckpointError on every
         rank."""
-        while self._background is not None and self._background.busy:
-            self._collect(self._background, log, None)
+        background = self._background
+        if background is not None:
+            self._collect_while(lambda: background.busy, background, log)
         raise_error_on_all_ranks(self._error, self._mesh.world)
 
-    def _collect(self, background: BackgroundSaver, log: MetricLog, seconds: float | None) -> None:
-        """Take all outcomes that are there; wait ``seconds`` for the first, None without limit."""
+    def _collect_while(
+        self, waits: Callable[[], bool], background: BackgroundSaver, log: MetricLog
+    ) -> None:
+        """Take outcomes as long as this ``waits`` on any rank. Collective."""
+        # Rank 0's process waits for the parts of all others. If one of these ranks dies, rank 0
+        # hears of it here alone.
+        waiting = True
+        while waiting:
+            if waits():
+                self._collect(background, log, MEETING_SECONDS)
+            waits_somewhere, agreed = all_reduce_max(int(waits()), self._mesh.world)
+            agreed.wait()
+            waiting = bool(waits_somewhere)
+
+    def _collect(self, background: BackgroundSaver, log: MetricLog, seconds: float) -> None:
+        """Take all outcomes that are there; wait ``seconds`` for the first."""
         while (outcome := background.collect(seconds)) is not None:
             seconds = 0.0
             if outcome.error is None:
@@ -155,8 +179,8 @@ class Saver:
 
 def _save_tokenizer(tokenizer: Tokenizer, target: Path) -> None:
     if not is_remote(target):
-        tokenizer.save_hf(fresh_staging(target))
-        commit(target)
+        with new_folder(target) as fresh:
+            tokenizer.save_hf(fresh)
         return
     with tempfile.TemporaryDirectory() as folder:
         tokenizer.save_hf(folder)

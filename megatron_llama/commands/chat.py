@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 from megatron_llama.commands.common.configs import ChatConfig, ModelFolderConfig, SamplingConfig
@@ -16,12 +18,24 @@ if TYPE_CHECKING:
     from megatron_llama.sft.chat import ChatTokenizer
 
 SECTIONS = (ModelFolderConfig, ChatConfig, SamplingConfig)
-RESET = "/reset"
+COMMANDS: Mapping[str, str] = MappingProxyType(
+    {
+        "/help": "show this list",
+        "/reset": "forget the conversation, but not --system",
+        "/quit": "end, as the end of the input does",
+    }
+)
+HELP = "\n".join(
+    [
+        *(f"  {name:8}{meaning}" for name, meaning in COMMANDS.items()),
+        "Every other line is a message; one that begins with / needs a space before it.",
+    ]
+)
 
 
 def chat(parsed: Parsed) -> None:
     """Read messages line by line, from a terminal or a pipe, and print each answer as its tokens
-    come."""
+    come. Raises DataError if the template can render no conversation."""
     from megatron_llama.commands.common.trained import open_trained, sampling_of
     from megatron_llama.sft.chat import ChatTokenizer
     from megatron_llama.sft.problems import UnusableError
@@ -31,35 +45,48 @@ def chat(parsed: Parsed) -> None:
     drawing = sampling_of(sampling)
     model = open_trained(parsed.get(ModelFolderConfig))
     speaker = ChatTokenizer(model.tokenizer, options.chat_template)
-    print(
-        f" {speaker.template.name}; {RESET} starts afresh, the end of the input ends",
-        file=sys.stderr,
-        flush=True,
-    )
-    talk = Talk(model, speaker, drawing, seed=sampling.seed, system=options.system)
-    for line in _lines():
-        if line == RESET:
-            talk.reset()
-            continue
-        try:
-            for piece in talk.answer(line):
-                print(piece, end="", flush=True)
-            print(flush=True)
-        except (UserError, UnusableError) as error:  # the next message may fit
-            said = error.at("the message") if isinstance(error, UnusableError) else error
-            print(f"error: {said}", file=sys.stderr, flush=True)
-
-
-def _lines() -> Iterator[str]:
-    """Yield the messages: lines that are not empty."""
-    while True:
-        if sys.stdin.isatty():
-            print("> ", end="", file=sys.stderr, flush=True)
-        line = sys.stdin.readline()
-        if not line:
+    try:
+        talk = Talk(model, speaker, drawing, seed=sampling.seed, system=options.system)
+    except UnusableError as error:
+        raise DataError(str(error.at("--chat-template"))) from error
+    print(f" {speaker.template.name}; /help lists the commands", file=sys.stderr, flush=True)
+    for line in lines():
+        if line == "/quit":
             return
-        if line.strip():
-            yield line.strip()
+        if line == "/reset":
+            talk.reset()
+        elif line.startswith("/"):
+            unknown = "" if line == "/help" else f"error: {line.split()[0]} is no command\n"
+            print(f"{unknown}{HELP}", file=sys.stderr, flush=True)
+        else:
+            try:
+                for piece in talk.answer(line.strip()):
+                    print(piece, end="", flush=True)
+                print(flush=True)
+            except (UserError, UnusableError) as error:  # the next message may fit
+                said = error.at("the message") if isinstance(error, UnusableError) else error
+                print(f"error: {said}", file=sys.stderr, flush=True)
+
+
+def lines() -> Iterator[str]:
+    """Yield the lines of the standard input that are not empty. On a terminal they can be edited,
+    and the arrow keys bring back those before."""
+    asked = sys.stdin.isatty()
+    edited = asked and sys.stdout.isatty()
+    if edited:
+        with suppress(ImportError):  # it is no part of every Python
+            import readline  # noqa: F401  # input() edits with it once it is imported
+    while True:
+        if asked and not edited:
+            print("> ", end="", file=sys.stderr, flush=True)  # the answers alone go to stdout
+        try:
+            line = input("> " if edited else "").rstrip()
+        except EOFError:
+            if asked:
+                print(file=sys.stderr)
+            return
+        if line:
+            yield line
 
 
 class Talk:
@@ -132,6 +159,8 @@ class Talk:
         """Return as many of the newest messages as fit, and their tokens."""
         while True:
             ids = self._speaker.continued([*self._opening, *said])
+            if (beyond := self._model.beyond("the message", ids)) is not None:
+                raise DataError(beyond)
             if len(ids) < self._model.longest:
                 return said, ids
             if len(said) <= 2:

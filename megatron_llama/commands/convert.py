@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING
 
 from megatron_llama.commands.common.configs import ConvertConfig
 from megatron_llama.config.parse import Parsed, flag
-from megatron_llama.errors import ConfigError, describe, listing
+from megatron_llama.errors import CheckpointError, ConfigError, describe, listing
+from megatron_llama.plans.memory import sized
 from megatron_llama.plans.params import split_layers
 
 if TYPE_CHECKING:
@@ -39,7 +40,7 @@ def convert(parsed: Parsed) -> None:
     from megatron_llama.convert.convert import convert as run
     from megatron_llama.convert.convert import require_free, require_sound
     from megatron_llama.convert.formats import open_model
-    from megatron_llama.convert.tokenizer_files import tokens_in
+    from megatron_llama.convert.tokenizer_files import misfits, tokenizer_in, with_end_tokens
 
     start = time.perf_counter()
     target_folder = Path(options.dst)
@@ -49,9 +50,19 @@ def convert(parsed: Parsed) -> None:
         format=options.source_format,
         config=options.hf_config,
         vocab_size=options.vocab_size,
+        ignored=options.ignore_hf_config_fields,
     )
     require_sound(options.src, options.workers)
     model = replace(source.model, make_vocab_size_divisible_by=options.make_vocab_size_divisible_by)
+    misfit: list[str] = []
+    try:
+        tokenizer = tokenizer_in(source.tokenizer_files)
+    except CheckpointError as error:
+        tokenizer = None
+        misfit = [f"the tokenizer is copied as it is, though it cannot be read: {error}"]
+    if tokenizer is not None:
+        model = with_end_tokens(model, tokenizer)
+        misfit = list(misfits(model, source.extra, tokenizer))
     target = _target(options, model)
     problems = list(target.problems(model))
     if problems:
@@ -63,18 +74,16 @@ def convert(parsed: Parsed) -> None:
         target,
         model,
         getattr(torch, dtype),
-        tokenizer_files=TOKENIZER
-        if options.to == "native" and tokens_in(source.tokenizer_files)
-        else "",
+        tokenizer_files=TOKENIZER if options.to == "native" and tokenizer is not None else "",
         workers=options.workers,
         overwrite=options.overwrite,
     )
-    for note in (*source.notes, *_losses(options, model)):
+    for note in (*source.notes, *misfit, *_losses(options, model)):
         print(f"note: {note}")
     seconds = time.perf_counter() - start
     print(
         f"converted {source.format} {source.folder} to {options.to} {options.dst} "
-        f"({dtype}, {size / 1e9:.2f} GB, {seconds:.1f} s)"
+        f"({dtype}, {sized(size)}, {seconds:.1f} s)"
     )
 
 

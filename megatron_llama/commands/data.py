@@ -65,6 +65,8 @@ def data(parsed: Parsed) -> int:
         f"chat template: {tokenizer.template.name}; in the loss: "
         f"{loss_parts(tokenizer.template.marks_answers, options)}"
     )
+    for warning in tokenizer.require_end():
+        print(warning, file=sys.stderr)
     if tool.action == "preview":
         return _preview(files, tokenizer, tool, options)
     return _check(files, tokenizer, tool, options)

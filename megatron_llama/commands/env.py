@@ -10,6 +10,7 @@ from pathlib import Path
 
 from megatron_llama import __version__
 from megatron_llama.config.parse import Parsed
+from megatron_llama.plans.memory import sized
 
 PACKAGES = ("numpy", "safetensors", "sentencepiece", "tokenizers", "pyyaml", "tqdm", "transformers")
 
@@ -30,7 +31,7 @@ def env(parsed: Parsed) -> None:
         "torch": torch.__version__,
         "device": ("CPU, " if host else f"{devices.accelerator_count()} x ") + devices.name(device),
         "threads": str(torch.get_num_threads()),
-        "memory": f"{devices.memory_bytes(device) / 2**30:.1f} GiB",
+        "memory": sized(devices.memory_bytes(device)),
         "backends": ", ".join(
             name
             for name, found in (

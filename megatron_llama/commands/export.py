@@ -12,7 +12,8 @@ def export(parsed: Parsed) -> None:
     from megatron_llama.checkpoint import checkpoint_dir
     from megatron_llama.checkpoint.storage_paths import local_copy
     from megatron_llama.convert.export import export_adapter, export_checkpoint
-    from megatron_llama.tokenizer.load import load_tokenizer
+    from megatron_llama.tokenizer.fingerprint import require_same_ids
+    from megatron_llama.tokenizer.load import has_tokenizer, load_tokenizer
 
     options = parsed.get(ExportConfig)
     missing = [
@@ -25,15 +26,21 @@ def export(parsed: Parsed) -> None:
         raise ConfigError(describe(", ".join(missing), got="nothing", expected="a folder", do=do))
     path = checkpoint_dir.find(options.load)
     with local_copy(path.parent / checkpoint_dir.TOKENIZER) as saved:
-        chosen = options.tokenizer_model or (
-            saved if saved.is_dir() and any(saved.iterdir()) else None
-        )
+        chosen = options.tokenizer_model or (saved if has_tokenizer(saved) else None)
         tokenizer = load_tokenizer(chosen) if chosen is not None else None
+        if tokenizer is not None and chosen != saved and has_tokenizer(saved):
+            do = "leave --tokenizer-model out, or give a tokenizer that only adds tokens behind"
+            where = f"--tokenizer-model {chosen}"
+            require_same_ids(tokenizer, load_tokenizer(saved), where=where, owner=saved, do=do)
         if options.adapter:
-            dtype = export_adapter(path, options.output, tokenizer)
+            dtype = export_adapter(path, options.output, tokenizer, overwrite=options.overwrite)
         else:
             dtype = export_checkpoint(
-                path, options.output, dtype=options.dtype, tokenizer=tokenizer
+                path,
+                options.output,
+                dtype=options.dtype,
+                tokenizer=tokenizer,
+                overwrite=options.overwrite,
             )
     print(f"exported {path} to {options.output} ({dtype})")
     if tokenizer is None:

@@ -25,6 +25,16 @@ def inspect(words: list[str]) -> None:
     kind, *paths = words
     if verify := kind == "checkpoint" and "--verify" in paths:
         paths.remove("--verify")
+    flags = [word for word in paths if word.startswith("--")]
+    if flags:
+        raise ConfigError(
+            describe(
+                f"inspect {kind}",
+                got=" ".join(flags),
+                expected="--verify at most, with a checkpoint",
+                do="leave it out",
+            )
+        )
     if len(paths) != (kind != "presets"):
         expected, usage = (
             ("no path", "inspect presets")
@@ -99,6 +109,9 @@ def _dataset(path: str) -> None:
     from megatron_llama.data.indexed import IndexedDataset
     from megatron_llama.data.meta import read_meta
 
+    # A shell completes the name of a file, not the prefix of two.
+    if path.endswith((".bin", ".idx")) and not Path(f"{path}.idx").exists():
+        path = path[:-4]
     dataset = IndexedDataset(path)
     lengths = dataset.lengths
     _rows(
@@ -109,7 +122,7 @@ def _dataset(path: str) -> None:
             **{
                 name: value
                 for name, value in (read_meta(path) or {}).items()
-                if name not in ("documents", "tokens")
+                if name not in ("documents", "tokens", "fingerprint")
             },
         }
     )

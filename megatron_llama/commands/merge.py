@@ -8,6 +8,7 @@ from typing import cast
 from megatron_llama.commands.common.configs import MergeConfig
 from megatron_llama.config.parse import Parsed
 from megatron_llama.errors import ConfigError, describe
+from megatron_llama.plans.memory import sized
 
 
 def merge(parsed: Parsed) -> None:
@@ -17,18 +18,30 @@ def merge(parsed: Parsed) -> None:
 
     from megatron_llama.checkpoint.adapters import saved_lora
     from megatron_llama.checkpoint.native import read_meta
+    from megatron_llama.commands.common.trained import tokenizer_folder
     from megatron_llama.convert.convert import convert, require_free, require_sound
     from megatron_llama.convert.formats import ModelReader, open_model
     from megatron_llama.convert.hf.writer import HFWriter
     from megatron_llama.convert.peft.adapter import MergedReader, PeftAdapter
+    from megatron_llama.tokenizer.fingerprint import require_same_ids
+    from megatron_llama.tokenizer.load import has_tokenizer, load_tokenizer
 
     options = parsed.get(MergeConfig)
     target = Path(options.dst)
     require_free(target.resolve(), Path(options.src).resolve(), overwrite=options.overwrite)
-    source = open_model(options.src)
+    source = open_model(options.src, ignored=options.ignore_hf_config_fields)
     require_sound(options.src, options.workers)
     if options.adapter is not None:
         adapter = PeftAdapter(options.adapter, source.model)
+        own = tokenizer_folder(source)
+        if has_tokenizer(adapter.folder) and has_tokenizer(own):
+            require_same_ids(
+                load_tokenizer(adapter.folder),
+                load_tokenizer(own),
+                where=options.adapter,
+                owner=own,
+                do="give the model that the adapter was trained on",
+            )
         source = cast(ModelReader, MergedReader(source, adapter))
         said = f"{options.adapter} (rank {adapter.lora.lora_rank})"
     else:
@@ -55,4 +68,4 @@ def merge(parsed: Parsed) -> None:
         workers=options.workers,
         overwrite=options.overwrite,
     )
-    print(f"merged {source.folder} and {said} into {options.dst} ({dtype}, {size / 1e9:.2f} GB)")
+    print(f"merged {source.folder} and {said} into {options.dst} ({dtype}, {sized(size)})")

@@ -9,12 +9,14 @@ from types import MappingProxyType
 
 from megatron_llama.commands.common.configs import PlanConfig
 from megatron_llama.commands.common.plan_inputs import (
+    assumed,
     calibrated,
     config_of,
     layout_named,
     machine_of,
+    with_cluster,
 )
-from megatron_llama.commands.common.plan_outputs import write_json, write_page
+from megatron_llama.commands.common.plan_outputs import write_drawing, write_json, write_page
 from megatron_llama.config.help import config_sections
 from megatron_llama.config.parse import Parsed
 from megatron_llama.errors import ConfigError
@@ -22,8 +24,16 @@ from megatron_llama.planner.candidate import Candidate
 from megatron_llama.planner.choice import given_of
 from megatron_llama.planner.hardware import GBIT
 from megatron_llama.planner.nearest import Citation, nearest, read_citations
-from megatron_llama.planner.picture_plan import plan_page
-from megatron_llama.planner.report import as_json, command, details, does_not_fit, losses, table
+from megatron_llama.planner.picture_plan import pipeline_chart, plan_page
+from megatron_llama.planner.report import (
+    as_json,
+    command,
+    details,
+    does_not_fit,
+    label,
+    losses,
+    table,
+)
 from megatron_llama.planner.search import enough_gpus, search
 
 SECTIONS = (PlanConfig, *config_sections())
@@ -42,7 +52,7 @@ ACTIONS: Mapping[str, str] = MappingProxyType(
 def plan(parsed: Parsed) -> None:
     """Run the action that is asked for. Raises ConfigError."""
     module, _, function = ACTIONS[parsed.get(PlanConfig).action].partition(":")
-    getattr(import_module(f"megatron_llama.commands.{module}"), function)(parsed)
+    getattr(import_module(f"megatron_llama.commands.{module}"), function)(with_cluster(parsed))
 
 
 def search_layouts(parsed: Parsed) -> None:
@@ -71,11 +81,15 @@ def search_layouts(parsed: Parsed) -> None:
         numel=job.matrix_numel,
         seq=job.seq,
     )
+    if (taken := assumed(parsed, config)) is not None:
+        print(taken)
     print("\n".join(_lines(best, near, tried, explained=options.explain is not None)))
     if options.json is not None:
         write_json(options.json, as_json(best, near, tried))
     if options.html is not None:
         write_page(options.html, plan_page(best, _title(best[0]), near))
+    if options.svg is not None:
+        write_drawing(options.svg, pipeline_chart(best[0]).svg(label(best[0])))
 
 
 def score_runs(parsed: Parsed) -> None:

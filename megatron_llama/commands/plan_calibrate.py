@@ -20,7 +20,8 @@ from megatron_llama.planner.measurements import MeasuredDevice, Point, coefficie
 if TYPE_CHECKING:
     import torch
 
-    from megatron_llama.distributed.mesh import Mesh, Place
+    from megatron_llama.distributed.launcher import Place
+    from megatron_llama.distributed.mesh import Mesh
 
 
 def calibrate(parsed: Parsed) -> None:
@@ -37,7 +38,8 @@ def calibrate(parsed: Parsed) -> None:
     import torch
 
     from megatron_llama.distributed import device as devices
-    from megatron_llama.distributed.mesh import init_mesh, place_from_environment
+    from megatron_llama.distributed.launcher import place_from_environment
+    from megatron_llama.distributed.mesh import init_mesh
 
     place = place_from_environment()
     node = place.local_world_size or place.world_size

@@ -8,15 +8,16 @@ from pathlib import Path
 
 from megatron_llama.commands.common.configs import PlanConfig
 from megatron_llama.commands.common.plan_inputs import calibrated, machine_of
-from megatron_llama.commands.common.plan_outputs import write_json, write_page
+from megatron_llama.commands.common.plan_outputs import write_drawing, write_json, write_page
 from megatron_llama.config.parse import Parsed
 from megatron_llama.config.schema import LaunchConfig
 from megatron_llama.errors import ConfigError
 from megatron_llama.planner.candidate import Candidate
 from megatron_llama.planner.compare import Comparison
-from megatron_llama.planner.hardware import CPU, gpu_of_device
+from megatron_llama.planner.hardware import CPU, Gpu, gpu_of_device
 from megatron_llama.planner.measured import MeasuredSteps, config_of
-from megatron_llama.planner.picture_compare import compare_page
+from megatron_llama.planner.picture_compare import compare_page, steps_chart
+from megatron_llama.planner.report import label
 from megatron_llama.plans.timeline_file import Recorded, read_timeline
 
 
@@ -31,12 +32,10 @@ def compare_runs(parsed: Parsed) -> None:
     path = Path(options.file)
     recorded = read_timeline(path)
     config = config_of(recorded, path)
-    same = _for_machine(parsed, recorded)
-    known = (
-        options.coefficients is not None
-        or "gpu" in parsed.explicit
-        or gpu_of_device(recorded.device, recorded.memory) is not None
-    )
+    device = gpu_of_device(recorded.device, recorded.memory)
+    same = _for_machine(parsed, recorded, device)
+    given = options.coefficients is not None or "gpu" in parsed.explicit
+    known = given or device is not None
     candidate = Candidate(config, machine_of(same), calibrated(same).fit)
     found = Comparison(MeasuredSteps(recorded), candidate, known)
     print("\n".join(found.lines(path.name)))
@@ -44,13 +43,17 @@ def compare_runs(parsed: Parsed) -> None:
         write_json(options.json, found.as_json())
     if options.html is not None:
         write_page(options.html, compare_page(found, path.name))
+    if options.svg is not None:
+        title = f"{path.name}: {label(candidate)}, measured and planned"
+        write_drawing(options.svg, steps_chart(found).svg(title))
 
 
-def _for_machine(parsed: Parsed, recorded: Recorded) -> Parsed:
-    """The options of the machine that the run had, unless they are given."""
+def _for_machine(parsed: Parsed, recorded: Recorded, device: Gpu | None) -> Parsed:
+    """The options of the machine that the run had, unless they are given. ``device`` is its kind of
+    GPU, if the planner knows it."""
     options = parsed.get(PlanConfig)
     launch = parsed.get(LaunchConfig)
-    gpu = CPU if recorded.host else gpu_of_device(recorded.device, recorded.memory)
+    gpu = CPU if recorded.host else device
     options = replace(
         options,
         gpus=recorded.ranks,

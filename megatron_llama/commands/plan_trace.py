@@ -13,7 +13,7 @@ from megatron_llama.config.schema import Config
 from megatron_llama.errors import ConfigError, describe, listing
 from megatron_llama.planner.traced import StageTrace, Trace
 from megatron_llama.plans.auto import decide
-from megatron_llama.plans.memory import gib
+from megatron_llama.plans.memory import sized
 from megatron_llama.plans.offload import NONE
 from megatron_llama.plans.resolve import assemble, check
 
@@ -72,15 +72,15 @@ def _lines(trace: Trace, stage: StageTrace, layers: int) -> Iterator[str]:
     size, unit = next((size, unit) for size, unit in UNITS if flops >= size or size == 1)
     yield (
         f"  operators    {sum(calls.values()):,} calls of {names}: {flops / size:,.1f} {unit}, "
-        f"{gib(moved)} read and written"
+        f"{sized(moved)} read and written"
     )
     for (axis, operation), (count, sent) in sorted(trace.traffic(stage).items()):
         among = len(stage.groups.get(axis, ()))
-        yield f"  {axis:<12} {operation} {count:,} times among {among}: {gib(sent)}"
+        yield f"  {axis:<12} {operation} {count:,} times among {among}: {sized(sent)}"
     peak = trace.peak(stage)
     parts = {**stage.state, "kept by passes": peak.kept, "working": peak.working}
-    sizes = ", ".join(f"{name} {gib(size)}" for name, size in parts.items() if size)
-    yield f"  peak         {gib(peak.bytes)} in {peak.action}: {sizes}"
+    sizes = ", ".join(f"{name} {sized(size)}" for name, size in parts.items() if size)
+    yield f"  peak         {sized(peak.bytes)} in {peak.action}: {sizes}"
 
 
 def _blocks(start: int, count: int, layers: int) -> str:

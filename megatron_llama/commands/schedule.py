@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterator, Mapping
 from fractions import Fraction
-from pathlib import Path
 from types import MappingProxyType
 
 from megatron_llama.commands.common.configs import ScheduleConfig
+from megatron_llama.commands.common.plan_outputs import write_drawing, write_page
 from megatron_llama.config.parse import Parsed
-from megatron_llama.errors import ConfigError, describe
 from megatron_llama.metrics.svg import Drawing
+from megatron_llama.planner.picture import code, page
 from megatron_llama.plans.schedule import (
     Action,
     Costs,
@@ -54,8 +53,8 @@ FORMULAS: Mapping[str, Formula] = MappingProxyType(
 
 
 def schedule(parsed: Parsed) -> None:
-    """Print the schedule and what it costs, and draw it into the file of ``--svg``. Raises
-    ConfigError for options that give no schedule and for a file that cannot be written."""
+    """Print the schedule and what it costs, and draw it into the files of ``--svg`` and ``--html``.
+    Raises ConfigError for options that give no schedule and for a file that cannot be written."""
     options = parsed.get(ScheduleConfig)
     plan = schedule_named(
         options.pipeline_schedule,
@@ -68,27 +67,20 @@ def schedule(parsed: Parsed) -> None:
     split = Op.BACKWARD_WEIGHT in plan.passes
     backward = "B input gradient, W weight gradient" if split else "B backward, twice as long"
     letters = ", a b ... the chunk of the rank" if plan.virtual > 1 else ""
-    print(
+    title = (
         f"{plan.name}: {len(plan.ranks)} pipeline ranks{chunks}, "
-        f"{plan.microbatches} microbatches (validated)\n"
-        f"F forward, {backward}{letters}, . idle\n"
+        f"{plan.microbatches} microbatches (validated)"
     )
-    print("\n".join([*_grid(plan, timeline), *_summary(plan, validate(plan))]))
-    if options.svg is None:
-        return
-    target = Path(options.svg)
-    unfinished = target.with_name(f"{target.name}.writing")
-    try:
-        unfinished.write_text(drawing(plan, timeline) + "\n", encoding="utf-8")
-        os.replace(unfinished, target)
-    except OSError as error:
-        unfinished.unlink(missing_ok=True)
-        raise ConfigError(
-            describe(
-                "--svg", got=error, expected="a file that can be written", do="give another path"
-            )
-        ) from None
-    print(f"drawn in {options.svg}")
+    summary = "\n".join(_summary(plan, validate(plan)))
+    print(f"{title}\nF forward, {backward}{letters}, . idle\n")
+    print("\n".join([*_grid(plan, timeline), summary]))
+    if options.svg is not None:
+        write_drawing(options.svg, drawing(plan, timeline).svg() + "\n")
+        print(f"drawn in {options.svg}")
+    if options.html is not None:
+        picture = drawing(plan, timeline).svg(inline=True)
+        write_page(options.html, page(title, [picture, code(summary)]))
+        print(f"drawn in {options.html}")
 
 
 def _grid(plan: Schedule, timeline: Timeline) -> Iterator[str]:
@@ -160,8 +152,8 @@ DIGIT = 10
 """Pixels: height of a rank's row, between boxes, around the drawing, of one digit."""
 
 
-def drawing(plan: Schedule, timeline: Timeline) -> str:
-    """The schedule as SVG: a box for every pass with the number of its microbatch; later chunks of
+def drawing(plan: Schedule, timeline: Timeline) -> Drawing:
+    """The schedule: a box for every pass with the number of its microbatch; later chunks of
     a rank are lighter. The rank stands on the left, the time in chunk passes below, and what the
     colours mean under it."""
     ticks = int(timeline.makespan)
@@ -207,4 +199,4 @@ def drawing(plan: Schedule, timeline: Timeline) -> str:
         fill = "#" + "".join(f"{part:02x}" for part in COLOURS[letter])
         canvas.box(x, axis + 34, ROW - 8, ROW - 8, fill=fill, rounded=2)
         centred(x + (ROW - 8) / 2, axis + 30 + ROW / 2, letter, WHITE, 15)
-    return canvas.svg()
+    return canvas

@@ -4,20 +4,23 @@ and the loss counts their answers."""
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from datetime import datetime
 from typing import TYPE_CHECKING
 
 from megatron_llama.commands.common.configs import DryRunConfig
+from megatron_llama.commands.common.startup import Ready
 from megatron_llama.commands.pretrain import SECTIONS as PRETRAIN
-from megatron_llama.commands.pretrain import prepared
+from megatron_llama.commands.pretrain import run
 from megatron_llama.config.parse import Parsed, flag
-from megatron_llama.config.schema import CheckpointConfig, Config, DataConfig
+from megatron_llama.config.schema import Config, DataConfig
 from megatron_llama.errors import ConfigError, DataError, describe, listing
 from megatron_llama.sft.sft_config import SFTConfig
 
 if TYPE_CHECKING:
-    from megatron_llama.data.vocabulary import Vocabulary
-    from megatron_llama.distributed.mesh import Mesh
+    from megatron_llama.distributed.mesh import Axis
+    from megatron_llama.loop.inputs import Inputs
+    from megatron_llama.loop.vocabulary import Vocabulary
     from megatron_llama.sft.chat import ChatTokenizer
 
 SECTIONS = (SFTConfig, *PRETRAIN)
@@ -25,53 +28,49 @@ OTHER_DATA = ("data_path", "reset_position_ids", "reset_attention_mask", "eod_ma
 """Options of token streams, which sft does not read."""
 
 
-def sft(parsed: Parsed) -> None:
-    """Train a model on examples."""
+def sft(parsed: Parsed) -> int:
+    """Train a model on examples. Returns the exit status."""
     options = parsed.get(SFTConfig)
-    if parsed.get(DryRunConfig).dry_run != "no":
-        from megatron_llama.commands.common.dry_run import dry_run
+    # A dry run plans without examples, too; a strict one is as strict as the run.
+    planned = parsed.get(DryRunConfig).dry_run == "yes"
+    refuse([*_problems(parsed, options), *([] if planned else _missing(options))])
+    return run(parsed, open_example_inputs, needs_data=False)
 
-        refuse(list(_problems(parsed, options)))
-        dry_run(parsed, dataset=False)
-        return
-    refuse([*_problems(parsed, options), *_missing(options)])
-    from megatron_llama.checkpoint.background import in_background
-    from megatron_llama.distributed.mesh import place_from_environment
 
-    saves = parsed.get(CheckpointConfig)
-    saving = in_background(
-        place_from_environment(), wanted=saves.async_save and saves.save is not None
-    )
-    with saving as background, prepared(parsed, needs_data=False) as (config, mesh, vocabulary):
-        from megatron_llama.distributed.comm.object_collectives import raise_on_all_ranks
-        from megatron_llama.sft.run import ExampleData
-        from megatron_llama.train import train
+def open_example_inputs(parsed: Parsed, ready: Ready, world: Axis) -> Inputs:
+    """Open what training on --train-data reads. Collective. Raises UserError."""
+    from megatron_llama.distributed.comm.object_collectives import raise_on_all_ranks
+    from megatron_llama.loop.inputs import open_inputs
+    from megatron_llama.sft.run import ExampleData
 
-        tokenizer, rendered = _chat_tokenizer(vocabulary, options, config, mesh)
-        data = ExampleData(options, config, mesh, tokenizer, rendered)
-        strict = options.on_changed_data == "stop"
-        with raise_on_all_ranks(mesh.world):
-            lines = [
-                f"chat template: {tokenizer.template.name}; in the loss: "
-                f"{loss_parts(tokenizer.template.marks_answers, options)}"
-            ]
-            lines += data.report(config)
-        if mesh.rank == 0:
-            for line in lines:
-                print(f" {line}", flush=True)
-        train(
-            config,
-            mesh,
-            data.samples,
-            tokenizer=tokenizer,
-            background=background,
-            prompt=tokenizer.prompt,
-            same_data=strict,
+    options = parsed.get(SFTConfig)
+    config = ready.config
+    tokenizer, rendered = _chat_tokenizer(ready.vocabulary, options, config, world)
+    with raise_on_all_ranks(world):
+        warnings = tokenizer.require_end()
+    data = ExampleData(options, config, world, tokenizer, rendered)
+    with raise_on_all_ranks(world):
+        lines = (
+            f"chat template: {tokenizer.template.name}; in the loss: "
+            f"{loss_parts(tokenizer.template.marks_answers, options)}",
+            *warnings,
+            *data.report(config),
         )
+        if options.valid_data and config.training.eval_interval == 0:
+            lines += ("warning: --valid-data without --eval-interval: it is never evaluated",)
+    inputs = open_inputs(
+        config,
+        world,
+        data.samples,
+        tokenizer=tokenizer,
+        prompt=tokenizer.prompt,
+        same_data=options.on_changed_data == "stop",
+    )
+    return replace(inputs, lines=(*lines, *inputs.lines))
 
 
 def _chat_tokenizer(
-    vocabulary: Vocabulary, options: SFTConfig, config: Config, mesh: Mesh
+    vocabulary: Vocabulary, options: SFTConfig, config: Config, world: Axis
 ) -> tuple[ChatTokenizer, str | None]:
     """Return the tokenizer, and the day that its template writes into the texts, if it does.
 
@@ -87,8 +86,8 @@ def _chat_tokenizer(
         known = (meta.state.data or {}).get(RENDERED) if meta is not None else None
         return str(known or datetime.now().date().isoformat())
 
-    now = on_rank0(day, mesh.world)
-    with raise_on_all_ranks(mesh.world):
+    now = on_rank0(day, world)
+    with raise_on_all_ranks(world):
         if vocabulary.tokenizer is None:
             do = "give --tokenizer-model FOLDER"
             raise DataError(

@@ -39,10 +39,18 @@ def verify(parsed: Parsed) -> int:
             )
         )
     first = open_model(
-        options.a, format=options.from_a, config=options.hf_config_a, vocab_size=options.vocab_size
+        options.a,
+        format=options.from_a,
+        config=options.hf_config_a,
+        vocab_size=options.vocab_size,
+        ignored=options.ignore_hf_config_fields,
     )
     second = open_model(
-        options.b, format=options.from_b, config=options.hf_config_b, vocab_size=options.vocab_size
+        options.b,
+        format=options.from_b,
+        config=options.hf_config_b,
+        vocab_size=options.vocab_size,
+        ignored=options.ignore_hf_config_fields,
     )
     for name, source, folder in zip("AB", (first, second), (options.a, options.b), strict=True):
         _say(f"{name}: {source.format} {source.folder} ({source.dtype})")

@@ -58,6 +58,15 @@ class BatchSizes:
         yield from range(self.ramp[0], self.full, self.ramp[1]) if self.ramp else ()
         yield self.full
 
+    def samples(self, steps: int) -> int:
+        """The samples of the first steps of a run."""
+        consumed = 0
+        while self.ramp and steps and consumed <= self.ramp[2]:
+            consumed += self.places(consumed)
+            steps -= 1
+        consumed += steps * self.full
+        return min(consumed, self.end) if self.end else consumed
+
     def steps(self, first: int, last: int) -> tuple[int, int]:
         """Count the whole steps that fit between the samples ``first`` and ``last``, and the
         samples that are left after them."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
@@ -24,7 +25,12 @@ class Blend:
 
 def read_blend(words: Sequence[str]) -> Blend:
     """Read the words of ``--data-path``. Raises ConfigError where they mix datasets with and
-    without weights."""
+    without weights, or stand in one word."""
+    parts = re.split(r"[,\s]+", " ".join(words).strip())
+    # A prefix may have a comma or a space in it, but not weights too.
+    if parts != list(words) and len(parts) % 2 == 0 and all(map(is_number, parts[0::2])):
+        do = f"separate them by spaces, outside of quotes: --data-path {' '.join(parts)}"
+        raise ConfigError(describe("--data-path", got=" ".join(words), expected=_FORMS, do=do))
     if len(words) == 1:
         return Blend(tuple(words), None)
     weights = words[0::2]

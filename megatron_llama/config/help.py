@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ast
 import inspect
+import shlex
 import sys
 import textwrap
 from collections.abc import Mapping, Sequence
@@ -29,13 +30,22 @@ Written by `python -m megatron_llama.config.help docs/options.md` from
 Every option is a flag (`--micro-batch-size 4`, `--micro_batch_size=4`) and a YAML key
 (`micro_batch_size: 4`, flat or under the name of its section). The file of `--config FILE` wins
 over the fields that `--model` or `--init-from-hf` give, flags win over both. Integers may be
-written `2e8` or `1_000`; booleans `--bf16`, `--no-bf16` or `--bf16 false`."""
+written `2e8` or `1_000`; booleans `--bf16`, `--no-bf16` or `--bf16 false`. Several values (`INT
+...`) are separated by spaces: `--pipeline-layer-split 7 9`, in YAML `pipeline_layer_split: [7, 9]`.
+Of a flag that is repeated the last one counts, and a note says so."""
+
+
+_INTRODUCTION = (
+    "Every option is a flag (--seed 1) and a key of the YAML file that --config names (seed: 1, "
+    "also under the name of its section); the flag wins. INT ... stands for several values, "
+    "separated by spaces (in YAML [1, 2]). A boolean is --flag, --no-flag or --flag false."
+)
 
 
 def field_docs(section: type[Any]) -> dict[str, str]:
     """The string literal under every field, read from the class's source, on one line. A field
-    without one is left out."""
-    tree = ast.parse(textwrap.dedent(inspect.getsource(section)))
+    without one is left out. For a part of a section they are those of the whole."""
+    tree = ast.parse(textwrap.dedent(inspect.getsource(getattr(section, "WHOLE", section))))
     body = tree.body[0].body  # type: ignore[attr-defined]  # the source of a class is one ClassDef
     docs: dict[str, str] = {}
     for field, after in pairwise(body):
@@ -56,32 +66,28 @@ def config_sections() -> list[type[Any]]:
     return [kinds[field.name] for field in fields(Config)]
 
 
-def help_text(
-    command: str,
-    summary: str,
-    sections: Sequence[type[Any]],
-    *,
-    program: str = "python -m megatron_llama",
-) -> str:
-    """What ``<command> --help`` prints: every option with its type, default and meaning, by
-    section."""
-    lines = [f"usage: {program} {command} [--config FILE.yaml] [--option value ...]", ""]
-    lines += [*textwrap.wrap(summary, _WIDTH), ""]
-    lines.append(
-        "Options may stand in the YAML file (micro_batch_size: 4) or on the command line "
-        "(--micro-batch-size 4), which wins."
-    )
+def help_text(usage: str, summary: str, sections: Sequence[type[Any]]) -> str:
+    """What ``--help`` prints: the line that one types, and every option with its type, default and
+    meaning, by section."""
+    lines = [f"usage: {usage}", "", summary.strip()]
+    sections = [section for section in sections if fields(section)]
+    if sections:
+        lines += ["", *_wrapped(_INTRODUCTION)]
     for section in sections:
-        lines += ["", f"{section_name(section)}: {_first_line(section)}"]
+        lines += ["", *_wrapped(f"{section_name(section)}: {_summary(section)}", "  ")]
         docs = field_docs(section)
         for option in options_of([section]).values():
             lines.append(
                 f"  {option.flag} {metavar(option.kind)}".rstrip() + f"  ({_default(option)})"
             )
-            lines += textwrap.wrap(
-                docs.get(option.name, ""), _WIDTH, initial_indent=" " * 6, subsequent_indent=" " * 6
-            )
+            lines += [f"      {line}" for line in _wrapped(docs.get(option.name, ""))]
     return "\n".join(lines) + "\n"
+
+
+def _wrapped(text: str, hanging: str = "") -> list[str]:
+    """Lines that leave flags whole: ``--lr-warmup-iters`` has hyphens, but is one word."""
+    width = _WIDTH - 6
+    return textwrap.wrap(text, width, subsequent_indent=hanging, break_on_hyphens=False)
 
 
 def options_markdown(sections: Sequence[type[Any]], aliases: Mapping[str, Alias]) -> str:
@@ -93,7 +99,7 @@ def options_markdown(sections: Sequence[type[Any]], aliases: Mapping[str, Alias]
             "",
             f"## {section_name(section)}",
             "",
-            _first_line(section),
+            _summary(section),
             "",
             "| flag | default | meaning |",
             "|---|---|---|",
@@ -129,13 +135,17 @@ def metavar(kind: Any) -> str:
     return names[kind]
 
 
-def _first_line(section: type[Any]) -> str:
-    return (section.__doc__ or "").strip().splitlines()[0].replace("``", "`")
+def _summary(section: type[Any]) -> str:
+    """The first paragraph of a section's docstring, on one line."""
+    first = (section.__doc__ or "").strip().split("\n\n")[0]
+    return " ".join(first.split()).replace("``", "`")
 
 
 def _show(default: Any) -> str:
-    if default is None or default == ():
+    if default is None or default in ((), ""):
         return "none"
+    if isinstance(default, tuple):
+        return " ".join(shlex.quote(str(item)) for item in default)
     if isinstance(default, bool):
         return "on" if default else "off"
     return f"{default:_}" if isinstance(default, int) and default >= 100_000 else str(default)

@@ -11,11 +11,12 @@ frequencies in ``nn/functional.py``.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+from megatron_llama.config.hf_fields import field_problems
 from megatron_llama.config.schema import ModelConfig
 from megatron_llama.errors import CheckpointError, describe, listing
 
@@ -107,11 +108,11 @@ def normal_rope(scaling: Mapping[str, Any] | None) -> dict[str, Any] | None:
     return {"rope_type": kind, **numbers}
 
 
-def read_hf_config(folder: str | Path) -> ModelConfig:
-    """The model of a HuggingFace folder. Raises CheckpointError when ``config.json`` is missing,
-    damaged or no LLaMA."""
+def read_hf_config(folder: str | Path, *, ignored: Collection[str] = ()) -> ModelConfig:
+    """The model of a HuggingFace folder, as ``model_config_from_hf`` reads it. Raises
+    CheckpointError when ``config.json`` is missing, damaged or no LLaMA."""
     path = Path(folder) / "config.json"
-    return model_config_from_hf(read_config_json(path), where=str(path))
+    return model_config_from_hf(read_config_json(path), where=str(path), ignored=ignored)
 
 
 def read_config_json(path: str | Path) -> dict[str, Any]:
@@ -140,15 +141,19 @@ def read_config_json(path: str | Path) -> dict[str, Any]:
     return config_json
 
 
-def model_config_from_hf(config_json: Mapping[str, Any], *, where: str) -> ModelConfig:
+def model_config_from_hf(
+    config_json: Mapping[str, Any], *, where: str, ignored: Collection[str] = ()
+) -> ModelConfig:
     """The model fields of a ``config.json``. ``where`` is its path, for messages.
 
     Absent fields have the defaults of transformers' ``LlamaConfig``, sizes excepted: those must be
     there. Of several end-of-sequence tokens the first counts. Raises CheckpointError with every
-    field that is wrong or not LLaMA.
+    field that is wrong or not LLaMA, and with those that are not known to be harmless, unless their
+    names are ``ignored``.
     """
     reader = _Reader(config_json, where)
     reader.refuse_other_architectures()
+    reader.problems.extend(field_problems(config_json, ignored, where=where))
     hidden = reader.size("hidden_size")
     heads = reader.size("num_attention_heads")
     head_dim = reader.size("head_dim", default=0)
@@ -255,15 +260,6 @@ class _Reader:
                 "['LlamaForCausalLM']",
                 "only causal LLaMA models can be read",
             )
-        for name, wanted in (
-            ("attention_bias", False),
-            ("mlp_bias", False),
-            ("hidden_act", "silu"),
-            ("quantization_config", None),
-        ):
-            value = self.json.get(name, wanted)
-            if value != wanted:
-                self.problem(name, repr(value), repr(wanted), "such models are not supported")
 
     def size(self, name: str, *, default: int | None = None) -> int:
         """A positive integer; absent and null mean ``default``. 0 stands for a size that was

@@ -33,6 +33,11 @@ class Alias:
     implies: tuple[str, str] | None = None
     """Another option and its text, where the switch is on and that option is not given."""
 
+    @property
+    def remedy(self) -> str:
+        """What to do about a value that is refused: the help, which may call others accepted."""
+        return self.help.replace(_UNCHANGED, ": leave it out")
+
 
 def only(*accepted: str, meaning: str | None = None) -> Callable[[str], str]:
     """A check that accepts some words, each as it is or as ``meaning``."""
@@ -56,7 +61,33 @@ def zero(text: str) -> str:
     return text
 
 
-_LLAMA = "every LLaMA has it: accepted, changes nothing"
+def one(text: str) -> str:
+    """Accept 1 in any spelling of a number."""
+    try:
+        is_one = float(text) == 1.0
+    except ValueError:
+        is_one = False
+    if not is_one:
+        raise ValueError("1")
+    return text
+
+
+def anything(text: str) -> str:
+    """Accept any word: whatever it is, nothing changes."""
+    return text
+
+
+def _all_alike(names: str, alias: Alias) -> dict[str, Alias]:
+    """The same alias under several names."""
+    return dict.fromkeys(names.split(), alias)
+
+
+_UNCHANGED = ": accepted, changes nothing"
+_MAPPED = "datasets are memory-mapped, and no index is written"
+_LOGGED = "log.jsonl always has it, and --log-format megatron shows it"
+_NOT_LOGGED = "the log has no such lines; training is the same" + _UNCHANGED
+_ONE_FORMAT = "--save has one format, --load finds the format by itself"
+_LLAMA = "every LLaMA has it" + _UNCHANGED
 _NO_DROPOUT = "LLaMA is trained without dropout: only 0 is accepted"
 _ORDER = "Megatron shuffles the samples with either; here --data-order decides"
 
@@ -116,6 +147,110 @@ MEGATRON: Mapping[str, Alias] = MappingProxyType(
         "attention_dropout": Alias(convert=zero, help=_NO_DROPOUT),
         "hidden_dropout": Alias(convert=zero, help=_NO_DROPOUT),
         "num_virtual_stages_per_pipeline_rank": Alias("virtual_pipeline_model_parallel_size"),
+        "kv_channels": Alias("head_dim"),
+        "ddp_bucket_size": Alias("reduce_bucket_size"),
+        "use_torch_fsdp2": Alias("data_parallel_sharding_strategy", value="optim_grads_params"),
+        "use_megatron_fsdp": Alias("data_parallel_sharding_strategy", value="optim_grads_params"),
+        "accumulate_allreduce_grads_in_fp32": Alias("grad_reduce_in_bf16", value="false"),
+        "rotary_percent": Alias(convert=one, help=_LLAMA),
+        "apply_layernorm_1p": Alias(
+            value="false", help="LLaMA's norms multiply by their weight, not by 1 + weight"
+        ),
+        "optimizer": Alias(convert=only("adam"), help="the optimizer is AdamW" + _UNCHANGED),
+        "recompute_method": Alias(
+            convert=only("block"),
+            help="--recompute-granularity full recomputes each block by itself, of every stage the "
+            "first --recompute-num-layers",
+        ),
+        "rerun_mode": Alias(
+            convert=only("disabled"), help="--on-bad-step decides what follows a bad step"
+        ),
+        **_all_alike(
+            "use_mcore_models no_persist_layer_norm no_masked_softmax_fusion no_rope_fusion "
+            "no_bias_swiglu_fusion no_bias_gelu_fusion no_bias_dropout_fusion "
+            "cross_entropy_loss_fusion attention_softmax_in_fp32 apply_query_key_layer_scaling "
+            "no_async_tensor_model_parallel_allreduce no_barrier_with_level_1_timing "
+            "use_cpu_initialization use_pytorch_profiler manual_gc",
+            Alias(value="true", help="the trainer chooses its kernels by itself" + _UNCHANGED),
+        ),
+        **_all_alike(
+            "transformer_impl attention_backend cross_entropy_fusion_impl manual_gc_interval "
+            "empty_unused_memory_level",
+            Alias(convert=anything, help="the trainer chooses its kernels by itself" + _UNCHANGED),
+        ),
+        **_all_alike(
+            "overlap_grad_reduce overlap_param_gather delay_grad_reduce delay_param_gather "
+            "align_grad_reduce align_param_gather overlap_p2p_communication tp_comm_overlap "
+            "overlap_param_gather_with_optimizer_step use_contiguous_parameters_in_local_ddp "
+            "no_contiguous_buffers_in_local_ddp no_scatter_gather_tensors_in_pipeline "
+            "ddp_average_in_collective",
+            Alias(value="true", help="communication always overlaps computation" + _UNCHANGED),
+        ),
+        **_all_alike(
+            "DDP_impl distributed_backend local_rank",
+            Alias(convert=anything, help="the device and the environment decide" + _UNCHANGED),
+        ),
+        "calculate_per_token_loss": Alias(
+            value="true", help="the loss is always the mean over tokens" + _UNCHANGED
+        ),
+        "no_create_attention_mask_in_dataloader": Alias(
+            value="true", help="no mask is ever made" + _UNCHANGED
+        ),
+        **_all_alike(
+            "no_mmap_bin_files mmap_warmup", Alias(value="true", help=_MAPPED + _UNCHANGED)
+        ),
+        **_all_alike(
+            "num_workers num_dataset_builder_threads data_cache_path",
+            Alias(convert=anything, help=_MAPPED + _UNCHANGED),
+        ),
+        **_all_alike(
+            "log_throughput log_memory_to_tensorboard log_learning_rate_to_tensorboard "
+            "log_loss_scale_to_tensorboard",
+            Alias(value="true", help=_LOGGED + _UNCHANGED),
+        ),
+        **_all_alike(
+            "log_params_norm log_num_zeros_in_grad log_progress log_world_size_to_tensorboard",
+            Alias(value="true", help=_NOT_LOGGED),
+        ),
+        **_all_alike(
+            "timing_log_level timing_log_option log_memory_interval",
+            Alias(convert=anything, help=_NOT_LOGGED),
+        ),
+        "tensorboard_log_interval": Alias(
+            convert=anything, help="--log-interval is TensorBoard's too" + _UNCHANGED
+        ),
+        **_all_alike(
+            "use_checkpoint_args use_mp_args_from_checkpoint_args "
+            "use_tokenizer_model_from_checkpoint_args",
+            Alias(
+                value="true", help="what is not given comes from the folder of --load" + _UNCHANGED
+            ),
+        ),
+        **_all_alike(
+            "no_load_rng no_save_rng",
+            Alias(
+                value="true",
+                help="--seed and the position in the run decide all that is random" + _UNCHANGED,
+            ),
+        ),
+        **_all_alike(
+            "use_dist_ckpt auto_detect_ckpt_format ckpt_fully_parallel_save "
+            "ckpt_fully_parallel_load no_ckpt_fully_parallel_save ckpt_assume_constant_structure",
+            Alias(value="true", help=_ONE_FORMAT + _UNCHANGED),
+        ),
+        **_all_alike(
+            "ckpt_format dist_ckpt_format dist_ckpt_strictness",
+            Alias(convert=anything, help=_ONE_FORMAT + _UNCHANGED),
+        ),
+        "exit_on_missing_checkpoint": Alias(
+            value="true", help="only --load auto begins without a checkpoint" + _UNCHANGED
+        ),
+        "exit_signal_handler": Alias(
+            value="true", help="SIGTERM always ends a run with a save" + _UNCHANGED
+        ),
+        "check_for_nan_in_loss_and_grad": Alias(
+            value="true", help="they are always checked: --on-bad-step" + _UNCHANGED
+        ),
     }
 )
 

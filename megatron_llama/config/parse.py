@@ -9,12 +9,13 @@ and the command line understand exactly the same spellings.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import MISSING, dataclass, fields, replace
 from itertools import pairwise
 from types import MappingProxyType, NoneType, UnionType
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
+from megatron_llama.config.foreign_names import remedy_for
 from megatron_llama.config.megatron_names import Alias
 from megatron_llama.errors import ConfigError, describe, listing
 
@@ -49,7 +50,8 @@ class Parsed:
     sources: Mapping[str, str]
     """Field name -> ``--lr`` or ``run.yaml:3 lr``, for the fields that were given."""
     notes: tuple[str, ...] = ()
-    """One line for every key that was accepted and sets nothing, saying what holds here anyway."""
+    """A line for keys that were accepted and set nothing, saying what holds here anyway, and one
+    for every flag that replaced an earlier one."""
 
     def get(self, section: type[T]) -> T:
         """The instance of ``section``. Fields that were not given have their defaults."""
@@ -122,19 +124,30 @@ def differences(instances: Iterable[Any]) -> dict[str, Any]:
 
 
 def parse(
-    argv: Sequence[str], sections: Sequence[type[Any]], *, aliases: Mapping[str, Alias]
+    argv: Sequence[str],
+    sections: Sequence[type[Any]],
+    *,
+    aliases: Mapping[str, Alias],
+    owners: Callable[[str], Sequence[str]] = lambda name: (),
 ) -> Parsed:
-    """Read ``--config FILE`` and flags into instances of ``sections``. Flags win over the file.
+    """Read ``--config FILE`` and flags into instances of ``sections``. Flags win over the file, and
+    of a flag that is repeated the last one wins, with a note.
 
     ``aliases`` maps snake-case names to options; those whose field is in none of the sections are
-    not known to this command. Raises ConfigError with every problem of the file and the flags.
+    not known to this command. ``owners`` names the other commands that have an option, for the
+    error about a name that this one does not know. Raises ConfigError with every problem of the
+    file and the flags.
     """
-    reader = _Reader(sections, aliases)
+    reader = _Reader(sections, aliases, owners)
     flags, file = reader.read_command_line(argv)
     values = reader.convert(reader.read_yaml(file)) if file is not None else {}
     values |= reader.convert(flags)
-    for name, implied in reader.implied.items():
-        values.setdefault(name, implied)
+    for switch, alias in reader.implying:
+        assert alias.field is not None and alias.implies is not None
+        chosen, _ = values[alias.field]
+        if chosen == read(reader.options[alias.field].kind, alias.value):  # and not replaced since
+            name, text = alias.implies
+            values.setdefault(name, (read(reader.options[name].kind, text), switch))
     reader.problems.extend(
         describe(
             option.flag, got="nothing", expected=expected(option.kind), do=f"give {option.flag}"
@@ -153,7 +166,8 @@ def parse(
         }
         instances[section] = section(**own)
     sources = MappingProxyType({name: where for name, (_, where) in values.items()})
-    return Parsed(MappingProxyType(instances), sources, tuple(reader.notes))
+    unneeded = (f"{', '.join(keys)}: {said}" for said, keys in reader.unneeded.items())
+    return Parsed(MappingProxyType(instances), sources, (*unneeded, *reader.notes))
 
 
 def expected(kind: Any) -> str:
@@ -162,7 +176,7 @@ def expected(kind: Any) -> str:
     if get_origin(inner) is Literal:
         return "one of " + ", ".join(get_args(inner))
     if get_origin(inner) is tuple:
-        return f"one or more of: {expected(get_args(inner)[0])}"
+        return f"one or more, separated by spaces: {expected(get_args(inner)[0])}"
     if get_origin(inner) is dict:
         return (
             'a mapping (on the command line JSON, such as \'{"rope_type": "linear", "factor": '
@@ -179,7 +193,7 @@ def expected(kind: Any) -> str:
 
 def read(kind: Any, raw: Any) -> Any:
     """Convert text (a list of texts, a mapping, None) to a value of the annotation. Raises
-    ValueError for text that is none."""
+    ValueError for text that is none, and RepeatedKey for a mapping that has a key twice."""
     inner, optional = _strip_optional(kind)
     if optional and (raw is None or (raw == "null" and inner is not str)):
         return None
@@ -231,11 +245,25 @@ def _read_bool(text: str) -> bool:
         raise ValueError(text) from None
 
 
+class RepeatedKey(ValueError):
+    """A mapping in JSON names a key twice; Python's reader would silently take the last."""
+
+
+def without_repeats(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
+    """Make an object of JSON, as ``object_pairs_hook``. Raises RepeatedKey."""
+    found: dict[str, Any] = {}
+    for key, value in pairs:
+        if key in found:
+            raise RepeatedKey(f"{key} stands there twice")
+        found[key] = value
+    return found
+
+
 def _read_mapping(raw: Any) -> dict[str, Any]:
     if isinstance(raw, str):
         import json
 
-        raw = json.loads(raw)
+        raw = json.loads(raw, object_pairs_hook=without_repeats)
     if not isinstance(raw, dict):
         raise ValueError(raw)
     return raw
@@ -249,19 +277,29 @@ _READERS: Mapping[Any, Any] = MappingProxyType(
 class _Reader:
     """Collects values and problems of one command line and its YAML file."""
 
-    def __init__(self, sections: Sequence[type[Any]], aliases: Mapping[str, Alias]) -> None:
+    def __init__(
+        self,
+        sections: Sequence[type[Any]],
+        aliases: Mapping[str, Alias],
+        owners: Callable[[str], Sequence[str]],
+    ) -> None:
         self.options = options_of(sections)
+        self.owners = owners
+        self.trains = "train_iters" in self.options
+        # What sets nothing is Megatron's own, for the commands that take a run's options.
         self.aliases = {
             name: alias
             for name, alias in aliases.items()
-            if alias.field is None or alias.field in self.options
+            if (self.trains if alias.field is None else alias.field in self.options)
         }
         assert not self.aliases.keys() & self.options.keys(), "an alias hides an option"
         self.groups = {section_name(section): section for section in sections}
         self.problems: list[str] = []
         self.notes: list[str] = []
-        self.implied: dict[str, tuple[Any, str]] = {}
-        """Option -> (value, the switch that implies it unless the option is given)."""
+        self.unneeded: dict[str, list[str]] = {}
+        """What is said of keys that set nothing -> those keys, as written."""
+        self.implying: list[tuple[str, Alias]] = []
+        """Switches that are on and imply another option: as written, and what they stand for."""
         self.refused: set[str] = set()
         """Options that were given, but wrongly: not reported as missing too."""
 
@@ -345,14 +383,42 @@ class _Reader:
                 name = str(key.value).replace("-", "_")
                 if isinstance(node, yaml.MappingNode) and name in self.groups:
                     for inner, value in node.value:
-                        yield self._with_section_name(_yaml_given(loader, path, inner, value, name))
-                else:
-                    yield _yaml_given(loader, path, key, node, None)
+                        item = self._yaml_given(loader, path, inner, value, name)
+                        yield self._with_section_name(item)
+                elif name not in self.groups or node.tag != "tag:yaml.org,2002:null":
+                    yield self._yaml_given(loader, path, key, node, None)
         except yaml.YAMLError as error:
             mark = getattr(error, "problem_mark", None)
             where = path if mark is None else f"{path}:{mark.line + 1}"
             cause = getattr(error, "problem", None) or str(error)
             self.problem(where, got=cause, expected="valid YAML", do="mend that line")
+
+    def _yaml_given(self, loader: Any, path: str, key: Any, node: Any, group: str | None) -> _Given:
+        where = f"{path}:{key.start_mark.line + 1} {key.value}"
+        self._refuse_repeated_keys(path, node)
+        return _Given(str(key.value).replace("-", "_"), _yaml_raw(loader, node), where, group)
+
+    def _refuse_repeated_keys(self, path: str, node: Any) -> None:
+        """A key that stands twice in one mapping is a problem: YAML's reader would silently take
+        the last."""
+        if node.id == "sequence":
+            for item in node.value:
+                self._refuse_repeated_keys(path, item)
+        if node.id != "mapping":
+            return
+        lines: dict[str, int] = {}
+        for key, value in node.value:
+            line = key.start_mark.line + 1
+            name = str(key.value)
+            if name in lines:
+                self.problem(
+                    f"{path}:{line} {name}",
+                    got=f"it again after line {lines[name]}",
+                    expected=f"one value of {name}",
+                    do="give it once",
+                )
+            lines[name] = line
+            self._refuse_repeated_keys(path, value)
 
     def _with_section_name(self, item: _Given) -> _Given:
         """Under its section's name a key may leave that name out: ``rank`` under ``lora:`` is
@@ -365,20 +431,37 @@ class _Reader:
         )
 
     def convert(self, given: Iterable[_Given]) -> dict[str, tuple[Any, str]]:
-        """Return option -> (value, where it was given). A key may be repeated with the same value
-        only."""
+        """Return option -> (value, where it was given). Of a flag that is repeated the last one
+        counts, as scripts that end in ``"$@"`` expect, and a note names what it replaced. Another
+        value is a problem in a file, which says everything once, and where a Megatron switch that
+        stands for a value meets another flag: which of them was meant does not depend on order."""
         values: dict[str, tuple[Any, str]] = {}
+        switches: dict[str, str] = {}
         for item in given:
             pair = self._read_given(item)
             if pair is None:
                 continue
             name, value = pair
-            earlier = values.setdefault(name, (value, item.where))
-            if earlier[0] != value:
-                got = f"{_show(value)} after {_show(earlier[0])} ({earlier[1]})"
-                self.problem(
-                    item.where, got=got, expected=f"one value of {name}", do="give it once"
+            alias = self.aliases.get(item.key)
+            switch = item.key if alias is not None and alias.value is not None else name
+            same = switches.setdefault(name, switch) == switch
+            before, where = values.setdefault(name, (value, item.where))
+            if before == value:
+                continue
+            if item.is_flag and same:
+                values[name] = value, item.where
+                several = (
+                    f": give several values after one {item.where}"
+                    if isinstance(value, tuple)
+                    else ""
                 )
+                self.notes.append(
+                    f"{item.where} {_show(value)} replaces {where} {_show(before)}, which stands "
+                    f"before it{several}"
+                )
+                continue
+            got = f"{_show(value)} after {_show(before)} ({where})"
+            self.problem(item.where, got=got, expected=f"one value of {name}", do="give it once")
         return values
 
     def _read_given(self, item: _Given) -> tuple[str, Any] | None:
@@ -410,9 +493,16 @@ class _Reader:
             if raw == []:
                 raise ValueError("no words")
             return option.name, read(option.kind, raw)
-        except (ValueError, OverflowError):
+        except (ValueError, OverflowError) as error:
             self.refused.add(option.name)
-            remedy = self._nearest_choice(inner, raw) or "correct the value"
+            if isinstance(error, RepeatedKey):
+                remedy = f"{error}: give it once"
+            else:
+                remedy = (
+                    self._nearest_choice(inner, raw)
+                    or _separated(item, inner, raw)
+                    or "correct the value"
+                )
             self.problem(
                 item.where,
                 got=_show(raw) if raw != [] else "nothing",
@@ -440,10 +530,10 @@ class _Reader:
             try:
                 raw = alias.convert(str(word))
             except ValueError as error:
-                self.problem(item.where, got=word, expected=error, do=alias.help)
+                self.problem(item.where, got=word, expected=error, do=alias.remedy)
                 return None
         if alias.field is None:
-            self.notes.append(f"{item.where}: {alias.help}")
+            self.unneeded.setdefault(alias.help, []).append(item.where)
             return None
         return self._read_option(_Given(alias.field, raw, item.where), self.options[alias.field])
 
@@ -459,15 +549,14 @@ class _Reader:
             )
         elif alias.field is None:
             if on != stands_for:
-                self.problem(item.where, got=str(on).lower(), expected=alias.value, do=alias.help)
+                self.problem(item.where, got=str(on).lower(), expected=alias.value, do=alias.remedy)
             else:
-                self.notes.append(f"{item.where}: {alias.help}")
+                self.unneeded.setdefault(alias.help, []).append(item.where)
         elif on or stands_for is not None:
             # `untie...: false` says tied; a switch that stands for a word has no such opposite.
             text = alias.value if on else str(not stands_for).lower()
             if on and alias.implies is not None:
-                name, implied = alias.implies
-                self.implied[name] = read(self.options[name].kind, implied), item.where
+                self.implying.append((item.where, alias))
             return alias.field, read(self.options[alias.field].kind, text)
         else:
             self.problem(
@@ -494,27 +583,64 @@ class _Reader:
                 do="move it",
             )
             return
-        near = self._nearest(item.key)
-        remedy = (
-            f"did you mean {flag(near) if item.is_flag else near}?"
-            if near
-            else "--help lists the options"
-        )
         got = "an unknown flag" if item.is_flag else "an unknown key"
-        self.problem(item.where, got=got, expected="an option of this command", do=remedy)
+        do = self._remedy(item)
+        self.problem(item.where, got=got, expected="an option of this command", do=do)
 
-    def _nearest(self, key: str) -> str | None:
+    def _remedy(self, item: _Given) -> str:
+        """What to write instead of a name that this command does not know: another trainer's name
+        for an option, an option of another command, or a misspelt name."""
+        if item.key in self.groups:
+            return f"write its options below it, as in {item.key}: {{option: value}}"
+        if self.trains and (foreign := remedy_for(item.key)):
+            return foreign
+        remedies = []
+        if near := self._nearest(item):
+            names = [flag(name) if item.is_flag else name for name in near]
+            remedies.append(f"did you mean {in_words(names, 'or')}?")
+        if owners := self.owners(item.key):
+            have = "have" if owners[1:] else "has"
+            remedies.append(f"{in_words(owners, 'and')} {have} {flag(item.key)}")
+        if not remedies:
+            others = "; docs/migrating.md has the names of other trainers" if self.trains else ""
+            remedies.append(f"--help lists the options{others}")
+        return " ".join(remedies)
+
+    def _nearest(self, item: _Given) -> list[str]:
+        """Up to three names that begin or end like the key, or one that is spelt almost like it."""
         from difflib import get_close_matches
 
-        known = [*self.options, *self.aliases]
-        longer = [name for name in known if name.startswith(key)]
-        return next(iter([*longer, *get_close_matches(key, known, 1)]), None)
+        known = [*self.options, *(name for name, alias in self.aliases.items() if alias.field)]
+        if isinstance(item.raw, dict):
+            known += self.groups
+        key = item.key
+        longer = [name for name in known if name.startswith(key) or name.endswith(f"_{key}")]
+        # Of names that differ in a quarter of their letters most mean something else.
+        return longer if 1 <= len(longer) <= 3 else get_close_matches(key, known, 1, 0.8)
 
     def _nearest_choice(self, kind: Any, raw: Any) -> str | None:
         from difflib import get_close_matches
 
-        near = get_close_matches(str(raw), get_args(kind), 1) if get_origin(kind) is Literal else []
+        choices = get_args(kind) if get_origin(kind) is Literal else ()
+        near = get_close_matches(str(raw), choices, 1, 0.8)
         return f"did you mean {near[0]}?" if near else None
+
+
+def in_words(names: Sequence[str], last: str) -> str:
+    """``a, b or c``. There is at least one name."""
+    return f" {last} ".join(filter(None, [", ".join(names[:-1]), names[-1]]))
+
+
+def _separated(item: _Given, kind: Any, raw: Any) -> str | None:
+    """How to write a list whose values were given as one text: ``3,1`` or, in YAML, ``3 1``."""
+    if get_origin(kind) is not tuple:
+        return None
+    words = re.split(r"[,;\s]+", " ".join(raw) if isinstance(raw, list) else str(raw))
+    if len(words) < 2:
+        return None
+    if item.is_flag:
+        return f"separate them by spaces: {item.where} {' '.join(words)}"
+    return f"write [{', '.join(words)}]"
 
 
 def _flags_with_words(argv: Sequence[str]) -> Iterator[tuple[str | None, str | None, list[str]]]:
@@ -526,11 +652,6 @@ def _flags_with_words(argv: Sequence[str]) -> Iterator[tuple[str | None, str | N
     for start, end in pairwise(bounds):
         name, equals, inline = argv[start][2:].partition("=")
         yield name, inline if equals else None, list(argv[start + 1 : end])
-
-
-def _yaml_given(loader: Any, path: str, key: Any, node: Any, group: str | None) -> _Given:
-    where = f"{path}:{key.start_mark.line + 1} {key.value}"
-    return _Given(str(key.value).replace("-", "_"), _yaml_raw(loader, node), where, group)
 
 
 def _yaml_raw(loader: Any, node: Any) -> Any:
@@ -547,6 +668,8 @@ def _show(value: Any) -> str:
     return (
         "null"
         if value is None
+        else str(value).lower()
+        if isinstance(value, bool)
         else " ".join(map(str, value))
         if isinstance(value, list | tuple)
         else str(value)

@@ -157,13 +157,17 @@ class TrainingConfig:
     epochs: float = 0.0
     """Passes over the training samples, instead of --train-iters; `0.5` is half of one. Each sample
     is read so many times: steps go on from one pass into the next, and the last step has what is
-    left."""
+    left. With `--on-bad-step rollback` samples that are left out are not made up for: the run has
+    fewer steps."""
     exit_interval: int = 0
     """Save and end after every iteration that is a multiple of this. 0: go on to the end of the
     run."""
     exit_duration_in_mins: float = 0.0
-    """Save and end when the run has taken so many minutes, as if by SIGTERM. 0: however long it
+    """Save and end when the run has taken so many minutes, with exit status 0. 0: however long it
     takes."""
+    exit_zero_on_signal: bool = False
+    """Exit status 0 for a run that saves and ends because of Control-C or SIGTERM, for schedulers
+    that take any other status for a failure. Without it 130 and 143, as a shell has them."""
     z_loss_weight: float = 0.0
     """Weight of the square of the logarithm of the softmax's denominator, which keeps logits from
     drifting: it is trained, and is no part of the losses that are printed."""
@@ -206,8 +210,8 @@ class TrainingConfig:
     parameters, replicas of shards, norms under tensor parallelism, tied embeddings. A difference
     ends the run with the parameter and the rank. 0: never."""
     eval_interval: int = 0
-    """Evaluate before the first iteration, every so many iterations and after the last. 0:
-    never."""
+    """Evaluate before the first iteration, every so many iterations and after the last. A resumed
+    run also evaluates where it begins, and prints that loss only. 0: never."""
     eval_iters: int = 10
     """Global batches per evaluation; the same validation samples every time, fewer when the split
     is smaller. 0: the whole split."""
@@ -409,10 +413,17 @@ class CheckpointConfig:
     init_from_hf: str | None = None
     """HuggingFace folder (config.json, *.safetensors): gives the model fields and the initial
     weights."""
+    ignore_hf_config_fields: tuple[str, ...] = ()
+    """Names of fields in a HuggingFace config.json that do not change what the model computes.
+    Fields that are not known here are refused otherwise."""
+    resize_embeddings: bool = False
+    """Give the weights of --init-from-hf, or those of --load (with --finetune where it is a
+    checkpoint), rows for all tokens of the tokenizer, or --vocab-size rows: each new row of
+    embedding and head is the mean of the old ones. Rows are never taken away."""
     export_hf: str | None = None
     """When all iterations are done, write the model into this folder as HuggingFace has it: weights
     in bfloat16 with --bf16, else in float32, config.json, tokenizer and chat template. Needs no
-    --save."""
+    --save. Replaces an earlier export, and nothing else."""
 
 
 @dataclass(frozen=True)
@@ -421,6 +432,11 @@ class LogConfig:
 
     log_interval: int = 100
     """Print and write a log line every so many iterations; the last iteration always."""
+    log_format: Literal["compact", "megatron"] = "compact"
+    """The log line on the terminal: loss, gradient norm, learning rate, batch, time of an iteration
+    under Megatron's names, tokens a second, MFU, memory and remaining time; or every field of
+    Megatron's line in its order, for programs that parse it, with others behind. `log.jsonl` has
+    all numbers either way."""
     log_straggler: bool = False
     """Add to every log line how long ranks compute in a step (its time without waiting for
     communication): least, median, most, and which rank that is."""

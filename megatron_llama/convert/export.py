@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import shutil
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor, wait
 from pathlib import Path
+from typing import Any
 
 from megatron_llama.checkpoint import native
-from megatron_llama.checkpoint.failures import writing
-from megatron_llama.checkpoint.folders import discard, fresh_staging
 from megatron_llama.checkpoint.meta import TrainState
 from megatron_llama.config.schema import Config
-from megatron_llama.convert.hf.writer import export_hf, require_export
+from megatron_llama.convert.hf.writer import export_hf
 from megatron_llama.convert.peft.adapter import write_peft
-from megatron_llama.distributed.comm.object_collectives import all_reduce_max, raise_on_all_ranks
+from megatron_llama.distributed.comm.object_collectives import (
+    MEETING_SECONDS,
+    all_reduce_max,
+    raise_on_all_ranks,
+)
 from megatron_llama.distributed.mesh import Mesh
 from megatron_llama.engine.optimizer import OverlappedDistributedOptimizer
 from megatron_llama.errors import CheckpointError
@@ -22,8 +26,11 @@ from megatron_llama.tokenizer.base import Tokenizer
 
 WEIGHTS = ".weights"
 """Ending of the folder that holds the checkpoint of a run that saves none, until it is exported."""
-MEETING_SECONDS = 1.0
-"""The other ranks meet rank 0 so often while it exports."""
+
+
+def weight_folders(options: Mapping[str, Any]) -> list[str]:
+    """Return the folders from which a run with these checkpoint options takes its weights."""
+    return [folder for name in ("init_from_hf", "load") if (folder := options.get(name))]
 
 
 def export_checkpoint(
@@ -32,6 +39,7 @@ def export_checkpoint(
     *,
     dtype: str = "auto",
     tokenizer: Tokenizer | None = None,
+    overwrite: bool = False,
 ) -> str:
     """Write a checkpoint as a HuggingFace folder, which appears whole or not at all, and return the
     dtype of its weights.
@@ -41,12 +49,19 @@ def export_checkpoint(
     weights = native.open_weights(checkpoint)
     if dtype == "auto":
         dtype = "bfloat16" if weights.meta.config["training"]["bf16"] else "float32"
-    export_hf(output, weights.model, weights, dtype, tokenizer)
+    sources = weight_folders(weights.meta.config.get("checkpoint", {}))
+    export_hf(
+        output, weights.model, weights, dtype, tokenizer, sources=sources, overwrite=overwrite
+    )
     return dtype
 
 
 def export_adapter(
-    checkpoint: str | Path, output: str | Path, tokenizer: Tokenizer | None = None
+    checkpoint: str | Path,
+    output: str | Path,
+    tokenizer: Tokenizer | None = None,
+    *,
+    overwrite: bool = False,
 ) -> str:
     """Write the low-rank additions of a checkpoint in PEFT's format and return their dtype. The
     folder appears whole or not at all. Raises CheckpointError."""
@@ -57,17 +72,28 @@ def export_adapter(
         raise CheckpointError(
             checkpoint, got="no low-rank additions", expected="a run with --lora-rank", do=do
         )
-    base = weights.meta.config.get("checkpoint", {}).get("init_from_hf")
-    write_peft(output, weights.model, lora, weights.stored, base=base, tokenizer=tokenizer)
+    options = weights.meta.config.get("checkpoint", {})
+    if options.get("resize_embeddings"):
+        do = "leave --adapter out, which exports the whole model"
+        got = "a run with --resize-embeddings, whose new rows are in no adapter"
+        raise CheckpointError(checkpoint, got=got, expected="the rows of its base model", do=do)
+    write_peft(
+        output,
+        weights.model,
+        lora,
+        weights.stored,
+        base=options.get("init_from_hf"),
+        tokenizer=tokenizer,
+        sources=weight_folders(options),
+        overwrite=overwrite,
+    )
     return "float32"
 
 
 class FinalExport:
-    """Writes the model of a run into --export-hf when all its iterations are done. Without that
-    option it does nothing.
-
-    Raises CheckpointError or DataError on every rank where that could not work: at the start of the
-    run, not after days."""
+    """Writes the model of a run into --export-hf when the run has come to its end. Without that
+    option it does nothing. That it can work has been found at the start of the run, not after days
+    (``loop/inputs.py``)."""
 
     def __init__(
         self,
@@ -82,26 +108,11 @@ class FinalExport:
         self._tokenizer = tokenizer
         folder = config.checkpoint.export_hf
         self._target = Path(folder).resolve() if folder is not None else None
-        if self._target is not None:
-            with raise_on_all_ranks(mesh.world), writing(self._target):
-                if mesh.rank == 0:
-                    require_export(self._target)
-                    try:  # as at the end: the folder can be written, the tokenizer expressed there
-                        fresh = fresh_staging(self._target)
-                        if tokenizer is not None:
-                            tokenizer.save_hf(fresh)
-                    finally:
-                        discard(self._target)
 
-    def write(
-        self, state: TrainState, checkpoint: Path | None, log: MetricLog, *, early: bool = False
-    ) -> None:
-        """Export ``checkpoint``, or, where the run has saved none, what the engine holds. This is
-        collective. Nothing is done before the last iteration, unless the run has come to its end
-        ``early``. Raises CheckpointError on every rank."""
-        if self._target is None or not (
-            early or state.iteration == self._config.training.train_iters
-        ):
+    def write(self, state: TrainState, checkpoint: Path | None, log: MetricLog) -> None:
+        """Export ``checkpoint``, or, where the run has saved none, what the engine holds. Called
+        when the run has come to its end. Collective. Raises CheckpointError on every rank."""
+        if self._target is None:
             return
         beside = self._target.with_name(self._target.name + WEIGHTS)
         try:

@@ -3,7 +3,7 @@ folder has and reads its weights as HuggingFace tensors; a ``ModelWriter`` write
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -97,14 +97,16 @@ def open_model(
     config: str | Path | None = None,
     vocab_size: int = 0,
     tokens: int = 0,
+    ignored: Collection[str] = (),
 ) -> ModelReader:
     """Open a model folder of any format.
 
     ``format`` is one of FORMATS, by default found from the content. ``config`` names a HuggingFace
     ``config.json`` that says what the folder does not. ``vocab_size`` is the number of token ids,
     for a format that stores only a padded vocabulary; where neither it nor the folder says, the
-    ``tokens`` of the tokenizer that belongs to the weights count. Raises CheckpointError with all
-    that is wrong, or with what to pass when the folder leaves something open.
+    ``tokens`` of the tokenizer that belongs to the weights count. Unknown fields of ``config.json``
+    whose names are ``ignored`` are not refused. Raises CheckpointError with all that is wrong, or
+    with what to pass when the folder leaves something open.
     """
     folder = Path(path)
     if format is not None and format not in FORMATS:
@@ -113,12 +115,12 @@ def open_model(
         )
     kind = format or detect(folder)
     if kind == "hf":
-        return HFReader(folder, config, vocab_size)
+        return HFReader(folder, config, vocab_size, ignored)
     if kind == "native":
         return NativeReader(folder, config, vocab_size)
     if kind == "meta":
-        return MetaReader(folder, config, vocab_size)
-    return MegatronReader(folder, kind, config, vocab_size, tokens)
+        return MetaReader(folder, config, vocab_size, ignored)
+    return MegatronReader(folder, kind, config, vocab_size, tokens, ignored)
 
 
 def detect(folder: Path) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -37,26 +37,35 @@ def extra_fields(config_json: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def read_config(
-    path: str | Path | None, own: Mapping[str, Any] | None = None
+    path: str | Path | None, own: Mapping[str, Any] | None = None, *, ignored: Collection[str] = ()
 ) -> tuple[ModelConfig | None, dict[str, Any]]:
     """Return the model and the extra fields of the user's ``config.json`` at ``path``, or else of
-    ``own``, the one within a file; (None, {}) without either. Raises CheckpointError."""
+    ``own``, the one within a file; (None, {}) without either. Unknown fields whose names are
+    ``ignored`` are not refused. Raises CheckpointError."""
     if path is None and own is None:
         return None, {}
     config_json = own if path is None else read_config_json(path)
     assert config_json is not None
-    model = model_config_from_hf(config_json, where=str(path or "hf_config"))
+    model = model_config_from_hf(config_json, where=str(path or "hf_config"), ignored=ignored)
     return model, extra_fields(config_json)
 
 
 def true_vocab_size(
-    where: str, stored: int, *, given: int, known: int, tokens: int, exact: bool = False
+    where: str,
+    stored: int,
+    *,
+    given: int,
+    known: int,
+    least: int,
+    tokens: int = 0,
+    exact: bool = False,
 ) -> int:
     """Return the number of token ids of a model that stores ``stored`` rows, padding included.
 
-    ``given`` is the user's word, ``known`` the file's, ``tokens`` the tokenizer's; 0 stands for
-    "not known". The tokenizer's counts where nothing else is known and ``exact`` says that padding
-    it gives ``stored``. Raises CheckpointError rather than take padding for tokens."""
+    ``given`` is the user's word, ``known`` the file's, ``tokens`` the tokenizer's, ``least`` the
+    same without tokens that were added behind its vocabulary, for which a model need not have rows;
+    0 stands for "not known". The tokenizer's counts where nothing else is known and ``exact`` says
+    that padding it gives ``stored``. Raises CheckpointError rather than take padding for tokens."""
     size = given or known or (tokens if exact else 0)
     do = "give the number of token ids: --vocab-size"
     if size == 0:
@@ -67,8 +76,10 @@ def true_vocab_size(
         raise CheckpointError(
             "--vocab-size", got=given, expected=f"{known}, by {where}", do="leave it out"
         )
-    if not tokens <= size <= stored:
-        least = f" and at least the tokenizer's {tokens}" if tokens else ""
-        expected = f"at most the {stored} stored rows{least}"
+    if not least <= size <= stored:
+        rows = f"at most the {stored} stored rows"
+        expected = f"{rows} and at least the tokenizer's {least}" if least else rows
+        if known and least > known:
+            do = "put the model's own tokenizer there: the size is that of the weights"
         raise CheckpointError(f"{where} vocabulary", got=size, expected=expected, do=do)
     return size

@@ -9,8 +9,10 @@ import os
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from types import MappingProxyType
+from typing import Any, cast
 
 import torch
+from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from megatron_llama.engine.optimizer import WeightSource
@@ -26,17 +28,26 @@ BLOCK_ELEMENTS = 2**24
 is read whole."""
 
 
+EXPORTED: Mapping[str, str] = MappingProxyType({"exported_by": "megatron_llama"})
+"""Metadata in the header of every file of an export: a later export may replace it."""
+
+
 def write_safetensors(
-    path: Path, shapes: Mapping[str, tuple[int, ...]], dtype: torch.dtype, source: WeightSource
+    path: Path,
+    shapes: Mapping[str, tuple[int, ...]],
+    dtype: torch.dtype,
+    source: WeightSource,
+    *,
+    is_export: bool,
 ) -> None:
-    """Write and sync the tensors in the order of ``shapes``. Raises CheckpointError when a value is
-    not finite.
+    """Write and sync the tensors in the order of ``shapes``; an export is marked as one. Raises
+    CheckpointError when a value is not finite.
 
     The format is the length of the header (8 bytes, little-endian), the header (JSON, padded to a
     multiple of 8 bytes), and the data without gaps.
     """
     with path.open("wb") as file:
-        file.write(_header(shapes, dtype))
+        file.write(_header(shapes, dtype, EXPORTED if is_export else {}))
         for name, shape in shapes.items():
             for block in row_blocks(name, shape):
                 out = torch.empty(block.size, dtype=dtype)
@@ -47,8 +58,10 @@ def write_safetensors(
         os.fsync(file.fileno())
 
 
-def _header(shapes: Mapping[str, tuple[int, ...]], dtype: torch.dtype) -> bytes:
-    content: dict[str, object] = {"__metadata__": {"format": "pt"}}
+def _header(
+    shapes: Mapping[str, tuple[int, ...]], dtype: torch.dtype, metadata: Mapping[str, str]
+) -> bytes:
+    content: dict[str, object] = {"__metadata__": {"format": "pt", **metadata}}
     at = 0
     for name, shape in shapes.items():
         stop = at + math.prod(shape) * dtype.itemsize
@@ -57,6 +70,15 @@ def _header(shapes: Mapping[str, tuple[int, ...]], dtype: torch.dtype) -> bytes:
     text = json.dumps(content, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     return len(text).to_bytes(8, "little") + text
+
+
+def is_exported(path: Path) -> bool:
+    """Return whether an export wrote this file."""
+    try:
+        with cast(Any, safe_open(path, framework="pt")) as file:
+            return EXPORTED.items() <= (file.metadata() or {}).items()
+    except (SafetensorError, OSError):
+        return False
 
 
 def row_blocks(name: str, shape: tuple[int, ...]) -> Iterable[Rectangle]:

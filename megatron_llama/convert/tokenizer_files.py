@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from megatron_llama.checkpoint.failures import writing
 from megatron_llama.checkpoint.folders import sync
+from megatron_llama.config.schema import ModelConfig
 from megatron_llama.errors import CheckpointError, DataError
+from megatron_llama.tokenizer.base import Tokenizer
 from megatron_llama.tokenizer.load import load_tokenizer
 
 TOKENIZER_FILES = (
@@ -42,14 +46,37 @@ def copy_tokenizer_files(files: Sequence[Path], folder: Path) -> None:
             sync(folder / path.name)
 
 
-def tokens_in(files: Sequence[Path]) -> int:
-    """Return the vocabulary size of the tokenizer among the files, or 0 if there is none. Raises
-    CheckpointError when it cannot be read."""
+def tokenizer_in(files: Sequence[Path]) -> Tokenizer | None:
+    """Return the tokenizer among the files, or None if there is none. Raises CheckpointError when
+    it cannot be read."""
     for name in ("tokenizer.json", "tokenizer.model"):
         for path in files:
             if path.name == name:
                 try:
-                    return load_tokenizer(path).vocab_size
+                    return load_tokenizer(path)
                 except DataError as error:
                     raise CheckpointError(str(error)) from error
-    return 0
+    return None
+
+
+def with_end_tokens(model: ModelConfig, tokenizer: Tokenizer) -> ModelConfig:
+    """Return the model with the begin and end tokens of its tokenizer where it names none: weights
+    of Megatron and Meta do not say them, and a text without an end token never ends."""
+    bos = tokenizer.bos_id if model.bos_token_id is None else model.bos_token_id
+    eos = tokenizer.eos_id if model.eos_token_id is None else model.eos_token_id
+    return replace(model, bos_token_id=bos, eos_token_id=eos)
+
+
+def misfits(model: ModelConfig, extra: Mapping[str, Any], tokenizer: Tokenizer) -> Iterator[str]:
+    """Yield what does not go together in a model and the tokenizer beside it. ``extra`` has the
+    fields of a config.json that say more than ``model``."""
+    size = model.vocab_size
+    if tokenizer.vocab_size > size:
+        yield (
+            f"the tokenizer has {tokenizer.vocab_size} tokens and the model {size}: the model "
+            f"knows no id from {size} on"
+        )
+    named = extra.get("eos_token_id", model.eos_token_id)
+    ends = named if isinstance(named, list) else [named]
+    if named is not None and tokenizer.eos_id is not None and tokenizer.eos_id not in ends:
+        yield f"eos_token_id is {named}, but the end token of the tokenizer is {tokenizer.eos_id}"

@@ -16,27 +16,37 @@ LISTED = 10
 
 @dataclass
 class Problems:
-    """Problems of the input: the first few in full, all counted."""
+    """Documents of the input that cannot be used: the first few in full, all counted."""
 
     count: int = 0
     listed: list[str] = field(default_factory=list)
+    unreadable: bool = False
+    """Whether a file could not be read to its end, so that nobody knows what is missing."""
 
-    def add(self, problem: str) -> None:
-        """Add one problem."""
-        self.extend(Problems(1, [problem]))
+    def add(self, *problems: str) -> None:
+        """Add a document, with all that is wrong with it."""
+        self.extend(Problems(1, list(problems)))
+
+    def add_file(self, problem: str) -> None:
+        """Add a file that cannot be read to its end."""
+        self.extend(Problems(1, [problem], unreadable=True))
 
     def extend(self, other: Problems) -> None:
         """Add the problems of another part of the input."""
         self.count += other.count
         self.listed = (self.listed + other.listed)[:LISTED]
+        self.unreadable |= other.unreadable
 
-    def raise_if_any(self) -> None:
-        """Raise DataError with the problems, if there are any."""
-        if self.count:
+    def raise_if_more_than(self, skipped: int) -> None:
+        """Raise DataError with the problems, unless there are at most so many documents that may be
+        skipped."""
+        if self.unreadable or self.count > skipped:
             more = f" (the first {LISTED} follow)" if self.count > LISTED else ""
+            least = f", more than --skip-bad-documents {skipped}" if skipped else ""
             raise DataError(
                 listing(
-                    f"The input has {self.count} unusable documents{more}; nothing was written:",
+                    f"The input has {self.count} unusable documents{least}{more}; "
+                    "nothing was written:",
                     self.listed,
                 )
             )
@@ -77,10 +87,10 @@ def files_below(folder: Path) -> list[Path]:
 
 def texts(chunk: Chunk, keys: Sequence[str], problems: Problems) -> dict[str, list[str]]:
     """Return the chunk's documents for each key, in order, empty ones included. Blank lines are no
-    documents. Problems are added to ``problems``."""
+    documents. Problems are added to ``problems``; a document with one is in no list."""
     found: dict[str, list[str]] = {key: [] for key in keys}
     if chunk.problem is not None:
-        problems.add(chunk.problem)
+        problems.add_file(chunk.problem)
     if chunk.columns is not None:
         _read_rows(chunk, found, problems)
     for offset, raw in enumerate(chunk.lines):
@@ -104,14 +114,22 @@ def texts(chunk: Chunk, keys: Sequence[str], problems: Problems) -> dict[str, li
 
 def _read_rows(chunk: Chunk, found: dict[str, list[str]], problems: Problems) -> None:
     assert chunk.columns is not None and chunk.first is not None
-    for key, column in chunk.columns.items():
-        for row, text in enumerate(column, chunk.first):
-            if text is not None:
-                found[key].append(text)
-            else:
-                where = f"{chunk.path}: row {row}, column {key!r}"
-                do = "mend the row or change --json-keys"
-                problems.add(describe(where, got="null", expected="a string", do=do))
+    do = "mend the row or change --json-keys"
+    for row, values in enumerate(zip(*chunk.columns.values(), strict=True), chunk.first):
+        record = dict(zip(chunk.columns, values, strict=True))
+        wrong = [
+            describe(
+                f"{chunk.path}: row {row}, column {key!r}", got="null", expected="a string", do=do
+            )
+            for key, text in record.items()
+            if text is None
+        ]
+        if wrong:
+            problems.add(*wrong)
+            continue
+        for key, text in record.items():
+            assert text is not None
+            found[key].append(text)
 
 
 def _read_line(line: str, where: str, found: dict[str, list[str]], problems: Problems) -> None:
@@ -132,7 +150,8 @@ def _read_line(line: str, where: str, found: dict[str, list[str]], problems: Pro
             describe(where, got=got, expected="one JSON object per line", do="mend the line")
         )
         return
-    for key, documents in found.items():
+    wrong = []
+    for key in found:
         value = record.get(key)
         expected = "a string"
         do = "mend the line or change --json-keys"
@@ -146,10 +165,14 @@ def _read_line(line: str, where: str, found: dict[str, list[str]], problems: Pro
             expected = "Unicode text"
             do = "mend the escape"
         else:
-            documents.append(value)
             continue
         where_field = f"{where}: field {key!r}"
-        problems.add(describe(where_field, got=got, expected=expected, do=do))
+        wrong.append(describe(where_field, got=got, expected=expected, do=do))
+    if wrong:
+        problems.add(*wrong)
+        return
+    for key, documents in found.items():
+        documents.append(record[key])
 
 
 def _has_surrogate(text: str) -> bool:

@@ -16,7 +16,7 @@ from collections.abc import Mapping
 from functools import cached_property
 from pathlib import Path
 from types import MappingProxyType, TracebackType
-from typing import Any, Self
+from typing import Any, BinaryIO, Self
 
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
@@ -66,7 +66,12 @@ class IndexedDatasetWriter:
             suffix: Path(f"{self.prefix}{suffix}.tmp-{os.getpid()}") for suffix in (".bin", ".idx")
         }
         Path(self.prefix).parent.mkdir(parents=True, exist_ok=True)
-        self._bin = open(self._temporary[".bin"], "wb")  # noqa: SIM115  closed by finish and discard
+
+    @cached_property
+    def _bin(self) -> BinaryIO:
+        """The temporary .bin. It is made when the first tokens come, not with the writer: whoever
+        makes one is interrupted before its block begins, or owns a writer that can discard it."""
+        return open(self._temporary[".bin"], "wb")  # closed by finish and discard
 
     def __enter__(self) -> Self:
         return self
@@ -130,7 +135,8 @@ class IndexedDatasetWriter:
 
     def discard(self) -> None:
         """Remove the temporary files and leave older outputs as they are."""
-        self._bin.close()
+        if "_bin" in vars(self):
+            self._bin.close()
         for path in self._temporary.values():
             path.unlink(missing_ok=True)
 
@@ -154,7 +160,7 @@ class IndexedDataset:
         bin = self.prefix + ".bin"
         for path in (idx, bin):
             if not os.path.isfile(path):
-                do = "give --data-path the common prefix of the .bin and .idx files, without suffix"
+                do = "give the common prefix of the .bin and .idx files, without suffix"
                 raise DataError(
                     path, got="no such file", expected="PREFIX.bin and PREFIX.idx", do=do
                 )

@@ -127,12 +127,21 @@ class StreamSamples:
         return {"documents": self._stream.num_documents, "tokens": self._stream.num_tokens}
 
     def batch(self, indices: Sequence[int]) -> Batch:
-        """Return these samples as a batch. Raises DataError if a token id is outside the
-        vocabulary."""
-        samples = np.stack([self._stream.sample(index) for index in indices])
+        """Return these samples as a batch, a tail padded behind its end, where no label counts.
+        Raises DataError if a token id is outside the vocabulary."""
+        samples = np.zeros((len(indices), self._stream.seq_length + 1), np.int64)
+        counts = np.ones((len(indices), self._stream.seq_length), np.bool_)
+        for row, index in enumerate(indices):
+            found = self._stream.sample(index)
+            samples[row, : len(found)] = found
+            counts[row, len(found) - 1 :] = False
         tokens = samples[:, :-1]
         ends = tokens == self._eod
-        mask = sequence_first(~ends).to(torch.float32) if self._data.eod_mask_loss else None
+        if self._data.eod_mask_loss:
+            counts &= ~ends
+        # With a tail in some batch, all have a mask: ranks must not differ in that.
+        masked = self._data.eod_mask_loss or self._stream.keep_tail
+        mask = sequence_first(counts).to(torch.float32) if masked else None
         positions = sequence_first(_positions(ends)) if self._data.reset_position_ids else None
         documents = sequence_first(_documents(ends)) if self._data.reset_attention_mask else None
         return Batch(

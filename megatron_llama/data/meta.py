@@ -7,10 +7,18 @@ from pathlib import Path
 from typing import Any
 
 from megatron_llama.tokenizer.files import read_json_object, replace_file, to_json
+from megatron_llama.tokenizer.fingerprint import Fingerprint
 
 
 def write_meta(
-    prefix: str, *, tokenizer: Path, vocab_size: int, eod: int | None, documents: int, tokens: int
+    prefix: str,
+    *,
+    tokenizer: Path,
+    fingerprint: Fingerprint,
+    vocab_size: int,
+    eod: int | None,
+    documents: int,
+    tokens: int,
 ) -> None:
     """Write PREFIX.meta.json. A tokenizer in the dataset's folder, or below it, is named relative
     to that folder, so that both can be moved together."""
@@ -19,6 +27,7 @@ def write_meta(
     name = tokenizer.relative_to(folder) if tokenizer.is_relative_to(folder) else tokenizer
     values = {
         "tokenizer": str(name),
+        "fingerprint": fingerprint.entry(),
         "vocab_size": vocab_size,
         "eod": eod,
         "documents": documents,
@@ -28,9 +37,9 @@ def write_meta(
 
 
 def read_meta(prefix: str | Path) -> dict[str, Any] | None:
-    """Return tokenizer (an absolute path), vocab_size, eod, documents and tokens of a dataset, or
-    None if it has no such file, as Megatron's datasets. Raises DataError if the file is damaged.
-    """
+    """Return tokenizer (an absolute path), fingerprint, vocab_size, eod, documents and tokens of a
+    dataset, or None if it has no such file, as Megatron's datasets. Raises DataError if the file is
+    damaged."""
     path = Path(f"{prefix}.meta.json")
     if not path.exists():
         return None

@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 from tqdm import tqdm
 
-from megatron_llama.data.documents import Problems, input_files, texts
+from megatron_llama.data.documents import LISTED, Problems, input_files, texts
 from megatron_llama.data.indexed import IndexedDatasetWriter, token_dtype
 from megatron_llama.data.meta import write_meta
 from megatron_llama.data.preprocess_config import PreprocessConfig
@@ -33,7 +33,9 @@ from megatron_llama.data.readers import (
 from megatron_llama.data.workers import workers
 from megatron_llama.errors import ConfigError, DataError, describe, listing
 from megatron_llama.tokenizer.base import Tokenizer
-from megatron_llama.tokenizer.load import load_tokenizer, tokenizer_file
+from megatron_llama.tokenizer.copies import copied_path, copy_tokenizer
+from megatron_llama.tokenizer.fingerprint import Fingerprint
+from megatron_llama.tokenizer.load import load_tokenizer, require_expressible, tokenizer_file
 from megatron_llama.tokenizer.packed import ID_BYTES, pack
 
 TRAINING_BYTES = 256 << 20
@@ -54,19 +56,26 @@ class PreprocessReport:
     """Tokens written, end-of-document tokens included."""
     skipped: int
     """Documents without a token, which are left out."""
+    bad: Problems
+    """Documents that could not be used and were left out (--skip-bad-documents)."""
     bytes: int
     """Bytes of input read."""
     seconds: float
 
     def __str__(self) -> str:
-        """Return one line for people."""
+        """Return a line for people, and one for each of the first documents that were bad."""
         skipped = f", {self.skipped:,} empty ones skipped" if self.skipped else ""
         rate = self.bytes / 1e6 / max(self.seconds, 1e-9)
-        return (
+        line = (
             f"{', '.join(self.outputs)}: {self.documents:,} documents, {self.tokens:,} tokens"
             f" from {self.bytes:,} bytes{skipped}; vocabulary {self.vocab_size:,};"
             f" {self.seconds:.1f} s ({rate:.1f} MB/s)"
         )
+        if not self.bad.count:
+            return line
+        first = f", the first {LISTED} of them" if self.bad.count > LISTED else ""
+        title = f"{line}\nwarning: {self.bad.count:,} unusable documents were left out{first}:"
+        return listing(title, self.bad.listed)
 
 
 @dataclass(frozen=True)
@@ -90,12 +99,12 @@ class _Encoded:
 
 
 def preprocess(options: PreprocessConfig) -> PreprocessReport:
-    """Tokenize ``options.input`` into indexed datasets. The outputs appear, replacing older ones,
-    when all of them are complete.
+    """Tokenize ``options.input`` into indexed datasets. The outputs appear when all of them are
+    complete; only with ``overwrite`` do they replace older ones.
 
     Raises ConfigError for options that do not go together; DataError for unusable input, with the
-    first ten documents and the count of all, for a tokenizer that does not fit, and for a folder
-    that cannot be written. Then nothing is written.
+    first ten documents and the count of all, for a tokenizer that does not fit, for outputs that
+    are there already, and for a folder that cannot be written. Then nothing is written.
     """
     started = time.perf_counter()
     _check_options(options)
@@ -120,17 +129,23 @@ def _preprocess(options: PreprocessConfig, started: float) -> PreprocessReport:
             plain[0], got="a plain text file", expected=expected, do="leave it out or give one key"
         )
     total = sum(file.stat().st_size for file in files)
+    prefixes = _prefixes(options)
     with ExitStack() as stack:
         if options.train_tokenizer:
+            _require_free(options, prefixes.values(), _tokenizer_folder(options))
             staged, final = stack.enter_context(_trained(options, files, total))
         else:
             assert options.tokenizer_model is not None
-            staged = final = tokenizer_file(options.tokenizer_model, options.tokenizer_type)
+            staged = tokenizer_file(options.tokenizer_model, options.tokenizer_type)
+            final = copied_path(staged, _tokenizer_folder(options))
+            own = [] if final == staged else [final.parent]
+            _require_free(options, prefixes.values(), *own)
         stack.callback(_tokenizer.cache_clear)
         tokenizer = _tokenizer(staged)
+        require_expressible(tokenizer)
         if options.append_eod and tokenizer.eos_id is None:
             raise DataError(
-                final,
+                staged,
                 got="no end token",
                 expected="one, for --append-eod",
                 do="use another tokenizer or leave it out",
@@ -139,25 +154,29 @@ def _preprocess(options: PreprocessConfig, started: float) -> PreprocessReport:
         encoding = _Encoding(staged, options.json_keys, eod, token_dtype(tokenizer.vocab_size))
         # The first call makes the tables of the encoder. Forked workers then share them.
         tokenizer.encode_packed(["a word"])
-        prefixes = _prefixes(options)
+        fingerprint = Fingerprint.of(tokenizer, tokenizer.vocab_size)
         writers = {
             key: stack.enter_context(IndexedDatasetWriter(prefix, encoding.dtype))
             for key, prefix in prefixes.items()
         }
-        skipped = _write(
+        skipped, bad = _write(
             encoding,
             chunks(files, options.json_keys),
             writers,
             count=_workers(options.workers, total),
             total=total,
+            most_bad=options.skip_bad_documents,
         )
         for prefix in prefixes.values():
             Path(prefix + ".meta.json").unlink(missing_ok=True)
+    if not options.train_tokenizer:
+        copy_tokenizer(staged, _tokenizer_folder(options))
     for writer in writers.values():
         counts = {"documents": writer.num_documents, "tokens": writer.num_tokens}
         write_meta(
             writer.prefix,
             tokenizer=final,
+            fingerprint=fingerprint,
             vocab_size=tokenizer.vocab_size,
             eod=tokenizer.eos_id,
             **counts,
@@ -169,6 +188,7 @@ def _preprocess(options: PreprocessConfig, started: float) -> PreprocessReport:
         documents=sum(writer.num_documents for writer in writers.values()),
         tokens=sum(writer.num_tokens for writer in writers.values()),
         skipped=skipped,
+        bad=bad,
         bytes=total,
         seconds=time.perf_counter() - started,
     )
@@ -197,6 +217,15 @@ def _check_options(options: PreprocessConfig) -> None:
                 got=options.json_keys,
                 expected="one or more different fields",
                 do="change --json-keys",
+            )
+        )
+    if options.skip_bad_documents < 0:
+        problems.append(
+            describe(
+                "skip_bad_documents",
+                got=options.skip_bad_documents,
+                expected="0 or more",
+                do="change --skip-bad-documents",
             )
         )
     if options.workers < 0:
@@ -244,6 +273,24 @@ def _prefixes(options: PreprocessConfig) -> dict[str, str]:
     return {key: f"{options.output_prefix}_{key}_document" for key in options.json_keys}
 
 
+def _tokenizer_folder(options: PreprocessConfig) -> Path:
+    """Return the folder beside the datasets for their tokenizer: what is moved together stays
+    together."""
+    return Path(f"{options.output_prefix}-tokenizer")
+
+
+def _require_free(options: PreprocessConfig, prefixes: Iterable[str], *folders: Path) -> None:
+    """Raise DataError if an output is there already and is not to be replaced."""
+    files = [
+        Path(prefix + suffix) for prefix in prefixes for suffix in (".bin", ".idx", ".meta.json")
+    ]
+    present = [str(path) for path in (*files, *folders) if path.exists()]
+    if present and not options.overwrite:
+        do = "give another --output-prefix, or replace it with --overwrite"
+        got = f"{', '.join(present)}, which {'is' if len(present) == 1 else 'are'} there already"
+        raise DataError("output_prefix", got=got, expected="nothing of these names", do=do)
+
+
 def _workers(wanted: int, total: int) -> int:
     """Return the number of processes: no more than there are chunks."""
     cores = (
@@ -260,13 +307,11 @@ def _trained(
     final names if the block succeeds. It gives both paths of the model."""
     from megatron_llama.tokenizer.spm import train_tokenizer
 
-    folder = Path(f"{options.output_prefix}-tokenizer")
+    folder = _tokenizer_folder(options)
     staging = Path(f"{folder}.tmp-{os.getpid()}")
     try:
         model = train_tokenizer(
-            _training_texts(files, options.json_keys, total),
-            options.vocab_size,
-            staging / "tokenizer.model",
+            _training_texts(files, options, total), options.vocab_size, staging / "tokenizer.model"
         )
         model.save_hf(staging)
         yield staging / "tokenizer.model", folder / "tokenizer.model"
@@ -277,9 +322,10 @@ def _trained(
         shutil.rmtree(staging, ignore_errors=True)
 
 
-def _training_texts(files: Sequence[Path], keys: tuple[str, ...], total: int) -> list[str]:
+def _training_texts(files: Sequence[Path], options: PreprocessConfig, total: int) -> list[str]:
     """Return all documents, or evenly spaced ones that make up about ``TRAINING_BYTES``, since
     sentencepiece holds its corpus in memory."""
+    keys = options.json_keys
     stride = -(-total // TRAINING_BYTES)
     problems = Problems()
     found = (
@@ -289,7 +335,7 @@ def _training_texts(files: Sequence[Path], keys: tuple[str, ...], total: int) ->
         for text in of_key
     )
     kept = [text for index, text in enumerate(found) if index % stride == 0]
-    problems.raise_if_any()
+    problems.raise_if_more_than(options.skip_bad_documents)
     return kept
 
 
@@ -300,9 +346,10 @@ def _write(
     *,
     count: int,
     total: int,
-) -> int:
-    """Tokenize and append everything, and return the number of skipped documents. Raises DataError
-    with the input's problems."""
+    most_bad: int,
+) -> tuple[int, Problems]:
+    """Tokenize and append everything. Returns the number of documents without a token, and what is
+    wrong with those that cannot be used. Raises DataError for more than ``most_bad`` of these."""
     problems = Problems()
     skipped = 0
     with ExitStack() as stack:
@@ -327,7 +374,7 @@ def _write(
             for key, (tokens, lengths) in part.documents.items():
                 writers[key].add_many(tokens, lengths)
             bar.update(part.size)
-    problems.raise_if_any()
+    problems.raise_if_more_than(most_bad)
     for key, writer in writers.items():
         if writer.num_tokens == 0:
             raise DataError(
@@ -336,7 +383,7 @@ def _write(
                 expected="text",
                 do="check the files and --json-keys",
             )
-    return skipped
+    return skipped, problems
 
 
 @functools.lru_cache(maxsize=1)
@@ -351,8 +398,6 @@ def _encode(encoding: _Encoding, chunk: Chunk) -> _Encoded:
     problems = Problems()
     skipped = 0
     found = texts(chunk, encoding.keys, problems)
-    if problems.count:
-        return _Encoded(chunk.size, 0, problems, {})
     documents = {}
     end = pack([encoding.eod]) if encoding.eod is not None else b""
     for key, of_key in found.items():

@@ -16,8 +16,8 @@ class PreprocessConfig:
     `.parquet`: one document per row; any other file: one plain-text document. `.gz` and `.zst`
     behind these are decompressed."""
     output_prefix: str = ""
-    """Writes PREFIX.bin, PREFIX.idx and PREFIX.meta.json; PREFIX_KEY_document.* with several
-    json_keys."""
+    """Writes PREFIX.bin, PREFIX.idx and PREFIX.meta.json, and a copy of the tokenizer,
+    PREFIX-tokenizer/. With several json_keys the names are PREFIX_KEY_document.*."""
     json_keys: tuple[str, ...] = ("text",)
     """Fields of each JSON object to tokenize, each into a dataset of its own."""
     append_eod: bool = False
@@ -39,5 +39,11 @@ class PreprocessConfig:
     written to PREFIX-tokenizer/."""
     vocab_size: int = 32000
     """Pieces of the tokenizer that --train-tokenizer makes."""
+    skip_bad_documents: int = 0
+    """Leave out up to so many documents that cannot be used (no JSON, no such field, no UTF-8),
+    print how many there were and where the first ten are. With more, and at a file that cannot be
+    read to its end, nothing is written."""
+    overwrite: bool = False
+    """Replace a dataset that is there already."""
     megatron_names: bool = False
     """Name the outputs as Megatron's tool does, PREFIX_KEY_document.*, with a single key too."""

@@ -9,6 +9,10 @@ from numpy.typing import NDArray
 
 from megatron_llama.data.indexed import IndexedDataset
 from megatron_llama.errors import DataError
+from megatron_llama.tokenizer.base import Tokenizer
+
+SCANNED_TOKENS = 1 << 22
+"""Tokens that are looked at together."""
 
 
 def split_documents(
@@ -41,37 +45,64 @@ class TokenStream:
     (i + 1) * seq_length] of this stream, both ends included.
 
     Neighbours share one token, so that each token but the first is a label once. A tail that is too
-    short for a sample is dropped.
+    short for a sample is dropped, or with ``keep_tail`` a last sample that is shorter.
     """
 
     def __init__(
-        self, dataset: IndexedDataset, documents: tuple[int, int], seq_length: int, vocab_size: int
+        self,
+        dataset: IndexedDataset,
+        documents: tuple[int, int],
+        seq_length: int,
+        vocab_size: int,
+        *,
+        keep_tail: bool = False,
+        tokenizer: Tokenizer | None = None,
     ) -> None:
+        """``tokenizer``: to say which token it is that the model does not have."""
         self.dataset = dataset
         self.seq_length = seq_length
         self.vocab_size = vocab_size
+        self.keep_tail = keep_tail
+        self._tokenizer = tokenizer
         self.num_documents = documents[1] - documents[0]
         self._start = dataset.document_start(documents[0])
         self.num_tokens = dataset.document_start(documents[1]) - self._start
 
     def __len__(self) -> int:
         """Return the number of samples."""
-        return max(0, self.num_tokens - 1) // self.seq_length
+        labels = max(0, self.num_tokens - 1)
+        tail = self.keep_tail and labels % self.seq_length > 0
+        return labels // self.seq_length + tail
 
     def require_samples(self, split: str) -> None:
         """Raise DataError if the stream, used for ``split``, is too short for one sample."""
         if len(self) == 0:
             got = f"{self.num_tokens} tokens in the {split} split"
-            expected = f"at least {self.seq_length + 1} tokens (seq_length + 1)"
+            expected = (
+                "at least 2 tokens"
+                if self.keep_tail
+                else f"at least {self.seq_length + 1} tokens (seq_length + 1)"
+            )
             do = "give more text, lower --seq-length or change --split"
             raise DataError(self.dataset.prefix, got=got, expected=expected, do=do)
 
-    def sample(self, index: int) -> NDArray[np.int64]:
-        """Return the tokens of one sample, int64 [seq_length + 1]. Raises DataError if an id is
+    def require_ids(self, share: tuple[int, int]) -> None:
+        """Raise DataError if the r-th of n parts of the stream, for ``share`` (r, n), has an id
         outside [0, vocab_size)."""
+        rank, count = share
+        stop = self._start + self.num_tokens * (rank + 1) // count
+        for start in range(self._start + self.num_tokens * rank // count, stop, SCANNED_TOKENS):
+            self._checked(start, min(start + SCANNED_TOKENS, stop))
+
+    def sample(self, index: int) -> NDArray[np.int64]:
+        """Return the tokens of one sample, int64 [seq_length + 1]; a tail has fewer, 2 at least.
+        Raises DataError if an id is outside [0, vocab_size)."""
         assert 0 <= index < len(self), f"sample {index} of {len(self)}"
         start = self._start + index * self.seq_length
-        tokens = self.dataset.tokens(start, start + self.seq_length + 1).astype(np.int64)
+        return self._checked(start, min(start + self.seq_length + 1, self._start + self.num_tokens))
+
+    def _checked(self, start: int, stop: int) -> NDArray[np.int64]:
+        tokens = self.dataset.tokens(start, stop).astype(np.int64)
         # As unsigned numbers negative ids are huge, so that one pass finds both ends.
         if int(tokens.view(np.uint64).max()) >= self.vocab_size:
             self._refuse(start, tokens)
@@ -82,7 +113,11 @@ class TokenStream:
         document = self.dataset.document_at(start + at)
         token = start + at - self.dataset.document_start(document)
         where = f"{self.dataset.prefix}.bin: document {document}, token {token}"
-        do = "preprocess with this model's tokenizer or raise --vocab-size"
-        raise DataError(
-            where, got=f"id {tokens[at]}", expected=f"0 to {self.vocab_size - 1}", do=do
+        do = (
+            "preprocess with this model's tokenizer, or give --resize-embeddings to add rows to a"
+            " trained model, --vocab-size to a new one"
         )
+        id = int(tokens[at])
+        known = self._tokenizer.token(id) if self._tokenizer is not None else None
+        got = f"id {id}" if known is None else f"the token {known!r} (id {id})"
+        raise DataError(where, got=got, expected=f"0 to {self.vocab_size - 1}", do=do)

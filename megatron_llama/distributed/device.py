@@ -73,7 +73,8 @@ def name(device: torch.device) -> str:
 def prefers_onednn() -> bool:
     """Whether fp32 matrix products on the host are faster with oneDNN than with MKL, which uses
     AVX-512 on Intel's processors only."""
-    known = hasattr(torch.ops.mkldnn, "_linear_pointwise") and torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
+    available = torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
+    known = available and hasattr(torch.ops.mkldnn, "_linear_pointwise")
     info = Path("/proc/cpuinfo")
     wide = torch.backends.cpu.get_cpu_capability() == "AVX512"
     return (
@@ -199,7 +200,8 @@ def pin(memory: torch.Tensor, device: torch.device) -> None:
 def unpin(memory: torch.Tensor, device: torch.device) -> None:
     """Undo ``pin``. Called before the memory is freed."""
     if not is_host(device):
-        status = torch.cuda.cudart().cudaHostUnregister(memory.data_ptr())  # type: ignore[no-untyped-call]
+        runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+        status = runtime.cudaHostUnregister(memory.data_ptr())
         torch.cuda.check_error(status)
 
 

@@ -11,17 +11,18 @@ from __future__ import annotations
 import gc
 import math
 import os
-import re
-from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
-from torch.distributed.rendezvous import rendezvous
 
 from megatron_llama.config.schema import Config, ParallelConfig
 from megatron_llama.distributed import device as devices
+from megatron_llama.distributed.comm.store import host_named, open_store
+from megatron_llama.distributed.comm.watch import Watch
+from megatron_llama.distributed.launcher import Place
+from megatron_llama.distributed.network import GLOO, NCCL, choose_interface, require_master
 from megatron_llama.distributed.recorder import Recorder
 from megatron_llama.distributed.rendezvous import meet
 from megatron_llama.errors import ClusterError
@@ -31,19 +32,6 @@ from megatron_llama.plans.params import kv_copies, partition_of
 GRACE = timedelta(seconds=30)
 """What the backend waits longer than the watch."""
 _ALLOCATOR_VARIABLES = frozenset({"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"})
-
-
-@dataclass(frozen=True)
-class Place:
-    """Which process this is, as the launcher (torchrun or Slurm) says."""
-
-    rank: int
-    world_size: int
-    local_rank: int
-    master_addr: str = "localhost"
-    master_port: int = 29500
-    local_world_size: int = 0
-    """Processes on this machine; 0 means unknown."""
 
 
 @dataclass(frozen=True)
@@ -132,87 +120,55 @@ class Mesh:
         return build_mesh(Config(), rank=0, world_size=1, device=device or torch.device("cpu"))
 
 
-def place_from_environment(environ: Mapping[str, str] | None = None) -> Place:
-    """Read torchrun's variables, else Slurm's, else assume a single process. Raises ClusterError.
-
-    Only RANK, WORLD_SIZE and MASTER_ADDR together mean torchrun: a WORLD_SIZE alone, which some
-    clusters set, does not win over Slurm.
-    """
-    env = os.environ if environ is None else environ
-    if all(key in env for key in ("RANK", "WORLD_SIZE", "MASTER_ADDR")):
-        names = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
-    elif "SLURM_PROCID" in env and "SLURM_NTASKS" in env:
-        names = ("SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID")
-    elif "RANK" in env and env.get("WORLD_SIZE", "1") != "1":
-        found = f"RANK={env['RANK']} WORLD_SIZE={env['WORLD_SIZE']} without MASTER_ADDR"
-        raise ClusterError(
-            "environment",
-            got=found,
-            expected="all three",
-            do="start with torchrun or srun, or set MASTER_ADDR",
-        )
-    else:
-        return Place(0, 1, 0)
-    rank = _integer(env, names[0])
-    world_size = _integer(env, names[1])
-    local_rank = _integer(env, names[2]) if names[2] in env else rank
-    nodes = env.get("SLURM_STEP_NODELIST", env.get("SLURM_JOB_NODELIST", "localhost"))
-    if "MASTER_PORT" in env:
-        port = _integer(env, "MASTER_PORT")
-    else:  # the same on all ranks of a job, and another one for the next job on these machines
-        port = 20000 + int(env.get("SLURM_JOB_ID", "9500")) % 20000
-    sizes = ("LOCAL_WORLD_SIZE", "SLURM_NTASKS_PER_NODE")
-    local_size = next((_integer(env, name) for name in sizes if name in env), 0)
-    host = env.get("MASTER_ADDR") or first_host(nodes)
-    return Place(rank, world_size, local_rank, host, port, local_size)
-
-
-def _integer(env: Mapping[str, str], name: str) -> int:
-    try:
-        return int(env[name])
-    except ValueError:
-        raise ClusterError(
-            f"environment variable {name}",
-            got=repr(env[name]),
-            expected="an integer",
-            do="unset it",
-        ) from None
-
-
-def first_host(nodelist: str) -> str:
-    """The first machine of a Slurm node list: ``gpu[03-07,9],login`` gives ``gpu03``."""
-    first_entry = re.match(r"(?:[^,\[]|\[[^\]]*\])*", nodelist)
-    assert first_entry is not None  # the pattern matches the empty string
-    return re.sub(r"\[([^\],-]*)[^\]]*\]", r"\1", first_entry[0])
-
-
-def init_mesh(config: Config, place: Place) -> Mesh:
+def init_mesh(config: Config, place: Place, watch: Watch | None = None) -> Mesh:
     """Join the process group, if there is more than one process, and build the mesh. Call
-    ``close_mesh`` at the end. Collective."""
-    _, device = join(config.parallel, place)
-    return build_mesh(config, rank=place.rank, world_size=place.world_size, device=device)
+    ``close_mesh`` at the end. ``watch`` is that of this process, if the others are to be watched.
+    Collective."""
+    world, device = join(config.parallel, place, watch)
+    return build_mesh(
+        config, rank=place.rank, world_size=place.world_size, device=device, recorder=world.recorder
+    )
 
 
-def join(parallel: ParallelConfig, place: Place) -> tuple[Axis, torch.device]:
+def join(
+    parallel: ParallelConfig, place: Place, watch: Watch | None = None
+) -> tuple[Axis, torch.device]:
     """Join the process group, unless this process has. Returns the axis of all processes, and the
-    device of this one. Nothing here depends on the layout. Collective."""
+    device of this one. Nothing here depends on the layout. ``watch`` starts as soon as this process
+    has found the others. Collective. Raises ClusterError."""
     # Segments that grow, so that gaps between allocations of different sizes do not add up. A user
     # who sets one of these variables has decided otherwise.
     if not _ALLOCATOR_VARIABLES & os.environ.keys():
         devices.use_allocator("expandable_segments:True")
     device = devices.accelerator(place.local_rank)
+    recorder = watch.recorder if watch is not None else Recorder()
     if place.world_size > 1 and not dist.is_initialized():
-        os.environ.setdefault("MASTER_ADDR", place.master_addr)
-        os.environ.setdefault("MASTER_PORT", str(place.master_port))
-        timeout = _backend_timeout(parallel)
-        rank = place.rank
-        world_size = place.world_size
-        store, _, _ = next(rendezvous("env://", rank, world_size, timeout=timeout))
-        store = meet(store, rank, world_size, timeout.total_seconds())
-        dist.init_process_group(
-            devices.backend(device), store=store, rank=rank, world_size=world_size, timeout=timeout
-        )
-    return _world(place.rank, place.world_size, Recorder()), device
+        with recorder.waiting("the other ranks"):
+            _join_group(parallel, place, device, watch)
+    return _world(place.rank, place.world_size, recorder), device
+
+
+def _join_group(
+    parallel: ParallelConfig, place: Place, device: torch.device, watch: Watch | None
+) -> None:
+    patience = timedelta(minutes=parallel.distributed_timeout_minutes)
+    timeout = _backend_timeout(parallel)
+    rank = place.rank
+    world_size = place.world_size
+    require_master(place)
+    by_launcher = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"  # torchrun hosts it
+    store = open_store(place, patience, hosts=rank == 0 and not by_launcher)
+    found = watch.start if watch is not None else None
+    with host_named():
+        store = meet(store, rank, world_size, timeout.total_seconds(), found=found)
+    store.set_timeout(timeout)
+    interface = choose_interface(store, place, os.environ)
+    if interface is not None:
+        os.environ.setdefault(GLOO, interface)
+        os.environ.setdefault(NCCL, f"={interface}")  # NCCL reads a bare name as a prefix
+    dist.init_process_group(
+        devices.backend(device), store=store, rank=rank, world_size=world_size, timeout=timeout
+    )
 
 
 def _world(rank: int, world_size: int, recorder: Recorder) -> Axis:
@@ -253,10 +209,17 @@ def close_mesh() -> None:
         gc.collect()
 
 
-def build_mesh(config: Config, *, rank: int, world_size: int, device: torch.device) -> Mesh:
+def build_mesh(
+    config: Config,
+    *,
+    rank: int,
+    world_size: int,
+    device: torch.device,
+    recorder: Recorder | None = None,
+) -> Mesh:
     """Build the mesh of a process group that has been joined, with communicators for what the
-    configuration uses only. Collective. Raises ClusterError if the layout does not divide
-    ``world_size``."""
+    configuration uses only. ``recorder`` is a new one unless this process has one. Collective.
+    Raises ClusterError if the layout does not divide ``world_size``."""
     parallel = config.parallel
     model = config.model
     tp = parallel.tensor_model_parallel_size
@@ -268,7 +231,7 @@ def build_mesh(config: Config, *, rank: int, world_size: int, device: torch.devi
             "number of processes", got=world_size, expected=want, do="change one of the four"
         )
     grid = _Grid(pp, world_size // (tp * cp * pp), cp, tp)
-    recorder = Recorder()
+    recorder = recorder or Recorder()
     builder = _AxisBuilder(rank, recorder, _backend_timeout(parallel))
 
     data_lines = grid.lines(1, 2)
@@ -349,7 +312,8 @@ class _AxisBuilder:
         for line in lines:
             if len(line) == 1:
                 continue
-            group = dist.new_group(list(line), timeout=self.timeout)
+            with self.recorder.waiting(f"the ranks of {name}"):
+                group = dist.new_group(list(line), timeout=self.timeout)
             if self.rank in line:
                 mine = Axis(name, line.index(self.rank), line, group, self.recorder)
         return mine

@@ -11,7 +11,7 @@ of earlier attempts have left there, which does no harm: nobody waits for those 
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from uuid import uuid4
 
 from torch.distributed import DistStoreError, PrefixStore, Store  # type: ignore[attr-defined]
@@ -21,11 +21,23 @@ from megatron_llama.errors import ClusterError, describe
 POLL_SECONDS = 0.005
 
 
-def meet(store: Store, rank: int, world_size: int, seconds: float) -> Store:
+def meet(
+    store: Store,
+    rank: int,
+    world_size: int,
+    seconds: float,
+    *,
+    found: Callable[[str], None] | None = None,
+) -> Store:
     """Return this attempt's part of the store. Collective. Raises ClusterError if a rank does not
-    come within ``seconds``."""
+    come within ``seconds``.
+
+    ``found`` is called with the name of the attempt as soon as this rank knows it, which may be
+    long before all ranks are there."""
     own = uuid4().hex  # on rank 0 the name of the attempt
     if rank == 0:
+        if found is not None:
+            found(own)
         _answer_all(store, own, range(1, world_size), time.monotonic() + seconds)
         return PrefixStore(own, store)
     store.set(_hello(rank), own)
@@ -34,6 +46,8 @@ def meet(store: Store, rank: int, world_size: int, seconds: float) -> Store:
     except DistStoreError:
         raise ClusterError(_absent([0])) from None
     attempt = store.get(own).decode()
+    if found is not None:  # before rank 0 counts this rank: then every rank that it counts answers
+        found(attempt)
     store.set(_here(attempt, rank), "")
     return PrefixStore(attempt, store)
 

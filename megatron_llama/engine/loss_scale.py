@@ -54,9 +54,9 @@ class LossScale:
         return [float(t) for t in (self.value, self._clean, self._overflows)]
 
     def load(self, state: list[float]) -> None:
-        """Continue from a checkpoint's ``state``. That of a run without --fp16 says nothing, and
-        the initial scale stays."""
-        if self.dynamic and state != [1.0, 0.0, 0.0]:
+        """Continue from the ``state`` that a run with --fp16 has saved. Does nothing without
+        --fp16."""
+        if self.dynamic:
             self.value, self._clean, self._overflows = (
                 torch.full_like(self.value, number) for number in state
             )

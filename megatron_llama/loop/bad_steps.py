@@ -114,6 +114,14 @@ class BadSteps:
         """The first sample of the step that follows ``state``."""
         return self._history.first_sample(state.consumed_samples, self._sizes.at)
 
+    def is_last(self, state: TrainState) -> bool:
+        """Whether no step follows: all iterations are done, or with --epochs there are no samples
+        left but those that are left out."""
+        end = self._sizes.end
+        return state.iteration >= self._training.train_iters or (
+            end > 0 and self.first_sample(state) >= end
+        )
+
     def skip_update(self, loss: Tensor) -> Tensor:
         """Whether the step with this loss must leave the weights unchanged: 0 or 1, 0-dim fp64 on
         the device."""

@@ -6,8 +6,8 @@ from __future__ import annotations
 import math
 import signal
 import time
-from collections.abc import Sequence
-from types import FrameType, TracebackType
+from collections.abc import Mapping, Sequence
+from types import FrameType, MappingProxyType, TracebackType
 from typing import Self
 
 import torch
@@ -24,9 +24,15 @@ from megatron_llama.distributed.comm.object_collectives import (
 from megatron_llama.distributed.mesh import Axis
 from megatron_llama.errors import DataError
 
-CONTINUE, SAVE, STOP, FAILED = range(4)
+CONTINUE, SAVE, STOP, TERMINATED, INTERRUPTED, FAILED = range(6)
 """What a rank was asked for, or that its batches could not be read. Of all ranks' values the
-largest counts."""
+largest counts. TERMINATED and INTERRUPTED are a STOP by SIGTERM and by SIGINT."""
+SIGNALS: Mapping[int, signal.Signals] = MappingProxyType(
+    {TERMINATED: signal.SIGTERM, INTERRUPTED: signal.SIGINT}
+)
+"""The signals behind these two."""
+STOPS = (STOP, *SIGNALS)
+"""What ends the run after the current step."""
 SAVE_NOW = "save-now"
 """A file of this name in the folder of checkpoints asks for a checkpoint."""
 
@@ -42,10 +48,8 @@ class Interrupts:
         ``minutes``, unless 0: so long after ``since``, a time of ``time.monotonic``, the run is
         asked to stop."""
         self._file = local_folder(folder) / SAVE_NOW if folder is not None else None
-        self._stop = False
+        self._stop = CONTINUE
         self._save = False
-        self.reason = "a signal"
-        """What asks to stop, as far as this rank knows."""
         self._deadline = since + 60 * minutes if minutes else math.inf
         self._previous: dict[signal.Signals, object] = {}
 
@@ -66,28 +70,40 @@ class Interrupts:
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         if number == signal.SIGUSR1:
             self._save = True
-            return
-        if self._stop and number == signal.SIGINT:
+        elif number == signal.SIGTERM:
+            self._stop = max(self._stop, TERMINATED)
+        elif self._stop == INTERRUPTED:
             raise KeyboardInterrupt
-        self._stop = True
+        else:
+            self._stop = INTERRUPTED
 
     def stop(self) -> None:
         """Ask to stop after the current step, from this rank."""
-        self._stop = True
+        self._stop = max(self._stop, STOP)
+
+    @property
+    def stopped_by(self) -> signal.Signals | None:
+        """The signal by which this rank was asked to stop, if it was one."""
+        return SIGNALS.get(self._stop)
+
+    def reason(self, request: int) -> str:
+        """What has led to a ``request`` to stop, which may be that of another rank."""
+        if request in SIGNALS:
+            return SIGNALS[request].name
+        due = time.monotonic() > self._deadline
+        return "--exit-duration-in-mins" if due else "a save that failed"
 
     def request(self) -> int:
-        """CONTINUE, SAVE or STOP. Each request to save is returned once."""
+        """What this rank is asked for: CONTINUE, SAVE, STOP, TERMINATED or INTERRUPTED. Each
+        request to save is returned once."""
         if self._file is not None and self._file.exists():
             self._file.unlink(missing_ok=True)
             self._save = True
-        if not self._stop and time.monotonic() > self._deadline:
-            self._stop = True
-            self.reason = "--exit-duration-in-mins"
+        if time.monotonic() > self._deadline:
+            self.stop()
         save = self._save
         self._save = False
-        if self._stop:
-            return STOP
-        return SAVE if save else CONTINUE
+        return self._stop or (SAVE if save else CONTINUE)
 
 
 class Prefetcher:
@@ -147,8 +163,7 @@ class Prefetcher:
         self._read(first_sample)
 
     def agreed_request(self) -> int:
-        """What any rank was asked for before this step: CONTINUE, SAVE, STOP or FAILED, the same on
-        every rank."""
+        """What any rank was asked for before this step, or FAILED; the same on every rank."""
         if self._request is None:
             largest, pending = self._all_reduce
             pending.wait()

@@ -46,9 +46,11 @@ class Progress:
         self._since = time.perf_counter()
         self._skipped = 0
 
-    def record_step(self, state: TrainState, lr: float, loss: Tensor, update: StepResult) -> None:
+    def record_step(
+        self, state: TrainState, lr: float, loss: Tensor, update: StepResult, *, last: bool
+    ) -> None:
         """Record the step that leads to ``state`` and has been issued, and check the one before it.
-        Raises TrainingError if the run must not go on."""
+        ``last``: it is the last one of the run. Raises TrainingError if the run must not go on."""
         self.check_last_step()
         if self._bad_steps.rollback_needed:
             return
@@ -57,10 +59,7 @@ class Progress:
         self._steps += 1
         self._samples += outcome.samples
         self._log.advance()
-        if (
-            state.iteration % self._config.log.log_interval == 0
-            or state.iteration == self._config.training.train_iters
-        ):
+        if last or state.iteration % self._config.log.log_interval == 0:
             self._write(outcome, lr)
 
     def check_last_step(self) -> None:

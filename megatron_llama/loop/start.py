@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
+
+from torch import Tensor
 
 from megatron_llama.checkpoint import checkpoint_dir, native
 from megatron_llama.checkpoint.meta import (
@@ -22,6 +24,8 @@ from megatron_llama.convert.formats import candidates, open_model
 from megatron_llama.convert.hf.reader import HFWeights
 from megatron_llama.engine.optimizer import WeightSource
 from megatron_llama.errors import CheckpointError, ConfigError
+from megatron_llama.model.init import ResizedEmbeddings
+from megatron_llama.plans.params import Rectangle
 
 AUTO = "auto"
 """A value of --load: the newest usable checkpoint of --save, or a fresh start."""
@@ -35,19 +39,40 @@ class Start:
     native: bool
     """Whether this is a checkpoint of this program, which also has the optimizer's state and the
     position in the data; else it is a folder of another format."""
+    ignored: tuple[str, ...] = ()
+    """Fields of a HuggingFace ``config.json`` that are not refused."""
 
     def model(self, *, vocab_size: int = 0, tokens: int = 0) -> ModelConfig:
         """The configuration of the weights. The sizes are for a folder that stores only a padded
         vocabulary; see ``open_model``."""
         if self.native:
             return native.read_meta(self.path).model
-        return open_model(self.path, vocab_size=vocab_size, tokens=tokens).model
+        return open_model(
+            self.path, vocab_size=vocab_size, tokens=tokens, ignored=self.ignored
+        ).model
 
     def weights(self, model: ModelConfig) -> WeightSource:
-        """Open the weights of ``model``, whose vocabulary is known."""
+        """Open the weights of ``model``, whose vocabulary is known. It may have more rows than
+        these."""
         if self.native:
-            return native.open_weights(self.path)
-        return open_model(self.path, tokens=model.vocab_size)
+            return with_rows(native.open_weights(self.path), model)
+        weights = open_model(self.path, tokens=model.vocab_size, ignored=self.ignored)
+        return with_rows(weights, model)
+
+
+class ModelWeights(Protocol):
+    """Weights that know their model."""
+
+    @property
+    def model(self) -> ModelConfig: ...
+
+    def __call__(self, rectangle: Rectangle, out: Tensor) -> None: ...
+
+
+def with_rows(weights: ModelWeights, model: ModelConfig) -> WeightSource:
+    """Return the weights as those of ``model``: where it has more token ids, with new rows."""
+    rows = weights.model.vocab_size
+    return weights if rows == model.vocab_size else ResizedEmbeddings(weights, rows)
 
 
 def named_start(options: CheckpointConfig) -> Start | None:
@@ -69,7 +94,7 @@ def named_start(options: CheckpointConfig) -> Start | None:
     if checkpoint is not None:
         return Start(checkpoint, native=True)
     foreign = not is_remote(named) and next(candidates(named), None) is not None
-    return Start(named, native=False) if foreign else None
+    return Start(named, False, options.ignore_hf_config_fields) if foreign else None
 
 
 def find_start(options: CheckpointConfig) -> Start | None:
@@ -129,6 +154,16 @@ def compare(
     derived fields filled in). Returns a warning for each difference that changes what the weights
     compute. Raises CheckpointError with every field that must not differ."""
     resumes = options.load_optim and not begins_anew(options, start)
+    if options.resize_embeddings and model.vocab_size > saved.vocab_size:
+        if not begins_anew(options, start):
+            do = "give --finetune to begin anew with its weights, or leave --resize-embeddings out"
+            raise CheckpointError(
+                "--resize-embeddings",
+                got=f"a run to resume, whose optimizer has {saved.vocab_size} rows",
+                expected="weights with which a run begins",
+                do=do,
+            )
+        saved = replace(saved, vocab_size=model.vocab_size)
     where = str(start.path / META) if start.native else str(start.path)
     title = (
         f"{start.path} is a checkpoint of another model:"
@@ -183,9 +218,10 @@ def data_changes(saved: Mapping[str, Any], config: Config) -> Iterator[str]:
             )
             if before != now:
                 flag = f"--{name.replace('_', '-')}"
+                moved = name == "data_path"
                 yield (
-                    f"{flag} was {before} when the checkpoint was saved and is {now}: "
-                    "the samples are others"
+                    f"{flag} was {before} when the checkpoint was saved and is {now}: the samples "
+                    f"are others{', unless this is the same dataset' if moved else ''}"
                 )
 
 
@@ -213,7 +249,8 @@ def trained_weights(config: Config) -> tuple[TrainState, WeightSource]:
         state = native.read_meta(start.path).state if start.native else TrainState(0, 0)
         return state, start.weights(config.model)
     if folder is not None:
-        return TrainState(0, 0), HFWeights(folder)
+        ignored = config.checkpoint.ignore_hf_config_fields
+        return TrainState(0, 0), with_rows(HFWeights(folder, ignored=ignored), config.model)
     do = "give --load FOLDER or --init-from-hf FOLDER"
     raise ConfigError(
         "--load, --init-from-hf", got="neither", expected="the weights to evaluate", do=do

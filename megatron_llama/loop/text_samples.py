@@ -18,17 +18,14 @@ from megatron_llama.distributed.mesh import Mesh
 from megatron_llama.errors import ConfigError
 from megatron_llama.metrics.log import MetricLog
 from megatron_llama.pipeline.runtime import PipelineRuntime
-from megatron_llama.tokenizer.base import Tokenizer
+from megatron_llama.tokenizer.base import Tokenizer, beyond_vocabulary
 
 Prompt = Callable[[str], Sequence[int]]
 """Makes the tokens that the model continues from a text."""
 
 
 class SampleTexts:
-    """Prints continuations of --sample-prompt every --sample-interval iterations.
-
-    Raises ConfigError, on every rank, without a tokenizer, or for a prompt that leaves no room
-    within --seq-length."""
+    """Prints continuations of --sample-prompt every --sample-interval iterations."""
 
     def __init__(
         self,
@@ -36,48 +33,29 @@ class SampleTexts:
         mesh: Mesh,
         runtime: PipelineRuntime,
         tokenizer: Tokenizer | None,
-        prompt: Prompt | None,
+        prompts: Sequence[Sequence[int]],
     ) -> None:
+        """``prompts``: those of ``encoded_prompts``."""
         self._log = config.log
-        self._last = config.training.train_iters
         self._runtime = runtime
         self._mesh = mesh
         self._tokenizer = tokenizer
-        self._prompts = list[list[int]]()
-        if self._log.sample_interval == 0:
+        self._prompts = prompts
+        if not prompts:
             return
-        if tokenizer is None:
-            do = "give --tokenizer-model"
-            raise ConfigError(
-                "--sample-interval", got="no tokenizer", expected="one, for the prompts", do=do
-            )
-        self._prompts = [
-            list(prompt(text) if prompt is not None else _plain(tokenizer, text))
-            for text in self._log.sample_prompt
-        ]
-        longest = max(map(len, self._prompts)) + self._log.sample_tokens
-        room = config.training.seq_length
-        if longest > room or not all(self._prompts):
-            expected = f"1 to {room}, which is seq_length"
-            do = "shorten --sample-prompt or lower --sample-tokens"
-            raise ConfigError(
-                "--sample-prompt",
-                got=f"{longest} tokens with their continuation",
-                expected=expected,
-                do=do,
-            )
+        longest = max(map(len, prompts)) + self._log.sample_tokens
         parallel = config.parallel
         # Context parallelism cuts a sequence into 2 x cp chunks, sequence parallelism each of them
         # among the tensor-parallel ranks.
         unit = 2 * parallel.context_parallel_size
         if parallel.sequence_parallel:
             unit *= parallel.tensor_model_parallel_size
-        self._length = min(room, -(-longest // unit) * unit)
+        self._length = min(config.training.seq_length, -(-longest // unit) * unit)
 
-    def due(self, state: TrainState) -> bool:
-        """Whether to print continuations after this step."""
+    def due(self, state: TrainState, *, last: bool) -> bool:
+        """Whether to print continuations after this step, which may be the last one of the run."""
         interval = self._log.sample_interval
-        return interval > 0 and (state.iteration % interval == 0 or state.iteration == self._last)
+        return interval > 0 and (state.iteration % interval == 0 or last)
 
     def write(self, state: TrainState, log: MetricLog) -> None:
         """Print the continuations. Collective."""
@@ -111,5 +89,37 @@ class SampleTexts:
         ]
 
 
-def _plain(tokenizer: Tokenizer, text: str) -> list[int]:
-    return [*([tokenizer.bos_id] if tokenizer.bos_id is not None else []), *tokenizer.encode(text)]
+def encoded_prompts(
+    config: Config, tokenizer: Tokenizer | None, prompt: Prompt | None
+) -> tuple[tuple[int, ...], ...]:
+    """The tokens of each --sample-prompt; none in a run that prints no continuations. ``prompt``
+    makes them, by default of the plain text.
+
+    Raises ConfigError without a tokenizer, or for a prompt that leaves no room within --seq-length
+    or has a token that the model does not have."""
+    log = config.log
+    if log.sample_interval == 0:
+        return ()
+    if tokenizer is None:
+        do = "give --tokenizer-model"
+        raise ConfigError(
+            "--sample-interval", got="no tokenizer", expected="one, for the prompts", do=do
+        )
+    prompts = tuple(tuple((prompt or tokenizer.encode_prompt)(text)) for text in log.sample_prompt)
+    do = "change --sample-prompt, or give --resize-embeddings to add rows to trained weights"
+    for ids in prompts:
+        beyond = beyond_vocabulary(
+            "--sample-prompt", ids, config.model.vocab_size, tokenizer, do=do
+        )
+        if beyond is not None:
+            raise ConfigError(beyond)
+    longest = max(map(len, prompts)) + log.sample_tokens
+    room = config.training.seq_length
+    if longest > room or not all(prompts):
+        raise ConfigError(
+            "--sample-prompt",
+            got=f"{longest} tokens with their continuation",
+            expected=f"1 to {room}, which is seq_length",
+            do="shorten --sample-prompt or lower --sample-tokens",
+        )
+    return prompts

@@ -1,5 +1,4 @@
-"""The log of a run: Megatron's line on the terminal, and one JSON object per line in
-``log.jsonl``."""
+"""The log of a run: a line on the terminal, and one JSON object per line in ``log.jsonl``."""
 
 from __future__ import annotations
 
@@ -7,17 +6,19 @@ import json
 import math
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
-from types import TracebackType
+from types import MappingProxyType, TracebackType
 from typing import Any, Protocol, Self, TextIO
 
 from megatron_llama.errors import CheckpointError, TrainingError
 from megatron_llama.metrics.window import Spread
 
 FILE_NAME = "log.jsonl"
+NOTHING = -1
+"""The last iteration that ``truncate`` keeps where it is to keep none."""
 
 
 @dataclass(frozen=True)
@@ -74,39 +75,83 @@ _JSON_KEYS = (
 )
 
 
-def format_record(record: StepRecord, now: datetime) -> str:
+def compact_line(record: StepRecord, now: datetime) -> str:
+    """A line of at most 260 columns: the fields of Megatron's line that people and scripts look
+    for, under its names, and the speed. The others are in ``log.jsonl``."""
+    r = record
+    fields = [
+        f" iteration {r.iteration:{len(str(r.train_iters))}d}/{r.train_iters}",
+        "lm loss: " + _or_na(r.lm_loss, ".5E"),
+        "grad norm: " + _or_na(r.grad_norm, ".3f"),
+        f"learning rate: {r.learning_rate:.2E}",
+        f"global batch size: {r.global_batch_size}",
+        f"consumed samples: {r.consumed_samples}",
+        f"elapsed time per iteration (ms): {r.elapsed_ms:.{1 if r.elapsed_ms < 1000 else 0}f}",
+        f"tokens/s/GPU: {r.tokens_per_second_per_gpu:.0f}",
+        *([] if r.mfu is None else [f"MFU: {r.mfu:.1%}"]),
+        *(
+            []
+            if r.peak_memory_bytes is None
+            else [f"memory: {r.peak_memory_bytes / 2**30:.1f} GiB"]
+        ),
+        "ETA: " + ("n/a" if r.eta_seconds is None else format_duration(r.eta_seconds)),
+    ]
+    if r.loss_scale != 1.0:
+        fields.append(f"loss scale: {r.loss_scale:.1f}")
+    if r.skipped_iterations:
+        fields.append(f"number of skipped iterations: {r.skipped_iterations}")
+    return " | ".join(fields + _compute_field(r))
+
+
+def megatron_line(record: StepRecord, now: datetime) -> str:
     """The line of Megatron's ``training_log``, which log readers parse, with our own fields at the
     end."""
     r = record
+    # Megatron writes one digit behind the point, of which nothing is left on a CPU.
+    digits = 1 if r.tflops_per_gpu >= 1 else 4
     megatron = [
         f" [{now:%Y-%m-%d %H:%M:%S}] iteration {r.iteration:8d}/{r.train_iters:8d}",
         f"consumed samples: {r.consumed_samples:12d}",
         f"elapsed time per iteration (ms): {r.elapsed_ms:.1f}",
-        f"throughput per GPU (TFLOP/s/GPU): {r.tflops_per_gpu:.1f}",
+        f"throughput per GPU (TFLOP/s/GPU): {r.tflops_per_gpu:.{digits}f}",
         f"learning rate: {r.learning_rate:.6E}",
         f"global batch size: {r.global_batch_size:5d}",
-        "lm loss: " + ("n/a" if r.lm_loss is None else f"{r.lm_loss:.6E}"),
+        "lm loss: " + _or_na(r.lm_loss, ".6E"),
         f"loss scale: {r.loss_scale:.1f}",
-        "grad norm: " + ("n/a" if r.grad_norm is None else f"{r.grad_norm:.3f}"),
+        "grad norm: " + _or_na(r.grad_norm, ".3f"),
         f"number of skipped iterations: {r.skipped_iterations:3d}",
         f"number of nan iterations: {r.nan_iterations:3d}",
     ]
     ours = [
         f"tokens/s/GPU: {r.tokens_per_second_per_gpu:.1f}",
-        "exposed comm (ms): "
-        + ("n/a" if r.exposed_comm_ms is None else f"{r.exposed_comm_ms:.1f}"),
-        "MFU: " + ("n/a" if r.mfu is None else f"{r.mfu:.1%}"),
+        "exposed comm (ms): " + _or_na(r.exposed_comm_ms, ".1f"),
+        "MFU: " + _or_na(r.mfu, ".1%"),
         "peak memory (GiB): "
         + ("n/a" if r.peak_memory_bytes is None else f"{r.peak_memory_bytes / 2**30:.2f}"),
         "ETA: " + ("n/a" if r.eta_seconds is None else format_duration(r.eta_seconds)),
     ]
-    if r.compute is not None:
-        c = r.compute
-        ours.append(
-            f"compute per rank (ms): min {c.least:.1f}, median {c.median:.1f}, "
-            f"max {c.most:.1f} (rank {c.slowest})"
-        )
-    return " | ".join(megatron + ours) + " |"
+    return " | ".join(megatron + ours + _compute_field(r)) + " |"
+
+
+def _or_na(number: float | None, format: str) -> str:
+    return "n/a" if number is None else f"{number:{format}}"
+
+
+def _compute_field(record: StepRecord) -> list[str]:
+    """What --log-straggler adds to a line."""
+    c = record.compute
+    if c is None:
+        return []
+    return [
+        f"compute per rank (ms): min {c.least:.1f}, median {c.median:.1f}, "
+        f"max {c.most:.1f} (rank {c.slowest})"
+    ]
+
+
+LINES: Mapping[str, Callable[[StepRecord, datetime], str]] = MappingProxyType(
+    {"compact": compact_line, "megatron": megatron_line}
+)
+"""The lines of --log-format."""
 
 
 def format_validation(iteration: int, consumed_samples: int, loss: float, tokens: int) -> str:
@@ -162,14 +207,16 @@ class MetricLog:
         start_iteration: int,
         train_iters: int,
         progress_bar: bool,
+        line: Callable[[StepRecord, datetime], str] = compact_line,
         out: TextIO | None = None,
         loggers: Sequence[MetricLogger] = (),
     ) -> None:
         """``folder`` is that of ``log.jsonl``, made if need be; None means no file. ``prints``:
-        this is the rank that prints. ``out`` is stdout by default. ``loggers`` are those of the
-        rank that prints; they are closed with the log."""
+        this is the rank that prints. ``line`` makes its lines. ``out`` is stdout by default.
+        ``loggers`` are those of the rank that prints; they are closed with the log."""
         self._prints = prints
-        self._loggers = tuple(loggers)
+        self._loggers: tuple[MetricLogger, ...] = tuple(loggers)
+        self._line = line
         self._out = sys.stdout if out is None else out
         self._file: TextIO | None = None
         self.evaluated: dict[int, float] = {}
@@ -179,7 +226,8 @@ class MetricLog:
         if not prints:
             return
         if folder is not None:
-            self._open(Path(folder) / FILE_NAME, start_iteration)
+            # A fresh start begins a new curve: what the file says of iteration 0 is another run's.
+            self._open(Path(folder) / FILE_NAME, start_iteration or NOTHING)
         if progress_bar and self._out.isatty():
             from tqdm import tqdm
 
@@ -203,7 +251,7 @@ class MetricLog:
         self.close()
 
     def close(self) -> None:
-        """Close the file and leave the progress bar as it stands."""
+        """Close the file and leave the progress bar as it stands. Closing again does nothing."""
         if self._bar is not None:
             self._bar.close()
         if self._file is not None:
@@ -211,6 +259,7 @@ class MetricLog:
         for logger in self._loggers:
             logger.close()
         self._bar = self._file = None
+        self._loggers = ()
 
     def _open(self, path: Path, iteration: int) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -243,8 +292,10 @@ class MetricLog:
         have stopped before."""
         if not self._prints:
             return
-        self.say(format_record(record, datetime.now()))
+        now = datetime.now()
+        self.say(self._line(record, now))
         entry = {key: getattr(record, key) for key in _JSON_KEYS}
+        entry["time"] = now.isoformat(timespec="seconds")
         if record.compute is not None:
             entry["compute_ms_min"] = record.compute.least
             entry["compute_ms_median"] = record.compute.median
@@ -255,17 +306,24 @@ class MetricLog:
             logger.step(record)
 
     def write_validation(
-        self, iteration: int, consumed_samples: int, loss: float, tokens: int
+        self,
+        iteration: int,
+        consumed_samples: int,
+        loss: float,
+        tokens: int,
+        *,
+        in_curve: bool = True,
     ) -> None:
         """Log one evaluation after ``iteration`` steps: the mean ``loss`` over ``tokens`` tokens.
 
         A resumed run that repeats the evaluation of its first iteration prints it again, but the
-        file keeps one.
+        file keeps one. One that is not ``in_curve`` is only printed: a run that nobody interrupted
+        would not have made it.
         """
         if not self._prints:
             return
         self.say(format_validation(iteration, consumed_samples, loss, tokens))
-        if iteration not in self.evaluated:
+        if in_curve and iteration not in self.evaluated:
             self.evaluated[iteration] = loss
             entry = {
                 "iteration": iteration,
@@ -304,13 +362,13 @@ class MetricLog:
 
 
 def truncate(path: Path, iteration: int) -> list[dict[str, Any]]:
-    """Drop the lines of ``path`` beyond ``iteration`` (all of them for 0, a fresh start) and any
-    line that was cut off. Returns the lines that are kept.
+    """Drop the lines of ``path`` beyond ``iteration`` and any line that was cut off. Returns the
+    lines that are kept.
 
     The file is replaced in one step. A missing file counts as an empty one.
     """
     lines = []
-    if path.exists() and iteration > 0:
+    if path.exists():
         lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
     kept = []
     for line in lines:

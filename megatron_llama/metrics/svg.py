@@ -58,15 +58,16 @@ class Drawing:
             f'<text{_paint(fill, css_class)} x="{x:.1f}" y="{y:.1f}"{more}>{escape(words)}</text>'
         )
 
-    def svg(self, *, inline: bool = False) -> str:
+    def svg(self, *, inline: bool = False, style: str = "") -> str:
         """The ``<svg>`` element: a file of its own or, ``inline``, a part of an HTML page, which
-        needs no namespace."""
+        needs no namespace. ``style`` is what a file says of its CSS classes."""
         size = f'width="{self._width:.0f}" height="{self._height:.0f}"'
         view = f'viewBox="0 0 {self._width:.0f} {self._height:.0f}"'
         form = 'role="img" font-family="sans-serif"'
         namespace = "" if inline else 'xmlns="http://www.w3.org/2000/svg" '
         opened = f"<svg {namespace}{view} {size} {form}>"
-        return "\n".join([opened, *self._elements, "</svg>"])
+        styles = [f"<style>{style}</style>"] if style else []
+        return "\n".join([opened, *styles, *self._elements, "</svg>"])
 
 
 def _paint(fill: str, css_class: str) -> str:

@@ -3,14 +3,18 @@ and values, so that each token is computed once."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Container, Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import Literal
 
 import torch
 from torch import Tensor
 
 from megatron_llama.model.llama import Continuation, Stage
 from megatron_llama.nn.cache import KVCache
+
+FinishReason = Literal["stop", "length"]
+"""Why a text ended: by an end token or a stop string, or because there was no room for more."""
 
 
 @dataclass(frozen=True)
@@ -98,17 +102,19 @@ def generate_batch(
     *,
     stops: frozenset[int],
     seed: int,
-) -> Iterator[tuple[int, int | None]]:
+    ended: Container[int] = (),
+) -> Iterator[tuple[int, int | FinishReason]]:
     """Continue prompts (none empty) in one batch: yield (number of the prompt, new token), and
-    (number, None) when a prompt is done.
+    (number, why it ended) when a prompt is done.
 
-    Each prompt ends as in ``continue_sequence``. Each has a generator of its own, so that its text
-    does not depend on what else is in the batch."""
+    Each prompt ends as in ``continue_sequence``, or without another word when the caller, who has
+    got a token of it, has put its number into ``ended``. Each has a generator of its own, so that
+    its text does not depend on what else is in the batch."""
     room = [
         min(sampling.max_new_tokens, stage.config.max_position_embeddings - len(prompt))
         for prompt in prompts
     ]
-    yield from ((number, None) for number, left in enumerate(room) if left <= 0)
+    yield from ((number, "length") for number, left in enumerate(room) if left <= 0)
     rows = [number for number, left in enumerate(room) if left > 0]
     reader = Reader(stage)
     generators = [torch.Generator().manual_seed(seed) for _ in prompts]
@@ -120,11 +126,15 @@ def generate_batch(
         ]
         stay = []
         for row, (number, token) in enumerate(zip(rows, drawn, strict=True)):
-            if token not in stops:
-                yield number, token
-                room[number] -= 1
-            if token in stops or room[number] == 0:
-                yield number, None
+            if token in stops:
+                yield number, "stop"
+                continue
+            yield number, token
+            room[number] -= 1
+            if number in ended:
+                continue
+            if room[number] == 0:
+                yield number, "length"
             else:
                 stay.append(row)
         if stay and len(stay) < len(rows):

@@ -5,11 +5,13 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable
+from dataclasses import replace
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from megatron_llama.plans.params import LORA_B, Rectangle, is_adapter
+from megatron_llama.plans.params import LORA_B, VOCABULARY_TENSORS, Rectangle, is_adapter
 
 BLOCK_ELEMENTS = 2**20
 """Elements of a block. A rank draws whole blocks and keeps its part, so it wastes at most two
@@ -75,3 +77,46 @@ class WithAdapters:
     def __call__(self, rectangle: Rectangle, out: Tensor) -> None:
         """Write the rectangle's values into ``out``, a tensor of its size."""
         (self._initial if is_adapter(rectangle.name) else self._source)(rectangle, out)
+
+
+class ResizedEmbeddings:
+    """A source of a model with fewer token ids, with more rows of embedding and head: each is the
+    mean of the source's rows.
+
+    A new token then begins as likely as the average one, and the values depend on nothing but the
+    weights, whereas transformers draws the rows around that mean."""
+
+    def __init__(self, source: Callable[[Rectangle, Tensor], None], rows: int) -> None:
+        """``rows``: the number of token ids of the source."""
+        self._source = source
+        self._rows = rows
+        self._means: dict[str, Tensor] = {}
+
+    def __call__(self, rectangle: Rectangle, out: Tensor) -> None:
+        """Write the rectangle's values into ``out``, a tensor of its size."""
+        if rectangle.name not in VOCABULARY_TENSORS:
+            self._source(rectangle, out)
+            return
+        first, column = rectangle.offset
+        count, columns = rectangle.size
+        width = rectangle.shape[1]
+        old = min(max(self._rows - first, 0), count)
+        if old:
+            part = replace(rectangle, shape=(self._rows, width), size=(old, columns))
+            self._source(part, out[:old])
+        if old < count:
+            out[old:] = self._mean(rectangle.name, width)[column : column + columns]
+
+    def _mean(self, name: str, width: int) -> Tensor:
+        """Return the mean row [width]. It is summed row by row, so that every rank finds the same
+        bits."""
+        if name not in self._means:
+            total = np.zeros(width)
+            block = torch.empty(max(1, BLOCK_ELEMENTS // width), width, dtype=torch.float32)
+            for first in range(0, self._rows, len(block)):
+                part = block[: self._rows - first]
+                shape = (self._rows, width)
+                self._source(Rectangle(name, shape, (first, 0), (len(part), width), 0), part)
+                total += part.numpy().sum(axis=0, dtype=np.float64)
+            self._means[name] = torch.from_numpy(total / self._rows)
+        return self._means[name]

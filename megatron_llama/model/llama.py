@@ -38,7 +38,13 @@ from megatron_llama.nn.functional import (
 from megatron_llama.nn.head import head_loss
 from megatron_llama.nn.host.attention import rotated_attention
 from megatron_llama.nn.kernels.choice import kernels_for
-from megatron_llama.nn.linear import ColumnLinear, RowLinear, column_linear, empty_weight
+from megatron_llama.nn.linear import (
+    ColumnLinear,
+    RowLinear,
+    column_linear,
+    empty_weight,
+    stacked_outputs,
+)
 from megatron_llama.nn.lora import add_adapters
 from megatron_llama.nn.ops import PLAIN, Ops
 from megatron_llama.nn.param_handle import ParamHandle, use_param_handles
@@ -177,7 +183,7 @@ class Attention(nn.Module):
         The result must be a tensor that nobody else reads: ``attend`` rotates it in place."""
         if self.is_fused:
             return cast(Tensor, self.qkv_proj(x))
-        return torch.cat((self.q_proj(x), self.kv_proj(x)), dim=-1)
+        return stacked_outputs(x, (self.q_proj, self.kv_proj))
 
     def attend(self, qkv: Tensor, positions: Positions) -> Tensor:
         """[s, b, (heads + 2 kv_heads) * head_dim] -> [s, b, heads * head_dim]."""

@@ -215,24 +215,36 @@ def attend_backward(
     the merged ``out`` and ``lse``."""
     bias = _bias(mask, query)
     lse = lse.contiguous()
-    q, k, v = query, key, value
     if is_host(query.device):
         grads = _aten._scaled_dot_product_flash_attention_for_cpu_backward.default(
-            grad, q, k, v, out, lse, 0.0, causal, attn_mask=bias
+            grad, query, key, value, out, lse, 0.0, causal, attn_mask=bias
         )
     elif _is_flash(query, bias):
-        lengths = (q.shape[2], k.shape[2])
-        unused = torch.zeros(2, dtype=torch.uint64, device=q.device)
+        lengths = (query.shape[2], key.shape[2])
+        unused = torch.zeros(2, dtype=torch.uint64, device=query.device)
         state = (None, None, *lengths, 0.0, causal, unused, unused[0])
-        grads = _aten._scaled_dot_product_flash_attention_backward(grad, q, k, v, out, lse, *state)
+        grads = _aten._scaled_dot_product_flash_attention_backward(
+            grad, query, key, value, out, lse, *state
+        )
     else:
-        k = _expanded(key, query)
-        v = _expanded(value, query)
+        expanded_key = _expanded(key, query)
+        expanded_value = _expanded(value, query)
         lse = F.pad(lse, (0, -lse.shape[2] % _LSE_ALIGNMENT), value=float("inf"))
-        unused = torch.zeros((), dtype=torch.int64, device=q.device)
+        unused = torch.zeros((), dtype=torch.int64, device=query.device)
         wanted = (True, True, True, False)
         dq, dk, dv, _ = _aten._scaled_dot_product_efficient_attention_backward(
-            grad, q, k, v, bias, out, lse, unused, unused, 0.0, wanted, causal
+            grad,
+            query,
+            expanded_key,
+            expanded_value,
+            bias,
+            out,
+            lse,
+            unused,
+            unused,
+            0.0,
+            wanted,
+            causal,
         )
         grads = dq, _summed(dk, key), _summed(dv, value)
     dq, dk, dv = grads

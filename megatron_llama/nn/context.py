@@ -56,7 +56,10 @@ def context_attention(
         mask = None if document_ids is None else causal_document_mask(document_ids)
         return causal_attention(query, key, value, mask)
     chunk_length(query.shape[0] * cp.size, cp.size)
-    return _ContextAttention.apply(query, key, value, cp, comm, document_ids)  # type: ignore[no-any-return, no-untyped-call]
+    out: Tensor = _ContextAttention.apply(  # type: ignore[no-untyped-call]
+        query, key, value, cp, comm, document_ids
+    )
+    return out
 
 
 def local_sequence(whole: Tensor, cp: Axis) -> Tensor:

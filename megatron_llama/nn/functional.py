@@ -93,7 +93,8 @@ def recomputable_add_norm(
     x: Tensor, delta: Tensor | None, weight: Tensor, eps: float, ops: Ops = PLAIN
 ) -> tuple[Tensor, Recomputable]:
     """``add_norm``, whose norm can be repeated from the sum and the scale."""
-    total, normed, scale, unsharded = _AddNorm.apply(x, delta, weight, eps, ops)  # type: ignore[no-untyped-call]
+    results = _AddNorm.apply(x, delta, weight, eps, ops)  # type: ignore[no-untyped-call]
+    total, normed, scale, unsharded = results
 
     def repeat(x: Tensor, weight: Tensor, scale: Tensor) -> Tensor:
         unsharded.check()
@@ -178,7 +179,9 @@ def split_heads(
     key, d], and rotate queries and keys by cos and sin [s, 1 or b, 1, d / 2].
 
     ``qkv`` is overwritten. The two halves of a head are the two coordinates, as in HuggingFace."""
-    return _SplitHeads.apply(qkv, cos, sin, (query, key), ops)  # type: ignore[no-any-return, no-untyped-call]
+    heads = _SplitHeads.apply(qkv, cos, sin, (query, key), ops)  # type: ignore[no-untyped-call]
+    rotated_query, rotated_key, value = heads
+    return rotated_query, rotated_key, value
 
 
 class _SwiGLU(torch.autograd.Function):

@@ -6,9 +6,9 @@ An axis of size 1 short-circuits every collective: the same classes are the sing
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, Protocol, cast
 
 import torch
 from torch import Tensor, nn
@@ -27,7 +27,8 @@ def empty_weight(*shape: int) -> nn.Parameter:
 
 
 class _Linear(torch.autograd.Function):
-    """x @ weight.T, whose weight gradient goes to the weight's handle.
+    """x @ weight.T, whose weight gradient goes to the weight's handle; the outputs of several
+    weights are stacked.
 
     ``column``: each tp rank holds some of the outputs, so its input gradient is a partial sum.
     ``sequence``: the input is a shard of the sequence, gathered for the product, and gathered again
@@ -38,15 +39,16 @@ class _Linear(torch.autograd.Function):
     def forward(
         ctx: Any,
         x: Tensor,
-        weight: Tensor,
         tp: Axis,
         column: bool,
         sequence: bool,
         recompute: Recomputable | None,
+        *weights: Tensor,
     ) -> Tensor:
-        # Only the weight gradient reads the input: a frozen weight keeps none.
+        # Only weight gradients read the input: frozen weights keep none.
         sources = (x,) if recompute is None else recompute.sources
-        ctx.save_for_backward(weight, *(sources if ctx.needs_input_grad[1] else ()))
+        trained = any(ctx.needs_input_grad[-len(weights) :])
+        ctx.save_for_backward(*weights, *(sources if trained else ()))
         ctx.make_input = None if recompute is None else recompute.function
         ctx.tp = tp
         ctx.column = column
@@ -54,47 +56,59 @@ class _Linear(torch.autograd.Function):
         if sequence:
             x, gathering = autograd.start_all_gather(x, tp)
             gathering.wait()
-        ctx.unsharded = wait_unsharded(weight)
-        return gemm.linear(x, weight)  # F.linear, but on some CPUs oneDNN's product
+        ctx.unsharded = []
+        outputs = []
+        for weight in weights:
+            ctx.unsharded.append(wait_unsharded(weight))
+            # F.linear, but on some CPUs oneDNN's product
+            outputs.append(gemm.linear(x, weight))
+        return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=-1)
 
     @staticmethod
-    def backward(
-        ctx: Any, grad: Tensor
-    ) -> tuple[Tensor | None, Tensor | None, None, None, None, None]:
-        weight, *sources = ctx.saved_tensors
-        handle: ParamHandle | None = ctx.unsharded.handle
-        needs_x, needs_weight, *_ = ctx.needs_input_grad
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        count = len(ctx.unsharded)
+        weights = ctx.saved_tensors[:count]
+        sources = ctx.saved_tensors[count:]
+        needs_x = ctx.needs_input_grad[0]
+        needs_weights = ctx.needs_input_grad[-count:]
+        grads = grad.split_with_sizes([len(weight) for weight in weights], dim=-1)
+        handles: list[ParamHandle | None] = [read.handle for read in ctx.unsharded]
+        write_gradients = partial(_weight_gradients, handles, grads, needs_weights)
 
         postponed = False
-        if needs_weight:
+        if any(needs_weights):
             # Detached: a weight gradient that is postponed must not keep the graph below its input.
             detached = (source.detach() for source in sources)
             start_input = partial(
                 _start_input, ctx.make_input, ctx.tp if ctx.sequence else None, *detached
             )
-            if handle is not None:
-                postponed = handle.keep_wgrad(partial(_postponed_wgrad, handle, grad, start_input))
+            # A pass postpones the gradients of all weights or of none: any handle knows.
+            if handles[0] is not None:
+                work = partial(_postponed_wgrads, write_gradients, start_input)
+                postponed = handles[0].keep_wgrad(work)
+        writes = any(needs_weights) and not postponed
         gathering = collectives.DONE
-        if needs_weight and not postponed:
+        if writes:
             # The gather runs while the input gradient is computed.
             x, gathering = start_input()
 
         x_grad = None
         reducing = collectives.DONE
         if needs_x:
-            ctx.unsharded.check()
-            x_grad = gemm.linear_backward(grad, weight)
-            # The reduction runs while the weight gradient is computed.
+            for read, part, weight in zip(ctx.unsharded, grads, weights, strict=True):
+                read.check()
+                through_weight = gemm.linear_backward(part, weight)
+                x_grad = through_weight if x_grad is None else x_grad.add_(through_weight)
+            assert x_grad is not None
+            # The reduction runs while the weight gradients are computed.
             if ctx.sequence:
                 x_grad, reducing = autograd.start_reduce_scatter(x_grad, ctx.tp)
             elif ctx.column and ctx.tp.size > 1:
                 reducing = collectives.all_reduce(x_grad, ctx.tp)
         gathering.wait()
-        weight_grad = None
-        if needs_weight and not postponed:
-            weight_grad = _weight_gradient(handle, grad, x)
+        weight_grads = write_gradients(x) if writes else [None] * count
         reducing.wait()
-        return x_grad, weight_grad, None, None, None, None
+        return x_grad, None, None, None, None, *weight_grads
 
 
 def _start_input(
@@ -108,13 +122,29 @@ def _start_input(
     return autograd.start_all_gather(x, gather_axis)
 
 
-def _postponed_wgrad(
-    handle: ParamHandle, grad: Tensor, start_input: Callable[[], tuple[Tensor, collectives.Pending]]
+def _postponed_wgrads(
+    write_gradients: Callable[[Tensor], object],
+    start_input: Callable[[], tuple[Tensor, collectives.Pending]],
 ) -> None:
     """The weight half of a split backward pass: the input is made and gathered only now."""
     x, gathering = start_input()
     gathering.wait()
-    _weight_gradient(handle, grad, x)
+    write_gradients(x)
+
+
+def _weight_gradients(
+    handles: Sequence[ParamHandle | None],
+    grads: Sequence[Tensor],
+    needed: Sequence[bool],
+    x: Tensor,
+) -> list[Tensor | None]:
+    """Compute ``_weight_gradient`` for each weight that needs it."""
+    found: list[Tensor | None] = [None] * len(handles)
+    # The last one first: buckets are filled in the order in which backward passes come by.
+    for index in reversed(range(len(handles))):
+        if needed[index]:
+            found[index] = _weight_gradient(handles[index], grads[index], x)
+    return found
 
 
 def _weight_gradient(handle: ParamHandle | None, grad: Tensor, x: Tensor) -> Tensor | None:
@@ -135,19 +165,32 @@ def column_linear(
 ) -> Tensor:
     """Multiply x [s or s/tp, ..., d] by this rank's rows [f/tp, d] of the weight: [s, ...,
     f/tp]."""
-    return _linear(x, weight, tp, column=True, sequence=sequence_parallel and tp.size > 1)
+    return _linear(x, (weight,), tp, column=True, sequence=sequence_parallel and tp.size > 1)
 
 
 def plain_linear(x: Tensor | Recomputable, weight: Tensor, tp: Axis) -> Tensor:
     """Multiply x [..., d] by a weight [f, d]: [..., f], without communication."""
-    return _linear(x, weight, tp, column=False, sequence=False)
+    return _linear(x, (weight,), tp, column=False, sequence=False)
 
 
 def _linear(
-    x: Tensor | Recomputable, weight: Tensor, tp: Axis, *, column: bool, sequence: bool
+    x: Tensor | Recomputable, weights: Sequence[Tensor], tp: Axis, *, column: bool, sequence: bool
 ) -> Tensor:
     value, recompute = (x.value, x) if isinstance(x, Recomputable) else (x, None)
-    return _Linear.apply(value, weight, tp, column, sequence, recompute)  # type: ignore[no-any-return, no-untyped-call]
+    out = _Linear.apply(  # type: ignore[no-untyped-call]
+        value, tp, column, sequence, recompute, *weights
+    )
+    return cast(Tensor, out)
+
+
+class ColumnAddition(Protocol):
+    """A low-rank addition to the outputs of a column-parallel layer (``nn/lora.py``)."""
+
+    def low(self, x: Tensor | Recomputable) -> Tensor:
+        """Multiply by the first halves: [s or s/tp, b, inputs] to [s or s/tp, b, rank]."""
+
+    def high(self, low: Tensor) -> Tensor:
+        """Multiply by the second halves: [s, b, rank] to [s, b, outputs / tp]."""
 
 
 class ColumnLinear(nn.Module):
@@ -159,13 +202,40 @@ class ColumnLinear(nn.Module):
         self.tp = tp
         self.sequence_parallel = sequence_parallel
         self.weight = empty_weight(outputs // tp.size, inputs)
-        self.adapters: nn.Module | None = None
-        """A low-rank addition to the output (``nn/lora.py``)."""
+        self.adapters: ColumnAddition | None = None
 
     def forward(self, x: Tensor | Recomputable) -> Tensor:
         """Multiply, and gather the sequence before it with sequence parallelism."""
-        out = column_linear(x, self.weight, self.tp, sequence_parallel=self.sequence_parallel)
-        return out if self.adapters is None else out + self.adapters(x)
+        return stacked_outputs(x, (self,))
+
+
+def stacked_outputs(x: Tensor | Recomputable, layers: Sequence[ColumnLinear]) -> Tensor:
+    """Run column-parallel layers of the same axis that read the same input, and stack their
+    outputs: [s or s/tp, b, inputs] to [s, b, all outputs / tp].
+
+    The input is gathered once for all of them, and its gradients are summed before they are
+    reduced."""
+    tp = layers[0].tp
+    sequence_parallel = layers[0].sequence_parallel
+    weights = [layer.weight for layer in layers]
+    sequence = sequence_parallel and tp.size > 1
+    out = _linear(x, weights, tp, column=True, sequence=sequence)
+    lows = [layer.adapters.low(x) for layer in layers if layer.adapters is not None]
+    if not lows:
+        return out
+    low = torch.cat(lows, dim=-1)
+    # The wide side of the second halves is split over tp, so the gradient of their input is a
+    # partial sum.
+    low = autograd.gather_sequence(low, tp) if sequence_parallel else autograd.copy(low, tp)
+    inputs = iter(low.split_with_sizes([part.shape[-1] for part in lows], dim=-1))
+    zero = low.new_zeros(1)
+    additions = [
+        zero.expand(*low.shape[:-1], len(layer.weight))
+        if layer.adapters is None
+        else layer.adapters.high(next(inputs))
+        for layer in layers
+    ]
+    return out + torch.cat(additions, dim=-1)
 
 
 class RowLinear(nn.Module):

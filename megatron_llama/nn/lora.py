@@ -15,7 +15,6 @@ import torch
 from torch import Tensor, nn
 
 from megatron_llama.config.schema import LoraConfig
-from megatron_llama.distributed.comm import autograd
 from megatron_llama.distributed.mesh import Axis
 from megatron_llama.nn.linear import ColumnLinear, RowLinear, empty_weight, plain_linear
 from megatron_llama.nn.recompute import Recomputable
@@ -65,7 +64,7 @@ class _Adapters(nn.ModuleDict):
         parts = [plain_linear(x, self._of(name).lora_A.weight, self.tp) for name in self]
         return torch.cat(parts, -1) * self.scaling
 
-    def high(self, name: str, low: Tensor) -> Tensor:
+    def _high(self, name: str, low: Tensor) -> Tensor:
         """Return B low of one adapter."""
         return plain_linear(low, self._of(name).lora_B.weight, self.tp)
 
@@ -74,36 +73,23 @@ class _Adapters(nn.ModuleDict):
 
 
 class ColumnAdapters(_Adapters):
-    """The addition to a column-parallel layer, zero where a projection has no adapter."""
+    """The addition to a column-parallel layer, zero where a projection has no adapter: a
+    ``ColumnAddition``. The layer communicates between its halves."""
 
     def __init__(
-        self,
-        inputs: int,
-        parts: Sequence[Part],
-        *,
-        rank: int,
-        scaling: float,
-        tp: Axis,
-        sequence_parallel: bool,
+        self, inputs: int, parts: Sequence[Part], *, rank: int, scaling: float, tp: Axis
     ) -> None:
         super().__init__(inputs, parts, rank=rank, scaling=scaling, tp=tp)
         self.parts = tuple(parts)
-        self.sequence_parallel = sequence_parallel
 
-    def forward(self, x: Tensor | Recomputable) -> Tensor:
-        """[s or s/tp, b, inputs] -> [s, b, outputs / tp]."""
-        low = self.low(x)
-        # The wide side of B is split over tp, so the gradient of its input is a partial sum.
-        if self.sequence_parallel:
-            low = autograd.gather_sequence(low, self.tp)
-        else:
-            low = autograd.copy(low, self.tp)
+    def high(self, low: Tensor) -> Tensor:
+        """[s, b, adapters * rank] -> [s, b, outputs / tp]."""
         lows = dict(zip(self, low.chunk(len(self), -1), strict=True))
         shape = low.shape[:-1]
         zero = low.new_zeros(1)
         return torch.cat(
             [
-                self.high(p.name, lows[p.name]) if p.adapted else zero.expand(*shape, p.rows)
+                self._high(p.name, lows[p.name]) if p.adapted else zero.expand(*shape, p.rows)
                 for p in self.parts
             ],
             -1,
@@ -116,7 +102,7 @@ class RowAdapter(_Adapters):
     def forward(self, x: Tensor | Recomputable) -> Tensor:
         """[s, b, inputs / tp] -> partial sums [s, b, outputs]."""
         [name] = self
-        return self.high(name, self.low(x))
+        return self._high(name, self.low(x))
 
 
 def add_adapters(stage: nn.Module, specs: Sequence[ParamSpec], lora: LoraConfig) -> None:
@@ -135,12 +121,7 @@ def add_adapters(stage: nn.Module, specs: Sequence[ParamSpec], lora: LoraConfig)
         scaling = lora.lora_alpha / lora.lora_rank
         if isinstance(layer, ColumnLinear):
             layer.adapters = ColumnAdapters(
-                spec.shape[1],
-                parts,
-                rank=lora.lora_rank,
-                scaling=scaling,
-                tp=layer.tp,
-                sequence_parallel=layer.sequence_parallel,
+                spec.shape[1], parts, rank=lora.lora_rank, scaling=scaling, tp=layer.tp
             )
         else:
             layer.adapters = RowAdapter(

@@ -93,7 +93,8 @@ def use_param_handles(module: nn.Module) -> None:
             delivers = getattr(parameter, "delivers_grad", False)
             if read.handle is not None and parameter.requires_grad and not delivers:
                 parameter.delivers_grad = True  # type: ignore[attr-defined]
-                parameter.register_post_accumulate_grad_hook(_deliver_grad)  # type: ignore[no-untyped-call]
+                add_hook = parameter.register_post_accumulate_grad_hook
+                add_hook(_deliver_grad)  # type: ignore[no-untyped-call]
 
     def after_forward(module: nn.Module, args: Any, output: Tensor) -> None:
         # The gathers are complete: this only asks which versions have been read.

@@ -377,7 +377,7 @@ class PipelineRuntime:
         elif next_is_here:
             # Detached: every stage has a graph of its own, whether the next one is here or not.
             step.local[Op.FORWARD, key.next_stage] = output.detach()
-        if step.training:
+        if step.training and not stage.is_first:  # token ids have no gradient
             step.inputs[key] = inputs
         if step.training or not (stage.is_last or next_is_here):
             step.outputs[key] = output
@@ -449,9 +449,7 @@ class PipelineRuntime:
         # The first stage may have nothing to train; the others have a gradient to pass on.
         if output.requires_grad:
             backward(output, grad)
-        if stage.is_first:
-            del step.inputs[key]  # token ids have no gradient
-        elif key.stage - 1 in self.stages:
+        if not stage.is_first and key.stage - 1 in self.stages:
             # No message: the previous stage is in this process. Where it is not, the action
             # SEND_BACKWARD takes the gradient from ``inputs``.
             step.local[Op.BACKWARD, key.previous_stage] = _gradient(step.inputs.pop(key))

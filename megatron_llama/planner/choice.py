@@ -16,7 +16,7 @@ from megatron_llama.planner.report import does_not_fit, duration, interval, loss
 from megatron_llama.planner.search import OFFLOAD, enough_gpus, search
 from megatron_llama.planner.training_job import Machine
 from megatron_llama.plans.buckets import AUTO
-from megatron_llama.plans.memory import gib
+from megatron_llama.plans.memory import sized
 from megatron_llama.plans.resolve import resolve
 
 SEARCHED = (
@@ -115,11 +115,11 @@ def _notes(
     )
     yield (
         f"  planned: {duration(first.seconds)} s a step ({interval(first)}), "
-        f"{first.speed:,.0f} tokens/s/GPU, {gib(first.needed)} of {gib(machine.gpu.memory)} "
+        f"{first.speed:,.0f} tokens/s/GPU, {sized(first.needed)} of {sized(machine.gpu.memory)} "
         f"for each process"
     )
     if moved:
-        host = f"{gib(first.host_bytes)} of host memory for each process"
+        host = f"{sized(first.host_bytes)} of host memory for each process"
         yield f"  nothing fits without offload: {host}"
     if first.oom_probability >= RISK:
         yield (

@@ -17,7 +17,7 @@ from megatron_llama.planner.measured import MeasuredSteps
 from megatron_llama.planner.report import label
 from megatron_llama.planner.simulate import StageTimes, simulate
 from megatron_llama.planner.steps import BlockTime, block_time
-from megatron_llama.plans.memory import gib
+from megatron_llama.plans.memory import sized
 from megatron_llama.plans.schedule import Schedule, Timeline, schedule_named
 from megatron_llama.plans.timeline_file import GATHERS, OTHER, PIPELINE, REDUCTIONS, Span
 
@@ -207,7 +207,7 @@ class Comparison:
             times = {"all_reduce": group.reduce, "send": group.send, "receive": group.send}
             size = fmean(int(span.details["bytes"]) for span in spans)
             planned = times.get(operation, group.gather)(size) if self.known else None
-            name = f"{operation} on {axis}, {gib(int(size))}"
+            name = f"{operation} on {axis}, {sized(int(size))}"
             measured = fmean(span.seconds for span in spans)
             rows.append(ComparedPart(name, len(spans) / each, measured, planned))
         return tuple(sorted(rows, key=lambda row: -row.count * row.measured))

@@ -45,22 +45,26 @@ PALETTE = (
     *("#8a63b8", "#6b6f76", RED, "#1c8c62", "#e08214"),
 )
 """Colours of the parts of a whole, in order."""
-STYLE = """
-body { font: 14px/1.45 system-ui, sans-serif; color: #222831; margin: 24px; max-width: 1200px }
-h1 { font-size: 20px }
-h2 { font-size: 16px; margin-top: 28px }
-p { max-width: 80em }
-pre { white-space: pre-wrap }
-table { border-collapse: collapse; font-variant-numeric: tabular-nums }
-th, td { padding: 3px 9px; text-align: right; white-space: nowrap }
-th, td { border-bottom: 1px solid #e3e6eb }
-th { font-weight: 600 }
-td.t, th.t { text-align: left }
-svg { display: block; margin: 6px 0; font: 11px system-ui, sans-serif }
+BARS = """
 rect.b { stroke: #fff; stroke-width: .4 }
 text.n { fill: #fff; pointer-events: none }
-.k { display: inline-block; margin-right: 14px }
-.k i { display: inline-block; width: 11px; height: 11px; margin-right: 5px }
+"""
+"""How bars look, on a page and in a file of their own."""
+STYLE = f"""
+{BARS.strip()}
+body {{ font: 14px/1.45 system-ui, sans-serif; color: #222831; margin: 24px; max-width: 1200px }}
+h1 {{ font-size: 20px }}
+h2 {{ font-size: 16px; margin-top: 28px }}
+p {{ max-width: 80em }}
+pre {{ white-space: pre-wrap }}
+table {{ border-collapse: collapse; font-variant-numeric: tabular-nums }}
+th, td {{ padding: 3px 9px; text-align: right; white-space: nowrap }}
+th, td {{ border-bottom: 1px solid #e3e6eb }}
+th {{ font-weight: 600 }}
+td.t, th.t {{ text-align: left }}
+svg {{ display: block; margin: 6px 0; font: 11px system-ui, sans-serif }}
+.k {{ display: inline-block; margin-right: 14px }}
+.k i {{ display: inline-block; width: 11px; height: 11px; margin-right: 5px }}
 """
 
 
@@ -138,23 +142,72 @@ def key(names: Iterable[tuple[str, str]]) -> str:
     return f"<p>{''.join(entries)}</p>"
 
 
+@dataclass(frozen=True)
+class Chart:
+    """Rows over one axis, and what their colours mean."""
+
+    rows: Sequence[BarRow]
+    whole: float
+    """The end of the axis, which begins at 0."""
+    unit: str
+    names: Sequence[tuple[str, str]]
+    """Words and their colours."""
+
+    def inline(self) -> Iterator[str]:
+        """Yield the parts of a page: the key and the rows."""
+        yield key(self.names)
+        yield drawing(self.rows, self.whole, self.unit)
+
+    def svg(self, title: str) -> str:
+        """Return a file of its own, with the title and the key above the rows."""
+        top = 2 * (ROW + GAP)
+        canvas = Drawing(WIDTH, top + _height(self.rows))
+        canvas.box(0, 0, WIDTH, top + _height(self.rows), fill="#ffffff")
+        canvas.text(GAP, 16, title, size=15)
+        x = float(GAP)
+        for words, colour in self.names:
+            canvas.box(x, ROW + GAP, 11, 11, fill=colour)
+            canvas.text(x + 16, ROW + GAP + 10, words, size=11)
+            x += 30 + LETTER * len(words)
+        _draw(canvas, top, self.rows, self.whole, self.unit, ())
+        return canvas.svg(style=f"{BARS}text {{ font-size: 11px }}") + "\n"
+
+
 def drawing(
     rows: Sequence[BarRow], whole: float, unit: str, *, marks: Iterable[tuple[float, str]] = ()
 ) -> str:
     """Return rows over one axis from 0 to ``whole`` in ``unit``. ``marks`` are places that a line
     shows, and their names."""
+    canvas = Drawing(WIDTH, _height(rows))
+    _draw(canvas, 0, rows, whole, unit, marks)
+    return canvas.svg(inline=True)
+
+
+def _height(rows: Sequence[BarRow]) -> int:
+    """Pixels of the rows and of the axis below them."""
+    return len(rows) * (ROW + GAP) + GAP + 40
+
+
+def _draw(
+    canvas: Drawing,
+    offset: float,
+    rows: Sequence[BarRow],
+    whole: float,
+    unit: str,
+    marks: Iterable[tuple[float, str]],
+) -> None:
+    """Draw the rows ``offset`` pixels below the upper edge."""
     scale = (WIDTH - MARGIN - 20) / whole if whole > 0 else 0.0
-    bottom = len(rows) * (ROW + GAP) + GAP
-    canvas = Drawing(WIDTH, bottom + 40)
+    bottom = offset + len(rows) * (ROW + GAP) + GAP
     step = _tick(whole)
     ticks = int(whole / step + 1e-9) + 1 if step else 1
     for tick in range(ticks):
         x = MARGIN + tick * step * scale
         name = f"{tick * step:g}{f' {unit}' if tick == ticks - 1 else ''}"
-        canvas.line(x, 0, x, bottom, stroke=PALE)
+        canvas.line(x, offset, x, bottom, stroke=PALE)
         canvas.text(x, bottom + 14, name, fill=GREY, anchor="middle")
     for place, row in enumerate(rows):
-        top = GAP + place * (ROW + GAP)
+        top = offset + GAP + place * (ROW + GAP)
         canvas.text(MARGIN - 8, top + 14, row.label, anchor="end")
         canvas.box(MARGIN, top, whole * scale, ROW, fill="#f7f8fa")
         for bar in _visible(row.bars, scale):
@@ -165,9 +218,8 @@ def drawing(
                 canvas.text(x + width / 2, top + 14, bar.text, anchor="middle", css_class="n")
     for value, name in marks:
         x = MARGIN + value * scale
-        canvas.line(x, 0, x, bottom, stroke=RED, dashes="4 3")
+        canvas.line(x, offset, x, bottom, stroke=RED, dashes="4 3")
         canvas.text(x - 4, bottom + 30, name, fill=RED, anchor="end")
-    return canvas.svg(inline=True)
 
 
 def _tick(whole: float) -> float:

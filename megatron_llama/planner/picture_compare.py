@@ -11,9 +11,8 @@ from megatron_llama.planner.picture import (
     COLOURS,
     Bar,
     BarRow,
-    drawing,
+    Chart,
     heading,
-    key,
     page,
     paragraph,
     table,
@@ -45,16 +44,7 @@ def _parts(found: Comparison) -> Iterator[str]:
         "Numbers are microbatches, pale boxes are waits. "
         "A message ends when somebody has waited for it."
     )
-    colours = [(op.value.replace("_", " "), COLOURS[op.value]) for op in found.schedule.passes]
-    lanes = [(lane, COLOURS[lane]) for lane in MESSAGES]
-    yield key([*colours, (WAITS, COLOURS["wait"]), *lanes])
-    measured, length = _measured(found)
-    update = (UPDATES, "norm and update", found.scale * candidate.step_time.update)
-    planned, end = PlannedTimeline(found.schedule, found.times, found.hop, [update]).rows()
-    rows = []
-    for one, other in zip(measured, planned, strict=True):
-        rows += [*one, *(replace(row, label=f"{row.label}, planned") for row in other)]
-    yield drawing(rows, max(length, end), "ms")
+    yield from steps_chart(found).inline()
     yield heading("Differences")
     yield paragraph("Means over ranks and steps, what costs most beyond the plan first.")
     yield table(HEAD, (row.cells for row in found.rows))
@@ -65,6 +55,20 @@ def _parts(found: Comparison) -> Iterator[str]:
             "with waiting for the last rank."
         )
         yield table(HEAD[:-1], (row.cells[:-1] for row in found.messages))
+
+
+def steps_chart(found: Comparison) -> Chart:
+    """Return one recorded step and its plan over one axis."""
+    colours = [(op.value.replace("_", " "), COLOURS[op.value]) for op in found.schedule.passes]
+    lanes = [(lane, COLOURS[lane]) for lane in MESSAGES]
+    names = [*colours, (WAITS, COLOURS["wait"]), *lanes]
+    measured, length = _measured(found)
+    update = (UPDATES, "norm and update", found.scale * found.candidate.step_time.update)
+    planned, end = PlannedTimeline(found.schedule, found.times, found.hop, [update]).rows()
+    rows = []
+    for one, other in zip(measured, planned, strict=True):
+        rows += [*one, *(replace(row, label=f"{row.label}, planned") for row in other)]
+    return Chart(rows, max(length, end), "ms", names)
 
 
 def _measured(found: Comparison) -> tuple[list[list[BarRow]], float]:

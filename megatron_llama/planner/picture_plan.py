@@ -15,6 +15,7 @@ from megatron_llama.planner.picture import (
     PALETTE,
     Bar,
     BarRow,
+    Chart,
     code,
     drawing,
     heading,
@@ -23,16 +24,16 @@ from megatron_llama.planner.picture import (
     paragraph,
     table,
 )
-from megatron_llama.planner.report import PARTS, SHARES, command, label, losses, mfu
+from megatron_llama.planner.report import LEGEND, PARTS, SHARES, command, label, losses, mfu
 from megatron_llama.planner.simulate import StageTimes, simulate
-from megatron_llama.plans.memory import gib
+from megatron_llama.plans.memory import sized
 from megatron_llama.plans.schedule import Op, Schedule, TimedPass
 from megatron_llama.plans.schedule.actions import send_of
 from megatron_llama.plans.timeline_file import GATHERS, PIPELINE, REDUCTIONS, UPDATES
 
 GIB = 2**30
 HEAD = (
-    *("", "step s", "80 % between", "tokens/s/GPU", "MFU", "memory", "OOM"),
+    *("", "step (s)", "80 % between (s)", "tokens/s/GPU", "MFU", "memory/GPU", "OOM"),
     *("bubble", "tp", "cp", "pp", "dp", "layout"),
 )
 
@@ -103,6 +104,7 @@ def plan_page(best: Sequence[Candidate], title: str, near: Sequence[object]) -> 
 def _parts(best: Sequence[Candidate], near: Sequence[object]) -> Iterator[str]:
     first = best[0]
     yield table(HEAD, _table_rows(best), words=(12,))
+    yield paragraph(LEGEND)
     yield heading(f"The pipeline of {label(first)}")
     yield from _pipeline(first)
     yield heading("Where the time goes")
@@ -133,7 +135,7 @@ def _table_rows(best: Sequence[Candidate]) -> Iterator[tuple[str, ...]]:
             f"{step.seconds * LOW:.2f} to {step.seconds * HIGH:.2f}",
             f"{candidate.speed:,.0f}",
             f"{mfu(candidate):.0%}",
-            gib(candidate.needed),
+            sized(candidate.needed),
             f"{candidate.oom_probability:.0%}",
             *(f"{getattr(step, name) / step.seconds:.1%}" for name in SHARES),
             label(candidate),
@@ -150,9 +152,15 @@ def _pipeline(candidate: Candidate) -> Iterator[str]:
         f"{few if shown < job.microbatches else ''}Numbers are microbatches. "
         "Every pipeline rank computes; below it is what travels meanwhile."
     )
+    yield from pipeline_chart(candidate).inline()
+
+
+def pipeline_chart(candidate: Candidate) -> Chart:
+    """Return the pipeline ranks of the first microbatches as the simulator runs them."""
+    job = candidate.job
+    schedule = candidate.short.schedule
     colours = [(op.value.replace("_", " "), COLOURS[op.value]) for op in schedule.passes]
-    lanes = (PIPELINE, GATHERS, REDUCTIONS, UPDATES)
-    yield key([*colours, *((lane, COLOURS[lane]) for lane in lanes)])
+    lanes = [(lane, COLOURS[lane]) for lane in (PIPELINE, GATHERS, REDUCTIONS, UPDATES)]
     once = max(0.0, candidate.step_time.data - job.microbatches * candidate.stretched)
     end = (
         (REDUCTIONS, "exposed gradients and parameters", once),
@@ -164,7 +172,7 @@ def _pipeline(candidate: Candidate) -> Iterator[str]:
         candidate.hop if job.pp > 1 else 0.0,
         [one for one in end if one[2] > 0],
     ).rows()
-    yield drawing([row for rank in rows for row in rank], length, "ms")
+    return Chart([row for rank in rows for row in rank], length, "ms", [*colours, *lanes])
 
 
 def _memory(candidate: Candidate) -> str:

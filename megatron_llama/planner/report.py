@@ -14,7 +14,7 @@ from megatron_llama.planner.candidate import Candidate
 from megatron_llama.planner.fitted import HIGH, LOW
 from megatron_llama.planner.nearest import Citation
 from megatron_llama.planner.oom_probability import ALLOCATABLE
-from megatron_llama.plans.memory import gib
+from megatron_llama.plans.memory import sized
 from megatron_llama.plans.offload import NONE
 
 PARTS = (
@@ -30,6 +30,10 @@ PARTS = (
 """Fields of a StepTime in words."""
 SHARES = ("bubble", "tensor", "context", "pipeline", "data")
 """Fields whose share of the step a table shows."""
+LEGEND = (
+    "OOM: how likely the memory is too small; bubble, tp, cp, pp, dp: shares of the step, of the "
+    "pipeline's bubble and of exposed communication"
+)
 
 
 def duration(seconds: float) -> str:
@@ -63,20 +67,22 @@ def label(candidate: Candidate) -> str:
 
 
 def table(best: Sequence[Candidate]) -> Iterator[str]:
-    """Yield a line for each layout, fastest first."""
+    """Yield a line for each layout, fastest first, and what the columns mean."""
     yield (
-        f"{'':>2} {'step s':>8} {'80 % between':>15} {'tok/s/GPU':>9} {'MFU':>5} {'memory':>10} "
-        f"{'OOM':>4} {'bubble':>6} {'tp':>5} {'cp':>5} {'pp':>5} {'dp':>5}  layout"
+        f"{'':>2} {'step (s)':>8} {'80 % between (s)':>16} {'tokens/s/GPU':>12} {'MFU':>5} "
+        f"{'memory/GPU':>10} {'OOM':>4} {'bubble':>6} {'tp':>5} {'cp':>5} {'pp':>5} {'dp':>5}"
+        "  layout"
     )
     for place, candidate in enumerate(best, 1):
         step = candidate.step_time
         bubble, *shares = (getattr(step, name) / step.seconds for name in SHARES)
         yield (
-            f"{place:>2} {duration(step.seconds):>8} {interval(candidate):>15} "
-            f"{candidate.speed:>9,.0f} {mfu(candidate):>5.0%} {gib(candidate.needed):>10} "
+            f"{place:>2} {duration(step.seconds):>8} {interval(candidate):>16} "
+            f"{candidate.speed:>12,.0f} {mfu(candidate):>5.0%} {sized(candidate.needed):>10} "
             f"{candidate.oom_probability:>4.0%} {bubble:>6.1%} "
             f"{' '.join(f'{share:>5.1%}' for share in shares)}  {label(candidate)}"
         )
+    yield f"   {LEGEND}"
 
 
 def details(candidate: Candidate) -> Iterator[str]:
@@ -88,24 +94,24 @@ def details(candidate: Candidate) -> Iterator[str]:
     parts = [(words, getattr(step, name)) for name, words in PARTS]
     shown = [f"{words} {duration(part)} s" for words, part in parts if part >= 0.002 * step.seconds]
     yield f"  time      {', '.join(shown)}"
-    sizes = [f"{name} {gib(size)}" for name, size in candidate.fullest.items() if size]
-    reserve = f"context and fragmentation {gib(int((1 - ALLOCATABLE) * gpu.memory))} set aside"
-    yield f"  memory    {', '.join(sizes)}; {reserve} of {gib(gpu.memory)}"
+    sizes = [f"{name} {sized(size)}" for name, size in candidate.fullest.items() if size]
+    reserve = f"context and fragmentation {sized(int((1 - ALLOCATABLE) * gpu.memory))} set aside"
+    yield f"  memory    {', '.join(sizes)}; {reserve} of {sized(gpu.memory)}"
     if candidate.host_bytes:
         rank = max(range(candidate.job.pp), key=candidate.host_wait)
         moved = candidate.short.offload(rank)
         assert moved is not None
         yield (
-            f"  offload   {gib(candidate.host_bytes)} of the {gib(gpu.host_memory)} of host memory "
-            f"for each GPU; a step copies {gib(moved.to_host)} to the host and "
-            f"{gib(moved.to_device)} to the device, and waits "
+            f"  offload   {sized(candidate.host_bytes)} of the {sized(gpu.host_memory)} of host "
+            f"memory for each GPU; a step copies {sized(moved.to_host)} to the host and "
+            f"{sized(moved.to_device)} to the device, and waits "
             f"{duration(candidate.host_wait(rank))} s for the host"
         )
     traffic = candidate.traffic[0]
     yield (
         f"  traffic   of {candidate.short.schedule.microbatches} microbatches, pp rank 0, over dp: "
-        f"{traffic.gathers} gathers of {gib(traffic.gather_bytes)}, "
-        f"{traffic.reductions} reductions of {gib(traffic.reduction_bytes)}"
+        f"{traffic.gathers} gathers of {sized(traffic.gather_bytes)}, "
+        f"{traffic.reductions} reductions of {sized(traffic.reduction_bytes)}"
     )
 
 
@@ -129,10 +135,10 @@ def does_not_fit(smallest: Candidate, enough: Candidate | None) -> str:
     do = "take GPUs of more memory, or a shorter --seq-length"
     if enough is not None:
         do = f"--gpus {enough.machine.gpus} would do, with {label(enough)}, or {do}"
-    usable = gib(int(ALLOCATABLE * machine.gpu.memory))
+    usable = sized(int(ALLOCATABLE * machine.gpu.memory))
     return describe(
         "memory",
-        got=f"{gib(smallest.needed)} for each of {machine.gpus} GPUs at least, "
+        got=f"{sized(smallest.needed)} for each of {machine.gpus} GPUs at least, "
         f"with {label(smallest)}",
         expected=f"at most {usable} usable of a {machine.gpu.name}",
         do=do,

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from megatron_llama.config.schema import Config
 from megatron_llama.plans.buckets import AUTO, BY_TRAFFIC, by_unit
-from megatron_llama.plans.memory import USABLE, MemoryPlan, gib
+from megatron_llama.plans.memory import USABLE, MemoryPlan, sized
 from megatron_llama.plans.params import partition_of
 
 FEWEST_SLOTS = 2
@@ -43,7 +43,7 @@ def _least_needed(plan: MemoryPlan) -> int:
 def _of_budget(needed: int, memory: int) -> str:
     budget = int(memory * USABLE)
     return (
-        f"{gib(needed)} of {gib(budget)} usable per "
+        f"{sized(needed)} of {sized(budget)} usable per "
         f"process{'' if needed <= budget else ', which is not enough'}"
     )
 
@@ -67,7 +67,8 @@ def _decide_strategy(
     fitting = [name for name in BY_TRAFFIC if needed[name] <= memory * USABLE]
     chosen = fitting[0] if fitting else BY_TRAFFIC[-1]
     reasons = [
-        f"{name} would need {gib(needed[name])}" for name in BY_TRAFFIC[: BY_TRAFFIC.index(chosen)]
+        f"{name} would need {sized(needed[name])}"
+        for name in BY_TRAFFIC[: BY_TRAFFIC.index(chosen)]
     ]
     if fitting:
         reasons.append(

@@ -366,6 +366,10 @@ class MemoryPlan:
         ) + squares_bytes(self.config, self.bucket_plans[rank])
 
 
-def gib(size: int) -> str:
-    """Bytes for people."""
-    return f"{size / 2**30:.2f} GiB" if size >= 2**30 else f"{size / 2**20:.1f} MiB"
+def sized(size: int) -> str:
+    """Bytes for people, in the unit that fits."""
+    if size >= 2**30:
+        return f"{size / 2**30:.2f} GiB"
+    if size >= 2**20:
+        return f"{size / 2**20:.1f} MiB"
+    return f"{size / 2**10:.1f} KiB" if size >= 2**10 else f"{size} B"

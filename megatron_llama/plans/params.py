@@ -29,6 +29,8 @@ PROJECTIONS = LoraConfig().lora_target_modules
 """The linear layers of a transformer block, by HuggingFace's names."""
 ROW_PARALLEL = ("o_proj", "down_proj")
 """Projections whose inputs are split over tp; the others' outputs are."""
+VOCABULARY_TENSORS = ("model.embed_tokens.weight", "lm_head.weight")
+"""HuggingFace's tensors with a row for each token id."""
 LORA_A = "lora_A"
 LORA_B = "lora_B"
 NO_LORA = LoraConfig()

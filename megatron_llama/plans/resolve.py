@@ -16,6 +16,7 @@ from typing import Any, get_type_hints
 from megatron_llama.config.batch_ramp import length_problems, planned_iterations, with_decay
 from megatron_llama.config.blend import blend_problems
 from megatron_llama.config.hf import normal_rope, read_hf_config, rope_problems
+from megatron_llama.config.hf_fields import IGNORE
 from megatron_llama.config.parse import Parsed, flag
 from megatron_llama.config.presets import PRESETS
 from megatron_llama.config.schema import MODEL_SHAPE, Config, ModelConfig
@@ -32,6 +33,8 @@ from megatron_llama.plans.checks.run import bad_step_problems, run_problems, spl
 from megatron_llama.plans.checks.warnings import warnings_of
 from megatron_llama.plans.checks.zenflow import with_file, zenflow_notes, zenflow_problems
 from megatron_llama.plans.offload import offload_problems
+
+RESIZE = flag("resize_embeddings")
 
 
 @dataclass(frozen=True)
@@ -64,20 +67,26 @@ def assemble(parsed: Parsed, trained: ModelConfig | None = None) -> Config:
     base = trained or ModelConfig() if preset is None else _preset(preset, given)
     folder = config.checkpoint.init_from_hf
     if folder is not None:
-        from_folder = read_hf_config(folder)
+        from_folder = read_hf_config(folder, ignored=config.checkpoint.ignore_hf_config_fields)
         asked = {} if preset is None else {name: getattr(base, name) for name in MODEL_SHAPE}
         problems = [
             describe(
                 flag(name),
                 got=value,
                 expected=f"{getattr(from_folder, name)} as in {folder}/config.json",
-                do=f"leave {name} out",
+                do=f"leave {name} out"
+                + (f", or give {RESIZE} to add rows" if name == "vocab_size" else ""),
             )
             for name, value in (asked | given).items()
             # A size of 0 means derived; the False of tie_word_embeddings is a value.
             if name in MODEL_SHAPE
             and (value is False or value != 0)
             and value != getattr(from_folder, name)
+            and not (
+                name == "vocab_size"
+                and config.checkpoint.resize_embeddings
+                and value > from_folder.vocab_size
+            )
         ]
         if problems:
             raise ConfigError(listing(f"The weights of {folder} have other shapes:", problems))
@@ -121,7 +130,13 @@ def check(config: Config, world_size: int, *, needs_data: bool = False) -> Resol
             listing(f"This configuration cannot run on {world_size} processes:", found)
         )
     resolved = resolve(config, world_size)
-    return Resolved(resolved, tuple(_notes(config, resolved)), tuple(warnings_of(resolved)))
+    warnings = list(warnings_of(resolved))
+    if config.training.eval_interval != resolved.training.eval_interval:
+        split = config.data.split
+        warnings.append(
+            f"--eval-interval is ignored: --split {split} leaves nothing for validation"
+        )
+    return Resolved(resolved, tuple(_notes(config, resolved)), tuple(warnings))
 
 
 def resolve(config: Config, world_size: int) -> Config:
@@ -160,15 +175,15 @@ def resolve(config: Config, world_size: int) -> Config:
 
 def _notes(given: Config, resolved: Config) -> Iterator[str]:
     yield from zenflow_notes(resolved)
+    if given.checkpoint.ignore_hf_config_fields:
+        names = " ".join(given.checkpoint.ignore_hf_config_fields)
+        yield f"{IGNORE} {names}: the model is computed as if config.json did not have them"
     if given.parallel.sequence_parallel and not resolved.parallel.sequence_parallel:
         yield "--sequence-parallel is ignored: it needs --tensor-model-parallel-size 2 or more"
     if given.training.global_batch_size == 0:
         size = resolved.training.global_batch_size
         micro = given.training.micro_batch_size
         yield f"--global-batch-size {size}: micro_batch_size {micro} x dp {size // micro}"
-    if given.training.eval_interval != resolved.training.eval_interval:
-        split = given.data.split
-        yield f"--eval-interval is ignored: --split {split} leaves nothing for validation"
 
 
 def problems(config: Config, world_size: int) -> list[str]:

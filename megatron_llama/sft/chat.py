@@ -12,10 +12,10 @@ from datetime import datetime
 from pathlib import Path
 from typing import Literal
 
-from megatron_llama.errors import DataError, describe
+from megatron_llama.errors import DataError, counted, describe
 from megatron_llama.sft.formats import ASSISTANT, Conversation, Example, Passage
 from megatron_llama.sft.problems import UnusableError
-from megatron_llama.sft.template import find_template
+from megatron_llama.sft.template import BUILT_IN, find_template
 from megatron_llama.tokenizer.base import Tokenizer
 from megatron_llama.tokenizer.files import read_json_object, replace_file, to_json
 from megatron_llama.tokenizer.hf import HFTokenizer
@@ -49,7 +49,9 @@ class ChatTokenizer:
         """``wanted``: a template's file or name, instead of the tokenizer's own. ``now``: the day
         for a template that writes it into the text."""
         self._tokenizer = tokenizer
+        self._built_in = wanted if wanted in BUILT_IN else None
         self.vocab_size = tokenizer.vocab_size
+        self.base_vocab_size = tokenizer.base_vocab_size
         self.bos_id = tokenizer.bos_id
         self.eos_id = tokenizer.eos_id
         if isinstance(tokenizer, HFTokenizer):
@@ -66,7 +68,7 @@ class ChatTokenizer:
             "|".join(map(re.escape, sorted(self._reader.special_texts, key=len, reverse=True)))
             or r"(?!)"
         )
-        if self.eos_id is None:
+        if self.eos_id is None and not self._reader.frame[1]:
             where = str(path or "the tokenizer")
             raise DataError(
                 describe(
@@ -80,11 +82,17 @@ class ChatTokenizer:
     def encode(self, text: str) -> list[int]:
         return self._tokenizer.encode(text)
 
+    def encode_prompt(self, text: str) -> list[int]:
+        return self._tokenizer.encode_prompt(text)
+
     def encode_packed(self, texts: Sequence[str]) -> list[bytes]:
         return self._tokenizer.encode_packed(texts)
 
     def decode(self, ids: Sequence[int]) -> str:
         return self._tokenizer.decode(ids)
+
+    def token(self, id: int) -> str | None:
+        return self._tokenizer.token(id)
 
     def save_hf(self, folder: str | Path) -> None:
         """Write the tokenizer, the chat template, and the token that ends an answer among those
@@ -94,7 +102,7 @@ class ChatTokenizer:
         path = Path(folder) / GENERATION_FILE
         config = read_json_object(path) if path.is_file() else {"bos_token_id": self.bos_id}
         given = config.get("eos_token_id", self.eos_id)
-        known = given if isinstance(given, list) else [given]
+        known = given if isinstance(given, list) else [] if given is None else [given]
         with suppress(UnusableError):  # a template that renders no usual conversation
             more = sorted(self.ends().difference(known))
             if more:
@@ -121,11 +129,49 @@ class ChatTokenizer:
         return self._reader.encode(self.template.render(messages, prompt=True).text)
 
     def ends(self) -> frozenset[int]:
-        """The special token with which the template ends an answer; empty if it uses none."""
+        """The token with which the template ends an answer, a special one or the end token; empty
+        if it uses none. Raises UnusableError if it renders no usual conversation."""
+        return self._ends(self._behind_answer())
+
+    def require_end(self) -> tuple[str, ...]:
+        """Check that answers end with a token at which a trained model can stop. Return a warning,
+        if any: a template of the user's own may end answers by text. Raises DataError for a
+        built-in template whose marker the tokenizer has not."""
+        try:
+            behind = self._behind_answer()
+        except UnusableError:  # its examples say why
+            return ()
+        if self._ends(behind):
+            return ()
+        marker = behind.strip()
+        path = getattr(self._tokenizer, "path", "the tokenizer")
+        count = counted(len(self._reader.encode(marker)), "ordinary token")
+        got = f"answers that end with {marker!r}, which {path} spells with {count}"
+        said = describe(
+            f"--chat-template {self._built_in}" if self._built_in else self.template.name,
+            got=got if marker else "answers that end with no token",
+            expected="a special token or the end token, else the model never stops",
+            do="choose a template whose markers the tokenizer has (plain needs only an end token), "
+            "or add the marker to the tokenizer as a special token and give --resize-embeddings",
+        )
+        if self._built_in:
+            raise DataError(said)
+        return (f"warning: {said}",)
+
+    def _behind_answer(self) -> str:
+        """The text that the template writes behind an answer."""
         before = [{"role": "user", "content": "?"}]
         text = self.template.render([*before, {"role": ASSISTANT, "content": _SOMETHING}]).text
-        after = self._reader.encode(text.rpartition(_SOMETHING)[2])
-        return frozenset(next(([id] for id in after if not self._reader.decode([id])), []))
+        return text.rpartition(_SOMETHING)[2]
+
+    def _ends(self, behind: str) -> frozenset[int]:
+        # A built-in template's marker is meant for nothing else, also as a token that is not
+        # special; a user's may be any word that answers contain, too.
+        ends = {*self._reader.special_texts, *([behind.strip()] if self._built_in else [])}
+        for id in self._reader.encode(behind):
+            if id == self.eos_id or self._reader.token(id) in ends:
+                return frozenset({id})
+        return frozenset()
 
     def read(self, example: Example, loss_on: LossOn) -> Encoded:
         """Encode an example. Raises UnusableError if no token of it would be in the loss, or if the
@@ -146,8 +192,8 @@ class ChatTokenizer:
             raise UnusableError("special token in a message", got=got, expected="text", do=do)
 
     def _passage(self, example: Passage, loss_on: LossOn) -> Encoded:
-        """Encode plain text, with a begin and an end token unless the text itself has them."""
-        assert self.eos_id is not None
+        """Encode plain text with what the tokenizer puts before and behind it, and with an end
+        token; a begin or end token that the text itself has is not repeated."""
         text = example.prompt + example.completion
         ids, places = self._reader.encode_with_places(text)
         loss_mask = (
@@ -155,12 +201,15 @@ class ChatTokenizer:
             if loss_on == "all"
             else _overlapping(places, [(len(example.prompt), len(text))])
         )
-        if self.bos_id is not None and ids[:1] != [self.bos_id]:
-            ids = [self.bos_id, *ids]
-            loss_mask = [loss_on == "all", *loss_mask]
-        if ids[-1:] != [self.eos_id]:
-            ids = [*ids, self.eos_id]
-            loss_mask = [*loss_mask, True]
+        before, behind = self._reader.frame
+        if ids[: len(before)] != before:
+            ids = [*before, *ids]
+            loss_mask = [*[loss_on == "all"] * len(before), *loss_mask]
+        if self.eos_id is not None and behind[-1:] != [self.eos_id]:
+            behind = [*behind, self.eos_id]
+        if ids[len(ids) - len(behind) :] != behind:
+            ids = [*ids, *behind]
+            loss_mask = [*loss_mask, *[True] * len(behind)]
         return _useful(text, ids, loss_mask)
 
     def _answers(

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from megatron_llama.data.loader import Batch, sequence_first
 from megatron_llama.errors import DataError, describe, listing
 from megatron_llama.sft.chat import ChatTokenizer, Encoded
-from megatron_llama.sft.formats import Example, detect, read_example
+from megatron_llama.sft.formats import Conversation, Example, detect, read_example
 from megatron_llama.sft.packing import best_fit
 from megatron_llama.sft.problems import LISTED, Problem, UnusableError, problem_lines
 from megatron_llama.sft.records import records
@@ -45,6 +45,8 @@ class Examples:
     truncated: int = 0
     dropped: int = 0
     """Examples that were too long."""
+    repairs: Counter[str] = field(default_factory=Counter)
+    """How many of the examples that can be used were mended in each way."""
 
     def __len__(self) -> int:
         """The number of examples that can be used."""
@@ -61,6 +63,7 @@ class Examples:
             self.lengths += other.lengths
             self.truncated += other.truncated
             self.dropped += other.dropped
+            self.repairs += other.repairs
         order = sorted(range(len(self)), key=self.numbers.__getitem__)
         self.ids = [self.ids[i] for i in order]
         self.loss_mask = [self.loss_mask[i] for i in order]
@@ -78,6 +81,9 @@ class Examples:
         yield f"{len(self):,} examples, {tokens:,} tokens, {counted:,} of them in the loss{share}"
         if self.truncated or self.dropped:
             yield f"too long: {self.truncated:,} examples truncated, {self.dropped:,} dropped"
+        if self.repairs:
+            counts = ", ".join(f"{name} {many:,}" for name, many in sorted(self.repairs.items()))
+            yield f"repaired conversations: {counts}"
         if self.problems:
             yield f"unusable: {len(self.problems):,} examples"
             yield from (f"  {line}" for line in problem_lines(self.problems, most))
@@ -90,9 +96,11 @@ def read_examples(
     seq_length: int,
     *,
     share: tuple[int, int] = (0, 1),
+    vocab_size: int | None = None,
 ) -> Examples:
     """Read every n-th example of the files from the r-th on, for ``share`` (r, n). Examples that
-    cannot be used are in ``problems``. Raises DataError if a file cannot be read at all."""
+    cannot be used are in ``problems``, for a model of ``vocab_size`` also those with a token that
+    it has no row for. Raises DataError if a file cannot be read at all."""
     examples = Examples()
     for number, (where, found) in enumerate(parsed_examples(files, options, examples.formats)):
         if number % share[1] != share[0]:
@@ -100,16 +108,25 @@ def read_examples(
         try:
             if isinstance(found, UnusableError):
                 raise found
-            _add(
-                examples,
-                number,
-                tokenizer.read(found, options.loss_on),
-                options.on_long_sample,
-                seq_length,
-            )
+            encoded = tokenizer.read(found, options.loss_on)
+            _refuse_beyond(encoded.ids, vocab_size or tokenizer.vocab_size, tokenizer)
+            _add(examples, number, encoded, options.on_long_sample, seq_length)
+            if isinstance(found, Conversation):
+                examples.repairs.update(found.repairs)
         except UnusableError as problem:
             examples.problems.append(problem.at(where, number))
     return examples
+
+
+def _refuse_beyond(ids: Sequence[int], vocab_size: int, tokenizer: ChatTokenizer) -> None:
+    beyond = next((id for id in ids if id >= vocab_size), None)
+    if beyond is not None:
+        raise UnusableError(
+            "a token that the model does not have",
+            got=f"the token {tokenizer.token(beyond)!r} (id {beyond})",
+            expected=f"tokens of the model, whose vocab_size is {vocab_size}",
+            do="give --resize-embeddings to add rows, or leave the example out",
+        )
 
 
 def parsed_examples(
@@ -124,7 +141,7 @@ def parsed_examples(
                 if isinstance(record.value, UnusableError):
                     raise record.value
                 name = formats.setdefault(str(file), name or detect(record.value))
-                yield record.where, read_example(record.value, name)
+                yield record.where, read_example(record.value, name, options.repair_conversations)
             except UnusableError as problem:
                 yield record.where, problem
 

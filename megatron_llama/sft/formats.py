@@ -3,13 +3,14 @@ everything that can be wrong with them."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
 
 from megatron_llama.data.documents import json_type
 from megatron_llama.sft.problems import UnusableError
+from megatron_llama.sft.repair import Placed, Repair, repaired
 
 ASSISTANT = "assistant"
 ROLES: Mapping[str, str] = MappingProxyType(
@@ -48,6 +49,8 @@ class Conversation:
     messages: tuple[Mapping[str, Any], ...]
     """Each with ``role`` and ``content``, a string; the assistant's may have ``tool_calls``."""
     tools: tuple[Any, ...] | None = field(default=None)
+    repairs: tuple[Repair, ...] = ()
+    """What was mended in the order of its messages."""
 
     @property
     def texts(self) -> Iterator[str]:
@@ -105,21 +108,24 @@ def detect(record: Mapping[str, Any]) -> str:
     )
 
 
-def read_example(record: Mapping[str, Any], name: str) -> Example:
-    """Read an example of the format ``name``. Raises UnusableError."""
-    return _READERS[name](record)
+def read_example(record: Mapping[str, Any], name: str, repairs: Collection[Repair] = ()) -> Example:
+    """Read an example of the format ``name``, with the ``repairs`` that the user asks for. Raises
+    UnusableError."""
+    return _READERS[name](record, repairs)
 
 
-def _messages(record: Mapping[str, Any]) -> Conversation:
+def _messages(record: Mapping[str, Any], repairs: Collection[Repair]) -> Conversation:
     name = "messages" if "messages" in record or "conversations" not in record else "conversations"
-    return _conversation(record, name, "role", "content")
+    return _conversation(record, name, "role", "content", repairs)
 
 
-def _sharegpt(record: Mapping[str, Any]) -> Conversation:
-    return _conversation(record, "conversations", "from", "value")
+def _sharegpt(record: Mapping[str, Any], repairs: Collection[Repair]) -> Conversation:
+    return _conversation(record, "conversations", "from", "value", repairs)
 
 
-def _conversation(record: Mapping[str, Any], name: str, role: str, content: str) -> Conversation:
+def _conversation(
+    record: Mapping[str, Any], name: str, role: str, content: str, repairs: Collection[Repair]
+) -> Conversation:
     turns = _field(record, name)
     if not isinstance(turns, list):
         raise UnusableError(
@@ -127,7 +133,7 @@ def _conversation(record: Mapping[str, Any], name: str, role: str, content: str)
             field=name,
             got=f"a JSON {json_type(turns)}",
             expected="an array",
-            do="mend the line",
+            do="mend the example",
         )
     if not turns:
         raise UnusableError(
@@ -135,14 +141,15 @@ def _conversation(record: Mapping[str, Any], name: str, role: str, content: str)
             field=name,
             got="an empty array",
             expected="messages",
-            do="leave the line out",
+            do="leave the example out",
         )
-    messages = [
-        _message(turn, f"{name}[{index}]", role, content) for index, turn in enumerate(turns)
-    ]
+    messages: list[Placed] = []
+    for index, turn in enumerate(turns):
+        where = f"{name}[{index}]"
+        messages.append((where, _message(turn, where, role, content)))
     system = record.get("system")
     if system is not None and (text := _text(system, "system")):
-        messages.insert(0, {"role": "system", "content": text})
+        messages.insert(0, ("system", {"role": "system", "content": text}))
     tools = record.get("tools")
     if tools is not None and not isinstance(tools, list):
         raise UnusableError(
@@ -150,11 +157,11 @@ def _conversation(record: Mapping[str, Any], name: str, role: str, content: str)
             field="tools",
             got=f"a JSON {json_type(tools)}",
             expected="an array",
-            do="mend the line",
+            do="mend the example",
         )
     for text in _strings(tools):
         _text(text, "tools")
-    return _checked(messages, name, tools, offset=len(messages) - len(turns))
+    return _checked(messages, name, tools, repairs)
 
 
 def _message(turn: Any, name: str, role: str, content: str) -> dict[str, Any]:
@@ -162,7 +169,7 @@ def _message(turn: Any, name: str, role: str, content: str) -> dict[str, Any]:
         got = f"a JSON {json_type(turn)}"
         expected = f"an object with {role!r} and {content!r}"
         raise UnusableError(
-            "message is no object", field=name, got=got, expected=expected, do="mend the line"
+            "message is no object", field=name, got=got, expected=expected, do="mend the example"
         )
     if role not in turn:
         names = ", ".join(map(repr, turn)) or "no fields"
@@ -181,7 +188,7 @@ def _message(turn: Any, name: str, role: str, content: str) -> dict[str, Any]:
             field=f"{name}.{role}",
             got=got,
             expected="a string",
-            do="mend the line",
+            do="mend the example",
         )
     if who not in ROLES:
         expected = f"one of {', '.join(ROLES)}"
@@ -207,7 +214,7 @@ def _message(turn: Any, name: str, role: str, content: str) -> dict[str, Any]:
             field=f"{name}.tool_calls",
             got=str(calls)[:40],
             expected=expected,
-            do="mend the line",
+            do="mend the example",
         )
     for text in _strings(kept):
         _text(text, name)
@@ -250,25 +257,27 @@ def _content(value: Any, name: str) -> str:
 
 
 def _checked(
-    messages: list[dict[str, Any]], name: str, tools: list[Any] | None, *, offset: int = 0
+    placed: Sequence[Placed], name: str, tools: list[Any] | None, repairs: Collection[Repair]
 ) -> Conversation:
-    """Check the order of roles and that no message is empty. ``offset``: how many messages at the
-    front are not in the array ``name`` of the file."""
+    """Repair and then check the order of roles, and that no message is empty."""
+    placed, done = repaired(placed, repairs)
     before = ""
-    for index, message in enumerate(messages, -offset):
+    for where, message in placed:
         role = message["role"]
-        where = f"{name}[{index}]" if index >= 0 else "system"
         if role not in _FOLLOWS[before]:
             got = f"{role} {f'after {before}' if before else 'first'}"
             expected = " or ".join(_FOLLOWS[before])
+            first = before in ("", "system") and role == ASSISTANT
+            mend = "drop-leading-answers" if first else "merge-repeated-roles"
+            do = "mend the order of the messages"
+            if first or role == before:
+                do += f", or give --repair-conversations {mend}"
             reason = (
                 "conversation begins with an answer"
                 if not before and role == ASSISTANT
                 else "wrong role order"
             )
-            raise UnusableError(
-                reason, field=where, got=got, expected=expected, do="mend the order of the messages"
-            )
+            raise UnusableError(reason, field=where, got=got, expected=expected, do=do)
         if not message["content"].strip() and not message.get("tool_calls"):
             word = {ASSISTANT: "answer", "user": "question"}.get(role, f"{role} message")
             do = "leave the example out"
@@ -277,18 +286,19 @@ def _checked(
             )
         before = role
     if before != ASSISTANT:
-        do = "add the answer or leave the message out"
+        do = "add the answer, or give --repair-conversations drop-unanswered-end"
         raise UnusableError(
             "no answer at the end",
             field=name,
-            got=f"a last message of role {before}",
+            got=f"a last message of role {before}" if before else "no message",
             expected=ASSISTANT,
             do=do,
         )
-    return Conversation(tuple(messages), None if tools is None else tuple(tools))
+    messages = tuple(message for _, message in placed)
+    return Conversation(messages, None if tools is None else tuple(tools), done)
 
 
-def _alpaca(record: Mapping[str, Any]) -> Conversation:
+def _alpaca(record: Mapping[str, Any], repairs: Collection[Repair]) -> Conversation:
     messages: list[dict[str, Any]] = []
     if (system := record.get("system")) is not None and (text := _text(system, "system")):
         messages.append({"role": "system", "content": text})
@@ -302,7 +312,7 @@ def _alpaca(record: Mapping[str, Any]) -> Conversation:
             field="history",
             got=str(history)[:40],
             expected=expected,
-            do="mend the line",
+            do="mend the example",
         )
     for index, pair in enumerate(history):
         for role, text in zip(("user", ASSISTANT), pair, strict=True):
@@ -326,10 +336,11 @@ def _alpaca(record: Mapping[str, Any]) -> Conversation:
                 do="leave the example out",
             )
     messages += [{"role": "user", "content": question}, {"role": ASSISTANT, "content": answer}]
-    return _checked(messages, "instruction", None)
+    placed = [(f"instruction[{index}]", message) for index, message in enumerate(messages)]
+    return _checked(placed, "instruction", None, repairs)
 
 
-def _prompt(record: Mapping[str, Any]) -> Example:
+def _prompt(record: Mapping[str, Any], repairs: Collection[Repair]) -> Example:
     prompt = _field(record, "prompt")
     completion = _field(record, "completion")
     if isinstance(prompt, list) != isinstance(completion, list):
@@ -340,7 +351,7 @@ def _prompt(record: Mapping[str, Any]) -> Example:
             field="prompt",
             got=got,
             expected=expected,
-            do="mend the line",
+            do="mend the example",
         )
     if isinstance(prompt, list):
         return _conversation(
@@ -348,6 +359,7 @@ def _prompt(record: Mapping[str, Any]) -> Example:
             "prompt+completion",
             "role",
             "content",
+            repairs,
         )
     passage = Passage(_text(prompt, "prompt"), _text(completion, "completion"))
     if not passage.completion.strip():
@@ -361,7 +373,7 @@ def _prompt(record: Mapping[str, Any]) -> Example:
     return passage
 
 
-def _plain(record: Mapping[str, Any]) -> Passage:
+def _plain(record: Mapping[str, Any], repairs: Collection[Repair]) -> Passage:
     text = _text(_field(record, "text"), "text")
     if not text.strip():
         raise UnusableError(
@@ -378,7 +390,7 @@ def _field(record: Mapping[str, Any], name: str) -> Any:
     if name not in record:
         names = ", ".join(map(repr, list(record)[:10])) or "none"
         got = f"no such field (fields: {names})"
-        do = "mend the line or change --data-format"
+        do = "mend the example or change --data-format"
         raise UnusableError(f"missing field {name}", field=name, got=got, expected="a value", do=do)
     return record[name]
 
@@ -390,7 +402,7 @@ def _text(value: Any, name: str) -> str:
             field=name,
             got=f"a JSON {json_type(value)}",
             expected="a string",
-            do="mend the line",
+            do="mend the example",
         )
     if not value.isascii():
         try:
@@ -420,12 +432,14 @@ def _text(value: Any, name: str) -> str:
     return value
 
 
-_READERS: Mapping[str, Callable[[Mapping[str, Any]], Example]] = MappingProxyType(
-    {
-        "messages": _messages,
-        "sharegpt": _sharegpt,
-        "alpaca": _alpaca,
-        "prompt": _prompt,
-        "text": _plain,
-    }
+_READERS: Mapping[str, Callable[[Mapping[str, Any], Collection[Repair]], Example]] = (
+    MappingProxyType(
+        {
+            "messages": _messages,
+            "sharegpt": _sharegpt,
+            "alpaca": _alpaca,
+            "prompt": _prompt,
+            "text": _plain,
+        }
+    )
 )

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import codecs
 import json
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -34,7 +35,7 @@ def decoded(raw: bytes) -> str:
 def _no_utf8(byte: int, place: int) -> UnusableError:
     got = f"byte 0x{byte:02x} at byte {place}"
     return UnusableError(
-        "bad UTF-8", got=got, expected="UTF-8", do="convert the file or leave the line out"
+        "bad UTF-8", got=got, expected="UTF-8", do="convert the file or leave the example out"
     )
 
 
@@ -55,7 +56,7 @@ def json_object(value: Any) -> dict[str, Any]:
             "not an object",
             got=f"a JSON {json_type(value)}",
             expected="a JSON object",
-            do="mend the line",
+            do="mend the example",
         )
     return value
 
@@ -66,14 +67,14 @@ def _other(error: Exception, expected: str) -> UnusableError:
             "too deeply nested",
             got="JSON nested too deeply to be read",
             expected=expected,
-            do="leave the line out",
+            do="leave the example out",
         )
     return _invalid(str(error), expected)
 
 
 def _invalid(reason: str, expected: str) -> UnusableError:
     return UnusableError(
-        "invalid JSON", got=f"invalid JSON ({reason})", expected=expected, do="mend the line"
+        "invalid JSON", got=f"invalid JSON ({reason})", expected=expected, do="mend the example"
     )
 
 
@@ -89,14 +90,14 @@ def _without_repetition(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     """Python keeps the last of two equal keys; nobody can know which one was meant."""
     value = dict(pairs)
     if len(value) < len(pairs):
-        seen: set[str] = set()
-        again = next(key for key, _ in pairs if key in seen or seen.add(key))  # type: ignore[func-returns-value]
+        counts = Counter(key for key, _ in pairs)
+        again = next(key for key, count in counts.items() if count > 1)
         raise UnusableError(
             "repeated key",
             field=again,
             got="the key twice in one object",
             expected="each key once",
-            do="mend the line",
+            do="mend the example",
         )
     return value
 

@@ -16,7 +16,7 @@ class Problem:
     """One example that cannot be used."""
 
     where: str
-    """File and line, for parquet the row."""
+    """File and line, for parquet the row, for an array the element."""
     reason: str
     """A few words that are the same for all examples with this problem, to count them by."""
     message: str

@@ -23,7 +23,8 @@ class Record:
     """One example as it stands in its file."""
 
     where: str
-    """``FILE:LINE``, for parquet ``FILE:row N``."""
+    """``FILE:LINE``; for a JSON array ``FILE[N] (line L)``, of which the first element is number 0;
+    for parquet ``FILE:row N``."""
     value: Mapping[str, Any] | UnusableError
     """The object, or the error that says what is there instead."""
 
@@ -130,13 +131,15 @@ def _array(file: Path) -> Iterator[Record]:
     if not is_array(file):
         yield from _lines(file)
         return
-    for line, value in elements(file):
+    for number, (line, value) in enumerate(elements(file)):
+        # Many arrays are one line.
+        where = f"{file}[{number}] (line {line})"
         try:
             if isinstance(value, UnusableError):
                 raise value
-            yield Record(f"{file}:{line}", json_object(value))
+            yield Record(where, json_object(value))
         except UnusableError as problem:
-            yield Record(f"{file}:{line}", problem)
+            yield Record(where, problem)
 
 
 def _parquet(file: Path) -> Iterator[Record]:

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from megatron_llama.config.schema import Config
 from megatron_llama.data.stream import split_documents
 from megatron_llama.distributed.comm.object_collectives import all_gather_object, raise_on_all_ranks
-from megatron_llama.distributed.mesh import Mesh
+from megatron_llama.distributed.mesh import Axis
 from megatron_llama.errors import DataError, describe
 from megatron_llama.sft.chat import ChatTokenizer
 from megatron_llama.sft.dataset import (
@@ -34,7 +34,7 @@ class ExampleData:
         self,
         options: SFTConfig,
         config: Config,
-        mesh: Mesh,
+        world: Axis,
         tokenizer: ChatTokenizer,
         rendered: str | None = None,
     ) -> None:
@@ -43,22 +43,25 @@ class ExampleData:
         self._rendered = rendered
         self._made: dict[int, ExampleSamples] = {}
         self._read = [
-            self._read_all(paths, config, mesh, tokenizer)
+            self._read_all(paths, config, world, tokenizer)
             for paths in (options.train_data, options.valid_data)
             if paths
         ]
 
     def _read_all(
-        self, paths: tuple[str, ...], config: Config, mesh: Mesh, tokenizer: ChatTokenizer
+        self, paths: tuple[str, ...], config: Config, world: Axis, tokenizer: ChatTokenizer
     ) -> Examples:
-        share = (mesh.world.rank, mesh.world.size)
+        share = (world.rank, world.size)
         length = config.training.seq_length
-        with raise_on_all_ranks(mesh.world):
+        rows = config.model.vocab_size
+        with raise_on_all_ranks(world):
             files = example_files(paths)
-            part = read_examples(files, tokenizer, self._options, length, share=share)
+            part = read_examples(
+                files, tokenizer, self._options, length, share=share, vocab_size=rows
+            )
         examples = Examples()
-        examples.merge(all_gather_object(part, mesh.world))
-        with raise_on_all_ranks(mesh.world):
+        examples.merge(all_gather_object(part, world))
+        with raise_on_all_ranks(world):
             refuse_problems(examples, files, self._options)
         return examples
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from megatron_llama.sft.repair import Repair
+
 Format = Literal["auto", "messages", "sharegpt", "alpaca", "prompt", "text"]
 
 
@@ -26,6 +28,10 @@ class SFTConfig:
     loss_on: Literal["assistant", "last", "all"] = "assistant"
     """Tokens in the loss: all answers, the last answer of each conversation, or everything. A
     `text` example is all answer."""
+    repair_conversations: tuple[Repair, ...] = ()
+    """Mend conversations in these ways, and say how many: leave out what the assistant says before
+    the first question; join messages of one role that follow each other, by an empty line; leave
+    out what follows the last answer."""
     on_bad_sample: Literal["stop", "drop"] = "stop"
     """When an example cannot be used: stop before training with a list, or leave it out and say how
     many."""

@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Protocol
 
+from megatron_llama.errors import describe
+
 
 class Tokenizer(Protocol):
     """Text to ids and back. Ids lie in [0, vocab_size)."""
@@ -13,6 +15,12 @@ class Tokenizer(Protocol):
     @property
     def vocab_size(self) -> int:
         """One more than the largest id."""
+        ...
+
+    @property
+    def base_vocab_size(self) -> int:
+        """The same without tokens that were added behind the vocabulary, which a model need not
+        have rows for."""
         ...
 
     @property
@@ -29,6 +37,12 @@ class Tokenizer(Protocol):
         """Return the ids of the text alone: no begin or end token is added."""
         ...
 
+    def encode_prompt(self, text: str) -> list[int]:
+        """Return the ids with which transformers' tokenizer begins a text: with what it puts
+        before and behind it (a begin token or none, as its files say), and with a special token
+        where the text spells one."""
+        ...
+
     def encode_packed(self, texts: Sequence[str]) -> list[bytes]:
         """Encode each text on the calling thread, and return its ids as bytes (see ``packed``)."""
         ...
@@ -37,7 +51,27 @@ class Tokenizer(Protocol):
         """Return the text of the ids. Special tokens give no text."""
         ...
 
+    def token(self, id: int) -> str | None:
+        """Return the token of an id as the vocabulary spells it, or None if there is none."""
+        ...
+
     def save_hf(self, folder: str | Path) -> None:
         """Write the files from which ``transformers.AutoTokenizer.from_pretrained(folder)`` gives
         the same ids. Raises DataError if the tokenizer cannot be expressed there."""
         ...
+
+
+def beyond_vocabulary(
+    where: str, ids: Sequence[int], vocab_size: int, tokenizer: Tokenizer, *, do: str
+) -> str | None:
+    """Say which token the model has no row for, or return None if it has one for each of the
+    ids."""
+    beyond = next((id for id in ids if id >= vocab_size), None)
+    if beyond is None:
+        return None
+    return describe(
+        where,
+        got=f"the token {tokenizer.token(beyond)!r} (id {beyond})",
+        expected=f"tokens of the model, whose vocab_size is {vocab_size}",
+        do=do,
+    )

@@ -1,8 +1,17 @@
-"""Expresses a sentencepiece BPE model as a HuggingFace ``tokenizer.json`` with the same ids."""
+"""Expresses a sentencepiece model as a HuggingFace ``tokenizer.json`` with the same ids."""
 
 from __future__ import annotations
 
-from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, processors
+from tokenizers import (
+    AddedToken,
+    Regex,
+    Tokenizer,
+    decoders,
+    models,
+    normalizers,
+    pre_tokenizers,
+    processors,
+)
 
 from megatron_llama.errors import DataError, describe, listing
 from megatron_llama.tokenizer import proto
@@ -12,24 +21,24 @@ SPACE = "\N{LOWER ONE EIGHTH BLOCK}"  # sentencepiece's escaped space
 
 
 def hf_tokenizer(model: SentencePieceModel, name: str, bos: str | None) -> Tokenizer:
-    """Return a tokenizer of the ``tokenizers`` library with the ids of a sentencepiece BPE model.
+    """Return a tokenizer of the ``tokenizers`` library with the ids of a sentencepiece model.
     Encoding with special tokens puts ``bos`` first.
 
     Ids are equal for every text that does not spell a control token: ``tokenizers`` reads a literal
-    ``</s>`` as the token, sentencepiece as text. Raises DataError with every property of the model
-    that has no counterpart.
+    ``</s>`` as the token, sentencepiece as text. Of a unigram model that holds up to rounding:
+    sentencepiece adds scores in float32, ``tokenizers`` in float64, so where several sequences of
+    pieces have the same score, as in a long run of one character, the order of these pieces may be
+    another. Raises DataError with every property of the model that has no counterpart.
     """
-    _check(model, name)
+    require_expressible(model, name)
     vocabulary = {piece.text: id for id, piece in enumerate(model.pieces)}
-    unknown = next((piece.text for piece in model.pieces if piece.type == proto.UNKNOWN), None)
-    bpe = models.BPE(
-        vocab=vocabulary,
-        merges=_merges(model),
-        unk_token=unknown,
-        fuse_unk=True,
-        byte_fallback=model.byte_fallback,
-    )
-    tokenizer = Tokenizer(bpe)
+    tokenizer = Tokenizer(_unigram(model) if model.model_type == proto.UNIGRAM else _bpe(model))
+    if model.model_type == proto.UNIGRAM and model.byte_fallback:
+        # `tokenizers` would read a literal "<0x0A>" as the byte's piece. It cannot where the text
+        # is cut behind its first character.
+        tokenizer.pre_tokenizer = pre_tokenizers.Split(
+            Regex("<(?=0x[0-9A-F]{2}>)"), "merged_with_previous"
+        )
     _set_normalizer(tokenizer, model)
     _set_decoder(tokenizer, model)
     special = [piece.text for piece in model.pieces if piece.type in (proto.UNKNOWN, proto.CONTROL)]
@@ -45,12 +54,14 @@ def hf_tokenizer(model: SentencePieceModel, name: str, bos: str | None) -> Token
     return tokenizer
 
 
-def _check(model: SentencePieceModel, name: str) -> None:
+def require_expressible(model: SentencePieceModel, name: str) -> None:
+    """Raise DataError with every property of the model that a tokenizer.json cannot express."""
     problems = []
-    if model.model_type != proto.BPE:
+    kinds = (proto.BPE, proto.UNIGRAM)
+    if model.model_type not in kinds:
         problems.append(
-            f"model_type is {model.model_type}, expected {proto.BPE} (BPE),"
-            " which every LLaMA with sentencepiece uses"
+            f"model_type is {model.model_type}, expected {proto.BPE} (BPE) or"
+            f" {proto.UNIGRAM} (unigram)"
         )
     if model.whitespace_as_suffix:
         problems.append("treat_whitespace_as_suffix is set, expected unset")
@@ -61,16 +72,46 @@ def _check(model: SentencePieceModel, name: str) -> None:
             "it has user-defined symbols, expected none"
             " (the text after one would get another space prefix)"
         )
+    if model.model_type == proto.UNIGRAM and any(
+        piece.type == proto.UNUSED for piece in model.pieces
+    ):
+        problems.append("it has unused pieces, expected none (tokenizers would use them)")
     if len({piece.text for piece in model.pieces}) != len(model.pieces):
         problems.append("two pieces have the same text, expected distinct pieces")
     if problems:
         title = describe(
             name,
             got="a model that tokenizer.json cannot express",
-            expected="a LLaMA-like BPE model",
-            do="keep using the .model file",
+            expected="a BPE or unigram model as LLaMA's",
+            do="use another tokenizer: checkpoints and exports come with a tokenizer.json",
         )
         raise DataError(listing(title, problems))
+
+
+def _bpe(model: SentencePieceModel) -> models.BPE:
+    unknown = next((piece.text for piece in model.pieces if piece.type == proto.UNKNOWN), None)
+    return models.BPE(
+        vocab={piece.text: id for id, piece in enumerate(model.pieces)},
+        merges=_merges(model),
+        unk_token=unknown,
+        fuse_unk=True,
+        byte_fallback=model.byte_fallback,
+    )
+
+
+def _unigram(model: SentencePieceModel) -> models.Unigram:
+    """The score of an unknown character is 10 below the lowest in both libraries; sentencepiece
+    looks at normal pieces only, so the others get the lowest score of these."""
+    lowest = min((piece.score for piece in model.pieces if piece.type == proto.NORMAL), default=0.0)
+    unknown = [id for id, piece in enumerate(model.pieces) if piece.type == proto.UNKNOWN]
+    return models.Unigram(
+        vocab=[
+            (piece.text, piece.score if piece.type == proto.NORMAL else lowest)
+            for piece in model.pieces
+        ],
+        unk_id=unknown[0] if unknown else None,
+        byte_fallback=model.byte_fallback,
+    )
 
 
 def _merges(model: SentencePieceModel) -> list[tuple[str, str]]:

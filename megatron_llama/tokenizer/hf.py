@@ -6,43 +6,25 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import Any
 
 import tokenizers
 
 from megatron_llama.errors import DataError
-from megatron_llama.tokenizer.files import read_json_object, replace_file
+from megatron_llama.tokenizer.files import replace_file
 from megatron_llama.tokenizer.hf_words import HFWords, hf_words
 from megatron_llama.tokenizer.library import encode_many
+from megatron_llama.tokenizer.settings import CONFIG, files_beside, read_settings, special_tokens
 
 BOS_NAMES = ("<s>", "<|begin_of_text|>", "<bos>", "<|startoftext|>")
 EOS_NAMES = ("</s>", "<|end_of_text|>", "<|eot_id|>", "<|endoftext|>", "<eos>")
-SPECIAL_NAMES = (
-    "bos_token",
-    "eos_token",
-    "unk_token",
-    "sep_token",
-    "pad_token",
-    "cls_token",
-    "mask_token",
-)
-FILES_BESIDE = (
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "tokenizer.model",
-    "chat_template.jinja",
-    "generation_config.json",
-)
-"""Files beside tokenizer.json that belong to it; the last one lists the tokens that end an
-answer."""
 
 
 class HFTokenizer:
     """A ``tokenizer.json``. Ids are those of ``AutoTokenizer`` with ``add_special_tokens=False``: a
     special token that a text spells becomes that token.
 
-    Begin and end tokens are those of ``tokenizer_config.json`` beside the file, or else the first
-    well-known name in the vocabulary.
+    Begin and end tokens are those of the settings beside the file, or else the first well-known
+    name in the vocabulary.
     """
 
     def __init__(self, path: str | Path) -> None:
@@ -65,14 +47,33 @@ class HFTokenizer:
         self.vocab_size: int = (
             max(self._tokenizer.get_vocab(with_added_tokens=True).values(), default=-1) + 1
         )
-        beside = self.path.with_name("tokenizer_config.json")
-        config = read_json_object(beside) if beside.exists() else {}
-        self.bos_id = self._special("bos_token", config, beside, BOS_NAMES)
-        self.eos_id = self._special("eos_token", config, beside, EOS_NAMES)
+        self.base_vocab_size: int = (
+            max(self._tokenizer.get_vocab(with_added_tokens=False).values(), default=-1) + 1
+        )
+        self._named = special_tokens(read_settings(self.path))
+        self.bos_id = self._special("bos_token", BOS_NAMES)
+        self.eos_id = self._special("eos_token", EOS_NAMES)
 
     def encode(self, text: str) -> list[int]:
         ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False).ids
         return ids
+
+    def encode_prompt(self, text: str) -> list[int]:
+        ids: list[int] = self._tokenizer.encode(text).ids
+        return ids
+
+    @cached_property
+    def frame(self) -> tuple[list[int], list[int]]:
+        """The ids that ``encode_prompt`` puts before and behind those of a text."""
+        # Some texts have no token of their own, and then nothing says which ids are in front.
+        probes = ("a", *self._tokenizer.get_vocab())
+        encodings = (self._tokenizer.encode(text) for text in probes)
+        encoding = next((found for found in encodings if 0 in found.sequence_ids), None)
+        if encoding is None:
+            return [], []
+        first = encoding.sequence_ids.index(0)
+        behind = encoding.sequence_ids[::-1].index(0)
+        return encoding.ids[:first], encoding.ids[len(encoding.ids) - behind :]
 
     def encode_packed(self, texts: Sequence[str]) -> list[bytes]:
         return (
@@ -102,26 +103,18 @@ class HFTokenizer:
         ]
 
     def token(self, id: int) -> str | None:
-        """Return the token of an id as the vocabulary spells it."""
         spelt: str | None = self._tokenizer.id_to_token(id)
         return spelt
 
     def special_names(self) -> dict[str, str]:
         """Return ``bos_token`` and the like with the tokens that they name: those of the
         configuration, or else those that were found in the vocabulary."""
-        beside = self.path.with_name("tokenizer_config.json")
-        config = read_json_object(beside) if beside.exists() else {}
-        given = {name: config[name] for name in SPECIAL_NAMES if config.get(name) is not None}
-        named = {
-            name: str(token["content"] if isinstance(token, dict) else token)
-            for name, token in given.items()
-        }
         found = {"bos_token": self.bos_id, "eos_token": self.eos_id}
         return {
             name: token
             for name, id in found.items()
             if id is not None and (token := self.token(id)) is not None
-        } | named
+        } | self._named
 
     def decode(self, ids: Sequence[int]) -> str:
         text: str = self._tokenizer.decode(list(ids), skip_special_tokens=True)
@@ -130,30 +123,23 @@ class HFTokenizer:
     def save_hf(self, folder: str | Path) -> None:
         """Write tokenizer.json as it was loaded, and copy the files beside it that belong to it
         (configuration, special tokens, chat template, end tokens)."""
-        files = {"tokenizer.json": self._content}
-        for name in FILES_BESIDE:
-            if (beside := self.path.with_name(name)).is_file():
-                files[name] = beside.read_bytes()
+        files = {**files_beside(self.path), "tokenizer.json": self._content}
         for name, content in files.items():
             replace_file(Path(folder) / name, content)
 
-    def _special(
-        self, field: str, config: dict[str, Any], where: Path, names: Sequence[str]
-    ) -> int | None:
+    def _special(self, field: str, names: Sequence[str]) -> int | None:
         """Return the id of the configured token, or else of the first of ``names`` in the
         vocabulary, or else None."""
-        token = config.get(field)
-        if isinstance(token, dict):
-            token = token.get("content")
+        token = self._named.get(field)
         if token is None:
             return next(
                 (id for name in names if (id := self._tokenizer.token_to_id(name)) is not None),
                 None,
             )
-        id = self._tokenizer.token_to_id(str(token))
+        id = self._tokenizer.token_to_id(token)
         if id is None:
             raise DataError(
-                f"{where}: {field}",
+                f"{self.path.with_name(CONFIG)}: {field}",
                 got=repr(token),
                 expected="a token of tokenizer.json",
                 do="restore the two files as a pair",

@@ -44,6 +44,21 @@ def load_tokenizer(path: str | Path, tokenizer_type: str | None = None) -> Token
     return HFTokenizer(file)
 
 
+def has_tokenizer(folder: Path) -> bool:
+    """Return whether ``load_tokenizer`` finds a tokenizer in a folder."""
+    return any((folder / name).is_file() for name in ("tokenizer.json", "tokenizer.model"))
+
+
+def require_expressible(tokenizer: Tokenizer) -> None:
+    """Raise DataError if ``tokenizer.save_hf`` would, without the time that it takes."""
+    from megatron_llama.tokenizer import export, proto
+    from megatron_llama.tokenizer.spm import SentencePieceTokenizer
+
+    if isinstance(tokenizer, SentencePieceTokenizer):
+        name = str(tokenizer.path)
+        export.require_expressible(proto.parse_model(tokenizer.path.read_bytes(), name), name)
+
+
 def _is_ranks(file: Path) -> bool:
     """Return whether a ``.model`` file begins as LLaMA 3's does, with a base64 word and a number.
     Sentencepiece's begins with the byte 0x0A."""

@@ -10,18 +10,30 @@ from functools import cached_property
 from pathlib import Path
 
 import sentencepiece
+from tokenizers import Tokenizer, pre_tokenizers, processors
 
 from megatron_llama.errors import DataError, describe
-from megatron_llama.tokenizer.export import hf_tokenizer
-from megatron_llama.tokenizer.files import replace_file, to_json
+from megatron_llama.tokenizer.export import SPACE, hf_tokenizer
+from megatron_llama.tokenizer.files import read_json_object, replace_file, to_json
 from megatron_llama.tokenizer.proto import parse_model
+from megatron_llama.tokenizer.settings import (
+    CONFIG,
+    files_beside,
+    read_settings,
+    special_tokens,
+    tokens_behind,
+)
 from megatron_llama.tokenizer.words import Words, encode_pieces, sentencepiece_words, splits
 
 FIRST_FREE_ID = 3 + 256  # unknown, begin, end, and one piece per byte
 
 
 class SentencePieceTokenizer:
-    """A ``.model`` file. Ids are sentencepiece's own, so a literal ``</s>`` in a text stays text.
+    """A ``.model`` file. Ids are sentencepiece's own, so a literal ``</s>`` in a text stays text;
+    only ``encode_prompt`` reads it as the token.
+
+    Begin and end tokens, and tokens that were added behind the model's, are those of the settings
+    beside the file.
 
     ``decode(encode(text)) == text`` holds for models with identity normalization, except that
     sentencepiece spells a space as U+2581 and so gives a literal U+2581 back as a space.
@@ -40,12 +52,19 @@ class SentencePieceTokenizer:
                 expected="a sentencepiece model",
                 do="give the path of a tokenizer.model",
             ) from error
-        self.vocab_size: int = self._processor.get_piece_size()
-        self.bos_id = _known(self._processor.bos_id())
-        self.eos_id = _known(self._processor.eos_id())
+        self._settings = read_settings(self.path)
+        self.base_vocab_size: int = self._processor.get_piece_size()
+        self._added = tokens_behind(self._settings, self.base_vocab_size, self.path)
+        self.vocab_size = self.base_vocab_size + len(self._added)
+        self.bos_id = self._named("bos_token", self._processor.bos_id())
+        self.eos_id = self._named("eos_token", self._processor.eos_id())
 
     def encode(self, text: str) -> list[int]:
         ids: list[int] = self._processor.encode(text)
+        return ids
+
+    def encode_prompt(self, text: str) -> list[int]:
+        ids: list[int] = self._twin.encode(text).ids
         return ids
 
     def encode_packed(self, texts: Sequence[str]) -> list[bytes]:
@@ -59,32 +78,89 @@ class SentencePieceTokenizer:
         model = parse_model(self._model, str(self.path))
         return sentencepiece_words(self._model, model) if splits(model) else None
 
+    @cached_property
+    def _twin(self) -> Tokenizer:
+        """What ``transformers`` makes of the file and its settings. Raises DataError if there is
+        no such tokenizer."""
+        model = parse_model(self._model, str(self.path))
+        twin = hf_tokenizer(model, str(self.path), None)
+        if self._settings.get("legacy") is False and model.add_dummy_prefix:
+            # What follows a special token then begins no word: "[INST]" behind "<s>" has no space.
+            twin.normalizer = None
+            twin.pre_tokenizer = pre_tokenizers.Metaspace(SPACE, "first", split=False)
+        twin.add_tokens(self._added)
+        bos = self._piece(self.bos_id) if self._settings.get("add_bos_token", True) else None
+        eos = self._piece(self.eos_id) if self._settings.get("add_eos_token", False) else None
+        in_front = [] if bos is None else [bos]
+        behind = [] if eos is None else [eos]
+        one = [*in_front, "$A", *behind]
+        other = [f"{text}:1" for text in (*in_front, "$B", *behind)]
+        twin.post_processor = processors.TemplateProcessing(
+            single=" ".join(one),
+            pair=" ".join([*one, *other]),
+            special_tokens=[(text, twin.token_to_id(text)) for text in {*in_front, *behind}],
+        )
+        return twin
+
     def decode(self, ids: Sequence[int]) -> str:
+        if self._added and any(id >= self.base_vocab_size for id in ids):
+            added: str = self._twin.decode(list(ids), skip_special_tokens=True)
+            return added
         text: str = self._processor.decode(list(ids))
         return text
 
+    def token(self, id: int) -> str | None:
+        if not 0 <= id < self.vocab_size:
+            return None
+        behind = id - self.base_vocab_size
+        return str(self._added[behind].content if behind >= 0 else self._processor.id_to_piece(id))
+
     def save_hf(self, folder: str | Path) -> None:
-        """Write tokenizer.model, tokenizer.json and tokenizer_config.json. Raises DataError if the
-        model is not a BPE as LLaMA's."""
+        """Write tokenizer.model, tokenizer.json and tokenizer_config.json, and copy the other files
+        beside the model that belong to it. Raises DataError if there is no such tokenizer.json."""
         folder = Path(folder)
-        bos = self._piece(self.bos_id)
-        eos = self._piece(self.eos_id)
-        tokenizer = hf_tokenizer(parse_model(self._model, str(self.path)), str(self.path), bos)
+        own = self.path.with_name(CONFIG)
+        given = read_json_object(own) if own.is_file() else {}
         config = {
-            "tokenizer_class": "PreTrainedTokenizerFast",
-            "bos_token": bos,
-            "eos_token": eos,
+            "bos_token": self._piece(self.bos_id),
+            "eos_token": self._piece(self.eos_id),
             "unk_token": self._piece(_known(self._processor.unk_id())),
-            "add_bos_token": bos is not None,
+            "add_bos_token": self.bos_id is not None,
             "add_eos_token": False,
             "clean_up_tokenization_spaces": False,
+            **{name: value for name, value in given.items() if name != "auto_map"},
+            # Other classes make a tokenizer of their own from the vocabulary in tokenizer.json.
+            "tokenizer_class": "PreTrainedTokenizerFast",
         }
-        replace_file(folder / "tokenizer.model", self._model)
-        replace_file(folder / "tokenizer.json", tokenizer.to_str().encode())
-        replace_file(folder / "tokenizer_config.json", to_json(config))
+        files = {
+            **files_beside(self.path),
+            "tokenizer.model": self._model,
+            "tokenizer.json": self._twin.to_str().encode(),
+            CONFIG: to_json(config),
+        }
+        for name, content in files.items():
+            replace_file(folder / name, content)
+
+    def _named(self, field: str, own: int) -> int | None:
+        """Return the id of the token that the settings name, or else the model's own."""
+        text = special_tokens(self._settings).get(field)
+        if not text:
+            return _known(own)
+        behind = [token.content for token in self._added]
+        if text in behind:
+            return self.base_vocab_size + behind.index(text)
+        id: int = self._processor.piece_to_id(text)
+        if self._processor.id_to_piece(id) != text:
+            raise DataError(
+                f"{self.path.with_name(CONFIG)}: {field}",
+                got=repr(text),
+                expected=f"a token of {self.path.name}",
+                do="restore the two files as a pair",
+            )
+        return id
 
     def _piece(self, id: int | None) -> str | None:
-        return None if id is None else str(self._processor.id_to_piece(id))
+        return None if id is None else self.token(id)
 
 
 def train_tokenizer(

@@ -1,4 +1,4 @@
-"""Decodes tokens into text while they arrive."""
+"""Decodes tokens into text while they arrive, up to a stop string."""
 
 from __future__ import annotations
 
@@ -43,3 +43,36 @@ class TextStream:
     def _pending(self) -> str:
         known = self._tokenizer.decode(self._ids[self._context : self._shown])
         return self._tokenizer.decode(self._ids[self._context :])[len(known) :]
+
+
+class StopStrings:
+    """Ends a text that comes piece by piece before the first of some strings.
+
+    What may be the beginning of such a string is kept back until it is known. The string that is
+    complete first counts, so the text does not depend on where the pieces end."""
+
+    def __init__(self, strings: Sequence[str]) -> None:
+        self._strings = strings
+        self._kept = ""
+        self.found = False
+        """Whether the text has ended. Nothing may be added to it then."""
+
+    def add(self, piece: str) -> str:
+        """Return the text that is certain now, which may be empty."""
+        text = self._kept + piece
+        places = [(text.find(string), len(string)) for string in self._strings]
+        ends = [(start + length, start) for start, length in places if start >= 0]
+        if ends:
+            self.found = True
+            self._kept = ""
+            return text[: min(ends)[1]]
+        certain = next(at for at in range(len(text) + 1) if self._may_begin(text[at:]))
+        self._kept = text[certain:]
+        return text[:certain]
+
+    def rest(self) -> str:
+        """Return the text that is left when no piece follows."""
+        return self._kept
+
+    def _may_begin(self, text: str) -> bool:
+        return not text or any(string.startswith(text) for string in self._strings)

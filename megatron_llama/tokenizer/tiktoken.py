@@ -83,14 +83,19 @@ class TiktokenTokenizer:
             ) from error
         self._tokens = parse_ranks(self._model, str(path))
         self.vocab_size: int = len(self._tokens) + SPECIAL_TOKENS
+        self.base_vocab_size = self.vocab_size
         self.bos_id: int | None = len(self._tokens)
         self.eos_id: int | None = len(self._tokens) + 1
 
     @cached_property
-    def _tokenizer(self) -> Tokenizer:
+    def _twin(self) -> Tokenizer:
         """The twin in the ``tokenizers`` library, which takes more than a second to make."""
-        twin = hf_tokenizer(self._tokens, special_tokens(_version(self.path)))
-        # Special tokens in a text stay text. This belongs to the object, not to what it saves.
+        return hf_tokenizer(self._tokens, special_tokens(version_of(self.path)))
+
+    @cached_property
+    def _tokenizer(self) -> Tokenizer:
+        """A twin for which special tokens in a text stay text."""
+        twin = hf_tokenizer(self._tokens, special_tokens(version_of(self.path)))
         twin.encode_special_tokens = True
         return twin
 
@@ -114,6 +119,10 @@ class TiktokenTokenizer:
         ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False).ids
         return ids
 
+    def encode_prompt(self, text: str) -> list[int]:
+        ids: list[int] = self._twin.encode(text).ids
+        return ids
+
     def encode_packed(self, texts: Sequence[str]) -> list[bytes]:
         if self._library is None:
             return self._words.encode(texts)
@@ -125,8 +134,12 @@ class TiktokenTokenizer:
         ]
 
     def decode(self, ids: Sequence[int]) -> str:
-        text: str = self._tokenizer.decode(list(ids), skip_special_tokens=True)
+        text: str = self._twin.decode(list(ids), skip_special_tokens=True)
         return text
+
+    def token(self, id: int) -> str | None:
+        spelt: str | None = self._twin.id_to_token(id)
+        return spelt
 
     def save_hf(self, folder: str | Path) -> None:
         """Write tokenizer.model, tokenizer.json and tokenizer_config.json."""
@@ -139,7 +152,7 @@ class TiktokenTokenizer:
             "model_input_names": ["input_ids", "attention_mask"],
         }
         replace_file(folder / "tokenizer.model", self._model)
-        replace_file(folder / "tokenizer.json", self._tokenizer.to_str().encode())
+        replace_file(folder / "tokenizer.json", self._twin.to_str().encode())
         replace_file(folder / "tokenizer_config.json", to_json(config))
 
 
@@ -243,7 +256,8 @@ def _merges(tokens: Sequence[bytes]) -> Iterator[tuple[int, int]]:
         )
 
 
-def _version(path: Path) -> str:
+def version_of(path: Path) -> str:
+    """Return ``3`` or ``3.1``: the LLaMA whose names the special tokens of a file have."""
     params = path.with_name("params.json")
     return (
         "3" if params.is_file() and not read_json_object(params).get("use_scaled_rope") else "3.1"

@@ -12,7 +12,7 @@ import torch
 from megatron_llama.checkpoint import native
 from megatron_llama.checkpoint.chunks import Region, regions
 from megatron_llama.checkpoint.native import TrainState
-from megatron_llama.distributed.mesh import Place
+from megatron_llama.distributed.launcher import Place
 from megatron_llama.engine.optimizer import OverlappedDistributedOptimizer, WeightSource
 from megatron_llama.plans.params import Rectangle, hf_shapes
 from torch import Tensor

@@ -14,7 +14,8 @@ from pathlib import Path
 
 import pytest
 from megatron_llama.checkpoint import checkpoint_dir, native
-from megatron_llama.distributed.mesh import Place
+from megatron_llama.checkpoint.failures import require_writable
+from megatron_llama.distributed.launcher import Place
 from megatron_llama.errors import CheckpointError
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 
@@ -173,8 +174,18 @@ def test_a_folder_without_checkpoints_is_named(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="got a folder without complete checkpoints"):
         checkpoint_dir.find(tmp_path)
     (tmp_path / "config.json").write_text("{}")
-    with pytest.raises(CheckpointError, match="give it as --init-from-hf"):
+    with pytest.raises(
+        CheckpointError, match=r"give the checkpoint of a run \(.*generate and chat read such a folder with --init-from-hf\)"
+    ):
         checkpoint_dir.find(tmp_path)
+
+
+@pytest.mark.parametrize("folder", ["/proc/runs/mine", "/proc"])
+def test_a_place_where_nobody_can_write_is_named_as_it_was_given(folder: str) -> None:
+    with pytest.raises(
+        CheckpointError, match=rf"^{folder}: got .*, expected a folder in which files can be written; .*give another folder$"
+    ):
+        require_writable(Path(folder))
 
 
 def message_of_load(place: Place, layout: Layout, folder: Path) -> str:

@@ -12,7 +12,7 @@ import pytest
 import torch
 from megatron_llama.checkpoint import checkpoint_dir, native
 from megatron_llama.checkpoint.chunks import CHUNK_ELEMENTS, Region
-from megatron_llama.distributed.mesh import Place
+from megatron_llama.distributed.launcher import Place
 from megatron_llama.plans.params import Rectangle, hf_shapes
 from torch import Tensor
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner

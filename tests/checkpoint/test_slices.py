@@ -12,7 +12,8 @@ import torch
 from megatron_llama.config.schema import Config, ModelConfig, ParallelConfig
 from megatron_llama.convert.hf.reader import HFWeights
 from megatron_llama.convert.hf.writer import export_hf
-from megatron_llama.distributed.mesh import Place, build_mesh
+from megatron_llama.distributed.launcher import Place
+from megatron_llama.distributed.mesh import build_mesh
 from megatron_llama.engine.build import build_optimizer
 from megatron_llama.model.init import InitialWeights
 from megatron_llama.model.llama import build_stages

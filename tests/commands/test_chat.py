@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import io
 import json
+import os
+import pty
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import torch
+from megatron_llama.cli import main
 from megatron_llama.commands.chat import Talk
 from megatron_llama.commands.common.trained import Trained
 from megatron_llama.config.schema import Config
@@ -74,7 +78,7 @@ def expected(model: Trained, messages: list[dict[str, str]]) -> str:
     """The answer of a model that reads everything at once."""
     speaker = ChatTokenizer(model.tokenizer, "chatml")
     found = generate_batch(model.stage, [speaker.continued(messages)], GREEDY, stops=frozenset({257, 258}), seed=1)
-    return model.tokenizer.decode([token for _, token in found if token is not None])
+    return model.tokenizer.decode([token for _, token in found if isinstance(token, int)])
 
 
 @pytest.mark.parametrize("system", [None, "Be brief."])
@@ -148,3 +152,51 @@ def test_a_conversation_through_a_pipe(model: Trained, folder: Path, tmp_path: P
     first, second = ("".join(talk.answer(text)) for text in ("hi", "again"))
     assert ended.stdout == f"{first}\n{first}\n{second}\n"
     assert "error: the message: got the special token '</s>' at character 0" in ended.stderr
+
+
+@pytest.fixture
+def hf(model: Trained, folder: Path, tmp_path: Path) -> Path:
+    from megatron_llama.convert.hf.writer import export_hf
+
+    return export_hf(tmp_path / "hf", model.stage.config, InitialWeights(3, 0.3), "float32", load_tokenizer(folder))
+
+
+def test_commands(model: Trained, hf: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    said = ["hi", "/help", "/rest now", " /tmp", "/reset", "hi", "/quit", "never read"]
+    monkeypatch.setattr(sys, "stdin", io.StringIO("\n".join(said)))
+    assert main(["chat", "--load", str(hf), "--temperature", "0", "--max-new-tokens", "6"]) == 0
+    printed = capsys.readouterr()
+    talk = talk_of(model, "plain")
+    first, second = ("".join(talk.answer(text)) for text in ("hi", "/tmp"))
+    assert printed.out == f"{first}\n{second}\n{first}\n"
+    assert printed.err.count("  /reset  forget the conversation") == 2 and printed.err.count("error: ") == 1
+    assert "error: /rest is no command\n  /help " in printed.err
+
+
+def test_a_template_without_its_tokens_is_one_error(hf: Path, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Such as that of WordPiece, which has something behind a text but names no end token."""
+    content = json.loads((folder / "tokenizer.json").read_text().replace("</s>", "[SEP]"))
+    frame = [{"Sequence": {"id": "A", "type_id": 0}}, {"SpecialToken": {"id": "[SEP]", "type_id": 0}}]
+    behind = {"[SEP]": {"id": "[SEP]", "ids": [257], "tokens": ["[SEP]"]}}
+    content["post_processor"] = {"type": "TemplateProcessing", "single": frame, "pair": frame, "special_tokens": behind}
+    (hf / "tokenizer.json").write_text(json.dumps(content))
+    (hf / "tokenizer_config.json").unlink()
+    assert main(["chat", "--load", str(hf)]) == 1
+    assert "error: --chat-template: got 'eos_token' is undefined (from built-in template plain" in capsys.readouterr().err
+
+
+def test_a_terminal_edits_lines_and_remembers_them() -> None:
+    """Ctrl-P brings back the line before, Ctrl-A goes to its beginning, Ctrl-D ends."""
+    terminal, theirs = pty.openpty()
+    code = "from megatron_llama.commands.chat import lines\nfor line in lines(): print('got', repr(line))"
+    plain = {**os.environ, "TERM": "dumb"}
+    child = subprocess.Popen([sys.executable, "-c", code], stdin=theirs, stdout=theirs, stderr=theirs, env=plain)
+    os.close(theirs)
+    shown = ""
+    for count, typed in enumerate(("a message\r", "\x10\x01not \r", "\x04")):
+        while shown.count("got ") < count or "> " not in shown.rpartition("got ")[2]:
+            shown += os.read(terminal, 1000).decode()
+        os.write(terminal, typed.encode())
+    assert child.wait() == 0
+    os.close(terminal)
+    assert "got 'a message'" in shown and "got 'not a message'" in shown

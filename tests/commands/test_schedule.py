@@ -83,6 +83,15 @@ def test_the_drawing(name: str, ticks: int, tmp_path: Path, capsys: pytest.Captu
         assert len(numbers) == len(inside) and numbers[:2] == [str(rank), "0"]
 
 
+def test_the_page(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The same drawing, with the numbers that the terminal has."""
+    words = [*FOUR, "zb-v", "--svg", str(tmp_path / "a.svg"), "--html", str(tmp_path / "a.html")]
+    assert f"drawn in {tmp_path}/a.html\n" in output(words, capsys)
+    text = (tmp_path / "a.html").read_text()
+    assert "<h1>zb-v: 4 pipeline ranks x 2 chunks, 8 microbatches (validated)</h1>" in text and "formula (p-1)/(6m+p-1) = 5.88%" in text
+    assert text.count("<rect") == (tmp_path / "a.svg").read_text().count("<rect") > 100
+
+
 def test_errors(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*FOUR, "interleaved"]) == 2
     assert "--virtual-pipeline-model-parallel-size: got 1, expected 2 or more" in capsys.readouterr().err

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from itertools import accumulate
+import shutil
 from pathlib import Path
 
 import pytest
@@ -11,7 +11,7 @@ import torch
 from megatron_llama.cli import main
 from megatron_llama.commands.common.configs import ModelFolderConfig
 from megatron_llama.commands.common.trained import Trained, open_trained
-from megatron_llama.commands.generate import continued
+from megatron_llama.commands.generate import Text, grow
 from megatron_llama.convert.hf.writer import export_hf
 from megatron_llama.model.generate import Reader, Sampling
 from megatron_llama.model.init import InitialWeights
@@ -42,14 +42,102 @@ def test_every_format(to: str, hf: Path, model: Trained, tmp_path: Path) -> None
     assert torch.equal(Reader(found.stage).read([text]), Reader(model.stage).read([text]))
 
 
+def shown(model: Trained, prompts: list[str], sampling: Sampling, stop: tuple[str, ...] = ()) -> list[list[str]]:
+    texts = [Text(model, prompt, model.tokenizer.encode(prompt), stop) for prompt in prompts]
+    steps = grow(model, texts, sampling, 1)
+    return [list(text.pieces(steps)) for text in texts]
+
+
 def test_a_text_is_shown_while_it_is_made_and_those_behind_it_when_it_is_done(model: Trained) -> None:
-    prompts, sampling = ([model.tokenizer.encode(text) for text in ("first", "second prompt")], Sampling(8, 0.0, 0, 1.0))
-    whole = ["".join(continued(model, [prompt], sampling, 1)) for prompt in prompts]
-    pieces = list(continued(model, prompts, sampling, 1))
-    assert "".join(pieces) == "".join(whole) and whole[0].startswith("first") and whole[1].endswith("\n")
-    shown = list(accumulate(map(len, pieces)))
-    assert shown[0] == len("first") and sum(size < len(whole[0]) for size in shown) > 3, "token by token"
-    assert len(whole[0]) in shown, "nothing of the second in a piece of the first"
+    prompts, sampling = (["first", "second prompt"], Sampling(8, 0.0, 0, 1.0))
+    whole = ["".join(shown(model, [prompt], sampling)[0]) for prompt in prompts]
+    pieces = shown(model, prompts, sampling)
+    assert ["".join(found) for found in pieces] == whole
+    assert pieces[0][0] == "first"
+    assert len(pieces[1]) <= 3 < len(pieces[0]), "what was made in the meantime comes at once"
+
+
+def run(capsys: pytest.CaptureFixture[str], *options: object) -> tuple[str, str]:
+    """What ``generate`` prints, on stdout and stderr."""
+    capsys.readouterr()
+    assert main(["generate", "--temperature", "0", *map(str, options)]) == 0
+    printed = capsys.readouterr()
+    return printed.out, printed.err
+
+
+def test_several_prompts_have_headings_and_one_has_none(hf: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    options = ("--load", hf, "--max-new-tokens", 4, "--prompt")
+    alone = [run(capsys, *options, prompt)[0] for prompt in ("one", "two", "three")]
+    assert alone[0].startswith("one") and "=== " not in "".join(alone)
+    together = run(capsys, *options, "one", "two", "three", "--batch-size", 2)[0]
+    assert together == "\n".join(f"=== prompt {number} ===\n{text}" for number, text in enumerate(alone, 1))
+
+
+def test_json_has_a_line_for_each_prompt(hf: Path, model: Trained, capsys: pytest.CaptureFixture[str]) -> None:
+    options = ("--load", hf, "--max-new-tokens", 12, "--prompt", "one", "\u00fcber\n", "three", "--batch-size", 2)
+    found = [json.loads(line) for line in run(capsys, *options, "--json")[0].splitlines()]
+    assert [entry["prompt"] for entry in found] == ["one", "\u00fcber\n", "three"]
+    for entry in found:
+        assert list(entry) == ["prompt", "text", "token_ids", "finish_reason"]
+        assert entry["finish_reason"] == "length" and len(entry["token_ids"]) == 12
+        assert entry["text"] == model.tokenizer.decode(entry["token_ids"])
+    end = Trained(model.stage, model.tokenizer, frozenset(found[0]["token_ids"][5:6]))
+    text = Text(end, "one", model.tokenizer.encode("one"))
+    ended = json.loads(text.as_json(grow(end, [text], Sampling(12, 0.0, 0, 1.0), 1)))
+    assert (
+        ended["finish_reason"] == "stop"
+        and ended["token_ids"] == found[0]["token_ids"][: len(ended["token_ids"])]
+        and len(ended["token_ids"]) < 6
+    )
+
+
+def test_a_stop_string_ends_its_prompt_alone_and_early(hf: Path, model: Trained, capsys: pytest.CaptureFixture[str]) -> None:
+    options = ("--load", hf, "--max-new-tokens", 30, "--json", "--prompt", "one", "three")
+    whole = [json.loads(line) for line in run(capsys, *options)[0].splitlines()]
+    first = whole[0]["text"]
+    at = next(at for at in range(3, 20) if first.find(first[at : at + 3]) == at and first[at : at + 3] not in whole[1]["text"])
+    stop = first[at : at + 3]  # three characters are three tokens or more
+    read = list[int]()
+    hook = model.stage.model.layers["0"].mlp.register_forward_hook(lambda module, inputs, output: read.append(inputs[0].shape[1]))  # type: ignore[union-attr, index]
+    texts = [Text(model, prompt, model.tokenizer.encode(prompt), (stop, "nowhere")) for prompt in ("one", "three")]
+    steps = grow(model, texts, Sampling(30, 0.0, 0, 1.0), 1)
+    pieces = [list(text.pieces(steps)) for text in texts]
+    hook.remove()
+    assert "".join(pieces[0]) == "one" + first[:at] and "".join(pieces[1]) == "three" + whole[1]["text"]
+    assert texts[0].finish_reason == "stop" and texts[1].finish_reason == "length"
+    assert read == [2] * (read.index(1)) + [1] * (30 - read.index(1)) and read.index(1) < 30, "nothing more is computed for it"
+    stopped = [json.loads(line) for line in run(capsys, *options, "--stop", "nowhere", stop)[0].splitlines()]
+    assert stopped[0]["text"] == first[:at] and stopped[0]["finish_reason"] == "stop" and stopped[1] == whole[1]
+    assert stopped[0]["token_ids"] == whole[0]["token_ids"][: len(stopped[0]["token_ids"])]
+    assert main(["generate", "--load", str(hf), "--stop", ""]) == 2
+    assert "--stop: got an empty text" in capsys.readouterr().err
+
+
+def test_a_begin_token_that_comes_twice_is_said(hf: Path, folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    content = json.loads((folder / "tokenizer.json").read_text())
+    begin = {"SpecialToken": {"id": "<s>", "type_id": 0}}
+    text = {"Sequence": {"id": "A", "type_id": 0}}
+    tokens = {"<s>": {"id": "<s>", "ids": [256], "tokens": ["<s>"]}}
+    content["post_processor"] = {
+        "type": "TemplateProcessing",
+        "single": [begin, text],
+        "pair": [begin, text, text],
+        "special_tokens": tokens,
+    }
+    (tmp_path / "tokenizer.json").write_text(json.dumps(content))
+    options = ("--load", hf, "--max-new-tokens", 1, "--prompt", "a", "<s>b", "c<s>")
+    said = run(capsys, *options, "--tokenizer-model", tmp_path)[1]
+    do = "leave it out of the prompt, since the tokenizer adds it"
+    assert said.count("warning") == 1 and f"warning: prompt 2: got the begin token '<s>' twice, expected it once; {do}\n" in said
+    assert "warning" not in run(capsys, *options, "<s><s>d")[1], "this tokenizer adds none"
+
+
+def test_a_text_that_the_model_has_no_room_for_is_said(hf: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    longest = open_trained(ModelFolderConfig(init_from_hf=str(hf))).longest
+    options = ("--load", hf, "--prompt", "a", "--temperature", 0, "--max-new-tokens")
+    said = run(capsys, *options, longest)[1]
+    assert f"warning: --max-new-tokens: got {longest}, expected at most {longest - 1} behind the longest prompt; " in said
+    assert "warning" not in run(capsys, *options, longest - 1)[1]
 
 
 def test_bf16_and_another_tokenizer(hf: Path, folder: Path, tmp_path: Path) -> None:
@@ -57,3 +145,16 @@ def test_bf16_and_another_tokenizer(hf: Path, folder: Path, tmp_path: Path) -> N
     found = open_trained(ModelFolderConfig(init_from_hf=str(hf), bf16=True, tokenizer_model=str(tmp_path)))
     assert {parameter.dtype for parameter in found.stage.parameters()} == {torch.bfloat16}
     assert load_tokenizer(tmp_path).eos_id == found.tokenizer.eos_id
+
+
+def test_what_is_not_applied_of_a_generation_config_is_said(hf: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """transformers writes another text with such a field, also without drawing."""
+    copied = tmp_path / "model"
+    shutil.copytree(hf, copied)
+    path = copied / "generation_config.json"
+    path.write_text(
+        json.dumps({"repetition_penalty": 1.3, "num_beams": 1, "suppress_tokens": None, "do_sample": True, "no_repeat_ngram_size": 2})
+    )
+    assert main(["generate", "--load", str(copied), "--prompt", "a", "--max-new-tokens", "1"]) == 0
+    said = [line for line in capsys.readouterr().err.splitlines() if line.startswith("note: ")]
+    assert said == [f"note: {path} {field}: not applied here" for field in ("repetition_penalty 1.3", "no_repeat_ngram_size 2")]

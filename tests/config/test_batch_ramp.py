@@ -32,6 +32,7 @@ def test_a_run_is_as_many_whole_steps_as_its_samples_are_enough_for(ramp: tuple[
     while consumed + sizes.at(consumed) <= samples:
         consumed, steps = consumed + sizes.at(consumed), steps + 1
     assert sizes.steps(first, samples) == (steps, max(samples - consumed, 0))
+    assert first or sizes.samples(steps) == consumed
 
 
 @pytest.mark.parametrize("ramp", [(), *RAMPS])

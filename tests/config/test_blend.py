@@ -29,6 +29,17 @@ def test_weights_for_some_are_refused(words: str) -> None:
     assert problem.startswith(f"--data-path: got {words}, expected PREFIX, PREFIX PREFIX ..., or WEIGHT PREFIX WEIGHT PREFIX ...; give")
 
 
+@pytest.mark.parametrize("words", [["0.7,a,0.3,b"], ["0.7 a 0.3 b"], ["0.7,a", "0.3,b"], ["0.7", "a,", "0.3", "b"]])
+def test_weights_are_words_of_their_own(words: list[str]) -> None:
+    [problem] = blend_problems(words)
+    assert problem.endswith("; separate them by spaces, outside of quotes: --data-path 0.7 a 0.3 b")
+
+
+@pytest.mark.parametrize("words", [["a,b"], ["my data/corpus"], ["1,2 and 3"], ["0.7", "my data", "0.3", "a,b"]])
+def test_prefixes_may_have_spaces_and_commas(words: list[str]) -> None:
+    assert list(blend_problems(words)) == [] and len(read_blend(words).prefixes) == max(1, len(words) // 2)
+
+
 @pytest.mark.parametrize("words", ["0 a 1 b", "1 a -1 b"])
 def test_weights_are_positive(words: str) -> None:
     assert list(blend_problems(words.split())) == [f"--data-path: got {words}, expected weights above 0; leave out what is not to be read"]

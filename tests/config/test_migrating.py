@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+from megatron_llama.config.foreign_names import remedy_for
 from megatron_llama.config.help import config_sections
 from megatron_llama.config.megatron_names import MEGATRON
 from megatron_llama.config.parse import options_of
@@ -28,3 +29,14 @@ def test_what_is_the_same_is_the_same() -> None:
     named = {name.replace("-", "_") for left in rows for name in re.findall(r"`--([\w-]+)[ `]", left)}
     missing = {name for name in named if name not in known and name.removeprefix("no_") not in known}
     assert len(named) > 25 and missing == set()
+
+
+def test_every_name_on_the_left_is_answered() -> None:
+    """As an option, or by an error that says what to give instead."""
+    known = options_of((SFTConfig, *config_sections())).keys() | MEGATRON.keys()
+    page = PAGE.read_text()
+    rows = re.findall(r"^\| (.*) \| (?:.*) \|$", page[page.index("## From Megatron-LM") :], re.MULTILINE)
+    named = {name.replace("-", "_") for left in rows for name in re.findall(r"`(?:--)?([a-zA-Z][\w.-]+)[ `]", left) if "..." not in name}
+    code = {"AutoModelForCausalLM.from_config", "trainer.save_model", "TrainingArguments"}
+    unknown = {name for name in named - known - code if name.removeprefix("no_") not in known and remedy_for(name) is None}
+    assert len(named) > 150 and unknown == set()

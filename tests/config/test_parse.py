@@ -1,4 +1,5 @@
 import json
+import re
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -7,6 +8,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import pytest
+from megatron_llama.config.foreign_names import FAMILIES, INSTEAD, NOT_NEEDED
 from megatron_llama.config.help import config_sections, field_docs, help_text, main, options_markdown
 from megatron_llama.config.megatron_names import MEGATRON
 from megatron_llama.config.parse import Parsed, differences, options_of, parse
@@ -21,6 +23,7 @@ from megatron_llama.config.schema import (
     TrainingConfig,
 )
 from megatron_llama.errors import ConfigError
+from megatron_llama.sft.sft_config import SFTConfig
 
 ROOT = Path(__file__).resolve().parents[2]
 SECTIONS = config_sections()
@@ -32,13 +35,13 @@ NAMES = """
     bf16 bos_token_id
     check_weight_hash_across_dp_replicas_interval clip_grad compile context_parallel_size cp_comm_type
     data_order data_parallel_shard_size data_parallel_sharding_strategy data_path distributed_timeout_minutes
-    early_stop_patience eod_mask_loss eos_token_id epochs eval_interval eval_iters exchange_chunk_bytes exit_duration_in_mins exit_interval export_hf
+    early_stop_patience eod_mask_loss eos_token_id epochs eval_interval eval_iters exchange_chunk_bytes exit_duration_in_mins exit_interval exit_zero_on_signal export_hf
     finetune fp16 fp64 freeze
     global_batch_size gpus_per_node grad_reduce_in_bf16 grad_slots
     head_dim hidden_act hidden_size hysteresis
-    init_from_hf initial_loss_scale initializer_range intermediate_size
+    ignore_hf_config_fields init_from_hf initial_loss_scale initializer_range intermediate_size
     job_name
-    load load_optim log_batch_size_to_tensorboard log_interval log_straggler log_timers_to_tensorboard
+    load load_optim log_batch_size_to_tensorboard log_format log_interval log_straggler log_timers_to_tensorboard
     log_validation_ppl_to_tensorboard lora_alpha lora_dropout lora_rank lora_target_modules
     loss_scale_window loss_spike_factor loss_spike_window lr lr_decay_iters lr_decay_samples lr_decay_style lr_warmup_fraction lr_warmup_iters lr_warmup_samples
     lr_wsd_decay_iters lr_wsd_decay_samples lr_wsd_decay_style
@@ -47,7 +50,7 @@ NAMES = """
     offload_cores offload_speculative on_bad_step optimizer_offload optimizer_offload_fraction
     param_slots pipeline_layer_split pipeline_model_parallel_size pipeline_schedule prefetch_bytes preset
     profile profile_dir profile_ranks profile_step_end profile_step_start progress_bar
-    rampup_batch_size recompute_granularity recompute_num_layers record_timeline reduce_bucket_size reset_attention_mask reset_position_ids rms_norm_eps
+    rampup_batch_size recompute_granularity recompute_num_layers record_timeline reduce_bucket_size reset_attention_mask reset_position_ids resize_embeddings rms_norm_eps
     rope_scaling rope_theta
     sample_interval sample_prompt sample_tokens save save_first_step save_interval save_retain save_retain_interval seed seq_length sequence_parallel speculation_bytes split
     tensor_model_parallel_size tensorboard_dir tensorboard_queue_size tie_word_embeddings tokenizer_model tokenizer_type train_iters train_samples
@@ -234,7 +237,7 @@ def test_several_words(tmp_path: Path) -> None:
     parsed = run("--config", yaml_file(tmp_path, "load: run\nprompt: a b\n"), sections=sections)
     assert parsed.get(GenerateConfig).prompt == ("a b",)
     assert refusal("--load", "run", "--prompt", sections=sections) == [
-        "--prompt: got nothing, expected one or more of: text; correct the value"
+        "--prompt: got nothing, expected one or more, separated by spaces: text; correct the value"
     ]
 
 
@@ -242,7 +245,15 @@ def test_several_integers(tmp_path: Path) -> None:
     assert run("--pipeline-layer-split", "3", "1").get(ParallelConfig).pipeline_layer_split == (3, 1)
     parsed = run("--config", yaml_file(tmp_path, "pipeline_layer_split: [3, 1_0]\n"))
     assert parsed.get(ParallelConfig).pipeline_layer_split == (3, 10)
-    assert refusal("--pipeline-layer-split", "3", "x")[0].startswith("--pipeline-layer-split: got 3 x, expected one or more of: an integer")
+    expected = "expected one or more, separated by spaces: an integer such as 4, 1_000 or 2e8"
+    assert refusal("--pipeline-layer-split", "x") == [f"--pipeline-layer-split: got x, {expected}; correct the value"]
+    for given in (["3,1"], ["3,", "1"], ["3 1"]):
+        assert refusal("--pipeline-layer-split", *given) == [
+            f"--pipeline-layer-split: got {' '.join(given)}, {expected}; separate them by spaces: --pipeline-layer-split 3 1"
+        ]
+    for text in ("3,1", "3 1", "'3, 1'"):
+        [problem] = refusal("--config", yaml_file(tmp_path, f"pipeline_layer_split: {text}\n"))
+        assert problem.endswith("; write [3, 1]")
 
 
 def test_several_patterns(tmp_path: Path) -> None:
@@ -313,15 +324,61 @@ seq_length: 128
     ]
 
 
-def test_unknown_names_are_answered_with_the_nearest(tmp_path: Path) -> None:
-    path = yaml_file(tmp_path, "# comment\nmicro_batchsize: 4\nfrobnicate: 1\n")
-    assert refusal("--config", path, "--num-layer", "4", "--lr-warmup", "3", "--bf-16") == [
-        f"{path}:2 micro_batchsize: got an unknown key, expected an option of this command; did you mean micro_batch_size?",
-        f"{path}:3 frobnicate: got an unknown key, expected an option of this command; --help lists the options",
-        "--num-layer: got an unknown flag, expected an option of this command; did you mean --num-layers?",
-        "--lr-warmup: got an unknown flag, expected an option of this command; did you mean --lr-warmup-iters?",
-        "--bf-16: got an unknown flag, expected an option of this command; did you mean --bf16?",
+UNKNOWN = "got an unknown flag, expected an option of this command"
+
+
+def test_unknown_names_are_answered_with_what_is_near(tmp_path: Path) -> None:
+    path = yaml_file(tmp_path, "# comment\nmicro_batchsize: 4\nfrobnicate: 1\noptimiser: {lr: 1}\ntraining: 3\n")
+    unknown = "got an unknown key, expected an option of this command"
+    assert refusal("--config", path) == [
+        f"{path}:2 micro_batchsize: {unknown}; did you mean micro_batch_size?",
+        f"{path}:3 frobnicate: {unknown}; --help lists the options; docs/migrating.md has the names of other trainers",
+        f"{path}:4 optimiser: {unknown}; did you mean optimizer?",
+        f"{path}:5 training: {unknown}; write its options below it, as in training: {{option: value}}",
     ]
+    assert refusal("--num-layer", "4", "--lr-warmup", "3", "--bf-16", "--batch-size", "8", "--l", "1") == [
+        f"--num-layer: {UNKNOWN}; did you mean --num-layers?",
+        f"--lr-warmup: {UNKNOWN}; did you mean --lr-warmup-iters, --lr-warmup-samples or --lr-warmup-fraction?",
+        f"--bf-16: {UNKNOWN}; did you mean --bf16?",
+        f"--batch-size: {UNKNOWN}; did you mean --micro-batch-size, --global-batch-size or --rampup-batch-size?",
+        f"--l: {UNKNOWN}; --help lists the options; docs/migrating.md has the names of other trainers",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("name", "remedy"),
+    [
+        ("zero-stage", "give --data-parallel-sharding-strategy optim (stage 1), optim_grads (2) or optim_grads_params (3)"),
+        ("learning_rate", "give --lr"),
+        ("training.seq_len", "give --seq-length"),
+        ("data_seed", "give --seed"),
+        ("dataloader-num-workers", "leave it out: datasets are memory-mapped"),
+        ("nproc_per_node", "it is torchrun's: write it before -m megatron_llama"),
+        ("fp8-format", "FP8 is not written here: leave its options out and train with --bf16"),
+        ("dpo-beta", "preference tuning is not written here: `sft` tunes on conversations"),
+    ],
+)
+def test_names_of_other_trainers(name: str, remedy: str, tmp_path: Path) -> None:
+    """They are answered with ours, never with a name that only looks like them."""
+    assert refusal(f"--{name}", "1") == [f"--{name}: {UNKNOWN}; {remedy} (docs/migrating.md)"]
+    [problem] = refusal("--config", yaml_file(tmp_path, f"{name}: 1\n"))
+    assert problem.endswith(f"; {remedy} (docs/migrating.md)")
+
+
+def test_what_is_said_of_foreign_names_is_true() -> None:
+    known = options_of((SFTConfig, *SECTIONS)).keys() | MEGATRON.keys()
+    foreign = {*INSTEAD, *NOT_NEEDED, *FAMILIES}
+    assert not foreign & known, "a name that is known is never looked up"
+    said = " ".join([*INSTEAD.values(), *NOT_NEEDED.values(), *FAMILIES.values()])
+    assert {name.replace("-", "_") for name in re.findall(r"--([a-z0-9-]+)", said)} <= known
+
+
+def test_options_of_other_commands_are_named_with_them() -> None:
+    owners = {"train_iters": ["pretrain", "sft"], "prompt": ["generate"]}
+    with pytest.raises(ConfigError, match=r"--train-iters: got an unknown flag, .*; pretrain and sft have --train-iters$"):
+        parse(["--load=x", "--train-iters", "3"], [GenerateConfig], aliases=MEGATRON, owners=lambda name: owners.get(name, ()))
+    with pytest.raises(ConfigError, match=r"; did you mean --sample-prompt\? generate has --prompt$"):
+        parse(["--prompt", "3"], SECTIONS, aliases=MEGATRON, owners=lambda name: owners.get(name, ()))
 
 
 def test_words_without_a_flag() -> None:
@@ -330,19 +387,44 @@ def test_words_without_a_flag() -> None:
     assert refusal("--lr=3", "4", "--seed", "1") == [f"command line: got 4, {expected}"]
 
 
-def test_twice_with_different_values(tmp_path: Path) -> None:
-    assert run("--lr", "1", "--lr", "1.0").get(OptimizerConfig).lr == 1.0
-    assert run("--num-layers", "4", "--num-hidden-layers", "4").get(ModelConfig).num_hidden_layers == 4
-    assert refusal("--lr", "1", "--lr", "2") == ["--lr: got 2.0 after 1.0 (--lr), expected one value of lr; give it once"]
-    assert refusal("--micro-batch-size", "1", "--micro_batch_size", "2") == [
-        "--micro_batch_size: got 2 after 1 (--micro-batch-size), expected one value of micro_batch_size; give it once"
-    ]
-    assert refusal("--bf16", "--no-bf16") == ["--no-bf16: got False after True (--bf16), expected one value of bf16; give it once"]
+def test_of_a_repeated_flag_the_last_one_counts() -> None:
+    parsed = run(
+        "--lr", "1", "--num-layers=4", "--bf16", "--data-path", "a", "b", "--lr", "2", "--no-bf16", "--data-path", "c", "--lr", "3"
+    )
+    assert parsed.get(OptimizerConfig).lr == 3.0
+    assert parsed.get(TrainingConfig).bf16 is False
+    assert parsed.get(DataConfig).data_path == ("c",)
+    assert parsed.sources["bf16"] == "--no-bf16"
+    assert parsed.notes == (
+        "--lr 2.0 replaces --lr 1.0, which stands before it",
+        "--no-bf16 false replaces --bf16 true, which stands before it",
+        "--data-path c replaces --data-path a b, which stands before it: give several values after one --data-path",
+        "--lr 3.0 replaces --lr 2.0, which stands before it",
+    )
+    parsed = run("--num-layers", "4", "--num-hidden-layers", "5")
+    assert parsed.get(ModelConfig).num_hidden_layers == 5 and len(parsed.notes) == 1
+    same = run("--lr", "1", "--lr", "1.0", "--num-layers", "4", "--num-hidden-layers", "4")
+    assert same.notes == ()
+    problems = refusal("--lr", "1", "--lr", "fast")
+    assert problems == ["--lr: got fast, expected a number such as 0.1 or 3e-4; correct the value"]
+
+
+def test_a_file_says_everything_once(tmp_path: Path) -> None:
     path = yaml_file(tmp_path, "num_layers: 4\nmodel:\n  num-hidden-layers: 5\nlr: 1\nlr: 2\n")
     assert refusal("--config", path) == [
         f"{path}:3 num-hidden-layers: got 5 after 4 ({path}:1 num_layers), expected one value of num_hidden_layers; give it once",
         f"{path}:5 lr: got 2.0 after 1.0 ({path}:4 lr), expected one value of lr; give it once",
     ]
+    path = yaml_file(tmp_path, "model:\n  rope_scaling:\n    factor: 8.0\n    rope_type: linear\n    factor: 2.0\n")
+    assert refusal("--config", path) == [f"{path}:5 factor: got it again after line 3, expected one value of factor; give it once"]
+    path = yaml_file(tmp_path, "rope_scaling: {factor: 8.0, rope_type: linear, factor: 8.0}\n")
+    assert refusal("--config", path) == [f"{path}:1 factor: got it again after line 1, expected one value of factor; give it once"]
+    [problem] = refusal("--rope-scaling", '{"rope_type": "linear", "factor": 8.0, "factor": 2.0}')
+    assert problem.endswith("; factor stands there twice: give it once")
+
+
+def test_an_empty_section_is_no_problem(tmp_path: Path) -> None:
+    assert run("--config", yaml_file(tmp_path, "training:\noptimizer:\nmodel:\nlora:\nseed: 3\n")).explicit == {"seed"}
 
 
 def test_megatron_names() -> None:
@@ -383,6 +465,9 @@ def test_what_a_megatron_switch_implies_loses_to_what_is_given(tmp_path: Path) -
     path = yaml_file(tmp_path, "reduce_bucket_size: 1e8\n")
     assert run("--config", path, switch).get(ParallelConfig).reduce_bucket_size == 10**8
     assert run("--use-distributed-optimizer").get(ParallelConfig).reduce_bucket_size == ParallelConfig().reduce_bucket_size
+    path = yaml_file(tmp_path, "overlapped_distributed_optimizer: true\n")
+    replaced = run("--config", path, "--data-parallel-sharding-strategy", "optim").get(ParallelConfig)
+    assert replaced.reduce_bucket_size == ParallelConfig().reduce_bucket_size
 
 
 def test_what_is_accepted_and_changes_nothing_is_said() -> None:
@@ -395,6 +480,28 @@ def test_what_is_accepted_and_changes_nothing_is_said() -> None:
     assert run("--bf16").notes == ()
 
 
+def test_flags_of_megatron_lm_that_are_not_needed() -> None:
+    """Those of its scripts for LLaMA and GPT; each is said to change nothing."""
+    flags = (
+        "--num-workers 8 --log-throughput --use-checkpoint-args --manual-gc --manual-gc-interval 100 --DDP-impl local --rotary-percent 1.0 "
+        "--use-mcore-models --transformer-impl transformer_engine --attention-backend fused --attention-softmax-in-fp32 "
+        "--no-masked-softmax-fusion --no-rope-fusion --cross-entropy-loss-fusion --calculate-per-token-loss --empty-unused-memory-level 1 "
+        "--no-async-tensor-model-parallel-allreduce --overlap-grad-reduce --overlap-param-gather --distributed-backend nccl "
+        "--use-contiguous-parameters-in-local-ddp --data-cache-path /cache --no-create-attention-mask-in-dataloader --no-mmap-bin-files "
+        "--ckpt-format torch_dist --no-save-rng --no-load-rng --exit-on-missing-checkpoint --use-pytorch-profiler --optimizer adam "
+        "--recompute-method block --rerun-mode disabled --timing-log-level 2 --log-params-norm --exit-signal-handler --local-rank 0"
+    )
+    parsed = run(*flags.split())
+    assert parsed.differences() == {}
+    said = [flag for note in parsed.notes for flag in note.split(":")[0].split(", ")]
+    assert sorted(said) == sorted(word for word in flags.split() if word.startswith("--"))
+    assert len(parsed.notes) < 20, "what has the same reason is on one line"
+    used = run("--kv-channels", "128", "--use-torch-fsdp2", "--ddp-bucket-size", "1000", "--accumulate-allreduce-grads-in-fp32")
+    assert used.differences() == {"head_dim": 128, "data_parallel_sharding_strategy": "optim_grads_params", "reduce_bucket_size": 1000}
+    # They are Megatron's: `preprocess --num-workers 4` asks for something.
+    assert refusal("--load=x", "--num-workers", "4", sections=[GenerateConfig]) == [f"--num-workers: {UNKNOWN}; --help lists the options"]
+
+
 def test_megatron_switches_in_yaml(tmp_path: Path) -> None:
     path = yaml_file(tmp_path, "untie_embeddings_and_output_weights: false\nswiglu: true\nattention-dropout: 0.0\n")
     parsed = run("--config", path)
@@ -405,9 +512,9 @@ def test_megatron_switches_in_yaml(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
-        ("--swiglu false", "--swiglu: got false, expected true; every LLaMA has it: accepted, changes nothing"),
+        ("--swiglu false", "--swiglu: got false, expected true; every LLaMA has it: leave it out"),
         ("--swiglu perhaps", "--swiglu: got perhaps, expected true or false; correct the value"),
-        ("--normalization LayerNorm", "--normalization: got LayerNorm, expected RMSNorm; every LLaMA has it: accepted, changes nothing"),
+        ("--normalization LayerNorm", "--normalization: got LayerNorm, expected RMSNorm; every LLaMA has it: leave it out"),
         ("--normalization", "--normalization: got nothing, expected text; write --normalization VALUE"),
         ("--position-embedding-type learned_absolute", "got learned_absolute, expected rope; every"),
         ("--hidden-dropout 0.1", "--hidden-dropout: got 0.1, expected 0; LLaMA is trained without dropout"),
@@ -416,15 +523,21 @@ def test_megatron_switches_in_yaml(tmp_path: Path) -> None:
         ("--RMSNorm false", "--RMSNorm: got false, expected true; every LLaMA"),
         ("--data-impl lazy", "--data-impl: got lazy, expected mmap; datasets are always memory-mapped"),
         ("--dataloader-type external", "--dataloader-type: got external, expected cyclic or single; Megatron shuffles"),
+        ("--tokenizer-type NullTokenizer", "HuggingFaceTokenizer, PretrainedFromHF; correct the value"),
         ("--tokenizer-type GPT2BPETokenizer", "--tokenizer-type: got GPT2BPETokenizer, expected one of SentencePieceTokenizer, Llama2"),
         ("--recompute-activations --recompute-granularity full", "got full after selective (--recompute-activations)"),
         ("--num-layers many", "--num-layers: got many, expected an integer"),
+        ("--accumulate-allreduce-grads-in-fp32 --grad-reduce-in-bf16", "got true after false (--accumulate-allreduce-grads-in-fp32)"),
+        ("--rotary-percent 0.5", "--rotary-percent: got 0.5, expected 1; every LLaMA"),
+        ("--apply-layernorm-1p", "--apply-layernorm-1p: got true, expected false; LLaMA's norms multiply by their weight"),
+        ("--recompute-method uniform", "--recompute-method: got uniform, expected block; "),
+        ("--optimizer sgd", "--optimizer: got sgd, expected adam; the optimizer is AdamW"),
         ("--use-distributed-optimizer --overlapped-distributed-optimizer", "got optim_grads after optim (--use-distributed-optimizer)"),
     ],
 )
 def test_megatron_refusals(argv: str, message: str) -> None:
     [problem] = refusal(*argv.split())
-    assert message in problem
+    assert message in problem and ": accepted" not in problem
 
 
 def test_files_that_cannot_be_read(tmp_path: Path) -> None:
@@ -457,12 +570,16 @@ def test_all_problems_come_at_once(tmp_path: Path) -> None:
 
 
 def test_help_names_every_option() -> None:
-    text = help_text("pretrain", "Train a model.", SECTIONS)
+    text = help_text("python -m x pretrain", "Train a model.", SECTIONS)
+    assert text.startswith("usage: python -m x pretrain\n\nTrain a model.\n")
     for name, option in options_of(SECTIONS).items():
         assert f"\n  {option.flag}" in text, name
     assert "--lr-decay-style constant|linear|cosine|WSD  (default: linear)" in text
     assert "\noptimizer: AdamW, learning-rate schedule, clipping.\n" in text
     assert max(map(len, text.splitlines())) <= 140
+    assert not re.search(r"-$", text, re.MULTILINE), "a flag is broken at a hyphen"
+    assert "--lora-target-modules TEXT ...  (default: q_proj k_proj v_proj o_proj gate_proj up_proj down_proj)" in text
+    assert "--profile-ranks INT ...  (default: 0)" in text
     assert "--load TEXT  (required)" in help_text("generate", "Continue a text.", [GenerateConfig])
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import pty
+import re
 import sys
 import termios
 from contextlib import suppress
@@ -211,6 +212,17 @@ def test_tokenizer_template_and_generation_config_travel(tmp_path: Path, form: s
     assert_same(out, original)
 
 
+def test_a_tokenizer_that_does_not_fit_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    original = hf_folder(tmp_path / "hf", vocab_size=800)
+    train_tokenizer([topics[name] for name in sorted(topics)][:40], 900, original / "tokenizer.model")
+    config = json.loads((original / "config.json").read_text())
+    (original / "config.json").write_text(json.dumps({**config, "eos_token_id": [5, 7]}))
+    convert(original, tmp_path / "out", "--to", "native")
+    said = capsys.readouterr().out
+    assert "note: the tokenizer has 900 tokens and the model 800: the model knows no id from 800 on\n" in said
+    assert "note: eos_token_id is [5, 7], but the end token of the tokenizer is 2\n" in said
+
+
 def test_overwrite_replaces_an_earlier_conversion(tmp_path: Path) -> None:
     original = hf_folder(tmp_path / "hf")
     out = convert(original, tmp_path / "out", "--to", "meta", "--tensor-model-parallel-size", "4")
@@ -234,7 +246,8 @@ def test_summary_and_notes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     convert(original, tmp_path / "a", "--to", "megatron-llama")
     lines = capsys.readouterr().out.splitlines()
     assert [line.split(":")[1].strip() for line in lines[:-1]] == ["grouped-query attention", "rope_theta", "rope_scaling"]
-    assert lines[-1].startswith(f"converted hf {original} to megatron-llama {tmp_path}/a (bfloat16, 0.00 GB, ")
+    written = re.fullmatch(rf"converted hf {original} to megatron-llama {tmp_path}/a \(bfloat16, ([\d.]+) KiB, [\d.]+ s\)", lines[-1])
+    assert written is not None and float(written[1]) > 1, lines[-1]
     for form, lost in (
         ("megatron", ["rope_scaling other than LLaMA 3.1's but for its factor"]),
         ("meta", ["rope_scaling"]),

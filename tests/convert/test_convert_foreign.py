@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from megatron_llama.distributed.mesh import Place
+from megatron_llama.distributed.launcher import Place
 from torch import Tensor
 
 from tests.convert.converting import LLAMA31, assert_same, config, convert, hf_folder, identical, loaded, rank_file

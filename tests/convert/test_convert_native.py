@@ -12,13 +12,15 @@ from megatron_llama.cli import main
 from megatron_llama.config.hf import read_hf_config
 from megatron_llama.config.schema import Config, ParallelConfig
 from megatron_llama.convert.hf.reader import HFWeights
-from megatron_llama.distributed.mesh import Place, build_mesh
+from megatron_llama.distributed.launcher import Place
+from megatron_llama.distributed.mesh import build_mesh
 from megatron_llama.engine.build import build_optimizer
 from megatron_llama.model.llama import build_stages
 
 from tests.checkpoint.cases import copies, same, state_at
 from tests.convert.converting import convert, hf_folder
 from tests.convert.test_hf import tensors
+from tests.e2e.product import contents
 from tests.harness import Cluster
 
 
@@ -54,6 +56,30 @@ def test_every_command_takes_it(tmp_path: Path, capsys: pytest.CaptureFixture[st
     assert main(["inspect", "checkpoint", str(checkpoint)]) == 0
     assert re.search(r"^iteration +0$", capsys.readouterr().out, re.M)
     assert main(["inspect", "checkpoint", str(checkpoint), "--verify"]) == 0
+
+
+def test_an_export_replaces_no_model_of_somebody_else(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Neither one of transformers nor a conversion, unless it is asked to; and then the checksums go with the files that they belong to."""
+    theirs = hf_folder(tmp_path / "theirs")
+    checkpoint = convert(theirs, tmp_path / "native", "--to", "native")
+    converted = convert(theirs, tmp_path / "converted", "--to", "hf")
+    assert (converted / "SHA256SUMS").is_file()
+    for folder in (theirs, converted):
+        command = ["export", "--load", str(checkpoint), "--output", str(folder), "--dtype", "bfloat16"]
+        before = contents(folder)
+        capsys.readouterr()
+        assert main(command) == 1 and contents(folder) == before
+        said = capsys.readouterr().err
+        assert (
+            f"{folder}: got a model that no export of this program has written, expected no folder, an empty one or an earlier export; "
+            in said
+        )
+        assert "give another folder; only the command export replaces this one, with --overwrite" in said
+        assert main([*command, "--overwrite"]) == 0 and tensors(folder)["lm_head.weight"].dtype == torch.bfloat16
+        assert not (folder / "SHA256SUMS").exists()
+        assert main(command) == 0, "an earlier export"
+        (folder / "notes.txt").write_text("mine")
+        assert main([*command, "--overwrite"]) == 1 and "got a folder with notes.txt" in capsys.readouterr().err
 
 
 def test_a_trained_checkpoint_says_that_its_optimizer_state_stays(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -274,10 +274,32 @@ def test_the_vocabulary_of_a_tokenizer_beside_it(tmp_path: Path, capsys: Capture
     source = convert(original, tmp_path / "source", "--to", "megatron")
     rewrite(rank_file(source), lambda content: without(content["args"], "orig_vocab_size", "vocab_size", "hf_config"))
     convert(source, tmp_path / "out", "--to", "hf")
-    assert json.loads((tmp_path / "out" / "config.json").read_text())["vocab_size"] == 900
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert [config[name] for name in ("vocab_size", "bos_token_id", "eos_token_id")] == [900, 1, 2], "the end token is the tokenizer's"
     # Were the rows not what padding 900 gives, some might be tokens that the tokenizer does not know.
     rewrite(rank_file(source), lambda content: setattr(content["args"], "make_vocab_size_divisible_by", 1))
     assert "(the tokenizer has 900)" in refusal(capsys, source, tmp_path / "no", "--to", "hf")
+
+
+@pytest.mark.parametrize("form", ["megatron", "meta"])
+def test_a_tokenizer_may_have_added_tokens_without_rows(hf: Path, tmp_path: Path, capsys: Capture, form: str) -> None:
+    """The usual [PAD], behind a vocabulary that is full; a tokenizer that is larger by itself is another model's."""
+    source = convert(hf, tmp_path / "source", "--to", form)
+    vocab = {f"w{number}": number for number in range(300)}
+    model = {"type": "WordLevel", "vocab": vocab, "unk_token": "w0"}
+    flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
+    added = [{"id": id, "content": f"[PAD{id}]", "special": True, **flags} for id in range(300, 390)]
+    (source / "tokenizer.json").write_text(json.dumps({"version": "1.0", "added_tokens": added, "model": model}))
+    for options in ((), ("--vocab-size", "300")):
+        out = convert(source, tmp_path / f"out{len(options)}", "--to", "hf", *options)
+        assert json.loads((out / "config.json").read_text())["vocab_size"] == 300
+    model["vocab"] = {**vocab, "one": 300}
+    (source / "tokenizer.json").write_text(json.dumps({"version": "1.0", "added_tokens": [], "model": model}))
+    said = refusal(capsys, source, tmp_path / "no", "--to", "hf")
+    assert (
+        "vocabulary: got 300, expected at most the " in said
+        and "and at least the tokenizer's 301; put the model's own tokenizer there" in said
+    )
 
 
 def test_other_words_on_the_vocabulary(hf: Path, tmp_path: Path, capsys: Capture) -> None:
@@ -293,6 +315,9 @@ def test_other_words_on_the_vocabulary(hf: Path, tmp_path: Path, capsys: Capture
         ("swiglu", False, "args swiglu: got False, expected True"),
         ("normalization", "LayerNorm", "args normalization: got LayerNorm, expected RMSNorm"),
         ("rotary_percent", 0.5, "args rotary_percent: got 0.5"),
+        ("no_rope_freq", 4, "args no_rope_freq: got 4, expected None"),
+        ("window_size", (128, 0), "args window_size: got (128, 0), expected None"),
+        ("glu_linear_offset", 1.0, "args glu_linear_offset: got 1.0, expected 0.0"),
         ("position_embedding_type", "learned_absolute", "args position_embedding_type: got learned_absolute, expected rope"),
         ("num_layers", 6, "args num_layers: got 6, expected 4, by the config"),
         ("tensor_model_parallel_size", 4, "args.tensor_model_parallel_size: got 4, expected 1, by the folders"),
@@ -349,6 +374,11 @@ def test_meta_folders_that_do_not_fit(hf: Path, tmp_path: Path, capsys: Capture)
     said = refusal(capsys, source, out, "--to", "hf")
     assert "params.json num_hidden_layers: got 5, expected 4, by the config" in said
     assert "params.json use_scaled_rope: got True, expected false, by the config" in said
+    newer = {"use_qk_norm": True, "nope_layer_interval": 4, "quantization_args": None, "max_batch_size": 4}
+    (source / "params.json").write_text(json.dumps(params | newer))
+    said = refusal(capsys, source, out, "--to", "hf")
+    assert "params.json use_qk_norm: got True, expected no field of this name" in said and "nope_layer_interval: got 4" in said
+    assert said.count("params.json") == 2
 
 
 def test_what_metas_files_leave_open(tmp_path: Path, capsys: Capture) -> None:

@@ -10,6 +10,7 @@ from pydoc_data.topics import topics
 from typing import Any
 
 import pytest
+import safetensors.torch
 import torch
 from megatron_llama.checkpoint import native
 from megatron_llama.config.hf import model_config_from_hf, read_hf_config
@@ -17,7 +18,8 @@ from megatron_llama.config.schema import Config, ModelConfig, ParallelConfig, Tr
 from megatron_llama.convert.hf.reader import HFWeights
 from megatron_llama.convert.hf.writer import export_hf
 from megatron_llama.convert.safetensors_file import BLOCK_ELEMENTS, row_blocks
-from megatron_llama.distributed.mesh import Mesh, Place, build_mesh
+from megatron_llama.distributed.launcher import Place
+from megatron_llama.distributed.mesh import Mesh, build_mesh
 from megatron_llama.engine.build import build_optimizer
 from megatron_llama.errors import CheckpointError
 from megatron_llama.model.llama import build_stages
@@ -166,7 +168,7 @@ def test_files_of_an_export(tmp_path: Path) -> None:
     homes = {}
     for file in files:
         with safe_open(out / file, framework="pt") as opened:
-            assert opened.metadata() == {"format": "pt"}
+            assert opened.metadata() == {"format": "pt", "exported_by": "megatron_llama"}
             names = list(opened.keys())
             sizes = {name: math.prod(opened.get_slice(name).get_shape()) * 4 for name in names}
         assert sum(sizes.values()) <= 100_000 or len(sizes) == 1
@@ -190,6 +192,22 @@ def test_an_earlier_export_is_replaced_and_nothing_else(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"got a folder with tokenizer\.json"):
         export_hf(tmp_path / "other", source.model, source, "float32")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["hf", "other", "out"]
+
+
+def test_only_files_that_are_all_marked_are_an_earlier_export(tmp_path: Path) -> None:
+    source = HFWeights(written(tmp_path / "hf"))
+    out = export_hf(tmp_path / "out", source.model, source, "float32", max_shard_bytes=100_000)
+    shard = sorted(out.glob("*.safetensors"))[1]
+    for content in (safetensors.torch.save(load_file(shard), {"format": "pt"}), b"", None):
+        if content is not None:
+            shard.write_bytes(content)
+        else:  # a configuration without any weights
+            for path in out.glob("*.safetensors"):
+                path.unlink()
+        before = {path.name: path.read_bytes() for path in out.iterdir()}
+        with pytest.raises(CheckpointError, match=r"out: got a model that no export of this program has written, .*; give another folder"):
+            export_hf(out, source.model, source, "float32")
+        assert {path.name: path.read_bytes() for path in out.iterdir()} == before
 
 
 def test_a_full_disk_leaves_the_earlier_export(tmp_path: Path) -> None:

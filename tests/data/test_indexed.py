@@ -94,6 +94,15 @@ def test_failure_leaves_older_files_as_they_were(tmp_path: Path) -> None:
     assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
 
 
+def test_a_writer_that_nobody_owns_yet_has_made_no_file(tmp_path: Path) -> None:
+    """Control-C may come before the block begins that would discard it."""
+    IndexedDatasetWriter(tmp_path / "c", np.uint16)
+    assert list(tmp_path.iterdir()) == []
+    with IndexedDatasetWriter(tmp_path / "c", np.uint16):
+        assert list(tmp_path.iterdir()) == []
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["c.bin", "c.idx"]
+
+
 def test_ids_that_do_not_fit_are_refused(tmp_path: Path) -> None:
     message = "got token ids 0 to 70000, expected ids that fit uint16"
     with pytest.raises(DataError, match=message), IndexedDatasetWriter(tmp_path / "c", np.uint16) as writer:

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pyarrow
 import pytest
+import sentencepiece
 import zstandard
 from megatron.core.datasets import indexed_dataset as megatron
 from megatron_llama.data.indexed import IndexedDataset
@@ -20,6 +21,7 @@ from megatron_llama.data.preprocess import PreprocessReport, preprocess
 from megatron_llama.data.preprocess_config import PreprocessConfig
 from megatron_llama.data.readers import CHUNK_BYTES
 from megatron_llama.errors import ConfigError, DataError
+from megatron_llama.tokenizer.fingerprint import Fingerprint
 from megatron_llama.tokenizer.load import load_tokenizer
 from megatron_llama.tokenizer.spm import SentencePieceTokenizer
 from pyarrow import parquet
@@ -50,7 +52,7 @@ def test_jsonl(texts: list[str], tokenizer: SentencePieceTokenizer, tmp_path: Pa
     assert (report.documents, report.tokens, report.skipped) == (len(texts), sum(map(len, expected)), 0)
     assert report.bytes == source.stat().st_size
     assert report.outputs == (str(tmp_path / "out" / "corpus"),)
-    assert sorted(p.name for p in (tmp_path / "out").iterdir()) == ["corpus.bin", "corpus.idx", "corpus.meta.json"]
+    assert sorted(p.name for p in (tmp_path / "out").iterdir()) == ["corpus-tokenizer", "corpus.bin", "corpus.idx", "corpus.meta.json"]
     assert f"{len(texts)} documents, {report.tokens:,} tokens" in str(report)
 
 
@@ -94,7 +96,7 @@ def test_several_keys(tokenizer: SentencePieceTokenizer, tmp_path: Path) -> None
 def test_megatron_names(tokenizer: SentencePieceTokenizer, tmp_path: Path) -> None:
     source = write_jsonl(tmp_path / "in.jsonl", [{"text": "a b"}])
     run([source], tmp_path / "c", tokenizer, megatron_names=True)
-    names = ["c_text_document.bin", "c_text_document.idx", "c_text_document.meta.json", "in.jsonl"]
+    names = ["c-tokenizer", "c_text_document.bin", "c_text_document.idx", "c_text_document.meta.json", "in.jsonl"]
     assert sorted(path.name for path in tmp_path.iterdir()) == names
 
 
@@ -107,9 +109,11 @@ def test_any_number_of_workers_gives_the_same_files(texts: list[str], tokenizer:
         (tmp_path / "files" / f"{i:03}.txt").write_text(text)
     inputs = [source, tmp_path / "files"]
     reports = [run(inputs, tmp_path / f"w{n}", tokenizer, workers=n, append_eod=True) for n in (1, 2, 3)]
-    for suffix in (".bin", ".idx", ".meta.json"):
+    for suffix in (".bin", ".idx"):
         contents = {(tmp_path / f"w{n}{suffix}").read_bytes() for n in (1, 2, 3)}
         assert len(contents) == 1
+    metas = [read_meta(tmp_path / f"w{n}") or {} for n in (1, 2, 3)]
+    assert len({json.dumps({**meta, "tokenizer": None}) for meta in metas}) == 1
     read_bytes = sum(path.stat().st_size for path in [source, *(tmp_path / "files").iterdir()])
     assert {(r.documents, r.tokens, r.skipped, r.bytes) for r in reports} == {
         (10 * len(texts), IndexedDataset(tmp_path / "w1").num_tokens, 9, read_bytes)
@@ -119,8 +123,12 @@ def test_any_number_of_workers_gives_the_same_files(texts: list[str], tokenizer:
 def test_meta(tokenizer: SentencePieceTokenizer, tmp_path: Path) -> None:
     source = write_jsonl(tmp_path / "in.jsonl", [{"text": "a b"}])
     report = run([source], tmp_path / "c", tokenizer)
-    meta = {"tokenizer": str(tokenizer.path), "vocab_size": 2000, "eod": 2, "documents": 1, "tokens": report.tokens}
-    assert read_meta(tmp_path / "c") == meta
+    copy = tmp_path / "c-tokenizer" / "tokenizer.model"
+    fingerprint = Fingerprint.of(tokenizer, 2000).entry()
+    meta = {"tokenizer": str(copy), "fingerprint": fingerprint, "vocab_size": 2000, "eod": 2, "documents": 1, "tokens": report.tokens}
+    assert read_meta(tmp_path / "c") == meta and report.tokenizer == str(copy)
+    assert json.loads((tmp_path / "c.meta.json").read_text())["tokenizer"] == "c-tokenizer/tokenizer.model"
+    assert copy.read_bytes() == tokenizer.path.read_bytes()
     assert read_meta(tmp_path / "other") is None
     (tmp_path / "c.meta.json").write_text("{")
     with pytest.raises(DataError, match=r"c\.meta\.json: got .* expected a JSON file"):
@@ -188,13 +196,89 @@ def test_ten_problems_are_listed_and_all_counted(workers: int, tokenizer: Senten
 def test_failure_keeps_older_outputs(tokenizer: SentencePieceTokenizer, tmp_path: Path) -> None:
     source = write_jsonl(tmp_path / "in.jsonl", [{"text": "a b"}])
     run([source], tmp_path / "c", tokenizer)
-    before = {path.name: path.read_bytes() for path in tmp_path.iterdir() if path.name.startswith("c.")}
+    source.unlink()
+    before = files(tmp_path)
     write_jsonl(source, [{"text": "another text"}, {"no": "text"}])
     with pytest.raises(DataError):
-        run([source], tmp_path / "c", tokenizer)
+        run([source], tmp_path / "c", tokenizer, overwrite=True)
+    training = {"train_tokenizer": True, "vocab_size": 300, "overwrite": True}
     with pytest.raises(DataError):
-        preprocess(PreprocessConfig(input=(str(source),), output_prefix=str(tmp_path / "c"), train_tokenizer=True, vocab_size=300))
-    assert {path.name: path.read_bytes() for path in tmp_path.iterdir() if path.name != "in.jsonl"} == before
+        preprocess(PreprocessConfig(input=(str(source),), output_prefix=str(tmp_path / "c"), **training))
+    source.unlink()
+    assert files(tmp_path) == before
+
+
+def test_a_dataset_is_replaced_only_on_request(tokenizer: SentencePieceTokenizer, tmp_path: Path) -> None:
+    source = write_jsonl(tmp_path / "in.jsonl", [{"text": "a b"}])
+    run([source], tmp_path / "c", tokenizer)
+    before = files(tmp_path)
+    there = ", ".join(str(tmp_path / f"c{suffix}") for suffix in (".bin", ".idx", ".meta.json", "-tokenizer"))
+    with pytest.raises(DataError) as caught:
+        run([source], tmp_path / "c", tokenizer)
+    assert str(caught.value) == (
+        f"output_prefix: got {there}, which are there already, expected nothing of these names; "
+        "give another --output-prefix, or replace it with --overwrite"
+    )
+    assert files(tmp_path) == before
+    write_jsonl(source, [{"text": "c"}])
+    run([source], tmp_path / "c", tokenizer, overwrite=True)
+    assert read(tmp_path / "c") == [tokenizer.encode("c")]
+    # Its own copy of the tokenizer may make it again: that is no output then.
+    for suffix in (".bin", ".idx", ".meta.json"):
+        (tmp_path / f"c{suffix}").unlink()
+    report = run([source], tmp_path / "c", tokenizer, tokenizer_model=str(tmp_path / "c-tokenizer"))
+    assert report.tokenizer == str(tmp_path / "c-tokenizer" / "tokenizer.model")
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_bad_documents_are_skipped_on_request(workers: int, tokenizer: SentencePieceTokenizer, tmp_path: Path) -> None:
+    """As many as allowed and no more; a record with several fields goes as a whole; never in silence."""
+    filler = "x " * 2000
+    records = [{"text": f"{i} {filler}", "title": f"{i}" if i % 10 else None} for i in range(1000)]
+    source = write_jsonl(tmp_path / "in.jsonl", records)
+    parquet.write_table(pyarrow.Table.from_pylist(records[:11]), tmp_path / "in.parquet")
+    options = {"workers": workers, "json_keys": ("text", "title")}
+    with pytest.raises(DataError, match=r"102 unusable documents, more than --skip-bad-documents 101 \(the first 10 follow\)"):
+        run([source, tmp_path / "in.parquet"], tmp_path / "c", tokenizer, skip_bad_documents=101, **options)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["in.jsonl", "in.parquet"]
+    report = run([source, tmp_path / "in.parquet"], tmp_path / "c", tokenizer, skip_bad_documents=102, **options)
+    kept = [*(i for i in range(1000) if i % 10), *range(1, 10)]
+    assert read(tmp_path / "c_title_document") == [tokenizer.encode(f"{i}") for i in kept]
+    assert IndexedDataset(tmp_path / "c_text_document").num_documents == len(kept)
+    said = str(report).splitlines()
+    assert said[1] == "warning: 102 unusable documents were left out, the first 10 of them:" and len(said) == 12
+    assert said[2] == f"  - {source}:1: field 'title': got null null, expected a string; mend the line or change --json-keys"
+
+
+def test_a_file_that_ends_too_early_is_no_bad_document(tokenizer: SentencePieceTokenizer, tmp_path: Path) -> None:
+    """Nobody knows how many are missing."""
+    cut = compressed(tmp_path / "cut.jsonl.gz", b'{"text": "a"}\n' * 1000)
+    cut.write_bytes(cut.read_bytes()[:-7])
+    with pytest.raises(DataError, match=r"cut\.jsonl\.gz: got Compressed file ended before"):
+        run([cut], tmp_path / "c", tokenizer, skip_bad_documents=1000)
+
+
+def test_a_tokenizer_that_could_not_be_saved_is_refused_at_once(texts: list[str], tmp_path: Path) -> None:
+    """Before any text is read: no checkpoint could keep it, no export have it."""
+    model = tmp_path / "tokenizer.model"
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=iter(texts[0].split("\n")),
+        model_prefix=str(model.with_suffix("")),
+        model_type="unigram",
+        vocab_size=100,
+        hard_vocab_limit=False,
+        user_defined_symbols=["<x>"],
+        minloglevel=2,
+    )
+    source = write_jsonl(tmp_path / "in.jsonl", [{"text": "a b"}])
+    options = PreprocessConfig(input=(str(source),), output_prefix=str(tmp_path / "c"), tokenizer_model=str(model))
+    with pytest.raises(DataError, match=r"tokenizer\.model: got a model that tokenizer\.json cannot express.*\n.*user-defined symbols"):
+        preprocess(options)
+    assert not list(tmp_path.glob("c*"))
+
+
+def files(folder: Path) -> dict[str, bytes]:
+    return {str(path): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
 def test_inputs_that_give_nothing(tokenizer: SentencePieceTokenizer, tmp_path: Path) -> None:

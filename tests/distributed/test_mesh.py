@@ -2,67 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import pytest
 import torch
 from megatron_llama.config.schema import Config, ModelConfig, ParallelConfig
-from megatron_llama.distributed.mesh import (
-    Axis,
-    Mesh,
-    Place,
-    build_mesh,
-    close_mesh,
-    first_host,
-    place_from_environment,
-    placement_warnings,
-)
+from megatron_llama.distributed.launcher import Place
+from megatron_llama.distributed.mesh import Axis, Mesh, build_mesh, close_mesh, placement_warnings
 from megatron_llama.errors import ClusterError
 from torch.distributed import distributed_c10d
 
 from tests.harness import Cluster
-
-TORCHRUN = {"RANK": "13", "WORLD_SIZE": "32", "LOCAL_RANK": "5", "MASTER_ADDR": "node7", "MASTER_PORT": "1234"}
-SLURM = {"SLURM_PROCID": "13", "SLURM_NTASKS": "32", "SLURM_LOCALID": "5", "SLURM_JOB_ID": "4123456", "SLURM_STEP_NODELIST": "gpu[03-06]"}
-
-
-@pytest.mark.parametrize(
-    ("environ", "place"),
-    [
-        ({}, Place(0, 1, 0)),
-        (TORCHRUN, Place(13, 32, 5, "node7", 1234)),
-        (SLURM, Place(13, 32, 5, "gpu03", 20000 + 4123456 % 20000)),
-        ({**SLURM, "MASTER_ADDR": "head", "MASTER_PORT": "99"}, Place(13, 32, 5, "head", 99)),
-        ({**SLURM, "WORLD_SIZE": "4"}, Place(13, 32, 5, "gpu03", 20000 + 4123456 % 20000)),
-        ({**SLURM, **TORCHRUN}, Place(13, 32, 5, "node7", 1234)),
-        ({"WORLD_SIZE": "4"}, Place(0, 1, 0)),
-        ({"SLURM_PROCID": "1", "SLURM_NTASKS": "2", "SLURM_JOB_NODELIST": "a,b"}, Place(1, 2, 1, "a", 20000 + 9500)),
-    ],
-    ids=["alone", "torchrun", "slurm", "slurm+master", "slurm+stray", "torchrun-in-slurm", "stray", "slurm-least"],
-)
-def test_place(environ: dict[str, str], place: Place) -> None:
-    assert place_from_environment(environ) == place
-
-
-def test_an_unreadable_place_is_named() -> None:
-    with pytest.raises(ClusterError, match="environment variable WORLD_SIZE: got 'four', expected an integer; unset it"):
-        place_from_environment({**TORCHRUN, "WORLD_SIZE": "four"})
-
-
-@pytest.mark.parametrize(
-    ("nodes", "host"),
-    [
-        ("gpu7", "gpu7"),
-        ("gpu7,gpu8", "gpu7"),
-        ("gpu[03-07,9],login", "gpu03"),
-        ("gpu[12,15]", "gpu12"),
-        ("gpu[8]-ib,gpu[1-3]", "gpu8-ib"),
-        ("login,gpu[03-07]", "login"),
-    ],
-)
-def test_first_host(nodes: str, host: str) -> None:
-    assert first_host(nodes) == host
-
 
 AXES = ("tp", "kv", "cp", "dp", "dp_gather", "pp", "pp_backward", "pp_return", "pp_backward_return", "embedding")
 
@@ -237,13 +187,3 @@ def test_tensor_parallel_ranks_that_do_not_fit_a_machine_are_warned_about(tp: in
     warnings = placement_warnings(ParallelConfig(tensor_model_parallel_size=tp), per_machine)
     expected = f"tensor parallel size {tp} does not divide the {per_machine} processes of a machine: its traffic leaves the machine"
     assert warnings == ([expected] if warns else [])
-
-
-@pytest.mark.parametrize(
-    ("environ", "local_world_size"),
-    [(TORCHRUN, 0), ({**TORCHRUN, "LOCAL_WORLD_SIZE": "8"}, 8), ({**SLURM, "SLURM_NTASKS_PER_NODE": "4"}, 4)],
-)
-def test_what_else_launchers_say(environ: dict[str, str], local_world_size: int) -> None:
-    place = place_from_environment(environ)
-    assert place.local_world_size == local_world_size
-    assert replace(place, local_world_size=0) == place_from_environment({**TORCHRUN} if "RANK" in environ else {**SLURM})

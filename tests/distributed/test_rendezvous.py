@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import socket
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 
 import pytest
+from megatron_llama.distributed.comm.store import open_store
+from megatron_llama.distributed.launcher import Place
 from megatron_llama.distributed.rendezvous import meet
 from megatron_llama.errors import ClusterError
 from torch.distributed import HashStore, Store  # type: ignore[attr-defined]
+
+from tests.launch import free_port
 
 RANKS = 3
 
@@ -36,3 +41,17 @@ def test_who_does_not_come_is_named() -> None:
     store.set_timeout(timedelta(seconds=0.1))
     with pytest.raises(ClusterError, match="rank 0: got no sign of it, "):
         meet(store, 1, RANKS, seconds=30.0)
+
+
+def test_a_store_that_cannot_be_found_or_hosted() -> None:
+    soon = timedelta(seconds=0.3)
+    with pytest.raises(
+        ClusterError, match=r"rank 0: got no answer at 127.0.0.1, port \d+ \(MASTER_ADDR, MASTER_PORT\), expected the store "
+    ):
+        open_store(Place(1, 2, 1, "127.0.0.1", free_port()), soon, hosts=False)
+    with socket.socket() as other:
+        other.bind(("", 0))
+        other.listen()
+        port = other.getsockname()[1]
+        with pytest.raises(ClusterError, match=f"rank 0: got 127.0.0.1, port {port} .*; choose another port"):
+            open_store(Place(0, 2, 0, "127.0.0.1", port), soon, hosts=True)

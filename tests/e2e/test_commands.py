@@ -42,7 +42,11 @@ def test_torchrun_reports_a_refused_run_once(product: Product, straight: Callabl
     shutil.copytree(straight("one"), tmp_path / "run")
     ended = shell([*TORCHRUN, "-m", "megatron_llama", *product.command(save="run")], tmp_path)
     assert ended.returncode == 1
-    assert ended.stderr.count("error: --save run: got iter_0000006, expected no checkpoint") == 1
+    says = "--save run: got iter_0000006, expected no checkpoint"
+    assert ended.stderr.count(f"error: {says}") == 1
+    *_, last, border = ended.stderr.splitlines()
+    assert last.startswith(f"  traceback : {says}") and set(border) == {"="}, "and it is what torchrun's report ends with"
+    assert len(ended.stderr.splitlines()) <= 45, ended.stderr
 
 
 @pytest.mark.long
@@ -61,7 +65,7 @@ def test_sigterm_to_torchrun_saves(product: Product, tmp_path: Path) -> None:
         finally:
             agent.kill()
     last = steps(tmp_path / "run")[-1]["iteration"]
-    assert f" stopped by a signal after iteration {last}\n" in (tmp_path / "output").read_text()
+    assert f" stopped by SIGTERM after iteration {last}\n" in (tmp_path / "output").read_text()
     assert [path.name for path in (tmp_path / "run").glob("iter_*")] == [f"iter_{last:07d}"]
 
 
@@ -86,6 +90,7 @@ def test_srun(product: Product, straight: Callable[[str], Path], tmp_path: Path)
     step = {
         "SLURM_NTASKS": "2",
         "SLURM_JOB_ID": "77",
+        "SLURM_STEP_ID": "0",
         "SLURM_STEP_NODELIST": "localhost",
         "WORLD_SIZE": "1",
         "MASTER_PORT": str(free_port()),
@@ -105,7 +110,7 @@ def test_a_yaml_file_is_the_command_line(product: Product, straight: Callable[[s
         f"data:\n  data_path: {product.data}\n  split: 90,10,0\nlog_interval: 1\neval_interval: 3\neval_iters: 2\n"
     )
     ended = product.launcher.run(["pretrain", "--config", "run.yaml", "--lr=3e-3", "--save", "run"], cwd=tmp_path).ok()
-    assert " iteration        6/       6 " in ended.out
+    assert " iteration 6/6 " in ended.out
     assert exact_curve(tmp_path / "run") == exact_curve(straight("one"))
 
 
@@ -164,8 +169,11 @@ def test_strict_dry_run_wants_this_machine(product: Product, tmp_path: Path) -> 
     begun = product.command(save=tmp_path / "new", load=tmp_path / "new")
     assert product.run(*begun, "--dry-run=strict").ok().out.endswith("valid for 1 process\n")
     ended = product.run(*product.command(data_path=tmp_path / "none", vocab_size=VOCAB_SIZE), "--dry-run=strict")
-    assert ended.codes == (2,) and "valid for" not in ended.out
-    assert ended.err.startswith("error: --dry-run=strict: this machine cannot run it as it is:\n  - --data-path: ")
+    assert ended.codes == (1,) and "valid for" not in ended.out
+    assert ended.err.startswith(f"error: {tmp_path}/none.idx: got no such file, expected PREFIX.bin and PREFIX.idx; ")
+    many = product.run(*product.command(global_batch_size=1024), "--dry-run=strict", "--world-size", 512)
+    assert many.codes == (2,) and "valid for" not in many.out
+    assert many.err.startswith("error: --dry-run=strict: this machine cannot run it as it is:\n  - devices: 512 processes")
     command = product.command(data_path=tmp_path / "none", vocab_size=VOCAB_SIZE)
     lenient = product.run(*command, "--dry-run").ok().out
     assert f"warning: --data-path: {tmp_path}/none.idx is not on this machine\n" in lenient
@@ -224,6 +232,9 @@ def test_inspect(product: Product, straight: Callable[[str], Path], tmp_path: Pa
 
     dataset = rows("dataset", product.data)
     assert dataset["documents"] == str(len(product.texts)) and dataset["vocab_size"] == "512"
+    assert rows("dataset", f"{product.data}.bin") == rows("dataset", f"{product.data}.idx") == dataset
+    assert main(["inspect", "dataset", f"{product.data}.txt"]) == 1
+    assert "expected PREFIX.bin and PREFIX.idx; give the common prefix of the .bin and .idx files" in capsys.readouterr().err
     assert int(dataset["tokens"].replace(",", "")) * 2 == Path(f"{product.data}.bin").stat().st_size
 
     assert main(["export", "--load", str(straight("one")), "--output", str(tmp_path / "hf")]) == 0

@@ -10,10 +10,15 @@ from pathlib import Path
 
 import pytest
 import torch
-from megatron_llama.distributed.mesh import Mesh, Place, build_mesh
-from tools.compare_sharding import OutOfMemory, Row, built_everywhere, measured, table
+from megatron_llama.config.help import config_sections
+from megatron_llama.config.megatron_names import MEGATRON
+from megatron_llama.config.parse import parse
+from megatron_llama.distributed.launcher import Place
+from megatron_llama.distributed.mesh import Mesh, build_mesh
+from megatron_llama.errors import UserError
+from tools.compare_sharding import OutOfMemory, Row, built_everywhere, checked, measured, random_batches, table
 
-from tests.e2e.product import TINY, words
+from tests.e2e.product import TINY, VOCAB_SIZE, Product, words
 from tests.harness import Cluster
 from tests.parallel.cases import Layout
 
@@ -80,6 +85,17 @@ def short_of_memory(place: Place) -> str:
 
 def test_ranks_agree_on_a_mode_that_does_not_fit(cluster: Cluster) -> None:
     assert cluster.run(2, short_of_memory) == ["built later"] * 2
+
+
+def test_random_tokens_are_those_of_the_dataset(product: Product) -> None:
+    """A configuration may leave the vocabulary to its data."""
+    for data, size in ((("--data-path", str(product.data)), VOCAB_SIZE), ((), 32000)):
+        options = parse(("--config", "examples/guide.yaml", *data), config_sections(), aliases=MEGATRON)
+        config = checked(options, 1)
+        [batch, *_] = random_batches(config, Mesh.single())
+        assert config.model.vocab_size == size > int(batch.tokens.max())
+    with pytest.raises(UserError, match=r"nowhere\.idx"):
+        checked(parse(("--config", "examples/guide.yaml", "--data-path", "nowhere"), config_sections(), aliases=MEGATRON), 1)
 
 
 @pytest.mark.long

@@ -45,12 +45,12 @@ def test_a_recipe_is_a_plan_that_fits(recipe: Path, capsys: pytest.CaptureFixtur
     name = str(recipe.relative_to(ROOT))
     assert main(["sft" if re.search("sft|lora", name) else "pretrain", "--config", name, "--dry-run"]) == 0
     said = capsys.readouterr().out
-    here = ("--data-path", "devices: ", "memory: ", "--save-interval", "--vocab-size", "--init-from-hf")
+    here = ("--data-path", "--train-data", "devices: ", "memory: ", "--save-interval", "--vocab-size", "--init-from-hf")
     assert [
         line for line in said.splitlines() if line.startswith("warning: ") and not line.startswith(tuple(f"warning: {w}" for w in here))
     ] == []
-    needed = [float(gib) for gib in re.findall(r"with the state (\S+) GiB", said)]
-    assert all(gib < 0.93 * GPU_GIB for gib in needed)
+    needed = [float(sized) for sized in re.findall(r"with the state (\S+) GiB", said)]
+    assert all(sized < 0.93 * GPU_GIB for sized in needed)
     assert "###" in recipe.read_text(), "a recipe has commented sections"
 
 
@@ -89,17 +89,19 @@ def environment(**more: str) -> dict[str, str]:
 def test_the_launcher_of_one_machine(product: Product, tmp_path: Path) -> None:
     """A recipe shrunk by options, which win over its file; its paths are relative to where it is started."""
     options = words({**SMALL, "data_path": product.data, "train_iters": 3, "log_interval": 1})
-    command = ["bash", str(EXAMPLES / "llama2_7b.sh"), *options]
+    command = ["bash", str(EXAMPLES / "llama2_7b.sh"), "--train-iters", "7", "--log-interval", "5", *options]
     ended = subprocess.run(command, cwd=tmp_path, env=environment(PROCESSES="1"), capture_output=True, text=True, timeout=TIMEOUT)
     assert ended.returncode == 0, ended.stderr
     assert column(tmp_path / "runs" / "llama2_7b", "iteration") == [1, 2, 3] and " job llama2_7b\n" in ended.stdout
+    for name, last, first in (("train-iters", 3, 7), ("log-interval", 1, 5)):
+        assert f" --{name} {last} replaces --{name} {first}, which stands before it\n" in ended.stdout
 
 
 SLURM = {
     "srun": """
 while [[ $1 == --* ]]; do shift; done
 pids=()
-for rank in $(seq 0 $((SLURM_NTASKS - 1))); do SLURM_PROCID=$rank SLURM_LOCALID=$rank "$@" & pids+=($!); done
+for rank in $(seq 0 $((SLURM_NTASKS - 1))); do SLURM_STEP_ID=0 SLURM_PROCID=$rank SLURM_LOCALID=$rank "$@" & pids+=($!); done
 echo "${pids[@]}" > "$SCRATCH/pids"
 for pid in "${pids[@]}"; do wait "$pid" || exit; done
 """,
@@ -125,7 +127,7 @@ def test_a_slurm_job_is_queued_again_behind_a_checkpoint(product: Product, tmp_p
         time.sleep(0.05)
     batch.send_signal(signal.SIGTERM)
     said = batch.communicate(timeout=TIMEOUT)[0]
-    assert batch.returncode == 0 and f"queueing job {job['SLURM_JOB_ID']} again" in said
+    assert batch.returncode == 143 and f"queueing job {job['SLURM_JOB_ID']} again" in said
     assert (tmp_path / "scancel").read_text() == f"--signal=TERM {job['SLURM_JOB_ID']}.0\n"
     assert (tmp_path / "scontrol").read_text() == f"requeue {job['SLURM_JOB_ID']}\n"
     last = steps(tmp_path / "run")[-1]["iteration"]

@@ -52,12 +52,14 @@ def test_a_stopped_run_exports_nothing(product: Product, tmp_path: Path) -> None
     run = product.start(PP2, train_iters=100_000, **options)
     run.until(lambda: len(steps(tmp_path / "run")) >= 2)
     run.signal(signal.SIGTERM)
-    assert "exported" not in run.wait().ok().out
+    assert "exported" not in run.wait().ok(143).out
     assert [path.name for path in tmp_path.iterdir()] == ["run"]
     last = steps(tmp_path / "run")[-1]["iteration"]
-    for _ in range(2):  # the second time there is nothing left to train
+    for finished in (False, True):
         resumed = product.train(PP2, load=tmp_path / "run", train_iters=last + 1, **options)
         assert resumed.out.endswith(f" exported to {tmp_path / 'hf'}\n")
+        says = f" already finished: iteration {last + 1} of {last + 1} in {tmp_path}/run/iter_{last + 1:07d}; only --export-hf "
+        assert (says in resumed.out) == finished
     assert sorted(path.name for path in tmp_path.iterdir()) == ["hf", "run"]
 
 

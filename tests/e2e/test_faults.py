@@ -16,10 +16,14 @@ from megatron_llama.checkpoint.history import History, Skipped
 from megatron_llama.commands.pretrain import SECTIONS
 from megatron_llama.config.megatron_names import MEGATRON
 from megatron_llama.config.parse import parse
+from megatron_llama.data.indexed import IndexedDataset
+from megatron_llama.data.stream import TokenStream, split_documents
 from megatron_llama.distributed.comm.streams import Future
-from megatron_llama.distributed.mesh import Place, build_mesh
+from megatron_llama.distributed.launcher import Place
+from megatron_llama.distributed.mesh import build_mesh
 from megatron_llama.engine.update_rule import AdamW
 from megatron_llama.errors import TrainingError
+from megatron_llama.loop.inputs import open_inputs
 from megatron_llama.plans.resolve import assemble, check
 from megatron_llama.train import train
 from safetensors.torch import load_file, save_file
@@ -135,6 +139,29 @@ def test_a_run_that_goes_back_leaves_the_bad_samples_out(
     assert_same_state(tmp_path / "iter_0000007", skipping[0] / "iter_0000008")
 
 
+@pytest.mark.parametrize("last_is_bad", [False, True], ids=["inside", "last"])
+def test_an_epoch_uses_each_sample_once_or_leaves_it_out(
+    last_is_bad: bool, product: Product, poisoned: Mapping[str, object], tmp_path: Path
+) -> None:
+    """Also where the bad step is the last one, which the end of the run then leaves out; and when the run is interrupted, or started
+    again at its end."""
+    dataset = IndexedDataset(str(poisoned["data_path"]))
+    length = len(TokenStream(dataset, split_documents("90,10,0", dataset.num_documents)[0], SEQ_LENGTH, VOCAB_SIZE))
+    samples = BAD * GLOBAL_BATCH_SIZE if last_is_bad else 50
+    options = {**poisoned, "epochs": samples / length, "train_iters": None, "lr_decay_iters": None, "lr_decay_style": "linear"}
+    options |= {"save": tmp_path / "run", "load": tmp_path / "run", "save_interval": 2, "on_bad_step": "rollback", "eval_interval": 9}
+    printed = product.train(**options, exit_interval=5).out + product.train(**options).out
+    planned = -(-samples // GLOBAL_BATCH_SIZE)
+    assert printed.count(f" samples in a pass, {planned} steps in all\n") == 2, "the learning rate knows nothing of the bad step"
+    done = steps(tmp_path / "run")
+    used = [sample for entry in done for sample in range(entry["consumed_samples"] - entry["global_batch_size"], entry["consumed_samples"])]
+    assert used == [sample for sample in range(samples) if not 24 <= sample <= 31]
+    assert [entry["iteration"] for entry in done] == list(range(1, planned))
+    assert column(tmp_path / "run", "learning_rate") == pytest.approx([1e-2 * (planned - n) / planned for n in range(planned - 1)])
+    last = planned - 1
+    assert f" validation loss at iteration {last} " in printed and (tmp_path / "run" / f"iter_{last:07d}").is_dir()
+
+
 def test_zenflow_that_goes_back_has_never_read_the_bad_samples(product: Product, poisoned: Mapping[str, object], tmp_path: Path) -> None:
     """The run is that on data without them: nothing of the bad step, nor of the ones behind it, is pending or has been chosen by."""
     first, behind = 24 * SEQ_LENGTH, 32 * SEQ_LENGTH
@@ -244,7 +271,7 @@ def test_the_slowest_rank_is_named(product: Product, tmp_path: Path) -> None:
         assert 0 < entry["compute_ms_min"] < entry["compute_ms_median"] < entry["compute_ms_max"] <= entry["elapsed_ms"]
         assert entry["compute_ms_median"] == (entry["compute_ms_min"] + entry["compute_ms_max"]) / 2
         assert entry["elapsed_ms"] - entry["exposed_comm_ms"] == pytest.approx(entry["compute_ms_min"], rel=1e-9), "rank 0"
-    assert len(re.findall(r" \| compute per rank \(ms\): min \S+, median \S+, max \S+ \(rank 1\) \|\n", printed)) == 3
+    assert len(re.findall(r" \| compute per rank \(ms\): min \S+, median \S+, max \S+ \(rank 1\)\n", printed)) == 3
     quiet = product.train(PP2, save=tmp_path / "off", **uneven).out
     assert "compute per rank" not in quiet and "slowest_rank" not in steps(tmp_path / "off")[0]
 
@@ -266,7 +293,7 @@ def with_a_faulty_memory(place: Place, argv: list[str]) -> str:
 
     AdamW.step = faulty  # type: ignore[assignment]
     try:
-        train(config, mesh)
+        train(open_inputs(config, mesh.world), mesh)
     except TrainingError as error:
         return str(error)
     finally:

@@ -28,7 +28,7 @@ def scales(folder: Path) -> list[tuple[float, int]]:
     ids=["tp2 sp", "pp2 zb-v", "cp2"],
 )
 def test_the_loss_falls(layout: Layout, product: Product, tmp_path: Path) -> None:
-    printed = product.train(layout, fp16=True, save=tmp_path / "run", train_iters=20, lr_decay_iters=20, lr=1e-2)
+    printed = product.train(layout, fp16=True, save=tmp_path / "run", train_iters=20, lr_decay_iters=20, lr=1e-2, log_format="megatron")
     losses = column(tmp_path / "run", "lm_loss")
     assert losses[-1] < losses[0] - 1.0
     assert scales(tmp_path / "run") == [(65536.0, 0)] * 20
@@ -76,7 +76,7 @@ def recovered(product: Product, tmp_path_factory: pytest.TempPathFactory) -> tup
     """Forty steps that begin with an impossible scale: the folder, and what was printed."""
     folder = tmp_path_factory.mktemp("recovered")
     options = {"fp16": True, "initial_loss_scale": BEYOND, "hysteresis": 1, "train_iters": 40, "lr_decay_style": "constant"}
-    return folder, product.train(DP2, save=folder, **options).out
+    return folder, product.train(DP2, save=folder, log_format="megatron", **options).out
 
 
 def test_an_impossible_scale_recovers_by_skipping(recovered: tuple[Path, str]) -> None:

@@ -45,7 +45,7 @@ VALIDATION = re.compile(
 )
 STEP_KEYS = (
     "iteration lm_loss grad_norm loss_scale skipped_iterations learning_rate consumed_samples tokens_per_second "
-    "tokens_per_second_per_gpu tflops_per_gpu mfu exposed_comm_ms elapsed_ms peak_memory_bytes global_batch_size eta_seconds"
+    "tokens_per_second_per_gpu tflops_per_gpu mfu exposed_comm_ms elapsed_ms peak_memory_bytes global_batch_size eta_seconds time"
 )
 
 
@@ -59,12 +59,39 @@ def test_the_first_loss_is_that_of_guessing(straight: Callable[[str], Path]) -> 
 
 
 def test_log_lines_and_log_file_say_the_same(product: Product, tmp_path: Path) -> None:
-    printed = product.train(DP2, save=tmp_path, **EVALUATED)
+    printed = product.train(DP2, save=tmp_path, log_format="megatron", **EVALUATED)
     lines = [match for line in printed.out.splitlines() if (match := LINE.fullmatch(line))]
     evaluations = [match for line in printed.out.splitlines() if (match := VALIDATION.fullmatch(line))]
     assert printed.outs[1] == "", "only rank 0 prints"
     others = [line for line in printed.out.splitlines() if not LINE.fullmatch(line) and not VALIDATION.fullmatch(line)]
-    assert others == [f" saved {tmp_path}/iter_0000006"]
+    *banner, saved = others
+    assert saved == f" saved {tmp_path}/iter_0000006"
+    assert [line.split()[0] for line in banner] == [
+        "model",
+        "layout",
+        "device",
+        "data",
+        "validation",
+        "batch",
+        "iterations",
+        "start",
+        "saves",
+        "log",
+    ]
+    assert {line[:13].rstrip() for line in banner} == {f" {line.split()[0]}" for line in banner}, "aligned"
+    for words in (
+        " parameters, all trained; 4 layers, hidden size 64, ",
+        " 2 processes = tp 1 x cp 1 x pp 1 x dp 2; pipeline 1f1b, sharding optim_grads",
+        ", float32",
+        f"{product.data} (--split 90,10,0): ",
+        " samples, 2 batches of them, every 3 iterations",
+        " 8 samples of 32 tokens, 2 at a time on each of 2 replicas",
+        " 1 to 6",
+        " random weights (--seed 1234)",
+        f" {tmp_path}, at the end",
+        f" a line every 1 iterations, {tmp_path}/log.jsonl",
+    ):
+        assert sum(words in line for line in banner) == 1, (words, banner)
 
     assert [set(entry) for entry in steps(tmp_path)] == [set(STEP_KEYS.split())] * ITERS
     for entry, line in zip(steps(tmp_path), lines, strict=True):

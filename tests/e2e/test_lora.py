@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import json
+import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 import torch
+from megatron_llama.cli import main
 from peft import PeftModel
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from tests.e2e.product import DP2_PARAMS, ONE, SEQ_LENGTH, TP2, Product, assert_same_state, column, log, state, words
+from tests.e2e.product import DP2_PARAMS, ONE, SEQ_LENGTH, TP2, Product, Refuse, assert_same_state, column, contents, log, state, words
 
 SHAPE = dict.fromkeys(("hidden_size", "intermediate_size", "num_layers", "num_attention_heads", "num_query_groups"))
 LORA = {"lora_rank": 4, "lora_alpha": 12, "lora_target_modules": ("q_proj", "v_proj", "o_proj", "up_proj", "down_proj")}
@@ -69,8 +72,35 @@ def test_merging_the_exported_adapter_is_exporting_the_run(product: Product, ada
     assert said.startswith(f"merged {adapted.base} and {adapted.adapter} (rank 4) into {tmp_path / 'a'} (float32, ")
     product.run("merge", adapted.run, tmp_path / "b").ok()
     for folder in (tmp_path / "a", tmp_path / "b"):
-        assert (folder / "model.safetensors").read_bytes() == (adapted.merged / "model.safetensors").read_bytes()
+        merged, exported = (load_file(path / "model.safetensors") for path in (folder, adapted.merged))
+        assert merged.keys() == exported.keys() and all(torch.equal(merged[name], exported[name]) for name in merged)
         assert (folder / "tokenizer.json").is_file()
+
+
+def test_neither_the_base_nor_somebody_elses_adapter_is_replaced(
+    adapted: Adapted, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Not even with --overwrite the base, which is an export itself."""
+    adapter = shutil.copytree(adapted.adapter, tmp_path / "adapter")
+    again = ["export", "--load", str(adapted.run), "--adapter", "--output", str(adapter)]
+    assert main(again) == 0
+    save_file(load_file(adapter / "adapter_model.safetensors"), adapter / "adapter_model.safetensors", {"format": "pt"})
+    onto_base = ["export", "--load", str(adapted.run), "--output", str(adapted.base), "--overwrite"]
+    before = contents(adapter), contents(adapted.base)
+    for command, says in ((again, "got a model that no export of this"), (onto_base, "got the folder from which the run took its weights")):
+        capsys.readouterr()
+        assert main(command) == 1 and says in capsys.readouterr().err
+    assert (contents(adapter), contents(adapted.base)) == before
+    assert main([*again, "--overwrite"]) == 0
+
+
+def test_an_adapter_with_another_tokenizer_is_not_merged(adapted: Adapted, layouts: Path, refuse: Refuse, tmp_path: Path) -> None:
+    shutil.copytree(adapted.adapter, tmp_path / "adapter")
+    shutil.copy(layouts / "unigram" / "tokenizer.json", tmp_path / "adapter")
+    said = refuse(["merge", adapted.base, tmp_path / "out", "--adapter", tmp_path / "adapter"], code=1)
+    assert said.startswith(f"error: {tmp_path}/adapter: got a tokenizer in which token ")
+    assert f"expected the ids of {adapted.base}; give the model that the adapter was trained on" in said
+    assert not (tmp_path / "out").exists()
 
 
 def test_the_checkpoint_is_the_model_as_it_was_and_its_additions(adapted: Adapted) -> None:
@@ -132,6 +162,11 @@ def test_wrong_options_are_refused_together(product: Product) -> None:
     [
         ({"r": 8}, "q_proj.lora_A.weight: got (4, 64), expected shape (8, 64)"),
         ({"use_dora": True, "bias": "all"}, "use_dora: got True"),
+        ({"init_lora_weights": "pissa"}, "init_lora_weights: got pissa, expected a start that leaves the model's own weights as they are"),
+        (
+            {"rank_pattern": {"q_proj": 4}, "layer_replication": [[0, 2], [1, 4]]},
+            "layer_replication: got [[0, 2], [1, 4]], expected nothing",
+        ),
         ({"target_modules": "all-linear"}, "target_modules: got all-linear"),
         ({"target_modules": ["q_proj"]}, "v_proj.lora_A.weight: got a tensor, expected none of this name"),
         ({"peft_type": "IA3"}, "peft_type: got IA3, expected LORA"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
@@ -33,6 +34,8 @@ from tests.e2e.product import (
 
 ELSEWHERE: Mapping[str, str] = {
     "tensor_model_parallel_size": "e2e/test_layouts.py::test_every_layout_trains_the_same_model",
+    "ignore_hf_config_fields": "config/test_hf_fields.py::test_unknown_fields_are_refused_together_unless_each_is_named",
+    "resize_embeddings": "e2e/test_resize.py::test_new_rows_are_the_mean_of_the_old_ones",
     "distributed_timeout_minutes": "e2e/test_signals.py::test_a_rank_that_hangs_is_noticed_after_the_timeout",
     "fp16": "e2e/test_fp16.py::test_the_loss_falls",
     "initial_loss_scale": "e2e/test_fp16.py::test_resuming_goes_on_with_the_scale",
@@ -62,6 +65,8 @@ ELSEWHERE: Mapping[str, str] = {
     "prefetch_bytes": "parallel/test_sharding.py::test_prefetching_goes_as_far_as_the_bytes_allow",
     "exchange_chunk_bytes": "parallel/test_sharding.py::test_messages_go_in_chunks_of_the_option",
     "check_weight_hash_across_dp_replicas_interval": "e2e/test_faults.py::test_a_flipped_bit_ends_the_run",
+    "log_format": "e2e/test_layouts.py::test_log_lines_and_log_file_say_the_same",
+    "exit_zero_on_signal": "e2e/test_signals.py::test_a_signal_ends_a_run_that_saves_nothing",
     "log_straggler": "e2e/test_faults.py::test_the_slowest_rank_is_named",
     "on_bad_step": "e2e/test_faults.py::test_a_skipped_step_leaves_no_trace_in_the_weights",
     "loss_spike_factor": "e2e/test_faults.py::test_a_loss_spike_is_what_the_manual_says",
@@ -160,11 +165,11 @@ PLANNED: Mapping[str, tuple[dict[str, object], str]] = {
     "data_parallel_shard_size": ({**EIGHT, "data_parallel_shard_size": 2}, " in 2 shards and 2 replicas;"),
     "param_slots": (
         {"data_parallel_sharding_strategy": "optim_grads_params", "param_slots": 1},
-        "parameters 0.3 MiB, parameter shards 0.8 MiB",
+        "parameters 274.2 KiB, parameter shards 832.0 KiB",
     ),
     "grad_slots": (
         {"data_parallel_sharding_strategy": "optim_grads_params", "grad_slots": 1},
-        "parameter shards 0.8 MiB, gradients 1.1 MiB",
+        "parameter shards 832.0 KiB, gradients 1.1 MiB",
     ),
     "reduce_bucket_size": ({"reduce_bucket_size": 50_000}, "  layout        7 buckets, the largest 40,960 elements"),
     "seq_length": ({"seq_length": 64}, "; 512 tokens a step, 6 steps"),
@@ -343,7 +348,11 @@ def test_split(product: Product, tmp_path: Path) -> None:
     whole = Path(f"{product.data}.bin").stat().st_size // 2
     assert tokens["50,50,0"] / whole == pytest.approx(0.5, abs=0.15) and tokens["90,10,0"] / whole == pytest.approx(0.1, abs=0.05)
     nothing = product.train(train_iters=1, eval_interval=1, split="100,0,0")
-    assert " --eval-interval is ignored: --split 100,0,0 leaves nothing for validation\n" in nothing.out
+    assert " warning: --eval-interval is ignored: --split 100,0,0 leaves nothing for validation\n" in nothing.out
+    planned = product.run(*product.command(train_iters=100_000, split="100,0,0", eval_interval=1), "--dry-run").ok().out
+    assert re.search(r"^warning: 100,000 iterations of 8 samples read the [\d,]+ training samples \d+ times$", planned, re.MULTILINE)
+    assert "\nwarning: --eval-interval is ignored: " in planned
+    assert " warning: without --save and --export-hf the trained model is lost when the run ends\n" in nothing.out
 
 
 def test_what_the_exported_config_says(product: Product, tmp_path: Path) -> None:
@@ -394,7 +403,9 @@ def test_grad_reduce_in_bf16(product: Product, tmp_path: Path) -> None:
 
 
 def test_recompute_granularity(product: Product, tmp_path: Path) -> None:
-    """Less memory for the same run, to the bit: 8,192 tokens in four blocks keep 96 MiB, and 8 MiB when whole blocks recompute."""
+    """Less memory for the same run, to the bit: 8,192 tokens in four blocks keep 96 MiB, and 8 MiB when whole blocks recompute.
+
+    What `selective` saves is less than the allocator's noise here; tests/plans/test_activation_memory.py counts its bytes."""
     kinds = ("none", "selective", "full")
     for kind in kinds:
         length = {"seq_length": 1024, "micro_batch_size": 8, "train_iters": 2}
@@ -402,7 +413,7 @@ def test_recompute_granularity(product: Product, tmp_path: Path) -> None:
     curves = [exact_curve(tmp_path / kind) for kind in kinds]
     peaks = [column(tmp_path / kind, "peak_memory_bytes")[-1] for kind in kinds]
     assert curves[0] == curves[1] == curves[2]
-    assert peaks[0] - peaks[2] > 40 * 2**20 and peaks[0] > peaks[1] > peaks[2]
+    assert peaks[0] - peaks[2] > 40 * 2**20 and peaks[1] > peaks[2]
 
 
 @pytest.mark.parametrize(

@@ -96,7 +96,7 @@ def test_saving_on_request(background: dict, product: Product, tmp_path: Path) -
     run.until(lambda: len(checkpoints(tmp_path)) == 2)
     assert not (tmp_path / "save-now").exists()
     run.signal(Signals.SIGTERM)
-    run.wait().ok()
+    run.wait().ok(143)
     assert len(checkpoints(tmp_path)) == 3
 
 
@@ -146,7 +146,7 @@ def test_signals_for_the_ranks_do_not_reach_their_writers(product: Product, tmp_
     for process in (*writers(run), *run.pids):
         for number in (Signals.SIGINT, Signals.SIGTERM) if process not in run.pids else (Signals.SIGTERM,):
             os.kill(process, number)
-    run.wait().ok()
+    run.wait().ok(143)
     assert len(checkpoints(tmp_path)) == 1
 
 

@@ -187,7 +187,7 @@ def usual(tune: Tune, tmp_path_factory: pytest.TempPathFactory) -> Path:
 CHANGES: dict[str, tuple[dict[str, object], str]] = {
     "loss_on": ({"loss_on": "all"}, "in the loss: every token (--loss-on all)"),
     "packing": ({"packing": None}, "108 training examples, one to each of 108 samples"),
-    "chat_template": ({"chat_template": "chatml"}, "chat template: built-in template chatml; in the loss: answers"),
+    "chat_template": ({"chat_template": "llama2"}, "chat template: built-in template llama2; in the loss: answers"),
     "neftune_noise_alpha": ({"neftune_noise_alpha": 50}, "120 examples"),
     "seq_length": ({"seq_length": 80, "on_long_sample": "drop"}, " dropped\n"),
     "data_format": ({"data_format": "alpaca", "train_data": "alpaca"}, "format alpaca"),
@@ -231,7 +231,8 @@ def samples(product: Product, tmp_path_factory: pytest.TempPathFactory) -> list[
     assert [(iteration, prompt) for iteration, prompt, _ in found] == [(i, prompt) for i in "23" for prompt in SAMPLED_PROMPTS]
     for iteration in "23":
         greedy = ("--max-new-tokens", SAMPLED["sample_tokens"], "--temperature", 0, "--prompt", *SAMPLED_PROMPTS)
-        texts = product.run("generate", "--load", folder / f"iter_{int(iteration):07d}", *greedy).ok().out
+        lines = product.run("generate", "--json", "--load", folder / f"iter_{int(iteration):07d}", *greedy).ok().out.splitlines()
+        texts = "".join(line["prompt"] + line["text"] for line in map(json.loads, lines))
         # A continuation alone has lost the space before its first word.
         ours = "".join(prompt + literal_eval(text) for at, prompt, text in found if at == iteration)
         assert "".join(texts.split()) == "".join(ours.split())
@@ -389,8 +390,11 @@ def test_bad_and_long_examples(tune: Tune, pairs: Path, tmp_path: Path) -> None:
         stopped = tune(DP2, train_data=bad, seq_length=40, save=tmp_path / "run", micro_batch_size=1, **options)
         assert set(stopped.codes) == {1} and stopped.err.count("error: ") == 1 and message in stopped.err
     assert column(tmp_path / "run", "lm_loss") == []
-    dropped = tune(train_data=bad, train_iters=1).ok()
+    turns = [{"role": role, "content": "text"} for role in ("assistant", "user", "assistant")]
+    bad.write_text(bad.read_text() + json.dumps({"messages": turns}) + "\n")
+    dropped = tune(train_data=bad, train_iters=1, repair_conversations=("drop-leading-answers", "merge-repeated-roles")).ok()
     assert f" unusable: 1 examples\n   {bad}:1: got a JSON array" in dropped.out
+    assert " repaired conversations: drop-leading-answers 1\n" in dropped.out
 
 
 def test_wrong_options(tune: Tune, product: Product) -> None:

@@ -119,8 +119,8 @@ def test_tokenizer_type(product: Product, capsys: pytest.CaptureFixture[str]) ->
     try:
         assert main(product.command(tokenizer_model=folder, tokenizer_type="Llama2Tokenizer", vocab_size=512, dry_run=True)) == 0
         assert "tokenizer.json" not in capsys.readouterr().out
-        assert main(product.command(tokenizer_model=folder, tokenizer_type="PretrainedFromHF", vocab_size=512, dry_run=True)) == 0
-        assert f"warning: {folder}/tokenizer.json: " in capsys.readouterr().out
+        assert main(product.command(tokenizer_model=folder, tokenizer_type="PretrainedFromHF", vocab_size=512, dry_run=True)) == 1
+        assert f"error: {folder}/tokenizer.json: " in capsys.readouterr().err
     finally:
         (Path(folder) / "tokenizer.json").unlink()
 

@@ -151,7 +151,7 @@ def test_what_cannot_be_recorded_is_refused_at_once(product: Product, tmp_path: 
         assert says in capsys.readouterr().err
     (tmp_path / "file").write_text("in the way")
     refused = product.run(*product.command(**{**STEPS, "record_timeline": tmp_path / "file" / "run.json"}))
-    assert refused.codes == (1,) and f"{tmp_path}/file: got File exists, expected to write it" in refused.err
+    assert refused.codes == (1,) and f"{tmp_path}/file: got Not a directory, expected a folder in which files can be written" in refused.err
     assert " iteration " not in refused.out
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -12,7 +13,9 @@ from pathlib import Path
 import pytest
 import torch
 from megatron_llama.checkpoint import native
+from megatron_llama.cli import main
 from megatron_llama.config.schema import Config
+from megatron_llama.data.indexed import IndexedDataset
 from megatron_llama.distributed.mesh import Mesh
 from megatron_llama.model.llama import build_stages
 from megatron_llama.model.load import load_stages, rank_specs
@@ -46,7 +49,7 @@ def trained(product: Product, tmp_path_factory: pytest.TempPathFactory) -> Train
 
 def evaluation(product: Product, layout: Layout, source: str, folder: Path, **changes: object) -> tuple[int, float]:
     """Iteration and loss that ``evaluate`` prints."""
-    data = {"data_path": product.data, "split": "90,10,0", "seq_length": SEQ_LENGTH, "micro_batch_size": 2, "global_batch_size": 8}
+    data = {"data_path": product.data, "split": "90,10,0", "eval_iters": 0, "micro_batch_size": 2, "global_batch_size": 8}
     argv = ["evaluate", *words({source: folder, **data, **layout.options, **changes})]
     printed = product.launcher.run(argv, layout.processes).ok().out
     match = re.search(r"validation loss at iteration (\d+) .* lm loss value: (\S+) ", printed)
@@ -70,22 +73,81 @@ def test_evaluate_on_part_of_the_split(product: Product, trained: Trained) -> No
     assert 0 < abs(part - trained.validation) < 0.5
 
 
-@pytest.mark.parametrize("layout", [Layout(1, {}), TP2], ids=["one process", "tp2 sp"])
-def test_evaluate_reads_text(layout: Layout, product: Product, trained: Trained, tmp_path: Path) -> None:
-    """The loss that transformers has on the same windows of the same tokens."""
-    texts = product.texts[:12]
+def expected_loss(hf: Path, ids: list[int], length: int) -> float:
+    """The mean loss that transformers has for every token but the first, in windows of ``length``."""
+    model = AutoModelForCausalLM.from_pretrained(hf)
+    total = 0.0
+    for start in range(0, len(ids) - 1, length):
+        window = torch.tensor(ids[start : start + length + 1])
+        with torch.no_grad():
+            logits = model(window[None, :-1]).logits[0]
+        total += float(torch.nn.functional.cross_entropy(logits.double(), window[1:], reduction="sum"))
+    return total / (len(ids) - 1)
+
+
+def assert_measured(printed: str, hf: Path, ids: list[int], length: int) -> None:
+    """That ``evaluate`` has counted every token once, and found the loss of transformers."""
+    match = re.search(r"lm loss value: (\S+) .*PPL: (\S+) \| validation tokens: (\d+) ", printed)
+    assert match is not None, printed
+    loss = expected_loss(hf, ids, length)
+    assert int(match[3]) == len(ids) - 1
+    assert float(match[1]) == pytest.approx(loss, rel=1e-6) and float(match[2]) == pytest.approx(math.exp(loss), rel=1e-5)
+
+
+def ids_of(hf: Path, texts: Sequence[str]) -> list[int]:
+    tokenizer = AutoTokenizer.from_pretrained(hf)
+    return [id for text in texts for id in (*tokenizer(text, add_special_tokens=False)["input_ids"], tokenizer.eos_token_id)]
+
+
+DP2_OF_3 = Layout(2, {"micro_batch_size": 3, "seq_length": 20})
+
+
+@pytest.mark.parametrize(
+    "layout", [Layout(1, {}), Layout(1, {"seq_length": 20}), TP2, DP2_OF_3], ids=["model's length", "20", "tp2 sp", "dp2 20"]
+)
+def test_evaluate_counts_every_token_of_a_text_once(layout: Layout, product: Product, trained: Trained, tmp_path: Path) -> None:
+    """Its tail too, which is a shorter window."""
+    texts = product.texts[:13]
     (tmp_path / "held-out.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
     argv = ["evaluate", "--load", trained.hf, "--text", tmp_path / "held-out.jsonl", *words(layout.options)]
     printed = product.launcher.run(argv, layout.processes).ok().out
-    tokenizer, model = (AutoTokenizer.from_pretrained(trained.hf), AutoModelForCausalLM.from_pretrained(trained.hf))
-    ids = [id for text in texts for id in (*tokenizer(text, add_special_tokens=False)["input_ids"], tokenizer.eos_token_id)]
-    windows = torch.tensor(ids[: (len(ids) - 1) // SEQ_LENGTH * SEQ_LENGTH + 1])
-    inputs, targets = windows[:-1].view(-1, SEQ_LENGTH), windows[1:]
-    with torch.no_grad():
-        expected = torch.nn.functional.cross_entropy(model(inputs).logits.flatten(0, 1), targets)
-    match = re.search(r"lm loss value: (\S+) .*PPL: (\S+)", printed)
-    assert match is not None and float(match[1]) == pytest.approx(float(expected), rel=1e-6), printed
-    assert float(match[2]) == pytest.approx(math.exp(float(expected)), rel=1e-5)
+    ids = ids_of(trained.hf, texts)
+    length = int(str(layout.options.get("seq_length", SEQ_LENGTH)))
+    assert (len(ids) - 1) % length, "there is a tail"
+    assert_measured(printed, trained.hf, ids, length)
+
+
+@pytest.mark.parametrize("options", [{}, {"seq_length": 32}, {"tensor_model_parallel_size": 1, "eval_iters": None}], ids=str)
+def test_evaluate_reads_a_text_that_is_shorter_than_a_window(
+    options: dict[str, object], trained: Trained, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "short.jsonl").write_text('{"text": "The statement is"}\n')
+    assert main(["evaluate", "--load", str(trained.hf), "--text", str(tmp_path / "short.jsonl"), *words(options)]) == 0
+    ids = ids_of(trained.hf, ["The statement is"])
+    assert 3 < len(ids) < SEQ_LENGTH
+    assert_measured(capsys.readouterr().out, trained.hf, ids, SEQ_LENGTH)
+
+
+def test_evaluate_counts_every_token_of_a_split_in_windows_of_the_model(
+    product: Product, trained: Trained, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Unless --eval-iters says what a run says with it."""
+    command = ["evaluate", "--load", str(trained.hf), "--data-path", str(product.data), "--split", "90,10,0", "--micro-batch-size", "4"]
+    assert main(command) == 0
+    dataset = IndexedDataset(product.data)
+    first = dataset.document_start(round(0.9 * dataset.num_documents))
+    ids = [int(id) for id in dataset.tokens(first, dataset.num_tokens)]
+    assert_measured(capsys.readouterr().out, trained.hf, ids, SEQ_LENGTH)
+    for given, samples in (("0", (len(ids) - 1) // SEQ_LENGTH), ("2", 8)):
+        assert main([*command, "--eval-iters", given]) == 0
+        assert f"validation tokens: {samples * SEQ_LENGTH} " in capsys.readouterr().out
+
+
+def test_evaluate_refuses_options_of_training(trained: Trained, capsys: pytest.CaptureFixture[str]) -> None:
+    unused = ("--lr", "--save", "--dry-run", "--optimizer-offload", "--data-parallel-sharding-strategy", "--lora-rank", "--eval-interval")
+    assert main(["evaluate", "--load", str(trained.hf), "--text", "x", *(word for name in unused for word in (name, "1"))]) == 2
+    said = capsys.readouterr().err
+    assert all(f"{name}: got an unknown flag" in said or f"{name}: got an option" in said for name in unused), said
 
 
 def test_evaluate_takes_text_or_a_dataset(product: Product, refuse: Refuse, trained: Trained) -> None:
@@ -132,13 +194,13 @@ def test_several_prompts(product: Product, trained: Trained) -> None:
 
 def test_many_prompts_from_a_file_side_by_side(product: Product, trained: Trained, tmp_path: Path) -> None:
     """Whatever is in a batch: every prompt has the text it has alone, and the order of the file stays."""
-    prompts = ["An object", "The statement is", "Some", "If the value of a name is not known then", "class"]
+    prompts = ["An object", "The statement is", "Some", "If the value of a name is", "class"]
     (tmp_path / "prompts").write_text("".join(f"{prompt}\n" for prompt in prompts))
     options = ("--load", trained.folder, "--temperature", 1, "--top-p", 0.9)
     alone = generated(product, *options, prompt=prompts[0])
     from_file = ("generate", *options, "--prompt-file", tmp_path / "prompts", "--max-new-tokens", NEW)
     printed = [product.run(*from_file, "--batch-size", size).ok().out for size in (1, 3)]
-    assert printed[0] == printed[1] and printed[0].startswith(alone)
+    assert printed[0] == printed[1] and printed[0].startswith(f"=== prompt 1 ===\n{alone}\n=== prompt 2 ===\n")
     assert [printed[0].index(prompt) for prompt in prompts] == sorted(printed[0].index(prompt) for prompt in prompts)
 
 

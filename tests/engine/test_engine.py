@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import pytest
 import torch
-from megatron_llama.distributed.mesh import Place
+from megatron_llama.distributed.launcher import Place
 from megatron_llama.engine.optimizer import OverlappedDistributedOptimizer
 from megatron_llama.nn.param_handle import param_handle_of
 from megatron_llama.plans.params import Rectangle, parameter_count, rank_units

@@ -12,7 +12,8 @@ import torch
 import torch.distributed as dist
 from megatron_llama.config.schema import Config, ParallelConfig
 from megatron_llama.distributed.comm.streams import open_stream
-from megatron_llama.distributed.mesh import Mesh, Place, build_mesh
+from megatron_llama.distributed.launcher import Place
+from megatron_llama.distributed.mesh import Mesh, build_mesh
 from megatron_llama.engine.gradients import GradientBuckets
 from megatron_llama.plans.buckets import (
     OWN_SLOT_POOL,

@@ -9,7 +9,8 @@ import pytest
 import torch
 from megatron_llama.checkpoint import native
 from megatron_llama.config.schema import TrainingConfig
-from megatron_llama.distributed.mesh import Place
+from megatron_llama.convert.native.writer import NativeWriter
+from megatron_llama.distributed.launcher import Place
 from megatron_llama.engine.loss_scale import LossScale
 
 from tests.checkpoint.cases import SINGLE, state_at
@@ -68,13 +69,40 @@ def test_a_restored_scale_goes_on_where_it_was(cut: int) -> None:
     assert after(resumed, story[cut:]) == expected[cut:]
 
 
-def test_a_checkpoint_without_fp16_has_nothing_to_continue() -> None:
-    scale = LossScale(FP16, CPU)
-    scale.load(LossScale(replace(FP16, fp16=False), CPU).state())
-    assert float(scale.value) == 64.0
-    plain = LossScale(replace(FP16, fp16=False), CPU)
-    plain.load([32.0, 1.0, 1.0])
-    assert float(plain.value) == 1.0
+def test_every_state_is_resumed_exactly(tmp_path: Path) -> None:
+    """Through a checkpoint, after each step of a story in which the scale falls to 1, with all counts at 0, and rises again."""
+    training, story = replace(FP16, initial_loss_scale=4.0, min_loss_scale=0.5), "xxxx...x.xxxx......"
+    straight = LossScale(training, CPU)
+    expected, states = [], []
+    for letter in story:
+        expected += after(straight, letter)
+        states.append(straight.state())
+    assert [1.0, 0.0, 0.0] in states
+    layout = Layout(fp16=True)
+    saving, loading = trainer(SINGLE, layout), trainer(SINGLE, layout)
+    for done, state in enumerate(states, start=1):
+        saving.optimizer.loss_scale.load(state)
+        native.save(tmp_path, saving.optimizer, saving.mesh, state_at(done), layout.config())
+        loading.optimizer.loss_scale = resumed = LossScale(training, CPU)
+        native.load(tmp_path, loading.optimizer, loading.mesh, layout.config().model)
+        assert resumed.state() == state
+        assert after(resumed, story[done:]) == expected[done:]
+
+
+def test_a_checkpoint_without_fp16_has_nothing_to_continue(tmp_path: Path) -> None:
+    """Nor has a converted one, which has no optimizer either, whatever it says of its precision."""
+    plain = Layout()
+    run = trainer(SINGLE, plain)
+    native.save(tmp_path, run.optimizer, run.mesh, state_at(1), plain.config())
+    run = trainer(SINGLE, Layout(fp16=True, loss_scale=64.0))
+    native.load(tmp_path, run.optimizer, run.mesh, plain.config().model)
+    assert run.optimizer.loss_scale.state() == [64.0, 0.0, 0.0]
+    source = native.open_weights(tmp_path)
+    (tmp_path / "converted").mkdir()
+    for task in NativeWriter(1).tasks(tmp_path / "converted", source.model, source, torch.float16, {}):
+        task.run()
+    native.load(tmp_path / "converted", run.optimizer, run.mesh, plain.config().model)
+    assert run.optimizer.loss_scale.state() == [64.0, 0.0, 0.0]
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,8 @@ from megatron_llama.config.schema import Config, OffloadConfig, TrainingConfig
 from megatron_llama.distributed import device as devices
 from megatron_llama.distributed.comm.streams import Future
 from megatron_llama.distributed.comm.worker import Task
-from megatron_llama.distributed.mesh import Mesh, Place
+from megatron_llama.distributed.launcher import Place
+from megatron_llama.distributed.mesh import Mesh
 from megatron_llama.engine.build import build_optimizer
 from megatron_llama.engine.offload.build import Neighbour, place_among
 from megatron_llama.engine.offload.copies import Copy, HostCopies

@@ -8,7 +8,7 @@ import pytest
 import torch
 from megatron_llama.config.schema import OffloadConfig, ZenFlowConfig
 from megatron_llama.distributed import device as devices
-from megatron_llama.distributed.mesh import Place
+from megatron_llama.distributed.launcher import Place
 from megatron_llama.engine.offload.pinned_buffer import PinnedBuffer
 
 from tests.engine.test_engine import same, state_of

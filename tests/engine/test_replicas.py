@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 import pytest
 import torch
-from megatron_llama.distributed.mesh import Place
+from megatron_llama.distributed.launcher import Place
 from megatron_llama.engine.replicas import _digest, check_replicas
 from megatron_llama.errors import TrainingError
 

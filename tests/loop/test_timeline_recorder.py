@@ -9,7 +9,8 @@ from itertools import pairwise
 import pytest
 import torch
 from megatron_llama.config.schema import Config
-from megatron_llama.distributed.mesh import Place, build_mesh
+from megatron_llama.distributed.launcher import Place
+from megatron_llama.distributed.mesh import build_mesh
 from megatron_llama.distributed.recorder import Recorder
 from megatron_llama.loop.timeline_recorder import Notes, clock_offset
 from megatron_llama.plans.schedule import Action, Op

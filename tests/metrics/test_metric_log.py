@@ -15,7 +15,7 @@ from typing import Any, TextIO
 
 import pytest
 from megatron_llama.errors import TrainingError
-from megatron_llama.metrics.log import MetricLog, StepRecord, format_duration, format_record, format_validation, truncate
+from megatron_llama.metrics.log import MetricLog, StepRecord, compact_line, format_duration, format_validation, megatron_line, truncate
 
 RECORD = StepRecord(
     iteration=1,
@@ -72,18 +72,37 @@ def lines(folder: Path) -> list[dict[str, Any]]:
 
 def test_the_line_is_megatrons_with_ours_appended() -> None:
     ours = " tokens/s/GPU: 1234.5 | exposed comm (ms): 1.2 | MFU: 12.3% | peak memory (GiB): 1.23 | ETA: 1:02:03 |"
-    assert format_record(RECORD, NOW) == MEGATRON + ours
+    assert megatron_line(RECORD, NOW) == MEGATRON + ours
+
+
+def test_a_slow_device_has_a_speed_too() -> None:
+    line = megatron_line(replace(RECORD, tflops_per_gpu=0.0123), NOW)
+    assert "| throughput per GPU (TFLOP/s/GPU): 0.0123 |" in line
+
+
+def test_the_compact_line_has_what_scripts_look_for() -> None:
+    record = replace(RECORD, iteration=2500, train_iters=10_000, global_batch_size=1024, consumed_samples=2_560_000, eta_seconds=92580.0)
+    line = compact_line(record, NOW)
+    assert line == (
+        " iteration  2500/10000 | lm loss: 1.23457E+01 | grad norm: 1.234 | learning rate: 1.50E-06 | global batch size: 1024 | "
+        "consumed samples: 2560000 | elapsed time per iteration (ms): 1235 | tokens/s/GPU: 1235 | MFU: 12.3% | memory: 1.2 GiB | ETA: 25:43:00"
+    )
+    assert len(line) <= 260
+    unknown = {"lm_loss": None, "grad_norm": None, "mfu": None, "peak_memory_bytes": None, "eta_seconds": None}
+    unusual = compact_line(replace(record, **unknown, loss_scale=512.0, skipped_iterations=2), NOW)
+    assert " | lm loss: n/a | grad norm: n/a | " in unusual
+    assert unusual.endswith(" | tokens/s/GPU: 1235 | ETA: n/a | loss scale: 512.0 | number of skipped iterations: 2")
 
 
 def test_unknown_values_are_named() -> None:
     record = replace(RECORD, exposed_comm_ms=None, mfu=None, peak_memory_bytes=None, eta_seconds=None)
     ours = " tokens/s/GPU: 1234.5 | exposed comm (ms): n/a | MFU: n/a | peak memory (GiB): n/a | ETA: n/a |"
-    assert format_record(record, NOW) == MEGATRON + ours
+    assert megatron_line(record, NOW) == MEGATRON + ours
 
 
 def test_skipped_steps_and_the_loss_scale_are_shown() -> None:
     record = replace(RECORD, grad_norm=None, loss_scale=32768.0, skipped_iterations=2)
-    line = format_record(record, NOW)
+    line = megatron_line(record, NOW)
     assert "| loss scale: 32768.0 | grad norm: n/a | number of skipped iterations:   2 | number of nan iterations:   0 |" in line
 
 
@@ -117,13 +136,13 @@ def test_json_lines_are_unrounded(tmp_path: Path) -> None:
         # Lines are on disk at once: nothing is lost when the run is killed.
         evaluation, first, second = lines(tmp_path / "new" / "folder")
     assert evaluation == {"iteration": 0, "consumed_samples": 0, "validation_loss": 10.123456789012345, "validation_tokens": 77}
+    assert datetime.fromisoformat(first.pop("time")) <= datetime.now()
     assert first == {key: getattr(RECORD, key) for key in KEYS}
     assert second["iteration"] == 2
     assert [key for key, value in second.items() if value is None] == ["mfu", "exposed_comm_ms", "peak_memory_bytes", "eta_seconds"]
     printed = out.getvalue().splitlines()
     assert len(printed) == 3
-    stamp = re.compile(r" \[\d{4}-\d\d-\d\d \d\d:\d\d:\d\d\]")
-    assert stamp.sub(" [2026-08-22 15:22:22]", printed[1]) == format_record(RECORD, NOW)
+    assert printed[1] == compact_line(RECORD, NOW)
 
 
 def test_other_ranks_are_silent(tmp_path: Path) -> None:
@@ -184,6 +203,26 @@ def test_a_fresh_start_begins_a_new_curve(tmp_path: Path) -> None:
     assert [line["iteration"] for line in lines(tmp_path)] == [0, 1]
 
 
+def test_what_is_not_of_the_curve_is_only_printed(tmp_path: Path) -> None:
+    """As the evaluation with which a resumed run begins between two that are due."""
+    log, out = opened(tmp_path, start=1)
+    with log:
+        log.write_validation(1, 1, 8.0, 8, in_curve=False)
+        log.write_validation(2, 2, 7.0, 8)
+    assert [line["iteration"] for line in lines(tmp_path)] == [2] and log.evaluated == {2: 7.0}
+    assert out.getvalue().count("validation loss at iteration ") == 2
+
+
+def test_a_run_that_returns_to_its_start_keeps_the_evaluation_before_it(tmp_path: Path) -> None:
+    log, _ = opened(tmp_path)
+    with log:
+        log.write_validation(0, 0, 9.0, 8)
+        log.write(RECORD)
+        log.rewind(0)
+        log.write(RECORD)
+    assert [line["iteration"] for line in lines(tmp_path)] == [0, 1] and log.evaluated == {0: 9.0}
+
+
 def test_truncation_keeps_lines_as_they_are(tmp_path: Path) -> None:
     path = tmp_path / "log.jsonl"
     kept = '{"iteration": 1, "lm_loss": 1.50}\n{"iteration":2}\n'
@@ -217,7 +256,7 @@ def test_the_bar_is_on_a_terminal_and_text_stands_above_it(tmp_path: Path) -> No
     shown = on_a_terminal(use)
     assert "3/5" in shown and "5/5" in shown
     [line] = [line for line in re.split(r"[\r\n]+", shown) if "lm loss" in line]
-    assert line.startswith(" [") and line.endswith(" |")
+    assert line == compact_line(replace(RECORD, iteration=4), NOW)
 
 
 def test_no_bar_when_not_asked_or_not_on_a_terminal(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from megatron_llama.distributed.mesh import Place
+from megatron_llama.distributed.launcher import Place
 from megatron_llama.model import llama
 from megatron_llama.model.init import InitialWeights
 from megatron_llama.plans import params

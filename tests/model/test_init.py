@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from megatron_llama.distributed.mesh import Place
+from megatron_llama.distributed.launcher import Place
 from megatron_llama.model.init import BLOCK_ELEMENTS, InitialWeights
 from megatron_llama.plans.params import Rectangle, hf_shapes
 from torch import Tensor

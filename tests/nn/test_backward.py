@@ -88,7 +88,7 @@ def test_backward_from_a_gradient() -> None:
     backward(x.sin(), grad)
     assert torch.equal(x.grad, grad * x.detach().cos())
     program = (
-        "import sys, torch\nfrom megatron_llama.distributed.mesh import Place\nfrom tests.parallel.cases import Layout, trainer\n"
+        "import sys, torch\nfrom megatron_llama.distributed.launcher import Place\nfrom tests.parallel.cases import Layout, trainer\n"
         "trainer(Place(0, 1, 0), Layout(recompute='full', documents=True)).step(0)\nassert 'sympy' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", program], check=True)

@@ -9,7 +9,7 @@ import pytest
 import torch
 from megatron_llama.config.schema import Config
 from megatron_llama.distributed import device as devices
-from megatron_llama.distributed.mesh import Place
+from megatron_llama.distributed.launcher import Place
 from megatron_llama.nn.functional import rope_frequencies, rope_table
 from megatron_llama.nn.host import gemm
 from megatron_llama.nn.host.attention import rotated_attention

@@ -8,7 +8,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 from megatron_llama.distributed.comm import autograd
-from megatron_llama.distributed.mesh import Mesh, Place
+from megatron_llama.distributed.launcher import Place
+from megatron_llama.distributed.mesh import Mesh
 from megatron_llama.nn.attention import causal_attention
 from megatron_llama.nn.embedding import VocabParallelEmbedding
 from megatron_llama.nn.functional import rms_norm, rope_frequencies, rope_table, split_heads, swiglu

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from megatron_llama.distributed.mesh import Place
+from megatron_llama.distributed.launcher import Place
 from megatron_llama.distributed.recorder import Traffic
 from megatron_llama.engine.build import compute_dtype
 from megatron_llama.model.llama import Positions
@@ -143,7 +143,9 @@ def tensors_of(work: Any) -> Iterator[Tensor]:
     if isinstance(work, Tensor):
         yield work
     elif isinstance(work, partial):
-        for inner in (*work.args, *work.keywords.values()):
+        yield from tensors_of((*work.args, *work.keywords.values()))
+    elif isinstance(work, list | tuple):
+        for inner in work:
             yield from tensors_of(inner)
 
 
@@ -173,7 +175,9 @@ def deferred(place: Place, layout: Run) -> tuple[int, int]:
 
 @pytest.mark.parametrize("bf16", [False, True])
 @pytest.mark.parametrize("recompute", GRANULARITIES)
-@pytest.mark.parametrize("layout", [Run(), Run(tp=2), Run(tp=2, sp=True), Run(kv_heads=4)], ids=lambda layout: layout.name)
+@pytest.mark.parametrize(
+    "layout", [Run(), Run(tp=2), Run(tp=2, sp=True), Run(kv_heads=4), Run(tp=2, sp=True, kv_heads=1)], ids=lambda layout: layout.name
+)
 def test_a_split_pass_keeps_what_the_formula_says(cluster: Cluster, layout: Run, recompute: Granularity, bf16: bool) -> None:
     found = cluster.run(layout.tp, deferred, replace(layout, recompute=recompute, bf16=bf16))
     assert all(held == expected for held, expected in found), found

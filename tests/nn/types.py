@@ -8,15 +8,15 @@ A ``Probe`` collects values and gradients at named points of a model. Names are 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
-from megatron_llama.distributed.mesh import Place
-from megatron_llama.model.llama import AddRMSNorm, Block, Stage
+from megatron_llama.distributed.launcher import Place
+from megatron_llama.model.llama import AddRMSNorm, Attention, Block, Stage
 from megatron_llama.nn.context import local_sequence
 from megatron_llama.nn.embedding import VocabParallelEmbedding
 from megatron_llama.nn.linear import ColumnLinear, RowLinear
@@ -157,6 +157,18 @@ class Probe:
                 module.register_forward_pre_hook(partial(self._input, name))
             if isinstance(module, (AddRMSNorm, RowLinear, VocabParallelEmbedding, Block, ColumnLinear)):
                 module.register_forward_hook(partial(self._output, name))
+            if isinstance(module, Attention) and not module.is_fused:
+                module.project = partial(self._project, name, module.project)  # type: ignore[method-assign]
+
+    def _project(self, name: str, project: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+        """Two weights in one product: its input, and the outputs of each."""
+        x = x.view_as(x)
+        self.see(f"{name}.qkv_proj in", x)
+        weights = [f"{name}.{part}.weight" for part in ("q_proj", "kv_proj")]
+        parts = project(x).split([sum(part.rows for part in self.slices[weight]) for weight in weights], -1)  # type: ignore[no-untyped-call]
+        for weight, part in zip(weights, parts, strict=True):
+            self.see_outputs(weight, part)
+        return torch.cat(parts, -1)
 
     def _input(self, name: str, module: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
         # An alias of its own: its gradient is the one through this layer alone.
@@ -202,12 +214,3 @@ def observe(place: Place, layout: Layout) -> tuple[Values, Values]:
     for name, parameter in parameters.items():
         probe.see_weight(name, parameter, handles[name])
     return probe.values, probe.gradients
-
-
-def unfuse_inputs(values: Values, gradients: Values) -> None:
-    """Add what the input of qkv_proj would be for queries, and for keys and values, in layers of their own."""
-    for name in [name for name in values if name.endswith(".qkv_proj in")]:
-        prefix = name.removesuffix("qkv_proj in")
-        through = {part: gradients[f"{prefix}{part}_proj out"] @ values[f"{prefix}{part}_proj.weight"] for part in "qkv"}
-        values[f"{prefix}q_proj in"] = values[f"{prefix}kv_proj in"] = values[name]
-        gradients[f"{prefix}q_proj in"], gradients[f"{prefix}kv_proj in"] = (through["q"], through["k"] + through["v"])

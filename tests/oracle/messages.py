@@ -77,10 +77,10 @@ class _Step:
         self.norm()
 
     def tensor_parallel(self) -> None:
-        """Two sums a block forward, two backward, one more where keys and values have a weight of
-        their own; the embedding's forward, the head's backward. A block that is computed again also
+        """Two sums a block forward, two backward, also where keys and values have a weight of their
+        own; the embedding's forward, the head's backward. A block that is computed again also
         gathers its input, of which each rank kept a part."""
-        calls = (4 + (self.copies > 1)) * self.blocks + 2 * self.again + self.first + self.last
+        calls = 4 * self.blocks + 2 * self.again + self.first + self.last
         self.add("tp", "all_reduce", self.hidden, calls)
         if self.shape.tokens * self.config.model.hidden_size % self.shape.tp == 0:
             self.add("tp", "all_gather", self.hidden, self.again)
@@ -89,11 +89,10 @@ class _Step:
         """Forward a gather before and a scatter after each half block; backward their conjugates,
         and the input gathered again for the weight gradient. The input of a head in chunks is there
         anyway."""
-        extra = int(self.copies > 1)
         head = 1 if self.plan.in_chunks else 2
-        gathers = (6 + 2 * extra) * self.blocks + (2 + extra) * self.again + self.first + head * self.last
+        gathers = 6 * self.blocks + 2 * self.again + self.first + head * self.last
         self.add("tp", "all_gather", self.hidden, gathers)
-        self.add("tp", "reduce_scatter", self.hidden, (4 + extra) * self.blocks + 2 * self.again + self.first + self.last)
+        self.add("tp", "reduce_scatter", self.hidden, 4 * self.blocks + 2 * self.again + self.first + self.last)
 
     def cross_entropy(self) -> None:
         """Of every token the maximum, then the sum and the target's score; chunk by chunk, where

@@ -16,7 +16,8 @@ from typing import Any, Literal, get_args
 import torch
 from megatron_llama.config.schema import Config, LoraConfig, ModelConfig, OffloadConfig, OptimizerConfig, ParallelConfig, TrainingConfig
 from megatron_llama.data.loader import Batch
-from megatron_llama.distributed.mesh import Mesh, Place, build_mesh
+from megatron_llama.distributed.launcher import Place
+from megatron_llama.distributed.mesh import Mesh, build_mesh
 from megatron_llama.engine.build import build_optimizer, compute_dtype
 from megatron_llama.engine.offload.copies import Copies
 from megatron_llama.engine.optimizer import OverlappedDistributedOptimizer
@@ -477,6 +478,8 @@ def _grid() -> list[Layout]:
         Layout(tp=4, sp=True, dp=2, strategy="optim_grads"),
         Layout(tp=4, kv_heads=1, sp=True),
         Layout(tp=2, kv_heads=1),
+        Layout(tp=2, kv_heads=1, sp=True, pp=2, microbatches=2, schedule="zb-h1", recompute="selective"),
+        Layout(tp=2, kv_heads=1, sp=True, cp=2, recompute="full"),
     ]
     chunks = [
         Layout(pp=2, virtual=2, microbatches=4, schedule="interleaved"),

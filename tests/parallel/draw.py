@@ -11,7 +11,7 @@ from collections import Counter
 from dataclasses import replace
 from typing import get_args
 
-from megatron_llama.distributed.mesh import Place
+from megatron_llama.distributed.launcher import Place
 from megatron_llama.errors import ConfigError
 from megatron_llama.plans.resolve import check
 from megatron_llama.plans.schedule import ScheduleError, placement_of, schedule_named

@@ -8,7 +8,7 @@ import threading
 import pytest
 import torch
 import torch.distributed as dist
-from megatron_llama.distributed.mesh import Place
+from megatron_llama.distributed.launcher import Place
 
 from tests.harness import Cluster, WorkerError
 

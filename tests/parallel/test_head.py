@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from megatron_llama.distributed.mesh import Place
+from megatron_llama.distributed.launcher import Place
 from megatron_llama.model.llama import Stage
 
 from tests.harness import Cluster

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from megatron_llama.distributed.mesh import Place
+from megatron_llama.distributed.launcher import Place
 from megatron_llama.plans.buckets import rank_bucket_plan
 from megatron_llama.plans.params import Rectangle, adapter_shapes, hf_shapes, is_adapter
 from torch import Tensor
@@ -155,6 +155,13 @@ def test_a_step_sends_gradients_of_the_additions_alone(cluster: Cluster, strateg
         assert sent == (len(trained) * rounds, 4 * rounds * sum(bucket.numel for bucket in trained))
         if strategy in ("optim", "optim_grads"):
             assert rank.traffic["dp_gather", "all_gather"] == (len(trained), 4 * sum(bucket.numel for bucket in trained))
+
+
+def test_shared_heads_send_no_more_than_others(cluster: Cluster) -> None:
+    """Queries have a weight of their own then, but its input, and what its additions make of it, travels with that of the others."""
+    own, shared = (cluster.run(2, count, replace(ONE, tp=2, sp=True, kv_heads=heads))[0].traffic for heads in (2, 1))
+    for operation in ("all_gather", "reduce_scatter"):
+        assert shared["tp", operation] == own["tp", operation]
 
 
 def kept_for_training(place: Place, layout: Layout) -> tuple[int, int, int]:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from megatron_llama.distributed.mesh import Place
+from megatron_llama.distributed.launcher import Place
 from megatron_llama.model.llama import Positions, Stage
 from megatron_llama.nn.context import local_sequence
 from megatron_llama.plans.buckets import BucketKind

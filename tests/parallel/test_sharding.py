@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 import torch
-from megatron_llama.distributed.mesh import Place, build_mesh
+from megatron_llama.distributed.launcher import Place
+from megatron_llama.distributed.mesh import build_mesh
 from megatron_llama.engine.build import build_optimizer
 from megatron_llama.engine.gradients import _Exchanges
 from megatron_llama.engine.optimizer import OverlappedDistributedOptimizer

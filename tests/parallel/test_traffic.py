@@ -8,7 +8,7 @@ from dataclasses import astuple, dataclass, replace
 
 import pytest
 import torch
-from megatron_llama.distributed.mesh import Place
+from megatron_llama.distributed.launcher import Place
 from megatron_llama.planner.trace.run import trace_run
 from megatron_llama.plans.buckets import Bucket, BucketPlan, rank_bucket_plan
 from megatron_llama.plans.memory import MemoryPlan, peak_of

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from megatron_llama.distributed.mesh import Place
+from megatron_llama.distributed.launcher import Place
 from megatron_llama.metrics.readback import Readback
 from torch.utils._python_dispatch import TorchDispatchMode
 

@@ -14,7 +14,7 @@ from megatron_llama.checkpoint import native
 from megatron_llama.checkpoint.chunks import regions
 from megatron_llama.checkpoint.columns import column_pieces
 from megatron_llama.config.schema import Config, OffloadConfig, ZenFlowConfig
-from megatron_llama.distributed.mesh import Place
+from megatron_llama.distributed.launcher import Place
 from megatron_llama.engine.offload.zenflow.rule import ZenFlow
 from megatron_llama.engine.offload.zenflow.schedule import Step
 from megatron_llama.errors import OffloadError

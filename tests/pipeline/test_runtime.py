@@ -10,7 +10,8 @@ from dataclasses import dataclass, replace
 import pytest
 import torch
 from megatron_llama.config.schema import Config
-from megatron_llama.distributed.mesh import Mesh, Place, build_mesh
+from megatron_llama.distributed.launcher import Place
+from megatron_llama.distributed.mesh import Mesh, build_mesh
 from megatron_llama.model.llama import Stage, build_stages
 from megatron_llama.model.load import load_stages, rank_specs
 from megatron_llama.pipeline.runtime import Engine, FixedWeights, PipelineRuntime

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, replace
 from html.parser import HTMLParser
 from pathlib import Path
+from xml.etree import ElementTree
 
 import pytest
 from megatron_llama.cli import main
@@ -128,6 +129,21 @@ def test_a_plan_as_a_page(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
     assert all(f"{name}: {size / 2**30:.3f} GiB" in found.texts for name, size in memory.items() if size)
 
 
+def test_a_plan_as_a_drawing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A file of its own: the pipeline of the page, what its colours mean, and the style of its classes."""
+    words = [*PLAN, *PIPED, "--explain", "mbs1/1f1b/optim", "--html", str(tmp_path / "a.html"), "--svg", str(tmp_path / "a.svg")]
+    assert main(words) == 0
+    root = ElementTree.fromstring((tmp_path / "a.svg").read_text())
+    space = "{http://www.w3.org/2000/svg}"
+    tips = [title.text for title in root.iter(f"{space}title")]
+    assert [tip for tip in alone((tmp_path / "a.html").read_text()).texts if tip.startswith("forward ")] == [
+        tip for tip in tips if tip is not None and tip.startswith("forward ")
+    ]
+    texts = [item.text for item in root.iter(f"{space}text")]
+    assert {"forward", "backward", "updates", "pp rank 3"} <= set(texts) and str(texts[0]).endswith("/mbs1/1f1b/optim/recompute-none")
+    assert "text.n" in str(next(root.iter(f"{space}style")).text)
+
+
 def test_a_page_that_cannot_be_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*PLAN, *PIPED, "--explain", "mbs1/1f1b/optim", "--html", str(tmp_path / "no" / "a.html")]) == 2
     assert "--html: got [Errno 2]" in capsys.readouterr().err
@@ -232,6 +248,8 @@ def test_a_comparison_as_a_page(tmp_path: Path, capsys: pytest.CaptureFixture[st
             main(["plan", "compare", str(tmp_path / name), "--html", str(tmp_path / "page.html"), "--json", str(tmp_path / "page.json")])
             == 0
         )
+        assert main(["plan", "compare", str(tmp_path / name), "--svg", str(tmp_path / "page.svg")]) == 0
+        assert "pp rank 3, measured" in (tmp_path / "page.svg").read_text()
         pages.append((tmp_path / "page.html").read_text().replace(name, "FILE"))
         shown.append(capsys.readouterr().out.replace(name, "FILE"))
     assert pages[0] == pages[1] and shown[0] == shown[1]

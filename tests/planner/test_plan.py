@@ -208,6 +208,21 @@ def test_the_command(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None
     assert f"{first['layout']}: {first['step_seconds']:.2f} s a step" in capsys.readouterr().out
 
 
+def test_the_shortest_line(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """What the overview shows is enough; what nobody gave is said. A recipe's machines count as --gpus."""
+    one = ["--explain", "tp1/pp1/mbs1/optim/recompute-full"]
+    assert main(["plan", "--model", "llama2-7b", "--gpus", "24", *one]) == 0
+    taken, title, *lines = capsys.readouterr().out.splitlines()
+    assert taken == "not given, so planned with --gpu h100, --seq-length 2048, --global-batch-size 2064 (4,227,072 tokens a step)"
+    assert title.startswith("24 x h100 (8 in a node, ") and title.endswith("2064 samples of 2048 tokens a step")
+    head = next(line for line in lines if "layout" in line)
+    assert [column for column in ("step (s)", "80 % between (s)", "tokens/s/GPU", "memory/GPU") if column not in head] == []
+    assert any("exposed communication" in line for line in lines)
+    (tmp_path / "run.yaml").write_text("model: llama2-7b\nseq_length: 4096\nglobal_batch_size: 64\nlaunch: {nodes: 2, gpus_per_node: 8}\n")
+    assert main(["plan", "--config", str(tmp_path / "run.yaml"), "--gpu", "a100", *one]) == 0
+    assert capsys.readouterr().out.startswith("16 x a100 (8 in a node, ")
+
+
 def test_kind_and_wires_of_the_gpus_matter(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     def seconds(*more: str) -> float:
         words = [
@@ -246,6 +261,7 @@ def test_the_planned_command_line_is_valid(capsys: pytest.CaptureFixture[str]) -
     ("words", "message"),
     [
         (["plan", "--gpus", "8"], "--model: got nothing"),
+        (["plan", "--model", "llama2-7b"], "--gpus: got nothing"),
         (["plan", "--model", "llama2-7b", "--gpus", "7", "--global-batch-size", "64"], "--global-batch-size 63 would work"),
         ([*SMALL, "--gpu", "h300"], "--gpu: got h300"),
         ([*SMALL[:-2], "--explain", "tp3/pp1"], "cannot run on 8 GPUs"),

@@ -12,7 +12,8 @@ import pytest
 import torch
 from megatron_llama.config.presets import PRESETS
 from megatron_llama.config.schema import Config
-from megatron_llama.distributed.mesh import Mesh, Place, build_mesh
+from megatron_llama.distributed.launcher import Place
+from megatron_llama.distributed.mesh import Mesh, build_mesh
 from megatron_llama.engine.build import compute_dtype
 from megatron_llama.model.llama import Positions, Stage, build_stages
 from megatron_llama.model.load import load_stages, rank_specs
@@ -129,6 +130,7 @@ SPREAD = [
     Run(tp=2),
     Run(tp=2, sp=True),
     Run(tp=2, kv_heads=1),
+    Run(tp=2, kv_heads=1, sp=True),
     Run(cp=2),
     Run(cp=2, tp=2, sp=True, cp_comm="ring"),
     Run(recompute_layers="1"),
@@ -137,7 +139,11 @@ SPREAD = [
 
 
 @pytest.mark.parametrize("recompute", GRANULARITIES)
-@pytest.mark.parametrize("layout", [Run(lora=4), Run(tp=2, lora=4), Run(tp=2, sp=True, lora=4)], ids=lambda layout: layout.name)
+@pytest.mark.parametrize(
+    "layout",
+    [Run(lora=4), Run(tp=2, lora=4), Run(tp=2, sp=True, lora=4), Run(tp=2, kv_heads=1, sp=True, lora=4)],
+    ids=lambda layout: layout.name,
+)
 def test_low_rank_additions_keep_their_inner_activations(cluster: Cluster, layout: Run, recompute: Granularity) -> None:
     layout = replace(layout, recompute=recompute)
     plain = replace(layout, lora=0)
@@ -205,6 +211,30 @@ class Saved:
 
     def __init__(self, tensor: Tensor) -> None:
         self.tensor = tensor
+
+
+def ids_at_backward(place: Place, layout: Run) -> list[bool]:
+    """Whether somebody holds the token ids that the first stage was given, when the backward pass of a unit begins."""
+    run = trainer(place, layout)
+    [stage] = run.stages.values()
+    given, held = list[weakref.ref[Tensor]](), list[bool]()
+    announce = stage.on_weight_access
+
+    def on_weight_access(unit: int, backward: bool) -> None:
+        if backward:
+            held.append(given[-1]() is not None)
+        announce(unit, backward)
+
+    stage.on_weight_access = on_weight_access
+    stage.register_forward_pre_hook(lambda module, args: given.append(weakref.ref(args[0])))
+    run.step(0)
+    return held
+
+
+def test_no_token_ids_are_kept_beside_those_that_autograd_keeps(cluster: Cluster) -> None:
+    """With cp they are a copy of this rank's part, and with tp autograd keeps rows instead."""
+    run = Run(cp=2, tp=2)
+    assert cluster.run(4, ids_at_backward, run) == [[False] * (run.layers + 1)] * 4
 
 
 def peak_of_a_step(place: Place, layout: Run) -> tuple[int, int]:

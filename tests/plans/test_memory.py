@@ -11,7 +11,7 @@ from megatron_llama.config.presets import PRESETS
 from megatron_llama.config.schema import Config, ParallelConfig, TrainingConfig
 from megatron_llama.errors import ConfigError
 from megatron_llama.plans.auto import decide_recompute
-from megatron_llama.plans.memory import USABLE, MemoryPlan, peak_of
+from megatron_llama.plans.memory import USABLE, MemoryPlan, peak_of, sized
 from megatron_llama.plans.resolve import check, resolve
 from megatron_llama.plans.schedule import schedule_named
 
@@ -126,3 +126,14 @@ def test_numbers_of_blocks_that_are_accepted() -> None:
 def test_a_number_of_blocks_alone_is_a_warning() -> None:
     [warning] = check(parallel_config(recompute_num_layers="2"), 1).warnings
     assert warning == "--recompute-num-layers 2 without --recompute-granularity selective or full: nothing is recomputed"
+
+
+def test_sizes_have_fitting_units() -> None:
+    assert [sized(n) for n in (0, 1023, 1024, 1_500_000, 2**30, 3 * 2**40)] == [
+        "0 B",
+        "1023 B",
+        "1.0 KiB",
+        "1.4 MiB",
+        "1.00 GiB",
+        "3072.00 GiB",
+    ]

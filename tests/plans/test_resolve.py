@@ -69,10 +69,8 @@ def test_notes() -> None:
     resolved = check(config_of(sequence_parallel=True, eval_interval=5, split="100,0,0", global_batch_size=1), 1)
     assert not resolved.config.parallel.sequence_parallel
     assert resolved.config.training.eval_interval == 0
-    assert resolved.notes == (
-        "--sequence-parallel is ignored: it needs --tensor-model-parallel-size 2 or more",
-        "--eval-interval is ignored: --split 100,0,0 leaves nothing for validation",
-    )
+    assert resolved.notes == ("--sequence-parallel is ignored: it needs --tensor-model-parallel-size 2 or more",)
+    assert resolved.warnings == ("--eval-interval is ignored: --split 100,0,0 leaves nothing for validation",)
 
 
 def test_a_sequence_beyond_the_model_is_a_warning() -> None:
@@ -303,6 +301,9 @@ LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_fr
             "--freeze: got model.layer.0.mlp.*, expected a pattern of the model's parameters; did you mean model.layers.0.mlp.",
         ),
         ({"freeze": ("lm_head.*",), "tie_word_embeddings": True}, 1, "did you mean model.embed_tokens.weight?"),
+        ({"freeze": ("*norm*,*mlp*",)}, 1, "; separate patterns by spaces: --freeze '*norm*' '*mlp*'"),
+        ({"freeze": ("zzz",)}, 1, "; give names as lm_head.weight, or parts of them as '*.mlp.*'"),
+        ({"lora_rank": 4, "lora_target_modules": ("q_proj,v_proj",)}, 1, "; separate them by spaces: q_proj v_proj"),
         ({"freeze": ("model.*", "lm_head.*")}, 1, "--freeze: got all 39 parameters, expected one or more that are trained; leave out"),
         (
             {"freeze": ("model.layers.1.*.q_proj.*",), "tensor_model_parallel_size": 8, "num_key_value_heads": 1},

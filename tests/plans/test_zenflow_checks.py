@@ -110,6 +110,9 @@ def test_a_file_is_refused_with_all_that_is_wrong(tmp_path: Path) -> None:
     for content, text in (([], "expected an object"), ({"zero_optimization": {}}, "no zero_optimization.zenflow")):
         with pytest.raises(ConfigError, match=text):
             configured("--zenflow-config", file(tmp_path, content))
+    (tmp_path / "twice.json").write_text('{"topk_ratio": 0.1, "topk_ratio": 0.2}')
+    with pytest.raises(ConfigError, match="got topk_ratio stands there twice"):
+        configured("--zenflow-config", str(tmp_path / "twice.json"))
     with pytest.raises(ConfigError, match="No such file"):
         configured("--zenflow-config", str(tmp_path / "none.json"))
 

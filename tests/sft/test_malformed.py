@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import tracemalloc
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pyarrow
 import pyarrow.parquet as parquet
@@ -14,6 +14,8 @@ from megatron_llama.errors import DataError
 from megatron_llama.sft import json_text, records
 from megatron_llama.sft.chat import ChatTokenizer
 from megatron_llama.sft.dataset import Examples, read_examples, refuse_problems
+from megatron_llama.sft.formats import Conversation
+from megatron_llama.sft.repair import Repair
 from megatron_llama.sft.sft_config import SFTConfig
 from megatron_llama.tokenizer.hf import HFTokenizer
 
@@ -132,22 +134,23 @@ def test_each_has_its_message_in_other_formats(name: str, tmp_path: Path, chat: 
     assert problem.where == f"{path}:2" and problem.reason == reason and words in str(problem), str(problem)
 
 
-def test_arrays_have_lines_too(tmp_path: Path, chat: ChatTokenizer) -> None:
+def test_elements_of_arrays_are_named_with_their_lines(tmp_path: Path, chat: ChatTokenizer) -> None:
     path, examples = read(tmp_path, f'[\n  {GOOD},\n\n  {{"messages": []}},\n  {GOOD}\n]'.encode(), chat, "data.json")
-    assert len(examples) == 2 and [str(p).split(": ")[0] for p in examples.problems] == [f"{path}:4"]
+    assert len(examples) == 2 and [str(p).split(": ")[0] for p in examples.problems] == [f"{path}[1] (line 4)"]
     cases = {
-        f"[\n{GOOD}\n{GOOD}]": ("broken array", 3, "got '{\"messages', expected a comma or the closing bracket"),
-        f"[\n{GOOD},\n": ("invalid JSON", 3, "expected an array of objects"),
-        f"[\n{GOOD}\n": ("broken array", 3, "got the end of the file"),
-        f'[{GOOD},\n{{"messages": [}}]': ("invalid JSON", 2, "Expecting value, column 15"),
-        f"[{GOOD},\n{GOOD},\n\n3]": ("not an object", 4, "a JSON number"),
+        f"[\n{GOOD}\n{GOOD}]": ("broken array", (1, 3), "got '{\"messages', expected a comma or the closing bracket"),
+        f"[\n{GOOD},\n": ("invalid JSON", (1, 3), "expected an array of objects"),
+        f"[\n{GOOD}\n": ("broken array", (1, 3), "got the end of the file"),
+        f'[{GOOD},\n{{"messages": [}}]': ("invalid JSON", (1, 2), "Expecting value, column 15"),
+        f"[{GOOD},\n{GOOD},\n\n3]": ("not an object", (2, 4), "a JSON number"),
+        "[" + ",".join([GOOD] * 17 + ["{}"] + [GOOD]) + "]": ("missing field messages", (17, 1), "got no such field (fields: none)"),
     }
-    for content, (reason, number, words) in cases.items():
+    for content, (reason, (number, at), words) in cases.items():
         path, examples = read(tmp_path, content.encode(), chat, "data.json")
         [problem] = examples.problems
-        assert (problem.reason, problem.where) == (reason, f"{path}:{number}") and words in str(problem), str(problem)
+        assert (problem.reason, problem.where) == (reason, f"{path}[{number}] (line {at})") and words in str(problem), str(problem)
     path, examples = read(tmp_path, b'[\n\n"\xfe"]', chat, "data.json")
-    assert [str(problem).split(",")[0] for problem in examples.problems] == [f"{path}:3: got byte 0xfe at byte 4"]
+    assert [str(problem).split(",")[0] for problem in examples.problems] == [f"{path}[0] (line 3): got byte 0xfe at byte 4"]
     assert len(read(tmp_path, f"{GOOD}\n{GOOD}".encode(), chat, "data.json")[1]) == 2, "JSON lines under another name"
 
 
@@ -301,3 +304,51 @@ def test_files_that_cannot_be_read(tmp_path: Path) -> None:
         records.example_files(paths)
     expected = ("no such file", "an empty file", "a .csv file", "a folder without examples")
     assert [f"{path}: got {words}" in str(error.value) for path, words in zip(paths, expected, strict=True)] == [True] * 4
+
+
+CALL = {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "f", "arguments": {}}}]}
+ORDERS: dict[str, tuple[list[dict[str, Any]], list[tuple[str, str]] | str, dict[str, int]]] = {
+    "a greeting": ([turn("assistant", "Hello."), USER, ANSWER], [("user", "Why?"), ("assistant", "Because.")], {"drop-leading-answers": 1}),
+    "behind the system": (
+        [turn("system"), turn("assistant", "Hello."), turn("tool", "x"), USER, ANSWER],
+        [("system", "text"), ("user", "Why?"), ("assistant", "Because.")],
+        {"drop-leading-answers": 1},
+    ),
+    "twice": (
+        [USER, turn("user", "How?"), turn("user", "Who?"), ANSWER, turn("assistant", "Really.")],
+        [("user", "Why?\n\nHow?\n\nWho?"), ("assistant", "Because.\n\nReally.")],
+        {"merge-repeated-roles": 1},
+    ),
+    "no answer": ([USER, ANSWER, turn("user", "How?"), turn("user", "Who?")], [("user", "Why?"), ("assistant", "Because.")], {"drop-unanswered-end": 1, "merge-repeated-roles": 1}),
+    "in order": ([USER, ANSWER], [("user", "Why?"), ("assistant", "Because.")], {}),
+    "calls of tools are not joined": ([USER, CALL, ANSWER], "'messages[2]': got assistant after assistant, expected user or tool", {}),
+    "nothing empty is joined": ([USER, turn("user", " "), ANSWER], "'messages[1]': got user after user", {}),
+    "places are those of the file": ([turn("assistant", "Hello."), USER, turn("assistant", "")], "field 'messages[2]': got nothing but spaces", {}),
+    "nothing is left": ([ANSWER], "field 'messages': got no message, expected assistant", {}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ORDERS)
+def test_conversations_are_repaired_where_that_is_asked_for(name: str, tmp_path: Path, chat: ChatTokenizer) -> None:
+    messages, expected, counts = ORDERS[name]
+    content = line(messages=messages).encode()
+    options = {"repair_conversations": get_args(Repair)}
+    _, examples = read(tmp_path, content, chat, **options)
+    assert dict(examples.repairs) == counts
+    if isinstance(expected, str):
+        assert expected in str(examples.problems[0])
+        return
+    whole = chat.read(Conversation(tuple(turn(*pair) for pair in expected)), "assistant")
+    assert [list(ids) for ids in examples.ids] == [whole.ids]
+    assert [list(mask) for mask in examples.loss_mask] == [[bool(counted) for counted in whole.loss_mask]]
+    said = [line for line in examples.report() if line.startswith("repaired")]
+    assert said == (["repaired conversations: " + ", ".join(f"{way} 1" for way in sorted(counts))] if counts else [])
+    assert bool(read(tmp_path, content, chat)[1].problems) is bool(counts), "nothing is repaired that was not asked for"
+
+
+def test_the_remedy_names_the_repair(tmp_path: Path, chat: ChatTokenizer) -> None:
+    rows = [line(messages=messages) for messages in ([ANSWER], [USER, USER, ANSWER], [USER])]
+    _, examples = read(tmp_path, "\n".join(rows).encode(), chat)
+    ways = ("drop-leading-answers", "merge-repeated-roles", "drop-unanswered-end")
+    for problem, way in zip(examples.problems, ways, strict=True):
+        assert str(problem).endswith(f", or give --repair-conversations {way}")

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from megatron_llama.cli import main
 from megatron_llama.errors import DataError
 from megatron_llama.sft.chat import ChatTokenizer, Encoded
 from megatron_llama.sft.formats import Conversation
@@ -127,6 +128,46 @@ def test_generation_ends_where_answers_do(llama3: Path, tmp_path: Path) -> None:
     file.write_text(json.dumps({"temperature": 0.6, "eos_token_id": ended}))
     ChatTokenizer(tokenizer, "chatml").save_hf(tmp_path)
     assert json.loads(file.read_text()) == {"temperature": 0.6, "eos_token_id": [*ended, token["<|im_end|>"]]}
+
+
+@pytest.mark.parametrize("name", ["chatml", "llama3"])
+@pytest.mark.parametrize("action", ["check", "preview"])
+def test_a_marker_in_ordinary_tokens_is_refused(
+    name: str, action: str, llama2: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Else the tuned model would never stop: its end token is in no example."""
+    (tmp_path / "data.jsonl").write_text(json.dumps({"messages": CONVERSATIONS[0]}))
+    command = ["data", action, str(tmp_path / "data.jsonl"), "--tokenizer-model", str(llama2), "--chat-template"]
+    assert main([*command, name]) == 1
+    marker = "<|im_end|>" if name == "chatml" else "<|eot_id|>"
+    said = capsys.readouterr().err
+    assert said.startswith(f"error: --chat-template {name}: got answers that end with {marker!r}, which {llama2}/tokenizer.json spells")
+    assert "ordinary tokens, expected a special token or the end token" in said
+    assert "plain needs only an end token" in said and "--resize-embeddings" in said
+    assert main([*command, "plain"]) == main([*command, "llama2"]) == 0
+    (tmp_path / "eos.jinja").write_text(UNMARKED["chatml"].replace("'<|im_end|>'", "eos_token"))
+    assert main([*command, str(tmp_path / "eos.jinja")]) == 0
+    assert capsys.readouterr().err == "", "the end token ends its answers"
+    (tmp_path / "text.jinja").write_text(UNMARKED["chatml"])
+    assert main([*command, str(tmp_path / "text.jinja")]) == 0
+    assert f"warning: {tmp_path}/text.jinja: got answers that end with '<|im_end|>'" in capsys.readouterr().err
+
+
+def test_the_space_before_a_word_ends_no_answer(llama2: Path, tmp_path: Path) -> None:
+    """Alone it decodes to no text, as a special token does."""
+    tokenizer = HFTokenizer(llama2 / "tokenizer.json")
+    assert ChatTokenizer(tokenizer, "llama2").ends() == {tokenizer.eos_id}
+    (tmp_path / "text.jinja").write_text(UNMARKED["chatml"])
+    assert ChatTokenizer(tokenizer, str(tmp_path / "text.jinja")).ends() == frozenset()
+
+
+def test_a_marker_that_is_a_token_but_not_special(llama2: Path, tmp_path: Path) -> None:
+    """A built-in template's marker ends answers, whatever the tokenizer calls it."""
+    content = json.loads((llama2 / "tokenizer.json").read_text())
+    content["added_tokens"].append({**content["added_tokens"][0], "id": 800, "content": "<|im_end|>", "special": False})
+    (tmp_path / "tokenizer.json").write_text(json.dumps(content))
+    tokenizer = ChatTokenizer(HFTokenizer(tmp_path / "tokenizer.json"), "chatml")
+    assert tokenizer.require_end() == () and tokenizer.ends() == {800}
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ import pytest
 import sentencepiece as spm
 from megatron_llama.tokenizer.base import Tokenizer
 from megatron_llama.tokenizer.load import load_tokenizer
-from megatron_llama.tokenizer.stream import TextStream
+from megatron_llama.tokenizer.stream import StopStrings, TextStream
 
 TEXTS = (
     "Plain words, and more of them.",
@@ -74,3 +74,26 @@ def test_half_a_character_at_the_end_is_shown_as_such(tokenizer: Tokenizer) -> N
     ids = tokenizer.encode("a\u4f60")[:-1]
     stream = TextStream(tokenizer)
     assert "".join(stream.add(token) for token in ids) == "a" and stream.rest() == tokenizer.decode(ids)[1:] != ""
+
+
+@pytest.mark.parametrize(
+    ("strings", "text", "expected"),
+    [
+        (("END",), "an END here", "an "),
+        (("END",), "EEN ENEND", "EEN EN"),
+        (("aab",), "aaaab", "aa"),
+        (("ab x", "b"), "ab x", "a"),  # complete first
+        (("b", "ab"), "ab", ""),  # both are complete: the one that began first
+        (("END", "\n\n"), "no end EN\n", "no end EN\n"),
+        ((), "all", "all"),
+    ],
+)
+def test_a_stop_string_ends_a_text_wherever_its_pieces_end(strings: tuple[str, ...], text: str, expected: str) -> None:
+    for size in range(1, len(text) + 1):
+        stop, shown = StopStrings(strings), ""
+        for at in range(0, len(text), size):
+            shown += stop.add(text[at : at + size])
+            assert expected.startswith(shown)
+            if stop.found:
+                break
+        assert shown + stop.rest() == expected and stop.found == (expected != text)

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 from megatron_llama.config.presets import PRESETS
-from megatron_llama.plans.memory import MemoryPlan, gib
+from megatron_llama.plans.memory import MemoryPlan, sized
 from tools.gpucheck.__main__ import EXAMPLE_MEMORY, check, main, parse
 from tools.gpucheck.parts import FULL, Part, Setting, all_parts, configuration, layers_that_fit, marked
 from tools.gpucheck.report import Outcome, markdown, read, rows_of, write
@@ -113,7 +113,7 @@ def test_whole_models_are_trained_as_one_of_eight_ranks() -> None:
     assert list(parts)[:4] == ["tests", "kernels", "step-7b-4096", "step-8b-4096"] and "--rounds 1 " in " ".join(parts["offload"].command)
     assert "--num-layers" not in parts["step-7b-4096-dp8"].command and "32 of 32 layers" in parts["step-7b-4096-dp8"].title
     planned = MemoryPlan(configuration("llama2-7b", 4096, layers=32, dp=8), 8).needed("none", 0)
-    assert f", {gib(planned)} planned" in parts["step-7b-4096-dp8"].title
+    assert f", {sized(planned)} planned" in parts["step-7b-4096-dp8"].title
     assert all(part.json == f"out/{name}.json" and part.command[-1] == part.json for name, part in parts.items() if name != "tests")
 
 

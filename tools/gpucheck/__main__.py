@@ -33,7 +33,9 @@ GRACE = 30.0
 
 def parse(words: Sequence[str]) -> argparse.Namespace:
     """The command line; exits with status 2 and one message where it is wrong."""
-    parser = argparse.ArgumentParser("gpu_check.sh", description=__doc__, allow_abbrev=False)
+    parser = argparse.ArgumentParser(
+        "bash tools/gpu_check.sh", description=__doc__, allow_abbrev=False
+    )
     parser.add_argument(
         "--out",
         type=Path,

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from megatron_llama.config.presets import PRESETS
 from megatron_llama.config.schema import Config, TrainingConfig
-from megatron_llama.plans.memory import MemoryPlan, gib
+from megatron_llama.plans.memory import MemoryPlan, sized
 from megatron_llama.plans.resolve import check
 
 ROOT = Path(__file__).parent.parent.parent
@@ -234,7 +234,7 @@ def _step(
     title = f"{short.upper()}, {layers or whole} of {whole} layers, seq {length}" + (
         f", state of one of {dp} ranks" if dp > 1 else ""
     )
-    title += f", {gib(planned_bytes(preset, length, layers=layers, dp=dp))} planned"
+    title += f", {sized(planned_bytes(preset, length, layers=layers, dp=dp))} planned"
     words = [
         "--model",
         preset,

@@ -29,7 +29,7 @@ Contenders: {", ".join(NAMES)}."""
 def parse(arguments: list[str]) -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(
-        "bench_overlap.sh",
+        "bash tools/bench_overlap.sh",
         description=DESCRIPTION,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )

@@ -13,7 +13,8 @@ from torch import Tensor, nn
 
 from megatron_llama.config.schema import Config, ModelConfig
 from megatron_llama.distributed import device as devices
-from megatron_llama.distributed.mesh import Mesh, Place, init_mesh
+from megatron_llama.distributed.launcher import Place
+from megatron_llama.distributed.mesh import Mesh, init_mesh
 from megatron_llama.model.init import InitialWeights
 from megatron_llama.plans.params import Rectangle
 from tools.compare_sharding import Trial, random_batches

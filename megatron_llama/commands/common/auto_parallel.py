@@ -19,7 +19,8 @@ from megatron_llama.planner.choice import SEARCHED, Choice, choose, given_of, va
 from megatron_llama.planner.hardware import CPU, GPUS, gpu_of_device
 
 if TYPE_CHECKING:
-    from megatron_llama.distributed.mesh import Place
+    from megatron_llama.distributed.comm.watch import Watch
+    from megatron_llama.distributed.launcher import Place
     from megatron_llama.loop.start import Start
 
 
@@ -56,13 +57,15 @@ def wanted(parsed: Parsed) -> bool:
     return bool(options.auto_parallel)
 
 
-def chosen(parsed: Parsed, config: Config, place: Place, start: Start | None) -> Choice:
+def chosen(
+    parsed: Parsed, config: Config, place: Place, start: Start | None, watch: Watch
+) -> Choice:
     """Return the configuration with the layout that the first rank finds; ``start`` is what the run
-    loads. Joins the process group; collective. Raises ConfigError."""
+    loads. Joins the process group, under ``watch``; collective. Raises ConfigError."""
     from megatron_llama.distributed.comm.object_collectives import all_gather_object, on_rank0
     from megatron_llama.distributed.mesh import join
 
-    world, _ = join(config.parallel, place)
+    world, _ = join(config.parallel, place, watch)
     sharing = place.local_world_size or place.world_size
     here = this_device(place.local_rank, sharing, place.local_world_size)
     devices = all_gather_object(here, world)
@@ -112,7 +115,7 @@ def this_device(local_rank: int, sharing: int, node: int) -> RankDevice:
 
 def with_tokens(config: Config) -> Config:
     """Return the configuration with the vocabulary of the tokenizer. Raises DataError."""
-    from megatron_llama.data.vocabulary import find_vocabulary, with_vocabulary
+    from megatron_llama.loop.vocabulary import find_vocabulary, with_vocabulary
 
     return with_vocabulary(config, find_vocabulary(config))
 

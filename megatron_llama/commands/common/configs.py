@@ -13,9 +13,9 @@ class DryRunConfig:
     """Check a run without starting it."""
 
     dry_run: Literal["no", "yes", "strict"] = "no"
-    """Validate everything for a world size and print parameters, layout, memory and schedule; start
-    nothing. What is missing on this machine (paths, devices, memory) is a warning, with `strict` an
-    error."""
+    """Do what the run does up to its first step, in one process, and print parameters, layout,
+    memory and schedule; write nothing. What is missing on this machine (files, packages, devices,
+    memory) is a warning, with `strict` an error."""
     world_size: int = 0
     """Processes that --dry-run plans for. 0: the `launch:` block of the YAML, else the
     environment."""
@@ -40,12 +40,20 @@ class AutoParallelConfig:
 
 @dataclass(frozen=True)
 class EvaluateConfig:
-    """Text to measure a model on; without it, the validation split of --data-path."""
+    """What a model is measured on: text, or without it the validation split of --data-path."""
 
     text: tuple[str, ...] = ()
-    """Files or folders as `preprocess --input` takes them, tokenized with the model's tokenizer.
-    All of it counts, in samples of --seq-length tokens (default: 2048, or what the model is meant
-    for, or what the text has)."""
+    """Files or folders as `preprocess --input` takes them, tokenized with the model's tokenizer and
+    laid end to end."""
+    seq_length: int = 0
+    """Tokens per sample. 0: 2048, or as many as the model has positions or the text has tokens, if
+    that is less."""
+    eval_iters: int | None = None
+    """Measure on so many global batches, as a run with this option does; 0: on all whole samples.
+    Default: on every token, in a last sample that is shorter where tokens are left. The first token
+    has nothing before it and does not count."""
+    global_batch_size: int = 0
+    """Samples of a global batch. 0: micro_batch_size x dp."""
 
 
 @dataclass(frozen=True)
@@ -63,6 +71,9 @@ class ModelFolderConfig:
     hf_config: str | None = None
     """A config.json of HuggingFace, for what a Megatron or Meta folder does not say of its
     model."""
+    ignore_hf_config_fields: tuple[str, ...] = ()
+    """Names of fields in a HuggingFace config.json that do not change what the model computes.
+    Fields that are not known here are refused otherwise."""
     vocab_size: int = 0
     """Number of token ids, for a folder that stores only a padded vocabulary. 0: what the folder or
     its tokenizer says."""
@@ -97,12 +108,18 @@ class GenerateConfig:
     batch_size: int = 8
     """Prompts that are continued side by side. More are faster and take more memory; texts stay the
     same."""
+    stop: tuple[str, ...] = ()
+    """Texts that end a continuation, as the end token does. They are not part of it."""
+    json: bool = False
+    """Print a JSON object on a line for each prompt, when its text is done: prompt, text (the
+    continuation alone), token_ids (its tokens; with --stop, those of the stop text too),
+    finish_reason (stop: by an end token or --stop; length: by --max-new-tokens or the model's
+    longest sequence)."""
 
 
 @dataclass(frozen=True)
 class ChatConfig:
-    """Talk with a trained model: a line is a message, /reset starts afresh, the end of the input
-    ends."""
+    """Talk with a trained model: a line is a message, and /help lists the commands."""
 
     system: str | None = None
     """What the model is told before the conversation."""
@@ -127,6 +144,9 @@ class ExportConfig:
     adapter: bool = False
     """For a run with --lora-rank, write the low-rank additions alone, as HuggingFace's PEFT has
     them. Without it they are added to the weights."""
+    overwrite: bool = False
+    """Replace a model in the output folder that no export has written. An earlier export is
+    replaced without it; the folder from which the run took its weights never is."""
 
 
 @dataclass(frozen=True)
@@ -142,6 +162,9 @@ class MergeConfig:
     adapter: str | None = None
     """Folder with the additions as HuggingFace's PEFT has them. Default: those of the checkpoint
     itself."""
+    ignore_hf_config_fields: tuple[str, ...] = ()
+    """Names of fields in a HuggingFace config.json that do not change what the model computes.
+    Fields that are not known here are refused otherwise."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     """Dtype of the written weights. auto: the model's."""
     max_shard_bytes: int = 5_000_000_000
@@ -168,6 +191,9 @@ class ConvertConfig:
     """Format of the source (also `--from`). Default: found from its content."""
     hf_config: str | None = None
     """A config.json of HuggingFace, for what the source does not say of its model."""
+    ignore_hf_config_fields: tuple[str, ...] = ()
+    """Names of fields in a HuggingFace config.json that do not change what the model computes.
+    Fields that are not known here are refused otherwise."""
     vocab_size: int = 0
     """Number of token ids, for a source that stores only a padded vocabulary. 0: what the source or
     its tokenizer says."""
@@ -212,6 +238,9 @@ class VerifyConfig:
     """A config.json of HuggingFace, for what the first folder does not say of its model."""
     hf_config_b: str | None = None
     """The same for the second folder."""
+    ignore_hf_config_fields: tuple[str, ...] = ()
+    """Names of fields in a HuggingFace config.json that do not change what the model computes.
+    Fields that are not known here are refused otherwise."""
     vocab_size: int = 0
     """Number of token ids, for a format that stores only a padded vocabulary. 0: what the folders
     say."""
@@ -235,6 +264,8 @@ class ScheduleConfig:
     """Microbatches of a step: global_batch_size / (micro_batch_size x dp)."""
     svg: str | None = None
     """Also draw the schedule into this SVG file."""
+    html: str | None = None
+    """Also write the drawing and the numbers into this page, for a browser."""
 
 
 @dataclass(frozen=True)
@@ -272,6 +303,9 @@ class PlanConfig:
     html: str | None = None
     """Also draw it into this file, for a browser: the pipeline, memory, the table; with `plan
     compare` measured and planned on one axis."""
+    svg: str | None = None
+    """Also draw the pipeline of the fastest layout into this SVG file; with `plan compare` measured
+    and planned on one axis."""
 
 
 @dataclass(frozen=True)

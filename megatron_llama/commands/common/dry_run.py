@@ -1,94 +1,132 @@
-"""``--dry-run``: what can be known of a run before it starts, from the plans that the run itself
-executes."""
+"""``--dry-run``: what a run does up to its first step, in one process and on no device, and what
+can be known of its steps from the plans that it executes."""
 
 from __future__ import annotations
 
 import math
 import os
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from megatron_llama.commands.common.auto_parallel import planned, this_device, wanted
+from megatron_llama.commands.common.auto_parallel import planned, this_device, with_tokens
 from megatron_llama.commands.common.configs import DryRunConfig
+from megatron_llama.commands.common.startup import OpenInputs, start_up
 from megatron_llama.config.blend import read_blend
-from megatron_llama.config.parse import Parsed
+from megatron_llama.config.parse import Parsed, flag
 from megatron_llama.config.presets import LLAMA_VOCABULARY
-from megatron_llama.config.schema import CheckpointConfig, Config, LaunchConfig
+from megatron_llama.config.schema import (
+    CheckpointConfig,
+    Config,
+    DataConfig,
+    LaunchConfig,
+    ModelConfig,
+)
 from megatron_llama.config.world import dp_size
-from megatron_llama.distributed.host_memory import free_bytes
 from megatron_llama.errors import ConfigError, UserError, listing
 from megatron_llama.plans.activation_memory import GRANULARITIES
-from megatron_llama.plans.auto import decide
 from megatron_llama.plans.buckets import BY_TRAFFIC, NO_SHARD, strategy_named
-from megatron_llama.plans.memory import MemoryPlan, gib, state_bytes
+from megatron_llama.plans.memory import MemoryPlan, sized, state_bytes
 from megatron_llama.plans.params import (
     adapter_shapes,
     hf_shapes,
     padded_vocab_size,
     parameter_count,
 )
-from megatron_llama.plans.resolve import assemble, check
 from megatron_llama.plans.schedule import Schedule
+from megatron_llama.sft.sft_config import SFTConfig
+
+if TYPE_CHECKING:
+    from megatron_llama.distributed.mesh import Axis
+    from megatron_llama.loop.start import Start
+    from megatron_llama.planner.choice import Choice
 
 SHOWN_ACTIONS = 40
 
 
-def dry_run(parsed: Parsed, *, dataset: bool = True) -> None:
-    """Print the plan of a run. ``dataset``: the run reads --data-path. Raises ConfigError if the
-    run cannot work, in strict mode also for what this machine lacks."""
-    from megatron_llama.commands.common.loaded import loaded_model
-    from megatron_llama.distributed.mesh import place_from_environment
-    from megatron_llama.loop.start import compare, named_start
+def dry_run(parsed: Parsed, open_inputs: OpenInputs, *, needs_data: bool = True) -> None:
+    """Do what a run does up to its first step, and print its plan. ``open_inputs`` and
+    ``needs_data`` are those of the run.
+
+    Raises UserError if the run would. Files, memory and devices that this machine lacks are
+    warnings; in strict mode they are errors, as they are for the run."""
+    from megatron_llama.distributed.launcher import place_from_environment
+    from megatron_llama.loop.build import read_first_step
+    from megatron_llama.loop.inputs import require_outputs
 
     options = parsed.get(DryRunConfig)
-    loading = parsed.get(CheckpointConfig)
     launch = parsed.get(LaunchConfig)
-    world = (
+    world_size = (
         options.world_size
         or launch.nodes * launch.gpus_per_node
         or place_from_environment().world_size
     )
-    start = named_start(loading)
-    trained = loaded_model(parsed, start)
-    config = assemble(parsed, trained=trained)
-    config, warnings = _with_vocabulary(config)
-    layout: tuple[str, ...] = ()
-    if wanted(parsed):
-        choice = planned(parsed, config, world, [this_device(0, world, launch.gpus_per_node)])
-        config = choice.config
-        layout = choice.notes
-    resolved = check(config, world, needs_data=False)
-    config, decided = decide(resolved.config, world, _memory_here(world))
-    changes = (
-        compare(loading, start, trained, config.model)
-        if start is not None and trained is not None
-        else []
-    )
-    plan = MemoryPlan(config, world)
-    warnings = [*resolved.warnings, *changes, *warnings, *_missing_here(plan, world, dataset)]
-    print("\n".join([*parsed.notes, *layout, *resolved.notes, *decided, *_report(plan, world)]))
-    for line in warnings:
+    strict = options.dry_run == "strict"
+    absent = [] if strict else list(_absent(parsed, needs_data=needs_data))
+    processes = Imagined(world_size, strict=strict, node=launch.gpus_per_node)
+    processes.missing += [text for _, text in absent]
+    given = _without({name for name, _ in absent}, parsed, processes.missing)
+    ready = start_up(given, processes, needs_data=needs_data and strict)
+    plan = MemoryPlan(ready.config, world_size)
+    inputs = None
+    if not absent:
+        inputs = open_inputs(given, ready, processes.world)
+        data_size = dp_size(ready.config, world_size)
+        read_first_step(inputs, range(data_size), data_size)
+    with processes.on_this_machine():
+        require_outputs(ready.config)
+    with processes.on_this_machine():
+        _require_host(plan, world_size)
+    lines = inputs.lines if inputs is not None else ()
+    print("\n".join([*ready.lines, *lines, *_report(plan, world_size)]))
+    lacking = list(_lacking(plan, world_size))
+    for line in (*ready.warnings, *processes.missing, *lacking):
         print(f"warning: {line}")
-    if warnings and options.dry_run == "strict":
+    if strict and lacking:
         raise ConfigError(
-            listing("--dry-run=strict: this machine cannot run it as it is:", warnings)
+            listing("--dry-run=strict: this machine cannot run it as it is:", lacking)
         )
-    print(f"valid for {world} process{'es' if world > 1 else ''}")
+    print(f"valid for {world_size} process{'es' if world_size > 1 else ''}")
 
 
-def _with_vocabulary(config: Config) -> tuple[Config, list[str]]:
-    """Fill in the vocabulary of the tokenizer. Where that is not on this machine, assume one and
-    return a warning."""
-    from megatron_llama.data.vocabulary import find_vocabulary, with_vocabulary
+class Imagined:
+    """The ``Processes`` of a dry run: this one, which stands for all of them."""
 
-    try:
-        return with_vocabulary(config, find_vocabulary(config)), []
-    except UserError as error:
-        if config.model.vocab_size:
-            return config, [str(error)]
-        assumed = replace(config, model=replace(config.model, vocab_size=LLAMA_VOCABULARY))
-        return assumed, [f"{error}; planned with a vocabulary of {LLAMA_VOCABULARY}"]
+    def __init__(self, world_size: int, *, strict: bool, node: int) -> None:
+        """``node`` of the processes are on one machine; 0: unknown."""
+        from megatron_llama.distributed.mesh import Mesh
+
+        self._world_size = world_size
+        self._strict = strict
+        self._node = node
+        self.world = Mesh.single().world
+        self.missing: list[str] = []
+        """What this machine lacks and the run needs; in strict mode that is an error at once."""
+
+    @property
+    def world_size(self) -> int:
+        return self._world_size
+
+    @contextmanager
+    def on_this_machine(self) -> Iterator[None]:
+        try:
+            yield
+        except UserError as error:
+            if self._strict:
+                raise
+            self.missing.append(str(error))
+
+    def choose(self, parsed: Parsed, config: Config, start: Start | None) -> Choice:
+        device = this_device(0, self._world_size, self._node)
+        return planned(parsed, with_tokens(config), self._world_size, [device])
+
+    def meet(self, config: Config) -> Axis:
+        return self.world
+
+    def memory(self) -> int:
+        return _memory_here(self._world_size)
 
 
 def _memory_here(world: int) -> int:
@@ -99,62 +137,115 @@ def _memory_here(world: int) -> int:
     return devices.memory_bytes(device) // (world if devices.is_host(device) else 1)
 
 
-def _missing_here(plan: MemoryPlan, world: int, dataset: bool) -> Iterator[str]:
-    """Yield what the run needs and this machine lacks: files, devices, memory."""
-    from megatron_llama.distributed import device as devices
+def _absent(parsed: Parsed, *, needs_data: bool) -> Iterator[tuple[str, str]]:
+    """Yield the options that name files which are not on this machine, and what to say of each."""
     from megatron_llama.loop.start import AUTO
-    from megatron_llama.metrics.tensorboard import require_tensorboard
+    from megatron_llama.sft.template import BUILT_IN
+
+    data = parsed.get(DataConfig)
+    checkpoint = parsed.get(CheckpointConfig)
+    paths = [("tokenizer_model", data.tokenizer_model)]
+    # A folder that is to be written as well may be missing: a fresh start.
+    if checkpoint.load not in (AUTO, checkpoint.save) and "://" not in (checkpoint.load or ""):
+        paths.append(("load", checkpoint.load))
+    if parsed.get(ModelConfig).preset is not None:  # which has the shapes
+        paths.append(("init_from_hf", checkpoint.init_from_hf))
+    if needs_data:
+        prefixes = read_blend(data.data_path).prefixes
+        paths += [
+            ("data_path", prefix + suffix) for prefix in prefixes for suffix in (".bin", ".idx")
+        ]
+        if not data.data_path:
+            yield "data_path", "--data-path is not given: the run itself needs one"
+    else:
+        examples = parsed.get(SFTConfig)
+        paths += [("train_data", path) for path in examples.train_data]
+        paths += [("valid_data", path) for path in examples.valid_data]
+        if examples.chat_template not in BUILT_IN:
+            paths.append(("chat_template", examples.chat_template))
+        if not examples.train_data:
+            yield "train_data", "--train-data is not given: the run itself needs it"
+    for name, path in paths:
+        if path is not None and not Path(path).exists():
+            yield name, f"{flag(name)}: {path} is not on this machine"
+
+
+def _without(absent: set[str], parsed: Parsed, warnings: list[str]) -> Parsed:
+    """Leave out the options whose files are absent, so that the rest can be planned. Where nobody
+    knows the vocabulary then, one is assumed, with a warning."""
+    from megatron_llama.loop.vocabulary import find_vocabulary
+
+    if not absent:
+        return parsed
+    model = parsed.get(ModelConfig)
+    data = parsed.get(DataConfig)
+    checkpoint = parsed.get(CheckpointConfig)
+    if "tokenizer_model" in absent:
+        data = replace(data, tokenizer_model=None)
+    if "init_from_hf" in absent:
+        checkpoint = replace(checkpoint, init_from_hf=None)
+    if "load" in absent:
+        checkpoint = replace(checkpoint, load=None, finetune=False, load_optim=True)
+    sources = dict(parsed.sources)
+    elsewhere = (model.vocab_size, model.preset, checkpoint.load, checkpoint.init_from_hf)
+    if not any(elsewhere) and not find_vocabulary(Config(data=data, checkpoint=checkpoint)).size:
+        model = replace(model, vocab_size=LLAMA_VOCABULARY)
+        sources["vocab_size"] = "--dry-run"
+        warnings.append(
+            "--vocab-size: the tokenizer is not on this machine; planned with a vocabulary of "
+            f"{LLAMA_VOCABULARY}"
+        )
+    changed = {ModelConfig: model, DataConfig: data, CheckpointConfig: checkpoint}
+    return replace(parsed, instances={**parsed.instances, **changed}, sources=sources)
+
+
+def _require_host(plan: MemoryPlan, world: int) -> None:
+    """Raise what the engine of a run on this machine would raise."""
+    from megatron_llama.distributed import device as devices
+    from megatron_llama.engine.offload.build import require_memory
+    from megatron_llama.engine.offload.worker import rank_cores
+
+    device = devices.accelerator(0)
+    on_cpu = devices.is_host(device)
+    if on_cpu and world > 1 and (problem := plan.chunk_problem()) is not None:
+        raise ConfigError(problem)
+    offloads = [
+        (offload, buckets)
+        for rank, buckets in enumerate(plan.bucket_plans)
+        if (offload := plan.offload(rank)) is not None
+    ]
+    if offloads:
+        rank_cores(plan.config.offload.offload_cores, 0, 1)
+        # Without a device all ranks are on this machine, else as many as it has devices.
+        ranks = world if on_cpu else min(world, max(1, devices.accelerator_count()))
+        needed = [
+            offload.held + (sum(state_bytes(plan.config, buckets).values()) if on_cpu else 0)
+            for offload, buckets in offloads
+        ]
+        require_memory(sum(needed) * ranks // len(needed), ranks, offloads[0][0])
+
+
+def _lacking(plan: MemoryPlan, world: int) -> Iterator[str]:
+    """Yield which devices and how much memory this machine lacks for the run."""
+    from megatron_llama.distributed import device as devices
 
     config = plan.config
-    load = config.checkpoint.load
-    # A folder that is to be written as well may be missing: a fresh start.
-    paths = (
-        [("--load", load)]
-        if load is not None and load not in (AUTO, config.checkpoint.save)
-        else []
-    )
-    if dataset and not config.data.data_path:
-        yield "--data-path is not given: the run itself needs one"
-    prefixes = read_blend(config.data.data_path).prefixes
-    paths += [
-        ("--data-path", prefix + suffix) for prefix in prefixes for suffix in (".bin", ".idx")
-    ]
-    for flag, path in paths:
-        if not Path(path).exists():
-            yield f"{flag}: {path} is not on this machine"
-    try:
-        require_tensorboard(config.log)
-    except UserError as error:
-        yield str(error)
     device = devices.accelerator(0)
     count = devices.accelerator_count()
     if count < world and not (devices.is_host(device) and world <= (os.cpu_count() or 1)):
         yield (
             f"devices: {world} processes, this machine has {count} GPUs and {os.cpu_count()} cores"
         )
-    if devices.is_host(device) and (problem := plan.chunk_problem()) is not None:
-        yield problem
     needed = plan.needed(config.parallel.recompute_granularity, plan.recompute_layers())
     here = _memory_here(world)
-    offloaded = plan.offloaded()
-    if offloaded:
-        # On a CPU the host holds what a device would hold, too.
-        ranks = world if devices.is_host(device) else count
-        each = offloaded + (needed if devices.is_host(device) else 0)
-        free = free_bytes()
-        if ranks * each > free:
-            yield (
-                f"offload: {gib(each)} of host memory per process, {gib(ranks * each)} for "
-                f"{ranks} on one machine; this one has {gib(free)} free"
-            )
     if needed > here:
         share = (
-            f"{gib(here)} for each of {world}"
+            f"{sized(here)} for each of {world}"
             if devices.is_host(device) and world > 1
-            else gib(here)
+            else sized(here)
         )
         yield (
-            f"memory: {gib(needed)} per process for parameters, gradients, optimizer state and "
+            f"memory: {sized(needed)} per process for parameters, gradients, optimizer state and "
             f"activations, this machine has {share}"
         )
 
@@ -204,7 +295,7 @@ def _report(plan: MemoryPlan, world: int) -> Iterator[str]:
         first = MemoryPlan(replace(config, training=small), world)
         granularity = parallel.recompute_granularity
         blocks = plan.recompute_layers()
-        least, most = (gib(one.needed(granularity, blocks)) for one in (first, plan))
+        least, most = (sized(one.needed(granularity, blocks)) for one in (first, plan))
         yield (
             f"  first steps   {first.schedule.microbatches} microbatches; "
             f"the process that needs most has {least}, at full size {most}"
@@ -243,13 +334,13 @@ def _rank_report(plan: MemoryPlan, rank: int) -> Iterator[str]:
     yield (
         f"  layout        {len(bucket_plan.buckets)} buckets, the largest {largest:,} elements, "
         f"each in {bucket_plan.shards} shards{replicas}; "
-        f"a step makes {traffic.reductions} {verb}{gathers} and sends {gib(round(traffic.sent))}"
+        f"a step makes {traffic.reductions} {verb}{gathers} and sends {sized(round(traffic.sent))}"
     )
     sizes = state_bytes(config, bucket_plan)
-    parts = ", ".join(f"{name} {gib(size)}" for name, size in sizes.items() if size)
+    parts = ", ".join(f"{name} {sized(size)}" for name, size in sizes.items() if size)
     buffers = plan.host_buffers(rank)
-    host = f"; on a CPU also {gib(buffers)} of receive buffers" if buffers else ""
-    yield f"  state         {gib(sum(sizes.values()))} per process: {parts}{host}"
+    host = f"; on a CPU also {sized(buffers)} of receive buffers" if buffers else ""
+    yield f"  state         {sized(sum(sizes.values()))} per process: {parts}{host}"
     offload = plan.offload(rank)
     if offload is not None:
         sizes = {
@@ -258,20 +349,20 @@ def _rank_report(plan: MemoryPlan, rank: int) -> Iterator[str]:
             "on their way": offload.staging,
             "to undo": offload.undo,
         }
-        parts = ", ".join(f"{name} {gib(size)}" for name, size in sizes.items() if size)
+        parts = ", ".join(f"{name} {sized(size)}" for name, size in sizes.items() if size)
         trained = sum(bucket.kind.trainable for bucket in bucket_plan.buckets)
         yield (
             f"  offload       {config.offload.optimizer_offload}, {len(offload.buckets)} of "
-            f"{trained} buckets: {gib(offload.held)} of host memory per process: {parts}"
+            f"{trained} buckets: {sized(offload.held)} of host memory per process: {parts}"
         )
         yield (
-            f"                a step copies {gib(offload.to_host)} to the host and "
-            f"{gib(offload.to_device)} to the device"
+            f"                a step copies {sized(offload.to_host)} to the host and "
+            f"{sized(offload.to_device)} to the device"
         )
     granularity = config.parallel.recompute_granularity
     layers = plan.recompute_layers()
     each = ", ".join(
-        f"{name} {gib(plan.microbatch(rank, name, plan.largest_stage))}" for name in GRANULARITIES
+        f"{name} {sized(plan.microbatch(rank, name, plan.largest_stage))}" for name in GRANULARITIES
     )
     yield f"  activations   of a microbatch, by --recompute-granularity: {each}"
     some = (
@@ -281,9 +372,9 @@ def _rank_report(plan: MemoryPlan, rank: int) -> Iterator[str]:
     )
     peak = plan.activations(rank, granularity, layers)
     yield (
-        f"  peak          {gib(peak)} of activations with {plan.in_flight(rank):g} "
+        f"  peak          {sized(peak)} of activations with {plan.in_flight(rank):g} "
         f"microbatches in flight, {granularity}{some}; "
-        f"with the state {gib(plan.state(rank) + peak)}"
+        f"with the state {sized(plan.state(rank) + peak)}"
     )
 
 
@@ -307,7 +398,7 @@ def _choices(plan: MemoryPlan, world: int) -> Iterator[str]:
         state = max(other.state(rank) for rank in ranks)
         sent = max(other.traffic(rank).sent for rank in ranks)
         label = name + (f" ({slots})" if slots != "default" else "")
-        yield f"  {label:<26}state {gib(state):>12}, sent in a step {gib(round(sent)):>12}"
+        yield f"  {label:<26}state {sized(state):>12}, sent in a step {sized(round(sent)):>12}"
 
 
 def _schedule_report(schedule: Schedule) -> Iterator[str]:

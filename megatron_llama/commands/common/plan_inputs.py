@@ -12,7 +12,7 @@ from typing import Any, get_args, get_type_hints
 from megatron_llama.commands.common.configs import PlanConfig
 from megatron_llama.config.parse import Parsed
 from megatron_llama.config.presets import LLAMA_VOCABULARY
-from megatron_llama.config.schema import Config, LaunchConfig, ParallelConfig
+from megatron_llama.config.schema import Config, LaunchConfig, ParallelConfig, TrainingConfig
 from megatron_llama.errors import ConfigError, describe, listing
 from megatron_llama.planner.calibration import Calibration, calibration_of
 from megatron_llama.planner.candidate import Candidate
@@ -35,25 +35,52 @@ NUMBERS: Mapping[str, str] = MappingProxyType(
 """Numbers in the word for a layout (``tp4/pp2``), and their options."""
 CHOICES = ("pipeline_schedule", "data_parallel_sharding_strategy", "recompute_granularity")
 """Options whose values stand in that word by themselves."""
+TOKENS_A_STEP = 4 * 2**20
+"""Tokens of a step where no batch is given: what LLaMA 2 was pretrained with."""
 MODEL_HINT = "give --model llama2-70b or the model's fields"
+
+
+def with_cluster(parsed: Parsed) -> Parsed:
+    """Return the options with the GPUs of the ``launch:`` block, unless --gpus is given."""
+    options = parsed.get(PlanConfig)
+    launch = parsed.get(LaunchConfig)
+    if options.gpus or not launch.nodes * launch.gpus_per_node:
+        return parsed
+    options = replace(options, gpus=launch.nodes * launch.gpus_per_node)
+    return replace(parsed, instances={**parsed.instances, PlanConfig: options})
+
+
+def assumed(parsed: Parsed, config: Config) -> str | None:
+    """Say what a plan takes that nobody gave, as the options that would change it, or return
+    None if everything was given."""
+    training = config.training
+    given = parsed.explicit
+    taken = []
+    if not given & {"gpu", "coefficients"}:
+        taken.append(f"--gpu {parsed.get(PlanConfig).gpu}")
+    if "seq_length" not in given:
+        taken.append(f"--seq-length {training.seq_length}")
+    if parsed.get(TrainingConfig).global_batch_size <= 0:
+        tokens = training.global_batch_size * training.seq_length
+        taken.append(f"--global-batch-size {training.global_batch_size} ({tokens:,} tokens a step)")
+    return f"not given, so planned with {', '.join(taken)}" if taken else None
 
 
 def config_of(parsed: Parsed) -> Config:
     """Return the run without what is searched: in bfloat16 unless another precision is asked for or
-    was measured, and with LLaMA's vocabulary if none is given. Raises ConfigError."""
+    was measured, with LLaMA's vocabulary and a usual batch if none is given. Raises ConfigError."""
     config = assemble(parsed)
     options = parsed.get(PlanConfig)
     model = config.model
     training = config.training
+    if training.global_batch_size <= 0 < options.gpus:
+        # Of a multiple of the GPUs every number of data-parallel ranks gets equal shares.
+        samples = max(1, TOKENS_A_STEP // training.seq_length)
+        batch = -(-samples // options.gpus) * options.gpus
+        config = replace(config, training=replace(training, global_batch_size=batch))
     needs = (
         ("--model", model.num_hidden_layers, "a model", MODEL_HINT),
         ("--gpus", options.gpus, "the number of GPUs", "give --gpus 64"),
-        (
-            "--global-batch-size",
-            training.global_batch_size,
-            "samples in a step",
-            "give --global-batch-size 1024",
-        ),
         ("--top", options.top, "1 or more", "leave it out"),
     )
     missing = [
@@ -65,9 +92,9 @@ def config_of(parsed: Parsed) -> Config:
         raise ConfigError(listing("A plan needs more:", missing))
     other = training.fp16 or training.fp64 or calibrated(parsed).precision == "fp32"
     config = with_precision(config, bf16=not other)
-    training = replace(config.training, micro_batch_size=1, global_batch_size=1)
+    alone = replace(config.training, micro_batch_size=1, global_batch_size=1)
     config = searchable(config)
-    if found := problems(replace(config, parallel=ParallelConfig(), training=training), 1):
+    if found := problems(replace(config, parallel=ParallelConfig(), training=alone), 1):
         raise ConfigError(listing("This model cannot be trained:", found))
     return config
 

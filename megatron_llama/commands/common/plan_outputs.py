@@ -1,4 +1,4 @@
-"""Files that the actions of ``plan`` write."""
+"""Files that ``plan`` and ``schedule`` write."""
 
 from __future__ import annotations
 
@@ -20,10 +20,19 @@ def write_page(path: str, content: str) -> None:
     write_text("--html", path, content)
 
 
+def write_drawing(path: str, content: str) -> None:
+    """Write what --svg asks for. Raises ConfigError."""
+    write_text("--svg", path, content)
+
+
 def write_text(option: str, path: str, text: str) -> None:
-    """Write the file that ``option`` names. Raises ConfigError."""
+    """Write the file that ``option`` names, whole or not at all. Raises ConfigError."""
+    target = Path(path)
+    unfinished = target.with_name(f"{target.name}.writing")
     try:
-        Path(path).write_text(text, encoding="utf-8")
+        unfinished.write_text(text, encoding="utf-8")
+        unfinished.replace(target)
     except OSError as error:
+        unfinished.unlink(missing_ok=True)
         expected = "a file that can be written"
         raise ConfigError(option, got=error, expected=expected, do="check the path") from None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -38,14 +38,16 @@ class HFWeights:
         model: ModelConfig | None = None,
         *,
         own: ModelConfig | None = None,
+        ignored: Collection[str] = (),
     ) -> None:
         """``model`` is the one to fill, derived fields filled in; by default it is that of the
-        folder. ``own`` takes the place of the folder's ``config.json``.
+        folder. ``own`` takes the place of the folder's ``config.json``, of which the ``ignored``
+        fields are not refused.
 
         Raises CheckpointError with every tensor that is missing, unknown, of another shape or not a
         float."""
         self.folder = Path(folder)
-        own = own or read_hf_config(self.folder)
+        own = own or read_hf_config(self.folder, ignored=ignored)
         self.model = model or own
         if self.model.tie_word_embeddings and not own.tie_word_embeddings:
             raise CheckpointError(
@@ -108,12 +110,19 @@ class HFWeights:
 class HFReader:
     """A HuggingFace folder as a ModelReader."""
 
-    def __init__(self, folder: Path, config: str | Path | None, vocab_size: int) -> None:
-        """``config`` takes the place of the folder's own. Raises CheckpointError."""
+    def __init__(
+        self,
+        folder: Path,
+        config: str | Path | None,
+        vocab_size: int,
+        ignored: Collection[str] = (),
+    ) -> None:
+        """``config`` takes the place of the folder's own; its ``ignored`` fields are not refused.
+        Raises CheckpointError."""
         self.format = "hf"
         self.folder = folder
         self.notes = ()
-        model, self.extra = read_config(config or folder / "config.json")
+        model, self.extra = read_config(config or folder / "config.json", ignored=ignored)
         assert model is not None
         if vocab_size not in (0, model.vocab_size):
             expected = f"{model.vocab_size}, by config.json"

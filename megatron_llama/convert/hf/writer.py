@@ -6,7 +6,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -19,7 +19,7 @@ from megatron_llama.checkpoint.folders import new_folder, require_replaceable, s
 from megatron_llama.config.hf import hf_config_from_model
 from megatron_llama.config.schema import ModelConfig
 from megatron_llama.convert.hf.reader import INDEX, SINGLE
-from megatron_llama.convert.safetensors_file import write_safetensors
+from megatron_llama.convert.safetensors_file import is_exported, write_safetensors
 from megatron_llama.convert.write_tasks import WriteTask
 from megatron_llama.engine.optimizer import WeightSource
 from megatron_llama.errors import CheckpointError
@@ -38,7 +38,7 @@ EXPORT_FILES = (
     "chat_template.jinja",
     SUMS,
 )
-"""What an export, or a conversion to this format, may hold, and an export may therefore replace."""
+"""What an export, or a conversion to this format, may hold."""
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,9 @@ class HFWriter:
     """HuggingFace's format as a ModelWriter."""
 
     max_shard_bytes: int = SHARD_BYTES
-    """Of one file, unless a single tensor is larger."""
+    """The largest size of a file, unless a single tensor is larger."""
+    is_export: bool = False
+    """Whether the files are marked as those of an export, which a later one may replace."""
 
     def problems(self, model: ModelConfig) -> Iterator[str]:
         """Yield nothing: every model fits."""
@@ -73,7 +75,9 @@ class HFWriter:
         write_synced(folder / "generation_config.json", _json({"_from_model_config": True, **ids}))
         for name, shapes in files.items():
             elements = sum(math.prod(shape) for shape in shapes.values())
-            write = partial(write_safetensors, folder / name, shapes, dtype, source)
+            write = partial(
+                write_safetensors, folder / name, shapes, dtype, source, is_export=self.is_export
+            )
             yield WriteTask(elements, write)
 
 
@@ -85,18 +89,21 @@ def export_hf(
     tokenizer: Tokenizer | None = None,
     *,
     max_shard_bytes: int = SHARD_BYTES,
+    sources: Iterable[str | Path] = (),
+    overwrite: bool = False,
 ) -> Path:
     """Write a folder for ``LlamaForCausalLM.from_pretrained`` and return its path. It appears whole
     or not at all.
 
     ``model`` has its derived fields filled in. ``dtype`` is ``float32`` (bit-exact), ``bfloat16``
-    or ``float16``. At most 64 MiB of weights are in memory at a time. An earlier export is
-    replaced; anything else is refused. Raises CheckpointError.
+    or ``float16``. At most 64 MiB of weights are in memory at a time. What may be
+    replaced says ``require_export``. Raises CheckpointError.
     """
     target = Path(folder).resolve()
-    require_export(target)
+    require_export(target, sources, overwrite=overwrite)
     if tokenizer is not None:
-        if tokenizer.vocab_size > model.vocab_size:
+        # Tokens that were added behind the vocabulary are none of the model's, but do no harm.
+        if tokenizer.base_vocab_size > model.vocab_size:
             raise CheckpointError(
                 "tokenizer",
                 got=f"{tokenizer.vocab_size} tokens",
@@ -107,7 +114,7 @@ def export_hf(
         eos = tokenizer.eos_id if model.eos_token_id is None else model.eos_token_id
         model = dataclasses.replace(model, bos_token_id=bos, eos_token_id=eos)
     with new_folder(target) as fresh:
-        for task in HFWriter(max_shard_bytes).tasks(
+        for task in HFWriter(max_shard_bytes, is_export=True).tasks(
             fresh, model, source, getattr(torch, dtype), {}
         ):
             task.run()
@@ -118,10 +125,34 @@ def export_hf(
     return target
 
 
-def require_export(target: Path) -> None:
-    """Raise CheckpointError if the folder holds anything but an earlier export."""
+def require_export(
+    target: Path,
+    sources: Iterable[str | Path] = (),
+    *,
+    overwrite: bool = False,
+    files: Sequence[str] = EXPORT_FILES,
+    config: str = "config.json",
+) -> None:
+    """Raise CheckpointError unless an export may write the folder.
+
+    It may replace a folder that an export of this program has written, so that one command line
+    serves every restart of a run, and with ``overwrite`` any with files of these names, ``config``
+    among them. It never replaces one of ``sources``, from which the weights came."""
+    for source in map(Path, sources):
+        if target.exists() and source.exists() and target.samefile(source):
+            raise CheckpointError(
+                target,
+                got="the folder from which the run took its weights",
+                expected="another one, since an export would replace them",
+                do="give another folder",
+            )
     expected = "no folder, an empty one or an earlier export"
-    require_replaceable(target, EXPORT_FILES, expected=expected, marker="config.json")
+    present = require_replaceable(target, files, expected=expected, marker=config)
+    weights = list(target.glob("*.safetensors"))
+    if present and not overwrite and not (weights and all(map(is_exported, weights))):
+        got = "a model that no export of this program has written"
+        do = "give another folder; only the command export replaces this one, with --overwrite"
+        raise CheckpointError(target, got=got, expected=expected, do=do)
 
 
 def _plan_files(

@@ -40,9 +40,31 @@ OTHER_MODELS: Mapping[str, tuple[Any, ...]] = MappingProxyType(
         "qk_layernorm": (False,),
         "multi_latent_attention": (False,),
         "apply_layernorm_1p": (False,),
+        "apply_residual_connection_post_layernorm": (False,),
+        "squared_relu": (False,),
+        "quick_geglu": (False,),
+        "openai_gelu": (False,),
+        "glu_linear_offset": (0.0,),
+        "activation_func_clamp_value": (None,),
+        "no_rope_freq": (None,),
+        "window_size": (None,),
+        "window_attn_skip_freq": (None,),
+        "softmax_type": ("vanilla",),
+        "qk_l2_norm": (False,),
+        "attention_output_gate": (False,),
+        "experimental_attention_variant": (None,),
+        "mtp_num_layers": (None, 0),
+        "use_mup": (False,),
+        "is_hybrid_model": (False,),
+        "hybrid_override_pattern": (None,),
+        "heterogeneous_layers_config_path": (None,),
+        "heterogeneous_layers_config_encoded_json": (None,),
+        "spec": (None,),
     }
 )
-"""Arguments that change what is computed, with the values that LLaMA has."""
+"""Arguments that change what is computed, with the values that LLaMA has. A checkpoint holds some
+hundred arguments, most of them of the run and other ones in each version, so these are named
+rather than those that are harmless."""
 MEGATRON_LLAMA_ONLY = ("causal_lm", "RMSNorm")
 MEGATRON_ONLY = ("normalization", "group_query_attention", "rotary_base")
 """Arguments that one of the families has and the other does not."""

@@ -4,7 +4,7 @@ in them."""
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -36,7 +36,7 @@ from megatron_llama.convert.model_fields import (
     true_vocab_size,
 )
 from megatron_llama.convert.tensor_map import TensorMap, TensorReader
-from megatron_llama.convert.tokenizer_files import tokenizer_files_of, tokens_in
+from megatron_llama.convert.tokenizer_files import tokenizer_files_of, tokenizer_in
 from megatron_llama.convert.torch_file import TorchFile
 from megatron_llama.errors import CheckpointError, describe
 from megatron_llama.plans.params import Rectangle
@@ -140,7 +140,13 @@ class MegatronReader:
     """A checkpoint of either program as a ModelReader."""
 
     def __init__(
-        self, path: Path, family: str, config: str | Path | None, vocab_size: int, tokens: int = 0
+        self,
+        path: Path,
+        family: str,
+        config: str | Path | None,
+        vocab_size: int,
+        tokens: int = 0,
+        ignored: Collection[str] = (),
     ) -> None:
         """Open the files; the arguments are those of ``open_model``. Raises CheckpointError with
         everything that is missing, unknown, contradictory or of another shape."""
@@ -161,7 +167,7 @@ class MegatronReader:
                 first.file.path, got="no embedding", expected="a language model", do=MATCHING_FILES
             )
         self.dtype = str(embedding.dtype).removeprefix("torch.")
-        user, self.extra = read_config(config, first.args.get("hf_config"))
+        user, self.extra = read_config(config, first.args.get("hf_config"), ignored=ignored)
         where = f"{first.file.path} args"
         self.model = read_args(first.args, user, tied=self._tied(), where=where)
         size = self._vocab_size(embedding.shape[0], user, vocab_size, tokens)
@@ -242,7 +248,8 @@ class MegatronReader:
 
     def _vocab_size(self, local: int, user: ModelConfig | None, given: int, believed: int) -> int:
         args = self._files[0, 0].args
-        tokens = believed or tokens_in(self.tokenizer_files)
+        tokenizer = None if believed else tokenizer_in(self.tokenizer_files)
+        tokens = tokenizer.vocab_size if tokenizer is not None else believed
         known = args.get("orig_vocab_size") or (
             args.get("vocab_size") if args.get("tokenizer_type") != "NullTokenizer" else 0
         )
@@ -254,7 +261,13 @@ class MegatronReader:
         # was padded, that has to fit.
         exact = padded == stored if multiple else believed > 0
         return true_vocab_size(
-            f"{self.folder}", stored, given=given, known=known, tokens=tokens, exact=exact
+            f"{self.folder}",
+            stored,
+            given=given,
+            known=known,
+            least=tokenizer.base_vocab_size if tokenizer is not None else 0,
+            tokens=tokens,
+            exact=exact,
         )
 
     def _add_tensors(self, model: ModelConfig) -> None:

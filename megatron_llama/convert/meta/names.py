@@ -20,6 +20,22 @@ from megatron_llama.errors import describe
 from megatron_llama.plans.params import HFSlice, stage_units, whole_model
 
 PARAMS = "params.json"
+PARAMS_READ = (
+    "dim",
+    "n_layers",
+    "n_heads",
+    "n_kv_heads",
+    "vocab_size",
+    "norm_eps",
+    "rope_theta",
+    "use_scaled_rope",
+    "multiple_of",
+    "ffn_dim_multiplier",
+    "max_seq_len",
+    "max_batch_size",
+)
+"""Fields of a LLaMA 1, 2 or 3. The width of the MLP is that of its weights, and the last two are
+the size of a cache. LLaMA 4's files, and those of other kinds, have more."""
 EMBEDDING = "tok_embeddings.weight"
 OUTPUT = "output.weight"
 HF_EMBEDDING = "model.embed_tokens.weight"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,7 @@ from megatron_llama.convert.meta.names import (
     HF_HEAD,
     OUTPUT,
     PARAMS,
+    PARAMS_READ,
     file_tensors,
     split_problems,
 )
@@ -31,7 +32,7 @@ from megatron_llama.convert.model_fields import (
 )
 from megatron_llama.convert.safetensors_file import row_blocks
 from megatron_llama.convert.tensor_map import TensorReader
-from megatron_llama.convert.tokenizer_files import tokenizer_files_of, tokens_in
+from megatron_llama.convert.tokenizer_files import tokenizer_files_of, tokenizer_in
 from megatron_llama.convert.torch_file import TorchFile, TorchWeights
 from megatron_llama.errors import CheckpointError, describe, listing
 from megatron_llama.plans.params import Rectangle
@@ -40,9 +41,15 @@ from megatron_llama.plans.params import Rectangle
 class MetaReader:
     """A folder of Meta's files as a ModelReader."""
 
-    def __init__(self, folder: Path, config: str | Path | None, vocab_size: int) -> None:
-        """Open the files. Raises CheckpointError with everything that is missing, unknown,
-        contradictory or of another shape."""
+    def __init__(
+        self,
+        folder: Path,
+        config: str | Path | None,
+        vocab_size: int,
+        ignored: Collection[str] = (),
+    ) -> None:
+        """Open the files; the arguments are those of ``open_model``. Raises CheckpointError with
+        everything that is missing, unknown, contradictory or of another shape."""
         self.format = "meta"
         self.folder = folder
         self.notes = ()
@@ -60,7 +67,9 @@ class MetaReader:
         if shared.is_file() and not any(path.name == shared.name for path in self.tokenizer_files):
             self.tokenizer_files += (shared,)
         beside = folder / "config.json"
-        user, self.extra = read_config(config or (beside if beside.is_file() else None))
+        user, self.extra = read_config(
+            config or (beside if beside.is_file() else None), ignored=ignored
+        )
         params = read_config_json(folder / PARAMS)
         self.model = self._model(params, user, vocab_size)
         self.dtype = str(self._tensor(0, EMBEDDING).dtype).removeprefix("torch.")
@@ -104,6 +113,16 @@ class MetaReader:
             for name in names
             if name not in params
         ]
+        problems += [
+            describe(
+                f"{where} {name}",
+                got=value,
+                expected="no field of this name",
+                do=f"{PLAIN_MODELS}; if it changes nothing, remove it from the file",
+            )
+            for name, value in params.items()
+            if name not in PARAMS_READ and value not in (None, False)
+        ]
         output = self._tensor(0, OUTPUT).shape[0] * len(self._files)
         stated = params.get("vocab_size", 0)
         known = (user.vocab_size if user else 0) or (
@@ -114,9 +133,10 @@ class MetaReader:
             do = "copy the missing files too"
             raise CheckpointError(f"{self.folder} {OUTPUT}", got=got, expected=f"{known}", do=do)
         # Meta's files hold no padding: what is stored is the vocabulary.
-        tokens = tokens_in(self.tokenizer_files)
+        tokenizer = tokenizer_in(self.tokenizer_files)
+        least = tokenizer.base_vocab_size if tokenizer is not None else 0
         size = true_vocab_size(
-            str(self.folder), output, given=given, known=known or output, tokens=tokens
+            str(self.folder), output, given=given, known=known or output, least=least
         )
         mlp_rows = self._tensor(0, "layers.0.feed_forward.w1.weight").shape[0]
         fields: dict[str, Any] = {

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, cast
@@ -14,10 +14,11 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from megatron_llama.checkpoint.adapters import MergedWeights
-from megatron_llama.checkpoint.folders import new_folder, require_replaceable, sync, write_synced
+from megatron_llama.checkpoint.folders import new_folder, sync, write_synced
 from megatron_llama.checkpoint.storage import refuse
 from megatron_llama.config.schema import LoraConfig, ModelConfig
 from megatron_llama.convert.formats import ModelReader
+from megatron_llama.convert.hf.writer import EXPORT_FILES, require_export
 from megatron_llama.convert.safetensors_file import write_safetensors
 from megatron_llama.engine.optimizer import WeightSource
 from megatron_llama.errors import CheckpointError, describe
@@ -28,16 +29,32 @@ WEIGHTS = "adapter_model.safetensors"
 CONFIG = "adapter_config.json"
 PREFIX = "base_model.model."
 """What PEFT's wrappers put before every name."""
-UNSUPPORTED = (
-    "use_dora",
-    "modules_to_save",
-    "rank_pattern",
-    "alpha_pattern",
-    "layers_to_transform",
-    "fan_in_fan_out",
-    "lora_bias",
+READ = ("peft_type", "r", "lora_alpha", "target_modules", "use_rslora", "bias")
+HARMLESS = (
+    # Where the adapter and its model come from, and for which task.
+    "task_type",
+    "auto_mapping",
+    "peft_version",
+    "base_model_name_or_path",
+    "revision",
+    "inference_mode",
+    # How it was trained: additions that are merged know no dropout.
+    "lora_dropout",
+    "eva_config",
+    "megatron_config",
+    "megatron_core",
+    "runtime_config",
+    # Details of switches that are checked themselves.
+    "layers_pattern",
+    "exclude_modules",
+    "qalora_group_size",
+    "ensure_weight_tying",
 )
-"""Fields that say, unless they are empty, that the additions are of another kind."""
+"""Fields that do not change what is added to the weights. Any other one is refused, unless it is
+empty, 0 or false."""
+PLAIN_STARTS = (None, True, False, "gaussian", "eva", "orthogonal")
+"""Initial values of the additions that leave the model's own weights as they are. PEFT changes
+those, too, when it reads an adapter with another start, such as ``pissa``."""
 COPY = "copy the folder again from where it came from"
 
 
@@ -49,22 +66,24 @@ def write_peft(
     *,
     base: str | None,
     tokenizer: Tokenizer | None = None,
+    sources: Iterable[str | Path] = (),
+    overwrite: bool = False,
 ) -> None:
-    """Write a folder for ``PeftModel.from_pretrained``, in fp32. It appears whole or not at all; an
-    earlier one is replaced, and anything else refused.
+    """Write a folder for ``PeftModel.from_pretrained``, in fp32. It appears whole or not at all.
+    What may be replaced says ``require_export``.
 
     ``source`` has the halves of the additions by name; ``base`` says where the model lies. Raises
     CheckpointError."""
     target = Path(folder).resolve()
-    expected = "no folder, an empty one or an earlier adapter"
-    require_replaceable(target, ("*",), expected=expected, marker=CONFIG)
+    files = (CONFIG, *EXPORT_FILES)
+    require_export(target, sources, overwrite=overwrite, files=files, config=CONFIG)
     shapes = {PREFIX + name: shape for name, shape in adapter_shapes(model, lora).items()}
 
     def by_peft_name(rectangle: Rectangle, out: Tensor) -> None:
         source(replace(rectangle, name=rectangle.name.removeprefix(PREFIX)), out)
 
     with new_folder(target) as fresh:
-        write_safetensors(fresh / WEIGHTS, shapes, torch.float32, by_peft_name)
+        write_safetensors(fresh / WEIGHTS, shapes, torch.float32, by_peft_name, is_export=True)
         config = json.dumps(_config(lora, base), indent=2) + "\n"
         write_synced(fresh / CONFIG, config.encode())
         if tokenizer is not None:
@@ -183,9 +202,13 @@ def _config_problems(path: Path, config: Mapping[str, Any]) -> Iterator[str]:
         )
     if config.get("bias", "none") != "none":
         yield describe(f"{path} bias", got=config["bias"], expected="none", do=do)
-    for name in UNSUPPORTED:
-        if config.get(name):
-            yield describe(f"{path} {name}", got=config[name], expected="nothing", do=do)
+    start = config.get("init_lora_weights")
+    if start not in PLAIN_STARTS:
+        expected = "a start that leaves the model's own weights as they are"
+        yield describe(f"{path} init_lora_weights", got=start, expected=expected, do=do)
+    for name, value in config.items():
+        if value and name not in READ and name not in HARMLESS and name != "init_lora_weights":
+            yield describe(f"{path} {name}", got=value, expected="nothing", do=do)
 
 
 @dataclass(frozen=True)

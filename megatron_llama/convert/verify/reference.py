@@ -13,6 +13,7 @@ from torch import Tensor
 from megatron_llama.config.schema import ModelConfig
 from megatron_llama.distributed import device as devices
 from megatron_llama.engine.optimizer import WeightSource
+from megatron_llama.plans.memory import sized
 from megatron_llama.plans.params import Rectangle, parameter_count
 
 
@@ -23,8 +24,8 @@ def obstacle(model: ModelConfig) -> str | None:
     needed = 4 * parameter_count(model)
     there = devices.memory_bytes(devices.accelerator(0)) // 2
     if needed > there:
-        half = f"half of the device's memory is {there / 2**30:.0f} GiB"
-        return f"it needs {needed / 2**30:.0f} GiB for the weights, {half}"
+        half = f"half of the device's memory is {sized(there)}"
+        return f"it needs {sized(needed)} for the weights, {half}"
     return None
 
 

@@ -98,7 +98,10 @@ def gather_sequence(shard: Tensor, axis: Axis) -> Tensor:
 
 def reduce(tensor: Tensor, axis: Axis) -> Tensor:
     """Sum over the axis, in place (g): its gradient is passed on as it is."""
-    return tensor if axis.size == 1 else _Reduce.apply(tensor, axis)  # type: ignore[no-untyped-call]
+    if axis.size == 1:
+        return tensor
+    summed: Tensor = _Reduce.apply(tensor, axis)  # type: ignore[no-untyped-call]
+    return summed
 
 
 def scatter_sequence(full: Tensor, axis: Axis) -> Tensor:

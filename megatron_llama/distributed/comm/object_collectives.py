@@ -20,6 +20,9 @@ from megatron_llama.errors import UserError
 T = TypeVar("T")
 AGREEMENT = "what other ranks have to say"
 """What a hang report says of a rank that waits in one of these functions."""
+MEETING_SECONDS = 1.0
+"""Ranks that wait for something other than a message meet so often. So nobody waits longer in a
+collective, and everybody learns when a rank is gone."""
 
 
 def all_reduce_max(value: int, axis: Axis) -> tuple[torch.Tensor, Pending]:

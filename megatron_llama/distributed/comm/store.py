@@ -2,11 +2,58 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 
-from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
+from torch.distributed import (  # type: ignore[attr-defined]
+    DistError,
+    PrefixStore,
+    Store,
+    TCPStore,
+)
 
-from megatron_llama.distributed.mesh import Place
+from megatron_llama.distributed.launcher import Place
+from megatron_llama.errors import ClusterError, describe
+
+
+def open_store(place: Place, timeout: timedelta, *, hosts: bool) -> Store:
+    """Host the job's store, or connect to its host, for at most ``timeout``. Raises ClusterError
+    where that fails."""
+    where = f"{place.master_addr}, port {place.master_port} (MASTER_ADDR, MASTER_PORT)"
+    try:
+        return TCPStore(
+            place.master_addr,
+            place.master_port,
+            place.world_size,
+            is_master=hosts,
+            timeout=timeout,
+            # Whoever does not come is to be named, by rank: that is for ``meet`` to do.
+            wait_for_workers=False,
+            multi_tenant=True,
+        )
+    except DistError as error:
+        if not hosts:
+            raise ClusterError(_lost(f"no answer at {where}")) from error
+        do = "choose another port: this one may be in use"
+        got = f"{where}: {str(error).splitlines()[0]}"
+        raise ClusterError("rank 0", got=got, expected="an address to listen on", do=do) from error
+
+
+@contextmanager
+def host_named() -> Iterator[None]:
+    """A section in which the loss of the store becomes an error that names its host. Raises
+    ClusterError."""
+    try:
+        yield
+    except DistError as error:
+        raise ClusterError(_lost("a store that went away")) from error
+
+
+def _lost(got: str) -> str:
+    expected = "the store by which the ranks find each other"
+    do = "look at what rank 0 printed, and whether this machine can reach its address"
+    return describe("rank 0", got=got, expected=expected, do=do)
 
 
 def connect(place: Place, prefix: str) -> Store:

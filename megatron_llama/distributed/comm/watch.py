@@ -4,8 +4,8 @@ that a connection broke, and when one stops they only wait.
 A thread on every rank looks at the job's store once a second, and writes there where its rank is.
 The first rank whose communication fails, or does not finish within the timeout, sets an alarm in
 the store. The threads answer it, also those of ranks that are stuck in a collective, so a rank that
-does not answer is gone or stopped. Ranks that do not leave by themselves after that are ended by
-their thread, so that no rank hangs.
+does not answer is gone or stopped, unless it has said before that it came to its end. Ranks that do
+not leave by themselves after that are ended by their thread, so that no rank hangs.
 
 A thread of its own does this and not the loop, because the loop may be inside a collective.
 """
@@ -19,16 +19,13 @@ import sys
 import threading
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from datetime import timedelta
-from uuid import uuid4
+from dataclasses import dataclass, replace
 
-import torch.distributed as dist
-from torch.distributed import DistStoreError, Store  # type: ignore[attr-defined]
+from torch.distributed import Store  # type: ignore[attr-defined]
 
 from megatron_llama.distributed.comm.store import connect
 from megatron_llama.distributed.hang_report import grouped, hang_report, named, waited
-from megatron_llama.distributed.mesh import Place
+from megatron_llama.distributed.launcher import Place
 from megatron_llama.distributed.recorder import Recorder
 
 POLL_SECONDS = 1.0
@@ -37,7 +34,9 @@ ANSWER_SECONDS = 5.0
 """How long the ranks have to answer an alarm: several polls, of a thread that a loaded machine may
 keep from running."""
 LEAVE_SECONDS = 10.0
-"""How long a rank that heard the alarm has to leave by itself before its watch ends it."""
+"""How long a rank that heard the alarm has to leave by itself before its watch ends it, and how
+long rank 0, at its end, waits for the others to come to theirs."""
+ASK_SECONDS = 0.01
 PATIENCE_SECONDS = 2 * ANSWER_SECONDS
 """How long a rank waits for the store itself, whose host may be the process that was stopped."""
 ALARM = "alarm"
@@ -73,6 +72,7 @@ def diagnose(
     """Put the answers into words. ``caller`` is the rank that set the alarm. ``positions`` has, by
     rank, where each one is; for silent ranks, where they were when they last wrote it."""
     gone = {rank: positions[rank].place for rank in silent if rank in positions}
+    never = [rank for rank in silent if rank not in positions]
     present = {rank: position for rank, position in positions.items() if rank not in silent}
     # If some rank is silent, the others stand still because of it.
     stopped = (
@@ -90,47 +90,86 @@ def diagnose(
         reason = (
             "; ".join(grouped(stopped, "stopped", "stopped")) or "all ranks wait for each other"
         )
-    places = [*grouped(gone, "was last seen", "were last seen"), *grouped(others, "is", "are")]
+    places = [
+        *([f"{named(never)} never came"] if never else []),
+        *grouped(gone, "was last seen", "were last seen"),
+        *grouped(others, "is", "are"),
+    ]
     return Diagnosis(reason, tuple(silent), stuck, "".join(f"; {place}" for place in places))
 
 
 class Watch:
-    """The watch of one rank, in a job with more than one process. It is made when the job's process
-    group exists, in the thread of the loop."""
+    """The watch of one rank, in a job with more than one process. It is made in the thread of the
+    loop, and starts when this rank has met the others, before anything collective."""
 
     def __init__(self, place: Place, recorder: Recorder, timeout: float = math.inf) -> None:
         """``recorder`` has the rank's notes. ``timeout``: seconds that the loop may wait for
-        anything. Collective."""
+        anything."""
+        self.recorder = recorder
         self._place = place
-        self._recorder = recorder
         self._timeout = timeout
         self._loop = threading.get_ident()
-        # A fresh part of the store: earlier attempts of the job may have left alarms in it.
-        name = [f"watch/{uuid4().hex}"]
-        dist.broadcast_object_list(name, src=0)
-        # Waiting on a connection blocks all its users, so the thread and the caller have one each.
-        self._store = connect(place, name[0])
-        thread_store = connect(place, name[0])
         self._over = threading.Event()
+        self._ended = threading.Event()
         self._diagnosis: Diagnosis | None = None
-        self._post(self._store)
-        self._thread = threading.Thread(
-            target=self._run, args=(thread_store,), name="watch", daemon=True
-        )
-        self._thread.start()
+        self._store: Store | None = None
+        self._threads: list[threading.Thread] = []
 
-    def stop(self) -> None:
-        """End the watch: the job ends, or this rank leaves by itself."""
+    def start(self, attempt: str) -> None:
+        """Begin to watch. ``attempt`` names a part of the store that is the same on all ranks, and
+        that no earlier attempt of the job has used: it may have left alarms there."""
+        # Waiting on a connection blocks all its users, so the thread and the caller have one each.
+        self._store = connect(self._place, f"{attempt}/watch")
+        thread_store = connect(self._place, f"{attempt}/watch")
+        self._post(self._store)
+        self._threads = [
+            threading.Thread(target=self._run, args=(thread_store,), name="watch", daemon=True),
+            threading.Thread(target=self._outlast, name="outlast", daemon=True),
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    def stop(self, *, ended: bool = False) -> None:
+        """End the watch: this rank leaves by itself. ``ended``: it has come to its end, and nobody
+        has to miss it."""
+        if ended and self._store is not None:
+            self._ended.set()
+            # In a thread: the host of the store may have been stopped meanwhile.
+            leaving = threading.Thread(
+                target=self._leave, args=(self._store,), name="leave", daemon=True
+            )
+            leaving.start()
+            leaving.join(PATIENCE_SECONDS + 2 * (LEAVE_SECONDS + ANSWER_SECONDS))
         self._over.set()
-        self._thread.join(ANSWER_SECONDS)  # no longer: it may be asking a store that was stopped
+        for thread in self._threads:
+            thread.join(ANSWER_SECONDS)  # no longer: it may be asking a store that was stopped
+
+    def _leave(self, store: Store) -> None:
+        """Say that this rank has ended. Rank 0 may host the store, so it stays for a while, until
+        all others have ended too; if one of them sets the alarm, until they know who is missing."""
+        try:
+            store.set(_left(self._place.rank), "yes")
+            if self._place.rank:
+                return
+            others = range(1, self._place.world_size)
+            deadline = time.monotonic() + LEAVE_SECONDS
+            while not all(store.check([_left(rank)]) for rank in others):
+                if store.check([ALARM]):
+                    self._linger(store, self._hear_answers(store).silent)
+                    return
+                if time.monotonic() > deadline:
+                    return
+                time.sleep(ASK_SECONDS)
+        except RuntimeError:
+            return  # the host of the store is gone, and this rank needs nobody any more
 
     def _post(self, store: Store) -> None:
-        place = hang_report(self._recorder, self._loop)
+        place = hang_report(self.recorder, self._loop)
         seconds = self._waited()
         store.set(_where(self._place.rank), json.dumps([place, seconds is not None]))
 
     def _waited(self) -> float | None:
-        return waited(self._recorder, self._loop, time.perf_counter())
+        return waited(self.recorder, self._loop, time.perf_counter())
 
     def _run(self, store: Store) -> None:
         while not self._over.wait(POLL_SECONDS):
@@ -147,10 +186,20 @@ class Watch:
                 return
             # Now, while the host of the store still waits for those who ask.
             found = self._read_answers(store)
+            if self._ended.is_set():  # this rank leaves, and rank 0 does so when all others know
+                return
             if not self._over.wait(0.0 if found.stuck else LEAVE_SECONDS):
                 self._end(store, found)
 
-    def _end(self, store: Store, found: Diagnosis) -> None:
+    def _outlast(self) -> None:
+        """End this rank if the store does not answer either: its host was stopped, and whoever asks
+        it waits for ever."""
+        limit = self._timeout + PATIENCE_SECONDS
+        while not self._over.wait(POLL_SECONDS):
+            if self._diagnosis is None and (self._waited() or 0.0) > limit:
+                self._end(None, replace(self._diagnose_lost_store(), stuck=True))
+
+    def _end(self, store: Store | None, found: Diagnosis) -> None:
         late = (
             f"; nothing went on for {self._timeout:g} s (--distributed-timeout-minutes)"
             if found.stuck
@@ -161,15 +210,27 @@ class Watch:
             file=sys.stderr,
             flush=True,
         )
-        if found.stuck and self._place.rank == 0:
+        if store is not None and found.stuck and self._place.rank == 0:
             self._linger(store, found.silent)
         os._exit(1)
+
+    def _hear_answers(self, store: Store) -> Diagnosis:
+        """Wait until all ranks have answered the alarm, or the time to answer is over."""
+        deadline = time.monotonic() + ANSWER_SECONDS
+        for rank in range(self._place.world_size):
+            _appears(store, (_answer(rank), _left(rank)), deadline)
+        return self._read_answers(store)
 
     def _read_answers(self, store: Store) -> Diagnosis:
         try:
             kind, caller = store.get(ALARM).decode().split()
             ranks = range(self._place.world_size)
-            silent = [rank for rank in ranks if not store.check([_answer(rank)])]
+            # Who has come to the end is not missing: it left before it could hear the alarm.
+            silent = [
+                rank
+                for rank in ranks
+                if not store.check([_answer(rank)]) and not store.check([_left(rank)])
+            ]
             known = [rank for rank in ranks if store.check([_where(rank)])]
             posted = zip(known, store.multi_get([_where(rank) for rank in known]), strict=True)
             self._diagnosis = diagnose(
@@ -183,12 +244,15 @@ class Watch:
         except RuntimeError:
             return self._diagnosis or self._diagnose_lost_store()
 
-    def diagnose(self) -> Diagnosis:
-        """Set the alarm, unless it is set, and wait for the answers. Rank 0 returns last, because
-        it may host the store."""
+    def diagnose(self) -> Diagnosis | None:
+        """Set the alarm, unless it is set, and wait for the answers; None before the start. Rank 0
+        returns last, because it may host the store."""
         found: list[Diagnosis] = []
+        if self._store is None:  # the others have not been met
+            return None
+        store = self._store
         asking = threading.Thread(
-            target=lambda: found.append(self._ask()), name="alarm", daemon=True
+            target=lambda: found.append(self._ask(store)), name="alarm", daemon=True
         )
         asking.start()
         asking.join(
@@ -196,18 +260,14 @@ class Watch:
         )
         return found[0] if found else self._diagnosis or self._diagnose_lost_store()
 
-    def _ask(self) -> Diagnosis:
-        others = [rank for rank in range(self._place.world_size) if rank != self._place.rank]
-        deadline = time.monotonic() + ANSWER_SECONDS
+    def _ask(self, store: Store) -> Diagnosis:
         try:
-            self._store.set(_answer(self._place.rank), "here")
+            store.set(_answer(self._place.rank), "here")
             # Set once: ranks that call later failed because the first one did.
-            self._store.compare_set(ALARM, "", f"{FAILED} {self._place.rank}")
-            for rank in others:
-                self._appears(_answer(rank), deadline)
-            found = self._read_answers(self._store)
+            store.compare_set(ALARM, "", f"{FAILED} {self._place.rank}")
+            found = self._hear_answers(store)
             if self._place.rank == 0:
-                self._linger(self._store, found.silent)
+                self._linger(store, found.silent)
             return found
         except RuntimeError:
             return self._diagnosis or self._diagnose_lost_store()
@@ -218,13 +278,13 @@ class Watch:
         deadline = time.monotonic() + ANSWER_SECONDS + LEAVE_SECONDS
         try:
             for rank in set(range(1, self._place.world_size)) - set(silent):
-                self._appears(_heard(rank), deadline, store)
+                _appears(store, (_heard(rank), _left(rank)), deadline)
         except RuntimeError:
             return
 
     def _diagnose_lost_store(self) -> Diagnosis:
         """The store is gone, so no other rank can be asked."""
-        here = grouped({self._place.rank: hang_report(self._recorder, self._loop)}, "is", "are")[0]
+        here = grouped({self._place.rank: hang_report(self.recorder, self._loop)}, "is", "are")[0]
         return Diagnosis(
             "rank 0 does not answer",
             (0,) if self._place.rank else (),
@@ -232,18 +292,13 @@ class Watch:
             places=f"; {here}",
         )
 
-    def _appears(self, key: str, deadline: float, store: Store | None = None) -> bool:
-        """Wait until ``key`` is set or the deadline comes, and return whether it is set. Raises
-        RuntimeError if the store is gone."""
-        store = store or self._store
-        left = deadline - time.monotonic()
-        if left <= 0 or store.check([key]):
-            return store.check([key])
-        try:
-            store.wait([key], timedelta(seconds=left))
-        except DistStoreError:
-            return False
-        return True
+
+def _appears(store: Store, keys: Sequence[str], deadline: float) -> None:
+    """Wait until one of the keys is set or the deadline comes. Raises RuntimeError if the store is
+    gone."""
+    # Not with the store's own wait: it knows no "one of", and gives no sign while it waits.
+    while not any(store.check([key]) for key in keys) and time.monotonic() < deadline:
+        time.sleep(ASK_SECONDS)
 
 
 def _answer(rank: int) -> str:
@@ -252,6 +307,10 @@ def _answer(rank: int) -> str:
 
 def _heard(rank: int) -> str:
     return f"{ALARM}/{rank} knows"
+
+
+def _left(rank: int) -> str:
+    return f"left/{rank}"
 
 
 def _where(rank: int) -> str:

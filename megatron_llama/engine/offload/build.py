@@ -24,7 +24,7 @@ from megatron_llama.engine.update_rule import AdamW, UpdateRule, UpdateRules
 from megatron_llama.errors import OffloadError, describe
 from megatron_llama.plans.buckets import BucketPlan
 from megatron_llama.plans.checks.zenflow import AUTO, longest_window, selection_steps, sends_fp32
-from megatron_llama.plans.memory import gib, state_bytes
+from megatron_llama.plans.memory import sized, state_bytes
 from megatron_llama.plans.offload import ZENFLOW, OffloadPlan, offload_plan
 
 
@@ -61,7 +61,7 @@ def build_update_rules(
     here = [rank for rank in ranks if rank.machine == ranks[mesh.rank].machine]
     option = config.offload.offload_cores
     with raise_on_all_ranks(mesh.world):
-        _require_memory(sum(rank.needed for rank in here), len(here), plan)
+        require_memory(sum(rank.needed for rank in here), len(here), plan)
         cores = rank_cores(option, *place_among(ranks, mesh.rank, apart=option == AUTO))
     # A section of its own: nobody allocates before all ranks have found enough free memory.
     with raise_on_all_ranks(mesh.world):
@@ -149,13 +149,15 @@ def _machine() -> str:
     return socket.gethostname() + (boot.read_text() if boot.exists() else "")
 
 
-def _require_memory(needed: int, ranks: int, plan: OffloadPlan) -> None:
+def require_memory(needed: int, ranks: int, plan: OffloadPlan) -> None:
+    """Raise OffloadError if this machine has less than ``needed`` bytes free for its ``ranks``;
+    ``plan`` is that of one of them."""
     free = free_bytes()
     if needed > free:
-        got = f"{gib(free)} free on this machine"
+        got = f"{sized(free)} free on this machine"
         expected = (
-            f"{gib(needed)} for its {ranks} rank{'s' if ranks > 1 else ''}, "
-            f"{gib(plan.held)} of it for the optimizer of this one"
+            f"{sized(needed)} for its {ranks} rank{'s' if ranks > 1 else ''}, "
+            f"{sized(plan.held)} of it for the optimizer of this one"
         )
         do = (
             "shard over more machines, lower --optimizer-offload-fraction or --speculation-bytes, "

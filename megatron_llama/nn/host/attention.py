@@ -77,7 +77,10 @@ def rotated_attention(
     [s, b, query * d]. For a CPU.
 
     cos and sin are [s, 1 or b, 1, d / 2]. ``qkv`` is overwritten and must have no other reader."""
-    return _RotatedAttention.apply(qkv, cos, sin, (query, key), ops)  # type: ignore[no-any-return, no-untyped-call]
+    out: Tensor = _RotatedAttention.apply(  # type: ignore[no-untyped-call]
+        qkv, cos, sin, (query, key), ops
+    )
+    return out
 
 
 def _uses_products(query: Tensor) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from difflib import get_close_matches
+from shlex import join as quoted
 
 from megatron_llama.config.schema import MODEL_SIZES, ModelConfig
 from megatron_llama.errors import describe
@@ -24,15 +25,17 @@ def freeze_problems(model: ModelConfig, patterns: tuple[str, ...]) -> Iterator[s
     names = [name for group in groups for name in group]
     for pattern in patterns:
         if not any(is_frozen(name, (pattern,)) for name in names):
+            near = get_close_matches(pattern, names, 1)
             if model.tie_word_embeddings and is_frozen("lm_head.weight", (pattern,)):
-                nearest = "model.embed_tokens.weight"  # the head is the embedding
+                near = ["model.embed_tokens.weight"]  # the head is the embedding
+            if "," in pattern:
+                do = f"separate patterns by spaces: --freeze {quoted(pattern.split(','))}"
+            elif near:
+                do = f"did you mean {near[0]}?"
             else:
-                nearest = get_close_matches(pattern, names, 1, cutoff=0.0)[0]
+                do = f"give names as {names[-1]}, or parts of them as '*.mlp.*'"
             yield describe(
-                "--freeze",
-                got=pattern,
-                expected="a pattern of the model's parameters",
-                do=f"did you mean {nearest}?",
+                "--freeze", got=pattern, expected="a pattern of the model's parameters", do=do
             )
     if all(is_frozen(name, patterns) for name in names):
         yield describe(

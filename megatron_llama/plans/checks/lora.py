@@ -28,7 +28,9 @@ def lora_problems(config: Config) -> Iterator[str]:
             "--lora-target-modules",
             got=got,
             expected=f"some of {', '.join(PROJECTIONS)}",
-            do="correct it or leave it out",
+            do=f"separate them by spaces: {got.replace(',', ' ')}"
+            if "," in got
+            else "correct it or leave it out",
         )
     complete = (
         min(

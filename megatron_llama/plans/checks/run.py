@@ -76,6 +76,12 @@ def run_problems(config: Config) -> Iterator[str]:
             expected="evaluations whose losses it compares",
             do=do,
         )
+    weights = config.checkpoint
+    if weights.resize_embeddings and weights.load is None and weights.init_from_hf is None:
+        do = "leave it out: a new model has rows for all tokens, or give --init-from-hf or --load"
+        yield describe(
+            "--resize-embeddings", got="no weights", expected="those of a trained model", do=do
+        )
     if config.log.sample_interval > 0 and not config.log.sample_prompt:
         yield describe(
             "--sample-interval",

@@ -57,6 +57,8 @@ def warnings_of(config: Config) -> Iterator[str]:
             "options of --lora without --lora-rank: there are no additions, the model itself "
             "is trained"
         )
+    if config.log.sample_prompt and config.log.sample_interval == 0:
+        yield "--sample-prompt without --sample-interval: nothing is written"
     if config.checkpoint.save_interval > 0 and config.checkpoint.save is None:
         yield (
             f"--save-interval {config.checkpoint.save_interval} without --save: nothing will "

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any
 
-from megatron_llama.config.parse import flag
+from megatron_llama.config.parse import flag, without_repeats
 from megatron_llama.config.schema import Config, ZenFlowConfig
 from megatron_llama.errors import ConfigError, describe, listing
 
@@ -195,7 +195,7 @@ def read_zenflow(path: str) -> Found:
     where = f"--zenflow-config {path}"
     try:
         with open(path, encoding="utf-8") as file:
-            content = json.load(file)
+            content = json.load(file, object_pairs_hook=without_repeats)
     except (OSError, ValueError) as error:
         raise ConfigError(
             describe(

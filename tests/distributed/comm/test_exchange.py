@@ -11,7 +11,8 @@ import torch.distributed as dist
 from megatron_llama.config.schema import Config
 from megatron_llama.distributed.comm.exchange import Exchange, Reductions, all_reduce, gather
 from megatron_llama.distributed.comm.streams import open_stream
-from megatron_llama.distributed.mesh import Axis, Mesh, Place, build_mesh
+from megatron_llama.distributed.launcher import Place
+from megatron_llama.distributed.mesh import Axis, Mesh, build_mesh
 from torch import Tensor
 
 from tests.harness import Cluster
@@ -292,6 +293,7 @@ def dead_peer(place: Place) -> list[str]:
     shared = reductions(mesh.dp, 128, 1000)
     scatters = [shared.scatter(torch.zeros(128), torch.zeros(64), index=i, buffer=i) for i in range(2)]
     exchanges = [*scatters, all_reduce(torch.zeros(128), mesh.dp, index=2, wire=None)]
+    dist.barrier()  # both have all connections by now
     if place.rank == 1:
         dist.destroy_process_group()
         return []

@@ -9,7 +9,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from contextlib import nullcontext
+from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 
@@ -17,9 +17,11 @@ import pytest
 import torch
 import torch.distributed as dist
 from megatron_llama.commands.pretrain import watched
+from megatron_llama.config.schema import Config, ParallelConfig
 from megatron_llama.distributed.comm.watch import Diagnosis, Position, diagnose
 from megatron_llama.distributed.hang_report import grouped, hang_report, named
-from megatron_llama.distributed.mesh import Place
+from megatron_llama.distributed.launcher import Place
+from megatron_llama.distributed.mesh import build_mesh, join
 from megatron_llama.distributed.recorder import Recorder
 from megatron_llama.errors import UserError
 from megatron_llama.plans.schedule import Action, Op
@@ -38,6 +40,12 @@ def enter(place: Place, folder: Path, work: Callable[[Place], None]) -> None:
     os.dup2(os.open(folder / f"{place.rank}.err", os.O_WRONLY | os.O_CREAT), 2)
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     torch.set_num_threads(1)
+    if isinstance(work, DiesAtTheStart):
+        try:
+            work(place)
+        except UserError as error:
+            print(error, file=sys.stderr, flush=True)
+            os._exit(1)
     dist.init_process_group(
         "gloo",
         init_method=f"tcp://{place.master_addr}:{place.master_port}",
@@ -46,7 +54,9 @@ def enter(place: Place, folder: Path, work: Callable[[Place], None]) -> None:
         timeout=timedelta(minutes=10),
     )
     try:
-        with watched(place, Recorder()) if not isinstance(work, HangsInAStep) else nullcontext():
+        with watched(place) as watch:
+            if not isinstance(work, HangsInAStep):
+                watch.start("this attempt")
             work(place)
     except UserError as error:
         print(error, file=sys.stderr, flush=True)
@@ -122,7 +132,9 @@ class HangsInAStep:
         for stage in run.stages.values():
             stage.register_forward_pre_hook(stop)
         run.step(0)  # the first step, with its imports and connections, may take longer than anybody waits below
-        with watched(place, run.mesh.recorder, PATIENCE):
+        with watched(place, PATIENCE) as watch:
+            watch.recorder = run.mesh.recorder
+            watch.start("this attempt")
             for step in range(1, 1000):
                 run.mesh.recorder.iteration = step + 1
                 run.step(step % 8)
@@ -139,6 +151,65 @@ def test_a_rank_that_is_alive_but_stuck_is_named_by_all(tmp_path: Path) -> None:
         assert "rank 3 stopped in forward 0 of stage 1 (iteration 2)" in words.splitlines()[-1], (rank, words)
         assert "rank 2 is in backward 0 of stage 1 (iteration 2), waiting for gradients (reduce_scatter " in words, (rank, words)
         assert "(--distributed-timeout-minutes)" in words and "Traceback" not in words, (rank, words)
+
+
+@dataclass(frozen=True)
+class EndsBeforeAnother:
+    """One rank comes to its end; when it is gone, rank 3 dies, for which the others wait."""
+
+    first: int
+
+    def __call__(self, place: Place) -> None:
+        others = [rank for rank in range(RANKS) if rank != self.first]
+        pids: list[int] = [0] * RANKS
+        dist.all_gather_object(pids, os.getpid())
+        group = dist.new_group(others)
+        if place.rank == self.first:
+            return
+        if place.rank == 3:
+            # The first rank may stay for those who still need the store, but no longer than until they know.
+            store = dist.PrefixStore("this attempt/watch", dist.TCPStore(place.master_addr, place.master_port, is_master=False))
+            store.wait([f"left/{self.first}"])
+            if self.first:
+                while Path(f"/proc/{pids[self.first]}/stat").read_text().rpartition(")")[2].split()[0] != "Z":
+                    time.sleep(0.01)
+            os.kill(os.getpid(), signal.SIGKILL)
+        dist.all_reduce(torch.zeros(1), group=group)
+
+
+@pytest.mark.parametrize("first", [0, 1])
+def test_a_rank_that_has_come_to_its_end_is_not_missed(first: int, tmp_path: Path) -> None:
+    codes, said = last_words(tmp_path, EndsBeforeAnother(first), 3)
+    assert codes == [0 if rank == first else -signal.SIGKILL if rank == 3 else 1 for rank in range(RANKS)], said
+    assert said[first] == ""
+    for rank in {0, 1, 2} - {first}:
+        named = ("rank 3: got no answer, expected all ranks at work", "was ended: rank 3 does not answer")
+        assert any(words in said[rank] for words in named), (rank, said[rank])
+
+
+@dataclass(frozen=True)
+class DiesAtTheStart:
+    """Rank 2 dies as soon as it has found the others, before or after they have connected."""
+
+    connected: bool
+
+    def __call__(self, place: Place) -> None:
+        with watched(place, PATIENCE) as watch:
+            if place.rank == 2 and not self.connected:
+                watch.start = lambda attempt: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore[method-assign]
+            world, device = join(ParallelConfig(), place, watch)
+            if place.rank == 2:
+                os.kill(os.getpid(), signal.SIGKILL)
+            build_mesh(Config(), rank=place.rank, world_size=place.world_size, device=device, recorder=world.recorder)
+
+
+@pytest.mark.parametrize("connected", [False, True])
+def test_a_rank_that_dies_at_the_start_is_named_by_all_others(connected: bool, tmp_path: Path) -> None:
+    codes, said = last_words(tmp_path, DiesAtTheStart(connected), 2)
+    assert codes == [-signal.SIGKILL if rank == 2 else 1 for rank in range(RANKS)], said
+    for rank in (0, 1, 3):
+        named = ("rank 2: got no answer, expected all ranks at work", "was ended: rank 2 does not answer")
+        assert any(words in said[rank] for words in named) and "Traceback" not in said[rank], (rank, said[rank])
 
 
 def chain(place: Place) -> None:
@@ -215,7 +286,7 @@ def test_who_is_to_blame() -> None:
     assert diagnose(2, False, [], positions).reason == "rank 2 failed"
     assert diagnose(0, True, [], {0: update, 1: update}).reason == "all ranks wait for each other"
     assert diagnose(0, True, [1, 2], {0: update}) == Diagnosis(
-        "ranks 1, 2 do not answer", (1, 2), True, "; rank 0 is in the update (iteration 9)"
+        "ranks 1, 2 do not answer", (1, 2), True, "; ranks 1, 2 never came; rank 0 is in the update (iteration 9)"
     )
 
 

@@ -1,0 +1,221 @@
+"""Names of options in other trainers, and what to give here instead: for errors about names that
+are no options. ``docs/migrating.md`` explains them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import MappingProxyType
+
+_PAGE = "docs/migrating.md"
+_TORCHRUN = "it is torchrun's: write it before -m megatron_llama"
+_ACCUMULATION = "--global-batch-size, which counts the samples of a whole step"
+_MICRO = "--micro-batch-size"
+_SHARDING = "--data-parallel-sharding-strategy"
+_ZERO = f"{_SHARDING} optim (stage 1), optim_grads (2) or optim_grads_params (3)"
+_RECOMPUTE = "--recompute-granularity"
+_ROPE = "--rope-scaling with the numbers of config.json, or a preset: --model"
+_SPLIT = "--data-path with --split"
+_LAYERS = "--pipeline-layer-split with the layers of all stages, in order"
+_INTERLEAVED = "--virtual-pipeline-model-parallel-size with --pipeline-schedule interleaved"
+_TEXT = "--tokenizer-model with the file or folder of the tokenizer"
+_MAKE_DATA = "--data-path with what `preprocess` has written"
+_CHECKPOINTS = "--save, --save-interval and --save-retain"
+_EVALUATION = "--eval-interval and --eval-iters"
+_BAD_STEP = "--on-bad-step and --loss-spike-factor"
+_BOARD = "--tensorboard-dir"
+
+INSTEAD: Mapping[str, str] = MappingProxyType(
+    {
+        # Megatron-LM: what has another meaning here, or none
+        "use_rope_scaling": _ROPE,
+        "rope_scaling_factor": _ROPE,
+        "num_layers_per_virtual_pipeline_stage": _INTERLEAVED,
+        "decoder_first_pipeline_num_layers": _LAYERS,
+        "decoder_last_pipeline_num_layers": _LAYERS,
+        "pipeline_model_parallel_layout": _LAYERS,
+        "num_distributed_optimizer_instances": "--data-parallel-shard-size, the ranks of a group",
+        "train_data_path": _SPLIT,
+        "valid_data_path": _SPLIT,
+        "test_data_path": _SPLIT,
+        "data_args_path": _SPLIT,
+        "per_split_data_args_path": _SPLIT,
+        "mock_data": _MAKE_DATA,
+        "vocab_file": _TEXT,
+        "merge_file": _TEXT,
+        "pretrained_checkpoint": "--load FOLDER --finetune",
+        "ckpt_step": "--load FOLDER/iter_0000500, the checkpoint itself",
+        "no_save_optim": "--export-hf FOLDER, which writes the weights alone at the end",
+        "non_persistent_save_interval": _BAD_STEP,
+        "no_check_for_nan_in_loss_and_grad": _BAD_STEP,
+        "loss_scale": "--initial-loss-scale",
+        "override_lr": "--lr, which always decides",
+        "wandb_entity": "the variable WANDB_ENTITY",
+        "transformer_pipeline_model_parallel_size": "--pipeline-model-parallel-size",
+        "model_parallel_size": "--tensor-model-parallel-size",
+        "tp": "--tensor-model-parallel-size",
+        "pp": "--pipeline-model-parallel-size",
+        "cp": "--context-parallel-size",
+        # DeepSpeed, and Megatron-DeepSpeed
+        "zero_stage": _ZERO,
+        "zero_optimization": _ZERO,
+        "train_batch_size": "--global-batch-size",
+        "train_micro_batch_size_per_gpu": _MICRO,
+        "gradient_clipping": "--clip-grad",
+        "offload_optimizer": "--optimizer-offload",
+        "cpu_offload": "--optimizer-offload",
+        "cpu_optimizer": "--optimizer-offload",
+        "checkpoint_activations": f"{_RECOMPUTE} full",
+        # torchtitan
+        "model.name": "--model with a preset (`inspect presets` lists them)",
+        "model.flavor": "--model with a preset (`inspect presets` lists them)",
+        "model.tokenizer_path": "--tokenizer-model",
+        "model.hf_assets_path": "--tokenizer-model",
+        "training.dataset": _MAKE_DATA,
+        "training.dataset_path": _MAKE_DATA,
+        "training.local_batch_size": _MICRO,
+        "training.batch_size": _MICRO,
+        "training.global_batch_size": "--global-batch-size",
+        "training.seq_len": "--seq-length",
+        "training.steps": "--train-iters",
+        "training.max_norm": "--clip-grad",
+        "training.seed": "--seed",
+        "training.mixed_precision_param": "--bf16",
+        "training.compile": "--compile",
+        "optimizer.lr": "--lr",
+        "optimizer.beta1": "--adam-beta1",
+        "optimizer.beta2": "--adam-beta2",
+        "optimizer.eps": "--adam-eps",
+        "optimizer.weight_decay": "--weight-decay",
+        "lr_scheduler.warmup_steps": "--lr-warmup-iters",
+        "lr_scheduler.decay_ratio": "--lr-decay-style WSD with --lr-wsd-decay-iters",
+        "lr_scheduler.decay_type": "--lr-wsd-decay-style, or --lr-decay-style",
+        "lr_scheduler.min_lr_factor": "--min-lr, a learning rate",
+        "parallelism.data_parallel_shard_degree": f"{_SHARDING} optim_grads_params",
+        "parallelism.fsdp_reshard_after_forward": "--param-slots",
+        "parallelism.tensor_parallel_degree": "--tensor-model-parallel-size",
+        "parallelism.context_parallel_degree": "--context-parallel-size",
+        "parallelism.context_parallel_rotate_method": "--cp-comm-type",
+        "parallelism.pipeline_parallel_degree": "--pipeline-model-parallel-size",
+        "parallelism.pipeline_parallel_schedule": "--pipeline-schedule",
+        "parallelism.pipeline_parallel_microbatch_size": _MICRO,
+        "parallelism.pipeline_parallel_layers_per_stage": _LAYERS,
+        "parallelism.module_fqns_per_model_part": _LAYERS,
+        "activation_checkpoint.mode": _RECOMPUTE,
+        "activation_checkpoint.selective_ac_option": f"{_RECOMPUTE} and --recompute-num-layers",
+        "checkpoint.folder": "--save",
+        "checkpoint.interval": "--save-interval",
+        "checkpoint.keep_latest_k": "--save-retain",
+        "checkpoint.initial_load_path": "--load with --finetune, or --init-from-hf",
+        "checkpoint.async_mode": "--async-save",
+        "checkpoint.last_save_in_hf": "--export-hf",
+        "checkpoint.export_dtype": "--export-hf",
+        "metrics.log_freq": "--log-interval",
+        "metrics.enable_tensorboard": _BOARD,
+        "metrics.save_tb_folder": _BOARD,
+        "validation.freq": "--eval-interval",
+        "validation.steps": "--eval-iters",
+        "comm.train_timeout_seconds": "--distributed-timeout-minutes",
+        # HuggingFace's Trainer
+        "model_name_or_path": "--init-from-hf FOLDER",
+        "per_device_train_batch_size": _MICRO,
+        "per_device_eval_batch_size": _MICRO,
+        "gradient_accumulation_steps": _ACCUMULATION,
+        "max_steps": "--train-iters",
+        "num_train_epochs": "--epochs",
+        "learning_rate": "--lr",
+        "lr_scheduler_type": "--lr-decay-style",
+        "lr_scheduler_kwargs": "--min-lr",
+        "lr_scheduler_kwargs.min_lr": "--min-lr",
+        "warmup_steps": "--lr-warmup-iters",
+        "warmup_ratio": "--lr-warmup-fraction",
+        "adam_epsilon": "--adam-eps",
+        "max_grad_norm": "--clip-grad",
+        "gradient_checkpointing": f"{_RECOMPUTE} full",
+        "fsdp": _SHARDING,
+        "output_dir": "--save",
+        "save_steps": _CHECKPOINTS,
+        "save_total_limit": _CHECKPOINTS,
+        "resume_from_checkpoint": "--load auto",
+        "eval_strategy": _EVALUATION,
+        "eval_steps": _EVALUATION,
+        "logging_steps": "--log-interval",
+        "logging_dir": _BOARD,
+        "report_to": f"{_BOARD}, or --wandb-project",
+        "run_name": "--job-name",
+        "data_seed": "--seed",
+        "ddp_timeout": "--distributed-timeout-minutes",
+        "block_size": "--seq-length",
+        # TRL's SFTTrainer
+        "train_dataset": "--train-data FILE (the command `sft`)",
+        "eval_dataset": "--valid-data FILE (the command `sft`)",
+        "max_length": "--seq-length",
+        "max_seq_length": "--seq-length",
+        "packing_strategy": "--packing",
+        "padding_free": "--packing",
+        "assistant_only_loss": "--loss-on assistant",
+        "completion_only_loss": "--loss-on all, or the format `prompt`",
+        "chat_template_path": "--chat-template",
+        "clone_chat_template": "--chat-template",
+        "peft_config": "--lora-rank, --lora-alpha and --lora-target-modules",
+        "lora_r": "--lora-rank",
+        "target_modules": "--lora-target-modules",
+    }
+)
+"""Foreign name (with underscores) -> what to give here."""
+
+NOT_NEEDED: Mapping[str, str] = MappingProxyType(
+    {
+        "tiktoken_pattern": "the file of --tokenizer-model says it",
+        "use_checkpoint_opt_param_scheduler": "the options decide",
+        "decoupled_lr": "one --lr is for all weights",
+        "decoupled_min_lr": "one --min-lr is for all weights",
+        "parallelism.data_parallel_replicate_degree": "it follows from --data-parallel-shard-size",
+        "load_best_model_at_end": "the best checkpoint is kept as `best` below --save",
+        "dataloader_num_workers": "datasets are memory-mapped",
+        "group_by_length": "every sample is full",
+        "dataset_num_proc": "every process reads a share of the files",
+        "eval_packing": "evaluation packs as training does",
+    }
+)
+"""Foreign name -> why nothing stands for it here."""
+
+_EXPERTS = "models with experts are not written here: a LLaMA has one MLP in each layer"
+_REINFORCEMENT = "reinforcement learning is not written here: `sft` tunes on conversations"
+
+FAMILIES: Mapping[str, str] = MappingProxyType(
+    {
+        "fp8": "FP8 is not written here: leave its options out and train with --bf16",
+        "fp4": "FP4 is not written here: leave its options out and train with --bf16",
+        "moe": _EXPERTS,
+        "num_experts": _EXPERTS,
+        "expert": _EXPERTS,
+        "dpo": "preference tuning is not written here: `sft` tunes on conversations",
+        "grpo": _REINFORCEMENT,
+        "ppo": _REINFORCEMENT,
+        "rl": _REINFORCEMENT,
+        "retro": "Retro is not written here: leave its options out",
+        "deepspeed": f"there is no DeepSpeed here: give {_SHARDING} and --optimizer-offload",
+        "rdzv": _TORCHRUN,
+        "nproc_per_node": _TORCHRUN,
+        "nnodes": _TORCHRUN,
+        "node_rank": _TORCHRUN,
+        "master_addr": _TORCHRUN,
+        "master_port": _TORCHRUN,
+        "standalone": _TORCHRUN,
+        "max_restarts": _TORCHRUN,
+    }
+)
+"""The first words of foreign names -> what to say about all of them."""
+
+
+def remedy_for(name: str) -> str | None:
+    """Return what to do about another trainer's option, or None if the name is not known."""
+    key = name.replace("-", "_")
+    if key in INSTEAD:
+        return f"give {INSTEAD[key]} ({_PAGE})"
+    if key in NOT_NEEDED:
+        return f"leave it out: {NOT_NEEDED[key]} ({_PAGE})"
+    for first, said in FAMILIES.items():
+        if key == first or key.startswith((f"{first}_", f"{first}.")):
+            return f"{said} ({_PAGE})"
+    return None

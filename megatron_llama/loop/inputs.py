@@ -1,0 +1,331 @@
+"""What a run reads before it has an engine: samples, the place from which it starts, prompts.
+
+Every refusal that depends on files is made here, before anything is built or written. A dry run
+calls the same functions, in one process.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from megatron_llama.checkpoint import native
+from megatron_llama.checkpoint.adapters import saved_lora, takes_up
+from megatron_llama.checkpoint.checkpoint_dir import TOKENIZER
+from megatron_llama.checkpoint.failures import require_writable
+from megatron_llama.checkpoint.meta import TrainState
+from megatron_llama.checkpoint.storage_paths import is_remote, local_folder, storage_path
+from megatron_llama.config.batch_ramp import BatchSizes, with_epochs
+from megatron_llama.config.blend import read_blend
+from megatron_llama.config.schema import CheckpointConfig, Config, TrainingConfig
+from megatron_llama.convert.export import weight_folders
+from megatron_llama.convert.hf.reader import HFWeights
+from megatron_llama.convert.hf.writer import require_export
+from megatron_llama.data.indexed import IndexedDataset
+from megatron_llama.data.loader import BlendedSamples, Samples, StreamSamples
+from megatron_llama.data.stream import TokenStream, split_documents
+from megatron_llama.distributed.comm.object_collectives import on_rank0, raise_on_all_ranks
+from megatron_llama.distributed.mesh import Axis
+from megatron_llama.errors import ConfigError, DataError, listing
+from megatron_llama.loop.bad_steps import ROLLBACK
+from megatron_llama.loop.start import (
+    AUTO,
+    Start,
+    begins_anew,
+    damaged,
+    data_changes,
+    find_start,
+    sample_changes,
+)
+from megatron_llama.loop.text_samples import Prompt, encoded_prompts
+from megatron_llama.plans.checks.optimizer import optimizer_problems
+from megatron_llama.tokenizer.base import Tokenizer
+
+TRAINING = 0
+VALIDATION = 1
+USUAL_PASSES = 4
+"""Training on the same text more often is rarely meant, unless --epochs asks for it."""
+Source = Callable[[Config, int], Samples]
+"""Makes the samples of TRAINING or VALIDATION. Raises DataError. It must not be collective."""
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """What a run reads."""
+
+    config: Config
+    """The configuration, with the number of steps that --epochs leaves to the samples."""
+    training: Samples
+    validation: Samples | None
+    """None in a run that never evaluates."""
+    identity: Mapping[str, Any]
+    """Identifies the training samples; a checkpoint keeps it."""
+    start: Start | None
+    """What --load names; None: the run begins with other weights."""
+    state: TrainState
+    """The position from which the run starts."""
+    tokenizer: Tokenizer | None
+    """It is copied into each checkpoint."""
+    prompts: tuple[tuple[int, ...], ...]
+    """The tokens of --sample-prompt."""
+    lines: tuple[str, ...]
+    """What the user should know of all this."""
+
+
+def open_stream(
+    config: Config,
+    prefix: str,
+    part: int,
+    *,
+    keep_tail: bool = False,
+    tokenizer: Tokenizer | None = None,
+    share: tuple[int, int] = (0, 1),
+) -> TokenStream:
+    """Open the training or the validation split of a dataset. Where the ``tokenizer`` has tokens
+    that the model does not have, this rank's ``share`` (r, n) of the split is searched for them:
+    else a run would stop when it meets the first, maybe after days. Raises DataError."""
+    dataset = IndexedDataset(prefix)
+    documents = split_documents(config.data.split, dataset.num_documents)[part]
+    stream = TokenStream(
+        dataset,
+        documents,
+        config.training.seq_length,
+        config.model.vocab_size,
+        keep_tail=keep_tail,
+        tokenizer=tokenizer,
+    )
+    stream.require_samples(("training", "validation")[part])
+    if tokenizer is not None and tokenizer.vocab_size > config.model.vocab_size:
+        stream.require_ids(share)
+    return stream
+
+
+def stream_samples(
+    config: Config,
+    part: int,
+    *,
+    eod: int | None,
+    keep_tail: bool = False,
+    tokenizer: Tokenizer | None = None,
+    share: tuple[int, int] = (0, 1),
+) -> Samples:
+    """The ``Source`` of --data-path. ``eod`` is the end-of-document id, where an option needs one.
+    With ``keep_tail`` the tokens behind the last whole sample of a dataset are a shorter sample.
+    ``tokenizer`` and ``share`` are as for ``open_stream``."""
+    blend = read_blend(config.data.data_path)
+    parts = [
+        StreamSamples(
+            open_stream(
+                config, prefix, part, keep_tail=keep_tail, tokenizer=tokenizer, share=share
+            ),
+            config.data,
+            eod,
+        )
+        for prefix in blend.prefixes
+    ]
+    if len(parts) == 1:
+        return parts[0]
+    return BlendedSamples(parts, blend.weights or [len(samples) for samples in parts])
+
+
+def open_inputs(
+    config: Config,
+    world: Axis,
+    source: Source | None = None,
+    *,
+    tokenizer: Tokenizer | None = None,
+    prompt: Prompt | None = None,
+    same_data: bool = False,
+) -> Inputs:
+    """Open what a run reads, and refuse what it could not use. Collective over ``world``, which in
+    a dry run is this process alone.
+
+    ``config`` is resolved (``plans.resolve.check``). ``source`` gives the samples; the default is
+    those of --data-path, without the options that need an end-of-document id. ``tokenizer`` is
+    copied into each checkpoint. ``prompt`` makes tokens of --sample-prompt. With ``same_data`` a
+    run does not resume from a checkpoint that was trained on other samples; without it that is a
+    line. Raises UserError, the same on every rank."""
+    source = source or partial(stream_samples, eod=None)
+    with raise_on_all_ranks(world):
+        training = source(config, TRAINING)
+    # Machines may see different states of a shared folder for a while: all take what the first
+    # rank finds.
+    identity, start, state, start_lines = on_rank0(
+        lambda: _first_state(config, training, same_data=same_data), world
+    )
+    with raise_on_all_ranks(world):
+        config, length_lines = _with_run_length(config, len(training), state)
+        validation = source(config, VALIDATION) if config.training.eval_interval else None
+        prompts = encoded_prompts(config, tokenizer, prompt)
+    with raise_on_all_ranks(world):
+        if world.rank == 0:
+            _require_weights(config, start)
+            _require_saveable(config.checkpoint, tokenizer, start)
+    return Inputs(
+        config,
+        training,
+        validation,
+        identity,
+        start,
+        state,
+        tokenizer,
+        prompts,
+        (*start_lines, *length_lines, *_warnings(config, len(training))),
+    )
+
+
+def _warnings(config: Config, samples: int) -> Iterator[str]:
+    """Warn of what a run of these training samples is probably not meant to do."""
+    training = config.training
+    options = config.checkpoint
+    passes = passes_over(training, samples)
+    if passes > USUAL_PASSES and not training.epochs:
+        yield (
+            f"warning: {training.train_iters:,} iterations of {training.global_batch_size:,} "
+            f"samples read the {samples:,} training samples {passes:.3g} times"
+        )
+    if options.save is None and options.export_hf is None:
+        yield "warning: without --save and --export-hf the trained model is lost when the run ends"
+
+
+def passes_over(training: TrainingConfig, samples: int) -> float:
+    """How often a run reads each of its training samples, on average."""
+    return BatchSizes.from_training(training).samples(training.train_iters) / samples
+
+
+def _first_state(
+    config: Config, samples: Samples, *, same_data: bool
+) -> tuple[Mapping[str, Any], Start | None, TrainState, list[str]]:
+    """Find where the run starts, and compare its samples with those of the checkpoint that it
+    resumes from. Returns the samples' identity, the start, its state, and lines to print."""
+    options = config.checkpoint
+    start = find_start(options)
+    identity = samples.identity()
+    lines = list(_start_lines(options, start))
+    if start is None or begins_anew(options, start):
+        return identity, start, TrainState(0, 0), lines
+    meta = native.read_meta(start.path)
+    changes = sample_changes(meta.state.data, identity)
+    if changes and same_data:
+        do = (
+            "give the files and options of that run, begin anew with its weights (--finetune), "
+            "or --on-changed-data continue"
+        )
+        got = f"other training samples than those of {meta.folder} ({changes})"
+        expected = "the samples in whose order the run goes on"
+        raise DataError("--train-data", got=got, expected=expected, do=do)
+    if changes:
+        lines.append(f"warning: other training samples than those of {meta.folder} ({changes})")
+    lines += [f"warning: {text}" for text in data_changes(meta.config, config)]
+    return identity, start, meta.state, lines
+
+
+def _start_lines(options: CheckpointConfig, start: Start | None) -> Iterator[str]:
+    """What the user should know about the place from which the run starts."""
+    if start is None:
+        if options.load is not None:
+            begins = (
+                "a fresh start"
+                if options.init_from_hf is None
+                else f"the weights of {options.init_from_hf}"
+            )
+            yield f"--load {options.load}: no checkpoint there yet, {begins}"
+    elif begins_anew(options, start):
+        yield f"--load {options.load}: the weights of {start.path}; the run begins at iteration 0"
+    elif options.load == AUTO:
+        yield from (f"warning: {text}" for text in damaged(start))
+
+
+def _with_run_length(config: Config, samples: int, state: TrainState) -> tuple[Config, list[str]]:
+    """The configuration with the number of steps that --epochs means, and lines that say so. Raises
+    ConfigError for options that do not fit it."""
+    if not config.training.epochs:
+        return config, []
+    # A rollback repeats iterations with other samples: those that are left out are consumed, but no
+    # step that counts has had them. They count here all the same, so that the learning rate is that
+    # of a run that nobody interrupted. Those that are still to come have not been consumed yet.
+    left_out = 0
+    if config.training.on_bad_step == ROLLBACK:
+        left_out = sum(
+            one.last_sample + 1 - one.first_sample
+            for one in state.history.skipped
+            if one.first_sample < state.consumed_samples
+        )
+    config = with_epochs(
+        config, samples, steps_done=state.iteration, samples_done=state.consumed_samples - left_out
+    )
+    found = list(optimizer_problems(config.optimizer, config.training))
+    steps = config.training.train_iters
+    epochs = config.training.epochs
+    if found:
+        raise ConfigError(
+            listing(
+                f"These options do not fit a run of {steps} steps (--epochs {epochs:g}):", found
+            )
+        )
+    return config, [f"--epochs {epochs:g}: {samples:,} samples in a pass, {steps:,} steps in all"]
+
+
+def resumes(config: Config, start: Start) -> bool:
+    """Whether the run takes up all of a checkpoint, and not the weights of a folder alone. Raises
+    CheckpointError where either would be wrong."""
+    if start.native and start.model().vocab_size != config.model.vocab_size:
+        return False  # --resize-embeddings
+    return start.native and takes_up(
+        f"--load {start.path}",
+        saved_lora(native.read_meta(start.path).config),
+        config.lora,
+        anew=config.checkpoint.finetune,
+    )
+
+
+def _require_weights(config: Config, start: Start | None) -> None:
+    """Raise CheckpointError if the weights that the run loads are not all there."""
+    options = config.checkpoint
+    if start is not None and resumes(config, start):
+        native.require_complete(
+            start.path, config, optimizer=options.load_optim and not options.finetune
+        )
+    elif start is not None:
+        start.weights(config.model)
+    elif options.init_from_hf is not None:
+        HFWeights(options.init_from_hf, ignored=options.ignore_hf_config_fields)
+
+
+def _require_saveable(
+    options: CheckpointConfig, tokenizer: Tokenizer | None, start: Start | None
+) -> None:
+    """Raise DataError if the run will save its tokenizer and no file can express it, and
+    CheckpointError if the folder to export into holds anything else."""
+    if options.export_hf is not None:
+        sources = weight_folders(vars(options))
+        if start is not None and start.native:
+            # A resumed run no longer names the model that it began with.
+            sources += weight_folders(native.read_meta(start.path).config.get("checkpoint", {}))
+        require_export(Path(options.export_hf).resolve(), sources)
+    saves = options.save is not None and not (storage_path(options.save) / TOKENIZER).exists()
+    if tokenizer is not None and (saves or options.export_hf is not None):
+        with tempfile.TemporaryDirectory() as folder:
+            tokenizer.save_hf(folder)
+
+
+def require_outputs(config: Config) -> None:
+    """Raise CheckpointError unless the run can write where its options say: at the start, not after
+    days. Nothing stays there."""
+    options = config.checkpoint
+    log = config.log
+    if options.save is not None:
+        folder = storage_path(options.save)
+        require_writable(local_folder(options.save) if is_remote(folder) else folder)
+    if log.tensorboard_dir is not None:
+        require_writable(Path(log.tensorboard_dir, log.job_name or ""))
+    if log.record_timeline is not None:
+        require_writable(Path(log.record_timeline).parent)
+    if log.profile:
+        require_writable(Path(log.profile_dir))
+    if options.export_hf is not None:
+        require_writable(Path(options.export_hf).resolve().parent)
