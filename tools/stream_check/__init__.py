@@ -1,0 +1,1 @@
+"""Proves the order of streams on the device path without a device."""
