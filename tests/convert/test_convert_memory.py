@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-import filecmp
+import hashlib
+import os
 import shutil
 import subprocess
 import sys
@@ -79,6 +80,13 @@ def peaks(*conversions: str) -> list[int]:
     return [int(line.split()[1]) for line in done.stdout.splitlines() if line.startswith("peak ")]
 
 
+def digest_of_tensors(path: Path) -> str:
+    """Of everything behind the header, which says of an export that it is one."""
+    with path.open("rb") as file:
+        file.seek(int.from_bytes(file.read(8), "little"), os.SEEK_CUR)
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
 def test_memory_does_not_grow_with_the_model(hf: Path, tmp_path: Path) -> None:
     assert 0.7 * 2 * parameter_count(MODEL) > BOUND
     forms = {"megatron": GRID, "megatron-llama": GRID[:2], "meta": GRID[:2], "native": ()}
@@ -89,7 +97,8 @@ def test_memory_does_not_grow_with_the_model(hf: Path, tmp_path: Path) -> None:
     lines = [f"convert {words}" for pair in both for words in pair]
     found = dict(zip(lines, peaks(*lines), strict=True))
     assert [(line, peak) for line, peak in found.items() if peak >= BOUND] == []
+    expected = digest_of_tensors(hf / "model.safetensors")
     for form in forms:
-        assert filecmp.cmp(tmp_path / f"{form}-back" / "model.safetensors", hf / "model.safetensors", shallow=False)
+        assert digest_of_tensors(tmp_path / f"{form}-back" / "model.safetensors") == expected
         shutil.rmtree(tmp_path / form)
         shutil.rmtree(tmp_path / f"{form}-back")

@@ -425,10 +425,14 @@ def test_a_flipped_bit_of_an_earlier_conversion(hf: Path, tmp_path: Path, capsys
     convert(source, tmp_path / "out", "--to", "megatron")
 
 
-def test_an_export_replaces_an_earlier_conversion_with_its_list(hf: Path, tmp_path: Path) -> None:
+def test_an_export_replaces_an_earlier_conversion_with_its_list(hf: Path, tmp_path: Path, capsys: Capture) -> None:
     native, target = (convert(hf, tmp_path / "native", "--to", "native"), convert(hf, tmp_path / "target", "--to", "hf"))
     assert (target / "SHA256SUMS").exists()
-    assert main(["export", "--load", str(native), "--output", str(target), "--dtype", "float32"]) == 0
+    export = ["export", "--load", str(native), "--output", str(target), "--dtype", "float32"]
+    assert main(export) == 1
+    assert "target: got a model that no export of this program has written" in capsys.readouterr().err
+    assert (target / "SHA256SUMS").exists()
+    assert main([*export, "--overwrite"]) == 0
     assert not (target / "SHA256SUMS").exists(), "it would be that of other files"
     assert same(tensors(target), tensors(hf))
 

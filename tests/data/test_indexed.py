@@ -155,7 +155,7 @@ def damage(kind: str, idx: Path, bin: Path, n: int) -> None:
 @pytest.mark.parametrize(
     ("kind", "message"),
     [
-        ("no idx", r"c\.idx: got no such file, expected PREFIX\.bin and PREFIX\.idx; give --data-path"),
+        ("no idx", r"c\.idx: got no such file, expected PREFIX\.bin and PREFIX\.idx; give the common prefix"),
         ("no bin", r"c\.bin: got no such file"),
         ("magic", r"c\.idx: got the first bytes b'PKIDIDX.*', expected b'MMIDIDX"),
         ("version", r"c\.idx: got version 2, expected version 1"),
