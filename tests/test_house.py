@@ -168,6 +168,32 @@ def test_only_the_device_module_names_an_accelerator() -> None:
     assert found == []
 
 
+def test_threads_are_started_by_the_device_module() -> None:
+    """A thread begins on device 0, whatever the device of its rank: ``start_thread`` and ``thread_pool`` in ``distributed/device.py`` choose
+    the rank's. Two files touch no device, and need not load that module: the watch, whose threads have to work while a device hangs, and
+    ``preprocess``, whose processes have no torch."""
+    deviceless = {"distributed/comm/watch.py", "data/workers.py"}
+    starters = ("Thread", "Timer", "ThreadPoolExecutor", "ThreadPool", "start_new_thread")
+    found = []
+    for path in FILES:
+        name = str(path.relative_to(PACKAGE))
+        if name == "distributed/device.py":
+            continue
+        imported = {imported for _, imported in imports(path)}
+        if name in deviceless:
+            assert not any("device" in each for each in imported), name
+            continue
+        found += [
+            where(path, node)
+            for node in ast.walk(tree(path))
+            if isinstance(node, ast.Call) and ast.unparse(node.func).rpartition(".")[2] in starters
+        ]
+        found += [
+            where(path, node) for node in ast.walk(tree(path)) if isinstance(node, ast.ClassDef) and set(starters) & set(_bases(node))
+        ]
+    assert found == []
+
+
 def test_strategies_are_compared_in_one_file() -> None:
     names = {"no_shard", "optim", "optim_grads", "optim_grads_params"}
     found = [

@@ -6,13 +6,13 @@ from __future__ import annotations
 import hashlib
 import re
 from collections.abc import Mapping
-from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Self
 
 from megatron_llama.checkpoint.folders import sync, write_synced
+from megatron_llama.distributed.device import thread_pool
 from megatron_llama.errors import CheckpointError, describe
 
 SUMS = "SHA256SUMS"
@@ -142,7 +142,7 @@ def seal_weights(folder: Path) -> None:
 def damaged_weights(folder: Path, workers: int) -> list[str]:
     """Read the weight files that a list of checksums in the folder names, ``workers`` at a time,
     and return a line for each that differs from it. Without such a list there are none."""
-    with ThreadPoolExecutor(workers) as pool:
+    with thread_pool(workers) as pool:
         listed = {
             name: entry for name, entry in _listed(folder).items() if (folder / name).exists()
         }  # readers know what they miss

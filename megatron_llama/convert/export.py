@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Mapping
-from concurrent.futures import ThreadPoolExecutor, wait
+from concurrent.futures import wait
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ from megatron_llama.distributed.comm.object_collectives import (
     all_reduce_max,
     raise_on_all_ranks,
 )
+from megatron_llama.distributed.device import thread_pool
 from megatron_llama.distributed.mesh import Mesh
 from megatron_llama.engine.optimizer import OverlappedDistributedOptimizer
 from megatron_llama.errors import CheckpointError
@@ -127,7 +128,7 @@ class FinalExport:
 
     def _export(self, checkpoint: Path, target: Path) -> None:
         """Export on rank 0."""
-        with ThreadPoolExecutor(1) as pool:
+        with thread_pool(1) as pool:
             export = None
             if self._mesh.rank == 0:
                 export = pool.submit(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
-from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
+from concurrent.futures import FIRST_EXCEPTION, wait
 from dataclasses import dataclass
 from threading import Lock
 from typing import Any
@@ -12,6 +12,7 @@ from typing import Any
 from torch import Tensor
 from tqdm import tqdm
 
+from megatron_llama.distributed.device import thread_pool
 from megatron_llama.engine.optimizer import WeightSource
 from megatron_llama.plans.params import Rectangle
 
@@ -57,7 +58,7 @@ class ProgressSource:
 def run_write_tasks(tasks: Sequence[WriteTask], workers: int) -> None:
     """Run all tasks, ``workers`` at a time. The first error stops those that have not begun, and is
     raised when the others have ended."""
-    with ThreadPoolExecutor(workers) as pool:
+    with thread_pool(workers) as pool:
         waiting = [pool.submit(task.run) for task in tasks if not task.last]
         done, _ = wait(waiting, return_when=FIRST_EXCEPTION)
         pool.shutdown(cancel_futures=True)

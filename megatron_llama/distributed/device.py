@@ -5,6 +5,9 @@ from __future__ import annotations
 import os
 import platform
 import sys
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, suppress
 from functools import cache
 from importlib.util import find_spec
@@ -21,6 +24,42 @@ def accelerator(local_rank: int) -> torch.device:
     device = torch.device("cuda", local_rank % torch.cuda.device_count())
     torch.cuda.set_device(device)
     return device
+
+
+def start_thread(target: Callable[..., object], *args: object, name: str) -> threading.Thread:
+    """Start a daemon thread that calls ``target(*args)`` on the device of the calling thread, and
+    return it. Together with ``thread_pool`` it is the only way in which the package starts a
+    thread, so no thread can be on another device than its rank."""
+    thread = threading.Thread(
+        target=_run_on, args=(_chosen_device(), target, *args), name=name, daemon=True
+    )
+    thread.start()
+    return thread
+
+
+def thread_pool(workers: int) -> ThreadPoolExecutor:
+    """Return a pool of ``workers`` threads on the device of the calling thread."""
+    return ThreadPoolExecutor(workers, initializer=_run_on, initargs=(_chosen_device(), _nothing))
+
+
+def _chosen_device() -> int | None:
+    """Return the index of the calling thread's device; None where this process uses none."""
+    # Asking for the current device would create a context on a GPU that nobody uses.
+    if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        return None
+    return torch.cuda.current_device()
+
+
+def _run_on(device: int | None, target: Callable[..., object], *args: object) -> None:
+    # The driver keeps the current device for each thread, and a new one begins on device 0: its
+    # first event, allocation or launch would create a context there, hundreds of MiB for each rank.
+    if device is not None:
+        torch.cuda.set_device(device)
+    target(*args)
+
+
+def _nothing() -> None:
+    pass
 
 
 def use_allocator(settings: str) -> None:

@@ -8,6 +8,8 @@ from queue import SimpleQueue
 
 import torch
 
+from megatron_llama.distributed import device as devices
+
 Work = Callable[[], object]
 
 
@@ -46,8 +48,7 @@ class Worker:
         self._queue: SimpleQueue[Task | None] = SimpleQueue()
         self._closed = False
         # The thread knows the queue and not the Worker, so that it does not keep its owner alive.
-        self._thread = threading.Thread(target=_serve, args=(self._queue,), name=name, daemon=True)
-        self._thread.start()
+        self._thread = devices.start_thread(_serve, self._queue, name=name)
 
     def put(self, task: Task) -> None:
         """Perform ``task`` after all that were put before it. Raises RuntimeError after

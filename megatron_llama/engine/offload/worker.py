@@ -59,10 +59,7 @@ class HostWorker:
         # torch takes the number of threads from the environment when it is first asked. The caller
         # asks now, because set_num_threads in the new thread would otherwise decide for both.
         torch.get_num_threads()
-        self._thread = threading.Thread(
-            target=_serve, args=(self._queue,), name="optimizer", daemon=True
-        )
-        self._thread.start()
+        self._thread = devices.start_thread(_serve, self._queue, name="optimizer")
         weakref.finalize(self, self._queue.close)
         try:
             first.wait()
