@@ -16,9 +16,11 @@ import socket
 import struct
 import time
 from collections.abc import Mapping
+from contextlib import suppress
+from datetime import timedelta
 from pathlib import Path
 
-from torch.distributed import Store  # type: ignore[attr-defined]
+from torch.distributed import DistError, Store  # type: ignore[attr-defined]
 
 from megatron_llama.distributed.launcher import Place
 from megatron_llama.errors import ClusterError, describe
@@ -29,6 +31,8 @@ RESOLVE_SECONDS = 20.0
 """How long a name may be unknown: a cluster may publish the name of a machine after it has
 started."""
 POLL_SECONDS = 0.5
+READ_SECONDS = 15.0
+"""How long rank 0 stays for ranks that have not yet read why all of them leave."""
 LOOPBACK = "lo"
 
 
@@ -81,6 +85,7 @@ def choose_interface(store: Store, place: Place, given: Mapping[str, str]) -> st
     problem = _problem(place, own, name, given)
     problems = [text for text in _exchange(store, place, "problem", problem) if text is not None]
     if problems:
+        _stay_for_readers(store, place)
         error = ClusterError(problems[0])
         error.everywhere = True
         raise error
@@ -117,6 +122,21 @@ def _exchange(store: Store, place: Place, what: str, value: str | None) -> list[
     keys = [f"{what}/{rank}" for rank in range(place.world_size)]
     store.set(keys[place.rank], json.dumps(value))
     return [json.loads(text) for text in store.multi_get(keys)]
+
+
+def _stay_for_readers(store: Store, place: Place) -> None:
+    """Say that this rank has read what was exchanged. Rank 0 returns when all ranks have, or after
+    READ_SECONDS: it may host the store, and to those who still read its end would look like a
+    broken connection."""
+    with suppress(DistError):  # a rank is gone, or so slow that rank 0 has left without it
+        store.set(_has_read(place.rank), "")
+        if place.rank == 0:
+            everybody = [_has_read(rank) for rank in range(place.world_size)]
+            store.wait(everybody, timedelta(seconds=READ_SECONDS))
+
+
+def _has_read(rank: int) -> str:
+    return f"read/{rank}"
 
 
 def _source_towards(host: str, port: int) -> str:

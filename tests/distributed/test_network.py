@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import json
 import os
+import time
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -17,6 +20,7 @@ from megatron_llama.distributed.launcher import Place, place_from_environment
 from megatron_llama.distributed.mesh import close_mesh, join
 from megatron_llama.distributed.network import interface_of, require_master
 from megatron_llama.errors import ClusterError
+from torch.distributed import DistError, Store  # type: ignore[attr-defined]
 
 from tests.machines import Machine, run_on
 
@@ -25,12 +29,35 @@ SIZES = (1, 2)
 LOCALHOST = "127.0.0.1 localhost\n"
 
 
+HOLD_SECONDS = 3.0
+
+
+class SlowReader:
+    """A store whose user has all the others go first: it reads when the host of the store has left, or stays."""
+
+    def __init__(self, store: Store) -> None:
+        self.store = store
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.store, name)
+
+    def multi_get(self, keys: list[str]) -> list[bytes]:
+        self.store.wait(keys)
+        deadline = time.monotonic() + HOLD_SECONDS
+        with suppress(DistError):
+            while time.monotonic() < deadline:
+                self.store.check(keys)
+        return self.store.multi_get(keys)
+
+
 @dataclass(frozen=True)
 class Ranks:
     """The processes of a machine: each joins the others, adds up all ranks, and writes what it found."""
 
     folder: Path
     minutes: float = 1.0
+    slow: int | None = None
+    """A rank that reads last what all have written into the store."""
 
     def __call__(self, machine: int) -> None:
         first = sum(SIZES[:machine])
@@ -46,6 +73,9 @@ class Ranks:
     def _be(self, machine: int, rank: int, local: int) -> None:
         launched = {"RANK": rank, "WORLD_SIZE": sum(SIZES), "LOCAL_RANK": local, "LOCAL_WORLD_SIZE": SIZES[machine], "GROUP_RANK": machine}
         os.environ.update({name: str(value) for name, value in launched.items()}, MASTER_PORT="29500")
+        if rank == self.slow:
+            exchange = network._exchange
+            network._exchange = lambda store, *args: exchange(SlowReader(store), *args)  # type: ignore[arg-type]
         try:
             join(ParallelConfig(distributed_timeout_minutes=self.minutes), place_from_environment())
             ranks = torch.tensor(float(rank))
@@ -58,8 +88,8 @@ class Ranks:
         os._exit(0)
 
 
-def found_by_ranks(machines: Sequence[Machine], folder: Path, minutes: float = 1.0) -> list[list[object]]:
-    said = run_on(machines, Ranks(folder, minutes), folder)
+def found_by_ranks(machines: Sequence[Machine], folder: Path, minutes: float = 1.0, slow: int | None = None) -> list[list[object]]:
+    said = run_on(machines, Ranks(folder, minutes, slow), folder)
     files = [folder / f"{rank}.json" for rank in range(sum(SIZES))]
     return [json.loads(file.read_text()) if file.exists() else [f"died: {said}"] for file in files]
 
@@ -114,14 +144,16 @@ def test_what_a_user_has_chosen_stays(tmp_path: Path) -> None:
     assert found_by_ranks(machines, tmp_path) == [[3.0, "net1", "ib"]] * 3
 
 
-def test_an_interface_that_leads_nowhere_is_refused_on_all_ranks(tmp_path: Path) -> None:
+@pytest.mark.parametrize("slow", [None, 2])
+def test_an_interface_that_leads_nowhere_is_refused_on_all_ranks(slow: int | None, tmp_path: Path) -> None:
+    """Also on a rank that still reads why when all others have."""
     first, second = LOOPBACK_NAMES
     machines = (first, replace(second, environ={**second.environ, "GLOO_SOCKET_IFNAME": "lo"}))
     refused = (
         "the network of rank 1 on beta: got GLOO_SOCKET_IFNAME=lo, expected an interface that reaches the other machines, as net1 does; "
     )
     assert (
-        found_by_ranks(machines, tmp_path)
+        found_by_ranks(machines, tmp_path, slow=slow)
         == [[f"{refused}set GLOO_SOCKET_IFNAME (and NCCL_SOCKET_IFNAME) on that machine to one of lo, net1"]] * 3
     )
 
