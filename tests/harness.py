@@ -2,7 +2,7 @@
 
 ``cluster.run(world_size, function, *args)`` calls ``function(place, *args)`` on the first ``world_size`` workers and returns
 their results in rank order. ``function`` is importable by name (module level); arguments and results are pickled.
-A worker that raises, dies or does not come back in time fails the job by rank; lost workers are replaced at the next job.
+A worker that raises, dies or does not come back in time fails the job by rank, and is replaced at the next job.
 """
 
 from __future__ import annotations
@@ -92,7 +92,12 @@ class Cluster:
                 self._workers[rank].connection.send_bytes(pickle.dumps(job))
             outcomes = self._collect(world_size, timeout)
         for rank in outcomes.keys() & self._workers.keys():
-            self._workers[rank].connection.send_bytes(b"leave the group")
+            if outcomes[rank].error is None:
+                self._workers[rank].connection.send_bytes(b"leave the group")
+            else:
+                # torch names a group by how many this process has begun to join, and counts one that it could not join, because a peer
+                # had died: in the next job such a worker would wait for a group of another name.
+                self._discard(rank)
         in_time = sorted(outcomes.items(), key=lambda item: item[1].at)
         errors = [f"--- rank {rank}: {outcome.error}" for rank, outcome in in_time if outcome.error is not None]
         if errors:

@@ -66,7 +66,9 @@ def use_allocator(settings: str) -> None:
     """Set how a GPU's memory is handed out, in the words of PYTORCH_ALLOC_CONF. Called before the
     first tensor there; does nothing on a host."""
     if torch.cuda.is_available():
-        torch.cuda.memory._set_allocator_settings(settings)
+        # torch.cuda.memory._set_allocator_settings calls this, and warns, since torch 2.11, that
+        # it is deprecated: on every rank.
+        torch._C._accelerator_setAllocatorSettings(settings)
 
 
 def accelerator_count() -> int:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import warnings
 from pathlib import Path
 
+import pytest
 import torch
 from megatron_llama.distributed import device as devices
 
@@ -24,3 +26,15 @@ def test_peak_memory_is_unknown_where_the_system_does_not_say(tmp_path: Path) ->
     assert devices._largest_resident_set(silent) is None
     silent.write_text("Name:\tpython\nVmHWM:\t   34 kB\nVmRSS:\t  12 kB\n")
     assert devices._largest_resident_set(silent) == 34 * 1024
+
+
+def test_the_allocator_is_set_without_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which every rank would print. The settings are kept by builds of torch without a GPU, too."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    before = torch._C._accelerator_getAllocatorSettings()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        devices.use_allocator("expandable_segments:True")
+    found = torch._C._accelerator_getAllocatorSettings()
+    torch._C._accelerator_setAllocatorSettings(before)
+    assert "expandable_segments:True" in found

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import threading
 
@@ -40,6 +41,25 @@ def one_hangs(place: Place) -> None:
         threading.Event().wait()
 
 
+class NeverJoins:
+    """When it comes to a worker, rank 2 dies, so that the others cannot join it."""
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return fail_to_join, ()
+
+
+def fail_to_join() -> None:
+    if multiprocessing.current_process().name == "rank 2":
+        os._exit(17)
+
+    def refused(*args: object, **options: object) -> None:
+        torch.distributed.distributed_c10d._new_process_group_helper = helper
+        raise RuntimeError("Connection closed by peer")
+
+    helper = torch.distributed.distributed_c10d._new_process_group_helper
+    torch.distributed.distributed_c10d._new_process_group_helper = refused
+
+
 def test_workers_are_reused_and_groups_are_fresh(cluster: Cluster) -> None:
     first = cluster.run(8, total, 2)
     second = cluster.run(3, total, 5)
@@ -59,6 +79,13 @@ def test_dead_worker_is_named_and_replaced(cluster: Cluster) -> None:
     with pytest.raises(WorkerError, match=r"rank 2: died with exit code 17"):
         cluster.run(3, one_dies)
     assert cluster.run(3, total, 1)[0][1] == 3.0
+
+
+def test_workers_that_could_not_join_a_dead_one_serve_again(cluster: Cluster) -> None:
+    """As on a loaded machine, where one is gone before the others have connected."""
+    with pytest.raises(WorkerError, match=r"(?s)total failed on 3 of 3.*rank 2: died with exit code 17"):
+        cluster.run(3, total, NeverJoins())
+    assert cluster.run(3, total, 1, timeout=30.0)[0][1] == 3.0
 
 
 def test_hanging_worker_is_named_and_replaced(cluster: Cluster) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import select
 import signal
 import sys
 import threading
@@ -163,6 +164,9 @@ class EndsBeforeAnother:
         others = [rank for rank in range(RANKS) if rank != self.first]
         pids: list[int] = [0] * RANKS
         dist.all_gather_object(pids, os.getpid())
+        end = select.poll()
+        end.register(os.pidfd_open(pids[self.first]), select.POLLIN)
+        dist.barrier()
         group = dist.new_group(others)
         if place.rank == self.first:
             return
@@ -171,8 +175,7 @@ class EndsBeforeAnother:
             store = dist.PrefixStore("this attempt/watch", dist.TCPStore(place.master_addr, place.master_port, is_master=False))
             store.wait([f"left/{self.first}"])
             if self.first:
-                while Path(f"/proc/{pids[self.first]}/stat").read_text().rpartition(")")[2].split()[0] != "Z":
-                    time.sleep(0.01)
+                end.poll()
             os.kill(os.getpid(), signal.SIGKILL)
         dist.all_reduce(torch.zeros(1), group=group)
 
