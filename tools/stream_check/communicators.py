@@ -1,0 +1,217 @@
+"""Process groups that send nothing and note what NCCL would do.
+
+A collective runs on the stream of its communicator, after what the current stream has been given;
+``wait`` makes the current stream wait for it. With ``async_op=False`` it runs on the current stream
+itself (torch since 2.8). A message between two ranks outside of a batch has a communicator for the
+pair, and so a stream. Every tensor lives until its ``Work`` is waited for. What a peer would send
+is the rank's own values, or zeros. Tensors of the host travel over gloo, whose ``wait`` blocks the
+host.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any
+from unittest.mock import patch
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from megatron_llama.distributed import mesh as meshes
+from tools.stream_check.events import Line, Memory
+from tools.stream_check.recording import Recording
+
+BACKEND = "recording"
+
+
+class RecordedWork:
+    """A message under way."""
+
+    def __init__(
+        self, recording: Recording, token: int, tensors: Sequence[Tensor], *, blocks: bool
+    ) -> None:
+        self._recording = recording
+        self._token = token
+        self._tensors: Sequence[Tensor] | None = tensors
+        self._blocks = blocks
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        """Let the current stream wait, or over gloo the host."""
+        recording = self._recording
+        if not recording.skips():
+            recording.wait(recording.thread if self._blocks else recording.stream.line, self._token)
+        self._tensors = None
+        return True
+
+    def is_completed(self) -> bool:
+        """Return True, as if it had been waited for."""
+        self.wait()
+        return True
+
+
+_ProcessGroup: Any = dist.ProcessGroup
+"""Untyped, because torch's overloads have a form with and one without options."""
+
+
+class RecordedGroup(_ProcessGroup):  # type: ignore[misc]
+    """The group of one rank."""
+
+    def __init__(self, recording: Recording, name: str, rank: int, size: int) -> None:
+        super().__init__(rank, size)
+        self._recording = recording
+        self._name = name
+        self._lines: dict[str, Line] = {}
+        self._count = 0
+        self.pair_of_batch: str | None = None
+        """The communicator of messages inside of a batch; None: there is none."""
+
+    def name(self) -> str:
+        return BACKEND
+
+    def getBackendName(self) -> str:
+        return BACKEND
+
+    def _get_backend(self, device: torch.device) -> RecordedGroup:
+        return self
+
+    def _line(self, key: str) -> Line:
+        if key not in self._lines:
+            self._lines[key] = self._recording.line(key, is_thread=False)
+        return self._lines[key]
+
+    def _do(
+        self,
+        operation: str,
+        reads: Sequence[Tensor],
+        writes: Sequence[Tensor],
+        perform: Callable[[], object],
+        *,
+        is_async: bool = True,
+        pair: str = "",
+    ) -> RecordedWork:
+        recording = self._recording
+        tensors = [*reads, *writes]
+        over_gloo = recording.memory(tensors[0]) is not Memory.DEVICE
+        issuer = recording.thread if over_gloo else recording.stream.line
+        kind = "gloo" if over_gloo else "communicator"
+        line = self._line(f"{kind} {self._name}{pair}") if is_async or over_gloo else issuer
+        text = f"{operation} {self._count} on {self._name}"
+        self._count += 1
+        if line != issuer:
+            recording.wait(line, recording.signal(issuer))
+        for tensor in reads:
+            recording.access(line, text, tensor, writes=False)
+        for tensor in writes:
+            recording.access(line, text, tensor, writes=True)
+        with recording.unseen():
+            perform()
+        return RecordedWork(recording, recording.signal(line), tensors, blocks=over_gloo)
+
+    def allreduce(self, tensors: list[Tensor], opts: Any = None) -> RecordedWork:
+        return self._do(
+            "all_reduce", tensors, tensors, lambda: None, is_async=getattr(opts, "asyncOp", True)
+        )
+
+    def broadcast(self, tensors: list[Tensor], opts: Any = None) -> RecordedWork:
+        return self._do(
+            "broadcast", tensors, tensors, lambda: None, is_async=getattr(opts, "asyncOp", True)
+        )
+
+    def _allgather_base(self, full: Tensor, shard: Tensor, opts: Any = None) -> RecordedWork:
+        def perform() -> None:
+            own = shard.clone().view(-1)
+            for part in full.view(-1).chunk(self.size()):
+                part.copy_(own)
+
+        return self._do(
+            "all_gather", [shard], [full], perform, is_async=getattr(opts, "asyncOp", True)
+        )
+
+    def all_gather_single(self, full: Tensor, shard: Tensor, opts: Any = None) -> RecordedWork:
+        return self._allgather_base(full, shard, opts)
+
+    def allgather(
+        self, full: list[list[Tensor]], shards: list[Tensor], opts: Any = None
+    ) -> RecordedWork:
+        def perform() -> None:
+            for part in full[0]:
+                part.copy_(shards[0])
+
+        return self._do("all_gather", shards, full[0], perform)
+
+    def _reduce_scatter_base(self, shard: Tensor, full: Tensor, opts: Any = None) -> RecordedWork:
+        def perform() -> None:
+            shard.copy_(full.view(-1).chunk(self.size())[self.rank()].clone().view(shard.shape))
+
+        return self._do(
+            "reduce_scatter", [full], [shard], perform, is_async=getattr(opts, "asyncOp", True)
+        )
+
+    def reduce_scatter_single(self, shard: Tensor, full: Tensor, opts: Any = None) -> RecordedWork:
+        return self._reduce_scatter_base(shard, full, opts)
+
+    def alltoall_base(
+        self, received: Tensor, sent: Tensor, out_split: Any, in_split: Any, opts: Any = None
+    ) -> RecordedWork:
+        return self._do("all_to_all", [sent], [received], lambda: received.copy_(sent))
+
+    def _pair(self, peer: int) -> str:
+        if self.pair_of_batch is not None:
+            return self.pair_of_batch
+        low, high = sorted((self.rank(), peer))
+        return f" {low}:{high}"
+
+    def send(self, tensors: list[Tensor], peer: int, tag: int) -> RecordedWork:
+        return self._do("send", tensors, [], lambda: None, pair=self._pair(peer))
+
+    def recv(self, tensors: list[Tensor], peer: int, tag: int) -> RecordedWork:
+        return self._do("receive", [], tensors, tensors[0].zero_, pair=self._pair(peer))
+
+
+@contextmanager
+def process_group(recording: Recording, rank: int, world_size: int) -> Iterator[None]:
+    """A default process group of recorded communicators, and ``new_group`` for more, which have the
+    names of the mesh's axes."""
+    name = ["world"]
+
+    def create(store: Any, rank: int, size: int, timeout: timedelta) -> RecordedGroup:
+        return RecordedGroup(recording, name[0], rank, size)
+
+    build = meshes._AxisBuilder.build
+
+    def build_named(self: Any, axis: str, lines: list[tuple[int, ...]]) -> Any:
+        name[0] = axis
+        return build(self, axis, lines)
+
+    batch = dist.batch_isend_irecv
+
+    def batched(operations: list[Any]) -> Any:
+        # One batch is one launch on the communicator of the whole group.
+        group = operations[0].group
+        group.pair_of_batch = ""
+        try:
+            return batch(operations)
+        finally:
+            group.pair_of_batch = None
+
+    if world_size == 1:
+        yield
+        return
+    # Registered anew each time, because the name of a backend lives as long as the process.
+    dist.Backend._plugins.pop(BACKEND.upper(), None)
+    if hasattr(dist.Backend, BACKEND.upper()):
+        delattr(dist.Backend, BACKEND.upper())
+    dist.Backend.register_backend(BACKEND, create, devices=["cpu"])
+    dist.init_process_group(BACKEND, store=FakeStore(), rank=rank, world_size=world_size)
+    try:
+        with (
+            patch.object(meshes._AxisBuilder, "build", build_named),
+            patch.object(dist, "batch_isend_irecv", batched),
+        ):
+            yield
+    finally:
+        dist.destroy_process_group()
