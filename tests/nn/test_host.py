@@ -127,4 +127,5 @@ def calls(blocks: int) -> int:
 
 
 def test_operators_of_a_block() -> None:
-    assert calls(3) - calls(2) <= OPERATORS
+    transposed = 1 if devices.prefers_onednn() else 0  # it takes a transposed factor as a copy
+    assert calls(3) - calls(2) <= OPERATORS + transposed

@@ -47,8 +47,18 @@ ONLY_WITH_ALL = {
     *(replace(EVERYTHING, strategy=strategy, microbatches=4) for strategy in STRATEGIES[1:3]),
     *(replace(EVERYTHING, strategy=strategy, microbatches=2, tied=True) for strategy in STRATEGIES[:2]),
     replace(EVERYTHING, schedule="gpipe", microbatches=4),
+    *(Layout(dp=2, strategy=strategy, microbatches=1) for strategy in STRATEGIES),
+    *(Layout(pp=2, microbatches=4, schedule=schedule) for schedule in ("1f1b", "gpipe")),
+    Layout(tp=2),
+    Layout(tp=2, tied=True),
+    Layout(tp=2, dp=2, microbatches=2),
+    Layout(dp=4),
+    Layout(pp=4, microbatches=1),
+    Layout(tp=4),
+    Layout(tp=2, kv_heads=1),
+    Layout(cp=2),
 }
-"""Eight processes again, for what two processes show of one axis and the layouts that stay show of all together."""
+"""Layouts whose parts others show that stay: each axis, strategy and schedule, and all together in eight processes."""
 
 
 @pytest.fixture

@@ -35,6 +35,7 @@ def typeable(text: str) -> bool:
     return exists and len(rest.split()) > 10
 
 
+@pytest.mark.long
 def test_every_tool_helps_in_both_ways(tmp_path: Path) -> None:
     environ = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     command = [sys.executable, str(Path(__file__).with_name("run_help.py")), str(ROOT), *SCRIPTS]
