@@ -194,7 +194,9 @@ def message_of_load(place: Place, layout: Layout, folder: Path) -> str:
     return str(caught.value)
 
 
-@pytest.mark.parametrize("damage", [pytest.param(zero, marks=pytest.mark.long), lambda path: data_file(path).unlink()], ids=["content", "file"])
+@pytest.mark.parametrize(
+    "damage", [pytest.param(zero, marks=pytest.mark.long), lambda path: data_file(path).unlink()], ids=["content", "file"]
+)
 def test_ranks_agree_on_damage_that_one_of_them_meets(cluster: Cluster, tmp_path: Path, damage: Callable[[Path], None]) -> None:
     """The file of the second pipeline stage is read by that stage alone."""
     layout = Layout(pp=2)
