@@ -22,7 +22,7 @@ class LossScale:
         self._config = config
         self.dynamic = config.fp16
         start = config.initial_loss_scale if config.fp16 else 1.0
-        self.value = torch.tensor(start, dtype=torch.float32, device=device)
+        self.value = torch.full((), start, dtype=torch.float32, device=device)
         """The current scale, 0-dim."""
         self._clean = torch.zeros((), dtype=torch.float32, device=device)
         self._overflows = torch.zeros((), dtype=torch.float32, device=device)
@@ -43,6 +43,11 @@ class LossScale:
         )
         self._overflows = torch.where(shrink, zero, self._overflows)
         self._clean = torch.where(grow, zero, self._clean)
+
+    @property
+    def memory(self) -> list[Tensor]:
+        """All tensors that are kept here, 0-dim on the device."""
+        return [self.value, self._clean, self._overflows]
 
     def reset(self) -> None:
         """Return to the initial scale."""

@@ -254,6 +254,32 @@ class OverlappedDistributedOptimizer:
                 owner, _, leaf = placed.spec.name.rpartition(".")
                 setattr(stage_of[placed.spec.name].get_submodule(owner), leaf, parameter)
 
+    @property
+    def memory(self) -> dict[str, list[Tensor]]:
+        """All tensors that live as long as the engine, by the components of
+        ``plans.memory.state_bytes``, and ``staging``. Several of them may be views of one storage,
+        also in two components: what counts is the first one."""
+        states = [
+            tensor
+            for bucket in self.gradients.trainable
+            for tensor in self.rules.by_bucket[bucket].state(bucket).values()
+        ]
+        return {
+            "parameters": self.parameters.unsharded,
+            "parameter shards": self.parameters.shards,
+            "gradients": self.gradients.memory,
+            "staging": self.gradients.staging,
+            "master weights": self.masters,
+            "moments": [tensor for tensor in states if tensor.dim()],
+            "scalars": [
+                *(tensor for tensor in states if not tensor.dim()),
+                *self.loss_scale.memory,
+                self._squared_norms,
+                self._total,
+                self._unscaled,
+            ],
+        }
+
     def load_weights(self, source: WeightSource) -> None:
         """Fill this rank's master shards from a source of HuggingFace rectangles, and gather the
         parameters."""

@@ -79,8 +79,11 @@ class Candidate:
         logits = plan.logits(rank)
         return {
             "weights": state["parameters"] + state["parameter shards"],
-            "gradients": state["gradients"],
-            "optimizer": state["master weights"] + state["moments"] + state.get("hot columns", 0),
+            "gradients": state["gradients"] + plan.staging(rank),
+            "optimizer": state["master weights"]
+            + state["moments"]
+            + state["scalars"]
+            + state.get("hot columns", 0),
             "activations": plan.activations(rank, granularity, self.recomputing) - logits,
             "logits": logits,
         }

@@ -22,6 +22,10 @@ REDUCTIONS_IN_FLIGHT = 8
 """Most reductions that may be in flight at once, where the backend is gloo: each has a receive
 buffer. With links that stand still for 100 ms in 470, a step took 60 ms longer with eight and 79 ms
 longer with four, because backward waits for a buffer."""
+STAGED_REDUCTIONS = 2
+"""Buffers of a device in which gradients are cast to the dtype in which they travel, where that is
+not their own: one is filled while the sum of the other is under way. A communicator makes one sum
+at a time, so more buffers would wait full."""
 MAX_PIECES = 1 << 15
 """Most pieces of one message over gloo: each needs a tag."""
 NO_SHARD = "no_shard"

@@ -14,6 +14,7 @@ from megatron_llama.plans.buckets import (
     ALIGN,
     MAX_PIECES,
     REDUCTIONS_IN_FLIGHT,
+    STAGED_REDUCTIONS,
     BucketPlan,
     align_up,
     rank_bucket_plan,
@@ -25,6 +26,13 @@ from megatron_llama.plans.params import partition_of
 from megatron_llama.plans.schedule import Action, Op, backward_comes_next, schedule_named
 from megatron_llama.plans.traffic import StepTraffic, step_traffic
 
+SCALARS = 8 * 2 + 4 + 4 * 3
+"""Bytes of the numbers that an engine has once: the squared norm of all gradients and how many
+ranks ask to skip a step, both in fp64, a scale of 1, and the loss scale with its two counters."""
+SCALARS_OF_A_BUCKET = 8
+"""Bytes of a bucket's squared norm, in fp64."""
+STEP_COUNT = 4
+"""Bytes of the count of a bucket's updates, in fp32."""
 USABLE = 0.9
 """The share of a device's memory that ``auto`` fills. The rest is for the driver's context,
 communicators and the gaps between allocations."""
@@ -32,19 +40,16 @@ communicators and the gaps between allocations."""
 
 def state_bytes(config: Config, bucket_plan: BucketPlan) -> dict[str, int]:
     """Bytes that one process holds on the device throughout a run, by component, as the engine
-    allocates them. What is offloaded to the host is not counted."""
+    allocates them. What is offloaded to the host is not counted, and neither is what messages need
+    besides (``staging_bytes``, ``host_buffer_bytes``)."""
     strategy = strategy_named(config.parallel.data_parallel_sharding_strategy)
     itemsize = compute_itemsize(config)
     fp32 = fp32_itemsize(config)
-    trained = sum(
-        bucket_plan.shard_numel(bucket.index)
-        for bucket in bucket_plan.buckets
-        if bucket.kind.trainable
-    )
+    trainable = [bucket.index for bucket in bucket_plan.buckets if bucket.kind.trainable]
+    trained = sum(map(bucket_plan.shard_numel, trainable))
     offload = offload_plan(config, bucket_plan)
-    updated = trained - (
-        sum(map(bucket_plan.shard_numel, offload.buckets)) if offload is not None else 0
-    )
+    offloaded = offload.buckets if offload is not None else ()
+    updated = trained - sum(map(bucket_plan.shard_numel, offloaded))
     apart = sum(
         bucket_plan.shard_numel(bucket.index)
         for bucket in bucket_plan.buckets
@@ -58,13 +63,36 @@ def state_bytes(config: Config, bucket_plan: BucketPlan) -> dict[str, int]:
         # In fp32 the shard itself is the master copy.
         "master weights": updated * fp32 if itemsize != fp32 else 0,
         "moments": 2 * updated * fp32,
+        "scalars": SCALARS
+        + SCALARS_OF_A_BUCKET * len(bucket_plan.buckets)
+        + STEP_COUNT * (len(trainable) - len(offloaded)),
         **({"hot columns": offload.on_device} if offload is not None and offload.on_device else {}),
     }
 
 
+def staging_bytes(config: Config, bucket_plan: BucketPlan, *, dp: int) -> int:
+    """Bytes of the buffers in which a device casts gradients to the dtype in which they travel,
+    where that is not their own; they come on top of ``state_bytes``. ``dp``: data-parallel ranks,
+    context-parallel ones included."""
+    wire = reduce_itemsize(config)
+    trained = [bucket.numel for bucket in bucket_plan.buckets if bucket.kind.trainable]
+    if wire == fp32_itemsize(config) or not trained:
+        return 0
+    strategy = strategy_named(config.parallel.data_parallel_sharding_strategy)
+    shards = bucket_plan.shards
+    replicas = dp // shards
+    buffers = min(STAGED_REDUCTIONS, len(bucket_plan.gradient_slot_numel()))
+    largest = max(trained)
+    if shards == 1 and not strategy.reduce_every_microbatch:
+        return buffers * largest * wire if replicas > 1 else 0
+    scattered = buffers * largest * wire if shards > 1 else 0
+    return scattered + (largest // shards * wire if replicas > 1 else 0)
+
+
 def host_buffer_bytes(config: Config, bucket_plan: BucketPlan, *, dp: int) -> int:
     """Bytes of the buffers in which gloo receives gradients, and of casts to the dtype in which
-    they are sent; they come on top of ``state_bytes``. A GPU's backend has buffers of its own.
+    they are sent; they come on top of ``state_bytes``, on a host, where there is nothing else that
+    is staged. A GPU's backend has buffers of its own.
     ``dp``: data-parallel ranks, context-parallel ones included."""
     fp32 = fp32_itemsize(config)
     wire = reduce_itemsize(config)
@@ -287,8 +315,14 @@ class MemoryPlan:
         )
 
     def state(self, rank: int) -> int:
-        """Parameters, gradients and optimizer of a rank."""
-        return sum(state_bytes(self.config, self.bucket_plans[rank]).values())
+        """Parameters, gradients and optimizer of a rank on a device, and what its messages need
+        besides."""
+        state = state_bytes(self.config, self.bucket_plans[rank])
+        return sum(state.values()) + self.staging(rank)
+
+    def staging(self, rank: int) -> int:
+        """What a rank on a device casts its gradients in on their way."""
+        return staging_bytes(self.config, self.bucket_plans[rank], dp=self._data)
 
     def offload(self, rank: int) -> OffloadPlan | None:
         """The plan of an optimizer in the host's memory; None where it stays on the device."""

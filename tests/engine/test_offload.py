@@ -345,16 +345,13 @@ def measured(place: Place, layout: Layout) -> tuple[int, int, int, int]:
     before = rule.to_host_bytes, rule.to_device_bytes
     run.step(1)
     engine.settle()
-    tensors = [
-        *engine.parameters._slots.values(),
-        *engine.gradients._slots.values(),
-        *engine.parameters.shards,
-        *engine.gradients.shards.values(),
-    ]
-    for bucket in range(len(engine.bucket_plan.buckets)):
-        if engine.rules.by_bucket[bucket] is not rule:
-            tensors += engine._shard_tensors(bucket).values()
+    theirs = [bucket for bucket in engine.gradients.trainable if engine.rules.by_bucket[bucket] is rule]
+    on_host = {
+        tensor.untyped_storage().data_ptr() for bucket in theirs for tensor in (engine.masters[bucket], *rule.state(bucket).values())
+    }
+    tensors = [tensor for component in engine.memory.values() for tensor in component]
     storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in tensors}
+    storages = {address: size for address, size in storages.items() if address not in on_host}
     return (rule.nbytes, sum(storages.values()), rule.to_host_bytes - before[0], rule.to_device_bytes - before[1])
 
 

@@ -121,9 +121,9 @@ def held(place: Place, layout: Layout) -> tuple[int, int, int]:
     slots = list(engine.parameters._slots.values())
     gradients = list(engine.gradients._slots.values())
     tensors = [*slots, *gradients, *engine.parameters.shards, *engine.gradients.shards.values(), *engine.masters]
-    tensors += [
-        tensor for bucket in engine.gradients.trainable for tensor in engine.rules.by_bucket[bucket].state(bucket).values() if tensor.dim()
-    ]
+    tensors += [tensor for bucket in engine.gradients.trainable for tensor in engine.rules.by_bucket[bucket].state(bucket).values()]
+    scale = engine.loss_scale
+    tensors += [engine._squared_norms, engine._total, engine._unscaled, scale.value, scale._clean, scale._overflows]
     storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in tensors}
     return (sum(slot.numel() for slot in slots), sum(slot.numel() for slot in gradients), sum(storages.values()))
 

@@ -7,6 +7,7 @@ from dataclasses import replace
 from itertools import product
 
 import pytest
+from megatron_llama.commands.common.dry_run import _rank_report
 from megatron_llama.config.presets import PRESETS
 from megatron_llama.config.schema import Config, ParallelConfig, TrainingConfig
 from megatron_llama.errors import ConfigError
@@ -58,6 +59,16 @@ def test_the_squares_of_a_gradient_shard_count() -> None:
         MemoryPlan(config(4, data_parallel_sharding_strategy=name), 4).activations(0, "none", 0) for name in ("no_shard", "optim")
     )
     assert whole - quarter == 32000 * 4096 // 64 * 4 * 3 // 4
+
+
+def test_casts_of_gradients_count_wherever_memory_is_decided() -> None:
+    """Two of the largest bucket, 2 bytes each: what ``auto`` compares with the device, and what a dry run prints."""
+    without, cast = (MemoryPlan(config(4, grad_reduce_in_bf16=narrow), 4) for narrow in (False, True))
+    largest = max(bucket.numel for bucket in cast.bucket_plans[0].buckets)
+    assert cast.needed("none", 0) - without.needed("none", 0) == 2 * largest * 2 == cast.staging(0)
+    [line] = [line for line in _rank_report(cast, 0) if line.startswith("  state ")]
+    assert f"gradients on their way {sized(2 * largest * 2)}" in line and "instead of those on their way" in line
+    assert not any("on their way" in line for line in _rank_report(without, 0))
 
 
 def test_scores_in_chunks_are_not_kept() -> None:

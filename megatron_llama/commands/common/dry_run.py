@@ -336,11 +336,16 @@ def _rank_report(plan: MemoryPlan, rank: int) -> Iterator[str]:
         f"each in {bucket_plan.shards} shards{replicas}; "
         f"a step makes {traffic.reductions} {verb}{gathers} and sends {sized(round(traffic.sent))}"
     )
-    sizes = state_bytes(config, bucket_plan)
-    parts = ", ".join(f"{name} {sized(size)}" for name, size in sizes.items() if size)
+    staging = plan.staging(rank)
+    sizes = state_bytes(config, bucket_plan) | {"gradients on their way": staging}
+    # All scalars together are less than the last digit of the sum.
+    parts = ", ".join(
+        f"{name} {sized(size)}" for name, size in sizes.items() if size and name != "scalars"
+    )
     buffers = plan.host_buffers(rank)
-    host = f"; on a CPU also {sized(buffers)} of receive buffers" if buffers else ""
-    yield f"  state         {sized(sum(sizes.values()))} per process: {parts}{host}"
+    instead = "instead of those on their way" if staging else "of receive buffers"
+    host = f"; on a CPU also {sized(buffers)} {instead}" if buffers else ""
+    yield f"  state         {sized(plan.state(rank))} per process: {parts}{host}"
     offload = plan.offload(rank)
     if offload is not None:
         sizes = {

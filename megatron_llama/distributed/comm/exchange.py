@@ -9,7 +9,6 @@ two is taken is decided here and nowhere else.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
@@ -68,9 +67,48 @@ def gather(
     return _CheckedExchange(_BackendExchange(issue), axis, "all_gather", index, full)
 
 
+class StagingBuffer:
+    """Memory that reductions use one after the other: on a device gradients are cast into it and
+    summed in it, on the host it goes with a receive buffer.
+
+    It knows its user, and on a device the event after which the next user may write it: ``wait``
+    returns at once there, and the next user starts in another stream."""
+
+    def __init__(self, numel: int, dtype: torch.dtype, device: torch.device) -> None:
+        """``numel`` elements in the dtype of the wire; 0 where nothing is cast."""
+        self.memory = torch.empty(numel, dtype=dtype, device=device)
+        self._device = device
+        self._user: _CheckedExchange | None = None
+        self._free: torch.Event | None = None
+
+    def acquire(self, user: _CheckedExchange) -> None:
+        """The user is about to write the memory. Raises RuntimeError if the last user was not
+        waited for."""
+        if self._user is not None:
+            raise RuntimeError(
+                f"{user} needs the receive buffer of {self._user}, which was not waited for"
+            )
+        self._user = user
+        # The stream in which the user starts waits until the last user's sum has been read, in the
+        # stream that followed it. Nobody else waits: not the host, not the layers.
+        if self._free is not None:
+            devices.current_stream(self._device).wait_event(self._free)
+
+    def release(self) -> None:
+        """The user was waited for, and what its stream was given so far is all that reads the
+        memory."""
+        self._user = None
+        if not devices.is_host(self._device):
+            self._free = devices.current_stream(self._device).record_event()
+
+
 class Reductions:
     """The reduce-scatters of one rank. They share ``in_flight`` receive buffers: the last user of
-    an exchange's buffer must have been waited for when it starts. RuntimeError otherwise."""
+    an exchange's buffer must have been waited for when it starts. RuntimeError otherwise.
+
+    On the host a receive buffer holds the parts of all other ranks, (size - 1) / size x largest in
+    the dtype of the wire, and with a wire of its own a cast of the whole and one part to add in. On
+    a device it is a cast of the whole, in which the backend sums, and nothing without a wire."""
 
     def __init__(
         self,
@@ -86,33 +124,28 @@ class Reductions:
         """``largest``: elements of the largest buffer. ``wire``: the dtype in which parts are sent;
         None means ``dtype``."""
         self._axis = axis
-        self._wire = wire if wire != dtype else None
+        self._casts = wire is not None and wire != dtype and axis.size > 1
         self._chunk_bytes = chunk_bytes
-        self._buffers = [_ReceiveBuffer() for _ in range(in_flight)]
         self._received = (
             gloo.ReceivedParts.allocate(axis, largest, wire or dtype, dtype, in_flight)
             if gloo.carries(axis, device)
             else []
         )
-        casts = in_flight if self._wire is not None and axis.size > 1 else 0
-        self._sent = [torch.empty(largest, dtype=wire, device=device) for _ in range(casts)]
-        # gloo's exchange adds what it receives in fp32; a backend adds in the wire's dtype.
-        sums = 0 if self._received else casts
-        size = -(-largest // axis.size)
-        self._sums = [torch.empty(size, dtype=wire, device=device) for _ in range(sums)]
+        self._buffers = [
+            StagingBuffer(largest if self._casts else 0, wire or dtype, device)
+            for _ in range(in_flight)
+        ]
 
     @property
-    def staging_bytes(self) -> int:
-        """Bytes of all buffers other than source and result: on the host in_flight x (size - 1) /
-        size x largest in the wire dtype; with a wire dtype of its own another in_flight x largest
-        of that, and in_flight x largest / size to add in."""
-        received = [tensor for parts in self._received for tensor in (parts.received, parts.wide)]
-        return sum(buffer.nbytes for buffer in (*self._sent, *self._sums, *received))
+    def staging(self) -> list[Tensor]:
+        """The memory in which gradients are cast to the dtype of the wire."""
+        return [buffer.memory for buffer in self._buffers]
 
     def scatter(self, full: Tensor, shard: Tensor, *, index: int, buffer: int) -> Exchange:
         """Sum ``full`` [n] over the ranks into ``shard`` [n / size], which may be this rank's place
         inside ``full``. On the host the sum is taken in rank order and at least in the dtype of
-        ``shard``: no value depends on where buffers or chunks end.
+        ``shard``: no value depends on where buffers or chunks end. On a device the backend sums, in
+        the dtype of the wire.
 
         ``index`` tells the reductions of one axis apart and is the same on all ranks; ``buffer`` is
         the number of the receive buffer."""
@@ -121,8 +154,8 @@ class Reductions:
             return _LocalExchange(None if same_place(shard, full) else _copying(shard, full))
         sent = full.data
         cast = None
-        if self._wire is not None:
-            sent = self._sent[buffer][: full.numel()]
+        if self._casts:
+            sent = self._buffers[buffer].memory[: full.numel()]
             cast = _copying(sent, full)
         exchange: Exchange
         cast_back = None
@@ -133,8 +166,9 @@ class Reductions:
             )
         else:
             target = shard.data
-            if cast is not None:
-                target = self._sums[buffer][: shard.numel()]
+            if self._casts:
+                # In place: the sum takes the place of this rank's part of what is sent.
+                target = sent[axis.rank * shard.numel() : (axis.rank + 1) * shard.numel()]
                 cast_back = _copying(shard, target)
 
             def issue() -> Any:
@@ -160,17 +194,23 @@ def all_reduce(
     index: int,
     wire: torch.dtype | None,
     chunk_bytes: int = CHUNK_BYTES,
+    staging: StagingBuffer | None = None,
 ) -> Exchange:
     """Sum ``tensor`` over the ranks in place. On the host the sum is taken in rank order: the same
     bits on every rank, and those of a reduce-scatter. With ``wire`` the sums travel in that dtype
-    too, so every rank keeps the rounded ones."""
+    too, so every rank keeps the rounded ones.
+
+    ``staging`` is where a tensor with a ``wire`` of another dtype is cast; the last user of it must
+    have been waited for when this exchange starts. Without one the exchange has memory of its own
+    for that."""
     if axis.size == 1:
         return _LocalExchange(None)
     sent = tensor.data
     cast = None
     cast_back = None
     if wire is not None and wire != tensor.dtype:
-        sent = torch.empty_like(tensor.data, dtype=wire)
+        staging = staging or StagingBuffer(tensor.numel(), wire, tensor.device)
+        sent = staging.memory[: tensor.numel()]
         cast = _copying(sent, tensor)
         cast_back = _copying(tensor, sent)
     exchange: Exchange
@@ -182,7 +222,16 @@ def all_reduce(
             return dist.all_reduce(sent, group=axis.group, async_op=True)
 
         exchange = _BackendExchange(issue)
-    return _CheckedExchange(exchange, axis, "all_reduce", index, sent, before=cast, after=cast_back)
+    return _CheckedExchange(
+        exchange,
+        axis,
+        "all_reduce",
+        index,
+        sent,
+        before=cast,
+        after=cast_back,
+        buffer=None if cast is None else staging,
+    )
 
 
 def _copying(target: Tensor, source: Tensor) -> Callable[[], None]:
@@ -225,31 +274,6 @@ class _BackendExchange:
         self._work = None
 
 
-@dataclass
-class _ReceiveBuffer:
-    """Who uses a receive buffer, and on a device the event after which the next user may write it:
-    ``wait`` returns at once there, and the next user may start in another stream."""
-
-    user: _CheckedExchange | None = None
-    free: torch.Event | None = None
-
-    def acquire(self, user: _CheckedExchange, device: torch.device) -> None:
-        """Raises RuntimeError if the last user was not waited for."""
-        if self.user is not None:
-            raise RuntimeError(
-                f"{user} needs the receive buffer of {self.user}, which was not waited for"
-            )
-        self.user = user
-        if self.free is not None:
-            devices.current_stream(device).wait_event(self.free)
-
-    def release(self, device: torch.device) -> None:
-        """The user was waited for."""
-        self.user = None
-        if not devices.is_host(device):
-            self.free = devices.current_stream(device).record_event()
-
-
 class _CheckedExchange:
     """An exchange with the copies before and after it. It is counted when it starts, and raises
     when it is not used in the order of ``Exchange``."""
@@ -264,14 +288,13 @@ class _CheckedExchange:
         *,
         before: Callable[[], None] | None = None,
         after: Callable[[], None] | None = None,
-        buffer: _ReceiveBuffer | None = None,
+        buffer: StagingBuffer | None = None,
     ) -> None:
         self._exchange = exchange
         self._axis = axis
         self._operation = operation
         self._index = index
         self._bytes = sent.nbytes
-        self._device = sent.device
         self._before = before
         self._after = after
         self._buffer = buffer
@@ -285,7 +308,7 @@ class _CheckedExchange:
         if self._started:
             raise RuntimeError(f"{self} was started again before it was waited for")
         if self._buffer is not None:
-            self._buffer.acquire(self, self._device)
+            self._buffer.acquire(self)
         self._started = True
         self._note = self._axis.recorder.count(
             self._axis.name, self._operation, self._bytes, self._index
@@ -308,4 +331,4 @@ class _CheckedExchange:
         # for once more.
         self._started = False
         if self._buffer is not None:
-            self._buffer.release(self._device)
+            self._buffer.release()

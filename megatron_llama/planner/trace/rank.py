@@ -29,8 +29,7 @@ from megatron_llama.plans.weight_access import WeightAccess, rank_weight_accesse
 
 BATCHES = "batches"
 BUFFERS = "buffers"
-"""Components of the state: the data of the step, and the rest: memory for messages and a few
-numbers."""
+"""Components of the state: the data of the step, and the rest: what stages keep between steps."""
 
 
 def trace_rank(
@@ -88,20 +87,9 @@ def state_of(
     optimizer: OverlappedDistributedOptimizer, batches: list[Batch], storages: Storages
 ) -> dict[str, int]:
     """Return the bytes that are there when a step begins, by the components of
-    ``plans.memory.state_bytes`` and those above."""
-    weights = optimizer.parameters
-    gradients = optimizer.gradients
-    rules = optimizer.rules.by_bucket
+    ``plans.memory.state_bytes``, ``staging``, and those above."""
     seen = set[int]()
-    found = dict[str, int]()
-    found["parameters"] = storages.of(weights.unsharded, seen)
-    found["parameter shards"] = storages.of(weights.shards, seen)
-    found["gradients"] = storages.of(gradients.memory, seen)
-    found["master weights"] = storages.of(optimizer.masters, seen)
-    states = [rules[bucket].state(bucket) for bucket in gradients.trainable]
-    found["moments"] = storages.of(
-        (tensor for state in states for tensor in state.values() if tensor.dim()), seen
-    )
+    found = {name: storages.of(tensors, seen) for name, tensors in optimizer.memory.items()}
     found[BATCHES] = storages.of(
         (tensor for batch in batches for tensor in batch.tensors().values()), seen
     )

@@ -4,12 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from megatron_llama.config.schema import Config
-from megatron_llama.distributed.comm.exchange import Exchange, Reductions, all_reduce, gather
+from megatron_llama.distributed import device as devices
+from megatron_llama.distributed.comm import exchange as exchange_module
+from megatron_llama.distributed.comm.exchange import Exchange, Reductions, StagingBuffer, all_reduce, gather
+from megatron_llama.distributed.comm.host import gloo
 from megatron_llama.distributed.comm.streams import open_stream
 from megatron_llama.distributed.launcher import Place
 from megatron_llama.distributed.mesh import Axis, Mesh, build_mesh
@@ -274,19 +279,6 @@ def test_a_step_allocates_nothing(cluster: Cluster) -> None:
         assert step == [] and addition != []
 
 
-def staging(place: Place) -> tuple[int, int]:
-    """Of fp32 buffers of at most 1200 elements, sent as they are and narrow."""
-    axis = mesh_of(place).dp
-    return reductions(axis, 1200, 1000).staging_bytes, reductions(axis, 1200, 1000, torch.bfloat16).staging_bytes
-
-
-@pytest.mark.parametrize("world", [1, 2, 3])
-def test_staging_bytes(cluster: Cluster, world: int) -> None:
-    received = IN_FLIGHT * 1200 * (world - 1) // world
-    narrow = 2 * received + 2 * IN_FLIGHT * 1200 + 4 * IN_FLIGHT * 1200 // world if world > 1 else 0
-    assert cluster.run(world, staging) == [(4 * received, narrow)] * world
-
-
 def dead_peer(place: Place) -> list[str]:
     """Rank 1 leaves instead of sending: what the exchange says that was on its way, and those that start later."""
     mesh = mesh_of(place)
@@ -324,3 +316,95 @@ def test_alone_nothing_is_sent_and_nothing_rounded() -> None:
         exchange.wait()
     assert torch.equal(shard, rough(0, 128)) and torch.equal(weights, full) and torch.equal(full, rough(0, 128))
     assert mesh.recorder.traffic == {} and replace(mesh.dp).size == 1
+
+
+def sums_of_a_backend(place: Place) -> None:
+    """What a device does, with gloo's own collectives for those of its backend: three buckets that take turns in two buffers, twice."""
+    axis = mesh_of(place).dp
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(gloo, "carries", lambda axis, device: False)
+        shared = Reductions(axis, largest=256, dtype=torch.float32, wire=torch.bfloat16, device=CPU, in_flight=2)
+        whole = StagingBuffer(256, torch.bfloat16, CPU)
+        full = [torch.empty(256) for _ in range(3)]
+        own = slice(axis.rank * 128, (axis.rank + 1) * 128)
+        # Into a place of its own, and twice into the bucket's own part.
+        shards = [torch.empty(128), full[1][own], full[2][own]]
+        scatters = [shared.scatter(f, s, index=i, buffer=i % 2) for i, (f, s) in enumerate(zip(full, shards, strict=True))]
+        summed = [torch.empty(256), torch.empty(192)]
+        sums = [all_reduce(one, axis, index=i, wire=torch.bfloat16, staging=whole) for i, one in enumerate(summed)]
+    assert [buffer.nbytes for buffer in shared.staging] == [256 * 2] * 2
+    original = exchange_module.reduce_scatter_single
+
+    def in_place(target: Tensor, sent: Tensor, **names: Any) -> Any:
+        """NCCL demands that a sum overlaps with what is sent nowhere but in this rank's own part."""
+        assert target.data_ptr() == sent[own].data_ptr() and target.shape == sent[own].shape
+        return original(target, sent, **names)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(exchange_module, "reduce_scatter_single", in_place)
+        repeat(axis, full, shards, scatters, summed, sums)
+
+
+def repeat(
+    axis: Axis, full: list[Tensor], shards: list[Tensor], scatters: list[Exchange], summed: list[Tensor], sums: list[Exchange]
+) -> None:
+    """Two rounds of all of them, between two ranks: a sum of two numbers has one order."""
+    own = slice(axis.rank * 128, (axis.rank + 1) * 128)
+    for turn in range(2):
+        for index in range(3):
+            full[index].copy_(rough(_seed(turn, index, axis.rank), 256))
+            scatters[index].start()
+            scatters[index].wait()
+            ours, theirs = (rough(_seed(turn, index, rank), 256).bfloat16() for rank in range(2))
+            assert torch.equal(shards[index], (ours + theirs).float()[own]), (turn, index)
+        for index, one in enumerate(summed):
+            one.copy_(rough(_seed(turn, index, axis.rank), one.numel()))
+            sums[index].start()
+            sums[index].wait()
+            ours, theirs = (rough(_seed(turn, index, rank), one.numel()).bfloat16() for rank in range(2))
+            assert torch.equal(one, (ours + theirs).float())
+
+
+def test_a_backend_sums_in_buffers_that_take_turns(cluster: Cluster) -> None:
+    cluster.run(2, sums_of_a_backend)
+
+
+class Named:
+    """A stream that notes what it is given."""
+
+    def __init__(self, name: str, log: list[str]) -> None:
+        self.name, self.log = name, log
+
+    def wait_event(self, event: str) -> None:
+        self.log.append(f"{self.name} waits for {event}")
+
+    def record_event(self) -> str:
+        self.log.append(f"{self.name} records")
+        return f"event {len(self.log)}"
+
+
+def test_a_device_fills_a_buffer_after_its_last_sum_was_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Reductions start in one stream and are followed up in another. The first one waits for the second, and no other buffer does."""
+    log, current = list[str](), list[Named]()
+    issuing, following = Named("issuing", log), Named("following", log)
+    monkeypatch.setattr(devices, "is_host", lambda device: False)
+    monkeypatch.setattr(devices, "current_stream", lambda device: current[-1])
+
+    def done(tensor: Tensor, group: object, async_op: bool) -> object:
+        log.append(f"{current[-1].name} sums {tensor.numel()}")
+        return SimpleNamespace(wait=lambda: log.append(f"{current[-1].name} waits for the sum"))
+
+    monkeypatch.setattr(dist, "all_reduce", done)
+    axis = replace(Mesh.single().dp, ranks=(0, 1), group=object())  # type: ignore[arg-type]
+    monkeypatch.setattr(gloo, "carries", lambda axis, device: False)
+    buffers = [StagingBuffer(64, torch.bfloat16, CPU) for _ in range(2)]
+    for index, numel in enumerate((64, 63, 62)):
+        exchange = all_reduce(torch.ones(numel), axis, index=index, wire=torch.bfloat16, staging=buffers[index % 2])
+        current.append(issuing)
+        exchange.start()
+        current.append(following)
+        exchange.wait()
+    turn = ["issuing sums {}", "following waits for the sum", "following records"]
+    turns = [[line.format(numel) for line in turn] for numel in (64, 63, 62)]
+    assert log == [*turns[0], *turns[1], "issuing waits for event 3", *turns[2]]
+    assert log[2] == "following records"

@@ -115,6 +115,8 @@ PLANNED = [
     Layout(cp=4, cp_comm="ring", microbatches=2, bf16=True),
     Layout(pp=2, tp=2, microbatches=4, schedule="zb-h1", bf16=True),
     Layout(pp=2, microbatches=4, virtual=2, schedule="interleaved", dp=4, shard_size=2, strategy="optim_grads_params", bf16=True),
+    Layout(dp=4, shard_size=2, strategy="optim_grads", microbatches=2, bf16=True, reduce_bf16=True),
+    Layout(dp=2, strategy="no_shard", reduce_bf16=True),
 ]
 
 
@@ -130,6 +132,7 @@ def test_plans_are_what_is_traced(layout: Layout) -> None:
             config, plan.bucket_plans[rank]
         )
         assert trace.flops(stage) == step_flops(config, world, rank)
+        assert stage.state["staging"] == plan.staging(rank) and (plan.staging(rank) > 0) is layout.reduce_bf16
         assert plan.between(rank, layout.recompute, plan.recompute_layers()) == pytest.approx(trace.kept(stage), rel=0.01)
 
 

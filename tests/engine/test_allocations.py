@@ -1,0 +1,187 @@
+"""What the engine allocates on a device is what the plan says, to the byte: the real engine on torch's device ``meta``, which has no memory."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from megatron_llama.config.presets import PRESETS
+from megatron_llama.config.schema import Config, OffloadConfig, OptimizerConfig, ParallelConfig, TrainingConfig
+from megatron_llama.distributed import device as devices
+from megatron_llama.distributed.mesh import build_mesh
+from megatron_llama.engine.build import build_optimizer
+from megatron_llama.engine.offload import build
+from megatron_llama.engine.offload.exact import ExactOffload
+from megatron_llama.engine.optimizer import OverlappedDistributedOptimizer
+from megatron_llama.model.llama import build_stages
+from megatron_llama.planner.trace.storages import Storages
+from megatron_llama.plans.buckets import rank_bucket_plan
+from megatron_llama.plans.memory import MemoryPlan, state_bytes
+from megatron_llama.plans.resolve import resolve
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from tests.parallel.cases import STRATEGIES, Layout
+
+META = torch.device("meta")
+EXACT = OffloadConfig(optimizer_offload="exact")
+
+
+class Made(TorchDispatchMode):
+    """All storages of the device that exist, by what operators return."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.storages = Storages(lambda: 0)
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = function(*args, **(kwargs or {}))
+        for leaf in tree_leaves(out):
+            if isinstance(leaf, torch.Tensor) and leaf.device == META:
+                self.storages.see(leaf)
+        return out
+
+
+class NoWorker:
+    """A worker that gets no work."""
+
+    def __init__(self, cores: object, threads: int) -> None:
+        pass
+
+    def close(self, timeout: float = 0.0) -> None:
+        """See HostWorker."""
+
+
+@dataclass(frozen=True)
+class Engine:
+    """One rank's engine, and the bytes of all storages of the device that live when it is built."""
+
+    engine: OverlappedDistributedOptimizer
+    live: int
+    components: Mapping[str, int]
+
+
+@contextlib.contextmanager
+def without_devices(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Streams, process groups, pinned pages and neighbours are what no engine needs to be built."""
+    with monkeypatch.context() as patch:
+        patch.setattr(dist, "new_group", lambda *given, **names: object())
+        patch.setattr(devices, "new_stream", lambda device: object())
+        patch.setattr(devices, "pin", lambda memory, device: None)
+        patch.setattr(devices, "unpin", lambda memory, device: None)
+        patch.setattr(build, "all_gather_object", lambda one, axis: [one] * axis.size)
+        patch.setattr(build, "raise_on_all_ranks", lambda axis: contextlib.nullcontext())
+        patch.setattr(build, "require_memory", lambda *given: None)
+        yield
+
+
+def built(config: Config, world: int, rank: int, monkeypatch: pytest.MonkeyPatch) -> Engine:
+    """The engine of a rank, as on a device."""
+    with without_devices(monkeypatch):
+        mesh = replace(build_mesh(config, rank=rank, world_size=world, device=torch.device("cpu")), device=META)
+        stages = build_stages(config, replace(mesh, device=torch.device("cpu")))
+        with Made() as made:
+            engine = build_optimizer(config, stages.values(), mesh, worker_factory=NoWorker)  # type: ignore[arg-type]
+    live = made.storages.live
+    seen = set[int]()
+    return Engine(engine, live, {name: made.storages.of(tensors, seen) for name, tensors in engine.memory.items()})
+
+
+def check(config: Config, world: int, rank: int, monkeypatch: pytest.MonkeyPatch) -> Engine:
+    """Compare each component, and their sum with everything that lives."""
+    found = built(config, world, rank, monkeypatch)
+    plan = MemoryPlan(config, world)
+    mesh = found.engine.mesh
+    bucket_plan = rank_bucket_plan(config, dp=mesh.dp.size, tp_rank=mesh.tp.rank, rank=mesh.pp.rank)
+    expected = state_bytes(config, bucket_plan) | {"staging": plan.staging(mesh.pp.rank)}
+    assert {name: found.components.get(name, 0) for name in expected} == expected
+    assert found.live == sum(expected.values()) == plan.state(mesh.pp.rank)
+    return found
+
+
+def layouts() -> Iterator[Layout]:
+    """Every option that changes what is allocated."""
+    for strategy in STRATEGIES:
+        for reduce_bf16 in (False, True):
+            yield Layout(dp=4, strategy=strategy, reduce_bf16=reduce_bf16, bf16=True)
+        yield Layout(strategy=strategy, reduce_bf16=True)
+        yield Layout(dp=2, cp=2, strategy=strategy, fp16=True, reduce_bf16=True)
+        yield Layout(dp=2, strategy=strategy, fp64=True, reduce_bf16=True)
+        yield Layout(dp=2, strategy=strategy, lora=4, bf16=True, reduce_bf16=True)
+        yield Layout(dp=2, strategy=strategy, freeze=("model.embed_tokens.*", "model.layers.1.*"), bf16=True, reduce_bf16=True)
+        yield Layout(dp=2, strategy=strategy, freeze=("norms",), clip=0.0, early=True)
+        yield Layout(tp=2, sp=True, dp=2, strategy=strategy, tied=True, reduce_bf16=True)
+        yield Layout(tp=4, kv_heads=2, dp=2, strategy=strategy, bf16=True)
+        yield Layout(pp=2, dp=2, strategy=strategy, tied=True, microbatches=4, bf16=True, reduce_bf16=True)
+        yield Layout(pp=2, dp=2, strategy=strategy, virtual=2, schedule="interleaved", microbatches=4)
+        yield Layout(dp=2, strategy=strategy, bucket=10**9, reduce_bf16=True)
+        yield Layout(dp=2, strategy=strategy, bf16=True, offload=EXACT, reduce_bf16=True)
+        yield Layout(dp=2, strategy=strategy, bf16=True, offload=replace(EXACT, optimizer_offload_fraction=0.4))
+        yield Layout(dp=2, strategy=strategy, offload=replace(EXACT, offload_speculative=True), lora=4)
+    for strategy in STRATEGIES[1:]:
+        for shard_size in (1, 2):
+            yield Layout(dp=4, shard_size=shard_size, strategy=strategy, bf16=True, reduce_bf16=True)
+    for slots in ("1", "2", "3", "all"):
+        for grad_slots in (1, 2, 3):
+            yield Layout(dp=2, strategy="optim_grads_params", slots=slots, grad_slots=grad_slots, bf16=True, reduce_bf16=True)
+
+
+@pytest.mark.parametrize("layout", list(layouts()), ids=lambda layout: f"{layout.name} {layout.bucket} {layout.clip:g}")
+def test_allocated_is_planned(layout: Layout, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On every rank of the pipeline, and of tp. What is pinned on the host too."""
+    config = layout.sized()
+    for stage in range(layout.pp):
+        for rank in range(layout.tp):
+            first = stage * (layout.world_size // layout.pp)
+            engine = check(config, layout.world_size, first + rank, monkeypatch).engine
+            offload = MemoryPlan(config, layout.world_size).offload(stage)
+            rules = [rule for rule in engine.rules.distinct if isinstance(rule, ExactOffload)]
+            assert [rule.nbytes for rule in rules] == ([] if offload is None else [offload.held])
+
+
+def published(preset: str, world: int, offload: OffloadConfig | None = None, **parallel: Any) -> Config:
+    """A model of its real size in bf16, with as few microbatches as its pipeline needs."""
+    sizes = ParallelConfig(grad_reduce_in_bf16=True, **parallel)
+    apart = sizes.tensor_model_parallel_size * sizes.pipeline_model_parallel_size * sizes.context_parallel_size
+    batch = world // apart * sizes.pipeline_model_parallel_size
+    training = TrainingConfig(seq_length=4096, micro_batch_size=1, global_batch_size=batch, train_iters=1, bf16=True)
+    return resolve(Config(PRESETS[preset], sizes, training, OptimizerConfig(), offload=offload or OffloadConfig()), world)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "staged"),
+    # The largest bucket is the embedding, 128,256 x 4096, or the head: two casts of it in bf16, 2 bytes each.
+    [(strategy, 2 * 128_256 * 4096 * 2) for strategy in STRATEGIES],
+)
+def test_llama3_8b(strategy: str, staged: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = published("llama3-8b", 8, data_parallel_sharding_strategy=strategy)
+    assert check(config, 8, 3, monkeypatch).components["staging"] == staged
+
+
+def test_llama3_8b_of_which_replicas_sum_their_shards(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One cast of the largest shard, a half, comes on top."""
+    config = published("llama3-8b", 8, data_parallel_sharding_strategy="optim_grads_params", data_parallel_shard_size=2)
+    assert check(config, 8, 3, monkeypatch).components["staging"] == 2 * 128_256 * 4096 * 2 + 128_256 * 4096 // 2 * 2
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES[1:])
+def test_llama3_70b(strategy: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On 512 devices, the first and the last of the pipeline."""
+    layout = {"tensor_model_parallel_size": 8, "pipeline_model_parallel_size": 4, "sequence_parallel": True}
+    config = published("llama3-70b", 512, data_parallel_sharding_strategy=strategy, **layout)
+    for rank in (0, 511):
+        check(config, 512, rank, monkeypatch)
+
+
+def test_llama3_70b_with_its_optimizer_on_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pages of the host that nobody writes take no memory either."""
+    config = published("llama3-70b", 512, EXACT, tensor_model_parallel_size=8, data_parallel_sharding_strategy="optim_grads_params")
+    engine = check(config, 512, 0, monkeypatch).engine
+    offload = MemoryPlan(config, 512).offload(0)
+    assert offload is not None and offload.held > 2**30
+    assert [rule.nbytes for rule in engine.rules.distinct if isinstance(rule, ExactOffload)] == [offload.held]
