@@ -3,32 +3,48 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Mapping
-from contextlib import closing
-from dataclasses import dataclass
+import os
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack, closing
+from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import chain
+from typing import Any, cast
 
 import torch
 
+from megatron_llama.checkpoint.background import SharedBuffers
+from megatron_llama.checkpoint.chunks import Region, regions
+from megatron_llama.checkpoint.columns import column_pieces
+from megatron_llama.checkpoint.history import NO_HISTORY
+from megatron_llama.checkpoint.meta import TrainState
 from megatron_llama.config.schema import (
     Config,
+    LoraConfig,
     ModelConfig,
+    OffloadConfig,
     OptimizerConfig,
     ParallelConfig,
     TrainingConfig,
+    ZenFlowConfig,
 )
-from megatron_llama.data.loader import Batch
-from megatron_llama.data.upload import Upload
-from megatron_llama.distributed.mesh import Mesh, build_mesh
+from megatron_llama.data.loader import Batch, BatchLoader
+from megatron_llama.distributed import device as devices
+from megatron_llama.distributed.mesh import build_mesh
 from megatron_llama.engine.build import build_optimizer, compute_dtype
 from megatron_llama.engine.optimizer import OverlappedDistributedOptimizer
-from megatron_llama.metrics.readback import Readback
+from megatron_llama.engine.replicas import check_replicas
+from megatron_llama.loop.bad_steps import BadSteps, Outcome
+from megatron_llama.loop.prefetch import Interrupts, Prefetcher
+from megatron_llama.loop.timeline_recorder import Notes
+from megatron_llama.metrics.log import MetricLog
 from megatron_llama.model.init import InitialWeights
 from megatron_llama.model.llama import build_stages
 from megatron_llama.pipeline.runtime import PipelineRuntime
+from megatron_llama.plans.resolve import problems, resolve
 from tools.stream_check.communicators import process_group
 from tools.stream_check.events import Event, Site
-from tools.stream_check.recording import DEVICE, Recording
+from tools.stream_check.recording import DEVICE, Recording, RecordingError
 from tools.stream_check.substitutes import substituted
 
 _MODEL = ModelConfig(
@@ -42,22 +58,35 @@ _MODEL = ModelConfig(
     max_position_embeddings=16,
     initializer_range=0.05,
 )
+_STRATEGIES = ("no_shard", "optim", "optim_grads", "optim_grads_params")
 _LR = 1e-3
+_SEQ_LENGTH = 16
 
 
 @dataclass(frozen=True)
 class Layout:
-    """A run and the rank of it that is recorded."""
+    """A run, and the rank of it that is recorded."""
 
     config: Config
     world_size: int
     rank: int = 0
     steps: int = 3
+    between: frozenset[str] = field(default_factory=frozenset)
+    """What happens after the second step: ``evaluate``, ``replicas`` (they are compared), ``save``
+    (the copies of an asynchronous one) and ``timeline`` (one is recorded during the third step)."""
+    documents: bool = False
+    blocking: bool = False
+    """The offload waits at once."""
 
 
 def record(layout: Layout, skip: Site | None = None) -> list[Event]:
     """Return what the rank does. What is called at ``skip`` to wait or to record an event does
-    nothing."""
+    nothing.
+
+    Raises RecordingError for a layout that no run may have."""
+    wrong = problems(layout.config, layout.world_size)
+    if wrong:
+        raise RecordingError("; ".join(wrong))
     recording = Recording(skip)
     collecting = gc.isenabled()
     # Without garbage collection a storage ends when its last reference goes, always at one place.
@@ -68,7 +97,7 @@ def record(layout: Layout, skip: Site | None = None) -> list[Event]:
             substituted(recording),
             recording.seeing(),
         ):
-            _train(layout, recording)
+            _Run(layout, recording).train()
             recording.close()
     finally:
         if collecting:
@@ -76,75 +105,390 @@ def record(layout: Layout, skip: Site | None = None) -> list[Event]:
     return recording.named_events()
 
 
-def _train(layout: Layout, recording: Recording) -> None:
-    config = layout.config
-    mesh = build_mesh(config, rank=layout.rank, world_size=layout.world_size, device=DEVICE)
-    stages = build_stages(config, mesh)
-    with closing(build_optimizer(config, stages.values(), mesh)) as optimizer:
-        optimizer.load_weights(InitialWeights(1, config.model.initializer_range))
-        runtime = PipelineRuntime(stages, optimizer, mesh, config, dtype=compute_dtype(config))
-        upload = Upload(mesh.device)
-        batches = upload.send(_batches(config, mesh))
-        numbers = None
-        for _ in range(layout.steps):
-            upload.wait()
-            now = batches
-            batches = upload.send(_batches(config, mesh))
-            clip = config.optimizer.clip_grad
-            optimizer.announce_step(_LR, clip=clip)
-            loss = runtime.step(now)
-            result = optimizer.step(_LR, clip=clip)
-            before = numbers
-            numbers = Readback([loss, result.grad_norm, result.skipped])
-            if before is not None:
-                before.read()
-        optimizer.settle()
-        _name(optimizer, recording)
+class _Run:
+    """The training loop of one rank, without files, logs and samples."""
+
+    def __init__(self, layout: Layout, recording: Recording) -> None:
+        self._layout = layout
+        self._recording = recording
+        self._config = config = resolve(layout.config, layout.world_size)
+        self._mesh = build_mesh(
+            config, rank=layout.rank, world_size=layout.world_size, device=DEVICE
+        )
+
+    def train(self) -> None:
+        """Train, do what belongs between steps, and name the buffers."""
+        config = self._config
+        mesh = self._mesh
+        clip = config.optimizer.clip_grad
+        stages = build_stages(config, mesh)
+        with closing(
+            build_optimizer(config, stages.values(), mesh, blocking=self._layout.blocking)
+        ) as optimizer:
+            optimizer.load_weights(InitialWeights(1, config.model.initializer_range))
+            runtime = PipelineRuntime(stages, optimizer, mesh, config, dtype=compute_dtype(config))
+            bad_steps = BadSteps(config, mesh, cast(MetricLog, None), NO_HISTORY)
+            loader = cast(BatchLoader, _Loader(self._batches))
+            prefetcher = Prefetcher(
+                loader, mesh.world, Interrupts(), first_sample=0, device=mesh.device
+            )
+            notes = Notes(mesh.recorder, mesh.device)
+            pending: Outcome | None = None
+            for iteration in range(1, self._layout.steps + 1):
+                batches = prefetcher.take(next_sample=0)
+                optimizer.announce_step(_LR, clip=clip)
+                loss = runtime.step(batches)
+                update = optimizer.step(_LR, clip=clip, skip_update=bad_steps.skip_update(loss))
+                # The host reads how a step went when the next one has been issued.
+                if pending is not None:
+                    pending.read()
+                pending = bad_steps.outcome(TrainState(iteration, 0), loss, update)
+                prefetcher.agreed_request()
+                if iteration == 2:
+                    self._between(runtime, optimizer, notes)
+            if "timeline" in self._layout.between:
+                notes.finish()
+            optimizer.settle()
+            self._name(optimizer)
+
+    def _between(
+        self, runtime: PipelineRuntime, optimizer: OverlappedDistributedOptimizer, notes: Notes
+    ) -> None:
+        wanted = self._layout.between
+        if "replicas" in wanted:
+            check_replicas(optimizer, self._mesh, 2)
+        if "evaluate" in wanted:
+            loss, _ = runtime.evaluate(self._batches())
+            float(loss)
+        if "save" in wanted:
+            optimizer.settle()
+            pieces = chain(optimizer.pieces(), column_pieces(optimizer, self._mesh))
+            primary = (piece for piece in pieces if piece.primary)
+            self._copy_for_save(tuple(part for one in regions(primary) for part in one.split()))
+        if "timeline" in wanted:
+            devices.synchronize(self._mesh.device)
+            notes.begin()
+
+    def _copy_for_save(self, parts: Sequence[Region]) -> None:
+        memory = os.memfd_create("checkpoint")
+        with ExitStack() as stack:
+            stack.callback(os.close, memory)
+            buffers = SharedBuffers(memory, parts)
+            for device in {part.tensor.device for part in parts}:
+                buffers.pin(device)
+            buffers.fill(0, parts)
+            # The writing process reads them as soon as it is told.
+            for place in buffers.slots[0]:
+                place.tensor.tolist()
+
+    def _batches(self) -> list[Batch]:
+        training = self._config.training
+        count = training.global_batch_size // (training.micro_batch_size * self._mesh.data_size)
+        shape = training.seq_length, training.micro_batch_size
+        ids = torch.arange(shape[0] * shape[1]).view(shape) % self._config.model.vocab_size
+        found = [Batch(ids.clone(), ids.clone()) for _ in range(count)]
+        if self._layout.documents:
+            place = torch.arange(shape[0]).unsqueeze(1).expand(shape)
+            half = shape[0] // 2
+            found = [
+                replace(
+                    batch,
+                    loss_mask=torch.ones(shape),
+                    position_ids=place % half,
+                    document_ids=(place // half).to(torch.int32),
+                )
+                for batch in found
+            ]
+        return found
+
+    def _name(self, optimizer: OverlappedDistributedOptimizer) -> None:
+        """Name the engine's buffers."""
+        recording = self._recording
+        plan = optimizer.bucket_plan
+        parameters = optimizer.parameters
+        gradients = optimizer.gradients
+        for slot, tensor in parameters._slots.items():
+            recording.name(tensor, f"parameter slot {slot}")
+        for slot, tensor in gradients._slots.items():
+            recording.name(tensor, f"gradient slot {slot}")
+        for bucket, tensor in enumerate(parameters.shards):
+            recording.name(tensor, f"parameter shard of {plan.label(bucket)}")
+        for bucket, tensor in gradients.shards.items():
+            recording.name(tensor, f"gradient shard of {plan.label(bucket)}")
+        for bucket, tensor in enumerate(optimizer.masters):
+            recording.name(tensor, f"master of {plan.label(bucket)}")
+        for bucket in gradients.trainable:
+            for what, tensor in optimizer.rules.by_bucket[bucket].state(bucket).items():
+                recording.name(tensor, f"{what} of {plan.label(bucket)}")
+        recording.name(optimizer._squared_norms, "squared norms of shards")
+        recording.name(optimizer._total, "squared norm of the gradient")
+        for rule in optimizer.rules.distinct:
+            for what, buffer in getattr(rule, "_buffers", {}).items():
+                if buffer.nbytes:
+                    recording.name(buffer._whole, f"offload buffer for {what}")
 
 
-def _batches(config: Config, mesh: Mesh) -> list[Batch]:
-    training = config.training
-    count = training.global_batch_size // (training.micro_batch_size * mesh.data_size)
-    shape = training.seq_length, training.micro_batch_size
-    ids = torch.arange(shape[0] * shape[1]).view(shape) % config.model.vocab_size
-    return [Batch(ids.clone(), ids.clone()) for _ in range(count)]
+class _Loader:
+    """Reads the same batches for every step."""
+
+    def __init__(self, batches: Callable[[], list[Batch]]) -> None:
+        self._batches = batches
+
+    def microbatches(self, sample: int) -> list[Batch]:
+        """Return the microbatches of a step."""
+        return self._batches()
 
 
-def _name(optimizer: OverlappedDistributedOptimizer, recording: Recording) -> None:
-    """Name the engine's buffers."""
-    plan = optimizer.bucket_plan
-    parameters = optimizer.parameters
-    gradients = optimizer.gradients
-    for slot, tensor in parameters._slots.items():
-        recording.name(tensor, f"parameter slot {slot}")
-    for slot, tensor in gradients._slots.items():
-        recording.name(tensor, f"gradient slot {slot}")
-    for bucket, tensor in enumerate(parameters.shards):
-        recording.name(tensor, f"parameter shard of {plan.label(bucket)}")
-    for bucket, tensor in gradients.shards.items():
-        recording.name(tensor, f"gradient shard of {plan.label(bucket)}")
-    for bucket, tensor in enumerate(optimizer.masters):
-        recording.name(tensor, f"master of {plan.label(bucket)}")
-    for bucket in gradients.trainable:
-        for what, tensor in optimizer.rules.by_bucket[bucket].state(bucket).items():
-            recording.name(tensor, f"{what} of {plan.label(bucket)}")
-    recording.name(optimizer._squared_norms, "squared norms of shards")
-    recording.name(optimizer._total, "squared norm of the gradient")
-
-
-def _config(**parallel: object) -> Config:
-    return Config(
-        model=_MODEL,
-        parallel=ParallelConfig(reduce_bucket_size=4000, **parallel),  # type: ignore[arg-type]
-        training=TrainingConfig(bf16=False, seq_length=16, micro_batch_size=1, global_batch_size=4),
-        optimizer=OptimizerConfig(lr=_LR, clip_grad=1.0),
+def _layout(
+    *,
+    dp: int = 2,
+    rank: int = 0,
+    microbatches: int = 2,
+    layers: int = 2,
+    clip: float = 1.0,
+    dtype: str = "bf16",
+    tied: bool = False,
+    recompute: str = "none",
+    lora: int = 0,
+    freeze: tuple[str, ...] = (),
+    offload: OffloadConfig | None = None,
+    zenflow: ZenFlowConfig | None = None,
+    reduce_bf16: bool = False,
+    between: Sequence[str] = (),
+    documents: bool = False,
+    blocking: bool = False,
+    steps: int = 3,
+    **parallel: Any,
+) -> Layout:
+    """A layout of the tiny model, with options that differ from those of one that is sharded over
+    two data-parallel ranks."""
+    sizes = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size")
+    world_size = dp
+    for size in sizes:
+        world_size *= parallel.get(size, 1)
+    config = Config(
+        model=replace(_MODEL, num_hidden_layers=layers, tie_word_embeddings=tied),
+        parallel=ParallelConfig(
+            reduce_bucket_size=4000,
+            recompute_granularity=cast(Any, recompute),
+            grad_reduce_in_bf16=reduce_bf16,
+            **parallel,
+        ),
+        training=TrainingConfig(
+            bf16=dtype == "bf16",
+            fp16=dtype == "fp16",
+            initial_loss_scale=1024.0,
+            seq_length=_SEQ_LENGTH,
+            micro_batch_size=1,
+            global_batch_size=dp * microbatches,
+            train_iters=10,
+        ),
+        optimizer=OptimizerConfig(lr=_LR, clip_grad=clip, freeze=freeze),
+        offload=offload or OffloadConfig(),
+        zenflow=zenflow or ZenFlowConfig(),
+        lora=LoraConfig(lora_rank=lora),
     )
+    return Layout(
+        config,
+        world_size,
+        rank=rank,
+        steps=steps,
+        between=frozenset(between),
+        documents=documents,
+        blocking=blocking,
+    )
+
+
+def _data_parallel() -> dict[str, Layout]:
+    """Every strategy with its slots and replicas, clipped, and not: then buckets are updated during
+    backward."""
+    found = {}
+    for strategy in _STRATEGIES:
+        make = partial(_layout, data_parallel_sharding_strategy=strategy)
+        found[strategy] = make()
+        found[f"{strategy}, no clipping"] = make(clip=0.0)
+        found[f"{strategy}, one microbatch"] = make(microbatches=1)
+        found[f"{strategy}, reduced in bf16"] = make(reduce_bf16=True)
+        found[f"{strategy}, fp32, no clipping"] = make(dtype="fp32", clip=0.0)
+    for strategy in ("optim_grads", "optim_grads_params"):
+        make = partial(_layout, data_parallel_sharding_strategy=strategy, layers=4)
+        for slots in (1, 2, 4):
+            found[f"{strategy}, {slots} gradient slots"] = make(grad_slots=slots)
+            found[f"{strategy}, {slots} gradient slots, no clipping"] = make(
+                grad_slots=slots, clip=0.0
+            )
+    for room in ("1", "2", "3", "all"):
+        for clip in (1.0, 0.0):
+            words = f"optim_grads_params, {room} parameter slots"
+            found[words + ("" if clip else ", no clipping")] = _layout(
+                data_parallel_sharding_strategy="optim_grads_params",
+                param_slots=room,
+                layers=4,
+                clip=clip,
+            )
+    for strategy in ("optim", "optim_grads", "optim_grads_params"):
+        found[f"{strategy}, two replicas"] = _layout(
+            data_parallel_sharding_strategy=strategy, dp=4, data_parallel_shard_size=2, rank=3
+        )
+        found[f"{strategy}, two replicas, reduced in bf16, no clipping"] = _layout(
+            data_parallel_sharding_strategy=strategy,
+            dp=4,
+            data_parallel_shard_size=2,
+            reduce_bf16=True,
+            clip=0.0,
+        )
+    found["limited prefetch"] = _layout(
+        data_parallel_sharding_strategy="optim_grads_params", layers=4, prefetch_bytes=20_000
+    )
+    found["one process"] = _layout(dp=1)
+    return found
+
+
+def _pipelines() -> dict[str, Layout]:
+    """Every schedule on four pipeline ranks, on the first, a middle and the last one."""
+    found = {}
+    for schedule, virtual in (
+        ("gpipe", 1),
+        ("1f1b", 1),
+        ("zb-h1", 1),
+        ("interleaved", 2),
+        ("zb-v", 2),
+    ):
+        make = partial(
+            _layout,
+            pipeline_model_parallel_size=4,
+            pipeline_schedule=schedule,
+            virtual_pipeline_model_parallel_size=virtual,
+            layers=4 * virtual,
+        )
+        for place in (0, 1, 3):
+            for strategy in ("optim", "optim_grads_params"):
+                found[f"{schedule}, pipeline rank {place}, {strategy}"] = make(
+                    rank=2 * place, microbatches=4, data_parallel_sharding_strategy=strategy
+                )
+        found[f"{schedule}, no clipping, evaluation"] = make(
+            rank=4, microbatches=4, clip=0.0, between=["evaluate"]
+        )
+        for place in (0, 3):
+            found[f"{schedule}, tied, pipeline rank {place}"] = make(
+                rank=2 * place, microbatches=4, tied=True
+            )
+    return found
+
+
+def _models() -> dict[str, Layout]:
+    """Other axes, and what else changes a forward or backward pass."""
+    found = {}
+    sharded = "optim_grads_params"
+    for clip in (1.0, 0.0):
+        words = "" if clip else ", no clipping"
+        make = partial(_layout, clip=clip)
+        found[f"tp{words}"] = make(tensor_model_parallel_size=2)
+        found[f"sp{words}"] = make(tensor_model_parallel_size=2, sequence_parallel=True)
+        found[f"sp with shared heads{words}"] = make(
+            tensor_model_parallel_size=4, sequence_parallel=True
+        )
+        found[f"sp, tied, {sharded}{words}"] = make(
+            tensor_model_parallel_size=2,
+            sequence_parallel=True,
+            tied=True,
+            data_parallel_sharding_strategy=sharded,
+        )
+        found[f"cp{words}"] = make(context_parallel_size=2)
+        found[f"cp in a ring{words}"] = make(context_parallel_size=2, cp_comm_type="ring")
+        found[f"lora{words}"] = make(lora=4)
+        found[f"lora, {sharded}{words}"] = make(lora=4, data_parallel_sharding_strategy=sharded)
+        for granularity in ("selective", "full"):
+            found[f"recompute {granularity}{words}"] = make(recompute=granularity)
+            found[f"recompute {granularity}, {sharded}{words}"] = make(
+                recompute=granularity, data_parallel_sharding_strategy=sharded
+            )
+        found[f"fp16{words}"] = make(dtype="fp16")
+        found[f"fp32{words}"] = make(dtype="fp32")
+        found[f"tied{words}"] = make(tied=True)
+        found[f"documents{words}"] = make(documents=True)
+        found[f"frozen embedding{words}"] = make(freeze=("*embed_tokens*",))
+    found["cp in a ring, sp, documents"] = _layout(
+        context_parallel_size=2,
+        cp_comm_type="ring",
+        tensor_model_parallel_size=2,
+        sequence_parallel=True,
+        documents=True,
+    )
+    found["cp in a ring over four"] = _layout(
+        dp=1, context_parallel_size=4, cp_comm_type="ring", rank=1
+    )
+    found["recompute full, 1f1b, sp"] = _layout(
+        pipeline_model_parallel_size=4,
+        tensor_model_parallel_size=2,
+        sequence_parallel=True,
+        recompute="full",
+        layers=4,
+        microbatches=4,
+        rank=4,
+    )
+    return found
+
+
+def _offload() -> dict[str, Layout]:
+    """The optimizer on the host, exactly and with ZenFlow."""
+    found = {}
+    exact = OffloadConfig(optimizer_offload="exact")
+    zenflow = OffloadConfig(optimizer_offload="zenflow")
+    inline = ZenFlowConfig(
+        zenflow_topk_ratio=0.25,
+        zenflow_select_strategy="step",
+        zenflow_select_interval="4",
+        zenflow_update_interval="2",
+    )
+    overlap = replace(inline, zenflow_overlap_step=True)
+    for strategy in _STRATEGIES:
+        for clip in (1.0, 0.0):
+            words = strategy + ("" if clip else ", no clipping")
+            make = partial(_layout, data_parallel_sharding_strategy=strategy, clip=clip)
+            found[f"exact offload, {words}"] = make(offload=exact)
+            found[f"zenflow inline, {words}"] = make(offload=zenflow, zenflow=inline, steps=6)
+            found[f"zenflow overlapped, {words}"] = make(offload=zenflow, zenflow=overlap, steps=6)
+    found["exact offload, blocking"] = _layout(offload=exact, blocking=True)
+    speculative = replace(exact, offload_speculative=True)
+    found["exact offload, speculative"] = _layout(offload=speculative, clip=1000.0)
+    found["exact offload, speculative in vain"] = _layout(offload=speculative, clip=1e-3)
+    found["exact offload, fp32"] = _layout(offload=exact, dtype="fp32")
+    found["exact offload, half"] = _layout(
+        offload=replace(exact, optimizer_offload_fraction=0.5), clip=0.0
+    )
+    found["exact offload, 1f1b"] = _layout(
+        offload=exact, pipeline_model_parallel_size=4, layers=4, microbatches=4, rank=2
+    )
+    found["zenflow with its own interval"] = _layout(
+        offload=zenflow,
+        zenflow=replace(overlap, zenflow_update_interval="auto", zenflow_update_interval_cap=2),
+        steps=6,
+    )
+    return found
+
+
+def _between_steps() -> dict[str, Layout]:
+    """Evaluation, comparison of replicas, asynchronous saves and timelines, where states differ."""
+    everything = ("replicas", "evaluate", "save", "timeline")
+    found = {
+        f"{strategy}, between steps": _layout(
+            data_parallel_sharding_strategy=strategy, between=everything
+        )
+        for strategy in _STRATEGIES
+    }
+    for name, offload in (("exact", "exact"), ("zenflow", "zenflow")):
+        found[f"{name} offload, between steps"] = _layout(
+            offload=OffloadConfig(optimizer_offload=cast(Any, offload)),
+            between=everything,
+            clip=0.0,
+            steps=4,
+        )
+    return found
 
 
 def layouts() -> Mapping[str, Callable[[Site | None], list[Event]]]:
     """Return every layout by its name, as a function that records it: its argument is the site
     whose waits and records are left out."""
-    found: dict[str, Layout] = {}
-    for strategy in ("no_shard", "optim", "optim_grads", "optim_grads_params"):
-        found[strategy] = Layout(_config(data_parallel_sharding_strategy=strategy), 2)
-    return {name: partial(record, layout) for name, layout in found.items()}
+    every = {**_data_parallel(), **_between_steps(), **_offload(), **_pipelines(), **_models()}
+    return {name: partial(record, layout) for name, layout in every.items()}

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from megatron_llama.config.schema import OptimizerConfig
+from megatron_llama.distributed import device as devices
 from megatron_llama.engine.update_rule import adamw_step
 from megatron_llama.plans.buckets import ALIGN, Segment, align_up
 
@@ -180,7 +181,7 @@ class ColumnSet:
     ) -> ColumnSet:
         """``masks`` and ``counts`` have for each matrix a vector over its columns, on the host."""
         on_host = Packing(blocks, masks, HOST)
-        on_device = on_host if device.type == "cpu" else Packing(blocks, masks, device)
+        on_device = on_host if devices.is_host(device) else Packing(blocks, masks, device)
         found = [part.values(counts[part.block.matrix]) for part in on_host.parts]
         values = {int(value) for one in found for value in torch.unique(one).tolist()}
         return ColumnSet(
