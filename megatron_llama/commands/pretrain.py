@@ -36,6 +36,10 @@ def pretrain(parsed: Parsed) -> int:
 def run(parsed: Parsed, open_inputs: OpenInputs, *, needs_data: bool = True) -> int:
     """Train on what ``open_inputs`` opens, or only check that with --dry-run. ``needs_data``: it
     reads --data-path. Returns the exit status."""
+    if parsed.get(TrainingConfig).deterministic_mode:
+        from megatron_llama.distributed.launcher import fix_sums
+
+        fix_sums()
     if parsed.get(DryRunConfig).dry_run != "no":
         from megatron_llama.commands.common.dry_run import dry_run
 
@@ -119,6 +123,7 @@ class Launched:
 def prepared(parsed: Parsed, *, needs_data: bool = True) -> Iterator[tuple[Ready, Mesh]]:
     """``start_up`` with the processes of the launcher; prints what was decided on the way. Inside
     the context the death of a rank becomes an error that names it."""
+    from megatron_llama.distributed import device as devices
     from megatron_llama.distributed.launcher import place_from_environment
     from megatron_llama.distributed.mesh import placement_warnings
     from megatron_llama.engine.build import compute_dtype
@@ -126,7 +131,8 @@ def prepared(parsed: Parsed, *, needs_data: bool = True) -> Iterator[tuple[Ready
 
     place = place_from_environment()
     timeout = 60 * parsed.get(ParallelConfig).distributed_timeout_minutes
-    with watched(place, timeout) as watch:
+    fixed = parsed.get(TrainingConfig).deterministic_mode
+    with devices.deterministic(wanted=fixed), watched(place, timeout) as watch:
         processes = Launched(place, watch)
         ready = start_up(parsed, processes, needs_data=needs_data)
         config = ready.config
@@ -141,6 +147,7 @@ def prepared(parsed: Parsed, *, needs_data: bool = True) -> Iterator[tuple[Ready
                 m.num_attention_heads,
                 m.num_key_value_heads,
                 m.head_dim,
+                config.training.attention_backend,
             )
             warnings = (*ready.warnings, *placed, *slow)
             for line in (*ready.lines, *(f"warning: {text}" for text in warnings)):

@@ -126,8 +126,8 @@ MEGATRON: Mapping[str, Alias] = MappingProxyType(
         "causal_lm": Alias(value="true", help=_LLAMA),
         "use_flash_attn": Alias(
             value="true",
-            help="attention is torch's SDPA, which brings the flash kernels: accepted, changes "
-            "nothing",
+            help="--attention-backend decides, and auto takes cuDNN's or the flash kernels: "
+            "accepted, changes nothing",
         ),
         "no_gradient_accumulation_fusion": Alias(
             value="true",
@@ -174,7 +174,7 @@ MEGATRON: Mapping[str, Alias] = MappingProxyType(
             Alias(value="true", help="the trainer chooses its kernels by itself" + _UNCHANGED),
         ),
         **_all_alike(
-            "transformer_impl attention_backend cross_entropy_fusion_impl manual_gc_interval "
+            "transformer_impl cross_entropy_fusion_impl manual_gc_interval "
             "empty_unused_memory_level",
             Alias(convert=anything, help="the trainer chooses its kernels by itself" + _UNCHANGED),
         ),
@@ -268,6 +268,7 @@ ALIASES: Mapping[str, Alias] = MappingProxyType(
     {
         # `from` is a keyword of Python, so no field can have that name.
         "from": Alias("source_format"),
+        "deterministic": Alias("deterministic_mode"),
         "png": Alias(
             "svg",
             convert=_replaced_by("--svg FILE"),

@@ -189,6 +189,15 @@ class TrainingConfig:
     """Overflows in a row before the loss scale halves. Each overflowing step is skipped."""
     fp64: bool = False
     """Compute in double precision: the reference of the parity checks, not for training."""
+    attention_backend: Literal["auto", "flash", "fused"] = "auto"
+    """Whose kernels compute attention on a GPU: torch's flash attention, cuDNN's (fused), or the
+    faster one that is sound there. Packed documents are computed by flash attention, unless fused
+    is given. On CPUs it changes nothing."""
+    deterministic_mode: bool = False
+    """Compute every sum in a fixed order on GPUs too, so that the same run gives the same bits:
+    torch's deterministic algorithms, flash attention instead of cuDNN's, a fixed workspace for
+    cuBLAS, no NVLink SHARP in NCCL. Slower. On CPUs it changes no bit: a run is always the same
+    there."""
     compile: bool = False
     """Compile what layers compute between matrix products (torch.compile): each becomes one pass
     over its tensors. The first step takes a minute longer; without a compiler on the machine a

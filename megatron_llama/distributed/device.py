@@ -6,14 +6,16 @@ import os
 import platform
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import torch
+import torch.utils.deterministic
 from torch._subclasses.fake_tensor import FakeTensor
 
 
@@ -69,6 +71,26 @@ def use_allocator(settings: str) -> None:
         # torch.cuda.memory._set_allocator_settings calls this, and warns, since torch 2.11, that
         # it is deprecated: on every rank.
         torch._C._accelerator_setAllocatorSettings(settings)
+
+
+@contextmanager
+def deterministic(*, wanted: bool) -> Iterator[None]:
+    """A section in which, if it is ``wanted``, torch takes every sum in a fixed order, and raises
+    where it cannot. ``fix_sums`` of ``launcher.py`` does the same for cuBLAS and NCCL."""
+    if not wanted:
+        yield
+        return
+    switches: Any = torch.utils.deterministic
+    before = torch.are_deterministic_algorithms_enabled()
+    filled = switches.fill_uninitialized_memory
+    torch.use_deterministic_algorithms(True)
+    # It would write NaN into every new tensor: for those who read what nobody has written.
+    switches.fill_uninitialized_memory = False
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(before)
+        switches.fill_uninitialized_memory = filled
 
 
 def accelerator_count() -> int:

@@ -6,10 +6,10 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, MutableMapping
 from dataclasses import dataclass
 
-from megatron_llama.errors import ClusterError
+from megatron_llama.errors import ClusterError, ConfigError, describe
 
 TORCHRUN = ("RANK", "WORLD_SIZE", "MASTER_ADDR")
 LARGEST_STEP = 0xFFFFFFF0
@@ -24,6 +24,40 @@ MPI = (
 )
 """Rank and number of processes as mpirun (Open MPI, MVAPICH, MPICH and Intel), Cray's and IBM's
 launchers say them."""
+
+_WORKSPACE = "CUBLAS_WORKSPACE_CONFIG"
+_FIXED_WORKSPACES = (":4096:8", ":16:8")
+"""With which cuBLAS takes its sums in one order. It reads the variable when it is first used."""
+_ALGORITHM = "NCCL_ALGO"
+_WITHOUT_SHARP = "^NVLS,NVLSTree"
+"""NVLink SHARP adds in the switch, in the order in which parts arrive."""
+
+
+def fix_sums(environ: MutableMapping[str, str] | None = None) -> None:
+    """Have cuBLAS and NCCL take their sums in a fixed order, for --deterministic-mode. Called
+    before the device is used. Raises ConfigError where the environment asks for something else."""
+    env = os.environ if environ is None else environ
+    workspace = env.setdefault(_WORKSPACE, _FIXED_WORKSPACES[0])
+    if workspace not in _FIXED_WORKSPACES:
+        raise ConfigError(
+            describe(
+                "--deterministic-mode",
+                got=f"{_WORKSPACE}={workspace}",
+                expected=" or ".join(_FIXED_WORKSPACES),
+                do=f"unset {_WORKSPACE}",
+            )
+        )
+    algorithm = env.setdefault(_ALGORITHM, _WITHOUT_SHARP)
+    excludes = algorithm.startswith("^")
+    if ("nvls" in algorithm.lower()) is not excludes:
+        raise ConfigError(
+            describe(
+                "--deterministic-mode",
+                got=f"{_ALGORITHM}={algorithm}",
+                expected=f"algorithms without NVLS, such as {_WITHOUT_SHARP}, Ring or Tree",
+                do=f"unset {_ALGORITHM}",
+            )
+        )
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,12 @@ from torch import Tensor, nn
 from megatron_llama.config.schema import Config, ModelConfig, ParallelConfig
 from megatron_llama.distributed.device import is_host
 from megatron_llama.distributed.mesh import Mesh
-from megatron_llama.nn.attention import Documents, attends_by_document, causal_attention
+from megatron_llama.nn.attention import (
+    AttentionBackend,
+    Documents,
+    attends_by_document,
+    causal_attention,
+)
 from megatron_llama.nn.backward import pre_backward_hook
 from megatron_llama.nn.cache import KVCache
 from megatron_llama.nn.compiled import chosen_ops
@@ -70,6 +75,7 @@ class StageOptions:
     """So many blocks recompute, from the first of the stage; None: all."""
     ops: Ops = PLAIN
     """What computes between matrix products."""
+    attention_backend: AttentionBackend = "auto"
     head_chunk: int = HEAD_CHUNK
     """The most logits that exist at once, where no backward pass comes, or the schedule lets their
     gradients be computed in the forward pass."""
@@ -152,6 +158,7 @@ class Attention(nn.Module):
         super().__init__()
         self.cp = mesh.cp
         self.cp_comm_type = options.cp_comm_type
+        self.backend = options.attention_backend
         self.ops = options.ops
         # With more tp ranks than key/value heads, several ranks hold a copy of one such head.
         copies = kv_copies(config, mesh.tp.size)
@@ -197,7 +204,7 @@ class Attention(nn.Module):
         if before is not None:
             key, value = before.cache.extend(self, key, value, before.slots, before.length)
         if self.cp.size == 1:
-            return causal_attention(query, key, value, positions.mask)
+            return causal_attention(query, key, value, positions.mask, self.backend)
         return context_attention(
             query,
             key,
@@ -205,6 +212,7 @@ class Attention(nn.Module):
             cp=self.cp,
             comm=self.cp_comm_type,
             document_ids=positions.document_ids,
+            backend=self.backend,
         )
 
 
@@ -475,7 +483,9 @@ def build_stages(config: Config, mesh: Mesh, block: type[Block] = Block) -> dict
         dtype = torch.float64 if training.fp64 else torch.float32
         kernels = kernels_for(mesh.device, dtype, config.model.hidden_size)
     ops = kernels or chosen_ops(mesh, compiled=training.compile)
-    options = replace(StageOptions.of(config.parallel), ops=ops)
+    options = replace(
+        StageOptions.of(config.parallel), ops=ops, attention_backend=training.attention_backend
+    )
     partition = partition_of(config)
     stages = {
         index: Stage(config.model, mesh, options, partition=partition, index=index, block=block)

@@ -10,13 +10,19 @@ from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.backends.cuda import SDPAParams, can_use_cudnn_attention
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from megatron_llama.distributed.device import capability, is_host
+
+AttentionBackend = Literal["auto", "flash", "fused"]
+"""Whose kernels compute attention on a GPU, in Megatron's words: ``fused`` is cuDNN, ``flash`` is
+torch's flash attention, and ``auto`` is the faster one of those that are sound there."""
 
 _aten = torch.ops.aten
 _BIAS_ALIGNMENT = 16
@@ -26,8 +32,10 @@ _LSE_ALIGNMENT = 32
 _SOUND_CUDNN = 91500
 """Up to this version cuDNN's attention was wrong for some lengths; torch, too, prefers it only from
 later ones on."""
-_LARGEST_PACKED_HEAD = 256
-"""The largest head_dim of the kernel for variable lengths."""
+_LARGEST_FLASH_HEAD = 256
+"""The largest head_dim of torch's flash attention."""
+_LARGEST_CUDNN_HEAD = 128
+"""The largest head_dim whose backward pass every cuDNN computes that torch 2.11 may load."""
 _HOPPER = (9, 0)
 """From this generation on cuDNN's attention is faster than torch's flash attention."""
 
@@ -60,12 +68,16 @@ def attends_by_document(device: torch.device, dtype: torch.dtype, head_dim: int)
         not is_host(device)
         and dtype in (torch.bfloat16, torch.float16)
         and head_dim % 8 == 0
-        and head_dim <= _LARGEST_PACKED_HEAD
+        and head_dim <= _LARGEST_FLASH_HEAD
     )
 
 
 def causal_attention(
-    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | Documents | None
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | Documents | None,
+    backend: AttentionBackend = "auto",
 ) -> Tensor:
     """Compute causal attention of query [s, b, n, d], key and value [s, b, n_kv, d]: [s, b, n * d].
 
@@ -73,59 +85,71 @@ def causal_attention(
     plain causal attention.
     """
     if isinstance(mask, Documents):
-        return _packed_attention(query, key, value, mask)
+        return _packed_attention(query, key, value, mask, backend)
     q, k, v = (part.permute(1, 2, 0, 3) for part in (query, key, value))
-    with _preferred_kernels(query.device):
+    with _preferred_kernels(query.device, backend):
         out = F.scaled_dot_product_attention(
             q, k, v, attn_mask=mask, is_causal=mask is None, enable_gqa=q.shape[1] != k.shape[1]
         )
     return out.permute(2, 0, 1, 3).flatten(2)
 
 
-def attention_order(cudnn: int | None) -> tuple[SDPBackend, ...]:
-    """Return an accelerator's kernels in order of preference. ``cudnn`` is its version, as torch
-    numbers it.
+def attention_order(
+    cudnn: int | None, backend: AttentionBackend = "auto", *, deterministic: bool = False
+) -> tuple[SDPBackend, ...]:
+    """Return the kernels of an accelerator that may be used, the preferred one first: the one place
+    where this is decided. ``cudnn`` is its version, as torch numbers it.
 
     On Hopper cuDNN's takes 60 % of the time of torch's flash attention (2), which is 7 % of a step
     of LLaMA 7B."""
-    fastest = (SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION)
-    return (
-        *(fastest if (cudnn or 0) > _SOUND_CUDNN else fastest[::-1]),
-        SDPBackend.EFFICIENT_ATTENTION,
-        SDPBackend.MATH,
-    )
+    others = (SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH)
+    # cuDNN's backward adds the parts of a query's gradient with atomics. The other kernels have a
+    # backward in a fixed order, which they use when torch is told to be deterministic.
+    usable = (cudnn or 0) > _SOUND_CUDNN and not deterministic
+    return (SDPBackend.CUDNN_ATTENTION, *others) if usable and backend != "flash" else others
 
 
-def attention_kernel(query: Tensor, key: Tensor, value: Tensor) -> SDPBackend:
+def attention_kernel(
+    query: Tensor, key: Tensor, value: Tensor, backend: AttentionBackend = "auto"
+) -> SDPBackend:
     """Return the kernel that computes plain causal attention of these, in the shapes of
     ``causal_attention``."""
     q, k, v = (part.permute(1, 2, 0, 3) for part in (query, key, value))
-    with _preferred_kernels(query.device):
+    with _preferred_kernels(query.device, backend):
         return SDPBackend(
             torch._fused_sdp_choice(q, k, v, is_causal=True, enable_gqa=q.shape[1] != k.shape[1])
         )
 
 
 def attention_warnings(
-    device: torch.device, dtype: torch.dtype, heads: int, kv_heads: int, head_dim: int
+    device: torch.device,
+    dtype: torch.dtype,
+    heads: int,
+    kv_heads: int,
+    head_dim: int,
+    backend: AttentionBackend = "auto",
 ) -> list[str]:
     """Return what a user should know of the kernel that computes this model's attention here."""
-    if is_host(device) or dtype.itemsize != 2:
+    if is_host(device) or dtype.itemsize != 2 or backend == "flash" or _is_deterministic():
         return []
     query, key = (
         torch.empty(256, 1, count, head_dim, device=device, dtype=dtype)
         for count in (heads, kv_heads)
     )
-    version = torch.backends.cudnn.version()  # type: ignore[no-untyped-call]
-    problem = attention_problem(attention_kernel(query, key, key), capability(device), version)
+    kernel = attention_kernel(query, key, key, backend)
+    problem = attention_problem(kernel, capability(device), _cudnn_version(), backend)
     return [] if problem is None else [problem]
 
 
 def attention_problem(
-    kernel: SDPBackend, generation: tuple[int, int], cudnn: int | None
+    kernel: SDPBackend,
+    generation: tuple[int, int],
+    cudnn: int | None,
+    backend: AttentionBackend = "auto",
 ) -> str | None:
-    """Say why a device does not run the kernel that would be fastest; None: it does."""
-    if kernel is SDPBackend.CUDNN_ATTENTION or generation < _HOPPER:
+    """Say why a device does not run the kernel that would be fastest, or that was asked for; None:
+    it does."""
+    if kernel is SDPBackend.CUDNN_ATTENTION or (generation < _HOPPER and backend == "auto"):
         return None
     why = "it cannot take this model's heads"
     if (cudnn or 0) <= _SOUND_CUDNN:
@@ -138,16 +162,31 @@ def attention_problem(
     )
 
 
-def _preferred_kernels(device: torch.device) -> AbstractContextManager[object]:
+def _cudnn_version() -> int | None:
+    return torch.backends.cudnn.version()  # type: ignore[no-any-return,no-untyped-call]
+
+
+def _is_deterministic() -> bool:
+    return torch.are_deterministic_algorithms_enabled()
+
+
+def _kernels(backend: AttentionBackend) -> tuple[SDPBackend, ...]:
+    return attention_order(_cudnn_version(), backend, deterministic=_is_deterministic())
+
+
+def _preferred_kernels(
+    device: torch.device, backend: AttentionBackend
+) -> AbstractContextManager[object]:
     """Make torch follow ``attention_order`` on an accelerator."""
     if is_host(device):
         return nullcontext()
-    version = torch.backends.cudnn.version()  # type: ignore[no-untyped-call]
     # Without set_priority torch takes the list for a set and keeps its own order.
-    return sdpa_kernel(list(attention_order(version)), set_priority=True)
+    return sdpa_kernel(list(_kernels(backend)), set_priority=True)
 
 
-def _packed_attention(query: Tensor, key: Tensor, value: Tensor, documents: Documents) -> Tensor:
+def _packed_attention(
+    query: Tensor, key: Tensor, value: Tensor, documents: Documents, backend: AttentionBackend
+) -> Tensor:
     length, batch = query.shape[:2]
     q, k, v = (part.transpose(0, 1).flatten(0, 1) for part in (query, key, value))
     if is_host(query.device):
@@ -155,9 +194,17 @@ def _packed_attention(query: Tensor, key: Tensor, value: Tensor, documents: Docu
     else:
         starts = documents.starts
         longest = documents.longest
-        out, *_ = _aten._flash_attention_forward(
-            q, k, v, starts, starts, longest, longest, 0.0, True, False
-        )
+        # Only when asked for: cuDNN compiles a graph for each pair of a number of documents and a
+        # longest one, so data whose documents differ would compile in every microbatch. torch's own
+        # varlen_attn leaves cuDNN out, too.
+        if backend == "fused" and SDPBackend.CUDNN_ATTENTION in _kernels(backend):
+            out, *_ = _aten._cudnn_attention_forward(
+                q, k, v, None, starts, starts, longest, longest, True, 0.0, True
+            )
+        else:
+            out, *_ = _aten._flash_attention_forward(
+                q, k, v, starts, starts, longest, longest, 0.0, True, False
+            )
     return out.view(batch, length, *out.shape[1:]).transpose(0, 1).flatten(2)
 
 
@@ -174,7 +221,13 @@ def _one_by_one(query: Tensor, key: Tensor, value: Tensor, documents: Documents)
 
 
 def attend(
-    query: Tensor, key: Tensor, value: Tensor, *, causal: bool = False, mask: Tensor | None = None
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    causal: bool = False,
+    mask: Tensor | None = None,
+    backend: AttentionBackend = "auto",
 ) -> tuple[Tensor, Tensor]:
     """Compute one piece, query [b, n, s_q, d] against key and value [b, n_kv, s_k, d]: the output,
     shaped as query, and the log-sum-exp [b, n, s_q], fp32 (fp64 for fp64).
@@ -188,7 +241,14 @@ def attend(
         out, lse = _aten._scaled_dot_product_flash_attention_for_cpu.default(
             query, key, value, 0.0, causal, attn_mask=bias
         )
-    elif _is_flash(query, bias):
+        return out, lse
+    kernel = piece_kernel(query, key, value, bias, causal=causal, backend=backend)
+    if kernel is SDPBackend.CUDNN_ATTENTION:
+        out, statistics, *_ = _aten._scaled_dot_product_cudnn_attention(
+            query, key, value, None, True, 0.0, causal
+        )
+        lse = statistics.view(query.shape[:3])  # [b, n, s_q, 1] there
+    elif kernel is SDPBackend.FLASH_ATTENTION:
         out, lse, *_ = _aten._scaled_dot_product_flash_attention(query, key, value, 0.0, causal)
     else:
         k = _expanded(key, query)
@@ -210,6 +270,7 @@ def attend_backward(
     *,
     causal: bool = False,
     mask: Tensor | None = None,
+    backend: AttentionBackend = "auto",
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Compute the gradients of one piece's query, key and value, in their shapes and dtypes, from
     the merged ``out`` and ``lse``."""
@@ -219,12 +280,23 @@ def attend_backward(
         grads = _aten._scaled_dot_product_flash_attention_for_cpu_backward.default(
             grad, query, key, value, out, lse, 0.0, causal, attn_mask=bias
         )
-    elif _is_flash(query, bias):
-        lengths = (query.shape[2], key.shape[2])
+        dq, dk, dv = grads
+        return dq, dk, dv
+    lengths = (query.shape[2], key.shape[2])
+    kernel = piece_kernel(query, key, value, bias, causal=causal, backend=backend)
+    if kernel is SDPBackend.CUDNN_ATTENTION:
+        # Where a fresh output of the forward pass would be: cuDNN takes statistics as they lie.
+        statistics = lse.unsqueeze(-1)
+        unused = torch.zeros((), dtype=torch.int64, device=query.device)
+        grads = _aten._scaled_dot_product_cudnn_attention_backward(
+            *(grad, query, key, value, out, statistics),
+            *(unused, unused, None, None, None, *lengths, 0.0, causal),
+        )
+    elif kernel is SDPBackend.FLASH_ATTENTION:
         unused = torch.zeros(2, dtype=torch.uint64, device=query.device)
-        state = (None, None, *lengths, 0.0, causal, unused, unused[0])
         grads = _aten._scaled_dot_product_flash_attention_backward(
-            grad, query, key, value, out, lse, *state
+            *(grad, query, key, value, out, lse),
+            *(None, None, *lengths, 0.0, causal, unused, unused[0]),
         )
     else:
         expanded_key = _expanded(key, query)
@@ -263,9 +335,33 @@ def merge(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -> None:
     torch.logaddexp(lse, part_lse, out=lse)
 
 
-def _is_flash(query: Tensor, bias: Tensor | None) -> bool:
-    """Whether flash attention applies, which also takes grouped heads: no bias, 16 bits."""
-    return bias is None and query.element_size() == 2
+def piece_kernel(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    bias: Tensor | None,
+    *,
+    causal: bool,
+    backend: AttentionBackend,
+) -> SDPBackend:
+    """Return the accelerator's kernel for one piece, the same one forward and backward. It is one
+    of those that return a log-sum-exp: cuDNN's and flash attention, which take grouped heads and
+    16 bits without a bias, or the memory-efficient one, which takes anything."""
+    head_dim = query.shape[-1]
+    if (
+        bias is not None
+        or query.element_size() != 2
+        or head_dim % 8
+        or head_dim > _LARGEST_FLASH_HEAD
+    ):
+        return SDPBackend.EFFICIENT_ATTENTION
+    if _kernels(backend)[0] is SDPBackend.CUDNN_ATTENTION and head_dim <= _LARGEST_CUDNN_HEAD:
+        grouped = query.shape[1] != key.shape[1]
+        # torch knows which devices and versions compute which shapes.
+        params = SDPAParams(query, key, value, None, 0.0, causal, grouped)
+        if can_use_cudnn_attention(params):
+            return SDPBackend.CUDNN_ATTENTION
+    return SDPBackend.FLASH_ATTENTION
 
 
 def _bias(mask: Tensor | None, query: Tensor) -> Tensor | None:

@@ -21,7 +21,13 @@ from megatron_llama.distributed.comm.autograd import start_all_gather, start_red
 from megatron_llama.distributed.comm.collectives import Pending
 from megatron_llama.distributed.comm.p2p import exchange
 from megatron_llama.distributed.mesh import Axis
-from megatron_llama.nn.attention import attend, attend_backward, causal_attention, merge
+from megatron_llama.nn.attention import (
+    AttentionBackend,
+    attend,
+    attend_backward,
+    causal_attention,
+    merge,
+)
 from megatron_llama.nn.ops import at_least_fp32
 from megatron_llama.nn.zigzag import (
     Piece,
@@ -44,6 +50,7 @@ def context_attention(
     cp: Axis,
     comm: Comm = "all_gather",
     document_ids: Tensor | None = None,
+    backend: AttentionBackend = "auto",
 ) -> Tensor:
     """Compute causal attention of query [s / cp, b, n, d], key and value [s / cp, b, n_kv, d], in
     zig-zag order: [s / cp, b, n * d].
@@ -54,10 +61,10 @@ def context_attention(
     """
     if cp.size == 1:
         mask = None if document_ids is None else causal_document_mask(document_ids)
-        return causal_attention(query, key, value, mask)
+        return causal_attention(query, key, value, mask, backend)
     chunk_length(query.shape[0] * cp.size, cp.size)
     out: Tensor = _ContextAttention.apply(  # type: ignore[no-untyped-call]
-        query, key, value, cp, comm, document_ids
+        query, key, value, cp, comm, document_ids, backend
     )
     return out
 
@@ -95,12 +102,14 @@ class _Block:
 
 @dataclass(frozen=True)
 class _Sequence:
-    """How the sequence is spread over ranks, and which token may attend to which."""
+    """How the sequence is spread over ranks, which token may attend to which, and what computes."""
 
     cp: Axis
     chunk: int
     """Tokens per chunk."""
     document_ids: Tensor | None
+    backend: AttentionBackend
+    """Whose kernels compute the pieces."""
 
     def tokens(self, chunks: tuple[int, int]) -> slice:
         """Return the tokens of chunks [start, stop)."""
@@ -231,8 +240,9 @@ class _ContextAttention(torch.autograd.Function):
         cp: Axis,
         comm: Comm,
         document_ids: Tensor | None,
+        backend: AttentionBackend,
     ) -> Tensor:
-        sequence = _Sequence(cp, query.shape[0] // 2, document_ids)
+        sequence = _Sequence(cp, query.shape[0] // 2, document_ids, backend)
         key_value = torch.stack((key, value))
         q = _heads_first(query)
         # Pieces are merged in fp32 and rounded once, behind the last one.
@@ -250,6 +260,7 @@ class _ContextAttention(torch.autograd.Function):
                     v[:, :, columns],
                     causal=piece.causal,
                     mask=sequence.mask(piece, block),
+                    backend=backend,
                 )
                 merge(_heads_first(out)[:, :, rows], lse[:, :, rows], *part)
         out = out.to(query.dtype)
@@ -278,7 +289,7 @@ class _ContextAttention(torch.autograd.Function):
         sums.add(own, own.pieces[-1:], own_grad)
         own_grad += others_grads.wait()
         key_grad, value_grad = own_grad.to(key_value.dtype)
-        return sums.query_grad.to(query.dtype), key_grad, value_grad, None, None, None
+        return sums.query_grad.to(query.dtype), key_grad, value_grad, None, None, None, None
 
 
 class _GradientSums:
@@ -316,6 +327,7 @@ class _GradientSums:
                 self.lse[:, :, rows],
                 causal=piece.causal,
                 mask=mask,
+                backend=self.sequence.backend,
             )
             _heads_first(self.query_grad)[:, :, rows].add_(dq)
             for total, part in zip(block_grad, (dk, dv), strict=True):

@@ -29,7 +29,12 @@ from megatron_llama.plans.checks.model import missing_model_problems, model_prob
 from megatron_llama.plans.checks.optimizer import optimizer_problems
 from megatron_llama.plans.checks.parallel import parallel_problems
 from megatron_llama.plans.checks.ranges import range_problems
-from megatron_llama.plans.checks.run import bad_step_problems, run_problems, split_shares
+from megatron_llama.plans.checks.run import (
+    bad_step_problems,
+    determinism_problems,
+    run_problems,
+    split_shares,
+)
 from megatron_llama.plans.checks.warnings import warnings_of
 from megatron_llama.plans.checks.zenflow import with_file, zenflow_notes, zenflow_problems
 from megatron_llama.plans.offload import offload_problems
@@ -201,6 +206,7 @@ def problems(config: Config, world_size: int) -> list[str]:
         *freeze_problems(config.model, config.optimizer.freeze),
         *lora_problems(config),
         *bad_step_problems(config),
+        *determinism_problems(config.training),
         *offload_problems(config),
         *zenflow_problems(config),
         *run_problems(config),

@@ -31,10 +31,10 @@ SECTIONS = config_sections()
 # Every option of a training run. Adding one here has to be argued for: each is a promise, a test and a line of the manual.
 NAMES = """
     account_for_embedding_in_pipeline_split account_for_loss_in_pipeline_split adam_beta1 adam_beta2 adam_eps
-    async_save attention_bias
+    async_save attention_backend attention_bias
     bf16 bos_token_id
     check_weight_hash_across_dp_replicas_interval clip_grad compile context_parallel_size cp_comm_type
-    data_order data_parallel_shard_size data_parallel_sharding_strategy data_path distributed_timeout_minutes
+    data_order data_parallel_shard_size data_parallel_sharding_strategy data_path deterministic_mode distributed_timeout_minutes
     early_stop_patience eod_mask_loss eos_token_id epochs eval_interval eval_iters exchange_chunk_bytes exit_duration_in_mins exit_interval exit_zero_on_signal export_hf
     finetune fp16 fp64 freeze
     global_batch_size gpus_per_node grad_reduce_in_bf16 grad_slots
@@ -475,7 +475,7 @@ def test_what_is_accepted_and_changes_nothing_is_said() -> None:
     assert parsed.notes == (
         "--RMSNorm: every LLaMA has it: accepted, changes nothing",
         "--data-impl: datasets are always memory-mapped: accepted, changes nothing",
-        "--use-flash-attn: attention is torch's SDPA, which brings the flash kernels: accepted, changes nothing",
+        "--use-flash-attn: --attention-backend decides, and auto takes cuDNN's or the flash kernels: accepted, changes nothing",
     )
     assert run("--bf16").notes == ()
 
@@ -484,7 +484,7 @@ def test_flags_of_megatron_lm_that_are_not_needed() -> None:
     """Those of its scripts for LLaMA and GPT; each is said to change nothing."""
     flags = (
         "--num-workers 8 --log-throughput --use-checkpoint-args --manual-gc --manual-gc-interval 100 --DDP-impl local --rotary-percent 1.0 "
-        "--use-mcore-models --transformer-impl transformer_engine --attention-backend fused --attention-softmax-in-fp32 "
+        "--use-mcore-models --transformer-impl transformer_engine --attention-softmax-in-fp32 "
         "--no-masked-softmax-fusion --no-rope-fusion --cross-entropy-loss-fusion --calculate-per-token-loss --empty-unused-memory-level 1 "
         "--no-async-tensor-model-parallel-allreduce --overlap-grad-reduce --overlap-param-gather --distributed-backend nccl "
         "--use-contiguous-parameters-in-local-ddp --data-cache-path /cache --no-create-attention-mask-in-dataloader --no-mmap-bin-files "
@@ -496,6 +496,10 @@ def test_flags_of_megatron_lm_that_are_not_needed() -> None:
     said = [flag for note in parsed.notes for flag in note.split(":")[0].split(", ")]
     assert sorted(said) == sorted(word for word in flags.split() if word.startswith("--"))
     assert len(parsed.notes) < 20, "what has the same reason is on one line"
+    assert run("--attention-backend", "fused", "--deterministic-mode").differences() == {
+        "attention_backend": "fused",
+        "deterministic_mode": True,
+    }
     used = run("--kv-channels", "128", "--use-torch-fsdp2", "--ddp-bucket-size", "1000", "--accumulate-allreduce-grads-in-fp32")
     assert used.differences() == {"head_dim": 128, "data_parallel_sharding_strategy": "optim_grads_params", "reduce_bucket_size": 1000}
     # They are Megatron's: `preprocess --num-workers 4` asks for something.

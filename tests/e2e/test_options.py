@@ -43,6 +43,7 @@ ELSEWHERE: Mapping[str, str] = {
     "min_loss_scale": "e2e/test_fp16.py::test_overflow_at_the_smallest_scale_ends_the_run",
     "hysteresis": "e2e/test_fp16.py::test_hysteresis",
     "bf16": "e2e/test_use.py::test_bf16",
+    "attention_backend": "parallel/test_deterministic.py::test_the_backend_reaches_every_layer",
     "compile": "nn/test_compiled.py::test_a_compiled_step_is_the_plain_one_but_for_roundings",
     "fp64": "e2e/test_use.py::test_fp64_is_closer_to_the_truth_than_fp32",
     "data_order": "e2e/test_layouts.py::test_data_order",
@@ -402,6 +403,12 @@ def test_grad_reduce_in_bf16(product: Product, tmp_path: Path) -> None:
     assert exact_curve(tmp_path / "one None") == exact_curve(tmp_path / "one True")
 
 
+def test_deterministic_mode(product: Product, straight: Callable[[str], Path], tmp_path: Path) -> None:
+    """On a host a run is always the same. What the mode does on a GPU: tests/parallel/test_deterministic.py."""
+    product.train(DP2, save=tmp_path / "fixed", deterministic=True, **EVALUATED)
+    assert exact_curve(tmp_path / "fixed") == exact_curve(straight("dp2 optim_grads"))
+
+
 def test_recompute_granularity(product: Product, tmp_path: Path) -> None:
     """Less memory for the same run, to the bit: 8,192 tokens in four blocks keep 96 MiB, and 8 MiB when whole blocks recompute.
 
@@ -440,7 +447,8 @@ def test_recomputing_no_more_than_needed(product: Product) -> None:
 TRIED = {
     *PLANNED, *REFUSED, *RATES, *FORWARD, "initializer_range", "seed", "weight_decay", "adam_beta1", "adam_beta2", "adam_eps",
     "clip_grad", "log_interval", "eval_interval", "eval_iters", "save_interval", "split", "max_position_embeddings", "bos_token_id",
-    "eos_token_id", "tokenizer_model", "cp_comm_type", "grad_reduce_in_bf16", "recompute_granularity",
+    "eos_token_id", "tokenizer_model", "cp_comm_type", "deterministic_mode", "grad_reduce_in_bf16",
+    "recompute_granularity",
 }  # fmt: skip
 
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
+from megatron_llama.nn import attention
 from megatron_llama.nn.attention import (
     Documents,
     _preferred_kernels,
@@ -19,6 +21,7 @@ from megatron_llama.nn.attention import (
     attention_warnings,
     causal_attention,
     merge,
+    piece_kernel,
 )
 from megatron_llama.nn.context import causal_document_mask
 from torch import Tensor
@@ -173,6 +176,87 @@ def test_accelerator_operators_accept_what_they_are_given(length: int, dtype: to
     assert [(grad.shape, grad.dtype) for grad in grads] == [(leaf.shape, dtype) for leaf in leaves]
 
 
+def pieces_on(device: str, kv_heads: int = 2, head_dim: int = 16, dtype: torch.dtype = torch.bfloat16) -> list[Tensor]:
+    return [torch.empty(64, B, count, head_dim, dtype=dtype, device=device).permute(1, 2, 0, 3) for count in (N, kv_heads, kv_heads)]
+
+
+@pytest.mark.parametrize("kv_heads", [4, 2])
+@pytest.mark.parametrize("causal", [True, False])
+def test_pieces_go_to_cudnn_where_torch_lets_them(kv_heads: int, causal: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Through torch's own shape functions of the operators, on the device that computes nothing. Only torch knows what a device can do, so it
+    is asked, for the shapes of this piece."""
+    asked = list[Any]()
+
+    def lets(params: Any) -> bool:
+        asked.append(params)
+        return True
+
+    monkeypatch.setattr(torch.backends.cudnn, "version", lambda: 91900)
+    monkeypatch.setattr(attention, "can_use_cudnn_attention", lets)
+    leaves = pieces_on("meta", kv_heads)
+    with Operators() as seen:
+        out, lse = attend(*leaves, causal=causal)
+        grads = attend_backward(out, *leaves, out, lse, causal=causal)
+    assert out.shape == leaves[0].shape and out.dtype is torch.bfloat16
+    assert lse.shape == (B, N, 64) and lse.dtype is torch.float32
+    assert [(grad.shape, grad.dtype) for grad in grads] == [(leaf.shape, torch.bfloat16) for leaf in leaves]
+    kernels = [name for name, *_ in seen.calls if "attention" in name]
+    assert kernels == [f"aten._scaled_dot_product_cudnn_attention{kind}.default" for kind in ("", "_backward")]
+    assert [(one.is_causal, one.enable_gqa, one.dropout, one.attn_mask) for one in asked] == [(causal, kv_heads != N, 0.0, None)] * 2
+
+
+def test_pieces_that_cudnn_cannot_take_go_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    cudnn, flash, efficient = SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION
+    monkeypatch.setattr(torch.backends.cudnn, "version", lambda: 91900)
+    monkeypatch.setattr(attention, "can_use_cudnn_attention", lambda params: True)
+
+    def kernel(leaves: list[Tensor], bias: Tensor | None = None, backend: Any = "auto") -> SDPBackend:
+        return piece_kernel(*leaves, bias, causal=False, backend=backend)
+
+    plain = pieces_on("meta")
+    assert kernel(plain) is kernel(plain, backend="fused") is cudnn
+    assert kernel(plain, backend="flash") is flash
+    assert kernel(pieces_on("meta", head_dim=192)) is flash
+    assert kernel(pieces_on("meta", head_dim=12)) is kernel(pieces_on("meta", head_dim=264)) is efficient
+    assert kernel(pieces_on("meta", dtype=torch.float32)) is kernel(plain, bias=plain[0]) is efficient
+    torch.use_deterministic_algorithms(True)
+    try:
+        assert kernel(plain) is kernel(plain, backend="fused") is flash
+    finally:
+        torch.use_deterministic_algorithms(False)
+    monkeypatch.setattr(torch.backends.cudnn, "version", lambda: 91500)
+    assert kernel(plain) is flash
+    monkeypatch.setattr(torch.backends.cudnn, "version", lambda: 91900)
+    monkeypatch.setattr(attention, "can_use_cudnn_attention", lambda params: False)
+    assert kernel(plain) is flash
+
+
+def test_cudnn_computes_packed_documents_when_it_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Otherwise flash attention does: the number of documents and the longest one are part of what cuDNN compiles."""
+    called = list[tuple[Any, ...]]()
+
+    def operator(name: str) -> Any:
+        def run(*args: Any) -> tuple[Tensor, None]:
+            called.append((name, *args[3:]))
+            return torch.empty_like(args[0]), None
+
+        return run
+
+    names = ("_cudnn_attention_forward", "_flash_attention_forward")
+    monkeypatch.setattr(attention, "_aten", SimpleNamespace(**{name: operator(name) for name in names}))
+    starts = torch.tensor([0, 40, 64 * B], dtype=torch.int32, device="meta")
+    documents = Documents(starts, 152)
+    query, key, value = (leaf.permute(2, 0, 1, 3) for leaf in pieces_on("meta"))
+    flash = ("_flash_attention_forward", starts, starts, 152, 152, 0.0, True, False)
+    fused = ("_cudnn_attention_forward", None, starts, starts, 152, 152, True, 0.0, True)
+    for version, backend, expected in ((91900, "auto", flash), (91900, "flash", flash), (91900, "fused", fused), (91500, "fused", flash)):
+        monkeypatch.setattr(torch.backends.cudnn, "version", lambda version=version: version)
+        assert causal_attention(query, key, value, documents, backend).shape == (64, B, N * 16)  # type: ignore[arg-type]
+        [call] = called
+        called.clear()
+        assert all(one is other or one == other for one, other in zip(call, expected, strict=True))
+
+
 def packed(dtype: torch.dtype) -> tuple[list[Tensor], Tensor]:
     """Queries, keys and values [s, b, n, d] of packed documents, and ids [s, b]; documents of one token, and one over a whole sequence."""
     ids = torch.tensor([[0] * 11, [0] + [1] * 4 + [2] + [3] * 5, [7, 7, 5, 5, 5, 5, 5, 5, 9, 9, 9]], dtype=torch.int32).t()
@@ -239,8 +323,12 @@ def test_documents_need_a_kernel_that_takes_them() -> None:
 
 def test_cudnn_comes_first_where_it_is_sound() -> None:
     cudnn, flash, others = (SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, (SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH))
-    assert attention_order(91900) == (cudnn, flash, *others)
-    assert attention_order(91500) == attention_order(90100) == attention_order(None) == (flash, cudnn, *others)
+    assert attention_order(91900) == attention_order(91900, "fused") == (cudnn, flash, *others)
+    for version in (91500, 90100, None):  # wrong results in silence: not even where no other kernel takes the shapes
+        assert attention_order(version) == attention_order(version, "fused") == (flash, *others)
+    assert attention_order(91900, "flash") == (flash, *others)
+    for backend in ("auto", "flash"):
+        assert attention_order(91900, backend, deterministic=True) == (flash, *others)  # type: ignore[arg-type]
 
 
 def test_who_has_not_the_fastest_kernel_is_told() -> None:
@@ -249,6 +337,8 @@ def test_who_has_not_the_fastest_kernel_is_told() -> None:
     old, other = (attention_problem(flash, hopper, 90100), attention_problem(SDPBackend.EFFICIENT_ATTENTION, (10, 0), 91900))
     assert old is not None and "runs FLASH_ATTENTION, not cuDNN's" in old and "cuDNN is 90100, and not later than 91500" in old
     assert other is not None and "EFFICIENT_ATTENTION" in other and "cannot take this model's heads" in other
+    asked = attention_problem(flash, (8, 0), 90100, "fused")
+    assert asked is not None and "not later than 91500" in asked
     assert attention_warnings(torch.device("cpu"), torch.bfloat16, 4, 2, 64) == []
 
 
@@ -257,11 +347,12 @@ def test_the_order_holds_inside_and_ends_with_it(version: int | None, monkeypatc
     """torch takes a list of kernels for a set, unless it is told that it is an order."""
     before = torch._C._get_sdp_priority_order()
     monkeypatch.setattr(torch.backends.cudnn, "version", lambda: version)
-    with _preferred_kernels(torch.device("meta")):
-        assert torch._C._get_sdp_priority_order()[:4] == [int(kernel) for kernel in attention_order(version)]
-        assert torch.backends.cuda.cudnn_sdp_enabled() and torch.backends.cuda.math_sdp_enabled()
+    with _preferred_kernels(torch.device("meta"), "auto"):
+        order = [int(kernel) for kernel in attention_order(version)]
+        assert torch._C._get_sdp_priority_order()[: len(order)] == order
+        assert torch.backends.cuda.cudnn_sdp_enabled() is (version is not None) and torch.backends.cuda.math_sdp_enabled()
     assert torch._C._get_sdp_priority_order() == before
-    with _preferred_kernels(torch.device("cpu")):
+    with _preferred_kernels(torch.device("cpu"), "auto"):
         assert torch._C._get_sdp_priority_order() == before
 
 
@@ -285,11 +376,48 @@ def test_cudnn_computes_on_hopper(length: int, heads: int, kv_heads: int) -> Non
 
 
 @pytest.mark.gpu
-def test_documents_on_a_device() -> None:
+@pytest.mark.parametrize("backend", ["auto", "flash", "fused"])
+@pytest.mark.parametrize("kv_heads", [4, 2])
+@pytest.mark.parametrize(("shape", "causal"), [((384, 384), True), ((384, 768), False), ((256, 128), False)], ids=str)
+def test_pieces_on_a_device(shape: tuple[int, int], causal: bool, kv_heads: int, backend: Any) -> None:
+    """Output, log-sum-exp and gradients against the textbook: what the log-sum-exp of each kernel means, only a GPU shows. The gradients come
+    from the statistics of a whole of which this is a piece."""
+    queries, keys = shape
+    device = torch.device("cuda", 0)
+    sizes = ((queries, N), (keys, kv_heads), (keys, kv_heads))
+    # Rows of a longer sequence, as context parallelism gives them.
+    longer = [torch.randn(2 * length, B, count, 128, device=device, dtype=torch.bfloat16) for length, count in sizes]
+    leaves = [part.permute(1, 2, 0, 3)[:, :, -length:] for part, (length, _) in zip(longer, sizes, strict=True)]
+    wanted = piece_kernel(*leaves, None, causal=causal, backend=backend)
+    sound = attention_order(torch.backends.cudnn.version())[0] is SDPBackend.CUDNN_ATTENTION and torch.cuda.get_device_capability() >= (
+        9,
+        0,
+    )
+    assert wanted is (SDPBackend.CUDNN_ATTENTION if sound and backend != "flash" else SDPBackend.FLASH_ATTENTION)
+    seen = torch.ones(shape, dtype=torch.bool, device=device).tril() if causal else None
+    out, lse = attend(*leaves, causal=causal, backend=backend)
+    expected, expected_lse = textbook(*leaves, seen)
+    assert deviation(out, expected) < 1e-2 and deviation(lse, expected_lse) < 1e-4
+    wide = [leaf.double().requires_grad_() for leaf in leaves]
+    other = [torch.randn(B, kv_heads, 64, 128, device=device, dtype=torch.bfloat16) for _ in range(2)]
+    whole_out, whole_lse = (torch.zeros_like(out, dtype=torch.float32), torch.full_like(lse, float("-inf")))
+    for piece in ((out, lse), attend(leaves[0], *other, backend=backend)):
+        merge(whole_out, whole_lse, *piece)
+    upstream = torch.randn_like(out)
+    mask = None if seen is None else torch.cat([seen, seen.new_ones(queries, 64)], 1)
+    exact, _ = textbook(wide[0], *(torch.cat([part, more.double()], 2) for part, more in zip(wide[1:], other, strict=True)), mask)
+    exact_grads = torch.autograd.grad(exact, wide[1:], upstream.double())
+    grads = attend_backward(upstream, *leaves, whole_out.to(out.dtype), whole_lse, causal=causal, backend=backend)
+    assert max(map(deviation, grads[1:], exact_grads)) < 2e-2
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("backend", ["auto", "fused"])
+def test_documents_on_a_device(backend: Any) -> None:
     leaves, ids = packed(torch.bfloat16)
     there = [leaf.detach().cuda().requires_grad_() for leaf in leaves]
     documents = Documents.of(ids)
-    found = causal_attention(*there, Documents(documents.starts.cuda(), documents.longest))
+    found = causal_attention(*there, Documents(documents.starts.cuda(), documents.longest), backend)
     expected = causal_attention(*leaves, causal_document_mask(ids))
     grads = torch.autograd.grad(found, there, torch.ones_like(found))
     exact = torch.autograd.grad(expected, leaves, torch.ones_like(expected))

@@ -22,6 +22,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.harness import Cluster
+from tests.nn.cudnn import on_hopper
 from tests.nn.spmd import numbers, replicated, weighted_total
 
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 1e-2}
@@ -110,6 +111,13 @@ def traffic(place: Place, comm: Any, dtype: torch.dtype) -> list[dict[tuple[str,
     return [forward, cp.recorder.traffic]
 
 
+def check_cudnn(place: Place, comm: Any) -> None:
+    """Every piece, forward and backward, is computed by cuDNN, and their merge is what one process computes in fp64."""
+    with on_hopper() as cudnn:
+        check_against_one_process(place, comm, torch.bfloat16, False)
+    assert cudnn.forward == cudnn.backward > 0
+
+
 class Scores(TorchDispatchMode):
     """Counts the scores that the attention kernels are asked for, in forward and in backward."""
 
@@ -158,6 +166,12 @@ def check_exchange(place: Place) -> None:
 @pytest.mark.parametrize("with_documents", [False, True], ids=["causal", "documents"])
 def test_ranks_compute_what_one_process_computes(cluster: Cluster, size: int, comm: str, dtype: torch.dtype, with_documents: bool) -> None:
     cluster.run(size, check_against_one_process, comm, dtype, with_documents)
+
+
+@SIZES
+@COMMS
+def test_pieces_of_cudnn_merge_to_the_whole(cluster: Cluster, size: int, comm: str) -> None:
+    cluster.run(size, check_cudnn, comm)
 
 
 def test_one_rank_is_plain_attention_and_sends_nothing() -> None:

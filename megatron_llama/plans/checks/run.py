@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from megatron_llama.config.parse import flag
-from megatron_llama.config.schema import Config
+from megatron_llama.config.schema import Config, TrainingConfig
 from megatron_llama.errors import describe
 
 
@@ -42,6 +42,17 @@ def bad_step_problems(config: Config) -> Iterator[str]:
             got=training.loss_spike_factor,
             expected="more than 1, or 0 for no spikes",
             do=do,
+        )
+
+
+def determinism_problems(training: TrainingConfig) -> Iterator[str]:
+    """Yield what --deterministic-mode cannot go with."""
+    if training.deterministic_mode and training.attention_backend == "fused":
+        yield describe(
+            "--deterministic-mode",
+            got="--attention-backend fused",
+            expected="flash or auto: the backward pass of cuDNN's attention adds in any order",
+            do="leave one of the two out",
         )
 
 
