@@ -131,6 +131,16 @@ class ParallelConfig:
     grad_reduce_in_bf16: bool = False
     """Send gradients in bfloat16 between data-parallel ranks. Over microbatches they are still
     accumulated in fp32."""
+    high_priority_stream_groups: tuple[Literal["tp", "cp", "dp", "pp", "none"], ...] = (
+        "tp",
+        "cp",
+        "dp",
+    )
+    """On a GPU: groups of ranks whose NCCL kernels go before waiting kernels of the computation;
+    `none` for no group. Not measured yet."""
+    nccl_pp_max_ctas: int = 4
+    """On a GPU: most thread blocks, each on a multiprocessor, of NCCL's kernels between pipeline
+    stages. 0: as many as NCCL takes. Not measured yet."""
     distributed_timeout_minutes: float = 10.0
     """A rank that waits longer ends the run, on all ranks, with an error that says which one
     stopped where."""

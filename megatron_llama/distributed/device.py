@@ -103,6 +103,12 @@ def backend(device: torch.device) -> str:
     return "gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl"
 
 
+def axis_backend(device: torch.device) -> str | None:
+    """The torch.distributed backend of a group that moves tensors of the device only. None: that of
+    the group of all ranks."""
+    return None if is_host(device) else "nccl"
+
+
 def one_connection_per_peer(device: torch.device) -> bool:
     """Whether operations over the same ranks should share one communicator."""
     # Over sockets, messages of one communicator go out in the order in which they were issued,

@@ -4,6 +4,12 @@ Rank order, outermost to innermost: pp, dp, cp, tp. Tensor-parallel ranks are ne
 share a machine. Groups are made by ``torch.distributed.new_group`` and not by ``DeviceMesh``,
 because the two directions of the pipeline, and on a device gathers and reductions, need a
 communicator each over the same ranks.
+
+On a device a group of an axis is NCCL's alone. Values of the host (errors, paths, numbers for the
+log) go along the axis of all ranks only, whose group has gloo besides, with connections that gloo
+makes when two ranks first talk: to its two neighbours for most collectives, to log2 of the ranks
+for a broadcast, to all from rank 0. A gloo group for each axis would hold a socket for each pair of
+its ranks in every process.
 """
 
 from __future__ import annotations
@@ -13,6 +19,7 @@ import math
 import os
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
+from types import MappingProxyType
 
 import torch
 import torch.distributed as dist
@@ -22,16 +29,40 @@ from megatron_llama.distributed import device as devices
 from megatron_llama.distributed.comm.store import host_named, open_store
 from megatron_llama.distributed.comm.watch import Watch
 from megatron_llama.distributed.launcher import Place
-from megatron_llama.distributed.network import GLOO, NCCL, choose_interface, require_master
+from megatron_llama.distributed.network import (
+    GLOO,
+    GLOO_LAZY,
+    NCCL,
+    choose_interface,
+    require_master,
+)
 from megatron_llama.distributed.recorder import Recorder
 from megatron_llama.distributed.rendezvous import meet
 from megatron_llama.errors import ClusterError
 from megatron_llama.plans.buckets import shard_count
 from megatron_llama.plans.params import kv_copies, partition_of
+from megatron_llama.plans.schedule import Op, StagePlacement, connection_order
 
 GRACE = timedelta(seconds=30)
 """What the backend waits longer than the watch."""
 _ALLOCATOR_VARIABLES = frozenset({"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"})
+_STREAM_GROUPS = MappingProxyType(
+    {
+        "tp": "tp",
+        "kv": "tp",
+        "cp": "cp",
+        "dp": "dp",
+        "dp_shard": "dp",
+        "dp_replica": "dp",
+        "dp_gather": "dp",
+        "pp": "pp",
+        "pp_backward": "pp",
+        "pp_return": "pp",
+        "pp_backward_return": "pp",
+    }
+)
+"""The value of ``--high-priority-stream-groups`` that means an axis. Tied embeddings have none:
+their gradients are added once in a step, when nothing is left to compute."""
 
 
 @dataclass(frozen=True)
@@ -166,6 +197,10 @@ def _join_group(
     if interface is not None:
         os.environ.setdefault(GLOO, interface)
         os.environ.setdefault(NCCL, f"={interface}")  # NCCL reads a bare name as a prefix
+    if not devices.is_host(device):
+        # Only now and then a value of the host crosses this group, so a socket for each pair of
+        # ranks, 16,000 in every process of a job of 16,000, would mostly stay unused.
+        os.environ.setdefault(GLOO_LAZY, "1")
     dist.init_process_group(
         devices.backend(device), store=store, rank=rank, world_size=world_size, timeout=timeout
     )
@@ -218,8 +253,9 @@ def build_mesh(
     recorder: Recorder | None = None,
 ) -> Mesh:
     """Build the mesh of a process group that has been joined, with communicators for what the
-    configuration uses only. ``recorder`` is a new one unless this process has one. Collective.
-    Raises ClusterError if the layout does not divide ``world_size``."""
+    configuration uses only. Each of them is used once, so that nothing waits for one to be made
+    later. ``recorder`` is a new one unless this process has one. Collective. Raises ClusterError if
+    the layout does not divide ``world_size``."""
     parallel = config.parallel
     model = config.model
     tp = parallel.tensor_model_parallel_size
@@ -232,7 +268,7 @@ def build_mesh(
         )
     grid = _Grid(pp, world_size // (tp * cp * pp), cp, tp)
     recorder = recorder or Recorder()
-    builder = _AxisBuilder(rank, recorder, _backend_timeout(parallel))
+    builder = _AxisBuilder(rank, recorder, _backend_timeout(parallel), device, parallel)
 
     data_lines = grid.lines(1, 2)
     shards = shard_count(parallel, len(data_lines[0]))
@@ -260,7 +296,7 @@ def build_mesh(
     partition = partition_of(config)
     virtual = partition.stages > pp
     tied = model.tie_word_embeddings and not partition.first_and_last_share_rank
-    return Mesh(
+    mesh = Mesh(
         world=_world(rank, world_size, recorder),
         tp=tp_axis,
         kv=kv,
@@ -279,6 +315,66 @@ def build_mesh(
         device=device,
         recorder=recorder,
     )
+    ring = parallel.cp_comm_type == "ring"
+    _make_communicators(mesh, partition.placement, ring=ring)
+    return mesh
+
+
+def _make_communicators(mesh: Mesh, placement: StagePlacement, *, ring: bool) -> None:
+    """Use every communicator of this rank once: an all-reduce along each axis, a step of the ring,
+    and a message from each pipeline rank to each neighbour that it sends to. Collective.
+
+    NCCL makes a communicator at its first use, and the host waits there until all its ranks have
+    come (``plans/schedule/connections.py``). Inside a schedule two ranks may come to their first
+    uses in different orders, and would wait forever. Here all ranks come in one order."""
+    if mesh.world.size == 1:
+        return
+    sent = torch.zeros(1, device=mesh.device)
+    received = torch.zeros(1, device=mesh.device)
+    axes = (
+        mesh.world,
+        mesh.tp,
+        mesh.kv,
+        mesh.cp,
+        mesh.dp,
+        mesh.dp_shard,
+        mesh.dp_replica,
+        mesh.dp_gather,
+        mesh.embedding,
+    )
+    made: list[dist.ProcessGroup] = []
+    for axis in axes:
+        # On the host one group serves several axes.
+        if axis.group is not None and axis.group not in made:
+            with mesh.recorder.waiting(f"the ranks of {axis.name}"):
+                dist.all_reduce(sent, group=axis.group)
+            made.append(axis.group)
+    if ring and mesh.cp.size > 1:
+        # The messages of a batch go over the axis' own communicator, which connects the neighbours
+        # at the first of them.
+        after = (mesh.cp.rank + 1) % mesh.cp.size
+        before = (mesh.cp.rank - 1) % mesh.cp.size
+        step = [
+            dist.P2POp(dist.isend, sent, group=mesh.cp.group, group_peer=after),
+            dist.P2POp(dist.irecv, received, group=mesh.cp.group, group_peer=before),
+        ]
+        with mesh.recorder.waiting("the ranks of the ring"):
+            for work in dist.batch_isend_irecv(step):
+                work.wait()
+    for op, sender, receiver in connection_order(placement):
+        if mesh.pp.rank not in (sender, receiver):
+            continue
+        link = mesh.link(sender, receiver, backward=op is Op.SEND_BACKWARD)
+        peer = receiver if mesh.pp.rank == sender else sender
+        with mesh.recorder.waiting(f"rank {link.ranks[peer]} on {link.name}"):
+            if mesh.pp.rank == sender:
+                message = dist.isend(sent, group=link.group, group_dst=peer)
+            else:
+                message = dist.irecv(received, group=link.group, group_src=peer)
+            assert message is not None
+            message.wait()
+    # What cannot be connected fails here, and not in the first step.
+    devices.synchronize(mesh.device)
 
 
 @dataclass(frozen=True)
@@ -303,6 +399,8 @@ class _AxisBuilder:
     rank: int
     recorder: Recorder
     timeout: timedelta
+    device: torch.device
+    parallel: ParallelConfig
 
     def build(self, name: str, lines: list[tuple[int, ...]]) -> Axis:
         """Create the group of every line, and return the axis of the line to which this rank
@@ -313,7 +411,30 @@ class _AxisBuilder:
             if len(line) == 1:
                 continue
             with self.recorder.waiting(f"the ranks of {name}"):
-                group = dist.new_group(list(line), timeout=self.timeout)
+                group = dist.new_group(
+                    list(line),
+                    timeout=self.timeout,
+                    backend=devices.axis_backend(self.device),
+                    pg_options=self._options(name),
+                )
             if self.rank in line:
                 mine = Axis(name, line.index(self.rank), line, group, self.recorder)
         return mine
+
+    def _options(self, name: str) -> object:
+        """What NCCL is told of the communicators of an axis; on a host None."""
+        if devices.is_host(self.device):
+            return None
+        group = _STREAM_GROUPS.get(name)
+        # A kernel of a stream with high priority starts before waiting ones of others, so the
+        # computation in the compute stream does not hold up a message that others wait for.
+        options = dist.ProcessGroupNCCL.Options(
+            is_high_priority_stream=group in self.parallel.high_priority_stream_groups
+        )
+        # torch warns of options whose timeout is another than the group's.
+        options._timeout = self.timeout
+        if group == "pp" and self.parallel.nccl_pp_max_ctas:
+            # A message of the pipeline has a whole pass to arrive in, and its kernel takes
+            # multiprocessors away from that pass for as long as it waits for its peer.
+            options.config.max_ctas = self.parallel.nccl_pp_max_ctas
+        return options

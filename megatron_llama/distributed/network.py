@@ -27,6 +27,8 @@ from megatron_llama.errors import ClusterError, describe
 
 GLOO = "GLOO_SOCKET_IFNAME"
 NCCL = "NCCL_SOCKET_IFNAME"
+GLOO_LAZY = "TORCH_GLOO_LAZY_INIT"
+"""Whether gloo connects two ranks when they first talk, and not all ranks when a group is made."""
 RESOLVE_SECONDS = 20.0
 """How long a name may be unknown: a cluster may publish the name of a machine after it has
 started."""

@@ -38,7 +38,7 @@ NAMES = """
     early_stop_patience eod_mask_loss eos_token_id epochs eval_interval eval_iters exchange_chunk_bytes exit_duration_in_mins exit_interval exit_zero_on_signal export_hf
     finetune fp16 fp64 freeze
     global_batch_size gpus_per_node grad_reduce_in_bf16 grad_slots
-    head_dim hidden_act hidden_size hysteresis
+    head_dim hidden_act hidden_size high_priority_stream_groups hysteresis
     ignore_hf_config_fields init_from_hf initial_loss_scale initializer_range intermediate_size
     job_name
     load load_optim log_batch_size_to_tensorboard log_format log_interval log_straggler log_timers_to_tensorboard
@@ -46,7 +46,7 @@ NAMES = """
     loss_scale_window loss_spike_factor loss_spike_window lr lr_decay_iters lr_decay_samples lr_decay_style lr_warmup_fraction lr_warmup_iters lr_warmup_samples
     lr_wsd_decay_iters lr_wsd_decay_samples lr_wsd_decay_style
     make_vocab_size_divisible_by max_bad_steps max_position_embeddings micro_batch_size min_loss_scale min_lr mlp_bias
-    nodes num_attention_heads num_hidden_layers num_key_value_heads
+    nccl_pp_max_ctas nodes num_attention_heads num_hidden_layers num_key_value_heads
     offload_cores offload_speculative on_bad_step optimizer_offload optimizer_offload_fraction
     param_slots pipeline_layer_split pipeline_model_parallel_size pipeline_schedule prefetch_bytes preset
     profile profile_dir profile_ranks profile_step_end profile_step_start progress_bar

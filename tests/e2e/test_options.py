@@ -36,6 +36,8 @@ ELSEWHERE: Mapping[str, str] = {
     "tensor_model_parallel_size": "e2e/test_layouts.py::test_every_layout_trains_the_same_model",
     "ignore_hf_config_fields": "config/test_hf_fields.py::test_unknown_fields_are_refused_together_unless_each_is_named",
     "resize_embeddings": "e2e/test_resize.py::test_new_rows_are_the_mean_of_the_old_ones",
+    "high_priority_stream_groups": "distributed/test_communicators.py::test_what_nccl_is_told_of_each_axis",
+    "nccl_pp_max_ctas": "distributed/test_communicators.py::test_what_nccl_is_told_of_each_axis",
     "distributed_timeout_minutes": "e2e/test_signals.py::test_a_rank_that_hangs_is_noticed_after_the_timeout",
     "fp16": "e2e/test_fp16.py::test_the_loss_falls",
     "initial_loss_scale": "e2e/test_fp16.py::test_resuming_goes_on_with_the_scale",

@@ -15,8 +15,10 @@ from megatron_llama.plans.schedule import (
     Op,
     Schedule,
     ScheduleError,
+    connection_order,
     forward_only,
     placement_of,
+    prove_first_uses,
     schedule_named,
     validate,
 )
@@ -311,6 +313,56 @@ def test_a_deadlock_of_full_links_is_refused() -> None:
         "rank 0 at send_forward(stage 0, microbatch 3) waits for recv_forward(stage 1, microbatch 2)",
         "rank 1 at send_backward(stage 1, microbatch 1) waits for recv_backward(stage 0, microbatch 0)",
     )
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 4, 8])
+@pytest.mark.parametrize("name", ["gpipe", "1f1b", "zb-h1", "zb-v"])
+def test_one_microbatch_hangs_on_nccl_unless_links_are_connected_first(name: str, ranks: int) -> None:
+    """Rank 0 posts the receive of the gradient before it sends the activation; rank 1 first waits for the activation."""
+    schedule = schedule_named(name, ranks=ranks, microbatches=1)
+    with pytest.raises(ScheduleError) as error:
+        prove_first_uses(schedule, ())
+    text = str(error.value)
+    assert "deadlock in the first uses of communicators" in text and "waits for rank 0 (link for activations, 0 to 1)" in text
+    assert text.count("rank 0 at recv_") == 1 and "rank 1 at recv_forward(stage 1, microbatch 0)" in text
+    prove_first_uses(schedule, connection_order(schedule.placement))
+    prove_first_uses(schedule_named(name, ranks=ranks, microbatches=2), ())
+
+
+@pytest.mark.parametrize(("name", "virtual"), [("interleaved", 2), ("interleaved", 3), ("zb-v", 2)])
+@pytest.mark.parametrize("ranks", [2, 3, 4, 8])
+def test_an_evaluation_with_virtual_stages_hangs_on_nccl_unless_links_are_connected_first(name: str, virtual: int, ranks: int) -> None:
+    schedule = forward_only(placement_of(name, ranks, virtual), 1)
+    with pytest.raises(ScheduleError, match="deadlock in the first uses of communicators"):
+        prove_first_uses(schedule, ())
+    prove_first_uses(schedule, connection_order(schedule.placement))
+
+
+@pytest.mark.parametrize("forgotten", [(0, 1), (1, 2)])
+def test_links_that_are_forgotten_at_the_start_are_found(forgotten: tuple[int, int]) -> None:
+    """zb-v on two ranks uses four links. One that is made late is waited for by both ranks, two of them in two orders."""
+    schedule = schedule_named("zb-v", ranks=2, microbatches=1)
+    order = connection_order(schedule.placement)
+    assert len(order) == 4
+    for one in order:
+        prove_first_uses(schedule, [link for link in order if link != one])
+    with pytest.raises(ScheduleError, match=r"rank 0 at .* waits for rank 1 .*; rank 1 at .* waits for rank 0"):
+        prove_first_uses(schedule, [link for index, link in enumerate(order) if index not in forgotten])
+
+
+def test_a_link_that_one_end_never_uses_is_found() -> None:
+    whole = gpipe(2, 2)
+    silent = replace(whole, ranks=(whole.ranks[0], tuple(a for a in whole.ranks[1] if a.op is not Op.RECV_FORWARD)))
+    with pytest.raises(ScheduleError, match=r"rank 0 at send_forward\(stage 0, microbatch 0\) waits for rank 1"):
+        prove_first_uses(silent, ())
+
+
+def test_links_are_connected_in_three_rounds() -> None:
+    """Even pairs, odd pairs, the wrap-around; in a round no rank is in two pairs, so the start takes as long with any number of ranks."""
+    placement = placement_of("interleaved", 6, 2)
+    pairs = list(dict.fromkeys(tuple(sorted(link[1:])) for link in connection_order(placement)))
+    assert pairs == [(0, 1), (2, 3), (4, 5), (1, 2), (3, 4), (0, 5)]
+    assert connection_order((0, 0)) == () and connection_order((0, 1)) == ((Op.SEND_FORWARD, 0, 1), (Op.SEND_BACKWARD, 1, 0))
 
 
 def test_wrong_shapes_are_refused() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from megatron_llama.config.parse import flag
-from megatron_llama.config.schema import Config
+from megatron_llama.config.schema import Config, ParallelConfig
 from megatron_llama.config.world import world_problem
 from megatron_llama.errors import describe, nearest_divisors, nearest_multiples
 from megatron_llama.plans.buckets import NO_SHARD
@@ -40,6 +40,7 @@ def parallel_problems(config: Config, world_size: int) -> Iterator[str]:
         do = f"choose {nearest_divisors(heads, tp) if tp < heads else nearest_multiples(tp, heads)}"
         yield describe("--tensor-model-parallel-size", got=tp, expected=wanted, do=do)
     yield from _sequence_problems(config)
+    yield from _communicator_problems(parallel)
     yield from _sharding_problems(config, 0 if world is not None else world_size // (tp * pp))
     if model.num_hidden_layers > 0:
         # How many blocks may recompute can only be told of stages that can be built.
@@ -61,6 +62,24 @@ def _sequence_problems(config: Config) -> Iterator[str]:
             got=length,
             expected=f"a multiple of {' x '.join(parts)} = {unit}",
             do=do,
+        )
+
+
+def _communicator_problems(parallel: ParallelConfig) -> Iterator[str]:
+    groups = parallel.high_priority_stream_groups
+    if "none" in groups and len(groups) > 1:
+        yield describe(
+            "--high-priority-stream-groups",
+            got=" ".join(groups),
+            expected="groups, or none alone",
+            do="leave out none",
+        )
+    if parallel.nccl_pp_max_ctas < 0:
+        yield describe(
+            "--nccl-pp-max-ctas",
+            got=parallel.nccl_pp_max_ctas,
+            expected="0 or more",
+            do="give 0 for as many as NCCL takes",
         )
 
 

@@ -2,16 +2,20 @@
 take.
 
 ``actions.py`` defines what a rank can do, ``builders.py`` the schedules of ``--pipeline-schedule``
-(a new one is added there), ``proof.py`` checks that a schedule is complete and cannot deadlock, and
-``replay.py`` computes when each pass runs.
+(a new one is added there), ``proof.py`` checks that a schedule is complete and cannot deadlock,
+``replay.py`` computes when each pass runs, and ``connections.py`` lists the links that are
+connected before the first step.
 """
 
 from megatron_llama.plans.schedule.actions import (
     Action,
+    Link,
     Op,
     Schedule,
     ScheduleError,
+    StagePlacement,
     backward_comes_next,
+    link_of,
 )
 from megatron_llama.plans.schedule.builders import (
     SCHEDULES,
@@ -20,6 +24,7 @@ from megatron_llama.plans.schedule.builders import (
     schedule_named,
     schedule_problems,
 )
+from megatron_llama.plans.schedule.connections import connection_order, prove_first_uses
 from megatron_llama.plans.schedule.proof import Report, validate
 from megatron_llama.plans.schedule.replay import Costs, TimedPass, Timeline, simulate
 
@@ -27,15 +32,20 @@ __all__ = (
     "SCHEDULES",
     "Action",
     "Costs",
+    "Link",
     "Op",
     "Report",
     "Schedule",
     "ScheduleError",
+    "StagePlacement",
     "TimedPass",
     "Timeline",
     "backward_comes_next",
+    "connection_order",
     "forward_only",
+    "link_of",
     "placement_of",
+    "prove_first_uses",
     "schedule_named",
     "schedule_problems",
     "simulate",

@@ -2,7 +2,10 @@
 
 Schedules are plain lists that anyone may write, so nothing is taken on trust: each pass and each
 transfer happens exactly once, no pass comes before what it needs, both ends of a link use one
-order, and a simulation under the runtime's rules reaches the end.
+order, and a simulation under the runtime's rules reaches the end. The runtime has two transports
+with different rules for a first message, and the proof is made for both: over gloo (``replay.py``)
+every rank is connected before it begins, over NCCL (``connections.py``) the first use of a link
+waits for the other end's.
 """
 
 from __future__ import annotations
@@ -26,6 +29,7 @@ from megatron_llama.plans.schedule.actions import (
     receive_before,
     send_after,
 )
+from megatron_llama.plans.schedule.connections import connection_order, prove_first_uses
 from megatron_llama.plans.schedule.replay import Costs, Timeline, simulate
 
 
@@ -50,13 +54,15 @@ class Report:
 
 
 def validate(schedule: Schedule) -> Report:
-    """Prove a schedule complete, in order and free of deadlock, and return what it costs. Raises
-    ScheduleError naming the actions at fault."""
+    """Prove a schedule complete, in order and free of deadlock, over gloo and over NCCL with the
+    connections that ``build_mesh`` makes, and return what it costs. Raises ScheduleError naming the
+    actions at fault."""
     _check_shape(schedule)
     for rank in range(len(schedule.ranks)):
         _check_complete(schedule, rank)
         _check_local_order(schedule, rank)
     _check_links(schedule)
+    prove_first_uses(schedule, connection_order(schedule.placement))
     return _report(schedule, simulate(schedule, Costs()))
 
 
