@@ -8,11 +8,23 @@ from __future__ import annotations
 
 import math
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 BLOCK = 2048
+
+
+@triton.jit
+def _count_step(step, skip, corrections, LOG1: tl.constexpr, LOG2: tl.constexpr):
+    """Count the step and write both bias corrections, in one thread. They are computed in fp64: in
+    fp32 the difference 1 - 0.999^t loses most of its digits for small t."""
+    count = tl.load(step) + 1.0 - tl.load(skip)
+    tl.store(step, count)
+    time = count.to(tl.float64)
+    tl.store(corrections, (1.0 - tl.exp(time * LOG1)).to(tl.float32))
+    tl.store(corrections + 1, tl.sqrt(1.0 - tl.exp(time * LOG2)).to(tl.float32))
 
 
 @triton.jit
@@ -22,15 +34,13 @@ def _adamw(
     average,
     square,
     copy,
-    step,
+    corrections,
     scale,
     skip,
     lr,
     count,
     REST1: tl.constexpr,
     REST2: tl.constexpr,
-    LOG1: tl.constexpr,
-    LOG2: tl.constexpr,
     DECAY: tl.constexpr,
     EPS: tl.constexpr,
     COPIES: tl.constexpr,
@@ -39,10 +49,10 @@ def _adamw(
     if tl.load(skip) == 0.0:
         place = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
         inside = place < count
-        # In fp64: in fp32 the difference 1 - 0.999^t loses most of its digits for small t.
-        time = tl.load(step).to(tl.float64)
-        correction1 = (1.0 - tl.exp(time * LOG1)).to(tl.float32)
-        correction2 = tl.sqrt(1.0 - tl.exp(time * LOG2)).to(tl.float32)
+        # ``_count_step`` has made them once for all threads: nothing here is fp64, of which many
+        # GPUs compute a sixty-fourth as much as of fp32.
+        correction1 = tl.load(corrections)
+        correction2 = tl.load(corrections + 1)
         g = tl.load(grad + place, mask=inside, other=0.0).to(tl.float32) / tl.load(scale)
         p = tl.load(master + place, mask=inside, other=0.0)
         m = tl.load(average + place, mask=inside, other=0.0)
@@ -79,8 +89,11 @@ def adamw(
 
     ``step``, ``scale`` and ``skip`` are 0-dim fp32 tensors on the device. If ``skip`` is not 0
     nothing changes, ``step`` included."""
+    corrections = torch.empty(2, dtype=torch.float32, device=master.device)
+    _count_step[(1,)](
+        step, skip, corrections, LOG1=_logarithm(beta1), LOG2=_logarithm(beta2), num_warps=1
+    )
     count = master.numel()
-    step.add_(1.0).sub_(skip)
     if count == 0:
         return
     _adamw[(-(-count // BLOCK),)](
@@ -89,15 +102,13 @@ def adamw(
         average,
         square,
         master if copy is None else copy,
-        step,
+        corrections,
         scale,
         skip,
         lr,
         count,
         REST1=1.0 - beta1,
         REST2=1.0 - beta2,
-        LOG1=_logarithm(beta1),
-        LOG2=_logarithm(beta2),
         DECAY=decay,
         EPS=eps,
         COPIES=copy is not None,

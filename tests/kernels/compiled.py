@@ -1,7 +1,7 @@
 """Compile every kernel for a GPU that is not here, through the functions that launch it, at the sizes of 7B and 8B models.
 
 Prints one JSON object: for each kernel and size of model, the most registers and bytes of stack of a thread, as NVIDIA's own tool reads
-them from the machine code. Nothing runs: tensors are the host's, and launching ends when the code is there."""
+them from the machine code, and how often its PTX says ``.f64``. Nothing runs: tensors are the host's, and launching ends when the code is there."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class Compiler:
     def run(self, function: Any, *args: Any, grid: Any, warmup: bool, **names: Any) -> Any:
         kernel = self._run(function, *args, grid=grid, warmup=True, **names)
         used = self.found.setdefault(f"{function.fn.__module__.rpartition('.')[2]}.{function.fn.__name__} {self.case}", {})
-        for name, value in usage(kernel.asm["cubin"]).items():
+        for name, value in (usage(kernel.asm["cubin"]) | {"f64": kernel.asm["ptx"].count(".f64")}).items():
             used[name] = max(value, used.get(name, 0))
         return kernel
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 from torch.optim.adamw import adamw as torch_adamw
@@ -52,3 +54,19 @@ def test_the_first_moment_may_have_no_memory(device: torch.device) -> None:
     grad, one = draw(3, seed=2, device=device), torch.ones((), device=device)
     adamw(tensors[0], grad, *tensors[1:], None, scale=one, skip=one - 1, decay=0.0, **(NUMBERS | {"beta1": 0.0}))
     assert torch.equal(tensors[1], grad) and tensors[0].isfinite().all()
+
+
+@pytest.mark.parametrize("beta2", [0.95, 0.999])
+@pytest.mark.parametrize("before", [0, 1, 9, 999, 99_999])
+def test_corrections_are_those_of_fp64(before: int, beta2: float, device: torch.device) -> None:
+    """Rounded to fp32 once, at the end. A skipped step is not counted."""
+    from megatron_llama.engine.adamw_kernel import _count_step, _logarithm
+
+    step, corrections = torch.full((), float(before), device=device), torch.empty(2, device=device)
+    for skip in (1.0, 0.0):
+        logarithms = {"LOG1": _logarithm(0.9), "LOG2": _logarithm(beta2)}
+        _count_step[(1,)](step, torch.full((), skip, device=device), corrections, **logarithms, num_warps=1)
+        assert step.item() == before + 1 - skip
+    time = torch.tensor(before + 1.0, dtype=torch.float64)
+    exact = [-torch.expm1(time * math.log(0.9)), (-torch.expm1(time * math.log(beta2))).sqrt()]
+    assert corrections.tolist() == torch.stack(exact).to(torch.float32).tolist()
