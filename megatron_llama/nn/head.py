@@ -19,7 +19,7 @@ from megatron_llama.distributed.mesh import Axis
 from megatron_llama.nn.loss import cross_entropy
 from megatron_llama.nn.ops import Ops
 from megatron_llama.nn.param_handle import ParamHandle, accumulate_product, wait_unsharded
-from megatron_llama.plans.activation_memory import HEAD_CHUNK
+from megatron_llama.plans.activation_memory import HEAD_CHUNK, head_rows
 
 
 def head_loss(
@@ -40,7 +40,8 @@ def head_loss(
 
     labels and weights are [s, b]; without weights no gradients are computed. x, contiguous, is
     overwritten by its gradient. Whoever begins the backward pass calls ``done`` on the handle,
-    which is None where the weight is not trained. ``chunk`` logits are computed at once."""
+    which is None where the weight is not trained. At most ``chunk`` logits are computed at once, of
+    ``head_rows`` tokens."""
     unsharded = wait_unsharded(weight)
     trained = weight.requires_grad and weights is not None
     handle = unsharded.handle if trained else None
@@ -57,7 +58,7 @@ def head_loss(
         targets = labels.flatten()
         token_weights = None if weights is None else weights.flatten()
         losses = []
-        step = max(1, chunk // weight.shape[0])
+        step = head_rows(chunk, weight.shape[0])
         for part in (slice(start, start + step) for start in range(0, len(rows), step)):
             logits = F.linear(rows[part], weight)
             loss = cross_entropy(

@@ -27,8 +27,18 @@ HEAD_CHUNK = 2**28
 """Logits that a rank holds at once where it need not hold those of all tokens: 512 MiB in bf16.
 Each chunk reads and writes the fp32 gradient of the whole head, so smaller chunks would cost
 time."""
+CHUNK_ROWS = 256
+"""Tokens of which a chunk has a multiple. A GPU computes matrix products in tiles of up to 256
+rows, and a product with one row more takes as long as one with another tile."""
 LOSS_CHUNK = 2**19
 """Logits whose cross entropy a host computes at once: what its cache holds."""
+
+
+def head_rows(head_chunk: int, columns: int) -> int:
+    """Returns the tokens of a chunk of at most ``head_chunk`` logits with ``columns`` of a rank: a
+    multiple of CHUNK_ROWS, or fewer than that where not even so many fit, but at least one."""
+    rows = max(1, head_chunk // columns)
+    return rows if rows < CHUNK_ROWS else rows // CHUNK_ROWS * CHUNK_ROWS
 
 
 @dataclass(frozen=True)
@@ -176,7 +186,7 @@ class Activations:
         in chunks also the logits of one chunk, and the input of the head where this rank keeps only
         a part of it."""
         at_once = (
-            max(1, self.head_chunk // self._columns) * self._columns
+            head_rows(self.head_chunk, self._columns) * self._columns
             if in_chunks
             else self.tokens * self._columns
         )

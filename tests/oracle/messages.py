@@ -101,7 +101,8 @@ class _Step:
             return
         rows = self.shape.tokens
         columns = padded_vocab_size(self.config.model, self.shape.tp) // self.shape.tp
-        chunks = ceil(rows / max(1, self.shape.head_chunk // columns)) if self.plan.in_chunks else 1
+        fit = max(1, self.shape.head_chunk // columns)
+        chunks = ceil(rows / (fit - fit % 256 if fit >= 256 else fit)) if self.plan.in_chunks else 1
         self.calls["tp", "all_reduce"] += 2 * chunks
         self.bytes["tp", "all_reduce"] += 3 * rows * self.shape.fp32_itemsize
 

@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 from megatron_llama.distributed.launcher import Place
+from megatron_llama.distributed.mesh import Mesh
 from megatron_llama.model.llama import Stage
+from megatron_llama.nn.head import head_loss
+from megatron_llama.nn.ops import PLAIN
+from megatron_llama.plans.activation_memory import HEAD_CHUNK, head_rows
 
 from tests.harness import Cluster
 from tests.parallel.cases import Layout, Trainer, trainer
@@ -106,3 +111,40 @@ def test_never_more_scores_than_a_chunk() -> None:
     with Products():
         run.step(0)
     assert max(shape.numel() // 384 for shape in shapes if shape[-1] == 384 and shape != (64, 384)) == 4
+
+
+@pytest.mark.parametrize(("vocabulary", "tp", "rows"), [(128_256, 1, 2048), (128_256, 8, 16_640), (32_000, 1, 8192), (2**20, 1, 256)])
+def test_the_tokens_of_a_chunk_are_tiles(vocabulary: int, tp: int, rows: int) -> None:
+    """A multiple of 256, and not 256 more: 2093 would fit with 128,256 words."""
+    assert head_rows(HEAD_CHUNK, vocabulary // tp) == rows and rows + 256 > HEAD_CHUNK // (vocabulary // tp) >= rows
+
+
+@pytest.mark.parametrize(("fit", "rows"), [(0, 1), (1, 1), (255, 255), (256, 256), (511, 256), (512, 512)])
+def test_small_chunks_have_the_tokens_that_fit(fit: int, rows: int) -> None:
+    assert head_rows(fit * 384 + 383, 384) == rows
+
+
+def test_products_have_the_rows_of_the_plan() -> None:
+    """700 tokens, of which 300 fit: two products of 256 and the rest. Losses and gradients are those of all at once."""
+    numbers = torch.Generator().manual_seed(1)
+    x = torch.randn(700, 1, 16, dtype=torch.float64, generator=numbers)
+    weight = torch.randn(384, 16, dtype=torch.float64, generator=numbers)
+    labels, weights = torch.randint(0, 300, (700, 1), generator=numbers), torch.ones(700, 1, dtype=torch.float64)
+    shapes = list[int]()
+
+    class Products(torch.overrides.TorchFunctionMode):
+        def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            if function is torch.nn.functional.linear:
+                shapes.append(args[0].shape[0])
+            return function(*args, **(kwargs or {}))
+
+    found = []
+    for chunk in (300 * 384, 10**9):
+        gradient = x.clone()
+        with Products():
+            options = {"sequence_parallel": False, "z_weight": 0.1, "ops": PLAIN, "chunk": chunk}
+            losses, _ = head_loss(gradient, weight, labels, Mesh.single().tp, 300, weights=weights, **options)  # type: ignore[arg-type]
+        found.append((losses, gradient))
+    assert shapes == [256, 256, 188, 700]
+    (losses, gradient), (whole_losses, whole_gradient) = found
+    assert torch.allclose(losses, whole_losses, rtol=1e-13) and torch.allclose(gradient, whole_gradient, rtol=1e-10, atol=1e-14)
