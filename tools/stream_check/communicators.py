@@ -21,6 +21,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from megatron_llama.distributed import device as devices
 from megatron_llama.distributed import mesh as meshes
 from tools.stream_check.events import Line, Memory
 from tools.stream_check.recording import Recording
@@ -213,6 +214,8 @@ def process_group(recording: Recording, rank: int, world_size: int) -> Iterator[
     try:
         with (
             patch.object(meshes._AxisBuilder, "build", build_named),
+            patch.object(meshes._AxisBuilder, "_options", lambda self, axis: None),
+            patch.object(devices, "axis_backend", lambda device: BACKEND),
             patch.object(dist, "batch_isend_irecv", batched),
             # Python values travel over the host's backend, pickled: no memory of a step is in them.
             patch.object(dist, "all_gather_object", all_gather_object),

@@ -20,6 +20,7 @@ from megatron_llama.checkpoint.history import NO_HISTORY
 from megatron_llama.checkpoint.meta import TrainState
 from megatron_llama.config.schema import (
     Config,
+    LogConfig,
     LoraConfig,
     ModelConfig,
     OffloadConfig,
@@ -32,12 +33,14 @@ from megatron_llama.data.loader import Batch, BatchLoader
 from megatron_llama.distributed import device as devices
 from megatron_llama.distributed.mesh import build_mesh
 from megatron_llama.engine.build import build_optimizer, compute_dtype
+from megatron_llama.engine.offload.zenflow.rule import ZenFlow
 from megatron_llama.engine.optimizer import OverlappedDistributedOptimizer
 from megatron_llama.engine.replicas import check_replicas
-from megatron_llama.loop.bad_steps import BadSteps, Outcome
+from megatron_llama.loop.bad_steps import BadSteps
 from megatron_llama.loop.prefetch import Interrupts, Prefetcher
+from megatron_llama.loop.progress import Progress
 from megatron_llama.loop.timeline_recorder import Notes
-from megatron_llama.metrics.log import MetricLog
+from megatron_llama.metrics.log import MetricLog, StepRecord
 from megatron_llama.model.init import InitialWeights
 from megatron_llama.model.llama import build_stages
 from megatron_llama.pipeline.runtime import PipelineRuntime
@@ -75,6 +78,8 @@ class Layout:
     """What happens after the second step: ``evaluate``, ``replicas`` (they are compared), ``save``
     (the copies of an asynchronous one) and ``timeline`` (one is recorded during the third step)."""
     documents: bool = False
+    grows: bool = False
+    """The first step has half of the microbatches."""
     blocking: bool = False
     """The offload waits at once."""
 
@@ -127,29 +132,29 @@ class _Run:
         ) as optimizer:
             optimizer.load_weights(InitialWeights(1, config.model.initializer_range))
             runtime = PipelineRuntime(stages, optimizer, mesh, config, dtype=compute_dtype(config))
-            bad_steps = BadSteps(config, mesh, cast(MetricLog, None), NO_HISTORY)
-            loader = cast(BatchLoader, _Loader(self._batches))
+            log = cast(MetricLog, _NoLog())
+            bad_steps = BadSteps(config, mesh, log, NO_HISTORY)
+            progress = Progress(config, mesh, log, bad_steps)
+            loader = cast(BatchLoader, _Loader(self._batches, grows=self._layout.grows))
             prefetcher = Prefetcher(
                 loader, mesh.world, Interrupts(), first_sample=0, device=mesh.device
             )
             notes = Notes(mesh.recorder, mesh.device)
-            pending: Outcome | None = None
             for iteration in range(1, self._layout.steps + 1):
                 batches = prefetcher.take(next_sample=0)
                 optimizer.announce_step(_LR, clip=clip)
                 loss = runtime.step(batches)
                 update = optimizer.step(_LR, clip=clip, skip_update=bad_steps.skip_update(loss))
-                # The host reads how a step went when the next one has been issued.
-                if pending is not None:
-                    pending.read()
-                pending = bad_steps.outcome(TrainState(iteration, 0), loss, update)
+                last = iteration == self._layout.steps
+                progress.record_step(TrainState(iteration, 0), _LR, loss, update, last=last)
                 prefetcher.agreed_request()
                 if iteration == 2:
+                    progress.check_last_step()
                     self._between(runtime, optimizer, notes)
             if "timeline" in self._layout.between:
                 notes.finish()
             optimizer.settle()
-            self._name(optimizer)
+            self._name(optimizer, prefetcher)
 
     def _between(
         self, runtime: PipelineRuntime, optimizer: OverlappedDistributedOptimizer, notes: Notes
@@ -201,12 +206,23 @@ class _Run:
             ]
         return found
 
-    def _name(self, optimizer: OverlappedDistributedOptimizer) -> None:
+    def _name(self, optimizer: OverlappedDistributedOptimizer, prefetcher: Prefetcher) -> None:
         """Name the engine's buffers."""
         recording = self._recording
         plan = optimizer.bucket_plan
         parameters = optimizer.parameters
         gradients = optimizer.gradients
+        for rule in optimizer.rules.distinct:
+            for what, buffer in getattr(rule, "_buffers", {}).items():
+                if buffer.nbytes:
+                    recording.name(buffer._whole, f"offload buffer for {what}")
+            for what, held in (vars(rule._scratch) if isinstance(rule, ZenFlow) else {}).items():
+                for number, tensor in enumerate(held if isinstance(held, list) else [held]):
+                    if isinstance(tensor, torch.Tensor):
+                        recording.name(tensor, f"scratch {what} {number}")
+        for number, pair in enumerate(prefetcher._upload._pairs):
+            recording.name(pair.host.memory, f"upload buffer {number} on the host")
+            recording.name(pair.device.memory, f"upload buffer {number} on the device")
         for slot, tensor in parameters._slots.items():
             recording.name(tensor, f"parameter slot {slot}")
         for slot, tensor in gradients._slots.items():
@@ -222,21 +238,32 @@ class _Run:
                 recording.name(tensor, f"{what} of {plan.label(bucket)}")
         recording.name(optimizer._squared_norms, "squared norms of shards")
         recording.name(optimizer._total, "squared norm of the gradient")
-        for rule in optimizer.rules.distinct:
-            for what, buffer in getattr(rule, "_buffers", {}).items():
-                if buffer.nbytes:
-                    recording.name(buffer._whole, f"offload buffer for {what}")
 
 
 class _Loader:
-    """Reads the same batches for every step."""
+    """Reads the same batches for every step; one that grows reads half of them for the first."""
 
-    def __init__(self, batches: Callable[[], list[Batch]]) -> None:
+    def __init__(self, batches: Callable[[], list[Batch]], *, grows: bool) -> None:
         self._batches = batches
+        self._grows = grows
 
     def microbatches(self, sample: int) -> list[Batch]:
         """Return the microbatches of a step."""
-        return self._batches()
+        batches = self._batches()
+        if self._grows:
+            self._grows = False
+            return batches[: len(batches) // 2]
+        return batches
+
+
+class _NoLog:
+    """Takes the lines of a run, and writes none."""
+
+    def advance(self) -> None:
+        """Do nothing."""
+
+    def write(self, record: StepRecord) -> None:
+        """Do nothing."""
 
 
 def _layout(
@@ -256,6 +283,8 @@ def _layout(
     reduce_bf16: bool = False,
     between: Sequence[str] = (),
     documents: bool = False,
+    grows: bool = False,
+    log: LogConfig | None = None,
     blocking: bool = False,
     steps: int = 3,
     **parallel: Any,
@@ -287,6 +316,7 @@ def _layout(
         offload=offload or OffloadConfig(),
         zenflow=zenflow or ZenFlowConfig(),
         lora=LoraConfig(lora_rank=lora),
+        log=log or LogConfig(),
     )
     return Layout(
         config,
@@ -295,6 +325,7 @@ def _layout(
         steps=steps,
         between=frozenset(between),
         documents=documents,
+        grows=grows,
         blocking=blocking,
     )
 
@@ -477,6 +508,10 @@ def _between_steps() -> dict[str, Layout]:
         )
         for strategy in _STRATEGIES
     }
+    found["steps that grow"] = _layout(grows=True, steps=5)
+    found["a line for each step, and stragglers"] = _layout(
+        log=LogConfig(log_interval=1, log_straggler=True)
+    )
     for name, offload in (("exact", "exact"), ("zenflow", "zenflow")):
         found[f"{name} offload, between steps"] = _layout(
             offload=OffloadConfig(optimizer_offload=cast(Any, offload)),

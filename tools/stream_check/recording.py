@@ -364,6 +364,8 @@ class _Functions(TorchFunctionMode):
             return recording.memory(args[0]) is Memory.PINNED
         if func is Tensor.record_stream:
             tensor, stream = args
+            if recording.skips():
+                return None
             number = recording.storage(tensor).number
             recording.add(RecordStream(recording.thread, recording.site(), number, stream.line))
             return None

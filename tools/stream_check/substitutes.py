@@ -79,6 +79,8 @@ def _accelerator(recording: Recording) -> _Namespace:
             cudaHostRegister=register, cudaHostUnregister=lambda address: 0
         ),
         check_error=lambda status: None,
+        get_device_name=lambda device=None: "a recorded device",
+        max_memory_allocated=lambda device=None: 0,
         get_device_capability=lambda device=None: (0, 0),
         is_available=lambda: True,
     )

@@ -1,0 +1,184 @@
+"""That recordings of layouts miss nothing: no wait of the package, no stream, and no write to any memory."""
+
+from __future__ import annotations
+
+import ast
+import ctypes
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+from tools.stream_check.events import Access, Alloc, Event, Memory, Signal, Wait
+from tools.stream_check.layouts import layouts
+from tools.stream_check.recording import ROOT, Recording, RecordingError
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from tools.stream_check import recording as recordings
+
+WAITS = frozenset({"wait_event", "wait_stream", "record_event", "record", "synchronize", "host_event", "copy_to_host", "wait_for_copies"})
+ELSEWHERE = frozenset({"host", "planner", "commands"})
+"""Folders of the package that no run on a device enters while it trains."""
+IDLE = frozenset({"megatron_llama/loop/profiling.py", "megatron_llama/loop/timeline_recorder.py:TimelineRecorder"})
+"""They wait so that a profile and a timeline begin and end with an idle device, and order nothing."""
+SOME = (
+    "optim, between steps",
+    "optim_grads_params, 2 gradient slots",
+    "optim_grads, reduced in bf16",
+    "exact offload, between steps",
+    "1f1b, pipeline rank 1, optim",
+    "cp in a ring, sp, documents",
+    "a line for each step, and stragglers",
+)
+
+
+@cache
+def recorded(name: str) -> Sequence[Event]:
+    return tuple(layouts()[name](None))
+
+
+def sites() -> Iterator[tuple[str, int, int]]:
+    """File, first and last line of every call that waits or records, outside of ``device.py``."""
+    for path in sorted((ROOT / "megatron_llama").rglob("*.py")):
+        file = str(path.relative_to(ROOT))
+        if ELSEWHERE & set(path.parts) or file.endswith("distributed/device.py") or file in IDLE:
+            continue
+        tree = ast.parse(path.read_text())
+        skipped = {node for top in tree.body if isinstance(top, ast.ClassDef) and f"{file}:{top.name}" in IDLE for node in ast.walk(top)}
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Call) and node not in skipped:
+                name = node.func.attr if isinstance(node.func, ast.Attribute) else ""
+                owner = ast.unparse(node.func)
+                if name in WAITS - {"record"} or owner.endswith(("event.record", "work.wait", "message.wait")):
+                    assert node.end_lineno is not None
+                    yield file, node.lineno, node.end_lineno
+
+
+def test_layouts_reach_every_wait_of_the_package() -> None:
+    reached = {(event.site.file, event.site.line) for name in SOME for event in recorded(name) if isinstance(event, (Signal, Wait))}
+    found = list(sites())
+    assert len(found) > 25
+    missed = [(file, first) for file, first, last in found if not any((file, line) in reached for line in range(first, last + 1))]
+    assert missed == []
+
+
+@pytest.mark.parametrize("name", SOME)
+def test_layouts_use_several_streams(name: str) -> None:
+    streams = {event.line.name for event in recorded(name) if isinstance(event, Access) and not event.line.is_thread}
+    assert len(streams) >= 4
+    assert {"computing stream", "Upload stream"} < streams
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", sorted(layouts()))
+def test_every_layout_can_be_recorded(name: str) -> None:
+    """And every access is to memory that exists."""
+    sizes = {}
+    for event in layouts()[name](None):
+        match event:
+            case Alloc():
+                sizes[event.buffer] = event.nbytes
+            case Access():
+                assert 0 <= event.begin < event.end <= sizes[event.buffer]
+
+
+def test_a_recording_can_be_repeated() -> None:
+    """Without threads of the host, whose events may come in another order."""
+    first, second = (layouts()["optim_grads_params, 2 gradient slots"](None) for _ in range(2))
+    assert first == second
+
+
+def test_buffers_have_names() -> None:
+    names = {event.name for event in recorded("exact offload, between steps") if isinstance(event, Alloc)}
+    named = " ".join(sorted(names))
+    expected = (
+        "gradient slot",
+        "parameter slot",
+        "offload buffer for state",
+        "offload buffer for staging",
+        "upload buffer 1 on the device",
+    )
+    assert all(word in named for word in expected)
+
+
+def test_offload_is_pinned() -> None:
+    kinds = {event.name: event.memory for event in recorded("exact offload, between steps") if isinstance(event, Alloc) and event.name}
+    assert {kind for name, kind in kinds.items() if name.startswith("offload buffer")} == {Memory.PINNED}
+    assert {kind for name, kind in kinds.items() if "slot" in name} == {Memory.DEVICE}
+
+
+class Comparing(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Compares all memory before each operator with what it was after the one before. What has changed must be noted as written."""
+
+    def __init__(self, recording: Recording) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.recording = recording
+        self.before: dict[int, bytes] = {}
+        self.seen = self.compared = 0
+
+    def __torch_dispatch__(
+        self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        self.compare(str(func))
+        return func(*args, **(kwargs or {}))
+
+    def compare(self, before: str) -> None:
+        events = self.recording.events
+        written: dict[int, list[tuple[int, int]]] = {}
+        for event in events[self.seen :]:
+            if isinstance(event, Access) and event.writes:
+                written.setdefault(event.buffer, []).append((event.begin, event.end))
+        self.seen = len(events)
+        now = {}
+        for number, content in self.contents():
+            now[number] = content
+            old = self.before.get(number)
+            if old is None or old == content:
+                continue
+            changed = bytearray(content)
+            for begin, end in written.get(number, ()):
+                changed[begin:end] = old[begin:end]
+            assert changed == old, f"buffer {number} has changed before {before}, and nobody is known to have written it"
+            self.compared += 1
+        self.before = now
+
+    def contents(self) -> Iterator[tuple[int, bytes]]:
+        for key, watch in list(self.recording._watches.items()):
+            alive = watch.peek()
+            if alive is not None and alive[0].nbytes():
+                yield self.recording._storages[key].number, ctypes.string_at(alive[0].data_ptr(), alive[0].nbytes())
+
+
+@pytest.mark.parametrize("name", ["optim_grads_params, 2 gradient slots", "sp", "cp in a ring", "lora", "recompute full", "fp16"])
+def test_nothing_is_written_unseen(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    found: list[Comparing] = []
+    seeing = Recording.seeing
+
+    @contextmanager
+    def compared(recording: Recording) -> Iterator[None]:
+        found.append(Comparing(recording))
+        with seeing(recording), found[-1]:
+            yield
+
+    monkeypatch.setattr(Recording, "seeing", compared)
+    layouts()[name](None)
+    assert sum(one.compared for one in found) > 500
+
+
+def test_an_operator_that_hides_what_it_writes_is_found() -> None:
+    with pytest.raises(AssertionError, match="nobody is known to have written it"):
+        recording = Recording()
+        with recording.seeing(), Comparing(recording):
+            values = torch.zeros(4)
+            values.sum()
+            ctypes.memset(values.data_ptr(), 1, 4)
+            values.sum()
+
+
+def test_an_unknown_kind_of_operator_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A layout whose step has one is no layout that was checked."""
+    monkeypatch.setattr(recordings, "_UNSEEN", ("aten::embedding",))
+    with pytest.raises(RecordingError, match=r"aten\.embedding\.default"):
+        layouts()["optim"](None)
