@@ -105,6 +105,22 @@ class Segment:
     in_shard: int
     length: int
 
+    def blocks(self) -> Iterator[tuple[int, int, int, int]]:
+        """Yields the rectangles of the parameter, seen as a matrix, that the segment consists of:
+        at most the tail of a row, whole rows, and the head of a row. Each is (start in the shard,
+        rows, first column, columns)."""
+        width = self.spec.width
+        low = self.in_param
+        stop = self.in_param + self.length
+        while low < stop:
+            col = low % width
+            # From the start of a row as many whole rows as there are; else the rest of this row.
+            whole = (stop - low) // width if col == 0 else 0
+            cols = width if whole else min(width - col, stop - low)
+            rows = max(whole, 1)
+            yield self.in_shard + low - self.in_param, rows, col, cols
+            low += rows * cols
+
 
 @dataclass(frozen=True)
 class BucketPlan:

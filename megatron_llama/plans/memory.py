@@ -21,7 +21,7 @@ from megatron_llama.plans.buckets import (
     strategy_named,
 )
 from megatron_llama.plans.itemsize import compute_itemsize, fp32_itemsize, reduce_itemsize
-from megatron_llama.plans.offload import OffloadPlan, offload_plan
+from megatron_llama.plans.offload import ZENFLOW, OffloadPlan, offload_plan
 from megatron_llama.plans.params import partition_of
 from megatron_llama.plans.schedule import Action, Op, backward_comes_next, schedule_named
 from megatron_llama.plans.traffic import StepTraffic, step_traffic
@@ -38,18 +38,23 @@ USABLE = 0.9
 communicators and the gaps between allocations."""
 
 
-def state_bytes(config: Config, bucket_plan: BucketPlan) -> dict[str, int]:
+def state_bytes(config: Config, bucket_plan: BucketPlan, *, shard_rank: int = 0) -> dict[str, int]:
     """Bytes that one process holds on the device throughout a run, by component, as the engine
     allocates them. What is offloaded to the host is not counted, and neither is what messages need
-    besides (``staging_bytes``, ``host_buffer_bytes``)."""
+    besides (``staging_bytes``, ``host_buffer_bytes``). ``shard_rank``: see ``offload_plan``."""
     strategy = strategy_named(config.parallel.data_parallel_sharding_strategy)
     itemsize = compute_itemsize(config)
     fp32 = fp32_itemsize(config)
     trainable = [bucket.index for bucket in bucket_plan.buckets if bucket.kind.trainable]
     trained = sum(map(bucket_plan.shard_numel, trainable))
-    offload = offload_plan(config, bucket_plan)
+    offload = offload_plan(config, bucket_plan, shard_rank=shard_rank)
     offloaded = offload.buckets if offload is not None else ()
     updated = trained - sum(map(bucket_plan.shard_numel, offloaded))
+    # Of buckets that are updated on the host, ZenFlow counts the updates on the device too.
+    counted = len(trainable)
+    is_zenflow = config.offload.optimizer_offload == ZENFLOW
+    if not is_zenflow:
+        counted -= len(offloaded)
     apart = sum(
         bucket_plan.shard_numel(bucket.index)
         for bucket in bucket_plan.buckets
@@ -63,10 +68,12 @@ def state_bytes(config: Config, bucket_plan: BucketPlan) -> dict[str, int]:
         # In fp32 the shard itself is the master copy.
         "master weights": updated * fp32 if itemsize != fp32 else 0,
         "moments": 2 * updated * fp32,
-        "scalars": SCALARS
-        + SCALARS_OF_A_BUCKET * len(bucket_plan.buckets)
-        + STEP_COUNT * (len(trainable) - len(offloaded)),
-        **({"hot columns": offload.on_device} if offload is not None and offload.on_device else {}),
+        "scalars": SCALARS + SCALARS_OF_A_BUCKET * len(bucket_plan.buckets) + STEP_COUNT * counted,
+        **(
+            {"hot columns": offload.on_device, "column numbers": offload.column_numbers}
+            if offload is not None and is_zenflow
+            else {}
+        ),
     }
 
 

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 
 from megatron_llama.config.schema import Config
 from megatron_llama.errors import describe
-from megatron_llama.plans.buckets import ALIGN, BucketPlan
-from megatron_llama.plans.checks.zenflow import hot_column_count, sends_fp32, steps_of
+from megatron_llama.plans.buckets import ALIGN, BucketPlan, align_up
+from megatron_llama.plans.checks.zenflow import AUTO, hot_column_count, sends_fp32, steps_of
 from megatron_llama.plans.itemsize import compute_itemsize, fp32_itemsize
 
 NONE = "none"
@@ -53,6 +53,9 @@ class OffloadPlan:
     auto."""
     on_device: int = 0
     """Device memory that is needed nevertheless: hot columns, and buffers for what is copied."""
+    column_numbers: int = 0
+    """Device memory for which columns are hot and how often they have been updated, for the norms
+    of all columns, and for what decides when to update them."""
 
     @property
     def held(self) -> int:
@@ -94,8 +97,13 @@ def speculated_buckets(
     return tuple(chosen)
 
 
-def offload_plan(config: Config, bucket_plan: BucketPlan) -> OffloadPlan | None:
-    """Returns the plan of one rank of a resolved configuration; None if nothing is offloaded."""
+def offload_plan(
+    config: Config, bucket_plan: BucketPlan, *, shard_rank: int = 0
+) -> OffloadPlan | None:
+    """Returns the plan of one rank of a resolved configuration; None if nothing is offloaded.
+
+    ``shard_rank`` says which shard of each bucket the rank has. Under ZenFlow shards that begin in
+    the middle of a row need a little more than others."""
     options = config.offload
     if options.optimizer_offload == NONE:
         return None
@@ -103,7 +111,11 @@ def offload_plan(config: Config, bucket_plan: BucketPlan) -> OffloadPlan | None:
     master_itemsize = fp32_itemsize(config)
     if options.optimizer_offload == ZENFLOW:
         return _zenflow_plan(
-            config, bucket_plan, master_itemsize=master_itemsize, weight_itemsize=weight_itemsize
+            config,
+            bucket_plan,
+            master_itemsize=master_itemsize,
+            weight_itemsize=weight_itemsize,
+            shard_rank=shard_rank,
         )
     buckets = host_buckets(bucket_plan, options.optimizer_offload_fraction)
     sizes = {bucket: bucket_plan.shard_numel(bucket) for bucket in buckets}
@@ -145,10 +157,16 @@ def matrix_buckets(bucket_plan: BucketPlan, fraction: float) -> tuple[int, ...]:
 
 
 def _zenflow_plan(
-    config: Config, bucket_plan: BucketPlan, *, master_itemsize: int, weight_itemsize: int
+    config: Config,
+    bucket_plan: BucketPlan,
+    *,
+    master_itemsize: int,
+    weight_itemsize: int,
+    shard_rank: int,
 ) -> OffloadPlan:
     """Returns the plan under ZenFlow. Columns are selected over all ranks, so the number of hot
-    columns in a shard is an expected value."""
+    columns in a shard is an expected value where it has parts of rows, or tensor parallelism cuts
+    them; elsewhere it is exact."""
     options = config.zenflow
     buckets = matrix_buckets(bucket_plan, config.offload.optimizer_offload_fraction)
     wire = master_itemsize if sends_fp32(options) else weight_itemsize
@@ -168,6 +186,7 @@ def _zenflow_plan(
             * hot_column_count(options.zenflow_topk_ratio, columns)
             // columns
         )
+    hot_state, numbers = _columns_on_device(config, bucket_plan, buckets, shard_rank)
     return OffloadPlan(
         buckets=buckets,
         speculated=(),
@@ -179,9 +198,47 @@ def _zenflow_plan(
         to_device=(elements - hot)
         * weight_itemsize
         // (steps_of(options.zenflow_update_interval) or 1),
-        on_device=STATES * hot * master_itemsize
+        on_device=STATES * hot_state * master_itemsize
         + largest * (master_itemsize + 2 * wire + weight_itemsize),
+        column_numbers=numbers,
     )
+
+
+def _columns_on_device(
+    config: Config, bucket_plan: BucketPlan, buckets: Sequence[int], shard_rank: int
+) -> tuple[int, int]:
+    """Returns the elements of all hot columns of a rank, those of each bucket padded, and the bytes
+    of ``OffloadPlan.column_numbers``."""
+    options = config.zenflow
+    is_auto = options.zenflow_update_interval == AUTO
+    elements = numbers = 0
+    for bucket in buckets:
+        in_bucket = 0
+        for segment in bucket_plan.segments(bucket, shard_rank):
+            total = segment.spec.slices[0].shape[1]
+            hot = hot_column_count(options.zenflow_topk_ratio, total)
+            for _, rows, _, cols in segment.blocks():
+                in_bucket += rows * (cols * hot // total)
+                # Each column of a block has its number in the list of the hot or of the cold ones,
+                # in int64; a hot one also has its count, in fp64.
+                numbers += 8 * cols + 8 * (cols * hot // total)
+        elements += align_up(in_bucket, ALIGN)
+        # Updates since columns were selected; scale and skip of the last step. All are fp32.
+        numbers += 4 + 2 * 4
+        for placed in bucket_plan.buckets[bucket].placements:
+            # A norm in fp32; under auto whether it is hot.
+            numbers += placed.spec.width * (4 + is_auto)
+    if is_auto:
+        # Queries, keys and values are one matrix, also where they are stored as two. Each has two
+        # numbers of columns, and hot and cold magnitudes of a step and of a window; the steps of
+        # the window and two counts of votes are those of all.
+        names = {
+            placed.spec.name.replace(".kv_proj.", ".q_proj.")
+            for bucket in buckets
+            for placed in bucket_plan.buckets[bucket].placements
+        }
+        numbers += 6 * 4 * len(names) + 3 * 4
+    return elements, numbers
 
 
 def offload_problems(config: Config) -> Iterator[str]:

@@ -11,22 +11,28 @@ import pytest
 import torch
 import torch.distributed as dist
 from megatron_llama.config.presets import PRESETS
-from megatron_llama.config.schema import Config, OffloadConfig, OptimizerConfig, ParallelConfig, TrainingConfig
+from megatron_llama.config.schema import Config, OffloadConfig, OptimizerConfig, ParallelConfig, TrainingConfig, ZenFlowConfig
 from megatron_llama.distributed import device as devices
+from megatron_llama.distributed import mesh as meshes
 from megatron_llama.distributed.mesh import build_mesh
 from megatron_llama.engine.build import build_optimizer
 from megatron_llama.engine.offload import build
 from megatron_llama.engine.offload.exact import ExactOffload
+from megatron_llama.engine.offload.zenflow.rule import ZenFlow
 from megatron_llama.engine.optimizer import OverlappedDistributedOptimizer
 from megatron_llama.model.llama import build_stages
 from megatron_llama.planner.trace.storages import Storages
+from megatron_llama.plans import offload as plans
 from megatron_llama.plans.buckets import rank_bucket_plan
-from megatron_llama.plans.memory import MemoryPlan, state_bytes
+from megatron_llama.plans.checks.zenflow import hot_column_count
+from megatron_llama.plans.memory import MemoryPlan, staging_bytes, state_bytes
+from megatron_llama.plans.offload import offload_plan
 from megatron_llama.plans.resolve import resolve
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from tests.parallel.cases import STRATEGIES, Layout
+from tests.parallel.test_zenflow import EVERY, FOUR, OVERLAP, zen
 
 META = torch.device("meta")
 EXACT = OffloadConfig(optimizer_offload="exact")
@@ -71,6 +77,7 @@ def without_devices(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Streams, process groups, pinned pages and neighbours are what no engine needs to be built."""
     with monkeypatch.context() as patch:
         patch.setattr(dist, "new_group", lambda *given, **names: object())
+        patch.setattr(meshes, "_make_communicators", lambda *given, **names: None)
         patch.setattr(devices, "new_stream", lambda device: object())
         patch.setattr(devices, "pin", lambda memory, device: None)
         patch.setattr(devices, "unpin", lambda memory, device: None)
@@ -80,8 +87,8 @@ def without_devices(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         yield
 
 
-def built(config: Config, world: int, rank: int, monkeypatch: pytest.MonkeyPatch) -> Engine:
-    """The engine of a rank, as on a device."""
+def built(config: Config, world: int, rank: int, monkeypatch: pytest.MonkeyPatch) -> tuple[Engine, Made]:
+    """The engine of a rank, as on a device, and what counts its storages."""
     with without_devices(monkeypatch):
         mesh = replace(build_mesh(config, rank=rank, world_size=world, device=torch.device("cpu")), device=META)
         stages = build_stages(config, replace(mesh, device=torch.device("cpu")))
@@ -89,12 +96,12 @@ def built(config: Config, world: int, rank: int, monkeypatch: pytest.MonkeyPatch
             engine = build_optimizer(config, stages.values(), mesh, worker_factory=NoWorker)  # type: ignore[arg-type]
     live = made.storages.live
     seen = set[int]()
-    return Engine(engine, live, {name: made.storages.of(tensors, seen) for name, tensors in engine.memory.items()})
+    return Engine(engine, live, {name: made.storages.of(tensors, seen) for name, tensors in engine.memory.items()}), made
 
 
 def check(config: Config, world: int, rank: int, monkeypatch: pytest.MonkeyPatch) -> Engine:
     """Compare each component, and their sum with everything that lives."""
-    found = built(config, world, rank, monkeypatch)
+    found, _ = built(config, world, rank, monkeypatch)
     plan = MemoryPlan(config, world)
     mesh = found.engine.mesh
     bucket_plan = rank_bucket_plan(config, dp=mesh.dp.size, tp_rank=mesh.tp.rank, rank=mesh.pp.rank)
@@ -142,6 +149,58 @@ def test_allocated_is_planned(layout: Layout, monkeypatch: pytest.MonkeyPatch) -
             offload = MemoryPlan(config, layout.world_size).offload(stage)
             rules = [rule for rule in engine.rules.distinct if isinstance(rule, ExactOffload)]
             assert [rule.nbytes for rule in rules] == ([] if offload is None else [offload.held])
+
+
+def zenflow_layouts() -> Iterator[tuple[Layout, ZenFlowConfig]]:
+    """Every option of ZenFlow that changes what is allocated, and layouts that cut rows."""
+    for one in (FOUR, OVERLAP, EVERY, replace(FOUR, zenflow_update_interval="auto"), replace(FOUR, zenflow_topk_ratio=0.1)):
+        yield Layout(bf16=True), one
+        yield Layout(dp=3, strategy="optim_grads", bf16=True, bucket=10**9), one
+    for layout in (
+        Layout(),
+        Layout(fp16=True),
+        Layout(fp64=True),
+        Layout(lora=4),
+        Layout(tied=True, strategy="optim_grads_params"),
+        Layout(dp=2, strategy="optim_grads_params", slots="2", bf16=True, reduce_bf16=True),
+        Layout(tp=2, dp=2, bf16=True),
+        Layout(tp=4, dp=2, bf16=True),
+        Layout(pp=2, microbatches=2, bf16=True),
+    ):
+        yield layout, replace(OVERLAP, zenflow_update_interval="auto")
+
+
+@pytest.mark.parametrize(("layout", "zenflow"), list(zenflow_layouts()))
+def test_zenflow(layout: Layout, zenflow: ZenFlowConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before columns are selected there is none, to the byte. With the first ones selected all are there: to the byte where no row is cut;
+    elsewhere each part of a row may have one column more or less than its share, or all of the selected ones."""
+    config = zen(layout, zenflow).sized()
+    for rank in range(layout.world_size):
+        found, made = built(config, layout.world_size, rank, monkeypatch)
+        engine, mesh = found.engine, found.engine.mesh
+        bucket_plan = rank_bucket_plan(config, dp=mesh.dp.size, tp_rank=mesh.tp.rank, rank=mesh.pp.rank)
+        shard_rank = mesh.dp_shard.rank
+        state = state_bytes(config, bucket_plan, shard_rank=shard_rank)
+        planned = sum(state.values()) + staging_bytes(config, bucket_plan, dp=mesh.dp.size)
+        plan = offload_plan(config, bucket_plan, shard_rank=shard_rank)
+        assert plan is not None
+        [rule] = [rule for rule in engine.rules.distinct if isinstance(rule, ZenFlow)]
+        assert rule.nbytes == plan.held
+        if rule._auto is not None:
+            # torch.tensor makes these, which is no operator.
+            for numbers in (rule._auto._hot_count, rule._auto._cold_count):
+                made.storages.see(numbers)
+        with monkeypatch.context() as patch:
+            patch.setattr(plans, "hot_column_count", lambda ratio, total: 0)
+            without = state_bytes(config, bucket_plan, shard_rank=shard_rank)
+        assert made.storages.live == planned - sum(state.values()) + sum(without.values())
+        for column in rule.column_state():
+            hot = torch.arange(column.total) < hot_column_count(zenflow.zenflow_topk_ratio, column.total)
+            column.selected.copy_(hot[column.first : column.first + column.selected.numel()])
+        with made:
+            rule._distribute()
+        if layout.world_size == layout.pp:
+            assert made.storages.live == planned
 
 
 def published(preset: str, world: int, offload: OffloadConfig | None = None, **parallel: Any) -> Config:

@@ -51,7 +51,7 @@ def build_update_rules(
     missing."""
     adamw = AdamW(config.optimizer)
     count = len(bucket_plan.buckets)
-    plan = offload_plan(config, bucket_plan)
+    plan = offload_plan(config, bucket_plan, shard_rank=mesh.dp_shard.rank)
     if plan is None:
         return UpdateRules([adamw] * count, [adamw])
     on_cpu = devices.is_host(mesh.device)

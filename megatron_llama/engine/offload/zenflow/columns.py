@@ -73,16 +73,7 @@ class Block:
 def blocks_of(segment: Segment, matrix: int) -> Iterator[Block]:
     """Cut a segment into at most three blocks: the tail of a row, whole rows, the head of a row.
     ``matrix`` is the number that they carry."""
-    width = segment.spec.width
-    low = segment.in_param
-    stop = segment.in_param + segment.length
-    while low < stop:
-        col = low % width
-        # From the start of a row as many whole rows as there are; else the rest of this row.
-        rows = (stop - low) // width if col == 0 else 0
-        cols = width if rows else min(width - col, stop - low)
-        yield Block(matrix, segment.in_shard + low - segment.in_param, max(rows, 1), col, cols)
-        low += max(rows, 1) * cols
+    return (Block(matrix, *place) for place in segment.blocks())
 
 
 @dataclass(frozen=True)

@@ -157,7 +157,7 @@ class ShardColumns:
         """Steps that it has taken part in."""
         self._open = 0
         """Which of the accumulated gradients belongs to the window that is open."""
-        self._factors = torch.empty(0)
+        self._factors = torch.zeros(2, dtype=torch.float32, device=shard.param_shard.device)
         """Scale and skip of the last step, kept as long as their copy may be under way."""
         self._sent: Copy | None = None
         self._accumulated: Task | None = None
