@@ -416,6 +416,7 @@ class _AxisBuilder:
                     timeout=self.timeout,
                     backend=devices.axis_backend(self.device),
                     pg_options=self._options(name),
+                    group_desc=name,
                 )
             if self.rank in line:
                 mine = Axis(name, line.index(self.rank), line, group, self.recorder)

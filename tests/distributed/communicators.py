@@ -112,7 +112,7 @@ class Imagined(Noted):
     def group(self) -> Any:
         return mock.Mock(WORLD=Group("world", tuple(range(self.world_size)), timedelta(0), None, None))
 
-    def new_group(self, ranks: list[int], *, timeout: timedelta, backend: str | None, pg_options: Options | None) -> Group:
+    def new_group(self, ranks: list[int], *, timeout: timedelta, backend: str | None, pg_options: Options | None, group_desc: str) -> Group:
         self.groups.append(Group(str(len(self.groups)), tuple(ranks), timeout, backend, pg_options))
         return self.groups[-1]
 

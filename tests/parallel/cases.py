@@ -221,13 +221,19 @@ class Trainer:
 
 
 def trainer(
-    place: Place, layout: Layout, device: torch.device | None = None, copies: Copies | None = None, block: type[Block] = Block
+    place: Place,
+    layout: Layout,
+    device: torch.device | None = None,
+    copies: Copies | None = None,
+    block: type[Block] = Block,
+    inline: bool = False,
 ) -> Trainer:
-    """Build everything, with the initial weights that all layouts share. On the CPU, unless ``device`` is given. ``copies``: of offload."""
+    """Build everything, with the initial weights that all layouts share. On the CPU, unless ``device`` is given. ``copies``: of offload.
+    ``inline``: everything is issued by the thread that computes, as on a device."""
     config = layout.config()
     mesh = build_mesh(config, rank=place.rank, world_size=place.world_size, device=device or torch.device("cpu"))
     stages = build_stages(config, mesh, block)
-    optimizer = build_optimizer(config, stages.values(), mesh, copies=copies, blocking=layout.blocking)
+    optimizer = build_optimizer(config, stages.values(), mesh, copies=copies, blocking=layout.blocking, inline=inline)
     optimizer.load_weights(initial_weights() if not layout.lora else AdaptedWeights())
     runtime = PipelineRuntime(stages, optimizer, mesh, config, dtype=compute_dtype(config))
     return Trainer(layout, mesh, stages, optimizer, runtime)

@@ -1,0 +1,154 @@
+"""Every layout of the parity table trains by NCCL's rules (``tests/nccl_transport.py``), and orders that would hang on NCCL are named."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from unittest import mock
+
+import pytest
+import torch
+from megatron_llama.distributed import mesh as meshes
+from megatron_llama.distributed.comm import collectives, p2p
+from megatron_llama.distributed.launcher import Place
+from megatron_llama.distributed.mesh import Axis, Mesh, build_mesh
+
+from tests.harness import Cluster, WorkerError
+from tests.nccl_transport import installed
+from tests.parallel.cases import LAYOUTS, Layout, Record, Reference, merged, record, trainer
+
+SPREAD = [layout for layout in LAYOUTS if layout.world_size > 1]
+SHORT = [
+    Layout(pp=2, schedule="zb-v"),
+    Layout(pp=4, schedule="1f1b"),
+    Layout(cp=2, dp=2, cp_comm="ring", strategy="optim_grads"),
+    Layout(tp=2, pp=2, virtual=2, schedule="interleaved", sp=True, tied=True, microbatches=2),
+    Layout(dp=4, strategy="optim_grads_params", shard_size=2, microbatches=2),
+]
+STEPS = 4
+
+
+def train(place: Place, layout: Layout) -> tuple[Record, float]:
+    """Some steps, and the loss of an evaluation with one microbatch before them."""
+    with installed():
+        run = trainer(place, layout, inline=True)
+        evaluated = run.runtime.evaluate(run.batches(0))[0].item()
+        run.runtime.evaluate(run.batches(0)[:1])
+        return record(run, [run.step(index) for index in range(layout.steps)]), evaluated
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        pytest.param(layout, id=layout.name, marks=[] if layout in SHORT else [pytest.mark.long])
+        for layout in dict.fromkeys((*SHORT, *SPREAD))
+    ],
+)
+def test_a_layout_trains_by_the_rules_of_nccl(references: Callable[[Layout], Reference], cluster: Cluster, layout: Layout) -> None:
+    found = cluster.run(layout.world_size, train, replace(layout, steps=STEPS))
+    records = [trained for trained, _ in found]
+    row = references(replace(layout, steps=STEPS)).row(layout.name, records[0])
+    assert row.holds, row
+    assert all(evaluated == records[0].losses[0] for _, evaluated in found)
+    merged(records)
+
+
+def train_unconnected(place: Place, layout: Layout) -> float:
+    """One step without the connections that ``build_mesh`` makes."""
+    with installed(seconds=2.0), mock.patch.object(meshes, "_make_communicators"):
+        run = trainer(place, layout, inline=True)
+        return run.step(0)[0].item()
+
+
+def evaluate_unconnected(place: Place, layout: Layout) -> float:
+    with installed(seconds=2.0), mock.patch.object(meshes, "_make_communicators"):
+        run = trainer(place, layout, inline=True)
+        return run.runtime.evaluate(run.batches(0))[0].item()
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", *(pytest.param(name, marks=pytest.mark.long) for name in ("gpipe", "zb-h1"))])
+def test_one_microbatch_hangs_without_the_connections_of_the_start(cluster: Cluster, schedule: str) -> None:
+    """As the proof says: rank 0 posts the receive of a gradient first, rank 1 that of an activation."""
+    with pytest.raises(WorkerError) as error:
+        cluster.run(2, train_unconnected, Layout(pp=2, schedule=schedule))  # type: ignore[arg-type]
+    message = "message of 16384 float32"
+    assert f"rank 0 waits for the first use of pp_backward of ranks 0, 1, in receive {message} from 1 to 0" in str(error.value)
+    assert f"rank 1 waits for the first use of pp of ranks 0, 1, in receive {message} from 0 to 1" in str(error.value)
+
+
+def test_an_evaluation_with_virtual_stages_hangs_without_the_connections_of_the_start(cluster: Cluster) -> None:
+    with pytest.raises(WorkerError) as error:
+        cluster.run(2, evaluate_unconnected, Layout(pp=2, virtual=2, schedule="interleaved"))
+    assert "rank 0 waits for the first use of pp_return of ranks 0, 1, in receive message" in str(error.value)
+    assert "rank 1 waits for the first use of pp of ranks 0, 1, in receive message" in str(error.value)
+
+
+def grid(place: Place, layout: Layout) -> Mesh:
+    return build_mesh(layout.config(), rank=place.rank, world_size=place.world_size, device=torch.device("cpu"))
+
+
+def collectives_in_two_orders(place: Place) -> None:
+    """On one communicator."""
+    with installed(seconds=2.0):
+        axis = grid(place, Layout(dp=2)).dp
+        summed, gathered = torch.ones(2), torch.zeros(4)
+
+        def reduce() -> collectives.Pending:
+            return collectives.all_reduce(summed, axis)
+
+        def gather() -> collectives.Pending:
+            return collectives.all_gather(gathered, torch.ones(2), axis)
+
+        works = [issue() for issue in ((reduce, gather) if place.rank else (gather, reduce))]
+        for work in works:
+            work.wait()
+
+
+def test_two_orders_on_one_communicator_are_named(cluster: Cluster) -> None:
+    with pytest.raises(WorkerError) as error:
+        cluster.run(2, collectives_in_two_orders)
+    assert "waits for all_gather to 4 float32 on dp of ranks 0, 1" in str(error.value)
+    assert "waits for all_reduce of 2 float32 on dp of ranks 0, 1" in str(error.value)
+
+
+def waits_in_a_circle(place: Place) -> None:
+    """Two axes, each waited for before the next; two of four ranks in the other order. Gloo hangs here too, and says less."""
+    with installed(seconds=2.0):
+        mesh = grid(place, Layout(tp=2, dp=2))
+        axes = (mesh.tp, mesh.dp) if place.rank in (0, 3) else (mesh.dp, mesh.tp)
+        for axis in axes:
+            collectives.all_reduce(torch.ones(1), axis).wait()
+
+
+def test_a_circle_of_waits_is_named(cluster: Cluster) -> None:
+    with pytest.raises(WorkerError) as error:
+        cluster.run(4, waits_in_a_circle)
+    for line in ("tp of ranks 0, 1", "dp of ranks 0, 2", "dp of ranks 1, 3", "tp of ranks 2, 3"):
+        assert f"waits for all_reduce of 1 float32 on {line}" in str(error.value)
+
+
+def both_directions_on_one_link(place: Place) -> float:
+    with installed(seconds=2.0):
+        return swap(grid(place, Layout(pp=2)).pp)
+
+
+def both_directions_on_one_link_over_gloo(place: Place) -> float:
+    return swap(grid(place, Layout(pp=2)).pp)
+
+
+def swap(axis: Axis) -> float:
+    """Both ranks post a receive, then send."""
+    other = 1 - axis.rank
+    receiving = p2p.receive(torch.zeros(1), axis, other)
+    p2p.send(torch.tensor([float(axis.rank)]), axis, other).wait()
+    return receiving.wait().item()
+
+
+def test_what_gloo_lets_through_hangs_as_on_nccl(cluster: Cluster) -> None:
+    """Over gloo a receive that was posted is in nobody's way. On one communicator of NCCL the send is behind it, on both ranks: that is
+    why each direction has a communicator of its own."""
+    assert cluster.run(2, both_directions_on_one_link_over_gloo) == [1.0, 0.0]
+    with pytest.raises(WorkerError) as error:
+        cluster.run(2, both_directions_on_one_link)
+    assert "rank 0 waits for receive message of 1 float32 from 1 to 0 on pp of ranks 0, 1" in str(error.value)
+    assert "rank 1 waits for receive message of 1 float32 from 0 to 1 on pp of ranks 0, 1" in str(error.value)
