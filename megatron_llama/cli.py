@@ -3,10 +3,8 @@ prints an error as one message."""
 
 from __future__ import annotations
 
-import json
 import os
 import sys
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from importlib import import_module
@@ -15,6 +13,8 @@ from types import MappingProxyType
 from typing import Any
 
 from megatron_llama import __version__
+from megatron_llama.commands.common.report import print_error
+from megatron_llama.distributed.launcher import launched_rank
 from megatron_llama.errors import ConfigError, UserError
 
 
@@ -155,37 +155,24 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return the exit status: 0 if it went well, 2 for a wrong command line or
     configuration, 130 for Control-C, 143 for a run that SIGTERM ended, 1 for other errors."""
     words = list(sys.argv[1:] if argv is None else argv)
-    rank = _rank()
     try:
         return run(words)
     except UserError as error:
-        if rank == "0" or not error.everywhere:
-            on_rank = "" if rank == "0" else f" on rank {rank}"
-            print(f"error{on_rank}: {error}", file=sys.stderr, flush=True)
-            _tell_torchrun(str(error))
+        print_error(error)
         return 2 if isinstance(error, ConfigError) else 1
     except BrokenPipeError:  # the reader of our output has ended, as head and less do
         return 1
     except KeyboardInterrupt:
-        if rank == "0":
+        if launched_rank() == "0":
             print("interrupted", file=sys.stderr, flush=True)
         return 130
     finally:
-        # Only this module joins a process group. It is not imported here: Control-C may have ended
-        # the import of torch halfway, and then a second one fails.
+        # Commands leave the process group themselves (``watched``); what it held goes now, when
+        # their variables are gone. Only this module joins it. It is not imported here: Control-C
+        # may have ended the import of torch halfway, and then a second one fails.
         mesh = sys.modules.get("megatron_llama.distributed.mesh")
         if mesh is not None:
             mesh.close_mesh()
-
-
-def _tell_torchrun(message: str) -> None:
-    """Write the error where torchrun looks for it, as torch's ``record`` does. The last lines of
-    its own report then say what was wrong, and not how a traceback could be had."""
-    path = os.environ.get("TORCHELASTIC_ERROR_FILE")
-    if path:
-        extra = {"py_callstack": message, "timestamp": str(int(time.time()))}
-        with open(path, "w", encoding="utf-8") as file:
-            json.dump({"message": {"message": message, "extraInfo": extra}}, file)
 
 
 def run(words: list[str]) -> int:
@@ -229,15 +216,10 @@ def run(words: list[str]) -> int:
 
     words = _with_dry_run_value(_with_names(words, command.positional))
     parsed = parse(words, sections, aliases={**MEGATRON, **ALIASES}, owners=_commands_with)
-    if _rank() == "0" and not command.logs_notes:
+    if launched_rank() == "0" and not command.logs_notes:
         for note in parsed.notes:
             print(f"note: {note}", file=sys.stderr, flush=True)
     return function(parsed) or 0
-
-
-def _rank() -> str:
-    """The rank of this process, as its launcher says it."""
-    return os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0"))
 
 
 def _commands_with(option: str) -> list[str]:

@@ -16,6 +16,9 @@ class UserError(ValueError):
     everywhere = False
     """Every rank raises it, so that one of them is enough to print it."""
 
+    printed = False
+    """It has been printed, before this rank left the others."""
+
     def __init__(
         self, where: object, *, got: object = "", expected: object = "", do: str | None = None
     ) -> None:

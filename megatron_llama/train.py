@@ -87,7 +87,8 @@ def train(
         runtime = PipelineRuntime(stages, optimizer, mesh, config, dtype=compute_dtype(config))
         validation = Validation(config, mesh, runtime, inputs.validation)
         texts = SampleTexts(config, mesh, runtime, inputs.tokenizer, inputs.prompts)
-        state = load_or_init(config, optimizer, mesh, inputs.start)
+        with mesh.recorder.outside_steps("loading the weights"):
+            state = load_or_init(config, optimizer, mesh, inputs.start)
         export = FinalExport(config, mesh, optimizer, inputs.tokenizer)
         # From here on the run writes to --save. Nothing before this line has, so that a run that
         # cannot start leaves the folder as it was.
@@ -139,6 +140,7 @@ def train(
             update = optimizer.step(lr, clip=clip_grad, skip_update=bad_steps.skip_update(loss))
             last = bad_steps.is_last(state)
             progress.record_step(state, lr, loss, update, last=last)
+            mesh.recorder.enter("what follows the step")
 
             request = prefetcher.agreed_request()
             interval = training.exit_interval
@@ -151,7 +153,8 @@ def train(
                 # a step that went wrong is never saved or evaluated.
                 progress.check_last_step()
             if bad_steps.rollback_needed:
-                state = roll_back(config, optimizer, mesh, saver, log, inputs.start)
+                with mesh.recorder.outside_steps("returning to a checkpoint"):
+                    state = roll_back(config, optimizer, mesh, saver, log, inputs.start)
                 bad_steps.rewind(state)
                 progress.rewind()
                 last = bad_steps.is_last(state)
@@ -168,7 +171,8 @@ def train(
                 validation_loss = validation.run(state, log, last=last)
                 early_stop_reason = validation.early_stop_reason(log)
             if saving or early_stop_reason:
-                saver.save(bad_steps.with_history(state), log, validation_loss)
+                with mesh.recorder.outside_steps("saving"):
+                    saver.save(bad_steps.with_history(state), log, validation_loss)
             if writing_texts:
                 texts.write(state, log)
             if evaluating or saving or writing_texts:
@@ -186,9 +190,11 @@ def train(
 
         progress.check_last_step()
         optimizer.settle()
-        saver.finish(log)
+        with mesh.recorder.outside_steps("saving"):
+            saver.finish(log)
         if early_stop_reason or bad_steps.is_last(state):
-            export.write(state, saver.newest, log)
+            with mesh.recorder.outside_steps("exporting"):
+                export.write(state, saver.newest, log)
         if stopped_by is not None:
             # A launcher may end the other ranks as soon as one has ended with another status than
             # 0: not before rank 0 has closed its logs.

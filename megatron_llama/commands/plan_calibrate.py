@@ -37,25 +37,32 @@ def calibrate(parsed: Parsed) -> None:
         )
     import torch
 
+    from megatron_llama.commands.common.watched import watched
     from megatron_llama.distributed import device as devices
     from megatron_llama.distributed.launcher import place_from_environment
     from megatron_llama.distributed.mesh import init_mesh
 
     place = place_from_environment()
     node = place.local_world_size or place.world_size
-    mesh = init_mesh(Config(parallel=ParallelConfig(tensor_model_parallel_size=node)), place)
-    host = devices.is_host(mesh.device)
-    narrow = training.bf16 or (not host and "bf16" not in parsed.explicit)
-    dtype = torch.bfloat16 if narrow else torch.float32
-    points = _points(mesh, dtype, options.seconds)
-    device = _device(mesh, place, node, dtype)
-    calibration = coefficients_of(points, device, HOST.fit if host else FITTED)
-    if place.rank == 0:
-        content = as_json(calibration)
-        content["measured"] = [[kind, *sizes, seconds] for (kind, sizes), seconds in points.items()]
-        write_json(options.file, content)
-        found = [f"{device.base.source}, {calibration.precision}", *lines(points, calibration)]
-        print("\n".join([*found, f"plan with --coefficients {options.file}"]), flush=True)
+    timeout = 60 * ParallelConfig().distributed_timeout_minutes
+    with watched(place, timeout) as watch:
+        mesh = init_mesh(
+            Config(parallel=ParallelConfig(tensor_model_parallel_size=node)), place, watch
+        )
+        host = devices.is_host(mesh.device)
+        narrow = training.bf16 or (not host and "bf16" not in parsed.explicit)
+        dtype = torch.bfloat16 if narrow else torch.float32
+        points = _points(mesh, dtype, options.seconds)
+        device = _device(mesh, place, node, dtype)
+        calibration = coefficients_of(points, device, HOST.fit if host else FITTED)
+        if place.rank == 0:
+            content = as_json(calibration)
+            content["measured"] = [
+                [kind, *sizes, seconds] for (kind, sizes), seconds in points.items()
+            ]
+            write_json(options.file, content)
+            found = [f"{device.base.source}, {calibration.precision}", *lines(points, calibration)]
+            print("\n".join([*found, f"plan with --coefficients {options.file}"]), flush=True)
 
 
 def _points(mesh: Mesh, dtype: torch.dtype, seconds: float) -> dict[Point, float]:

@@ -5,17 +5,16 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
-from math import inf
 from signal import Signals
 from typing import TYPE_CHECKING
 
 from megatron_llama.commands.common.auto_parallel import chosen
 from megatron_llama.commands.common.configs import AutoParallelConfig, DryRunConfig
 from megatron_llama.commands.common.startup import OpenInputs, Ready, start_up
+from megatron_llama.commands.common.watched import watched
 from megatron_llama.config.help import config_sections
 from megatron_llama.config.parse import Parsed
 from megatron_llama.config.schema import CheckpointConfig, Config, ParallelConfig, TrainingConfig
-from megatron_llama.errors import ClusterError, UserError, describe
 
 if TYPE_CHECKING:
     from megatron_llama.distributed.comm.watch import Watch
@@ -168,43 +167,3 @@ def agreed_memory(mesh: Mesh, place: Place) -> int:
     memory = torch.tensor(devices.memory_bytes(mesh.device) // sharing, device=mesh.device)
     all_reduce(memory, mesh.world, dist.ReduceOp.MIN).wait()
     return int(memory)
-
-
-@contextmanager
-def watched(place: Place, timeout: float = inf) -> Iterator[Watch]:
-    """A section in which the death of a rank, and a wait of more than ``timeout`` seconds, becomes
-    an error that names the rank to blame, on every other rank. The watch that it yields is for
-    ``init_mesh``, which starts it. Raises ClusterError, or ends the process where that is not
-    possible."""
-    from megatron_llama.distributed.comm.watch import Watch
-    from megatron_llama.distributed.recorder import Recorder
-
-    watch = Watch(place, Recorder(), timeout)
-    ended = False
-    try:
-        yield watch
-        ended = True
-    except UserError as error:
-        ended = error.everywhere
-        raise
-    except RuntimeError as error:
-        found = watch.diagnose()
-        if found is None:
-            raise
-        expected = "all ranks at work"
-        if found.silent:
-            do = (
-                "look at what that rank printed last and at its machine; resume with "
-                f"--load{found.places}"
-            )
-            where = ", ".join(map(str, found.silent))
-            raise ClusterError(
-                describe(f"rank {where}", got="no answer", expected=expected, do=do)
-            ) from error
-        if found.stuck:
-            do = f"look at what the ranks that stopped were doing; resume with --load{found.places}"
-            got = f"no progress for {timeout:g} s (--distributed-timeout-minutes): {found.reason}"
-            raise ClusterError(describe("the run", got=got, expected=expected, do=do)) from error
-        raise
-    finally:
-        watch.stop(ended=ended)

@@ -28,11 +28,21 @@ def accelerator(local_rank: int) -> torch.device:
     return device
 
 
+class HelperThread(threading.Thread):
+    """A thread of a rank beside the one that computes."""
+
+
+def computes() -> bool:
+    """Return whether the calling thread is one that computes: that of the loop, or the one in which
+    autograd runs the backward pass of a device's tensors. Both were started by others."""
+    return not isinstance(threading.current_thread(), HelperThread)
+
+
 def start_thread(target: Callable[..., object], *args: object, name: str) -> threading.Thread:
     """Start a daemon thread that calls ``target(*args)`` on the device of the calling thread, and
     return it. Together with ``thread_pool`` it is the only way in which the package starts a
     thread, so no thread can be on another device than its rank."""
-    thread = threading.Thread(
+    thread = HelperThread(
         target=_run_on, args=(_chosen_device(), target, *args), name=name, daemon=True
     )
     thread.start()

@@ -4,17 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from megatron_llama.distributed.recorder import Recorder
+from megatron_llama.distributed.recorder import Recorder, Wait
 from megatron_llama.plans.schedule import Action
 
 PLACES = 6
 """Ranks at the same place are named together; more places than this are counted."""
 
 
-def hang_report(recorder: Recorder, thread: int) -> str:
-    """Where the rank is whose loop runs in ``thread``, for example ``backward 3 of stage 1
-    (iteration 17), waiting for message from rank 2 on pp``."""
-    waits = dict(recorder.waits)
+def hang_report(recorder: Recorder) -> str:
+    """Where a rank is, for example ``backward 3 of stage 1 (iteration 17), waiting for message from
+    rank 2 on pp``."""
     doing = recorder.doing
     if isinstance(doing, Action):
         doing = f"{doing.op.value.replace('_', ' ')} {doing.microbatch} of stage {doing.stage}"
@@ -24,14 +23,15 @@ def hang_report(recorder: Recorder, thread: int) -> str:
         else f"iteration {recorder.iteration}"
     )
     text = f"{doing} ({moment})"
-    mine = waits.pop(thread, None)
+    mine = waiting(recorder)
     if mine is None:
         return text
-    what, _ = mine
+    what = mine.what
     text += f", waiting for {what}"
     # A wait that has a name of the engine ("gradients") is for what other threads bring, so their
     # waits say more.
-    others = ", ".join(str(other) for other, _ in waits.values())
+    waits = recorder.waits.copy().values()
+    others = ", ".join(str(wait.what) for wait in waits if not wait.computes)
     if isinstance(what, str) and others:
         text += f" ({others})"
     elif isinstance(what, str) and recorder.issued is not None:
@@ -41,10 +41,11 @@ def hang_report(recorder: Recorder, thread: int) -> str:
     return text
 
 
-def waited(recorder: Recorder, thread: int, now: float) -> float | None:
-    """Seconds for which ``thread`` has been waiting; None if it is not."""
-    mine = recorder.waits.get(thread)
-    return now - mine[1] if mine is not None else None
+def waiting(recorder: Recorder) -> Wait | None:
+    """What the rank waits for; None if it does not. In the backward pass on a device that is a wait
+    of autograd's thread, for which the thread of the loop waits inside of torch."""
+    waits = recorder.waits.copy().values()
+    return next((wait for wait in waits if wait.computes), None)
 
 
 def grouped(places: Mapping[int, str], one: str, many: str) -> list[str]:

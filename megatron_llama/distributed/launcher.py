@@ -4,8 +4,10 @@ timeout, or train side by side without knowing of each other, into one folder.""
 
 from __future__ import annotations
 
+import json
 import os
 import re
+import time
 from collections.abc import Mapping, MutableMapping
 from dataclasses import dataclass
 
@@ -120,6 +122,21 @@ def place_from_environment(environ: Mapping[str, str] | None = None) -> Place:
         local_size = _slurm_tasks_here(env) if names[0] == "SLURM_PROCID" else 0
     host = env.get("MASTER_ADDR") or first_host(nodes)
     return Place(rank, world_size, local_rank, host, port, local_size, machine)
+
+
+def launched_rank() -> str:
+    """The rank of this process, as its launcher says it, before anything of it is checked."""
+    return os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0"))
+
+
+def tell_torchrun(message: str) -> None:
+    """Write an error where torchrun looks for it, as torch's ``record`` does. The last lines of
+    its own report then say what was wrong, and not how a traceback could be had."""
+    path = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if path:
+        extra = {"py_callstack": message, "timestamp": str(int(time.time()))}
+        with open(path, "w", encoding="utf-8") as file:
+            json.dump({"message": {"message": message, "extraInfo": extra}}, file)
 
 
 def _in_slurm_step(env: Mapping[str, str]) -> bool:

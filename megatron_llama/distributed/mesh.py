@@ -190,6 +190,8 @@ def _join_group(
     by_launcher = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"  # torchrun hosts it
     store = open_store(place, patience, hosts=rank == 0 and not by_launcher)
     found = watch.start if watch is not None else None
+    if watch is not None:
+        watch.keep(store)
     with host_named():
         store = meet(store, rank, world_size, timeout.total_seconds(), found=found)
     store.set_timeout(timeout)
@@ -234,14 +236,25 @@ def placement_warnings(parallel: ParallelConfig, local_world_size: int) -> list[
     return []
 
 
+def leave_group(*, abort: bool = False) -> None:
+    """Leave the process group, if this process has joined it. On a device that waits for everything
+    that has been issued, so all ranks must have issued it: ``abort`` waits for nothing, for a rank
+    that leaves alone."""
+    if not dist.is_initialized():
+        return
+    if abort:
+        dist.distributed_c10d._abort_process_group()
+    else:
+        dist.destroy_process_group()
+
+
 def close_mesh() -> None:
     """Leave the process group. Call it when no variable holds a Mesh any more."""
-    if dist.is_initialized():
-        dist.destroy_process_group()
-        # A group's threads end when the last reference to it goes. Reference cycles (a runtime
-        # holds its own methods) would keep groups until the interpreter shuts down, and a gloo
-        # thread that then frees a tensor aborts the process.
-        gc.collect()
+    leave_group()
+    # A group's threads end when the last reference to it goes. Reference cycles (a runtime holds
+    # its own methods) would keep groups until the interpreter shuts down, and a gloo thread that
+    # then frees a tensor aborts the process.
+    gc.collect()
 
 
 def build_mesh(

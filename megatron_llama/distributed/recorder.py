@@ -7,11 +7,13 @@ assignment of values that nobody changes, and nothing is formatted when it is wr
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from threading import get_ident
 from typing import Any, Protocol
+
+from megatron_llama.distributed import device as devices
 
 
 class Note(Protocol):
@@ -30,6 +32,18 @@ class Traffic:
     bytes: int = 0
 
 
+@dataclass(frozen=True)
+class Wait:
+    """What a thread waits for."""
+
+    what: object
+    """Its ``str`` names it."""
+    since: float
+    """A time of ``time.perf_counter``."""
+    computes: bool
+    """Whether the thread is one that computes. Others wait so that it need not."""
+
+
 @dataclass
 class Recorder:
     """The notes of one rank. All its axes share them."""
@@ -39,7 +53,7 @@ class Recorder:
     events: list[str] | None = None
     """If a list, what happened, in the order of issue; tests set it."""
     exposed_seconds: float = 0.0
-    """Time that the computing thread spent waiting for communication. It means nothing on a GPU,
+    """Time that the computing threads spent waiting for communication. It means nothing on a GPU,
     where the host does not wait."""
     mark: Callable[[], Any] | None = None
     """If set, called before and after every wait, on the stream that waits."""
@@ -49,9 +63,6 @@ class Recorder:
     timeline: Callable[[str, object], Note] | None = None
     """If set, begins a note: of an ``action`` of the schedule, a ``message`` (axis, operation,
     bytes, bucket or None), a ``wait``, or the ``update`` of a bucket."""
-    computing: int = field(default_factory=get_ident)
-    """The thread that computes, by default the one that makes the recorder. Other threads' waits
-    are not exposed."""
 
     iteration: int = 0
     """The current step, 1-based; 0 before the first."""
@@ -59,15 +70,42 @@ class Recorder:
     """Whether the action belongs to an evaluation."""
     doing: object = "the start"
     """The current action of the schedule, or words."""
+    part: Hashable = None
+    """What kind of part of a step ``doing`` is; None for what is no part of a step, and may take as
+    long as files take."""
+    performed: set[Hashable] = field(default_factory=set)
+    """The parts of steps that this rank has done before. The first time they compile kernels, and
+    may take as long as that takes."""
+    progress: int = 0
+    """Grows with everything that this rank begins or sends. While it stands still, nothing that
+    happens on this rank can be seen."""
     issued: object = None
     """What was sent last: an exchange, or axis and operation."""
-    waits: dict[int, tuple[object, float]] = field(default_factory=dict)
-    """By thread, what it waits for and since when (``time.perf_counter``)."""
+    waits: dict[int, Wait] = field(default_factory=dict)
+    """By thread, what it waits for."""
+
+    def enter(self, doing: object, part: Hashable = None) -> None:
+        """Say what this rank does from now on, and which kind of part of a step that is."""
+        if self.part is not None:
+            self.performed.add(self.part)
+        self.part = part
+        self.doing = doing
+        self.progress += 1
+
+    @contextmanager
+    def outside_steps(self, words: str) -> Iterator[None]:
+        """A section of the loop that is no part of a step, and may take as long as files take."""
+        doing = self.doing
+        self.evaluating = False
+        self.enter(words)
+        yield
+        self.enter(doing)
 
     def count(self, axis: str, operation: str, size: int, bucket: int | None = None) -> Note | None:
         """Count one operation of ``size`` bytes that is issued now. Returns its note if a timeline
         is recorded."""
         self.issued = axis, operation
+        self.progress += 1
         traffic = self.traffic.setdefault((axis, operation), Traffic())
         traffic.calls += 1
         traffic.bytes += size
@@ -87,7 +125,7 @@ class Recorder:
         """A section in which this thread waits for ``what``, whose ``str`` names it."""
         thread = get_ident()
         outer = self.waits.get(thread)
-        self.waits[thread] = what, time.perf_counter()
+        self.waits[thread] = Wait(what, time.perf_counter(), devices.computes())
         try:
             yield
         finally:
@@ -99,8 +137,8 @@ class Recorder:
     @contextmanager
     def exposed(self, what: object) -> Iterator[None]:
         """A section in which this thread waits for communication. It counts as exposed if the
-        thread is the one that computes."""
-        if get_ident() != self.computing:
+        thread is one that computes."""
+        if not devices.computes():
             with self.waiting(what):
                 yield
             return

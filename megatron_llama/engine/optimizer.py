@@ -329,6 +329,7 @@ class OverlappedDistributedOptimizer:
     def access(self, unit: int, backward: bool) -> None:
         """A unit is about to run: gather what it and the next units need, then reduce what was
         delayed until these gathers are under way."""
+        self.mesh.recorder.progress += 1
         self.parameters.access(WeightAccess(unit, backward))
         self.gradients.send_delayed()
 
@@ -406,7 +407,7 @@ class OverlappedDistributedOptimizer:
             raise RuntimeError(
                 f"step got (lr, clip) {(lr, clip)}, announce_step announced {self._announced}"
             )
-        self.mesh.recorder.doing = "the update"
+        self.mesh.recorder.enter("the update", part="the update")
         with torch.no_grad():
             loss_scale = self.loss_scale.value
             self.gradients.finish_all()

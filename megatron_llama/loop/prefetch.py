@@ -148,7 +148,7 @@ class Prefetcher:
     def take(self, *, next_sample: int) -> Sequence[Batch]:
         """Return the batches of this step, and read those of the step that begins at
         ``next_sample``. Raises DataError on every rank if any rank could not read its batches."""
-        self._world.recorder.doing = "reading samples"
+        self._world.recorder.enter("reading samples")
         batches = self._batches
         error = self._error
         if self.agreed_request() == FAILED:

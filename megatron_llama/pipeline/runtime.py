@@ -261,7 +261,7 @@ class PipelineRuntime:
         recorder = self.mesh.recorder
         recorder.evaluating = not training
         for index, action in enumerate(plan.actions):
-            recorder.doing = action
+            recorder.enter(action, part=(action.op, action.stage, training))
             recorder.event(str(action))
             note = recorder.begin("action", action)
             self._handlers[action.op](step, Key(action.stage, action.microbatch))
@@ -275,6 +275,8 @@ class PipelineRuntime:
         for transfer in step.sends.values():
             transfer.wait()
         summed.wait()
+        if not training:
+            recorder.enter("what follows the passes")
         return total, step.tokens
 
     def _plan(self, training: bool, microbatches: int) -> _RankPlan:

@@ -7,7 +7,12 @@ the store. The threads answer it, also those of ranks that are stuck in a collec
 does not answer is gone or stopped, unless it has said before that it came to its end. Ranks that do
 not leave by themselves after that are ended by their thread, so that no rank hangs.
 
-A thread of its own does this and not the loop, because the loop may be inside a collective.
+A thread of its own does this and not the loop, because the loop may be inside a collective, or
+inside the launch of a kernel: the host of a GPU that stands still goes on until the queue of
+launches is full, and then waits there without a word. So a rank is stuck, too, if nothing begins on
+it inside of a step for as long as the timeout. What takes its time outside of steps (weights that
+are loaded, saves, exports, the first reading of data) is never stuck by that, and neither is what a
+rank does for the first time, when kernels are compiled: one of the ranks then says where it is.
 """
 
 from __future__ import annotations
@@ -24,7 +29,7 @@ from dataclasses import dataclass, replace
 from torch.distributed import Store  # type: ignore[attr-defined]
 
 from megatron_llama.distributed.comm.store import connect
-from megatron_llama.distributed.hang_report import grouped, hang_report, named, waited
+from megatron_llama.distributed.hang_report import grouped, hang_report, named, waiting
 from megatron_llama.distributed.launcher import Place
 from megatron_llama.distributed.recorder import Recorder
 
@@ -61,9 +66,11 @@ class Diagnosis:
     silent: tuple[int, ...]
     """The ranks that did not answer."""
     stuck: bool
-    """Whether the alarm was set because a rank waited longer than the timeout."""
+    """Whether the alarm was set because a rank waited, or stood still, longer than the timeout."""
     places: str = ""
     """Where each rank is, or was last; begins with a separator."""
+    failed: int | None = None
+    """The rank that failed where all have answered. Others failed because it did."""
 
 
 def diagnose(
@@ -87,15 +94,43 @@ def diagnose(
         else f"rank {caller} failed"
     )
     if stuck and not silent:
-        reason = (
-            "; ".join(grouped(stopped, "stopped", "stopped")) or "all ranks wait for each other"
-        )
+        waiting_alone = f"{named(list(others))} waits for what does not come"
+        nobody = "all ranks wait for each other" if len(others) > 1 else waiting_alone
+        reason = "; ".join(grouped(stopped, "stopped", "stopped")) or nobody
     places = [
         *([f"{named(never)} never came"] if never else []),
         *grouped(gone, "was last seen", "were last seen"),
         *grouped(others, "is", "are"),
     ]
-    return Diagnosis(reason, tuple(silent), stuck, "".join(f"; {place}" for place in places))
+    return Diagnosis(
+        reason,
+        tuple(silent),
+        stuck,
+        "".join(f"; {place}" for place in places),
+        None if silent or stuck else caller,
+    )
+
+
+class Standstill:
+    """For how long nothing has begun on a rank."""
+
+    def __init__(self, recorder: Recorder) -> None:
+        self._recorder = recorder
+        self._last: object = None
+        self._since = time.perf_counter()
+
+    def look(self) -> None:
+        """Compare with what was seen when this was called last, some moment ago."""
+        recorder = self._recorder
+        # What a rank has waited for is no standstill when the wait is over.
+        seen = recorder.progress, recorder.part, waiting(recorder)
+        if seen != self._last:
+            self._last = seen
+            self._since = time.perf_counter()
+
+    def seconds(self) -> float:
+        """Seconds since the first ``look`` that saw what the last one saw."""
+        return time.perf_counter() - self._since
 
 
 class Watch:
@@ -104,16 +139,24 @@ class Watch:
 
     def __init__(self, place: Place, recorder: Recorder, timeout: float = math.inf) -> None:
         """``recorder`` has the rank's notes. ``timeout``: seconds that the loop may wait for
-        anything."""
+        anything, or stand still inside a step."""
         self.recorder = recorder
         self._place = place
         self._timeout = timeout
-        self._loop = threading.get_ident()
+        self._standstill = Standstill(recorder)
+        self._noted = False
         self._over = threading.Event()
         self._ended = threading.Event()
         self._diagnosis: Diagnosis | None = None
         self._store: Store | None = None
+        self._hosted: Store | None = None
         self._threads: list[threading.Thread] = []
+
+    def keep(self, store: Store) -> None:
+        """Keep the job's store open until the watch is over. The process group, which uses it too,
+        may be gone before: if this rank hosts it, the others could no longer say that they have
+        left."""
+        self._hosted = store
 
     def start(self, attempt: str) -> None:
         """Begin to watch. ``attempt`` names a part of the store that is the same on all ranks, and
@@ -121,6 +164,7 @@ class Watch:
         # Waiting on a connection blocks all its users, so the thread and the caller have one each.
         self._store = connect(self._place, f"{attempt}/watch")
         thread_store = connect(self._place, f"{attempt}/watch")
+        self._standstill = Standstill(self.recorder)
         self._post(self._store)
         self._threads = [
             threading.Thread(target=self._run, args=(thread_store,), name="watch", daemon=True),
@@ -143,6 +187,7 @@ class Watch:
         self._over.set()
         for thread in self._threads:
             thread.join(ANSWER_SECONDS)  # no longer: it may be asking a store that was stopped
+        self._hosted = None
 
     def _leave(self, store: Store) -> None:
         """Say that this rank has ended. Rank 0 may host the store, so it stays for a while, until
@@ -164,19 +209,42 @@ class Watch:
             return  # the host of the store is gone, and this rank needs nobody any more
 
     def _post(self, store: Store) -> None:
-        place = hang_report(self.recorder, self._loop)
-        seconds = self._waited()
-        store.set(_where(self._place.rank), json.dumps([place, seconds is not None]))
+        position = [hang_report(self.recorder), waiting(self.recorder) is not None]
+        store.set(_where(self._place.rank), json.dumps(position))
 
-    def _waited(self) -> float | None:
-        return waited(self.recorder, self._loop, time.perf_counter())
+    def _stuck_for(self) -> float:
+        """Seconds for which the rank has been waiting, or has stood still where it should not."""
+        wait = waiting(self.recorder)
+        if wait is not None:
+            return time.perf_counter() - wait.since
+        return self._standstill.seconds() if self.recorder.part in self.recorder.performed else 0.0
+
+    def _note_standstill(self, store: Store) -> None:
+        """Say once where this rank stands still in what may take its time. Of the ranks that are at
+        the same place one says so."""
+        seconds = self._standstill.seconds()
+        if seconds <= self._timeout or waiting(self.recorder) is not None:
+            self._noted = False
+            return
+        place = hang_report(self.recorder)
+        rank = str(self._place.rank)
+        if not self._noted and store.compare_set(f"slow/{place}", "", rank) == rank.encode():
+            print(
+                f"note: rank {rank} has been in {place} for {seconds:.0f} s: it is slow, or it "
+                "stands still",
+                file=sys.stderr,
+                flush=True,
+            )
+        self._noted = True
 
     def _run(self, store: Store) -> None:
         while not self._over.wait(POLL_SECONDS):
             try:
                 self._post(store)
-                if (self._waited() or 0.0) > self._timeout:
+                if self._stuck_for() > self._timeout:
                     store.compare_set(ALARM, "", f"{STUCK} {self._place.rank}")
+                else:
+                    self._note_standstill(store)
                 if not store.check([ALARM]):
                     continue
                 store.set(_answer(self._place.rank), "here")
@@ -193,10 +261,11 @@ class Watch:
 
     def _outlast(self) -> None:
         """End this rank if the store does not answer either: its host was stopped, and whoever asks
-        it waits for ever."""
+        it waits for ever. Called in a thread that asks no store, so it also looks at the clock."""
         limit = self._timeout + PATIENCE_SECONDS
         while not self._over.wait(POLL_SECONDS):
-            if self._diagnosis is None and (self._waited() or 0.0) > limit:
+            self._standstill.look()
+            if self._diagnosis is None and self._stuck_for() > limit:
                 self._end(None, replace(self._diagnose_lost_store(), stuck=True))
 
     def _end(self, store: Store | None, found: Diagnosis) -> None:
@@ -225,13 +294,18 @@ class Watch:
         try:
             kind, caller = store.get(ALARM).decode().split()
             ranks = range(self._place.world_size)
-            # Who has come to the end is not missing: it left before it could hear the alarm.
+            # Who has come to the end is not missing: it left before it could hear the alarm. And it
+            # is no longer where it was seen last.
             silent = [
                 rank
                 for rank in ranks
                 if not store.check([_answer(rank)]) and not store.check([_left(rank)])
             ]
-            known = [rank for rank in ranks if store.check([_where(rank)])]
+            known = [
+                rank
+                for rank in ranks
+                if store.check([_where(rank)]) and not store.check([_left(rank)])
+            ]
             posted = zip(known, store.multi_get([_where(rank) for rank in known]), strict=True)
             self._diagnosis = diagnose(
                 int(caller),
@@ -284,7 +358,7 @@ class Watch:
 
     def _diagnose_lost_store(self) -> Diagnosis:
         """The store is gone, so no other rank can be asked."""
-        here = grouped({self._place.rank: hang_report(self.recorder, self._loop)}, "is", "are")[0]
+        here = grouped({self._place.rank: hang_report(self.recorder)}, "is", "are")[0]
         return Diagnosis(
             "rank 0 does not answer",
             (0,) if self._place.rank else (),

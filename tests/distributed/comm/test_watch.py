@@ -2,29 +2,35 @@
 
 from __future__ import annotations
 
+import math
 import multiprocessing
 import os
+import re
 import select
 import signal
 import sys
 import threading
 import time
+import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
+from enum import StrEnum
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
-from megatron_llama.commands.pretrain import watched
+from megatron_llama import cli
+from megatron_llama.commands.common.watched import watched
 from megatron_llama.config.schema import Config, ParallelConfig
+from megatron_llama.distributed.comm.store import open_store
 from megatron_llama.distributed.comm.watch import Diagnosis, Position, diagnose
 from megatron_llama.distributed.hang_report import grouped, hang_report, named
 from megatron_llama.distributed.launcher import Place
 from megatron_llama.distributed.mesh import build_mesh, join
-from megatron_llama.distributed.recorder import Recorder
-from megatron_llama.errors import UserError
+from megatron_llama.distributed.recorder import Recorder, Wait
+from megatron_llama.errors import DataError, TrainingError, UserError
 from megatron_llama.plans.schedule import Action, Op
 
 from tests.harness import PRELOAD
@@ -37,30 +43,26 @@ SOON = 180.0
 
 
 def enter(place: Place, folder: Path, work: Callable[[Place], None]) -> None:
-    """A rank's life: what it says goes to a file, and errors of ours are printed as the command line does."""
+    """A rank's life: what it says goes to a file."""
     os.dup2(os.open(folder / f"{place.rank}.err", os.O_WRONLY | os.O_CREAT), 2)
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     torch.set_num_threads(1)
-    if isinstance(work, DiesAtTheStart):
+    if isinstance(work, DiesAtTheStart | TakesItsTime | Leaves):
         try:
             work(place)
-        except UserError as error:
-            print(error, file=sys.stderr, flush=True)
+        except UserError:
             os._exit(1)
-    dist.init_process_group(
-        "gloo",
-        init_method=f"tcp://{place.master_addr}:{place.master_port}",
-        rank=place.rank,
-        world_size=place.world_size,
-        timeout=timedelta(minutes=10),
-    )
+        return
+    store = open_store(place, timedelta(minutes=1), hosts=place.rank == 0)
+    dist.init_process_group("gloo", store=store, rank=place.rank, world_size=place.world_size, timeout=timedelta(minutes=10))
     try:
         with watched(place) as watch:
+            watch.keep(store)
+            del store
             if not isinstance(work, HangsInAStep):
                 watch.start("this attempt")
             work(place)
-    except UserError as error:
-        print(error, file=sys.stderr, flush=True)
+    except UserError:
         os._exit(1)
 
 
@@ -116,10 +118,10 @@ def test_a_rank_killed_in_a_step_is_named_by_all_others(victim: int, tmp_path: P
 
 
 class HangsInAStep:
-    """Trains with a watch of its own; one rank stops in its second step, alive, before its third forward pass."""
+    """Trains with a watch of its own; some ranks stop in their second step, alive, before their third forward pass."""
 
-    def __init__(self, layout: Layout, victim: int) -> None:
-        self.layout, self.victim = layout, victim
+    def __init__(self, layout: Layout, *victims: int) -> None:
+        self.layout, self.victims = layout, victims
 
     def __call__(self, place: Place) -> None:
         run, passes = trainer(place, self.layout), 0
@@ -127,7 +129,7 @@ class HangsInAStep:
         def stop(*_: object) -> None:
             nonlocal passes
             passes += 1
-            if place.rank == self.victim and passes == 3:
+            if place.rank in self.victims and passes == 3:
                 threading.Event().wait()
 
         for stage in run.stages.values():
@@ -152,6 +154,160 @@ def test_a_rank_that_is_alive_but_stuck_is_named_by_all(tmp_path: Path) -> None:
         assert "rank 3 stopped in forward 0 of stage 1 (iteration 2)" in words.splitlines()[-1], (rank, words)
         assert "rank 2 is in backward 0 of stage 1 (iteration 2), waiting for gradients (reduce_scatter " in words, (rank, words)
         assert "(--distributed-timeout-minutes)" in words and "Traceback" not in words, (rank, words)
+
+
+def test_ranks_that_all_stop_in_a_launch_are_ended(tmp_path: Path) -> None:
+    """As the hosts of GPUs that stand still do when the queue of launches is full: no rank says that it waits for anything."""
+    work = HangsInAStep(Layout(dp=4, microbatches=2, strategy="optim_grads"), *range(RANKS))
+    codes, said = last_words(tmp_path, work, 0)
+    assert codes == [1] * RANKS, said
+    for rank, words in enumerate(said):
+        assert "ranks 0-3 stopped in forward 0 of stage 0 (iteration 2)" in words and "nothing went on for 3 s" in words, (rank, words)
+
+
+@dataclass(frozen=True)
+class TakesItsTime:
+    """Every rank saves, or does something for the first time, until one of them has said that it has been there for long."""
+
+    folder: Path
+    first_time: bool
+
+    def __call__(self, place: Place) -> None:
+        with watched(place, PATIENCE) as watch:
+            join(ParallelConfig(), place, watch)
+            recorder = watch.recorder
+            recorder.enter("forward 0", part="forward")
+            if self.first_time:
+                self.long()
+            else:
+                with recorder.outside_steps("saving"):
+                    self.long()
+            recorder.enter("the update", part="update")
+
+    def long(self) -> None:
+        end = threading.Event()
+        while not any("note:" in (self.folder / f"{rank}.err").read_text() for rank in range(RANKS)):
+            end.wait(0.01)
+
+
+@pytest.mark.parametrize("first_time", [False, True])
+def test_what_may_take_long_ends_no_rank(first_time: bool, tmp_path: Path) -> None:
+    """Saves, exports, kernels that are compiled: one of the ranks says where they are, and none is ended."""
+    codes, said = last_words(tmp_path, TakesItsTime(tmp_path, first_time), 0)
+    assert codes == [0] * RANKS, said
+    where = "forward 0" if first_time else "saving"
+    assert re.fullmatch(rf"note: rank \d has been in {where} \(iteration 0\) for \d s: it is slow, or it stands still\n", "".join(said))
+
+
+class Ending(StrEnum):
+    NORMAL = "normal"
+    EVERYWHERE = "an error of all"
+    USER = "an error of one"
+    MEMORY = "no memory"
+    ABORT_HANGS = "a hang in leaving"
+    DESTROY_HANGS = "a hang at the end"
+    CONTROL_C = "control-C"
+
+
+ALONE = 1
+"""The rank that has an error of its own."""
+
+
+@dataclass(frozen=True)
+class Leaves:
+    """Comes to an end, inside of the command line, where leaving the process group is as on a GPU: to destroy it waits for kernels that
+    never end if a rank has left alone, and on rank 1 at the end of all; to abort it does not, unless that hangs."""
+
+    ending: Ending
+
+    def __call__(self, place: Place) -> None:
+        def hang() -> None:
+            threading.Event().wait()
+
+        def leave(words: str, last: Callable[[], None], *, hangs: bool) -> None:
+            print(words, file=sys.stderr, flush=True)
+            last() if not hangs else hang()
+
+        abort, destroy = dist.distributed_c10d._abort_process_group, dist.destroy_process_group
+        all_leave = self.ending in (Ending.NORMAL, Ending.EVERYWHERE)
+        here = place.rank == ALONE
+        dist.destroy_process_group = lambda: leave(
+            "destroys", destroy, hangs=not all_leave and (here or self.ending != Ending.DESTROY_HANGS)
+        )
+        dist.distributed_c10d._abort_process_group = lambda: leave("aborts", abort, hangs=here and self.ending == Ending.ABORT_HANGS)
+        cli.run = lambda words: self.command(place)  # type: ignore[assignment]
+        os._exit(self.main())
+
+    def main(self) -> int:
+        """The exit status, as the interpreter has it."""
+        try:
+            return cli.main([])
+        except SystemExit as end:
+            assert isinstance(end.code, int)
+            return end.code
+        except BaseException as error:
+            traceback.print_exception(error)
+            return 1
+
+    def command(self, place: Place) -> int:
+        with watched(place, PATIENCE if self.ending == Ending.DESTROY_HANGS else math.inf) as watch:
+            join(ParallelConfig(), place, watch)
+            dist.all_reduce(torch.zeros(1))
+            if self.ending == Ending.EVERYWHERE:
+                raise TrainingError("too warm")
+            if place.rank == ALONE:
+                if self.ending == Ending.USER:
+                    raise DataError("too few")
+                if self.ending == Ending.CONTROL_C:
+                    raise KeyboardInterrupt
+                if self.ending in (Ending.MEMORY, Ending.ABORT_HANGS):
+                    raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+            if self.ending not in (Ending.NORMAL, Ending.DESTROY_HANGS):
+                dist.all_reduce(torch.zeros(1))
+        return 0
+
+
+@pytest.mark.parametrize("ending", [Ending.NORMAL, Ending.EVERYWHERE])
+def test_ranks_that_end_together_destroy_the_group(ending: Ending, tmp_path: Path) -> None:
+    """After the error has been printed, if there is one."""
+    codes, said = last_words(tmp_path, Leaves(ending), 0)
+    error = ending == Ending.EVERYWHERE
+    assert codes == [int(error)] * RANKS, said
+    assert said == [f"{'error: too warm' + chr(10) if error else ''}destroys\n"] * RANKS
+
+
+@pytest.mark.parametrize("ending", [Ending.USER, Ending.MEMORY, Ending.ABORT_HANGS, Ending.CONTROL_C])
+def test_a_rank_that_leaves_alone_says_why_and_waits_for_nobody(ending: Ending, tmp_path: Path) -> None:
+    codes, said = last_words(tmp_path, Leaves(ending), ALONE)
+    interrupted = ending == Ending.CONTROL_C
+    assert codes == [130 if interrupted and rank == ALONE else 1 for rank in range(RANKS)], said
+    mine = said[ALONE].splitlines()
+    if ending == Ending.USER:
+        assert mine == ["error: too few", "aborts"]
+    elif interrupted:
+        assert mine == ["aborts", "interrupted"]
+    else:
+        assert mine[0] == "Traceback (most recent call last):"
+        assert "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB." in mine[: mine.index("aborts")]
+        hung = mine[mine.index("aborts") + 1 :]
+        assert bool(hung) == (ending == Ending.ABORT_HANGS) and all(
+            "rank 1 was stuck, and was ended: rank 1 failed" in line for line in hung
+        )
+    for rank in set(range(RANKS)) - {ALONE}:
+        words = said[rank]
+        # Of a rank that has failed the others know; one that was interrupted is gone.
+        blamed = "rank 1: got no answer" if interrupted else "rank 1: got an error, expected all ranks at work"
+        ended = f"was ended: rank 1 {'does not answer' if interrupted else 'failed'}"
+        assert (blamed in words or ended in words) and "Traceback" not in words, (rank, words)
+
+
+def test_a_rank_that_hangs_in_leaving_at_the_end_is_ended(tmp_path: Path) -> None:
+    codes, said = last_words(tmp_path, Leaves(Ending.DESTROY_HANGS), ALONE)
+    assert codes == [int(rank == ALONE) for rank in range(RANKS)], said
+    assert [words.splitlines()[:1] for words in said] == [["destroys"]] * RANKS
+    assert "rank 1 was stuck, and was ended: rank 1 waits for what does not come" in said[ALONE]
+    assert "rank 1 is in the end (iteration 0), waiting for what is under way" in said[ALONE], said[ALONE]
+    assert all(words == "destroys\n" for rank, words in enumerate(said) if rank != ALONE), said
 
 
 @dataclass(frozen=True)
@@ -262,20 +418,20 @@ def test_a_job_that_ends_well_says_nothing(tmp_path: Path) -> None:
 
 
 def test_where_a_rank_is() -> None:
-    recorder, here = Recorder(), threading.get_ident()
-    assert hang_report(recorder, here) == "the start (iteration 0)"
+    recorder = Recorder()
+    assert hang_report(recorder) == "the start (iteration 0)"
     recorder.iteration, recorder.doing = 17, Action(Op.BACKWARD_INPUT, stage=1, microbatch=3)
-    assert hang_report(recorder, here) == "backward input 3 of stage 1 (iteration 17)"
+    assert hang_report(recorder) == "backward input 3 of stage 1 (iteration 17)"
     recorder.count("tp", "all_reduce", 8)
     with recorder.exposed("gradients"):
-        assert hang_report(recorder, here).endswith(" (iteration 17), waiting for gradients (last sent: all_reduce on tp)")
-        recorder.waits[-1] = "reduce_scatter 4 on dp", 0.0  # of another thread
-        assert hang_report(recorder, here).endswith(" (iteration 17), waiting for gradients (reduce_scatter 4 on dp)")
+        assert hang_report(recorder).endswith(" (iteration 17), waiting for gradients (last sent: all_reduce on tp)")
+        recorder.waits[-1] = Wait("reduce_scatter 4 on dp", 0.0, computes=False)
+        assert hang_report(recorder).endswith(" (iteration 17), waiting for gradients (reduce_scatter 4 on dp)")
         with recorder.waiting(Recorder):
-            assert hang_report(recorder, here).endswith(f" (iteration 17), waiting for {Recorder}")
-        assert "waiting for gradients" in hang_report(recorder, here)
+            assert hang_report(recorder).endswith(f" (iteration 17), waiting for {Recorder}")
+        assert "waiting for gradients" in hang_report(recorder)
     recorder.evaluating = True
-    assert hang_report(recorder, here) == "backward input 3 of stage 1 (evaluation at iteration 17)"
+    assert hang_report(recorder) == "backward input 3 of stage 1 (evaluation at iteration 17)"
 
 
 def test_who_is_to_blame() -> None:

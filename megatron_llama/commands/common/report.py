@@ -1,0 +1,27 @@
+"""How an error is shown to the user of a command."""
+
+from __future__ import annotations
+
+import sys
+import traceback
+
+from megatron_llama.distributed.launcher import launched_rank, tell_torchrun
+from megatron_llama.errors import UserError
+
+
+def print_error(error: UserError) -> None:
+    """Print an error as one message, unless that was done, or rank 0 does it for all ranks."""
+    rank = launched_rank()
+    if error.printed or (rank != "0" and error.everywhere):
+        return
+    error.printed = True
+    on_rank = "" if rank == "0" else f" on rank {rank}"
+    print(f"error{on_rank}: {error}", file=sys.stderr, flush=True)
+    tell_torchrun(str(error))
+
+
+def print_traceback(error: Exception) -> None:
+    """Print an error that no user should see, with its traceback."""
+    traceback.print_exception(error)
+    sys.stderr.flush()
+    tell_torchrun("".join(traceback.format_exception_only(error)).strip())

@@ -1,0 +1,106 @@
+"""How a rank leaves the others. On a GPU ``destroy_process_group`` waits until everything that was
+issued has run, and what was issued together with a rank that is gone never does: it waits until the
+backend's timeout. So it matters how a rank has come to its end.
+
+| the end | printed first | the process group | the other ranks |
+|---|---|---|---|
+| the end of the command | | destroyed: all have issued the same | leave, too |
+| an error that all ranks raise | the error, by rank 0 | destroyed: all have issued the same | leave, too |
+| an error of this rank alone | the error or its traceback | aborted | hear the alarm: this rank failed |
+| a message that fails, or comes late, because another rank is gone or stuck | its name | aborted | hear the alarm |
+| Control-C | | aborted | find out |
+
+Nothing comes before the error: what follows may take long, or hang. The watch stays until this rank
+has left, so it ends a rank that hangs in leaving: after the timeout, or seconds after the alarm.
+"""  # noqa: E501 - a table
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from math import inf
+from typing import TYPE_CHECKING
+
+from megatron_llama.commands.common.report import print_error, print_traceback
+from megatron_llama.errors import ClusterError, UserError
+
+if TYPE_CHECKING:
+    from megatron_llama.distributed.comm.watch import Diagnosis, Watch
+    from megatron_llama.distributed.launcher import Place
+
+
+@contextmanager
+def watched(place: Place, timeout: float = inf) -> Iterator[Watch]:
+    """A section in which this process works with others. At its end it leaves them, as the table
+    above says. The watch that it yields is for ``init_mesh``, which starts it.
+
+    The death of a rank, and a wait of more than ``timeout`` seconds, becomes a ClusterError that
+    names the rank to blame, on every other rank, or ends the process where that is not possible. An
+    error that no user should see is printed and becomes SystemExit, if there are other
+    processes."""
+    from megatron_llama.distributed.comm.watch import Watch
+    from megatron_llama.distributed.mesh import leave_group
+    from megatron_llama.distributed.recorder import Recorder
+
+    watch = Watch(place, Recorder(), timeout)
+    if place.world_size == 1:
+        yield watch
+        return
+    together = False
+    try:
+        yield watch
+        together = True
+    except UserError as error:
+        together = error.everywhere
+        print_error(error)
+        if not together:
+            watch.diagnose()
+        raise
+    except Exception as error:
+        alone = _is_of_this_rank(error)
+        if alone:
+            print_traceback(error)
+        found = watch.diagnose()
+        blamed = _blamed(found, place.rank, timeout)
+        if blamed is not None and not alone:
+            print_error(blamed)
+            raise blamed from error
+        if not alone:
+            print_traceback(error)
+        raise SystemExit(1) from error
+    finally:
+        watch.recorder.enter("the end")
+        with watch.recorder.waiting("what is under way"):
+            leave_group(abort=not together)
+        watch.stop(ended=together)
+
+
+def _is_of_this_rank(error: Exception) -> bool:
+    """Whether an error certainly has nothing to do with other ranks. A message that fails is a
+    RuntimeError without a class of its own."""
+    import torch
+
+    own = torch.OutOfMemoryError, torch.AcceleratorError
+    return not isinstance(error, RuntimeError) or isinstance(error, own)
+
+
+def _blamed(found: Diagnosis | None, rank: int, timeout: float) -> ClusterError | None:
+    """The error that blames another rank than ``rank``, this one; None if none is to blame."""
+    if found is None:
+        return None
+    expected = "all ranks at work"
+    if found.silent:
+        where = ", ".join(map(str, found.silent))
+        do = (
+            "look at what that rank printed last and at its machine; resume with "
+            f"--load{found.places}"
+        )
+        return ClusterError(f"rank {where}", got="no answer", expected=expected, do=do)
+    if found.stuck:
+        got = f"no progress for {timeout:g} s (--distributed-timeout-minutes): {found.reason}"
+        do = f"look at what the ranks that stopped were doing; resume with --load{found.places}"
+        return ClusterError("the run", got=got, expected=expected, do=do)
+    if found.failed not in (None, rank):
+        do = f"look at what that rank printed; resume with --load{found.places}"
+        return ClusterError(f"rank {found.failed}", got="an error", expected=expected, do=do)
+    return None
