@@ -226,6 +226,8 @@ class Watch:
         if seconds <= self._timeout or waiting(self.recorder) is not None:
             self._noted = False
             return
+        if self._ended.is_set():  # nothing is to come
+            return
         place = hang_report(self.recorder)
         rank = str(self._place.rank)
         if not self._noted and store.compare_set(f"slow/{place}", "", rank) == rank.encode():
