@@ -172,8 +172,7 @@ def zenflow_layouts() -> Iterator[tuple[Layout, ZenFlowConfig]]:
 
 @pytest.mark.parametrize(("layout", "zenflow"), list(zenflow_layouts()))
 def test_zenflow(layout: Layout, zenflow: ZenFlowConfig, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Before columns are selected there is none, to the byte. With the first ones selected all are there: to the byte where no row is cut;
-    elsewhere each part of a row may have one column more or less than its share, or all of the selected ones."""
+    """To the byte: on every rank before columns are selected, and with the selected ones where no rank has parts of rows."""
     config = zen(layout, zenflow).sized()
     for rank in range(layout.world_size):
         found, made = built(config, layout.world_size, rank, monkeypatch)

@@ -104,7 +104,8 @@ class StagingBuffer:
 
 class Reductions:
     """The reduce-scatters of one rank. They share ``in_flight`` receive buffers: the last user of
-    an exchange's buffer must have been waited for when it starts. RuntimeError otherwise.
+    an exchange's buffer must have been waited for when it starts. RuntimeError otherwise, where
+    there are buffers.
 
     On the host a receive buffer holds the parts of all other ranks, (size - 1) / size x largest in
     the dtype of the wire, and with a wire of its own a cast of the whole and one part to add in. On
@@ -183,7 +184,8 @@ class Reductions:
             sent,
             before=cast,
             after=cast_back,
-            buffer=self._buffers[buffer],
+            # A device that casts nothing has no buffer to wait for.
+            buffer=self._buffers[buffer] if self._received or self._casts else None,
         )
 
 

@@ -383,28 +383,40 @@ class Named:
         return f"event {len(self.log)}"
 
 
-def test_a_device_fills_a_buffer_after_its_last_sum_was_read(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Reductions start in one stream and are followed up in another. The first one waits for the second, and no other buffer does."""
+@pytest.mark.parametrize("wire", [torch.bfloat16, None])
+@pytest.mark.parametrize("scatters", [False, True])
+def test_a_device_fills_a_buffer_after_its_last_sum_was_read(
+    wire: torch.dtype | None, scatters: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Reductions start in one stream and are followed up in another. The first one waits for the second, and no other buffer does; without
+    a wire there is no buffer, and nobody waits."""
     log, current = list[str](), list[Named]()
     issuing, following = Named("issuing", log), Named("following", log)
     monkeypatch.setattr(devices, "is_host", lambda device: False)
     monkeypatch.setattr(devices, "current_stream", lambda device: current[-1])
 
-    def done(tensor: Tensor, group: object, async_op: bool) -> object:
-        log.append(f"{current[-1].name} sums {tensor.numel()}")
+    def sums(*tensors: Tensor, group: object, async_op: bool) -> object:
+        log.append(f"{current[-1].name} sums {tensors[-1].numel()}")
         return SimpleNamespace(wait=lambda: log.append(f"{current[-1].name} waits for the sum"))
 
-    monkeypatch.setattr(dist, "all_reduce", done)
-    axis = replace(Mesh.single().dp, ranks=(0, 1), group=object())  # type: ignore[arg-type]
+    monkeypatch.setattr(dist, "all_reduce", sums)
+    monkeypatch.setattr(exchange_module, "reduce_scatter_single", sums)
     monkeypatch.setattr(gloo, "carries", lambda axis, device: False)
+    axis = replace(Mesh.single().dp, ranks=(0, 1), group=object())  # type: ignore[arg-type]
     buffers = [StagingBuffer(64, torch.bfloat16, CPU) for _ in range(2)]
-    for index, numel in enumerate((64, 63, 62)):
-        exchange = all_reduce(torch.ones(numel), axis, index=index, wire=torch.bfloat16, staging=buffers[index % 2])
+    shared = Reductions(axis, largest=64, dtype=torch.float32, wire=wire, device=CPU, in_flight=2)
+    sizes = (64, 62, 60)
+    for index, numel in enumerate(sizes):
+        full = torch.ones(numel)
+        exchange = (
+            shared.scatter(full, full[: numel // 2], index=index, buffer=index % 2)
+            if scatters
+            else all_reduce(full, axis, index=index, wire=wire, staging=buffers[index % 2])
+        )
         current.append(issuing)
         exchange.start()
         current.append(following)
         exchange.wait()
-    turn = ["issuing sums {}", "following waits for the sum", "following records"]
-    turns = [[line.format(numel) for line in turn] for numel in (64, 63, 62)]
-    assert log == [*turns[0], *turns[1], "issuing waits for event 3", *turns[2]]
-    assert log[2] == "following records"
+    turn = ["issuing sums {}", "following waits for the sum"] + ["following records"] * (wire is not None)
+    turns = [[line.format(numel) for line in turn] for numel in sizes]
+    assert log == [*turns[0], *turns[1], *(["issuing waits for event 3"] if wire else []), *turns[2]]
