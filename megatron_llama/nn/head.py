@@ -86,5 +86,5 @@ def head_loss(
             scattering.wait()
             shard.copy_(summed)
         else:
-            collectives.all_reduce(full, tp).wait()
+            collectives.all_reduce(full, tp, async_op=False).wait()
     return torch.cat(losses).view(labels.shape), handle

@@ -54,7 +54,7 @@ class _Linear(torch.autograd.Function):
         ctx.column = column
         ctx.sequence = sequence
         if sequence:
-            x, gathering = autograd.start_all_gather(x, tp)
+            x, gathering = autograd.start_all_gather(x, tp, async_op=False)
             gathering.wait()
         ctx.unsharded = []
         outputs = []

@@ -84,11 +84,11 @@ def _vocab_parallel(
     own_max, sums, target = (torch.cat(parts) for parts in zip(*stats, strict=True))
 
     row_max = own_max.clone()
-    collectives.all_reduce(row_max, tp, dist.ReduceOp.MAX).wait()
+    collectives.all_reduce(row_max, tp, dist.ReduceOp.MAX, async_op=False).wait()
     # The statistics are relative to the rank's own maximum: shift them to that of all ranks.
     shift = own_max - row_max
     summed = torch.stack((sums * shift.exp(), (target + shift).masked_fill_(outside, 0.0)))
-    collectives.all_reduce(summed, tp).wait()
+    collectives.all_reduce(summed, tp, async_op=False).wait()
     total, target = summed
     log_sum = total.log()
     losses = torch.sub(log_sum, target)
@@ -138,7 +138,7 @@ def argmax(logits: Tensor, tp: Axis, vocab_size: int) -> Tensor:
     logits[..., max(0, vocab_size - first) :] = float("-inf")
     own_max, index = logits.max(-1)
     row_max = own_max.clone()
-    collectives.all_reduce(row_max, tp, dist.ReduceOp.MAX).wait()
+    collectives.all_reduce(row_max, tp, dist.ReduceOp.MAX, async_op=False).wait()
     found = torch.where(own_max == row_max, index + first, -1)
-    collectives.all_reduce(found, tp, dist.ReduceOp.MAX).wait()
+    collectives.all_reduce(found, tp, dist.ReduceOp.MAX, async_op=False).wait()
     return found

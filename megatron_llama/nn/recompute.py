@@ -60,7 +60,7 @@ class _Recomputed(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, None, None, None]:
         (x,) = ctx.saved_tensors
         if ctx.shared is not None:
-            x, gathering = start_all_gather(x, ctx.shared)
+            x, gathering = start_all_gather(x, ctx.shared, async_op=False)
             gathering.wait()
         x = x.view(ctx.shape).detach().requires_grad_(ctx.needs_input_grad[0])
         with torch.enable_grad():

@@ -237,7 +237,7 @@ class PipelineRuntime:
         with torch.no_grad():
             self._run([batch], training=False, predicted=found)
         # Ranks of other stages, and of other parts of the sequence, have -1.
-        all_reduce(found, self.mesh.world, dist.ReduceOp.MAX).wait()
+        all_reduce(found, self.mesh.world, dist.ReduceOp.MAX, async_op=False).wait()
         return found
 
     def _run(
@@ -314,7 +314,7 @@ class PipelineRuntime:
         # Ranks that share a sequence each count all of it, and are in the sum too.
         count /= self.mesh.cp.size
         if masks:
-            all_reduce(count, self.mesh.dp).wait()
+            all_reduce(count, self.mesh.dp, async_op=False).wait()
             return count.clamp_(min=1.0)
         return count * self.mesh.dp.size
 

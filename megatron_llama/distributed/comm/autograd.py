@@ -16,17 +16,21 @@ from megatron_llama.distributed.comm import collectives
 from megatron_llama.distributed.mesh import Axis
 
 
-def start_all_gather(shard: Tensor, axis: Axis) -> tuple[Tensor, collectives.Pending]:
+def start_all_gather(
+    shard: Tensor, axis: Axis, *, async_op: bool = True
+) -> tuple[Tensor, collectives.Pending]:
     """Start to gather shards [s / size, ...] to [s, ...]; the tensor is valid after the wait."""
     full = shard.new_empty((shard.shape[0] * axis.size, *shard.shape[1:]))
-    return full, collectives.all_gather(full, shard.contiguous(), axis)
+    return full, collectives.all_gather(full, shard.contiguous(), axis, async_op=async_op)
 
 
-def start_reduce_scatter(full: Tensor, axis: Axis) -> tuple[Tensor, collectives.Pending]:
+def start_reduce_scatter(
+    full: Tensor, axis: Axis, *, async_op: bool = True
+) -> tuple[Tensor, collectives.Pending]:
     """Start to sum [s, ...] over the ranks and split the sum to [s / size, ...]; the tensor is
     valid after the wait."""
     shard = full.new_empty((full.shape[0] // axis.size, *full.shape[1:]))
-    return shard, collectives.reduce_scatter(shard, full.contiguous(), axis)
+    return shard, collectives.reduce_scatter(shard, full.contiguous(), axis, async_op=async_op)
 
 
 class _Copy(torch.autograd.Function):
@@ -38,7 +42,7 @@ class _Copy(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         grad = grad.clone()  # autograd may give the same tensor to others, and the sum is in place
-        collectives.all_reduce(grad, ctx.axis).wait()
+        collectives.all_reduce(grad, ctx.axis, async_op=False).wait()
         return grad, None
 
 
@@ -46,13 +50,13 @@ class _Gather(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, shard: Tensor, axis: Axis) -> Tensor:
         ctx.axis = axis
-        full, pending = start_all_gather(shard, axis)
+        full, pending = start_all_gather(shard, axis, async_op=False)
         pending.wait()
         return full
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        shard, pending = start_reduce_scatter(grad, ctx.axis)
+        shard, pending = start_reduce_scatter(grad, ctx.axis, async_op=False)
         pending.wait()
         return shard, None
 
@@ -61,7 +65,7 @@ class _Reduce(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, axis: Axis) -> Tensor:
         ctx.mark_dirty(tensor)
-        collectives.all_reduce(tensor, axis).wait()
+        collectives.all_reduce(tensor, axis, async_op=False).wait()
         return tensor
 
     @staticmethod
@@ -73,13 +77,13 @@ class _Scatter(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, full: Tensor, axis: Axis) -> Tensor:
         ctx.axis = axis
-        shard, pending = start_reduce_scatter(full, axis)
+        shard, pending = start_reduce_scatter(full, axis, async_op=False)
         pending.wait()
         return shard
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        full, pending = start_all_gather(grad, ctx.axis)
+        full, pending = start_all_gather(grad, ctx.axis, async_op=False)
         pending.wait()
         return full, None
 

@@ -1,6 +1,10 @@
 """Collectives on an axis of the mesh. Every function returns a handle, and the result may be used
 after its ``wait``.
 
+``async_op=False`` is for a caller that waits at once. On a device NCCL then runs in the caller's
+stream (``ProcessGroupNCCL::collective``, torch 2.11 to 2.13), and not in its own, which would need
+an event before and one after. The handle is the same, and so is what is counted.
+
 Tensors are handed over as ``.data``. A backend that writes them (gloo does) would otherwise
 increase the autograd version of every view of the buffer, and weights that are views of a gathered
 buffer would then fail in backward.
@@ -10,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -65,22 +70,37 @@ def same_place(first: Tensor, second: Tensor) -> bool:
     return same_storage and first.storage_offset() == second.storage_offset()
 
 
+def _start(
+    axis: Axis, operation: str, note: Note | None, issue: Callable[[bool], Any], *, async_op: bool
+) -> Pending:
+    if async_op:
+        return Pending(axis, issue(True), operation=operation, note=note)
+    # Nothing is left to wait for: a host waits inside the call, which counts as its ``wait`` would.
+    pending = Pending(axis, None, operation=operation, note=note)
+    with axis.recorder.exposed(pending):
+        issue(False)
+    return pending
+
+
 def all_reduce(
-    tensor: Tensor, axis: Axis, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM
+    tensor: Tensor,
+    axis: Axis,
+    op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM,
+    *,
+    async_op: bool = True,
 ) -> Pending:
     """Reduce in place over the axis; every rank gets the same result."""
     if axis.size == 1:
         return Pending(axis, None)
     note = _issue(axis, "all_reduce", tensor)
-    return Pending(
-        axis,
-        dist.all_reduce(tensor.data, op, group=axis.group, async_op=True),
-        operation="all_reduce",
-        note=note,
-    )
+
+    def issue(is_async: bool) -> Any:
+        return dist.all_reduce(tensor.data, op, group=axis.group, async_op=is_async)
+
+    return _start(axis, "all_reduce", note, issue, async_op=async_op)
 
 
-def all_gather(full: Tensor, shard: Tensor, axis: Axis) -> Pending:
+def all_gather(full: Tensor, shard: Tensor, axis: Axis, *, async_op: bool = True) -> Pending:
     """Concatenate the shards of all ranks into ``full`` along the first dim. ``shard`` may be this
     rank's part of ``full``."""
     if axis.size == 1:
@@ -88,11 +108,14 @@ def all_gather(full: Tensor, shard: Tensor, axis: Axis) -> Pending:
             full.data.copy_(shard.data)
         return Pending(axis, None)
     note = _issue(axis, "all_gather", full)
-    work = all_gather_single(full.data, shard.data, group=axis.group, async_op=True)
-    return Pending(axis, work, operation="all_gather", note=note)
+
+    def issue(is_async: bool) -> Any:
+        return all_gather_single(full.data, shard.data, group=axis.group, async_op=is_async)
+
+    return _start(axis, "all_gather", note, issue, async_op=async_op)
 
 
-def reduce_scatter(shard: Tensor, full: Tensor, axis: Axis) -> Pending:
+def reduce_scatter(shard: Tensor, full: Tensor, axis: Axis, *, async_op: bool = True) -> Pending:
     """Sum ``full`` over the ranks and write this rank's part of its first dim to ``shard``, which
     may be that part of ``full``."""
     if axis.size == 1:
@@ -102,8 +125,11 @@ def reduce_scatter(shard: Tensor, full: Tensor, axis: Axis) -> Pending:
     note = _issue(axis, "reduce_scatter", full)
     if carries(axis, full.device):
         return _exchange_and_sum(shard.data, full.data, axis, note)
-    work = reduce_scatter_single(shard.data, full.data, group=axis.group, async_op=True)
-    return Pending(axis, work, operation="reduce_scatter", note=note)
+
+    def issue(is_async: bool) -> Any:
+        return reduce_scatter_single(shard.data, full.data, group=axis.group, async_op=is_async)
+
+    return _start(axis, "reduce_scatter", note, issue, async_op=async_op)
 
 
 def _exchange_and_sum(shard: Tensor, full: Tensor, axis: Axis, note: Note | None) -> Pending:
