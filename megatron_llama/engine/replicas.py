@@ -52,26 +52,45 @@ def _difference(
         return None
     axis = tensors[0].axis
     digests = _gathered(
-        torch.stack([_digest(one.tensor).to(device, non_blocking=True) for one in tensors]), axis
+        torch.stack([_digest(one.tensor).to(device, non_blocking=True) for one in tensors]),
+        axis,
+        device,
     )
     for number, one in enumerate(tensors):
         same: dict[tuple[int, ...], list[int]] = {}
         for position, digest in enumerate(digests[:, number].tolist()):
             same.setdefault(tuple(digest), []).append(position)
         if len(same) > 1:
-            return _complaint(one, max(same.values(), key=len), iteration)
+            return _complaint(one, max(same.values(), key=len), iteration, device)
     return None
 
 
-def _complaint(one: Replicated, majority: Sequence[int], iteration: int) -> TrainingError:
+def _complaint(
+    one: Replicated, majority: Sequence[int], iteration: int, device: torch.device
+) -> TrainingError:
     """Returns the error for a tensor that differs. ``majority`` has the positions on the axis whose
     tensors are alike; of two equal groups, that of the lowest position."""
-    values = _gathered(_bits(one.tensor), one.axis)
+    bits = _bits(one.tensor)
     ranks = one.axis.ranks
-    differs = (values != values[majority[0]]).any(dim=0)
-    place = int(differs.nonzero()[0])
-    odd = [position for position in range(one.axis.size) if position not in majority]
-    shown = values[:, place].contiguous().view(one.tensor.dtype).tolist()
+    count = 0
+    found: tuple[int, Tensor] | None = None
+    # Chunk by chunk: the tensors of all ranks need not fit into the memory of the device.
+    for start in range(0, len(bits), CHUNK):
+        # NCCL sends no 16-bit integers.
+        values = _gathered(bits[start : start + CHUNK].to(torch.int64), one.axis, device)
+        differs = (values != values[majority[0]]).any(dim=0)
+        count += int(differs.sum())
+        if found is None and bool(differs.any()):
+            first = int(differs.nonzero()[0])
+            found = start + first, values[:, first].to(bits.dtype)
+    assert found is not None, "digests differ, and so do values"
+    place, odd_values = found
+    odd = [
+        position
+        for position in range(one.axis.size)
+        if odd_values[position] != odd_values[majority[0]]
+    ]
+    shown = odd_values.view(one.tensor.dtype).tolist()
     wrong = ", ".join(f"{shown[position]:.9g} on rank {ranks[position]}" for position in odd)
     where = f"{one.name} ({one.what}) at iteration {iteration}, element {one.start + place}"
     agreeing = ", ".join(str(ranks[position]) for position in majority)
@@ -81,9 +100,7 @@ def _complaint(one: Replicated, majority: Sequence[int], iteration: int) -> Trai
         "resume from a checkpoint, on other machines"
     )
     return TrainingError(
-        describe(
-            where, got=f"{wrong} ({int(differs.sum())} elements differ)", expected=expected, do=do
-        )
+        describe(where, got=f"{wrong} ({count} elements differ)", expected=expected, do=do)
     )
 
 
@@ -104,10 +121,11 @@ def _digest(tensor: Tensor) -> Tensor:
     return torch.stack([plain, placed])
 
 
-def _gathered(tensor: Tensor, axis: Axis) -> Tensor:
+def _gathered(tensor: Tensor, axis: Axis, device: torch.device) -> Tensor:
     """Returns the tensors of all ranks, [size, *shape], on the host."""
-    local = tensor.cpu()
+    # An axis carries what is on the device; only the group of all ranks has a backend for the host.
+    local = tensor.to(device)
     found = local.new_empty((axis.size * local.shape[0], *local.shape[1:]))
     with axis.recorder.waiting(AGREEMENT):
         all_gather_single(found, local, group=axis.group)
-    return found.view(axis.size, *local.shape)
+    return found.cpu().view(axis.size, *local.shape)
