@@ -156,8 +156,6 @@ def zenflow_layouts() -> Iterator[tuple[Layout, ZenFlowConfig]]:
     for one in (FOUR, OVERLAP, EVERY, replace(FOUR, zenflow_update_interval="auto"), replace(FOUR, zenflow_topk_ratio=0.1)):
         yield Layout(bf16=True), one
         yield Layout(dp=3, strategy="optim_grads", bf16=True, bucket=10**9), one
-        # A bucket for each matrix. Of queries, keys and values, 96 x 64, a tenth is 96 x 7: no multiple of 64, to which it is padded.
-        yield Layout(kv_heads=1, bucket=1, bf16=True), one
     for layout in (
         Layout(),
         Layout(fp16=True),

@@ -24,9 +24,13 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from megatron_llama.distributed import device as devices
 from megatron_llama.distributed import mesh as meshes
 from tools.stream_check.events import Line, Memory
-from tools.stream_check.recording import Recording
+from tools.stream_check.recording import Recording, RecordingError
 
 BACKEND = "recording"
+UNSENT = frozenset({torch.int16, torch.uint16, torch.uint32, torch.uint64})
+"""Types that ProcessGroupNCCL refuses."""
+WORLD = "world"
+"""The only group that has gloo besides NCCL."""
 
 
 class RecordedWork:
@@ -97,6 +101,14 @@ class RecordedGroup(_ProcessGroup):  # type: ignore[misc]
         recording = self._recording
         tensors = [*reads, *writes]
         over_gloo = recording.memory(tensors[0]) is not Memory.DEVICE
+        if over_gloo and self._name != WORLD:
+            raise RecordingError(
+                f"{operation} of the host's memory on {self._name} at {recording.site()}: "
+                "on a device an axis has NCCL alone"
+            )
+        unknown = {tensor.dtype for tensor in tensors} & UNSENT
+        if unknown and not over_gloo:
+            raise RecordingError(f"{operation} of {unknown} on {self._name}: NCCL has no such type")
         issuer = recording.thread if over_gloo else recording.stream.line
         kind = "gloo" if over_gloo else "communicator"
         line = self._line(f"{kind} {self._name}{pair}") if is_async or over_gloo else issuer
@@ -177,7 +189,7 @@ class RecordedGroup(_ProcessGroup):  # type: ignore[misc]
 def process_group(recording: Recording, rank: int, world_size: int) -> Iterator[None]:
     """A default process group of recorded communicators, and ``new_group`` for more, which have the
     names of the mesh's axes."""
-    name = ["world"]
+    name = [WORLD]
 
     def create(store: Any, rank: int, size: int, timeout: timedelta) -> RecordedGroup:
         return RecordedGroup(recording, name[0], rank, size)
@@ -199,7 +211,9 @@ def process_group(recording: Recording, rank: int, world_size: int) -> Iterator[
         finally:
             group.pair_of_batch = None
 
-    def all_gather_object(found: list[Any], value: Any, group: Any = None) -> None:
+    def all_gather_object(found: list[Any], value: Any, group: RecordedGroup | None = None) -> None:
+        if group is not None and group._name != WORLD:
+            raise RecordingError(f"Python values on {group._name}: on a device it has NCCL alone")
         found[:] = [value] * len(found)
 
     if world_size == 1:

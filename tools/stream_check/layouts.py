@@ -75,8 +75,9 @@ class Layout:
     rank: int = 0
     steps: int = 3
     between: frozenset[str] = field(default_factory=frozenset)
-    """What happens after the second step: ``evaluate``, ``replicas`` (they are compared), ``save``
-    (the copies of an asynchronous one) and ``timeline`` (one is recorded during the third step)."""
+    """What happens after the second step: ``evaluate``, ``replicas`` (they are compared),
+    ``texts`` (a token is predicted), ``rollback``, ``save`` (the copies of an asynchronous one) and
+    ``timeline`` (one is recorded during the third step)."""
     documents: bool = False
     grows: bool = False
     """The first step has half of the microbatches."""
@@ -117,6 +118,7 @@ class _Run:
         self._layout = layout
         self._recording = recording
         self._config = config = resolve(layout.config, layout.world_size)
+        self._weights = InitialWeights(1, config.model.initializer_range)
         self._mesh = build_mesh(
             config, rank=layout.rank, world_size=layout.world_size, device=DEVICE
         )
@@ -130,7 +132,7 @@ class _Run:
         with closing(
             build_optimizer(config, stages.values(), mesh, blocking=self._layout.blocking)
         ) as optimizer:
-            optimizer.load_weights(InitialWeights(1, config.model.initializer_range))
+            optimizer.load_weights(self._weights)
             runtime = PipelineRuntime(stages, optimizer, mesh, config, dtype=compute_dtype(config))
             log = cast(MetricLog, _NoLog())
             bad_steps = BadSteps(config, mesh, log, NO_HISTORY)
@@ -150,14 +152,18 @@ class _Run:
                 prefetcher.agreed_request()
                 if iteration == 2:
                     progress.check_last_step()
-                    self._between(runtime, optimizer, notes)
+                    self._between(runtime, optimizer, prefetcher, notes)
             if "timeline" in self._layout.between:
                 notes.finish()
             optimizer.settle()
             self._name(optimizer, prefetcher)
 
     def _between(
-        self, runtime: PipelineRuntime, optimizer: OverlappedDistributedOptimizer, notes: Notes
+        self,
+        runtime: PipelineRuntime,
+        optimizer: OverlappedDistributedOptimizer,
+        prefetcher: Prefetcher,
+        notes: Notes,
     ) -> None:
         wanted = self._layout.between
         if "replicas" in wanted:
@@ -165,6 +171,15 @@ class _Run:
         if "evaluate" in wanted:
             loss, _ = runtime.evaluate(self._batches())
             float(loss)
+        if "texts" in wanted:
+            ids = self._batches()[0].tokens
+            predicted = runtime.predict(Batch(ids.to(self._mesh.device), ids.to(self._mesh.device)))
+            predicted.cpu().tolist()
+        if "rollback" in wanted:
+            # As after a bad step, with the first weights as the checkpoint to which it returns.
+            optimizer.reset()
+            optimizer.load_weights(self._weights)
+            prefetcher.restart(0)
         if "save" in wanted:
             optimizer.settle()
             pieces = chain(optimizer.pieces(), column_pieces(optimizer, self._mesh))
@@ -501,7 +516,7 @@ def _offload() -> dict[str, Layout]:
 
 def _between_steps() -> dict[str, Layout]:
     """Evaluation, comparison of replicas, asynchronous saves and timelines, where states differ."""
-    everything = ("replicas", "evaluate", "save", "timeline")
+    everything = ("replicas", "evaluate", "texts", "rollback", "save", "timeline")
     found = {
         f"{strategy}, between steps": _layout(
             data_parallel_sharding_strategy=strategy, between=everything
@@ -512,12 +527,22 @@ def _between_steps() -> dict[str, Layout]:
     found["a line for each step, and stragglers"] = _layout(
         log=LogConfig(log_interval=1, log_straggler=True)
     )
+    found["optim_grads_params, texts and rollback, 1f1b"] = _layout(
+        data_parallel_sharding_strategy="optim_grads_params",
+        pipeline_model_parallel_size=4,
+        layers=4,
+        microbatches=4,
+        rank=2,
+        clip=0.0,
+        between=("texts", "rollback"),
+        steps=4,
+    )
     for name, offload in (("exact", "exact"), ("zenflow", "zenflow")):
         found[f"{name} offload, between steps"] = _layout(
             offload=OffloadConfig(optimizer_offload=cast(Any, offload)),
             between=everything,
             clip=0.0,
-            steps=4,
+            steps=5,
         )
     return found
 

@@ -350,7 +350,8 @@ class _Functions(TorchFunctionMode):
         if func == Tensor.device.__get__:  # a new object each time, so not ``is``
             return self._device(args[0])
         if func is Tensor.to:
-            return self._to(args[0], *torch._C._nn._parse_to(*args[1:], **_without_copy(named)))
+            copy = bool(named.pop("copy", False))
+            return self._to(args[0], *torch._C._nn._parse_to(*args[1:], **named), copy=copy)
         if func is Tensor.cpu:
             return self._to(args[0], torch.device("cpu"), None, False, None)
         if func in (torch.tensor, torch.as_tensor) and named.get("device") is not None:
@@ -393,13 +394,15 @@ class _Functions(TorchFunctionMode):
         dtype: torch.dtype | None,
         non_blocking: bool,
         memory_format: Any,
+        *,
+        copy: bool = False,
     ) -> Tensor:
         here = self._device(tensor)
         device = here if device is None else device
         if device.type != "cpu" or here.type != "cpu":
-            return tensor.to(device, dtype, non_blocking=non_blocking)
+            return tensor.to(device, dtype, non_blocking=non_blocking, copy=copy)
         if device == here:
-            return tensor.to(dtype or tensor.dtype)
+            return tensor.to(dtype or tensor.dtype, copy=copy)
         moved: Tensor = torch.ops.aten._to_copy.default(
             tensor,
             dtype=dtype or tensor.dtype,
@@ -423,12 +426,6 @@ class _Functions(TorchFunctionMode):
 _TO_HOST = 1
 """The index of the device that ``_Operators`` takes for the host's memory, where an operator gets
 tensors: without an index autograd asks for the memory of the tensors themselves."""
-
-
-def _without_copy(named: dict[str, Any]) -> dict[str, Any]:
-    if named.pop("copy", False):
-        raise RecordingError("Tensor.to(copy=True) is not recorded")
-    return named
 
 
 @dataclass(frozen=True)

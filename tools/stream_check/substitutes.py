@@ -140,25 +140,6 @@ def _threads(recording: Recording) -> dict[str, Any]:
         def __exit__(self, *error: object) -> None:
             self.release()
 
-    class RecordedThread(threading.Thread):
-        _begun: int
-        _ended: int | None = None
-
-        def start(self) -> None:
-            self._begun = recording.signal(recording.thread)
-            super().start()
-
-        def run(self) -> None:
-            recording.wait(recording.thread, self._begun)
-            with recording.seeing():
-                super().run()
-            self._ended = recording.signal(recording.thread)
-
-        def join(self, timeout: float | None = None) -> None:
-            super().join(timeout)
-            if self._ended is not None and not self.is_alive():
-                recording.wait(recording.thread, self._ended)
-
     class RecordedQueue:
         def __init__(self) -> None:
             self._queue: queue.SimpleQueue[tuple[int, Any]] = queue.SimpleQueue()
@@ -175,9 +156,41 @@ def _threads(recording: Recording) -> dict[str, Any]:
         "Event": RecordedFlag,
         "Lock": RecordedLock,
         "Condition": lambda: threading.Condition(RecordedLock()),  # type: ignore[arg-type]
-        "Thread": RecordedThread,
         "SimpleQueue": RecordedQueue,
     }
+
+
+@contextmanager
+def _started(recording: Recording) -> Iterator[None]:
+    """A section in which whatever thread is started is recorded, of any class: what one that is not
+    recorded does would go unseen."""
+    start = threading.Thread.start
+    run = threading.Thread.run
+    join = threading.Thread.join
+    begun: dict[threading.Thread, int] = {}
+    ended: dict[threading.Thread, int] = {}
+
+    def start_recorded(thread: threading.Thread) -> None:
+        begun[thread] = recording.signal(recording.thread)
+        start(thread)
+
+    def run_recorded(thread: threading.Thread) -> None:
+        recording.wait(recording.thread, begun[thread])
+        with recording.seeing():
+            run(thread)
+        ended[thread] = recording.signal(recording.thread)
+
+    def join_recorded(thread: threading.Thread, timeout: float | None = None) -> None:
+        join(thread, timeout)
+        if thread in ended and not thread.is_alive():
+            recording.wait(recording.thread, ended[thread])
+
+    with (
+        patch.object(threading.Thread, "start", start_recorded),
+        patch.object(threading.Thread, "run", run_recorded),
+        patch.object(threading.Thread, "join", join_recorded),
+    ):
+        yield
 
 
 @contextmanager
@@ -192,7 +205,6 @@ def substituted(recording: Recording) -> Iterator[None]:
     replaced: list[tuple[Any, Any]] = [
         (devices.is_host, is_host),
         (threading, _Namespace(threading, **threading_names)),
-        (threading.Thread, threads["Thread"]),
         (threading.Lock, threads["Lock"]),
         (queue.SimpleQueue, threads["SimpleQueue"]),
     ]
@@ -205,4 +217,5 @@ def substituted(recording: Recording) -> Iterator[None]:
                     if value is original:
                         stack.enter_context(patch.object(module, key, substitute))
         stack.enter_context(patch.object(devices, "torch", _accelerator(recording)))
+        stack.enter_context(_started(recording))
         yield

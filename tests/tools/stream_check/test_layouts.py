@@ -84,6 +84,60 @@ def test_every_layout_can_be_recorded(name: str) -> None:
                 assert 0 <= event.begin < event.end <= sizes[event.buffer]
 
 
+def test_threads_of_the_host_are_seen() -> None:
+    """Without their operators a layout would look ordered."""
+    optimizer = [
+        event.operator
+        for event in recorded("exact offload, between steps")
+        if isinstance(event, Access) and event.line.name == "thread optimizer"
+    ]
+    assert any("fused_adamw" in operator for operator in optimizer)
+    copies = {
+        event.line.name
+        for event in recorded("exact offload, between steps")
+        if event.thread.name == "thread optimizer" and isinstance(event, Access)
+    }
+    assert "DeviceCopies to_device" in copies
+
+
+WHERE_THE_HOST_WAITS = frozenset(
+    {
+        "megatron_llama/metrics/readback.py",  # a step late
+        "megatron_llama/data/upload.py",  # two steps late
+        "megatron_llama/distributed/mesh.py",  # before the first step, and so the next three
+        "megatron_llama/engine/offload/copies.py",  # to close
+        "megatron_llama/engine/offload/exact.py",
+        "megatron_llama/model/init.py",
+        "megatron_llama/loop/bad_steps.py",
+        "megatron_llama/loop/progress.py",  # at log lines
+    }
+)
+
+
+@pytest.mark.parametrize(
+    "name",
+    (
+        "optim_grads_params, 2 gradient slots",
+        "documents, no clipping",
+        "fp16",
+        "cp in a ring, sp, documents",
+        "1f1b, pipeline rank 1, optim",
+        "exact offload, speculative in vain",
+        "sp with shared heads",
+        "lora",
+        "optim, two replicas",
+    ),
+)
+def test_the_computing_thread_waits_for_the_device_where_it_is_meant_to(name: str) -> None:
+    """``item``, ``nonzero``, a copy that is not pinned, and whatever else makes a host wait, would stop it inside of a step."""
+    signals = (event for event in recorded(name) if isinstance(event, Signal) and not event.line.is_thread)
+    streams = {event.token for event in signals if not event.line.name.startswith("gloo")}
+    waits = [event for event in recorded(name) if isinstance(event, Wait) and event.line.is_thread and event.token in streams]
+    main = [wait for wait in waits if wait.line.name == "thread MainThread" and not wait.site.file.startswith("tools/")]
+    assert {wait.site.file for wait in main} <= WHERE_THE_HOST_WAITS
+    assert any(wait.site.file == "megatron_llama/metrics/readback.py" for wait in main)
+
+
 def test_a_recording_can_be_repeated() -> None:
     """Without threads of the host, whose events may come in another order."""
     first, second = (layouts()["optim_grads_params, 2 gradient slots"](None) for _ in range(2))
