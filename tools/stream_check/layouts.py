@@ -9,7 +9,7 @@ from contextlib import ExitStack, closing
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import chain
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 import torch
 
@@ -81,6 +81,9 @@ class Layout:
     documents: bool = False
     grows: bool = False
     """The first step has half of the microbatches."""
+    end: Literal["settled", "updated", "reduced"] = "settled"
+    """How far the last step comes before everything is closed and freed: until nothing is in
+    flight, as at the end of a run; or as after an error right behind the update, or before it."""
     blocking: bool = False
     """The offload waits at once."""
 
@@ -97,6 +100,7 @@ def record(layout: Layout, skip: Site | None = None) -> list[Event]:
     collecting = gc.isenabled()
     # Without garbage collection a storage ends when its last reference goes, always at one place.
     gc.disable()
+    gc.freeze()  # what exists already is not looked at below
     try:
         with (
             process_group(recording, layout.rank, layout.world_size),
@@ -104,8 +108,10 @@ def record(layout: Layout, skip: Site | None = None) -> list[Event]:
             recording.seeing(),
         ):
             _Run(layout, recording).train()
+            gc.collect()  # reference cycles hold memory, and how it ends is part of the recording
             recording.close()
     finally:
+        gc.unfreeze()
         if collecting:
             gc.enable()
     return recording.named_events()
@@ -146,8 +152,10 @@ class _Run:
                 batches = prefetcher.take(next_sample=0)
                 optimizer.announce_step(_LR, clip=clip)
                 loss = runtime.step(batches)
-                update = optimizer.step(_LR, clip=clip, skip_update=bad_steps.skip_update(loss))
                 last = iteration == self._layout.steps
+                if last and self._layout.end == "reduced":
+                    break
+                update = optimizer.step(_LR, clip=clip, skip_update=bad_steps.skip_update(loss))
                 progress.record_step(TrainState(iteration, 0), _LR, loss, update, last=last)
                 prefetcher.agreed_request()
                 if iteration == 2:
@@ -155,7 +163,8 @@ class _Run:
                     self._between(runtime, optimizer, prefetcher, notes)
             if "timeline" in self._layout.between:
                 notes.finish()
-            optimizer.settle()
+            if self._layout.end == "settled":
+                optimizer.settle()
             self._name(optimizer, prefetcher)
 
     def _between(
@@ -300,6 +309,7 @@ def _layout(
     documents: bool = False,
     grows: bool = False,
     log: LogConfig | None = None,
+    end: Literal["settled", "updated", "reduced"] = "settled",
     blocking: bool = False,
     steps: int = 3,
     **parallel: Any,
@@ -341,6 +351,7 @@ def _layout(
         between=frozenset(between),
         documents=documents,
         grows=grows,
+        end=end,
         blocking=blocking,
     )
 
@@ -495,6 +506,17 @@ def _offload() -> dict[str, Layout]:
             found[f"exact offload, {words}"] = make(offload=exact)
             found[f"zenflow inline, {words}"] = make(offload=zenflow, zenflow=inline, steps=6)
             found[f"zenflow overlapped, {words}"] = make(offload=zenflow, zenflow=overlap, steps=6)
+    ends: tuple[Literal["updated", "reduced"], ...] = ("updated", "reduced")
+    for end in ends:
+        for clip in (1.0, 0.0):
+            words = f"ends when {end}" + ("" if clip else ", no clipping")
+            found[f"exact offload, {words}"] = _layout(offload=exact, clip=clip, end=end)
+            found[f"zenflow overlapped, {words}"] = _layout(
+                offload=zenflow, zenflow=overlap, clip=clip, end=end
+            )
+        found[f"optim_grads_params, ends when {end}"] = _layout(
+            data_parallel_sharding_strategy="optim_grads_params", clip=0.0, end=end
+        )
     found["exact offload, blocking"] = _layout(offload=exact, blocking=True)
     speculative = replace(exact, offload_speculative=True)
     found["exact offload, speculative"] = _layout(offload=speculative, clip=1000.0)

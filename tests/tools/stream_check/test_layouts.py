@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from tools.stream_check.events import Access, Alloc, Event, Memory, Signal, Wait
+from tools.stream_check.events import Access, Alloc, Event, Free, Memory, Signal, Wait
 from tools.stream_check.layouts import layouts
 from tools.stream_check.recording import ROOT, Recording, RecordingError
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -155,6 +155,13 @@ def test_buffers_have_names() -> None:
         "upload buffer 1 on the device",
     )
     assert all(word in named for word in expected)
+
+
+@pytest.mark.parametrize("name", ["exact offload, ends when reduced", "zenflow overlapped, ends when updated", "optim"])
+def test_everything_ends_within_the_recording(name: str) -> None:
+    """Memory that ends after it could end under a copy, and nobody would know."""
+    made = {event.buffer for event in recorded(name) if isinstance(event, Alloc)}
+    assert made == {event.buffer for event in recorded(name) if isinstance(event, Free)}
 
 
 def test_offload_is_pinned() -> None:
