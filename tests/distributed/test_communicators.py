@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from datetime import timedelta
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -98,6 +99,27 @@ def test_every_pair_of_a_schedule_is_connected(case: Case) -> None:
         mesh, asked = built(case.config, rank, case.world_size)
         connected = {use for use in asked.uses if use.operation == "message"}
         assert used_by_schedules(mesh, case) == connected, rank
+
+
+def test_a_hang_report_names_the_communicator_that_is_being_made() -> None:
+    """What the recorder says that this rank waits for, at each first use and while each group is made."""
+    recorder, said = Recorder(), list[str]()
+
+    def saying(call: Callable[..., Any]) -> Callable[..., Any]:
+        def said_and_done(*args: Any, **options: Any) -> Any:
+            said.extend(str(wait.what) for wait in recorder.waits.values())
+            return call(*args, **options)
+
+        return said_and_done
+
+    asked = Imagined(1, world_size=2)
+    for name in ("new_group", "all_reduce", "isend", "irecv"):
+        setattr(asked, name, saying(getattr(asked, name)))
+    with noted(asked), mock.patch.object(devices, "synchronize"), mock.patch.object(torch, "zeros"):
+        build_mesh(Case(pp=2, tied=True).config, rank=1, world_size=2, device=GPU, recorder=recorder)
+    made = [f"the ranks of {name}" for name in ("pp", "pp_backward", "embedding")]
+    assert said == [*made, "the ranks of world", "the ranks of embedding", "rank 0 on pp", "rank 0 on pp_backward"]
+    assert recorder.waits == {}
 
 
 def used_by_schedules(mesh: Mesh, case: Case) -> set[Use]:

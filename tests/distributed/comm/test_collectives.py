@@ -68,7 +68,7 @@ def test_who_waits_inside_the_call_is_said_to_wait_there(name: str, operation: s
     seen = list[tuple[bool, list[str]]]()
 
     def backend(*tensors: Any, async_op: bool, **options: Any) -> Any:
-        seen.append((async_op, [str(what) for what, _ in recorder.waits.values()]))
+        seen.append((async_op, [str(wait.what) for wait in recorder.waits.values()]))
         return SimpleNamespace(wait=lambda: None) if async_op else None
 
     with mock.patch.object(collectives, "carries", return_value=False), mock.patch(f"{collectives.__name__}.{name}", backend):
