@@ -18,6 +18,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -32,10 +33,19 @@ from torch.optim.adamw import adamw as torch_adamw
 from megatron_llama.commands.env import apex_found
 from megatron_llama.distributed import device as devices
 from megatron_llama.nn import ops as plain
-from megatron_llama.nn.attention import attention_kernel, causal_attention
+from megatron_llama.nn.attention import (
+    AttentionBackend,
+    Documents,
+    attend,
+    attend_backward,
+    attention_kernel,
+    causal_attention,
+    piece_kernel,
+)
 from megatron_llama.nn.functional import rope_frequencies, rope_table
 from megatron_llama.nn.kernels.choice import runs_kernels
 from megatron_llama.nn.param_handle import accumulate_product
+from megatron_llama.plans.activation_memory import HEAD_CHUNK
 
 HIDDEN = 4096
 INNER = 14336
@@ -267,6 +277,68 @@ def attention(sizes: Sizes) -> Case:
     return Case("attention", 3.5 * 2 * sizes.tokens**2 * HEADS * WIDTH, found, "TFLOP/s")
 
 
+def attention_pieces(sizes: Sizes) -> Case:
+    """A piece of context parallelism, forward and backward with its log-sum-exp: all queries
+    against as many keys of another rank. By flash attention, and by cuDNN's."""
+    shapes = ((HEADS, WIDTH), (KEYS, WIDTH), (KEYS, WIDTH))
+    query, key, value = (
+        sizes.draw(sizes.tokens, 1, *shape).permute(1, 2, 0, 3) for shape in shapes
+    )
+
+    def both(backend: AttentionBackend) -> None:
+        out, lse = attend(query, key, value, backend=backend)
+        attend_backward(out, query, key, value, out, lse, backend=backend)
+
+    found: dict[str, Body] = {"ours": partial(both, "auto")}
+    if not devices.is_host(sizes.device):
+        found |= {"flash": partial(both, "flash"), "cuDNN": partial(both, "fused")}
+        kernel = piece_kernel(query, key, value, None, causal=False, backend="auto")
+        print(f"attention of a piece: ours runs {kernel.name}", flush=True)
+    return Case("attention, a piece", 7.0 * 2 * sizes.tokens**2 * HEADS * WIDTH, found, "TFLOP/s")
+
+
+def attention_documents(sizes: Sizes) -> Case:
+    """Packed documents of one sequence, four of them. By flash attention, and by cuDNN's."""
+    qkv = sizes.draw(sizes.tokens, 1, HEADS + 2 * KEYS, WIDTH).requires_grad_()
+    parts = torch.split(qkv, [HEADS, KEYS, KEYS], dim=2)
+    starts = torch.arange(0, sizes.tokens + 1, sizes.tokens // 4, dtype=torch.int32)
+    documents = Documents(starts.to(sizes.device), sizes.tokens // 4)
+
+    def both(backend: AttentionBackend) -> None:
+        query, key, value = parts
+        out = causal_attention(query, key, value, documents, backend)
+        torch.autograd.grad(out, qkv, torch.ones_like(out))
+
+    found: dict[str, Body] = {"ours": partial(both, "auto")}
+    if not devices.is_host(sizes.device):
+        found["cuDNN"] = partial(both, "fused")
+    work = 3.5 * 2 * sizes.tokens * (sizes.tokens // 4) * HEADS * WIDTH
+    return Case("attention, documents", work, found, "TFLOP/s")
+
+
+def head_chunks(sizes: Sizes) -> Case:
+    """The three products of the head, a chunk of rows at a time: as many rows as the chunk's logits
+    allow, and the next multiple of 256 below, which fills tiles of matrix products."""
+    x = sizes.draw(sizes.tokens, sizes.hidden)
+    weight = sizes.draw(sizes.vocabulary, sizes.hidden)
+    total = torch.zeros(sizes.vocabulary, sizes.hidden, device=sizes.device)
+    out = torch.empty_like(x)
+
+    def products(rows: int) -> None:
+        for start in range(0, sizes.tokens, rows):
+            part = slice(start, start + rows)
+            logits = F.linear(x[part], weight)
+            accumulate_product(total, 1.0, logits.t(), x[part])
+            torch.mm(logits, weight, out=out[part])
+
+    most = min(sizes.tokens, max(1, HEAD_CHUNK // sizes.vocabulary))
+    found: dict[str, Body] = {f"{most} rows": partial(products, most)}
+    if whole := most - most % 256:
+        found[f"{whole} rows"] = partial(products, whole)
+    work = 6.0 * sizes.tokens * sizes.hidden * sizes.vocabulary
+    return Case("head", work, found, "TFLOP/s")
+
+
 def weight_gradient(sizes: Sizes) -> Case:
     """A product in the compute dtype, added to a gradient in fp32."""
     x = sizes.draw(sizes.tokens, sizes.hidden)
@@ -353,13 +425,17 @@ def main(words: Sequence[str]) -> int:
         f"{options.tokens} tokens; apex {apex_found()}"
     )
     missing = 0
-    for make in (norm, rope, swiglu, loss, adamw, attention, weight_gradient):
+    cases = (
+        *(adamw, attention, attention_pieces, attention_documents, head_chunks),
+        *(norm, rope, swiglu, loss, weight_gradient),
+    )
+    for make in cases:
         case = make(sizes)
         rows = list(rows_of(case, device, options.rounds))
         missing += "ours" in case.contenders and all(row.contender != "ours" for row in rows)
         for row in rows:
             print(
-                f"{row.name:<20}{row.contender:<15}{row.ms:>9.3f} ms{row.rate:>10.1f} {row.unit}",
+                f"{row.name:<22}{row.contender:<15}{row.ms:>9.3f} ms{row.rate:>10.1f} {row.unit}",
                 flush=True,
             )
         found += rows

@@ -14,8 +14,9 @@ import pytest
 from megatron_llama.config.presets import PRESETS
 from megatron_llama.plans.memory import MemoryPlan, sized
 from tools.gpucheck.__main__ import EXAMPLE_MEMORY, check, main, parse
-from tools.gpucheck.parts import FULL, Part, Setting, all_parts, configuration, layers_that_fit, marked
-from tools.gpucheck.report import Outcome, markdown, read, rows_of, write
+from tools.gpucheck.figures import UNMEASURED
+from tools.gpucheck.parts import DECISIVE, FULL, Part, Setting, all_parts, configuration, layers_that_fit, marked
+from tools.gpucheck.report import BEGUN, Outcome, markdown, read, rows_of, write
 
 from tools import bench_links
 
@@ -57,19 +58,21 @@ def test_without_a_gpu_there_is_one_error(tmp_path: Path) -> None:
 def test_tiny_parts_where_packages_are_lacking(tmp_path: Path) -> None:
     """The script, its processes and its reports, on a host, where nothing can be imported that training does not need."""
     (tmp_path / "sitecustomize.py").write_text(f"import sys; sys.modules |= dict.fromkeys({LACKING!r})")
-    folder, parts = tmp_path / "reports", "tests,kernels,step-8b-4096-dp8,links"
+    folder, parts = tmp_path / "reports", "tests,kernels,ab-deterministic,step-8b-4096-dp8,links"
     done = script("--tiny", "--steps", "1", "--only", parts, "--out", str(folder), PYTHONPATH=str(tmp_path), OMP_NUM_THREADS="1")
     machine, outcomes = read(folder / "gpu_check.json")
     found = {one.name: one for one in outcomes}
     assert {name: one.status for name, one in found.items()} == {
         "tests": "passed",
         "kernels": "passed",
+        "ab-deterministic": "passed",
         "step-8b-4096-dp8": "passed",
         "links": "did not run: needs a GPU",
     }, done.stdout
-    assert done.returncode == 1 and done.stderr == f"error: 1 of 4 parts did not pass: links; see {folder}/NAME.log\n"
+    assert done.returncode == 1 and done.stderr == f"error: 1 of 5 parts did not pass: links; see {folder}/NAME.log\n"
     assert machine == {"device": "none: no figure below means anything"}
     assert [(row["name"], row["dtype"]) for row in found["step-8b-4096-dp8"].rows] == [("ours", "bf16")]
+    assert [(row["variant"], row["same_losses"]) for row in found["ab-deterministic"].rows] == [("off", "yes"), ("on", "yes")]
     assert found["tests"].absent == ("tests/kernels/test_liger.py: liger_kernel is not installed",)
     assert " tests collected" in done.stdout and "- absent: tests/kernels/test_liger.py" in (folder / "gpu_check.md").read_text()
     torchs = {(row["name"], row["ms"] > 0) for row in found["kernels"].rows if row["contender"] == "torch"}
@@ -79,7 +82,7 @@ def test_tiny_parts_where_packages_are_lacking(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("words", "complaint"),
     [
-        (["--only", "tests,nothing"], "--only: no part begins with nothing; there are tests, kernels, step-7b-4096"),
+        (["--only", "tests,nothing"], "--only: no part begins with nothing; there are correct, step-7b-4096, step-8b-4096, kernels"),
         (["--rounds", "0"], "--rounds and --steps are at least 1"),
         (["--minutes", "0"], "--minutes is positive"),
         (["--layer", "3"], "unrecognized arguments: --layer"),
@@ -110,19 +113,26 @@ def test_whole_models_are_trained_as_one_of_eight_ranks() -> None:
         "step-7b-8192",
         "step-7b-8192-dp8",
     ]
-    assert list(parts)[:4] == ["tests", "kernels", "step-7b-4096", "step-8b-4096"] and "--rounds 1 " in " ".join(parts["offload"].command)
+    assert list(parts)[:4] == ["correct", "step-7b-4096", "step-8b-4096", "kernels"] and "--rounds 1 " in " ".join(parts["offload"].command)
     assert "--num-layers" not in parts["step-7b-4096-dp8"].command and "32 of 32 layers" in parts["step-7b-4096-dp8"].title
     planned = MemoryPlan(configuration("llama2-7b", 4096, layers=32, dp=8), 8).needed("none", 0)
     assert f", {sized(planned)} planned" in parts["step-7b-4096-dp8"].title
-    assert all(part.json == f"out/{name}.json" and part.command[-1] == part.json for name, part in parts.items() if name != "tests")
+    assert all(
+        part.json == f"out/{name}.json" and part.command[-1] == part.json
+        for name, part in parts.items()
+        if name not in ("correct", "tests")
+    )
 
 
 def test_only_files_with_tests_for_a_gpu_are_read() -> None:
     """None of them needs a package to be read that training does not, which the tiny check shows; others do, and pytest would stop there."""
-    [command] = [part.command for part in all_parts(Setting(Path("out"), EXAMPLE_MEMORY)) if part.name == "tests"]
+    parts = {part.name: part.command for part in all_parts(Setting(Path("out"), EXAMPLE_MEMORY))}
     files = marked(ROOT)
-    assert command[1:5] == ("-m", "pytest", "-m", "gpu or kernels")
-    assert set(command[5:]) == set(files) - (set() if find_spec("liger_kernel") else {"tests/kernels/test_liger.py"})
+    for name in ("correct", "tests"):
+        assert parts[name][1:5] == ("-m", "pytest", "-m", "gpu or kernels")
+    assert parts["correct"][5:] == DECISIVE
+    named = [*parts["correct"][5:], *parts["tests"][5:]]
+    assert sorted(named) == sorted(set(files) - (set() if find_spec("liger_kernel") else {"tests/kernels/test_liger.py"}))
     assert {"tests/parallel/test_device.py", "tests/kernels/test_ops.py", "tests/engine/test_offload_device.py"} <= set(files)
     assert "tests/engine/test_lr.py" not in files
 
@@ -193,9 +203,125 @@ def test_a_part_that_fails_does_not_stop_the_others(tmp_path: Path, capsys: pyte
     assert outcomes[1].tail.endswith("RuntimeError: nothing yet\n") and outcomes[4].absent == ("hf: not here",) and outcomes[4].tail == ""
     state = Path(f"/proc/{left.read_text().strip()}/stat")
     assert not state.exists() or state.read_text().split()[2] in "ZX"
+    assert check(parts[4:], folder, 120.0, MACHINE, outcomes[:1]) == 1, "what ran earlier is in the report"
+    assert [one.name for one in read(folder / "gpu_check.json")[1]] == ["late", "last"]
     assert check(parts[4:], folder, 120.0, MACHINE) == 0
     assert check(parts[4:], folder, 40.0, MACHINE) == 1
     assert read(folder / "gpu_check.json")[1][0].status == "did not run: no time was left"
+
+
+KILLER = """
+import json, os, signal, sys
+[found] = [part for part in json.load(open(REPORT))["parts"] if part["name"] == "killer"]
+open(SEEN, "w").write(found["status"])
+os.kill(os.getppid(), signal.SIGKILL)
+"""
+
+
+def test_what_ends_the_check_itself_leaves_its_report(tmp_path: Path) -> None:
+    """The part that was under way is named, with what came before it: a machine may be taken back, or lock up."""
+    folder, seen = tmp_path / "reports", tmp_path / "seen"
+    code = KILLER.replace("REPORT", repr(str(folder / "gpu_check.json"))).replace("SEEN", repr(str(seen)))
+    first, killer = (part_of(tmp_path, "first", f"import sys; {WRITES}"), part_of(tmp_path, "killer", code))
+    whole = f"""
+from pathlib import Path
+from tools.gpucheck.__main__ import check
+from tools.gpucheck.parts import Part
+check([{first!r}, {killer!r}], Path({str(folder)!r}), 120.0, {MACHINE!r})
+"""
+    ended = subprocess.run([sys.executable, "-c", whole], capture_output=True, text=True, cwd=ROOT)
+    assert ended.returncode == -9, ended.stderr
+    assert seen.read_text() == BEGUN
+    machine, outcomes = read(folder / "gpu_check.json")
+    assert machine == MACHINE and [(one.name, one.status, len(one.rows)) for one in outcomes] == [
+        ("first", "passed", 1),
+        ("killer", BEGUN, 0),
+    ]
+    assert not list(folder.glob("*.new"))
+
+
+@pytest.mark.long
+def test_what_has_passed_is_not_run_again(tmp_path: Path) -> None:
+    folder = tmp_path / "reports"
+    words = ("--tiny", "--steps", "1", "--out", str(folder), "--resume")
+    environ = {"OMP_NUM_THREADS": "1"}
+    first = script(*words, "--only", "kernels", **environ)
+    assert first.returncode == 0, first.stderr
+    again = script(*words, "--only", "kernels,links", **environ)
+    assert "== kernels:" not in again.stdout
+    assert [(one.name, one.passed) for one in read(folder / "gpu_check.json")[1]] == [("kernels", True), ("links", False)]
+    _, outcomes = read(folder / "gpu_check.json")
+    write(folder / "gpu_check.json", {"device": "another"}, outcomes)
+    refused = script(*words, "--only", "kernels", **environ)
+    assert refused.returncode == 2 and "is of another machine or commit" in refused.stderr
+
+
+PAGE = ROOT / "docs" / "performance.md"
+
+
+def rows_of_page(text: str) -> dict[str, str]:
+    """The line of each part in the page's table."""
+    return {
+        line.split("`")[1]: line
+        for line in text.splitlines()
+        if line.startswith("| `") and line.count("|") == 4 and "--" not in line.split("`")[1]
+    }
+
+
+def test_every_part_has_its_row_in_the_documentation() -> None:
+    """In their order, but for those that need several GPUs."""
+    parts = [part.name for part in all_parts(Setting(Path("out"), EXAMPLE_MEMORY, gpus=8))]
+    assert list(rows_of_page(PAGE.read_text())) == parts
+
+
+def test_figures_become_rows_of_the_documentation(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """By one command. It replaces what says that nothing was measured, of parts that passed, and nothing else; twice is once."""
+    page, report = tmp_path / "page.md", tmp_path / "report.json"
+    before = PAGE.read_text()
+    measured = rows_of_page(before)["kernels"].replace(f"| {UNMEASURED} |", "| measured before |")
+    before = before.replace(rows_of_page(before)["kernels"], measured)
+    page.write_text(before)
+    rows = tuple(json.loads(ROWS))
+    command = f"{sys.executable} -m tools.bench_step --model llama2-7b"
+    outcomes = [
+        Outcome("step-7b-4096", "7B | 20 layers", command, "passed", 61.4, rows, absent=("liger: not here",)),
+        Outcome("correct", "tests", f"{sys.executable} -m pytest", "passed", 61.4),
+        Outcome("kernels", "kernels", "bench", "passed", 1.0, rows),
+        Outcome("step-8b-4096", "8B", "bench b", "failed with 1", 2.0, rows),
+        Outcome("links", "links", "bench c", "did not run: no time was left", 0.0),
+    ]
+    write(report, {"device": "GPU of a test", "torch": "2.11", "cuDNN": "91900"}, outcomes)
+    assert main(["--into", str(page), str(report)]) == 0
+    said = capsys.readouterr().out.splitlines()
+    assert [line.split(":")[0] for line in said] == [one.name for one in outcomes]
+    assert said[2:] == [
+        "kernels: has a figure already, left as it is",
+        "step-8b-4096: failed with 1: no figure",
+        "links: did not run: no time was left: no figure",
+    ]
+    after = page.read_text()
+    found = rows_of_page(after)
+    where = "(GPU of a test, torch 2.11, cuDNN 91900; 7B / 20 layers; `python -m tools.bench_step --model llama2-7b`)"
+    figure = f"ours: 12346 tokens per second, 62.5% mfu, 1.50 GiB peak memory; absent: liger: not here {where}"
+    assert found["step-7b-4096"].endswith(f" | {figure} |")
+    assert found["correct"].endswith(" | passed (GPU of a test, torch 2.11, cuDNN 91900; tests; `python -m pytest`) |")
+    changed = [(old, new) for old, new in zip(before.splitlines(), after.splitlines(), strict=True) if old != new]
+    assert [new for _, new in changed] == [found["correct"], found["step-7b-4096"]]
+    assert all(old.endswith(f"| {UNMEASURED} |") for old, _ in changed)
+    write(report, {"device": "another GPU"}, outcomes)
+    assert main(["--into", str(page), str(report)]) == 0 and page.read_text() == after
+
+
+def test_without_a_gpu_there_are_no_figures(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    page, report = tmp_path / "page.md", tmp_path / "report.json"
+    page.write_text(PAGE.read_text())
+    write(report, {"device": "none: no figure below means anything"}, [Outcome("correct", "", "x", "passed", 1.0)])
+    assert main(["--into", str(page), str(report)]) == 2 and page.read_text() == PAGE.read_text()
+    assert capsys.readouterr().err == "error: --into: the report is of a machine without a GPU: it has no figures\n"
+    write(report, MACHINE, [Outcome("unknown", "", "x", "passed", 1.0)])
+    assert main(["--into", str(page), str(report)]) == 2 and page.read_text() == PAGE.read_text()
+    assert "the page has no row | `unknown` |" in capsys.readouterr().err
+    assert main(["--into", str(page), str(tmp_path / "none.json")]) == 2
 
 
 def test_tables_for_the_documentation(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -18,8 +18,9 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # this checkout, and no other
 
-from tools.gpucheck.parts import Part, Setting, all_parts
-from tools.gpucheck.report import CANNOT, PASSED, Outcome, markdown, read, rows_of, write
+from tools.gpucheck.figures import into
+from tools.gpucheck.parts import ROOT, Part, Setting, all_parts
+from tools.gpucheck.report import BEGUN, CANNOT, PASSED, Outcome, markdown, read, rows_of, write
 
 REPORT = "gpu_check.json"
 TABLES = "gpu_check.md"
@@ -29,6 +30,9 @@ LEAST = 45.0
 """Seconds with which a part is still worth starting."""
 GRACE = 30.0
 """Seconds in which a part that takes too long may write what it has."""
+KILLED = 15.0
+"""Seconds after which nobody waits for a killed process any more: one whose GPU hangs may stay in
+the driver."""
 
 
 def parse(words: Sequence[str]) -> argparse.Namespace:
@@ -64,6 +68,11 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
         action="store_true",
         help="tiny models, on a CPU too: shows that the check works, and no figures",
     )
+    parser.add_argument(
+        "--resume",
+        action="store_true",
+        help="leave out the parts that have passed, by the report in FOLDER",
+    )
     parser.add_argument("--list", action="store_true", help="print the commands, run nothing")
     parser.add_argument(
         "--table",
@@ -72,6 +81,14 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
         nargs="+",
         help="print the tables of reports as one, run nothing",
     )
+    parser.add_argument(
+        "--into",
+        type=Path,
+        metavar="PAGE",
+        help="write the figures of the report into the rows of a page that say `not measured`, and "
+        "run nothing; the report is that of --out, or REPORT",
+    )
+    parser.add_argument("report", type=Path, nargs="?", metavar="REPORT", help="for --into")
     options = parser.parse_args(words)
     if options.layers < 0 or options.rounds < 1 or options.steps < 1 or options.minutes <= 0:
         parser.error(
@@ -87,7 +104,7 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
     return options
 
 
-def setting_of(options: argparse.Namespace, memory: int, *, gpu: bool = True) -> Setting:
+def setting_of(options: argparse.Namespace, memory: int, *, gpus: int = 1) -> Setting:
     """What the parts depend on."""
     return Setting(
         options.out,
@@ -96,7 +113,7 @@ def setting_of(options: argparse.Namespace, memory: int, *, gpu: bool = True) ->
         options.rounds,
         options.steps,
         tiny=options.tiny,
-        gpu=gpu,
+        gpus=gpus,
     )
 
 
@@ -148,16 +165,26 @@ def end(process: subprocess.Popen[bytes]) -> None:
             process.wait(timeout=GRACE)
     with suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
-    process.wait()
+    with suppress(subprocess.TimeoutExpired):
+        process.wait(KILLED)
 
 
-def check(parts: Sequence[Part], folder: Path, seconds: float, machine: dict[str, str]) -> int:
-    """Run parts for so long at most and write the reports, after each one: what ends the check
-    early leaves what was found. 0 if all passed, else 1."""
+def check(
+    parts: Sequence[Part],
+    folder: Path,
+    seconds: float,
+    machine: dict[str, str],
+    earlier: Sequence[Outcome] = (),
+) -> int:
+    """Run parts for so long at most and write the reports, before and after each one: what ends the
+    check early, even with the machine, leaves what was found and where it ended. ``earlier``
+    outcomes are in the reports too. 0 if all passed, else 1."""
     folder.mkdir(parents=True, exist_ok=True)
     begin = time.monotonic()
-    outcomes = list[Outcome]()
+    outcomes = list(earlier)
     for part in parts:
+        begun = Outcome(part.name, part.title, shlex.join(part.command), BEGUN, 0.0)
+        write(folder / REPORT, machine, [*outcomes, begun])
         outcomes.append(run(part, folder, seconds - GRACE - (time.monotonic() - begin)))
         clock = f"{(time.monotonic() - begin) / 60:.1f} of {seconds / 60:g} minutes"
         print(
@@ -197,9 +224,14 @@ def machine_of() -> tuple[dict[str, str], int] | None:
         ).stdout.splitlines()[0]
     except (OSError, subprocess.CalledProcessError, IndexError):
         said = "unknown"
+    revision = subprocess.run(
+        ["git", "-C", str(ROOT), "describe", "--always", "--dirty"], capture_output=True, text=True
+    )
     named = {
         "device": devices.name(device),
+        "commit": revision.stdout.strip() or "unknown",
         "torch": torch.__version__,
+        "CUDA": str(torch.version.cuda),
         "cuDNN": str(torch.backends.cudnn.version()),  # type: ignore[no-untyped-call]
     }
     return {**named, "driver, power limit, highest clock": said}, devices.memory_bytes(device)
@@ -211,6 +243,8 @@ def main(words: Sequence[str]) -> int:
     options = parse(words)
     if options.table is not None:
         return print_tables(options.table)
+    if options.into is not None:
+        return write_figures(options.into, options.report or options.out / REPORT)
     machine = None if options.list else machine_of()
     if machine is None and not (options.list or options.tiny):
         do = (
@@ -220,12 +254,43 @@ def main(words: Sequence[str]) -> int:
         print(f"error: {sys.executable} sees no GPU: {do}", file=sys.stderr)
         return 2
     named, memory = machine or ({"device": "none: no figure below means anything"}, EXAMPLE_MEMORY)
-    setting = setting_of(options, memory, gpu=machine is not None or options.list)
+    setting = setting_of(options, memory, gpus=gpus_of(machine, listed=options.list))
     parts = [part for part in all_parts(setting) if part.name.startswith(options.wanted)]
     if options.list:
         print("\n".join(f"{part.name}: {shlex.join(part.command)}" for part in parts))
         return 0
-    return check(parts, options.out, options.minutes * 60, named)
+    earlier = list[Outcome]()
+    if options.resume and (options.out / REPORT).exists():
+        theirs, outcomes = read(options.out / REPORT)
+        if theirs != named:
+            print(
+                f"error: --resume: {options.out} is of another machine or commit", file=sys.stderr
+            )
+            return 2
+        earlier = [outcome for outcome in outcomes if outcome.passed]
+    done = {outcome.name for outcome in earlier}
+    left = [part for part in parts if part.name not in done]
+    return check(left, options.out, options.minutes * 60, named, earlier)
+
+
+def gpus_of(machine: object, *, listed: bool) -> int:
+    """How many GPUs parts may use; where parts are only listed, as if there were one."""
+    from megatron_llama.distributed import device as devices
+
+    return devices.accelerator_count() if machine is not None else int(listed)
+
+
+def write_figures(page: Path, report: Path) -> int:
+    """Write figures of a report into a page, and say which. The exit status."""
+    try:
+        machine, outcomes = read(report)
+        text, lines = into(page.read_text(), machine, outcomes)
+    except (OSError, ValueError) as error:
+        print(f"error: --into: {error}", file=sys.stderr)
+        return 2
+    page.write_text(text)
+    print("\n".join(lines))
+    return 0
 
 
 def print_tables(paths: Sequence[Path]) -> int:

@@ -38,7 +38,29 @@ TINY_OFFLOAD = (
     "--update-ms 1"
 )
 TINY_LINKS = "--layers 1 --seq-length 64 --ranks 2 --rounds 1 --gigabytes-per-second 370"
+TINY_STEP = (
+    f"{TINY} --micro-batch-size 1 --global-batch-size 1 --bf16 --steps 1 --warmup 1 --rounds 2"
+)
+AB_LAYERS = 8
+"""Blocks in the comparisons of switches: what they change is in every block."""
 MARKED = re.compile(r"mark\.(gpu|kernels)\b")
+DECISIVE = (
+    "tests/parallel/test_device.py",
+    "tests/nn/test_attention.py",
+    "tests/parallel/test_deterministic.py",
+    "tests/engine/test_offload_device.py",
+    "tests/data/test_upload.py",
+    "tests/metrics/test_readback.py",
+    "tests/distributed/comm/test_streams.py",
+)
+"""Tests that say whether a step is right on a device. They compile no kernel that a step does not
+need."""
+
+
+SWITCHES_ALONE = (("attention", 1), ("deterministic", 1), ("grad-reduce-in-bf16", EMULATED))
+"""Switches that one device can compare, and of how many ranks it has the state."""
+SWITCHES_BETWEEN: tuple[tuple[str, str], ...] = ()
+"""Switches that need several devices, and the layout in which they matter."""
 
 
 @dataclass(frozen=True)
@@ -72,8 +94,8 @@ class Setting:
     steps: int = 4
     tiny: bool = False
     """Models of a few thousand parameters: shows that the check works, and nothing else."""
-    gpu: bool = True
-    """Whether there is one; without, a tiny check leaves out what needs it."""
+    gpus: int = 1
+    """How many there are; without, a tiny check leaves out what needs one."""
 
 
 def configuration(preset: str, seq_length: int, *, layers: int, dp: int) -> Config:
@@ -110,14 +132,18 @@ def layers_that_fit(preset: str, seq_length: int, memory: int) -> int:
 
 def all_parts(setting: Setting) -> list[Part]:
     """In the order in which they run: first what is short and decides whether the rest means
-    anything, last what would be missed least where time runs out."""
+    anything, then the step, then what each switch is worth, last what would be missed least where
+    time runs out."""
     return [
-        _tests(setting),
-        _kernels(setting),
+        _correct(setting),
         *(_fitting(setting, *shape, 4096) for shape in SHAPES),
+        _kernels(setting),
+        *(_switch(setting, name, dp=dp) for name, dp in SWITCHES_ALONE),
+        *(_between(setting, name, words) for name, words in SWITCHES_BETWEEN),
         *(_emulated(setting, *shape, 4096) for shape in SHAPES),
         _links(setting),
         _offload(setting),
+        _tests(setting),
         *(_fitting(setting, *shape, 8192) for shape in SHAPES),
         *(_emulated(setting, *shape, 8192) for shape in SHAPES),
     ]
@@ -133,31 +159,68 @@ def marked(folder: Path) -> list[str]:
     ]
 
 
+def _correct(setting: Setting) -> Part:
+    """What decides whether anything else means something."""
+    return _pytest(setting, Part("correct", "a step is right on the device", DECISIVE, 150))
+
+
 def _tests(setting: Setting) -> Part:
-    files = marked(ROOT)
+    """The other tests that need a GPU."""
+    files = [file for file in marked(ROOT) if file not in DECISIVE]
     absent = []
     if find_spec("liger_kernel") is None:
         files.remove("tests/kernels/test_liger.py")
         absent.append("tests/kernels/test_liger.py: liger_kernel is not installed")
+    title = "all other tests that need a GPU"
+    return _pytest(setting, Part("tests", title, tuple(files), 300, absent=tuple(absent)))
+
+
+def _pytest(setting: Setting, part: Part) -> Part:
+    """A part whose command is still its test files."""
+    words = (sys.executable, "-m", "pytest", "-m", "gpu or kernels")
+    tiny = ("--collect-only",) if setting.tiny else ()
+    obstacle = None if find_spec("pytest") is not None else "pytest is not installed"
+    return replace(part, command=(*words, *tiny, *part.command), obstacle=obstacle)
+
+
+def _switch(setting: Setting, name: str, *, dp: int) -> Part:
+    """A switch on one device."""
+    model = f"--model llama3-8b --num-layers {min(AB_LAYERS, setting.layers or AB_LAYERS)}"
+    size = f"{model} --seq-length 8192 --micro-batch-size 1 --global-batch-size {2 * dp} --bf16"
+    words = TINY_STEP.replace("size 1 --bf16", f"size {dp} --bf16") if setting.tiny else size
+    if dp > 1:
+        words += f" --emulate-dp {dp}"
+    title = f"{name}: off and on, 8B, {AB_LAYERS} layers, seq 8192" if not setting.tiny else name
+    part = Part(f"ab-{name}", title, _module("gpucheck.ab", [name, *words.split()]), 150)
+    return _with_json(setting, part)
+
+
+def _between(setting: Setting, name: str, words: str) -> Part:
+    """A switch of what GPUs send to each other."""
+    launch = f"-m torch.distributed.run --standalone --nproc-per-node {max(2, setting.gpus)}"
+    size = (
+        f"--model llama3-8b --num-layers {AB_LAYERS} --seq-length 4096 --micro-batch-size 1 --bf16"
+    )
+    options = (TINY_STEP.replace("--global-batch-size 1 ", "") if setting.tiny else size).split()
     command = (
         sys.executable,
+        *launch.split(),
         "-m",
-        "pytest",
-        "-m",
-        "gpu or kernels",
-        *(("--collect-only",) if setting.tiny else ()),
-        *files,
+        "tools.gpucheck.ab",
+        name,
+        *options,
+        *words.split(),
     )
-    obstacle = None if find_spec("pytest") is not None else "pytest is not installed"
-    return Part(
-        "tests", "tests that need a GPU", command, 360, absent=tuple(absent), obstacle=obstacle
-    )
+    lacking = f"needs 2 GPUs or more, and {setting.gpus or 'none'} is here"
+    obstacle = None if setting.gpus > 1 else lacking
+    part = Part(f"ab-{name}", f"{name}: off and on, between GPUs", command, 180, obstacle=obstacle)
+    return _with_json(setting, part)
 
 
 def _kernels(setting: Setting) -> Part:
     words = "--tokens 8 --scale 64 --rounds 1" if setting.tiny else "--rounds 3"
     return _with_json(
-        setting, Part("kernels", "kernels by themselves", _module("bench_kernels", words), 180)
+        setting, Part("kernels", "kernels by themselves", _module("bench_kernels", words), 150)
     )
 
 
@@ -166,9 +229,9 @@ def _links(setting: Setting) -> Part:
         "links",
         "communication hidden, modelled links",
         _module("bench_links", TINY_LINKS if setting.tiny else ""),
-        240,
+        180,
     )
-    return _with_json(setting, replace(part, obstacle=None if setting.gpu else "needs a GPU"))
+    return _with_json(setting, replace(part, obstacle=None if setting.gpus else "needs a GPU"))
 
 
 def _offload(setting: Setting) -> Part:
@@ -179,7 +242,7 @@ def _offload(setting: Setting) -> Part:
             "offload",
             title,
             _module("bench_offload", TINY_OFFLOAD if setting.tiny else OFFLOAD),
-            420,
+            300,
         ),
     )
 
@@ -224,7 +287,7 @@ def _emulated(setting: Setting, short: str, preset: str, length: int) -> Part:
         dp=EMULATED,
     )
     words = ("--emulate-dp", str(EMULATED), "--contenders", "ours")
-    return _with_json(setting, replace(part, command=(*part.command, *words), seconds=180))
+    return _with_json(setting, replace(part, command=(*part.command, *words), seconds=150))
 
 
 def _step(
@@ -252,7 +315,7 @@ def _step(
         str((1 if setting.tiny else MICROBATCHES) * dp),
     ]
     words += ["--dtypes", "bf16", "--rounds", str(setting.rounds), "--steps", str(setting.steps)]
-    return Part(name, title, _module("bench_step", words), 300)
+    return Part(name, title, _module("bench_step", words), 240)
 
 
 def _module(name: str, words: str | Sequence[str]) -> tuple[str, ...]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -12,6 +13,8 @@ from tools.gpucheck.parts import Part
 
 PASSED = "passed"
 CANNOT = "did not run"
+BEGUN = "the check ended in it"
+"""What the report says of a part that has begun, until it ends."""
 
 
 @dataclass(frozen=True)
@@ -58,13 +61,15 @@ def rows_of(part: Part) -> tuple[tuple[Mapping[str, Any], ...], tuple[str, ...]]
 
 
 def write(path: Path, machine: Mapping[str, str], outcomes: Sequence[Outcome]) -> None:
-    """The whole check as JSON."""
-    path.write_text(
-        json.dumps(
-            {"machine": dict(machine), "parts": [asdict(outcome) for outcome in outcomes]}, indent=2
-        )
-        + "\n"
-    )
+    """The whole check as JSON. Whatever happens meanwhile, the file is whole: the old one or the
+    new one."""
+    parts = [asdict(outcome) for outcome in outcomes]
+    beside = path.with_name(path.name + ".new")
+    with beside.open("w") as file:
+        file.write(json.dumps({"machine": dict(machine), "parts": parts}, indent=2) + "\n")
+        file.flush()
+        os.fsync(file.fileno())
+    beside.replace(path)
 
 
 def read(path: Path) -> tuple[dict[str, str], list[Outcome]]:
@@ -105,19 +110,19 @@ def markdown(machine: Mapping[str, str], outcomes: Sequence[Outcome]) -> Iterato
 
 def _table(rows: Sequence[Mapping[str, Any]]) -> Iterator[str]:
     columns = list(dict.fromkeys(name for row in rows for name in row))
-    yield "| " + " | ".join(_heading(name) for name in columns) + " |"
+    yield "| " + " | ".join(heading(name) for name in columns) + " |"
     yield "|" + "---|" * len(columns)
     for row in rows:
-        yield "| " + " | ".join(_cell(name, row.get(name)) for name in columns) + " |"
+        yield "| " + " | ".join(cell(name, row.get(name)) for name in columns) + " |"
 
 
-def _heading(name: str) -> str:
+def heading(name: str) -> str:
     return name.removesuffix("_bytes").replace("_", " ") + (
         ", GiB" if name.endswith("_bytes") else ""
     )
 
 
-def _cell(name: str, value: Any) -> str:
+def cell(name: str, value: Any) -> str:
     if value is None:
         return ""
     if name.endswith("_bytes"):

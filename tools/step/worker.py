@@ -95,8 +95,12 @@ def _measure(task: Task) -> Callable[[int], Sample]:
     import torch.distributed as dist
 
     from megatron_llama.distributed import device as devices
+    from megatron_llama.distributed.launcher import fix_sums
     from tools.step.contenders import build
 
+    fixed = task.config.training.deterministic_mode
+    if fixed:
+        fix_sums()
     device = devices.accelerator(0)
     devices.reset_peak_memory(device)
     if task.world_size > 1:
@@ -112,7 +116,8 @@ def _measure(task: Task) -> Callable[[int], Sample]:
         devices.synchronize(device)
         begin = time.perf_counter()
         used = time.process_time()
-        losses = [contender.step() for _ in range(count)]
+        with devices.deterministic(wanted=fixed):
+            losses = [contender.step() for _ in range(count)]
         devices.synchronize(device)
         seconds = (time.perf_counter() - begin) / count
         processor = (time.process_time() - used) / count
