@@ -12,11 +12,14 @@ from pathlib import Path
 
 import pytest
 from megatron_llama.config.presets import PRESETS
+from megatron_llama.errors import ConfigError
 from megatron_llama.plans.memory import MemoryPlan, sized
+from tools.gpucheck import ab
 from tools.gpucheck.__main__ import EXAMPLE_MEMORY, check, main, parse
 from tools.gpucheck.figures import UNMEASURED
 from tools.gpucheck.parts import DECISIVE, FULL, Part, Setting, all_parts, configuration, layers_that_fit, marked
 from tools.gpucheck.report import BEGUN, Outcome, markdown, read, rows_of, write
+from tools.step.worker import Sample
 
 from tools import bench_links
 
@@ -269,9 +272,45 @@ def rows_of_page(text: str) -> dict[str, str]:
 
 
 def test_every_part_has_its_row_in_the_documentation() -> None:
-    """In their order, but for those that need several GPUs."""
-    parts = [part.name for part in all_parts(Setting(Path("out"), EXAMPLE_MEMORY, gpus=8))]
+    parts = [part.name for part in all_parts(Setting(Path("out"), EXAMPLE_MEMORY))]
     assert list(rows_of_page(PAGE.read_text())) == parts
+
+
+def test_parts_that_need_several_gpus_are_named_where_there_is_one() -> None:
+    one, eight = (all_parts(Setting(Path("out"), EXAMPLE_MEMORY, gpus=gpus)) for gpus in (1, 8))
+    assert [part.name for part in one if part.obstacle == "needs 2 GPUs or more, and 1 is here"] == [
+        *("ab-priority", "ab-pp-ctas", "ab-attention-cp", "ab-grad-reduce-in-bf16-dp")
+    ]
+    assert all(part.obstacle is None for part in eight)
+    [command] = [part.command for part in eight if part.name == "ab-pp-ctas"]
+    assert command[1:6] == ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "8")
+    assert command[6:9] == ("-m", "tools.gpucheck.ab", "pp-ctas")
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", ["ab-priority", "ab-pp-ctas", "ab-attention-cp", "ab-grad-reduce-in-bf16-dp"])
+def test_switches_between_processes(name: str, tmp_path: Path) -> None:
+    """Two processes over gloo, where these options decide nothing or little: both variants train, in turns."""
+    [part] = [part for part in all_parts(Setting(tmp_path, EXAMPLE_MEMORY, tiny=True, gpus=2)) if part.name == name]
+    done = subprocess.run(part.command, capture_output=True, text=True, cwd=ROOT)
+    assert done.returncode == 0, done.stderr
+    rows = json.loads(Path(part.json or "").read_text())
+    assert len(rows) == 2 and rows[0]["ratio"] == 1.0 and all(row["same_losses"] == "yes" and row["step_ms"] > 0 for row in rows)
+
+
+def test_what_is_no_switch_is_refused() -> None:
+    with pytest.raises(ConfigError, match="SWITCH: got nothing, expected one of attention, deterministic"):
+        ab.main(["nothing"])
+
+
+def test_rows_of_a_switch() -> None:
+    samples = [Sample(seconds, seconds, (1.0, loss), 7) for seconds, loss in ((2.0, 3.0), (1.0, 3.0), (4.0, 3.0), (3.0, 3.5))]
+    rows = ab.rows_of("deterministic", {"off": samples[:2], "on": samples[2:], "never": []})
+    assert [(row.variant, row.step_ms, row.ratio, row.same_losses) for row in rows] == [
+        ("off", 1500.0, 1.0, "yes"),
+        ("on", 3500.0, 2.5, "no"),
+    ]
+    assert [row.same_losses for row in ab.rows_of("attention", {"flash": samples[:1]})] == ["one turn"]
 
 
 def test_figures_become_rows_of_the_documentation(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -34,7 +34,7 @@ from megatron_llama.config.parse import parse
 from megatron_llama.config.schema import Config
 from megatron_llama.distributed import device as devices
 from megatron_llama.distributed.launcher import Place, place_from_environment
-from megatron_llama.distributed.mesh import build_mesh, join
+from megatron_llama.distributed.mesh import build_mesh, close_mesh, join
 from megatron_llama.errors import ConfigError, UserError, describe
 from megatron_llama.plans.resolve import check
 from tools.bench_step import configuration
@@ -51,6 +51,11 @@ SWITCHES: Mapping[str, Variants] = MappingProxyType(
         },
         "deterministic": {"off": (), "on": ("--deterministic-mode",)},
         "grad-reduce-in-bf16": {"off": (), "on": ("--grad-reduce-in-bf16",)},
+        "priority": {
+            "none": ("--high-priority-stream-groups", "none"),
+            "tp cp dp": ("--high-priority-stream-groups", "tp", "cp", "dp"),
+        },
+        "pp-ctas": {"all": ("--nccl-pp-max-ctas", "0"), "4": ("--nccl-pp-max-ctas", "4")},
     }
 )
 """The options of each variant; the first one is the baseline."""
@@ -198,8 +203,7 @@ def main(words: list[str]) -> int:
             print(f"{row.name}: {row.variant}: {said}")
     for line in failed:
         print(f"error: {line}", file=sys.stderr)
-    if place.world_size > 1:
-        dist.destroy_process_group()
+    close_mesh()
     return 1 if failed else 0
 
 

@@ -59,8 +59,14 @@ need."""
 
 SWITCHES_ALONE = (("attention", 1), ("deterministic", 1), ("grad-reduce-in-bf16", EMULATED))
 """Switches that one device can compare, and of how many ranks it has the state."""
-SWITCHES_BETWEEN: tuple[tuple[str, str], ...] = ()
-"""Switches that need several devices, and the layout in which they matter."""
+SWITCHES_BETWEEN = (
+    ("priority", "priority", "--tensor-model-parallel-size 2 --sequence-parallel"),
+    ("pp-ctas", "pp-ctas", "--pipeline-model-parallel-size 2 --global-batch-size 8"),
+    ("attention-cp", "attention", "--context-parallel-size 2"),
+    ("grad-reduce-in-bf16-dp", "grad-reduce-in-bf16", ""),
+)
+"""Switches of what several devices send to each other: the part, the switch, and the layout in
+which it matters."""
 
 
 @dataclass(frozen=True)
@@ -139,7 +145,7 @@ def all_parts(setting: Setting) -> list[Part]:
         *(_fitting(setting, *shape, 4096) for shape in SHAPES),
         _kernels(setting),
         *(_switch(setting, name, dp=dp) for name, dp in SWITCHES_ALONE),
-        *(_between(setting, name, words) for name, words in SWITCHES_BETWEEN),
+        *(_between(setting, *switch) for switch in SWITCHES_BETWEEN),
         *(_emulated(setting, *shape, 4096) for shape in SHAPES),
         _links(setting),
         _offload(setting),
@@ -195,8 +201,8 @@ def _switch(setting: Setting, name: str, *, dp: int) -> Part:
     return _with_json(setting, part)
 
 
-def _between(setting: Setting, name: str, words: str) -> Part:
-    """A switch of what GPUs send to each other."""
+def _between(setting: Setting, name: str, switch: str, words: str) -> Part:
+    """A switch of what GPUs send to each other, all of them."""
     launch = f"-m torch.distributed.run --standalone --nproc-per-node {max(2, setting.gpus)}"
     size = (
         f"--model llama3-8b --num-layers {AB_LAYERS} --seq-length 4096 --micro-batch-size 1 --bf16"
@@ -207,7 +213,7 @@ def _between(setting: Setting, name: str, words: str) -> Part:
         *launch.split(),
         "-m",
         "tools.gpucheck.ab",
-        name,
+        switch,
         *options,
         *words.split(),
     )
