@@ -47,7 +47,7 @@ def enter(place: Place, folder: Path, work: Callable[[Place], None]) -> None:
     os.dup2(os.open(folder / f"{place.rank}.err", os.O_WRONLY | os.O_CREAT), 2)
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     torch.set_num_threads(1)
-    if isinstance(work, DiesAtTheStart | TakesItsTime | Leaves):
+    if isinstance(work, DiesAtTheStart):
         try:
             work(place)
         except UserError:
@@ -59,7 +59,7 @@ def enter(place: Place, folder: Path, work: Callable[[Place], None]) -> None:
         with watched(place) as watch:
             watch.keep(store)
             del store
-            if not isinstance(work, HangsInAStep):
+            if not isinstance(work, HangsInAStep | TakesItsTime | Leaves):  # they have a watch of their own
                 watch.start("this attempt")
             work(place)
     except UserError:
@@ -174,7 +174,7 @@ class TakesItsTime:
 
     def __call__(self, place: Place) -> None:
         with watched(place, PATIENCE) as watch:
-            join(ParallelConfig(), place, watch)
+            watch.start("this attempt")
             recorder = watch.recorder
             recorder.enter("forward 0", part="forward")
             if self.first_time:
@@ -251,7 +251,7 @@ class Leaves:
 
     def command(self, place: Place) -> int:
         with watched(place, PATIENCE if self.ending == Ending.DESTROY_HANGS else math.inf) as watch:
-            join(ParallelConfig(), place, watch)
+            watch.start("this attempt")
             dist.all_reduce(torch.zeros(1))
             if self.ending == Ending.EVERYWHERE:
                 raise TrainingError("too warm")
