@@ -3,6 +3,7 @@ profiler on some ranks (--profile), and a timeline of all ranks (--record-timeli
 
 from __future__ import annotations
 
+import atexit
 from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
@@ -53,10 +54,14 @@ class Profiling:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        if self._profiler is not None:
-            # A run that ends inside the traced steps writes what there was. After an error other
-            # ranks may be gone, and the user waits for the message.
-            self._stop(write=error is None)
+        # A run that ends inside the traced steps writes what there was.
+        if self._profiler is not None and error is None:
+            self._stop()
+        elif self._profiler is not None:
+            # To stop it waits for the device, and the device for ranks that may be gone: not before
+            # the user has seen the error, and this rank has left the others. An interpreter that
+            # ends with a profiler at work crashes.
+            atexit.register(self._profiler.stop)
         self._timeline.stop(write=error is None)
 
     def before(self, iteration: int) -> None:
@@ -68,7 +73,7 @@ class Profiling:
             if self._here:
                 self._start()
         elif self._profiler is not None and iteration >= self._options.profile_step_end:
-            self._stop(write=True)
+            self._stop()
         self._timeline.before(iteration)
         asked = self._options.profile or self._options.record_timeline is not None
         if asked and iteration in (
@@ -85,17 +90,16 @@ class Profiling:
         self._profiler = profile(profile_memory=True, record_shapes=True)
         self._profiler.start()
 
-    def _stop(self, *, write: bool) -> None:
+    def _stop(self) -> None:
         profiler = self._profiler
         self._profiler = None
         devices.synchronize(self._mesh.device)
         profiler.stop()
-        if write:
-            name = self._folder / f"rank-{self._mesh.rank}"
-            with writing(self._folder):
-                profiler.export_chrome_trace(f"{name}.trace.json.gz")
-                devices.write_memory(self._mesh.device, f"{name}.memory.pickle")
-            first = self._options.profile_step_start + 1
-            last = self._mesh.recorder.iteration
-            self._log.say(f" traced iterations {first} to {last}: {self._folder}")
+        name = self._folder / f"rank-{self._mesh.rank}"
+        with writing(self._folder):
+            profiler.export_chrome_trace(f"{name}.trace.json.gz")
+            devices.write_memory(self._mesh.device, f"{name}.memory.pickle")
+        first = self._options.profile_step_start + 1
+        last = self._mesh.recorder.iteration
+        self._log.say(f" traced iterations {first} to {last}: {self._folder}")
         devices.record_memory(self._mesh.device, on=False)

@@ -233,11 +233,12 @@ class TimelineRecorder:
         self._notes = None
         if notes is None:
             return
-        if write:
-            self._settle()
-        notes.finish()
         if not write:
+            # After an error: the device may never be idle again.
+            self._mesh.recorder.timeline = None
             return
+        self._settle()
+        notes.finish()
         assert self._file is not None
         mesh = self._mesh
         axes = {

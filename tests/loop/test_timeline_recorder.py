@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import threading
 import time
 from itertools import pairwise
 
 import pytest
 import torch
 from megatron_llama.config.schema import Config
+from megatron_llama.distributed import device as devices
 from megatron_llama.distributed.launcher import Place
 from megatron_llama.distributed.mesh import build_mesh
 from megatron_llama.distributed.recorder import Recorder
@@ -48,9 +48,7 @@ def test_notes_are_what_the_recorder_saw() -> None:
         pass
     assert action is not None and message is not None
     action.end()
-    other = threading.Thread(target=lambda: end_one(recorder))
-    other.start()
-    other.join()
+    devices.start_thread(end_one, recorder, name="other").join()
     notes.next_iteration(8)
     recorder.evaluating = True
     message.end()
