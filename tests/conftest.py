@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,6 +15,8 @@ from tests.harness import Cluster, be_patient
 from tests.refusals import rehearsing
 
 torch.set_num_threads(1)
+# torch looks at it once, at the first matrix product on a GPU, and tests in deterministic mode may come after others.
+os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 be_patient()
 # A shell ignores it for what it starts in the background, and so would all processes of tests that send it.
 signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
@@ -17,6 +18,13 @@ from tests.parallel.cases import STRATEGIES, Layout, Trainer, trainer
 from tests.parallel.test_zenflow import AT_ONCE, EVERY, FOUR, OVERLAP, everything, zen
 
 pytestmark = pytest.mark.gpu
+
+
+@pytest.fixture(autouse=True)
+def sums_in_a_fixed_order() -> Iterator[None]:
+    """Bits are compared: without it, only what offload does would have to be alike, and attention's gradient is not."""
+    with devices.deterministic(wanted=True):
+        yield
 
 
 def trained(layout: Layout, steps: int = 20) -> Trainer:
