@@ -7,9 +7,11 @@ from contextlib import contextmanager
 
 import pytest
 import torch
+import torch.distributed as dist
 from megatron_llama.distributed import device as devices
 from megatron_llama.distributed.comm.worker import Worker
 from megatron_llama.metrics.readback import Readback
+from tools.stream_check.communicators import BACKEND, process_group
 from tools.stream_check.events import Access, Alloc, Event, Free, RecordStream, Signal, Site, Wait
 from tools.stream_check.recording import DEVICE, Recording, RecordingError
 from tools.stream_check.substitutes import substituted
@@ -168,3 +170,63 @@ def test_tensors_know_where_they_are() -> None:
         torch.autograd.backward(weight.double().sum())
         assert weight.grad is not None
         assert weight.grad.device == DEVICE
+
+
+@contextmanager
+def two_ranks() -> Iterator[Recording]:
+    recording = Recording()
+    with process_group(recording, 0, 2), substituted(recording), recording.seeing():
+        yield recording
+        recording.close()
+
+
+def test_a_collective_runs_on_its_communicator_and_keeps_its_tensor() -> None:
+    """The current stream waits for it, the host does not, and memory is not given back before that."""
+    with two_ranks() as recording:
+        work = dist.all_reduce(torch.zeros(2, device=DEVICE), async_op=True)
+        assert work is not None
+        torch.ones(2, device=DEVICE)
+        work.wait()
+    assert told(recording)[2:] == [
+        "signal 0 of computing stream",
+        "communicator world waits for 0",
+        "communicator world reads 0 [0, 8) all_reduce 0 on world",
+        "communicator world writes 0 [0, 8) all_reduce 0 on world",
+        "signal 1 of communicator world",
+        "alloc 1 of 8 device by computing stream",
+        "computing stream writes 1 [0, 8) aten.ones.default",
+        "free 1",
+        "computing stream waits for 1",
+        "free 0",
+    ]
+
+
+def test_a_collective_that_is_waited_for_at_once_runs_on_the_current_stream() -> None:
+    with two_ranks() as recording:
+        dist.all_reduce(torch.zeros(2, device=DEVICE))
+    assert told(recording)[2] == "computing stream reads 0 [0, 8) all_reduce 0 on world"
+
+
+def test_messages_of_a_pair_have_a_stream_and_batches_that_of_the_group() -> None:
+    with two_ranks() as recording:
+        values = torch.ones(2, device=DEVICE)
+        received = torch.ones(2, device=DEVICE)
+        for work in (dist.isend(values, 1), dist.irecv(received, 1)):
+            assert work is not None
+            work.wait()
+        batch = [dist.P2POp(dist.isend, values, 1), dist.P2POp(dist.irecv, received, 1)]
+        for work in dist.batch_isend_irecv(batch):
+            work.wait()
+    lines = [event.line.name for event in recording.events if isinstance(event, Access) and "on world" in event.operator]
+    assert lines == ["communicator world 0:1"] * 2 + ["communicator world"] * 2
+
+
+def test_what_the_backend_refuses_is_refused() -> None:
+    with two_ranks():
+        axis = dist.new_group([0, 1], backend=BACKEND)
+        axis._name = "dp"  # as the mesh names it
+        with pytest.raises(RecordingError, match="an axis has NCCL alone"):
+            dist.all_reduce(torch.zeros(2), group=axis)
+        with pytest.raises(RecordingError, match="NCCL has no such type"):
+            dist.all_reduce(torch.zeros(2, dtype=torch.int16, device=DEVICE))
+        dist.all_reduce(torch.zeros(2))  # the group of all ranks has gloo as well
