@@ -230,3 +230,24 @@ def test_what_the_backend_refuses_is_refused() -> None:
         with pytest.raises(RecordingError, match="NCCL has no such type"):
             dist.all_reduce(torch.zeros(2, dtype=torch.int16, device=DEVICE))
         dist.all_reduce(torch.zeros(2))  # the group of all ranks has gloo as well
+
+
+def test_the_host_waits_for_copies_of_memory_that_is_not_pinned() -> None:
+    """It reads such memory itself, on the way there, and is stopped on both ways unless the copy to the device may go on without it."""
+    with recorded() as recording:
+        there = torch.ones(2).to(DEVICE)
+        there.cpu()
+        torch.ones(2).to(DEVICE, non_blocking=True)
+    words = told(recording)
+    assert [word for word in words if "_to_copy" in word or "signal" in word or "waits" in word] == [
+        "thread MainThread reads 0 [0, 8) aten._to_copy.default",
+        "computing stream writes 1 [0, 8) aten._to_copy.default",
+        "signal 0 of computing stream",
+        "thread MainThread waits for 0",
+        "computing stream reads 1 [0, 8) aten._to_copy.default",
+        "computing stream writes 2 [0, 8) aten._to_copy.default",
+        "signal 1 of computing stream",
+        "thread MainThread waits for 1",
+        "thread MainThread reads 3 [0, 8) aten._to_copy.default",
+        "computing stream writes 4 [0, 8) aten._to_copy.default",
+    ]
