@@ -107,6 +107,9 @@ class Upload:
         with devices.on_stream(self._stream):
             target.copy_(source, non_blocking=True)
             pair.copied = self._stream.record_event()
+        # Nobody waits for the last copy of a run, or for one whose batches are not taken: without
+        # this its memory would go to another tensor of the computing stream while it is written.
+        target.record_stream(self._stream)
         return laid_out(batches, target)
 
     def wait(self) -> None:

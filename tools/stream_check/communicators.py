@@ -41,7 +41,8 @@ class RecordedWork:
     ) -> None:
         self._recording = recording
         self._token = token
-        self._tensors: Sequence[Tensor] | None = tensors
+        # torch's watch keeps the tensors of a message that nobody waits for until it has ended.
+        recording.messages[token] = tensors
         self._blocks = blocks
 
     def wait(self, timeout: timedelta | None = None) -> bool:
@@ -49,7 +50,7 @@ class RecordedWork:
         recording = self._recording
         if not recording.skips():
             recording.wait(recording.thread if self._blocks else recording.stream.line, self._token)
-        self._tensors = None
+        self._recording.messages.pop(self._token, None)
         return True
 
     def is_completed(self) -> bool:

@@ -384,6 +384,9 @@ def _data_parallel() -> dict[str, Layout]:
                 clip=clip,
             )
     for strategy in ("optim", "optim_grads", "optim_grads_params"):
+        found[f"{strategy}, shards of one rank"] = _layout(
+            data_parallel_sharding_strategy=strategy, data_parallel_shard_size=1
+        )
         found[f"{strategy}, two replicas"] = _layout(
             data_parallel_sharding_strategy=strategy, dp=4, data_parallel_shard_size=2, rank=3
         )
@@ -514,9 +517,10 @@ def _offload() -> dict[str, Layout]:
             found[f"zenflow overlapped, {words}"] = _layout(
                 offload=zenflow, zenflow=overlap, clip=clip, end=end
             )
-        found[f"optim_grads_params, ends when {end}"] = _layout(
-            data_parallel_sharding_strategy="optim_grads_params", clip=0.0, end=end
-        )
+    # Not "reduced": the updates that run then are left to the end of the process.
+    found["optim_grads_params, ends when updated"] = _layout(
+        data_parallel_sharding_strategy="optim_grads_params", clip=0.0, end="updated"
+    )
     found["exact offload, blocking"] = _layout(offload=exact, blocking=True)
     speculative = replace(exact, offload_speculative=True)
     found["exact offload, speculative"] = _layout(offload=speculative, clip=1000.0)

@@ -69,6 +69,11 @@ class Race:
     times: int = 1
     """How often it was found at these two places."""
 
+    @property
+    def places(self) -> tuple[Kind, Site | None, Site]:
+        """What makes it another race than one of another recording of the same layout."""
+        return self.kind, None if self.first is None else self.first.site, self.second.site
+
     def __str__(self) -> str:
         times = f" ({self.times} times)" if self.times > 1 else ""
         buffer = f": {self.buffer}" if self.buffer else ""
@@ -288,7 +293,9 @@ class _Checker:
         first = _end(old.event)
         if storage.alloc.memory is Memory.DEVICE:
             owner = storage.alloc.line
-            second = End("the last reference is gone; the memory is that of", owner, event.site)
+            second = End(
+                "the last reference is gone, its memory goes to the next tensor", owner, event.site
+            )
             missing = (
                 f"expected {owner.name}.wait_event(an event recorded on {first.line.name} after "
                 f"{place(first.site)}) or record_stream({first.line.name}) before "

@@ -71,6 +71,8 @@ class Recording:
 
     def __init__(self, skip: Site | None = None) -> None:
         self.events: list[Event] = []
+        self.messages: dict[int, Sequence[Tensor]] = {}
+        """Tensors of the messages that nobody has waited for, by the token of their end."""
         self._skip = skip
         self._storages: dict[int, _Storage] = {}
         self._watches: dict[int, weakref.finalize[Any, Any]] = {}
@@ -216,6 +218,12 @@ class Recording:
         for place, event in enumerate(self.events):
             if isinstance(event, Alloc) and event.buffer == found.number:
                 self.events[place] = replace(event, memory=Memory.PINNED)
+
+    def record_stream(self, tensor: Tensor, line: Line) -> None:
+        """Note that the allocator does not hand out a tensor's memory while ``line`` may use it."""
+        if not self.skips():
+            number = self.storage(tensor).number
+            self.add(RecordStream(self.thread, self.site(), number, line))
 
     def device_waits(self) -> None:
         """Note that the calling thread waits for the whole device."""
@@ -363,13 +371,6 @@ class _Functions(TorchFunctionMode):
             raise RecordingError("Tensor.backward: call torch.autograd.backward")
         if func is Tensor.is_pinned:
             return recording.memory(args[0]) is Memory.PINNED
-        if func is Tensor.record_stream:
-            tensor, stream = args
-            if recording.skips():
-                return None
-            number = recording.storage(tensor).number
-            recording.add(RecordStream(recording.thread, recording.site(), number, stream.line))
-            return None
         if func is Tensor.data_ptr:
             address: int = func(*args)
             with torch._C.DisableTorchFunction():

@@ -202,6 +202,9 @@ def substituted(recording: Recording) -> Iterator[None]:
     def is_host(device: torch.device) -> bool:
         return device.type == "cpu" and device.index is None
 
+    def record_stream(tensor: torch.Tensor, stream: Stream) -> None:
+        recording.record_stream(tensor, stream.line)
+
     replaced: list[tuple[Any, Any]] = [
         (devices.is_host, is_host),
         (threading, _Namespace(threading, **threading_names)),
@@ -218,4 +221,6 @@ def substituted(recording: Recording) -> Iterator[None]:
                         stack.enter_context(patch.object(module, key, substitute))
         stack.enter_context(patch.object(devices, "torch", _accelerator(recording)))
         stack.enter_context(_started(recording))
+        # torch refuses the stream before a function mode is asked.
+        stack.enter_context(patch.object(torch.Tensor, "record_stream", record_stream))
         yield

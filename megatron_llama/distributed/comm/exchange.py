@@ -56,7 +56,7 @@ def gather(
     place = full[axis.rank * shard.numel() : (axis.rank + 1) * shard.numel()]
     copy = None if same_place(place, shard) else _copying(place, shard)
     if axis.size == 1:
-        return _LocalExchange(copy)
+        return _LocalExchange(copy, full.device)
     if gloo.carries(axis, full.device):
         exchange = gloo.Gather(full.data, axis, index, chunk_bytes)
         return _CheckedExchange(exchange, axis, "all_gather", index, full, before=copy)
@@ -152,7 +152,8 @@ class Reductions:
         the number of the receive buffer."""
         axis = self._axis
         if axis.size == 1:
-            return _LocalExchange(None if same_place(shard, full) else _copying(shard, full))
+            copy = None if same_place(shard, full) else _copying(shard, full)
+            return _LocalExchange(copy, full.device)
         sent = full.data
         cast = None
         if self._casts:
@@ -206,7 +207,7 @@ def all_reduce(
     have been waited for when this exchange starts. Without one the exchange has memory of its own
     for that."""
     if axis.size == 1:
-        return _LocalExchange(None)
+        return _LocalExchange(None, tensor.device)
     sent = tensor.data
     cast = None
     cast_back = None
@@ -249,15 +250,22 @@ def _copying(target: Tensor, source: Tensor) -> Callable[[], None]:
 class _LocalExchange:
     """There is no other rank: the own part is everything."""
 
-    def __init__(self, copy: Callable[[], None] | None) -> None:
+    def __init__(self, copy: Callable[[], None] | None, device: torch.device) -> None:
         self._copy = copy
+        self._device = device
+        self._copied: torch.Event | None = None
 
     def start(self) -> None:
-        if self._copy is not None:
-            self._copy()
+        if self._copy is None:
+            return
+        self._copy()
+        if not devices.is_host(self._device):
+            self._copied = devices.current_stream(self._device).record_event()
 
     def wait(self) -> None:
-        pass
+        # Exchanges start in a stream of their own, whether there are other ranks or not.
+        if self._copied is not None:
+            devices.current_stream(self._device).wait_event(self._copied)
 
 
 class _BackendExchange:

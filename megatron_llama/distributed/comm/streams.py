@@ -39,8 +39,7 @@ class Stream(Protocol):
         issued does not wait for it.
 
         On the host a thread does so, and the future raises its errors. On a device it happens in a
-        second stream, after everything that was issued here and everything that the caller's
-        current stream was given so far; errors are raised at once."""
+        second stream, after everything that was issued here; errors are raised at once."""
 
     def run_update(self, work: Work) -> Future:
         """Run an update. On the host it is the same as ``run``, so that the caller goes on while a
@@ -110,8 +109,8 @@ class DeviceStream:
         return CompletedFuture()
 
     def run(self, work: Work) -> Future:
-        self._follow_up.wait_stream(devices.current_stream(self._device))
-        # What was issued before includes copies into the buffers that this work reads.
+        # What was issued before includes copies into the buffers that this work reads, and comes
+        # after what the caller's stream computed for them.
         self._follow_up.wait_stream(self._issuing)
         with torch.no_grad(), devices.on_stream(self._follow_up):
             work()

@@ -30,7 +30,8 @@ class Copies(Protocol):
 
     def to_host(self, target: Tensor, source: Tensor) -> Copy:
         """Copy from the device, after the work that the caller's current stream has been given so
-        far. Both tensors have to stay alive until the copy has ended."""
+        far. ``source`` has to stay as it is until the copy has ended, and ``target`` has to stay
+        alive."""
 
     def to_device(self, target: Tensor, source: Tensor, *, after: Future) -> Copy:
         """Copy from the host, where ``source`` is complete, once ``after`` (made by ``given``) is
@@ -97,7 +98,11 @@ class DeviceCopies:
 
     def to_host(self, target: Tensor, source: Tensor) -> Copy:
         self._to_host.wait_stream(devices.current_stream(self._device))
-        return self._copy(self._to_host, target, source)
+        copy = self._copy(self._to_host, target, source)
+        # Whoever drops the last reference need not have waited for the copy, and the memory would
+        # go to another tensor of the stream that made it.
+        source.record_stream(self._to_host)
+        return copy
 
     def to_device(self, target: Tensor, source: Tensor, *, after: Future) -> Copy:
         with devices.on_stream(self._to_device):

@@ -43,8 +43,6 @@ class _Factors:
 
     scale: Tensor
     skip: Tensor
-    source: Tensor
-    """[2] on the device: both. Kept here because the copy reads it later."""
     on_host: Tensor
     """[2] on the host."""
     copy: Copy
@@ -229,9 +227,8 @@ class ExactOffload(UpdateRule):
         factors = self._factors
         # The tensors themselves are compared: to compare their values would wait for the device.
         if factors is None or factors.scale is not scale or factors.skip is not skip:
-            source = torch.stack([scale, skip])
-            copy = self._copies.to_host(one.factors, source)
-            factors = self._factors = _Factors(scale, skip, source, one.factors, copy)
+            copy = self._copies.to_host(one.factors, torch.stack([scale, skip]))
+            factors = self._factors = _Factors(scale, skip, one.factors, copy)
         return factors
 
     def _speculate(self, one: _HostShard) -> None:

@@ -27,6 +27,7 @@ SOME = (
     "optim, between steps",
     "optim_grads_params, 2 gradient slots",
     "optim_grads, reduced in bf16",
+    "optim_grads_params, shards of one rank",
     "exact offload, between steps",
     "1f1b, pipeline rank 1, optim",
     "cp in a ring, sp, documents",

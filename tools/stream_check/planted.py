@@ -1,0 +1,104 @@
+"""The calls of the package that make an order on the device. Each is left out once: a detector that
+then finds nothing would not find it missing either."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cache
+from itertools import pairwise
+from pathlib import Path
+
+from tools.stream_check.events import Site
+from tools.stream_check.order import place
+
+ROOT = Path(__file__).resolve().parents[2]
+_PACKAGE = ROOT / "megatron_llama"
+_DEVICE = _PACKAGE / "distributed" / "device.py"
+_METHODS = frozenset(
+    {"wait_event", "wait_stream", "record_event", "record", "record_stream", "synchronize"}
+)
+"""Of streams, events and tensors."""
+_WORKS = frozenset({"work", "_work"})
+"""Names of what the backend returns for a message."""
+
+
+@dataclass(frozen=True)
+class Call:
+    """A call that records an event, or that waits for a stream, an event or a message."""
+
+    file: str
+    """Relative to the repository."""
+    first: int
+    last: int
+    """The lines that it takes."""
+    text: str
+
+    @property
+    def site(self) -> Site:
+        """Where it begins."""
+        return Site(self.file, self.first)
+
+    def __str__(self) -> str:
+        return f"{place(self.site)} {self.text}"
+
+    def has(self, site: Site) -> bool:
+        """Whether what was done at ``site`` was done by this call."""
+        return site.file == self.file and self.first <= site.line <= self.last
+
+
+_CLOCK = "it is waited for to read a clock, and nothing else depends on it"
+_MEASURING = frozenset({"devices.synchronize", "devices.timed_event"})
+"""Functions of ``device.py`` that exist for measurements."""
+
+
+def reason(call: Call) -> str:
+    """Return why no race is expected without the call; "" if one is."""
+    return _CLOCK if call.text.partition("(")[0] in _MEASURING else ""
+
+
+@cache
+def calls() -> tuple[Call, ...]:
+    """Return all such calls of the package, in the order of files and lines.
+
+    A call in ``device.py`` counts where that module's function is called. What only hosts run
+    (folders ``host``) makes no order on a device. Raises ValueError for two on one line: the
+    recording could not tell them apart."""
+    functions = frozenset(_functions_of_device())
+    found = []
+    for path in sorted(_PACKAGE.rglob("*.py")):
+        if path == _DEVICE or path.parent.name == "host":
+            continue
+        file = str(path.relative_to(ROOT))
+        tree = ast.parse(path.read_text(encoding="utf-8"))
+        here = [
+            Call(file, node.lineno, node.end_lineno or node.lineno, ast.unparse(node))
+            for node in ast.walk(tree)
+            if isinstance(node, ast.Call) and _makes_order(node, functions)
+        ]
+        here.sort(key=lambda call: call.first)
+        for one, other in pairwise(here):
+            if other.first <= one.last:
+                raise ValueError(f"{one} and {other} share a line; write them apart")
+        found += here
+    return tuple(found)
+
+
+def _functions_of_device() -> Iterator[str]:
+    for node in ast.parse(_DEVICE.read_text(encoding="utf-8")).body:
+        if isinstance(node, ast.FunctionDef) and any(
+            isinstance(inner, ast.Call) and _makes_order(inner, frozenset())
+            for inner in ast.walk(node)
+        ):
+            yield node.name
+
+
+def _makes_order(call: ast.Call, functions: frozenset[str]) -> bool:
+    if not isinstance(call.func, ast.Attribute):
+        return False
+    owner = ast.unparse(call.func.value)
+    name = call.func.attr
+    if owner == "devices":
+        return name in functions
+    return name in _METHODS or (name == "wait" and owner.rpartition(".")[2] in _WORKS)
