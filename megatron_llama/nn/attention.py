@@ -85,7 +85,7 @@ def causal_attention(
     plain causal attention.
     """
     if isinstance(mask, Documents):
-        return _packed_attention(query, key, value, mask, backend)
+        return _packed_attention(query, key, value, mask)
     q, k, v = (part.permute(1, 2, 0, 3) for part in (query, key, value))
     with _preferred_kernels(query.device, backend):
         out = F.scaled_dot_product_attention(
@@ -184,9 +184,7 @@ def _preferred_kernels(
     return sdpa_kernel(list(_kernels(backend)), set_priority=True)
 
 
-def _packed_attention(
-    query: Tensor, key: Tensor, value: Tensor, documents: Documents, backend: AttentionBackend
-) -> Tensor:
+def _packed_attention(query: Tensor, key: Tensor, value: Tensor, documents: Documents) -> Tensor:
     length, batch = query.shape[:2]
     q, k, v = (part.transpose(0, 1).flatten(0, 1) for part in (query, key, value))
     if is_host(query.device):
@@ -194,17 +192,12 @@ def _packed_attention(
     else:
         starts = documents.starts
         longest = documents.longest
-        # Only when asked for: cuDNN compiles a graph for each pair of a number of documents and a
-        # longest one, so data whose documents differ would compile in every microbatch. torch's own
-        # varlen_attn leaves cuDNN out, too.
-        if backend == "fused" and SDPBackend.CUDNN_ATTENTION in _kernels(backend):
-            out, *_ = _aten._cudnn_attention_forward(
-                q, k, v, None, starts, starts, longest, longest, True, 0.0, True
-            )
-        else:
-            out, *_ = _aten._flash_attention_forward(
-                q, k, v, starts, starts, longest, longest, 0.0, True, False
-            )
+        # Never cuDNN's, also not where it is asked for: in torch 2.11 its backward takes head_dim
+        # for the length of the longest document, and writes beyond its memory where that is longer
+        # (pytorch/pytorch#186142). torch's own varlen_attn leaves cuDNN out, in 2.13 too.
+        out, *_ = _aten._flash_attention_forward(
+            q, k, v, starts, starts, longest, longest, 0.0, True, False
+        )
     return out.view(batch, length, *out.shape[1:]).transpose(0, 1).flatten(2)
 
 

@@ -231,8 +231,8 @@ def test_pieces_that_cudnn_cannot_take_go_elsewhere(monkeypatch: pytest.MonkeyPa
     assert kernel(plain) is flash
 
 
-def test_cudnn_computes_packed_documents_when_it_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Otherwise flash attention does: the number of documents and the longest one are part of what cuDNN compiles."""
+def test_cudnn_never_computes_packed_documents(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its backward in torch 2.11 writes beyond its memory where a document is longer than head_dim."""
     called = list[tuple[Any, ...]]()
 
     def operator(name: str) -> Any:
@@ -248,13 +248,12 @@ def test_cudnn_computes_packed_documents_when_it_is_asked_for(monkeypatch: pytes
     documents = Documents(starts, 152)
     query, key, value = (leaf.permute(2, 0, 1, 3) for leaf in pieces_on("meta"))
     flash = ("_flash_attention_forward", starts, starts, 152, 152, 0.0, True, False)
-    fused = ("_cudnn_attention_forward", None, starts, starts, 152, 152, True, 0.0, True)
-    for version, backend, expected in ((91900, "auto", flash), (91900, "flash", flash), (91900, "fused", fused), (91500, "fused", flash)):
-        monkeypatch.setattr(torch.backends.cudnn, "version", lambda version=version: version)
+    monkeypatch.setattr(torch.backends.cudnn, "version", lambda: 91900)
+    for backend in ("auto", "flash", "fused"):
         assert causal_attention(query, key, value, documents, backend).shape == (64, B, N * 16)  # type: ignore[arg-type]
         [call] = called
         called.clear()
-        assert all(one is other or one == other for one, other in zip(call, expected, strict=True))
+        assert all(one is other or one == other for one, other in zip(call, flash, strict=True))
 
 
 def packed(dtype: torch.dtype) -> tuple[list[Tensor], Tensor]:
@@ -411,15 +410,11 @@ def test_pieces_on_a_device(shape: tuple[int, int], causal: bool, kv_heads: int,
 
 @pytest.mark.gpu
 def test_documents_on_a_device() -> None:
-    check_documents_on_a_device("auto")
-
-
-def check_documents_on_a_device(backend: Any) -> None:
     """Output and gradients of packed documents, against the mask on the host."""
     leaves, ids = packed(torch.bfloat16)
     there = [leaf.detach().cuda().requires_grad_() for leaf in leaves]
     documents = Documents.of(ids)
-    found = causal_attention(*there, Documents(documents.starts.cuda(), documents.longest), backend)
+    found = causal_attention(*there, Documents(documents.starts.cuda(), documents.longest))
     expected = causal_attention(*leaves, causal_document_mask(ids))
     grads = torch.autograd.grad(found, there, torch.ones_like(found))
     exact = torch.autograd.grad(expected, leaves, torch.ones_like(expected))
