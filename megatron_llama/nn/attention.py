@@ -36,6 +36,10 @@ _LARGEST_FLASH_HEAD = 256
 """The largest head_dim of torch's flash attention."""
 _LARGEST_CUDNN_HEAD = 128
 """The largest head_dim whose backward pass every cuDNN computes that torch 2.11 may load."""
+_CUDNN_TILE = 128
+"""Keys of a tile of cuDNN's backward pass on Hopper. Up to 9.26 it does not mask the rest of the
+last one where there is no causal mask: NaN for queries whose log-sum-exp is below -88
+(pytorch/pytorch#196678, NVIDIA/cudnn-frontend#628)."""
 _HOPPER = (9, 0)
 """From this generation on cuDNN's attention is faster than torch's flash attention."""
 
@@ -348,7 +352,8 @@ def piece_kernel(
         or head_dim > _LARGEST_FLASH_HEAD
     ):
         return SDPBackend.EFFICIENT_ATTENTION
-    if _kernels(backend)[0] is SDPBackend.CUDNN_ATTENTION and head_dim <= _LARGEST_CUDNN_HEAD:
+    sound = head_dim <= _LARGEST_CUDNN_HEAD and (causal or key.shape[2] % _CUDNN_TILE == 0)
+    if _kernels(backend)[0] is SDPBackend.CUDNN_ATTENTION and sound:
         grouped = query.shape[1] != key.shape[1]
         # torch knows which devices and versions compute which shapes.
         params = SDPAParams(query, key, value, None, 0.0, causal, grouped)

@@ -176,8 +176,8 @@ def test_accelerator_operators_accept_what_they_are_given(length: int, dtype: to
     assert [(grad.shape, grad.dtype) for grad in grads] == [(leaf.shape, dtype) for leaf in leaves]
 
 
-def pieces_on(device: str, kv_heads: int = 2, head_dim: int = 16, dtype: torch.dtype = torch.bfloat16) -> list[Tensor]:
-    return [torch.empty(64, B, count, head_dim, dtype=dtype, device=device).permute(1, 2, 0, 3) for count in (N, kv_heads, kv_heads)]
+def pieces_on(device: str, kv_heads: int = 2, head_dim: int = 16, dtype: torch.dtype = torch.bfloat16, length: int = 128) -> list[Tensor]:
+    return [torch.empty(length, B, count, head_dim, dtype=dtype, device=device).permute(1, 2, 0, 3) for count in (N, kv_heads, kv_heads)]
 
 
 @pytest.mark.parametrize("kv_heads", [4, 2])
@@ -198,7 +198,7 @@ def test_pieces_go_to_cudnn_where_torch_lets_them(kv_heads: int, causal: bool, m
         out, lse = attend(*leaves, causal=causal)
         grads = attend_backward(out, *leaves, out, lse, causal=causal)
     assert out.shape == leaves[0].shape and out.dtype is torch.bfloat16
-    assert lse.shape == (B, N, 64) and lse.dtype is torch.float32
+    assert lse.shape == (B, N, 128) and lse.dtype is torch.float32
     assert [(grad.shape, grad.dtype) for grad in grads] == [(leaf.shape, torch.bfloat16) for leaf in leaves]
     kernels = [name for name, *_ in seen.calls if "attention" in name]
     assert kernels == [f"aten._scaled_dot_product_cudnn_attention{kind}.default" for kind in ("", "_backward")]
@@ -210,13 +210,16 @@ def test_pieces_that_cudnn_cannot_take_go_elsewhere(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(torch.backends.cudnn, "version", lambda: 91900)
     monkeypatch.setattr(attention, "can_use_cudnn_attention", lambda params: True)
 
-    def kernel(leaves: list[Tensor], bias: Tensor | None = None, backend: Any = "auto") -> SDPBackend:
-        return piece_kernel(*leaves, bias, causal=False, backend=backend)
+    def kernel(leaves: list[Tensor], bias: Tensor | None = None, backend: Any = "auto", causal: bool = False) -> SDPBackend:
+        return piece_kernel(*leaves, bias, causal=causal, backend=backend)
 
     plain = pieces_on("meta")
     assert kernel(plain) is kernel(plain, backend="fused") is cudnn
     assert kernel(plain, backend="flash") is flash
     assert kernel(pieces_on("meta", head_dim=192)) is flash
+    for length in (64, 192, 1000):
+        odd = pieces_on("meta", length=length)
+        assert kernel(odd) is flash and kernel(odd, causal=True) is cudnn, "the rest of a tile has a mask where causality has one"
     assert kernel(pieces_on("meta", head_dim=12)) is kernel(pieces_on("meta", head_dim=264)) is efficient
     assert kernel(pieces_on("meta", dtype=torch.float32)) is kernel(plain, bias=plain[0]) is efficient
     torch.use_deterministic_algorithms(True)
@@ -244,13 +247,13 @@ def test_cudnn_never_computes_packed_documents(monkeypatch: pytest.MonkeyPatch) 
 
     names = ("_cudnn_attention_forward", "_flash_attention_forward")
     monkeypatch.setattr(attention, "_aten", SimpleNamespace(**{name: operator(name) for name in names}))
-    starts = torch.tensor([0, 40, 64 * B], dtype=torch.int32, device="meta")
+    starts = torch.tensor([0, 40, 128 * B], dtype=torch.int32, device="meta")
     documents = Documents(starts, 152)
     query, key, value = (leaf.permute(2, 0, 1, 3) for leaf in pieces_on("meta"))
     flash = ("_flash_attention_forward", starts, starts, 152, 152, 0.0, True, False)
     monkeypatch.setattr(torch.backends.cudnn, "version", lambda: 91900)
     for backend in ("auto", "flash", "fused"):
-        assert causal_attention(query, key, value, documents, backend).shape == (64, B, N * 16)  # type: ignore[arg-type]
+        assert causal_attention(query, key, value, documents, backend).shape == (128, B, N * 16)  # type: ignore[arg-type]
         [call] = called
         called.clear()
         assert all(one is other or one == other for one, other in zip(call, flash, strict=True))
