@@ -32,7 +32,9 @@ _FIXED_WORKSPACES = (":4096:8", ":16:8")
 """With which cuBLAS takes its sums in one order. It reads the variable when it is first used."""
 _ALGORITHM = "NCCL_ALGO"
 _WITHOUT_SHARP = "^NVLS,NVLSTree"
-"""NVLink SHARP adds in the switch, in the order in which parts arrive."""
+_SHARP = frozenset({"nvls", "nvlstree"})
+"""NVLink SHARP adds in the switch, in the order in which parts arrive: within a machine, and
+between machines."""
 
 
 def fix_sums(environ: MutableMapping[str, str] | None = None) -> None:
@@ -50,8 +52,9 @@ def fix_sums(environ: MutableMapping[str, str] | None = None) -> None:
             )
         )
     algorithm = env.setdefault(_ALGORITHM, _WITHOUT_SHARP)
+    named = set(re.split("[,;:]", algorithm.lower().removeprefix("^")))
     excludes = algorithm.startswith("^")
-    if ("nvls" in algorithm.lower()) is not excludes:
+    if not (named >= _SHARP if excludes else named.isdisjoint(_SHARP)):
         raise ConfigError(
             describe(
                 "--deterministic-mode",

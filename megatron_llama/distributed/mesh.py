@@ -387,7 +387,8 @@ def _make_communicators(mesh: Mesh, placement: StagePlacement, *, ring: bool) ->
             assert message is not None
             message.wait()
     # What cannot be connected fails here, and not in the first step.
-    devices.synchronize(mesh.device)
+    with mesh.recorder.waiting("the first messages of all communicators"):
+        devices.synchronize(mesh.device)
 
 
 @dataclass(frozen=True)

@@ -99,7 +99,7 @@ def test_torch_is_told_and_is_itself_again() -> None:
     assert (torch.are_deterministic_algorithms_enabled(), switches.fill_uninitialized_memory) == before  # type: ignore[attr-defined]
 
 
-@pytest.mark.parametrize("given", [{}, {"CUBLAS_WORKSPACE_CONFIG": ":16:8", "NCCL_ALGO": "Ring"}, {"NCCL_ALGO": "^NVLS"}], ids=str)
+@pytest.mark.parametrize("given", [{}, {"CUBLAS_WORKSPACE_CONFIG": ":16:8", "NCCL_ALGO": "Ring"}, {"NCCL_ALGO": "^nvlstree,nvls"}], ids=str)
 def test_the_environment_fixes_sums(given: dict[str, str]) -> None:
     """What the user has chosen stays."""
     environ = dict(given)
@@ -115,6 +115,8 @@ def test_the_environment_fixes_sums(given: dict[str, str]) -> None:
             "--deterministic-mode: got CUBLAS_WORKSPACE_CONFIG=:0:0, expected :4096:8 or :16:8; do unset",
         ),
         ({"NCCL_ALGO": "NVLSTree"}, "--deterministic-mode: got NCCL_ALGO=NVLSTree, expected algorithms without NVLS"),
+        ({"NCCL_ALGO": "^NVLS"}, "--deterministic-mode: got NCCL_ALGO=^NVLS, expected algorithms without NVLS"),
+        ({"NCCL_ALGO": "allreduce:ring,nvls"}, "--deterministic-mode: got NCCL_ALGO=allreduce:ring,nvls, expected algorithms without NVLS"),
         ({"NCCL_ALGO": "allreduce:nvls;allgather:ring"}, "got NCCL_ALGO=allreduce:nvls"),
         ({"NCCL_ALGO": "^Tree"}, "got NCCL_ALGO=^Tree"),
     ],
