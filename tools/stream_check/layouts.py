@@ -475,6 +475,9 @@ def _models() -> dict[str, Layout]:
         sequence_parallel=True,
         documents=True,
     )
+    found["cp in a ring, 1f1b"] = _layout(
+        dp=1, context_parallel_size=2, cp_comm_type="ring", pipeline_model_parallel_size=2, rank=2
+    )
     found["cp in a ring over four"] = _layout(
         dp=1, context_parallel_size=4, cp_comm_type="ring", rank=1
     )
