@@ -109,6 +109,7 @@ def record(layout: Layout, skip: Site | None = None) -> list[Event]:
         ):
             _Run(layout, recording).train()
             gc.collect()  # reference cycles hold memory, and how it ends is part of the recording
+            recording.end_messages()
             recording.close()
     finally:
         gc.unfreeze()

@@ -225,6 +225,14 @@ class Recording:
             number = self.storage(tensor).number
             self.add(RecordStream(self.thread, self.site(), number, line))
 
+    def end_messages(self) -> None:
+        """Let go of the messages that nobody has waited for, as torch's watch does when it sees
+        that they have ended."""
+        while self.messages:
+            token = next(iter(self.messages))
+            self.wait(self.thread, token)
+            del self.messages[token]
+
     def device_waits(self) -> None:
         """Note that the calling thread waits for the whole device."""
         for line in self._streams:
