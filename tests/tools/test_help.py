@@ -30,8 +30,12 @@ def typeable(text: str) -> bool:
     if usage.startswith("usage: python -m megatron_llama preprocess "):
         return True  # what tools/preprocess_data.py is another name of
     found = re.match(r"usage: (?:python|bash|torchrun --nproc-per-node N) ((?:tools|checkpoints_conversion)/[\w/]+\.(?:py|sh))\b", usage)
-    module = re.match(r"usage: python -m tools\.(\w+) ", usage)
-    exists = (found is not None and (ROOT / found[1]).is_file()) or (module is not None and (TOOLS / module[1] / "__main__.py").is_file())
+    module = re.match(r"usage: python -m tools\.([\w.]+) ", usage)
+    files = [] if found is None else [ROOT / found[1]]
+    if module is not None:
+        place = TOOLS.joinpath(*module[1].split("."))
+        files = [place / "__main__.py", place.with_suffix(".py")]
+    exists = any(file.is_file() for file in files)
     return exists and len(rest.split()) > 10
 
 

@@ -19,6 +19,7 @@ import statistics
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import closing
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
@@ -129,19 +130,21 @@ def together(config: Config, options: AbConfig, place: Place, device: torch.devi
     """One turn in processes that have met: the slowest rank's time. Collective."""
     mesh = build_mesh(config, rank=place.rank, world_size=place.world_size, device=device)
     trial = Trial(config, mesh)
-    trial.load()
-    batches = [batch.to(device) for batch in random_batches(config, mesh)]
-    trial.train(batches, options.warmup)
-    devices.reset_peak_memory(device)
-    dist.barrier()
-    begin = time.perf_counter()
-    used = time.process_time()
-    trial.train(batches, options.steps)
-    took = torch.tensor([time.perf_counter() - begin], device=device)
-    dist.all_reduce(took, dist.ReduceOp.MAX)
-    seconds = float(took) / options.steps
-    loss = float(trial.runtime.step(batches))
-    trial.engine.settle()
+    # The engine's threads have to end before the interpreter does.
+    with closing(trial.engine):
+        trial.load()
+        batches = [batch.to(device) for batch in random_batches(config, mesh)]
+        trial.train(batches, options.warmup)
+        devices.reset_peak_memory(device)
+        dist.barrier()
+        begin = time.perf_counter()
+        used = time.process_time()
+        trial.train(batches, options.steps)
+        took = torch.tensor([time.perf_counter() - begin], device=device)
+        dist.all_reduce(took, dist.ReduceOp.MAX)
+        seconds = float(took) / options.steps
+        loss = float(trial.runtime.step(batches))
+        trial.engine.settle()
     processor = (time.process_time() - used) / options.steps
     return Sample(seconds, processor, (loss,), devices.peak_memory_bytes(device) or 0)
 

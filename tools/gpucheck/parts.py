@@ -41,6 +41,8 @@ TINY_LINKS = "--layers 1 --seq-length 64 --ranks 2 --rounds 1 --gigabytes-per-se
 TINY_STEP = (
     f"{TINY} --micro-batch-size 1 --global-batch-size 1 --bf16 --steps 1 --warmup 1 --rounds 2"
 )
+TINY_PATIENCE = 4
+"""How many times as long a tiny part may take."""
 AB_LAYERS = 8
 """Blocks in the comparisons of switches: what they change is in every block."""
 MARKED = re.compile(r"mark\.(gpu|kernels)\b")
@@ -140,7 +142,7 @@ def all_parts(setting: Setting) -> list[Part]:
     """In the order in which they run: first what is short and decides whether the rest means
     anything, then the step, then what each switch is worth, last what would be missed least where
     time runs out."""
-    return [
+    parts = [
         _correct(setting),
         *(_fitting(setting, *shape, 4096) for shape in SHAPES),
         _kernels(setting),
@@ -153,6 +155,10 @@ def all_parts(setting: Setting) -> list[Part]:
         *(_fitting(setting, *shape, 8192) for shape in SHAPES),
         *(_emulated(setting, *shape, 8192) for shape in SHAPES),
     ]
+    if setting.tiny:
+        # A host may be loaded by anything, and no figure is wanted: only what hangs is ended.
+        parts = [replace(part, seconds=part.seconds * TINY_PATIENCE) for part in parts]
+    return parts
 
 
 def marked(folder: Path) -> list[str]:
