@@ -194,7 +194,7 @@ with devices.deterministic(wanted=True):
 """
 
 
-@pytest.mark.parametrize("tokens", [64, pytest.param(4096, marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("tokens", [pytest.param(64, marks=pytest.mark.long), pytest.param(4096, marks=pytest.mark.gpu)])
 def test_two_runs_have_the_same_bits(tokens: int) -> None:
     """In processes of their own: cuBLAS reads its variable when it is first used. Some steps, and attention of one sequence of 4096 tokens, whose
     gradient is added up with atomics otherwise."""

@@ -43,7 +43,7 @@ def bits(records: list[Record]) -> list[tuple[tuple[float, ...], tuple[float, ..
     [
         pytest.param(Layout(dp=8), marks=pytest.mark.long),
         Layout(dp=2, tied=True, recompute="full", documents=True),
-        Layout(dp=2, bf16=True),
+        pytest.param(Layout(dp=2, bf16=True), marks=pytest.mark.long),
         pytest.param(Layout(dp=2, reduce_bf16=True), marks=pytest.mark.long),
         pytest.param(Layout(tp=2, sp=True, dp=2), marks=pytest.mark.long),
         Layout(tp=4, kv_heads=2, sp=True, dp=2),

@@ -107,7 +107,7 @@ class DiesInAStep:
             run.step(step % 8)
 
 
-@pytest.mark.parametrize("victim", [0, 1, 3])
+@pytest.mark.parametrize("victim", [pytest.param(0, marks=pytest.mark.long), 1, pytest.param(3, marks=pytest.mark.long)])
 def test_a_rank_killed_in_a_step_is_named_by_all_others(victim: int, tmp_path: Path) -> None:
     layout = Layout(pp=2, dp=2, microbatches=2, strategy="optim_grads")
     codes, said = last_words(tmp_path, DiesInAStep(layout, victim), victim)
@@ -190,7 +190,7 @@ class TakesItsTime:
             end.wait(0.01)
 
 
-@pytest.mark.parametrize("first_time", [False, True])
+@pytest.mark.parametrize("first_time", [False, pytest.param(True, marks=pytest.mark.long)])
 def test_what_may_take_long_ends_no_rank(first_time: bool, tmp_path: Path) -> None:
     """Saves, exports, kernels that are compiled: one of the ranks says where they are, and none is ended."""
     codes, said = last_words(tmp_path, TakesItsTime(tmp_path, first_time), 0)
@@ -276,7 +276,9 @@ def test_ranks_that_end_together_destroy_the_group(ending: Ending, tmp_path: Pat
     assert said == [f"{'error: too warm' + chr(10) if error else ''}destroys\n"] * RANKS
 
 
-@pytest.mark.parametrize("ending", [Ending.USER, Ending.MEMORY, Ending.ABORT_HANGS, Ending.CONTROL_C])
+@pytest.mark.parametrize(
+    "ending", [Ending.USER, *(pytest.param(one, marks=pytest.mark.long) for one in (Ending.MEMORY, Ending.ABORT_HANGS, Ending.CONTROL_C))]
+)
 def test_a_rank_that_leaves_alone_says_why_and_waits_for_nobody(ending: Ending, tmp_path: Path) -> None:
     codes, said = last_words(tmp_path, Leaves(ending), ALONE)
     interrupted = ending == Ending.CONTROL_C
@@ -336,7 +338,7 @@ class EndsBeforeAnother:
         dist.all_reduce(torch.zeros(1), group=group)
 
 
-@pytest.mark.parametrize("first", [0, 1])
+@pytest.mark.parametrize("first", [pytest.param(0, marks=pytest.mark.long), 1])
 def test_a_rank_that_has_come_to_its_end_is_not_missed(first: int, tmp_path: Path) -> None:
     codes, said = last_words(tmp_path, EndsBeforeAnother(first), 3)
     assert codes == [0 if rank == first else -signal.SIGKILL if rank == 3 else 1 for rank in range(RANKS)], said
@@ -362,7 +364,7 @@ class DiesAtTheStart:
             build_mesh(Config(), rank=place.rank, world_size=place.world_size, device=device, recorder=world.recorder)
 
 
-@pytest.mark.parametrize("connected", [False, True])
+@pytest.mark.parametrize("connected", [False, pytest.param(True, marks=pytest.mark.long)])
 def test_a_rank_that_dies_at_the_start_is_named_by_all_others(connected: bool, tmp_path: Path) -> None:
     codes, said = last_words(tmp_path, DiesAtTheStart(connected), 2)
     assert codes == [-signal.SIGKILL if rank == 2 else 1 for rank in range(RANKS)], said
