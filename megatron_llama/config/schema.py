@@ -137,7 +137,8 @@ class ParallelConfig:
         "dp",
     )
     """On a GPU: groups of ranks whose NCCL kernels go before waiting kernels of the computation;
-    `none` for no group. Not measured yet."""
+    `none` for no group. Messages that are waited for at once run in the computation's own stream
+    and have no priority. Not measured yet."""
     nccl_pp_max_ctas: int = 4
     """On a GPU: most thread blocks, each on a multiprocessor, of NCCL's kernels between pipeline
     stages. 0: as many as NCCL takes. Not measured yet."""

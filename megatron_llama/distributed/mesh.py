@@ -189,9 +189,10 @@ def _join_group(
     require_master(place)
     by_launcher = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"  # torchrun hosts it
     store = open_store(place, patience, hosts=rank == 0 and not by_launcher)
-    found = watch.start if watch is not None else None
+    found = None
     if watch is not None:
         watch.keep(store)
+        found = watch.start
     with host_named():
         store = meet(store, rank, world_size, timeout.total_seconds(), found=found)
     store.set_timeout(timeout)

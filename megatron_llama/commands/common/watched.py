@@ -2,17 +2,17 @@
 issued has run, and what was issued together with a rank that is gone never does: it waits until the
 backend's timeout. So it matters how a rank has come to its end.
 
-| the end | printed first | the process group | the other ranks |
-|---|---|---|---|
-| the end of the command | | destroyed: all have issued the same | leave, too |
-| an error that all ranks raise | the error, by rank 0 | destroyed: all have issued the same | leave, too |
-| an error of this rank alone | the error or its traceback | aborted | hear the alarm: this rank failed |
-| a message that fails, or comes late, because another rank is gone or stuck | its name | aborted | hear the alarm |
-| Control-C | | aborted | find out |
+- The end of the command, and an error that all ranks raise (rank 0 prints it): all have issued the
+  same, so the process group is destroyed, and the other ranks leave, too.
+- An error of this rank alone: it is printed, with a traceback if no user should see it; the alarm
+  tells the others that this rank has failed; the process group is aborted.
+- A message that fails, or comes late, because another rank is gone or stuck: the error names that
+  rank; the alarm is set; the process group is aborted.
+- Control-C: the process group is aborted, and the others find out.
 
 Nothing comes before the error: what follows may take long, or hang. The watch stays until this rank
 has left, so it ends a rank that hangs in leaving: after the timeout, or seconds after the alarm.
-"""  # noqa: E501 - a table
+"""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 @contextmanager
 def watched(place: Place, timeout: float = inf) -> Iterator[Watch]:
-    """A section in which this process works with others. At its end it leaves them, as the table
+    """A section in which this process works with others. At its end it leaves them, as the list
     above says. The watch that it yields is for ``init_mesh``, which starts it.
 
     The death of a rank, and a wait of more than ``timeout`` seconds, becomes a ClusterError that
