@@ -19,7 +19,7 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 MODULES = {".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): path for path in FILES}
 ROOMS = (
     *("errors", "config", "tokenizer", "plans", "distributed", "metrics", "nn", "model", "data", "engine"),
-    *("pipeline", "sft", "checkpoint", "convert", "planner", "loop", "train", "commands", "cli", "__main__"),
+    *("sharding", "pipeline", "sft", "checkpoint", "convert", "planner", "loop", "train", "commands", "cli", "__main__"),
 )
 """In their order: the files of a room import the rooms before it, and their own."""
 TORCHLESS = ("config", "plans")

@@ -1,0 +1,1 @@
+"""The engine around any module: ``shard`` and what belongs to it."""

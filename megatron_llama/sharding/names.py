@@ -1,0 +1,23 @@
+"""The names of a module's parameters."""
+
+from __future__ import annotations
+
+from torch import nn
+
+WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module")
+"""Attributes under which torch.compile and torch's checkpoint wrapper keep the wrapped module."""
+
+
+def clean_name(name: str) -> str:
+    """Return a parameter's name without the wrappers of torch.compile and of checkpointing: the
+    name that it has in torch.distributed.checkpoint and in the unwrapped module."""
+    return ".".join(part for part in name.split(".") if part not in WRAPPERS)
+
+
+def parameter_names(model: nn.Module) -> dict[nn.Parameter, tuple[str, ...]]:
+    """Return all names of each parameter, the one that ``named_parameters`` gives first: a shared
+    parameter has several."""
+    found: dict[nn.Parameter, tuple[str, ...]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        found[parameter] = (*found.get(parameter, ()), name)
+    return found
