@@ -1,3 +1,34 @@
-"""Megatron-style 3D-parallel training of LLaMA on PyTorch."""
+"""Megatron-style 3D-parallel training of LLaMA on PyTorch, and its engine around any module.
+
+``import megatron_llama as ml`` takes milliseconds: what it exports, and torch with it, is imported
+at its first use. docs/api.md describes all of it."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from types import MappingProxyType
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from megatron_llama.api.convert import Converted, convert
+    from megatron_llama.errors import UserError
 
 __version__ = "0.1.0"
+__all__ = ("Converted", "UserError", "__version__", "convert")
+
+_MODULES = MappingProxyType(
+    {"Converted": "api.convert", "UserError": "errors", "convert": "api.convert"}
+)
+"""Where each of them is defined."""
+
+
+def __getattr__(name: str) -> object:
+    if name not in _MODULES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value: object = getattr(import_module(f"{__name__}.{_MODULES[name]}"), name)
+    globals()[name] = value  # the next use finds it without asking here
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

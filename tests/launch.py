@@ -306,14 +306,14 @@ def preload() -> None:
     import megatron_llama.commands.export
     import megatron_llama.commands.pretrain
     import megatron_llama.commands.sft
-    import megatron_llama.convert.hf.reader
+    import megatron_llama.conversion.hf.reader
     import megatron_llama.data.preprocess
     import megatron_llama.distributed.comm.watch
     import megatron_llama.loop.vocabulary
     import megatron_llama.model.generate
     import megatron_llama.plans.auto
     import megatron_llama.tokenizer.load
-    import megatron_llama.train  # noqa: F401
+    import megatron_llama.training  # noqa: F401
     import sentencepiece  # noqa: F401
     import tokenizers  # noqa: F401
 

@@ -24,7 +24,7 @@ from megatron_llama.config.schema import (
 from megatron_llama.errors import ConfigError, describe
 
 if TYPE_CHECKING:
-    from megatron_llama.convert.formats import ModelReader
+    from megatron_llama.conversion.formats import ModelReader
 
 SECTIONS = (
     EvaluateConfig,
@@ -195,7 +195,7 @@ def _measure(run: Parsed, options: EvaluateConfig) -> None:
     or on the samples that --eval-iters leaves."""
     with pretrain.prepared(run) as (ready, mesh):
         from megatron_llama.loop.inputs import stream_samples
-        from megatron_llama.train import evaluate_only
+        from megatron_llama.training import evaluate_only
 
         config = ready.config
         if config.training.eval_interval == 0:  # `check` switched it off

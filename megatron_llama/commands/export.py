@@ -11,7 +11,7 @@ def export(parsed: Parsed) -> None:
     """Stream the weights tensor by tensor; the target appears whole or not at all."""
     from megatron_llama.checkpoint import checkpoint_dir
     from megatron_llama.checkpoint.storage_paths import local_copy
-    from megatron_llama.convert.export import export_adapter, export_checkpoint
+    from megatron_llama.conversion.export import export_adapter, export_checkpoint
     from megatron_llama.tokenizer.fingerprint import require_same_ids
     from megatron_llama.tokenizer.load import has_tokenizer, load_tokenizer
 

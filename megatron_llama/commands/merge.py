@@ -19,10 +19,10 @@ def merge(parsed: Parsed) -> None:
     from megatron_llama.checkpoint.adapters import saved_lora
     from megatron_llama.checkpoint.native import read_meta
     from megatron_llama.commands.common.trained import tokenizer_folder
-    from megatron_llama.convert.convert import convert, require_free, require_sound
-    from megatron_llama.convert.formats import ModelReader, open_model
-    from megatron_llama.convert.hf.writer import HFWriter
-    from megatron_llama.convert.peft.adapter import MergedReader, PeftAdapter
+    from megatron_llama.conversion.convert import convert, require_free, require_sound
+    from megatron_llama.conversion.formats import ModelReader, open_model
+    from megatron_llama.conversion.hf.writer import HFWriter
+    from megatron_llama.conversion.peft.adapter import MergedReader, PeftAdapter
     from megatron_llama.tokenizer.fingerprint import require_same_ids
     from megatron_llama.tokenizer.load import has_tokenizer, load_tokenizer
 

@@ -54,7 +54,7 @@ def run(parsed: Parsed, open_inputs: OpenInputs, *, needs_data: bool = True) -> 
         place_from_environment(), wanted=options.async_save and options.save is not None
     )
     with saving as background, prepared(parsed, needs_data=needs_data) as (ready, mesh):
-        from megatron_llama.train import train
+        from megatron_llama.training import train
 
         inputs = open_inputs(parsed, ready, mesh.world)
         stopped_by = train(inputs, mesh, background=background)

@@ -10,9 +10,9 @@ from megatron_llama.config.parse import Parsed
 from megatron_llama.errors import ConfigError, describe
 
 if TYPE_CHECKING:
-    from megatron_llama.convert.formats import ModelReader
-    from megatron_llama.convert.verify.logits import LogitDeviation
-    from megatron_llama.convert.verify.prompt import Prompt
+    from megatron_llama.conversion.formats import ModelReader
+    from megatron_llama.conversion.verify.logits import LogitDeviation
+    from megatron_llama.conversion.verify.prompt import Prompt
     from megatron_llama.engine.optimizer import WeightSource
 
 LISTED = 10
@@ -27,9 +27,9 @@ than rounding does."""
 def verify(parsed: Parsed) -> int:
     """Print what was compared, every difference, and one verdict. Return the exit status: 0 if the
     models are equal, 1 if they differ."""
-    from megatron_llama.convert.convert import require_sound
-    from megatron_llama.convert.formats import open_model
-    from megatron_llama.convert.verify.fields import field_differences
+    from megatron_llama.conversion.convert import require_sound
+    from megatron_llama.conversion.formats import open_model
+    from megatron_llama.conversion.verify.fields import field_differences
 
     options = parsed.get(VerifyConfig)
     if options.prompt_tokens < 0:
@@ -74,7 +74,11 @@ def _say(line: str) -> None:
 
 def _compare_weights(first: ModelReader, second: ModelReader) -> bool:
     """Compare every tensor in the narrower of its two dtypes, and return whether all are equal."""
-    from megatron_llama.convert.verify.weights import common_dtype, stored_dtype, weight_differences
+    from megatron_llama.conversion.verify.weights import (
+        common_dtype,
+        stored_dtype,
+        weight_differences,
+    )
     from megatron_llama.plans.params import hf_shapes, parameter_count
 
     common = common_dtype(first, second)
@@ -102,7 +106,7 @@ def _compare_weights(first: ModelReader, second: ModelReader) -> bool:
 def _compare_logits(first: ModelReader, second: ModelReader, asked: int) -> bool:
     """Compare the logits of a text of ``asked`` tokens (0: as many as a wrong rotary scaling needs
     to show), and return whether they agree within rounding."""
-    from megatron_llama.convert.verify.prompt import BEYOND, PLAIN, make_prompt, original_context
+    from megatron_llama.conversion.verify.prompt import BEYOND, PLAIN, make_prompt, original_context
     from megatron_llama.data.corpus import python_documentation
 
     models = first.model, second.model
@@ -129,8 +133,8 @@ def _compare_with_each_other(first: ModelReader, second: ModelReader, prompt: Pr
     """Whether the two models compute the same logits, with random weights and with their own."""
     import torch
 
-    from megatron_llama.convert.verify.logits import StreamedModel, logit_deviation
-    from megatron_llama.convert.verify.weights import RoundedSource, common_dtype
+    from megatron_llama.conversion.verify.logits import StreamedModel, logit_deviation
+    from megatron_llama.conversion.verify.weights import RoundedSource, common_dtype
     from megatron_llama.model.init import InitialWeights
 
     drawn = InitialWeights(RANDOM_SEED, RANDOM_STD)
@@ -157,8 +161,8 @@ def _compare_with_each_other(first: ModelReader, second: ModelReader, prompt: Pr
 def _compare_with_transformers(first: ModelReader, second: ModelReader, prompt: Prompt) -> bool:
     """Whether HuggingFace's own implementation computes the same logits for each side that it can
     read."""
-    from megatron_llama.convert.verify.logits import StreamedModel, logit_deviation
-    from megatron_llama.convert.verify.reference import TransformersModel, obstacle
+    from megatron_llama.conversion.verify.logits import StreamedModel, logit_deviation
+    from megatron_llama.conversion.verify.reference import TransformersModel, obstacle
     from megatron_llama.model.init import InitialWeights
 
     found = []

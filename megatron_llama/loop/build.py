@@ -14,7 +14,7 @@ from megatron_llama.checkpoint.saver import Saver
 from megatron_llama.checkpoint.storage_paths import local_folder
 from megatron_llama.config.batch_ramp import BatchSizes
 from megatron_llama.config.schema import Config, TrainingConfig
-from megatron_llama.convert.hf.reader import HFWeights
+from megatron_llama.conversion.hf.reader import HFWeights
 from megatron_llama.data.loader import Batch, BatchLoader, Samples
 from megatron_llama.distributed.comm.object_collectives import broadcast_object, raise_on_all_ranks
 from megatron_llama.distributed.mesh import Mesh

@@ -22,9 +22,9 @@ from megatron_llama.checkpoint.storage_paths import is_remote, local_folder, sto
 from megatron_llama.config.batch_ramp import BatchSizes, with_epochs
 from megatron_llama.config.blend import read_blend
 from megatron_llama.config.schema import CheckpointConfig, Config, TrainingConfig
-from megatron_llama.convert.export import weight_folders
-from megatron_llama.convert.hf.reader import HFWeights
-from megatron_llama.convert.hf.writer import require_export
+from megatron_llama.conversion.export import weight_folders
+from megatron_llama.conversion.hf.reader import HFWeights
+from megatron_llama.conversion.hf.writer import require_export
 from megatron_llama.data.indexed import IndexedDataset
 from megatron_llama.data.loader import BlendedSamples, Samples, StreamSamples
 from megatron_llama.data.stream import TokenStream, split_documents

@@ -20,8 +20,8 @@ from megatron_llama.checkpoint.meta import (
 from megatron_llama.checkpoint.storage import refuse
 from megatron_llama.checkpoint.storage_paths import is_remote, storage_path
 from megatron_llama.config.schema import CheckpointConfig, Config, ModelConfig
-from megatron_llama.convert.formats import candidates, open_model
-from megatron_llama.convert.hf.reader import HFWeights
+from megatron_llama.conversion.formats import candidates, open_model
+from megatron_llama.conversion.hf.reader import HFWeights
 from megatron_llama.engine.optimizer import WeightSource
 from megatron_llama.errors import CheckpointError, ConfigError
 from megatron_llama.model.init import ResizedEmbeddings

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 from megatron_llama.config.schema import Config, ModelConfig, ParallelConfig
-from megatron_llama.convert.hf.reader import HFWeights
-from megatron_llama.convert.hf.writer import export_hf
+from megatron_llama.conversion.hf.reader import HFWeights
+from megatron_llama.conversion.hf.writer import export_hf
 from megatron_llama.distributed.launcher import Place
 from megatron_llama.distributed.mesh import build_mesh
 from megatron_llama.engine.build import build_optimizer

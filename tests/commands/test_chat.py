@@ -129,7 +129,7 @@ def test_what_cannot_be_read_is_refused_and_forgotten(model: Trained) -> None:
 
 def test_a_conversation_through_a_pipe(model: Trained, folder: Path, tmp_path: Path) -> None:
     """A folder of HuggingFace, its tokenizer, a template file."""
-    from megatron_llama.convert.hf.writer import export_hf
+    from megatron_llama.conversion.hf.writer import export_hf
 
     export_hf(tmp_path / "hf", model.stage.config, InitialWeights(3, 0.3), "float32", load_tokenizer(folder))
     (tmp_path / "template").write_text("{% for message in messages %}{{ message['role'][0] + message['content'] + '</s>' }}{% endfor %}")
@@ -156,7 +156,7 @@ def test_a_conversation_through_a_pipe(model: Trained, folder: Path, tmp_path: P
 
 @pytest.fixture
 def hf(model: Trained, folder: Path, tmp_path: Path) -> Path:
-    from megatron_llama.convert.hf.writer import export_hf
+    from megatron_llama.conversion.hf.writer import export_hf
 
     return export_hf(tmp_path / "hf", model.stage.config, InitialWeights(3, 0.3), "float32", load_tokenizer(folder))
 

@@ -12,7 +12,7 @@ from megatron_llama.cli import main
 from megatron_llama.commands.common.configs import ModelFolderConfig
 from megatron_llama.commands.common.trained import Trained, open_trained
 from megatron_llama.commands.generate import Text, grow
-from megatron_llama.convert.hf.writer import export_hf
+from megatron_llama.conversion.hf.writer import export_hf
 from megatron_llama.model.generate import Reader, Sampling
 from megatron_llama.model.init import InitialWeights
 from megatron_llama.tokenizer.load import load_tokenizer

@@ -14,11 +14,11 @@ from typing import Any
 import pytest
 import sentencepiece
 from megatron_llama.cli import main
-from megatron_llama.convert.hf.reader import HFWeights
-from megatron_llama.convert.hf.writer import export_hf
+from megatron_llama.conversion.hf.reader import HFWeights
+from megatron_llama.conversion.hf.writer import export_hf
 from megatron_llama.errors import CheckpointError
 
-from tests.convert.test_hf import written
+from tests.conversion.test_hf import written
 from tests.e2e.product import EVALUATED, VOCAB_SIZE, Product, contents, words
 from tests.refusals import TRAINING, RehearsalError
 
@@ -146,7 +146,7 @@ def test_a_refusal_that_only_the_run_knows_is_noticed(product: Product, monkeypa
     def refuse(config: object) -> None:
         raise CheckpointError("moon", got="full", expected="new", do="wait")
 
-    monkeypatch.setattr("megatron_llama.train.require_outputs", refuse)
+    monkeypatch.setattr("megatron_llama.training.require_outputs", refuse)
     with pytest.raises(RehearsalError, match="the run: moon: got full"):
         main(product.command())
     assert {"pretrain", "sft"} == set(TRAINING)

@@ -11,7 +11,7 @@ import pytest
 import torch
 from megatron_llama.cli import main
 from megatron_llama.config.schema import ModelConfig
-from megatron_llama.convert.hf.writer import export_hf
+from megatron_llama.conversion.hf.writer import export_hf
 from megatron_llama.data.indexed import IndexedDataset
 from megatron_llama.model.init import InitialWeights
 from megatron_llama.tokenizer.load import load_tokenizer

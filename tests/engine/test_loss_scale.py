@@ -9,7 +9,7 @@ import pytest
 import torch
 from megatron_llama.checkpoint import native
 from megatron_llama.config.schema import TrainingConfig
-from megatron_llama.convert.native.writer import NativeWriter
+from megatron_llama.conversion.native.writer import NativeWriter
 from megatron_llama.distributed.launcher import Place
 from megatron_llama.engine.loss_scale import LossScale
 

@@ -33,7 +33,7 @@ def loaded_model(parsed: Parsed, start: Start | None) -> ModelConfig | None:
 def _resizable(start: Start) -> ModelConfig:
     """Read the model of a folder that is to get more rows, to which --vocab-size says nothing.
     Raises CheckpointError for a format that stores padding."""
-    from megatron_llama.convert.formats import detect
+    from megatron_llama.conversion.formats import detect
 
     if (kind := detect(start.path)) != "hf":
         raise CheckpointError(

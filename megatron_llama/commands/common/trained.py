@@ -17,7 +17,7 @@ from megatron_llama.errors import ConfigError, DataError, describe, listing
 from megatron_llama.tokenizer.base import beyond_vocabulary
 
 if TYPE_CHECKING:
-    from megatron_llama.convert.formats import ModelReader
+    from megatron_llama.conversion.formats import ModelReader
     from megatron_llama.model.generate import Sampling
     from megatron_llama.model.llama import Stage
     from megatron_llama.tokenizer.base import Tokenizer
@@ -140,8 +140,8 @@ def open_folder(
     """Open the model folder that exactly one of the first two options names; the others are those
     of ``open_model``. Raises ConfigError or CheckpointError."""
     from megatron_llama.checkpoint.storage_paths import is_remote, storage_path
-    from megatron_llama.convert.formats import open_model
-    from megatron_llama.convert.native.reader import NativeReader
+    from megatron_llama.conversion.formats import open_model
+    from megatron_llama.conversion.native.reader import NativeReader
 
     if (load is None) == (init_from_hf is None):
         found = "neither" if load is None else "both"

@@ -1,0 +1,1 @@
+"""The functions for users of Python. The commands call them; ``megatron_llama`` exports them."""

@@ -1,0 +1,85 @@
+"""Converts any model folder to any format: tensor by tensor from memory-mapped files, without a
+model or a process group."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+from megatron_llama.checkpoint.checkpoint_dir import TOKENIZER, TRACKER
+from megatron_llama.checkpoint.checksums import damaged_weights, seal_weights
+from megatron_llama.checkpoint.folders import new_folder, require_replaceable
+from megatron_llama.checkpoint.storage import refuse
+from megatron_llama.config.schema import ModelConfig
+from megatron_llama.conversion.formats import ModelReader, ModelWriter
+from megatron_llama.conversion.hf.writer import EXPORT_FILES
+from megatron_llama.conversion.tokenizer_files import TOKENIZER_FILES, copy_tokenizer_files
+from megatron_llama.conversion.write_tasks import ProgressSource, run_write_tasks
+from megatron_llama.errors import CheckpointError
+
+CONVERSION_FILES = (
+    *EXPORT_FILES,
+    *TOKENIZER_FILES,
+    TOKENIZER,
+    "iter_0000000",
+    "release",
+    TRACKER,
+    "consolidated.*.pth",
+    "params.json",
+)
+"""What a conversion to any format may hold, and --overwrite may therefore replace."""
+
+
+def require_free(target: Path, source: Path, *, overwrite: bool) -> None:
+    """Raise CheckpointError unless ``target`` may be written: it is not there, empty, or an earlier
+    conversion that is to be replaced."""
+    do = "give another path"
+    if target == source or target in source.parents or source in target.parents:
+        got = f"a folder that holds, or lies in, the source {source}"
+        raise CheckpointError(target, got=got, expected="another", do=do)
+    if target.exists() and not target.is_dir():
+        raise CheckpointError(target, got="a file", expected="a folder", do=do)
+    present = require_replaceable(target, CONVERSION_FILES, expected="an earlier conversion")
+    if present and not overwrite:
+        do = "give another path, or replace it with --overwrite"
+        raise CheckpointError(target, got="a folder that is there already", expected="none", do=do)
+
+
+def require_sound(folder: str | Path, workers: int) -> None:
+    """Raise CheckpointError unless the files of weights match the list of checksums in their
+    folder, where there is one."""
+    problems = damaged_weights(Path(folder), workers)
+    refuse(f"{folder} is damaged, or its files stand for each other:", problems)
+
+
+def convert(
+    source: ModelReader,
+    folder: Path,
+    writer: ModelWriter,
+    model: ModelConfig,
+    dtype: torch.dtype,
+    *,
+    tokenizer_files: str,
+    workers: int,
+    overwrite: bool,
+) -> int:
+    """Write ``folder``, which appears whole or not at all, and return the bytes of its weights.
+
+    ``tokenizer_files`` names the folder under ``folder`` that the tokenizer's files are copied to.
+    Raises CheckpointError."""
+    folder = folder.resolve()
+    require_free(folder, source.folder.resolve(), overwrite=overwrite)
+    progress = ProgressSource(source)
+    try:
+        with new_folder(folder) as fresh:
+            tasks = list(writer.tasks(fresh, model, progress, dtype, source.extra))
+            progress.show(sum(task.elements for task in tasks) * dtype.itemsize)
+            run_write_tasks(tasks, workers)
+            if source.tokenizer_files:
+                (fresh / tokenizer_files).mkdir(exist_ok=True)
+                copy_tokenizer_files(source.tokenizer_files, fresh / tokenizer_files)
+            seal_weights(fresh)
+    finally:
+        progress.close()
+    return progress.bytes

@@ -1,0 +1,149 @@
+"""Exports native checkpoints as HuggingFace folders: on demand, and at the end of a run."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Mapping
+from concurrent.futures import wait
+from pathlib import Path
+from typing import Any
+
+from megatron_llama.checkpoint import native
+from megatron_llama.checkpoint.meta import TrainState
+from megatron_llama.config.schema import Config
+from megatron_llama.conversion.hf.writer import export_hf
+from megatron_llama.conversion.peft.adapter import write_peft
+from megatron_llama.distributed.comm.object_collectives import (
+    MEETING_SECONDS,
+    all_reduce_max,
+    raise_on_all_ranks,
+)
+from megatron_llama.distributed.device import thread_pool
+from megatron_llama.distributed.mesh import Mesh
+from megatron_llama.engine.optimizer import OverlappedDistributedOptimizer
+from megatron_llama.errors import CheckpointError
+from megatron_llama.metrics.log import MetricLog
+from megatron_llama.tokenizer.base import Tokenizer
+
+WEIGHTS = ".weights"
+"""Ending of the folder that holds the checkpoint of a run that saves none, until it is exported."""
+
+
+def weight_folders(options: Mapping[str, Any]) -> list[str]:
+    """Return the folders from which a run with these checkpoint options takes its weights."""
+    return [folder for name in ("init_from_hf", "load") if (folder := options.get(name))]
+
+
+def export_checkpoint(
+    checkpoint: str | Path,
+    output: str | Path,
+    *,
+    dtype: str = "auto",
+    tokenizer: Tokenizer | None = None,
+    overwrite: bool = False,
+) -> str:
+    """Write a checkpoint as a HuggingFace folder, which appears whole or not at all, and return the
+    dtype of its weights.
+
+    ``dtype`` is one of those of ``export_hf``, or ``auto``: bfloat16 for a run with --bf16, else
+    float32. Raises CheckpointError."""
+    weights = native.open_weights(checkpoint)
+    if dtype == "auto":
+        dtype = "bfloat16" if weights.meta.config["training"]["bf16"] else "float32"
+    sources = weight_folders(weights.meta.config.get("checkpoint", {}))
+    export_hf(
+        output, weights.model, weights, dtype, tokenizer, sources=sources, overwrite=overwrite
+    )
+    return dtype
+
+
+def export_adapter(
+    checkpoint: str | Path,
+    output: str | Path,
+    tokenizer: Tokenizer | None = None,
+    *,
+    overwrite: bool = False,
+) -> str:
+    """Write the low-rank additions of a checkpoint in PEFT's format and return their dtype. The
+    folder appears whole or not at all. Raises CheckpointError."""
+    weights = native.open_weights(checkpoint)
+    lora = weights.lora
+    if not lora.lora_rank:
+        do = "leave --adapter out"
+        raise CheckpointError(
+            checkpoint, got="no low-rank additions", expected="a run with --lora-rank", do=do
+        )
+    options = weights.meta.config.get("checkpoint", {})
+    if options.get("resize_embeddings"):
+        do = "leave --adapter out, which exports the whole model"
+        got = "a run with --resize-embeddings, whose new rows are in no adapter"
+        raise CheckpointError(checkpoint, got=got, expected="the rows of its base model", do=do)
+    write_peft(
+        output,
+        weights.model,
+        lora,
+        weights.stored,
+        base=options.get("init_from_hf"),
+        tokenizer=tokenizer,
+        sources=weight_folders(options),
+        overwrite=overwrite,
+    )
+    return "float32"
+
+
+class FinalExport:
+    """Writes the model of a run into --export-hf when the run has come to its end. Without that
+    option it does nothing. That it can work has been found at the start of the run, not after days
+    (``loop/inputs.py``)."""
+
+    def __init__(
+        self,
+        config: Config,
+        mesh: Mesh,
+        optimizer: OverlappedDistributedOptimizer,
+        tokenizer: Tokenizer | None,
+    ) -> None:
+        self._config = config
+        self._mesh = mesh
+        self._optimizer = optimizer
+        self._tokenizer = tokenizer
+        folder = config.checkpoint.export_hf
+        self._target = Path(folder).resolve() if folder is not None else None
+
+    def write(self, state: TrainState, checkpoint: Path | None, log: MetricLog) -> None:
+        """Export ``checkpoint``, or, where the run has saved none, what the engine holds. Called
+        when the run has come to its end. Collective. Raises CheckpointError on every rank."""
+        if self._target is None:
+            return
+        beside = self._target.with_name(self._target.name + WEIGHTS)
+        try:
+            if checkpoint is None:
+                checkpoint = native.save(beside, self._optimizer, self._mesh, state, self._config)
+            self._export(checkpoint, self._target)
+        finally:
+            if self._mesh.rank == 0:
+                shutil.rmtree(beside, ignore_errors=True)
+        without = "" if self._tokenizer is not None else ", without a tokenizer: none is known"
+        log.say(f" exported to {self._target}{without}")
+
+    def _export(self, checkpoint: Path, target: Path) -> None:
+        """Export on rank 0."""
+        with thread_pool(1) as pool:
+            export = None
+            if self._mesh.rank == 0:
+                export = pool.submit(
+                    export_checkpoint, checkpoint, target, tokenizer=self._tokenizer
+                )
+            # The other ranks meet rank 0 again and again: the export of a large model takes longer
+            # than a collective may wait.
+            running = True
+            while running:
+                if export is not None:
+                    wait([export], MEETING_SECONDS)
+                unfinished = int(export is not None and not export.done())
+                running_somewhere, agreed = all_reduce_max(unfinished, self._mesh.world)
+                agreed.wait()
+                running = bool(running_somewhere)
+        with raise_on_all_ranks(self._mesh.world):
+            if export is not None:
+                export.result()

@@ -1,0 +1,164 @@
+"""Model folders of every format behind two interfaces: ``open_model`` finds out which format a
+folder has and reads its weights as HuggingFace tensors; a ``ModelWriter`` writes them."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from megatron_llama.checkpoint.folders import INCOMPLETE
+from megatron_llama.config.schema import ModelConfig
+from megatron_llama.conversion.hf.reader import WEIGHT_FILES, HFReader
+from megatron_llama.conversion.megatron.reader import MegatronReader, family
+from megatron_llama.conversion.meta.reader import MetaReader
+from megatron_llama.conversion.native.reader import NativeReader
+from megatron_llama.conversion.write_tasks import WriteTask
+from megatron_llama.engine.optimizer import WeightSource
+from megatron_llama.errors import CheckpointError
+from megatron_llama.plans.params import Rectangle
+
+FORMATS = ("hf", "native", "megatron", "megatron-llama", "meta")
+
+
+class ModelReader(Protocol):
+    """An opened model folder: a WeightSource of its weights, and what is known of them."""
+
+    @property
+    def format(self) -> str:
+        """One of FORMATS."""
+        ...
+
+    @property
+    def folder(self) -> Path:
+        """Where the weights lie; in a folder of checkpoints, the checkpoint that was chosen."""
+        ...
+
+    @property
+    def model(self) -> ModelConfig:
+        """The model, derived fields filled in, its vocabulary without padding."""
+        ...
+
+    @property
+    def dtype(self) -> str:
+        """``float32``, ``bfloat16`` or ``float16``: the dtype of the stored weights. For a native
+        checkpoint, whose masters are always fp32, it is what the run computed in."""
+        ...
+
+    @property
+    def tokenizer_files(self) -> Sequence[Path]:
+        """The files that go with the model: tokenizer, chat template, generation config."""
+        ...
+
+    @property
+    def extra(self) -> Mapping[str, Any]:
+        """Fields of a config.json beside the model's that are to be written as they are: token ids,
+        of which there may be lists."""
+        ...
+
+    @property
+    def notes(self) -> Sequence[str]:
+        """What the user should know, such as optimizer state that is there and is not read."""
+        ...
+
+    def __call__(self, rectangle: Rectangle, out: Tensor) -> None:
+        """Write the rectangle's values into ``out``, a tensor of its size (any float dtype). Raises
+        CheckpointError."""
+        ...
+
+
+class ModelWriter(Protocol):
+    """A format to write, with its choices made."""
+
+    def problems(self, model: ModelConfig) -> Iterator[str]:
+        """Yield the reasons why the model cannot be written so."""
+        ...
+
+    def tasks(
+        self,
+        folder: Path,
+        model: ModelConfig,
+        source: WeightSource,
+        dtype: torch.dtype,
+        extra: Mapping[str, Any],
+    ) -> Iterator[WriteTask]:
+        """Yield the work, by files under ``folder``, which is there and empty. ``extra`` holds
+        fields of a config.json beside the model's. The tasks may run side by side."""
+        ...
+
+
+def open_model(
+    path: str | Path,
+    *,
+    format: str | None = None,
+    config: str | Path | None = None,
+    vocab_size: int = 0,
+    tokens: int = 0,
+    ignored: Collection[str] = (),
+) -> ModelReader:
+    """Open a model folder of any format.
+
+    ``format`` is one of FORMATS, by default found from the content. ``config`` names a HuggingFace
+    ``config.json`` that says what the folder does not. ``vocab_size`` is the number of token ids,
+    for a format that stores only a padded vocabulary; where neither it nor the folder says, the
+    ``tokens`` of the tokenizer that belongs to the weights count. Unknown fields of ``config.json``
+    whose names are ``ignored`` are not refused. Raises CheckpointError with all that is wrong, or
+    with what to pass when the folder leaves something open.
+    """
+    folder = Path(path)
+    if format is not None and format not in FORMATS:
+        raise CheckpointError(
+            "format", got=format, expected=f"one of {', '.join(FORMATS)}", do="correct it"
+        )
+    kind = format or detect(folder)
+    if kind == "hf":
+        return HFReader(folder, config, vocab_size, ignored)
+    if kind == "native":
+        return NativeReader(folder, config, vocab_size)
+    if kind == "meta":
+        return MetaReader(folder, config, vocab_size, ignored)
+    return MegatronReader(folder, kind, config, vocab_size, tokens, ignored)
+
+
+def detect(folder: Path) -> str:
+    """Return the format of a folder, one of FORMATS. Raises CheckpointError when it has none of
+    them, or several."""
+    if not folder.is_dir():
+        got = "a file" if folder.exists() else "no such folder"
+        raise CheckpointError(folder, got=got, expected="a model folder", do="check the path")
+    found = list(candidates(folder))
+    if len(found) > 1:
+        do = "say which one is meant (--from)"
+        raise CheckpointError(
+            folder,
+            got=f"weights of {len(found)} formats: {', '.join(found)}",
+            expected="one",
+            do=do,
+        )
+    if not found:
+        expected = (
+            "model.safetensors, pytorch_model.bin, consolidated.00.pth, mp_rank_00/"
+            " or a native checkpoint in it"
+        )
+        raise CheckpointError(
+            folder, got="a folder without weights", expected=expected, do="check the path"
+        )
+    return family(folder) if found[0] == "megatron" else found[0]
+
+
+def candidates(folder: Path) -> Iterator[str]:
+    """Yield the formats whose files lie there. ``megatron`` stands for both families, which only
+    their content tells apart."""
+    written = (each for each in sorted(folder.glob("iter_*")) if not each.name.endswith(INCOMPLETE))
+    inner = [folder, *written, folder / "release"]
+    if any((folder / name).is_file() for name in WEIGHT_FILES):
+        yield "hf"
+    if any((each / "meta.json").is_file() and (each / ".metadata").is_file() for each in inner):
+        yield "native"
+    if any(next(each.glob("mp_rank_*"), None) is not None for each in inner):
+        yield "megatron"
+    if next(folder.glob("consolidated.*.pth"), None) is not None:
+        yield "meta"

@@ -1,0 +1,173 @@
+"""Reads HuggingFace folders: safetensors, or the older ``pytorch_model*.bin``, memory-mapped."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection, Iterator
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from megatron_llama.checkpoint.storage import refuse
+from megatron_llama.config.hf import read_hf_config
+from megatron_llama.config.schema import ModelConfig
+from megatron_llama.conversion.model_fields import read_config
+from megatron_llama.conversion.safetensors_file import DTYPES
+from megatron_llama.conversion.tokenizer_files import tokenizer_files_of
+from megatron_llama.conversion.torch_file import TorchFile, TorchWeights
+from megatron_llama.errors import CheckpointError, describe
+from megatron_llama.plans.params import Rectangle, hf_shapes
+
+SINGLE = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+OLD_SINGLE = "pytorch_model.bin"
+OLD_INDEX = "pytorch_model.bin.index.json"
+WEIGHT_FILES = (INDEX, SINGLE, OLD_INDEX, OLD_SINGLE)
+"""The file that says where the weights are, preferred first."""
+DOWNLOAD = "copy the file again from where the model came from"
+
+
+class HFWeights:
+    """The weights of a HuggingFace folder as a WeightSource that reads only what is asked for."""
+
+    def __init__(
+        self,
+        folder: str | Path,
+        model: ModelConfig | None = None,
+        *,
+        own: ModelConfig | None = None,
+        ignored: Collection[str] = (),
+    ) -> None:
+        """``model`` is the one to fill, derived fields filled in; by default it is that of the
+        folder. ``own`` takes the place of the folder's ``config.json``, of which the ``ignored``
+        fields are not refused.
+
+        Raises CheckpointError with every tensor that is missing, unknown, of another shape or not a
+        float."""
+        self.folder = Path(folder)
+        own = own or read_hf_config(self.folder, ignored=ignored)
+        self.model = model or own
+        if self.model.tie_word_embeddings and not own.tie_word_embeddings:
+            raise CheckpointError(
+                f"{self.folder / 'config.json'} tie_word_embeddings",
+                got="false",
+                expected="true, as in the run: its head would be lost",
+                do="leave tie_word_embeddings to the folder",
+            )
+        self._file_of: dict[str, Any] = {}
+        for path in _weight_files(self.folder):
+            file = _open(path)
+            self._file_of.update(dict.fromkeys(file.keys(), file))
+        refuse(f"{self.folder} does not hold the model:", list(self._problems()))
+
+    @property
+    def dtype(self) -> str:
+        """The dtype of the stored weights. Where there are several it is ``float32``, which holds
+        the values of all."""
+        found = {self._file_of[name].get_slice(name).get_dtype() for name in hf_shapes(self.model)}
+        names = {short: str(dtype).removeprefix("torch.") for dtype, short in DTYPES.items()}
+        return names[found.pop()] if len(found) == 1 else "float32"
+
+    def _problems(self) -> Iterator[str]:
+        shapes = hf_shapes(self.model)
+        for name, shape in shapes.items():
+            where = f"{self.folder} {name}"
+            if name not in self._file_of:
+                yield describe(where, got="no such tensor", expected=f"shape {shape}", do=DOWNLOAD)
+                continue
+            stored = self._file_of[name].get_slice(name)
+            if tuple(stored.get_shape()) != shape:
+                do = "take the model fields from the folder that belongs to the weights"
+                got = f"shape {tuple(stored.get_shape())}"
+                yield describe(where, got=got, expected=shape, do=do)
+            if stored.get_dtype() not in DTYPES.values():
+                do = "quantized models cannot be trained: take the original"
+                expected = " or ".join(DTYPES.values())
+                yield describe(where, got=stored.get_dtype(), expected=expected, do=do)
+        for name in sorted(self._file_of.keys() - shapes.keys()):
+            # A tied head that is stored all the same is a copy of the embedding; inv_freq is a
+            # buffer that old versions of transformers stored.
+            if name != "lm_head.weight" and not name.endswith("rotary_emb.inv_freq"):
+                do = "only plain LLaMA models can be read"
+                where = f"{self.folder} {name}"
+                yield describe(where, got="a tensor", expected="none of this name", do=do)
+
+    def __call__(self, rectangle: Rectangle, out: Tensor) -> None:
+        """Write the rectangle's values into ``out``, a tensor of its size (any float dtype)."""
+        window = tuple(
+            slice(start, start + size)
+            for start, size in zip(rectangle.offset, rectangle.size, strict=True)
+        )
+        try:
+            out.copy_(self._file_of[rectangle.name].get_slice(rectangle.name)[window])
+        except (SafetensorError, OSError) as error:
+            where = f"{self.folder} {rectangle.name}"
+            raise CheckpointError(where, got=error, expected="its values", do=DOWNLOAD) from error
+
+
+class HFReader:
+    """A HuggingFace folder as a ModelReader."""
+
+    def __init__(
+        self,
+        folder: Path,
+        config: str | Path | None,
+        vocab_size: int,
+        ignored: Collection[str] = (),
+    ) -> None:
+        """``config`` takes the place of the folder's own; its ``ignored`` fields are not refused.
+        Raises CheckpointError."""
+        self.format = "hf"
+        self.folder = folder
+        self.notes = ()
+        model, self.extra = read_config(config or folder / "config.json", ignored=ignored)
+        assert model is not None
+        if vocab_size not in (0, model.vocab_size):
+            expected = f"{model.vocab_size}, by config.json"
+            do = "leave it out: this format stores no padding"
+            raise CheckpointError("--vocab-size", got=vocab_size, expected=expected, do=do)
+        self._weights = HFWeights(folder, model, own=model)
+        self.model = model
+        self.dtype = self._weights.dtype
+        self.tokenizer_files = tokenizer_files_of(folder)
+
+    def __call__(self, rectangle: Rectangle, out: Tensor) -> None:
+        self._weights(rectangle, out)
+
+
+def _weight_files(folder: Path) -> list[Path]:
+    """Return the weight files, safetensors preferred. Raises CheckpointError with all that are
+    missing."""
+    path = next((folder / name for name in WEIGHT_FILES if (folder / name).is_file()), None)
+    if path is None:
+        do = "save the model with transformers' save_pretrained, which writes one of them"
+        raise CheckpointError(folder, got="no weights", expected=f"{SINGLE} or {INDEX}", do=do)
+    if path.name in (SINGLE, OLD_SINGLE):
+        return [path]
+    try:
+        names = sorted(set(json.loads(path.read_bytes())["weight_map"].values()))
+    except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
+        got = f"{type(error).__name__}: {error}"
+        raise CheckpointError(
+            path, got=got, expected="JSON with a weight_map", do=DOWNLOAD
+        ) from error
+    missing = [
+        describe(folder / name, got="no such file", expected=f"it, by {path.name}", do=DOWNLOAD)
+        for name in names
+        if not (folder / name).is_file()
+    ]
+    refuse(f"{folder} is incomplete:", missing)
+    return [folder / name for name in names]
+
+
+def _open(path: Path) -> Any:
+    if path.suffix == ".bin":
+        return TorchWeights(TorchFile(path))
+    try:
+        return safe_open(path, framework="pt")
+    except (SafetensorError, OSError) as error:
+        raise CheckpointError(
+            path, got=error, expected="a safetensors file", do=DOWNLOAD
+        ) from error

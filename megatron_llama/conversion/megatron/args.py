@@ -1,0 +1,238 @@
+"""The ``args`` in checkpoints of Megatron-LM and Megatron-LLaMA, and the model that they describe.
+
+Fields that these programs have no argument for travel in an extra one, ``hf_config``, which their
+loaders ignore.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from types import MappingProxyType
+from typing import Any
+
+import torch
+
+from megatron_llama.config.hf import hf_config_from_model, model_config_from_hf
+from megatron_llama.config.schema import ModelConfig
+from megatron_llama.conversion.model_fields import GIVE_CONFIG, LLAMA31_SCALING, is_llama31_scaling
+from megatron_llama.errors import CheckpointError, describe, listing
+from megatron_llama.plans.params import padded_vocab_size
+
+SIZES: Mapping[str, str] = MappingProxyType(
+    {
+        "num_layers": "num_hidden_layers",
+        "hidden_size": "hidden_size",
+        "ffn_hidden_size": "intermediate_size",
+        "num_attention_heads": "num_attention_heads",
+    }
+)
+OTHER_MODELS: Mapping[str, tuple[Any, ...]] = MappingProxyType(
+    {
+        "add_bias_linear": (False,),
+        "add_qkv_bias": (False,),
+        "swiglu": (True,),
+        "normalization": ("RMSNorm",),
+        "RMSNorm": (True,),
+        "position_embedding_type": ("rope",),
+        "rotary_percent": (1.0, 1),
+        "rotary_interleaved": (False,),
+        "num_experts": (None,),
+        "qk_layernorm": (False,),
+        "multi_latent_attention": (False,),
+        "apply_layernorm_1p": (False,),
+        "apply_residual_connection_post_layernorm": (False,),
+        "squared_relu": (False,),
+        "quick_geglu": (False,),
+        "openai_gelu": (False,),
+        "glu_linear_offset": (0.0,),
+        "activation_func_clamp_value": (None,),
+        "no_rope_freq": (None,),
+        "window_size": (None,),
+        "window_attn_skip_freq": (None,),
+        "softmax_type": ("vanilla",),
+        "qk_l2_norm": (False,),
+        "attention_output_gate": (False,),
+        "experimental_attention_variant": (None,),
+        "mtp_num_layers": (None, 0),
+        "use_mup": (False,),
+        "is_hybrid_model": (False,),
+        "hybrid_override_pattern": (None,),
+        "heterogeneous_layers_config_path": (None,),
+        "heterogeneous_layers_config_encoded_json": (None,),
+        "spec": (None,),
+    }
+)
+"""Arguments that change what is computed, with the values that LLaMA has. A checkpoint holds some
+hundred arguments, most of them of the run and other ones in each version, so these are named
+rather than those that are harmless."""
+MEGATRON_LLAMA_ONLY = ("causal_lm", "RMSNorm")
+MEGATRON_ONLY = ("normalization", "group_query_attention", "rotary_base")
+"""Arguments that one of the families has and the other does not."""
+
+
+def read_args(
+    args: Mapping[str, Any], config: ModelConfig | None, *, tied: bool, where: str
+) -> ModelConfig:
+    """Return the model of a file's arguments, its vocabulary still unknown (1). ``config`` is the
+    user's or the file's own, which must not contradict them.
+
+    Raises CheckpointError with every argument that is missing, or that no LLaMA has."""
+    problems = [
+        describe(
+            f"{where} {name}",
+            got=args[name],
+            expected=" or ".join(map(str, values)),
+            do="only LLaMA models can be converted",
+        )
+        for name, values in OTHER_MODELS.items()
+        if args.get(name, values[0]) not in values
+    ]
+    if config is not None:
+        problems += _contradictions(args, config, tied=tied, where=where)
+        fields = hf_config_from_model(config, dtype="float32") | {"vocab_size": 1}
+    else:
+        fields, missing = _hf_fields(args, tied=tied)
+        problems += [
+            describe(f"{where} {name}", got="nothing", expected="a value", do=GIVE_CONFIG)
+            for name in missing
+        ]
+    if problems:
+        raise CheckpointError(listing(f"{where} cannot be used:", problems))
+    return model_config_from_hf(fields, where=where)
+
+
+def _contradictions(
+    args: Mapping[str, Any], config: ModelConfig, *, tied: bool, where: str
+) -> Iterator[str]:
+    do = "give the config of this model"
+    for name, field in SIZES.items():
+        size = getattr(config, field)
+        if args.get(name, size) != size:
+            expected = f"{size}, by the config"
+            yield describe(f"{where} {name}", got=args[name], expected=expected, do=do)
+    if config.tie_word_embeddings != tied:
+        got, expected = ("none", "one") if tied else ("a head", "none")
+        yield describe(f"{where} head", got=got, expected=f"{expected}, by the config", do=do)
+
+
+def _hf_fields(args: Mapping[str, Any], *, tied: bool) -> tuple[dict[str, Any], list[str]]:
+    """Return a config.json made of the arguments of a training run, and the names of the arguments
+    that are missing."""
+    eps = args.get("norm_epsilon", args.get("layernorm_epsilon"))
+    # Before there was an argument for it, the base was fixed; a converter's args, without this one,
+    # leave it open.
+    theta = args.get("rotary_base", 10000 if "position_embedding_type" in args else None)
+    found = {name: args.get(name) for name in (*SIZES, "max_position_embeddings")} | {
+        "norm_epsilon": eps,
+        "rotary_base": theta,
+    }
+    missing = [name for name, value in found.items() if value is None]
+    fields = {field: args.get(name) for name, field in SIZES.items()}
+    groups = args.get("num_query_groups") if args.get("group_query_attention") else None
+    fields |= {
+        "vocab_size": 1,
+        "num_key_value_heads": groups or args.get("num_attention_heads"),
+        "head_dim": args.get("kv_channels"),
+        "max_position_embeddings": args.get("max_position_embeddings"),
+        "rms_norm_eps": eps,
+        "rope_theta": theta,
+        "rope_scaling": _scaling(args),
+        "tie_word_embeddings": tied,
+        "initializer_range": args.get("init_method_std", 0.02),
+    }
+    return fields, missing
+
+
+def _scaling(args: Mapping[str, Any]) -> dict[str, Any] | None:
+    """Return the rotary scaling: Megatron knows LLaMA 3.1's with one free number, and linear
+    interpolation."""
+    if args.get("use_rope_scaling"):
+        factor = float(args.get("rope_scaling_factor", 8.0))
+        return {"rope_type": "llama3", "factor": factor, **LLAMA31_SCALING}
+    linear = args.get("rotary_seq_len_interpolation_factor")
+    return {"rope_type": "linear", "factor": float(linear)} if linear else None
+
+
+def make_args(
+    model: ModelConfig, family: str, dtype: torch.dtype, tp: int, split: Sequence[int], layout: str
+) -> dict[str, Any]:
+    """Return the arguments that the loaders of the family read. ``split`` holds the number of
+    blocks of each pipeline stage."""
+    scaling = model.rope_scaling or {}
+    kind = scaling.get("rope_type")
+    own = {"causal_lm": not model.tie_word_embeddings, "RMSNorm": True}
+    theirs = {
+        "normalization": "RMSNorm",
+        "norm_epsilon": model.rms_norm_eps,
+        "group_query_attention": model.num_key_value_heads != model.num_attention_heads,
+        "num_query_groups": model.num_key_value_heads,
+        "rotary_base": int(model.rope_theta) if model.rope_theta.is_integer() else model.rope_theta,
+        "rotary_interleaved": False,
+        "rotary_seq_len_interpolation_factor": scaling["factor"] if kind == "linear" else None,
+        "use_rope_scaling": kind == "llama3",
+        "rope_scaling_factor": scaling["factor"] if kind == "llama3" else 8.0,
+        "add_qkv_bias": False,
+        "transformer_impl": "local" if layout != "transformer_engine" else layout,
+        "use_legacy_models": layout == "legacy",
+        **_uneven(split),
+    }
+    return {
+        **{name: getattr(model, field) for name, field in SIZES.items()},
+        **(own if family == "megatron-llama" else theirs),
+        "kv_channels": model.head_dim,
+        "max_position_embeddings": model.max_position_embeddings,
+        "seq_length": model.max_position_embeddings,
+        "layernorm_epsilon": model.rms_norm_eps,
+        "init_method_std": model.initializer_range,
+        "position_embedding_type": "rope",
+        "use_rotary_position_embeddings": True,
+        "add_position_embedding": True,
+        "rotary_percent": 1.0,
+        "swiglu": True,
+        "add_bias_linear": False,
+        "untie_embeddings_and_output_weights": not model.tie_word_embeddings,
+        "make_vocab_size_divisible_by": model.make_vocab_size_divisible_by,
+        "vocab_size": model.vocab_size,
+        "orig_vocab_size": model.vocab_size,
+        "padded_vocab_size": padded_vocab_size(model, tp),
+        "tokenizer_type": "HuggingFaceTokenizer" if family == "megatron" else "PretrainedFromHF",
+        "tensor_model_parallel_size": tp,
+        "pipeline_model_parallel_size": len(split),
+        "virtual_pipeline_model_parallel_size": None,
+        "data_parallel_size": 1,
+        "world_size": tp * len(split),
+        "params_dtype": dtype,
+        "bf16": dtype == torch.bfloat16,
+        "fp16": dtype == torch.float16,
+        "iteration": 0,
+        "consumed_train_samples": 0,
+        "consumed_valid_samples": 0,
+        "hf_config": hf_config_from_model(model, dtype=str(dtype).removeprefix("torch.")),
+    }
+
+
+def _uneven(split: Sequence[int]) -> dict[str, int | None]:
+    """Return Megatron-LM's arguments for a first or last stage with another number of blocks."""
+    equal = len(set(split)) == 1
+    first = "decoder_first_pipeline_num_layers"
+    last = "decoder_last_pipeline_num_layers"
+    return {first: None, last: None} if equal else {first: split[0], last: split[-1]}
+
+
+def lost_fields(model: ModelConfig, family: str, split: Sequence[int]) -> Iterator[str]:
+    """Yield what the family's own program cannot express. It is kept in the files for the way back,
+    but not used there."""
+    scaling = model.rope_scaling or {}
+    if family == "megatron-llama":
+        if model.num_key_value_heads != model.num_attention_heads:
+            yield "grouped-query attention"
+        if model.rope_theta != 10000.0:
+            yield "rope_theta"
+        if scaling:
+            yield "rope_scaling"
+    elif scaling.get("rope_type", "default") not in ("default", "linear") and not (
+        is_llama31_scaling(scaling)
+    ):
+        yield "rope_scaling other than LLaMA 3.1's but for its factor"
+    if len(set(split)) > 1 and (family == "megatron-llama" or len(set(split[1:-1])) > 1):
+        yield "an uneven pipeline split"

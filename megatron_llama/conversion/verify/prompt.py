@@ -1,0 +1,72 @@
+"""A prompt of real text that is long enough to see a wrong rotary scaling."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from megatron_llama.config.schema import ModelConfig
+from megatron_llama.conversion.formats import ModelReader
+from megatron_llama.errors import DataError
+from megatron_llama.tokenizer.base import Tokenizer
+from megatron_llama.tokenizer.load import load_tokenizer
+
+BEYOND = 64
+"""Tokens behind the context that a rotary scaling stretches: there a wrong scaling shows."""
+PLAIN = 128
+"""Tokens of a prompt where no scaling stretches a context."""
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """Token ids [s] of a text, and what each of them stands for."""
+
+    tokens: Tensor
+    made_of: str
+
+
+def original_context(models: Sequence[ModelConfig]) -> int:
+    """Return the longest of the contexts that a rotary scaling stretches, or 0 where none does."""
+    return max(
+        int((model.rope_scaling or {}).get("original_max_position_embeddings", 0))
+        for model in models
+    )
+
+
+def make_prompt(
+    sources: Sequence[ModelReader], vocab_size: int, length: int, texts: Callable[[], Iterable[str]]
+) -> Prompt:
+    """Return ``length`` tokens of the texts, which begin again where they are too short. The tokens
+    are those of the first tokenizer beside the sources that fits the vocabulary, or else one for
+    each byte."""
+    tokenizer = next(filter(None, (_tokenizer(source, vocab_size) for source in sources)), None)
+    ids: list[int] = []
+    while len(ids) < length:
+        for text in texts():
+            ids += (
+                tokenizer.encode(text)
+                if tokenizer is not None
+                else [byte % vocab_size for byte in text.encode()]
+            )
+            if len(ids) >= length:
+                break
+    made_of = "text" if tokenizer is not None else "the bytes of a text, for want of a tokenizer"
+    return Prompt(torch.tensor(ids[:length]), made_of)
+
+
+def _tokenizer(source: ModelReader, vocab_size: int) -> Tokenizer | None:
+    for path in sorted(
+        path
+        for path in source.tokenizer_files
+        if path.name in ("tokenizer.json", "tokenizer.model")
+    ):
+        try:
+            tokenizer = load_tokenizer(path)
+        except DataError:  # a damaged one is not what is being compared here
+            continue
+        if tokenizer.vocab_size <= vocab_size:
+            return tokenizer
+    return None

@@ -1,0 +1,202 @@
+"""The training loop. Everything that happens in a run is visible in ``train``."""
+
+from __future__ import annotations
+
+import gc
+import time
+from contextlib import ExitStack, closing
+from signal import Signals
+
+from megatron_llama.checkpoint.background import BackgroundSaver
+from megatron_llama.checkpoint.saver import Saver
+from megatron_llama.config.schema import Config
+from megatron_llama.conversion.export import FinalExport
+from megatron_llama.distributed.comm.object_collectives import on_rank0, raise_on_all_ranks
+from megatron_llama.distributed.mesh import Mesh
+from megatron_llama.engine.build import build_optimizer, compute_dtype
+from megatron_llama.engine.lr import learning_rate
+from megatron_llama.engine.replicas import check_replicas
+from megatron_llama.loop.bad_steps import BadSteps
+from megatron_llama.loop.banner import already_finished, banner
+from megatron_llama.loop.build import (
+    Validation,
+    build_loader,
+    load_or_init,
+    open_log,
+    read_first_step,
+    roll_back,
+)
+from megatron_llama.loop.inputs import VALIDATION, Inputs, Source, require_outputs
+from megatron_llama.loop.prefetch import SAVE, SIGNALS, STOPS, Interrupts, Prefetcher
+from megatron_llama.loop.profiling import Profiling
+from megatron_llama.loop.progress import Progress
+from megatron_llama.loop.start import trained_weights
+from megatron_llama.loop.text_samples import SampleTexts
+from megatron_llama.model.llama import build_stages
+from megatron_llama.model.load import load_stages, rank_specs
+from megatron_llama.pipeline.runtime import FixedWeights, PipelineRuntime
+
+
+def evaluate_only(config: Config, mesh: Mesh, source: Source) -> None:
+    """Print the loss of a checkpoint or HuggingFace folder on the validation split.
+
+    No optimizer is built: a rank holds its share of the weights and nothing else."""
+    stages = build_stages(config, mesh)
+    dtype = compute_dtype(config)
+    with raise_on_all_ranks(mesh.world):
+        samples = source(config, VALIDATION)
+        state, weights = trained_weights(config)
+        load_stages(
+            stages.values(), rank_specs(config, mesh), weights, dtype=dtype, device=mesh.device
+        )
+    runtime = PipelineRuntime(stages, FixedWeights(), mesh, config, dtype=dtype)
+    with open_log(config, mesh, state) as log:
+        Validation(config, mesh, runtime, samples).run(state, log, last=True)
+
+
+def train(
+    inputs: Inputs, mesh: Mesh, *, background: BackgroundSaver | None = None
+) -> Signals | None:
+    """Train until ``train_iters``, until the samples of --epochs are used up, or until some rank
+    is asked to stop. Returns the signal that asked for it, if one did: everything is saved by then.
+    Collective.
+
+    ``background``, if given, writes the checkpoints while training goes on. Raises UserError, the
+    same on every rank."""
+    started = time.monotonic()
+    config = inputs.config
+    with raise_on_all_ranks(mesh.world):
+        read_first_step(inputs, (mesh.data_rank,), mesh.data_size)
+        if mesh.rank == 0:
+            require_outputs(config)
+    for line in (*inputs.lines, *banner(inputs, mesh)) if mesh.rank == 0 else ():
+        print(f" {line}", flush=True)
+    training = config.training
+    clip_grad = config.optimizer.clip_grad
+    check_replicas_interval = training.check_weight_hash_across_dp_replicas_interval
+
+    with ExitStack() as stack:
+        stages = build_stages(config, mesh)
+        steps_per_epoch = -(-len(inputs.training) // training.global_batch_size)
+        optimizer = stack.enter_context(
+            closing(build_optimizer(config, stages.values(), mesh, steps_per_epoch=steps_per_epoch))
+        )
+        loader = build_loader(
+            config, inputs.training, data_rank=mesh.data_rank, data_size=mesh.data_size
+        )
+        runtime = PipelineRuntime(stages, optimizer, mesh, config, dtype=compute_dtype(config))
+        validation = Validation(config, mesh, runtime, inputs.validation)
+        texts = SampleTexts(config, mesh, runtime, inputs.tokenizer, inputs.prompts)
+        with mesh.recorder.outside_steps("loading the weights"):
+            state = load_or_init(config, optimizer, mesh, inputs.start)
+        export = FinalExport(config, mesh, optimizer, inputs.tokenizer)
+        # From here on the run writes to --save. Nothing before this line has, so that a run that
+        # cannot start leaves the folder as it was.
+        saver = Saver(config, mesh, optimizer, inputs.tokenizer, background, inputs.identity)
+        log = stack.enter_context(open_log(config, mesh, state))
+        # Only rank 0 looks at the file save-now and at the clock; the others follow its request.
+        if mesh.rank == 0:
+            minutes = training.exit_duration_in_mins
+            interrupts = Interrupts(config.checkpoint.save, minutes=minutes, since=started)
+        else:
+            interrupts = Interrupts()
+        stack.enter_context(interrupts)
+        # What has been built lives as long as the run. The garbage collector would look at it again
+        # and again, on every rank at another moment, while the others wait.
+        gc.collect()
+        gc.freeze()
+        stack.callback(gc.unfreeze)
+
+        bad_steps = BadSteps(config, mesh, log, state.history)
+        progress = Progress(config, mesh, log, bad_steps)
+        if bad_steps.is_last(state):
+            log.say(f" {already_finished(inputs)}")
+        validation.run(state, log, last=bad_steps.is_last(state))
+        profiling = stack.enter_context(
+            Profiling(config, mesh, log, optimizer.settle, progress.restart_clock)
+        )
+        prefetcher = Prefetcher(
+            loader,
+            mesh.world,
+            interrupts,
+            first_sample=bad_steps.first_sample(state),
+            device=mesh.device,
+        )
+        early_stop_reason = None
+        stopped_by: Signals | None = None
+
+        while not bad_steps.is_last(state):
+            profiling.before(state.iteration)
+            lr = learning_rate(
+                config.optimizer, training.train_iters, state.iteration, state.consumed_samples
+            )
+            state = bad_steps.next_state(state)
+            mesh.recorder.iteration = state.iteration
+            batches = prefetcher.take(next_sample=bad_steps.first_sample(state))
+            # So that buckets can be updated during backward when nothing is clipped.
+            optimizer.announce_step(lr, clip=clip_grad)
+            # Every microbatch: forward, backward, and the reduction of its gradients.
+            loss = runtime.step(batches)
+            update = optimizer.step(lr, clip=clip_grad, skip_update=bad_steps.skip_update(loss))
+            last = bad_steps.is_last(state)
+            progress.record_step(state, lr, loss, update, last=last)
+            mesh.recorder.enter("what follows the step")
+
+            request = prefetcher.agreed_request()
+            interval = training.exit_interval
+            stopping = request in STOPS or (interval > 0 and state.iteration % interval == 0)
+            saving = saver.due(state, last=last) or stopping or request == SAVE
+            evaluating = validation.due(state, last=last)
+            writing_texts = texts.due(state, last=last)
+            if evaluating or saving or writing_texts:
+                # The host learns how a step went one step later. It waits for that here, so that
+                # a step that went wrong is never saved or evaluated.
+                progress.check_last_step()
+            if bad_steps.rollback_needed:
+                with mesh.recorder.outside_steps("returning to a checkpoint"):
+                    state = roll_back(config, optimizer, mesh, saver, log, inputs.start)
+                bad_steps.rewind(state)
+                progress.rewind()
+                last = bad_steps.is_last(state)
+                if not last:
+                    prefetcher.restart(bad_steps.first_sample(state))
+                    continue
+                # The last step of a pass was bad, and nothing is left to repeat it with: the run
+                # ends here, in the state to which it has returned.
+
+            if check_replicas_interval and state.iteration % check_replicas_interval == 0:
+                check_replicas(optimizer, mesh, state.iteration)
+            validation_loss = None
+            if evaluating:
+                validation_loss = validation.run(state, log, last=last)
+                early_stop_reason = validation.early_stop_reason(log)
+            if saving or early_stop_reason:
+                with mesh.recorder.outside_steps("saving"):
+                    saver.save(bad_steps.with_history(state), log, validation_loss)
+            if writing_texts:
+                texts.write(state, log)
+            if evaluating or saving or writing_texts:
+                progress.restart_clock()  # the log's averages are those of training alone
+            if saver.failed(log):
+                interrupts.stop()
+            if early_stop_reason:
+                log.say(f" stopped after iteration {state.iteration}: {early_stop_reason}")
+                break
+            if stopping:
+                stopped_by = SIGNALS.get(request)
+                reason = interrupts.reason(request) if request in STOPS else "--exit-interval"
+                log.say(f" stopped by {reason} after iteration {state.iteration}")
+                break
+
+        progress.check_last_step()
+        optimizer.settle()
+        with mesh.recorder.outside_steps("saving"):
+            saver.finish(log)
+        if early_stop_reason or bad_steps.is_last(state):
+            with mesh.recorder.outside_steps("exporting"):
+                export.write(state, saver.newest, log)
+        if stopped_by is not None:
+            # A launcher may end the other ranks as soon as one has ended with another status than
+            # 0: not before rank 0 has closed its logs.
+            on_rank0(log.close, mesh.world)
+        return stopped_by or interrupts.stopped_by
