@@ -2,21 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
 
 import torch
 from torch import nn
 
-from megatron_llama.config.schema import Config
+from megatron_llama.config.schema import Config, OptimizerConfig
 from megatron_llama.distributed.comm.host.gloo import carries
 from megatron_llama.distributed.mesh import Mesh
 from megatron_llama.engine.loss_scale import LossScale
 from megatron_llama.engine.offload.build import build_update_rules
 from megatron_llama.engine.offload.copies import Copies
 from megatron_llama.engine.offload.worker import HostWorker, WorkerFactory
-from megatron_llama.engine.optimizer import DataAxes, OverlappedDistributedOptimizer, Transport
+from megatron_llama.engine.optimizer import (
+    Attach,
+    DataAxes,
+    OverlappedDistributedOptimizer,
+    Transport,
+)
 from megatron_llama.errors import ConfigError
-from megatron_llama.plans.buckets import rank_bucket_plan, strategy_named
+from megatron_llama.plans.buckets import BucketPlan, rank_bucket_plan, strategy_named
 from megatron_llama.plans.memory import chunk_problem
 
 
@@ -53,6 +59,7 @@ def build_optimizer(
     missing."""
     parallel = config.parallel
     if carries(mesh.world, mesh.device):
+        # On every rank, also where only another pipeline rank has too large a bucket.
         bucket_plans = (
             rank_bucket_plan(config, dp=mesh.dp.size, rank=rank)
             for rank in range(parallel.pipeline_model_parallel_size)
@@ -60,7 +67,56 @@ def build_optimizer(
         if (problem := chunk_problem(config, bucket_plans, dp=mesh.dp.size)) is not None:
             raise ConfigError(problem)
     bucket_plan = rank_bucket_plan(config, dp=mesh.dp.size, tp_rank=mesh.tp.rank, rank=mesh.pp.rank)
+    return build_engine(
+        config,
+        bucket_plan,
+        mesh,
+        stages=stages,
+        copies=copies,
+        worker_factory=worker_factory,
+        blocking=blocking,
+        steps_per_epoch=steps_per_epoch,
+        inline=inline,
+    )
+
+
+def build_engine(
+    config: Config,
+    bucket_plan: BucketPlan,
+    mesh: Mesh,
+    *,
+    stages: Iterable[nn.Module] = (),
+    attach: Attach | None = None,
+    groups: Sequence[OptimizerConfig] = (),
+    grad_divisor: float = 1.0,
+    find_unused: bool = False,
+    scale_loss: bool = True,
+    copies: Copies | None = None,
+    worker_factory: WorkerFactory = HostWorker,
+    blocking: bool = False,
+    steps_per_epoch: int = 0,
+    inline: bool = False,
+) -> OverlappedDistributedOptimizer:
+    """Build the engine of any bucket plan. What it reads of ``config``: the sharding strategy,
+    dtypes, transport and offload, and the optimizer's options where ``groups`` has none.
+
+    Parameters go to ``attach``, by default into the modules ``stages``. ``groups`` has betas, eps
+    and weight decay of each group of parameters. ``grad_divisor`` divides the sum of the gradients,
+    in norm and update: the number of ranks for their mean. ``find_unused`` is explained at
+    ``GradientBuckets``. ``scale_loss`` is False where the caller does not multiply its loss by what
+    ``begin_step`` returns; otherwise fp16 has a dynamic loss scale. The rest are those of
+    ``build_optimizer``.
+
+    Raises ConfigError where messages would be cut into more pieces than gloo can tell apart;
+    ConfigError or OffloadError where processors or memory for offload are missing. Collective."""
+    parallel = config.parallel
+    if carries(mesh.world, mesh.device):
+        problem = chunk_problem(config, [bucket_plan], dp=mesh.dp.size)
+        if problem is not None:
+            raise ConfigError(problem)
+    strategy = strategy_named(parallel.data_parallel_sharding_strategy)
     dtype = compute_dtype(config)
+    training = config.training if scale_loss else replace(config.training, fp16=False)
     return OverlappedDistributedOptimizer(
         stages,
         bucket_plan,
@@ -73,18 +129,21 @@ def build_optimizer(
             worker_factory=worker_factory,
             blocking=blocking,
             steps_per_epoch=steps_per_epoch,
+            groups=groups,
+            grad_divisor=grad_divisor,
         ),
         mesh,
         axes=DataAxes(mesh.dp_shard, mesh.dp_replica, mesh.dp_gather),
-        reduce_every_microbatch=strategy_named(
-            parallel.data_parallel_sharding_strategy
-        ).reduce_every_microbatch,
+        reduce_every_microbatch=strategy.reduce_every_microbatch and not find_unused,
         dtype=dtype,
-        loss_scale=LossScale(config.training, mesh.device),
+        loss_scale=LossScale(training, mesh.device),
         transport=Transport(
             wire=torch.bfloat16 if parallel.grad_reduce_in_bf16 else None,
             chunk_bytes=parallel.exchange_chunk_bytes,
             prefetch_bytes=parallel.prefetch_bytes,
             inline=inline,
         ),
+        grad_divisor=grad_divisor,
+        find_unused=find_unused,
+        attach=attach,
     )

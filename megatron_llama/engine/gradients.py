@@ -15,6 +15,12 @@ stream of its own, while the rest of backward computes. All of this follows from
 never from the moment when a message arrives, so all ranks issue the same collectives in the same
 order and cannot deadlock.
 
+How many contributions a round has is data, ``GradientRounds``: for our own model it follows from
+the plan, for a user's model it is recorded. In the step that is recorded counting is *open*: nobody
+knows which contribution is the last, so a bucket is reduced when another one needs its slot, at the
+end of a backward pass, or at the end of the step; what nobody has written counts as zero. A model
+whose backward pass comes back to a bucket after that has several rounds of it, which are summed.
+
 Zero-bubble schedules split a backward pass: between ``postpone_wgrads(key)`` and
 ``postpone_wgrads(None)`` the weight gradients of matrices are kept as closures, and
 ``run_wgrads(key)`` computes them later.
@@ -22,7 +28,8 @@ Zero-bubble schedules split a backward pass: between ``postpone_wgrads(key)`` an
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from enum import Enum
 from functools import partial
 
@@ -50,6 +57,17 @@ class State(Enum):
     REDUCING = "being reduced"
 
 
+@dataclass(frozen=True)
+class GradientRounds:
+    """Which contributions a step has. A parameter that is not in a mapping has none."""
+
+    by_bucket: Mapping[int, Sequence[Mapping[str, int]]]
+    """For each trainable bucket its rounds: the contributions to each parameter after which the
+    bucket is reduced."""
+    passes: Sequence[Mapping[str, int]]
+    """For each backward pass of the step, the contributions to each parameter."""
+
+
 class GradientBuckets:
     """Slots for whole gradients, and the reduced gradient shards of one rank.
 
@@ -63,6 +81,10 @@ class GradientBuckets:
     ``gathers_to_come()`` says whether a later weight access will launch a gather: where the plan
     says that backward needs gathers sooner than room for gradients, reductions are then delayed
     until ``send_delayed``, which has to be called after every weight access.
+
+    With ``find_unused`` ranks may leave out different parameters. Slots accumulate all through the
+    step, and every bucket is reduced at its end, in the order of the plan: no rank can issue
+    another order. That takes a gradient slot for each bucket, and no reduction is overlapped.
     """
 
     def __init__(
@@ -80,9 +102,13 @@ class GradientBuckets:
         reduced: Callable[[int], None],
         before_reuse: Callable[[int], None],
         gathers_to_come: Callable[[], bool],
+        find_unused: bool = False,
     ) -> None:
+        """Raises ValueError if ``find_unused`` is wanted of buckets that share slots or are reduced
+        after every microbatch."""
         self.bucket_plan = bucket_plan
         self.reduce_every_microbatch = reduce_every_microbatch
+        self._find_unused = find_unused
         self._recorder = shard_axis.recorder
         self._stream = stream
         self._reduced = reduced
@@ -91,6 +117,13 @@ class GradientBuckets:
         self.trainable = tuple(
             bucket.index for bucket in bucket_plan.buckets if bucket.kind.trainable
         )
+        if find_unused and (
+            reduce_every_microbatch
+            or len({bucket_plan.gradient_slots[b] for b in self.trainable}) < len(self.trainable)
+        ):
+            raise ValueError(
+                "unused parameters need a gradient slot for each bucket, for all steps"
+            )
         self._slots = {
             slot: torch.zeros(size, dtype=dtype, device=device)
             for slot, size in bucket_plan.gradient_slot_numel().items()
@@ -132,13 +165,23 @@ class GradientBuckets:
         self._state = dict.fromkeys(self.trainable, State.IDLE)
         self._slot_user: dict[Slot, int] = {}
         self._reductions: dict[int, Future] = {}
-        self._rounds = 1
-        """Reductions of each bucket in a step."""
-        self._rounds_left = dict.fromkeys(self.trainable, 0)
+        self._rounds: GradientRounds | None = None
+        """The rounds of this step; None: counting is open."""
+        self._reduced_rounds = dict.fromkeys(self.trainable, 0)
+        """Rounds of this step that have been reduced, by bucket."""
         self._missing: dict[int, dict[str, int]] = {b: {} for b in self.trainable}
-        """By bucket and parameter, contributions that this round still needs."""
-        self._unwritten: set[str] = set()
-        """Parameters without a contribution in this round."""
+        """By bucket and parameter, contributions that this round still needs; empty where counting
+        is open."""
+        self._unwritten: dict[int, set[str]] = {b: set() for b in self.trainable}
+        """By bucket, parameters without a contribution in this round."""
+        self._written: dict[int, dict[str, int]] = {b: {} for b in self.trainable}
+        """By bucket and parameter, contributions of this round, where counting is open."""
+        self._pass: dict[str, int] = {}
+        """By parameter, contributions of this backward pass."""
+        self._passes: list[Mapping[str, int]] = []
+        """The backward passes of this step that have ended."""
+        self._recorded: dict[int, list[Mapping[str, int]]] = {}
+        """By bucket, the rounds of the last step whose counting was open."""
         self._wgrad_key: Hashable | None = None
         self._wgrads: dict[Hashable, list[Callable[[], None]]] = {}
         self._delayed: list[Callable[[], None]] = []
@@ -158,19 +201,45 @@ class GradientBuckets:
         return self._exchanges.staging
 
     def begin_step(self, microbatches: int) -> None:
-        """Start a step of so many microbatches."""
+        """Start a step of so many microbatches, each with the contributions that the plan names."""
         each = 1 if self.reduce_every_microbatch else microbatches
-        self._rounds = microbatches // each
-        for bucket in self.trainable:
-            self._rounds_left[bucket] = self._rounds
-            self._begin_round(bucket, each)
+        buckets = [self.bucket_plan.buckets[bucket] for bucket in self.trainable]
+        one_pass = {p.spec.name: p.spec.contributions for b in buckets for p in b.placements}
+        self.begin_rounds(
+            GradientRounds(
+                by_bucket={
+                    bucket.index: [
+                        {p.spec.name: p.spec.contributions * each for p in bucket.placements}
+                    ]
+                    * (microbatches // each)
+                    for bucket in buckets
+                },
+                passes=[one_pass] * microbatches,
+            )
+        )
 
-    def _begin_round(self, bucket: int, microbatches: int) -> None:
-        placements = self.bucket_plan.buckets[bucket].placements
-        self._missing[bucket] = {
-            p.spec.name: p.spec.contributions * microbatches for p in placements
-        }
-        self._unwritten |= {p.spec.name for p in placements}
+    def begin_rounds(self, rounds: GradientRounds | None) -> None:
+        """Start a step with these rounds; None: counting is open, and so it always is with
+        ``find_unused``."""
+        self._rounds = None if self._find_unused else rounds
+        self._pass = {}
+        self._passes = []
+        if self._rounds is None:
+            self._recorded = {bucket: [] for bucket in self.trainable}
+        for bucket in self.trainable:
+            self._reduced_rounds[bucket] = 0
+            self._begin_round(bucket)
+
+    def _begin_round(self, bucket: int) -> None:
+        self._written[bucket] = {}
+        names = {p.spec.name for p in self.bucket_plan.buckets[bucket].placements}
+        if self._rounds is None:
+            self._unwritten[bucket] = names
+            return
+        rounds = self._rounds.by_bucket[bucket]
+        done = self._reduced_rounds[bucket]
+        self._missing[bucket] = dict(rounds[done]) if done < len(rounds) else {}
+        self._unwritten[bucket] = names if done < len(rounds) else set()
 
     def postpone_wgrads(self, key: Hashable | None) -> None:
         """Keep weight gradients under ``key`` from now on; None: compute them at once again."""
@@ -196,14 +265,17 @@ class GradientBuckets:
         if self._state[bucket] is not State.OPEN:
             self._open(bucket, placement.spec.name)
         name = placement.spec.name
-        beta = 0.0 if name in self._unwritten else 1.0
-        self._unwritten.discard(name)
+        unwritten = self._unwritten[bucket]
+        beta = 0.0 if name in unwritten else 1.0
+        unwritten.discard(name)
         return self._views[name], beta
 
     def _open(self, bucket: int, name: str) -> None:
         """Take the slot, and wait for what is still being reduced from it."""
         slot = self.bucket_plan.gradient_slots[bucket]
         user = self._slot_user.get(slot)
+        if user is not None and self._state[user] is State.OPEN and self._rounds is None:
+            self._close(user)
         if user is not None and self._state[user] is State.OPEN:
             missing = ", ".join(self._missing[user])
             label = self.bucket_plan.label
@@ -224,8 +296,13 @@ class GradientBuckets:
 
     def grad_written(self, bucket: int, placement: PlacedParam) -> None:
         """A layer has written one contribution. A complete bucket is reduced."""
-        missing = self._missing[bucket]
         name = placement.spec.name
+        self._pass[name] = self._pass.get(name, 0) + 1
+        if self._rounds is None:
+            written = self._written[bucket]
+            written[name] = written.get(name, 0) + 1
+            return
+        missing = self._missing[bucket]
         if name not in missing:
             planned = placement.spec.contributions
             raise RuntimeError(
@@ -239,18 +316,76 @@ class GradientBuckets:
             self._recorder.event(f"complete {bucket}")
             self._reduce(bucket)
 
+    def _close(self, bucket: int) -> None:
+        """Where counting is open: what has been written of a bucket is a round."""
+        self._recorded[bucket].append(self._written[bucket])
+        self._recorder.event(f"complete {bucket}")
+        self._reduce(bucket)
+
+    def end_backward(self) -> None:
+        """A backward pass has ended. Where counting is open, and each microbatch is reduced,
+        everything that was written goes out, in the order of the plan.
+
+        Raises RuntimeError, with the names, if parameters have had other contributions than those
+        that were recorded or planned."""
+        found = self._pass
+        number = len(self._passes)
+        self._pass = {}
+        self._passes.append(found)
+        if self._rounds is None:
+            for bucket in self.trainable if self.reduce_every_microbatch else ():
+                if self._state[bucket] is State.OPEN:
+                    self._close(bucket)
+            return
+        passes = self._rounds.passes
+        if number >= len(passes):
+            raise RuntimeError(
+                f"backward pass {number + 1} of a step: got one more, expected {len(passes)}"
+            )
+        if found == passes[number]:
+            return
+        expected = passes[number]
+        differing = [
+            f"{name} ({found.get(name, 0)} instead of {expected.get(name, 0)})"
+            for name in self._views
+            if found.get(name, 0) != expected.get(name, 0)
+        ]
+        raise RuntimeError(
+            f"backward pass {number + 1} of {len(passes)} ended with other gradients than planned: "
+            f"{', '.join(differing)}"
+        )
+
+    def recorded_rounds(self) -> GradientRounds:
+        """Returns what happened in the last step whose counting was open, for ``begin_rounds`` of
+        steps that do the same. Call it after ``finish_all``, before the next step begins."""
+        return GradientRounds(
+            by_bucket={bucket: tuple(rounds) for bucket, rounds in self._recorded.items()},
+            passes=tuple(self._passes),
+        )
+
+    def without_gradient(self) -> tuple[str, ...]:
+        """Returns the trainable parameters that nobody has written so far in this step, in the
+        order of the plan."""
+        written = {name for one in (*self._passes, self._pass) for name in one}
+        return tuple(name for name in self._views if name not in written)
+
     def _reduce(self, bucket: int) -> None:
-        first = self._rounds_left[bucket] == self._rounds
-        self._rounds_left[bucket] -= 1
+        first = self._reduced_rounds[bucket] == 0
+        self._reduced_rounds[bucket] += 1
+        # Where counting is open only the end of the step shows which round was the last one.
+        final = self._rounds is not None and self._reduced_rounds[bucket] == len(
+            self._rounds.by_bucket[bucket]
+        )
+        # The slot still holds what an earlier round, or another bucket, has left there.
+        for name in self._unwritten[bucket]:
+            self._views[name].zero_()
         self._state[bucket] = State.REDUCING
         # Receive buffers are fewer than buckets: wait for the bucket that still receives into ours.
         if (user := self._exchanges.buffer_user(bucket)) is not None:
             self._wait(user)
         exchange = self._exchanges.take(bucket, first=first)
-        final = self._rounds_left[bucket] == 0
         self._delayed.append(partial(self._send, bucket, exchange, first=first, final=final))
-        if not final:
-            self._begin_round(bucket, 1)
+        self._begin_round(bucket)
         # Messages of one connection go out in the order of issue. Where the gather of the next
         # unit is needed sooner than this slot, it has to be issued first.
         if not (self.bucket_plan.gathers_first and self._gathers_to_come()):
@@ -283,8 +418,12 @@ class GradientBuckets:
         if self.reduce_every_microbatch and not first:
             self.shards[bucket].add_(self._parts[bucket])
         if final:
-            self._exchanges.sum_over_replicas(bucket)
-            self._reduced(bucket)
+            self._complete(bucket)
+
+    def _complete(self, bucket: int) -> None:
+        """All rounds of the step are in the shard. Called on the stream ``follow_up``."""
+        self._exchanges.sum_over_replicas(bucket)
+        self._reduced(bucket)
 
     def finish(self, bucket: int) -> None:
         """Wait for a bucket's reduction. Raises RuntimeError if there is none: nobody may wait for
@@ -303,13 +442,14 @@ class GradientBuckets:
             self._reductions[bucket].wait()
 
     def finish_all(self) -> None:
-        """Wait for every reduction still in flight.
+        """End the step: wait for every reduction still in flight, and where counting is open reduce
+        what is left, in the order of the plan.
 
         Raises RuntimeError for a parameter without a gradient: it would be trained with an old
-        one."""
+        one. With ``find_unused`` its gradient is zero instead."""
         missing = [
             f"{', '.join(names)} in {self.bucket_plan.label(bucket)}"
-            for bucket, names in self._missing.items()
+            for bucket, names in self._without_gradient()
             if names
         ]
         if missing:
@@ -319,9 +459,35 @@ class GradientBuckets:
         if self._wgrads:
             kept = ", ".join(map(str, self._wgrads))
             raise RuntimeError(f"weight gradients that were postponed and never run: {kept}")
+        if self._rounds is None:
+            self._close_all()
         for bucket in self.trainable:
             if self._state[bucket] is State.REDUCING:
                 self.finish(bucket)
+        if self._rounds is None:
+            # In one order on all ranks, because replicas exchange their shards here.
+            completed = [self._stream.run(partial(self._complete, b)) for b in self.trainable]
+            for future in completed:
+                future.wait()
+
+    def _without_gradient(self) -> Iterator[tuple[int, Iterable[str]]]:
+        """Yields for each bucket the parameters that lack a contribution at the end of the step."""
+        if self._rounds is not None:
+            yield from self._missing.items()
+        elif not self._find_unused:
+            unwritten = set(self.without_gradient())
+            for bucket in self.trainable:
+                placements = self.bucket_plan.buckets[bucket].placements
+                yield bucket, [p.spec.name for p in placements if p.spec.name in unwritten]
+
+    def _close_all(self) -> None:
+        if self._pass:
+            self.end_backward()
+        for bucket in self.trainable:
+            if self._find_unused and self._state[bucket] is not State.OPEN:
+                self._open(bucket, self.bucket_plan.label(bucket))
+            if self._state[bucket] is State.OPEN:
+                self._close(bucket)
 
 
 class _Exchanges:

@@ -28,12 +28,12 @@ from megatron_llama.distributed.comm.collectives import all_reduce
 from megatron_llama.distributed.comm.queues import CommQueue, open_comm_queue
 from megatron_llama.distributed.comm.streams import Future, Stream, open_stream
 from megatron_llama.distributed.mesh import Axis, Mesh
-from megatron_llama.engine.gradients import GradientBuckets
+from megatron_llama.engine.gradients import GradientBuckets, GradientRounds
 from megatron_llama.engine.loss_scale import LossScale
 from megatron_llama.engine.parameters import ParameterBuckets
 from megatron_llama.engine.update_rule import ColumnState, Shard, UpdateRules
 from megatron_llama.nn.ops import at_least_fp32
-from megatron_llama.nn.param_handle import attach_param_handle
+from megatron_llama.nn.param_handle import ParamHandle, attach_param_handle
 from megatron_llama.plans.buckets import ALIGN, BucketKind, BucketPlan, PlacedParam
 from megatron_llama.plans.overlap import gathered_during_backward, updated_during_backward
 from megatron_llama.plans.params import Rectangle
@@ -41,6 +41,11 @@ from megatron_llama.plans.weight_access import WeightAccess
 
 CLOSE_TIMEOUT_SECONDS = 5.0
 """How long ``close`` waits for each thread: it may itself wait for a peer that is gone."""
+Attach = Callable[[PlacedParam, Tensor, ParamHandle], None]
+"""Gives a module one of its parameters: where it stands in its bucket, the view of its slot, and
+the engine's side of it. The view never moves, and holds the values only after a wait."""
+LearningRate = float | Sequence[float]
+"""One for all parameters, or one for each group."""
 WeightSource = Callable[[Rectangle, Tensor], None]
 """Writes the values of a HuggingFace rectangle into a tensor of the rectangle's size (any float
 dtype)."""
@@ -51,7 +56,7 @@ class StepResult:
     """What a step found, as 0-dim tensors on the device. Whoever reads one waits for the device."""
 
     grad_norm: Tensor
-    """Global L2 norm before clipping."""
+    """Global L2 norm before clipping, of the mean over the ranks where the engine takes a mean."""
     skipped: Tensor
     """1 if the gradient was not finite or some rank asked to skip the update, else 0. Then nothing
     was changed (with updates during backward: no shard whose gradient was not finite)."""
@@ -150,13 +155,20 @@ class OverlappedDistributedOptimizer:
         dtype: torch.dtype,
         loss_scale: LossScale,
         transport: Transport,
+        grad_divisor: float = 1.0,
+        find_unused: bool = False,
+        attach: Attach | None = None,
     ) -> None:
+        """``grad_divisor`` is what the sum of the gradients over ranks and microbatches is divided
+        by. ``attach`` is called for every parameter; None: the parameters of ``stages`` become
+        views of their buckets. ``find_unused``: see ``GradientBuckets``."""
         self.bucket_plan = bucket_plan
         self.rules = rules
         self.mesh = mesh
         self.dtype = dtype
         self.loss_scale = loss_scale
         self._axes = axes
+        self._grad_divisor = grad_divisor
         master_dtype = at_least_fp32(dtype)
         inline = transport.inline or axes.shard.size == 1 == axes.replica.size
         self._stream = stream = open_stream(mesh.device, inline=inline)
@@ -193,6 +205,7 @@ class OverlappedDistributedOptimizer:
             reduced=_weak_on_reduced(self),
             before_reuse=lambda bucket: rules.by_bucket[bucket].before_grad_reuse(bucket),
             gathers_to_come=self.parameters.gathers_to_come,
+            find_unused=find_unused,
         )
         self.masters = [
             self._master(bucket, master_dtype) for bucket in range(len(bucket_plan.buckets))
@@ -212,8 +225,9 @@ class OverlappedDistributedOptimizer:
             for b, shard in self.gradients.shards.items()
             if bucket_plan.buckets[b].kind.partial_grad
         ]
-        self._unscaled = torch.ones((), device=mesh.device)
-        self._announced: tuple[float, float] | None = None
+        self._unscaled = torch.full((), grad_divisor, device=mesh.device)
+        """The scale of a gradient that nothing clips."""
+        self._announced: tuple[LearningRate, float] | None = None
         self._updated: dict[int, Future | None] = {}
         """Buckets that have been updated during this step's backward, and the end of the update
         where threads make it."""
@@ -224,7 +238,7 @@ class OverlappedDistributedOptimizer:
             for bucket in gathered_during_backward(bucket_plan)
             if not rules.by_bucket[bucket].is_async
         )
-        self._attach(stages)
+        self._attach(attach or _attach_to(stages))
 
     def _master(self, bucket: int, dtype: torch.dtype) -> Tensor:
         """Returns the master shard: the rule's, or for frozen buckets the shard itself."""
@@ -238,21 +252,17 @@ class OverlappedDistributedOptimizer:
             Shard(bucket, position, param_shard, dtype, kind, segments)
         )
 
-    def _attach(self, stages: Iterable[nn.Module]) -> None:
-        """Make every parameter of the stages a view of its bucket, with a handle."""
-        stage_of = {name: stage for stage in stages for name, _ in stage.named_parameters()}
+    def _attach(self, attach: Attach) -> None:
         for bucket, whole in zip(self.bucket_plan.buckets, self.parameters.unsharded, strict=True):
             for placed in bucket.placements:
                 # .data has a version counter of its own. A gather writes the slot in place, and
                 # autograd must not take that for a change of what it saved.
                 view = whole.data[placed.start : placed.stop].view(placed.spec.shape)
-                parameter = nn.Parameter(view, requires_grad=bucket.kind.trainable)
-                attach_param_handle(
-                    parameter,
+                attach(
+                    placed,
+                    view,
                     _BucketParamHandle(self.parameters, self.gradients, bucket.index, placed),
                 )
-                owner, _, leaf = placed.spec.name.rpartition(".")
-                setattr(stage_of[placed.spec.name].get_submodule(owner), leaf, parameter)
 
     @property
     def memory(self) -> dict[str, list[Tensor]]:
@@ -307,18 +317,31 @@ class OverlappedDistributedOptimizer:
 
     # During forward and backward
 
-    def announce_step(self, lr: float, *, clip: float) -> None:
+    def announce_step(self, lr: LearningRate, *, clip: float) -> None:
         """Announce, before a step's first backward pass, the arguments of the ``step`` that will
         follow. Calling this is optional.
 
         Without clipping every bucket is then updated as soon as it is reduced."""
-        self._announced = lr, clip
+        self._announced = _fixed(lr), clip
 
-    def begin_step(self, microbatches: int, accesses: Sequence[WeightAccess]) -> Tensor:
-        """Start a step of so many microbatches. Returns the factor for the loss, 0-dim."""
+    def begin_step(
+        self,
+        microbatches: int,
+        accesses: Sequence[WeightAccess] | None,
+        rounds: GradientRounds | None = None,
+    ) -> Tensor:
+        """Start a step of so many microbatches. Returns the factor for the loss, 0-dim.
+
+        ``accesses`` are all weight accesses of the step, in order. None: they are not known, so
+        each comes through ``access_unplanned``, and unless ``rounds`` says which contributions
+        there will be, counting them is open. With ``accesses`` and without ``rounds`` each
+        microbatch has the contributions of the bucket plan."""
         self._updated = {}
-        self.gradients.begin_step(microbatches)
-        self.parameters.begin(accesses)
+        if rounds is None and accesses is not None:
+            self.gradients.begin_step(microbatches)
+        else:
+            self.gradients.begin_rounds(rounds)
+        self.parameters.begin(accesses or ())
         return self.loss_scale.value
 
     def begin_evaluation(self, accesses: Sequence[WeightAccess]) -> None:
@@ -332,6 +355,25 @@ class OverlappedDistributedOptimizer:
         self.mesh.recorder.progress += 1
         self.parameters.access(WeightAccess(unit, backward))
         self.gradients.send_delayed()
+
+    def access_unplanned(self, unit: int, following: int | None = None) -> None:
+        """A unit is about to run, forward or backward, in an order that nobody has planned: gather
+        what it lacks, then what the unit ``following`` needs, which is expected next. All ranks
+        make the same calls in the same order."""
+        self.mesh.recorder.progress += 1
+        self.parameters.access_unplanned(unit, following)
+        self.gradients.send_delayed()
+
+    def end_backward(self) -> None:
+        """A backward pass has ended. Where contributions are counted openly, and each microbatch is
+        reduced, what has been written is reduced now. Calling this is optional where they are
+        planned: it raises RuntimeError, with the names, where the pass had others."""
+        self.gradients.end_backward()
+
+    def recorded_rounds(self) -> GradientRounds:
+        """Returns the contributions of the last step in which they were counted openly, once
+        ``step`` has ended it, for ``begin_step`` of steps that do the same."""
+        return self.gradients.recorded_rounds()
 
     def postpone_wgrads(self, key: Hashable | None) -> None:
         """Keep the weight gradients of the coming backward pass under ``key``; None: compute them
@@ -350,7 +392,7 @@ class OverlappedDistributedOptimizer:
             return  # copies have to be summed first, in ``step``
         squared_norm = self._take_squared_norm(bucket)
         self._tell_rule(bucket)
-        lr, clip = self._announced or (None, 0.0)
+        lr, clip = self._announced_for(bucket)
         # With a loss scale that may overflow, a step can still be called off at its end.
         if lr is None or clip or self.loss_scale.dynamic:
             return
@@ -370,7 +412,7 @@ class OverlappedDistributedOptimizer:
 
     def _tell_rule(self, bucket: int) -> None:
         """Tell the rule that its gradient is there."""
-        lr, clip = self._announced or (None, 0.0)
+        lr, clip = self._announced_for(bucket)
         # Without clipping nothing is unknown, so nothing is speculative; with a dynamic loss scale
         # the whole step may still be called off.
         self.rules.by_bucket[bucket].on_reduced(
@@ -378,6 +420,17 @@ class OverlappedDistributedOptimizer:
             self.gradients.shards[bucket],
             speculative_lr=lr if clip and not self.loss_scale.dynamic else None,
         )
+
+    def _announced_for(self, bucket: int) -> tuple[float | None, float]:
+        if self._announced is None:
+            return None, 0.0
+        lr, clip = self._announced
+        return self._lr_of(bucket, lr), clip
+
+    def _lr_of(self, bucket: int, lr: LearningRate) -> float:
+        if isinstance(lr, Sequence):
+            return lr[self.bucket_plan.buckets[bucket].kind.group]
+        return lr
 
     def _take_squared_norm(self, bucket: int) -> Tensor:
         """Returns the squared norm of a gradient shard, and notes it if this rank is the one to
@@ -396,13 +449,16 @@ class OverlappedDistributedOptimizer:
 
     # The step
 
-    def step(self, lr: float, *, clip: float, skip_update: Tensor | None = None) -> StepResult:
+    def step(
+        self, lr: LearningRate, *, clip: float, skip_update: Tensor | None = None
+    ) -> StepResult:
         """Update every shard with the gradient scaled to a norm of at most ``clip`` (0: as it is),
         and launch the gathers.
 
         A gradient that is not finite changes nothing, and neither does a step for which some rank
         sets ``skip_update`` (0-dim fp64 on the device: 1 or 0). The host does not wait for the
         device. Raises RuntimeError if ``announce_step`` announced other arguments."""
+        lr = _fixed(lr)
         if self._announced is not None and self._announced != (lr, clip):
             raise RuntimeError(
                 f"step got (lr, clip) {(lr, clip)}, announce_step announced {self._announced}"
@@ -410,25 +466,27 @@ class OverlappedDistributedOptimizer:
         self.mesh.recorder.enter("the update", part="the update")
         with torch.no_grad():
             loss_scale = self.loss_scale.value
+            divisor = loss_scale * self._grad_divisor
             self.gradients.finish_all()
             updated = self._updated
             remaining = set(self.gradients.trainable) - updated.keys()
             not_yet_invalidated = {b for b in updated if not self.bucket_plan.has_own_slot(b)}
             self.parameters.invalidate(sorted(remaining | not_yet_invalidated))
             total, skip_updates = self._grad_norm(skip_update)
-            norm = total / loss_scale
+            norm = total / divisor
             # Scale and skip stay on the device: nothing here asks the host for a number.
             overflow = norm.isfinite().logical_not()
             skip = (overflow | (skip_updates > 0)).to(torch.float32)
             # As torch.nn.utils.clip_grad_norm_: the gradient is multiplied by clip / (norm + 1e-6).
             scale = ((norm + 1e-6) / clip).clamp(min=1.0) if clip else torch.ones_like(norm)
-            scale = (scale * loss_scale).to(torch.float32)
+            # The mean is taken where the gradient is read anyway: no pass of its own.
+            scale = (scale * divisor).to(torch.float32)
             # In forward order: what the next forward pass reads first is updated and gathered
             # first. On the host a thread updates, and the next forward pass begins when its first
             # gathers have arrived, not when the last bucket has been updated (0.6 % of a step).
             for bucket in self.bucket_plan.forward_order:
                 if bucket in remaining:
-                    update = partial(self._update, bucket, scale, skip, lr)
+                    update = partial(self._update, bucket, scale, skip, self._lr_of(bucket, lr))
                     is_async = self.rules.by_bucket[bucket].is_async
                     self.parameters.publish(
                         bucket, update() if is_async else self._stream.run_update(update)
@@ -590,6 +648,24 @@ class OverlappedDistributedOptimizer:
             queue.join(CLOSE_TIMEOUT_SECONDS)
         for rule in self.rules.distinct:
             rule.close(CLOSE_TIMEOUT_SECONDS)
+
+
+def _attach_to(stages: Iterable[nn.Module]) -> Attach:
+    """Returns what makes the parameters of the stages views of their buckets, with handles."""
+    stage_of = {name: stage for stage in stages for name, _ in stage.named_parameters()}
+
+    def attach(placed: PlacedParam, view: Tensor, handle: ParamHandle) -> None:
+        parameter = nn.Parameter(view, requires_grad=placed.spec.trainable)
+        attach_param_handle(parameter, handle)
+        owner, _, leaf = placed.spec.name.rpartition(".")
+        setattr(stage_of[placed.spec.name].get_submodule(owner), leaf, parameter)
+
+    return attach
+
+
+def _fixed(lr: LearningRate) -> LearningRate:
+    """Returns learning rates that the caller cannot change any more."""
+    return tuple(lr) if isinstance(lr, Sequence) else lr
 
 
 def _no_work() -> None:

@@ -85,6 +85,12 @@ class ParameterBuckets:
         with self._lock:
             self._launch(self._prefetch.advance(access))
 
+    def access_unplanned(self, unit: int, following: int | None = None) -> None:
+        """A unit is about to run that is in no list: gather what it lacks, then what the unit
+        ``following`` needs, which is expected next."""
+        with self._lock:
+            self._launch(self._prefetch.access_unplanned(unit, following))
+
     def invalidate(self, buckets: Iterable[int]) -> None:
         """New values are coming for these buckets: nobody may read the old ones any more."""
         with self._lock:

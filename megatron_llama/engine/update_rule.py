@@ -189,8 +189,9 @@ def adamw_step(
 class AdamW(UpdateRule):
     """AdamW on the device that has the shards: one fused call for each bucket."""
 
-    def __init__(self, config: OptimizerConfig) -> None:
-        self.config = config
+    def __init__(self, groups: Sequence[OptimizerConfig]) -> None:
+        """``groups`` has betas, eps and weight decay of each group of parameters."""
+        self._groups = tuple(groups)
         self._shards: dict[int, Shard] = {}
         self._masters: dict[int, Tensor] = {}
         self._states: dict[int, dict[str, Tensor]] = {}
@@ -213,8 +214,8 @@ class AdamW(UpdateRule):
         return master
 
     def step(self, bucket: int, grad: Tensor, *, scale: Tensor, skip: Tensor, lr: float) -> Future:
-        c = self.config
         shard = self._shards[bucket]
+        c = self._groups[shard.kind.group]
         master = self._masters[bucket]
         state = self._states[bucket]
         decay = c.weight_decay if shard.kind.decay else 0.0

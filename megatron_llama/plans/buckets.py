@@ -7,7 +7,7 @@ no other copy.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -51,6 +51,8 @@ class BucketKind:
     contributions: int
     trainable: bool
     adapter: bool
+    group: int = 0
+    resident: bool = False
 
     @staticmethod
     def of(spec: ParamSpec) -> BucketKind:
@@ -64,6 +66,8 @@ class BucketKind:
             spec.contributions,
             spec.trainable,
             spec.adapter,
+            spec.group,
+            spec.resident,
         )
 
     @property
@@ -71,7 +75,7 @@ class BucketKind:
         """Whether a bucket of this kind must not share a slot: it is read or written all through a
         pass (norms of all layers, an embedding that is also the head), or too small to be gathered
         again and again (low-rank additions)."""
-        return not self.decay or self.tied or self.contributions > 1 or self.adapter
+        return self.resident or self.tied or self.contributions > 1 or self.adapter
 
 
 @dataclass(frozen=True)
@@ -245,9 +249,11 @@ def bucket_plan_by_size(
     shared."""
     assert slots.parameters is None
     reverse = [spec for unit in reversed(units) for spec in reversed(unit.params)]
-    return _bucket_plan(
-        units, _in_backward_order(_fill(reverse, cap), reverse, shards), shards, slots, ends=None
+    closed = _in_backward_order(_fill(reverse, cap), reverse, shards)
+    parameters, gradients = (
+        _assign_slots(closed, count, ends=None) for count in (slots.parameters, slots.gradients)
     )
+    return _bucket_plan(units, closed, shards, slots, parameters, gradients)
 
 
 def bucket_plan_by_unit(units: Sequence[UnitSpec], *, shards: int, slots: Slots) -> BucketPlan:
@@ -261,9 +267,128 @@ def bucket_plan_by_unit(units: Sequence[UnitSpec], *, shards: int, slots: Slots)
             kind = BucketKind.of(spec)
             filled.setdefault((kind, -1 if kind.needs_own_slot else index), []).append(spec)
     ends = frozenset(spec.name for unit in units if not unit.is_block for spec in unit.params)
-    return _bucket_plan(
-        units, _in_backward_order(filled.values(), reverse, shards), shards, slots, ends
+    closed = _in_backward_order(filled.values(), reverse, shards)
+    parameters, gradients = (
+        _assign_slots(closed, count, ends) for count in (slots.parameters, slots.gradients)
     )
+    return _bucket_plan(units, closed, shards, slots, parameters, gradients)
+
+
+def module_bucket_plan(
+    units: Sequence[UnitSpec],
+    *,
+    strategy: str,
+    shards: int,
+    param_slots: int | None,
+    grad_slots: int | None,
+    cap: int,
+) -> BucketPlan:
+    """Returns the bucket plan of a user's model. ``units`` are in the order in which its modules
+    are registered; ``strategy`` is a --data-parallel-sharding-strategy; None for ``param_slots`` or
+    ``grad_slots`` gives every bucket a slot of its own; ``cap`` is the most elements of a bucket
+    that is filled by size.
+
+    Where parameters are gathered before each access there is one bucket for each unit and kind, and
+    units share slots with their like (``_pools``). Elsewhere buckets are filled by size, and only
+    gradient slots are shared. These always have slots of their own: what is resident; what is in no
+    unit (``is_root_part``), because nobody knows when it is read; and what several units share,
+    because its gradient is complete only when the last of them has written."""
+    found = strategy_named(strategy)
+    slots = Slots(
+        param_slots if found.by_unit else None,
+        grad_slots if found.reduce_every_microbatch else None,
+    )
+    users: dict[str, tuple[int, ...]] = {}
+    for index, unit in enumerate(units):
+        for spec in unit.params:
+            users[spec.name] = (*users.get(spec.name, ()), index)
+    # A shared parameter stands where forward first reads it: there backward completes it.
+    reverse = [
+        spec
+        for index, unit in reversed(list(enumerate(units)))
+        for spec in reversed(unit.params)
+        if users[spec.name][0] == index
+    ]
+    apart: set[str] = set()
+    """Parameters in buckets that share no slot."""
+    together: dict[tuple[BucketKind, tuple[int, ...]], list[ParamSpec]] = {}
+    """Parameters that may be in one bucket, by kind and the units that read them."""
+    for spec in reverse:
+        kind = BucketKind.of(spec)
+        numbers = users[spec.name]
+        shared = len(numbers) > 1
+        if shared or kind.needs_own_slot or units[numbers[0]].is_root_part:
+            apart.add(spec.name)
+        by_unit = found.by_unit or (spec.name in apart and slots.gradients is not None)
+        if not shared and (kind.needs_own_slot or not by_unit):
+            numbers = ()
+        together.setdefault((kind, numbers), []).append(spec)
+    closed = _in_backward_order(
+        [
+            specs
+            for (_, numbers), all_specs in together.items()
+            for specs in ([all_specs] if numbers else _fill(all_specs, cap))
+        ],
+        reverse,
+        shards,
+    )
+    pools = _pools(
+        units, [None if b.placements[0].spec.name in apart else b for b in closed], users
+    )
+    parameters, gradients = (
+        _slots_in_pools(pools, count) for count in (slots.parameters, slots.gradients)
+    )
+    return _bucket_plan(units, closed, shards, slots, parameters, gradients)
+
+
+def _pools(
+    units: Sequence[UnitSpec], buckets: Sequence[Bucket | None], users: Mapping[str, Sequence[int]]
+) -> list[int]:
+    """Returns the pool of slots of each bucket of a user's model; OWN_SLOT_POOL for None. ``users``
+    has the units of each parameter.
+
+    A pool is for units of similar size: the largest unit of a class is at least half as large as
+    the largest one of the pool, because slots as large as an encoder's layer would be wasted on a
+    small decoder. It is for one depth of nesting, because a unit is read again after those inside
+    it, and for one kind, because a unit may have a bucket of each."""
+    largest: dict[tuple[BucketKind, int, str], int] = {}
+    keys: list[tuple[BucketKind, int, str] | None] = []
+    for bucket in buckets:
+        if bucket is None:
+            keys.append(None)
+            continue
+        unit = units[users[bucket.placements[0].spec.name][0]]
+        key = bucket.kind, len(unit.inside), unit.module_class
+        largest[key] = max(largest.get(key, 0), bucket.numel)
+        keys.append(key)
+    pools: dict[tuple[BucketKind, int, str], int] = {}
+    heads: list[tuple[BucketKind, int, int]] = []
+    """Kind, depth and largest bucket of each pool so far."""
+    for key in sorted(largest, key=lambda key: -largest[key]):
+        kind, depth, _ = key
+        size = largest[key]
+        for number, (pool_kind, pool_depth, pool_size) in enumerate(heads):
+            if (kind, depth) == (pool_kind, pool_depth) and 2 * size >= pool_size:
+                pools[key] = OWN_SLOT_POOL + 1 + number
+                break
+        else:
+            heads.append((kind, depth, size))
+            pools[key] = OWN_SLOT_POOL + len(heads)
+    return [OWN_SLOT_POOL if key is None else pools[key] for key in keys]
+
+
+def _slots_in_pools(pools: Sequence[int], count: int | None) -> tuple[Slot, ...]:
+    """Returns the slot of each bucket, given its pool. The buckets of a pool take its ``count``
+    slots in turn; None: each has its own."""
+    users = Counter[int]()
+    slots = []
+    for bucket, pool in enumerate(pools):
+        if count is None or pool == OWN_SLOT_POOL:
+            slots.append((OWN_SLOT_POOL, bucket))
+        else:
+            slots.append((pool, users[pool] % count))
+            users[pool] += 1
+    return tuple(slots)
 
 
 def _bucket_plan(
@@ -271,19 +396,21 @@ def _bucket_plan(
     closed: tuple[Bucket, ...],
     shards: int,
     slots: Slots,
-    ends: frozenset[str] | None,
+    parameters: tuple[Slot, ...],
+    gradients: tuple[Slot, ...],
 ) -> BucketPlan:
     bucket_of = {
         placed.spec.name: bucket.index for bucket in closed for placed in bucket.placements
     }
+    own = [tuple(dict.fromkeys(bucket_of[spec.name] for spec in unit.params)) for unit in units]
+    # What the units around a unit have gathered is read again when it is done: as long as it needs
+    # that too, nothing takes those slots.
     unit_buckets = tuple(
-        tuple(dict.fromkeys(bucket_of[spec.name] for spec in unit.params)) for unit in units
+        tuple(dict.fromkeys(bucket for number in (*unit.inside, index) for bucket in own[number]))
+        for index, unit in enumerate(units)
     )
     forward = tuple(dict.fromkeys(bucket for unit in unit_buckets for bucket in unit))
     names = tuple(unit.name for unit in units)
-    parameters, gradients = (
-        _assign_slots(closed, count, ends) for count in (slots.parameters, slots.gradients)
-    )
     gathers_first = gathers_before_reductions(slots.parameters, slots.gradients or len(closed))
     return BucketPlan(
         closed, shards, forward, names, unit_buckets, parameters, gradients, gathers_first
@@ -310,7 +437,7 @@ def _fill(specs: Iterable[ParamSpec], cap: int) -> list[list[ParamSpec]]:
         kind = BucketKind.of(spec)
         bucket = open_buckets.get(kind)
         if bucket is None or (
-            spec.decay and sum(other.numel for other in bucket) + spec.numel > cap
+            not spec.resident and sum(other.numel for other in bucket) + spec.numel > cap
         ):
             bucket = open_buckets[kind] = []
             full.append(bucket)
@@ -334,7 +461,9 @@ def _bucket(index: int, specs: Sequence[ParamSpec], shards: int) -> Bucket:
     for spec in specs:
         placements.append(PlacedParam(spec, at, at + spec.numel))
         at = align_up(at + spec.numel, ALIGN)
-    return Bucket(index, BucketKind.of(specs[0]), align_up(at, shards * ALIGN), tuple(placements))
+    # A bucket of nothing but empty tensors still has a shard, of padding.
+    numel = align_up(max(at, 1), shards * ALIGN)
+    return Bucket(index, BucketKind.of(specs[0]), numel, tuple(placements))
 
 
 def _assign_slots(

@@ -146,13 +146,13 @@ def offload_plan(
 
 
 def matrix_buckets(bucket_plan: BucketPlan, fraction: float) -> tuple[int, ...]:
-    """Returns those of the host's buckets in which ZenFlow selects columns. Norms and low-rank
-    additions are left out: they are small, and AdamW updates them on the device."""
+    """Returns those of the host's buckets in which ZenFlow selects columns. Norms, biases and
+    low-rank additions are left out: they are small, and AdamW updates them on the device."""
     kinds = [bucket.kind for bucket in bucket_plan.buckets]
     return tuple(
         bucket
         for bucket in host_buckets(bucket_plan, fraction)
-        if kinds[bucket].decay and not kinds[bucket].adapter
+        if not kinds[bucket].resident and not kinds[bucket].adapter
     )
 
 
@@ -178,7 +178,7 @@ def _zenflow_plan(
     for spec in (
         placed.spec for bucket in buckets for placed in bucket_plan.buckets[bucket].placements
     ):
-        columns = spec.slices[0].shape[1]
+        columns = spec.slices[0].width
         elements += spec.numel // bucket_plan.shards
         hot += (
             spec.numel
@@ -215,7 +215,7 @@ def _columns_on_device(
     for bucket in buckets:
         in_bucket = 0
         for segment in bucket_plan.segments(bucket, shard_rank):
-            total = segment.spec.slices[0].shape[1]
+            total = segment.spec.slices[0].width
             hot = hot_column_count(options.zenflow_topk_ratio, total)
             for _, rows, _, cols in segment.blocks():
                 in_bucket += rows * (cols * hot // total)

@@ -21,6 +21,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from functools import partial
+from itertools import zip_longest
 
 from megatron_llama.config.schema import Config, LoraConfig, ModelConfig
 from megatron_llama.plans.schedule import placement_of
@@ -48,6 +49,11 @@ class HFSlice:
     hf_row: int = 0
     hf_col: int = 0
 
+    @property
+    def width(self) -> int:
+        """Elements of one row of the HuggingFace tensor: 1 for a vector or a number."""
+        return math.prod(self.shape[1:])
+
 
 @dataclass(frozen=True)
 class ParamSpec:
@@ -58,7 +64,7 @@ class ParamSpec:
     shape: tuple[int, ...]
     slices: tuple[HFSlice, ...]
     decay: bool
-    """Whether weight decay applies: to two or more dims."""
+    """Whether weight decay applies: to two or more dims, unless a group says otherwise."""
     copies: int = 1
     """How many consecutive tensor-parallel ranks hold the same values."""
     partial_grad: bool = False
@@ -75,6 +81,11 @@ class ParamSpec:
     """Whether it is trained: not frozen by ``--freeze`` or by ``--lora-rank``."""
     adapter: bool = False
     """Whether it is one half of a low-rank addition: small, and with buffers of its own."""
+    group: int = 0
+    """The number of its group: parameters that share learning rate, betas, eps and decay."""
+    resident: bool = False
+    """Whether it is so small that it stays unsharded, in one bucket for all units: what has fewer
+    than two dims."""
 
     @property
     def numel(self) -> int:
@@ -83,22 +94,29 @@ class ParamSpec:
 
     @property
     def width(self) -> int:
-        """Elements of one row: 1 for a vector."""
-        return self.numel // self.shape[0]
+        """Elements of one row: 1 for a vector or a number."""
+        return math.prod(self.shape[1:])
 
 
 @dataclass(frozen=True)
 class UnitSpec:
     """Parameters that are gathered together: the embedding, one transformer block, or the final
-    norm with the head."""
+    norm with the head; of a user's model one of the modules that were named as units, or what is
+    left over of a module."""
 
     name: str
     params: tuple[ParamSpec, ...]
-
-    @property
-    def is_block(self) -> bool:
-        """Whether it is a transformer block."""
-        return self.name.startswith("layers.")
+    """Several units of a user's model may list one parameter, which is then equal in all of them:
+    it is shared."""
+    is_block: bool = False
+    """Whether it is a transformer block."""
+    is_root_part: bool = False
+    """Whether it is a part of a user's model that is in no unit: it has slots of its own."""
+    inside: tuple[int, ...] = ()
+    """The numbers of the units around this one, the outermost first: while it runs, they do too,
+    and read their weights."""
+    module_class: str = ""
+    """The name of the module's class. Units of one class share slots."""
 
 
 @dataclass(frozen=True)
@@ -121,25 +139,37 @@ class Rectangle:
 
 def rectangles(spec: ParamSpec, start: int, stop: int) -> Iterator[Rectangle]:
     """Yield the elements ``[start, stop)`` of the flattened parameter as HuggingFace rectangles, in
-    order: at most three for each slice, the end of a row, whole rows, and the beginning of a row.
-    Padding belongs to no slice and is left out."""
+    order: for a matrix at most three for each slice, the end of a row, whole rows, and the
+    beginning of a row; with d dims at most 2 d - 1. Padding belongs to no slice and is left out."""
     width = spec.width
     for part in spec.slices:
         low = max(start, part.row * width)
         high = min(stop, (part.row + part.rows) * width)
         while low < high:
-            row, col = divmod(low, width)
-            rows = (high - low) // width if col == 0 else 0
-            cols = width if rows else min(width - col, high - low)
-            yield _rectangle(part, row, col, max(rows, 1), cols, low)
-            low += max(rows, 1) * cols
+            offset, size = _largest_box(spec.shape, low, high)
+            # The first element of the slice, in the coordinates of the HuggingFace tensor.
+            shift = (part.hf_row - part.row, part.hf_col)
+            moved = (at + by for at, by in zip_longest(offset, shift[: len(offset)], fillvalue=0))
+            yield Rectangle(part.name, part.shape, tuple(moved), size, low)
+            low += math.prod(size)
 
 
-def _rectangle(part: HFSlice, row: int, col: int, rows: int, cols: int, start: int) -> Rectangle:
-    offset = (part.hf_row + row - part.row, part.hf_col + col)
-    size = (rows, cols)
-    dims = len(part.shape)
-    return Rectangle(part.name, part.shape, offset[:dims], size[:dims], start)
+def _largest_box(
+    shape: tuple[int, ...], low: int, high: int
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Returns offset and size of the largest box that begins at element ``low`` of a flattened
+    tensor, is contiguous, and ends at ``high`` at the latest."""
+    offset = []
+    rest = low
+    for dim in range(len(shape)):
+        stride = math.prod(shape[dim + 1 :])
+        index, rest = divmod(rest, stride)
+        offset.append(index)
+        count = min(shape[dim] - index, (high - low) // stride)
+        if rest == 0 and count:
+            after = len(shape) - dim - 1
+            return (*offset, *[0] * after), (*[1] * dim, count, *shape[dim + 1 :])
+    return (), ()  # a number: one element, and no dims
 
 
 def padded_vocab_size(model: ModelConfig, tp: int) -> int:
@@ -247,6 +277,7 @@ class Shapes:
                 ),
                 self._rows(f"{prefix}.mlp.down_proj.weight", m.intermediate_size),
             ),
+            is_block=True,
         )
 
     def head(self, *, tied: bool, shared: bool) -> UnitSpec:
@@ -298,6 +329,7 @@ class Shapes:
             copies=self.tp,
             partial_grad=partial_grad,
             stage=self.stage,
+            resident=True,
         )
 
     def _columns(self, name: str, parts: Sequence[tuple[str, int]]) -> ParamSpec:

@@ -24,6 +24,10 @@ reverse order of their first accesses. ``try_gather`` accepts a bucket only for 
 gathers, which fits into the slots and the limit at once. What backward has still to access comes
 before this bucket in that round, so all of it had been gathered when the last access of the bucket
 began. Prefetching has then come to its end, and there is room for the bucket, now as later.
+
+An access that is in no list (``access_unplanned``: the first step of a user's model, evaluation)
+takes the slots that it needs, whatever they hold. A list that is being walked goes on afterwards
+and gathers again what was taken from it.
 """
 
 from __future__ import annotations
@@ -147,6 +151,44 @@ class PrefetchPlan:
         for bucket in self.unit_buckets[access.unit]:
             self._count_accessed(bucket)
         return missing + tuple(self._prefetch())
+
+    def access_unplanned(self, unit: int, following: int | None = None) -> tuple[int, ...]:
+        """An access begins that is in no list. Returns the buckets to gather now, in the order of
+        issue: those that it lacks, then those that the unit ``following`` lacks, which is expected
+        next, up to the first whose slot this access reads or that exceeds the limit.
+
+        The walk of the present list may continue: the next ``advance`` gathers again what was
+        evicted."""
+        own = self.unit_buckets[unit]
+        launched = []
+        for bucket in own:
+            if not self.holds(bucket):
+                self._occupy(bucket, prefetched=False)
+                launched.append(bucket)
+            self._count_accessed(bucket)
+        read = {self.slots[bucket] for bucket in own}
+        for bucket in () if following is None else self.unit_buckets[following]:
+            if not self.holds(bucket):
+                if self.slots[bucket] in read or not self._within_limit(bucket):
+                    break
+                self._occupy(bucket, prefetched=True)
+                launched.append(bucket)
+        if launched:
+            self._forget_evicted()
+        return tuple(launched)
+
+    def _forget_evicted(self) -> None:
+        """An access outside of the list has evicted buckets: prefetching goes back to the first of
+        them that a later access of the list needs."""
+        for position in range(self._end, self._gathered):
+            if not self.holds(self._list.needs[position]):
+                self._gathered = position
+                self._reserved = {
+                    self.slots[bucket]: number
+                    for number, bucket in enumerate(self._list.needs[:position])
+                    if number >= self._start
+                }
+                return
 
     def try_gather(self, bucket: int) -> bool:
         """The engine has new values for this bucket. Returns whether to gather it at once, for the

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-from megatron_llama.config.schema import Config
+from megatron_llama.config.schema import Config, OptimizerConfig
 from megatron_llama.distributed import device as devices
 from megatron_llama.distributed.comm.object_collectives import all_gather_object, raise_on_all_ranks
 from megatron_llama.distributed.host_memory import free_bytes
@@ -38,6 +38,8 @@ def build_update_rules(
     worker_factory: WorkerFactory = HostWorker,
     blocking: bool = False,
     steps_per_epoch: int = 0,
+    groups: Sequence[OptimizerConfig] = (),
+    grad_divisor: float = 1.0,
 ) -> UpdateRules:
     """Build the update rules of one rank: AdamW on the device, and where the optimizer is offloaded
     a rule on the host for the buckets that the plan names. Collective.
@@ -45,11 +47,14 @@ def build_update_rules(
     ``dtype`` is that of the parameters. ``copies`` copies between device and host, by default as
     fast as possible. ``worker_factory`` makes the worker that updates on the host. ``blocking``
     makes the exact offload wait at once, for comparison. ``steps_per_epoch`` is 0 where an epoch
-    has no meaning.
+    has no meaning. ``groups`` has the options of each group of parameters, by default those of
+    ``config`` for the only one. ``grad_divisor`` is what gradients are divided by, whether they are
+    clipped or not.
 
     Raises ConfigError or OffloadError, on every rank, where processors or memory for offload are
     missing."""
-    adamw = AdamW(config.optimizer)
+    groups = groups or (config.optimizer,)
+    adamw = AdamW(groups)
     count = len(bucket_plan.buckets)
     plan = offload_plan(config, bucket_plan, shard_rank=mesh.dp_shard.rank)
     if plan is None:
@@ -80,7 +85,7 @@ def build_update_rules(
                 # Gradients in float16 overflow where the norm, in fp32, does not.
                 wire = torch.bfloat16
             rule = ZenFlow(
-                config.optimizer,
+                groups,
                 options.zenflow_topk_ratio,
                 Intervals(
                     update=longest_window(options),
@@ -100,7 +105,7 @@ def build_update_rules(
             )
         else:
             rule = ExactOffload(
-                config.optimizer,
+                groups,
                 plan,
                 master_dtype=master_dtype,
                 compute_dtype=dtype,
@@ -111,6 +116,7 @@ def build_update_rules(
                 copies=copies,
                 recorder=mesh.recorder,
                 blocking=blocking,
+                unclipped=grad_divisor,
             )
     offloaded = frozenset(plan.buckets)
     by_bucket = [rule if bucket in offloaded else adamw for bucket in range(count)]

@@ -14,7 +14,7 @@ elements are cut into calls, because all lengths are multiples of 64.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from functools import partial
@@ -102,7 +102,7 @@ class ExactOffload(UpdateRule):
 
     def __init__(
         self,
-        config: OptimizerConfig,
+        groups: Sequence[OptimizerConfig],
         plan: OffloadPlan,
         *,
         master_dtype: torch.dtype,
@@ -114,10 +114,13 @@ class ExactOffload(UpdateRule):
         copies: Copies,
         recorder: Recorder,
         blocking: bool = False,
+        unclipped: float = 1.0,
     ) -> None:
-        """``largest`` is the number of elements of the plan's largest shard; ``label`` names
-        buckets in errors. Raises OffloadError where memory is refused."""
-        self._config = config
+        """``groups`` has betas, eps and weight decay of each group of parameters; ``largest`` is
+        the number of elements of the plan's largest shard; ``label`` names buckets in errors;
+        ``unclipped`` is the scale of a gradient that nothing clips. Raises OffloadError where
+        memory is refused."""
+        self._groups = tuple(groups)
         self._plan = plan
         self._label = label
         self._recorder = recorder
@@ -156,7 +159,7 @@ class ExactOffload(UpdateRule):
         """Learning rates of speculative updates that nobody has begun. Two threads look: whoever
         pops the entry decides whether the update is made."""
         self._factors: _Factors | None = None
-        self._unscaled = torch.ones(())
+        self._unscaled = torch.full((), unclipped)
         self._unskipped = torch.zeros(())
         self.to_host_bytes = 0
         """Bytes of gradients that have been copied to the host so far."""
@@ -179,7 +182,7 @@ class ExactOffload(UpdateRule):
             torch.zeros((), dtype=torch.float32),
             self._buffers["gradients"].take(numel),
             self._buffers["factors"].take(2),
-            self._config.weight_decay if shard.kind.decay else 0.0,
+            self._groups[shard.kind.group].weight_decay if shard.kind.decay else 0.0,
             _take_state(self._buffers["undo"], numel) if bucket in self._plan.speculated else None,
         )
         return one.attached[0]
@@ -261,7 +264,7 @@ class ExactOffload(UpdateRule):
         if one.speculative_count is not None:
             count = one.speculative_count
             one.speculative_count = None
-            if float(scale) == 1.0 and not bool(skip):
+            if bool(scale == self._unscaled) and not bool(skip):
                 self.speculation.kept += 1
                 assert one.spare is not None
                 # The two copies change roles. Nothing is moved before ``settle``.
@@ -282,7 +285,7 @@ class ExactOffload(UpdateRule):
                 master,
                 one.grad,
                 state,
-                self._config,
+                self._groups[one.shard.kind.group],
                 decay=one.decay,
                 scale=scale,
                 skip=skip,

@@ -297,7 +297,7 @@ class ZenFlow(UpdateRule):
 
     def __init__(
         self,
-        config: OptimizerConfig,
+        groups: Sequence[OptimizerConfig],
         ratio: float,
         intervals: Intervals,
         bucket_plan: BucketPlan,
@@ -310,9 +310,10 @@ class ZenFlow(UpdateRule):
         worker: HostWorker,
         copies: Copies,
     ) -> None:
-        """``ratio`` is the share of columns that are hot; ``wire`` is the dtype of gradients that
-        cross the bus. Raises OffloadError where memory is refused."""
-        self._config = config
+        """``groups`` has betas, eps and weight decay of each group of parameters; ``ratio`` is the
+        share of columns that are hot; ``wire`` is the dtype of gradients that cross the bus. Raises
+        OffloadError where memory is refused."""
+        self._groups = tuple(groups)
         self._ratio = ratio
         self._bucket_plan = bucket_plan
         self._mesh = mesh
@@ -366,7 +367,8 @@ class ZenFlow(UpdateRule):
         self._lock = threading.Lock()
         """Covers ``_plans``: the thread that updates asks for the plan, and the one that
         computes."""
-        self._lr = 0.0
+        self._lr: dict[int, float] = {}
+        """The learning rate of each bucket's last step."""
         self._last_steps: Future = CompletedFuture()
         self._settled_at = 0
 
@@ -402,7 +404,7 @@ class ZenFlow(UpdateRule):
             self._scratch,
             self._copies,
             self._worker,
-            self._config,
+            self._groups[shard.kind.group],
             self._bucket_plan.label(shard.bucket),
             self._mesh.recorder,
         )
@@ -431,7 +433,7 @@ class ZenFlow(UpdateRule):
         """Update the hot columns, and add the gradient of the cold ones to the window. Raises
         RuntimeError for a gradient that would reach the weights two windows after its step."""
         one = self._shards[bucket]
-        self._lr = lr
+        self._lr[bucket] = lr
         one.step(grad, self._plan(one.taken), scale=scale, skip=skip, lr=lr)
         label = self._bucket_plan.label(bucket)
         self.windows.check_staleness(one.oldest, one.taken, label)
@@ -489,8 +491,8 @@ class ZenFlow(UpdateRule):
         if self._settled_at == self.windows.done or not self._shards:
             return {}
         pending = any(one.oldest is not None for one in self._shards.values())
-        for one in self._shards.values():
-            one.settle(self._lr)
+        for bucket, one in self._shards.items():
+            one.settle(self._lr.get(bucket, 0.0))
         # All shards have made the same updates, so one of them says how many.
         some = next(iter(self._shards.values()))
         hot_updates = int(some.hot.steps)  # waits for the device, which only settling may do

@@ -47,7 +47,8 @@ class Matrix:
 
     @staticmethod
     def of(spec: ParamSpec) -> Matrix:
-        """Returns the columns of a parameter with two dims."""
+        """Returns the columns of a parameter with two dims or more. Of a convolution these are
+        the elements of a filter: its input channels, at each place of the kernel."""
         owner, _, leaf = spec.name.removesuffix(".weight").rpartition(".")
         part = spec.slices[0]
         name = (
@@ -55,7 +56,7 @@ class Matrix:
             if leaf in ATTENTION_INPUTS
             else f"{owner}.{leaf}".lstrip(".")
         )
-        return Matrix(name, part.hf_col, spec.width, part.shape[1], spec.tied)
+        return Matrix(name, part.hf_col, spec.width, part.width, spec.tied)
 
     def local(self, columns: Tensor) -> Tensor:
         """Returns this rank's part of a vector over all columns."""
