@@ -17,6 +17,7 @@ from __future__ import annotations
 import gc
 import math
 import os
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from types import MappingProxyType
@@ -115,6 +116,8 @@ class Mesh:
     pp_return: Axis | None = None
     pp_backward_return: Axis | None = None
     """With virtual stages: transfers against the usual direction of ``pp`` and ``pp_backward``."""
+    made: tuple[dist.ProcessGroup, ...] = field(default=(), repr=False)
+    """The groups that ``data_mesh`` has made and ``close_data_mesh`` ends, in this order."""
 
     def link(self, sender: int, receiver: int, *, backward: bool) -> Axis:
         """The communicator for transfers from one pipeline rank to another: there is one for each
@@ -175,13 +178,15 @@ def join(
     recorder = watch.recorder if watch is not None else Recorder()
     if place.world_size > 1 and not dist.is_initialized():
         with recorder.waiting("the other ranks"):
-            _join_group(parallel, place, device, watch)
+            join_group(parallel, place, device, watch)
     return _world(place.rank, place.world_size, recorder), device
 
 
-def _join_group(
-    parallel: ParallelConfig, place: Place, device: torch.device, watch: Watch | None
+def join_group(
+    parallel: ParallelConfig, place: Place, device: torch.device, watch: Watch | None = None
 ) -> None:
+    """Join the process group of a ``place`` that is one of several. Collective. Raises
+    ClusterError. ``join`` does it where nobody else may have done it."""
     patience = timedelta(minutes=parallel.distributed_timeout_minutes)
     timeout = _backend_timeout(parallel)
     rank = place.rank
@@ -356,13 +361,7 @@ def _make_communicators(mesh: Mesh, placement: StagePlacement, *, ring: bool) ->
         mesh.dp_gather,
         mesh.embedding,
     )
-    made: list[dist.ProcessGroup] = []
-    for axis in axes:
-        # On the host one group serves several axes.
-        if axis.group is not None and axis.group not in made:
-            with mesh.recorder.waiting(f"the ranks of {axis.name}"):
-                dist.all_reduce(sent, group=axis.group)
-            made.append(axis.group)
+    use_once(axes, mesh.device)
     if ring and mesh.cp.size > 1:
         # The messages of a batch go over the axis' own communicator, which connects the neighbours
         # at the first of them.
@@ -390,6 +389,19 @@ def _make_communicators(mesh: Mesh, placement: StagePlacement, *, ring: bool) ->
     # What cannot be connected fails here, and not in the first step.
     with mesh.recorder.waiting("the first messages of all communicators"):
         devices.synchronize(mesh.device)
+
+
+def use_once(axes: Iterable[Axis], device: torch.device) -> None:
+    """Make an all-reduce along each axis, so that its communicator exists. Collective, in one order
+    on all ranks."""
+    sent = torch.zeros(1, device=device)
+    made: list[dist.ProcessGroup] = []
+    for axis in axes:
+        # On the host one group serves several axes.
+        if axis.group is not None and axis.group not in made:
+            with axis.recorder.waiting(f"the ranks of {axis.name}"):
+                dist.all_reduce(sent, group=axis.group)
+            made.append(axis.group)
 
 
 @dataclass(frozen=True)
