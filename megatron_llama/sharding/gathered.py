@@ -1,0 +1,49 @@
+"""Whole parameters between steps."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from megatron_llama.distributed.comm.object_collectives import raise_on_all_ranks
+from megatron_llama.errors import TrainingError
+from megatron_llama.sharding.values import ModuleValues, named
+
+
+@contextmanager
+def gathered(values: ModuleValues, *, modify: bool = False) -> Iterator[None]:
+    """Have all parameters whole in the module, on every rank, in memory of their own that is freed
+    at the end. Collective.
+
+    They are copies, in the compute dtype. With ``modify`` they are in the dtype of the masters, and
+    at the end rank 0's parameters and buffers become those of all ranks; the state of the optimizer
+    stays. They require no gradient. Raises TrainingError, on all ranks, where a parameter has no
+    values or has been changed without ``modify``."""
+    values.engine.settle()
+    names = tuple(values.aliases)
+    if modify:
+        buffers = tuple(values.buffers())
+        with values.changing(names, buffers, (*names, *buffers)):
+            yield
+        values.engine.publish()
+        return
+    values.require_initialized()
+    parameters = values.whole(names, values.engine.dtype)
+    versions = {name: parameter._version for name, parameter in parameters.items()}
+    with values.installed(parameters):
+        yield
+        # A write through ``.data`` is not seen here. It is lost all the same: these are copies.
+        changed = [
+            name
+            for name, parameter in parameters.items()
+            if getattr(*next(values.places(name))) is not parameter
+            or parameter._version != versions[name]
+        ]
+    with raise_on_all_ranks(values.engine.mesh.dp):
+        if changed:
+            raise TrainingError(
+                "engine.gathered",
+                got=f"a change of {named(changed)}",
+                expected="parameters as they were, because changes here are lost",
+                do="write engine.gathered(modify=True), which keeps rank 0's",
+            )
