@@ -12,12 +12,32 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from megatron_llama.api.convert import Converted, convert
     from megatron_llama.errors import UserError
+    from megatron_llama.sharding.engine import ModuleEngine
+    from megatron_llama.sharding.optimizer import AdamW, group
+    from megatron_llama.sharding.shard import shard
 
 __version__ = "0.1.0"
-__all__ = ("Converted", "UserError", "__version__", "convert")
+__all__ = (
+    "AdamW",
+    "Converted",
+    "ModuleEngine",
+    "UserError",
+    "__version__",
+    "convert",
+    "group",
+    "shard",
+)
 
 _MODULES = MappingProxyType(
-    {"Converted": "api.convert", "UserError": "errors", "convert": "api.convert"}
+    {
+        "AdamW": "sharding.optimizer",
+        "Converted": "api.convert",
+        "ModuleEngine": "sharding.engine",
+        "UserError": "errors",
+        "convert": "api.convert",
+        "group": "sharding.optimizer",
+        "shard": "sharding.shard",
+    }
 )
 """Where each of them is defined."""
 

@@ -1,0 +1,125 @@
+"""Where modules hold their parameters, and what stands there now: the parameters themselves while
+their unit runs, placeholders otherwise."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, MutableMapping
+from dataclasses import dataclass
+
+from torch import Tensor, nn
+
+from megatron_llama.nn.param_handle import ParamHandle, attach_param_handle
+from megatron_llama.plans.buckets import PlacedParam
+from megatron_llama.sharding.names import clean_name, parameter_names
+from megatron_llama.sharding.placeholders import Placeholder, Resolve
+from megatron_llama.sharding.specs import ModuleUnit
+
+
+@dataclass(frozen=True)
+class Place:
+    """One registration of a parameter in a module."""
+
+    module: nn.Module
+    leaf: str
+    name: str
+    """The name that ``named_parameters`` gives the parameter first."""
+
+    def put(self, parameter: nn.Parameter) -> None:
+        """Let the module hold another parameter here."""
+        if type(self.module).__setattr__ is nn.Module.__setattr__:
+            self.module._parameters[self.leaf] = parameter
+        else:
+            # A module with further references to its parameters, such as nn.LSTM, keeps them here.
+            setattr(self.module, self.leaf, parameter)
+
+
+def places_of(model: nn.Module) -> list[Place]:
+    """Return every place of a model where a parameter is registered."""
+    names = parameter_names(model)
+    return [
+        Place(module, leaf, names[parameter][0])
+        for module in model.modules()
+        for leaf, parameter in module._parameters.items()
+        if parameter is not None
+    ]
+
+
+class Holders:
+    """The parameters of a model, which are views of the engine's slots, and their placeholders."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._places = places_of(model)
+        self.parameters: dict[str, nn.Parameter] = {}
+        """By name, the parameter whose values are in the engine's slot while its unit runs."""
+        self.placeholders: dict[str, Placeholder] = {}
+
+    def attach(self, placed: PlacedParam, view: Tensor, handle: ParamHandle) -> None:
+        """Make the parameter of a view of a slot: the engine calls this for each."""
+        parameter = nn.Parameter(view, requires_grad=placed.spec.trainable)
+        attach_param_handle(parameter, handle)
+        self.parameters[placed.spec.name] = parameter
+
+    def make_placeholders(self, resolve: Mapping[str, Resolve]) -> None:
+        """Make the placeholder of each parameter, with what it asks before it refuses."""
+        for name, parameter in self.parameters.items():
+            self.placeholders[name] = Placeholder(
+                clean_name(name),
+                parameter.shape,
+                parameter.dtype,
+                parameter.device,
+                resolve[name],
+                requires_grad=parameter.requires_grad,
+            )
+
+    def install(self, parameters: Mapping[str, nn.Parameter]) -> None:
+        """Let the modules hold the given parameters, in all places of each."""
+        for place in self._places:
+            if place.name in parameters:
+                place.put(parameters[place.name])
+
+    def uninstall(self) -> None:
+        """Let the modules hold placeholders."""
+        self.install(self.placeholders)
+
+    def of_unit(self, unit: ModuleUnit) -> UnitHolders:
+        """Return the places of one unit, for swapping."""
+        owned = set(unit.owned)
+        return UnitHolders(
+            [place for place in self._places if place.module in owned],
+            self.parameters,
+            self.placeholders,
+        )
+
+
+class UnitHolders:
+    """The places of one unit. Both methods take well below a microsecond for each parameter."""
+
+    def __init__(
+        self,
+        places: Iterable[Place],
+        parameters: Mapping[str, nn.Parameter],
+        placeholders: Mapping[str, nn.Parameter],
+    ) -> None:
+        self._direct: list[tuple[MutableMapping[str, nn.Parameter | None], str, str]] = []
+        self._others: list[Place] = []
+        for place in places:
+            if type(place.module).__setattr__ is nn.Module.__setattr__:
+                self._direct.append((place.module._parameters, place.leaf, place.name))
+            else:
+                self._others.append(place)
+        self._parameters = parameters
+        self._placeholders = placeholders
+
+    def hold_parameters(self) -> None:
+        """Let the unit's modules hold the parameters themselves."""
+        self._hold(self._parameters)
+
+    def hold_placeholders(self) -> None:
+        """Let the unit's modules hold placeholders."""
+        self._hold(self._placeholders)
+
+    def _hold(self, chosen: Mapping[str, nn.Parameter]) -> None:
+        for held, leaf, name in self._direct:
+            held[leaf] = chosen[name]
+        for place in self._others:
+            place.put(chosen[place.name])

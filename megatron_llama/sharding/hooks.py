@@ -1,0 +1,499 @@
+"""What happens around the calls of a user's modules: forward and backward passes as accesses to
+weights.
+
+The model, its units and its root parts get a class of their own, derived from theirs, whose
+``__call__`` comes before everything else: before hooks that users add, sooner or later, before a
+compiled forward (``module.compile()``), and before what a library does in ``__call__``. So a unit
+is announced once for a call, no hook is inside of a compiled region, and a user's hooks see the
+parameters themselves.
+
+    forward     A call of a unit is an access: what it lacks is gathered, the next unit's weights
+                are prefetched, and the modules hold their parameters until the call ends.
+    backward    Hooks on the outputs that were computed in the unit announce its backward pass.
+                Autograd goes through the operators in exactly the reverse order, so the units come
+                in the reverse order of their calls, and no unit's backward pass is interrupted but
+                by that of a unit inside it.
+    gradients   AccumulateGrad calls a hook of the parameter, which adds ``.grad`` to the slot.
+    the end     A callback of the backward pass.
+
+A call inside a backward pass recomputes what torch.utils.checkpoint has not kept. It is an access
+only if another unit came in between.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields, is_dataclass
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd import Variable
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from megatron_llama.engine.optimizer import OverlappedDistributedOptimizer, StepResult
+from megatron_llama.errors import TrainingError
+from megatron_llama.nn.ops import accumulate
+from megatron_llama.nn.param_handle import param_handle_of
+from megatron_llama.plans.weight_access import WeightAccess
+from megatron_llama.sharding.holders import Holders, UnitHolders
+from megatron_llama.sharding.names import clean_name
+from megatron_llama.sharding.order import END_OF_BACKWARD, STEP, AccessOrder, OrderError, Peers
+from megatron_llama.sharding.placeholders import Placeholder
+from megatron_llama.sharding.specs import ModuleUnit
+
+Forward = Callable[..., Any]
+_INTERCEPTOR = "_megatron_llama_interceptor"
+
+
+class PassError(TrainingError, RuntimeError):
+    """Forward and backward passes that do not make a step."""
+
+
+class Intercepted(nn.Module):
+    """A module whose calls go to the engine first."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the module as an access to its weights."""
+        return self.__dict__[_INTERCEPTOR](super().__call__, args, kwargs)
+
+
+class InterceptedModel(Intercepted):
+    """The model that was given to ``shard``."""
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Do nothing: each step starts with the gradients of its own backward passes."""
+
+
+@cache
+def _intercepted(base: type[nn.Module], mixin: type[Intercepted]) -> type[nn.Module]:
+    """Return the class of modules of class ``base`` whose calls go to the engine."""
+    names = {"__module__": base.__module__, "__qualname__": base.__qualname__}
+    return type(base.__name__, (mixin, base), names)
+
+
+def intercept(
+    module: nn.Module, interceptor: Callable[..., Any], *, is_model: bool
+) -> Callable[[], None]:
+    """Let calls of a module go to ``interceptor(forward, args, kwargs)``. Returns what undoes
+    that."""
+    base = type(module)
+    object.__setattr__(module, _INTERCEPTOR, interceptor)
+    mixin = InterceptedModel if is_model else Intercepted
+    module.__class__ = _intercepted(base, mixin)  # type: ignore[arg-type]
+
+    def undo() -> None:
+        module.__class__ = base
+        module.__dict__.pop(_INTERCEPTOR)
+
+    return undo
+
+
+@dataclass
+class _Unit:
+    """A unit or root part at run time, or the model itself."""
+
+    name: str
+    index: int
+    """Its number; -1 for the model, where this is neither a unit nor a root part."""
+    reads: Sequence[tuple[int, str]]
+    """The buckets that it reads, each with the name of one of its parameters."""
+    holders: UnitHolders
+    pooled: bool
+    """Whether it is a unit and no root part: its slots may be taken by others."""
+    inside: frozenset[int]
+    casts: bool
+    """Whether floating inputs are cast to the compute dtype."""
+
+    def related(self, other: _Unit) -> bool:
+        """Whether one of two units is inside the other."""
+        return self.index in other.inside or other.index in self.inside
+
+
+class Passes:
+    """The forward and backward passes of a model, as the engine sees them.
+
+    Called by the thread that computes, which in a backward pass on a device is autograd's."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        units: Sequence[ModuleUnit],
+        engine: OverlappedDistributedOptimizer,
+        holders: Holders,
+        order: AccessOrder,
+        peers: Peers,
+        *,
+        microbatches: int,
+        cast_to: torch.dtype | None,
+        require_values: Callable[[], None],
+    ) -> None:
+        self._engine = engine
+        self._require_values = require_values
+        self._holders = holders
+        self._order = order
+        self._peers = peers
+        self._cast_to = cast_to
+        self.microbatches = microbatches
+        self.suspended = False
+        """Whether the modules hold whole parameters, so that calls are none of the engine's
+        business."""
+        self.refusal: str | None = None
+        """Why no pass may run any more."""
+        self.generation = 0
+        """How often the values of the parameters have changed."""
+        self._active: list[_Unit] = []
+        self._listed = False
+        """Whether accesses belong to the step: not those of evaluation."""
+        self._in_step = False
+        self._in_backward = False
+        self._backward_passes = 0
+        self._current: _Unit | None = None
+        """The unit that was accessed last in this backward pass."""
+        self._held: list[_Unit] = []
+        """The units whose modules hold their parameters in this backward pass."""
+        plan = engine.bucket_plan
+        bucket_of = {p.spec.name: b.index for b in plan.buckets for p in b.placements}
+        self._bucket_of = bucket_of
+        self._units = [
+            _Unit(
+                unit.name,
+                unit.index,
+                tuple({bucket_of[name]: name for name in unit.parameters}.items()),
+                holders.of_unit(unit),
+                not unit.is_root_part,
+                frozenset(unit.inside),
+                cast_to is not None and not unit.is_root_part,
+            )
+            for unit in units
+        ]
+        part_of = {
+            name: unit
+            for unit, at_run_time in zip(units, self._units, strict=True)
+            if unit.is_root_part
+            for name in unit.parameters
+        }
+        holders.make_placeholders(
+            {
+                name: self._resolver(self._units[part_of[name].index], parameter)
+                if name in part_of
+                else _unreadable
+                for name, parameter in holders.parameters.items()
+            }
+        )
+        for name, parameter in holders.parameters.items():
+            if parameter.requires_grad:
+                add_hook = parameter.register_post_accumulate_grad_hook
+                add_hook(self._deliver(name))  # type: ignore[no-untyped-call]
+        self._undo: list[Callable[[], None]] = []
+        root = next((unit for unit in units if unit.module is model), None)
+        if root is None:
+            whole = _Unit("the model", -1, (), UnitHolders((), {}, {}), False, frozenset(), True)
+            self._intercept(model, whole, is_model=True)
+        for unit, at_run_time in zip(units, self._units, strict=True):
+            self._intercept(unit.module, at_run_time, is_model=unit.module is model)
+
+    def _intercept(self, module: nn.Module, unit: _Unit, *, is_model: bool) -> None:
+        if is_model:
+            unit.casts = self._cast_to is not None
+
+        def called(forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            return self._call(unit, forward, args, kwargs)
+
+        self._undo.append(intercept(module, called, is_model=is_model))
+
+    def detach(self) -> None:
+        """Give the modules back their own classes. They keep the placeholders."""
+        for undo in self._undo:
+            undo()
+        self._undo.clear()
+
+    # Forward
+
+    def _call(
+        self, unit: _Unit, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        if self.suspended:
+            return forward(*args, **kwargs)
+        recomputes = torch._C._current_graph_task_id() != -1
+        outermost = not self._active
+        if recomputes:
+            self._enter_backward()
+        elif outermost:
+            self._begin_forward()
+        position = self._order.position
+        if unit.casts:
+            args, kwargs = tree_map_only(Tensor, self._cast, (args, kwargs))
+        again = unit in self._active
+        self._active.append(unit)
+        begin = torch._C._autograd._get_sequence_nr()
+        try:
+            if unit.index >= 0 and not again:
+                if not recomputes:
+                    self._access(unit, backward=False)
+                    unit.holders.hold_parameters()
+                elif self._current is not unit:
+                    self._access(unit, backward=True)
+                    self._hold_in_backward(unit)
+            output = forward(*args, **kwargs)
+        except BaseException as error:
+            if outermost and self._listed and not recomputes:
+                self._break_off(unit, position, error)
+            raise
+        finally:
+            self._active.pop()
+            if not again and unit not in self._held:
+                unit.holders.hold_placeholders()
+        if torch.is_grad_enabled():
+            self._watch_outputs(unit, output, begin)
+        return output
+
+    def _begin_forward(self) -> None:
+        """A call from outside of the model begins."""
+        self.require_usable()
+        if self._in_backward:
+            self.refusal = "a backward pass ended with an error"
+            self.require_usable()
+        self._require_values()
+        self._listed = torch.is_grad_enabled()
+        if not self._listed:
+            if not self._in_step:
+                self._engine.begin_evaluation(())
+        elif not self._in_step:
+            self._begin_step()
+
+    def _begin_step(self) -> None:
+        plan = self._order.begin_step(self.microbatches)
+        accesses, rounds = (None, None) if plan is None else (plan.accesses, plan.rounds)
+        with self._peers.explained():
+            self._engine.begin_step(self.microbatches, accesses, rounds)
+        self._in_step = True
+        self._backward_passes = 0
+
+    def require_usable(self) -> None:
+        """Raise PassError if no pass may run any more."""
+        if self.refusal is not None:
+            raise PassError(
+                "engine", got=self.refusal, expected="a working engine", do="make a new one"
+            )
+
+    def _break_off(self, unit: _Unit, position: int, error: BaseException) -> None:
+        """A forward pass of the step has ended with an error."""
+        if self._order.plan is not None and self._peers.axis.size > 1 and self.refusal is None:
+            # Nobody knows whether the peers have come to the same error: a pass that is repeated
+            # would gather what they do not gather again.
+            self.refusal = (
+                f"a forward pass of {unit.name} that ended with {type(error).__name__} ({error}) "
+                f"on rank {self._peers.axis.rank}"
+            )
+        self._order.break_off(position)
+
+    def _access(self, unit: _Unit, *, backward: bool) -> None:
+        """Gather what a unit reads, and wait for it."""
+        access = WeightAccess(unit.index, backward)
+        with self._peers.explained():
+            if self._listed and self._order.enter(access):
+                self._engine.access(unit.index, backward)
+            else:
+                following = self._order.expected_after(access, listed=self._listed)
+                self._engine.access_unplanned(unit.index, following)
+            for bucket, name in unit.reads:
+                self._engine.parameters.wait_unsharded(bucket, name)
+
+    def _resolver(self, part: _Unit, parameter: nn.Parameter) -> Callable[..., Any]:
+        """Return what lets a root part be read anywhere while the model runs: it has a slot of its
+        own, which nothing else takes."""
+
+        def resolve(placeholder: Placeholder) -> nn.Parameter | None:
+            if not self._active or self.suspended:
+                return None
+            if part not in self._active:
+                self._access(part, backward=torch._C._current_graph_task_id() != -1)
+            return parameter
+
+        return resolve
+
+    def _cast(self, value: Tensor) -> Tensor:
+        if value.is_floating_point() and value.dtype != self._cast_to:
+            return value.to(self._cast_to)
+        return value
+
+    def _watch_outputs(self, unit: _Unit, output: Any, begin: int) -> None:
+        """Announce the backward pass of what has been computed since the call began."""
+        hook: _BeforeBackward | None = None
+        for value in _tensors(output):
+            if unit.pooled and self._order.plan is None:
+                self._refuse_view(unit, value)
+            if not value.requires_grad:
+                continue
+            # An input that is handed on, or what others have computed, comes later in backward.
+            node = value.grad_fn
+            if node is not None and node._sequence_nr() >= begin:
+                hook = hook or _BeforeBackward(self, unit, self.generation)
+                value.register_hook(hook)  # type: ignore[no-untyped-call]
+
+    def _refuse_view(self, unit: _Unit, value: Tensor) -> None:
+        storage = value.untyped_storage().data_ptr()
+        for bucket, name in unit.reads:
+            slot = self._engine.parameters.unsharded[bucket].untyped_storage().data_ptr()
+            if storage == slot != 0:
+                raise PassError(
+                    f"the output of {unit.name}",
+                    got=f"a view of memory that {clean_name(name)} shares with other units",
+                    expected="a tensor of its own",
+                    do="return a clone(), or leave the module out of units",
+                )
+
+    # Backward
+
+    def before_backward(self, unit: _Unit, generation: int) -> None:
+        """The backward pass of one call of a unit begins."""
+        if generation != self.generation:
+            raise PassError(
+                f"the backward pass of {unit.name}",
+                got="a forward pass from before the parameters changed",
+                expected="one since the last engine.step()",
+                do="call backward before engine.step()",
+            )
+        self._enter_backward()
+        if unit.pooled and self._current is not unit:
+            self._access(unit, backward=True)
+            self._hold_in_backward(unit)
+
+    def _enter_backward(self) -> None:
+        if self._in_backward:
+            return
+        self.require_usable()
+        if not self._in_step:
+            raise PassError(
+                "backward", got="no forward pass of this step", expected="one", do="run the model"
+            )
+        if self._backward_passes == self.microbatches:
+            raise PassError(
+                f"backward pass {self._backward_passes + 1} of a step",
+                got=f"shard(microbatches={self.microbatches})",
+                expected="as many backward passes",
+                do="call engine.step() after the last, or set engine.microbatches",
+            )
+        self._listed = True
+        self._in_backward = True
+        self._current = None
+        Variable._execution_engine.queue_callback(self._end_backward)
+
+    def _hold_in_backward(self, unit: _Unit) -> None:
+        """Let a unit's modules hold its parameters, for what is recomputed in them, and those of
+        units that are done with hold placeholders."""
+        self._current = unit
+        for other in self._held:
+            if other is not unit and not other.related(unit):
+                other.holders.hold_placeholders()
+        self._held = [other for other in self._held if other.related(unit)]
+        self._held.append(unit)
+        unit.holders.hold_parameters()
+
+    def _end_backward(self) -> None:
+        """Every gradient of a backward pass has been delivered."""
+        for unit in self._held:
+            unit.holders.hold_placeholders()
+        self._held.clear()
+        self._order.agree(END_OF_BACKWARD)
+        with self._peers.explained():
+            self._engine.end_backward()
+        self._in_backward = False
+        self._backward_passes += 1
+
+    def _deliver(self, name: str) -> Callable[[Tensor], None]:
+        """Return the hook that gives what autograd has accumulated to the parameter's slot."""
+        parameters = self._engine.parameters
+        bucket = self._bucket_of[name]
+
+        def deliver(parameter: Tensor) -> None:
+            self._enter_backward()
+            grad = parameter.grad
+            if grad is None:
+                return  # a linear layer has written the slot itself
+            handle = param_handle_of(parameter)
+            assert handle is not None
+            # An operator has read the weight a moment ago. Raises if it was not there.
+            parameters.wait_unsharded(bucket, clean_name(name))
+            view, beta = handle.grad_view()
+            accumulate(view, beta, grad)
+            parameter.grad = None
+            handle.grad_written()
+
+        return deliver
+
+    # The step
+
+    def end_step(self, step: Callable[[], StepResult]) -> StepResult:
+        """Run the engine's step if the passes of one have been made. Raises PassError."""
+        self.require_usable()
+        if self._in_backward:
+            raise PassError(
+                "engine.step()",
+                got="a backward pass that ended with an error",
+                expected="one that ended",
+                do="make a new engine",
+            )
+        if self._backward_passes != self.microbatches or not self._in_step:
+            raise PassError(
+                "engine.step()",
+                got=f"{self._backward_passes} backward passes",
+                expected=f"{self.microbatches}, as shard(microbatches=) says",
+                do="call it after so many, or set engine.microbatches before the step",
+            )
+        if (following := self._order.expected) is not None:
+            raise OrderError(
+                "engine.step()",
+                got="the end of the step",
+                expected=f"{following} as in the first step",
+                do="shard(static_order=False) for a model that takes another way each time",
+            )
+        self._order.agree(STEP)
+        with self._peers.explained():
+            result = step()
+        self._order.end_step(self._engine.recorded_rounds)
+        self._in_step = False
+        self._backward_passes = 0
+        self.generation += 1
+        return result
+
+    @property
+    def between_steps(self) -> bool:
+        """Whether no pass of a step has begun."""
+        return not self._in_step
+
+
+class _BeforeBackward:
+    """A hook on the outputs of one call."""
+
+    def __init__(self, passes: Passes, unit: _Unit, generation: int) -> None:
+        self._passes = passes
+        self._unit = unit
+        self._generation = generation
+
+    def __call__(self, grad: Tensor) -> None:
+        self._passes.before_backward(self._unit, self._generation)
+
+
+def _unreadable(placeholder: Placeholder) -> None:
+    """A unit's parameter is read outside of the unit: its slot may hold another one."""
+
+
+def _tensors(output: Any) -> Iterator[Tensor]:
+    """Yield the tensors in the output of a module: in containers of Python, in those that are
+    registered with torch's pytree, and in dataclasses."""
+    if isinstance(output, Tensor):
+        yield output
+    elif is_dataclass(output) and not isinstance(output, Mapping | type):
+        for each in fields(output):
+            yield from _tensors(getattr(output, each.name))
+    elif isinstance(output, list | tuple):
+        for value in output:
+            yield from _tensors(value)
+    else:
+        leaves: Iterable[Any] = tree_leaves(output)
+        for value in leaves:
+            if value is not output:
+                yield from _tensors(value)

@@ -1,0 +1,201 @@
+"""The order in which a model uses its weights: recorded in the first step, compared in the next
+ones.
+
+While nobody knows the order, all ranks say before each access what they are about to do, and go on
+if it is the same. So a rank that takes another way is named by all ranks, and nobody waits for it.
+Once the order of a step is known, each rank compares its accesses with it, and nothing is sent. A
+rank that finds another access raises before it sends anything; it leaves the reason in the job's
+store, so that its peers, who lose their connections to it, can say why.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch.distributed as dist
+from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
+
+from megatron_llama.distributed.comm.object_collectives import all_gather_float
+from megatron_llama.distributed.mesh import Axis
+from megatron_llama.engine.gradients import GradientRounds
+from megatron_llama.errors import TrainingError
+from megatron_llama.plans.weight_access import WeightAccess
+
+END_OF_BACKWARD = -1
+STEP = -2
+"""What ranks agree on beside accesses."""
+_REASON = "reason"
+
+
+class OrderError(TrainingError, RuntimeError):
+    """The model has used its weights in another order than before, or than on another rank."""
+
+
+@dataclass(frozen=True)
+class StepPlan:
+    """What a recorded step has done, as the next ones will."""
+
+    accesses: tuple[WeightAccess, ...]
+    rounds: GradientRounds
+
+
+class Peers:
+    """The other ranks, as far as a failure concerns them."""
+
+    def __init__(self, axis: Axis) -> None:
+        self.axis = axis
+        self._store: Store | None = None
+        if axis.group is not None:
+            store = dist.distributed_c10d._get_default_store()
+            self._store = PrefixStore(f"megatron_llama/{axis.group.group_name}", store)
+
+    def tell(self, reason: str) -> None:
+        """Leave the reason why this rank leaves the step, for the peers that will miss it."""
+        if self._store is not None:
+            self._store.set(_REASON, reason)
+
+    @contextmanager
+    def explained(self) -> Iterator[None]:
+        """A section in which a failure of communication becomes the error that a peer has told."""
+        try:
+            yield
+        except RuntimeError as error:
+            told = isinstance(error, OrderError) or self._store is None
+            if told or not self._store.check([_REASON]):  # type: ignore[union-attr]
+                raise
+            raise OrderError(self._store.get(_REASON).decode()) from error  # type: ignore[union-attr]
+
+
+class AccessOrder:
+    """The accesses of the step that is under way."""
+
+    def __init__(self, names: Sequence[str], peers: Peers, *, static: bool) -> None:
+        """``names`` are those of the units; with ``static`` every step of as many microbatches does
+        what the first of them did."""
+        self._names = names
+        self._peers = peers
+        self._static = static
+        self._plans: dict[int, StepPlan] = {}
+        """By the number of microbatches."""
+        self._microbatches = 0
+        self._successors: dict[WeightAccess | None, int] = {}
+        """The unit that followed each access when it came last."""
+        self._made: list[WeightAccess] = []
+        self._last: WeightAccess | None = None
+        self._whole = True
+        """Whether no forward pass of this step was broken off."""
+        self.plan: StepPlan | None = None
+        """The plan of this step; None while it is recorded."""
+        self.position = 0
+        """How many accesses of the plan have been made."""
+        self._repeated = 0
+        """How many of them have been made since the last forward pass that was broken off, if that
+        is less."""
+
+    def begin_step(self, microbatches: int) -> StepPlan | None:
+        """Start a step. Returns its plan if a step of as many microbatches has been recorded."""
+        self._microbatches = microbatches
+        self.plan = self._plans.get(microbatches)
+        self._made = []
+        self._last = None
+        self._whole = True
+        self.position = 0
+        self._repeated = 0
+        return self.plan
+
+    def enter(self, access: WeightAccess) -> bool:
+        """Compare the next access with the plan, or with those of the other ranks. Returns whether
+        it is the plan's next. Raises OrderError."""
+        if self.plan is None:
+            self.agree(2 * access.unit + access.backward)
+            self._note(access)
+            self._made.append(access)
+            return False
+        accesses = self.plan.accesses
+        planned = accesses[self._repeated] if self._repeated < len(accesses) else None
+        if access != planned:
+            expected = "the end of the step" if planned is None else self._described(planned)
+            raise self._another_way(self._described(access), expected)
+        self._repeated += 1
+        if self._repeated <= self.position:
+            return False
+        self.position = self._repeated
+        return True
+
+    def _another_way(self, got: str, expected: str) -> OrderError:
+        rank = f"rank {self._peers.axis.rank}, " if self._peers.axis.size > 1 else ""
+        error = OrderError(
+            f"{rank}access {self._repeated} of the step",
+            got=got,
+            expected=f"{expected} as in the first step",
+            do="run evaluation under torch.no_grad(), or shard(static_order=False) for a model "
+            "that takes another way each time",
+        )
+        self._peers.tell(str(error))
+        return error
+
+    def break_off(self, position: int) -> None:
+        """A forward pass that began at this position has ended with an error. It may be repeated
+        from there. A step that is recorded is no plan for others any more."""
+        self._whole = False
+        self._repeated = position
+
+    def expected_after(self, access: WeightAccess, *, listed: bool) -> int | None:
+        """Return the unit that will probably follow an access that is in no plan."""
+        if access in self._successors:
+            return self._successors[access]
+        neighbour = access.unit + (-1 if access.backward else 1)
+        return neighbour if 0 <= neighbour < len(self._names) else None
+
+    def _note(self, access: WeightAccess) -> None:
+        if self._last is not None:
+            self._successors[self._last] = access.unit
+        self._last = access
+
+    def agree(self, code: int) -> None:
+        """Make sure that all ranks are at the same point, of which ``code`` is the number.
+        Collective while there is no plan, else it does nothing. Raises OrderError on all ranks."""
+        if self.plan is not None or self._peers.axis.size == 1:
+            return
+        with self._peers.explained():
+            codes = [int(found) for found in all_gather_float(code, self._peers.axis)]
+        if len(set(codes)) > 1:
+            by_code: dict[int, list[int]] = {}
+            for rank, found in enumerate(codes):
+                by_code.setdefault(found, []).append(rank)
+            ways = "; ".join(
+                f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}: "
+                f"{self._point(found)}"
+                for found, ranks in by_code.items()
+            )
+            raise OrderError(
+                f"access {len(self._made)} of the step",
+                got=f"different ones ({ways})",
+                expected="the same on all ranks",
+                do="let every rank run the same units in the same order: a unit that some rank "
+                "does not need still has to run there",
+            )
+
+    def end_step(self, rounds: Callable[[], GradientRounds]) -> None:
+        """The step has ended: keep what it did as the plan of the next ones."""
+        if self.plan is None and self._static and self._whole:
+            self._plans[self._microbatches] = StepPlan(tuple(self._made), rounds())
+
+    @property
+    def expected(self) -> str | None:
+        """The next access of the plan, in words; None at its end, and without a plan."""
+        if self.plan is None or self.position == len(self.plan.accesses):
+            return None
+        return self._described(self.plan.accesses[self.position])
+
+    def _point(self, code: int) -> str:
+        if code == END_OF_BACKWARD:
+            return "the end of a backward pass"
+        if code == STEP:
+            return "engine.step()"
+        return self._described(WeightAccess(code // 2, bool(code % 2)))
+
+    def _described(self, access: WeightAccess) -> str:
+        return f"{'backward' if access.backward else 'forward'} of {self._names[access.unit]}"

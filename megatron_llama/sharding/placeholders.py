@@ -1,0 +1,155 @@
+"""What a module holds instead of a parameter while nobody may read its values.
+
+Outside of a forward or backward pass a parameter exists as shards, and its place in the slots holds
+old values, half of the new ones, or another unit. So modules hold a placeholder then: it has the
+shape, dtype and device of the parameter and no memory, and whatever needs values raises.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from megatron_llama.errors import UserError
+
+_ATTRIBUTES = (
+    *("shape", "dtype", "device", "layout", "requires_grad", "ndim", "itemsize", "nbytes"),
+    *("grad_fn", "retains_grad", "output_nr"),
+    *(name for name in dir(Tensor) if name.startswith("is_")),
+)
+_METHODS = (
+    *("size", "dim", "ndimension", "numel", "nelement", "stride", "element_size", "get_device"),
+    *("is_floating_point", "is_complex", "is_signed", "is_contiguous", "storage_offset"),
+    *("is_inference", "__hash__"),
+)
+_ALLOWED = frozenset(
+    {
+        *(
+            getattr(Tensor, name).__get__
+            for name in _ATTRIBUTES
+            if not callable(getattr(Tensor, name))
+        ),
+        *(getattr(Tensor, name) for name in _METHODS),
+        torch.is_floating_point,
+        torch.is_complex,
+        torch.numel,
+    }
+)
+"""What is answered without values."""
+Resolve = Callable[["Placeholder"], nn.Parameter | None]
+"""Returns the parameter itself if it may be read now."""
+
+
+class ShardedParameterError(UserError, RuntimeError):
+    """Something needs the values or the gradient of a parameter that is sharded at the moment."""
+
+
+class Placeholder(nn.Parameter):
+    """A parameter without values: ``shape``, ``dtype``, ``device``, ``numel()`` and
+    ``requires_grad`` are those of the parameter, and everything else raises
+    ``ShardedParameterError``.
+
+    While the model runs, a parameter that has a slot of its own may be read anywhere in it (a tied
+    weight, a weight that another module reads): then the operation gets the parameter itself."""
+
+    parameter_name: str
+    """For messages."""
+    _resolve: Resolve
+
+    @staticmethod
+    def __new__(
+        cls,
+        name: str,
+        shape: Sequence[int],
+        dtype: torch.dtype,
+        device: torch.device,
+        resolve: Resolve,
+        *,
+        requires_grad: bool,
+    ) -> Placeholder:
+        """Make the placeholder of one parameter; ``resolve`` is asked before anything is
+        refused."""
+        made: Placeholder = Tensor._make_wrapper_subclass(
+            cls, tuple(shape), dtype=dtype, device=device, requires_grad=requires_grad
+        )
+        made.parameter_name = name
+        made._resolve = resolve
+        made._is_param = True
+        return made
+
+    def __init__(self, *args: object, **kwargs: object) -> None:
+        """Everything is done by ``__new__``."""
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        with torch._C.DisableTorchFunctionSubclass():
+            return f"Placeholder({self.parameter_name}, {tuple(self.shape)}, {self.dtype}: sharded)"
+
+    def __deepcopy__(self, memo: object) -> Placeholder:
+        raise _refused(self.parameter_name, "a copy")
+
+    def __reduce_ex__(self, protocol: object) -> Any:
+        raise _refused(self.parameter_name, "pickling")
+
+    @classmethod
+    def __torch_function__(
+        cls,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func in _ALLOWED:
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **kwargs)
+        return func(
+            *(_resolved(value, func) for value in args),
+            **{name: _resolved(value, func) for name, value in kwargs.items()},
+        )
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        found = next(value for value in args if isinstance(value, Placeholder))
+        raise _refused(found.parameter_name, str(func))
+
+
+def _resolved(value: Any, func: Callable[..., Any]) -> Any:
+    """Return an argument with the parameters themselves in it. Raises ShardedParameterError."""
+    if isinstance(value, Placeholder):
+        parameter = value._resolve(value)
+        if parameter is None:
+            raise _refused(value.parameter_name, _described(func))
+        return parameter
+    if isinstance(value, list | tuple):
+        return type(value)(_resolved(each, func) for each in value)
+    return value
+
+
+def _described(func: Callable[..., Any]) -> str:
+    """Return the name of a function of torch, or of the property that it reads or sets."""
+    name = getattr(func, "__name__", str(func))
+    if name in ("__get__", "__set__"):
+        attribute = func.__self__.__name__  # type: ignore[attr-defined]
+        return f"{attribute} = ..." if name == "__set__" else str(attribute)
+    return str(name)
+
+
+def _refused(name: str, what: str) -> ShardedParameterError:
+    if what in ("grad", "grad = ..."):
+        do = "gradients live in the engine: clip with shard(clip=), read result.grad_norm"
+    elif what in ("requires_grad_", "requires_grad = ..."):
+        do = "freeze parameters before shard()"
+    else:
+        do = "read or write parameters inside engine.gathered()"
+    return ShardedParameterError(
+        name, got=f"{what} while it is sharded", expected="a call inside of the model", do=do
+    )

@@ -1,0 +1,352 @@
+"""``shard``: the engine around any module."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import fields, replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from megatron_llama.config.schema import (
+    Config,
+    OffloadConfig,
+    OptimizerConfig,
+    ParallelConfig,
+    TrainingConfig,
+    ZenFlowConfig,
+)
+from megatron_llama.distributed import device as devices
+from megatron_llama.distributed.data_mesh import close_data_mesh, data_mesh
+from megatron_llama.distributed.mesh import Mesh
+from megatron_llama.engine.build import build_engine
+from megatron_llama.errors import ConfigError, counted, describe, listing
+from megatron_llama.plans.buckets import BY_TRAFFIC, NO_SHARD, module_bucket_plan, strategy_named
+from megatron_llama.sharding.engine import ModuleEngine
+from megatron_llama.sharding.holders import Holders
+from megatron_llama.sharding.hooks import Intercepted, Passes
+from megatron_llama.sharding.initial import first_values, require_same_model
+from megatron_llama.sharding.names import clean_name, parameter_names
+from megatron_llama.sharding.optimizer import AdamW, parameter_groups
+from megatron_llama.sharding.order import AccessOrder, Peers
+from megatron_llama.sharding.specs import ModuleUnit, module_units, unit_predicate, unit_specs
+
+STRATEGIES = (NO_SHARD, *BY_TRAFFIC)
+COMPUTE_DTYPES = (torch.float32, torch.bfloat16, torch.float64)
+"""Not fp16: gradients would underflow, and the engine cannot scale a loss that it does not see."""
+REDUCTIONS = ("mean", "sum")
+OFFLOADS = ("none", "exact", "zenflow")
+TORCHS_DEFAULTS = AdamW()
+
+
+def shard(
+    model: nn.Module,
+    *,
+    units: Iterable[type[nn.Module]] | Callable[[nn.Module], bool] = (),
+    strategy: str = "optim_grads_params",
+    optimizer: AdamW | torch.optim.Optimizer = TORCHS_DEFAULTS,
+    clip: float = 0.0,
+    microbatches: int = 1,
+    mesh: DeviceMesh | dist.ProcessGroup | None = None,
+    param_slots: int | str = 2,
+    grad_slots: int = 2,
+    shard_size: int = 0,
+    bucket_size: int = 40_000_000,
+    dtype: torch.dtype | None = None,
+    reduce_dtype: torch.dtype | None = None,
+    optimizer_offload: str = "none",
+    reduction: str = "mean",
+    static_order: bool = True,
+    find_unused: bool = False,
+    **offload_options: Any,
+) -> ModuleEngine:
+    """Shard a module over data-parallel ranks, and return the engine that trains it. Collective.
+
+    The module is called as before, and holds placeholders for its parameters while nothing runs.
+    Every ``microbatches`` backward passes are a step::
+
+        import megatron_llama as ml
+
+        engine = ml.shard(model, units=[Block], optimizer=ml.AdamW(lr=3e-4), clip=1.0)
+        for batch in batches:
+            model(batch).sum().backward()
+            result = engine.step()
+
+    ``units`` are module classes, or a predicate of a module: what is gathered together. What is in
+    no unit is gathered by itself. ``strategy`` is what each rank has a share of: ``no_shard``
+    (nothing, as DDP), ``optim`` (optimizer state; ZeRO-1), ``optim_grads`` (gradients as well;
+    ZeRO-2), ``optim_grads_params`` (parameters as well; ZeRO-3, FSDP).
+    ``optimizer`` is ``ml.AdamW``, or a torch.optim.AdamW of the model's parameters. ``clip`` is the
+    largest global L2 norm of the gradient; 0: no clipping.
+    ``mesh`` is a DeviceMesh (with two dims: replicas and shards), a process group, or None: all
+    processes, as torchrun has started them, or this one alone.
+    ``param_slots`` and ``grad_slots`` are the numbers of units whose whole parameters and gradients
+    a rank holds at a time; ``param_slots="all"`` gathers each unit once in a step.
+    ``shard_size`` shards within so many neighbours and repeats the shards across (hybrid sharding).
+    ``bucket_size`` is the number of elements of one message where messages are not made by unit.
+    ``dtype`` is that of parameters and computation, by default the parameters' own; with bf16
+    masters are fp32. Floating inputs of the model and its units are cast to it, as FSDP2 does.
+    ``reduce_dtype=torch.bfloat16`` halves the bytes of gradients on the wire.
+    ``optimizer_offload`` keeps optimizer state and masters in the host's memory: ``exact``, or
+    ``zenflow`` (an approximation); further keywords are the offload options of docs/options.md.
+    ``reduction`` says what the gradient of several ranks is: their ``mean`` as in DDP, or ``sum``.
+    ``static_order=False`` is for a model that uses its units in another order each time: ranks then
+    agree before each unit, and less is prefetched. ``find_unused=True`` trains parameters that got
+    no gradient with a gradient of zero, as DDP does; without it they are an error.
+
+    Rank 0's values of parameters and buffers count. Raises ConfigError with all that is wrong."""
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"shard(model): got {type(model).__name__}, expected a torch.nn.Module")
+    is_unit = unit_predicate(units)
+    problems = [
+        *_option_problems(
+            strategy=strategy,
+            clip=clip,
+            microbatches=microbatches,
+            param_slots=param_slots,
+            grad_slots=grad_slots,
+            shard_size=shard_size,
+            bucket_size=bucket_size,
+            dtype=dtype,
+            reduce_dtype=reduce_dtype,
+            optimizer_offload=optimizer_offload,
+            reduction=reduction,
+        ),
+        *_offload_option_problems(offload_options),
+        *_model_problems(model, dtype),
+    ]
+    found = [] if problems else module_units(model, is_unit)
+    if found and units and all(unit.is_root_part for unit in found):
+        problems.append(
+            describe(
+                "units",
+                got="no module with parameters that matches",
+                expected="at least one",
+                do=f"name the classes of its repeated layers (it has {_classes(model)})",
+            )
+        )
+    if problems:
+        raise ConfigError(listing("shard:", problems))
+    groups = parameter_groups(optimizer, model)
+    sharded = strategy_named(strategy).sharded
+    data = data_mesh(mesh, shard_size if sharded else 1, _device(model, mesh))
+    try:
+        require_same_model(model, data.world)
+        compute = dtype or next(model.parameters()).dtype
+        config = Config(
+            parallel=ParallelConfig(
+                data_parallel_sharding_strategy=strategy,  # type: ignore[arg-type]
+                data_parallel_shard_size=shard_size,
+                param_slots=str(param_slots),
+                grad_slots=grad_slots,
+                reduce_bucket_size=bucket_size,
+                grad_reduce_in_bf16=reduce_dtype == torch.bfloat16,
+            ),
+            training=TrainingConfig(bf16=compute == torch.bfloat16, fp64=compute == torch.float64),
+            optimizer=groups[0].config(clip=clip) if groups else OptimizerConfig(clip_grad=clip),
+            offload=_chosen(
+                replace(OffloadConfig(), optimizer_offload=optimizer_offload),  # type: ignore[arg-type]
+                offload_options,
+            ),
+            zenflow=_chosen(ZenFlowConfig(), offload_options),
+        )
+        return _build(
+            config,
+            model,
+            found,
+            groups,
+            data,
+            microbatches=microbatches,
+            static_order=static_order,
+            find_unused=find_unused,
+            mean=reduction == "mean",
+            cast_to=dtype,
+        )
+    except BaseException:
+        close_data_mesh(data)
+        raise
+
+
+def _build(
+    config: Config,
+    model: nn.Module,
+    units: list[ModuleUnit],
+    groups: Any,
+    mesh: Mesh,
+    *,
+    microbatches: int,
+    static_order: bool,
+    find_unused: bool,
+    mean: bool,
+    cast_to: torch.dtype | None,
+) -> ModuleEngine:
+    """Build the engine, and let the module hold placeholders."""
+    parallel = config.parallel
+    bucket_plan = module_bucket_plan(
+        unit_specs(model, units, groups),
+        strategy=parallel.data_parallel_sharding_strategy,
+        shards=mesh.dp_shard.size,
+        param_slots=None if parallel.param_slots == "all" else int(parallel.param_slots),
+        grad_slots=None if find_unused else parallel.grad_slots,
+        cap=parallel.reduce_bucket_size,
+    )
+    holders = Holders(model)
+    engine = build_engine(
+        config,
+        bucket_plan,
+        mesh,
+        attach=holders.attach,
+        groups=[group.config(clip=config.optimizer.clip_grad) for group in groups],
+        grad_divisor=float(mesh.dp.size) if mean else 1.0,
+        find_unused=find_unused,
+        scale_loss=False,
+    )
+    values = first_values(engine, model)
+    peers = Peers(mesh.world)
+    order = AccessOrder([unit.name for unit in units], peers, static=static_order)
+    passes = Passes(
+        model,
+        units,
+        engine,
+        holders,
+        order,
+        peers,
+        microbatches=microbatches,
+        cast_to=cast_to,
+        require_values=values.require_initialized,
+    )
+    holders.uninstall()
+    return ModuleEngine(
+        model, units, engine, values, passes, groups, clip=config.optimizer.clip_grad
+    )
+
+
+def _device(model: nn.Module, mesh: DeviceMesh | dist.ProcessGroup | None) -> torch.device | None:
+    """Return the device of the engine: that of the DeviceMesh, else that of the parameters, else
+    (on the meta device) this process's accelerator."""
+    if isinstance(mesh, DeviceMesh):
+        return torch.device(mesh.device_type) if mesh.device_type == "cpu" else None
+    found = {parameter.device for parameter in model.parameters() if not parameter.is_meta}
+    on_accelerator = {device for device in found if not devices.is_host(device)}
+    if on_accelerator:
+        return next(iter(on_accelerator))
+    return next(iter(found), None)
+
+
+def _option_problems(
+    *,
+    strategy: str,
+    clip: float,
+    microbatches: int,
+    param_slots: int | str,
+    grad_slots: int,
+    shard_size: int,
+    bucket_size: int,
+    dtype: torch.dtype | None,
+    reduce_dtype: torch.dtype | None,
+    optimizer_offload: str,
+    reduction: str,
+) -> Iterator[str]:
+    """Yield what is wrong with the options alone."""
+    for name, value, allowed in (
+        ("strategy", strategy, STRATEGIES),
+        ("reduction", reduction, REDUCTIONS),
+        ("optimizer_offload", optimizer_offload, OFFLOADS),
+        ("dtype", dtype, (None, *COMPUTE_DTYPES)),
+        ("reduce_dtype", reduce_dtype, (None, torch.float32, torch.bfloat16)),
+    ):
+        if value not in allowed:
+            expected = f"one of {', '.join(map(str, allowed))}"
+            yield describe(name, got=repr(value), expected=expected, do=f"give another {name}")
+    for name, number, least in (
+        ("microbatches", microbatches, 1),
+        ("grad_slots", grad_slots, 1),
+        ("bucket_size", bucket_size, 1),
+        ("shard_size", shard_size, 0),
+        *(() if param_slots == "all" else (("param_slots", param_slots, 1),)),
+    ):
+        if not isinstance(number, int) or isinstance(number, bool) or number < least:
+            also = ', or "all"' if name == "param_slots" else ""
+            expected = f"a whole number from {least}{also}"
+            yield describe(name, got=repr(number), expected=expected, do=f"change {name}")
+    if not 0.0 <= clip < float("inf"):
+        yield describe("clip", got=clip, expected="a norm, or 0 for none", do="change clip")
+
+
+def _offload_option_problems(options: dict[str, Any]) -> Iterator[str]:
+    """Yield keywords that are no option of the offload."""
+    names = [each.name for part in (OffloadConfig, ZenFlowConfig) for each in fields(part)]
+    names = [name for name in names if name not in ("optimizer_offload", "zenflow_config")]
+    for name in options:
+        if name not in names:
+            expected = f"an argument of shard, or one of {', '.join(names)}"
+            yield describe(name, got=repr(options[name]), expected=expected, do="leave it out")
+
+
+def _chosen(part: Any, options: dict[str, Any]) -> Any:
+    """Return a part of the configuration with those of the options that belong to it."""
+    names = {each.name for each in fields(part)}
+    return replace(part, **{name: value for name, value in options.items() if name in names})
+
+
+def _model_problems(model: nn.Module, dtype: torch.dtype | None) -> Iterator[str]:
+    """Yield what the engine cannot do with the parameters of a model."""
+    names = parameter_names(model)
+    if not names:
+        yield describe("model", got="no parameters", expected="some", do="give the whole module")
+    sharded = [name for name, module in model.named_modules() if isinstance(module, Intercepted)]
+    if sharded:
+        yield describe(
+            clean_name(sharded[0]) or "model",
+            got="a module that shard has taken already",
+            expected="a plain one",
+            do="shard the whole model once",
+        )
+        return
+    for parameter, (name, *_) in names.items():
+        if type(parameter) is not nn.Parameter:
+            yield describe(
+                clean_name(name),
+                got=type(parameter).__name__,
+                expected="a plain nn.Parameter",
+                do="call shard before other libraries change the parameters, and run lazy modules "
+                "once before it",
+            )
+        elif not parameter.is_floating_point():
+            yield describe(
+                clean_name(name),
+                got=parameter.dtype,
+                expected="real numbers",
+                do="register it as a buffer, or keep it out of the model",
+            )
+    dtypes: dict[torch.dtype, list[str]] = {}
+    for parameter, (name, *_) in names.items():
+        dtypes.setdefault(parameter.dtype, []).append(clean_name(name))
+    if dtype is None and len(dtypes) > 1:
+        found = ", ".join(
+            f"{kind} of {counted(len(which), 'parameter')} ({which[0]}, ...)"
+            for kind, which in dtypes.items()
+        )
+        yield describe(
+            "dtype", got=f"None for {found}", expected="one dtype", do="give shard(dtype=)"
+        )
+    elif dtype is None and dtypes and next(iter(dtypes)) not in COMPUTE_DTYPES:
+        yield describe(
+            "dtype",
+            got=f"None for parameters of {next(iter(dtypes))}",
+            expected=f"one of {', '.join(map(str, COMPUTE_DTYPES))}",
+            do="give shard(dtype=torch.bfloat16)",
+        )
+
+
+def _classes(model: nn.Module) -> str:
+    """Return the names of the classes of which a model has several modules with parameters."""
+    counts: dict[str, int] = {}
+    for module in model.modules():
+        if any(True for _ in module.parameters()):
+            counts[type(module).__name__] = counts.get(type(module).__name__, 0) + 1
+    repeated = sorted((name for name in counts if counts[name] > 1), key=lambda name: counts[name])
+    return ", ".join(repeated[:5] or sorted(counts)[:5])
