@@ -90,7 +90,12 @@ class _Linear(torch.autograd.Function):
             right = input.reshape(-1, input.shape[-1])
             if weight_use is _Use.ACCUMULATED:
                 view, beta = ctx.read.handle.grad_view()
-                accumulate_product(view, beta, left.t(), right)
+                if view.dtype == right.dtype:
+                    # The product that autograd computes, so its bits. On some CPUs
+                    # ``accumulate_product`` would take oneDNN's, at up to 14 % more time here.
+                    torch.addmm(view, left.t(), right, beta=beta, out=view)
+                else:
+                    accumulate_product(view, beta, left.t(), right)
                 ctx.read.handle.grad_written()
             else:
                 weight_grad = left.t() @ right
