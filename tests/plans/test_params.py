@@ -13,6 +13,7 @@ from megatron_llama.distributed.recorder import Recorder
 from megatron_llama.model.llama import Stage, StageOptions
 from megatron_llama.plans.activation_memory import Granularity
 from megatron_llama.plans.params import (
+    HFSlice,
     ParamSpec,
     Partition,
     UnitSpec,
@@ -313,3 +314,24 @@ def test_tied_embedding_is_one_parameter_on_one_rank_and_two_copies_on_several()
     tied = [[spec for spec in specs_of(units) if spec.tied] for units in ends]
     assert [[spec.name for spec in specs] for specs in tied] == [["model.embed_tokens.weight"], [], [], ["lm_head.weight"]]
     assert tied[0][0].slices == tied[3][0].slices and tied[0][0].contributions == tied[3][0].contributions == 1
+
+
+SHAPES = [(), (1,), (7,), (3, 5), (1, 1), (4, 1, 3), (2, 3, 4), (5, 4, 3, 3), (2, 1, 2, 1, 3), (0,), (3, 0, 2)]
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_rectangles_of_any_rank_are_contiguous_ranges(shape: tuple[int, ...]) -> None:
+    """Every range of the elements, as torch sees the blocks: in order, without a gap, and few of them."""
+    spec = ParamSpec("w", shape, (HFSlice("w", shape, 0, shape[0] if shape else 1),), decay=len(shape) > 1)
+    whole = torch.arange(spec.numel).view(shape)
+    for low in range(spec.numel + 1):
+        for high in range(low, spec.numel + 1):
+            pieces = list(rectangles(spec, low, high))
+            elements = []
+            for piece in pieces:
+                assert piece.shape == shape and len(piece.offset) == len(piece.size) == len(shape)
+                block = whole[tuple(slice(at, at + size) for at, size in zip(piece.offset, piece.size, strict=True))]
+                assert tuple(block.shape) == piece.size and piece.start == low + len(elements)
+                elements += block.flatten().tolist()
+            assert elements == list(range(low, high))
+            assert len(pieces) <= max(1, 2 * len(shape) - 1)

@@ -351,3 +351,65 @@ def test_a_walk_takes_time_in_proportion_to_its_length(slots: int, limit: int | 
         return count
 
     assert lines(40) <= 2 * lines(20) <= 4 * lines(10)
+
+
+# Accesses in no list
+
+
+def test_accesses_in_no_list_alternate_slots() -> None:
+    """Four blocks, two slots, forward and backward, each announcing the next: as many gathers as a planned walk from empty slots."""
+    prefetch = blocks(4, 2)
+    prefetch.begin(())
+    order = [0, 1, 2, 3, 3, 2, 1, 0]
+    found = [prefetch.access_unplanned(unit, following) for unit, following in zip(order, [*order[1:], None], strict=True)]
+    assert found == [(0, 1), (2,), (3,), (), (), (1,), (0,), ()]
+    assert sum(map(len, found)) == changes(prefetch.slots, order)
+
+
+def test_without_an_announcement_each_access_gathers_what_it_lacks() -> None:
+    prefetch = blocks(4, 2)
+    assert [prefetch.access_unplanned(unit) for unit in (0, 1, 2, 3, 3, 2, 1, 0)] == [(0,), (1,), (2,), (3,), (), (), (1,), (0,)]
+
+
+@pytest.mark.parametrize(("limit", "expected"), [(None, (0, 1)), (10, (0, 1)), (9, (0, 1)), (0, (0,))])
+def test_an_announced_unit_keeps_the_limit(limit: int | None, expected: tuple[int, ...]) -> None:
+    assert blocks(2, 2, limit=limit).access_unplanned(0, 1) == expected
+
+
+def test_an_announced_unit_waits_for_the_slot_that_is_read() -> None:
+    """One slot; and of two buckets the second is not gathered before the first, which has to wait."""
+    assert blocks(2, 1).access_unplanned(0, 1) == (0,)
+    places = [(0, 0), (0, 0), (1, 0)]
+    prefetch = PrefetchPlan(slots=places, sizes=[1] * 3, unit_buckets=[(0,), (1, 2)], prefetch_bytes=None)
+    assert prefetch.access_unplanned(0, 1) == (0,)
+    assert prefetch.access_unplanned(1) == (1, 2)
+
+
+def test_a_walk_gathers_again_what_another_access_evicted() -> None:
+    """Between forward and backward somebody evaluates: blocks 0 and 1 go where 2 and 3 were kept. Two gathers more, no other."""
+    plain_walk = walk(blocks(4, 2), plain(4, 1))
+    prefetch, accesses = blocks(4, 2), plain(4, 1)
+    found = [prefetch.begin(accesses), *(prefetch.advance(access) for access in accesses[:4])]
+    assert found == plain_walk[:5]
+    assert [prefetch.access_unplanned(0, 1), prefetch.access_unplanned(1)] == [(0, 1), ()]
+    rest = [prefetch.advance(access) for access in accesses[4:]]
+    assert rest == [(3, 2), (1,), (0,), ()] and plain_walk[5:] == [(), (1,), (0,), ()]
+
+
+def test_a_walk_goes_on_where_another_access_took_what_was_prefetched() -> None:
+    """While block 0 runs, 1 has been prefetched into its slot, which 3 takes. The walk gathers 1 again, and keeps its order."""
+    prefetch, accesses = blocks(4, 2), plain(4, 1)[:4]
+    assert [prefetch.begin(accesses), prefetch.advance(accesses[0])] == [(0, 1), ()]
+    assert prefetch.access_unplanned(3) == (3,)
+    assert prefetch.gathers_to_come
+    assert [prefetch.advance(access) for access in accesses[1:]] == [(1, 2), (3,), ()]
+    assert not prefetch.gathers_to_come
+
+
+def test_an_access_in_no_list_of_what_is_there_changes_nothing() -> None:
+    prefetch, accesses = blocks(4, 2), plain(4, 1)
+    found = [prefetch.begin(accesses)]
+    for access in accesses:
+        found.append(prefetch.advance(access))
+        assert prefetch.access_unplanned(access.unit) == ()
+    assert found == walk(blocks(4, 2), accesses)

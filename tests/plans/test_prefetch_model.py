@@ -25,18 +25,22 @@ SEQUENCES = 2000
 
 @dataclass(frozen=True)
 class Call:
-    """One line of the program that all ranks run: begin, advance, invalidate or try_gather."""
+    """One line of the program that all ranks run: begin, advance, access_unplanned, invalidate or try_gather."""
 
     name: str
     accesses: tuple[WeightAccess, ...] = ()
     bucket: int = -1
+    unit: int = -1
+    following: int | None = None
 
 
 class Scenario:
     """A random layout and a random program over it."""
 
-    def __init__(self, seed: int) -> None:
+    def __init__(self, seed: int, *, unplanned: bool = False) -> None:
+        """``unplanned``: accesses that are in no list come in between."""
         self.draw = draw = random.Random(seed)
+        self.unplanned = random.Random(seed) if unplanned else None
         places = [(pool, slot) for pool in range(draw.choice((1, 2))) for slot in range(draw.randint(1, 3))]
         self.slots = [draw.choice(places) for _ in range(draw.randint(2, 8))]
         self.sizes = [draw.randint(1, 9) for _ in self.slots]
@@ -62,11 +66,13 @@ class Scenario:
     def _walk(self, accesses: tuple[WeightAccess, ...]) -> Iterator[Call]:
         """A list, and one of: no update, an update of everything, or updates of single buckets as soon as they may be."""
         yield Call("begin", accesses)
+        yield from self._others()
         end = self.draw.choice(("nothing", "at once", "one by one"))
         needs = [self.units[access.unit] for access in accesses]
         forward = list(dict.fromkeys([bucket for need in needs for bucket in need] + list(range(len(self.slots)))))
         for index, access in enumerate(accesses):
             yield Call("advance", (access,))
+            yield from self._others()
             for bucket in [b for b in forward if not any(b in need for need in needs[index + 1 :])]:
                 if end == "one by one" and self.draw.random() < 0.3:
                     forward.remove(bucket)
@@ -77,6 +83,11 @@ class Scenario:
         elif end == "one by one":
             for bucket in forward:
                 yield from (Call("invalidate", bucket=bucket), Call("try_gather", bucket=bucket))
+
+    def _others(self) -> Iterator[Call]:
+        while self.unplanned is not None and self.unplanned.random() < 0.2:
+            units = range(len(self.units))
+            yield Call("access_unplanned", unit=self.unplanned.choice(units), following=self.unplanned.choice([None, *units]))
 
 
 class Rules:
@@ -89,6 +100,8 @@ class Rules:
         self.accesses: tuple[WeightAccess, ...] = ()
         self.current: tuple[int, ...] = ()
         self.position = self.misses = 0
+        self.disturbed = False
+        """Another access has evicted something since the list began."""
 
     def needs(self, start: int) -> list[int]:
         return [bucket for access in self.accesses[start:] for bucket in self.case.units[access.unit]]
@@ -107,13 +120,34 @@ class Rules:
             self.held = {slot: bucket for slot, bucket in self.held.items() if bucket != call.bucket}
             self.unused.discard(call.bucket)
         if call.name == "begin":
-            self.accesses, self.position, self.current = call.accesses, 0, ()
+            self.accesses, self.position, self.current, self.disturbed = call.accesses, 0, (), False
             kept = list(self.held.values())
             self.misses = changes(self.case.slots, [*kept, *self.needs(0)]) - len(kept)
         if call.name == "advance":
             self.current = self.case.units[call.accesses[0].unit]
             self.position += 1
             self.unused -= set(self.current)
+        if call.name == "access_unplanned":
+            self.unused -= set(self.case.units[call.unit])
+
+    def unplanned(self, call: Call, answer: tuple[int, ...]) -> None:
+        """What the access lacks, then of the unit that follows what has neither to wait for its slot nor for room."""
+        own, ahead = self.case.units[call.unit], () if call.following is None else self.case.units[call.following]
+        missing = [bucket for bucket in own if self.held.get(self.case.slots[bucket]) != bucket]
+        assert list(answer[: len(missing)]) == missing
+        later = answer[len(missing) :]
+        self.disturbed |= bool(answer)
+        read = {self.case.slots[bucket] for bucket in own}
+        for bucket in answer:
+            self.unused.discard(self.held.get(self.case.slots[bucket], -1))
+            self.held[self.case.slots[bucket]] = bucket
+            if bucket in later:
+                assert bucket in ahead and self.case.slots[bucket] not in read
+                self.unused.add(bucket)
+                assert self.fits(self.unused), "too many bytes ahead"
+        left = [bucket for bucket in ahead if self.held.get(self.case.slots[bucket]) != bucket]
+        if left:
+            assert self.case.slots[left[0]] in read or not self.fits(self.unused | {left[0]}), "could have been gathered"
 
     def gathered(self, call: Call, bucket: int) -> None:
         slot, current = self.case.slots[bucket], self.current if call.name == "advance" else ()
@@ -138,14 +172,16 @@ class Rules:
             apart = len({self.case.slots[bucket] for bucket in front}) == len(front) > 0
             room = self.fits(self.unused | {call.bucket}) and self.fits(set(front))
             wanted = [bucket for bucket in self.needs(self.position) if self.case.slots[bucket] == self.case.slots[call.bucket]]
-            assert answer or not (apart and room and not missing and not wanted and not self.reads(call.bucket)), "refused for no reason"
+            assert answer or self.disturbed or not (apart and room and not missing and not wanted and not self.reads(call.bucket)), (
+                "refused for no reason"
+            )
         elif missing and call.name in ("begin", "advance"):
             needs = self.needs(self.position)
             sooner = [*self.current, *needs[: needs.index(missing[0])]]
             waits = self.held.get(self.case.slots[missing[0]]) in sooner
             assert waits or not self.fits(self.unused | {missing[0]}), "could have been gathered"
         if self.position == len(self.accesses) and call.name in ("begin", "advance"):
-            assert self.misses == 0, "more gathers than changes"
+            assert self.misses == 0 or self.disturbed, "more gathers than changes"
 
 
 Gather = tuple[int, int, int]
@@ -187,6 +223,9 @@ class Rank:
         answer = self.ask(call)
         if check:
             self.rules.before(call)
+        if check and call.name == "access_unplanned":
+            self.rules.unplanned(call, answer)
+        elif check:
             for bucket in answer:
                 self.rules.gathered(call, bucket)
             self.rules.after(call, answer)
@@ -194,8 +233,8 @@ class Rank:
             pool, slot = self.case.slots[bucket][0], self.case.slots[bucket]
             self.gather_of[bucket] = len(self.comms[pool].work)
             self.comms[pool].work.append((bucket, self.version[bucket], self.last_read.get(slot, 0)))
-        if call.name == "advance":
-            needs = self.case.units[call.accesses[0].unit]
+        if call.name in ("advance", "access_unplanned"):
+            needs = self.case.units[call.accesses[0].unit if call.accesses else call.unit]
             self.passes.work.append(tuple((bucket, self.version[bucket], self.gather_of[bucket]) for bucket in needs))
             self.last_read |= {self.case.slots[bucket]: len(self.passes.work) for bucket in needs}
         return True
@@ -206,6 +245,8 @@ class Rank:
             return self.prefetch.begin(call.accesses)
         if call.name == "advance":
             return self.prefetch.advance(*call.accesses)
+        if call.name == "access_unplanned":
+            return self.prefetch.access_unplanned(call.unit, call.following)
         if call.name == "try_gather":
             return (call.bucket,) if self.prefetch.try_gather(call.bucket) else ()
         self.prefetch.invalidate(call.bucket)
@@ -256,10 +297,10 @@ class Rank:
         return self.at == len(self.case.program) and not any(rest)
 
 
-def run(seed: int, kinds: tuple[type[PrefetchPlan], ...] = (PrefetchPlan,), *, rules: bool = True) -> Scenario:
+def run(seed: int, kinds: tuple[type[PrefetchPlan], ...] = (PrefetchPlan,), *, rules: bool = True, unplanned: bool = False) -> Scenario:
     """One sequence of events to its end. ``kinds``: the plans of the ranks, the last one for all others; ``rules``: hold the first
-    rank to the rules for single gathers too, not only to what passes read."""
-    case = Scenario(seed)
+    rank to the rules for single gathers too, not only to what passes read; ``unplanned``: see ``Scenario``."""
+    case = Scenario(seed, unplanned=unplanned)
     ranks = [Rank(case, case.plan(kinds[min(number, len(kinds) - 1)])) for number in range(case.ranks)]
     events: list[Callable[[], bool]] = [partial(rank.host, rules and rank is ranks[0]) for rank in ranks]
     events += [rank.compute for rank in ranks]
@@ -274,6 +315,28 @@ def run(seed: int, kinds: tuple[type[PrefetchPlan], ...] = (PrefetchPlan,), *, r
 def test_no_stale_read_and_no_deadlock() -> None:
     for seed in range(SEQUENCES):
         run(seed)
+
+
+def test_accesses_in_no_list_disturb_nothing() -> None:
+    for seed in range(SEQUENCES):
+        run(seed, unplanned=True)
+
+
+class ForgetsNothing(PrefetchPlan):
+    """Believes after an access in no list that everything is still where it was."""
+
+    def _forget_evicted(self) -> None:
+        pass
+
+
+def test_what_other_accesses_evict_has_to_be_gathered_again() -> None:
+    failed = 0
+    for seed in range(100):
+        try:
+            run(seed, (ForgetsNothing,), rules=False, unplanned=True)
+        except AssertionError as error:
+            failed += "reads" in str(error) or "deadlock" in str(error)
+    assert failed > 20
 
 
 class EvictsWhatIsUsedSooner(PrefetchPlan):
