@@ -11,32 +11,48 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from megatron_llama.api.convert import Converted, convert
+    from megatron_llama.api.train import train
+    from megatron_llama.config.schema import Config
     from megatron_llama.errors import UserError
+    from megatron_llama.loop.callbacks import Callback, Run, Step
     from megatron_llama.sharding.engine import ModuleEngine
     from megatron_llama.sharding.optimizer import AdamW, group
     from megatron_llama.sharding.shard import shard
+    from megatron_llama.training import TrainResult
 
 __version__ = "0.1.0"
 __all__ = (
     "AdamW",
+    "Callback",
+    "Config",
     "Converted",
     "ModuleEngine",
+    "Run",
+    "Step",
+    "TrainResult",
     "UserError",
     "__version__",
     "convert",
     "group",
     "shard",
+    "train",
 )
 
 _MODULES = MappingProxyType(
     {
         "AdamW": "sharding.optimizer",
+        "Callback": "loop.callbacks",
+        "Config": "config.schema",
         "Converted": "api.convert",
         "ModuleEngine": "sharding.engine",
+        "Run": "loop.callbacks",
+        "Step": "loop.callbacks",
+        "TrainResult": "training",
         "UserError": "errors",
         "convert": "api.convert",
         "group": "sharding.optimizer",
         "shard": "sharding.shard",
+        "train": "api.train",
     }
 )
 """Where each of them is defined."""

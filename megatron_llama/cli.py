@@ -13,7 +13,8 @@ from types import MappingProxyType
 from typing import Any
 
 from megatron_llama import __version__
-from megatron_llama.commands.common.report import print_error
+from megatron_llama.api.common.report import print_error
+from megatron_llama.api.common.watched import PRINTED
 from megatron_llama.distributed.launcher import launched_rank
 from megatron_llama.errors import ConfigError, UserError
 
@@ -166,6 +167,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         if launched_rank() == "0":
             print("interrupted", file=sys.stderr, flush=True)
         return 130
+    except Exception as error:
+        if PRINTED in getattr(error, "__notes__", ()):
+            return 1
+        raise
     finally:
         # Commands leave the process group themselves (``watched``); what it held goes now, when
         # their variables are gone. Only this module joins it. It is not imported here: Control-C

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import gc
 import time
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, closing
+from dataclasses import dataclass, field
+from pathlib import Path
 from signal import Signals
 
 from megatron_llama.checkpoint.background import BackgroundSaver
@@ -26,6 +29,7 @@ from megatron_llama.loop.build import (
     read_first_step,
     roll_back,
 )
+from megatron_llama.loop.callbacks import Callback, Callbacks, Run
 from megatron_llama.loop.inputs import VALIDATION, Inputs, Source, require_outputs
 from megatron_llama.loop.prefetch import SAVE, SIGNALS, STOPS, Interrupts, Prefetcher
 from megatron_llama.loop.profiling import Profiling
@@ -35,6 +39,33 @@ from megatron_llama.loop.text_samples import SampleTexts
 from megatron_llama.model.llama import build_stages
 from megatron_llama.model.load import load_stages, rank_specs
 from megatron_llama.pipeline.runtime import FixedWeights, PipelineRuntime
+
+
+@dataclass(frozen=True)
+class TrainResult:
+    """What a run has come to. All ranks have the same."""
+
+    config: Config = field(repr=False)
+    """The configuration with everything decided."""
+    iteration: int
+    """Optimizer steps taken, those before a resume included."""
+    consumed_samples: int
+    """Samples behind the run."""
+    loss: float | None
+    """Loss of the last step; None if no step was left to take."""
+    grad_norm: float | None
+    """L2 norm of the last step's gradient before clipping; None as with ``loss``."""
+    losses: Mapping[int, float]
+    """Training loss by iteration, of the steps of this run that were logged (every
+    ``log_interval``-th and the last)."""
+    validation_losses: Mapping[int, float]
+    """Validation loss by iteration, of the evaluations of this run."""
+    checkpoint: Path | None
+    """The newest checkpoint that this run has saved; None without ``save``."""
+    export: Path | None
+    """The HuggingFace folder of ``export_hf``; None if the run has written none."""
+    stopped_by: Signals | None
+    """The signal that asked the run to stop, if one did. Everything is saved all the same."""
 
 
 def evaluate_only(config: Config, mesh: Mesh, source: Source) -> None:
@@ -55,14 +86,17 @@ def evaluate_only(config: Config, mesh: Mesh, source: Source) -> None:
 
 
 def train(
-    inputs: Inputs, mesh: Mesh, *, background: BackgroundSaver | None = None
-) -> Signals | None:
+    inputs: Inputs,
+    mesh: Mesh,
+    *,
+    background: BackgroundSaver | None = None,
+    callbacks: Sequence[Callback] = (),
+) -> TrainResult:
     """Train until ``train_iters``, until the samples of --epochs are used up, or until some rank
-    is asked to stop. Returns the signal that asked for it, if one did: everything is saved by then.
-    Collective.
+    is asked to stop. Everything is saved when it returns. Collective.
 
-    ``background``, if given, writes the checkpoints while training goes on. Raises UserError, the
-    same on every rank."""
+    ``background``, if given, writes the checkpoints while training goes on. ``callbacks`` are
+    called on this rank. Raises UserError, the same on every rank, and what a callback raises."""
     started = time.monotonic()
     config = inputs.config
     with raise_on_all_ranks(mesh.world):
@@ -107,11 +141,18 @@ def train(
         gc.freeze()
         stack.callback(gc.unfreeze)
 
+        run = Run(config, interrupts, state, mesh.rank, mesh.world.size)
+        called = Callbacks(callbacks, run)
         bad_steps = BadSteps(config, mesh, log, state.history)
         progress = Progress(config, mesh, log, bad_steps)
         if bad_steps.is_last(state):
             log.say(f" {already_finished(inputs)}")
-        validation.run(state, log, last=bad_steps.is_last(state))
+        called.start()
+        validation_losses: dict[int, float] = {}
+        first_loss = validation.run(state, log, last=bad_steps.is_last(state))
+        if first_loss is not None:
+            validation_losses[state.iteration] = first_loss
+        called.evaluation(first_loss)
         profiling = stack.enter_context(
             Profiling(config, mesh, log, optimizer.settle, progress.restart_clock)
         )
@@ -140,6 +181,7 @@ def train(
             update = optimizer.step(lr, clip=clip_grad, skip_update=bad_steps.skip_update(loss))
             last = bad_steps.is_last(state)
             progress.record_step(state, lr, loss, update, last=last)
+            called.step(state, lr, loss, update)
             mesh.recorder.enter("what follows the step")
 
             request = prefetcher.agreed_request()
@@ -156,7 +198,11 @@ def train(
                 with mesh.recorder.outside_steps("returning to a checkpoint"):
                     state = roll_back(config, optimizer, mesh, saver, log, inputs.start)
                 bad_steps.rewind(state)
-                progress.rewind()
+                progress.rewind(state.iteration)
+                called.rewind(state)
+                validation_losses = {
+                    at: value for at, value in validation_losses.items() if at <= state.iteration
+                }
                 last = bad_steps.is_last(state)
                 if not last:
                     prefetcher.restart(bad_steps.first_sample(state))
@@ -170,6 +216,9 @@ def train(
             if evaluating:
                 validation_loss = validation.run(state, log, last=last)
                 early_stop_reason = validation.early_stop_reason(log)
+                if validation_loss is not None:
+                    validation_losses[state.iteration] = validation_loss
+                called.evaluation(validation_loss)
             if saving or early_stop_reason:
                 with mesh.recorder.outside_steps("saving"):
                     saver.save(bad_steps.with_history(state), log, validation_loss)
@@ -179,6 +228,7 @@ def train(
                 progress.restart_clock()  # the log's averages are those of training alone
             if saver.failed(log):
                 interrupts.stop()
+            called.saves(saver.take_written())
             if early_stop_reason:
                 log.say(f" stopped after iteration {state.iteration}: {early_stop_reason}")
                 break
@@ -192,11 +242,26 @@ def train(
         optimizer.settle()
         with mesh.recorder.outside_steps("saving"):
             saver.finish(log)
+        called.saves(saver.take_written())
+        exported = None
         if early_stop_reason or bad_steps.is_last(state):
             with mesh.recorder.outside_steps("exporting"):
-                export.write(state, saver.newest, log)
+                exported = export.write(state, saver.newest, log)
+        called.end()
         if stopped_by is not None:
             # A launcher may end the other ranks as soon as one has ended with another status than
             # 0: not before rank 0 has closed its logs.
             on_rank0(log.close, mesh.world)
-        return stopped_by or interrupts.stopped_by
+        last_step = progress.last
+        return TrainResult(
+            config,
+            state.iteration,
+            state.consumed_samples,
+            loss=last_step.loss if last_step is not None else None,
+            grad_norm=last_step.grad_norm if last_step is not None else None,
+            losses=progress.losses,
+            validation_losses=validation_losses,
+            checkpoint=saver.newest,
+            export=exported,
+            stopped_by=stopped_by or interrupts.stopped_by,
+        )

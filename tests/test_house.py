@@ -23,7 +23,7 @@ ROOMS = (
     *("cli", "__main__"),
 )
 """In their order: the files of a room import the rooms before it, and their own."""
-EXPORTED = ("api", "sharding", "errors", "config", "loop")
+EXPORTED = ("errors", "config", "sharding", "loop", "training", "api")
 """The rooms of which ``megatron_llama/__init__.py`` names something."""
 TORCHLESS = ("config", "plans")
 HEAVY = ("torch", "numpy", "yaml", "tokenizers", "sentencepiece", "safetensors", "tqdm", "jinja2")

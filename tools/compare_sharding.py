@@ -31,8 +31,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megatron_llama.api.train import agreed_memory
 from megatron_llama.checkpoint.failures import require_writable
-from megatron_llama.commands.pretrain import agreed_memory
 from megatron_llama.config.help import config_sections, help_text
 from megatron_llama.config.megatron_names import MEGATRON
 from megatron_llama.config.parse import Parsed, parse

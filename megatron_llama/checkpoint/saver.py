@@ -63,6 +63,7 @@ class Saver:
         self._keep = Retention(options.save_retain, options.save_retain_interval)
         self._plan: native.RankSavePlan | None = None
         self._saved: int | None = None
+        self._written: list[Path] = []
         self._error: CheckpointError | None = None
         if self._folder is not None:
             target = self._folder / TOKENIZER
@@ -111,6 +112,7 @@ class Saver:
                 keep=self._keep,
             )
             log.say(f" saved {path}")
+            self._written.append(path)
         else:
             self._begin(self._folder, self._background, state, log, validation_loss)
         self._saved = state.iteration
@@ -138,6 +140,13 @@ class Saver:
         background.write(self._plan, target, meta, self._keep)
         waited = f"{(time.perf_counter() - start) * 1e3:.0f} ms"
         log.say(f" saving {target} in the background; training waited {waited} for the copy")
+
+    def take_written(self) -> list[Path]:
+        """Return the checkpoints that have been written since this was called last. Of a save in
+        the background, rank 0 knows the whole, another rank its part."""
+        written = self._written
+        self._written = []
+        return written
 
     def failed(self, log: MetricLog) -> bool:
         """Log the saves that have ended meanwhile, and return whether one has failed. Then this
@@ -174,6 +183,7 @@ class Saver:
             seconds = 0.0
             if outcome.error is None:
                 log.say(f" saved {outcome.target}")
+                self._written.append(Path(outcome.target))
             self._error = self._error or outcome.error
 
 

@@ -8,12 +8,13 @@ from contextlib import suppress
 from types import MappingProxyType
 from typing import TYPE_CHECKING
 
-from megatron_llama.commands.common.configs import ChatConfig, ModelFolderConfig, SamplingConfig
+from megatron_llama.api.common.configs import ModelFolderConfig, SamplingConfig
+from megatron_llama.commands.common.configs import ChatConfig
 from megatron_llama.config.parse import Parsed
 from megatron_llama.errors import DataError, UserError, describe
 
 if TYPE_CHECKING:
-    from megatron_llama.commands.common.trained import Trained
+    from megatron_llama.api.common.trained import Trained
     from megatron_llama.model.generate import Sampling
     from megatron_llama.sft.chat import ChatTokenizer
 
@@ -36,7 +37,7 @@ HELP = "\n".join(
 def chat(parsed: Parsed) -> None:
     """Read messages line by line, from a terminal or a pipe, and print each answer as its tokens
     come. Raises DataError if the template can render no conversation."""
-    from megatron_llama.commands.common.trained import open_trained, sampling_of
+    from megatron_llama.api.common.trained import open_trained, sampling_of
     from megatron_llama.sft.chat import ChatTokenizer
     from megatron_llama.sft.problems import UnusableError
 

@@ -10,8 +10,9 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from megatron_llama.api.common.configs import ModelFolderConfig
 from megatron_llama.commands import pretrain
-from megatron_llama.commands.common.configs import EvaluateConfig, ModelFolderConfig
+from megatron_llama.commands.common.configs import EvaluateConfig
 from megatron_llama.config.parse import Parsed
 from megatron_llama.config.parts import completed, part_of
 from megatron_llama.config.schema import (
@@ -87,7 +88,7 @@ LONGEST = TrainingConfig().seq_length
 
 def evaluate(parsed: Parsed) -> None:
     """Print loss and perplexity of --load or --init-from-hf."""
-    from megatron_llama.commands.common.trained import open_folder
+    from megatron_llama.api.common.trained import open_folder
 
     options = parsed.get(EvaluateConfig)
     run = _run_of(parsed, options)
@@ -167,8 +168,8 @@ def _tokens_of(
 ) -> Iterator[tuple[Path, int]]:
     """Make a dataset of the text in a temporary folder, with the tokenizer that is given or lies
     with the weights; give its prefix and its number of tokens."""
+    from megatron_llama.api.common.trained import tokenizer_folder
     from megatron_llama.checkpoint.storage_paths import local_copy
-    from megatron_llama.commands.common.trained import tokenizer_folder
     from megatron_llama.data.preprocess import preprocess
     from megatron_llama.data.preprocess_config import PreprocessConfig
     from megatron_llama.tokenizer.load import load_tokenizer
@@ -193,7 +194,10 @@ def _tokens_of(
 def _measure(run: Parsed, options: EvaluateConfig) -> None:
     """Join the other processes, and print the loss on the validation split: on every token of it,
     or on the samples that --eval-iters leaves."""
-    with pretrain.prepared(run) as (ready, mesh):
+    from megatron_llama.api.train import prepared
+    from megatron_llama.distributed.mesh import this_place
+
+    with prepared(run, this_place()) as (ready, mesh):
         from megatron_llama.loop.inputs import stream_samples
         from megatron_llama.training import evaluate_only
 

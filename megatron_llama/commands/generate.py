@@ -8,13 +8,14 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from megatron_llama.commands.common.configs import GenerateConfig, ModelFolderConfig, SamplingConfig
+from megatron_llama.api.common.configs import ModelFolderConfig, SamplingConfig
+from megatron_llama.commands.common.configs import GenerateConfig
 from megatron_llama.config.parse import Parsed
 from megatron_llama.errors import ConfigError, DataError, describe, listing
 from megatron_llama.tokenizer.stream import StopStrings, TextStream
 
 if TYPE_CHECKING:
-    from megatron_llama.commands.common.trained import Trained
+    from megatron_llama.api.common.trained import Trained
     from megatron_llama.model.generate import FinishReason, Sampling
 
 SECTIONS = (ModelFolderConfig, GenerateConfig, SamplingConfig)
@@ -23,7 +24,7 @@ SECTIONS = (ModelFolderConfig, GenerateConfig, SamplingConfig)
 def generate(parsed: Parsed) -> None:
     """Print each prompt with its continuation, in the order of the prompts: as the tokens come, or
     as JSON when it is done."""
-    from megatron_llama.commands.common.trained import open_trained, sampling_of
+    from megatron_llama.api.common.trained import open_trained, sampling_of
 
     options = parsed.get(GenerateConfig)
     sampling = parsed.get(SamplingConfig)

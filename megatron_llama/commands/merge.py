@@ -16,9 +16,9 @@ def merge(parsed: Parsed) -> None:
     is."""
     import torch
 
+    from megatron_llama.api.common.trained import tokenizer_folder
     from megatron_llama.checkpoint.adapters import saved_lora
     from megatron_llama.checkpoint.native import read_meta
-    from megatron_llama.commands.common.trained import tokenizer_folder
     from megatron_llama.conversion.convert import convert, require_free, require_sound
     from megatron_llama.conversion.formats import ModelReader, open_model
     from megatron_llama.conversion.hf.writer import HFWriter

@@ -7,8 +7,8 @@ from collections.abc import Iterator, Mapping
 from importlib import import_module
 from types import MappingProxyType
 
-from megatron_llama.commands.common.configs import PlanConfig
-from megatron_llama.commands.common.plan_inputs import (
+from megatron_llama.api.common.configs import PlanConfig
+from megatron_llama.api.common.plan_inputs import (
     assumed,
     calibrated,
     config_of,

@@ -7,7 +7,7 @@ from dataclasses import replace
 from statistics import median
 from typing import TYPE_CHECKING
 
-from megatron_llama.commands.common.configs import PlanConfig
+from megatron_llama.api.common.configs import PlanConfig
 from megatron_llama.commands.common.plan_outputs import write_json
 from megatron_llama.config.parse import Parsed
 from megatron_llama.config.schema import Config, ParallelConfig, TrainingConfig
@@ -37,7 +37,7 @@ def calibrate(parsed: Parsed) -> None:
         )
     import torch
 
-    from megatron_llama.commands.common.watched import watched
+    from megatron_llama.api.common.watched import watched
     from megatron_llama.distributed import device as devices
     from megatron_llama.distributed.launcher import place_from_environment
     from megatron_llama.distributed.mesh import init_mesh

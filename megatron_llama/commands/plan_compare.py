@@ -6,8 +6,8 @@ from dataclasses import replace
 from math import gcd
 from pathlib import Path
 
-from megatron_llama.commands.common.configs import PlanConfig
-from megatron_llama.commands.common.plan_inputs import calibrated, machine_of
+from megatron_llama.api.common.configs import PlanConfig
+from megatron_llama.api.common.plan_inputs import calibrated, machine_of
 from megatron_llama.commands.common.plan_outputs import write_drawing, write_json, write_page
 from megatron_llama.config.parse import Parsed
 from megatron_llama.config.schema import LaunchConfig

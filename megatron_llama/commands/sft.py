@@ -8,8 +8,8 @@ from dataclasses import replace
 from datetime import datetime
 from typing import TYPE_CHECKING
 
+from megatron_llama.api.common.startup import Ready
 from megatron_llama.commands.common.configs import DryRunConfig
-from megatron_llama.commands.common.startup import Ready
 from megatron_llama.commands.pretrain import SECTIONS as PRETRAIN
 from megatron_llama.commands.pretrain import run
 from megatron_llama.config.parse import Parsed, flag

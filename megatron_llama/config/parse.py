@@ -129,9 +129,11 @@ def parse(
     *,
     aliases: Mapping[str, Alias],
     owners: Callable[[str], Sequence[str]] = lambda name: (),
+    values: Sequence[Mapping[str, object]] = (),
 ) -> Parsed:
     """Read ``--config FILE`` and flags into instances of ``sections``. Flags win over the file, and
-    of a flag that is repeated the last one wins, with a note.
+    of a flag that is repeated the last one wins, with a note. A program gives ``values`` instead of
+    flags: by the names of options, also under those of their sections. Later ones win.
 
     ``aliases`` maps snake-case names to options; those whose field is in none of the sections are
     not known to this command. ``owners`` names the other commands that have an option, for the
@@ -140,20 +142,22 @@ def parse(
     """
     reader = _Reader(sections, aliases, owners)
     flags, file = reader.read_command_line(argv)
-    values = reader.convert(reader.read_yaml(file)) if file is not None else {}
-    values |= reader.convert(flags)
+    found = reader.convert(reader.read_yaml(file)) if file is not None else {}
+    found |= reader.convert(flags)
+    for each in values:
+        found |= reader.convert(reader.read_values(each))
     for switch, alias in reader.implying:
         assert alias.field is not None and alias.implies is not None
-        chosen, _ = values[alias.field]
+        chosen, _ = found[alias.field]
         if chosen == read(reader.options[alias.field].kind, alias.value):  # and not replaced since
             name, text = alias.implies
-            values.setdefault(name, (read(reader.options[name].kind, text), switch))
+            found.setdefault(name, (read(reader.options[name].kind, text), switch))
     reader.problems.extend(
         describe(
             option.flag, got="nothing", expected=expected(option.kind), do=f"give {option.flag}"
         )
         for name, option in reader.options.items()
-        if option.default is MISSING and name not in values and name not in reader.refused
+        if option.default is MISSING and name not in found and name not in reader.refused
     )
     if reader.problems:
         raise ConfigError(listing("These options cannot be used:", reader.problems))
@@ -161,11 +165,11 @@ def parse(
     for section in sections:
         own = {
             name: value
-            for name, (value, _) in values.items()
+            for name, (value, _) in found.items()
             if reader.options[name].section is section
         }
         instances[section] = section(**own)
-    sources = MappingProxyType({name: where for name, (_, where) in values.items()})
+    sources = MappingProxyType({name: where for name, (_, where) in found.items()})
     unneeded = (f"{', '.join(keys)}: {said}" for said, keys in reader.unneeded.items())
     return Parsed(MappingProxyType(instances), sources, (*unneeded, *reader.notes))
 
@@ -349,6 +353,19 @@ class _Reader:
         option = self.options.get(key.removeprefix("no_"))
         known = key in self.options or key in self.aliases
         return None if known or option is None or option.kind is not bool else option
+
+    def read_values(self, values: Mapping[str, object]) -> Iterator[_Given]:
+        """What a program gives, as keys of YAML."""
+        for key, value in values.items():
+            name = str(key).replace("-", "_")
+            if isinstance(value, Mapping) and name in self.groups:
+                for inner, each in value.items():
+                    below = _Given(
+                        str(inner).replace("-", "_"), _as_text(each), f"{key}.{inner}", name
+                    )
+                    yield self._with_section_name(below)
+            else:
+                yield _Given(name, _as_text(value), name)
 
     def read_yaml(self, path: str) -> list[_Given]:
         """The keys of a YAML file, flat or one level down under a section's name."""
@@ -662,6 +679,17 @@ def _yaml_raw(loader: Any, node: Any) -> Any:
     if node.id == "sequence":
         return [_yaml_raw(loader, item) for item in node.value]
     return loader.construct_object(node, deep=True)
+
+
+def _as_text(value: object) -> Any:
+    """A value of Python as YAML would have it: text, a list of texts, a mapping or None."""
+    if value is None or isinstance(value, str | Mapping):
+        return dict(value) if isinstance(value, Mapping) else value
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, Sequence):
+        return [_as_text(item) for item in value]
+    return str(value)  # numbers (a float's text names the same float) and paths
 
 
 def _show(value: Any) -> str:

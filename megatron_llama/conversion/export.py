@@ -110,11 +110,12 @@ class FinalExport:
         folder = config.checkpoint.export_hf
         self._target = Path(folder).resolve() if folder is not None else None
 
-    def write(self, state: TrainState, checkpoint: Path | None, log: MetricLog) -> None:
-        """Export ``checkpoint``, or, where the run has saved none, what the engine holds. Called
-        when the run has come to its end. Collective. Raises CheckpointError on every rank."""
+    def write(self, state: TrainState, checkpoint: Path | None, log: MetricLog) -> Path | None:
+        """Export ``checkpoint``, or, where the run has saved none, what the engine holds, and
+        return the folder; None without --export-hf. Called when the run has come to its end.
+        Collective. Raises CheckpointError on every rank."""
         if self._target is None:
-            return
+            return None
         beside = self._target.with_name(self._target.name + WEIGHTS)
         try:
             if checkpoint is None:
@@ -125,6 +126,7 @@ class FinalExport:
                 shutil.rmtree(beside, ignore_errors=True)
         without = "" if self._tokenizer is not None else ", without a tokenizer: none is known"
         log.say(f" exported to {self._target}{without}")
+        return self._target
 
     def _export(self, checkpoint: Path, target: Path) -> None:
         """Export on rank 0."""

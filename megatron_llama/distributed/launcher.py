@@ -79,6 +79,8 @@ class Place:
     machine: int = 0
     """Number of this machine in the job: 0 for that of rank 0. If the launcher does not count
     machines, all others are 1."""
+    joined: bool = False
+    """Whether the program has made the process group of all ranks itself, and keeps it."""
 
     @property
     def may_span_machines(self) -> bool:

@@ -17,7 +17,7 @@ from __future__ import annotations
 import gc
 import math
 import os
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from types import MappingProxyType
@@ -29,7 +29,7 @@ from megatron_llama.config.schema import Config, ParallelConfig
 from megatron_llama.distributed import device as devices
 from megatron_llama.distributed.comm.store import host_named, open_store
 from megatron_llama.distributed.comm.watch import Watch
-from megatron_llama.distributed.launcher import Place
+from megatron_llama.distributed.launcher import Place, place_from_environment
 from megatron_llama.distributed.network import (
     GLOO,
     GLOO_LAZY,
@@ -160,7 +160,12 @@ def init_mesh(config: Config, place: Place, watch: Watch | None = None) -> Mesh:
     Collective."""
     world, device = join(config.parallel, place, watch)
     return build_mesh(
-        config, rank=place.rank, world_size=place.world_size, device=device, recorder=world.recorder
+        config,
+        rank=place.rank,
+        world_size=place.world_size,
+        device=device,
+        recorder=world.recorder,
+        world=world,
     )
 
 
@@ -176,10 +181,28 @@ def join(
         devices.use_allocator("expandable_segments:True")
     device = devices.accelerator(place.local_rank)
     recorder = watch.recorder if watch is not None else Recorder()
-    if place.world_size > 1 and not dist.is_initialized():
+    if place.world_size == 1:
+        return _world(place.rank, 1, recorder, None), device
+    if place.joined:
+        # The program's group may have no backend for values of the host, or none for the device.
+        group = dist.new_group(
+            timeout=_backend_timeout(parallel), backend=devices.backend(device), group_desc="world"
+        )
+        return _world(place.rank, place.world_size, recorder, group), device
+    if not dist.is_initialized():
         with recorder.waiting("the other ranks"):
             join_group(parallel, place, device, watch)
-    return _world(place.rank, place.world_size, recorder), device
+    return _world(place.rank, place.world_size, recorder, dist.group.WORLD), device
+
+
+def this_place() -> Place:
+    """Which process this is: of the group that the program has made, else of those that a launcher
+    has started. Raises ClusterError."""
+    if not dist.is_initialized():
+        return place_from_environment()
+    rank = dist.get_rank()
+    local_rank = int(os.environ.get("LOCAL_RANK", rank))
+    return Place(rank, dist.get_world_size(), local_rank, joined=True)
 
 
 def join_group(
@@ -214,14 +237,8 @@ def join_group(
     )
 
 
-def _world(rank: int, world_size: int, recorder: Recorder) -> Axis:
-    return Axis(
-        "world",
-        rank,
-        tuple(range(world_size)),
-        dist.group.WORLD if world_size > 1 else None,
-        recorder,
-    )
+def _world(rank: int, world_size: int, recorder: Recorder, group: dist.ProcessGroup | None) -> Axis:
+    return Axis("world", rank, tuple(range(world_size)), group, recorder)
 
 
 def _backend_timeout(parallel: ParallelConfig) -> timedelta:
@@ -242,13 +259,26 @@ def placement_warnings(parallel: ParallelConfig, local_world_size: int) -> list[
     return []
 
 
-def leave_group(*, abort: bool = False) -> None:
-    """Leave the process group, if this process has joined it. On a device that waits for everything
-    that has been issued, so all ranks must have issued it: ``abort`` waits for nothing, for a rank
-    that leaves alone."""
+def present_groups() -> tuple[dist.ProcessGroup, ...]:
+    """The process groups to which this process belongs, in the order in which they were made."""
+    return tuple(dist.distributed_c10d._world.pg_map)
+
+
+def leave_group(*, abort: bool = False, kept: Collection[dist.ProcessGroup] = ()) -> None:
+    """Leave the process group, if this process has joined it; where groups are to be ``kept``, all
+    others. On a device that waits for everything that has been issued, so all ranks must have
+    issued it: ``abort`` waits for nothing, for a rank that leaves alone."""
     if not dist.is_initialized():
         return
-    if abort:
+    if kept:
+        for group in present_groups():
+            if group in kept:
+                continue
+            if abort:
+                dist.distributed_c10d._abort_process_group(group)
+            else:
+                dist.destroy_process_group(group)
+    elif abort:
         dist.distributed_c10d._abort_process_group()
     else:
         dist.destroy_process_group()
@@ -270,11 +300,13 @@ def build_mesh(
     world_size: int,
     device: torch.device,
     recorder: Recorder | None = None,
+    world: Axis | None = None,
 ) -> Mesh:
     """Build the mesh of a process group that has been joined, with communicators for what the
     configuration uses only. Each of them is used once, so that nothing waits for one to be made
-    later. ``recorder`` is a new one unless this process has one. Collective. Raises ClusterError if
-    the layout does not divide ``world_size``."""
+    later. ``recorder`` is a new one unless this process has one, ``world`` is the default group
+    unless the ranks have met in another. Collective. Raises ClusterError if the layout does not
+    divide ``world_size``."""
     parallel = config.parallel
     model = config.model
     tp = parallel.tensor_model_parallel_size
@@ -316,7 +348,8 @@ def build_mesh(
     virtual = partition.stages > pp
     tied = model.tie_word_embeddings and not partition.first_and_last_share_rank
     mesh = Mesh(
-        world=_world(rank, world_size, recorder),
+        world=world
+        or _world(rank, world_size, recorder, dist.group.WORLD if world_size > 1 else None),
         tp=tp_axis,
         kv=kv,
         cp=cp_axis,

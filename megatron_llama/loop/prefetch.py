@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import math
 import signal
+import threading
 import time
 from collections.abc import Mapping, Sequence
 from types import FrameType, MappingProxyType, TracebackType
@@ -24,14 +25,15 @@ from megatron_llama.distributed.comm.object_collectives import (
 from megatron_llama.distributed.mesh import Axis
 from megatron_llama.errors import DataError
 
-CONTINUE, SAVE, STOP, TERMINATED, INTERRUPTED, FAILED = range(6)
+CONTINUE, SAVE, STOP, ASKED, TERMINATED, INTERRUPTED, FAILED = range(7)
 """What a rank was asked for, or that its batches could not be read. Of all ranks' values the
-largest counts. TERMINATED and INTERRUPTED are a STOP by SIGTERM and by SIGINT."""
+largest counts. ASKED is a STOP by a callback, TERMINATED and INTERRUPTED are one by SIGTERM and by
+SIGINT."""
 SIGNALS: Mapping[int, signal.Signals] = MappingProxyType(
     {TERMINATED: signal.SIGTERM, INTERRUPTED: signal.SIGINT}
 )
 """The signals behind these two."""
-STOPS = (STOP, *SIGNALS)
+STOPS = (STOP, ASKED, *SIGNALS)
 """What ends the run after the current step."""
 SAVE_NOW = "save-now"
 """A file of this name in the folder of checkpoints asks for a checkpoint."""
@@ -54,7 +56,9 @@ class Interrupts:
         self._previous: dict[signal.Signals, object] = {}
 
     def __enter__(self) -> Self:
-        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
+        # In another thread a program deals with signals itself: Python allows no handler there.
+        here = threading.current_thread() is threading.main_thread()
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1) if here else ():
             self._previous[number] = signal.signal(number, self._on_signal)
         return self
 
@@ -81,6 +85,14 @@ class Interrupts:
         """Ask to stop after the current step, from this rank."""
         self._stop = max(self._stop, STOP)
 
+    def ask_to_stop(self) -> None:
+        """Ask to stop after the current step, for a callback."""
+        self._stop = max(self._stop, ASKED)
+
+    def ask_to_save(self) -> None:
+        """Ask for a checkpoint."""
+        self._save = True
+
     @property
     def stopped_by(self) -> signal.Signals | None:
         """The signal by which this rank was asked to stop, if it was one."""
@@ -90,12 +102,14 @@ class Interrupts:
         """What has led to a ``request`` to stop, which may be that of another rank."""
         if request in SIGNALS:
             return SIGNALS[request].name
+        if request == ASKED:
+            return "a callback"
         due = time.monotonic() > self._deadline
         return "--exit-duration-in-mins" if due else "a save that failed"
 
     def request(self) -> int:
-        """What this rank is asked for: CONTINUE, SAVE, STOP, TERMINATED or INTERRUPTED. Each
-        request to save is returned once."""
+        """What this rank is asked for: CONTINUE, SAVE, or one of STOPS. Each request to save is
+        returned once."""
         if self._file is not None and self._file.exists():
             self._file.unlink(missing_ok=True)
             self._save = True

@@ -15,7 +15,7 @@ from megatron_llama.distributed import device as devices
 from megatron_llama.distributed.comm.object_collectives import all_gather_float
 from megatron_llama.distributed.mesh import Mesh
 from megatron_llama.engine.optimizer import StepResult
-from megatron_llama.loop.bad_steps import BadSteps, Outcome
+from megatron_llama.loop.bad_steps import BadSteps, Numbers, Outcome
 from megatron_llama.metrics.flops import flops_per_token, peak_flops
 from megatron_llama.metrics.log import MetricLog, StepRecord
 from megatron_llama.metrics.window import Interval, Spread, Work, averages, spread
@@ -41,6 +41,9 @@ class Progress:
             # On a device a wait is measured by two events, recorded only if they are asked for.
             mesh.recorder.mark = partial(devices.timed_event, mesh.device)
         self._pending: Outcome | None = None
+        self._checked: Outcome | None = None
+        self.losses: dict[int, float] = {}
+        """The loss of each step that was logged, by its iteration."""
         self._steps = 0
         self._samples = 0
         self._since = time.perf_counter()
@@ -71,10 +74,18 @@ class Progress:
             with self._mesh.recorder.waiting("the device"):
                 good = self._bad_steps.check(outcome)
             self._skipped += not good
+            self._checked = outcome
 
-    def rewind(self) -> None:
-        """The run has returned to an earlier state: forget the last step."""
+    @property
+    def last(self) -> Numbers | None:
+        """What the last step that was checked has found; None before the first."""
+        return self._checked.read() if self._checked is not None else None
+
+    def rewind(self, iteration: int) -> None:
+        """The run has returned to ``iteration``: forget what came later."""
         self._pending = None
+        self._checked = None
+        self.losses = {step: loss for step, loss in self.losses.items() if step <= iteration}
         self._skipped = 0
         self.restart_clock()
 
@@ -85,6 +96,7 @@ class Progress:
         mesh = self._mesh
         training = self._config.training
         found = outcome.read()
+        self.losses[outcome.state.iteration] = found.loss
         with mesh.recorder.waiting("the device"):
             devices.synchronize(mesh.device)
         tokens = self._samples * training.seq_length

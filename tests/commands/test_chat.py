@@ -12,9 +12,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from megatron_llama.api.common.trained import Trained
 from megatron_llama.cli import main
 from megatron_llama.commands.chat import Talk
-from megatron_llama.commands.common.trained import Trained
 from megatron_llama.config.schema import Config
 from megatron_llama.distributed.mesh import Mesh
 from megatron_llama.errors import DataError

@@ -11,9 +11,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from megatron_llama.commands.common.auto_parallel import planned, this_device, with_tokens
+from megatron_llama.api.common.auto_parallel import planned, this_device, with_tokens
+from megatron_llama.api.common.startup import OpenInputs, start_up
 from megatron_llama.commands.common.configs import DryRunConfig
-from megatron_llama.commands.common.startup import OpenInputs, start_up
 from megatron_llama.config.blend import read_blend
 from megatron_llama.config.parse import Parsed, flag
 from megatron_llama.config.presets import LLAMA_VOCABULARY

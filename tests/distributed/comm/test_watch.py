@@ -22,7 +22,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from megatron_llama import cli
-from megatron_llama.commands.common.watched import watched
+from megatron_llama.api.common.watched import watched
 from megatron_llama.config.schema import Config, ParallelConfig
 from megatron_llama.distributed.comm.store import open_store
 from megatron_llama.distributed.comm.watch import Diagnosis, Position, diagnose

@@ -9,7 +9,7 @@ from dataclasses import replace
 from types import MappingProxyType
 from typing import Any, get_args, get_type_hints
 
-from megatron_llama.commands.common.configs import PlanConfig
+from megatron_llama.api.common.configs import PlanConfig
 from megatron_llama.config.parse import Parsed
 from megatron_llama.config.presets import LLAMA_VOCABULARY
 from megatron_llama.config.schema import Config, LaunchConfig, ParallelConfig, TrainingConfig

@@ -11,7 +11,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
-from megatron_llama.commands.common.configs import ModelFolderConfig, SamplingConfig
+from megatron_llama.api.common.configs import ModelFolderConfig, SamplingConfig
 from megatron_llama.config.schema import Config
 from megatron_llama.errors import ConfigError, DataError, describe, listing
 from megatron_llama.tokenizer.base import beyond_vocabulary

@@ -11,7 +11,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
-from megatron_llama.commands.common.auto_parallel import wanted
+from megatron_llama.api.common.auto_parallel import wanted
 from megatron_llama.config.parse import Parsed
 from megatron_llama.config.schema import CheckpointConfig, Config, LogConfig
 
@@ -63,7 +63,7 @@ def start_up(parsed: Parsed, processes: Processes, *, needs_data: bool = True) -
     Raises UserError.
 
     ``needs_data``: the command reads --data-path."""
-    from megatron_llama.commands.common.loaded import loaded_model
+    from megatron_llama.api.common.loaded import loaded_model
     from megatron_llama.distributed.comm.object_collectives import raise_on_all_ranks
     from megatron_llama.loop.start import compare, find_start
     from megatron_llama.loop.vocabulary import find_vocabulary, with_vocabulary

@@ -8,8 +8,8 @@ from dataclasses import dataclass, replace
 from math import gcd
 from typing import TYPE_CHECKING
 
-from megatron_llama.commands.common.configs import AutoParallelConfig
-from megatron_llama.commands.common.plan_inputs import machine_with
+from megatron_llama.api.common.configs import AutoParallelConfig
+from megatron_llama.api.common.plan_inputs import machine_with
 from megatron_llama.config.parse import Parsed, flag
 from megatron_llama.config.schema import Config, LaunchConfig
 from megatron_llama.distributed.host_memory import free_bytes

@@ -21,31 +21,37 @@ from contextlib import contextmanager
 from math import inf
 from typing import TYPE_CHECKING
 
-from megatron_llama.commands.common.report import print_error, print_traceback
+from megatron_llama.api.common.report import print_error, print_traceback
 from megatron_llama.errors import ClusterError, UserError
 
 if TYPE_CHECKING:
     from megatron_llama.distributed.comm.watch import Diagnosis, Watch
     from megatron_llama.distributed.launcher import Place
 
+PRINTED = "printed above, before this rank left the others"
+"""The note of an error that has been printed."""
+
 
 @contextmanager
 def watched(place: Place, timeout: float = inf) -> Iterator[Watch]:
     """A section in which this process works with others. At its end it leaves them, as the list
-    above says. The watch that it yields is for ``init_mesh``, which starts it.
+    above says. The watch that it yields is for ``init_mesh``, which starts it. The process group
+    that a program has made (``Place.joined``) stays: this process leaves the groups that were made
+    in the section, and nothing watches it.
 
     The death of a rank, and a wait of more than ``timeout`` seconds, becomes a ClusterError that
     names the rank to blame, on every other rank, or ends the process where that is not possible. An
-    error that no user should see is printed and becomes SystemExit, if there are other
-    processes."""
+    error that no user should see is printed, if there are other processes, and has a note that says
+    so (``PRINTED``)."""
     from megatron_llama.distributed.comm.watch import Watch
-    from megatron_llama.distributed.mesh import leave_group
+    from megatron_llama.distributed.mesh import leave_group, present_groups
     from megatron_llama.distributed.recorder import Recorder
 
     watch = Watch(place, Recorder(), timeout)
     if place.world_size == 1:
         yield watch
         return
+    kept = present_groups() if place.joined else ()
     together = False
     try:
         yield watch
@@ -65,13 +71,20 @@ def watched(place: Place, timeout: float = inf) -> Iterator[Watch]:
         if blamed is not None and not alone:
             print_error(blamed)
             raise blamed from error
+        if place.joined and not alone:
+            # A message has failed in a group that nobody watches: some rank has left it.
+            do = "look at what the other ranks raised"
+            raise ClusterError(
+                "another rank", got=f"an error ({error})", expected="all ranks at work", do=do
+            ) from error
         if not alone:
             print_traceback(error)
-        raise SystemExit(1) from error
+        error.add_note(PRINTED)
+        raise
     finally:
         watch.recorder.enter("the end")
         with watch.recorder.waiting("what is under way"):
-            leave_group(abort=not together)
+            leave_group(abort=not together, kept=kept)
         watch.stop(ended=together)
 
 

@@ -1,0 +1,179 @@
+"""Training, from options to the state in which the run ends."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
+
+import torch
+import torch.distributed as dist
+
+from megatron_llama.api.common.auto_parallel import chosen
+from megatron_llama.api.common.configs import AutoParallelConfig
+from megatron_llama.api.common.options import Options, read_options
+from megatron_llama.api.common.startup import OpenInputs, Ready, start_up
+from megatron_llama.api.common.watched import watched
+from megatron_llama.checkpoint.background import in_background
+from megatron_llama.config.help import config_sections
+from megatron_llama.config.parse import Parsed
+from megatron_llama.config.schema import CheckpointConfig, Config, ParallelConfig, TrainingConfig
+from megatron_llama.distributed import device as devices
+from megatron_llama.distributed.comm.collectives import all_reduce
+from megatron_llama.distributed.comm.watch import Watch
+from megatron_llama.distributed.launcher import Place, fix_sums
+from megatron_llama.distributed.mesh import Axis, Mesh, init_mesh, placement_warnings, this_place
+from megatron_llama.engine.build import compute_dtype
+from megatron_llama.errors import ConfigError
+from megatron_llama.loop.callbacks import Callback
+from megatron_llama.loop.inputs import Inputs, open_inputs, stream_samples
+from megatron_llama.loop.start import Start
+from megatron_llama.nn.attention import attention_warnings
+from megatron_llama.planner.choice import Choice
+from megatron_llama.training import TrainResult
+from megatron_llama.training import train as run_steps
+
+SECTIONS = (*config_sections(), AutoParallelConfig)
+"""The options of a run."""
+
+
+def train(
+    config: Options = None, callbacks: Sequence[Callback] = (), **options: object
+) -> TrainResult:
+    """Train a model on an indexed dataset, as ``python -m megatron_llama pretrain`` does: in one
+    process, or in all processes that torchrun or srun has started, each of which calls this. Where
+    the program has made a process group already, its processes are used and the group is left as
+    it was. Collective. It may be called again in the same process.
+
+    ``config`` is a Config, a mapping of options, or the path of a YAML file; keyword ``options``
+    win over it. Names and values are those of docs/options.md, with underscores; ``model`` names a
+    preset. ``callbacks`` are called on every rank; docs/api.md has their moments. Rank 0 prints the
+    log, and the options of section ``log`` change what it prints.
+
+    The weights come from ``load``, from ``init_from_hf`` or from the seed. SIGTERM and SIGINT stop
+    the run after the current step, with everything saved, while it runs in the main thread.
+
+    Raises ConfigError with everything that is wrong with the options, DataError, CheckpointError,
+    ClusterError, and TrainingError for a run that cannot go on; all of these are UserErrors. What a
+    callback raises on one rank is raised there; the other ranks raise a ClusterError."""
+    parsed = read_options(config, options, SECTIONS)
+    try:
+        return run_training(parsed, open_stream_inputs, callbacks=callbacks)
+    finally:
+        # Reference cycles would keep what the process group held, and its threads.
+        gc.collect()
+
+
+def run_training(
+    parsed: Parsed,
+    open_inputs: OpenInputs,
+    *,
+    callbacks: Sequence[Callback] = (),
+    needs_data: bool = True,
+) -> TrainResult:
+    """Train on what ``open_inputs`` opens. ``needs_data``: it reads --data-path. Collective. Raises
+    UserError."""
+    if parsed.get(TrainingConfig).deterministic_mode:
+        fix_sums()
+    place = this_place()
+    options = parsed.get(CheckpointConfig)
+    forks = options.async_save and options.save is not None
+    if forks and place.joined and place.world_size > 1:
+        raise ConfigError(
+            "--async-save",
+            got="a process group that the program has made",
+            expected="one that train() makes, whose store the writing processes can reach",
+            do="leave --async-save out, or let train() make the group",
+        )
+    # --async-save forks a process here, before the process group and its threads exist: a fork
+    # copies no thread, and locks that one holds would stay locked.
+    saving = in_background(place, wanted=forks)
+    with saving as background, prepared(parsed, place, needs_data=needs_data) as (ready, mesh):
+        inputs = open_inputs(parsed, ready, mesh.world)
+        return run_steps(inputs, mesh, background=background, callbacks=callbacks)
+
+
+def open_stream_inputs(parsed: Parsed, ready: Ready, world: Axis) -> Inputs:
+    """Open what training on --data-path reads. Collective. Raises UserError."""
+    vocabulary = ready.vocabulary
+    return open_inputs(
+        ready.config,
+        world,
+        partial(
+            stream_samples,
+            eod=vocabulary.eod,
+            tokenizer=vocabulary.tokenizer,
+            share=(world.rank, world.size),
+        ),
+        tokenizer=vocabulary.tokenizer,
+    )
+
+
+class Launched:
+    """The ``Processes`` that a launcher has started, this one among them. ``watch`` is that of this
+    one; it starts when they meet."""
+
+    def __init__(self, place: Place, watch: Watch) -> None:
+        self._place = place
+        self._watch = watch
+        self.mesh: Mesh | None = None
+        """None until they have met."""
+
+    @property
+    def world_size(self) -> int:
+        return self._place.world_size
+
+    def on_this_machine(self) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def choose(self, parsed: Parsed, config: Config, start: Start | None) -> Choice:
+        return chosen(parsed, config, self._place, start, self._watch)
+
+    def meet(self, config: Config) -> Axis:
+        self.mesh = init_mesh(config, self._place, self._watch)
+        return self.mesh.world
+
+    def memory(self) -> int:
+        assert self.mesh is not None
+        return agreed_memory(self.mesh, self._place)
+
+
+@contextmanager
+def prepared(
+    parsed: Parsed, place: Place, *, needs_data: bool = True
+) -> Iterator[tuple[Ready, Mesh]]:
+    """``start_up`` with the processes of the launcher; prints what was decided on the way. Inside
+    the context the death of a rank becomes an error that names it."""
+    timeout = 60 * parsed.get(ParallelConfig).distributed_timeout_minutes
+    fixed = parsed.get(TrainingConfig).deterministic_mode
+    with devices.deterministic(wanted=fixed), watched(place, timeout) as watch:
+        processes = Launched(place, watch)
+        ready = start_up(parsed, processes, needs_data=needs_data)
+        config = ready.config
+        mesh = processes.mesh
+        assert mesh is not None
+        if mesh.rank == 0:
+            m = config.model
+            placed = placement_warnings(config.parallel, place.local_world_size)
+            slow = attention_warnings(
+                mesh.device,
+                compute_dtype(config),
+                m.num_attention_heads,
+                m.num_key_value_heads,
+                m.head_dim,
+                config.training.attention_backend,
+            )
+            warnings = (*ready.warnings, *placed, *slow)
+            for line in (*ready.lines, *(f"warning: {text}" for text in warnings)):
+                print(f" {line}", flush=True)
+        yield ready, mesh
+
+
+def agreed_memory(mesh: Mesh, place: Place) -> int:
+    """Bytes of memory that every process has: the minimum over all ranks, so that all decide alike.
+    Collective."""
+    sharing = (place.local_world_size or place.world_size) if devices.is_host(mesh.device) else 1
+    memory = torch.tensor(devices.memory_bytes(mesh.device) // sharing, device=mesh.device)
+    all_reduce(memory, mesh.world, dist.ReduceOp.MIN).wait()
+    return int(memory)
