@@ -237,6 +237,13 @@ class Passes:
                     self._access(unit, backward=True)
                     self._hold_in_backward(unit)
             output = forward(*args, **kwargs)
+            if (name := unit.holders.changed()) is not None:
+                raise PassError(
+                    clean_name(name),
+                    got=f"requires_grad={self._holders.parameters[name].requires_grad}",
+                    expected="what it was in shard()",
+                    do="freeze parameters before shard()",
+                )
         except BaseException as error:
             if outermost and self._listed and not recomputes:
                 self._break_off(unit, position, error)
