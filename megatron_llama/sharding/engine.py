@@ -37,6 +37,7 @@ class ModuleEngine:
         groups: Sequence[ParameterGroup],
         *,
         clip: float,
+        detach: Callable[[], None],
     ) -> None:
         self.model = model
         """The module that was given to ``shard``."""
@@ -48,6 +49,7 @@ class ModuleEngine:
         self._values = values
         self._passes = passes
         self._groups = groups
+        self._detach = detach
         self._closed = False
 
     @property
@@ -117,6 +119,7 @@ class ModuleEngine:
             return
         self._closed = True
         self._passes.refusal = self._passes.refusal or "engine.close() before"
+        self._detach()
         self._engine.close()
         close_data_mesh(self.mesh)
 

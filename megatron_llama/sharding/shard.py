@@ -29,6 +29,7 @@ from megatron_llama.sharding.engine import ModuleEngine
 from megatron_llama.sharding.holders import Holders
 from megatron_llama.sharding.hooks import Intercepted, Passes
 from megatron_llama.sharding.initial import first_values, require_same_model
+from megatron_llama.sharding.linear import attach_linears
 from megatron_llama.sharding.names import clean_name, parameter_names
 from megatron_llama.sharding.optimizer import AdamW, parameter_groups
 from megatron_llama.sharding.order import AccessOrder, Peers
@@ -205,6 +206,8 @@ def _build(
         scale_loss=False,
     )
     values = first_values(engine, model)
+    # Before the classes of modules change: it looks for what is exactly an nn.Linear.
+    detach_linears = attach_linears(model)
     peers = Peers(mesh.world)
     order = AccessOrder([unit.name for unit in units], peers, static=static_order)
     passes = Passes(
@@ -220,7 +223,14 @@ def _build(
     )
     holders.uninstall()
     return ModuleEngine(
-        model, units, engine, values, passes, groups, clip=config.optimizer.clip_grad
+        model,
+        units,
+        engine,
+        values,
+        passes,
+        groups,
+        clip=config.optimizer.clip_grad,
+        detach=detach_linears,
     )
 
 
