@@ -13,17 +13,20 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # this checkout, and no other
 
 from tools.overlap.against import PREFIX
-from tools.overlap.catalogue import COMPUTE, NAMES, STEPS, mode_named
+from tools.overlap.catalogue import HF, HF_NAMES, MODES, NAMES, STEPS, USER, baseline
 from tools.overlap.conditions import Limits, Stalls, alternating, stalling
 from tools.overlap.hosts import Delay, Hosts, RigError
 from tools.overlap.job import Job, bits_per_second
 
+KNOWN = NAMES + HF_NAMES
+OURS = frozenset(mode.name for mode in MODES)
 DESCRIPTION = f"""Data-parallel training on an emulated cluster: how long a step takes beyond its
 computation, and what it sends.
 
 Hosts are network namespaces of this machine; block compute is a timed wait. All contenders take
 turns in one run: in each round, in random order, {STEPS} training steps of each.
-Contenders: {", ".join(NAMES)}."""
+Contenders: {", ".join(NAMES)}.
+With transformers: {", ".join(HF_NAMES)}."""
 
 
 def parse(arguments: list[str]) -> argparse.Namespace:
@@ -43,7 +46,17 @@ def parse(arguments: list[str]) -> argparse.Namespace:
         "--rounds", type=int, default=8, help="measurements of each contender (default 8)"
     )
     parser.add_argument(
-        "--modes", default=",".join(NAMES), help="contenders, with commas between (default: all)"
+        "--modes",
+        default=",".join(NAMES),
+        help=f"contenders, with commas between (default: all without {HF})",
+    )
+    parser.add_argument(
+        "--user-module",
+        dest="modes",
+        action="store_const",
+        const=",".join(USER),
+        help="blocks of Hugging Face's LLaMA under shard(), DDP and FSDP2, and our own model: "
+        + ",".join(USER),
     )
     parser.add_argument(
         "--against",
@@ -88,15 +101,16 @@ def parse(arguments: list[str]) -> argparse.Namespace:
 
 def _complete(options: argparse.Namespace) -> None:
     """Check and convert. Raises ValueError."""
-    names = tuple(dict.fromkeys((COMPUTE, *options.modes.split(","))))
+    chosen = options.modes.split(",")
+    names = tuple(dict.fromkeys((*map(baseline, chosen), *chosen)))
     if options.against is not None:
         options.against = options.against.absolute()
         if not (options.against / "tools" / "overlap" / "ours.py").exists():
             raise ValueError(f"--against {options.against}: no checkout of this project")
-        names += tuple(PREFIX + name for name in names if mode_named(name) is not None)
-    unknown = [name for name in names if name.removeprefix(PREFIX) not in NAMES]
+        names += tuple(PREFIX + name for name in names if name in OURS)
+    unknown = [name for name in names if name.removeprefix(PREFIX) not in KNOWN]
     if unknown:
-        raise ValueError(f"--modes: unknown {', '.join(unknown)}; there are {', '.join(NAMES)}")
+        raise ValueError(f"--modes: unknown {', '.join(unknown)}; there are {', '.join(KNOWN)}")
     if not 2 <= options.hosts <= 250 or options.rounds < 1:
         raise ValueError("--hosts is from 2 to 250, --rounds at least 1")
     if options.latency < 0 or options.jitter < 0:

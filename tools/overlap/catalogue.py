@@ -48,12 +48,36 @@ MODES = (
 COMPUTE = "compute"
 """The same model and waits without communication: what every time is divided by."""
 PEERS = ("serial", "ddp", "ddp-zero", "fsdp2", "fsdp2-reshard")
+HF = "hf:"
+"""In front of a name: the same with blocks of Hugging Face's LLaMA instead of our own. Peers wrap
+them, and a mode of ours is ``megatron_llama.shard``."""
+HF_PEERS = tuple(HF + name for name in ("ddp", "fsdp2", "fsdp2-reshard"))
+HF_MODES = tuple(
+    HF + name
+    for name in ("optim", "no_shard", "optim_grads", "optim_grads_params", "optim_grads_params-3")
+)
 NAMES = (COMPUTE, *PEERS, *(mode.name for mode in MODES))
+HF_NAMES = (HF + COMPUTE, *HF_PEERS, *HF_MODES)
+USER = (
+    COMPUTE,
+    "optim",
+    "optim_grads_params-3",
+    HF + COMPUTE,
+    *HF_PEERS,
+    HF + "optim",
+    HF + "optim_grads_params-3",
+)
+"""What ``--user-module`` compares."""
 
 
 def mode_named(name: str) -> Mode | None:
-    """The mode of the engine with this name; None for a peer."""
-    return next((mode for mode in MODES if mode.name == name), None)
+    """The mode of the engine with this name, whichever model it trains; None for a peer."""
+    return next((mode for mode in MODES if mode.name == name.removeprefix(HF)), None)
+
+
+def baseline(name: str) -> str:
+    """The contender without communication that trains the same model."""
+    return HF + COMPUTE if name.startswith(HF) else COMPUTE
 
 
 def model() -> ModelConfig:
@@ -91,17 +115,32 @@ def configuration(mode: Mode, hosts: int) -> Config:
     )
 
 
+def block_parameters() -> int:
+    """Elements of one block."""
+    m = model()
+    return 4 * m.hidden_size**2 + 3 * m.hidden_size * m.intermediate_size + 2 * m.hidden_size
+
+
 def parameters() -> int:
     """Elements of the model."""
     m = model()
-    block = 4 * m.hidden_size**2 + 3 * m.hidden_size * m.intermediate_size + 2 * m.hidden_size
-    return 2 * m.vocab_size * m.hidden_size + BLOCKS * block + m.hidden_size
+    return 2 * m.vocab_size * m.hidden_size + BLOCKS * block_parameters() + m.hidden_size
 
 
 def minimum_bytes(hosts: int) -> float:
     """What one rank sends in a step at least: its part of every fp32 gradient to its owner, its own
     fp32 shard to the others."""
     return 2 * (hosts - 1) / hosts * 4 * parameters()
+
+
+def strategy_minimum(mode: Mode, hosts: int) -> float:
+    """What one rank sends in a step at least under the strategy of a mode: ``minimum_bytes``, and
+    its own shard of every block that backward gathers again because its slot had to be given to
+    another."""
+    slots = {"default": 2, "all": BLOCKS}.get(mode.param_slots)
+    kept = int(mode.param_slots) if slots is None else slots
+    again = BLOCKS - kept if mode.strategy == "optim_grads_params" else 0
+    return minimum_bytes(hosts) + (hosts - 1) / hosts * 4 * again * block_parameters()
 
 
 def compute_seconds(hosts: int) -> float:

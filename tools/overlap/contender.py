@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Protocol, cast
+from typing import TYPE_CHECKING, Protocol, cast
 
 import torch
 from torch import Tensor, nn
@@ -19,6 +19,9 @@ from megatron_llama.model.load import load_stages, rank_specs
 from megatron_llama.nn.linear import column_linear
 from tools.overlap.loss import token_losses
 from tools.overlap.waits import Clock, install
+
+if TYPE_CHECKING:
+    from tools.overlap.user import UserModel
 
 SEED = 1234
 
@@ -47,6 +50,8 @@ class Setting:
     rank: int
     hosts: int
     clock: Clock
+    hf: bool = False
+    """Whether the module that is wrapped is Hugging Face's instead of ours."""
 
 
 class Head(nn.Module):
@@ -88,9 +93,9 @@ class Model(nn.Module):
         install([(f"blocks.{index}", block) for index, block in enumerate(self.blocks)], clock)
 
     @property
-    def groups(self) -> list[nn.Module]:
+    def groups(self) -> list[list[nn.Module]]:
         """What is sharded together, in forward order."""
-        return [self.embedding, *self.blocks, self.head]
+        return [[self.embedding], *([block] for block in self.blocks), [self.head]]
 
     def forward(self, tokens: Tensor, labels: Tensor) -> Tensor:
         """Mean loss of ids [s, b], 0-dim."""
@@ -100,6 +105,15 @@ class Model(nn.Module):
             x = block(x, positions)
         head = self._stage[0]
         return token_losses(self.head(x), labels, head.mesh.tp, head.config.vocab_size).mean()
+
+
+def wrapped(setting: Setting, config: Config) -> Model | UserModel:
+    """The module that a peer wraps."""
+    if not setting.hf:
+        return Model(config, setting.clock)
+    from tools.overlap.user import UserModel  # transformers are needed for these contenders only
+
+    return UserModel(config, setting.clock)
 
 
 def decayed(tensors: Iterable[tuple[Tensor, bool]], config: Config) -> list[dict[str, object]]:

@@ -9,7 +9,7 @@ from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 
 from megatron_llama.data.loader import Batch
-from tools.overlap.contender import Model, Setting, adamw, decayed
+from tools.overlap.contender import Setting, adamw, decayed, wrapped
 from tools.overlap.plain import sharding
 
 
@@ -18,7 +18,7 @@ class Ddp:
 
     def __init__(self, setting: Setting, *, zero: bool) -> None:
         config = sharding(setting)
-        model = Model(config, setting.clock)
+        model = wrapped(setting, config)
         block = sum(p.numel() * p.element_size() for p in model.blocks[0].parameters())
         # The default of 25 MB would make one bucket of the whole model: nothing could overlap.
         self._model = DistributedDataParallel(

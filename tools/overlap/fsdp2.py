@@ -25,7 +25,7 @@ from megatron_llama.distributed.comm.exchange import Exchange, Reductions, gathe
 from megatron_llama.distributed.comm.host.threads import ThreadStream
 from megatron_llama.distributed.comm.streams import Future
 from megatron_llama.distributed.mesh import Axis, build_mesh
-from tools.overlap.contender import Model, Setting, adamw, clip_factor, decayed
+from tools.overlap.contender import Setting, adamw, clip_factor, decayed, wrapped
 from tools.overlap.plain import sharding
 
 PREFETCH = 2
@@ -127,9 +127,11 @@ class Fsdp2:
         axes = build_mesh(
             self._config, rank=setting.rank, world_size=setting.hosts, device=torch.device("cpu")
         )
-        self._model = Model(self._config, setting.clock)
+        self._model = wrapped(setting, self._config)
         groups = self._model.groups
-        largest = max(sum(p.numel() for p in group.parameters()) for group in groups)
+        largest = max(
+            sum(p.numel() for module in group for p in module.parameters()) for group in groups
+        )
         self.stream = ThreadStream()
         self.reductions = Reductions(
             axes.dp,
@@ -147,13 +149,14 @@ class Fsdp2:
         self._prefetch()
         self._shards: list[tuple[Any, nn.Parameter]] = []
 
-    def _shard(self, group: nn.Module, index: int, axis: Axis, reshard: bool) -> FSDPModule:
+    def _shard(self, group: list[nn.Module], index: int, axis: Axis, reshard: bool) -> FSDPModule:
         # The last block and the head are used again at once; gathering them again would only delay
         # backward.
         again = reshard and index < len(self._model.groups) - 2
-        sharded = fully_shard(
+        fully_shard(
             group, mesh=init_device_mesh("cpu", (self._hosts,)), reshard_after_forward=again
         )
+        sharded = group[0]  # modules of one group share their state
         assert isinstance(sharded, FSDPModule)
         sharded.set_force_sum_reduction_for_comms(True)
         sharded.set_gradient_divide_factor(1.0)  # the loss is divided instead

@@ -48,6 +48,12 @@ class Sample:
     """Of a rank; mean over ranks."""
     loss: float
     """Of the last step; mean over ranks."""
+    growth: float = 0.0
+    """Bytes in use after the last step of the round, beyond those after its second, on the rank
+    where that is most."""
+    peak_growth: float = 0.0
+    """How far the resident memory of a later step exceeds the highest of the first two, in
+    bytes, on the rank where that is most."""
 
 
 UNITS = MappingProxyType({"kbit": 1e3, "mbit": 1e6, "gbit": 1e9})

@@ -16,7 +16,7 @@ import sys
 import time
 import warnings
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import count
 from pathlib import Path
@@ -29,15 +29,19 @@ from tools.overlap import report
 from tools.overlap.against import PREFIX, Against
 from tools.overlap.catalogue import (
     COMPUTE,
+    HF,
+    HF_MODES,
     MODES,
     SEQUENCE,
     STEPS,
+    baseline,
     half_block_seconds,
     mode_named,
     model,
 )
 from tools.overlap.contender import Contender, Setting
 from tools.overlap.job import Job, Sample
+from tools.overlap.memory import growth, look, peak_resident
 from tools.overlap.waits import Clock
 
 LOSS_TOLERANCE = 1e-3
@@ -61,7 +65,7 @@ def builders(against: str | None) -> dict[str, Callable[[Setting], Contender]]:
     def plain(name: str, setting: Setting) -> Contender:
         from .plain import Compute, Serial
 
-        return Compute(setting) if name == COMPUTE else Serial(setting)
+        return Serial(setting) if name == "serial" else Compute(setting)
 
     def ddp(name: str, setting: Setting) -> Contender:
         from .ddp import Ddp
@@ -71,7 +75,17 @@ def builders(against: str | None) -> dict[str, Callable[[Setting], Contender]]:
     def fsdp2(name: str, setting: Setting) -> Contender:
         from .fsdp2 import Fsdp2
 
-        return Fsdp2(setting, reshard=name == "fsdp2-reshard")
+        return Fsdp2(setting, reshard=name.endswith("-reshard"))
+
+    def sharded(name: str, setting: Setting) -> Contender:
+        from .sharded import Sharded
+
+        mode = mode_named(name)
+        assert mode is not None
+        return Sharded(mode, setting)
+
+    def hf(maker: Callable[[str, Setting], Contender], name: str, setting: Setting) -> Contender:
+        return maker(name, replace(setting, hf=True))
 
     peers = {
         COMPUTE: plain,
@@ -83,6 +97,8 @@ def builders(against: str | None) -> dict[str, Callable[[Setting], Contender]]:
     }
     makers = {**peers, **{mode.name: ours for mode in MODES}}
     makers |= {PREFIX + mode.name: other for mode in MODES}
+    makers |= {HF + name: partial(hf, peers[name]) for name in peers}
+    makers |= {name: partial(hf, sharded) for name in HF_MODES}
     return {name: partial(maker, name) for name, maker in makers.items()}
 
 
@@ -127,6 +143,8 @@ class Totals:
     payload_bytes: float
     cpu_seconds: float
     loss: float
+    growth: float
+    peak_growth: float
 
 
 def window(contender: Contender, batches: list[Batch], clock: Clock) -> Totals:
@@ -139,21 +157,25 @@ def window(contender: Contender, batches: list[Batch], clock: Clock) -> Totals:
     cpu = time.process_time()
     begin = time.perf_counter()
     loss = torch.zeros(())
+    moments = []
+    peak_resident()
     contender.begin()
     for batch in batches:
         loss = contender.step(batch)
+        moments.append(look())
     seconds = time.perf_counter() - begin
     contender.drain()
     cpu = time.process_time() - cpu
     dist.barrier()
-    slowest = torch.tensor(seconds, dtype=torch.float64)
+    grown = growth(moments) if len(moments) > 2 else (0, 0)
+    most = torch.tensor([seconds, *grown], dtype=torch.float64)
     means = torch.tensor(
         [sent_bytes() - sent, (contender.payload_bytes() or 0.0) - payload, cpu, float(loss)],
         dtype=torch.float64,
     )
-    dist.all_reduce(slowest, dist.ReduceOp.MAX)
+    dist.all_reduce(most, dist.ReduceOp.MAX)
     dist.all_reduce(means.div_(dist.get_world_size()))
-    return Totals(float(slowest), *means.tolist())
+    return Totals(most[0].item(), *means.tolist(), *most[1:].tolist())
 
 
 def sample(totals: Totals, empty: Totals, steps: int, *, recorded: bool) -> Sample:
@@ -165,6 +187,8 @@ def sample(totals: Totals, empty: Totals, steps: int, *, recorded: bool) -> Samp
         payload_bytes=(totals.payload_bytes - empty.payload_bytes) / steps if recorded else None,
         cpu_seconds=totals.cpu_seconds / steps,
         loss=totals.loss,
+        growth=totals.growth,
+        peak_growth=totals.peak_growth,
     )
 
 
@@ -204,8 +228,9 @@ def run(job: Job, rank: int) -> dict[str, list[Sample]]:
 
 
 def _prepare(contender: Contender, batch: Batch, clock: Clock) -> Totals:
-    """Open connections, allocate what is allocated once, and look at a window without steps."""
-    window(contender, [batch], clock)
+    """Open connections, allocate what is allocated once, and look at a window without steps. The
+    order of a user's module is known after its first step."""
+    window(contender, [batch, batch], clock)
     return window(contender, [], clock)
 
 
@@ -215,7 +240,7 @@ def stray(samples: dict[str, list[Sample]]) -> list[str]:
     alike = [
         n
         for n in samples
-        if n != COMPUTE and ((mode := mode_named(n)) is None or (mode.clip and not mode.bf16))
+        if n != baseline(n) and ((mode := mode_named(n)) is None or (mode.clip and not mode.bf16))
     ]
     losses = {name: samples[name][-1].loss for name in alike}
     middle = sorted(losses.values())[len(losses) // 2] if losses else 0.0

@@ -11,7 +11,7 @@ from megatron_llama.data.loader import Batch
 from megatron_llama.distributed.comm.exchange import Reductions, gather
 from megatron_llama.distributed.mesh import build_mesh
 from tools.overlap.catalogue import MODES, configuration
-from tools.overlap.contender import Model, Setting, adamw, clip_factor, decayed
+from tools.overlap.contender import Setting, adamw, clip_factor, decayed, wrapped
 
 ALIGN = 64
 
@@ -90,7 +90,7 @@ class Compute:
 
     def __init__(self, setting: Setting) -> None:
         config = sharding(setting)
-        self._model = Model(config, setting.clock)
+        self._model = wrapped(setting, config)
         self._shards = Shards(self._model, setting, config)
 
     def begin(self) -> None:
@@ -120,7 +120,7 @@ class Serial:
         axis = build_mesh(
             config, rank=setting.rank, world_size=setting.hosts, device=torch.device("cpu")
         ).dp
-        self._model = Model(config, setting.clock)
+        self._model = wrapped(setting, config)
         self._shards = shards = Shards(self._model, setting, config)
         largest = max(grads.numel() for _, grads in shards.full)
         reductions = Reductions(

@@ -133,8 +133,11 @@ def _install(
     def enter(_: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         return (_Enter.apply(inputs[0], clock), *inputs[1:])  # type: ignore[no-untyped-call]
 
-    def leave(_: nn.Module, inputs: object, output: Tensor) -> Tensor:
-        return _Leave.apply(output, clock, lambda: ready(names))  # type: ignore[no-any-return, no-untyped-call]
+    def leave(_: nn.Module, inputs: object, output: Any) -> Any:
+        # Transformers' attention returns its weights, too, in a tuple.
+        out = output[0] if isinstance(output, tuple) else output
+        left = _Leave.apply(out, clock, lambda: ready(names))  # type: ignore[no-untyped-call]
+        return (left, *output[1:]) if isinstance(output, tuple) else left
 
     norm.register_forward_pre_hook(enter)
     body.register_forward_hook(leave)
