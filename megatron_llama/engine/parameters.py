@@ -107,6 +107,10 @@ class ParameterBuckets:
             if self._prefetch.try_gather(bucket):
                 self._launch((bucket,))
 
+    def holds(self, bucket: int) -> bool:
+        """Whether the slot of a bucket holds it, or is being filled with it."""
+        return self._prefetch.holds(bucket)
+
     def is_unsharded(self, bucket: int) -> bool:
         """Whether all values of a bucket are in a slot of its own. Call ``settle`` first."""
         return self.bucket_plan.has_own_slot(bucket) and self._prefetch.holds(bucket)

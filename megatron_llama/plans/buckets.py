@@ -7,7 +7,7 @@ no other copy.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -290,9 +290,10 @@ def module_bucket_plan(
 
     Where parameters are gathered before each access there is one bucket for each unit and kind, and
     units share slots with their like (``_pools``). Elsewhere buckets are filled by size, and only
-    gradient slots are shared. These always have slots of their own: what is resident; what is in no
-    unit (``is_root_part``), because nobody knows when it is read; and what several units share,
-    because its gradient is complete only when the last of them has written."""
+    gradient slots are shared. These always have slots of their own: what is resident, and what
+    several units share, because its gradient is complete only when the last of them has written.
+    What is in no unit (``is_root_part``) has parameter slots of its own, because nobody knows when
+    it is read; its gradients share slots among themselves (``_root_pools``)."""
     found = strategy_named(strategy)
     slots = Slots(
         param_slots if found.by_unit else None,
@@ -310,7 +311,9 @@ def module_bucket_plan(
         if users[spec.name][0] == index
     ]
     apart: set[str] = set()
-    """Parameters in buckets that share no slot."""
+    """Parameters in buckets that share no parameter slot."""
+    at_root: set[str] = set()
+    """Those of them that are in no unit, and in a bucket that shares a gradient slot."""
     together: dict[tuple[BucketKind, tuple[int, ...]], list[ParamSpec]] = {}
     """Parameters that may be in one bucket, by kind and the units that read them."""
     for spec in reverse:
@@ -319,6 +322,8 @@ def module_bucket_plan(
         shared = len(numbers) > 1
         if shared or kind.needs_own_slot or units[numbers[0]].is_root_part:
             apart.add(spec.name)
+            if not shared and not kind.needs_own_slot:
+                at_root.add(spec.name)
         by_unit = found.by_unit or (spec.name in apart and slots.gradients is not None)
         if not shared and (kind.needs_own_slot or not by_unit):
             numbers = ()
@@ -335,10 +340,28 @@ def module_bucket_plan(
     pools = _pools(
         units, [None if b.placements[0].spec.name in apart else b for b in closed], users
     )
-    parameters, gradients = (
-        _slots_in_pools(pools, count) for count in (slots.parameters, slots.gradients)
+    parameters = _slots_in_pools(pools, slots.parameters)
+    roots = _root_pools(
+        [b.kind if b.placements[0].spec.name in at_root else None for b in closed],
+        1 + max(pools, default=OWN_SLOT_POOL),
+    )
+    # As the trainer's embedding and head: the head is reduced long before the embedding is written.
+    # A model without units needs as many slots for its parts as units do.
+    few = {pool for pool in roots if roots.count(pool) <= 2}
+    gradients = _slots_in_pools(
+        [root or pool for root, pool in zip(roots, pools, strict=True)], slots.gradients, few
     )
     return _bucket_plan(units, closed, shards, slots, parameters, gradients)
+
+
+def _root_pools(kinds: Sequence[BucketKind | None], first: int) -> list[int]:
+    """Returns the pool of gradient slots of each bucket of what is in no unit, one for each kind;
+    OWN_SLOT_POOL for other buckets, whose kind is None. ``first`` is the number of the first."""
+    pools: dict[BucketKind, int] = {}
+    for kind in kinds:
+        if kind is not None:
+            pools.setdefault(kind, first + len(pools))
+    return [OWN_SLOT_POOL if kind is None else pools[kind] for kind in kinds]
 
 
 def _pools(
@@ -377,16 +400,18 @@ def _pools(
     return [OWN_SLOT_POOL if key is None else pools[key] for key in keys]
 
 
-def _slots_in_pools(pools: Sequence[int], count: int | None) -> tuple[Slot, ...]:
+def _slots_in_pools(
+    pools: Sequence[int], count: int | None, few: Container[int] = ()
+) -> tuple[Slot, ...]:
     """Returns the slot of each bucket, given its pool. The buckets of a pool take its ``count``
-    slots in turn; None: each has its own."""
+    slots in turn, one slot fewer in the pools ``few``; None: each bucket has its own."""
     users = Counter[int]()
     slots = []
     for bucket, pool in enumerate(pools):
         if count is None or pool == OWN_SLOT_POOL:
             slots.append((OWN_SLOT_POOL, bucket))
         else:
-            slots.append((pool, users[pool] % count))
+            slots.append((pool, users[pool] % max(1, count - (pool in few))))
             users[pool] += 1
     return tuple(slots)
 

@@ -54,7 +54,11 @@ def test_layers_take_turns_and_what_is_in_no_unit_has_its_own_slots() -> None:
     found = plan(units)
     slots = [found.parameter_slots[bucket_of(found, f"layers.{number}.weight")] for number in reversed(range(5))]
     assert [number for _, number in slots] == [0, 1, 0, 1, 0] and len({pool for pool, _ in slots}) == 1
-    assert found.gradient_slots == found.parameter_slots
+    assert found.gradient_slots[bucket_of(found, "embed")] == found.gradient_slots[bucket_of(found, "head")]
+    ends = {bucket_of(found, "embed"), bucket_of(found, "head")}
+    others = [b for b in range(len(found.buckets)) if b not in ends]
+    assert all(found.gradient_slots[b] == found.parameter_slots[b] for b in others)
+    assert not {found.gradient_slots[b] for b in others} & {found.gradient_slots[b] for b in ends}
     norms = found.buckets[bucket_of(found, "norm")]
     assert [placed.spec.name for placed in norms.placements] == ["norm", *(f"layers.{n}.norm" for n in reversed(range(5)))]
     for name in ("embed", "head", "norm"):
@@ -87,6 +91,14 @@ def test_units_of_similar_size_share_a_pool() -> None:
     assert OWN_SLOT_POOL not in (large, small)
     sizes_of_slots = found.parameter_slot_numel()
     assert sizes_of_slots[large, 0] == 4096 and sizes_of_slots[small, 0] <= 1024 + 2 * ALIGN
+
+
+def test_without_units_the_parts_of_a_model_take_turns() -> None:
+    """Gradients only: parameters stay. Three parts or more have all the slots, so that a reduction overlaps the next part."""
+    found = plan([root(f"{n}", param(f"{n}.weight", 8, 8), param(f"{n}.bias", 8)) for n in range(4)])
+    assert all(found.has_own_slot(bucket) for bucket in range(len(found.buckets)))
+    slots = [found.gradient_slots[bucket_of(found, f"{n}.weight")] for n in (3, 2, 1, 0)]
+    assert slots[0] == slots[2] != slots[1] == slots[3]
 
 
 def test_nested_units_keep_what_is_around_them() -> None:
@@ -147,7 +159,7 @@ def test_by_size_up_to_the_cap(strategy: str) -> None:
         return
     assert held == [["head"], ["5", "4"], ["3", "2"], ["1", "0"], ["embed"]]
     users = Counter(found.gradient_slots)
-    assert [users[found.gradient_slots[bucket_of(found, name)]] for name in ("head", "5.weight", "3.weight", "embed")] == [1, 2, 1, 1]
+    assert [users[found.gradient_slots[bucket_of(found, name)]] for name in ("head", "5.weight", "3.weight", "embed")] == [2, 2, 1, 2]
 
 
 def test_random_models_lose_nothing() -> None:
