@@ -131,6 +131,7 @@ def build_engine(
             steps_per_epoch=steps_per_epoch,
             groups=groups,
             grad_divisor=grad_divisor,
+            find_unused=find_unused,
         ),
         mesh,
         axes=DataAxes(mesh.dp_shard, mesh.dp_replica, mesh.dp_gather),

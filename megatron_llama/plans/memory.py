@@ -38,11 +38,14 @@ USABLE = 0.9
 communicators and the gaps between allocations."""
 
 
-def state_bytes(config: Config, bucket_plan: BucketPlan, *, shard_rank: int = 0) -> dict[str, int]:
+def state_bytes(
+    config: Config, bucket_plan: BucketPlan, *, shard_rank: int = 0, find_unused: bool = False
+) -> dict[str, int]:
     """Bytes that one process holds on the device throughout a run, by component, as the engine
     allocates them. What is offloaded to the host is not counted, and neither is what messages need
-    besides (``staging_bytes``, ``host_buffer_bytes``). ``shard_rank``: see ``offload_plan``."""
-    strategy = strategy_named(config.parallel.data_parallel_sharding_strategy)
+    besides (``staging_bytes``, ``host_buffer_bytes``). ``shard_rank``: see ``offload_plan``;
+    ``find_unused``: whether ranks may leave out different parameters, so that whole gradients
+    accumulate in their slots until the end of the step."""
     itemsize = compute_itemsize(config)
     fp32 = fp32_itemsize(config)
     trainable = [bucket.index for bucket in bucket_plan.buckets if bucket.kind.trainable]
@@ -64,7 +67,7 @@ def state_bytes(config: Config, bucket_plan: BucketPlan, *, shard_rank: int = 0)
     return {
         "parameters": sum(bucket_plan.parameter_slot_numel().values()) * itemsize,
         "parameter shards": apart * itemsize,
-        "gradients": slots * fp32 + (trained * fp32 if strategy.reduce_every_microbatch else 0),
+        "gradients": (slots + (trained if _has_gradient_shards(config, find_unused) else 0)) * fp32,
         # In fp32 the shard itself is the master copy.
         "master weights": updated * fp32 if itemsize != fp32 else 0,
         "moments": 2 * updated * fp32,
@@ -77,20 +80,28 @@ def state_bytes(config: Config, bucket_plan: BucketPlan, *, shard_rank: int = 0)
     }
 
 
-def staging_bytes(config: Config, bucket_plan: BucketPlan, *, dp: int) -> int:
+def _has_gradient_shards(config: Config, find_unused: bool) -> bool:
+    """Whether reduced gradients have memory of their own, in which microbatches accumulate; else
+    they are a part of the slot."""
+    strategy = strategy_named(config.parallel.data_parallel_sharding_strategy)
+    return strategy.reduce_every_microbatch and not find_unused
+
+
+def staging_bytes(
+    config: Config, bucket_plan: BucketPlan, *, dp: int, find_unused: bool = False
+) -> int:
     """Bytes of the buffers in which a device casts gradients to the dtype in which they travel,
     where that is not their own; they come on top of ``state_bytes``. ``dp``: data-parallel ranks,
-    context-parallel ones included."""
+    context-parallel ones included; ``find_unused``: see there."""
     wire = reduce_itemsize(config)
     trained = [bucket.numel for bucket in bucket_plan.buckets if bucket.kind.trainable]
     if wire == fp32_itemsize(config) or not trained:
         return 0
-    strategy = strategy_named(config.parallel.data_parallel_sharding_strategy)
     shards = bucket_plan.shards
     replicas = dp // shards
     buffers = min(STAGED_REDUCTIONS, len(bucket_plan.gradient_slot_numel()))
     largest = max(trained)
-    if shards == 1 and not strategy.reduce_every_microbatch:
+    if shards == 1 and not _has_gradient_shards(config, find_unused):
         return buffers * largest * wire if replicas > 1 else 0
     scattered = buffers * largest * wire if shards > 1 else 0
     return scattered + (largest // shards * wire if replicas > 1 else 0)

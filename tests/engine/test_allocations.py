@@ -15,7 +15,7 @@ from megatron_llama.config.schema import Config, OffloadConfig, OptimizerConfig,
 from megatron_llama.distributed import device as devices
 from megatron_llama.distributed import mesh as meshes
 from megatron_llama.distributed.mesh import build_mesh
-from megatron_llama.engine.build import build_optimizer
+from megatron_llama.engine.build import build_engine, build_optimizer
 from megatron_llama.engine.offload import build
 from megatron_llama.engine.offload.exact import ExactOffload
 from megatron_llama.engine.offload.zenflow.rule import ZenFlow
@@ -23,7 +23,7 @@ from megatron_llama.engine.optimizer import OverlappedDistributedOptimizer
 from megatron_llama.model.llama import build_stages
 from megatron_llama.planner.trace.storages import Storages
 from megatron_llama.plans import offload as plans
-from megatron_llama.plans.buckets import rank_bucket_plan
+from megatron_llama.plans.buckets import module_bucket_plan, rank_bucket_plan, shard_count
 from megatron_llama.plans.checks.zenflow import hot_column_count
 from megatron_llama.plans.memory import MemoryPlan, staging_bytes, state_bytes
 from megatron_llama.plans.offload import offload_plan
@@ -31,6 +31,7 @@ from megatron_llama.plans.resolve import resolve
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from tests.engine.test_any_module import GROUPS, units
 from tests.parallel.cases import STRATEGIES, Layout
 from tests.parallel.test_zenflow import EVERY, FOUR, OVERLAP, zen
 
@@ -149,6 +150,53 @@ def test_allocated_is_planned(layout: Layout, monkeypatch: pytest.MonkeyPatch) -
             offload = MemoryPlan(config, layout.world_size).offload(stage)
             rules = [rule for rule in engine.rules.distinct if isinstance(rule, ExactOffload)]
             assert [rule.nbytes for rule in rules] == ([] if offload is None else [offload.held])
+
+
+def module_cases() -> Iterator[tuple[Config, int, bool]]:
+    """(configuration, processes, find_unused) of engines around a user's model: every option that changes what is allocated."""
+    for strategy in STRATEGIES:
+        for shard_size in (0, 2) if strategy != "no_shard" else (0,):
+            parallel = ParallelConfig(
+                data_parallel_sharding_strategy=strategy, data_parallel_shard_size=shard_size, grad_reduce_in_bf16=True
+            )
+            for find_unused in (False, True):
+                for bf16 in (False, True):
+                    yield Config(parallel=parallel, training=TrainingConfig(bf16=bf16)), 4, find_unused
+            yield Config(parallel=parallel, training=TrainingConfig(bf16=True), offload=EXACT), 4, False
+            yield Config(parallel=parallel, training=TrainingConfig(bf16=True)), 4 if shard_size else 1, True
+
+
+@pytest.mark.parametrize(("config", "world", "find_unused"), list(module_cases()))
+def test_around_a_model_that_is_not_ours(config: Config, world: int, find_unused: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    parallel = config.parallel
+    plan = module_bucket_plan(
+        units(),
+        strategy=parallel.data_parallel_sharding_strategy,
+        shards=shard_count(parallel, world),
+        param_slots=2,
+        grad_slots=None if find_unused else 2,
+        cap=400,
+    )
+    for rank in range(world):
+        with without_devices(monkeypatch):
+            mesh = replace(build_mesh(config, rank=rank, world_size=world, device=torch.device("cpu")), device=META)
+            with Made() as made:
+                engine = build_engine(
+                    config,
+                    plan,
+                    mesh,
+                    attach=lambda placed, view, handle: None,
+                    groups=GROUPS,
+                    grad_divisor=float(world),
+                    find_unused=find_unused,
+                    worker_factory=NoWorker,  # type: ignore[arg-type]
+                )
+        expected = state_bytes(config, plan, find_unused=find_unused)
+        expected |= {"staging": staging_bytes(config, plan, dp=world, find_unused=find_unused)}
+        seen = set[int]()
+        found = {name: made.storages.of(tensors, seen) for name, tensors in engine.memory.items()}
+        assert {name: found.get(name, 0) for name in expected} == expected
+        assert made.storages.live == sum(expected.values())
 
 
 def zenflow_layouts() -> Iterator[tuple[Layout, ZenFlowConfig]]:

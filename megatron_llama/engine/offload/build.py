@@ -40,6 +40,7 @@ def build_update_rules(
     steps_per_epoch: int = 0,
     groups: Sequence[OptimizerConfig] = (),
     grad_divisor: float = 1.0,
+    find_unused: bool = False,
 ) -> UpdateRules:
     """Build the update rules of one rank: AdamW on the device, and where the optimizer is offloaded
     a rule on the host for the buckets that the plan names. Collective.
@@ -49,7 +50,7 @@ def build_update_rules(
     makes the exact offload wait at once, for comparison. ``steps_per_epoch`` is 0 where an epoch
     has no meaning. ``groups`` has the options of each group of parameters, by default those of
     ``config`` for the only one. ``grad_divisor`` is what gradients are divided by, whether they are
-    clipped or not.
+    clipped or not. ``find_unused``: see ``plans.memory.state_bytes``.
 
     Raises ConfigError or OffloadError, on every rank, where processors or memory for offload are
     missing."""
@@ -61,7 +62,8 @@ def build_update_rules(
         return UpdateRules([adamw] * count, [adamw])
     on_cpu = devices.is_host(mesh.device)
     # Without a device the rest of the training state is in the host's memory as well.
-    needed = plan.held + (sum(state_bytes(config, bucket_plan).values()) if on_cpu else 0)
+    on_device = state_bytes(config, bucket_plan, find_unused=find_unused)
+    needed = plan.held + (sum(on_device.values()) if on_cpu else 0)
     ranks = all_gather_object(Neighbour(_machine(), devices.physical_cores(), needed), mesh.world)
     here = [rank for rank in ranks if rank.machine == ranks[mesh.rank].machine]
     option = config.offload.offload_cores
