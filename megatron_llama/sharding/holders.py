@@ -5,11 +5,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, MutableMapping
 from dataclasses import dataclass
+from types import MappingProxyType
 
 from torch import Tensor, nn
 
 from megatron_llama.nn.param_handle import ParamHandle, attach_param_handle
 from megatron_llama.plans.buckets import PlacedParam
+from megatron_llama.sharding.linear import waits_itself
 from megatron_llama.sharding.names import clean_name, parameter_names
 from megatron_llama.sharding.placeholders import Placeholder, Resolve
 from megatron_llama.sharding.specs import ModuleUnit
@@ -61,15 +63,27 @@ class Holders:
 
     def make_placeholders(self, resolve: Mapping[str, Resolve]) -> None:
         """Make the placeholder of each parameter, with what it asks before it refuses."""
-        for name, parameter in self.parameters.items():
-            self.placeholders[name] = Placeholder(
-                clean_name(name),
-                parameter.shape,
-                parameter.dtype,
-                parameter.device,
-                resolve[name],
-                requires_grad=parameter.requires_grad,
-            )
+        for name in self.parameters:
+            self.placeholders[name] = self.placeholder(name, resolve[name])
+
+    def placeholder(self, name: str, resolve: Resolve) -> Placeholder:
+        """Return a new placeholder of a parameter."""
+        parameter = self.parameters[name]
+        return Placeholder(
+            clean_name(name),
+            parameter.shape,
+            parameter.dtype,
+            parameter.device,
+            resolve,
+            requires_grad=parameter.requires_grad,
+        )
+
+    def waited_for_when_read(self, names: Iterable[str]) -> bool:
+        """Whether the modules that hold these parameters wait for them when they are called."""
+        wanted = frozenset(names)
+        return all(
+            waits_itself(place.module, place.leaf) for place in self._places if place.name in wanted
+        )
 
     def install(self, parameters: Mapping[str, nn.Parameter]) -> None:
         """Let the modules hold the given parameters, in all places of each."""
@@ -120,9 +134,10 @@ class UnitHolders:
                 return name
         return None
 
-    def hold_parameters(self) -> None:
-        """Let the unit's modules hold the parameters themselves."""
-        self._hold(self._parameters)
+    def hold_parameters(self, late: Mapping[str, nn.Parameter] = MappingProxyType({})) -> None:
+        """Let the unit's modules hold the parameters themselves, or what stands for them in
+        ``late``."""
+        self._hold({**self._parameters, **late} if late else self._parameters)
 
     def hold_placeholders(self) -> None:
         """Let the unit's modules hold placeholders."""

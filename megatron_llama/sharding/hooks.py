@@ -23,7 +23,7 @@ only if another unit came in between.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import dataclass, field, fields, is_dataclass
 from functools import cache
 from typing import Any
 
@@ -105,6 +105,9 @@ class _Unit:
     inside: frozenset[int]
     casts: bool
     """Whether floating inputs are cast to the compute dtype."""
+    late: dict[int, Mapping[str, Placeholder]] = field(default_factory=dict)
+    """By bucket, what stands for the parameters that forward passes do not wait for: each linear
+    layer waits for its own when it is called, so that those in front of it compute meanwhile."""
 
     def related(self, other: _Unit) -> bool:
         """Whether one of two units is inside the other."""
@@ -232,7 +235,9 @@ class Passes:
             if unit.index >= 0 and not again:
                 if not recomputes:
                     self._access(unit, backward=False)
-                    unit.holders.hold_parameters()
+                    unit.holders.hold_parameters(
+                        {name: late for each in unit.late.values() for name, late in each.items()}
+                    )
                 elif self._current is not unit:
                     self._access(unit, backward=True)
                     self._hold_in_backward(unit)
@@ -306,7 +311,39 @@ class Passes:
                 following = self._order.expected_after(access, listed=self._listed)
                 self._engine.access_unplanned(unit.index, following)
             for bucket, name in unit.reads:
-                self._engine.parameters.wait_unsharded(bucket, name)
+                if backward or bucket not in unit.late:
+                    self._engine.parameters.wait_unsharded(bucket, name)
+
+    def _let_layers_wait(self) -> None:
+        """From now on units begin their forward passes before those of their weights are there for
+        which linear layers have waited in the first step.
+
+        Such a layer finds a placeholder, which waits for its bucket and gives the parameter."""
+        for unit in self._units:
+            if not unit.pooled:
+                continue
+            for bucket, _ in unit.reads:
+                placements = self._engine.bucket_plan.buckets[bucket].placements
+                names = [placed.spec.name for placed in placements]
+                if self._holders.waited_for_when_read(names):
+                    unit.late[bucket] = {name: self._late(unit, bucket, name) for name in names}
+
+    def _late(self, unit: _Unit, bucket: int, name: str) -> Placeholder:
+        parameter = self._holders.parameters[name]
+
+        def resolve(placeholder: Placeholder) -> nn.Parameter | None:
+            if unit not in self._active and unit not in self._held:
+                return None
+            with self._peers.explained():
+                self._engine.parameters.wait_unsharded(bucket, clean_name(name))
+            return parameter
+
+        made = self._holders.placeholder(name, resolve)
+        if parameter.requires_grad:
+            # A torch.autograd.Function of the user may get the placeholder itself.
+            with torch._C.DisableTorchFunctionSubclass():
+                made.register_post_accumulate_grad_hook(self._deliver(name))  # type: ignore[no-untyped-call]
+        return made
 
     def _resolver(self, part: _Unit, parameter: nn.Parameter) -> Callable[..., Any]:
         """Return what lets a root part be read anywhere while the model runs: it has a slot of its
@@ -414,19 +451,20 @@ class Passes:
         """Return the hook that gives what autograd has accumulated to the parameter's slot."""
         parameters = self._engine.parameters
         bucket = self._bucket_of[name]
+        handle = param_handle_of(self._holders.parameters[name])
+        assert handle is not None
 
         def deliver(parameter: Tensor) -> None:
             self._enter_backward()
-            grad = parameter.grad
+            with torch._C.DisableTorchFunctionSubclass():
+                grad = parameter.grad
+                parameter.grad = None
             if grad is None:
                 return  # a linear layer has written the slot itself
-            handle = param_handle_of(parameter)
-            assert handle is not None
             # An operator has read the weight a moment ago. Raises if it was not there.
             parameters.wait_unsharded(bucket, clean_name(name))
             view, beta = handle.grad_view()
             accumulate(view, beta, grad)
-            parameter.grad = None
             handle.grad_written()
 
         return deliver
@@ -460,7 +498,8 @@ class Passes:
         self._order.agree(STEP)
         with self._peers.explained():
             result = step()
-        self._order.end_step(self._engine.recorded_rounds)
+        if self._order.end_step(self._engine.recorded_rounds):
+            self._let_layers_wait()
         self._in_step = False
         self._backward_passes = 0
         self.generation += 1

@@ -17,6 +17,10 @@ from torch import Tensor, nn
 
 from megatron_llama.nn.ops import accumulate
 from megatron_llama.nn.param_handle import accumulate_product, param_handle_of, wait_unsharded
+from megatron_llama.sharding.placeholders import arrived
+
+_CALLED = "_megatron_llama_called"
+"""In an attached module that has been called outside of a compiled region."""
 
 
 def attach_linears(model: nn.Module) -> Callable[[], None]:
@@ -40,15 +44,27 @@ def attach_linears(model: nn.Module) -> Callable[[], None]:
             # Somebody may have replaced it meanwhile, and may still call ours, which does no harm.
             if getattr(vars(module).get("forward"), "__func__", None) is _forward:
                 del module.forward
+            vars(module).pop(_CALLED, None)
 
     return detach
 
 
+def waits_itself(module: nn.Module, leaf: str) -> bool:
+    """Whether a parameter of a module is one that ``_forward`` has read in a call: its module may
+    be called before the parameter is there."""
+    return _CALLED in vars(module) and leaf in ("weight", "bias")
+
+
 def _forward(module: nn.Linear, input: Tensor) -> Tensor:
     # First of all, so that a compiler sees F.linear and nothing else.
-    if torch.compiler.is_compiling() or _needs_plain_torch(module.weight, input):
+    if torch.compiler.is_compiling():
         return F.linear(input, module.weight, module.bias)
-    out = _Linear.apply(input, module.weight, module.bias)  # type: ignore[no-untyped-call]
+    vars(module)[_CALLED] = True
+    weight = arrived(module.weight)
+    bias = None if module.bias is None else arrived(module.bias)
+    if _needs_plain_torch(weight, input):
+        return F.linear(input, weight, bias)
+    out = _Linear.apply(input, weight, bias)  # type: ignore[no-untyped-call]
     return cast(Tensor, out)
 
 

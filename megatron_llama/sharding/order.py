@@ -178,10 +178,13 @@ class AccessOrder:
                 "does not need still has to run there",
             )
 
-    def end_step(self, rounds: Callable[[], GradientRounds]) -> None:
-        """The step has ended: keep what it did as the plan of the next ones."""
-        if self.plan is None and self._static and self._whole:
-            self._plans[self._microbatches] = StepPlan(tuple(self._made), rounds())
+    def end_step(self, rounds: Callable[[], GradientRounds]) -> bool:
+        """The step has ended: keep what it did as the plan of the next ones. Returns whether this
+        is the first plan."""
+        if self.plan is not None or not self._static or not self._whole:
+            return False
+        self._plans[self._microbatches] = StepPlan(tuple(self._made), rounds())
+        return len(self._plans) == 1
 
     @property
     def expected(self) -> str | None:

@@ -122,6 +122,15 @@ class Placeholder(nn.Parameter):
         raise _refused(found.parameter_name, str(func))
 
 
+def arrived(parameter: Tensor) -> Tensor:
+    """Return the parameter itself, also where a placeholder stands for it. Raises
+    ShardedParameterError if it may not be read now."""
+    if not isinstance(parameter, Placeholder):
+        return parameter
+    found: Tensor = _resolved(parameter, arrived)
+    return found
+
+
 def _resolved(value: Any, func: Callable[..., Any]) -> Any:
     """Return an argument with the parameters themselves in it. Raises ShardedParameterError."""
     if isinstance(value, Placeholder):
