@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import TracebackType
-from typing import Self
+from typing import Any, Self
 
 from torch import nn
 
@@ -18,6 +18,15 @@ from megatron_llama.sharding.hooks import PassError, Passes
 from megatron_llama.sharding.initial import initialize
 from megatron_llama.sharding.optimizer import ParameterGroup
 from megatron_llama.sharding.specs import ModuleUnit
+from megatron_llama.sharding.state import (
+    OPTIMIZER,
+    StateLayout,
+    hook_state_dict,
+    load_state_dict,
+    optimizer_state,
+    state_dict,
+)
+from megatron_llama.sharding.torch_optimizer import EngineOptimizer
 from megatron_llama.sharding.values import ModuleValues
 
 
@@ -35,6 +44,7 @@ class ModuleEngine:
         values: ModuleValues,
         passes: Passes,
         groups: Sequence[ParameterGroup],
+        layout: StateLayout,
         *,
         clip: float,
         detach: Callable[[], None],
@@ -48,9 +58,25 @@ class ModuleEngine:
         self._engine = engine
         self._values = values
         self._passes = passes
-        self._groups = groups
         self._detach = detach
+        self._layout = layout
+        self._unhook = hook_state_dict(values, layout)
         self._closed = False
+        self.optimizer = EngineOptimizer(
+            groups,
+            dict(model.named_parameters()),
+            step=self.step,
+            has_gradients=lambda: not passes.between_steps,
+            state_dict=self._optimizer_state,
+            load_state_dict=lambda state: self.load_state_dict({OPTIMIZER: state}),
+        )
+        """This engine as a torch.optim.Optimizer, for schedulers of the learning rate."""
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        """The groups as torch.optim has them: ``lr``, ``betas``, ``eps``, ``weight_decay``, and
+        ``param_names``. ``lr`` may be changed between steps."""
+        return self.optimizer.param_groups
 
     @property
     def mesh(self) -> Mesh:
@@ -80,8 +106,11 @@ class ModuleEngine:
         on the device, which the host does not wait for. A gradient that is not finite changes
         nothing, and ``skipped`` is 1. Raises PassError if there were more or fewer backward
         passes, and RuntimeError with the names of trainable parameters that got no gradient."""
-        rates = [group.lr for group in self._groups] if lr is None else lr
-        return self._passes.end_step(lambda: self._engine.step(rates, clip=self.clip))
+        rates = self.optimizer.learning_rates() if lr is None else lr
+        result = self._passes.end_step(lambda: self._engine.step(rates, clip=self.clip))
+        # A scheduler of torch warns if it is stepped before its optimizer, and asks this.
+        self.optimizer._opt_called = True  # type: ignore[attr-defined]
+        return result
 
     @contextmanager
     def gathered(self, *, modify: bool = False) -> Iterator[None]:
@@ -112,6 +141,32 @@ class ModuleEngine:
             self._passes.suspended = False
             self._passes.generation += 1
 
+    def state_dict(self) -> dict[str, Any]:
+        """Return ``{"model": {name: value}, "optimizer": {"state": ..., "param_groups": ...}}``
+        between two steps, as torch.distributed.checkpoint.state_dict has it: DTensors that are cut
+        along the first dim, in the dtype of the masters, and plain buffers. In one process all
+        tensors are plain. Collective.
+
+        All of it are copies. They are made bucket by bucket: beside them a rank holds one whole
+        bucket. ``model.state_dict()`` is its first part."""
+        self._require_between_steps("engine.state_dict()")
+        return state_dict(self._values, self._layout, self.param_groups)
+
+    def load_state_dict(self, state: Mapping[str, Any], *, strict: bool = True) -> None:
+        """Take over a state of the form of ``state_dict``, or its ``model`` or ``optimizer`` alone:
+        DTensors of any mesh and placements, of FSDP2 or another number of ranks, or plain tensors,
+        which every rank then has whole. Collective.
+
+        Raises CheckpointError on all ranks with everything that is missing, unexpected or of
+        another shape, before anything is changed; without ``strict`` the first two are allowed."""
+        self._require_between_steps("engine.load_state_dict()")
+        load_state_dict(self._values, self.param_groups, state, strict=strict)
+        self._passes.generation += 1
+
+    def _optimizer_state(self) -> dict[str, Any]:
+        self._require_between_steps("engine.optimizer.state_dict()")
+        return optimizer_state(self._values, self._layout, self.param_groups)
+
     def close(self) -> None:
         """End the engine's threads and communicators. The module keeps placeholders: take its
         values before, with ``gathered``. May be called again."""
@@ -120,6 +175,7 @@ class ModuleEngine:
         self._closed = True
         self._passes.refusal = self._passes.refusal or "engine.close() before"
         self._detach()
+        self._unhook()
         self._engine.close()
         close_data_mesh(self.mesh)
 

@@ -23,7 +23,7 @@ def gathered(values: ModuleValues, *, modify: bool = False) -> Iterator[None]:
     names = tuple(values.aliases)
     if modify:
         buffers = tuple(values.buffers())
-        with values.changing(names, buffers, (*names, *buffers)):
+        with values.changing(names, buffers, (*names, *buffers)), _noted(values):
             yield
         values.engine.publish()
         return
@@ -31,7 +31,8 @@ def gathered(values: ModuleValues, *, modify: bool = False) -> Iterator[None]:
     parameters = values.whole(names, values.engine.dtype)
     versions = {name: parameter._version for name, parameter in parameters.items()}
     with values.installed(parameters):
-        yield
+        with _noted(values):
+            yield
         # A write through ``.data`` is not seen here. It is lost all the same: these are copies.
         changed = [
             name
@@ -47,3 +48,13 @@ def gathered(values: ModuleValues, *, modify: bool = False) -> Iterator[None]:
                 expected="parameters as they were, because changes here are lost",
                 do="write engine.gathered(modify=True), which keeps rank 0's",
             )
+
+
+@contextmanager
+def _noted(values: ModuleValues) -> Iterator[None]:
+    """Let ``model.state_dict()`` know that the parameters are whole."""
+    values.are_whole = True
+    try:
+        yield
+    finally:
+        values.are_whole = False

@@ -34,6 +34,7 @@ from megatron_llama.sharding.names import clean_name, parameter_names
 from megatron_llama.sharding.optimizer import AdamW, parameter_groups
 from megatron_llama.sharding.order import AccessOrder, Peers
 from megatron_llama.sharding.specs import ModuleUnit, module_units, unit_predicate, unit_specs
+from megatron_llama.sharding.state import StateLayout, state_layout
 
 STRATEGIES = (NO_SHARD, *BY_TRAFFIC)
 COMPUTE_DTYPES = (torch.float32, torch.bfloat16, torch.float64)
@@ -165,6 +166,7 @@ def shard(
             find_unused=find_unused,
             mean=reduction == "mean",
             cast_to=dtype,
+            layout=state_layout(data, mesh),
         )
     except BaseException:
         close_data_mesh(data)
@@ -183,6 +185,7 @@ def _build(
     find_unused: bool,
     mean: bool,
     cast_to: torch.dtype | None,
+    layout: StateLayout,
 ) -> ModuleEngine:
     """Build the engine, and let the module hold placeholders."""
     parallel = config.parallel
@@ -229,6 +232,7 @@ def _build(
         values,
         passes,
         groups,
+        layout,
         clip=config.optimizer.clip_grad,
         detach=detach_linears,
     )

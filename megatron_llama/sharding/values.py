@@ -53,7 +53,18 @@ class ModuleValues:
             for bucket in self.plan.buckets
             for segment in self.plan.segments(bucket.index, engine.mesh.dp_shard.rank)
         }
+        self._shapes = {
+            placed.spec.name: placed.spec.shape
+            for bucket in self.plan.buckets
+            for placed in bucket.placements
+        }
         self._modules = dict(model.named_modules(remove_duplicate=False))
+        self.are_whole = False
+        """Whether the module has whole parameters at the moment."""
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Return the shape of a parameter."""
+        return self._shapes[name]
 
     def require_initialized(self) -> None:
         """Raise TrainingError while something has no values."""
