@@ -229,11 +229,13 @@ def _columns_on_device(
             # A norm in fp32; under auto whether it is hot.
             numbers += placed.spec.width * (4 + is_auto)
     if is_auto:
-        # Queries, keys and values are one matrix, also where they are stored as two. Each has two
-        # numbers of columns, and hot and cold magnitudes of a step and of a window; the steps of
-        # the window and two counts of votes are those of all.
+        # Queries, keys and values are one matrix, also where our own model stores them as two. Each
+        # has two numbers of columns, and hot and cold magnitudes of a step and of a window; the
+        # steps of the window and two counts of votes are those of all.
         names = {
             placed.spec.name.replace(".kv_proj.", ".q_proj.")
+            if len(placed.spec.slices) > 1
+            else placed.spec.name
             for bucket in buckets
             for placed in bucket_plan.buckets[bucket].placements
         }

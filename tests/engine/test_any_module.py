@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import closing
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import pytest
@@ -30,6 +30,8 @@ CPU = torch.device("cpu")
 SHAPES: dict[str, tuple[int, ...]] = {
     "root.weight": (9, 4),
     **{f"layers.{n}.{leaf}": shape for n in range(4) for leaf, shape in {"conv": (6, 5, 3, 3), "weight": (8, 11), "bias": (8,)}.items()},
+    "layers.0.q_proj.weight": (4, 6),
+    "layers.0.kv_proj.weight": (8, 10),
     "number": (),
 }
 LRS = (1e-2, 3e-3)
@@ -79,6 +81,7 @@ class Case:
     zenflow: ZenFlowConfig = field(default_factory=ZenFlowConfig)
     training: TrainingConfig = field(default_factory=TrainingConfig)
     announce: bool = False
+    steps: int = STEPS
 
 
 class Formula:
@@ -186,7 +189,7 @@ def expected(ranks: int, case: Case) -> tuple[list[float], dict[str, Tensor]]:
         )
     optimizer = torch.optim.AdamW(options)
     norms = []
-    for step in range(STEPS):
+    for step in range(case.steps):
         for name, param in params.items():
             parts = [param.detach() - target(name, rank, step, m) for rank in range(ranks) for m in range(MICROBATCHES)]
             param.grad = sum(parts, torch.zeros(param.shape)) / (ranks if case.mean else 1)
@@ -203,7 +206,7 @@ def expected(ranks: int, case: Case) -> tuple[list[float], dict[str, Tensor]]:
 def check(place: Place, case: Case) -> list[int]:
     model = Formula(place, case)
     with closing(model.engine):
-        results = [model.step(number) for number in range(STEPS)]
+        results = [model.step(number) for number in range(case.steps)]
         norms, weights = expected(place.world_size, case)
         for result, norm in zip(results, norms, strict=True):
             assert float(result.skipped) == 0.0 and float(result.loss_scale) == 1.0
@@ -234,6 +237,8 @@ CASES = {
     "half": Case("optim", clip=0.7, offload=HALF),
     "all hot": Case("optim_grads_params", clip=0.7, offload=ZENFLOW, zenflow=ALL_HOT),
     "cold every step": Case("optim_grads", clip=0.7, offload=ZENFLOW, zenflow=EVERY_STEP),
+    # The first step updates everything, the second one is half of a window, which ends with the run.
+    "cold at the end": Case("optim", clip=0.7, offload=ZENFLOW, zenflow=replace(EVERY_STEP, zenflow_update_interval="2"), steps=2),
 }
 cases = pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 

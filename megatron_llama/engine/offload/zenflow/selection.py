@@ -27,8 +27,8 @@ from megatron_llama.plans.checks.zenflow import hot_column_count
 from megatron_llama.plans.params import ParamSpec
 
 ATTENTION_INPUTS = ("q_proj", "kv_proj", "qkv_proj")
-"""Names under which queries, keys and values are stored. Whatever the layout, the last of them
-names their columns."""
+"""Names under which our own model stores queries, keys and values, which have one input. Whatever
+the layout, the last of them names their columns."""
 
 
 @dataclass(frozen=True)
@@ -51,11 +51,14 @@ class Matrix:
         the elements of a filter: its input channels, at each place of the kernel."""
         owner, _, leaf = spec.name.removesuffix(".weight").rpartition(".")
         part = spec.slices[0]
-        name = (
-            f"{owner}.{ATTENTION_INPUTS[-1]}"
-            if leaf in ATTENTION_INPUTS
-            else f"{owner}.{leaf}".lstrip(".")
-        )
+        # Of our own weights these two are fused. A user's cross-attention may have queries and
+        # keys of different inputs.
+        if leaf in ATTENTION_INPUTS[1:] and len(spec.slices) == 1:
+            name = spec.name
+        elif leaf in ATTENTION_INPUTS:
+            name = f"{owner}.{ATTENTION_INPUTS[-1]}"
+        else:
+            name = f"{owner}.{leaf}".lstrip(".")
         return Matrix(name, part.hf_col, spec.width, part.width, spec.tied)
 
     def local(self, columns: Tensor) -> Tensor:
