@@ -10,8 +10,14 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from megatron_llama.api.common.trained import Trained
     from megatron_llama.api.convert import Converted, convert
+    from megatron_llama.api.generate import Generated, generate
+    from megatron_llama.api.load import load
+    from megatron_llama.api.plan import Plan, PlannedLayout, plan
+    from megatron_llama.api.save_hf import SavedHF, save_hf
     from megatron_llama.api.train import train
+    from megatron_llama.api.verify import Verified, verify
     from megatron_llama.config.schema import Config
     from megatron_llama.errors import UserError
     from megatron_llama.loop.callbacks import Callback, Run, Step
@@ -26,16 +32,27 @@ __all__ = (
     "Callback",
     "Config",
     "Converted",
+    "Generated",
     "ModuleEngine",
+    "Plan",
+    "PlannedLayout",
     "Run",
+    "SavedHF",
     "Step",
     "TrainResult",
+    "Trained",
     "UserError",
+    "Verified",
     "__version__",
     "convert",
+    "generate",
     "group",
+    "load",
+    "plan",
+    "save_hf",
     "shard",
     "train",
+    "verify",
 )
 
 _MODULES = MappingProxyType(
@@ -44,15 +61,26 @@ _MODULES = MappingProxyType(
         "Callback": "loop.callbacks",
         "Config": "config.schema",
         "Converted": "api.convert",
+        "Generated": "api.generate",
         "ModuleEngine": "sharding.engine",
+        "Plan": "api.plan",
+        "PlannedLayout": "api.plan",
         "Run": "loop.callbacks",
+        "SavedHF": "api.save_hf",
         "Step": "loop.callbacks",
         "TrainResult": "training",
+        "Trained": "api.common.trained",
         "UserError": "errors",
+        "Verified": "api.verify",
         "convert": "api.convert",
+        "generate": "api.generate",
         "group": "sharding.optimizer",
+        "load": "api.load",
+        "plan": "api.plan",
+        "save_hf": "api.save_hf",
         "shard": "sharding.shard",
         "train": "api.train",
+        "verify": "api.verify",
     }
 )
 """Where each of them is defined."""

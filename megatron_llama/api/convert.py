@@ -85,6 +85,13 @@ def convert(
     ``workers`` files are written at the same time. ``overwrite`` replaces an earlier conversion in
     ``dst``; anything else there is refused all the same.
 
+    ```python
+    import megatron_llama as ml
+
+    done = ml.convert("runs/hf", "runs/megatron", to="megatron", tensor_model_parallel_size=2)
+    print(done.source_format, done.dtype, done.bytes, *done.notes)
+    ```
+
     Raises ConfigError for arguments that cannot be used, and CheckpointError for a model that
     cannot be read or written."""
     only_with = (

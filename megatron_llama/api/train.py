@@ -48,11 +48,48 @@ def train(
 
     ``config`` is a Config, a mapping of options, or the path of a YAML file; keyword ``options``
     win over it. Names and values are those of docs/options.md, with underscores; ``model`` names a
-    preset. ``callbacks`` are called on every rank; docs/api.md has their moments. Rank 0 prints the
-    log, and the options of section ``log`` change what it prints.
+    preset. ``callbacks`` are called on every rank, at the moments that their methods describe. Rank
+    0 prints the log, and the options of section ``log`` change what it prints.
 
     The weights come from ``load``, from ``init_from_hf`` or from the seed. SIGTERM and SIGINT stop
     the run after the current step, with everything saved, while it runs in the main thread.
+
+    ```python
+    import megatron_llama as ml
+
+    result = ml.train(
+        data_path="data/docs",  # data/docs.bin and data/docs.idx, which preprocess has written
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        seq_length=64,
+        global_batch_size=8,
+        train_iters=20,
+        lr=3e-3,
+        save="runs/small",
+    )
+    print(result.loss, result.checkpoint)
+    ```
+
+    In several processes the program is the same, and every rank gets the result:
+
+    ```python
+    # torchrun --nproc-per-node 2 train.py
+    import megatron_llama as ml
+
+    options = {
+        "data_path": "data/docs",
+        "seq_length": 64,
+        "global_batch_size": 8,
+        "train_iters": 30,
+        "lr": 3e-3,
+        "data_parallel_sharding_strategy": "optim_grads_params",
+    }
+    # The model's shape is that of the checkpoint. One of another layout goes on in this one.
+    result = ml.train(options, load="runs/small", save="runs/small")
+    assert result.iteration == 30
+    ```
 
     Raises ConfigError with everything that is wrong with the options, DataError, CheckpointError,
     ClusterError, and TrainingError for a run that cannot go on; all of these are UserErrors. What a

@@ -37,13 +37,14 @@ HELP = "\n".join(
 def chat(parsed: Parsed) -> None:
     """Read messages line by line, from a terminal or a pipe, and print each answer as its tokens
     come. Raises DataError if the template can render no conversation."""
-    from megatron_llama.api.common.trained import open_trained, sampling_of
+    from megatron_llama.api.generate import checked_sampling
+    from megatron_llama.commands.common.trained import open_trained
     from megatron_llama.sft.chat import ChatTokenizer
     from megatron_llama.sft.problems import UnusableError
 
     options = parsed.get(ChatConfig)
     sampling = parsed.get(SamplingConfig)
-    drawing = sampling_of(sampling)
+    drawing = checked_sampling(**vars(sampling))
     model = open_trained(parsed.get(ModelFolderConfig))
     speaker = ChatTokenizer(model.tokenizer, options.chat_template)
     try:

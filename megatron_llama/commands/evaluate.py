@@ -88,7 +88,7 @@ LONGEST = TrainingConfig().seq_length
 
 def evaluate(parsed: Parsed) -> None:
     """Print loss and perplexity of --load or --init-from-hf."""
-    from megatron_llama.api.common.trained import open_folder
+    from megatron_llama.commands.common.trained import open_folder
 
     options = parsed.get(EvaluateConfig)
     run = _run_of(parsed, options)

@@ -8,33 +8,17 @@ from importlib import import_module
 from types import MappingProxyType
 
 from megatron_llama.api.common.configs import PlanConfig
-from megatron_llama.api.common.plan_inputs import (
-    assumed,
-    calibrated,
-    config_of,
-    layout_named,
-    machine_of,
-    with_cluster,
-)
+from megatron_llama.api.common.plan_inputs import with_cluster
+from megatron_llama.api.plan import search_plan
 from megatron_llama.commands.common.plan_outputs import write_drawing, write_json, write_page
 from megatron_llama.config.help import config_sections
 from megatron_llama.config.parse import Parsed
 from megatron_llama.errors import ConfigError
 from megatron_llama.planner.candidate import Candidate
-from megatron_llama.planner.choice import given_of
 from megatron_llama.planner.hardware import GBIT
-from megatron_llama.planner.nearest import Citation, nearest, read_citations
+from megatron_llama.planner.nearest import Citation
 from megatron_llama.planner.picture_plan import pipeline_chart, plan_page
-from megatron_llama.planner.report import (
-    as_json,
-    command,
-    details,
-    does_not_fit,
-    label,
-    losses,
-    table,
-)
-from megatron_llama.planner.search import enough_gpus, search
+from megatron_llama.planner.report import command, details, label, losses, table
 
 SECTIONS = (PlanConfig, *config_sections())
 ACTIONS: Mapping[str, str] = MappingProxyType(
@@ -58,34 +42,14 @@ def plan(parsed: Parsed) -> None:
 def search_layouts(parsed: Parsed) -> None:
     """Print the fastest layouts, or the one that --explain names. Raises ConfigError."""
     options = parsed.get(PlanConfig)
-    config = config_of(parsed)
-    machine = machine_of(parsed)
-    pinned = given_of(config, parsed.explicit)
-    fit = calibrated(parsed).fit
-    if options.explain is not None:
-        best: tuple[Candidate, ...] = (layout_named(config, machine, fit, options.explain),)
-        tried = 1
-    else:
-        found = search(config, machine, fit, top=options.top, pinned=pinned)
-        if not found.best:
-            assert found.smallest is not None
-            enough = enough_gpus(config, machine, fit, pinned)
-            raise ConfigError(does_not_fit(found.smallest, enough))
-        best = found.best
-        tried = found.tried
-    job = best[0].job
-    near = nearest(
-        read_citations(),
-        known=job.machine.gpu.name,
-        gpus=job.machine.gpus,
-        numel=job.matrix_numel,
-        seq=job.seq,
-    )
-    if (taken := assumed(parsed, config)) is not None:
-        print(taken)
-    print("\n".join(_lines(best, near, tried, explained=options.explain is not None)))
+    found = search_plan(parsed)
+    best = found.candidates
+    near = list(found.near)
+    if found.assumed is not None:
+        print(found.assumed)
+    print("\n".join(_lines(best, near, found.tried, explained=options.explain is not None)))
     if options.json is not None:
-        write_json(options.json, as_json(best, near, tried))
+        write_json(options.json, found.as_json())
     if options.html is not None:
         write_page(options.html, plan_page(best, _title(best[0]), near))
     if options.svg is not None:

@@ -38,13 +38,13 @@ class Step:
 
 
 class Run:
-    """A training run, as a callback sees it on its rank."""
+    """A training run, as a callback sees it on its rank. ``config`` is the configuration with
+    everything decided, ``rank`` this rank of ``world_size``."""
 
     def __init__(
         self, config: Config, interrupts: Interrupts, state: TrainState, rank: int, world_size: int
     ) -> None:
         self.config = config
-        """The configuration with everything decided."""
         self.rank = rank
         self.world_size = world_size
         self._interrupts = interrupts
@@ -75,7 +75,34 @@ class Callback:
     """Base class of what a run calls at certain moments, on every rank. Override what you need.
 
     An exception ends the run on all ranks: this one raises it, the others raise a ClusterError that
-    names this rank. A callback that communicates must do so on all ranks alike."""
+    names this rank. A callback that communicates must do so on all ranks alike.
+
+    ```python
+    import megatron_llama as ml
+
+    class Target(ml.Callback):
+        # Ends the run when a loss is reached, and keeps the losses that it has looked at.
+        def __init__(self, loss: float) -> None:
+            self.loss = loss
+            self.seen: list[float] = []
+
+        def on_step(self, run: ml.Run, step: ml.Step) -> None:
+            if step.iteration % 10 == 0:
+                self.seen.append(float(step.loss))  # waits for this step
+                if self.seen[-1] < self.loss:
+                    run.stop()
+
+    target = Target(5.5)
+    result = ml.train(
+        {"data_path": "data/docs", "load": "runs/small", "finetune": True},
+        [target],
+        seq_length=64,
+        global_batch_size=8,
+        train_iters=200,
+        lr=3e-3,
+    )
+    print(result.iteration, target.seen)
+    ```"""
 
     def on_start(self, run: Run) -> None:
         """The weights are loaded, and the first step comes next."""

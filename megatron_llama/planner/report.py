@@ -35,6 +35,9 @@ LEGEND = (
     "pipeline's bubble and of exposed communication"
 )
 
+_ITERATIONS = "N"
+"""Stands for a number of steps that nobody gave."""
+
 
 def duration(seconds: float) -> str:
     """Return seconds for people, with more digits if they are few."""
@@ -145,9 +148,13 @@ def does_not_fit(smallest: Candidate, enough: Candidate | None) -> str:
     )
 
 
-def command(candidate: Candidate) -> str:
-    """Return the line that starts such a run."""
-    machine = candidate.machine
+def run_options(candidate: Candidate) -> dict[str, Any]:
+    """Return the options of such a run that differ from their defaults, except for what it reads
+    and writes and for the length of a run that nobody gave."""
+    return {name: value for name, value in _changed(candidate).items() if value != _ITERATIONS}
+
+
+def _changed(candidate: Candidate) -> dict[str, Any]:
     config = candidate.config
     sections = (config.parallel, config.training, config.offload, config.zenflow, config.lora)
     preset = config.model.preset
@@ -156,7 +163,14 @@ def command(candidate: Candidate) -> str:
     if config.optimizer.freeze:
         changed["freeze"] = config.optimizer.freeze
     if config.training.train_iters <= 1:
-        changed["train_iters"] = "N"
+        changed["train_iters"] = _ITERATIONS
+    return changed
+
+
+def command(candidate: Candidate) -> str:
+    """Return the line that starts such a run."""
+    machine = candidate.machine
+    changed = _changed(candidate)
     options = []
     for name, value in changed.items():
         text = " ".join(map(quote, map(str, value))) if isinstance(value, tuple) else value

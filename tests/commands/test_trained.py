@@ -9,9 +9,10 @@ from pathlib import Path
 import pytest
 import torch
 from megatron_llama.api.common.configs import ModelFolderConfig
-from megatron_llama.api.common.trained import Trained, open_trained
+from megatron_llama.api.common.trained import Trained
+from megatron_llama.api.generate import Text, grow
 from megatron_llama.cli import main
-from megatron_llama.commands.generate import Text, grow
+from megatron_llama.commands.common.trained import open_trained
 from megatron_llama.conversion.hf.writer import export_hf
 from megatron_llama.model.generate import Reader, Sampling
 from megatron_llama.model.init import InitialWeights

@@ -1,26 +1,28 @@
-"""A trained model for commands that run it in one process: its weights, its tokenizer, and the
-tokens that end its texts."""
+"""A trained model in one process: its weights, its tokenizer, and the tokens that end its texts."""
 
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from megatron_llama.api.common.configs import ModelFolderConfig, SamplingConfig
+import torch
+
+from megatron_llama.checkpoint.storage_paths import is_remote, local_copy, storage_path
 from megatron_llama.config.schema import Config
-from megatron_llama.errors import ConfigError, DataError, describe, listing
-from megatron_llama.tokenizer.base import beyond_vocabulary
-
-if TYPE_CHECKING:
-    from megatron_llama.conversion.formats import ModelReader
-    from megatron_llama.model.generate import Sampling
-    from megatron_llama.model.llama import Stage
-    from megatron_llama.tokenizer.base import Tokenizer
+from megatron_llama.conversion.formats import ModelReader, open_model
+from megatron_llama.conversion.native.reader import NativeReader
+from megatron_llama.distributed import device as devices
+from megatron_llama.distributed.mesh import Mesh
+from megatron_llama.errors import DataError
+from megatron_llama.model.llama import Stage, build_stages
+from megatron_llama.model.load import load_stages, rank_specs
+from megatron_llama.tokenizer.base import Tokenizer, beyond_vocabulary
+from megatron_llama.tokenizer.fingerprint import require_same_ids
+from megatron_llama.tokenizer.load import has_tokenizer, load_tokenizer
 
 UNUSED_IN_GENERATION: Mapping[str, Any] = MappingProxyType(
     {
@@ -54,13 +56,15 @@ that change nothing."""
 
 @dataclass(frozen=True)
 class Trained:
-    """A model with its weights, ready to generate."""
+    """A model with its weights and its tokenizer, in one process."""
 
     stage: Stage
     tokenizer: Tokenizer
     stops: frozenset[int]
     """Tokens that end a text: those of generation_config.json and config.json, else the tokenizer's
     end token."""
+    notes: tuple[str, ...] = ()
+    """What of generation_config.json is not applied here."""
 
     def beyond(self, where: str, ids: Sequence[int]) -> str | None:
         """Say which of the tokens the model has no row for, if there is one."""
@@ -73,86 +77,70 @@ class Trained:
         return self.stage.config.max_position_embeddings
 
 
-def open_trained(options: ModelFolderConfig) -> Trained:
-    """Read the model folder that the options name. Raises ConfigError, CheckpointError or
-    DataError."""
-    import torch
-
-    from megatron_llama.checkpoint.storage_paths import local_copy
-    from megatron_llama.distributed import device as devices
-    from megatron_llama.distributed.mesh import Mesh
-    from megatron_llama.model.llama import build_stages
-    from megatron_llama.model.load import load_stages, rank_specs
-    from megatron_llama.tokenizer.fingerprint import require_same_ids
-    from megatron_llama.tokenizer.load import has_tokenizer, load_tokenizer
-
-    source = open_folder(
-        options.load,
-        options.init_from_hf,
-        config=options.hf_config,
-        vocab_size=options.vocab_size,
-        ignored=options.ignore_hf_config_fields,
+def open_reader(
+    path: str | Path,
+    *,
+    hf_config: str | Path | None = None,
+    vocab_size: int = 0,
+    tokens: int = 0,
+    ignored: Collection[str] = (),
+) -> ModelReader:
+    """Open a model folder of any format, or a checkpoint in an object store; the options are those
+    of ``open_model``. Raises CheckpointError."""
+    folder = storage_path(str(path))
+    if is_remote(folder):
+        return NativeReader(folder, hf_config, vocab_size)
+    return open_model(
+        folder, config=hf_config, vocab_size=vocab_size, tokens=tokens, ignored=ignored
     )
-    for note in generation_notes(source):
-        print(f"note: {note}", file=sys.stderr, flush=True)
-    with local_copy(tokenizer_folder(source)) as folder:
-        tokenizer = load_tokenizer(options.tokenizer_model or folder)
-        if options.tokenizer_model is not None and has_tokenizer(folder):
+
+
+def load_stage(source: ModelReader, dtype: torch.dtype, device: torch.device | None) -> Stage:
+    """Build the whole model on a device, by default this process's first, with the weights of
+    ``source``."""
+    config = Config(model=source.model)
+    mesh = Mesh.single(device or devices.accelerator(0))
+    [stage] = build_stages(config, mesh).values()
+    load_stages([stage], rank_specs(config, mesh), source, dtype=dtype, device=mesh.device)
+    return stage
+
+
+def load_trained(
+    source: ModelReader,
+    dtype: torch.dtype,
+    device: torch.device | None = None,
+    tokenizer_model: str | Path | None = None,
+) -> Trained:
+    """Read an open model folder, with the tokenizer ``tokenizer_model`` or, by default, its own.
+    Raises CheckpointError or DataError."""
+    own_folder = tokenizer_folder(source)
+    with local_copy(own_folder) as folder:
+        tokenizer = load_tokenizer(tokenizer_model or folder)
+        if tokenizer_model is not None and has_tokenizer(folder):
             require_same_ids(
                 tokenizer,
                 load_tokenizer(folder),
-                where=f"--tokenizer-model {options.tokenizer_model}",
+                where=f"--tokenizer-model {tokenizer_model}",
                 owner=folder,
                 do="leave it out, or give a tokenizer that only adds tokens behind",
             )
     rows = source.model.vocab_size
     if tokenizer.base_vocab_size > rows:
         raise DataError(
-            options.tokenizer_model or tokenizer_folder(source),
+            tokenizer_model or own_folder,
             got=f"a tokenizer of {tokenizer.vocab_size} tokens",
             expected=f"that of the model, whose vocab_size is {rows}",
             do="give this model's tokenizer (--tokenizer-model)",
         )
-    config = Config(model=source.model)
-    mesh = Mesh.single(devices.accelerator(0))
-    [stage] = build_stages(config, mesh).values()
-    dtype = torch.bfloat16 if options.bf16 else torch.float32
-    load_stages([stage], rank_specs(config, mesh), source, dtype=dtype, device=mesh.device)
     own = frozenset() if tokenizer.eos_id is None else frozenset({tokenizer.eos_id})
     stops = frozenset(_end_tokens(source)) or own
-    return Trained(stage, tokenizer, stops)
+    stage = load_stage(source, dtype, device)
+    return Trained(stage, tokenizer, stops, tuple(generation_notes(source)))
 
 
 def tokenizer_folder(source: ModelReader) -> Path:
     """The folder of the model's tokenizer, if it has one."""
     return source.tokenizer_files[0].parent if source.tokenizer_files else source.folder
-
-
-def open_folder(
-    load: str | None,
-    init_from_hf: str | None,
-    *,
-    config: str | None = None,
-    vocab_size: int = 0,
-    tokens: int = 0,
-    ignored: Collection[str] = (),
-) -> ModelReader:
-    """Open the model folder that exactly one of the first two options names; the others are those
-    of ``open_model``. Raises ConfigError or CheckpointError."""
-    from megatron_llama.checkpoint.storage_paths import is_remote, storage_path
-    from megatron_llama.conversion.formats import open_model
-    from megatron_llama.conversion.native.reader import NativeReader
-
-    if (load is None) == (init_from_hf is None):
-        found = "neither" if load is None else "both"
-        do = "give --load FOLDER or --init-from-hf FOLDER"
-        raise ConfigError(
-            describe("--load, --init-from-hf", got=found, expected="one of them", do=do)
-        )
-    folder = storage_path(load or init_from_hf or "")
-    if is_remote(folder):
-        return NativeReader(folder, config, vocab_size)
-    return open_model(folder, config=config, vocab_size=vocab_size, tokens=tokens, ignored=ignored)
 
 
 def generation_notes(source: ModelReader) -> Iterator[str]:
@@ -177,23 +165,3 @@ def _end_tokens(source: ModelReader) -> Iterator[int]:
         for token in entry if isinstance(entry, list) else [entry]:
             if isinstance(token, int):
                 yield token
-
-
-def sampling_of(options: SamplingConfig) -> Sampling:
-    """Check the options of sampling. Raises ConfigError with all that is wrong."""
-    from megatron_llama.model.generate import Sampling
-
-    wrong = [
-        describe(flag, got=value, expected=expected, do="correct it")
-        for flag, value, expected, fits in (
-            ("--max-new-tokens", options.max_new_tokens, "1 or more", options.max_new_tokens >= 1),
-            ("--temperature", options.temperature, "0 or more", options.temperature >= 0),
-            ("--top-k", options.top_k, "0 or more", options.top_k >= 0),
-            ("--top-p", options.top_p, "more than 0, at most 1", 0 < options.top_p <= 1),
-            ("--seed", options.seed, "0 or more", options.seed >= 0),
-        )
-        if not fits
-    ]
-    if wrong:
-        raise ConfigError(listing("These options cannot be used:", wrong))
-    return Sampling(options.max_new_tokens, options.temperature, options.top_k, options.top_p)
