@@ -68,14 +68,39 @@ def shard(
     """Shard a module over data-parallel ranks, and return the engine that trains it. Collective.
 
     The module is called as before, and holds placeholders for its parameters while nothing runs.
-    Every ``microbatches`` backward passes are a step::
+    Every ``microbatches`` backward passes are a step:
 
-        import megatron_llama as ml
+    ```python
+    # torchrun --nproc-per-node 2 shard.py
+    import megatron_llama as ml
+    import torch
+    from torch import nn
+    from torch.nn.functional import cross_entropy
 
-        engine = ml.shard(model, units=[Block], optimizer=ml.AdamW(lr=3e-4), clip=1.0)
-        for batch in batches:
-            model(batch).sum().backward()
+    text = torch.tensor(list(open("data/docs.jsonl", "rb").read()))
+    block = nn.TransformerEncoderLayer(32, 4, 64, batch_first=True)
+    model = nn.Sequential(
+        nn.Embedding(256, 32), nn.TransformerEncoder(block, 2), nn.Linear(32, 256)
+    )
+    engine = ml.shard(
+        model,
+        units=[nn.TransformerEncoderLayer],
+        optimizer=ml.AdamW(lr=3e-3, groups=[ml.group("*.bias", lr=1e-3)]),
+        clip=1.0,
+        microbatches=2,
+    )
+    first = 8192 * torch.distributed.get_rank()  # each rank has samples of its own
+    with engine:
+        for step in range(4):
+            for start in (first + 2048 * step, first + 2048 * step + 1024):
+                words = text[start : start + 1025]
+                logits = model(words[:-1].view(16, 64))
+                (cross_entropy(logits.flatten(0, 1), words[1:]) / 2).backward()
             result = engine.step()
+        print(float(result.grad_norm), float(result.skipped))
+        with engine.gathered():
+            print(model[2].weight.norm())
+    ```
 
     ``units`` are module classes, or a predicate of a module: what is gathered together. What is in
     no unit is gathered by itself. ``strategy`` is what each rank has a share of: ``no_shard``

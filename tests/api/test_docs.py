@@ -1,4 +1,4 @@
-"""docs/api.md: all that is exported, as the docstrings have it now, and every example as it stands there."""
+"""docs/api.md: all that is exported, and every example as it stands there. That it is current is tested in ``tests/test_house.py``."""
 
 from __future__ import annotations
 
@@ -9,15 +9,14 @@ import sys
 from pathlib import Path
 
 import megatron_llama as ml
-from tools.api_docs import SECTIONS, api_markdown, examples
+from tools.api_docs import SECTIONS, examples
 
 from tests.launch import ROOT, free_port
 
 DOCUMENT = ROOT / "docs" / "api.md"
 
 
-def test_it_is_current_and_has_every_name() -> None:
-    assert DOCUMENT.read_text() == api_markdown(), "run python -m tools.api_docs docs/api.md"
+def test_it_has_every_name() -> None:
     assert sorted(name for _, _, names in SECTIONS for name in names) == sorted(set(ml.__all__) - {"__version__"})
 
 
