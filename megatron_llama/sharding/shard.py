@@ -79,9 +79,8 @@ def shard(
 
     text = torch.tensor(list(open("data/docs.jsonl", "rb").read()))
     block = nn.TransformerEncoderLayer(32, 4, 64, batch_first=True)
-    model = nn.Sequential(
-        nn.Embedding(256, 32), nn.TransformerEncoder(block, 2), nn.Linear(32, 256)
-    )
+    blocks = nn.TransformerEncoder(block, 2)
+    model = nn.Sequential(nn.Embedding(256, 32), blocks, nn.Linear(32, 256))
     engine = ml.shard(
         model,
         units=[nn.TransformerEncoderLayer],
