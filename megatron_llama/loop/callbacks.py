@@ -80,6 +80,7 @@ class Callback:
     ```python
     import megatron_llama as ml
 
+
     class Target(ml.Callback):
         # Ends the run when a loss is reached, and keeps the losses that it has looked at.
         def __init__(self, loss: float) -> None:
@@ -91,6 +92,7 @@ class Callback:
                 self.seen.append(float(step.loss))  # waits for this step
                 if self.seen[-1] < self.loss:
                     run.stop()
+
 
     target = Target(5.5)
     result = ml.train(
