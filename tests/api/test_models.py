@@ -75,7 +75,7 @@ def test_tensors_of_another_model_are_refused_and_nothing_is_written(run: Path, 
     said = str(caught.value)
     assert "model.norm.weight: got no such tensor" in said and "model.norm.wait: got a tensor, expected none of this name" in said
     assert "model.layers.0.mlp.up_proj.weight: got shape (3, 3), expected shape (64, 32)" in said
-    with pytest.raises(ml.UserError, match="config: got nothing, expected that of the state dict"):
+    with pytest.raises(ml.UserError, match=r"config: got nothing, expected that of the state dict"):
         ml.save_hf(state, tmp_path / "out")
     with pytest.raises(ml.UserError, match="adapter: got tensors, expected a checkpoint"):
         ml.save_hf(state, tmp_path / "out", config=hf, adapter=True)
@@ -126,7 +126,7 @@ def test_generate_is_the_text_of_the_command(hf: Path, capsys: pytest.CaptureFix
     assert capsys.readouterr().out.rstrip("\n") == model.tokenizer.decode(ids[0].tolist()) + found[0].text
     with pytest.raises(ml.UserError, match=r"--top-p: got 0, expected more than 0, at most 1"):
         ml.generate(model, prompts, top_p=0)
-    with pytest.raises(ml.UserError, match="prompt 2: got 33 tokens|prompt 2: got [0-9]+ tokens, expected at most 31"):
+    with pytest.raises(ml.UserError, match=r"prompt 2: got [0-9]+ tokens, expected at most 31"):
         ml.generate(model, ["a", "word " * 40])
 
 
@@ -145,7 +145,7 @@ def test_plan_finds_what_the_command_shows(tmp_path: Path, capsys: pytest.Captur
     # The options of a layout are those of a run in it: planned again, they leave nothing to search.
     same = ml.plan(best.options, gpus=8, data_parallel_sharding_strategy=best.options.get("data_parallel_sharding_strategy", "optim"))
     assert best.name in [layout.name for layout in same.layouts]
-    with pytest.raises(ml.UserError, match="--gpus: got nothing, expected the number of GPUs"):
+    with pytest.raises(ml.UserError, match=r"--gpus: got nothing, expected the number of GPUs"):
         ml.plan(model="llama2-7b")
     with pytest.raises(ml.UserError, match="html: got an unknown key"):
         ml.plan(model="llama2-7b", gpus=8, html="x")
