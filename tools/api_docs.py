@@ -123,8 +123,7 @@ def _signature(name: str, function: Any) -> Iterator[str]:
         if argument.kind is argument.KEYWORD_ONLY and not starred:
             words.append("*")
             starred = True
-        star = {argument.VAR_POSITIONAL: "*", argument.VAR_KEYWORD: "**"}.get(argument.kind, "")
-        word = f"{star}{argument.name}"
+        word = str(argument.replace(annotation=argument.empty, default=argument.empty))  # stars too
         if argument.annotation is not argument.empty:
             word += f": {_plain(argument.annotation)}"
         if argument.default is not argument.empty:
