@@ -80,7 +80,7 @@ def _entry(name: str, value: Any) -> Iterator[str]:
         yield from _signature(f"ml.{name}", value)
         yield from ["", *_prose(value)]
         return
-    if is_dataclass(value):
+    if isinstance(value, type) and is_dataclass(value):
         yield from _prose(value)
         docs = field_docs(value)
         yield from _rows(
