@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
+from datetime import timedelta
 from itertools import pairwise
 
 import pytest
@@ -38,6 +39,12 @@ def total(axis: Axis) -> float:
     if axis.group is not None:
         dist.all_reduce(value, group=axis.group)
     return float(value)
+
+
+def patience(group: dist.ProcessGroup | None) -> timedelta:
+    assert group is not None
+    found: timedelta = group._get_backend(CPU).options._timeout
+    return found
 
 
 def check_meshes(place: Place) -> None:
@@ -98,6 +105,8 @@ def check_part(place: Place) -> tuple[tuple[int, ...], str]:
     for _ in range(2):  # a second one while the first is there
         mesh = data_mesh(group, device=CPU)
         assert total(mesh.dp) == total(mesh.world) == 4.0
+        for user, ours in ((dist.group.WORLD, mesh.world.group), (dist.group.WORLD, mesh.dp.group)):
+            assert patience(user) == patience(ours) != timedelta(minutes=30), "as long as the user waits, not torch's default"
         found.append(mesh)
     for mesh in found:
         close_data_mesh(mesh)

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from megatron_llama.config.schema import Config, OffloadConfig, OptimizerConfig, ParallelConfig, TrainingConfig, ZenFlowConfig
 from megatron_llama.distributed.data_mesh import close_data_mesh, data_mesh
 from megatron_llama.distributed.launcher import Place
@@ -23,6 +24,7 @@ from megatron_llama.plans.buckets import PlacedParam, module_bucket_plan, strate
 from megatron_llama.plans.params import HFSlice, ParamSpec, Rectangle, UnitSpec
 from megatron_llama.plans.weight_access import WeightAccess
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 
 from tests.harness import Cluster
 
@@ -87,10 +89,10 @@ class Case:
 class Formula:
     """The model of one rank and its engine."""
 
-    def __init__(self, place: Place, case: Case) -> None:
+    def __init__(self, case: Case, group: DeviceMesh | dist.ProcessGroup | None = None) -> None:
         self.case = case
         found = strategy_named(case.strategy)
-        self.mesh = data_mesh(None, case.shard_size if found.sharded else 1, CPU)
+        self.mesh = data_mesh(group, case.shard_size if found.sharded else 1, CPU)
         slots = None if case.find_unused else 2
         plan = module_bucket_plan(units(), strategy=case.strategy, shards=self.mesh.dp_shard.size, param_slots=2, grad_slots=slots, cap=400)
         config = Config(
@@ -107,7 +109,7 @@ class Formula:
             self.mesh,
             attach=self._attach,
             groups=GROUPS,
-            grad_divisor=float(place.world_size) if case.mean else 1.0,
+            grad_divisor=float(self.mesh.dp.size) if case.mean else 1.0,
             find_unused=case.find_unused,
             scale_loss=False,
         )
@@ -203,11 +205,11 @@ def expected(ranks: int, case: Case) -> tuple[list[float], dict[str, Tensor]]:
     return norms, {name: param.detach() for name, param in params.items()}
 
 
-def check(place: Place, case: Case) -> list[int]:
-    model = Formula(place, case)
+def check(_: Place, case: Case, group: DeviceMesh | dist.ProcessGroup | None = None) -> list[int]:
+    model = Formula(case, group)
     with closing(model.engine):
         results = [model.step(number) for number in range(case.steps)]
-        norms, weights = expected(place.world_size, case)
+        norms, weights = expected(model.mesh.dp.size, case)
         for result, norm in zip(results, norms, strict=True):
             assert float(result.skipped) == 0.0 and float(result.loss_scale) == 1.0
             torch.testing.assert_close(float(result.grad_norm), norm, rtol=2e-6, atol=0.0)
@@ -265,6 +267,20 @@ def test_hybrid(cluster: Cluster) -> None:
     cluster.run(4, check_many, [*planned, unused])
 
 
+def check_groups(place: Place) -> None:
+    """Shards and replicas as a DeviceMesh has them, whose rows are no neighbours; and a group of two ranks, while the others train alone."""
+    case = Case("optim_grads_params", clip=0.7)
+    check(place, case, DeviceMesh("cpu", torch.tensor([[3, 0], [1, 2]])))
+    pair = dist.new_group([1, 3])
+    alone = dist.new_group([place.rank], use_local_synchronization=True)
+    check(place, case, pair if place.rank in (1, 3) else alone)
+    check(place, Case("no_shard"))
+
+
+def test_groups_of_the_user(cluster: Cluster) -> None:
+    cluster.run(4, check_groups)
+
+
 def test_updates_are_guessed_as_unclipped_whatever_the_mean_divides_by(cluster: Cluster) -> None:
     """With a clip that never binds, every speculative update is kept."""
     case = Case("optim_grads_params", clip=1e9, offload=SPECULATIVE, announce=True)
@@ -273,9 +289,9 @@ def test_updates_are_guessed_as_unclipped_whatever_the_mean_divides_by(cluster: 
     assert check(Place(0, 1, 0), case)[0] > 0
 
 
-def check_fp16(place: Place) -> tuple[float, float]:
+def check_fp16() -> tuple[float, float]:
     """fp16 without a loss scale: nothing scales the loss of a user's model, and nothing changes a scale."""
-    model = Formula(place, Case("optim", training=TrainingConfig(fp16=True)))
+    model = Formula(Case("optim", training=TrainingConfig(fp16=True)))
     with closing(model.engine):
         assert model.engine.dtype is torch.float16 and not model.engine.loss_scale.dynamic
         results = [model.step(number) for number in range(2)]
@@ -283,4 +299,4 @@ def check_fp16(place: Place) -> tuple[float, float]:
 
 
 def test_without_a_loss_scale() -> None:
-    assert check_fp16(Place(0, 1, 0)) == (1.0, 0.0)
+    assert check_fp16() == (1.0, 0.0)
