@@ -29,7 +29,9 @@ def test_every_example_runs(data: Path, tmp_path: Path) -> None:
     environ = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     alone = f"import os\nos.chdir({str(tmp_path)!r})\n"
     launched = 0
-    for number, code in enumerate(examples(DOCUMENT.read_text())):
+    readme = [code for code in examples((ROOT / "README.md").read_text()) if "ml.train(" in code]
+    assert readme
+    for number, code in enumerate([*examples(DOCUMENT.read_text()), *readme]):
         path = tmp_path / f"example{number}.py"
         path.write_text(code)
         first = code.partition("\n")[0]

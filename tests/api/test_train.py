@@ -22,6 +22,7 @@ from megatron_llama.distributed.launcher import Place
 
 from tests.harness import Cluster, WorkerError
 from tests.launch import ROOT, free_port, torchrun
+from tests.parallel.test_waiting import Asked
 
 Options = Mapping[str, Any]
 
@@ -115,6 +116,32 @@ def test_callbacks_are_told_of_every_moment(async_save: bool, options: Options, 
     if not async_save:
         kinds = [f"{note[0]} {note[1]}" for note in told.notes]
         assert kinds.index("step 4") + 1 == kinds.index("save iter_0000004") and kinds.index("step 3") + 1 == kinds.index("evaluation 3")
+
+
+class Keeps(ml.Callback):
+    """Keeps the tensors of each step, and reads them if it should."""
+
+    def __init__(self, *, reads: bool) -> None:
+        self.reads = reads
+        self.losses: list[torch.Tensor] = []
+
+    def on_step(self, run: ml.Run, step: ml.Step) -> None:
+        self.losses.append(step.loss)
+        if self.reads:
+            float(step.loss)
+
+
+def test_a_callback_that_reads_nothing_makes_nobody_wait(options: Options) -> None:
+    """Of the operators whose result the host must know there are as many as without it."""
+    asked = []
+    for callbacks in ([], [Keeps(reads=False)], [Keeps(reads=True)]):
+        with Asked() as found:
+            result = ml.train(options, callbacks)
+        asked.append(len(found.found))
+    assert asked[0] == asked[1] == asked[2] - 6
+    kept = Keeps(reads=False)
+    result = ml.train(options, [kept], log_interval=1)
+    assert [float(loss) for loss in kept.losses] == list(result.losses.values()), "they stay as they were"
 
 
 class Asks(ml.Callback):
