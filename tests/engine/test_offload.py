@@ -39,7 +39,7 @@ from torch import Tensor
 
 from tests.engine.test_engine import deliver, gradients, parameters_of, same, state_of
 from tests.harness import Cluster, WorkerError
-from tests.parallel.cases import OPTIMIZER, Layout, Trainer, _digest, trainer, whole_parameters
+from tests.parallel.cases import OPTIMIZER, Layout, Trainer, digest, trainer, whole_parameters
 
 SINGLE = Place(0, 1, 0)
 EXACT = OffloadConfig(optimizer_offload="exact")
@@ -79,7 +79,7 @@ def outcome(place: Place, layout: Layout) -> Outcome:
 
 def digest_of(run: Trainer) -> str:
     state = [tensor.reshape(-1) for tensor in state_of(run.optimizer)]
-    return _digest([*state, *(parameter.clone() for _, parameter in whole_parameters(run))])
+    return digest([*state, *(parameter.clone() for _, parameter in whole_parameters(run))])
 
 
 def outcomes(place: Place, layouts: list[Layout]) -> list[Outcome]:

@@ -253,7 +253,7 @@ def record(run: Trainer, steps: Sequence[tuple[Tensor, Tensor]]) -> Record:
         losses=tuple(loss.item() for loss, _ in steps),
         norms=tuple(norm.item() for _, norm in steps),
         pieces=tuple(pieces),
-        parameters=_digest(parameter for _, parameter in whole_parameters(run)),
+        parameters=digest(parameter for _, parameter in whole_parameters(run)),
         dp_line=run.mesh.dp.ranks,
     )
 
@@ -273,10 +273,11 @@ def whole_parameters(run: Trainer) -> Iterator[tuple[str, Tensor]]:
             yield spec.name, parameters[spec.name].detach()
 
 
-def _digest(tensors: Iterable[Tensor]) -> str:
+def digest(tensors: Iterable[Tensor]) -> str:
+    """Of all bits."""
     total = hashlib.blake2b()
     for tensor in tensors:
-        total.update(tensor.detach().contiguous().view(torch.uint8).numpy().tobytes())
+        total.update(tensor.detach().reshape(-1).view(torch.uint8).numpy().tobytes())
     return total.hexdigest()
 
 

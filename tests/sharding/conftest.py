@@ -1,0 +1,32 @@
+"""What tests of ``shard`` share: workers that have HuggingFace's models, and torch's own training to compare with."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import pytest
+from megatron_llama.distributed.launcher import Place
+
+from tests import harness
+from tests.harness import Cluster
+from tests.sharding.training import Run, Trained, train_with_ddp
+
+# Three seconds for each worker that would import them, and there are up to four.
+harness.PRELOAD.append("tests.sharding.training")
+
+
+def ddp(place: Place, run: Run) -> Trained:
+    return train_with_ddp(run, place.rank)
+
+
+@pytest.fixture(scope="session")
+def references(cluster: Cluster) -> Callable[[Run], Sequence[Trained]]:
+    """What the ranks of a run account for with DDP, trained once."""
+    known: dict[Run, Sequence[Trained]] = {}
+
+    def look_up(run: Run) -> Sequence[Trained]:
+        if run not in known:
+            known[run] = cluster.run(run.dp, ddp, run)
+        return known[run]
+
+    return look_up
