@@ -169,9 +169,15 @@ def test_unused_parameters_are_named(strategy: str, cluster: Cluster) -> None:
 
 @pytest.mark.parametrize("strategy", ["optim", PARAMS])
 def test_unused_parameters_are_found(strategy: str, cluster: Cluster) -> None:
-    """And left alone, as torch's AdamW leaves those that have no gradient."""
+    """They have a gradient of zero: weight decay and moments go on, which torch's AdamW leaves out for parameters whose ``grad`` is None."""
     model = built(Partly)
-    expected = alone(RUN, adamw(model), model)
+
+    def fill(step: int) -> None:
+        for parameter in model.parameters():
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+
+    expected = alone(RUN, adamw(model), model, fill)
     assert_as_alone(cluster.run(2, unused, {"strategy": strategy, "find_unused": True}), RUN, expected)
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -86,11 +87,14 @@ def resnet() -> nn.Module:
     return ResNetForImageClassification(ResNetConfig(**sizes, num_labels=LABELS))
 
 
-def t5() -> nn.Module:
-    """Encoder and decoder with one embedding, which is the head, too; a table of relative positions in each first block."""
+def t5(tied: bool = True) -> nn.Module:
+    """Encoder and decoder with one embedding, which may be the head, too; a table of relative positions in each first block."""
     sizes = {"d_model": 64, "d_kv": 16, "d_ff": 96, "num_layers": 2, "num_heads": 4}
-    config = T5Config(**sizes, vocab_size=VOCABULARY, dropout_rate=0.0, decoder_start_token_id=0, tie_word_embeddings=True)
-    return T5ForConditionalGeneration(config)
+    config = T5Config(**sizes, vocab_size=VOCABULARY, dropout_rate=0.0, decoder_start_token_id=0)
+    model = T5ForConditionalGeneration(config)
+    if not tied:
+        model.lm_head.weight = nn.Parameter(model.lm_head.weight.detach().clone() / 8)
+    return model
 
 
 def bart() -> nn.Module:
@@ -158,5 +162,6 @@ TWINS = {
     "resnet": Twin(resnet, pictures, (ResNetBasicLayer,)),
     "mlp": Twin(Classifier, vectors, (nn.Linear,)),
     "t5": Twin(t5, pairs, (T5Block,)),
+    "t5 untied": Twin(partial(t5, tied=False), pairs, (T5Block,)),
     "bart": Twin(bart, pairs, (BartEncoderLayer, BartDecoderLayer), idle="k_proj.bias"),
 }
