@@ -3,27 +3,42 @@ torch's AdamW.
 
     python tools/parity.py [--only WORD ...]
     python tools/parity.py --random [--seed N] [--count N]
+    python tools/parity.py --modules [--only WORD ...]
 
 The first: twenty fp32 steps of a small LLaMA on English text, the same that
 tests/parallel/test_parity.py checks. The second: five steps of layouts drawn at random, as in
-tests/parallel/test_random.py, against one process. A few minutes each on two cores. Deviations are
-the largest relative ones over all steps. Exit status 1 when one exceeds its bound.
+tests/parallel/test_random.py, against one process. The third: twenty fp32 steps of models of
+HuggingFace and of an MLP under ``megatron_llama.shard``, against torch's DistributedDataParallel
+and AdamW, as in tests/sharding/test_parity.py. A few minutes each on two cores. Deviations are the
+largest relative ones over all steps. Exit status 1 when one exceeds its bound.
 """
 
 from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # this checkout, and no other
 
 import torch
 
+from tests import harness
 from tests.harness import Cluster
-from tests.parallel.cases import LAYOUTS, Layout, Reference, Row, reference, train
+from tests.parallel.cases import (
+    LAYOUTS,
+    LOSS_BOUND,
+    NORM_BOUND,
+    Layout,
+    Reference,
+    Row,
+    reference,
+    train,
+)
 from tests.parallel.draw import COUNT, SEED, alone, draw
+from tests.sharding.training import Run, Trained, ddp, differences, layouts, sharded
 
 
 def rows(
@@ -113,6 +128,51 @@ def _framed(lines: list[str]) -> str:
     return "\n".join(f"| {line} |" for line in lines)
 
 
+Differences = dict[tuple[str, str], tuple[float, float]]
+
+
+def modules(cluster: Cluster, only: Iterable[str]) -> Differences:
+    """Train by ``shard`` and with DDP; returns the largest differences of losses and of norms by
+    model and way to shard, over one and several microbatches, clipped or not."""
+    known: dict[Run, list[Trained]] = {}
+    found: Differences = {}
+    for run, options in layouts():
+        way = _way(run, options)
+        if not all(word in f"{run.model} {way}" for word in only):
+            continue
+        if run not in known:
+            known[run] = cluster.run(run.dp, ddp, run)
+        new = differences(cluster.run(run.dp, sharded, run, options), known[run])
+        old = found.get((run.model, way), (0.0, 0.0))
+        found[run.model, way] = max(old[0], new[0], key=_size), max(old[1], new[1], key=_size)
+    return found
+
+
+def _way(run: Run, options: Mapping[str, Any]) -> str:
+    return f"dp{run.dp} {options['strategy']}" + " in shards of 2" * ("shard_size" in options)
+
+
+def _size(value: float) -> tuple[bool, float]:
+    return value != value, value
+
+
+def markdown_of_modules(found: Differences) -> str:
+    """A line for each way to shard, and in it loss and norm of each model."""
+    models = list(dict.fromkeys(model for model, _ in found))
+    lines = [
+        " | ".join(["loss, norm vs DDP", *models]),
+        " | ".join(["---"] + ["---:"] * len(models)),
+    ]
+    for way in dict.fromkeys(way for _, way in found):
+        cells = [found.get((model, way)) for model in models]
+        lines.append(" | ".join([way, *("-" if cell is None else _exact(cell) for cell in cells)]))
+    return _framed(lines)
+
+
+def _exact(cell: tuple[float, float]) -> str:
+    return ", ".join("0" if value == 0 else f"{value:.1e}" for value in cell)
+
+
 def arguments() -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(
@@ -125,10 +185,13 @@ def arguments() -> argparse.Namespace:
         nargs="+",
         default=[],
         metavar="WORD",
-        help="layouts whose name contains all these words",
+        help="layouts (with --modules: models and ways) whose name contains all these words",
     )
     parser.add_argument(
         "--random", action="store_true", help="draw layouts instead of taking the fixed ones"
+    )
+    parser.add_argument(
+        "--modules", action="store_true", help="models that are not ours, under shard()"
     )
     parser.add_argument(
         "--seed",
@@ -147,8 +210,15 @@ def main() -> int:
     """Run and print."""
     options = arguments()
     torch.set_num_threads(1)
-    layouts = draw(options.seed, options.count) if options.random else LAYOUTS
-    chosen = [layout for layout in layouts if all(word in layout.name for word in options.only)]
+    if options.modules:
+        harness.PRELOAD.append("tests.sharding.training")
+        with Cluster() as cluster:
+            found = modules(cluster, options.only)
+        print(markdown_of_modules(found))
+        held = (loss <= LOSS_BOUND and norm <= NORM_BOUND for loss, norm in found.values())
+        return 0 if found and all(held) else 1
+    drawn = draw(options.seed, options.count) if options.random else LAYOUTS
+    chosen = [layout for layout in drawn if all(word in layout.name for word in options.only)]
     with Cluster() as cluster:
         table = rows(cluster, chosen, alone if options.random else reference)
     print(markdown_of_drawn(table) if options.random else markdown(table))

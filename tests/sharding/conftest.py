@@ -5,18 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 import pytest
-from megatron_llama.distributed.launcher import Place
 
 from tests import harness
 from tests.harness import Cluster
-from tests.sharding.training import Run, Trained, train_with_ddp
+from tests.sharding.training import Run, Trained, ddp
 
 # Three seconds for each worker that would import them, and there are up to four.
 harness.PRELOAD.append("tests.sharding.training")
-
-
-def ddp(place: Place, run: Run) -> Trained:
-    return train_with_ddp(run, place.rank)
 
 
 @pytest.fixture(scope="session")

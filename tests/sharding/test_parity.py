@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -14,7 +14,20 @@ from torch import Tensor
 
 from tests.harness import Cluster
 from tests.parallel.cases import LOSS_BOUND, NORM_BOUND, STRATEGIES
-from tests.sharding.training import CLIP, Run, Trained, deviation, farthest, train, train_alone, train_with_ddp
+from tests.sharding.training import (
+    CLIP,
+    TWICE,
+    Run,
+    Trained,
+    deviation,
+    differences,
+    farthest,
+    layouts,
+    sharded,
+    train,
+    train_alone,
+    train_with_ddp,
+)
 from tests.sharding.twins import TWINS
 
 PARAMS = "optim_grads_params"
@@ -24,24 +37,15 @@ fp32 is up to 0.02 from torch in fp64 after 20 steps of these models."""
 References = Callable[[Run], Sequence[Trained]]
 
 
-def sharded(place: Place, run: Run, options: dict[str, Any]) -> Trained:
-    return train(run, place.rank, **options)
-
-
-def compare(cluster: Cluster, references: References, run: Run, **options: Any) -> tuple[float, float]:
-    """Largest relative differences of losses and norms. Asserts that they and the values are within bounds, on every rank."""
+def compare(cluster: Cluster, references: References, run: Run, **options: Any) -> None:
+    """Assert that losses, norms and values are within bounds, on every rank."""
     expected = references(run)
     found = cluster.run(run.dp, sharded, run, options)
     assert run.clip == 0 or min(expected[0].norms) > run.clip
     assert len({each.digest for each in found}) == 1, "ranks hold different parameters"
-    loss = max(deviation(one.losses, other.losses) for one, other in zip(found, expected, strict=True))
-    norm = max(deviation(one.norms, other.norms) for one, other in zip(found, expected, strict=True))
+    loss, norm = differences(found, expected)
     assert loss <= LOSS_BOUND and norm <= NORM_BOUND, (loss, norm)
     assert farthest(found[0].values, expected[0].values, run.twin.idle) <= VALUE_BOUND
-    return loss, norm
-
-
-TWICE = Run(microbatches=2, clip=CLIP)
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
@@ -58,23 +62,13 @@ def test_shards_of_two_of_four_ranks(cluster: Cluster, references: References) -
     compare(cluster, references, replace(TWICE, dp=4), strategy=PARAMS, shard_size=2)
 
 
-def layouts() -> list[tuple[Run, dict[str, Any]]]:
-    """Every model over two and four ranks by every strategy, hybrid ones too; LLaMA with each kind of step."""
-    kinds = [Run(), TWICE, Run(microbatches=2), Run(clip=CLIP), Run(microbatches=4, clip=CLIP)]
-    runs = [replace(kind, model=model) for model in TWINS for kind in (kinds if model == "llama" else kinds[:2])]
-    whole = [(replace(run, dp=dp), {"strategy": strategy}) for run in runs for dp in (2, 4) for strategy in STRATEGIES]
-    whole = [(run, options) for run, options in whole if run.dp * run.microbatches <= 8]
-    hybrid = [(replace(run, dp=4), {"strategy": strategy, "shard_size": 2}) for run in runs[:2] for strategy in STRATEGIES[1:]]
-    return whole + hybrid
-
-
-def _named(case: tuple[Run, dict[str, Any]]) -> str:
+def _named(case: tuple[Run, Mapping[str, Any]]) -> str:
     return " ".join([case[0].name, *map(str, case[1].values())])
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("case", layouts(), ids=_named)
-def test_every_layout_trains_as_with_ddp(case: tuple[Run, dict[str, Any]], cluster: Cluster, references: References) -> None:
+def test_every_layout_trains_as_with_ddp(case: tuple[Run, Mapping[str, Any]], cluster: Cluster, references: References) -> None:
     run, options = case
     compare(cluster, references, run, **options)
 

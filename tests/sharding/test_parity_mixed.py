@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -13,7 +12,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.utils import clip_grad_norm_
 
 from tests.harness import Cluster
-from tests.sharding.training import CLIP, Run, Trained, adamw, built, deviation, train
+from tests.sharding.training import CLIP, Run, Trained, adamw, built, differences, train
 from tests.sharding.twins import llama
 
 RUN = Run(microbatches=1, clip=CLIP)
@@ -52,12 +51,6 @@ def fsdp2(place: Place, run: Run, reduce_dtype: torch.dtype, error: float) -> Tr
     return Trained(tuple(losses), tuple(norms))
 
 
-def farthest_of(found: Sequence[Trained], expected: Sequence[Trained]) -> tuple[float, float]:
-    """Largest relative differences of losses and norms."""
-    loss = max(deviation(one.losses, other.losses) for one, other in zip(found, expected, strict=True))
-    return loss, max(deviation(one.norms, other.norms) for one, other in zip(found, expected, strict=True))
-
-
 @pytest.mark.parametrize("reduce_dtype", [torch.float32, torch.bfloat16])
 def test_bf16_with_fp32_masters_trains_as_with_fsdp2(reduce_dtype: torch.dtype, cluster: Cluster) -> None:
     """In the first step weights are equal, so losses are, to the bit, and the norm is off by the rounding of gradients at most: a gradient
@@ -65,12 +58,12 @@ def test_bf16_with_fp32_masters_trains_as_with_fsdp2(reduce_dtype: torch.dtype, 
     far that carries losses and norms is measured: by FSDP2 itself with gradients off by one rounding. Twice that is the bound."""
     expected = cluster.run(2, fsdp2, RUN, reduce_dtype, 0.0)
     moved = cluster.run(2, fsdp2, RUN, reduce_dtype, ROUNDING)
-    loss_bound, norm_bound = (2 * each for each in farthest_of(moved, expected))
+    loss_bound, norm_bound = (2 * each for each in differences(moved, expected))
     assert 0 < loss_bound < 0.02 and 0 < norm_bound < 0.1
     for strategy in ("optim_grads_params", "no_shard"):
         found = cluster.run(2, mixed, RUN, {"strategy": strategy, "reduce_dtype": reduce_dtype})
         assert [each.losses[0] for each in found] == [each.losses[0] for each in expected]
         assert abs(found[0].norms[0] / expected[0].norms[0] - 1) <= ROUNDING
-        loss, norm = farthest_of(found, expected)
+        loss, norm = differences(found, expected)
         assert loss <= loss_bound and norm <= norm_bound, (strategy, loss, loss_bound, norm, norm_bound)
         assert {value.dtype for value in found[0].values.values() if value.is_floating_point() and value.dim() > 1} == {torch.bfloat16}

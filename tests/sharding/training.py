@@ -3,18 +3,19 @@ package does it."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import megatron_llama as ml
 import torch
 import torch.distributed as dist
+from megatron_llama.distributed.launcher import Place
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import clip_grad_norm_
 
-from tests.parallel.cases import digest
+from tests.parallel.cases import STRATEGIES, digest
 from tests.sharding.shapes import SHAPES
 from tests.sharding.twins import TWINS, Inputs, Twin
 
@@ -178,3 +179,33 @@ def farthest(found: dict[str, Tensor], expected: dict[str, Tensor], idle: str = 
         for name in expected
         if idle not in name and expected[name].numel()
     )
+
+
+def differences(found: Sequence[Trained], expected: Sequence[Trained]) -> tuple[float, float]:
+    """Largest relative differences of losses and norms over all steps and ranks."""
+    loss = max(deviation(one.losses, other.losses) for one, other in zip(found, expected, strict=True))
+    return loss, max(deviation(one.norms, other.norms) for one, other in zip(found, expected, strict=True))
+
+
+def ddp(place: Place, run: Run) -> Trained:
+    """A rank of ``train_with_ddp``."""
+    return train_with_ddp(run, place.rank)
+
+
+def sharded(place: Place, run: Run, options: Mapping[str, Any]) -> Trained:
+    """A rank of ``train``."""
+    return train(run, place.rank, **options)
+
+
+TWICE = Run(microbatches=2, clip=CLIP)
+
+
+def layouts() -> list[tuple[Run, Mapping[str, Any]]]:
+    """Every model over two and four ranks by every strategy, hybrid ones too; LLaMA with each kind of step."""
+    kinds = [Run(), TWICE, Run(microbatches=2), Run(clip=CLIP), Run(microbatches=4, clip=CLIP)]
+    found: list[tuple[Run, Mapping[str, Any]]] = []
+    for model in TWINS:
+        for kind in kinds if model == "llama" else kinds[:2]:
+            found += [(replace(kind, model=model, dp=dp), {"strategy": strategy}) for dp in (2, 4) for strategy in STRATEGIES]
+            found += [(replace(kind, model=model, dp=4), {"strategy": strategy, "shard_size": 2}) for strategy in STRATEGIES[1:]]
+    return [(run, options) for run, options in found if run.dp * run.microbatches <= GLOBAL_BATCH_SIZE]
