@@ -304,7 +304,8 @@ class GradientBuckets:
             return
         missing = self._missing[bucket]
         if name not in missing:
-            planned = placement.spec.contributions
+            passes = self._rounds.passes
+            planned = passes[min(len(self._passes), len(passes) - 1)].get(name, 0)
             raise RuntimeError(
                 f"{name}: more gradients than the {planned} planned for each microbatch, "
                 f"in {self.bucket_plan.label(bucket)}"

@@ -254,13 +254,21 @@ def test_another_way_than_recorded_is_refused_by_name(strategy: str) -> None:
         "backward pass 2 of 2 ended with other gradients than planned: 0.b (0 instead of 1), root (0 instead of 1)"
     )
     found = wrong(lambda names: [*names, "root"], **recorded())  # type: ignore[arg-type]
-    assert found.startswith("root: more gradients than ")
+    assert found.startswith("root: more gradients than the 1 planned for each microbatch, in bucket ")
     state = recorded()
     bench, rounds = state["bench"], state["rounds"]
     assert isinstance(bench, Bench) and isinstance(rounds, GradientRounds)
     bench.run([BACKWARD, BACKWARD], rounds)
     with pytest.raises(RuntimeError, match="backward pass 3 of a step: got one more, expected 2"):
         bench.buckets.end_backward()
+
+
+def test_the_error_says_how_many_gradients_the_pass_had_when_it_was_recorded() -> None:
+    bench = Bench(Mesh.single(), "optim_grads_params")
+    twice = [*BACKWARD, "root", "root"]
+    bench.run([BACKWARD, twice], None)
+    with pytest.raises(RuntimeError, match="root: more gradients than the 3 planned for each microbatch"):
+        bench.run([BACKWARD, [*twice, "root"]], bench.buckets.recorded_rounds())
 
 
 def test_a_parameter_that_nobody_uses_is_named_before_anything_is_sent() -> None:
