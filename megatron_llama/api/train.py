@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+import sys
+import traceback
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
@@ -95,8 +97,17 @@ def train(
     ClusterError, and TrainingError for a run that cannot go on; all of these are UserErrors. What a
     callback raises on one rank is raised there; the other ranks raise a ClusterError."""
     parsed = read_options(config, options, SECTIONS)
+    handled = sys.exception()
     try:
         return run_training(parsed, open_stream_inputs, callbacks=callbacks)
+    except BaseException as error:
+        # Its frames hold the groups of the run for as long as somebody keeps the error, and a group
+        # of gloo has open connections, on which the other ranks would wait, until nobody holds it.
+        each: BaseException | None = error
+        while each is not None and each is not handled:
+            traceback.clear_frames(each.__traceback__)
+            each = each.__cause__ or each.__context__
+        raise
     finally:
         # Reference cycles would keep what the process group held, and its threads.
         gc.collect()

@@ -242,20 +242,29 @@ SCRIPT = """
 import json, sys
 import torch.distributed as dist
 import megatron_llama as ml
+from megatron_llama.errors import TrainingError
+
+from tests.harness import be_patient
+
+be_patient()
 
 class Raises(ml.Callback):
+    def __init__(self, error):
+        self.error = error
+
     def on_step(self, run, step):
         if run.rank == 1 and step.iteration == 3:
-            raise LookupError("moon")
+            raise self.error
 
 options = json.loads(sys.argv[1])
 first, again = ml.train(options), ml.train(options, async_save=True, save=sys.argv[2])
 assert first.losses == again.losses and not dist.is_initialized()
 print("losses", json.dumps(first.losses))
-try:
-    ml.train(options, [Raises()])
-except BaseException as error:
-    print("raised", type(error).__name__, str(error).partition(";")[0], dist.is_initialized())
+for error in (LookupError("moon"), TrainingError("sun")):  # of the second one all ranks would know, if the run had raised it
+    try:
+        ml.train(options, [Raises(error)])
+    except BaseException as error:
+        print("raised", type(error).__name__, str(error).partition(";")[0], dist.is_initialized())
 """
 
 
@@ -270,11 +279,12 @@ def test_two_launched_processes_call_it_again_and_again(options: Options, tmp_pa
         subprocess.Popen(command, env={**environ, **place(rank)}, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
         for rank in range(2)
     ]
-    outs, errs = zip(*(rank.communicate(timeout=120) for rank in ranks), strict=True)
+    outs, errs = zip(*(rank.communicate(timeout=300) for rank in ranks), strict=True)
     assert [rank.returncode for rank in ranks] == [0, 0], errs
     alone = ml.train(options).losses
     for rank in range(2):
         losses = json.loads(outs[rank].partition("losses ")[2].partition("\n")[0])
         assert {int(iteration): loss for iteration, loss in losses.items()} == pytest.approx(alone, rel=1e-6)
-    raised = [out.partition("raised ")[2].strip() for out in outs]
-    assert raised == ["ClusterError rank 1: got an error, expected all ranks at work False", "LookupError moon False"]
+    raised = [[line for line in out.splitlines() if line.startswith("raised")] for out in outs]
+    assert raised[0] == ["raised ClusterError rank 1: got an error, expected all ranks at work False"] * 2
+    assert raised[1] == ["raised LookupError moon False", "raised TrainingError sun False"]
