@@ -47,6 +47,7 @@ class EngineOptimizer(torch.optim.Optimizer):
                 }
                 for group in groups
             ],
+            # No defaults: a scheduler that would change betas as well asks here, and says so.
             {},
         )
         self._complete = True
