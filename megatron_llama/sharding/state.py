@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -23,14 +24,17 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
+from megatron_llama.config.schema import OptimizerConfig
 from megatron_llama.distributed.comm.object_collectives import raise_on_all_ranks
 from megatron_llama.distributed.mesh import Mesh
+from megatron_llama.engine.offload.zenflow.columns import bias_corrections
 from megatron_llama.errors import CheckpointError, describe, listing
 from megatron_llama.sharding.names import clean_name
 from megatron_llama.sharding.values import MASTER, MOMENTS, ModuleValues, forget
 
 MODEL = "model"
 OPTIMIZER = "optimizer"
+NO_FACTORS: Mapping[str, Tensor] = MappingProxyType({})
 OPTIONS = ("betas", "eps", "weight_decay")
 """Options of a group that the update rules have from the beginning. The learning rate is taken from
 a loaded state; these have to agree with it."""
@@ -96,9 +100,13 @@ def state_layout(mesh: Mesh, given: DeviceMesh | dist.ProcessGroup | None) -> St
 
 
 def sharded_parameters(
-    values: ModuleValues, layout: StateLayout, what: str = MASTER
+    values: ModuleValues,
+    layout: StateLayout,
+    what: str = MASTER,
+    factors: Mapping[str, Tensor] = NO_FACTORS,
 ) -> dict[str, Tensor]:
-    """Return one tensor of every parameter: ``master``, or a moment of the trained ones.
+    """Return one tensor of every parameter: ``master``, or a moment of the trained ones, times the
+    factors [columns] of those parameters that have some.
 
     Bucket by bucket, so that beside the result one whole bucket is in the memory of the device.
     Collective. Weights without values are NaN. Parts that an update rule keeps on the host stay
@@ -111,6 +119,9 @@ def sharded_parameters(
             for placed, value in values.parameters(bucket, whole):
                 if what == MASTER and placed.spec.name in values.uninitialized:
                     forget(value)
+                if placed.spec.name in factors:
+                    factor = factors[placed.spec.name].to(value.device, value.dtype)
+                    value.view(-1, len(factor)).mul_(factor)
                 found[placed.spec.name] = layout.cut(value, tensors[what].device)
     return {name: found[name] for name in values.aliases if name in found}
 
@@ -162,7 +173,8 @@ def optimizer_state(
 ) -> dict[str, Any]:
     """Return the optimizer's part of ``state_dict``. Collective."""
     values.engine.settle()
-    moments = {what: sharded_parameters(values, layout, what) for what in MOMENTS}
+    factors = _recounted(values, groups)
+    moments = {w: sharded_parameters(values, layout, w, f) for w, f in factors.items()}
     steps = {
         bucket: values.engine.rules.by_bucket[bucket].state(bucket)["step"]
         for bucket in values.engine.gradients.trainable
@@ -175,6 +187,27 @@ def optimizer_state(
         for name in moments[MOMENTS[0]]
     }
     return {"state": state, "param_groups": saved_groups(groups)}
+
+
+def _recounted(
+    values: ModuleValues, groups: Sequence[Mapping[str, Any]]
+) -> dict[str, dict[str, Tensor]]:
+    """Return factors [columns] of the moments, by moment and parameter, where an update rule counts
+    the updates of single columns (ZenFlow): with them a moment means the same to a rule that
+    corrects all of it by the number of steps."""
+    engine = values.engine
+    factors: dict[str, dict[str, Tensor]] = {what: {} for what in MOMENTS}
+    for column in engine.column_state():
+        name = column.spec.name
+        step = engine.rules.by_bucket[values.bucket_of[name]].state(values.bucket_of[name])["step"]
+        beta1, beta2 = groups[column.spec.group]["betas"]
+        config = OptimizerConfig(adam_beta1=beta1, adam_beta2=beta2)
+        # Without any update the moments are zero.
+        was = bias_corrections(column.updates.clamp(min=1), config, torch.float64)
+        will_be = bias_corrections(step.clamp(min=1), config, torch.float64)
+        for what, power, before, after in zip(MOMENTS, (1, 2), was, will_be, strict=True):
+            factors[what][name] = (after / before) ** power
+    return factors
 
 
 def saved_groups(groups: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
@@ -270,6 +303,14 @@ class _Loading:
         for bucket, step in self._steps.items():
             values.engine.rules.by_bucket[bucket].state(bucket)["step"].fill_(step)
         if self._steps:
+            # A rule that counts the updates of single columns takes the steps for all of them, and
+            # selects columns anew.
+            for column in values.engine.column_state():
+                column.updates.fill_(self._steps[values.bucket_of[column.spec.name]])
+                column.selected.zero_()
+            progress = values.engine.progress()
+            if progress is not None:
+                progress.zero_()
             values.engine.resume(int(max(self._steps.values())))
         for group, lr in self._rates:
             group["lr"] = lr

@@ -262,6 +262,10 @@ def test_the_form_is_that_of_fsdp2(cluster: Cluster, strategy: str, world: int, 
         assert found["steps"] == {1.0}
 
 
+def whole(value: Tensor) -> Tensor:
+    return value.full_tensor() if isinstance(value, DTensor) else value
+
+
 def bits(state: Mapping[str, Any]) -> dict[str, Tensor]:
     """All tensors of a state of one process."""
     moments = {f"{what} of {name}": value for name, one in state["optimizer"]["state"].items() for what, value in one.items()}
@@ -403,3 +407,40 @@ def test_groups_of_the_engine_are_saved_by_name() -> None:
     with pytest.raises(ConfigError, match="only lr may change"):
         engine.param_groups[0]["weight_decay"] = 0.7
         engine.optimizer.learning_rates()
+
+
+def zenflow_moments(place: Place) -> bool:
+    """ZenFlow counts updates column by column: a saved moment, corrected by the saved step, is the live one corrected by its column's."""
+    run = Ours(place, optimizer_offload="zenflow", zenflow_topk_ratio=0.3, zenflow_update_interval="3", zenflow_full_warm_up_rounds=1)
+    losses(run, 0, 7)
+    state = run.state()
+    saved = {name: whole(value) for name, value in bits(state).items()}  # on all ranks in one order
+    live = {column.spec.name: column for column in run.engine._engine.column_state()}
+    counts = {int(count) for column in live.values() for count in column.updates}
+    assert len(counts) > 1
+    beta1, beta2 = 0.8, 0.95
+    good = []
+    for piece in run.engine._engine.pieces():
+        name, low = piece.rectangle.name, piece.rectangle.offset
+        if name not in live:
+            continue
+        step = float(saved[f"step of {name}"])
+        updates = live[name].updates.view(piece.rectangle.shape[1:])
+        for what, beta in (("exp_avg", beta1), ("exp_avg_sq", beta2)):
+            place_of = tuple(slice(start, start + size) for start, size in zip(low, piece.rectangle.size, strict=True))
+            corrected = saved[f"{what} of {name}"][place_of].double() / (1 - beta**step)
+            expected = piece.tensors[what].double() / (1 - beta ** updates[place_of[1:]].clamp(min=1))
+            good.append(torch.allclose(corrected, expected, rtol=1e-5, atol=0))
+    again = Ours(place, seed=4, optimizer_offload="zenflow", zenflow_topk_ratio=0.3, zenflow_update_interval="3")
+    again.take(state)
+    found = bits(again.state())
+    equal = [torch.equal(value, whole(found[name])) for name, value in saved.items()]
+    after = losses(again, 7, 2)
+    run.close()
+    again.close()
+    return all(good) and len(good) > 4 and all(equal) and all(loss < 3 for loss in after)
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_moments_of_zenflow_are_saved_as_those_of_adamw(cluster: Cluster, world: int) -> None:
+    assert run_on(cluster, world, zenflow_moments)
