@@ -164,7 +164,13 @@ def state_dict(
     """Return the state of model and optimizer between two steps, as the module describes it; all
     are copies. ``groups`` are those of the facade, with ``param_names``. Needs ``hook_state_dict``.
     Collective."""
-    model = {clean_name(name): value for name, value in values.model.state_dict().items()}
+    # torch hands out the buffers themselves, which the next forward pass changes.
+    model = {
+        clean_name(name): value
+        if isinstance(value, DTensor) or not isinstance(value, Tensor)
+        else value.clone()
+        for name, value in values.model.state_dict().items()
+    }
     return {MODEL: model, OPTIMIZER: optimizer_state(values, layout, groups)}
 
 

@@ -228,7 +228,7 @@ def shapes(place: Place, strategy: str, shard_size: int) -> dict[str, Any]:
     equal = all(torch.equal(value.full_tensor() if isinstance(value, DTensor) else value, whole[name]) for name, value in weights.items())
     # All are copies.
     for value in weights.values():
-        (value.to_local() if isinstance(value, DTensor) else value.clone()).zero_()
+        (value.to_local() if isinstance(value, DTensor) else value).zero_()
     again = run.model.state_dict()
     kept = all(torch.equal(value.full_tensor() if isinstance(value, DTensor) else value, whole[name]) for name, value in again.items())
     optimizer = state["optimizer"]
@@ -438,7 +438,7 @@ def zenflow_moments(place: Place) -> bool:
     after = losses(again, 7, 2)
     run.close()
     again.close()
-    return all(good) and len(good) > 4 and all(equal) and all(loss < 3 for loss in after)
+    return all(good) and len(good) > 4 and all(equal) and after[1] < after[0]
 
 
 @pytest.mark.parametrize("world", [1, 2])
