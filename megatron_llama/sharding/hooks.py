@@ -24,8 +24,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass
-from functools import cache
-from typing import Any
+from functools import cache, partial
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
@@ -40,11 +40,16 @@ from megatron_llama.plans.weight_access import WeightAccess
 from megatron_llama.sharding.holders import Holders, UnitHolders
 from megatron_llama.sharding.names import clean_name
 from megatron_llama.sharding.order import END_OF_BACKWARD, STEP, AccessOrder, OrderError, Peers
-from megatron_llama.sharding.placeholders import Placeholder
+from megatron_llama.sharding.placeholders import Placeholder, ShardedParameterError
 from megatron_llama.sharding.specs import ModuleUnit
 
 Forward = Callable[..., Any]
 _INTERCEPTOR = "_megatron_llama_interceptor"
+COMPILE_HINT = (
+    "shard() announces each call of a unit: compile units with module.compile(), or with "
+    "torch.compile before shard()"
+)
+"""What torch.compile says where a region with fullgraph=True has a sharded unit in it."""
 
 
 class PassError(TrainingError, RuntimeError):
@@ -61,6 +66,27 @@ class Intercepted(nn.Module):
 
 class InterceptedModel(Intercepted):
     """The model that was given to ``shard``."""
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        """Convert the buffers, where ``to`` and its like leave the parameters as they are. Raises
+        ShardedParameterError where they would change."""
+        sharded = [p for p in self.parameters() if isinstance(p, Placeholder)]
+        if not sharded:
+            super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+            return self
+        probe = torch.empty(0, dtype=sharded[0].dtype, device=sharded[0].device)
+        found = fn(probe)
+        if (found.dtype, found.device) != (probe.dtype, probe.device):
+            raise ShardedParameterError(
+                "model",
+                got=f"a move to {found.dtype} on {found.device}",
+                expected=f"{probe.dtype} on {probe.device}, as in shard()",
+                do="move it before shard(), or give shard(dtype=)",
+            )
+        for module in self.modules():
+            for name, buffer in module._buffers.items():
+                module._buffers[name] = None if buffer is None else fn(buffer)
+        return self
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Do nothing: each step starts with the gradients of its own backward passes."""
@@ -90,7 +116,7 @@ def intercept(
     return undo
 
 
-@dataclass
+@dataclass(eq=False)
 class _Unit:
     """A unit or root part at run time, or the model itself."""
 
@@ -112,6 +138,24 @@ class _Unit:
     def related(self, other: _Unit) -> bool:
         """Whether one of two units is inside the other."""
         return self.index in other.inside or other.index in self.inside
+
+
+@dataclass(eq=False)
+class _Call:
+    """One call of a unit."""
+
+    unit: _Unit
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    recomputes: bool
+    """Whether it is inside a backward pass."""
+    outermost: bool
+    again: bool
+    """Whether it is inside another call of the same unit."""
+    position: int
+    """How many accesses of the plan had been made."""
+    begin: int
+    """Autograd gives this number, or a higher one, to what is computed in it."""
 
 
 class Passes:
@@ -200,11 +244,24 @@ class Passes:
     def _intercept(self, module: nn.Module, unit: _Unit, *, is_model: bool) -> None:
         if is_model:
             unit.casts = self._cast_to is not None
+        # What happens here is not for the graph of a compiled region around the unit; what the
+        # unit computes may be.
+        hidden = partial(torch.compiler.disable, reason=COMPILE_HINT)
+        begin, finish, fail = hidden(self._begin), hidden(self._finish), hidden(self._fail)
 
         def called(forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-            return self._call(unit, forward, args, kwargs)
+            call = begin(unit, args, kwargs)
+            if call is None:
+                return forward(*args, **kwargs)
+            try:
+                output = forward(*call.args, **call.kwargs)
+            except BaseException as error:
+                fail(call, error)
+                raise
+            finish(call, output)
+            return output
 
-        self._undo.append(intercept(module, called, is_model=is_model))
+        self._undo.append(intercept(module, hidden(called, recursive=False), is_model=is_model))
 
     def detach(self) -> None:
         """Give the modules back their own classes. They keep the placeholders."""
@@ -214,25 +271,31 @@ class Passes:
 
     # Forward
 
-    def _call(
-        self, unit: _Unit, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Any:
+    def _begin(self, unit: _Unit, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Call | None:
+        """A unit is called. Returns None if the engine has nothing to do with that."""
         if self.suspended:
-            return forward(*args, **kwargs)
+            return None
         recomputes = torch._C._current_graph_task_id() != -1
         outermost = not self._active
         if recomputes:
             self._enter_backward()
         elif outermost:
             self._begin_forward()
-        position = self._order.position
         if unit.casts:
             args, kwargs = tree_map_only(Tensor, self._cast, (args, kwargs))
-        again = unit in self._active
+        call = _Call(
+            unit,
+            args,
+            kwargs,
+            recomputes,
+            outermost,
+            unit in self._active,
+            self._order.position,
+            torch._C._autograd._get_sequence_nr(),
+        )
         self._active.append(unit)
-        begin = torch._C._autograd._get_sequence_nr()
         try:
-            if unit.index >= 0 and not again:
+            if unit.index >= 0 and not call.again:
                 if not recomputes:
                     self._access(unit, backward=False)
                     unit.holders.hold_parameters(
@@ -241,7 +304,26 @@ class Passes:
                 elif self._current is not unit:
                     self._access(unit, backward=True)
                     self._hold_in_backward(unit)
-            output = forward(*args, **kwargs)
+        except BaseException as error:
+            self._fail(call, error)
+            raise
+        return call
+
+    def _leave(self, call: _Call) -> None:
+        self._active.pop()
+        if not call.again and call.unit not in self._held:
+            call.unit.holders.hold_placeholders()
+
+    def _fail(self, call: _Call, error: BaseException) -> None:
+        """A call has ended with an error."""
+        self._leave(call)
+        if call.outermost and self._listed and not call.recomputes:
+            self._break_off(call, error)
+
+    def _finish(self, call: _Call, output: Any) -> None:
+        """A call has ended."""
+        unit = call.unit
+        try:
             if (name := unit.holders.changed()) is not None:
                 raise PassError(
                     clean_name(name),
@@ -249,17 +331,12 @@ class Passes:
                     expected="what it was in shard()",
                     do="freeze parameters before shard()",
                 )
+            if torch.is_grad_enabled():
+                self._watch_outputs(unit, output, call.begin)
         except BaseException as error:
-            if outermost and self._listed and not recomputes:
-                self._break_off(unit, position, error)
+            self._fail(call, error)
             raise
-        finally:
-            self._active.pop()
-            if not again and unit not in self._held:
-                unit.holders.hold_placeholders()
-        if torch.is_grad_enabled():
-            self._watch_outputs(unit, output, begin)
-        return output
+        self._leave(call)
 
     def _begin_forward(self) -> None:
         """A call from outside of the model begins."""
@@ -285,21 +362,24 @@ class Passes:
 
     def require_usable(self) -> None:
         """Raise PassError if no pass may run any more."""
+        if self._peers.left is not None:
+            raise OrderError(self._peers.left)
         if self.refusal is not None:
             raise PassError(
                 "engine", got=self.refusal, expected="a working engine", do="make a new one"
             )
 
-    def _break_off(self, unit: _Unit, position: int, error: BaseException) -> None:
+    def _break_off(self, call: _Call, error: BaseException) -> None:
         """A forward pass of the step has ended with an error."""
+        self._order.break_off(call.position)
         if self._order.plan is not None and self._peers.axis.size > 1 and self.refusal is None:
             # Nobody knows whether the peers have come to the same error: a pass that is repeated
             # would gather what they do not gather again.
             self.refusal = (
-                f"a forward pass of {unit.name} that ended with {type(error).__name__} ({error}) "
-                f"on rank {self._peers.axis.rank}"
+                f"a forward pass of {call.unit.name} that ended with "
+                f"{type(error).__name__} ({error}) on rank {self._peers.axis.rank}"
             )
-        self._order.break_off(position)
+            self._peers.tell(f"engine: got {self.refusal}")
 
     def _access(self, unit: _Unit, *, backward: bool) -> None:
         """Gather what a unit reads, and wait for it."""
@@ -350,7 +430,7 @@ class Passes:
         own, which nothing else takes."""
 
         def resolve(placeholder: Placeholder) -> nn.Parameter | None:
-            if not self._active or self.suspended:
+            if self.suspended or not (self._active or self._in_backward):
                 return None
             if part not in self._active:
                 self._access(part, backward=torch._C._current_graph_task_id() != -1)
@@ -462,8 +542,9 @@ class Passes:
             if grad is None:
                 return  # a linear layer has written the slot itself
             # An operator has read the weight a moment ago. Raises if it was not there.
-            parameters.wait_unsharded(bucket, clean_name(name))
-            view, beta = handle.grad_view()
+            with self._peers.explained():
+                parameters.wait_unsharded(bucket, clean_name(name))
+                view, beta = handle.grad_view()
             accumulate(view, beta, grad)
             handle.grad_written()
 

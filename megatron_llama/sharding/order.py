@@ -18,7 +18,8 @@ import torch.distributed as dist
 from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 
 from megatron_llama.distributed.comm.object_collectives import all_gather_float
-from megatron_llama.distributed.mesh import Axis
+from megatron_llama.distributed.data_mesh import close_data_mesh
+from megatron_llama.distributed.mesh import Mesh
 from megatron_llama.engine.gradients import GradientRounds
 from megatron_llama.errors import TrainingError
 from megatron_llama.plans.weight_access import WeightAccess
@@ -44,17 +45,39 @@ class StepPlan:
 class Peers:
     """The other ranks, as far as a failure concerns them."""
 
-    def __init__(self, axis: Axis) -> None:
-        self.axis = axis
+    def __init__(self, mesh: Mesh) -> None:
+        self.axis = mesh.world
+        self._mesh = mesh
         self._store: Store | None = None
-        if axis.group is not None:
+        self.left: str | None = None
+        """Why this rank has left the others."""
+        if self.axis.group is not None:
             store = dist.distributed_c10d._get_default_store()
-            self._store = PrefixStore(f"megatron_llama/{axis.group.group_name}", store)
+            self._store = PrefixStore(f"megatron_llama/{self.axis.group.group_name}", store)
 
     def tell(self, reason: str) -> None:
-        """Leave the reason why this rank leaves the step, for the peers that will miss it."""
-        if self._store is not None:
+        """Leave the reason why this rank may leave the step, for the peers that would miss it."""
+        if self._store is not None and not self._store.check([_REASON]):
             self._store.set(_REASON, reason)
+
+    def leave(self, reason: str) -> None:
+        """Tell the reason, and end the communicators: a peer that waits for this rank fails."""
+        if self._store is not None and self.left is None:
+            self.left = reason
+            self.tell(reason)
+            close_data_mesh(self._mesh, abort=True)
+
+    def explain(self, error: RuntimeError) -> RuntimeError:
+        """Return the error to raise for one that a wait for others has raised: that of the peer who
+        has told a reason, if there is one. This rank then leaves, too, for those who wait for
+        it."""
+        if isinstance(error, OrderError) or self._store is None:
+            return error
+        if not self._store.check([_REASON]):
+            return error
+        reason = self._store.get(_REASON).decode()
+        self.leave(reason)
+        return OrderError(reason)
 
     @contextmanager
     def explained(self) -> Iterator[None]:
@@ -62,10 +85,10 @@ class Peers:
         try:
             yield
         except RuntimeError as error:
-            told = isinstance(error, OrderError) or self._store is None
-            if told or not self._store.check([_REASON]):  # type: ignore[union-attr]
+            told = self.explain(error)
+            if told is error:
                 raise
-            raise OrderError(self._store.get(_REASON).decode()) from error  # type: ignore[union-attr]
+            raise told from error
 
 
 class AccessOrder:
@@ -133,7 +156,7 @@ class AccessOrder:
             do="run evaluation under torch.no_grad(), or shard(static_order=False) for a model "
             "that takes another way each time",
         )
-        self._peers.tell(str(error))
+        self._peers.leave(str(error))
         return error
 
     def break_off(self, position: int) -> None:

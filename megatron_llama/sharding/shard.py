@@ -235,7 +235,7 @@ def _build(
     values = first_values(engine, model)
     # Before the classes of modules change: it looks for what is exactly an nn.Linear.
     detach_linears = attach_linears(model)
-    peers = Peers(mesh.world)
+    peers = Peers(mesh)
     order = AccessOrder([unit.name for unit in units], peers, static=static_order)
     passes = Passes(
         model,

@@ -1,0 +1,101 @@
+"""Ranks that do not do the same: all of them say which rank does what, and nobody waits for long."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+from megatron_llama.distributed.launcher import Place
+from megatron_llama.sharding.engine import ModuleEngine
+from megatron_llama.sharding.hooks import PassError
+from megatron_llama.sharding.order import OrderError
+
+from tests.harness import Cluster
+from tests.sharding.models import loss_of, net, part, sharded, train
+
+SECONDS = 20.0
+"""Far below the timeout of the job."""
+STRATEGIES = ("optim", "optim_grads_params")
+
+
+def error_of(engine: ModuleEngine, place: Place, step: int) -> str:
+    """What a rank says of a step."""
+    begin = time.monotonic()
+    with pytest.raises((OrderError, PassError)) as error:
+        for _ in range(2):
+            loss_of(engine.model, part(step, 0, place.rank)).backward()
+            engine.step()
+    assert time.monotonic() - begin < SECONDS
+    # Whoever calls again hears it again.
+    with pytest.raises((OrderError, PassError)):
+        engine.model(part(step, 0, place.rank))
+        engine.step()
+    return str(error.value)
+
+
+def skip_a_unit(place: Place, strategy: str, recorded: int, options: dict[str, object]) -> str:
+    model = net()
+    engine = sharded(model, strategy=strategy, **options)
+    train(place, engine, microbatches=1, steps=recorded)
+    if place.rank == 1:
+        model.way = "without the last"
+    said = error_of(engine, place, recorded)
+    engine.close()
+    return said
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("world", [2, 4])
+def test_a_rank_that_skips_a_unit_in_the_first_step_is_named_by_all(cluster: Cluster, strategy: str, world: int) -> None:
+    for said in cluster.run(world, skip_a_unit, strategy, 0, {}):
+        assert "rank 1: forward of head" in said and "0" in said.partition("rank 1")[0] and ": forward of blocks.3" in said
+
+
+@pytest.mark.parametrize("options", [{}, {"param_slots": 1, "grad_slots": 1}, {"param_slots": "all"}])
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("world", [2, 4])
+def test_a_rank_that_skips_a_unit_later_is_named_by_all(cluster: Cluster, strategy: str, world: int, options: dict[str, object]) -> None:
+    for said in cluster.run(world, skip_a_unit, strategy, 2, options):
+        assert "rank 1, access 6 of the step: got forward of head, expected forward of blocks.3" in said
+
+
+def fail_alone(place: Place, strategy: str) -> str:
+    engine = sharded(net(), strategy=strategy)
+    train(place, engine, microbatches=1, steps=2)
+    if place.rank == 1:
+        with pytest.raises(ValueError, match="no such word"):
+            engine.model.blocks[2].register_forward_pre_hook(refuse)
+            engine.model(part(2, 0, 1))
+        # A program that ends here closes its connections, as this does.
+        engine.close()
+        with pytest.raises(PassError, match="ended with ValueError"):
+            engine.model(part(2, 0, 1))
+        return "no such word"
+    said = error_of(engine, place, 2)
+    engine.close()
+    return said
+
+
+def refuse(module: torch.nn.Module, args: object) -> None:
+    raise ValueError("no such word")
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_peers_of_a_rank_that_failed_say_why(cluster: Cluster, strategy: str) -> None:
+    for said in cluster.run(2, fail_alone, strategy):
+        assert "no such word" in said
+
+
+def test_the_groups_of_the_user_live_on(cluster: Cluster) -> None:
+    assert cluster.run(2, leave_and_go_on) == [2.0, 2.0]
+
+
+def leave_and_go_on(place: Place) -> float:
+    skip_a_unit(place, "optim_grads_params", 1, {})
+    ones = torch.ones(())
+    dist.all_reduce(ones)
+    with sharded(net()) as engine:
+        train(place, engine, microbatches=1, steps=1)
+    return float(ones)
