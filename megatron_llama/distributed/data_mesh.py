@@ -91,7 +91,12 @@ def close_data_mesh(mesh: Mesh, *, abort: bool = False) -> None:
     """End the communicators that ``data_mesh`` has made, and leave the process group if it has
     joined it. Does nothing to groups of the user. On a device that waits for everything that has
     been issued: ``abort`` waits for nothing, so that the waits of the other ranks fail."""
-    for group in mesh.made:
+    made = list(mesh.made)
+    if abort:
+        _let_go(mesh)
+    group = None
+    while made:
+        group = made.pop(0)
         if not dist.is_initialized():
             break
         if group is dist.group.WORLD:
@@ -103,7 +108,20 @@ def close_data_mesh(mesh: Mesh, *, abort: bool = False) -> None:
                 dist.distributed_c10d._abort_process_group(group)
             else:
                 dist.destroy_process_group(group)
+    group = None
     gc.collect()  # as ``close_mesh``: groups in reference cycles would keep their threads
+
+
+def _let_go(mesh: Mesh) -> None:
+    """Drop what holds on to the groups of a mesh. gloo has no abort: its connections end, and the
+    waits of the peers fail, when nothing refers to a group any more."""
+    for transfer in list(mesh.recorder.transfers):
+        transfer.disconnect()
+    for axis in (mesh.world, mesh.dp, mesh.dp_shard, mesh.dp_replica, mesh.dp_gather):
+        if axis.group is not None:
+            # Frozen, because nothing else may ever change it. None would mean all processes.
+            object.__setattr__(axis, "group", dist.GroupMember.NON_GROUP_MEMBER)
+    object.__setattr__(mesh, "made", ())
 
 
 def _rows(group: DeviceMesh | dist.ProcessGroup | None) -> Lines:

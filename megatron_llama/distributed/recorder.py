@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from threading import get_ident
 from typing import Any, Protocol
+from weakref import WeakSet
 
 from megatron_llama.distributed import device as devices
 
@@ -21,6 +22,13 @@ class Note(Protocol):
 
     def end(self) -> None:
         """End it now; on a device, when the current stream has done what it was given so far."""
+
+
+class Disconnects(Protocol):
+    """Something that holds on to connections."""
+
+    def disconnect(self) -> None:
+        """Let go of them. It cannot be used any more."""
 
 
 @dataclass
@@ -83,6 +91,8 @@ class Recorder:
     """What was sent last: an exchange, or axis and operation."""
     waits: dict[int, Wait] = field(default_factory=dict)
     """By thread, what it waits for."""
+    transfers: WeakSet[Disconnects] = field(default_factory=WeakSet, repr=False)
+    """What holds on to connections of gloo, which end only when nobody does any more."""
 
     def enter(self, doing: object, part: Hashable = None) -> None:
         """Say what this rank does from now on, and which kind of part of a step that is."""

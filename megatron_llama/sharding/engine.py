@@ -173,7 +173,7 @@ class ModuleEngine:
         if self._closed:
             return
         self._closed = True
-        self._passes.refusal = self._passes.refusal or "engine.close() before"
+        self._passes.close()
         self._detach()
         self._unhook()
         self._engine.close()

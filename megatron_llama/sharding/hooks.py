@@ -32,6 +32,7 @@ from torch import Tensor, nn
 from torch.autograd import Variable
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from megatron_llama.distributed.comm.object_collectives import all_gather_object
 from megatron_llama.engine.optimizer import OverlappedDistributedOptimizer, StepResult
 from megatron_llama.errors import TrainingError
 from megatron_llama.nn.ops import accumulate
@@ -39,7 +40,8 @@ from megatron_llama.nn.param_handle import param_handle_of
 from megatron_llama.plans.weight_access import WeightAccess
 from megatron_llama.sharding.holders import Holders, UnitHolders
 from megatron_llama.sharding.names import clean_name
-from megatron_llama.sharding.order import END_OF_BACKWARD, STEP, AccessOrder, OrderError, Peers
+from megatron_llama.sharding.order import END_OF_BACKWARD, STEP, AccessOrder
+from megatron_llama.sharding.peers import OrderError, Peers
 from megatron_llama.sharding.placeholders import Placeholder, ShardedParameterError
 from megatron_llama.sharding.specs import ModuleUnit
 
@@ -99,21 +101,11 @@ def _intercepted(base: type[nn.Module], mixin: type[Intercepted]) -> type[nn.Mod
     return type(base.__name__, (mixin, base), names)
 
 
-def intercept(
-    module: nn.Module, interceptor: Callable[..., Any], *, is_model: bool
-) -> Callable[[], None]:
-    """Let calls of a module go to ``interceptor(forward, args, kwargs)``. Returns what undoes
-    that."""
-    base = type(module)
+def intercept(module: nn.Module, interceptor: Callable[..., Any], *, is_model: bool) -> None:
+    """Let calls of a module go to ``interceptor(forward, args, kwargs)``."""
     object.__setattr__(module, _INTERCEPTOR, interceptor)
     mixin = InterceptedModel if is_model else Intercepted
-    module.__class__ = _intercepted(base, mixin)  # type: ignore[arg-type]
-
-    def undo() -> None:
-        module.__class__ = base
-        module.__dict__.pop(_INTERCEPTOR)
-
-    return undo
+    module.__class__ = _intercepted(type(module), mixin)  # type: ignore[arg-type]
 
 
 @dataclass(eq=False)
@@ -173,6 +165,7 @@ class Passes:
         peers: Peers,
         *,
         microbatches: int,
+        find_unused: bool,
         cast_to: torch.dtype | None,
         require_values: Callable[[], None],
     ) -> None:
@@ -182,6 +175,7 @@ class Passes:
         self._order = order
         self._peers = peers
         self._cast_to = cast_to
+        self._find_unused = find_unused
         self.microbatches = microbatches
         self.suspended = False
         """Whether the modules hold whole parameters, so that calls are none of the engine's
@@ -233,7 +227,6 @@ class Passes:
             if parameter.requires_grad:
                 add_hook = parameter.register_post_accumulate_grad_hook
                 add_hook(self._deliver(name))  # type: ignore[no-untyped-call]
-        self._undo: list[Callable[[], None]] = []
         root = next((unit for unit in units if unit.module is model), None)
         if root is None:
             whole = _Unit("the model", -1, (), UnitHolders((), {}, {}), False, frozenset(), True)
@@ -261,13 +254,12 @@ class Passes:
             finish(call, output)
             return output
 
-        self._undo.append(intercept(module, hidden(called, recursive=False), is_model=is_model))
+        intercept(module, hidden(called, recursive=False), is_model=is_model)
 
-    def detach(self) -> None:
-        """Give the modules back their own classes. They keep the placeholders."""
-        for undo in self._undo:
-            undo()
-        self._undo.clear()
+    def close(self) -> None:
+        """Let no pass run any more."""
+        self.refusal = self.refusal or "engine.close() before"
+        self._peers.close()
 
     # Forward
 
@@ -362,12 +354,12 @@ class Passes:
 
     def require_usable(self) -> None:
         """Raise PassError if no pass may run any more."""
-        if self._peers.left is not None:
-            raise OrderError(self._peers.left)
         if self.refusal is not None:
             raise PassError(
                 "engine", got=self.refusal, expected="a working engine", do="make a new one"
             )
+        if self._peers.left is not None:
+            raise OrderError(self._peers.left)
 
     def _break_off(self, call: _Call, error: BaseException) -> None:
         """A forward pass of the step has ended with an error."""
@@ -379,7 +371,7 @@ class Passes:
                 f"a forward pass of {call.unit.name} that ended with "
                 f"{type(error).__name__} ({error}) on rank {self._peers.axis.rank}"
             )
-            self._peers.tell(f"engine: got {self.refusal}")
+            self._peers.leave(f"engine: got {self.refusal}, expected one on no rank; see there")
 
     def _access(self, unit: _Unit, *, backward: bool) -> None:
         """Gather what a unit reads, and wait for it."""
@@ -523,7 +515,11 @@ class Passes:
         self._held.clear()
         self._order.agree(END_OF_BACKWARD)
         with self._peers.explained():
-            self._engine.end_backward()
+            try:
+                self._engine.end_backward()
+            except RuntimeError as error:
+                self._peers.leave(f"rank {self._peers.axis.rank}: {error}")
+                raise
         self._in_backward = False
         self._backward_passes += 1
 
@@ -577,6 +573,8 @@ class Passes:
                 do="shard(static_order=False) for a model that takes another way each time",
             )
         self._order.agree(STEP)
+        if self._order.plan is None:
+            self._require_gradients()
         with self._peers.explained():
             result = step()
         if self._order.end_step(self._engine.recorded_rounds):
@@ -585,6 +583,23 @@ class Passes:
         self._backward_passes = 0
         self.generation += 1
         return result
+
+    def _require_gradients(self) -> None:
+        """Raise PassError on all ranks for parameters that got no gradient on some rank."""
+        if self._find_unused:
+            return
+        missing = self._engine.gradients.without_gradient()
+        by_rank = all_gather_object(missing, self._peers.axis)
+        if any(by_rank):
+            rank = next(rank for rank, names in enumerate(by_rank) if names)
+            found = ", ".join(map(clean_name, by_rank[rank]))
+            raise PassError(
+                "engine.step()",
+                got=f"no gradient of {found}"
+                + (f" on rank {rank}" if self._peers.axis.size > 1 else ""),
+                expected="one of every trainable parameter",
+                do="freeze what is not used, or shard(find_unused=True)",
+            )
 
     @property
     def between_steps(self) -> bool:

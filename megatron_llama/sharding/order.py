@@ -4,34 +4,23 @@ ones.
 While nobody knows the order, all ranks say before each access what they are about to do, and go on
 if it is the same. So a rank that takes another way is named by all ranks, and nobody waits for it.
 Once the order of a step is known, each rank compares its accesses with it, and nothing is sent. A
-rank that finds another access raises before it sends anything; it leaves the reason in the job's
-store, so that its peers, who lose their connections to it, can say why.
+rank that finds another access raises before it sends anything, and its peers hear why
+(``peers.py``).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-import torch.distributed as dist
-from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
-
 from megatron_llama.distributed.comm.object_collectives import all_gather_float
-from megatron_llama.distributed.data_mesh import close_data_mesh
-from megatron_llama.distributed.mesh import Mesh
 from megatron_llama.engine.gradients import GradientRounds
-from megatron_llama.errors import TrainingError
 from megatron_llama.plans.weight_access import WeightAccess
+from megatron_llama.sharding.peers import OrderError, Peers
 
 END_OF_BACKWARD = -1
 STEP = -2
 """What ranks agree on beside accesses."""
-_REASON = "reason"
-
-
-class OrderError(TrainingError, RuntimeError):
-    """The model has used its weights in another order than before, or than on another rank."""
 
 
 @dataclass(frozen=True)
@@ -40,55 +29,6 @@ class StepPlan:
 
     accesses: tuple[WeightAccess, ...]
     rounds: GradientRounds
-
-
-class Peers:
-    """The other ranks, as far as a failure concerns them."""
-
-    def __init__(self, mesh: Mesh) -> None:
-        self.axis = mesh.world
-        self._mesh = mesh
-        self._store: Store | None = None
-        self.left: str | None = None
-        """Why this rank has left the others."""
-        if self.axis.group is not None:
-            store = dist.distributed_c10d._get_default_store()
-            self._store = PrefixStore(f"megatron_llama/{self.axis.group.group_name}", store)
-
-    def tell(self, reason: str) -> None:
-        """Leave the reason why this rank may leave the step, for the peers that would miss it."""
-        if self._store is not None and not self._store.check([_REASON]):
-            self._store.set(_REASON, reason)
-
-    def leave(self, reason: str) -> None:
-        """Tell the reason, and end the communicators: a peer that waits for this rank fails."""
-        if self._store is not None and self.left is None:
-            self.left = reason
-            self.tell(reason)
-            close_data_mesh(self._mesh, abort=True)
-
-    def explain(self, error: RuntimeError) -> RuntimeError:
-        """Return the error to raise for one that a wait for others has raised: that of the peer who
-        has told a reason, if there is one. This rank then leaves, too, for those who wait for
-        it."""
-        if isinstance(error, OrderError) or self._store is None:
-            return error
-        if not self._store.check([_REASON]):
-            return error
-        reason = self._store.get(_REASON).decode()
-        self.leave(reason)
-        return OrderError(reason)
-
-    @contextmanager
-    def explained(self) -> Iterator[None]:
-        """A section in which a failure of communication becomes the error that a peer has told."""
-        try:
-            yield
-        except RuntimeError as error:
-            told = self.explain(error)
-            if told is error:
-                raise
-            raise told from error
 
 
 class AccessOrder:

@@ -32,7 +32,8 @@ from megatron_llama.sharding.initial import first_values, require_same_model
 from megatron_llama.sharding.linear import attach_linears
 from megatron_llama.sharding.names import clean_name, parameter_names
 from megatron_llama.sharding.optimizer import AdamW, parameter_groups
-from megatron_llama.sharding.order import AccessOrder, Peers
+from megatron_llama.sharding.order import AccessOrder
+from megatron_llama.sharding.peers import Peers
 from megatron_llama.sharding.specs import ModuleUnit, module_units, unit_predicate, unit_specs
 from megatron_llama.sharding.state import StateLayout, state_layout
 
@@ -245,6 +246,7 @@ def _build(
         order,
         peers,
         microbatches=microbatches,
+        find_unused=find_unused,
         cast_to=cast_to,
         require_values=values.require_initialized,
     )

@@ -76,22 +76,28 @@ class _Transfers:
 
     def __init__(self, axis: Axis, outgoing: list[_Message], incoming: list[_Message]) -> None:
         assert axis.group is not None
-        self._group = axis.group
+        self._group: dist.ProcessGroup | None = axis.group
         self._outgoing = outgoing
         self._incoming = incoming
         self._receives: list[dist.Work] | None = None
         self._sends: list[dist.Work] = []
         self._error: RuntimeError | None = None
+        axis.recorder.transfers.add(self)
 
     def post_receives(self) -> None:
         """Post the receives, unless they are posted already."""
         if self._receives is None:
-            self._receives = self._post(self._group.recv, self._incoming)
+            self._receives = self._post(self._connected().recv, self._incoming)
 
     def start(self) -> None:
         """Post the receives, then the sends."""
         self.post_receives()
-        self._sends = self._post(self._group.send, self._outgoing)
+        self._sends = self._post(self._connected().send, self._outgoing)
+
+    def _connected(self) -> dist.ProcessGroup:
+        if self._group is None:
+            raise RuntimeError("a message of an engine that has left its peers")
+        return self._group
 
     def wait_received(self) -> None:
         """Wait until everything is received. Raises the backend's RuntimeError, also one that came
@@ -108,6 +114,12 @@ class _Transfers:
         for work in self._sends:
             work.wait()
         self._sends.clear()
+
+    def disconnect(self) -> None:
+        """Let go of the group and of its messages. What is posted later fails."""
+        self._group = None
+        self._receives = None
+        self._sends = []
 
     def _post(
         self, post: Callable[[list[Tensor], int, int], dist.Work], messages: Sequence[_Message]

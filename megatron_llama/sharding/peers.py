@@ -1,0 +1,107 @@
+"""The other ranks, as far as a failure of one of them concerns them.
+
+In a planned step nobody asks what the others do, so a rank that cannot go on would keep them
+waiting until the timeout. It leaves the reason in the job's store and ends its communicators. gloo
+ends the waits of the peers then; they raise the reason, and end theirs. On a device a wait ends
+with the rank's own communicator only, so a thread looks into the store once a second.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch.distributed as dist
+from torch.distributed import DistError, PrefixStore, Store  # type: ignore[attr-defined]
+
+from megatron_llama.distributed import device as devices
+from megatron_llama.distributed.data_mesh import close_data_mesh
+from megatron_llama.distributed.mesh import Mesh
+from megatron_llama.errors import TrainingError
+
+LOOK_SECONDS = 1.0
+"""How often a rank looks whether another one has left."""
+_REASON = "reason"
+
+
+class OrderError(TrainingError, RuntimeError):
+    """The model has used its weights in another order than before, or than on another rank; or
+    another rank cannot go on."""
+
+
+class Peers:
+    """The other ranks of an engine."""
+
+    def __init__(self, mesh: Mesh) -> None:
+        self.axis = mesh.world
+        self._mesh = mesh
+        self._store: Store | None = None
+        self.left: str | None = None
+        """Why the ranks have left each other."""
+        self._stopped = threading.Event()
+        if self.axis.group is not None:
+            store = dist.distributed_c10d._get_default_store()
+            self._store = PrefixStore(f"megatron_llama/{self.axis.group.group_name}", store)
+            if not devices.is_host(mesh.device):
+                # The thread must not keep the communicators of an engine that nobody has closed.
+                watched = weakref.ref(mesh)
+                devices.start_thread(_look, self._store, watched, self._stopped, name="peers")
+                weakref.finalize(self, self._stopped.set)
+
+    def leave(self, reason: str) -> None:
+        """Tell the others why this rank does not go on. The first reason of all counts."""
+        if self.left is not None:
+            return
+        self.left = reason
+        if self._store is not None:
+            self._store.compare_set(_REASON, "", reason)
+            close_data_mesh(self._mesh, abort=True)
+
+    def explain(self, error: RuntimeError) -> RuntimeError:
+        """Return the error to raise for one that a wait has raised: the reason of the rank that has
+        left, if one has."""
+        if isinstance(error, OrderError) or self._store is None or not self._has_reason():
+            return error
+        reason = self._store.get(_REASON).decode()
+        self.leave(reason)
+        return OrderError(reason)
+
+    @contextmanager
+    def explained(self) -> Iterator[None]:
+        """A section in which the end of a wait becomes the reason of the rank that has left."""
+        try:
+            yield
+        except RuntimeError as error:
+            told = self.explain(error)
+            if told is error:
+                raise
+            raise told from error
+
+    def close(self) -> None:
+        """Look no longer."""
+        self._stopped.set()
+
+    def _has_reason(self) -> bool:
+        assert self._store is not None
+        try:
+            return self._store.check([_REASON])
+        except DistError:  # the store went with the process that had it
+            return False
+
+
+def _look(store: Store, watched: weakref.ref[Mesh], stopped: threading.Event) -> None:
+    """End the communicators of this rank as soon as another one has told a reason."""
+    while not stopped.wait(LOOK_SECONDS):
+        try:
+            told = store.check([_REASON])
+        except DistError:
+            return
+        mesh = watched()
+        if mesh is None:
+            return
+        if told:
+            close_data_mesh(mesh, abort=True)
+            return
+        del mesh
