@@ -3,7 +3,8 @@ their unit runs, placeholders otherwise."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, MutableMapping
+from collections.abc import Callable, Iterable, Mapping, MutableMapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from types import MappingProxyType
 
@@ -46,10 +47,42 @@ def places_of(model: nn.Module) -> list[Place]:
     ]
 
 
+Explained = Callable[[], AbstractContextManager[None]]
+"""Makes a section in which the end of a wait becomes the reason of the rank that has left."""
+
+
+@dataclass(frozen=True)
+class _ExplainedHandle:
+    """The handle of a parameter, whose waits for other ranks say why they ended."""
+
+    handle: ParamHandle
+    explained: Explained
+
+    def wait_unsharded(self) -> int:
+        with self.explained():
+            return self.handle.wait_unsharded()
+
+    def check_version(self, version: int) -> None:
+        with self.explained():
+            self.handle.check_version(version)
+
+    def grad_view(self) -> tuple[Tensor, float]:
+        with self.explained():
+            return self.handle.grad_view()
+
+    def grad_written(self) -> None:
+        with self.explained():
+            self.handle.grad_written()
+
+    def keep_wgrad(self, work: Callable[[], None]) -> bool:
+        return self.handle.keep_wgrad(work)
+
+
 class Holders:
     """The parameters of a model, which are views of the engine's slots, and their placeholders."""
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, explained: Explained) -> None:
+        self._explained = explained
         self._places = places_of(model)
         self.parameters: dict[str, nn.Parameter] = {}
         """By name, the parameter whose values are in the engine's slot while its unit runs."""
@@ -58,7 +91,7 @@ class Holders:
     def attach(self, placed: PlacedParam, view: Tensor, handle: ParamHandle) -> None:
         """Make the parameter of a view of a slot: the engine calls this for each."""
         parameter = nn.Parameter(view, requires_grad=placed.spec.trainable)
-        attach_param_handle(parameter, handle)
+        attach_param_handle(parameter, _ExplainedHandle(handle, self._explained))
         self.parameters[placed.spec.name] = parameter
 
     def make_placeholders(self, resolve: Mapping[str, Resolve]) -> None:

@@ -222,7 +222,8 @@ def _build(
         grad_slots=None if find_unused else parallel.grad_slots,
         cap=parallel.reduce_bucket_size,
     )
-    holders = Holders(model)
+    peers = Peers(mesh)
+    holders = Holders(model, peers.explained)
     engine = build_engine(
         config,
         bucket_plan,
@@ -236,7 +237,6 @@ def _build(
     values = first_values(engine, model)
     # Before the classes of modules change: it looks for what is exactly an nn.Linear.
     detach_linears = attach_linears(model)
-    peers = Peers(mesh)
     order = AccessOrder([unit.name for unit in units], peers, static=static_order)
     passes = Passes(
         model,
