@@ -1,0 +1,34 @@
+"""Train Hugging Face's LLaMA on the bytes of a text.
+
+torchrun --nproc-per-node 2 THIS_FILE README.md
+"""
+
+import sys
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from transformers import LlamaConfig, LlamaForCausalLM
+from transformers.models.llama.modeling_llama import LlamaDecoderLayer
+
+import megatron_llama as ml
+
+STEPS, SAMPLES, LENGTH = 20, 4, 64
+
+dist.init_process_group()
+torch.manual_seed(0)
+sizes = {"vocab_size": 256, "hidden_size": 64, "intermediate_size": 176, "num_hidden_layers": 4}
+model = LlamaForCausalLM(LlamaConfig(**sizes, num_attention_heads=4, num_key_value_heads=2))
+optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.1)
+engine = ml.shard(model, units=[LlamaDecoderLayer], optimizer=optimizer, clip=1.0)
+
+text = torch.frombuffer(bytearray(Path(sys.argv[1]).read_bytes()), dtype=torch.uint8).long()
+for step in range(STEPS):
+    starts = torch.randint(len(text) - LENGTH, (dist.get_world_size(), SAMPLES))
+    ids = torch.stack([text[start : start + LENGTH] for start in starts[dist.get_rank()]])
+    loss = model(input_ids=ids, labels=ids).loss
+    loss.backward()
+    norm = engine.step().grad_norm
+    if dist.get_rank() == 0:
+        print(f"step {step + 1} loss {loss.item():.6f} norm {float(norm):.6f}")
+dist.destroy_process_group()

@@ -1,0 +1,85 @@
+"""The examples around a user's own module: they run as they are written, and the guide's page shows them as they are."""
+
+from __future__ import annotations
+
+import ast
+import difflib
+import inspect
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import megatron_llama as ml
+import pytest
+
+from tests.launch import ROOT, free_port, torchrun
+
+FOLDER = ROOT / "examples" / "own_module"
+PAGE = (ROOT / "docs" / "guide" / "11-your-own-module.md").read_text()
+MIGRATING = (ROOT / "docs" / "migrating.md").read_text()
+
+
+def run(script: str, *arguments: object, folder: Path, processes: int = 2) -> str:
+    """What rank 0 printed."""
+    place = torchrun(processes, free_port())
+    command = [sys.executable, str(FOLDER / script), *map(str, arguments)]
+    ranks = []
+    for rank in range(processes):
+        environ = {"PATH": "/usr/bin:/bin", "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "HOME": str(folder)}
+        ranks.append(
+            subprocess.Popen(command, env=environ | place(rank), cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+        )
+    outs = [rank.communicate(timeout=240)[0] for rank in ranks]
+    assert [rank.returncode for rank in ranks] == [0] * processes, "\n".join(outs)
+    return outs[0]
+
+
+def steps(printed: str) -> list[tuple[float, float]]:
+    """Loss and gradient norm of every step."""
+    return [(float(loss), float(norm)) for loss, norm in re.findall(r"^step \d+ loss (\S+) norm (\S+)$", printed, re.MULTILINE)]
+
+
+def test_three_lines_lead_from_fsdp2_to_shard(tmp_path: Path) -> None:
+    """The losses of both are the same within the bounds of docs/numerics.md for fp32, and so are the norms."""
+    theirs, ours = (steps(run(script, ROOT / "README.md", folder=tmp_path)) for script in ("fsdp2.py", "shard.py"))
+    assert len(theirs) == 20 and theirs[-1][0] < theirs[0][0] - 1
+    for one, other in zip(theirs, ours, strict=True):
+        assert other[0] == pytest.approx(one[0], rel=1e-6, abs=1e-6)
+        assert other[1] == pytest.approx(one[1], rel=2e-5)
+
+
+def test_the_guide_shows_the_difference_as_it_is() -> None:
+    before, after = ((FOLDER / name).read_text().splitlines() for name in ("fsdp2.py", "shard.py"))
+    names = ("examples/own_module/fsdp2.py", "examples/own_module/shard.py")
+    shown = re.search(r"^```diff\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL)
+    assert shown is not None
+    assert shown[1].splitlines() == list(difflib.unified_diff(before, after, *names, lineterm="", n=1))
+    new = [line for line in difflib.ndiff(before, after) if line.startswith("+ ") and line[2:].strip()]
+    assert len(new) == 3, new
+
+
+def test_a_resnet_learns(tmp_path: Path) -> None:
+    printed = run("resnet.py", folder=tmp_path)
+    found = steps(printed)
+    assert len(found) == 30 and found[-1][0] < 0.2 < found[0][0]
+    assert re.search(r"^right: (0\.9\d|1\.00)$", printed, re.MULTILINE), printed
+
+
+def test_the_code_of_the_page_is_python_that_names_what_exists() -> None:
+    """Blocks parse, and every keyword that is given to a function of ours, and every method of the engine, exists."""
+    blocks = [ast.parse(block) for block in re.findall(r"^```python\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL)]
+    assert len(blocks) >= 3
+    named = set(re.findall(r"\bengine\.(\w+)", PAGE + MIGRATING)) - {"backward"}
+    assert {name for name in named if not hasattr(ml.ModuleEngine, name)} == set()
+
+
+def test_what_the_pages_say_of_arguments_exists() -> None:
+    known = set(inspect.signature(ml.shard).parameters)
+    section = MIGRATING[MIGRATING.index("## From FSDP2, DDP or DeepSpeed") : MIGRATING.index("## From Megatron-LLaMA")]
+    rows = re.findall(r"^\| .* \| (.*) \|$", section, re.MULTILINE)
+    named = {name for row in rows for name in re.findall(r"`(\w+)(?:=[^`]*)?`", row)} | {
+        name for row in rows for name in re.findall(r"(\w+)=", " ".join(re.findall(r"shard\((.*?)\)", row)))
+    }
+    assert len(rows) > 25 and len(named) > 10
+    assert named - known - {"modify"} == set()

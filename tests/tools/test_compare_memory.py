@@ -1,0 +1,62 @@
+"""The table of memory: our rows against the engine itself on torch's device meta, FSDP2's against figures worked out by hand, the page against both."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+
+import pytest
+import torch
+from megatron_llama.distributed.mesh import build_mesh
+from megatron_llama.engine.build import build_engine
+from tools.compare_memory import COLUMNS, fsdp2, our_plan, ours, rows, shard_all, shard_layers, table
+
+from tests.engine.test_allocations import META, Made, without_devices
+from tests.launch import ROOT
+
+PAGE = ROOT / "docs" / "performance.md"
+RANKS = 8
+VOCABULARY = 128_256 * 4096
+LAYER = 2 * 4096 * 4096 + 2 * 1024 * 4096 + 3 * 14_336 * 4096 + 2 * 4096
+
+
+@pytest.mark.parametrize(("strategy", "slots"), [("optim_grads_params", 2), ("optim_grads_params", 3), ("optim", 2)])
+def test_ours_is_what_the_engine_allocates(strategy: str, slots: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All 8B of them, on a rank in the middle."""
+    config, plan = our_plan(RANKS, 32, strategy, slots)
+    with without_devices(monkeypatch):
+        mesh = replace(build_mesh(config, rank=3, world_size=RANKS, device=torch.device("cpu")), device=META)
+        with Made() as made:
+            engine = build_engine(config, plan, mesh, attach=lambda placed, view, handle: None, grad_divisor=float(RANKS))
+    assert engine.bucket_plan is plan
+    row = ours("", RANKS, 32, strategy=strategy, param_slots=slots)
+    assert made.storages.live == row.total == sum(row.parts) > 2e10
+    assert len(row.parts) == len(COLUMNS)
+
+
+def test_fsdp2_holds_what_its_groups_need() -> None:
+    """Of two layers. Vectors of 4096 elements are the difference to whole numbers of matrices."""
+    elements = 2 * VOCABULARY + 2 * LAYER + 4096
+    expected = {
+        # The head's turn: it was gathered, copied to its parameters, and its gradient is about to be sent in fp32.
+        shard_all: (12 * elements // 8, 0, 4 * elements // 8, 2 * 2 * VOCABULARY, 4 * VOCABULARY),
+        # The root's turn, embedding and head in one message: bf16 gradients, and a buffer in fp32.
+        shard_layers: (12 * elements // 8, 0, 4 * elements // 8, 0, (2 + 4) * 2 * VOCABULARY),
+    }
+    for wrap, parts in expected.items():
+        found = fsdp2("", wrap, RANKS, 2).parts
+        assert found == pytest.approx(parts, rel=1e-4), wrap
+
+
+def test_the_page_has_our_rows() -> None:
+    page = PAGE.read_text()
+    for line in table([ours("shard, 2 parameter slots", RANKS, 32), ours("shard, 3 parameter slots", RANKS, 32, param_slots=3)])[2:]:
+        assert line in page, line
+
+
+@pytest.mark.long
+def test_the_page_has_all_rows() -> None:
+    page = PAGE.read_text()
+    lines = table(list(rows(RANKS, 32)))
+    assert [line for line in lines if line not in page] == [] and len(lines) == 8
+    assert re.search(r"python -m tools\.compare_memory$", page, re.MULTILINE)
