@@ -42,14 +42,14 @@ class ShardedTrainer(Trainer):
         self.engine.microbatches = len(batches)  # fewer in the last step of an epoch
         return batches, items
 
-    def _clip_grad_norm(self, model):
-        return None  # the engine clips, and knows the norm after the step: see log()
+    def _get_grad_norm(self, model, grad_norm=None):
+        return None  # known after the step: see log()
 
-    _get_grad_norm = _clip_grad_norm
+    _clip_grad_norm = _get_grad_norm  # the engine clips
 
     def log(self, logs, *args, **kwargs):
         if "loss" in logs:
-            logs["grad_norm"] = self.engine.optimizer.result.grad_norm.item()
+            logs["grad_norm"] = self.engine.result.grad_norm.item()
         super().log(logs, *args, **kwargs)
 
     def save_model(self, *args, **kwargs):

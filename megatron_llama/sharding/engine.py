@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import atexit
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import TracebackType
 from typing import Any, Self
+from weakref import WeakMethod
 
 from torch import nn
 
@@ -71,6 +73,11 @@ class ModuleEngine:
             load_state_dict=lambda state: self.load_state_dict({OPTIMIZER: state}),
         )
         """This engine as a torch.optim.Optimizer, for schedulers of the learning rate."""
+        self.result: StepResult | None = None
+        """What the last step returned: for those who call ``optimizer.step()``."""
+        # The gathers of a script's last step are still under way when it ends, and a thread that is
+        # inside of an operator when the interpreter ends aborts the process.
+        atexit.register(_close, WeakMethod(self.close))
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
@@ -108,6 +115,7 @@ class ModuleEngine:
         passes, and RuntimeError with the names of trainable parameters that got no gradient."""
         rates = self.optimizer.learning_rates() if lr is None else lr
         result = self._passes.end_step(lambda: self._engine.step(rates, clip=self.clip))
+        self.result = result
         # A scheduler of torch warns if it is stepped before its optimizer, and asks this.
         self.optimizer._opt_called = True  # type: ignore[attr-defined]
         return result
@@ -200,3 +208,10 @@ class ModuleEngine:
                 expected="a call between two steps",
                 do="call engine.step() first",
             )
+
+
+def _close(close: WeakMethod[Callable[[], None]]) -> None:
+    """Close an engine that still exists."""
+    found = close()
+    if found is not None:
+        found()

@@ -27,7 +27,9 @@ exec {python} "$@"
 """
 TORCHRUN = """#!{python} -SE
 import json, os, socket, sys
-assert sys.argv[1:3] == ["--standalone", "--nproc-per-node"] and sys.argv[4:6] == ["-m", "megatron_llama"], sys.argv
+assert sys.argv[1:3] == ["--standalone", "--nproc-per-node"], sys.argv
+if sys.argv[4:6] != ["-m", "megatron_llama"]:
+    os.execv("{python}", ["{python}", "-m", "torch.distributed.run", *sys.argv[1:]])
 with socket.socket(socket.AF_UNIX) as line:
     line.connect("{address}")
     stream = line.makefile("rw")
@@ -112,6 +114,7 @@ SAID = {
     "08-fine-tune": r"pairs[\s\S]*validation loss at iteration 20[\s\S]*saved \S+lora/iter_0000010",
     "09-evaluate": r"lm loss PPL[\s\S]*The with statement",
     "10-publish": r"bfloat16 .*The with",
+    "11-your-own-module": r"step 1 loss [\s\S]*step 20 loss",
 }
 
 

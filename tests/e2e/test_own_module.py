@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import difflib
 import inspect
+import json
 import re
 import subprocess
 import sys
@@ -12,6 +13,8 @@ from pathlib import Path
 
 import megatron_llama as ml
 import pytest
+import torch
+from safetensors.torch import load_file
 
 from tests.launch import ROOT, free_port, torchrun
 
@@ -20,7 +23,10 @@ PAGE = (ROOT / "docs" / "guide" / "11-your-own-module.md").read_text()
 MIGRATING = (ROOT / "docs" / "migrating.md").read_text()
 
 
-def run(script: str, *arguments: object, folder: Path, processes: int = 2) -> str:
+TRAINER = ROOT / "tests" / "e2e" / "trainer_run.py"
+
+
+def run(script: str | Path, *arguments: object, folder: Path, processes: int = 2) -> str:
     """What rank 0 printed."""
     place = torchrun(processes, free_port())
     command = [sys.executable, str(FOLDER / script), *map(str, arguments)]
@@ -66,11 +72,52 @@ def test_a_resnet_learns(tmp_path: Path) -> None:
     assert re.search(r"^right: (0\.9\d|1\.00)$", printed, re.MULTILINE), printed
 
 
+def history(printed: str) -> list[dict[str, float]]:
+    found = re.search(r"^history (.*)$", printed, re.MULTILINE)
+    assert found is not None, printed
+    return [{name: float(value) for name, value in line.items()} for line in json.loads(found[1])]
+
+
+def numbers(lines: list[dict[str, float]]) -> list[tuple[float, ...]]:
+    """(step, loss or evaluation loss, gradient norm, learning rate) of each line of a Trainer's log."""
+    wanted = [line for line in lines if "loss" in line or "eval_loss" in line]
+    return [tuple(line.get(name, 0.0) for name in ("step", "loss", "eval_loss", "grad_norm", "learning_rate")) for line in wanted]
+
+
+def test_a_trainer_of_transformers_trains_as_under_ddp_and_resumes(tmp_path: Path) -> None:
+    """Epochs whose last step has fewer microbatches, evaluation within, a schedule, a checkpoint of Transformers with the engine's state in it."""
+    text = ROOT / "README.md"
+    plain = numbers(history(run(TRAINER, "plain", tmp_path / "plain", text, 7, folder=tmp_path)))
+    sharded = numbers(history(run(TRAINER, "sharded", tmp_path / "sharded", text, 7, folder=tmp_path)))
+    assert len(plain) == 9 and plain[-1][2] < plain[0][1] - 0.3
+    for one, other in zip(plain, sharded, strict=True):
+        assert other == pytest.approx(one, rel=2e-5, abs=1e-6)
+    folder = tmp_path / "sharded" / "checkpoint-4"
+    weights = load_file(folder / "model.safetensors")
+    expected = load_file(tmp_path / "plain" / "checkpoint-4" / "model.safetensors")
+    assert weights.keys() == expected.keys()
+    assert all(torch.allclose(weights[name], expected[name], rtol=1e-4, atol=1e-6) for name in weights)
+    resumed = numbers(history(run(TRAINER, "sharded", tmp_path / "sharded", text, 7, folder, folder=tmp_path)))
+    assert resumed == sharded
+
+
+def test_accelerate_prepares_the_engine(tmp_path: Path) -> None:
+    plain, sharded = (
+        history(run(TRAINER, kind, "-", ROOT / "README.md", 5, folder=tmp_path)) for kind in ("plain-accelerate", "accelerate")
+    )
+    assert len(plain) == 5 and plain[-1]["loss"] < plain[0]["loss"]
+    assert [line["loss"] for line in sharded] == pytest.approx([line["loss"] for line in plain], rel=1e-5)
+
+
+def test_the_adapter_has_at_most_80_lines() -> None:
+    assert len((FOLDER / "hf_trainer.py").read_text().splitlines()) <= 80
+
+
 def test_the_code_of_the_page_is_python_that_names_what_exists() -> None:
     """Blocks parse, and every keyword that is given to a function of ours, and every method of the engine, exists."""
     blocks = [ast.parse(block) for block in re.findall(r"^```python\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL)]
     assert len(blocks) >= 3
-    named = set(re.findall(r"\bengine\.(\w+)", PAGE + MIGRATING)) - {"backward"}
+    named = set(re.findall(r"\bengine\.(\w+)", PAGE + MIGRATING)) - {"backward", "optimizer", "result"}
     assert {name for name in named if not hasattr(ml.ModuleEngine, name)} == set()
 
 
@@ -82,4 +129,4 @@ def test_what_the_pages_say_of_arguments_exists() -> None:
         name for row in rows for name in re.findall(r"(\w+)=", " ".join(re.findall(r"shard\((.*?)\)", row)))
     }
     assert len(rows) > 25 and len(named) > 10
-    assert named - known - {"modify"} == set()
+    assert named - known - {"modify", "shard"} == set()
