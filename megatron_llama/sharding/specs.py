@@ -45,9 +45,15 @@ def unwrapped(module: nn.Module) -> nn.Module:
 
 def unit_predicate(units: IsUnit | Iterable[type[nn.Module]]) -> IsUnit:
     """Return the predicate that says whether a module is a unit, of classes or of a predicate. A
-    module that torch.compile has wrapped counts as what it wraps."""
+    module that torch.compile has wrapped counts as what it wraps. Raises TypeError."""
     if isinstance(units, Iterable):
         classes = tuple(units)
+        for each in classes:
+            if not isinstance(each, type) or not issubclass(each, nn.Module):
+                raise TypeError(
+                    f"shard(units): got {each!r} in it, expected classes of modules; give "
+                    "units=[LlamaDecoderLayer], say, or a predicate of a module"
+                )
         return lambda module: isinstance(unwrapped(module), classes)
     predicate = units
     return lambda module: bool(predicate(unwrapped(module)))
