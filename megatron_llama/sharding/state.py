@@ -123,6 +123,8 @@ def sharded_parameters(
                     factor = factors[placed.spec.name].to(value.device, value.dtype)
                     value.view(-1, len(factor)).mul_(factor)
                 found[placed.spec.name] = layout.cut(value, tensors[what].device)
+            # Before the next gather: both are of this bucket's memory.
+            del whole, value
     return {name: found[name] for name in values.aliases if name in found}
 
 

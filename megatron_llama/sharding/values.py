@@ -166,6 +166,8 @@ class ModuleValues:
                     if placed.spec.name in wanted:
                         value = view.to(dtype or view.dtype, copy=True)
                         found[placed.spec.name] = nn.Parameter(value, requires_grad=False)
+                # Before the next gather: it is of this bucket's memory.
+                del view
         for name in wanted & self.uninitialized:
             forget(found[name])
         return {name: found[name] for name in self.aliases if name in wanted}

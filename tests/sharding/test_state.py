@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -368,6 +369,27 @@ def test_a_group_gets_one_rate() -> None:
     del state["optimizer"]["param_groups"]
     run.take(state)
     assert [one["lr"] for one in run.engine.param_groups] == [1e-2, 2e-2]
+
+
+def test_one_whole_bucket_is_in_memory_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    run = Ours(SINGLE)
+    values = run.engine._values
+    gather = values.gather
+    alive: list[weakref.ref[torch.UntypedStorage]] = []
+
+    def watched(*args: Any) -> Tensor:
+        assert not any(storage() is not None for storage in alive)
+        whole = gather(*args).clone()
+        kept = whole.untyped_storage()
+        alive.append(weakref.ref(kept))
+        whole.kept = kept
+        return whole
+
+    monkeypatch.setattr(values, "gather", watched)
+    run.state()
+    with run.engine.gathered():
+        pass
+    assert len(alive) > 9
 
 
 class Counting(nn.Module):
