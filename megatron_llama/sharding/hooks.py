@@ -289,10 +289,15 @@ class Passes:
         try:
             if unit.index >= 0 and not call.again:
                 if not recomputes:
-                    self._access(unit, backward=False)
+                    self._require_nested(unit)
+                    self._access_and_return(unit, backward=False)
                     unit.holders.hold_parameters(
                         {name: late for each in unit.late.values() for name, late in each.items()}
                     )
+                elif not unit.pooled:
+                    self._access_and_return(unit, backward=True)
+                    self._held.append(unit)
+                    unit.holders.hold_parameters()
                 elif self._current is not unit:
                     self._access(unit, backward=True)
                     self._hold_in_backward(unit)
@@ -386,6 +391,30 @@ class Passes:
                 if backward or bucket not in unit.late:
                     self._engine.parameters.wait_unsharded(bucket, name)
 
+    def _access_and_return(self, unit: _Unit, *, backward: bool) -> None:
+        """Access a unit or root part. After a part the unit in which it is read is accessed again:
+        the plan takes the slots of an earlier access for free."""
+        self._access(unit, backward=backward)
+        if unit.pooled:
+            return
+        active = (other for other in reversed(self._active) if other.pooled)
+        around = self._current if backward else next(active, None)
+        if around is not None:
+            self._access(around, backward=backward)
+
+    def _require_nested(self, unit: _Unit) -> None:
+        """Raise PassError for a unit that another one calls without having it: while the inner one
+        runs, nothing keeps the weights of the outer one."""
+        pooled = [other for other in self._active if other.pooled and other is not unit]
+        for other in pooled if unit.pooled else ():
+            if other.index not in unit.inside:
+                raise PassError(
+                    unit.name,
+                    got=f"a call inside of {other.name}",
+                    expected="a call from outside of units, or from a unit that contains it",
+                    do="register it in that module, or leave one of them out of units",
+                )
+
     def _let_layers_wait(self) -> None:
         """From now on units begin their forward passes before those of their weights are there for
         which linear layers have waited in the first step.
@@ -425,7 +454,7 @@ class Passes:
             if self.suspended or not (self._active or self._in_backward):
                 return None
             if part not in self._active:
-                self._access(part, backward=torch._C._current_graph_task_id() != -1)
+                self._access_and_return(part, backward=torch._C._current_graph_task_id() != -1)
             return parameter
 
         return resolve

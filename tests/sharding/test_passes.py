@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -17,6 +18,7 @@ from megatron_llama.sharding.peers import OrderError
 from megatron_llama.sharding.placeholders import Placeholder, ShardedParameterError
 from megatron_llama.sharding.shard import shard
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from tests.sharding.models import (
     CLIP,
@@ -474,3 +476,31 @@ def test_nested_units_and_options_of_a_predicate() -> None:
     whole = expected(2)
     with shard(net(), units=lambda module: isinstance(module, Feed), optimizer=AdamW(lr=LR, weight_decay=DECAY), clip=CLIP) as engine:
         assert difference(steps(engine, 2), whole) < EXACT
+
+
+def test_a_conversion_of_the_model_that_changes_nothing() -> None:
+    model = net()
+    model.register_buffer("table", torch.ones(3, dtype=torch.float32))
+    with sharded(model) as engine:
+        assert model.to("cpu") is model and model.double() is model
+        assert model.table.dtype == torch.float64
+        with pytest.raises(ShardedParameterError, match=r"model: got a move to torch\.float32.*dtype="):
+            model.float()
+        assert model.table.dtype == torch.float64
+        assert difference(steps(engine, 2), expected(2)) < EXACT
+
+
+class Rescaled(Net):
+    """A model that reads a parameter of its own inside of a checkpoint."""
+
+    def _run(self, number: int, block: nn.Module, x: Tensor) -> Tensor:
+        return checkpoint(lambda y: block(y) * self.scale, x, use_reentrant=self.way == "reentrant")
+
+
+@pytest.mark.parametrize("way", ["reentrant", "not reentrant"])
+def test_parameters_of_the_model_are_read_again_in_backward(way: str) -> None:
+    torch.manual_seed(3)
+    first = Rescaled(way).double()
+    whole = plain(copy.deepcopy(first), world=1, microbatches=2, steps=3)
+    with sharded(first, microbatches=2) as engine:
+        assert difference(steps(engine, 3), whole) < EXACT
