@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import difflib
 import inspect
 import json
@@ -15,6 +14,7 @@ import megatron_llama as ml
 import pytest
 import torch
 from safetensors.torch import load_file
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from tests.launch import ROOT, free_port, torchrun
 
@@ -65,6 +65,7 @@ def test_the_guide_shows_the_difference_as_it_is() -> None:
     assert len(new) == 3, new
 
 
+@pytest.mark.long
 def test_a_resnet_learns(tmp_path: Path) -> None:
     printed = run("resnet.py", folder=tmp_path)
     found = steps(printed)
@@ -84,6 +85,7 @@ def numbers(lines: list[dict[str, float]]) -> list[tuple[float, ...]]:
     return [tuple(line.get(name, 0.0) for name in ("step", "loss", "eval_loss", "grad_norm", "learning_rate")) for line in wanted]
 
 
+@pytest.mark.long
 def test_a_trainer_of_transformers_trains_as_under_ddp_and_resumes(tmp_path: Path) -> None:
     """Epochs whose last step has fewer microbatches, evaluation within, a schedule, a checkpoint of Transformers with the engine's state in it."""
     text = ROOT / "README.md"
@@ -101,6 +103,7 @@ def test_a_trainer_of_transformers_trains_as_under_ddp_and_resumes(tmp_path: Pat
     assert resumed == sharded
 
 
+@pytest.mark.long
 def test_accelerate_prepares_the_engine(tmp_path: Path) -> None:
     plain, sharded = (
         history(run(TRAINER, kind, "-", ROOT / "README.md", 5, folder=tmp_path)) for kind in ("plain-accelerate", "accelerate")
@@ -113,10 +116,27 @@ def test_the_adapter_has_at_most_80_lines() -> None:
     assert len((FOLDER / "hf_trainer.py").read_text().splitlines()) <= 80
 
 
-def test_the_code_of_the_page_is_python_that_names_what_exists() -> None:
-    """Blocks parse, and every keyword that is given to a function of ours, and every method of the engine, exists."""
-    blocks = [ast.parse(block) for block in re.findall(r"^```python\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL)]
-    assert len(blocks) >= 3
+def test_the_code_of_the_page_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Block after block, around a small model in one process. What the last one loads is what was saved."""
+    blocks = re.findall(r"^```python\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL)
+    assert len(blocks) == 3
+    monkeypatch.chdir(tmp_path)
+    model = LlamaForCausalLM(
+        LlamaConfig(vocab_size=32, hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2, use_cache=False)
+    )
+    ids = torch.arange(8)[None]
+    with ml.shard(model, units=[type(model.model.layers[0])]) as engine:
+        names = {"model": model, "engine": engine, "ids": ids, "torch": torch}
+        model(input_ids=ids, labels=ids).loss.backward()
+        engine.step()
+        for block in blocks:
+            exec(block, names)
+        loss = names["loss"].item()
+        with torch.no_grad():
+            assert model(input_ids=ids, labels=ids).loss.item() == loss
+
+
+def test_the_pages_name_what_the_engine_has() -> None:
     named = set(re.findall(r"\bengine\.(\w+)", PAGE + MIGRATING)) - {"backward", "optimizer", "result"}
     assert {name for name in named if not hasattr(ml.ModuleEngine, name)} == set()
 
