@@ -111,6 +111,13 @@ def test_another_way_than_in_the_first_step_is_an_error(fault: Fault, strategy: 
         assert all(name in message for name in WAYS[fault]) and "static_order=False" in message, message
 
 
+@pytest.mark.parametrize("fault", [never_called, last_never_called])
+def test_a_unit_that_the_first_step_leaves_out_is_named(fault: Fault, cluster: Cluster) -> None:
+    unit = "blocks.2" if fault is never_called else "blocks.3"
+    for message in messages(cluster, fault, good_steps=0):
+        assert f"{unit}.up.weight" in message and "find_unused=True" in message, message
+
+
 def rank_1_skips(model: Steered, engine: Any, rank: int) -> None:
     take((0, 1, 3) if rank == 1 else (0, 1, 2, 3), model, engine, rank)
 
@@ -126,15 +133,16 @@ def rank_1_repeats(model: Steered, engine: Any, rank: int) -> None:
 RANKS = {rank_1_skips: "blocks.2", rank_1_skips_the_last: "blocks.3", rank_1_repeats: "blocks.2"}
 
 
+@pytest.mark.parametrize("good_steps", [0, 2])
 @pytest.mark.parametrize("fault", RANKS)
-def test_a_rank_that_takes_another_way_in_the_first_step_is_named_by_all(fault: Fault, cluster: Cluster) -> None:
-    for message in messages(cluster, fault, good_steps=0):
+def test_a_rank_that_takes_another_way_is_named_by_all(fault: Fault, good_steps: int, cluster: Cluster) -> None:
+    for message in messages(cluster, fault, good_steps=good_steps):
         assert "rank 1" in message and RANKS[fault] in message, message
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
-def test_one_of_four_ranks_skips_a_unit_in_the_first_step(strategy: str, cluster: Cluster) -> None:
-    for message in messages(cluster, rank_1_skips, world=4, good_steps=0, strategy=strategy):
+def test_one_of_four_ranks_skips_a_unit(strategy: str, cluster: Cluster) -> None:
+    for message in messages(cluster, rank_1_skips, world=4, strategy=strategy):
         assert "rank 1" in message and "blocks.2" in message, message
 
 

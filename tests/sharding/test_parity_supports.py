@@ -160,6 +160,13 @@ def unused(place: Place, options: dict[str, Any]) -> Trained | str:
         return str(error)
 
 
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_unused_parameters_are_named(strategy: str, cluster: Cluster) -> None:
+    for message in cluster.run(2, unused, {"strategy": strategy}):
+        assert "blocks.2.up.weight" in message and "spare.weight" in message and "find_unused=True" in message
+        assert "blocks.1" not in message and "blocks.3" not in message
+
+
 @pytest.mark.parametrize("strategy", ["optim", PARAMS])
 def test_unused_parameters_are_found(strategy: str, cluster: Cluster) -> None:
     """They have a gradient of zero: weight decay and moments go on, which torch's AdamW leaves out for parameters whose ``grad`` is None."""
