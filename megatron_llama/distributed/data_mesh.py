@@ -92,8 +92,7 @@ def close_data_mesh(mesh: Mesh, *, abort: bool = False) -> None:
     joined it. Does nothing to groups of the user. On a device that waits for everything that has
     been issued: ``abort`` waits for nothing, so that the waits of the other ranks fail."""
     made = list(mesh.made)
-    if abort:
-        _let_go(mesh)
+    _let_go(mesh)
     group = None
     while made:
         group = made.pop(0)
@@ -113,8 +112,10 @@ def close_data_mesh(mesh: Mesh, *, abort: bool = False) -> None:
 
 
 def _let_go(mesh: Mesh) -> None:
-    """Drop what holds on to the groups of a mesh. gloo has no abort: its connections end, and the
-    waits of the peers fail, when nothing refers to a group any more."""
+    """Drop what holds on to the groups of a mesh. gloo has no abort: its threads and connections
+    end, and the waits of the peers fail, when nothing refers to a group any more. Nobody else sees
+    to that: the model of a user may live on, with parameters whose hooks lead to the engine, and
+    Python's collector does not follow the hooks of tensors."""
     for transfer in list(mesh.recorder.transfers):
         transfer.disconnect()
     for axis in (mesh.world, mesh.dp, mesh.dp_shard, mesh.dp_replica, mesh.dp_gather):

@@ -23,6 +23,7 @@ only if another unit came in between.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, fields, is_dataclass
 from functools import cache, partial
 from typing import Any, Self
@@ -31,6 +32,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd import Variable
 from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils.hooks import RemovableHandle
 
 from megatron_llama.distributed.comm.object_collectives import all_gather_object
 from megatron_llama.engine.optimizer import OverlappedDistributedOptimizer, StepResult
@@ -43,6 +45,7 @@ from megatron_llama.sharding.names import clean_name
 from megatron_llama.sharding.order import END_OF_BACKWARD, STEP, AccessOrder
 from megatron_llama.sharding.peers import OrderError, Peers
 from megatron_llama.sharding.placeholders import Placeholder, ShardedParameterError
+from megatron_llama.sharding.saved_weights import checks_reads
 from megatron_llama.sharding.specs import ModuleUnit
 
 Forward = Callable[..., Any]
@@ -121,6 +124,9 @@ class _Unit:
     pooled: bool
     """Whether it is a unit and no root part: its slots may be taken by others."""
     inside: frozenset[int]
+    slots: frozenset[int]
+    """The addresses of the memory that it shares with other units, if what autograd saves there can
+    be looked at."""
     casts: bool
     """Whether floating inputs are cast to the compute dtype."""
     late: dict[int, Mapping[str, Placeholder]] = field(default_factory=dict)
@@ -148,6 +154,8 @@ class _Call:
     """How many accesses of the plan had been made."""
     begin: int
     """Autograd gives this number, or a higher one, to what is computed in it."""
+    reads: AbstractContextManager[None]
+    """Checks in backward that saved weights are there, where that has to be found out."""
 
 
 class Passes:
@@ -205,6 +213,11 @@ class Passes:
                 holders.of_unit(unit),
                 not unit.is_root_part,
                 frozenset(unit.inside),
+                frozenset(
+                    engine.parameters.unsharded[bucket].untyped_storage().data_ptr()
+                    for bucket in {bucket_of[name] for name in unit.parameters}
+                    if not plan.has_own_slot(bucket)
+                ),
                 cast_to is not None and not unit.is_root_part,
             )
             for unit in units
@@ -223,13 +236,15 @@ class Passes:
                 for name, parameter in holders.parameters.items()
             }
         )
+        self._hooks: list[RemovableHandle] = []
         for name, parameter in holders.parameters.items():
             if parameter.requires_grad:
-                add_hook = parameter.register_post_accumulate_grad_hook
-                add_hook(self._deliver(name))  # type: ignore[no-untyped-call]
+                self._hook(parameter, name)
         root = next((unit for unit in units if unit.module is model), None)
         if root is None:
-            whole = _Unit("the model", -1, (), UnitHolders((), {}, {}), False, frozenset(), True)
+            whole = _Unit(
+                "the model", -1, (), UnitHolders((), {}, {}), False, frozenset(), frozenset(), True
+            )
             self._intercept(model, whole, is_model=True)
         for unit, at_run_time in zip(units, self._units, strict=True):
             self._intercept(unit.module, at_run_time, is_model=unit.module is model)
@@ -260,6 +275,11 @@ class Passes:
         """Let no pass run any more."""
         self.refusal = self.refusal or "engine.close() before"
         self._peers.close()
+        # The hooks of a tensor are where Python's collector does not look: they lead to the engine,
+        # which holds the tensor, and its memory would never be free again.
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks.clear()
 
     # Forward
 
@@ -284,8 +304,10 @@ class Passes:
             unit in self._active,
             self._order.position,
             torch._C._autograd._get_sequence_nr(),
+            self._checked_reads(unit),
         )
         self._active.append(unit)
+        call.reads.__enter__()
         try:
             if unit.index >= 0 and not call.again:
                 if not recomputes:
@@ -306,7 +328,19 @@ class Passes:
             raise
         return call
 
+    def _checked_reads(self, unit: _Unit) -> AbstractContextManager[None]:
+        """Check what is read in backward while the order is recorded: later steps do the same."""
+        if self._order.plan is not None or not unit.slots or not torch.is_grad_enabled():
+            return nullcontext()
+
+        def require_announced() -> None:
+            if unit not in self._held:
+                raise _unannounced(unit.name)
+
+        return checks_reads(unit.slots, require_announced)
+
     def _leave(self, call: _Call) -> None:
+        call.reads.__exit__(None, None, None)
         self._active.pop()
         if not call.again and call.unit not in self._held:
             call.unit.holders.hold_placeholders()
@@ -443,8 +477,13 @@ class Passes:
         if parameter.requires_grad:
             # A torch.autograd.Function of the user may get the placeholder itself.
             with torch._C.DisableTorchFunctionSubclass():
-                made.register_post_accumulate_grad_hook(self._deliver(name))  # type: ignore[no-untyped-call]
+                self._hook(made, name)
         return made
+
+    def _hook(self, parameter: nn.Parameter, name: str) -> None:
+        """Let what autograd accumulates for a parameter go to its slot."""
+        add_hook = parameter.register_post_accumulate_grad_hook
+        self._hooks.append(add_hook(self._deliver(name)))  # type: ignore[no-untyped-call]
 
     def _resolver(self, part: _Unit, parameter: nn.Parameter) -> Callable[..., Any]:
         """Return what lets a root part be read anywhere while the model runs: it has a slot of its
@@ -566,6 +605,13 @@ class Passes:
                 parameter.grad = None
             if grad is None:
                 return  # a linear layer has written the slot itself
+            if grad.layout is not torch.strided:
+                raise PassError(
+                    clean_name(name),
+                    got="a sparse gradient",
+                    expected="a dense one",
+                    do="make the embedding with sparse=False",
+                )
             # An operator has read the weight a moment ago. Raises if it was not there.
             with self._peers.explained():
                 parameters.wait_unsharded(bucket, clean_name(name))
@@ -646,6 +692,16 @@ class _BeforeBackward:
 
     def __call__(self, grad: Tensor) -> None:
         self._passes.before_backward(self._unit, self._generation)
+
+
+def _unannounced(name: str) -> PassError:
+    return PassError(
+        f"the backward pass of {name}",
+        got="one that did not begin at its outputs",
+        expected="a unit that returns all that the loss is computed from",
+        do="return what the module keeps (an auxiliary loss), and change no output in place; or "
+        "leave the module out of units",
+    )
 
 
 def _unreadable(placeholder: Placeholder) -> None:

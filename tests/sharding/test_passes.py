@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import gc
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -164,6 +166,49 @@ def test_a_view_of_a_parameter_does_not_leave_its_unit() -> None:
     model = nn.Sequential(Leaks(), Leaks(), Leaks())
     with sharded(model, (Leaks,)), pytest.raises(PassError, match=r"the output of 0: got a view of memory that 0\.weight shares"):
         model(torch.ones(2))
+
+
+class Keeps(nn.Module):
+    """A unit with an auxiliary loss that it does not return."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.eye(WIDTH))
+        self.auxiliary: Tensor | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        out = x @ self.weight
+        self.auxiliary = (x.cos() @ self.weight).square().mean()
+        return out
+
+
+@pytest.mark.parametrize("slots", [2, 3])
+def test_a_loss_that_a_unit_keeps_to_itself_is_refused(slots: int) -> None:
+    model = nn.Sequential(*(Keeps() for _ in range(6)))
+    with sharded(model, (Keeps,), param_slots=slots), pytest.raises(PassError, match=r"got one that did not begin at its outputs"):
+        loss = model(torch.ones(1, WIDTH)).sum()
+        for unit in model:
+            assert isinstance(unit, Keeps) and unit.auxiliary is not None
+            loss = loss + unit.auxiliary
+        loss.backward()
+
+
+def test_sparse_gradients_are_refused() -> None:
+    model = nn.Sequential(nn.Embedding(8, WIDTH, sparse=True), nn.Linear(WIDTH, 1))
+    with sharded(model, (nn.Linear,)), pytest.raises(PassError, match=r"0\.weight: got a sparse gradient"):
+        model(torch.tensor([1])).sum().backward()
+
+
+def test_an_engine_that_was_closed_leaves_nothing_behind() -> None:
+    model = net()
+    for _ in range(2):
+        engine = sharded(copy.deepcopy(model))
+        steps(engine, 2)
+        core = weakref.ref(engine._engine)
+        engine.close()
+        del engine
+        gc.collect()
+        assert core() is None
 
 
 class Fails(Exception):
