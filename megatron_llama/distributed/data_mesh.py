@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import gc
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from datetime import timedelta
@@ -34,6 +34,7 @@ def data_mesh(
     group: DeviceMesh | dist.ProcessGroup | None = None,
     shard_size: int = 0,
     device: torch.device | None = None,
+    before_sharding: Callable[[Axis], None] | None = None,
 ) -> Mesh:
     """Returns the mesh of processes that all hold the same model. Collective over them alone.
 
@@ -42,6 +43,9 @@ def data_mesh(
     if nobody has done that, and this one alone without torchrun. ``shard_size`` shards within so
     many neighbours and repeats the shards across (0: over all, or as the DeviceMesh says; 1:
     nothing is sharded). ``device`` is where the model is, by default this process's accelerator.
+
+    ``before_sharding`` is called with the axis of all ranks before the others are made: it may
+    raise on all of them where they would not make the same ones.
 
     The ranks of an axis are in the order of their global ranks. Call ``close_data_mesh`` at the
     end. Raises ClusterError for a group that this process is not in, for a DeviceMesh with more
@@ -63,6 +67,12 @@ def data_mesh(
         return single
     builder = _Builder(device, single.recorder)
     world = builder.build("world", [ranks], devices.backend(device))
+    if before_sharding is not None:
+        try:
+            before_sharding(world)
+        except BaseException:
+            close_data_mesh(replace(single, world=world, made=tuple(builder.made)))
+            raise
     dp = builder.build("dp", [ranks])
     shards = len(shard_lines[0])
     dp_shard = dp if shards == size else builder.build("dp_shard", shard_lines)

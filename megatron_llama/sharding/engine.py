@@ -196,6 +196,8 @@ class ModuleEngine:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
+        if error is not None:
+            self._passes.tell_peers(error)
         self.close()
 
     def _require_between_steps(self, what: str) -> None:

@@ -271,6 +271,14 @@ class Passes:
 
         intercept(module, hidden(called, recursive=False), is_model=is_model)
 
+    def tell_peers(self, error: BaseException) -> None:
+        """This rank leaves with an error that ends its training."""
+        rank = self._peers.axis.rank
+        if not isinstance(error, OrderError):
+            self._peers.leave(
+                f"rank {rank}: got {type(error).__name__} ({error}), expected no error; see there"
+            )
+
     def close(self) -> None:
         """Let no pass run any more."""
         self.refusal = self.refusal or "engine.close() before"
@@ -699,8 +707,8 @@ def _unannounced(name: str) -> PassError:
         f"the backward pass of {name}",
         got="one that did not begin at its outputs",
         expected="a unit that returns all that the loss is computed from",
-        do="return what the module keeps (an auxiliary loss), and change no output in place; or "
-        "leave the module out of units",
+        do="return what the module keeps (an auxiliary loss); return a clone() of a view that is "
+        "changed in place afterwards; or leave the module out of units",
     )
 
 

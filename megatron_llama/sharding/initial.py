@@ -8,7 +8,7 @@ them. Until then a forward pass is an error.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 
 import torch
 from torch import Tensor, nn
@@ -50,6 +50,28 @@ def require_same_model(model: nn.Module, axis: Axis) -> None:
             raise ConfigError(
                 listing("shard(model): the model differs from that of rank 0:", problems)
             )
+
+
+def require_same_options(options: Mapping[str, object], axis: Axis) -> None:
+    """Raise ConfigError on all ranks, with the names, unless each rank has given the same options.
+    Collective."""
+    own = {name: str(value) for name, value in options.items()}
+    problems = []
+    found = all_gather_object(own, axis)
+    for name in dict.fromkeys(name for each in found for name in each):
+        values = [each.get(name, "nothing") for each in found]
+        rank = next((rank for rank, value in enumerate(values) if value != values[0]), None)
+        if rank is not None:
+            problems.append(
+                describe(
+                    name,
+                    got=f"{values[rank]} on rank {rank}",
+                    expected=f"{values[0]} as on rank 0",
+                    do="give all ranks the same",
+                )
+            )
+    if problems:
+        raise ConfigError(listing("shard:", problems))
 
 
 def _differences(own: list[Described], first: list[Described]) -> Iterator[str]:

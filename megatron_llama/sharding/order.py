@@ -79,22 +79,30 @@ class AccessOrder:
         accesses = self.plan.accesses
         planned = accesses[self._repeated] if self._repeated < len(accesses) else None
         if access != planned:
-            expected = "the end of the step" if planned is None else self._described(planned)
-            raise self._another_way(self._described(access), expected)
+            raise self._another_way(self._described(access), planned)
         self._repeated += 1
         if self._repeated <= self.position:
             return False
         self.position = self._repeated
         return True
 
-    def _another_way(self, got: str, expected: str) -> OrderError:
+    def _another_way(self, got: str, planned: WeightAccess | None) -> OrderError:
         rank = f"rank {self._peers.axis.rank}, " if self._peers.axis.size > 1 else ""
+        do = (
+            "run evaluation under torch.no_grad(), or shard(static_order=False) for a model that "
+            "takes another way each time"
+        )
+        if planned is None:
+            got = f"{got} for backward pass {self._microbatches + 1}"
+            expected = f"the end of the step after microbatches={self._microbatches}"
+            do = f"call engine.step() after so many backward passes; {do}"
+        else:
+            expected = self._described(planned)
         error = OrderError(
             f"{rank}access {self._repeated} of the step",
             got=got,
             expected=f"{expected} as in the first step",
-            do="run evaluation under torch.no_grad(), or shard(static_order=False) for a model "
-            "that takes another way each time",
+            do=do,
         )
         self._peers.leave(str(error))
         return error

@@ -11,7 +11,7 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 import torch.distributed as dist
 from torch.distributed import DistError, PrefixStore, Store  # type: ignore[attr-defined]
@@ -24,6 +24,10 @@ from megatron_llama.errors import TrainingError
 LOOK_SECONDS = 1.0
 """How often a rank looks whether another one has left."""
 _REASON = "reason"
+
+
+def _closed(rank: int) -> str:
+    return f"closed/{rank}"
 
 
 class OrderError(TrainingError, RuntimeError):
@@ -62,9 +66,11 @@ class Peers:
     def explain(self, error: RuntimeError) -> RuntimeError:
         """Return the error to raise for one that a wait has raised: the reason of the rank that has
         left, if one has."""
-        if isinstance(error, OrderError) or self._store is None or not self._has_reason():
+        if isinstance(error, OrderError) or self._store is None:
             return error
-        reason = self._store.get(_REASON).decode()
+        reason = self._reason(self._store)
+        if reason is None:
+            return error
         self.leave(reason)
         return OrderError(reason)
 
@@ -80,15 +86,31 @@ class Peers:
             raise told from error
 
     def close(self) -> None:
-        """Look no longer."""
+        """Look no longer, and say that this rank has come to its end."""
         self._stopped.set()
+        if self._store is not None and self.left is None:
+            with suppress(DistError):  # the store went with the process that had it
+                self._store.set(_closed(self.axis.rank), "yes")
 
-    def _has_reason(self) -> bool:
-        assert self._store is not None
+    def _reason(self, store: Store) -> str | None:
+        """Return why the ranks have left each other; None if nobody has said so."""
         try:
-            return self._store.check([_REASON])
+            if store.check([_REASON]):
+                return store.get(_REASON).decode()
+            # Who closes its engine leaves in peace, unless another rank still needs it.
+            closed = [rank for rank in range(self.axis.size) if store.check([_closed(rank)])]
         except DistError:  # the store went with the process that had it
-            return False
+            return None
+        if not closed:
+            return None
+        return str(
+            OrderError(
+                f"rank {closed[0]}",
+                got="engine.close(), or the end of its process",
+                expected="as many steps and passes as on the other ranks",
+                do="give every rank the same number of batches",
+            )
+        )
 
 
 def _look(store: Store, watched: weakref.ref[Mesh], stopped: threading.Event) -> None:

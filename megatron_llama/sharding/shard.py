@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import fields, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -21,14 +22,14 @@ from megatron_llama.config.schema import (
 )
 from megatron_llama.distributed import device as devices
 from megatron_llama.distributed.data_mesh import close_data_mesh, data_mesh
-from megatron_llama.distributed.mesh import Mesh
+from megatron_llama.distributed.mesh import Axis, Mesh
 from megatron_llama.engine.build import build_engine
 from megatron_llama.errors import ConfigError, counted, describe, listing
 from megatron_llama.plans.buckets import BY_TRAFFIC, NO_SHARD, module_bucket_plan, strategy_named
 from megatron_llama.sharding.engine import ModuleEngine
 from megatron_llama.sharding.holders import Holders
 from megatron_llama.sharding.hooks import Intercepted, Passes
-from megatron_llama.sharding.initial import first_values, require_same_model
+from megatron_llama.sharding.initial import first_values, require_same_model, require_same_options
 from megatron_llama.sharding.linear import attach_linears
 from megatron_llama.sharding.names import clean_name, parameter_names
 from megatron_llama.sharding.optimizer import AdamW, parameter_groups
@@ -122,7 +123,8 @@ def shard(
     ``reduction`` says what the gradient of several ranks is: their ``mean`` as in DDP, or ``sum``.
     ``static_order=False`` is for a model that uses its units in another order each time: ranks then
     agree before each unit, and less is prefetched. ``find_unused=True`` trains parameters that got
-    no gradient with a gradient of zero, as DDP does; without it they are an error.
+    no gradient with a gradient of zero, so that weight decay and moments go on, unlike in DDP;
+    without it they are an error.
 
     Rank 0's values of parameters and buffers count. Raises ConfigError with all that is wrong."""
     if not isinstance(model, nn.Module):
@@ -159,9 +161,31 @@ def shard(
         raise ConfigError(listing("shard:", problems))
     groups = parameter_groups(optimizer, model)
     sharded = strategy_named(strategy).sharded
-    data = data_mesh(mesh, shard_size if sharded else 1, _device(model, mesh))
+    options = {
+        "units": [unit.name for unit in found if not unit.is_root_part],
+        "strategy": strategy,
+        "optimizer": groups,
+        "clip": clip,
+        "microbatches": microbatches,
+        "param_slots": param_slots,
+        "grad_slots": grad_slots,
+        "shard_size": shard_size,
+        "bucket_size": bucket_size,
+        "dtype": dtype,
+        "reduce_dtype": reduce_dtype,
+        "optimizer_offload": optimizer_offload,
+        "reduction": reduction,
+        "static_order": static_order,
+        "find_unused": find_unused,
+        **offload_options,
+    }
+    data = data_mesh(
+        mesh,
+        shard_size if sharded else 1,
+        _device(model, mesh),
+        before_sharding=partial(_require_same, model, options),
+    )
     try:
-        require_same_model(model, data.world)
         compute = dtype or next(model.parameters()).dtype
         config = Config(
             parallel=ParallelConfig(
@@ -262,6 +286,12 @@ def _build(
         clip=config.optimizer.clip_grad,
         detach=detach_linears,
     )
+
+
+def _require_same(model: nn.Module, options: Mapping[str, object], axis: Axis) -> None:
+    """Raise ConfigError on all ranks unless they shard the same model in the same way."""
+    require_same_model(model, axis)
+    require_same_options(options, axis)
 
 
 def _device(model: nn.Module, mesh: DeviceMesh | dist.ProcessGroup | None) -> torch.device | None:

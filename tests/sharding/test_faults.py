@@ -152,14 +152,63 @@ def test_a_rank_skips_a_unit_where_no_order_is_static(good_steps: int, cluster: 
         assert "rank 1" in message and "blocks.2" in message, message
 
 
+def sad_rank_1(model: Steered, engine: Any, rank: int) -> None:
+    model.sad = rank == 1
+    step(model, engine, rank)
+
+
 def sad_ranks(model: Steered, engine: Any, rank: int) -> None:
     model.sad = True
     step(model, engine, rank)
 
 
 @pytest.mark.parametrize("good_steps", [0, 2])
+def test_an_exception_inside_forward_on_one_rank_ends_all(good_steps: int, cluster: Cluster) -> None:
+    """The rank keeps its error; the others learn whose it was, and which."""
+    first, second = messages(cluster, sad_rank_1, good_steps=good_steps)
+    assert second == "ValueError: a bad sample"
+    assert "rank 1" in first and "a bad sample" in first, first
+
+
+@pytest.mark.parametrize("good_steps", [0, 2])
 def test_an_exception_inside_forward_on_all_ranks_is_that_exception(good_steps: int, cluster: Cluster) -> None:
     assert messages(cluster, sad_ranks, good_steps=good_steps) == ["ValueError: a bad sample"] * 2
+
+
+class Bad(torch.autograd.Function):
+    """Raises in backward."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        raise ValueError("a bad gradient")
+
+
+def sad_backward_of_rank_1(model: Steered, engine: Any, rank: int) -> None:
+    if rank == 1:
+        model.blocks[2].register_forward_hook(lambda module, args, out: Bad.apply(out))
+    step(model, engine, rank)
+
+
+def test_an_exception_inside_backward_on_one_rank_ends_all(cluster: Cluster) -> None:
+    first, second = messages(cluster, sad_backward_of_rank_1)
+    assert second == "ValueError: a bad gradient"
+    assert "rank 1" in first and "a bad gradient" in first, first
+
+
+def leaves(model: Steered, engine: Any, rank: int) -> None:
+    """Rank 1 has no more data."""
+    if rank == 0:
+        step(model, engine, rank)
+
+
+@pytest.mark.parametrize("good_steps", [0, 2])
+def test_a_rank_that_ends_sooner_is_named(good_steps: int, cluster: Cluster) -> None:
+    first, second = messages(cluster, leaves, good_steps=good_steps)
+    assert second == "nothing happened" and "rank 1" in first, (first, second)
 
 
 def after_a_bad_sample(place: Place, caught: bool, options: dict[str, Any]) -> tuple[str, list[float]]:
@@ -252,7 +301,8 @@ def too_many(model: Steered, engine: Any, rank: int) -> None:
     step(model, engine, rank, backwards=3)
 
 
-@pytest.mark.parametrize(("fault", "got", "good_steps"), [(too_few, "1", 0), (too_few, "1", 2), (too_many, "3", 0)])
+@pytest.mark.parametrize("good_steps", [0, 2])
+@pytest.mark.parametrize(("fault", "got"), [(too_few, "1"), (too_many, "3")])
 def test_backwards_are_counted(fault: Fault, got: str, good_steps: int, cluster: Cluster) -> None:
     for message in messages(cluster, fault, good_steps=good_steps, microbatches=2):
         assert "microbatches" in message and got in message and "2" in message, message
@@ -393,6 +443,47 @@ def test_a_graph_does_not_outlive_its_weights(strategy: str, cluster: Cluster) -
         assert "step" in message and "forward" in message and "nothing" not in message, message
 
 
+class Viewed(Block):
+    """Returns a view of what it computes."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """See Block."""
+        return super().forward(x).unsqueeze(0)[0]
+
+
+class ViewedInPlace(Steered):
+    """In-place operations on what such a block returns."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks[1] = Viewed()
+
+    def trunk(self, x: Tensor) -> Tensor:
+        """All blocks."""
+        for block in self.blocks:
+            x = block(x)
+            x.mul_(0.9)
+        return x
+
+
+def message_of_view(place: Place) -> str:
+    model = built(ViewedInPlace, place.rank)
+    assert isinstance(model, Steered)
+    try:
+        with ml.shard(model, units=[Block]) as engine:
+            for _ in range(3):
+                step(model, engine, place.rank)
+    except Exception as error:
+        return str(error)
+    return "nothing happened"
+
+
+def test_an_operation_in_place_on_a_view_that_a_unit_returned_is_named(cluster: Cluster) -> None:
+    """Autograd drops what was to run before the unit's backward. With FSDP2 this is a warning."""
+    for message in cluster.run(2, message_of_view, timeout=PATIENCE):
+        assert "blocks.1" in message and "view" in message and "in place" in message, message
+
+
 def after_close(model: Steered, engine: Any, rank: int) -> None:
     engine.close()
     engine.step()
@@ -427,21 +518,24 @@ def test_arguments_are_checked_by_name(case: str) -> None:
 
 
 def ranks_differ(place: Place, what: str) -> str:
-    """Another model on rank 1."""
+    """Another model, or other arguments, on rank 1."""
     model = built(Tower)
+    options: dict[str, Any] = {"units": [Block]}
     if place.rank == 1:
         if what == "width":
             model.outlet = nn.Linear(23, 17)
-        else:
+        elif what == "frozen":
             model.blocks[1].requires_grad_(False)  # type: ignore[index]
+        else:
+            options["strategy"] = "optim"
     try:
-        ml.shard(model, units=[Block]).close()
+        ml.shard(model, **options).close()
     except Exception as error:
         return str(error)
     return "nothing happened"
 
 
-@pytest.mark.parametrize(("what", "word"), [("width", "outlet"), ("frozen", "blocks.1")])
+@pytest.mark.parametrize(("what", "word"), [("width", "outlet"), ("frozen", "blocks.1"), ("strategy", "strategy")])
 def test_ranks_that_shard_other_things_are_refused(what: str, word: str, cluster: Cluster) -> None:
     for message in cluster.run(2, ranks_differ, what, timeout=PATIENCE):
         assert word in message, message
