@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -37,6 +37,11 @@ fp32 is up to 0.02 from torch in fp64 after 20 steps of these models."""
 References = Callable[[Run], Sequence[Trained]]
 
 
+def long_but(some: Iterable[str], *short: str) -> list[Any]:
+    """Parameters of a test, of which all but ``short`` are for the long run."""
+    return [each if each in short else pytest.param(each, marks=pytest.mark.long) for each in sorted(some)]
+
+
 def compare(cluster: Cluster, references: References, run: Run, **options: Any) -> None:
     """Assert that losses, norms and values are within bounds, on every rank."""
     expected = references(run)
@@ -53,7 +58,7 @@ def test_llama_trains_as_with_ddp(strategy: str, cluster: Cluster, references: R
     compare(cluster, references, TWICE, strategy=strategy)
 
 
-@pytest.mark.parametrize("model", sorted(TWINS.keys() - {"llama"}))
+@pytest.mark.parametrize("model", long_but(TWINS.keys() - {"llama"}, "mlp", "qwen3", "resnet"))
 def test_any_model_trains_as_with_ddp(model: str, cluster: Cluster, references: References) -> None:
     compare(cluster, references, replace(TWICE, model=model), strategy=PARAMS)
 
@@ -78,7 +83,7 @@ THREE_READERS = {"t5", "bart"}
 order in which backward meets them, and ``shard`` with the head's first, because its product is written into the slot. Sums of two commute."""
 
 
-@pytest.mark.parametrize("model", sorted(TWINS.keys() - THREE_READERS))
+@pytest.mark.parametrize("model", long_but(TWINS.keys() - THREE_READERS, "llama", "resnet"))
 def test_two_replicas_are_ddp_to_the_bit(model: str, cluster: Cluster, references: References) -> None:
     """Parameters and buffers, losses and every step's gradients, of which the parameters are made. The norm is a sum of other blocks."""
     run = Run(model)
@@ -107,6 +112,7 @@ def ddp_in_rank_order(place: Place, run: Run) -> Trained:
     return train_with_ddp(run, place.rank, in_rank_order)
 
 
+@pytest.mark.long
 def test_four_replicas_are_ddp_to_the_bit_if_it_adds_them_in_their_order(cluster: Cluster, references: References) -> None:
     """gloo's all-reduce adds the four in an order of its own, which depends on where an element lies in the bucket: the only difference."""
     run = Run(dp=4)
@@ -117,7 +123,7 @@ def test_four_replicas_are_ddp_to_the_bit_if_it_adds_them_in_their_order(cluster
     assert references(run)[0].digest != ordered[0].digest, "gloo adds in rank order now: leave the hook out"
 
 
-@pytest.mark.parametrize("model", ["llama", "resnet"])
+@pytest.mark.parametrize("model", long_but(["llama", "resnet"], "llama"))
 def test_one_microbatch_has_the_same_bits_whatever_is_sharded(model: str, cluster: Cluster) -> None:
     """Strategies, slots and sizes of buckets, clipped: the norm too."""
     run = Run(model, clip=CLIP, steps=5)
@@ -130,7 +136,7 @@ def test_one_microbatch_has_the_same_bits_whatever_is_sharded(model: str, cluste
     assert len(accounts) == 1
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("strategy", long_but(STRATEGIES, PARAMS))
 def test_the_same_layout_has_the_same_bits_again(strategy: str, cluster: Cluster) -> None:
     run = replace(TWICE, dp=4, steps=5)
     first, second = (cluster.run(4, sharded, run, {"strategy": strategy}) for _ in range(2))
@@ -145,7 +151,7 @@ def test_one_process_without_torchrun_is_torch_to_the_bit() -> None:
         assert deviation(found.norms, expected.norms) <= NORM_BOUND
 
 
-@pytest.mark.parametrize("model", sorted(TWINS.keys() - {"resnet"}))
+@pytest.mark.parametrize("model", long_but(TWINS.keys() - {"resnet"}, "mlp"))
 def test_ranks_together_compute_what_one_process_does(model: str, cluster: Cluster) -> None:
     """DDP is left out. Batch norm takes its statistics from the samples of a rank, so a ResNet has no single process to compare with."""
     run = Run(model, microbatches=2, clip=CLIP)

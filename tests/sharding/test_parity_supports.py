@@ -63,6 +63,7 @@ def test_a_shape_trains_as_alone_in_every_layout(shape: str, cluster: Cluster) -
         assert_as_alone(ranks, run, expected)
 
 
+@pytest.mark.long
 def test_blocks_that_inductor_compiles(cluster: Cluster) -> None:
     """Whose kernels, not their order, decide the last bits: within the bounds, too."""
     assert_as_alone(cluster.run(2, train_compiled), RUN, train_alone(RUN))
