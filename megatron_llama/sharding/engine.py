@@ -68,7 +68,7 @@ class ModuleEngine:
             groups,
             dict(model.named_parameters()),
             step=self.step,
-            has_gradients=lambda: not passes.between_steps,
+            require_no_gradient=passes.require_no_gradient,
             state_dict=self._optimizer_state,
             load_state_dict=lambda state: self.load_state_dict({OPTIMIZER: state}),
         )

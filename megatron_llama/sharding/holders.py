@@ -14,7 +14,7 @@ from megatron_llama.nn.param_handle import ParamHandle, attach_param_handle
 from megatron_llama.plans.buckets import PlacedParam
 from megatron_llama.sharding.linear import waits_itself
 from megatron_llama.sharding.names import clean_name, parameter_names
-from megatron_llama.sharding.placeholders import Placeholder, Resolve
+from megatron_llama.sharding.placeholders import Placeholder, Resolve, ShardedParameterError
 from megatron_llama.sharding.specs import ModuleUnit
 
 
@@ -159,11 +159,21 @@ class UnitHolders:
         names = dict.fromkeys(name for *_, name in self._direct)
         names |= dict.fromkeys(place.name for place in self._others)
         self._trained = [(parameters[name], parameters[name].requires_grad, name) for name in names]
+        self._versions = [parameter._version for parameter, *_ in self._trained]
 
     def changed(self) -> str | None:
         """Return the name of a parameter whose ``requires_grad`` is no longer what it was."""
         for parameter, trained, name in self._trained:
             if parameter.requires_grad is not trained:
+                return name
+        return None
+
+    def written(self) -> str | None:
+        """Return the name of a parameter that has been changed in place since this was asked last.
+        Gathers and updates write the slot and count no change (``Tensor.data``)."""
+        for position, (parameter, _, name) in enumerate(self._trained):
+            if parameter._version != self._versions[position]:
+                self._versions[position] = parameter._version
                 return name
         return None
 
@@ -178,6 +188,18 @@ class UnitHolders:
 
     def _hold(self, chosen: Mapping[str, nn.Parameter]) -> None:
         for held, leaf, name in self._direct:
+            found = held[leaf]
+            # Another tensor comes from the user: to put ours over it would undo that in silence.
+            if found is not self._parameters[name] and not (
+                type(found) is Placeholder and found.parameter_name == clean_name(name)
+            ):
+                raise ShardedParameterError(
+                    clean_name(name),
+                    got="another tensor in its place",
+                    expected="the parameter that shard() has found there",
+                    do="tie weights before shard(); change values by engine.load_state_dict or "
+                    "inside engine.gathered(modify=True); call a functional model there, too",
+                )
             held[leaf] = chosen[name]
         for place in self._others:
             place.put(chosen[place.name])

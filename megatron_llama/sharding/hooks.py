@@ -50,6 +50,7 @@ from megatron_llama.sharding.specs import ModuleUnit
 
 Forward = Callable[..., Any]
 _INTERCEPTOR = "_megatron_llama_interceptor"
+_PASSES = "_megatron_llama_passes"
 COMPILE_HINT = (
     "shard() announces each call of a unit: compile units with module.compile(), or with "
     "torch.compile before shard()"
@@ -94,7 +95,10 @@ class InterceptedModel(Intercepted):
         return self
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Do nothing: each step starts with the gradients of its own backward passes."""
+        """Do nothing: each step starts with the gradients of its own backward passes. Raises
+        TrainingError between a backward pass and its step, because its gradients cannot be taken
+        back."""
+        self.__dict__[_PASSES].require_no_gradient("model.zero_grad")
 
 
 @cache
@@ -240,6 +244,11 @@ class Passes:
         for name, parameter in holders.parameters.items():
             if parameter.requires_grad:
                 self._hook(parameter, name)
+                if name in part_of:
+                    # A torch.autograd.Function of the user gets the placeholder itself.
+                    self._hook(holders.placeholders[name], name)
+        self._model = model
+        object.__setattr__(model, _PASSES, self)
         root = next((unit for unit in units if unit.module is model), None)
         if root is None:
             whole = _Unit(
@@ -337,8 +346,8 @@ class Passes:
         return call
 
     def _checked_reads(self, unit: _Unit) -> AbstractContextManager[None]:
-        """Check what is read in backward while the order is recorded: later steps do the same."""
-        if self._order.plan is not None or not unit.slots or not torch.is_grad_enabled():
+        """Check what is read in backward where a slot may hold another unit."""
+        if not unit.slots or not torch.is_grad_enabled():
             return nullcontext()
 
         def require_announced() -> None:
@@ -369,6 +378,14 @@ class Passes:
                     got=f"requires_grad={self._holders.parameters[name].requires_grad}",
                     expected="what it was in shard()",
                     do="freeze parameters before shard()",
+                )
+            if (name := unit.holders.written()) is not None:
+                raise PassError(
+                    clean_name(name),
+                    got="a change in place inside of the model",
+                    expected="changes by engine.step() only: others are lost, or made on one rank",
+                    do="change weights inside engine.gathered(modify=True), between two steps (an "
+                    "embedding's max_norm as well)",
                 )
             if torch.is_grad_enabled():
                 self._watch_outputs(unit, output, call.begin)
@@ -483,15 +500,14 @@ class Passes:
 
         made = self._holders.placeholder(name, resolve)
         if parameter.requires_grad:
-            # A torch.autograd.Function of the user may get the placeholder itself.
-            with torch._C.DisableTorchFunctionSubclass():
-                self._hook(made, name)
+            self._hook(made, name)
         return made
 
     def _hook(self, parameter: nn.Parameter, name: str) -> None:
         """Let what autograd accumulates for a parameter go to its slot."""
-        add_hook = parameter.register_post_accumulate_grad_hook
-        self._hooks.append(add_hook(self._deliver(name)))  # type: ignore[no-untyped-call]
+        with torch._C.DisableTorchFunctionSubclass():
+            add_hook = parameter.register_post_accumulate_grad_hook
+            self._hooks.append(add_hook(self._deliver(name)))  # type: ignore[no-untyped-call]
 
     def _resolver(self, part: _Unit, parameter: nn.Parameter) -> Callable[..., Any]:
         """Return what lets a root part be read anywhere while the model runs: it has a slot of its
@@ -547,6 +563,15 @@ class Passes:
                 got="a forward pass from before the parameters changed",
                 expected="one since the last engine.step()",
                 do="call backward before engine.step()",
+            )
+        # Autograd computes with gradients in a backward pass only for create_graph=True.
+        if unit.slots and torch.is_grad_enabled():
+            raise PassError(
+                f"the backward pass of {unit.name}",
+                got="create_graph=True",
+                expected="a graph that is not differentiated again: that would read weights of "
+                "units that nobody announces",
+                do='take strategy="optim_grads", or param_slots="all"',
             )
         self._enter_backward()
         if unit.pooled and self._current is not unit:
@@ -624,7 +649,8 @@ class Passes:
             with self._peers.explained():
                 parameters.wait_unsharded(bucket, clean_name(name))
                 view, beta = handle.grad_view()
-            accumulate(view, beta, grad)
+            with torch.no_grad():  # with create_graph=True backward has gradients
+                accumulate(view, beta, grad)
             handle.grad_written()
 
         return deliver
@@ -657,6 +683,7 @@ class Passes:
             )
         self._order.agree(STEP)
         if self._order.plan is None:
+            self._require_known()
             self._require_gradients()
         with self._peers.explained():
             result = step()
@@ -666,6 +693,21 @@ class Passes:
         self._backward_passes = 0
         self.generation += 1
         return result
+
+    def _require_known(self) -> None:
+        """Raise PassError for parameters that have come into the model after ``shard``."""
+        added = [
+            clean_name(name)
+            for name, parameter in self._model.named_parameters()
+            if parameter.requires_grad and not isinstance(parameter, Placeholder)
+        ]
+        if added:
+            raise PassError(
+                "engine.step()",
+                got=f"parameters that were added after shard(): {', '.join(added)}",
+                expected="those that shard() has found",
+                do="build the whole model before shard()",
+            )
 
     def _require_gradients(self) -> None:
         """Raise PassError on all ranks for parameters that got no gradient on some rank."""
@@ -682,6 +724,18 @@ class Passes:
                 + (f" on rank {rank}" if self._peers.axis.size > 1 else ""),
                 expected="one of every trainable parameter",
                 do="freeze what is not used, or shard(find_unused=True)",
+            )
+
+    def require_no_gradient(self, what: str) -> None:
+        """Raise PassError between a backward pass and its step: ``what`` would take its gradients
+        back, and they may be on their way already."""
+        if self._in_backward or self._backward_passes:
+            raise PassError(
+                what,
+                got="gradients that no step has used",
+                expected="a call before the first backward pass of a step",
+                do="call engine.step() first, or give shard(microbatches=) the number of passes of "
+                "a step",
             )
 
     @property

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from megatron_llama.errors import ConfigError, TrainingError
+from megatron_llama.errors import ConfigError
 from megatron_llama.sharding.names import clean_name
 from megatron_llama.sharding.optimizer import ParameterGroup
 from megatron_llama.sharding.state import OPTIONS
@@ -27,13 +27,13 @@ class EngineOptimizer(torch.optim.Optimizer):
         parameters: Mapping[str, nn.Parameter],
         *,
         step: Callable[[], object],
-        has_gradients: Callable[[], bool],
+        require_no_gradient: Callable[[str], None],
         state_dict: Callable[[], dict[str, Any]],
         load_state_dict: Callable[[Mapping[str, Any]], None],
     ) -> None:
-        """``step`` makes a step of the engine, with ``learning_rates()``; ``has_gradients`` says
-        whether a backward pass has gone by since the last one; the others are those of the engine,
-        for the optimizer's part."""
+        """``step`` makes a step of the engine, with ``learning_rates()``; ``require_no_gradient``
+        raises, in the name of its argument, between a backward pass and its step; the others are
+        those of the engine, for the optimizer's part."""
         self._complete = False
         super().__init__(
             [
@@ -53,7 +53,7 @@ class EngineOptimizer(torch.optim.Optimizer):
         self._complete = True
         self._options = [[group[name] for name in OPTIONS] for group in self.param_groups]
         self._step = step
-        self._has_gradients = has_gradients
+        self._require_no_gradient = require_no_gradient
         self._state_dict = state_dict
         self._load_state_dict = load_state_dict
 
@@ -82,15 +82,9 @@ class EngineOptimizer(torch.optim.Optimizer):
         return loss
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Do nothing: every step begins with gradients of zero. Raises TrainingError between a
-        backward pass and its step, because its gradients cannot be taken back."""
-        if self._has_gradients():
-            raise TrainingError(
-                "engine.optimizer.zero_grad",
-                got="gradients that no step has used",
-                expected="a call before the first backward pass of a step",
-                do="call step() first, or give shard(microbatches=) the number of passes of a step",
-            )
+        """Do nothing: every step begins with gradients of zero. Raises PassError between a backward
+        pass and its step, because its gradients cannot be taken back."""
+        self._require_no_gradient("engine.optimizer.zero_grad")
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Raise ConfigError: the engine has all parameters from the beginning."""

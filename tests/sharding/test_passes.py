@@ -25,6 +25,7 @@ from torch.utils.checkpoint import checkpoint
 from tests.sharding.models import (
     CLIP,
     DECAY,
+    LENGTH,
     LR,
     WIDTH,
     Block,
@@ -191,6 +192,109 @@ def test_a_loss_that_a_unit_keeps_to_itself_is_refused(slots: int) -> None:
             assert isinstance(unit, Keeps) and unit.auxiliary is not None
             loss = loss + unit.auxiliary
         loss.backward()
+
+
+def test_a_gradient_of_a_gradient_is_refused_where_units_share_slots() -> None:
+    model = net()
+    with sharded(model) as engine:
+        x = torch.ones(LENGTH, WIDTH, dtype=torch.float64, requires_grad=True)
+        with pytest.raises(PassError, match=r"got create_graph=True.*optim_grads"):
+            torch.autograd.grad(engine.model.blocks[1](x).sum(), x, create_graph=True)
+
+
+class Clamps(nn.Linear):
+    """Changes its weight in place."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            self.weight.clamp_(-0.1, 0.1)
+        return F.linear(x, self.weight, self.bias)
+
+
+@pytest.mark.parametrize("strategy", ["optim", "optim_grads_params"])
+def test_a_weight_that_the_model_changes_is_refused(strategy: str) -> None:
+    model = nn.Sequential(*(Clamps(WIDTH, WIDTH) for _ in range(3)))
+    with sharded(model, (Clamps,), strategy=strategy), pytest.raises(PassError, match=r"0\.weight: got a change in place"):
+        model(torch.ones(1, WIDTH))
+
+
+def test_parameters_that_come_after_shard_are_named() -> None:
+    model = net()
+    with sharded(model) as engine:
+        model.blocks[1].register_parameter("extra", nn.Parameter(torch.ones(2)))
+        loss_of(model, part(0, 0, 0)).backward()
+        with pytest.raises(PassError, match=r"added after shard\(\): blocks\.1\.extra"):
+            engine.step()
+
+
+def test_another_tensor_in_the_place_of_a_parameter_is_refused() -> None:
+    model = net()
+    with sharded(model) as engine:
+        with engine.gathered():
+            own = {name: value.detach().clone() for name, value in model.named_parameters()}
+        with torch.no_grad(), pytest.raises(ShardedParameterError, match="got another tensor in its place"):
+            torch.func.functional_call(model, own, (part(0, 0, 0),))
+        model.load_state_dict({name: nn.Parameter(value) for name, value in own.items()}, assign=True)
+        with pytest.raises(ShardedParameterError, match="got another tensor in its place"):
+            model(part(0, 0, 0))
+
+
+class Product(torch.autograd.Function):
+    """Takes a weight as a fused loss does."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        return x @ weight.t()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        x, weight = ctx.saved_tensors
+        return grads[0] @ weight, grads[0].flatten(0, -2).t() @ x.flatten(0, -2)
+
+
+class FusedHead(nn.Module):
+    """A head that is the embedding, and that a function reads outside of its module."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(8, WIDTH)
+        self.block = nn.Linear(WIDTH, WIDTH)
+        self.head = nn.Linear(WIDTH, 8, bias=False)
+        self.head.weight = self.embed.weight
+
+    def forward(self, ids: Tensor) -> Tensor:
+        out: Tensor = Product.apply(self.block(self.embed(ids)).tanh(), self.head.weight)
+        return out
+
+
+def test_a_function_that_reads_a_tied_weight_gives_it_its_gradient() -> None:
+    torch.manual_seed(0)
+    model = FusedHead()
+    twin = copy.deepcopy(model)
+    optimizer = torch.optim.SGD(twin.parameters(), lr=0.0)
+    ids = torch.arange(8).view(2, 4)
+    with sharded(model, lambda module: isinstance(module, nn.Linear) and module.bias is not None) as engine:
+        for _ in range(3):
+            twin(ids).square().sum().backward()
+            expected = torch.stack([p.grad.norm() for p in twin.parameters() if p.grad is not None]).norm()
+            optimizer.zero_grad()
+            model(ids).square().sum().backward()
+            assert abs(float(engine.step(lr=0.0).grad_norm) / float(expected) - 1) < 1e-6
+
+
+def test_gradients_are_not_thrown_away_in_silence() -> None:
+    model = net()
+    with sharded(model) as engine:
+        loss = loss_of(model, part(0, 0, 0))
+        model.zero_grad()
+        engine.optimizer.zero_grad()
+        loss.backward()
+        for zero_grad in (model.zero_grad, engine.optimizer.zero_grad):
+            with pytest.raises(PassError, match="got gradients that no step has used"):
+                zero_grad()
+        engine.step()
+        model.zero_grad()
 
 
 def test_sparse_gradients_are_refused() -> None:
