@@ -204,7 +204,7 @@ def shard(
             ),
             zenflow=_chosen(ZenFlowConfig(), offload_options),
         )
-        return _build(
+        engine = _build(
             config,
             model,
             found,
@@ -217,6 +217,9 @@ def shard(
             cast_to=dtype,
             layout=state_layout(data, mesh),
         )
+        if isinstance(optimizer, torch.optim.Optimizer):
+            engine.optimizer.take_over(optimizer)
+        return engine
     except BaseException:
         close_data_mesh(data)
         raise

@@ -51,6 +51,8 @@ class EngineOptimizer(torch.optim.Optimizer):
             {},
         )
         self._complete = True
+        self._given: torch.optim.Optimizer | None = None
+        self._given_rates: list[Any] = []
         self._options = [[group[name] for name in OPTIONS] for group in self.param_groups]
         self._step = step
         self._require_no_gradient = require_no_gradient
@@ -69,7 +71,21 @@ class EngineOptimizer(torch.optim.Optimizer):
                         expected=f"{value!r}, as shard(optimizer=) says: only lr may change",
                         do="choose a scheduler that leaves it alone (cycle_momentum=False)",
                     )
+        given = [] if self._given is None else [group["lr"] for group in self._given.param_groups]
+        if given != self._given_rates:
+            raise ConfigError(
+                "the optimizer that shard() was given",
+                got=f"learning rates {given}",
+                expected=f"{self._given_rates} as before: this engine has an optimizer of its own",
+                do="make schedulers of engine.optimizer, or give engine.step(lr=)",
+            )
         return [float(group["lr"]) for group in self.param_groups]
+
+    def take_over(self, given: torch.optim.Optimizer) -> None:
+        """This optimizer has the groups of ``given``: a learning rate that a scheduler changes
+        there, where it has no effect, is an error of the next step."""
+        self._given = given
+        self._given_rates = [group["lr"] for group in given.param_groups]
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Make a step of the engine. Returns what ``closure`` returns, which is called before it

@@ -187,3 +187,16 @@ def test_accelerate_steps_it(microbatches: int) -> None:
             plain.step()
     assert [group["lr"] for group in facade.param_groups] == [group["lr"] for group in optimizer.param_groups]
     assert loss_of(ours, 99).item() == pytest.approx(loss_of(theirs, 99).item(), rel=1e-12)
+
+
+def test_a_scheduler_of_the_optimizer_that_was_given_is_refused() -> None:
+    """It would set rates that nobody reads."""
+    model = net()
+    optimizer = adamw(model)
+    with shard(model, optimizer=optimizer) as engine:
+        LambdaLR(optimizer, lambda step: 0.5)
+        loss_of(model, 0).backward()
+        with pytest.raises(
+            ConfigError, match=r"shard\(\) was given: got learning rates \[0\.005, 0\.015\].*schedulers of engine\.optimizer"
+        ):
+            engine.step()
