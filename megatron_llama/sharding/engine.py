@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from math import inf
 from types import TracebackType
 from typing import Any, Self
 from weakref import WeakMethod
@@ -114,6 +115,16 @@ class ModuleEngine:
         nothing, and ``skipped`` is 1. Raises PassError if there were more or fewer backward
         passes, and RuntimeError with the names of trainable parameters that got no gradient."""
         rates = self.optimizer.learning_rates() if lr is None else lr
+        given = rates if isinstance(rates, list) else [rates]
+        for name, numbers in (("clip", [self.clip]), ("lr", given)):
+            # A NaN here would make every weight NaN, and count as no skipped step.
+            if not all(0.0 <= number < inf for number in numbers):
+                raise ConfigError(
+                    f"engine.step(): {name}",
+                    got=", ".join(map(str, numbers)),
+                    expected="finite numbers from 0",
+                    do=f"look at where {name} was set",
+                )
         result = self._passes.end_step(lambda: self._engine.step(rates, clip=self.clip))
         self.result = result
         # A scheduler of torch warns if it is stepped before its optimizer, and asks this.

@@ -139,7 +139,7 @@ class Holders:
 
 
 class UnitHolders:
-    """The places of one unit. Each method takes well below a microsecond for each parameter."""
+    """The places of one unit, which change before and after each of its passes."""
 
     def __init__(
         self,

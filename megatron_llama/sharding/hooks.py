@@ -222,7 +222,7 @@ class Passes:
                     for bucket in {bucket_of[name] for name in unit.parameters}
                     if not plan.has_own_slot(bucket)
                 ),
-                cast_to is not None and not unit.is_root_part,
+                cast_to is not None and (not unit.is_root_part or unit.module is model),
             )
             for unit in units
         ]
@@ -252,19 +252,26 @@ class Passes:
         root = next((unit for unit in units if unit.module is model), None)
         if root is None:
             whole = _Unit(
-                "the model", -1, (), UnitHolders((), {}, {}), False, frozenset(), frozenset(), True
+                name="the model",
+                index=-1,
+                reads=(),
+                holders=UnitHolders((), {}, {}),
+                pooled=False,
+                inside=frozenset(),
+                slots=frozenset(),
+                casts=cast_to is not None,
             )
             self._intercept(model, whole, is_model=True)
         for unit, at_run_time in zip(units, self._units, strict=True):
             self._intercept(unit.module, at_run_time, is_model=unit.module is model)
 
     def _intercept(self, module: nn.Module, unit: _Unit, *, is_model: bool) -> None:
-        if is_model:
-            unit.casts = self._cast_to is not None
         # What happens here is not for the graph of a compiled region around the unit; what the
         # unit computes may be.
         hidden = partial(torch.compiler.disable, reason=COMPILE_HINT)
-        begin, finish, fail = hidden(self._begin), hidden(self._finish), hidden(self._fail)
+        begin = hidden(self._begin)
+        finish = hidden(self._finish)
+        fail = hidden(self._fail)
 
         def called(forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             call = begin(unit, args, kwargs)
@@ -444,7 +451,7 @@ class Passes:
             if self._listed and self._order.enter(access):
                 self._engine.access(unit.index, backward)
             else:
-                following = self._order.expected_after(access, listed=self._listed)
+                following = self._order.expected_after(access)
                 self._engine.access_unplanned(unit.index, following)
             for bucket, name in unit.reads:
                 if backward or bucket not in unit.late:

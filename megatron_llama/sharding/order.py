@@ -113,7 +113,7 @@ class AccessOrder:
         self._whole = False
         self._repeated = position
 
-    def expected_after(self, access: WeightAccess, *, listed: bool) -> int | None:
+    def expected_after(self, access: WeightAccess) -> int | None:
         """Return the unit that will probably follow an access that is in no plan."""
         if access in self._successors:
             return self._successors[access]

@@ -199,7 +199,7 @@ def shard(
             training=TrainingConfig(bf16=compute == torch.bfloat16, fp64=compute == torch.float64),
             optimizer=groups[0].config(clip=clip) if groups else OptimizerConfig(clip_grad=clip),
             offload=_chosen(
-                replace(OffloadConfig(), optimizer_offload=optimizer_offload),  # type: ignore[arg-type]
+                OffloadConfig(optimizer_offload=optimizer_offload),  # type: ignore[arg-type]
                 offload_options,
             ),
             zenflow=_chosen(ZenFlowConfig(), offload_options),

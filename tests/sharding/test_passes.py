@@ -183,10 +183,18 @@ class Keeps(nn.Module):
         return out
 
 
+@pytest.mark.parametrize("recorded", [0, 2])
 @pytest.mark.parametrize("slots", [2, 3])
-def test_a_loss_that_a_unit_keeps_to_itself_is_refused(slots: int) -> None:
+def test_a_loss_that_a_unit_keeps_to_itself_is_refused(slots: int, recorded: int) -> None:
+    """Also where it comes in after the steps that show the order of units, which it does not change."""
     model = nn.Sequential(*(Keeps() for _ in range(6)))
-    with sharded(model, (Keeps,), param_slots=slots), pytest.raises(PassError, match=r"got one that did not begin at its outputs"):
+    with (
+        sharded(model, (Keeps,), param_slots=slots) as engine,
+        pytest.raises(PassError, match=r"got one that did not begin at its outputs"),
+    ):
+        for _ in range(recorded):
+            model(torch.ones(1, WIDTH)).sum().backward()
+            engine.step()
         loss = model(torch.ones(1, WIDTH)).sum()
         for unit in model:
             assert isinstance(unit, Keeps) and unit.auxiliary is not None
@@ -653,3 +661,13 @@ def test_parameters_of_the_model_are_read_again_in_backward(way: str) -> None:
     whole = plain(copy.deepcopy(first), world=1, microbatches=2, steps=3)
     with sharded(first, microbatches=2) as engine:
         assert difference(steps(engine, 3), whole) < EXACT
+
+
+@pytest.mark.parametrize("name", ["clip", "lr"])
+def test_numbers_that_are_none_are_refused(name: str) -> None:
+    with sharded(net()) as engine:
+        loss_of(engine.model, part(0, 0, 0)).backward()
+        if name == "clip":
+            engine.clip = float("nan")
+        with pytest.raises(ConfigError, match=rf"{name}: got nan, expected finite"):
+            engine.step(lr=float("nan") if name == "lr" else None)
