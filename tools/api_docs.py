@@ -6,9 +6,9 @@ one runs its examples in their order.
 
 from __future__ import annotations
 
+import argparse
 import inspect
-import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import Any
@@ -163,13 +163,18 @@ def _line(value: Any) -> str:
     return " ".join(" ".join(_prose(value)).split())
 
 
-def main(argv: Sequence[str]) -> None:
-    """Write the document to the file named by the first argument."""
-    target = Path(argv[0])
+def main() -> None:
+    """Write the document."""
+    parser = argparse.ArgumentParser(
+        usage="python -m tools.api_docs FILE",
+        description="Write the documentation of what megatron_llama exports, from its docstrings.",
+    )
+    parser.add_argument("file", type=Path, metavar="FILE", help="written anew: docs/api.md")
+    target: Path = parser.parse_args().file
     unfinished = target.with_name(target.name + ".part")
     unfinished.write_text(api_markdown(), encoding="utf-8")
     unfinished.replace(target)
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    main()

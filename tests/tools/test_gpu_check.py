@@ -4,6 +4,7 @@ whole parts with tiny models."""
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from dataclasses import replace
@@ -263,12 +264,9 @@ PAGE = ROOT / "docs" / "performance.md"
 
 
 def rows_of_page(text: str) -> dict[str, str]:
-    """The line of each part in the page's table."""
-    return {
-        line.split("`")[1]: line
-        for line in text.splitlines()
-        if line.startswith("| `") and line.count("|") == 4 and "--" not in line.split("`")[1]
-    }
+    """The line of each part in the page's table: its first of three cells is the part's name and nothing else."""
+    lines = (re.fullmatch(r"\| `([\w-]+)` \|[^|]+\|[^|]+\|", line) for line in text.splitlines())
+    return {line[1]: line[0] for line in lines if line is not None}
 
 
 def test_every_part_has_its_row_in_the_documentation() -> None:
