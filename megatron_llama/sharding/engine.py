@@ -16,10 +16,11 @@ from megatron_llama.distributed.data_mesh import close_data_mesh
 from megatron_llama.distributed.mesh import Mesh
 from megatron_llama.engine.optimizer import OverlappedDistributedOptimizer, StepResult
 from megatron_llama.errors import ConfigError
+from megatron_llama.sharding.accesses import PassError
 from megatron_llama.sharding.gathered import gathered
-from megatron_llama.sharding.hooks import PassError, Passes
 from megatron_llama.sharding.initial import initialize
 from megatron_llama.sharding.optimizer import ParameterGroup
+from megatron_llama.sharding.passes import Passes
 from megatron_llama.sharding.specs import ModuleUnit
 from megatron_llama.sharding.state import (
     OPTIMIZER,
@@ -145,7 +146,7 @@ class ModuleEngine:
         finally:
             self._passes.suspended = False
             if modify:
-                self._passes.generation += 1
+                self._passes.values_changed()
 
     def initialize(self, fn: Callable[[nn.Module], object] | None = None) -> None:
         """Give values to the parameters and buffers that were on the meta device, unit by unit:
@@ -158,7 +159,7 @@ class ModuleEngine:
             initialize(self._values, self._units, fn)
         finally:
             self._passes.suspended = False
-            self._passes.generation += 1
+            self._passes.values_changed()
 
     def state_dict(self) -> dict[str, Any]:
         """Return ``{"model": {name: value}, "optimizer": {"state": ..., "param_groups": ...}}``
@@ -180,7 +181,7 @@ class ModuleEngine:
         another shape, before anything is changed; without ``strict`` the first two are allowed."""
         self._require_between_steps("engine.load_state_dict()")
         load_state_dict(self._values, self.param_groups, state, strict=strict)
-        self._passes.generation += 1
+        self._passes.values_changed()
 
     def _optimizer_state(self) -> dict[str, Any]:
         self._require_between_steps("engine.optimizer.state_dict()")

@@ -28,12 +28,13 @@ from megatron_llama.errors import ConfigError, counted, describe, listing
 from megatron_llama.plans.buckets import BY_TRAFFIC, NO_SHARD, module_bucket_plan, strategy_named
 from megatron_llama.sharding.engine import ModuleEngine
 from megatron_llama.sharding.holders import Holders
-from megatron_llama.sharding.hooks import Intercepted, Passes
 from megatron_llama.sharding.initial import first_values, require_same_model, require_same_options
+from megatron_llama.sharding.intercept import Intercepted
 from megatron_llama.sharding.linear import attach_linears
 from megatron_llama.sharding.names import clean_name, parameter_names
 from megatron_llama.sharding.optimizer import AdamW, parameter_groups
 from megatron_llama.sharding.order import AccessOrder
+from megatron_llama.sharding.passes import Passes
 from megatron_llama.sharding.peers import Peers
 from megatron_llama.sharding.specs import ModuleUnit, module_units, unit_predicate, unit_specs
 from megatron_llama.sharding.state import StateLayout, state_layout

@@ -8,7 +8,7 @@ from collections.abc import Callable
 import pytest
 import torch
 from megatron_llama.distributed.launcher import Place
-from megatron_llama.sharding.hooks import COMPILE_HINT
+from megatron_llama.sharding.passes import COMPILE_HINT
 from torch._dynamo.testing import CompileCounterWithBackend
 
 from tests.sharding.models import Net, difference, net, part, plain, sharded, train

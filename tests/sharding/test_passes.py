@@ -13,8 +13,8 @@ import torch
 import torch.nn.functional as F
 from megatron_llama.distributed.launcher import Place
 from megatron_llama.errors import ConfigError, TrainingError
+from megatron_llama.sharding.accesses import PassError
 from megatron_llama.sharding.engine import ModuleEngine
-from megatron_llama.sharding.hooks import PassError
 from megatron_llama.sharding.optimizer import AdamW
 from megatron_llama.sharding.peers import OrderError
 from megatron_llama.sharding.placeholders import Placeholder, ShardedParameterError

@@ -8,8 +8,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from megatron_llama.distributed.launcher import Place
+from megatron_llama.sharding.accesses import PassError
 from megatron_llama.sharding.engine import ModuleEngine
-from megatron_llama.sharding.hooks import PassError
 from megatron_llama.sharding.peers import OrderError
 
 from tests.harness import Cluster
