@@ -13,8 +13,9 @@ from typing import Any
 import torch
 
 from megatron_llama.checkpoint.history import NO_HISTORY, History, read_history
-from megatron_llama.config.hf import hf_config_from_model, model_config_from_hf, normal_rope
+from megatron_llama.config.hf import hf_config_from_model, model_config_from_hf
 from megatron_llama.config.parse import flag
+from megatron_llama.config.rope import normal_rope
 from megatron_llama.config.schema import MODEL_SHAPE, Config, ModelConfig
 from megatron_llama.errors import CheckpointError, describe
 

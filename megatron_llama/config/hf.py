@@ -3,9 +3,6 @@ transformers 5.
 
 transformers 4: ``rope_theta``, ``rope_scaling`` (``rope_type``, earlier ``type``), ``torch_dtype``.
 transformers 5: ``rope_parameters`` (rope_type, rope_theta, factor, ...), ``dtype``.
-
-To add a rotary scaling, enter its name and its numbers in ``ROPE_FIELDS`` here, and compute its
-frequencies in ``nn/functional.py``.
 """
 
 from __future__ import annotations
@@ -13,99 +10,12 @@ from __future__ import annotations
 import json
 from collections.abc import Collection, Mapping
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 from megatron_llama.config.hf_fields import field_problems
+from megatron_llama.config.rope import normal_rope, rope_problems
 from megatron_llama.config.schema import ModelConfig
 from megatron_llama.errors import CheckpointError, describe, listing
-
-ROPE_FIELDS: Mapping[str, tuple[str, ...]] = MappingProxyType(
-    {
-        "default": (),
-        "linear": ("factor",),
-        "llama3": (
-            "factor",
-            "low_freq_factor",
-            "high_freq_factor",
-            "original_max_position_embeddings",
-        ),
-    }
-)
-"""The rotary scalings that the model implements, and the numbers that each one needs."""
-
-
-def rope_problems(where: str, scaling: Any) -> list[str]:
-    """What is wrong with a ``rope_scaling`` mapping: rope_type and its numbers, without
-    rope_theta. ``where`` names it in the messages."""
-    if not isinstance(scaling, Mapping):
-        return [
-            describe(
-                where,
-                got=repr(scaling),
-                expected="a mapping with rope_type",
-                do="write it as in config.json",
-            )
-        ]
-    kind = scaling.get("rope_type", "default")
-    if not isinstance(kind, str) or kind not in ROPE_FIELDS:
-        wanted = f"one of {', '.join(ROPE_FIELDS)}"
-        return [
-            describe(
-                f"{where}.rope_type",
-                got=repr(kind),
-                expected=wanted,
-                do="this scaling is not supported",
-            )
-        ]
-    problems = []
-    for name in ROPE_FIELDS[kind]:
-        value = scaling.get(name, "nothing")
-        if (
-            isinstance(value, bool)
-            or not isinstance(value, int | float)
-            or not 0 < value < float("inf")
-        ):
-            do = f"rope_type {kind} needs {', '.join(ROPE_FIELDS[kind])}"
-            problems.append(
-                describe(f"{where}.{name}", got=value, expected="a positive number", do=do)
-            )
-    for name in sorted(scaling.keys() - {"rope_type", *ROPE_FIELDS[kind]}):
-        problems.append(
-            describe(
-                f"{where}.{name}",
-                got=scaling[name],
-                expected=f"no such field with rope_type {kind}",
-                do="remove it",
-            )
-        )
-    if (
-        not problems
-        and kind == "llama3"
-        and not scaling["low_freq_factor"] < scaling["high_freq_factor"]
-    ):
-        got = f"{scaling['low_freq_factor']} and {scaling['high_freq_factor']}"
-        problems.append(
-            describe(
-                f"{where}.low_freq_factor, high_freq_factor",
-                got=got,
-                expected="low < high",
-                do="swap them",
-            )
-        )
-    return problems
-
-
-def normal_rope(scaling: Mapping[str, Any] | None) -> dict[str, Any] | None:
-    """A valid ``rope_scaling`` with its fields in one order and one type. None: no scaling."""
-    if scaling is None or scaling.get("rope_type", "default") == "default":
-        return None
-    kind = scaling["rope_type"]
-    numbers = {
-        name: int(scaling[name]) if name.startswith("original") else float(scaling[name])
-        for name in ROPE_FIELDS[kind]
-    }
-    return {"rope_type": kind, **numbers}
 
 
 def read_hf_config(folder: str | Path, *, ignored: Collection[str] = ()) -> ModelConfig:

@@ -153,9 +153,6 @@ MEGATRON: Mapping[str, Alias] = MappingProxyType(
         "use_megatron_fsdp": Alias("data_parallel_sharding_strategy", value="optim_grads_params"),
         "accumulate_allreduce_grads_in_fp32": Alias("grad_reduce_in_bf16", value="false"),
         "rotary_percent": Alias(convert=one, help=_LLAMA),
-        "apply_layernorm_1p": Alias(
-            value="false", help="LLaMA's norms multiply by their weight, not by 1 + weight"
-        ),
         "optimizer": Alias(convert=only("adam"), help="the optimizer is AdamW" + _UNCHANGED),
         "recompute_method": Alias(
             convert=only("block"),

@@ -22,12 +22,15 @@ class ModelConfig:
     preset: str | None = None
     """Take all model fields from a known model (`--model llama3-8b`; `inspect presets` lists them).
     Flags given with it win."""
+    model_type: str = "llama"
+    """The family, by the name that config.json has for it: what its models always have, and how
+    HuggingFace names their tensors."""
     vocab_size: int = 0
     """Rows of the embedding, without padding. 0: the tokenizer's size."""
     hidden_size: int = 0
     """Width of the residual stream."""
     intermediate_size: int = 0
-    """Width of the SwiGLU MLP."""
+    """Width of the gated MLP."""
     num_hidden_layers: int = 0
     """Number of transformer blocks."""
     num_attention_heads: int = 0
@@ -44,17 +47,49 @@ class ModelConfig:
     """Base of the rotary frequencies."""
     rope_scaling: dict[str, Any] | None = None
     """Rotary scaling as in config.json: rope_type `llama3` (factor, low_freq_factor,
-    high_freq_factor, original_max_position_embeddings) or `linear` (factor)."""
+    high_freq_factor, original_max_position_embeddings), `linear` or `dynamic` (factor), `yarn`
+    (factor, original_max_position_embeddings) or `longrope` (short_factor, long_factor,
+    original_max_position_embeddings). With --sliding-window and --rope-local-base-freq it is that
+    of layers without a window."""
     tie_word_embeddings: bool = False
     """Use the embedding as the output head."""
     initializer_range: float = 0.02
     """Standard deviation of the initial weights (normal; norm weights start at 1)."""
     attention_bias: bool = False
-    """Biases in the attention projections. No LLaMA has them: true is refused."""
+    """Biases of the query, key, value and output projections."""
+    add_qkv_bias: bool = False
+    """Biases of the query, key and value projections alone, as in Qwen2."""
     mlp_bias: bool = False
-    """Biases in the MLP projections. No LLaMA has them: true is refused."""
+    """Biases of the MLP's projections."""
+    qk_norm: Literal["none", "head", "projection"] = "none"
+    """RMSNorm of queries and keys before they are rotated: of each head with one weight for all
+    heads (Qwen3, Gemma 3), or of all heads together (OLMo 2)."""
+    norm_position: Literal["before", "after", "both"] = "before"
+    """Where attention and MLP have their norms: before them (LLaMA), behind them (OLMo 2), or both
+    (Gemma)."""
+    apply_layernorm_1p: bool = False
+    """Norms multiply by 1 + weight, as in Gemma."""
     hidden_act: str = "silu"
-    """Activation of the gated MLP. LLaMA uses silu (SwiGLU); anything else is refused."""
+    """Activation of the gated MLP: silu (SwiGLU) or gelu_pytorch_tanh."""
+    embedding_multiplier: float = 1.0
+    """Factor of the embeddings, rounded to the precision of the computation. Gemma has the square
+    root of hidden_size."""
+    query_pre_attn_scalar: float = 0.0
+    """Attention scores are divided by the square root of this. 0: head_dim."""
+    attn_logit_softcapping: float = 0.0
+    """Attention scores x become c * tanh(x / c). 0: they stay as they are."""
+    final_logit_softcapping: float = 0.0
+    """The head's logits x become c * tanh(x / c). 0: they stay as they are."""
+    sliding_window: int = 0
+    """Positions that a query sees, its own and those before it. 0: all."""
+    layer_types: tuple[str, ...] = ()
+    """`full_attention` or `sliding_attention` for each layer. Default: --sliding-window counts in
+    all layers."""
+    partial_rotary_factor: float = 1.0
+    """Share of each head, its first dims, that is rotated."""
+    rope_local_base_freq: float = 0.0
+    """Base of the rotary frequencies in layers with a window, which are not scaled. 0: the same
+    frequencies in all layers."""
     bos_token_id: int | None = None
     """Written to the exported config.json. Default: the tokenizer's."""
     eos_token_id: int | None = None
@@ -66,8 +101,20 @@ class ModelConfig:
 
 MODEL_SIZES = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
 """Fields of the model that nothing derives."""
-MODEL_SHAPE = ("vocab_size", *MODEL_SIZES, "num_key_value_heads", "head_dim", "tie_word_embeddings")
-"""Fields of the model that decide the shapes of its weights."""
+MODEL_SHAPE = (
+    "model_type",
+    "vocab_size",
+    *MODEL_SIZES,
+    "num_key_value_heads",
+    "head_dim",
+    "tie_word_embeddings",
+    "attention_bias",
+    "add_qkv_bias",
+    "mlp_bias",
+    "qk_norm",
+    "norm_position",
+)
+"""Fields of the model that decide which weights it has, and their shapes."""
 
 
 @dataclass(frozen=True)

@@ -15,10 +15,11 @@ from typing import Any, get_type_hints
 
 from megatron_llama.config.batch_ramp import length_problems, planned_iterations, with_decay
 from megatron_llama.config.blend import blend_problems
-from megatron_llama.config.hf import normal_rope, read_hf_config, rope_problems
+from megatron_llama.config.hf import read_hf_config
 from megatron_llama.config.hf_fields import IGNORE
 from megatron_llama.config.parse import Parsed, flag
 from megatron_llama.config.presets import PRESETS
+from megatron_llama.config.rope import normal_rope, rope_problems
 from megatron_llama.config.schema import MODEL_SHAPE, Config, ModelConfig
 from megatron_llama.config.world import dp_size, world_problem
 from megatron_llama.errors import ConfigError, describe, listing

@@ -30,34 +30,37 @@ SECTIONS = config_sections()
 
 # Every option of a training run. Adding one here has to be argued for: each is a promise, a test and a line of the manual.
 NAMES = """
-    account_for_embedding_in_pipeline_split account_for_loss_in_pipeline_split adam_beta1 adam_beta2 adam_eps
-    async_save attention_backend attention_bias
+    account_for_embedding_in_pipeline_split account_for_loss_in_pipeline_split adam_beta1 adam_beta2 adam_eps add_qkv_bias
+    apply_layernorm_1p async_save attention_backend attention_bias attn_logit_softcapping
     bf16 bos_token_id
     check_weight_hash_across_dp_replicas_interval clip_grad compile context_parallel_size cp_comm_type
     data_order data_parallel_shard_size data_parallel_sharding_strategy data_path deterministic_mode distributed_timeout_minutes
-    early_stop_patience eod_mask_loss eos_token_id epochs eval_interval eval_iters exchange_chunk_bytes exit_duration_in_mins exit_interval exit_zero_on_signal export_hf
-    finetune fp16 fp64 freeze
+    early_stop_patience embedding_multiplier eod_mask_loss eos_token_id epochs eval_interval eval_iters exchange_chunk_bytes
+    exit_duration_in_mins exit_interval exit_zero_on_signal export_hf
+    final_logit_softcapping finetune fp16 fp64 freeze
     global_batch_size gpus_per_node grad_reduce_in_bf16 grad_slots
     head_dim hidden_act hidden_size high_priority_stream_groups hysteresis
     ignore_hf_config_fields init_from_hf initial_loss_scale initializer_range intermediate_size
     job_name
-    load load_optim log_batch_size_to_tensorboard log_format log_interval log_straggler log_timers_to_tensorboard
-    log_validation_ppl_to_tensorboard lora_alpha lora_dropout lora_rank lora_target_modules
-    loss_scale_window loss_spike_factor loss_spike_window lr lr_decay_iters lr_decay_samples lr_decay_style lr_warmup_fraction lr_warmup_iters lr_warmup_samples
+    layer_types load load_optim log_batch_size_to_tensorboard log_format log_interval log_straggler log_timers_to_tensorboard
+    log_validation_ppl_to_tensorboard lora_alpha lora_dropout lora_rank lora_target_modules loss_scale_window loss_spike_factor
+    loss_spike_window lr lr_decay_iters lr_decay_samples lr_decay_style lr_warmup_fraction lr_warmup_iters lr_warmup_samples
     lr_wsd_decay_iters lr_wsd_decay_samples lr_wsd_decay_style
-    make_vocab_size_divisible_by max_bad_steps max_position_embeddings micro_batch_size min_loss_scale min_lr mlp_bias
-    nccl_pp_max_ctas nodes num_attention_heads num_hidden_layers num_key_value_heads
+    make_vocab_size_divisible_by max_bad_steps max_position_embeddings micro_batch_size min_loss_scale min_lr mlp_bias model_type
+    nccl_pp_max_ctas nodes norm_position num_attention_heads num_hidden_layers num_key_value_heads
     offload_cores offload_speculative on_bad_step optimizer_offload optimizer_offload_fraction
-    param_slots pipeline_layer_split pipeline_model_parallel_size pipeline_schedule prefetch_bytes preset
-    profile profile_dir profile_ranks profile_step_end profile_step_start progress_bar
-    rampup_batch_size recompute_granularity recompute_num_layers record_timeline reduce_bucket_size reset_attention_mask reset_position_ids resize_embeddings rms_norm_eps
-    rope_scaling rope_theta
-    sample_interval sample_prompt sample_tokens save save_first_step save_interval save_retain save_retain_interval seed seq_length sequence_parallel speculation_bytes split
-    tensor_model_parallel_size tensorboard_dir tensorboard_queue_size tie_word_embeddings tokenizer_model tokenizer_type train_iters train_samples
+    param_slots partial_rotary_factor pipeline_layer_split pipeline_model_parallel_size pipeline_schedule prefetch_bytes preset profile
+    profile_dir profile_ranks profile_step_end profile_step_start progress_bar
+    qk_norm query_pre_attn_scalar
+    rampup_batch_size recompute_granularity recompute_num_layers record_timeline reduce_bucket_size reset_attention_mask
+    reset_position_ids resize_embeddings rms_norm_eps rope_local_base_freq rope_scaling rope_theta
+    sample_interval sample_prompt sample_tokens save save_first_step save_interval save_retain save_retain_interval seed seq_length
+    sequence_parallel sliding_window speculation_bytes split
+    tensor_model_parallel_size tensorboard_dir tensorboard_queue_size tie_word_embeddings tokenizer_model tokenizer_type train_iters
+    train_samples
     virtual_pipeline_model_parallel_size vocab_size
     wandb_exp_name wandb_project wandb_save_dir weight_decay
-    z_loss_weight
-    zenflow_config zenflow_full_warm_up_rounds zenflow_overlap_step zenflow_select_interval zenflow_select_strategy
+    z_loss_weight zenflow_config zenflow_full_warm_up_rounds zenflow_overlap_step zenflow_select_interval zenflow_select_strategy
     zenflow_topk_ratio zenflow_update_interval zenflow_update_interval_cap
 """
 
@@ -533,7 +536,6 @@ def test_megatron_switches_in_yaml(tmp_path: Path) -> None:
         ("--num-layers many", "--num-layers: got many, expected an integer"),
         ("--accumulate-allreduce-grads-in-fp32 --grad-reduce-in-bf16", "got true after false (--accumulate-allreduce-grads-in-fp32)"),
         ("--rotary-percent 0.5", "--rotary-percent: got 0.5, expected 1; every LLaMA"),
-        ("--apply-layernorm-1p", "--apply-layernorm-1p: got true, expected false; LLaMA's norms multiply by their weight"),
         ("--recompute-method uniform", "--recompute-method: got uniform, expected block; "),
         ("--optimizer sgd", "--optimizer: got sgd, expected adam; the optimizer is AdamW"),
         ("--use-distributed-optimizer --overlapped-distributed-optimizer", "got optim_grads after optim (--use-distributed-optimizer)"),

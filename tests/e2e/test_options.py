@@ -196,7 +196,24 @@ def test_options_that_the_plan_shows(option: str, product: Product, capsys: pyte
     assert says not in planned(), "without the option"
 
 
-REFUSED = {"attention_bias": True, "mlp_bias": True, "hidden_act": "gelu"}
+REFUSED: Mapping[str, object] = {
+    "model_type": "gpt2",
+    "attention_bias": True,
+    "add_qkv_bias": True,
+    "mlp_bias": True,
+    "qk_norm": "head",
+    "norm_position": "both",
+    "apply_layernorm_1p": True,
+    "hidden_act": "gelu",
+    "embedding_multiplier": 8.0,
+    "query_pre_attn_scalar": 256.0,
+    "attn_logit_softcapping": 50.0,
+    "final_logit_softcapping": 30.0,
+    "sliding_window": 4,
+    "layer_types": ("full_attention",) * 4,
+    "partial_rotary_factor": 0.5,
+    "rope_local_base_freq": 10000.0,
+}
 
 
 @pytest.mark.parametrize("option", REFUSED)

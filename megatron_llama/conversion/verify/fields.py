@@ -6,7 +6,7 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from megatron_llama.checkpoint.meta import WITHOUT_EFFECT
-from megatron_llama.config.hf import normal_rope
+from megatron_llama.config.rope import normal_rope
 from megatron_llama.config.schema import ModelConfig
 
 _OURS = frozenset({"preset", "make_vocab_size_divisible_by"})

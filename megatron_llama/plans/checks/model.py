@@ -2,13 +2,36 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from types import MappingProxyType
 
-from megatron_llama.config.hf import rope_problems
 from megatron_llama.config.parse import flag
 from megatron_llama.config.presets import PRESETS
+from megatron_llama.config.rope import rope_problems
 from megatron_llama.config.schema import MODEL_SIZES, Config, ModelConfig
 from megatron_llama.errors import describe, nearest_divisors
+
+LLAMA_ONLY: Mapping[str, object] = MappingProxyType(
+    {
+        "model_type": "llama",
+        "attention_bias": False,
+        "add_qkv_bias": False,
+        "mlp_bias": False,
+        "qk_norm": "none",
+        "norm_position": "before",
+        "apply_layernorm_1p": False,
+        "hidden_act": "silu",
+        "embedding_multiplier": 1.0,
+        "query_pre_attn_scalar": 0.0,
+        "attn_logit_softcapping": 0.0,
+        "final_logit_softcapping": 0.0,
+        "sliding_window": 0,
+        "layer_types": (),
+        "partial_rotary_factor": 1.0,
+        "rope_local_base_freq": 0.0,
+    }
+)
+"""Fields that are refused with any other value than LLaMA's."""
 
 
 def missing_model_problems(config: Config) -> Iterator[str]:
@@ -53,7 +76,7 @@ def model_problems(model: ModelConfig) -> Iterator[str]:
             expected=f"a divisor of num_attention_heads {heads}",
             do=do,
         )
-    for name, wanted in (("attention_bias", False), ("mlp_bias", False), ("hidden_act", "silu")):
+    for name, wanted in LLAMA_ONLY.items():
         if getattr(model, name) != wanted:
             yield describe(
                 flag(name),

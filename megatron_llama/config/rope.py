@@ -1,0 +1,163 @@
+"""Rotary scalings: ``rope_scaling`` of a ``ModelConfig``, which is that of HuggingFace's
+``config.json`` in one form.
+
+To add a scaling, enter its name and its numbers in ``ROPE_FIELDS``, and compute its frequencies in
+``nn/functional.py``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any
+
+from megatron_llama.errors import describe
+
+
+@dataclass(frozen=True)
+class RopeFields:
+    """The fields of one rotary scaling beside ``rope_type``."""
+
+    needed: tuple[str, ...] = ()
+    optional: tuple[str, ...] = ()
+    """What transformers has a default for; absent and null are the same."""
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """All fields, in the order in which they are kept."""
+        return (*self.needed, *self.optional)
+
+
+ORIGINAL = "original_max_position_embeddings"
+ROPE_FIELDS: Mapping[str, RopeFields] = MappingProxyType(
+    {
+        "default": RopeFields(),
+        "linear": RopeFields(("factor",)),
+        "dynamic": RopeFields(("factor",)),
+        "llama3": RopeFields(("factor", "low_freq_factor", "high_freq_factor", ORIGINAL)),
+        "yarn": RopeFields(
+            ("factor", ORIGINAL),
+            ("attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate"),
+        ),
+        "longrope": RopeFields(
+            ("short_factor", "long_factor", ORIGINAL), ("factor", "attention_factor")
+        ),
+    }
+)
+"""The rotary scalings of transformers. ``dynamic``, and ``longrope`` without ``factor``,
+also read the model's max_position_embeddings, as in transformers."""
+ROPE_COMPUTED = ("default", "linear", "llama3")
+"""Those that are not refused."""
+LISTS = ("short_factor", "long_factor")
+"""Fields with a number for each frequency."""
+SWITCHES = ("truncate",)
+"""Fields that are true or false."""
+ORDERED = (("low_freq_factor", "high_freq_factor"), ("beta_slow", "beta_fast"))
+"""Pairs of fields of which the first has to be the lower one."""
+
+
+def reads_max_positions(scaling: Mapping[str, Any] | None) -> bool:
+    """Whether the frequencies depend on the model's max_position_embeddings."""
+    kind = None if scaling is None else scaling["rope_type"]
+    return kind == "dynamic" or (kind == "longrope" and "factor" not in (scaling or {}))
+
+
+def rope_problems(where: str, scaling: Any, *, frequencies: int = 0) -> list[str]:
+    """Return what is wrong with a ``rope_scaling`` mapping: rope_type and its numbers, without
+    rope_theta. ``where`` names it in the messages. ``frequencies``: how many pairs of dims are
+    rotated; 0 if that is not known."""
+    if not isinstance(scaling, Mapping):
+        return [
+            describe(
+                where,
+                got=repr(scaling),
+                expected="a mapping with rope_type",
+                do="write it as in config.json",
+            )
+        ]
+    kind = scaling.get("rope_type", "default")
+    if not isinstance(kind, str) or kind not in ROPE_COMPUTED:
+        wanted = f"one of {', '.join(ROPE_COMPUTED)}"
+        return [
+            describe(
+                f"{where}.rope_type",
+                got=repr(kind),
+                expected=wanted,
+                do="this scaling is not supported",
+            )
+        ]
+    fields = ROPE_FIELDS[kind]
+    problems = []
+    for name in fields.names:
+        value = scaling.get(name)
+        if value is None and name in fields.optional:
+            continue
+        expected = _expected(name, value, frequencies)
+        if expected is not None:
+            do = f"rope_type {kind} needs {', '.join(fields.needed)}"
+            got = "nothing" if value is None else value
+            problems.append(describe(f"{where}.{name}", got=got, expected=expected, do=do))
+    for name in sorted(scaling.keys() - {"rope_type", *fields.names}):
+        problems.append(
+            describe(
+                f"{where}.{name}",
+                got=scaling[name],
+                expected=f"no such field with rope_type {kind}",
+                do="remove it",
+            )
+        )
+    for low, high in ORDERED:
+        least = scaling.get(low)
+        most = scaling.get(high)
+        if not problems and least is not None and most is not None and not least < most:
+            problems.append(
+                describe(
+                    f"{where}.{low}, {high}",
+                    got=f"{least} and {most}",
+                    expected=f"{low} < {high}",
+                    do="swap them",
+                )
+            )
+    return problems
+
+
+def _expected(name: str, value: Any, frequencies: int) -> str | None:
+    """What a field has to be, if it is not."""
+    if name in SWITCHES:
+        return None if isinstance(value, bool) else "true or false"
+    if name not in LISTS:
+        return None if _is_positive(value) else "a positive number"
+    count = str(frequencies) if frequencies else "as many"
+    fits = (
+        isinstance(value, list | tuple)
+        and len(value) > 0
+        and all(map(_is_positive, value))
+        and len(value) == (frequencies or len(value))
+    )
+    return None if fits else f"{count} positive numbers, one for each frequency"
+
+
+def _is_positive(value: Any) -> bool:
+    return (
+        not isinstance(value, bool) and isinstance(value, int | float) and 0 < value < float("inf")
+    )
+
+
+def normal_rope(scaling: Mapping[str, Any] | None) -> dict[str, Any] | None:
+    """Return a valid ``rope_scaling`` with its fields in one order and one type, without optional
+    fields that are null. None: no scaling."""
+    if scaling is None or scaling.get("rope_type", "default") == "default":
+        return None
+    kind = scaling["rope_type"]
+    given = {name: scaling.get(name) for name in ROPE_FIELDS[kind].names}
+    numbers = {name: _normal(name, value) for name, value in given.items() if value is not None}
+    return {"rope_type": kind, **numbers}
+
+
+def _normal(name: str, value: Any) -> Any:
+    if name in SWITCHES:
+        return value
+    if name in LISTS:
+        return [float(number) for number in value]
+    return int(value) if name.startswith("original") else float(value)
