@@ -83,6 +83,15 @@ class Axis:
         """Number of processes."""
         return len(self.ranks)
 
+    @property
+    def communicator(self) -> dist.ProcessGroup | None:
+        """The group for the next message; None for an axis of size 1. Raises RuntimeError after
+        ``close_data_mesh``: with the group that remains then, torch's collectives do nothing, warn,
+        and return as if they had sent."""
+        if self.group is None or isinstance(self.group, dist.ProcessGroup):
+            return self.group
+        raise RuntimeError(f"the communicator of {self.name} has ended")
+
 
 @dataclass(frozen=True)
 class Mesh:

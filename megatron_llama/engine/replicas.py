@@ -127,5 +127,5 @@ def _gathered(tensor: Tensor, axis: Axis, device: torch.device) -> Tensor:
     local = tensor.to(device)
     found = local.new_empty((axis.size * local.shape[0], *local.shape[1:]))
     with axis.recorder.waiting(AGREEMENT):
-        all_gather_single(found, local, group=axis.group)
+        all_gather_single(found, local, group=axis.communicator)
     return found.cpu().view(axis.size, *local.shape)

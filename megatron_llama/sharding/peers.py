@@ -50,7 +50,7 @@ class Peers:
             self._store = PrefixStore(f"megatron_llama/{self.axis.group.group_name}", store)
             if not devices.is_host(mesh.device):
                 # The thread must not keep the communicators of an engine that nobody has closed.
-                watched = weakref.ref(mesh)
+                watched = weakref.ref(self)
                 devices.start_thread(_look, self._store, watched, self._stopped, name="peers")
                 weakref.finalize(self, self._stopped.set)
 
@@ -58,6 +58,8 @@ class Peers:
         """Tell the others why this rank does not go on. The first reason of all counts."""
         if self.left is not None:
             return
+        # Before the communicators end: what then comes out of a stream is not to be used, and
+        # whoever reads it sees this.
         self.left = reason
         if self._store is not None:
             self._store.compare_set(_REASON, "", reason)
@@ -84,6 +86,10 @@ class Peers:
             if told is error:
                 raise
             raise told from error
+        # On a device the host hears nothing of a wait that has ended before its message came: only
+        # a stream has waited, and what it computes next reads memory that was not filled.
+        if self.left is not None:
+            raise OrderError(self.left)
 
     def close(self) -> None:
         """Look no longer, and say that this rank has come to its end."""
@@ -113,17 +119,17 @@ class Peers:
         )
 
 
-def _look(store: Store, watched: weakref.ref[Mesh], stopped: threading.Event) -> None:
-    """End the communicators of this rank as soon as another one has told a reason."""
+def _look(store: Store, watched: weakref.ref[Peers], stopped: threading.Event) -> None:
+    """Leave as soon as another rank has told a reason."""
     while not stopped.wait(LOOK_SECONDS):
         try:
-            told = store.check([_REASON])
+            told = store.get(_REASON).decode() if store.check([_REASON]) else None
         except DistError:
             return
-        mesh = watched()
-        if mesh is None:
+        peers = watched()
+        if peers is None:
             return
-        if told:
-            close_data_mesh(mesh, abort=True)
+        if told is not None:
+            peers.leave(told)
             return
-        del mesh
+        del peers

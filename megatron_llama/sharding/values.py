@@ -132,7 +132,7 @@ class ModuleValues:
             if axis.size > 1:
                 # As bytes: gloo does not know every dtype. And ``.data``: autograd would take the
                 # broadcast for a change of the parameter.
-                dist.broadcast(values.data.view(torch.uint8), group=axis.group, group_src=0)
+                dist.broadcast(values.data.view(torch.uint8), group=axis.communicator, group_src=0)
             yield start, values
 
     # Parameters and buffers in the module

@@ -6,6 +6,7 @@ import os
 import socket
 from datetime import timedelta
 from itertools import pairwise
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -119,6 +120,31 @@ def test_a_group_of_some_processes(cluster: Cluster) -> None:
     for rank, (ranks, error) in enumerate(cluster.run(4, check_part)):
         assert ranks == ((1, 3) if rank in (1, 3) else ())
         assert error.startswith(outside.format(rank)) if rank in (0, 2) else error == ""
+
+
+def check_bound_device(place: Place) -> int:
+    """The default group is bound to a device, as after ``init_process_group(device_id=)``: torch looks for a communicator to split."""
+    default = dist.group.WORLD
+    assert default is not None
+    device = torch.device("cuda", place.rank)
+    default.bound_device_id = device
+    try:
+        with patch.object(dist.distributed_c10d, "_get_split_source", return_value=None) as split:
+            group = dist.new_group([1, 3])
+            asked = split.call_count
+            if place.rank in (1, 3):
+                mesh = data_mesh(group, device=CPU)
+                assert total(mesh.dp) == 4.0
+                close_data_mesh(mesh)
+            assert split.call_count == asked == 1, "ranks 0 and 2 would have to take part in a split"
+        assert default.bound_device_id == device, "the user's group is as it was"
+    finally:
+        default.bound_device_id = None
+    return asked
+
+
+def test_nothing_is_split_off_the_group_of_the_user(cluster: Cluster) -> None:
+    cluster.run(4, check_bound_device)
 
 
 def check_refusals(place: Place) -> list[str]:

@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+import threading
 import time
+import weakref
+from collections.abc import Callable
+from unittest.mock import patch
 
 import pytest
 import torch
 import torch.distributed as dist
+from megatron_llama.distributed.comm import object_collectives as objects
+from megatron_llama.distributed.comm.collectives import all_gather, all_reduce, reduce_scatter
+from megatron_llama.distributed.comm.exchange import gather, gloo
 from megatron_llama.distributed.launcher import Place
+from megatron_llama.sharding import peers
 from megatron_llama.sharding.accesses import PassError
 from megatron_llama.sharding.engine import ModuleEngine
 from megatron_llama.sharding.peers import OrderError
@@ -99,3 +107,54 @@ def leave_and_go_on(place: Place) -> float:
     with sharded(net()) as engine:
         train(place, engine, microbatches=1, steps=1)
     return float(ones)
+
+
+def leave_as_on_a_device(place: Place, recorded: int) -> list[str]:
+    """Rank 1 leaves. Rank 0 hears of it as on a device, from the thread's function, and then goes on as if it had not."""
+    engine = sharded(net())
+    train(place, engine, microbatches=1, steps=recorded)
+    known = engine._passes._peers
+    axis = known.axis
+    with patch.object(gloo, "carries", lambda axis, device: False):
+        exchange = gather(torch.zeros(2), torch.zeros(1), axis, index=0)  # as a device makes it
+    if place.rank == 1:
+        engine._passes.tell_peers(ValueError("no such word"))
+        return []
+    # The wait for a gather ends while the thread lets go.
+    with pytest.raises(OrderError, match="rank 1: got ValueError"), known.explained():
+        assert known._store is not None
+        peers._look(known._store, weakref.ref(known), threading.Event())
+    calls: dict[str, Callable[[], object]] = {
+        "all_gather_float": lambda: objects.all_gather_float(7.0, axis),
+        "all_gather_object": lambda: objects.all_gather_object("mine", axis),
+        "gather_object": lambda: objects.gather_object("mine", axis),
+        "broadcast_object": lambda: objects.broadcast_object("mine", axis),
+        "raise_error_on_all_ranks": lambda: objects.raise_error_on_all_ranks(None, axis),
+        "all_reduce_max": lambda: objects.all_reduce_max(1, axis),
+        "all_reduce": lambda: all_reduce(torch.zeros(2), axis),
+        "all_gather": lambda: all_gather(torch.zeros(2), torch.zeros(1), axis),
+        "reduce_scatter": lambda: reduce_scatter(torch.zeros(1), torch.zeros(2), axis),
+        "start": exchange.start,
+        "wait": exchange.wait,
+        "forward": lambda: engine.model(part(2, 0, 0)),
+        "step": engine.step,
+        "state_dict": engine.state_dict,
+    }
+    if not recorded:
+        calls["agree"] = lambda: engine._passes._order.agree(5)
+    said = []
+    for name, call in calls.items():
+        with pytest.raises(RuntimeError) as error:
+            call()
+        said.append(f"{name}: {error.value}")
+    engine.close()
+    return said
+
+
+@pytest.mark.parametrize("recorded", [0, 2])
+def test_communicators_that_have_ended_send_nothing_and_say_so(cluster: Cluster, recorded: int) -> None:
+    reason = "rank 1: got ValueError (no such word), expected no error; see there"
+    expected = {**dict.fromkeys(["start", "wait"], ""), **dict.fromkeys(["agree", "forward", "step", "state_dict"], reason)}
+    for line in cluster.run(2, leave_as_on_a_device, recorded)[0]:
+        name, said = line.split(": ", 1)
+        assert expected.get(name, "the communicator of world has ended") in said, line

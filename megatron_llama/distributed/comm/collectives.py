@@ -95,7 +95,7 @@ def all_reduce(
     note = _issue(axis, "all_reduce", tensor)
 
     def issue(is_async: bool) -> Any:
-        return dist.all_reduce(tensor.data, op, group=axis.group, async_op=is_async)
+        return dist.all_reduce(tensor.data, op, group=axis.communicator, async_op=is_async)
 
     return _start(axis, "all_reduce", note, issue, async_op=async_op)
 
@@ -110,7 +110,7 @@ def all_gather(full: Tensor, shard: Tensor, axis: Axis, *, async_op: bool = True
     note = _issue(axis, "all_gather", full)
 
     def issue(is_async: bool) -> Any:
-        return all_gather_single(full.data, shard.data, group=axis.group, async_op=is_async)
+        return all_gather_single(full.data, shard.data, group=axis.communicator, async_op=is_async)
 
     return _start(axis, "all_gather", note, issue, async_op=async_op)
 
@@ -127,7 +127,9 @@ def reduce_scatter(shard: Tensor, full: Tensor, axis: Axis, *, async_op: bool = 
         return _exchange_and_sum(shard.data, full.data, axis, note)
 
     def issue(is_async: bool) -> Any:
-        return reduce_scatter_single(shard.data, full.data, group=axis.group, async_op=is_async)
+        return reduce_scatter_single(
+            shard.data, full.data, group=axis.communicator, async_op=is_async
+        )
 
     return _start(axis, "reduce_scatter", note, issue, async_op=async_op)
 
@@ -137,7 +139,7 @@ def _exchange_and_sum(shard: Tensor, full: Tensor, axis: Axis, note: Note | None
     # the message size. A direct exchange summed in rank order sends the minimum and gives every
     # element the same value in any bucket.
     received = torch.empty_like(full)
-    work = dist.all_to_all_single(received, full, group=axis.group, async_op=True)
+    work = dist.all_to_all_single(received, full, group=axis.communicator, async_op=True)
     parts = received.view(axis.size, -1)
 
     def add_in_rank_order() -> None:

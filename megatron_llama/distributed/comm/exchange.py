@@ -62,7 +62,7 @@ def gather(
         return _CheckedExchange(exchange, axis, "all_gather", index, full, before=copy)
 
     def issue() -> Any:
-        return all_gather_single(full.data, shard.data, group=axis.group, async_op=True)
+        return all_gather_single(full.data, shard.data, group=axis.communicator, async_op=True)
 
     return _CheckedExchange(_BackendExchange(issue), axis, "all_gather", index, full)
 
@@ -174,7 +174,7 @@ class Reductions:
                 cast_back = _copying(shard, target)
 
             def issue() -> Any:
-                return reduce_scatter_single(target, sent, group=axis.group, async_op=True)
+                return reduce_scatter_single(target, sent, group=axis.communicator, async_op=True)
 
             exchange = _BackendExchange(issue)
         return _CheckedExchange(
@@ -222,7 +222,7 @@ def all_reduce(
     else:
 
         def issue() -> Any:
-            return dist.all_reduce(sent, group=axis.group, async_op=True)
+            return dist.all_reduce(sent, group=axis.communicator, async_op=True)
 
         exchange = _BackendExchange(issue)
     return _CheckedExchange(
@@ -279,7 +279,8 @@ class _BackendExchange:
         self._work = self._issue()
 
     def wait(self) -> None:
-        assert self._work is not None
+        if self._work is None:
+            raise RuntimeError("a message was waited for that could not be sent")
         self._work.wait()
         self._work = None
 

@@ -32,7 +32,7 @@ def all_reduce_max(value: int, axis: Axis) -> tuple[torch.Tensor, Pending]:
     It lives on the host, so that asking never waits for a device."""
     found = torch.tensor(value)
     work = (
-        dist.all_reduce(found, dist.ReduceOp.MAX, group=axis.group, async_op=True)
+        dist.all_reduce(found, dist.ReduceOp.MAX, group=axis.communicator, async_op=True)
         if axis.size > 1
         else None
     )
@@ -46,7 +46,8 @@ def all_gather_float(value: float, axis: Axis) -> list[float]:
     found = torch.full((axis.size,), value, dtype=torch.float64)
     if axis.size > 1:
         with axis.recorder.waiting(AGREEMENT):
-            all_gather_single(found, found[axis.rank : axis.rank + 1].clone(), group=axis.group)
+            own = found[axis.rank : axis.rank + 1].clone()
+            all_gather_single(found, own, group=axis.communicator)
     return found.tolist()
 
 
@@ -57,7 +58,7 @@ def gather_object(value: T, axis: Axis) -> list[T] | None:
         return [value]
     found: list[Any] | None = [None] * axis.size if axis.rank == 0 else None
     with axis.recorder.waiting(AGREEMENT):
-        dist.gather_object(value, found, group=axis.group, group_dst=0)
+        dist.gather_object(value, found, group=axis.communicator, group_dst=0)
     return found
 
 
@@ -66,7 +67,7 @@ def all_gather_object(value: T, axis: Axis) -> list[T]:
     found: list[Any] = [value] * axis.size
     if axis.size > 1:
         with axis.recorder.waiting(AGREEMENT):
-            dist.all_gather_object(found, value, group=axis.group)
+            dist.all_gather_object(found, value, group=axis.communicator)
     return found
 
 
@@ -79,7 +80,7 @@ def raise_error_on_all_ranks(error: UserError | None, axis: Axis) -> None:
         return
     found: list[UserError | None] = [None] * axis.size
     with axis.recorder.waiting(AGREEMENT):
-        dist.all_gather_object(found, error, group=axis.group)
+        dist.all_gather_object(found, error, group=axis.communicator)
     failed = [(rank, one) for rank, one in enumerate(found) if one is not None]
     if failed:
         raise common_error(failed, axis.size)
@@ -102,7 +103,7 @@ def broadcast_object(value: T, axis: Axis) -> T:
     box = [value]
     if axis.size > 1:
         with axis.recorder.waiting(AGREEMENT):
-            dist.broadcast_object_list(box, group=axis.group, group_src=0)
+            dist.broadcast_object_list(box, group=axis.communicator, group_src=0)
     return box[0]
 
 

@@ -47,7 +47,7 @@ def send(tensor: Tensor, axis: Axis, to: int) -> Transfer:
     """Start sending to the rank at position ``to`` of the axis."""
     data = tensor.data.contiguous()
     note = axis.recorder.count(axis.name, "send", data.numel() * data.element_size())
-    work = dist.isend(data, group=axis.group, group_dst=to)
+    work = dist.isend(data, group=axis.communicator, group_dst=to)
     assert work is not None
     return Transfer(axis, data, work, "to", to, note)
 
@@ -55,7 +55,7 @@ def send(tensor: Tensor, axis: Axis, to: int) -> Transfer:
 def receive(buffer: Tensor, axis: Axis, source: int) -> Transfer:
     """Start receiving into ``buffer`` from the rank at position ``source`` of the axis."""
     note = axis.recorder.count(axis.name, "receive", buffer.numel() * buffer.element_size())
-    work = dist.irecv(buffer, group=axis.group, group_src=source)
+    work = dist.irecv(buffer, group=axis.communicator, group_src=source)
     assert work is not None
     return Transfer(axis, buffer, work, "from", source, note)
 
@@ -65,8 +65,8 @@ def exchange(tensor: Tensor, buffer: Tensor, axis: Axis, *, to: int, source: int
     ``buffer`` from the rank at position ``source``."""
     sent = axis.recorder.count(axis.name, "send", tensor.numel() * tensor.element_size())
     received = axis.recorder.count(axis.name, "receive", buffer.numel() * buffer.element_size())
-    outgoing = dist.P2POp(dist.isend, tensor.data, group=axis.group, group_peer=to)
-    incoming = dist.P2POp(dist.irecv, buffer.data, group=axis.group, group_peer=source)
+    outgoing = dist.P2POp(dist.isend, tensor.data, group=axis.communicator, group_peer=to)
+    incoming = dist.P2POp(dist.irecv, buffer.data, group=axis.communicator, group_peer=source)
     # One batch: NCCL would otherwise run the two one after the other, and a ring in which every
     # rank sends first would wait forever.
     works = dist.batch_isend_irecv([outgoing, incoming])

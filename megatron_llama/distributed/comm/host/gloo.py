@@ -23,9 +23,9 @@ from megatron_llama.plans.buckets import ALIGN, MAX_PIECES, align_up
 def carries(axis: Axis, device: torch.device) -> bool:
     """Whether gloo moves tensors of a device along an axis."""
     return (
-        axis.group is not None
+        axis.communicator is not None
         and device.type == "cpu"
-        and axis.group._get_backend(device).name() == "gloo"
+        and axis.communicator._get_backend(device).name() == "gloo"
     )
 
 
@@ -75,8 +75,8 @@ class _Transfers:
     """The messages that one exchange sends and receives."""
 
     def __init__(self, axis: Axis, outgoing: list[_Message], incoming: list[_Message]) -> None:
-        assert axis.group is not None
-        self._group: dist.ProcessGroup | None = axis.group
+        assert axis.communicator is not None
+        self._group: dist.ProcessGroup | None = axis.communicator
         self._outgoing = outgoing
         self._incoming = incoming
         self._receives: list[dist.Work] | None = None
