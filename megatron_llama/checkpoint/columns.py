@@ -40,8 +40,8 @@ def column_pieces(engine: OverlappedDistributedOptimizer, mesh: Mesh) -> Iterato
         alone = mesh.dp.rank == 0 and not (spec.tied and mesh.embedding.rank)
         primary = alone and (here < column.total or mesh.tp.rank == 0)
         tensors = {UPDATES: column.updates, HOT: column.selected}
-        for part in spec.slices:
-            rectangle = Rectangle(part.name, (column.total,), (column.first,), (here,), 0)
+        for name in dict.fromkeys(part.name for part in spec.slices):
+            rectangle = Rectangle(name, (column.total,), (column.first,), (here,), 0)
             yield ShardPiece(rectangle, tensors, primary)
     progress = engine.progress()
     if progress is not None:

@@ -268,7 +268,7 @@ def require_complete(folder: Path, config: Config, *, optimizer: bool) -> None:
         )
         for unit in units
         for spec in unit.params
-        for part in spec.slices
+        for part in {part.name: part for part in spec.slices}.values()
         for state in ("master", *(MOMENTS if optimizer and spec.trainable else ()))
     ]
     _refuse_incomplete(

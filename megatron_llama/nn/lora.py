@@ -9,6 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import groupby
+from operator import attrgetter
 from typing import cast
 
 import torch
@@ -111,8 +113,12 @@ def add_adapters(stage: nn.Module, specs: Sequence[ParamSpec], lora: LoraConfig)
     adapted = {part.name for spec in specs if spec.adapter for part in spec.slices}
     for spec in specs:
         parts = [
-            Part(projection_of(part.name), part.rows, adapter_names(part.name)[0] in adapted)
-            for part in spec.slices
+            Part(
+                projection_of(name),
+                sum(part.rows for part in slices),
+                adapter_names(name)[0] in adapted,
+            )
+            for name, slices in groupby(spec.slices, attrgetter("name"))
         ]
         if not any(part.adapted for part in parts):
             continue

@@ -21,13 +21,17 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from functools import partial
-from itertools import zip_longest
+from itertools import groupby, zip_longest
+from operator import attrgetter
 
+from megatron_llama.config.families import FAMILIES
+from megatron_llama.config.families.family import Family
 from megatron_llama.config.schema import Config, LoraConfig, ModelConfig
 from megatron_llama.plans.schedule import placement_of
 
 PROJECTIONS = LoraConfig().lora_target_modules
-"""The linear layers of a transformer block, by HuggingFace's names."""
+"""The linear layers of a transformer block, by LLaMA's names in HuggingFace."""
+QKV = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
 ROW_PARALLEL = ("o_proj", "down_proj")
 """Projections whose inputs are split over tp; the others' outputs are."""
 VOCABULARY_TENSORS = ("model.embed_tokens.weight", "lm_head.weight")
@@ -260,30 +264,29 @@ class Shapes:
         """One transformer block, in the order of its forward pass."""
         m = self.model
         prefix = f"model.layers.{layer}"
+        before = m.norm_position in ("before", "both")
+        behind = m.norm_position in ("after", "both")
         query = m.num_attention_heads * m.head_dim
-        return UnitSpec(
-            f"layers.{layer}",
-            (
-                self._norm(f"{prefix}.input_layernorm.weight"),
-                *self._attention_inputs(f"{prefix}.self_attn"),
-                self._rows(f"{prefix}.self_attn.o_proj.weight", query),
-                self._norm(f"{prefix}.post_attention_layernorm.weight"),
-                self._columns(
-                    f"{prefix}.mlp.gate_up_proj.weight",
-                    [
-                        (f"{prefix}.mlp.{name}_proj.weight", m.intermediate_size)
-                        for name in ("gate", "up")
-                    ],
-                ),
-                self._rows(f"{prefix}.mlp.down_proj.weight", m.intermediate_size),
+        params = (
+            *self._block_norm(prefix, "input_layernorm", present=before),
+            *self._attention_inputs(prefix),
+            *self._head_norms(prefix),
+            *self._rows(prefix, "self_attn.o_proj", query, bias=m.attention_bias),
+            *self._block_norm(prefix, "post_self_attn_layernorm", present=behind),
+            *self._block_norm(prefix, "post_attention_layernorm", present=before),
+            *self._columns(
+                prefix, "mlp.gate_up_proj", ("mlp.gate_proj", "mlp.up_proj"), bias=m.mlp_bias
             ),
-            is_block=True,
+            *self._rows(prefix, "mlp.down_proj", m.intermediate_size, bias=m.mlp_bias),
+            *self._block_norm(prefix, "post_mlp_layernorm", present=behind),
         )
+        return UnitSpec(f"layers.{layer}", params, is_block=True)
 
     def head(self, *, tied: bool, shared: bool) -> UnitSpec:
         """Final norm and output head. ``shared``: the head is the embedding of the same process and
         is not listed again."""
-        norm = self._norm("model.norm.weight")
+        name = "model.norm.weight"
+        norm = self._norm(name, name)
         if shared:
             return UnitSpec("head", (norm,))
         source = "model.embed_tokens.weight" if tied else "lm_head.weight"
@@ -294,32 +297,60 @@ class Shapes:
         apart from keys and values: those are copies, and each rank sees only the gradient through
         its own queries."""
         m = self.model
-        query = m.num_attention_heads * m.head_dim
-        key_value = m.num_key_value_heads * m.head_dim
-        names = [f"{prefix}.{name}_proj.weight" for name in "qkv"]
+        bias = m.attention_bias or m.add_qkv_bias
         copies = kv_copies(m, self.tp)
         if copies == 1:
-            return (
-                self._columns(
-                    f"{prefix}.qkv_proj.weight",
-                    list(zip(names, (query, key_value, key_value), strict=True)),
-                ),
+            return self._columns(prefix, "self_attn.qkv_proj", QKV, bias=bias)
+        queries = self._columns(prefix, QKV[0], QKV[:1], bias=bias)
+        shared = self._sharing(copies)._columns(prefix, "self_attn.kv_proj", QKV[1:], bias=bias)
+        return *queries, *(replace(spec, copies=copies, partial_grad=True) for spec in shared)
+
+    def _sharing(self, copies: int) -> Shapes:
+        """Return the shapes as if tp were the number of key/value heads, so that neighbours get the
+        same rows."""
+        return replace(self, tp=self.tp // copies, tp_rank=self.tp_rank // copies)
+
+    def _head_norms(self, prefix: str) -> tuple[ParamSpec, ...]:
+        """The norms of queries and keys: one weight for all heads, or rows that are split as those
+        of the projection."""
+        m = self.model
+        names = ("self_attn.q_norm", "self_attn.k_norm")
+        if m.qk_norm == "none":
+            return ()
+        if m.qk_norm == "head":
+            # Each rank applies them to its own heads.
+            return tuple(
+                self._vector(
+                    f"{prefix}.{name}.weight",
+                    f"{prefix}.{self._family.tensors.get(name, name)}.weight",
+                    m.head_dim,
+                    partial_grad=True,
+                )
+                for name in names
             )
-        # As if tp were the number of key/value heads: neighbours get the same rows.
-        shared = replace(self, tp=m.num_key_value_heads, tp_rank=self.tp_rank // copies)
-        kv = shared._columns(f"{prefix}.kv_proj.weight", [(name, key_value) for name in names[1:]])
-        return self._columns(names[0], [(names[0], query)]), replace(
-            kv, copies=copies, partial_grad=True
+        copies = kv_copies(m, self.tp)
+        query = self._split_vector(prefix, names[0], m.num_attention_heads * m.head_dim)
+        key = self._sharing(copies)._split_vector(
+            prefix, names[1], m.num_key_value_heads * m.head_dim
+        )
+        return query, replace(key, copies=copies, partial_grad=copies > 1)
+
+    def _block_norm(self, prefix: str, module: str, *, present: bool) -> tuple[ParamSpec, ...]:
+        theirs = self._family.tensors.get(module, module)
+        norm = self._norm(f"{prefix}.{module}.weight", f"{prefix}.{theirs}.weight")
+        return (norm,) if present else ()
+
+    def _norm(self, name: str, theirs: str) -> ParamSpec:
+        # With sequence parallelism each rank normalizes its part of the sequence.
+        return self._vector(
+            name, theirs, self.model.hidden_size, partial_grad=self.sequence_parallel
         )
 
-    def _norm(self, name: str) -> ParamSpec:
-        # With sequence parallelism each rank normalizes its part of the sequence.
-        return self._vector(name, self.model.hidden_size, partial_grad=self.sequence_parallel)
-
-    def _vector(self, name: str, size: int, *, partial_grad: bool) -> ParamSpec:
-        """A vector that every tp rank holds. ``partial_grad``: each of them applies it to other
-        positions or heads, so that their gradients are to be summed."""
-        part = HFSlice(name, (size,), 0, size)
+    def _vector(self, name: str, theirs: str, size: int, *, partial_grad: bool) -> ParamSpec:
+        """A vector that every tp rank holds, ``theirs`` in the HuggingFace model. ``partial_grad``:
+        each of them applies it to other positions or heads, so that their gradients are to be
+        summed."""
+        part = HFSlice(theirs, (size,), 0, size)
         partial_grad = partial_grad and self.tp > 1
         return ParamSpec(
             name,
@@ -332,24 +363,79 @@ class Shapes:
             resident=True,
         )
 
-    def _columns(self, name: str, parts: Sequence[tuple[str, int]]) -> ParamSpec:
-        """A fused column-parallel weight: each part (name, rows) is split by rows over tp, and the
-        rank's shares are stacked."""
-        hidden = self.model.hidden_size
+    def _split_vector(self, prefix: str, module: str, size: int) -> ParamSpec:
+        """A norm's weight over all heads, split over tp."""
+        local = size // self.tp
+        name = f"{prefix}.{self._family.tensors.get(module, module)}.weight"
+        part = HFSlice(name, (size,), 0, local, hf_row=self.tp_rank * local)
+        return ParamSpec(
+            f"{prefix}.{module}.weight",
+            (local,),
+            (part,),
+            decay=False,
+            stage=self.stage,
+            resident=True,
+        )
+
+    def _columns(
+        self, prefix: str, name: str, modules: Sequence[str], *, bias: bool
+    ) -> tuple[ParamSpec, ...]:
+        """A fused column-parallel weight, and its bias: the outputs of each of the modules are
+        split over tp, and the rank's shares are stacked."""
+        outputs = self._outputs
         row = 0
         slices = []
-        for part, rows in parts:
-            local = rows // self.tp
-            slices.append(HFSlice(part, (rows, hidden), row, local, hf_row=self.tp_rank * local))
+        for module in modules:
+            theirs, rows, first = self._family.place(module, outputs)
+            local = outputs[module] // self.tp
+            slices.append(
+                HFSlice(
+                    f"{prefix}.{theirs}", (rows,), row, local, hf_row=first + self.tp_rank * local
+                )
+            )
             row += local
-        return ParamSpec(name, (row, hidden), tuple(slices), decay=True, stage=self.stage)
+        build = partial(ParamSpec, stage=self.stage)
+        hidden = self.model.hidden_size
+        weight = build(
+            f"{prefix}.{name}.weight",
+            (row, hidden),
+            tuple(
+                replace(part, name=f"{part.name}.weight", shape=(*part.shape, hidden))
+                for part in slices
+            ),
+            decay=True,
+        )
+        if not bias:
+            return (weight,)
+        parts = tuple(replace(part, name=f"{part.name}.bias") for part in slices)
+        vector = build(f"{prefix}.{name}.bias", (row,), parts, decay=False, resident=True)
+        return weight, vector
 
-    def _rows(self, name: str, inputs: int) -> ParamSpec:
-        """A row-parallel weight: its input columns are split over tp."""
+    @property
+    def _outputs(self) -> dict[str, int]:
+        """The outputs of a block's column-parallel modules, over all tp ranks."""
+        m = self.model
+        query = m.num_attention_heads * m.head_dim
+        key_value = m.num_key_value_heads * m.head_dim
+        sizes = dict(zip(QKV, (query, key_value, key_value), strict=True))
+        return sizes | dict.fromkeys(("mlp.gate_proj", "mlp.up_proj"), m.intermediate_size)
+
+    def _rows(self, prefix: str, module: str, inputs: int, *, bias: bool) -> tuple[ParamSpec, ...]:
+        """A row-parallel weight, whose input columns are split over tp, and its bias, which is
+        added to the sum over tp."""
         hidden = self.model.hidden_size
         local = inputs // self.tp
-        part = HFSlice(name, (hidden, inputs), 0, hidden, hf_col=self.tp_rank * local)
-        return ParamSpec(name, (hidden, local), (part,), decay=True, stage=self.stage)
+        name = f"{prefix}.{module}"
+        theirs = f"{prefix}.{self._family.tensors.get(module, module)}"
+        part = HFSlice(f"{theirs}.weight", (hidden, inputs), 0, hidden, hf_col=self.tp_rank * local)
+        weight = ParamSpec(f"{name}.weight", (hidden, local), (part,), decay=True, stage=self.stage)
+        if not bias:
+            return (weight,)
+        return weight, self._norm(f"{name}.bias", f"{theirs}.bias")
+
+    @property
+    def _family(self) -> Family:
+        return FAMILIES[self.model.model_type]
 
     def _vocab(self, name: str, source: str, tied: bool, contributions: int) -> ParamSpec:
         m = self.model
@@ -396,12 +482,23 @@ def _with_adapters(
     params: list[ParamSpec] = []
     for spec in unit.params:
         params.append(replace(spec, trainable=False))
-        for part in spec.slices:
-            if unit.is_block and projection_of(part.name) in lora.lora_target_modules:
+        if not unit.is_block or len(spec.shape) < 2:
+            continue
+        for name, parts in groupby(spec.slices, attrgetter("name")):
+            if projection_of(name) in lora.lora_target_modules:
                 params += _adapter(
-                    spec, part, lora.lora_rank, tp, sequence_parallel=sequence_parallel
+                    spec, tuple(parts), lora.lora_rank, tp, sequence_parallel=sequence_parallel
                 )
     return replace(unit, params=tuple(params))
+
+
+def projections(model: ModelConfig) -> tuple[str, ...]:
+    """The linear layers of a transformer block, by their names in the HuggingFace model."""
+    found: dict[str, None] = {}
+    for name, shape in hf_shapes(replace(model, num_hidden_layers=1)).items():
+        if ".layers." in name and len(shape) == 2:
+            found[projection_of(name)] = None
+    return tuple(found)
 
 
 def projection_of(name: str) -> str:
@@ -410,22 +507,28 @@ def projection_of(name: str) -> str:
 
 
 def _adapter(
-    spec: ParamSpec, part: HFSlice, rank: int, tp: int, *, sequence_parallel: bool
+    spec: ParamSpec, parts: tuple[HFSlice, ...], rank: int, tp: int, *, sequence_parallel: bool
 ) -> tuple[ParamSpec, ParamSpec]:
-    """A [rank, inputs] and B [outputs, rank] of one slice of a weight.
+    """A [rank, inputs] and B [outputs, rank] of the slices of a weight that are one HuggingFace
+    tensor.
 
     The half at the weight's split side is split over tp too, the other half is repeated. A repeated
     half sees only a part of its gradient where the tp ranks compute with different inputs
     (row-parallel) or different positions (sequence parallelism)."""
-    a, b = adapter_names(part.name)
-    projection = projection_of(part.name)
-    (outputs, inputs) = part.shape
+    name = parts[0].name
+    a, b = adapter_names(name)
+    projection = projection_of(name)
+    (outputs, inputs) = parts[0].shape
+    rows = sum(part.rows for part in parts)
     local = f"{spec.name.removesuffix('.weight')}.adapters.{projection}"
-    in_a = HFSlice(a, (rank, inputs), 0, rank, hf_col=part.hf_col)
-    in_b = HFSlice(b, (outputs, rank), 0, part.rows, hf_row=part.hf_row)
+    in_a = HFSlice(a, (rank, inputs), 0, rank, hf_col=parts[0].hf_col)
+    in_b = tuple(
+        HFSlice(b, (outputs, rank), part.row - parts[0].row, part.rows, hf_row=part.hf_row)
+        for part in parts
+    )
     build = partial(ParamSpec, decay=True, stage=spec.stage, adapter=True)
     first = build(f"{local}.{LORA_A}.weight", (rank, spec.shape[1]), (in_a,))
-    second = build(f"{local}.{LORA_B}.weight", (part.rows, rank), (in_b,))
+    second = build(f"{local}.{LORA_B}.weight", (rows, rank), in_b)
     if projection in ROW_PARALLEL:
         return first, replace(second, copies=tp, partial_grad=tp > 1)
     return replace(first, copies=tp, partial_grad=sequence_parallel and tp > 1), replace(

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from megatron_llama.config.schema import Config, ModelConfig, OptimizerConfig, ParallelConfig
+from megatron_llama.config.schema import Config, LoraConfig, ModelConfig, OptimizerConfig, ParallelConfig
 from megatron_llama.distributed.mesh import Axis, Mesh
 from megatron_llama.distributed.recorder import Recorder
 from megatron_llama.model.llama import Stage, StageOptions
@@ -17,11 +17,13 @@ from megatron_llama.plans.params import (
     ParamSpec,
     Partition,
     UnitSpec,
+    adapter_shapes,
     hf_shapes,
     kv_copies,
     padded_vocab_size,
     parameter_count,
     partition_of,
+    projections,
     rank_units,
     rectangles,
     split_layers,
@@ -43,6 +45,16 @@ TIED = ModelConfig(**(vars(GQA) | {"tie_word_embeddings": True, "num_key_value_h
 ONE_KV_HEAD = replace(GQA, num_key_value_heads=1)
 GRIDS = [(tp, pp) for tp in (1, 2, 4, 8) for pp in (1, 2, 4)]
 models = pytest.mark.parametrize("model", [GQA, TIED, ONE_KV_HEAD], ids=["gqa", "tied", "one kv head"])
+FAMILIES = {
+    "all biases": replace(GQA, attention_bias=True, mlp_bias=True),
+    "qwen2": replace(GQA, model_type="qwen2", add_qkv_bias=True),
+    "qwen3": replace(GQA, model_type="qwen3", qk_norm="head"),
+    "phi3": replace(GQA, model_type="phi3"),
+    "gemma3": replace(GQA, model_type="gemma3_text", qk_norm="head", norm_position="both"),
+    "norms behind": replace(GQA, qk_norm="projection", norm_position="after"),
+}
+FAMILIES |= {f"{name}, one kv head": replace(model, num_key_value_heads=1) for name, model in FAMILIES.items()}
+families = pytest.mark.parametrize("model", FAMILIES.values(), ids=FAMILIES.keys())
 
 
 def even(layers: int, stages: int) -> Partition:
@@ -108,14 +120,16 @@ def local_parameter(name: str, hf: dict[str, Tensor], model: ModelConfig, tp: in
     def rows(weight: Tensor) -> Tensor:
         return weight.chunk(tp)[rank]
 
-    if name.endswith("qkv_proj.weight"):
+    heads = model.num_key_value_heads
+    if ".qkv_proj." in name:
         return torch.cat([rows(hf[name.replace("qkv_proj", part)]) for part in ("q_proj", "k_proj", "v_proj")])
-    if name.endswith("kv_proj.weight"):
-        heads = model.num_key_value_heads
+    if ".kv_proj." in name:
         return torch.cat([hf[name.replace("kv_proj", part)].chunk(heads)[rank * heads // tp] for part in ("k_proj", "v_proj")])
-    if name.endswith("q_proj.weight"):
+    if ".q_proj." in name or (".q_norm." in name and model.qk_norm == "projection"):
         return rows(hf[name])
-    if name.endswith("gate_up_proj.weight"):
+    if ".k_norm." in name and model.qk_norm == "projection":
+        return hf[name].chunk(min(tp, heads))[rank * min(tp, heads) // tp]
+    if ".gate_up_proj." in name:
         return torch.cat([rows(hf[name.replace("gate_up_proj", part)]) for part in ("gate_proj", "up_proj")])
     if name.endswith(("o_proj.weight", "down_proj.weight")):
         return hf[name].chunk(tp, dim=1)[rank]
@@ -124,6 +138,78 @@ def local_parameter(name: str, hf: dict[str, Tensor], model: ModelConfig, tp: in
         padding = padded_vocab_size(model, tp) - model.vocab_size
         return rows(torch.nn.functional.pad(weight, (0, 0, 0, padding), value=-1))
     return hf[name]
+
+
+def by_our_names(hf: dict[str, Tensor], model: ModelConfig) -> dict[str, Tensor]:
+    """The tensors of a family by LLaMA's names, those that it stores as one apart."""
+    gemma = {"post_attention": "post_self_attn", "pre_feedforward": "post_attention", "post_feedforward": "post_mlp"}
+    query, key_value = (heads * model.head_dim for heads in (model.num_attention_heads, model.num_key_value_heads))
+    found = {}
+    for name, tensor in hf.items():
+        _, _, module = name.removesuffix(".weight").rpartition(".")
+        if module == "qkv_proj":
+            parts = dict(zip(("q_proj", "k_proj", "v_proj"), tensor.split([query, key_value, key_value]), strict=True))
+        elif module == "gate_up_proj":
+            parts = dict(zip(("gate_proj", "up_proj"), tensor.chunk(2), strict=True))
+        elif model.model_type == "gemma3_text":
+            first = module.removesuffix("_layernorm")
+            parts = {module.replace(first, gemma.get(first, first)): tensor}
+        else:
+            parts = {module: tensor}
+        found |= {name.replace(module, part): values for part, values in parts.items()}
+    return found
+
+
+@pytest.mark.parametrize(("tp", "pp"), [(1, 1), (2, 2), (4, 1), (8, 1)])
+@families
+def test_tensors_of_every_family(model: ModelConfig, tp: int, pp: int) -> None:
+    ours = by_our_names(hf_tensors(model), model)
+    seen: set[int] = set()
+    for rank, stage in itertools.product(range(tp), range(pp)):
+        for spec in specs_of(stage_units(model, even(4, pp), stage, tp=tp, tp_rank=rank)):
+            rebuilt = torch.full((spec.numel,), -1)
+            for piece in rectangles(spec, 0, spec.numel):
+                tensor = hf_tensors(model)[piece.name]
+                assert piece.shape == tuple(tensor.shape)
+                window = tuple(slice(start, start + size) for start, size in zip(piece.offset, piece.size, strict=True))
+                rebuilt[piece.start : piece.start + piece.numel] = tensor[window].flatten()
+            assert torch.equal(rebuilt.view(spec.shape), local_parameter(spec.name, ours, model, tp, rank)), spec.name
+            assert spec.decay == (len(spec.shape) > 1) == (not spec.resident)
+            seen |= set(rebuilt.tolist())
+    assert seen - {-1} == set(range(parameter_count(model)))
+
+
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+@pytest.mark.parametrize("tp", [1, 4, 8])
+@families
+def test_vectors_that_several_ranks_hold(model: ModelConfig, tp: int, sequence_parallel: bool) -> None:
+    """By what each rank applies them to: all of them to their own heads, or to their part of the sequence."""
+    shared = kv_copies(model, tp)
+    for spec in specs_of(stage_units(model, even(4, 1), 0, tp=tp, sequence_parallel=sequence_parallel)):
+        _, _, module = spec.name.removesuffix(".bias").removesuffix(".weight").rpartition(".")
+        whole = {"q_norm": tp > 1, "k_norm": tp > 1}
+        split = {"qkv_proj": (1, False), "q_proj": (1, False), "gate_up_proj": (1, False), "kv_proj": (shared, shared > 1)}
+        if model.qk_norm == "projection":
+            split |= {"q_norm": (1, False), "k_norm": (shared, shared > 1)}
+        if len(spec.shape) == 1:
+            expected = split.get(module, (tp, whole.get(module, sequence_parallel and tp > 1)))
+            assert (spec.copies, spec.partial_grad) == expected, spec.name
+
+
+def test_a_fused_tensor_of_huggingface_has_one_addition() -> None:
+    lora = LoraConfig(lora_rank=2, lora_target_modules=("qkv_proj", "gate_up_proj"))
+    model = FAMILIES["phi3"]
+    outputs = (8 + 2 * 4) * model.head_dim
+    assert projections(model) == ("qkv_proj", "o_proj", "gate_up_proj", "down_proj")
+    assert projections(GQA) == ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+    shapes = adapter_shapes(model, lora)
+    assert len(shapes) == 4 * model.num_hidden_layers
+    assert shapes["model.layers.0.self_attn.qkv_proj.lora_B.weight"] == (outputs, 2)
+    specs = {spec.name: spec for spec in specs_of(stage_units(model, even(4, 1), 0, tp=2, tp_rank=1, lora=lora))}
+    second = specs["model.layers.0.self_attn.qkv_proj.adapters.qkv_proj.lora_B.weight"]
+    assert second.shape == (outputs // 2, 2)
+    # The second half of the queries, of the keys and of the values.
+    assert [(part.row, part.rows, part.hf_row) for part in second.slices] == [(0, 24, 24), (24, 12, 60), (36, 12, 84)]
 
 
 @pytest.mark.parametrize(("tp", "pp"), GRIDS)

@@ -4,9 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from megatron_llama.config.families import FAMILIES
 from megatron_llama.config.schema import Config
 from megatron_llama.errors import describe
-from megatron_llama.plans.params import PROJECTIONS, adapter_shapes, is_frozen
+from megatron_llama.plans.params import (
+    PROJECTIONS,
+    adapter_shapes,
+    is_frozen,
+    kv_copies,
+    projections,
+)
 
 
 def lora_problems(config: Config) -> Iterator[str]:
@@ -21,17 +28,6 @@ def lora_problems(config: Config) -> Iterator[str]:
             expected="0: nothing in a step is random",
             do="leave it out",
         )
-    strange = [name for name in lora.lora_target_modules if name not in PROJECTIONS]
-    if strange or not lora.lora_target_modules:
-        got = " ".join(strange) or "nothing"
-        yield describe(
-            "--lora-target-modules",
-            got=got,
-            expected=f"some of {', '.join(PROJECTIONS)}",
-            do=f"separate them by spaces: {got.replace(',', ' ')}"
-            if "," in got
-            else "correct it or leave it out",
-        )
     complete = (
         min(
             model.num_hidden_layers,
@@ -41,7 +37,35 @@ def lora_problems(config: Config) -> Iterator[str]:
             model.head_dim,
         )
         > 0
-    )
+    ) and model.model_type in FAMILIES
+    known = projections(model) if complete else PROJECTIONS
+    strange = [name for name in lora.lora_target_modules if name not in known]
+    if strange or not lora.lora_target_modules:
+        got = " ".join(strange) or "nothing"
+        yield describe(
+            "--lora-target-modules",
+            got=got,
+            expected=f"some of {', '.join(known)}",
+            do=f"separate them by spaces: {got.replace(',', ' ')}"
+            if "," in got
+            else "correct it or leave it out",
+        )
+    tp = config.parallel.tensor_model_parallel_size
+    apart = kv_copies(model, tp) > 1 if complete and tp > 0 else False
+    if (
+        lora.lora_rank > 0
+        and apart
+        and "qkv_proj" in known
+        and "qkv_proj" in lora.lora_target_modules
+    ):
+        # Queries are then a weight apart from keys and values, which have copies; one A for both
+        # would get its gradient from two layers.
+        yield describe(
+            "--lora-target-modules qkv_proj",
+            got=f"--tensor-model-parallel-size {tp}",
+            expected=f"at most num_key_value_heads {model.num_key_value_heads}",
+            do="leave qkv_proj out, or use fewer tensor-parallel ranks",
+        )
     if complete and lora.lora_rank > 0 and config.optimizer.freeze:
         names = adapter_shapes(model, lora)
         if names and all(is_frozen(name, config.optimizer.freeze) for name in names):
