@@ -108,7 +108,11 @@ class GradientBuckets:
         after every microbatch."""
         self.bucket_plan = bucket_plan
         self.reduce_every_microbatch = reduce_every_microbatch
-        self._find_unused = find_unused
+        self.find_unused = find_unused
+        self.agree_to_reduce: Callable[[int], None] = lambda bucket: None
+        """Called, where counting is open, before a bucket is reduced because another one needs its
+        slot. That follows from what this rank has written, so ranks that may differ in it have to
+        agree here: it raises on all of them if they do."""
         self._recorder = shard_axis.recorder
         self._stream = stream
         self._reduced = reduced
@@ -178,6 +182,8 @@ class GradientBuckets:
         """By bucket and parameter, contributions of this round, where counting is open."""
         self._pass: dict[str, int] = {}
         """By parameter, contributions of this backward pass."""
+        self._sequence: list[str] = []
+        """The parameters of these contributions, one by one, where counting is open."""
         self._passes: list[Mapping[str, int]] = []
         """The backward passes of this step that have ended."""
         self._recorded: dict[int, list[Mapping[str, int]]] = {}
@@ -221,8 +227,9 @@ class GradientBuckets:
     def begin_rounds(self, rounds: GradientRounds | None) -> None:
         """Start a step with these rounds; None: counting is open, and so it always is with
         ``find_unused``."""
-        self._rounds = None if self._find_unused else rounds
+        self._rounds = None if self.find_unused else rounds
         self._pass = {}
+        self._sequence = []
         self._passes = []
         if self._rounds is None:
             self._recorded = {bucket: [] for bucket in self.trainable}
@@ -275,6 +282,7 @@ class GradientBuckets:
         slot = self.bucket_plan.gradient_slots[bucket]
         user = self._slot_user.get(slot)
         if user is not None and self._state[user] is State.OPEN and self._rounds is None:
+            self.agree_to_reduce(user)
             self._close(user)
         if user is not None and self._state[user] is State.OPEN:
             missing = ", ".join(self._missing[user])
@@ -301,6 +309,7 @@ class GradientBuckets:
         if self._rounds is None:
             written = self._written[bucket]
             written[name] = written.get(name, 0) + 1
+            self._sequence.append(name)
             return
         missing = self._missing[bucket]
         if name not in missing:
@@ -332,6 +341,7 @@ class GradientBuckets:
         found = self._pass
         number = len(self._passes)
         self._pass = {}
+        self._sequence = []
         self._passes.append(found)
         if self._rounds is None:
             for bucket in self.trainable if self.reduce_every_microbatch else ():
@@ -355,6 +365,12 @@ class GradientBuckets:
             f"backward pass {number + 1} of {len(passes)} ended with other gradients than planned: "
             f"{', '.join(differing)}"
         )
+
+    def sequence(self) -> tuple[str, ...]:
+        """Returns the parameters that have had contributions in this backward pass, one by one,
+        where counting is open. Ranks with the same sequence reduce the same buckets in the same
+        order, now and by the rounds that are recorded."""
+        return tuple(self._sequence)
 
     def recorded_rounds(self) -> GradientRounds:
         """Returns what happened in the last step whose counting was open, for ``begin_rounds`` of
@@ -475,7 +491,7 @@ class GradientBuckets:
         """Yields for each bucket the parameters that lack a contribution at the end of the step."""
         if self._rounds is not None:
             yield from self._missing.items()
-        elif not self._find_unused:
+        elif not self.find_unused:
             unwritten = set(self.without_gradient())
             for bucket in self.trainable:
                 placements = self.bucket_plan.buckets[bucket].placements
@@ -485,7 +501,7 @@ class GradientBuckets:
         if self._pass:
             self.end_backward()
         for bucket in self.trainable:
-            if self._find_unused and self._state[bucket] is not State.OPEN:
+            if self.find_unused and self._state[bucket] is not State.OPEN:
                 self._open(bucket, self.bucket_plan.label(bucket))
             if self._state[bucket] is State.OPEN:
                 self._close(bucket)

@@ -20,11 +20,12 @@ from torch.autograd import Variable
 from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 
+from megatron_llama.distributed.comm.object_collectives import all_gather_object
 from megatron_llama.nn.ops import accumulate
 from megatron_llama.nn.param_handle import param_handle_of
 from megatron_llama.sharding.accesses import Accesses, PassError, Unit
 from megatron_llama.sharding.names import clean_name
-from megatron_llama.sharding.order import END_OF_BACKWARD
+from megatron_llama.sharding.order import END_OF_BACKWARD, REDUCTION
 
 
 class BackwardPasses:
@@ -36,6 +37,9 @@ class BackwardPasses:
         self._accesses = accesses
         self._engine = accesses.engine
         self._step = accesses.step
+        self._engine.gradients.agree_to_reduce = lambda bucket: accesses.order.agree(
+            REDUCTION - bucket
+        )
         self._hooks: list[RemovableHandle] = []
         holders = accesses.holders
         for name, parameter in holders.parameters.items():
@@ -132,6 +136,7 @@ class BackwardPasses:
             unit.holders.hold_placeholders()
         self._accesses.held.clear()
         self._accesses.order.agree(END_OF_BACKWARD)
+        self._require_same_gradients()
         with peers.explained():
             try:
                 self._engine.end_backward()
@@ -140,6 +145,37 @@ class BackwardPasses:
                 raise
         self._step.in_backward = False
         self._step.backward_passes += 1
+
+    def _require_same_gradients(self) -> None:
+        """Make sure that all ranks have had the same gradients in the same order in this pass:
+        while nobody knows the order these decide what is reduced next and, in a step that is
+        recorded, what later ones reduce and when. Raises PassError on all ranks."""
+        gradients = self._engine.gradients
+        order = self._accesses.order
+        axis = self._accesses.peers.axis
+        if order.plan is not None or axis.size == 1 or gradients.find_unused:
+            return
+        if not (order.static or gradients.reduce_every_microbatch):
+            return  # the end of the step reduces everything, in the order of the plan
+        with self._accesses.peers.explained():
+            by_rank = all_gather_object(gradients.sequence(), axis)
+        rank = next((rank for rank, found in enumerate(by_rank) if found != by_rank[0]), None)
+        if rank is None:
+            return
+        alone = [
+            f"{', '.join(map(clean_name, names))} on rank {one} and not on rank {other}"
+            for one, other in ((0, rank), (rank, 0))
+            if (names := sorted(set(by_rank[one]) - set(by_rank[other])))
+        ]
+        raise PassError(
+            f"backward pass {self._step.backward_passes + 1} of a step",
+            got=f"gradients of {'; '.join(alone)}"
+            if alone
+            else f"gradients in another order on rank {rank} than on rank 0",
+            expected="the same on all ranks",
+            do="let every rank use the same parameters in the same order, or "
+            "shard(find_unused=True)",
+        )
 
     def deliver_from(self, parameter: nn.Parameter, name: str) -> None:
         """Give what autograd accumulates in ``parameter``, or in what stands for it, to the slot of

@@ -20,7 +20,8 @@ from megatron_llama.sharding.peers import OrderError, Peers
 
 END_OF_BACKWARD = -1
 STEP = -2
-"""What ranks agree on beside accesses."""
+REDUCTION = -3
+"""What ranks agree on beside accesses. ``REDUCTION - n`` is the reduction of bucket n."""
 
 
 @dataclass(frozen=True)
@@ -34,12 +35,15 @@ class StepPlan:
 class AccessOrder:
     """The accesses of the step that is under way."""
 
-    def __init__(self, names: Sequence[str], peers: Peers, *, static: bool) -> None:
-        """``names`` are those of the units; with ``static`` every step of as many microbatches does
-        what the first of them did."""
+    def __init__(
+        self, names: Sequence[str], buckets: Sequence[str], peers: Peers, *, static: bool
+    ) -> None:
+        """``names`` are those of the units, ``buckets`` those of the buckets; with ``static`` every
+        step of as many microbatches does what the first of them did."""
         self._names = names
+        self._buckets = buckets
         self._peers = peers
-        self._static = static
+        self.static = static
         self._plans: dict[int, StepPlan] = {}
         """By the number of microbatches."""
         self._microbatches = 0
@@ -145,14 +149,15 @@ class AccessOrder:
                 f"access {len(self._made)} of the step",
                 got=f"different ones ({ways})",
                 expected="the same on all ranks",
-                do="let every rank run the same units in the same order: a unit that some rank "
-                "does not need still has to run there",
+                do="let every rank run the same units in the same order (a unit that some rank "
+                "does not need still has to run there) and use the same parameters in them, or "
+                "shard(find_unused=True)",
             )
 
     def end_step(self, rounds: Callable[[], GradientRounds]) -> bool:
         """The step has ended: keep what it did as the plan of the next ones. Returns whether this
         is the first plan."""
-        if self.plan is not None or not self._static or not self._whole:
+        if self.plan is not None or not self.static or not self._whole:
             return False
         self._plans[self._microbatches] = StepPlan(tuple(self._made), rounds())
         return len(self._plans) == 1
@@ -169,6 +174,8 @@ class AccessOrder:
             return "the end of a backward pass"
         if code == STEP:
             return "engine.step()"
+        if code <= REDUCTION:
+            return f"the next gradients after those of {self._buckets[REDUCTION - code]}"
         return self._described(WeightAccess(code // 2, bool(code % 2)))
 
     def _described(self, access: WeightAccess) -> str:

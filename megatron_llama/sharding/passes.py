@@ -75,7 +75,6 @@ class Passes:
         peers: Peers,
         *,
         microbatches: int,
-        find_unused: bool,
         cast_to: torch.dtype | None,
         require_values: Callable[[], None],
     ) -> None:
@@ -85,7 +84,6 @@ class Passes:
         self._holders = holders
         self._order = order
         self._peers = peers
-        self._find_unused = find_unused
         self._cast_to = cast_to
         self._require_values = require_values
         casts = cast_to is not None
@@ -421,7 +419,7 @@ class Passes:
 
     def _require_gradients(self) -> None:
         """Raise PassError on all ranks for parameters that got no gradient on some rank."""
-        if self._find_unused:
+        if self._engine.gradients.find_unused:
             return
         missing = self._engine.gradients.without_gradient()
         by_rank = all_gather_object(missing, self._peers.axis)

@@ -265,7 +265,12 @@ def _build(
     values = first_values(engine, model)
     # Before the classes of modules change: it looks for what is exactly an nn.Linear.
     detach_linears = attach_linears(model)
-    order = AccessOrder([unit.name for unit in units], peers, static=static_order)
+    order = AccessOrder(
+        [unit.name for unit in units],
+        [bucket_plan.label(bucket.index) for bucket in bucket_plan.buckets],
+        peers,
+        static=static_order,
+    )
     passes = Passes(
         model,
         units,
@@ -274,7 +279,6 @@ def _build(
         order,
         peers,
         microbatches=microbatches,
-        find_unused=find_unused,
         cast_to=cast_to,
         require_values=values.require_initialized,
     )
