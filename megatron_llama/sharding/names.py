@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from functools import cache
+
 from torch import nn
 
 WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module")
 """Attributes under which torch.compile and torch's checkpoint wrapper keep the wrapped module."""
 
 
+@cache
 def clean_name(name: str) -> str:
     """Return a parameter's name without the wrappers of torch.compile and of checkpointing: the
     name that it has in torch.distributed.checkpoint and in the unwrapped module."""
