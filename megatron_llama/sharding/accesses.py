@@ -8,8 +8,8 @@ one outside of its call is an access too.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import nn
@@ -46,9 +46,9 @@ class Unit:
     be looked at."""
     casts: bool
     """Whether floating inputs are cast to the compute dtype."""
-    late: dict[int, Mapping[str, Placeholder]] = field(default_factory=dict)
-    """By bucket, what stands for the parameters that forward passes do not wait for: each linear
-    layer waits for its own when it is called, so that those in front of it compute meanwhile."""
+    late: frozenset[int] = frozenset()
+    """The buckets that forward passes do not wait for: each linear layer waits for its own when it
+    is called, so that those in front of it compute meanwhile."""
 
     def related(self, other: Unit) -> bool:
         """Whether one of two units is inside the other."""

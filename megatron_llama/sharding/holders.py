@@ -6,7 +6,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, MutableMapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from types import MappingProxyType
 
 from torch import Tensor, nn
 
@@ -158,6 +157,7 @@ class UnitHolders:
         self._placeholders = placeholders
         names = dict.fromkeys(name for *_, name in self._direct)
         names |= dict.fromkeys(place.name for place in self._others)
+        self._in_forward = parameters
         self._trained = [(parameters[name], parameters[name].requires_grad, name) for name in names]
         self._versions = [parameter._version for parameter, *_ in self._trained]
 
@@ -177,10 +177,19 @@ class UnitHolders:
                 return name
         return None
 
-    def hold_parameters(self, late: Mapping[str, nn.Parameter] = MappingProxyType({})) -> None:
-        """Let the unit's modules hold the parameters themselves, or what stands for them in
-        ``late``."""
-        self._hold({**self._parameters, **late} if late else self._parameters)
+    def let_wait(self, late: Mapping[str, nn.Parameter]) -> None:
+        """Let what is in ``late`` stand for parameters in forward passes from now on."""
+        self._in_forward = {
+            name: late.get(name, self._parameters[name]) for *_, name in self._trained
+        }
+
+    def hold_in_forward(self) -> None:
+        """Let the unit's modules hold the parameters themselves, or what stands for them."""
+        self._hold(self._in_forward)
+
+    def hold_parameters(self) -> None:
+        """Let the unit's modules hold the parameters themselves."""
+        self._hold(self._parameters)
 
     def hold_placeholders(self) -> None:
         """Let the unit's modules hold placeholders."""
@@ -190,8 +199,10 @@ class UnitHolders:
         for held, leaf, name in self._direct:
             found = held[leaf]
             # Another tensor comes from the user: to put ours over it would undo that in silence.
-            if found is not self._parameters[name] and not (
-                type(found) is Placeholder and found.parameter_name == clean_name(name)
+            if (
+                found is not self._placeholders[name]
+                and found is not self._in_forward[name]
+                and found is not self._parameters[name]
             ):
                 raise ShardedParameterError(
                     clean_name(name),

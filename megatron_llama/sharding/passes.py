@@ -229,9 +229,7 @@ class Passes:
                 if not recomputes:
                     accesses.require_nested(unit)
                     accesses.access_and_return(unit, backward=False)
-                    unit.holders.hold_parameters(
-                        {name: late for each in unit.late.values() for name, late in each.items()}
-                    )
+                    unit.holders.hold_in_forward()
                 elif not unit.pooled:
                     accesses.access_and_return(unit, backward=True)
                     accesses.held.append(unit)
@@ -334,14 +332,24 @@ class Passes:
         which linear layers have waited in the first step.
 
         Such a layer finds a placeholder, which waits for its bucket and gives the parameter."""
+        buckets = self._engine.bucket_plan.buckets
         for unit in self._accesses.units:
             if not unit.pooled:
                 continue
-            for bucket, _ in unit.reads:
-                placements = self._engine.bucket_plan.buckets[bucket].placements
-                names = [placed.spec.name for placed in placements]
-                if self._holders.waited_for_when_read(names):
-                    unit.late[bucket] = {name: self._late(unit, bucket, name) for name in names}
+            names = {
+                bucket: [placed.spec.name for placed in buckets[bucket].placements]
+                for bucket, _ in unit.reads
+            }
+            unit.late = frozenset(
+                bucket for bucket in names if self._holders.waited_for_when_read(names[bucket])
+            )
+            unit.holders.let_wait(
+                {
+                    name: self._late(unit, bucket, name)
+                    for bucket in unit.late
+                    for name in names[bucket]
+                }
+            )
 
     def _late(self, unit: Unit, bucket: int, name: str) -> Placeholder:
         parameter = self._holders.parameters[name]
