@@ -7,7 +7,7 @@ from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
 import megatron_llama as ml
 from megatron_llama.data.loader import Batch
-from tools.overlap.catalogue import BUCKET_ELEMENTS, Mode, configuration
+from tools.overlap.catalogue import USER_BUCKET_ELEMENTS, Mode, configuration
 from tools.overlap.contender import Setting
 from tools.overlap.user import UserModel
 
@@ -25,7 +25,7 @@ class Sharded:
             units=[LlamaDecoderLayer],
             strategy=mode.strategy,
             param_slots=2 if mode.param_slots == "default" else int(mode.param_slots),
-            bucket_size=BUCKET_ELEMENTS,
+            bucket_size=USER_BUCKET_ELEMENTS,
             optimizer=ml.AdamW(
                 lr=o.lr,
                 betas=(o.adam_beta1, o.adam_beta2),
