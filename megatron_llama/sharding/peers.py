@@ -109,8 +109,8 @@ class Peers:
 
 
 class _Explained(AbstractContextManager[None]):
-    """``Peers.explained``. A layer enters several of them in a call: as a generator they took a
-    millisecond of a step of six blocks."""
+    """``Peers.explained``. A layer enters several in a call, about 60 a block in a step: as a
+    generator each takes 1.2 microseconds, so 0.5."""
 
     def __init__(self, peers: Peers) -> None:
         self._peers = peers
