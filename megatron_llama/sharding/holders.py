@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, MutableMapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from typing import Any
 
 from torch import Tensor, nn
 
@@ -46,6 +47,12 @@ def places_of(model: nn.Module) -> list[Place]:
     ]
 
 
+def attributes_of(model: nn.Module) -> dict[str, dict[str, Any]]:
+    """Return what others have attached to the parameters of a model, such as ``no_weight_decay``,
+    by the name of each parameter."""
+    return {name: dict(vars(parameter)) for name, parameter in model.named_parameters()}
+
+
 Explained = Callable[[], AbstractContextManager[None]]
 """Makes a section in which the end of a wait becomes the reason of the rank that has left."""
 
@@ -83,6 +90,7 @@ class Holders:
     def __init__(self, model: nn.Module, explained: Explained) -> None:
         self._explained = explained
         self._places = places_of(model)
+        self._attributes = attributes_of(model)
         self.parameters: dict[str, nn.Parameter] = {}
         """By name, the parameter whose values are in the engine's slot while its unit runs."""
         self.placeholders: dict[str, Placeholder] = {}
@@ -90,6 +98,7 @@ class Holders:
     def attach(self, placed: PlacedParam, view: Tensor, handle: ParamHandle) -> None:
         """Make the parameter of a view of a slot: the engine calls this for each."""
         parameter = nn.Parameter(view, requires_grad=placed.spec.trainable)
+        vars(parameter).update(self._attributes[placed.spec.name])
         attach_param_handle(parameter, _ExplainedHandle(handle, self._explained))
         self.parameters[placed.spec.name] = parameter
 
@@ -101,7 +110,7 @@ class Holders:
     def placeholder(self, name: str, resolve: Resolve) -> Placeholder:
         """Return a new placeholder of a parameter."""
         parameter = self.parameters[name]
-        return Placeholder(
+        made = Placeholder(
             clean_name(name),
             parameter.shape,
             parameter.dtype,
@@ -109,6 +118,8 @@ class Holders:
             resolve,
             requires_grad=parameter.requires_grad,
         )
+        vars(made).update(self._attributes[name])
+        return made
 
     def waited_for_when_read(self, names: Iterable[str]) -> bool:
         """Whether the modules that hold these parameters wait for them when they are called."""

@@ -89,7 +89,7 @@ class _Linear(torch.autograd.Function):
     def forward(ctx: Any, input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         ctx.save_for_backward(input, weight)
         ctx.read = wait_unsharded(weight)
-        ctx.bias_handle = None if bias is None else param_handle_of(bias)
+        ctx.parameters = (weight, bias)  # for their hooks; a checkpoint saves a copy of the weight
         return F.linear(input, weight, bias)
 
     @staticmethod
@@ -118,10 +118,11 @@ class _Linear(torch.autograd.Function):
         bias_use = _use(ctx, 2)
         if bias_use is not _Use.NONE:
             bias_grad = left.sum(0)
-            if bias_use is _Use.ACCUMULATED and ctx.bias_handle is not None:
-                view, beta = ctx.bias_handle.grad_view()
+            bias_handle = param_handle_of(ctx.parameters[1])
+            if bias_use is _Use.ACCUMULATED and bias_handle is not None:
+                view, beta = bias_handle.grad_view()
                 accumulate(view, beta, bias_grad)
-                ctx.bias_handle.grad_written()
+                bias_handle.grad_written()
                 bias_grad = None
         return input_grad, weight_grad, bias_grad
 
@@ -147,5 +148,7 @@ def _use(ctx: Any, index: int) -> _Use:
         return _Use.RETURNED
     if not executed:
         return _Use.NONE
-    # With create_graph the gradient is to be differentiated itself.
-    return _Use.RETURNED if torch.is_grad_enabled() else _Use.ACCUMULATED
+    # With create_graph the gradient is to be differentiated itself, and hooks of the parameter
+    # (``self.weight.register_hook`` in somebody's forward) are to see it.
+    seen = torch.is_grad_enabled() or ctx.parameters[index - 1]._backward_hooks
+    return _Use.RETURNED if seen else _Use.ACCUMULATED

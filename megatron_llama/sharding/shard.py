@@ -147,6 +147,7 @@ def shard(
         ),
         *_offload_option_problems(offload_options),
         *_model_problems(model, dtype),
+        *_device_problems(model, mesh),
     ]
     found = [] if problems else module_units(model, is_unit)
     if found and units and all(unit.is_root_part for unit in found):
@@ -314,6 +315,25 @@ def _device(model: nn.Module, mesh: DeviceMesh | dist.ProcessGroup | None) -> to
     return next(iter(found), None)
 
 
+def _device_problems(
+    model: nn.Module, mesh: DeviceMesh | dist.ProcessGroup | None
+) -> Iterator[str]:
+    """Yield that a model has been left on the CPU beside a process group of accelerators. A
+    DeviceMesh says where the model is to be, and moves it there, as in FSDP2."""
+    group = dist.group.WORLD if mesh is None else mesh
+    found = _device(model, mesh)
+    if not isinstance(group, dist.ProcessGroup) or found is None or not devices.is_host(found):
+        return
+    kinds = sorted({device.type for device in group._device_types})
+    if found.type not in kinds:
+        yield describe(
+            "model",
+            got=f"parameters on {found}",
+            expected=f"{' or '.join(kinds)}, as the process group has it",
+            do="move the model there before shard(), or give a DeviceMesh of the CPUs",
+        )
+
+
 def _option_problems(
     *,
     strategy: str,
@@ -399,6 +419,13 @@ def _model_problems(model: nn.Module, dtype: torch.dtype | None) -> Iterator[str
                 got=parameter.dtype,
                 expected="real numbers",
                 do="register it as a buffer, or keep it out of the model",
+            )
+        elif parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None):
+            yield describe(
+                clean_name(name),
+                got="a hook on its gradient from before shard()",
+                expected="none: the engine trains a parameter of its own in this place",
+                do="call self.weight.register_hook in forward, or scale what the module returns",
             )
     dtypes: dict[torch.dtype, list[str]] = {}
     for parameter, (name, *_) in names.items():

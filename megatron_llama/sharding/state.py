@@ -30,6 +30,7 @@ from megatron_llama.distributed.mesh import Mesh
 from megatron_llama.engine.offload.zenflow.columns import bias_corrections
 from megatron_llama.errors import CheckpointError, describe, listing
 from megatron_llama.sharding.names import clean_name
+from megatron_llama.sharding.placeholders import ShardedParameterError
 from megatron_llama.sharding.values import MASTER, MOMENTS, ModuleValues, forget
 
 MODEL = "model"
@@ -131,7 +132,8 @@ def sharded_parameters(
 def hook_state_dict(values: ModuleValues, layout: StateLayout) -> Callable[[], None]:
     """Let ``model.state_dict()`` have the parameters of ``sharded_parameters``, which are in the
     module while torch collects them. It is collective from now on. Inside of ``gathered`` it has
-    the whole parameters, and is not. Returns a function that takes the hooks back."""
+    the whole parameters, and is not; outside of it ``model.load_state_dict`` raises
+    ShardedParameterError. Returns a function that takes the hooks back."""
     installed = ExitStack()
 
     def before(module: nn.Module, prefix: str, keep_vars: bool) -> None:
@@ -148,9 +150,21 @@ def hook_state_dict(values: ModuleValues, layout: StateLayout) -> Callable[[], N
     def after(module: nn.Module, state: object, prefix: str, metadata: object) -> None:
         installed.close()
 
+    def before_load(module: nn.Module, *arguments: object) -> None:
+        # torch would collect an error for each parameter.
+        if not values.are_whole:
+            raise ShardedParameterError(
+                "model.load_state_dict",
+                got="a model whose parameters are sharded",
+                expected="a call of the engine",
+                do='call engine.load_state_dict({"model": state}), or this one inside of '
+                "engine.gathered(modify=True)",
+            )
+
     handles = (
         values.model.register_state_dict_pre_hook(before),  # type: ignore[no-untyped-call]
         values.model.register_state_dict_post_hook(after),  # type: ignore[no-untyped-call]
+        values.model.register_load_state_dict_pre_hook(before_load),  # type: ignore[no-untyped-call]
     )
 
     def remove() -> None:

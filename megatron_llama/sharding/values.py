@@ -15,6 +15,7 @@ from megatron_llama.distributed.comm.object_collectives import broadcast_object,
 from megatron_llama.engine.optimizer import OverlappedDistributedOptimizer
 from megatron_llama.errors import ConfigError, TrainingError, counted, describe, listing
 from megatron_llama.plans.buckets import PlacedParam
+from megatron_llama.sharding.holders import attributes_of
 from megatron_llama.sharding.names import clean_name, parameter_names
 
 BROADCAST_NUMEL = 2**24
@@ -58,6 +59,7 @@ class ModuleValues:
             for bucket in self.plan.buckets
             for placed in bucket.placements
         }
+        self._attributes = attributes_of(model)
         self._modules = dict(model.named_modules(remove_duplicate=False))
         self.are_whole = False
         """Whether the module has whole parameters at the moment."""
@@ -165,7 +167,9 @@ class ModuleValues:
                 for placed, view in self.parameters(bucket, self.gather(bucket)):
                     if placed.spec.name in wanted:
                         value = view.to(dtype or view.dtype, copy=True)
-                        found[placed.spec.name] = nn.Parameter(value, requires_grad=False)
+                        parameter = nn.Parameter(value, requires_grad=False)
+                        vars(parameter).update(self._attributes[placed.spec.name])
+                        found[placed.spec.name] = parameter
                 # Before the next gather: it is of this bucket's memory.
                 del view
         for name in wanted & self.uninitialized:
