@@ -123,16 +123,16 @@ def norm(sizes: Sizes) -> Case:
     weight = sizes.draw(sizes.hidden)
 
     def torchs(x: Tensor, delta: Tensor, grad: Tensor, through: Tensor) -> tuple[Tensor, Tensor]:
-        total, _, scale = plain.add_norm(x, delta, weight, 1e-5)
-        return plain.norm_backward(grad, through, total, weight, scale)
+        total, _, scale = plain.add_norm(x, delta, weight, 1e-5, False)
+        return plain.norm_backward(grad, through, total, weight, scale, False)
 
     found = sizes.contenders(torchs, x, delta, grad, through)
     if sizes.fused:
         from megatron_llama.nn.kernels.norm import add_norm, norm_backward
 
         def ours() -> None:
-            total, _, scale = add_norm(x, delta, weight, 1e-5)
-            norm_backward(grad, through, total, weight, scale)
+            total, _, scale = add_norm(x, delta, weight, 1e-5, False)
+            norm_backward(grad, through, total, weight, scale, False)
 
         found["ours"] = ours
     leaf = x.clone().requires_grad_()
@@ -189,8 +189,8 @@ def swiglu(sizes: Sizes) -> Case:
 
     found = sizes.contenders(torchs, gate_up, grad)
     if sizes.fused:
-        from megatron_llama.nn.kernels.swiglu import swiglu as forward
-        from megatron_llama.nn.kernels.swiglu import swiglu_backward
+        from megatron_llama.nn.kernels.gate import swiglu as forward
+        from megatron_llama.nn.kernels.gate import swiglu_backward
 
         found["ours"] = lambda: (forward(gate_up), swiglu_backward(grad, gate_up))
     if (liger := sizes.optional("liger_kernel.ops.swiglu")) is not None:

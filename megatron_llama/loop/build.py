@@ -124,7 +124,7 @@ def load_or_init(
             folder = HFWeights(options.init_from_hf, ignored=options.ignore_hf_config_fields)
             weights = with_rows(folder, config.model)
     else:
-        weights = InitialWeights(config.training.seed, config.model.initializer_range)
+        weights = InitialWeights.of(config)
     optimizer.load_weights(WithAdapters(weights, config.training.seed))
     return TrainState(0, 0)
 

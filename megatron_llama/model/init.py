@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from megatron_llama.config.schema import Config
 from megatron_llama.plans.params import LORA_B, VOCABULARY_TENSORS, Rectangle, is_adapter
 
 BLOCK_ELEMENTS = 2**20
@@ -19,22 +20,27 @@ blocks per rectangle, and has one at a time in memory."""
 
 
 class InitialWeights:
-    """A source of HuggingFace rectangles: normal(0, std) matrices, and vectors of ones. Low-rank
-    additions start at zero: A is uniform within +- 1 / sqrt(inputs), as in PEFT, and B is zero.
+    """A source of HuggingFace rectangles: normal(0, std) matrices, biases of zeros, and norms that
+    multiply by one. Low-rank additions start at zero: A is uniform within +- 1 / sqrt(inputs), as
+    in PEFT, and B is zero.
 
     Values are a pure function of (seed, tensor name, position), drawn in fp32 on the CPU. On
     another ``device`` they are other values, drawn much faster.
     """
 
-    def __init__(self, seed: int, std: float, device: torch.device | None = None) -> None:
+    def __init__(
+        self, seed: int, std: float, device: torch.device | None = None, *, norm_weight: float = 1.0
+    ) -> None:
+        """``norm_weight``: with which a norm multiplies by one, 0 with ``apply_layernorm_1p``."""
         self.seed = seed
         self.std = std
+        self.norm_weight = norm_weight
         self._device = device or torch.device("cpu")
 
     def __call__(self, rectangle: Rectangle, out: Tensor) -> None:
         """Write the rectangle's values into ``out``, a tensor of its size."""
         if len(rectangle.shape) == 1:
-            out.fill_(1.0)
+            out.fill_(0.0 if rectangle.name.endswith(".bias") else self.norm_weight)
             return
         if f".{LORA_B}." in rectangle.name:
             out.zero_()
@@ -49,6 +55,17 @@ class InitialWeights:
                 start - block * per_block : stop - block * per_block
             ]
             out[start - first : stop - first].copy_(values[:, column : column + columns])
+
+    @staticmethod
+    def of(config: Config, device: torch.device | None = None) -> InitialWeights:
+        """The weights with which a run of this configuration starts."""
+        model = config.model
+        return InitialWeights(
+            config.training.seed,
+            model.initializer_range,
+            device,
+            norm_weight=0.0 if model.apply_layernorm_1p else 1.0,
+        )
 
     def _block(self, rectangle: Rectangle, block: int, per_block: int) -> Tensor:
         rows, columns = rectangle.shape

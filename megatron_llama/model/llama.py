@@ -33,14 +33,15 @@ from megatron_llama.nn.context import Comm, causal_document_mask, context_attent
 from megatron_llama.nn.embedding import VocabParallelEmbedding
 from megatron_llama.nn.functional import (
     add_norm,
+    gated,
     recomputable_add_norm,
-    recomputable_swiglu,
+    recomputable_gated,
+    rms_norm,
     rope_frequencies,
     rope_table,
     split_heads,
-    swiglu,
 )
-from megatron_llama.nn.head import head_loss
+from megatron_llama.nn.head import head_loss, soft_capped
 from megatron_llama.nn.host.attention import rotated_attention
 from megatron_llama.nn.kernels.choice import kernels_for
 from megatron_llama.nn.linear import (
@@ -53,6 +54,7 @@ from megatron_llama.nn.linear import (
 from megatron_llama.nn.lora import add_adapters
 from megatron_llama.nn.ops import PLAIN, Ops
 from megatron_llama.nn.param_handle import ParamHandle, use_param_handles
+from megatron_llama.nn.qk_norm import NormWeight, norm_of_heads, norm_of_projections
 from megatron_llama.nn.recompute import Recomputable, recomputed
 from megatron_llama.plans.activation_memory import HEAD_CHUNK, Granularity
 from megatron_llama.plans.params import (
@@ -137,6 +139,7 @@ class AddRMSNorm(nn.Module):
     def __init__(self, config: ModelConfig, ops: Ops, *, recompute: bool = False) -> None:
         super().__init__()
         self.eps = config.rms_norm_eps
+        self.one_plus = config.apply_layernorm_1p
         self.ops = ops
         self.recompute = recompute
         self.weight = empty_weight(config.hidden_size)
@@ -145,9 +148,23 @@ class AddRMSNorm(nn.Module):
         self, x: Tensor, delta: Tensor | None = None
     ) -> tuple[Tensor, Tensor | Recomputable]:
         """Return x + delta, [s or s/tp, b, h] each, and its norm."""
-        if self.recompute:
-            return recomputable_add_norm(x, delta, self.weight, self.eps, self.ops)
-        return add_norm(x, delta, self.weight, self.eps, self.ops)
+        norm = recomputable_add_norm if self.recompute else add_norm
+        return norm(x, delta, self.weight, self.eps, self.ops, one_plus=self.one_plus)
+
+
+class RMSNorm(nn.Module):
+    """The norm behind a layer, of what is added to the residual stream."""
+
+    def __init__(self, config: ModelConfig, ops: Ops) -> None:
+        super().__init__()
+        self.eps = config.rms_norm_eps
+        self.one_plus = config.apply_layernorm_1p
+        self.ops = ops
+        self.weight = empty_weight(config.hidden_size)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[s or s/tp, b, h] -> [s or s/tp, b, h]."""
+        return rms_norm(x, self.weight, self.eps, self.ops, one_plus=self.one_plus)
 
 
 class Attention(nn.Module):
@@ -168,7 +185,12 @@ class Attention(nn.Module):
         hidden = config.hidden_size
         query = config.num_attention_heads * config.head_dim
         key_value = 2 * config.num_key_value_heads * copies * config.head_dim
-        column = partial(ColumnLinear, tp=mesh.tp, sequence_parallel=options.sequence_parallel)
+        column = partial(
+            ColumnLinear,
+            tp=mesh.tp,
+            sequence_parallel=options.sequence_parallel,
+            bias=config.attention_bias or config.add_qkv_bias,
+        )
         self.is_fused = copies == 1
         if self.is_fused:
             self.qkv_proj = column(hidden, query + key_value)
@@ -177,8 +199,22 @@ class Attention(nn.Module):
             self.q_proj = column(hidden, query)
             self.kv_proj = column(hidden, key_value)
         self.o_proj = RowLinear(
-            query, hidden, tp=mesh.tp, sequence_parallel=options.sequence_parallel
+            query,
+            hidden,
+            tp=mesh.tp,
+            sequence_parallel=options.sequence_parallel,
+            bias=config.attention_bias,
         )
+        self.tp = mesh.tp
+        self.eps = config.rms_norm_eps
+        self.one_plus = config.apply_layernorm_1p
+        self.qk_norm = config.qk_norm
+        if config.qk_norm == "head":
+            self.q_norm = NormWeight(config.head_dim)
+            self.k_norm = NormWeight(config.head_dim)
+        elif config.qk_norm == "projection":
+            self.q_norm = NormWeight(self.heads * config.head_dim)
+            self.k_norm = NormWeight(self.kv_heads * config.head_dim)
 
     def forward(self, x: Tensor | Recomputable, positions: Positions) -> Tensor:
         """[s or s/tp, b, h] -> [s or s/tp, b, h]."""
@@ -189,8 +225,25 @@ class Attention(nn.Module):
 
         The result must be a tensor that nobody else reads: ``attend`` rotates it in place."""
         if self.is_fused:
-            return cast(Tensor, self.qkv_proj(x))
-        return stacked_outputs(x, (self.q_proj, self.kv_proj))
+            qkv = cast(Tensor, self.qkv_proj(x))
+        else:
+            qkv = stacked_outputs(x, (self.q_proj, self.kv_proj))
+        if self.qk_norm == "none":
+            return qkv
+        weights = (self.q_norm.weight, self.k_norm.weight)
+        if self.qk_norm == "projection":
+            return norm_of_projections(
+                qkv, *weights, eps=self.eps, one_plus=self.one_plus, tp=self.tp
+            )
+        return norm_of_heads(
+            qkv,
+            *weights,
+            query=self.heads,
+            key=self.kv_heads,
+            eps=self.eps,
+            one_plus=self.one_plus,
+            ops=self.ops,
+        )
 
     def attend(self, qkv: Tensor, positions: Positions) -> Tensor:
         """[s, b, (heads + 2 kv_heads) * head_dim] -> [s, b, heads * head_dim]."""
@@ -217,7 +270,7 @@ class Attention(nn.Module):
 
 
 class MLP(nn.Module):
-    """down(silu(gate(x)) * up(x)); the inner width is split over tp.
+    """down(act(gate(x)) * up(x)), where act is silu or gelu; the inner width is split over tp.
 
     With ``recompute``, the input of the down projection is made again in backward."""
 
@@ -225,26 +278,34 @@ class MLP(nn.Module):
         self, config: ModelConfig, mesh: Mesh, options: StageOptions, *, recompute: bool = False
     ) -> None:
         super().__init__()
-        self.ops = options.ops
+        self.gate = options.ops.gate(config.hidden_act)
         self.recompute = recompute
         hidden = config.hidden_size
         inner = config.intermediate_size
         self.gate_up_proj = ColumnLinear(
-            hidden, 2 * inner, tp=mesh.tp, sequence_parallel=options.sequence_parallel
+            hidden,
+            2 * inner,
+            tp=mesh.tp,
+            sequence_parallel=options.sequence_parallel,
+            bias=config.mlp_bias,
         )
         self.down_proj = RowLinear(
-            inner, hidden, tp=mesh.tp, sequence_parallel=options.sequence_parallel
+            inner,
+            hidden,
+            tp=mesh.tp,
+            sequence_parallel=options.sequence_parallel,
+            bias=config.mlp_bias,
         )
 
     def forward(self, x: Tensor | Recomputable) -> Tensor:
         """[s or s/tp, b, h] -> [s or s/tp, b, h]."""
-        activation = recomputable_swiglu if self.recompute else swiglu
-        return cast(Tensor, self.down_proj(activation(self.gate_up_proj(x), self.ops)))
+        activation = recomputable_gated if self.recompute else gated
+        return cast(Tensor, self.down_proj(activation(self.gate_up_proj(x), self.gate)))
 
 
 class Block(nn.Module):
-    """One pre-norm transformer block. ``plans/activation_memory.py`` says to the byte what it keeps
-    for backward."""
+    """One transformer block, with norms before attention and MLP, behind them, or both.
+    ``plans/activation_memory.py`` says to the byte what it keeps for backward."""
 
     attention_class: type[Attention] = Attention
     mlp_class: type[MLP] = MLP
@@ -264,9 +325,15 @@ class Block(nn.Module):
         # Without sequence parallelism all tp ranks have the same input, and divide what is kept of
         # it; with it each has a part anyway.
         self.shared_input = None if options.sequence_parallel else mesh.tp
-        self.input_layernorm = AddRMSNorm(config, options.ops, recompute=selective)
+        self.norms_before = config.norm_position != "after"
+        self.norms_behind = config.norm_position != "before"
+        if self.norms_before:
+            self.input_layernorm = AddRMSNorm(config, options.ops, recompute=selective)
+            self.post_attention_layernorm = AddRMSNorm(config, options.ops, recompute=selective)
+        if self.norms_behind:
+            self.post_self_attn_layernorm = RMSNorm(config, options.ops)
+            self.post_mlp_layernorm = RMSNorm(config, options.ops)
         self.self_attn = self.attention_class(config, mesh, options)
-        self.post_attention_layernorm = AddRMSNorm(config, options.ops, recompute=selective)
         self.mlp = self.mlp_class(config, mesh, options, recompute=selective)
 
     def forward(self, x: Tensor, positions: Positions) -> Tensor:
@@ -277,10 +344,21 @@ class Block(nn.Module):
         return recomputed(compute, x, weights=self.parameters(), shared=self.shared_input)
 
     def _compute(self, x: Tensor, positions: Positions) -> Tensor:
-        # A norm also adds what the layer before it has computed, and returns both.
-        x, normed = self.input_layernorm(x)
-        x, normed = self.post_attention_layernorm(x, self.self_attn(normed, positions))
-        return cast(Tensor, x + self.mlp(normed))
+        normed: Tensor | Recomputable = x
+        if self.norms_before:
+            x, normed = self.input_layernorm(x)
+        delta = self.self_attn(normed, positions)
+        if self.norms_behind:
+            delta = self.post_self_attn_layernorm(delta)
+        if self.norms_before:
+            # A norm also adds what the layer before it has computed, and returns both.
+            x, normed = self.post_attention_layernorm(x, delta)
+        else:
+            normed = x = x + delta
+        delta = self.mlp(normed)
+        if self.norms_behind:
+            delta = self.post_mlp_layernorm(delta)
+        return cast(Tensor, x + delta)
 
 
 class _Decoder(nn.Module):
@@ -289,6 +367,10 @@ class _Decoder(nn.Module):
     embed_tokens: VocabParallelEmbedding
     layers: nn.ModuleDict
     norm: AddRMSNorm
+
+
+_WAITING = (ColumnLinear, RowLinear, AddRMSNorm, RMSNorm, NormWeight, VocabParallelEmbedding)
+"""The layers that wait for their weights themselves."""
 
 
 class Stage(nn.Module):
@@ -337,6 +419,7 @@ class Stage(nn.Module):
                     config.hidden_size,
                     tp=mesh.tp,
                     sequence_parallel=options.sequence_parallel,
+                    multiplier=config.embedding_multiplier,
                 )
             self.model.layers = nn.ModuleDict(
                 {
@@ -354,9 +437,7 @@ class Stage(nn.Module):
         for module in self.modules():
             # The layers of nn/ wait themselves, later than a hook would: with sequence parallelism
             # a weight's gather may still run while the input is gathered.
-            if not isinstance(
-                module, (ColumnLinear, RowLinear, AddRMSNorm, VocabParallelEmbedding)
-            ):
+            if not isinstance(module, _WAITING):
                 use_param_handles(module)
 
     @property
@@ -406,6 +487,8 @@ class Stage(nn.Module):
         logits = column_linear(
             normed, self.head_weight, self.mesh.tp, sequence_parallel=self.options.sequence_parallel
         )
+        if self.config.final_logit_softcapping:
+            logits = soft_capped(logits, self.config.final_logit_softcapping)
         pre_backward_hook(logits, partial(self.on_weight_access, unit, True))
         return logits
 
@@ -425,6 +508,7 @@ class Stage(nn.Module):
             z_weight=z_weight,
             ops=self.options.ops,
             chunk=self.options.head_chunk,
+            cap=self.config.final_logit_softcapping,
         )
         if self._head_input_is_frozen and self._head_handle is not None:
             self._head_backward(self.units - 1)

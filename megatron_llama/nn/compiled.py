@@ -8,6 +8,7 @@ compiler, the functions run as they are.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from types import MappingProxyType
@@ -24,6 +25,10 @@ from megatron_llama.nn.ops import PLAIN, Ops, at_least_fp32
 
 MIN_ELEMENTS = 2**16
 """Elements of the first tensor from which on compiled code saves more than its call costs."""
+GELU_SLOPE = math.sqrt(2.0 / math.pi)
+GELU_CUBE = 0.044715
+"""gelu by tanh is x / 2 * (1 + tanh(GELU_SLOPE * (x + GELU_CUBE * x^3))) (Hendrycks and Gimpel,
+2016)."""
 MAX_SHAPES = 4
 """Combinations of arguments for which a function is compiled. Training and evaluation have one
 each; generated text has a new one with every token, and is not compiled."""
@@ -86,6 +91,16 @@ def _swiglu_backward(grad: Tensor, gate_up: Tensor) -> Tensor:
     return torch.cat((gate_grad, grad * gate * sigmoid), dim=-1).to(grad.dtype)
 
 
+def _geglu_backward(grad: Tensor, gate_up: Tensor) -> Tensor:
+    gate, up = gate_up.to(at_least_fp32(grad.dtype)).chunk(2, dim=-1)
+    # 1 + tanh(u) is 2 sigmoid(2 u), and 1 - sigmoid(z) is sigmoid(-z), which keeps small numbers.
+    z = 2.0 * GELU_SLOPE * (gate + GELU_CUBE * gate * gate * gate)
+    sigmoid = torch.sigmoid(z)
+    slope = 2.0 * GELU_SLOPE * (1.0 + 3.0 * GELU_CUBE * gate * gate) * torch.sigmoid(-z)
+    gate_grad = grad * up * sigmoid * (1.0 + gate * slope)
+    return torch.cat((gate_grad, grad * gate * sigmoid), dim=-1).to(grad.dtype)
+
+
 def _rotate_back(query: Tensor, key: Tensor, value: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     parts = [part.chunk(2, dim=-1) for part in (query, key)]
     rotated = [
@@ -99,14 +114,17 @@ _SOURCES: Mapping[str, Callable[..., Any]] = MappingProxyType(
     {
         "add_norm": ops.add_norm,
         "norm_backward": ops.norm_backward,
+        "norm_heads": ops.norm_heads,
+        "norm_heads_backward": ops.norm_heads_backward,
         "rotate": ops.rotate,
         "rotate_back": _rotate_back,
         "swiglu_backward": _swiglu_backward,
+        "geglu_backward": _geglu_backward,
     }
 )
 """What is compiled for a function of ``ops.py``: itself, or the same without operators that write
-into given tensors, which the compiler does not fuse. swiglu and cross_entropy are not faster
-compiled."""
+into given tensors, which the compiler does not fuse. Gated activations and cross_entropy are not
+faster compiled."""
 
 
 def compiler_problem(device: torch.device) -> str | None:

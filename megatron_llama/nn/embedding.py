@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from functools import partial
 from typing import Any
@@ -87,12 +88,19 @@ def uniform_noise(scale: Tensor, seeds: Sequence[int], hidden: int, dtype: torch
 
 class VocabParallelEmbedding(nn.Module):
     """An embedding whose rows are split over tp: rank r holds rows [r, r + 1) * padded_vocab /
-    tp."""
+    tp. ``multiplier``, rounded to the dtype of the rows, is a factor of what is looked up."""
 
     def __init__(
-        self, padded_vocab: int, hidden: int, *, tp: Axis, sequence_parallel: bool
+        self,
+        padded_vocab: int,
+        hidden: int,
+        *,
+        tp: Axis,
+        sequence_parallel: bool,
+        multiplier: float = 1.0,
     ) -> None:
         super().__init__()
+        self.multiplier = multiplier
         self.tp = tp
         self.sequence_parallel = sequence_parallel
         self.weight = empty_weight(padded_vocab // tp.size, hidden)
@@ -101,8 +109,18 @@ class VocabParallelEmbedding(nn.Module):
         """Look up ids [s, b] int64: [s or s/tp, b, h]."""
         first = None if self.tp.size == 1 else self.tp.rank * self.weight.shape[0]
         partial = _Lookup.apply(ids, self.weight, first)  # type: ignore[no-untyped-call]
-        return (
+        rows = (
             autograd.scatter_sequence(partial, self.tp)
             if self.sequence_parallel
             else autograd.reduce(partial, self.tp)
         )
+        return rows if self.multiplier == 1.0 else rows * rounded(self.multiplier, rows.dtype)
+
+
+def rounded(value: float, dtype: torch.dtype) -> float:
+    """Return the number of a floating-point dtype that is nearest to ``value``.
+
+    Computed without tensors, whose values a traced run (``planner/trace``) does not have."""
+    mantissa, exponent = math.frexp(value)
+    steps = 2.0 / torch.finfo(dtype).eps
+    return math.ldexp(round(mantissa * steps) / steps, exponent)

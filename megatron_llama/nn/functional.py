@@ -1,4 +1,5 @@
-"""RMSNorm, rotary embedding and SwiGLU, in the order of operations of HuggingFace's LLaMA."""
+"""RMSNorm, rotary embedding and gated activations, in the order of operations of HuggingFace's
+models."""
 
 from __future__ import annotations
 
@@ -9,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_llama.nn.ops import PLAIN, Ops, accumulate, rows, scaled
-from megatron_llama.nn.param_handle import ParamHandle, UnshardedRead, wait_unsharded
+from megatron_llama.nn.ops import PLAIN, Gate, Ops, rows, scaled
+from megatron_llama.nn.param_handle import UnshardedRead, deliver, wait_unsharded
 from megatron_llama.nn.recompute import Recomputable
 
 
@@ -23,11 +24,18 @@ class _AddNorm(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, delta: Tensor | None, weight: Tensor, eps: float, ops: Ops
+        ctx: Any,
+        x: Tensor,
+        delta: Tensor | None,
+        weight: Tensor,
+        eps: float,
+        one_plus: bool,
+        ops: Ops,
     ) -> tuple[Tensor, Tensor, Tensor, UnshardedRead]:
         ctx.unsharded = wait_unsharded(weight)
+        ctx.one_plus = one_plus
         ctx.ops = ops
-        total, normed, scale = ops.add_norm(x, delta, weight, eps)
+        total, normed, scale = ops.add_norm(x, delta, weight, eps, one_plus)
         # A new tensor, because autograd refuses in-place changes of an input that is returned.
         total = total.detach() if delta is None else total
         ctx.save_for_backward(total, weight, scale)
@@ -39,66 +47,73 @@ class _AddNorm(torch.autograd.Function):
     @staticmethod
     def backward(
         ctx: Any, total_grad: Tensor | None, normed_grad: Tensor | None, *_: None
-    ) -> tuple[Tensor | None, Tensor | None, Tensor | None, None, None]:
+    ) -> tuple[Tensor | None, Tensor | None, Tensor | None, None, None, None]:
         if normed_grad is None:
-            return total_grad, total_grad, None, None, None
+            return total_grad, total_grad, None, None, None, None
         total, weight, scale = ctx.saved_tensors
         needs_x, needs_delta, needs_weight, *_ = ctx.needs_input_grad
         x_grad = None
         if needs_x or needs_delta:
             ctx.unsharded.check()
             x_grad, weight_grad = ctx.ops.norm_backward(
-                normed_grad, total_grad, total, weight, scale
+                normed_grad, total_grad, total, weight, scale, ctx.one_plus
             )
         else:
             weight_grad = rows(normed_grad.to(scale.dtype) * (total * scale)).sum(0)
         if needs_weight:
-            weight_grad = _deliver(ctx.unsharded.handle, weight_grad, weight.dtype)
+            weight_grad = deliver(ctx.unsharded.handle, weight_grad, weight.dtype)
         return (
             x_grad,
             x_grad if needs_delta else None,
             weight_grad if needs_weight else None,
             None,
             None,
+            None,
         )
 
 
-def _deliver(handle: ParamHandle | None, grad: Tensor, dtype: torch.dtype) -> Tensor | None:
-    """Give a gradient to the weight's handle, or return it to autograd if there is none."""
-    if handle is None:
-        return grad.to(dtype)
-    view, beta = handle.grad_view()
-    accumulate(view, beta, grad)
-    handle.grad_written()
-    return None
-
-
-def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """Return x [..., h] scaled to unit root mean square, times weight [h]; sums are taken in fp32
-    (Zhang and Sennrich, 2019)."""
-    return add_norm(x, None, weight, eps)[1]
+def rms_norm(
+    x: Tensor, weight: Tensor, eps: float, ops: Ops = PLAIN, *, one_plus: bool = False
+) -> Tensor:
+    """Return x [..., h] scaled to unit root mean square, times weight [h] or, with ``one_plus``,
+    times 1 + weight; sums are taken in fp32 (Zhang and Sennrich, 2019)."""
+    return add_norm(x, None, weight, eps, ops, one_plus=one_plus)[1]
 
 
 def add_norm(
-    x: Tensor, delta: Tensor | None, weight: Tensor, eps: float, ops: Ops = PLAIN
+    x: Tensor,
+    delta: Tensor | None,
+    weight: Tensor,
+    eps: float,
+    ops: Ops = PLAIN,
+    *,
+    one_plus: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """Return x + delta, [..., h] each, and its ``rms_norm``.
 
     Go on with the returned sum instead of x: all gradients of the stream are gathered there."""
-    total, normed, *_ = _AddNorm.apply(x, delta, weight, eps, ops)  # type: ignore[no-untyped-call]
+    total, normed, *_ = _AddNorm.apply(  # type: ignore[no-untyped-call]
+        x, delta, weight, eps, one_plus, ops
+    )
     return total, normed
 
 
 def recomputable_add_norm(
-    x: Tensor, delta: Tensor | None, weight: Tensor, eps: float, ops: Ops = PLAIN
+    x: Tensor,
+    delta: Tensor | None,
+    weight: Tensor,
+    eps: float,
+    ops: Ops = PLAIN,
+    *,
+    one_plus: bool = False,
 ) -> tuple[Tensor, Recomputable]:
     """``add_norm``, whose norm can be repeated from the sum and the scale."""
-    results = _AddNorm.apply(x, delta, weight, eps, ops)  # type: ignore[no-untyped-call]
+    results = _AddNorm.apply(x, delta, weight, eps, one_plus, ops)  # type: ignore[no-untyped-call]
     total, normed, scale, unsharded = results
 
     def repeat(x: Tensor, weight: Tensor, scale: Tensor) -> Tensor:
         unsharded.check()
-        return scaled(x, weight, scale)
+        return scaled(x, weight, scale, one_plus)
 
     return total, Recomputable(normed, repeat, (total.detach(), weight.detach(), scale))
 
@@ -184,27 +199,27 @@ def split_heads(
     return rotated_query, rotated_key, value
 
 
-class _SwiGLU(torch.autograd.Function):
-    """Keeps its input alone: silu(gate) is computed again in backward."""
+class _Gated(torch.autograd.Function):
+    """Keeps its input alone: the activation of the gate is computed again in backward."""
 
     @staticmethod
-    def forward(ctx: Any, gate_up: Tensor, ops: Ops) -> Tensor:
+    def forward(ctx: Any, gate_up: Tensor, gate: Gate) -> Tensor:
         ctx.save_for_backward(gate_up)
-        ctx.ops = ops
-        return ops.swiglu(gate_up)
+        ctx.gate = gate
+        return gate.forward(gate_up)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         (gate_up,) = ctx.saved_tensors
-        return ctx.ops.swiglu_backward(grad, gate_up), None
+        return ctx.gate.backward(grad, gate_up), None
 
 
-def swiglu(gate_up: Tensor, ops: Ops = PLAIN) -> Tensor:
-    """Return silu(gate) * up, [..., f], of a tensor [..., 2f] whose halves are gate and up
+def gated(gate_up: Tensor, gate: Gate) -> Tensor:
+    """Return activation(gate) * up, [..., f], of a tensor [..., 2f] whose halves are gate and up
     (Shazeer, 2020)."""
-    return _SwiGLU.apply(gate_up, ops)  # type: ignore[no-any-return, no-untyped-call]
+    return _Gated.apply(gate_up, gate)  # type: ignore[no-any-return, no-untyped-call]
 
 
-def recomputable_swiglu(gate_up: Tensor, ops: Ops = PLAIN) -> Recomputable:
-    """``swiglu``, which can be repeated from its input."""
-    return Recomputable(swiglu(gate_up, ops), ops.swiglu, (gate_up.detach(),))
+def recomputable_gated(gate_up: Tensor, gate: Gate) -> Recomputable:
+    """``gated``, which can be repeated from its input."""
+    return Recomputable(gated(gate_up, gate), gate.forward, (gate_up.detach(),))

@@ -22,6 +22,12 @@ from megatron_llama.nn.param_handle import ParamHandle, accumulate_product, wait
 from megatron_llama.plans.activation_memory import HEAD_CHUNK, head_rows
 
 
+def soft_capped(logits: Tensor, cap: float) -> Tensor:
+    """Return cap * tanh(logits / cap), and overwrite the logits, which nobody else may read: the
+    two tensors are what there is during backward."""
+    return logits.div_(cap).tanh_() * cap
+
+
 def head_loss(
     x: Tensor,
     weight: Tensor,
@@ -34,6 +40,7 @@ def head_loss(
     z_weight: float,
     ops: Ops,
     chunk: int = HEAD_CHUNK,
+    cap: float = 0.0,
 ) -> tuple[Tensor, ParamHandle | None]:
     """Return the losses of ``cross_entropy`` for the logits of x [s or s/tp, b, h] by this rank's
     rows [padded_vocab / tp, h] of the head, and the handle that the weight gradient was written to.
@@ -41,7 +48,7 @@ def head_loss(
     labels and weights are [s, b]; without weights no gradients are computed. x, contiguous, is
     overwritten by its gradient. Whoever begins the backward pass calls ``done`` on the handle,
     which is None where the weight is not trained. At most ``chunk`` logits are computed at once, of
-    ``head_rows`` tokens."""
+    ``head_rows`` tokens. With a ``cap`` they are ``soft_capped``."""
     unsharded = wait_unsharded(weight)
     trained = weight.requires_grad and weights is not None
     handle = unsharded.handle if trained else None
@@ -61,6 +68,10 @@ def head_loss(
         step = head_rows(chunk, weight.shape[0])
         for part in (slice(start, start + step) for start in range(0, len(rows), step)):
             logits = F.linear(rows[part], weight)
+            slopes = None
+            if cap:
+                slopes = logits.div_(cap).tanh_()
+                logits = slopes * cap
             loss = cross_entropy(
                 logits,
                 targets[part],
@@ -73,12 +84,14 @@ def head_loss(
             losses.append(loss)
             # The logits are their gradient now. The weight gradient reads these rows of the input
             # before their gradient takes their place.
+            if slopes is not None and token_weights is not None:
+                torch.ops.aten.tanh_backward.grad_input(logits, slopes, grad_input=logits)
             if wgrad is not None:
                 accumulate_product(wgrad, beta, logits.t(), rows[part])
                 beta = 1.0
             if token_weights is not None:
                 torch.mm(logits, weight, out=rows[part])
-            del logits  # two chunks at once would be twice the memory
+            del logits, slopes  # two chunks at once would be twice the memory
         if weights is None:
             return torch.cat(losses).view(labels.shape), None
         if gathers:

@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from megatron_llama.distributed.comm import autograd, collectives
 from megatron_llama.distributed.mesh import Axis
 from megatron_llama.nn.host import gemm
-from megatron_llama.nn.ops import rows
-from megatron_llama.nn.param_handle import ParamHandle, accumulate_product, wait_unsharded
+from megatron_llama.nn.ops import at_least_fp32, rows
+from megatron_llama.nn.param_handle import ParamHandle, accumulate_product, deliver, wait_unsharded
 from megatron_llama.nn.recompute import Recomputable
 
 
@@ -26,9 +26,13 @@ def empty_weight(*shape: int) -> nn.Parameter:
     return nn.Parameter(torch.empty(*shape, device="meta"))
 
 
+WEIGHTS = 6
+"""Arguments of ``_Linear`` before its first weight."""
+
+
 class _Linear(torch.autograd.Function):
-    """x @ weight.T, whose weight gradient goes to the weight's handle; the outputs of several
-    weights are stacked.
+    """x @ weight.T + bias, whose gradients of weight and bias go to their handles; the outputs of
+    several weights are stacked. ``count`` weights are followed by as many biases, or by none.
 
     ``column``: each tp rank holds some of the outputs, so its input gradient is a partial sum.
     ``sequence``: the input is a shard of the sequence, gathered for the product, and gathered again
@@ -43,11 +47,14 @@ class _Linear(torch.autograd.Function):
         column: bool,
         sequence: bool,
         recompute: Recomputable | None,
-        *weights: Tensor,
+        count: int,
+        *parameters: Tensor,
     ) -> Tensor:
+        weights = parameters[:count]
+        biases = parameters[count:] or (None,) * count
         # Only weight gradients read the input: frozen weights keep none.
         sources = (x,) if recompute is None else recompute.sources
-        trained = any(ctx.needs_input_grad[-len(weights) :])
+        trained = any(ctx.needs_input_grad[WEIGHTS : WEIGHTS + count])
         ctx.save_for_backward(*weights, *(sources if trained else ()))
         ctx.make_input = None if recompute is None else recompute.function
         ctx.tp = tp
@@ -57,11 +64,14 @@ class _Linear(torch.autograd.Function):
             x, gathering = autograd.start_all_gather(x, tp, async_op=False)
             gathering.wait()
         ctx.unsharded = []
+        ctx.bias_handles = []
         outputs = []
-        for weight in weights:
+        for weight, bias in zip(weights, biases, strict=True):
             ctx.unsharded.append(wait_unsharded(weight))
+            if bias is not None:
+                ctx.bias_handles.append((wait_unsharded(bias).handle, bias.dtype))
             # F.linear, but on some CPUs oneDNN's product
-            outputs.append(gemm.linear(x, weight))
+            outputs.append(gemm.linear(x, weight, bias))
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=-1)
 
     @staticmethod
@@ -70,7 +80,8 @@ class _Linear(torch.autograd.Function):
         weights = ctx.saved_tensors[:count]
         sources = ctx.saved_tensors[count:]
         needs_x = ctx.needs_input_grad[0]
-        needs_weights = ctx.needs_input_grad[-count:]
+        needs_weights = ctx.needs_input_grad[WEIGHTS : WEIGHTS + count]
+        needs_biases = ctx.needs_input_grad[WEIGHTS + count :]
         grads = grad.split_with_sizes([len(weight) for weight in weights], dim=-1)
         handles: list[ParamHandle | None] = [read.handle for read in ctx.unsharded]
         write_gradients = partial(_weight_gradients, handles, grads, needs_weights)
@@ -105,10 +116,15 @@ class _Linear(torch.autograd.Function):
                 x_grad, reducing = autograd.start_reduce_scatter(x_grad, ctx.tp)
             elif ctx.column and ctx.tp.size > 1:
                 reducing = collectives.all_reduce(x_grad, ctx.tp)
+        # Never postponed: a sum over what is at hand costs next to nothing.
+        bias_grads = [
+            _bias_gradient(part, *bias) if needed else None
+            for part, bias, needed in zip(grads, ctx.bias_handles, needs_biases, strict=False)
+        ]
         gathering.wait()
         weight_grads = write_gradients(x) if writes else [None] * count
         reducing.wait()
-        return x_grad, None, None, None, None, *weight_grads
+        return x_grad, None, None, None, None, None, *weight_grads, *bias_grads
 
 
 def _start_input(
@@ -160,25 +176,51 @@ def _weight_gradient(handle: ParamHandle | None, grad: Tensor, x: Tensor) -> Ten
     return None
 
 
+def _bias_gradient(grad: Tensor, handle: ParamHandle | None, dtype: torch.dtype) -> Tensor | None:
+    """Sum grad [..., f] over all tokens, at least in fp32, into the handle's buffer; without a
+    handle the sum is returned to autograd."""
+    return deliver(handle, rows(grad).sum(0, dtype=at_least_fp32(grad.dtype)), dtype)
+
+
+class _AddBias(torch.autograd.Function):
+    """Adds a bias in place, and keeps nothing."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, bias: Tensor) -> Tensor:
+        ctx.bias = wait_unsharded(bias).handle, bias.dtype
+        ctx.mark_dirty(x)
+        return x.add_(bias)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor | None]:
+        return grad, _bias_gradient(grad, *ctx.bias) if ctx.needs_input_grad[1] else None
+
+
 def column_linear(
     x: Tensor | Recomputable, weight: Tensor, tp: Axis, *, sequence_parallel: bool
 ) -> Tensor:
     """Multiply x [s or s/tp, ..., d] by this rank's rows [f/tp, d] of the weight: [s, ...,
     f/tp]."""
-    return _linear(x, (weight,), tp, column=True, sequence=sequence_parallel and tp.size > 1)
+    return _linear(x, (weight,), (), tp, column=True, sequence=sequence_parallel and tp.size > 1)
 
 
 def plain_linear(x: Tensor | Recomputable, weight: Tensor, tp: Axis) -> Tensor:
     """Multiply x [..., d] by a weight [f, d]: [..., f], without communication."""
-    return _linear(x, (weight,), tp, column=False, sequence=False)
+    return _linear(x, (weight,), (), tp, column=False, sequence=False)
 
 
 def _linear(
-    x: Tensor | Recomputable, weights: Sequence[Tensor], tp: Axis, *, column: bool, sequence: bool
+    x: Tensor | Recomputable,
+    weights: Sequence[Tensor],
+    biases: Sequence[Tensor],
+    tp: Axis,
+    *,
+    column: bool,
+    sequence: bool,
 ) -> Tensor:
     value, recompute = (x.value, x) if isinstance(x, Recomputable) else (x, None)
     out = _Linear.apply(  # type: ignore[no-untyped-call]
-        value, tp, column, sequence, recompute, *weights
+        value, tp, column, sequence, recompute, len(weights), *weights, *biases
     )
     return cast(Tensor, out)
 
@@ -197,11 +239,14 @@ class ColumnLinear(nn.Module):
     """A linear layer whose outputs are split over tp: [s or s/tp, b, inputs] to [s, b, outputs /
     tp]."""
 
-    def __init__(self, inputs: int, outputs: int, *, tp: Axis, sequence_parallel: bool) -> None:
+    def __init__(
+        self, inputs: int, outputs: int, *, tp: Axis, sequence_parallel: bool, bias: bool = False
+    ) -> None:
         super().__init__()
         self.tp = tp
         self.sequence_parallel = sequence_parallel
         self.weight = empty_weight(outputs // tp.size, inputs)
+        self.bias = empty_weight(outputs // tp.size) if bias else None
         self.adapters: ColumnAddition | None = None
 
     def forward(self, x: Tensor | Recomputable) -> Tensor:
@@ -210,16 +255,17 @@ class ColumnLinear(nn.Module):
 
 
 def stacked_outputs(x: Tensor | Recomputable, layers: Sequence[ColumnLinear]) -> Tensor:
-    """Run column-parallel layers of the same axis that read the same input, and stack their
-    outputs: [s or s/tp, b, inputs] to [s, b, all outputs / tp].
+    """Run column-parallel layers of the same axis that read the same input, all with a bias or all
+    without, and stack their outputs: [s or s/tp, b, inputs] to [s, b, all outputs / tp].
 
     The input is gathered once for all of them, and its gradients are summed before they are
     reduced."""
     tp = layers[0].tp
     sequence_parallel = layers[0].sequence_parallel
     weights = [layer.weight for layer in layers]
+    biases = [layer.bias for layer in layers if layer.bias is not None]
     sequence = sequence_parallel and tp.size > 1
-    out = _linear(x, weights, tp, column=True, sequence=sequence)
+    out = _linear(x, weights, biases, tp, column=True, sequence=sequence)
     lows = [layer.adapters.low(x) for layer in layers if layer.adapters is not None]
     if not lows:
         return out
@@ -242,19 +288,27 @@ class RowLinear(nn.Module):
     """A linear layer whose inputs are split over tp: [s, b, inputs / tp] to [s or s/tp, b,
     outputs], summed over tp."""
 
-    def __init__(self, inputs: int, outputs: int, *, tp: Axis, sequence_parallel: bool) -> None:
+    def __init__(
+        self, inputs: int, outputs: int, *, tp: Axis, sequence_parallel: bool, bias: bool = False
+    ) -> None:
         super().__init__()
         self.tp = tp
         self.sequence_parallel = sequence_parallel
         self.weight = empty_weight(outputs, inputs // tp.size)
+        self.bias = empty_weight(outputs) if bias else None
         self.adapters: nn.Module | None = None
         """A low-rank addition to the output (``nn/lora.py``)."""
 
     def forward(self, x: Tensor | Recomputable) -> Tensor:
-        """Multiply, and sum over tp, each rank a part of the sequence with sequence parallelism."""
+        """Multiply, sum over tp, each rank a part of the sequence with sequence parallelism, and
+        add the bias, which every rank has whole."""
         out = plain_linear(x, self.weight, self.tp)
         if self.adapters is not None:
             out = out + self.adapters(x)
         if self.sequence_parallel:
-            return autograd.scatter_sequence(out, self.tp)
-        return autograd.reduce(out, self.tp)
+            out = autograd.scatter_sequence(out, self.tp)
+        else:
+            out = autograd.reduce(out, self.tp)
+        if self.bias is None:
+            return out
+        return cast(Tensor, _AddBias.apply(out, self.bias))  # type: ignore[no-untyped-call]

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -40,32 +41,40 @@ def accumulate(view: Tensor, beta: float, value: Tensor) -> None:
 
 
 def add_norm(
-    x: Tensor, delta: Tensor | None, weight: Tensor, eps: float
+    x: Tensor, delta: Tensor | None, weight: Tensor, eps: float, one_plus: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the sum of x [..., h] and delta; this sum scaled to unit root mean square, times
-    weight [h]; and the scale [..., 1], at least fp32. Without delta the sum is x itself."""
+    weight [h], or with ``one_plus`` times 1 + weight; and the scale [..., 1], at least fp32.
+    Without delta the sum is x itself."""
     total = x if delta is None else x + delta
     # 1 / sqrt(norm^2 / h + eps), with the norm summed in fp32 and no fp32 copy of x.
     norm = torch.linalg.vector_norm(total, dim=-1, keepdim=True, dtype=at_least_fp32(x.dtype))
     scale = torch.addcmul(norm.new_full((1,), eps), norm, norm, value=1.0 / x.shape[-1]).rsqrt_()
-    return total, scaled(total, weight, scale), scale
+    return total, scaled(total, weight, scale, one_plus), scale
 
 
-def scaled(x: Tensor, weight: Tensor, scale: Tensor) -> Tensor:
-    """Return the norm of x from its scale, rounded before the weight is applied, as HuggingFace
-    does."""
+def scaled(x: Tensor, weight: Tensor, scale: Tensor, one_plus: bool) -> Tensor:
+    """Return the norm of x from its scale. It is rounded before a weight is applied, as in
+    HuggingFace's LLaMA, and with ``one_plus`` behind it alone, as in its Gemma."""
+    if one_plus:
+        return (x * scale).mul_(_factor(weight, scale.dtype, one_plus)).to(x.dtype)
     return (x * scale).to(x.dtype).mul_(weight)
 
 
+def _factor(weight: Tensor, dtype: torch.dtype, one_plus: bool) -> Tensor:
+    """Return what a norm is multiplied by, in this dtype."""
+    return weight.to(dtype) + 1.0 if one_plus else weight.to(dtype)
+
+
 def norm_backward(
-    grad: Tensor, stream: Tensor | None, x: Tensor, weight: Tensor, scale: Tensor
+    grad: Tensor, stream: Tensor | None, x: Tensor, weight: Tensor, scale: Tensor, one_plus: bool
 ) -> tuple[Tensor, Tensor]:
     """Return the gradient of x, in its dtype, and of the weight [h], in the dtype of the scale.
 
     ``grad`` is the gradient of the norm, and ``stream`` that of x along the residual stream, which
     is added to the result."""
     grad = grad.to(scale.dtype)
-    weight = weight.to(scale.dtype)
+    weight = _factor(weight, scale.dtype, one_plus)
     normed = x * scale
     product = grad * normed
     # d/dx of x * rsqrt(mean(x^2) + eps): remove the component along x, then rescale.
@@ -74,6 +83,52 @@ def norm_backward(
     if stream is not None:
         x_grad.add_(stream)
     return x_grad.to(x.dtype), rows(product).sum(0)
+
+
+def norm_heads(
+    heads: Tensor, query_weight: Tensor, key_weight: Tensor, eps: float, one_plus: bool, query: int
+) -> tuple[Tensor, Tensor]:
+    """Replace each of the heads [s, b, n, d], of which the first ``query`` are queries and the
+    others keys, by its norm, with a weight [d] for queries and another one for keys.
+
+    Return what ``norm_heads_backward`` needs: a copy of the heads, and the scales [s, b, n, 1], at
+    least fp32."""
+    # In place, because the projection's output is what attention keeps: with this order nothing but
+    # the heads that are normalized is there twice.
+    kept = heads.clone(memory_format=torch.contiguous_format)
+    norm = torch.linalg.vector_norm(kept, dim=-1, keepdim=True, dtype=at_least_fp32(kept.dtype))
+    scale = torch.addcmul(norm.new_full((1,), eps), norm, norm, value=1.0 / kept.shape[-1])
+    scale = scale.rsqrt_()
+    weight = _weights_of_heads(query_weight, key_weight, query, kept.shape[2])
+    heads.copy_(scaled(kept, weight, scale, one_plus))
+    return kept, scale
+
+
+def norm_heads_backward(
+    grad: Tensor,
+    kept: Tensor,
+    query_weight: Tensor,
+    key_weight: Tensor,
+    scale: Tensor,
+    one_plus: bool,
+    query: int,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the gradient of the heads [s, b, n, d], in their dtype, and of both weights [d], in
+    the dtype of the scale, from that of their norms."""
+    weight = _weights_of_heads(query_weight, key_weight, query, kept.shape[2])
+    weight = _factor(weight, scale.dtype, one_plus)
+    grad = grad.to(scale.dtype)
+    normed = kept * scale
+    product = grad * normed
+    along = (product * weight).sum(-1, keepdim=True)
+    heads_grad = (grad * weight).addcmul_(normed, along, value=-1.0 / kept.shape[-1]).mul_(scale)
+    sums = product.sum((0, 1))
+    return heads_grad.to(kept.dtype), sums[:query].sum(0), sums[query:].sum(0)
+
+
+def _weights_of_heads(query_weight: Tensor, key_weight: Tensor, query: int, heads: int) -> Tensor:
+    """Return the weight of each head, [n, d]."""
+    return torch.cat((query_weight.expand(query, -1), key_weight.expand(heads - query, -1)))
 
 
 def rotate(heads: Tensor, cos: Tensor, sin: Tensor) -> None:
@@ -118,6 +173,24 @@ def swiglu_backward(grad: Tensor, gate_up: Tensor) -> Tensor:
     return result
 
 
+def geglu(gate_up: Tensor) -> Tensor:
+    """Return gelu(gate) * up of [..., 2f], with the approximation of gelu by tanh."""
+    gate, up = gate_up.chunk(2, dim=-1)
+    return F.gelu(gate, approximate="tanh").mul_(up)
+
+
+def geglu_backward(grad: Tensor, gate_up: Tensor) -> Tensor:
+    """Return the gradient of ``gate_up``; gelu is computed again."""
+    gate, up = gate_up.chunk(2, dim=-1)
+    result = torch.empty_like(gate_up)
+    gate_grad, up_grad = result.chunk(2, dim=-1)
+    torch.mul(grad, F.gelu(gate, approximate="tanh"), out=up_grad)
+    torch.ops.aten.gelu_backward.grad_input(
+        grad * up, gate, approximate="tanh", grad_input=gate_grad
+    )
+    return result
+
+
 def softmax_stats(
     logits: Tensor, labels: Tensor, valid: int
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -158,23 +231,46 @@ def cross_entropy(
     return log_sum - target
 
 
+class Gate(NamedTuple):
+    """A gated activation of [..., 2f], and its gradient from that of its result [..., f]."""
+
+    forward: Callable[[Tensor], Tensor]
+    backward: Callable[[Tensor, Tensor], Tensor]
+
+
 @dataclass(frozen=True)
 class Ops:
     """One implementation of each of the functions above, with their names and meanings."""
 
-    add_norm: Callable[[Tensor, Tensor | None, Tensor, float], tuple[Tensor, Tensor, Tensor]] = (
-        add_norm
-    )
+    add_norm: Callable[
+        [Tensor, Tensor | None, Tensor, float, bool], tuple[Tensor, Tensor, Tensor]
+    ] = add_norm
     norm_backward: Callable[
-        [Tensor, Tensor | None, Tensor, Tensor, Tensor], tuple[Tensor, Tensor]
+        [Tensor, Tensor | None, Tensor, Tensor, Tensor, bool], tuple[Tensor, Tensor]
     ] = norm_backward
+    norm_heads: Callable[[Tensor, Tensor, Tensor, float, bool, int], tuple[Tensor, Tensor]] = (
+        norm_heads
+    )
+    norm_heads_backward: Callable[
+        [Tensor, Tensor, Tensor, Tensor, Tensor, bool, int], tuple[Tensor, Tensor, Tensor]
+    ] = norm_heads_backward
     rotate: Callable[[Tensor, Tensor, Tensor], None] = rotate
     rotate_back: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor] = rotate_back
     swiglu: Callable[[Tensor], Tensor] = swiglu
     swiglu_backward: Callable[[Tensor, Tensor], Tensor] = swiglu_backward
+    geglu: Callable[[Tensor], Tensor] = geglu
+    geglu_backward: Callable[[Tensor, Tensor], Tensor] = geglu_backward
     cross_entropy: Callable[[Tensor, Tensor, Tensor, int, float], Tensor] = cross_entropy
     host_chunk: int = LOSS_CHUNK
     """Logits whose cross entropy a CPU computes at once."""
+
+    def gate(self, hidden_act: str) -> Gate:
+        """Return the gated activation of an MLP by the name of its activation in config.json."""
+        gates = {
+            "silu": Gate(self.swiglu, self.swiglu_backward),
+            "gelu_pytorch_tanh": Gate(self.geglu, self.geglu_backward),
+        }
+        return gates[hidden_act]
 
 
 PLAIN = Ops()

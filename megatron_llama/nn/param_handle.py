@@ -121,6 +121,17 @@ def _deliver_grad(parameter: Tensor) -> None:
     handle.grad_written()
 
 
+def deliver(handle: ParamHandle | None, grad: Tensor, dtype: torch.dtype) -> Tensor | None:
+    """Give a gradient to the parameter's handle, or return it to autograd, in the parameter's
+    ``dtype``, if there is none."""
+    if handle is None:
+        return grad.to(dtype)
+    view, beta = handle.grad_view()
+    accumulate(view, beta, grad)
+    handle.grad_written()
+    return None
+
+
 def accumulate_product(view: Tensor, beta: float, left: Tensor, right: Tensor) -> None:
     """``view = beta * view + left @ right``, beta 0 or 1. The factors share a dtype, and that of
     the view may be wider.

@@ -18,9 +18,10 @@ import triton
 from megatron_llama.distributed import device as devices
 from megatron_llama.engine.adamw_kernel import adamw
 from megatron_llama.nn.kernels.cross_entropy import cross_entropy
+from megatron_llama.nn.kernels.gate import geglu, geglu_backward, swiglu, swiglu_backward
+from megatron_llama.nn.kernels.head_norm import norm_heads, norm_heads_backward
 from megatron_llama.nn.kernels.norm import add_norm, norm_backward
 from megatron_llama.nn.kernels.rotary import rotate, rotate_back
-from megatron_llama.nn.kernels.swiglu import swiglu, swiglu_backward
 from triton.backends.compiler import GPUTarget
 from triton.runtime.jit import JITFunction
 
@@ -70,14 +71,20 @@ def launch_all(dtype: torch.dtype, hidden: int, inner: int, vocabulary: int) -> 
     """Every launching function once. Few rows: a kernel's code does not depend on their number."""
     x, weight, scale = (torch.empty(4, 1, hidden, dtype=dtype), torch.empty(hidden, dtype=dtype), torch.empty(4, 1, 1))
     for beside in (None, x):
-        add_norm(x, beside, weight, 1e-5)
-        norm_backward(x, beside, x, weight, scale)
+        for one_plus in (False, True):
+            add_norm(x, beside, weight, 1e-5, one_plus)
+            norm_backward(x, beside, x, weight, scale, one_plus)
     projected, table = torch.empty(4, 1, 48, 128, dtype=dtype), torch.empty(4, 1, 1, 64)
     rotate(projected[:, :, :40], table, table)
     rotate_back(*projected.split([32, 8, 8], dim=2), table, table)
+    head_weight = torch.empty(128, dtype=dtype)
+    for one_plus in (False, True):
+        kept, scales = norm_heads(projected[:, :, :40], head_weight, head_weight, 1e-5, one_plus, 32)
+        norm_heads_backward(projected[:, :, :40], kept, head_weight, head_weight, scales, one_plus, 32)
     gate_up = torch.empty(4, 1, 2 * inner, dtype=dtype)
-    swiglu(gate_up)
-    swiglu_backward(gate_up[..., :inner], gate_up)
+    for forward, backward in ((swiglu, swiglu_backward), (geglu, geglu_backward)):
+        forward(gate_up)
+        backward(gate_up[..., :inner], gate_up)
     cross_entropy(torch.empty(4, vocabulary, dtype=dtype), torch.zeros(4, dtype=torch.int64), torch.empty(4), vocabulary - 8, 0.0)
     shard, number = torch.empty(1 << 20), torch.empty(())
     names = {"scale": number, "skip": number, "lr": 1e-3, "beta1": 0.9, "beta2": 0.95, "decay": 0.1, "eps": 1e-8}

@@ -17,12 +17,14 @@ SOURCES = (*sorted((ROOT / "megatron_llama" / "nn" / "kernels").glob("*.py")), R
 
 
 def kernels() -> set[str]:
-    """``module.function`` of everything that Triton compiles."""
+    """``module.function`` of everything that Triton compiles and somebody launches: what a kernel calls is compiled with it."""
     found = set()
     for path in SOURCES:
-        for node in ast.walk(ast.parse(path.read_text())):
+        nodes = list(ast.walk(ast.parse(path.read_text())))
+        launched = {ast.unparse(node.value) for node in nodes if isinstance(node, ast.Subscript)}
+        for node in nodes:
             if isinstance(node, ast.FunctionDef) and any(ast.unparse(decorator) == "triton.jit" for decorator in node.decorator_list):
-                found.add(f"{path.stem}.{node.name}")
+                found |= {f"{path.stem}.{node.name}"} & {f"{path.stem}.{name}" for name in launched}
     return found
 
 

@@ -16,17 +16,19 @@ ROWS = pytest.mark.parametrize("shape", [(1, 1, 1), (3, 2, 96), (37, 1, 130), (2
 
 
 BESIDE = pytest.mark.parametrize("beside", [False, True], ids=["alone", "with the residual stream"])
+ONE_PLUS = pytest.mark.parametrize("one_plus", [False, True], ids=["weight", "1 + weight"])
 
 
 @EACH_DTYPE
 @ROWS
 @BESIDE
-def test_norm(beside: bool, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> None:
+@ONE_PLUS
+def test_norm(one_plus: bool, beside: bool, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> None:
     """The sum is torch's bit for bit."""
     from megatron_llama.nn.kernels.norm import add_norm
 
     x, delta = (draw(*shape, seed=seed, device=device, dtype=dtype) for seed in (1, 2))
-    given = (x, delta if beside else None, weight(shape, dtype, device), 1e-5)
+    given = (x, delta if beside else None, weight(shape, dtype, device, one_plus), 1e-5, one_plus)
     assert torch.equal(add_norm(*given)[0], x + delta if beside else x)
     as_near_as_torch(add_norm, ops.add_norm, given)
 
@@ -34,18 +36,19 @@ def test_norm(beside: bool, shape: tuple[int, ...], dtype: torch.dtype, device: 
 @EACH_DTYPE
 @ROWS
 @BESIDE
-def test_norm_backward(beside: bool, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> None:
+@ONE_PLUS
+def test_norm_backward(one_plus: bool, beside: bool, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> None:
     from megatron_llama.nn.kernels.norm import norm_backward
 
     grad, stream, total = (draw(*shape, seed=seed, device=device, dtype=dtype) for seed in (1, 2, 3))
-    scale = ops.add_norm(total, None, weight(shape, dtype, device), 1e-5)[2]
-    given = (grad, stream if beside else None, total, weight(shape, dtype, device), scale)
+    scale = ops.add_norm(total, None, weight(shape, dtype, device, one_plus), 1e-5, one_plus)[2]
+    given = (grad, stream if beside else None, total, weight(shape, dtype, device, one_plus), scale, one_plus)
     as_near_as_torch(norm_backward, ops.norm_backward, given)
 
 
-def weight(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+def weight(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, one_plus: bool) -> Tensor:
     """Of a norm."""
-    return draw(shape[-1], seed=9, device=device, dtype=dtype) + 1.0
+    return draw(shape[-1], seed=9, device=device, dtype=dtype) + float(not one_plus)
 
 
 def table(length: int, batch: int, width: int, device: torch.device) -> tuple[Tensor, Tensor]:
@@ -88,14 +91,37 @@ def test_rotation_back(layout: str, dtype: torch.dtype, device: torch.device) ->
 
 
 @EACH_DTYPE
+@ONE_PLUS
+@pytest.mark.parametrize(("query", "key", "width"), [(1, 1, 2), (12, 3, 6), (9, 2, 96)])
+def test_norm_of_heads(query: int, key: int, width: int, one_plus: bool, dtype: torch.dtype, device: torch.device) -> None:
+    """In place, in a part of the projection, of which the rest stays as it is; and backward, from a part of a gradient."""
+    from megatron_llama.nn.kernels.head_norm import norm_heads, norm_heads_backward
+
+    projected = draw(5, 2, query + 2 * key, width, seed=1, device=device, dtype=dtype)
+    weights = [draw(width, seed=seed, device=device, dtype=dtype) + 1.0 for seed in (2, 3)]
+
+    def part(body: object) -> object:
+        return lambda projected, *rest: body(projected[:, :, : query + key], *rest)  # type: ignore[operator]
+
+    as_near_as_torch(part(norm_heads), part(ops.norm_heads), (projected, *weights, 1e-5, one_plus, query))
+    after = projected.clone()
+    kept, scale = norm_heads(after[:, :, : query + key], *weights, 1e-5, one_plus, query)
+    assert torch.equal(after[:, :, query + key :], projected[:, :, query + key :]) and torch.equal(kept, projected[:, :, : query + key])
+    grad = draw(5, 2, query + 2 * key, width, seed=4, device=device, dtype=dtype)
+    given = (grad, kept, *weights, scale, one_plus, query)
+    as_near_as_torch(part(norm_heads_backward), part(ops.norm_heads_backward), given)
+
+
+@EACH_DTYPE
+@pytest.mark.parametrize("name", ["swiglu", "geglu"])
 @pytest.mark.parametrize("shape", [(1, 1, 2), (3, 2, 26), (2, 1, 2200)], ids=str)
-def test_swiglu(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> None:
-    from megatron_llama.nn.kernels.swiglu import swiglu, swiglu_backward
+def test_gated_activation(shape: tuple[int, ...], name: str, dtype: torch.dtype, device: torch.device) -> None:
+    from megatron_llama.nn.kernels import gate
 
     gate_up = 3 * draw(*shape, seed=1, device=device, dtype=dtype)
     grad = draw(*shape[:-1], shape[-1] // 2, seed=2, device=device, dtype=dtype)
-    as_near_as_torch(swiglu, ops.swiglu, (gate_up,))
-    as_near_as_torch(swiglu_backward, ops.swiglu_backward, (grad, gate_up))
+    as_near_as_torch(getattr(gate, name), getattr(ops, name), (gate_up,))
+    as_near_as_torch(getattr(gate, f"{name}_backward"), getattr(ops, f"{name}_backward"), (grad, gate_up))
 
 
 @EACH_DTYPE

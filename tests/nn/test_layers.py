@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ from megatron_llama.distributed.launcher import Place
 from megatron_llama.distributed.mesh import Mesh
 from megatron_llama.nn.attention import causal_attention
 from megatron_llama.nn.embedding import VocabParallelEmbedding
-from megatron_llama.nn.functional import rms_norm, rope_frequencies, rope_table, split_heads, swiglu
+from megatron_llama.nn.functional import gated, rms_norm, rope_frequencies, rope_table, split_heads
 from megatron_llama.nn.linear import ColumnLinear, RowLinear, column_linear
 from megatron_llama.nn.loss import cross_entropy
 from megatron_llama.nn.ops import PLAIN
@@ -26,22 +27,26 @@ from tests.nn.spmd import numbers, part, replicated, tensor_mesh, weighted_total
 S, B, D, OUT = 4, 2, 6, 8
 
 
-def weights_of(layer: torch.nn.Module, weight: Tensor) -> None:
-    """Put a graph tensor where a layer's parameter is."""
-    del layer._parameters["weight"]
-    layer.weight = weight
+def weights_of(layer: torch.nn.Module, weight: Tensor, bias: Tensor | None = None) -> None:
+    """Put graph tensors where a layer's parameters are."""
+    for name, value in (("weight", weight), ("bias", bias)):
+        if value is not None:
+            del layer._parameters[name]
+            setattr(layer, name, value)
 
 
 def check_column(place: Place, sequence_parallel: bool) -> None:
     tp = tensor_mesh(place).tp
 
-    def function(x: Tensor, weight: Tensor) -> Tensor:
-        layer = ColumnLinear(D, OUT, tp=tp, sequence_parallel=sequence_parallel)
-        weights_of(layer, part(weight, tp))
-        return weighted_total(layer(part(x, tp) if sequence_parallel else x), tp, split=True)
+    def output(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+        layer = ColumnLinear(D, OUT, tp=tp, sequence_parallel=sequence_parallel, bias=True)
+        weights_of(layer, part(weight, tp), part(bias, tp))
+        return layer(part(x, tp) if sequence_parallel else x)
 
-    x, weight = numbers(S, B, D, seed=1), numbers(OUT, D, seed=2)
-    assert gradcheck(function, (x, weight))
+    x, weight, bias = numbers(S, B, D, seed=1), numbers(OUT, D, seed=2), numbers(OUT, seed=3)
+    assert gradcheck(lambda *inputs: weighted_total(output(*inputs), tp, split=True), (x, weight, bias))
+    expected = F.linear(x, weight, bias).chunk(tp.size, -1)[tp.rank]
+    torch.testing.assert_close(output(x, weight, bias), expected, rtol=1e-12, atol=1e-12)
     local = column_linear(part(x, tp) if sequence_parallel else x, part(weight, tp), tp, sequence_parallel=sequence_parallel)
     torch.testing.assert_close(local, F.linear(x, weight).chunk(tp.size, -1)[tp.rank], rtol=1e-12, atol=1e-12)
 
@@ -49,16 +54,22 @@ def check_column(place: Place, sequence_parallel: bool) -> None:
 def check_row(place: Place, sequence_parallel: bool) -> None:
     tp = tensor_mesh(place).tp
 
-    def output(x: Tensor, weight: Tensor) -> Tensor:
-        layer = RowLinear(D, OUT, tp=tp, sequence_parallel=sequence_parallel)
-        weights_of(layer, part(weight, tp, dim=1))
+    def output(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        layer = RowLinear(D, OUT, tp=tp, sequence_parallel=sequence_parallel, bias=bias is not None)
+        weights_of(layer, part(weight, tp, dim=1), bias)
         return layer(part(x, tp, dim=2))
 
-    x, weight = numbers(S, B, D, seed=3), numbers(OUT, D, seed=4)
-    assert gradcheck(lambda *inputs: weighted_total(output(*inputs), tp, split=sequence_parallel), (x, weight))
-    whole = F.linear(x, weight)
-    expected = whole.chunk(tp.size)[tp.rank] if sequence_parallel else whole
-    torch.testing.assert_close(output(x, weight), expected, rtol=1e-12, atol=1e-12)
+    def total(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        # With sequence parallelism each rank adds the bias to other positions; else all do the same.
+        shared = replicated(bias) if bias is not None and sequence_parallel else bias
+        return weighted_total(output(x, weight, shared), tp, split=sequence_parallel)
+
+    x, weight, bias = numbers(S, B, D, seed=3), numbers(OUT, D, seed=4), numbers(OUT, seed=5)
+    for given in ((x, weight, None), (x, weight, bias)):
+        assert gradcheck(total, given)
+        whole = F.linear(*given)
+        expected = whole.chunk(tp.size)[tp.rank] if sequence_parallel else whole
+        torch.testing.assert_close(output(*given), expected, rtol=1e-12, atol=1e-12)
 
 
 def check_embedding(place: Place, sequence_parallel: bool) -> None:
@@ -150,11 +161,13 @@ def test_z_loss(cluster: Cluster, world_size: int, dtype: torch.dtype) -> None:
     cluster.run(world_size, check_cross_entropy, dtype, 21, 0.3)
 
 
+@pytest.mark.parametrize("one_plus", [False, True], ids=["weight", "1 + weight"])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
-def test_rms_norm(dtype: torch.dtype) -> None:
+def test_rms_norm(dtype: torch.dtype, one_plus: bool) -> None:
     x, weight = numbers(S, B, D, seed=8).detach().to(dtype), numbers(D, seed=9).detach().to(dtype)
     ours, torchs = ([t.clone().requires_grad_() for t in (x, weight)] for _ in range(2))
-    found, expected = rms_norm(*ours, 1e-5), F.rms_norm(torchs[0], (D,), torchs[1], 1e-5)
+    found = rms_norm(*ours, 1e-5, one_plus=one_plus)
+    expected = F.rms_norm(torchs[0], (D,), torchs[1] + float(one_plus), 1e-5)
     tolerance = {torch.float64: 1e-12, torch.float32: 2e-6, torch.bfloat16: 2**-6}[dtype]
     torch.testing.assert_close(found, expected, rtol=tolerance, atol=tolerance)
     for leaves, output in ((ours, found), (torchs, expected)):
@@ -164,10 +177,15 @@ def test_rms_norm(dtype: torch.dtype) -> None:
         torch.testing.assert_close(one.grad, other.grad, rtol=tolerance, atol=4 * tolerance)
 
 
+ACTIVATIONS = {"silu": F.silu, "gelu_pytorch_tanh": partial(F.gelu, approximate="tanh")}
+
+
 def test_functional_gradients() -> None:
     x, weight = numbers(S, B, D, seed=8), numbers(D, seed=9)
-    assert gradcheck(lambda *inputs: rms_norm(*inputs, 1e-5), (x, weight))
-    assert gradcheck(swiglu, (x,))
+    for one_plus in (False, True):
+        assert gradcheck(lambda *inputs, one_plus=one_plus: rms_norm(*inputs, 1e-5, one_plus=one_plus), (x, weight))
+    for name in ACTIVATIONS:
+        assert gradcheck(partial(gated, gate=PLAIN.gate(name)), (x,))
     qkv = numbers(S, B, 4 * 4, seed=10)
     cos, sin = rope_table(torch.arange(S).unsqueeze(-1), rope_frequencies(4, 100.0, None, torch.device("cpu")))
     assert gradcheck(lambda value: split_heads(value.clone(), cos, sin, query=2, key=1), (qkv,))
@@ -175,9 +193,10 @@ def test_functional_gradients() -> None:
     assert gradcheck(lambda *inputs: causal_attention(*inputs, None), (query, key, value))
 
 
-def test_swiglu_is_gate_then_up() -> None:
+@pytest.mark.parametrize("name", ACTIVATIONS)
+def test_a_gated_activation_is_gate_then_up(name: str) -> None:
     gate, up = numbers(3, seed=14), numbers(3, seed=15)
-    torch.testing.assert_close(swiglu(torch.cat((gate, up))), gate * torch.sigmoid(gate) * up)
+    torch.testing.assert_close(gated(torch.cat((gate, up)), PLAIN.gate(name)), ACTIVATIONS[name](gate) * up)
 
 
 def test_attention_is_causal_grouped_and_scaled() -> None:

@@ -16,15 +16,16 @@ from megatron_llama.distributed.recorder import Traffic
 from megatron_llama.engine.build import compute_dtype
 from megatron_llama.model.llama import Positions
 from megatron_llama.nn.functional import (
+    gated,
     recomputable_add_norm,
-    recomputable_swiglu,
+    recomputable_gated,
     rms_norm,
     rope_frequencies,
     rope_table,
     split_heads,
-    swiglu,
 )
 from megatron_llama.nn.linear import column_linear
+from megatron_llama.nn.ops import PLAIN
 from megatron_llama.nn.param_handle import attach_param_handle
 from megatron_llama.nn.recompute import Recomputable, recomputed
 from megatron_llama.plans.activation_memory import GRANULARITIES, Activations, Granularity
@@ -271,7 +272,11 @@ def test_frozen_blocks_without_gradient_of_their_input_have_no_backward() -> Non
 
 def test_recipes_make_the_same_tensor_without_the_graph() -> None:
     x, scale = (numbers(3, 2, 8, seed=3).detach().bfloat16().requires_grad_(), torch.linspace(0.5, 2, 8).bfloat16())
-    for recipe, plain in ((recomputable_add_norm(x, None, scale, 1e-5)[1], rms_norm(x, scale, 1e-5)), (recomputable_swiglu(x), swiglu(x))):
+    pairs = [(recomputable_gated(x, gate), gated(x, gate)) for gate in (PLAIN.gate("silu"), PLAIN.gate("gelu_pytorch_tanh"))]
+    for one_plus in (False, True):
+        norm = rms_norm(x, scale, 1e-5, one_plus=one_plus)
+        pairs.append((recomputable_add_norm(x, None, scale, 1e-5, one_plus=one_plus)[1], norm))
+    for recipe, plain in pairs:
         again = recipe.function(*recipe.sources)
         assert torch.equal(recipe.value, plain) and torch.equal(again, plain) and not again.requires_grad
         assert recipe.value.grad_fn is not None
@@ -280,7 +285,6 @@ def test_recipes_make_the_same_tensor_without_the_graph() -> None:
 def test_gradients_of_the_functions() -> None:
     cos, sin = rope_table(torch.arange(3).unsqueeze(-1), rope_frequencies(4, 100.0, None, CPU))
     qkv = numbers(3, 2, 4 * 4, seed=4)
-    assert gradcheck(swiglu, (numbers(3, 2, 8, seed=5),))
     assert gradcheck(lambda x: split_heads(x.clone(), cos, sin, query=2, key=1), (qkv,))
     query, key, value = split_heads(qkv.clone(), cos, sin, query=2, key=1)
     first, second = qkv.unflatten(-1, (4, 4)).chunk(2, -1)

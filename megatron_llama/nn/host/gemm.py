@@ -19,11 +19,11 @@ WGRAD_CHUNK = 2**21
 """Elements of a weight gradient that are computed at once: what a cache holds."""
 
 
-def linear(x: Tensor, weight: Tensor) -> Tensor:
-    """Multiply x [..., d] by weight [f, d]: [..., f]."""
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """Multiply x [..., d] by weight [f, d] and add bias [f]: [..., f]."""
     if not prefers_onednn(x, weight):
-        return F.linear(x, weight)
-    return _unflatten(_onednn_linear(rows(x), weight), x)
+        return F.linear(x, weight, bias)
+    return _unflatten(_onednn_linear(rows(x), weight, bias), x)
 
 
 def linear_backward(grad: Tensor, weight: Tensor) -> Tensor:
@@ -61,9 +61,9 @@ def prefers_onednn(left: Tensor, weight: Tensor) -> bool:
     )
 
 
-def _onednn_linear(left: Tensor, weight: Tensor) -> Tensor:
-    """Multiply left [m, k] by weight [n, k], of any strides: [m, n]."""
-    result: Tensor = torch.ops.mkldnn._linear_pointwise(left, weight, None, "none", [], "")
+def _onednn_linear(left: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """Multiply left [m, k] by weight [n, k], of any strides, and add bias [n]: [m, n]."""
+    result: Tensor = torch.ops.mkldnn._linear_pointwise(left, weight, bias, "none", [], "")
     return result
 
 

@@ -21,7 +21,17 @@ weight's gradient."""
 
 @triton.jit
 def _forward(
-    x, delta, weight, total, out, scale, eps, width, HAS_DELTA: tl.constexpr, BLOCK: tl.constexpr
+    x,
+    delta,
+    weight,
+    total,
+    out,
+    scale,
+    eps,
+    width,
+    HAS_DELTA: tl.constexpr,
+    ONE_PLUS: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):
     row = tl.program_id(0)
     columns = tl.arange(0, BLOCK)
@@ -36,10 +46,14 @@ def _forward(
     fp32 = values.to(tl.float32)
     inverse = tl.rsqrt(tl.sum(fp32 * fp32, 0) / width + eps)
     tl.store(scale + row, inverse)
-    # Rounded before the weight is applied, as HuggingFace does.
-    normed = (fp32 * inverse).to(values.dtype).to(tl.float32)
-    factor = tl.load(weight + columns, mask=inside, other=0.0).to(tl.float32)
-    tl.store(out + place, (factor * normed).to(values.dtype), mask=inside)
+    normed = fp32 * inverse
+    if not ONE_PLUS:
+        # Rounded before the weight is applied, as HuggingFace's LLaMA does, and its Gemma does not.
+        normed = normed.to(values.dtype).to(tl.float32)
+    result = tl.load(weight + columns, mask=inside, other=0.0).to(tl.float32) * normed
+    if ONE_PLUS:
+        result += normed
+    tl.store(out + place, result.to(values.dtype), mask=inside)
 
 
 @triton.jit
@@ -55,12 +69,15 @@ def _backward(
     width,
     share,
     HAS_STREAM: tl.constexpr,
+    ONE_PLUS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     program = tl.program_id(0)
     columns = tl.arange(0, BLOCK)
     inside = columns < width
     factor = tl.load(weight + columns, mask=inside, other=0.0).to(tl.float32)
+    if ONE_PLUS:
+        factor += 1.0
     summed = tl.zeros([BLOCK], tl.float32)
     for row in range(program * share, tl.minimum(program * share + share, rows)):
         place = tl.cast(row, tl.int64) * width + columns
@@ -79,10 +96,10 @@ def _backward(
 
 
 def add_norm(
-    x: Tensor, delta: Tensor | None, weight: Tensor, eps: float
+    x: Tensor, delta: Tensor | None, weight: Tensor, eps: float, one_plus: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return x + delta, or x, both [..., h]; this scaled to unit root mean square, times weight
-    [h]; and the scale [..., 1] in fp32."""
+    [h] or, with ``one_plus``, times 1 + weight; and the scale [..., 1] in fp32."""
     x = x.contiguous()
     width = x.shape[-1]
     out = torch.empty_like(x)
@@ -91,7 +108,12 @@ def add_norm(
     delta_or_x = x if delta is None else delta.contiguous()
     if x.numel():
         block = triton.next_power_of_2(width)
-        names = {"HAS_DELTA": delta is not None, "BLOCK": block, "num_warps": _warps(block)}
+        names = {
+            "HAS_DELTA": delta is not None,
+            "ONE_PLUS": one_plus,
+            "BLOCK": block,
+            "num_warps": _warps(block),
+        }
         _forward[(x.numel() // width,)](
             x, delta_or_x, weight, total, out, scale, eps, width, **names
         )
@@ -99,7 +121,12 @@ def add_norm(
 
 
 def norm_backward(
-    grad: Tensor, stream: Tensor | None, total: Tensor, weight: Tensor, scale: Tensor
+    grad: Tensor,
+    stream: Tensor | None,
+    total: Tensor,
+    weight: Tensor,
+    scale: Tensor,
+    one_plus: bool,
 ) -> tuple[Tensor, Tensor]:
     """Return the gradients of what was normalized, in its dtype, and of the weight, [h] in fp32.
 
@@ -116,7 +143,12 @@ def norm_backward(
     if programs:
         block = triton.next_power_of_2(width)
         sizes = (rows, width, share)
-        names = {"HAS_STREAM": stream is not None, "BLOCK": block, "num_warps": _warps(block)}
+        names = {
+            "HAS_STREAM": stream is not None,
+            "ONE_PLUS": one_plus,
+            "BLOCK": block,
+            "num_warps": _warps(block),
+        }
         _backward[(programs,)](
             grad, stream_or_grad, total, weight, scale, x_grad, partial, *sizes, **names
         )

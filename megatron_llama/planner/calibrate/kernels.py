@@ -92,7 +92,7 @@ def kernel_points(
     rows = large[: 1 << (20 if host else 24)].view(-1, 1024)
     weight = made(1024)
     ops = kernels_for(device, dtype, 1024) or PLAIN
-    yield ("norm", (rows.numel(),)), timed(partial(ops.add_norm, rows, None, weight, 1e-5))
+    yield ("norm", (rows.numel(),)), timed(partial(ops.add_norm, rows, None, weight, 1e-5, False))
     yield ("gate", (rows.numel() // 2,)), timed(partial(ops.swiglu, rows))
     yield from _steps(device, dtype, rate, budget)
 
@@ -144,7 +144,7 @@ def _training_step(
     stages = build_stages(config, mesh)
     options = config.optimizer
     with closing(build_optimizer(config, stages.values(), mesh)) as engine:
-        engine.load_weights(InitialWeights(config.training.seed, config.model.initializer_range))
+        engine.load_weights(InitialWeights.of(config))
         runtime = PipelineRuntime(stages, engine, mesh, config, dtype=compute_dtype(config))
         words = torch.randint(vocabulary, (tokens, 1), device=device)
         batch = Batch(words, words, None)
