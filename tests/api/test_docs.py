@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import megatron_llama as ml
+import pytest
 from tools.api_docs import SECTIONS, examples
 
 from tests.launch import ROOT, free_port
@@ -20,6 +21,7 @@ def test_it_has_every_name() -> None:
     assert sorted(name for _, _, names in SECTIONS for name in names) == sorted(set(ml.__all__) - {"__version__"})
 
 
+@pytest.mark.long
 def test_every_example_runs(data: Path, tmp_path: Path) -> None:
     """One after the other, in one folder: what the first ones write the others read. Those that torchrun starts say so in their first line."""
     folder = tmp_path / "data"

@@ -97,6 +97,7 @@ WRONG = {
 }
 
 
+@pytest.mark.long
 def test_a_users_script_is_checked_against_the_installed_package(tmp_path: Path) -> None:
     """Installed as a wheel has it: without ``py.typed`` mypy would take everything for Any, with an error of its own."""
     site = tmp_path / "venv" / "lib" / f"python{sysconfig.get_python_version()}" / "site-packages"

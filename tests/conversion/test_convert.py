@@ -129,6 +129,7 @@ def test_a_folder_of_iterations_and_one_of_them(tmp_path: Path) -> None:
     assert_same(convert(run / "iter_0000300", tmp_path / "named", "--to", "hf"), original)
 
 
+@pytest.mark.long
 def test_uneven_stages(tmp_path: Path) -> None:
     original = hf_folder(tmp_path / "hf", num_hidden_layers=40)
     words = ("--pipeline-model-parallel-size", "3", "--pipeline-layer-split", "13", "14", "13")
@@ -241,6 +242,7 @@ def test_workers_write_the_same_files(tmp_path: Path) -> None:
     assert_same(convert(parts, tmp_path / "back", "--to", "hf"), original)
 
 
+@pytest.mark.long
 def test_summary_and_notes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     original = hf_folder(tmp_path / "hf", torch.bfloat16, rope_parameters=LLAMA3)
     convert(original, tmp_path / "a", "--to", "megatron-llama")

@@ -87,6 +87,7 @@ def digest_of_tensors(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
+@pytest.mark.long
 def test_memory_does_not_grow_with_the_model(hf: Path, tmp_path: Path) -> None:
     assert 0.7 * 2 * parameter_count(MODEL) > BOUND
     forms = {"megatron": GRID, "megatron-llama": GRID[:2], "meta": GRID[:2], "native": ()}

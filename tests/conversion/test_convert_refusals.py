@@ -281,6 +281,7 @@ def test_the_vocabulary_of_a_tokenizer_beside_it(tmp_path: Path, capsys: Capture
     assert "(the tokenizer has 900)" in refusal(capsys, source, tmp_path / "no", "--to", "hf")
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("form", ["megatron", "meta"])
 def test_a_tokenizer_may_have_added_tokens_without_rows(hf: Path, tmp_path: Path, capsys: Capture, form: str) -> None:
     """The usual [PAD], behind a vocabulary that is full; a tokenizer that is larger by itself is another model's."""

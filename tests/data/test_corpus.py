@@ -4,9 +4,11 @@ import json
 from itertools import islice
 from pathlib import Path
 
+import pytest
 from megatron_llama.data.corpus import python_documentation, write_corpus
 
 
+@pytest.mark.long
 def test_corpus_is_large_english_text(tmp_path: Path) -> None:
     documents = write_corpus(tmp_path / "python.jsonl")
     texts = [json.loads(line)["text"] for line in (tmp_path / "python.jsonl").read_text().splitlines()]

@@ -122,6 +122,7 @@ def version_6() -> tuple[Machine, ...]:
     )
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "machines",
     [

@@ -6,11 +6,13 @@ import json
 import re
 from pathlib import Path
 
+import pytest
 from megatron_llama.planner.choice import SEARCHED
 
 from tests.e2e.product import Layout, Product, column
 
 
+@pytest.mark.long
 def test_all_processes_take_the_planned_layout(product: Product, tmp_path: Path) -> None:
     """What is given stays. A resumed run in another layout says so, and goes on where it was."""
     run = {"auto_parallel": True, "micro_batch_size": None, "save": tmp_path / "run"}

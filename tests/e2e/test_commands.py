@@ -69,6 +69,7 @@ def test_sigterm_to_torchrun_saves(product: Product, tmp_path: Path) -> None:
     assert [path.name for path in (tmp_path / "run").glob("iter_*")] == [f"iter_{last:07d}"]
 
 
+@pytest.mark.long
 def test_plain_python_in_another_folder(product: Product, straight: Callable[[str], Path], tmp_path: Path) -> None:
     for suffix in (".bin", ".idx", ".meta.json"):
         shutil.copy(f"{product.data}{suffix}", tmp_path)
@@ -85,6 +86,7 @@ def test_plain_python_in_another_folder(product: Product, straight: Callable[[st
     ]
 
 
+@pytest.mark.long
 def test_srun(product: Product, straight: Callable[[str], Path], tmp_path: Path) -> None:
     """A WORLD_SIZE that a login script left behind changes nothing."""
     step = {
@@ -101,6 +103,7 @@ def test_srun(product: Product, straight: Callable[[str], Path], tmp_path: Path)
     assert exact_curve(tmp_path) == exact_curve(straight("tp2 sp"))
 
 
+@pytest.mark.long
 def test_a_yaml_file_is_the_command_line(product: Product, straight: Callable[[str], Path], tmp_path: Path) -> None:
     """Flat keys, sections, Megatron's names; flags win over the file, and folders are those of the caller."""
     (tmp_path / "run.yaml").write_text(
@@ -165,6 +168,7 @@ def test_dry_run_refuses_what_the_run_refuses(product: Product) -> None:
     assert "valid for" not in ended.out
 
 
+@pytest.mark.long
 def test_strict_dry_run_wants_this_machine(product: Product, tmp_path: Path) -> None:
     begun = product.command(save=tmp_path / "new", load=tmp_path / "new")
     assert product.run(*begun, "--dry-run=strict").ok().out.endswith("valid for 1 process\n")
@@ -217,6 +221,7 @@ def test_schedule_writes_a_drawing(product: Product, tmp_path: Path) -> None:
     assert (tmp_path / "zb.svg").read_text().startswith("<svg ")
 
 
+@pytest.mark.long
 def test_inspect(product: Product, straight: Callable[[str], Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     def rows(*argv: object) -> dict[str, str]:
         assert main(["inspect", *map(str, argv)]) == 0

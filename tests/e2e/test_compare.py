@@ -60,6 +60,7 @@ class Tick:
         return 1.0
 
 
+@pytest.mark.long
 def test_every_round_counts_its_own_waits() -> None:
     """Marks are those of the timed steps: neither of rounds before, nor of the steps that warm up."""
     config, mesh = Layout().config(), Mesh.single()

@@ -90,6 +90,7 @@ CASES: Mapping[str, tuple[Changes | Callable[[Product, Path], Changes], str]] = 
 WRITTEN = ("save", "tensorboard_dir", "profile_dir", "record_timeline")
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", CASES)
 def test_what_the_run_refuses(name: str, product: Product, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """By the run (and so by the strict dry run), and by the plain one, since everything that it needs is here; nothing is written."""
@@ -103,6 +104,7 @@ def test_what_the_run_refuses(name: str, product: Product, tmp_path: Path, capsy
     assert (contents(tmp_path), sorted(tmp_path.rglob("*"))) == before
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("option", WRITTEN)
 def test_a_folder_that_cannot_be_made(option: str, product: Product, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Another machine may have it: to a plain dry run it is a warning."""

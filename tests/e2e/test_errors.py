@@ -423,6 +423,7 @@ def infinite(product: Product, straight: Callable[[str], Path], tmp_path_factory
     return folder
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("changes", "names"), [({}, "loss at iteration 1"), (EVALUATED, "validation loss at iteration 0")], ids=["step", "evaluation"]
 )
@@ -433,6 +434,7 @@ def test_weights_that_are_not_finite(changes: dict[str, Any], names: str, produc
     assert not list(tmp_path.glob("iter_*"))
 
 
+@pytest.mark.long
 def test_evaluating_nothing(product: Product, refuse: Refuse, straight: Callable[[str], Path]) -> None:
     data = ["--data-path", product.data, "--seq-length", SEQ_LENGTH]
     for code, says, argv in (
@@ -443,6 +445,7 @@ def test_evaluating_nothing(product: Product, refuse: Refuse, straight: Callable
         assert says in refuse(["evaluate", *data, *argv], code=code), argv
 
 
+@pytest.mark.long
 def test_generating_and_exporting_nothing(refuse: Refuse, straight: Callable[[str], Path], tmp_path: Path) -> None:
     for code, says, argv in (
         (2, "--load, --init-from-hf: got neither", ["generate"]),

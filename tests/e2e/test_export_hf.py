@@ -46,6 +46,7 @@ def test_the_end_of_a_run(name: str, product: Product, tmp_path: Path, capsys: p
     assert sorted(path.name for path in tmp_path.iterdir()) == ["again", "exported", "hf", "run"]
 
 
+@pytest.mark.long
 def test_a_stopped_run_exports_nothing(product: Product, tmp_path: Path) -> None:
     """Until it is resumed and gets to its end."""
     options = {"save": tmp_path / "run", "export_hf": tmp_path / "hf", "lr_decay_iters": 2}
@@ -72,6 +73,7 @@ def test_a_folder_in_use_is_refused_at_the_start(product: Product, tmp_path: Pat
     assert files(tmp_path / "hf") == {"thesis.tex": b"years of work"}
 
 
+@pytest.mark.long
 def test_a_failure_at_the_end_is_everybodys(product: Product, tmp_path: Path) -> None:
     run = product.start(DP2, save=tmp_path / "run", export_hf=tmp_path / "hf", train_iters=25)
     run.until(lambda: len(steps(tmp_path / "run")) >= 1)

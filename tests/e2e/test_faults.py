@@ -139,6 +139,7 @@ def test_a_run_that_goes_back_leaves_the_bad_samples_out(
     assert_same_state(tmp_path / "iter_0000007", skipping[0] / "iter_0000008")
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("last_is_bad", [False, True], ids=["inside", "last"])
 def test_an_epoch_uses_each_sample_once_or_leaves_it_out(
     last_is_bad: bool, product: Product, poisoned: Mapping[str, object], tmp_path: Path
@@ -162,6 +163,7 @@ def test_an_epoch_uses_each_sample_once_or_leaves_it_out(
     assert f" validation loss at iteration {last} " in printed and (tmp_path / "run" / f"iter_{last:07d}").is_dir()
 
 
+@pytest.mark.long
 def test_zenflow_that_goes_back_has_never_read_the_bad_samples(product: Product, poisoned: Mapping[str, object], tmp_path: Path) -> None:
     """The run is that on data without them: nothing of the bad step, nor of the ones behind it, is pending or has been chosen by."""
     first, behind = 24 * SEQ_LENGTH, 32 * SEQ_LENGTH
@@ -184,6 +186,7 @@ def test_zenflow_that_goes_back_has_never_read_the_bad_samples(product: Product,
     assert_same_state(tmp_path / "with" / "iter_0000008", tmp_path / "without" / "iter_0000008")
 
 
+@pytest.mark.long
 def test_too_many_bad_steps_end_the_run(product: Product, poisoned: Mapping[str, object], tmp_path: Path) -> None:
     data = changed(
         product, tmp_path / "docs", 2, slice(0, 60), np.memmap(f"{poisoned['data_path']}.bin", dtype=np.uint16)[(24 + 5) * 32 + 8]
@@ -211,6 +214,7 @@ def noisy(product: Product, tmp_path_factory: pytest.TempPathFactory) -> Mapping
     return {"data_order": "sequential", "data_path": data, "lr_decay_style": "constant", "lr": 1e-2, "train_iters": 22, **spikes}
 
 
+@pytest.mark.long
 def test_a_loss_spike_is_what_the_manual_says(product: Product, noisy: Mapping[str, object], tmp_path: Path) -> None:
     """Found on the device, with the means of good steps, over an interruption between them and the spike."""
     options = {**noisy, "on_bad_step": "skip"}
@@ -233,6 +237,7 @@ def test_a_loss_spike_is_what_the_manual_says(product: Product, noisy: Mapping[s
     assert_same_state(tmp_path / "resumed" / "iter_0000022", tmp_path / "straight" / "iter_0000022")
 
 
+@pytest.mark.long
 def test_a_loss_spike_stops_a_run_that_is_to_stop(product: Product, noisy: Mapping[str, object], tmp_path: Path) -> None:
     ended = product.start(ONE, save=tmp_path, **noisy).wait()
     assert ended.codes == (1,) and ended.err.startswith(f"error: loss spike at iteration {SPIKE}: got ")
@@ -262,6 +267,7 @@ def test_steps_begin_behind_what_is_left_out() -> None:
     assert history.first_sample(0, lambda _: 17) == 48, "17 samples fit nowhere between the ranges"
 
 
+@pytest.mark.long
 def test_the_slowest_rank_is_named(product: Product, tmp_path: Path) -> None:
     """Seven blocks and the head take longer than one block, whoever else uses the machine."""
     uneven = {"num_layers": 8, "pipeline_layer_split": (1, 7), "train_iters": 12, "log_interval": 4}
@@ -301,6 +307,7 @@ def with_a_faulty_memory(place: Place, argv: list[str]) -> str:
     return ""
 
 
+@pytest.mark.long
 def test_a_flipped_bit_ends_the_run(product: Product, cluster: Cluster) -> None:
     """At the next comparison, on all ranks; nobody notices without one."""
     for interval in (2, None):

@@ -35,6 +35,7 @@ def test_the_loss_falls(layout: Layout, product: Product, tmp_path: Path) -> Non
     assert len(re.findall(r" \| loss scale: 65536\.0 \| grad norm: \d+\.\d+ \| number of skipped iterations:   0 \|", printed.out)) == 20
 
 
+@pytest.mark.long
 def test_the_gradient_norm_is_that_of_the_loss(product: Product, tmp_path: Path) -> None:
     """Whatever the scale; float16 keeps three digits."""
     for name, changes in (("fp32", {}), ("fp16", {"fp16": True}), ("small", {"fp16": True, "initial_loss_scale": 256})):
@@ -79,6 +80,7 @@ def recovered(product: Product, tmp_path_factory: pytest.TempPathFactory) -> tup
     return folder, product.train(DP2, save=folder, log_format="megatron", **options).out
 
 
+@pytest.mark.long
 def test_an_impossible_scale_recovers_by_skipping(recovered: tuple[Path, str]) -> None:
     folder, printed = recovered
     found, losses, norms = scales(folder), column(folder, "lm_loss"), column(folder, "grad_norm")
@@ -93,6 +95,7 @@ def test_an_impossible_scale_recovers_by_skipping(recovered: tuple[Path, str]) -
     assert column(folder, "consumed_samples")[-1] == 40 * 8, "a skipped batch is consumed"
 
 
+@pytest.mark.long
 def test_a_skipped_step_changes_nothing(recovered: tuple[Path, str], product: Product, tmp_path: Path) -> None:
     product.train(save=tmp_path / "before", train_iters=1, lr=0.0)
     product.train(fp16=True, initial_loss_scale=BEYOND, save=tmp_path / "skipped", train_iters=2)
@@ -112,6 +115,7 @@ def test_hysteresis(product: Product, tmp_path: Path) -> None:
     assert scales(tmp_path) == [(scale, 1) for scale in (BEYOND,) * 3 + (BEYOND / 2,) * 3 + (BEYOND / 4,)]
 
 
+@pytest.mark.long
 def test_overflow_at_the_smallest_scale_ends_the_run(product: Product, tmp_path: Path) -> None:
     command = product.command(fp16=True, initial_loss_scale=BEYOND, min_loss_scale=BEYOND / 4, hysteresis=1, save=tmp_path, **DP2.options)
     ended = product.launcher.run(command, 2)

@@ -120,12 +120,14 @@ def test_the_last_iteration_is_always_logged(product: Product, tmp_path: Path) -
     assert column(tmp_path, "iteration") == [4, 6]
 
 
+@pytest.mark.long
 def test_validation_loss_falls(product: Product, tmp_path: Path) -> None:
     product.train(save=tmp_path, train_iters=40, lr_decay_iters=40, log_interval=40, eval_interval=20, eval_iters=0)
     curve = [entry["validation_loss"] for entry in log(tmp_path) if "validation_loss" in entry]
     assert curve[0] - 1.0 > curve[1] > curve[2]
 
 
+@pytest.mark.long
 def test_data_order(product: Product, straight: Callable[[str], Path], tmp_path: Path) -> None:
     product.train(save=tmp_path, data_order="sequential")
     shuffled, sequential = column(straight("one"), "lm_loss"), column(tmp_path, "lm_loss")

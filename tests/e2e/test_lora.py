@@ -49,6 +49,7 @@ def logits(model: torch.nn.Module, ids: Tensor) -> Tensor:
     return found
 
 
+@pytest.mark.long
 def test_a_run_leaves_for_peft_and_for_transformers(product: Product, adapted: Adapted) -> None:
     """PEFT's model with our additions, and transformers' with our merged weights, have the loss that training has measured."""
     base, merged = (AutoModelForCausalLM.from_pretrained(folder) for folder in (adapted.base, adapted.merged))
@@ -119,6 +120,7 @@ def test_resuming_changes_no_bit_and_another_layout_little(product: Product, ada
     assert column(tmp_path / "other", "lm_loss") == pytest.approx(column(adapted.run, "lm_loss")[2:], rel=1e-6)
 
 
+@pytest.mark.long
 def test_other_additions_are_refused_unless_begun_anew(product: Product, adapted: Adapted, tmp_path: Path) -> None:
     for changes, says in (
         ({}, "lora_rank 4 (here 0); lora_alpha 12 (here 16); lora_target_modules"),
@@ -134,6 +136,7 @@ def test_other_additions_are_refused_unless_begun_anew(product: Product, adapted
     assert weights["model.layers.0.self_attn.k_proj.lora_A.weight"].shape == (2, 64)
 
 
+@pytest.mark.long
 def test_tuning_on_examples_trains_additions_alone(product: Product, adapted: Adapted, tmp_path: Path) -> None:
     """Planned, then packed and tensor-parallel; and what comes out talks."""
     examples = [{"prompt": text[:20], "completion": text[20:60]} for text in product.texts[:60]]

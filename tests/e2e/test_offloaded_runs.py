@@ -23,6 +23,7 @@ def long_run(folder: Path) -> dict[str, object]:
     return {"save": folder, "load": folder, "train_iters": LONG, "lr_decay_iters": LONG, "num_layers": 2, "clip_grad": 1.4}
 
 
+@pytest.mark.long
 def test_killed_and_resumed_with_and_without_offload(product: Product, tmp_path: Path) -> None:
     """No bit tells the run from one that nobody killed, whose optimizer never left the device."""
     product.train(DP2, **long_run(tmp_path / "straight"))
@@ -40,6 +41,7 @@ def test_killed_and_resumed_with_and_without_offload(product: Product, tmp_path:
     assert_same_state(folder / f"iter_{LONG:07d}", tmp_path / "straight" / f"iter_{LONG:07d}")
 
 
+@pytest.mark.long
 def test_an_evaluation_and_an_export_see_what_was_trained(product: Product, straight: Callable[[str], Path], tmp_path: Path) -> None:
     product.train(
         PP2, save=tmp_path / "run", export_hf=tmp_path / "hf", eval_interval=3, eval_iters=2, log_interval=2, sample_interval=3,
@@ -71,6 +73,7 @@ sys.exit(cli.main(sys.argv[2:]))
 """A run whose worker fails after so many updates."""
 
 
+@pytest.mark.long
 def test_a_worker_that_dies_ends_the_run_and_leaves_its_checkpoints(
     product: Product, straight: Callable[[str], Path], tmp_path: Path
 ) -> None:

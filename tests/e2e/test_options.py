@@ -183,6 +183,7 @@ PLANNED: Mapping[str, tuple[dict[str, object], str]] = {
 }
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("option", PLANNED)
 def test_options_that_the_plan_shows(option: str, product: Product, capsys: pytest.CaptureFixture[str]) -> None:
     changes, says = PLANNED[option]
@@ -284,6 +285,7 @@ def test_initializer_range(product: Product, tmp_path: Path) -> None:
     assert torch.equal(weights["model.norm.weight"], torch.ones(64))
 
 
+@pytest.mark.long
 def test_seed(product: Product, straight: Callable[[str], Path], tmp_path: Path) -> None:
     """Of the weights, and of the order of the samples."""
     for name, seed in (("a", 1), ("b", 2), ("again", 1)):
@@ -351,6 +353,7 @@ def test_clip_grad(one_step: OneStep) -> None:
     assert norm(base) == pytest.approx(logged[0], rel=1e-5) and norm(clipped) == pytest.approx(0.25, rel=1e-4)
 
 
+@pytest.mark.long
 def test_when_to_log_evaluate_and_save(product: Product, tmp_path: Path) -> None:
     product.train(save=tmp_path, train_iters=7, log_interval=3, eval_interval=4, eval_iters=3, save_interval=2)
     assert column(tmp_path, "iteration") == [3, 6, 7]
@@ -359,6 +362,7 @@ def test_when_to_log_evaluate_and_save(product: Product, tmp_path: Path) -> None
     assert sorted(path.name for path in tmp_path.glob("iter_*")) == [f"iter_000000{at}" for at in (2, 4, 6, 7)]
 
 
+@pytest.mark.long
 def test_split(product: Product, tmp_path: Path) -> None:
     """The whole validation split is evaluated with --eval-iters 0: half of the documents, or a tenth."""
     tokens = {}
@@ -405,12 +409,14 @@ def test_tokenizer_model(product: Product, tmp_path: Path) -> None:
     assert kept.read_bytes() == given.read_bytes()
 
 
+@pytest.mark.long
 def test_cp_comm_type(straight: Callable[[str], Path]) -> None:
     """A ring adds up the same attention in another order: equal to 1e-6, as another test demands, but not in every bit."""
     whole, ring = (column(straight(name), "lm_loss") for name in ("cp2", "cp2 ring"))
     assert whole != ring
 
 
+@pytest.mark.long
 def test_grad_reduce_in_bf16(product: Product, tmp_path: Path) -> None:
     """Halves the messages, and with them the digits of what two replicas add up; a single process has nobody to send to."""
     for name, layout in (("one", ONE), ("dp2", DP2)):
@@ -422,12 +428,14 @@ def test_grad_reduce_in_bf16(product: Product, tmp_path: Path) -> None:
     assert exact_curve(tmp_path / "one None") == exact_curve(tmp_path / "one True")
 
 
+@pytest.mark.long
 def test_deterministic_mode(product: Product, straight: Callable[[str], Path], tmp_path: Path) -> None:
     """On a host a run is always the same. What the mode does on a GPU: tests/parallel/test_deterministic.py."""
     product.train(DP2, save=tmp_path / "fixed", deterministic=True, **EVALUATED)
     assert exact_curve(tmp_path / "fixed") == exact_curve(straight("dp2 optim_grads"))
 
 
+@pytest.mark.long
 def test_recompute_granularity(product: Product, tmp_path: Path) -> None:
     """Less memory for the same run, to the bit: 8,192 tokens in four blocks keep 96 MiB, and 8 MiB when whole blocks recompute.
 

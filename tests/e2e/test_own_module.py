@@ -46,6 +46,7 @@ def steps(printed: str) -> list[tuple[float, float]]:
     return [(float(loss), float(norm)) for loss, norm in re.findall(r"^step \d+ loss (\S+) norm (\S+)$", printed, re.MULTILINE)]
 
 
+@pytest.mark.long
 def test_three_lines_lead_from_fsdp2_to_shard(tmp_path: Path) -> None:
     """The losses of both are the same within the bounds of docs/numerics.md for fp32, and so are the norms."""
     theirs, ours = (steps(run(script, ROOT / "README.md", folder=tmp_path)) for script in ("fsdp2.py", "shard.py"))

@@ -34,6 +34,7 @@ def halves(product: Product, tmp_path_factory: pytest.TempPathFactory) -> tuple[
     return folder / "a", folder / "b"
 
 
+@pytest.mark.long
 def test_blends_and_growing_batches_are_resumed_exactly(product: Product, halves: tuple[Path, Path], tmp_path: Path) -> None:
     """Stopped by --exit-interval under data parallelism, gone on as a pipeline: the same samples, step by step."""
     options = {**RAMP, **EVALUATED, "data_path": (0.75, halves[0], "0.25", halves[1]), "train_iters": None, "train_samples": 60}
@@ -47,6 +48,7 @@ def test_blends_and_growing_batches_are_resumed_exactly(product: Product, halves
     assert_same_curve(folder, tmp_path / "straight")
 
 
+@pytest.mark.long
 def test_weights_decide_what_a_blend_is(product: Product, halves: tuple[Path, Path], tmp_path: Path) -> None:
     """A part of weight 1 beside one of a millionth is that part alone; without weights it is something else."""
     a, b = halves
@@ -122,6 +124,7 @@ def test_what_does_not_go_together_is_refused(product: Product) -> None:
         assert says in refused.err
 
 
+@pytest.mark.long
 def test_some_steps_of_some_ranks_are_traced(product: Product, tmp_path: Path) -> None:
     """One forward pass of each microbatch of each traced step, no more; rank 0 is not asked."""
     folder = tmp_path / "traces"
@@ -134,6 +137,7 @@ def test_some_steps_of_some_ranks_are_traced(product: Product, tmp_path: Path) -
     assert any(event.get("name") == "[memory]" for event in events)
 
 
+@pytest.mark.long
 def test_tracing_ends_with_the_run(product: Product, tmp_path: Path) -> None:
     ended = product.start(profile=True, profile_step_start=5, profile_step_end=100, profile_dir=tmp_path).wait()
     assert ended.codes == (0,) and ended.out.endswith(f" traced iterations 6 to 6: {tmp_path}\n")
@@ -156,6 +160,7 @@ def wandb_records(content: bytes) -> Iterator[bytes]:
             record = b""
 
 
+@pytest.mark.long
 def test_weights_and_biases_without_a_network(product: Product, tmp_path: Path) -> None:
     """The run that wandb keeps on this machine has the project, the name, the options and every number."""
     options = words({"wandb_project": "llamas", "wandb_exp_name": "small", "wandb_save_dir": tmp_path})

@@ -97,6 +97,7 @@ def test_a_tokenizer_that_merely_has_such_a_token_is_in_the_way_of_nothing(name:
             assert AutoModelForCausalLM.from_pretrained(tmp_path / folder).config.vocab_size == ROWS
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", ["pretrain", "sample", "sft"])
 def test_with_rows_for_all_tokens_it_is_read(name: str, hf: Path, tmp_path: Path) -> None:
     saves = {"save": tmp_path / "run", "export_hf": tmp_path / "out"}
@@ -119,6 +120,7 @@ def assert_resized(found: dict[str, Tensor], hf: Path, rows: int) -> None:
         torch.testing.assert_close(found[name][ROWS], mean, rtol=1e-6, atol=0)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("rows", [None, ROWS + 30])
 def test_new_rows_are_the_mean_of_the_old_ones(rows: int | None, hf: Path, tmp_path: Path) -> None:
     """Of a HuggingFace folder, and of a checkpoint of it; then the run resumes as it was started."""
@@ -146,6 +148,7 @@ def test_every_layout_makes_the_same_rows(name: str, hf: Path, launcher: Launche
     assert [key for key in one if not key.startswith("optimizer.") and not torch.equal(one[key], found[key])] == []
 
 
+@pytest.mark.long
 def test_what_cannot_be_resized_is_refused(hf: Path, refuse: Refuse, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     said = refuse(command("pretrain", hf, WITHOUT, vocab_size=ROWS + 1), code=2)
     assert (

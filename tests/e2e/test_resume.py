@@ -104,6 +104,7 @@ def test_no_layout_changes_what_it_loads(product: Product, straight: Callable[[s
             assert torch.equal(value, start[tensor]), tensor
 
 
+@pytest.mark.long
 def test_resuming_under_other_layouts(product: Product, straight: Callable[[str], Path], tmp_path: Path) -> None:
     for layout, until in ((TP2, 2), (PP2, 4), (DP2, 6)):
         product.train(layout, save=tmp_path, load=tmp_path, train_iters=until, **EVALUATED)
@@ -116,6 +117,7 @@ def test_resuming_under_other_layouts(product: Product, straight: Callable[[str]
             torch.testing.assert_close(ours[name], tensor, rtol=1e-4, atol=1e-5, msg=name)
 
 
+@pytest.mark.long
 def test_resuming_a_finished_run_changes_nothing(product: Product, tmp_path: Path) -> None:
     product.train(save=tmp_path, train_iters=2, **EVALUATED)
     before = {name: content for name, (_, content) in contents(tmp_path).items()}
@@ -124,6 +126,7 @@ def test_resuming_a_finished_run_changes_nothing(product: Product, tmp_path: Pat
     assert "saved" not in again.out
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("exists", [True, False])
 def test_loading_from_an_empty_save_folder_is_a_fresh_start(
     exists: bool, product: Product, straight: Callable[[str], Path], tmp_path: Path
@@ -133,6 +136,7 @@ def test_loading_from_an_empty_save_folder_is_a_fresh_start(
     assert exact_curve(folder) == exact_curve(straight("one"))
 
 
+@pytest.mark.long
 def test_the_checkpoint_says_how_far_the_run_is(product: Product, tmp_path: Path) -> None:
     """Also when the batch size changes on the way: samples are counted, not multiplied."""
     product.train(save=tmp_path, train_iters=3)
@@ -144,6 +148,7 @@ def test_the_checkpoint_says_how_far_the_run_is(product: Product, tmp_path: Path
     assert (tmp_path / "latest_checkpointed_iteration.txt").read_text().strip() == "5"
 
 
+@pytest.mark.long
 def test_going_on_in_another_folder(product: Product, straight: Callable[[str], Path], tmp_path: Path) -> None:
     first, second = tmp_path / "first", tmp_path / "second"
     product.train(save=first, train_iters=3)
@@ -155,6 +160,7 @@ def test_going_on_in_another_folder(product: Product, straight: Callable[[str], 
     assert_same_state(second / LAST, straight("one") / LAST)
 
 
+@pytest.mark.long
 def test_going_back_to_an_earlier_checkpoint(product: Product, straight: Callable[[str], Path], tmp_path: Path) -> None:
     product.train(save=tmp_path, save_interval=3, **EVALUATED)
     product.train(save=tmp_path, load=tmp_path / "iter_0000003", **EVALUATED)

@@ -85,6 +85,7 @@ def test_the_best_checkpoint_stays(product: Product, tmp_path: Path) -> None:
     assert steps(tmp_path / "branch")[0]["iteration"] == 3
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("background", [{}, {"async_save": True}], ids=["waited for", "in the background"])
 def test_saving_on_request(background: dict, product: Product, tmp_path: Path) -> None:
     """By a signal to one rank, and by a file; the run goes on."""

@@ -98,6 +98,7 @@ def test_every_layout_tunes_the_same_model(layout: Layout, tune: Tune, straight:
     assert_same_curve(tmp_path, straight)
 
 
+@pytest.mark.long
 def test_resuming_changes_no_bit(tune: Tune, straight: Path, tmp_path: Path) -> None:
     options = {"neftune_noise_alpha": 5, "eval_interval": 2, "eval_iters": 2, "save": tmp_path, "lr_decay_iters": ITERS}
     tune(train_iters=2, **options).ok()
@@ -105,6 +106,7 @@ def test_resuming_changes_no_bit(tune: Tune, straight: Path, tmp_path: Path) -> 
     assert exact_curve(tmp_path) == exact_curve(straight)
 
 
+@pytest.mark.long
 def test_a_plain_loop_in_transformers(tune: Tune, base: Path, pairs: Path, tmp_path: Path) -> None:
     """The same losses from transformers' model and torch's AdamW on the same batches, with ordinary attention masks."""
     tune(save=tmp_path, clip_grad=0, weight_decay=0, lr_decay_style="constant").ok()
@@ -303,6 +305,7 @@ def expected_loss(base: Path, file: Path) -> float:
     return total / count
 
 
+@pytest.mark.long
 def test_epochs_read_every_sample_so_many_times(tune: Tune, pairs: Path, tmp_path: Path) -> None:
     """Two passes in steps of 16, stopped inside the first and gone on under another layout; then half a pass more."""
     options = {"train_iters": None, "global_batch_size": 16, "split": "100,0,0"}
@@ -330,6 +333,7 @@ def test_one_step_of_an_epoch_has_the_loss_of_its_examples(tune: Tune, base: Pat
     assert column(tmp_path, "lm_loss") == [pytest.approx(expected_loss(base, pairs), rel=1e-6)]
 
 
+@pytest.mark.long
 def test_resuming_with_other_examples(tune: Tune, pairs: Path, tmp_path: Path) -> None:
     """Refused on every rank before anything is trained, unless that is what was asked for; a file that only moved is no other data."""
     lines, moved, longer, other = (
@@ -379,6 +383,7 @@ def test_a_template_that_says_what_day_it_is(tune: Tune, base: Path, pairs: Path
     tune(load=tmp_path / "run", init_from_hf=None, **options).ok()
 
 
+@pytest.mark.long
 def test_bad_and_long_examples(tune: Tune, pairs: Path, tmp_path: Path) -> None:
     """The run stops before training, on every rank with one message, or counts."""
     bad = tmp_path / "bad.jsonl"
@@ -414,6 +419,7 @@ def test_wrong_options(tune: Tune, product: Product) -> None:
     assert missing.codes == (1,) and "none.jsonl: got no such file" in missing.err
 
 
+@pytest.mark.long
 def test_data_commands(product: Product, base: Path, pairs: Path, tmp_path: Path) -> None:
     common = ("--tokenizer-model", base, "--seq-length", 64)
     shown = product.run("data", "preview", pairs, *common, "--example", 2).ok().out

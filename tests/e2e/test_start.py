@@ -61,6 +61,7 @@ def test_a_fresh_optimizer_where_the_run_was(product: Product, straight: Callabl
     assert meta["optimizer_step"] == 1 and "begins at iteration 0" not in ended.out
 
 
+@pytest.mark.long
 def test_an_epsilon_of_its_own(product: Product, straight: Callable[[str], Path], tmp_path: Path) -> None:
     """The flag wins over the checkpoint, with a warning; so it does in a plan."""
     options = {"load": straight("one"), "train_iters": 7, "save": tmp_path / "same"}
@@ -81,12 +82,14 @@ def test_other_shapes(dry_run: bool | None, product: Product, folders: dict[str,
         assert title in said and said.count("\n") == 2 and "intermediate_size: got 128, expected 256;" in said
 
 
+@pytest.mark.long
 def test_the_first_start_of_a_run_that_resumes_itself(product: Product, tmp_path: Path) -> None:
     out = product.train(load=tmp_path, save=tmp_path, train_iters=1).out
     assert f" --load {tmp_path}: no checkpoint there yet, a fresh start\n" in out
     assert "fresh start" not in product.train(load=tmp_path, save=tmp_path, train_iters=2).out
 
 
+@pytest.mark.long
 def test_a_run_that_begins_never_enters_a_folder_with_checkpoints(
     product: Product, folders: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -156,6 +159,7 @@ CURVES = {"lm loss": "lm_loss", "learning-rate": "learning_rate", "grad-norm": "
 TIMERS = {"tokens-per-second-per-gpu": "tokens_per_second_per_gpu", "tflops-per-gpu": "tflops_per_gpu"}
 
 
+@pytest.mark.long
 def test_tensorboard(product: Product, tmp_path: Path) -> None:
     """It shows what the log has, a resumed run as one curve; Megatron's three switches add theirs."""
     board = {"save": tmp_path / "run", "tensorboard_dir": tmp_path / "board", "job_name": "tiny", **EVALUATED}

@@ -40,6 +40,7 @@ def named(text: str) -> bool:
     return re.search(r"token \d+ is '.*' here, '.*' there", text) is not None
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("dry_run", [None, "strict"])
 def test_training(
     dry_run: str | None, product: Product, other: Path, hf: Path, straight: Callable[[str], Path], refuse: Refuse, tmp_path: Path
@@ -62,6 +63,7 @@ def test_training(
     assert [path.name for path in tmp_path.iterdir()] == ["run"]
 
 
+@pytest.mark.long
 def test_commands_with_a_model(
     product: Product, other: Path, hf: Path, straight: Callable[[str], Path], refuse: Refuse, tmp_path: Path
 ) -> None:
@@ -82,6 +84,7 @@ def test_commands_with_a_model(
     assert not (tmp_path / "hf").exists()
 
 
+@pytest.mark.long
 def test_a_moved_dataset_and_a_run_that_never_saved(product: Product, layouts: Path, tmp_path: Path) -> None:
     """A unigram model from text to transformers: the dataset brings its tokenizer along, which takes the place of one that an attempt
     without a checkpoint has left in --save."""
@@ -109,6 +112,7 @@ def test_a_moved_dataset_and_a_run_that_never_saved(product: Product, layouts: P
     assert f" warning: no tokenizer is known ({tmp_path}/moved/docs-tokenizer/tokenizer.model, which " in alone.out
 
 
+@pytest.mark.long
 def test_a_tokenizer_that_no_checkpoint_can_keep(product: Product, refuse: Refuse, tmp_path: Path) -> None:
     """Refused at the start, and by the dry run; nothing is left behind."""
     model = {"model_prefix": tmp_path / "tokenizer", "vocab_size": 300, "hard_vocab_limit": False, "user_defined_symbols": ["<x>"]}

@@ -57,11 +57,13 @@ def evaluation(product: Product, layout: Layout, source: str, folder: Path, **ch
     return int(match[1]), float(match[2])
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("layout", [Layout(1, {}), TP2], ids=["one process", "tp2 sp"])
 def test_evaluate_finds_the_loss_of_the_run(layout: Layout, product: Product, trained: Trained) -> None:
     assert evaluation(product, layout, "load", trained.folder) == (20, pytest.approx(trained.validation, rel=1e-6))
 
 
+@pytest.mark.long
 def test_evaluate_reads_one_checkpoint_and_huggingface_folders(product: Product, trained: Trained) -> None:
     one = Layout(1, {})
     assert evaluation(product, one, "load", trained.folder / "iter_0000020") == (20, pytest.approx(trained.validation, rel=1e-6))
@@ -102,6 +104,7 @@ def ids_of(hf: Path, texts: Sequence[str]) -> list[int]:
 DP2_OF_3 = Layout(2, {"micro_batch_size": 3, "seq_length": 20})
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "layout", [Layout(1, {}), Layout(1, {"seq_length": 20}), TP2, DP2_OF_3], ids=["model's length", "20", "tp2 sp", "dp2 20"]
 )
@@ -128,6 +131,7 @@ def test_evaluate_reads_a_text_that_is_shorter_than_a_window(
     assert_measured(capsys.readouterr().out, trained.hf, ids, SEQ_LENGTH)
 
 
+@pytest.mark.long
 def test_evaluate_counts_every_token_of_a_split_in_windows_of_the_model(
     product: Product, trained: Trained, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -150,6 +154,7 @@ def test_evaluate_refuses_options_of_training(trained: Trained, capsys: pytest.C
     assert all(f"{name}: got an unknown flag" in said or f"{name}: got an option" in said for name in unused), said
 
 
+@pytest.mark.long
 def test_evaluate_takes_text_or_a_dataset(product: Product, refuse: Refuse, trained: Trained) -> None:
     both = refuse(["evaluate", "--load", trained.hf, "--text", "x", "--data-path", product.data], code=2)
     assert "--data-path: got given with --text" in both
@@ -250,6 +255,7 @@ def test_export_of_a_run_without_tokenizer(product: Product, tmp_path: Path) -> 
     assert AutoTokenizer.from_pretrained(tmp_path / "hf")("a statement")["input_ids"][0] == 1
 
 
+@pytest.mark.long
 def test_bf16(product: Product, tmp_path: Path) -> None:
     product.train(TP2, bf16=True, save=tmp_path / "run", train_iters=20, lr_decay_iters=20, lr=1e-2)
     losses = column(tmp_path / "run", "lm_loss")

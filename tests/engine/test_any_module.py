@@ -277,10 +277,12 @@ def check_groups(place: Place) -> None:
     check(place, Case("no_shard"))
 
 
+@pytest.mark.long
 def test_groups_of_the_user(cluster: Cluster) -> None:
     cluster.run(4, check_groups)
 
 
+@pytest.mark.long
 def test_updates_are_guessed_as_unclipped_whatever_the_mean_divides_by(cluster: Cluster) -> None:
     """With a clip that never binds, every speculative update is kept."""
     case = Case("optim_grads_params", clip=1e9, offload=SPECULATIVE, announce=True)

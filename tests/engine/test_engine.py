@@ -181,6 +181,7 @@ def sums_before_waits(place: Place, layout: Layout) -> tuple[int, list[int]]:
     return recorder.mark(), [before for before, _ in recorder.marks]
 
 
+@pytest.mark.long
 def test_sums_over_copies_travel_together(cluster: Cluster) -> None:
     layout = Layout(tp=4, kv_heads=2, sp=True, bucket=1)
     for count, started in cluster.run(4, sums_before_waits, layout):
@@ -250,6 +251,7 @@ def asked_for(place: Place, layout: Layout) -> int:
     return sum(rectangle.numel for rectangle in source.asked)
 
 
+@pytest.mark.long
 def test_a_rank_loads_its_shard_only(cluster: Cluster) -> None:
     total = parameter_count(MODEL)
     asked = cluster.run(4, asked_for, Layout(dp=4))

@@ -452,6 +452,7 @@ def test_a_run_that_goes_back_is_at_its_checkpoint_again(tmp_path: Path) -> None
     assert same(before, state_of(run.optimizer))
 
 
+@pytest.mark.long
 def test_replicas_on_the_host_are_compared(cluster: Cluster) -> None:
     layout = Layout(dp=4, strategy=PARAMS, shard_size=2, offload=EXACT, bf16=True)
     for said in cluster.run(4, flipped_on_the_host, layout):

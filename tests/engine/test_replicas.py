@@ -51,6 +51,7 @@ def compared(place: Place, layout: Layout) -> dict[str, set[str]]:
     return found
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_true_replicas_are_left_alone(name: str, cluster: Cluster) -> None:
     """And every copy there is is looked at."""
@@ -84,6 +85,7 @@ FLIPS = [
 ]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("layout", "victim", "axis", "what", "others"), FLIPS, ids=lambda value: getattr(value, "name", None))
 def test_one_bit_is_found(layout: Layout, victim: int, axis: str, what: str, others: str, cluster: Cluster) -> None:
     answers = cluster.run(layout.world_size, flipped, layout, victim, axis, what)

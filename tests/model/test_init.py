@@ -27,6 +27,7 @@ def fresh(place: Place, layout: Layout) -> Record:
     return train(place, replace(layout, steps=0))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "layout",
     [

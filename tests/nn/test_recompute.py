@@ -56,6 +56,7 @@ LAYOUTS = [
 ]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: layout.name)
 def test_training_is_the_same_to_the_bit(cluster: Cluster, layout: Layout) -> None:
     layout = replace(layout, steps=3)
@@ -97,6 +98,7 @@ FORWARD = 4
 """Matrix products of a block's forward pass."""
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("layers", ["all", "3", "0"])
 @pytest.mark.parametrize(("tp", "sp"), [(1, False), (2, False), (2, True)])
 def test_what_is_computed_and_sent_again(cluster: Cluster, tp: int, sp: bool, layers: str) -> None:
@@ -174,6 +176,7 @@ def deferred(place: Place, layout: Run) -> tuple[int, int]:
     return found, BLOCKS * Activations.from_config(config).postponed_block(layout.recompute)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("bf16", [False, True])
 @pytest.mark.parametrize("recompute", GRANULARITIES)
 @pytest.mark.parametrize(
@@ -319,6 +322,7 @@ def uneven(place: Place) -> Tensor:
     return x.grad
 
 
+@pytest.mark.long
 def test_an_input_that_does_not_divide(cluster: Cluster) -> None:
     for grad in cluster.run(2, uneven):
         assert torch.equal(grad, numbers(3, 3, seed=8).cos())

@@ -120,6 +120,7 @@ def waits_in_a_circle(place: Place) -> None:
             collectives.all_reduce(torch.ones(1), axis).wait()
 
 
+@pytest.mark.long
 def test_a_circle_of_waits_is_named(cluster: Cluster) -> None:
     with pytest.raises(WorkerError) as error:
         cluster.run(4, waits_in_a_circle)

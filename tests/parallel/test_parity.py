@@ -215,6 +215,7 @@ def test_optim_and_optim_grads_are_bitwise_equal_with_one_microbatch(cluster: Cl
     _assert_bitwise(cluster.run(dp, train, layout), cluster.run(dp, train, replace(layout, strategy="optim_grads")))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("strategy", ["optim", "optim_grads"])
 def test_bucket_size_does_not_change_bits(cluster: Cluster, strategy: Strategy) -> None:
     """Without clipping: the norm sums squares per bucket, so its last bit may depend on where buckets end."""

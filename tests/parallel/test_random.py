@@ -236,6 +236,7 @@ MISTAKES: list[tuple[Layout, Callable[[Trainer], None]]] = [
 ]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("layout", "mistake"), MISTAKES, ids=lambda value: getattr(value, "__name__", None) or value.name)
 def test_a_mistake_exceeds_the_bounds(references: References, cluster: Cluster, layout: Layout, mistake: Callable[[Trainer], None]) -> None:
     layout = replace(layout, steps=STEPS)
@@ -247,6 +248,7 @@ def test_a_mistake_exceeds_the_bounds(references: References, cluster: Cluster, 
     assert max(wrong.loss / wrong.loss_bound, wrong.norm / wrong.norm_bound) > 10, wrong
 
 
+@pytest.mark.long
 def test_the_tool_prints_the_drawn_table(cluster: Cluster) -> None:
     assert_table(markdown_of_drawn(rows(cluster, draw(5, 2), alone)))
 

@@ -65,6 +65,7 @@ def test_all_ways_to_shard_are_bitwise_equal_with_one_microbatch(cluster: Cluste
         assert all(torch.equal(weight[name], value) for name, value in weights[0].items()), layout.name
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "layout",
     [Layout(dp=2), Layout(dp=2, bf16=True), Layout(dp=4, shard_size=2, strategy="optim_grads", microbatches=2)],

@@ -206,6 +206,7 @@ def announced(place: Place, layout: Layout) -> Gradients:
     return {(mesh.pp.rank, name): parameter.grad for name, parameter in parameters.items()}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "layout",
     [

@@ -138,6 +138,7 @@ SPREAD = [
 ]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("recompute", GRANULARITIES)
 @pytest.mark.parametrize(
     "layout",

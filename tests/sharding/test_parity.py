@@ -136,6 +136,7 @@ def test_one_microbatch_has_the_same_bits_whatever_is_sharded(model: str, cluste
     assert len(accounts) == 1
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("strategy", long_but(STRATEGIES, PARAMS))
 def test_the_same_layout_has_the_same_bits_again(strategy: str, cluster: Cluster) -> None:
     run = replace(TWICE, dp=4, steps=5)
@@ -143,6 +144,7 @@ def test_the_same_layout_has_the_same_bits_again(strategy: str, cluster: Cluster
     assert [(each.losses, each.norms, each.digest) for each in first] == [(each.losses, each.norms, each.digest) for each in second]
 
 
+@pytest.mark.long
 def test_one_process_without_torchrun_is_torch_to_the_bit() -> None:
     run = Run(dp=1)
     for strategy in STRATEGIES:
@@ -151,6 +153,7 @@ def test_one_process_without_torchrun_is_torch_to_the_bit() -> None:
         assert deviation(found.norms, expected.norms) <= NORM_BOUND
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("model", long_but(TWINS.keys() - {"resnet"}, "mlp"))
 def test_ranks_together_compute_what_one_process_does(model: str, cluster: Cluster) -> None:
     """DDP is left out. Batch norm takes its statistics from the samples of a rank, so a ResNet has no single process to compare with."""

@@ -39,6 +39,7 @@ def assert_as_alone(ranks: Sequence[Trained], run: Run, expected: Trained) -> No
     assert farthest(ranks[0].values, expected.values, run.twin.idle) <= VALUE_BOUND
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("shape", SHAPES)
 def test_a_shape_trains_as_alone(shape: str, cluster: Cluster) -> None:
     """With two slots, where weights come and go, and with all weights in their places."""

@@ -54,6 +54,7 @@ def skip_a_unit(place: Place, strategy: str, recorded: int, options: dict[str, o
     return said
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("world", [2, 4])
 def test_a_rank_that_skips_a_unit_in_the_first_step_is_named_by_all(cluster: Cluster, strategy: str, world: int) -> None:
@@ -96,6 +97,7 @@ def test_peers_of_a_rank_that_failed_say_why(cluster: Cluster, strategy: str) ->
         assert "no such word" in said
 
 
+@pytest.mark.long
 def test_the_groups_of_the_user_live_on(cluster: Cluster) -> None:
     assert cluster.run(2, leave_and_go_on) == [2.0, 2.0]
 

@@ -41,6 +41,7 @@ def compare_ways(place: Place, strategy: str) -> None:
     compare(place, "plain", (Feed,), {"strategy": strategy})
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_every_way_of_calling_units_equals_plain_torch(strategy: str) -> None:
     compare_ways(SINGLE, strategy)
@@ -64,6 +65,7 @@ def compare_options(place: Place) -> None:
             compare(place, way, (Block, Feed), options)
 
 
+@pytest.mark.long
 def test_options_change_nothing(cluster: Cluster) -> None:
     compare_options(SINGLE)
     cluster.run(2, compare_options)

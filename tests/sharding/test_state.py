@@ -463,6 +463,7 @@ def zenflow_moments(place: Place) -> bool:
     return all(good) and len(good) > 4 and all(equal) and after[1] < after[0]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("world", [1, 2])
 def test_moments_of_zenflow_are_saved_as_those_of_adamw(cluster: Cluster, world: int) -> None:
     assert run_on(cluster, world, zenflow_moments)

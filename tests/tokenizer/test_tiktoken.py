@@ -136,6 +136,7 @@ EVERYTHING: dict[str, Callable[[], list[str]]] = {
 }
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("make", EVERYTHING.values(), ids=EVERYTHING.keys())
 def test_ids_are_tiktokens(model: Path, reference: tiktoken.Encoding, make: Callable[[], list[str]]) -> None:
     ours = load_tokenizer(model)

@@ -223,6 +223,7 @@ def test_bounds_are_those_worked_out_for_a_7b_model() -> None:
     assert round(PEERS[1].bound(faster) / 4, 2) == 0.61
 
 
+@pytest.mark.long
 def test_the_bench_prints_and_writes_its_figures(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "rows.json"
     contenders = ("no offload", "blocking", "exact", "DeepSpeed ZeRO-Offload")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 
+import pytest
 import torch
 from megatron_llama.data.loader import Batch
 from megatron_llama.distributed.launcher import Place
@@ -27,6 +28,7 @@ def seconds_of_a_step(place: Place) -> dict[str, float]:
     return found
 
 
+@pytest.mark.long
 def test_every_schedule_waits_for_all_its_passes(cluster: Cluster) -> None:
     for found in cluster.run(2, seconds_of_a_step):
         assert found.keys() == set(SCHEDULES) and min(found.values()) >= 3 * MICROBATCHES * UNIT

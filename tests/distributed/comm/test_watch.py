@@ -267,6 +267,7 @@ class Leaves:
         return 0
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("ending", [Ending.NORMAL, Ending.EVERYWHERE])
 def test_ranks_that_end_together_destroy_the_group(ending: Ending, tmp_path: Path) -> None:
     """After the error has been printed, if there is one."""
@@ -384,6 +385,7 @@ def chain(place: Place) -> None:
     dist.all_reduce(torch.zeros(1), group=groups[place.rank // 2])
 
 
+@pytest.mark.long
 def test_ranks_that_wait_for_a_live_but_blocked_rank_end_too(tmp_path: Path) -> None:
     codes, said = last_words(tmp_path, chain, 3)
     assert codes == [1, 1, 1, -signal.SIGKILL], said

@@ -57,6 +57,7 @@ def sites() -> Iterator[tuple[str, int, int]]:
                     yield file, node.lineno, node.end_lineno
 
 
+@pytest.mark.long
 def test_layouts_reach_every_wait_of_the_package() -> None:
     reached = {(event.site.file, event.site.line) for name in SOME for event in recorded(name) if isinstance(event, (Signal, Wait))}
     found = list(sites())

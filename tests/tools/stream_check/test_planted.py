@@ -115,6 +115,7 @@ def test_layouts_have_no_race(name: str) -> None:
     assert [str(race) for race in result.races] == []
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("layout", "text"),
     [
