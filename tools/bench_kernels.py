@@ -42,9 +42,9 @@ from megatron_llama.nn.attention import (
     causal_attention,
     piece_kernel,
 )
-from megatron_llama.nn.functional import rope_frequencies, rope_table
 from megatron_llama.nn.kernels.choice import runs_kernels
 from megatron_llama.nn.param_handle import accumulate_product
+from megatron_llama.nn.rotary import rope_frequencies, rope_table
 from megatron_llama.plans.activation_memory import HEAD_CHUNK
 
 HIDDEN = 4096

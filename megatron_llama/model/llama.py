@@ -37,8 +37,6 @@ from megatron_llama.nn.functional import (
     recomputable_add_norm,
     recomputable_gated,
     rms_norm,
-    rope_frequencies,
-    rope_table,
     split_heads,
 )
 from megatron_llama.nn.head import head_loss, soft_capped
@@ -56,6 +54,7 @@ from megatron_llama.nn.ops import PLAIN, Ops
 from megatron_llama.nn.param_handle import ParamHandle, use_param_handles
 from megatron_llama.nn.qk_norm import NormWeight, norm_of_heads, norm_of_projections
 from megatron_llama.nn.recompute import Recomputable, recomputed
+from megatron_llama.nn.rotary import Rotary
 from megatron_llama.plans.activation_memory import HEAD_CHUNK, Granularity
 from megatron_llama.plans.params import (
     Partition,
@@ -118,8 +117,9 @@ class Continuation:
 class Positions:
     """What attention needs to know of a microbatch.
 
-    ``cos`` and ``sin`` [s, 1 or b, 1, head_dim / 2] are those of this rank's positions. Documents
-    are given as ``mask`` without context parallelism, either as such or as bool [b, 1, s, s], and
+    ``cos`` and ``sin`` [s, 1 or b, 1, r / 2] are those of this rank's positions, r the dims of a
+    head that rotate; sliding layers use the ``sliding_`` ones if there are any. Documents are given
+    as ``mask`` without context parallelism, either as such or as bool [b, 1, s, s], and
     as ``document_ids``, int [s, b] of the whole sequence, with it. With a continuation the mask is
     [b, 1, s, length], and None when nothing was read before."""
 
@@ -128,6 +128,8 @@ class Positions:
     mask: Tensor | Documents | None = None
     document_ids: Tensor | None = None
     continuation: Continuation | None = None
+    sliding_cos: Tensor | None = None
+    sliding_sin: Tensor | None = None
 
 
 class AddRMSNorm(nn.Module):
@@ -395,6 +397,8 @@ class Stage(nn.Module):
         self.index = index
         self.is_first = index == 0
         self.is_last = index == partition.stages - 1
+        self.rotary = Rotary.of(config)
+        self.sliding_rotary = Rotary.of_sliding_layers(config)
         self.on_weight_access: Callable[[int, bool], None] = lambda unit, backward: None
         """Called with the index of a unit of this stage and False right before its forward pass,
         and with True right before its backward pass: the engine gathers its weights. The
@@ -538,24 +542,31 @@ class Stage(nn.Module):
         position_ids: Tensor | None = None,
         document_ids: Tensor | None = None,
         documents: Documents | None = None,
+        lengths: Tensor | None = None,
     ) -> Positions:
         """Make the tables for a whole sequence of ``length`` positions from 0, or for given ids
         [s, b]; with context parallelism those of this rank's part only.
 
         ``documents`` are those of ``document_ids``, and replace the mask where there is a kernel
-        for them."""
-        c = self.config
+        for them. ``lengths``, int64 [b], are those of the whole sequences, on which some rotary
+        scalings depend; by default each sequence ends behind the largest of its ids."""
         ids = position_ids
         if ids is None:
             ids = torch.arange(length, device=device).unsqueeze(-1)
-        frequencies = rope_frequencies(c.head_dim, c.rope_theta, c.rope_scaling, device)
-        cos, sin = rope_table(local_sequence(ids, self.mesh.cp), frequencies)
+        if self.rotary.depends_on_length and lengths is None:
+            lengths = ids.amax(0) + 1
+        own_ids = local_sequence(ids, self.mesh.cp)
+        cos, sin = self.rotary.table(own_ids, lengths)
+        positions = Positions(cos, sin)
+        if self.sliding_rotary is not None:
+            sliding_cos, sliding_sin = self.sliding_rotary.table(own_ids)
+            positions = replace(positions, sliding_cos=sliding_cos, sliding_sin=sliding_sin)
         if self.mesh.cp.size > 1 or document_ids is None:
-            return Positions(cos, sin, document_ids=document_ids)
+            return replace(positions, document_ids=document_ids)
         dtype = next(self.parameters()).dtype
-        if documents is not None and attends_by_document(device, dtype, c.head_dim):
-            return Positions(cos, sin, mask=documents)
-        return Positions(cos, sin, mask=causal_document_mask(document_ids))
+        if documents is not None and attends_by_document(device, dtype, self.config.head_dim):
+            return replace(positions, mask=documents)
+        return replace(positions, mask=causal_document_mask(document_ids))
 
 
 def build_stages(config: Config, mesh: Mesh, block: type[Block] = Block) -> dict[int, Stage]:

@@ -102,11 +102,12 @@ def _geglu_backward(grad: Tensor, gate_up: Tensor) -> Tensor:
 
 
 def _rotate_back(query: Tensor, key: Tensor, value: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    parts = [part.chunk(2, dim=-1) for part in (query, key)]
-    rotated = [
-        torch.cat((first * cos + second * sin, second * cos - first * sin), dim=-1)
-        for first, second in parts
-    ]
+    half = cos.shape[-1]
+    rotated = []
+    for part in (query, key):
+        first, second, rest = part.split([half, half, part.shape[-1] - 2 * half], dim=-1)
+        turned = (first * cos + second * sin, second * cos - first * sin)
+        rotated.append(torch.cat((*turned, rest), dim=-1))
     return torch.cat((*rotated, value), dim=2).to(query.dtype)
 
 

@@ -3,8 +3,6 @@ models."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -118,46 +116,6 @@ def recomputable_add_norm(
     return total, Recomputable(normed, repeat, (total.detach(), weight.detach(), scale))
 
 
-def rope_frequencies(
-    head_dim: int, theta: float, scaling: Mapping[str, Any] | None, device: torch.device
-) -> Tensor:
-    """Angular frequencies [head_dim / 2], fp32, in radians per position (Su et al., 2021, section
-    3.4.2).
-
-    ``scaling`` as in a resolved ModelConfig: None, or rope_type ``linear`` or ``llama3`` with its
-    numbers. Raises ValueError for another type."""
-    steps = torch.arange(0, head_dim, 2, dtype=torch.int64, device=device).to(torch.float32)
-    frequencies = 1.0 / (theta ** (steps / head_dim))
-    if scaling is None:
-        return frequencies
-    if scaling["rope_type"] == "linear":
-        return frequencies / float(scaling["factor"])
-    if scaling["rope_type"] == "llama3":
-        return _llama3_scaled(frequencies, scaling)
-    raise ValueError(f"rope_type {scaling['rope_type']}: expected linear or llama3")
-
-
-def _llama3_scaled(frequencies: Tensor, scaling: Mapping[str, Any]) -> Tensor:
-    """Slow down the waves longer than the original context, keep the short ones, blend between
-    (Llama 3.1)."""
-    factor = float(scaling["factor"])
-    context = float(scaling["original_max_position_embeddings"])
-    low = float(scaling["low_freq_factor"])
-    high = float(scaling["high_freq_factor"])
-    wavelength = 2 * math.pi / frequencies
-    blend = (context / wavelength - low) / (high - low)
-    blended = (1 - blend) * frequencies / factor + blend * frequencies
-    scaled = torch.where(wavelength > context / low, frequencies / factor, blended)
-    return torch.where(wavelength < context / high, frequencies, scaled)
-
-
-def rope_table(positions: Tensor, frequencies: Tensor) -> tuple[Tensor, Tensor]:
-    """cos and sin [..., 1, head_dim / 2] of positions [...]. fp32: bf16 would merge 4096 positions
-    into 769."""
-    angles = positions.to(torch.float32).unsqueeze(-1) * frequencies
-    return angles.cos().unsqueeze(-2), angles.sin().unsqueeze(-2)
-
-
 class _SplitHeads(torch.autograd.Function):
     """Rotates queries and keys in the storage of the projection, which attention keeps for backward
     anyway: so queries, keys and values are kept once."""
@@ -170,7 +128,7 @@ class _SplitHeads(torch.autograd.Function):
         ctx.ops = ops
         query, key = sizes
         # Detached: to autograd the three are new tensors, not views of an input that has changed.
-        heads = heads_of(qkv.detach(), 2 * cos.shape[-1])
+        heads = heads_of(qkv.detach(), qkv.shape[-1] // (query + 2 * key))
         ops.rotate(heads[:, :, : query + key], cos, sin)
         return torch.split(heads, [query, key, heads.shape[2] - query - key], dim=2)
 
@@ -191,9 +149,10 @@ def split_heads(
     qkv: Tensor, cos: Tensor, sin: Tensor, *, query: int, key: int, ops: Ops = PLAIN
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Split qkv [s, b, (query + 2 key) * d] into queries [s, b, query, d], keys and values [s, b,
-    key, d], and rotate queries and keys by cos and sin [s, 1 or b, 1, d / 2].
+    key, d], and rotate the first r dims of queries and keys by cos and sin [s, 1 or b, 1, r / 2].
 
-    ``qkv`` is overwritten. The two halves of a head are the two coordinates, as in HuggingFace."""
+    ``qkv`` is overwritten. The two halves of what is rotated are the two coordinates, as in
+    HuggingFace."""
     heads = _SplitHeads.apply(qkv, cos, sin, (query, key), ops)  # type: ignore[no-untyped-call]
     rotated_query, rotated_key, value = heads
     return rotated_query, rotated_key, value

@@ -132,13 +132,13 @@ def _weights_of_heads(query_weight: Tensor, key_weight: Tensor, query: int, head
 
 
 def rotate(heads: Tensor, cos: Tensor, sin: Tensor) -> None:
-    """Rotate the two halves of every head [s, b, n, d] by cos and sin [s, 1 or b, 1, d / 2], in
-    place. Computed at least in fp32."""
+    """Rotate the first r dims of every head [s, b, n, d], one half with the other, by cos and sin
+    [s, 1 or b, 1, r / 2], in place. Computed at least in fp32."""
     _rotate(heads, cos, sin, 1.0)
 
 
 def _rotate(heads: Tensor, cos: Tensor, sin: Tensor, sign: float) -> None:
-    first, second = heads.chunk(2, dim=-1)
+    first, second = heads.narrow(-1, 0, 2 * cos.shape[-1]).chunk(2, dim=-1)
     rotated = first * cos
     if heads.dtype is rotated.dtype:
         rotated.addcmul_(second, sin, value=-sign)

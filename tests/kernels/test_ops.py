@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from megatron_llama.nn import ops
-from megatron_llama.nn.functional import rope_frequencies, rope_table
+from megatron_llama.nn.rotary import rope_frequencies, rope_table
 from torch import Tensor
 
 from tests.kernels.closeness import DTYPES, as_near_as_torch, draw, error
@@ -59,13 +59,13 @@ def table(length: int, batch: int, width: int, device: torch.device) -> tuple[Te
 
 @EACH_DTYPE
 @pytest.mark.parametrize("own", [False, True], ids=["positions shared", "positions of each sample"])
-@pytest.mark.parametrize(("query", "key", "width"), [(1, 1, 2), (12, 3, 6), (9, 2, 96)])
-def test_rotation(query: int, key: int, width: int, own: bool, dtype: torch.dtype, device: torch.device) -> None:
-    """In place, in a part of the projection, of which the rest stays as it is."""
+@pytest.mark.parametrize(("query", "key", "width", "turning"), [(1, 1, 2, 2), (12, 3, 6, 6), (9, 2, 96, 96), (9, 2, 10, 4)])
+def test_rotation(query: int, key: int, width: int, turning: int, own: bool, dtype: torch.dtype, device: torch.device) -> None:
+    """In place, in a part of the projection and of each head, of which the rest stays as it is."""
     from megatron_llama.nn.kernels.rotary import rotate
 
     projected = draw(5, 2, query + 2 * key, width, seed=1, device=device, dtype=dtype)
-    cos, sin = table(5, 2 if own else 1, width, device)
+    cos, sin = table(5, 2 if own else 1, turning, device)
 
     def part(body: object) -> object:
         return lambda heads, cos, sin: body(heads[:, :, : query + key], cos, sin)  # type: ignore[operator]
@@ -74,11 +74,13 @@ def test_rotation(query: int, key: int, width: int, own: bool, dtype: torch.dtyp
     after = projected.clone()
     rotate(after[:, :, : query + key], cos, sin)
     assert torch.equal(after[:, :, query + key :], projected[:, :, query + key :])
+    assert torch.equal(after[..., turning:], projected[..., turning:]) and not torch.equal(after, projected)
 
 
 @EACH_DTYPE
 @pytest.mark.parametrize("layout", ["sbnd", "bnsd", "bsnd"])
-def test_rotation_back(layout: str, dtype: torch.dtype, device: torch.device) -> None:
+@pytest.mark.parametrize("turning", [6, 2])
+def test_rotation_back(turning: int, layout: str, dtype: torch.dtype, device: torch.device) -> None:
     """From gradients as attention leaves them in memory."""
     from megatron_llama.nn.kernels.rotary import rotate_back
 
@@ -87,7 +89,7 @@ def test_rotation_back(layout: str, dtype: torch.dtype, device: torch.device) ->
     for seed, heads in enumerate((12, 3, 3)):
         shape = [(sizes | {"n": heads})[axis] for axis in layout]
         grads.append(draw(*shape, seed=seed, device=device, dtype=dtype).permute(order))
-    as_near_as_torch(rotate_back, ops.rotate_back, (*grads, *table(5, 1, 6, device)))
+    as_near_as_torch(rotate_back, ops.rotate_back, (*grads, *table(5, 1, turning, device)))
 
 
 @EACH_DTYPE

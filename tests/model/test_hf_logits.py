@@ -16,7 +16,7 @@ from megatron_llama.distributed.mesh import Mesh, build_mesh
 from megatron_llama.model.init import InitialWeights
 from megatron_llama.model.llama import build_stages
 from megatron_llama.model.load import load_stages, rank_specs
-from megatron_llama.nn.functional import rope_frequencies
+from megatron_llama.nn.rotary import rope_frequencies
 from torch import Tensor
 
 from tests.harness import Cluster

@@ -10,11 +10,11 @@ import torch
 from megatron_llama.config.schema import Config
 from megatron_llama.distributed import device as devices
 from megatron_llama.distributed.launcher import Place
-from megatron_llama.nn.functional import rope_frequencies, rope_table
 from megatron_llama.nn.host import gemm
 from megatron_llama.nn.host.attention import rotated_attention
 from megatron_llama.nn.ops import PLAIN
 from megatron_llama.nn.param_handle import accumulate_product
+from megatron_llama.nn.rotary import rope_frequencies, rope_table
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 

@@ -13,10 +13,11 @@ from megatron_llama.distributed.launcher import Place
 from megatron_llama.distributed.mesh import Mesh
 from megatron_llama.nn.attention import causal_attention
 from megatron_llama.nn.embedding import VocabParallelEmbedding
-from megatron_llama.nn.functional import gated, rms_norm, rope_frequencies, rope_table, split_heads
+from megatron_llama.nn.functional import gated, rms_norm, split_heads
 from megatron_llama.nn.linear import ColumnLinear, RowLinear, column_linear
 from megatron_llama.nn.loss import cross_entropy
 from megatron_llama.nn.ops import PLAIN
+from megatron_llama.nn.rotary import rope_frequencies, rope_table
 from tools.overlap.loss import token_losses
 from torch import Tensor
 from torch.autograd import gradcheck

@@ -20,14 +20,13 @@ from megatron_llama.nn.functional import (
     recomputable_add_norm,
     recomputable_gated,
     rms_norm,
-    rope_frequencies,
-    rope_table,
     split_heads,
 )
 from megatron_llama.nn.linear import column_linear
 from megatron_llama.nn.ops import PLAIN
 from megatron_llama.nn.param_handle import attach_param_handle
 from megatron_llama.nn.recompute import Recomputable, recomputed
+from megatron_llama.nn.rotary import rope_frequencies, rope_table
 from megatron_llama.plans.activation_memory import GRANULARITIES, Activations, Granularity
 from torch import Tensor, nn
 from torch.autograd import gradcheck

@@ -39,7 +39,7 @@ class _RotatedAttention(torch.autograd.Function):
     ) -> Tensor:
         ctx.heads = heads
         ctx.ops = ops
-        qkv = heads_of(qkv.detach(), 2 * cos.shape[-1])
+        qkv = heads_of(qkv.detach(), qkv.shape[-1] // (heads[0] + 2 * heads[1]))
         ops.rotate(qkv.narrow(2, 0, sum(heads)), cos, sin)
         query, key, value = _split_heads(qkv, heads)
         ctx.uses_products = _uses_products(query)

@@ -62,8 +62,9 @@ def _rotate(
 
 
 def rotate(heads: Tensor, cos: Tensor, sin: Tensor) -> None:
-    """Rotate the two halves of every head [s, b, n, d] by cos and sin [s, 1 or b, 1, d / 2], fp32,
-    in place."""
+    """Rotate the first r dims of every head [s, b, n, d], one half with the other, by cos and sin
+    [s, 1 or b, 1, r / 2], fp32, in place."""
+    heads = heads.narrow(-1, 0, 2 * cos.shape[-1])
     _rotate_into(heads, heads, cos, sin, 1.0)
 
 
@@ -76,8 +77,11 @@ def rotate_back(query: Tensor, key: Tensor, value: Tensor, cos: Tensor, sin: Ten
     sizes = [part.shape[2] for part in (query, key, value)]
     result = query.new_empty(*query.shape[:2], sum(sizes), query.shape[3])
     places = torch.split(result, sizes, dim=2)
-    _rotate_into(query, places[0], cos, sin, -1.0)
-    _rotate_into(key, places[1], cos, sin, -1.0)
+    rotated = 2 * cos.shape[-1]
+    for grad, place in zip((query, key), places, strict=False):
+        _rotate_into(grad[..., :rotated], place[..., :rotated], cos, sin, -1.0)
+        if rotated < grad.shape[-1]:
+            place[..., rotated:].copy_(grad[..., rotated:])
     places[2].copy_(value)
     return result
 
