@@ -9,7 +9,7 @@ output and log-sum-exp, because a probability is exp(score - lse).
 from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
@@ -19,6 +19,7 @@ from torch.backends.cuda import SDPAParams, can_use_cudnn_attention
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from megatron_llama.distributed.device import capability, is_host
+from megatron_llama.nn import products
 
 AttentionBackend = Literal["auto", "flash", "fused"]
 """Whose kernels compute attention on a GPU, in Megatron's words: ``fused`` is cuDNN, ``flash`` is
@@ -42,6 +43,34 @@ last one where there is no causal mask: NaN for queries whose log-sum-exp is bel
 (pytorch/pytorch#196678, NVIDIA/cudnn-frontend#628)."""
 _HOPPER = (9, 0)
 """From this generation on cuDNN's attention is faster than torch's flash attention."""
+
+
+@dataclass(frozen=True)
+class ScoreRule:
+    """How attention scores are made of queries and keys, and how far back a query sees."""
+
+    scale: float | None = None
+    """Factor of the products of queries and keys. None: head_dim ** -0.5."""
+    window: int = 0
+    """So many positions a query sees, its own and those before it. 0: all."""
+    softcap: float = 0.0
+    """A score x becomes softcap * tanh(x / softcap). 0: it stays as it is."""
+
+    def windowless(self) -> ScoreRule:
+        """Return the same without a window."""
+        return replace(self, window=0) if self.window else self
+
+    def limits(self, length: int) -> bool:
+        """Whether the window hides anything in a sequence of ``length`` positions."""
+        return 0 < self.window < length
+
+    def scale_of(self, head_dim: int) -> float:
+        """Return the factor of the products."""
+        return float(head_dim**-0.5) if self.scale is None else self.scale
+
+
+PLAIN_SCORES = ScoreRule()
+"""LLaMA's."""
 
 
 @dataclass(frozen=True)
@@ -82,18 +111,26 @@ def causal_attention(
     value: Tensor,
     mask: Tensor | Documents | None,
     backend: AttentionBackend = "auto",
+    scale: float | None = None,
 ) -> Tensor:
     """Compute causal attention of query [s, b, n, d], key and value [s, b, n_kv, d]: [s, b, n * d].
 
     ``mask`` is bool [b, 1, s, s], True where a position may attend (causality included); None is
-    plain causal attention.
+    plain causal attention. ``scale`` is that of ``ScoreRule``; windows and capped scores are in
+    ``sliding.py``.
     """
     if isinstance(mask, Documents):
-        return _packed_attention(query, key, value, mask)
+        return packed_attention(query, key, value, mask, ScoreRule(scale))
     q, k, v = (part.permute(1, 2, 0, 3) for part in (query, key, value))
     with _preferred_kernels(query.device, backend):
         out = F.scaled_dot_product_attention(
-            q, k, v, attn_mask=mask, is_causal=mask is None, enable_gqa=q.shape[1] != k.shape[1]
+            q,
+            k,
+            v,
+            attn_mask=mask,
+            is_causal=mask is None,
+            scale=scale,
+            enable_gqa=q.shape[1] != k.shape[1],
         )
     return out.permute(2, 0, 1, 3).flatten(2)
 
@@ -188,11 +225,15 @@ def _preferred_kernels(
     return sdpa_kernel(list(_kernels(backend)), set_priority=True)
 
 
-def _packed_attention(query: Tensor, key: Tensor, value: Tensor, documents: Documents) -> Tensor:
+def packed_attention(
+    query: Tensor, key: Tensor, value: Tensor, documents: Documents, rule: ScoreRule
+) -> Tensor:
+    """Compute causal attention of packed documents, in the shapes of ``causal_attention``. Scores
+    are not capped; a window needs an accelerator."""
     length, batch = query.shape[:2]
     q, k, v = (part.transpose(0, 1).flatten(0, 1) for part in (query, key, value))
     if is_host(query.device):
-        out = _one_by_one(q, k, v, documents)
+        out = _one_by_one(q, k, v, documents, rule.scale)
     else:
         starts = documents.starts
         longest = documents.longest
@@ -200,21 +241,30 @@ def _packed_attention(query: Tensor, key: Tensor, value: Tensor, documents: Docu
         # for the length of the longest document, and writes beyond its memory where that is longer
         # (pytorch/pytorch#186142). torch's own varlen_attn leaves cuDNN out, in 2.13 too.
         out, *_ = _aten._flash_attention_forward(
-            q, k, v, starts, starts, longest, longest, 0.0, True, False
+            *(q, k, v, starts, starts, longest, longest, 0.0, True, False),
+            scale=rule.scale,
+            **window_sizes(rule.window - 1 if rule.limits(longest) else None),
         )
     return out.view(batch, length, *out.shape[1:]).transpose(0, 1).flatten(2)
 
 
-def _one_by_one(query: Tensor, key: Tensor, value: Tensor, documents: Documents) -> Tensor:
+def window_sizes(left: int | None) -> dict[str, int]:
+    """Return flash attention's window as keywords: so many keys before the last one that a query
+    sees. None: all."""
+    return {} if left is None else {"window_size_left": left, "window_size_right": 0}
+
+
+def _one_by_one(
+    query: Tensor, key: Tensor, value: Tensor, documents: Documents, scale: float | None
+) -> Tensor:
     """Compute document by document what the accelerator's kernel computes at once: [tokens, n, d]
     -> [tokens, n, d]."""
     lengths = documents.starts.diff().tolist()
     parts = zip(
         *(torch.split(part.unsqueeze(1), lengths) for part in (query, key, value)), strict=True
     )
-    return torch.cat(
-        [causal_attention(q, k, v, None).view(len(q), *query.shape[1:]) for q, k, v in parts]
-    )
+    outs = (causal_attention(q, k, v, None, scale=scale) for q, k, v in parts)
+    return torch.cat([out.view(-1, *query.shape[1:]) for out in outs])
 
 
 def attend(
@@ -225,33 +275,42 @@ def attend(
     causal: bool = False,
     mask: Tensor | None = None,
     backend: AttentionBackend = "auto",
+    rule: ScoreRule = PLAIN_SCORES,
 ) -> tuple[Tensor, Tensor]:
     """Compute one piece, query [b, n, s_q, d] against key and value [b, n_kv, s_k, d]: the output,
     shaped as query, and the log-sum-exp [b, n, s_q], fp32 (fp64 for fp64).
 
     ``causal`` needs s_q = s_k; ``mask`` is bool [b, 1, s_q, s_k], True where a query may attend;
     both hold at once. A query that may attend to nothing gets some finite output and a log-sum-exp
-    so low that ``merge`` drops it. Not differentiated by autograd, but by ``attend_backward``.
+    so low that ``merge`` drops it. The window of ``rule`` is not applied here, but in
+    ``sliding.py``. Not differentiated by autograd, but by ``attend_backward``.
     """
+    if needs_products(query, rule):
+        scale = rule.scale_of(query.shape[3])
+        return products.attend(
+            query, key, value, scale=scale, softcap=rule.softcap, causal=causal, mask=mask
+        )
     bias = _bias(mask, query)
     if is_host(query.device):
         out, lse = _aten._scaled_dot_product_flash_attention_for_cpu.default(
-            query, key, value, 0.0, causal, attn_mask=bias
+            query, key, value, 0.0, causal, attn_mask=bias, scale=rule.scale
         )
         return out, lse
     kernel = piece_kernel(query, key, value, bias, causal=causal, backend=backend)
     if kernel is SDPBackend.CUDNN_ATTENTION:
         out, statistics, *_ = _aten._scaled_dot_product_cudnn_attention(
-            query, key, value, None, True, 0.0, causal
+            query, key, value, None, True, 0.0, causal, scale=rule.scale
         )
         lse = statistics.view(query.shape[:3])  # [b, n, s_q, 1] there
     elif kernel is SDPBackend.FLASH_ATTENTION:
-        out, lse, *_ = _aten._scaled_dot_product_flash_attention(query, key, value, 0.0, causal)
+        out, lse, *_ = _aten._scaled_dot_product_flash_attention(
+            query, key, value, 0.0, causal, scale=rule.scale
+        )
     else:
         k = _expanded(key, query)
         v = _expanded(value, query)
         out, padded, *_ = _aten._scaled_dot_product_efficient_attention(
-            query, k, v, bias, True, 0.0, causal
+            query, k, v, bias, True, 0.0, causal, scale=rule.scale
         )
         lse = padded[..., : query.shape[2]]
     return out, lse
@@ -268,14 +327,23 @@ def attend_backward(
     causal: bool = False,
     mask: Tensor | None = None,
     backend: AttentionBackend = "auto",
+    rule: ScoreRule = PLAIN_SCORES,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Compute the gradients of one piece's query, key and value, in their shapes and dtypes, from
     the merged ``out`` and ``lse``."""
+    if needs_products(query, rule):
+        return products.attend_backward(
+            *(grad, query, key, value, out, lse),
+            scale=rule.scale_of(query.shape[3]),
+            softcap=rule.softcap,
+            causal=causal,
+            mask=mask,
+        )
     bias = _bias(mask, query)
     lse = lse.contiguous()
     if is_host(query.device):
         grads = _aten._scaled_dot_product_flash_attention_for_cpu_backward.default(
-            grad, query, key, value, out, lse, 0.0, causal, attn_mask=bias
+            grad, query, key, value, out, lse, 0.0, causal, attn_mask=bias, scale=rule.scale
         )
         dq, dk, dv = grads
         return dq, dk, dv
@@ -288,12 +356,14 @@ def attend_backward(
         grads = _aten._scaled_dot_product_cudnn_attention_backward(
             *(grad, query, key, value, out, statistics),
             *(unused, unused, None, None, None, *lengths, 0.0, causal),
+            scale=rule.scale,
         )
     elif kernel is SDPBackend.FLASH_ATTENTION:
         unused = torch.zeros(2, dtype=torch.uint64, device=query.device)
         grads = _aten._scaled_dot_product_flash_attention_backward(
             *(grad, query, key, value, out, lse),
             *(None, None, *lengths, 0.0, causal, unused, unused[0]),
+            scale=rule.scale,
         )
     else:
         expanded_key = _expanded(key, query)
@@ -314,6 +384,7 @@ def attend_backward(
             0.0,
             wanted,
             causal,
+            scale=rule.scale,
         )
         grads = dq, _summed(dk, key), _summed(dv, value)
     dq, dk, dv = grads
@@ -332,6 +403,18 @@ def merge(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -> None:
     torch.logaddexp(lse, part_lse, out=lse)
 
 
+def needs_products(query: Tensor, rule: ScoreRule) -> bool:
+    """Whether no kernel computes pieces of these queries: scores are capped, or an accelerator gets
+    fp64."""
+    return rule.softcap != 0.0 or (query.element_size() == 8 and not is_host(query.device))
+
+
+def suits_flash(query: Tensor) -> bool:
+    """Whether an accelerator's flash attention takes queries [..., d] of this dtype and size."""
+    head_dim = query.shape[-1]
+    return query.element_size() == 2 and head_dim % 8 == 0 and head_dim <= _LARGEST_FLASH_HEAD
+
+
 def piece_kernel(
     query: Tensor,
     key: Tensor,
@@ -345,12 +428,7 @@ def piece_kernel(
     of those that return a log-sum-exp: cuDNN's and flash attention, which take grouped heads and
     16 bits without a bias, or the memory-efficient one, which takes anything."""
     head_dim = query.shape[-1]
-    if (
-        bias is not None
-        or query.element_size() != 2
-        or head_dim % 8
-        or head_dim > _LARGEST_FLASH_HEAD
-    ):
+    if bias is not None or not suits_flash(query):
         return SDPBackend.EFFICIENT_ATTENTION
     sound = head_dim <= _LARGEST_CUDNN_HEAD and (causal or key.shape[2] % _CUDNN_TILE == 0)
     if _kernels(backend)[0] is SDPBackend.CUDNN_ATTENTION and sound:

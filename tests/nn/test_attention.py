@@ -239,8 +239,8 @@ def test_cudnn_never_computes_packed_documents(monkeypatch: pytest.MonkeyPatch) 
     called = list[tuple[Any, ...]]()
 
     def operator(name: str) -> Any:
-        def run(*args: Any) -> tuple[Tensor, None]:
-            called.append((name, *args[3:]))
+        def run(*args: Any, scale: float | None) -> tuple[Tensor, None]:
+            called.append((name, *args[3:], scale))
             return torch.empty_like(args[0]), None
 
         return run
@@ -250,7 +250,7 @@ def test_cudnn_never_computes_packed_documents(monkeypatch: pytest.MonkeyPatch) 
     starts = torch.tensor([0, 40, 128 * B], dtype=torch.int32, device="meta")
     documents = Documents(starts, 152)
     query, key, value = (leaf.permute(2, 0, 1, 3) for leaf in pieces_on("meta"))
-    flash = ("_flash_attention_forward", starts, starts, 152, 152, 0.0, True, False)
+    flash = ("_flash_attention_forward", starts, starts, 152, 152, 0.0, True, False, None)
     monkeypatch.setattr(torch.backends.cudnn, "version", lambda: 91900)
     for backend in ("auto", "flash", "fused"):
         assert causal_attention(query, key, value, documents, backend).shape == (128, B, N * 16)  # type: ignore[arg-type]
