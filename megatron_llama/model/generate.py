@@ -37,42 +37,82 @@ class Reader:
     def __init__(self, stage: Stage) -> None:
         self._stage = stage
         self._cache = KVCache()
-        self.lengths: list[int] = []
+        self._tokens: list[list[int]] = []
+        """All tokens of each sequence."""
+        self._cached: list[int] = []
+        """How many of them are in the cache."""
+
+    @property
+    def lengths(self) -> list[int]:
         """How many tokens of each sequence have been read."""
+        return [len(sequence) for sequence in self._tokens]
 
     def read(self, tokens: Sequence[Sequence[int]]) -> Tensor:
         """Read more tokens (at least one) of every sequence. Return fp32 logits [b, vocab_size] of
         the token that follows each."""
-        self.lengths = self.lengths or [0] * len(tokens)
+        if not self._tokens:
+            self._tokens = [[] for _ in tokens]
+            self._cached = [0] * len(tokens)
+        before = self.lengths
+        self._tokens = [[*old, *new] for old, new in zip(self._tokens, tokens, strict=True)]
+        if any(self._switches(*pair) for pair in zip(before, self.lengths, strict=True)):
+            self._read_again()
         device = self._stage.mesh.device
-        counts = [len(new) for new in tokens]
+        pairs = list(zip(self._tokens, self._cached, strict=True))
+        counts = [len(sequence) - cached for sequence, cached in pairs]
         longest = max(counts)
         ids = torch.tensor(
-            [[*new, *[0] * (longest - len(new))] for new in tokens], device=device
+            [
+                [*sequence[cached:], *[0] * (longest - len(sequence) + cached)]
+                for sequence, cached in pairs
+            ],
+            device=device,
         ).t()
-        slots = torch.tensor(self.lengths, device=device) + torch.arange(
+        slots = torch.tensor(self._cached, device=device) + torch.arange(
             longest, device=device
         ).unsqueeze(-1)
-        length = max(self.lengths) + longest
-        positions = self._stage.positions(longest, device, slots)
-        if any(self.lengths):
+        length = max(self._cached) + longest
+        lengths = torch.tensor(self.lengths, device=device)
+        positions = self._stage.positions(longest, device, slots, lengths=lengths)
+        if any(self._cached):
             seen = torch.arange(length, device=device) <= slots.t().unsqueeze(-1)
             positions = replace(positions, mask=seen.unsqueeze(1))
         last = torch.tensor(counts, device=device) - 1
-        positions = replace(positions, continuation=Continuation(self._cache, slots, length, last))
+        continuation = Continuation(self._cache, slots, length, last, min(self._cached))
+        positions = replace(positions, continuation=continuation)
         with torch.no_grad():
             logits = self._stage(ids, positions)
-        self.lengths = [read + new for read, new in zip(self.lengths, counts, strict=True)]
+        self._cached = self.lengths
         return logits[0, :, : self._stage.config.vocab_size].float()  # type: ignore[no-any-return]
 
     def keep(self, rows: Sequence[int]) -> None:
         """Keep only these sequences of the batch."""
-        self.lengths = [self.lengths[row] for row in rows]
+        self._tokens = [self._tokens[row] for row in rows]
+        self._cached = [self._cached[row] for row in rows]
         self._cache.keep(torch.tensor(rows, device=self._stage.mesh.device))
 
     def truncate(self, length: int) -> None:
         """Forget all but the first ``length`` tokens of a batch of one sequence."""
-        self.lengths = [length]
+        self._tokens = [self._tokens[0][:length]]
+        [cached] = self._cached
+        if length >= cached:
+            return
+        if self._switches(length, cached) or 0 < self._stage.config.sliding_window <= cached:
+            # Layers with a window have forgotten tokens that are among the last ones now.
+            self._read_again()
+        else:
+            self._cache.drop_last(cached - length)
+            self._cached = [length]
+
+    def _switches(self, shorter: int, longer: int) -> bool:
+        """Whether a sequence of one length rotates its first tokens unlike that of the other."""
+        boundary = self._stage.rotary.switches_at
+        return boundary is not None and shorter <= boundary < longer
+
+    def _read_again(self) -> None:
+        """Begin with an empty cache: all tokens are read with the next ones."""
+        self._cache = KVCache()
+        self._cached = [0] * len(self._tokens)
 
 
 def continue_sequence(

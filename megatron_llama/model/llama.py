@@ -21,8 +21,11 @@ from megatron_llama.config.schema import Config, ModelConfig, ParallelConfig
 from megatron_llama.distributed.device import is_host
 from megatron_llama.distributed.mesh import Mesh
 from megatron_llama.nn.attention import (
+    PLAIN_SCORES,
     AttentionBackend,
     Documents,
+    ScoreRule,
+    attend,
     attends_by_document,
     causal_attention,
 )
@@ -55,6 +58,7 @@ from megatron_llama.nn.param_handle import ParamHandle, use_param_handles
 from megatron_llama.nn.qk_norm import NormWeight, norm_of_heads, norm_of_projections
 from megatron_llama.nn.recompute import Recomputable, recomputed
 from megatron_llama.nn.rotary import Rotary
+from megatron_llama.nn.sliding import continued_attention, sliding_attention
 from megatron_llama.plans.activation_memory import HEAD_CHUNK, Granularity
 from megatron_llama.plans.params import (
     Partition,
@@ -63,6 +67,7 @@ from megatron_llama.plans.params import (
     partition_of,
     rank_units,
 )
+from megatron_llama.plans.windows import window_of
 
 
 @dataclass(frozen=True)
@@ -77,6 +82,8 @@ class StageOptions:
     ops: Ops = PLAIN
     """What computes between matrix products."""
     attention_backend: AttentionBackend = "auto"
+    scores: ScoreRule = PLAIN_SCORES
+    """Attention scores of one block: a stage gives each of its blocks the rule of its layer."""
     head_chunk: int = HEAD_CHUNK
     """The most logits that exist at once, where no backward pass comes, or the schedule lets their
     gradients be computed in the forward pass."""
@@ -105,12 +112,14 @@ class Continuation:
     """The tokens follow others, whose keys and values are in a cache (one process).
 
     ``slots`` [s, b] and ``length`` are those of ``KVCache``. ``last``, int64 [b], is the place in
-    each sequence of the one token whose logits are wanted."""
+    each sequence of the one token whose logits are wanted, and of the last one that is no padding.
+    ``shortest`` is how many tokens of the shortest sequence were read before."""
 
     cache: KVCache
     slots: Tensor
     length: int
     last: Tensor
+    shortest: int
 
 
 @dataclass(frozen=True)
@@ -120,8 +129,9 @@ class Positions:
     ``cos`` and ``sin`` [s, 1 or b, 1, r / 2] are those of this rank's positions, r the dims of a
     head that rotate; sliding layers use the ``sliding_`` ones if there are any. Documents are given
     as ``mask`` without context parallelism, either as such or as bool [b, 1, s, s], and
-    as ``document_ids``, int [s, b] of the whole sequence, with it. With a continuation the mask is
-    [b, 1, s, length], and None when nothing was read before."""
+    as ``document_ids``, int [s, b] of the whole sequence, with it and for layers with a window or
+    with capped scores. With a continuation the mask is [b, 1, s, length], and None when nothing was
+    read before; it has no window."""
 
     cos: Tensor
     sin: Tensor
@@ -178,6 +188,7 @@ class Attention(nn.Module):
         self.cp = mesh.cp
         self.cp_comm_type = options.cp_comm_type
         self.backend = options.attention_backend
+        self.scores = options.scores
         self.ops = options.ops
         # With more tp ranks than key/value heads, several ranks hold a copy of one such head.
         copies = kv_copies(config, mesh.tp.size)
@@ -249,26 +260,68 @@ class Attention(nn.Module):
 
     def attend(self, qkv: Tensor, positions: Positions) -> Tensor:
         """[s, b, (heads + 2 kv_heads) * head_dim] -> [s, b, heads * head_dim]."""
+        rule = self.scores
         cos = positions.cos
         sin = positions.sin
+        if rule.window and positions.sliding_cos is not None and positions.sliding_sin is not None:
+            cos = positions.sliding_cos
+            sin = positions.sliding_sin
         before = positions.continuation
         sizes = {"query": self.heads, "key": self.kv_heads}
-        if is_host(qkv.device) and self.cp.size == 1 and before is None and positions.mask is None:
-            return rotated_attention(qkv, cos, sin, **sizes, ops=self.ops)
+        is_whole = self.cp.size == 1 and before is None
+        has_documents = positions.mask is not None or positions.document_ids is not None
+        if is_host(qkv.device) and is_whole and not has_documents:
+            return rotated_attention(qkv, cos, sin, **sizes, ops=self.ops, rule=rule)
         query, key, value = split_heads(qkv, cos, sin, **sizes, ops=self.ops)
         if before is not None:
-            key, value = before.cache.extend(self, key, value, before.slots, before.length)
-        if self.cp.size == 1:
-            return causal_attention(query, key, value, positions.mask, self.backend)
-        return context_attention(
+            return self._continue(query, key, value, before, positions.mask)
+        if self.cp.size > 1:
+            return context_attention(
+                query,
+                key,
+                value,
+                cp=self.cp,
+                comm=self.cp_comm_type,
+                document_ids=positions.document_ids,
+                backend=self.backend,
+                rule=rule,
+            )
+        if rule.is_plain(len(query)):
+            return causal_attention(
+                query, key, value, positions.mask, backend=self.backend, scale=rule.scale
+            )
+        return sliding_attention(
             query,
             key,
             value,
-            cp=self.cp,
-            comm=self.cp_comm_type,
+            rule=rule,
+            documents=positions.mask if isinstance(positions.mask, Documents) else None,
             document_ids=positions.document_ids,
             backend=self.backend,
         )
+
+    def _continue(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        before: Continuation,
+        mask: Tensor | Documents | None,
+    ) -> Tensor:
+        """Attend to what was read before, too, [s, b, n or n_kv, d] -> [s, b, n * d], and remember
+        keys and values."""
+        rule = self.scores
+        assert not isinstance(mask, Documents)
+        if rule.window:
+            counts = before.last + 1
+            key, value = before.cache.slide(self, key, value, rule.window, counts)
+            return continued_attention(query, key, value, rule, before.slots[0], before.shortest)
+        key, value = before.cache.extend(self, key, value, before.slots, before.length)
+        if not rule.softcap:
+            return causal_attention(query, key, value, mask, backend=self.backend, scale=rule.scale)
+        heads = (part.permute(1, 2, 0, 3) for part in (query, key, value))
+        out, _ = attend(*heads, causal=mask is None, mask=mask, backend=self.backend, rule=rule)
+        return out.permute(2, 0, 1, 3).flatten(2)
 
 
 class MLP(nn.Module):
@@ -397,6 +450,8 @@ class Stage(nn.Module):
         self.index = index
         self.is_first = index == 0
         self.is_last = index == partition.stages - 1
+        self.scores = {layer: score_rule(config, layer) for layer in partition.layers[index]}
+        """How each layer of this stage makes attention scores."""
         self.rotary = Rotary.of(config)
         self.sliding_rotary = Rotary.of_sliding_layers(config)
         self.on_weight_access: Callable[[int, bool], None] = lambda unit, backward: None
@@ -428,7 +483,10 @@ class Stage(nn.Module):
             self.model.layers = nn.ModuleDict(
                 {
                     str(layer): block(
-                        config, mesh, options, granularity=options.recompute_of(position)
+                        config,
+                        mesh,
+                        replace(options, scores=self.scores[layer]),
+                        granularity=options.recompute_of(position),
                     )
                     for position, layer in enumerate(partition.layers[index])
                 }
@@ -561,12 +619,29 @@ class Stage(nn.Module):
         if self.sliding_rotary is not None:
             sliding_cos, sliding_sin = self.sliding_rotary.table(own_ids)
             positions = replace(positions, sliding_cos=sliding_cos, sliding_sin=sliding_sin)
-        if self.mesh.cp.size > 1 or document_ids is None:
+        if document_ids is None:
+            return positions
+        if self.mesh.cp.size > 1:
             return replace(positions, document_ids=document_ids)
+        rules = set(self.scores.values())
+        if any(not rule.is_plain(length) for rule in rules):
+            positions = replace(positions, document_ids=document_ids)
         dtype = next(self.parameters()).dtype
         if documents is not None and attends_by_document(device, dtype, self.config.head_dim):
             return replace(positions, mask=documents)
-        return replace(positions, mask=causal_document_mask(document_ids))
+        if any(rule.is_plain(length) for rule in rules):
+            return replace(positions, mask=causal_document_mask(document_ids))
+        return positions
+
+
+def score_rule(model: ModelConfig, layer: int) -> ScoreRule:
+    """Return how a layer makes attention scores."""
+    scalar = model.query_pre_attn_scalar
+    return ScoreRule(
+        scale=float(scalar**-0.5) if scalar else None,
+        window=window_of(model, layer),
+        softcap=model.attn_logit_softcapping,
+    )
 
 
 def build_stages(config: Config, mesh: Mesh, block: type[Block] = Block) -> dict[int, Stage]:

@@ -9,7 +9,7 @@ output and log-sum-exp, because a probability is exp(score - lse).
 from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Literal
 
 import torch
@@ -56,13 +56,13 @@ class ScoreRule:
     softcap: float = 0.0
     """A score x becomes softcap * tanh(x / softcap). 0: it stays as it is."""
 
-    def windowless(self) -> ScoreRule:
-        """Return the same without a window."""
-        return replace(self, window=0) if self.window else self
-
     def limits(self, length: int) -> bool:
         """Whether the window hides anything in a sequence of ``length`` positions."""
         return 0 < self.window < length
+
+    def is_plain(self, length: int) -> bool:
+        """Whether kernels without window and cap compute a sequence of ``length`` positions."""
+        return not self.softcap and not self.limits(length)
 
     def scale_of(self, head_dim: int) -> float:
         """Return the factor of the products."""

@@ -8,11 +8,21 @@ from torch import Tensor, nn
 
 
 class KVCache:
-    """A pair of tensors [slots, b, n_kv, d] for each attention layer. The slot of a token is its
-    position in its own sequence, and keys are kept rotated."""
+    """A pair of tensors [slots, b, n_kv, d] for each attention layer; keys are kept rotated.
+
+    The slot of a token is its position in its own sequence. A layer with a window keeps no more
+    than what the next token may see: the last slot is that of each sequence's last token, and
+    shorter sequences begin with empty slots."""
 
     def __init__(self) -> None:
         self._layers: dict[nn.Module, tuple[Tensor, Tensor]] = {}
+        self._windows: dict[nn.Module, tuple[Tensor, Tensor]] = {}
+
+    @property
+    def nbytes(self) -> int:
+        """The memory of all keys and values."""
+        pairs = (*self._layers.values(), *self._windows.values())
+        return sum(part.nbytes for pair in pairs for part in pair)
 
     def extend(
         self, layer: nn.Module, key: Tensor, value: Tensor, slots: Tensor, length: int
@@ -32,11 +42,37 @@ class KVCache:
             whole[slots, rows] = new
         return kept[0][:length], kept[1][:length]
 
+    def slide(
+        self, layer: nn.Module, key: Tensor, value: Tensor, window: int, counts: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Return the tokens before these of key and value [s, b, n_kv, d], and these behind them,
+        and keep the last ``window - 1`` of each sequence.
+
+        ``counts``, int64 [b], are the new tokens of each sequence; what is behind is padding."""
+        kept = self._windows.get(layer)
+        if kept is not None:
+            key, value = (torch.cat(pair) for pair in zip(kept, (key, value), strict=True))
+        before = 0 if kept is None else len(kept[0])
+        slots = min(window - 1, len(key))
+        # A sequence that has not filled the slots yet keeps something in the first ones, which are
+        # empty.
+        places = torch.arange(slots, device=counts.device).unsqueeze(-1)
+        places = (before + counts - slots + places).clamp_(min=0)
+        rows = torch.arange(key.shape[1], device=counts.device)
+        self._windows[layer] = (key[places, rows], value[places, rows])
+        return key, value
+
     def keep(self, rows: Tensor) -> None:
         """Drop all sequences of the batch but those at ``rows``, int64."""
-        self._layers = {
-            layer: (key[:, rows], value[:, rows]) for layer, (key, value) in self._layers.items()
-        }
+        for layers in (self._layers, self._windows):
+            for layer, (key, value) in layers.items():
+                layers[layer] = (key[:, rows], value[:, rows])
+
+    def drop_last(self, tokens: int) -> None:
+        """Forget the last tokens of a batch of one sequence, of which windows have forgotten none
+        so far."""
+        for layer, (key, value) in self._windows.items():
+            self._windows[layer] = (key[: len(key) - tokens], value[: len(value) - tokens])
 
 
 def _grown(kept: Tensor | None, new: Tensor, length: int) -> Tensor:

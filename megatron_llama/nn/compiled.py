@@ -105,7 +105,8 @@ def _rotate_back(query: Tensor, key: Tensor, value: Tensor, cos: Tensor, sin: Te
     half = cos.shape[-1]
     rotated = []
     for part in (query, key):
-        first, second, rest = part.split([half, half, part.shape[-1] - 2 * half], dim=-1)
+        sizes = [half, half, part.shape[-1] - 2 * half]
+        first, second, rest = torch.split(part, sizes, dim=-1)
         turned = (first * cos + second * sin, second * cos - first * sin)
         rotated.append(torch.cat((*turned, rest), dim=-1))
     return torch.cat((*rotated, value), dim=2).to(query.dtype)

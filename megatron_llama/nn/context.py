@@ -22,13 +22,16 @@ from megatron_llama.distributed.comm.collectives import Pending
 from megatron_llama.distributed.comm.p2p import exchange
 from megatron_llama.distributed.mesh import Axis
 from megatron_llama.nn.attention import (
+    PLAIN_SCORES,
     AttentionBackend,
+    ScoreRule,
     attend,
     attend_backward,
     causal_attention,
     merge,
 )
 from megatron_llama.nn.ops import at_least_fp32
+from megatron_llama.nn.sliding import sliding_attention
 from megatron_llama.nn.zigzag import (
     Piece,
     chunk_length,
@@ -51,6 +54,7 @@ def context_attention(
     comm: Comm = "all_gather",
     document_ids: Tensor | None = None,
     backend: AttentionBackend = "auto",
+    rule: ScoreRule = PLAIN_SCORES,
 ) -> Tensor:
     """Compute causal attention of query [s / cp, b, n, d], key and value [s / cp, b, n_kv, d], in
     zig-zag order: [s / cp, b, n * d].
@@ -59,12 +63,16 @@ def context_attention(
     the whole sequence in its order; a token attends within its document only. Raises ConfigError if
     the ranks' chunks are not equal. Collective over ``cp``.
     """
+    if cp.size == 1 and not rule.is_plain(len(query)):
+        return sliding_attention(
+            query, key, value, rule=rule, document_ids=document_ids, backend=backend
+        )
     if cp.size == 1:
         mask = None if document_ids is None else causal_document_mask(document_ids)
-        return causal_attention(query, key, value, mask, backend)
+        return causal_attention(query, key, value, mask, backend, rule.scale)
     chunk_length(query.shape[0] * cp.size, cp.size)
     out: Tensor = _ContextAttention.apply(  # type: ignore[no-untyped-call]
-        query, key, value, cp, comm, document_ids, backend
+        query, key, value, cp, comm, document_ids, backend, rule
     )
     return out
 
@@ -110,6 +118,7 @@ class _Sequence:
     document_ids: Tensor | None
     backend: AttentionBackend
     """Whose kernels compute the pieces."""
+    rule: ScoreRule
 
     def tokens(self, chunks: tuple[int, int]) -> slice:
         """Return the tokens of chunks [start, stop)."""
@@ -241,8 +250,9 @@ class _ContextAttention(torch.autograd.Function):
         comm: Comm,
         document_ids: Tensor | None,
         backend: AttentionBackend,
+        rule: ScoreRule,
     ) -> Tensor:
-        sequence = _Sequence(cp, query.shape[0] // 2, document_ids, backend)
+        sequence = _Sequence(cp, query.shape[0] // 2, document_ids, backend, rule)
         key_value = torch.stack((key, value))
         q = _heads_first(query)
         # Pieces are merged in fp32 and rounded once, behind the last one.
@@ -261,6 +271,7 @@ class _ContextAttention(torch.autograd.Function):
                     causal=piece.causal,
                     mask=sequence.mask(piece, block),
                     backend=backend,
+                    rule=rule,
                 )
                 merge(_heads_first(out)[:, :, rows], lse[:, :, rows], *part)
         out = out.to(query.dtype)
@@ -289,7 +300,7 @@ class _ContextAttention(torch.autograd.Function):
         sums.add(own, own.pieces[-1:], own_grad)
         own_grad += others_grads.wait()
         key_grad, value_grad = own_grad.to(key_value.dtype)
-        return sums.query_grad.to(query.dtype), key_grad, value_grad, None, None, None, None
+        return sums.query_grad.to(query.dtype), key_grad, value_grad, *[None] * 5
 
 
 class _GradientSums:
@@ -328,6 +339,7 @@ class _GradientSums:
                 causal=piece.causal,
                 mask=mask,
                 backend=self.sequence.backend,
+                rule=self.sequence.rule,
             )
             _heads_first(self.query_grad)[:, :, rows].add_(dq)
             for total, part in zip(block_grad, (dk, dv), strict=True):

@@ -90,8 +90,8 @@ def _rows(query: Tensor, key: Tensor) -> Iterator[slice]:
 
 
 def _grouped(heads: Tensor, key: Tensor) -> Tensor:
-    """View [b, n, s, d] by key/value head: [b, n_kv, n / n_kv, s, d]."""
-    return heads.unflatten(1, (key.shape[1], -1))
+    """Group [b, n, s, d] by key/value head: [b, n_kv, n / n_kv, s, d]."""
+    return heads.reshape(heads.shape[0], key.shape[1], -1, *heads.shape[2:])
 
 
 def _heads(grouped: Tensor) -> Tensor:

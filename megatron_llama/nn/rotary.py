@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
@@ -165,13 +166,14 @@ def _dynamic(
     sequence and the shortest one stays (NTK-aware scaling)."""
     factor = float(scaling["factor"])
     exponent = width / (width - 2)
-    within = 1.0 / ((theta * ((factor * context / context) - (factor - 1)) ** exponent) ** channels)
+    initial = theta * ((factor * context / context) - (factor - 1)) ** exponent
+    within: Tensor = 1.0 / (initial**channels)
     if lengths is None:
         return within
     # In fp32, as transformers computes it from the tensor of a length.
-    longer = torch.maximum(lengths, lengths.new_tensor(context))
+    longer = lengths.clamp(min=context)
     base = theta * ((factor * longer / context) - (factor - 1)) ** exponent
-    beyond = 1.0 / (base.unsqueeze(-1) ** channels)
+    beyond = 1.0 / torch.pow(base.unsqueeze(-1), channels)
     return torch.where(lengths.unsqueeze(-1) > context, beyond, within)
 
 
@@ -206,15 +208,19 @@ def _longrope(
 ) -> Tensor:
     """Divide each frequency by a number that was searched for it: one list for sequences within the
     original context, another for longer ones (Ding et al., 2024)."""
-    short, long = (
-        1.0 / (torch.tensor(scaling[name], dtype=torch.float32, device=channels.device) * waves)
-        for name in ("short_factor", "long_factor")
-        for waves in (theta**channels,)
-    )
+    waves = theta**channels
+    short: Tensor = 1.0 / (_numbers(tuple(scaling["short_factor"]), channels.device) * waves)
+    long = 1.0 / (_numbers(tuple(scaling["long_factor"]), channels.device) * waves)
     if lengths is None:
         return short
     is_long = lengths.unsqueeze(-1) > scaling["original_max_position_embeddings"]
     return torch.where(is_long, long, short)
+
+
+@cache
+def _numbers(values: tuple[float, ...], device: torch.device) -> Tensor:
+    """Return fp32 numbers on a device. Kept, because a copy from the host would be waited for."""
+    return torch.tensor(values, dtype=torch.float32, device=device)
 
 
 def rope_table(positions: Tensor, frequencies: Tensor) -> tuple[Tensor, Tensor]:

@@ -82,6 +82,25 @@ def sliding_attention(
     return out.transpose(0, 1).flatten(2)
 
 
+def continued_attention(
+    query: Tensor, key: Tensor, value: Tensor, rule: ScoreRule, starts: Tensor, shortest: int
+) -> Tensor:
+    """Compute attention of new tokens, query [s, b, n, d], to themselves and those before them: the
+    result of ``KVCache.slide``, [r + s, b, n_kv, d]. Returns [s, b, n * d]; without gradients.
+
+    ``starts``, int64 [b], are the positions of the first new tokens, of which ``shortest`` is the
+    lowest: the r slots before them begin with empty ones where a sequence is shorter."""
+    kept = key.shape[0] - query.shape[0]
+    ids = None
+    if shortest < kept:
+        slots = torch.arange(key.shape[0], device=query.device).unsqueeze(-1)
+        is_token = (slots >= kept - starts).int()
+        ids = DocumentIds(torch.ones_like(is_token[kept:]), is_token)
+    heads = (part.permute(1, 2, 0, 3) for part in (query, key, value))
+    out, _ = attend(*heads, rule=rule, offset=kept, ids=ids)
+    return out.permute(2, 0, 1, 3).flatten(2)
+
+
 class _SlidingAttention(torch.autograd.Function):
     """Keeps queries, keys, values, the output and its log-sum-exp for backward."""
 
@@ -119,9 +138,9 @@ def attend(
 ) -> tuple[Tensor, Tensor]:
     """Compute one piece as ``attention.attend`` does, with causality and the window of ``rule``.
 
-    ``offset`` is the position of the first query minus that of the first key. Either it is 0 and
-    both are the same tokens, or all keys come before all queries. Every query sees a key, other
-    documents aside."""
+    ``offset`` is the position of the first query minus that of the first key. Either the last query
+    has the position of the last key, or all keys come before all queries. Every query sees a key,
+    other documents aside."""
     if _runs_flash(query, rule, ids):
         out, lse, *_ = _aten._flash_attention_forward(
             *(part.transpose(1, 2) for part in (query, key, value)),
@@ -220,18 +239,20 @@ def _runs_flash(query: Tensor, rule: ScoreRule, ids: DocumentIds | None) -> bool
 def _flash_arguments(
     query: Tensor, key: Tensor, offset: int
 ) -> tuple[None, None, int, int, float, bool]:
-    return None, None, query.shape[2], key.shape[2], 0.0, offset == 0
+    queries = query.shape[2]
+    keys = key.shape[2]
+    return None, None, queries, keys, 0.0, offset + queries == keys
 
 
 def _flash_window(query: Tensor, key: Tensor, offset: int, rule: ScoreRule) -> dict[str, int]:
-    queries = query.shape[2]
-    if not rule.limits(offset + queries):
+    if not rule.limits(offset + query.shape[2]):
         return {}
     # Flash attention takes the last query for the position of the last key. Where it comes later,
     # the window reaches less far back from there.
-    left = rule.window - 1 - (offset + queries - key.shape[2])
+    later = offset + query.shape[2] - key.shape[2]
+    left = rule.window - 1 - later
     assert left >= 0, "the last query sees no key"
-    return window_sizes(left) if offset == 0 else {"window_size_left": left}
+    return {"window_size_left": left} if later else window_sizes(left)
 
 
 @dataclass(frozen=True)
