@@ -2,7 +2,7 @@
 ``config.json`` in one form.
 
 To add a scaling, enter its name and its numbers in ``ROPE_FIELDS``, and compute its frequencies in
-``nn/functional.py``.
+``nn/rotary.py``.
 """
 
 from __future__ import annotations
@@ -45,10 +45,8 @@ ROPE_FIELDS: Mapping[str, RopeFields] = MappingProxyType(
         ),
     }
 )
-"""The rotary scalings of transformers. ``dynamic``, and ``longrope`` without ``factor``,
+"""The rotary scalings that the model implements. ``dynamic``, and ``longrope`` without ``factor``,
 also read the model's max_position_embeddings, as in transformers."""
-ROPE_COMPUTED = ("default", "linear", "llama3")
-"""Those that are not refused."""
 LISTS = ("short_factor", "long_factor")
 """Fields with a number for each frequency."""
 SWITCHES = ("truncate",)
@@ -77,8 +75,8 @@ def rope_problems(where: str, scaling: Any, *, frequencies: int = 0) -> list[str
             )
         ]
     kind = scaling.get("rope_type", "default")
-    if not isinstance(kind, str) or kind not in ROPE_COMPUTED:
-        wanted = f"one of {', '.join(ROPE_COMPUTED)}"
+    if not isinstance(kind, str) or kind not in ROPE_FIELDS:
+        wanted = f"one of {', '.join(ROPE_FIELDS)}"
         return [
             describe(
                 f"{where}.rope_type",

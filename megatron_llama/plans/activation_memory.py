@@ -217,9 +217,12 @@ class Activations:
 
     @property
     def rotary(self) -> int:
-        """The rotary table, which all blocks of a stage share."""
+        """The rotary table, which all blocks of a stage share, and that of sliding layers if they
+        have another base."""
         samples = self.micro_batch_size if self.positions_per_sample else 1
-        return self.seq_length // self.cp * samples * self.model.head_dim * ROTARY_BYTES
+        width = int(self.model.head_dim * self.model.partial_rotary_factor)
+        tables = 2 if self.model.rope_local_base_freq else 1
+        return tables * self.seq_length // self.cp * samples * width * ROTARY_BYTES
 
     def stage(
         self,

@@ -134,8 +134,8 @@ def test_spellings_of_rotary_embeddings(fields: dict[str, Any], theta: float, sc
         ({"hidden_size": 30}, "hidden_size: got 30, expected a multiple of num_attention_heads 4"),
         ({"rms_norm_eps": 0}, "rms_norm_eps: got 0, expected a positive number"),
         ({"eos_token_id": ["</s>"]}, "eos_token_id: got ['</s>'], expected a token id"),
-        ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "rope_scaling.rope_type: got 'dynamic', expected one of default, linear"),
-        ({"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4}}, "rope_parameters.rope_type: got 'yarn'"),
+        ({"rope_scaling": {"type": "su", "factor": 2.0}}, "rope_scaling.rope_type: got 'su', expected one of default, linear"),
+        ({"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4, "original_max_position_embeddings": 9}}, "rope_parameters.factor: got nothing, expected a positive number"),
         ({"rope_parameters": {"full_attention": {"rope_type": "default"}}}, "rope_parameters.full_attention: got"),
         ({"rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.5}}, "partial_rotary_factor: got 0.5"),
         ({"rope_scaling": {"rope_type": "linear"}}, "rope_scaling.factor: got nothing, expected a positive number"),
@@ -155,7 +155,7 @@ def test_refusals(fields: dict[str, Any], message: str) -> None:
 
 
 def test_all_problems_come_at_once() -> None:
-    problems = refusal({"model_type": "llama", "mlp_bias": True, "rope_scaling": {"rope_type": "yarn"}})
+    problems = refusal({"model_type": "llama", "mlp_bias": True, "rope_scaling": {"rope_type": "su"}})
     missing = ["hidden_size", "num_attention_heads", "vocab_size", "intermediate_size", "num_hidden_layers"]
     assert len(problems) == 2 + len(missing)
     for name in missing:

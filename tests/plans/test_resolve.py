@@ -260,7 +260,7 @@ LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_fr
         ({"hidden_act": "gelu"}, 1, "--hidden-act: got gelu, expected silu"),
         ({"eos_token_id": 100}, 1, "--eos-token-id: got 100, expected an id below vocab_size 100"),
         ({"bos_token_id": -1}, 1, "--bos-token-id: got -1, expected 0 or more"),
-        ({"rope_scaling": {"rope_type": "yarn"}}, 1, "rope_scaling.rope_type: got 'yarn', expected one of default, linear, llama3"),
+        ({"rope_scaling": {"rope_type": "su"}}, 1, "rope_scaling.rope_type: got 'su', expected one of default, linear, dynamic, llama3"),
         ({"rope_scaling": {"rope_type": ["linear"]}}, 1, "rope_scaling.rope_type: got ['linear']"),
         ({"rope_scaling": {"factor": 2.0}}, 1, "rope_scaling.factor: got 2.0, expected no such field with rope_type default"),
         ({"rope_scaling": {"rope_type": "linear", "factor": 0}}, 1, "rope_scaling.factor: got 0, expected a positive number"),
