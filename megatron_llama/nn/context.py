@@ -32,6 +32,7 @@ from megatron_llama.nn.attention import (
 )
 from megatron_llama.nn.ops import at_least_fp32
 from megatron_llama.nn.sliding import sliding_attention
+from megatron_llama.nn.sliding_context import sliding_context_attention
 from megatron_llama.nn.zigzag import (
     Piece,
     chunk_length,
@@ -60,8 +61,9 @@ def context_attention(
     zig-zag order: [s / cp, b, n * d].
 
     Rotary embeddings have been applied, with global positions. ``document_ids`` are int [s, b] of
-    the whole sequence in its order; a token attends within its document only. Raises ConfigError if
-    the ranks' chunks are not equal. Collective over ``cp``.
+    the whole sequence in its order; a token attends within its document only. With a window of
+    ``rule`` only what it reaches is sent, straight between the ranks, whatever ``comm`` is. Raises
+    ConfigError if the ranks' chunks are not equal. Collective over ``cp``.
     """
     if cp.size == 1 and not rule.is_plain(len(query)):
         return sliding_attention(
@@ -71,6 +73,10 @@ def context_attention(
         mask = None if document_ids is None else causal_document_mask(document_ids)
         return causal_attention(query, key, value, mask, backend, rule.scale)
     chunk_length(query.shape[0] * cp.size, cp.size)
+    if rule.limits(query.shape[0] * cp.size):
+        return sliding_context_attention(
+            *(query, key, value), cp=cp, rule=rule, document_ids=document_ids, backend=backend
+        )
     out: Tensor = _ContextAttention.apply(  # type: ignore[no-untyped-call]
         query, key, value, cp, comm, document_ids, backend, rule
     )

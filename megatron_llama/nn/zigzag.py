@@ -4,6 +4,9 @@ to: plain integers, no torch.
 The sequence is cut into 2 x size equal chunks; rank r holds chunks r and 2 x size - 1 - r, in that
 order. An early chunk sees few keys and its partner many, so every rank computes the same number of
 attention scores (zig-zag; Dubey et al., 2024, section 3.3.2).
+
+With a window a query sees only the last tokens of some chunks before its own. Each rank sends these
+tails straight to the ranks whose queries reach them.
 """
 
 from __future__ import annotations
@@ -70,3 +73,40 @@ def ring_pieces(rank: int, source: int) -> tuple[Piece, ...]:
     if source < rank:  # its first chunk is before both of ours, its second after both
         return (Piece((0, 2), (0, 1)),)
     return (Piece((1, 2), (0, 2)),)  # both its chunks lie between ours
+
+
+def reached(keys: int, queries: int, length: int, window: int) -> int:
+    """Return how many tokens at the end of chunk ``keys`` the queries of a later chunk see through
+    a window, with ``length`` tokens a chunk. As many queries, the first ones, see any of them."""
+    if keys >= queries:
+        return 0
+    between = (queries - keys - 1) * length
+    return max(0, min(length, window - 1 - between))
+
+
+@dataclass(frozen=True)
+class Tail:
+    """The last tokens of a chunk."""
+
+    chunk: int
+    tokens: int
+
+
+def tails(source: int, target: int, size: int, length: int, window: int) -> tuple[Tail, ...]:
+    """Return what the queries of rank ``target`` see of the chunks of rank ``source``, through a
+    window and beside their own chunk."""
+    seen = (
+        Tail(chunk, max(reached(chunk, own, length, window) for own in zigzag_chunks(target, size)))
+        for chunk in zigzag_chunks(source, size)
+    )
+    return tuple(tail for tail in seen if tail.tokens)
+
+
+def window_messages(rank: int, size: int, length: int, window: int) -> tuple[int, int]:
+    """Return how many messages of keys and values a rank sends in one layer, and how many tokens
+    they have together. Their gradients come back in as many."""
+    messages = [
+        tails(rank, target, size, length, window) for target in range(size) if target != rank
+    ]
+    sent = [tail.tokens for message in messages for tail in message]
+    return sum(bool(message) for message in messages), sum(sent)

@@ -135,7 +135,10 @@ def test_spellings_of_rotary_embeddings(fields: dict[str, Any], theta: float, sc
         ({"rms_norm_eps": 0}, "rms_norm_eps: got 0, expected a positive number"),
         ({"eos_token_id": ["</s>"]}, "eos_token_id: got ['</s>'], expected a token id"),
         ({"rope_scaling": {"type": "su", "factor": 2.0}}, "rope_scaling.rope_type: got 'su', expected one of default, linear"),
-        ({"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4, "original_max_position_embeddings": 9}}, "rope_parameters.factor: got nothing, expected a positive number"),
+        (
+            {"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4, "original_max_position_embeddings": 9}},
+            "rope_parameters.factor: got nothing, expected a positive number",
+        ),
         ({"rope_parameters": {"full_attention": {"rope_type": "default"}}}, "rope_parameters.full_attention: got"),
         ({"rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.5}}, "partial_rotary_factor: got 0.5"),
         ({"rope_scaling": {"rope_type": "linear"}}, "rope_scaling.factor: got nothing, expected a positive number"),

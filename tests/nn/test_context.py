@@ -14,8 +14,9 @@ from megatron_llama.distributed.launcher import Place
 from megatron_llama.distributed.mesh import Axis, Mesh
 from megatron_llama.distributed.recorder import Recorder, Traffic
 from megatron_llama.errors import ConfigError
+from megatron_llama.nn.attention import ScoreRule
 from megatron_llama.nn.context import causal_document_mask, context_attention, local_sequence
-from megatron_llama.nn.zigzag import Piece, chunk_owner, gathered_pieces, own_pieces, ring_pieces, zigzag_chunks
+from megatron_llama.nn.zigzag import Piece, chunk_owner, gathered_pieces, own_pieces, ring_pieces, window_messages, zigzag_chunks
 from torch import Tensor
 from torch.autograd import gradcheck
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -74,6 +75,61 @@ def check_against_one_process(place: Place, comm: Any, dtype: torch.dtype, with_
             assert ours.shape == theirs.shape and ours.dtype is dtype
             error = ((ours.double() - theirs).abs().max() / whole.abs().max()).item()
             assert error < TOLERANCE[dtype], f"{name} with {kv_heads} kv heads: {error}"  # false for NaN
+
+
+def in_windows(leaves: list[Tensor], rule: ScoreRule, document_ids: Tensor | None) -> list[Tensor]:
+    """Output and gradients in fp64, score by score."""
+    query, key, value = (leaf.double().requires_grad_() for leaf in leaves[:3])
+    q, k, v = (leaf.permute(1, 2, 0, 3) for leaf in (query, key, value))
+    k, v = (part.repeat_interleave(q.shape[1] // k.shape[1], 1) for part in (k, v))
+    scores = q @ k.mT * (q.shape[-1] ** -0.5 if rule.scale is None else rule.scale)
+    if rule.softcap:
+        scores = torch.tanh(scores / rule.softcap) * rule.softcap
+    places = torch.arange(len(query))
+    seen = places <= places.unsqueeze(-1)
+    if rule.window:
+        seen = seen & (places > places.unsqueeze(-1) - rule.window)
+    if document_ids is not None:
+        seen = seen & causal_document_mask(document_ids)
+    out = (scores.masked_fill(~seen, float("-inf")).softmax(-1) @ v).permute(2, 0, 1, 3).flatten(2)
+    return [out.detach(), *torch.autograd.grad(out, (query, key, value), leaves[3].double())]
+
+
+def check_windows(place: Place, comm: Any, dtype: torch.dtype, with_documents: bool) -> None:
+    """Windows within a chunk, to its edge, one beyond, over several chunks, and as long as the sequence; and capped scores."""
+    cp = context_axis(place)
+    length = 2 * cp.size * CHUNK
+    ids = documents(length) if with_documents else None
+    leaves = inputs(length, 2, dtype)
+    rules = [ScoreRule(window=window) for window in (1, 2, CHUNK, CHUNK + 1, CHUNK + 2, 2 * CHUNK + 3, length - 1, length)]
+    for rule in (*rules, ScoreRule(0.7, CHUNK + 3, 1.5), ScoreRule(0.7, 0, 1.5)):
+        *local, upstream = (local_sequence(leaf, cp).requires_grad_() for leaf in leaves)
+        out = context_attention(*local, cp=cp, comm=comm, document_ids=ids, rule=rule)
+        found = [out.detach(), *torch.autograd.grad(out, local, upstream)]
+        for name, ours, whole in zip(("out", "query", "key", "value"), found, in_windows(leaves, rule, ids), strict=True):
+            theirs = local_sequence(whole, cp)
+            assert ours.shape == theirs.shape and ours.dtype is dtype
+            error = ((ours.double() - theirs).abs().max() / max(1.0, whole.abs().max().item())).item()
+            assert error < 2 * TOLERANCE[dtype], f"{name} with {rule}: {error}"
+
+
+def window_traffic(place: Place, window: int, dtype: torch.dtype) -> list[dict[tuple[str, str], Traffic]]:
+    """What forward sent, and what forward and backward sent together."""
+    cp = context_axis(place)
+    *local, upstream = (local_sequence(leaf, cp).requires_grad_() for leaf in inputs(2 * cp.size * CHUNK, 2, dtype))
+    out = context_attention(*local, cp=cp, rule=ScoreRule(window=window))
+    forward = {key: Traffic(one.calls, one.bytes) for key, one in cp.recorder.traffic.items()}
+    out.backward(upstream)
+    return [forward, cp.recorder.traffic]
+
+
+def window_scores(place: Place, window: int) -> int:
+    """Scores that forward computes."""
+    cp = context_axis(place)
+    local = [local_sequence(leaf, cp) for leaf in inputs(2 * cp.size * CHUNK, 2, torch.float32)[:3]]
+    with Scores() as counted:
+        context_attention(*local, cp=cp, rule=ScoreRule(window=window))
+    return counted.forward
 
 
 def check_gradients(place: Place, comm: Any, with_documents: bool) -> None:
@@ -182,6 +238,58 @@ def test_one_rank_is_plain_attention_and_sends_nothing() -> None:
     leaves = inputs(8, 2, torch.float32)[:3]
     assert context_attention(*leaves, cp=axis).shape == (8, B, N * D)
     assert axis.recorder.traffic == {}
+
+
+@SIZES
+@pytest.mark.parametrize("dtype", list(TOLERANCE), ids=str)
+@pytest.mark.parametrize("with_documents", [False, True], ids=["causal", "documents"])
+def test_windows_over_ranks(cluster: Cluster, size: int, dtype: torch.dtype, with_documents: bool) -> None:
+    cluster.run(size, check_windows, "ring" if size == 2 else "all_gather", dtype, with_documents)
+
+
+def seen_of_others(rank: int, size: int, window: int) -> dict[int, set[int]]:
+    """The positions of each other rank that this rank's queries see, one by one."""
+    holder = {place: chunk_owner(place // CHUNK, size)[0] for place in range(2 * size * CHUNK)}
+    seen: dict[int, set[int]] = {}
+    for query in (place for place in holder if holder[place] == rank):
+        for key in range(max(0, query - window + 1), query):
+            if holder[key] != rank:
+                seen.setdefault(holder[key], set()).add(key)
+    return seen
+
+
+@pytest.mark.parametrize(("size", "window"), [(2, 4), (4, 1), (4, 4), (4, CHUNK + 4), (4, 3 * CHUNK)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_only_what_windows_reach_is_sent(cluster: Cluster, size: int, window: int, dtype: torch.dtype) -> None:
+    """To the byte: keys with values once in each direction, and their gradients once, in at least fp32; nothing that no query sees."""
+    token = 2 * B * 2 * D
+    for rank, (forward, both) in enumerate(cluster.run(size, window_traffic, window, dtype)):
+        others = [seen_of_others(other, size, window).get(rank, set()) for other in range(size) if other != rank]
+        sent, messages = sum(map(len, others)), sum(map(bool, others))
+        own = seen_of_others(rank, size, window).values()
+        received, sources = sum(map(len, own)), len(own)
+        assert window_messages(rank, size, CHUNK, window) == (messages, sent)
+        wide = torch.promote_types(dtype, torch.float32).itemsize
+        expected_forward = {
+            ("cp", "send"): Traffic(messages, sent * token * dtype.itemsize),
+            ("cp", "receive"): Traffic(sources, received * token * dtype.itemsize),
+        }
+        assert forward == {key: one for key, one in expected_forward.items() if one.calls}
+        assert both == {
+            key: one
+            for key, one in {
+                ("cp", "send"): Traffic(2 * messages + sources, token * (2 * sent * dtype.itemsize + received * wide)),
+                ("cp", "receive"): Traffic(2 * sources + messages, token * (2 * received * dtype.itemsize + sent * wide)),
+            }.items()
+            if one.calls
+        }
+
+
+def test_chunks_beyond_the_window_are_not_computed(cluster: Cluster) -> None:
+    """A rank's chunks with themselves, and at most as much again as the window reaches."""
+    for found in cluster.run(4, window_scores, 3):
+        own = 2 * CHUNK * CHUNK
+        assert own <= found // (B * N) <= own + 2 * 2 * 2
 
 
 @COMMS

@@ -7,6 +7,7 @@ directions in opposite order. Within a direction both sides use the same order.
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch.distributed as dist
@@ -63,20 +64,44 @@ def receive(buffer: Tensor, axis: Axis, source: int) -> Transfer:
 def exchange(tensor: Tensor, buffer: Tensor, axis: Axis, *, to: int, source: int) -> Pending:
     """Start one step of a ring: send ``tensor`` to the rank at position ``to`` and receive
     ``buffer`` from the rank at position ``source``."""
-    sent = axis.recorder.count(axis.name, "send", tensor.numel() * tensor.element_size())
-    received = axis.recorder.count(axis.name, "receive", buffer.numel() * buffer.element_size())
-    outgoing = dist.P2POp(dist.isend, tensor.data, group=axis.communicator, group_peer=to)
-    incoming = dist.P2POp(dist.irecv, buffer.data, group=axis.communicator, group_peer=source)
-    # One batch: NCCL would otherwise run the two one after the other, and a ring in which every
-    # rank sends first would wait forever.
-    works = dist.batch_isend_irecv([outgoing, incoming])
+    return _start([(to, tensor)], [(source, buffer)], axis, "step of the ring")
 
-    def wait_for_both() -> None:
+
+def exchange_with(
+    outgoing: Mapping[int, Tensor], incoming: Mapping[int, Tensor], axis: Axis
+) -> Pending:
+    """Start sending each tensor of ``outgoing``, and receiving each buffer of ``incoming``, to and
+    from the ranks at the positions that are their keys. The ranks agree on who sends to whom."""
+    return _start(list(outgoing.items()), list(incoming.items()), axis, "messages to neighbours")
+
+
+def _start(
+    outgoing: Sequence[tuple[int, Tensor]],
+    incoming: Sequence[tuple[int, Tensor]],
+    axis: Axis,
+    operation: str,
+) -> Pending:
+    notes = [
+        axis.recorder.count(axis.name, kind, tensor.numel() * tensor.element_size())
+        for kind, tensors in (("send", outgoing), ("receive", incoming))
+        for _, tensor in tensors
+    ]
+    operations = [
+        dist.P2POp(function, tensor.data, group=axis.communicator, group_peer=peer)
+        for function, tensors in ((dist.isend, outgoing), (dist.irecv, incoming))
+        for peer, tensor in tensors
+    ]
+    # One batch: NCCL would otherwise run them one after the other, and a ring in which every rank
+    # sends first would wait forever.
+    works = dist.batch_isend_irecv(operations) if operations else []
+
+    def wait_for_all() -> None:
         with axis.recorder.exposed(pending):
             for work in works:
                 work.wait()
-        if received is not None:
-            received.end()
+        for note in notes:
+            if note is not None:
+                note.end()
 
-    pending = Pending(axis, None, wait_for_both, "step of the ring", sent)
+    pending = Pending(axis, None, wait_for_all, operation)
     return pending
