@@ -15,6 +15,7 @@ from types import MappingProxyType
 
 from megatron_llama.config.schema import LoraConfig, ModelConfig
 from megatron_llama.plans.params import NO_LORA, adapter_shapes
+from megatron_llama.plans.windows import layer_windows
 
 
 def flops_per_token(
@@ -23,7 +24,8 @@ def flops_per_token(
     """Forward and backward FLOPs of one token in a sequence of ``seq_length``.
 
     ``model`` has every derived field filled in, and a ``vocab_size`` without padding. ``causal``
-    counts only the scores that the mask leaves (Megatron) instead of all (torchtitan).
+    counts only the scores that the mask leaves (Megatron) instead of all (torchtitan); a layer with
+    a window has that many keys for each query, and the first ones fewer if ``causal``.
     """
     hidden = model.hidden_size
     layers = model.num_hidden_layers
@@ -36,7 +38,13 @@ def flops_per_token(
     )
     head = model.vocab_size * hidden
     # Scores and their product with V: 2 products x 2 FLOPs x 3 passes = 12 per score and channel.
-    scores = (6 if causal else 12) * layers * queries * seq_length
+    windows = [min(window or seq_length, seq_length) for window in layer_windows(model)]
+    if causal:
+        # Of a sequence, in halves of pairs of a query and a key: the band below the diagonal.
+        halves = sum(2 * seq_length * window - window**2 for window in windows)
+        scores = 6 * queries * halves // seq_length
+    else:
+        scores = 12 * queries * sum(windows)
     if lora.lora_rank:
         # Frozen weights have no gradient, which is one of three products; the additions have all.
         additions = sum(math.prod(shape) for shape in adapter_shapes(model, lora).values())

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from megatron_llama.planner.coefficients import Coefficients
 from megatron_llama.planner.training_job import Matmul, TrainingJob
+from megatron_llama.plans.windows import score_share
 
 BF16_BYTES = 2
 """Bytes of an activation or a weight in 16-bit computation."""
@@ -91,7 +92,8 @@ class Kernels:
         return product.flops / (self.rate if reduced else self.base_rate) + moved / self.gpu.hbm
 
     def attention(self) -> float:
-        """Return the seconds of one block's attention forward, for one microbatch."""
+        """Return the seconds of one block's attention forward, for one microbatch: the mean of
+        layers with and without a window."""
         job = self.job
         fit = self.fit
         kind = job.traits.attention
@@ -100,7 +102,8 @@ class Kernels:
         flops = 4.0 * job.tokens * span * job.queries * misaligned
         if kind in ("flash", "flash1", "triton"):
             slower = {"flash1": fit.flash1, "triton": fit.triton}.get(kind, 1.0)
-            return CAUSAL * flops / self.attention_rate * slower
+            seen = score_share(job.model, span)
+            return CAUSAL * seen * flops / self.attention_rate * slower
         heads = job.model.num_attention_heads / job.tp
         scores = heads * job.tokens * span * job.itemsize
         passes = fit.scores_fused if kind == "fused" else fit.scores_plain

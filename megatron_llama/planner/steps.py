@@ -11,6 +11,7 @@ from megatron_llama.planner.footprint import fuller_end
 from megatron_llama.planner.kernels import Kernels, PassTime
 from megatron_llama.planner.links import RankGroups, rank_groups
 from megatron_llama.planner.training_job import TrainingJob
+from megatron_llama.plans.windows import context_share
 
 UPDATE = 34
 UPDATE_WIDE = 28
@@ -80,7 +81,8 @@ def block_time(
     tensor = 2 * groups.tp.reduce(job.stream) * shown
     heads = job.model.num_key_value_heads
     width = 2 * heads * job.model.head_dim / min(job.tp, heads)
-    context = groups.cp.gather(job.itemsize * job.tokens * job.cp * width) * fit.cp_exposed
+    gathered = job.itemsize * job.tokens * job.cp * width * context_share(job.model, job.seq)
+    context = groups.cp.gather(gathered) * fit.cp_exposed
     pure = kernels.forward()
     forward = replace(pure, tensor=tensor, context=context)
     backward = replace(kernels.backward(pure), tensor=tensor, context=2 * context)

@@ -14,8 +14,27 @@ def window_of(model: ModelConfig, layer: int) -> int:
     return model.sliding_window if slides else 0
 
 
-def seen_keys(length: int, window: int) -> int:
-    """Return how many pairs of a query and a key that it sees a sequence of ``length`` positions
-    has."""
-    window = min(window, length) if window else length
-    return length * window - window * (window - 1) // 2
+def layer_windows(model: ModelConfig) -> tuple[int, ...]:
+    """Return the window of each layer."""
+    return tuple(window_of(model, layer) for layer in range(model.num_hidden_layers))
+
+
+def score_share(model: ModelConfig, length: int) -> float:
+    """Return the attention scores of all layers, as a share of those that they would have without
+    windows: of the half of the square below its diagonal."""
+    if not model.sliding_window:
+        return 1.0
+    windows = [min(window or length, length) for window in layer_windows(model)]
+    return sum(2 * length * window - window**2 for window in windows) / (length**2 * len(windows))
+
+
+def context_share(model: ModelConfig, length: int) -> float:
+    """Return the tokens whose keys and values a context-parallel rank receives in all layers, as a
+    share of what it would receive without windows: each of its two chunks needs what its first
+    window reaches."""
+    if not model.sliding_window:
+        return 1.0
+    received = [
+        min(1.0, 2 * (window - 1) / length) if window else 1.0 for window in layer_windows(model)
+    ]
+    return sum(received) / len(received)
