@@ -372,6 +372,21 @@ class GradientBuckets:
         order, now and by the rounds that are recorded."""
         return tuple(self._sequence)
 
+    @property
+    def reduced_rounds(self) -> tuple[int, ...]:
+        """How many rounds of this step have been reduced, or are being reduced, by bucket."""
+        return tuple(self._reduced_rounds.values())
+
+    def discard(self) -> None:
+        """Throw away the gradients of the step under way: its reductions end, and nothing is
+        written to any more. Ranks must have begun the same reductions."""
+        self.send_delayed()
+        for bucket in self.trainable:
+            if self._state[bucket] is State.REDUCING:
+                self.finish(bucket)
+            self._state[bucket] = State.IDLE
+        self._wgrads.clear()
+
     def recorded_rounds(self) -> GradientRounds:
         """Returns what happened in the last step whose counting was open, for ``begin_rounds`` of
         steps that do the same. Call it after ``finish_all``, before the next step begins."""

@@ -370,6 +370,18 @@ class OverlappedDistributedOptimizer:
         planned: it raises RuntimeError, with the names, where the pass had others."""
         self.gradients.end_backward()
 
+    def discard_step(self) -> None:
+        """End the step under way without an update: throw away its gradients. Messages under way
+        end first. All ranks call this after the same accesses and reductions.
+
+        Raises RuntimeError after ``announce_step``: its updates may have begun."""
+        if self._announced is not None:
+            raise RuntimeError("discard_step: a step that was announced cannot be taken back")
+        self.gradients.discard()
+        self.parameters.abandon()
+        for rule in self.rules.distinct:
+            rule.discard()
+
     def recorded_rounds(self) -> GradientRounds:
         """Returns the contributions of the last step in which they were counted openly, once
         ``step`` has ended it, for ``begin_step`` of steps that do the same."""

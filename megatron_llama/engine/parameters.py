@@ -91,6 +91,11 @@ class ParameterBuckets:
         with self._lock:
             self._launch(self._prefetch.access_unplanned(unit, following))
 
+    def abandon(self) -> None:
+        """No later access of the list will come: another list may begin."""
+        with self._lock:
+            self._prefetch.abandon()
+
     def invalidate(self, buckets: Iterable[int]) -> None:
         """New values are coming for these buckets: nobody may read the old ones any more."""
         with self._lock:

@@ -107,6 +107,10 @@ class UpdateRule(ABC):
         """The engine is about to overwrite the gradient that ``on_reduced`` announced last: wait
         until nobody reads it (on a device: make the current stream wait)."""
 
+    def discard(self) -> None:
+        """The gradients that ``on_reduced`` has announced since the last ``end_step`` are not
+        used: others come in their place."""
+
     def end_step(self, steps: Future, *, scale: Tensor, skip: Tensor) -> None:
         """Every bucket has had its ``step`` with these arguments; ``steps`` ends when all those
         calls have returned. Called by the thread that computes; may be collective over all

@@ -190,6 +190,15 @@ class PrefetchPlan:
                 }
                 return
 
+    def abandon(self) -> None:
+        """No later access of the present list will come. What has been gathered stays."""
+        needs = len(self._list.needs)
+        self._entered = len(self._list.accesses)
+        self._start = needs
+        self._end = needs
+        self._gathered = needs
+        self._reserved.clear()
+
     def try_gather(self, bucket: int) -> bool:
         """The engine has new values for this bucket. Returns whether to gather it at once, for the
         next walk of the same list; if not, ``begin`` or ``advance`` gathers it later.

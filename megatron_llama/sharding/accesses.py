@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from megatron_llama.engine.optimizer import OverlappedDistributedOptimizer
-from megatron_llama.errors import TrainingError
+from megatron_llama.errors import TrainingError, UserError
 from megatron_llama.plans.weight_access import WeightAccess
 from megatron_llama.sharding.holders import Holders, UnitHolders
 from megatron_llama.sharding.order import AccessOrder
@@ -66,6 +66,8 @@ class StepProgress:
     in_backward: bool = False
     backward_passes: int = 0
     """Those that have ended."""
+    broken: str | None = None
+    """Why its passes cannot go on."""
     generation: int = 0
     """How often the values of the parameters have changed."""
 
@@ -142,14 +144,35 @@ class Accesses:
             }
         )
 
-    def require_usable(self) -> None:
-        """Raise PassError if no pass may run any more."""
+    def require_working(self) -> None:
+        """Raise PassError or OrderError if the engine has come to its end."""
         if self.refusal is not None:
             raise PassError(
                 "engine", got=self.refusal, expected="a working engine", do="make a new one"
             )
         if self.peers.left is not None:
             raise OrderError(self.peers.left)
+
+    def require_usable(self) -> None:
+        """Raise PassError or OrderError if no pass may run any more."""
+        self.require_working()
+        if self.step.broken is not None:
+            raise self.refuse(
+                PassError(
+                    "engine",
+                    got=self.step.broken,
+                    expected="passes without an error",
+                    do="call engine.discard() on all ranks where all come to it, or make a new "
+                    "engine",
+                )
+            )
+
+    def refuse(self, error: UserError) -> UserError:
+        """Return an error that only this rank may have. In a planned step nobody asks what the
+        others do, and they would wait for this rank: they are told."""
+        if self.order.plan is not None and self.step.begun and self.peers.axis.size > 1:
+            self.peers.leave(f"rank {self.peers.axis.rank}: {error}")
+        return error
 
     def access(self, unit: Unit, *, backward: bool) -> None:
         """Gather what a unit reads, and wait for it."""
@@ -198,6 +221,13 @@ class Accesses:
         self.held = [other for other in self.held if other.related(unit)]
         self.held.append(unit)
         unit.holders.hold_parameters()
+
+    def release_held(self) -> None:
+        """Let the modules of all units hold placeholders: a backward pass is over."""
+        for unit in self.held:
+            unit.holders.hold_placeholders()
+        self.held.clear()
+        self.current = None
 
     def _resolver(self, part: Unit, parameter: nn.Parameter) -> Resolve:
         """Return what lets a root part be read anywhere while the model runs."""

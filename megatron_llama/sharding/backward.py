@@ -26,6 +26,7 @@ from megatron_llama.nn.param_handle import param_handle_of
 from megatron_llama.sharding.accesses import Accesses, PassError, Unit
 from megatron_llama.sharding.names import clean_name
 from megatron_llama.sharding.order import END_OF_BACKWARD, REDUCTION
+from megatron_llama.sharding.peers import OrderError
 
 
 class BackwardPasses:
@@ -87,20 +88,24 @@ class BackwardPasses:
     def begin_unit(self, unit: Unit, generation: int) -> None:
         """The backward pass of one call of a unit begins. ``generation`` is that of the call."""
         if generation != self._step.generation:
-            raise PassError(
-                f"the backward pass of {unit.name}",
-                got="a forward pass from before the parameters changed",
-                expected="one since the last engine.step()",
-                do="call backward before engine.step()",
+            raise self._accesses.refuse(
+                PassError(
+                    f"the backward pass of {unit.name}",
+                    got="a forward pass from before the parameters changed",
+                    expected="one since the last engine.step() or engine.discard()",
+                    do="call backward before engine.step()",
+                )
             )
         # Autograd computes with gradients in a backward pass only for create_graph=True.
         if unit.slots and torch.is_grad_enabled():
-            raise PassError(
-                f"the backward pass of {unit.name}",
-                got="create_graph=True",
-                expected="a graph that is not differentiated again: that would read weights of "
-                "units that nobody announces",
-                do='take strategy="optim_grads", or param_slots="all"',
+            raise self._accesses.refuse(
+                PassError(
+                    f"the backward pass of {unit.name}",
+                    got="create_graph=True",
+                    expected="a graph that is not differentiated again: that would read weights of "
+                    "units that nobody announces",
+                    do='take strategy="optim_grads", or param_slots="all"',
+                )
             )
         self.enter()
         if unit.pooled and self._accesses.current is not unit:
@@ -118,11 +123,16 @@ class BackwardPasses:
                 "backward", got="no forward pass of this step", expected="one", do="run the model"
             )
         if step.backward_passes == step.microbatches:
-            raise PassError(
-                f"backward pass {step.backward_passes + 1} of a step",
-                got=f"shard(microbatches={step.microbatches})",
-                expected="as many backward passes",
-                do="call engine.step() after the last, or set engine.microbatches",
+            raise self._accesses.refuse(
+                PassError(
+                    f"backward pass {step.backward_passes + 1} of a step",
+                    got=f"shard(microbatches={step.microbatches})",
+                    expected="as many backward passes, among them torch.autograd.grad through "
+                    "units, and those of another model's loss (a GAN's generator)",
+                    do="call engine.step() after the last, or engine.discard() where no step uses "
+                    "it; set engine.microbatches to count all of a step; compute the gradient of "
+                    "an input in a step of its own",
+                )
             )
         self._accesses.listed = True
         step.in_backward = True
@@ -131,18 +141,24 @@ class BackwardPasses:
 
     def _end(self) -> None:
         """Every gradient of a backward pass has been delivered."""
-        peers = self._accesses.peers
-        for unit in self._accesses.held:
-            unit.holders.hold_placeholders()
-        self._accesses.held.clear()
+        self._accesses.release_held()
         self._accesses.order.agree(END_OF_BACKWARD)
         self._require_same_gradients()
-        with peers.explained():
-            try:
+        try:
+            with self._accesses.peers.explained():
                 self._engine.end_backward()
-            except RuntimeError as error:
-                peers.leave(f"rank {peers.axis.rank}: {error}")
-                raise
+        except OrderError:
+            raise
+        except RuntimeError as error:
+            raise self._accesses.refuse(
+                PassError(
+                    "backward",
+                    got=str(error),
+                    expected="the gradients of the first step",
+                    do="shard(find_unused=True) for a model that leaves parameters out, "
+                    "shard(static_order=False) for one that takes another way each time",
+                )
+            ) from error
         self._step.in_backward = False
         self._step.backward_passes += 1
 
@@ -187,18 +203,21 @@ class BackwardPasses:
         assert handle is not None
 
         def deliver(accumulated: Tensor) -> None:
-            self.enter()
+            # First of all: what stayed here after an error would be added to the next gradient.
             with torch._C.DisableTorchFunctionSubclass():
                 grad = accumulated.grad
                 accumulated.grad = None
+            self.enter()
             if grad is None:
                 return  # a linear layer has written the slot itself
             if grad.layout is not torch.strided:
-                raise PassError(
-                    clean_name(name),
-                    got="a sparse gradient",
-                    expected="a dense one",
-                    do="make the embedding with sparse=False",
+                raise self._accesses.refuse(
+                    PassError(
+                        clean_name(name),
+                        got="a sparse gradient",
+                        expected="a dense one",
+                        do="make the embedding with sparse=False",
+                    )
                 )
             # An operator has read the weight a moment ago. Raises if it was not there.
             with explained():

@@ -132,6 +132,18 @@ class ModuleEngine:
         self.optimizer._opt_called = True  # type: ignore[attr-defined]
         return result
 
+    def discard(self) -> None:
+        """Throw away the forward and backward passes since the last ``step``, and their gradients.
+        Collective: all ranks call it at the same point of the program, or wait for each other.
+
+        It is for a loss that is not finite, an error in forward that the script catches (on all
+        ranks, or with a strategy that keeps parameters whole), and gradients that another model's
+        backward pass has left here, as a GAN's generator does in its discriminator. The next step
+        is that of an engine which has never seen these passes; buffers that they have changed
+        (batch norm's) stay. Raises PassError inside of a pass, and where backward passes have ended
+        with errors at different places on the ranks."""
+        self._passes.discard()
+
     @contextmanager
     def gathered(self, *, modify: bool = False) -> Iterator[None]:
         """Have the parameters whole in the module, on every rank, between two steps. Collective.
@@ -220,7 +232,7 @@ class ModuleEngine:
                 what,
                 got="a step whose passes have begun",
                 expected="a call between two steps",
-                do="call engine.step() first",
+                do="call engine.step() first, or engine.discard()",
             )
 
 

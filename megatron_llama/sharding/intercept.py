@@ -59,8 +59,8 @@ class InterceptedModel(Intercepted):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Do nothing: each step starts with the gradients of its own backward passes. Raises
-        TrainingError between a backward pass and its step, because its gradients cannot be taken
-        back."""
+        TrainingError between a backward pass and its step, where ``engine.discard`` throws
+        gradients away."""
         self.__dict__[_REQUIRE_NO_GRADIENT]("model.zero_grad")
 
 

@@ -20,7 +20,8 @@ from megatron_llama.sharding.peers import OrderError, Peers
 
 END_OF_BACKWARD = -1
 STEP = -2
-REDUCTION = -3
+DISCARD = -3
+REDUCTION = -4
 """What ranks agree on beside accesses. ``REDUCTION - n`` is the reduction of bucket n."""
 
 
@@ -93,8 +94,8 @@ class AccessOrder:
     def _another_way(self, got: str, planned: WeightAccess | None) -> OrderError:
         rank = f"rank {self._peers.axis.rank}, " if self._peers.axis.size > 1 else ""
         do = (
-            "run evaluation under torch.no_grad(), or shard(static_order=False) for a model that "
-            "takes another way each time"
+            "run evaluation under torch.no_grad(), call engine.discard() after passes that no step "
+            "uses, or shard(static_order=False) for a model that takes another way each time"
         )
         if planned is None:
             got = f"{got} for backward pass {self._microbatches + 1}"
@@ -108,7 +109,8 @@ class AccessOrder:
             expected=f"{expected} as in the first step",
             do=do,
         )
-        self._peers.leave(str(error))
+        if self._peers.axis.size > 1:
+            self._peers.leave(str(error))
         return error
 
     def break_off(self, position: int) -> None:
@@ -131,8 +133,9 @@ class AccessOrder:
 
     def agree(self, code: int) -> None:
         """Make sure that all ranks are at the same point, of which ``code`` is the number.
-        Collective while there is no plan, else it does nothing. Raises OrderError on all ranks."""
-        if self.plan is not None or self._peers.axis.size == 1:
+        Collective while there is no plan, and for ``DISCARD``; else it does nothing. Raises
+        OrderError on all ranks."""
+        if self._peers.axis.size == 1 or (self.plan is not None and code != DISCARD):
             return
         with self._peers.explained():
             codes = [int(found) for found in all_gather_float(code, self._peers.axis)]
@@ -162,6 +165,10 @@ class AccessOrder:
         self._plans[self._microbatches] = StepPlan(tuple(self._made), rounds())
         return len(self._plans) == 1
 
+    def accesses_until(self, position: int) -> Sequence[WeightAccess]:
+        """Return the accesses of the plan that have not been made, up to a position."""
+        return () if self.plan is None else self.plan.accesses[self.position : position]
+
     @property
     def expected(self) -> str | None:
         """The next access of the plan, in words; None at its end, and without a plan."""
@@ -174,6 +181,8 @@ class AccessOrder:
             return "the end of a backward pass"
         if code == STEP:
             return "engine.step()"
+        if code == DISCARD:
+            return "engine.discard()"
         if code <= REDUCTION:
             return f"the next gradients after those of {self._buckets[REDUCTION - code]}"
         return self._described(WeightAccess(code // 2, bool(code % 2)))

@@ -13,7 +13,7 @@ only if another unit came in between.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -29,9 +29,9 @@ from megatron_llama.sharding.backward import BackwardPasses, unannounced
 from megatron_llama.sharding.holders import Holders, UnitHolders
 from megatron_llama.sharding.intercept import Forward, Interceptor, intercept, intercept_model
 from megatron_llama.sharding.names import clean_name
-from megatron_llama.sharding.order import STEP, AccessOrder
+from megatron_llama.sharding.order import DISCARD, STEP, AccessOrder
 from megatron_llama.sharding.peers import OrderError, Peers
-from megatron_llama.sharding.placeholders import Placeholder
+from megatron_llama.sharding.placeholders import Placeholder, ShardedParameterError
 from megatron_llama.sharding.saved_weights import checks_reads
 from megatron_llama.sharding.specs import ModuleUnit
 
@@ -178,8 +178,7 @@ class Passes:
                 what,
                 got="gradients that no step has used",
                 expected="a call before the first backward pass of a step",
-                do="call engine.step() first, or give shard(microbatches=) the number of passes of "
-                "a step",
+                do="call engine.step() first, or engine.discard() to throw them away",
             )
 
     def tell_peers(self, error: BaseException) -> None:
@@ -192,7 +191,14 @@ class Passes:
 
     def close(self) -> None:
         """Let no pass run any more."""
-        self._accesses.refusal = self._accesses.refusal or "engine.close() before"
+        self._note_broken_backward()
+        if self._step.broken is not None:
+            # Who closes its engine leaves in peace, but its peers may be waiting for this step.
+            with suppress(PassError, OrderError):
+                self._accesses.require_usable()
+        self._accesses.refusal = (
+            self._accesses.refusal or self._step.broken or "engine.close() before"
+        )
         self._peers.close()
         self._backward.close()
 
@@ -249,7 +255,7 @@ class Passes:
 
         def require_announced() -> None:
             if unit not in self._accesses.held:
-                raise unannounced(unit.name)
+                raise self._accesses.refuse(unannounced(unit.name))
 
         return checks_reads(unit.slots, require_announced)
 
@@ -262,6 +268,8 @@ class Passes:
     def _fail(self, call: _Call, error: BaseException) -> None:
         """A call has ended with an error."""
         self._leave(call)
+        if isinstance(error, PassError | ShardedParameterError):
+            self._accesses.refuse(error)
         if call.outermost and self._accesses.listed and not call.recomputes:
             self._break_off(call, error)
 
@@ -293,10 +301,8 @@ class Passes:
 
     def _begin_forward(self) -> None:
         """A call from outside of the model begins."""
+        self._note_broken_backward()
         self._accesses.require_usable()
-        if self._step.in_backward:
-            self._accesses.refusal = "a backward pass ended with an error"
-            self._accesses.require_usable()
         self._require_values()
         self._accesses.listed = torch.is_grad_enabled()
         if not self._accesses.listed:
@@ -316,16 +322,19 @@ class Passes:
     def _break_off(self, call: _Call, error: BaseException) -> None:
         """A forward pass of the step has ended with an error."""
         self._order.break_off(call.position)
-        accesses = self._accesses
-        planned = self._order.plan is not None
-        if planned and self._peers.axis.size > 1 and accesses.refusal is None:
+        if self._order.plan is not None and self._peers.axis.size > 1:
             # Nobody knows whether the peers have come to the same error: a pass that is repeated
-            # would gather what they do not gather again.
-            accesses.refusal = (
+            # would gather what they do not gather again. They are told with the next call, unless
+            # that is ``discard``.
+            self._step.broken = self._step.broken or (
                 f"a forward pass of {call.unit.name} that ended with "
                 f"{type(error).__name__} ({error}) on rank {self._peers.axis.rank}"
             )
-            self._peers.leave(f"engine: got {accesses.refusal}, expected one on no rank; see there")
+
+    def _note_broken_backward(self) -> None:
+        """Outside of autograd a backward pass that has not ended is one that raised an error."""
+        if self._step.in_backward:
+            self._step.broken = self._step.broken or "a backward pass that ended with an error"
 
     def _let_layers_wait(self) -> None:
         """From now on units begin their forward passes before those of their weights are there for
@@ -375,27 +384,26 @@ class Passes:
 
     def end_step(self, step: Callable[[], StepResult]) -> StepResult:
         """Run the engine's step if the passes of one have been made. Raises PassError."""
+        self._note_broken_backward()
         self._accesses.require_usable()
-        if self._step.in_backward:
-            raise PassError(
-                "engine.step()",
-                got="a backward pass that ended with an error",
-                expected="one that ended",
-                do="make a new engine",
-            )
         if self._step.backward_passes != self._step.microbatches or not self._step.begun:
-            raise PassError(
-                "engine.step()",
-                got=f"{self._step.backward_passes} backward passes",
-                expected=f"{self._step.microbatches}, as shard(microbatches=) says",
-                do="call it after so many, or set engine.microbatches before the step",
+            raise self._accesses.refuse(
+                PassError(
+                    "engine.step()",
+                    got=f"{self._step.backward_passes} backward passes",
+                    expected=f"{self._step.microbatches}, as shard(microbatches=) says",
+                    do="call it after so many, set engine.microbatches before the step, or throw "
+                    "the passes away with engine.discard()",
+                )
             )
         if (following := self._order.expected) is not None:
-            raise OrderError(
-                "engine.step()",
-                got="the end of the step",
-                expected=f"{following} as in the first step",
-                do="shard(static_order=False) for a model that takes another way each time",
+            raise self._accesses.refuse(
+                OrderError(
+                    "engine.step()",
+                    got="the end of the step",
+                    expected=f"{following} as in the first step",
+                    do="shard(static_order=False) for a model that takes another way each time",
+                )
             )
         self._order.agree(STEP)
         if self._order.plan is None:
@@ -405,10 +413,54 @@ class Passes:
             result = step()
         if self._order.end_step(self._engine.recorded_rounds):
             self._let_layers_wait()
+        self._forget_passes()
+        return result
+
+    def discard(self) -> None:
+        """Throw away the passes of the step under way, on all ranks. Collective."""
+        accesses = self._accesses
+        accesses.require_working()
+        if accesses.active or in_backward_pass():
+            raise PassError(
+                "engine.discard()",
+                got="a call inside of the model",
+                expected="one between its passes",
+                do="call it where engine.step() would be called",
+            )
+        self._order.agree(DISCARD)
+        made = (self._step.begun, self._order.position, self._engine.gradients.reduced_rounds)
+        with self._peers.explained():
+            by_rank = all_gather_object(made, self._peers.axis)
+        if any(begun for begun, _, _ in by_rank):
+            if not self._step.begun:
+                self._begin_step()
+            # Where a pass has ended with an error, others may have gone on to its end. What they
+            # have gathered is gathered here as well, so that all ranks go on from one state.
+            furthest = max(position for begun, position, _ in by_rank if begun)
+            for access in self._order.accesses_until(furthest):
+                self._engine.access(access.unit, access.backward)
+            reduced = [rounds if begun else () for begun, _, rounds in by_rank]
+            if any(sum(rounds) for rounds in reduced) and len(set(reduced)) > 1:
+                raise accesses.refuse(
+                    PassError(
+                        "engine.discard()",
+                        got="backward passes that have come to different ends on the ranks",
+                        expected="the same gradients on all ranks",
+                        do="make a new engine",
+                    )
+                )
+            with self._peers.explained():
+                self._engine.discard_step()
+        accesses.release_held()
+        self._forget_passes()
+
+    def _forget_passes(self) -> None:
+        """The step is over: nothing of its passes may be used any more."""
         self._step.begun = False
+        self._step.in_backward = False
+        self._step.broken = None
         self._step.backward_passes = 0
         self._step.generation += 1
-        return result
 
     def _require_known(self) -> None:
         """Raise PassError for parameters that have come into the model after ``shard``."""

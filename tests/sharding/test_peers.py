@@ -160,3 +160,67 @@ def test_communicators_that_have_ended_send_nothing_and_say_so(cluster: Cluster,
     for line in cluster.run(2, leave_as_on_a_device, recorded)[0]:
         name, said = line.split(": ", 1)
         assert expected.get(name, "the communicator of world has ended") in said, line
+
+
+def too_few(engine: ModuleEngine) -> None:
+    """engine.step() after one of two passes."""
+    engine.step()
+
+
+def from_before(engine: ModuleEngine) -> None:
+    """Backward of a forward pass that a step has followed."""
+    OLD[0].backward()
+
+
+def sparse(engine: ModuleEngine) -> None:
+    """An embedding whose gradient has another layout all of a sudden."""
+    engine.model.embed.sparse = True
+    loss_of(engine.model, part(9, 1, 1)).backward()
+
+
+def freeze(module: torch.nn.Module, args: object) -> None:
+    module.mix.requires_grad_(False)
+
+
+def frozen(engine: ModuleEngine) -> None:
+    """A parameter that is frozen inside of its unit."""
+    engine.model.blocks[1].register_forward_pre_hook(freeze)
+    loss_of(engine.model, part(9, 1, 1)).backward()
+
+
+REASONS = {
+    too_few: "1 backward passes",
+    from_before: "before the parameters changed",
+    sparse: "sparse gradient",
+    frozen: "requires_grad=False",
+}
+OLD: list[torch.Tensor] = []
+
+
+def err_alone(place: Place, fault: Callable[[ModuleEngine], None]) -> str:
+    """What a rank hears of an error that rank 1 alone has, and catches, without ``with``."""
+    engine = sharded(net(), microbatches=2)
+    OLD.append(loss_of(engine.model, part(9, 0, place.rank)))
+    engine.discard()
+    train(place, engine, microbatches=2, steps=2)
+    begin = time.monotonic()
+    with pytest.raises((OrderError, PassError)) as error:
+        for number in range(4):
+            if number == 1 and place.rank == 1:
+                fault(engine)
+            loss_of(engine.model, part(9, number, place.rank)).backward()
+            if number % 2:
+                engine.step()
+    assert time.monotonic() - begin < SECONDS
+    # Nobody has heard of it because rank 1 has closed its engine.
+    dist.barrier()
+    engine.close()
+    OLD.clear()
+    return str(error.value)
+
+
+@pytest.mark.parametrize("fault", REASONS)
+def test_an_error_of_one_rank_in_a_planned_step_is_told_to_all(cluster: Cluster, fault: Callable[[ModuleEngine], None]) -> None:
+    first, second = cluster.run(2, err_alone, fault, timeout=60.0)
+    assert REASONS[fault] in second
+    assert "rank 1" in first and REASONS[fault] in first

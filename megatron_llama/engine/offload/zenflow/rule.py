@@ -449,6 +449,10 @@ class ZenFlow(UpdateRule):
                 self._plans = {done: self.windows.next(requested=requested)}
             return self._plans[done]
 
+    def discard(self) -> None:
+        if self._auto is not None:
+            self._auto.discard()
+
     def end_step(self, steps: Future, *, scale: Tensor, skip: Tensor) -> None:
         plan = self._plan(self.windows.done)
         self._last_steps = steps

@@ -154,6 +154,10 @@ class AutoInterval:
                 hot = torch.where(block.of(self._masks[block.matrix]), columns, 0.0).sum()
                 self._step[:, self._index[block.matrix]] += torch.stack([hot, columns.sum() - hot])
 
+    def discard(self) -> None:
+        """Forget the gradients that have been counted in this step."""
+        self._step.zero_()
+
     def end_step(self, scale: Tensor, skip: Tensor, *, closed: bool) -> None:
         """A step is over, whose gradients are to be divided by ``scale``; ``closed`` says whether
         its window closed. Collective."""
