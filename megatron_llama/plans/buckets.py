@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from megatron_llama.config.schema import Config, ParallelConfig
@@ -351,7 +351,14 @@ def module_bucket_plan(
     gradients = _slots_in_pools(
         [root or pool for root, pool in zip(roots, pools, strict=True)], slots.gradients, few
     )
-    return _bucket_plan(units, closed, shards, slots, parameters, gradients)
+    # A unit waits for its vectors when it begins; its linear layers wait for their matrices when
+    # they are called. Many modules register norms last: gathered in that order, they would keep
+    # the first unit waiting for all of its matrices.
+    in_order = [
+        replace(unit, params=tuple(sorted(unit.params, key=lambda spec: not spec.resident)))
+        for unit in units
+    ]
+    return _bucket_plan(in_order, closed, shards, slots, parameters, gradients)
 
 
 def _root_pools(kinds: Sequence[BucketKind | None], first: int) -> list[int]:

@@ -109,8 +109,8 @@ class Peers:
 
 
 class _Explained(AbstractContextManager[None]):
-    """``Peers.explained``. A layer enters several in a call, about 60 a block in a step: as a
-    generator each takes 1.2 microseconds, so 0.5."""
+    """``Peers.explained``. No generator: a linear layer enters half a dozen in a step, at 0.5
+    microseconds each instead of 1.2."""
 
     def __init__(self, peers: Peers) -> None:
         self._peers = peers

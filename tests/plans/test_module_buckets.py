@@ -67,6 +67,18 @@ def test_layers_take_turns_and_what_is_in_no_unit_has_its_own_slots() -> None:
     assert [unit for unit, _ in zip(found.unit_names, found.unit_buckets, strict=True)] == [unit.name for unit in units]
 
 
+def test_vectors_are_gathered_before_the_matrices_of_the_first_unit_that_reads_them() -> None:
+    """A unit begins when its vectors are there, and many modules register their norms last."""
+    layers = [UnitSpec(f"{n}", (param(f"{n}.first", 8, 8), param(f"{n}.second", 8, 8), param(f"{n}.norm", 8))) for n in range(2)]
+    for strategy in STRATEGIES:
+        found = plan([root("embed", param("embed", 100, 8)), *layers], strategy, cap=64)
+        names = [[placed.spec.name for placed in found.buckets[bucket].placements] for bucket in found.forward_order]
+        assert names[:2] == [["embed"], ["1.norm", "0.norm"]]
+        assert all(buckets[0] == bucket_of(found, "0.norm") for buckets in found.unit_buckets[1:])
+        if strategy != "optim_grads_params":
+            assert names[2:] == [["0.first"], ["0.second"], ["1.first"], ["1.second"]]
+
+
 def test_a_shared_parameter_is_in_one_bucket_that_all_its_readers_need() -> None:
     """As the embedding that is also the head. It stands where forward first reads it: there backward completes it."""
     shared = param("embed", 100, 8)

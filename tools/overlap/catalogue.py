@@ -21,8 +21,8 @@ BUCKET_ELEMENTS = 262144
 whole. A larger bucket is reduced later and holds up the forward pass for longer; a smaller one
 cannot hold the two attention weights (768 + 256 rows of 256)."""
 USER_BUCKET_ELEMENTS = 352256
-"""For a user's module: gate_proj and up_proj, one weight in our own model, in one bucket. With
-BUCKET_ELEMENTS each would have its own: six more reductions and gathers in a step."""
+"""For a user's module: the largest bucket of our own model, gate_proj and up_proj as one weight.
+With BUCKET_ELEMENTS each has its own in a user's module: nine more reductions and gathers."""
 NOMINAL_BITS_PER_SECOND = 400e6
 """The rate at which sending the minimum takes as long as computing; at 800mbit it takes half as
 long."""
