@@ -15,7 +15,7 @@ import torch
 from megatron_llama.checkpoint.history import NO_HISTORY, History, read_history
 from megatron_llama.config.hf import hf_config_from_model, model_config_from_hf
 from megatron_llama.config.parse import flag
-from megatron_llama.config.rope import normal_rope
+from megatron_llama.config.rope import normal_rope, reads_max_positions
 from megatron_llama.config.schema import MODEL_SHAPE, Config, ModelConfig
 from megatron_llama.errors import CheckpointError, describe
 
@@ -31,7 +31,8 @@ WITHOUT_EFFECT = frozenset(
         "eos_token_id",
     }
 )
-"""Model fields that do not change what the weights compute: a run may resume with others."""
+"""Model fields that do not change what the weights compute: a run may resume with others. Some
+rotary scalings read max_position_embeddings."""
 EPSILON = "rms_norm_eps"
 """A run may have another epsilon, with a warning: launch scripts of Megatron-LLaMA give LLaMA 2
 that of LLaMA 1."""
@@ -160,7 +161,8 @@ def model_differences(
     have other rotary positions too, so only the shapes have to agree."""
     problems = []
     fields = (field.name for field in dataclasses.fields(ModelConfig))
-    names = [name for name in fields if name not in (*WITHOUT_EFFECT, EPSILON)]
+    ignored = _without_effect(saved, model)
+    names = [name for name in fields if name not in (*ignored, EPSILON)]
     for name in names if resumes else MODEL_SHAPE:
         found = getattr(saved, name)
         expected = getattr(model, name)
@@ -178,9 +180,17 @@ def model_changes(where: str, saved: ModelConfig, model: ModelConfig) -> list[st
     """Return a warning for each field that a run may change, and that changes what its loaded
     weights compute."""
     changes = []
-    for name in (EPSILON, "rope_theta", "rope_scaling"):
+    ignored = _without_effect(saved, model)
+    fields = (field.name for field in dataclasses.fields(ModelConfig))
+    for name in (name for name in fields if name not in (*ignored, *MODEL_SHAPE)):
         before = getattr(saved, name)
         now = getattr(model, name)
         if before != (normal_rope(now) if name == "rope_scaling" else now):
             changes.append(f"{flag(name)} {now}: the weights of {where} were trained with {before}")
     return changes
+
+
+def _without_effect(saved: ModelConfig, model: ModelConfig) -> frozenset[str]:
+    """Return the fields that may differ, since they do not change what the weights compute."""
+    scaled = any(reads_max_positions(normal_rope(each.rope_scaling)) for each in (saved, model))
+    return WITHOUT_EFFECT - {"max_position_embeddings"} if scaled else WITHOUT_EFFECT

@@ -9,18 +9,24 @@ from __future__ import annotations
 
 import json
 from collections.abc import Collection, Mapping
+from dataclasses import fields, replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
+from megatron_llama.config.families import FAMILIES
+from megatron_llama.config.families.family import Family
+from megatron_llama.config.families.reader import COPY, ConfigReader
 from megatron_llama.config.hf_fields import field_problems
-from megatron_llama.config.rope import normal_rope, rope_problems
+from megatron_llama.config.rope import ORIGINAL, ROPE_FIELDS, normal_rope, rope_problems
 from megatron_llama.config.schema import ModelConfig
+from megatron_llama.config.windows import FULL, SLIDING
 from megatron_llama.errors import CheckpointError, describe, listing
 
 
 def read_hf_config(folder: str | Path, *, ignored: Collection[str] = ()) -> ModelConfig:
     """The model of a HuggingFace folder, as ``model_config_from_hf`` reads it. Raises
-    CheckpointError when ``config.json`` is missing, damaged or no LLaMA."""
+    CheckpointError when ``config.json`` is missing, damaged or of no known family."""
     path = Path(folder) / "config.json"
     return model_config_from_hf(read_config_json(path), where=str(path), ignored=ignored)
 
@@ -51,33 +57,37 @@ def read_config_json(path: str | Path) -> dict[str, Any]:
     return config_json
 
 
+ACTIVATIONS: Mapping[str, str] = MappingProxyType(
+    {"silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "gelu_pytorch_tanh"}
+)
+"""Activations of the gated MLP by transformers' names -> ours."""
+ADAPTED = ("llama3", "yarn", "longrope")
+"""Rotary scalings that know the length of the first training."""
+
+
 def model_config_from_hf(
     config_json: Mapping[str, Any], *, where: str, ignored: Collection[str] = ()
 ) -> ModelConfig:
     """The model fields of a ``config.json``. ``where`` is its path, for messages.
 
-    Absent fields have the defaults of transformers' ``LlamaConfig``, sizes excepted: those must be
+    Absent fields have the defaults of the family in transformers, sizes excepted: those must be
     there. Of several end-of-sequence tokens the first counts. Raises CheckpointError with every
-    field that is wrong or not LLaMA, and with those that are not known to be harmless, unless their
-    names are ``ignored``.
+    field that is wrong or not computed here, and with those that are not known to be harmless,
+    unless their names are ``ignored``.
     """
-    reader = _Reader(config_json, where)
-    reader.refuse_other_architectures()
-    reader.problems.extend(field_problems(config_json, ignored, where=where))
+    family = FAMILIES.get(str(config_json.get("model_type", "llama")), FAMILIES["llama"])
+    reader = ConfigReader(config_json, where, family.defaults)
+    _refuse_other_architectures(reader, family)
     hidden = reader.size("hidden_size")
     heads = reader.size("num_attention_heads")
     head_dim = reader.size("head_dim", default=0)
     if head_dim == 0 and heads > 0:
         if hidden % heads:
-            reader.problem(
-                "hidden_size",
-                hidden,
-                f"a multiple of num_attention_heads {heads}",
-                "or give head_dim",
-            )
+            expected = f"a multiple of num_attention_heads {heads}"
+            reader.problem("hidden_size", hidden, expected, "or give head_dim")
         head_dim = hidden // heads
-    theta, scaling = reader.rope()
     model = ModelConfig(
+        model_type=family.model_type,
         vocab_size=reader.size("vocab_size"),
         hidden_size=hidden,
         intermediate_size=reader.size("intermediate_size"),
@@ -87,26 +97,44 @@ def model_config_from_hf(
         head_dim=head_dim,
         max_position_embeddings=reader.size("max_position_embeddings", default=2048),
         rms_norm_eps=reader.number("rms_norm_eps", default=1e-6),
-        rope_theta=theta,
-        rope_scaling=scaling,
-        tie_word_embeddings=bool(config_json.get("tie_word_embeddings", False)),
-        initializer_range=reader.number("initializer_range", default=0.02),
+        tie_word_embeddings=reader.switch("tie_word_embeddings"),
+        initializer_range=reader.number("initializer_range", default=0.02, zero=True),
+        hidden_act=_activation(reader, family.spelling.get("hidden_act", "hidden_act")),
         bos_token_id=reader.token("bos_token_id"),
         eos_token_id=reader.token("eos_token_id"),
     )
-    if reader.problems:
-        raise CheckpointError(
-            listing(f"{where} is no LLaMA that can be used here:", reader.problems)
-        )
-    return model
+    window, types = family.windows.read(reader)
+    rope = _rope_fields(reader, family, model)
+    model = replace(
+        model,
+        **{name: _own_field(reader, family, name) for name in family.fields if name not in rope},
+        **rope,
+        sliding_window=window,
+        layer_types=types,
+    )
+    problems = [
+        *reader.problems,
+        *field_problems(
+            config_json,
+            ignored,
+            where=where,
+            read=frozenset(reader.seen),
+            neutral=family.neutral,
+            architecture=family.architecture,
+        ),
+    ]
+    if problems:
+        raise CheckpointError(listing(f"{where} is no model that can be used here:", problems))
+    return replace(model, **family.constants(model))
 
 
 def hf_config_from_model(model: ModelConfig, *, dtype: str) -> dict[str, Any]:
-    """A ``config.json`` for ``LlamaForCausalLM`` that transformers 4 and 5 read alike.
+    """A ``config.json`` for the family's class that transformers 4 and 5 read alike.
 
     ``model``: every derived field filled in. ``dtype``: name of the saved weights' dtype, such as
-    ``bfloat16``.
+    ``bfloat16``. What the family cannot hold is lost; ``unheld_fields`` says what that is.
     """
+    family = FAMILIES[model.model_type]
     sizes = (
         "vocab_size",
         "hidden_size",
@@ -119,25 +147,18 @@ def hf_config_from_model(model: ModelConfig, *, dtype: str) -> dict[str, Any]:
         name: getattr(model, name) for name in (*sizes, "head_dim", "max_position_embeddings")
     }
     assert all(numbers.values()), f"derived fields are not filled in: {numbers}"
-    scaling = normal_rope(model.rope_scaling)
     return {
-        "architectures": ["LlamaForCausalLM"],
-        "model_type": "llama",
+        "architectures": [family.architecture],
+        "model_type": model.model_type,
         **numbers,
-        "hidden_act": "silu",
+        family.spelling.get("hidden_act", "hidden_act"): model.hidden_act,
         "rms_norm_eps": model.rms_norm_eps,
-        "rope_theta": model.rope_theta,
-        "rope_scaling": scaling,
-        "rope_parameters": {
-            "rope_type": "default",
-            **(scaling or {}),
-            "rope_theta": model.rope_theta,
-        },
+        **_written_rope(model, family),
         "tie_word_embeddings": model.tie_word_embeddings,
         "initializer_range": model.initializer_range,
-        "attention_bias": False,
         "attention_dropout": 0.0,
-        "mlp_bias": False,
+        **{name: _written_field(family, name, getattr(model, name)) for name in family.fields},
+        **family.windows.write(model),
         "bos_token_id": model.bos_token_id,
         "eos_token_id": model.eos_token_id,
         "use_cache": True,
@@ -146,106 +167,192 @@ def hf_config_from_model(model: ModelConfig, *, dtype: str) -> dict[str, Any]:
     }
 
 
-class _Reader:
-    """Reads typed fields of a ``config.json`` and collects what is wrong."""
+def _written_field(family: Family, name: str, value: Any) -> Any:
+    if name in family.optional and not value:
+        return None
+    return int(value) if name in family.integers else value
 
-    def __init__(self, config_json: Mapping[str, Any], where: str) -> None:
-        self.json = config_json
-        self.where = where
-        self.problems: list[str] = []
 
-    def problem(self, name: str, got: object, expected: str, do: str) -> None:
-        self.problems.append(describe(f"{self.where} {name}", got=got, expected=expected, do=do))
+def unheld_fields(model: ModelConfig) -> dict[str, Any]:
+    """Return the fields that a ``config.json`` of the model's family cannot hold, with the values
+    that they would have to have. Every derived field of ``model`` is filled in."""
+    family = FAMILIES[model.model_type]
+    needed = {name: getattr(model, name) for name in family.fields if name not in family.optional}
+    missing = [name for name, value in needed.items() if value is not False and value == 0]
+    if missing:
+        return dict.fromkeys(missing, "a positive number")
+    written = hf_config_from_model(model, dtype="float32")
+    back = model_config_from_hf(written, where="config.json")
+    return {
+        field.name: getattr(back, field.name)
+        for field in fields(ModelConfig)
+        if getattr(back, field.name) != getattr(model, field.name)
+        and field.name not in ("preset", "make_vocab_size_divisible_by")
+    }
 
-    def refuse_other_architectures(self) -> None:
-        kind = self.json.get("model_type", "llama")
-        if kind != "llama":
-            self.problem("model_type", repr(kind), "'llama'", "only LLaMA models can be read")
-        names = self.json.get("architectures") or ["LlamaForCausalLM"]
-        # Conversions of early 2023 write LLaMAForCausalLM.
-        if [str(name).lower() for name in names] != ["llamaforcausallm"]:
-            self.problem(
-                "architectures",
-                names,
-                "['LlamaForCausalLM']",
-                "only causal LLaMA models can be read",
-            )
 
-    def size(self, name: str, *, default: int | None = None) -> int:
-        """A positive integer; absent and null mean ``default``. 0 stands for a size that was
-        refused."""
-        value = self.json.get(name)
-        if value is None and default is not None:
-            return default
-        if isinstance(value, bool) or not isinstance(value, int) or value <= 0:
-            self.problem(
-                name,
-                "nothing" if value is None else repr(value),
-                "a positive integer",
-                "copy the model's own config.json",
-            )
-            return 0
-        return value
+def _refuse_other_architectures(reader: ConfigReader, family: Family) -> None:
+    kind = reader.value("model_type", family.model_type)
+    names = reader.value("architectures", None) or [family.architecture]
+    if kind != family.model_type:
+        do = f"only models of these families can be read: {', '.join(FAMILIES)}"
+        if kind == "gemma3":
+            do = "save its text model alone, with Gemma3ForCausalLM"
+        wanted = " or ".join(repr(name) for name in FAMILIES)
+        reader.problem("model_type", repr(kind), wanted, do)
+        return
+    # Conversions of early 2023 write LLaMAForCausalLM.
+    if [str(name).lower() for name in names] != [family.architecture.lower()]:
+        wanted = f"['{family.architecture}']"
+        reader.problem("architectures", names, wanted, "only causal language models can be read")
 
-    def number(self, name: str, *, default: float) -> float:
-        return self._positive(name, self.json.get(name, default))
 
-    def _positive(self, name: str, value: Any) -> float:
-        if (
-            isinstance(value, bool)
-            or not isinstance(value, int | float)
-            or not 0 < value < float("inf")
-        ):
-            self.problem(name, repr(value), "a positive number", "copy the model's own config.json")
-            return 1.0
-        return float(value)
+def _activation(reader: ConfigReader, name: str) -> str:
+    value = reader.value(name, None) or reader.default(name, "silu")
+    if not isinstance(value, str) or value not in ACTIVATIONS:
+        wanted = " or ".join(repr(known) for known in ACTIVATIONS)
+        reader.problem(name, repr(value), wanted, "such models are not supported")
+        return "silu"
+    return ACTIVATIONS[value]
 
-    def token(self, name: str) -> int | None:
-        value = self.json.get(name)
-        first = value[0] if isinstance(value, list) and value else value
-        if first is not None and (isinstance(first, bool) or not isinstance(first, int)):
-            self.problem(
-                name,
-                repr(value),
-                "a token id or a list of them",
-                "copy the model's own config.json",
-            )
-            return None
-        return first
 
-    def rope(self) -> tuple[float, dict[str, Any] | None]:
-        """(theta, scaling). A file that carries both spellings, as ours do, must say the same in
-        both."""
-        present = [
-            name for name in ("rope_parameters", "rope_scaling") if self.json.get(name) is not None
-        ]
-        found = [self._rope(name, self.json[name]) for name in present] or [
-            self._rope("rope_scaling", {})
-        ]
-        if any(other != found[0] for other in found):
-            self.problem(
-                " and ".join(present),
-                " against ".join(map(str, found)),
-                "the same rotary embedding",
-                "remove the wrong one",
-            )
-        return found[0]
+def _own_field(reader: ConfigReader, family: Family, name: str) -> Any:
+    """The value of one of a family's own fields, by the type of ModelConfig's default."""
+    default = getattr(ModelConfig(), name)
+    if isinstance(default, bool):
+        return reader.switch(name)
+    value = reader.value(name, default or None)
+    if value is None and name in family.optional:
+        return default
+    return reader.positive(name, value)
 
-    def _rope(self, name: str, raw: Any) -> tuple[float, dict[str, Any] | None]:
-        fields = dict(raw) if isinstance(raw, Mapping) else raw
-        outer = self.json.get("rope_theta")
-        inner = None
-        if isinstance(fields, dict):
-            inner = fields.pop("rope_theta", None)
-            fields.setdefault("rope_type", fields.get("type", "default"))
-            fields.pop("type", None)
-            if fields.get("partial_rotary_factor") in (None, 1.0):
-                fields.pop("partial_rotary_factor", None)
-        if inner is not None and outer is not None and inner != outer:
-            self.problem(f"{name}.rope_theta", inner, f"rope_theta {outer}", "remove the wrong one")
-        problems = rope_problems(f"{self.where} {name}", fields)
-        self.problems.extend(problems)
-        theta = next((value for value in (inner, outer) if value is not None), 10000.0)
-        return self._positive(f"{name}.rope_theta", theta), None if problems else normal_rope(
-            fields
+
+def _rope_fields(reader: ConfigReader, family: Family, model: ModelConfig) -> dict[str, Any]:
+    """The rotary embedding: rope_theta, rope_scaling, and where the family has them the share of a
+    head and the base of layers with a window. A file that carries both spellings, as ours do, must
+    say the same in both."""
+    local = "rope_local_base_freq" in family.fields
+    partial = "partial_rotary_factor" in family.fields
+    found = []
+    present = [
+        name for name in ("rope_parameters", "rope_scaling") if reader.value(name, None) is not None
+    ]
+    for name in present:
+        raw = reader.json[name]
+        if local and name == "rope_parameters":
+            raw = _of_full_layers(reader, raw)
+        found.append(_rope(reader, family, model, name, raw))
+    found = found or [_rope(reader, family, model, "rope_scaling", {})]
+    if any(other != found[0] for other in found):
+        reader.problem(
+            " and ".join(present),
+            " against ".join(str(tuple(one.values())) for one in found),
+            "the same rotary embedding",
+            "remove the wrong one",
         )
+    fields = found[0]
+    if not partial:
+        fields.pop("partial_rotary_factor")
+    if local:
+        fields["rope_local_base_freq"] = _local_base(reader)
+    return fields
+
+
+def _of_full_layers(reader: ConfigReader, raw: Any) -> Any:
+    """What rope_parameters says of layers without a window."""
+    if not isinstance(raw, Mapping) or set(raw) != {FULL, SLIDING}:
+        expected = f"a mapping with {FULL} and {SLIDING}"
+        reader.problem("rope_parameters", raw, expected, COPY)
+        return {}
+    return raw[FULL] or {}
+
+
+def _local_base(reader: ConfigReader) -> float:
+    """The base of layers with a window."""
+    outer = reader.value("rope_local_base_freq", None)
+    both = reader.json.get("rope_parameters")
+    raw = both.get(SLIDING) if isinstance(both, Mapping) else None
+    fields = dict(raw) if isinstance(raw, Mapping) else {}
+    inner = fields.pop("rope_theta", None)
+    name = f"rope_parameters.{SLIDING}"
+    if fields.pop("rope_type", "default") != "default" or fields:
+        reader.problem(name, raw, "rope_theta alone", "scaled windows are not supported")
+    given = reader.json.get("rope_local_base_freq")
+    if inner is not None and given is not None and inner != given:
+        reader.problem(f"{name}.rope_theta", inner, f"rope_local_base_freq {given}", "remove one")
+    return reader.positive("rope_local_base_freq", outer if inner is None else inner)
+
+
+def _rope(
+    reader: ConfigReader, family: Family, model: ModelConfig, name: str, raw: Any
+) -> dict[str, Any]:
+    """rope_theta, rope_scaling and partial_rotary_factor by the field ``name`` and by those that
+    stand outside of it."""
+    fields = dict(raw) if isinstance(raw, Mapping) else raw
+    outer = {one: reader.json.get(one) for one in ("rope_theta", "partial_rotary_factor")}
+    # A class that has this field has a default for it, too.
+    outer[ORIGINAL] = reader.json.get(ORIGINAL, family.defaults.get(ORIGINAL))
+    inner: dict[str, Any] = {}
+    reader.seen.update(("rope_theta", "partial_rotary_factor"))
+    if isinstance(fields, dict):
+        inner = {one: fields.pop(one, None) for one in ("rope_theta", "partial_rotary_factor")}
+        older = fields.pop("type", "default")
+        kind = fields.get("rope_type", older)
+        if isinstance(kind, str):
+            kind = family.rope_aliases.get(kind, kind)
+        fields["rope_type"] = kind
+        if kind in ADAPTED:
+            inner[ORIGINAL] = fields.get(ORIGINAL)
+            reader.seen.add(ORIGINAL)
+            given = [value for value in (outer[ORIGINAL], inner[ORIGINAL]) if value is not None]
+            original = [*given, model.max_position_embeddings if kind != "llama3" else None][0]
+            if original is not None:
+                fields[ORIGINAL] = original
+        if isinstance(kind, str) and kind in ROPE_FIELDS and kind not in family.rope_types:
+            expected = f"one of {', '.join(family.rope_types)}"
+            do = f"{family.architecture} has no other"
+            reader.problem(f"{name}.rope_type", repr(kind), expected, do)
+    if ORIGINAL in family.defaults:
+        reader.seen.add(ORIGINAL)
+    values = {}
+    for one, default in (
+        ("rope_theta", family.defaults.get("rope_theta", 10000.0)),
+        ("partial_rotary_factor", 1.0),
+        (ORIGINAL, None),
+    ):
+        given = [value for value in (inner.get(one), outer[one]) if value is not None]
+        if len(given) == 2 and given[0] != given[1]:
+            expected = f"{one} {outer[one]}"
+            reader.problem(f"{name}.{one}", inner[one], expected, "remove the wrong one")
+        values[one] = given[0] if given else default
+    part = reader.positive(f"{name}.partial_rotary_factor", values["partial_rotary_factor"])
+    if part != 1.0 and "partial_rotary_factor" not in family.fields:
+        do = f"{family.architecture} rotates whole heads"
+        reader.problem("partial_rotary_factor", part, "1.0", do)
+    frequencies = int(model.head_dim * part) // 2
+    problems = rope_problems(f"{reader.where} {name}", fields, frequencies=frequencies)
+    reader.problems.extend(problems)
+    return {
+        "rope_theta": reader.positive(f"{name}.rope_theta", values["rope_theta"]),
+        "rope_scaling": None if problems else normal_rope(fields),
+        "partial_rotary_factor": part,
+    }
+
+
+def _written_rope(model: ModelConfig, family: Family) -> dict[str, Any]:
+    """The rotary embedding in both spellings."""
+    scaling = normal_rope(model.rope_scaling)
+    whole = {"rope_type": "default", **(scaling or {}), "rope_theta": model.rope_theta}
+    written: dict[str, Any] = {"rope_theta": model.rope_theta, "rope_scaling": scaling}
+    if "partial_rotary_factor" in family.fields:
+        whole["partial_rotary_factor"] = model.partial_rotary_factor
+    if scaling is not None and scaling["rope_type"] == "longrope":
+        # transformers 4 has this length outside, and Phi-3 takes no further fields within.
+        written[ORIGINAL] = scaling[ORIGINAL]
+        outside = (ORIGINAL, "rope_type") if ORIGINAL in family.defaults else ()
+        within = {name: value for name, value in scaling.items() if name not in outside}
+        written["rope_scaling"] = within | ({"type": "longrope"} if outside else {})
+    if "rope_local_base_freq" not in family.fields:
+        return {**written, "rope_parameters": whole}
+    local = {"rope_type": "default", "rope_theta": model.rope_local_base_freq}
+    return {**written, "rope_parameters": {FULL: whole, SLIDING: local}}

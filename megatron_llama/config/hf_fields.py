@@ -7,7 +7,7 @@ file is refused. To accept a field, enter it in the group whose reason holds for
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from types import MappingProxyType
 from typing import Any
 
@@ -20,16 +20,9 @@ def _names(*texts: str) -> frozenset[str]:
 
 
 IGNORE = "--ignore-hf-config-fields"
-READ = _names(
-    "model_type architectures vocab_size hidden_size intermediate_size num_hidden_layers "
-    "num_attention_heads num_key_value_heads head_dim max_position_embeddings rms_norm_eps "
-    "rope_theta rope_scaling rope_parameters tie_word_embeddings initializer_range bos_token_id "
-    "eos_token_id"
-)
-"""Fields that become fields of a ModelConfig, or are checked with them."""
 HARMLESS = _names(
     # Who wrote the file, with which program, and where its code and weights lie. The code of
-    # auto_map runs only where the user trusts it; LlamaForCausalLM runs without it.
+    # auto_map runs only where the user trusts it; the family's class runs without it.
     "_name_or_path _commit_hash _from_model_config transformers_version auto_map "
     "transformers.js_config unsloth_version unsloth_fixed is_llama_config",
     # In which precision, and by which kernel, the same is computed. pretraining_tp cuts matrix
@@ -41,7 +34,7 @@ HARMLESS = _names(
     # What a call returns or keeps beside the logits.
     "use_cache return_dict use_return_dict output_hidden_states output_attentions "
     "tie_last_hidden_states keys_to_ignore_at_inference",
-    # Heads of other tasks, which LlamaForCausalLM has not, and the encoder that it has not.
+    # Heads of other tasks, and an encoder, which causal language models do not have.
     "id2label label2id num_labels problem_type finetuning_task task_specific_params "
     "classifier_dropout is_decoder tie_encoder_decoder cross_attention_hidden_size",
     # Ids and files of the tokenizer, and lengths that are meant for it. The row of pad_token_id in
@@ -59,21 +52,19 @@ HARMLESS = _names(
     "begin_suppress_tokens",
 )
 """Fields that do not change what the model computes, whatever their value."""
-LLAMA: Mapping[str, tuple[Any, ...]] = MappingProxyType(
+FIXED: Mapping[str, tuple[Any, ...]] = MappingProxyType(
     {
         "attention_bias": (False,),
         "mlp_bias": (False,),
-        "hidden_act": ("silu", "swish"),
         "quantization_config": (),
         "is_encoder_decoder": (False,),
         "add_cross_attention": (False,),
         "is_causal": (True,),
         "pruned_heads": ({},),
-        "partial_rotary_factor": (1.0,),
     }
 )
-"""Fields with the values that they have in a model that can be read here; null is always one. With
-another value transformers' own LLaMA computes something else, so they cannot be ignored either."""
+"""Fields with the values that they have in a model that can be read here, unless its family has
+them; null is always one. They cannot be ignored."""
 NEUTRAL: Mapping[str, tuple[Any, ...]] = MappingProxyType(
     {
         # transformers drops attention weights while it trains. Training here has no dropout, so a
@@ -109,22 +100,29 @@ NEUTRAL: Mapping[str, tuple[Any, ...]] = MappingProxyType(
         "n_routed_experts": (0,),
     }
 )
-"""Fields of models that are close to LLaMA, with the values that make them LLaMA; of a list every
-item counts."""
+"""Fields of other models, with the values that change nothing; of a list every item counts."""
 
 
 def field_problems(
-    config_json: Mapping[str, Any], ignored: Iterable[str], *, where: str
+    config_json: Mapping[str, Any],
+    ignored: Iterable[str],
+    *,
+    where: str,
+    read: Collection[str],
+    neutral: Mapping[str, tuple[Any, ...]],
+    architecture: str,
 ) -> Iterator[str]:
-    """Yield what is wrong with the fields of a ``config.json`` that are not read, and with the
-    names that the user wants ``ignored``. ``where`` is the path of the file, for messages."""
+    """Yield what is wrong with the fields of a ``config.json`` that are not ``read``, and with the
+    names that the user wants ``ignored``. ``where`` is the path of the file, for messages.
+    ``neutral``: what the family adds to ``NEUTRAL``."""
+    allowed = {**NEUTRAL, **neutral}
     for name in ignored:
-        if name in READ or name in LLAMA:
+        if name in read or name in FIXED:
             do = "correct the field in the file, or leave the name out"
             got = "a field that says what the model computes"
             yield describe(f"{IGNORE} {name}", got=got, expected="another field", do=do)
-    for name, values in LLAMA.items():
-        if not _is_one_of(config_json.get(name), values):
+    for name, values in FIXED.items():
+        if name not in read and not _is_one_of(config_json.get(name), values):
             yield describe(
                 f"{where} {name}",
                 got=repr(config_json[name]),
@@ -134,11 +132,11 @@ def field_problems(
     unknown = {
         name: value
         for name, value in config_json.items()
-        if name not in READ
+        if name not in read
         and name not in HARMLESS
-        and name not in LLAMA
+        and name not in FIXED
         and name not in ignored
-        and not _is_one_of(value, NEUTRAL.get(name, ()))
+        and not _is_one_of(value, allowed.get(name, ()))
         # Qwen's files keep the size of a window that is switched off.
         and not (name == "sliding_window" and config_json.get("use_sliding_window") is False)
     }
@@ -146,7 +144,7 @@ def field_problems(
         yield describe(
             where,
             got=", ".join(f"{name} {_short(value)}" for name, value in unknown.items()),
-            expected="only fields and values that are known to leave the model a plain LLaMA",
+            expected=f"only fields and values that are known to change nothing in a {architecture}",
             do="if it computes the same without these, give "
             f"{IGNORE} {' '.join([*ignored, *unknown])}, or remove them from the file",
         )

@@ -32,6 +32,8 @@ from megatron_llama.plans.schedule import placement_of
 PROJECTIONS = LoraConfig().lora_target_modules
 """The linear layers of a transformer block, by LLaMA's names in HuggingFace."""
 QKV = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
+MODULES = (*QKV, "self_attn.o_proj", "mlp.gate_proj", "mlp.up_proj", "mlp.down_proj")
+"""The same, with the module that each is in."""
 ROW_PARALLEL = ("o_proj", "down_proj")
 """Projections whose inputs are split over tp; the others' outputs are."""
 VOCABULARY_TENSORS = ("model.embed_tokens.weight", "lm_head.weight")
@@ -494,11 +496,10 @@ def _with_adapters(
 
 def projections(model: ModelConfig) -> tuple[str, ...]:
     """The linear layers of a transformer block, by their names in the HuggingFace model."""
-    found: dict[str, None] = {}
-    for name, shape in hf_shapes(replace(model, num_hidden_layers=1)).items():
-        if ".layers." in name and len(shape) == 2:
-            found[projection_of(name)] = None
-    return tuple(found)
+    rows = dict.fromkeys(MODULES, 0)
+    family = FAMILIES[model.model_type]
+    theirs = (family.place(module, rows)[0] for module in MODULES)
+    return tuple(dict.fromkeys(name.rpartition(".")[2] for name in theirs))
 
 
 def projection_of(name: str) -> str:

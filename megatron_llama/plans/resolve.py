@@ -15,12 +15,14 @@ from typing import Any, get_type_hints
 
 from megatron_llama.config.batch_ramp import length_problems, planned_iterations, with_decay
 from megatron_llama.config.blend import blend_problems
+from megatron_llama.config.families import FAMILIES
 from megatron_llama.config.hf import read_hf_config
 from megatron_llama.config.hf_fields import IGNORE
 from megatron_llama.config.parse import Parsed, flag
 from megatron_llama.config.presets import PRESETS
 from megatron_llama.config.rope import normal_rope, rope_problems
 from megatron_llama.config.schema import MODEL_SHAPE, Config, ModelConfig
+from megatron_llama.config.windows import LAYER_TYPES, SLIDING, normal_windows
 from megatron_llama.config.world import dp_size, world_problem
 from megatron_llama.errors import ConfigError, describe, listing
 from megatron_llama.plans.checks.batch import batch_problems
@@ -39,6 +41,7 @@ from megatron_llama.plans.checks.run import (
 from megatron_llama.plans.checks.warnings import warnings_of
 from megatron_llama.plans.checks.zenflow import with_file, zenflow_notes, zenflow_problems
 from megatron_llama.plans.offload import offload_problems
+from megatron_llama.plans.params import PROJECTIONS, projections
 
 RESIZE = flag("resize_embeddings")
 
@@ -97,7 +100,11 @@ def assemble(parsed: Parsed, trained: ModelConfig | None = None) -> Config:
         if problems:
             raise ConfigError(listing(f"The weights of {folder} have other shapes:", problems))
         base = from_folder
-    return with_file(replace(config, model=replace(base, **given)), parsed.explicit)
+    model = replace(base, **given)
+    family = FAMILIES.get(model.model_type)
+    if family is not None and preset is None and trained is None and folder is None:
+        model = family.complete(model, given)
+    return with_file(replace(config, model=model), parsed.explicit)
 
 
 def _preset(name: str, given: dict[str, Any]) -> ModelConfig:
@@ -154,13 +161,23 @@ def resolve(config: Config, world_size: int) -> Config:
     heads = model.num_attention_heads
     divisible = heads > 0 and model.hidden_size % heads == 0
     valid_rope = not rope_problems("", model.rope_scaling or {})
+    window = model.sliding_window
+    layer_types = model.layer_types
+    known = len(layer_types) in (0, model.num_hidden_layers) and not {*layer_types} - {*LAYER_TYPES}
+    if known and (window or SLIDING not in layer_types):
+        window, layer_types = normal_windows(window, layer_types)
     model = replace(
         model,
         num_key_value_heads=model.num_key_value_heads or heads,
         head_dim=model.head_dim or (model.hidden_size // heads if divisible else 0),
         max_position_embeddings=model.max_position_embeddings or training.seq_length,
         rope_scaling=normal_rope(model.rope_scaling) if valid_rope else model.rope_scaling,
+        sliding_window=window,
+        layer_types=layer_types,
     )
+    lora = config.lora
+    if lora.lora_rank and lora.lora_target_modules == PROJECTIONS and model.model_type in FAMILIES:
+        lora = replace(lora, lora_target_modules=projections(model))
     if training.micro_batch_size > 0 and world_problem(config, world_size) is None:
         size = training.global_batch_size or training.micro_batch_size * dp_size(config, world_size)
         training = replace(training, global_batch_size=size)
@@ -174,6 +191,7 @@ def resolve(config: Config, world_size: int) -> Config:
         config,
         model=model,
         training=training,
+        lora=lora,
         optimizer=with_decay(config.optimizer, training),
         parallel=replace(parallel, sequence_parallel=split_sequence),
     )

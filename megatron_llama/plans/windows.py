@@ -1,22 +1,9 @@
-"""Sliding windows of a model's layers: how far back each of them sees."""
+"""What sliding windows save: scores, and keys and values between context-parallel ranks."""
 
 from __future__ import annotations
 
 from megatron_llama.config.schema import ModelConfig
-
-SLIDING = "sliding_attention"
-"""The name in ``layer_types`` of a layer with a window."""
-
-
-def window_of(model: ModelConfig, layer: int) -> int:
-    """Return how many positions a query sees in a layer, its own included. 0: all."""
-    slides = not model.layer_types or model.layer_types[layer] == SLIDING
-    return model.sliding_window if slides else 0
-
-
-def layer_windows(model: ModelConfig) -> tuple[int, ...]:
-    """Return the window of each layer."""
-    return tuple(window_of(model, layer) for layer in range(model.num_hidden_layers))
+from megatron_llama.config.windows import layer_windows
 
 
 def score_share(model: ModelConfig, length: int) -> float:

@@ -34,7 +34,7 @@ def refusal(config_json: dict[str, Any]) -> list[str]:
     return [problem.removeprefix("  - ") for problem in problems]
 
 
-@pytest.mark.parametrize("name", PRESETS)
+@pytest.mark.parametrize("name", [name for name, model in PRESETS.items() if model.model_type == "llama"])
 def test_transformers_reads_what_we_write_and_we_read_what_it_writes(tmp_path: Path, name: str) -> None:
     model = PRESETS[name]
     (tmp_path / "config.json").write_text(json.dumps(hf_config_from_model(model, dtype="bfloat16")))
@@ -95,6 +95,8 @@ def test_explicit_fields() -> None:
 
 
 LINEAR = {"rope_type": "linear", "factor": 2.0}
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 4096}
+LONG = {"rope_type": "longrope", "short_factor": [1.0] * 4, "long_factor": [2.0] * 4, "original_max_position_embeddings": 4096}
 
 
 @pytest.mark.parametrize(
@@ -112,6 +114,11 @@ LINEAR = {"rope_type": "linear", "factor": 2.0}
         ({"rope_parameters": {**LINEAR, "rope_theta": 5e5}}, 5e5, LINEAR),
         ({"rope_parameters": {**LINEAR, "rope_theta": 5e5}, "rope_theta": 5e5, "rope_scaling": LINEAR}, 5e5, LINEAR),
         ({"rope_parameters": {"rope_type": "llama3", **LLAMA3}, "rope_theta": 5e5}, 5e5, {"rope_type": "llama3", **LLAMA3}),
+        ({"rope_scaling": {"type": "dynamic", "factor": 2}}, 10000.0, {"rope_type": "dynamic", "factor": 2.0}),
+        ({"rope_scaling": YARN | {"mscale": 1, "truncate": False, "beta_fast": None}}, 1e4, YARN | {"mscale": 1.0, "truncate": False}),
+        ({"rope_scaling": {"type": "yarn", "factor": 4}}, 1e4, YARN | {"original_max_position_embeddings": 2048}),
+        ({"rope_scaling": LONG, "original_max_position_embeddings": 4096}, 1e4, LONG),
+        ({"rope_parameters": LONG | {"factor": 8, "rope_theta": 5e5}}, 5e5, LONG | {"factor": 8.0}),
     ],
 )
 def test_spellings_of_rotary_embeddings(fields: dict[str, Any], theta: float, scaling: dict[str, Any] | None) -> None:
@@ -122,11 +129,13 @@ def test_spellings_of_rotary_embeddings(fields: dict[str, Any], theta: float, sc
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"model_type": "mistral"}, "m/config.json model_type: got 'mistral', expected 'llama'"),
+        ({"model_type": "falcon"}, "m/config.json model_type: got 'falcon', expected 'llama' or 'mistral'"),
+        ({"model_type": "gemma3"}, "save its text model alone, with Gemma3ForCausalLM"),
+        ({"model_type": "mistral"}, "architectures: got ['LlamaForCausalLM'], expected ['MistralForCausalLM']"),
         ({"architectures": ["LlamaForSequenceClassification"]}, "architectures: got ['LlamaForSequenceClassification']"),
-        ({"attention_bias": True}, "attention_bias: got True, expected False"),
-        ({"mlp_bias": True}, "mlp_bias: got True"),
-        ({"hidden_act": "gelu"}, "hidden_act: got 'gelu', expected 'silu'"),
+        ({"attention_bias": "yes"}, "attention_bias: got 'yes', expected true or false"),
+        ({"mlp_bias": 1}, "mlp_bias: got 1"),
+        ({"hidden_act": "gelu"}, "hidden_act: got 'gelu', expected 'silu' or 'swish' or 'gelu_pytorch_tanh'"),
         ({"quantization_config": {"bits": 4}}, "quantization_config: got {'bits': 4}"),
         ({"hidden_size": 0}, "hidden_size: got 0, expected a positive integer"),
         ({"hidden_size": True}, "hidden_size: got True"),
@@ -134,11 +143,14 @@ def test_spellings_of_rotary_embeddings(fields: dict[str, Any], theta: float, sc
         ({"hidden_size": 30}, "hidden_size: got 30, expected a multiple of num_attention_heads 4"),
         ({"rms_norm_eps": 0}, "rms_norm_eps: got 0, expected a positive number"),
         ({"eos_token_id": ["</s>"]}, "eos_token_id: got ['</s>'], expected a token id"),
-        ({"rope_scaling": {"type": "su", "factor": 2.0}}, "rope_scaling.rope_type: got 'su', expected one of default, linear"),
-        (
-            {"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4, "original_max_position_embeddings": 9}},
-            "rope_parameters.factor: got nothing, expected a positive number",
-        ),
+        ({"rope_scaling": {"type": "proportional", "factor": 2.0}}, "rope_type: got 'proportional', expected one of default, linear"),
+        ({"rope_scaling": {"type": "dynamic"}}, "rope_scaling.factor: got nothing, expected a positive number"),
+        ({"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4}}, "rope_parameters.factor: got nothing"),
+        ({"rope_scaling": YARN | {"truncate": 1}}, "rope_scaling.truncate: got 1, expected true or false"),
+        ({"rope_scaling": YARN | {"beta_slow": 40, "beta_fast": 32}}, "got 40 and 32, expected beta_slow < beta_fast"),
+        ({"rope_scaling": YARN, "original_max_position_embeddings": 64}, "got 4096, expected original_max_position_embeddings 64"),
+        ({"rope_scaling": LONG | {"short_factor": [1.0] * 3}}, "short_factor: got [1.0, 1.0, 1.0], expected 4 positive numbers"),
+        ({"rope_scaling": LONG | {"long_factor": 2.0}}, "long_factor: got 2.0, expected 4 positive numbers"),
         ({"rope_parameters": {"full_attention": {"rope_type": "default"}}}, "rope_parameters.full_attention: got"),
         ({"rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.5}}, "partial_rotary_factor: got 0.5"),
         ({"rope_scaling": {"rope_type": "linear"}}, "rope_scaling.factor: got nothing, expected a positive number"),
@@ -158,7 +170,7 @@ def test_refusals(fields: dict[str, Any], message: str) -> None:
 
 
 def test_all_problems_come_at_once() -> None:
-    problems = refusal({"model_type": "llama", "mlp_bias": True, "rope_scaling": {"rope_type": "su"}})
+    problems = refusal({"model_type": "llama", "mlp_bias": 2, "rope_scaling": {"rope_type": "su"}})
     missing = ["hidden_size", "num_attention_heads", "vocab_size", "intermediate_size", "num_hidden_layers"]
     assert len(problems) == 2 + len(missing)
     for name in missing:

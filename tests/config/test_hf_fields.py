@@ -8,7 +8,7 @@ import pytest
 import torch
 from megatron_llama.cli import main
 from megatron_llama.config.hf import model_config_from_hf, read_hf_config
-from megatron_llama.config.hf_fields import HARMLESS, LLAMA, NEUTRAL, READ
+from megatron_llama.config.hf_fields import FIXED, HARMLESS, NEUTRAL
 from megatron_llama.errors import CheckpointError
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -185,7 +185,7 @@ def test_fields_that_make_another_model_cannot_be_ignored(fields: dict[str, Any]
 
 
 def test_each_field_is_in_one_group() -> None:
-    groups = (READ, HARMLESS, frozenset(LLAMA), frozenset(NEUTRAL))
+    groups = (HARMLESS, frozenset(FIXED), frozenset(NEUTRAL))
     assert len(frozenset().union(*groups)) == sum(map(len, groups))
 
 
@@ -201,7 +201,7 @@ def test_accepted_values_do_not_change_what_transformers_computes(tmp_path: Path
     path = tmp_path / "config.json"
     written = json.loads(path.read_text())
     tokens = torch.arange(3, 43)[None]
-    accepted = {name: values[0] for name, values in {**LLAMA, **NEUTRAL}.items() if values}
+    accepted = {name: values[0] for name, values in {**FIXED, **NEUTRAL}.items() if values}
     accepted |= {"layer_types": ["full_attention"] * 2, "no_rope_layers": [1, 1]}
     leftovers = {
         "pretraining_tp": 2,

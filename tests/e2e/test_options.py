@@ -211,7 +211,7 @@ REFUSED: Mapping[str, object] = {
     "attn_logit_softcapping": 50.0,
     "final_logit_softcapping": 30.0,
     "sliding_window": 4,
-    "layer_types": ("full_attention",) * 4,
+    "layer_types": ("sliding_attention",) * 4,
     "partial_rotary_factor": 0.5,
     "rope_local_base_freq": 10000.0,
 }

@@ -12,6 +12,7 @@ from megatron_llama.config.presets import PRESETS
 from megatron_llama.config.schema import Config
 from megatron_llama.config.world import dp_size
 from megatron_llama.errors import CheckpointError, ConfigError
+from megatron_llama.plans.checks.model import uncomputed_problems
 from megatron_llama.plans.resolve import assemble, check, problems, resolve
 
 SMALL = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 4, "num_attention_heads": 8, "vocab_size": 100}
@@ -89,6 +90,10 @@ def test_rope_scaling_is_brought_into_one_form() -> None:
 @pytest.mark.parametrize("name", PRESETS)
 def test_every_preset_runs(name: str) -> None:
     config = assembled("--model", name, "--train-iters", "1", "--tensor-model-parallel-size", "2")
+    if list(uncomputed_problems(PRESETS[name])):
+        with pytest.raises(ConfigError, match="as in every LLaMA"):
+            check(config, 2)
+        return
     resolved = check(config, 2)
     assert resolved.config.model == replace(PRESETS[name], preset=name)
     assert resolved.warnings == ()
@@ -257,7 +262,10 @@ LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_fr
         ({"num_key_value_heads": 3}, 1, "--num-key-value-heads: got 3, expected a divisor of num_attention_heads 8; choose 2 or 4"),
         ({"attention_bias": True}, 1, "--attention-bias: got True, expected False, as in every LLaMA"),
         ({"mlp_bias": True}, 1, "--mlp-bias: got True, expected False"),
-        ({"hidden_act": "gelu"}, 1, "--hidden-act: got gelu, expected silu"),
+        ({"hidden_act": "gelu"}, 1, "--hidden-act: got gelu, expected one of silu, gelu_pytorch_tanh"),
+        ({"model_type": "gpt2"}, 1, "--model-type: got gpt2, expected one of llama, mistral, qwen2"),
+        ({"layer_types": ("full",) * 2, "sliding_window": 4}, 1, "--layer-types: got full full, expected full_attention or sliding"),
+        ({"partial_rotary_factor": 0.7}, 1, "--partial-rotary-factor: got 0.7, 5 dims, expected an even number of dims up to head_dim 8"),
         ({"eos_token_id": 100}, 1, "--eos-token-id: got 100, expected an id below vocab_size 100"),
         ({"bos_token_id": -1}, 1, "--bos-token-id: got -1, expected 0 or more"),
         ({"rope_scaling": {"rope_type": "su"}}, 1, "rope_scaling.rope_type: got 'su', expected one of default, linear, dynamic, llama3"),

@@ -6,9 +6,10 @@ from dataclasses import replace
 
 import pytest
 from megatron_llama.config.schema import ModelConfig
+from megatron_llama.config.windows import layer_windows
 from megatron_llama.metrics.flops import flops_per_token
 from megatron_llama.nn.zigzag import window_messages
-from megatron_llama.plans.windows import context_share, layer_windows, score_share
+from megatron_llama.plans.windows import context_share, score_share
 
 MODEL = ModelConfig(
     vocab_size=100,

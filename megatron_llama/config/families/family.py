@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from megatron_llama.config.families.windows import NO_WINDOWS, Windows
+from megatron_llama.config.rope import ROPE_FIELDS
+from megatron_llama.config.schema import ModelConfig
 
 
 @dataclass(frozen=True)
@@ -14,11 +19,37 @@ class Family:
     """Its name in ``config.json``."""
     architecture: str
     """The class of its causal language model."""
+    always: Mapping[str, Any] = field(default_factory=dict)
+    """Fields of a ModelConfig that are the same in all models of the family, and that its
+    ``config.json`` does not have."""
+    derived: Mapping[str, Callable[[ModelConfig], Any]] = field(default_factory=dict)
+    """Such fields that follow from others."""
+    fields: tuple[str, ...] = ()
+    """Fields of a ModelConfig that its ``config.json`` has beside those that every one has."""
+    optional: tuple[str, ...] = ()
+    """Those of them that may be null, which stands for 0."""
+    integers: tuple[str, ...] = ()
+    """Those of them that transformers wants as integers."""
+    spelling: Mapping[str, str] = field(default_factory=dict)
+    """Fields that have another name in its ``config.json``: ours -> theirs."""
+    defaults: Mapping[str, Any] = field(default_factory=dict)
+    """What absent fields of a ``config.json`` mean, where that is something else than in LLaMA. The
+    sizes of MODEL_SIZES and vocab_size have no default: a file without them is refused."""
+    neutral: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
+    """Further names in published files, with the values that change nothing."""
+    windows: Windows = NO_WINDOWS
+    """How its ``config.json`` speaks of sliding windows."""
+    rope_types: tuple[str, ...] = tuple(ROPE_FIELDS)
+    """Rotary scalings that its class in transformers knows."""
+    rope_aliases: Mapping[str, str] = field(default_factory=dict)
+    """Other names of rotary scalings in its files."""
     tensors: Mapping[str, str] = field(default_factory=dict)
     """Modules of a block that have another name in the HuggingFace model: ours -> theirs."""
     fused: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     """Modules of the HuggingFace model that are several of ours, stacked: theirs -> ours, from the
     first row to the last."""
+    presets: Mapping[str, ModelConfig] = field(default_factory=dict)
+    """Published models, by the names of ``--model``."""
 
     def place(self, module: str, rows: Mapping[str, int]) -> tuple[str, int, int]:
         """Return where the outputs of one of our modules of a block, such as
@@ -29,3 +60,20 @@ class Family:
                 before = sum(rows[name] for name in ours[: ours.index(module)])
                 return theirs, sum(rows[name] for name in ours), before
         return self.tensors.get(module, module), rows[module], 0
+
+    def complete(self, model: ModelConfig, given: Collection[str]) -> ModelConfig:
+        """Return the model with all that its family says of it, but for the fields that the user
+        has ``given``."""
+        spelled = {name: self.spelling.get(name, name) for name in (*self.fields, "hidden_act")}
+        own = {
+            name: type(getattr(model, name))(self.defaults[theirs])
+            for name, theirs in spelled.items()
+            if theirs in self.defaults
+        }
+        values = own | self.constants(model)
+        return replace(model, **{n: value for n, value in values.items() if n not in given})
+
+    def constants(self, model: ModelConfig) -> dict[str, Any]:
+        """Return the fields that a model of the family has whatever its ``config.json`` says.
+        ``model`` has the fields that these follow from."""
+        return {**self.always, **{name: rule(model) for name, rule in self.derived.items()}}

@@ -37,9 +37,11 @@ def lora_problems(config: Config) -> Iterator[str]:
             model.head_dim,
         )
         > 0
-    ) and model.model_type in FAMILIES
-    known = projections(model) if complete else PROJECTIONS
-    strange = [name for name in lora.lora_target_modules if name not in known]
+    )
+    known = projections(model) if model.model_type in FAMILIES else PROJECTIONS
+    # The default is that of LLaMA; resolve() gives a family its own where there are additions.
+    default = lora.lora_target_modules == PROJECTIONS and not lora.lora_rank
+    strange = [name for name in lora.lora_target_modules if name not in known and not default]
     if strange or not lora.lora_target_modules:
         got = " ".join(strange) or "nothing"
         yield describe(

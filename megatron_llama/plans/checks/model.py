@@ -1,19 +1,22 @@
-"""The model's own shape."""
+"""The model itself: its sizes, and what it computes."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from types import MappingProxyType
 
+from megatron_llama.config.families import FAMILIES
+from megatron_llama.config.hf import ACTIVATIONS, unheld_fields
 from megatron_llama.config.parse import flag
 from megatron_llama.config.presets import PRESETS
 from megatron_llama.config.rope import rope_problems
 from megatron_llama.config.schema import MODEL_SIZES, Config, ModelConfig
+from megatron_llama.config.windows import LAYER_TYPES, SLIDING
 from megatron_llama.errors import describe, nearest_divisors
 
 LLAMA_ONLY: Mapping[str, object] = MappingProxyType(
     {
-        "model_type": "llama",
         "attention_bias": False,
         "add_qkv_bias": False,
         "mlp_bias": False,
@@ -54,7 +57,26 @@ def missing_model_problems(config: Config) -> Iterator[str]:
 
 
 def model_problems(model: ModelConfig) -> Iterator[str]:
-    """Yield sizes that do not fit each other, and what no LLaMA has."""
+    """Yield sizes that do not fit each other, what is not computed here, and what the family cannot
+    hold."""
+    problems = [
+        *_shape_problems(model),
+        *_kind_problems(model),
+        *_rotary_problems(model),
+        *_token_problems(model),
+    ]
+    problems = problems or list(uncomputed_problems(model))
+    yield from problems
+    # Numbers out of range are named by ranges.py.
+    numbers = [value for value in vars(model).values() if isinstance(value, int | float)]
+    sizes = (*MODEL_SIZES, "num_key_value_heads", "head_dim", "max_position_embeddings")
+    positive = (*sizes, "rms_norm_eps", "rope_theta", "partial_rotary_factor")
+    in_range = min(numbers) >= 0 and min(getattr(model, name) for name in positive) > 0
+    if in_range and not problems:
+        yield from _family_problems(replace(model, vocab_size=max(model.vocab_size, 1)))
+
+
+def _shape_problems(model: ModelConfig) -> Iterator[str]:
     heads = model.num_attention_heads
     groups = model.num_key_value_heads
     if model.hidden_size > 0 and heads > 0 and model.head_dim == 0:
@@ -76,6 +98,29 @@ def model_problems(model: ModelConfig) -> Iterator[str]:
             expected=f"a divisor of num_attention_heads {heads}",
             do=do,
         )
+
+
+def _kind_problems(model: ModelConfig) -> Iterator[str]:
+    """Yield names that nobody knows."""
+    for name, known in (("model_type", FAMILIES), ("hidden_act", ACTIVATIONS.values())):
+        if getattr(model, name) not in known:
+            expected = f"one of {', '.join(dict.fromkeys(known))}"
+            do = "models of other kinds are not supported"
+            yield describe(flag(name), got=getattr(model, name), expected=expected, do=do)
+    strange = [kind for kind in model.layer_types if kind not in LAYER_TYPES]
+    layers = model.num_hidden_layers
+    if strange or (model.layer_types and layers > 0 and len(model.layer_types) != layers):
+        got = " ".join(strange) or f"{len(model.layer_types)} layers"
+        expected = f"{' or '.join(LAYER_TYPES)} for each of {layers} layers"
+        yield describe("--layer-types", got=got, expected=expected, do="name each layer's kind")
+    elif SLIDING in model.layer_types and not model.sliding_window:
+        expected = "a window for the layers that slide"
+        do = "give --sliding-window N"
+        yield describe("--layer-types", got=model.layer_types, expected=expected, do=do)
+
+
+def uncomputed_problems(model: ModelConfig) -> Iterator[str]:
+    """Yield what no layer computes."""
     for name, wanted in LLAMA_ONLY.items():
         if getattr(model, name) != wanted:
             yield describe(
@@ -84,6 +129,21 @@ def model_problems(model: ModelConfig) -> Iterator[str]:
                 expected=f"{wanted}, as in every LLaMA",
                 do=f"leave {name} out",
             )
+
+
+def _rotary_problems(model: ModelConfig) -> Iterator[str]:
+    rotated = int(model.head_dim * model.partial_rotary_factor)
+    if model.head_dim > 0 and (rotated % 2 or not 0 < rotated <= model.head_dim):
+        do = "choose another --partial-rotary-factor"
+        expected = f"an even number of dims up to head_dim {model.head_dim}"
+        got = f"{model.partial_rotary_factor}, {rotated} dims"
+        if model.head_dim % 2 == 0:
+            yield describe("--partial-rotary-factor", got=got, expected=expected, do=do)
+    if model.rope_scaling is not None:
+        yield from rope_problems("rope_scaling", model.rope_scaling, frequencies=rotated // 2)
+
+
+def _token_problems(model: ModelConfig) -> Iterator[str]:
     for name in ("bos_token_id", "eos_token_id"):
         token = getattr(model, name)
         if token is not None and token >= model.vocab_size > 0:
@@ -91,5 +151,25 @@ def model_problems(model: ModelConfig) -> Iterator[str]:
             yield describe(
                 flag(name), got=token, expected=f"an id below vocab_size {model.vocab_size}", do=do
             )
-    if model.rope_scaling is not None:
-        yield from rope_problems("rope_scaling", model.rope_scaling)
+
+
+def _family_problems(model: ModelConfig) -> Iterator[str]:
+    """Yield what the family's ``config.json`` cannot hold: a checkpoint has one, and so has what is
+    exported from it."""
+    family = FAMILIES[model.model_type]
+    kind = (model.rope_scaling or {}).get("rope_type", "default")
+    if kind not in family.rope_types:
+        yield describe(
+            "rope_scaling.rope_type",
+            got=repr(kind),
+            expected=f"one of {', '.join(family.rope_types)}, as in every {family.architecture}",
+            do="give another --model-type",
+        )
+        return
+    for name, value in unheld_fields(model).items():
+        yield describe(
+            flag(name),
+            got=getattr(model, name),
+            expected=f"{value}, as in the config.json of a {family.architecture}",
+            do=f"leave {name} out, or give another --model-type",
+        )

@@ -11,7 +11,8 @@ from megatron_llama.config.schema import Config
 from megatron_llama.errors import describe
 
 _POSITIVE = (
-    "rms_norm_eps rope_theta make_vocab_size_divisible_by "
+    "rms_norm_eps rope_theta embedding_multiplier partial_rotary_factor "
+    "make_vocab_size_divisible_by "
     "tensor_model_parallel_size pipeline_model_parallel_size virtual_pipeline_model_parallel_size "
     "context_parallel_size grad_slots exchange_chunk_bytes reduce_bucket_size "
     "distributed_timeout_minutes seq_length micro_batch_size initial_loss_scale min_loss_scale "
