@@ -31,7 +31,9 @@ from megatron_llama.errors import ConfigError
 from megatron_llama.loop.callbacks import Callback
 from megatron_llama.loop.inputs import Inputs, open_inputs, stream_samples
 from megatron_llama.loop.start import Start
+from megatron_llama.model.llama import score_rule
 from megatron_llama.nn.attention import attention_warnings
+from megatron_llama.nn.sliding import sliding_warnings
 from megatron_llama.planner.choice import Choice
 from megatron_llama.training import TrainResult
 from megatron_llama.training import train as run_steps
@@ -212,6 +214,8 @@ def prepared(
                 m.head_dim,
                 config.training.attention_backend,
             )
+            rules = {score_rule(m, layer) for layer in range(m.num_hidden_layers)}
+            slow += sliding_warnings(mesh.device, compute_dtype(config), m.head_dim, rules)
             warnings = (*ready.warnings, *placed, *slow)
             for line in (*ready.lines, *(f"warning: {text}" for text in warnings)):
                 print(f" {line}", flush=True)

@@ -7,7 +7,7 @@ larger than a block. Blocks are computed by the kernels of ``attention.py``.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -217,17 +217,25 @@ def attend_backward(
     return query_grad, key_grad.to(key.dtype), value_grad.to(value.dtype)
 
 
-def slow_on_an_accelerator(
-    device: torch.device, dtype: torch.dtype, head_dim: int, rule: ScoreRule
-) -> str | None:
-    """Say why attention goes block by block on an accelerator; None: it does not."""
+def sliding_warnings(
+    device: torch.device, dtype: torch.dtype, head_dim: int, rules: Iterable[ScoreRule]
+) -> list[str]:
+    """Return what a user should know of layers whose attention goes block by block on an
+    accelerator."""
     if is_host(device):
-        return None
-    if rule.softcap:
-        return "capped scores have no kernel"
-    if rule.window and not attends_by_document(device, dtype, head_dim):
-        return f"flash attention takes no window with {dtype} and head_dim {head_dim}"
-    return None
+        return []
+    warnings = []
+    if any(rule.softcap for rule in rules):
+        warnings.append(
+            "attention with --attn-logit-softcapping has no kernel: it runs as products of "
+            "matrices, several times slower"
+        )
+    elif any(rule.window for rule in rules) and not attends_by_document(device, dtype, head_dim):
+        warnings.append(
+            f"flash attention takes no window with {dtype} and --head-dim {head_dim}: layers with "
+            "--sliding-window run block by block, slower"
+        )
+    return warnings
 
 
 def _runs_flash(query: Tensor, rule: ScoreRule, ids: DocumentIds | None) -> bool:

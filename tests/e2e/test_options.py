@@ -33,6 +33,12 @@ from tests.e2e.product import (
 )
 
 ELSEWHERE: Mapping[str, str] = {
+    "sliding_window": "model/test_long_context.py::test_logits_and_text_are_huggingfaces",
+    "layer_types": "model/test_long_context.py::test_logits_and_text_are_huggingfaces",
+    "partial_rotary_factor": "model/test_long_context.py::test_logits_and_text_are_huggingfaces",
+    "query_pre_attn_scalar": "model/test_long_context.py::test_each_layer_has_its_rule_and_table",
+    "attn_logit_softcapping": "model/test_long_context.py::test_each_layer_has_its_rule_and_table",
+    "rope_local_base_freq": "model/test_long_context.py::test_each_layer_has_its_rule_and_table",
     "tensor_model_parallel_size": "e2e/test_layouts.py::test_every_layout_trains_the_same_model",
     "ignore_hf_config_fields": "config/test_hf_fields.py::test_unknown_fields_are_refused_together_unless_each_is_named",
     "resize_embeddings": "e2e/test_resize.py::test_new_rows_are_the_mean_of_the_old_ones",
@@ -207,13 +213,7 @@ REFUSED: Mapping[str, object] = {
     "apply_layernorm_1p": True,
     "hidden_act": "gelu",
     "embedding_multiplier": 8.0,
-    "query_pre_attn_scalar": 256.0,
-    "attn_logit_softcapping": 50.0,
     "final_logit_softcapping": 30.0,
-    "sliding_window": 4,
-    "layer_types": ("sliding_attention",) * 4,
-    "partial_rotary_factor": 0.5,
-    "rope_local_base_freq": 10000.0,
 }
 
 

@@ -19,6 +19,7 @@ from megatron_llama.model.generate import Reader, Sampling, generate_batch
 from megatron_llama.model.init import InitialWeights
 from megatron_llama.model.llama import Stage, build_stages
 from megatron_llama.model.load import load_stages, rank_specs
+from megatron_llama.nn.attention import ScoreRule
 from torch import Tensor
 
 from tests.parallel.cases import hf_model, token_ids
@@ -223,3 +224,29 @@ def test_a_sliding_layer_keeps_its_window() -> None:
     for place in range(90, 120):
         reader.read([tokens[place : place + 1]])
     assert reader._cache.nbytes == (2 * 90 + 23) * token, "full layers grow twofold"
+
+
+GEMMA = {"query_pre_attn_scalar": 64.0, "attn_logit_softcapping": 0.5, "rope_local_base_freq": 100.0}
+
+
+def test_each_layer_has_its_rule_and_table() -> None:
+    """What Gemma has beside windows: each field shows in the logits, and sliding layers rotate by their own base."""
+    model = replace(MODEL, sliding_window=24, layer_types=MIXED, **GEMMA)
+    stage, tokens = ours(model), token_ids(LENGTH)
+    assert stage.scores == {0: ScoreRule(0.125, 24, 0.5), 1: ScoreRule(0.125, 0, 0.5)}
+    logits = logits_of(stage, tokens)
+    for name in (*GEMMA, "sliding_window"):
+        assert (logits_of(ours(replace(model, **{name: 0})), tokens) - logits).abs().max() > 1e-2, name
+    sliding = replace(model, layer_types=())
+    same = replace(sliding, rope_theta=100.0, rope_local_base_freq=0.0)
+    assert torch.equal(logits_of(ours(sliding), tokens), logits_of(ours(same), tokens))
+
+
+def test_capped_scores_in_generation() -> None:
+    """Of layers with and without a window: as if everything were read at once."""
+    model = replace(MODEL, sliding_window=24, layer_types=MIXED, **GEMMA)
+    stage, tokens = ours(model), token_ids(LENGTH).tolist()
+    reader = Reader(stage)
+    for start, stop in ((0, 10), (10, 11), (11, 70), (70, 71)):
+        found = reader.read([tokens[start:stop]])[0]
+        assert (found - logits_of(stage, torch.tensor(tokens[:stop]))[-1]).abs().max() < 1e-4

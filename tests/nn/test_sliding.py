@@ -308,8 +308,12 @@ def test_what_flash_attention_cannot_take_goes_block_by_block(case: str, acceler
 
 
 def test_a_slow_path_has_a_name() -> None:
-    cuda, meta = torch.device("cuda"), ScoreRule(window=8)
-    assert sliding.slow_on_an_accelerator(torch.device("cpu"), torch.float32, 64, ScoreRule(softcap=3.0)) is None
-    assert sliding.slow_on_an_accelerator(cuda, torch.bfloat16, 128, meta) is None
-    assert "no kernel" in str(sliding.slow_on_an_accelerator(cuda, torch.bfloat16, 128, ScoreRule(softcap=3.0)))
-    assert "takes no window with torch.float32" in str(sliding.slow_on_an_accelerator(cuda, torch.float32, 128, meta))
+    cuda, windows, capped = torch.device("cuda"), [ScoreRule(window=8), ScoreRule()], [ScoreRule(softcap=3.0)]
+    assert sliding.sliding_warnings(torch.device("cpu"), torch.float32, 64, [*windows, *capped]) == []
+    assert sliding.sliding_warnings(cuda, torch.bfloat16, 128, windows) == []
+    assert sliding.sliding_warnings(cuda, torch.float32, 128, [ScoreRule()]) == []
+    [line] = sliding.sliding_warnings(cuda, torch.bfloat16, 128, capped)
+    assert line.startswith("attention with --attn-logit-softcapping has no kernel")
+    for dtype, head_dim in ((torch.float32, 128), (torch.bfloat16, 12), (torch.bfloat16, 264)):
+        [line] = sliding.sliding_warnings(cuda, dtype, head_dim, windows)
+        assert line.startswith(f"flash attention takes no window with {dtype} and --head-dim {head_dim}")

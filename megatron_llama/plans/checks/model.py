@@ -25,13 +25,7 @@ LLAMA_ONLY: Mapping[str, object] = MappingProxyType(
         "apply_layernorm_1p": False,
         "hidden_act": "silu",
         "embedding_multiplier": 1.0,
-        "query_pre_attn_scalar": 0.0,
-        "attn_logit_softcapping": 0.0,
         "final_logit_softcapping": 0.0,
-        "sliding_window": 0,
-        "layer_types": (),
-        "partial_rotary_factor": 1.0,
-        "rope_local_base_freq": 0.0,
     }
 )
 """Fields that are refused with any other value than LLaMA's."""
