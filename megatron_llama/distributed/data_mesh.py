@@ -202,7 +202,6 @@ class _Builder:
         self._store = dist.distributed_c10d._get_default_store()
         default = dist.group.WORLD
         assert default is not None
-        self._default = default
         # The user's patience is ours, too.
         found = next(iter(default._device_types), torch.device("cpu"))
         self._timeout: timedelta = default._get_backend(found).options._timeout
@@ -222,7 +221,7 @@ class _Builder:
         # ended comes again, with the addresses of its sockets still in the store. Each member
         # counts here how often it has made this group, in the store, and all count alike.
         count = self._store.add(f"megatron_llama/{name}/{digest}/{position}", 1)
-        with self._recorder.waiting(f"the ranks of {name}"), _no_split(self._default):
+        with self._recorder.waiting(f"the ranks of {name}"), members_alone():
             group, _ = dist.distributed_c10d._new_process_group_helper(
                 len(line),
                 position,
@@ -241,14 +240,16 @@ class _Builder:
 
 
 @contextmanager
-def _no_split(default: dist.ProcessGroup) -> Iterator[None]:
-    """A section in which new groups get communicators that are made by their members alone.
+def members_alone() -> Iterator[None]:
+    """A section in which the members of a new process group make it alone.
 
     After ``init_process_group(device_id=)`` torch (2.11 to 2.13) splits a new group's communicator
     off the default one, and knows by ``bound_device_id`` that there is one to split. But
     ncclCommSplit is a call of all ranks of the default group: torch lets those that are not in the
     new group call ``perform_nocolor_split``. Here they do not come, and the members would wait for
     ever. torch's own ``use_local_synchronization`` has the same hang."""
+    default = dist.group.WORLD
+    assert default is not None
     bound = default.bound_device_id
     default.bound_device_id = None
     try:

@@ -40,7 +40,7 @@ def gathered(values: ModuleValues, *, modify: bool = False) -> Iterator[None]:
             if getattr(*next(values.places(name))) is not parameter
             or parameter._version != versions[name]
         ]
-    with raise_on_all_ranks(values.engine.mesh.dp):
+    with raise_on_all_ranks(values.engine.mesh.world):
         if changed:
             raise TrainingError(
                 "engine.gathered",

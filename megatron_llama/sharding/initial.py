@@ -104,7 +104,7 @@ def first_values(engine: OverlappedDistributedOptimizer, model: nn.Module) -> Mo
         for name, tensor in (*model.named_parameters(), *model.named_buffers())
         if tensor.is_meta
     ]
-    values.uninitialized |= set(broadcast_object(without, engine.mesh.dp))
+    values.uninitialized |= set(broadcast_object(without, engine.mesh.world))
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if name not in values.uninitialized:

@@ -26,6 +26,7 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from megatron_llama.config.schema import OptimizerConfig
 from megatron_llama.distributed.comm.object_collectives import raise_on_all_ranks
+from megatron_llama.distributed.data_mesh import members_alone
 from megatron_llama.distributed.mesh import Mesh
 from megatron_llama.engine.offload.zenflow.columns import bias_corrections
 from megatron_llama.errors import CheckpointError, describe, listing
@@ -86,16 +87,18 @@ def state_layout(mesh: Mesh, given: DeviceMesh | dist.ProcessGroup | None) -> St
         return StateLayout(given)
     kind = mesh.device.type
     if hybrid:
-        groups = [
-            dist.new_group(list(axis.ranks), use_local_synchronization=True)
-            for axis in (mesh.dp_replica, mesh.dp_shard)
-        ]
+        with members_alone():
+            groups = [
+                dist.new_group(list(axis.ranks), use_local_synchronization=True)
+                for axis in (mesh.dp_replica, mesh.dp_shard)
+            ]
         ranks = torch.tensor(mesh.dp.ranks).view(-1, mesh.dp_shard.size)
         names = ("replicate", "shard")
         return StateLayout(DeviceMesh.from_group(groups, kind, ranks, mesh_dim_names=names))
     group = dist.group.WORLD if given is None else given
     if isinstance(group, DeviceMesh):
-        group = dist.new_group(list(mesh.dp.ranks), use_local_synchronization=True)
+        with members_alone():
+            group = dist.new_group(list(mesh.dp.ranks), use_local_synchronization=True)
     assert group is not None
     return StateLayout(DeviceMesh.from_group(group, kind))
 
@@ -267,7 +270,7 @@ def load_state_dict(
     out."""
     values.engine.settle()
     loading = _Loading(values, groups, strict)
-    with raise_on_all_ranks(values.engine.mesh.dp):
+    with raise_on_all_ranks(values.engine.mesh.world):
         loading.check(state)
         if loading.problems:
             raise CheckpointError(listing("engine.load_state_dict:", loading.problems))

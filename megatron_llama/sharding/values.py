@@ -221,7 +221,7 @@ class ModuleValues:
         }
         for module, leaf, buffer in places.values():
             module._buffers[leaf] = buffer
-        with raise_on_all_ranks(self.engine.mesh.dp):
+        with raise_on_all_ranks(self.engine.mesh.world):
             problems = [
                 describe(
                     clean_name(name),
@@ -236,7 +236,7 @@ class ModuleValues:
                 raise ConfigError(listing("parameters that were changed:", problems))
         unset_names = [name for name, version in versions.items() if unset(now[name], version)]
         # Only rank 0's values count, so only it knows what has none.
-        unset_names = broadcast_object(unset_names, self.engine.mesh.dp)
+        unset_names = broadcast_object(unset_names, self.engine.mesh.world)
         with torch.no_grad():
             for name, tensor in own.items():
                 if name not in keep or name in unset_names:

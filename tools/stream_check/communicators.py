@@ -13,16 +13,19 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch._C._distributed_c10d import HashStore
 
+from megatron_llama.distributed import data_mesh as data_meshes
 from megatron_llama.distributed import device as devices
 from megatron_llama.distributed import mesh as meshes
+from megatron_llama.sharding import peers
 from tools.stream_check.events import Line, Memory
 from tools.stream_check.recording import Recording, RecordingError
 
@@ -70,10 +73,20 @@ class RecordedGroup(_ProcessGroup):  # type: ignore[misc]
         super().__init__(rank, size)
         self._recording = recording
         self._name = name
+        self._group_name = ""
         self._lines: dict[str, Line] = {}
         self._count = 0
+        self.options = SimpleNamespace(_timeout=timedelta(minutes=30))
         self.pair_of_batch: str | None = None
         """The communicator of messages inside of a batch; None: there is none."""
+
+    @property
+    def group_name(self) -> str:
+        """What ``torch.distributed`` calls it. torch's own class forgets that without backends."""
+        return self._group_name
+
+    def _set_group_name(self, name: str) -> None:
+        self._group_name = name
 
     def name(self) -> str:
         return BACKEND
@@ -195,11 +208,12 @@ def process_group(recording: Recording, rank: int, world_size: int) -> Iterator[
     def create(store: Any, rank: int, size: int, timeout: timedelta) -> RecordedGroup:
         return RecordedGroup(recording, name[0], rank, size)
 
-    build = meshes._AxisBuilder.build
+    def naming(build: Callable[..., Any]) -> Callable[..., Any]:
+        def build_named(self: Any, axis: str, *arguments: Any) -> Any:
+            name[0] = axis
+            return build(self, axis, *arguments)
 
-    def build_named(self: Any, axis: str, lines: list[tuple[int, ...]]) -> Any:
-        name[0] = axis
-        return build(self, axis, lines)
+        return build_named
 
     batch = dist.batch_isend_irecv
 
@@ -212,10 +226,18 @@ def process_group(recording: Recording, rank: int, world_size: int) -> Iterator[
         finally:
             group.pair_of_batch = None
 
-    def all_gather_object(found: list[Any], value: Any, group: RecordedGroup | None = None) -> None:
+    def require_gloo(group: RecordedGroup | None) -> None:
         if group is not None and group._name != WORLD:
             raise RecordingError(f"Python values on {group._name}: on a device it has NCCL alone")
+
+    def all_gather_object(found: list[Any], value: Any, group: RecordedGroup | None = None) -> None:
+        require_gloo(group)
         found[:] = [value] * len(found)
+
+    def broadcast_object_list(
+        values: list[Any], *, group: RecordedGroup | None = None, group_src: int = 0
+    ) -> None:
+        require_gloo(group)
 
     if world_size == 1:
         yield
@@ -225,15 +247,20 @@ def process_group(recording: Recording, rank: int, world_size: int) -> Iterator[
     if hasattr(dist.Backend, BACKEND.upper()):
         delattr(dist.Backend, BACKEND.upper())
     dist.Backend.register_backend(BACKEND, create, devices=["cpu"])
-    dist.init_process_group(BACKEND, store=FakeStore(), rank=rank, world_size=world_size)
+    dist.init_process_group(BACKEND, store=HashStore(), rank=rank, world_size=world_size)
     try:
         with (
-            patch.object(meshes._AxisBuilder, "build", build_named),
+            patch.object(meshes._AxisBuilder, "build", naming(meshes._AxisBuilder.build)),
+            patch.object(data_meshes._Builder, "build", naming(data_meshes._Builder.build)),
             patch.object(meshes._AxisBuilder, "_options", lambda self, axis: None),
             patch.object(devices, "axis_backend", lambda device: BACKEND),
+            patch.object(devices, "backend", lambda device: BACKEND),
             patch.object(dist, "batch_isend_irecv", batched),
             # Python values travel over the host's backend, pickled: no memory of a step is in them.
             patch.object(dist, "all_gather_object", all_gather_object),
+            patch.object(dist, "broadcast_object_list", broadcast_object_list),
+            # It waits for other ranks, and touches no memory.
+            patch.object(peers, "_look", lambda *arguments: None),
         ):
             yield
     finally:

@@ -113,6 +113,9 @@ class Wait:
     line: Line
     token: int | None
     """None for an event that was never recorded: CUDA then does not wait at all."""
+    through: tuple[Site, ...] = ()
+    """The places in ``sharding/`` that have called what waits: they decide that somebody waits, and
+    the engine how."""
 
 
 Event = Alloc | Free | RecordStream | Access | Signal | Wait

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import os
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, closing
@@ -33,7 +32,6 @@ from megatron_llama.data.loader import Batch, BatchLoader
 from megatron_llama.distributed import device as devices
 from megatron_llama.distributed.mesh import build_mesh
 from megatron_llama.engine.build import build_optimizer, compute_dtype
-from megatron_llama.engine.offload.zenflow.rule import ZenFlow
 from megatron_llama.engine.optimizer import OverlappedDistributedOptimizer
 from megatron_llama.engine.replicas import check_replicas
 from megatron_llama.loop.bad_steps import BadSteps
@@ -45,10 +43,10 @@ from megatron_llama.model.init import InitialWeights
 from megatron_llama.model.llama import build_stages
 from megatron_llama.pipeline.runtime import PipelineRuntime
 from megatron_llama.plans.resolve import problems, resolve
-from tools.stream_check.communicators import process_group
 from tools.stream_check.events import Event, Site
+from tools.stream_check.rank import name_buffers, recorded
 from tools.stream_check.recording import DEVICE, Recording, RecordingError
-from tools.stream_check.substitutes import substituted
+from tools.stream_check.user_module import user_layouts
 
 _MODEL = ModelConfig(
     vocab_size=120,
@@ -96,26 +94,7 @@ def record(layout: Layout, skip: Site | None = None) -> list[Event]:
     wrong = problems(layout.config, layout.world_size)
     if wrong:
         raise RecordingError("; ".join(wrong))
-    recording = Recording(skip)
-    collecting = gc.isenabled()
-    # Without garbage collection a storage ends when its last reference goes, always at one place.
-    gc.disable()
-    gc.freeze()  # what exists already is not looked at below
-    try:
-        with (
-            process_group(recording, layout.rank, layout.world_size),
-            substituted(recording),
-            recording.seeing(),
-        ):
-            _Run(layout, recording).train()
-            gc.collect()  # reference cycles hold memory, and how it ends is part of the recording
-            recording.end_messages()
-            recording.close()
-    finally:
-        gc.unfreeze()
-        if collecting:
-            gc.enable()
-    return recording.named_events()
+    return recorded(lambda it: _Run(layout, it).train(), layout.rank, layout.world_size, skip)
 
 
 class _Run:
@@ -166,7 +145,10 @@ class _Run:
                 notes.finish()
             if self._layout.end == "settled":
                 optimizer.settle()
-            self._name(optimizer, prefetcher)
+            for number, pair in enumerate(prefetcher._upload._pairs):
+                self._recording.name(pair.host.memory, f"upload buffer {number} on the host")
+                self._recording.name(pair.device.memory, f"upload buffer {number} on the device")
+            name_buffers(self._recording, optimizer)
 
     def _between(
         self,
@@ -230,39 +212,6 @@ class _Run:
                 for batch in found
             ]
         return found
-
-    def _name(self, optimizer: OverlappedDistributedOptimizer, prefetcher: Prefetcher) -> None:
-        """Name the engine's buffers."""
-        recording = self._recording
-        plan = optimizer.bucket_plan
-        parameters = optimizer.parameters
-        gradients = optimizer.gradients
-        for rule in optimizer.rules.distinct:
-            for what, buffer in getattr(rule, "_buffers", {}).items():
-                if buffer.nbytes:
-                    recording.name(buffer._whole, f"offload buffer for {what}")
-            for what, held in (vars(rule._scratch) if isinstance(rule, ZenFlow) else {}).items():
-                for number, tensor in enumerate(held if isinstance(held, list) else [held]):
-                    if isinstance(tensor, torch.Tensor):
-                        recording.name(tensor, f"scratch {what} {number}")
-        for number, pair in enumerate(prefetcher._upload._pairs):
-            recording.name(pair.host.memory, f"upload buffer {number} on the host")
-            recording.name(pair.device.memory, f"upload buffer {number} on the device")
-        for slot, tensor in parameters._slots.items():
-            recording.name(tensor, f"parameter slot {slot}")
-        for slot, tensor in gradients._slots.items():
-            recording.name(tensor, f"gradient slot {slot}")
-        for bucket, tensor in enumerate(parameters.shards):
-            recording.name(tensor, f"parameter shard of {plan.label(bucket)}")
-        for bucket, tensor in gradients.shards.items():
-            recording.name(tensor, f"gradient shard of {plan.label(bucket)}")
-        for bucket, tensor in enumerate(optimizer.masters):
-            recording.name(tensor, f"master of {plan.label(bucket)}")
-        for bucket in gradients.trainable:
-            for what, tensor in optimizer.rules.by_bucket[bucket].state(bucket).items():
-                recording.name(tensor, f"{what} of {plan.label(bucket)}")
-        recording.name(optimizer._squared_norms, "squared norms of shards")
-        recording.name(optimizer._total, "squared norm of the gradient")
 
 
 class _Loader:
@@ -580,5 +529,5 @@ def _between_steps() -> dict[str, Layout]:
 def layouts() -> Mapping[str, Callable[[Site | None], list[Event]]]:
     """Return every layout by its name, as a function that records it: its argument is the site
     whose waits and records are left out."""
-    every = {**_data_parallel(), **_between_steps(), **_offload(), **_pipelines(), **_models()}
-    return {name: partial(record, layout) for name, layout in every.items()}
+    ours = {**_data_parallel(), **_between_steps(), **_offload(), **_pipelines(), **_models()}
+    return {**{name: partial(record, layout) for name, layout in ours.items()}, **user_layouts()}

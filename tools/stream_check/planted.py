@@ -24,6 +24,8 @@ _WORKS = frozenset({"work", "_work", "message"})
 """Names of what the backend returns for a message."""
 
 
+_USERS = "sharding"
+"""The folder that asks the engine to wait for the weights of a user's module."""
 _ELSEWHERE = frozenset({"host", "planner"})
 """Folders that no run on a device enters."""
 
@@ -57,16 +59,24 @@ _MEASURING = frozenset({"devices.synchronize", "devices.timed_event"})
 """Functions of ``device.py`` that exist for measurements."""
 
 
+_CHECKS = frozenset({"self.handle.wait_unsharded", "parameters.wait_unsharded"})
+_CHECK = "an access has waited already: this raises where the slot holds another unit meanwhile"
+
+
 def reason(call: Call) -> str:
     """Return why no race is expected without the call; "" if one is."""
-    return _CLOCK if call.text.partition("(")[0] in _MEASURING else ""
+    called = call.text.partition("(")[0]
+    if call.file.startswith(f"megatron_llama/{_USERS}/") and called in _CHECKS:
+        return _CHECK
+    return _CLOCK if called in _MEASURING else ""
 
 
 @cache
 def calls() -> tuple[Call, ...]:
     """Return all such calls of the package, in the order of files and lines.
 
-    A call in ``device.py`` counts where that module's function is called. What only hosts run
+    A call in ``device.py`` counts where that module's function is called. In ``sharding/`` a call
+    that lets the engine wait counts as well; the engine's own is planted too. What only hosts run
     (folders ``host``) makes no order on a device, and no run enters ``planner``. Raises ValueError
     for two on one line: the recording could not tell them apart."""
     functions = frozenset(_functions_of_device())
@@ -79,7 +89,8 @@ def calls() -> tuple[Call, ...]:
         here = [
             Call(file, node.lineno, node.end_lineno or node.lineno, ast.unparse(node))
             for node in ast.walk(tree)
-            if isinstance(node, ast.Call) and _makes_order(node, functions)
+            if isinstance(node, ast.Call)
+            and (_makes_order(node, functions) or (_USERS in path.parts and _lets_wait(node)))
         ]
         here.sort(key=lambda call: call.first)
         for one, other in pairwise(here):
@@ -96,6 +107,14 @@ def _functions_of_device() -> Iterator[str]:
             for inner in ast.walk(node)
         ):
             yield node.name
+
+
+def _lets_wait(call: ast.Call) -> bool:
+    """Whether the engine is asked to wait: ``wait_unsharded(...)``, ``all_gather(...).wait()``."""
+    if not isinstance(call.func, ast.Attribute):
+        return False
+    name = call.func.attr
+    return name == "wait_unsharded" or (name == "wait" and isinstance(call.func.value, ast.Call))
 
 
 def _makes_order(call: ast.Call, functions: frozenset[str]) -> bool:

@@ -43,6 +43,7 @@ DEVICE = torch.device("cpu", 0)
 """Where the recorded device's tensors are. A tensor of the host has no index."""
 ROOT = Path(__file__).resolve().parents[2]
 _PACKAGE = str(ROOT / "megatron_llama")
+_SHARDING = str(ROOT / "megatron_llama" / "sharding")
 _OWN = str(Path(__file__).resolve().parent)
 _TORCH = str(Path(torch.__file__).parent)
 _LIBRARY = str(Path(threading.__file__).parent)
@@ -52,6 +53,18 @@ _EMPTY = ("aten::empty", "aten::new_empty")
 _INDEXED = frozenset({"aten::index", "aten::index_put_", "aten::index_put"})
 """Operators that take indices from the host's memory."""
 _COPIES = frozenset({"aten::copy_", "aten::_to_copy"})
+
+
+def _callers() -> Iterator[tuple[str, int]]:
+    """Yield file and line of everything that is being called, the innermost first."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        yield frame.f_code.co_filename, frame.f_lineno
+        frame = frame.f_back
+
+
+def _in_package(file: str) -> bool:
+    return file.startswith(_PACKAGE) and not file.endswith("distributed/device.py")
 
 
 class RecordingError(Exception):
@@ -119,25 +132,31 @@ class Recording:
     def site(self) -> Site:
         """Return the nearest place in the package, ``device.py`` apart; without one, the nearest
         place that is neither here nor in torch."""
-        frame: FrameType | None = sys._getframe(1)
         outside = None
-        while frame is not None:
-            file = frame.f_code.co_filename
-            if file.startswith(_PACKAGE):
-                if not file.endswith("distributed/device.py"):
-                    return Site(str(Path(file).relative_to(ROOT)), frame.f_lineno)
-            elif outside is None and not file.startswith((_OWN, _TORCH, _LIBRARY, "<")):
-                outside = frame
-            frame = frame.f_back
+        for file, line in _callers():
+            if _in_package(file):
+                return Site(str(Path(file).relative_to(ROOT)), line)
+            if outside is None and not file.startswith((_OWN, _TORCH, _LIBRARY, "<")):
+                outside = file, line
         if outside is None:
             return Site("", 0)
-        file = outside.f_code.co_filename
+        file, line = outside
         inside = file.startswith(str(ROOT))
-        return Site(str(Path(file).relative_to(ROOT)) if inside else file, outside.f_lineno)
+        return Site(str(Path(file).relative_to(ROOT)) if inside else file, line)
+
+    def _through(self) -> tuple[Site, ...]:
+        """Return the places of ``sharding/`` that lead here."""
+        return tuple(
+            Site(str(Path(file).relative_to(ROOT)), line)
+            for file, line in _callers()
+            if file.startswith(_SHARDING)
+        )
 
     def skips(self) -> bool:
         """Whether what is done here is left out: a planted fault."""
-        return self._skip is not None and self.site() == self._skip
+        if self._skip is None:
+            return False
+        return self.site() == self._skip or self._skip in self._through()
 
     # What happens
 
@@ -160,7 +179,7 @@ class Recording:
 
     def wait(self, line: Line, token: int | None) -> None:
         """Note that ``line`` waits for a point."""
-        self.add(Wait(self.thread, self.site(), line, token))
+        self.add(Wait(self.thread, self.site(), line, token, self._through()))
 
     def host_waits(self, line: Line) -> None:
         """Note that the calling thread waits for everything that ``line`` has been given."""

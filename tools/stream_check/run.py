@@ -68,7 +68,10 @@ def measured(name: str, run: Run) -> Result:
     events = run(None)
     verdict = check(events)
     sites = frozenset(
-        event.site for event in events if isinstance(event, Signal | Wait | RecordStream)
+        site
+        for event in events
+        if isinstance(event, Signal | Wait | RecordStream)
+        for site in (event.site, *(event.through if isinstance(event, Wait) else ()))
     )
     return Result(
         name, verdict.races, verdict.accesses, len(events), time.perf_counter() - begin, sites
