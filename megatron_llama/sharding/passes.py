@@ -118,6 +118,9 @@ class Passes:
         def called(forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             call = begin(unit, args, kwargs)
             if call is None:
+                # Inside of ``gathered(modify=True)`` parameters have the dtype of the masters.
+                if unit.casts and next(self._model.parameters()).dtype == self._cast_to:
+                    args, kwargs = tree_map_only(Tensor, self._cast, (args, kwargs))
                 return forward(*args, **kwargs)
             try:
                 output = forward(*call.args, **call.kwargs)
