@@ -34,13 +34,19 @@ class Run(Layout):
     """A layout of which some blocks recompute, in samples of SEQ_LENGTH tokens."""
 
     recompute_layers: str = "all"
+    windows: bool = False
+    """Half of each head rotates, and two of four layers have a window and a rotary table of their own."""
 
     def config(self) -> Config:
         """See Layout."""
         config = super().config()
         parallel = replace(config.parallel, recompute_num_layers=self.recompute_layers)
         sizes = {"micro_batch_size": BATCH, "seq_length": SEQ_LENGTH, "global_batch_size": BATCH * self.dp * self.microbatches}
-        return replace(config, parallel=parallel, training=replace(config.training, **sizes))
+        model = config.model
+        if self.windows:
+            types = ("full_attention", "sliding_attention") * 2
+            model = replace(model, sliding_window=7, layer_types=types, partial_rotary_factor=0.5, rope_local_base_freq=100.0)
+        return replace(config, model=model, parallel=parallel, training=replace(config.training, **sizes))
 
 
 def storage(tensor: Tensor) -> int:
@@ -90,7 +96,8 @@ def measured(place: Place, layout: Run, per_sample: bool) -> Parts:
     positions = stage.positions(SEQ_LENGTH, mesh.device, ids)
     tokens, labels = (local_sequence(whole, mesh.cp) for whole in (data.tokens, data.labels))
     weights = {storage(parameter) for parameter in stage.parameters()}
-    table = {storage(positions.cos), storage(positions.sin)}
+    tables = [part for part in (positions.cos, positions.sin, positions.sliding_cos, positions.sliding_sin) if part is not None]
+    table = set(map(storage, tables))
 
     def loss() -> Tensor:
         return token_losses(stage(tokens, positions), labels, mesh.tp, model.vocab_size)
@@ -99,7 +106,7 @@ def measured(place: Place, layout: Run, per_sample: bool) -> Parts:
     x = stage.model.embed_tokens(tokens).detach().requires_grad_()
     length = SEQ_LENGTH // layout.cp // (layout.tp if layout.sp else 1)
     assert x.shape == (length, BATCH, model.hidden_size)
-    rotary = sum(tensor.untyped_storage().nbytes() for tensor in (positions.cos, positions.sin))
+    rotary = sum(tensor.untyped_storage().nbytes() for tensor in tables)
     headless = kept(lambda: several(blocks, model.num_hidden_layers, stage.model.embed_tokens(tokens), positions), weights | table)
     return Parts(
         embedding=kept(lambda: stage.model.embed_tokens(tokens), weights),
@@ -133,6 +140,8 @@ SPREAD = [
     Run(tp=2, kv_heads=1, sp=True),
     Run(cp=2),
     Run(cp=2, tp=2, sp=True, cp_comm="ring"),
+    Run(windows=True),
+    Run(cp=2, windows=True),
     Run(recompute_layers="1"),
     Run(tp=2, recompute_layers="3"),
 ]
@@ -156,7 +165,7 @@ def test_low_rank_additions_keep_their_inner_activations(cluster: Cluster, layou
 @pytest.mark.parametrize("kv_heads", [2, 4])
 @pytest.mark.parametrize("precision", ["fp32", "bf16", pytest.param("fp64", marks=pytest.mark.long)])
 @pytest.mark.parametrize("recompute", GRANULARITIES)
-@pytest.mark.parametrize("layout", SPREAD, ids=lambda layout: f"{layout.name} {layout.recompute_layers}")
+@pytest.mark.parametrize("layout", SPREAD, ids=lambda layout: f"{layout.name} {layout.recompute_layers}{' windows' * layout.windows}")
 def test_formula_is_what_autograd_keeps(
     cluster: Cluster, layout: Run, recompute: Granularity, precision: Literal["fp32", "bf16", "fp64"], kv_heads: int
 ) -> None:
