@@ -61,6 +61,17 @@ def reads_max_positions(scaling: Mapping[str, Any] | None) -> bool:
     return kind == "dynamic" or (kind == "longrope" and "factor" not in (scaling or {}))
 
 
+def longest_sequence(scaling: Mapping[str, Any] | None, max_position_embeddings: int) -> int:
+    """Return how many positions a model with a rotary scaling is good for. That of ``dynamic`` has
+    no room in max_position_embeddings, and that of ``yarn`` often is not entered there (Qwen)."""
+    kind = "default" if scaling is None else scaling["rope_type"]
+    if scaling is not None and kind == "dynamic":
+        return int(max_position_embeddings * scaling["factor"])
+    if scaling is not None and kind == "yarn":
+        return max(max_position_embeddings, int(scaling["factor"] * scaling[ORIGINAL]))
+    return max_position_embeddings
+
+
 def rope_problems(where: str, scaling: Any, *, frequencies: int = 0) -> list[str]:
     """Return what is wrong with a ``rope_scaling`` mapping: rope_type and its numbers, without
     rope_theta. ``where`` names it in the messages. ``frequencies``: how many pairs of dims are

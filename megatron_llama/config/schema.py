@@ -138,7 +138,8 @@ class ParallelConfig:
     """Processes that share each sequence (cp)."""
     cp_comm_type: Literal["all_gather", "ring"] = "all_gather"
     """How context-parallel ranks see each other's keys and values: all at once, or around a ring in
-    cp - 1 steps."""
+    cp - 1 steps. Layers with a window always send only what it reaches, straight to the ranks that
+    need it."""
     sequence_parallel: bool = False
     """Split norms and residual stream along the sequence over the tp processes. Ignored with tp
     1."""

@@ -10,6 +10,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from megatron_llama.config.rope import longest_sequence
 from megatron_llama.model.llama import Continuation, Stage
 from megatron_llama.nn.cache import KVCache
 
@@ -150,10 +151,9 @@ def generate_batch(
     Each prompt ends as in ``continue_sequence``, or without another word when the caller, who has
     got a token of it, has put its number into ``ended``. Each has a generator of its own, so that
     its text does not depend on what else is in the batch."""
-    room = [
-        min(sampling.max_new_tokens, stage.config.max_position_embeddings - len(prompt))
-        for prompt in prompts
-    ]
+    model = stage.config
+    longest = longest_sequence(model.rope_scaling, model.max_position_embeddings)
+    room = [min(sampling.max_new_tokens, longest - len(prompt)) for prompt in prompts]
     yield from ((number, "length") for number, left in enumerate(room) if left <= 0)
     rows = [number for number, left in enumerate(room) if left > 0]
     reader = Reader(stage)

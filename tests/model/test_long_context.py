@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from megatron_llama.config.rope import longest_sequence
 from megatron_llama.config.schema import Config, ModelConfig
 from megatron_llama.distributed.mesh import Mesh
 from megatron_llama.model.generate import Reader, Sampling, generate_batch
@@ -183,7 +184,7 @@ def test_logits_and_text_are_huggingfaces(name: str) -> None:
 @pytest.mark.parametrize("name", ["dynamic", "longrope", "windows", "windows in some layers", "windows and longrope"])
 def test_a_batch_gives_every_prompt_its_own_text(name: str) -> None:
     """Prompts of different lengths, which cross the limits at different times."""
-    stage = ours(replace(CASES[name].model, max_position_embeddings=LONGEST))
+    stage = ours(CASES[name].model)
     sampling = Sampling(max_new_tokens=70, temperature=0.0, top_k=0, top_p=1.0)
     tokens = token_ids(LENGTH).tolist()
     prompts = [tokens[:3], tokens[5:45], tokens[20:80]]
@@ -196,7 +197,7 @@ def test_a_batch_gives_every_prompt_its_own_text(name: str) -> None:
 
     together = texts(prompts)
     assert together == [texts([prompt])[0] for prompt in prompts]
-    assert [len(text) for text in together] == [71, 57, 37]
+    assert [len(text) for text in together] == ([71, 71, 71] if name == "dynamic" else [71, 57, 37])
 
 
 @pytest.mark.parametrize("name", ["longrope", "windows", "windows and longrope"])
@@ -209,6 +210,13 @@ def test_a_chat_goes_back(name: str) -> None:
         assert reader.lengths == ([start] if start else [])
         found = reader.read([tokens[start:stop]])[0]
         assert (found - logits_of(stage, torch.tensor(tokens[:stop]))[-1]).abs().max() < 1e-4
+
+
+def test_text_ends_where_the_model_is_good_for_no_more() -> None:
+    """transformers goes on; a scaling that is not entered in max_position_embeddings counts."""
+    for name, longest in (("linear", LONGEST), ("dynamic", 3 * LONGEST), ("yarn", 4 * CONTEXT), ("longrope", LONGEST)):
+        assert longest_sequence(CASES[name].model.rope_scaling, LONGEST) == longest
+    assert longest_sequence(YARN, 5 * CONTEXT) == 5 * CONTEXT and longest_sequence(None, LONGEST) == LONGEST
 
 
 def test_a_sliding_layer_keeps_its_window() -> None:

@@ -317,3 +317,43 @@ def test_a_slow_path_has_a_name() -> None:
     for dtype, head_dim in ((torch.float32, 128), (torch.bfloat16, 12), (torch.bfloat16, 264)):
         [line] = sliding.sliding_warnings(cuda, dtype, head_dim, windows)
         assert line.startswith(f"flash attention takes no window with {dtype} and --head-dim {head_dim}")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("with_documents", [False, True], ids=["causal", "documents"])
+@pytest.mark.parametrize("rule", [RULES["window and scale"], RULES["all three"]], ids=["window", "capped"])
+def test_attention_by_rule_on_a_device(rule: ScoreRule, with_documents: bool, dtype: torch.dtype) -> None:
+    """Output and gradients, against the textbook."""
+    length, ids = 300, packed_ids(300) if with_documents else None
+    leaves = [leaf.detach().cuda().requires_grad_() for leaf in inputs(length, dtype)]
+    upstream = draw(length, B, N * D, seed=7).to(dtype)
+    documents = None
+    if ids is not None:
+        packed = Documents.of(ids)
+        documents = Documents(packed.starts.cuda(), packed.longest)
+    there = None if ids is None else ids.cuda()
+    out = sliding_attention(*leaves, rule=rule, documents=documents, document_ids=there)
+    grads = torch.autograd.grad(out, leaves, upstream.cuda())
+    wide = [leaf.detach().cpu().double().requires_grad_() for leaf in leaves]
+    exact = textbook(*wide, rule, ids)
+    check(tuple(part.cpu() for part in (out, *grads)), (exact, *torch.autograd.grad(exact, wide, upstream.double())), dtype)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize(("queries", "keys", "offset", "window"), [(60, 60, 0, 25), (20, 9, 9, 22), (12, 12, 20, 21), (5, 30, 30, 200)])
+def test_pieces_with_windows_on_a_device(queries: int, keys: int, offset: int, window: int, dtype: torch.dtype) -> None:
+    rule = ScoreRule(window=window)
+    q, k, v = (draw(length, B, n, D, seed=n).to(dtype) for length, n in ((queries, N), (keys, KV), (keys, KV)))
+    wide = [part.double().requires_grad_() for part in (q, k, v)]
+    exact, upstream = textbook(*wide, rule, offset=offset), draw(queries, B, N * D, seed=7).to(dtype)
+    heads = [part.cuda().permute(1, 2, 0, 3) for part in (q, k, v)]
+    out, lse = sliding.attend(*heads, rule=rule, offset=offset)
+    grad = upstream.cuda().unflatten(-1, (N, D)).permute(1, 2, 0, 3)
+    grads = sliding.attend_backward(grad, *heads, out, lse, rule=rule, offset=offset)
+    check(
+        (out.cpu().permute(2, 0, 1, 3).flatten(2), *(part.cpu().permute(2, 0, 1, 3) for part in grads)),
+        (exact, *torch.autograd.grad(exact, wide, upstream.double())),
+        dtype,
+    )

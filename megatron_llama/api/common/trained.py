@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from megatron_llama.checkpoint.storage_paths import is_remote, local_copy, storage_path
+from megatron_llama.config.rope import longest_sequence
 from megatron_llama.config.schema import Config
 from megatron_llama.conversion.formats import ModelReader, open_model
 from megatron_llama.conversion.native.reader import NativeReader
@@ -74,7 +75,8 @@ class Trained:
     @property
     def longest(self) -> int:
         """The number of tokens of the longest sequence."""
-        return self.stage.config.max_position_embeddings
+        model = self.stage.config
+        return longest_sequence(model.rope_scaling, model.max_position_embeddings)
 
 
 def open_reader(
