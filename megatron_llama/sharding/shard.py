@@ -401,7 +401,7 @@ def _model_problems(model: nn.Module, dtype: torch.dtype | None) -> Iterator[str
             clean_name(sharded[0]) or "model",
             got="a module that shard has taken already",
             expected="a plain one",
-            do="shard the whole model once",
+            do="shard the whole model once, and build it anew to shard it after engine.close()",
         )
         return
     for parameter, (name, *_) in names.items():

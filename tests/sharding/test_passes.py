@@ -721,3 +721,11 @@ def test_a_unit_that_calls_a_unit_which_it_does_not_have_is_refused() -> None:
     model.blocks[0].register_forward_pre_hook(lambda module, args: (model.blocks[2](args[0]),))
     with sharded(model) as engine, pytest.raises(PassError, match=r"blocks\.2: got a call inside of blocks\.0"):
         engine.model(part(0, 0, 0))
+
+
+def test_a_model_whose_engine_is_closed_is_built_anew() -> None:
+    model = net()
+    with sharded(model):
+        pass
+    with pytest.raises(ConfigError, match=r"build it anew to shard it after engine\.close\(\)"):
+        sharded(model)
