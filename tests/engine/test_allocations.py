@@ -77,7 +77,7 @@ class Engine:
 def without_devices(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Streams, process groups, pinned pages and neighbours are what no engine needs to be built."""
     with monkeypatch.context() as patch:
-        patch.setattr(dist, "new_group", lambda *given, **names: object())
+        patch.setattr(dist, "new_group", lambda *given, **names: dist.ProcessGroup(0, 1))
         patch.setattr(meshes, "_make_communicators", lambda *given, **names: None)
         patch.setattr(devices, "new_stream", lambda device: object())
         patch.setattr(devices, "pin", lambda memory, device: None)
