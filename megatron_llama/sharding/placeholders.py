@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import linear
 
 from megatron_llama.errors import UserError
 
@@ -127,7 +128,7 @@ def arrived(parameter: Tensor) -> Tensor:
     ShardedParameterError if it may not be read now."""
     if not isinstance(parameter, Placeholder):
         return parameter
-    found: Tensor = _resolved(parameter, arrived)
+    found: Tensor = _resolved(parameter, linear)
     return found
 
 

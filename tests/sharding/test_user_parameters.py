@@ -141,3 +141,37 @@ def leave_on_the_cpu(place: Place) -> str:
 def test_a_model_on_the_cpu_beside_a_group_of_accelerators_is_refused(cluster: Cluster) -> None:
     for said in cluster.run(2, leave_on_the_cpu):
         assert "model: got parameters on cpu, expected cuda, as the process group has it; move the model there before shard()" in said
+
+
+class Encoder(nn.Module):
+    """A unit with a second method that reads its weights."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.encode(x)
+
+    def encode(self, x: Tensor) -> Tensor:
+        """As ``forward``."""
+        return self.layer(x)  # type: ignore[no-any-return]
+
+
+def test_a_method_beside_forward_is_refused_and_works_where_weights_are_whole() -> None:
+    model = nn.Sequential(Encoder(), Encoder())
+    x = torch.ones(2, 4)
+    expected = model[0].encode(x)
+    with ml.shard(model, units=[Encoder]) as engine:
+        with pytest.raises(ShardedParameterError, match=r"^0.layer.weight: got linear while it is sharded.*inside engine.gathered"):
+            model[0].encode(x)
+        with engine.gathered():
+            assert torch.equal(model[0].encode(x), expected)
+
+
+@pytest.mark.parametrize(
+    "name", ["ignored_params", "reshard_after_forward", "mp_policy", "offload_policy", "output_dtype", "shard_placement_fn"]
+)
+def test_a_keyword_of_fsdp2_is_refused_by_name(name: str) -> None:
+    with pytest.raises(ConfigError, match=f"{name}: got True, expected an argument of shard"):
+        ml.shard(net(), units=[Block], **{name: True})
