@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
 from megatron_llama.config.hf import model_config_from_hf, read_config_json
 from megatron_llama.config.schema import ModelConfig
-from megatron_llama.errors import CheckpointError
+from megatron_llama.errors import CheckpointError, describe
 
 EXTRA = ("bos_token_id", "eos_token_id", "pad_token_id")
 """Fields of a config.json that are no numbers of the model, or say more than a ModelConfig holds:
@@ -18,6 +18,26 @@ LLAMA31_SCALING: Mapping[str, float] = MappingProxyType(
     {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 )
 """The numbers of LLaMA 3.1's rotary scaling, which other programs have as constants."""
+LLAMA_KIND: Mapping[str, Any] = MappingProxyType(
+    {
+        "attention_bias": False,
+        "add_qkv_bias": False,
+        "mlp_bias": False,
+        "qk_norm": "none",
+        "norm_position": "before",
+        "apply_layernorm_1p": False,
+        "hidden_act": "silu",
+        "embedding_multiplier": 1.0,
+        "query_pre_attn_scalar": 0.0,
+        "attn_logit_softcapping": 0.0,
+        "final_logit_softcapping": 0.0,
+        "sliding_window": 0,
+        "layer_types": (),
+        "partial_rotary_factor": 1.0,
+        "rope_local_base_freq": 0.0,
+    }
+)
+"""What makes a model a plain LLaMA, whatever its family."""
 GIVE_CONFIG = "give the model's HuggingFace config.json (--hf-config)"
 MATCHING_FILES = "take the files, args and config that belong together"
 OPTIMIZER_LEFT_OUT = "the optimizer state of the source is left out: it does not cross formats"
@@ -29,6 +49,15 @@ def is_llama31_scaling(scaling: Mapping[str, Any]) -> bool:
     return scaling.get("rope_type") == "llama3" and all(
         scaling[name] == value for name, value in LLAMA31_SCALING.items()
     )
+
+
+def kind_problems(where: str, model: ModelConfig, held: Collection[str] = ()) -> Iterator[str]:
+    """Yield what a format of plain LLaMA models cannot hold, apart from the fields ``held``."""
+    for name, value in LLAMA_KIND.items():
+        if name not in held and getattr(model, name) != value:
+            do = "take another format: hf and native hold every model"
+            got = getattr(model, name)
+            yield describe(f"{where} {name}", got=got, expected=f"{value}, as in LLaMA", do=do)
 
 
 def extra_fields(config_json: Mapping[str, Any]) -> dict[str, Any]:

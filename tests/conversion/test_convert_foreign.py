@@ -245,6 +245,7 @@ def logits_of_megatron_core(place: Place, path: Path, ids: Tensor) -> Tensor:
     from megatron.core.models.gpt import GPTModel
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
     from megatron.core.transformer import TransformerConfig
+    from megatron.core.transformer.utils import is_layer_window_attention
 
     content = loaded(path)
     args = content["args"]
@@ -258,6 +259,8 @@ def logits_of_megatron_core(place: Place, path: Path, ids: Tensor) -> Tensor:
         layernorm_epsilon=args.norm_epsilon,
         gated_linear_unit=args.swiglu,
         add_bias_linear=args.add_bias_linear,
+        add_qkv_bias=args.add_qkv_bias,
+        qk_layernorm=args.qk_layernorm,
         activation_func=F.silu,
         use_cpu_initialization=True,
         bias_activation_fusion=False,
@@ -266,26 +269,33 @@ def logits_of_megatron_core(place: Place, path: Path, ids: Tensor) -> Tensor:
     )
     model = GPTModel(
         settings,
-        get_gpt_layer_local_spec(normalization=args.normalization),
+        get_gpt_layer_local_spec(normalization=args.normalization, qk_layernorm=args.qk_layernorm),
         vocab_size=args.padded_vocab_size,
         max_sequence_length=args.max_position_embeddings,
         position_embedding_type=args.position_embedding_type,
         rotary_base=args.rotary_base,
+        rotary_percent=args.rotary_percent,
         share_embeddings_and_output_weights=not args.untie_embeddings_and_output_weights,
     )
     model.load_state_dict(content["model"], strict=True)
     positions = torch.arange(ids.shape[1])
+    unseen = torch.ones(len(positions), len(positions), dtype=torch.bool).triu(1)
     angles = model.rotary_pos_emb.get_freqs_non_repeated(len(positions)).repeat(1, 2)[:, None, None]
     with torch.no_grad():
         x = model.embedding(ids, positions[None])
-        for layer in model.decoder.layers:
+        for number, layer in enumerate(model.decoder.layers, 1):
+            hidden = unseen
+            if is_layer_window_attention(args.window_size, args.window_attn_skip_freq, number):
+                left, right = args.window_size  # as get_sliding_window_causal_mask has them, on a GPU
+                hidden = ~torch.ones_like(unseen).triu(-left).tril(right)
             q, k, v = layer.self_attention.get_query_key_value_tensors(layer.input_layernorm(x))
             q, k = (apply_rotary_pos_emb(each, angles, settings) for each in (q, k))
             q, k, v = (each.permute(1, 2, 0, 3) for each in (q, k, v))
-            seen = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+            seen = F.scaled_dot_product_attention(q, k, v, attn_mask=~hidden, enable_gqa=True)
             x = x + layer.self_attention.linear_proj(seen.permute(2, 0, 1, 3).flatten(2))[0]
             x = x + layer.mlp(layer.pre_mlp_layernorm(x))[0]
-        found: Tensor = model.output_layer(model.decoder.final_layernorm(x))[0].transpose(0, 1)
+        tied = None if args.untie_embeddings_and_output_weights else model.shared_embedding_or_output_weight()
+        found: Tensor = model.output_layer(model.decoder.final_layernorm(x), weight=tied)[0].transpose(0, 1)
     parallel_state.destroy_model_parallel()
     dist.destroy_process_group()
     return found

@@ -312,7 +312,7 @@ def test_other_words_on_the_vocabulary(hf: Path, tmp_path: Path, capsys: Capture
 @pytest.mark.parametrize(
     ("name", "value", "says"),
     [
-        ("num_experts", 8, "args num_experts: got 8, expected None; only LLaMA models can be converted"),
+        ("num_experts", 8, "args num_experts: got 8, expected None; such models cannot be converted"),
         ("swiglu", False, "args swiglu: got False, expected True"),
         ("normalization", "LayerNorm", "args normalization: got LayerNorm, expected RMSNorm"),
         ("rotary_percent", 0.5, "args rotary_percent: got 0.5"),

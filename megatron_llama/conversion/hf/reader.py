@@ -90,7 +90,7 @@ class HFWeights:
             # A tied head that is stored all the same is a copy of the embedding; inv_freq is a
             # buffer that old versions of transformers stored.
             if name != "lm_head.weight" and not name.endswith("rotary_emb.inv_freq"):
-                do = "only plain LLaMA models can be read"
+                do = "only what config.json says of the model can be read"
                 where = f"{self.folder} {name}"
                 yield describe(where, got="a tensor", expected="none of this name", do=do)
 

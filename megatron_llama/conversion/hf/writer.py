@@ -1,4 +1,4 @@
-"""Writes HuggingFace folders, for ``LlamaForCausalLM.from_pretrained``: the format in which a
+"""Writes HuggingFace folders, for ``AutoModelForCausalLM.from_pretrained``: the format in which a
 trained model leaves."""
 
 from __future__ import annotations

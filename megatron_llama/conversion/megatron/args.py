@@ -14,10 +14,27 @@ import torch
 
 from megatron_llama.config.hf import hf_config_from_model, model_config_from_hf
 from megatron_llama.config.schema import ModelConfig
-from megatron_llama.conversion.model_fields import GIVE_CONFIG, LLAMA31_SCALING, is_llama31_scaling
+from megatron_llama.config.windows import FULL, SLIDING, layer_windows
+from megatron_llama.conversion.megatron.names import LEGACY
+from megatron_llama.conversion.model_fields import (
+    GIVE_CONFIG,
+    LLAMA31_SCALING,
+    is_llama31_scaling,
+    kind_problems,
+)
 from megatron_llama.errors import CheckpointError, describe, listing
 from megatron_llama.plans.params import padded_vocab_size
 
+HELD = (
+    "attention_bias",
+    "add_qkv_bias",
+    "mlp_bias",
+    "qk_norm",
+    "sliding_window",
+    "layer_types",
+    "partial_rotary_factor",
+)
+"""Fields that LLaMA does not have and Megatron-LM has arguments for."""
 SIZES: Mapping[str, str] = MappingProxyType(
     {
         "num_layers": "num_hidden_layers",
@@ -28,16 +45,12 @@ SIZES: Mapping[str, str] = MappingProxyType(
 )
 OTHER_MODELS: Mapping[str, tuple[Any, ...]] = MappingProxyType(
     {
-        "add_bias_linear": (False,),
-        "add_qkv_bias": (False,),
         "swiglu": (True,),
         "normalization": ("RMSNorm",),
         "RMSNorm": (True,),
         "position_embedding_type": ("rope",),
-        "rotary_percent": (1.0, 1),
         "rotary_interleaved": (False,),
         "num_experts": (None,),
-        "qk_layernorm": (False,),
         "multi_latent_attention": (False,),
         "apply_layernorm_1p": (False,),
         "apply_residual_connection_post_layernorm": (False,),
@@ -47,8 +60,6 @@ OTHER_MODELS: Mapping[str, tuple[Any, ...]] = MappingProxyType(
         "glu_linear_offset": (0.0,),
         "activation_func_clamp_value": (None,),
         "no_rope_freq": (None,),
-        "window_size": (None,),
-        "window_attn_skip_freq": (None,),
         "softmax_type": ("vanilla",),
         "qk_l2_norm": (False,),
         "attention_output_gate": (False,),
@@ -62,9 +73,9 @@ OTHER_MODELS: Mapping[str, tuple[Any, ...]] = MappingProxyType(
         "spec": (None,),
     }
 )
-"""Arguments that change what is computed, with the values that LLaMA has. A checkpoint holds some
-hundred arguments, most of them of the run and other ones in each version, so these are named
-rather than those that are harmless."""
+"""Arguments that change what is computed, with the values that every model here has. A checkpoint
+holds some hundred arguments, most of them of the run and other ones in each version, so these are
+named rather than those that are harmless."""
 MEGATRON_LLAMA_ONLY = ("causal_lm", "RMSNorm")
 MEGATRON_ONLY = ("normalization", "group_query_attention", "rotary_base")
 """Arguments that one of the families has and the other does not."""
@@ -82,7 +93,7 @@ def read_args(
             f"{where} {name}",
             got=args[name],
             expected=" or ".join(map(str, values)),
-            do="only LLaMA models can be converted",
+            do="such models cannot be converted",
         )
         for name, values in OTHER_MODELS.items()
         if args.get(name, values[0]) not in values
@@ -98,7 +109,72 @@ def read_args(
         ]
     if problems:
         raise CheckpointError(listing(f"{where} cannot be used:", problems))
-    return model_config_from_hf(fields, where=where)
+    model = model_config_from_hf(fields, where=where)
+    expected = kind_args(model)
+    problems = [
+        describe(
+            f"{where} {name}",
+            got=args[name],
+            expected=f"{expected[name]}, by the config of a {model.model_type}",
+            do="give the config of this model (--hf-config)",
+        )
+        for name, value in _given_kind(args, model.num_hidden_layers).items()
+        if value != expected[name]
+    ]
+    if problems:
+        raise CheckpointError(listing(f"{where} cannot be used:", problems))
+    return model
+
+
+def kind_args(model: ModelConfig) -> dict[str, Any]:
+    """Return Megatron-LM's arguments for what LLaMA does not have, windows as the number of
+    positions before a query's own, and which layers have one."""
+    windows = layer_windows(model)
+    return {
+        "add_bias_linear": model.attention_bias and model.mlp_bias,
+        "add_qkv_bias": model.add_qkv_bias,
+        "qk_layernorm": model.qk_norm == "head",
+        "rotary_percent": model.partial_rotary_factor,
+        "window_size": (model.sliding_window - 1, 0) if model.sliding_window else None,
+        "window_attn_skip_freq": [int(w > 0) for w in windows] if model.layer_types else None,
+    }
+
+
+def _given_kind(args: Mapping[str, Any], layers: int) -> dict[str, Any]:
+    """Return what a file says of these arguments, in the form of ``kind_args``."""
+    given = {name: args[name] for name in kind_args(ModelConfig()) if name in args}
+    window = tuple(given.get("window_size") or (-1, -1))
+    slides = window != (-1, -1)
+    if "window_size" in given:
+        given["window_size"] = window if slides else None
+    every = given.get("window_attn_skip_freq") or []
+    if isinstance(every, int):
+        every = [int((layer + 1) % every != 0) for layer in range(layers)]
+    if "window_attn_skip_freq" in given:
+        given["window_attn_skip_freq"] = list(every) if slides and 0 in every else None
+    return given
+
+
+def _family_fields(args: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the fields of a config.json that say what LLaMA does not have, of the family that has
+    it. Where none has all of it, ``read_args`` sees the difference."""
+    given = _given_kind(args, int(args.get("num_layers") or 0))
+    window = given.get("window_size")
+    size = None if window is None else int(window[0]) + 1
+    types = given.get("window_attn_skip_freq")
+    layers = {} if types is None else {"layer_types": [SLIDING if one else FULL for one in types]}
+    qwen = {"use_sliding_window": size is not None, "sliding_window": size, "max_window_layers": 0}
+    if given.get("qk_layernorm"):
+        return {"model_type": "qwen3", **qwen, **layers}
+    if given.get("add_qkv_bias"):
+        return {"model_type": "qwen2", **qwen, **layers}
+    if given.get("rotary_percent", 1.0) != 1.0:
+        part = given["rotary_percent"]
+        return {"model_type": "phi3", "partial_rotary_factor": part, "sliding_window": size}
+    if size is not None:
+        return {"model_type": "mistral", "sliding_window": size}
+    biases = bool(given.get("add_bias_linear"))
+    return {"model_type": "llama", "attention_bias": biases, "mlp_bias": biases}
 
 
 def _contradictions(
@@ -139,6 +215,7 @@ def _hf_fields(args: Mapping[str, Any], *, tied: bool) -> tuple[dict[str, Any], 
         "rope_scaling": _scaling(args),
         "tie_word_embeddings": tied,
         "initializer_range": args.get("init_method_std", 0.02),
+        **_family_fields(args),
     }
     return fields, missing
 
@@ -160,7 +237,12 @@ def make_args(
     blocks of each pipeline stage."""
     scaling = model.rope_scaling or {}
     kind = scaling.get("rope_type")
-    own = {"causal_lm": not model.tie_word_embeddings, "RMSNorm": True}
+    own = {
+        "causal_lm": not model.tie_word_embeddings,
+        "RMSNorm": True,
+        "add_bias_linear": False,
+        "rotary_percent": 1.0,
+    }
     theirs = {
         "normalization": "RMSNorm",
         "norm_epsilon": model.rms_norm_eps,
@@ -171,7 +253,7 @@ def make_args(
         "rotary_seq_len_interpolation_factor": scaling["factor"] if kind == "linear" else None,
         "use_rope_scaling": kind == "llama3",
         "rope_scaling_factor": scaling["factor"] if kind == "llama3" else 8.0,
-        "add_qkv_bias": False,
+        **kind_args(model),
         "transformer_impl": "local" if layout != "transformer_engine" else layout,
         "use_legacy_models": layout == "legacy",
         **_uneven(split),
@@ -187,9 +269,7 @@ def make_args(
         "position_embedding_type": "rope",
         "use_rotary_position_embeddings": True,
         "add_position_embedding": True,
-        "rotary_percent": 1.0,
         "swiglu": True,
-        "add_bias_linear": False,
         "untie_embeddings_and_output_weights": not model.tie_word_embeddings,
         "make_vocab_size_divisible_by": model.make_vocab_size_divisible_by,
         "vocab_size": model.vocab_size,
@@ -217,6 +297,27 @@ def _uneven(split: Sequence[int]) -> dict[str, int | None]:
     first = "decoder_first_pipeline_num_layers"
     last = "decoder_last_pipeline_num_layers"
     return {first: None, last: None} if equal else {first: split[0], last: split[-1]}
+
+
+def held_problems(model: ModelConfig, family: str, layout: str) -> Iterator[str]:
+    """Yield what the family's own program cannot compute, whatever its arguments."""
+    grown = family == "megatron" and layout != LEGACY
+    held = HELD if grown else ()
+    yield from kind_problems(f"{family}{'' if grown else f' ({layout})'}", model, held)
+    if grown and model.attention_bias != model.mlp_bias:
+        yield describe(
+            f"{family} attention_bias",
+            got=f"{model.attention_bias} with mlp_bias {model.mlp_bias}",
+            expected="both or none: Megatron-LM has one switch for them",
+            do="take another format: hf and native hold every model",
+        )
+    if grown and model.qk_norm == "projection":
+        yield describe(
+            f"{family} qk_norm",
+            got="projection",
+            expected="head or none",
+            do="take another format: hf and native hold every model",
+        )
 
 
 def lost_fields(model: ModelConfig, family: str, split: Sequence[int]) -> Iterator[str]:

@@ -80,8 +80,24 @@ _THEIRS = (
         "mlp.dense_4h_to_h.weight",
     ),
 )
+_CORE_ALONE: Mapping[str, str] = MappingProxyType(
+    {
+        "self_attn.qkv_proj.bias": "self_attention.linear_qkv.bias",
+        "self_attn.q_norm.weight": "self_attention.q_layernorm.weight",
+        "self_attn.k_norm.weight": "self_attention.k_layernorm.weight",
+        "self_attn.o_proj.bias": "self_attention.linear_proj.bias",
+        "mlp.gate_up_proj.bias": "mlp.linear_fc1.bias",
+        "mlp.down_proj.bias": "mlp.linear_fc2.bias",
+    }
+)
+"""What LLaMA does not have, and Megatron-LM's present models may: ours -> theirs."""
 BLOCKS: Mapping[str, Mapping[str, str]] = MappingProxyType(
-    {layout: MappingProxyType(dict(zip(_OWN, names, strict=True))) for layout, *names in _THEIRS}
+    {
+        layout: MappingProxyType(
+            {**dict(zip(_OWN, names, strict=True)), **({} if layout == LEGACY else _CORE_ALONE)}
+        )
+        for layout, *names in _THEIRS
+    }
 )
 """Names of a block's weights, for each layout: ours -> theirs."""
 EARLIER: Mapping[str, str] = MappingProxyType(
@@ -161,7 +177,7 @@ def file_tensors(
             if name.startswith("model.layers."):
                 _, _, layer, leaf = name.split(".", 3)
                 name = f"model.layers.{int(layer) - first}.{leaf}"
-            if name.endswith("qkv_proj.weight") and family == "megatron":
+            if ".qkv_proj." in name and family == "megatron":
                 found[name] = _by_group(spec, model)
             elif name == HEAD and whole_head:
                 # Not split, but padded as if it were.

@@ -14,7 +14,7 @@ import torch
 from megatron_llama.checkpoint.checkpoint_dir import TRACKER
 from megatron_llama.checkpoint.folders import sync, write_synced
 from megatron_llama.config.schema import ModelConfig
-from megatron_llama.conversion.megatron.args import make_args
+from megatron_llama.conversion.megatron.args import held_problems, make_args
 from megatron_llama.conversion.megatron.names import (
     CHECKPOINT_VERSION,
     FILE,
@@ -45,7 +45,10 @@ class MegatronWriter:
     """Which of Megatron-LM's names: one of ``LAYOUTS``."""
 
     def problems(self, model: ModelConfig) -> Iterator[str]:
-        """Yield the reasons why the model cannot be cut over so many tensor ranks."""
+        """Yield the reasons why the program cannot hold the model, and why it cannot be cut over so
+        many tensor ranks."""
+        layout = LEGACY if self.family == "megatron-llama" else self.layout
+        yield from held_problems(model, self.family, layout)
         for name in TP_SIZES:
             size = getattr(model, name)
             if size % self.tp:

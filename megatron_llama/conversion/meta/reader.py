@@ -27,6 +27,7 @@ from megatron_llama.conversion.model_fields import (
     GIVE_CONFIG,
     MATCHING_FILES,
     PLAIN_MODELS,
+    kind_problems,
     read_config,
     true_vocab_size,
 )
@@ -162,6 +163,7 @@ class MetaReader:
             ]
         else:
             do = MATCHING_FILES
+            problems += kind_problems("the config's", user)
             for name, value in fields.items():
                 if value is not None and value != getattr(user, name):
                     expected = f"{getattr(user, name)}, by the config"

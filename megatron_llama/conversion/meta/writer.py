@@ -22,6 +22,7 @@ from megatron_llama.conversion.meta.names import (
     make_params,
     split_problems,
 )
+from megatron_llama.conversion.model_fields import kind_problems
 from megatron_llama.conversion.tensor_map import MappedTensor, element_count
 from megatron_llama.conversion.torch_file import write_torch_file
 from megatron_llama.conversion.write_tasks import WriteTask
@@ -38,8 +39,10 @@ class MetaWriter:
     files: int
 
     def problems(self, model: ModelConfig) -> Iterator[str]:
-        """Yield the reasons why the model cannot be cut into so many files."""
-        return split_problems(model, self.files)
+        """Yield the reasons why the format cannot hold the model, and why it cannot be cut into so
+        many files."""
+        yield from kind_problems("meta", model)
+        yield from split_problems(model, self.files)
 
     def tasks(
         self,

@@ -1,0 +1,150 @@
+"""Models of every family through the formats: bit for bit, in transformers' and NVIDIA's own classes, or refused by name."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from megatron_llama.config.hf import read_hf_config
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from tests.conversion.converting import convert, identical, loaded, rank_file, refusal
+from tests.conversion.test_convert_foreign import logits_of_megatron_core
+from tests.conversion.test_hf import tensors
+from tests.harness import Cluster
+
+Capture = pytest.CaptureFixture[str]
+SIZES = {"vocab_size": 300, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 4, "num_attention_heads": 8}
+MIXED = ["full_attention", "sliding_attention", "sliding_attention", "full_attention"]
+SCALED = {"rope_type": "longrope", "short_factor": [1.0, 1.5], "long_factor": [2.0, 3.0], "original_max_position_embeddings": 16}
+MODELS: dict[str, dict[str, Any]] = {
+    "llama with biases": {"model_type": "llama", "attention_bias": True, "mlp_bias": True},
+    "mistral": {"model_type": "mistral", "sliding_window": 6},
+    "qwen2": {"model_type": "qwen2", "tie_word_embeddings": True},
+    "qwen3": {"model_type": "qwen3", "head_dim": 16, "use_sliding_window": True, "sliding_window": 5, "layer_types": MIXED},
+    "phi3": {"model_type": "phi3", "partial_rotary_factor": 0.5, "original_max_position_embeddings": 16, "pad_token_id": 0},
+    "phi3, long": {"model_type": "phi3", "original_max_position_embeddings": 16, "pad_token_id": 0},
+    "gemma3": {"model_type": "gemma3_text", "head_dim": 16, "sliding_window": 5, "layer_types": MIXED, "final_logit_softcapping": 30.0},
+}
+MODELS["phi3, long"]["rope_parameters"] = {**SCALED, "rope_theta": 1e4, "partial_rotary_factor": 0.5}
+MEGATRON = ("llama with biases", "mistral", "qwen2", "qwen3", "phi3")
+
+
+def folder_of(name: str, folder: Path) -> Path:
+    """A small model as transformers saves it, no two of its numbers alike in any vector."""
+    fields = SIZES | {"num_key_value_heads": 4, "max_position_embeddings": 64, "bos_token_id": 1, "eos_token_id": 2} | MODELS[name]
+    model_type = fields.pop("model_type")
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(model_type, **fields))
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, 0.0, 0.1)
+    model.save_pretrained(folder, max_shard_size="100KB")
+    return folder
+
+
+def assert_same_model(found: Path, expected: Path, *, but: tuple[str, ...] = ()) -> None:
+    """Two HuggingFace folders: every tensor bit for bit, and every field of the model ``but`` some."""
+    ours, theirs = tensors(found), tensors(expected)
+    assert ours.keys() == theirs.keys()
+    assert [name for name in ours if not identical(ours[name], theirs[name])] == []
+    one, other = (replace(read_hf_config(folder), **dict.fromkeys(but)) for folder in (found, expected))
+    assert one == other
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_there_and_back(name: str, tmp_path: Path) -> None:
+    """What transformers saved comes back bit for bit, as a model that computes the same bits."""
+    original = folder_of(name, tmp_path / "original")
+    native = convert(original, tmp_path / "native", "--to", "native")
+    back = convert(native, tmp_path / "back", "--to", "hf")
+    assert_same_model(back, original)
+    ids = torch.arange(40).view(1, 40) * 7 % 300
+    with torch.no_grad():
+        found, expected = (AutoModelForCausalLM.from_pretrained(folder)(ids).logits for folder in (back, original))
+    assert torch.equal(found, expected)
+
+
+@pytest.mark.parametrize("layout", ["transformer_engine", "local"])
+@pytest.mark.parametrize("name", MEGATRON)
+def test_there_and_back_through_megatron_lm(name: str, layout: str, tmp_path: Path) -> None:
+    original = folder_of(name, tmp_path / "original")
+    words = ("--to", "megatron", "--tensor-model-parallel-size", "2", "--pipeline-model-parallel-size", "2", "--megatron-layout", layout)
+    run = convert(original, tmp_path / "run", *words)
+    assert_same_model(convert(run, tmp_path / "back", "--to", "hf"), original)
+
+
+ARGS = {
+    "llama with biases": {"add_bias_linear": True, "add_qkv_bias": False, "qk_layernorm": False, "window_size": None},
+    "mistral": {"add_bias_linear": False, "window_size": (5, 0), "window_attn_skip_freq": None},
+    "qwen2": {"add_bias_linear": False, "add_qkv_bias": True, "rotary_percent": 1.0},
+    "qwen3": {"qk_layernorm": True, "window_size": (4, 0), "window_attn_skip_freq": [0, 1, 1, 0]},
+    "phi3": {"rotary_percent": 0.5, "window_size": None},
+}
+
+
+@pytest.mark.parametrize("name", MEGATRON)
+def test_the_arguments_of_megatron_lm_are_enough(name: str, tmp_path: Path) -> None:
+    """A file without our extra argument, as Megatron-LM saves it: its own say which family can hold the model."""
+    original = folder_of(name, tmp_path / "original")
+    run = convert(original, tmp_path / "run", "--to", "megatron")
+    content = loaded(rank_file(run))
+    assert {field: getattr(content["args"], field) for field in ARGS[name]} == ARGS[name]
+    del content["args"].hf_config
+    torch.save(content, rank_file(run))
+    for sums in run.rglob("SHA256SUMS"):
+        sums.unlink()
+    back = convert(run, tmp_path / "back", "--to", "hf", "--vocab-size", "300")
+    assert_same_model(back, original, but=("bos_token_id", "eos_token_id"))
+
+
+@pytest.mark.parametrize("name", ["mistral", "qwen2", "qwen3", "phi3"])
+def test_megatron_core_computes_the_same_logits(name: str, cluster: Cluster, tmp_path: Path) -> None:
+    original = folder_of(name, tmp_path / "original")
+    run = convert(original, tmp_path / "run", "--to", "megatron", "--megatron-layout", "local")
+    ids = torch.arange(40).view(1, 40) * 7 % 300
+    [found] = cluster.run(1, logits_of_megatron_core, rank_file(run), ids)
+    with torch.no_grad():
+        expected = AutoModelForCausalLM.from_pretrained(original)(ids).logits
+    torch.testing.assert_close(found[:, :, :300], expected, rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("name", "words", "says"),
+    [
+        (
+            "qwen2",
+            ("meta",),
+            "meta add_qkv_bias: got True, expected False, as in LLaMA; take another format: hf and native hold every model",
+        ),
+        ("mistral", ("meta",), "meta sliding_window: got 6, expected 0, as in LLaMA"),
+        ("qwen3", ("megatron-llama",), "megatron-llama (legacy) qk_norm: got head, expected none"),
+        ("phi3", ("megatron", "--megatron-layout", "legacy"), "megatron (legacy) partial_rotary_factor: got 0.5, expected 1.0"),
+        ("gemma3", ("megatron",), "megatron norm_position: got both, expected before, as in LLaMA"),
+        ("gemma3", ("megatron",), "megatron final_logit_softcapping: got 30.0, expected 0.0, as in LLaMA"),
+    ],
+)
+def test_what_a_format_cannot_hold_is_refused_by_name(
+    name: str, words: tuple[str, ...], says: str, tmp_path: Path, capsys: Capture
+) -> None:
+    original = folder_of(name, tmp_path / "original")
+    assert says in refusal(capsys, original, tmp_path / "out", "--to", *words, status=2)
+
+
+@pytest.mark.parametrize(
+    ("name", "field", "value", "says"),
+    [
+        ("qwen2", "add_qkv_bias", False, "args add_qkv_bias: got False, expected True, by the config of a qwen2"),
+        ("mistral", "window_size", (6, 0), "args window_size: got (6, 0), expected (5, 0), by the config of a mistral"),
+        ("qwen3", "window_attn_skip_freq", 2, "args window_attn_skip_freq: got 2, expected [0, 1, 1, 0], by the config of a qwen3"),
+        ("phi3", "rotary_percent", 1.0, "args rotary_percent: got 1.0, expected 0.5, by the config of a phi3"),
+    ],
+)
+def test_arguments_that_contradict_the_config(name: str, field: str, value: Any, says: str, tmp_path: Path, capsys: Capture) -> None:
+    run = convert(folder_of(name, tmp_path / "original"), tmp_path / "run", "--to", "megatron")
+    content = loaded(rank_file(run))
+    setattr(content["args"], field, value)
+    torch.save(content, rank_file(run))
+    for sums in run.rglob("SHA256SUMS"):
+        sums.unlink()
+    assert says in refusal(capsys, run, tmp_path / "out", "--to", "hf")
