@@ -120,14 +120,21 @@ def test_the_adapter_has_at_most_80_lines() -> None:
 def test_the_code_of_the_page_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Block after block, around a small model in one process. What the last one loads is what was saved."""
     blocks = re.findall(r"^```python\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL)
-    assert len(blocks) == 3
+    assert len(blocks) == 4
+    generator, critic = torch.nn.Linear(4, 4), torch.nn.Linear(4, 1)
     monkeypatch.chdir(tmp_path)
     model = LlamaForCausalLM(
         LlamaConfig(vocab_size=32, hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2, use_cache=False)
     )
     ids = torch.arange(8)[None]
-    with ml.shard(model, units=[type(model.model.layers[0])]) as engine:
+    with (
+        ml.shard(model, units=[type(model.model.layers[0])]) as engine,
+        ml.shard(generator) as generator_engine,
+        ml.shard(critic) as critic_engine,
+    ):
         names = {"model": model, "engine": engine, "ids": ids, "torch": torch}
+        names |= {"generator": generator, "generator_engine": generator_engine, "critic": critic, "critic_engine": critic_engine}
+        names |= {"noise": torch.ones(2, 4), "generator_loss": torch.mean}
         model(input_ids=ids, labels=ids).loss.backward()
         engine.step()
         for block in blocks:
