@@ -23,6 +23,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.harness import Cluster
+from tests.nccl_transport import installed
 from tests.nn.cudnn import on_hopper
 from tests.nn.spmd import numbers, replicated, weighted_total
 
@@ -245,6 +246,16 @@ def test_one_rank_is_plain_attention_and_sends_nothing() -> None:
 @pytest.mark.parametrize("with_documents", [False, True], ids=["causal", "documents"])
 def test_windows_over_ranks(cluster: Cluster, size: int, dtype: torch.dtype, with_documents: bool) -> None:
     cluster.run(size, check_windows, "ring" if size == 2 else "all_gather", dtype, with_documents)
+
+
+def check_windows_by_nccl(place: Place) -> None:
+    with installed():
+        check_windows(place, "ring", torch.float32, False)
+
+
+def test_windows_by_the_rules_of_nccl(cluster: Cluster) -> None:
+    """Messages to several ranks at once, each rank with its own."""
+    cluster.run(4, check_windows_by_nccl)
 
 
 def seen_of_others(rank: int, size: int, window: int) -> dict[int, set[int]]:
