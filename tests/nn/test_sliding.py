@@ -14,6 +14,7 @@ from megatron_llama.nn.ops import PLAIN
 from megatron_llama.nn.sliding import DocumentIds, sliding_attention
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import FlopCounterMode
 
 TOLERANCE = {torch.float64: 1e-11, torch.float32: 1e-5, torch.bfloat16: 2e-2}
 DTYPES = pytest.mark.parametrize("dtype", list(TOLERANCE), ids=str)
@@ -166,6 +167,20 @@ def test_the_cost_follows_the_window() -> None:
     with LargestMask() as largest:
         sliding_attention(*leaves, rule=ScoreRule(window=512), document_ids=torch.zeros(8192, 1, dtype=torch.int32)).sum().backward()
     assert 0 < largest.elements <= 256 * (512 + 256)
+
+
+def test_products_of_hosts_follow_the_window(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In bf16: two products forward and five backward of the two that forward has, each of a block's queries and what they see."""
+    monkeypatch.setattr(devices, "multiplies_bf16", lambda: True)
+    length, window = 2048, 256
+    qkv = draw(length, 1, 4 * 16, seed=1).bfloat16().requires_grad_()
+    cos, sin = torch.ones(length, 1, 1, 8), torch.zeros(length, 1, 1, 8)
+    counted = []
+    for rule in (ScoreRule(window=window), ScoreRule()):
+        with FlopCounterMode(display=False) as counter:
+            rotated_attention(qkv.clone(), cos, sin, query=2, key=1, ops=PLAIN, rule=rule).sum().backward()
+        counted.append(counter.get_total_flops())
+    assert counted[0] <= 7 * 2 * 16 * 2 * length * (window + 255) < 0.6 * counted[1]
 
 
 class Flash(TorchDispatchMode):
