@@ -21,7 +21,6 @@ from megatron_llama.config.schema import Config, ModelConfig, ParallelConfig
 from megatron_llama.config.windows import window_of
 from megatron_llama.distributed.device import is_host
 from megatron_llama.distributed.mesh import Mesh
-from megatron_llama.errors import ConfigError, listing
 from megatron_llama.nn.attention import (
     PLAIN_SCORES,
     AttentionBackend,
@@ -62,7 +61,6 @@ from megatron_llama.nn.recompute import Recomputable, recomputed
 from megatron_llama.nn.rotary import Rotary
 from megatron_llama.nn.sliding import continued_attention, sliding_attention
 from megatron_llama.plans.activation_memory import HEAD_CHUNK, Granularity
-from megatron_llama.plans.checks.model import uncomputed_problems
 from megatron_llama.plans.params import (
     Partition,
     kv_copies,
@@ -446,9 +444,6 @@ class Stage(nn.Module):
         block: type[Block] = Block,
     ) -> None:
         super().__init__()
-        problems = list(uncomputed_problems(config))
-        if problems:
-            raise ConfigError(listing("This model cannot be computed:", problems))
         self.config = config
         self.mesh = mesh
         self.options = options

@@ -10,6 +10,8 @@ backward pass each chunk gives its losses only.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -22,10 +24,24 @@ from megatron_llama.nn.param_handle import ParamHandle, accumulate_product, wait
 from megatron_llama.plans.activation_memory import HEAD_CHUNK, head_rows
 
 
+class _SoftCap(torch.autograd.Function):
+    """Keeps the hyperbolic tangent, in the place of the logits."""
+
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, cap: float) -> Tensor:
+        tangent = logits.detach().div_(cap).tanh_()
+        ctx.save_for_backward(tangent)
+        return tangent * cap
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        (tangent,) = ctx.saved_tensors
+        return torch.ops.aten.tanh_backward(grad, tangent), None
+
+
 def soft_capped(logits: Tensor, cap: float) -> Tensor:
-    """Return cap * tanh(logits / cap), and overwrite the logits, which nobody else may read: the
-    two tensors are what there is during backward."""
-    return logits.div_(cap).tanh_() * cap
+    """Return cap * tanh(logits / cap), and overwrite the logits, which nobody else may read."""
+    return _SoftCap.apply(logits, cap)  # type: ignore[no-any-return, no-untyped-call]
 
 
 def head_loss(
@@ -68,10 +84,10 @@ def head_loss(
         step = head_rows(chunk, weight.shape[0])
         for part in (slice(start, start + step) for start in range(0, len(rows), step)):
             logits = F.linear(rows[part], weight)
-            slopes = None
+            tangent = None
             if cap:
-                slopes = logits.div_(cap).tanh_()
-                logits = slopes * cap
+                tangent = logits.div_(cap).tanh_()
+                logits = tangent * cap
             loss = cross_entropy(
                 logits,
                 targets[part],
@@ -82,16 +98,17 @@ def head_loss(
                 ops=ops,
             )
             losses.append(loss)
-            # The logits are their gradient now. The weight gradient reads these rows of the input
+            # The logits are their gradient now.
+            if tangent is not None and token_weights is not None:
+                torch.ops.aten.tanh_backward.grad_input(logits, tangent, grad_input=logits)
+            # The weight gradient reads these rows of the input
             # before their gradient takes their place.
-            if slopes is not None and token_weights is not None:
-                torch.ops.aten.tanh_backward.grad_input(logits, slopes, grad_input=logits)
             if wgrad is not None:
                 accumulate_product(wgrad, beta, logits.t(), rows[part])
                 beta = 1.0
             if token_weights is not None:
                 torch.mm(logits, weight, out=rows[part])
-            del logits, slopes  # two chunks at once would be twice the memory
+            del logits, tangent  # two chunks at once would be twice the memory
         if weights is None:
             return torch.cat(losses).view(labels.shape), None
         if gathers:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from megatron_llama.planner.coefficients import Coefficients
 from megatron_llama.planner.training_job import Matmul, TrainingJob
+from megatron_llama.plans.params import kv_copies
 from megatron_llama.plans.windows import score_share
 
 BF16_BYTES = 2
@@ -110,18 +111,30 @@ class Kernels:
         return flops / self.base_rate + passes * scores / self.hbm
 
     def memory(self) -> float:
-        """Return the seconds of norms, rotary embedding, activation and residual sums of one block
-        forward."""
+        """Return the seconds of norms, rotary embedding, activation, residual sums, and biases that
+        no product adds, of one block forward."""
         job = self.job
+        model = job.model
         traits = job.traits
         split = job.tp if job.sequence_parallel else 1
-        streams = 6.0 * job.model.hidden_size / split
-        norms = 4.0 * job.model.hidden_size / split
+        # Biases of row-parallel layers are added behind their sums: one read and one write each.
+        sums = 6.0 + 2.0 * (model.attention_bias + model.mlp_bias)
+        streams = sums * model.hidden_size / split
+        norms = (8.0 if model.norm_position == "both" else 4.0) * model.hidden_size / split
         norms *= 1.0 if traits.fused_norms else 1.0 + self.fit.norms
         gates = 3.0 if traits.gated else 2.0
-        inner = gates * job.model.intermediate_size / job.tp + 4.0 * job.queries
+        inner = gates * model.intermediate_size / job.tp + 4.0 * job.queries
+        if model.qk_norm != "none":
+            # Queries and keys are read, and written twice: a copy, and the norm in their place.
+            inner += 3.0 * job.queries * (1.0 + self._keys_of_a_query())
         compiled = self.fit.compiled if traits.compiled else 1.0
         return job.tokens * job.itemsize * compiled * (streams + inner + norms) / self.hbm
+
+    def _keys_of_a_query(self) -> float:
+        """Return how many key heads of a rank there are for each query head."""
+        model = self.job.model
+        copies = kv_copies(model, self.job.tp)
+        return model.num_key_value_heads * copies / model.num_attention_heads
 
     def forward(self) -> PassTime:
         """Return one block, forward, for one microbatch, without communication."""

@@ -2,9 +2,10 @@
 the model and the layout.
 
 Derived as in "Reducing Activation Recomputation in Large Transformer Models" (Korthikanti et al.,
-2022, section 4), for LLaMA's block: no dropout, no attention scores (flash attention keeps one
-log-sum-exp per query and head), grouped key/value heads, SwiGLU. A test compares every number with
-the storages that autograd holds. Parameters are not counted.
+2022, section 4), for the blocks of ``model/llama.py``: no dropout, no attention scores (flash
+attention keeps one log-sum-exp per query and head), grouped key/value heads, a gated activation,
+and norms where the family has them. Biases keep nothing. A test compares every number with the
+storages that autograd holds. Parameters are not counted.
 """
 
 from __future__ import annotations
@@ -127,11 +128,33 @@ class Activations:
         return self.hidden + self._residual_tokens * self.fp32_itemsize
 
     @property
+    def _norms(self) -> int:
+        """All norms of a block without those of heads: two before its layers, two behind, or
+        both."""
+        return (4 if self.model.norm_position == "both" else 2) * self._norm
+
+    @property
+    def _norms_before(self) -> bool:
+        return self.model.norm_position != "after"
+
+    @property
+    def _qk_norm(self) -> int:
+        """Queries and keys as they were before their norms, and the scales: one for each head, or
+        one for all queries and one for all keys of a token."""
+        if self.model.qk_norm == "none":
+            return 0
+        heads = self.model.num_attention_heads // self.tp
+        heads += self.model.num_key_value_heads * kv_copies(self.model, self.tp) // self.tp
+        scales = heads if self.model.qk_norm == "head" else 2
+        return self._query + self._key_value // 2 + self.tokens * scales * self.fp32_itemsize
+
+    @property
     def attention(self) -> int:
         """Queries, keys, values, output and log-sum-exp; with context parallelism keys and values
-        once more, as they were received."""
+        once more, as they were received; and what the norms of queries and keys keep."""
         log_sum_exp = self.tokens * self.model.num_attention_heads // self.tp * self.fp32_itemsize
-        return 2 * self._query + self._key_value * (2 if self.cp > 1 else 1) + log_sum_exp
+        received = 2 if self.cp > 1 else 1
+        return 2 * self._query + self._key_value * received + log_sum_exp + self._qk_norm
 
     def block(self, granularity: Granularity) -> int:
         """One transformer block."""
@@ -142,11 +165,15 @@ class Activations:
                 not self.sequence_parallel and self.tokens * self.model.hidden_size % self.tp == 0
             )
             return self.hidden // self.tp if divides else self.hidden
-        selective = 2 * self._norm + self.attention + 2 * self._inner + self._low
+        selective = self._norms + self.attention + 2 * self._inner + self._low
+        if not self._norms_before:
+            # The residual stream itself is the input of attention and MLP.
+            selective += 2 * self.hidden
         if granularity == "selective":
             return selective
-        # The outputs of both norms, and of SwiGLU.
-        return selective + 2 * self.hidden + self._inner
+        # The output of the gated activation, and those of the norms before attention and MLP.
+        outputs = 2 * self.hidden if self._norms_before else 0
+        return selective + outputs + self._inner
 
     def postponed_block(self, granularity: Granularity) -> int:
         """One block between BACKWARD_INPUT and BACKWARD_WEIGHT: the inputs and the output gradients
@@ -154,11 +181,9 @@ class Activations:
         # Gradients of the residual stream are those of all tokens, also under sequence parallelism.
         streams = 2 * self.tokens * self.model.hidden_size * self.itemsize
         gradients = self._query + self._key_value + 2 * self._inner + streams
-        inputs = (
-            2 * self._norm + 2 * self._inner
-            if granularity == "selective"
-            else 2 * self.hidden + self._inner
-        )
+        selective = granularity == "selective"
+        inputs = 2 * (self._norm if selective and self._norms_before else self.hidden)
+        inputs += 2 * self._inner if selective else self._inner
         return inputs + self._query + gradients + 2 * self._low
 
     @property
@@ -184,7 +209,7 @@ class Activations:
     def loss(self, *, in_chunks: bool) -> int:
         """What computing the loss needs besides what is kept: some logits in fp32, if they are not;
         in chunks also the logits of one chunk, and the input of the head where this rank keeps only
-        a part of it."""
+        a part of it; and logits once more where they are capped."""
         at_once = (
             head_rows(self.head_chunk, self._columns) * self._columns
             if in_chunks
@@ -195,14 +220,16 @@ class Activations:
             if self.itemsize < self.fp32_itemsize
             else 0
         )
+        capped = at_once * self.itemsize if self.model.final_logit_softcapping else 0
         if not in_chunks:
-            return computed
+            # The gradient through the cap is another tensor, made when the loss is done.
+            return max(computed, capped)
         whole = (
             self.tokens * self.model.hidden_size * self.itemsize
             if self._residual_tokens < self.tokens
             else 0
         )
-        return computed + at_once * self.itemsize + whole
+        return computed + at_once * self.itemsize + capped + whole
 
     def gradients(self, recomputed: Granularity) -> int:
         """What the backward pass of a block needs besides what is kept: what it computes again, and
@@ -212,8 +239,9 @@ class Activations:
 
     def head(self, *, in_chunks: bool) -> int:
         """Final norm, head and loss. The gradient of the logits is the largest part, unless they
-        are computed in chunks."""
-        return self._norm + self.hidden + (0 if in_chunks else self.logits)
+        are computed in chunks; where logits are capped, the hyperbolic tangent is as large."""
+        tensors = 2 if self.model.final_logit_softcapping else 1
+        return self._norm + self.hidden + (0 if in_chunks else tensors * self.logits)
 
     @property
     def rotary(self) -> int:

@@ -139,6 +139,8 @@ PLANNED: Mapping[str, tuple[dict[str, object], str]] = {
     "num_hidden_layers": ({"num_layers": 5}, f"parameters      {213_568 + 36_992:,} in 48"),
     "num_key_value_heads": ({"num_query_groups": 4}, f"parameters      {213_568 + 4 * 2 * 32 * 64:,} in 39"),
     "head_dim": ({"head_dim": 32}, f"parameters      {213_568 + 4 * 12 * 16 * 64:,} in 39"),
+    "attention_bias": ({"attention_bias": True}, f"parameters      {213_568 + 4 * (64 + 32 + 32 + 64):,} in 55"),
+    "mlp_bias": ({"mlp_bias": True}, f"parameters      {213_568 + 4 * (2 * 128 + 64):,} in 51"),
     "tie_word_embeddings": ({"tie_word_embeddings": True}, f"parameters      {213_568 - 512 * 64:,} in 38"),
     "pipeline_model_parallel_size": (EIGHT, "processes       8 = tp 1 x cp 1 x pp 2 x dp 4"),
     "context_parallel_size": ({**EIGHT, "context_parallel_size": 2}, "processes       8 = tp 1 x cp 2 x pp 2 x dp 2"),
@@ -205,9 +207,7 @@ def test_options_that_the_plan_shows(option: str, product: Product, capsys: pyte
 
 REFUSED: Mapping[str, object] = {
     "model_type": "gpt2",
-    "attention_bias": True,
     "add_qkv_bias": True,
-    "mlp_bias": True,
     "qk_norm": "head",
     "norm_position": "both",
     "apply_layernorm_1p": True,

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from megatron_llama.config.schema import Config
 from megatron_llama.distributed.launcher import Place
 from megatron_llama.model.init import BLOCK_ELEMENTS, InitialWeights
 from megatron_llama.plans.params import Rectangle, hf_shapes
@@ -81,7 +82,12 @@ def test_seed_name_and_norms() -> None:
     assert torch.equal(one, whole(InitialWeights(1, 0.02), "a", (8, 8)))
     assert not torch.equal(one, whole(InitialWeights(2, 0.02), "a", (8, 8)))
     assert not torch.equal(one, whole(InitialWeights(1, 0.02), "b", (8, 8)))
-    assert torch.equal(whole(InitialWeights(1, 0.02), "norm", (MODEL.hidden_size,)), torch.ones(MODEL.hidden_size))
+    ones = torch.ones(MODEL.hidden_size)
+    assert torch.equal(whole(InitialWeights(1, 0.02), "norm.weight", (MODEL.hidden_size,)), ones)
+    assert torch.equal(whole(InitialWeights(1, 0.02), "q_proj.bias", (MODEL.hidden_size,)), 0 * ones)
+    one_plus = InitialWeights.of(Config(model=replace(MODEL, apply_layernorm_1p=True)))
+    assert torch.equal(whole(one_plus, "norm.weight", (MODEL.hidden_size,)), 0 * ones)
+    assert torch.equal(whole(InitialWeights.of(Config(model=MODEL)), "norm.weight", (MODEL.hidden_size,)), ones)
 
 
 def test_wider_targets_hold_the_fp32_values() -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import hashlib
 import math
 import pydoc_data.topics
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any, Literal, get_args
@@ -163,6 +163,10 @@ class Layout:
             lora=LoraConfig(lora_rank=self.lora, lora_target_modules=self.targets),
         )
 
+    def weights(self) -> Callable[[Rectangle, Tensor], None]:
+        """With which the training starts."""
+        return AdaptedWeights() if self.lora else initial_weights()
+
     def sized(self) -> Config:
         """The configuration with the numbers of a step, as plans need them."""
         config = self.config()
@@ -234,7 +238,7 @@ def trainer(
     mesh = build_mesh(config, rank=place.rank, world_size=place.world_size, device=device or torch.device("cpu"))
     stages = build_stages(config, mesh, block)
     optimizer = build_optimizer(config, stages.values(), mesh, copies=copies, blocking=layout.blocking, inline=inline)
-    optimizer.load_weights(initial_weights() if not layout.lora else AdaptedWeights())
+    optimizer.load_weights(layout.weights())
     runtime = PipelineRuntime(stages, optimizer, mesh, config, dtype=compute_dtype(config))
     return Trainer(layout, mesh, stages, optimizer, runtime)
 
@@ -345,7 +349,11 @@ def hf_model(model: ModelConfig, dtype: torch.dtype = torch.float32) -> torch.nn
 
 def train_hf(layout: Layout) -> Record:
     """The same steps with transformers, torch.optim.AdamW and clip_grad_norm_."""
-    model = hf_model(layout.config().model, torch.float64 if layout.fp64 else torch.float32)
+    return train_twin(hf_model(layout.config().model, torch.float64 if layout.fp64 else torch.float32), layout)
+
+
+def train_twin(model: torch.nn.Module, layout: Layout) -> Record:
+    """The steps of a layout with a model of transformers."""
     groups = [[p for p in model.parameters() if (p.dim() > 1) is decay] for decay in (True, False)]
     o = OPTIMIZER
     options = [{"params": group, "weight_decay": decay} for group, decay in zip(groups, (o.weight_decay, 0.0), strict=True)]

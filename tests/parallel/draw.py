@@ -9,6 +9,7 @@ import itertools
 import random
 from collections import Counter
 from dataclasses import replace
+from functools import cache
 from typing import get_args
 
 from megatron_llama.distributed.launcher import Place
@@ -30,6 +31,7 @@ LAYERS = (4, 6, 8, 12, 16, 24)
 BUCKETS = (1, 3_000, 20_000, 1_000_000)
 
 
+@cache
 def draw(seed: int = SEED, count: int = COUNT) -> tuple[Layout, ...]:
     """``count`` layouts of different names, always the same for a seed. With fewer than 64 the floors shrink in proportion."""
     chance, chosen = random.Random(seed), dict[str, Layout]()

@@ -36,13 +36,15 @@ class Run(Layout):
     recompute_layers: str = "all"
     windows: bool = False
     """Half of each head rotates, and two of four layers have a window and a rotary table of their own."""
+    fields: tuple[tuple[str, Any], ...] = ()
+    """Of a model that is no LLaMA."""
 
     def config(self) -> Config:
         """See Layout."""
         config = super().config()
         parallel = replace(config.parallel, recompute_num_layers=self.recompute_layers)
         sizes = {"micro_batch_size": BATCH, "seq_length": SEQ_LENGTH, "global_batch_size": BATCH * self.dp * self.microbatches}
-        model = config.model
+        model = replace(config.model, **dict(self.fields))
         if self.windows:
             types = ("full_attention", "sliding_attention") * 2
             model = replace(model, sliding_window=7, layer_types=types, partial_rotary_factor=0.5, rope_local_base_freq=100.0)
@@ -172,6 +174,27 @@ def test_formula_is_what_autograd_keeps(
     if layout.kv_heads != MODEL.num_key_value_heads:
         kv_heads = layout.kv_heads
     run = replace(layout, recompute=recompute, bf16=precision == "bf16", fp64=precision == "fp64", kv_heads=kv_heads)
+    assert cluster.run(run.world_size, measured, run, False) == [predicted(run, False)] * run.world_size
+
+
+FIELDS: dict[str, dict[str, Any]] = {
+    "biases": {"attention_bias": True, "mlp_bias": True},
+    "norms of heads": {"qk_norm": "head", "apply_layernorm_1p": True, "add_qkv_bias": True},
+    "norms of projections": {"qk_norm": "projection"},
+    "norms behind": {"norm_position": "after", "hidden_act": "gelu_pytorch_tanh"},
+    "norms before and behind": {"norm_position": "both", "embedding_multiplier": 8.0},
+    "capped logits": {"final_logit_softcapping": 30.0},
+}
+
+
+@pytest.mark.parametrize("recompute", GRANULARITIES)
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("fields", FIELDS.values(), ids=FIELDS.keys())
+@pytest.mark.parametrize("layout", [Run(), Run(tp=2, sp=True), Run(tp=2, kv_heads=1), Run(cp=2)], ids=lambda layout: layout.name)
+def test_parts_of_other_families_keep_what_the_formula_says(
+    cluster: Cluster, layout: Run, fields: dict[str, Any], precision: Literal["fp32", "bf16"], recompute: Granularity
+) -> None:
+    run = replace(layout, recompute=recompute, bf16=precision == "bf16", fields=tuple(fields.items()))
     assert cluster.run(run.world_size, measured, run, False) == [predicted(run, False)] * run.world_size
 
 

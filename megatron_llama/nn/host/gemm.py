@@ -22,7 +22,9 @@ WGRAD_CHUNK = 2**21
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """Multiply x [..., d] by weight [f, d] and add bias [f]: [..., f]."""
     if not prefers_onednn(x, weight):
-        return F.linear(x, weight, bias)
+        if bias is None:
+            return F.linear(x, weight)
+        return _unflatten(F.linear(rows(x), weight, bias), x)  # F.linear would return a view
     return _unflatten(_onednn_linear(rows(x), weight, bias), x)
 
 

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import replace
-from types import MappingProxyType
 
 from megatron_llama.config.families import FAMILIES
 from megatron_llama.config.hf import ACTIVATIONS, unheld_fields
@@ -14,21 +13,6 @@ from megatron_llama.config.rope import rope_problems
 from megatron_llama.config.schema import MODEL_SIZES, Config, ModelConfig
 from megatron_llama.config.windows import LAYER_TYPES, SLIDING
 from megatron_llama.errors import describe, nearest_divisors
-
-LLAMA_ONLY: Mapping[str, object] = MappingProxyType(
-    {
-        "attention_bias": False,
-        "add_qkv_bias": False,
-        "mlp_bias": False,
-        "qk_norm": "none",
-        "norm_position": "before",
-        "apply_layernorm_1p": False,
-        "hidden_act": "silu",
-        "embedding_multiplier": 1.0,
-        "final_logit_softcapping": 0.0,
-    }
-)
-"""Fields that are refused with any other value than LLaMA's."""
 
 
 def missing_model_problems(config: Config) -> Iterator[str]:
@@ -51,7 +35,7 @@ def missing_model_problems(config: Config) -> Iterator[str]:
 
 
 def model_problems(model: ModelConfig) -> Iterator[str]:
-    """Yield sizes that do not fit each other, what is not computed here, and what the family cannot
+    """Yield sizes that do not fit each other, names that nobody knows, and what the family cannot
     hold."""
     problems = [
         *_shape_problems(model),
@@ -59,7 +43,6 @@ def model_problems(model: ModelConfig) -> Iterator[str]:
         *_rotary_problems(model),
         *_token_problems(model),
     ]
-    problems = problems or list(uncomputed_problems(model))
     yield from problems
     # Numbers out of range are named by ranges.py.
     numbers = [value for value in vars(model).values() if isinstance(value, int | float)]
@@ -111,18 +94,6 @@ def _kind_problems(model: ModelConfig) -> Iterator[str]:
         expected = "a window for the layers that slide"
         do = "give --sliding-window N"
         yield describe("--layer-types", got=model.layer_types, expected=expected, do=do)
-
-
-def uncomputed_problems(model: ModelConfig) -> Iterator[str]:
-    """Yield what no layer computes."""
-    for name, wanted in LLAMA_ONLY.items():
-        if getattr(model, name) != wanted:
-            yield describe(
-                flag(name),
-                got=getattr(model, name),
-                expected=f"{wanted}, as in every LLaMA",
-                do=f"leave {name} out",
-            )
 
 
 def _rotary_problems(model: ModelConfig) -> Iterator[str]:

@@ -1,0 +1,174 @@
+"""Each family computes transformers' logits, and trains in every layout what one process trains and what transformers trains with torch's
+own AdamW."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from dataclasses import asdict, replace
+
+import pytest
+import torch
+from megatron_llama.config.schema import Config, ParallelConfig
+from megatron_llama.distributed.launcher import Place
+from megatron_llama.distributed.mesh import build_mesh
+from megatron_llama.model.llama import build_stages
+from megatron_llama.model.load import load_stages, rank_specs
+from megatron_llama.plans.params import Rectangle
+from torch import Tensor
+
+from tests.families.twins import SIZES, TWINS, DrawnWeights, FamilyLayout, reference
+from tests.harness import Cluster
+from tests.parallel.cases import STEPS, STRATEGIES, Layout, Record, Reference, merged, record, token_ids, train, trainer
+from tests.parallel.draw import draw
+from tests.parallel.test_head import with_chunks
+
+References = Callable[[FamilyLayout], Reference]
+FAMILIES = pytest.mark.parametrize("family", TWINS)
+LENGTH, BATCH = 160, 2
+FEWER_STEPS = 6
+"""With --all every layout makes twenty steps."""
+CHUNK = 300
+"""Logits at once, far fewer than those of a microbatch."""
+
+
+def logits_of(place: Place, family: str, sequence_parallel: bool) -> Tensor:
+    """[s, b, padded_vocab / tp] of a one-stage model."""
+    parallel = ParallelConfig(tensor_model_parallel_size=place.world_size, sequence_parallel=sequence_parallel)
+    config = Config(model=TWINS[family].ours, parallel=parallel)
+    mesh = build_mesh(config, rank=place.rank, world_size=place.world_size, device=torch.device("cpu"))
+    [stage] = build_stages(config, mesh).values()
+    load_stages([stage], rank_specs(config, mesh), DrawnWeights(config.model), dtype=torch.float32, device=mesh.device)
+    with torch.no_grad():
+        return stage(prompt().t(), stage.positions(LENGTH, mesh.device))
+
+
+def prompt() -> Tensor:
+    """[b, s] ids of English text."""
+    return token_ids(LENGTH * BATCH).view(BATCH, LENGTH)
+
+
+@FAMILIES
+def test_logits_are_those_of_transformers(cluster: Cluster, family: str) -> None:
+    with torch.no_grad():
+        expected = TWINS[family].hf_model()(prompt()).logits.transpose(0, 1)
+    assert expected.std() > 0.3, "logits that are all alike would prove nothing"
+    for tp, sequence_parallel in ((1, False), (2, True), (4, False)):
+        found = torch.cat(cluster.run(tp, logits_of, family, sequence_parallel), dim=-1)[..., : SIZES["vocab_size"]]
+        assert float((found - expected).abs().max()) < 1e-4, (tp, sequence_parallel)
+
+
+def fixed() -> list[Layout]:
+    """The four strategies, virtual stages, and more ranks than key/value heads."""
+    return [
+        *(Layout(tp=2, dp=2, sp=True, strategy=strategy, microbatches=2) for strategy in STRATEGIES),
+        Layout(pp=2, virtual=2, microbatches=4, schedule="interleaved"),
+        Layout(pp=2, virtual=2, microbatches=4, schedule="zb-v", recompute="selective"),
+        Layout(tp=4, pp=2, sp=True, microbatches=4, schedule="zb-h1", recompute="full"),
+        Layout(tp=2, cp=2),
+    ]
+
+
+SHORT = [layout.name for layout in fixed()[3:7:2]]
+DRAWN = 10
+
+
+def layouts(family: str) -> list[FamilyLayout]:
+    """The fixed ones, and others of the random layouts for each family."""
+    pool = [layout for layout in draw() if layout.layers == SIZES["num_hidden_layers"] and layout.world_size > 1]
+    chosen = fixed() + random.Random(family).sample(pool, DRAWN)
+    plain = {"kv_heads": Layout().kv_heads, "tied": False, "documents": False, "steps": STEPS}
+    return [FamilyLayout(**(asdict(layout) | plain | {"offload": layout.offload, "family": family})) for layout in chosen]
+
+
+EACH = [layout for family in TWINS for layout in layouts(family)]
+
+
+@pytest.mark.parametrize("family", TWINS)
+def test_the_layouts_of_a_family_meet_every_axis(family: str) -> None:
+    own = [layout for layout in EACH if layout.family == family]
+    assert len({layout.name for layout in own}) >= 16
+    for axis in ("tp", "cp", "pp", "dp", "virtual", "sp"):
+        assert sum(getattr(layout, axis) > 1 or getattr(layout, axis) is True for layout in own) >= 2, axis
+    assert {layout.strategy for layout in own} == set(STRATEGIES)
+    assert {"interleaved", "zb-h1", "zb-v"} <= {layout.schedule for layout in own}
+
+
+@pytest.fixture(scope="module")
+def references(cluster: Cluster) -> References:
+    """Each once."""
+    known: dict[FamilyLayout, Reference] = {}
+
+    def look_up(layout: FamilyLayout) -> Reference:
+        if layout.reference not in known:
+            known[layout.reference] = reference(cluster, layout)
+        return known[layout.reference]
+
+    return look_up
+
+
+def is_short(layout: FamilyLayout) -> bool:
+    return layout.name.removeprefix(f"{layout.family} ") in SHORT
+
+
+@pytest.mark.parametrize("layout", [pytest.param(one, id=one.name, marks=[] if is_short(one) else [pytest.mark.long]) for one in EACH])
+def test_training_is_that_of_transformers(
+    references: References, cluster: Cluster, layout: FamilyLayout, request: pytest.FixtureRequest
+) -> None:
+    layout = replace(layout, steps=STEPS if request.config.getoption("--all") else FEWER_STEPS)
+    compare(references, cluster, layout)
+
+
+def compare(references: References, cluster: Cluster, layout: FamilyLayout) -> None:
+    """Losses and norms with one process and with transformers, trained weights with one process."""
+    records = cluster.run(layout.world_size, train, layout)
+    expected = references(layout)
+    row = expected.row(layout.name, records[0])
+    assert row.holds, row
+    assert all(one.losses == records[0].losses and one.norms == records[0].norms for one in records)
+    trained, alone = merged(records), merged([expected.single])
+    assert trained.keys() == alone.keys()
+    for name, weight in trained.items():
+        # Adam turns a gradient that is all rounding noise into full steps, so single elements may differ, tensors may not.
+        assert float((weight - alone[name]).norm() / alone[name].norm()) < 1e-4, name
+    for one in records:
+        assert len({records[rank].parameters for rank in one.dp_line}) == 1
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        FamilyLayout(family="llama", tp=2, sp=True, pp=2, microbatches=4, schedule="zb-h1", lora=4),
+        FamilyLayout(family="qwen2", tp=4, dp=2, lora=4, recompute="selective"),
+        FamilyLayout(family="llama", tp=4, sp=True, freeze=("*.weight",)),
+    ],
+    ids=lambda layout: layout.name,
+)
+def test_biases_next_to_low_rank_additions_and_alone(references: References, cluster: Cluster, layout: FamilyLayout) -> None:
+    """Additions leave them frozen; and they may be all that is trained."""
+    layout = replace(layout, steps=FEWER_STEPS)
+    compare(references, cluster, layout)
+    start = layout.weights()
+    changed = set()
+    for name, weight in merged([references(layout).single]).items():
+        initial = torch.empty_like(weight)
+        start(Rectangle(name, tuple(weight.shape), (0,) * weight.dim(), tuple(weight.shape), 0), initial)
+        changed |= set() if torch.equal(initial, weight) else {name}
+    assert {name for name in changed if ("lora_" if layout.lora else ".bias") not in name} == set() != changed
+
+
+def in_chunks(place: Place, layout: FamilyLayout) -> Record:
+    """Training with few logits at a time."""
+    run = trainer(place, layout)
+    with_chunks(run, CHUNK)
+    return record(run, [run.step(index) for index in range(layout.steps)])
+
+
+@pytest.mark.parametrize(
+    "layout", [FamilyLayout(family="gemma3"), FamilyLayout(family="gemma3", tp=2, sp=True)], ids=lambda layout: layout.name
+)
+def test_capped_logits_in_chunks_are_those_at_once(cluster: Cluster, layout: FamilyLayout, references: References) -> None:
+    layout = replace(layout, steps=FEWER_STEPS)
+    [chunked, *_] = cluster.run(layout.world_size, in_chunks, layout)
+    row = references(layout).row(layout.name, chunked)
+    assert row.holds, row
