@@ -141,7 +141,7 @@ def attend(
     ``offset`` is the position of the first query minus that of the first key. Either the last query
     has the position of the last key, or all keys come before all queries. Every query sees a key,
     other documents aside."""
-    if _runs_flash(query, rule, ids):
+    if _runs_flash(query, key, offset, rule, ids):
         out, lse, *_ = _aten._flash_attention_forward(
             *(part.transpose(1, 2) for part in (query, key, value)),
             *_flash_arguments(query, key, offset),
@@ -181,7 +181,7 @@ def attend_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Compute the gradients of one piece's query, key and value, in their shapes and dtypes, from
     the merged ``out`` and ``lse``."""
-    if _runs_flash(query, rule, ids):
+    if _runs_flash(query, key, offset, rule, ids):
         unused = torch.zeros(2, dtype=torch.uint64, device=query.device)
         *lengths, dropout, causal = _flash_arguments(query, key, offset)
         grads = _aten._flash_attention_backward(
@@ -238,10 +238,18 @@ def sliding_warnings(
     return warnings
 
 
-def _runs_flash(query: Tensor, rule: ScoreRule, ids: DocumentIds | None) -> bool:
+def _runs_flash(
+    query: Tensor, key: Tensor, offset: int, rule: ScoreRule, ids: DocumentIds | None
+) -> bool:
     """Whether one piece goes to flash attention as a whole, the same forward and backward."""
-    suits = suits_flash(query) and not rule.softcap and ids is None
-    return suits and not is_host(query.device)
+    if is_host(query.device) or not suits_flash(query) or rule.softcap or ids is not None:
+        return False
+    queries = query.shape[2]
+    keys = key.shape[2]
+    # With a limit to the past alone, flash attention takes the number of keys for the limit to the
+    # future, counted from where it takes the query to be: the first of more queries than keys
+    # would miss the last keys.
+    return offset + queries == keys or queries <= keys + 1 or not rule.limits(offset + queries)
 
 
 def _flash_arguments(

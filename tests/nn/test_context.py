@@ -14,6 +14,7 @@ from megatron_llama.distributed.launcher import Place
 from megatron_llama.distributed.mesh import Axis, Mesh
 from megatron_llama.distributed.recorder import Recorder, Traffic
 from megatron_llama.errors import ConfigError
+from megatron_llama.nn import attention, sliding
 from megatron_llama.nn.attention import ScoreRule
 from megatron_llama.nn.context import causal_document_mask, context_attention, local_sequence
 from megatron_llama.nn.zigzag import Piece, chunk_owner, gathered_pieces, own_pieces, ring_pieces, window_messages, zigzag_chunks
@@ -26,6 +27,7 @@ from tests.harness import Cluster
 from tests.nccl_transport import installed
 from tests.nn.cudnn import on_hopper
 from tests.nn.spmd import numbers, replicated, weighted_total
+from tests.nn.test_sliding import Flash
 
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 1e-2}
 SIZES = pytest.mark.parametrize("size", [2, 4])
@@ -96,14 +98,15 @@ def in_windows(leaves: list[Tensor], rule: ScoreRule, document_ids: Tensor | Non
     return [out.detach(), *torch.autograd.grad(out, (query, key, value), leaves[3].double())]
 
 
-def check_windows(place: Place, comm: Any, dtype: torch.dtype, with_documents: bool) -> None:
+def check_windows(place: Place, comm: Any, dtype: torch.dtype, with_documents: bool, *, only_windows: bool = False) -> None:
     """Windows within a chunk, to its edge, one beyond, over several chunks, and as long as the sequence; and capped scores."""
     cp = context_axis(place)
     length = 2 * cp.size * CHUNK
     ids = documents(length) if with_documents else None
     leaves = inputs(length, 2, dtype)
-    rules = [ScoreRule(window=window) for window in (1, 2, CHUNK, CHUNK + 1, CHUNK + 2, 2 * CHUNK + 3, length - 1, length)]
-    for rule in (*rules, ScoreRule(0.7, CHUNK + 3, 1.5), ScoreRule(0.7, 0, 1.5)):
+    rules = [ScoreRule(window=window) for window in (1, 2, CHUNK, CHUNK + 1, CHUNK + 2, 2 * CHUNK + 3, length - 1)]
+    others = [ScoreRule(window=length), ScoreRule(0.7, CHUNK + 3, 1.5), ScoreRule(0.7, 0, 1.5)]
+    for rule in rules if only_windows else rules + others:
         *local, upstream = (local_sequence(leaf, cp).requires_grad_() for leaf in leaves)
         out = context_attention(*local, cp=cp, comm=comm, document_ids=ids, rule=rule)
         found = [out.detach(), *torch.autograd.grad(out, local, upstream)]
@@ -246,6 +249,19 @@ def test_one_rank_is_plain_attention_and_sends_nothing() -> None:
 @pytest.mark.parametrize("with_documents", [False, True], ids=["causal", "documents"])
 def test_windows_over_ranks(cluster: Cluster, size: int, dtype: torch.dtype, with_documents: bool) -> None:
     cluster.run(size, check_windows, "ring" if size == 2 else "all_gather", dtype, with_documents)
+
+
+def check_windows_by_flash(place: Place) -> None:
+    """The CPU is taken for a GPU, and its flash attention computed by its contract."""
+    with pytest.MonkeyPatch.context() as patch, Flash() as flash:
+        for module in (attention, sliding):
+            patch.setattr(module, "is_host", lambda device: False)
+        check_windows(place, "ring", torch.bfloat16, False, only_windows=True)
+    assert set(flash.calls) == {"forward", "backward"}
+
+
+def test_windows_over_ranks_with_flash_attention(cluster: Cluster) -> None:
+    cluster.run(4, check_windows_by_flash)
 
 
 def check_windows_by_nccl(place: Place) -> None:

@@ -185,7 +185,7 @@ def test_products_of_hosts_follow_the_window(monkeypatch: pytest.MonkeyPatch) ->
 
 class Flash(TorchDispatchMode):
     """torch's flash attention of accelerators, computed in fp64 by its published contract: the last query has the position of the last key,
-    and a limit that is absent or negative is none."""
+    and a limit that is absent or negative is none; but beside another limit it is the number of keys."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -206,8 +206,9 @@ class Flash(TorchDispatchMode):
     def _seen(queries: int, keys: int, causal: bool, left: int | None, right: int | None) -> Tensor:
         places, others = torch.arange(queries).unsqueeze(-1) + keys - queries, torch.arange(keys)
         seen = torch.ones(queries, keys, dtype=torch.bool)
-        if causal:
-            right = 0
+        right = 0 if causal else right
+        if left is not None and left >= 0 and (right is None or right < 0):
+            right = keys
         if left is not None and left >= 0:
             seen &= others >= places - left
         if right is not None and right >= 0:
@@ -252,8 +253,8 @@ def accelerator(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(module, "is_host", lambda device: False)
 
 
-@pytest.mark.parametrize(("queries", "keys", "offset"), [(60, 60, 0), (20, 9, 9), (12, 12, 20), (5, 30, 30)])
-@pytest.mark.parametrize("window", [25, 31, 36, 200])
+@pytest.mark.parametrize(("queries", "keys", "offset"), [(60, 60, 0), (10, 9, 9), (12, 12, 20), (5, 30, 30), (7, 40, 33)])
+@pytest.mark.parametrize("window", [18, 25, 31, 36, 200])
 def test_flash_attention_is_told_the_window(queries: int, keys: int, offset: int, window: int, accelerator: None) -> None:
     """Pieces whose last query stands behind the last key by more or less than the window, forward and backward."""
     if offset + queries - window >= keys:
@@ -298,7 +299,7 @@ def test_whole_sequences_go_to_flash_attention(accelerator: None) -> None:
     assert keywords == {"scale": 0.5, "window_size_left": 8, "window_size_right": 0}
 
 
-@pytest.mark.parametrize("case", ["fp32", "documents", "fp64", "capped"])
+@pytest.mark.parametrize("case", ["fp32", "documents", "fp64", "capped", "more queries than keys"])
 def test_what_flash_attention_cannot_take_goes_block_by_block(case: str, accelerator: None) -> None:
     """To the memory-efficient kernel with a mask of a block, or to products."""
     dtype = {"fp32": torch.float32, "fp64": torch.float64}.get(case, torch.bfloat16)
@@ -310,16 +311,22 @@ def test_what_flash_attention_cannot_take_goes_block_by_block(case: str, acceler
     class Operators(TorchDispatchMode):
         def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
             if "attention" in str(function):
-                calls.append((function.overloadpacket.__name__, tuple(args[3].shape)))
+                shape = tuple(args[3].shape) if len(args) > 3 and isinstance(args[3], Tensor) else ()
+                calls.append((function.overloadpacket.__name__, shape))
             return function(*args, **(kwargs or {}))
 
+    if case == "more queries than keys":
+        meta[1:] = (part[:, :, :900] for part in meta[1:])
+    offset = 900 if case == "more queries than keys" else 0
+    rule = ScoreRule(window=1200, softcap=rule.softcap) if offset else rule
     with Operators():
-        out, lse = sliding.attend(*meta, rule=rule, ids=DocumentIds(ids, ids) if case == "documents" else None)
-        sliding.attend_backward(out, *meta, out, lse, rule=rule)
+        out, lse = sliding.attend(*meta, rule=rule, offset=offset, ids=DocumentIds(ids, ids) if case == "documents" else None)
+        sliding.attend_backward(out, *meta, out, lse, rule=rule, offset=offset)
     assert out.shape == meta[0].shape and lse.shape == (B, N, 1000)
-    expected = 4 if case in ("fp32", "documents") else 0
     forward = [shape for name, shape in calls if name == "_scaled_dot_product_efficient_attention"]
-    assert len(forward) == expected and all(shape[-2] * shape[-1] <= 256 * 576 for shape in forward)
+    assert len(forward) == (0 if case in ("fp64", "capped") else 4)
+    assert offset or all(shape[-2] * shape[-1] <= 256 * 576 for shape in forward)
+    assert case in ("fp64", "capped") or not any("_flash" in name for name, _ in calls[:4])
 
 
 def test_a_slow_path_has_a_name() -> None:
