@@ -19,6 +19,7 @@ from megatron_llama.errors import ConfigError
 from megatron_llama.sharding.accesses import PassError
 from megatron_llama.sharding.gathered import gathered
 from megatron_llama.sharding.initial import initialize
+from megatron_llama.sharding.linear import AttachedLinears
 from megatron_llama.sharding.optimizer import ParameterGroup
 from megatron_llama.sharding.passes import Passes
 from megatron_llama.sharding.specs import ModuleUnit
@@ -51,7 +52,7 @@ class ModuleEngine:
         layout: StateLayout,
         *,
         clip: float,
-        detach: Callable[[], None],
+        linears: AttachedLinears,
     ) -> None:
         self.model = model
         """The module that was given to ``shard``."""
@@ -62,7 +63,7 @@ class ModuleEngine:
         self._engine = engine
         self._values = values
         self._passes = passes
-        self._detach = detach
+        self._linears = linears
         self._layout = layout
         self._unhook = hook_state_dict(values, layout)
         self._closed = False
@@ -149,13 +150,17 @@ class ModuleEngine:
         """Have the parameters whole in the module, on every rank, between two steps. Collective.
 
         They are copies. With ``modify`` rank 0's become those of all ranks at the end; without it a
-        change is an error."""
+        change is an error. ``copy.deepcopy(model)`` and ``torch.save(model)`` give the plain model
+        in here, of its own classes and with nothing of the engine; parameters require no
+        gradient."""
         self._require_between_steps("engine.gathered()")
         self._passes.suspended = True
+        self._linears.detach()
         try:
             with gathered(self._values, modify=modify):
                 yield
         finally:
+            self._linears.attach()
             self._passes.suspended = False
             if modify:
                 self._passes.values_changed()
@@ -206,7 +211,7 @@ class ModuleEngine:
             return
         self._closed = True
         self._passes.close()
-        self._detach()
+        self._linears.detach()
         self._unhook()
         self._engine.close()
         close_data_mesh(self.mesh)

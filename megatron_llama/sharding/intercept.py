@@ -9,7 +9,8 @@ parameters themselves.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections import OrderedDict
+from collections.abc import Callable, Mapping
 from functools import cache
 from typing import Any, Self
 
@@ -23,6 +24,8 @@ Forward = Callable[..., Any]
 Interceptor = Callable[[Forward, tuple[Any, ...], dict[str, Any]], Any]
 _INTERCEPTOR = "_megatron_llama_interceptor"
 _REQUIRE_NO_GRADIENT = "_megatron_llama_require_no_gradient"
+_STATE_HOOKS = ("_state_dict_hooks", "_state_dict_pre_hooks", "_load_state_dict_pre_hooks")
+"""Where a module keeps the hooks of ``state.hook_state_dict``."""
 
 
 class Intercepted(nn.Module):
@@ -31,6 +34,22 @@ class Intercepted(nn.Module):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Call the module as an access to its weights."""
         return self.__dict__[_INTERCEPTOR](super().__call__, args, kwargs)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Copy and pickle the module as it is without an engine. While parameters are sharded their
+        placeholders refuse it."""
+        # Of later protocols pickle demands that the class is the object's own.
+        reduced: Any = super().__reduce_ex__(1)
+        make, arguments, *rest = reduced
+        plain = type(self).__bases__[1]
+        arguments = tuple(plain if each is type(self) else each for each in arguments)
+        if rest and isinstance(rest[0], dict):
+            rest[0] = {
+                name: _without_engine(value) if name in _STATE_HOOKS else value
+                for name, value in rest[0].items()
+                if name not in (_INTERCEPTOR, _REQUIRE_NO_GRADIENT)
+            }
+        return make, arguments, *rest
 
 
 class InterceptedModel(Intercepted):
@@ -62,6 +81,17 @@ class InterceptedModel(Intercepted):
         TrainingError between a backward pass and its step, where ``engine.discard`` throws
         gradients away."""
         self.__dict__[_REQUIRE_NO_GRADIENT]("model.zero_grad")
+
+
+def _without_engine(hooks: Mapping[int, Any]) -> OrderedDict[int, Any]:
+    """Return the hooks that are not of this room."""
+    room = __name__.rpartition(".")[0]
+    others = (
+        (number, hook)
+        for number, hook in hooks.items()
+        if not getattr(hook, "__module__", "").startswith(room)
+    )
+    return OrderedDict(others)
 
 
 @cache

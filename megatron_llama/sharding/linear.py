@@ -6,7 +6,6 @@ elements n written, n read and n written, and room for n. Here the product itsel
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from enum import Enum
 from types import MethodType
 from typing import Any, cast
@@ -23,30 +22,39 @@ _CALLED = "_megatron_llama_called"
 """In an attached module that has been called outside of a compiled region."""
 
 
-def attach_linears(model: nn.Module) -> Callable[[], None]:
-    """Let every module of the model that is exactly an nn.Linear give its gradients to the handles
-    of its parameters. Returns a function that takes this back.
+class AttachedLinears:
+    """The modules of a model that are exactly an nn.Linear, and that give their gradients to the
+    handles of their parameters.
 
     Each gets a ``forward`` of its own, which falls back to F.linear wherever plain torch is needed
     (``_needs_plain_torch``). Modules that somebody has given a ``forward`` already are left as
     they are, and so are subclasses and parametrized layers."""
-    attached = [
-        module
-        for module in model.modules()
-        if type(module) is nn.Linear and "forward" not in vars(module)
-    ]
-    for module in attached:
-        # On the instance: the class serves other models too.
-        module.forward = MethodType(_forward, module)  # type: ignore[method-assign]
 
-    def detach() -> None:
-        for module in attached:
+    def __init__(self, model: nn.Module) -> None:
+        """Find them and attach them."""
+        # On the instance: the class serves other models too. A compiler that has seen a forward
+        # compiles again for another one, so each module keeps the same.
+        self._forwards = {
+            module: MethodType(_forward, module)
+            for module in model.modules()
+            if type(module) is nn.Linear and "forward" not in vars(module)
+        }
+        self.attach()
+
+    def attach(self) -> None:
+        """Let them give their gradients to the engine."""
+        for module, forward in self._forwards.items():
+            # Somebody may have given it another one meanwhile.
+            if "forward" not in vars(module):
+                module.forward = forward  # type: ignore[method-assign]
+
+    def detach(self) -> None:
+        """Make them the plain layers that they were, until ``attach``."""
+        for module in self._forwards:
             # Somebody may have replaced it meanwhile, and may still call ours, which does no harm.
             if getattr(vars(module).get("forward"), "__func__", None) is _forward:
                 del module.forward
             vars(module).pop(_CALLED, None)
-
-    return detach
 
 
 def waits_itself(module: nn.Module, leaf: str) -> bool:

@@ -30,7 +30,7 @@ from megatron_llama.sharding.engine import ModuleEngine
 from megatron_llama.sharding.holders import Holders
 from megatron_llama.sharding.initial import first_values, require_same_model, require_same_options
 from megatron_llama.sharding.intercept import Intercepted
-from megatron_llama.sharding.linear import attach_linears
+from megatron_llama.sharding.linear import AttachedLinears
 from megatron_llama.sharding.names import clean_name, parameter_names
 from megatron_llama.sharding.optimizer import AdamW, parameter_groups
 from megatron_llama.sharding.order import AccessOrder
@@ -265,7 +265,7 @@ def _build(
     )
     values = first_values(engine, model)
     # Before the classes of modules change: it looks for what is exactly an nn.Linear.
-    detach_linears = attach_linears(model)
+    linears = AttachedLinears(model)
     order = AccessOrder(
         [unit.name for unit in units],
         [bucket_plan.label(bucket.index) for bucket in bucket_plan.buckets],
@@ -293,7 +293,7 @@ def _build(
         groups,
         layout,
         clip=config.optimizer.clip_grad,
-        detach=detach_linears,
+        linears=linears,
     )
 
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 import pytest
 import torch
 from megatron_llama.nn.param_handle import attach_param_handle, param_handle_of
-from megatron_llama.sharding.linear import attach_linears
+from megatron_llama.sharding.linear import AttachedLinears
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -60,7 +60,7 @@ def attached(module: nn.Module, dtype: torch.dtype = torch.float32) -> tuple[dic
         attach_param_handle(parameter, handle)
         if parameter.requires_grad:
             parameter.register_post_accumulate_grad_hook(handle.deliver)
-    return handles, attach_linears(module)
+    return handles, AttachedLinears(module).detach
 
 
 class Net(nn.Module):
@@ -246,7 +246,7 @@ def test_what_is_attached_and_detached() -> None:
         }
     )
     patched = module["patched"].forward = lambda input: input
-    detach = attach_linears(module)
+    detach = AttachedLinears(module).detach
     assert {name for name, one in module.items() if "forward" in vars(one)} == {"plain", "patched", "later"}
     wrapped = module["later"].forward = lambda input: input
     detach()
