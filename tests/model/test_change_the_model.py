@@ -1,4 +1,4 @@
-"""The change that docs/change-the-model.md shows, read from the page, trains under parallelism as in one process, and is Qwen3's."""
+"""The change that docs/change-the-model.md shows, read from the page, trains under parallelism as in one process, and is what it says."""
 
 from __future__ import annotations
 
@@ -15,12 +15,11 @@ import pytest
 import torch
 from megatron_llama.distributed.launcher import Place
 from megatron_llama.model import llama
-from megatron_llama.model.init import InitialWeights
 from megatron_llama.plans import params
-from megatron_llama.plans.params import Rectangle, hf_shapes
+from torch import Tensor
 
 from tests.harness import Cluster
-from tests.parallel.cases import LOSS_BOUND, MODEL, Layout, Record, deviation, merged, samples, train, trainer
+from tests.parallel.cases import LOSS_BOUND, MODEL, Layout, Record, deviation, hf_model, merged, samples, train, trainer
 
 PAGE = (Path(__file__).parents[2] / "docs" / "change-the-model.md").read_text()
 STEPS = 5
@@ -34,17 +33,17 @@ def block_of(language: str) -> str:
 @contextmanager
 def changed() -> Iterator[type[llama.Block]]:
     """The plan of parameters with the line of the page, and the block of the page."""
-    before, line = block_of("diff").splitlines()
-    assert line.startswith("+")
+    before, *lines = block_of("diff").splitlines()
+    assert all(line.startswith("+") for line in lines)
     source = textwrap.dedent(inspect.getsource(params.Shapes.block))
     assert source.count(before.strip()) == 1
     plan: dict[str, Any] = {}
-    exec(source.replace(before.strip(), before.strip() + line[1:].strip()), vars(params), plan)
+    exec(source.replace(before.strip(), before.strip() + "".join(line[1:].strip() for line in lines)), vars(params), plan)
     model = dict(vars(llama))
     exec(block_of("python"), model)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(params.Shapes, "block", plan["block"])
-        yield model["QKNormBlock"]
+        yield model["OutNormBlock"]
 
 
 def test_the_change_is_small() -> None:
@@ -76,27 +75,23 @@ def test_training_is_that_of_one_process(cluster: Cluster, layout: Layout) -> No
     found, expected = merged(ranks), merged(alone)
     for name, weight in expected.items():
         torch.testing.assert_close(found[name], weight, rtol=1e-3, atol=1e-4)
-        if name.endswith(("q_norm.weight", "k_norm.weight")):
+        if name.endswith("out_norm.weight"):
             assert weight.shape == (MODEL.head_dim,) and float((weight - 1).abs().max()) > 1e-3
 
 
-def test_it_is_the_norm_of_qwen3() -> None:
+def test_it_is_llama_with_a_norm_in_front_of_the_output_projection() -> None:
     """The loss of one batch, with the same weights."""
-    from transformers import Qwen3Config, Qwen3ForCausalLM
+    twin = hf_model(MODEL)
 
-    names = ["vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads"]
-    names += ["head_dim", "rms_norm_eps", "max_position_embeddings"]
-    options: dict[str, Any] = {name: getattr(MODEL, name) for name in names}
-    options["rope_parameters"] = {"rope_type": "default", "rope_theta": MODEL.rope_theta}
-    twin = Qwen3ForCausalLM(Qwen3Config(**options, tie_word_embeddings=False))
+    def normalized(module: torch.nn.Module, inputs: tuple[Tensor, ...]) -> Tensor:
+        heads = inputs[0].unflatten(-1, (-1, MODEL.head_dim))
+        return torch.nn.functional.rms_norm(heads, (MODEL.head_dim,), eps=MODEL.rms_norm_eps).flatten(-2)
+
+    for layer in twin.model.layers:
+        layer.self_attn.o_proj.register_forward_pre_hook(normalized)
     with changed() as block:
         run = trainer(Place(0, 1, 0), Layout(), block=block)
         loss, _ = run.runtime.evaluate(run.batches(0))
-        weights = {name: torch.empty(shape) for name, shape in hf_shapes(MODEL).items()}
-    for name, weight in weights.items():
-        shape = tuple(weight.shape)
-        InitialWeights(1234, MODEL.initializer_range)(Rectangle(name, shape, (0,) * len(shape), shape, 0), weight)
-    twin.load_state_dict(weights, strict=True)
     text = samples(range(8))
     with torch.no_grad():
         expected = torch.nn.functional.cross_entropy(twin(text[:, :-1]).logits.flatten(0, 1), text[:, 1:].flatten())
