@@ -19,7 +19,7 @@ from megatron_llama.conversion.verify.prompt import (
     PLAIN,
     Prompt,
     make_prompt,
-    original_context,
+    telling_context,
 )
 from megatron_llama.conversion.verify.reference import TransformersModel, obstacle
 from megatron_llama.conversion.verify.weights import (
@@ -156,14 +156,14 @@ def _compare_logits(first: ModelReader, second: ModelReader, asked: int, say: Sa
     if models[0].vocab_size != models[1].vocab_size:
         say("logits: not compared, the vocabularies have different sizes")
         return True
-    context = original_context(models)
+    context = telling_context(models)
     length = asked or (context + BEYOND if context else PLAIN)
     prompt = make_prompt((first, second), models[0].vocab_size, length, python_documentation)
     say(f"logits: of {length:,} tokens ({prompt.made_of}), in fp32, one layer of weights at a time")
     if length <= context:
         say(
-            "note: a wrong rotary scaling may stay unseen: the prompt is no longer than "
-            f"original_max_position_embeddings {context:,}"
+            "note: a wrong rotary scaling or window may stay unseen: the prompt is no longer than "
+            f"{context:,}, up to where they change nothing"
         )
     # Both are run and printed, whatever the first one finds.
     same = _compare_with_each_other(first, second, prompt, say)
@@ -209,7 +209,7 @@ def _compare_with_transformers(
         if (reason := obstacle(source.model)) is not None:
             say(f"{where}: not compared, {reason}")
             continue
-        reference = TransformersModel(source.folder)
+        reference = TransformersModel(source.folder, source.model)
         both: tuple[tuple[str, WeightSource], ...] = (
             ("these weights", source),
             (f"random weights (std {RANDOM_STD})", drawn),

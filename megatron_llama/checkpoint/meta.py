@@ -161,7 +161,7 @@ def model_differences(
     have other rotary positions too, so only the shapes have to agree."""
     problems = []
     fields = (field.name for field in dataclasses.fields(ModelConfig))
-    ignored = _without_effect(saved, model)
+    ignored = without_effect(saved, model)
     names = [name for name in fields if name not in (*ignored, EPSILON)]
     for name in names if resumes else MODEL_SHAPE:
         found = getattr(saved, name)
@@ -180,7 +180,7 @@ def model_changes(where: str, saved: ModelConfig, model: ModelConfig) -> list[st
     """Return a warning for each field that a run may change, and that changes what its loaded
     weights compute."""
     changes = []
-    ignored = _without_effect(saved, model)
+    ignored = without_effect(saved, model)
     fields = (field.name for field in dataclasses.fields(ModelConfig))
     for name in (name for name in fields if name not in (*ignored, *MODEL_SHAPE)):
         before = getattr(saved, name)
@@ -190,7 +190,7 @@ def model_changes(where: str, saved: ModelConfig, model: ModelConfig) -> list[st
     return changes
 
 
-def _without_effect(saved: ModelConfig, model: ModelConfig) -> frozenset[str]:
+def without_effect(saved: ModelConfig, model: ModelConfig) -> frozenset[str]:
     """Return the fields that may differ, since they do not change what the weights compute."""
     scaled = any(reads_max_positions(normal_rope(each.rope_scaling)) for each in (saved, model))
     return WITHOUT_EFFECT - {"max_position_embeddings"} if scaled else WITHOUT_EFFECT

@@ -29,6 +29,9 @@ INSTEAD: Mapping[str, str] = MappingProxyType(
         # Megatron-LM: what has another meaning here, or none
         "use_rope_scaling": _ROPE,
         "rope_scaling_factor": _ROPE,
+        "window_size": "--sliding-window, which counts a query's own position too",
+        "window_attn_skip_freq": "--layer-types with the kind of each layer",
+        "add_bias_linear": "--attention-bias and --mlp-bias",
         "num_layers_per_virtual_pipeline_stage": _INTERLEAVED,
         "decoder_first_pipeline_num_layers": _LAYERS,
         "decoder_last_pipeline_num_layers": _LAYERS,

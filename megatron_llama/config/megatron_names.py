@@ -61,17 +61,6 @@ def zero(text: str) -> str:
     return text
 
 
-def one(text: str) -> str:
-    """Accept 1 in any spelling of a number."""
-    try:
-        is_one = float(text) == 1.0
-    except ValueError:
-        is_one = False
-    if not is_one:
-        raise ValueError("1")
-    return text
-
-
 def anything(text: str) -> str:
     """Accept any word: whatever it is, nothing changes."""
     return text
@@ -152,7 +141,8 @@ MEGATRON: Mapping[str, Alias] = MappingProxyType(
         "use_torch_fsdp2": Alias("data_parallel_sharding_strategy", value="optim_grads_params"),
         "use_megatron_fsdp": Alias("data_parallel_sharding_strategy", value="optim_grads_params"),
         "accumulate_allreduce_grads_in_fp32": Alias("grad_reduce_in_bf16", value="false"),
-        "rotary_percent": Alias(convert=one, help=_LLAMA),
+        "rotary_percent": Alias("partial_rotary_factor"),
+        "qk_layernorm": Alias("qk_norm", value="head"),
         "optimizer": Alias(convert=only("adam"), help="the optimizer is AdamW" + _UNCHANGED),
         "recompute_method": Alias(
             convert=only("block"),

@@ -486,7 +486,7 @@ def test_what_is_accepted_and_changes_nothing_is_said() -> None:
 def test_flags_of_megatron_lm_that_are_not_needed() -> None:
     """Those of its scripts for LLaMA and GPT; each is said to change nothing."""
     flags = (
-        "--num-workers 8 --log-throughput --use-checkpoint-args --manual-gc --manual-gc-interval 100 --DDP-impl local --rotary-percent 1.0 "
+        "--num-workers 8 --log-throughput --use-checkpoint-args --manual-gc --manual-gc-interval 100 --DDP-impl local "
         "--use-mcore-models --transformer-impl transformer_engine --attention-softmax-in-fp32 "
         "--no-masked-softmax-fusion --no-rope-fusion --cross-entropy-loss-fusion --calculate-per-token-loss --empty-unused-memory-level 1 "
         "--no-async-tensor-model-parallel-allreduce --overlap-grad-reduce --overlap-param-gather --distributed-backend nccl "
@@ -504,6 +504,8 @@ def test_flags_of_megatron_lm_that_are_not_needed() -> None:
         "deterministic_mode": True,
     }
     used = run("--kv-channels", "128", "--use-torch-fsdp2", "--ddp-bucket-size", "1000", "--accumulate-allreduce-grads-in-fp32")
+    other = run("--rotary-percent", "0.5", "--qk-layernorm", "--apply-layernorm-1p", "--add-qkv-bias")
+    assert other.differences() == {"partial_rotary_factor": 0.5, "qk_norm": "head", "apply_layernorm_1p": True, "add_qkv_bias": True}
     assert used.differences() == {"head_dim": 128, "data_parallel_sharding_strategy": "optim_grads_params", "reduce_bucket_size": 1000}
     # They are Megatron's: `preprocess --num-workers 4` asks for something.
     assert refusal("--load=x", "--num-workers", "4", sections=[GenerateConfig]) == [f"--num-workers: {UNKNOWN}; --help lists the options"]
@@ -535,7 +537,7 @@ def test_megatron_switches_in_yaml(tmp_path: Path) -> None:
         ("--recompute-activations --recompute-granularity full", "got full after selective (--recompute-activations)"),
         ("--num-layers many", "--num-layers: got many, expected an integer"),
         ("--accumulate-allreduce-grads-in-fp32 --grad-reduce-in-bf16", "got true after false (--accumulate-allreduce-grads-in-fp32)"),
-        ("--rotary-percent 0.5", "--rotary-percent: got 0.5, expected 1; every LLaMA"),
+        ("--rotary-percent half", "--rotary-percent: got half, expected a number"),
         ("--recompute-method uniform", "--recompute-method: got uniform, expected block; "),
         ("--optimizer sgd", "--optimizer: got sgd, expected adam; the optimizer is AdamW"),
         ("--use-distributed-optimizer --overlapped-distributed-optimizer", "got optim_grads after optim (--use-distributed-optimizer)"),

@@ -1,17 +1,24 @@
 """Models of every family through the formats: bit for bit, in transformers' and NVIDIA's own classes, or refused by name."""
 
+import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from megatron_llama.config.hf import read_hf_config
+from megatron_llama.checkpoint.meta import model_changes, model_differences
+from megatron_llama.checkpoint.native import read_meta
+from megatron_llama.cli import main
+from megatron_llama.config.hf import model_config_from_hf, read_hf_config
+from megatron_llama.config.schema import ModelConfig
+from megatron_llama.conversion.verify.fields import field_differences
+from megatron_llama.plans.params import Rectangle
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from tests.conversion.converting import convert, identical, loaded, rank_file, refusal
 from tests.conversion.test_convert_foreign import logits_of_megatron_core
-from tests.conversion.test_hf import tensors
+from tests.conversion.test_hf import tensors, through_a_checkpoint
 from tests.harness import Cluster
 
 Capture = pytest.CaptureFixture[str]
@@ -31,9 +38,17 @@ MODELS["phi3, long"]["rope_parameters"] = {**SCALED, "rope_theta": 1e4, "partial
 MEGATRON = ("llama with biases", "mistral", "qwen2", "qwen3", "phi3")
 
 
+def fields_of(name: str) -> dict[str, Any]:
+    return SIZES | {"num_key_value_heads": 4, "max_position_embeddings": 64, "bos_token_id": 1, "eos_token_id": 2} | MODELS[name]
+
+
+def model_of(name: str) -> ModelConfig:
+    return model_config_from_hf(fields_of(name), where=name)
+
+
 def folder_of(name: str, folder: Path) -> Path:
     """A small model as transformers saves it, no two of its numbers alike in any vector."""
-    fields = SIZES | {"num_key_value_heads": 4, "max_position_embeddings": 64, "bos_token_id": 1, "eos_token_id": 2} | MODELS[name]
+    fields = fields_of(name)
     model_type = fields.pop("model_type")
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(model_type, **fields))
@@ -148,3 +163,77 @@ def test_arguments_that_contradict_the_config(name: str, field: str, value: Any,
     for sums in run.rglob("SHA256SUMS"):
         sums.unlink()
     assert says in refusal(capsys, run, tmp_path / "out", "--to", "hf")
+
+
+@pytest.mark.parametrize(
+    ("name", "targets"), [("phi3", ["qkv_proj", "gate_up_proj", "o_proj"]), ("gemma3", ["q_proj", "v_proj", "down_proj"])]
+)
+def test_an_adapter_of_peft_is_merged(name: str, targets: list[str], tmp_path: Path, capsys: Capture) -> None:
+    """Its targets are the names of the family: Phi-3's q, k and v have one addition."""
+    from peft import LoraConfig, PeftModel, get_peft_model
+
+    original = folder_of(name, tmp_path / "original")
+    adapted = get_peft_model(AutoModelForCausalLM.from_pretrained(original), LoraConfig(r=4, lora_alpha=8, target_modules=targets))
+    torch.manual_seed(1)
+    for parameter in adapted.parameters():
+        if parameter.requires_grad:
+            torch.nn.init.normal_(parameter, 0.0, 0.2)
+    adapted.save_pretrained(tmp_path / "adapter")
+    assert main(["merge", str(original), str(tmp_path / "merged"), "--adapter", str(tmp_path / "adapter")]) == 0
+    theirs = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(original), tmp_path / "adapter").merge_and_unload().state_dict()
+    before = tensors(original)
+    changed = set()
+    for tensor, values in tensors(tmp_path / "merged").items():
+        torch.testing.assert_close(values, theirs[tensor], rtol=0, atol=1e-6)
+        changed |= set() if torch.equal(values, before[tensor]) else {tensor.split(".")[-2]}
+    assert changed == set(targets)
+    other = folder_of("qwen2", tmp_path / "other")
+    assert main(["merge", str(other), str(tmp_path / "out"), "--adapter", str(tmp_path / "adapter")]) == 1
+    assert str(tmp_path / "adapter") in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_trainer_imports_and_saves_it(name: str, tmp_path: Path) -> None:
+    """From the folder into the engine's shards, into a native checkpoint, and out again, with two tensors where HuggingFace has one."""
+    original = folder_of(name, tmp_path / "original")
+    weights = through_a_checkpoint(original, tmp_path / "run", bf16=False)
+    [saved] = sorted((tmp_path / "run").glob("iter_*"))
+    assert read_meta(saved).model == read_hf_config(original)
+    for tensor, expected in tensors(original).items():
+        found = torch.empty_like(expected)
+        weights(Rectangle(tensor, tuple(expected.shape), (0,) * expected.dim(), tuple(expected.shape), 0), found)
+        assert torch.equal(found, expected), tensor
+    assert_same_model(convert(saved, tmp_path / "back", "--to", "hf"), original)
+
+
+def test_the_fields_that_a_resumed_run_shares() -> None:
+    """All that change what is computed; with a rotary scaling that reads it, the longest position too."""
+    model = model_of("phi3, long")
+    longer = replace(model, max_position_embeddings=128)
+    [problem] = model_differences("run", model, longer)
+    assert problem.startswith("run max_position_embeddings: got 64, expected 128")
+    plain = replace(model, rope_scaling=None)
+    assert model_differences("run", plain, replace(plain, max_position_embeddings=128)) == []
+    other = replace(plain, sliding_window=5, partial_rotary_factor=0.25, hidden_act="gelu_pytorch_tanh", model_type="llama")
+    named = [line.split()[1].rstrip(":") for line in model_differences("run", plain, other)]
+    assert named == ["model_type", "hidden_act", "sliding_window", "partial_rotary_factor"]
+    # Who begins anew with the weights may change what has no weights, and is told.
+    assert len(model_differences("run", plain, other, resumes=False)) == 1
+    told = "\n".join(model_changes("run", plain, other))
+    assert all(flag in told for flag in ("--hidden-act gelu_pytorch_tanh", "--sliding-window 5", "--partial-rotary-factor 0.25"))
+    [difference] = field_differences(model, longer)
+    assert difference.matters and not field_differences(plain, replace(plain, max_position_embeddings=128))[0].matters
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_verify_tells_fields_and_weights_apart(name: str, tmp_path: Path, capsys: Capture) -> None:
+    original = folder_of(name, tmp_path / "original")
+    copy = convert(original, tmp_path / "native", "--to", "native")
+    assert main(["verify", str(original), str(copy)]) == 0
+    capsys.readouterr()
+    content = json.loads((original / "config.json").read_text())
+    window = 9 if content.get("sliding_window") else None
+    (original / "config.json").write_text(json.dumps(content | ({"sliding_window": window} if window else {"rms_norm_eps": 1e-4})))
+    assert main(["verify", str(original), str(copy)]) == 1
+    said = capsys.readouterr().out
+    assert f"sliding_window: {window} in A" in said if window else "rms_norm_eps: 0.0001 in A" in said

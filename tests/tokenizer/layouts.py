@@ -1,4 +1,4 @@
-"""Eight tokenizers as third parties ship them: really trained, on Python's own documentation, with the files and the settings that the
+"""Ten tokenizers as third parties ship them: really trained, on Python's own documentation, with the files and the settings that the
 models of that name have beside their weights.
 
 Nothing here comes from this package but the text: ``tokenizers`` and ``sentencepiece`` make what they make for everybody.
@@ -25,6 +25,12 @@ LEARNT = 600
 GPT_SPLIT = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}%s| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 """How LLaMA 3 (three digits at a time) and Qwen (one) cut a text."""
 
+TEKKEN_SPLIT = (
+    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+"
+    r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]*|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+"""How Mistral's tekken cuts a text: words in capitals apart."""
+
 LLAMA2_CHAT = (
     "{% for message in messages %}{% if message['role'] == 'user' %}{{ bos_token + '[INST] ' + message['content'].strip() + ' [/INST]' }}"
     "{% elif message['role'] == 'assistant' %}{{ ' ' + message['content'].strip() + ' ' + eos_token }}{% endif %}{% endfor %}"
@@ -37,6 +43,11 @@ LLAMA3_CHAT = (
 MISTRAL_CHAT = (
     "{{ bos_token }}{% for message in messages %}{% if message['role'] == 'user' %}{{ '[INST] ' + message['content'] + ' [/INST]' }}"
     "{% elif message['role'] == 'assistant' %}{{ message['content'] + eos_token }}{% endif %}{% endfor %}"
+)
+GEMMA_CHAT = (
+    "{{ bos_token }}{% for message in messages %}{% set role = 'model' if message['role'] == 'assistant' else message['role'] %}"
+    "{{ '<start_of_turn>' + role + '\n' + message['content'] | trim + '<end_of_turn>\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<start_of_turn>model\n' }}{% endif %}"
 )
 CHATML = (
     "{% for message in messages %}{{'<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>' + '\n'}}{% endfor %}"
@@ -105,6 +116,48 @@ def llama3(folder: Path) -> None:
     _json(folder / "special_tokens_map.json", {name: _added(text) for name, text in names.items()})
     ends = [tokenizer.token_to_id(f"<|{name}|>") for name in ("end_of_text", "eom_id", "eot_id")]
     _generation(folder, bos_token_id=tokenizer.token_to_id(bos), eos_token_id=ends, do_sample=True, temperature=0.6, top_p=0.9)
+
+
+def tekken(folder: Path) -> None:
+    """Mistral's byte-level BPE as transformers converted it, its special tokens in front."""
+    split = pre_tokenizers.Split(Regex(TEKKEN_SPLIT), "isolated")
+    special = (*_UNK_BOS_EOS.values(), "[INST]", "[/INST]")
+    stages = pre_tokenizers.Sequence([split, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
+    tokenizer = _byte_level(stages, special)
+    tokenizer.post_processor = _template(tokenizer, "<s> $A", "<s> $A <s>:1 $B:1")
+    tokenizer.save(str(folder / "tokenizer.json"))
+    more = {"add_bos_token": True, "add_eos_token": False, "model_max_length": 131072, "chat_template": MISTRAL_CHAT}
+    _config(folder, "PreTrainedTokenizerFast", {**more, **_UNK_BOS_EOS, **_decoder(tokenizer)})
+    _json(folder / "special_tokens_map.json", _UNK_BOS_EOS)
+    _generation(folder, bos_token_id=1, eos_token_id=2)
+
+
+def gemma(folder: Path) -> None:
+    """A sentencepiece BPE that puts no space in front, whose begin and end tokens have other names."""
+    pieces = [piece for piece, _ in _sentencepiece(folder, "bpe")]
+    (folder / "tokenizer.model").unlink()
+    learnt = {piece: id for id, piece in enumerate(pieces)}
+    turns = ("<start_of_turn>", "<end_of_turn>")
+    renamed = ["<pad>", "<eos>", "<bos>", *pieces[3:], "<unk>", *turns]
+    bpe = models.BPE(
+        vocab={piece: id for id, piece in enumerate(renamed)},
+        merges=generate_merges(learnt),
+        unk_token="<unk>",
+        fuse_unk=True,
+        byte_fallback=True,
+    )
+    tokenizer = Tokenizer(bpe)
+    tokenizer.normalizer = normalizers.Replace(" ", SPACE)
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(" ", "merged_with_previous")
+    tokenizer.decoder = decoders.Sequence([decoders.Replace(SPACE, " "), decoders.ByteFallback(), decoders.Fuse()])
+    tokenizer.add_special_tokens([AddedToken(text, normalized=False) for text in ("<pad>", "<eos>", "<bos>", "<unk>", *turns)])
+    tokenizer.post_processor = _template(tokenizer, "<bos> $A", "<bos> $A <bos>:1 $B:1")
+    tokenizer.save(str(folder / "tokenizer.json"))
+    names = {"bos_token": "<bos>", "eos_token": "<eos>", "pad_token": "<pad>", "unk_token": "<unk>"}
+    more = {"add_bos_token": True, "add_eos_token": False, "chat_template": GEMMA_CHAT, "clean_up_tokenization_spaces": False}
+    _config(folder, "PreTrainedTokenizerFast", {**more, **names, **_decoder(tokenizer)})
+    _json(folder / "special_tokens_map.json", names)
+    _generation(folder, bos_token_id=2, eos_token_id=[1, tokenizer.token_to_id("<end_of_turn>")])
 
 
 def gpt2(folder: Path) -> None:
@@ -190,7 +243,7 @@ def unigram(folder: Path) -> None:
 
 
 LAYOUTS: Mapping[str, Callable[[Path], None]] = {
-    made.__name__: made for made in (llama2, llama3, gpt2, qwen, smollm2, mistral, wordpiece, unigram)
+    made.__name__: made for made in (llama2, llama3, gpt2, qwen, smollm2, mistral, tekken, gemma, wordpiece, unigram)
 }
 """Each writes its files into an empty folder."""
 TIKTOKEN = "llama3/original"

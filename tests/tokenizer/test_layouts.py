@@ -1,4 +1,4 @@
-"""Eight tokenizers as third parties ship them: what transformers makes of their folders."""
+"""Ten tokenizers as third parties ship them: what transformers makes of their folders."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_a_prompt_has_the_ids_of_transformers(name: str, layouts: Path, chunks: 
     assert (exported.bos_token_id, exported.eos_token_id) == (auto.bos_token_id, auto.eos_token_id)
 
 
-@pytest.mark.parametrize("name", ["llama2", "llama3", "qwen", "smollm2", "mistral"])
+@pytest.mark.parametrize("name", ["llama2", "llama3", "qwen", "smollm2", "mistral", "tekken", "gemma"])
 def test_a_conversation_has_the_ids_of_transformers(name: str, layouts: Path, tmp_path: Path) -> None:
     """One begin token, though the template writes it and the tokenizer adds it; and so for a checkpoint's copy of the tokenizer."""
     auto, ours = AutoTokenizer.from_pretrained(layouts / name), load_tokenizer(layouts / name)

@@ -188,8 +188,8 @@ class VerifyConfig:
     say."""
     prompt_tokens: int = 0
     """Length of the text whose logits are compared. 0: 64 tokens more than
-    original_max_position_embeddings, 128 without a rotary scaling that has it. Fewer are faster,
-    and may miss a wrong scaling."""
+    original_max_position_embeddings and than the window, 128 without a rotary scaling and a window.
+    Fewer are faster, and may miss a wrong scaling or window."""
 
 
 @dataclass(frozen=True)

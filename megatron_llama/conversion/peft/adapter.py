@@ -22,7 +22,7 @@ from megatron_llama.conversion.hf.writer import EXPORT_FILES, require_export
 from megatron_llama.conversion.safetensors_file import write_safetensors
 from megatron_llama.engine.optimizer import WeightSource
 from megatron_llama.errors import CheckpointError, describe
-from megatron_llama.plans.params import PROJECTIONS, Rectangle, adapter_shapes
+from megatron_llama.plans.params import Rectangle, adapter_shapes, projections
 from megatron_llama.tokenizer.base import Tokenizer
 
 WEIGHTS = "adapter_model.safetensors"
@@ -120,12 +120,12 @@ class PeftAdapter:
         CheckpointError with all that does not fit."""
         self.folder = Path(folder)
         config = _read_config(self.folder / CONFIG)
-        refuse(
-            f"{self.folder} cannot be merged:", list(_config_problems(self.folder / CONFIG, config))
-        )
+        known = projections(model)
+        problems = list(_config_problems(self.folder / CONFIG, config, known))
+        refuse(f"{self.folder} cannot be merged:", problems)
         rank = int(config["r"])
         alpha = float(config["lora_alpha"])
-        targets = tuple(name for name in PROJECTIONS if name in config["target_modules"])
+        targets = tuple(name for name in known if name in config["target_modules"])
         self.lora = LoraConfig(lora_rank=rank, lora_alpha=alpha, lora_target_modules=targets)
         self.scaling = alpha / (rank**0.5 if config.get("use_rslora") else rank)
         self.shapes = adapter_shapes(model, self.lora)
@@ -150,7 +150,7 @@ class PeftAdapter:
                     f"{self.folder / WEIGHTS} {name}", got=got, expected=f"shape {shape}", do=do
                 )
         for name in sorted(found - wanted.keys()):
-            do = "only low-rank additions to the projections of a LLaMA can be merged"
+            do = "only low-rank additions to the projections of a model can be merged"
             yield describe(
                 f"{self.folder / WEIGHTS} {name}",
                 got="a tensor",
@@ -178,7 +178,10 @@ def _read_config(path: Path) -> Mapping[str, Any]:
     return content
 
 
-def _config_problems(path: Path, config: Mapping[str, Any]) -> Iterator[str]:
+def _config_problems(
+    path: Path, config: Mapping[str, Any], known: tuple[str, ...]
+) -> Iterator[str]:
+    """Yield what cannot be merged; ``known`` are the linear layers of the model's blocks."""
     do = "merge it with PEFT"
     if config.get("peft_type") != "LORA":
         yield describe(f"{path} peft_type", got=config.get("peft_type"), expected="LORA", do=do)
@@ -189,16 +192,11 @@ def _config_problems(path: Path, config: Mapping[str, Any]) -> Iterator[str]:
             )
     targets = config.get("target_modules")
     strange = (
-        [name for name in targets if name not in PROJECTIONS]
-        if isinstance(targets, list)
-        else [targets]
+        [name for name in targets if name not in known] if isinstance(targets, list) else [targets]
     )
     if strange or not targets:
         yield describe(
-            f"{path} target_modules",
-            got=targets,
-            expected=f"a list of {', '.join(PROJECTIONS)}",
-            do=do,
+            f"{path} target_modules", got=targets, expected=f"a list of {', '.join(known)}", do=do
         )
     if config.get("bias", "none") != "none":
         yield describe(f"{path} bias", got=config["bias"], expected="none", do=do)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 from typing import Any
 
-from megatron_llama.checkpoint.meta import WITHOUT_EFFECT
+from megatron_llama.checkpoint.meta import without_effect
 from megatron_llama.config.rope import normal_rope
 from megatron_llama.config.schema import ModelConfig
 
@@ -31,9 +31,10 @@ def field_differences(first: ModelConfig, second: ModelConfig) -> list[FieldDiff
     """Return every field that differs, in the order of ``ModelConfig``. Rotary scalings that mean
     the same are equal."""
     found = []
+    harmless = without_effect(first, second)
     for name in (field.name for field in fields(ModelConfig) if field.name not in _OURS):
         values = [getattr(model, name) for model in (first, second)]
         a, b = map(normal_rope, values) if name == "rope_scaling" else values
         if a != b:
-            found.append(FieldDifference(name, a, b, name not in WITHOUT_EFFECT))
+            found.append(FieldDifference(name, a, b, name not in harmless))
     return found

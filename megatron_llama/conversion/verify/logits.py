@@ -19,6 +19,7 @@ from megatron_llama.engine.optimizer import WeightSource
 from megatron_llama.model.llama import Stage, StageOptions
 from megatron_llama.model.load import load_stages
 from megatron_llama.nn.functional import rms_norm
+from megatron_llama.nn.head import soft_capped
 from megatron_llama.plans.params import Partition, Rectangle, stage_units
 
 TOLERANCE = 1e-4
@@ -38,6 +39,11 @@ class Outputs(Protocol):
         """The input of the head, fp32 [s, h]."""
         ...
 
+    @property
+    def cap(self) -> float:
+        """The model's final_logit_softcapping."""
+        ...
+
     def head(self, start: int, stop: int) -> Tensor:
         """Return rows [start, stop) of the head, fp32."""
         ...
@@ -51,6 +57,7 @@ class StreamedModel:
         self._model = model
         self._source = source
         self._mesh = Mesh.single(devices.accelerator(0))
+        self.cap = model.final_logit_softcapping
         with torch.no_grad():
             x = self._embedded(tokens).unsqueeze(1)
             positions = None
@@ -60,7 +67,9 @@ class StreamedModel:
                 x = stage(x, positions)
                 del stage  # only one layer is in memory: this one goes before the next one comes
             norm = self._read(Rectangle(NORM, (model.hidden_size,), (0,), (model.hidden_size,), 0))
-            self.hidden = rms_norm(x.squeeze(1), norm, model.rms_norm_eps)
+            self.hidden = rms_norm(
+                x.squeeze(1), norm, model.rms_norm_eps, one_plus=model.apply_layernorm_1p
+            )
 
     def head(self, start: int, stop: int) -> Tensor:
         """Return rows [start, stop) of the head, fp32."""
@@ -81,7 +90,7 @@ class StreamedModel:
             self._source(block, rows)
             here = (local >= 0) & (local < block.size[0])
             x[here] = rows[local[here]]
-        return x.to(self._mesh.device)
+        return (x * self._model.embedding_multiplier).to(self._mesh.device)
 
     def _stage(self, layer: int) -> Stage:
         """Return a pipeline stage that is this layer alone."""
@@ -116,6 +125,11 @@ class LogitDeviation:
         return f"largest deviation {self.largest:.2e} over {self.tokens:,} tokens ({scale})"
 
 
+def _logits(side: Outputs, start: int, stop: int) -> Tensor:
+    logits = F.linear(side.hidden, side.head(start, stop)).cpu()
+    return soft_capped(logits, side.cap) if side.cap else logits
+
+
 def logit_deviation(first: Outputs, second: Outputs, vocab_size: int) -> LogitDeviation:
     """Compare all logits of the same tokens."""
     length, width = first.hidden.shape
@@ -126,9 +140,7 @@ def logit_deviation(first: Outputs, second: Outputs, vocab_size: int) -> LogitDe
     with torch.no_grad():
         for start in range(0, vocab_size, rows):
             stop = min(start + rows, vocab_size)
-            ours, theirs = (
-                F.linear(side.hidden, side.head(start, stop)).cpu() for side in (first, second)
-            )
+            ours, theirs = (_logits(side, start, stop) for side in (first, second))
             largest = torch.maximum(largest, (ours - theirs).abs().max().double())
             total = total + float(ours.sum(dtype=torch.float64))
             squares = squares + float(ours.double().square().sum())

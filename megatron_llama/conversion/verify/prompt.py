@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from megatron_llama.config.rope import ORIGINAL
 from megatron_llama.config.schema import ModelConfig
 from megatron_llama.conversion.formats import ModelReader
 from megatron_llama.errors import DataError
@@ -15,7 +16,8 @@ from megatron_llama.tokenizer.base import Tokenizer
 from megatron_llama.tokenizer.load import load_tokenizer
 
 BEYOND = 64
-"""Tokens behind the context that a rotary scaling stretches: there a wrong scaling shows."""
+"""Tokens behind the context that a rotary scaling stretches, or a window reaches: there a wrong one
+shows."""
 PLAIN = 128
 """Tokens of a prompt where no scaling stretches a context."""
 
@@ -28,12 +30,19 @@ class Prompt:
     made_of: str
 
 
-def original_context(models: Sequence[ModelConfig]) -> int:
-    """Return the longest of the contexts that a rotary scaling stretches, or 0 where none does."""
-    return max(
-        int((model.rope_scaling or {}).get("original_max_position_embeddings", 0))
-        for model in models
-    )
+def telling_context(models: Sequence[ModelConfig]) -> int:
+    """Return how long a prompt is in which no rotary scaling and no window of the models shows yet;
+    0 where they have none. A window as long as the longest sequence never shows."""
+    found = [0]
+    for model in models:
+        scaling = model.rope_scaling or {}
+        longest = model.max_position_embeddings
+        found.append(int(scaling.get(ORIGINAL, 0)))
+        if scaling.get("rope_type") == "dynamic":
+            found.append(longest)
+        if model.sliding_window < longest:
+            found.append(model.sliding_window)
+    return max(found)
 
 
 def make_prompt(

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megatron_llama.config.families import FAMILIES
 from megatron_llama.config.schema import ModelConfig
 from megatron_llama.distributed import device as devices
 from megatron_llama.engine.optimizer import WeightSource
@@ -30,14 +31,18 @@ def obstacle(model: ModelConfig) -> str | None:
 
 
 class TransformersModel:
-    """``LlamaForCausalLM`` with the weights of a folder, in fp32."""
+    """The family's class with the weights of a folder, in fp32."""
 
-    def __init__(self, folder: Path) -> None:
-        from transformers import LlamaForCausalLM
+    def __init__(self, folder: Path, config: ModelConfig) -> None:
+        import transformers
         from transformers.utils import logging
 
         logging.disable_progress_bar()  # type: ignore[no-untyped-call]
-        model: Any = LlamaForCausalLM.from_pretrained(folder)
+        architecture = getattr(transformers, FAMILIES[config.model_type].architecture)
+        # transformers' fused kernels leave a cap on scores out.
+        kernels = {"attn_implementation": "eager"} if config.attn_logit_softcapping else {}
+        model: Any = architecture.from_pretrained(folder, **kernels)
+        self.cap = config.final_logit_softcapping
         self._device = devices.accelerator(0)
         self._model = model.float().to(self._device).eval()
 
