@@ -324,9 +324,10 @@ def test_what_flash_attention_cannot_take_goes_block_by_block(case: str, acceler
         sliding.attend_backward(out, *meta, out, lse, rule=rule, offset=offset)
     assert out.shape == meta[0].shape and lse.shape == (B, N, 1000)
     forward = [shape for name, shape in calls if name == "_scaled_dot_product_efficient_attention"]
-    assert len(forward) == (0 if case in ("fp64", "capped") else 4)
+    # The block whose windows hide nothing needs no mask, and goes to flash attention without one.
+    blocks = {"fp64": 0, "capped": 0, "more queries than keys": 3}
+    assert len(forward) == blocks.get(case, 4)
     assert offset or all(shape[-2] * shape[-1] <= 256 * 576 for shape in forward)
-    assert case in ("fp64", "capped") or not any("_flash" in name for name, _ in calls[:4])
 
 
 def test_a_slow_path_has_a_name() -> None:
