@@ -69,13 +69,31 @@ class Twin:
         return twin
 
 
+LONGROPE = {
+    "rope_type": "longrope",
+    "short_factor": [1.0 + 0.1 * pair for pair in range(4)],
+    "long_factor": [2.0 + 0.7 * pair for pair in range(4)],
+    "original_max_position_embeddings": 20,
+}
+"""Of half of each head; training samples are longer than the original context."""
+MIXED = ("sliding_attention", "full_attention") * 2
 LLAMA = ModelConfig(**SIZES)
 TWINS = {
     "llama": Twin("LlamaConfig", replace(LLAMA, attention_bias=True, mlp_bias=True), {"attention_bias": True, "mlp_bias": True}),
-    "mistral": Twin("MistralConfig", replace(LLAMA, model_type="mistral", head_dim=24), {"sliding_window": None}),
+    "mistral": Twin("MistralConfig", replace(LLAMA, model_type="mistral", head_dim=24, sliding_window=10), {"sliding_window": 10}),
     "qwen2": Twin("Qwen2Config", replace(LLAMA, model_type="qwen2", add_qkv_bias=True, tie_word_embeddings=True)),
     "qwen3": Twin("Qwen3Config", replace(LLAMA, model_type="qwen3", qk_norm="head", head_dim=24)),
-    "phi3": Twin("Phi3Config", replace(LLAMA, model_type="phi3"), {"pad_token_id": 0}),
+    "phi3": Twin(
+        "Phi3Config",
+        replace(LLAMA, model_type="phi3", sliding_window=13, partial_rotary_factor=0.5, rope_scaling=LONGROPE),
+        {
+            "pad_token_id": 0,
+            "sliding_window": 13,
+            "partial_rotary_factor": 0.5,
+            "original_max_position_embeddings": LONGROPE["original_max_position_embeddings"],
+            "rope_parameters": {**LONGROPE, "rope_theta": 10000.0, "partial_rotary_factor": 0.5},
+        },
+    ),
     "gemma3": Twin(
         "Gemma3TextConfig",
         replace(
@@ -89,12 +107,20 @@ TWINS = {
             final_logit_softcapping=4.0,
             tie_word_embeddings=True,
             head_dim=24,
+            query_pre_attn_scalar=20.0,
+            sliding_window=10,
+            layer_types=MIXED,
+            rope_local_base_freq=100.0,
         ),
         {
-            "query_pre_attn_scalar": 24,
+            "query_pre_attn_scalar": 20,
             "final_logit_softcapping": 4.0,
-            "layer_types": ["full_attention"] * SIZES["num_hidden_layers"],
-            "rope_parameters": {name: {"rope_type": "default", "rope_theta": 10000.0} for name in ("full_attention", "sliding_attention")},
+            "sliding_window": 10,
+            "layer_types": list(MIXED),
+            "rope_parameters": {
+                "full_attention": {"rope_type": "default", "rope_theta": 10000.0},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
+            },
         },
     ),
     "olmo2": Twin(
