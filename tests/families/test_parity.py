@@ -157,6 +157,20 @@ def test_biases_next_to_low_rank_additions_and_alone(references: References, clu
     assert {name for name in changed if ("lora_" if layout.lora else ".bias") not in name} == set() != changed
 
 
+@pytest.mark.parametrize(
+    "layout",
+    [
+        FamilyLayout(family="gemma3", documents=True, tp=2, cp=2, sp=True),
+        pytest.param(FamilyLayout(family="mistral", documents=True, cp=4), marks=pytest.mark.long),
+        pytest.param(FamilyLayout(family="phi3", documents=True, cp=2, pp=2, microbatches=2), marks=pytest.mark.long),
+    ],
+    ids=lambda layout: layout.name,
+)
+def test_documents_in_windows(references: References, cluster: Cluster, layout: FamilyLayout) -> None:
+    """With positions of their own."""
+    compare(references, cluster, replace(layout, steps=FEWER_STEPS))
+
+
 def in_chunks(place: Place, layout: FamilyLayout) -> Record:
     """Training with few logits at a time."""
     run = trainer(place, layout)

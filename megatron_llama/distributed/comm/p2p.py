@@ -99,6 +99,8 @@ def _start(
         with axis.recorder.exposed(pending):
             for work in works:
                 work.wait()
+        # Until here they have kept alive what is sent.
+        operations.clear()
         for note in notes:
             if note is not None:
                 note.end()
