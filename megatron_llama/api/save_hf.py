@@ -50,8 +50,8 @@ def save_hf(
     adapter: bool = False,
     overwrite: bool = False,
 ) -> SavedHF:
-    """Write a folder for ``LlamaForCausalLM.from_pretrained``: weights, configuration, tokenizer.
-    It appears whole or not at all.
+    """Write a folder for ``AutoModelForCausalLM.from_pretrained``: weights, configuration,
+    tokenizer. It appears whole or not at all.
 
     ``model`` is the folder of a run's checkpoints (any layout; the newest complete one is read), or
     what ``load`` returns, changed or not: a state dict with HuggingFace's names and shapes, a stage

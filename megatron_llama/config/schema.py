@@ -409,7 +409,8 @@ class LoraConfig:
         "up_proj",
         "down_proj",
     )
-    """Projections that get an addition, by HuggingFace's names."""
+    """Projections that get an addition, by HuggingFace's names. Default: all, also where a family
+    has several of them in one, as Phi-3."""
 
 
 @dataclass(frozen=True)

@@ -1,16 +1,19 @@
 """Families: their presets, their config.json in both directions, and what they refuse."""
 
 import json
-from dataclasses import replace
+from dataclasses import fields, replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from megatron_llama.config.families import FAMILIES
+from megatron_llama.config.families.family import Family
 from megatron_llama.config.hf import hf_config_from_model, model_config_from_hf, unheld_fields
 from megatron_llama.config.presets import PRESETS
 from megatron_llama.config.schema import ModelConfig
 from megatron_llama.config.windows import FULL, SLIDING, layer_windows
+from megatron_llama.conversion.model_fields import LLAMA_KIND
 from megatron_llama.errors import CheckpointError
 from megatron_llama.plans.params import hf_shapes, parameter_count
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
@@ -297,6 +300,15 @@ def test_what_a_family_does_not_compute_is_refused_by_name(kind: str, fields: di
 )
 def test_what_a_family_cannot_hold(model: ModelConfig, lost: dict[str, Any]) -> None:
     assert unheld_fields(model) == lost
+
+
+def test_the_page_names_all_that_a_family_can_say() -> None:
+    page = (Path(__file__).resolve().parents[2] / "docs" / "add-a-family.md").read_text()
+    assert [field.name for field in fields(Family) if f"`{field.name}`" not in page] == []
+    everything = replace(read("llama"), qk_norm="head", norm_position="both")
+    modules = {name.removeprefix("model.layers.0.").removesuffix(".weight") for name in hf_shapes(everything) if ".layers.0." in name}
+    assert [name for name in sorted(modules) if f"`{name}`" not in page] == []
+    assert [name for name in LLAMA_KIND if f"`{name}" not in page] == []
 
 
 def test_a_family_is_one_short_file() -> None:

@@ -19,9 +19,24 @@ from torch import Tensor
 
 from tests.families.twins import SIZES, TWINS, DrawnWeights, FamilyLayout, reference
 from tests.harness import Cluster
-from tests.parallel.cases import STEPS, STRATEGIES, Layout, Record, Reference, merged, record, token_ids, train, trainer
+from tests.parallel.cases import (
+    LOSS_BOUND,
+    NORM_BOUND,
+    STEPS,
+    STRATEGIES,
+    Layout,
+    Record,
+    Reference,
+    deviation,
+    merged,
+    record,
+    token_ids,
+    train,
+    trainer,
+)
 from tests.parallel.draw import draw
 from tests.parallel.test_head import with_chunks
+from tests.parallel.test_lora import train_peft
 
 References = Callable[[FamilyLayout], Reference]
 FAMILIES = pytest.mark.parametrize("family", TWINS)
@@ -135,11 +150,16 @@ def compare(references: References, cluster: Cluster, layout: FamilyLayout) -> N
         assert len({records[rank].parameters for rank in one.dp_line}) == 1
 
 
+FUSED = ("qkv_proj", "o_proj", "gate_up_proj", "down_proj")
+"""Phi-3's projections: each has one addition, whatever it stacks."""
+
+
 @pytest.mark.parametrize(
     "layout",
     [
         FamilyLayout(family="llama", tp=2, sp=True, pp=2, microbatches=4, schedule="zb-h1", lora=4),
         FamilyLayout(family="qwen2", tp=4, dp=2, lora=4, recompute="selective"),
+        FamilyLayout(family="phi3", tp=2, sp=True, dp=2, lora=4, targets=FUSED, strategy="optim_grads_params"),
         FamilyLayout(family="llama", tp=4, sp=True, freeze=("*.weight",)),
     ],
     ids=lambda layout: layout.name,
@@ -169,6 +189,14 @@ def test_biases_next_to_low_rank_additions_and_alone(references: References, clu
 def test_documents_in_windows(references: References, cluster: Cluster, layout: FamilyLayout) -> None:
     """With positions of their own."""
     compare(references, cluster, replace(layout, steps=FEWER_STEPS))
+
+
+def test_additions_to_fused_projections_train_as_with_peft(references: References) -> None:
+    layout = FamilyLayout(family="phi3", lora=4, targets=FUSED, steps=FEWER_STEPS)
+    theirs = train_peft(layout, TWINS["phi3"].hf_model())
+    ours = references(layout).single
+    assert deviation(ours.losses, theirs.losses) < LOSS_BOUND and deviation(ours.norms, theirs.norms) < NORM_BOUND
+    assert ours.losses[0] != ours.losses[-1]
 
 
 def in_chunks(place: Place, layout: FamilyLayout) -> Record:

@@ -40,20 +40,21 @@ def drawn(name: str, shape: tuple[int, ...]) -> Tensor:
     return out
 
 
-def train_peft(layout: Layout) -> Record:
-    """The same steps with transformers and PEFT."""
+def train_peft(layout: Layout, twin: torch.nn.Module | None = None) -> Record:
+    """The same steps with PEFT and transformers' ``twin``; by default its LLaMA."""
     from peft import LoraConfig, get_peft_model
 
     config = layout.config()
     adapted = LoraConfig(r=layout.lora, lora_alpha=int(config.lora.lora_alpha), target_modules=list(layout.targets))
-    model = get_peft_model(hf_model(config.model), adapted)
+    model = get_peft_model(twin or hf_model(config.model), adapted)
     own = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
     shapes = adapter_shapes(config.model, config.lora)
     ours = {f"base_model.model.{name.replace('.weight', '.default.weight')}": name for name in shapes}
     assert own.keys() == ours.keys()
     with torch.no_grad():
         for name, parameter in own.items():
-            parameter.copy_(drawn(ours[name], shapes[ours[name]]))
+            shape = shapes[ours[name]]
+            layout.weights()(Rectangle(ours[name], shape, (0,) * len(shape), shape, 0), parameter)
     o = OPTIMIZER
     optimizer = torch.optim.AdamW(own.values(), lr=o.lr, weight_decay=o.weight_decay, betas=(o.adam_beta1, o.adam_beta2), eps=o.adam_eps)
     losses, norms = [], []

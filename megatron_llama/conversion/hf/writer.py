@@ -92,8 +92,8 @@ def export_hf(
     sources: Iterable[str | Path] = (),
     overwrite: bool = False,
 ) -> Path:
-    """Write a folder for ``LlamaForCausalLM.from_pretrained`` and return its path. It appears whole
-    or not at all.
+    """Write a folder for ``AutoModelForCausalLM.from_pretrained`` and return its path. It appears
+    whole or not at all.
 
     ``model`` has its derived fields filled in. ``dtype`` is ``float32`` (bit-exact), ``bfloat16``
     or ``float16``. At most 64 MiB of weights are in memory at a time. What may be
