@@ -113,9 +113,9 @@ def _masked(attn_scores: Tensor, rows: slice, causal: bool, mask: Tensor | None)
     # ``merge`` drops, as with the kernels.
     lowest = torch.finfo(attn_scores.dtype).min / 2
     if causal:
-        length = attn_scores.shape[-1]
-        places = torch.arange(length, device=attn_scores.device)
-        attn_scores.masked_fill_(places > places[rows].unsqueeze(-1), lowest)
+        shape = attn_scores.shape[-2:]
+        future = attn_scores.new_ones(shape, dtype=torch.bool).triu_(rows.start + 1)
+        attn_scores.masked_fill_(future, lowest)
     if mask is not None:
         attn_scores.masked_fill_(~mask[:, :, rows].unsqueeze(2), lowest)
     return attn_scores

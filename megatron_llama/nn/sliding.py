@@ -297,10 +297,10 @@ def _blocks(
         hides_future = offset + start < last - 1
         hides_past = rule.window > 0 and offset + stop - 1 - rule.window >= first
         if hides_future or hides_past:
-            places = torch.arange(offset + start, offset + stop, device=query.device).unsqueeze(-1)
-            others = torch.arange(first, last, device=query.device)
-            near = others <= places
+            # Column c is key first + c, and row r the query at offset + start + r.
+            diagonal = offset + start - first
+            near = query.new_ones((stop - start, last - first), dtype=torch.bool).tril_(diagonal)
             if rule.window:
-                near &= others > places - rule.window
+                near.triu_(diagonal - rule.window + 1)
             seen = near.expand(query.shape[0], 1, -1, -1) if seen is None else seen & near
         yield _Block(rows, columns, seen)

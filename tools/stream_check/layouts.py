@@ -251,6 +251,7 @@ def _layout(
     tied: bool = False,
     recompute: str = "none",
     lora: int = 0,
+    window: int = 0,
     freeze: tuple[str, ...] = (),
     offload: OffloadConfig | None = None,
     zenflow: ZenFlowConfig | None = None,
@@ -271,7 +272,13 @@ def _layout(
     for size in sizes:
         world_size *= parallel.get(size, 1)
     config = Config(
-        model=replace(_MODEL, num_hidden_layers=layers, tie_word_embeddings=tied),
+        model=replace(
+            _MODEL,
+            model_type="mistral" if window else "llama",
+            num_hidden_layers=layers,
+            tie_word_embeddings=tied,
+            sliding_window=window,
+        ),
         parallel=ParallelConfig(
             reduce_bucket_size=4000,
             recompute_granularity=cast(Any, recompute),
@@ -430,6 +437,11 @@ def _models() -> dict[str, Layout]:
     )
     found["cp in a ring over four"] = _layout(
         dp=1, context_parallel_size=4, cp_comm_type="ring", rank=1
+    )
+    found["windows, documents"] = _layout(window=3, documents=True)
+    found["cp, windows"] = _layout(context_parallel_size=2, window=3)
+    found["cp over four, windows, documents"] = _layout(
+        dp=1, context_parallel_size=4, window=3, documents=True, rank=1
     )
     found["recompute full, 1f1b, sp"] = _layout(
         pipeline_model_parallel_size=4,

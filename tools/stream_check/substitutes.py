@@ -21,7 +21,7 @@ import torch
 from megatron_llama.distributed import device as devices
 from tools.stream_check.recording import DeviceEvent, Recording, Stream, stream_name
 
-_HOST_KERNELS = frozenset({"megatron_llama.nn.attention"})
+_HOST_KERNELS = frozenset({"megatron_llama.nn.attention", "megatron_llama.nn.sliding"})
 """Modules that choose kernels by device and have none here but the host's: attention runs torch's
 kernel for CPUs instead of cuDNN's, flash or the efficient one, which read and write the same."""
 
