@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any
 
 import torch
 import transformers
+from megatron_llama.config.hf import model_config_from_hf
 from megatron_llama.config.schema import Config, ModelConfig
 from megatron_llama.model.init import InitialWeights
 from megatron_llama.plans.params import Rectangle, hf_shapes
@@ -39,93 +40,94 @@ class Twin:
 
     config_class: str
     """Of transformers; the name of the model's class follows."""
-    ours: ModelConfig
     options: Mapping[str, Any] = field(default_factory=dict)
     """Of transformers' config beside the sizes."""
+    by_hand: ModelConfig | None = None
+    """A model that no family declares; None: it is read from the config."""
     renamed: Mapping[str, str] = field(default_factory=dict)
-    """Parts of names of tensors that are other ones in transformers: of a family that we have no declaration of."""
+    """Parts of names of tensors that are other ones in transformers, where no family says so."""
+
+    @property
+    def architecture(self) -> str:
+        """The class of the model in transformers."""
+        return self.config_class.removesuffix("Config").removesuffix("Text") + "ForCausalLM"
 
     def hf_config(self, **options: Any) -> Any:
         """What transformers' own class makes of the sizes."""
-        sizes = {name: getattr(self.ours, name) for name in SIZES}
-        sizes["rope_parameters"] = {"rope_type": "default", "rope_theta": self.ours.rope_theta}
-        return getattr(transformers, self.config_class)(**(sizes | dict(self.options) | options))
+        tokens = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))
+        return getattr(transformers, self.config_class)(**(SIZES | tokens | dict(self.options) | options))
 
-    def hf_model(self, dtype: torch.dtype = torch.float32, layers: int = SIZES["num_hidden_layers"]) -> torch.nn.Module:
+    @cached_property
+    def ours(self) -> ModelConfig:
+        """The model as we read it."""
+        if self.by_hand is not None:
+            return self.by_hand
+        return model_config_from_hf(self.hf_config(architectures=[self.architecture]).to_dict(), where=self.config_class)
+
+    def hf_model(self, dtype: torch.dtype = torch.float32) -> torch.nn.Module:
         """transformers' model with the weights of ``DrawnWeights``."""
-        config = self.hf_config(num_hidden_layers=layers, attn_implementation="sdpa")
-        name = self.config_class.removesuffix("Config").removesuffix("Text") + "ForCausalLM"
-        twin: torch.nn.Module = getattr(transformers, name)(config).to(dtype)
-        model, weights = replace(self.ours, num_hidden_layers=layers), {}
-        for tensor, shape in hf_shapes(model).items():
+        config = self.hf_config(attn_implementation="sdpa")
+        twin: torch.nn.Module = getattr(transformers, self.architecture)(config).to(dtype)
+        weights = {}
+        for tensor, shape in hf_shapes(self.ours).items():
             values = torch.empty(shape, dtype=dtype)
-            DrawnWeights(model)(Rectangle(tensor, shape, (0,) * len(shape), shape, 0), values)
+            DrawnWeights(self.ours)(Rectangle(tensor, shape, (0,) * len(shape), shape, 0), values)
             theirs = tensor
             for part, new in self.renamed.items():
                 theirs = theirs.replace(part, new)
             weights[theirs] = values
         missing, unexpected = twin.load_state_dict(weights, strict=False)
-        assert not unexpected and set(missing) <= {"lm_head.weight"} and model.tie_word_embeddings >= bool(missing), (missing, unexpected)
+        assert not unexpected and set(missing) <= {"lm_head.weight"} and self.ours.tie_word_embeddings >= bool(missing), (
+            missing,
+            unexpected,
+        )
         return twin
 
 
+def _rotary(rope_type: str = "default", theta: float = 10000.0, **numbers: Any) -> dict[str, Any]:
+    return {"rope_type": rope_type, "rope_theta": theta, **numbers}
+
+
+WINDOW = 9
+"""Far fewer positions than a sample has."""
 LONGROPE = {
-    "rope_type": "longrope",
     "short_factor": [1.0 + 0.1 * pair for pair in range(4)],
     "long_factor": [2.0 + 0.7 * pair for pair in range(4)],
     "original_max_position_embeddings": 20,
 }
 """Of half of each head; training samples are longer than the original context."""
-MIXED = ("sliding_attention", "full_attention") * 2
-LLAMA = ModelConfig(**SIZES)
 TWINS = {
-    "llama": Twin("LlamaConfig", replace(LLAMA, attention_bias=True, mlp_bias=True), {"attention_bias": True, "mlp_bias": True}),
-    "mistral": Twin("MistralConfig", replace(LLAMA, model_type="mistral", head_dim=24, sliding_window=10), {"sliding_window": 10}),
-    "qwen2": Twin("Qwen2Config", replace(LLAMA, model_type="qwen2", add_qkv_bias=True, tie_word_embeddings=True)),
-    "qwen3": Twin("Qwen3Config", replace(LLAMA, model_type="qwen3", qk_norm="head", head_dim=24)),
+    "llama": Twin("LlamaConfig", {"attention_bias": True, "mlp_bias": True}),
+    "mistral": Twin("MistralConfig", {"sliding_window": WINDOW, "head_dim": 24}),
+    "qwen2": Twin(
+        "Qwen2Config", {"use_sliding_window": True, "sliding_window": WINDOW, "max_window_layers": 2, "tie_word_embeddings": True}
+    ),
+    "qwen3": Twin("Qwen3Config", {"head_dim": 24, "rope_parameters": _rotary("yarn", factor=4.0, original_max_position_embeddings=64)}),
     "phi3": Twin(
         "Phi3Config",
-        replace(LLAMA, model_type="phi3", sliding_window=13, partial_rotary_factor=0.5, rope_scaling=LONGROPE),
         {
-            "pad_token_id": 0,
-            "sliding_window": 13,
+            "sliding_window": WINDOW,
             "partial_rotary_factor": 0.5,
             "original_max_position_embeddings": LONGROPE["original_max_position_embeddings"],
-            "rope_parameters": {**LONGROPE, "rope_theta": 10000.0, "partial_rotary_factor": 0.5},
+            "rope_parameters": _rotary("longrope", **LONGROPE, partial_rotary_factor=0.5),
         },
     ),
     "gemma3": Twin(
         "Gemma3TextConfig",
-        replace(
-            LLAMA,
-            model_type="gemma3_text",
-            qk_norm="head",
-            norm_position="both",
-            apply_layernorm_1p=True,
-            hidden_act="gelu_pytorch_tanh",
-            embedding_multiplier=math.sqrt(SIZES["hidden_size"]),
-            final_logit_softcapping=4.0,
-            tie_word_embeddings=True,
-            head_dim=24,
-            query_pre_attn_scalar=20.0,
-            sliding_window=10,
-            layer_types=MIXED,
-            rope_local_base_freq=100.0,
-        ),
         {
-            "query_pre_attn_scalar": 20,
+            "head_dim": 24,
+            "query_pre_attn_scalar": 40,
             "final_logit_softcapping": 4.0,
-            "sliding_window": 10,
-            "layer_types": list(MIXED),
-            "rope_parameters": {
-                "full_attention": {"rope_type": "default", "rope_theta": 10000.0},
-                "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
-            },
+            "hidden_activation": "gelu_pytorch_tanh",
+            "sliding_window": WINDOW,
+            "layer_types": ["sliding_attention", "full_attention"] * 2,
+            "rope_parameters": {"full_attention": _rotary("linear", 1e6, factor=8.0), "sliding_attention": _rotary()},
+            "tie_word_embeddings": True,
         },
     ),
     "olmo2": Twin(
         "Olmo2Config",
-        replace(LLAMA, qk_norm="projection", norm_position="after"),
+        by_hand=ModelConfig(**SIZES, qk_norm="projection", norm_position="after"),
         renamed={"post_self_attn_layernorm": "post_attention_layernorm", "post_mlp_layernorm": "post_feedforward_layernorm"},
     ),
 }
@@ -158,13 +160,13 @@ class FamilyLayout(Layout):
 
     @property
     def model(self) -> ModelConfig:
-        """The family's, with the layers of the layout."""
-        return replace(TWINS[self.family].ours, num_hidden_layers=self.layers)
+        """The family's."""
+        return TWINS[self.family].ours
 
     @property
     def reference(self) -> FamilyLayout:
         """See Layout."""
-        kept = ("family", "documents", "fp64", "clip", "steps", "layers", "freeze", "lora", "targets")
+        kept = ("family", "documents", "fp64", "clip", "steps", "freeze", "lora", "targets")
         return FamilyLayout(**{name: getattr(self, name) for name in kept})
 
     @property
@@ -192,4 +194,4 @@ def _train_hf(alone: FamilyLayout) -> Record | None:
     """None for what transformers has no counterpart of."""
     if alone.documents or alone.lora or alone.freeze:
         return None
-    return train_twin(TWINS[alone.family].hf_model(layers=alone.layers), alone)
+    return train_twin(TWINS[alone.family].hf_model(), alone)
