@@ -4,6 +4,7 @@ turns, on this device.
     python tools/bench_step.py [--json FILE]
     python tools/bench_step.py --model llama2-7b --num-layers 16 --seq-length 4096 --dtypes bf16
     --contenders ours-compile hf-compile
+    python tools/bench_step.py --families qwen2 qwen3 gemma3_text
 
 A step is forward, backward, clipping and AdamW. All contenders train the same model on the same
 random tokens; their losses must agree. Without a shape: dim 512, 8 layers, 4 samples of 512 tokens,
@@ -16,6 +17,8 @@ bf16 and the first contender that takes part, median over rounds, so that below 
 counts as torchtitan does, *causal* as Megatron-LM does, over the data sheet's peak or, where there
 is none (CPUs), over the matmul ceiling. *ceiling*: of the fastest matrix product measured in the
 same run, with causal FLOPs.
+
+With --families ours trains LLaMA and models of other families with the same sizes, in turns.
 """
 
 from __future__ import annotations
@@ -32,6 +35,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # this checkout
 
 import torch
 
+from megatron_llama.config.families import FAMILIES
 from megatron_llama.config.help import config_sections, help_text
 from megatron_llama.config.megatron_names import MEGATRON
 from megatron_llama.config.parse import Parsed, parse
@@ -41,6 +45,7 @@ from megatron_llama.errors import ConfigError, UserError, describe
 from megatron_llama.metrics.flops import flops_per_token, peak_flops
 from megatron_llama.plans.memory import sized
 from megatron_llama.plans.resolve import assemble, check
+from tools.step import families
 from tools.step.ceiling import matmul_flops
 from tools.step.contenders import DTYPES, NAMES, Entry
 from tools.step.worker import Failed, Sample, Task, Worker
@@ -73,6 +78,9 @@ class StepConfig:
     """Steps that are not timed, before the first turn; on a GPU before every turn."""
     threads: int = 0
     """Threads of a contender on a CPU. 0: torch's choice."""
+    families: tuple[str, ...] = ()
+    """Instead of the contenders: ours as models of these families (their model_type), with the
+    sizes of the LLaMA and without windows."""
     emulate_dp: int = 1
     """Ours has the state of one of so many data-parallel ranks, whose messages go nowhere. Others
     have no such mode."""
@@ -265,6 +273,30 @@ def configuration(parsed: Parsed) -> Config:
     )
 
 
+def compare_families(config: Config, options: StepConfig) -> int:
+    """Run and print how long steps of other families last. Returns 1 if one fails."""
+    tasks = families.tasks_of(
+        config,
+        options.families,
+        options.dtypes,
+        threads=options.threads,
+        world_size=options.emulate_dp,
+    )
+
+    def write(found: Found) -> None:
+        if options.json is not None:
+            table = families.ratios(tasks, found.samples)
+            lines = {entry.label: each for entry, each in table.items()}
+            Path(options.json).write_text(json.dumps(lines, indent=2) + "\n")
+
+    resident = devices.is_host(devices.accelerator(0))
+    found = run(tasks, options, resident=resident, noted=write)
+    print("\n".join(families.report(tasks, found.samples)))
+    for entry, why in found.failures.items():
+        print(f"error: {entry.label}: {why}", file=sys.stderr)
+    return 1 if found.failures else 0
+
+
 def main(words: list[str]) -> int:
     """Run and print. Returns 1 if contenders fail or do not agree. Raises UserError."""
     sections = (*config_sections(), StepConfig)
@@ -281,6 +313,7 @@ def main(words: list[str]) -> int:
     for flag, given, known in (
         ("--contenders", options.contenders, NAMES),
         ("--dtypes", options.dtypes, DTYPES),
+        ("--families", options.families, tuple(FAMILIES)),
     ):
         if unknown := [name for name in given if name not in known]:
             raise ConfigError(
@@ -294,6 +327,8 @@ def main(words: list[str]) -> int:
     config = check(configuration(parsed), options.emulate_dp).config
     if options.threads:
         torch.set_num_threads(options.threads)
+    if options.families:
+        return compare_families(config, options)
     entries = [Entry(name, dtype) for dtype in options.dtypes for name in options.contenders]
     tasks = [Task(entry, config, options.threads, options.emulate_dp) for entry in entries]
     print(

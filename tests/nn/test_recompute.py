@@ -29,7 +29,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from tests.harness import Cluster
 from tests.nn.spmd import numbers, tensor_mesh
 from tests.parallel.cases import MODEL, SEQ_LENGTH, Layout, train, trainer
-from tests.plans.test_activation_memory import BATCH, Run, build, kept, several, storage
+from tests.plans.test_activation_memory import BATCH, FIELDS, Run, build, kept, several, storage
 
 CPU = torch.device("cpu")
 LAYOUTS = [
@@ -167,6 +167,17 @@ def deferred(place: Place, layout: Run) -> tuple[int, int]:
             work()
         assert handle.written == 1 and bool(handle.grad.isfinite().all())
     return found, BLOCKS * Activations.from_config(config).postponed_block(layout.recompute)
+
+
+@pytest.mark.parametrize("recompute", GRANULARITIES)
+@pytest.mark.parametrize("fields", FIELDS.values(), ids=FIELDS.keys())
+def test_a_split_pass_of_other_families_keeps_what_the_formula_says(
+    cluster: Cluster, fields: dict[str, Any], recompute: Granularity
+) -> None:
+    """Biases and norms have their gradients in the first half."""
+    layout = Run(tp=2, sp=True, recompute=recompute, fields=tuple(fields.items()))
+    found = cluster.run(layout.tp, deferred, layout)
+    assert all(held == expected for held, expected in found), found
 
 
 @pytest.mark.long

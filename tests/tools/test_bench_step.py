@@ -5,14 +5,17 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 
 import pytest
 from megatron_llama.config.schema import Config, ModelConfig, TrainingConfig
+from megatron_llama.metrics.flops import flops_per_token
 from megatron_llama.plans.resolve import check
 from tools.bench_step import Found, Row, baseline_of, disagreements, processor, report, rows_of
 from tools.step.contenders import Entry
+from tools.step.families import ratios, tasks_of
+from tools.step.families import report as families_report
 from tools.step.worker import Sample
 
 ROOT = Path(__file__).parent.parent.parent
@@ -85,3 +88,32 @@ def test_the_baseline_and_the_processor() -> None:
     assert baseline_of(samples) == HF and baseline_of({OURS: samples[OURS]}) == OURS
     assert baseline_of({OURS: [], Entry("hf-compile", "bf16"): []}) == Entry("hf-compile", "bf16")
     assert "avx512_bf16" in processor()
+
+
+def test_families_at_equal_flops_by_hand() -> None:
+    """Without windows; a wider attention costs time that its FLOPs take off again."""
+    model = ModelConfig(vocab_size=10, hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=2, head_dim=4)
+    config = check(Config(model=model, training=TrainingConfig(seq_length=6, micro_batch_size=2, train_iters=1)), 1).config
+    plain, gemma = tasks_of(config, ["gemma3_text"], ["fp32"], threads=1, world_size=1)
+    other = gemma.config.model
+    assert plain.config.model == config.model and (other.qk_norm, other.norm_position, other.sliding_window) == ("head", "both", 0)
+    assert other.hidden_act == "gelu_pytorch_tanh" and other.embedding_multiplier == 8**0.5
+    samples = {
+        plain.entry: [Sample(2.0, 4.0, (), 0), Sample(3.0, 4.0, (), 0)],
+        gemma.entry: [Sample(2.5, 8.0, (), 0), Sample(3.0, 8.0, (), 0)],
+    }
+    assert ratios([plain, gemma], samples)[gemma.entry] == [1.25, 1.0]
+    half = replace(config.model, num_hidden_layers=2)
+    work = flops_per_token(config.model, 6, causal=True) / flops_per_token(half, 6, causal=True)
+    deeper = replace(gemma, config=replace(config, model=half))
+    assert ratios([plain, deeper], samples, "processor_seconds")[gemma.entry] == pytest.approx([2 * work, 2 * work])
+    line = list(families_report([plain, gemma], samples))[-1]
+    assert line.split() == ["ours-gemma3_text", "fp32", "1.125", "(1.000", "-", "1.250)", "2.000", "2750.0", "ms"]
+
+
+@pytest.mark.long
+def test_families_take_turns() -> None:
+    done = run("--families", "qwen3", "--dtypes", "fp32")
+    assert done.returncode == 0, done.stderr
+    assert [line.split()[0] for line in done.stdout.splitlines()[-2:]] == ["ours-llama", "ours-qwen3"]
+    assert run("--families", "gpt2").returncode == 1
