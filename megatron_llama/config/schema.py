@@ -250,8 +250,8 @@ class TrainingConfig:
     """Compute in double precision: the reference of the parity checks, not for training."""
     attention_backend: Literal["auto", "flash", "fused"] = "auto"
     """Whose kernels compute attention on a GPU: torch's flash attention, cuDNN's (fused), or the
-    faster one that is sound there. Packed documents are always computed by flash attention. On CPUs
-    it changes nothing."""
+    faster one that is sound there. Packed documents, and layers with a window, are always computed
+    by flash attention. On CPUs it changes nothing."""
     deterministic_mode: bool = False
     """Compute every sum in a fixed order on GPUs too, so that the same run gives the same bits:
     torch's deterministic algorithms, flash attention instead of cuDNN's, a fixed workspace for
