@@ -192,6 +192,18 @@ def test_published_files_are_the_presets(name: str) -> None:
         assert model_config_from_hf(file_of("phi3", **fields), where="published") == model
 
 
+def test_both_spellings_are_written() -> None:
+    """transformers 4 has everything at the top, and Phi-3 wants three fields in rope_scaling; transformers 5 has one mapping."""
+    mini = hf_config_from_model(PRESETS["phi-4-mini"], dtype="float32")
+    assert mini["partial_rotary_factor"] == mini["rope_parameters"]["partial_rotary_factor"] == 0.75
+    assert mini["original_max_position_embeddings"] == mini["rope_parameters"]["original_max_position_embeddings"] == 4096
+    assert mini["rope_scaling"].keys() == {"type", "short_factor", "long_factor"}
+    gemma = hf_config_from_model(PRESETS["gemma3-4b-text"], dtype="float32")
+    linear = {"rope_type": "linear", "factor": 8.0}
+    assert (gemma["rope_theta"], gemma["rope_local_base_freq"], gemma["rope_scaling"]) == (1e6, 1e4, linear)
+    assert gemma["rope_parameters"] == {FULL: {**linear, "rope_theta": 1e6}, SLIDING: {"rope_type": "default", "rope_theta": 1e4}}
+
+
 MIXED = [FULL, SLIDING, SLIDING]
 
 
