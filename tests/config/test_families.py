@@ -42,6 +42,8 @@ TOTALS = {
     "gemma3-4b-text": 3_880_263_168,
     "gemma3-12b-text": 11_766_034_176,
     "gemma3-27b-text": 27_009_346_304,
+    "olmo2-7b": 7_298_617_344,
+    "olmo2-13b": 13_716_198_400,
 }
 SIZES = {"vocab_size": 100, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 3, "num_attention_heads": 4}
 OTHERS = [name for name in FAMILIES if name != "llama"]
@@ -107,9 +109,9 @@ def test_transformers_computes_the_rotary_embedding_and_the_windows_of_the_prese
     assert {field: whole[field] for field in model.rope_scaling or {}} == (model.rope_scaling or {})
     if model.rope_local_base_freq:
         assert both[SLIDING] == {"rope_type": "default", "rope_theta": model.rope_local_base_freq}
-    default = [SLIDING if config.sliding_window else FULL] * model.num_hidden_layers
-    types = getattr(config, "layer_types", None) or default
-    assert tuple(config.sliding_window if kind == SLIDING else 0 for kind in types) == layer_windows(model)
+    window = getattr(config, "sliding_window", None)
+    types = getattr(config, "layer_types", None) or [SLIDING if window else FULL] * model.num_hidden_layers
+    assert tuple(window if kind == SLIDING else 0 for kind in types) == layer_windows(model)
 
 
 @pytest.mark.parametrize("kind", OTHERS)
@@ -170,6 +172,15 @@ PUBLISHED: dict[str, dict[str, Any]] = {
         "sliding_window": 512,
         "sliding_window_pattern": 6,
         "pad_token_id": 0,
+    },
+    "olmo2-7b": {
+        "attention_bias": False,
+        "attention_dropout": 0.0,
+        "pad_token_id": 100277,
+        "rope_scaling": None,
+        "rope_theta": 500000,
+        "transformers_version": "4.47.0.dev0",
+        "use_cache": False,
     },
 }
 
@@ -286,6 +297,10 @@ BOTH = {FULL: {"rope_type": "default", "rope_theta": 1e6}, SLIDING: {"rope_type"
             {"rope_parameters": BOTH | {SLIDING: {"rope_type": "linear", "factor": 2.0, "rope_theta": 1e4}}},
             "expected rope_theta alone; scaled windows are not supported",
         ),
+        ("olmo2", {"mlp_bias": True}, "mlp_bias: got True, expected False"),
+        ("olmo2", {"clip_qkv": 8.0}, "got clip_qkv 8.0, expected only fields and values that are known"),
+        ("olmo2", {"sliding_window": 8}, "sliding_window"),
+        ("olmo2", {"architectures": ["OlmoForCausalLM"]}, "architectures: got ['OlmoForCausalLM'], expected ['Olmo2ForCausalLM']"),
     ],
 )
 def test_what_a_family_does_not_compute_is_refused_by_name(kind: str, fields: dict[str, Any], message: str) -> None:
@@ -308,6 +323,7 @@ def test_what_a_family_does_not_compute_is_refused_by_name(kind: str, fields: di
         (replace(read("gemma3_text"), final_logit_softcapping=30.0, attn_logit_softcapping=50.0), {}),
         (replace(read("gemma3_text"), query_pre_attn_scalar=0.0), {"query_pre_attn_scalar": "a positive number"}),
         (replace(read("gemma3_text"), query_pre_attn_scalar=100.5), {"query_pre_attn_scalar": 100.0}),
+        (replace(read("olmo2"), norm_position="both"), {"norm_position": "after"}),
     ],
 )
 def test_what_a_family_cannot_hold(model: ModelConfig, lost: dict[str, Any]) -> None:

@@ -33,6 +33,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "phi3": {"model_type": "phi3", "partial_rotary_factor": 0.5, "original_max_position_embeddings": 16, "pad_token_id": 0},
     "phi3, long": {"model_type": "phi3", "original_max_position_embeddings": 16, "pad_token_id": 0},
     "gemma3": {"model_type": "gemma3_text", "head_dim": 16, "sliding_window": 5, "layer_types": MIXED, "final_logit_softcapping": 30.0},
+    "olmo2": {"model_type": "olmo2", "head_dim": 16, "attention_bias": True},
 }
 MODELS["phi3, long"]["rope_parameters"] = {**SCALED, "rope_theta": 1e4, "partial_rotary_factor": 0.5}
 MEGATRON = ("llama with biases", "mistral", "qwen2", "qwen3", "phi3")
@@ -136,6 +137,8 @@ def test_megatron_core_computes_the_same_logits(name: str, cluster: Cluster, tmp
         ("qwen3", ("megatron-llama",), "megatron-llama (legacy) qk_norm: got head, expected none"),
         ("phi3", ("megatron", "--megatron-layout", "legacy"), "megatron (legacy) partial_rotary_factor: got 0.5, expected 1.0"),
         ("gemma3", ("megatron",), "megatron norm_position: got both, expected before, as in LLaMA"),
+        ("olmo2", ("megatron",), "megatron qk_norm: got projection, expected"),
+        ("olmo2", ("megatron",), "megatron norm_position: got after, expected before, as in LLaMA"),
         ("gemma3", ("megatron",), "megatron final_logit_softcapping: got 30.0, expected 0.0, as in LLaMA"),
     ],
 )
@@ -166,7 +169,12 @@ def test_arguments_that_contradict_the_config(name: str, field: str, value: Any,
 
 
 @pytest.mark.parametrize(
-    ("name", "targets"), [("phi3", ["qkv_proj", "gate_up_proj", "o_proj"]), ("gemma3", ["q_proj", "v_proj", "down_proj"])]
+    ("name", "targets"),
+    [
+        ("phi3", ["qkv_proj", "gate_up_proj", "o_proj"]),
+        ("gemma3", ["q_proj", "v_proj", "down_proj"]),
+        ("olmo2", ["k_proj", "o_proj", "up_proj"]),
+    ],
 )
 def test_an_adapter_of_peft_is_merged(name: str, targets: list[str], tmp_path: Path, capsys: Capture) -> None:
     """Its targets are the names of the family: Phi-3's q, k and v have one addition."""

@@ -161,6 +161,7 @@ FUSED = ("qkv_proj", "o_proj", "gate_up_proj", "down_proj")
         FamilyLayout(family="qwen2", tp=4, dp=2, lora=4, recompute="selective"),
         FamilyLayout(family="phi3", tp=2, sp=True, dp=2, lora=4, targets=FUSED, strategy="optim_grads_params"),
         FamilyLayout(family="llama", tp=4, sp=True, freeze=("*.weight",)),
+        FamilyLayout(family="olmo2", tp=2, sp=True, cp=2, lora=4),
     ],
     ids=lambda layout: layout.name,
 )
@@ -191,9 +192,11 @@ def test_documents_in_windows(references: References, cluster: Cluster, layout: 
     compare(references, cluster, replace(layout, steps=FEWER_STEPS))
 
 
-def test_additions_to_fused_projections_train_as_with_peft(references: References) -> None:
-    layout = FamilyLayout(family="phi3", lora=4, targets=FUSED, steps=FEWER_STEPS)
-    theirs = train_peft(layout, TWINS["phi3"].hf_model())
+@pytest.mark.parametrize(("family", "targets"), [("phi3", FUSED), ("olmo2", ("q_proj", "v_proj", "up_proj"))])
+def test_additions_train_as_with_peft(references: References, family: str, targets: tuple[str, ...]) -> None:
+    """Also to projections that stack several of ours, and in front of a norm of queries."""
+    layout = FamilyLayout(family=family, lora=4, targets=targets, steps=FEWER_STEPS)
+    theirs = train_peft(layout, TWINS[family].hf_model())
     ours = references(layout).single
     assert deviation(ours.losses, theirs.losses) < LOSS_BOUND and deviation(ours.norms, theirs.norms) < NORM_BOUND
     assert ours.losses[0] != ours.losses[-1]

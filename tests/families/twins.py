@@ -42,10 +42,6 @@ class Twin:
     """Of transformers; the name of the model's class follows."""
     options: Mapping[str, Any] = field(default_factory=dict)
     """Of transformers' config beside the sizes."""
-    by_hand: ModelConfig | None = None
-    """A model that no family declares; None: it is read from the config."""
-    renamed: Mapping[str, str] = field(default_factory=dict)
-    """Parts of names of tensors that are other ones in transformers, where no family says so."""
 
     @property
     def architecture(self) -> str:
@@ -60,8 +56,6 @@ class Twin:
     @cached_property
     def ours(self) -> ModelConfig:
         """The model as we read it."""
-        if self.by_hand is not None:
-            return self.by_hand
         return model_config_from_hf(self.hf_config(architectures=[self.architecture]).to_dict(), where=self.config_class)
 
     def hf_model(self, dtype: torch.dtype = torch.float32) -> torch.nn.Module:
@@ -72,10 +66,7 @@ class Twin:
         for tensor, shape in hf_shapes(self.ours).items():
             values = torch.empty(shape, dtype=dtype)
             DrawnWeights(self.ours)(Rectangle(tensor, shape, (0,) * len(shape), shape, 0), values)
-            theirs = tensor
-            for part, new in self.renamed.items():
-                theirs = theirs.replace(part, new)
-            weights[theirs] = values
+            weights[tensor] = values
         missing, unexpected = twin.load_state_dict(weights, strict=False)
         assert not unexpected and set(missing) <= {"lm_head.weight"} and self.ours.tie_word_embeddings >= bool(missing), (
             missing,
@@ -125,11 +116,7 @@ TWINS = {
             "tie_word_embeddings": True,
         },
     ),
-    "olmo2": Twin(
-        "Olmo2Config",
-        by_hand=ModelConfig(**SIZES, qk_norm="projection", norm_position="after"),
-        renamed={"post_self_attn_layernorm": "post_attention_layernorm", "post_mlp_layernorm": "post_feedforward_layernorm"},
-    ),
+    "olmo2": Twin("Olmo2Config", {"attention_bias": True, "head_dim": 24}),
 }
 
 

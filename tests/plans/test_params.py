@@ -51,7 +51,7 @@ FAMILIES = {
     "qwen3": replace(GQA, model_type="qwen3", qk_norm="head"),
     "phi3": replace(GQA, model_type="phi3"),
     "gemma3": replace(GQA, model_type="gemma3_text", qk_norm="head", norm_position="both"),
-    "norms behind": replace(GQA, qk_norm="projection", norm_position="after"),
+    "olmo2": replace(GQA, model_type="olmo2", qk_norm="projection", norm_position="after"),
 }
 FAMILIES |= {f"{name}, one kv head": replace(model, num_key_value_heads=1) for name, model in FAMILIES.items()}
 families = pytest.mark.parametrize("model", FAMILIES.values(), ids=FAMILIES.keys())
@@ -142,7 +142,7 @@ def local_parameter(name: str, hf: dict[str, Tensor], model: ModelConfig, tp: in
 
 def by_our_names(hf: dict[str, Tensor], model: ModelConfig) -> dict[str, Tensor]:
     """The tensors of a family by LLaMA's names, those that it stores as one apart."""
-    gemma = {"post_attention": "post_self_attn", "pre_feedforward": "post_attention", "post_feedforward": "post_mlp"}
+    behind = {"post_attention": "post_self_attn", "pre_feedforward": "post_attention", "post_feedforward": "post_mlp"}
     query, key_value = (heads * model.head_dim for heads in (model.num_attention_heads, model.num_key_value_heads))
     found = {}
     for name, tensor in hf.items():
@@ -151,9 +151,9 @@ def by_our_names(hf: dict[str, Tensor], model: ModelConfig) -> dict[str, Tensor]
             parts = dict(zip(("q_proj", "k_proj", "v_proj"), tensor.split([query, key_value, key_value]), strict=True))
         elif module == "gate_up_proj":
             parts = dict(zip(("gate_proj", "up_proj"), tensor.chunk(2), strict=True))
-        elif model.model_type == "gemma3_text":
+        elif model.norm_position != "before":
             first = module.removesuffix("_layernorm")
-            parts = {module.replace(first, gemma.get(first, first)): tensor}
+            parts = {module.replace(first, behind.get(first, first)): tensor}
         else:
             parts = {module: tensor}
         found |= {name.replace(module, part): values for part, values in parts.items()}
