@@ -14,12 +14,23 @@ from megatron_llama.nn import compiled
 from megatron_llama.nn.compiled import MAX_SHAPES, MIN_ELEMENTS, Compiled, chosen_ops
 from megatron_llama.nn.ops import PLAIN
 
+from tests.families.twins import FamilyLayout
 from tests.parallel.cases import Layout, Trainer, trainer
 
 
 @dataclass(frozen=True)
 class WithCompiler(Layout):
     """A layout with --compile."""
+
+    def config(self) -> Config:
+        """See Layout."""
+        config = super().config()
+        return replace(config, training=replace(config.training, compile=True))
+
+
+@dataclass(frozen=True)
+class FamilyWithCompiler(FamilyLayout):
+    """A layout of a family with --compile."""
 
     def config(self) -> Config:
         """See Layout."""
@@ -42,6 +53,19 @@ def test_a_compiled_step_is_the_plain_one_but_for_roundings(monkeypatch: pytest.
         assert float(loss) == pytest.approx(float(expected), rel=1e-6)
         assert float(norm) == pytest.approx(float(expected_norm), rel=2e-5)
     used = (ops.add_norm, ops.norm_backward, ops.rotate, ops.rotate_back, ops.swiglu_backward)
+    assert all(isinstance(one, Compiled) and one._known for one in used)
+
+
+@pytest.mark.long
+def test_a_compiled_step_of_another_family_is_the_plain_one_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Gemma 3 has norms of heads, 1 + w and another gate."""
+    monkeypatch.setattr(compiled, "MIN_ELEMENTS", 1)
+    plain, fast = run_of(FamilyLayout(family="gemma3")), run_of(FamilyWithCompiler(family="gemma3"))
+    (loss, norm), (expected, expected_norm) = fast.step(0), plain.step(0)
+    assert float(loss) == pytest.approx(float(expected), rel=1e-6)
+    assert float(norm) == pytest.approx(float(expected_norm), rel=2e-5)
+    ops = fast.stages[0].options.ops
+    used = (ops.add_norm, ops.norm_backward, ops.norm_heads, ops.norm_heads_backward, ops.geglu_backward)
     assert all(isinstance(one, Compiled) and one._known for one in used)
 
 
