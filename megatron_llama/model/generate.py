@@ -93,7 +93,10 @@ class Reader:
         self._cache.keep(torch.tensor(rows, device=self._stage.mesh.device))
 
     def truncate(self, length: int) -> None:
-        """Forget all but the first ``length`` tokens of a batch of one sequence."""
+        """Forget all but the first ``length`` tokens of a batch of one sequence, if any was
+        read."""
+        if not self._tokens:
+            return
         self._tokens = [self._tokens[0][:length]]
         [cached] = self._cached
         if length >= cached:
