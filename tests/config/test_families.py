@@ -38,6 +38,9 @@ TOTALS = {
     "qwen3-32b": 32_762_123_264,
     "phi-4": 14_659_507_200,
     "phi-4-mini": 3_836_021_760,
+    "gemma2-2b": 2_614_341_888,
+    "gemma2-9b": 9_241_705_984,
+    "gemma2-27b": 27_227_128_320,
     "gemma3-1b": 999_885_952,
     "gemma3-4b-text": 3_880_263_168,
     "gemma3-12b-text": 11_766_034_176,
@@ -158,6 +161,21 @@ PUBLISHED: dict[str, dict[str, Any]] = {
         "rope_theta": 10000.0,
         "sliding_window": 262144,
     },
+    "gemma2-9b": {
+        "attention_bias": False,
+        "attention_dropout": 0.0,
+        "attn_logit_softcapping": 50.0,
+        "cache_implementation": "hybrid",
+        "final_logit_softcapping": 30.0,
+        "head_dim": 256,
+        "hidden_act": "gelu_pytorch_tanh",
+        "hidden_activation": "gelu_pytorch_tanh",
+        "query_pre_attn_scalar": 256,
+        "rope_theta": 10000.0,
+        "sliding_window": 4096,
+        "sliding_window_size": 4096,
+        "pad_token_id": 0,
+    },
     "gemma3-1b": {
         "attention_bias": False,
         "attn_logit_softcapping": None,
@@ -192,7 +210,7 @@ def test_published_files_are_the_presets(name: str) -> None:
     sizes = "vocab_size hidden_size intermediate_size num_hidden_layers num_attention_heads num_key_value_heads"
     common = "max_position_embeddings rms_norm_eps tie_word_embeddings initializer_range bos_token_id eos_token_id"
     fields = {field: getattr(model, field) for field in f"{sizes} {common}".split()} | PUBLISHED[name]
-    if model.model_type != "gemma3_text":
+    if not model.model_type.startswith("gemma"):
         fields["hidden_act"] = "silu"
     if name == "phi-4-mini":
         assert model.rope_scaling is not None
@@ -231,6 +249,7 @@ MIXED = [FULL, SLIDING, SLIDING]
         ("qwen2", {"use_sliding_window": True, "max_window_layers": 0, "sliding_window": 5}, (5,) * 3),
         ("qwen3", {"use_sliding_window": True, "max_window_layers": 3, "sliding_window": 5}, (0,) * 3),
         ("qwen3", {"use_sliding_window": True, "sliding_window": 5, "layer_types": MIXED}, (0, 5, 5)),
+        ("gemma2", {"sliding_window": 5}, (5, 0, 5)),
         ("gemma3_text", {"sliding_window": 5}, (5,) * 3),
         ("gemma3_text", {"sliding_window": 5, "sliding_window_pattern": 2}, (5, 0, 5)),
         ("gemma3_text", {"sliding_window": 5, "layer_types": [FULL] * 3}, (0,) * 3),
@@ -282,6 +301,7 @@ BOTH = {FULL: {"rope_type": "default", "rope_theta": 1e6}, SLIDING: {"rope_type"
         ),
         ("phi3", {"partial_rotary_factor": -1}, "partial_rotary_factor: got -1, expected a positive number"),
         ("phi3", {"embd_pdrop": 0.1}, "got embd_pdrop 0.1"),
+        ("gemma3_text", {"attn_logit_softcapping": 50.0}, "attn_logit_softcapping 50.0"),
         ("gemma3_text", {"use_bidirectional_attention": True}, "got use_bidirectional_attention True"),
         ("gemma3_text", {"query_pre_attn_scalar": 0}, "query_pre_attn_scalar: got 0, expected a positive number"),
         ("gemma3_text", {"hidden_activation": "gelu"}, "hidden_activation: got 'gelu', expected 'silu' or 'swish' or 'gelu_pytorch_tanh'"),
@@ -320,7 +340,8 @@ def test_what_a_family_does_not_compute_is_refused_by_name(kind: str, fields: di
         (replace(read("qwen3"), sliding_window=8, layer_types=(SLIDING, FULL, SLIDING)), {}),
         (replace(read("phi3"), rope_local_base_freq=1e4), {"rope_local_base_freq": 0.0}),
         (replace(read("gemma3_text"), embedding_multiplier=1.0), {"embedding_multiplier": 32**0.5}),
-        (replace(read("gemma3_text"), final_logit_softcapping=30.0, attn_logit_softcapping=50.0), {}),
+        (replace(read("gemma2"), final_logit_softcapping=3.0, attn_logit_softcapping=5.0), {}),
+        (replace(read("gemma3_text"), attn_logit_softcapping=50.0), {"attn_logit_softcapping": 0.0}),
         (replace(read("gemma3_text"), query_pre_attn_scalar=0.0), {"query_pre_attn_scalar": "a positive number"}),
         (replace(read("gemma3_text"), query_pre_attn_scalar=100.5), {"query_pre_attn_scalar": 100.0}),
         (replace(read("olmo2"), norm_position="both"), {"norm_position": "after"}),
@@ -343,7 +364,7 @@ def test_a_family_is_one_short_file() -> None:
     """The page docs/add-a-family.md promises it."""
     import inspect
 
-    from megatron_llama.config.families import gemma3_text, llama, mistral, phi3, qwen2, qwen3
+    from megatron_llama.config.families import gemma2, gemma3_text, llama, mistral, olmo2, phi3, qwen2, qwen3
 
-    for module in (gemma3_text, llama, mistral, phi3, qwen2, qwen3):
+    for module in (gemma2, gemma3_text, llama, mistral, olmo2, phi3, qwen2, qwen3):
         assert len(inspect.getsource(module).splitlines()) <= 150

@@ -33,6 +33,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "phi3": {"model_type": "phi3", "partial_rotary_factor": 0.5, "original_max_position_embeddings": 16, "pad_token_id": 0},
     "phi3, long": {"model_type": "phi3", "original_max_position_embeddings": 16, "pad_token_id": 0},
     "gemma3": {"model_type": "gemma3_text", "head_dim": 16, "sliding_window": 5, "layer_types": MIXED, "final_logit_softcapping": 30.0},
+    "gemma2": {"model_type": "gemma2", "head_dim": 16, "sliding_window": 5, "layer_types": MIXED, "query_pre_attn_scalar": 20},
     "olmo2": {"model_type": "olmo2", "head_dim": 16, "attention_bias": True},
 }
 MODELS["phi3, long"]["rope_parameters"] = {**SCALED, "rope_theta": 1e4, "partial_rotary_factor": 0.5}

@@ -60,7 +60,7 @@ class Twin:
 
     def hf_model(self, dtype: torch.dtype = torch.float32) -> torch.nn.Module:
         """transformers' model with the weights of ``DrawnWeights``."""
-        config = self.hf_config(attn_implementation="sdpa")
+        config = self.hf_config(attn_implementation="eager" if self.ours.attn_logit_softcapping else "sdpa")
         twin: torch.nn.Module = getattr(transformers, self.architecture)(config).to(dtype)
         weights = {}
         for tensor, shape in hf_shapes(self.ours).items():
@@ -101,6 +101,16 @@ TWINS = {
             "partial_rotary_factor": 0.5,
             "original_max_position_embeddings": LONGROPE["original_max_position_embeddings"],
             "rope_parameters": _rotary("longrope", **LONGROPE, partial_rotary_factor=0.5),
+        },
+    ),
+    "gemma2": Twin(
+        "Gemma2Config",
+        {
+            "head_dim": 24,
+            "query_pre_attn_scalar": 40,
+            "attn_logit_softcapping": 3.0,
+            "final_logit_softcapping": 4.0,
+            "sliding_window": WINDOW,
         },
     ),
     "gemma3": Twin(

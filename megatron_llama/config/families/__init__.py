@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from types import MappingProxyType
 
 from megatron_llama.config.families.family import Family
+from megatron_llama.config.families.gemma2 import GEMMA2
 from megatron_llama.config.families.gemma3_text import GEMMA3_TEXT
 from megatron_llama.config.families.llama import LLAMA
 from megatron_llama.config.families.mistral import MISTRAL
@@ -18,7 +19,7 @@ from megatron_llama.config.families.qwen3 import QWEN3
 FAMILIES: Mapping[str, Family] = MappingProxyType(
     {
         family.model_type: family
-        for family in (LLAMA, MISTRAL, QWEN2, QWEN3, PHI3, GEMMA3_TEXT, OLMO2)
+        for family in (LLAMA, MISTRAL, QWEN2, QWEN3, PHI3, GEMMA2, GEMMA3_TEXT, OLMO2)
     }
 )
 """model_type -> family."""

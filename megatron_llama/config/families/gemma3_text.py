@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from megatron_llama.config.families.family import Family
-from megatron_llama.config.families.windows import ALL_BUT_EVERY_NTH
+from megatron_llama.config.families.windows import ALL_BUT_EVERY_SIXTH
 from megatron_llama.config.schema import ModelConfig
 from megatron_llama.config.windows import FULL, SLIDING
 
@@ -86,11 +86,10 @@ GEMMA3_TEXT = Family(
     fields=(
         "attention_bias",
         "query_pre_attn_scalar",
-        "attn_logit_softcapping",
         "final_logit_softcapping",
         "rope_local_base_freq",
     ),
-    optional=("attn_logit_softcapping", "final_logit_softcapping"),
+    optional=("final_logit_softcapping",),
     integers=("query_pre_attn_scalar",),
     spelling={"hidden_act": "hidden_activation"},
     defaults={
@@ -104,8 +103,13 @@ GEMMA3_TEXT = Family(
         "sliding_window": 4096,
         "tie_word_embeddings": True,
     },
-    neutral={"use_bidirectional_attention": (False,), "cache_implementation": ("hybrid",)},
-    windows=ALL_BUT_EVERY_NTH,
+    neutral={
+        "use_bidirectional_attention": (False,),
+        "cache_implementation": ("hybrid",),
+        # transformers reads it and never applies it: who gives one cannot mean that.
+        "attn_logit_softcapping": (),
+    },
+    windows=ALL_BUT_EVERY_SIXTH,
     tensors={
         "post_self_attn_layernorm": "post_attention_layernorm",
         "post_attention_layernorm": "pre_feedforward_layernorm",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from megatron_llama.config.families.reader import ConfigReader
@@ -89,9 +90,9 @@ def _write_last(model: ModelConfig) -> Mapping[str, Any]:
     }
 
 
-def _read_pattern(reader: ConfigReader) -> tuple[int, tuple[str, ...]]:
+def _read_pattern(usual: int, reader: ConfigReader) -> tuple[int, tuple[str, ...]]:
     names = ("sliding_window_pattern", "_sliding_window_pattern")
-    every = next((reader.size(n) for n in names if reader.value(n, None) is not None), 6)
+    every = next((reader.size(n) for n in names if reader.value(n, None) is not None), usual)
     window = reader.size("sliding_window", default=0)
 
     def derived(layers: int) -> list[str]:
@@ -114,5 +115,7 @@ EVERY_LAYER = Windows(_read_every, _write_every)
 """As in Mistral: sliding_window counts in each layer."""
 LAST_LAYERS = Windows(_read_last, _write_last)
 """As in Qwen: use_sliding_window switches it on, from layer max_window_layers on."""
-ALL_BUT_EVERY_NTH = Windows(_read_pattern, _write_pattern)
-"""As in Gemma: each sliding_window_pattern-th layer sees all."""
+EVERY_OTHER = Windows(partial(_read_pattern, 2), _write_pattern)
+"""As in Gemma 2: every second layer sees all."""
+ALL_BUT_EVERY_SIXTH = Windows(partial(_read_pattern, 6), _write_pattern)
+"""As in Gemma 3: every sixth layer sees all, or each sliding_window_pattern-th."""
