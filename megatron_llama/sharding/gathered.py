@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+
+import torch
+from torch import Tensor
 
 from megatron_llama.distributed.comm.object_collectives import raise_on_all_ranks
 from megatron_llama.errors import TrainingError
@@ -29,16 +32,16 @@ def gathered(values: ModuleValues, *, modify: bool = False) -> Iterator[None]:
         return
     values.require_initialized()
     parameters = values.whole(names, values.engine.dtype)
-    versions = {name: parameter._version for name, parameter in parameters.items()}
+    before = _digests(parameters.values())
     with values.installed(parameters):
         with _noted(values):
             yield
-        # A write through ``.data`` is not seen here. It is lost all the same: these are copies.
         changed = [
             name
-            for name, parameter in parameters.items()
-            if getattr(*next(values.places(name))) is not parameter
-            or parameter._version != versions[name]
+            for (name, parameter), old, new in zip(
+                parameters.items(), before, _digests(parameters.values()), strict=True
+            )
+            if old != new or getattr(*next(values.places(name))) is not parameter
         ]
     with raise_on_all_ranks(values.engine.mesh.world):
         if changed:
@@ -48,6 +51,17 @@ def gathered(values: ModuleValues, *, modify: bool = False) -> Iterator[None]:
                 expected="parameters as they were, because changes here are lost",
                 do="write engine.gathered(modify=True), which keeps rank 0's",
             )
+
+
+def _digests(parameters: Iterable[Tensor]) -> list[tuple[int, int, int]]:
+    """Return what a change of a parameter changes: its version, its memory, and the sum of its
+    elements as integers."""
+    # The version alone is not enough: ``parameter.data.clamp_(...)`` leaves it as it is.
+    listed = list(parameters)
+    integers = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+    sums = [one.detach().view(integers[one.element_size()]).sum() for one in listed]
+    read = torch.stack(sums).tolist() if sums else []  # the host waits once
+    return [(one._version, one.data_ptr(), total) for one, total in zip(listed, read, strict=True)]
 
 
 @contextmanager

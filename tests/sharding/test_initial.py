@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 
 import pytest
@@ -228,23 +229,38 @@ def test_changes_of_rank_0_are_kept_to_the_bit(cluster: Cluster, strategy: str) 
     assert cluster.run(2, gathered_and_changed, strategy) == [[True, True]] * 2
 
 
-def changed_by_one_rank(place: Place) -> str:
+def add_one(weight: Tensor) -> None:
+    weight.add_(1)
+
+
+def add_one_to_data(weight: Tensor) -> None:
+    weight.data.add_(1)
+
+
+def put_data(weight: Tensor) -> None:
+    weight.data = weight.data.clone()
+
+
+def changed_by_one_rank(place: Place, change: Callable[[Tensor], None], bf16: bool) -> str:
     module = model()
-    run = sharded(place, module, units=blocks(module))
+    run = sharded(place, module, units=blocks(module), bf16=bf16)
     try:
         with gathered(run.values):
             if place.rank == 1:
-                module.embed.weight.add_(1)
+                change(module.embed.weight)
     except TrainingError as error:
-        assert same(whole(run), state(model()))
+        found = whole(run)["embed.weight"]
+        assert torch.equal(found, model().embed.weight.to(found.dtype))
         return str(error)
     finally:
         run.engine.close()
     return ""
 
 
-def test_a_change_without_modify_is_an_error_of_all(cluster: Cluster) -> None:
-    errors = cluster.run(2, changed_by_one_rank)
+@pytest.mark.parametrize("bf16", [False, True])
+@pytest.mark.parametrize("change", [add_one, add_one_to_data, put_data])
+def test_a_change_without_modify_is_an_error_of_all(change: Callable[[Tensor], None], bf16: bool, cluster: Cluster) -> None:
+    errors = cluster.run(2, changed_by_one_rank, change, bf16)
     assert errors[0] == errors[1]
     assert "rank 1: engine.gathered: got a change of embed.weight, expected parameters as they were" in errors[0]
 
