@@ -427,6 +427,13 @@ def _model_problems(model: nn.Module, dtype: torch.dtype | None) -> Iterator[str
                 expected="none: the engine trains a parameter of its own in this place",
                 do="call self.weight.register_hook in forward, or scale what the module returns",
             )
+        elif parameter.grad is not None:
+            yield describe(
+                clean_name(name),
+                got="a gradient from before shard()",
+                expected="none: the first step begins with its own backward passes",
+                do="call model.zero_grad() before shard()",
+            )
     dtypes: dict[torch.dtype, list[str]] = {}
     for parameter, (name, *_) in names.items():
         dtypes.setdefault(parameter.dtype, []).append(clean_name(name))

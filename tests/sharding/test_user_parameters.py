@@ -33,6 +33,15 @@ def test_a_hook_from_before_shard_is_refused_by_name(hook: Callable[[Tensor], to
     ml.shard(model, units=[Block]).close()
 
 
+def test_a_gradient_from_before_shard_is_refused_by_name() -> None:
+    model = net()
+    loss_of(model, part(0, 0, 0)).backward()  # type: ignore[no-untyped-call]
+    with pytest.raises(ConfigError, match=r"blocks.1.mix: got a gradient from before shard\(\).*call model.zero_grad\(\)"):
+        ml.shard(model, units=[Block])
+    model.zero_grad()
+    ml.shard(model, units=[Block]).close()
+
+
 class HalvingFeed(nn.Module):
     """Two linear layers whose gradients are halved by a hook from before one call, and from after another."""
 
