@@ -88,9 +88,10 @@ class Axis:
         """The group for the next message; None for an axis of size 1. Raises RuntimeError after
         ``close_data_mesh``: with the group that remains then, torch's collectives do nothing, warn,
         and return as if they had sent."""
-        if self.group is None or isinstance(self.group, dist.ProcessGroup):
-            return self.group
-        raise RuntimeError(f"the communicator of {self.name} has ended")
+        gone: object = dist.GroupMember.NON_GROUP_MEMBER
+        if self.group is gone:
+            raise RuntimeError(f"the communicator of {self.name} has ended")
+        return self.group
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,6 @@ from megatron_llama.distributed.data_mesh import close_data_mesh, data_mesh
 from megatron_llama.distributed.launcher import Place
 from megatron_llama.distributed.mesh import Axis, Mesh
 from megatron_llama.errors import ClusterError
-from megatron_llama.sharding.state import state_layout
 from torch.distributed.device_mesh import DeviceMesh
 
 from tests.harness import Cluster
@@ -137,9 +136,6 @@ def check_bound_device(place: Place) -> int:
                 mesh = data_mesh(group, device=CPU)
                 assert total(mesh.dp) == 4.0
                 close_data_mesh(mesh)
-            hybrid = data_mesh(None, 2, CPU)
-            state_layout(hybrid, None)  # groups for the DTensors of a state dict
-            close_data_mesh(hybrid)
             assert split.call_count == asked == 1, "ranks 0 and 2 would have to take part in a split"
         assert default.bound_device_id == device, "the user's group is as it was"
     finally:
