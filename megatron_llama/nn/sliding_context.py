@@ -38,7 +38,9 @@ def sliding_context_attention(
     """Compute ``context.context_attention`` with a window shorter than the sequence: [s / cp, b, n
     * d]. Collective over ``cp``."""
     sequence = _Sequence(cp, query.shape[0] // 2, rule, document_ids, backend)
-    out: Tensor = _SlidingContext.apply(query, key, value, sequence)  # type: ignore[no-untyped-call]
+    out: Tensor = _SlidingContext.apply(  # type: ignore[no-untyped-call]
+        query, key, value, sequence
+    )
     return out.flatten(2)
 
 

@@ -164,10 +164,11 @@ def hook_state_dict(values: ModuleValues, layout: StateLayout) -> Callable[[], N
                 "engine.gathered(modify=True)",
             )
 
+    model: Any = values.model  # torch's registrations of hooks have no types
     handles = (
-        values.model.register_state_dict_pre_hook(before),  # type: ignore[no-untyped-call]
-        values.model.register_state_dict_post_hook(after),  # type: ignore[no-untyped-call]
-        values.model.register_load_state_dict_pre_hook(before_load),  # type: ignore[no-untyped-call]
+        model.register_state_dict_pre_hook(before),
+        model.register_state_dict_post_hook(after),
+        model.register_load_state_dict_pre_hook(before_load),
     )
 
     def remove() -> None:
