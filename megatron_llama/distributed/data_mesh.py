@@ -13,7 +13,6 @@ import hashlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
-from datetime import timedelta
 
 import torch
 import torch.distributed as dist
@@ -191,20 +190,49 @@ def _shard_lines(rows: Lines, shard_size: int) -> Lines:
     return [tuple(ranks[first : first + shards]) for first in range(0, size, shards)]
 
 
+def new_group(name: str, ranks: tuple[int, ...], backend: str | None = None) -> dist.ProcessGroup:
+    """Makes a process group of ``ranks``, which are global and in order, by these ranks alone.
+    Collective over them. ``backend`` is by default what the default group has. ``name`` says in
+    torch's logs what the group is for.
+
+    ``torch.distributed.new_group(use_local_synchronization=True)`` counts the groups of a process
+    for the name of the next one. Where only the members of a group make it, ranks count
+    differently: they wait for each other under two names, or the name of a group that has ended
+    comes again, with the addresses of its sockets still in the store. Here each member counts in
+    the store how often it has made this group, and all count alike."""
+    distributed = dist.distributed_c10d
+    default = dist.group.WORLD
+    assert default is not None
+    store = distributed._get_default_store()
+    position = ranks.index(dist.get_rank())
+    digest = hashlib.sha256("_".join(map(str, ranks)).encode()).hexdigest()[:16]
+    count = store.add(f"megatron_llama/{name}/{digest}/{position}", 1)
+    device = next(iter(default._device_types), torch.device("cpu"))
+    group: dist.ProcessGroup
+    with _members_alone(default):
+        group, _ = distributed._new_process_group_helper(
+            len(ranks),
+            position,
+            list(ranks),
+            dist.Backend(backend or distributed._world.pg_map[default][0]),
+            store,
+            f"megatron_llama {name} {digest} {count}",  # type: ignore[arg-type]
+            # The user's patience is ours, too.
+            timeout=default._get_backend(device).options._timeout,
+            group_desc=name,
+        )
+    distributed._world.pg_group_ranks[group] = {rank: number for number, rank in enumerate(ranks)}
+    return group
+
+
 class _Builder:
-    """Makes the groups of one rank, each by its members alone."""
+    """Makes the groups of one rank."""
 
     def __init__(self, device: torch.device, recorder: Recorder) -> None:
         self.made: list[dist.ProcessGroup] = []
         self._device = device
         self._recorder = recorder
         self._rank = dist.get_rank()
-        self._store = dist.distributed_c10d._get_default_store()
-        default = dist.group.WORLD
-        assert default is not None
-        # The user's patience is ours, too.
-        found = next(iter(default._device_types), torch.device("cpu"))
-        self._timeout: timedelta = default._get_backend(found).options._timeout
 
     def build(self, name: str, lines: Lines, backend: str | None = None) -> Axis:
         """Returns the axis of the line to which this rank belongs. ``backend`` is by default that
@@ -212,35 +240,15 @@ class _Builder:
         line = next(tuple(sorted(line)) for line in lines if self._rank in line)
         if len(line) == 1:
             return Axis(name, 0, line, None, self._recorder)
-        position = line.index(self._rank)
         backend = backend or devices.axis_backend(self._device) or devices.backend(self._device)
-        ranks = "_".join(map(str, line))
-        digest = hashlib.sha256(ranks.encode()).hexdigest()[:16]
-        # ``new_group`` counts the groups of a process for the name of the next one. Where only the
-        # members of a group make it, ranks count differently, and the name of a group that has
-        # ended comes again, with the addresses of its sockets still in the store. Each member
-        # counts here how often it has made this group, in the store, and all count alike.
-        count = self._store.add(f"megatron_llama/{name}/{digest}/{position}", 1)
-        with self._recorder.waiting(f"the ranks of {name}"), members_alone():
-            group, _ = dist.distributed_c10d._new_process_group_helper(
-                len(line),
-                position,
-                list(line),
-                dist.Backend(backend),
-                self._store,
-                f"megatron_llama {name} {digest} {count}",  # type: ignore[arg-type]
-                timeout=self._timeout,
-                group_desc=name,
-            )
-        dist.distributed_c10d._world.pg_group_ranks[group] = {
-            rank: number for number, rank in enumerate(line)
-        }
+        with self._recorder.waiting(f"the ranks of {name}"):
+            group = new_group(name, line, backend)
         self.made.append(group)
-        return Axis(name, position, line, group, self._recorder)
+        return Axis(name, line.index(self._rank), line, group, self._recorder)
 
 
 @contextmanager
-def members_alone() -> Iterator[None]:
+def _members_alone(default: dist.ProcessGroup) -> Iterator[None]:
     """A section in which the members of a new process group make it alone.
 
     After ``init_process_group(device_id=)`` torch (2.11 to 2.13) splits a new group's communicator
@@ -248,8 +256,6 @@ def members_alone() -> Iterator[None]:
     ncclCommSplit is a call of all ranks of the default group: torch lets those that are not in the
     new group call ``perform_nocolor_split``. Here they do not come, and the members would wait for
     ever. torch's own ``use_local_synchronization`` has the same hang."""
-    default = dist.group.WORLD
-    assert default is not None
     bound = default.bound_device_id
     default.bound_device_id = None
     try:

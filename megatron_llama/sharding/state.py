@@ -26,7 +26,7 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from megatron_llama.config.schema import OptimizerConfig
 from megatron_llama.distributed.comm.object_collectives import raise_on_all_ranks
-from megatron_llama.distributed.data_mesh import members_alone
+from megatron_llama.distributed.data_mesh import new_group
 from megatron_llama.distributed.mesh import Mesh
 from megatron_llama.engine.offload.zenflow.columns import bias_corrections
 from megatron_llama.errors import CheckpointError, describe, listing
@@ -87,18 +87,16 @@ def state_layout(mesh: Mesh, given: DeviceMesh | dist.ProcessGroup | None) -> St
         return StateLayout(given)
     kind = mesh.device.type
     if hybrid:
-        with members_alone():
-            groups = [
-                dist.new_group(list(axis.ranks), use_local_synchronization=True)
-                for axis in (mesh.dp_replica, mesh.dp_shard)
-            ]
+        groups = [
+            new_group(f"state dicts over {axis.name}", axis.ranks)
+            for axis in (mesh.dp_replica, mesh.dp_shard)
+        ]
         ranks = torch.tensor(mesh.dp.ranks).view(-1, mesh.dp_shard.size)
         names = ("replicate", "shard")
         return StateLayout(DeviceMesh.from_group(groups, kind, ranks, mesh_dim_names=names))
     group = dist.group.WORLD if given is None else given
     if isinstance(group, DeviceMesh):
-        with members_alone():
-            group = dist.new_group(list(mesh.dp.ranks), use_local_synchronization=True)
+        group = new_group("state dicts over dp", mesh.dp.ranks)
     assert group is not None
     return StateLayout(DeviceMesh.from_group(group, kind))
 

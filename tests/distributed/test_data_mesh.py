@@ -15,6 +15,7 @@ from megatron_llama.distributed.data_mesh import close_data_mesh, data_mesh
 from megatron_llama.distributed.launcher import Place
 from megatron_llama.distributed.mesh import Axis, Mesh
 from megatron_llama.errors import ClusterError
+from megatron_llama.sharding.state import state_layout
 from torch.distributed.device_mesh import DeviceMesh
 
 from tests.harness import Cluster
@@ -136,6 +137,10 @@ def check_bound_device(place: Place) -> int:
                 mesh = data_mesh(group, device=CPU)
                 assert total(mesh.dp) == 4.0
                 close_data_mesh(mesh)
+            # Ranks 1 and 3 have made more groups than the others by now, which count for the names that torch gives.
+            hybrid = data_mesh(None, 2, CPU)
+            state_layout(hybrid, None)
+            close_data_mesh(hybrid)
             assert split.call_count == asked == 1, "ranks 0 and 2 would have to take part in a split"
         assert default.bound_device_id == device, "the user's group is as it was"
     finally:
