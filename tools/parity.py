@@ -4,20 +4,23 @@ torch's AdamW.
     python tools/parity.py [--only WORD ...]
     python tools/parity.py --random [--seed N] [--count N]
     python tools/parity.py --modules [--only WORD ...]
+    python tools/parity.py --families [--only WORD ...]
 
 The first: twenty fp32 steps of a small LLaMA on English text, the same that
 tests/parallel/test_parity.py checks. The second: five steps of layouts drawn at random, as in
 tests/parallel/test_random.py, against one process. The third: twenty fp32 steps of models of
 HuggingFace and of an MLP under ``megatron_llama.shard``, against torch's DistributedDataParallel
-and AdamW, as in tests/sharding/test_parity.py. A few minutes each on two cores. Deviations are the
-largest relative ones over all steps. Exit status 1 when one exceeds its bound.
+and AdamW, as in tests/sharding/test_parity.py. The fourth: twenty fp32 steps of every family of
+models in eighteen layouts, of which tests/families/test_parity.py trains some; ``--only "qwen2 "``
+takes one family. A few minutes each on two cores, and of the fourth for each family. Deviations are
+the largest relative ones over all steps. Exit status 1 when one exceeds its bound.
 """
 
 from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +29,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # this checkout
 import torch
 
 from tests import harness
+from tests.families import twins
 from tests.harness import Cluster
 from tests.parallel.cases import (
     LAYOUTS,
@@ -38,7 +42,8 @@ from tests.parallel.cases import (
     train,
 )
 from tests.parallel.draw import COUNT, SEED, alone, draw
-from tests.sharding.training import Run, Trained, ddp, differences, layouts, sharded
+from tests.sharding.training import Run, Trained, ddp, differences, sharded
+from tests.sharding.training import layouts as module_layouts
 
 
 def rows(
@@ -136,7 +141,7 @@ def modules(cluster: Cluster, only: Iterable[str]) -> Differences:
     model and way to shard, over one and several microbatches, clipped or not."""
     known: dict[Run, list[Trained]] = {}
     found: Differences = {}
-    for run, options in layouts():
+    for run, options in module_layouts():
         way = _way(run, options)
         if not all(word in f"{run.model} {way}" for word in only):
             continue
@@ -194,6 +199,9 @@ def arguments() -> argparse.Namespace:
         "--modules", action="store_true", help="models that are not ours, under shard()"
     )
     parser.add_argument(
+        "--families", action="store_true", help="models of all families, against transformers"
+    )
+    parser.add_argument(
         "--seed",
         type=int,
         default=SEED,
@@ -217,10 +225,14 @@ def main() -> int:
         print(markdown_of_modules(found))
         held = (loss <= LOSS_BOUND and norm <= NORM_BOUND for loss, norm in found.values())
         return 0 if found and all(held) else 1
-    drawn = draw(options.seed, options.count) if options.random else LAYOUTS
-    chosen = [layout for layout in drawn if all(word in layout.name for word in options.only)]
+    compare_with: Callable[[Cluster, Any], Reference] = alone if options.random else reference
+    layouts: Sequence[Any] = draw(options.seed, options.count) if options.random else LAYOUTS
+    if options.families:
+        layouts = [layout for family in twins.TWINS for layout in twins.family_layouts(family)]
+        compare_with = twins.reference
+    chosen = [layout for layout in layouts if all(word in layout.name for word in options.only)]
     with Cluster() as cluster:
-        table = rows(cluster, chosen, alone if options.random else reference)
+        table = rows(cluster, chosen, compare_with)
     print(markdown_of_drawn(table) if options.random else markdown(table))
     return 0 if table and all(row.holds for row in table) else 1
 

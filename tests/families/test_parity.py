@@ -3,9 +3,9 @@ own AdamW."""
 
 from __future__ import annotations
 
-import random
 from collections.abc import Callable
-from dataclasses import asdict, replace
+from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -17,14 +17,13 @@ from megatron_llama.model.load import load_stages, rank_specs
 from megatron_llama.plans.params import Rectangle
 from torch import Tensor
 
-from tests.families.twins import SIZES, TWINS, DrawnWeights, FamilyLayout, reference
+from tests.families.twins import FIXED, SIZES, TWINS, DrawnWeights, FamilyLayout, family_layouts, reference
 from tests.harness import Cluster
 from tests.parallel.cases import (
     LOSS_BOUND,
     NORM_BOUND,
     STEPS,
     STRATEGIES,
-    Layout,
     Record,
     Reference,
     deviation,
@@ -34,7 +33,6 @@ from tests.parallel.cases import (
     train,
     trainer,
 )
-from tests.parallel.draw import draw
 from tests.parallel.test_head import with_chunks
 from tests.parallel.test_lora import train_peft
 
@@ -73,35 +71,9 @@ def test_logits_are_those_of_transformers(cluster: Cluster, family: str) -> None
         assert float((found - expected).abs().max()) < 1e-4, (tp, sequence_parallel)
 
 
-def fixed() -> list[Layout]:
-    """The four strategies, virtual stages, and more ranks than key/value heads."""
-    return [
-        *(Layout(tp=2, dp=2, sp=True, strategy=strategy, microbatches=2) for strategy in STRATEGIES),
-        Layout(pp=2, virtual=2, microbatches=4, schedule="interleaved"),
-        Layout(pp=2, virtual=2, microbatches=4, schedule="zb-v", recompute="selective"),
-        Layout(tp=4, pp=2, sp=True, microbatches=4, schedule="zb-h1", recompute="full"),
-        Layout(tp=2, cp=2),
-    ]
-
-
-SHORT = [layout.name for layout in fixed()[3:7:2]]
-DRAWN = 10
-
-
-def layouts(family: str) -> list[FamilyLayout]:
-    """The fixed ones, and others of the random layouts for each family."""
-    pool = [layout for layout in draw() if layout.layers == SIZES["num_hidden_layers"] and layout.world_size > 1]
-    chosen = fixed() + random.Random(family).sample(pool, DRAWN)
-    plain = {"kv_heads": Layout().kv_heads, "tied": False, "documents": False, "steps": STEPS}
-    return [FamilyLayout(**(asdict(layout) | plain | {"offload": layout.offload, "family": family})) for layout in chosen]
-
-
-EACH = [layout for family in TWINS for layout in layouts(family)]
-
-
 @pytest.mark.parametrize("family", TWINS)
 def test_the_layouts_of_a_family_meet_every_axis(family: str) -> None:
-    own = [layout for layout in EACH if layout.family == family]
+    own = family_layouts(family)
     assert len({layout.name for layout in own}) >= 16
     for axis in ("tp", "cp", "pp", "dp", "virtual", "sp"):
         assert sum(getattr(layout, axis) > 1 or getattr(layout, axis) is True for layout in own) >= 2, axis
@@ -122,11 +94,23 @@ def references(cluster: Cluster) -> References:
     return look_up
 
 
-def is_short(layout: FamilyLayout) -> bool:
-    return layout.name.removeprefix(f"{layout.family} ") in SHORT
+SHORT = [FIXED[3].name, FIXED[5].name]
 
 
-@pytest.mark.parametrize("layout", [pytest.param(one, id=one.name, marks=[] if is_short(one) else [pytest.mark.long]) for one in EACH])
+def some_layouts() -> list[Any]:
+    """Of each family two short ones and every fourth of all, each family beginning at another one. All 18 by 8:
+    ``tools/parity.py --families``."""
+    chosen = []
+    for number, family in enumerate(TWINS):
+        for index, layout in enumerate(family_layouts(family)):
+            if layout.name.removeprefix(f"{family} ") in SHORT:
+                chosen.append(pytest.param(layout, id=layout.name))
+            elif (index + number) % 4 == 0:
+                chosen.append(pytest.param(layout, id=layout.name, marks=pytest.mark.long))
+    return chosen
+
+
+@pytest.mark.parametrize("layout", some_layouts())
 def test_training_is_that_of_transformers(
     references: References, cluster: Cluster, layout: FamilyLayout, request: pytest.FixtureRequest
 ) -> None:

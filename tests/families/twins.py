@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
@@ -16,7 +17,8 @@ from megatron_llama.plans.params import Rectangle, hf_shapes
 from torch import Tensor
 
 from tests.harness import Cluster
-from tests.parallel.cases import Layout, Record, Reference, train, train_twin
+from tests.parallel.cases import STEPS, STRATEGIES, Layout, Record, Reference, train, train_twin
+from tests.parallel.draw import draw
 
 SIZES: dict[str, Any] = {
     "vocab_size": 300,
@@ -81,7 +83,7 @@ def _rotary(rope_type: str = "default", theta: float = 10000.0, **numbers: Any) 
 
 WINDOW = 9
 """Far fewer positions than a sample has."""
-LONGROPE = {
+LONGROPE: dict[str, Any] = {
     "short_factor": [1.0 + 0.1 * pair for pair in range(4)],
     "long_factor": [2.0 + 0.7 * pair for pair in range(4)],
     "original_max_position_embeddings": 20,
@@ -178,6 +180,25 @@ class FamilyLayout(Layout):
     def weights(self) -> DrawnWeights:
         """See Layout."""
         return DrawnWeights(self.model)
+
+
+FIXED = [
+    *(Layout(tp=2, dp=2, sp=True, strategy=strategy, microbatches=2) for strategy in STRATEGIES),
+    Layout(pp=2, virtual=2, microbatches=4, schedule="interleaved"),
+    Layout(pp=2, virtual=2, microbatches=4, schedule="zb-v", recompute="selective"),
+    Layout(tp=4, pp=2, sp=True, microbatches=4, schedule="zb-h1", recompute="full"),
+    Layout(tp=2, cp=2),
+]
+"""The four strategies, virtual stages, and more ranks than key/value heads."""
+DRAWN = 10
+
+
+def family_layouts(family: str) -> list[FamilyLayout]:
+    """The fixed ones, and others of the random layouts for each family."""
+    pool = [layout for layout in draw() if layout.layers == SIZES["num_hidden_layers"] and layout.world_size > 1]
+    chosen = FIXED + random.Random(family).sample(pool, DRAWN)
+    plain = {"kv_heads": Layout().kv_heads, "tied": False, "documents": False, "steps": STEPS}
+    return [FamilyLayout(**(asdict(layout) | plain | {"offload": layout.offload, "family": family})) for layout in chosen]
 
 
 def reference(cluster: Cluster, layout: FamilyLayout) -> Reference:
