@@ -93,17 +93,21 @@ class TorchFile:
     """The content of one file: memory-mapped tensors in whatever dicts and lists they were saved
     in."""
 
-    def __init__(self, path: Path) -> None:
-        """Open the file. Raises CheckpointError when it is damaged, of another kind, or names code
-        to run."""
+    def __init__(self, path: Path, part: bytes | None = None) -> None:
+        """Open the file, or what ``torch.save`` wrote as a ``part`` of it, which is in memory.
+        Raises CheckpointError when it is damaged, of another kind, or names code to run."""
         self.path = path
+
+        def source() -> Path | io.BytesIO:
+            return path if part is None else io.BytesIO(part)
+
         self._lock = Lock()
         self._verified = set[int]()
         try:
-            self._sums = _checksums(path)
+            self._sums = _checksums(source())
             # What the pickle would call is listed before anything in it runs.
             with _no_others():
-                unknown = get_unsafe_globals_in_checkpoint(path)
+                unknown = get_unsafe_globals_in_checkpoint(source())
         except OSError as error:
             raise self._error(error.strerror or error) from error
         except Exception as error:
@@ -123,7 +127,9 @@ class TorchFile:
         inert = [(Inert, name) for name in unknown if name not in known]
         try:
             with _no_others(), safe_globals([*allowed, *inert]):
-                self.content = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
+                self.content = torch.load(
+                    source(), map_location="cpu", mmap=part is None, weights_only=True
+                )
         except Exception as error:
             raise self._error(f"damaged content ({type(error).__name__})") from error
 
@@ -144,7 +150,7 @@ class TorchFile:
         return CheckpointError(self.path, got=got, expected="a file that torch.save wrote", do=do)
 
 
-def _checksums(path: Path) -> frozenset[tuple[int, int]]:
+def _checksums(path: Path | io.BytesIO) -> frozenset[tuple[int, int]]:
     """Return size and CRC-32 of every tensor's entry. The other entries are small: they are read at
     once, which checks them."""
     sums = set()

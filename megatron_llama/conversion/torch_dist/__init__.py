@@ -1,0 +1,1 @@
+"""Checkpoints of Megatron-Core's ``torch_dist`` format."""
