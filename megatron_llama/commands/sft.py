@@ -24,7 +24,13 @@ if TYPE_CHECKING:
     from megatron_llama.sft.chat import ChatTokenizer
 
 SECTIONS = (SFTConfig, *PRETRAIN)
-OTHER_DATA = ("data_path", "reset_position_ids", "reset_attention_mask", "eod_mask_loss")
+OTHER_DATA = (
+    "data_path",
+    "megatron_data_order",
+    "reset_position_ids",
+    "reset_attention_mask",
+    "eod_mask_loss",
+)
 """Options of token streams, which sft does not read."""
 
 

@@ -21,6 +21,8 @@ class Blend:
     weights: tuple[int, ...] | None
     """Whole numbers in the ratio of the weights that were given. None: each dataset contributes all
     that it has."""
+    shares: tuple[float, ...] | None = None
+    """The weights as they were given."""
 
 
 def read_blend(words: Sequence[str]) -> Blend:
@@ -52,7 +54,8 @@ def read_blend(words: Sequence[str]) -> Blend:
             )
         )
     scale = math.lcm(*(share.denominator for share in shares))
-    return Blend(tuple(prefixes), tuple(int(share * scale) for share in shares))
+    whole = tuple(int(share * scale) for share in shares)
+    return Blend(tuple(prefixes), whole, tuple(float(share) for share in shares))
 
 
 def is_number(word: str) -> bool:

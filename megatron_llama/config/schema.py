@@ -427,6 +427,10 @@ class DataConfig:
     data_order: Literal["shuffled", "sequential"] = "shuffled"
     """Order of the training samples: a pure function of seed and consumed samples, whatever the
     layout."""
+    megatron_data_order: bool = False
+    """Read the training samples in the order in which Megatron-LM reads them: its documents,
+    samples and blend, shuffled from --seed for a run of --train-iters or --train-samples, to the
+    token. For a run that goes on from one of Megatron's checkpoints."""
     tokenizer_model: str | None = None
     """Sentencepiece `.model`, HF `tokenizer.json`, or a folder with one of them. Default: what the
     dataset or HF folder says. Needed only to turn text into ids and back."""

@@ -183,6 +183,13 @@ class IndexedDataset:
             self._pointers[0] == 0 and np.array_equal(np.diff(self._pointers), steps)
         )
 
+    @cached_property
+    def sequences_are_documents(self) -> bool:
+        """Whether each document has one sequence."""
+        return self._documents.size == self._lengths.size + 1 and bool(
+            np.all(np.diff(self._documents) == 1)
+        )
+
     @property
     def lengths(self) -> NDArray[np.int64]:
         """Tokens in each document, int64 [num_documents]."""

@@ -123,8 +123,7 @@ class StreamSamples:
         return len(self._stream)
 
     def identity(self) -> dict[str, Any]:
-        # Counts and no checksum: the start of a run is no time to read all tokens.
-        return {"documents": self._stream.num_documents, "tokens": self._stream.num_tokens}
+        return self._stream.identity()
 
     def batch(self, indices: Sequence[int]) -> Batch:
         """Return these samples as a batch, a tail padded behind its end, where no label counts.

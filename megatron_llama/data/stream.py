@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -63,7 +64,8 @@ class TokenStream:
         self.seq_length = seq_length
         self.vocab_size = vocab_size
         self.keep_tail = keep_tail
-        self._tokenizer = tokenizer
+        self.tokenizer = tokenizer
+        self.documents = documents
         self.num_documents = documents[1] - documents[0]
         self._start = dataset.document_start(documents[0])
         self.num_tokens = dataset.document_start(documents[1]) - self._start
@@ -73,6 +75,11 @@ class TokenStream:
         labels = max(0, self.num_tokens - 1)
         tail = self.keep_tail and labels % self.seq_length > 0
         return labels // self.seq_length + tail
+
+    def identity(self) -> dict[str, Any]:
+        """Return what tells this stream from another one, in numbers for JSON."""
+        # Counts and no checksum: the start of a run is no time to read all tokens.
+        return {"documents": self.num_documents, "tokens": self.num_tokens}
 
     def require_samples(self, split: str) -> None:
         """Raise DataError if the stream, used for ``split``, is too short for one sample."""
@@ -118,6 +125,6 @@ class TokenStream:
             " trained model, --vocab-size to a new one"
         )
         id = int(tokens[at])
-        known = self._tokenizer.token(id) if self._tokenizer is not None else None
+        known = self.tokenizer.token(id) if self.tokenizer is not None else None
         got = f"id {id}" if known is None else f"the token {known!r} (id {id})"
         raise DataError(where, got=got, expected=f"0 to {self.vocab_size - 1}", do=do)

@@ -92,12 +92,13 @@ def _data(inputs: Inputs) -> str:
     length = inputs.config.training.seq_length
     samples = len(inputs.training)
     passes = passes_over(inputs.config.training, samples)
+    order = "in Megatron's order" if data.megatron_data_order else data.data_order
     named = ""
     if data.data_path:
         named = f"{', '.join(read_blend(data.data_path).prefixes)} (--split {data.split}): "
     return (
         f"{named}{samples:,} samples for training ({samples * length:,} tokens), read "
-        f"{passes:.3g} times, {data.data_order}"
+        f"{passes:.3g} times, {order}"
     )
 
 

@@ -36,7 +36,8 @@ def build_loader(
     ``data_size``."""
     return BatchLoader(
         samples,
-        shuffled=config.data.data_order == "shuffled",
+        # Megatron's samples are in their order already.
+        shuffled=config.data.data_order == "shuffled" and not config.data.megatron_data_order,
         micro_batch_size=config.training.micro_batch_size,
         global_batch_size=BatchSizes.from_training(config.training),
         seed=config.training.seed,

@@ -20,13 +20,20 @@ from megatron_llama.checkpoint.failures import require_writable
 from megatron_llama.checkpoint.meta import TrainState
 from megatron_llama.checkpoint.storage_paths import is_remote, local_folder, storage_path
 from megatron_llama.config.batch_ramp import BatchSizes, with_epochs
-from megatron_llama.config.blend import read_blend
+from megatron_llama.config.blend import Blend, read_blend
 from megatron_llama.config.schema import CheckpointConfig, Config, TrainingConfig
 from megatron_llama.conversion.export import weight_folders
 from megatron_llama.conversion.hf.reader import HFWeights
 from megatron_llama.conversion.hf.writer import require_export
 from megatron_llama.data.indexed import IndexedDataset
 from megatron_llama.data.loader import BlendedSamples, Samples, StreamSamples
+from megatron_llama.data.megatron_order import (
+    MegatronBlend,
+    MegatronStream,
+    megatron_split,
+    samples_of_blend,
+    samples_of_parts,
+)
 from megatron_llama.data.stream import TokenStream, split_documents
 from megatron_llama.distributed.comm.object_collectives import on_rank0, raise_on_all_ranks
 from megatron_llama.distributed.mesh import Axis
@@ -89,7 +96,8 @@ def open_stream(
     that the model does not have, this rank's ``share`` (r, n) of the split is searched for them:
     else a run would stop when it meets the first, maybe after days. Raises DataError."""
     dataset = IndexedDataset(prefix)
-    documents = split_documents(config.data.split, dataset.num_documents)[part]
+    split = megatron_split if config.data.megatron_data_order else split_documents
+    documents = split(config.data.split, dataset.num_documents)[part]
     stream = TokenStream(
         dataset,
         documents,
@@ -117,6 +125,8 @@ def stream_samples(
     With ``keep_tail`` the tokens behind the last whole sample of a dataset are a shorter sample.
     ``tokenizer`` and ``share`` are as for ``open_stream``."""
     blend = read_blend(config.data.data_path)
+    if part == TRAINING and config.data.megatron_data_order:
+        return megatron_samples(config, blend, eod=eod, tokenizer=tokenizer, share=share)
     parts = [
         StreamSamples(
             open_stream(
@@ -130,6 +140,37 @@ def stream_samples(
     if len(parts) == 1:
         return parts[0]
     return BlendedSamples(parts, blend.weights or [len(samples) for samples in parts])
+
+
+def megatron_samples(
+    config: Config,
+    blend: Blend,
+    *,
+    eod: int | None,
+    tokenizer: Tokenizer | None,
+    share: tuple[int, int],
+) -> Samples:
+    """Open the training samples of --megatron-data-order, for the whole length of the run. Raises
+    DataError, also where Megatron's order ends before the run."""
+    training = config.training
+    wanted = training.train_samples or training.train_iters * training.global_batch_size
+    parts = []
+    for prefix, samples in zip(blend.prefixes, samples_of_parts(blend, wanted), strict=True):
+        stream = open_stream(config, prefix, TRAINING, tokenizer=tokenizer, share=share)
+        ordered = MegatronStream(stream, seed=training.seed, num_samples=samples)
+        parts.append(StreamSamples(ordered, config.data, eod))
+    if len(parts) == 1 and blend.shares is None:
+        return parts[0]
+    sizes = [len(part) for part in parts]
+    found = MegatronBlend(parts, blend.shares or sizes, samples_of_blend(blend, wanted, sizes))
+    if len(found) < wanted:
+        raise DataError(
+            "--megatron-data-order",
+            got=f"{len(found):,} samples: Megatron reads datasets without weights once",
+            expected=f"{wanted:,}, those of --train-iters",
+            do="give each dataset of --data-path its weight, or train for fewer iterations",
+        )
+    return found
 
 
 def open_inputs(

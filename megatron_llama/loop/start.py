@@ -205,17 +205,15 @@ def data_changes(saved: Mapping[str, Any], config: Config) -> Iterator[str]:
     checkpoint would have read."""
     sections = (
         ("training", ("seed", "seq_length")),
-        ("data", ("data_path", "split", "data_order")),
+        ("data", ("data_path", "split", "data_order", "megatron_data_order")),
     )
     for section, names in sections:
+        options = getattr(config, section)
         for name in names:
-            before, now = (
-                _words(value)
-                for value in (
-                    saved.get(section, {}).get(name),
-                    getattr(getattr(config, section), name),
-                )
-            )
+            # A checkpoint that is older than an option was saved by a run without it.
+            absent = getattr(type(options)(), name)
+            before = _words(saved.get(section, {}).get(name, absent))
+            now = _words(getattr(options, name))
             if before != now:
                 flag = f"--{name.replace('_', '-')}"
                 moved = name == "data_path"

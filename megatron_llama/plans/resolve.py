@@ -34,6 +34,7 @@ from megatron_llama.plans.checks.parallel import parallel_problems
 from megatron_llama.plans.checks.ranges import range_problems
 from megatron_llama.plans.checks.run import (
     bad_step_problems,
+    data_order_problems,
     determinism_problems,
     run_problems,
     split_shares,
@@ -229,4 +230,5 @@ def problems(config: Config, world_size: int) -> list[str]:
         *offload_problems(config),
         *zenflow_problems(config),
         *run_problems(config),
+        *data_order_problems(config),
     ]

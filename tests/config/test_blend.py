@@ -13,10 +13,10 @@ from megatron_llama.config.blend import Blend, blend_problems, read_blend
         ("7", Blend(("7",), None)),
         ("a b", Blend(("a", "b"), None)),
         ("a b c", Blend(("a", "b", "c"), None)),
-        ("0.7 a 0.3 b", Blend(("a", "b"), (7, 3))),
-        ("1 a 2e-1 b .05 c", Blend(("a", "b", "c"), (20, 4, 1))),
-        ("3 a", Blend(("a",), (3,))),
-        ("0.1 a 0.2 b 0.3 a", Blend(("a", "b", "a"), (1, 2, 3))),
+        ("0.7 a 0.3 b", Blend(("a", "b"), (7, 3), (0.7, 0.3))),
+        ("1 a 2e-1 b .05 c", Blend(("a", "b", "c"), (20, 4, 1), (1.0, 0.2, 0.05))),
+        ("3 a", Blend(("a",), (3,), (3.0,))),
+        ("0.1 a 0.2 b 0.3 a", Blend(("a", "b", "a"), (1, 2, 3), (0.1, 0.2, 0.3))),
     ],
 )
 def test_forms(words: str, blend: Blend) -> None:

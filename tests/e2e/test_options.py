@@ -54,6 +54,7 @@ ELSEWHERE: Mapping[str, str] = {
     "attention_backend": "parallel/test_deterministic.py::test_the_backend_reaches_every_layer",
     "compile": "nn/test_compiled.py::test_a_compiled_step_is_the_plain_one_but_for_roundings",
     "fp64": "e2e/test_use.py::test_fp64_is_closer_to_the_truth_than_fp32",
+    "megatron_data_order": "data/test_megatron_order.py::test_the_samples_are_megatrons",
     "data_order": "e2e/test_layouts.py::test_data_order",
     "reset_position_ids": "e2e/test_layouts.py::test_each_document_mask_changes_the_loss",
     "reset_attention_mask": "e2e/test_layouts.py::test_each_document_mask_changes_the_loss",

@@ -102,6 +102,24 @@ def run_problems(config: Config) -> Iterator[str]:
         )
 
 
+def data_order_problems(config: Config) -> Iterator[str]:
+    """Yield what --megatron-data-order cannot go with."""
+    if not config.data.megatron_data_order:
+        return
+    others = []
+    if config.data.data_order != "shuffled":
+        others.append((f"--data-order {config.data.data_order}", "Megatron's order, shuffled"))
+    if config.training.epochs:
+        others.append(("--epochs", "--train-iters or --train-samples, on which the order depends"))
+    if config.training.on_bad_step == "rollback":
+        # What is left out has to be made up for by samples behind those of the run.
+        others.append(("--on-bad-step rollback", "a run that leaves out no samples"))
+    for got, expected in others:
+        yield describe(
+            "--megatron-data-order", got=got, expected=expected, do="leave one of the two out"
+        )
+
+
 def split_shares(split: str) -> list[float]:
     """The numbers of ``--split``; none when one of them is no finite number of 0 or more."""
     try:
