@@ -49,6 +49,20 @@ def test_large_products(apart: bool, monkeypatch: pytest.MonkeyPatch) -> None:
         assert (own - exact).abs().max() <= 3e-6 * exact.abs().max()
 
 
+def test_products_of_no_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a rank has them whose part of a batch is empty: outputs are empty, and weight gradients are zeros."""
+    monkeypatch.setattr(devices, "prefers_onednn", lambda: True)
+    x, weight, grad = random(0, 2, 70, seed=1), random(370, 70, seed=2), random(0, 2, 370, seed=3)
+    assert gemm.linear(x, weight).shape == (0, 2, 370)
+    assert gemm.linear_backward(grad, weight).shape == (0, 2, 70)
+    view = torch.full((370, 70), float("nan"))
+    accumulate_product(view, 0.0, grad.flatten(0, 1).t(), x.flatten(0, 1))
+    assert not view.any()
+    before = view.fill_(3.0).clone()
+    accumulate_product(view, 1.0, grad.flatten(0, 1).t(), x.flatten(0, 1))
+    assert torch.equal(view, before)
+
+
 def attention(qkv: Tensor, heads: tuple[int, int], upstream: Tensor) -> tuple[Tensor, Tensor]:
     leaf = qkv.clone().requires_grad_()
     width = qkv.shape[2] // (heads[0] + 2 * heads[1])

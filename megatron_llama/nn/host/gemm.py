@@ -54,8 +54,10 @@ def accumulate_product(view: Tensor, beta: float, left: Tensor, right: Tensor) -
 def prefers_onednn(left: Tensor, weight: Tensor) -> bool:
     """Whether oneDNN is asked for the product over the last dim of ``left``: in fp32, on a CPU that
     MKL does not serve well, where the product is large enough."""
+    # Sums of nothing, as the weight gradient of no tokens, are zeros, which oneDNN refuses to make.
     return (
         left.dtype is torch.float32
+        and left.shape[-1] > 0
         and left.numel() * weight.numel() >= MIN_ONEDNN_PRODUCTS * left.shape[-1]
         and not devices.is_fake(left)
         and devices.is_host(left.device)
