@@ -22,6 +22,7 @@ from megatron_llama.config.windows import window_of
 from megatron_llama.distributed.device import is_host
 from megatron_llama.distributed.mesh import Mesh
 from megatron_llama.nn.attention import (
+    LONGEST_MASKED,
     PLAIN_SCORES,
     AttentionBackend,
     Documents,
@@ -128,10 +129,10 @@ class Positions:
 
     ``cos`` and ``sin`` [s, 1 or b, 1, r / 2] are those of this rank's positions, r the dims of a
     head that rotate; sliding layers use the ``sliding_`` ones if there are any. Documents are given
-    as ``mask`` without context parallelism, either as such or as bool [b, 1, s, s], and
-    as ``document_ids``, int [s, b] of the whole sequence, with it and for layers with a window or
-    with capped scores. With a continuation the mask is [b, 1, s, length], and None when nothing was
-    read before; it has no window."""
+    as ``mask`` without context parallelism, either as such or as bool [b, 1, s, s]. With it, for
+    layers with a window or with capped scores, and instead of a mask that would be too large, they
+    are given as ``document_ids``, int [s, b] of the whole sequence. With a continuation the mask is
+    [b, 1, s, length], and None when nothing was read before; it has no window."""
 
     cos: Tensor
     sin: Tensor
@@ -286,7 +287,8 @@ class Attention(nn.Module):
                 backend=self.backend,
                 rule=rule,
             )
-        if rule.is_plain(len(query)):
+        only_ids = positions.mask is None and positions.document_ids is not None
+        if rule.is_plain(len(query)) and not only_ids:
             return causal_attention(
                 query, key, value, positions.mask, backend=self.backend, scale=rule.scale
             )
@@ -629,6 +631,8 @@ class Stage(nn.Module):
         dtype = next(self.parameters()).dtype
         if documents is not None and attends_by_document(device, dtype, self.config.head_dim):
             return replace(positions, mask=documents)
+        if length > LONGEST_MASKED:
+            return replace(positions, document_ids=document_ids)
         if any(rule.is_plain(length) for rule in rules):
             return replace(positions, mask=causal_document_mask(document_ids))
         return positions

@@ -71,6 +71,9 @@ class ScoreRule:
 
 PLAIN_SCORES = ScoreRule()
 """LLaMA's."""
+LONGEST_MASKED = 4096
+"""Tokens of a sequence up to which packed documents may be one mask, of s * s bytes a sample and
+four times as much where a kernel takes numbers. Longer ones go block by block (``sliding.py``)."""
 
 
 @dataclass(frozen=True)
@@ -95,8 +98,8 @@ class Documents:
 
 
 def attends_by_document(device: torch.device, dtype: torch.dtype, head_dim: int) -> bool:
-    """Whether there is a kernel for ``Documents``. Elsewhere they are a mask of s * s bytes a
-    sequence, and also what it masks is computed."""
+    """Whether there is a kernel for ``Documents``. Elsewhere they are masks, of whole sequences or,
+    beyond ``LONGEST_MASKED`` tokens, of blocks; and also what is masked is computed."""
     return (
         not is_host(device)
         and dtype in (torch.bfloat16, torch.float16)
@@ -122,6 +125,11 @@ def causal_attention(
     if isinstance(mask, Documents):
         return packed_attention(query, key, value, mask, ScoreRule(scale))
     q, k, v = (part.permute(1, 2, 0, 3) for part in (query, key, value))
+    if not is_host(query.device) and not suits_flash(query):
+        # The memory-efficient kernel takes no grouped heads: torch would compute s * s scores of
+        # all heads instead.
+        k = _expanded(k, q)
+        v = _expanded(v, q)
     with _preferred_kernels(query.device, backend):
         out = F.scaled_dot_product_attention(
             q,

@@ -21,7 +21,9 @@ from megatron_llama.distributed.comm.autograd import start_all_gather, start_red
 from megatron_llama.distributed.comm.collectives import Pending
 from megatron_llama.distributed.comm.p2p import exchange
 from megatron_llama.distributed.mesh import Axis
+from megatron_llama.nn import sliding
 from megatron_llama.nn.attention import (
+    LONGEST_MASKED,
     PLAIN_SCORES,
     AttentionBackend,
     ScoreRule,
@@ -31,7 +33,7 @@ from megatron_llama.nn.attention import (
     merge,
 )
 from megatron_llama.nn.ops import at_least_fp32
-from megatron_llama.nn.sliding import sliding_attention
+from megatron_llama.nn.sliding import DocumentIds, sliding_attention
 from megatron_llama.nn.sliding_context import sliding_context_attention
 from megatron_llama.nn.zigzag import (
     Piece,
@@ -65,7 +67,7 @@ def context_attention(
     ``rule`` only what it reaches is sent, straight between the ranks, whatever ``comm`` is. Raises
     ConfigError if the ranks' chunks are not equal. Collective over ``cp``.
     """
-    if cp.size == 1 and not rule.is_plain(len(query)):
+    if cp.size == 1 and (_is_long(document_ids) or not rule.is_plain(len(query))):
         return sliding_attention(
             query, key, value, rule=rule, document_ids=document_ids, backend=backend
         )
@@ -100,6 +102,11 @@ def causal_document_mask(document_ids: Tensor) -> Tensor:
     return _same_document(document_ids, document_ids).tril_()
 
 
+def _is_long(document_ids: Tensor | None) -> bool:
+    """Whether masks of these documents would be too large."""
+    return document_ids is not None and len(document_ids) > LONGEST_MASKED
+
+
 def _same_document(queries: Tensor, keys: Tensor) -> Tensor:
     return queries.t()[:, None, :, None] == keys.t()[:, None, None, :]
 
@@ -130,17 +137,53 @@ class _Sequence:
         """Return the tokens of chunks [start, stop)."""
         return slice(chunks[0] * self.chunk, chunks[1] * self.chunk)
 
-    def mask(self, piece: Piece, block: _Block) -> Tensor | None:
-        """Return the document mask of one piece, bool [b, 1, s_q, s_k], without causality."""
+    def attend(
+        self, piece: Piece, block: _Block, query: Tensor, key: Tensor, value: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Compute a piece, as ``attention.attend``."""
+        ids = self._ids(piece, block)
+        if _is_long(self.document_ids):
+            return sliding.attend(query, key, value, **self._by_blocks(piece, key, ids))
+        return attend(query, key, value, **self._at_once(piece, ids))
+
+    def attend_backward(
+        self,
+        piece: Piece,
+        block: _Block,
+        grad: Tensor,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        out: Tensor,
+        lse: Tensor,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Compute the gradients of a piece, as ``attention.attend_backward``."""
+        ids = self._ids(piece, block)
+        parts = (grad, query, key, value, out, lse)
+        if _is_long(self.document_ids):
+            return sliding.attend_backward(*parts, **self._by_blocks(piece, key, ids))
+        return attend_backward(*parts, **self._at_once(piece, ids))
+
+    def _at_once(self, piece: Piece, ids: DocumentIds | None) -> dict[str, Any]:
+        mask = None if ids is None else _same_document(ids.queries, ids.keys)
+        return {"causal": piece.causal, "mask": mask, "backend": self.backend, "rule": self.rule}
+
+    def _by_blocks(self, piece: Piece, key: Tensor, ids: DocumentIds | None) -> dict[str, Any]:
+        # Keys that all come before the queries are seen by each, wherever they stand: no window is
+        # shorter than the sequence here.
+        offset = 0 if piece.causal else key.shape[2]
+        return {"rule": self.rule, "offset": offset, "ids": ids, "backend": self.backend}
+
+    def _ids(self, piece: Piece, block: _Block) -> DocumentIds | None:
         if self.document_ids is None:
             return None
         own = zigzag_chunks(self.cp.rank, self.cp.size)
-        return _same_document(
-            self._ids(self.document_ids, own, piece.queries),
-            self._ids(self.document_ids, block.chunks, piece.keys),
+        return DocumentIds(
+            self._ids_of(self.document_ids, own, piece.queries),
+            self._ids_of(self.document_ids, block.chunks, piece.keys),
         )
 
-    def _ids(self, whole: Tensor, chunks: Sequence[int], part: tuple[int, int]) -> Tensor:
+    def _ids_of(self, whole: Tensor, chunks: Sequence[int], part: tuple[int, int]) -> Tensor:
         return torch.cat(
             [whole.narrow(0, chunk * self.chunk, self.chunk) for chunk in chunks[part[0] : part[1]]]
         )
@@ -270,14 +313,8 @@ class _ContextAttention(torch.autograd.Function):
             for piece in block.pieces:
                 rows = sequence.tokens(piece.queries)
                 columns = sequence.tokens(piece.keys)
-                part = attend(
-                    q[:, :, rows],
-                    k[:, :, columns],
-                    v[:, :, columns],
-                    causal=piece.causal,
-                    mask=sequence.mask(piece, block),
-                    backend=backend,
-                    rule=rule,
+                part = sequence.attend(
+                    piece, block, q[:, :, rows], k[:, :, columns], v[:, :, columns]
                 )
                 merge(_heads_first(out)[:, :, rows], lse[:, :, rows], *part)
         out = out.to(query.dtype)
@@ -334,18 +371,9 @@ class _GradientSums:
             rows = self.sequence.tokens(piece.queries)
             columns = self.sequence.tokens(piece.keys)
             grad, q, out = (part[:, :, rows] for part in (self.grad, self.query, self.out))
-            mask = self.sequence.mask(piece, block)
-            dq, dk, dv = attend_backward(
-                grad,
-                q,
-                k[:, :, columns],
-                v[:, :, columns],
-                out,
-                self.lse[:, :, rows],
-                causal=piece.causal,
-                mask=mask,
-                backend=self.sequence.backend,
-                rule=self.sequence.rule,
+            dq, dk, dv = self.sequence.attend_backward(
+                *(piece, block, grad, q, k[:, :, columns], v[:, :, columns]),
+                *(out, self.lse[:, :, rows]),
             )
             _heads_first(self.query_grad)[:, :, rows].add_(dq)
             for total, part in zip(block_grad, (dk, dv), strict=True):

@@ -1,4 +1,5 @@
-"""Causal attention with a sliding window or with capped scores.
+"""Causal attention with a sliding window or with capped scores, and of long sequences of packed
+documents that no kernel takes.
 
 An accelerator's flash attention knows windows. Everything else goes block by block: some queries
 against the keys that their windows reach, so the cost follows the window, and a mask is never

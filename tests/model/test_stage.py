@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from tests.parallel.cases import MODEL, Layout, token_ids
 from tests.plans.test_params import even, paper_mesh, paper_stage, specs_of
+from tests.plans.test_peak import most_allocated
 
 CPU = torch.device("cpu")
 
@@ -219,3 +220,40 @@ def test_masked_documents_equal_documents_on_their_own() -> None:
     )
     torch.testing.assert_close(masked, packed, rtol=1e-5, atol=1e-5)
     assert min(float((one - other).abs().max()) for one, other in ((packed, plain), (packed, restarted), (restarted, plain))) > 1e-2
+
+
+def attention_peak(length: int) -> int:
+    """Bytes that attention to packed documents takes at most, forward and backward, beside its input."""
+    stage, document_ids = whole(), (torch.arange(length) // 700).int().unsqueeze(-1)
+    layer = stage.model.layers["0"].self_attn
+    x = torch.zeros(length, 1, MODEL.hidden_size, requires_grad=True)
+
+    def run() -> None:
+        positions = stage.positions(length, CPU, None, document_ids)
+        layer(x, positions).sum().backward()
+
+    run()
+    x.grad = None
+    return most_allocated(run)[0]
+
+
+def test_long_samples_of_documents_need_no_square() -> None:
+    """Up to 4096 tokens they are one mask of s * s bytes, and numbers four times as large; beyond, blocks of 256 queries."""
+    assert attention_peak(4096) > 5 * 4096**2
+    assert attention_peak(8192) < 8192**2 // 2, "half of a mask of truth values"
+
+
+def test_documents_by_blocks_equal_those_by_a_mask(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Output and gradients, of a sample that is taken for a long one."""
+    stage, ids = whole().requires_grad_(), token_ids(32).view(16, 2)
+    documents = torch.stack((torch.arange(16) // 5, torch.arange(16) // 16), dim=1).int()
+    found = []
+    for longest in (16, 15):
+        monkeypatch.setattr("megatron_llama.model.llama.LONGEST_MASKED", longest)
+        monkeypatch.setattr("megatron_llama.nn.sliding.BLOCK", 4)
+        positions = stage.positions(16, CPU, None, documents)
+        assert (positions.mask is None) is (longest == 15)
+        logits = stage(ids, positions)
+        found.append([logits, *torch.autograd.grad(logits.square().sum(), list(stage.parameters()))])
+    for by_blocks, by_mask in zip(*found, strict=True):
+        torch.testing.assert_close(by_blocks, by_mask, rtol=1e-4, atol=1e-5 * by_mask.abs().max().item())

@@ -234,6 +234,29 @@ def test_pieces_that_cudnn_cannot_take_go_elsewhere(monkeypatch: pytest.MonkeyPa
     assert kernel(plain) is flash
 
 
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_no_scores_of_grouped_heads_where_a_kernel_takes_none(dtype: torch.dtype, masked: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On an accelerator flash attention and cuDNN take 16 bits and grouped heads. The memory-efficient kernel takes the rest, but no groups,
+    and what no kernel takes torch computes with all scores of all heads."""
+    called = list[tuple[int, bool]]()
+    original = F.scaled_dot_product_attention
+
+    def note(query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Tensor:
+        assert key.shape == value.shape
+        called.append((key.shape[1], options["enable_gqa"]))
+        return original(query, key, value, **options)
+
+    monkeypatch.setattr(F, "scaled_dot_product_attention", note)
+    leaves, ids = packed(dtype)
+    mask = causal_document_mask(ids) if masked else None
+    expected = causal_attention(*leaves, mask)
+    monkeypatch.setattr(attention, "is_host", lambda device: False)
+    found = causal_attention(*leaves, mask)
+    assert called == [(2, True), (N, False) if dtype is torch.float32 else (2, True)]
+    assert deviation(found, expected.double()) < TOLERANCE[dtype]
+
+
 def test_cudnn_never_computes_packed_documents(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its backward in torch 2.11 writes beyond its memory where a document is longer than head_dim."""
     called = list[tuple[Any, ...]]()

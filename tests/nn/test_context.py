@@ -27,7 +27,7 @@ from tests.harness import Cluster
 from tests.nccl_transport import installed
 from tests.nn.cudnn import on_hopper
 from tests.nn.spmd import numbers, replicated, weighted_total
-from tests.nn.test_sliding import Flash
+from tests.nn.test_sliding import Flash, LargestMask
 
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 1e-2}
 SIZES = pytest.mark.parametrize("size", [2, 4])
@@ -226,6 +226,30 @@ def check_exchange(place: Place) -> None:
 @pytest.mark.parametrize("with_documents", [False, True], ids=["causal", "documents"])
 def test_ranks_compute_what_one_process_computes(cluster: Cluster, size: int, comm: str, dtype: torch.dtype, with_documents: bool) -> None:
     cluster.run(size, check_against_one_process, comm, dtype, with_documents)
+
+
+def check_long_documents(place: Place, comm: Any, dtype: torch.dtype) -> int:
+    """Every sequence is taken for one whose masks would be too large, and cut into blocks shorter than a chunk. Return the largest mask."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("megatron_llama.nn.context.LONGEST_MASKED", 2)
+        patch.setattr(sliding, "BLOCK", 4)
+        check_against_one_process(place, comm, dtype, True)
+        check_windows(place, comm, dtype, True)
+        cp = context_axis(place)
+        length = 2 * cp.size * CHUNK
+        *local, upstream = (local_sequence(leaf, cp).requires_grad_() for leaf in inputs(length, 2, dtype))
+        with LargestMask() as mask:
+            context_attention(*local, cp=cp, comm=comm, document_ids=documents(length)).backward(upstream)
+    return mask.elements
+
+
+@pytest.mark.parametrize(
+    ("size", "comm", "dtype"), [(2, "ring", torch.float64), (4, "all_gather", torch.bfloat16), (4, "ring", torch.float32)], ids=str
+)
+def test_long_documents_go_by_blocks(cluster: Cluster, size: int, comm: str, dtype: torch.dtype) -> None:
+    length = 2 * size * CHUNK
+    for mask in [*cluster.run(size, check_long_documents, comm, dtype), check_long_documents(Place(0, 1, 0), comm, dtype)]:
+        assert 0 < mask <= B * 4 * length
 
 
 @SIZES

@@ -19,6 +19,7 @@ from torch.utils.flop_counter import FlopCounterMode
 TOLERANCE = {torch.float64: 1e-11, torch.float32: 1e-5, torch.bfloat16: 2e-2}
 DTYPES = pytest.mark.parametrize("dtype", list(TOLERANCE), ids=str)
 RULES = {
+    "plain": ScoreRule(),
     "window": ScoreRule(window=5),
     "window and scale": ScoreRule(scale=0.9, window=40),
     "capped": ScoreRule(softcap=2.0),
