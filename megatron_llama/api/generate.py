@@ -133,12 +133,9 @@ def prompt_ids(model: Trained, texts: Sequence[str]) -> tuple[list[list[int]], l
         elif (beyond := model.beyond(where, prompt)) is not None:
             problems.append(beyond)
         elif len(prompt) >= model.longest:
-            expected = f"at most {model.longest - 1}, the model's max_position_embeddings less one"
-            problems.append(
-                describe(
-                    where, got=f"{len(prompt)} tokens", expected=expected, do="shorten the prompt"
-                )
-            )
+            got = f"{len(prompt)} tokens"
+            do = "shorten the prompt"
+            problems.append(describe(where, got=got, expected=model.longest_prompt, do=do))
         elif adds_bos and prompt[:2] == [bos, bos]:
             got = f"the begin token {model.tokenizer.token(prompt[0])!r} twice"
             do = "leave it out of the prompt, since the tokenizer adds it"

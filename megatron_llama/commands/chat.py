@@ -166,13 +166,9 @@ class Talk:
             if len(ids) < self._model.longest:
                 return said, ids
             if len(said) <= 2:
-                expected = (
-                    f"at most {self._model.longest - 1}, the model's max_position_embeddings "
-                    "less one"
-                )
+                got = f"{len(ids)} tokens"
+                expected = self._model.longest_prompt
                 raise DataError(
-                    describe(
-                        "the message", got=f"{len(ids)} tokens", expected=expected, do="shorten it"
-                    )
+                    describe("the message", got=got, expected=expected, do="shorten it")
                 )
             said = said[2:]

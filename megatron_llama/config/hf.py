@@ -61,6 +61,7 @@ ACTIVATIONS: Mapping[str, str] = MappingProxyType(
     {"silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "gelu_pytorch_tanh"}
 )
 """Activations of the gated MLP by transformers' names -> ours."""
+_UNUSABLE = "{} is no model that can be used here:"
 ADAPTED = ("llama3", "yarn", "longrope")
 """Rotary scalings that know the length of the first training."""
 
@@ -77,15 +78,22 @@ def model_config_from_hf(
     """
     family = FAMILIES.get(str(config_json.get("model_type", "llama")), FAMILIES["llama"])
     reader = ConfigReader(config_json, where, family.defaults)
+    _refuse_other_families(reader, family)
     _refuse_other_architectures(reader, family)
     hidden = reader.size("hidden_size")
     heads = reader.size("num_attention_heads")
-    head_dim = reader.size("head_dim", default=0)
-    if head_dim == 0 and heads > 0:
-        if hidden % heads:
-            expected = f"a multiple of num_attention_heads {heads}"
-            reader.problem("hidden_size", hidden, expected, "or give head_dim")
-        head_dim = hidden // heads
+    given = reader.size("head_dim", default=0)
+    head_dim = given or (hidden // heads if heads else 0)
+    if not given and heads and hidden % heads:
+        expected = f"a multiple of num_attention_heads {heads}"
+        reader.problem("hidden_size", hidden, expected, "or give head_dim")
+    elif head_dim % 2:
+        do = "rotary embeddings turn pairs: such models are not supported"
+        reader.problem("head_dim", head_dim, "an even number", do)
+    groups = reader.size("num_key_value_heads", default=heads)
+    if groups and heads % groups:
+        expected = f"a divisor of num_attention_heads {heads}"
+        reader.problem("num_key_value_heads", groups, expected, COPY)
     model = ModelConfig(
         model_type=family.model_type,
         vocab_size=reader.size("vocab_size"),
@@ -93,7 +101,7 @@ def model_config_from_hf(
         intermediate_size=reader.size("intermediate_size"),
         num_hidden_layers=reader.size("num_hidden_layers"),
         num_attention_heads=heads,
-        num_key_value_heads=reader.size("num_key_value_heads", default=heads),
+        num_key_value_heads=groups,
         head_dim=head_dim,
         max_position_embeddings=reader.size("max_position_embeddings", default=2048),
         rms_norm_eps=reader.number("rms_norm_eps", default=1e-6),
@@ -124,7 +132,7 @@ def model_config_from_hf(
         ),
     ]
     if problems:
-        raise CheckpointError(listing(f"{where} is no model that can be used here:", problems))
+        raise CheckpointError(listing(_UNUSABLE.format(where), problems))
     return replace(model, **family.constants(model))
 
 
@@ -161,10 +169,19 @@ def hf_config_from_model(model: ModelConfig, *, dtype: str) -> dict[str, Any]:
         **family.windows.write(model),
         "bos_token_id": model.bos_token_id,
         "eos_token_id": model.eos_token_id,
+        **_written_padding(model, family),
         "use_cache": True,
         "torch_dtype": dtype,
         "dtype": dtype,
     }
+
+
+def _written_padding(model: ModelConfig, family: Family) -> dict[str, Any]:
+    """pad_token_id, where the class would take a token that the model does not have and refuse to
+    be made."""
+    if family.defaults.get("pad_token_id", 0) < model.vocab_size:
+        return {}
+    return {"pad_token_id": None}
 
 
 def _written_field(family: Family, name: str, value: Any) -> Any:
@@ -191,18 +208,26 @@ def unheld_fields(model: ModelConfig) -> dict[str, Any]:
     }
 
 
-def _refuse_other_architectures(reader: ConfigReader, family: Family) -> None:
+def _refuse_other_families(reader: ConfigReader, family: Family) -> None:
+    """Raise CheckpointError for a model_type that nobody knows. What the fields of such a model
+    mean is not known either: nothing more is said of them."""
     kind = reader.value("model_type", family.model_type)
-    names = reader.value("architectures", None) or [family.architecture]
-    if kind != family.model_type:
-        do = f"only models of these families can be read: {', '.join(FAMILIES)}"
-        if kind == "gemma3":
-            do = "save its text model alone, with Gemma3ForCausalLM"
-        wanted = " or ".join(repr(name) for name in FAMILIES)
-        reader.problem("model_type", repr(kind), wanted, do)
+    if kind == family.model_type:
         return
+    do = "only models of these families can be read"
+    if kind == "gemma3":
+        do = "save its text model alone, with Gemma3ForCausalLM"
+    wanted = " or ".join(repr(name) for name in FAMILIES)
+    reader.problem("model_type", repr(kind), wanted, do)
+    raise CheckpointError(listing(_UNUSABLE.format(reader.where), reader.problems))
+
+
+def _refuse_other_architectures(reader: ConfigReader, family: Family) -> None:
+    names = reader.value("architectures", None) or [family.architecture]
     # Conversions of early 2023 write LLaMAForCausalLM.
-    if [str(name).lower() for name in names] != [family.architecture.lower()]:
+    if not isinstance(names, list) or [str(name).lower() for name in names] != [
+        family.architecture.lower()
+    ]:
         wanted = f"['{family.architecture}']"
         reader.problem("architectures", names, wanted, "only causal language models can be read")
 
@@ -329,7 +354,13 @@ def _rope(
     if part != 1.0 and "partial_rotary_factor" not in family.fields:
         do = f"{family.architecture} rotates whole heads"
         reader.problem("partial_rotary_factor", part, "1.0", do)
-    frequencies = int(model.head_dim * part) // 2
+    rotated = int(model.head_dim * part)
+    fits = rotated % 2 == 0 and 0 < rotated <= model.head_dim
+    if not fits and model.head_dim > 0 and model.head_dim % 2 == 0:
+        got = f"{part}, {rotated} dims"
+        expected = f"an even number of dims up to head_dim {model.head_dim}"
+        reader.problem("partial_rotary_factor", got, expected, "such models are not supported")
+    frequencies = rotated // 2
     problems = rope_problems(f"{reader.where} {name}", fields, frequencies=frequencies)
     reader.problems.extend(problems)
     return {

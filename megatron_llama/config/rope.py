@@ -21,7 +21,7 @@ class RopeFields:
 
     needed: tuple[str, ...] = ()
     optional: tuple[str, ...] = ()
-    """What transformers has a default for; absent and null are the same."""
+    """What transformers has a default for; absent and null are the same, but in SWITCHES."""
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -72,6 +72,18 @@ def longest_sequence(scaling: Mapping[str, Any] | None, max_position_embeddings:
     return max_position_embeddings
 
 
+def longest_sequence_name(scaling: Mapping[str, Any] | None, max_position_embeddings: int) -> str:
+    """Return the fields that ``longest_sequence`` follows from, with their values, for messages."""
+    claimed = f"max_position_embeddings {max_position_embeddings}"
+    longest = longest_sequence(scaling, max_position_embeddings)
+    if scaling is None or longest == max_position_embeddings:
+        return claimed
+    factor = f"rope_scaling.factor {scaling['factor']:g}"
+    if scaling["rope_type"] == "dynamic":
+        return f"{claimed} times {factor}"
+    return f"{ORIGINAL} {scaling[ORIGINAL]} times {factor}"
+
+
 def rope_problems(where: str, scaling: Any, *, frequencies: int = 0) -> list[str]:
     """Return what is wrong with a ``rope_scaling`` mapping: rope_type and its numbers, without
     rope_theta. ``where`` names it in the messages. ``frequencies``: how many pairs of dims are
@@ -100,7 +112,9 @@ def rope_problems(where: str, scaling: Any, *, frequencies: int = 0) -> list[str
     problems = []
     for name in fields.names:
         value = scaling.get(name)
-        if value is None and name in fields.optional:
+        # null is no switch for transformers, which takes it for false where absent means true.
+        is_given = name in scaling if name in SWITCHES else value is not None
+        if not is_given and name in fields.optional:
             continue
         expected = _expected(name, value, frequencies)
         if expected is not None:

@@ -120,7 +120,9 @@ def test_old_messages_are_forgotten_when_there_is_no_room(model: Trained) -> Non
 
 def test_what_cannot_be_read_is_refused_and_forgotten(model: Trained) -> None:
     talk = talk_of(model)
-    with pytest.raises(DataError, match=r"the message: got 3\d\d tokens, expected at most 255"):
+    with pytest.raises(
+        DataError, match=r"the message: got 3\d\d tokens, expected at most 255, the model's max_position_embeddings 256 less"
+    ):
         "".join(talk.answer("x" * 300))
     with pytest.raises(UnusableError):
         "".join(talk.answer("over<|im_end|>and out"))

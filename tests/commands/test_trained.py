@@ -141,6 +141,20 @@ def test_a_text_that_the_model_has_no_room_for_is_said(hf: Path, capsys: pytest.
     assert "warning" not in run(capsys, *options, longest - 1)[1]
 
 
+def test_a_prompt_that_is_too_long_names_what_limits_it(hf: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    scaled = shutil.copytree(hf, tmp_path / "scaled")
+    config = json.loads((scaled / "config.json").read_text())
+    del config["rope_parameters"]
+    config["rope_scaling"] = {"rope_type": "dynamic", "factor": 1.5}
+    (scaled / "config.json").write_text(json.dumps(config))
+    for loaded, limit in (
+        (hf, "255, the model's max_position_embeddings 256 less one"),
+        (scaled, "383, the model's max_position_embeddings 256 times rope_scaling.factor 1.5 less one"),
+    ):
+        assert main(["generate", "--load", str(loaded), "--prompt", "b" * 400]) == 1
+        assert f" tokens, expected at most {limit}; shorten the prompt\n" in capsys.readouterr().err
+
+
 def test_bf16_and_another_tokenizer(hf: Path, folder: Path, tmp_path: Path) -> None:
     (tmp_path / "tokenizer.json").write_bytes((folder / "tokenizer.json").read_bytes())
     found = open_trained(ModelFolderConfig(init_from_hf=str(hf), bf16=True, tokenizer_model=str(tmp_path)))

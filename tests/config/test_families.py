@@ -48,7 +48,14 @@ TOTALS = {
     "olmo2-7b": 7_298_617_344,
     "olmo2-13b": 13_716_198_400,
 }
-SIZES = {"vocab_size": 100, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 3, "num_attention_heads": 4}
+SIZES = {
+    "vocab_size": 100,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+}
 OTHERS = [name for name in FAMILIES if name != "llama"]
 
 
@@ -98,6 +105,15 @@ def test_transformers_makes_the_model_of_what_we_write(name: str) -> None:
     if model.tie_word_embeddings:
         assert found.pop("lm_head.weight") == found["model.embed_tokens.weight"]
     assert found == hf_shapes(few)
+
+
+@pytest.mark.parametrize("kind", FAMILIES)
+def test_transformers_makes_a_model_with_a_small_vocabulary_of_what_we_write(kind: str) -> None:
+    """Its class has a pad_token_id for a file without one, and refuses one that the embedding does not have."""
+    model = read(kind)
+    written = hf_config_from_model(model, dtype="float32")
+    assert tensors_of(transformers_config(written))["model.embed_tokens.weight"] == (100, 32)
+    assert model_config_from_hf(written, where="ours") == model
 
 
 @pytest.mark.parametrize("name", TOTALS)
@@ -254,6 +270,8 @@ MIXED = [FULL, SLIDING, SLIDING]
         ("gemma3_text", {"sliding_window": 5, "sliding_window_pattern": 2}, (5, 0, 5)),
         ("gemma3_text", {"sliding_window": 5, "layer_types": [FULL] * 3}, (0,) * 3),
         ("gemma3_text", {"sliding_window": 5, "layer_types": MIXED}, (0, 5, 5)),
+        ("gemma3_text", {"sliding_window": 5, "layer_types": MIXED, "_sliding_window_pattern": 2}, (0, 5, 5)),
+        ("gemma3_text", {"sliding_window": 5, "sliding_window_pattern": 2, "_sliding_window_pattern": 2}, (5, 0, 5)),
     ],
 )
 def test_windows(kind: str, fields: dict[str, Any], windows: tuple[int, ...]) -> None:
@@ -283,6 +301,10 @@ BOTH = {FULL: {"rope_type": "default", "rope_theta": 1e6}, SLIDING: {"rope_type"
         ),
         ("mistral", {"sliding_window": 0}, "sliding_window: got 0, expected a positive integer"),
         ("mistral", {"sliding_window": "all"}, "sliding_window: got 'all'"),
+        ("mistral", {"sliding_window": 10**30}, "sliding_window: got 1000000000000000000000000000000, expected at most 2,147,483,647"),
+        ("mistral", {"num_key_value_heads": 8}, "num_key_value_heads: got 8, expected a divisor of num_attention_heads 4"),
+        ("mistral", {"head_dim": 15}, "head_dim: got 15, expected an even number; rotary embeddings turn pairs"),
+        ("mistral", {"architectures": 3}, "architectures: got 3, expected ['MistralForCausalLM']"),
         ("mistral", {"query_pre_attn_scalar": 256}, "got query_pre_attn_scalar 256, expected only fields and values that are known"),
         ("qwen2", {"use_sliding_window": "yes"}, "use_sliding_window: got 'yes', expected true or false"),
         ("qwen2", {"layer_types": MIXED}, "since no window is switched on"),
@@ -300,6 +322,28 @@ BOTH = {FULL: {"rope_type": "default", "rope_theta": 1e6}, SLIDING: {"rope_type"
             "got 64, expected original_max_position_embeddings 4096",
         ),
         ("phi3", {"partial_rotary_factor": -1}, "partial_rotary_factor: got -1, expected a positive number"),
+        (
+            "phi3",
+            {"partial_rotary_factor": 2.0},
+            "partial_rotary_factor: got 2.0, 16 dims, expected an even number of dims up to head_dim 8",
+        ),
+        (
+            "phi3",
+            {"partial_rotary_factor": 0.4},
+            "partial_rotary_factor: got 0.4, 3 dims, expected an even number of dims up to head_dim 8",
+        ),
+        (
+            "phi3",
+            {"partial_rotary_factor": 0.1},
+            "partial_rotary_factor: got 0.1, 0 dims, expected an even number of dims up to head_dim 8",
+        ),
+        # transformers derives the layers from neither: with 3, every third layer would be another one here than there.
+        ("gemma2", {"sliding_window_pattern": 3}, "got sliding_window_pattern 3, expected only fields and values that are known"),
+        (
+            "gemma3_text",
+            {"_sliding_window_pattern": 3},
+            "_sliding_window_pattern: got 3, expected sliding_window_pattern 6, or layer_types; give layer_types",
+        ),
         ("phi3", {"embd_pdrop": 0.1}, "got embd_pdrop 0.1"),
         ("gemma3_text", {"attn_logit_softcapping": 50.0}, "attn_logit_softcapping 50.0"),
         ("gemma3_text", {"use_bidirectional_attention": True}, "got use_bidirectional_attention True"),

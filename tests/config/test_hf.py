@@ -131,7 +131,9 @@ def test_spellings_of_rotary_embeddings(fields: dict[str, Any], theta: float, sc
     [
         ({"model_type": "falcon"}, "m/config.json model_type: got 'falcon', expected 'llama' or 'mistral'"),
         ({"model_type": "gemma3"}, "save its text model alone, with Gemma3ForCausalLM"),
-        ({"model_type": "mistral"}, "architectures: got ['LlamaForCausalLM'], expected ['MistralForCausalLM']"),
+        # Nothing is said of the fields of a family that nobody knows, least of all that they may be ignored.
+        ({"model_type": "qwen3_moe", "num_experts_per_tok": 8, "hidden_size": None}, "model_type: got 'qwen3_moe', expected 'llama' or"),
+        ({"model_type": "mistral", "num_key_value_heads": 4}, "architectures: got ['LlamaForCausalLM'], expected ['MistralForCausalLM']"),
         ({"architectures": ["LlamaForSequenceClassification"]}, "architectures: got ['LlamaForSequenceClassification']"),
         ({"attention_bias": "yes"}, "attention_bias: got 'yes', expected true or false"),
         ({"mlp_bias": 1}, "mlp_bias: got 1"),
@@ -140,6 +142,7 @@ def test_spellings_of_rotary_embeddings(fields: dict[str, Any], theta: float, sc
         ({"hidden_size": 0}, "hidden_size: got 0, expected a positive integer"),
         ({"hidden_size": True}, "hidden_size: got True"),
         ({"num_hidden_layers": "2"}, "num_hidden_layers: got '2'"),
+        ({"hidden_size": 36}, "head_dim: got 9, expected an even number; rotary embeddings turn pairs"),
         ({"hidden_size": 30}, "hidden_size: got 30, expected a multiple of num_attention_heads 4"),
         ({"rms_norm_eps": 0}, "rms_norm_eps: got 0, expected a positive number"),
         ({"eos_token_id": ["</s>"]}, "eos_token_id: got ['</s>'], expected a token id"),
@@ -147,6 +150,8 @@ def test_spellings_of_rotary_embeddings(fields: dict[str, Any], theta: float, sc
         ({"rope_scaling": {"type": "dynamic"}}, "rope_scaling.factor: got nothing, expected a positive number"),
         ({"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4}}, "rope_parameters.factor: got nothing"),
         ({"rope_scaling": YARN | {"truncate": 1}}, "rope_scaling.truncate: got 1, expected true or false"),
+        # Absent it is true, and transformers takes null for false.
+        ({"rope_scaling": YARN | {"truncate": None}}, "rope_scaling.truncate: got nothing, expected true or false"),
         ({"rope_scaling": YARN | {"beta_slow": 40, "beta_fast": 32}}, "got 40 and 32, expected beta_slow < beta_fast"),
         ({"rope_scaling": YARN, "original_max_position_embeddings": 64}, "got 4096, expected original_max_position_embeddings 64"),
         ({"rope_scaling": LONG | {"short_factor": [1.0] * 3}}, "short_factor: got [1.0, 1.0, 1.0], expected 4 positive numbers"),

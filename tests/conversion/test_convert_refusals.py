@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 from megatron_llama.cli import main
+from safetensors.torch import load_file, save_file
 
 from tests.checkpoint.cases import full_disk
 from tests.conversion.converting import LLAMA31, assert_same, convert, hf_folder, loaded, rank_file, refusal
@@ -399,6 +400,37 @@ def test_a_head_is_not_lost_to_a_config_that_ties_it(hf: Path, tmp_path: Path, c
         (tmp_path / "config.json").write_text(json.dumps(tied))
         said = refusal(capsys, source, tmp_path / "out", "--to", "hf", "--hf-config", str(tmp_path / "config.json"))
         assert "output.weight is not the embedding" in said or "head: got a head, expected none, by the config" in said
+
+
+def test_a_stored_head_is_not_lost_to_a_config_that_ties_it(tmp_path: Path, capsys: Capture) -> None:
+    """transformers computes with the stored head, and with the embedding where both are the same."""
+    folder = hf_folder(tmp_path / "hf", tie_word_embeddings=True)
+    original = convert(folder, tmp_path / "original", "--to", "hf")
+    [shard] = [path for path in folder.glob("*.safetensors") if "model.embed_tokens.weight" in load_file(path)]
+    weights = load_file(shard)
+    weights["lm_head.weight"] = weights["model.embed_tokens.weight"].clone()
+    save_file(weights, shard, {"format": "pt"})
+    index = folder / "model.safetensors.index.json"
+    listed = json.loads(index.read_text())
+    listed["weight_map"]["lm_head.weight"] = shard.name
+    index.write_text(json.dumps(listed))
+    assert_same(convert(folder, tmp_path / "copy", "--to", "hf"), original)
+    weights["lm_head.weight"][-1, -1] += 1
+    save_file(weights, shard, {"format": "pt"})
+    said = refusal(capsys, folder, tmp_path / "out", "--to", "hf")
+    assert "lm_head.weight: got other values than in the embedding, expected a copy of it, since tie_word_embeddings is true; " in said
+    save_file({**weights, "lm_head.weight": weights["lm_head.weight"][1:].clone()}, shard, {"format": "pt"})
+    assert "lm_head.weight: got other values" in refusal(capsys, folder, tmp_path / "out", "--to", "native")
+
+
+@pytest.mark.parametrize("to", ["native", "hf", "megatron", "meta"])
+def test_damaged_weights_are_not_converted(to: str, tmp_path: Path, capsys: Capture) -> None:
+    folder = hf_folder(tmp_path / "hf")
+    [shard] = [path for path in folder.glob("*.safetensors") if "model.norm.weight" in load_file(path)]
+    weights = load_file(shard)
+    weights["model.norm.weight"][3] = float("nan")
+    save_file(weights, shard, {"format": "pt"})
+    assert "expected finite values" in refusal(capsys, folder, tmp_path / "out", "--to", to)
 
 
 def test_a_config_of_a_native_checkpoint_is_its_own(hf: Path, tmp_path: Path, capsys: Capture) -> None:

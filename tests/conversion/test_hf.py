@@ -295,7 +295,8 @@ def test_every_wrong_tensor_is_listed(tmp_path: Path) -> None:
 def test_harmless_tensors_are_ignored(tmp_path: Path) -> None:
     folder = written(tmp_path / "hf", tie_word_embeddings=True)
     assert "lm_head.weight" not in tensors(folder)
-    extra = {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(8), "lm_head.weight": torch.ones(300, 64)}
+    copy = tensors(folder)["model.embed_tokens.weight"].clone()
+    extra = {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(8), "lm_head.weight": copy}
     rewrite(folder, lambda weights: weights.update(extra))
     assert not HFWeights(folder).model.rope_scaling
     assert "lm_head.weight" not in hf_shapes(HFWeights(folder).model)

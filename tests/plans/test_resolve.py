@@ -75,7 +75,18 @@ def test_notes() -> None:
 
 def test_a_sequence_beyond_the_model_is_a_warning() -> None:
     [warning] = check(config_of(seq_length=64, max_position_embeddings=32), 1).warnings
-    assert warning.startswith("--seq-length 64 is beyond max_position_embeddings 32")
+    assert warning.startswith("--seq-length 64 is beyond max_position_embeddings 32: ")
+    for scaling, said in (
+        ({"rope_type": "dynamic", "factor": 1.5}, "max_position_embeddings 32 times rope_scaling.factor 1.5: "),
+        (
+            {"rope_type": "yarn", "factor": 3, "original_max_position_embeddings": 16},
+            "original_max_position_embeddings 16 times rope_scaling.factor 3: ",
+        ),
+        ({"rope_type": "yarn", "factor": 3, "original_max_position_embeddings": 8}, "max_position_embeddings 32: "),
+        ({"rope_type": "linear", "factor": 3}, "max_position_embeddings 32: "),
+    ):
+        [warning] = check(config_of(seq_length=64, max_position_embeddings=32, rope_scaling=scaling), 1).warnings
+        assert warning.startswith(f"--seq-length 64 is beyond {said}")
 
 
 def test_rope_scaling_is_brought_into_one_form() -> None:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from megatron_llama.checkpoint.storage_paths import is_remote, local_copy, storage_path
-from megatron_llama.config.rope import longest_sequence
+from megatron_llama.config.rope import longest_sequence, longest_sequence_name
 from megatron_llama.config.schema import Config
 from megatron_llama.conversion.formats import ModelReader, open_model
 from megatron_llama.conversion.native.reader import NativeReader
@@ -77,6 +77,13 @@ class Trained:
         """The number of tokens of the longest sequence."""
         model = self.stage.config
         return longest_sequence(model.rope_scaling, model.max_position_embeddings)
+
+    @property
+    def longest_prompt(self) -> str:
+        """How many tokens a prompt may have, and which fields say so, for messages."""
+        model = self.stage.config
+        name = longest_sequence_name(model.rope_scaling, model.max_position_embeddings)
+        return f"at most {self.longest - 1}, the model's {name} less one"
 
 
 def open_reader(

@@ -63,6 +63,8 @@ PHI3 = Family(
         "max_position_embeddings": 4096,
         "original_max_position_embeddings": 4096,
         "rms_norm_eps": 1e-5,
+        # Beyond a small vocabulary.
+        "pad_token_id": 32000,
     },
     neutral={"full_attn_mod": (1,), "interpolate_factor": (1,), "lm_head_bias": (False,)},
     windows=EVERY_LAYER,

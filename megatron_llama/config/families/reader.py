@@ -8,6 +8,8 @@ from typing import Any
 from megatron_llama.errors import describe
 
 COPY = "copy the model's own config.json"
+LARGEST = 2**31 - 1
+"""No published model has a size near this; with a larger one nothing can be computed."""
 
 
 class ConfigReader:
@@ -45,14 +47,17 @@ class ConfigReader:
         return self._defaults.get(name, default)
 
     def size(self, name: str, *, default: int | None = None) -> int:
-        """Return a positive integer; absent and null mean ``default``. 0 stands for a size that was
-        refused."""
+        """Return a positive integer that a tensor can have as its size; absent and null mean
+        ``default``. 0 stands for a size that was refused."""
         value = self.value(name, None)
         if value is None and default is not None:
             return default
-        if isinstance(value, bool) or not isinstance(value, int) or value <= 0:
+        if isinstance(value, bool) or not isinstance(value, int) or not 0 < value <= LARGEST:
             got = "nothing" if value is None else repr(value)
-            self.problem(name, got, "a positive integer", COPY)
+            expected = "a positive integer"
+            if isinstance(value, int) and value > LARGEST:
+                expected = f"at most {LARGEST:,}"
+            self.problem(name, got, expected, COPY)
             return 0
         return value
 

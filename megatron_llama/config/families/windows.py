@@ -90,9 +90,7 @@ def _write_last(model: ModelConfig) -> Mapping[str, Any]:
     }
 
 
-def _read_pattern(usual: int, reader: ConfigReader) -> tuple[int, tuple[str, ...]]:
-    names = ("sliding_window_pattern", "_sliding_window_pattern")
-    every = next((reader.size(n) for n in names if reader.value(n, None) is not None), usual)
+def _read_pattern(every: int, reader: ConfigReader) -> tuple[int, tuple[str, ...]]:
     window = reader.size("sliding_window", default=0)
 
     def derived(layers: int) -> list[str]:
@@ -102,6 +100,16 @@ def _read_pattern(usual: int, reader: ConfigReader) -> tuple[int, tuple[str, ...
     if SLIDING in types and not window:
         reader.problem("sliding_window", "null", "a number, by the layers", "give the window")
     return normal_windows(window, types)
+
+
+def _read_own_pattern(usual: int, reader: ConfigReader) -> tuple[int, tuple[str, ...]]:
+    every = reader.size("sliding_window_pattern", default=usual)
+    # transformers writes this field and derives nothing from it.
+    written = reader.value("_sliding_window_pattern", None)
+    if written not in (None, every) and reader.value("layer_types", None) is None:
+        expected = f"sliding_window_pattern {every}, or layer_types"
+        reader.problem("_sliding_window_pattern", written, expected, "give layer_types")
+    return _read_pattern(every, reader)
 
 
 def _write_pattern(model: ModelConfig) -> Mapping[str, Any]:
@@ -117,5 +125,5 @@ LAST_LAYERS = Windows(_read_last, _write_last)
 """As in Qwen: use_sliding_window switches it on, from layer max_window_layers on."""
 EVERY_OTHER = Windows(partial(_read_pattern, 2), _write_pattern)
 """As in Gemma 2: every second layer sees all."""
-ALL_BUT_EVERY_SIXTH = Windows(partial(_read_pattern, 6), _write_pattern)
+ALL_BUT_EVERY_SIXTH = Windows(partial(_read_own_pattern, 6), _write_pattern)
 """As in Gemma 3: every sixth layer sees all, or each sliding_window_pattern-th."""

@@ -7,6 +7,7 @@ from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Any
 
+import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
@@ -14,11 +15,11 @@ from megatron_llama.checkpoint.storage import refuse
 from megatron_llama.config.hf import read_hf_config
 from megatron_llama.config.schema import ModelConfig
 from megatron_llama.conversion.model_fields import read_config
-from megatron_llama.conversion.safetensors_file import DTYPES
+from megatron_llama.conversion.safetensors_file import DTYPES, row_blocks
 from megatron_llama.conversion.tokenizer_files import tokenizer_files_of
 from megatron_llama.conversion.torch_file import TorchFile, TorchWeights
 from megatron_llama.errors import CheckpointError, describe
-from megatron_llama.plans.params import Rectangle, hf_shapes
+from megatron_llama.plans.params import VOCABULARY_TENSORS, Rectangle, hf_shapes
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -27,6 +28,7 @@ OLD_INDEX = "pytorch_model.bin.index.json"
 WEIGHT_FILES = (INDEX, SINGLE, OLD_INDEX, OLD_SINGLE)
 """The file that says where the weights are, preferred first."""
 DOWNLOAD = "copy the file again from where the model came from"
+EMBEDDING, HEAD = VOCABULARY_TENSORS
 
 
 class HFWeights:
@@ -87,12 +89,33 @@ class HFWeights:
                 expected = " or ".join(DTYPES.values())
                 yield describe(where, got=stored.get_dtype(), expected=expected, do=do)
         for name in sorted(self._file_of.keys() - shapes.keys()):
-            # A tied head that is stored all the same is a copy of the embedding; inv_freq is a
-            # buffer that old versions of transformers stored.
-            if name != "lm_head.weight" and not name.endswith("rotary_emb.inv_freq"):
+            # A tied head may be stored all the same; inv_freq is a buffer that old versions of
+            # transformers stored.
+            if name == HEAD:
+                yield from self._head_problems()
+            elif not name.endswith("rotary_emb.inv_freq"):
                 do = "only what config.json says of the model can be read"
                 where = f"{self.folder} {name}"
                 yield describe(where, got="a tensor", expected="none of this name", do=do)
+
+    def _head_problems(self) -> Iterator[str]:
+        """Yield a stored head that is another one than the embedding which config.json ties it to:
+        transformers computes with the head that is stored."""
+        if EMBEDDING not in self._file_of:
+            return
+        head = self._file_of[HEAD].get_slice(HEAD)
+        embedding = self._file_of[EMBEDDING].get_slice(EMBEDDING)
+        shape = tuple(embedding.get_shape())
+        rows = [(slice(b.offset[0], b.offset[0] + b.size[0]),) for b in row_blocks(HEAD, shape)]
+        if tuple(head.get_shape()) != shape or not all(
+            torch.equal(head[block].float(), embedding[block].float()) for block in rows
+        ):
+            yield describe(
+                f"{self.folder} {HEAD}",
+                got="other values than in the embedding",
+                expected="a copy of it, since tie_word_embeddings is true",
+                do='write "tie_word_embeddings": false into config.json, or remove the tensor',
+            )
 
     def __call__(self, rectangle: Rectangle, out: Tensor) -> None:
         """Write the rectangle's values into ``out``, a tensor of its size (any float dtype)."""

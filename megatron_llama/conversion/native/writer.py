@@ -19,8 +19,10 @@ from megatron_llama.checkpoint.folders import sync, write_synced
 from megatron_llama.checkpoint.meta import META, TrainState, meta_json
 from megatron_llama.checkpoint.storage import WrittenParts, write_index, write_parts
 from megatron_llama.config.schema import Config, ModelConfig, TrainingConfig
+from megatron_llama.conversion.safetensors_file import is_finite
 from megatron_llama.conversion.write_tasks import WriteTask
 from megatron_llama.engine.optimizer import WeightSource
+from megatron_llama.errors import CheckpointError
 from megatron_llama.plans.params import Rectangle, hf_shapes
 
 
@@ -75,6 +77,9 @@ class NativeWriter:
 def _read(part: Region, source: WeightSource) -> Region:
     values = torch.empty(part.size)
     source(Rectangle(part.key, part.shape, part.offset, part.size, 0), values)
+    if not is_finite(values):
+        do = "look at the source: its weights are damaged"
+        raise CheckpointError(part.key, got="NaN or infinity", expected="finite values", do=do)
     return replace(part, tensor=values)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from megatron_llama.config.parse import flag
-from megatron_llama.config.rope import longest_sequence
+from megatron_llama.config.rope import longest_sequence, longest_sequence_name
 from megatron_llama.config.schema import Config, LoraConfig
 from megatron_llama.plans.buckets import by_unit
 from megatron_llama.plans.checks.zenflow import zenflow_warnings
@@ -16,10 +16,10 @@ def warnings_of(config: Config) -> Iterator[str]:
     """Yield one line for each option of a resolved configuration that has no effect, or a
     surprising one."""
     length = config.training.seq_length
-    claimed = config.model.max_position_embeddings
-    if length > longest_sequence(config.model.rope_scaling, claimed):
+    positions = (config.model.rope_scaling, config.model.max_position_embeddings)
+    if length > longest_sequence(*positions):
         yield (
-            f"--seq-length {length} is beyond max_position_embeddings {claimed}: the exported "
+            f"--seq-length {length} is beyond {longest_sequence_name(*positions)}: the exported "
             "model will claim the shorter one"
         )
     if (
