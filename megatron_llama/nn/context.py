@@ -1,5 +1,5 @@
 """Context parallelism: attention over a sequence that is spread over ranks in zig-zag order
-(``zigzag.py``).
+(``plans/zigzag.py``).
 
 Two algorithms share their kernels, their merge and their plan of pieces. With ``all_gather`` the
 keys and values of all ranks come in one message (Dubey et al., 2024, section 3.3.2). With ``ring``
@@ -35,7 +35,7 @@ from megatron_llama.nn.attention import (
 from megatron_llama.nn.ops import at_least_fp32
 from megatron_llama.nn.sliding import DocumentIds, sliding_attention
 from megatron_llama.nn.sliding_context import sliding_context_attention
-from megatron_llama.nn.zigzag import (
+from megatron_llama.plans.zigzag import (
     Piece,
     chunk_length,
     chunk_owner,

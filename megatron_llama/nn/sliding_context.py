@@ -22,7 +22,7 @@ from megatron_llama.distributed.mesh import Axis
 from megatron_llama.nn.attention import AttentionBackend, ScoreRule, merge
 from megatron_llama.nn.ops import at_least_fp32
 from megatron_llama.nn.sliding import DocumentIds, attend, attend_backward
-from megatron_llama.nn.zigzag import Tail, reached, tails, zigzag_chunks
+from megatron_llama.plans.zigzag import Tail, reached, tails, zigzag_chunks
 
 
 def sliding_context_attention(

@@ -11,7 +11,7 @@ from megatron_llama.planner.footprint import fuller_end
 from megatron_llama.planner.kernels import Kernels, PassTime
 from megatron_llama.planner.links import RankGroups, rank_groups
 from megatron_llama.planner.training_job import TrainingJob
-from megatron_llama.plans.windows import context_share
+from megatron_llama.plans.windows import context_shares
 
 UPDATE = 34
 UPDATE_WIDE = 28
@@ -76,16 +76,19 @@ def block_time(
 ) -> BlockTime:
     """Return what one block costs. Each pass sums partial results over tp twice (with sequence
     parallelism: gathers and scatters). With context parallelism keys and values travel forward, and
-    again backward with their gradients."""
+    again backward with their gradients: as far as windows reach, on the rank that sends most."""
     shown = fit.tensor_overlap if job.traits.overlap_tensor else 1.0
     tensor = 2 * groups.tp.reduce(job.stream) * shown
     heads = job.model.num_key_value_heads
     width = 2 * heads * job.model.head_dim / min(job.tp, heads)
-    gathered = job.itemsize * job.tokens * job.cp * width * context_share(job.model, job.seq)
-    context = groups.cp.gather(gathered) * fit.cp_exposed
+    elements = job.tokens * job.cp * width
+    sent, sent_back = context_shares(job.model, job.seq, job.cp)
+    wide = max(4, job.itemsize) if job.traits.wide_context_gradients else job.itemsize
+    key_values = groups.cp.gather(job.itemsize * elements * sent) * fit.cp_exposed
+    gradients = groups.cp.gather(wide * elements * sent_back) * fit.cp_exposed
     pure = kernels.forward()
-    forward = replace(pure, tensor=tensor, context=context)
-    backward = replace(kernels.backward(pure), tensor=tensor, context=2 * context)
+    forward = replace(pure, tensor=tensor, context=key_values)
+    backward = replace(kernels.backward(pure), tensor=tensor, context=key_values + gradients)
     if job.recomputes_scores:
         return BlockTime(forward, backward + PassTime(attention=pure.attention))
     again = forward.scaled(job.recomputed) + PassTime(memory=pure.memory * job.recomputed_memory)

@@ -73,6 +73,8 @@ class TrainerTraits:
     overlap_tensor: bool = False
     gradient_bytes: int = 4
     """Bytes of a gradient's element between data-parallel ranks."""
+    wide_context_gradients: bool = False
+    """Gradients of keys and values travel between context-parallel ranks in at least fp32."""
     gated: bool = True
     """The MLP has a gate."""
     biased: bool = False
@@ -286,6 +288,7 @@ def job_of(config: Config, machine: Machine) -> TrainingJob:
             family="torchtitan",
             gradient_bytes=2 if parallel.grad_reduce_in_bf16 else max(4, itemsize),
             reduces_every_microbatch=True,
+            wide_context_gradients=True,
         ),
         seq=training.seq_length,
         micro_batch=training.micro_batch_size,

@@ -1,15 +1,20 @@
-"""What one step sends over the data-parallel axes, counted from the plans that the run executes."""
+"""What one step sends over the data-parallel axes, and what attention sends between
+context-parallel ranks, counted from the plans that the run executes."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from megatron_llama.config.schema import Config
+from megatron_llama.config.windows import window_of
 from megatron_llama.plans.buckets import BucketPlan, rank_bucket_plan, strategy_named
 from megatron_llama.plans.itemsize import compute_itemsize, reduce_itemsize
+from megatron_llama.plans.params import kv_copies
 from megatron_llama.plans.prefetch import PrefetchPlan, gathers
 from megatron_llama.plans.schedule import Schedule
 from megatron_llama.plans.weight_access import rank_weight_accesses
+from megatron_llama.plans.windows import context_tokens
 
 
 @dataclass(frozen=True)
@@ -74,4 +79,33 @@ def step_traffic(config: Config, schedule: Schedule, *, dp: int, rank: int = 0) 
         replica_bytes=elements // shards * wire if replicas > 1 else 0,
         shards=shards,
         replicas=replicas,
+    )
+
+
+@dataclass(frozen=True)
+class ContextTraffic:
+    """Bytes that leave a context-parallel rank for one microbatch and some blocks."""
+
+    key_values: int
+    """Keys and values: so much in each forward pass, and again in backward."""
+    gradients: int
+    """Their gradients, in at least fp32."""
+
+
+def context_traffic(config: Config, layers: Sequence[int], *, rank: int) -> ContextTraffic:
+    """Count what ``rank`` of the context-parallel ranks sends in these layers, with windows or
+    without. A block that is computed again sends keys and values once more."""
+    model = config.model
+    training = config.training
+    size = config.parallel.context_parallel_size
+    tp = config.parallel.tensor_model_parallel_size
+    heads = model.num_key_value_heads * kv_copies(model, tp) // tp
+    elements = 2 * training.micro_batch_size * heads * model.head_dim
+    counts = [
+        context_tokens(window_of(model, layer), training.seq_length, size, rank) for layer in layers
+    ]
+    itemsize = compute_itemsize(config)
+    return ContextTraffic(
+        key_values=elements * itemsize * sum(sent for sent, _ in counts),
+        gradients=elements * max(4, itemsize) * sum(received for _, received in counts),
     )

@@ -17,7 +17,7 @@ from megatron_llama.errors import ConfigError
 from megatron_llama.nn import attention, sliding
 from megatron_llama.nn.attention import ScoreRule
 from megatron_llama.nn.context import causal_document_mask, context_attention, local_sequence
-from megatron_llama.nn.zigzag import Piece, chunk_owner, gathered_pieces, own_pieces, ring_pieces, window_messages, zigzag_chunks
+from megatron_llama.plans.zigzag import Piece, chunk_owner, gathered_pieces, own_pieces, ring_pieces, window_messages, zigzag_chunks
 from torch import Tensor
 from torch.autograd import gradcheck
 from torch.nn.attention import SDPBackend, sdpa_kernel

@@ -1,7 +1,7 @@
 """Distributed types, read off values: what the ranks of an axis hold of one tensor.
 
 `R`: all of it, every rank the same bits. `S(d)`: the parts of dim d, in rank order. `Z`: the parts of dim 0 in zig-zag order
-(``nn/zigzag.py``). `P`: terms; the tensor is their sum. `S(d) of R` and `S(d) of P`: neighbours that share a part, or the terms of one.
+(``plans/zigzag.py``). `P`: terms; the tensor is their sum. `S(d) of R` and `S(d) of P`: neighbours that share a part, or the terms of one.
 
 A ``Probe`` collects values and gradients at named points of a model. Names are HuggingFace's; a fused projection counts as its parts.
 """
@@ -21,8 +21,8 @@ from megatron_llama.nn.context import local_sequence
 from megatron_llama.nn.embedding import VocabParallelEmbedding
 from megatron_llama.nn.linear import ColumnLinear, RowLinear
 from megatron_llama.nn.param_handle import attach_param_handle
-from megatron_llama.nn.zigzag import zigzag_chunks
 from megatron_llama.plans.params import HFSlice, rank_units
+from megatron_llama.plans.zigzag import zigzag_chunks
 from tools.overlap.loss import token_losses
 from torch import Tensor, nn
 

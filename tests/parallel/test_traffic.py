@@ -13,12 +13,13 @@ from megatron_llama.planner.trace.run import trace_run
 from megatron_llama.plans.buckets import Bucket, BucketPlan, rank_bucket_plan
 from megatron_llama.plans.memory import MemoryPlan, peak_of
 from megatron_llama.plans.overlap import gathered_during_backward, updated_during_backward
+from megatron_llama.plans.traffic import context_traffic
 from torch import Tensor
 
 from tests.harness import Cluster
 from tests.oracle.messages import Messages, step_messages
 from tests.parallel.cases import STEPS, STRATEGIES, Layout, Trainer, trainer
-from tests.plans.test_activation_memory import Live, Saved, storage
+from tests.plans.test_activation_memory import Live, Run, Saved, storage
 
 
 @dataclass(frozen=True)
@@ -147,6 +148,32 @@ def assert_as_planned(layout: Layout, ranks: Sequence[Counted]) -> None:
             assert counted.traffic == trace.traffic(stage), f"rank {rank}"
         if not layout.documents:  # masks and positions of samples are not planned
             assert planned_saved(plan, counted.pp_rank) == pytest.approx(counted.saved, rel=0.01), f"rank {rank}"
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        Run(cp=2, microbatches=2, windows=True),
+        Run(cp=4, cp_comm="ring", windows=True, recompute="full"),
+        Run(cp=2, tp=2, bf16=True, windows=True),
+        Run(cp=2, pp=2, microbatches=2),
+    ],
+    ids=lambda layout: f"{layout.name} {layout.windows}",
+)
+def test_context_parallel_ranks_send_what_is_planned(cluster: Cluster, layout: Run) -> None:
+    """To the byte, in layers with a window and without; of a collective its least."""
+    config = layout.sized()
+    passes = 3 if layout.recompute == "full" else 2
+    for number, counted in enumerate(cluster.run(layout.world_size, count, layout)):
+        rank = number // layout.tp % layout.cp
+        layers = MemoryPlan(config, layout.world_size).partition.layers[counted.pp_rank]
+        planned = context_traffic(config, layers, rank=rank)
+        sent = sum(
+            size if operation == "send" else size * (layout.cp - 1) // layout.cp
+            for (axis, operation), (_, size) in counted.traffic.items()
+            if axis == "cp" and operation != "receive"
+        )
+        assert sent == layout.microbatches * (passes * planned.key_values + planned.gradients) > 0
 
 
 def _order(layout: Layout, buckets: BucketPlan, stage: int) -> list[str]:

@@ -17,16 +17,18 @@ from megatron_llama.metrics.flops import flops_per_token
 from megatron_llama.planner.candidate import Candidate
 from megatron_llama.planner.fitted import FITTED
 from megatron_llama.planner.hardware import GPUS, gpu_named
-from megatron_llama.planner.links import rank_group
+from megatron_llama.planner.kernels import Kernels
+from megatron_llama.planner.links import rank_group, rank_groups
 from megatron_llama.planner.report import command, label
 from megatron_llama.planner.search import candidates, enough_gpus, search
 from megatron_llama.planner.simulate import StageTimes, simulate, tail
-from megatron_llama.planner.steps import estimate
+from megatron_llama.planner.steps import block_time, estimate
 from megatron_llama.planner.training_job import Machine, job_of
 from megatron_llama.plans.memory import MemoryPlan
 from megatron_llama.plans.resolve import problems, resolve
 from megatron_llama.plans.schedule import Costs, Op, schedule_named
 from megatron_llama.plans.schedule import simulate as replayed
+from megatron_llama.plans.traffic import context_traffic
 
 from tests.oracle.flops import planned_flops
 
@@ -96,6 +98,26 @@ def test_the_simulated_step_is_near_the_closed_form(name: str) -> None:
     parts = plan.step_time
     assert parts.compute > 0.6 * plan.seconds
     assert (parts.bubble > 0) == (plan.job.pp > 1) and (parts.tensor > 0) == (plan.job.tp > 1) and (parts.context > 0) == (plan.job.cp > 1)
+
+
+@pytest.mark.parametrize("recompute", ["none", "full"])
+@pytest.mark.parametrize(("model", "window"), [("llama2-7b", 0), ("llama2-7b", 1024), ("llama2-7b", 9000), ("gemma3-1b", 512)])
+def test_keys_and_values_take_the_time_of_their_bytes(model: str, window: int, recompute: str) -> None:
+    """Of the rank that sends most, in all layers, with and without windows: bytes that real runs send (tests/parallel/test_traffic.py)."""
+    chosen = config(model, 16, seq=16384, context_parallel_size=4, recompute_granularity=recompute)
+    chosen = replace(chosen, model=replace(chosen.model, sliding_window=window))
+    chosen = resolve(chosen, 8)
+    fit = replace(FITTED, latency=0.0, latency_across=0.0, hop=0.0, hop_inside=0.0, cp_exposed=1.0)
+    job = job_of(chosen, machine(8))
+    groups = rank_groups(job, fit)
+    block = block_time(job, groups, Kernels(job, fit), fit)
+    layers = range(chosen.model.num_hidden_layers)
+    ranks = [context_traffic(chosen, layers, rank=rank) for rank in range(4)]
+    key_values, gradients = (max(getattr(rank, name) for rank in ranks) for name in ("key_values", "gradients"))
+    seconds = len(layers) * groups.cp.rate
+    assert block.forward.context * seconds == pytest.approx(key_values)
+    passes = 2 if recompute == "full" else 1
+    assert block.backward.context * seconds == pytest.approx(passes * key_values + gradients)
 
 
 def test_a_few_microbatches_show_what_all_do() -> None:

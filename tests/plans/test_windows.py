@@ -8,8 +8,8 @@ import pytest
 from megatron_llama.config.schema import ModelConfig
 from megatron_llama.config.windows import layer_windows
 from megatron_llama.metrics.flops import flops_per_token
-from megatron_llama.nn.zigzag import window_messages
-from megatron_llama.plans.windows import context_share, score_share
+from megatron_llama.plans.windows import context_shares, context_tokens, score_share
+from megatron_llama.plans.zigzag import chunk_owner
 
 MODEL = ModelConfig(
     vocab_size=100,
@@ -50,11 +50,30 @@ def test_scores_are_those_within_windows(model: ModelConfig, length: int) -> Non
     assert flops_per_token(model, length, causal=True) - rest == pytest.approx(12 * 32 * seen / length, rel=1e-2)
 
 
-def test_a_context_parallel_rank_receives_what_windows_reach() -> None:
-    """Against the messages of all ranks, for a window within a chunk; the first chunk has none before it, and two neighbours are one rank's."""
-    length, size = 65536, 4
-    sent = sum(window_messages(rank, size, length // (2 * size), 512)[1] for rank in range(size))
-    assert sent == (2 * size - 2) * 511
-    assert context_share(MODEL, length) * length * size == 2 * size * 511 >= sent
-    assert context_share(MIXED, length) == pytest.approx((2 * 2 * 511 / length + 1) / 3)
-    assert context_share(replace(MODEL, sliding_window=0), length) == 1.0
+def reached_of_others(rank: int, size: int, length: int, window: int) -> list[tuple[int, int]]:
+    """(holder, position) of the keys of other ranks that this rank's queries see, position by position."""
+    chunk = length // (2 * size)
+    holder = [chunk_owner(place // chunk, size)[0] for place in range(length)]
+    own = [place for place in range(length) if holder[place] == rank]
+    seen = {key for query in own for key in range(max(0, query - window + 1), query)}
+    return [(holder[key], key) for key in sorted(seen) if holder[key] != rank]
+
+
+@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("window", [1, 5, 9, 20, 63])
+def test_context_parallel_ranks_send_what_windows_reach(window: int, size: int) -> None:
+    seen = [reached_of_others(rank, size, 64, window) for rank in range(size)]
+    sent = [sum(holder == rank for other in seen for holder, _ in other) for rank in range(size)]
+    assert [context_tokens(window, 64, size, rank) for rank in range(size)] == list(zip(sent, map(len, seen), strict=True))
+    model = replace(MODEL, sliding_window=window)
+    whole = (size - 1) * 64 / size
+    assert context_shares(model, 64, size) == (max(sent) / whole, max(map(len, seen)) / whole)
+    mixed = context_shares(replace(MIXED, sliding_window=window), 64, size)
+    assert mixed == pytest.approx(((2 * max(sent) / whole + 1) / 3, (2 * max(map(len, seen)) / whole + 1) / 3))
+
+
+def test_without_windows_all_is_sent() -> None:
+    for window in (0, 64, 100):
+        assert context_tokens(window, 64, 4, 1) == (48, 48)
+        assert context_shares(replace(MODEL, sliding_window=window), 64, 4) == (1.0, 1.0)
+    assert context_shares(MODEL, 4096, 1) == (1.0, 1.0)
