@@ -13,7 +13,7 @@ from megatron_llama.checkpoint.checkpoint_dir import TOKENIZER
 from megatron_llama.config.parse import flag
 from megatron_llama.conversion.convert import convert as write
 from megatron_llama.conversion.convert import require_free, require_sound
-from megatron_llama.conversion.formats import FORMATS, ModelWriter, open_model
+from megatron_llama.conversion.formats import ModelWriter, open_model
 from megatron_llama.conversion.hf.writer import HFWriter
 from megatron_llama.conversion.megatron import args as megatron_args
 from megatron_llama.conversion.megatron.writer import MegatronWriter
@@ -25,6 +25,10 @@ from megatron_llama.errors import CheckpointError, ConfigError, describe, listin
 from megatron_llama.plans.params import split_layers
 
 Format: TypeAlias = Literal["hf", "native", "megatron", "megatron-llama", "meta"]
+SourceFormat: TypeAlias = Literal[
+    "hf", "native", "megatron", "megatron-llama", "meta", "torch_dist"
+]
+TARGETS = ("hf", "native", "megatron", "megatron-llama", "meta")
 MEGATRONS = ("megatron", "megatron-llama")
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 LAYOUTS = ("transformer_engine", "local", "legacy")
@@ -52,7 +56,7 @@ def convert(
     dst: str | Path,
     *,
     to: Format,
-    source_format: Format | None = None,
+    source_format: SourceFormat | None = None,
     hf_config: str | Path | None = None,
     ignore_hf_config_fields: Sequence[str] = (),
     vocab_size: int = 0,
@@ -131,7 +135,7 @@ def convert(
     problems += [
         describe(flag(name), got=value, expected=f"one of {', '.join(known)}", do="correct it")
         for name, value, known in (
-            ("to", to, FORMATS),
+            ("to", to, TARGETS),
             ("dtype", dtype, DTYPES),
             ("megatron_layout", layout, LAYOUTS),
         )

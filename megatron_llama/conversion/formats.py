@@ -16,12 +16,14 @@ from megatron_llama.conversion.hf.reader import WEIGHT_FILES, HFReader
 from megatron_llama.conversion.megatron.reader import MegatronReader, family
 from megatron_llama.conversion.meta.reader import MetaReader
 from megatron_llama.conversion.native.reader import NativeReader
+from megatron_llama.conversion.torch_dist.folder import is_torch_dist
+from megatron_llama.conversion.torch_dist.reader import TorchDistReader
 from megatron_llama.conversion.write_tasks import WriteTask
 from megatron_llama.engine.optimizer import WeightSource
 from megatron_llama.errors import CheckpointError
 from megatron_llama.plans.params import Rectangle
 
-FORMATS = ("hf", "native", "megatron", "megatron-llama", "meta")
+FORMATS = ("hf", "native", "megatron", "megatron-llama", "meta", "torch_dist")
 
 
 class ModelReader(Protocol):
@@ -120,6 +122,8 @@ def open_model(
         return NativeReader(folder, config, vocab_size)
     if kind == "meta":
         return MetaReader(folder, config, vocab_size, ignored)
+    if kind == "torch_dist":
+        return TorchDistReader(folder, config, vocab_size, tokens, ignored)
     return MegatronReader(folder, kind, config, vocab_size, tokens, ignored)
 
 
@@ -140,8 +144,8 @@ def detect(folder: Path) -> str:
         )
     if not found:
         expected = (
-            "model.safetensors, pytorch_model.bin, consolidated.00.pth, mp_rank_00/"
-            " or a native checkpoint in it"
+            "model.safetensors, pytorch_model.bin, consolidated.00.pth, mp_rank_00/,"
+            " a torch_dist or a native checkpoint in it"
         )
         raise CheckpointError(
             folder, got="a folder without weights", expected=expected, do="check the path"
@@ -160,5 +164,7 @@ def candidates(folder: Path) -> Iterator[str]:
         yield "native"
     if any(next(each.glob("mp_rank_*"), None) is not None for each in inner):
         yield "megatron"
+    if any(is_torch_dist(each) for each in inner):
+        yield "torch_dist"
     if next(folder.glob("consolidated.*.pth"), None) is not None:
         yield "meta"

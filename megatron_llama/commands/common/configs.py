@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, TypeAlias
 
 from megatron_llama.config.schema import PipelineSchedule
+
+SourceFormat: TypeAlias = Literal[
+    "hf", "native", "megatron", "megatron-llama", "meta", "torch_dist"
+]
+"""The formats of model folders that can be read."""
 
 
 @dataclass(frozen=True)
@@ -129,7 +134,7 @@ class ConvertConfig:
     """Folder to write; it appears whole or not at all."""
     to: Literal["hf", "native", "megatron", "megatron-llama", "meta"]
     """Format to write."""
-    source_format: Literal["hf", "native", "megatron", "megatron-llama", "meta"] | None = None
+    source_format: SourceFormat | None = None
     """Format of the source (also `--from`). Default: found from its content."""
     hf_config: str | None = None
     """A config.json of HuggingFace, for what the source does not say of its model."""
@@ -172,9 +177,9 @@ class VerifyConfig:
     """Model folder of any format. May stand first, without its name: `verify A B`."""
     b: str
     """The other one."""
-    from_a: Literal["hf", "native", "megatron", "megatron-llama", "meta"] | None = None
+    from_a: SourceFormat | None = None
     """Format of the first folder. Default: found from its content."""
-    from_b: Literal["hf", "native", "megatron", "megatron-llama", "meta"] | None = None
+    from_b: SourceFormat | None = None
     """Format of the second folder."""
     hf_config_a: str | None = None
     """A config.json of HuggingFace, for what the first folder does not say of its model."""

@@ -7,6 +7,7 @@ loaders ignore.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
@@ -21,7 +22,9 @@ from megatron_llama.conversion.model_fields import (
     LLAMA31_SCALING,
     is_llama31_scaling,
     kind_problems,
+    true_vocab_size,
 )
+from megatron_llama.conversion.tokenizer_files import tokenizer_in
 from megatron_llama.errors import CheckpointError, describe, listing
 from megatron_llama.plans.params import padded_vocab_size
 
@@ -124,6 +127,45 @@ def read_args(
     if problems:
         raise CheckpointError(listing(f"{where} cannot be used:", problems))
     return model
+
+
+def stored_vocab_size(
+    args: Mapping[str, Any],
+    where: str,
+    stored: int,
+    files: Sequence[Path],
+    *,
+    tp: int,
+    user: ModelConfig | None,
+    given: int,
+    believed: int,
+) -> int:
+    """Return the number of token ids of a model that stores ``stored`` rows, padding included,
+    saved with ``tp`` tensor ranks.
+
+    ``given`` is the user's word, ``user`` the configuration that the user or the file gives,
+    ``believed`` the size of the tokenizer that belongs to the weights, 0 if it has to be looked for
+    among ``files``. Raises CheckpointError rather than take padding for tokens."""
+    tokenizer = None if believed else tokenizer_in(files)
+    tokens = tokenizer.vocab_size if tokenizer is not None else believed
+    known = args.get("orig_vocab_size") or (
+        args.get("vocab_size") if args.get("tokenizer_type") != "NullTokenizer" else 0
+    )
+    known = (user.vocab_size if user else 0) or known or 0
+    multiple = args.get("make_vocab_size_divisible_by")
+    padded = multiple and tokens and -(-tokens // (multiple * tp)) * multiple * tp
+    # A tokenizer with fewer tokens than the model would cost rows: where the file says how it was
+    # padded, that has to fit.
+    exact = padded == stored if multiple else believed > 0
+    return true_vocab_size(
+        where,
+        stored,
+        given=given,
+        known=known,
+        least=tokenizer.base_vocab_size if tokenizer is not None else 0,
+        tokens=tokens,
+        exact=exact,
+    )
 
 
 def kind_args(model: ModelConfig) -> dict[str, Any]:

@@ -218,10 +218,17 @@ def flat(content: object, prefix: str = "") -> Iterator[tuple[str, Any]]:
             yield f"{prefix}{name}", value
 
 
-def find_folder(path: Path) -> Path:
-    """Return the folder of the ranks, ``release`` or ``iter_NNNNNNN``: ``path`` itself, or the one
-    that the tracker in it names. Raises CheckpointError."""
-    if any(path.glob("mp_rank_*")):
+def find_folder(
+    path: Path, holds: Sequence[str] = ("mp_rank_*",), what: str = "an mp_rank_* folder"
+) -> Path:
+    """Return the folder of a checkpoint, ``release`` or ``iter_NNNNNNN``: ``path`` itself, or the
+    one that the tracker in it names. It holds a file of one of the names ``holds``, which errors
+    call ``what``. Raises CheckpointError."""
+
+    def has(folder: Path) -> bool:
+        return any(next(folder.glob(name), None) is not None for name in holds)
+
+    if has(path):
         return path
     tracker = path / TRACKER
     do = f"give the folder itself: {path}/iter_NNNNNNN or {path}/release"
@@ -232,8 +239,7 @@ def find_folder(path: Path) -> Path:
             tracker, got=f"no readable file ({error})", expected="an iteration", do=do
         ) from error
     folder = path / (f"iter_{int(named):07d}" if named.isdecimal() else named)
-    if not re.fullmatch(r"release|\d+", named) or not any(folder.glob("mp_rank_*")):
-        raise CheckpointError(
-            tracker, got=named[:40], expected="an iteration with an mp_rank_* folder", do=do
-        )
+    if not re.fullmatch(r"release|\d+", named) or not has(folder):
+        expected = f"an iteration with {what}"
+        raise CheckpointError(tracker, got=named[:40], expected=expected, do=do)
     return folder

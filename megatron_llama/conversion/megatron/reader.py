@@ -13,7 +13,12 @@ from torch import Tensor
 
 from megatron_llama.checkpoint.storage import refuse
 from megatron_llama.config.schema import ModelConfig
-from megatron_llama.conversion.megatron.args import MEGATRON_LLAMA_ONLY, MEGATRON_ONLY, read_args
+from megatron_llama.conversion.megatron.args import (
+    MEGATRON_LLAMA_ONLY,
+    MEGATRON_ONLY,
+    read_args,
+    stored_vocab_size,
+)
 from megatron_llama.conversion.megatron.names import (
     CHECKPOINT_VERSION,
     EMBEDDING,
@@ -33,10 +38,9 @@ from megatron_llama.conversion.model_fields import (
     OPTIMIZER_LEFT_OUT,
     PLAIN_MODELS,
     read_config,
-    true_vocab_size,
 )
 from megatron_llama.conversion.tensor_map import TensorMap, TensorReader
-from megatron_llama.conversion.tokenizer_files import tokenizer_files_of, tokenizer_in
+from megatron_llama.conversion.tokenizer_files import tokenizer_files_of
 from megatron_llama.conversion.torch_file import TorchFile
 from megatron_llama.errors import CheckpointError, describe
 from megatron_llama.plans.params import Rectangle
@@ -170,7 +174,16 @@ class MegatronReader:
         user, self.extra = read_config(config, first.args.get("hf_config"), ignored=ignored)
         where = f"{first.file.path} args"
         self.model = read_args(first.args, user, tied=self._tied(), where=where)
-        size = self._vocab_size(embedding.shape[0], user, vocab_size, tokens)
+        size = stored_vocab_size(
+            first.args,
+            f"{self.folder}",
+            embedding.shape[0] * self.tp,
+            self.tokenizer_files,
+            tp=self.tp,
+            user=user,
+            given=vocab_size,
+            believed=tokens,
+        )
         self.model = replace(self.model, vocab_size=size)
         self._reader = TensorReader()
         # This padding makes the local rows what they are in the files.
@@ -245,30 +258,6 @@ class MegatronReader:
         if head == "output_layer.weight":
             return untied is False
         return head == "word_embeddings_for_head.weight" or (head is None and untied is not True)
-
-    def _vocab_size(self, local: int, user: ModelConfig | None, given: int, believed: int) -> int:
-        args = self._files[0, 0].args
-        tokenizer = None if believed else tokenizer_in(self.tokenizer_files)
-        tokens = tokenizer.vocab_size if tokenizer is not None else believed
-        known = args.get("orig_vocab_size") or (
-            args.get("vocab_size") if args.get("tokenizer_type") != "NullTokenizer" else 0
-        )
-        known = (user.vocab_size if user else 0) or known or 0
-        stored = local * self.tp
-        multiple = args.get("make_vocab_size_divisible_by")
-        padded = multiple and tokens and -(-tokens // (multiple * self.tp)) * multiple * self.tp
-        # A tokenizer with fewer tokens than the model would cost rows: where the file says how it
-        # was padded, that has to fit.
-        exact = padded == stored if multiple else believed > 0
-        return true_vocab_size(
-            f"{self.folder}",
-            stored,
-            given=given,
-            known=known,
-            least=tokenizer.base_vocab_size if tokenizer is not None else 0,
-            tokens=tokens,
-            exact=exact,
-        )
 
     def _add_tensors(self, model: ModelConfig) -> None:
         # Blocks of each stage, by the largest number among the names of its first tensor rank.

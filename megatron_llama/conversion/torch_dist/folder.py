@@ -1,0 +1,98 @@
+"""Opens a folder of Megatron-Core's ``torch_dist`` format: ``iter_NNNNNNN/`` with
+``metadata.json``, ``common.pt``, ``.metadata`` and ``*.distcp``."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+from megatron_llama.checkpoint.meta import META
+from megatron_llama.checkpoint.storage import METADATA, refuse
+from megatron_llama.conversion.megatron.names import find_folder
+from megatron_llama.conversion.torch_dist.container import COPY_AGAIN, Container
+from megatron_llama.conversion.torch_file import TorchFile
+from megatron_llama.errors import CheckpointError, describe
+
+BACKEND = "metadata.json"
+COMMON = "common.pt"
+MODELOPT = "modelopt_state"
+"""A folder in which TensorRT Model Optimizer keeps what it has changed in a model."""
+VERSIONS: Mapping[str, Any] = MappingProxyType(
+    {
+        "sharded_backend": "torch_dist",
+        "sharded_backend_version": 1,
+        "common_backend": "torch",
+        "common_backend_version": 1,
+    }
+)
+"""What ``metadata.json`` says of the format that is read here."""
+SAVE_AGAIN = "load it with Megatron-LM and save it with --ckpt-format torch_dist"
+
+
+def is_torch_dist(folder: Path) -> bool:
+    """Return whether a folder has files of Megatron's sharded formats, of which ``torch_dist`` is
+    the one that can be read."""
+    return (folder / BACKEND).is_file() or (
+        (folder / METADATA).is_file() and not (folder / META).is_file()
+    )
+
+
+class TorchDistFolder:
+    """One checkpoint: its common part, and the index of its tensors."""
+
+    def __init__(self, path: Path) -> None:
+        """Open ``path``, or the checkpoint that the tracker in it names. No tensor is read. Raises
+        CheckpointError for another format, or another version of this one, and for files that are
+        damaged or name code to run."""
+        self.folder = find_folder(path, (BACKEND, METADATA), "a checkpoint in it")
+        refuse(f"{self.folder} cannot be used:", list(_backend_problems(self.folder)))
+        self.common_file = self.folder / COMMON
+        content = TorchFile(self.common_file).content
+        if not isinstance(content, dict):
+            got = f"a {type(content).__name__}"
+            raise CheckpointError(
+                self.common_file, got=got, expected="Megatron's common state", do=COPY_AGAIN
+            )
+        self.common: Mapping[str, Any] = content
+        args = content.get("args")
+        self.args: Mapping[str, Any] = vars(args) if hasattr(args, "__dict__") else {}
+        """Megatron-LM's arguments; empty where another program saved the folder."""
+        tp = self.args.get("tensor_model_parallel_size")
+        self.tp = tp if isinstance(tp, int) and tp > 0 else 1
+        """The tensor-parallel size of the run, by which Megatron padded the vocabulary."""
+        self.container = Container(self.folder)
+
+
+def _backend_problems(folder: Path) -> Iterator[str]:
+    """Yield what keeps a folder from being one of this format."""
+    path = folder / BACKEND
+    if not path.is_file():
+        got = f"{METADATA} alone: a folder of fsdp_dtensor or torch_dcp"
+        yield describe(path, got=got, expected="a folder of torch_dist", do=SAVE_AGAIN)
+        return
+    try:
+        found = json.loads(path.read_text())
+    except (OSError, ValueError) as error:
+        got = f"damaged content ({type(error).__name__})"
+        yield describe(path, got=got, expected="JSON", do=COPY_AGAIN)
+        return
+    if not isinstance(found, dict):
+        yield describe(path, got=type(found).__name__, expected="an object", do=COPY_AGAIN)
+        return
+    for name, expected in VERSIONS.items():
+        value = found.get(name)
+        if value != expected:
+            newer = isinstance(value, int) and isinstance(expected, int) and value > expected
+            do = (
+                "update megatron_llama, or save it with an earlier Megatron"
+                if newer
+                else SAVE_AGAIN
+            )
+            yield describe(f"{path} {name}", got=f"{value}"[:80], expected=expected, do=do)
+    if (folder / MODELOPT).exists():
+        got = "a model that TensorRT Model Optimizer has changed: quantised, pruned or distilled"
+        do = "take the original"
+        yield describe(folder / MODELOPT, got=got, expected="a plain model", do=do)
