@@ -27,7 +27,7 @@ VOCAB = 1000
 LENGTHS = {
     "short": (40, 2, 0, 3, 1, 7, 5, 1, 30, 0, 9, 12),
     "web": (200, 31, 77, 15, 64, 0, 128, 90, 33, 12, 250),
-    "more": (90, 41, 60, 0, 77, 50, 33, 64, 49),
+    "more": (74, 41, 60, 0, 77, 50, 33, 64, 49),
 }
 
 
@@ -78,6 +78,7 @@ def our_config(words: list[str], split: str, seq_length: int, seed: int, iterati
         ("web", 19),  # 1.36 epochs: the last one is shuffled by itself
         ("web", 27),  # 1.93 epochs: the last one is mixed with the others
         ("web", 90),
+        ("more", 7),  # one token short of one epoch
         ("short", 60),
         ("1 web", 25),  # one dataset with a weight is a blend: Megatron makes more samples than it reads
         ("0.7 web 0.3 short", 40),
