@@ -19,8 +19,12 @@ from megatron_llama.conversion.megatron import args as megatron_args
 from megatron_llama.conversion.megatron.writer import MegatronWriter
 from megatron_llama.conversion.meta import names as meta_names
 from megatron_llama.conversion.meta.writer import MetaWriter
+from megatron_llama.conversion.model_fields import OPTIMIZER_LEFT_OUT
 from megatron_llama.conversion.native.writer import NativeWriter
+from megatron_llama.conversion.optimizer_state import OptimizerState
 from megatron_llama.conversion.tokenizer_files import misfits, tokenizer_in, with_end_tokens
+from megatron_llama.conversion.torch_dist.optimizer import has_optimizer, open_optimizer
+from megatron_llama.conversion.torch_dist.reader import TorchDistReader
 from megatron_llama.errors import CheckpointError, ConfigError, describe, listing
 from megatron_llama.plans.params import split_layers
 
@@ -165,12 +169,15 @@ def convert(
         model = with_end_tokens(model, tokenizer)
         misfit = list(misfits(model, source.extra, tokenizer))
 
+    state: OptimizerState | None = None
+    if to == "native" and isinstance(source, TorchDistReader) and has_optimizer(source.checkpoint):
+        state = open_optimizer(source)
     writer: ModelWriter
     lost: Iterator[str] = iter(())
     if to == "hf":
         writer = HFWriter(shard_bytes)
     elif to == "native":
-        writer = NativeWriter(workers)
+        writer = NativeWriter(workers, state)
     elif to == "meta":
         writer = MetaWriter(tp)
         lost = meta_names.lost_fields(model)
@@ -197,7 +204,8 @@ def convert(
         "converting back"
         for name in lost
     )
-    notes = (*source.notes, *misfit, *losses)
+    told = (note for note in source.notes if state is None or note != OPTIMIZER_LEFT_OUT)
+    notes = (*told, *misfit, *losses)
     return Converted(source.folder, source.format, target_folder, written, size, notes)
 
 

@@ -172,6 +172,12 @@ def size_problems(training: TrainingConfig, unit: int) -> Iterator[str]:
             )
 
 
+def run_samples(training: TrainingConfig) -> int:
+    """The samples of a whole run as Megatron counts them when it shuffles its datasets: a batch
+    that grows is counted in full."""
+    return training.train_samples or training.train_iters * training.global_batch_size
+
+
 def planned_iterations(training: TrainingConfig) -> int:
     """The steps of a run whose length is given in samples; otherwise, and for invalid sizes,
     ``train_iters`` as it is."""

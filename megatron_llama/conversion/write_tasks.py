@@ -49,6 +49,18 @@ class ProgressSource:
 
     def __call__(self, rectangle: Rectangle, out: Tensor) -> None:
         self._source(rectangle, out)
+        self._count(out)
+
+    def beside(self, source: WeightSource) -> WeightSource:
+        """Return another source, whose bytes are counted here too."""
+
+        def counted(rectangle: Rectangle, out: Tensor) -> None:
+            source(rectangle, out)
+            self._count(out)
+
+        return counted
+
+    def _count(self, out: Tensor) -> None:
         with self._lock:
             self.bytes += out.nbytes
             if self._bar is not None:

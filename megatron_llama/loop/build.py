@@ -22,6 +22,7 @@ from megatron_llama.engine.optimizer import OverlappedDistributedOptimizer, Weig
 from megatron_llama.errors import TrainingError
 from megatron_llama.loop.inputs import Inputs, resumes
 from megatron_llama.loop.start import Start, with_rows
+from megatron_llama.loop.take_over import take_over
 from megatron_llama.metrics.log import LINES, MetricLog, MetricLogger
 from megatron_llama.metrics.tensorboard import TensorBoard
 from megatron_llama.metrics.wandb import WandB
@@ -108,6 +109,16 @@ def load_or_init(
     --init-from-hf, or weights drawn from the seed. Collective. Raises CheckpointError."""
     options = config.checkpoint
     weights: WeightSource
+    if start is not None and resumes(config, start) and not start.native:
+        with raise_on_all_ranks(mesh.world):
+            state = start.state()
+            saved = start.optimizer(config.model) if options.load_optim else None
+            weights = start.weights(config.model)
+        if saved is None:
+            optimizer.load_weights(WithAdapters(weights, config.training.seed))
+        else:
+            take_over(saved, optimizer, mesh, config)
+        return state
     if start is not None and resumes(config, start):
         state = native.load(
             start.path,

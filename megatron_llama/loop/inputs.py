@@ -19,9 +19,9 @@ from megatron_llama.checkpoint.checkpoint_dir import TOKENIZER
 from megatron_llama.checkpoint.failures import require_writable
 from megatron_llama.checkpoint.meta import TrainState
 from megatron_llama.checkpoint.storage_paths import is_remote, local_folder, storage_path
-from megatron_llama.config.batch_ramp import BatchSizes, with_epochs
+from megatron_llama.config.batch_ramp import BatchSizes, run_samples, with_epochs
 from megatron_llama.config.blend import Blend, read_blend
-from megatron_llama.config.schema import CheckpointConfig, Config, TrainingConfig
+from megatron_llama.config.schema import CheckpointConfig, Config, LoraConfig, TrainingConfig
 from megatron_llama.conversion.export import weight_folders
 from megatron_llama.conversion.hf.reader import HFWeights
 from megatron_llama.conversion.hf.writer import require_export
@@ -46,8 +46,10 @@ from megatron_llama.loop.start import (
     damaged,
     data_changes,
     find_start,
+    order_changes,
     sample_changes,
 )
+from megatron_llama.loop.take_over import sample_lines, update_lines
 from megatron_llama.loop.text_samples import Prompt, encoded_prompts
 from megatron_llama.plans.checks.optimizer import optimizer_problems
 from megatron_llama.tokenizer.base import Tokenizer
@@ -153,7 +155,7 @@ def megatron_samples(
     """Open the training samples of --megatron-data-order, for the whole length of the run. Raises
     DataError, also where Megatron's order ends before the run."""
     training = config.training
-    wanted = training.train_samples or training.train_iters * training.global_batch_size
+    wanted = run_samples(training)
     parts = []
     for prefix, samples in zip(blend.prefixes, samples_of_parts(blend, wanted), strict=True):
         stream = open_stream(config, prefix, TRAINING, tokenizer=tokenizer, share=share)
@@ -249,6 +251,19 @@ def _first_state(
     lines = list(_start_lines(options, start))
     if start is None or begins_anew(options, start):
         return identity, start, TrainState(0, 0), lines
+    if not start.native:
+        if same_data:
+            raise DataError(
+                "--train-data",
+                got=f"other training samples than those of {start.path}, a run of Megatron-LM",
+                expected="the samples in whose order the run goes on",
+                do="begin anew with its weights (--finetune)",
+            )
+        state = start.state()
+        lines += sample_lines(start.args(), state.consumed_samples, config)
+        if options.load_optim:
+            lines += update_lines(start.optimizer(config.model), config)
+        return identity, start, state, lines
     meta = native.read_meta(start.path)
     changes = sample_changes(meta.state.data, identity)
     if changes and same_data:
@@ -261,7 +276,8 @@ def _first_state(
         raise DataError("--train-data", got=got, expected=expected, do=do)
     if changes:
         lines.append(f"warning: other training samples than those of {meta.folder} ({changes})")
-    lines += [f"warning: {text}" for text in data_changes(meta.config, config)]
+    others = (*data_changes(meta.config, config), *order_changes(meta, config))
+    lines += [f"warning: {text}" for text in others]
     return identity, start, meta.state, lines
 
 
@@ -314,20 +330,21 @@ def _with_run_length(config: Config, samples: int, state: TrainState) -> tuple[C
 def resumes(config: Config, start: Start) -> bool:
     """Whether the run takes up all of a checkpoint, and not the weights of a folder alone. Raises
     CheckpointError where either would be wrong."""
+    where = f"--load {start.path}"
+    anew = config.checkpoint.finetune
+    if start.goes_on and not anew:
+        return takes_up(where, LoraConfig(), config.lora, anew=False)
     if start.native and start.model().vocab_size != config.model.vocab_size:
         return False  # --resize-embeddings
     return start.native and takes_up(
-        f"--load {start.path}",
-        saved_lora(native.read_meta(start.path).config),
-        config.lora,
-        anew=config.checkpoint.finetune,
+        where, saved_lora(native.read_meta(start.path).config), config.lora, anew=anew
     )
 
 
 def _require_weights(config: Config, start: Start | None) -> None:
     """Raise CheckpointError if the weights that the run loads are not all there."""
     options = config.checkpoint
-    if start is not None and resumes(config, start):
+    if start is not None and resumes(config, start) and start.native:
         native.require_complete(
             start.path, config, optimizer=options.load_optim and not options.finetune
         )

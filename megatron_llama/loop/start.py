@@ -19,9 +19,14 @@ from megatron_llama.checkpoint.meta import (
 )
 from megatron_llama.checkpoint.storage import refuse
 from megatron_llama.checkpoint.storage_paths import is_remote, storage_path
+from megatron_llama.config.batch_ramp import run_samples
 from megatron_llama.config.schema import CheckpointConfig, Config, ModelConfig
 from megatron_llama.conversion.formats import candidates, open_model
 from megatron_llama.conversion.hf.reader import HFWeights
+from megatron_llama.conversion.optimizer_state import OptimizerState
+from megatron_llama.conversion.torch_dist.folder import TorchDistFolder
+from megatron_llama.conversion.torch_dist.optimizer import has_optimizer, open_optimizer, position
+from megatron_llama.conversion.torch_dist.reader import TorchDistReader
 from megatron_llama.engine.optimizer import WeightSource
 from megatron_llama.errors import CheckpointError, ConfigError
 from megatron_llama.model.init import ResizedEmbeddings
@@ -41,6 +46,13 @@ class Start:
     position in the data; else it is a folder of another format."""
     ignored: tuple[str, ...] = ()
     """Fields of a HuggingFace ``config.json`` that are not refused."""
+    goes_on: bool = False
+    """Whether a folder of another format has the optimizer's state and the position, too."""
+
+    @property
+    def resumable(self) -> bool:
+        """Whether a run can go on from here, and not only begin with the weights."""
+        return self.native or self.goes_on
 
     def model(self, *, vocab_size: int = 0, tokens: int = 0) -> ModelConfig:
         """The configuration of the weights. The sizes are for a folder that stores only a padded
@@ -58,6 +70,23 @@ class Start:
             return with_rows(native.open_weights(self.path), model)
         weights = open_model(self.path, tokens=model.vocab_size, ignored=self.ignored)
         return with_rows(weights, model)
+
+    def optimizer(self, model: ModelConfig) -> OptimizerState:
+        """Open the optimizer's state of ``model`` in a folder of another format that has one.
+        Raises CheckpointError."""
+        reader = TorchDistReader(self.path, None, 0, tokens=model.vocab_size, ignored=self.ignored)
+        return open_optimizer(reader)
+
+    def args(self) -> Mapping[str, Any]:
+        """Megatron-LM's arguments in a folder of another format that ``goes_on``. Raises
+        CheckpointError."""
+        return TorchDistFolder(self.path).args
+
+    def state(self) -> TrainState:
+        """The position of the run that saved a ``resumable`` folder. Raises CheckpointError."""
+        if self.native:
+            return native.read_meta(self.path).state
+        return TrainState(*position(TorchDistFolder(self.path)))
 
 
 class ModelWeights(Protocol):
@@ -93,8 +122,11 @@ def named_start(options: CheckpointConfig) -> Start | None:
     checkpoint = named if (named / META).is_file() else checkpoint_dir.latest(named)
     if checkpoint is not None:
         return Start(checkpoint, native=True)
-    foreign = not is_remote(named) and next(candidates(named), None) is not None
-    return Start(named, False, options.ignore_hf_config_fields) if foreign else None
+    formats = [] if is_remote(named) else list(candidates(named))
+    if not formats:
+        return None
+    goes_on = formats == ["torch_dist"] and has_optimizer(TorchDistFolder(named))
+    return Start(named, False, options.ignore_hf_config_fields, goes_on)
 
 
 def find_start(options: CheckpointConfig) -> Start | None:
@@ -105,7 +137,9 @@ def find_start(options: CheckpointConfig) -> Start | None:
     save = options.save
     load = options.load
     named = named_start(options)
-    if load is None or (named is not None and begins_anew(options, named)):
+    # A run that goes on from a folder of another format does so once: what it saves is its own.
+    begins = named is not None and (begins_anew(options, named) or not named.native)
+    if load is None or begins:
         present = checkpoint_dir.latest(save) if save is not None else None
         if present is not None:
             why = (
@@ -144,7 +178,7 @@ def find_start(options: CheckpointConfig) -> Start | None:
 
 def begins_anew(options: CheckpointConfig, start: Start) -> bool:
     """Whether the run loads the weights alone and begins at iteration 0."""
-    return options.finetune or not start.native
+    return options.finetune or not start.resumable
 
 
 def compare(
@@ -175,10 +209,10 @@ def compare(
 
 
 def resumed(options: CheckpointConfig) -> CheckpointMeta | None:
-    """The checkpoint from which the run resumes; None if it begins at iteration 0. Raises
-    CheckpointError."""
+    """The checkpoint of ours from which the run resumes; None if it begins at iteration 0, or goes
+    on from another format. Raises CheckpointError."""
     start = find_start(options)
-    if start is None or begins_anew(options, start):
+    if start is None or begins_anew(options, start) or not start.native:
         return None
     return native.read_meta(start.path)
 
@@ -214,6 +248,8 @@ def data_changes(saved: Mapping[str, Any], config: Config) -> Iterator[str]:
             absent = getattr(type(options)(), name)
             before = _words(saved.get(section, {}).get(name, absent))
             now = _words(getattr(options, name))
+            if name in ("data_path", "split") and not saved.get("data", {}).get("data_path"):
+                continue  # converted from a folder that does not name its datasets
             if before != now:
                 flag = f"--{name.replace('_', '-')}"
                 moved = name == "data_path"
@@ -221,6 +257,24 @@ def data_changes(saved: Mapping[str, Any], config: Config) -> Iterator[str]:
                     f"{flag} was {before} when the checkpoint was saved and is {now}: the samples "
                     f"are others{', unless this is the same dataset' if moved else ''}"
                 )
+
+
+def order_changes(meta: CheckpointMeta, config: Config) -> Iterator[str]:
+    """Say that Megatron's order is another one than before: it depends on the length of the run. A
+    checkpoint of a run in that order knows the number of its samples, and one that was converted
+    from Megatron's has the options of that run."""
+    saved = meta.config.get("training", {})
+    if not config.data.megatron_data_order or meta.state.data is not None:
+        return
+    before = saved.get("train_samples") or saved.get("train_iters", 0) * saved.get(
+        "global_batch_size", 0
+    )
+    now = run_samples(config.training)
+    if before != now:
+        yield (
+            f"--megatron-data-order: the run was one of {before:,} samples when the checkpoint was "
+            f"saved and is one of {now:,}: the samples are others"
+        )
 
 
 def _words(value: Any) -> Any:
@@ -244,7 +298,7 @@ def trained_weights(config: Config) -> tuple[TrainState, WeightSource]:
     folder = config.checkpoint.init_from_hf
     start = find_start(config.checkpoint) if config.checkpoint.load is not None else None
     if start is not None:
-        state = native.read_meta(start.path).state if start.native else TrainState(0, 0)
+        state = start.state() if start.resumable else TrainState(0, 0)
         return state, start.weights(config.model)
     if folder is not None:
         ignored = config.checkpoint.ignore_hf_config_fields

@@ -11,9 +11,10 @@ q, k and v are those of each key/value head in turn.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
+from typing import Protocol
 
 from torch import Tensor
 
@@ -153,12 +154,18 @@ def _unknown(container: Container, known: set[str]) -> Iterator[str]:
         )
 
 
+class Boxes(Protocol):
+    """Something to read boxes of stored tensors from."""
+
+    def read(self, name: str, offset: Sequence[int], out: Tensor) -> None:
+        """Write the box that begins at ``offset`` and has the size of ``out`` into ``out``."""
+        ...
+
+
 class StoredSource:
     """A WeightSource of the stored tensors, or of what is stored beside each under a longer key."""
 
-    def __init__(
-        self, container: Container, weights: Iterable[StoredWeight], prefix: str = ""
-    ) -> None:
+    def __init__(self, container: Boxes, weights: Iterable[StoredWeight], prefix: str = "") -> None:
         """Take the places of the weights. ``prefix`` stands before each key:
         ``optimizer.state.exp_avg.`` makes this the source of Adam's first moments. The tensors have
         to be ones that ``container.require`` has seen."""

@@ -1,0 +1,115 @@
+"""Goes on with a run of Megatron-LM: its optimizer's state fills the engine, and the user learns in
+what this run differs from that one."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.metadata import Metadata
+
+from megatron_llama.checkpoint.columns import SavedColumns
+from megatron_llama.config.batch_ramp import run_samples
+from megatron_llama.config.parse import flag
+from megatron_llama.config.schema import Config
+from megatron_llama.conversion.optimizer_state import OptimizerState
+from megatron_llama.conversion.torch_dist.optimizer import run_options
+from megatron_llama.distributed.comm.object_collectives import raise_on_all_ranks
+from megatron_llama.distributed.mesh import Mesh
+from megatron_llama.engine.lr import learning_rate
+from megatron_llama.engine.optimizer import OverlappedDistributedOptimizer
+
+UPDATE = ("adam_beta1", "adam_beta2", "adam_eps", "weight_decay", "clip_grad")
+"""Options of an update, beside the learning rate."""
+OTHER_SAMPLES: Mapping[str, tuple[Any, ...]] = MappingProxyType(
+    {
+        "dataloader_type": (None, "single"),
+        "fim_data": (None, False),
+        "mock_data": (None, False),
+        "sft": (None, False),
+        "train_data_path": (None,),
+        "data_args_path": (None,),
+        "per_split_data_args_path": (None,),
+        "mid_level_dataset_surplus": (None, 0.005),
+        "phase_transition_iterations": (None,),
+    }
+)
+"""Arguments of Megatron-LM, with the values for which --megatron-data-order reads its samples."""
+
+
+def take_over(
+    state: OptimizerState, engine: OverlappedDistributedOptimizer, mesh: Mesh, config: Config
+) -> None:
+    """Fill a new engine with masters, moments and step count. Collective. Raises
+    CheckpointError."""
+    # Such a state counts updates for whole parameters, as a checkpoint without columns does.
+    columns = SavedColumns(engine, mesh, Metadata({}))
+    with raise_on_all_ranks(mesh.world), torch.no_grad():
+        for piece in engine.pieces():
+            for what, values in piece.tensors.items():
+                state.sources[what](piece.rectangle, values)
+    for count in engine.step_counts():
+        count.fill_(state.step)
+    optimizer = config.optimizer
+    columns.take_up(
+        state.step, {"adam_beta1": optimizer.adam_beta1, "adam_beta2": optimizer.adam_beta2}
+    )
+    engine.loss_scale.reset()
+    engine.publish()
+
+
+def sample_lines(args: Mapping[str, Any], consumed: int, config: Config) -> Iterator[str]:
+    """Say which sample Megatron-LM would have read next, by its arguments, and which one comes
+    here."""
+    theirs = run_options(args)
+    total = run_samples(theirs.training)
+    yield (
+        f"Megatron-LM would read sample {consumed:,} of {total:,} next, in its order of --seed "
+        f"{theirs.training.seed} and --seq-length {theirs.training.seq_length}"
+        + (
+            ""
+            if config.data.megatron_data_order
+            else ": --megatron-data-order reads it; without, the order is another"
+        )
+    )
+    if not config.data.megatron_data_order:
+        return
+    where = "warning: --megatron-data-order"
+    for name, allowed in OTHER_SAMPLES.items():
+        if args.get(name) not in allowed:
+            yield f"{where}: Megatron-LM had {flag(name)} {args[name]}: its samples were others"
+    compared = [
+        (flag(name), getattr(theirs.training, name), getattr(config.training, name))
+        for name in ("seed", "seq_length")
+    ]
+    compared += [("samples of the run", total, run_samples(config.training))]
+    if theirs.data.data_path:
+        compared += [
+            ("--split", theirs.data.split, config.data.split),
+            ("--data-path", " ".join(theirs.data.data_path), " ".join(config.data.data_path)),
+        ]
+    for what, before, now in compared:
+        if before != now:
+            same = ", unless this is the same dataset" if what == "--data-path" else ""
+            yield f"{where}: {what} was {before} and is {now}: the samples are others{same}"
+
+
+def update_lines(state: OptimizerState, config: Config) -> Iterator[str]:
+    """Warn of updates that differ from those of the run that saved the state."""
+    for name in UPDATE:
+        before = getattr(state.config.optimizer, name)
+        now = getattr(config.optimizer, name)
+        if before != now:
+            yield f"warning: {flag(name)} was {before:g} in the run that goes on, and is {now:g}"
+    iterations = config.training.train_iters
+    if state.lr is None or not iterations:
+        return
+    lr = learning_rate(config.optimizer, iterations, state.iteration, state.consumed_samples)
+    if not math.isclose(lr, state.lr, rel_tol=1e-6, abs_tol=1e-12):
+        yield (
+            f"warning: the learning rate goes on with {lr:.6g}, and would have gone on with "
+            f"{state.lr:.6g}: --lr, --min-lr and the options of its decay and warm-up decide"
+        )
