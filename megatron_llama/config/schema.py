@@ -476,8 +476,8 @@ class CheckpointConfig:
     """Resume from the newest complete checkpoint of this folder, or from this `iter_...` folder
     itself. An empty folder equal to --save is a fresh start. `auto`: the newest complete checkpoint
     of --save whose files are all there, else a fresh start. A HuggingFace folder, one of Megatron
-    (`mp_rank_00`) or Meta gives its weights alone; one of Megatron's `torch_dist` with its optimizer
-    goes on, into another --save."""
+    (`mp_rank_00`) or Meta gives its weights alone; with Megatron's `torch_dist` and its optimizer
+    a run goes on, into another --save."""
     finetune: bool = False
     """Take only the weights of --load: the run begins at iteration 0 with the first samples and a
     fresh optimizer."""
