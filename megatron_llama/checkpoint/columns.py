@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
 
 from megatron_llama.checkpoint.chunks import Region, regions, state_key
 from megatron_llama.config.schema import OptimizerConfig
@@ -34,6 +34,7 @@ WINDOWS = "windows"
 
 def column_pieces(engine: OverlappedDistributedOptimizer, mesh: Mesh) -> Iterator[ShardPiece]:
     """Yields what a checkpoint holds of the columns on this rank, live. Call ``settle`` first."""
+    written = set[str]()
     for column in engine.column_state():
         spec = column.spec
         here = len(column.updates)
@@ -42,7 +43,10 @@ def column_pieces(engine: OverlappedDistributedOptimizer, mesh: Mesh) -> Iterato
         tensors = {UPDATES: column.updates, HOT: column.selected}
         for name in dict.fromkeys(part.name for part in spec.slices):
             rectangle = Rectangle(name, (column.total,), (column.first,), (here,), 0)
-            yield ShardPiece(rectangle, tensors, primary)
+            # Queries apart from keys and values, and all of them in one tensor of HuggingFace: they
+            # have the same columns, which are written once.
+            yield ShardPiece(rectangle, tensors, primary and name not in written)
+            written.add(name)
     progress = engine.progress()
     if progress is not None:
         rectangle = Rectangle(WINDOWS, (len(progress),), (0,), (len(progress),), 0)
@@ -72,8 +76,15 @@ class SavedColumns:
             for name in _names(engine.pieces()) - with_columns
             if state_key(UPDATES, name) in saved
         }
-        self.regions = [part for part in own if part.key in saved]
-        """What has to be read."""
+        once: dict[MetadataIndex, Region] = {}
+        self._copies: list[tuple[Tensor, Tensor]] = []
+        for part in own:
+            if part.index in once:
+                self._copies.append((part.tensor, once[part.index].tensor))
+            else:
+                once[part.index] = part
+        self.regions = [part for part in once.values() if part.key in saved]
+        """What has to be read, once where several parameters have the same columns."""
         self.regions += [
             Region(state_key(UPDATES, name), (len(c),), (0,), (len(c),), c)
             for name, c in self._foreign.items()
@@ -85,6 +96,8 @@ class SavedColumns:
         config = OptimizerConfig(
             adam_beta1=optimizer["adam_beta1"], adam_beta2=optimizer["adam_beta2"]
         )
+        for copy, read in self._copies:
+            copy.copy_(read)
         for updates in self._missing:
             updates.fill_(step)
         for piece in self._engine.pieces():

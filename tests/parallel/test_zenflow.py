@@ -23,6 +23,7 @@ from megatron_llama.plans.offload import offload_plan
 from torch import Tensor
 
 from tests.checkpoint.cases import copies, merged, same, state_at
+from tests.families.twins import FamilyLayout
 from tests.harness import Cluster
 from tests.parallel.cases import MODEL, OPTIMIZER, STRATEGIES, Layout, Trainer, train, trainer
 from tests.parallel.cases import merged as trained
@@ -48,6 +49,20 @@ class Zen(Layout):
 def zen(layout: Layout, zenflow: ZenFlowConfig = FOUR) -> Zen:
     """The same layout with ZenFlow."""
     return Zen(**{name: getattr(layout, name) for name in Layout.__dataclass_fields__ if name != "offload"}, zenflow=zenflow)
+
+
+@dataclass(frozen=True)
+class ZenFamily(FamilyLayout):
+    """A layout of a family's model with ZenFlow."""
+
+    offload: OffloadConfig = ZENFLOW
+
+    def config(self) -> Config:
+        """See Layout."""
+        return replace(super().config(), zenflow=FOUR)
+
+
+ZenLayout = Zen | ZenFamily
 
 
 def rule_of(run: Trainer) -> ZenFlow:
@@ -222,7 +237,7 @@ def test_a_gradient_that_stays_out_of_the_weights_is_an_error(cluster: Cluster, 
 
 
 def save_after(
-    place: Place, layout: Zen, folder: Path, steps: int, more: int
+    place: Place, layout: ZenLayout, folder: Path, steps: int, more: int
 ) -> tuple[list[float], list[native.Region], list[native.Region]]:
     run = trainer(place, layout)
     for index in range(steps):
@@ -232,7 +247,7 @@ def save_after(
 
 
 def resume_after(
-    place: Place, layout: Zen, folder: Path, steps: int, more: int
+    place: Place, layout: ZenLayout, folder: Path, steps: int, more: int
 ) -> tuple[list[float], list[native.Region], list[native.Region]]:
     run = trainer(place, layout)
     assert native.load(folder, run.optimizer, run.mesh, layout.config().model) == state_at(steps)
@@ -273,14 +288,22 @@ def test_a_run_that_is_killed_goes_on_as_the_one_that_saved(tmp_path: Path, clus
 @pytest.mark.parametrize(
     ("one", "other"),
     [
-        pytest.param(Layout(dp=2, layers=2), Layout(tp=2, dp=2, sp=True, strategy="optim_grads_params", layers=2), marks=pytest.mark.long),
-        (Layout(tp=4, tied=True, layers=2), Layout(pp=2, dp=2, tied=True, microbatches=2, strategy="optim_grads", bucket=5_000, layers=2)),
+        pytest.param(
+            zen(Layout(dp=2, layers=2)), zen(Layout(tp=2, dp=2, sp=True, strategy="optim_grads_params", layers=2)), marks=pytest.mark.long
+        ),
+        (
+            zen(Layout(tp=4, tied=True, layers=2)),
+            zen(Layout(pp=2, dp=2, tied=True, microbatches=2, strategy="optim_grads", bucket=5_000, layers=2)),
+        ),
+        (ZenFamily(family="phi3"), ZenFamily(family="phi3", tp=4, sp=True)),
+        (ZenFamily(family="phi3", tp=4, sp=True), ZenFamily(family="phi3", tp=2, dp=2, sp=True)),
     ],
-    ids=["to tp", "to pp"],
+    ids=["to tp", "to pp", "to queries apart from keys and values in one tensor", "and back"],
 )
-def test_a_checkpoint_can_be_resharded(tmp_path: Path, cluster: Cluster, one: Layout, other: Layout) -> None:
-    saved = cluster.run(one.world_size, save_after, zen(one), tmp_path, 6, 5)
-    resumed = cluster.run(other.world_size, resume_after, zen(other), tmp_path, 6, 5)
+def test_a_checkpoint_can_be_resharded(tmp_path: Path, cluster: Cluster, one: ZenLayout, other: ZenLayout) -> None:
+    """Phi-3 stores queries, keys and values in one tensor; tensor-parallel ranks beyond its key/value heads hold queries apart."""
+    saved = cluster.run(one.world_size, save_after, one, tmp_path, 6, 5)
+    resumed = cluster.run(other.world_size, resume_after, other, tmp_path, 6, 5)
     assert same(merged(part for rank in resumed for part in rank[1]), merged(part for rank in saved for part in rank[1]))
     assert resumed[0][0] == pytest.approx(saved[0][0], rel=2e-5)
     found, expected = (merged(part for rank in runs for part in rank[2]) for runs in (resumed, saved))
