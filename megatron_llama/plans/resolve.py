@@ -105,6 +105,10 @@ def assemble(parsed: Parsed, trained: ModelConfig | None = None) -> Config:
     family = FAMILIES.get(model.model_type)
     if family is not None and preset is None and trained is None and folder is None:
         model = family.complete(model, given)
+    elif family is not None and preset is not None:
+        # What follows from a size follows from the one that was given, too.
+        rules = {name: rule for name, rule in family.derived.items() if name not in given}
+        model = replace(model, **{name: rule(model) for name, rule in rules.items()})
     return with_file(replace(config, model=model), parsed.explicit)
 
 

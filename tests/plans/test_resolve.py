@@ -393,6 +393,9 @@ def test_a_flag_that_restates_a_default_wins_over_the_preset() -> None:
     assert assembled("--model", "llama-7b", "--rms-norm-eps", "1e-5").model.rms_norm_eps == 1e-5
     assert assembled("--model", "llama3.2-1b", "--no-tie-word-embeddings").model.tie_word_embeddings is False
     assert assembled("--model", "llama3.2-1b", "--rope-scaling", "null").model.rope_scaling is None
+    assert assembled("--model", "gemma3-1b", "--hidden-size", "64").model.embedding_multiplier == 8.0
+    assert assembled("--model", "gemma3-1b", "--hidden-size", "64", "--embedding-multiplier", "2").model.embedding_multiplier == 2.0
+    assert assembled("--model", "gemma3-1b").model == replace(PRESETS["gemma3-1b"], preset="gemma3-1b")
 
 
 def test_unknown_presets() -> None:
