@@ -19,8 +19,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_llama.distributed.comm.collectives import all_reduce
+from megatron_llama.distributed.device import is_host
 from megatron_llama.distributed.mesh import Mesh
 from megatron_llama.nn import ops
+from megatron_llama.nn.host.ops import HOST
 from megatron_llama.nn.ops import PLAIN, Ops, at_least_fp32
 
 MIN_ELEMENTS = 2**16
@@ -61,8 +63,9 @@ class Compiled:
 def chosen_ops(mesh: Mesh, *, compiled: bool) -> Ops:
     """Return what the layers of this process run: with ``compiled`` the compiled functions, if
     every rank can compile, which is collective."""
+    plain = HOST if is_host(mesh.device) else PLAIN
     if not compiled:
-        return PLAIN
+        return plain
     problem = compiler_problem(mesh.device)
     failed = torch.tensor(float(problem is not None), device=mesh.device)
     all_reduce(failed, mesh.world, dist.ReduceOp.MAX).wait()
@@ -73,7 +76,7 @@ def chosen_ops(mesh: Mesh, *, compiled: bool) -> Ops:
             f" warning: --compile does nothing: {problem or 'another rank cannot compile'}",
             flush=True,
         )
-    return PLAIN
+    return plain
 
 
 def compiled_ops() -> Ops:

@@ -47,10 +47,15 @@ def add_norm(
     weight [h], or with ``one_plus`` times 1 + weight; and the scale [..., 1], at least fp32.
     Without delta the sum is x itself."""
     total = x if delta is None else x + delta
-    # 1 / sqrt(norm^2 / h + eps), with the norm summed in fp32 and no fp32 copy of x.
-    norm = torch.linalg.vector_norm(total, dim=-1, keepdim=True, dtype=at_least_fp32(x.dtype))
-    scale = torch.addcmul(norm.new_full((1,), eps), norm, norm, value=1.0 / x.shape[-1]).rsqrt_()
+    scale = inverse_rms(total, eps)
     return total, scaled(total, weight, scale, one_plus), scale
+
+
+def inverse_rms(x: Tensor, eps: float) -> Tensor:
+    """Return the scale [..., 1] that gives x [..., h] unit root mean square, at least fp32."""
+    # 1 / sqrt(norm^2 / h + eps), with the norm summed in fp32 and no fp32 copy of x.
+    norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=at_least_fp32(x.dtype))
+    return torch.addcmul(norm.new_full((1,), eps), norm, norm, value=1.0 / x.shape[-1]).rsqrt_()
 
 
 def scaled(x: Tensor, weight: Tensor, scale: Tensor, one_plus: bool) -> Tensor:
@@ -96,9 +101,7 @@ def norm_heads(
     # In place, because the projection's output is what attention keeps: with this order nothing but
     # the heads that are normalized is there twice.
     kept = heads.clone(memory_format=torch.contiguous_format)
-    norm = torch.linalg.vector_norm(kept, dim=-1, keepdim=True, dtype=at_least_fp32(kept.dtype))
-    scale = torch.addcmul(norm.new_full((1,), eps), norm, norm, value=1.0 / kept.shape[-1])
-    scale = scale.rsqrt_()
+    scale = inverse_rms(kept, eps)
     weight = _weights_of_heads(query_weight, key_weight, query, kept.shape[2])
     heads.copy_(scaled(kept, weight, scale, one_plus))
     return kept, scale
@@ -113,17 +116,29 @@ def norm_heads_backward(
     one_plus: bool,
     query: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the gradient of the heads [s, b, n, d], in their dtype, and of both weights [d], in
-    the dtype of the scale, from that of their norms."""
-    weight = _weights_of_heads(query_weight, key_weight, query, kept.shape[2])
+    """Return the gradient of a projection, in its dtype, whose first heads [s, b, n, d] have been
+    replaced by their norms, and of both weights [d], in the dtype of the scale. ``grad`` is that of
+    all heads of the result: behind the n there are the values, of which it stays as it is."""
+    count = kept.shape[2]
+    values = grad[:, :, count:]
+    weight = _weights_of_heads(query_weight, key_weight, query, count)
     weight = _factor(weight, scale.dtype, one_plus)
-    grad = grad.to(scale.dtype)
+    grad = grad[:, :, :count].to(scale.dtype)
     normed = kept * scale
     product = grad * normed
     along = (product * weight).sum(-1, keepdim=True)
     heads_grad = (grad * weight).addcmul_(normed, along, value=-1.0 / kept.shape[-1]).mul_(scale)
     sums = product.sum((0, 1))
-    return heads_grad.to(kept.dtype), sums[:query].sum(0), sums[query:].sum(0)
+    whole = torch.cat((heads_grad.to(kept.dtype), values), dim=2)
+    return whole, sums[:query].sum(0), sums[query:].sum(0)
+
+
+def head_factors(
+    query_weight: Tensor, key_weight: Tensor, query: int, heads: int, one_plus: bool
+) -> Tensor:
+    """Return what the norm of each head is multiplied by, [n, d]."""
+    weight = _weights_of_heads(query_weight, key_weight, query, heads)
+    return _factor(weight, weight.dtype, one_plus)
 
 
 def _weights_of_heads(query_weight: Tensor, key_weight: Tensor, query: int, heads: int) -> Tensor:

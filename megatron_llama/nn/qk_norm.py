@@ -46,7 +46,7 @@ class _HeadNorm(torch.autograd.Function):
     ) -> Tensor:
         query, key = sizes
         ctx.unsharded = [wait_unsharded(weight) for weight in (query_weight, key_weight)]
-        ctx.sizes = sizes
+        ctx.query = query
         ctx.one_plus = one_plus
         ctx.ops = ops
         heads = heads_of(qkv, len(query_weight))[:, :, : query + key]
@@ -58,24 +58,24 @@ class _HeadNorm(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         kept, scale, query_weight, key_weight = ctx.saved_tensors
-        query, key = ctx.sizes
         for read in ctx.unsharded:
             read.check()
-        heads_grad = heads_of(grad, kept.shape[-1])
-        normed_grad, value_grad = heads_grad.split_with_sizes(
-            (query + key, heads_grad.shape[2] - query - key), dim=2
-        )
-        grads = ctx.ops.norm_heads_backward(
-            normed_grad, kept, query_weight, key_weight, scale, ctx.one_plus, query
+        qkv_grad, *sums = ctx.ops.norm_heads_backward(
+            heads_of(grad, kept.shape[-1]),
+            kept,
+            query_weight,
+            key_weight,
+            scale,
+            ctx.one_plus,
+            ctx.query,
         )
         weight_grads = [
             deliver(read.handle, weight_grad, query_weight.dtype) if needed else None
             for read, weight_grad, needed in zip(
-                ctx.unsharded, grads[1:], ctx.needs_input_grad[1:3], strict=True
+                ctx.unsharded, sums, ctx.needs_input_grad[1:3], strict=True
             )
         ]
-        qkv_grad = torch.cat((grads[0], value_grad), dim=2).flatten(2)
-        return qkv_grad, *weight_grads, None, None, None, None
+        return qkv_grad.flatten(2), *weight_grads, None, None, None, None
 
 
 class _ProjectionNorm(torch.autograd.Function):

@@ -12,7 +12,7 @@ from megatron_llama.distributed.launcher import Place
 from megatron_llama.distributed.mesh import Mesh
 from megatron_llama.nn import compiled
 from megatron_llama.nn.compiled import MAX_SHAPES, MIN_ELEMENTS, Compiled, chosen_ops
-from megatron_llama.nn.ops import PLAIN
+from megatron_llama.nn.host.ops import HOST
 
 from tests.families.twins import FamilyLayout
 from tests.parallel.cases import Layout, Trainer, trainer
@@ -47,7 +47,7 @@ def test_a_compiled_step_is_the_plain_one_but_for_roundings(monkeypatch: pytest.
     monkeypatch.setattr(compiled, "MIN_ELEMENTS", 1)
     plain, fast = run_of(Layout()), run_of(WithCompiler())
     ops = fast.stages[0].options.ops
-    assert ops is not PLAIN and plain.stages[0].options.ops is PLAIN
+    assert ops is not HOST and plain.stages[0].options.ops is HOST
     for step in range(2):
         (loss, norm), (expected, expected_norm) = fast.step(step), plain.step(step)
         assert float(loss) == pytest.approx(float(expected), rel=1e-6)
@@ -76,9 +76,9 @@ def test_without_a_compiler_there_is_one_line_and_everything_goes_on(
         raise RuntimeError("no C++ compiler\nwas found")
 
     monkeypatch.setattr(torch, "compile", broken)
-    assert chosen_ops(Mesh.single(), compiled=True) is PLAIN
+    assert chosen_ops(Mesh.single(), compiled=True) is HOST
     assert capsys.readouterr().out == " warning: --compile does nothing: no C++ compiler\n"
-    assert chosen_ops(Mesh.single(), compiled=False) is PLAIN
+    assert chosen_ops(Mesh.single(), compiled=False) is HOST
     assert capsys.readouterr().out == ""
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -12,6 +13,7 @@ from megatron_llama.distributed import device as devices
 from megatron_llama.distributed.launcher import Place
 from megatron_llama.nn.host import gemm
 from megatron_llama.nn.host.attention import rotated_attention
+from megatron_llama.nn.host.ops import HOST
 from megatron_llama.nn.ops import PLAIN
 from megatron_llama.nn.param_handle import accumulate_product
 from megatron_llama.nn.rotary import rope_frequencies, rope_table
@@ -61,6 +63,62 @@ def test_products_of_no_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
     before = view.fill_(3.0).clone()
     accumulate_product(view, 1.0, grad.flatten(0, 1).t(), x.flatten(0, 1))
     assert torch.equal(view, before)
+
+
+def by_host_and_by_torch(name: str, given: tuple[Any, ...]) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+    """Each result of a function, overwritten arguments among them: as a host computes it, as torch does, and torch in fp64."""
+    found = []
+    for body, dtype in ((getattr(HOST, name), None), (getattr(PLAIN, name), None), (getattr(PLAIN, name), torch.float64)):
+        args = [arg.to(dtype or arg.dtype, copy=True) if isinstance(arg, Tensor) else arg for arg in given]
+        results = body(*args)
+        found.append([*(results if isinstance(results, tuple) else (results,)), *(arg for arg in args if isinstance(arg, Tensor))])
+    return zip(*found, strict=True)
+
+
+def check_host(name: str, given: tuple[Any, ...]) -> None:
+    """With 16 bits the same; otherwise no further from fp64 than torch's operators, up to a few units in the last place."""
+    for own, plain, exact in by_host_and_by_torch(name, given):
+        assert own.dtype is plain.dtype and own.shape == plain.shape
+        if given[0].dtype is torch.bfloat16:
+            assert torch.equal(own, plain)
+            continue
+        unit = torch.finfo(own.dtype).eps * exact.abs().max()
+        assert (own - exact).abs().max() <= 2 * (plain - exact).abs().max() + 4 * unit
+
+
+DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
+ELEMENTS = pytest.mark.parametrize("elements", [2**18, 200, 1], ids=["at once", "in parts", "one by one"])
+
+
+@DTYPES
+@ELEMENTS
+@pytest.mark.parametrize("one_plus", [False, True], ids=["weight", "1 + weight"])
+def test_norms_of_heads_in_parts(one_plus: bool, elements: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Forward in a part of the projection, of which the rest stays as it is; backward through all of it."""
+    monkeypatch.setattr("megatron_llama.nn.host.ops.ELEMENTS", elements)
+    projected, upstream = (3 * random(7, 2, 8, 16, seed=seed).to(dtype) for seed in (1, 2))
+    weights = [random(16, seed=seed).to(dtype) for seed in (3, 4)]
+
+    results = []
+    for ops in (HOST, PLAIN):
+        after = projected.clone()
+        kept, scale = ops.norm_heads(after[:, :, :6], *weights, 1e-5, one_plus, 4)
+        assert torch.equal(kept, projected[:, :, :6]) and torch.equal(after[:, :, 6:], projected[:, :, 6:])
+        results.append((after, scale))
+    for own, plain in zip(*results, strict=True):
+        torch.testing.assert_close(own, plain, rtol=0 if dtype is torch.bfloat16 else 1e-6, atol=0)
+    check_host("norm_heads_backward", (upstream, kept, *weights, scale, one_plus, 4))
+
+
+@DTYPES
+@ELEMENTS
+def test_gate_by_gelu_in_parts(elements: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """From where gelu is 0 to where it is the identity."""
+    monkeypatch.setattr("megatron_llama.nn.host.ops.ELEMENTS", elements)
+    gate = torch.linspace(-30.0, 30.0, 7 * 2 * 31).view(7, 2, 31)
+    gate_up = torch.cat((gate, random(7, 2, 31, seed=1)), -1).to(dtype)
+    check_host("geglu", (gate_up,))
+    check_host("geglu_backward", (random(7, 2, 31, seed=2).to(dtype), gate_up))
 
 
 def attention(qkv: Tensor, heads: tuple[int, int], upstream: Tensor) -> tuple[Tensor, Tensor]:

@@ -156,8 +156,8 @@ def norm_heads_backward(
     one_plus: bool,
     query: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the gradient of the heads [s, b, n, d], in their dtype, and of both weights, [d] in
-    fp32."""
+    """Return the gradient of a projection, of whose first heads, [s, b, n, d], the norms have been
+    taken, in its dtype, and of both weights, [d] in fp32. ``grad`` has all heads."""
     grad = grad if grad.stride(-1) == 1 else grad.contiguous()
     length, batch, count, width = kept.shape
     tokens = length * batch
@@ -182,4 +182,5 @@ def norm_heads_backward(
             BLOCK=block,
         )
     sums = partial.sum(0)
-    return heads_grad, sums[:query].sum(0), sums[query:].sum(0)
+    whole = torch.cat((heads_grad, grad[:, :, count:]), dim=2)
+    return whole, sums[:query].sum(0), sums[query:].sum(0)
