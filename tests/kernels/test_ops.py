@@ -96,7 +96,7 @@ def test_rotation_back(turning: int, layout: str, dtype: torch.dtype, device: to
 @ONE_PLUS
 @pytest.mark.parametrize(("query", "key", "width"), [(1, 1, 2), (12, 3, 6), (9, 2, 96)])
 def test_norm_of_heads(query: int, key: int, width: int, one_plus: bool, dtype: torch.dtype, device: torch.device) -> None:
-    """In place, in a part of the projection, of which the rest stays as it is; and backward, from a part of a gradient."""
+    """In place, in a part of the projection, of which the rest stays as it is; and backward, where that of values passes."""
     from megatron_llama.nn.kernels.head_norm import norm_heads, norm_heads_backward
 
     projected = draw(5, 2, query + 2 * key, width, seed=1, device=device, dtype=dtype)
@@ -111,7 +111,7 @@ def test_norm_of_heads(query: int, key: int, width: int, one_plus: bool, dtype: 
     assert torch.equal(after[:, :, query + key :], projected[:, :, query + key :]) and torch.equal(kept, projected[:, :, : query + key])
     grad = draw(5, 2, query + 2 * key, width, seed=4, device=device, dtype=dtype)
     given = (grad, kept, *weights, scale, one_plus, query)
-    as_near_as_torch(part(norm_heads_backward), part(ops.norm_heads_backward), given)
+    as_near_as_torch(norm_heads_backward, ops.norm_heads_backward, given)
 
 
 @EACH_DTYPE
