@@ -2,11 +2,30 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import MappingProxyType
 
-from megatron_llama.errors import ConfigError, describe
+from megatron_llama.errors import ConfigError, counted, describe
+
+OF_A_RUN = (
+    "tensor_model_parallel_size",
+    "pipeline_model_parallel_size",
+    "virtual_pipeline_model_parallel_size",
+    "data_parallel_size",
+    "use_distributed_optimizer",
+    "num_layers",
+    "hidden_size",
+    "ffn_hidden_size",
+    "num_attention_heads",
+    "num_query_groups",
+    "max_position_embeddings",
+    "vocab_size",
+    "padded_vocab_size",
+    "transformer_impl",
+)
+"""Megatron's arguments that are shown of a checkpoint."""
 
 
 def inspect(words: list[str]) -> None:
@@ -78,8 +97,12 @@ def _config(path: str) -> None:
 
 def _checkpoint(path: str) -> None:
     from megatron_llama.checkpoint import checkpoint_dir, native
+    from megatron_llama.conversion.formats import candidates
     from megatron_llama.plans.params import parameter_count
 
+    if list(candidates(Path(path))) == ["torch_dist"]:
+        _torch_dist(path)
+        return
     newest = checkpoint_dir.find(path)
     meta = native.read_meta(newest)
     _rows(
@@ -96,10 +119,52 @@ def _checkpoint(path: str) -> None:
         _rows(meta.config[section])
 
 
+def _torch_dist(path: str) -> None:
+    """A folder of Megatron-Core: what its arguments say of the run, and its tensors as they are
+    stored."""
+    from megatron_llama.conversion.torch_dist.folder import TorchDistFolder
+    from megatron_llama.conversion.torch_dist.names import model_keys
+
+    opened = TorchDistFolder(Path(path))
+    args = opened.args
+    tensors = opened.container.tensors
+    keys = list(model_keys(tensors))
+    rows: dict[str, object] = {
+        "checkpoint": opened.folder,
+        "format": "torch_dist",
+        "iteration": opened.common.get("iteration"),
+        "consumed_samples": args.get("consumed_train_samples"),
+        "parameters, with padding": f"{sum(math.prod(tensors[key].shape) for key in keys):,}",
+        "optimizer state": "none" if len(keys) == len(tensors) else "there",
+    }
+    _rows(rows | {name: args[name] for name in OF_A_RUN if args.get(name) is not None})
+    print("[tensors]")
+    for key in keys:
+        tensor = tensors[key]
+        shape = " x ".join(map(str, tensor.shape))
+        print(f"{key}: {shape} {tensor.dtype}".replace("torch.", ""), end=", ")
+        print(counted(len(tensor.chunks), "chunk"))
+
+
+def _verify_torch_dist(path: str) -> None:
+    from megatron_llama.checkpoint.storage import refuse
+    from megatron_llama.conversion.torch_dist.folder import TorchDistFolder
+
+    container = TorchDistFolder(Path(path)).container
+    container.require(container.tensors)
+    refuse(f"{container.folder} is damaged:", list(container.damaged()))
+    chunks = sum(len(tensor.chunks) for tensor in container.tensors.values())
+    print(f"verified: {chunks} chunks of {len(container.tensors)} tensors are as they were saved")
+
+
 def _verify(path: str) -> None:
     from megatron_llama.checkpoint import checkpoint_dir, checksums
     from megatron_llama.checkpoint.storage import refuse
+    from megatron_llama.conversion.formats import candidates
 
+    if list(candidates(Path(path))) == ["torch_dist"]:
+        _verify_torch_dist(path)
+        return
     newest = checkpoint_dir.find(path)
     refuse(f"{newest} is damaged:", checksums.damaged_files(newest))
     print(f"verified: {len(checksums.read_sums(newest))} files are as they were saved")

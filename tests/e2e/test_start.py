@@ -13,6 +13,8 @@ from megatron_llama.config.schema import LogConfig
 from megatron_llama.metrics.tensorboard import TensorBoard
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+from tests.conversion.test_hf import tensors
+from tests.conversion.torch_dist import arguments, save
 from tests.e2e.product import DP2, EVALUATED, TP2, Product, column, exact_curve, log, steps, words
 
 SHAPE = {"num_layers", "num_query_groups"}
@@ -27,7 +29,9 @@ def folders(product: Product, straight: Callable[[str], Path], tmp_path_factory:
     more = ("--tensor-model-parallel-size", 2)
     for name in ("megatron-llama", "megatron"):
         product.run("convert", hf, folder / name, "--to", name, *more).ok()
-    return {"native": straight("one"), "hf": hf, **{name: folder / name for name in ("megatron-llama", "megatron")}}
+    fields = json.loads((hf / "config.json").read_text())
+    save(folder / "torch_dist", tensors(hf), arguments(fields, tp=2, rotary_base=int(fields["rope_parameters"]["rope_theta"])))
+    return {"native": straight("one"), "hf": hf, **{name: folder / name for name in ("megatron-llama", "megatron", "torch_dist")}}
 
 
 @pytest.fixture(scope="module")
@@ -40,11 +44,17 @@ def from_hf(product: Product, folders: dict[str, Path], tmp_path_factory: pytest
 
 
 @pytest.mark.parametrize(
-    "name", ["native", pytest.param("hf", marks=pytest.mark.long), "megatron-llama", pytest.param("megatron", marks=pytest.mark.long)]
+    "name",
+    [
+        "native",
+        pytest.param("hf", marks=pytest.mark.long),
+        "megatron-llama",
+        *(pytest.param(name, marks=pytest.mark.long) for name in ("megatron", "torch_dist")),
+    ],
 )
 def test_the_weights_of_every_format(name: str, product: Product, folders: dict[str, Path], from_hf: Path, tmp_path: Path) -> None:
-    """They alone: iteration 0, the first samples, a fresh optimizer. Of a native checkpoint with --finetune."""
-    finetune = True if name == "native" else None
+    """They alone: iteration 0, the first samples, a fresh optimizer. Of a checkpoint that a run can go on from with --finetune."""
+    finetune = True if name in ("native", "torch_dist") else None
     tokenizer = f"{product.data}-tokenizer"
     ended = product.train(
         TP2, load=folders[name], finetune=finetune, save=tmp_path, train_iters=2, tokenizer_model=tokenizer, **dict.fromkeys(SHAPE)

@@ -18,6 +18,7 @@ import zlib
 from bisect import bisect_left, bisect_right
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -249,6 +250,17 @@ class Container:
             inner = [at - begin for at, begin in zip(low, chunk.offset, strict=True)]
             self._copy(name, tensor.dtype, chunk, inner, target)
 
+    def damaged(self) -> Iterator[str]:
+        """Read every chunk of every tensor, and yield a line for each that is not what was saved.
+        ``require`` has to have seen all tensors."""
+        for name, tensor in self.tensors.items():
+            for chunk in tensor.chunks:
+                try:
+                    with self._opened(name, chunk) as file:
+                        _open_chunk(file, chunk, tensor.dtype)
+                except CheckpointError as error:
+                    yield f"{error}"
+
     def load_object(self, name: str) -> Any:
         """Return an object of ``objects``, read with the restricted unpickler of ``TorchFile``.
         Raises CheckpointError."""
@@ -273,19 +285,25 @@ class Container:
         self, name: str, dtype: torch.dtype, chunk: Chunk, inner: Sequence[int], out: Tensor
     ) -> None:
         """Write the box of a chunk that begins at ``inner`` and has the size of ``out``."""
+        with self._opened(name, chunk) as file:
+            header = self._headers.get(chunk.place)
+            if header is None:
+                header = _open_chunk(file, chunk, dtype)
+                self._headers[chunk.place] = header
+            if out.dtype == dtype and out.stride(-1) == 1:
+                _map(file, header, inner, out)
+            else:
+                values = torch.empty(out.shape, dtype=dtype)
+                _map(file, header, inner, values)
+                out.copy_(values)
+
+    @contextmanager
+    def _opened(self, name: str, chunk: Chunk) -> Iterator[io.FileIO]:
+        """Open the file of a chunk, and raise CheckpointError for what goes wrong with it."""
         path = self.folder / chunk.place.relative_path
-        header = self._headers.get(chunk.place)
         try:
             with path.open("rb", buffering=0) as file:
-                if header is None:
-                    header = _open_chunk(file, chunk, dtype)
-                    self._headers[chunk.place] = header
-                if out.dtype == dtype and out.stride(-1) == 1:
-                    _map(file, header, inner, out)
-                else:
-                    values = torch.empty(out.shape, dtype=dtype)
-                    _map(file, header, inner, values)
-                    out.copy_(values)
+                yield file
         except (OSError, ValueError, zipfile.BadZipFile, _DamageError) as error:
             where = f"{path} {name} at {chunk.offset}"
             got, expected = "damaged content", "the tensor that was saved"
