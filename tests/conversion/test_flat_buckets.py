@@ -143,6 +143,12 @@ def test_local_names(hf: Path, tmp_path: Path) -> None:
     assert_read(written(tmp_path / "iter", model, args, LOCAL, stages=[[[0, 1]], [[2, 3]]]), hf)
 
 
+def test_long_tensors_are_read_by_blocks_of_rows(hf: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("megatron_llama.conversion.torch_dist.flat_buckets.BLOCK_ELEMENTS", 100)
+    model, args = model_of(hf, 2)
+    assert_read(written(tmp_path / "iter", model, args, TRANSFORMER_ENGINE, stages=[[[0, 1]], [[2, 3]]]), hf)
+
+
 def refused(reader: TorchDistReader) -> str:
     with pytest.raises(CheckpointError, match="save it with --dist-ckpt-optim-fully-reshardable") as error:
         FlatBuckets(reader)

@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 
 from megatron_llama.conversion.megatron.names import BLOCKS, LOCAL, TE
+from megatron_llama.conversion.safetensors_file import BLOCK_ELEMENTS
 from megatron_llama.conversion.torch_dist.names import EMBEDDING_KEY, HALVES, HEAD_KEY, LAYERS
 from megatron_llama.conversion.torch_dist.reader import TorchDistReader
 from megatron_llama.errors import CheckpointError
@@ -164,11 +165,14 @@ class FlatBuckets:
             if top >= bottom or left >= right:
                 continue
             # The rows of a box lie end to end; some of their columns alone do not.
-            values = torch.empty((bottom - top) * box.columns, dtype=torch.float32)
-            start = box.start + (top - box.row) * box.columns
-            self._container.read(f"{box.bucket}.{state}", (start,), values)
-            part = values.view(-1, box.columns)[:, left - box.column : right - box.column]
-            out[top - row : bottom - row, left - column : right - column] = part
+            step = max(1, BLOCK_ELEMENTS // box.columns)
+            for first in range(top, bottom, step):
+                last = min(first + step, bottom)
+                values = torch.empty((last - first) * box.columns, dtype=torch.float32)
+                start = box.start + (first - box.row) * box.columns
+                self._container.read(f"{box.bucket}.{state}", (start,), values)
+                part = values.view(-1, box.columns)[:, left - box.column : right - box.column]
+                out[first - row : last - row, left - column : right - column] = part
 
     def _find_buffers(self) -> dict[tuple[int, int], list[_Bucket]]:
         """Return the buckets of each data-parallel group and model chunk. Raises
