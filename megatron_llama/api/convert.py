@@ -13,27 +13,27 @@ from megatron_llama.checkpoint.checkpoint_dir import TOKENIZER
 from megatron_llama.config.parse import flag
 from megatron_llama.conversion.convert import convert as write
 from megatron_llama.conversion.convert import require_free, require_sound
-from megatron_llama.conversion.formats import ModelWriter, open_model
+from megatron_llama.conversion.formats import FORMATS, ModelWriter, open_model
 from megatron_llama.conversion.hf.writer import HFWriter
 from megatron_llama.conversion.megatron import args as megatron_args
 from megatron_llama.conversion.megatron.writer import MegatronWriter
 from megatron_llama.conversion.meta import names as meta_names
 from megatron_llama.conversion.meta.writer import MetaWriter
 from megatron_llama.conversion.model_fields import OPTIMIZER_LEFT_OUT
+from megatron_llama.conversion.native import optimizer as native_optimizer
+from megatron_llama.conversion.native.reader import NativeReader
 from megatron_llama.conversion.native.writer import NativeWriter
 from megatron_llama.conversion.optimizer_state import OptimizerState
 from megatron_llama.conversion.tokenizer_files import misfits, tokenizer_in, with_end_tokens
 from megatron_llama.conversion.torch_dist.optimizer import has_optimizer, open_optimizer
 from megatron_llama.conversion.torch_dist.reader import TorchDistReader
+from megatron_llama.conversion.torch_dist.writer import TorchDistWriter
 from megatron_llama.errors import CheckpointError, ConfigError, describe, listing
 from megatron_llama.plans.params import split_layers
 
-Format: TypeAlias = Literal["hf", "native", "megatron", "megatron-llama", "meta"]
-SourceFormat: TypeAlias = Literal[
-    "hf", "native", "megatron", "megatron-llama", "meta", "torch_dist"
-]
-TARGETS = ("hf", "native", "megatron", "megatron-llama", "meta")
+Format: TypeAlias = Literal["hf", "native", "megatron", "megatron-llama", "meta", "torch_dist"]
 MEGATRONS = ("megatron", "megatron-llama")
+PADDED = (*MEGATRONS, "torch_dist")
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 LAYOUTS = ("transformer_engine", "local", "legacy")
 
@@ -60,7 +60,7 @@ def convert(
     dst: str | Path,
     *,
     to: Format,
-    source_format: SourceFormat | None = None,
+    source_format: Format | None = None,
     hf_config: str | Path | None = None,
     ignore_hf_config_fields: Sequence[str] = (),
     vocab_size: int = 0,
@@ -83,10 +83,15 @@ def convert(
     ``ignore_hf_config_fields`` are not refused if they are unknown. ``vocab_size`` is the number of
     token ids where ``src`` stores a padded vocabulary only. ``dtype="auto"`` keeps the dtype.
 
+    ``native`` and ``torch_dist`` take the optimizer's state of a checkpoint of the other along,
+    with which a run goes on there; to the other formats weights alone are written.
+
     These may be given with the formats that know them only: ``tensor_model_parallel_size`` (1;
-    ``megatron``, ``megatron-llama``, and ``meta`` for its number of files),
+    ``megatron``, ``megatron-llama``, ``torch_dist`` for the padding of its vocabulary, and ``meta``
+    for its number of files),
     ``pipeline_model_parallel_size`` (1), ``pipeline_layer_split`` (blocks of each stage; equal
-    shares) and ``make_vocab_size_divisible_by`` (128; the two ``megatron`` formats),
+    shares; the two ``megatron`` formats), ``make_vocab_size_divisible_by`` (128; these and
+    ``torch_dist``),
     ``megatron_layout`` (``"transformer_engine"``; the names that ``megatron`` has),
     ``max_shard_bytes`` (5e9; ``hf``).
 
@@ -103,10 +108,10 @@ def convert(
     Raises ConfigError for arguments that cannot be used, and CheckpointError for a model that
     cannot be read or written."""
     only_with = (
-        ("tensor_model_parallel_size", tensor_model_parallel_size, (*MEGATRONS, "meta")),
+        ("tensor_model_parallel_size", tensor_model_parallel_size, (*PADDED, "meta")),
         ("pipeline_model_parallel_size", pipeline_model_parallel_size, MEGATRONS),
         ("pipeline_layer_split", pipeline_layer_split, MEGATRONS),
-        ("make_vocab_size_divisible_by", make_vocab_size_divisible_by, MEGATRONS),
+        ("make_vocab_size_divisible_by", make_vocab_size_divisible_by, PADDED),
         ("megatron_layout", megatron_layout, ("megatron",)),
         ("max_shard_bytes", max_shard_bytes, ("hf",)),
     )
@@ -139,7 +144,7 @@ def convert(
     problems += [
         describe(flag(name), got=value, expected=f"one of {', '.join(known)}", do="correct it")
         for name, value, known in (
-            ("to", to, TARGETS),
+            ("to", to, FORMATS),
             ("dtype", dtype, DTYPES),
             ("megatron_layout", layout, LAYOUTS),
         )
@@ -170,8 +175,12 @@ def convert(
         misfit = list(misfits(model, source.extra, tokenizer))
 
     state: OptimizerState | None = None
-    if to == "native" and isinstance(source, TorchDistReader) and has_optimizer(source.checkpoint):
+    left_out: list[str] = []
+    carries = to in ("native", "torch_dist")
+    if carries and isinstance(source, TorchDistReader) and has_optimizer(source.checkpoint):
         state = open_optimizer(source)
+    elif to == "torch_dist" and isinstance(source, NativeReader):
+        state, left_out = _native_state(source)
     writer: ModelWriter
     lost: Iterator[str] = iter(())
     if to == "hf":
@@ -181,6 +190,9 @@ def convert(
     elif to == "meta":
         writer = MetaWriter(tp)
         lost = meta_names.lost_fields(model)
+    elif to == "torch_dist":
+        writer = TorchDistWriter(workers, tp, state)
+        lost = megatron_args.lost_fields(model, "megatron", (model.num_hidden_layers,))
     else:
         split = _split(pp, pipeline_layer_split or (), model.num_hidden_layers)
         writer = MegatronWriter(to, tp, split, layout)
@@ -205,8 +217,20 @@ def convert(
         for name in lost
     )
     told = (note for note in source.notes if state is None or note != OPTIMIZER_LEFT_OUT)
-    notes = (*told, *misfit, *losses)
+    notes = (*told, *left_out, *misfit, *losses)
     return Converted(source.folder, source.format, target_folder, written, size, notes)
+
+
+def _native_state(source: NativeReader) -> tuple[OptimizerState | None, list[str]]:
+    """Return the optimizer's state of a checkpoint of ours, or why Megatron cannot go on with
+    it."""
+    meta = source.weights.meta
+    if not meta.optimizer_step:
+        return None, []
+    reasons = list(native_optimizer.optimizer_problems(meta))
+    if reasons:
+        return None, [f"Megatron-LM has no optimizer for this state: {each}" for each in reasons]
+    return native_optimizer.open_optimizer(source), []
 
 
 def _split(pp: int, given: Sequence[int], layers: int) -> tuple[int, ...]:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from megatron_llama.api.convert import SourceFormat
+from megatron_llama.api.convert import Format
 from megatron_llama.conversion.convert import require_sound
 from megatron_llama.conversion.formats import ModelReader, open_model
 from megatron_llama.conversion.verify.fields import field_differences
@@ -64,8 +64,8 @@ def verify(
     a: str | Path,
     b: str | Path,
     *,
-    from_a: SourceFormat | None = None,
-    from_b: SourceFormat | None = None,
+    from_a: Format | None = None,
+    from_b: Format | None = None,
     hf_config_a: str | Path | None = None,
     hf_config_b: str | Path | None = None,
     ignore_hf_config_fields: Sequence[str] = (),

@@ -61,7 +61,11 @@ class MappedTensor:
     @property
     def elements(self) -> int:
         """The number of values that are asked of the source: all but padding."""
-        return sum(piece.rows for piece in self.map.slices) * self.map.width
+        return self.elements_of(0, self.map.shape[0])
+
+    def elements_of(self, first: int, last: int) -> int:
+        """Return how many of them are in the rows ``[first, last)``."""
+        return sum(cut.rows for cut in _cuts(self.map, first, last)) * self.map.width
 
     def blocks(self, dtype: torch.dtype) -> Iterator[Tensor]:
         """Yield the values as contiguous rows, from the first to the last."""
@@ -70,9 +74,10 @@ class MappedTensor:
         if self.map.rotary_head:  # pairs are reordered within a head, so a block holds whole heads
             step = max(1, step // self.map.rotary_head) * self.map.rotary_head
         for first in range(0, rows, step):
-            yield self._block(first, min(first + step, rows), dtype)
+            yield self.rows(first, min(first + step, rows), dtype)
 
-    def _block(self, first: int, last: int, dtype: torch.dtype) -> Tensor:
+    def rows(self, first: int, last: int, dtype: torch.dtype) -> Tensor:
+        """Return the rows ``[first, last)``: whole heads where rotary pairs are neighbours."""
         out = torch.zeros((last - first, *self.map.shape[1:]), dtype=dtype)
         for run in _runs(_cuts(self.map, first, last)):
             self._fill(out, first, run)

@@ -274,7 +274,7 @@ def write_torch_file(path: Path, content: object, dtype: torch.dtype) -> None:
                 entry = _aligned(f"archive/data/{number}", file.tell())
                 with archive.open(entry, "w", force_zip64=True) as target:
                     for block in values.blocks(dtype):
-                        _require_finite(path, block)
+                        require_finite(path, block)
                         target.write(block.reshape(-1).view(torch.uint8).numpy().data)
         file.flush()
         os.fsync(file.fileno())
@@ -290,7 +290,7 @@ def _aligned(name: str, start: int) -> zipfile.ZipInfo:
     return entry
 
 
-def _require_finite(path: Path, values: Tensor) -> None:
+def require_finite(path: Path, values: Tensor) -> None:
     """Raise CheckpointError when some value is infinite or not a number: it was too large for the
     target's dtype, or is damaged."""
     if values.numel() and not is_finite(values):

@@ -186,6 +186,7 @@ class Trainer:
             end_wd=run.weight_decay,
             wd_incr_steps=run.train_iters * run.global_batch_size,
             wd_incr_style="constant",
+            use_checkpoint_opt_param_scheduler=False,  # as by default: a checkpoint with another schedule is refused
         )
         self.config.grad_scale_func = self.optimizer.scale_loss
         self.config.finalize_model_grads_func = finalize_model_grads
@@ -341,7 +342,7 @@ class Trainer:
     def load(self, folder: Path, *, finetune: bool = False) -> None:
         """Load the checkpoint that the tracker under ``folder`` names as ``load_checkpoint`` of Megatron-LM does; only the weights with
         ``finetune``, or of a release. Nothing that is asked for may be missing in the file, and nothing in it be left over but random
-        states, which fit no other layout, and with ``finetune`` the optimizer."""
+        states, which fit no other layout, fp8 scaling of other modules, and with ``finetune`` the optimizer."""
         from megatron.core import dist_checkpointing, parallel_state
 
         named = (folder / "latest_checkpointed_iteration.txt").read_text().strip()
@@ -355,7 +356,8 @@ class Trainer:
         wanted = self._sharded(metadata, is_loading=True, weights_only=finetune)
         found, left_over, missing = dist_checkpointing.load(wanted, source, strict="return_all")
         optional = ("rng_state", "optimizer.") if finetune else ("rng_state",)
-        assert not missing and [name for name in left_over if not name.startswith(optional)] == []
+        # TransformerEngine's modules have more scaling states than the local ones.
+        assert not missing and [name for name in left_over if not name.startswith(optional) and "._extra_state" not in name] == []
         self.model.load_state_dict(found["model"], strict=True)
         if finetune:
             self.optimizer.reload_model_params()

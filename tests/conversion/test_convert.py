@@ -53,11 +53,12 @@ TARGETS: dict[str, list[str]] = {
         )
         for tp, pp in grid
     },
+    **{f"torch_dist {tp}": ["--tensor-model-parallel-size", str(tp)] for tp in (1, 4)},
 }
 
 
 FULL = ("grouped float32", "multi-head bfloat16", "tied llama3")
-SOME = ("hf", "native", "meta 4", "megatron 2 2", "megatron-llama 2 2", "megatron legacy 4 2")
+SOME = ("hf", "native", "meta 4", "megatron 2 2", "megatron-llama 2 2", "megatron legacy 4 2", "torch_dist 4")
 PAIRS = [(model, target) for model in MODELS for target in (TARGETS if model in FULL else SOME)]
 """Every layout for three models, one of each format for the others."""
 

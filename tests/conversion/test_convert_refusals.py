@@ -47,7 +47,7 @@ def without(args: argparse.Namespace, *names: str) -> None:
     [
         (
             ["--to", "hf", "--tensor-model-parallel-size", "2"],
-            "--tensor-model-parallel-size: got 2, expected --to megatron or megatron-llama or meta; leave it out",
+            "--tensor-model-parallel-size: got 2, expected --to megatron or megatron-llama or torch_dist or meta; leave it out",
         ),
         (
             ["--to", "meta", "--pipeline-model-parallel-size", "2"],
@@ -60,7 +60,7 @@ def without(args: argparse.Namespace, *names: str) -> None:
         (["--to", "megatron", "--tensor-model-parallel-size", "0"], "--tensor-model-parallel-size: got 0, expected at least 1"),
         (["--to", "hf", "--workers", "0"], "--workers: got 0, expected at least 1"),
         (["--to", "hf", "--vocab-size", "-1"], "--vocab-size: got -1, expected 0 or more"),
-        (["--to", "gguf"], "--to: got gguf, expected one of hf, native, megatron, megatron-llama, meta"),
+        (["--to", "gguf"], "--to: got gguf, expected one of hf, native, megatron, megatron-llama, meta, torch_dist"),
         ([], "--to: got nothing, expected one of hf, native"),
         (
             ["--to", "megatron", "--tensor-model-parallel-size", "8"],

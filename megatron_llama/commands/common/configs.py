@@ -7,10 +7,8 @@ from typing import Literal, TypeAlias
 
 from megatron_llama.config.schema import PipelineSchedule
 
-SourceFormat: TypeAlias = Literal[
-    "hf", "native", "megatron", "megatron-llama", "meta", "torch_dist"
-]
-"""The formats of model folders that can be read."""
+Format: TypeAlias = Literal["hf", "native", "megatron", "megatron-llama", "meta", "torch_dist"]
+"""The formats of model folders."""
 
 
 @dataclass(frozen=True)
@@ -132,9 +130,9 @@ class ConvertConfig:
     """Folder to read. May stand first, without its name: `convert SRC DST --to FORMAT`."""
     dst: str
     """Folder to write; it appears whole or not at all."""
-    to: Literal["hf", "native", "megatron", "megatron-llama", "meta"]
+    to: Format
     """Format to write."""
-    source_format: SourceFormat | None = None
+    source_format: Format | None = None
     """Format of the source (also `--from`). Default: found from its content."""
     hf_config: str | None = None
     """A config.json of HuggingFace, for what the source does not say of its model."""
@@ -148,14 +146,15 @@ class ConvertConfig:
     """Dtype of the written weights (native: what a run computes in; its masters are fp32). auto:
     the source's."""
     tensor_model_parallel_size: int = 1
-    """Tensor-parallel size to write (megatron formats), or number of consolidated files (meta)."""
+    """Tensor-parallel size to write (megatron formats), for which the vocabulary is padded
+    (torch_dist), or number of consolidated files (meta)."""
     pipeline_model_parallel_size: int = 1
     """Pipeline stages to write (megatron formats)."""
     pipeline_layer_split: tuple[int, ...] = ()
     """Transformer blocks of each stage, first to last. Default: equal shares."""
     make_vocab_size_divisible_by: int = 128
     """The written embedding is padded to a multiple of this times the tensor-parallel size
-    (megatron formats)."""
+    (megatron formats, torch_dist)."""
     megatron_layout: Literal["transformer_engine", "local", "legacy"] = "transformer_engine"
     """Names to write for Megatron-LM: those of its --transformer-impl, or of the models before
     Megatron Core (legacy)."""
@@ -177,9 +176,9 @@ class VerifyConfig:
     """Model folder of any format. May stand first, without its name: `verify A B`."""
     b: str
     """The other one."""
-    from_a: SourceFormat | None = None
+    from_a: Format | None = None
     """Format of the first folder. Default: found from its content."""
-    from_b: SourceFormat | None = None
+    from_b: Format | None = None
     """Format of the second folder."""
     hf_config_a: str | None = None
     """A config.json of HuggingFace, for what the first folder does not say of its model."""

@@ -26,8 +26,8 @@ class NativeReader:
         if config is not None:
             expected = "none for a native checkpoint, which has its own"
             raise CheckpointError("--config", got=config, expected=expected, do="leave it out")
-        self._weights = native.open_weights(path)
-        meta = self._weights.meta
+        self.weights = native.open_weights(path)
+        meta = self.weights.meta
         self.folder = meta.folder
         self.model = meta.model
         if vocab_size not in (0, self.model.vocab_size):
@@ -45,4 +45,4 @@ class NativeReader:
         self.notes = (OPTIMIZER_LEFT_OUT,) if meta.optimizer_step else ()
 
     def __call__(self, rectangle: Rectangle, out: Tensor) -> None:
-        self._weights(rectangle, out)
+        self.weights(rectangle, out)
